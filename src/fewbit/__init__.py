@@ -1,0 +1,21 @@
+"""fewbit makes neural networks few-bit in JAX: one numerics from post-training quantization to training and serving.
+
+>>> import fewbit as fb
+>>> q = fb.quantize(jnp.ones((64, 128)), "nf4")
+>>> q.shape, q.nbytes
+((64, 128), 4608)
+"""
+
+from . import array as array
+from . import formats as formats
+from .array import SCHEMES as SCHEMES
+from .array import Packing as Packing
+from .array import QArray as QArray
+from .array import Scheme as Scheme
+from .array import dequantize as dequantize
+from .array import is_qarray as is_qarray
+from .array import quantize as quantize
+from .array import scheme as scheme
+from .errors import QuantError as QuantError
+from .errors import UnsupportedError as UnsupportedError
+from .formats import FORMATS as FORMATS

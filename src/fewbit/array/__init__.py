@@ -1,0 +1,15 @@
+"""How a tensor is stored: schemes, packing, scales, and the quantized array itself."""
+
+from . import schemes as schemes
+from .packing import Packing as Packing
+from .packing import pack as pack
+from .packing import paired as paired
+from .packing import unpack as unpack
+from .qarray import PRODUCTS as PRODUCTS
+from .qarray import QArray as QArray
+from .qarray import is_qarray as is_qarray
+from .quantize import dequantize as dequantize
+from .quantize import quantize as quantize
+from .scheme import SCHEMES as SCHEMES
+from .scheme import Scheme as Scheme
+from .scheme import scheme as scheme

@@ -1,0 +1,131 @@
+"""What transposing, reshaping and slicing do to the tiles of an array: algebra on shapes, no arrays.
+
+An axis is described by its length and its tile (None: one tile for the whole axis). Moving axes about never touches a code;
+it only has to be possible to say the result with one tile an axis.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+from .._tiles import Tile
+from ..errors import QuantError
+
+
+@dataclasses.dataclass(frozen=True)
+class Axis:
+    """One axis of a quantized array.
+
+    Attributes:
+        length: how many elements it has.
+        tile: how many of them share a scale; None: all.
+        unit: the codes at whose multiples the packed bytes can be cut; 1 for an axis that is not packed.
+        is_packed: whether codes share bytes along it.
+    """
+
+    length: int
+    tile: Tile
+    unit: int = 1
+    is_packed: bool = False
+
+
+def regrouped(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
+    """The runs of old and new axes that a reshape turns into each other, in order.
+
+    >>> regrouped((6, 4, 5), (3, 2, 20))
+    [([0], [0, 1]), ([1, 2], [2])]
+    """
+    groups: list[tuple[list[int], list[int]]] = []
+    i = j = 0
+    while i < len(shape) or j < len(new_shape):
+        old: list[int] = []
+        new: list[int] = []
+        size = new_size = 1
+        while not old and not new or size != new_size:
+            if size <= new_size and i < len(shape):
+                size *= shape[i]
+                old.append(i)
+                i += 1
+            else:
+                new_size *= new_shape[j]
+                new.append(j)
+                j += 1
+        # Axes of length 1 go with the axes beside them when one side would otherwise stay empty.
+        while i < len(shape) and shape[i] == 1 and (not old or j == len(new_shape)):
+            old.append(i)
+            i += 1
+        while j < len(new_shape) and new_shape[j] == 1 and (not new or i == len(shape)):
+            new.append(j)
+            j += 1
+        groups.append((old, new))
+    return groups
+
+
+def merged(axes: Sequence[Axis]) -> Axis:
+    """The one axis that several adjacent axes become, the last running fastest.
+
+    Raises:
+        QuantError: when the elements of one scale, or the codes of one byte, would not lie in one run.
+    """
+    axes = [a for a in axes if a.length != 1 or a.is_packed] or list(axes[:1])
+    if not axes:
+        return Axis(1, 1)
+    if len(axes) == 1:
+        return axes[0]
+    length, tile = 1, 1
+    for axis in reversed(axes):
+        own = axis.length if axis.tile is None else axis.tile
+        if own != 1 and (tile != length or (own != axis.length and axis.length % own)):
+            raise QuantError(f"axes of lengths {[a.length for a in axes]} with tiles {[a.tile for a in axes]} cannot merge")
+        tile, length = tile * own, length * axis.length
+    packed = [a for a in axes if a.is_packed]
+    if packed and (packed[0] is not axes[-1] or packed[0].length % packed[0].unit):
+        raise QuantError("the packed axis can merge only as the last of its group, and only whole bytes of it")
+    unit = packed[0].unit if packed else 1
+    return Axis(length, None if tile == length else tile, unit, bool(packed))
+
+
+def split(axis: Axis, lengths: Sequence[int]) -> list[Axis]:
+    """The axes of the given lengths that one axis becomes, the last running fastest.
+
+    Raises:
+        QuantError: when a tile or a byte would not lie within one of the new axes.
+    """
+    remaining = axis.length if axis.tile is None else axis.tile
+    if remaining != 1 and axis.length % remaining:
+        raise QuantError(f"an axis of {axis.length} elements with a short last tile ({axis.tile}) cannot be split")
+    result: list[Axis] = []
+    for length in reversed(lengths):
+        if remaining % length == 0:
+            result.append(Axis(length, 1 if length == 1 and axis.tile is not None else None))
+            remaining //= length
+        elif length % remaining == 0:
+            result.append(Axis(length, remaining))
+            remaining = 1
+        else:
+            raise QuantError(f"tiles of {axis.tile} on an axis of {axis.length} do not fit new axes {tuple(lengths)}")
+    result.reverse()
+    if axis.is_packed:
+        inner = max((i for i, n in enumerate(lengths) if n != 1), default=len(lengths) - 1)
+        if lengths[inner] % axis.unit and lengths[inner] != axis.length:
+            raise QuantError(f"codes share bytes in runs of {axis.unit}; a new axis of {lengths[inner]} would cut one")
+        result[inner] = dataclasses.replace(result[inner], unit=axis.unit, is_packed=True)
+    return result
+
+
+def reshaped(axes: Sequence[Axis], new_shape: Sequence[int]) -> list[Axis]:
+    """The axes after a reshape.
+
+    Raises:
+        QuantError: when the shape has another size, or a tile or byte would be torn.
+    """
+    result: list[Axis] = []
+    for old, new in regrouped([a.length for a in axes], new_shape):
+        group = [axes[i] for i in old]
+        lengths = [new_shape[j] for j in new]
+        if [a.length for a in group] == lengths:
+            result += group
+        elif lengths:
+            result += split(merged(group), lengths)
+        elif any(a.is_packed for a in group):
+            raise QuantError("the packed axis cannot be dropped")
+    return result

@@ -1,0 +1,19 @@
+"""How scales are chosen: one rule a file, each a calibration with a text form such as `"absmax,0.9"`."""
+
+from .absmax import AbsMax as AbsMax
+from .calibration import CALIBRATIONS as CALIBRATIONS
+from .calibration import AbstractCalibration as AbstractCalibration
+from .calibration import Target as Target
+from .calibration import Tiles as Tiles
+from .calibration import parse_calibration as parse_calibration
+from .centred import CentredAbsMax as CentredAbsMax
+from .fixed import Fixed as Fixed
+from .minmax import MinMax as MinMax
+from .moments import RMS as RMS
+from .moments import AbsMean as AbsMean
+from .mse import MSE as MSE
+from .mse import SNR as SNR
+from .mx import MX as MX
+from .percentile import Percentile as Percentile
+from .signed_max import SignedMax as SignedMax
+from .store import ScaleStore as ScaleStore

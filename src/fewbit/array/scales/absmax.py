@@ -1,0 +1,32 @@
+"""The largest magnitude of the tile, times a factor."""
+
+import dataclasses
+from typing import ClassVar
+
+from ...errors import QuantError
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsMax(AbstractCalibration):
+    """`factor * max|x|` lands on the largest code: nothing saturates when the factor is at least 1.
+
+    For an asymmetric target the range is `-max|x| .. max|x|`.
+
+    Attributes:
+        factor: 1 keeps the whole range; smaller clips the outliers for finer steps.
+    """
+
+    name: ClassVar[str] = "absmax"
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.factor, int | float) or not self.factor > 0:
+            raise QuantError(f"absmax: factor is {self.factor!r}, must be a positive number")
+
+    def scale(self, tiles: Tiles, target: Target) -> Scale:
+        high = tiles.amax * self.factor
+        return symmetric_or_range(-high, high, target)
+
+
+CALIBRATIONS.add("absmax", AbsMax)

@@ -1,0 +1,162 @@
+"""What a calibration is: the rule that chooses the scale of each tile, and the offset where the scheme has one."""
+
+import abc
+import dataclasses
+from typing import ClassVar, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._registry import Registry
+from ...errors import QuantError
+from ...formats import AbstractFormat
+from .store import ScaleStore
+
+Scale: TypeAlias = tuple[jax.Array, jax.Array | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """An array cut into tiles, as calibrations see it.
+
+    Attributes:
+        x: float32, one axis (or two: tiles, elements) for each axis of the array, see `fewbit._tiles.blocked`.
+        within: the axes of `x` over which one tile extends. Every per-tile result keeps them, with length 1.
+        valid: which elements are real, where the last tile is short; None when all are.
+        weights: how much the squared error of each element counts, shaped like `x`; None when all count alike.
+    """
+
+    x: jax.Array
+    within: tuple[int, ...]
+    valid: jax.Array | None = None
+    weights: jax.Array | None = None
+
+    def over(self, reduce, values: jax.Array) -> jax.Array:
+        """`reduce` (such as `jnp.max`) over each tile; what fills a short tile counts as 0."""
+        if self.valid is not None:
+            values = jnp.where(self.valid, values, 0)
+        return reduce(values, axis=self.within, keepdims=True)
+
+    @property
+    def count(self) -> jax.Array:
+        """How many real elements each tile has, float32."""
+        return self.over(jnp.sum, jnp.ones_like(self.x))
+
+    @property
+    def amax(self) -> jax.Array:
+        """The largest magnitude of each tile."""
+        return self.over(jnp.max, jnp.abs(self.x))
+
+    def error(self, approximation: jax.Array) -> jax.Array:
+        """The (weighted) sum of squared errors of each tile."""
+        squared = jnp.square(approximation - self.x)
+        return self.over(jnp.sum, squared if self.weights is None else squared * self.weights)
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """What the scales are for.
+
+    Attributes:
+        format: the format of the codes.
+        store: how the scales are held, so that a search can try the very scales that can be stored.
+        zero: how zero points are held: a format for whole zero points, a dtype for float offsets, None for neither.
+    """
+
+    format: AbstractFormat
+    store: ScaleStore
+    zero: AbstractFormat | np.dtype | None = None
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether the range need not be centred at zero."""
+        return self.zero is not None
+
+    def stored_zero(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
+        """The stored form of an offset: the code of `round(-offset / scale)`, or the offset itself as a float."""
+        if isinstance(self.zero, AbstractFormat):
+            return self.zero.encode(-offset / scale)
+        return offset.astype(self.zero)
+
+    def loaded_offset(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
+        """The float32 offset, the number that code value 0 stands for, of its stored form."""
+        if isinstance(self.zero, AbstractFormat):
+            return -self.zero.decode(stored) * scale
+        return stored.astype(jnp.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractCalibration(abc.ABC):
+    """A rule that chooses scales; a frozen dataclass whose fields are numbers or words.
+
+    Its text form is the name and the fields that follow, as in `"absmax,0.9"`; `parse_calibration` reads it back.
+    """
+
+    name: ClassVar[str]
+
+    @property
+    def uses_error_weights(self) -> bool:
+        """Whether the choice depends on error weights; passing them to a rule that ignores them is an error."""
+        return False
+
+    @abc.abstractmethod
+    def scale(self, tiles: Tiles, target: Target) -> Scale:
+        """The scale of each tile, and its offset.
+
+        Returns:
+            The scale, and for an asymmetric target the number that code 0 of an unsigned format stands for (the lower end
+            of the range), else None. Both float32 with the axes of `tiles.x`, those of `tiles.within` of length 1.
+        """
+
+    @classmethod
+    def parse(cls, words: tuple[str, ...]) -> Self:
+        """The calibration whose fields are `words`, in order; the numbers among them are read as numbers."""
+        fields = dataclasses.fields(cls)
+        if len(words) > len(fields):
+            names = ", ".join(f.name for f in fields) or "none"
+            raise QuantError(f"calibration {cls.name!r} takes at most {len(fields)} values ({names}), got {len(words)}")
+        return cls(*(_number_or_word(word) for word in words))
+
+    def __str__(self) -> str:
+        values = [getattr(self, f.name) for f in dataclasses.fields(self)]
+        defaults = [f.default for f in dataclasses.fields(self)]
+        while values and values[-1] == defaults[len(values) - 1]:
+            values.pop()
+        return ",".join([self.name, *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)])
+
+
+CALIBRATIONS: Registry[type[AbstractCalibration]] = Registry("calibration")
+
+
+def parse_calibration(text: str) -> AbstractCalibration:
+    """The calibration of a text such as `"absmax"`, `"absmax,0.9"` or `"fixed,-0.6,0.6"`.
+
+    Raises:
+        QuantError: for an unknown name, too many values, or values that the calibration refuses.
+
+    >>> parse_calibration("fixed,-0.6,0.6")
+    Fixed(low=-0.6, high=0.6)
+    """
+    name, *words = (word.strip() for word in text.split(","))
+    return CALIBRATIONS[name].parse(tuple(words))
+
+
+def symmetric_or_range(low: jax.Array, high: jax.Array, target: Target) -> Scale:
+    """The scale (and offset) that spreads the range from `low` to `high` over the codes of the target.
+
+    Symmetric: `max(-low, high) / bound`. Asymmetric: `(high - low) / (max - min)`, and the offset is `low - min * scale`,
+    the number that the code of value 0 stands for.
+    """
+    fmt = target.format
+    if not target.asymmetric:
+        return jnp.maximum(-low, high) / jnp.float32(fmt.bound), None
+    scale = (high - low) / jnp.float32(fmt.max - fmt.min)
+    return scale, low - jnp.float32(fmt.min) * scale
+
+
+def _number_or_word(word: str) -> float | str:
+    try:
+        return float(word)
+    except ValueError:
+        return word

@@ -1,0 +1,30 @@
+"""bitsandbytes' rule for scales that are quantized themselves: the mean of the whole array is set apart."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from ...errors import UnsupportedError
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
+
+
+@dataclasses.dataclass(frozen=True)
+class CentredAbsMax(AbstractCalibration):
+    """The offset is the mean of the whole array, and `max|x - mean|` of each tile lands on the largest code.
+
+    Reference: QLoRA (arXiv 2305.14314), section 3, double quantization.
+    """
+
+    name: ClassVar[str] = "centred"
+
+    def scale(self, tiles: Tiles, target: Target) -> Scale:
+        if not target.asymmetric:
+            raise UnsupportedError("centred needs a scheme with a float offset (zero_point='float32')")
+        total = jnp.sum(tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, 0), keepdims=True)
+        mean = total / (tiles.x.size if tiles.valid is None else jnp.sum(tiles.valid.astype(jnp.float32)))
+        high = tiles.over(jnp.max, jnp.abs(tiles.x - mean))
+        return high / jnp.float32(target.format.bound), mean
+
+
+CALIBRATIONS.add("centred", CentredAbsMax)

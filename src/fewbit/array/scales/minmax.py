@@ -1,0 +1,44 @@
+"""The smallest and the largest element of the tile, for asymmetric schemes."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from ...errors import QuantError
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
+
+
+@dataclasses.dataclass(frozen=True)
+class MinMax(AbstractCalibration):
+    """`factor * min(x) .. factor * max(x)`, stretched to contain 0 when the scheme needs an exact zero.
+
+    For a symmetric target the larger end's magnitude counts.
+
+    Attributes:
+        factor: 1 keeps the whole range; smaller clips both ends.
+        contains_zero: whether the range is stretched to contain 0; False is GGUF's rule for Q4_1 and Q5_1, whose offset
+            is a float number.
+    """
+
+    name: ClassVar[str] = "minmax"
+    factor: float = 1.0
+    contains_zero: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.factor, int | float) or not self.factor > 0:
+            raise QuantError(f"minmax: factor is {self.factor!r}, must be a positive number")
+        if self.contains_zero not in (0, 1):
+            raise QuantError(f"minmax: contains_zero is {self.contains_zero!r}, must be 0 or 1")
+
+    def scale(self, tiles: Tiles, target: Target) -> Scale:
+        if self.contains_zero:
+            low, high = tiles.over(jnp.min, jnp.minimum(tiles.x, 0)), tiles.over(jnp.max, jnp.maximum(tiles.x, 0))
+        else:
+            x = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, jnp.nan)
+            low = jnp.nanmin(x, axis=tiles.within, keepdims=True)
+            high = jnp.nanmax(x, axis=tiles.within, keepdims=True)
+        return symmetric_or_range(low * self.factor, high * self.factor, target)
+
+
+CALIBRATIONS.add("minmax", MinMax)

@@ -1,0 +1,160 @@
+"""The scale of least (weighted) squared error, by search: exact for scales that have few values, by a grid for the rest."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import QuantError
+from ...formats import AbstractFormat, Minifloat
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
+from .mx import best_power_of_two, smallest_unsaturated_exponent
+
+# Around the smallest E4M3 code that saturates nothing lie the only ones that can be optimal for E2M1: -4..+6 for tiles of
+# 16 elements, -5..+6 for 32; where that code is at most 8 (the subnormals and the first octave), codes 1..15.
+_WINDOW_BELOW, _WINDOW_CODES, _WINDOW_TILE, _LOW_CODE = 5, 15, 32, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class MSE(AbstractCalibration):
+    """The scale of least squared error of the tile.
+
+    - Scales stored in a small format (E8M0, E4M3) are searched exactly: every candidate that can be optimal is tried, with
+      the very value that will be stored. For NVFP4 (E2M1 codes, E4M3 scales, tiles up to 32, no weights) the proven window
+      of 15 codes is tried; for other formats and with weights, every code of the scale's format.
+    - Float scales are searched on a grid of `steps` fractions of the absmax (or min-max) range, down to `low`.
+
+    The unclipped scale is always among the candidates, and ties go to it, so the error is never above absmax's.
+
+    Attributes:
+        steps: how many fractions of the range a grid search tries.
+        low: the smallest of those fractions.
+    """
+
+    name: ClassVar[str] = "mse"
+    steps: float = 64
+    low: float = 0.3
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.steps, int | float) or self.steps != int(self.steps) or self.steps < 2:
+            raise QuantError(f"mse: steps is {self.steps!r}, must be a whole number of at least 2")
+        if not isinstance(self.low, int | float) or not 0 < self.low < 1:
+            raise QuantError(f"mse: low is {self.low!r}, must be a fraction between 0 and 1")
+
+    @property
+    def uses_error_weights(self) -> bool:
+        return True
+
+    def scale(self, tiles: Tiles, target: Target) -> Scale:
+        if target.store.is_power_of_two and not target.asymmetric:
+            return best_power_of_two(tiles, target.format, smallest_unsaturated_exponent(tiles.amax, target.format)), None
+        if isinstance(target.store.holder, AbstractFormat) and not target.asymmetric:
+            return _best_code(tiles, target), None
+        return _best_fraction(tiles, target, np.linspace(1.0, self.low, int(self.steps)))
+
+
+@dataclasses.dataclass(frozen=True)
+class SNR(AbstractCalibration):
+    """The clipping factor of highest signal-to-noise ratio on a grid, AQT's automatic clip search.
+
+    Within one tile the signal is given, so this is the least squared error over `low .. 1` in steps of `step`.
+
+    Attributes:
+        low: the smallest factor.
+        step: the distance of the factors.
+    """
+
+    name: ClassVar[str] = "snr"
+    low: float = 0.5
+    step: float = 0.05
+
+    def __post_init__(self) -> None:
+        numbers = all(isinstance(v, int | float) for v in (self.low, self.step))
+        if not numbers or not 0 < self.low < 1 or not 0 < self.step < 1:
+            raise QuantError(f"snr: low is {self.low!r} and step {self.step!r}; both must be fractions between 0 and 1")
+
+    @property
+    def uses_error_weights(self) -> bool:
+        return True
+
+    def scale(self, tiles: Tiles, target: Target) -> Scale:
+        return _best_fraction(tiles, target, np.arange(1.0, self.low - self.step / 2, -self.step))
+
+
+CALIBRATIONS.add("mse", MSE)
+CALIBRATIONS.add("snr", SNR)
+
+
+def _best_fraction(tiles: Tiles, target: Target, fractions: np.ndarray) -> Scale:
+    """The best of the given fractions of the full range, scale and offset together."""
+    low, high = _range(tiles, target)
+
+    def at(fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
+        scale, offset = symmetric_or_range(low * fraction, high * fraction, target)
+        scale = target.store.snapped(scale)
+        if offset is None:
+            return scale, jnp.zeros_like(scale)
+        safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
+        return scale, target.loaded_offset(target.stored_zero(offset, safe), safe)
+
+    candidates = jnp.asarray(fractions, jnp.float32)
+
+    def step(i: jax.Array, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        scale, offset = at(candidates[i])
+        return _better((scale, offset, _error(tiles, target, scale, offset)), best)
+
+    scale, offset = at(candidates[0])
+    start = (scale, offset, _error(tiles, target, scale, offset))
+    scale, offset, _ = jax.lax.fori_loop(1, len(fractions), step, start)
+    return scale, offset if target.asymmetric else None
+
+
+def _range(tiles: Tiles, target: Target) -> tuple[jax.Array, jax.Array]:
+    """The ends of the unclipped range."""
+    if not target.asymmetric:
+        return -tiles.amax, tiles.amax
+    return tiles.over(jnp.min, jnp.minimum(tiles.x, 0)), tiles.over(jnp.max, jnp.maximum(tiles.x, 0))
+
+
+def _best_code(tiles: Tiles, target: Target) -> jax.Array:
+    """The best scale among the codes of the store's format."""
+    holder, fmt, unit = target.store.holder, target.format, target.store.unit
+    assert isinstance(holder, AbstractFormat)
+    grid = np.sort(holder.values()[np.isfinite(holder.values()) & (holder.values() > 0)]).astype(np.float32)
+    needed = tiles.amax / jnp.float32(fmt.bound)
+    needed = needed if unit is None else needed / unit
+    ceiling = jnp.minimum(jnp.searchsorted(jnp.asarray(grid), needed), len(grid) - 1)
+    is_window_proven = _is_window_proven(tiles, fmt, holder)
+    first = jnp.where(ceiling < _LOW_CODE, 0, ceiling - _WINDOW_BELOW) if is_window_proven else jnp.zeros_like(ceiling)
+    count = _WINDOW_CODES if is_window_proven else len(grid)
+    table = jnp.asarray(grid)
+
+    def at(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        scale = table[jnp.clip(index, 0, len(grid) - 1)]
+        scale = scale if unit is None else scale * unit
+        zero = jnp.zeros_like(scale)
+        return scale, zero, _error(tiles, target, scale, zero)
+
+    best = jax.lax.fori_loop(0, count, lambda i, best: _better(at(first + i), best), at(ceiling))
+    return jnp.where(tiles.amax > 0, best[0], jnp.zeros_like(best[0]))
+
+
+def _is_window_proven(tiles: Tiles, fmt: AbstractFormat, holder: AbstractFormat) -> bool:
+    """Whether the proven window of E4M3 codes applies."""
+    is_nvfp4 = isinstance(fmt, Minifloat) and fmt.name == "e2m1" and holder.name in ("e4m3fn", "ue4m3")
+    return is_nvfp4 and tiles.weights is None and np.prod([tiles.x.shape[a] for a in tiles.within]) <= _WINDOW_TILE
+
+
+def _error(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> jax.Array:
+    """The error of each tile when it is quantized with this scale and offset."""
+    safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
+    codes = target.format.encode((tiles.x - offset) / safe)
+    return tiles.error(target.format.decode(codes) * safe + offset)
+
+
+def _better(found: tuple[jax.Array, ...], best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """Tile by tile the one of lower error (the last element); a tie keeps `best`."""
+    wins = found[-1] < best[-1]
+    return tuple(jnp.where(wins, f, b) for f, b in zip(found, best, strict=True))

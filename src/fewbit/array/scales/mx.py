@@ -1,0 +1,119 @@
+"""Power-of-two scales of the OCP Microscaling formats: the rules in use, and the exact search.
+
+Every rule starts from the largest magnitude `a = m * 2**E` of the tile (`1 <= m < 2`) and the largest number of the format,
+`f = g * 2**F` (`1 <= g < 2`). All of them work on the bits of the floats, so they are exact at powers of two.
+
+Why two candidates suffice for the optimum: doubling the scale of a float format with subnormals (or of an integer) gives a
+grid that is, up to the largest number, a part of the old one. So as long as nothing saturates, the smaller scale is at
+least as good for every element, and no scale above the smallest one that saturates nothing (rceil) can be better. Going
+down from there, the largest element saturates and pays more with every halving, while each of the others can gain at most
+a sixteenth of a squared scale: for E2M1 and tiles of at most 145 elements half of rceil can win, a quarter never.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...errors import QuantError, UnsupportedError
+from ...formats import AbstractFormat, Minifloat
+from ...formats.format import exponent_of, power_of_two
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
+
+_RULES = ("floor", "rceil", "even", "optimal")
+
+# Halvings of the rceil scale that are tried: one is enough for the squared error of tiles up to 145 elements (see above);
+# weights may make the largest element worthless, so nothing is proven then and far more are tried.
+_PROVEN_HALVINGS, _PROVEN_TILE, _SEARCHED_HALVINGS = 1, 145, 12
+
+
+@dataclasses.dataclass(frozen=True)
+class MX(AbstractCalibration):
+    """A power of two for each tile, by one of four rules.
+
+    - "floor": `2**(E - F)`, the OCP specification's rule; saturates up to a quarter of the largest element.
+    - "rceil": the smallest power of two that saturates nothing, `2**ceil(log2(a / f))` (NVIDIA).
+    - "even": the floor rule after `a` is rounded to the format's mantissa: up when `m` reaches the midpoint above `g`
+      (torchao's EVEN, compressed-tensors; 1.75 for E2M1).
+    - "optimal": least (weighted) squared error. Proven for tiles up to 145 elements without weights by the two candidates
+      rceil and rceil / 2; otherwise the best of rceil and its first 12 halvings. A tie goes to the larger scale.
+
+    Attributes:
+        rule: one of the above.
+
+    References: OCP Microscaling Formats 1.0, section 6.3; NVIDIA PTX ISA, cvt.rp.satfinite.ue8m0x2.
+    """
+
+    name: ClassVar[str] = "mx"
+    rule: str = "floor"
+
+    def __post_init__(self) -> None:
+        if self.rule not in _RULES:
+            raise QuantError(f"mx: rule is {self.rule!r}, must be one of {', '.join(_RULES)}")
+
+    @property
+    def uses_error_weights(self) -> bool:
+        return self.rule == "optimal"
+
+    def scale(self, tiles: Tiles, target: Target) -> Scale:
+        if target.asymmetric:
+            raise UnsupportedError("mx scales are symmetric; use another calibration with a zero point")
+        amax, fmt = tiles.amax, target.format
+        if self.rule == "floor":
+            return _power(exponent_of(amax) - _exponent(fmt), amax), None
+        if self.rule == "even":
+            bits = jax.lax.bitcast_convert_type(amax, jnp.int32) + (1 << (22 - _mantissa_bits(fmt)))
+            rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
+            return _power(exponent_of(rounded) - _exponent(fmt), amax), None
+        ceiling = smallest_unsaturated_exponent(amax, fmt)
+        if self.rule == "rceil":
+            return _power(ceiling, amax), None
+        return best_power_of_two(tiles, fmt, ceiling), None
+
+
+CALIBRATIONS.add("mx", MX)
+
+
+def smallest_unsaturated_exponent(amax: jax.Array, fmt: AbstractFormat) -> jax.Array:
+    """The smallest `e` with `amax <= fmt.max * 2**e`, int32, from the bits of both."""
+    mantissa = jax.lax.bitcast_convert_type(amax, jnp.int32) & 0x7FFFFF
+    top = int(np.float32(fmt.max).view(np.int32)) & 0x7FFFFF
+    return exponent_of(amax) - _exponent(fmt) + (mantissa > top).astype(jnp.int32)
+
+
+def best_power_of_two(tiles: Tiles, fmt: AbstractFormat, ceiling: jax.Array) -> jax.Array:
+    """The power of two of least error among `2**ceiling` and its halvings."""
+    largest_tile = int(np.prod([tiles.x.shape[a] for a in tiles.within]))
+    is_proven = tiles.weights is None and largest_tile <= _PROVEN_TILE
+    halvings = _PROVEN_HALVINGS if is_proven else _SEARCHED_HALVINGS
+    start = _power(ceiling, tiles.amax)
+
+    def error(scale: jax.Array) -> jax.Array:
+        return tiles.error(fmt.decode(fmt.encode(tiles.x / scale)) * scale)
+
+    def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        scale = _power(ceiling - i, tiles.amax)
+        found = error(scale)
+        better = found < best[1]
+        return jnp.where(better, scale, best[0]), jnp.where(better, found, best[1])
+
+    return jax.lax.fori_loop(1, halvings + 1, step, (start, error(start)))[0]
+
+
+def _power(exponent: jax.Array, amax: jax.Array) -> jax.Array:
+    """`2**exponent` within float32's normal range; 0 for an all-zero tile, so that it is recognised as such."""
+    # 2**-126 is the smallest scale that is used: 2**-127 is subnormal, and dividing by it is not safe everywhere.
+    power = power_of_two(jnp.clip(exponent, -126, 127))
+    return jnp.where(amax > 0, jnp.where(jnp.isfinite(amax), power, jnp.nan), jnp.zeros_like(amax))
+
+
+def _exponent(fmt: AbstractFormat) -> int:
+    """The exponent of the format's largest number."""
+    return int(np.frexp(fmt.max)[1]) - 1
+
+
+def _mantissa_bits(fmt: AbstractFormat) -> int:
+    """How many bits follow the leading one of the largest numbers."""
+    return fmt.mantissa if isinstance(fmt, Minifloat) else fmt.bits - 2

@@ -1,0 +1,41 @@
+"""A range that leaves out the outermost elements of the tile."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax.numpy as jnp
+
+from ...errors import QuantError
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
+
+
+@dataclasses.dataclass(frozen=True)
+class Percentile(AbstractCalibration):
+    """The `percent`-th percentile of `|x|` lands on the largest code; what lies beyond saturates.
+
+    For an asymmetric target the range leaves out as many elements at either end, and contains 0. Percentiles between two
+    elements are interpolated linearly, as `numpy.percentile` does.
+
+    Attributes:
+        percent: above 0, up to 100 (which is absmax).
+    """
+
+    name: ClassVar[str] = "percentile"
+    percent: float
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.percent, int | float) or not 0 < self.percent <= 100:
+            raise QuantError(f"percentile: percent is {self.percent!r}, must be above 0 and at most 100")
+
+    def scale(self, tiles: Tiles, target: Target) -> Scale:
+        x = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, jnp.nan)
+        fraction = self.percent / 100
+        if not target.asymmetric:
+            high = jnp.nanquantile(jnp.abs(x), fraction, axis=tiles.within, keepdims=True)
+            return symmetric_or_range(-high, high, target)
+        low = jnp.nanquantile(x, (1 - fraction) / 2, axis=tiles.within, keepdims=True)
+        high = jnp.nanquantile(x, (1 + fraction) / 2, axis=tiles.within, keepdims=True)
+        return symmetric_or_range(jnp.minimum(low, 0), jnp.maximum(high, 0), target)
+
+
+CALIBRATIONS.add("percentile", Percentile)

@@ -1,0 +1,59 @@
+"""How scales are held: as an array of a float dtype, as the codes of a format, or quantized themselves."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...formats import E8M0, AbstractFormat
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleStore:
+    """The numbers that a stored scale can be: those of a format or of a float dtype, times a unit.
+
+    Attributes:
+        holder: a format whose codes are stored, or a float dtype.
+        unit: what the number 1 of the holder stands for: the tensor scale where there is one, else 1. Float32.
+    """
+
+    holder: AbstractFormat | np.dtype
+    unit: jax.Array | None = None
+
+    @property
+    def smallest(self) -> float:
+        """The smallest positive number that the holder has (for a dtype of float32's exponent, the smallest normal one)."""
+        if isinstance(self.holder, AbstractFormat):
+            return max(self.holder.smallest, float(jnp.finfo(jnp.float32).tiny))
+        return max(float(jnp.finfo(self.holder).smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
+
+    @property
+    def largest(self) -> float:
+        """The largest finite number that the holder has."""
+        return self.holder.max if isinstance(self.holder, AbstractFormat) else float(jnp.finfo(self.holder).max)
+
+    def stored(self, scale: jax.Array) -> jax.Array:
+        """The holder's form of each scale: the nearest number it has, never zero for a scale that is not.
+
+        NaN stays NaN where the holder has it.
+        """
+        scale = scale if self.unit is None else scale / self.unit
+        magnitude = jnp.clip(jnp.abs(scale), self.smallest, self.largest)
+        held = jnp.where(scale == 0, 0.0, jnp.copysign(magnitude, scale))
+        return self.holder.encode(held) if isinstance(self.holder, AbstractFormat) else held.astype(self.holder)
+
+    def loaded(self, stored: jax.Array) -> jax.Array:
+        """The float32 scales of their stored form."""
+        is_format = isinstance(self.holder, AbstractFormat)
+        scale = self.holder.decode(stored) if is_format else stored.astype(jnp.float32)
+        return scale if self.unit is None else scale * self.unit
+
+    def snapped(self, scale: jax.Array) -> jax.Array:
+        """Each scale as it will be read back."""
+        return self.loaded(self.stored(scale))
+
+    @property
+    def is_power_of_two(self) -> bool:
+        """Whether the holder has powers of two only."""
+        return isinstance(self.holder, E8M0)

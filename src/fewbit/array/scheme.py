@@ -1,0 +1,232 @@
+"""How one tensor is quantized: format, tiles, scale, zero point and calibration, as one record."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeAlias, Union
+
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from .._registry import Registry, near_names
+from .._tiles import FrozenTileMap, Tile, TileMap, axis_tiles, tile_map
+from ..errors import QuantError
+from ..formats import FORMATS, AbstractFormat, format_from_json, format_to_json
+from .packing import Packing
+from .scales import AbsMax, AbstractCalibration, parse_calibration
+
+ScaleHolder: TypeAlias = Union[AbstractFormat, DTypeLike, "Scheme"]
+
+_SCALE_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Scheme:
+    """How one tensor is quantized.
+
+    The element of a tile with code `c` stands for `decode(c) * scale`, with one scale a tile; with a whole zero point `z`
+    for `(decode(c) - z) * scale`; with a float offset `m` for `decode(c) * scale + m`. Where there is a tensor scale, each
+    scale is multiplied by it.
+
+    Attributes:
+        format: the format of the codes.
+        tile: for each axis, counted from the end, how many elements share a scale; 1: each its own, None: the whole axis.
+            The key `...` stands for all axes that are not named; without it they are whole. `{...: 1, -1: 32}` is blocks of
+            32 along the last axis, `{...: 1, -1: None}` one scale a row, `{}` one scale a tensor.
+        scale: what holds a scale: a dtype (float32, bfloat16, float16), a Format (E8M0, E4M3), or a Scheme when the scales
+            are quantized themselves (double quantization).
+        tensor_scale: whether there is one more float32 scale for the whole tensor (NVFP4's second level): the largest
+            magnitude over the largest product of a code and a scale.
+        zero_point: None; a Format for whole zero points, in units of codes; or a dtype for float offsets.
+        calibration: how scales are chosen.
+        packing: the order of the codes in their bytes.
+        pack_axis: the axis whose codes share bytes.
+
+    >>> SCHEMES["mxfp4"].scale
+    E8M0(name='e8m0')
+    """
+
+    format: AbstractFormat
+    tile: TileMap = dataclasses.field(default_factory=dict)
+    scale: ScaleHolder = "float32"
+    tensor_scale: bool = False
+    zero_point: AbstractFormat | DTypeLike | None = None
+    calibration: AbstractCalibration = AbsMax()
+    packing: Packing = Packing()
+    pack_axis: int = -1
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.format, AbstractFormat):
+            raise QuantError(f"format is {self.format!r}; pass a Format such as fb.formats.nf4 (names belong to fb.scheme)")
+        object.__setattr__(self, "tile", FrozenTileMap(self.tile))
+        if not isinstance(self.scale, AbstractFormat | Scheme):
+            object.__setattr__(self, "scale", _float_dtype(self.scale, "scale"))
+        if isinstance(self.scale, AbstractFormat) and self.scale.bits > 8:
+            raise QuantError(f"scale format {self.scale.name} has more than 8 bits")
+        if self.zero_point is not None and not isinstance(self.zero_point, AbstractFormat):
+            object.__setattr__(self, "zero_point", _float_dtype(self.zero_point, "zero_point"))
+        if isinstance(self.scale, Scheme) and (self.tensor_scale or isinstance(self.scale.scale, Scheme)):
+            raise QuantError("scales that are quantized themselves take no tensor scale and no third level")
+        if self.tensor_scale and not isinstance(self.scale, AbstractFormat):
+            raise QuantError("a tensor scale needs scales held in a Format such as e4m3fn")
+        if self.pack_axis >= 0:
+            raise QuantError(f"pack_axis is {self.pack_axis}, must be negative (-1 is the last axis)")
+
+    @property
+    def name(self) -> str:
+        """The name that gives this scheme back through `fb.scheme`, or a description when there is none."""
+        plain = dataclasses.replace(self, tile=self._tile_at_last, pack_axis=-1)
+        for name in SCHEMES.names():
+            preset = SCHEMES[name]
+            if preset == plain:
+                return name
+            if preset == dataclasses.replace(plain, tile=preset.tile) and (length := plain.tile.get(-1)):
+                if plain.tile == {...: 1, -1: length}:
+                    return f"{name}_g{length}"
+        return f"{self.format.name}{self.tile!r}"
+
+    @property
+    def _tile_at_last(self) -> FrozenTileMap:
+        """The tiles with the packed axis moved to the end, where presets have it."""
+        if self.pack_axis == -1:
+            return FrozenTileMap(self.tile)
+        ndim = -min([self.pack_axis, *(a for a in self.tile if a is not ...)])
+        tiles = list(axis_tiles(self.tile, ndim))
+        tiles.append(tiles.pop(self.pack_axis))
+        return tile_map(tiles, self.tile.get(...))
+
+    def tiles(self, ndim: int) -> tuple[Tile, ...]:
+        """The tile of each axis of an array of `ndim` axes: a length, or None for the whole axis."""
+        return axis_tiles(self.tile, ndim)
+
+    def with_tiles(self, tiles: tuple[Tile, ...], pack_axis: int) -> "Scheme":
+        """The same scheme for an array whose axes have these tiles."""
+        return dataclasses.replace(self, tile=tile_map(tiles, self.tile.get(...)), pack_axis=pack_axis)
+
+    def along(self, axis: int | tuple[int, ...], ndim: int) -> "Scheme":
+        """The scheme as it applies to an array of `ndim` axes whose tiles run along `axis` instead of the last axis.
+
+        Args:
+            axis: the axis (negative or not) that takes the place of the last one; the others keep their order. Of several
+                axes, as when a product contracts more than one, the last takes that place; the ones before it become whole
+                if the last one's tile is the whole axis, else each element of theirs has its own tile.
+            ndim: how many axes the array has.
+
+        >>> SCHEMES["mxfp4"].along(-2, 2).tile
+        {...: 1, -2: 32}
+        """
+        axes = (axis,) if isinstance(axis, int) else tuple(axis)
+        if any(not -ndim <= a < ndim for a in axes) or not axes:
+            raise QuantError(f"axis is {axis}, but the array has {ndim} axes")
+        axes = tuple(a % ndim - ndim for a in axes)
+        if len(set(axes)) < len(axes):
+            raise QuantError(f"axis {axis} names one axis twice")
+        main = axes[-1]
+        tiles = list(self.tiles(ndim))
+        last = tiles.pop()
+        tiles.insert(ndim + main, last)
+        for other in axes[:-1]:
+            tiles[other] = None if last is None else tiles[other]
+        return self.with_tiles(tuple(tiles), pack_axis=main)
+
+    def with_tile(self, length: Tile) -> "Scheme":
+        """The same scheme with tiles of this length along the last axis (None: the whole axis), one row each."""
+        return dataclasses.replace(self, tile={...: 1, -1: length})
+
+    def __hash__(self) -> int:
+        return hash((self.format, self.tile, str(self.scale), self.tensor_scale, self.calibration, self.pack_axis))
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: every field that differs from its default, formats and calibrations by name."""
+        form: dict[str, Any] = {"format": format_to_json(self.format)}
+        if self.tile:
+            form["tile"] = {"*" if axis is ... else str(axis): length for axis, length in self.tile.items()}
+        form["scale"] = _holder_to_json(self.scale)
+        if self.tensor_scale:
+            form["tensor_scale"] = True
+        if self.zero_point is not None:
+            form["zero_point"] = _holder_to_json(self.zero_point)
+        form["calibration"] = str(self.calibration)
+        if packing := self.packing.to_json():
+            form["packing"] = packing
+        if self.pack_axis != -1:
+            form["pack_axis"] = self.pack_axis
+        return form
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> "Scheme":
+        """The scheme of a JSON form; an unknown key raises QuantError with the near name."""
+        known = tuple(f.name for f in dataclasses.fields(cls))
+        for key in form:
+            if key not in known:
+                raise QuantError(f"a scheme has no field {key!r}; {near_names(key, known)}")
+        if "format" not in form:
+            raise QuantError(f"a scheme needs a 'format'; got {dict(form)}")
+        fields = dict(form)
+        fields["format"] = format_from_json(form["format"])
+        if "tile" in form:
+            fields["tile"] = {... if axis == "*" else int(axis): length for axis, length in form["tile"].items()}
+        for key in ("scale", "zero_point"):
+            if key in form:
+                fields[key] = _holder_from_json(form[key])
+        if "calibration" in form:
+            fields["calibration"] = parse_calibration(form["calibration"])
+        if "packing" in form:
+            fields["packing"] = Packing.from_json(form["packing"])
+        return cls(**fields)
+
+
+SCHEMES: Registry[Scheme] = Registry("scheme")
+
+
+def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:
+    """The Scheme of a name, of a name with a tile length, of a JSON form, or itself.
+
+    Args:
+        spec: a registered name (`fb.SCHEMES.names()`); a name and `_g<length>`, which sets the tile along the last axis
+            (`"int4_g128"`); the object that `Scheme.to_json` gives; or a Scheme.
+
+    Returns:
+        The scheme, with its tiles on the last axis.
+
+    Raises:
+        QuantError: for a name that is not known, with the names near it.
+
+    >>> scheme("int4_g64").tile
+    {...: 1, -1: 64}
+    """
+    if isinstance(spec, Scheme):
+        return spec
+    if isinstance(spec, Mapping):
+        return Scheme.from_json(spec)
+    name, mark, length = spec.rpartition("_g")
+    if spec not in SCHEMES and mark and length.isdigit() and name in SCHEMES:
+        preset = SCHEMES[name]
+        if set(preset.tile) - {..., -1} or preset.tile.get(-1, 0) == 0:
+            raise QuantError(f"scheme {name!r} has no single tile along the last axis, so {spec!r} has no meaning")
+        return preset.with_tile(int(length))
+    return SCHEMES[spec]
+
+
+def _float_dtype(spec: Any, what: str) -> np.dtype:
+    """The dtype of a scale or offset, checked."""
+    if isinstance(spec, str) and spec not in _SCALE_DTYPES:
+        raise QuantError(f"{what} is {spec!r}; pass one of {', '.join(_SCALE_DTYPES)}, or a Format object")
+    dtype = jnp.dtype(spec)
+    if dtype.name not in _SCALE_DTYPES:
+        raise QuantError(f"{what} is {dtype.name}; its dtype must be one of {', '.join(_SCALE_DTYPES)}")
+    return dtype
+
+
+def _holder_to_json(holder: Any) -> Any:
+    if isinstance(holder, Scheme):
+        return holder.to_json()
+    return format_to_json(holder) if isinstance(holder, AbstractFormat) else jnp.dtype(holder).name
+
+
+def _holder_from_json(form: Any) -> Any:
+    if isinstance(form, Mapping) and "format" in form:
+        return Scheme.from_json(form)
+    if isinstance(form, str) and form in FORMATS:
+        return FORMATS[form]
+    return form if isinstance(form, str) else format_from_json(form)

@@ -1,0 +1,23 @@
+"""Schemes of small floats and codebooks with float32 scales: fp8, fp4, NF4 and its double-quantized form."""
+
+from ...formats import FORMATS
+from ..scales import CentredAbsMax
+from ..scheme import SCHEMES, Scheme
+
+_ROW = {...: 1, -1: None}
+_BLOCK_64 = {...: 1, -1: 64}
+
+SCHEMES.add("fp8", Scheme(FORMATS["e4m3fn"], _ROW))
+SCHEMES.add("fp8_e5m2", Scheme(FORMATS["e5m2"], _ROW))
+SCHEMES.add("fp8_e4m3fnuz", Scheme(FORMATS["e4m3fnuz"], _ROW))
+SCHEMES.add("fp8_e5m2fnuz", Scheme(FORMATS["e5m2fnuz"], _ROW))
+SCHEMES.add("fp8_tensor", Scheme(FORMATS["e4m3fn"], {}))
+SCHEMES.add("fp8_block128", Scheme(FORMATS["e4m3fn"], {...: 1, -2: 128, -1: 128}))
+SCHEMES.add("fp4", Scheme(FORMATS["e2m1"], _BLOCK_64))
+SCHEMES.add("nf4", Scheme(FORMATS["nf4"], _BLOCK_64))
+SCHEMES.add("bnb_fp4", Scheme(FORMATS["bnb_fp4"], _BLOCK_64))
+
+# QLoRA's double quantization: 8-bit scales around their mean. bitsandbytes takes runs of 256 of the flattened scales; one
+# range for all scales keeps them sliceable with the array and costs no more.
+_nested = Scheme(FORMATS["dynamic8"], {}, zero_point="float32", calibration=CentredAbsMax())
+SCHEMES.add("nf4_dq", Scheme(FORMATS["nf4"], _BLOCK_64, scale=_nested))

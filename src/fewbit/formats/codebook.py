@@ -1,0 +1,171 @@
+"""Formats that are a table of numbers: NF4, bitsandbytes' FP4, IQ4_NL, and any table a user brings."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, UInt8
+from jax.typing import DTypeLike
+
+from ..errors import QuantError
+from .format import FORMATS, AbstractFormat, widened
+
+# Up to this many thresholds are counted one by one, which compiles to straight vector code; more are searched by halving.
+_COUNTED_THRESHOLDS = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class Codebook(AbstractFormat):
+    """The numbers of a table: code `i` stands for `table[i]`, exactly.
+
+    Encoding takes the nearest entry; a tie goes to the smaller number (bitsandbytes' rule). The decision is exact: each
+    threshold is the largest float32 not above the true midpoint. Beyond the table the end is taken. NaN encodes as the
+    entry nearest zero. Where a number stands twice (0 and -0), the first of its codes is used; the sign of -0 is kept when
+    the table has both zeros.
+
+    Attributes:
+        table: 2 to 256 finite numbers, in code order, not necessarily sorted.
+
+    >>> nf4.encode(jnp.array([-1.0, 0.03, 0.05, 2.0])).tolist()
+    [0, 7, 8, 15]
+    """
+
+    kind: ClassVar[str] = "codebook"
+    table: tuple[float, ...] = dataclasses.field(repr=False)
+
+    def __post_init__(self) -> None:
+        if not 2 <= len(self.table) <= 256:
+            raise QuantError(f"format {self.name!r}: a table has 2 to 256 numbers, this one has {len(self.table)}")
+        if not np.isfinite(self.table).all():
+            raise QuantError(f"format {self.name!r}: every number of a table must be finite")
+        if len(set(self.table)) < 2:
+            raise QuantError(f"format {self.name!r}: a table needs at least two different numbers")
+        # A table given as float32 and one given in decimal must be the same format, so the numbers are held as float32.
+        object.__setattr__(self, "table", tuple(float(np.float32(v)) for v in self.table))
+
+    @property
+    def bits(self) -> int:
+        return max((len(self.table) - 1).bit_length(), 1)
+
+    @property
+    def max(self) -> float:
+        return max(self.table)
+
+    @property
+    def min(self) -> float:
+        return min(self.table)
+
+    @property
+    def bound(self) -> float:
+        """The larger of the two ends' magnitudes: a symmetric scale maps the largest element there."""
+        return max(abs(self.max), abs(self.min))
+
+    @functools.cached_property
+    def _sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The different numbers in ascending order, the code of each, and the thresholds between them."""
+        numbers, codes = np.unique(np.asarray(self.table, np.float64), return_index=True)
+        middles = (numbers[1:] + numbers[:-1]) / 2
+        thresholds = middles.astype(np.float32)
+        too_high = thresholds.astype(np.float64) > middles
+        thresholds[too_high] = np.nextafter(thresholds[too_high], np.float32(-np.inf))
+        return numbers.astype(np.float32), codes.astype(np.uint8), thresholds
+
+    @property
+    def _negative_zero(self) -> int | None:
+        """The code of -0, where the table has both zeros."""
+        zeros = [i for i, v in enumerate(self.table) if v == 0]
+        return zeros[1] if len(zeros) == 2 else None
+
+    def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
+        numbers, codes, thresholds = self._sorted
+        x = widened(x)
+        x = jnp.where(jnp.isnan(x), 0.0, x)
+        if key is None:
+            rank = _count_below(x, thresholds)
+        else:
+            x = jnp.clip(x, numbers[0], numbers[-1])
+            lower = _count_below(x, numbers[1:-1], inclusive=True)
+            low, high = _lookup(numbers, lower), _lookup(numbers[1:], lower)
+            noise = jax.random.uniform(key, x.shape, jnp.float32)
+            rank = lower + (noise * (high - low) < x - low).astype(jnp.uint8)
+        code = rank if np.array_equal(codes, np.arange(len(codes))) else _lookup(codes, rank)
+        if self._negative_zero is None:
+            return code
+        is_negative_zero = (code == self.table.index(0.0)) & jnp.signbit(x)
+        return jnp.where(is_negative_zero, jnp.uint8(self._negative_zero), code)
+
+    def decode(self, codes: UInt8[Array, "*s"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*s"]:
+        numbers = np.asarray(self.table, np.float32)
+        if self._negative_zero is not None:
+            numbers[self._negative_zero] = -0.0
+        return _lookup(numbers, codes).astype(dtype)
+
+    def values(self) -> np.ndarray:
+        return np.asarray(self.table, np.float64)
+
+
+def _count_below(x: Float[Array, "*s"], thresholds: np.ndarray, *, inclusive: bool = False) -> UInt8[Array, "*s"]:
+    """How many of the ascending thresholds lie below `x` (with `inclusive`: at or below it)."""
+    if len(thresholds) > _COUNTED_THRESHOLDS:
+        side = "right" if inclusive else "left"
+        return jnp.searchsorted(jnp.asarray(thresholds), x, side=side, method="scan_unrolled").astype(jnp.uint8)
+    count = jnp.zeros(x.shape, jnp.uint8)
+    for threshold in thresholds:
+        passed = x >= jnp.float32(threshold) if inclusive else x > jnp.float32(threshold)
+        count = count + passed.astype(jnp.uint8)
+    return count
+
+
+def _lookup(table: np.ndarray, index: UInt8[Array, "*s"]) -> jax.Array:
+    """`table[index]`; an index beyond the table reads its last entry."""
+    return jnp.asarray(table).at[index].get(mode="clip")
+
+
+def _dynamic_map() -> tuple[float, ...]:
+    """bitsandbytes' signed 8-bit "dynamic" map: seven decades, each with twice the fractions of the one below it."""
+    numbers = [0.0, 1.0]
+    for decade in range(7):
+        edges = np.linspace(0.1, 1.0, 2**decade + 1)
+        means = 10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2
+        numbers += [*means, *-means]
+    return tuple(sorted(numbers))
+
+
+_nf4_table = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+_bnb_fp4_twelfths = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
+_iq4_nl_table = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+
+nf4 = Codebook("nf4", _nf4_table)
+"""NormalFloat 4 of QLoRA (Dettmers et al., arXiv 2305.14314, appendix E): quantiles of a normal distribution, with 0."""
+
+bnb_fp4 = Codebook("bnb_fp4", tuple(sign * v / 12 for sign in (1, -1) for v in _bnb_fp4_twelfths))
+"""bitsandbytes' FP4: its own numbers in its own code order, not E2M1."""
+
+iq4_nl = Codebook("iq4_nl", _iq4_nl_table)
+"""The table of ggml's IQ4_NL and IQ4_XS."""
+
+dynamic8 = Codebook("dynamic8", _dynamic_map())
+"""bitsandbytes' dynamic 8-bit map (Dettmers, arXiv 1511.04561), which its nested quantization uses for scales."""
+
+for _codebook in (nf4, bnb_fp4, iq4_nl, dynamic8):
+    FORMATS.add(_codebook.name, _codebook)

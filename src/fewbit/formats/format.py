@@ -1,0 +1,123 @@
+"""What a number format is: a finite set of numbers, each with a code of at most eight bits."""
+
+import abc
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, UInt8
+from jax.typing import DTypeLike
+
+from .._registry import Registry
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractFormat(abc.ABC):
+    """A finite set of numbers with codes `0 .. 2**bits - 1`, each held in a `uint8`.
+
+    A subclass is a frozen dataclass that says how its numbers are encoded and decoded; registering an instance in
+    `FORMATS` is all that packing, scale searches, files and the conformance tests need.
+
+    Laws that the conformance tests walk, for every registered format:
+
+    - `decode(encode(v)) == v` for every value `v` between `min` and `max`;
+    - `encode` takes the nearest value; what happens at a tie is the subclass's to say;
+    - `encode` saturates: what lies beyond `max` (infinity too) becomes `max`, likewise `min`;
+    - with a `key`, `encode` rounds stochastically: the mean of the decoded values is `x` between `min` and `max`.
+
+    Attributes:
+        name: the name in the registry, in JSON and on the command line.
+    """
+
+    name: str
+    kind: ClassVar[str]
+
+    @property
+    @abc.abstractmethod
+    def bits(self) -> int:
+        """How many bits one code takes, 1 to 8."""
+
+    @property
+    @abc.abstractmethod
+    def max(self) -> float:
+        """The largest number that `encode` yields."""
+
+    @property
+    @abc.abstractmethod
+    def min(self) -> float:
+        """The smallest number that `encode` yields."""
+
+    @property
+    def bound(self) -> float:
+        """The magnitude that a symmetric scale maps the largest element to; `max` unless the format says otherwise."""
+        return self.max
+
+    @property
+    def is_signed(self) -> bool:
+        """Whether the format has negative numbers."""
+        return self.min < 0
+
+    @property
+    def has_nan(self) -> bool:
+        """Whether some code means NaN."""
+        return bool(np.isnan(self.values()).any())
+
+    @property
+    def smallest(self) -> float:
+        """The smallest magnitude of the format above zero."""
+        magnitudes = np.abs(self.values())
+        return float(magnitudes[(magnitudes > 0) & np.isfinite(magnitudes)].min())
+
+    @abc.abstractmethod
+    def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
+        """The code of the format's number nearest to each element.
+
+        Args:
+            x: real floating numbers; they are widened to float32 first.
+            key: a JAX random key for stochastic rounding; None rounds to the nearest.
+
+        Returns:
+            One code an element, in the low `bits` bits.
+        """
+
+    @abc.abstractmethod
+    def decode(self, codes: UInt8[Array, "*s"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*s"]:
+        """The number that each code stands for, exact in float32 and rounded once when `dtype` is narrower."""
+
+    @abc.abstractmethod
+    def values(self) -> np.ndarray:
+        """Every number in the order of its code, float64; NaN where a code means NaN."""
+
+
+FORMATS: Registry[AbstractFormat] = Registry("format")
+
+
+def widened(x: jax.Array) -> Float[Array, "*s"]:
+    """The array in float32, in which every code and scale is computed."""
+    return jnp.asarray(x).astype(jnp.float32)
+
+
+def rounded(x: Float[Array, "*s"], key: Key[Array, ""] | None) -> Float[Array, "*s"]:
+    """Whole numbers: the nearest (ties to even) without a key, and with one the floor or the ceiling by chance.
+
+    With a key, `P(ceil(x)) = x - floor(x)`, so the expectation is `x`; the fraction is exact in float32, and the noise has
+    24 bits.
+    """
+    if key is None:
+        return jnp.round(x)
+    floor = jnp.floor(x)
+    noise = jax.random.uniform(key, x.shape, jnp.float32)
+    return floor + (noise < x - floor).astype(jnp.float32)
+
+
+def power_of_two(exponent: jax.Array) -> Float[Array, "*s"]:
+    """`2.0 ** exponent` for int32 exponents in -126..127, built from the bits, since `jnp.exp2` is inexact on CPU."""
+    return jax.lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
+
+
+def exponent_of(x: Float[Array, "*s"]) -> jax.Array:
+    """`floor(log2(|x|))` as int32 from the bits; -127 for zero and the numbers below 2**-126, 128 for Inf and NaN."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return ((bits >> 23) & 0xFF) - 127

@@ -1,0 +1,170 @@
+"""Floating-point numbers of any split into exponent and mantissa, up to eight bits: e5m2, e4m3fn, e2m1 and the rest."""
+
+import dataclasses
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Key, UInt8
+from jax.typing import DTypeLike
+
+from ..errors import QuantError
+from .format import FORMATS, AbstractFormat, exponent_of, power_of_two, rounded, widened
+
+Specials = Literal["ieee", "fn", "fnuz", "none"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Minifloat(AbstractFormat):
+    """The numbers `(-1)**s * 2**(max(e, 1) - bias) * (m / 2**mantissa + (e > 0))` of codes `s, e, m`.
+
+    `specials` says which codes are not numbers:
+
+    - "ieee": the topmost exponent holds infinity (mantissa 0) and NaN (e5m2, e4m3, e3m4);
+    - "fn": no infinity; the code of all ones is NaN (e4m3fn);
+    - "fnuz": no infinity and no -0; the code of -0 is NaN (e4m3fnuz, e5m2fnuz, e4m3b11fnuz);
+    - "none": every code is a finite number (e2m1, e2m3, e3m2 of the OCP MX specification).
+
+    Encoding rounds to the nearest number, ties to the even code, subnormals included. It saturates: beyond `max`, and at
+    infinity, the largest number is taken, never infinity (the rule of PTX's `satfinite`). NaN encodes as a NaN code, or as
+    0 where there is none. -0 is kept where the format has it. An unsigned format takes negative numbers as 0. Float32
+    subnormals count as zero, as XLA flushes them.
+
+    Attributes:
+        exponent: bits of the exponent field, 1 to 8.
+        mantissa: bits of the mantissa field, 0 to 7.
+        bias: the exponent bias; the smallest normal number is `2**(1 - bias)`.
+        specials: which codes are not numbers, see above.
+        signed: whether there is a sign bit.
+
+    References: OCP 8-bit Floating Point Specification 1.0; OCP Microscaling Formats 1.0, section 5.3; ml_dtypes.
+
+    >>> e2m1.encode(jnp.array([0.25, 0.75, 2.5, 7.0, -0.0])).tolist()
+    [0, 2, 4, 7, 8]
+    """
+
+    kind: ClassVar[str] = "minifloat"
+    exponent: int
+    mantissa: int
+    bias: int
+    specials: Specials = "none"
+    signed: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.bits <= 8 or self.exponent < 1 or self.mantissa < 0:
+            raise QuantError(
+                f"format {self.name!r}: sign, exponent and mantissa take {self.bits} bits "
+                f"({self.signed:d} + {self.exponent} + {self.mantissa}); they must fit in 8, with an exponent of at least 1"
+            )
+        if self.specials not in ("ieee", "fn", "fnuz", "none"):
+            raise QuantError(f"format {self.name!r}: specials is {self.specials!r}; must be ieee, fn, fnuz or none")
+        if self.specials == "fnuz" and not self.signed:
+            raise QuantError(f"format {self.name!r}: fnuz puts NaN at -0, so it needs a sign")
+        largest_exponent = 2**self.exponent - 1 - self.bias
+        if 1 - self.bias - self.mantissa < -126 or largest_exponent > 127:
+            raise QuantError(f"format {self.name!r}: its numbers must be normal float32 numbers; the bias is {self.bias}")
+
+    @property
+    def bits(self) -> int:
+        return self.signed + self.exponent + self.mantissa
+
+    @property
+    def max(self) -> float:
+        return float(self.values()[self._max_code])
+
+    @property
+    def min(self) -> float:
+        return -self.max if self.signed else 0.0
+
+    @property
+    def _max_code(self) -> int:
+        """The code of the largest finite number, without its sign."""
+        codes = 2 ** (self.exponent + self.mantissa)
+        return {"ieee": codes - 2**self.mantissa - 1, "fn": codes - 2}.get(self.specials, codes - 1)
+
+    @property
+    def _nan_code(self) -> int | None:
+        """The code that NaN encodes to, or None."""
+        sign_bit = 2 ** (self.exponent + self.mantissa)
+        quiet_bit = 2 ** max(self.mantissa - 1, 0)
+        codes = {"ieee": self._max_code + 1 + quiet_bit, "fn": sign_bit - 1, "fnuz": sign_bit}
+        return codes.get(self.specials)
+
+    def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
+        x = widened(x)
+        smallest_exponent = 1 - self.bias
+        magnitude = jnp.minimum(jnp.abs(x), jnp.float32(self.max))
+        exponent = jnp.maximum(exponent_of(magnitude), smallest_exponent)
+        # In units of the last place at this exponent a normal number is 2**m .. 2**(m+1), so adding the code of the
+        # exponent below it gives the code; a carry of the rounding runs into the exponent by itself.
+        steps = rounded(magnitude * power_of_two(self.mantissa - exponent), key).astype(jnp.int32)
+        code = ((exponent - smallest_exponent) << self.mantissa) + steps
+        code = self._with_sign(jnp.minimum(code, self._max_code), x)
+        return jnp.where(jnp.isnan(x), self._nan_code or 0, code).astype(jnp.uint8)
+
+    def _with_sign(self, code: jax.Array, x: jax.Array) -> jax.Array:
+        """The code with the sign of `x`; an unsigned format takes negative numbers as zero."""
+        negative = jnp.signbit(x)
+        if not self.signed:
+            return jnp.where(negative, 0, code)
+        if self.specials == "fnuz":
+            negative = negative & (code > 0)
+        return code + (negative.astype(jnp.int32) << (self.exponent + self.mantissa))
+
+    def decode(self, codes: UInt8[Array, "*s"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*s"]:
+        code = codes.astype(jnp.int32)
+        field = (code >> self.mantissa) & (2**self.exponent - 1)
+        is_normal = field > 0
+        significand = (code & (2**self.mantissa - 1)) + (is_normal.astype(jnp.int32) << self.mantissa)
+        # Subnormal float32 numbers never occur on the way, so a device that flushes them decodes the same.
+        value = significand.astype(jnp.float32) * power_of_two(jnp.maximum(field, 1) - self.bias - self.mantissa)
+        if self.signed:
+            negative = (code >> (self.exponent + self.mantissa)) & 1 > 0
+            value = jnp.where(negative, -value, value)
+        return self._with_specials(value, code).astype(dtype)
+
+    def _with_specials(self, value: jax.Array, code: jax.Array) -> jax.Array:
+        """The decoded values with NaN and infinity at the codes that mean them."""
+        unsigned = code & (2 ** (self.exponent + self.mantissa) - 1)
+        if self.specials == "ieee":
+            infinity = jnp.where(value < 0, -jnp.inf, jnp.inf)
+            value = jnp.where(unsigned == self._max_code + 1, infinity, value)
+            return jnp.where(unsigned > self._max_code + 1, jnp.nan, value)
+        if self.specials == "fn":
+            return jnp.where(unsigned > self._max_code, jnp.nan, value)
+        return jnp.where(code == self._nan_code, jnp.nan, value) if self.specials == "fnuz" else value
+
+    def values(self) -> np.ndarray:
+        code = np.arange(2 ** (self.exponent + self.mantissa))
+        field, fraction = code >> self.mantissa, (code % 2**self.mantissa) / 2**self.mantissa
+        positive = 2.0 ** (np.maximum(field, 1) - self.bias) * (fraction + (field > 0))
+        if self.specials in ("ieee", "fn"):
+            positive[self._max_code + 1 :] = np.nan
+        if self.specials == "ieee":
+            positive[self._max_code + 1] = np.inf
+        values = np.concatenate([positive, -positive]) if self.signed else positive
+        if self.specials == "fnuz":
+            values[self._nan_code] = np.nan
+        return values
+
+
+def _add(name: str, exponent: int, mantissa: int, bias: int, specials: Specials = "none", signed: bool = True) -> Minifloat:
+    minifloat = Minifloat(name, exponent, mantissa, bias, specials, signed)
+    FORMATS.add(name, minifloat)
+    return minifloat
+
+
+e5m2 = _add("e5m2", 5, 2, 15, "ieee")
+e4m3fn = _add("e4m3fn", 4, 3, 7, "fn")
+e4m3fnuz = _add("e4m3fnuz", 4, 3, 8, "fnuz")
+e5m2fnuz = _add("e5m2fnuz", 5, 2, 16, "fnuz")
+e4m3b11fnuz = _add("e4m3b11fnuz", 4, 3, 11, "fnuz")
+e4m3 = _add("e4m3", 4, 3, 7, "ieee")
+e3m4 = _add("e3m4", 3, 4, 3, "ieee")
+e3m2 = _add("e3m2", 3, 2, 3)
+e2m3 = _add("e2m3", 2, 3, 1)
+e2m1 = _add("e2m1", 2, 1, 1)
+ue4m3 = _add("ue4m3", 4, 3, 7, "fn", signed=False)
+ue5m3 = _add("ue5m3", 5, 3, 15, signed=False)
+ue4m4 = _add("ue4m4", 4, 4, 7, signed=False)

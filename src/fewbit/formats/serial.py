@@ -1,0 +1,47 @@
+"""Formats in JSON: a registered one by its name, any other by its kind and fields."""
+
+import dataclasses
+from typing import Any
+
+from ..errors import QuantError
+from .codebook import Codebook
+from .e8m0 import E8M0
+from .format import FORMATS, AbstractFormat
+from .integer import Integer
+from .minifloat import Minifloat
+from .ternary import Binary, Ternary
+
+_KINDS: dict[str, type[AbstractFormat]] = {c.kind: c for c in (Integer, Minifloat, E8M0, Binary, Ternary, Codebook)}
+
+
+def format_to_json(fmt: AbstractFormat) -> str | dict[str, Any]:
+    """The JSON form of a format: its name when that is registered, else an object with its kind and fields.
+
+    >>> format_to_json(FORMATS["nf4"])
+    'nf4'
+    """
+    if fmt.name in FORMATS and FORMATS[fmt.name] == fmt:
+        return fmt.name
+    fields = {f.name: getattr(fmt, f.name) for f in dataclasses.fields(fmt)}
+    return {"kind": fmt.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}}
+
+
+def format_from_json(form: str | dict[str, Any]) -> AbstractFormat:
+    """The format of a JSON form.
+
+    Raises:
+        QuantError: for a name that is not registered, an unknown kind, or fields that do not make a format.
+    """
+    if isinstance(form, str):
+        return FORMATS[form]
+    fields = dict(form)
+    kind = fields.pop("kind", None)
+    if kind not in _KINDS:
+        raise QuantError(f"a format's kind is {kind!r}; known: {', '.join(_KINDS)}")
+    known = {f.name for f in dataclasses.fields(_KINDS[kind])}
+    if unknown := set(fields) - known:
+        raise QuantError(f"a {kind} format has no field {sorted(unknown)}; its fields: {', '.join(sorted(known))}")
+    try:
+        return _KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    except TypeError as error:
+        raise QuantError(f"format {form}: {error}") from error
