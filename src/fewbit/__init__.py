@@ -18,4 +18,9 @@ from .array import quantize as quantize
 from .array import scheme as scheme
 from .errors import QuantError as QuantError
 from .errors import UnsupportedError as UnsupportedError
+from .ops import Policy as Policy
+from .ops import dot_general as dot_general
+from .ops import einsum as einsum
+from .ops import take as take
+from .ops import transparent as transparent
 from .formats import FORMATS as FORMATS

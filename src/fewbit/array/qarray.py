@@ -160,8 +160,7 @@ class QArray:
         if tuple(wanted) == self.shape:
             return self
         axes = reshaped(self._axes, wanted)
-        packed = [a.is_packed for a in axes].index(True)
-        scheme = self.scheme.with_tiles(tuple(a.tile for a in axes), packed - len(axes))
+        scheme = self.scheme.with_tiles(tuple(a.tile for a in axes), _packed_axis(axes))
         return _from_reshaped_leaves(self, tuple(wanted), scheme)
 
     def astype(self, dtype: DTypeLike) -> "QArray":
@@ -197,8 +196,8 @@ class QArray:
             codes_index.append(on_codes)
             scale_index.append(on_scale)
             kept += [] if new_axis is None else [new_axis]
-        packed = [a.is_packed for a in kept].index(True)
-        scheme = self.scheme.with_tiles(tuple(a.tile for a in kept), packed - len(kept))
+        packed = _packed_axis(kept)
+        scheme = self.scheme.with_tiles(tuple(a.tile for a in kept), packed)
         codes = self.codes[tuple(codes_index)]
         slack = code_capacity(codes.shape[packed], self.scheme.format.bits) - kept[packed].length
 
@@ -223,7 +222,7 @@ class QArray:
         packed = self.scheme.pack_axis + self.ndim
         unit = codes_per_unit(self.scheme.format.bits, self.scheme.packing)
         return [
-            Axis(n, tile, unit if i == packed else 1, i == packed)
+            Axis(n, tile, unit if i == packed else 1, i == packed and unit > 1)
             for i, (n, tile) in enumerate(zip(self.shape, self.tiles, strict=True))
         ]
 
@@ -278,6 +277,11 @@ def _from_reshaped_leaves(q: QArray, shape: tuple[int, ...], scheme: Scheme) -> 
             raise QuantError("stacked arrays with a tensor scale each cannot be reshaped; slice or vmap over them")
         tensor = tensor.reshape((1,) * len(shape))
     return QArray(q.codes.reshape(bytes_shape), on_tiles(q.scale), zero, tensor, scheme, q.dtype, slack, q.policy)
+
+
+def _packed_axis(axes: list[Axis]) -> int:
+    """The axis whose codes share bytes; where each has its own byte any would do, and it is the last."""
+    return next((i - len(axes) for i, axis in enumerate(axes) if axis.is_packed), -1)
 
 
 def _expanded_index(index: Any, ndim: int) -> list[Any]:

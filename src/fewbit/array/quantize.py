@@ -1,5 +1,6 @@
 """Quantize and dequantize in plain JAX: the reference that every kernel is tested against."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from jaxtyping import Array, Float, Key
 from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid_elements
 from ..errors import QuantError
 from ..formats import E8M0, AbstractFormat
-from ..formats.format import power_of_two
+from ..formats.format import power_of_two, quotient
 from .packing import code_capacity, pack, unpack
 from .qarray import QArray
 from .scales import ScaleStore, Target, Tiles
@@ -65,7 +66,7 @@ def quantize(
     divisor = jnp.where(scale == 0, jnp.ones_like(scale), scale)
     zero = None if offset is None else target.stored_zero(offset, divisor)
     shifted = view.x if zero is None else view.x - target.loaded_offset(zero, divisor)
-    codes = unblocked(bound.format.encode(shifted / divisor, key=key), x.shape, tiles)
+    codes = unblocked(bound.format.encode(quotient(shifted, divisor), key=key), x.shape, tiles)
     packed = pack(codes, bound.format.bits, bound.packing, axis=bound.pack_axis)
     slack = code_capacity(packed.shape[bound.pack_axis], bound.format.bits) - x.shape[bound.pack_axis]
     ones = (1,) * x.ndim
@@ -106,8 +107,6 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None) -> Float[Array, "*s"]:
         values = values - scheme.zero_point.decode(beside(q.zero_point))
     for factor in _scale_factors(q):
         values = values * beside(factor)
-    if q.tensor_scale is not None:
-        values = values * beside(q.tensor_scale)
     if scheme.zero_point is not None and not isinstance(scheme.zero_point, AbstractFormat):
         assert q.zero_point is not None
         values = values + beside(q.zero_point).astype(jnp.float32)
@@ -146,7 +145,7 @@ def _tensor_scale(view: Tiles, scheme: Scheme) -> Array:
     """The largest finite magnitude over the largest product of a code and a scale; 1 for an all-zero array."""
     magnitude = jnp.where(jnp.isfinite(view.x), jnp.abs(view.x), jnp.zeros_like(view.x))
     largest = scheme.format.bound * ScaleStore(_plain_holder(scheme)).largest
-    scale = jnp.max(magnitude, keepdims=True) / jnp.float32(largest)
+    scale = quotient(jnp.max(magnitude, keepdims=True), jnp.float32(largest))
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
 
 
@@ -172,8 +171,20 @@ def _stored_scale(
     return stored.reshape(counts), target.store.loaded(stored)
 
 
+def scale_values(q: QArray) -> Float[Array, "*t"]:
+    """The scale of each tile, float32, with the tensor scale in it."""
+    factors = _scale_factors(q)
+    return functools.reduce(jnp.multiply, factors)
+
+
 def _scale_factors(q: QArray) -> tuple[Array, ...]:
     """Float32 arrays whose product is the scale: two for E8M0, whose smallest number, 2**-127, float32 may flush to zero."""
+    held = _held_scale_factors(q)
+    # The product of both levels is rounded once, as when the codes were chosen.
+    return held if q.tensor_scale is None else (*held[:-1], held[-1] * q.tensor_scale)
+
+
+def _held_scale_factors(q: QArray) -> tuple[Array, ...]:
     holder = q.scheme.scale
     if isinstance(holder, Scheme):
         return (dequantize(q.scale),)

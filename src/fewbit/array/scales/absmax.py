@@ -3,8 +3,7 @@
 import dataclasses
 from typing import ClassVar
 
-from ...errors import QuantError
-from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, check_positive, symmetric_or_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,8 +20,7 @@ class AbsMax(AbstractCalibration):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.factor, int | float) or not self.factor > 0:
-            raise QuantError(f"absmax: factor is {self.factor!r}, must be a positive number")
+        check_positive(self.name, "factor", self.factor)
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         high = tiles.amax * self.factor

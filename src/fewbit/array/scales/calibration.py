@@ -11,6 +11,7 @@ import numpy as np
 from ..._registry import Registry
 from ...errors import QuantError
 from ...formats import AbstractFormat
+from ...formats.format import exponent_of, power_of_two, quotient
 from .store import ScaleStore
 
 Scale: TypeAlias = tuple[jax.Array, jax.Array | None]
@@ -48,9 +49,19 @@ class Tiles:
         """The largest magnitude of each tile."""
         return self.over(jnp.max, jnp.abs(self.x))
 
+    @property
+    def exponent(self) -> jax.Array:
+        """The exponent of the largest magnitude, int32: squares and sums in units of this power of two never overflow."""
+        return jnp.clip(exponent_of(self.amax), -126, 126)
+
+    def mean(self, values: jax.Array, exponent: jax.Array) -> jax.Array:
+        """The mean of each tile, summed in units of `2**exponent`, which loses nothing."""
+        total = self.over(jnp.sum, values * power_of_two(-exponent))
+        return quotient(total, self.count) * power_of_two(exponent)
+
     def error(self, approximation: jax.Array) -> jax.Array:
-        """The (weighted) sum of squared errors of each tile."""
-        squared = jnp.square(approximation - self.x)
+        """The (weighted) sum of squared errors of each tile, in units of `4**exponent`."""
+        squared = jnp.square((approximation - self.x) * power_of_two(-self.exponent))
         return self.over(jnp.sum, squared if self.weights is None else squared * self.weights)
 
 
@@ -76,8 +87,9 @@ class Target:
     def stored_zero(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
         """The stored form of an offset: the code of `round(-offset / scale)`, or the offset itself as a float."""
         if isinstance(self.zero, AbstractFormat):
-            return self.zero.encode(-offset / scale)
-        return offset.astype(self.zero)
+            return self.zero.encode(quotient(-offset, scale))
+        largest = float(jnp.finfo(self.zero).max)
+        return jnp.clip(offset, -largest, largest).astype(self.zero)
 
     def loaded_offset(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
         """The float32 offset, the number that code value 0 stands for, of its stored form."""
@@ -116,6 +128,9 @@ class AbstractCalibration(abc.ABC):
         if len(words) > len(fields):
             names = ", ".join(f.name for f in fields) or "none"
             raise QuantError(f"calibration {cls.name!r} takes at most {len(fields)} values ({names}), got {len(words)}")
+        missing = [f.name for f in fields[len(words) :] if f.default is dataclasses.MISSING]
+        if missing:
+            raise QuantError(f"calibration {cls.name!r} needs a value for {', '.join(missing)}, as in '{cls.name},7'")
         return cls(*(_number_or_word(word) for word in words))
 
     def __str__(self) -> str:
@@ -123,7 +138,7 @@ class AbstractCalibration(abc.ABC):
         defaults = [f.default for f in dataclasses.fields(self)]
         while values and values[-1] == defaults[len(values) - 1]:
             values.pop()
-        return ",".join([self.name, *(f"{v:g}" if isinstance(v, float) else str(v) for v in values)])
+        return ",".join([self.name, *map(_text, values)])
 
 
 CALIBRATIONS: Registry[type[AbstractCalibration]] = Registry("calibration")
@@ -150,9 +165,20 @@ def symmetric_or_range(low: jax.Array, high: jax.Array, target: Target) -> Scale
     """
     fmt = target.format
     if not target.asymmetric:
-        return jnp.maximum(-low, high) / jnp.float32(fmt.bound), None
-    scale = (high - low) / jnp.float32(fmt.max - fmt.min)
+        return quotient(jnp.maximum(-low, high), jnp.float32(fmt.bound)), None
+    scale = quotient(high - low, jnp.float32(fmt.max - fmt.min))
     return scale, low - jnp.float32(fmt.min) * scale
+
+
+def check_positive(name: str, field: str, value: object) -> None:
+    """Refuses a field that is not a positive finite number."""
+    if not isinstance(value, int | float) or not 0 < value < float("inf"):
+        raise QuantError(f"{name}: {field} is {value!r}, must be a positive number")
+
+
+def _text(value: object) -> str:
+    """The shortest text that reads back as the same number."""
+    return str(value).removesuffix(".0")
 
 
 def _number_or_word(word: str) -> float | str:

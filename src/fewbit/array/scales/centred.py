@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from ...errors import UnsupportedError
+from ...formats.format import quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 
@@ -21,10 +22,10 @@ class CentredAbsMax(AbstractCalibration):
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if not target.asymmetric:
             raise UnsupportedError("centred needs a scheme with a float offset (zero_point='float32')")
-        total = jnp.sum(tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, 0), keepdims=True)
-        mean = total / (tiles.x.size if tiles.valid is None else jnp.sum(tiles.valid.astype(jnp.float32)))
+        whole = dataclasses.replace(tiles, within=tuple(range(tiles.x.ndim)))
+        mean = whole.mean(tiles.x, whole.exponent)
         high = tiles.over(jnp.max, jnp.abs(tiles.x - mean))
-        return high / jnp.float32(target.format.bound), mean
+        return quotient(high, jnp.float32(target.format.bound)), mean
 
 
 CALIBRATIONS.add("centred", CentredAbsMax)

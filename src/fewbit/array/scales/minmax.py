@@ -6,7 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from ...errors import QuantError
-from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, check_positive, symmetric_or_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,8 +26,7 @@ class MinMax(AbstractCalibration):
     contains_zero: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.factor, int | float) or not self.factor > 0:
-            raise QuantError(f"minmax: factor is {self.factor!r}, must be a positive number")
+        check_positive(self.name, "factor", self.factor)
         if self.contains_zero not in (0, 1):
             raise QuantError(f"minmax: contains_zero is {self.contains_zero!r}, must be 0 or 1")
 

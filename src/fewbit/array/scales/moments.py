@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import jax.numpy as jnp
 
-from ...errors import QuantError
-from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
+from ...formats.format import power_of_two
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, check_positive, symmetric_or_range
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,11 +21,12 @@ class RMS(AbstractCalibration):
     factor: float
 
     def __post_init__(self) -> None:
-        if not isinstance(self.factor, int | float) or not self.factor > 0:
-            raise QuantError(f"rms: factor is {self.factor!r}, must be a positive number, as in 'rms,7'")
+        check_positive(self.name, "factor", self.factor)
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
-        high = jnp.sqrt(tiles.over(jnp.sum, jnp.square(tiles.x)) / tiles.count) * self.factor
+        exponent = tiles.exponent
+        mean_square = tiles.mean(jnp.square(tiles.x * power_of_two(-exponent)), jnp.zeros_like(exponent))
+        high = jnp.sqrt(mean_square) * power_of_two(exponent) * self.factor
         return symmetric_or_range(-high, high, target)
 
 
@@ -43,11 +44,10 @@ class AbsMean(AbstractCalibration):
     factor: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.factor, int | float) or not self.factor > 0:
-            raise QuantError(f"absmean: factor is {self.factor!r}, must be a positive number")
+        check_positive(self.name, "factor", self.factor)
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
-        high = tiles.over(jnp.sum, jnp.abs(tiles.x)) / tiles.count * self.factor
+        high = tiles.mean(jnp.abs(tiles.x), tiles.exponent) * self.factor
         return symmetric_or_range(-high, high, target)
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from ...errors import QuantError
 from ...formats import AbstractFormat, Minifloat
+from ...formats.format import quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
 from .mx import best_power_of_two, smallest_unsaturated_exponent
 
@@ -38,7 +39,7 @@ class MSE(AbstractCalibration):
     low: float = 0.3
 
     def __post_init__(self) -> None:
-        if not isinstance(self.steps, int | float) or self.steps != int(self.steps) or self.steps < 2:
+        if not isinstance(self.steps, int | float) or self.steps % 1 or not 2 <= self.steps < float("inf"):
             raise QuantError(f"mse: steps is {self.steps!r}, must be a whole number of at least 2")
         if not isinstance(self.low, int | float) or not 0 < self.low < 1:
             raise QuantError(f"mse: low is {self.low!r}, must be a fraction between 0 and 1")
@@ -123,8 +124,8 @@ def _best_code(tiles: Tiles, target: Target) -> jax.Array:
     holder, fmt, unit = target.store.holder, target.format, target.store.unit
     assert isinstance(holder, AbstractFormat)
     grid = np.sort(holder.values()[np.isfinite(holder.values()) & (holder.values() > 0)]).astype(np.float32)
-    needed = tiles.amax / jnp.float32(fmt.bound)
-    needed = needed if unit is None else needed / unit
+    needed = quotient(tiles.amax, jnp.float32(fmt.bound))
+    needed = needed if unit is None else quotient(needed, unit)
     ceiling = jnp.minimum(jnp.searchsorted(jnp.asarray(grid), needed), len(grid) - 1)
     is_window_proven = _is_window_proven(tiles, fmt, holder)
     first = jnp.where(ceiling < _LOW_CODE, 0, ceiling - _WINDOW_BELOW) if is_window_proven else jnp.zeros_like(ceiling)
@@ -150,7 +151,7 @@ def _is_window_proven(tiles: Tiles, fmt: AbstractFormat, holder: AbstractFormat)
 def _error(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> jax.Array:
     """The error of each tile when it is quantized with this scale and offset."""
     safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    codes = target.format.encode((tiles.x - offset) / safe)
+    codes = target.format.encode(quotient(tiles.x - offset, safe))
     return tiles.error(target.format.decode(codes) * safe + offset)
 
 

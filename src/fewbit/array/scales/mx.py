@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import QuantError, UnsupportedError
 from ...formats import AbstractFormat, Minifloat
-from ...formats.format import exponent_of, power_of_two
+from ...formats.format import exponent_of, power_of_two, quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 _RULES = ("floor", "rceil", "even", "optimal")
@@ -91,7 +91,7 @@ def best_power_of_two(tiles: Tiles, fmt: AbstractFormat, ceiling: jax.Array) -> 
     start = _power(ceiling, tiles.amax)
 
     def error(scale: jax.Array) -> jax.Array:
-        return tiles.error(fmt.decode(fmt.encode(tiles.x / scale)) * scale)
+        return tiles.error(fmt.decode(fmt.encode(quotient(tiles.x, scale))) * scale)
 
     def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         scale = _power(ceiling - i, tiles.amax)

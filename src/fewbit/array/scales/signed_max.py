@@ -6,6 +6,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 
 from ...errors import UnsupportedError
+from ...formats.format import quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 
@@ -26,7 +27,8 @@ class SignedMax(AbstractCalibration):
             raise UnsupportedError("signed_max needs a tile on one axis only")
         x = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, 0)
         where = jnp.argmax(jnp.abs(x), axis=tiles.within[0], keepdims=True)
-        return jnp.take_along_axis(x, where, axis=tiles.within[0]) / jnp.float32(target.format.min), None
+        largest = jnp.take_along_axis(x, where, axis=tiles.within[0])
+        return quotient(largest, jnp.float32(target.format.min)), None
 
 
 CALIBRATIONS.add("signed_max", SignedMax)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...formats import E8M0, AbstractFormat
+from ...formats.format import quotient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class ScaleStore:
 
         NaN stays NaN where the holder has it.
         """
-        scale = scale if self.unit is None else scale / self.unit
+        scale = scale if self.unit is None else quotient(scale, self.unit)
         magnitude = jnp.clip(jnp.abs(scale), self.smallest, self.largest)
         held = jnp.where(scale == 0, 0.0, jnp.copysign(magnitude, scale))
         return self.holder.encode(held) if isinstance(self.holder, AbstractFormat) else held.astype(self.holder)

@@ -1,0 +1,4 @@
+"""The general product of two operands of which at least one is quantized."""
+
+from .problem import Problem as Problem
+from .reference import BACKENDS as BACKENDS

@@ -1,0 +1,67 @@
+"""What varies between products of quantized operands: all that a backend needs to say whether it can compute one."""
+
+import dataclasses
+from typing import Any, Self, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...array import QArray, Scheme
+
+DimensionNumbers: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """One side of a product.
+
+    Attributes:
+        shape: its logical shape.
+        dtype: the name of its logical dtype.
+        scheme: its Scheme, or None for an array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    scheme: Scheme | None
+
+    @classmethod
+    def of(cls, x: "QArray | jax.Array") -> Self:
+        """The description of an operand."""
+        return cls(tuple(x.shape), jnp.dtype(x.dtype).name, x.scheme if isinstance(x, QArray) else None)
+
+    def __str__(self) -> str:
+        kind = self.dtype if self.scheme is None else self.scheme.name
+        return f"{kind}[{','.join(map(str, self.shape))}]"
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """A `lax.dot_general` of operands that may be quantized.
+
+    Attributes:
+        lhs: the left operand.
+        rhs: the right operand.
+        dimension_numbers: as in `lax.dot_general`: contracting axes of both sides, batch axes of both sides.
+        precision: as in `lax.dot_general`.
+        preferred_element_type: the result's dtype, or None for the operands' common one.
+    """
+
+    lhs: Operand
+    rhs: Operand
+    dimension_numbers: DimensionNumbers
+    precision: Any = None
+    preferred_element_type: np.dtype | None = None
+
+    def __str__(self) -> str:
+        (left, right), (left_batch, right_batch) = self.dimension_numbers
+        batch = f", batch {left_batch} and {right_batch}" if left_batch else ""
+        return f"lhs={self.lhs} rhs={self.rhs} over axes {left} and {right}{batch}"
+
+    @property
+    def result_dtype(self) -> np.dtype:
+        """The dtype of the product."""
+        if self.preferred_element_type is not None:
+            return np.dtype(self.preferred_element_type)
+        return jnp.promote_types(self.lhs.dtype, self.rhs.dtype)

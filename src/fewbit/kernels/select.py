@@ -1,0 +1,56 @@
+"""Which backend computes a product: the first in order that can, or the one that was named."""
+
+import abc
+import dataclasses
+from typing import Any, ClassVar, Generic, TypeVar
+
+import jax
+
+from .._registry import Registry
+from ..errors import UnsupportedError
+
+P = TypeVar("P")
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractBackend(abc.ABC, Generic[P]):
+    """One implementation of one product.
+
+    A backend lives in its own file, and joins its product's registry there. Later ones are asked first: the reference,
+    which can compute everything, is registered before all others.
+    """
+
+    name: ClassVar[str]
+
+    @abc.abstractmethod
+    def unsupported(self, problem: P) -> str | None:
+        """Why this backend cannot compute the problem, in a sentence that says what would help; None when it can."""
+
+    @abc.abstractmethod
+    def run(self, problem: P, *operands: Any) -> jax.Array:
+        """The product of the operands. Called only where `unsupported` is None."""
+
+
+def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | None = None) -> AbstractBackend[P]:
+    """The backend for a problem.
+
+    Args:
+        backends: the product's backends, in the order of registration; the last that can is taken.
+        problem: what is to be computed.
+        backend: a name, when the caller insists on one; it is never replaced by another.
+
+    Returns:
+        The backend.
+
+    Raises:
+        UnsupportedError: when the named backend cannot compute the problem, or none can, with every reason.
+        QuantError: for a name that is not registered.
+    """
+    candidates = (backends[backend],) if backend is not None else tuple(backends)[::-1]
+    reasons: dict[str, str] = {}
+    for candidate in candidates:
+        reason = candidate.unsupported(problem)
+        if reason is None:
+            return candidate
+        reasons[candidate.name] = reason
+    raise UnsupportedError(f"{backends.kind} cannot run {problem}", reasons)

@@ -1,0 +1,53 @@
+"""How one product is computed: the schemes of its weight and its activation."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from .._registry import near_names
+from ..array import Scheme, scheme as as_scheme
+from ..errors import QuantError
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The schemes of a product's operands; names are taken as `fb.scheme` takes them.
+
+    Attributes:
+        weight: the scheme of the parameter.
+        activation: the scheme that the other operand is quantized in when the product is computed, its tiles along the
+            contracted axes; None leaves it as it is (weight-only).
+
+    >>> Policy("int8", activation="int8").to_json()
+    {'weight': {'format': 'int8', 'tile': {'*': 1, '-1': None}, 'scale': 'float32', 'calibration': 'absmax'}, 'activation': \
+{'format': 'int8', 'tile': {'*': 1, '-1': None}, 'scale': 'float32', 'calibration': 'absmax'}}
+    """
+
+    weight: Scheme
+    activation: Scheme | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "weight", as_scheme(self.weight))
+        if self.activation is not None:
+            object.__setattr__(self, "activation", as_scheme(self.activation))
+
+    def __str__(self) -> str:
+        return self.weight.name if self.activation is None else f"{self.weight.name} x {self.activation.name}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: the schemes' JSON forms by field."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {name: value.to_json() for name, value in fields.items() if value is not None}
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any] | str) -> Self:
+        """The policy of a JSON form, or the weight-only policy of a scheme's name."""
+        if isinstance(form, str):
+            return cls(as_scheme(form))
+        known = tuple(f.name for f in dataclasses.fields(cls))
+        for key in form:
+            if key not in known:
+                raise QuantError(f"a policy has no field {key!r}; {near_names(key, known)}")
+        if "weight" not in form:
+            raise QuantError(f"a policy needs a 'weight'; got {dict(form)}")
+        return cls(**{key: as_scheme(value) for key, value in form.items() if value is not None})
