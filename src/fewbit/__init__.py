@@ -24,3 +24,11 @@ from .ops import einsum as einsum
 from .ops import take as take
 from .ops import transparent as transparent
 from .formats import FORMATS as FORMATS
+from .recipe import RECIPES as RECIPES
+from .recipe import Plan as Plan
+from .recipe import Recipe as Recipe
+from .recipe import Rule as Rule
+from .recipe import plan as plan
+from .recipe import quantize_params as quantize_params
+from .recipe import recipe as recipe
+from .recipe import weight_only as weight_only

@@ -1,0 +1,258 @@
+"""Where each parameter of a function is used: which products contract it, over which of its axes.
+
+The function is traced with shapes only, and every parameter is followed through casts, transposes, reshapes, slices, loops
+and calls to the equations that use it. What those equations contract tells the axes that scales must not vary along, and so
+the axis along which tiles run; nothing is guessed from shapes.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from jax.extend import core as jex_core
+from jax.extend import source_info_util
+
+from ..array import is_qarray
+from ..array.layout import regrouped
+from .transparent import scan_counts
+
+Path: TypeAlias = str
+
+
+@dataclasses.dataclass(frozen=True)
+class Use:
+    """One equation that uses a parameter.
+
+    Attributes:
+        op: "dot_general", "conv_general_dilated", "ragged_dot", "take", or the name of any other primitive.
+        axes: the parameter's axes, negative, that the product contracts, or that the look-up indexes; empty for others.
+        stacked: the parameter's axes, negative, that a loop took one element of at a time before the use.
+        source: the file and line.
+    """
+
+    op: str
+    axes: tuple[int, ...] = ()
+    stacked: tuple[int, ...] = ()
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Traced:
+    """A variable that holds a parameter, perhaps with its axes moved.
+
+    Attributes:
+        path: the parameter.
+        axes: for each axis of the variable, the parameter's axes (negative) that run along it.
+        stacked: the parameter's axes that a loop has taken apart.
+    """
+
+    path: Path
+    axes: tuple[tuple[int, ...], ...]
+    stacked: tuple[int, ...] = ()
+
+
+def parameter_paths(params: Any) -> dict[Path, Any]:
+    """Every leaf of a tree by its path, such as `layers/3/attn/q`; a QArray is one leaf.
+
+    >>> parameter_paths({"a": [1, {"b": 2}]})
+    {'a/0': 1, 'a/1/b': 2}
+    """
+    leaves, _ = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_qarray)
+    return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
+
+
+def parameter_uses(fn: Callable[..., Any], params: Any, *inputs: Any) -> dict[Path, tuple[Use, ...]]:
+    """The uses of each parameter in `fn(params, *inputs)`, in the order of the trace.
+
+    Args:
+        fn: a function of a tree of parameters and further inputs.
+        params: the tree; arrays or `jax.ShapeDtypeStruct`s, of which only shapes and dtypes matter.
+        inputs: example inputs, likewise; leaves that are not arrays are passed as they are.
+
+    Returns:
+        For every path of `params` its uses; none for a parameter that the function does not use.
+    """
+    paths = parameter_paths(params)
+    leaves, treedef = jax.tree.flatten((params, inputs), is_leaf=is_qarray)
+    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+
+    def flat(*arrays: Any) -> Any:
+        filled = list(leaves)
+        for place, array in zip(places, arrays, strict=True):
+            filled[place] = array
+        inner_params, inner_inputs = jax.tree.unflatten(treedef, filled)
+        return fn(inner_params, *inner_inputs)
+
+    shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in places]
+    closed = jax.make_jaxpr(flat)(*shapes)
+    names = list(paths)
+    start = [
+        _Traced(names[place], tuple((axis,) for axis in range(-len(shape.shape), 0))) if place < len(names) else None
+        for place, shape in zip(places, shapes, strict=True)
+    ]
+    found: dict[Path, list[Use]] = {path: [] for path in names}
+    _follow(closed.jaxpr, start, found)
+    return {path: tuple(dict.fromkeys(uses)) for path, uses in found.items()}
+
+
+def _follow(jaxpr: Any, values: Sequence[_Traced | None], found: dict[Path, list[Use]]) -> list[_Traced | None]:
+    """Follows the parameters among the inputs of a jaxpr, notes their uses, and says which outputs still hold one."""
+    env: dict[Any, _Traced | None] = dict(zip(jaxpr.invars, values, strict=True))
+
+    def read(atom: Any) -> _Traced | None:
+        return None if isinstance(atom, jex_core.Literal) else env.get(atom)
+
+    for eqn in jaxpr.eqns:
+        operands = [read(atom) for atom in eqn.invars]
+        if not any(operands):
+            continue
+        env.update(zip(eqn.outvars, _step(eqn, operands, found), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _step(eqn: Any, operands: list[_Traced | None], found: dict[Path, list[Use]]) -> list[_Traced | None]:
+    """One equation: what its outputs hold, with its uses noted."""
+    name = eqn.primitive.name
+    if name in _MOVES and operands[0] is not None and not any(operands[1:]):
+        moved = _MOVES[name](eqn, operands[0])
+        if moved is not None:
+            return [moved]
+    if name in ("optimization_barrier",):
+        return list(operands)
+    if name == "scan":
+        return _follow_scan(eqn, operands, found)
+    if name == "while":
+        return _follow_while(eqn, operands, found)
+    if name == "cond":
+        outcomes = [_follow(_open(branch), operands[1:], found) for branch in eqn.params["branches"]]
+        return [column[0] if len(set(column)) == 1 else None for column in zip(*outcomes, strict=True)]
+    inner = _inner_jaxpr(eqn)
+    if inner is not None:
+        return _follow(inner, operands, found)
+    source = source_info_util.summarize(eqn.source_info)
+    for position, operand in enumerate(operands):
+        if operand is not None:
+            found[operand.path].append(_use(eqn, position, operand, source))
+    return [None] * len(eqn.outvars)
+
+
+def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
+    """The use that an equation makes of the operand at a position."""
+    name = eqn.primitive.name
+    if name == "dot_general" and position < 2:
+        axes = eqn.params["dimension_numbers"][0][position]
+    elif name == "gather" and position == 0:
+        name, axes = "take", eqn.params["dimension_numbers"].start_index_map
+    elif name == "conv_general_dilated" and position == 1:
+        spec = eqn.params["dimension_numbers"].rhs_spec
+        axes = spec[1:]
+    elif name in ("ragged_dot", "ragged_dot_general") and position == 1:
+        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        name, axes = "ragged_dot", numbers[0][1]
+    else:
+        axes = ()
+    return Use(name, tuple(a for axis in axes for a in operand.axes[axis]), operand.stacked, source)
+
+
+def _open(closed: Any) -> Any:
+    """The jaxpr of a closed one."""
+    return getattr(closed, "jaxpr", closed)
+
+
+def _inner_jaxpr(eqn: Any) -> Any | None:
+    """The one jaxpr that an equation calls with its own operands, if it does."""
+    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+        if key in eqn.params and eqn.primitive.name != "pallas_call":
+            inner = _open(eqn.params[key])
+            if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
+                return inner
+    return None
+
+
+def _follow_scan(eqn: Any, operands: list[_Traced | None], found: dict[Path, list[Use]]) -> list[_Traced | None]:
+    constants, carries = scan_counts(eqn)
+    inside = list(operands)
+    for i in range(constants + carries, len(operands)):
+        operand = operands[i]
+        if operand is not None:
+            inside[i] = _Traced(operand.path, operand.axes[1:], (*operand.stacked, *operand.axes[0]))
+    outputs = _follow(_open(eqn.params["jaxpr"]), inside, found)
+    carried = [o if o == i else None for o, i in zip(outputs[:carries], inside[constants:], strict=False)]
+    return [*carried, *([None] * (len(eqn.outvars) - carries))]
+
+
+def _follow_while(eqn: Any, operands: list[_Traced | None], found: dict[Path, list[Use]]) -> list[_Traced | None]:
+    in_cond, in_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    carry = operands[in_cond + in_body :]
+    _follow(_open(eqn.params["cond_jaxpr"]), [*operands[:in_cond], *carry], found)
+    outputs = _follow(_open(eqn.params["body_jaxpr"]), [*operands[in_cond : in_cond + in_body], *carry], found)
+    return [o if o == i else None for o, i in zip(outputs, carry, strict=True)]
+
+
+# --- equations that only move a parameter's axes ---
+
+
+def _kept(eqn: Any, operand: _Traced) -> _Traced:
+    return operand
+
+
+def _transposed(eqn: Any, operand: _Traced) -> _Traced:
+    return dataclasses.replace(operand, axes=tuple(operand.axes[a] for a in eqn.params["permutation"]))
+
+
+def _regrouped(eqn: Any, operand: _Traced) -> _Traced:
+    """Merged axes run along one; the parts of a split axis each run along it."""
+    shape, new_shape = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    axes: list[tuple[int, ...]] = []
+    for old, new in regrouped(shape, new_shape):
+        along = [operand.axes[i] for i in old]
+        same = [shape[i] for i in old] == [new_shape[j] for j in new]
+        whole = tuple(a for group in along for a in group)
+        axes += along if same else [whole] * len(new)
+    return dataclasses.replace(operand, axes=tuple(axes))
+
+
+def _squeezed(eqn: Any, operand: _Traced) -> _Traced:
+    dropped = {a % len(operand.axes) for a in eqn.params["dimensions"]}
+    return dataclasses.replace(operand, axes=tuple(a for i, a in enumerate(operand.axes) if i not in dropped))
+
+
+def _spread(eqn: Any, operand: _Traced) -> _Traced | None:
+    """A broadcast that adds unit axes only; any other makes another array of it."""
+    shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
+    if any(n != 1 for i, n in enumerate(shape) if i not in places) or any(
+        shape[p] != n for p, n in zip(places, eqn.invars[0].aval.shape, strict=True)
+    ):
+        return None
+    along = dict(zip(places, operand.axes, strict=True))
+    return dataclasses.replace(operand, axes=tuple(along.get(i, ()) for i in range(len(shape))))
+
+
+def _row_taken(eqn: Any, operand: _Traced) -> _Traced:
+    """A slice: axes of which one element is left have been taken apart like those of a loop."""
+    before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    taken = tuple(
+        a
+        for axes, n, m in zip(operand.axes, before, after, strict=True)
+        if m == 1 and n != 1
+        for a in axes
+    )
+    return dataclasses.replace(operand, stacked=(*operand.stacked, *(a for a in taken if a not in operand.stacked)))
+
+
+_MOVES: dict[str, Callable[[Any, _Traced], _Traced | None]] = {
+    "convert_element_type": _kept,
+    "copy": _kept,
+    "copy_p": _kept,
+    "stop_gradient": _kept,
+    "sharding_constraint": _kept,
+    "all_gather": _kept,
+    "transpose": _transposed,
+    "reshape": _regrouped,
+    "squeeze": _squeezed,
+    "expand_dims": _regrouped,
+    "broadcast_in_dim": _spread,
+    "slice": _row_taken,
+    "dynamic_slice": _row_taken,
+}

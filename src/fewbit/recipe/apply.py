@@ -1,0 +1,60 @@
+"""Quantizing a tree of parameters by a plan or a recipe."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..array import is_qarray
+from ..errors import QuantError
+from ..ops.uses import parameter_paths
+from .plan import Plan, PlanRow, plan as make_plan, quantized_leaf
+
+
+def quantize_params(params: Any, plan: Any) -> Any:
+    """The tree with the parameters quantized that a plan names.
+
+    Args:
+        params: the tree of arrays.
+        plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: every parameter of two
+            or more axes is taken to be contracted along its last.
+
+    Returns:
+        A tree of the same structure, QArrays in the place of quantized leaves and all others as they were.
+
+    Raises:
+        QuantError: when the plan and the tree do not have the same parameters and shapes, or a parameter holds NaN or
+            infinity: its name, and how many.
+
+    >>> tree = quantize_params({"w": jnp.ones((4, 64)), "b": jnp.ones(4)}, "int8")
+    >>> tree["w"]
+    QArray(int8, float32[4, 64], 272 bytes, 8.500 bits/weight)
+    """
+    resolved = plan if isinstance(plan, Plan) else make_plan(None, params, recipe=plan)
+    leaves = parameter_paths(params)
+    rows = {row.path: row for row in resolved}
+    if set(rows) != set(leaves):
+        missing, extra = sorted(set(leaves) - set(rows)), sorted(set(rows) - set(leaves))
+        raise QuantError(f"the plan is for another tree: without {missing[:5]}, and with {extra[:5]} that are not here")
+    treedef = jax.tree.structure(params, is_leaf=is_qarray)
+    return jax.tree.unflatten(treedef, [quantize_row(leaf, rows[path]) for path, leaf in leaves.items()])
+
+
+def quantize_row(leaf: Any, row: PlanRow) -> Any:
+    """One parameter as its row says: quantized after a check that it is finite, or as it is.
+
+    Raises:
+        QuantError: for another shape than the plan's, or values that are not finite.
+    """
+    if row.policy is None:
+        return leaf
+    if tuple(leaf.shape) != row.shape:
+        raise QuantError(f"{row.path} has shape {tuple(leaf.shape)}, but the plan was made for {row.shape}")
+    x = jnp.asarray(leaf)
+    bad = int(jnp.sum(~jnp.isfinite(x)))
+    if bad:
+        raise QuantError(
+            f"{row.path} holds {bad} values that are NaN or infinite, of {x.size}; a tile with one decodes to NaN. "
+            f"Repair the checkpoint, or leave the parameter out of recipe by a rule with policy null"
+        )
+    return jax.jit(quantized_leaf, static_argnums=1)(x, row)

@@ -1,0 +1,286 @@
+"""Plans: a recipe resolved against one model, a row for every parameter."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from .._registry import near_names
+from ..array import Scheme, is_qarray, quantize
+from ..errors import QuantError
+from ..ops import Policy
+from ..ops.uses import Use, parameter_paths, parameter_uses
+from .recipe import Recipe, recipe as as_recipe
+from .rule import Rule
+
+_CONTRACTING = ("dot_general", "conv_general_dilated", "ragged_dot")
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """What happens to one parameter.
+
+    Attributes:
+        path: the parameter.
+        shape: its shape.
+        dtype: its dtype's name.
+        policy: how it is quantized; None: it stays as it is.
+        axis: the axes along which its tiles run, negative; empty for one that stays.
+        stacked: leading axes that a loop takes apart; each of their elements is quantized on its own.
+        ops: what uses it.
+        bytes_before: its bytes as it is.
+        bytes_after: its bytes as planned, scales included.
+        reason: why it stays as it is, or what should be known about it; else empty.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    policy: Policy | None
+    axis: tuple[int, ...]
+    stacked: tuple[int, ...]
+    ops: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    reason: str = ""
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form."""
+        form = dataclasses.asdict(self)
+        form["policy"] = None if self.policy is None else self.policy.to_json()
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in form.items()}
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> Self:
+        """The row of a JSON form; an unknown or missing key raises QuantError."""
+        known = tuple(f.name for f in dataclasses.fields(cls))
+        for key in form:
+            if key not in known:
+                raise QuantError(f"a plan's row has no field {key!r}; {near_names(key, known)}")
+        if missing := [key for key in known if key not in form and key != "reason"]:
+            raise QuantError(f"a plan's row lacks {', '.join(missing)}; got {form.get('path', form)}")
+        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in form.items()}
+        fields["policy"] = None if form["policy"] is None else Policy.from_json(form["policy"])
+        return cls(**fields)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """A recipe resolved against one model; printable, saved as JSON, edited there and loaded again.
+
+    Attributes:
+        rows: one for every parameter, in the order of the tree.
+        recipe: the name of the recipe.
+    """
+
+    rows: tuple[PlanRow, ...]
+    recipe: str = "recipe"
+
+    def __iter__(self) -> Iterator[PlanRow]:
+        return iter(self.rows)
+
+    def __getitem__(self, path: str) -> PlanRow:
+        for row in self.rows:
+            if row.path == path:
+                return row
+        raise QuantError(f"the plan has no parameter {path!r}; {near_names(path, tuple(r.path for r in self.rows))}")
+
+    @property
+    def bytes_before(self) -> int:
+        """The bytes of all parameters as they are."""
+        return sum(row.bytes_before for row in self.rows)
+
+    @property
+    def bytes_after(self) -> int:
+        """The bytes of all parameters as planned."""
+        return sum(row.bytes_after for row in self.rows)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """`8 * bytes_after` over the number of elements of all parameters."""
+        return 8 * self.bytes_after / max(sum(row.size for row in self.rows), 1)
+
+    def __str__(self) -> str:
+        width = max([len(row.path) for row in self.rows] + [9])
+        lines = [f"{'parameter':{width}}  {'shape':>16}  {'as':22} {'axis':>6} {'before':>13} {'after':>13}  why"]
+        for row in self.rows:
+            shape = "x".join(map(str, row.shape))
+            kind = row.dtype if row.policy is None else str(row.policy)
+            axis = ",".join(map(str, row.axis))
+            sizes = f"{row.bytes_before:>13,} {row.bytes_after:>13,}"
+            lines.append(f"{row.path:{width}}  {shape:>16}  {kind:22} {axis:>6} {sizes}  {row.reason}".rstrip())
+        quantized = sum(row.policy is not None for row in self.rows)
+        lines.append(
+            f"{quantized} of {len(self.rows)} parameters quantized; {self.bytes_before:,} -> {self.bytes_after:,} bytes, "
+            f"{self.bits_per_weight:.3f} bits/weight"
+        )
+        return "\n".join(lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: the recipe's name and the rows."""
+        return {"recipe": self.recipe, "rows": [row.to_json() for row in self.rows]}
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> Self:
+        """The plan of a JSON form."""
+        if set(form) != {"recipe", "rows"} or not isinstance(form["rows"], list):
+            raise QuantError(f"a plan is an object with 'recipe' and a list 'rows'; got the keys {sorted(form)}")
+        return cls(tuple(PlanRow.from_json(row) for row in form["rows"]), str(form["recipe"]))
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the JSON form to a file."""
+        pathlib.Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike) -> Self:
+        """Reads a plan that `save` wrote, perhaps edited since.
+
+        Raises:
+            QuantError: when the file cannot be read, or does not hold a plan.
+        """
+        try:
+            form = json.loads(pathlib.Path(path).read_text())
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise QuantError(f"plan file {os.fspath(path)} cannot be read: {error}") from error
+        if not isinstance(form, dict):
+            raise QuantError(f"plan file {os.fspath(path)} does not hold an object")
+        return cls.from_json(form)
+
+
+def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) -> Plan:
+    """Resolves a recipe against a model: what happens to every parameter, and why.
+
+    Args:
+        fn: the function whose products decide the axes, `fn(params, *inputs)`; it is traced with shapes only. None when
+            there is no code: every parameter of two or more axes is then taken for the weight of a product that contracts
+            its last axis, and the plan says that this was assumed.
+        params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+        inputs: example inputs of `fn`, likewise.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+
+    Returns:
+        The plan, with a row for every parameter.
+
+    Raises:
+        QuantError: when a rule that is not optional matches nothing, when the products of a parameter contract different
+            axes and its rule names none, or when a tile does not fit where it must.
+
+    >>> def fn(params, x):
+    ...     return x @ params["w"]
+    >>> row = plan(fn, {"w": jnp.ones((64, 32))}, jnp.ones((1, 64)), recipe="int8").rows[0]
+    >>> row.axis, row.bytes_after
+    ((-2,), 2176)
+    """
+    recipe = as_recipe(recipe)
+    leaves = parameter_paths(params)
+    uses = parameter_uses(fn, params, *inputs) if fn is not None else {path: _assumed(x) for path, x in leaves.items()}
+    matched: set[int] = set()
+    rows = []
+    for path, leaf in leaves.items():
+        ops = tuple(dict.fromkeys(use.op for use in uses[path]))
+        index = next((i for i, rule in enumerate(recipe.rules) if rule.matches(path, ops)), None)
+        if index is not None:
+            matched.add(index)
+        rule = None if index is None else recipe.rules[index]
+        rows.append(_row(path, leaf, uses[path], rule, is_traced=fn is not None))
+    for index, rule in enumerate(recipe.rules):
+        if index not in matched and not rule.optional:
+            raise QuantError(
+                f"rule {index + 1} of recipe {recipe.name!r} ({rule}) matches nothing; the parameters are "
+                f"{_few(list(leaves))}. Correct its path, or mark it optional"
+            )
+    return Plan(tuple(rows), recipe.name)
+
+
+def _few(paths: list[str]) -> str:
+    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+
+
+def _assumed(leaf: Any) -> tuple[Use, ...]:
+    """What uses a parameter when there is no code to ask."""
+    return (Use("dot_general", (-1,)),) if getattr(leaf, "ndim", 0) >= 2 else ()
+
+
+def _row(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None, *, is_traced: bool) -> PlanRow:
+    """The row of one parameter under the rule that matches it."""
+    shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)
+    before = leaf.nbytes if is_qarray(leaf) else leaf.size * dtype.itemsize
+    ops = tuple(dict.fromkeys(use.op for use in uses))
+    left = PlanRow(path, shape, dtype.name, None, (), (), ops, before, before)
+    why_not = _why_not(leaf, uses, rule)
+    if why_not is not None or rule is None or rule.policy is None:
+        return dataclasses.replace(left, reason=why_not or "")
+    axis = rule.axis or _contracted(path, uses)
+    if axis is None:
+        return dataclasses.replace(left, reason="no product contracts it")
+    axis = tuple(a if a < 0 else a - len(shape) for a in axis)
+    stacked = tuple(sorted({a for use in uses for a in use.stacked}))
+    note = "" if is_traced or rule.axis else "axis assumed: no code was traced"
+    row = dataclasses.replace(left, policy=rule.policy, axis=axis, stacked=stacked, reason=note)
+    return dataclasses.replace(row, bytes_after=_planned_bytes(row))
+
+
+def _why_not(leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> str | None:
+    """Why a parameter stays as it is, or None."""
+    if is_qarray(leaf):
+        return f"quantized already, as {leaf.scheme.name}"
+    if rule is None:
+        return "no rule matches it; " + (f"used by {', '.join(dict.fromkeys(u.op for u in uses))}" if uses else "nothing uses it")
+    if rule.policy is None:
+        return f"rule {rule.path!r} leaves it"
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return f"{jnp.dtype(leaf.dtype).name} is not floating"
+    if len(leaf.shape) < 2:
+        return "a vector: no product contracts it" if leaf.shape else "a scalar"
+    return None
+
+
+def _contracted(path: str, uses: tuple[Use, ...]) -> tuple[int, ...] | None:
+    """The axes that the products of a parameter contract; for one that is only looked up, the last of the others."""
+    axes = {use.axes for use in uses if use.op in _CONTRACTING and use.axes}
+    if len(axes) > 1:
+        places = "; ".join(f"{use.op} over {use.axes} at {use.source}" for use in uses if use.op in _CONTRACTING)
+        raise QuantError(f"{path}: its products contract different axes ({places}); give its rule an axis")
+    if axes:
+        return next(iter(axes))
+    looked_up = {a for use in uses if use.op == "take" for a in use.axes}
+    return (-1,) if looked_up and -1 not in looked_up else (-2,) if looked_up else None
+
+
+def _planned_bytes(row: PlanRow) -> int:
+    """The bytes of the parameter as planned, from shapes alone."""
+    x = jax.ShapeDtypeStruct(row.shape, row.dtype)
+    try:
+        return jax.eval_shape(lambda x: quantized_leaf(x, row), x).nbytes
+    except QuantError as error:
+        raise QuantError(f"{row.path} {row.shape}: {error}") from error
+
+
+def quantized_leaf(x: Any, row: PlanRow) -> Any:
+    """The parameter quantized as its row says: each element of its stacked axes on its own."""
+    assert row.policy is not None
+    scheme: Scheme = row.policy.weight
+    leading = len(row.stacked)
+    if row.stacked != tuple(range(-len(row.shape), -len(row.shape) + leading)):
+        raise QuantError(f"{row.path}: a loop runs over its axes {row.stacked}; only leading axes can be stacked")
+
+    def one(x: Any) -> Any:
+        return quantize(x, scheme, axis=row.axis)
+
+    for _ in range(leading):
+        one = jax.vmap(one)
+    q = one(x)
+    return dataclasses.replace(q, policy=row.policy) if row.policy.activation is not None else q

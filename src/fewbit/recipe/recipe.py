@@ -1,0 +1,120 @@
+"""Recipes: ordered rules, the first match decides; in JSON both ways, and by name."""
+
+import dataclasses
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+from typing import Any, Self
+
+from .._registry import Registry, near_names
+from ..array import SCHEMES, Scheme, scheme as as_scheme
+from ..errors import QuantError
+from ..ops import Policy
+from .rule import Rule
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """Ordered rules; each parameter follows the first that matches it, and is left as it is when none does.
+
+    Attributes:
+        rules: the rules.
+        name: what to call it in reports.
+
+    >>> print(Recipe((Rule("embed", None), Rule(".*", "nf4"))))
+    recipe
+      embed -> left as it is
+      .* -> nf4
+    """
+
+    rules: tuple[Rule, ...]
+    name: str = "recipe"
+
+    def __post_init__(self) -> None:
+        if not self.rules:
+            raise QuantError(f"recipe {self.name!r} has no rules")
+        object.__setattr__(self, "rules", tuple(self.rules))
+
+    def __str__(self) -> str:
+        return "\n  ".join([self.name, *map(str, self.rules)])
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: the name and the rules."""
+        return {"name": self.name, "rules": [rule.to_json() for rule in self.rules]}
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> Self:
+        """The recipe of a JSON form; an unknown key raises QuantError with the near name."""
+        for key in form:
+            if key not in ("name", "rules"):
+                raise QuantError(f"a recipe has no field {key!r}; {near_names(key, ('name', 'rules'))}")
+        rules = form.get("rules")
+        if not isinstance(rules, list):
+            raise QuantError("a recipe needs 'rules', a list of objects with a 'path' and a 'policy'")
+        return cls(tuple(Rule.from_json(rule) for rule in rules), str(form.get("name", "recipe")))
+
+
+RECIPES: Registry[Recipe] = Registry("recipe")
+
+
+def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
+    """The Recipe of a name, of a JSON file, of a JSON form, of a scheme, or itself.
+
+    Args:
+        spec: a registered name (`fb.RECIPES.names()`); a path that ends in `.json`; a scheme's name, such as `"int4_g64"`,
+            which makes `weight_only` of it; the object that `Recipe.to_json` gives; or a Recipe.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        QuantError: for an unknown name, with the names near it; for a file that cannot be read or is not a recipe.
+
+    >>> recipe("int4_g64").rules[-1].policy.weight.tile
+    {...: 1, -1: 64}
+    """
+    if isinstance(spec, Recipe):
+        return spec
+    if isinstance(spec, Mapping):
+        return Recipe.from_json(spec)
+    if isinstance(spec, os.PathLike) or spec.endswith(".json"):
+        return _from_file(pathlib.Path(spec))
+    if spec in RECIPES:
+        return RECIPES[spec]
+    try:
+        return weight_only(spec)
+    except QuantError:
+        known = (*RECIPES.names(), *SCHEMES.names())
+        raise QuantError(f"unknown recipe {spec!r}; {near_names(spec, known)}") from None
+
+
+def weight_only(scheme: str | Scheme, *, embedding: str | Scheme | None = "q8_0", name: str | None = None) -> Recipe:
+    """The recipe that quantizes every matrix that a product contracts in one scheme.
+
+    Embedding tables, tied heads among them, are looked up by rows and are more sensitive; they take a scheme of their own.
+
+    Args:
+        scheme: the scheme of the matrices.
+        embedding: the scheme of tables that are looked up; None leaves them as they are.
+        name: the recipe's name; None takes the scheme's.
+    """
+    scheme = as_scheme(scheme)
+    table = None if embedding is None else Policy(as_scheme(embedding))
+    rules = (
+        Rule(".*", table, ops=("take",), optional=True),
+        Rule(".*", Policy(scheme), ops=("dot_general",)),
+    )
+    return Recipe(rules, name or scheme.name)
+
+
+def _from_file(path: pathlib.Path) -> Recipe:
+    try:
+        form = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise QuantError(f"recipe file {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise QuantError(f"recipe file {path} cannot be read: {error}") from error
+    if not isinstance(form, dict):
+        raise QuantError(f"recipe file {path} must hold an object with 'rules', not a {type(form).__name__}")
+    return Recipe.from_json({"name": path.stem, **form})

@@ -1,0 +1,90 @@
+"""A rule of a recipe: which parameters, by their path, and what happens to them."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any, Self
+
+from .._registry import near_names
+from ..errors import QuantError
+from ..ops import Policy
+
+_OPS = ("dot_general", "take", "conv_general_dilated", "ragged_dot")
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """Parameters whose whole path matches a regular expression follow a policy, or stay as they are.
+
+    Attributes:
+        path: a regular expression that must match the whole path: `"layers/[0-9]+/mlp/.*"`; `".*"` is every one.
+        policy: what happens to them; None leaves them as they are. A scheme's name is taken as weight-only.
+        ops: match only parameters of which some use is one of these ("dot_general", "take" for look-ups,
+            "conv_general_dilated", "ragged_dot"); empty: whatever uses them.
+        axis: the axis or axes along which tiles run, where the uses of a parameter disagree or no code can be traced;
+            None takes what its products contract.
+        optional: whether it is fine that the rule matches nothing.
+
+    >>> Rule("layers/.*", "nf4").policy.weight.name
+    'nf4'
+    """
+
+    path: str
+    policy: Policy | None
+    ops: tuple[str, ...] = ()
+    axis: tuple[int, ...] | None = None
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        try:
+            re.compile(self.path)
+        except re.error as error:
+            raise QuantError(f"rule path {self.path!r} is not a regular expression: {error}") from error
+        if isinstance(self.policy, str | Mapping):
+            object.__setattr__(self, "policy", Policy.from_json(self.policy))
+        if self.policy is not None and not isinstance(self.policy, Policy):
+            raise QuantError(f"rule {self.path!r}: policy is {self.policy!r}; pass a Policy, a scheme's name, or None")
+        ops = (self.ops,) if isinstance(self.ops, str) else tuple(self.ops)
+        for op in ops:
+            if op not in _OPS:
+                raise QuantError(f"rule {self.path!r}: unknown op {op!r}; {near_names(op, _OPS)}")
+        object.__setattr__(self, "ops", ops)
+        if self.axis is not None:
+            axis = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
+            object.__setattr__(self, "axis", axis)
+
+    def matches(self, path: str, ops: tuple[str, ...]) -> bool:
+        """Whether a parameter with this path, used by these operations, follows this rule."""
+        if re.fullmatch(self.path, path) is None:
+            return False
+        return not self.ops or any(op in self.ops for op in ops)
+
+    def __str__(self) -> str:
+        ops = f" used by {' or '.join(self.ops)}" if self.ops else ""
+        return f"{self.path}{ops} -> {self.policy or 'left as it is'}"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: the fields that differ from their defaults, and the policy."""
+        form: dict[str, Any] = {"path": self.path, "policy": None if self.policy is None else self.policy.to_json()}
+        if self.ops:
+            form["ops"] = list(self.ops)
+        if self.axis is not None:
+            form["axis"] = list(self.axis)
+        if self.optional:
+            form["optional"] = True
+        return form
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> Self:
+        """The rule of a JSON form; an unknown key raises QuantError with the near name."""
+        known = tuple(f.name for f in dataclasses.fields(cls))
+        for key in form:
+            if key not in known:
+                raise QuantError(f"a rule has no field {key!r}; {near_names(key, known)}")
+        for key in ("path", "policy"):
+            if key not in form:
+                raise QuantError(f"a rule needs a {key!r}; got {dict(form)}")
+        fields = dict(form)
+        fields["ops"] = tuple(form.get("ops", ()))
+        fields["axis"] = None if form.get("axis") is None else tuple(form["axis"])
+        return cls(**fields)
