@@ -18,12 +18,12 @@ from .array import quantize as quantize
 from .array import scheme as scheme
 from .errors import QuantError as QuantError
 from .errors import UnsupportedError as UnsupportedError
+from .formats import FORMATS as FORMATS
 from .ops import Policy as Policy
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
 from .ops import take as take
 from .ops import transparent as transparent
-from .formats import FORMATS as FORMATS
 from .recipe import RECIPES as RECIPES
 from .recipe import Plan as Plan
 from .recipe import Recipe as Recipe

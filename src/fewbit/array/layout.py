@@ -40,7 +40,7 @@ def regrouped(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list
         old: list[int] = []
         new: list[int] = []
         size = new_size = 1
-        while not old and not new or size != new_size:
+        while (not old and not new) or size != new_size:
             if size <= new_size and i < len(shape):
                 size *= shape[i]
                 old.append(i)
@@ -90,6 +90,9 @@ def split(axis: Axis, lengths: Sequence[int]) -> list[Axis]:
     Raises:
         QuantError: when a tile or a byte would not lie within one of the new axes.
     """
+    if list(lengths).count(1) == len(lengths) - 1 and axis.length in lengths:
+        place = len(lengths) - 1 - list(lengths)[::-1].index(axis.length)
+        return [axis if i == place else Axis(1, 1) for i in range(len(lengths))]
     remaining = axis.length if axis.tile is None else axis.tile
     if remaining != 1 and axis.length % remaining:
         raise QuantError(f"an axis of {axis.length} elements with a short last tile ({axis.tile}) cannot be split")

@@ -196,6 +196,8 @@ class QArray:
             codes_index.append(on_codes)
             scale_index.append(on_scale)
             kept += [] if new_axis is None else [new_axis]
+        if not kept:
+            raise QuantError("an integer for every axis leaves none; a QArray has at least one axis")
         packed = _packed_axis(kept)
         scheme = self.scheme.with_tiles(tuple(a.tile for a in kept), packed)
         codes = self.codes[tuple(codes_index)]
@@ -319,18 +321,23 @@ def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any,
     whole = (start, stop, stride) == (0, axis.length, 1)
     if whole:
         return slice(None), slice(None), axis
+    length = len(range(start, stop, stride))
+    if not length:
+        raise QuantError(f"the slice {start}:{stop}:{stride} of an axis of {axis.length} leaves no element")
     reaches_end = stop == axis.length
     fits_tiles = tile == 1 or count == 1 or (stride == 1 and start % tile == 0 and (stop % tile == 0 or reaches_end))
     if not fits_tiles:
         raise QuantError(f"the slice {start}:{stop}:{stride} cuts tiles of {tile}; slice at their multiples")
-    length = len(range(start, stop, stride))
-    on_scale = slice(None) if count == 1 else slice(start, stop, stride) if tile == 1 else slice(start // tile, -(-stop // tile))
+    strided = slice(start, stop if stop >= 0 else None, stride)
+    on_scale = slice(None) if count == 1 else strided if tile == 1 else slice(start // tile, -(-stop // tile))
     left = dataclasses.replace(axis, length=length)
     if not axis.is_packed:
-        return slice(start, stop, stride if stop >= start else None), on_scale, left
+        return strided, on_scale, left
     if stride != 1 or start % axis.unit or (stop % axis.unit and not reaches_end):
-        raise QuantError(f"codes share bytes in runs of {axis.unit}; slice the packed axis at their multiples, by steps of 1")
-    return slice(start * bits // 8, -(-stop * bits // 8)), on_scale, left
+        raise QuantError(
+            f"codes share bytes in runs of {axis.unit}; slice the packed axis at their multiples, by steps of 1"
+        )
+    return slice(start * bits // 8, None if reaches_end else stop * bits // 8), on_scale, left
 
 
 def _beside(index: list[Any], leaf_shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> Iterator[tuple[Any, int, int]]:

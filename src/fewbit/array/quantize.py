@@ -4,7 +4,6 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
@@ -13,11 +12,12 @@ from jaxtyping import Array, Float, Key
 from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid_elements
 from ..errors import QuantError
 from ..formats import E8M0, AbstractFormat
-from ..formats.format import power_of_two, quotient
+from ..formats.format import power_of_two, quotient, settled
 from .packing import code_capacity, pack, unpack
 from .qarray import QArray
 from .scales import ScaleStore, Target, Tiles
-from .scheme import Scheme, scheme as as_scheme
+from .scheme import Scheme
+from .scheme import scheme as as_scheme
 
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
@@ -109,7 +109,7 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None) -> Float[Array, "*s"]:
         values = values * beside(factor)
     if scheme.zero_point is not None and not isinstance(scheme.zero_point, AbstractFormat):
         assert q.zero_point is not None
-        values = values + beside(q.zero_point).astype(jnp.float32)
+        values = settled(values) + beside(q.zero_point).astype(jnp.float32)
     return unblocked(values, shape, tiles).astype(dtype)
 
 

@@ -6,8 +6,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, UInt8
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key, UInt8
 
 from .format import FORMATS, AbstractFormat, exponent_of, widened
 
@@ -16,8 +16,9 @@ from .format import FORMATS, AbstractFormat, exponent_of, widened
 class E8M0(AbstractFormat):
     """The powers of two `2**(code - 127)` for codes 0 to 254, and NaN for 255. There is no zero, no sign, no infinity.
 
-    Encoding takes the nearest power of two, a tie (1.5 times a power) to the even code. Zero, negative numbers and what is
-    below 2**-127 take code 0; infinity and what is above 2**127 take 254; NaN takes 255. Stochastic rounding chooses
+    Encoding takes the nearest power of two, a tie (1.5 times a power) to the even code. Zero, negative numbers and all
+    below 2**-126 (subnormal in float32, so that devices may read them as zero) take code 0; infinity and what is above
+    2**127 take 254; NaN takes 255. Stochastic rounding chooses
     between the two powers around the number so that the expectation is the number itself.
 
     Code 0 stands for 2**-127, which is a subnormal float32: it is decoded from bits, and an arithmetic operation on it may

@@ -7,8 +7,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, UInt8
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key, UInt8
 
 from .._registry import Registry
 
@@ -110,6 +110,25 @@ def rounded(x: Float[Array, "*s"], key: Key[Array, ""] | None) -> Float[Array, "
     floor = jnp.floor(x)
     noise = jax.random.uniform(key, x.shape, jnp.float32)
     return floor + (noise < x - floor).astype(jnp.float32)
+
+
+def quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*s"]:
+    """`x / divisor`, rounded once, as IEEE 754 has it.
+
+    XLA turns a division by a broadcast divisor into a product with its reciprocal. That rounds twice, gives zeros for
+    divisors above 2**126, and happens in other places under jit than without. A divisor chosen element by element is left
+    alone, so NaN is divided by itself here.
+    """
+    return x / jnp.where(jnp.isnan(x), x, divisor)
+
+
+def settled(product: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """The product, rounded before anything is added to it.
+
+    XLA may round a product and a sum once, as one fused operation, and does so under jit but not without; a lower bound
+    between the two, which nothing falls below, keeps them apart.
+    """
+    return jnp.maximum(product, jnp.finfo(jnp.float32).min)
 
 
 def power_of_two(exponent: jax.Array) -> Float[Array, "*s"]:

@@ -6,8 +6,8 @@ from typing import ClassVar, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, UInt8
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key, UInt8
 
 from ..errors import QuantError
 from .format import FORMATS, AbstractFormat, exponent_of, power_of_two, rounded, widened
@@ -26,7 +26,8 @@ class Minifloat(AbstractFormat):
     - "fnuz": no infinity and no -0; the code of -0 is NaN (e4m3fnuz, e5m2fnuz, e4m3b11fnuz);
     - "none": every code is a finite number (e2m1, e2m3, e3m2 of the OCP MX specification).
 
-    Encoding rounds to the nearest number, ties to the even code, subnormals included. It saturates: beyond `max`, and at
+    Encoding rounds to the nearest number, ties to the even code (without a mantissa: to the larger of two powers of two),
+    subnormals included. It saturates: beyond `max`, and at
     infinity, the largest number is taken, never infinity (the rule of PTX's `satfinite`). NaN encodes as a NaN code, or as
     0 where there is none. -0 is kept where the format has it. An unsigned format takes negative numbers as 0. Float32
     subnormals count as zero, as XLA flushes them.
@@ -59,10 +60,14 @@ class Minifloat(AbstractFormat):
             )
         if self.specials not in ("ieee", "fn", "fnuz", "none"):
             raise QuantError(f"format {self.name!r}: specials is {self.specials!r}; must be ieee, fn, fnuz or none")
+        if self.specials == "ieee" and not self.mantissa:
+            raise QuantError(
+                f"format {self.name!r}: ieee tells NaN from infinity by the mantissa, so it needs at least 1 bit"
+            )
         if self.specials == "fnuz" and not self.signed:
             raise QuantError(f"format {self.name!r}: fnuz puts NaN at -0, so it needs a sign")
         largest_exponent = 2**self.exponent - 1 - self.bias
-        if 1 - self.bias - self.mantissa < -126 or largest_exponent > 127:
+        if 1 - self.bias - self.mantissa < -126 or largest_exponent > min(127, 126 + self.mantissa):
             raise QuantError(f"format {self.name!r}: its numbers must be normal float32 numbers; the bias is {self.bias}")
 
     @property

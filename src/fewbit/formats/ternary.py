@@ -6,8 +6,8 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key, UInt8
 from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key, UInt8
 
 from .format import FORMATS, AbstractFormat, rounded, widened
 

@@ -96,7 +96,10 @@ def _normalized(numbers: Any, left_ndim: int, right_ndim: int) -> DimensionNumbe
     def axes(given: Sequence[int], ndim: int) -> tuple[int, ...]:
         return tuple(int(a) % ndim for a in given)
 
-    return (axes(left, left_ndim), axes(right, right_ndim)), (axes(left_batch, left_ndim), axes(right_batch, right_ndim))
+    return (axes(left, left_ndim), axes(right, right_ndim)), (
+        axes(left_batch, left_ndim),
+        axes(right_batch, right_ndim),
+    )
 
 
 def _carried_policy(lhs: Any, rhs: Any) -> Policy | None:

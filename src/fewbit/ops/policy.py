@@ -2,14 +2,18 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from .._registry import near_names
-from ..array import Scheme, scheme as as_scheme
+from ..array import Scheme
+from ..array import scheme as as_scheme
 from ..errors import QuantError
 
+SchemeSpec: TypeAlias = Scheme | str | Mapping[str, Any]
+"""What `fb.scheme` makes a Scheme of."""
 
-@dataclasses.dataclass(frozen=True)
+
+@dataclasses.dataclass(frozen=True, init=False)
 class Policy:
     """The schemes of a product's operands; names are taken as `fb.scheme` takes them.
 
@@ -26,10 +30,9 @@ class Policy:
     weight: Scheme
     activation: Scheme | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "weight", as_scheme(self.weight))
-        if self.activation is not None:
-            object.__setattr__(self, "activation", as_scheme(self.activation))
+    def __init__(self, weight: SchemeSpec, activation: SchemeSpec | None = None):
+        object.__setattr__(self, "weight", as_scheme(weight))
+        object.__setattr__(self, "activation", None if activation is None else as_scheme(activation))
 
     def __str__(self) -> str:
         return self.weight.name if self.activation is None else f"{self.weight.name} x {self.activation.name}"

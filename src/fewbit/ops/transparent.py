@@ -393,7 +393,8 @@ def _stable_carry(evaluator: _Evaluator, eqn: Any, step: Callable[..., Any], car
         return list(carry)
     after = jax.eval_shape(lambda *c: tuple(step(*c)), *carry)
     stays = [
-        jax.tree.structure(a) == jax.tree.structure(b) for a, b in zip(carry, jax.tree.leaves(after, is_leaf=is_qarray), strict=True)
+        jax.tree.structure(a) == jax.tree.structure(b)
+        for a, b in zip(carry, jax.tree.leaves(after, is_leaf=is_qarray), strict=True)
     ]
     decoded = [c if s else evaluator.decoded(eqn, c, "the loop changes it") for c, s in zip(carry, stays, strict=True)]
     return decoded if all(stays) else _stable_carry(evaluator, eqn, step, decoded)
@@ -406,9 +407,7 @@ def _while(evaluator: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     cond, body = evaluator.function(params["cond_jaxpr"]), evaluator.function(params["body_jaxpr"])
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*body_consts, *c), carry)
     return list(
-        jax.lax.while_loop(
-            lambda c: cond(*cond_consts, *c)[0], lambda c: tuple(body(*body_consts, *c)), tuple(carry)
-        )
+        jax.lax.while_loop(lambda c: cond(*cond_consts, *c)[0], lambda c: tuple(body(*body_consts, *c)), tuple(carry))
     )
 
 

@@ -232,12 +232,7 @@ def _spread(eqn: Any, operand: _Traced) -> _Traced | None:
 def _row_taken(eqn: Any, operand: _Traced) -> _Traced:
     """A slice: axes of which one element is left have been taken apart like those of a loop."""
     before, after = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
-    taken = tuple(
-        a
-        for axes, n, m in zip(operand.axes, before, after, strict=True)
-        if m == 1 and n != 1
-        for a in axes
-    )
+    taken = tuple(a for axes, n, m in zip(operand.axes, before, after, strict=True) if m == 1 and n != 1 for a in axes)
     return dataclasses.replace(operand, stacked=(*operand.stacked, *(a for a in taken if a not in operand.stacked)))
 
 

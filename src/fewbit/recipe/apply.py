@@ -1,5 +1,7 @@
 """Quantizing a tree of parameters by a plan or a recipe."""
 
+import dataclasses
+import re
 from typing import Any
 
 import jax
@@ -8,7 +10,8 @@ import jax.numpy as jnp
 from ..array import is_qarray
 from ..errors import QuantError
 from ..ops.uses import parameter_paths
-from .plan import Plan, PlanRow, plan as make_plan, quantized_leaf
+from .plan import Plan, PlanRow, quantized_leaf
+from .plan import plan as make_plan
 
 
 def quantize_params(params: Any, plan: Any) -> Any:
@@ -57,4 +60,6 @@ def quantize_row(leaf: Any, row: PlanRow) -> Any:
             f"{row.path} holds {bad} values that are NaN or infinite, of {x.size}; a tile with one decodes to NaN. "
             f"Repair the checkpoint, or leave the parameter out of recipe by a rule with policy null"
         )
-    return jax.jit(quantized_leaf, static_argnums=1)(x, row)
+    # Rows of alike layers are made equal, so that they compile once.
+    alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="")
+    return jax.jit(quantized_leaf, static_argnums=1)(x, alike)

@@ -15,7 +15,7 @@ from ..array import Scheme, is_qarray, quantize
 from ..errors import QuantError
 from ..ops import Policy
 from ..ops.uses import Use, parameter_paths, parameter_uses
-from .recipe import Recipe, recipe as as_recipe
+from .recipe import recipe as as_recipe
 from .rule import Rule
 
 _CONTRACTING = ("dot_general", "conv_general_dilated", "ragged_dot")
@@ -238,7 +238,9 @@ def _why_not(leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> str | None:
     if is_qarray(leaf):
         return f"quantized already, as {leaf.scheme.name}"
     if rule is None:
-        return "no rule matches it; " + (f"used by {', '.join(dict.fromkeys(u.op for u in uses))}" if uses else "nothing uses it")
+        return "no rule matches it; " + (
+            f"used by {', '.join(dict.fromkeys(u.op for u in uses))}" if uses else "nothing uses it"
+        )
     if rule.policy is None:
         return f"rule {rule.path!r} leaves it"
     if not jnp.issubdtype(leaf.dtype, jnp.floating):

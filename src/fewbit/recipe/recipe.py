@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from .._registry import Registry, near_names
-from ..array import SCHEMES, Scheme, scheme as as_scheme
+from ..array import SCHEMES, Scheme
+from ..array import scheme as as_scheme
 from ..errors import QuantError
 from ..ops import Policy
 from .rule import Rule

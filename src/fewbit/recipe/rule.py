@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from .._registry import near_names
@@ -12,7 +12,7 @@ from ..ops import Policy
 _OPS = ("dot_general", "take", "conv_general_dilated", "ragged_dot")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, init=False)
 class Rule:
     """Parameters whose whole path matches a regular expression follow a policy, or stay as they are.
 
@@ -31,27 +31,31 @@ class Rule:
 
     path: str
     policy: Policy | None
-    ops: tuple[str, ...] = ()
-    axis: tuple[int, ...] | None = None
-    optional: bool = False
+    ops: tuple[str, ...]
+    axis: tuple[int, ...] | None
+    optional: bool
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        path: str,
+        policy: Policy | str | Mapping[str, Any] | None,
+        ops: str | Sequence[str] = (),
+        axis: int | Sequence[int] | None = None,
+        optional: bool = False,
+    ):
         try:
-            re.compile(self.path)
+            re.compile(path)
         except re.error as error:
-            raise QuantError(f"rule path {self.path!r} is not a regular expression: {error}") from error
-        if isinstance(self.policy, str | Mapping):
-            object.__setattr__(self, "policy", Policy.from_json(self.policy))
-        if self.policy is not None and not isinstance(self.policy, Policy):
-            raise QuantError(f"rule {self.path!r}: policy is {self.policy!r}; pass a Policy, a scheme's name, or None")
-        ops = (self.ops,) if isinstance(self.ops, str) else tuple(self.ops)
+            raise QuantError(f"rule path {path!r} is not a regular expression: {error}") from error
+        ops = (ops,) if isinstance(ops, str) else tuple(ops)
         for op in ops:
             if op not in _OPS:
-                raise QuantError(f"rule {self.path!r}: unknown op {op!r}; {near_names(op, _OPS)}")
+                raise QuantError(f"rule {path!r}: unknown op {op!r}; {near_names(op, _OPS)}")
+        object.__setattr__(self, "path", path)
+        object.__setattr__(self, "policy", Policy.from_json(policy) if isinstance(policy, str | Mapping) else policy)
         object.__setattr__(self, "ops", ops)
-        if self.axis is not None:
-            axis = (self.axis,) if isinstance(self.axis, int) else tuple(self.axis)
-            object.__setattr__(self, "axis", axis)
+        object.__setattr__(self, "axis", (axis,) if isinstance(axis, int) else None if axis is None else tuple(axis))
+        object.__setattr__(self, "optional", optional)
 
     def matches(self, path: str, ops: tuple[str, ...]) -> bool:
         """Whether a parameter with this path, used by these operations, follows this rule."""
@@ -84,7 +88,4 @@ class Rule:
         for key in ("path", "policy"):
             if key not in form:
                 raise QuantError(f"a rule needs a {key!r}; got {dict(form)}")
-        fields = dict(form)
-        fields["ops"] = tuple(form.get("ops", ()))
-        fields["axis"] = None if form.get("axis") is None else tuple(form["axis"])
-        return cls(**fields)
+        return cls(**form)

@@ -11,7 +11,7 @@ import numpy as np
 from ..._registry import Registry
 from ...errors import QuantError
 from ...formats import AbstractFormat
-from ...formats.format import exponent_of, power_of_two, quotient
+from ...formats.format import exponent_of, power_of_two, quotient, settled
 from .store import ScaleStore
 
 Scale: TypeAlias = tuple[jax.Array, jax.Array | None]
@@ -94,7 +94,7 @@ class Target:
     def loaded_offset(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
         """The float32 offset, the number that code value 0 stands for, of its stored form."""
         if isinstance(self.zero, AbstractFormat):
-            return -self.zero.decode(stored) * scale
+            return settled(-self.zero.decode(stored) * scale)
         return stored.astype(jnp.float32)
 
 

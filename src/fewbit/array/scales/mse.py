@@ -1,6 +1,7 @@
 """The scale of least (weighted) squared error, by search: exact for scales that have few values, by a grid for the rest."""
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
@@ -145,7 +146,7 @@ def _best_code(tiles: Tiles, target: Target) -> jax.Array:
 def _is_window_proven(tiles: Tiles, fmt: AbstractFormat, holder: AbstractFormat) -> bool:
     """Whether the proven window of E4M3 codes applies."""
     is_nvfp4 = isinstance(fmt, Minifloat) and fmt.name == "e2m1" and holder.name in ("e4m3fn", "ue4m3")
-    return is_nvfp4 and tiles.weights is None and np.prod([tiles.x.shape[a] for a in tiles.within]) <= _WINDOW_TILE
+    return is_nvfp4 and tiles.weights is None and math.prod(tiles.x.shape[a] for a in tiles.within) <= _WINDOW_TILE
 
 
 def _error(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> jax.Array:

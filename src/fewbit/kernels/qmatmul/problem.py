@@ -6,6 +6,7 @@ from typing import Any, Self, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ...array import QArray, Scheme
 
@@ -52,7 +53,7 @@ class Problem:
     rhs: Operand
     dimension_numbers: DimensionNumbers
     precision: Any = None
-    preferred_element_type: np.dtype | None = None
+    preferred_element_type: DTypeLike | None = None
 
     def __str__(self) -> str:
         (left, right), (left_batch, right_batch) = self.dimension_numbers

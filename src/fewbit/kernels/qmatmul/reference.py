@@ -89,8 +89,8 @@ def _result_scale(problem: Problem, q: QArray, *, is_left: bool) -> jax.Array:
     scale = scale.reshape([q.shape[a] for a in (*batch, *free)])
     other = problem.rhs if is_left else problem.lhs
     other_free = len(other.shape) - len(contracted) - len(batch)
-    place = tuple(range(scale.ndim, scale.ndim + other_free)) if is_left else tuple(
-        range(len(batch), len(batch) + other_free)
+    place = (
+        tuple(range(scale.ndim, scale.ndim + other_free)) if is_left else tuple(range(len(batch), len(batch) + other_free))
     )
     return jnp.expand_dims(scale, place)
 

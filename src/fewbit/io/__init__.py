@@ -1,0 +1,11 @@
+"""Files: reads GGUF, safetensors and `.npz`; writes a directory of safetensors with a manifest, whole or not at all."""
+
+from .checkpoint import Checkpoint as Checkpoint
+from .checkpoint import TensorInfo as TensorInfo
+from .checkpoint import Tensors as Tensors
+from .directory import is_fewbit_directory as is_fewbit_directory
+from .read import read as read
+from .verify import Finding as Finding
+from .verify import verify as verify
+from .writer import DirectoryWriter as DirectoryWriter
+from .writer import write as write

@@ -1,0 +1,94 @@
+"""What every container is read as: named tensors that load when asked for, metadata, and the files beside them."""
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Literal, TypeAlias
+
+import jax
+import numpy as np
+
+from .._registry import near_names
+from ..array import QArray, Scheme
+from ..errors import QuantError
+
+Tensor: TypeAlias = np.ndarray | jax.Array | QArray
+Kind: TypeAlias = Literal["gguf", "safetensors", "npz", "fewbit"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorInfo:
+    """What is known of a tensor before it is loaded.
+
+    Attributes:
+        shape: the shape of the array that loading gives; a linear weight is `[out, in]` in GGUF and Hugging Face files.
+        dtype: the name of its dtype; for a QArray that of the array it stands for.
+        stored: how the file holds it, in the file's own word: "Q4_1", "BF16", "<f2", or the name of a scheme.
+        nbytes: the bytes that it takes in the file.
+        scheme: the scheme of the QArray that loading gives, or None when it gives a plain array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    stored: str
+    nbytes: int
+    scheme: Scheme | None = None
+
+
+class Tensors(Mapping[str, np.ndarray | QArray]):
+    """Named tensors; indexing loads one from the file, each time anew, so that nothing is held that is not used.
+
+    Args:
+        info: what is known of each, in the order of the file.
+        load: gives the tensor of a name.
+    """
+
+    def __init__(self, info: Mapping[str, TensorInfo], load: Callable[[str], np.ndarray | QArray]):
+        self.info = dict(info)
+        self._load = load
+
+    def __getitem__(self, name: str) -> np.ndarray | QArray:
+        if name not in self.info:
+            raise KeyError(f"no tensor {name!r}; {near_names(name, tuple(self.info)[:400])}")
+        return self._load(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.info
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.info)
+
+    def __len__(self) -> int:
+        return len(self.info)
+
+    def __repr__(self) -> str:
+        return f"Tensors({len(self)} tensors, {sum(i.nbytes for i in self.info.values()):,} bytes in the file)"
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """A model's file or directory, opened.
+
+    Attributes:
+        path: what was read.
+        kind: which container it is.
+        tensors: the parameters by their names in the file.
+        metadata: GGUF: every metadata field as plain Python, the tokenizer's too. A directory: its `config.json`,
+            without the section of fewbit. A single safetensors file: the `__metadata__` of its header. `.npz`: its
+            `__config__`.
+        files: tokenizer and other small files by name, as bytes.
+        facts: what the writer of a fewbit directory was told to remember; empty for the others.
+        notes: sentences that the user should see, such as which tensors were decoded to float.
+    """
+
+    path: pathlib.Path
+    kind: Kind
+    tensors: Tensors
+    metadata: dict[str, Any]
+    files: dict[str, bytes] = dataclasses.field(default_factory=dict)
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.tensors:
+            raise QuantError(f"{self.path} holds no tensors")

@@ -1,0 +1,141 @@
+"""Reads a directory that fewbit wrote; whatever is loaded is checked against the manifest's hashes first."""
+
+import pathlib
+from typing import Any
+
+import numpy as np
+
+from ..array import QArray
+from ..errors import QuantError
+from .checkpoint import Checkpoint, TensorInfo, Tensors
+from .manifest import FORMAT, MANIFEST, Manifest, read_manifest, sha256
+from .mapped import content
+from .records import checked_record, leaf_names, qarray
+from .safetensors_file import DTYPES, StoredTensor, read_file
+from .strict_json import field, parsed_object
+
+CONFIG = "config.json"
+INDEX = "model.safetensors.index.json"
+SECTION = "fewbit"
+_MARKS = (MANIFEST, CONFIG)
+
+
+def is_fewbit_directory(path: pathlib.Path) -> bool:
+    """Whether fewbit wrote a directory: its manifest, its config or a file of tensors says so, damaged or not.
+
+    One of them is enough, so that a directory with one damaged file is reported as damaged, and not read as another
+    kind.
+    """
+    if not path.is_dir():
+        return False
+    texts = [content(path / name) for name in _MARKS if (path / name).is_file()]
+    shards = [_first_bytes(file) for file in sorted(path.glob("*.safetensors"))[:1]]
+    return any(b'"fewbit"' in text for text in (*texts, *shards))
+
+
+def read_directory(path: pathlib.Path) -> Checkpoint:
+    """Opens a directory that fewbit wrote.
+
+    The manifest, `config.json`, the tokenizer files and the headers of the tensor files are checked at once; the bytes
+    of each tensor when it is loaded.
+
+    Raises:
+        QuantError: when a file is missing or was changed, or the parts contradict each other.
+    """
+    manifest = read_manifest(path)
+    small = _checked_files(path, manifest)
+    stored = _stored_tensors(path, manifest)
+    config = parsed_object(small.pop(CONFIG, b"{}"), str(path / CONFIG))
+    records = _records(config.pop(SECTION, None), path)
+    small.pop(INDEX, None)
+    owner = {leaf: name for name, form in records.items() for leaf in leaf_names(name, form)}
+    if absent := [leaf for leaf in owner if leaf not in stored]:
+        raise QuantError(f"{path}: tensor {absent[0]!r} is missing from its files")
+    names = dict.fromkeys(owner.get(leaf, leaf) for leaf in stored)
+
+    def leaf(name: str) -> np.ndarray:
+        entry = stored[name]
+        if sha256(entry.data) != manifest.tensors[name].sha256:
+            file = path / manifest.tensors[name].file
+            raise QuantError(
+                f"{file}: the bytes of tensor {name!r} were changed since they were written; copy the file again"
+            )
+        return entry.array()
+
+    def load(name: str) -> np.ndarray | QArray:
+        return qarray(name, records[name], leaf) if name in records else leaf(name)
+
+    info = {name: _info(name, records.get(name), stored) for name in names}
+    return Checkpoint(path, "fewbit", Tensors(info, load), config, small, dict(manifest.facts))
+
+
+def _first_bytes(path: pathlib.Path) -> bytes:
+    """The beginning of a file of tensors, where its metadata stands."""
+    try:
+        with path.open("rb") as file:
+            return file.read(256)
+    except OSError as error:
+        raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def _checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:
+    """The bytes of the small files, which fit their hashes; of the tensor files only the size is checked."""
+    shards = {entry.file for entry in manifest.tensors.values()}
+    result = {}
+    for name, entry in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise QuantError(f"{file} is missing; copy the directory again, whole")
+        if file.stat().st_size != entry.size:
+            raise QuantError(
+                f"{file} has {file.stat().st_size} bytes, but {entry.size} were written; copy the file again"
+            )
+        if name not in shards:
+            result[name] = content(file)
+            if sha256(result[name]) != entry.sha256:
+                raise QuantError(f"{file} was changed since it was written (its SHA-256 differs); copy the file again")
+    return result
+
+
+def _stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredTensor]:
+    """The stored tensors of all files in the order of the manifest, each as the manifest says."""
+    found: dict[str, StoredTensor] = {}
+    for file in dict.fromkeys(entry.file for entry in manifest.tensors.values()):
+        tensors, _ = read_file(path / file)
+        for name, tensor in tensors.items():
+            entry = manifest.tensors.get(name)
+            if entry is None or (entry.file, entry.dtype, entry.shape) != (file, tensor.dtype, tensor.shape):
+                raise QuantError(
+                    f"{path / file}: tensor {name!r} ({tensor.dtype} {tensor.shape}) is not as the manifest says"
+                )
+        found |= tensors
+    if absent := [name for name in manifest.tensors if name not in found]:
+        raise QuantError(
+            f"{path}: tensor {absent[0]!r} of the manifest is missing from {manifest.tensors[absent[0]].file}"
+        )
+    return {name: found[name] for name in manifest.tensors}
+
+
+def _records(section: Any, path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The records of the quantized tensors, by name."""
+    where = f"{path / CONFIG}, section {SECTION!r}"
+    if not isinstance(section, dict):
+        raise QuantError(f"{path / CONFIG} has no section {SECTION!r}, though the directory is of format {FORMAT!r}")
+    schemes, policies = field(section, "schemes", list, where), field(section, "policies", list, where)
+    forms = field(section, "tensors", dict, where)
+    return {name: checked_record(form, schemes, policies, f"{where}, tensor {name!r}") for name, form in forms.items()}
+
+
+def _info(name: str, form: dict[str, Any] | None, stored: dict[str, StoredTensor]) -> TensorInfo:
+    if form is None:
+        tensor = stored[name]
+        return TensorInfo(tensor.shape, DTYPES[tensor.dtype].name, tensor.dtype, tensor.data.size)
+    names = leaf_names(name, form)
+    scheme, shape = form["scheme"], list(stored[f"{name}.codes"].shape)
+    if len(shape) < -scheme.pack_axis:
+        raise QuantError(
+            f"tensor {name!r} has codes of shape {tuple(shape)}, which its scheme {scheme.name} does not fit"
+        )
+    shape[scheme.pack_axis] = shape[scheme.pack_axis] * 8 // scheme.format.bits - form["slack"]
+    nbytes = sum(stored[leaf].data.size for leaf in names)
+    return TensorInfo(tuple(shape), form["dtype"].name, scheme.name, nbytes, scheme)

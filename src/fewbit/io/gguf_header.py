@@ -1,0 +1,232 @@
+"""The header of a GGUF file: metadata and the list of tensors, every count and length checked before it is trusted.
+
+The gguf package's own reader believes the lengths it finds: on a damaged file it may loop for ever or read beyond the
+end. So the header is walked here; the package gives the table of tensor types, and decodes those that fewbit has no
+scheme for.
+
+Reference: GGUF specification (ggml, docs/gguf.md).
+"""
+
+import dataclasses
+import math
+import struct
+from typing import Any
+
+import numpy as np
+
+from ..errors import QuantError
+
+_MAGIC = b"GGUF"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_NESTING = 4
+_MAX_AXES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of the header.
+
+    Attributes:
+        name: its name.
+        shape: in numpy's order, the slowest axis first (the file lists the fastest first).
+        type_id: the number of its ggml type.
+        offset: where its bytes begin, counted from the beginning of the data.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    type_id: int
+    offset: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Header:
+    """The header of a GGUF file.
+
+    Attributes:
+        metadata: the fields, as plain Python.
+        entries: the tensors in the order of the file.
+        data_start: where the data begins, a multiple of the alignment.
+        alignment: the power of two at whose multiples tensors begin.
+    """
+
+    metadata: dict[str, Any]
+    entries: tuple[TensorEntry, ...]
+    data_start: int
+    alignment: int
+
+
+def read_header(data: np.ndarray, where: str) -> Header:
+    """The header of a GGUF file, version 2 or 3, little-endian.
+
+    Args:
+        data: the bytes of the file.
+        where: its name, for error messages.
+
+    Raises:
+        QuantError: for another magic or version, a header that is cut off, a name that stands twice, or values that
+            cannot be.
+    """
+    cursor = _Cursor(data, where)
+    _check_magic(data, where)
+    cursor.position = 4
+    _check_version(cursor.scalar("I"), where)
+    tensor_count, field_count = cursor.scalar("Q"), cursor.scalar("Q")
+    cursor.require(field_count, 13, "metadata fields")
+    metadata: dict[str, Any] = {}
+    for _ in range(field_count):
+        key = cursor.text("a metadata key")
+        if key in metadata:
+            raise QuantError(f"{where}: the metadata field {key!r} stands twice")
+        metadata[key] = cursor.value(cursor.scalar("I"), key)
+    cursor.require(tensor_count, 24, "tensors")
+    entries = tuple(_entry(cursor) for _ in range(tensor_count))
+    names = [entry.name for entry in entries]
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise QuantError(f"{where}: the tensor {twice!r} stands twice")
+    alignment = _alignment(metadata, where)
+    return Header(metadata, entries, _padded(cursor.position, alignment), alignment)
+
+
+def check_layout(header: Header, sizes: dict[str, int], total: int, where: str) -> None:
+    """Checks that the tensors follow one another, each at its aligned offset, and fill the file exactly.
+
+    Args:
+        header: what `read_header` gave.
+        sizes: the bytes of each tensor, from its type and shape.
+        total: the bytes of the file.
+        where: its name, for error messages.
+
+    Raises:
+        QuantError: naming the first tensor that overlaps, leaves a gap or is cut off, or bytes after the last.
+    """
+    expected = end = 0
+    for entry in header.entries:
+        if entry.offset != expected:
+            raise QuantError(
+                f"{where}: tensor {entry.name!r} begins at byte {entry.offset} of the data, expected {expected} "
+                "from the shapes and types of the tensors before it; the file is damaged"
+            )
+        end = expected + sizes[entry.name]
+        if header.data_start + end > total:
+            missing = header.data_start + end - total
+            raise QuantError(
+                f"{where}: tensor {entry.name!r} is cut off, {missing} bytes are missing; fetch the file again"
+            )
+        expected = _padded(end, header.alignment)
+    if total > header.data_start + expected:
+        raise QuantError(
+            f"{where}: {total - header.data_start - expected} bytes follow the last tensor; the file is damaged"
+        )
+
+
+class _Cursor:
+    """A place in the file that moves forward; whatever would reach beyond the end raises QuantError."""
+
+    def __init__(self, data: np.ndarray, where: str):
+        self.data, self.where, self.position = data.data, where, 0
+
+    def require(self, count: int, size: int, what: str) -> None:
+        """Refuses a count of things of at least `size` bytes each that the rest of the file cannot hold."""
+        if count * size > len(self.data) - self.position:
+            raise QuantError(
+                f"{self.where}: {count} {what} are announced at byte {self.position}, more than the file holds; "
+                "it is cut off or damaged"
+            )
+
+    def scalar(self, code: str) -> Any:
+        """The number of a struct code at the cursor."""
+        size = struct.calcsize("<" + code)
+        self.require(1, size, "values")
+        (value,) = struct.unpack_from("<" + code, self.data, self.position)
+        self.position += size
+        return value
+
+    def text(self, what: str) -> str:
+        """The string at the cursor: its length, then UTF-8."""
+        length = self.scalar("Q")
+        self.require(length, 1, f"bytes of {what}")
+        start = self.position
+        self.position += length
+        try:
+            return str(self.data[start : self.position], "utf-8")
+        except UnicodeDecodeError as error:
+            raise QuantError(
+                f"{self.where}: {what} at byte {start} is not UTF-8 ({error.reason}); the file is damaged"
+            ) from error
+
+    def value(self, kind: int, key: str, depth: int = 0) -> Any:
+        """The metadata value of a type number at the cursor."""
+        if kind == _STRING:
+            return self.text(f"the field {key!r}")
+        if kind == _ARRAY:
+            return self._array(key, depth)
+        if kind not in _SCALARS:
+            raise QuantError(f"{self.where}: the metadata field {key!r} has type {kind}, which GGUF does not have")
+        if kind == 7:
+            self._check_flags(1, key)
+        return self.scalar(_SCALARS[kind])
+
+    def _array(self, key: str, depth: int) -> list[Any]:
+        if depth == _MAX_NESTING:
+            raise QuantError(f"{self.where}: the metadata field {key!r} is an array nested too deeply")
+        kind, count = self.scalar("I"), self.scalar("Q")
+        if kind not in _SCALARS:
+            # The shortest string takes the 8 bytes of its length, the shortest array the 12 of its type and count.
+            self.require(count, 8 if kind == _STRING else 12, f"elements of the field {key!r}")
+            return [self.value(kind, key, depth + 1) for _ in range(count)]
+        dtype = np.dtype("<" + _SCALARS[kind].replace("?", "b1"))
+        self.require(count, dtype.itemsize, f"elements of the field {key!r}")
+        if kind == 7:
+            self._check_flags(count, key)
+        values = np.frombuffer(self.data, dtype, count, self.position)
+        self.position += values.nbytes
+        return values.tolist()
+
+    def _check_flags(self, count: int, key: str) -> None:
+        flags = np.frombuffer(self.data[self.position : self.position + count], np.uint8)
+        if (flags > 1).any():
+            raise QuantError(
+                f"{self.where}: the metadata field {key!r} holds a flag that is neither 0 nor 1; the file is damaged"
+            )
+
+
+def _check_magic(data: np.ndarray, where: str) -> None:
+    magic = bytes(data[:4])
+    if magic != _MAGIC:
+        raise QuantError(f"{where} is no GGUF file: it begins with {magic!r}, expected {_MAGIC!r}")
+
+
+def _check_version(version: int, where: str) -> None:
+    if version and version & 0xFFFF == 0:
+        raise QuantError(
+            f"{where} is a big-endian GGUF file (version field {version:#x}); convert it to little-endian first"
+        )
+    if version not in (2, 3):
+        raise QuantError(f"{where} has GGUF version {version}; fewbit reads 2 and 3")
+
+
+def _alignment(metadata: dict[str, Any], where: str) -> int:
+    alignment = metadata.get("general.alignment", 32)
+    if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 30:
+        raise QuantError(f"{where}: general.alignment is {alignment!r:.40}, must be a power of two")
+    return alignment
+
+
+def _entry(cursor: _Cursor) -> TensorEntry:
+    name = cursor.text("a tensor's name")
+    axes = cursor.scalar("I")
+    if axes > _MAX_AXES:
+        raise QuantError(
+            f"{cursor.where}: tensor {name!r} has {axes} axes, at most {_MAX_AXES} are possible; the file is damaged"
+        )
+    shape = tuple(cursor.scalar("Q") for _ in range(axes))[::-1]
+    if 0 in shape or math.prod(shape) >= 1 << 60:
+        raise QuantError(f"{cursor.where}: tensor {name!r} has the impossible shape {shape}; the file is damaged")
+    return TensorEntry(name, shape, cursor.scalar("I"), cursor.scalar("Q"))
+
+
+def _padded(position: int, alignment: int) -> int:
+    return -(-position // alignment) * alignment

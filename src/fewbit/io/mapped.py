@@ -1,0 +1,54 @@
+"""Files opened for reading: checked first, and mapped into memory instead of loaded."""
+
+import os
+import pathlib
+
+import numpy as np
+
+from ..errors import QuantError
+
+
+def checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """The path of an existing file or directory.
+
+    Raises:
+        QuantError: when there is nothing at the path, or something that is neither a file nor a directory.
+    """
+    path = pathlib.Path(path)
+    try:
+        exists, readable = path.exists(), path.is_file() or path.is_dir()
+    except (OSError, ValueError) as error:  # a name too long for the file system, or one that holds a zero byte
+        raise QuantError(f"{os.fspath(path)!r} is no usable path: {error}") from error
+    if not exists:
+        raise QuantError(f"{path} does not exist; pass a .gguf, .safetensors or .npz file, or a model directory")
+    if not readable:
+        raise QuantError(f"{path} is neither a file nor a directory")
+    return path
+
+
+def mapped(path: pathlib.Path) -> np.ndarray:
+    """The bytes of a file as a read-only uint8 array that the system reads when they are touched.
+
+    Raises:
+        QuantError: when the file is missing, empty or not readable.
+    """
+    try:
+        if not checked_path(path).is_file():
+            raise QuantError(f"{path} is a directory, but a file is expected")
+        if path.stat().st_size == 0:
+            raise QuantError(f"{path} is empty (0 bytes); fetch or write it again")
+        return np.asarray(np.memmap(path, np.uint8, "r"))
+    except OSError as error:
+        raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def content(path: pathlib.Path) -> bytes:
+    """The bytes of a small file, empty or not.
+
+    Raises:
+        QuantError: when the file is missing or not readable.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error

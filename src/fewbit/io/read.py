@@ -1,0 +1,57 @@
+"""Opens any container that fewbit reads, recognised by its content and not by its name."""
+
+import os
+import pathlib
+
+from ..errors import QuantError
+from .checkpoint import Checkpoint
+from .directory import INDEX, is_fewbit_directory, read_directory
+from .gguf import read_gguf
+from .mapped import checked_path, mapped
+from .npz import read_npz
+from .safetensors import read_safetensors_directory, read_safetensors_file
+
+_MAGICS = {b"GGUF": read_gguf, b"PK\x03\x04": read_npz, b"PK\x05\x06": read_npz}
+_SUFFIXES = {".gguf": read_gguf, ".npz": read_npz, ".safetensors": read_safetensors_file}
+
+
+def read(path: str | os.PathLike[str]) -> Checkpoint:
+    """Opens a model: a GGUF file, safetensors (file or directory), an `.npz` file, or a directory that fewbit wrote.
+
+    Nothing large is loaded: the tensors load one by one when they are asked for.
+
+    Args:
+        path: the file or directory.
+
+    Returns:
+        The checkpoint.
+
+    Raises:
+        QuantError: when there is nothing at the path, when it is no model, or when it is damaged; the message names the
+            file.
+        UnsupportedError: for a tensor type or layout version that fewbit lacks.
+    """
+    path = checked_path(path)
+    if path.is_dir():
+        return _read_directory(path)
+    data = mapped(path)
+    start = bytes(data[:9])
+    reader = _MAGICS.get(start[:4]) or _SUFFIXES.get(path.suffix)
+    if reader is None and start[8:9] == b"{":
+        reader = read_safetensors_file
+    if reader is None:
+        raise QuantError(
+            f"{path} is no model that fewbit reads: it begins with {start[:4]!r}. Expected is a GGUF, safetensors or "
+            ".npz file; pickles (.pt, .bin) are never read, save the weights as safetensors"
+        )
+    return reader(path)
+
+
+def _read_directory(path: pathlib.Path) -> Checkpoint:
+    if is_fewbit_directory(path):
+        return read_directory(path)
+    if (path / INDEX).is_file() or any(path.glob("*.safetensors")):
+        return read_safetensors_directory(path)
+    others = sorted(file.name for file in path.iterdir() if file.suffix in _SUFFIXES)
+    hint = f"; pass one of its files: {', '.join(others)}" if others else ""
+    raise QuantError(f"{path} is no model directory: it has neither a fewbit manifest nor safetensors files{hint}")

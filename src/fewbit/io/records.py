@@ -1,0 +1,189 @@
+"""QArrays in files: the arrays of which one is made, under names of their own, and a JSON record of what they mean."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._tiles import tile_counts
+from ..array import QArray, Scheme
+from ..errors import QuantError
+from ..ops import Policy
+from .strict_json import canonical, field
+
+LEAVES = ("codes", "scale", "zero_point", "tensor_scale")
+"""The parts of a QArray, which are the last words of their tensors' names."""
+
+
+class Table:
+    """JSON values, each once: a record names a scheme or policy by its place here."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._places: dict[bytes, int] = {}
+
+    def place(self, value: Any) -> int:
+        """The place of a value, which is added if it is new."""
+        key = canonical(value)
+        if key not in self._places:
+            self._places[key] = len(self.values)
+            self.values.append(value)
+        return self._places[key]
+
+
+def leaves(name: str, q: QArray) -> dict[str, jax.Array]:
+    """The arrays of a QArray by the names that files give them: `<name>.codes`, `<name>.scale`, ..."""
+    result: dict[str, jax.Array] = {}
+    for part in LEAVES:
+        value = getattr(q, part)
+        if isinstance(value, QArray):
+            result |= leaves(f"{name}.{part}", value)
+        elif value is not None:
+            result[f"{name}.{part}"] = value
+    return result
+
+
+def record(q: QArray, schemes: Table, policies: Table, name: str) -> dict[str, Any]:
+    """The JSON record of a QArray: scheme and policy by their places in the tables, dtype, slack, and optional parts.
+
+    Raises:
+        QuantError: for a QArray whose parts do not fit each other, or whose scheme or policy has no JSON form.
+    """
+    if reason := misfit(q):
+        raise QuantError(f"tensor {name!r} is no valid QArray: {reason}")
+    form = q.scheme.to_json()
+    if Scheme.from_json(form).to_json() != form:
+        raise QuantError(f"tensor {name!r}: scheme {q.scheme.name} does not come back from its JSON form")
+    result: dict[str, Any] = {"scheme": schemes.place(form), "dtype": q.dtype.name, "slack": q.slack}
+    if q.zero_point is not None:
+        result["zero_point"] = True
+    if q.tensor_scale is not None:
+        result["tensor_scale"] = True
+    if q.policy is not None:
+        if not isinstance(q.policy, Policy):
+            raise QuantError(
+                f"tensor {name!r} has a policy of type {type(q.policy).__name__}; files hold those of fb.Policy"
+            )
+        result["policy"] = policies.place(q.policy.to_json())
+    if isinstance(q.scale, QArray):
+        result["scale"] = record(q.scale, schemes, policies, f"{name}.scale")
+    return result
+
+
+def leaf_names(name: str, form: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the arrays that a record needs."""
+    scale = leaf_names(f"{name}.scale", form["scale"]) if "scale" in form else (f"{name}.scale",)
+    optional = tuple(f"{name}.{part}" for part in ("zero_point", "tensor_scale") if form.get(part))
+    return (f"{name}.codes", *scale, *optional)
+
+
+def checked_record(form: Any, schemes: list[Any], policies: list[Any], where: str) -> dict[str, Any]:
+    """A record read from JSON, with objects in place of the numbers of its scheme and policy.
+
+    Raises:
+        QuantError: for a record that `record` would not write.
+    """
+    if not isinstance(form, dict) or set(form) - {
+        "scheme",
+        "dtype",
+        "slack",
+        "zero_point",
+        "tensor_scale",
+        "policy",
+        "scale",
+    }:
+        raise QuantError(f"{where}: {form!r:.120} is no record of a QArray")
+    result: dict[str, Any] = {
+        "scheme": _scheme(_entry(schemes, field(form, "scheme", int, where), where), where),
+        "dtype": _dtype(field(form, "dtype", str, where), where),
+        "slack": field(form, "slack", int, where),
+    }
+    for part in ("zero_point", "tensor_scale"):
+        if part in form:
+            result[part] = field(form, part, bool, where)
+    if "policy" in form:
+        result["policy"] = Policy.from_json(_entry(policies, field(form, "policy", int, where), where))
+    if "scale" in form:
+        result["scale"] = checked_record(form["scale"], schemes, policies, f"{where}.scale")
+    return result
+
+
+def qarray(name: str, form: Mapping[str, Any], load: Callable[[str], np.ndarray]) -> QArray:
+    """The QArray of a checked record.
+
+    Args:
+        name: its name in the file.
+        form: what `checked_record` gave.
+        load: gives the array of a leaf's name.
+
+    Raises:
+        QuantError: when the arrays do not fit each other.
+    """
+
+    def part(which: str) -> jax.Array:
+        return jnp.asarray(load(f"{name}.{which}"))
+
+    q = QArray(
+        part("codes"),
+        qarray(f"{name}.scale", form["scale"], load) if "scale" in form else part("scale"),
+        part("zero_point") if form.get("zero_point") else None,
+        part("tensor_scale") if form.get("tensor_scale") else None,
+        form["scheme"],
+        form["dtype"],
+        form["slack"],
+        form.get("policy"),
+    )
+    if reason := misfit(q):
+        raise QuantError(f"tensor {name!r}: {reason}")
+    return q
+
+
+def misfit(q: QArray) -> str | None:
+    """Why the parts of a QArray do not fit each other and its scheme, or None when they do."""
+    scheme = q.scheme
+    if q.codes.dtype != jnp.uint8 or q.codes.ndim < -scheme.pack_axis:
+        return f"its codes are {q.codes.dtype.name}{list(q.codes.shape)}; packed uint8 codes are expected"
+    if not 0 <= q.slack < 8 + len(scheme.packing.interleave) or min(q.shape) < 0:
+        return f"its slack is {q.slack} for codes of shape {q.codes.shape}"
+    if q.scale.ndim != q.ndim:
+        return f"its scale has shape {q.scale.shape}, for {q.ndim} axes"
+    expected = tile_counts(q.shape, q.tiles)
+    if q.scale.shape != expected:
+        return f"its scale has shape {q.scale.shape}; shape {q.shape} and tiles {scheme.tile!r} make {expected}"
+    if isinstance(scheme.scale, Scheme) != isinstance(q.scale, QArray):
+        return "its scale must be a QArray exactly when its scheme says that scales are quantized"
+    if (scheme.zero_point is None) != (q.zero_point is None) or scheme.tensor_scale != (q.tensor_scale is not None):
+        return f"its zero point or tensor scale is missing or unasked for in scheme {scheme.name}"
+    for part in ("zero_point", "tensor_scale"):
+        value = getattr(q, part)
+        if value is not None and not _fits(value.shape, expected):
+            return f"its {part} has shape {value.shape}, beside a scale of shape {expected}"
+    return misfit(q.scale) if isinstance(q.scale, QArray) else None
+
+
+def _fits(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
+    return len(shape) == len(counts) and all(n in (1, count) for n, count in zip(shape, counts, strict=True))
+
+
+def _entry(table: list[Any], place: int, where: str) -> Any:
+    if not 0 <= place < len(table):
+        raise QuantError(f"{where} names entry {place} of a table of {len(table)}")
+    return table[place]
+
+
+def _scheme(form: Any, where: str) -> Scheme:
+    if not isinstance(form, dict):
+        raise QuantError(f"{where}: {form!r:.80} is no scheme")
+    return Scheme.from_json(form)
+
+
+def _dtype(name: str, where: str) -> np.dtype:
+    try:
+        dtype = np.dtype(jnp.dtype(name))
+    except TypeError as error:
+        raise QuantError(f"{where}: {name!r:.40} is no dtype") from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise QuantError(f"{where}: dtype is {name}, but a QArray stands for floating numbers")
+    return dtype

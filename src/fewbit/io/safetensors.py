@@ -1,0 +1,93 @@
+"""Reads safetensors as Hugging Face lays them out: one file, or a directory with a config and a tokenizer."""
+
+import pathlib
+
+import numpy as np
+
+from ..errors import QuantError
+from .checkpoint import Checkpoint, TensorInfo, Tensors
+from .directory import CONFIG, INDEX
+from .manifest import FORMAT, is_plain_name
+from .mapped import content
+from .safetensors_file import DTYPES, StoredTensor, read_file
+from .strict_json import field, parsed_object
+
+_SINGLE = "model.safetensors"
+_SIDE_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def read_safetensors_file(path: pathlib.Path) -> Checkpoint:
+    """Opens one safetensors file; its metadata is the `__metadata__` of its header.
+
+    Raises:
+        QuantError: when the file is damaged, or is one file of a fewbit directory.
+    """
+    tensors, metadata = read_file(path)
+    if metadata.get("format") == FORMAT:
+        raise QuantError(f"{path} is a part of a directory that fewbit wrote; pass the directory {path.parent}")
+    return Checkpoint(path, "safetensors", _tensors(tensors), dict(metadata))
+
+
+def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
+    """Opens a directory with `model.safetensors`, or with several files and `model.safetensors.index.json`.
+
+    Its `config.json` becomes the metadata; tokenizer files are kept as bytes.
+
+    Raises:
+        QuantError: when a file is missing or damaged, or a tensor stands in two files.
+    """
+    stored, notes = _indexed(path) if (path / INDEX).is_file() else (read_file(_only_file(path))[0], ())
+    config = path / CONFIG
+    metadata = parsed_object(content(config), str(config)) if config.is_file() else {}
+    files = {name: content(path / name) for name in _SIDE_FILES if (path / name).is_file()}
+    return Checkpoint(path, "safetensors", _tensors(stored), metadata, files, notes=notes)
+
+
+def _tensors(stored: dict[str, StoredTensor]) -> Tensors:
+    info = {name: TensorInfo(t.shape, DTYPES[t.dtype].name, t.dtype, t.data.size) for name, t in stored.items()}
+
+    def load(name: str) -> np.ndarray:
+        return stored[name].array()
+
+    return Tensors(info, load)
+
+
+def _only_file(path: pathlib.Path) -> pathlib.Path:
+    """The one file of tensors in a directory without an index."""
+    if (path / _SINGLE).is_file():
+        return path / _SINGLE
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found)
+        raise QuantError(f"{path} has {len(found)} safetensors files ({names}) and no {INDEX}; pass one of the files")
+    return found[0]
+
+
+def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The tensors of the index, from the files that it names, and a note on those that it leaves out."""
+    where = str(path / INDEX)
+    weight_map = field(parsed_object(content(path / INDEX), where), "weight_map", dict, where)
+    files = dict.fromkeys(weight_map.values())
+    for file in files:
+        if not isinstance(file, str) or not is_plain_name(file):
+            raise QuantError(f"{where} names the file {file!r}; only files of the directory itself are expected")
+        if not (path / file).is_file():
+            raise QuantError(f"{path / file} is missing, though {INDEX} names it; fetch it again")
+    by_file = {file: read_file(path / file)[0] for file in files}
+    for name, file in weight_map.items():
+        if name not in by_file[file]:
+            raise QuantError(f"{path / file} lacks tensor {name!r}, which {INDEX} places there")
+    extra = [name for file, tensors in by_file.items() for name in tensors if weight_map.get(name) != file]
+    note = f"{len(extra)} tensors stand in the files but not in the index, and are left out: {', '.join(extra)}"
+    return {name: by_file[file][name] for name, file in weight_map.items()}, (note,) if extra else ()

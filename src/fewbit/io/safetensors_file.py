@@ -1,0 +1,176 @@
+"""One safetensors file: its header checked and its tensors mapped, and the bytes of a new one.
+
+Eight bytes with the length of a JSON header, the header with each tensor's dtype, shape and place, then the data. Read
+and written here directly: no framework is needed, and every dtype of ml_dtypes that the format names comes as it is.
+
+Reference: safetensors format (Hugging Face, safetensors README).
+"""
+
+import dataclasses
+import json
+import math
+import pathlib
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..errors import QuantError
+from .mapped import mapped
+from .strict_json import parsed_object
+
+_MAX_HEADER = 100_000_000
+_ALIGNMENT = 8
+
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in {
+        "BOOL": np.bool_,
+        "U8": np.uint8,
+        "I8": np.int8,
+        "U16": np.uint16,
+        "I16": np.int16,
+        "U32": np.uint32,
+        "I32": np.int32,
+        "U64": np.uint64,
+        "I64": np.int64,
+        "F16": np.float16,
+        "BF16": ml_dtypes.bfloat16,
+        "F32": np.float32,
+        "F64": np.float64,
+        "C64": np.complex64,
+        "F8_E4M3": ml_dtypes.float8_e4m3fn,
+        "F8_E5M2": ml_dtypes.float8_e5m2,
+        "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+        "F8_E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+        "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+    }.items()
+}
+"""The dtypes of the format that numpy and ml_dtypes have, by the format's names."""
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file.
+
+    Attributes:
+        dtype: the format's name of its dtype.
+        shape: its shape.
+        data: its bytes, mapped from the file.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray
+
+    def array(self) -> np.ndarray:
+        """The array, a read-only view of the file."""
+        return self.data.view(DTYPES[self.dtype]).reshape(self.shape)
+
+
+def dtype_name(dtype: np.dtype, where: str) -> str:
+    """The format's name of a dtype.
+
+    Raises:
+        QuantError: for a dtype that safetensors files cannot hold.
+    """
+    if dtype not in _NAMES:
+        raise QuantError(f"{where} has dtype {dtype}; a safetensors file holds {', '.join(d.name for d in _NAMES)}")
+    return _NAMES[dtype]
+
+
+def read_file(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a safetensors file and the `__metadata__` of its header; the data is read when it is touched.
+
+    Raises:
+        QuantError: when the header is cut off, is no JSON, names a tensor twice, or does not place the tensors one
+            after another so that they fill the file; or for a dtype that numpy does not have.
+    """
+    data = mapped(path)
+    header, start = _header(data, path)
+    metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise QuantError(f"{path}: the __metadata__ of the header must map names to strings")
+    places = {name: _place(name, form, path) for name, form in header.items()}
+    _check_places(places, data.size - start, path)
+    body = data[start:]
+    return {name: StoredTensor(d, shape, body[begin:end]) for name, (d, shape, begin, end) in places.items()}, metadata
+
+
+def file_header(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
+    """The first bytes of a file that holds these arrays in this order; the arrays' bytes follow.
+
+    The order must not let an array begin off its alignment: see `ordered`.
+    """
+    form: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, array in tensors.items():
+        begin, end = end, end + array.nbytes
+        dtype = dtype_name(array.dtype, f"tensor {name!r}")
+        form[name] = {"dtype": dtype, "shape": list(array.shape), "data_offsets": [begin, end]}
+    text = json.dumps(form, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text
+
+
+def ordered(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The arrays in the order of a file: wide dtypes first, so that each begins at a multiple of its item size."""
+    return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
+
+
+def _header(data: np.ndarray, path: pathlib.Path) -> tuple[dict[str, Any], int]:
+    """The JSON of the header, and where the data begins."""
+    if data.size < 8:
+        raise QuantError(
+            f"{path} is no safetensors file: it has {data.size} bytes, and the length of the header alone takes 8"
+        )
+    (length,) = struct.unpack("<Q", data[:8].tobytes())
+    if length > _MAX_HEADER or length > data.size - 8:
+        raise QuantError(
+            f"{path} is no safetensors file, or is cut off: its first 8 bytes announce a header of {length} bytes, "
+            f"and {data.size - 8} follow"
+        )
+    return parsed_object(data[8 : 8 + length].tobytes(), f"the header of {path}"), 8 + length
+
+
+def _place(name: str, form: Any, path: pathlib.Path) -> tuple[str, tuple[int, ...], int, int]:
+    """Dtype, shape, first and last byte of a tensor, checked against one another."""
+    where = f"{path}: tensor {name!r}"
+    if not isinstance(form, dict) or set(form) != {"dtype", "shape", "data_offsets"}:
+        raise QuantError(f"{where} must have exactly dtype, shape and data_offsets, not {form!r:.120}")
+    dtype, shape, offsets = form["dtype"], form["shape"], form["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise QuantError(f"{where} has dtype {dtype!r:.40}; fewbit reads {', '.join(DTYPES)}")
+    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
+        raise QuantError(
+            f"{where} has shape {shape!r:.80} and data_offsets {offsets!r:.80}; whole numbers are expected"
+        )
+    needed, held = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
+    if needed != held:
+        raise QuantError(f"{where}: {dtype} of shape {tuple(shape)} takes {needed} bytes, but the file gives it {held}")
+    return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def _are_counts(values: Any) -> bool:
+    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 60 for v in values) and len(values) <= 32
+
+
+def _check_places(places: Mapping[str, tuple[str, tuple[int, ...], int, int]], size: int, path: pathlib.Path) -> None:
+    """Checks that the tensors follow one another without overlap or gap, and end with the file."""
+    expected = 0
+    for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
+        if begin != expected:
+            raise QuantError(
+                f"{path}: tensor {name!r} begins at byte {begin} of the data, expected {expected}; the file is damaged"
+            )
+        if end > size:
+            raise QuantError(
+                f"{path}: tensor {name!r} is cut off, {end - size} bytes are missing; fetch the file again"
+            )
+        expected = end
+    if expected != size:
+        raise QuantError(f"{path}: {size - expected} bytes follow the last tensor; the file is damaged")

@@ -1,0 +1,299 @@
+"""Writes a fewbit directory: tensors one at a time, files of bounded size, all read back before it is in place."""
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from ..array import QArray
+from ..errors import QuantError
+from .atomic import StagedDirectory
+from .checkpoint import Tensor
+from .directory import CONFIG, INDEX, SECTION, is_fewbit_directory, read_directory
+from .manifest import FORMAT, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord, is_plain_name, sha256
+from .mapped import content
+from .records import Table, leaves, record
+from .safetensors_file import dtype_name, file_header, ordered, read_file
+from .strict_json import dumped, parsed_object
+
+Progress = Callable[[str, str, int], None]
+
+_METADATA = {"format": FORMAT}
+
+
+class DirectoryWriter:
+    """Writes a model as a directory that holds nothing unless it holds everything.
+
+    As a context manager: tensors are added within the block; leaving it normally puts the directory in place, leaving
+    it by an exception (Ctrl-C too) removes what was written, and what stood at `path` still stands. Tensors are held in
+    memory until they fill a file, so memory is bounded by `max_shard_bytes` and the largest tensor.
+
+    The same calls give the same bytes.
+
+    Args:
+        path: the directory to be.
+        config: the model's configuration, which becomes `config.json` with a section `fewbit` added.
+        files: tokenizer and other small files, by name.
+        facts: JSON to remember in the manifest: the recipe, the source's hash. Not the time: files should reproduce.
+        max_shard_bytes: when the tensors exceed it they are spread over several files; a larger tensor has one of its
+            own.
+        overwrite: whether a directory that fewbit wrote earlier may be replaced; that happens at the very end.
+        progress: called with ("write" or "verify", name of the tensor, its bytes in the file).
+
+    Raises:
+        QuantError: when `path` exists (without `overwrite`), or was not written by fewbit (with it); when another
+            process is writing it; for a config that has a section `fewbit` already, or a file whose name is taken or
+            leads elsewhere; when there is no space left.
+
+    >>> import tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model"
+    >>> with DirectoryWriter(path, config={"model_type": "demo"}) as writer:
+    ...     writer.add("up.weight", fb.quantize(jnp.ones((4, 64)), "nf4"))
+    >>> read_directory(path).tensors["up.weight"]
+    QArray(nf4, float32[4, 64], 144 bytes, 4.500 bits/weight)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        config: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        max_shard_bytes: int = 2**30,
+        overwrite: bool = False,
+        progress: Progress | None = None,
+    ):
+        self.path = pathlib.Path(os.path.abspath(path))
+        _check_target(self.path, overwrite)
+        self._config, self._files, self._facts = dict(config or {}), dict(files or {}), dict(facts or {})
+        _check_config(self._config, self._files)
+        dumped(self._facts, "facts")
+        if max_shard_bytes < 1:
+            raise QuantError(f"max_shard_bytes is {max_shard_bytes}, must be at least 1")
+        self._limit, self._progress = max_shard_bytes, progress or (lambda stage, name, nbytes: None)
+        self._schemes, self._policies = Table(), Table()
+        self._records: dict[str, Any] = {}
+        self._names: set[str] = set()
+        self._total = 0
+        self._pending: dict[str, np.ndarray] = {}
+        self._shards: list[tuple[FileRecord, dict[str, TensorRecord]]] = []
+        self._overwrite = overwrite
+        self._staging: StagedDirectory | None = None
+
+    def __enter__(self) -> Self:
+        self._staging = StagedDirectory(self.path, overwrite=self._overwrite)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        finally:
+            self._staged.discard()
+
+    @property
+    def _staged(self) -> StagedDirectory:
+        if self._staging is None:
+            raise QuantError("tensors are added within the block: with DirectoryWriter(...) as writer: writer.add(...)")
+        return self._staging
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Adds one tensor.
+
+        Args:
+            name: its name, which no other tensor has.
+            value: a QArray or an array; what it holds now is what is written.
+
+        Raises:
+            QuantError: for a name that is taken, a dtype that files cannot hold, or a QArray whose parts do not fit.
+        """
+        assert self._staged
+        arrays = {name: value} if not isinstance(value, QArray) else leaves(name, value)
+        for leaf in (name, *arrays):
+            if not leaf or leaf == "__metadata__" or leaf in self._names:
+                raise QuantError(f"tensor name {leaf!r} is taken already, or reserved; choose another")
+        if isinstance(value, QArray):
+            self._records[name] = record(value, self._schemes, self._policies, name)
+        held = {leaf: _held(array, leaf) for leaf, array in arrays.items()}
+        nbytes = sum(array.nbytes for array in held.values())
+        if self._pending and sum(a.nbytes for a in self._pending.values()) + nbytes > self._limit:
+            self._flush()
+        self._names |= {name, *held}
+        self._total += nbytes
+        self._pending |= held
+        self._progress("write", name, nbytes)
+
+    def _flush(self) -> None:
+        """Writes the tensors that are held as one file, and reads it back."""
+        arrays = ordered(self._pending)
+        header = file_header(arrays, _METADATA)
+        name = _unnumbered(len(self._shards))
+        parts = [header, *(_bytes(array) for array in arrays.values())]
+        size = sum(len(part) for part in parts)
+        self._staged.write(name, parts, size)
+        self._verify(name, arrays)
+        hashes = {leaf: sha256(_bytes(array)) for leaf, array in self._pending.items()}
+        tensors = {
+            leaf: TensorRecord(name, dtype_name(array.dtype, leaf), array.shape, hashes[leaf])
+            for leaf, array in self._pending.items()
+        }
+        self._shards.append((FileRecord(size, _sha256_of_parts(parts)), tensors))
+        self._pending = {}
+
+    def _verify(self, file: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Compares a file on the disk with what was to be written, tensor by tensor, bit for bit."""
+        stored, _ = read_file(self._staged.path / file)
+        for name, array in arrays.items():
+            if not np.array_equal(stored[name].data, _bytes(array)):
+                raise QuantError(
+                    f"{self.path}: tensor {name!r} reads back other than it was written; the disk may be failing"
+                )
+            self._progress("verify", name, array.nbytes)
+
+    def _finish(self) -> None:
+        """Writes the last tensors, the config and the manifest, opens the whole, and puts it in place."""
+        if not self._names:
+            raise QuantError(f"{self.path} would hold no tensors; add some before the end of the block")
+        if self._pending:
+            self._flush()
+        shards, tensors = self._numbered_shards()
+        small = {CONFIG: dumped(self._config | {SECTION: self._section}, CONFIG), **self._files}
+        if len(shards) > 1:
+            small[INDEX] = _index(tensors, self._total)
+        files = shards | {name: FileRecord(len(text), sha256(text)) for name, text in small.items()}
+        small[MANIFEST] = Manifest(files, tensors, self._facts).text()
+        for name, text in small.items():
+            self._staged.write(name, [text], len(text))
+            if content(self._staged.path / name) != text:
+                raise QuantError(f"{self.path}: {name} reads back other than it was written; the disk may be failing")
+        read_directory(self._staged.path)
+        self._staged.commit()
+
+    def _numbered_shards(self) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
+        """The files of tensors and what is in them, under the names that count how many there are."""
+        files: dict[str, FileRecord] = {}
+        tensors: dict[str, TensorRecord] = {}
+        for index, (file, entries) in enumerate(self._shards):
+            name = _shard_name(index, len(self._shards))
+            self._staged.rename(_unnumbered(index), name)
+            files[name] = file
+            tensors |= {leaf: dataclasses.replace(entry, file=name) for leaf, entry in entries.items()}
+        return files, tensors
+
+    @property
+    def _section(self) -> dict[str, Any]:
+        """The section of `config.json` that says how the stored tensors make QArrays."""
+        tables = {"schemes": self._schemes.values, "policies": self._policies.values}
+        return {"version": VERSION, **tables, "tensors": self._records}
+
+
+def write(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Tensor],
+    *,
+    config: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 2**30,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> pathlib.Path:
+    """Writes named tensors as a fewbit directory, whole or not at all.
+
+    Args:
+        path: the directory to be.
+        tensors: arrays and QArrays by name; one that loads its values when asked is asked for one at a time.
+        config: as for `DirectoryWriter`, like the arguments that follow.
+        files: tokenizer and other small files.
+        facts: JSON to remember in the manifest.
+        max_shard_bytes: the size of one file of tensors.
+        overwrite: whether a directory that fewbit wrote earlier may be replaced.
+        progress: called with (stage, name, bytes).
+
+    Returns:
+        The directory.
+
+    Raises:
+        QuantError: see `DirectoryWriter`.
+    """
+    with DirectoryWriter(
+        path,
+        config=config,
+        files=files,
+        facts=facts,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        progress=progress,
+    ) as writer:
+        for name in tensors:
+            writer.add(name, tensors[name])
+    return writer.path
+
+
+def _check_target(path: pathlib.Path, overwrite: bool) -> None:
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise QuantError(f"{path} exists; choose another output, or pass overwrite=True to replace it")
+    if path.is_symlink() or not is_fewbit_directory(path):
+        raise QuantError(
+            f"{path} was not written by fewbit, so it is not replaced; choose another output or remove it yourself"
+        )
+
+
+def _check_config(config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    if SECTION in config:
+        raise QuantError(f"config has a section {SECTION!r} already, which the writer adds; remove it")
+    parsed_object(dumped(config, "config"), "config")
+    for name, data in files.items():
+        if not isinstance(data, bytes):
+            raise QuantError(f"file {name!r} is a {type(data).__name__}; files are given as bytes")
+        if not is_plain_name(name) or name in (CONFIG, INDEX, MANIFEST, "lock") or name.endswith(".safetensors"):
+            raise QuantError(
+                f"a file cannot be called {name!r}: a plain name that fewbit does not use itself is expected"
+            )
+
+
+def _held(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
+    """A copy of an array in the host's memory, little-endian and contiguous."""
+    if not isinstance(array, np.ndarray | np.generic | jax.Array):
+        raise QuantError(f"tensor {name!r} is a {type(array).__name__}; an array or a QArray is expected")
+    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
+    dtype_name(dtype, f"tensor {name!r}")
+    return np.array(array, dtype, order="C")
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array, not copied."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _sha256_of_parts(parts: list[Any]) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _unnumbered(index: int) -> str:
+    """The name of a file of tensors while it is not known how many there will be."""
+    return f"model-{index + 1:05d}.safetensors"
+
+
+def _shard_name(index: int, count: int) -> str:
+    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
+
+
+def _index(tensors: Mapping[str, TensorRecord], total: int) -> bytes:
+    """The index of several files, as Hugging Face writes it: which file holds each tensor, and the bytes of all."""
+    weight_map = {leaf: entry.file for leaf, entry in tensors.items()}
+    return dumped({"metadata": {"total_size": total}, "weight_map": weight_map}, INDEX)

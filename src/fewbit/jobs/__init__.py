@@ -1,0 +1,22 @@
+"""The pipelines that the command line runs: load, plan, quantize, evaluate, compare, generate, inspect, and the demo."""
+
+from .compare import Candidate as Candidate
+from .compare import compare as compare
+from .inspection import Inspection as Inspection
+from .inspection import inspect as inspect
+from .load import load as load
+from .model import Model as Model
+from .planning import folded as folded
+from .planning import plan_model as plan_model
+from .planning import plan_rotated as plan_rotated
+from .quality import Quality as Quality
+from .quality import evaluate as evaluate
+from .quality import evaluation_windows as evaluation_windows
+from .quality import weight_sqnr as weight_sqnr
+from .quantize import Outcome as Outcome
+from .quantize import quantize as quantize
+from .rotation import rotated as rotated
+from .tensors import TensorResult as TensorResult
+from .tensors import quantized_tensors as quantized_tensors
+from .writing import Sample as Sample
+from .writing import write_on as write_on

@@ -1,0 +1,147 @@
+"""Several recipes on one model, in memory, side by side: bytes, bits per weight, quality."""
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from .. import models
+from ..evaluate import Comparison, Perplexity, compare_models, perplexity
+from ..recipe import Plan
+from .model import Model
+from .planning import plan_model
+from .quality import batch_size, logits_function, stacked
+from .quantize import worst
+from .tensors import TensorResult, quantized_tensors
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One recipe's model.
+
+    Attributes:
+        recipe: its name.
+        plan: its plan.
+        params: the tree with quantized leaves.
+        tensors: what happened to each tensor.
+        nbytes: the bytes of its arrays.
+        bits_per_weight: eight times these over the number of elements.
+        quality: it beside the float model.
+        seconds_to_quantize: how long quantizing took, compilation included.
+        seconds_to_evaluate: how long evaluating took, the float model's part and compilation included.
+    """
+
+    recipe: str
+    plan: Plan
+    params: Any
+    tensors: tuple[TensorResult, ...]
+    nbytes: int
+    bits_per_weight: float
+    quality: Comparison
+    seconds_to_quantize: float
+    seconds_to_evaluate: float
+
+    @property
+    def worst(self) -> list[TensorResult]:
+        """The five tensors that lost most."""
+        return worst(self.tensors)
+
+
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """The float model, and what its logits on the windows of a text are.
+
+    Attributes:
+        model: the model.
+        params: its parameters, decoded, with alike layers stacked.
+        windows: the windows of the text.
+        perplexity: its perplexity.
+        logits: its logits for a batch of tokens.
+    """
+
+    model: Model
+    params: Any
+    windows: np.ndarray
+    perplexity: Perplexity
+    logits: Callable[[Any], Any]
+
+
+_REMEMBERED_BYTES = 1 << 30
+
+
+def baseline(model: Model, windows: np.ndarray, *, progress: Callable[[int, int], None] | None = None) -> Baseline:
+    """The float model on the windows. Its logits are kept when they take less than 1 GiB, else computed anew each time."""
+    config = model.runnable_config()
+    params = stacked(model.float_params())
+    logits = logits_function(params, config)
+    if 4 * config.vocab * windows.shape[0] * (windows.shape[1] - 1) < _REMEMBERED_BYTES:
+        logits = _remembering(logits)
+    result = perplexity(logits, windows, batch_size=batch_size(config, windows), progress=progress)
+    return Baseline(model, params, windows, result, logits)
+
+
+def _remembering(logits: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The same function, which computes each batch of tokens once."""
+    known: dict[bytes, jax.Array] = {}
+
+    def remembered(tokens: Any) -> jax.Array:
+        key = np.asarray(tokens).tobytes()
+        if key not in known:
+            known[key] = logits(tokens)
+        return known[key]
+
+    return remembered
+
+
+def compare(
+    base: Baseline,
+    recipes: Sequence[Any],
+    *,
+    plans: Sequence[Plan] | None = None,
+    on_tensor: Callable[[str, TensorResult], None] | None = None,
+    on_window: Callable[[str, int, int], None] | None = None,
+) -> Iterator[Candidate]:
+    """One candidate after another; only the one that was given last is held in memory.
+
+    Args:
+        base: the float model on its windows.
+        recipes: anything that `fb.recipe` takes.
+        plans: the plans of the recipes, when they are known already.
+        on_tensor: called with the recipe's name after each tensor.
+        on_window: called with the recipe's name, the windows that are done and all windows.
+    """
+    resolved = plans if plans is not None else [plan_model(base.model, recipe=recipe) for recipe in recipes]
+    for plan in resolved:
+        yield _candidate(base, plan, on_tensor, on_window)
+
+
+def _candidate(
+    base: Baseline,
+    plan: Plan,
+    on_tensor: Callable[[str, TensorResult], None] | None,
+    on_window: Callable[[str, int, int], None] | None,
+) -> Candidate:
+    config = base.model.runnable_config()
+    start = time.perf_counter()
+    values, results = {}, []
+    for value, result in quantized_tensors(base.model, plan):
+        values[result.path] = value
+        results.append(result)
+        if on_tensor is not None:
+            on_tensor(plan.recipe, result)
+    params = models.params_from_paths(values, config)
+    quantized = time.perf_counter()
+
+    def progress(done: int, total: int) -> None:
+        if on_window is not None:
+            on_window(plan.recipe, done, total)
+
+    logits = logits_function(stacked(params), config)
+    batch = batch_size(config, base.windows)
+    quality = compare_models(base.logits, logits, base.windows, batch_size=batch, progress=progress)
+    seconds = quantized - start, time.perf_counter() - quantized
+    nbytes = sum(result.bytes_after for result in results)
+    return Candidate(plan.recipe, plan, params, tuple(results), nbytes, 8 * nbytes / base.model.size, quality, *seconds)

@@ -1,0 +1,141 @@
+"""How good a model is on a text: perplexity, and its distance from another model; and how far its weights are from theirs."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import models
+from ..errors import QuantError
+from ..evaluate import Comparison, Perplexity, compare_models, perplexity, sqnr_db, token_windows
+from ..ops import transparent
+from .model import Model, decoded
+
+TOKENS = 2048
+WINDOW = 512
+_LOGIT_BYTES = 1 << 28  # of one batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Quality:
+    """What a model does on a text.
+
+    Attributes:
+        text: the name of the text.
+        window: how many tokens a window reads.
+        perplexity: the model's perplexity.
+        against: it beside the reference, when there is one.
+        sqnr_db: for each parameter whose values differ from the reference's, the signal-to-noise ratio.
+        notes: what was left out, and why.
+    """
+
+    text: str
+    window: int
+    perplexity: Perplexity
+    against: Comparison | None = None
+    sqnr_db: dict[str, float] = dataclasses.field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def evaluate(
+    model: Model,
+    *,
+    against: Model | None = None,
+    text: str | None = None,
+    tokens: int | None = None,
+    window: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Quality:
+    """The quality of a model on a text, alone or against a reference.
+
+    The network runs with the leaves as they are, quantized ones through `fb.transparent`.
+
+    Args:
+        model: a model that can be run.
+        against: the reference, with the same tokens.
+        text: as for `models.find_text`; None takes the default text.
+        tokens: how many tokens are read; None takes 2,048, or as many whole windows as a shorter text has.
+        window: how many tokens a window reads; None takes 512, or the model's context when it is shorter.
+        progress: called with the windows that are done and all windows.
+
+    Raises:
+        UnsupportedError: when a model cannot be run, or has no tokenizer.
+        QuantError: when the text is too short, or the models do not have the same vocabulary.
+    """
+    config = model.runnable_config()
+    found = models.find_text(text or models.default_text_name())
+    windows = evaluation_windows(model, found.content, tokens=tokens, window=window)
+    batch = batch_size(config, windows)
+    candidate = logits_function(runnable_params(model), config)
+    if against is None:
+        result = perplexity(candidate, windows, batch_size=batch, progress=progress)
+        return Quality(found.name, windows.shape[1] - 1, result)
+    other = against.runnable_config()
+    if other.vocab != config.vocab:
+        raise QuantError(f"{model.name} has {config.vocab} tokens and {against.name} {other.vocab}; only alike models can be compared")
+    reference = logits_function(runnable_params(against), other)
+    both = compare_models(reference, candidate, windows, batch_size=batch, progress=progress)
+    sqnr, notes = weight_sqnr(model, against)
+    return Quality(found.name, windows.shape[1] - 1, both.candidate, both, sqnr, notes)
+
+
+def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, window: int | None = None) -> np.ndarray:
+    """The windows of a text that a model is evaluated on; arguments as in `evaluate`.
+
+    Raises:
+        QuantError: when the text is too short, or a window is longer than the model's context.
+    """
+    context = model.runnable_config().context
+    if window is not None and window > context:
+        raise QuantError(f"window is {window} tokens, more than the context of {model.name}, {context}")
+    length = min(WINDOW, context) if window is None else window
+    ids = model.readable_tokenizer().encode(text)
+    if tokens is not None:
+        return token_windows(ids, length=length, limit=tokens)
+    return token_windows(ids, length=length)[: max(TOKENS // length, 1)]
+
+
+def batch_size(config: models.LlamaConfig, windows: np.ndarray) -> int:
+    """How many windows go through the model at once: as many as keep their logits within 256 MiB."""
+    return min(max(_LOGIT_BYTES // (4 * config.vocab * (windows.shape[1] - 1)), 1), 16)
+
+
+def runnable_params(model: Model) -> Any:
+    """The parameters as jax arrays, alike layers stacked so that one of them is compiled."""
+    return stacked(model.params())
+
+
+def stacked(params: Any) -> Any:
+    """A tree of parameters as jax arrays, alike layers stacked."""
+    return models.stack_layers(jax.tree.map(jnp.asarray, params))
+
+
+def logits_function(params: Any, config: models.LlamaConfig) -> Callable[[Any], Any]:
+    """The model as a function of tokens, compiled once for all parameters of one structure."""
+    return functools.partial(_logits, params, config=config)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _logits(params: Any, tokens: Any, *, config: models.LlamaConfig) -> Any:
+    return transparent(models.forward)(params, tokens, config)
+
+
+def weight_sqnr(model: Model, against: Model) -> tuple[dict[str, float], tuple[str, ...]]:
+    """The signal-to-noise ratio of each parameter of two or more axes, and why it was left out if it was.
+
+    Args:
+        model: the model.
+        against: the model that its parameters are compared with.
+    """
+    if model.facts.get("rotation_seed") != against.facts.get("rotation_seed"):
+        return {}, ("no signal-to-noise ratio of the weights: one model's residual stream is rotated and the other's is not",)
+    if {p: i.shape for p, i in model.info.items()} != {p: i.shape for p, i in against.info.items()}:
+        return {}, ("no signal-to-noise ratio of the weights: the models have different parameters",)
+    if model.config != against.config:
+        return {}, ("no signal-to-noise ratio of the weights: the models order their rows differently",)
+    matrices = [path for path, info in model.info.items() if len(info.shape) >= 2]
+    return {path: sqnr_db(decoded(against.load(path)), decoded(model.load(path))) for path in matrices}, ()

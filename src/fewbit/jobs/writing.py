@@ -1,0 +1,101 @@
+"""Writing on from a prompt with a model, quantized or not."""
+
+import dataclasses
+import functools
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .. import models
+from ..array import QArray, is_qarray
+from ..errors import QuantError, UnsupportedError
+from ..ops import transparent
+from .model import Model, decoded
+from .quality import stacked
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """What a model wrote.
+
+    Attributes:
+        prompt: the text that it was given.
+        is_chat: whether the prompt was put as a question of a chat.
+        text: what it wrote.
+        tokens: how many tokens that is.
+        seconds: how long writing took, compilation and the decoding of weights included.
+        decoded: how many quantized weights were decoded to float before the loop.
+    """
+
+    prompt: str
+    is_chat: bool
+    text: str
+    tokens: int
+    seconds: float
+    decoded: int = 0
+
+
+def write_on(
+    model: Model,
+    prompt: str,
+    *,
+    params: Any = None,
+    max_tokens: int = 64,
+    temperature: float = 0.0,
+    seed: int | None = None,
+    chat: bool | None = None,
+) -> Sample:
+    """Writes on from a prompt.
+
+    Weight-only quantized parameters are decoded once, before the loop: there is no fused kernel yet that would read them
+    faster than that. Parameters with quantized activations stay as they are, since decoding them would change the result.
+
+    Args:
+        model: the model, for its network and tokenizer.
+        prompt: the text.
+        params: a tree to use in place of the model's own parameters.
+        max_tokens: how many tokens at most.
+        temperature: 0 takes the likeliest token; above 0 samples.
+        seed: draws the samples; None is 0. Only with a temperature.
+        chat: whether the prompt is a question to an instruction-tuned model; None: when the tokenizer has a template for it.
+
+    Raises:
+        QuantError: for an empty prompt, lengths that do not fit the context, or a seed without a temperature.
+        UnsupportedError: when the model cannot be run, or has no such template.
+    """
+    if seed is not None and not temperature > 0:
+        raise QuantError(f"seed is {seed}, but temperature is {temperature}: the likeliest token is taken, nothing is drawn")
+    config, tokenizer = model.runnable_config(), model.readable_tokenizer()
+    start = time.perf_counter()
+    ids, is_chat = _prompt_ids(tokenizer, prompt, chat)
+    params, count = _decoded_weights(model.params() if params is None else params)
+    key = jax.random.key(seed or 0) if temperature > 0 else None
+    tokens = jnp.asarray(ids[None, :], jnp.int32)
+    run = functools.partial(models.generate, max_new_tokens=max_tokens, temperature=temperature, stop_ids=tokenizer.stop_ids)
+    rows = transparent(run)(stacked(params), tokens, config, key=key).rows()
+    return Sample(prompt, is_chat, tokenizer.decode(rows[0]), len(rows[0]), time.perf_counter() - start, count)
+
+
+def _prompt_ids(tokenizer: models.Tokenizer, prompt: str, chat: bool | None) -> tuple[np.ndarray, bool]:
+    """The tokens of the prompt, and whether it was put as a question of a chat."""
+    if not prompt:
+        raise QuantError("the prompt is empty; give some text to write on from")
+    if chat is False or (chat is None and tokenizer.chat_template is None):
+        return tokenizer.encode(prompt), False
+    try:
+        return tokenizer.chat(prompt), True
+    except UnsupportedError:
+        if chat:
+            raise
+        return tokenizer.encode(prompt), False
+
+
+def _decoded_weights(params: Any) -> tuple[Any, int]:
+    """The parameters with weight-only quantized leaves decoded, and how many those are."""
+    leaves, structure = jax.tree.flatten(params, is_leaf=is_qarray)
+    can = [isinstance(leaf, QArray) and leaf.policy is None for leaf in leaves]
+    new = [decoded(leaf) if c else leaf for leaf, c in zip(leaves, can, strict=True)]
+    return jax.tree.unflatten(structure, new), sum(can)

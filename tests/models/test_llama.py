@@ -1,0 +1,173 @@
+"""The network computes its formulas, whole or token by token, stacked or not, with float or with quantized leaves."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.errors import QuantError
+from fewbit.models import LlamaConfig, decode_step, empty_cache, forward, prefill, stack_layers
+from tests.nets.random_llama import CONFIGS, SMALL, UNTIED, logits_float64, random_params, random_tokens
+
+# Logits are about 1 to 10 in size. A float32 forward of three layers carries an error of a few eps (6e-8) of the largest term
+# of each of some 20 sums on its way; 2e-5 is 30 times what was seen, and a hundredth of what a wrong formula gives.
+ROUNDING = {"atol": 2e-5, "rtol": 0}
+
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+def quantized(params: dict[str, Any], scheme: str) -> dict[str, Any]:
+    """Every matrix as a QArray."""
+    return jax.tree.map(lambda a: fb.quantize(a, scheme) if a.ndim == 2 else a, params)
+
+
+def decoded(params: dict[str, Any]) -> dict[str, Any]:
+    """Every QArray as the array that it stands for."""
+    return jax.tree.map(lambda a: fb.dequantize(a) if fb.is_qarray(a) else a, params, is_leaf=fb.is_qarray)
+
+
+@every_config
+def test_logits_are_those_of_the_formula_in_float64(config: LlamaConfig):
+    params, tokens = random_params(config), random_tokens(config, 2, 13)
+    logits = forward(params, tokens, config)
+    assert logits.shape == (2, 13, config.vocab)
+    assert logits.dtype == jnp.float32
+    np.testing.assert_allclose(logits, logits_float64(params, tokens, config), **ROUNDING)
+
+
+@every_config
+def test_stacked_layers_compute_the_same(config: LlamaConfig):
+    params, tokens = random_params(config), random_tokens(config, 2, 13)
+    stacked = stack_layers(params)
+    assert len(stacked["layers"]) == 1
+    np.testing.assert_allclose(forward(stacked, tokens, config), forward(params, tokens, config), **ROUNDING)
+
+
+@every_config
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["list", "stacked"])
+def test_reading_token_by_token_gives_the_logits_of_the_whole(config: LlamaConfig, is_stacked: bool):
+    params, tokens = random_params(config), random_tokens(config, 2, 13)
+    whole = forward(params, tokens, config)
+    params = stack_layers(params) if is_stacked else params
+    logits, cache = prefill(params, tokens[:, :6], empty_cache(config, batch=2, room=13), config)
+    np.testing.assert_allclose(logits, whole[:, 5], **ROUNDING)
+    logits, cache = prefill(params, tokens[:, 6:9], cache, config)
+    np.testing.assert_allclose(logits, whole[:, 8], **ROUNDING)
+    for t in range(9, 13):
+        logits, cache = decode_step(params, tokens[:, t], cache, config)
+        np.testing.assert_allclose(logits, whole[:, t], **ROUNDING)
+    assert int(cache.length) == 13
+
+
+def test_a_full_cache_gives_nan():
+    params, tokens = random_params(SMALL), random_tokens(SMALL, 1, 5)
+    logits, cache = prefill(params, tokens, empty_cache(SMALL, batch=1, room=6), SMALL)
+    assert np.isfinite(logits).all()
+    logits, cache = decode_step(params, tokens[:, 0], cache, SMALL)
+    assert np.isfinite(logits).all()
+    logits, _ = decode_step(params, tokens[:, 0], cache, SMALL)
+    assert np.isnan(logits).all()
+
+
+def test_later_tokens_do_not_change_earlier_logits():
+    params, tokens = random_params(SMALL), random_tokens(SMALL, 1, 12)
+    changed = tokens.at[:, 7:].set((tokens[:, 7:] + 1) % SMALL.vocab)
+    before, after = forward(params, tokens, SMALL), forward(params, changed, SMALL)
+    assert np.array_equal(np.asarray(before[:, :7]), np.asarray(after[:, :7]))
+    assert not np.allclose(before[:, 7:], after[:, 7:])
+
+
+def test_rows_of_a_batch_are_apart():
+    params, tokens = random_params(UNTIED), random_tokens(UNTIED, 3, 9)
+    alone = forward(params, tokens[1:2], UNTIED)
+    np.testing.assert_allclose(forward(params, tokens, UNTIED)[1:2], alone, **ROUNDING)
+
+
+def test_bfloat16_computes_in_bfloat16():
+    params, tokens = random_params(SMALL), random_tokens(SMALL, 2, 13)
+    exact, rough = forward(params, tokens, SMALL), forward(params, tokens, SMALL, dtype=jnp.bfloat16)
+    assert rough.dtype == jnp.float32
+    error = float(jnp.std(exact - rough) / jnp.std(exact))
+    # Each of some ten roundings to 8 bits on the way adds noise of about 2**-9 / sqrt(3) of the signal: 0.4 % in all.
+    assert 1e-3 < error < 2e-2
+    short, _ = prefill(params, tokens, empty_cache(SMALL, batch=2, room=13, dtype="bfloat16"), SMALL, dtype=jnp.bfloat16)
+    assert float(jnp.std(short - rough[:, -1]) / jnp.std(exact)) < 2e-2
+
+
+def test_float16_weights_compute_in_float32():
+    params = jax.tree.map(lambda a: a.astype(jnp.float16), random_params(SMALL))
+    wide = jax.tree.map(lambda a: a.astype(jnp.float32), params)
+    tokens = random_tokens(SMALL, 1, 8)
+    assert np.array_equal(np.asarray(forward(params, tokens, SMALL)), np.asarray(forward(wide, tokens, SMALL)))
+
+
+def test_a_token_that_is_not_in_the_vocabulary_gives_nan():
+    params = random_params(SMALL)
+    logits = forward(params, jnp.array([[1, SMALL.vocab, 2]], jnp.int32), SMALL)
+    assert np.isfinite(logits[:, 0]).all()
+    assert np.isnan(logits[:, 1]).all()
+
+
+def test_segments_are_runs_of_alike_layers():
+    config = dataclasses.replace(SMALL, layers=5)
+    params = random_params(config)
+    half = jax.tree.map(lambda a: a.astype(jnp.float16), params["layers"][2])
+    mixed = {**params, "layers": [*params["layers"][:2], half, *params["layers"][3:]]}
+    segments = stack_layers(mixed)["layers"]
+    assert [s["attn"]["q"].shape[0] for s in segments] == [2, 1, 2]
+    tokens = random_tokens(config, 1, 9)
+    np.testing.assert_allclose(
+        forward(stack_layers(mixed), tokens, config), forward(mixed, tokens, config), **ROUNDING
+    )
+
+
+def test_quantized_layers_are_stacked_by_their_schemes():
+    params = random_params(SMALL)
+    layers = [quantized(layer, s) for layer, s in zip(params["layers"], ("int8", "nf4", "nf4"), strict=True)]
+    segments = stack_layers({**params, "layers": layers})["layers"]
+    assert [s["attn"]["q"].shape[0] for s in segments] == [1, 2]
+    for i, layer in enumerate(layers[1:]):
+        for name in ("q", "o"):
+            held = fb.dequantize(segments[1]["attn"][name][i])
+            assert np.array_equal(np.asarray(held), np.asarray(fb.dequantize(layer["attn"][name])))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4", "mxfp4"])
+@pytest.mark.parametrize("is_stacked", [False, True], ids=["list", "stacked"])
+def test_quantized_leaves_compute_what_their_decoded_arrays_do(scheme: str, is_stacked: bool):
+    params = quantized(random_params(UNTIED), scheme)
+    tokens = random_tokens(UNTIED, 2, 13)
+    expected = forward(decoded(params), tokens, UNTIED)
+    held = stack_layers(params) if is_stacked else params
+    logits = jax.jit(fb.transparent(functools.partial(forward, config=UNTIED)))(held, tokens)
+    np.testing.assert_allclose(logits, expected, **ROUNDING)
+
+
+def test_quantized_leaves_compute_token_by_token():
+    params, tokens = stack_layers(quantized(random_params(SMALL), "int8")), random_tokens(SMALL, 2, 8)
+    step = fb.transparent(functools.partial(prefill, config=SMALL))
+    logits, cache = step(params, tokens[:, :7], empty_cache(SMALL, batch=2, room=8))
+    logits, _ = step(params, tokens[:, 7:], cache)
+    whole = fb.transparent(functools.partial(forward, config=SMALL))(params, tokens)
+    np.testing.assert_allclose(logits, whole[:, -1], **ROUNDING)
+
+
+def test_refuses_what_does_not_fit():
+    params, tokens = random_params(SMALL), random_tokens(SMALL, 1, SMALL.context + 1)
+    with pytest.raises(QuantError, match="tokens has 33 positions, more than the context of the model, 32"):
+        forward(params, tokens, SMALL)
+    with pytest.raises(QuantError, match=r"config\.tied is False, but the tree has no 'head'"):
+        forward(params, tokens[:, :3], dataclasses.replace(SMALL, tied=False))
+    with pytest.raises(QuantError, match=r"config\.tied is True, but the tree has 'head'"):
+        forward(random_params(UNTIED), tokens[:, :3], dataclasses.replace(UNTIED, tied=True))
+    with pytest.raises(QuantError, match="stacked already"):
+        stack_layers(stack_layers(params))
+    with pytest.raises(QuantError, match="room is 33 positions, must be from 1 to the context of the model, 32"):
+        empty_cache(SMALL, batch=1, room=33)
+    with pytest.raises(QuantError, match="batch is 0"):
+        empty_cache(SMALL, batch=0, room=3)

@@ -1,0 +1,40 @@
+"""Einsums of quantized operands against those of the arrays they stand for."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "shapes"),
+    [
+        ("bi,oi->bo", [(3, 32), (8, 32)]),
+        ("bli,io->blo", [(2, 3, 32), (32, 8)]),
+        ("oi,bi->ob", [(8, 32), (3, 32)]),
+        ("bld,hkd->blhk", [(2, 3, 32), (4, 8, 32)]),
+        ("ij,jk,kl->il", [(4, 32), (32, 16), (16, 8)]),
+        ("ab,bc->c", [(5, 32), (32, 3)]),
+        ("bnd,bmd->bnm", [(2, 3, 32), (2, 4, 32)]),
+        ("ii,i->i", [(16, 16), (16,)]),
+    ],
+)
+def test_einsum_is_that_of_what_the_operands_stand_for(subscripts, shapes):
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes]
+    for place in range(len(arrays)):
+        if arrays[place].ndim < 2:
+            continue
+        q = fb.quantize(arrays[place], "nf4_g16")
+        quantized, decoded = list(arrays), list(arrays)
+        quantized[place], decoded[place] = q, fb.dequantize(q)
+        expected = jnp.einsum(subscripts, *decoded)
+        np.testing.assert_allclose(fb.einsum(subscripts, *quantized), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_preferred_type_and_messages():
+    q = fb.quantize(jnp.ones((8, 32), jnp.bfloat16), "int8")
+    x = jnp.ones((2, 32), jnp.bfloat16)
+    assert fb.einsum("bi,oi->bo", x, q, preferred_element_type=jnp.float32).dtype == jnp.float32
+    assert fb.einsum("bi,oi->bo", x, q).dtype == jnp.bfloat16

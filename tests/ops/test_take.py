@@ -1,0 +1,45 @@
+"""Rows of quantized tables against rows of the tables they stand for."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+
+
+@pytest.fixture(scope="module")
+def table():
+    return jnp.asarray(np.random.default_rng(0).normal(size=(50, 64)), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    "name", ["int8", "nf4", "nvfp4", "q4_1", "int3_g32", "fp8_block128", "fp8_tensor", "nf4_dq", "uint4"]
+)
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_taken_rows_are_those_of_the_array(table, name, axis):
+    q = fb.quantize(table, name)
+    ids = jnp.array([[3, 0], [49, 3], [7, 7]])
+    np.testing.assert_array_equal(fb.take(q, ids, axis), jnp.take(fb.dequantize(q), ids, axis=axis))
+
+
+@pytest.mark.parametrize("mode", [None, "fill", "clip", "wrap"])
+def test_indices_out_of_bounds_follow_the_mode(table, mode):
+    q = fb.quantize(table, "int8")
+    ids = jnp.array([-1, -50, -51, 0, 49, 50, 120])
+    np.testing.assert_array_equal(fb.take(q, ids, 0, mode=mode), jnp.take(fb.dequantize(q), ids, axis=0, mode=mode))
+
+
+def test_only_the_rows_are_decoded(table):
+    q = fb.quantize(table, "nf4")
+    jaxpr = jax.make_jaxpr(lambda q, ids: fb.take(q, ids, 0))(q, jnp.array([1, 2]))
+    floats = [v.aval.shape for e in jaxpr.eqns for v in e.outvars if v.aval.dtype == jnp.float32 and v.aval.size > 1]
+    assert max(np.prod(shape) for shape in floats) <= 2 * 64
+
+
+def test_arrays_and_messages(table):
+    np.testing.assert_array_equal(fb.take(table, jnp.array([1]), 0), table[1:2])
+    with pytest.raises(fb.QuantError, match="mode is 'raise'"):
+        fb.take(table, jnp.array([1]), 0, mode="raise")
+    with pytest.raises(fb.QuantError, match="axis is 2"):
+        fb.take(fb.quantize(table, "int8"), jnp.array([1]), 2)

@@ -1,0 +1,272 @@
+"""Unchanged code on quantized leaves: a table of rows, each a piece of model code, in every transformation."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.ops import Decoded
+
+SCHEMES = ("int8", "nf4", "nvfp4", "q4_1", "int3_g32")
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / np.sqrt(shape[-1]), jnp.float32)
+
+
+@jax.custom_vjp
+def doubled_gradient(x):
+    return x
+
+
+doubled_gradient.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
+
+
+def scan_over_stack(p, x):
+    return jax.lax.scan(lambda c, w: (jnp.tanh(c @ w.T), None), x, p["stack"])[0]
+
+
+def scan_closed_over(p, x):
+    return jax.lax.scan(lambda c, _: (jnp.tanh(c @ p["w"].T), None), x, None, length=3)[0]
+
+
+def scan_carrying_weights(p, x):
+    return jax.lax.scan(lambda c, _: ((c[0], jnp.tanh(c[1] @ c[0].T)), None), (p["w"], x), None, length=3)[0][1]
+
+
+def scan_with_remat(p, x):
+    step = jax.checkpoint(lambda c, w: jnp.tanh(c @ w.T))
+    return jax.lax.scan(lambda c, w: (step(c, w), None), x, p["stack"])[0]
+
+
+def while_closed_over(p, x):
+    return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.tanh(c[1] @ p["w"].T)), (0, x))[1]
+
+
+def branches(p, x):
+    return jax.lax.cond(x.sum() > 0, lambda w: x @ w.T, lambda w: x @ w, p["w"])
+
+
+def switched(p, x):
+    return jax.lax.switch(jnp.int32(1), [lambda w: x, lambda w: x @ w.T, lambda w: -x], p["w"])
+
+
+PIECES = {
+    "matmul": lambda p, x: x @ p["w"].T,
+    "left operand": lambda p, x: (p["w"] @ x.T).T,
+    "einsum": lambda p, x: jnp.einsum("bi,oi->bo", x, p["w"]),
+    "dot": lambda p, x: jnp.dot(x, p["w"]),
+    "tensordot": lambda p, x: jnp.tensordot(x, p["w"], axes=[[1], [1]]),
+    "heads": lambda p, x: jnp.einsum("bd,hkd->bhk", x, p["w"].reshape(4, 16, 64)).reshape(2, 64),
+    "cast": lambda p, x: (x.astype(jnp.bfloat16) @ p["w"].astype(jnp.bfloat16).T).astype(jnp.float32),
+    "slice of rows": lambda p, x: jnp.pad(x @ p["w"][:32].T, ((0, 0), (0, 32))),
+    "row of a stack": lambda p, x: x @ p["stack"][1].T,
+    "row at a run-time index": lambda p, x: x @ p["stack"][jnp.argmax(x[0]) % 3].T,
+    "take": lambda p, x: x + jnp.take(p["table"], jnp.array([1, 49]), axis=0),
+    "index array": lambda p, x: x + p["table"][jnp.array([-1, 49])],
+    "inner jit": lambda p, x: jax.jit(lambda w, x: x @ w.T)(p["w"], x),
+    "nested jit": lambda p, x: jax.jit(lambda q, x: jax.jit(lambda w, x: x @ w.T)(q["w"], x))(p, x),
+    "remat": lambda p, x: jax.checkpoint(lambda w, x: jnp.tanh(x @ w.T))(p["w"], x),
+    "custom_vjp beside": lambda p, x: doubled_gradient(x @ p["w"].T),
+    "silu beside": lambda p, x: jax.nn.silu(x @ p["w"].T),
+    "vmap inside": lambda p, x: jax.vmap(lambda row: p["w"] @ row)(x),
+    "vmap over stack": lambda p, x: jax.vmap(lambda w: x @ w.T)(p["stack"]).sum(0),
+    "barrier": lambda p, x: x @ jax.lax.optimization_barrier(p["w"]).T,
+    "stop_gradient": lambda p, x: x @ jax.lax.stop_gradient(p["w"]).T,
+    "grad inside": lambda p, x: jax.grad(lambda x: (jnp.tanh(x @ p["w"].T) ** 2).sum())(x),
+    "unused": lambda p, x: x * 2,
+    "scan over stack": scan_over_stack,
+    "scan closed over": scan_closed_over,
+    "scan carrying weights": scan_carrying_weights,
+    "scan with remat": scan_with_remat,
+    "while": while_closed_over,
+    "cond": branches,
+    "switch": switched,
+    "random and scatter": lambda p, x: (x + jax.random.normal(jax.random.key(0), x.shape)).at[0].set(1.0) @ p["w"].T,
+}
+
+
+def quantized(name):
+    params = {"w": normal(64, 64), "stack": normal(3, 64, 64, seed=1), "table": normal(50, 64, seed=2)}
+    q = {key: fb.quantize(value, name) for key, value in params.items() if key != "stack"}
+    q["stack"] = jax.vmap(lambda w: fb.quantize(w, name))(params["stack"])
+    return q, jax.tree.map(fb.dequantize, q, is_leaf=fb.is_qarray)
+
+
+@pytest.mark.parametrize("piece", PIECES.values(), ids=PIECES)
+def test_pieces_of_model_code(piece):
+    q, decoded = quantized("nf4")
+    x = normal(2, 64, seed=3)
+    expected = piece(decoded, x)
+    transparent = fb.transparent(piece)
+    # XLA may order a sum of 64 float32 products otherwise, and keep more than bfloat16's 8 bits between two operations.
+    rtol, atol = (2**-7, 2**-7) if piece is PIECES["cast"] else (1e-5, 1e-6)
+    np.testing.assert_allclose(transparent(q, x), expected, rtol=rtol, atol=atol)
+    np.testing.assert_allclose(jax.jit(transparent)(q, x), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_schemes_through_a_loop_a_table_and_a_product(name):
+    q, decoded = quantized(name)
+    x = normal(2, 64, seed=3)
+
+    def net(p, x):
+        return scan_over_stack(p, x + p["table"][jnp.array([3, 4])]) @ p["w"].T
+
+    np.testing.assert_allclose(fb.transparent(net)(q, x), net(decoded, x), rtol=1e-5, atol=1e-6)
+    gradient = jax.grad(lambda x: fb.transparent(net)(q, x).sum())(x)
+    np.testing.assert_allclose(gradient, jax.grad(lambda x: net(decoded, x).sum())(x), rtol=1e-5, atol=1e-6)
+    batch = jnp.stack([x, 2 * x])
+    mapped = jax.vmap(fb.transparent(net), in_axes=(None, 0))(q, batch)
+    np.testing.assert_allclose(mapped[1], net(decoded, 2 * x), rtol=1e-5, atol=1e-6)
+
+
+def test_vmap_over_stacked_quantized_weights_in_both_orders():
+    q, decoded = quantized("int8")
+    x = normal(2, 64, seed=3)
+    outside = jax.vmap(fb.transparent(lambda w, x: x @ w.T), in_axes=(0, None))(q["stack"], x)
+    inside = fb.transparent(jax.vmap(lambda w, x: x @ w.T, in_axes=(0, None)))(q["stack"], x)
+    expected = jnp.einsum("bi,loi->lbo", x, decoded["stack"])
+    np.testing.assert_allclose(outside, expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(inside, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_custom_vjp_keeps_its_rule():
+    q, _ = quantized("int8")
+    x = normal(2, 64, seed=3)
+    plain = jax.grad(lambda x: fb.transparent(lambda p, x: x @ p["w"].T)(q, x).sum())(x)
+    doubled = jax.grad(lambda x: fb.transparent(PIECES["custom_vjp beside"])(q, x).sum())(x)
+    np.testing.assert_allclose(doubled, 2 * plain, rtol=1e-6)
+
+
+def test_weights_stay_packed_through_layout_and_loops():
+    """Nothing as large as the stack of weights is ever float: each layer is decoded inside the loop."""
+    q, _ = quantized("nf4")
+    jaxpr = jax.make_jaxpr(fb.transparent(scan_over_stack))(q, normal(2, 64))
+    sizes = [v.aval.size for e in jaxpr.eqns for v in e.outvars if v.aval.dtype == jnp.float32]
+    assert max(sizes, default=0) < 3 * 64 * 64
+
+
+def test_outputs_that_are_weights_come_out_quantized():
+    q, _ = quantized("nf4")
+    out = fb.transparent(lambda p: {"t": p["w"].T, "n": 3})({"w": q["w"]})
+    assert isinstance(out["t"], fb.QArray)
+    assert out["t"].shape == (64, 64)
+    assert out["t"].scheme == q["w"].T.scheme
+
+
+def test_inner_jit_is_not_retraced_on_a_second_call():
+    q, _ = quantized("int8")
+    traces = []
+
+    @jax.jit
+    def layer(w, x):
+        traces.append(None)
+        return jnp.tanh(x @ w.T)
+
+    run = fb.transparent(lambda p, x: layer(p["w"], layer(p["w"], x)))
+    x = normal(2, 64)
+    for _ in range(3):
+        run(q, x)
+    assert len(traces) == 1
+    jaxpr = jax.make_jaxpr(run)(q, x)
+    assert [e.params["name"] for e in jaxpr.eqns if e.primitive.name in ("jit", "pjit")] == ["layer", "layer"]
+
+
+def test_transparent_under_jit_is_traced_once():
+    q, _ = quantized("int8")
+    traces = []
+
+    def net(p, x):
+        traces.append(None)
+        return x @ p["w"].T
+
+    run = jax.jit(fb.transparent(net))
+    run(q, normal(2, 64))
+    run(q, normal(2, 64, seed=4))
+    assert len(traces) == 1
+
+
+def test_two_models_and_plain_code_never_touch_each_other():
+    """Qwix's interception leaks through JAX's caches (reference/qwix.md 4.1); nothing is patched here."""
+    w, x = normal(64, 64), normal(2, 64, seed=1)
+    q = fb.quantize(w, "int3_g32")
+    matmul = jax.jit(lambda x, w: x @ w)
+    before = matmul(x, w)
+    coarse = fb.transparent(matmul)(x, q)
+    assert jnp.array_equal(matmul(x, w), before)
+    assert jnp.array_equal(x @ w, before)
+    assert not jnp.allclose(coarse, before, atol=1e-3)
+    assert jnp.array_equal(fb.transparent(matmul)(x, q), coarse)
+
+
+def test_leaves_that_are_not_arrays_pass_through():
+    q, decoded = quantized("int8")
+
+    def net(p, x, *, activation, scale=1.0, flag=None):
+        assert isinstance(scale, float)
+        assert flag is True
+        return activation(x @ p["w"].T) * scale
+
+    out = fb.transparent(net)(q, normal(2, 64), activation=jnp.tanh, scale=2.0, flag=True)
+    np.testing.assert_allclose(out, jnp.tanh(normal(2, 64) @ decoded["w"].T) * 2, rtol=1e-5, atol=1e-6)
+
+
+def test_without_quantized_leaves_the_function_is_called_as_it_is():
+    calls = []
+    fb.transparent(lambda x: calls.append(type(x)))(np.ones(3))
+    assert calls == [np.ndarray]
+
+
+UNSUPPORTED = {
+    "add": (lambda w, x: w + 1.0, "add decodes"),
+    "sum": (lambda w, x: w.sum(), "reduce_sum decodes"),
+    "cut tile": (lambda w, x: x[:, :32] @ w[:, 3:35].T, "cuts tiles of 64"),
+    "convert to int": (lambda w, x: w.astype(jnp.int32), "stands for floating numbers, not int32"),
+    "torn reshape": (lambda w, x: w.reshape(-1, 3), "gather|reshape"),
+    "broadcast": (lambda w, x: jnp.broadcast_to(w, (2, 64, 96)), "only unit axes"),
+    "conv": (
+        lambda w, x: jax.lax.conv_general_dilated(x[None], w[:, :, None], (1,), "SAME"),
+        "conv_general_dilated decodes",
+    ),
+}
+
+
+@pytest.mark.parametrize(("piece", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_operations_without_a_rule_raise_or_decode_as_asked(piece, message):
+    w, x = fb.quantize(normal(64, 96), "nf4_g64"), normal(96, 32)
+    if piece is UNSUPPORTED["cut tile"][0]:
+        x = normal(2, 96)
+    with pytest.raises(fb.UnsupportedError, match=message) as caught:
+        fb.transparent(piece)(w, x)
+    assert "fallback='dequantize'" in str(caught.value)
+    places: list[Decoded] = []
+    out = fb.transparent(piece, fallback="dequantize", report=places.append)(w, x)
+    np.testing.assert_allclose(out, piece(fb.dequantize(w), x), rtol=1e-5, atol=1e-6)
+    assert len(places) == 1
+    assert "nf4" in str(places[0])
+
+
+def test_the_message_names_the_line():
+    w = fb.quantize(normal(64, 64), "int8")
+    with pytest.raises(fb.UnsupportedError, match=r"test_transparent\.py:\d+"):
+        fb.transparent(lambda w: w * w)(w)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_fallback_is_checked():
+    with pytest.raises(fb.QuantError, match="fallback is 'decode'"):
+        fb.transparent(lambda w: w, fallback="decode")
+
+
+def test_while_and_scan_decode_a_carry_that_the_loop_changes():
+    w, x = fb.quantize(normal(64, 64), "int8"), normal(2, 64)
+
+    def shrinking(w, x):
+        return jax.lax.fori_loop(0, 2, lambda i, c: (c[0] * 0.5, c[1] @ c[0].T), (w, x))[1]
+
+    with pytest.raises(fb.UnsupportedError):
+        fb.transparent(shrinking)(w, x)
+    out = fb.transparent(shrinking, fallback="dequantize")(w, x)
+    np.testing.assert_allclose(out, shrinking(fb.dequantize(w), x), rtol=1e-5, atol=1e-6)

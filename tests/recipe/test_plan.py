@@ -1,0 +1,168 @@
+"""Recipes resolved against models: what is planned is what is done, and nothing goes unsaid."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / 8, jnp.float32)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return {
+        "embed": normal(50, 64),
+        "layers": {"w": normal(3, 64, 64, seed=1), "gain": jnp.ones((3, 64))},
+        "heads": normal(64, 4, 16, seed=2),
+        "out": normal(4, 16, 64, seed=3),
+        "steps": jnp.arange(4),
+    }
+
+
+def net(p, ids):
+    x = p["embed"][ids]
+    x, _ = jax.lax.scan(lambda c, l: (jnp.tanh(c @ l["w"].T) * l["gain"][None], None), x, p["layers"])
+    x = jnp.einsum("bd,dhk->bhk", x, p["heads"])
+    x = jnp.einsum("bhk,hkd->bd", x, p["out"])
+    return x @ p["embed"].T
+
+
+IDS = jnp.array([1, 2])
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", "nvfp4", "mxfp4", "w8a8"])
+def test_a_plan_says_what_quantize_params_does(params, name):
+    plan = fb.plan(net, params, IDS, recipe=name)
+    q = fb.quantize_params(params, plan)
+    leaves = jax.tree.leaves(q, is_leaf=fb.is_qarray)
+    assert [row.policy is not None for row in plan] == [fb.is_qarray(leaf) for leaf in leaves]
+    assert [row.bytes_after for row in plan] == [leaf.nbytes for leaf in leaves]
+    assert plan.bytes_after == sum(leaf.nbytes for leaf in leaves)
+    decoded = jax.tree.map(lambda x: fb.dequantize(x) if fb.is_qarray(x) else x, q, is_leaf=fb.is_qarray)
+    out, expected = fb.transparent(net)(q, IDS), net(decoded, IDS)
+    tolerance = 0.05 if name == "w8a8" else 1e-5
+    assert jnp.linalg.norm(out - expected) <= tolerance * jnp.linalg.norm(expected)
+
+
+def test_axes_come_from_the_products(params):
+    plan = fb.plan(net, params, IDS, recipe="int4_g16")
+    assert {row.path: row.axis for row in plan} == {
+        "embed": (-1,),
+        "heads": (-3,),
+        "layers/gain": (),
+        "layers/w": (-1,),
+        "out": (-3, -2),
+        "steps": (),
+    }
+    assert plan["layers/w"].stacked == (-3,)
+    assert plan["layers/gain"].reason == "no rule matches it; used by mul"
+    assert plan["steps"].reason == "no rule matches it; nothing uses it"
+    assert plan["embed"].policy.weight.name == "q8_0"
+
+
+def test_stacked_layers_are_quantized_one_by_one(params):
+    q = fb.quantize_params(params, fb.plan(net, params, IDS, recipe="nvfp4"))["layers"]["w"]
+    assert q.tensor_scale.shape == (3, 1, 1)
+    for i in range(3):
+        alone = fb.quantize(params["layers"]["w"][i], "nvfp4")
+        assert jnp.array_equal(fb.dequantize(q[i]), fb.dequantize(alone))
+
+
+def test_first_matching_rule_wins_and_none_leaves(params):
+    recipe = fb.Recipe((fb.Rule("embed", None), fb.Rule("layers/.*", "nf4"), fb.Rule(".*", "int8")))
+    plan = fb.plan(net, params, IDS, recipe=recipe)
+    assert plan["embed"].policy is None
+    assert plan["embed"].reason == "rule 'embed' leaves it"
+    assert plan["layers/w"].policy.weight.name == "nf4"
+    assert plan["layers/gain"].reason.startswith("no product")
+    assert plan["steps"].reason == "int32 is not floating"
+    assert plan["heads"].policy.weight.name == "int8"
+
+
+def test_a_rule_that_matches_nothing_raises(params):
+    recipe = fb.Recipe((fb.Rule("layer/.*", "nf4"), fb.Rule(".*", "int8")), "mine")
+    with pytest.raises(
+        fb.QuantError, match=r"rule 1 of recipe 'mine' \(layer/\.\* -> nf4\) matches nothing; the parameters are embed"
+    ):
+        fb.plan(net, params, IDS, recipe=recipe)
+    optional = fb.Recipe((fb.Rule("layer/.*", "nf4", optional=True), fb.Rule(".*", "int8")))
+    assert fb.plan(net, params, IDS, recipe=optional)["heads"].policy.weight.name == "int8"
+
+
+def test_products_that_disagree_need_a_rule_with_an_axis():
+    square = {"w": normal(32, 32)}
+
+    def both(p, x):
+        return x @ p["w"] @ p["w"].T
+
+    with pytest.raises(fb.QuantError, match=r"w: its products contract different axes .*give its rule an axis"):
+        fb.plan(both, square, normal(2, 32), recipe="int8")
+    recipe = fb.Recipe((fb.Rule("w", "int8", axis=(-2,)),))
+    assert fb.plan(both, square, normal(2, 32), recipe=recipe)["w"].axis == (-2,)
+
+
+def test_without_code_the_last_axis_is_assumed_and_said(params):
+    plan = fb.plan(None, params, recipe="nf4")
+    assert plan["out"].axis == (-1,)
+    assert plan["out"].reason == "axis assumed: no code was traced"
+    assert plan["layers/gain"].policy is not None
+    q = fb.quantize_params({"w": params["heads"]}, "nf4")
+    assert q["w"].scheme.name == "nf4"
+
+
+def test_quantized_leaves_are_left_as_they_are(params):
+    once = fb.quantize_params(params, fb.plan(net, params, IDS, recipe="nf4"))
+    plan = fb.plan(net, once, IDS, recipe="int8")
+    assert plan["heads"].reason == "quantized already, as nf4{...: 1, -3: 64}" or "quantized already" in plan["heads"].reason
+    assert plan.bytes_before == plan.bytes_after
+
+
+def test_plans_are_json_both_ways_and_can_be_edited(params, tmp_path):
+    plan = fb.plan(net, params, IDS, recipe="w8a8")
+    plan.save(tmp_path / "plan.json")
+    assert fb.Plan.load(tmp_path / "plan.json") == plan
+    form = json.loads((tmp_path / "plan.json").read_text())
+    for row in form["rows"]:
+        if row["path"] == "heads":
+            row["policy"] = {"weight": "nf4"}
+    (tmp_path / "plan.json").write_text(json.dumps(form))
+    q = fb.quantize_params(params, fb.Plan.load(tmp_path / "plan.json"))
+    assert q["heads"].scheme.format.name == "nf4"
+    assert str(plan).splitlines()[-1].startswith("4 of 6 parameters quantized")
+
+
+def test_parameters_that_are_not_finite_are_named_and_counted(params):
+    bad = {**params, "heads": params["heads"].at[0, 0, :2].set(jnp.nan).at[1, 1, 1].set(jnp.inf)}
+    plan = fb.plan(net, params, IDS, recipe="nf4")
+    with pytest.raises(fb.QuantError, match=r"heads holds 3 values that are NaN or infinite, of 4096"):
+        fb.quantize_params(bad, plan)
+
+
+def test_a_plan_for_another_tree_is_refused(params):
+    plan = fb.plan(net, params, IDS, recipe="nf4")
+    with pytest.raises(fb.QuantError, match=r"another tree: without \[\], and with \['steps'\]"):
+        fb.quantize_params({k: v for k, v in params.items() if k != "steps"}, plan)
+    with pytest.raises(fb.QuantError, match=r"heads has shape \(64, 4, 8\), but the plan was made for \(64, 4, 16\)"):
+        fb.quantize_params({**params, "heads": params["heads"][..., :8]}, plan)
+
+
+def test_plan_messages(params, tmp_path):
+    plan = fb.plan(net, params, IDS, recipe="nf4")
+    with pytest.raises(fb.QuantError, match="did you mean 'heads'"):
+        plan["head"]
+    (tmp_path / "p.json").write_text("{")
+    with pytest.raises(fb.QuantError, match="cannot be read"):
+        fb.Plan.load(tmp_path / "p.json")
+    (tmp_path / "p.json").write_text("[]")
+    with pytest.raises(fb.QuantError, match="does not hold an object"):
+        fb.Plan.load(tmp_path / "p.json")
+    form = plan.to_json()
+    form["rows"][0]["axes"] = [1]
+    with pytest.raises(fb.QuantError, match="no field 'axes'; did you mean 'axis'"):
+        fb.Plan.from_json(form)

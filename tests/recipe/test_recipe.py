@@ -1,0 +1,67 @@
+"""Recipes: names, files, JSON, and messages that say what to write instead."""
+
+import json
+
+import pytest
+
+import fewbit as fb
+
+
+@pytest.mark.parametrize("name", fb.RECIPES.names())
+def test_presets_are_json_both_ways(name):
+    recipe = fb.recipe(name)
+    assert recipe.name == name
+    assert fb.recipe(json.loads(json.dumps(recipe.to_json()))) == recipe
+    assert str(recipe).startswith(name)
+
+
+def test_a_scheme_with_a_tile_is_a_recipe():
+    recipe = fb.recipe("int5_g96")
+    assert recipe.rules[-1].policy.weight.name == "int5_g96"
+    assert fb.weight_only("nf4", embedding=None).rules[0].policy is None
+
+
+def test_files(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"rules": [{"path": ".*", "policy": {"weight": "nf4", "activation": None}}]}))
+    assert fb.recipe(str(path)).name == "mine"
+    assert fb.recipe(path).rules[0].policy == fb.Policy("nf4")
+    with pytest.raises(fb.QuantError, match="does not exist"):
+        fb.recipe(tmp_path / "other.json")
+    path.write_text("{")
+    with pytest.raises(fb.QuantError, match="cannot be read"):
+        fb.recipe(path)
+    path.write_text("[]")
+    with pytest.raises(fb.QuantError, match="must hold an object"):
+        fb.recipe(path)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fb.recipe("int44"), r"unknown recipe 'int44'; did you mean 'int4'"),
+        (lambda: fb.recipe({"rule": []}), r"no field 'rule'; did you mean 'rules'"),
+        (lambda: fb.recipe({"rules": {}}), r"needs 'rules', a list"),
+        (lambda: fb.recipe({"rules": []}), r"has no rules"),
+        (lambda: fb.recipe({"rules": [{"path": ".*"}]}), r"a rule needs a 'policy'"),
+        (lambda: fb.recipe({"rules": [{"path": ".*", "policy": None, "op": []}]}), r"did you mean 'ops'"),
+        (
+            lambda: fb.recipe({"rules": [{"path": ".*", "policy": {"weight": "nf5"}}]}),
+            r"unknown scheme 'nf5'; did you mean 'nf4'",
+        ),
+        (lambda: fb.Rule("(", "nf4"), r"'\(' is not a regular expression"),
+        (lambda: fb.Rule(".*", "nf4", ops=("dot",)), r"unknown op 'dot'"),
+    ],
+)
+def test_messages(make, message):
+    with pytest.raises(fb.QuantError, match=message):
+        make()
+
+
+def test_rules_match_whole_paths():
+    rule = fb.Rule("attn/.*", "nf4")
+    assert rule.matches("attn/q", ())
+    assert not rule.matches("layers/attn/q", ())
+    only = fb.Rule(".*", "nf4", ops=("take",))
+    assert only.matches("embed", ("take", "dot_general"))
+    assert not only.matches("w", ("dot_general",))

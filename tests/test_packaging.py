@@ -1,0 +1,98 @@
+"""The package installs with a C++ compiler and without one, and what pyproject.toml promises holds in the repository."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+# A whole FFI kernel, so that the headers of jaxlib are compiled too.
+KERNEL = """
+#include "xla/ffi/api/ffi.h"
+namespace ffi = xla::ffi;
+static ffi::Error Nothing(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
+XLA_FFI_DEFINE_HANDLER_SYMBOL(nothing, Nothing, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
+"""
+
+
+def wheel_names(tree: Path, **environment: str) -> list[str]:
+    """The files of the wheel that pip builds from a source tree."""
+    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
+    subprocess.run([*command, "-w", "out", "."], cwd=tree, check=True, env=os.environ | environment)
+    (wheel,) = (tree / "out").glob("fewbit-*.whl")
+    return zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A copy of what the build reads, without any C++ file."""
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.cc", "*.so", "*.egg-info", "__pycache__"))
+    return tmp_path
+
+
+def add_kernel(tree: Path) -> None:
+    """Puts one C++ file where kernels stand."""
+    folder = tree / "src" / "fewbit" / "kernels" / "nothing"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text('"""A kernel that does nothing."""\n')
+    (folder / "cpu.cc").write_text(KERNEL)
+
+
+def extensions(names: list[str]) -> list[str]:
+    """The compiled files among the names."""
+    return [name for name in names if name.endswith((".so", ".pyd"))]
+
+
+@pytest.mark.slow
+def test_without_cpp_files_the_wheel_is_pure(tree: Path) -> None:
+    names = wheel_names(tree)
+    assert "fewbit/__init__.py" in names
+    assert "fewbit/py.typed" in names
+    assert not extensions(names)
+    assert {Path(name).parts[0].split("-")[0] for name in names} == {"fewbit"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
+def test_a_cpp_file_becomes_an_extension_beside_it(tree: Path) -> None:
+    add_kernel(tree)
+    (built,) = extensions(wheel_names(tree))
+    assert built.startswith("fewbit/kernels/nothing/_cpu.")
+
+
+@pytest.mark.slow
+def test_without_a_compiler_the_package_installs_without_the_extension(tree: Path) -> None:
+    add_kernel(tree)
+    names = wheel_names(tree, CC="/nowhere/cc", CXX="/nowhere/c++")
+    assert "fewbit/kernels/nothing/__init__.py" in names
+    assert not extensions(names)
+
+
+def test_the_command_is_declared() -> None:
+    assert PROJECT["scripts"] == {"fewbit": "fewbit.cli:main"}
+
+
+def test_ci_runs_the_readmes_test_command() -> None:
+    assert (ROOT / ".ci" / "run").read_text().splitlines()[-1].endswith("exec make test")
+    assert "make test" in (ROOT / "README.md").read_text()
+
+
+def test_the_demo_needs_no_heavy_package() -> None:
+    extras = PROJECT["optional-dependencies"]
+    wanted = " ".join([*PROJECT["dependencies"], *extras["io"], *extras["plot"], *extras["demo"]])
+    assert not [name for name in ("torch", "flax", "transformers", "qwix") if name in wanted]
+
+
+def test_every_constraint_is_one_exact_version() -> None:
+    lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
+    assert lines
+    assert [line for line in lines if line.count("==") != 1 or "@" in line or "+" in line] == []
