@@ -8,7 +8,18 @@ import pytest
 from fewbit.formats import E8M0, FORMATS, Binary, Codebook, Integer, Minifloat, Ternary
 from tests.conformance import format_laws as laws
 
-each_format = pytest.mark.parametrize("name", FORMATS.names())
+# Formats that differ from a tested sibling by their width only are left to the full run.
+_SIBLINGS = {f"{sign}int{b}{end}" for sign in ("", "u") for b in range(1, 9) for end in ("", "_narrow")} - {
+    "int1",
+    "int4",
+    "int8",
+    "uint4",
+    "int4_narrow",
+}
+
+each_format = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SIBLINGS else []) for n in FORMATS.names()]
+)
 
 # What the docstring of each kind says of a tie between two neighbours: whether the upper one is taken.
 TIE_RULES: dict[type, laws.TieRule] = {
@@ -33,11 +44,7 @@ def test_numbers_encode_to_themselves(name: str):
 
 @each_format
 def test_every_bfloat16_is_rounded_to_the_nearest(name: str):
-    fmt, x = FORMATS[name], laws.ALL_NUMBERS
-    if isinstance(fmt, E8M0 | Binary):
-        # Both tell float32 subnormals apart only as zero, see their docstrings and test_subnormals_count_as_zero.
-        x = x[(np.abs(x) >= 2.0**-126) | (x == 0)]
-    laws.check_nearest(fmt, TIE_RULES[type(fmt)], x)
+    laws.check_nearest(FORMATS[name], TIE_RULES[type(FORMATS[name])])
 
 
 @each_format
@@ -45,8 +52,9 @@ def test_midpoints_of_all_neighbours(name: str):
     fmt = FORMATS[name]
     numbers, _ = laws.numbers_of(fmt)
     middles = ((numbers[1:] + numbers[:-1]) / 2)[np.abs(numbers[1:]) != 2.0**-126]
-    around = np.concatenate([middles.astype(np.float32), *(np.nextafter(middles.astype(np.float32), np.float32(e)) for e in (-9e9, 9e9))])
-    laws.check_nearest(fmt, TIE_RULES[type(fmt)], around[np.abs(around) >= 2.0**-126])
+    middles = middles.astype(np.float32)
+    around = np.concatenate([middles, np.nextafter(middles, np.float32(-9e9)), np.nextafter(middles, np.float32(9e9))])
+    laws.check_nearest(fmt, TIE_RULES[type(fmt)], laws.repeated(around[np.abs(around) >= 2.0**-126], 1024))
 
 
 @each_format
@@ -73,21 +81,13 @@ def test_stochastic_rounding_is_unbiased(name: str):
 @each_format
 @pytest.mark.parametrize("seed", [1, 2])
 def test_stochastic_rounding_is_unbiased_over_many_draws(name: str, seed: int):
-    laws.check_stochastic(FORMATS[name], draws=65536, seed=seed)
+    laws.check_stochastic(FORMATS[name], draws=2**22, seed=seed)
 
 
 @each_format
 def test_json_round_trip(name: str):
     laws.check_json(FORMATS[name])
     assert FORMATS[name].name == name
-
-
-@each_format
-def test_keys_differ(name: str):
-    fmt = FORMATS[name]
-    x = jnp.asarray(np.tile(laws.between_numbers(fmt, np.array([0.5]))[0], (64, 1)))
-    a, b = (fmt.encode(x, key=jax.random.key(seed)) for seed in (1, 2))
-    assert not np.array_equal(a, b)
 
 
 @each_format

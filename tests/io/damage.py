@@ -5,16 +5,24 @@ from collections.abc import Iterator
 
 import jax
 import numpy as np
+import pytest
 
 from fewbit import QuantError, io
 
 Content = dict[str, list[tuple[str, tuple[int, ...], bytes]]]
 
 
-def flipped(data: bytes, start: int = 0, stop: int | None = None, bits: range = range(8)) -> Iterator[tuple[int, bytes]]:
-    """Each damaged copy with one bit flipped, and the position of its byte."""
+EVERY_BIT = pytest.mark.parametrize(
+    "bits", [pytest.param(1, id="one bit a byte"), pytest.param(8, id="every bit", marks=pytest.mark.slow)]
+)
+"""Runs a test on one bit of every byte, another one from byte to byte, and among the slow tests on all of them."""
+
+
+def flipped(data: bytes, bits: int, start: int = 0, stop: int | None = None) -> Iterator[tuple[int, bytes]]:
+    """Each damaged copy with one bit flipped, and the position of its byte; `bits` bits of every byte take turns."""
     for position in range(start, len(data) if stop is None else stop):
-        for bit in bits:
+        for bit in range(position, position + bits):
+            bit %= 8
             yield position, data[:position] + bytes([data[position] ^ 1 << bit]) + data[position + 1 :]
 
 

@@ -3,8 +3,9 @@
 import numpy as np
 import pytest
 
-import fewbit as fb
 from fewbit import QuantError, io
+
+from .examples import quantized
 
 
 def test_the_name_does_not_matter(tmp_path):
@@ -28,7 +29,9 @@ def test_what_is_no_model(tmp_path, suffix, data):
 
 def test_an_unknown_file_is_told_what_is_expected(tmp_path):
     (tmp_path / "m.bin").write_bytes(b"\x80\x02}q\x00.")
-    with pytest.raises(QuantError, match=r"begins with b'\\x80\\x02}q'. Expected is a GGUF, safetensors or \.npz file; pickles"):
+    with pytest.raises(
+        QuantError, match=r"begins with b'\\x80\\x02}q'. Expected is a GGUF, safetensors or \.npz file; pickles"
+    ):
         io.read(tmp_path / "m.bin")
 
 
@@ -49,7 +52,7 @@ def test_a_directory_with_a_model_file_names_it(tmp_path):
 
 
 def test_reading_loads_nothing(tmp_path):
-    io.write(tmp_path / "m", {"w": fb.quantize(np.ones((4, 64), np.float32), "nf4")})
+    io.write(tmp_path / "m", {"w": quantized("nf4")})
     checkpoint = io.read(tmp_path / "m")
     shard = tmp_path / "m" / "model.safetensors"
     data = shard.read_bytes()

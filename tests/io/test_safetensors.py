@@ -75,7 +75,9 @@ def test_tensors_beside_the_index_are_named_in_a_note(tmp_path):
 def test_a_missing_file(tmp_path):
     path = sharded(tmp_path)
     (path / "model-2.safetensors").unlink()
-    with pytest.raises(QuantError, match=r"model-2\.safetensors is missing, though model\.safetensors\.index\.json names it"):
+    with pytest.raises(
+        QuantError, match=r"model-2\.safetensors is missing, though model\.safetensors\.index\.json names it"
+    ):
         io.read(path)
 
 

@@ -1,5 +1,7 @@
 """Unchanged code on quantized leaves: a table of rows, each a piece of model code, in every transformation."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -87,6 +89,7 @@ PIECES = {
 }
 
 
+@functools.cache
 def quantized(name):
     params = {"w": normal(64, 64), "stack": normal(3, 64, 64, seed=1), "table": normal(50, 64, seed=2)}
     q = {key: fb.quantize(value, name) for key, value in params.items() if key != "stack"}
@@ -98,12 +101,17 @@ def quantized(name):
 def test_pieces_of_model_code(piece):
     q, decoded = quantized("nf4")
     x = normal(2, 64, seed=3)
-    expected = piece(decoded, x)
-    transparent = fb.transparent(piece)
+    expected = jax.jit(piece)(decoded, x)
     # XLA may order a sum of 64 float32 products otherwise, and keep more than bfloat16's 8 bits between two operations.
     rtol, atol = (2**-7, 2**-7) if piece is PIECES["cast"] else (1e-5, 1e-6)
-    np.testing.assert_allclose(transparent(q, x), expected, rtol=rtol, atol=atol)
-    np.testing.assert_allclose(jax.jit(transparent)(q, x), expected, rtol=rtol, atol=atol)
+    np.testing.assert_allclose(jax.jit(fb.transparent(piece))(q, x), expected, rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("name", ["matmul", "heads", "take", "inner jit", "scan over stack", "while", "cond"])
+def test_pieces_without_jit(name):
+    q, decoded = quantized("int8")
+    x = normal(2, 64, seed=3)
+    np.testing.assert_allclose(fb.transparent(PIECES[name])(q, x), PIECES[name](decoded, x), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -114,12 +122,13 @@ def test_schemes_through_a_loop_a_table_and_a_product(name):
     def net(p, x):
         return scan_over_stack(p, x + p["table"][jnp.array([3, 4])]) @ p["w"].T
 
-    np.testing.assert_allclose(fb.transparent(net)(q, x), net(decoded, x), rtol=1e-5, atol=1e-6)
-    gradient = jax.grad(lambda x: fb.transparent(net)(q, x).sum())(x)
-    np.testing.assert_allclose(gradient, jax.grad(lambda x: net(decoded, x).sum())(x), rtol=1e-5, atol=1e-6)
-    batch = jnp.stack([x, 2 * x])
-    mapped = jax.vmap(fb.transparent(net), in_axes=(None, 0))(q, batch)
-    np.testing.assert_allclose(mapped[1], net(decoded, 2 * x), rtol=1e-5, atol=1e-6)
+    def everything(net, p, x):
+        gradient = jax.grad(lambda x: net(p, x).sum())(x)
+        return net(p, x), gradient, jax.vmap(net, in_axes=(None, 0))(p, jnp.stack([x, 2 * x]))
+
+    found = jax.jit(lambda p, x: everything(fb.transparent(net), p, x))(q, x)
+    for got, expected in zip(found, jax.jit(lambda p, x: everything(net, p, x))(decoded, x), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_vmap_over_stacked_quantized_weights_in_both_orders():

@@ -27,7 +27,7 @@ def params():
 
 def net(p, ids):
     x = p["embed"][ids]
-    x, _ = jax.lax.scan(lambda c, l: (jnp.tanh(c @ l["w"].T) * l["gain"][None], None), x, p["layers"])
+    x, _ = jax.lax.scan(lambda c, p: (jnp.tanh(c @ p["w"].T) * p["gain"][None], None), x, p["layers"])
     x = jnp.einsum("bd,dhk->bhk", x, p["heads"])
     x = jnp.einsum("bhk,hkd->bd", x, p["out"])
     return x @ p["embed"].T

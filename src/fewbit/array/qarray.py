@@ -1,7 +1,7 @@
 """QArray: a stored quantized tensor, an array by its shape and dtype, a pytree of packed codes and scales."""
 
 import dataclasses
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, NoReturn, cast
 
 import jax
@@ -55,13 +55,13 @@ class QArray:
     __array_ufunc__ = None  # so that a numpy operand leaves the operation to us
     __hash__ = object.__hash__
 
-    def tree_flatten_with_keys(self):
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         """The arrays with their names, and what is static."""
         leaves = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES]
         return leaves, (self.scheme, self.dtype, self.slack, self.policy)
 
     @classmethod
-    def tree_unflatten(cls, static, leaves) -> "QArray":
+    def tree_unflatten(cls, static: tuple[Any, ...], leaves: Iterable[Any]) -> "QArray":
         """The QArray of its leaves, which may be anything that JAX puts in their place."""
         q = object.__new__(cls)
         values = (*leaves, *static)
@@ -203,7 +203,7 @@ class QArray:
         codes = self.codes[tuple(codes_index)]
         slack = code_capacity(codes.shape[packed], self.scheme.format.bits) - kept[packed].length
 
-        def on_tiles(leaf):
+        def on_tiles(leaf: Any) -> Any:
             fits = tuple(_on_unit_axis(i, n, m) for i, n, m in _beside(scale_index, leaf.shape, self.scale.shape))
             return leaf[fits]
 
@@ -228,7 +228,7 @@ class QArray:
             for i, (n, tile) in enumerate(zip(self.shape, self.tiles, strict=True))
         ]
 
-    def _moved(self, move, scheme: Scheme) -> "QArray":
+    def _moved(self, move: Callable[[Any], Any], scheme: Scheme) -> "QArray":
         """The same arrays, each after `move`, under another scheme."""
         zero = None if self.zero_point is None else move(self.zero_point)
         tensor = None if self.tensor_scale is None else move(self.tensor_scale)
@@ -269,7 +269,7 @@ def _from_reshaped_leaves(q: QArray, shape: tuple[int, ...], scheme: Scheme) -> 
     bytes_shape[axis] = packed_length(shape[axis], scheme.format.bits, scheme.packing)
     slack = code_capacity(bytes_shape[axis], scheme.format.bits) - shape[axis]
 
-    def on_tiles(leaf):
+    def on_tiles(leaf: Any) -> Any:
         return leaf.reshape(counts if leaf.size == int(np.prod(counts)) else (1,) * len(counts))
 
     zero = None if q.zero_point is None else on_tiles(q.zero_point)
@@ -343,7 +343,9 @@ def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any,
 def _beside(index: list[Any], leaf_shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> Iterator[tuple[Any, int, int]]:
     """Each step of an index with the lengths of the leaf's and the scale's axis that it meets."""
     lengths = iter(zip(leaf_shape, scale_shape, strict=True))
-    return ((step, *((1, 1) if step is None else next(lengths))) for step in index)
+    for step in index:
+        length, scale_length = (1, 1) if step is None else next(lengths)
+        yield step, length, scale_length
 
 
 def _on_unit_axis(step: Any, length: int, scale_length: int) -> Any:

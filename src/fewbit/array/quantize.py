@@ -59,7 +59,7 @@ def quantize(
     tiles = bound.tiles(x.ndim)
     view = _view(x, tiles, error_weights, bound)
     tensor_scale = _tensor_scale(view, bound) if bound.tensor_scale else None
-    target = Target(bound.format, ScaleStore(_plain_holder(bound), tensor_scale), bound.zero_point)
+    target = Target(bound.format, ScaleStore(_plain_holder(bound), tensor_scale), bound.zero_holder)
     ideal, offset = bound.calibration.scale(view, target)
     counts = tile_counts(x.shape, tiles)
     stored, scale = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles)

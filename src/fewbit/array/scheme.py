@@ -80,9 +80,10 @@ class Scheme:
             preset = SCHEMES[name]
             if preset == plain:
                 return name
-            if preset == dataclasses.replace(plain, tile=preset.tile) and (length := plain.tile.get(-1)):
-                if plain.tile == {...: 1, -1: length}:
-                    return f"{name}_g{length}"
+            length = plain.tile.get(-1)
+            is_retiled = preset == dataclasses.replace(plain, tile=preset.tile)
+            if is_retiled and length is not None and plain.tile == {...: 1, -1: length}:
+                return f"{name}_g{length}"
         return f"{self.format.name}{self.tile!r}"
 
     @property
@@ -94,6 +95,11 @@ class Scheme:
         tiles = list(axis_tiles(self.tile, ndim))
         tiles.append(tiles.pop(self.pack_axis))
         return tile_map(tiles, self.tile.get(...))
+
+    @property
+    def zero_holder(self) -> AbstractFormat | np.dtype | None:
+        """What holds the zero points: a Format, the dtype of float offsets, or None for neither."""
+        return self.zero_point if isinstance(self.zero_point, AbstractFormat | None) else jnp.dtype(self.zero_point)
 
     def tiles(self, ndim: int) -> tuple[Tile, ...]:
         """The tile of each axis of an array of `ndim` axes: a length, or None for the whole axis."""
@@ -229,4 +235,4 @@ def _holder_from_json(form: Any) -> Any:
         return Scheme.from_json(form)
     if isinstance(form, str) and form in FORMATS:
         return FORMATS[form]
-    return form if isinstance(form, str) else format_from_json(form)
+    return form if isinstance(form, str) else format_from_json(dict(form))

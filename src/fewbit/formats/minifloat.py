@@ -26,10 +26,9 @@ class Minifloat(AbstractFormat):
     - "fnuz": no infinity and no -0; the code of -0 is NaN (e4m3fnuz, e5m2fnuz, e4m3b11fnuz);
     - "none": every code is a finite number (e2m1, e2m3, e3m2 of the OCP MX specification).
 
-    Encoding rounds to the nearest number, ties to the even code (without a mantissa: to the larger of two powers of two),
-    subnormals included. It saturates: beyond `max`, and at
-    infinity, the largest number is taken, never infinity (the rule of PTX's `satfinite`). NaN encodes as a NaN code, or as
-    0 where there is none. -0 is kept where the format has it. An unsigned format takes negative numbers as 0. Float32
+    Encoding rounds to the nearest number, ties to the even code, subnormals included (without a mantissa:
+    to zero, else to the larger of two powers of two). It saturates: beyond `max`, and at infinity, the largest number is
+    taken, never infinity (the rule of PTX's `satfinite`). NaN encodes as a NaN code, or as 0 where there is none. -0 is kept where the format has it. An unsigned format takes negative numbers as 0. Float32
     subnormals count as zero, as XLA flushes them.
 
     Attributes:

@@ -34,7 +34,7 @@ def format_from_json(form: str | dict[str, Any]) -> AbstractFormat:
     """
     if isinstance(form, str):
         return FORMATS[form]
-    fields = dict(form)
+    fields: dict[str, Any] = dict(form)
     kind = fields.pop("kind", None)
     if kind not in _KINDS:
         raise QuantError(f"a format's kind is {kind!r}; known: {', '.join(_KINDS)}")
@@ -42,6 +42,7 @@ def format_from_json(form: str | dict[str, Any]) -> AbstractFormat:
     if unknown := set(fields) - known:
         raise QuantError(f"a {kind} format has no field {sorted(unknown)}; its fields: {', '.join(sorted(known))}")
     try:
-        return _KINDS[kind](**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
+        return _KINDS[kind](**arguments)
     except TypeError as error:
         raise QuantError(f"format {form}: {error}") from error

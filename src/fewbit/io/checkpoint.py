@@ -35,7 +35,7 @@ class TensorInfo:
     scheme: Scheme | None = None
 
 
-class Tensors(Mapping[str, np.ndarray | QArray]):
+class Tensors(Mapping):
     """Named tensors; indexing loads one from the file, each time anew, so that nothing is held that is not used.
 
     Args:

@@ -53,6 +53,7 @@ def _members(path: pathlib.Path) -> dict[str, bytes]:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
+            _check_count(len(entries), len(archive.comment), path)
             for entry in entries:
                 _check_entry(entry, path)
             names = [entry.filename.removesuffix(_SUFFIX) for entry in entries]
@@ -70,6 +71,15 @@ def _members(path: pathlib.Path) -> dict[str, bytes]:
                 f"{path} is a damaged .npz file: {name!r} has {len(members[name])} bytes, not {entry.file_size}"
             )
     return members
+
+
+def _check_count(found: int, comment: int, path: pathlib.Path) -> None:
+    """Compares the number of members with that of the archive's last record: zipfile does not, and may skip some."""
+    with path.open("rb") as file:
+        file.seek(-22 - comment, io.SEEK_END)
+        mark, _, (announced,) = file.read(4), file.seek(6, io.SEEK_CUR), struct.unpack("<H", file.read(2))
+    if mark != b"PK\x05\x06" or announced != min(found, 0xFFFF):
+        raise QuantError(f"{path} is a damaged .npz file: {found} members are found, {announced} are announced")
 
 
 def _check_entry(entry: zipfile.ZipInfo, path: pathlib.Path) -> None:

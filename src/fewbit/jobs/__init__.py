@@ -1,7 +1,12 @@
 """The pipelines that the command line runs: load, plan, quantize, evaluate, compare, generate, inspect, and the demo."""
 
+from .compare import Baseline as Baseline
 from .compare import Candidate as Candidate
+from .compare import baseline as baseline
 from .compare import compare as compare
+from .compare import released as released
+from .demo import Demo as Demo
+from .demo import demo as demo
 from .inspection import Inspection as Inspection
 from .inspection import inspect as inspect
 from .load import load as load

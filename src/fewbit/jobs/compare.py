@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from .. import models
 from ..evaluate import Comparison, Perplexity, compare_models, perplexity
 from ..recipe import Plan
 from .model import Model
-from .planning import plan_model
 from .quality import batch_size, logits_function, stacked
 from .quantize import worst
 from .tensors import TensorResult, quantized_tensors
@@ -25,7 +24,7 @@ class Candidate:
     Attributes:
         recipe: its name.
         plan: its plan.
-        params: the tree with quantized leaves.
+        params: the tree with quantized leaves; None when it was released.
         tensors: what happened to each tensor.
         nbytes: the bytes of its arrays.
         bits_per_weight: eight times these over the number of elements.
@@ -96,52 +95,48 @@ def _remembering(logits: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return remembered
 
 
-def compare(
-    base: Baseline,
-    recipes: Sequence[Any],
-    *,
-    plans: Sequence[Plan] | None = None,
-    on_tensor: Callable[[str, TensorResult], None] | None = None,
-    on_window: Callable[[str, int, int], None] | None = None,
-) -> Iterator[Candidate]:
-    """One candidate after another; only the one that was given last is held in memory.
+def compare(base: Baseline, plan: Plan, *, on_tensor: Callable[[TensorResult], None] | None = None) -> Candidate:
+    """A plan's model beside the float model, quantized in memory.
 
     Args:
         base: the float model on its windows.
-        recipes: anything that `fb.recipe` takes.
-        plans: the plans of the recipes, when they are known already.
-        on_tensor: called with the recipe's name after each tensor.
-        on_window: called with the recipe's name, the windows that are done and all windows.
+        plan: a plan for it.
+        on_tensor: called after each tensor.
+
+    Raises:
+        QuantError: when a parameter is not finite.
     """
-    resolved = plans if plans is not None else [plan_model(base.model, recipe=recipe) for recipe in recipes]
-    for plan in resolved:
-        yield _candidate(base, plan, on_tensor, on_window)
-
-
-def _candidate(
-    base: Baseline,
-    plan: Plan,
-    on_tensor: Callable[[str, TensorResult], None] | None,
-    on_window: Callable[[str, int, int], None] | None,
-) -> Candidate:
-    config = base.model.runnable_config()
     start = time.perf_counter()
     values, results = {}, []
     for value, result in quantized_tensors(base.model, plan):
         values[result.path] = value
         results.append(result)
         if on_tensor is not None:
-            on_tensor(plan.recipe, result)
-    params = models.params_from_paths(values, config)
-    quantized = time.perf_counter()
+            on_tensor(result)
+    params = models.params_from_paths(values, base.model.runnable_config())
+    return measured(base, plan, params, tuple(results), time.perf_counter() - start)
 
-    def progress(done: int, total: int) -> None:
-        if on_window is not None:
-            on_window(plan.recipe, done, total)
 
+def measured(base: Baseline, plan: Plan, params: Any, results: tuple[TensorResult, ...], seconds: float) -> Candidate:
+    """The candidate of parameters that are quantized already.
+
+    Args:
+        base: the float model on its windows.
+        plan: the plan that they were quantized by.
+        params: the tree of parameters.
+        results: what happened to each tensor.
+        seconds: how long quantizing took.
+    """
+    start = time.perf_counter()
+    config = base.model.runnable_config()
     logits = logits_function(stacked(params), config)
-    batch = batch_size(config, base.windows)
-    quality = compare_models(base.logits, logits, base.windows, batch_size=batch, progress=progress)
-    seconds = quantized - start, time.perf_counter() - quantized
+    quality = compare_models(base.logits, logits, base.windows, batch_size=batch_size(config, base.windows))
+    evaluated = time.perf_counter() - start
     nbytes = sum(result.bytes_after for result in results)
-    return Candidate(plan.recipe, plan, params, tuple(results), nbytes, 8 * nbytes / base.model.size, quality, *seconds)
+    bits = 8 * nbytes / base.model.size
+    return Candidate(plan.recipe, plan, params, results, nbytes, bits, quality, seconds, evaluated)
+
+
+def released(candidate: Candidate) -> Candidate:
+    """The candidate without its parameters, so that their memory can be used for the next."""
+    return dataclasses.replace(candidate, params=None)

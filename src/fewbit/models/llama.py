@@ -39,7 +39,7 @@ def forward(
     Args:
         params: the tree above; `layers` may be the list, which is unrolled, or what `stack_layers` makes of it, which
             is scanned.
-        tokens: token ids from 0 to V - 1; the logits after any other id are NaN.
+        tokens: token ids from 0 to V - 1; another id makes all logits of its row NaN.
         config: the network that the tree belongs to.
         dtype: what products are computed from; they accumulate in float32, and norms and softmax are float32 always.
 

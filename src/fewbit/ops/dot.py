@@ -53,14 +53,14 @@ def dot_general(
     >>> dot_general(jnp.ones((2, 4)), w, (((1,), (1,)), ((), ()))).shape
     (2, 4)
     """
-    lhs, rhs = _operand(lhs), _operand(rhs)
-    numbers = _normalized(dimension_numbers, lhs.ndim, rhs.ndim)
-    policy = policy if policy is not None else _carried_policy(lhs, rhs)
-    if policy is None or policy.activation is None or not _has_one_float(lhs, rhs):
-        if policy is not None and policy.activation is not None and not _has_quantized(lhs, rhs):
+    left, right = _operand(lhs), _operand(rhs)
+    numbers = _normalized(dimension_numbers, left.ndim, right.ndim)
+    policy = policy if policy is not None else _carried_policy(left, right)
+    if policy is None or policy.activation is None or not _has_one_float(left, right):
+        if policy is not None and policy.activation is not None and not _has_quantized(left, right):
             raise QuantError("policy asks for a quantized product, but neither operand is a QArray")
-        return _product(lhs, rhs, numbers, precision, preferred_element_type, backend)
-    return _quantized_activation_product(lhs, rhs, numbers, precision, preferred_element_type, policy, backend)
+        return _product(left, right, numbers, precision, preferred_element_type, backend)
+    return _quantized_activation_product(left, right, numbers, precision, preferred_element_type, policy, backend)
 
 
 def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
@@ -69,17 +69,16 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """
-    lhs, rhs = _operand(lhs), _operand(rhs)
-    if lhs.ndim == 0 or rhs.ndim == 0:
-        raise QuantError(f"matmul needs operands of at least one axis, got shapes {lhs.shape} and {rhs.shape}")
-    batch = _matmul_batch(lhs.shape[:-2], rhs.shape[:-2])
-    left = tuple(range(batch))
-    contracted = ((lhs.ndim - 1,), (max(rhs.ndim - 2, 0),))
-    if lhs.shape[-1] != rhs.shape[contracted[1][0]]:
-        raise QuantError(f"matmul cannot contract shapes {lhs.shape} and {rhs.shape}: the inner lengths differ")
-    product = dot_general(*_promoted(lhs, rhs), (contracted, (left, left)))
+    left, right = _operand(lhs), _operand(rhs)
+    if left.ndim == 0 or right.ndim == 0:
+        raise QuantError(f"matmul needs operands of at least one axis, got shapes {left.shape} and {right.shape}")
+    batch = tuple(range(_matmul_batch(left.shape[:-2], right.shape[:-2])))
+    inner = max(right.ndim - 2, 0)
+    if left.shape[-1] != right.shape[inner]:
+        raise QuantError(f"matmul cannot contract shapes {left.shape} and {right.shape}: the inner lengths differ")
+    product = dot_general(*_promoted(left, right), (((left.ndim - 1,), (inner,)), (batch, batch)))
     # The product puts the left's free axis first; matmul wants it before the right's last one.
-    return jnp.moveaxis(product, 0, -2) if not batch and rhs.ndim > 2 and lhs.ndim > 1 else product
+    return jnp.moveaxis(product, 0, -2) if not batch and right.ndim > 2 and left.ndim > 1 else product
 
 
 PRODUCTS.add("matmul", matmul)
@@ -104,7 +103,7 @@ def _normalized(numbers: Any, left_ndim: int, right_ndim: int) -> DimensionNumbe
 
 def _carried_policy(lhs: Any, rhs: Any) -> Policy | None:
     """The policy that the operands carry."""
-    carried = {x.policy for x in (lhs, rhs) if isinstance(x, QArray) and x.policy is not None}
+    carried = {x.policy for x in (lhs, rhs) if isinstance(x, QArray) and isinstance(x.policy, Policy)}
     if len(carried) > 1:
         raise QuantError(f"the operands carry different policies ({', '.join(map(str, carried))}); pass policy=")
     return next(iter(carried), None)

@@ -55,12 +55,12 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
 
 def taken_rows(q: QArray, at: jax.Array, axis: int) -> QArray:
     """The rows at indices within bounds along an axis that is not packed, still quantized, each with its own scale."""
-    tile = q.tiles[axis]
+    tile = q.tiles[axis] or 1
 
     def on_tiles(leaf: Any) -> Any:
         if leaf.shape[axis] == 1:
             return leaf
-        place = at if tile == 1 else at // tile
+        place = at // tile
         return taken_rows(leaf, place, axis) if isinstance(leaf, QArray) else jnp.take(leaf, place, axis=axis)
 
     zero = None if q.zero_point is None else on_tiles(q.zero_point)

@@ -79,6 +79,7 @@ def transparent(
     if fallback not in ("error", "dequantize"):
         raise QuantError(f"fallback is {fallback!r}; must be 'error' or 'dequantize'")
     inner_functions: dict[int, tuple[Any, Callable[..., Any]]] = {}
+    call: Callable[..., Any] = fn
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_qarray)
@@ -93,7 +94,7 @@ def transparent(
             for place, array in zip(places, arrays, strict=True):
                 filled[place] = array
             inner_args, inner_kwargs = jax.tree.unflatten(treedef, filled)
-            outputs, out_tree = jax.tree.flatten(fn(*inner_args, **inner_kwargs))
+            outputs, out_tree = jax.tree.flatten(call(*inner_args, **inner_kwargs))
             return outputs
 
         dynamic = [leaves[i] for i in places]
@@ -158,7 +159,7 @@ class _Evaluator:
             return self.decode_and_bind(eqn, values, "fewbit has no rule for it")
         try:
             return rule(self, eqn, values)
-        except _NoRule as reason:
+        except _NoRuleError as reason:
             return self.decode_and_bind(eqn, values, str(reason))
 
     def decode_and_bind(self, eqn: Any, values: list[Any], reason: str) -> list[Any]:
@@ -172,7 +173,7 @@ class _Evaluator:
         place = Decoded(eqn.primitive.name, repr(value), _source_of(eqn), reason)
         if self.fallback == "error":
             raise UnsupportedError(
-                f"{place}; pass fallback='dequantize' to fb.transparent to allow it, or leave this parameter out of the recipe"
+                f"{place}; pass fallback='dequantize' to fb.transparent to allow it, or leave this parameter unquantized"
             )
         if self.report is not None:
             self.report(place)
@@ -193,7 +194,7 @@ def _source_of(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info) or "within JAX"
 
 
-class _NoRule(Exception):
+class _NoRuleError(Exception):
     """Why a rule cannot keep the result of an equation quantized."""
 
 
@@ -209,7 +210,7 @@ def _bound(eqn: Any, values: list[Any]) -> list[Any]:
 def _dot_general(_: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     params = eqn.params
     if params.get("out_sharding") is not None:
-        raise _NoRule("an out_sharding is asked of the product")
+        raise _NoRuleError("an out_sharding is asked of the product")
     lhs, rhs = values
     return [dot_general(lhs, rhs, params["dimension_numbers"], params["precision"], params["preferred_element_type"])]
 
@@ -227,7 +228,7 @@ def _gather(_: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
         and all(size == (1 if a == axes[0] else n) for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)))
     )
     if not takes_rows:
-        raise _NoRule("only whole rows along one axis are gathered from a quantized array")
+        raise _NoRuleError("only whole rows along one axis are gathered from a quantized array")
     axis, at = axes[0], indices[..., 0]
     rows = take(q, at, axis, mode="clip")
     rows = jnp.moveaxis(rows, range(axis, axis + at.ndim), [a for a in range(rows.ndim) if a not in numbers.offset_dims])
@@ -250,12 +251,12 @@ def _reshaped(q: QArray, shape: Sequence[int]) -> QArray:
     try:
         return q.reshape(tuple(shape))
     except QuantError as error:
-        raise _NoRule(str(error)) from error
+        raise _NoRuleError(str(error)) from error
 
 
 def _reshape(_: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     if eqn.params.get("dimensions") is not None:
-        raise _NoRule("the reshape permutes axes")
+        raise _NoRuleError("the reshape permutes axes")
     return [_reshaped(values[0], eqn.outvars[0].aval.shape)]
 
 
@@ -267,14 +268,14 @@ def _broadcast_in_dim(_: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     q, shape = values[0], eqn.params["shape"]
     kept = [n for n in shape if n != 1]
     if [n for n in q.shape if n != 1] != kept:
-        raise _NoRule("only unit axes are added to a quantized array")
+        raise _NoRuleError("only unit axes are added to a quantized array")
     return [_reshaped(q, shape)]
 
 
 def _convert(_: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     dtype = eqn.params["new_dtype"]
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise _NoRule(f"it stands for floating numbers, not {dtype.name}")
+        raise _NoRuleError(f"it stands for floating numbers, not {dtype.name}")
     return [values[0].astype(dtype)]
 
 
@@ -292,7 +293,7 @@ def _slice(_: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     try:
         return [values[0][tuple(slice(*step) for step in steps)]]
     except QuantError as error:
-        raise _NoRule(str(error)) from error
+        raise _NoRuleError(str(error)) from error
 
 
 def _dynamic_slice(_: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
@@ -300,7 +301,7 @@ def _dynamic_slice(_: _Evaluator, eqn: Any, values: list[Any]) -> list[Any]:
     sizes = eqn.params["slice_sizes"]
     cut = [a for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if size != n]
     if any(a == q.scheme.pack_axis + q.ndim for a in cut):
-        raise _NoRule("a slice at a run-time index would cut bytes of the packed axis")
+        raise _NoRuleError("a slice at a run-time index would cut bytes of the packed axis")
     for axis in cut:
         # As lax does, the start is moved so that the slice lies within the array.
         start = jnp.clip(starts[axis], 0, q.shape[axis] - sizes[axis])
@@ -373,7 +374,7 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
 def _stacked(q: QArray) -> QArray:
     """The array with a scale for each element of its first axis, so that a loop can take one at a time."""
     if q.ndim == 1 or q.scheme.pack_axis == -q.ndim:
-        raise _NoRule("the loop runs along the packed axis")
+        raise _NoRuleError("the loop runs along the packed axis")
 
     def spread(leaf: Any) -> Any:
         if is_qarray(leaf):

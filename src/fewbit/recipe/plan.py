@@ -72,7 +72,7 @@ class PlanRow:
                 raise QuantError(f"a plan's row has no field {key!r}; {near_names(key, known)}")
         if missing := [key for key in known if key not in form and key != "reason"]:
             raise QuantError(f"a plan's row lacks {', '.join(missing)}; got {form.get('path', form)}")
-        fields = {key: tuple(value) if isinstance(value, list) else value for key, value in form.items()}
+        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in form.items()}
         fields["policy"] = None if form["policy"] is None else Policy.from_json(form["policy"])
         return cls(**fields)
 

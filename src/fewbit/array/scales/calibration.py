@@ -2,6 +2,7 @@
 
 import abc
 import dataclasses
+from collections.abc import Callable
 from typing import ClassVar, Self, TypeAlias
 
 import jax
@@ -33,7 +34,7 @@ class Tiles:
     valid: jax.Array | None = None
     weights: jax.Array | None = None
 
-    def over(self, reduce, values: jax.Array) -> jax.Array:
+    def over(self, reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
         """`reduce` (such as `jnp.max`) over each tile; what fills a short tile counts as 0."""
         if self.valid is not None:
             values = jnp.where(self.valid, values, 0)

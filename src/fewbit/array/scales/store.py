@@ -46,8 +46,8 @@ class ScaleStore:
 
     def loaded(self, stored: jax.Array) -> jax.Array:
         """The float32 scales of their stored form."""
-        is_format = isinstance(self.holder, AbstractFormat)
-        scale = self.holder.decode(stored) if is_format else stored.astype(jnp.float32)
+        holder = self.holder
+        scale = holder.decode(stored) if isinstance(holder, AbstractFormat) else stored.astype(jnp.float32)
         return scale if self.unit is None else scale * self.unit
 
     def snapped(self, scale: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""ggml's simple block types: 32 elements along the fastest axis, with a float16 scale and, for the _1 types, a float16 minimum.
+"""ggml's simple block types: 32 elements along the fastest axis, a float16 scale, and a float16 minimum for the _1 types.
 
 The codes are ours (two's complement, densely packed in order), so a file's tensors come in without loss; ggml stores signed
 codes with an offset, and pairs element j with j + 16.

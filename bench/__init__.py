@@ -1,0 +1,1 @@
+"""Our figures beside those of other packages, measured in one run: `python -m bench`."""

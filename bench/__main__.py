@@ -1,0 +1,109 @@
+"""Quantizing and dequantizing a 4096 x 4096 float32 array, beside other JAX packages and a copy of the array.
+
+    python -m bench [--size 4096] [--rounds 7] [--save]
+
+Prints nothing about speed unless every scheme's error is what its numbers of bits allow, measured first.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fewbit as fb
+
+from .peers import quantizers
+from .timing import Timing, timed
+
+SCHEMES = ("nf4", "int8", "int8_narrow", "int4", "fp8", "mxfp4", "mxfp8", "nvfp4_absmax", "nvfp4", "q4_1")
+
+# Relative Frobenius errors on a Gaussian, in percent, that a correct quantizer stays below (reference: `make accuracy` of the
+# formats' theory: about 4^-bits with the clipping of each rule).
+CEILING = {"int8": 1.0, "int8_narrow": 1.0, "fp8": 3.0, "mxfp8": 3.0, "q4_1": 9.0}
+
+
+def main() -> int:
+    """Runs the comparison; the exit status is 1 when the gate is red."""
+    parser = argparse.ArgumentParser(prog="python -m bench", description="fewbit beside other JAX quantizers, in one run")
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--save", action="store_true", help="write bench/results/quantize.json")
+    options = parser.parse_args()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(options.size, options.size)) * 0.02, jnp.float32)
+    errors = {name: relative_error(x, name) for name in SCHEMES}
+    red = {name: error for name, error in errors.items() if not error < CEILING.get(name, 15.0)}
+    if red:
+        print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
+        return 1
+    rows = [row for name in SCHEMES for row in measured(x, name, errors[name], options.rounds)]
+    for row in rows:
+        print(row["text"])
+    if options.save:
+        save(rows, options)
+    return 0
+
+
+def relative_error(x: jax.Array, name: str) -> float:
+    """The relative Frobenius error of one scheme, in percent."""
+    y = fb.dequantize(fb.quantize(x, name))
+    return float(100 * jnp.linalg.norm(y - x) / jnp.linalg.norm(x))
+
+
+def measured(x: jax.Array, name: str, error: float, rounds: int) -> list[dict]:
+    """The rows of one scheme: quantize beside its peers, and dequantize, all against a copy."""
+    ours, back = jax.jit(lambda x: fb.quantize(x, name)), jax.jit(fb.dequantize)
+    q, copy = ours(x), jax.jit(lambda x: x + jnp.float32(1))
+    contenders = {"copy": lambda: copy(x), "fewbit": lambda: ours(x), **quantizers(x).get(name, {})}
+    times = timed(contenders, rounds=rounds)
+    rows = [row(name, "quantize", who, times, error) for who in times if who != "copy"]
+    times = timed({"copy": lambda: copy(x), "fewbit": lambda: back(q)}, rounds=rounds)
+    return [*rows, row(name, "dequantize", "fewbit", times, error)]
+
+
+def row(name: str, what: str, who: str, times: dict[str, Timing], error: float) -> dict:
+    """One contender's figures, and the line that shows them."""
+    low, middle, high = times[who].ratio(times["copy"])
+    ahead = "" if who == "fewbit" else f"; fewbit takes {times['fewbit'].ratio(times[who])[1]:.2f} of its time"
+    milliseconds = times[who].median
+    text = f"{name:14} {what:10} {who:8} {milliseconds:8.1f} ms  {middle:6.1f} copies ({low:.1f} to {high:.1f}){ahead}"
+    return {
+        "scheme": name,
+        "what": what,
+        "who": who,
+        "ms": milliseconds,
+        "copies": middle,
+        "error_percent": error,
+        "text": text,
+    }
+
+
+def save(rows: list[dict], options: argparse.Namespace) -> None:
+    """Writes the rows with what they were measured on."""
+    versions = {}
+    for package in ("jax", "jaxlib", "numpy", "qwix", "aqtp", "eformer"):
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "not installed"
+    facts = {
+        "date": datetime.date.today().isoformat(),
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": versions,
+        "size": options.size,
+        "rounds": options.rounds,
+        "rows": rows,
+    }
+    path = pathlib.Path(__file__).parent / "results" / "quantize.json"
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

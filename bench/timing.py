@@ -1,0 +1,50 @@
+"""Interleaved timing: every contender runs once a round, so that a slow moment of the machine slows them all."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The seconds of one contender.
+
+    Attributes:
+        name: who ran.
+        seconds: one figure a round.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """The median, in milliseconds."""
+        return 1e3 * statistics.median(self.seconds)
+
+    def ratio(self, other: "Timing") -> tuple[float, float, float]:
+        """The lowest, median and highest ratio to another contender, round by round."""
+        ratios = sorted(mine / theirs for mine, theirs in zip(self.seconds, other.seconds, strict=True))
+        return ratios[0], statistics.median(ratios), ratios[-1]
+
+
+def timed(contenders: dict[str, Callable[[], Any]], *, rounds: int) -> dict[str, Timing]:
+    """The timings of all contenders after one warm-up call each.
+
+    Args:
+        contenders: for each name a function without arguments; what it returns is waited for.
+        rounds: how many times each runs.
+    """
+    for run in contenders.values():
+        jax.block_until_ready(run())
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for _ in range(rounds):
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run())
+            seconds[name].append(time.perf_counter() - start)
+    return {name: Timing(name, tuple(s)) for name, s in seconds.items()}

@@ -1,0 +1,58 @@
+"""The application that the commands join, and how every failure ends: one message, and an exit status that says which."""
+
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from ..errors import QuantError, UnsupportedError
+
+FOUND = 1
+"""The exit status of `verify` when it found errors."""
+FAILED = 2
+"""The exit status when what was asked could not be done."""
+INTERRUPTED = 130
+"""The exit status after Ctrl-C."""
+
+
+class Commands(TyperGroup):
+    """The commands, with what can go wrong turned into a message."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Runs a command."""
+        try:
+            return super().invoke(ctx)
+        except (QuantError, UnsupportedError) as error:
+            message, status = str(error), FAILED
+        except OSError as error:
+            message, status = _system_message(error), FAILED
+        except KeyboardInterrupt as error:
+            message, status = str(error) or "interrupted", INTERRUPTED
+        typer.echo(f"error: {message}", err=True)
+        raise typer.Exit(status)
+
+
+def _system_message(error: OSError) -> str:
+    """What the system said, with the file that it said it of."""
+    return str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
+
+
+app = typer.Typer(
+    name="fewbit",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Makes neural networks few-bit: plans, quantizes, evaluates and runs checkpoints.",
+)
+
+
+def main() -> None:
+    """The console command `fewbit`."""
+    try:
+        app()
+    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+        sys.stderr.close()
+        sys.exit(FAILED)

@@ -1,0 +1,132 @@
+"""What `fewbit demo` prints as it goes, and the report and the chart that it leaves."""
+
+import json as jsonlib
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import jobs
+from ..evaluate.chart import Point, check_chart_path, save_chart
+from ..jobs.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, steps
+from ..jobs.memory import peak_memory
+from ..jobs.planning import plan_model
+from .output import console, emit_json, plain, progress_bar, say
+from .views import (
+    candidate_record,
+    command_lines,
+    comparison_lines,
+    comparison_table,
+    plan_table,
+    quantized_source_note,
+    size_lines,
+    worst_lines,
+)
+
+CHART, REPORT = "quality.svg", "report.json"
+
+
+def show_demo(
+    path: Path, output: Path, *, text: str | None, tokens: int | None, rotation_seed: int | None, full: bool, json: bool
+) -> None:
+    """Runs the demo and prints it, as text or as one JSON object at the end."""
+    start = time.perf_counter()
+    write = (lambda _="": None) if json else say
+    write(f"fewbit demo: {path.name}, {len(RECIPES)} recipes, one after another")
+    with progress_bar("float model", len(RECIPES) + 1) as bar:
+        started = demo(path, output, text=text, tokens=tokens, rotation_seed=rotation_seed)
+        check_chart_path(output / CHART)
+        if not json:
+            _show_start(started, full=full)
+        done: list[DemoStep] = []
+        bar.advance(1, RECIPES[0])
+        for step in steps(started):
+            done.append(step)
+            bar.advance(1 + len(done), (*RECIPES, "")[len(done)])
+            for line in step_lines(step, started):
+                write(line)
+    _leave(started, done, output)
+    seconds = time.perf_counter() - start
+    if json:
+        emit_json({**report(started, done), "seconds": seconds})
+        return
+    _show_end(started, done, output, seconds)
+
+
+def step_lines(step: DemoStep, started: Demo) -> list[str]:
+    """One recipe's result in lines."""
+    candidate = step.candidate
+    lines = ["", f"== {candidate.recipe} =="]
+    if step.outcome is not None:
+        lines += size_lines(step.outcome, started.base.model)
+        lines.append("  (all that follows is measured on the model read back from there)")
+    else:
+        lines.append(f"  arrays, in memory: {candidate.nbytes:,} bytes ({candidate.bits_per_weight:.3f} bits/weight)")
+        lines += worst_lines(candidate.worst)
+    lines += [f"  perplexity {candidate.quality.candidate}", *comparison_lines(candidate.quality)]
+    return [*lines, f"  writes: {one_line(step.sample.text)}"]
+
+
+def report(started: Demo, done: list[DemoStep]) -> dict[str, Any]:
+    """The results as JSON: without times, so that the report of the same run is the same."""
+    base = started.base
+    sentence = quantized_source_note(base.model)
+    return {
+        "model": base.model.name,
+        "text": started.text,
+        "notes": [*base.model.notes, *([sentence] if sentence else [])],
+        "prompt": started.sample.prompt,
+        "float": {"perplexity": plain(base.perplexity), "sample": started.sample.text},
+        "recipes": [_step_form(step) for step in done],
+    }
+
+
+def one_line(text: str) -> str:
+    """A text with its line ends made visible, to stand in one line."""
+    return " ".join(text.split())
+
+
+def _show_start(started: Demo, *, full: bool) -> None:
+    base = started.base
+    sentence = quantized_source_note(base.model)
+    for line in [*base.model.notes, *([sentence] if sentence else [])]:
+        say(f"note: {line}")
+    if sentence:
+        say("note: `fewbit demo --rotate` gives the fair reference: a random rotation takes the weights off their 4-bit grid.")
+    console().print(plan_table(plan_model(base.model, recipe=RECIPES[-1]), full=full))
+    say(f"float model on {base.perplexity.tokens:,} tokens of {started.text}: perplexity {base.perplexity}")
+    say(f"asked {started.sample.prompt!r} (at most {SAMPLE_TOKENS} tokens), it writes: {one_line(started.sample.text)}")
+
+
+def _show_end(started: Demo, done: list[DemoStep], output: Path, seconds: float) -> None:
+    say()
+    console().print(comparison_table(started.base, [step.candidate for step in done]))
+    say(f"bytes are those of the arrays; {WRITTEN} is also written, in {output / f'model-{WRITTEN}'}")
+    for line in command_lines(output / f"model-{WRITTEN}", started.source, can_run=True):
+        say(line)
+    say(f"chart:     {output / CHART}")
+    say(f"report:    {output / REPORT}")
+    peak = peak_memory()
+    say(f"{seconds:.0f} seconds" + ("" if peak is None else f", at most {peak / 1e9:.2f} GB of memory"))
+
+
+def _leave(started: Demo, done: list[DemoStep], output: Path) -> None:
+    """Writes the chart and the report."""
+    title = f"{started.base.model.name} on {started.base.perplexity.tokens:,} tokens of {started.text}"
+    save_chart(output / CHART, points([step.candidate for step in done]), reference=started.base.perplexity.value, title=title)
+    text = jsonlib.dumps(plain(report(started, done)), ensure_ascii=False, indent=1, allow_nan=False)
+    (output / REPORT).write_text(text + "\n", encoding="utf-8")
+
+
+def points(candidates: list[jobs.Candidate]) -> list[Point]:
+    """The candidates as points of a chart."""
+    return [
+        Point(c.recipe, c.nbytes, c.quality.candidate.value, c.quality.candidate.value * c.quality.log_ratio.error) for c in candidates
+    ]
+
+
+def _step_form(step: DemoStep) -> dict[str, Any]:
+    record = {key: value for key, value in candidate_record(step.candidate).items() if not key.startswith("seconds")}
+    written = None
+    if step.outcome is not None:
+        written = {"file_bytes": step.outcome.file_bytes, "file_bits_per_weight": step.outcome.file_bits_per_weight}
+    return {**record, "sample": step.sample.text, "written": written}

@@ -1,0 +1,207 @@
+"""What the commands print: plans, sizes, qualities, as tables and lines."""
+
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from ..evaluate import Comparison
+from ..evaluate.table import Column, table
+from ..jobs import Candidate, Inspection, Model, Quality, TensorResult, folded
+from ..jobs.compare import Baseline
+from ..jobs.quantize import Outcome, worst
+from ..recipe import Plan, PlanRow
+
+
+def plan_table(plan: Plan, *, full: bool) -> Table:
+    """The rows of a plan; without `full`, layers that are alike share one."""
+    groups = [(row.path, 1, row) for row in plan] if full else folded(plan)
+    records = [_plan_record(name, count, row) for name, count, row in groups]
+    quantized = sum(row.policy is not None for row in plan)
+    totals = {
+        "parameter": f"{quantized} of {len(plan.rows)} quantized",
+        "as": f"{plan.bits_per_weight:.3f} bits/weight",
+        "before": plan.bytes_before,
+        "after": plan.bytes_after,
+    }
+    columns = [
+        Column("parameter", no_wrap=True),
+        Column("shape", align="right", no_wrap=True),
+        Column("as", no_wrap=True),
+        Column("axis", align="right"),
+        Column("before", "bytes before", align="right"),
+        Column("after", "bytes after", align="right"),
+        Column("why"),
+    ]
+    return table(records, columns, title=f"plan: recipe {plan.recipe}", totals=totals)
+
+
+def _plan_record(name: str, count: int, row: PlanRow) -> dict[str, Any]:
+    return {
+        "parameter": name,
+        "shape": ("" if count == 1 else f"{count} x ") + ("x".join(map(str, row.shape)) or "scalar"),
+        "as": row.dtype if row.policy is None else str(row.policy),
+        "axis": ",".join(map(str, row.axis)),
+        "before": count * row.bytes_before,
+        "after": count * row.bytes_after,
+        "why": row.reason,
+    }
+
+
+def quantized_source_note(model: Model) -> str | None:
+    """The sentence that says that a checkpoint is quantized already, when it is."""
+    if not model.quantized or model.facts.get("rotation_seed") is not None:
+        return None
+    kinds = ", ".join(f"{len(paths)} tensors {kind}" for kind, paths in model.quantized.items())
+    bits = min(8 * model.info[p].nbytes / max(math.prod(model.info[p].shape), 1) for paths in model.quantized.values() for p in paths)
+    low = "4-bit" if bits < 6 else "8-bit"
+    return (
+        f"{model.name} is quantized already ({kinds}): its own weights are {low}. They are decoded and quantized anew, so every "
+        f"loss below is relative to that {low} model, not to the one that was trained; tensors whose scheme stays are kept exactly."
+    )
+
+
+def size_lines(outcome: Outcome, model: Model) -> list[str]:
+    """The measured sizes, and the tensors that lost most."""
+    lines = [
+        f"wrote {outcome.path} in {outcome.seconds:.1f} s",
+        f"  files:  {outcome.file_bytes:,} bytes, of them {outcome.tensor_file_bytes:,} in tensor files "
+        f"({outcome.file_bits_per_weight:.3f} bits/weight, headers included)",
+        f"  arrays: {outcome.array_bytes:,} bytes ({outcome.array_bits_per_weight:.3f} bits/weight); "
+        f"in the source {model.nbytes:,} bytes ({8 * model.nbytes / model.size:.3f} bits/weight)",
+    ]
+    return lines + worst_lines(worst(outcome.tensors))
+
+
+def worst_lines(tensors: Sequence[TensorResult]) -> list[str]:
+    """The tensors that lost most, a line each."""
+    if not tensors:
+        return ["  no tensor lost anything"]
+    return ["  lowest signal-to-noise ratio:", *(f"    {t.sqnr_db:6.2f} dB  {t.path}  {t.scheme}" for t in tensors)]
+
+
+def quality_lines(quality: Quality) -> list[str]:
+    """Perplexity, and the distance from the reference when there is one."""
+    lines = [f"quality on {quality.perplexity.tokens:,} tokens of {quality.text} (windows of {quality.window}):"]
+    lines.append(f"  perplexity {quality.perplexity}")
+    if quality.against is not None:
+        lines += comparison_lines(quality.against)
+    if quality.sqnr_db:
+        lines.append("  lowest signal-to-noise ratio of the weights:")
+        lowest = sorted(quality.sqnr_db.items(), key=lambda item: item[1])[:5]
+        lines += [f"    {_decibel(value)}  {path}" for path, value in lowest]
+    return lines + [f"  {text}" for text in quality.notes]
+
+
+def comparison_lines(both: Comparison) -> list[str]:
+    """The distance of a model from its reference."""
+    ratio = both.candidate.value / both.reference.value
+    kl = both.kl
+    return [
+        f"  reference  {both.reference}; ratio {ratio:.4f} (log {both.log_ratio.value:+.4f} ± {both.log_ratio.error:.4f})",
+        f"  KL divergence {kl.mean} nats (median {kl.median:.4g}, 90% {kl.p90:.4g}, 99% {kl.p99:.4g}, largest {kl.largest:.4g})",
+        f"  same most likely token {percent(both.top1)}",
+    ]
+
+
+def percent(agreement: Any) -> str:
+    """An agreement in percent, with its error."""
+    return f"{100 * agreement.value:.2f} ± {100 * agreement.error:.2f} %"
+
+
+def _decibel(value: float) -> str:
+    return " exact   " if value == math.inf else f"{value:6.2f} dB"
+
+
+def command_lines(out: Path, source: Path, *, can_run: bool) -> list[str]:
+    """The commands that use a directory that was written."""
+    directory, original = shlex.quote(str(out)), shlex.quote(str(source))
+    load = f"from fewbit import io; tensors = io.read({str(out)!r}).tensors"
+    lines = [f"load:      python -c {shlex.quote(load)}", f"check:     fewbit verify {directory}"]
+    if can_run:
+        lines.append(f"evaluate:  fewbit eval {directory} --against {original}")
+        lines.append(f'generate:  fewbit generate {directory} "Once upon a time"')
+    return lines
+
+
+def candidate_record(candidate: Candidate) -> dict[str, Any]:
+    """One candidate of a comparison, flat."""
+    quality = candidate.quality
+    lowest = candidate.worst[0] if candidate.worst else None
+    return {
+        "recipe": candidate.recipe,
+        "bytes": candidate.nbytes,
+        "bits_per_weight": candidate.bits_per_weight,
+        "perplexity": quality.candidate.value,
+        "perplexity_error": quality.candidate.error,
+        "log_ratio": quality.log_ratio.value,
+        "log_ratio_error": quality.log_ratio.error,
+        "kl": quality.kl.mean.value,
+        "kl_error": quality.kl.mean.error,
+        "top1": quality.top1.value,
+        "top1_error": quality.top1.error,
+        "worst_layer": None if lowest is None else lowest.path,
+        "worst_sqnr_db": None if lowest is None else lowest.sqnr_db,
+        "seconds_to_quantize": candidate.seconds_to_quantize,
+        "seconds_to_evaluate": candidate.seconds_to_evaluate,
+    }
+
+
+def comparison_table(base: Baseline, candidates: Sequence[Candidate]) -> Table:
+    """The candidates below the float model."""
+    model = base.model
+    first = {"recipe": "float", "bytes": 4 * model.size, "bits": "32.000", "ppl": str(base.perplexity)}
+    records = [first, *(_candidate_row(candidate) for candidate in candidates)]
+    right = {"bits": "bits/weight", "ppl": "perplexity", "ratio": "ratio", "kl": "KL, nats", "top1": "same top-1"}
+    columns = [Column("recipe"), Column("bytes", align="right"), *(Column(k, title, "right") for k, title in right.items())]
+    return table(records, [*columns, Column("worst", "worst layer")])
+
+
+def _candidate_row(candidate: Candidate) -> dict[str, Any]:
+    quality = candidate.quality
+    lowest = candidate.worst[0] if candidate.worst else None
+    return {
+        "recipe": candidate.recipe,
+        "bytes": candidate.nbytes,
+        "bits": f"{candidate.bits_per_weight:.3f}",
+        "ppl": str(quality.candidate),
+        "ratio": f"{quality.candidate.value / quality.reference.value:.4f}",
+        "kl": str(quality.kl.mean),
+        "top1": percent(quality.top1),
+        "worst": "" if lowest is None else f"{lowest.path} {lowest.sqnr_db:.1f} dB",
+    }
+
+
+def inspection_lines(found: Inspection) -> list[str]:
+    """What a stored model is, above the table of its tensors."""
+    lines = [f"{found.path}: {found.kind}, architecture {found.architecture}"]
+    if found.why_not_run:
+        lines.append(f"  cannot be run: {found.why_not_run}")
+    if found.config:
+        lines.append("  " + ", ".join(f"{key} {value}" for key, value in found.config.items()))
+    if found.tokenizer is not None:
+        lines.append(f"  tokenizer of {found.tokenizer:,} tokens")
+    if found.facts:
+        lines.append("  written " + ", ".join(f"{key} {value}" for key, value in found.facts.items() if key != "source"))
+        lines.append(f"  from {found.facts.get('source', {}).get('name', 'an unknown source')}")
+    return lines + [f"  note: {text}" for text in found.notes]
+
+
+def inspection_table(found: Inspection) -> Table:
+    """The tensors of a stored model."""
+    records = [
+        {"tensor": t.path, "shape": "x".join(map(str, t.shape)) or "scalar", "stored": t.stored, "bytes": t.nbytes, "bits": f"{t.bits_per_weight:.3f}"}
+        for t in found.tensors
+    ]
+    totals = {"tensor": f"{len(records)} tensors", "shape": f"{found.size:,} elements", "bytes": found.tensor_bytes, "bits": f"{found.bits_per_weight:.3f}"}
+    columns = [
+        Column("tensor", no_wrap=True),
+        Column("shape", align="right"),
+        Column("stored", "stored as"),
+        Column("bytes", align="right"),
+        Column("bits", "bits/weight", "right"),
+    ]
+    return table(records, columns, totals=totals)

@@ -1,0 +1,101 @@
+"""A chart of quality against size: where each scheme stands, and the float model as a line."""
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+from ..errors import QuantError, UnsupportedError
+
+_SUFFIXES = (".svg", ".png")
+
+
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One model in the chart.
+
+    Attributes:
+        name: what stands beside it.
+        nbytes: its bytes.
+        perplexity: its perplexity.
+        error: the standard error of its distance from the float model's; not that of the perplexity itself, most of which
+            is the spread of the text, the same for all.
+    """
+
+    name: str
+    nbytes: int
+    perplexity: float
+    error: float
+
+
+def save_chart(path: str | os.PathLike[str], points: Sequence[Point], *, reference: float, title: str) -> Path:
+    """Draws perplexity over size, and writes it as SVG or PNG, as the name ends. The same points give the same bytes.
+
+    Args:
+        path: the file to write.
+        points: the models.
+        reference: the perplexity of the float model, drawn as a dashed line.
+        title: what stands above the chart.
+
+    Returns:
+        The path.
+
+    Raises:
+        QuantError: when there are no points, the name ends otherwise, or the directory does not exist.
+        UnsupportedError: when matplotlib is not installed.
+    """
+    path = Path(path)
+    check_chart_path(path)
+    if not points:
+        raise QuantError("a chart needs at least one point")
+    matplotlib = _matplotlib()
+    # Text stays text in the file, and the ids in it do not change from run to run.
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fewbit"}):
+        figure = _figure(points, reference, title)
+        metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
+        figure.savefig(path, metadata=metadata)
+    return path
+
+
+def check_chart_path(path: str | os.PathLike[str]) -> None:
+    """Refuses a name that no chart can be written to, before the work that the chart would show is done.
+
+    Raises:
+        QuantError: when the name ends in neither .svg nor .png, or its directory does not exist.
+        UnsupportedError: when matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.suffix not in _SUFFIXES:
+        raise QuantError(f"chart {path} must end in {' or '.join(_SUFFIXES)}")
+    if not path.absolute().parent.is_dir():
+        raise QuantError(f"chart {path} cannot be written: the directory {path.parent} does not exist")
+    _matplotlib()
+
+
+def _figure(points: Sequence[Point], reference: float, title: str):  # noqa: ANN202 - a matplotlib Figure, which is an extra
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    axes.axhline(reference, linestyle="--", color="0.4", linewidth=1, label=f"float model, {reference:.2f}")
+    sizes = [point.nbytes / 1e6 for point in points]
+    values, errors = [point.perplexity for point in points], [point.error for point in points]
+    axes.errorbar(sizes, values, yerr=errors, fmt="o", color="C0", capsize=3)
+    for size, point in zip(sizes, points, strict=True):
+        axes.annotate(point.name, (size, point.perplexity), xytext=(6, 6), textcoords="offset points")
+    axes.set_xlabel("size of all parameters, MB")
+    axes.set_ylabel("perplexity (lower is better)")
+    axes.set_title(title, fontsize=10)
+    axes.margins(x=0.15, y=0.15)
+    axes.grid(alpha=0.3)
+    axes.legend(loc="best", frameon=False)
+    return figure
+
+
+def _matplotlib() -> ModuleType:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise UnsupportedError("matplotlib is not installed; pip install fewbit[plot] brings it") from error
+    return matplotlib
