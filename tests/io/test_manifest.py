@@ -23,6 +23,13 @@ def signed(change: dict) -> bytes:
     return dumped(form | {"sha256": sha256(canonical(form))}, "x")
 
 
+def read_or_message(path) -> Manifest | str:
+    try:
+        return read_manifest(path)
+    except QuantError as error:
+        return str(error)
+
+
 def test_it_comes_back(tmp_path):
     (tmp_path / "manifest.json").write_bytes(MANIFEST.text())
     assert read_manifest(tmp_path) == MANIFEST
@@ -34,12 +41,9 @@ def test_a_flipped_bit_is_found_or_changes_nothing(tmp_path, bits):
     text = MANIFEST.text()
     for position, damaged in flipped(text, bits):
         (tmp_path / "manifest.json").write_bytes(damaged)
-        try:
-            assert read_manifest(tmp_path) == MANIFEST, f"byte {position}"
-        except QuantError as error:
-            assert "manifest.json" in str(error)
-        else:
-            assert text[position : position + 1].isspace()
+        if text[position : position + 1].isspace() and read_or_message(tmp_path) == MANIFEST:
+            continue
+        assert "manifest.json" in read_or_message(tmp_path), f"byte {position}"
 
 
 def test_every_truncation_is_found(tmp_path):

@@ -24,7 +24,7 @@ def test_nothing_at_the_path(tmp_path):
 
 @pytest.mark.parametrize("name", ["a\0b", "x" * 5_000])
 def test_a_path_that_cannot_be(tmp_path, name):
-    with pytest.raises(QuantError, match="is no usable path|does not exist"):
+    with pytest.raises(QuantError, match=r"is no usable path|does not exist"):
         checked_path(tmp_path / name)
 
 

@@ -138,13 +138,13 @@ def test_quantized_layers_are_stacked_by_their_schemes():
     assert [s["attn"]["q"].shape[0] for s in segments] == [1, 2]
     for i, layer in enumerate(layers[1:]):
         for name in ("q", "o"):
-            held = fb.dequantize(segments[1]["attn"][name][i])
-            assert np.array_equal(held, fb.dequantize(layer["attn"][name]))
+            held = dequantize(segments[1]["attn"][name][i])
+            assert np.array_equal(held, dequantize(layer["attn"][name]))
 
 
 @pytest.mark.parametrize(
     ("scheme", "is_stacked"),
-    [("int8", False), ("int8", True), ("nf4", True), ("nvfp4", True)],
+    [("int8", False), ("int8", True), ("nf4", True), pytest.param("nvfp4", True, marks=pytest.mark.slow)],
     ids=["int8-list", "int8-stacked", "nf4-stacked", "nvfp4-stacked"],
 )
 def test_quantized_leaves_compute_what_their_decoded_arrays_do(scheme: str, is_stacked: bool):

@@ -58,6 +58,13 @@ def paired(group: int, apart: int = 2) -> tuple[int, ...]:
 
     `paired(32)` is ggml's (j with j + 16); `paired(8, 4)` read across is AWQ's 0, 2, 4, 6, 1, 3, 5, 7.
 
+    Args:
+        group: how many codes a group has.
+        apart: into how many runs it is cut; codes at the same place of each run come side by side.
+
+    Returns:
+        The permutation, as `Packing.interleave` takes it.
+
     >>> paired(8)
     (0, 4, 1, 5, 2, 6, 3, 7)
     >>> paired(8, 4)
@@ -94,7 +101,10 @@ def pack(codes: UInt8[Array, "*s"], bits: int, packing: Packing = Packing(), *, 
         codes: values below `2**bits`.
         bits: 1 to 8.
         packing: their order.
-        axis: the axis whose codes share bytes; its length `n` becomes `ceil(n * bits / 8)`.
+        axis: the axis whose codes share bytes.
+
+    Returns:
+        The bytes: the shape of `codes`, but `ceil(n * bits / 8)` along `axis` for its `n` codes.
 
     Raises:
         QuantError: for bits outside 1..8, or `high_first` with bits that straddle bytes.
@@ -119,6 +129,16 @@ def unpack(
     packed: UInt8[Array, "*p"], bits: int, length: int, packing: Packing = Packing(), *, axis: int = -1
 ) -> UInt8[Array, "*s"]:
     """The `length` codes along `axis` that `pack` put there; each comes back in the low bits of a byte.
+
+    Args:
+        packed: the bytes.
+        bits: 1 to 8.
+        length: how many codes lie along `axis`.
+        packing: their order.
+        axis: the axis whose codes share bytes.
+
+    Returns:
+        The codes: the shape of `packed`, but `length` along `axis`.
 
     Raises:
         QuantError: for bits outside 1..8, or when the bytes are too few for `length` codes.

@@ -257,7 +257,14 @@ _LEAVES = ("codes", "scale", "zero_point", "tensor_scale")
 
 
 def is_qarray(x: Any) -> bool:
-    """Whether `x` is a QArray: the `is_leaf` of every tree walk that keeps them whole."""
+    """Whether `x` is a QArray: the `is_leaf` of every tree walk that keeps them whole.
+
+    Args:
+        x: anything.
+
+    Returns:
+        True for a QArray.
+    """
     return isinstance(x, QArray)
 
 

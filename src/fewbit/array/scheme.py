@@ -183,6 +183,7 @@ class Scheme:
 
 
 SCHEMES: Registry[Scheme] = Registry("scheme")
+"""Every named scheme, its tiles on the last axis; `fb.SCHEMES.names()` lists them."""
 
 
 def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:

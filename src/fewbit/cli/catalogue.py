@@ -41,7 +41,7 @@ def schemes(json: Json = False) -> None:
 
 @app.command()
 def recipes(json: Json = False) -> None:
-    """Lists the recipes: which parameters take which scheme. A scheme's name is a recipe too, and so is a .json file of rules."""
+    """Lists the recipes: which parameters take which scheme. A scheme's name is a recipe too, and a .json file of rules."""
     records = [{"name": name, "rules": [str(rule) for rule in RECIPES[name].rules]} for name in RECIPES.names()]
     records.append({"name": KEEP, "rules": ["every tensor as the file holds it (quantize --keep)"]})
     shown = [{"name": record["name"], "rules": "\n".join(record["rules"])} for record in records]

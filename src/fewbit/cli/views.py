@@ -55,12 +55,17 @@ def quantized_source_note(model: Model) -> str | None:
     """The sentence that says that a checkpoint is quantized already, when it is."""
     if not model.quantized or model.facts.get("rotation_seed") is not None:
         return None
-    kinds = ", ".join(f"{len(paths)} tensors {kind}" for kind, paths in model.quantized.items())
-    bits = min(8 * model.info[p].nbytes / max(math.prod(model.info[p].shape), 1) for paths in model.quantized.values() for p in paths)
+    kinds = ", ".join(f"{len(paths)} tensor{'s' * (len(paths) > 1)} {kind}" for kind, paths in model.quantized.items())
+    bits = min(
+        8 * model.info[p].nbytes / max(math.prod(model.info[p].shape), 1)
+        for paths in model.quantized.values()
+        for p in paths
+    )
     low = "4-bit" if bits < 6 else "8-bit"
     return (
-        f"{model.name} is quantized already ({kinds}): its own weights are {low}. They are decoded and quantized anew, so every "
-        f"loss below is relative to that {low} model, not to the one that was trained; tensors whose scheme stays are kept exactly."
+        f"{model.name} is quantized already ({kinds}): its own weights are {low}. They are decoded and quantized anew, "
+        f"so every loss below is relative to that {low} model, not to the one that was trained; tensors whose scheme stays "
+        "are kept exactly."
     )
 
 
@@ -100,9 +105,10 @@ def comparison_lines(both: Comparison) -> list[str]:
     """The distance of a model from its reference."""
     ratio = both.candidate.value / both.reference.value
     kl = both.kl
+    quantiles = f"median {kl.median:.4g}, 90% {kl.p90:.4g}, 99% {kl.p99:.4g}, largest {kl.largest:.4g}"
     return [
         f"  reference  {both.reference}; ratio {ratio:.4f} (log {both.log_ratio.value:+.4f} ± {both.log_ratio.error:.4f})",
-        f"  KL divergence {kl.mean} nats (median {kl.median:.4g}, 90% {kl.p90:.4g}, 99% {kl.p99:.4g}, largest {kl.largest:.4g})",
+        f"  KL divergence {kl.mean} nats ({quantiles})",
         f"  same most likely token {percent(both.top1)}",
     ]
 
@@ -120,7 +126,8 @@ def command_lines(out: Path, source: Path, *, can_run: bool) -> list[str]:
     """The commands that use a directory that was written."""
     directory, original = shlex.quote(str(out)), shlex.quote(str(source))
     load = f"from fewbit import io; tensors = io.read({str(out)!r}).tensors"
-    lines = [f"load:      python -c {shlex.quote(load)}", f"check:     fewbit verify {directory}"]
+    quoted = shlex.quote(load) if set(str(out)) & set("\"'$`\\!") else f'"{load}"'
+    lines = [f"load:      python -c {quoted}", f"check:     fewbit verify {directory}"]
     if can_run:
         lines.append(f"evaluate:  fewbit eval {directory} --against {original}")
         lines.append(f'generate:  fewbit generate {directory} "Once upon a time"')
@@ -193,10 +200,21 @@ def inspection_lines(found: Inspection) -> list[str]:
 def inspection_table(found: Inspection) -> Table:
     """The tensors of a stored model."""
     records = [
-        {"tensor": t.path, "shape": "x".join(map(str, t.shape)) or "scalar", "stored": t.stored, "bytes": t.nbytes, "bits": f"{t.bits_per_weight:.3f}"}
+        {
+            "tensor": t.path,
+            "shape": "x".join(map(str, t.shape)) or "scalar",
+            "stored": t.stored,
+            "bytes": t.nbytes,
+            "bits": f"{t.bits_per_weight:.3f}",
+        }
         for t in found.tensors
     ]
-    totals = {"tensor": f"{len(records)} tensors", "shape": f"{found.size:,} elements", "bytes": found.tensor_bytes, "bits": f"{found.bits_per_weight:.3f}"}
+    totals = {
+        "tensor": f"{len(records)} tensors",
+        "shape": f"{found.size:,} elements",
+        "bytes": found.tensor_bytes,
+        "bits": f"{found.bits_per_weight:.3f}",
+    }
     columns = [
         Column("tensor", no_wrap=True),
         Column("shape", align="right"),

@@ -45,11 +45,14 @@ def table(
         A table that a `rich.console.Console` prints.
 
     >>> from rich.console import Console
-    >>> Console(width=40).print(table([{"scheme": "nf4", "bytes": 4608}], [Column("scheme"), Column("bytes", align="right")]))
+    >>> columns = [Column("scheme"), Column("bytes", align="right")]
+    >>> Console(width=40).print(table([{"scheme": "nf4", "bytes": 4608}], columns))
      scheme  bytes
      nf4     4,608
     """
-    result = Table(title=None if title is None else Text(title), title_justify="left", box=None, show_header=True, header_style="bold")
+    result = Table(
+        title=None if title is None else Text(title), title_justify="left", box=None, show_header=True, header_style="bold"
+    )
     if totals is not None:
         result.box, result.show_edge = box.SIMPLE_HEAD, False
     for column in columns:

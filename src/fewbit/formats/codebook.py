@@ -74,10 +74,10 @@ class Codebook(AbstractFormat):
         return numbers.astype(np.float32), codes.astype(np.uint8), thresholds
 
     @property
-    def _negative_zero(self) -> int | None:
-        """The code of -0, where the table has both zeros."""
-        zeros = [i for i, v in enumerate(self.table) if v == 0]
-        return zeros[1] if len(zeros) == 2 else None
+    def _zeros(self) -> tuple[int, int] | None:
+        """The codes of 0 and -0, where the table has both."""
+        is_negative = {bool(np.signbit(v)): i for i, v in reversed(list(enumerate(self.table))) if v == 0}
+        return (is_negative[False], is_negative[True]) if len(is_negative) == 2 else None
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
         numbers, codes, thresholds = self._sorted
@@ -86,22 +86,20 @@ class Codebook(AbstractFormat):
         if key is None:
             rank = _count_below(x, thresholds)
         else:
-            x = jnp.clip(x, numbers[0], numbers[-1])
-            lower = _count_below(x, numbers[1:-1], inclusive=True)
+            inside = jnp.clip(x, numbers[0], numbers[-1])
+            lower = _count_below(inside, numbers[1:-1], inclusive=True)
             low, high = _lookup(numbers, lower), _lookup(numbers[1:], lower)
             noise = jax.random.uniform(key, x.shape, jnp.float32)
-            rank = lower + (noise * (high - low) < x - low).astype(jnp.uint8)
+            rank = lower + (noise * (high - low) < inside - low).astype(jnp.uint8)
         code = rank if np.array_equal(codes, np.arange(len(codes))) else _lookup(codes, rank)
-        if self._negative_zero is None:
+        if self._zeros is None:
             return code
-        is_negative_zero = (code == self.table.index(0.0)) & jnp.signbit(x)
-        return jnp.where(is_negative_zero, jnp.uint8(self._negative_zero), code)
+        plus, minus = self._zeros
+        zero = jnp.where(jnp.signbit(x), jnp.uint8(minus), jnp.uint8(plus))
+        return jnp.where((code == plus) | (code == minus), zero, code)
 
     def decode(self, codes: UInt8[Array, "*s"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*s"]:
-        numbers = np.asarray(self.table, np.float32)
-        if self._negative_zero is not None:
-            numbers[self._negative_zero] = -0.0
-        return _lookup(numbers, codes).astype(dtype)
+        return _lookup(np.asarray(self.table, np.float32), codes).astype(dtype)
 
     def values(self) -> np.ndarray:
         return np.asarray(self.table, np.float64)

@@ -71,4 +71,6 @@ class E8M0(AbstractFormat):
 
 
 e8m0 = E8M0("e8m0")
+"""The scale format of OCP Microscaling."""
+
 FORMATS.add("e8m0", e8m0)

@@ -92,6 +92,7 @@ class AbstractFormat(abc.ABC):
 
 
 FORMATS: Registry[AbstractFormat] = Registry("format")
+"""Every named format; `fb.FORMATS.names()` lists them, and `fb.FORMATS.add` takes a new one."""
 
 
 def widened(x: jax.Array) -> Float[Array, "*s"]:

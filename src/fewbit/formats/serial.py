@@ -17,6 +17,12 @@ _KINDS: dict[str, type[AbstractFormat]] = {c.kind: c for c in (Integer, Minifloa
 def format_to_json(fmt: AbstractFormat) -> str | dict[str, Any]:
     """The JSON form of a format: its name when that is registered, else an object with its kind and fields.
 
+    Args:
+        fmt: any format of fewbit's own kinds, or a registered one.
+
+    Returns:
+        A name, or an object that `format_from_json` reads.
+
     >>> format_to_json(FORMATS["nf4"])
     'nf4'
     """
@@ -28,6 +34,12 @@ def format_to_json(fmt: AbstractFormat) -> str | dict[str, Any]:
 
 def format_from_json(form: str | dict[str, Any]) -> AbstractFormat:
     """The format of a JSON form.
+
+    Args:
+        form: a registered name, or the object that `format_to_json` gives for others.
+
+    Returns:
+        The format.
 
     Raises:
         QuantError: for a name that is not registered, an unknown kind, or fields that do not make a format.

@@ -171,9 +171,7 @@ def _locked(path: pathlib.Path) -> int:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
         os.close(descriptor)
-        raise QuantError(
-            f"another process is writing to {path.parent}; wait for it, or choose another output"
-        ) from error
+        raise QuantError(f"another process is writing to {path.parent}; wait for it, or choose another output") from error
     return descriptor
 
 

@@ -1,5 +1,6 @@
 """Reads a directory that fewbit wrote; whatever is loaded is checked against the manifest's hashes first."""
 
+import os
 import pathlib
 from typing import Any
 
@@ -20,12 +21,19 @@ SECTION = "fewbit"
 _MARKS = (MANIFEST, CONFIG)
 
 
-def is_fewbit_directory(path: pathlib.Path) -> bool:
+def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
     """Whether fewbit wrote a directory: its manifest, its config or a file of tensors says so, damaged or not.
 
     One of them is enough, so that a directory with one damaged file is reported as damaged, and not read as another
     kind.
+
+    Args:
+        path: any path; where there is no directory the answer is no.
+
+    Returns:
+        Whether one of the three says so.
     """
+    path = pathlib.Path(path)
     if not path.is_dir():
         return False
     texts = [content(path / name) for name in _MARKS if (path / name).is_file()]
@@ -87,9 +95,7 @@ def _checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:
         if not file.is_file():
             raise QuantError(f"{file} is missing; copy the directory again, whole")
         if file.stat().st_size != entry.size:
-            raise QuantError(
-                f"{file} has {file.stat().st_size} bytes, but {entry.size} were written; copy the file again"
-            )
+            raise QuantError(f"{file} has {file.stat().st_size} bytes, but {entry.size} were written; copy the file again")
         if name not in shards:
             result[name] = content(file)
             if sha256(result[name]) != entry.sha256:
@@ -110,9 +116,7 @@ def _stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredT
                 )
         found |= tensors
     if absent := [name for name in manifest.tensors if name not in found]:
-        raise QuantError(
-            f"{path}: tensor {absent[0]!r} of the manifest is missing from {manifest.tensors[absent[0]].file}"
-        )
+        raise QuantError(f"{path}: tensor {absent[0]!r} of the manifest is missing from {manifest.tensors[absent[0]].file}")
     return {name: found[name] for name in manifest.tensors}
 
 
@@ -133,9 +137,7 @@ def _info(name: str, form: dict[str, Any] | None, stored: dict[str, StoredTensor
     names = leaf_names(name, form)
     scheme, shape = form["scheme"], list(stored[f"{name}.codes"].shape)
     if len(shape) < -scheme.pack_axis:
-        raise QuantError(
-            f"tensor {name!r} has codes of shape {tuple(shape)}, which its scheme {scheme.name} does not fit"
-        )
+        raise QuantError(f"tensor {name!r} has codes of shape {tuple(shape)}, which its scheme {scheme.name} does not fit")
     shape[scheme.pack_axis] = shape[scheme.pack_axis] * 8 // scheme.format.bits - form["slack"]
     nbytes = sum(stored[leaf].data.size for leaf in names)
     return TensorInfo(tuple(shape), form["dtype"].name, scheme.name, nbytes, scheme)

@@ -98,9 +98,7 @@ def _byte_count(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> 
 def _check_not_split(header: Header, path: pathlib.Path) -> None:
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
-        raise QuantError(
-            f"{path} is one of {parts} parts of a split GGUF file; merge them first (llama-gguf-split --merge)"
-        )
+        raise QuantError(f"{path} is one of {parts} parts of a split GGUF file; merge them first (llama-gguf-split --merge)")
 
 
 def _check_decodable(types: dict[str, str], package: ModuleType, path: pathlib.Path) -> None:

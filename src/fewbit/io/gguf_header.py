@@ -112,9 +112,7 @@ def check_layout(header: Header, sizes: dict[str, int], total: int, where: str) 
         end = expected + sizes[entry.name]
         if header.data_start + end > total:
             missing = header.data_start + end - total
-            raise QuantError(
-                f"{where}: tensor {entry.name!r} is cut off, {missing} bytes are missing; fetch the file again"
-            )
+            raise QuantError(f"{where}: tensor {entry.name!r} is cut off, {missing} bytes are missing; fetch the file again")
         expected = _padded(end, header.alignment)
     if total > header.data_start + expected:
         raise QuantError(

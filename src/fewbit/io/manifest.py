@@ -79,9 +79,7 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     """
     path = directory / MANIFEST
     if not path.is_file():
-        raise QuantError(
-            f"{path} is missing, though the directory was written by fewbit; copy the directory again, whole"
-        )
+        raise QuantError(f"{path} is missing, though the directory was written by fewbit; copy the directory again, whole")
     form = parsed_object(content(path), str(path))
     claimed = field(form, "sha256", str, str(path))
     del form["sha256"]

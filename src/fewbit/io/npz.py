@@ -90,9 +90,7 @@ def _check_entry(entry: zipfile.ZipInfo, path: pathlib.Path) -> None:
             "pickles (.pt, .pth, .bin); save the weights as safetensors"
         )
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise QuantError(
-            f"{path}: {entry.filename!r} is compressed by method {entry.compress_type}; numpy writes 0 and 8"
-        )
+        raise QuantError(f"{path}: {entry.filename!r} is compressed by method {entry.compress_type}; numpy writes 0 and 8")
     ratio = 1 if entry.compress_type == zipfile.ZIP_STORED else _MAX_DEFLATE_RATIO
     if entry.file_size > ratio * entry.compress_size or entry.compress_size > path.stat().st_size:
         raise QuantError(

@@ -30,6 +30,13 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         QuantError: when there is nothing at the path, when it is no model, or when it is damaged; the message names the
             file.
         UnsupportedError: for a tensor type or layout version that fewbit lacks.
+
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.npz")
+    >>> np.savez(path, weight=np.ones((4, 3), np.float16))
+    >>> checkpoint = read(path)
+    >>> checkpoint.kind, checkpoint.tensors.info["weight"].shape, checkpoint.tensors["weight"].dtype.name
+    ('npz', (4, 3), 'float16')
     """
     path = checked_path(path)
     if path.is_dir():

@@ -146,9 +146,7 @@ def _place(name: str, form: Any, path: pathlib.Path) -> tuple[str, tuple[int, ..
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise QuantError(f"{where} has dtype {dtype!r:.40}; fewbit reads {', '.join(DTYPES)}")
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise QuantError(
-            f"{where} has shape {shape!r:.80} and data_offsets {offsets!r:.80}; whole numbers are expected"
-        )
+        raise QuantError(f"{where} has shape {shape!r:.80} and data_offsets {offsets!r:.80}; whole numbers are expected")
     needed, held = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
     if needed != held:
         raise QuantError(f"{where}: {dtype} of shape {tuple(shape)} takes {needed} bytes, but the file gives it {held}")
@@ -168,9 +166,7 @@ def _check_places(places: Mapping[str, tuple[str, tuple[int, ...], int, int]], s
                 f"{path}: tensor {name!r} begins at byte {begin} of the data, expected {expected}; the file is damaged"
             )
         if end > size:
-            raise QuantError(
-                f"{path}: tensor {name!r} is cut off, {end - size} bytes are missing; fetch the file again"
-            )
+            raise QuantError(f"{path}: tensor {name!r} is cut off, {end - size} bytes are missing; fetch the file again")
         expected = end
     if expected != size:
         raise QuantError(f"{path}: {size - expected} bytes follow the last tensor; the file is damaged")

@@ -55,6 +55,12 @@ def verify(path: str | os.PathLike[str]) -> list[Finding]:
 
     Raises:
         QuantError: when there is nothing at the path.
+
+    >>> import os, tempfile
+    >>> path = os.path.join(tempfile.mkdtemp(), "model.npz")
+    >>> np.savez(path, weight=np.array([1.0, np.nan]))
+    >>> [str(finding) for finding in verify(path)]
+    ['error: weight: 1 of 2 elements are NaN or infinite']
     """
     path = checked_path(path)
     try:
@@ -73,9 +79,7 @@ def _file_findings(path: pathlib.Path) -> list[Finding]:
     findings = []
     for name, entry in manifest.files.items():
         if _file_sha256(path / name) != entry.sha256:
-            findings.append(
-                Finding("error", str(path / name), "was changed since it was written (its SHA-256 differs)")
-            )
+            findings.append(Finding("error", str(path / name), "was changed since it was written (its SHA-256 differs)"))
     unknown = sorted(set(os.listdir(path)) - set(manifest.files) - {MANIFEST})
     return findings + [Finding("warning", str(path / name), "is not in the manifest") for name in unknown]
 

@@ -258,9 +258,7 @@ def _check_config(config: Mapping[str, Any], files: Mapping[str, bytes]) -> None
         if not isinstance(data, bytes):
             raise QuantError(f"file {name!r} is a {type(data).__name__}; files are given as bytes")
         if not is_plain_name(name) or name in (CONFIG, INDEX, MANIFEST, "lock") or name.endswith(".safetensors"):
-            raise QuantError(
-                f"a file cannot be called {name!r}: a plain name that fewbit does not use itself is expected"
-            )
+            raise QuantError(f"a file cannot be called {name!r}: a plain name that fewbit does not use itself is expected")
 
 
 def _held(array: np.ndarray | jax.Array, name: str) -> np.ndarray:

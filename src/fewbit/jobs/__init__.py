@@ -13,7 +13,6 @@ from .load import load as load
 from .model import Model as Model
 from .planning import folded as folded
 from .planning import plan_model as plan_model
-from .planning import plan_rotated as plan_rotated
 from .quality import Quality as Quality
 from .quality import evaluate as evaluate
 from .quality import evaluation_windows as evaluation_windows

@@ -31,7 +31,7 @@ class Demo:
     Attributes:
         base: the float model on the windows of the text.
         text: the name of the text.
-        source: where the model was read from.
+        source: where the model was read from, as it was given.
         sample: what the float model writes.
         directory: where results are written.
     """
@@ -89,7 +89,7 @@ def demo(
     directory.mkdir(parents=True, exist_ok=True)
     source = model if rotation_seed is None else rotated(model, seed=rotation_seed)
     base = baseline(source, windows)
-    return Demo(base, found.name, model.path, _sample(base, None), directory)
+    return Demo(base, found.name, Path(path), _sample(base, None), directory)
 
 
 def steps(started: Demo) -> Iterator[DemoStep]:

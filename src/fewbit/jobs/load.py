@@ -19,7 +19,8 @@ def load(path: str | os.PathLike[str]) -> Model:
     other network still loads as its flat tensors, which can be planned, quantized, inspected and verified.
 
     Args:
-        path: the file or directory.
+        path: the file or directory; or, where nothing of that name exists, the name of a model that an installed package
+            carries: "smollm2", "glassllm" or "minilm".
 
     Returns:
         The model.
@@ -27,12 +28,22 @@ def load(path: str | os.PathLike[str]) -> Model:
     Raises:
         QuantError: when there is nothing at the path, or it cannot be read.
     """
-    checkpoint = io.read(path)
+    checkpoint = io.read(_found(path))
     try:
         model = _llama(checkpoint)
     except (QuantError, UnsupportedError) as error:
         model = _flat(checkpoint, str(error))
     return _with_tokenizer(model, checkpoint)
+
+
+INSTALLED = {"smollm2": models.smollm2_gguf, "glassllm": models.glassllm_npz, "minilm": models.minilm_directory}
+"""The models that packages carry, by the names that `load` takes."""
+
+
+def _found(path: str | os.PathLike[str]) -> Path:
+    """The path, or that of the installed model of this name."""
+    name = os.fspath(path)
+    return INSTALLED[name]() if name in INSTALLED and not Path(name).exists() else Path(name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +93,9 @@ def _config(checkpoint: io.Checkpoint) -> tuple[models.LlamaConfig, models.NameT
         return models.config_from_glassllm(said), models.GLASSLLM
     if checkpoint.kind != "npz" and "model_type" in said:
         return models.config_from_hf(said), models.HUGGING_FACE
-    raise UnsupportedError("it does not say what network it is (no GGUF metadata, no config.json with a model_type, no __config__)")
+    raise UnsupportedError(
+        "it does not say what network it is (no GGUF metadata, no config.json with a model_type, no __config__)"
+    )
 
 
 def _checked_paths(slots: dict[str, _Slot], config: models.LlamaConfig) -> dict[str, _Slot]:

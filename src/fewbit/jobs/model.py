@@ -86,7 +86,9 @@ class Model:
             UnsupportedError: when the model cannot be run.
         """
         if self.config is None:
-            raise UnsupportedError(f"{self.path} cannot be run, only planned, quantized, inspected and verified: {self.why_not_run}")
+            raise UnsupportedError(
+                f"{self.path} cannot be run, only planned, quantized, inspected and verified: {self.why_not_run}"
+            )
         return self.config
 
     def readable_tokenizer(self) -> models.Tokenizer:

@@ -15,7 +15,8 @@ from .. import models
 from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
 from ..io import TensorInfo
-from ..recipe import Plan, PlanRow, plan as make_plan
+from ..recipe import Plan, PlanRow
+from ..recipe import plan as make_plan
 from ..recipe.plan import quantized_leaf
 from .model import Model
 
@@ -54,13 +55,6 @@ def plan_model(model: Model, *, recipe: Any = None, plan: str | os.PathLike[str]
     return _with_file_facts(_resolved(model, recipe), model)
 
 
-def plan_rotated(model: Model, config: models.LlamaConfig, recipe: Any) -> Plan:
-    """The plan for the rotated network of a model, without rotating it: float32 parameters of the given configuration."""
-    shapes = models.shapes(config)
-    info = {path: TensorInfo(shape, "float32", "F32", 4 * _count(shape)) for path, shape in shapes.items()}
-    return plan_model(dataclasses.replace(model, config=config, info=info), recipe=recipe)
-
-
 def folded(rows: Iterable[PlanRow]) -> list[tuple[str, int, PlanRow]]:
     """The rows with those that differ only in the number of their layer made one.
 
@@ -97,8 +91,8 @@ def _check_not_foreign(model: Model) -> None:
     if foreign is not None:
         method = foreign.get("quant_method", "unknown") if isinstance(foreign, dict) else "unknown"
         raise UnsupportedError(
-            f"{model.path} is quantized already (config.json's quantization_config, method {method!r}), with scales in tensors of "
-            "their own; fewbit cannot decode that yet, so start from the float checkpoint"
+            f"{model.path} is quantized already (config.json's quantization_config, method {method!r}), with scales in "
+            "tensors of their own; fewbit cannot decode that yet, so start from the float checkpoint"
         )
 
 
@@ -146,7 +140,9 @@ def _with_file_fact(row: PlanRow, info: TensorInfo) -> PlanRow:
         kept = f"stays {info.stored}, as the file holds it" if info.scheme is not None else ""
         return dataclasses.replace(row, bytes_after=info.nbytes, reason=_joined(row.reason, kept))
     if is_kept(row, info):
-        return dataclasses.replace(row, bytes_after=info.nbytes, reason=_joined(row.reason, f"{info.stored} in the file, kept exactly"))
+        return dataclasses.replace(
+            row, bytes_after=info.nbytes, reason=_joined(row.reason, f"{info.stored} in the file, kept exactly")
+        )
     if info.scheme is not None:
         return dataclasses.replace(row, reason=_joined(row.reason, f"decoded from {info.stored} first"))
     if info.dtype == "float64":
@@ -177,9 +173,13 @@ def _checked(plan: Plan, model: Model) -> Plan:
     known = tuple(model.info)
     for path in rows:
         if path not in model.info:
-            raise QuantError(f"the plan has a row for {path!r}, which {model.name} does not have; {near_names(path, known[:400])}")
+            raise QuantError(
+                f"the plan has a row for {path!r}, which {model.name} does not have; {near_names(path, known[:400])}"
+            )
     if missing := [path for path in known if path not in rows]:
-        raise QuantError(f"the plan lacks {', '.join(missing[:5])} of {model.name} ({len(missing)} rows); plan the model anew")
+        raise QuantError(
+            f"the plan lacks {', '.join(missing[:5])} of {model.name} ({len(missing)} rows); plan the model anew"
+        )
     return dataclasses.replace(plan, rows=tuple(_checked_row(rows[path], info) for path, info in model.info.items()))
 
 
@@ -189,18 +189,15 @@ def _checked_row(row: PlanRow, info: TensorInfo) -> PlanRow:
     if row.policy is None:
         return row
     if not jnp.issubdtype(jnp.dtype(info.dtype), jnp.floating) or not info.shape:
-        raise QuantError(f"the plan quantizes {row.path}, which is {info.dtype} of shape {info.shape}; set its policy to null")
+        raise QuantError(
+            f"the plan quantizes {row.path}, which is {info.dtype} of shape {info.shape}; set its policy to null"
+        )
     if not row.axis:
-        raise QuantError(f"the plan's row of {row.path} has a policy but no axis; write the contracted axis, as in \"axis\": [-1]")
+        raise QuantError(
+            f'the plan\'s row of {row.path} has a policy but no axis; write the contracted axis, as in "axis": [-1]'
+        )
     try:
         after = jax.eval_shape(lambda x: quantized_leaf(x, row), _struct(info)).nbytes
     except QuantError as error:
         raise QuantError(f"{row.path} {row.shape}: {error}") from error
     return dataclasses.replace(row, bytes_after=after)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    count = 1
-    for n in shape:
-        count *= n
-    return count

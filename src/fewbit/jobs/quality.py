@@ -1,4 +1,4 @@
-"""How good a model is on a text: perplexity, and its distance from another model; and how far its weights are from theirs."""
+"""How good a model is on a text: perplexity, and its distance from another model, in outputs and in weights."""
 
 import dataclasses
 import functools
@@ -76,7 +76,9 @@ def evaluate(
         return Quality(found.name, windows.shape[1] - 1, result)
     other = against.runnable_config()
     if other.vocab != config.vocab:
-        raise QuantError(f"{model.name} has {config.vocab} tokens and {against.name} {other.vocab}; only alike models can be compared")
+        raise QuantError(
+            f"{model.name} has {config.vocab} tokens and {against.name} {other.vocab}; only alike models can be compared"
+        )
     reference = logits_function(runnable_params(against), other)
     both = compare_models(reference, candidate, windows, batch_size=batch, progress=progress)
     sqnr, notes = weight_sqnr(model, against)
@@ -132,7 +134,9 @@ def weight_sqnr(model: Model, against: Model) -> tuple[dict[str, float], tuple[s
         against: the model that its parameters are compared with.
     """
     if model.facts.get("rotation_seed") != against.facts.get("rotation_seed"):
-        return {}, ("no signal-to-noise ratio of the weights: one model's residual stream is rotated and the other's is not",)
+        return {}, (
+            "no signal-to-noise ratio of the weights: one model's residual stream is rotated and the other's is not",
+        )
     if {p: i.shape for p, i in model.info.items()} != {p: i.shape for p, i in against.info.items()}:
         return {}, ("no signal-to-noise ratio of the weights: the models have different parameters",)
     if model.config != against.config:

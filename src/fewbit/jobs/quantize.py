@@ -126,7 +126,10 @@ def _is_small(value: Any) -> bool:
 
 def _facts(model: Model, plan: Plan) -> dict[str, Any]:
     """What the directory remembers of where it comes from."""
-    facts: dict[str, Any] = {"recipe": plan.recipe, "source": {"name": model.name, "kind": model.kind, "sha256": _hashes(model.path)}}
+    facts: dict[str, Any] = {
+        "recipe": plan.recipe,
+        "source": {"name": model.name, "kind": model.kind, "sha256": _hashes(model.path)},
+    }
     if "rotation_seed" in model.facts:
         facts["rotation_seed"] = model.facts["rotation_seed"]
     if plan.recipe == KEEP and model.facts:

@@ -27,7 +27,7 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
     params, config = models.rotate_residual(model.float_params(), config, key=jax.random.key(seed))
     arrays = models.paths_of_params(params, config)
     info = {path: TensorInfo(a.shape, "float32", "F32", a.nbytes) for path, a in arrays.items()}
-    note = f"the residual stream was rotated at random (seed {seed}); sizes and losses are relative to the rotated float32 weights"
+    note = f"the residual stream was rotated at random (seed {seed}); losses are relative to the rotated float32 weights"
     return dataclasses.replace(
         model,
         config=config,

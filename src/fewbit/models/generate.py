@@ -75,7 +75,10 @@ def generate(
     if not temperature >= 0:
         raise QuantError(f"temperature is {temperature}, must be 0 (the likeliest token) or above")
     if (temperature > 0) != (key is not None):
-        raise QuantError(f"temperature is {temperature} and key is {key}; sampling needs both, greedy decoding neither")
+        given = "no key" if key is None else "a key"
+        raise QuantError(
+            f"temperature is {temperature} and {given} is given; sampling needs both, greedy decoding neither"
+        )
     return _generate(
         params,
         prompt,

@@ -66,6 +66,16 @@ def dot_general(
 def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     """`lhs @ rhs` for operands of which either or both may be a QArray; shapes as in `jnp.matmul`.
 
+    Args:
+        lhs: the left operand, `[..., M, K]` or `[K]`.
+        rhs: the right operand, `[..., K, N]` or `[K]`. Batch axes are equal on both sides, or there are none on one.
+
+    Returns:
+        The product, in the operands' common dtype.
+
+    Raises:
+        QuantError: when the inner lengths differ, or batch axes would have to be broadcast.
+
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """

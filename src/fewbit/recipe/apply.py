@@ -46,6 +46,13 @@ def quantize_params(params: Any, plan: Any) -> Any:
 def quantize_row(leaf: Any, row: PlanRow) -> Any:
     """One parameter as its row says: quantized after a check that it is finite, or as it is.
 
+    Args:
+        leaf: the parameter.
+        row: its row of a plan.
+
+    Returns:
+        A QArray, or `leaf` where the row has no policy.
+
     Raises:
         QuantError: for another shape than the plan's, or values that are not finite.
     """

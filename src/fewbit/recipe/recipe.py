@@ -57,6 +57,7 @@ class Recipe:
 
 
 RECIPES: Registry[Recipe] = Registry("recipe")
+"""Every named recipe; `fb.RECIPES.names()` lists them."""
 
 
 def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
@@ -86,7 +87,7 @@ def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
     try:
         return weight_only(spec)
     except QuantError:
-        known = (*RECIPES.names(), *SCHEMES.names())
+        known = tuple(dict.fromkeys((*RECIPES.names(), *SCHEMES.names())))
         raise QuantError(f"unknown recipe {spec!r}; {near_names(spec, known)}") from None
 
 
@@ -99,6 +100,9 @@ def weight_only(scheme: str | Scheme, *, embedding: str | Scheme | None = "q8_0"
         scheme: the scheme of the matrices.
         embedding: the scheme of tables that are looked up; None leaves them as they are.
         name: the recipe's name; None takes the scheme's.
+
+    Returns:
+        The recipe, of two rules: tables that are looked up, then all other matrices.
     """
     scheme = as_scheme(scheme)
     table = None if embedding is None else Policy(as_scheme(embedding))

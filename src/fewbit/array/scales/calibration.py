@@ -143,10 +143,17 @@ class AbstractCalibration(abc.ABC):
 
 
 CALIBRATIONS: Registry[type[AbstractCalibration]] = Registry("calibration")
+"""Every calibration by the first word of its text form."""
 
 
 def parse_calibration(text: str) -> AbstractCalibration:
     """The calibration of a text such as `"absmax"`, `"absmax,0.9"` or `"fixed,-0.6,0.6"`.
+
+    Args:
+        text: the name, and after commas the values of its fields in order; trailing ones may be left out.
+
+    Returns:
+        The calibration.
 
     Raises:
         QuantError: for an unknown name, too many values, or values that the calibration refuses.

@@ -23,6 +23,7 @@ from ..select import AbstractBackend
 from .problem import Problem
 
 BACKENDS: Registry[AbstractBackend[Problem]] = Registry("qmatmul")
+"""The backends of the general product; the last that can compute a problem is taken, the reference when no other can."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,69 @@
+"""A rotated network is the same function with other weights."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.errors import QuantError
+from fewbit.models import LlamaConfig, forward, paths_of_params, random_rotation, rotate_residual, stack_layers
+from tests.nets.random_llama import CONFIGS, SMALL, UNTIED, random_params, random_tokens
+
+KEY = jax.random.key(0)
+run = jax.jit(forward, static_argnums=2)
+
+
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_logits_stay_what_they_are(config: LlamaConfig):
+    params, tokens = random_params(config), random_tokens(config, 2, 13)
+    rotated, rotated_config = rotate_residual(params, config, key=KEY)
+    assert rotated_config == dataclasses.replace(config, tied=False)
+    # Every weight is rounded to float32 once more: the rounding of the forward itself, as in test_llama.
+    np.testing.assert_allclose(run(rotated, tokens, rotated_config), run(params, tokens, config), atol=4e-5)
+
+
+def test_weights_move_and_gains_become_one():
+    params = random_params(SMALL)
+    rotated, config = rotate_residual(params, SMALL, key=KEY)
+    before = paths_of_params(params, SMALL)
+    for path, array in paths_of_params(rotated, config).items():
+        if path.endswith("norm"):
+            assert (array == 1).all(), path
+        elif path != "head" and not path.endswith("attn/v"):
+            assert not np.allclose(array, before[path], atol=0.01), path
+    # What is written to the stream turns alone, so its length stays; what is read has its gain folded in.
+    turned = np.linalg.norm(rotated["layers"][1]["mlp"]["down"], axis=0)
+    np.testing.assert_allclose(turned, np.linalg.norm(params["layers"][1]["mlp"]["down"], axis=0), rtol=1e-6)
+
+
+def test_a_tied_head_stays_tied_without_a_last_gain():
+    params = {**random_params(SMALL), "norm": jnp.ones(SMALL.width)}
+    rotated, config = rotate_residual(params, SMALL, key=KEY)
+    assert config == SMALL
+    assert "head" not in rotated
+    tokens = random_tokens(SMALL, 1, 9)
+    np.testing.assert_allclose(run(rotated, tokens, config), run(params, tokens, SMALL), atol=4e-5)
+
+
+def test_rotations_are_orthogonal_and_follow_the_key():
+    q = random_rotation(96, key=KEY)
+    assert np.abs(q @ q.T - np.eye(96)).max() < 1e-14 * 96
+    assert np.array_equal(q, random_rotation(96, key=KEY))
+    assert not np.allclose(q, random_rotation(96, key=jax.random.key(1)))
+    # Uniform over all rotations: elements of mean 0 and variance 1/n, so the trace has mean 0 and variance 1.
+    traces = [np.trace(random_rotation(16, key=jax.random.key(i))) for i in range(64)]
+    assert abs(np.mean(traces)) < 5 / 8
+    assert 0.4 < np.var(traces) < 1.9
+
+
+def test_refuses():
+    params = random_params(UNTIED)
+    with pytest.raises(QuantError, match=r"needs params\['layers'\] to be a list of layers; rotate before stack_layers"):
+        rotate_residual(stack_layers(params), UNTIED, key=KEY)
+    with pytest.raises(QuantError, match="embed is QArray .*; rotate the float parameters, then quantize them"):
+        rotate_residual({**params, "embed": fb.quantize(params["embed"], "int8")}, UNTIED, key=KEY)
+    with pytest.raises(QuantError, match="norm is ArrayImpl of int32"):
+        rotate_residual({**params, "norm": jnp.ones(UNTIED.width, jnp.int32)}, UNTIED, key=KEY)
