@@ -63,7 +63,7 @@ def test_refuses():
     params = random_params(UNTIED)
     with pytest.raises(QuantError, match=r"needs params\['layers'\] to be a list of layers; rotate before stack_layers"):
         rotate_residual(stack_layers(params), UNTIED, key=KEY)
-    with pytest.raises(QuantError, match="embed is QArray .*; rotate the float parameters, then quantize them"):
+    with pytest.raises(QuantError, match=r"embed is QArray .*; rotate the float parameters, then quantize them"):
         rotate_residual({**params, "embed": fb.quantize(params["embed"], "int8")}, UNTIED, key=KEY)
     with pytest.raises(QuantError, match="norm is ArrayImpl of int32"):
         rotate_residual({**params, "norm": jnp.ones(UNTIED.width, jnp.int32)}, UNTIED, key=KEY)

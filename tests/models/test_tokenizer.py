@@ -8,15 +8,15 @@ import pytest
 
 pytest.importorskip("tokenizers")
 
-from fewbit.errors import QuantError, UnsupportedError  # noqa: E402
-from fewbit.models import (  # noqa: E402
+from fewbit.errors import QuantError, UnsupportedError
+from fewbit.models import (
     Tokenizer,
     tokenizer_from_directory,
     tokenizer_from_files,
     tokenizer_from_gguf,
     tokenizer_from_glassllm,
 )
-from fewbit.models.tokenizer import chat_text  # noqa: E402
+from fewbit.models.tokenizer import chat_text
 
 CHATML = (
     "{% if not system %}{{ '<|im_start|>system\nBe brief.<|im_end|>\n' }}{% endif %}"
@@ -79,7 +79,7 @@ def test_chat_is_written_with_the_templates_own_system_message():
 
 @pytest.mark.parametrize("template", [None, "[INST] {{ content }} [/INST]"], ids=["none", "other"])
 def test_chat_refuses_what_it_cannot_write(template: str | None):
-    with pytest.raises(UnsupportedError, match="the checkpoint has .*chat template.*; give the prompt as plain text"):
+    with pytest.raises(UnsupportedError, match=r"the checkpoint has .*chat template.*; give the prompt as plain text"):
         chat_text("hi", template)
 
 

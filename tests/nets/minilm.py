@@ -1,7 +1,9 @@
-"""all-MiniLM-L6-v2, a BERT encoder of sentences, in plain JAX over a tree of parameters: a native float32 net for quality tests.
+"""all-MiniLM-L6-v2, a BERT encoder of sentences, in plain JAX over a tree of parameters.
 
-The tree: {"word", "position", "kind": embeddings, "norm": {"gain", "bias"}, "layers": [{"q", "k", "v", "o", "up", "down": each
-{"weight": [out, in], "bias"}, "attn_norm", "mlp_norm"}]}.
+A net whose checkpoint is float32, for quality tests. The tree:
+
+    {"word", "position", "kind": embeddings, "norm": {"gain", "bias"},
+     "layers": [{"q", "k", "v", "o", "up", "down": each {"weight": [out, in], "bias"}, "attn_norm", "mlp_norm"}, ...]}
 """
 
 import json

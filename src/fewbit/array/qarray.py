@@ -107,6 +107,13 @@ class QArray:
             for count, tile, n in zip(self.scale.shape, self.scheme.tiles(self.ndim), self.shape, strict=True)
         )
 
+    @property
+    def _named_tiles(self) -> tuple[Tile, ...]:
+        """The tiles with the lengths that the scheme names, also where an axis is shorter than its tile."""
+        named = self.scheme.tiles(self.ndim)
+        counts = tile_counts(self.shape, named)
+        return tuple(t if n == m else own for t, own, n, m in zip(named, self.tiles, counts, self.scale.shape, strict=True))
+
     def __repr__(self) -> str:
         if not hasattr(self.codes, "shape"):
             return f"QArray({self.scheme.name}, leaves={jax.tree.leaves(self)})"
@@ -141,7 +148,7 @@ class QArray:
         if sorted(a % self.ndim for a in order) != list(range(self.ndim)):
             raise QuantError(f"transpose axes {order} must name each of the {self.ndim} axes once")
         order = tuple(a % self.ndim for a in order)
-        tiles = tuple(self.tiles[a] for a in order)
+        tiles = tuple(self._named_tiles[a] for a in order)
         pack_axis = order.index(self.scheme.pack_axis + self.ndim) - self.ndim
         return self._moved(lambda leaf: leaf.transpose(order), self.scheme.with_tiles(tiles, pack_axis))
 

@@ -19,7 +19,8 @@ class Estimate:
 
     Attributes:
         value: the mean.
-        error: its standard error, `s / sqrt(n)` with the sample deviation `s`; NaN for a single token.
+        error: its standard error, `s / sqrt(n)` with the sample deviation `s`; NaN for a single token and for an
+            infinite mean.
     """
 
     value: float
@@ -35,9 +36,9 @@ class Divergence:
 
     Attributes:
         mean: its mean with the standard error.
-        median: the token in the middle.
-        p90: nine tokens of ten are below.
-        p99: 99 of a hundred are below.
+        median: half of the tokens are at most there.
+        p90: nine tokens of ten are at most there.
+        p99: 99 of a hundred are at most there.
         largest: the worst token.
     """
 
@@ -63,8 +64,9 @@ def estimate(samples: ArrayLike) -> Estimate:
     flat = np.asarray(samples, np.float64).ravel()
     if not flat.size:
         raise QuantError("an estimate needs at least one sample, and there are none; is the text long enough?")
-    error = float(flat.std(ddof=1)) / math.sqrt(flat.size) if flat.size > 1 else math.nan
-    return Estimate(float(flat.mean()), error)
+    with np.errstate(invalid="ignore"):  # an infinite mean has the error NaN, without a warning
+        error = float(flat.std(ddof=1)) / math.sqrt(flat.size) if flat.size > 1 else math.nan
+        return Estimate(float(flat.mean()), error)
 
 
 def kl_divergence(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Divergence:
@@ -98,7 +100,8 @@ def divergence(samples: ArrayLike) -> Divergence:
     """
     flat = np.asarray(samples, np.float64).ravel()
     mean = estimate(flat)
-    median, p90, p99, largest = (float(v) for v in np.quantile(flat, (0.5, 0.9, 0.99, 1.0)))
+    ordered = np.sort(flat)  # picked, not interpolated: infinities have no middle
+    median, p90, p99, largest = (float(ordered[math.ceil(q * flat.size) - 1]) for q in (0.5, 0.9, 0.99, 1.0))
     return Divergence(mean, median, p90, p99, largest)
 
 
@@ -131,9 +134,7 @@ def sqnr_db(reference: ArrayLike, approx: ArrayLike | QArray) -> float:
     """
     approx = dequantize(approx) if isinstance(approx, QArray) else approx
     if np.shape(reference) != np.shape(approx):
-        raise QuantError(
-            f"reference has shape {np.shape(reference)} and approx {np.shape(approx)}; they must be the same"
-        )
+        raise QuantError(f"reference has shape {np.shape(reference)} and approx {np.shape(approx)}; they must be the same")
     signal, noise = (float(np.sum(np.asarray(rows, np.float64))) for rows in _row_energies(reference, approx))
     if noise == 0:
         return math.inf

@@ -78,9 +78,7 @@ def token_windows(tokens: Sequence[int] | np.ndarray, *, length: int = 512, limi
     count = (len(ids) - 1) // length if limit is None else limit // length
     if count < 1 or len(ids) < count * length + 1:
         needed = max(count, 1) * length + 1
-        raise QuantError(
-            f"the text has {len(ids)} tokens, {needed} are needed; take a longer text or lower length or limit"
-        )
+        raise QuantError(f"the text has {len(ids)} tokens, {needed} are needed; take a longer text or lower length or limit")
     starts = np.arange(count)[:, None] * length
     return ids[starts + np.arange(length + 1)[None, :]]
 
@@ -146,15 +144,13 @@ def compare_models(
         numbers = (token_losses(p, targets), token_losses(q, targets), token_divergences(p, q), tokens_agree(p, q))
         kept_numbers.append([np.asarray(n, np.float64)[:kept] for n in numbers])
     p_loss, q_loss, kl, agrees = (np.concatenate(n) for n in zip(*kept_numbers, strict=True))
-    return Comparison(
-        _perplexity(p_loss), _perplexity(q_loss), estimate(q_loss - p_loss), divergence(kl), estimate(agrees)
-    )
+    return Comparison(_perplexity(p_loss), _perplexity(q_loss), estimate(q_loss - p_loss), divergence(kl), estimate(agrees))
 
 
 def _perplexity(losses: np.ndarray) -> Perplexity:
     """The perplexity of the losses of single tokens."""
     mean = estimate(losses)
-    value = math.exp(mean.value) if mean.value < 700 else math.inf
+    value = math.inf if mean.value > 700 else math.exp(mean.value)
     return Perplexity(value, value * mean.error, losses.size)
 
 

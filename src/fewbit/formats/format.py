@@ -86,6 +86,17 @@ class AbstractFormat(abc.ABC):
     def decode(self, codes: UInt8[Array, "*s"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*s"]:
         """The number that each code stands for, exact in float32 and rounded once when `dtype` is narrower."""
 
+    def nearest(self, x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+        """The format's number nearest to each element, `decode(encode(x))` but for NaN: what a search for scales tries.
+
+        Args:
+            x: as for `encode`.
+
+        Returns:
+            Float32 numbers of the format.
+        """
+        return self.decode(self.encode(x))
+
     @abc.abstractmethod
     def values(self) -> np.ndarray:
         """Every number in the order of its code, float64; NaN where a code means NaN."""

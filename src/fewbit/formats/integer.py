@@ -71,7 +71,7 @@ class Integer(AbstractFormat):
         return self.max + half * self.step
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
-        x = widened(x) * jnp.float32(1 / self.step)
+        x = widened(x) if self.step == 1 else widened(x) * jnp.float32(1 / self.step)
         x = jnp.clip(x, self.min / self.step, self.max / self.step)
         whole = rounded(jnp.where(jnp.isnan(x), 0.0, x), key).astype(jnp.int8 if self.signed else jnp.uint8)
         return whole.astype(jnp.uint8) & jnp.uint8(2**self.width - 1)

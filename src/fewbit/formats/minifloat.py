@@ -26,9 +26,9 @@ class Minifloat(AbstractFormat):
     - "fnuz": no infinity and no -0; the code of -0 is NaN (e4m3fnuz, e5m2fnuz, e4m3b11fnuz);
     - "none": every code is a finite number (e2m1, e2m3, e3m2 of the OCP MX specification).
 
-    Encoding rounds to the nearest number, ties to the even code, subnormals included (without a mantissa:
-    to zero, else to the larger of two powers of two). It saturates: beyond `max`, and at infinity, the largest number is
-    taken, never infinity (the rule of PTX's `satfinite`). NaN encodes as a NaN code, or as 0 where there is none. -0 is kept where the format has it. An unsigned format takes negative numbers as 0. Float32
+    Encoding rounds to the nearest number, ties to the even code, subnormals included. It saturates:
+    beyond `max`, and at infinity, the largest number is taken, never infinity (the rule of PTX's `satfinite`). NaN
+    encodes as a NaN code, or as 0 where there is none (of the NaN codes always the same one). -0 is kept where the format has it. An unsigned format takes negative numbers as 0. Float32
     subnormals count as zero, as XLA flushes them.
 
     Attributes:
@@ -66,7 +66,7 @@ class Minifloat(AbstractFormat):
         if self.specials == "fnuz" and not self.signed:
             raise QuantError(f"format {self.name!r}: fnuz puts NaN at -0, so it needs a sign")
         largest_exponent = 2**self.exponent - 1 - self.bias
-        if 1 - self.bias - self.mantissa < -126 or largest_exponent > min(127, 126 + self.mantissa):
+        if 1 - self.bias - self.mantissa < -126 or largest_exponent > min(127, 126 + self.mantissa) or self.bias < -80:
             raise QuantError(f"format {self.name!r}: its numbers must be normal float32 numbers; the bias is {self.bias}")
 
     @property
@@ -97,15 +97,64 @@ class Minifloat(AbstractFormat):
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
         x = widened(x)
-        smallest_exponent = 1 - self.bias
         magnitude = jnp.minimum(jnp.abs(x), jnp.float32(self.max))
-        exponent = jnp.maximum(exponent_of(magnitude), smallest_exponent)
-        # In units of the last place at this exponent a normal number is 2**m .. 2**(m+1), so adding the code of the
-        # exponent below it gives the code; a carry of the rounding runs into the exponent by itself.
-        steps = rounded(magnitude * power_of_two(self.mantissa - exponent), key).astype(jnp.int32)
-        code = ((exponent - smallest_exponent) << self.mantissa) + steps
+        code = self._nearest_code(magnitude) if key is None else self._code_by_chance(magnitude, key)
         code = self._with_sign(jnp.minimum(code, self._max_code), x)
         return jnp.where(jnp.isnan(x), self._nan_code or 0, code).astype(jnp.uint8)
+
+    def nearest(self, x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+        x = widened(x)
+        magnitude = jnp.minimum(jnp.abs(x), jnp.float32(self.max))
+        dropped = 23 - self.mantissa
+        normal = jax.lax.bitcast_convert_type((self._rounded_bits(magnitude) >> dropped) << dropped, jnp.float32)
+        # XLA would cancel the shifter in floating point, so the steps are counted in whole numbers.
+        subnormal = self._steps(magnitude).astype(jnp.float32) * jnp.float32(2.0 ** (1 - self.bias - self.mantissa))
+        value = jnp.where(magnitude < self._smallest_normal, subnormal, normal)
+        value = jnp.minimum(value, jnp.float32(self.max))
+        if not self.signed:
+            return jnp.where(jnp.signbit(x), jnp.zeros_like(value), value)
+        return jnp.where(value == 0, value, jnp.copysign(value, x)) if self.specials == "fnuz" else jnp.copysign(value, x)
+
+    @property
+    def _smallest_normal(self) -> np.float32:
+        return np.float32(2.0 ** (1 - self.bias))
+
+    @property
+    def _shifter(self) -> np.float32:
+        """The float32 number whose last place is the format's smallest step: adding it rounds a subnormal to whole steps."""
+        return np.float32(2.0 ** (1 - self.bias - self.mantissa + 23))
+
+    def _nearest_code(self, magnitude: Float[Array, "*s"]) -> jax.Array:
+        """The code of the nearest number: the upper bits of the float32, or the whole steps below the normal numbers.
+
+        A carry of the rounding runs from the mantissa into the exponent by itself.
+        """
+        dropped = 23 - self.mantissa
+        normal = (self._rounded_bits(magnitude) >> dropped) - self._rebias
+        return jnp.where(magnitude < self._smallest_normal, self._steps(magnitude), normal)
+
+    def _steps(self, magnitude: Float[Array, "*s"]) -> jax.Array:
+        """How many of the format's smallest steps lie nearest, for magnitudes below the normal numbers."""
+        return jax.lax.bitcast_convert_type(magnitude + self._shifter, jnp.int32) - int(self._shifter.view(np.int32))
+
+    @property
+    def _rebias(self) -> int:
+        """What the upper bits of a float32 lose to become a code."""
+        return (127 - self.bias) << self.mantissa
+
+    def _rounded_bits(self, magnitude: Float[Array, "*s"]) -> jax.Array:
+        """The bits of each float32 with nearly half of the dropped ones added, so that cutting them rounds to nearest even."""
+        dropped = 23 - self.mantissa
+        bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
+        is_odd = ((bits >> dropped) - self._rebias) & 1
+        return bits + ((1 << (dropped - 1)) - 1) + is_odd
+
+    def _code_by_chance(self, magnitude: Float[Array, "*s"], key: Key[Array, ""]) -> jax.Array:
+        """The code of the number below or above, in units of the last place of the exponent at hand."""
+        smallest_exponent = 1 - self.bias
+        exponent = jnp.maximum(exponent_of(magnitude), smallest_exponent)
+        steps = rounded(magnitude * power_of_two(self.mantissa - exponent), key).astype(jnp.int32)
+        return ((exponent - smallest_exponent) << self.mantissa) + steps
 
     def _with_sign(self, code: jax.Array, x: jax.Array) -> jax.Array:
         """The code with the sign of `x`; an unsigned format takes negative numbers as zero."""

@@ -19,6 +19,7 @@ from .quality import evaluation_windows as evaluation_windows
 from .quality import weight_sqnr as weight_sqnr
 from .quantize import Outcome as Outcome
 from .quantize import quantize as quantize
+from .quantize import worst as worst
 from .rotation import rotated as rotated
 from .tensors import TensorResult as TensorResult
 from .tensors import quantized_tensors as quantized_tensors

@@ -102,7 +102,7 @@ def _resolved(model: Model, recipe: Any) -> Plan:
     config = model.config
     if config is None:
         plan = make_plan(None, structs, recipe=recipe)
-        return dataclasses.replace(plan, rows=tuple(_explained(row) for row in plan))
+        return dataclasses.replace(plan, rows=tuple(_explained(plan[path]) for path in model.info))
     tokens = jax.ShapeDtypeStruct((1, min(8, config.context)), jnp.int32)
     forward = functools.partial(_forward, config)
     plan = make_plan(forward, models.params_from_paths(structs, config), tokens, recipe=recipe)

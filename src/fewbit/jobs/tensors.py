@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..array import QArray, is_qarray
+from ..array import QArray
 from ..errors import QuantError
 from ..evaluate import sqnr_db
 from ..recipe import Plan, PlanRow, quantize_row
@@ -65,7 +65,7 @@ def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorR
     for row in rows:
         start = time.perf_counter()
         stored = model.load(row.path)
-        if bad := _non_finite(stored):
+        if bad := _non_finite(stored, row):
             raise QuantError(_non_finite_message(model, {row.path: bad} | _more_non_finite(model, rows)))
         value, sqnr = _converted(stored, row, model)
         seconds = time.perf_counter() - start
@@ -93,11 +93,11 @@ def _float32(x: Any) -> Any:
         return np.asarray(x, np.float32)
 
 
-def _non_finite(value: Value) -> int:
-    """How many elements are NaN or infinite, in a quantized array those of its decoded one."""
+def _non_finite(value: Value, row: PlanRow) -> int:
+    """How many elements are NaN or infinite, as the row takes them: decoded, and float64 rounded if it is quantized."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return 0
-    x = _float32(decoded(value)) if is_qarray(value) or value.dtype == np.float64 else value
+    x = decoded(value) if row.policy is None else _float32(decoded(value))
     if isinstance(x, np.ndarray) and x.dtype.kind in "fc":
         return int(x.size - np.count_nonzero(np.isfinite(x)))
     return int(jnp.sum(~jnp.isfinite(jnp.asarray(x))))
@@ -105,7 +105,7 @@ def _non_finite(value: Value) -> int:
 
 def _more_non_finite(model: Model, rows: Iterator[PlanRow]) -> dict[str, int]:
     """The other parameters that are not finite, so that one message names them all."""
-    counts = {row.path: _non_finite(model.load(row.path)) for row in rows}
+    counts = {row.path: _non_finite(model.load(row.path), row) for row in rows}
     return {path: count for path, count in counts.items() if count}
 
 

@@ -25,9 +25,7 @@ def config_from_gguf(fields: Mapping[str, Any], names: Collection[str]) -> Llama
     said = _Said(fields, "the GGUF metadata")
     architecture = said.at("general.architecture")
     if architecture != "llama":
-        raise UnsupportedError(
-            f"the GGUF file's architecture is {architecture!r}; the networks that can be run are: llama"
-        )
+        raise UnsupportedError(f"the GGUF file's architecture is {architecture!r}; the networks that can be run are: llama")
     said.only("llama.rope.scaling.type", ("none",))
     if "rope_freqs.weight" in names:
         raise UnsupportedError("the GGUF file has rope_freqs.weight: scaled rotary positions are not built")

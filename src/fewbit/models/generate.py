@@ -76,9 +76,7 @@ def generate(
         raise QuantError(f"temperature is {temperature}, must be 0 (the likeliest token) or above")
     if (temperature > 0) != (key is not None):
         given = "no key" if key is None else "a key"
-        raise QuantError(
-            f"temperature is {temperature} and {given} is given; sampling needs both, greedy decoding neither"
-        )
+        raise QuantError(f"temperature is {temperature} and {given} is given; sampling needs both, greedy decoding neither")
     return _generate(
         params,
         prompt,
@@ -135,17 +133,13 @@ def _generate(
         logits, cache = decode_step(params, last, state.cache, config, dtype=dtype)
         return write(dataclasses.replace(state, cache=cache), logits)
 
-    logits, cache = prefill(
-        params, prompt, empty_cache(config, batch=B, room=T + count, dtype=dtype), config, dtype=dtype
-    )
+    logits, cache = prefill(params, prompt, empty_cache(config, batch=B, room=T + count, dtype=dtype), config, dtype=dtype)
     nothing = _State(jnp.int32(0), cache, jnp.zeros((B, count), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool))
     end = lax.while_loop(is_unfinished, read_and_write, write(nothing, logits))
     return Generation(end.tokens, end.counts)
 
 
-def _sampled(
-    logits: Float[Array, "B V"], step: Int[Array, ""], key: Array | None, temperature: float
-) -> Int[Array, " B"]:
+def _sampled(logits: Float[Array, "B V"], step: Int[Array, ""], key: Array | None, temperature: float) -> Int[Array, " B"]:
     """The next token of each row."""
     if key is None:
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)

@@ -90,8 +90,10 @@ def decode_step(
 def stack_layers(params: Params) -> Params:
     """The same parameters with runs of alike layers stacked, so that `forward` scans over each run.
 
-    Layers are alike when their trees have the same structure, static parts included, and their leaves the same shapes
-    and dtypes. So a model of one scheme becomes one segment, and layers in another scheme begin a new one.
+    A run compiles as one layer. On a CPU the unrolled list decodes faster once it is compiled, since there each step of
+    the scan copies its slice of the weights. Layers are alike when their trees have the same structure, static parts
+    included, and their leaves the same shapes and dtypes. So a model of one scheme becomes one segment, and layers in
+    another scheme begin a new one.
 
     Args:
         params: a tree whose `layers` is a list.
@@ -121,9 +123,7 @@ def _signature(layer: Any) -> tuple[Any, ...]:
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _hidden(
-    params: Params, tokens: Array, cache: Cache | None, config: LlamaConfig, dtype: DTypeLike
-) -> tuple[Array, Any]:
+def _hidden(params: Params, tokens: Array, cache: Cache | None, config: LlamaConfig, dtype: DTypeLike) -> tuple[Array, Any]:
     """The residual stream after the last layer `[B, T, D]`, and the cache with the tokens' keys and values."""
     T = tokens.shape[1]
     if config.context < T:

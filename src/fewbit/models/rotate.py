@@ -89,7 +89,5 @@ def _wide(array: object, path: str) -> np.ndarray:
     """A parameter on the host; QArrays and integers are refused."""
     dtype = getattr(array, "dtype", None)
     if not isinstance(array, np.ndarray | jax.Array) or not jnp.issubdtype(array.dtype, jnp.floating):
-        raise QuantError(
-            f"{path} is {type(array).__name__} of {dtype}; rotate the float parameters, then quantize them"
-        )
+        raise QuantError(f"{path} is {type(array).__name__} of {dtype}; rotate the float parameters, then quantize them")
     return np.asarray(array)

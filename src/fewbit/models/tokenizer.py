@@ -110,9 +110,7 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     """
     hf = _tokenizers()
     if "tokenizer.json" not in files:
-        raise QuantError(
-            f"no tokenizer.json among {', '.join(sorted(files)) or 'no files'}; copy it beside the checkpoint"
-        )
+        raise QuantError(f"no tokenizer.json among {', '.join(sorted(files)) or 'no files'}; copy it beside the checkpoint")
     try:
         backend = hf.Tokenizer.from_buffer(files["tokenizer.json"])
         config = json.loads(files.get("tokenizer_config.json", b"{}"))

@@ -11,7 +11,7 @@ import numpy as np
 from ...errors import QuantError
 from ...formats import AbstractFormat, Minifloat
 from ...formats.format import quotient
-from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, symmetric_or_range
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, is_lower, symmetric_or_range
 from .mx import best_power_of_two, smallest_unsaturated_exponent
 
 # Around the smallest E4M3 code that saturates nothing lie the only ones that can be optimal for E2M1: -4..+6 for tiles of
@@ -28,7 +28,7 @@ class MSE(AbstractCalibration):
       of 15 codes is tried; for other formats and with weights, every code of the scale's format.
     - Float scales are searched on a grid of `steps` fractions of the absmax (or min-max) range, down to `low`.
 
-    The unclipped scale is always among the candidates, and ties go to it, so the error is never above absmax's.
+    The unclipped scale is always among the candidates, and ties (errors equal to 16 bits) go to it, so the error is never above absmax's.
 
     Attributes:
         steps: how many fractions of the range a grid search tries.
@@ -152,11 +152,10 @@ def _is_window_proven(tiles: Tiles, fmt: AbstractFormat, holder: AbstractFormat)
 def _error(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> jax.Array:
     """The error of each tile when it is quantized with this scale and offset."""
     safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    codes = target.format.encode(quotient(tiles.x - offset, safe))
-    return tiles.error(target.format.decode(codes) * safe + offset)
+    return tiles.error(target.format.nearest(quotient(tiles.x - offset, safe)) * safe + offset)
 
 
 def _better(found: tuple[jax.Array, ...], best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
     """Tile by tile the one of lower error (the last element); a tie keeps `best`."""
-    wins = found[-1] < best[-1]
+    wins = is_lower(found[-1], best[-1])
     return tuple(jnp.where(wins, f, b) for f, b in zip(found, best, strict=True))

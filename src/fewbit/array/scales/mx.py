@@ -20,7 +20,7 @@ import numpy as np
 from ...errors import QuantError, UnsupportedError
 from ...formats import AbstractFormat, Minifloat
 from ...formats.format import exponent_of, power_of_two, quotient
-from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, is_lower
 
 _RULES = ("floor", "rceil", "even", "optimal")
 
@@ -38,7 +38,7 @@ class MX(AbstractCalibration):
     - "even": the floor rule after `a` is rounded to the format's mantissa: up when `m` reaches the midpoint above `g`
       (torchao's EVEN, compressed-tensors; 1.75 for E2M1).
     - "optimal": least (weighted) squared error. Proven for tiles up to 145 elements without weights by the two candidates
-      rceil and rceil / 2; otherwise the best of rceil and its first 12 halvings. A tie goes to the larger scale.
+      rceil and rceil / 2; otherwise the best of rceil and its first 12 halvings. A tie (equal to 16 bits) goes to the larger scale.
 
     Attributes:
         rule: one of the above.
@@ -91,12 +91,12 @@ def best_power_of_two(tiles: Tiles, fmt: AbstractFormat, ceiling: jax.Array) -> 
     start = _power(ceiling, tiles.amax)
 
     def error(scale: jax.Array) -> jax.Array:
-        return tiles.error(fmt.decode(fmt.encode(quotient(tiles.x, scale))) * scale)
+        return tiles.error(fmt.nearest(quotient(tiles.x, scale)) * scale)
 
     def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         scale = _power(ceiling - i, tiles.amax)
         found = error(scale)
-        better = found < best[1]
+        better = is_lower(found, best[1])
         return jnp.where(better, scale, best[0]), jnp.where(better, found, best[1])
 
     return jax.lax.fori_loop(1, halvings + 1, step, (start, error(start)))[0]

@@ -1,0 +1,61 @@
+"""Small checkpoints on the disk: a random Llama as Hugging Face keeps one, with a tokenizer of characters and a text for it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fewbit.models import HUGGING_FACE, is_installed, named_from_params
+from tests.nets.random_llama import SMALL, random_params
+
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,?!"
+TEXT = "The quick brown fox, 42 years old, jumps over the lazy dog. What then? Nothing! " * 12
+
+needs_tokenizers = pytest.mark.skipif(
+    not all(map(is_installed, ("tokenizers", "safetensors"))), reason="needs pip install fewbit[io]"
+)
+
+
+def llama_directory(directory: Path, *, changed: dict[str, Any] | None = None) -> Path:
+    """A Hugging Face directory of `SMALL` with random float32 weights; `changed` replaces tensors by their names."""
+    from safetensors.numpy import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    named = named_from_params(random_params(SMALL), HUGGING_FACE, SMALL)
+    arrays = {name: np.array(array) for name, array in named.items()} | (changed or {})
+    save_file(arrays, str(directory / "model.safetensors"))
+    config = {
+        "model_type": "llama",
+        "vocab_size": SMALL.vocab,
+        "num_hidden_layers": SMALL.layers,
+        "hidden_size": SMALL.width,
+        "num_attention_heads": SMALL.heads,
+        "num_key_value_heads": SMALL.kv_heads,
+        "head_dim": SMALL.head_dim,
+        "intermediate_size": SMALL.hidden,
+        "rms_norm_eps": SMALL.norm_eps,
+        "rope_theta": SMALL.rope_theta,
+        "tie_word_embeddings": SMALL.tied,
+        "max_position_embeddings": SMALL.context,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text(_tokenizer_json())
+    return directory
+
+
+def text_file(directory: Path) -> Path:
+    """A text whose every character is a token."""
+    path = directory / "text.txt"
+    path.write_text(TEXT)
+    return path
+
+
+def _tokenizer_json() -> str:
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    assert len(LETTERS) == SMALL.vocab
+    tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    return tokenizer.to_str()

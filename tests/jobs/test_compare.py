@@ -1,0 +1,21 @@
+"""Recipes side by side: each as it would be alone."""
+
+import pytest
+
+from fewbit import jobs
+from tests.jobs.checkpoints import TEXT, llama_directory, needs_tokenizers, text_file
+
+pytestmark = needs_tokenizers
+
+
+def test_a_candidate_is_what_eval_measures_of_the_written_model(tmp_path):
+    model = jobs.load(llama_directory(tmp_path / "hf"))
+    base = jobs.baseline(model, jobs.evaluation_windows(model, TEXT, window=16))
+    plan = jobs.plan_model(model, recipe="mixed")
+    candidate = jobs.compare(base, plan)
+    outcome = jobs.quantize(model, plan, tmp_path / "q")
+    quality = jobs.evaluate(jobs.load(tmp_path / "q"), against=model, text=str(text_file(tmp_path)), window=16)
+    assert candidate.quality.candidate.value == pytest.approx(quality.perplexity.value, rel=1e-6)
+    assert candidate.nbytes == outcome.array_bytes
+    assert [t.path for t in candidate.worst] == [t.path for t in jobs.worst(outcome.tensors)]
+    assert jobs.released(candidate).params is None

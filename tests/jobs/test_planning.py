@@ -1,0 +1,122 @@
+"""Plans of checkpoints: traced axes, real bytes, reasons; edited plans are checked before anything is quantized."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import io, jobs
+from fewbit.errors import QuantError, UnsupportedError
+from tests.jobs.checkpoints import llama_directory, needs_tokenizers
+
+
+@pytest.fixture
+def odd(tmp_path):
+    """Flat tensors of every kind."""
+    arrays = {
+        "w64": np.linspace(-1, 1, 64).reshape(2, 32),
+        "w16": np.ones((2, 32), np.float16),
+        "ids": np.arange(6, dtype=np.int32).reshape(2, 3),
+        "wave": np.ones((2, 2), np.complex64),
+        "step": np.float32(3),
+        "bias": np.ones(5, np.float32),
+    }
+    np.savez(tmp_path / "odd.npz", **arrays)
+    return jobs.load(tmp_path / "odd.npz")
+
+
+def test_flat_tensors_say_why_they_stay(odd):
+    plan = jobs.plan_model(odd, recipe="int8")
+    reasons = {row.path: row.reason for row in plan}
+    assert reasons == {
+        "w64": "axis assumed: no code was traced; float64, rounded to float32 first",
+        "w16": "axis assumed: no code was traced",
+        "ids": "int32 is not floating",
+        "wave": "complex64 is not floating",
+        "step": "a scalar",
+        "bias": "a vector: no product contracts it",
+    }
+    assert (plan["w64"].dtype, plan["w64"].bytes_before, plan["w64"].axis) == ("float64", 512, (-1,))
+    assert [row.path for row in plan if row.policy is not None] == ["w64", "w16"]
+
+
+@needs_tokenizers
+def test_a_llama_is_traced(tmp_path):
+    plan = jobs.plan_model(jobs.load(llama_directory(tmp_path / "hf")), recipe="nf4")
+    assert str(plan["embed"].policy) == "q8_0"
+    assert plan["layers/2/mlp/down"].axis == (-1,)
+    assert plan["norm"].reason == "no rule matches it; used by mul"
+    names = [name for name, _, _ in jobs.folded(plan)]
+    assert names[:3] == ["embed", "layers/0-2/attn/norm", "layers/0-2/attn/q"]
+    assert sum(count for _, count, _ in jobs.folded(plan)) == len(plan.rows)
+
+
+@needs_tokenizers
+def test_rows_that_differ_are_not_folded(tmp_path):
+    plan = jobs.plan_model(jobs.load(llama_directory(tmp_path / "hf")), recipe="nf4")
+    rows = [dataclasses.replace(r, reason="other") if r.path == "layers/1/attn/q" else r for r in plan]
+    names = [name for name, _, _ in jobs.folded(rows)]
+    assert "layers/0,2/attn/q" in names
+    assert "layers/1/attn/q" in names
+
+
+def test_what_the_file_holds_in_the_planned_scheme_is_kept(tmp_path):
+    q = fb.quantize(np.ones((4, 64), np.float32), "q8_0")
+    io.write(tmp_path / "q", {"same": q, "other": fb.quantize(np.ones((4, 64), np.float32), "nf4")})
+    plan = jobs.plan_model(jobs.load(tmp_path / "q"), recipe="q8_0")
+    assert "q8_0 in the file, kept exactly" in plan["same"].reason
+    assert "decoded from nf4 first" in plan["other"].reason
+    left = jobs.plan_model(jobs.load(tmp_path / "q"), recipe={"rules": [{"path": ".*", "policy": None}]})
+    assert "stays nf4, as the file holds it" in left["other"].reason
+
+
+def test_keep_leaves_everything(odd):
+    plan = jobs.plan_model(odd, recipe="keep")
+    assert all(row.policy is None and row.reason == "kept as it is" for row in plan)
+    assert plan.bytes_before == plan.bytes_after
+
+
+def edited(odd, path, edit):
+    form = jobs.plan_model(odd, recipe="int8").to_json()
+    edit(form["rows"])
+    path.write_text(json.dumps(form))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda rows: rows.pop(), r"the plan lacks bias of odd\.npz"),
+        (lambda rows: rows[0].update(path="w65"), r"has a row for 'w65', which odd\.npz does not have; did you mean 'w64'"),
+        (lambda rows: rows[0].update(shape=[2, 31]), r"w64 has shape \(2, 32\), but the plan was made for \(2, 31\)"),
+        (lambda rows: rows[2].update(policy="int8", axis=[-1]), r"quantizes ids, which is int32"),
+        (lambda rows: rows[5].update(policy="int8"), r"row of bias has a policy but no axis"),
+        (lambda rows: rows[0].update(policy="int9"), r"unknown scheme 'int9'"),
+        (lambda rows: rows[0].update(axis=[-3]), r"w64 \(2, 32\): axis is \(-3,\), but the array has 2 axes"),
+    ],
+)
+def test_an_edited_plan_is_checked(odd, tmp_path, edit, message):
+    with pytest.raises(QuantError, match=message):
+        jobs.plan_model(odd, plan=edited(odd, tmp_path / "plan.json", edit))
+
+
+def test_an_edited_plan_counts_its_bytes_anew(odd, tmp_path):
+    path = edited(odd, tmp_path / "plan.json", lambda rows: rows[1].update(policy="nf4"))
+    row = jobs.plan_model(odd, plan=path)["w16"]
+    assert row.bytes_after == fb.quantize(np.ones((2, 32), np.float16), "nf4").nbytes
+
+
+def test_exactly_one_of_recipe_and_plan(odd):
+    with pytest.raises(QuantError, match="exactly one"):
+        jobs.plan_model(odd)
+
+
+@needs_tokenizers
+def test_a_checkpoint_of_another_quantizer_is_refused(tmp_path):
+    directory = llama_directory(tmp_path / "hf")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(UnsupportedError, match=r"quantized already .*method 'fp8'"):
+        jobs.plan_model(jobs.load(directory), recipe="int8")

@@ -1,0 +1,136 @@
+"""Quantizing a checkpoint into a directory: read back bit for bit, the same bytes again, nothing on failure."""
+
+import hashlib
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import io, jobs
+from fewbit.errors import QuantError
+from fewbit.jobs.quantize import worst
+from tests.jobs.checkpoints import llama_directory, needs_tokenizers
+
+
+def hashes(directory):
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()}
+
+
+@needs_tokenizers
+def test_what_is_read_back_is_what_was_quantized(tmp_path):
+    model = jobs.load(llama_directory(tmp_path / "hf"))
+    plan = jobs.plan_model(model, recipe="nvfp4")
+    outcome = jobs.quantize(model, plan, tmp_path / "q")
+    expected = jobs.tensors.quantized_tensors(model, plan)
+    stored = io.read(outcome.path).tensors
+    for value, result in expected:
+        back = stored[result.path]
+        assert jax.tree.structure(back) == jax.tree.structure(value)
+        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(value), strict=True):
+            np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    assert jobs.load(outcome.path).config == model.config
+
+
+@needs_tokenizers
+def test_the_same_run_gives_the_same_bytes(tmp_path):
+    model = jobs.load(llama_directory(tmp_path / "hf"))
+    for name in ("a", "b"):
+        jobs.quantize(model, jobs.plan_model(model, recipe="nf4"), tmp_path / name)
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+
+
+@needs_tokenizers
+def test_sizes_are_those_of_the_files_and_of_the_arrays(tmp_path):
+    model = jobs.load(llama_directory(tmp_path / "hf"))
+    outcome = jobs.quantize(model, jobs.plan_model(model, recipe="int4"), tmp_path / "q")
+    assert outcome.file_bytes == sum(f.stat().st_size for f in (tmp_path / "q").iterdir())
+    assert outcome.tensor_file_bytes == (tmp_path / "q" / "model.safetensors").stat().st_size
+    stored = io.read(tmp_path / "q").tensors
+    assert outcome.array_bytes == sum(stored[name].nbytes for name in stored)
+    assert outcome.size == model.size
+    lowest = worst(outcome.tensors)
+    assert len(lowest) == 5
+    assert lowest == sorted(lowest, key=lambda t: t.sqnr_db)
+    # A step of absmax / 7.5 makes noise of step**2 / 12 for a signal of about (absmax / 2.5)**2: some 20 dB.
+    assert all(15 < t.sqnr_db < 30 for t in lowest)
+
+
+def test_keep_gives_every_tensor_back_bit_for_bit(tmp_path):
+    arrays = {
+        "half": np.array([[1.5, -0.0], [6e-8, 65504]], np.float16),
+        "wide": np.array([[math.pi, 1e300]]),
+        "ids": np.array([[1, 2]], np.int64),
+        "wave": np.ones((2, 2), np.complex64),
+        "step": np.float32(3),
+    }
+    np.savez(tmp_path / "a.npz", **arrays)
+    model = jobs.load(tmp_path / "a.npz")
+    jobs.quantize(model, jobs.plan_model(model, recipe="keep"), tmp_path / "kept")
+    stored = io.read(tmp_path / "kept").tensors
+    for name, array in arrays.items():
+        assert stored[name].dtype == array.dtype
+        assert stored[name].tobytes() == array.tobytes()
+
+
+def test_a_quantized_tensor_in_the_planned_scheme_keeps_its_codes(tmp_path):
+    x = np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32)
+    q = fb.quantize(x, "nf4")
+    io.write(tmp_path / "q", {"w": q})
+    model = jobs.load(tmp_path / "q")
+    outcome = jobs.quantize(model, jobs.plan_model(model, recipe="nf4"), tmp_path / "again")
+    assert outcome.tensors[0].sqnr_db is None
+    np.testing.assert_array_equal(io.read(tmp_path / "again").tensors["w"].codes, q.codes)
+
+
+def test_float64_is_rounded_to_float32_and_quantized(tmp_path):
+    x = np.random.default_rng(0).normal(size=(4, 64))
+    np.savez(tmp_path / "a.npz", w=x)
+    model = jobs.load(tmp_path / "a.npz")
+    jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q")
+    expected = fb.quantize(x.astype(np.float32), "int8")
+    np.testing.assert_array_equal(io.read(tmp_path / "q").tensors["w"].codes, expected.codes)
+
+
+def test_parameters_that_are_not_finite_are_named_and_counted(tmp_path):
+    bad = np.ones((4, 64), np.float32)
+    bad[1, 2], bad[3, 4] = np.nan, np.inf
+    np.savez(tmp_path / "a.npz", good=np.ones((2, 32), np.float32), w=bad, gain=np.array([1, np.nan], np.float32))
+    model = jobs.load(tmp_path / "a.npz")
+    with pytest.raises(QuantError, match=r"NaN or infinite in w \(2 of 256\), gain \(1 of 2\); nothing was written"):
+        jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q")
+    assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
+
+
+def test_float64_beyond_float32_is_not_finite_when_it_is_quantized(tmp_path):
+    np.savez(tmp_path / "a.npz", w=np.full((2, 32), 1e300))
+    model = jobs.load(tmp_path / "a.npz")
+    with pytest.raises(QuantError, match=r"w \(64 of 64\)"):
+        jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q")
+
+
+def test_an_interruption_leaves_what_stood_and_a_second_run_finishes(tmp_path):
+    np.savez(tmp_path / "a.npz", a=np.ones((2, 32), np.float32), b=np.ones((2, 32), np.float32))
+    model = jobs.load(tmp_path / "a.npz")
+    plan = jobs.plan_model(model, recipe="int8")
+    jobs.quantize(model, jobs.plan_model(model, recipe="keep"), tmp_path / "q")
+    before = hashes(tmp_path / "q")
+
+    def interrupt(result):
+        if result.path == "b":
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        jobs.quantize(model, plan, tmp_path / "q", overwrite=True, on_tensor=interrupt)
+    assert hashes(tmp_path / "q") == before
+    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "q"}
+    jobs.quantize(model, plan, tmp_path / "q", overwrite=True)
+    assert io.read(tmp_path / "q").tensors["a"].scheme == fb.scheme("int8")
+
+
+def test_the_model_itself_is_no_output(tmp_path):
+    io.write(tmp_path / "q", {"w": np.ones((2, 32), np.float32)})
+    model = jobs.load(tmp_path / "q")
+    with pytest.raises(QuantError, match="is the model itself"):
+        jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q", overwrite=True)

@@ -1,0 +1,49 @@
+"""Writing on from a prompt, with plain and with quantized parameters."""
+
+import pytest
+
+from fewbit import jobs
+from fewbit.errors import QuantError, UnsupportedError
+from tests.jobs.checkpoints import llama_directory, needs_tokenizers
+
+pytestmark = needs_tokenizers
+
+
+@pytest.fixture
+def model(tmp_path):
+    return jobs.load(llama_directory(tmp_path / "hf"))
+
+
+def test_weights_are_decoded_once_and_write_what_packed_ones_write(model, tmp_path):
+    jobs.quantize(model, jobs.plan_model(model, recipe="nf4"), tmp_path / "q")
+    stored = jobs.load(tmp_path / "q")
+    sample = jobs.write_on(stored, "The quick ", max_tokens=8)
+    packed = jobs.write_on(model, "The quick ", params=stored.params(), max_tokens=8)
+    assert (sample.tokens, sample.decoded, sample.is_chat) == (8, 22, False)
+    assert packed.text == sample.text
+
+
+def test_weights_with_quantized_activations_stay_packed(model, tmp_path):
+    jobs.quantize(model, jobs.plan_model(model, recipe="w8a8"), tmp_path / "q")
+    sample = jobs.write_on(jobs.load(tmp_path / "q"), "The quick ", max_tokens=4)
+    assert sample.decoded == 1  # the embedding, which carries no activation scheme
+
+
+def test_the_same_seed_draws_the_same(model):
+    a, b, c = (jobs.write_on(model, "Who ", max_tokens=12, temperature=2.0, seed=s).text for s in (1, 1, 2))
+    assert a == b != c
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prompt": ""}, QuantError, "the prompt is empty"),
+        ({"seed": 1}, QuantError, "seed is 1, but temperature is 0.0"),
+        ({"temperature": -1.0}, QuantError, "temperature is -1.0"),
+        ({"max_tokens": 40}, QuantError, "exceed the context of the model, 32"),
+        ({"chat": True}, UnsupportedError, "no chat template"),
+    ],
+)
+def test_what_cannot_be_written_says_why(model, arguments, error, message):
+    with pytest.raises(error, match=message):
+        jobs.write_on(model, **{"prompt": "Who ", "max_tokens": 4, **arguments})
