@@ -35,7 +35,7 @@ def _add_qwix(add: Callable[..., None]) -> None:
     rows = {"int8": jnp.int8, "int4": jnp.int4, "fp8": jnp.float8_e4m3fn}
     for scheme, qtype in rows.items():
         add(scheme, "qwix", lambda x, qtype=qtype: _leaves(qwix.quantize(x, qtype, channelwise_axes=[0])))
-    tiled = {"nf4": ("nf4", 64), "mxfp4": ("mxfp4", 32), "nvfp4_absmax": ("nvfp4", 16), "mxfp8": ("mxfp8", 32)}
+    tiled = {"nf4": ("nf4", 64), "mxfp4 even": ("mxfp4", 32), "nvfp4_absmax": ("nvfp4", 16), "mxfp8 even": ("mxfp8", 32)}
     for scheme, (qtype, tile) in tiled.items():
         fn = lambda x, qtype=qtype, tile=tile: _leaves(  # noqa: E731
             qwix.quantize(x, qtype, channelwise_axes=[0], tiled_axes={1: tile})

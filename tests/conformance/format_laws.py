@@ -91,6 +91,9 @@ def check_nearest(fmt: AbstractFormat, tie: TieRule | None = None, x: np.ndarray
         takes_upper = np.where(is_tie, got == numbers[upper], takes_upper)
     else:
         takes_upper = np.where(is_tie, tie(numbers[lower], numbers[upper], codes[lower], codes[upper]), takes_upper)
+    searched = np.asarray(fmt.nearest(jnp.asarray(x)))
+    assert searched.dtype == np.float32
+    assert_same_numbers(searched.astype(np.float64), got)
     wrong = got != np.where(takes_upper, numbers[upper], numbers[lower])
     assert not wrong.any(), f"{x[wrong][:5]} became {got[wrong][:5]}"
 

@@ -57,6 +57,12 @@ def test_samples_follow_the_key():
     assert sample(0) != sample(1)
 
 
+def test_every_step_draws_anew():
+    # At this temperature all tokens are alike, so the draws alone decide; the same draw would give the same token each step.
+    result = generate(PARAMS, PROMPT, SMALL, max_new_tokens=12, key=jax.random.key(0), temperature=1e6)
+    assert all(len(set(row)) > 6 for row in result.rows())
+
+
 def test_samples_have_the_probabilities_of_the_model():
     rows = 2000
     prompt = jnp.tile(PROMPT[:1], (rows, 1))

@@ -15,7 +15,7 @@ from fewbit.models import LlamaConfig, decode_step, empty_cache, forward, prefil
 from tests.nets.random_llama import CONFIGS, SMALL, UNTIED, logits_float64, random_params, random_tokens
 
 # Logits are about 1 to 10 in size. A float32 forward of three layers carries an error of a few eps (6e-8) of the largest
-# term of each of some 20 sums on its way: 20 * 10 * 6e-8 is 1.2e-5. A wrong formula gives differences above 0.01.
+# term of each of some 20 sums on its way: 20 * 10 * 6e-8 is 1.2e-5.
 ROUNDING = {"atol": 2e-5, "rtol": 0}
 
 run = jax.jit(forward, static_argnames=("config", "dtype"))

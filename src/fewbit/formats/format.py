@@ -134,6 +134,17 @@ def quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*s"]:
     return x / jnp.where(jnp.isnan(x), x, divisor)
 
 
+def rough_quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*s"]:
+    """`x / divisor` by the divisor's reciprocal, which rounds twice: for searches, that compare errors of many candidates.
+
+    A division for each element costs as much as all the rest of a search; one for each tile does not. It is exact for powers
+    of two. Divisors above 2**126, whose reciprocals are subnormal, are taken in two steps.
+    """
+    largest = jnp.float32(2.0**126)
+    reciprocal = 1 / jnp.minimum(divisor, largest)
+    return x * reciprocal * (largest / jnp.maximum(divisor, largest))
+
+
 def settled(product: Float[Array, "*s"]) -> Float[Array, "*s"]:
     """The product, rounded before anything is added to it.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import QuantError
 from ...formats import AbstractFormat, Minifloat
-from ...formats.format import quotient
+from ...formats.format import quotient, rough_quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, is_lower, symmetric_or_range
 from .mx import best_power_of_two, smallest_unsaturated_exponent
 
@@ -152,7 +152,7 @@ def _is_window_proven(tiles: Tiles, fmt: AbstractFormat, holder: AbstractFormat)
 def _error(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> jax.Array:
     """The error of each tile when it is quantized with this scale and offset."""
     safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    return tiles.error(target.format.nearest(quotient(tiles.x - offset, safe)) * safe + offset)
+    return tiles.error(target.format.nearest(rough_quotient(tiles.x - offset, safe)) * safe + offset)
 
 
 def _better(found: tuple[jax.Array, ...], best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:

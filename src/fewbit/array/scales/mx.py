@@ -19,7 +19,7 @@ import numpy as np
 
 from ...errors import QuantError, UnsupportedError
 from ...formats import AbstractFormat, Minifloat
-from ...formats.format import exponent_of, power_of_two, quotient
+from ...formats.format import exponent_of, power_of_two, rough_quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, is_lower
 
 _RULES = ("floor", "rceil", "even", "optimal")
@@ -91,7 +91,7 @@ def best_power_of_two(tiles: Tiles, fmt: AbstractFormat, ceiling: jax.Array) -> 
     start = _power(ceiling, tiles.amax)
 
     def error(scale: jax.Array) -> jax.Array:
-        return tiles.error(fmt.nearest(quotient(tiles.x, scale)) * scale)
+        return tiles.error(fmt.nearest(rough_quotient(tiles.x, scale)) * scale)
 
     def step(i: jax.Array, best: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         scale = _power(ceiling - i, tiles.amax)
@@ -99,7 +99,9 @@ def best_power_of_two(tiles: Tiles, fmt: AbstractFormat, ceiling: jax.Array) -> 
         better = is_lower(found, best[1])
         return jnp.where(better, scale, best[0]), jnp.where(better, found, best[1])
 
-    return jax.lax.fori_loop(1, halvings + 1, step, (start, error(start)))[0]
+    first = (start, error(start))
+    # A loop keeps many candidates from being fused into one huge body; two are faster without it.
+    return (step(jnp.int32(1), first) if halvings == 1 else jax.lax.fori_loop(1, halvings + 1, step, first))[0]
 
 
 def _power(exponent: jax.Array, amax: jax.Array) -> jax.Array:

@@ -1,0 +1,175 @@
+"""Every command: what it prints, its JSON, and that the way from a plan to a generated text holds."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fewbit import FORMATS, RECIPES, SCHEMES
+from fewbit.cli import app
+from fewbit.models import is_installed
+from tests.jobs.checkpoints import llama_directory, needs_tokenizers, text_file
+from tests.nets.checkpoints import needs_glassllm
+
+needs_matplotlib = pytest.mark.skipif(not is_installed("matplotlib"), reason="needs pip install fewbit[plot]")
+
+
+def run(*arguments, status=0):
+    """A command that ends with the given exit status, and its result."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output
+    return result
+
+
+def run_json(*arguments):
+    """What a command prints with --json: one object on stdout."""
+    return json.loads(run(*arguments, "--json").stdout)
+
+
+@pytest.fixture
+def model(tmp_path):
+    return llama_directory(tmp_path / "hf")
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [("formats", FORMATS.names()), ("schemes", SCHEMES.names()), ("recipes", (*RECIPES.names(), "keep"))],
+)
+def test_catalogues_list_every_name(command, names):
+    assert tuple(record["name"] for record in run_json(command)[command]) == names
+    text = run(command).stdout
+    assert all(name in text for name in names)
+
+
+@needs_tokenizers
+def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
+    plan, out, text = tmp_path / "plan.json", tmp_path / "out", text_file(tmp_path)
+    assert "22 of 29 quantized" in run("plan", model, "--recipe", "nf4", "--save", plan).stdout
+    form = json.loads(plan.read_text())
+    row = next(row for row in form["rows"] if row["path"] == "layers/1/mlp/down")
+    row["policy"] = "int8"
+    plan.write_text(json.dumps(form))
+    done = run("quantize", model, "-o", out, "--plan", plan, "--text", text)
+    assert "layers/0-2/mlp/gate" in done.stdout  # the plan
+    assert "layers/1/mlp/down  24x40  int8" in done.stderr  # the log
+    for said in (
+        "files:",
+        "bits/weight",
+        "signal-to-noise",
+        "perplexity",
+        "KL divergence",
+        "same most likely token",
+        "fewbit eval",
+    ):
+        assert said in done.stdout
+    assert "all well" in run("verify", out).stdout
+    assert run_json("verify", out) == {"path": str(out), "errors": 0, "findings": []}
+    stored = {t["path"]: t["stored"] for t in run_json("inspect", out)["tensors"]}
+    assert (stored["layers/1/mlp/down"], stored["layers/0/mlp/down"], stored["norm"]) == ("int8", "nf4", "F32")
+    quality = run_json("eval", out, "--against", model, "--text", text, "--window", 16)["quality"]
+    assert quality["against"]["kl"]["mean"]["value"] > 0
+    assert "perplexity" in run("eval", out, "--text", text).stdout
+    sample = run_json("generate", out, "The quick ", "--max-tokens", 5)
+    assert sample["tokens"] == 5
+    written = run("generate", out, "The quick ", "--max-tokens", 5).stdout
+    assert written.rstrip("\n") == "The quick " + sample["text"]
+
+
+@needs_tokenizers
+def test_quantize_as_json(model, tmp_path):
+    form = run_json("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--text", text_file(tmp_path))
+    assert form["outcome"]["file_bytes"] == sum(f.stat().st_size for f in (tmp_path / "out").iterdir())
+    assert len(form["outcome"]["tensors"]) == len(form["plan"]["rows"]) == 29
+    assert form["quality"]["against"]["top1"]["value"] > 0.8
+    assert any("fewbit generate" in line for line in form["commands"])
+
+
+@needs_tokenizers
+def test_a_log_file_takes_the_lines(model, tmp_path):
+    done = run("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--no-check", "--log", tmp_path / "log")
+    assert len((tmp_path / "log").read_text().splitlines()) == 29
+    assert "layers/0/attn/q  48x24  int8" in (tmp_path / "log").read_text()
+    assert "layers/0/attn/q" not in done.stderr
+    assert "quality check left out: --no-check" in done.stdout
+
+
+@needs_tokenizers
+def test_a_dry_run_writes_nothing(model, tmp_path):
+    assert "dry run: nothing was written" in run("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--dry-run").stdout
+    assert run_json("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--dry-run")["dry_run"] is True
+    assert not (tmp_path / "out").exists()
+
+
+@needs_tokenizers
+def test_overwrite_replaces_what_fewbit_wrote(model, tmp_path):
+    out = tmp_path / "out"
+    run("quantize", model, "-o", out, "-r", "int8", "--no-check")
+    run("quantize", model, "-o", out, "--keep", "--no-check", "--overwrite")
+    assert run_json("inspect", out)["facts"]["recipe"] == "keep"
+
+
+@needs_tokenizers
+def test_a_rotated_model(model, tmp_path):
+    text = text_file(tmp_path)
+    done = run("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--rotate", "--seed", 7, "--text", text)
+    assert "rotated at random (seed 7)" in done.stdout
+    assert run_json("inspect", tmp_path / "out")["facts"]["rotation_seed"] == 7
+
+
+@needs_tokenizers
+def test_the_source_that_is_quantized_already_is_told(model, tmp_path):
+    run("quantize", model, "-o", tmp_path / "out", "-r", "nf4", "--no-check")
+    said = run("plan", tmp_path / "out", "-r", "int8").stdout
+    assert "is quantized already (1 tensor q8_0, 21 tensors nf4)" in said
+    assert "not to the one that was trained" in said
+    assert "q8_0 in the file, kept exactly" in said
+
+
+@needs_tokenizers
+@needs_matplotlib
+def test_compare_prints_a_table_and_draws_a_chart(model, tmp_path):
+    chart, text = tmp_path / "chart.svg", text_file(tmp_path)
+    said = run("compare", model, "-r", "int8,nf4", "--text", text, "--chart", chart).stdout
+    assert "int8" in said
+    assert "float" in said
+    assert "<svg" in chart.read_text()
+    form = run_json("compare", model, "-r", "int8,nf4", "--text", text)
+    assert [r["recipe"] for r in form["recipes"]] == ["int8", "nf4"]
+    assert form["recipes"][0]["kl"] < form["recipes"][1]["kl"]
+
+
+@needs_glassllm
+@needs_matplotlib
+def test_the_demo_on_a_small_model(tmp_path):
+    out = tmp_path / "demo"
+    form = run_json("demo", "glassllm", "-o", out, "--tokens", 256)
+    report = json.loads((out / "report.json").read_text())
+    assert report == {key: value for key, value in form.items() if key != "seconds"}
+    assert [r["recipe"] for r in report["recipes"]] == ["int8", "nf4", "mxfp4", "nvfp4", "mixed"]
+    assert all(r["sample"] and r["kl"] >= 0 for r in report["recipes"])
+    assert [r["recipe"] for r in report["recipes"] if r["written"]] == ["nf4"]
+    assert (out / "quality.svg").stat().st_size > 1000
+    assert "all well" in run("verify", out / "model-nf4").stdout
+
+
+def test_an_unknown_network_is_quantized_without_a_check(tmp_path):
+    np.savez(tmp_path / "a.npz", weight=np.random.default_rng(0).normal(size=(8, 64)), bias=np.ones(8))
+    done = run("quantize", tmp_path / "a.npz", "-o", tmp_path / "out", "-r", "nf4")
+    assert "tiles are taken along the last axis" in done.stdout
+    assert "quality check left out" in done.stdout
+    assert "fewbit generate" not in done.stdout
+
+
+def test_verify_finds_a_changed_byte(tmp_path):
+    np.savez(tmp_path / "a.npz", weight=np.ones((8, 64), np.float32))
+    run("quantize", tmp_path / "a.npz", "-o", tmp_path / "out", "-r", "int8")
+    shard = tmp_path / "out" / "model.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    assert "was changed since it was written" in run("verify", tmp_path / "out", status=1).stdout
+
+
+def test_help_says_that_weights_are_decoded():
+    assert "decoded to float once" in run("generate", "--help").stdout

@@ -1,0 +1,134 @@
+"""Bad input ends in one message on stderr and exit status 2, without a traceback and with nothing written."""
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from fewbit.cli import app
+from tests.jobs.checkpoints import llama_directory, needs_tokenizers
+
+
+def fail(*arguments, status=2):
+    """The message that a command ends with."""
+    result = CliRunner().invoke(app, [str(a) for a in arguments])
+    assert result.exit_code == status, result.output
+    assert "Traceback" not in result.output
+    assert result.stderr.count("error:") == 1
+    return result.stderr
+
+
+@pytest.fixture
+def flat(tmp_path):
+    """A model of two flat tensors."""
+    np.savez(tmp_path / "a.npz", weight=np.ones((6, 40), np.float32), bias=np.ones(6, np.float32))
+    return tmp_path / "a.npz"
+
+
+def rules(tmp_path, *forms):
+    path = tmp_path / "rules.json"
+    path.write_text(json.dumps({"rules": list(forms)}))
+    return path
+
+
+@pytest.mark.parametrize("command", ["plan", "inspect", "verify", "eval", "compare"])
+def test_a_missing_file(command, tmp_path):
+    more = ["--recipe", "int8"] if command == "plan" else []
+    assert "nothing.gguf does not exist" in fail(command, tmp_path / "nothing.gguf", *more)
+
+
+def test_an_unknown_recipe_names_the_near_ones(flat):
+    assert "unknown recipe 'nf5'; did you mean 'nf4'?" in fail("plan", flat, "-r", "nf5")
+
+
+def test_a_recipe_file_that_is_missing(flat, tmp_path):
+    assert "no.json does not exist" in fail("plan", flat, "-r", tmp_path / "no.json")
+
+
+def test_a_rule_that_matches_nothing(flat, tmp_path):
+    recipe = rules(tmp_path, {"path": "layers/.*", "policy": "int8"}, {"path": ".*", "policy": None})
+    message = fail("quantize", flat, "-o", tmp_path / "out", "-r", recipe)
+    assert "rule 1 of recipe 'rules' (layers/.* -> int8) matches nothing" in message
+    assert "weight" in message
+
+
+def test_an_axis_that_a_parameter_does_not_have(flat, tmp_path):
+    recipe = rules(tmp_path, {"path": "weight", "policy": "int8", "axis": [-3]})
+    message = fail("quantize", flat, "-o", tmp_path / "out", "-r", recipe)
+    assert "weight (6, 40): axis is (-3,), but the array has 2 axes" in message
+
+
+def test_an_unknown_scheme_in_a_recipe(flat, tmp_path):
+    assert "unknown scheme 'nf44'; did you mean" in fail(
+        "plan", flat, "-r", rules(tmp_path, {"path": ".*", "policy": "nf44"})
+    )
+
+
+def test_weights_that_are_not_finite(tmp_path):
+    np.savez(tmp_path / "a.npz", w=np.full((2, 32), np.nan, np.float32))
+    assert "w (64 of 64)" in fail("quantize", tmp_path / "a.npz", "-o", tmp_path / "out", "-r", "int8")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_exists(flat, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("mine")
+    assert "exists; choose another --output, or pass --overwrite" in fail(
+        "quantize", flat, "-o", tmp_path / "out", "-r", "int8"
+    )
+    message = fail("quantize", flat, "-o", tmp_path / "out", "-r", "int8", "--overwrite")
+    assert "was not written by fewbit, so it is not replaced" in message
+    assert (tmp_path / "out" / "mine").read_text() == "mine"
+
+
+def test_an_output_without_a_parent(flat, tmp_path):
+    message = fail("quantize", flat, "-o", tmp_path / "no" / "out", "-r", "int8")
+    assert "no does not exist; create it first" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "exactly one of --recipe, --plan and --keep"),
+        (["-r", "int8", "--keep"], "exactly one of --recipe, --plan and --keep"),
+        (["-r", "int8", "--seed", "1"], "--seed 1 draws the rotation; it needs --rotate"),
+        (["-r", "int8", "--rotate"], "cannot be run, only planned"),
+        (["-r", "int8", "--text", "pydoc"], "cannot be run, only planned"),
+        (["-r", "int8", "--text", "pydoc", "--no-check"], "drop one of the two"),
+        (["--plan", "no.json"], "plan file no.json cannot be read"),
+    ],
+)
+def test_options_that_do_not_go_together(flat, tmp_path, options, message):
+    assert message in fail("quantize", flat, "-o", tmp_path / "out", *options)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", [["eval"], ["generate", "Hello"], ["compare"], ["demo"]])
+def test_an_unknown_network_cannot_be_run(flat, command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert "cannot be run, only planned, quantized, inspected and verified" in fail(command[0], flat, *command[1:])
+
+
+@needs_tokenizers
+def test_a_chart_of_another_kind_is_refused_before_the_work(tmp_path):
+    model = llama_directory(tmp_path / "hf")
+    assert "must end in .svg or .png" in fail("compare", model, "--chart", tmp_path / "chart.gif")
+    assert "no does not exist" in fail("compare", model, "--chart", tmp_path / "no" / "chart.svg")
+
+
+def test_recipes_given_twice(flat):
+    assert "each once" in fail("compare", flat, "-r", "int8,int8")
+
+
+def test_an_unwritable_log(flat, tmp_path):
+    assert "No such file or directory" in fail(
+        "quantize", flat, "-o", tmp_path / "out", "-r", "int8", "--log", tmp_path / "no" / "l"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_usage_error_names_the_option(flat):
+    result = CliRunner().invoke(app, ["quantize", str(flat), "--recipe", "int8"])
+    assert result.exit_code == 2
+    assert "--output" in result.stderr

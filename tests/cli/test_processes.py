@@ -1,0 +1,50 @@
+"""The command as a process: its entry point, and Ctrl-C in the middle of the work."""
+
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from fewbit import io
+
+COMMAND = [sys.executable, "-c", "from fewbit.cli import main; main()"]
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu"}
+
+
+@pytest.mark.slow
+def test_a_process_ends_with_the_status_and_one_line(tmp_path):
+    done = subprocess.run(
+        [*COMMAND, "inspect", "nothing.npz"], capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=False
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: nothing.npz does not exist")
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_leaves_what_stood_and_a_second_run_finishes(tmp_path):
+    shapes = [(8, 32 * (i + 1)) for i in range(40)]  # each compiles anew, so there is time to interrupt
+    np.savez(tmp_path / "a.npz", **{f"w{i:02}": np.ones(shape, np.float32) for i, shape in enumerate(shapes)})
+    arguments = [*COMMAND, "quantize", "a.npz", "-o", "out", "-r", "nvfp4", "--overwrite"]
+    io.write(tmp_path / "out", {"old": np.ones(3, np.float32)})
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=tmp_path
+    )
+    assert process.stderr is not None
+    first = process.stderr.readline()
+    assert first.startswith("w00")
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "interrupted after" in rest
+    assert "nothing was written to out, and what stood there still stands" in rest
+    assert "Traceback" not in rest
+    assert list(io.read(tmp_path / "out").tensors) == ["old"]
+    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "out"}
+    done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=False)
+    assert done.returncode == 0, done.stderr
+    assert len(io.read(tmp_path / "out").tensors) == 40
