@@ -41,7 +41,7 @@ test-newest: ## the fast tests with Python 3.13 or 3.12 and the newest JAX, wher
 lint: $(VENV)/.ready-lint ## formatting, lint rules, types and the order of the layers
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
-	$(BIN)/pyright
+	$(BIN)/pyright --project .
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
 bench: $(VENV)/.ready-test ## our kernels beside other packages and the machine's bound

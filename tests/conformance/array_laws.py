@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
+from fewbit._tiles import tile_counts
+from fewbit.array.packing import code_capacity, packed_length
 from fewbit.formats import AbstractFormat
 
 SHAPE = (20, 70)
@@ -97,9 +99,6 @@ def numpy_dequantize(q: fb.QArray) -> np.ndarray:
 
 def random_qarray(scheme: fb.Scheme, shape: tuple[int, ...], seed: int = 0) -> fb.QArray:
     """A QArray of random codes and scales whose leaves are NumPy arrays: operations on it need no compilation."""
-    from fewbit._tiles import tile_counts
-    from fewbit.array.packing import code_capacity, packed_length
-
     rng = np.random.default_rng(seed)
     bytes_shape = list(shape)
     bytes_shape[scheme.pack_axis] = packed_length(shape[scheme.pack_axis], scheme.format.bits, scheme.packing)
@@ -107,7 +106,7 @@ def random_qarray(scheme: fb.Scheme, shape: tuple[int, ...], seed: int = 0) -> f
     counts = tile_counts(shape, scheme.tiles(len(shape)))
     leaves = (
         rng.integers(0, 256, bytes_shape, np.uint8),
-        rng.integers(1, 99, counts).astype(np.float32),
+        rng.integers(1, 99, counts).astype(np.uint8 if isinstance(scheme.scale, AbstractFormat) else np.float32),
         None if scheme.zero_point is None else rng.integers(0, 2**scheme.format.bits, counts).astype(np.uint8),
         np.full((1,) * len(shape), 0.5, np.float32) if scheme.tensor_scale else None,
     )

@@ -81,7 +81,7 @@ def test_infinity_is_decoded_but_never_encoded():
 def minifloats(draw: st.DrawFn) -> Minifloat:
     """Any split, bias and rule of specials that the constructor takes."""
     signed = draw(st.booleans())
-    exponent = draw(st.integers(1, 8 - signed))
+    exponent = draw(st.integers(1, 7))  # with 8, the range exceeds that of normal float32 numbers
     mantissa = draw(st.integers(0, 8 - signed - exponent))
     allowed = ["none"] + ["fn"] * (exponent + mantissa > 1) + ["fnuz"] * signed + ["ieee"] * (mantissa > 0 and exponent > 1)
     lowest, highest = max(-80, 2**exponent - 1 - min(127, 126 + mantissa)), 127 - mantissa

@@ -1,4 +1,4 @@
-"""Small checkpoints on the disk: a random Llama as Hugging Face keeps one, with a tokenizer of characters and a text for it."""
+"""Small checkpoints on the disk: a random Llama as Hugging Face keeps one, a tokenizer of characters, and a text."""
 
 import json
 from pathlib import Path

@@ -163,7 +163,7 @@ class QArray:
         if wanted.count(-1) == 1:
             wanted[wanted.index(-1)] = self.size // max(-int(np.prod(wanted)), 1)
         if int(np.prod(wanted)) != self.size or any(n < 0 for n in wanted):
-            raise QuantError(f"cannot reshape {self.shape} into {tuple(shape)}: the sizes differ")
+            raise QuantError(f"cannot reshape {self.shape} into {given}: the sizes differ")
         if tuple(wanted) == self.shape:
             return self
         axes = reshaped(self._axes, wanted)

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, UInt8
 
 from ..errors import QuantError
-from .format import FORMATS, AbstractFormat, widened
+from .format import FORMATS, AbstractFormat, looked_up, widened
 
 # Up to this many thresholds are counted one by one, which compiles to straight vector code; more are searched by halving.
 _COUNTED_THRESHOLDS = 32
@@ -88,10 +88,10 @@ class Codebook(AbstractFormat):
         else:
             inside = jnp.clip(x, numbers[0], numbers[-1])
             lower = _count_below(inside, numbers[1:-1], inclusive=True)
-            low, high = _lookup(numbers, lower), _lookup(numbers[1:], lower)
+            low, high = looked_up(numbers, lower), looked_up(numbers[1:], lower)
             noise = jax.random.uniform(key, x.shape, jnp.float32)
             rank = lower + (noise * (high - low) < inside - low).astype(jnp.uint8)
-        code = rank if np.array_equal(codes, np.arange(len(codes))) else _lookup(codes, rank)
+        code = rank if np.array_equal(codes, np.arange(len(codes))) else looked_up(codes, rank)
         if self._zeros is None:
             return code
         plus, minus = self._zeros
@@ -99,7 +99,7 @@ class Codebook(AbstractFormat):
         return jnp.where((code == plus) | (code == minus), zero, code)
 
     def decode(self, codes: UInt8[Array, "*s"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*s"]:
-        return _lookup(np.asarray(self.table, np.float32), codes).astype(dtype)
+        return looked_up(np.asarray(self.table, np.float32), codes).astype(dtype)
 
     def values(self) -> np.ndarray:
         return np.asarray(self.table, np.float64)
@@ -115,11 +115,6 @@ def _count_below(x: Float[Array, "*s"], thresholds: np.ndarray, *, inclusive: bo
         passed = x >= jnp.float32(threshold) if inclusive else x > jnp.float32(threshold)
         count = count + passed.astype(jnp.uint8)
     return count
-
-
-def _lookup(table: np.ndarray, index: UInt8[Array, "*s"]) -> jax.Array:
-    """`table[index]`; an index beyond the table reads its last entry."""
-    return jnp.asarray(table).at[index].get(mode="clip")
 
 
 def _dynamic_map() -> tuple[float, ...]:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Key, UInt8
+from jaxtyping import Array, Float, Integer, Key, UInt8
 
 from .._registry import Registry
 
@@ -143,6 +143,11 @@ def rough_quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*
     largest = jnp.float32(2.0**126)
     reciprocal = 1 / jnp.minimum(divisor, largest)
     return x * reciprocal * (largest / jnp.maximum(divisor, largest))
+
+
+def looked_up(table: np.ndarray, index: Integer[Array, "*s"]) -> jax.Array:
+    """`table[index]`; an index beyond the table reads its last entry. The result is sharded as the index is."""
+    return jnp.asarray(table).at[index].get(mode="clip", out_sharding=jax.typeof(index).sharding)
 
 
 def settled(product: Float[Array, "*s"]) -> Float[Array, "*s"]:

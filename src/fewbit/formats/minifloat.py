@@ -26,10 +26,10 @@ class Minifloat(AbstractFormat):
     - "fnuz": no infinity and no -0; the code of -0 is NaN (e4m3fnuz, e5m2fnuz, e4m3b11fnuz);
     - "none": every code is a finite number (e2m1, e2m3, e3m2 of the OCP MX specification).
 
-    Encoding rounds to the nearest number, ties to the even code, subnormals included. It saturates:
-    beyond `max`, and at infinity, the largest number is taken, never infinity (the rule of PTX's `satfinite`). NaN
-    encodes as a NaN code, or as 0 where there is none (of the NaN codes always the same one). -0 is kept where the format has it. An unsigned format takes negative numbers as 0. Float32
-    subnormals count as zero, as XLA flushes them.
+    Encoding rounds to the nearest number, ties to the even code, subnormals included. It saturates: beyond `max`, and at
+    infinity, the largest number is taken, never infinity (the rule of PTX's `satfinite`). NaN encodes as a NaN code (of
+    several always the same one), or as 0 where there is none. -0 is kept where the format has it. An unsigned format takes
+    negative numbers as 0. Float32 subnormals count as zero, as XLA flushes them.
 
     Attributes:
         exponent: bits of the exponent field, 1 to 8.
@@ -143,7 +143,7 @@ class Minifloat(AbstractFormat):
         return (127 - self.bias) << self.mantissa
 
     def _rounded_bits(self, magnitude: Float[Array, "*s"]) -> jax.Array:
-        """The bits of each float32 with nearly half of the dropped ones added, so that cutting them rounds to nearest even."""
+        """The bits of each float32 with half of the dropped ones added, so that cutting them rounds to nearest even."""
         dropped = 23 - self.mantissa
         bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
         is_odd = ((bits >> dropped) - self._rebias) & 1

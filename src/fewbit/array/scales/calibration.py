@@ -47,8 +47,12 @@ class Tiles:
 
     @property
     def amax(self) -> jax.Array:
-        """The largest magnitude of each tile."""
-        return self.over(jnp.max, jnp.abs(self.x))
+        """The largest magnitude of each tile; NaN where the tile has one.
+
+        Magnitudes are ordered as their bits are, and NaN's are above infinity's. XLA's maximum of floats may lose a NaN.
+        """
+        bits = jax.lax.bitcast_convert_type(self.x, jnp.int32) & 0x7FFFFFFF
+        return jax.lax.bitcast_convert_type(self.over(jnp.max, bits), jnp.float32)
 
     @property
     def exponent(self) -> jax.Array:

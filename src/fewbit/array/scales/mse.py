@@ -10,7 +10,7 @@ import numpy as np
 
 from ...errors import QuantError
 from ...formats import AbstractFormat, Minifloat
-from ...formats.format import quotient, rough_quotient
+from ...formats.format import looked_up, quotient, rough_quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, is_lower, symmetric_or_range
 from .mx import best_power_of_two, smallest_unsaturated_exponent
 
@@ -28,7 +28,8 @@ class MSE(AbstractCalibration):
       of 15 codes is tried; for other formats and with weights, every code of the scale's format.
     - Float scales are searched on a grid of `steps` fractions of the absmax (or min-max) range, down to `low`.
 
-    The unclipped scale is always among the candidates, and ties (errors equal to 16 bits) go to it, so the error is never above absmax's.
+    The unclipped scale is always among the candidates, and ties (errors equal to 16 bits) go to it, so the error is never
+    above absmax's.
 
     Attributes:
         steps: how many fractions of the range a grid search tries.
@@ -131,10 +132,9 @@ def _best_code(tiles: Tiles, target: Target) -> jax.Array:
     is_window_proven = _is_window_proven(tiles, fmt, holder)
     first = jnp.where(ceiling < _LOW_CODE, 0, ceiling - _WINDOW_BELOW) if is_window_proven else jnp.zeros_like(ceiling)
     count = _WINDOW_CODES if is_window_proven else len(grid)
-    table = jnp.asarray(grid)
 
     def at(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        scale = table[jnp.clip(index, 0, len(grid) - 1)]
+        scale = looked_up(grid, jnp.maximum(index, 0))
         scale = scale if unit is None else scale * unit
         zero = jnp.zeros_like(scale)
         return scale, zero, _error(tiles, target, scale, zero)

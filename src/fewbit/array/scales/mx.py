@@ -38,7 +38,8 @@ class MX(AbstractCalibration):
     - "even": the floor rule after `a` is rounded to the format's mantissa: up when `m` reaches the midpoint above `g`
       (torchao's EVEN, compressed-tensors; 1.75 for E2M1).
     - "optimal": least (weighted) squared error. Proven for tiles up to 145 elements without weights by the two candidates
-      rceil and rceil / 2; otherwise the best of rceil and its first 12 halvings. A tie (equal to 16 bits) goes to the larger scale.
+      rceil and rceil / 2; otherwise the best of rceil and its first 12 halvings. A tie (errors equal to 16 bits) goes to the
+      larger scale.
 
     Attributes:
         rule: one of the above.

@@ -1,0 +1,177 @@
+"""quantize's arguments: what is refused, several axes, tiles in two directions, weights, keys, zero points."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.array.scales import MSE, MX, MinMax
+from fewbit.errors import QuantError, UnsupportedError
+from fewbit.formats import FORMATS
+from tests.conformance import array_laws as laws
+
+_quantize = jax.jit(fb.quantize, static_argnums=1, static_argnames="axis")
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (np.ones(4, np.int32), "x is int32; only floating arrays are quantized"),
+        (np.ones(4, np.complex64), "x is complex64; only floating arrays are quantized"),
+        (np.ones(4, bool), "x is bool; only floating arrays are quantized"),
+        (np.float32(1), r"x has shape \(\); an array of at least one axis and one element is expected"),
+        (np.ones((4, 0), np.float32), r"x has shape \(4, 0\)"),
+        (np.ones((0,), np.float32), r"x has shape \(0,\)"),
+    ],
+    ids=["int", "complex", "bool", "0-d", "empty", "empty-1-d"],
+)
+def test_arrays_that_are_refused(x: np.ndarray, message: str):
+    with pytest.raises(QuantError, match=message):
+        fb.quantize(x, "int8")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_qarray_is_refused():
+    with pytest.raises(QuantError, match="x is quantized already; fb.dequantize it first"):
+        fb.quantize(fb.quantize(jnp.ones((1, 4)), "int8"), "int4")
+
+
+def test_weights_for_a_rule_that_ignores_them_are_refused():
+    x = jnp.ones((2, 32))
+    with pytest.raises(QuantError, match="error_weights mean nothing to calibration absmax; use one that searches"):
+        fb.quantize(x, "int8", error_weights=x)
+    with pytest.raises(QuantError, match="error_weights mean nothing to calibration mx"):
+        fb.quantize(x, fb.Scheme(FORMATS["e2m1"], {-1: 32}, scale=FORMATS["e8m0"], calibration=MX("floor")), error_weights=x)
+
+
+def test_a_tile_on_an_axis_that_is_not_there_is_refused():
+    with pytest.raises(QuantError, match="a tile lies on axis -2, but the array has 1 axes"):
+        fb.quantize(jnp.ones(8), "fp8_block128")
+
+
+def test_float64_is_kept_as_dtype_and_rounded_to_float32():
+    with jax.enable_x64(True):
+        x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 32)))
+        assert x.dtype == jnp.float64
+        q = fb.quantize(x, "int8")
+        assert q.dtype == jnp.float64 and q.scale.dtype == jnp.float32
+        assert fb.dequantize(q).dtype == jnp.float64
+        assert np.array_equal(q.codes, fb.quantize(x.astype(jnp.float32), "int8").codes)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "tile"), [("fp8_block128", (300, 200), (128, 128)), ("nvfp4_16x16", (40, 50), (16, 16))]
+)
+def test_tiles_in_two_directions(name: str, shape: tuple[int, int], tile: tuple[int, int]):
+    x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    q = _quantize(jnp.asarray(x), name)
+    assert q.scale.shape == tuple(-(-n // t) for n, t in zip(shape, tile, strict=True))
+    # Each tile by itself, with the tensor scale of the whole array, has the same codes.
+    unit = np.float32(1 if q.tensor_scale is None else np.asarray(q.tensor_scale).item())
+    codes = laws.unpacked(q)
+    holder, fmt = q.scheme.scale, q.scheme.format
+    for i, j in np.ndindex(*q.scale.shape):
+        part = np.s_[i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]
+        ideal = np.abs(x[part]).max() / np.float32(fmt.max)
+        if unit != 1:
+            stored = np.asarray(holder.encode(jnp.float32(ideal / unit)))
+            assert stored == np.asarray(q.scale)[i, j]
+            ideal = np.float32(holder.values()[stored]) * unit
+        assert np.array_equal(codes[part], fmt.encode(jnp.asarray(x[part] / ideal)))
+    np.testing.assert_array_equal(fb.dequantize(q), laws.numpy_dequantize(q))
+
+
+def test_several_contracted_axes():
+    x = np.random.default_rng(0).standard_normal((4, 3, 8)).astype(np.float32)
+    q = _quantize(jnp.asarray(x), "int8", axis=(0, 2))
+    assert q.scale.shape == (1, 3, 1)
+    np.testing.assert_array_equal(q.scale[0, :, 0], np.abs(x).max((0, 2)) / np.float32(127.5))
+
+
+def test_an_axis_is_a_transposition():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 5, 40)).astype(np.float32))
+    for axis in range(3):
+        moved = _quantize(jnp.moveaxis(x, axis, -1), "int4_g32")
+        q = _quantize(x, "int4_g32", axis=axis)
+        order = [0, 1]
+        order.insert(axis, 2)
+        back = moved.transpose(tuple(order))
+        assert back.scheme == q.scheme
+        assert np.array_equal(back.codes, q.codes) and np.array_equal(back.scale, q.scale)
+
+
+def test_whole_zero_points_against_numpy():
+    x = np.random.default_rng(0).uniform(-1, 3, (8, 40)).astype(np.float32)
+    q = _quantize(jnp.asarray(x), "uint8")
+    low, high = np.minimum(x.min(1, keepdims=True), 0), np.maximum(x.max(1, keepdims=True), 0)
+    scale = (high - low) / np.float32(255)
+    zero = np.clip(np.rint(-low / scale), 0, 255)
+    np.testing.assert_array_equal(q.scale, scale)
+    np.testing.assert_array_equal(q.zero_point, zero)
+    codes = np.clip(np.rint((x + zero * scale) / scale), 0, 255)
+    assert np.array_equal(q.codes, codes)
+    assert np.array_equal(fb.dequantize(q) == 0, codes == zero), "zero is exact"
+
+
+def test_a_range_on_one_side_keeps_zero_exact():
+    x = jnp.asarray(np.random.default_rng(0).uniform(5, 6, (2, 32)).astype(np.float32))
+    q = _quantize(x.at[:, 0].set(0.0), "uint4")
+    assert (np.asarray(fb.dequantize(q))[:, 0] == 0).all() and (np.asarray(q.zero_point) == 0).all()
+
+
+def test_float_offsets_against_numpy():
+    scheme = fb.Scheme(FORMATS["uint4"], {...: 1, -1: 32}, zero_point="float32", calibration=MinMax(1.0, 0))
+    x = np.random.default_rng(0).uniform(2, 3, (4, 40)).astype(np.float32)
+    q = _quantize(jnp.asarray(x), scheme)
+    for tile, (start, stop) in enumerate(((0, 32), (32, 40))):
+        part = x[:, start:stop]
+        low, high = part.min(1), part.max(1)
+        scale = (high - low) / np.float32(15)
+        np.testing.assert_array_equal(np.asarray(q.scale)[:, tile], scale)
+        np.testing.assert_array_equal(np.asarray(q.zero_point)[:, tile], low)
+        codes = np.rint((part - low[:, None]) / scale[:, None])
+        assert np.array_equal(laws.unpacked(q)[:, start:stop], codes)
+
+
+def test_a_key_changes_codes_only_and_averages_to_the_array():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32))
+
+    def dense(key: jax.Array) -> jax.Array:
+        return fb.dequantize(fb.quantize(x, "int4_narrow", key=key))
+
+    draws = np.asarray(jax.jit(jax.vmap(dense))(jax.random.split(jax.random.key(0), 4096)), np.float64)
+    scale = np.abs(np.asarray(x)).max(1, keepdims=True) / 7
+    # A rounding by chance has a variance of at most a quarter of a squared step.
+    assert (np.abs(draws.mean(0) - np.asarray(x)) <= 6 * 0.5 * scale / np.sqrt(4096)).all()
+
+
+def test_double_quantization_of_scales():
+    x = np.random.default_rng(0).standard_normal((16, 256)).astype(np.float32)
+    q = _quantize(jnp.asarray(x), "nf4_dq")
+    assert isinstance(q.scale, fb.QArray) and q.scale.shape == (16, 4) and q.scale.codes.dtype == jnp.uint8
+    assert q.scale.zero_point.shape == (1, 1) and q.scale.scale.shape == (1, 1)
+    absmax = np.abs(x.reshape(16, 4, 64)).max(-1)
+    np.testing.assert_allclose(q.scale.zero_point.item(), absmax.mean(), rtol=64 * 2.0**-23)
+    step = np.diff(np.sort(FORMATS["dynamic8"].values())).max() * q.scale.scale.item()
+    assert np.abs(laws.scale_of(q) - absmax).max() <= step / 2 * (1 + 1e-5)
+    # The codes are chosen with the scales as they are read back.
+    ratio = x / np.repeat(laws.scale_of(q), 64, axis=1)
+    nearest = np.abs(ratio[..., None] - FORMATS["nf4"].values()).min(-1)
+    got = np.abs(ratio - FORMATS["nf4"].values()[laws.unpacked(q)])
+    assert (got <= nearest + 1e-6).all()
+
+
+def test_asymmetric_mx_is_refused():
+    scheme = fb.Scheme(FORMATS["uint4"], {-1: 32}, scale=FORMATS["e8m0"], zero_point=FORMATS["uint4"], calibration=MX("rceil"))
+    with pytest.raises(UnsupportedError, match="mx scales are symmetric; use another calibration with a zero point"):
+        fb.quantize(jnp.ones((1, 32)), scheme)
+
+
+def test_error_weights_broadcast():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32))
+    scheme = fb.Scheme(FORMATS["int4"], {...: 1, -1: 32}, calibration=MSE())
+    weights = jnp.linspace(0.0, 1.0, 64)
+    row = fb.quantize(x, scheme, error_weights=weights[None])
+    full = fb.quantize(x, scheme, error_weights=jnp.broadcast_to(weights, (4, 64)))
+    assert np.array_equal(row.scale, full.scale)
