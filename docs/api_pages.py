@@ -1,7 +1,8 @@
 """The public names of fewbit, read off its sources, and the pages of the API reference that mkdocs makes of them.
 
 A name is public when a package's `__init__.py` hands it on as `from .place import name as name`. It is documented once,
-under its shortest path, on the page of the layer that defines it. Nothing is imported: the sources are parsed.
+under its shortest path, on the page of the layer that defines it. The sources are parsed; only the help of the commands is
+asked of the running package.
 """
 
 import ast
@@ -28,6 +29,7 @@ TITLES = {
     "evaluate": "Evaluation",
     "torch": "PyTorch",
     "jobs": "Jobs",
+    "cli": "Command line",
     "errors": "Errors",
 }
 
@@ -103,7 +105,7 @@ def _source(package: Path, node: ast.ImportFrom) -> Path:
 
 def _definition(place: Path, name: str) -> PublicName | None:
     """Where `name` of a module is defined, through any number of packages that hand it on; None when it is a module."""
-    if (place / name).is_dir() or (place / f"{name}.py").is_file() and not _hands_on(place, name):
+    if (place / name).is_dir() or ((place / f"{name}.py").is_file() and not _hands_on(place, name)):
         return None
     file = place.with_suffix(".py")
     if file.is_file():
@@ -149,9 +151,23 @@ def page_text(layer: str) -> str:
     """The reference page of a layer: what its package says of itself, then each public name that it defines."""
     names = [name for name in public_names() if name.layer == layer]
     package = SOURCES / "fewbit" / layer
-    about = ast.get_docstring(ast.parse((package / "__init__.py" if package.is_dir() else package.with_suffix(".py")).read_text()))
+    about = ast.get_docstring(
+        ast.parse((package / "__init__.py" if package.is_dir() else package.with_suffix(".py")).read_text())
+    )
     blocks = [f"# {TITLES[layer]}", about or "", *(name.entry for name in names)]
     return "\n\n".join(blocks) + "\n"
+
+
+def commands_text() -> str:
+    """What each command of the command line says of itself under `--help`."""
+    import typer
+    from typer.testing import CliRunner
+
+    from fewbit.cli import app
+
+    runner = CliRunner(env={"COLUMNS": "100"})
+    helps = {name: runner.invoke(app, [name, "--help"]).output for name in typer.main.get_command(app).commands}
+    return "\n".join(f"## fewbit {name}\n\n```text\n{text.strip()}\n```\n" for name, text in helps.items())
 
 
 def pages() -> dict[str, str]:
@@ -159,15 +175,17 @@ def pages() -> dict[str, str]:
     layers = {name.layer for name in public_names()}
     unknown = layers - TITLES.keys()
     if unknown:
-        raise ValueError(f"layers without a title for their reference page: {sorted(unknown)}; add them to TITLES in {__file__}")
+        raise ValueError(
+            f"layers without a title for their reference page: {sorted(unknown)}; add them to TITLES in {__file__}"
+        )
     return {f"api/{layer}.md": page_text(layer) for layer in TITLES if layer in layers}
 
 
 def on_config(config: Any) -> Any:
-    """mkdocs' hook: puts the reference pages into the navigation, where mkdocs.yml names `api`."""
-    for section in config.nav:
-        if section == {"API": "api"}:
-            section["API"] = list(pages())
+    """mkdocs' hook: fills the sections of the navigation that mkdocs.yml names as a folder."""
+    design = sorted(path.name for path in (Path(__file__).parent / "design").glob("*.md"))
+    folders = {"api": list(pages()), "design": [f"design/{name}" for name in sorted(design, key="index.md".__ne__)]}
+    config.nav = [{title: folders.get(place, place) for title, place in entry.items()} for entry in config.nav]
     return config
 
 
@@ -176,5 +194,6 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     for path, text in pages().items():
-        files.append(File.generated(config, path, content=text))
+        more = commands_text() if path == "api/cli.md" else ""
+        files.append(File.generated(config, path, content=text + more))
     return files

@@ -45,7 +45,9 @@ def run(block: Block, namespace: dict[str, Any]) -> None:
         code = "\n" * (block.line - 1) + block.code
         exec(compile(code, str(block.page), "exec"), namespace)
     elif block.info == "pycon":
-        examples = doctest.DocTestParser().get_doctest(block.code, namespace, block.page.name, str(block.page), block.line - 1)
+        examples = doctest.DocTestParser().get_doctest(
+            block.code, namespace, block.page.name, str(block.page), block.line - 1
+        )
         report: list[str] = []
         if doctest.DocTestRunner(verbose=False).run(examples, out=report.append, clear_globs=False).failed:
             raise AssertionError("".join(report))
@@ -111,6 +113,8 @@ def test_a_page_that_is_wrong_is_named_with_its_line(code: str, error: type[Exce
 
 def test_a_page_that_is_right_passes(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("```python\nx = 2\n```\n```python no-run\n1 / 0\n```\n```pycon\n>>> x + 1\n3\n```\n```console\n$ rm\n```\n")
+    page.write_text(
+        "```python\nx = 2\n```\n```python no-run\n1 / 0\n```\n```pycon\n>>> x + 1\n3\n```\n```console\n$ rm\n```\n"
+    )
     run_page(page)
     assert [block.info for block in blocks(page)] == ["python", "python no-run", "pycon", "console"]

@@ -101,7 +101,9 @@ def test_a_layer_imports_only_what_stands_left_of_it(path: Path) -> None:
             continue
         other = part_of(name)
         assert other in RANK, f"{path}:{line} imports {name}; import from the layer that defines it"
-        assert other == own or RANK[other] < RANK[own], f"{path}:{line}: {own} must not import {other}, which stands right of it"
+        assert other == own or RANK[other] < RANK[own], (
+            f"{path}:{line}: {own} must not import {other}, which stands right of it"
+        )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=source_id)
@@ -109,7 +111,9 @@ def test_only_hard_dependencies_are_imported_at_the_top(path: Path) -> None:
     for line, name in imports(path, top_only=True):
         package = name.split(".")[0]
         known = package in HARD or package == "fewbit" or package in sys.stdlib_module_names
-        assert known or is_face(path), f"{path}:{line} imports {package} at the top; import it inside the function that needs it"
+        assert known or is_face(path), (
+            f"{path}:{line} imports {package} at the top; import it inside the function that needs it"
+        )
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=source_id)

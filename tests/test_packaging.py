@@ -35,7 +35,9 @@ def tree(tmp_path: Path) -> Path:
     """A copy of what the build reads, without any C++ file."""
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    shutil.copytree(ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.cc", "*.so", "*.egg-info", "__pycache__"))
+    shutil.copytree(
+        ROOT / "src", tmp_path / "src", ignore=shutil.ignore_patterns("*.cc", "*.so", "*.egg-info", "__pycache__")
+    )
     return tmp_path
 
 

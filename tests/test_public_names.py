@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from docs.api_pages import PublicName, pages, public_names
+from docs.api_pages import PublicName, commands_text, pages, public_names
 
 NAMES = public_names()
 
@@ -32,7 +32,9 @@ def arguments(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
 
 def fields(node: ast.ClassDef) -> set[str]:
     """The names of a dataclass's public fields."""
-    annotated = [item for item in node.body if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation)]
+    annotated = [
+        item for item in node.body if isinstance(item, ast.AnnAssign) and "ClassVar" not in ast.unparse(item.annotation)
+    ]
     return {item.target.id for item in annotated if isinstance(item.target, ast.Name) and not item.target.id.startswith("_")}
 
 
@@ -44,7 +46,9 @@ def test_the_name_is_there(name: PublicName) -> None:
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
 def test_the_first_paragraph_is_a_sentence(name: PublicName) -> None:
-    assert name.docstring, f"{name.path} has no docstring; for a constant it is the string right below its assignment ({name.file})"
+    assert name.docstring, (
+        f"{name.path} has no docstring; for a constant it is the string right below its assignment ({name.file})"
+    )
     first = name.docstring.split("\n\n")[0].rstrip()
     assert first.endswith((".", "?", ":")), f"{name.path} starts with {first!r}, which is not a sentence"
 
@@ -67,3 +71,9 @@ def test_every_name_stands_in_the_reference_once() -> None:
     entries = re.findall(r"^::: (\S+)$", "\n".join(pages().values()), re.MULTILINE)
     assert sorted(entries) == sorted(name.definition for name in NAMES)
     assert "fewbit.array.quantize.quantize" in entries
+
+
+def test_every_command_stands_in_the_reference() -> None:
+    text = commands_text()
+    assert "## fewbit quantize\n" in text
+    assert text.count("Usage: ") == text.count("## fewbit ")

@@ -19,9 +19,9 @@ from fewbit._tiles import (
 )
 from fewbit.errors import QuantError
 
-tiled_shapes = st.lists(
-    st.tuples(st.integers(1, 9), st.one_of(st.none(), st.integers(1, 10))), min_size=1, max_size=4
-).map(lambda pairs: (tuple(n for n, _ in pairs), tuple(t for _, t in pairs)))
+tiled_shapes = st.lists(st.tuples(st.integers(1, 9), st.one_of(st.none(), st.integers(1, 10))), min_size=1, max_size=4).map(
+    lambda pairs: (tuple(n for n, _ in pairs), tuple(t for _, t in pairs))
+)
 
 
 @given(tiled_shapes)

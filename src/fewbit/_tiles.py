@@ -24,6 +24,9 @@ class FrozenTileMap(Mapping[int | EllipsisType, Tile]):
         QuantError: for an axis that is not negative, or a length that is neither None nor at least 1.
     """
 
+    __slots__ = ("_map",)
+    _map: dict[int | EllipsisType, Tile]
+
     def __init__(self, tile: TileMap):
         for axis, length in tile.items():
             if axis is not ... and (not isinstance(axis, int) or axis >= 0):
@@ -35,22 +38,22 @@ class FrozenTileMap(Mapping[int | EllipsisType, Tile]):
             raise QuantError(f"the tile of `...` (all other axes) is {rest}, must be 1 or None")
         ordered = sorted((a for a in tile if a is not ...), key=int)
         named = {a: tile[a] for a in ordered if tile[a] != rest}
-        self._tiles: dict[int | EllipsisType, Tile] = named if rest is None else {...: rest, **named}
+        self._map = named if rest is None else {...: rest, **named}
 
     def __getitem__(self, axis: int | EllipsisType) -> Tile:
-        return self._tiles[axis]
+        return self._map[axis]
 
     def __iter__(self) -> Iterator[int | EllipsisType]:
-        return iter(self._tiles)
+        return iter(self._map)
 
     def __len__(self) -> int:
-        return len(self._tiles)
+        return len(self._map)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._tiles.items()))
+        return hash(frozenset(self._map.items()))
 
     def __repr__(self) -> str:
-        return repr(self._tiles).replace("Ellipsis", "...")
+        return repr(self._map).replace("Ellipsis", "...")
 
 
 def axis_tiles(tile: TileMap, ndim: int) -> tuple[Tile, ...]:

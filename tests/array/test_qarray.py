@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fewbit as fb
 from fewbit.errors import QuantError
@@ -65,6 +65,16 @@ def test_placement(name: str):
     np.testing.assert_array_equal(_dequantize(sharded), _dequantize(q))
 
 
+@pytest.mark.parametrize("name", ["nf4", "nf4_dq", "nvfp4", "mxfp4", "q4_0"])
+def test_explicitly_sharded_arrays(name: str):
+    # Under an explicit mesh, JAX refuses a gather whose sharding it cannot tell; tables and searches must tell it.
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Explicit,))
+    x = jax.random.normal(jax.random.key(0), (4, 128))
+    sharded = _quantize(jax.device_put(x, NamedSharding(mesh, PartitionSpec("rows"))), name)
+    assert jax.typeof(sharded.codes).sharding.spec[0] == "rows"
+    np.testing.assert_array_equal(_dequantize(sharded), _dequantize(make(name)))
+
+
 @each
 def test_copies(name: str):
     q = make(name)
@@ -114,7 +124,9 @@ def test_astype_changes_what_it_stands_for_only():
     assert half.dtype == jnp.bfloat16 and half.codes is q.codes and q.dtype == jnp.float32
     np.testing.assert_array_equal(_dequantize(half), _dequantize(q).astype(jnp.bfloat16))
     for dtype in (jnp.int8, jnp.complex64, bool):
-        with pytest.raises(QuantError, match=r"a QArray stands for floating numbers; astype\(.*\) needs fb.dequantize first"):
+        with pytest.raises(
+            QuantError, match=r"a QArray stands for floating numbers; astype\(.*\) needs fb.dequantize first"
+        ):
             q.astype(dtype)
 
 
@@ -158,7 +170,12 @@ def test_other_operators_do_not_exist(op):
 
 def test_a_jax_array_operand_is_refused():
     q = make("int4")
-    for compute in (lambda: jnp.ones((4, 128)) + q, lambda: q * jnp.ones((4, 128)), lambda: jnp.sum(q), lambda: jnp.asarray(q)):
+    for compute in (
+        lambda: jnp.ones((4, 128)) + q,
+        lambda: q * jnp.ones((4, 128)),
+        lambda: jnp.sum(q),
+        lambda: jnp.asarray(q),
+    ):
         with pytest.raises(TypeError):
             compute()
 

@@ -163,7 +163,9 @@ def test_double_quantization_of_scales():
 
 
 def test_asymmetric_mx_is_refused():
-    scheme = fb.Scheme(FORMATS["uint4"], {-1: 32}, scale=FORMATS["e8m0"], zero_point=FORMATS["uint4"], calibration=MX("rceil"))
+    scheme = fb.Scheme(
+        FORMATS["uint4"], {-1: 32}, scale=FORMATS["e8m0"], zero_point=FORMATS["uint4"], calibration=MX("rceil")
+    )
     with pytest.raises(UnsupportedError, match="mx scales are symmetric; use another calibration with a zero point"):
         fb.quantize(jnp.ones((1, 32)), scheme)
 

@@ -43,6 +43,7 @@ def test_catalogues_list_every_name(command, names):
 
 
 @needs_tokenizers
+@pytest.mark.slow
 def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
     plan, out, text = tmp_path / "plan.json", tmp_path / "out", text_file(tmp_path)
     assert "22 of 29 quantized" in run("plan", model, "--recipe", "nf4", "--save", plan).stdout
@@ -141,6 +142,7 @@ def test_compare_prints_a_table_and_draws_a_chart(model, tmp_path):
 
 @needs_glassllm
 @needs_matplotlib
+@pytest.mark.slow
 def test_the_demo_on_a_small_model(tmp_path):
     out = tmp_path / "demo"
     form = run_json("demo", "glassllm", "-o", out, "--tokens", 256)

@@ -45,7 +45,10 @@ def test_a_registered_name_with_other_fields_is_written_in_full():
         ("int44", r"unknown format 'int44'; did you mean .*'int4'"),
         ({"name": "x"}, "a format's kind is None; known: integer, minifloat"),
         ({"kind": "posit", "name": "x"}, "a format's kind is 'posit'"),
-        ({"kind": "integer", "name": "x", "wdith": 4}, r"a integer format has no field \['wdith'\]; its fields: name, narrow"),
+        (
+            {"kind": "integer", "name": "x", "wdith": 4},
+            r"a integer format has no field \['wdith'\]; its fields: name, narrow",
+        ),
         ({"kind": "integer", "width": 4}, "missing 1 required positional argument: 'name'"),
         ({"kind": "integer", "name": "x", "width": 9}, "width is 9"),
         ({"kind": "codebook", "name": "x", "table": [1]}, "this one has 1"),

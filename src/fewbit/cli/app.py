@@ -47,6 +47,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Makes neural networks few-bit: plans, quantizes, evaluates and runs checkpoints.",
 )
+"""The application, for a runner such as `typer.testing.CliRunner`."""
 
 
 def main() -> None:

@@ -55,6 +55,9 @@ def estimate(samples: ArrayLike) -> Estimate:
     Args:
         samples: one number a token, of any shape.
 
+    Returns:
+        The mean and its standard error.
+
     Raises:
         QuantError: when there are none.
 
@@ -77,6 +80,9 @@ def kl_divergence(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]
     Args:
         p_logits: of the reference.
         q_logits: of what is compared with it.
+
+    Returns:
+        The mean with its standard error, the percentiles and the largest.
 
     Raises:
         QuantError: when there is no token.
@@ -108,6 +114,13 @@ def divergence(samples: ArrayLike) -> Divergence:
 def top1_agreement(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Estimate:
     """The fraction of tokens whose likeliest next token is the same; logits with a NaN agree with nothing.
 
+    Args:
+        p_logits: of the reference.
+        q_logits: of what is compared with it.
+
+    Returns:
+        The fraction and its standard error.
+
     >>> top1_agreement(jnp.array([[1.0, 2.0], [2.0, 1.0]]), jnp.array([[0.0, 3.0], [1.0, 1.5]])).value
     0.5
     """
@@ -125,6 +138,9 @@ def sqnr_db(reference: ArrayLike, approx: ArrayLike | QArray) -> float:
     Args:
         reference: a floating array.
         approx: an array or a QArray of the same shape.
+
+    Returns:
+        Decibels.
 
     Raises:
         QuantError: when the shapes differ.

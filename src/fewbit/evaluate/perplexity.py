@@ -64,6 +64,9 @@ def token_windows(tokens: Sequence[int] | np.ndarray, *, length: int = 512, limi
         length: how many tokens a window reads.
         limit: how many tokens are read at most, a multiple of `length`; None takes the whole text.
 
+    Returns:
+        The windows, int32.
+
     Raises:
         QuantError: when the text is too short for a window or for `limit`, or `limit` is no multiple of `length`.
 
@@ -134,6 +137,9 @@ def compare_models(
         windows: what `token_windows` gives.
         batch_size: how many windows go through the models at once.
         progress: called with the windows that are done and all windows, after each batch.
+
+    Returns:
+        The comparison.
 
     Raises:
         QuantError: when there is no window, or `batch_size` is not positive.

@@ -108,13 +108,24 @@ class Codebook(AbstractFormat):
 def _count_below(x: Float[Array, "*s"], thresholds: np.ndarray, *, inclusive: bool = False) -> UInt8[Array, "*s"]:
     """How many of the ascending thresholds lie below `x` (with `inclusive`: at or below it)."""
     if len(thresholds) > _COUNTED_THRESHOLDS:
-        side = "right" if inclusive else "left"
-        return jnp.searchsorted(jnp.asarray(thresholds), x, side=side, method="scan_unrolled").astype(jnp.uint8)
-    count = jnp.zeros(x.shape, jnp.uint8)
+        return _searched(x, thresholds, inclusive)
+    count = jnp.zeros_like(x, jnp.uint8)
     for threshold in thresholds:
         passed = x >= jnp.float32(threshold) if inclusive else x > jnp.float32(threshold)
         count = count + passed.astype(jnp.uint8)
     return count
+
+
+def _searched(x: Float[Array, "*s"], thresholds: np.ndarray, inclusive: bool) -> UInt8[Array, "*s"]:
+    """The same by halving; `jnp.searchsorted` refuses arrays that carry an explicit sharding."""
+    width = 2 ** len(thresholds).bit_length()
+    table = np.append(thresholds, np.full(width - len(thresholds), np.inf)).astype(np.float32)
+    count = jnp.zeros_like(x, jnp.int32)
+    while width := width // 2:
+        threshold = looked_up(table, count + (width - 1))
+        passed = x >= threshold if inclusive else x > threshold
+        count = count + jnp.where(passed, width, 0)
+    return count.astype(jnp.uint8)
 
 
 def _dynamic_map() -> tuple[float, ...]:

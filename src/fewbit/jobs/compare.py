@@ -72,7 +72,19 @@ _REMEMBERED_BYTES = 1 << 30
 
 
 def baseline(model: Model, windows: np.ndarray, *, progress: Callable[[int, int], None] | None = None) -> Baseline:
-    """The float model on the windows. Its logits are kept when they take less than 1 GiB, else computed anew each time."""
+    """The float model on the windows. Its logits are kept when they take less than 1 GiB, else computed anew each time.
+
+    Args:
+        model: a model that can be run.
+        windows: the windows of a text, from `evaluation_windows`.
+        progress: called with the windows that are done and all windows.
+
+    Returns:
+        The float model, measured: what `compare` sets candidates beside.
+
+    Raises:
+        UnsupportedError: when the model cannot be run.
+    """
     config = model.runnable_config()
     params = stacked(model.float_params())
     logits = logits_function(params, config)
@@ -102,6 +114,9 @@ def compare(base: Baseline, plan: Plan, *, on_tensor: Callable[[TensorResult], N
         base: the float model on its windows.
         plan: a plan for it.
         on_tensor: called after each tensor.
+
+    Returns:
+        The candidate, with its parameters.
 
     Raises:
         QuantError: when a parameter is not finite.
@@ -138,5 +153,12 @@ def measured(base: Baseline, plan: Plan, params: Any, results: tuple[TensorResul
 
 
 def released(candidate: Candidate) -> Candidate:
-    """The candidate without its parameters, so that their memory can be used for the next."""
+    """The candidate without its parameters, so that their memory can be used for the next.
+
+    Args:
+        candidate: what `compare` gave.
+
+    Returns:
+        The same, with None for its parameters.
+    """
     return dataclasses.replace(candidate, params=None)

@@ -75,6 +75,9 @@ def demo(
         tokens: as in `evaluate`.
         rotation_seed: when given, the residual stream is rotated first, and the rotated float model is the reference.
 
+    Returns:
+        The float model, measured: what `steps` continues from.
+
     Raises:
         UnsupportedError: when the model cannot be run or has no tokenizer.
         QuantError: when it cannot be read, or the text is too short.

@@ -77,6 +77,9 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
     Args:
         path: anything that `load` takes.
 
+    Returns:
+        What is known of it and of each tensor.
+
     Raises:
         QuantError: when there is nothing at the path, or it cannot be read.
     """

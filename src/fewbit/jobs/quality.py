@@ -62,6 +62,9 @@ def evaluate(
         window: how many tokens a window reads; None takes 512, or the model's context when it is shorter.
         progress: called with the windows that are done and all windows.
 
+    Returns:
+        The quality; without a reference only the perplexity.
+
     Raises:
         UnsupportedError: when a model cannot be run, or has no tokenizer.
         QuantError: when the text is too short, or the models do not have the same vocabulary.
@@ -86,7 +89,16 @@ def evaluate(
 
 
 def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, window: int | None = None) -> np.ndarray:
-    """The windows of a text that a model is evaluated on; arguments as in `evaluate`.
+    """The windows of a text that a model is evaluated on.
+
+    Args:
+        model: a model that can be run.
+        text: the text itself.
+        tokens: as in `evaluate`.
+        window: as in `evaluate`.
+
+    Returns:
+        Token ids `[windows, window + 1]`: what is read, and the token after it.
 
     Raises:
         QuantError: when the text is too short, or a window is longer than the model's context.
@@ -132,6 +144,9 @@ def weight_sqnr(model: Model, against: Model) -> tuple[dict[str, float], tuple[s
     Args:
         model: the model.
         against: the model that its parameters are compared with.
+
+    Returns:
+        Decibels by path, infinite where the two are equal, and the notes.
     """
     if model.facts.get("rotation_seed") != against.facts.get("rotation_seed"):
         return {}, (

@@ -53,7 +53,15 @@ class Outcome:
 
 
 def worst(tensors: tuple[TensorResult, ...], count: int = 5) -> list[TensorResult]:
-    """The tensors that lost most, by their signal-to-noise ratio."""
+    """The tensors that lost most, by their signal-to-noise ratio.
+
+    Args:
+        tensors: what happened to each tensor.
+        count: how many to give.
+
+    Returns:
+        The worst first; fewer than `count` when fewer lost anything.
+    """
     lossy = [t for t in tensors if t.sqnr_db is not None and math.isfinite(t.sqnr_db)]
     return sorted(lossy, key=lambda t: t.sqnr_db if t.sqnr_db is not None else 0.0)[:count]
 

@@ -62,6 +62,9 @@ def write_on(
         seed: draws the samples; None is 0. Only with a temperature.
         chat: whether the prompt is a question to an instruction-tuned model; None: when the tokenizer has a template for it.
 
+    Returns:
+        What was written.
+
     Raises:
         QuantError: for an empty prompt, lengths that do not fit the context, or a seed without a temperature.
         UnsupportedError: when the model cannot be run, or has no such template.

@@ -62,6 +62,9 @@ def empty_cache(config: LlamaConfig, *, batch: int, room: int, dtype: DTypeLike 
         room: how many positions there is room for, at most `config.context` (S).
         dtype: what keys and values are kept in: the compute dtype of the network.
 
+    Returns:
+        The cache.
+
     Raises:
         QuantError: when `room` is not between 1 and the context, or `batch` not positive.
     """

@@ -101,6 +101,9 @@ def config_from_glassllm(obj: Mapping[str, Any]) -> LlamaConfig:
     Args:
         obj: the JSON object.
 
+    Returns:
+        The configuration.
+
     Raises:
         QuantError: for a key that is missing.
     """

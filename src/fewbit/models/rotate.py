@@ -25,6 +25,13 @@ def random_rotation(width: int, *, key: Key[Array, ""]) -> np.ndarray:
 
     The Q of a matrix of independent normal numbers, each column with the sign that makes R's diagonal positive.
 
+    Args:
+        width: how many rows and columns.
+        key: a JAX random key.
+
+    Returns:
+        The matrix.
+
     >>> q = random_rotation(8, key=jax.random.key(0))
     >>> bool(np.abs(q.T @ q - np.eye(8)).max() < 1e-14)
     True

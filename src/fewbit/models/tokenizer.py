@@ -74,6 +74,9 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     Args:
         fields: the metadata by key, as plain Python values.
 
+    Returns:
+        The tokenizer.
+
     Raises:
         UnsupportedError: for another kind of tokenizer or another `pre`.
         QuantError: for a key that is missing.
@@ -105,6 +108,9 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     Args:
         files: the directory's small files, by name.
 
+    Returns:
+        The tokenizer.
+
     Raises:
         QuantError: when `tokenizer.json` is missing or cannot be read.
     """
@@ -127,6 +133,12 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
 def tokenizer_from_directory(directory: Path) -> Tokenizer:
     """`tokenizer_from_files` of the files in a directory.
 
+    Args:
+        directory: the directory.
+
+    Returns:
+        The tokenizer.
+
     Raises:
         QuantError: when the directory has no `tokenizer.json`.
     """
@@ -139,6 +151,9 @@ def tokenizer_from_glassllm(obj: Mapping[str, Any]) -> Tokenizer:
 
     Args:
         obj: the JSON object, with an alphabet and merges.
+
+    Returns:
+        The tokenizer.
 
     Raises:
         QuantError: for a key that is missing.

@@ -128,7 +128,7 @@ def _best_code(tiles: Tiles, target: Target) -> jax.Array:
     grid = np.sort(holder.values()[np.isfinite(holder.values()) & (holder.values() > 0)]).astype(np.float32)
     needed = quotient(tiles.amax, jnp.float32(fmt.bound))
     needed = needed if unit is None else quotient(needed, unit)
-    ceiling = jnp.minimum(jnp.searchsorted(jnp.asarray(grid), needed), len(grid) - 1)
+    ceiling = jnp.minimum(jnp.searchsorted(jnp.asarray(grid), needed, method="compare_all"), len(grid) - 1)
     is_window_proven = _is_window_proven(tiles, fmt, holder)
     first = jnp.where(ceiling < _LOW_CODE, 0, ceiling - _WINDOW_BELOW) if is_window_proven else jnp.zeros_like(ceiling)
     count = _WINDOW_CODES if is_window_proven else len(grid)
