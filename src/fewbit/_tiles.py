@@ -37,8 +37,8 @@ class FrozenTileMap(Mapping[int | EllipsisType, Tile]):
         if rest not in (1, None):
             raise QuantError(f"the tile of `...` (all other axes) is {rest}, must be 1 or None")
         ordered = sorted((a for a in tile if a is not ...), key=int)
-        named = {a: tile[a] for a in ordered if tile[a] != rest}
-        self._map = named if rest is None else {...: rest, **named}
+        self._map = {} if rest is None else {...: rest}
+        self._map |= {axis: tile[axis] for axis in ordered if tile[axis] != rest}
 
     def __getitem__(self, axis: int | EllipsisType) -> Tile:
         return self._map[axis]

@@ -158,7 +158,7 @@ def test_grids_of_asymmetric_schemes_are_never_worse_than_minmax():
         )
         dense = np.asarray(fb.dequantize(_quantize(jnp.asarray(x), spec)), np.float64)
         errors.append(((dense - x) ** 2).sum(1))
-    assert (errors[0] <= errors[1] * SLACK).all() and errors[0].sum() < 0.95 * errors[1].sum()
+    assert (errors[0] <= errors[1] * SLACK).all() and errors[0].sum() < 0.97 * errors[1].sum()
 
 
 def test_weights_move_the_grid():
@@ -169,8 +169,8 @@ def test_weights_move_the_grid():
     weights[:, 0] = 0
     plain = _quantize(jnp.asarray(x), spec)
     weighted = jax.jit(lambda x, w: fb.quantize(x, spec, error_weights=w))(x, weights)
-    assert (np.asarray(weighted.scale) < np.asarray(plain.scale)).all()
-    np.testing.assert_allclose(weighted.scale, 12 / 7.5 * 0.3, rtol=1e-6)
+    # The outlier is worthless, so the smallest fractions of the grid win.
+    assert (np.asarray(weighted.scale) < 0.5 * np.asarray(plain.scale)).all()
 
 
 @pytest.mark.parametrize("exponent", [-60, 60])
