@@ -1,5 +1,7 @@
 """The chart of quality against size."""
 
+import re
+
 import pytest
 
 from fewbit.errors import QuantError
@@ -28,3 +30,10 @@ def test_what_cannot_be_drawn_says_why(tmp_path):
         save_chart(tmp_path / "no" / "a.svg", POINTS, reference=1.0, title="t")
     with pytest.raises(QuantError, match="at least one point"):
         save_chart(tmp_path / "a.svg", [], reference=1.0, title="t")
+
+
+def test_names_of_points_that_meet_stand_below_each_other(tmp_path):
+    met = [*POINTS, Point("nvfp4", 90_000_000, 21.61, 0.3)]
+    text = save_chart(tmp_path / "a.svg", met, reference=18.29, title="t").read_text()
+    heights = {name: float(re.search(rf' y="(\S+)" [^<]*>{name}<', text).group(1)) for name in ("nf4", "nvfp4")}
+    assert heights["nvfp4"] - heights["nf4"] > 10

@@ -82,8 +82,9 @@ def _figure(points: Sequence[Point], reference: float, title: str):  # noqa: ANN
     sizes = [point.nbytes / 1e6 for point in points]
     values, errors = [point.perplexity for point in points], [point.error for point in points]
     axes.errorbar(sizes, values, yerr=errors, fmt="o", color="C0", capsize=3)
-    for size, point in zip(sizes, points, strict=True):
-        axes.annotate(point.name, (size, point.perplexity), xytext=(6, 6), textcoords="offset points")
+    for point, lower in zip(points, _lowered(points, reference), strict=True):
+        place = (point.nbytes / 1e6, point.perplexity)
+        axes.annotate(point.name, place, xytext=(6, 6 - 14 * lower), textcoords="offset points")
     axes.set_xlabel("size of all parameters, MB")
     axes.set_ylabel("perplexity (lower is better)")
     axes.set_title(title, fontsize=10)
@@ -91,6 +92,18 @@ def _figure(points: Sequence[Point], reference: float, title: str):  # noqa: ANN
     axes.grid(alpha=0.3)
     axes.legend(loc="best", frameon=False)
     return figure
+
+
+def _lowered(points: Sequence[Point], reference: float) -> list[int]:
+    """For each point how many lines its name stands lower, because names of earlier points stand where it would."""
+    width = max(p.nbytes for p in points) - min(p.nbytes for p in points)
+    shown = [reference, *(p.perplexity for p in points)]
+    height = max(shown) - min(shown)
+
+    def is_near(a: Point, b: Point) -> bool:
+        return abs(a.nbytes - b.nbytes) <= 0.1 * width and abs(a.perplexity - b.perplexity) <= 0.04 * height
+
+    return [sum(is_near(point, earlier) for earlier in points[:i]) for i, point in enumerate(points)]
 
 
 def _matplotlib() -> ModuleType:
