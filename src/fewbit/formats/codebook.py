@@ -129,12 +129,20 @@ def _searched(x: Float[Array, "*s"], thresholds: np.ndarray, inclusive: bool) ->
 
 
 def _dynamic_map() -> tuple[float, ...]:
-    """bitsandbytes' signed 8-bit "dynamic" map: seven decades, each with twice the fractions of the one below it."""
+    """bitsandbytes' signed 8-bit "dynamic" map: seven decades, each with twice the fractions of the one below it.
+
+    Computed in float32 from both ends towards the middle, as torch.linspace does, so that its numbers come out to the bit.
+    """
     numbers = [0.0, 1.0]
     for decade in range(7):
-        edges = np.linspace(0.1, 1.0, 2**decade + 1)
-        means = 10.0 ** (decade - 6) * (edges[1:] + edges[:-1]) / 2
-        numbers += [*means, *-means]
+        count = 2**decade
+        place = np.arange(count + 1)
+        step = np.float64((np.float32(1) - np.float32(0.1)) / np.float32(count))
+        from_below = (np.float64(np.float32(0.1)) + step * place).astype(np.float32)
+        from_above = (1 - step * (count - place)).astype(np.float32)
+        edges = np.where(place < (count + 1) // 2, from_below, from_above)
+        means = np.float32(10.0 ** (decade - 6)) * ((edges[1:] + edges[:-1]) / np.float32(2))
+        numbers += [*means.tolist(), *(-means).tolist()]
     return tuple(sorted(numbers))
 
 
