@@ -5,7 +5,7 @@ names that are near it.
 """
 
 import difflib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Generic, TypeVar
 
 from .errors import QuantError
@@ -72,3 +72,16 @@ def near_names(name: str, known: tuple[str, ...]) -> str:
     if near:
         return f"did you mean {' or '.join(repr(n) for n in near)}?"
     return "known: " + ", ".join(known)
+
+
+def refuse_unknown_fields(what: str, form: Iterable[str], known: tuple[str, ...]) -> None:
+    """Raises QuantError for the first key of a JSON object that is no field of what it should be, with the near names.
+
+    >>> refuse_unknown_fields("a rule", {"op": []}, ("path", "ops"))
+    Traceback (most recent call last):
+    ...
+    fewbit.errors.QuantError: a rule has no field 'op'; did you mean 'ops'?
+    """
+    for key in form:
+        if key not in known:
+            raise QuantError(f"{what} has no field {key!r}; {near_names(key, known)}")

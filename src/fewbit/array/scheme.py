@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._registry import Registry, near_names
+from .._registry import Registry, refuse_unknown_fields
 from .._tiles import FrozenTileMap, Tile, TileMap, axis_tiles, tile_map
 from ..errors import QuantError
 from ..formats import FORMATS, AbstractFormat, format_from_json, format_to_json
@@ -163,9 +163,7 @@ class Scheme:
     def from_json(cls, form: Mapping[str, Any]) -> "Scheme":
         """The scheme of a JSON form; an unknown key raises QuantError with the near name."""
         known = tuple(f.name for f in dataclasses.fields(cls))
-        for key in form:
-            if key not in known:
-                raise QuantError(f"a scheme has no field {key!r}; {near_names(key, known)}")
+        refuse_unknown_fields("a scheme", form, known)
         if "format" not in form:
             raise QuantError(f"a scheme needs a 'format'; got {dict(form)}")
         fields = dict(form)

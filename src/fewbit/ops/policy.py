@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self, TypeAlias
 
-from .._registry import near_names
+from .._registry import refuse_unknown_fields
 from ..array import Scheme
 from ..array import scheme as as_scheme
 from ..errors import QuantError
@@ -48,9 +48,7 @@ class Policy:
         if isinstance(form, str):
             return cls(as_scheme(form))
         known = tuple(f.name for f in dataclasses.fields(cls))
-        for key in form:
-            if key not in known:
-                raise QuantError(f"a policy has no field {key!r}; {near_names(key, known)}")
+        refuse_unknown_fields("a policy", form, known)
         if "weight" not in form:
             raise QuantError(f"a policy needs a 'weight'; got {dict(form)}")
         return cls(**{key: as_scheme(value) for key, value in form.items() if value is not None})

@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from .._registry import near_names
+from .._registry import near_names, refuse_unknown_fields
 from ..array import Scheme, is_qarray, quantize
 from ..errors import QuantError
 from ..ops import Policy
@@ -67,9 +67,7 @@ class PlanRow:
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The row of a JSON form; an unknown or missing key raises QuantError."""
         known = tuple(f.name for f in dataclasses.fields(cls))
-        for key in form:
-            if key not in known:
-                raise QuantError(f"a plan's row has no field {key!r}; {near_names(key, known)}")
+        refuse_unknown_fields("a plan's row", form, known)
         if missing := [key for key in known if key not in form and key != "reason"]:
             raise QuantError(f"a plan's row lacks {', '.join(missing)}; got {form.get('path', form)}")
         fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in form.items()}

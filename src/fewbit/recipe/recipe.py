@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
 
-from .._registry import Registry, near_names
+from .._registry import Registry, near_names, refuse_unknown_fields
 from ..array import SCHEMES, Scheme
 from ..array import scheme as as_scheme
 from ..errors import QuantError
@@ -47,9 +47,7 @@ class Recipe:
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The recipe of a JSON form; an unknown key raises QuantError with the near name."""
-        for key in form:
-            if key not in ("name", "rules"):
-                raise QuantError(f"a recipe has no field {key!r}; {near_names(key, ('name', 'rules'))}")
+        refuse_unknown_fields("a recipe", form, ("name", "rules"))
         rules = form.get("rules")
         if not isinstance(rules, list):
             raise QuantError("a recipe needs 'rules', a list of objects with a 'path' and a 'policy'")

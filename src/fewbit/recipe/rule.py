@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
-from .._registry import near_names
+from .._registry import near_names, refuse_unknown_fields
 from ..errors import QuantError
 from ..ops import Policy
 
@@ -82,9 +82,7 @@ class Rule:
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The rule of a JSON form; an unknown key raises QuantError with the near name."""
         known = tuple(f.name for f in dataclasses.fields(cls))
-        for key in form:
-            if key not in known:
-                raise QuantError(f"a rule has no field {key!r}; {near_names(key, known)}")
+        refuse_unknown_fields("a rule", form, known)
         for key in ("path", "policy"):
             if key not in form:
                 raise QuantError(f"a rule needs a {key!r}; got {dict(form)}")
