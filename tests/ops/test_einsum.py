@@ -7,6 +7,7 @@ import pytest
 import fewbit as fb
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("subscripts", "shapes"),
     [
@@ -31,6 +32,12 @@ def test_einsum_is_that_of_what_the_operands_stand_for(subscripts, shapes):
         quantized[place], decoded[place] = q, fb.dequantize(q)
         expected = jnp.einsum(subscripts, *decoded)
         np.testing.assert_allclose(fb.einsum(subscripts, *quantized), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_two_operands():
+    q = fb.quantize(jnp.asarray(np.random.default_rng(0).normal(size=(8, 32)), jnp.float32), "nf4_g16")
+    x = jnp.ones((3, 32))
+    np.testing.assert_allclose(fb.einsum("bi,oi->bo", x, q), x @ fb.dequantize(q).T, rtol=1e-5, atol=1e-5)
 
 
 def test_preferred_type_and_messages():

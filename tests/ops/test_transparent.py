@@ -10,7 +10,7 @@ import pytest
 import fewbit as fb
 from fewbit.ops import Decoded
 
-SCHEMES = ("int8", "nf4", "nvfp4", "q4_1", "int3_g32")
+SCHEMES = ("nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("int8", "nvfp4", "q4_1", "int3_g32")))
 
 
 def normal(*shape, seed=0):

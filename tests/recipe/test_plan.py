@@ -36,7 +36,10 @@ def net(p, ids):
 IDS = jnp.array([1, 2])
 
 
-@pytest.mark.parametrize("name", ["nf4", "int8", "nvfp4", "mxfp4", "w8a8"])
+SEARCHED = [pytest.param(name, marks=pytest.mark.slow) for name in ("nvfp4", "mxfp4")]
+
+
+@pytest.mark.parametrize("name", ["nf4", "int8", *SEARCHED, "w8a8"])
 def test_a_plan_says_what_quantize_params_does(params, name):
     plan = fb.plan(net, params, IDS, recipe=name)
     q = fb.quantize_params(params, plan)

@@ -46,7 +46,7 @@ def table(
 
     >>> from rich.console import Console
     >>> columns = [Column("scheme"), Column("bytes", align="right")]
-    >>> Console(width=40).print(table([{"scheme": "nf4", "bytes": 4608}], columns))
+    >>> Console(width=40).print(table([{"scheme": "nf4", "bytes": 4608}], columns))  # doctest: +NORMALIZE_WHITESPACE
      scheme  bytes
      nf4     4,608
     """

@@ -30,7 +30,7 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
         An array in `q.dtype`: the axes of `q` with `axis` replaced by those of `indices`.
 
     >>> from fewbit.array import quantize
-    >>> take(quantize(jnp.eye(4), "int8"), jnp.array([2, 0]), 0).tolist()
+    >>> take(quantize(jnp.eye(4), "mxfp8"), jnp.array([2, 0]), 0).tolist()
     [[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
     """
     if mode not in _MODES:
