@@ -12,8 +12,9 @@ import pytest
 from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
-# Tests run on the CPU unless the caller says otherwise, with four devices, so that sharding has something to shard over.
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# Tests, and the processes that they start, run on the CPU unless the caller says otherwise; four devices give sharding
+# something to shard over.
+jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -22,7 +23,6 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 hypothesis.settings.register_profile("fewbit", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fewbit")
 
-
 # Annotations are checked at every call. An int is a float here, as PEP 484 has it; `Self` goes unchecked, because
 # jaxtyping decorates method by method and beartype knows `Self` only where it decorates the class.
 CHECKER = """beartype.beartype(conf=beartype.BeartypeConf(
@@ -30,6 +30,14 @@ CHECKER = """beartype.beartype(conf=beartype.BeartypeConf(
     hint_overrides=beartype.FrozenDict({beartype.typing.Self: beartype.typing.Any}),
 ))"""
 install_import_hook("fewbit", CHECKER)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Keeps what XLA compiles in pytest's cache: most of the suite's time goes there, and a second run needs a third of it."""
+    if hasattr(config, "cache"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,6 @@ import contextlib
 import io
 import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -83,6 +82,9 @@ def test_blockwise_8_bit():
     codes, state = functional.quantize_blockwise(torch.from_numpy(x), blocksize=256)
     q = quantize(jnp.asarray(x), fb.Scheme(FORMATS["dynamic8"], {-1: 256}))
     np.testing.assert_array_equal(state.absmax.numpy(), q.scale)
-    clear = is_clear(ratios(x, q), q.scheme.format)
-    assert (codes.numpy() == np.asarray(q.codes))[clear].mean() > 0.999
-    assert jax.tree.leaves(q)[0].dtype == jnp.uint8
+    # Its CPU code looks 8-bit codes up in a coarse table, so a few are not the nearest; ours are.
+    ratio, table = ratios(x, q), FORMATS["dynamic8"].values()
+    different = codes.numpy() != np.asarray(q.codes)
+    assert different.mean() < 0.003
+    ours, theirs = (np.abs(table[c] - ratio) for c in (np.asarray(q.codes), codes.numpy()))
+    assert (ours <= theirs + np.abs(ratio) * 2.0**-22)[different].all()

@@ -64,7 +64,12 @@ def test_codes_are_equal_where_the_scale_is_exact(name: str):
     q = quantize(jnp.asarray(x), name)
     codes, _ = encoded(x, name)
     np.testing.assert_array_equal(our_codes(q), codes)
-    np.testing.assert_array_equal(fb.dequantize(q), gguf.quants.dequantize(gguf.quants.quantize(x, gguf.GGMLQuantizationType[name.upper()]), gguf.GGMLQuantizationType[name.upper()]))
+    np.testing.assert_array_equal(
+        fb.dequantize(q),
+        gguf.quants.dequantize(
+            gguf.quants.quantize(x, gguf.GGMLQuantizationType[name.upper()]), gguf.GGMLQuantizationType[name.upper()]
+        ),
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)

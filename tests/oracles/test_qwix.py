@@ -27,7 +27,9 @@ def theirs(x: np.ndarray, qtype: object, tile: int | None = None, method: str = 
 
 def codes_of(q, fmt: str) -> np.ndarray:
     """Their numbers as our codes."""
-    values = np.asarray(q.qvalue.astype(jnp.int32) if jnp.issubdtype(q.qvalue.dtype, jnp.integer) else q.qvalue.astype(jnp.float32))
+    values = np.asarray(
+        q.qvalue.astype(jnp.int32) if jnp.issubdtype(q.qvalue.dtype, jnp.integer) else q.qvalue.astype(jnp.float32)
+    )
     if fmt == "nf4":
         return values
     # The encoding of a number that the format has is the number itself.
@@ -72,7 +74,9 @@ def test_clipped_ranges():
 def test_minmax():
     x = weights()
     other = theirs(x, jnp.int8, None, "minmax")
-    q = quantize(jnp.asarray(x), fb.Scheme(FORMATS["uint8"], {...: 1, -1: None}, zero_point=FORMATS["uint8"], calibration=MinMax()))
+    q = quantize(
+        jnp.asarray(x), fb.Scheme(FORMATS["uint8"], {...: 1, -1: None}, zero_point=FORMATS["uint8"], calibration=MinMax())
+    )
     np.testing.assert_allclose(np.asarray(other.scale), q.scale, rtol=2.0**-22)
     # Its codes are signed: 128 less than ours. We add the zero point before the rounding, it adds it after, so codes at a
     # midpoint may differ by one.

@@ -50,7 +50,9 @@ def theirs(x: np.ndarray, element: str, rule: str) -> tuple[np.ndarray, np.ndarr
 @pytest.mark.parametrize("element", DTYPES)
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 def test_mx_bytes(element: str, rule: str):
-    x = np.concatenate([weights((32, 128)), weights((8, 128), 1) * np.float32(1e-20), weights((8, 128), 2) * np.float32(1e20)])
+    x = np.concatenate(
+        [weights((32, 128)), weights((8, 128), 1) * np.float32(1e-20), weights((8, 128), 2) * np.float32(1e20)]
+    )
     # Every mantissa where a rule turns, at the head of a block, and ties everywhere else.
     heads = np.float32([1, 1.5, 1.75, 1.875, 1.9375, 1.99, 7.5, 448, 449, 480, 57344, 61440])
     ties = np.tile(np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25]), 16)[None] * heads[:, None] / 8
