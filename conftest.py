@@ -40,6 +40,13 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_code_is_dropped() -> Iterator[None]:
+    """Frees what a module's tests compiled: kept for the whole run it takes gigabytes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def doctest_names(request: pytest.FixtureRequest) -> None:
     """The names that the examples of the docstrings use without importing them."""

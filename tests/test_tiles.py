@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fewbit._tiles import (
@@ -24,6 +24,7 @@ tiled_shapes = st.lists(st.tuples(st.integers(1, 9), st.one_of(st.none(), st.int
 )
 
 
+@settings(max_examples=20)
 @given(tiled_shapes)
 def test_blocking_and_unblocking_give_the_array_back(case):
     shape, tiles = case

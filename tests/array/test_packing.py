@@ -18,6 +18,7 @@ from fewbit.array.packing import (
 )
 from fewbit.errors import QuantError
 
+pack_quickly = jax.jit(pack, static_argnums=(1, 2))
 each_width = pytest.mark.parametrize("bits", range(1, 9))
 
 
@@ -74,14 +75,14 @@ def test_gguf_orders():
     codes = random_codes(4, (2, 64))
     blocks = codes.reshape(2, 2, 32)
     q4 = (blocks[..., :16] | blocks[..., 16:] << 4).reshape(2, 32)
-    assert np.array_equal(pack(jnp.asarray(codes), 4, Packing(paired(32))), q4)
+    assert np.array_equal(pack_quickly(codes, 4, Packing(paired(32))), q4)
     blocks = codes.reshape(2, 4, 16)
     nvfp4 = (blocks[..., :8] | blocks[..., 8:] << 4).reshape(2, 32)
-    assert np.array_equal(pack(jnp.asarray(codes), 4, Packing(paired(16))), nvfp4)
+    assert np.array_equal(pack_quickly(codes, 4, Packing(paired(16))), nvfp4)
     codes = random_codes(2, (2, 128))
     planes = codes.reshape(2, 4, 32)
     q2 = planes[:, 0] | planes[:, 1] << 2 | planes[:, 2] << 4 | planes[:, 3] << 6
-    assert np.array_equal(pack(jnp.asarray(codes), 2, Packing(paired(128, 4))), q2)
+    assert np.array_equal(pack_quickly(codes, 2, Packing(paired(128, 4))), q2)
 
 
 def test_awq_order():
@@ -101,7 +102,7 @@ def test_gptq_words_are_the_default_order():
     assert np.array_equal(pack(jnp.asarray(codes), 3), words.view(np.uint8).reshape(2, 12))
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(st.data())
 def test_any_interleaving_comes_back(data: st.DataObject):
     bits, group = data.draw(st.sampled_from([1, 2, 3, 4, 8])), data.draw(st.sampled_from([2, 3, 8]))

@@ -71,14 +71,15 @@ def test_tiles_in_two_directions(name: str, shape: tuple[int, int], tile: tuple[
     unit = np.float32(1 if q.tensor_scale is None else np.asarray(q.tensor_scale).item())
     codes = laws.unpacked(q)
     holder, fmt = q.scheme.scale, q.scheme.format
+    ratio, ideal = np.empty_like(x), np.empty(q.scale.shape, np.float32)
     for i, j in np.ndindex(*q.scale.shape):
         part = np.s_[i * tile[0] : (i + 1) * tile[0], j * tile[1] : (j + 1) * tile[1]]
-        ideal = np.abs(x[part]).max() / np.float32(fmt.max)
-        if unit != 1:
-            stored = np.asarray(holder.encode(jnp.float32(ideal / unit)))
-            assert stored == np.asarray(q.scale)[i, j]
-            ideal = np.float32(holder.values()[stored]) * unit
-        assert np.array_equal(codes[part], fmt.encode(jnp.asarray(x[part] / ideal)))
+        ideal[i, j] = np.abs(x[part]).max() / np.float32(fmt.max)
+        scale = np.asarray(q.scale)[i, j]
+        ratio[part] = x[part] / (scale if unit == 1 else np.float32(holder.values()[scale]) * unit)
+    stored = ideal if unit == 1 else holder.encode(jnp.asarray(ideal / unit))
+    np.testing.assert_array_equal(q.scale, stored)
+    assert np.array_equal(codes, fmt.encode(jnp.asarray(ratio)))
     np.testing.assert_array_equal(fb.dequantize(q), laws.numpy_dequantize(q))
 
 

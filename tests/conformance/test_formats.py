@@ -17,6 +17,8 @@ _SIBLINGS = {f"{sign}int{b}{end}" for sign in ("", "u") for b in range(1, 9) for
     "int4_narrow",
 }
 
+_FEW = ("int4", "e4m3fn", "e2m1", "e8m0", "nf4", "dynamic8", "ternary")
+
 each_format = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SIBLINGS else []) for n in FORMATS.names()]
 )
@@ -67,7 +69,7 @@ def test_input_dtypes(name: str):
     laws.check_input_dtypes(FORMATS[name])
 
 
-@each_format
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FEW else [pytest.mark.slow]) for n in FORMATS.names()])
 def test_jit_and_vmap(name: str):
     laws.check_transforms(FORMATS[name])
 

@@ -1,6 +1,7 @@
 """Every registered scheme keeps every law of quantization; a scheme that is added is tested by that alone."""
 
 import json
+from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
@@ -12,24 +13,24 @@ from fewbit.array.scales import MX, AbsMean
 from fewbit.formats import AbstractFormat
 from tests.conformance import array_laws as laws
 
-# Schemes that differ from a tested sibling by their width only are left to the full run.
-_SIBLINGS = {f"{sign}int{b}{end}" for sign in ("", "u") for b in range(2, 9) for end in ("", "_narrow")} - {
-    "int2",
-    "int3",
-    "int8",
-    "int4_narrow",
-    "uint4",
-}
-_SIBLINGS |= {"fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "mxfp6_e3m2", "mxfp8_e5m2", "q5_0", "q5_1", "bnb_fp4"}
-
-
-def schemes(names: list[str]) -> pytest.MarkDecorator:
-    """A test for each of these schemes; siblings are slow tests."""
-    marks = [pytest.param(n, marks=[pytest.mark.slow] if n in _SIBLINGS else []) for n in names]
-    return pytest.mark.parametrize("name", marks)
-
-
 ALL = list(fb.SCHEMES.names())
+
+# Every scheme is compiled, which takes its time: those that differ from a tested sibling by their width, their element or
+# one field only are left to the full run. A scheme that is added is in the fast run.
+_INTEGERS = {f"{sign}int{b}{end}" for sign in ("", "u") for b in range(2, 9) for end in ("", "_narrow")}
+_SIBLINGS = _INTEGERS - {"int3", "int8", "int4_narrow", "uint4"} | {
+    *("fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_tensor", "fp4", "bnb_fp4", "q8_0", "q5_0", "q5_1"),
+    *("mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "nvfp4_absmax", "nvint4"),
+}
+_FEW = ("int8", "uint4", "nf4", "q4_1", "mxfp4", "nvfp4_16x16")
+
+
+def schemes(names: list[str], fast: Iterable[str] = frozenset(ALL) - _SIBLINGS) -> pytest.MarkDecorator:
+    """A test for each of these schemes; a slow one for those that are not in `fast`."""
+    params = [pytest.param(n, marks=[] if n in fast else [pytest.mark.slow]) for n in names]
+    return pytest.mark.parametrize("name", params)
+
+
 each_scheme = schemes(ALL)
 
 # The mean of the tile (or of all scales) is a sum, and XLA adds in another order when it compiles another program.
@@ -74,7 +75,7 @@ def test_dequantize_is_its_formula(name: str, case: str):
     np.testing.assert_array_equal(dense[case], laws.numpy_dequantize(each[case]))
 
 
-@each_scheme
+@schemes(ALL, _FEW)
 def test_jit_and_vmap_give_the_bytes_of_eager(name: str):
     eager = fb.quantize(jnp.asarray(laws.case("normal")), name)
     assert_same(name, laws.results(name)[2]["normal"], eager)
@@ -178,7 +179,7 @@ def test_quantizing_the_transpose_is_transposing_the_quantized(name: str):
     assert q.scheme.name == q.T.scheme.name == name
 
 
-@schemes([n for n in ALL if fb.SCHEMES[n].format.bits < 8 or n in ("int8", "fp8")])
+@schemes([n for n in ALL if fb.SCHEMES[n].format.bits < 8 or n in ("int8", "fp8")], ("int8", "mxfp4"))
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 def test_half_precision_is_widened(name: str, dtype: type):
     x = jnp.asarray(laws.case("normal")).astype(dtype)
@@ -231,7 +232,7 @@ def test_json_and_name_read_back(name: str):
     assert hash(fb.scheme(scheme.to_json())) == hash(scheme)
 
 
-@schemes([n for n in ALL if fb.SCHEMES[n].format.name in ("e2m1", "int8", "nf4", "uint4", "ternary", "binary")])
+@schemes([n for n in ALL if fb.SCHEMES[n].format.name in ("e2m1", "int8", "nf4", "uint4", "ternary", "binary")], ("int8", "uint4", "nf4"))
 def test_stochastic_codes_are_the_neighbours(name: str):
     x = jnp.asarray(laws.case("normal"))
     q = jax.jit(lambda x, key: fb.quantize(x, name, key=key))(x, jax.random.key(0))

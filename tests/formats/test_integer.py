@@ -64,7 +64,10 @@ def test_nan_and_negative_zero_are_zero():
 def test_step():
     half = Integer("halves", 4, step=0.5)
     assert (half.max, half.min, half.bound) == (3.5, -4.0, 3.75)
-    laws.check_format(half)
+    laws.check_codes(half)
+    laws.check_identity(half)
+    laws.check_nearest(half)
+    laws.check_json(half)
 
 
 @pytest.mark.parametrize(

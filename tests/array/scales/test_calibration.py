@@ -132,7 +132,7 @@ SYMMETRIC = {
 
 
 @pytest.mark.parametrize("case", SYMMETRIC)
-@pytest.mark.parametrize("fmt", ["int4", "int8_narrow", "nf4", "e2m1"])
+@pytest.mark.parametrize("fmt", ["int4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("int8_narrow", "nf4", "e2m1"))])
 def test_symmetric_rules(case: str, fmt: str):
     calibration, rule = SYMMETRIC[case]
     q = scales_of(calibration, fmt)

@@ -132,7 +132,7 @@ GRIDS = {
 
 
 @pytest.mark.parametrize("case", GRIDS)
-@pytest.mark.parametrize("fmt", ["int4", "nf4", "int3_narrow"])
+@pytest.mark.parametrize("fmt", ["int4", *(pytest.param(f, marks=pytest.mark.slow) for f in ("nf4", "int3_narrow"))])
 def test_grids_find_the_best_fraction(case: str, fmt: str):
     calibration, fractions = GRIDS[case]
     x = np.random.default_rng(0).standard_t(3, (300, 32)).astype(np.float32)

@@ -13,7 +13,6 @@ from fewbit.formats import FORMATS, Minifloat
 from tests.conformance import array_laws as laws
 
 ELEMENTS = ["e2m1", "e2m3", "e3m2", "e4m3fn", "e5m2", "mxint8_element"]
-each_element = pytest.mark.parametrize("element", ELEMENTS)
 
 _quantize = jax.jit(fb.quantize, static_argnums=1)
 
@@ -49,7 +48,9 @@ def expected_exponent(amax: np.float32, element: str, rule: str) -> int:
     return exponent + rounds_up - largest_exponent
 
 
-@each_element
+@pytest.mark.parametrize(
+    "element", [pytest.param(e, marks=[] if e in ("e2m1", "e4m3fn") else [pytest.mark.slow]) for e in ELEMENTS]
+)
 @pytest.mark.parametrize("rule", ["floor", "rceil", "even"])
 def test_rules_are_exact_at_every_exponent_and_edge(element: str, rule: str):
     amax = edges(element)
@@ -104,14 +105,14 @@ SLACK = 1 + 2.0**-15
 
 
 @pytest.mark.parametrize("kind", ["gaussian", "laplace", "adversarial"])
-@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize("tile", [16, 32, *(pytest.param(t, marks=pytest.mark.slow) for t in (64, 128, 145))])
 def test_the_search_finds_the_best_of_all_exponents(kind: str, tile: int):
     x = blocks(kind, tile)
     errors = brute_force(x, "e2m1")
     assert (chosen_error(errors, x, scheme("e2m1", tile=tile)) <= errors.min(1) * SLACK).all()
 
 
-@each_element
+@pytest.mark.parametrize("element", [ELEMENTS[0], *(pytest.param(e, marks=pytest.mark.slow) for e in ELEMENTS[1:])])
 def test_the_search_is_optimal_for_every_element_format(element: str):
     x = np.concatenate([blocks(kind, 32, 200) for kind in ("gaussian", "laplace", "adversarial")])
     errors = brute_force(x, element)
