@@ -65,7 +65,9 @@ def test_placement(name: str):
     np.testing.assert_array_equal(_dequantize(sharded), _dequantize(q))
 
 
-@pytest.mark.parametrize("name", ["nf4", "nvfp4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nf4_dq", "mxfp4", "q4_0", "int8"))])
+@pytest.mark.parametrize(
+    "name", ["nf4", "nvfp4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nf4_dq", "mxfp4", "q4_0", "int8"))]
+)
 def test_explicitly_sharded_arrays(name: str):
     # Under an explicit mesh, JAX refuses a gather whose sharding it cannot tell; tables and searches must tell it.
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(AxisType.Explicit,))

@@ -33,7 +33,7 @@ def test_arrays_that_are_refused(x: np.ndarray, message: str):
 
 @pytest.mark.usefixtures("unchecked")
 def test_a_qarray_is_refused():
-    with pytest.raises(QuantError, match="x is quantized already; fb.dequantize it first"):
+    with pytest.raises(QuantError, match=r"x is quantized already; fb\.dequantize it first"):
         fb.quantize(fb.quantize(jnp.ones((1, 4)), "int8"), "int4")
 
 

@@ -66,7 +66,9 @@ def test_it_keeps_every_law(new_format: AbstractFormat):
 
 def test_it_packs_quantizes_and_goes_through_json(new_format: AbstractFormat):
     codes = jnp.arange(21, dtype=jnp.uint8) % 8
-    packed, back = jax.jit(lambda c: (pack(c, new_format.bits), unpack(pack(c, new_format.bits), new_format.bits, 21)))(codes)
+    packed, back = jax.jit(lambda c: (pack(c, new_format.bits), unpack(pack(c, new_format.bits), new_format.bits, 21)))(
+        codes
+    )
     assert packed.shape == (8,) and np.array_equal(back, codes)
     scheme = fb.Scheme(new_format, {...: 1, -1: 16})
     x = jax.random.normal(jax.random.key(0), (3, 37))

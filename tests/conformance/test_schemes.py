@@ -210,7 +210,7 @@ def test_quantizing_again_changes_nothing(name: str):
 
 @each_scheme
 def test_stacked_slices_are_the_arrays_themselves(name: str):
-    stacked, dense, each = laws.results(name)
+    stacked, dense, _ = laws.results(name)
     assert stacked.ndim == 3
 
     def step(carry: None, q: fb.QArray) -> tuple[None, jax.Array]:
@@ -232,7 +232,10 @@ def test_json_and_name_read_back(name: str):
     assert hash(fb.scheme(scheme.to_json())) == hash(scheme)
 
 
-@schemes([n for n in ALL if fb.SCHEMES[n].format.name in ("e2m1", "int8", "nf4", "uint4", "ternary", "binary")], ("int8", "uint4", "nf4"))
+@schemes(
+    [n for n in ALL if fb.SCHEMES[n].format.name in ("e2m1", "int8", "nf4", "uint4", "ternary", "binary")],
+    ("int8", "uint4", "nf4"),
+)
 def test_stochastic_codes_are_the_neighbours(name: str):
     x = jnp.asarray(laws.case("normal"))
     q = jax.jit(lambda x, key: fb.quantize(x, name, key=key))(x, jax.random.key(0))

@@ -22,8 +22,14 @@ def test_codes_of_every_bfloat16_are_rint_and_clip(fmt: Integer):
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    [("int2", ml_dtypes.int2), ("uint2", ml_dtypes.uint2), ("int4", ml_dtypes.int4), ("uint4", ml_dtypes.uint4)]
-    + [("int8", np.int8), ("uint8", np.uint8)],
+    [
+        ("int2", ml_dtypes.int2),
+        ("uint2", ml_dtypes.uint2),
+        ("int4", ml_dtypes.int4),
+        ("uint4", ml_dtypes.uint4),
+        ("int8", np.int8),
+        ("uint8", np.uint8),
+    ],
     ids=str,
 )
 def test_values_are_those_of_the_dtype(name: str, dtype: type):

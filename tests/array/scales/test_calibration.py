@@ -24,6 +24,7 @@ from fewbit.array.scales import (
     SignedMax,
     parse_calibration,
 )
+from fewbit.array.scales.calibration import is_lower
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.formats import FORMATS
 
@@ -234,7 +235,7 @@ def test_means_neither_overflow_nor_underflow(calibration: AbstractCalibration, 
 
 @pytest.mark.parametrize("holder", ["float32", "bfloat16", "float16", "e4m3fn", "e5m2", "ue4m3", "ue5m3", "ue4m4", "e8m0"])
 def test_a_scale_is_the_nearest_that_its_holder_has(holder: str):
-    held = FORMATS[holder] if holder in FORMATS else holder
+    held = FORMATS[holder] if holder in FORMATS else holder  # noqa: SIM401 - a Registry has no get
     q = _quantize(jnp.asarray(X), fb.Scheme(FORMATS["int4"], {...: 1, -1: 32}, scale=held))
     ideal = by_tile(lambda t: np.abs(t).max(1)).astype(np.float32) / np.float32(7.5)
     if holder in FORMATS:
@@ -243,6 +244,12 @@ def test_a_scale_is_the_nearest_that_its_holder_has(holder: str):
         assert (np.abs(got - ideal) == np.abs(ideal[..., None] - numbers).min(-1)).all()
     else:
         np.testing.assert_array_equal(np.asarray(q.scale), ideal.astype(jnp.dtype(holder)))
+
+
+def test_errors_equal_to_16_bits_are_a_tie():
+    found = np.float32([1 - 2.0**-14, 1 - 2.0**-18, 1, 1 + 2.0**-18, 0, np.nan])
+    assert is_lower(jnp.asarray(found), jnp.ones(6)).tolist() == [True, False, False, False, True, False]
+    assert not is_lower(jnp.float32(0), jnp.float32(0))
 
 
 def test_scales_saturate_and_never_become_zero():

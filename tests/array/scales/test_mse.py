@@ -17,7 +17,10 @@ E4M3 = FORMATS["e4m3fn"].values()[1:127]
 _quantize = jax.jit(fb.quantize, static_argnums=1)
 
 
-def nvfp4(tile: int = 16, calibration: AbstractCalibration = MSE(), fmt: str = "e2m1") -> fb.Scheme:
+SEARCH = MSE()
+
+
+def nvfp4(tile: int = 16, calibration: AbstractCalibration = SEARCH, fmt: str = "e2m1") -> fb.Scheme:
     return fb.Scheme(FORMATS[fmt], {...: 1, -1: tile}, scale=FORMATS["e4m3fn"], tensor_scale=True, calibration=calibration)
 
 
