@@ -47,12 +47,8 @@ class Tiles:
 
     @property
     def amax(self) -> jax.Array:
-        """The largest magnitude of each tile; NaN where the tile has one.
-
-        Magnitudes are ordered as their bits are, and NaN's are above infinity's. XLA's maximum of floats may lose a NaN.
-        """
-        bits = jax.lax.bitcast_convert_type(self.x, jnp.int32) & 0x7FFFFFFF
-        return jax.lax.bitcast_convert_type(self.over(jnp.max, bits), jnp.float32)
+        """The largest magnitude of each tile; infinite where the tile has a NaN, which XLA's maximum may lose."""
+        return self.over(jnp.max, jnp.where(jnp.isnan(self.x), jnp.inf, jnp.abs(self.x)))
 
     @property
     def exponent(self) -> jax.Array:
