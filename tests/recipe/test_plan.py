@@ -122,7 +122,7 @@ def test_without_code_the_last_axis_is_assumed_and_said(params):
 def test_quantized_leaves_are_left_as_they_are(params):
     once = fb.quantize_params(params, fb.plan(net, params, IDS, recipe="nf4"))
     plan = fb.plan(net, once, IDS, recipe="int8")
-    assert plan["heads"].reason == "quantized already, as nf4{...: 1, -3: 64}" or "quantized already" in plan["heads"].reason
+    assert plan["heads"].reason.startswith("quantized already, as nf4")
     assert plan.bytes_before == plan.bytes_after
 
 
