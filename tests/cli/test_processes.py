@@ -10,7 +10,14 @@ import pytest
 
 from fewbit import io
 
-COMMAND = [sys.executable, "-c", "from fewbit.cli import main; main()"]
+# A shell starts background processes with SIGINT ignored, and so what they start; Ctrl-C is switched on again.
+PROGRAM = """
+import signal
+from fewbit.cli import main
+signal.signal(signal.SIGINT, signal.default_int_handler)
+main()
+"""
+COMMAND = [sys.executable, "-c", PROGRAM]
 ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu"}
 
 

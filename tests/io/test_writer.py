@@ -301,8 +301,10 @@ def test_a_disk_that_changes_bytes_is_caught(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
+# A shell starts background processes with SIGINT ignored, and so what they start; Ctrl-C is switched on again.
 RUN = """
-import sys, time, numpy as np
+import signal, sys, time, numpy as np
+signal.signal(signal.SIGINT, signal.default_int_handler)
 from fewbit import io
 with io.DirectoryWriter(sys.argv[1], max_shard_bytes=1, overwrite=True) as writer:
     for i in range(1000):

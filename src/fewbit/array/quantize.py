@@ -66,7 +66,7 @@ def quantize(
     divisor = jnp.where(scale == 0, jnp.ones_like(scale), scale)
     zero = None if offset is None else target.stored_zero(offset, divisor)
     shifted = view.x if zero is None else view.x - target.loaded_offset(zero, divisor)
-    codes = unblocked(bound.format.encode(quotient(shifted, divisor), key=key), x.shape, tiles)
+    codes = unblocked(bound.format.encode(_in_units(shifted, divisor, bound.format), key=key), x.shape, tiles)
     packed = pack(codes, bound.format.bits, bound.packing, axis=bound.pack_axis)
     slack = code_capacity(packed.shape[bound.pack_axis], bound.format.bits) - x.shape[bound.pack_axis]
     ones = (1,) * x.ndim
@@ -158,6 +158,17 @@ def _guarded(scale: Array, view: Tiles, fmt: AbstractFormat) -> Array:
     scale = jnp.where(jnp.abs(scale) < _TINY, jnp.full_like(scale, for_zero), scale)
     is_finite = jnp.isfinite(view.amax)
     return jnp.where(is_finite, scale, jnp.full_like(scale, jnp.nan))
+
+
+def _in_units(x: Array, divisor: Array, fmt: AbstractFormat) -> Array:
+    """The elements in units of their scales; for codes of a byte, those below all numbers of the format at the lowest.
+
+    XLA on CPU fuses a division into what follows it only where a single operation uses it, and `encode` looks at its
+    argument several times. With this bound, which changes no code, fp8 takes a third of the time. Narrower codes are fused
+    with their packing, and there it is faster to have the quotients written to memory once.
+    """
+    units = quotient(x, divisor)
+    return jnp.maximum(units, jnp.float32(fmt.min)) if fmt.bits == 8 else units
 
 
 def _stored_scale(

@@ -125,13 +125,13 @@ def rounded(x: Float[Array, "*s"], key: Key[Array, ""] | None) -> Float[Array, "
 
 
 def quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*s"]:
-    """`x / divisor`, rounded once, as IEEE 754 has it.
+    """`x / divisor`, rounded once, as IEEE 754 has it, for finite `x`; NaN for an infinity or a NaN.
 
     XLA turns a division by a broadcast divisor into a product with its reciprocal. That rounds twice, gives zeros for
-    divisors above 2**126, and happens in other places under jit than without. A divisor chosen element by element is left
-    alone, so NaN is divided by itself here.
+    divisors above 2**126, and happens in other places under jit than without. A divisor that differs from element to element
+    is left alone, so zero times the element is added to it here.
     """
-    return x / jnp.where(jnp.isnan(x), x, divisor)
+    return x / (divisor + x * 0)
 
 
 def rough_quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*s"]:

@@ -36,9 +36,11 @@ class Tiles:
 
     def over(self, reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
         """`reduce` (such as `jnp.max`) over each tile; what fills a short tile counts as 0."""
-        if self.valid is not None:
-            values = jnp.where(self.valid, values, 0)
-        return reduce(values, axis=self.within, keepdims=True)
+        return reduce(self._filled(values), axis=self.within, keepdims=True)
+
+    def _filled(self, values: jax.Array) -> jax.Array:
+        """The values with zeros in what fills a short tile."""
+        return values if self.valid is None else jnp.where(self.valid, values, 0)
 
     @property
     def count(self) -> jax.Array:
@@ -47,8 +49,25 @@ class Tiles:
 
     @property
     def amax(self) -> jax.Array:
-        """The largest magnitude of each tile; infinite where the tile has a NaN, which XLA's maximum may lose."""
-        return self.over(jnp.max, jnp.where(jnp.isnan(self.x), jnp.inf, jnp.abs(self.x)))
+        """The largest magnitude of each tile; infinite where the tile has a NaN, which XLA's maximum may lose.
+
+        The maximum and the minimum of the bare array, because XLA on CPU reduces a fused expression such as `|x|` up to
+        ten times slower.
+        """
+        largest = jnp.maximum(self.over(jnp.max, self.x), -self.over(jnp.min, self.x))
+        return jnp.where(self.is_finite, largest, jnp.full_like(largest, jnp.inf))
+
+    @property
+    def is_finite(self) -> jax.Array:
+        """Whether each tile is free of NaN and infinity.
+
+        Told from the tile's sum in units of 2**64, which finite numbers cannot overflow; as a product with a vector, since
+        that is a matrix product and takes no longer than reading the array.
+        """
+        units = jnp.full([self.x.shape[axis] for axis in self.within], 2.0**-64, jnp.float32)
+        numbers = ((self.within, tuple(range(len(self.within)))), ((), ()))
+        total = jax.lax.dot_general(self._filled(self.x), units, numbers, precision=jax.lax.Precision.HIGHEST)
+        return jnp.isfinite(jnp.expand_dims(total, self.within))
 
     @property
     def exponent(self) -> jax.Array:
