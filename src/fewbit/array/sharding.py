@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..errors import QuantError
@@ -85,7 +86,7 @@ def placed(q: QArray, sharding: NamedSharding) -> QArray:
         sharding: that of the array that it stands for.
     """
     shardings = placement(q, sharding)
-    if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(q)):
+    if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(q)):
         return jax.device_put(q, shardings)
     if AxisType.Explicit in sharding.mesh.axis_types:
         return jax.reshard(q, shardings)
@@ -110,7 +111,7 @@ def logical_sharding(q: QArray) -> Sharding | None:
 
 def held_sharding(x: Any) -> Sharding | None:
     """The sharding that an array tells: one being traced has it in its type if its mesh is explicit, and else tells none."""
-    if not isinstance(x, jax.core.Tracer):
+    if not isinstance(x, Tracer):
         return getattr(x, "sharding", None)
     sharding = jax.typeof(x).sharding
     is_explicit = bool(sharding.mesh.axis_types) and all(t == AxisType.Explicit for t in sharding.mesh.axis_types)
