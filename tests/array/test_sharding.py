@@ -152,6 +152,25 @@ def test_scales_that_are_quantized_are_checked_too():
         fb.specs_of(q, mesh_of(), P(None, "model"))
 
 
+def test_quantizing_on_an_explicit_mesh_refuses_cut_tiles():
+    x = jax.device_put(jnp.ones((64, 96)), NamedSharding(mesh_of(AxisType.Explicit), P(None, "model")))
+    message = (
+        "x is sharded as P(None, 'model'), but int4_g32 cuts [64, 96] otherwise; jax.reshard it first: axis 1 over mesh axis "
+        "'model' (size 4): shards of 24 elements cut tiles of 32. Specs that fit: P('model', None), P(None, None)"
+    )
+    with pytest.raises(QuantError, match=re.escape(message)):
+        fb.quantize(x, "int4_g32")
+    with pytest.raises(QuantError, match=re.escape(message)):
+        _quantize(x, "int4_g32")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_a_spec_without_a_mesh_is_refused():
+    for wrong in (P("model"), P("data", "model"), None):
+        with pytest.raises(QuantError, match="pass a NamedSharding, or a mesh and a PartitionSpec as a tuple"):
+            make("int8").with_sharding(wrong)
+
+
 def test_a_spec_of_too_many_axes_or_unknown_ones_is_refused():
     with pytest.raises(QuantError, match=r"P\(None, None, 'model'\) has 3 entries, but the array has 2 axes"):
         fb.specs_of(make("int8"), mesh_of(), P(None, None, "model"))

@@ -265,7 +265,8 @@ class QArray:
         """
         from .sharding import placed  # it needs this class
 
-        return placed(self, sharding if isinstance(sharding, NamedSharding) else NamedSharding(*sharding))
+        is_pair = type(sharding) is tuple and len(sharding) == 2  # a PartitionSpec is no pair
+        return placed(self, NamedSharding(*sharding) if is_pair else sharding)  # type: ignore[arg-type]
 
     # --- products, and what needs transparent ---
 

@@ -5,17 +5,24 @@ one element is replicated. What has to be checked is that every device gets whol
 """
 
 import math
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ..errors import QuantError
+from .layout import Axis
+from .packing import codes_per_unit
 from .qarray import QArray, is_qarray
+from .scheme import Scheme
 
-AnyMesh = Mesh | AbstractMesh
+AnyMesh: TypeAlias = Mesh | AbstractMesh
+Entries: TypeAlias = tuple[Any, ...]
+"""What a PartitionSpec says of each axis: None, the name of a mesh axis, or several."""
+Misfit: TypeAlias = tuple[int, str]
+"""The axis that would be cut wrongly, and how."""
 
 
 def specs_of(tree: Any, mesh: AnyMesh, specs: Any) -> Any:
@@ -85,6 +92,8 @@ def placed(q: QArray, sharding: NamedSharding) -> QArray:
         q: the array.
         sharding: that of the array that it stands for.
     """
+    if not isinstance(sharding, NamedSharding):
+        raise QuantError(f"sharding is {sharding!r}; pass a NamedSharding, or a mesh and a PartitionSpec as a tuple")
     shardings = placement(q, sharding)
     if not any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(q)):
         return jax.device_put(q, shardings)
@@ -118,6 +127,21 @@ def held_sharding(x: Any) -> Sharding | None:
     return sharding if is_explicit else None
 
 
+def refuse_cut_tiles(x: jax.Array, scheme: Scheme) -> None:
+    """Raises QuantError for an array whose devices hold parts of tiles, where JAX leaves no freedom: on an explicit mesh."""
+    sharding = held_sharding(x)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return
+    entries = spec_entries(sharding.spec, x.ndim)
+    what = f"x is sharded as {_written(entries)}, but {scheme.name} cuts {list(x.shape)} otherwise; jax.reshard it first"
+    unit = codes_per_unit(scheme.format.bits, scheme.packing)
+    axes = [
+        Axis(n, None if t is None or t >= n else t, unit if i == scheme.pack_axis + x.ndim else 1)
+        for i, (n, t) in enumerate(zip(x.shape, scheme.tiles(x.ndim), strict=True))
+    ]
+    _refuse_misfit(what, entries, sharding.mesh, lambda near: _cut(axes, near, sharding.mesh))
+
+
 def axis_names(entry: Any) -> tuple[str, ...]:
     """The mesh axes that one entry of a PartitionSpec names."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
@@ -133,8 +157,9 @@ def placement(leaf: Any, sharding: NamedSharding, path: Any = ()) -> Any:
     if not is_qarray(leaf):
         return sharding
     entries = spec_entries(sharding.spec, leaf.ndim)
-    if misfit := _misfit(leaf, entries, sharding.mesh):
-        raise QuantError(_refusal(leaf, entries, sharding.mesh, misfit, path))
+    name = jax.tree_util.keystr(path, simple=True, separator="/")
+    what = f"{name + ': ' if name else ''}{_written(entries)} does not fit {leaf.scheme.name}{list(leaf.shape)}"
+    _refuse_misfit(what, entries, sharding.mesh, lambda near: _misfit(leaf, near, sharding.mesh))
 
     def of(part: Any) -> NamedSharding:
         spec = _leaf_spec(sharding.spec, part.shape)
@@ -143,7 +168,7 @@ def placement(leaf: Any, sharding: NamedSharding, path: Any = ()) -> Any:
     return jax.tree.map(of, leaf)
 
 
-def spec_entries(spec: PartitionSpec, ndim: int) -> tuple[Any, ...]:
+def spec_entries(spec: PartitionSpec, ndim: int) -> Entries:
     """An entry for each of `ndim` axes, alike entries written alike."""
     if len(spec) > ndim:
         raise QuantError(f"{_written(tuple(spec))} has {len(spec)} entries, but the array has {ndim} axes")
@@ -156,59 +181,53 @@ def _leaf_spec(spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
     return PartitionSpec(*(None if n == 1 else e for e, n in zip(spec_entries(spec, len(shape)), shape, strict=True)))
 
 
-def _shards(entry: Any, mesh: AnyMesh) -> int:
-    """Into how many shards an entry cuts an axis."""
-    return math.prod(mesh.shape[name] for name in axis_names(entry))
-
-
-def _misfit(q: QArray, entries: tuple[Any, ...], mesh: AnyMesh) -> tuple[int, str] | None:
+def _misfit(q: QArray, entries: Entries, mesh: AnyMesh) -> Misfit | None:
     """The first axis that the entries would cut wrongly, and what would be cut; None when all is whole."""
-    for i, (axis, entry) in enumerate(zip(q._axes, entries, strict=True)):
-        shards = _shards(entry, mesh)
-        length = axis.length // shards
-        if shards == 1:
-            continue
-        if axis.length % shards:
-            return i, f"{axis.length} elements do not divide into {shards} shards"
-        if axis.tile is not None and length % axis.tile:
-            return i, f"shards of {length} elements cut tiles of {axis.tile}"
-        if length % axis.unit:
-            return i, f"shards of {length} elements cut bytes, which hold runs of {axis.unit} codes"
-    if not is_qarray(q.scale):
-        return None
+    if (cut := _cut(q._axes, entries, mesh)) or not is_qarray(q.scale):
+        return cut
     nested = _misfit(q.scale, spec_entries(_leaf_spec(PartitionSpec(*entries), q.scale.shape), q.ndim), mesh)
     return nested and (nested[0], f"of its scales, which are quantized too, {nested[1]}")
+
+
+def _cut(axes: Sequence[Axis], entries: Entries, mesh: AnyMesh) -> Misfit | None:
+    for i, (axis, entry) in enumerate(zip(axes, entries, strict=True)):
+        shards = math.prod(mesh.shape[name] for name in axis_names(entry))
+        length = axis.length // shards
+        if axis.length % shards:
+            return i, f"{axis.length} elements do not divide into {shards} shards"
+        if shards > 1 and axis.tile is not None and length % axis.tile:
+            return i, f"shards of {length} elements cut tiles of {axis.tile}"
+        if shards > 1 and length % axis.unit:
+            return i, f"shards of {length} elements cut bytes, which hold runs of {axis.unit} codes"
+    return None
 
 
 # --- the message ---
 
 
-def _refusal(q: QArray, entries: tuple[Any, ...], mesh: AnyMesh, misfit: tuple[int, str], path: Any) -> str:
-    axis, reason = misfit
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
+def _refuse_misfit(what: str, entries: Entries, mesh: AnyMesh, misfit: Callable[[Entries], Misfit | None]) -> None:
+    """Raises QuantError when the entries do not fit, with the ones near them that do."""
+    if not (found := misfit(entries)):
+        return
+    axis, reason = found
     over = " and ".join(f"{n!r} (size {mesh.shape[n]})" for n in axis_names(entries[axis]))
-    fitting = ", ".join(map(_written, _near(q, entries, mesh, axis)))
-    return (
-        f"{name + ': ' if name else ''}{_written(entries)} does not fit {q.scheme.name}{list(q.shape)}: axis {axis} over mesh "
-        f"axis {over}: {reason}. Specs that fit: {fitting or 'none near it; replicate the array'}"
-    )
+    fitting = ", ".join(_written(near) for near in _near(entries, mesh, axis) if misfit(near) is None)
+    raise QuantError(f"{what}: axis {axis} over mesh axis {over}: {reason}. Specs that fit: {fitting or 'none near it'}")
 
 
-def _written(entries: tuple[Any, ...]) -> str:
+def _written(entries: Entries) -> str:
     """A spec as one types it."""
     return f"P({', '.join(map(repr, entries))})"
 
 
-def _near(q: QArray, entries: tuple[Any, ...], mesh: AnyMesh, axis: int) -> Iterator[tuple[Any, ...]]:
-    """Specs that fit: with the entry moved to a free axis, with another mesh axis in its place, and without it."""
-    without = tuple(None if i == axis else e for i, e in enumerate(entries))
+def _near(entries: Entries, mesh: AnyMesh, axis: int) -> list[Entries]:
+    """Specs with the entry of an axis moved to a free one, with another mesh axis in its place, and without it."""
+    without = _with(entries, axis, None)
     used = {name for e in without for name in axis_names(e)}
-    candidates = [_with(without, i, entries[axis]) for i, e in enumerate(entries) if e is None]
-    candidates += [_with(without, axis, name) for name in mesh.shape if name not in used and mesh.shape[name] > 1]
-    for candidate in [*candidates, without]:
-        if _misfit(q, candidate, mesh) is None:
-            yield candidate
+    moved = [_with(without, i, entries[axis]) for i, e in enumerate(entries) if e is None]
+    replaced = [_with(without, axis, name) for name in mesh.shape if name not in used and mesh.shape[name] > 1]
+    return [*moved, *replaced, without]
 
 
-def _with(entries: tuple[Any, ...], axis: int, entry: Any) -> tuple[Any, ...]:
+def _with(entries: Entries, axis: int, entry: Any) -> Entries:
     return tuple(entry if i == axis else e for i, e in enumerate(entries))
