@@ -171,6 +171,13 @@ def test_a_spec_without_a_mesh_is_refused():
             make("int8").with_sharding(wrong)
 
 
+def test_specs_of_sums_are_refused():
+    with pytest.raises(
+        QuantError, match="speaks of sums over mesh axes; codes are not summed, so only cut or replicate them"
+    ):
+        fb.specs_of(make("int8"), mesh_of(AxisType.Explicit), P("model", unreduced={"data"}))
+
+
 def test_a_spec_of_too_many_axes_or_unknown_ones_is_refused():
     with pytest.raises(QuantError, match=r"P\(None, None, 'model'\) has 3 entries, but the array has 2 axes"):
         fb.specs_of(make("int8"), mesh_of(), P(None, None, "model"))

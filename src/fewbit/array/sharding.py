@@ -91,6 +91,12 @@ def placed(q: QArray, sharding: NamedSharding) -> QArray:
     Args:
         q: the array.
         sharding: that of the array that it stands for.
+
+    Returns:
+        The array; its leaves' shardings are those of `shardings_of`.
+
+    Raises:
+        QuantError: when a shard would cut a tile or a byte, or `sharding` is none.
     """
     if not isinstance(sharding, NamedSharding):
         raise QuantError(f"sharding is {sharding!r}; pass a NamedSharding, or a mesh and a PartitionSpec as a tuple")
@@ -156,6 +162,10 @@ def placement(leaf: Any, sharding: NamedSharding, path: Any = ()) -> Any:
     """The sharding of an array as it is, or those of the leaves of a QArray, checked."""
     if not is_qarray(leaf):
         return sharding
+    if sharding.spec.unreduced or sharding.spec.reduced:
+        raise QuantError(
+            f"{sharding.spec} speaks of sums over mesh axes; codes are not summed, so only cut or replicate them"
+        )
     entries = spec_entries(sharding.spec, leaf.ndim)
     name = jax.tree_util.keystr(path, simple=True, separator="/")
     what = f"{name + ': ' if name else ''}{_written(entries)} does not fit {leaf.scheme.name}{list(leaf.shape)}"
