@@ -12,10 +12,10 @@ import pytest
 from jaxtyping import config as jaxtyping_config
 from jaxtyping import install_import_hook
 
-# Tests, and the processes that they start, run on the CPU unless the caller says otherwise; four devices give sharding
+# Tests, and the processes that they start, run on the CPU unless the caller says otherwise; eight devices give sharding
 # something to shard over.
 jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu"))
-jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 

@@ -16,6 +16,8 @@ from .array import dequantize as dequantize
 from .array import is_qarray as is_qarray
 from .array import quantize as quantize
 from .array import scheme as scheme
+from .array import shardings_of as shardings_of
+from .array import specs_of as specs_of
 from .errors import QuantError as QuantError
 from .errors import UnsupportedError as UnsupportedError
 from .formats import FORMATS as FORMATS

@@ -13,3 +13,5 @@ from .quantize import quantize as quantize
 from .scheme import SCHEMES as SCHEMES
 from .scheme import Scheme as Scheme
 from .scheme import scheme as scheme
+from .sharding import shardings_of as shardings_of
+from .sharding import specs_of as specs_of

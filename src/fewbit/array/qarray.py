@@ -7,6 +7,7 @@ from typing import Any, NoReturn, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Sharding
 from jax.typing import DTypeLike
 
 from .._registry import Registry
@@ -240,6 +241,32 @@ class QArray:
         zero = None if self.zero_point is None else move(self.zero_point)
         tensor = None if self.tensor_scale is None else move(self.tensor_scale)
         return QArray(move(self.codes), move(self.scale), zero, tensor, scheme, self.dtype, self.slack, self.policy)
+
+    # --- placement ---
+
+    @property
+    def sharding(self) -> Sharding | None:
+        """The sharding of the array that this one stands for; None when the leaves tell none, as under jit with an auto mesh."""
+        from .sharding import logical_sharding  # it needs this class
+
+        return logical_sharding(self)
+
+    def with_sharding(self, sharding: NamedSharding | tuple[Mesh | AbstractMesh, PartitionSpec]) -> "QArray":
+        """The same array laid over a mesh: codes take the spec, scales the part of it that they have more than one element for.
+
+        Outside jit the leaves are moved. Under jit they are constrained, or resharded on an explicit mesh: before a product
+        this gathers codes where XLA would gather decoded floats.
+
+        Args:
+            sharding: that of the array which this one stands for, or its mesh and spec.
+
+        Raises:
+            QuantError: when a shard would cut a tile or a byte.
+        """
+        from .sharding import placed  # it needs this class
+
+        is_pair = type(sharding) is tuple and len(sharding) == 2  # a PartitionSpec is no pair
+        return placed(self, NamedSharding(*sharding) if is_pair else sharding)  # type: ignore[arg-type]
 
     # --- products, and what needs transparent ---
 

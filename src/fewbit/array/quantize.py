@@ -18,6 +18,7 @@ from .qarray import QArray
 from .scales import ScaleStore, Target, Tiles
 from .scheme import Scheme
 from .scheme import scheme as as_scheme
+from .sharding import refuse_cut_tiles
 
 _TINY = np.float32(np.finfo(np.float32).tiny)
 
@@ -49,13 +50,15 @@ def quantize(
         The QArray, of the shape and dtype of `x`.
 
     Raises:
-        QuantError: for an array that is not floating or has no axis, an axis it does not have, or an unknown scheme.
+        QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, or a
+            sharding on an explicit mesh that cuts tiles.
 
     >>> quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8")
     QArray(int8, float32[1, 4], 8 bytes, 16.000 bits/weight)
     """
     x = _checked(x)
     bound = as_scheme(scheme).along(axis, x.ndim)
+    refuse_cut_tiles(x, bound)
     tiles = bound.tiles(x.ndim)
     view = _view(x, tiles, error_weights, bound)
     tensor_scale = _tensor_scale(view, bound) if bound.tensor_scale else None

@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from ..array import PRODUCTS, QArray, dequantize, quantize
+from ..array import PRODUCTS, QArray, dequantize, is_qarray, quantize
 from ..errors import QuantError
 from ..kernels.qmatmul import BACKENDS, Problem
 from ..kernels.qmatmul.problem import DimensionNumbers, Operand
 from ..kernels.select import select
+from .gathering import with_gathered_codes
 from .policy import Policy
 
 
@@ -133,6 +134,7 @@ def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, b
         if backend is not None:
             raise QuantError(f"backend={backend!r} computes quantized products; neither operand is a QArray")
         return jax.lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=preferred)
+    lhs, rhs = with_gathered_codes(lhs, rhs, numbers)
     problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, precision, preferred)
     return select(BACKENDS, problem, backend).run(problem, lhs, rhs)
 
@@ -151,7 +153,8 @@ def _quantized_activation_product(
         return (a, b) if is_left else (b, a)
 
     def decoded(x: jax.Array, q: QArray) -> jax.Array:
-        return jax.lax.dot_general(*ordered(x, dequantize(q)), numbers, precision, preferred)
+        left, right = (dequantize(a) if is_qarray(a) else a for a in with_gathered_codes(*ordered(x, q), numbers))
+        return jax.lax.dot_general(left, right, numbers, precision, preferred)
 
     @jax.custom_vjp
     def product(x: jax.Array, q: QArray) -> jax.Array:
