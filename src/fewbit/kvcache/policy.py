@@ -1,7 +1,6 @@
 """How keys and values are kept in few bits: a scheme for each, with scales that attention can fold into its products."""
 
 import dataclasses
-from typing import Literal, get_args
 
 from jax.typing import DTypeLike
 
@@ -10,10 +9,10 @@ from ..array import Scheme
 from ..errors import QuantError
 from ..formats import FORMATS, AbstractFormat
 
-ScalePer = Literal["head", "token"]
+_TILES = {"head": {...: 1, -1: None}, "token": {...: 1, -3: None, -1: None}}
 """What shares a scale: the coordinates of one head of a token, or those of all its heads."""
 
-_FOLDABLE = {(1, 1, 1, None): "head", (1, None, 1, None): "token"}
+_FOLDABLE = {(1, 1, 1, None): "head", (1, None, 1, None): "token"}  # the tiles of an array [B, K, S, h]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +55,7 @@ def kv_policy(
     keys: str | AbstractFormat,
     values: str | AbstractFormat | None = None,
     *,
-    per: ScalePer = "head",
+    per: str = "head",
     scale: AbstractFormat | DTypeLike = "float32",
     sees_raw: bool = False,
 ) -> KVPolicy:
@@ -75,15 +74,14 @@ def kv_policy(
         The policy.
 
     Raises:
-        QuantError: for a name that is not known, with those near it, or a format without negative and positive numbers.
+        QuantError: for a name that is not known, with those near it, or for a format without negative and positive numbers.
 
     >>> print(kv_policy("int8", "int4", per="token", scale="bfloat16"))
     keys int8_narrow per token, bfloat16 scales, values int4_narrow per token, bfloat16 scales
     """
-    if per not in get_args(ScalePer):
-        raise QuantError(f"per is {per!r}; {near_names(per, get_args(ScalePer))}")
-    tiles = {...: 1, -1: None} if per == "head" else {...: 1, -3: None, -1: None}
-    schemes = [Scheme(_format(f), tiles, scale=scale) for f in (keys, keys if values is None else values)]
+    if per not in _TILES:
+        raise QuantError(f"unknown sharing of scales {per!r}; {near_names(per, tuple(_TILES))}")
+    schemes = [Scheme(_format(f), _TILES[per], scale=scale) for f in (keys, keys if values is None else values)]
     return KVPolicy(*schemes, sees_raw=sees_raw)
 
 

@@ -34,6 +34,11 @@ class Cache:
         """The positions that there is room for (S)."""
         return self.keys.shape[-2]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that keys and values take."""
+        return sum(a.size * a.dtype.itemsize for a in (self.keys, self.values))
+
     def written(
         self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
     ) -> "Cache":
