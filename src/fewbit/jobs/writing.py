@@ -101,7 +101,8 @@ def write_on(
 
 def _cache_bytes(config: models.LlamaConfig, room: int, kv: KVPolicy | None) -> int:
     """The bytes of a cache for one sequence."""
-    return jax.eval_shape(functools.partial(models.empty_cache, config, batch=1, room=room, kv=kv)).nbytes
+    leaves = jax.eval_shape(lambda: jax.tree.leaves(models.empty_cache(config, batch=1, room=room, kv=kv)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim)  # all but its length
 
 
 def _prompt_ids(tokenizer: models.Tokenizer, prompt: str, chat: bool | None) -> tuple[np.ndarray, bool]:

@@ -19,6 +19,8 @@ from .policy import KVPolicy
 class QuantizedCache:
     """Room for `S` positions in every layer, of which the first `length` are filled. A frozen pytree.
 
+    Several caches stacked for `vmap` or `scan` have axes in front (`*N`).
+
     Each token is quantized by itself when it is written and never again: reading a prompt at once or token by token gives
     the same bytes. All-zero keys come back as exact zeros; NaN or infinity makes what shares its scale NaN.
 
@@ -43,11 +45,11 @@ class QuantizedCache:
     96
     """
 
-    key_codes: UInt8[Array, "L B K S p"]
-    key_scale: Shaped[Array, "L B J S 1"]
-    value_codes: UInt8[Array, "L B K S P"]
-    value_scale: Shaped[Array, "L B I S 1"]
-    length: Int[Array, ""]
+    key_codes: UInt8[Array, "*N L B K S p"]
+    key_scale: Shaped[Array, "*N L B J S 1"]
+    value_codes: UInt8[Array, "*N L B K S P"]
+    value_scale: Shaped[Array, "*N L B I S 1"]
+    length: Int[Array, "*N"]
     policy: KVPolicy = dataclasses.field(metadata={"static": True})
     head_dim: int = dataclasses.field(metadata={"static": True})
 
