@@ -76,7 +76,8 @@ def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
     kept = run_json("generate", out, "The quick ", "--max-tokens", 5, "--kv", "fp8", "--kv-scale", "token")
     assert (kept["kv"], sample["kv"]) == ("e4m3fn per token", None)
     assert kept["cache_bytes"] < sample["cache_bytes"] / 3
-    assert "keys and values quantized: int8_narrow per head" in run("eval", out, "--text", text, "--kv", "int8").stdout
+    mixed = run("eval", out, "--text", text, "--kv", "int8,int4").stdout
+    assert "keys and values quantized: keys int8_narrow per head, values int4_narrow per head" in mixed
     written = run("generate", out, "The quick ", "--max-tokens", 5).stdout
     assert written.rstrip("\n") == "The quick " + sample["text"]
 

@@ -32,7 +32,8 @@ Window = Annotated[
 KV = Annotated[
     str | None,
     typer.Option(
-        "--kv", help="Keep keys and values in few bits: int8, int4, fp8, or another format; float32 when not given."
+        "--kv",
+        help="Keep keys and values in few bits: int8, fp8, int4, or int8,int4 (keys, values); float32 when not given.",
     ),
 ]
 KVScale = Annotated[
@@ -45,7 +46,10 @@ def _policy(kv: str | None, per: str | None) -> KVPolicy | None:
     """How keys and values are kept, as the two options say."""
     if kv is None and per is not None:
         raise QuantError(f"--kv-scale {per} is about keys and values in few bits; it needs --kv, such as --kv int8")
-    return None if kv is None else kv_policy(kv, per=per or "head")
+    if kv is None:
+        return None
+    keys, both, values = kv.partition(",")
+    return kv_policy(keys.strip(), values.strip() if both else None, per=per or "head")
 
 
 @app.command("eval")
