@@ -16,12 +16,7 @@ from tests.nets.random_llama import SMALL, random_params, random_tokens
 
 PARAMS = stack_layers(random_params(SMALL))
 TOKENS = random_tokens(SMALL, 2, 13)
-POLICIES = {
-    "int8": kv_policy("int8"),
-    "int4-token": kv_policy("int4", per="token"),
-    "fp8": kv_policy("fp8", scale="bfloat16"),
-}
-every_policy = pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
+POLICIES = {"int8": kv_policy("int8"), "int4-token": kv_policy("int4", per="token", scale="bfloat16")}
 run = jax.jit(forward, static_argnames=("config", "dtype", "kv"))
 
 
