@@ -73,6 +73,11 @@ def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
     assert "perplexity" in run("eval", out, "--text", text).stdout
     sample = run_json("generate", out, "The quick ", "--max-tokens", 5)
     assert sample["tokens"] == 5
+    kept = run_json("generate", out, "The quick ", "--max-tokens", 5, "--kv", "fp8", "--kv-scale", "token")
+    assert (kept["kv"], sample["kv"]) == ("e4m3fn per token", None)
+    assert kept["cache_bytes"] < sample["cache_bytes"] / 3
+    mixed = run("eval", out, "--text", text, "--kv", "int8,int4").stdout
+    assert "keys and values quantized: keys int8_narrow per head, values int4_narrow per head" in mixed
     written = run("generate", out, "The quick ", "--max-tokens", 5).stdout
     assert written.rstrip("\n") == "The quick " + sample["text"]
 

@@ -132,3 +132,20 @@ def test_a_usage_error_names_the_option(flat):
     result = CliRunner().invoke(app, ["quantize", str(flat), "--recipe", "int8"])
     assert result.exit_code == 2
     assert "--output" in result.stderr
+
+
+@pytest.mark.parametrize("command", [["eval"], ["generate", "Hello"]])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--kv", "int44"], "unknown cache format 'int44'; did you mean 'int4'"),
+        (["--kv", "int8,fp9"], "unknown cache format 'fp9'; did you mean 'fp8'"),
+        (["--kv", "int8,"], "unknown cache format ''"),
+        (["--kv", "uint8"], "format uint8, whose numbers do not lie on both sides of zero; take int8, int4 or e4m3fn"),
+        (["--kv", "int8", "--kv-scale", "heads"], "unknown sharing of scales 'heads'; did you mean 'head'?"),
+        (["--kv-scale", "token"], "--kv-scale token is about keys and values in few bits; it needs --kv"),
+    ],
+    ids=["format", "values", "no-values", "unsigned", "scale", "scale-alone"],
+)
+def test_caches_that_cannot_be_kept_are_refused_before_the_model_is_read(command, options, message, tmp_path):
+    assert message in fail(command[0], tmp_path / "nothing", *command[1:], *options)

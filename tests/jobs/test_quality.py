@@ -7,6 +7,7 @@ import pytest
 
 from fewbit import evaluate, jobs, models
 from fewbit.errors import QuantError
+from fewbit.kvcache import kv_policy
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.nets.random_llama import SMALL
 
@@ -47,6 +48,15 @@ def test_a_model_beside_itself_differs_in_nothing(model, tmp_path):
     assert quality.against.kl.largest == 0
     assert quality.against.top1.value == 1
     assert set(quality.sqnr_db.values()) == {np.inf}
+
+
+def test_keys_and_values_are_quantized_in_the_model_and_not_in_its_reference(model, tmp_path):
+    text, kv = str(text_file(tmp_path)), kv_policy("int4")
+    quality = jobs.evaluate(model, against=model, text=text, window=16, kv=kv)
+    assert quality.kv == str(kv)
+    assert 1e-4 < quality.against.kl.mean.value < 0.5
+    assert quality.perplexity == jobs.evaluate(model, text=text, window=16, kv=kv).perplexity
+    assert quality.against.reference == jobs.evaluate(model, text=text, window=16).perplexity != quality.perplexity
 
 
 def test_rotation_changes_no_logit_and_leaves_the_weights_uncompared(model, tmp_path):

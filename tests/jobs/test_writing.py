@@ -4,6 +4,7 @@ import pytest
 
 from fewbit import jobs
 from fewbit.errors import QuantError, UnsupportedError
+from fewbit.kvcache import kv_policy
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers
 
 pytestmark = needs_tokenizers
@@ -47,3 +48,14 @@ def test_the_same_seed_draws_the_same(model):
 def test_what_cannot_be_written_says_why(model, arguments, error, message):
     with pytest.raises(error, match=message):
         jobs.write_on(model, **{"prompt": "Who ", "max_tokens": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("kv", "of_token"),
+    [(None, 2 * 2 * 8 * 4), (kv_policy("int8"), 2 * 2 * (8 + 4)), (kv_policy("int4", per="token"), 2 * (2 * 4 + 4))],
+)
+def test_the_cache_is_of_the_kind_that_was_asked_for(model, kv, of_token):
+    sample = jobs.write_on(model, "Who ", max_tokens=4, kv=kv)
+    assert sample.kv == (None if kv is None else str(kv))
+    assert sample.cache_bytes == 3 * (4 + 4) * of_token  # layers, positions
+    assert sample.tokens == 4

@@ -8,6 +8,7 @@ import typer
 from .. import jobs, models
 from ..errors import QuantError
 from ..evaluate.chart import check_chart_path, save_chart
+from ..kvcache import KVPolicy, kv_policy
 from .app import app
 from .catalogue import Json
 from .checkpoints import ModelPath, Rotate, Seed
@@ -28,6 +29,27 @@ Window = Annotated[
     int | None,
     typer.Option("--window", help="How many tokens a window reads; 512, or the model's context when that is shorter."),
 ]
+KV = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        help="Keep keys and values in few bits: int8, fp8, int4, or int8,int4 (keys, values); float32 when not given.",
+    ),
+]
+KVScale = Annotated[
+    str | None,
+    typer.Option("--kv-scale", help="What shares a scale: a head of a token, or the token; head when not given. With --kv."),
+]
+
+
+def _policy(kv: str | None, per: str | None) -> KVPolicy | None:
+    """How keys and values are kept, as the two options say."""
+    if kv is None and per is not None:
+        raise QuantError(f"--kv-scale {per} is about keys and values in few bits; it needs --kv, such as --kv int8")
+    if kv is None:
+        return None
+    keys, both, values = kv.partition(",")
+    return kv_policy(keys.strip(), values.strip() if both else None, per=per or "head")
 
 
 @app.command("eval")
@@ -39,13 +61,18 @@ def evaluate(
     text: TextName = None,
     tokens: Tokens = None,
     window: Window = None,
+    kv: KV = None,
+    kv_scale: KVScale = None,
     json: Json = False,
 ) -> None:
     """Measures a model on a text: perplexity with its standard error, and its distance from a reference."""
+    policy = _policy(kv, kv_scale)
     model = jobs.load(path)
     reference = None if against is None else jobs.load(against)
     with progress_bar("evaluating", 1) as bar:
-        quality = jobs.evaluate(model, against=reference, text=text, tokens=tokens, window=window, progress=bar.windows)
+        quality = jobs.evaluate(
+            model, against=reference, text=text, tokens=tokens, window=window, kv=policy, progress=bar.windows
+        )
     if json:
         emit_json({"model": str(path), "against": None if against is None else str(against), "quality": quality})
         return
@@ -117,6 +144,8 @@ def generate(
             help="Put the prompt as a question of a chat; by default when the model has a template for it.",
         ),
     ] = None,
+    kv: KV = None,
+    kv_scale: KVScale = None,
     json: Json = False,
 ) -> None:
     """Writes on from a prompt.
@@ -125,7 +154,9 @@ def generate(
     reading them packed faster. Weights whose recipe quantizes activations too stay packed, since decoding them would
     change the result.
     """
-    sample = jobs.write_on(jobs.load(path), prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, chat=chat)
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "chat": chat}
+    policy = _policy(kv, kv_scale)
+    sample = jobs.write_on(jobs.load(path), prompt, kv=policy, **options)
     if json:
         emit_json({"model": str(path), **vars(sample)})
     else:

@@ -92,6 +92,8 @@ def quality_lines(quality: Quality) -> list[str]:
     """Perplexity, and the distance from the reference when there is one."""
     lines = [f"quality on {quality.perplexity.tokens:,} tokens of {quality.text} (windows of {quality.window}):"]
     lines.append(f"  perplexity {quality.perplexity}")
+    if quality.kv is not None:
+        lines.append(f"  keys and values quantized: {quality.kv}")
     if quality.against is not None:
         lines += comparison_lines(quality.against)
     if quality.sqnr_db:

@@ -12,6 +12,7 @@ import numpy as np
 from .. import models
 from ..errors import QuantError
 from ..evaluate import Comparison, Perplexity, compare_models, perplexity, sqnr_db, token_windows
+from ..kvcache import KVPolicy
 from ..ops import transparent
 from .model import Model, decoded
 
@@ -31,6 +32,7 @@ class Quality:
         against: it beside the reference, when there is one.
         sqnr_db: for each parameter whose values differ from the reference's, the signal-to-noise ratio.
         notes: what was left out, and why.
+        kv: how the model's keys and values were quantized; None: not at all.
     """
 
     text: str
@@ -39,6 +41,7 @@ class Quality:
     against: Comparison | None = None
     sqnr_db: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    kv: str | None = None
 
 
 def evaluate(
@@ -48,6 +51,7 @@ def evaluate(
     text: str | None = None,
     tokens: int | None = None,
     window: int | None = None,
+    kv: KVPolicy | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
     """The quality of a model on a text, alone or against a reference.
@@ -60,6 +64,7 @@ def evaluate(
         text: as for `models.find_text`; None takes the default text.
         tokens: how many tokens are read; None takes 2,048, or as many whole windows as a shorter text has.
         window: how many tokens a window reads; None takes 512, or the model's context when it is shorter.
+        kv: how keys and values are quantized, as a cache would keep them; the reference keeps its own in float32.
         progress: called with the windows that are done and all windows.
 
     Returns:
@@ -73,10 +78,11 @@ def evaluate(
     found = models.find_text(text or models.default_text_name())
     windows = evaluation_windows(model, found.content, tokens=tokens, window=window)
     batch = batch_size(config, windows)
-    candidate = logits_function(runnable_params(model), config)
+    candidate = logits_function(runnable_params(model), config, kv)
+    kept = None if kv is None else str(kv)
     if against is None:
         result = perplexity(candidate, windows, batch_size=batch, progress=progress)
-        return Quality(found.name, windows.shape[1] - 1, result)
+        return Quality(found.name, windows.shape[1] - 1, result, kv=kept)
     other = against.runnable_config()
     if other.vocab != config.vocab:
         raise QuantError(
@@ -85,7 +91,7 @@ def evaluate(
     reference = logits_function(runnable_params(against), other)
     both = compare_models(reference, candidate, windows, batch_size=batch, progress=progress)
     sqnr, notes = weight_sqnr(model, against)
-    return Quality(found.name, windows.shape[1] - 1, both.candidate, both, sqnr, notes)
+    return Quality(found.name, windows.shape[1] - 1, both.candidate, both, sqnr, notes, kept)
 
 
 def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, window: int | None = None) -> np.ndarray:
@@ -128,14 +134,14 @@ def stacked(params: Any) -> Any:
     return models.stack_layers(jax.tree.map(jnp.asarray, params))
 
 
-def logits_function(params: Any, config: models.LlamaConfig) -> Callable[[Any], Any]:
+def logits_function(params: Any, config: models.LlamaConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:
     """The model as a function of tokens, compiled once for all parameters of one structure."""
-    return functools.partial(_logits, params, config=config)
+    return functools.partial(_logits, params, config=config, kv=kv)
 
 
-@functools.partial(jax.jit, static_argnames="config")
-def _logits(params: Any, tokens: Any, *, config: models.LlamaConfig) -> Any:
-    return transparent(models.forward)(params, tokens, config)
+@functools.partial(jax.jit, static_argnames=("config", "kv"))
+def _logits(params: Any, tokens: Any, *, config: models.LlamaConfig, kv: KVPolicy | None) -> Any:
+    return transparent(functools.partial(models.forward, kv=kv))(params, tokens, config)
 
 
 def weight_sqnr(model: Model, against: Model) -> tuple[dict[str, float], tuple[str, ...]]:

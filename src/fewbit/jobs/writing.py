@@ -12,6 +12,7 @@ import numpy as np
 from .. import models
 from ..array import QArray, is_qarray
 from ..errors import QuantError, UnsupportedError
+from ..kvcache import KVPolicy
 from ..ops import transparent
 from .model import Model, decoded
 from .quality import stacked
@@ -28,6 +29,8 @@ class Sample:
         tokens: how many tokens that is.
         seconds: how long writing took, compilation and the decoding of weights included.
         decoded: how many quantized weights were decoded to float before the loop.
+        kv: how the cache kept keys and values; None: in float32.
+        cache_bytes: what the cache took, with room for prompt and new tokens.
     """
 
     prompt: str
@@ -36,6 +39,8 @@ class Sample:
     tokens: int
     seconds: float
     decoded: int = 0
+    kv: str | None = None
+    cache_bytes: int = 0
 
 
 def write_on(
@@ -47,6 +52,7 @@ def write_on(
     temperature: float = 0.0,
     seed: int | None = None,
     chat: bool | None = None,
+    kv: KVPolicy | None = None,
 ) -> Sample:
     """Writes on from a prompt.
 
@@ -61,6 +67,7 @@ def write_on(
         temperature: 0 takes the likeliest token; above 0 samples.
         seed: draws the samples; None is 0. Only with a temperature.
         chat: whether the prompt is a question to an instruction-tuned model; None: when the tokenizer has a template for it.
+        kv: how the cache keeps keys and values in few bits; None keeps them in float32.
 
     Returns:
         What was written.
@@ -77,9 +84,25 @@ def write_on(
     params, count = _decoded_weights(model.params() if params is None else params)
     key = jax.random.key(seed or 0) if temperature > 0 else None
     tokens = jnp.asarray(ids[None, :], jnp.int32)
-    run = functools.partial(models.generate, max_new_tokens=max_tokens, temperature=temperature, stop_ids=tokenizer.stop_ids)
+    options = {"max_new_tokens": max_tokens, "temperature": temperature, "stop_ids": tokenizer.stop_ids, "kv": kv}
+    run = functools.partial(models.generate, **options)
     rows = transparent(run)(stacked(params), tokens, config, key=key).rows()
-    return Sample(prompt, is_chat, tokenizer.decode(rows[0]), len(rows[0]), time.perf_counter() - start, count)
+    return Sample(
+        prompt=prompt,
+        is_chat=is_chat,
+        text=tokenizer.decode(rows[0]),
+        tokens=len(rows[0]),
+        seconds=time.perf_counter() - start,
+        decoded=count,
+        kv=None if kv is None else str(kv),
+        cache_bytes=_cache_bytes(config, len(ids) + max_tokens, kv),
+    )
+
+
+def _cache_bytes(config: models.LlamaConfig, room: int, kv: KVPolicy | None) -> int:
+    """The bytes of a cache for one sequence."""
+    leaves = jax.eval_shape(lambda: jax.tree.leaves(models.empty_cache(config, batch=1, room=room, kv=kv)))
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim)  # all but its length
 
 
 def _prompt_ids(tokenizer: models.Tokenizer, prompt: str, chat: bool | None) -> tuple[np.ndarray, bool]:

@@ -1,5 +1,6 @@
 """Small reference networks in plain JAX over a tree of parameters: what the command line evaluates."""
 
+from .cache import AnyCache as AnyCache
 from .cache import Cache as Cache
 from .cache import empty_cache as empty_cache
 from .checkpoints import config_from_gguf as config_from_gguf

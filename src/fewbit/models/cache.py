@@ -1,6 +1,7 @@
 """The keys and values of the tokens that a decoder has already read."""
 
 import dataclasses
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..errors import QuantError
+from ..kvcache import Block, KVPolicy, QuantizedCache, empty_quantized_cache, seen_positions
 from .config import LlamaConfig
 
 
@@ -32,6 +34,11 @@ class Cache:
         """The positions that there is room for (S)."""
         return self.keys.shape[-2]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that keys and values take."""
+        return sum(a.size * a.dtype.itemsize for a in (self.keys, self.values))
+
     def written(
         self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
     ) -> "Cache":
@@ -44,6 +51,10 @@ class Cache:
             values=lax.dynamic_update_slice(self.values, values[None], start),
         )
 
+    def advanced(self, count: int) -> "Cache":
+        """The cache with `count` more positions filled: what every layer has written."""
+        return dataclasses.replace(self, length=self.length + count)
+
     def layer(self, layer: Int[Array, ""] | int) -> tuple[Float[Array, "B K S h"], Float[Array, "B K S h"]]:
         """The keys and values of one layer, all positions of it."""
         index = jnp.int32(layer)
@@ -52,15 +63,28 @@ class Cache:
             lax.dynamic_index_in_dim(self.values, index, keepdims=False),
         )
 
+    def blocks(
+        self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
+    ) -> tuple[Block, ...]:
+        """What new tokens attend to, after `written` and before `advanced`: the cache, which holds them."""
+        return (Block(*self.layer(layer), seen_positions(self.length, keys.shape[-2], self.room)),)
 
-def empty_cache(config: LlamaConfig, *, batch: int, room: int, dtype: DTypeLike = jnp.float32) -> Cache:
+
+AnyCache: TypeAlias = Cache | QuantizedCache
+"""A cache that `prefill` and `decode_step` read and write: of floating numbers, or of few bits."""
+
+
+def empty_cache(
+    config: LlamaConfig, *, batch: int, room: int, dtype: DTypeLike = jnp.float32, kv: KVPolicy | None = None
+) -> AnyCache:
     """A cache that holds nothing yet.
 
     Args:
         config: the network.
         batch: how many sequences (B).
         room: how many positions there is room for, at most `config.context` (S).
-        dtype: what keys and values are kept in: the compute dtype of the network.
+        dtype: what keys and values are kept in: the compute dtype of the network. Without `kv` only.
+        kv: how keys and values are kept in few bits; None keeps them in `dtype`.
 
     Returns:
         The cache.
@@ -72,5 +96,8 @@ def empty_cache(config: LlamaConfig, *, batch: int, room: int, dtype: DTypeLike 
         raise QuantError(f"room is {room} positions, must be from 1 to the context of the model, {config.context}")
     if batch < 1:
         raise QuantError(f"batch is {batch}, must be at least 1")
+    if kv is not None:
+        sizes = {"layers": config.layers, "heads": config.kv_heads, "head_dim": config.head_dim}
+        return empty_quantized_cache(kv, batch=batch, room=room, **sizes)
     shape = (config.layers, batch, config.kv_heads, room, config.head_dim)
     return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))

@@ -11,7 +11,8 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from ..errors import QuantError
-from .cache import Cache, empty_cache
+from ..kvcache import KVPolicy
+from .cache import AnyCache, empty_cache
 from .config import LlamaConfig
 from .llama import Params, decode_step, prefill
 
@@ -45,6 +46,7 @@ def generate(
     temperature: float = 0.0,
     stop_ids: tuple[int, ...] = (),
     dtype: DTypeLike = jnp.float32,
+    kv: KVPolicy | None = None,
 ) -> Generation:
     """Writes up to `max_new_tokens` tokens after each prompt. Traceable, so it runs under jit and `fb.transparent`.
 
@@ -57,6 +59,7 @@ def generate(
         temperature: 0 takes the likeliest token; above 0 samples from `softmax(logits / temperature)`.
         stop_ids: tokens that end a row.
         dtype: as for `forward`.
+        kv: how the cache keeps keys and values in few bits; None keeps them in `dtype`.
 
     Returns:
         The new tokens.
@@ -86,6 +89,7 @@ def generate(
         temperature=temperature,
         stop_ids=tuple(stop_ids),
         dtype=dtype,
+        kv=kv,
     )
 
 
@@ -95,13 +99,13 @@ class _State:
     """Where the loop stands: `step` tokens are written, the last of them is not yet read."""
 
     step: Int[Array, ""]
-    cache: Cache
+    cache: AnyCache
     tokens: Int[Array, "B N"]
     counts: Int[Array, " B"]
     has_stopped: Bool[Array, " B"]
 
 
-@partial(jax.jit, static_argnames=("config", "count", "temperature", "stop_ids", "dtype"))
+@partial(jax.jit, static_argnames=("config", "count", "temperature", "stop_ids", "dtype", "kv"))
 def _generate(
     params: Params,
     prompt: Array,
@@ -112,6 +116,7 @@ def _generate(
     temperature: float,
     stop_ids: tuple[int, ...],
     dtype: DTypeLike,
+    kv: KVPolicy | None,
 ) -> Generation:
     """`generate` after its checks."""
     B, T = prompt.shape
@@ -133,7 +138,8 @@ def _generate(
         logits, cache = decode_step(params, last, state.cache, config, dtype=dtype)
         return write(dataclasses.replace(state, cache=cache), logits)
 
-    logits, cache = prefill(params, prompt, empty_cache(config, batch=B, room=T + count, dtype=dtype), config, dtype=dtype)
+    empty = empty_cache(config, batch=B, room=T + count, dtype=dtype, kv=kv)
+    logits, cache = prefill(params, prompt, empty, config, dtype=dtype)
     nothing = _State(jnp.int32(0), cache, jnp.zeros((B, count), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool))
     end = lax.while_loop(is_unfinished, read_and_write, write(nothing, logits))
     return Generation(end.tokens, end.counts)

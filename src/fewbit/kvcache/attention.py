@@ -1,0 +1,146 @@
+"""Attention over keys and values that are floating or quantized; quantized ones are never multiplied out.
+
+A scale belongs to a token (and a head), so it leaves the sum over the head dimension, and enters the one over tokens with
+the weights:
+
+    q . (k_codes * k_scale)     = (q . k_codes) * k_scale            [B, K, G T, S]
+    weights . (v_codes * v_scale) = (weights * v_scale) . v_codes    [B, K, G T, h]
+
+So a scale is multiplied once for each query and token, where the product is or where the weights are, instead of once for
+each coordinate of the cache. The codes are cast to the compute dtype, which holds integers and minifloats exactly.
+
+Dimension letters: B batch, H heads, K key heads, G = H / K, T new tokens, S positions of the cache, h head width.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Int
+
+from ..array import QArray, unpack
+from ..array.quantize import scale_values
+from ..errors import QuantError
+from ..formats.format import exponent_of, power_of_two
+
+Held: TypeAlias = Float[Array, "B K S h"] | QArray
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Some positions with their keys and values, and which of them each new token sees.
+
+    Attributes:
+        keys: `[B, K, S, h]`, floating or quantized by a scheme that `KVPolicy` takes.
+        values: likewise.
+        is_seen: for each new token the positions that it attends to.
+    """
+
+    keys: Held
+    values: Held
+    is_seen: Bool[Array, "T S"]
+
+
+def seen_positions(start: Int[Array, ""] | int, count: int, room: int) -> Bool[Array, "T S"]:
+    """Which positions each new token sees: itself and those before it.
+
+    Args:
+        start: the position of the first new token.
+        count: how many new tokens there are (T).
+        room: how many positions there are (S).
+
+    Returns:
+        For each new token and each position whether it is seen.
+
+    >>> seen_positions(1, 2, 4).astype(int).tolist()
+    [[1, 1, 0, 0], [1, 1, 1, 0]]
+    """
+    return jnp.arange(room)[None, :] <= start + jnp.arange(count)[:, None]
+
+
+def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> Float[Array, "B H T h"]:
+    """`softmax(q k^T / sqrt(h)) v` over the positions of all blocks together; heads in groups share a key head.
+
+    Products accumulate in float32 and softmax is float32. The softmax weights are rounded to the dtype of `q` before they
+    meet the values, with the values' scales already in them, relative to the largest of these, so that float16 holds them.
+
+    Args:
+        q: the queries, `G = H / K` of them for each key head.
+        blocks: the positions to attend to. A token that sees none of them gets NaN.
+
+    Returns:
+        The mixed values, in the dtype of `q`.
+
+    Raises:
+        QuantError: when the key heads do not divide the heads, or keys have another head width than `q`.
+
+    >>> k = jnp.ones((1, 1, 2, 4))
+    >>> v = jnp.arange(8.0).reshape(1, 1, 2, 4)
+    >>> attention(jnp.ones((1, 1, 2, 4)), [Block(k, v, seen_positions(0, 2, 2))])[0, 0].tolist()
+    [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
+    """
+    B, H, T, h = q.shape
+    K = blocks[0].keys.shape[1]
+    if H % K or blocks[0].keys.shape[-1] != h:
+        raise QuantError(
+            f"q has shape {q.shape} and the keys {blocks[0].keys.shape}; the key heads must divide the heads, and the head "
+            "widths must be the same"
+        )
+    grouped = q.reshape(B, K, H // K * T, h)
+    scores = [_scores(grouped, block, T) for block in blocks]
+    weights = jax.nn.softmax(scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1), axis=-1)
+    ends = [block.is_seen.shape[1] for block in blocks]
+    starts = [sum(ends[:i]) for i in range(len(ends))]
+    mixed = [
+        _mixed(lax.slice_in_dim(weights, start, start + S, axis=-1), block.values, q.dtype)
+        for start, S, block in zip(starts, ends, blocks, strict=True)
+    ]
+    return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(B, H, T, h)
+
+
+def _scores(grouped: Array, block: Block, T: int) -> Float[Array, "B K G T S"]:
+    """The scaled products of queries and keys, -inf where a position is not seen."""
+    B, K, rows, h = grouped.shape
+    product = _product(grouped, _numbers(block.keys, grouped.dtype), 3).reshape(B, K, rows // T, T, -1)
+    factor = h**-0.5 if not isinstance(block.keys, QArray) else _beside(block.keys) * h**-0.5
+    return jnp.where(jnp.broadcast_to(block.is_seen, product.shape), product * factor, -jnp.inf)
+
+
+def _mixed(weights: Float[Array, "B K G T S"], values: Held, dtype: DTypeLike) -> Float[Array, "B K R h"]:
+    """The values in the mixture that the weights give, float32."""
+    B, K, G, T, S = weights.shape
+    if not isinstance(values, QArray):
+        return _product(weights.astype(dtype).reshape(B, K, G * T, S), values, 2)
+    scale = _beside(values)
+    # A power of two, so that it changes no rounding, and what is written later changes no bit of what is read now.
+    unit = power_of_two(jnp.clip(exponent_of(jnp.max(scale, axis=-1, keepdims=True)), -126, 126))
+    scaled = (weights * (scale / unit)).astype(dtype).reshape(B, K, G * T, S)
+    return _product(scaled, _numbers(values, dtype), 2) * unit[:, :, 0]
+
+
+def _numbers(held: Held, dtype: DTypeLike) -> Float[Array, "B K S h"]:
+    """The keys or values, or the numbers that their codes stand for, without the scales."""
+    if not isinstance(held, QArray):
+        return held
+    fmt = held.scheme.format
+    return fmt.decode(unpack(held.codes, fmt.bits, held.shape[-1], held.scheme.packing), dtype)
+
+
+def _beside(held: QArray) -> Float[Array, "B J 1 1 S"]:
+    """The scales along the last axis, as they meet scores and weights; J is K, or 1 when all heads share them."""
+    scale = scale_values(held)  # [B, J, S, 1]
+    return scale.reshape(*scale.shape[:2], 1, 1, scale.shape[2])
+
+
+def _product(lhs: Array, rhs: Array, over: int) -> Float[Array, "B K M N"]:
+    """A product for each batch row and key head over the last axis of `lhs` and axis `over` of `rhs`, float32.
+
+    Float32 operands are not rounded first, as accelerators do by default.
+    """
+    precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
+    numbers = (((3,), (over,)), ((0, 1), (0, 1)))
+    return lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=jnp.float32)

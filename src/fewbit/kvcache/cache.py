@@ -1,0 +1,146 @@
+"""A cache of keys and values as packed codes and scales, of a fixed room."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int, Shaped, UInt8
+
+from ..array import QArray, Scheme, quantize
+from ..array.packing import code_capacity
+from ..errors import QuantError
+from .attention import Block, seen_positions
+from .policy import KVPolicy
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class QuantizedCache:
+    """Room for `S` positions in every layer, of which the first `length` are filled. A frozen pytree.
+
+    Several caches stacked for `vmap` or `scan` have axes in front (`*N`).
+
+    Each token is quantized by itself when it is written and never again: reading a prompt at once or token by token gives
+    the same bytes. All-zero keys come back as exact zeros; NaN or infinity makes what shares its scale NaN.
+
+    The codes stand here as plain arrays, and as a QArray in what `layer` gives, so that `fb.transparent` takes a cache among
+    its arguments for what it is and not for weights.
+
+    Attributes:
+        key_codes: `p` bytes hold the codes of `h` coordinates.
+        key_scale: J is K, or 1 when all heads of a token share a scale.
+        value_codes: likewise.
+        value_scale: likewise.
+        length: how many positions are filled, for every row of the batch alike.
+        policy: how keys and values are kept. Static.
+        head_dim: the head width (h). Static.
+
+    >>> from fewbit.kvcache import kv_policy
+    >>> cache = empty_quantized_cache(kv_policy("int4"), layers=1, batch=1, heads=1, head_dim=4, room=8)
+    >>> cache = cache.written(0, jnp.array([[[[7.0, -7.0, 0.4, 0.0]]]]), jnp.zeros((1, 1, 1, 4))).advanced(1)
+    >>> fb.dequantize(cache.layer(0)[0])[0, 0, :2].tolist()
+    [[7.0, -7.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+    >>> cache.nbytes
+    96
+    """
+
+    key_codes: UInt8[Array, "*N L B K S p"]
+    key_scale: Shaped[Array, "*N L B J S 1"]
+    value_codes: UInt8[Array, "*N L B K S P"]
+    value_scale: Shaped[Array, "*N L B I S 1"]
+    length: Int[Array, "*N"]
+    policy: KVPolicy = dataclasses.field(metadata={"static": True})
+    head_dim: int = dataclasses.field(metadata={"static": True})
+
+    @property
+    def room(self) -> int:
+        """The positions that there is room for (S)."""
+        return self.key_codes.shape[-2]
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes that codes and scales take."""
+        held = (self.key_codes, self.key_scale, self.value_codes, self.value_scale)
+        return sum(a.size * a.dtype.itemsize for a in held)
+
+    def written(
+        self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
+    ) -> "QuantizedCache":
+        """The cache with the keys and values of one layer's new tokens after those that it holds; `length` stays.
+
+        Tokens that there is no room for overwrite the last ones, since how full a cache is is not known while tracing.
+        """
+        k, v = quantize(keys, self.policy.keys), quantize(values, self.policy.values)
+
+        def put(held: Array, new: Array) -> Array:
+            zero = jnp.int32(0)
+            return lax.dynamic_update_slice(held, new[None], (jnp.int32(layer), zero, zero, self.length, zero))
+
+        return dataclasses.replace(
+            self,
+            key_codes=put(self.key_codes, k.codes),
+            key_scale=put(self.key_scale, k.scale),
+            value_codes=put(self.value_codes, v.codes),
+            value_scale=put(self.value_scale, v.scale),
+        )
+
+    def advanced(self, count: int) -> "QuantizedCache":
+        """The cache with `count` more positions filled: what every layer has written."""
+        return dataclasses.replace(self, length=self.length + count)
+
+    def layer(self, layer: Int[Array, ""] | int) -> tuple[QArray, QArray]:
+        """The keys and values of one layer, all positions of it, `[B, K, S, h]`; decoded zeros where nothing is written."""
+        return (
+            self._of_layer(self.key_codes, self.key_scale, self.policy.keys, layer),
+            self._of_layer(self.value_codes, self.value_scale, self.policy.values, layer),
+        )
+
+    def _of_layer(self, codes: Array, scale: Array, scheme: Scheme, layer: Array | int) -> QArray:
+        codes, scale = (lax.dynamic_index_in_dim(a, jnp.int32(layer), keepdims=False) for a in (codes, scale))
+        slack = code_capacity(codes.shape[-1], scheme.format.bits) - self.head_dim
+        return QArray(codes, scale, None, None, scheme, jnp.dtype(jnp.float32), slack)
+
+    def blocks(
+        self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
+    ) -> tuple[Block, ...]:
+        """What new tokens attend to, after `written` and before `advanced`: the cache, and their raw selves if they see them."""
+        T = keys.shape[-2]
+        held = self.layer(layer)
+        if not self.policy.sees_raw:
+            return (Block(*held, seen_positions(self.length, T, self.room)),)
+        earlier = jnp.broadcast_to(jnp.arange(self.room)[None, :] < self.length, (T, self.room))
+        return Block(*held, earlier), Block(keys, values, seen_positions(0, T, T))
+
+
+def empty_quantized_cache(
+    policy: KVPolicy, *, layers: int, batch: int, heads: int, head_dim: int, room: int
+) -> QuantizedCache:
+    """A cache that holds nothing yet.
+
+    Args:
+        policy: how keys and values are kept.
+        layers: how many layers write to it (L).
+        batch: how many sequences (B).
+        heads: key heads (K).
+        head_dim: the head width (h).
+        room: how many positions there is room for (S).
+
+    Returns:
+        The cache.
+
+    Raises:
+        QuantError: when a number is not positive.
+    """
+    numbers = {"layers": layers, "batch": batch, "heads": heads, "head_dim": head_dim, "room": room}
+    for name, number in numbers.items():
+        if number < 1:
+            raise QuantError(f"{name} is {number}, must be at least 1")
+
+    def blank(scheme: Scheme) -> tuple[Array, Array]:
+        one = jax.ShapeDtypeStruct((layers, batch, heads, room, head_dim), jnp.float32)
+        q = jax.eval_shape(lambda x: quantize(x, scheme), one)
+        return jnp.zeros(q.codes.shape, q.codes.dtype), jnp.zeros(q.scale.shape, q.scale.dtype)
+
+    (key_codes, key_scale), (value_codes, value_scale) = blank(policy.keys), blank(policy.values)
+    return QuantizedCache(key_codes, key_scale, value_codes, value_scale, jnp.int32(0), policy, head_dim)
