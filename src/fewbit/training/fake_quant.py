@@ -71,11 +71,10 @@ def fake_quant(
     """
     if gradient not in _GRADIENTS:
         raise QuantError(f"gradient is {gradient!r}, must be one of {', '.join(_GRADIENTS)}")
-    # A QArray and all else that is not an array is left to quantize, which refuses it.
-    x = x if isinstance(x, QArray) else jnp.asarray(x)
     constant, scale, offset = jax.lax.stop_gradient((x, scale, offset))
     q = quantize(constant, scheme, axis=axis, key=key, scale=scale, offset=offset)
-    is_passed = jnp.ones(q.shape, jnp.bool_) if gradient == "identity" else is_covered(constant, q)
+    x = jnp.asarray(x)
+    is_passed = jnp.ones(q.shape, jnp.bool_) if gradient == "identity" else is_covered(jax.lax.stop_gradient(x), q)
     return passed_through(x, _rounded_for_good(dequantize(q)), is_passed)
 
 
@@ -114,9 +113,7 @@ def _rounded_for_good(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
 
 
 @jax.custom_jvp
-def passed_through(
-    x: Float[Array, "*s"], value: Float[Array, "*s"], is_passed: Bool[Array, "*s"]
-) -> Float[Array, "*s"]:
+def passed_through(x: Float[Array, "*s"], value: Float[Array, "*s"], is_passed: Bool[Array, "*s"]) -> Float[Array, "*s"]:
     """`value`, with the derivative of `x` where `is_passed` and zero elsewhere; linear, so every mode of JAX works.
 
     Args:
