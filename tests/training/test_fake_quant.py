@@ -13,7 +13,6 @@ from fewbit.training import fake_quant, is_covered, passed_through
 from tests.conformance import array_laws as laws
 from tests.conformance.test_schemes import ALL, schemes
 
-each_scheme = schemes(ALL)
 FEW = ("int8", "uint4", "nf4", "q4_1", "mxfp4", "nvfp4_16x16", "fp8_tensor", "nf4_dq")
 
 
@@ -33,7 +32,7 @@ def outside(x: np.ndarray, q: fb.QArray) -> np.ndarray:
     return is_outermost & (error > edge / 2 * scale * (1 + 1e-6) + 1e-6 * np.abs(x))
 
 
-@each_scheme
+@schemes(ALL, ("int8", "uint4", "nf4", "q4_1", "mxfp4", "nvfp4_16x16", "binary"))
 def test_the_value_is_that_of_the_round_trip_and_the_gradient_that_of_the_identity(name: str):
     x = jnp.asarray(laws.case("outlier"))
     cotangent = array(*x.shape, seed=1)
@@ -59,7 +58,7 @@ def test_the_value_is_that_of_the_round_trip_and_the_gradient_that_of_the_identi
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *(("int8", "bfloat16"), ("nf4", "bfloat16"), ("fp8_tensor", "bfloat16"), ("q4_1", "float16")),
+        *(("int8", "bfloat16"), ("fp8_tensor", "bfloat16"), ("q4_1", "float16")),
         *(pytest.param(name, "float32", marks=[pytest.mark.slow]) for name in FEW if name != "nf4_dq"),
     ],
 )
@@ -78,7 +77,7 @@ def test_the_round_trip_is_not_compiled_away():
     assert "optimization_barrier" in text
 
 
-@schemes(list(FEW), ("int8", "q4_1"))
+@schemes(list(FEW), ("int8",))
 def test_forward_and_reverse_mode_agree_to_second_order(name: str):
     x, v, u = array(4, 40), array(4, 40, seed=1), array(4, 40, seed=2)
 
@@ -104,7 +103,7 @@ def test_forward_and_reverse_mode_agree_to_second_order(name: str):
 def test_the_gradient_is_the_slope_of_the_smoothed_function():
     # The mean of stochastic rounding over many keys is the clipped identity, whose slope finite differences see.
     x = jnp.array([[-2.4, -0.9, 0.33, 1.1, 2.7, 0.0]])
-    keys = jax.random.split(jax.random.key(0), 4096)
+    keys = jax.random.split(jax.random.key(0), 1024)
     scheme = fb.Scheme(FORMATS["int4_narrow"], {}, calibration=Fixed(-1.75, 1.75))
 
     @jax.jit
@@ -113,8 +112,8 @@ def test_the_gradient_is_the_slope_of_the_smoothed_function():
 
     slope = (mean(x + 0.05) - mean(x - 0.05)) / 0.1
     gradient = jax.grad(lambda x: fake_quant(x, scheme, gradient="clipped").sum())(x)
-    # Each mean is off by at most half a step of 0.25 over 64; six standard deviations.
-    np.testing.assert_allclose(slope, gradient, atol=6 * np.sqrt(2) * 0.125 / 64 / 0.1)
+    # Each mean is off by at most half a step of 0.25 over 32; six standard deviations.
+    np.testing.assert_allclose(slope, gradient, atol=6 * np.sqrt(2) * 0.125 / 32 / 0.1)
     assert gradient.tolist() == [[0, 1, 1, 1, 0, 1]]
 
 
@@ -151,16 +150,24 @@ def test_under_vmap_scan_and_remat():
     def step(total: jax.Array, x: jax.Array) -> tuple[jax.Array, None]:
         return total + jax.checkpoint(loss)(x), None
 
-    each = jnp.stack([jax.grad(loss)(part) for part in x])
+    gradient = jax.jit(jax.grad(loss))
+    each = jnp.stack([gradient(part) for part in x])
     np.testing.assert_array_equal(jax.jit(jax.vmap(jax.grad(loss)))(x), each)
-    np.testing.assert_array_equal(jax.grad(lambda x: jax.lax.scan(step, jnp.float32(0), x)[0])(x), each)
+    scanned = jax.jit(jax.grad(lambda x: jax.lax.scan(step, jnp.float32(0), x)[0]))
+    np.testing.assert_array_equal(scanned(x), each)
 
 
 def test_a_nan_passes_its_gradient_and_zeros_do():
     x = jnp.array([[jnp.nan, 1.0], [0.0, 0.0]])
-    value, back = jax.vjp(lambda x: fake_quant(x, "int8", gradient="clipped"), x)
+
+    @jax.jit
+    def both(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        value, back = jax.vjp(lambda x: fake_quant(x, "int8", gradient="clipped"), x)
+        return value, back(jnp.ones_like(x))[0]
+
+    value, gradient = both(x)
     np.testing.assert_array_equal(value, [[jnp.nan, jnp.nan], [0, 0]])
-    np.testing.assert_array_equal(back(jnp.ones((2, 2)))[0], np.ones((2, 2)))
+    np.testing.assert_array_equal(gradient, np.ones((2, 2)))
 
 
 def test_axis_and_key_are_those_of_quantize():
