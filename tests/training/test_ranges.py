@@ -184,3 +184,11 @@ def test_what_is_refused():
     ):
         with pytest.raises(QuantError, match=message):
             make()
+
+
+@each_rule
+def test_an_array_that_is_sharded_is_one_batch(rule: AbstractRange):
+    mesh = jax.make_mesh((4,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    x = jax.device_put(BATCHES[:, :4].reshape(4, -1), jax.NamedSharding(mesh, jax.P("data")))
+    state = update(rule.init(), x)
+    assert_range(state, rule, np.asarray(x)[None])

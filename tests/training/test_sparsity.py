@@ -55,19 +55,19 @@ def test_unstructured_masks_keep_a_fraction(density: float):
 
 
 def test_the_schedule():
-    sparsity = Sparsity(1, 2, axis=-1, start_step=2, update_step=3)
+    sparsity = Sparsity(1, 2, axis=-1, start_step=4, update_step=3)
     first, second = jnp.array([[1.0, 2.0]]), jnp.array([[2.0, 1.0]])
     update = jax.jit(sparsity.update)
     state = sparsity.init(first)
     masks = []
     for step in range(9):
-        state = update(state, first if step < 4 else second)
+        state = update(state, first if step < 6 else second)
         masks.append(state.mask.tolist()[0])
-    assert masks == [[True, True]] * 2 + [[False, True]] * 3 + [[True, False]] * 4
+    assert masks == [[True, True]] * 4 + [[False, True]] * 3 + [[True, False]] * 2
     assert state.step == 9
     # The step that is named counts, whatever the state's own number.
-    assert update(state, first, 5).mask.tolist() == [[False, True]]
-    assert update(state, first, 6).mask.tolist() == [[True, False]] and update(state, first, 6).step == 7
+    assert update(state, first, 10).mask.tolist() == [[False, True]]
+    assert update(state, first, 11).mask.tolist() == [[True, False]] and update(state, first, 11).step == 12
 
 
 def test_under_scan_and_vmap():

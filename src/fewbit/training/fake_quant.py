@@ -71,6 +71,7 @@ def fake_quant(
     """
     if gradient not in _GRADIENTS:
         raise QuantError(f"gradient is {gradient!r}, must be one of {', '.join(_GRADIENTS)}")
+    # passed_through takes no derivative of the value anyway; stopped here, none of the search for scales is traced.
     constant, scale, offset = jax.lax.stop_gradient((x, scale, offset))
     q = quantize(constant, scheme, axis=axis, key=key, scale=scale, offset=offset)
     x = jnp.asarray(x)
