@@ -114,3 +114,10 @@ def test_flax_has_the_same_numbers(margin: int):
         np.testing.assert_allclose(state.scale, scale[0], rtol=4 * 2.0**-23)
         state = update(state, x)
         np.testing.assert_array_equal(state.amax_history, history)
+
+
+def test_states_are_float32_where_float64_is_on():
+    with jax.enable_x64(True):
+        state = DelayedScale.init().update(jnp.ones(3, jnp.float64))
+        merged = state.merge(DelayedScale.init())
+    assert {leaf.dtype for leaf in jax.tree.leaves((state, merged))} == {np.dtype(np.float32)}

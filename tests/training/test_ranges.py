@@ -192,3 +192,11 @@ def test_an_array_that_is_sharded_is_one_batch(rule: AbstractRange):
     x = jax.device_put(BATCHES[:, :4].reshape(4, -1), jax.NamedSharding(mesh, jax.P("data")))
     state = update(rule.init(), x)
     assert_range(state, rule, np.asarray(x)[None])
+
+
+@each_rule
+def test_states_are_float32_where_float64_is_on(rule: AbstractRange):
+    with jax.enable_x64(True):
+        state = rule.init().update(jnp.asarray(BATCHES[0], jnp.float64)).update(jnp.asarray(BATCHES[1], jnp.float64))
+        scale, _ = state.scale("int8")
+    assert state.low.dtype == state.high.dtype == scale.dtype == jnp.float32 and state.count.dtype == jnp.int32

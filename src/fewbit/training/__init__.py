@@ -4,12 +4,12 @@ from .delayed import DelayedScale as DelayedScale
 from .fake_quant import fake_quant as fake_quant
 from .fake_quant import is_covered as is_covered
 from .fake_quant import passed_through as passed_through
-from .ranges import AbsMaxRange as AbsMaxRange
+from .range_rules import AbsMaxRange as AbsMaxRange
+from .range_rules import EMARange as EMARange
+from .range_rules import MeanRange as MeanRange
+from .range_rules import MinMaxRange as MinMaxRange
+from .range_rules import PercentileRange as PercentileRange
 from .ranges import AbstractRange as AbstractRange
-from .ranges import EMARange as EMARange
-from .ranges import MeanRange as MeanRange
-from .ranges import MinMaxRange as MinMaxRange
-from .ranges import PercentileRange as PercentileRange
 from .ranges import RangeState as RangeState
 from .sparsity import Sparsity as Sparsity
 from .sparsity import SparsityState as SparsityState

@@ -62,7 +62,7 @@ class DelayedScale:
         if length < 1:
             raise QuantError(f"length is {length}, must be at least 1 step")
         known = FORMATS[format] if isinstance(format, str) else format
-        return cls(jnp.zeros(length), jnp.ones(()), known, margin)
+        return cls(jnp.zeros(length, jnp.float32), jnp.ones((), jnp.float32), known, margin)
 
     def update(self, x: ArrayLike) -> Self:
         """The state after a step that quantized `x`: its largest magnitude enters the history, the oldest one leaves.

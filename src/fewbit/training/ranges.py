@@ -62,7 +62,8 @@ class AbstractRange(abc.ABC):
                 f"ranges are kept on the axes {self.axes}; init needs the shape of the arrays, got {tuple(shape)}"
             )
         lengths = tuple(shape[axis] if axis in self.axes else 1 for axis in range(-depth, 0))
-        return RangeState(jnp.zeros(lengths), jnp.zeros(lengths), jnp.zeros((), jnp.int32), self)
+        end = jnp.zeros(lengths, jnp.float32)
+        return RangeState(end, end, jnp.zeros((), jnp.int32), self)
 
 
 @jax.tree_util.register_dataclass
@@ -76,7 +77,7 @@ class RangeState:
         count: how many batches were seen, int32.
         rule: how the range is estimated; static.
 
-    >>> state = AbsMaxRange().init().update(jnp.array([1.0, -3.0])).update(jnp.array([2.0]))
+    >>> state = fb.training.AbsMaxRange().init().update(jnp.array([1.0, -3.0])).update(jnp.array([2.0]))
     >>> float(state.low), float(state.high), int(state.count)
     (-3.0, 3.0, 2)
     """
@@ -151,7 +152,7 @@ class RangeState:
             scale, offset = MX("rceil").scale(Tiles(jnp.maximum(-self.low, self.high), ()), target)
         else:
             scale, offset = symmetric_or_range(jnp.minimum(self.low, 0.0), jnp.maximum(self.high, 0.0), target)
-        return jnp.where(_beside(self.count, scale) > 0, scale, jnp.nan), offset
+        return jnp.where(beside(self.count, scale) > 0, scale, jnp.nan), offset
 
     def _check_seen(self) -> None:
         """Refuses an empty or poisoned range where the values are known."""
@@ -163,133 +164,6 @@ class RangeState:
             raise QuantError("the range is not finite: a batch held a NaN or an infinity; find it, and start the range anew")
 
 
-@dataclasses.dataclass(frozen=True)
-class AbsMaxRange(AbstractRange):
-    """`-a .. a` for the largest magnitude `a` of all batches.
-
-    Attributes:
-        axes: the axes whose elements keep a range each.
-    """
-
-    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
-        return _magnitude(x, within)
-
-    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
-        return _outermost(earlier, later)
-
-
-@dataclasses.dataclass(frozen=True)
-class MinMaxRange(AbstractRange):
-    """The smallest and the largest element of all batches, stretched to contain 0; for schemes with zero points.
-
-    Attributes:
-        axes: the axes whose elements keep a range each.
-    """
-
-    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
-        x, is_nan = jnp.where(jnp.isnan(x), 0.0, x), jnp.isnan(x).any(within, keepdims=True)
-        low, high = jnp.min(x, within, keepdims=True, initial=0.0), jnp.max(x, within, keepdims=True, initial=0.0)
-        return jnp.where(is_nan, -jnp.inf, low), jnp.where(is_nan, jnp.inf, high)
-
-    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
-        return _outermost(earlier, later)
-
-
-@dataclasses.dataclass(frozen=True)
-class MeanRange(AbstractRange):
-    """`-a .. a` for the arithmetic mean `a` of the batches' largest magnitudes (Qwix's simple moving average).
-
-    Attributes:
-        axes: the axes whose elements keep a range each.
-    """
-
-    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
-        return _magnitude(x, within)
-
-    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
-        return _averaged(earlier, later, 1.0)
-
-
-@dataclasses.dataclass(frozen=True)
-class EMARange(AbstractRange):
-    """`-a .. a` for the exponential moving average `a` of the batches' largest magnitudes.
-
-    The weights of the last batch, the one before it, .. are `1, decay, decay**2, ..` over their sum, so the first batch counts
-    in full and nothing leans to zero.
-
-    Attributes:
-        decay: above 0 and below 1; larger forgets more slowly.
-        axes: the axes whose elements keep a range each.
-    """
-
-    decay: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.decay < 1:
-            raise QuantError(f"decay is {self.decay}, must lie between 0 and 1 (MeanRange weighs all batches alike)")
-
-    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
-        return _magnitude(x, within)
-
-    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
-        return _averaged(earlier, later, self.decay)
-
-
-@dataclasses.dataclass(frozen=True)
-class PercentileRange(AbstractRange):
-    """`-a .. a` for the mean `a` over batches of the `percent`-th percentile of each batch's magnitudes.
-
-    Attributes:
-        percent: above 0, up to 100; interpolated linearly, as `numpy.percentile` does.
-        axes: the axes whose elements keep a range each.
-    """
-
-    percent: float
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.percent <= 100:
-            raise QuantError(f"percent is {self.percent}, must be above 0 and at most 100")
-
-    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
-        is_finite = jnp.isfinite(x).all(within, keepdims=True)
-        high = jnp.quantile(jnp.abs(x), self.percent / 100, axis=within, keepdims=True)
-        high = jnp.where(is_finite, high, jnp.inf)
-        return -high, high
-
-    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
-        return _averaged(earlier, later, 1.0)
-
-
-def _magnitude(x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
-    """The largest magnitude to either side; infinite where there is a NaN, which XLA's maximum may lose."""
-    high = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)), axis=within, keepdims=True)
-    return -high, high
-
-
-def _outermost(earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
-    return jnp.minimum(earlier.low, later.low), jnp.maximum(earlier.high, later.high)
-
-
-def _averaged(earlier: RangeState, later: RangeState, decay: float) -> tuple[Array, Array]:
-    """The average of both; batches of `earlier` have aged by those of `later`."""
-    old = _weight(earlier.count, decay) * jnp.float32(decay) ** later.count.astype(jnp.float32)
-    new = _weight(later.count, decay)
-    share = _beside(new / jnp.maximum(old + new, jnp.finfo(jnp.float32).tiny), earlier.low)
-
-    def mean(a: Array, b: Array) -> Array:
-        return jnp.where(share == 0, a, jnp.where(share == 1, b, a + share * (b - a)))
-
-    return mean(earlier.low, later.low), mean(earlier.high, later.high)
-
-
-def _beside(count: Array, ends: Array) -> Array:
+def beside(count: Array, ends: Array) -> Array:
     """A number for each state with as many axes as the ends, which have more where the rule has axes."""
     return count.reshape(count.shape + (1,) * (ends.ndim - count.ndim))
-
-
-def _weight(count: Array, decay: float) -> Array:
-    """`1 + decay + decay**2 + ..`, a term for each batch."""
-    n = count.astype(jnp.float32)
-    return n if decay == 1 else -jnp.expm1(n * np.float32(np.log(decay))) / np.float32(1 - decay)
