@@ -8,6 +8,7 @@
 
 from . import array as array
 from . import formats as formats
+from . import training as training
 from .array import SCHEMES as SCHEMES
 from .array import Packing as Packing
 from .array import QArray as QArray
@@ -34,3 +35,4 @@ from .recipe import plan as plan
 from .recipe import quantize_params as quantize_params
 from .recipe import recipe as recipe
 from .recipe import weight_only as weight_only
+from .training import fake_quant as fake_quant

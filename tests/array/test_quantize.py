@@ -193,3 +193,59 @@ def test_error_weights_broadcast():
     row = fb.quantize(x, scheme, error_weights=weights[None])
     full = fb.quantize(x, scheme, error_weights=jnp.broadcast_to(weights, (4, 64)))
     assert np.array_equal(row.scale, full.scale)
+
+
+@pytest.mark.parametrize("name", ["int4_g32", "fp8_block128", "mxfp4", "q4_0", "nvfp4_absmax", "uint4", "q4_1"])
+def test_the_scale_that_was_found_gives_the_same_array_again(name: str):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((20, 70)).astype(np.float32))
+    q = _quantize(x, name)
+    scale, offset = laws.scale_of(q).astype(np.float32), None
+    if q.zero_point is not None:
+        zero = np.asarray(q.zero_point, np.float32)
+        offset = zero if isinstance(q.scheme.zero_holder, np.dtype) else -zero * scale
+    again = jax.jit(lambda x: fb.quantize(x, name, scale=scale, offset=offset))(x)
+    if q.tensor_scale is None:
+        jax.tree.map(np.testing.assert_array_equal, jax.tree.leaves(again), jax.tree.leaves(q))
+    # A tensor scale is chosen for the scales that are given, so these are rounded anew, to three bits.
+    np.testing.assert_allclose(laws.scale_of(again), scale, rtol=2.0**-4)
+
+
+def test_a_given_scale_is_not_looked_for_in_the_array():
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((4, 64)).astype(np.float32))
+    q = fb.quantize(x, "int8", scale=0.5)
+    assert (q.scale == 0.5).all() and q.scale.shape == (4, 1)
+    np.testing.assert_array_equal(laws.unpacked(q).astype(np.int8), np.rint(np.asarray(x) / 0.5))
+    rows = fb.quantize(x, "int4_g32", scale=jnp.array([[0.5], [0.25], [0.125], [1.0]]))
+    np.testing.assert_array_equal(rows.scale, [[0.5] * 2, [0.25] * 2, [0.125] * 2, [1.0] * 2])
+
+
+def test_a_given_scale_is_stored_as_the_scheme_stores_scales():
+    x = jnp.ones((1, 32))
+    assert laws.scale_of(_quantize(x, "mxfp4", scale=0.3)).item() == 0.25
+    q = _quantize(x, "nvfp4", scale=jnp.array([[0.3, 0.1]]))
+    assert q.tensor_scale.item() == np.float32(0.3) / np.float32(448)
+    np.testing.assert_allclose(laws.scale_of(q), [[0.3, 0.1]], rtol=2.0**-4)
+
+
+def test_zeros_tiny_scales_and_poison_with_a_given_scale():
+    x = jnp.array([[0.0, 0.0], [1.0, jnp.inf], [3.0, 4.0]])
+    dense = fb.dequantize(fb.quantize(x, "int8", scale=jnp.array([[1e-40], [1.0], [jnp.nan]])))
+    np.testing.assert_array_equal(dense, [[0, 0], [jnp.nan] * 2, [jnp.nan] * 2])
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "message"),
+    [
+        ("int8", {"offset": 0.0}, "offset is given without scale; pass both, or neither to calibrate"),
+        ("int8", {"scale": 1.0, "offset": 0.0}, "scale is given and scheme int8 has no zero point: leave offset out"),
+        ("uint4", {"scale": 1.0}, r"scale is given and scheme uint4 has a zero point: pass offset= as well"),
+        ("int8", {"scale": np.ones(3, np.float32)}, r"must be .* broadcast to the tiles \(4, 1\); got float32\(3,\)"),
+        ("int8", {"scale": np.ones((1, 4, 1), np.float32)}, r"broadcast to the tiles \(4, 1\); got float32\(1, 4, 1\)"),
+        ("int8", {"scale": 1}, r"scale and offset must be floating .*; got int32\(\)"),
+        ("mxfp4", {"scale": 1.0, "error_weights": np.ones(8, np.float32)}, "mean nothing where scale is given"),
+    ],
+    ids=["offset-alone", "offset", "no-offset", "shape", "rank", "int", "weights"],
+)
+def test_given_scales_that_are_refused(name: str, given: dict, message: str):
+    with pytest.raises(QuantError, match=message):
+        fb.quantize(jnp.ones((4, 8)), name, **given)

@@ -30,6 +30,8 @@ def quantize(
     axis: int | tuple[int, ...] = -1,
     error_weights: ArrayLike | None = None,
     key: Key[Array, ""] | None = None,
+    scale: ArrayLike | None = None,
+    offset: ArrayLike | None = None,
 ) -> QArray:
     """Quantizes an array: for each tile a scale, for each element the code of the nearest number.
 
@@ -45,36 +47,49 @@ def quantize(
         error_weights: how much each element's squared error counts in a scale search, broadcast to `x`; None: all alike.
             Refused by calibrations that do not search.
         key: a JAX random key for stochastic rounding of the codes; None rounds to the nearest.
+        scale: the scale of each tile, float, used in place of the scheme's calibration (static ranges, delayed scaling); it
+            broadcasts to the number of tiles on each axis, so one number serves every tile. It is stored as the scheme
+            stores scales, rounded to what that can hold; a tensor scale is chosen for the largest of them. None calibrates.
+        offset: the number that the code of value 0 stands for, like `scale`; given with it if and only if the scheme has a
+            zero point.
 
     Returns:
         The QArray, of the shape and dtype of `x`.
 
     Raises:
         QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, or a
-            sharding on an explicit mesh that cuts tiles.
+            sharding on an explicit mesh that cuts tiles, or a scale and an offset that do not go with the tiles and the
+            scheme.
 
     >>> quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8")
     QArray(int8, float32[1, 4], 8 bytes, 16.000 bits/weight)
+    >>> dequantize(quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8", scale=0.25)).tolist()
+    [[1.0, -0.5, 0.25, 0.0]]
     """
     x = _checked(x)
     bound = as_scheme(scheme).along(axis, x.ndim)
     refuse_cut_tiles(x, bound)
     tiles = bound.tiles(x.ndim)
-    view = _view(x, tiles, error_weights, bound)
-    tensor_scale = _tensor_scale(view, bound) if bound.tensor_scale else None
-    target = Target(bound.format, ScaleStore(_plain_holder(bound), tensor_scale), bound.zero_holder)
-    ideal, offset = bound.calibration.scale(view, target)
     counts = tile_counts(x.shape, tiles)
-    stored, scale = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles)
-    divisor = jnp.where(scale == 0, jnp.ones_like(scale), scale)
-    zero = None if offset is None else target.stored_zero(offset, divisor)
+    _check_given(scale, offset, error_weights, bound)
+    view = _view(x, tiles, error_weights, bound)
+    if scale is None:
+        target = _target(bound, _tensor_scale(view.x, bound.format.bound, bound))
+        ideal, low = bound.calibration.scale(view, target)
+    else:
+        ideal, low = (None if g is None else blocked_scale(_for_tiles(g, counts), tiles) for g in (scale, offset))
+        assert ideal is not None
+        target = _target(bound, _tensor_scale(ideal, 1.0, bound))
+    stored, used = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles)
+    divisor = jnp.where(used == 0, jnp.ones_like(used), used)
+    zero = None if low is None else target.stored_zero(low, divisor)
     shifted = view.x if zero is None else view.x - target.loaded_offset(zero, divisor)
     codes = unblocked(bound.format.encode(_in_units(shifted, divisor, bound.format), key=key), x.shape, tiles)
     packed = pack(codes, bound.format.bits, bound.packing, axis=bound.pack_axis)
     slack = code_capacity(packed.shape[bound.pack_axis], bound.format.bits) - x.shape[bound.pack_axis]
     ones = (1,) * x.ndim
     zero = None if zero is None else zero.reshape(counts if zero.size != 1 else ones)
-    tensor_scale = None if tensor_scale is None else tensor_scale.reshape(ones)
+    tensor_scale = None if target.store.unit is None else target.store.unit.reshape(ones)
     return QArray(packed, stored, zero, tensor_scale, bound, np.dtype(x.dtype), slack)
 
 
@@ -144,10 +159,43 @@ def _plain_holder(scheme: Scheme) -> AbstractFormat | np.dtype:
     return np.dtype(np.float32) if isinstance(scheme.scale, Scheme) else scheme.scale  # type: ignore[return-value]
 
 
-def _tensor_scale(view: Tiles, scheme: Scheme) -> Array:
-    """The largest finite magnitude over the largest product of a code and a scale; 1 for an all-zero array."""
-    magnitude = jnp.where(jnp.isfinite(view.x), jnp.abs(view.x), jnp.zeros_like(view.x))
-    largest = scheme.format.bound * ScaleStore(_plain_holder(scheme)).largest
+def _check_given(scale: ArrayLike | None, offset: ArrayLike | None, weights: ArrayLike | None, scheme: Scheme) -> None:
+    """Refuses a given scale without its offset, an offset without its scale, and weights for a search that is not made."""
+    if scale is None and offset is not None:
+        raise QuantError("offset is given without scale; pass both, or neither to calibrate")
+    if scale is not None and (offset is None) != (scheme.zero_point is None):
+        has, need = ("no zero point", "leave offset out") if offset is not None else ("a zero point", "pass offset= as well")
+        raise QuantError(f"scale is given and scheme {scheme.name} has {has}: {need}")
+    if scale is not None and weights is not None:
+        raise QuantError("error_weights mean nothing where scale is given; no scale is searched")
+
+
+def _for_tiles(given: ArrayLike, counts: tuple[int, ...]) -> Array:
+    """A given scale or offset as float32, one element a tile."""
+    given = jnp.asarray(given)
+    shape, ndim = given.shape, len(counts)
+    fits = len(shape) <= ndim and all(n in (1, m) for n, m in zip(shape[::-1], counts[::-1], strict=False))
+    if not fits or not jnp.issubdtype(given.dtype, jnp.floating):
+        raise QuantError(
+            f"scale and offset must be floating and broadcast to the tiles {counts}; got {given.dtype.name}{shape}"
+        )
+    return jnp.broadcast_to(given.astype(jnp.float32), counts)
+
+
+def _target(scheme: Scheme, tensor_scale: Array | None) -> Target:
+    """What the scales of a scheme are for."""
+    return Target(scheme.format, ScaleStore(_plain_holder(scheme), tensor_scale), scheme.zero_holder)
+
+
+def _tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | None:
+    """The scale that takes the largest finite magnitude to `bound` times the largest stored scale, 1 where all are zero.
+
+    None where the scheme has none.
+    """
+    if not scheme.tensor_scale:
+        return None
+    magnitude = jnp.where(jnp.isfinite(values), jnp.abs(values), jnp.zeros_like(values))
+    largest = bound * ScaleStore(_plain_holder(scheme)).largest
     scale = quotient(jnp.max(magnitude, keepdims=True), jnp.float32(largest))
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
 

@@ -1,0 +1,17 @@
+"""Building blocks of training: fake quantization, static ranges, delayed scaling, N:M sparsity."""
+
+from ..array.coverage import is_covered as is_covered
+from .delayed import DelayedScale as DelayedScale
+from .fake_quant import fake_quant as fake_quant
+from .fake_quant import passed_through as passed_through
+from .range_rules import AbsMaxRange as AbsMaxRange
+from .range_rules import EMARange as EMARange
+from .range_rules import MeanRange as MeanRange
+from .range_rules import MinMaxRange as MinMaxRange
+from .range_rules import PercentileRange as PercentileRange
+from .ranges import AbstractRange as AbstractRange
+from .ranges import RangeState as RangeState
+from .sparsity import Sparsity as Sparsity
+from .sparsity import SparsityState as SparsityState
+from .sparsity import magnitude_mask as magnitude_mask
+from .sparsity import nm_mask as nm_mask

@@ -1,0 +1,112 @@
+"""Delayed scaling: the scale of this step from the largest magnitudes of the steps before it."""
+
+import dataclasses
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float
+
+from ..errors import QuantError
+from ..formats import FORMATS, AbstractFormat
+from ..formats.format import quotient
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DelayedScale:
+    """The scale to use now, and the history that the next ones come from: a pytree to carry from step to step.
+
+    A step quantizes with `state.scale`, which only steps before it decided, so no pass over the array stands before its
+    product; then it keeps `state.update(x)`. One state serves one tensor, a weight, an activation or a gradient, and it must go
+    around the optimizer: it is replaced, never averaged, clipped or decayed.
+
+    Attributes:
+        amax_history: float32, one largest magnitude for each of the last steps; 0 where there was none.
+        scale: float32, the scale for this step.
+        format: the format of the codes: E4M3 for weights and activations, E5M2 for gradients. Static.
+        margin: the scale is `2**margin` times wider than the history asks for. Static.
+
+    Reference: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; NVIDIA Transformer Engine, DelayedScaling.
+
+    >>> state = DelayedScale.init().update(jnp.array([1.75, -7.0]))
+    >>> float(state.scale)
+    0.015625
+    >>> fb.fake_quant(jnp.array([3.01, 70.0]), "fp8_tensor", scale=state.scale).tolist()
+    [3.0, 7.0]
+    """
+
+    # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
+    amax_history: Any
+    scale: Any
+    format: AbstractFormat = dataclasses.field(metadata={"static": True})
+    margin: int = dataclasses.field(default=0, metadata={"static": True})
+
+    @classmethod
+    def init(cls, format: AbstractFormat | str = "e4m3fn", *, length: int = 1024, margin: int = 0) -> Self:  # noqa: A002
+        """The state before the first step: an empty history, and scale 1.
+
+        Args:
+            format: the format of the codes, or its name.
+            length: how many steps the history holds.
+            margin: the scale is `2**margin` times wider than the history asks for, so that values may grow by as much
+                before they saturate.
+
+        Returns:
+            The state.
+
+        Raises:
+            QuantError: for an unknown format or a length below 1.
+        """
+        if length < 1:
+            raise QuantError(f"length is {length}, must be at least 1 step")
+        known = FORMATS[format] if isinstance(format, str) else format
+        return cls(jnp.zeros(length, jnp.float32), jnp.ones((), jnp.float32), known, margin)
+
+    def update(self, x: ArrayLike) -> Self:
+        """The state after a step that quantized `x`: its largest magnitude enters the history, the oldest one leaves.
+
+        The new scale is `2**margin * max(history) / format.bound`, and stays as it is while the history is all zero. A step
+        whose largest magnitude is not finite enters as 0: it says nothing about the next one.
+
+        Args:
+            x: the floating array of this step. It is not differentiated.
+
+        Returns:
+            The state of the next step.
+        """
+        if self.scale.ndim:
+            raise QuantError(f"the state is stacked (its scale has shape {self.scale.shape}); update it under jax.vmap")
+        magnitude = jnp.abs(jax.lax.stop_gradient(jnp.asarray(x)).astype(jnp.float32))
+        # XLA's maximum may lose a NaN, so what is not finite is found before it.
+        amax = jnp.where(jnp.isfinite(magnitude).all(), jnp.max(magnitude, initial=0.0), 0.0)
+        return self._with_history(jnp.roll(self.amax_history, -1).at[0].set(amax))
+
+    def merge(self, other: "DelayedScale") -> Self:
+        """The state of one step that was computed in parts: micro-batches, pipeline stages, iterations of a scan.
+
+        Every part is `update`d from the state before the step; the largest magnitude of each place in the history counts, and
+        the scale follows from it. A part that saw zeros only changes nothing.
+
+        Args:
+            other: the state of another part, of the same format, margin and length; both may be stacked.
+
+        Returns:
+            The state of the whole step.
+
+        Raises:
+            QuantError: for a state of another format, margin or length.
+        """
+        mine, theirs = ((s.format.name, s.margin, s.amax_history.shape) for s in (self, other))
+        if mine != theirs:
+            raise QuantError(f"delayed scales of two kinds cannot be merged: {mine} and {theirs}")
+        widest = dataclasses.replace(self, scale=jnp.maximum(self.scale, other.scale))
+        return widest._with_history(jnp.maximum(self.amax_history, other.amax_history))
+
+    def _with_history(self, history: Float[Array, "*b h"]) -> Self:
+        """The state of a new history, with the scale that follows from it."""
+        amax = jnp.max(history, axis=-1)
+        scale = quotient(amax * jnp.float32(2.0**self.margin), jnp.float32(self.format.bound))
+        is_told = (amax > 0) & jnp.isfinite(scale)
+        return dataclasses.replace(self, amax_history=history, scale=jnp.where(is_told, scale, self.scale))

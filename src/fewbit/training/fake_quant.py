@@ -1,0 +1,101 @@
+"""Fake quantization: the values of a quantized array in the forward pass, a straight-through gradient in the backward."""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Bool, Float, Key
+
+from ..array import Scheme, dequantize, quantize
+from ..array.coverage import is_covered
+from ..errors import QuantError
+
+Gradient = Literal["identity", "clipped"]
+
+_GRADIENTS = ("identity", "clipped")
+
+
+def fake_quant(
+    x: ArrayLike,
+    scheme: str | Scheme | Mapping[str, Any],
+    *,
+    axis: int | tuple[int, ...] = -1,
+    key: Key[Array, ""] | None = None,
+    gradient: Gradient = "identity",
+    scale: ArrayLike | None = None,
+    offset: ArrayLike | None = None,
+) -> Float[Array, "*s"]:
+    """Quantizes and dequantizes an array; the gradient passes straight through.
+
+    The value is `dequantize(quantize(x, scheme, axis=axis, key=key, scale=scale, offset=offset))`, bit for bit, with the same
+    zeros, NaN tiles and short last tiles. The derivative is not that of the value, which is zero almost everywhere, but
+
+        dy = dx                                      gradient="identity"
+        dy = dx where low <= x <= high, 0 elsewhere  gradient="clipped"
+
+    where `low` and `high` lie half a step beyond the outermost numbers of the element's tile: outside, a code saturates and
+    is further off than rounding can be. Where the calibration covers its tile (absmax, minmax), the two are the same. A NaN
+    passes its gradient on. Scale, offset and mask count as constants; forward and reverse mode agree to every order.
+
+    Args:
+        x: floating array of at least one axis.
+        scheme: a Scheme, or anything that `fb.scheme` takes.
+        axis: the axis that a product contracts, as in `fb.quantize`.
+        key: a JAX random key for stochastic rounding; None rounds to the nearest.
+        gradient: "identity", or "clipped" to stop the gradient of elements that saturate.
+        scale: the scale of each tile in place of the calibration, as in `fb.quantize`: a static range, or delayed scaling.
+        offset: the number that the code of value 0 stands for, given with `scale` when the scheme has a zero point.
+
+    Returns:
+        An array of the shape and dtype of `x`.
+
+    Raises:
+        QuantError: for what `fb.quantize` refuses, and for another gradient.
+
+    Reference: Bengio et al., arXiv 1308.3432 (straight-through estimator).
+
+    >>> x = jnp.array([0.4, -1.0, 2.6])
+    >>> fake_quant(x, "int4", scale=0.25).tolist()
+    [0.5, -1.0, 1.75]
+    >>> jax.grad(lambda x: fake_quant(x, "int4", scale=0.25, gradient="clipped").sum())(x).tolist()
+    [1.0, 1.0, 0.0]
+    """
+    if gradient not in _GRADIENTS:
+        raise QuantError(f"gradient is {gradient!r}, must be one of {', '.join(_GRADIENTS)}")
+    # passed_through takes no derivative of the value anyway; stopped here, none of the search for scales is traced.
+    constant, scale, offset = jax.lax.stop_gradient((x, scale, offset))
+    q = quantize(constant, scheme, axis=axis, key=key, scale=scale, offset=offset)
+    x = jnp.asarray(x)
+    is_passed = jnp.ones(q.shape, jnp.bool_) if gradient == "identity" else is_covered(jax.lax.stop_gradient(x), q)
+    return passed_through(x, _rounded_for_good(dequantize(q)), is_passed)
+
+
+def _rounded_for_good(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
+    """The array, with a rounding to a narrow dtype that the compiler cannot take back when it is widened again."""
+    return x if x.dtype.itemsize > 2 else jax.lax.optimization_barrier(x)
+
+
+@jax.custom_jvp
+def passed_through(x: Float[Array, "*s"], value: Float[Array, "*s"], is_passed: Bool[Array, "*s"]) -> Float[Array, "*s"]:
+    """`value`, with the derivative of `x` where `is_passed` and zero elsewhere; linear, so every mode of JAX works.
+
+    Args:
+        x: what the derivative is taken of.
+        value: what is returned; it counts as a constant.
+        is_passed: where the derivative of `x` passes.
+
+    Returns:
+        `value`.
+
+    >>> jax.grad(lambda x: passed_through(x, jnp.round(x), x > 0).sum())(jnp.array([-1.2, 3.4])).tolist()
+    [0.0, 1.0]
+    """
+    return value
+
+
+@passed_through.defjvp
+def _passed_tangent(primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]) -> tuple[Array, Array]:
+    x, value, is_passed = primals
+    return passed_through(x, value, is_passed), jnp.where(is_passed, tangents[0], jnp.zeros_like(tangents[0]))

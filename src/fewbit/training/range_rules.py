@@ -1,0 +1,137 @@
+"""The rules that estimate a range over batches: outermost ends, means, moving averages and percentiles."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+from ..errors import QuantError
+from .ranges import AbstractRange, RangeState, beside
+
+
+@dataclasses.dataclass(frozen=True)
+class AbsMaxRange(AbstractRange):
+    """`-a .. a` for the largest magnitude `a` of all batches.
+
+    Attributes:
+        axes: the axes whose elements keep a range each.
+    """
+
+    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
+        return _magnitude(x, within)
+
+    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
+        return _outermost(earlier, later)
+
+
+@dataclasses.dataclass(frozen=True)
+class MinMaxRange(AbstractRange):
+    """The smallest and the largest element of all batches, stretched to contain 0; for schemes with zero points.
+
+    Attributes:
+        axes: the axes whose elements keep a range each.
+    """
+
+    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
+        x, is_nan = jnp.where(jnp.isnan(x), 0.0, x), jnp.isnan(x).any(within, keepdims=True)
+        low, high = jnp.min(x, within, keepdims=True, initial=0.0), jnp.max(x, within, keepdims=True, initial=0.0)
+        return jnp.where(is_nan, -jnp.inf, low), jnp.where(is_nan, jnp.inf, high)
+
+    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
+        return _outermost(earlier, later)
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanRange(AbstractRange):
+    """`-a .. a` for the arithmetic mean `a` of the batches' largest magnitudes (Qwix's simple moving average).
+
+    Attributes:
+        axes: the axes whose elements keep a range each.
+    """
+
+    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
+        return _magnitude(x, within)
+
+    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
+        return _averaged(earlier, later, 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class EMARange(AbstractRange):
+    """`-a .. a` for the exponential moving average `a` of the batches' largest magnitudes.
+
+    The weights of the last batch, the one before it, .. are `1, decay, decay**2, ..` over their sum, so the first batch counts
+    in full and nothing leans to zero.
+
+    Attributes:
+        decay: above 0 and below 1; larger forgets more slowly.
+        axes: the axes whose elements keep a range each.
+    """
+
+    decay: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.decay < 1:
+            raise QuantError(f"decay is {self.decay}, must lie between 0 and 1 (MeanRange weighs all batches alike)")
+
+    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
+        return _magnitude(x, within)
+
+    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
+        return _averaged(earlier, later, self.decay)
+
+
+@dataclasses.dataclass(frozen=True)
+class PercentileRange(AbstractRange):
+    """`-a .. a` for the mean `a` over batches of the `percent`-th percentile of each batch's magnitudes.
+
+    Attributes:
+        percent: above 0, up to 100; interpolated linearly, as `numpy.percentile` does.
+        axes: the axes whose elements keep a range each.
+    """
+
+    percent: float
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.percent <= 100:
+            raise QuantError(f"percent is {self.percent}, must be above 0 and at most 100")
+
+    def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
+        is_finite = jnp.isfinite(x).all(within, keepdims=True)
+        high = jnp.quantile(jnp.abs(x), self.percent / 100, axis=within, keepdims=True)
+        high = jnp.where(is_finite, high, jnp.inf)
+        return -high, high
+
+    def joined(self, earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
+        return _averaged(earlier, later, 1.0)
+
+
+def _magnitude(x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
+    """The largest magnitude to either side; infinite where there is a NaN, which XLA's maximum may lose."""
+    high = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)), axis=within, keepdims=True)
+    return -high, high
+
+
+def _outermost(earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
+    return jnp.minimum(earlier.low, later.low), jnp.maximum(earlier.high, later.high)
+
+
+def _averaged(earlier: RangeState, later: RangeState, decay: float) -> tuple[Array, Array]:
+    """The average of both; batches of `earlier` have aged by those of `later`."""
+    old = _weight(earlier.count, decay) * jnp.float32(decay) ** later.count.astype(jnp.float32)
+    new = _weight(later.count, decay)
+    share = beside(new / jnp.maximum(old + new, jnp.finfo(jnp.float32).tiny), earlier.low)
+
+    def mean(a: Array, b: Array) -> Array:
+        return jnp.where(share == 0, a, jnp.where(share == 1, b, a + share * (b - a)))
+
+    return mean(earlier.low, later.low), mean(earlier.high, later.high)
+
+
+def _weight(count: Array, decay: float) -> Array:
+    """`1 + decay + decay**2 + ..`, a term for each batch."""
+    n = count.astype(jnp.float32)
+    return n if decay == 1 else -jnp.expm1(n * np.float32(np.log(decay))) / np.float32(1 - decay)
