@@ -1,5 +1,6 @@
 """Which elements the numbers of their tile cover: where a straight-through gradient may pass."""
 
+import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 

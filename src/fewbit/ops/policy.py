@@ -1,10 +1,10 @@
-"""How one product is computed: the schemes of its weight and its activation."""
+"""How one product is computed, forwards and backwards: schemes of its operands and of the incoming gradient."""
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, cast
 
-from .._registry import refuse_unknown_fields
+from .._registry import near_names, refuse_unknown_fields
 from ..array import Scheme
 from ..array import scheme as as_scheme
 from ..errors import QuantError
@@ -12,43 +12,159 @@ from ..errors import QuantError
 SchemeSpec: TypeAlias = Scheme | str | Mapping[str, Any]
 """What `fb.scheme` makes a Scheme of."""
 
+Residual: TypeAlias = Literal["forward", "original"]
+Rounding: TypeAlias = Literal["nearest", "stochastic"]
+TiledAxis: TypeAlias = Literal["last", "first"]
+
+_WORDS: dict[str, tuple[str, ...]] = {"rounding": ("nearest", "stochastic"), "tiled_axis": ("last", "first")}
+_RESIDUALS = ("forward", "original")
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Arm:
+    """One product of the backward pass: the gradient of one operand, from the incoming gradient `g` and the other operand.
+
+    With codes `c` and scales `s` of the other operand from the forward pass, and `Q` the quantizer of `gradient`:
+
+        gradient=None                         g . (c * s)        the straight-through gradient of fake quantization
+        gradient=scheme, operand="forward"    Q(g * s) . c       where s varies only along what this product contracts;
+                                              Q(g) . (c * s)     otherwise
+        gradient=scheme, operand="original"   Q(g) . x           the operand as it came, in floating point
+        gradient=scheme, operand=scheme       Q(g) . Q'(x)       quantized anew from floating point, along this contraction
+
+    Attributes:
+        gradient: the scheme of the incoming gradient, its tiles along what this product contracts; None leaves it as it is.
+        operand: the other operand: "forward" takes its codes of the forward pass, "original" the array it came as, and a
+            scheme quantizes that array along what this product contracts, so that nothing is quantized twice.
+        rounding: of the gradient: to the "nearest", or "stochastic", which needs a key.
+        tiled_axis: which one of several contracted axes the tiles of `gradient` and `operand` run along: the "last" (the
+            sequence in a weight's gradient, as Qwix has it) or the "first" (the batch, as AQT has it).
+        hadamard: rotate both operands along the tiled axis by a random Hadamard matrix of this many rows before they are
+            quantized, which spreads outliers; a power of two that divides the axis. None does not. Needs a key.
+
+    >>> Arm("fp8_e5m2", rounding="stochastic").to_json()["rounding"]
+    'stochastic'
+    """
+
+    gradient: Scheme | None
+    operand: Scheme | Residual
+    rounding: Rounding
+    tiled_axis: TiledAxis
+    hadamard: int | None
+
+    def __init__(
+        self,
+        gradient: SchemeSpec | None = None,
+        operand: SchemeSpec | Residual = "forward",
+        rounding: Rounding = "nearest",
+        tiled_axis: TiledAxis = "last",
+        hadamard: int | None = None,
+    ):
+        given = {"rounding": rounding, "tiled_axis": tiled_axis}
+        for field, word in given.items():
+            if word not in _WORDS[field]:
+                raise QuantError(f"{field} is {word!r}; {near_names(str(word), _WORDS[field])}")
+        object.__setattr__(self, "gradient", None if gradient is None else as_scheme(gradient))
+        object.__setattr__(self, "operand", operand if operand in _RESIDUALS else as_scheme(operand))
+        object.__setattr__(self, "rounding", rounding)
+        object.__setattr__(self, "tiled_axis", tiled_axis)
+        object.__setattr__(self, "hadamard", hadamard)
+        if self.gradient is None and (isinstance(self.operand, Scheme) or rounding == "stochastic" or hadamard):
+            raise QuantError("an arm without a gradient scheme quantizes nothing; give it gradient=")
+        if hadamard is not None and (not isinstance(self.operand, Scheme) or hadamard < 2 or hadamard & (hadamard - 1)):
+            raise QuantError(f"hadamard is {hadamard}; it must be a power of two, with a scheme for the operand")
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether it draws random numbers."""
+        return self.rounding == "stochastic" or self.hadamard is not None
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: what differs from the defaults."""
+        plain = Arm()
+        changed = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        changed = {name: value for name, value in changed.items() if value != getattr(plain, name)}
+        return {name: value.to_json() if isinstance(value, Scheme) else value for name, value in changed.items()}
+
+    @classmethod
+    def from_json(cls, form: "Mapping[str, Any] | str | Arm") -> Self:
+        """The arm of a JSON form; a scheme's name stands for an arm that quantizes the gradient in it."""
+        if isinstance(form, cls):
+            return form
+        if isinstance(form, str):
+            return cls(form)
+        fields = cast(Mapping[str, Any], form)
+        refuse_unknown_fields("an arm", fields, tuple(f.name for f in dataclasses.fields(cls)))
+        return cls(**fields)
+
+
+FLOAT = Arm()
+"""The arm that quantizes nothing."""
+
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Policy:
-    """The schemes of a product's operands; names are taken as `fb.scheme` takes them.
+    """The schemes of a product's operands and of its backward pass; names are taken as `fb.scheme` takes them.
 
     Attributes:
-        weight: the scheme of the parameter.
+        weight: the scheme of the parameter; of a product without one, of the right operand.
         activation: the scheme that the other operand is quantized in when the product is computed, its tiles along the
             contracted axes; None leaves it as it is (weight-only).
+        dlhs: how the gradient of the activation is computed, which contracts the incoming gradient with the weight.
+        drhs: how the gradient of the weight is computed, which contracts the incoming gradient with the activation.
+        clips_gradient: whether an element beyond the range of its tile gets no gradient, where the calibration can leave
+            one beyond it ("fixed", "absmax" with a factor below 1, "percentile" and the like).
 
-    >>> Policy("int8", activation="int8").to_json()
-    {'weight': {'format': 'int8', 'tile': {'*': 1, '-1': None}, 'scale': 'float32', 'calibration': 'absmax'}, 'activation': \
-{'format': 'int8', 'tile': {'*': 1, '-1': None}, 'scale': 'float32', 'calibration': 'absmax'}}
+    >>> str(Policy("int8", activation="int8"))
+    'int8 x int8'
+    >>> Policy("fp8", "fp8", dlhs="fp8_e5m2", drhs="fp8_e5m2").dlhs.gradient.name
+    'fp8_e5m2'
     """
 
     weight: Scheme
-    activation: Scheme | None = None
+    activation: Scheme | None
+    dlhs: Arm
+    drhs: Arm
+    clips_gradient: bool
 
-    def __init__(self, weight: SchemeSpec, activation: SchemeSpec | None = None):
+    def __init__(
+        self,
+        weight: SchemeSpec,
+        activation: SchemeSpec | None = None,
+        dlhs: Arm | str | Mapping[str, Any] = FLOAT,
+        drhs: Arm | str | Mapping[str, Any] = FLOAT,
+        clips_gradient: bool = True,
+    ):
         object.__setattr__(self, "weight", as_scheme(weight))
         object.__setattr__(self, "activation", None if activation is None else as_scheme(activation))
+        object.__setattr__(self, "dlhs", Arm.from_json(dlhs))
+        object.__setattr__(self, "drhs", Arm.from_json(drhs))
+        object.__setattr__(self, "clips_gradient", clips_gradient)
 
     def __str__(self) -> str:
-        return self.weight.name if self.activation is None else f"{self.weight.name} x {self.activation.name}"
+        operands = self.weight.name if self.activation is None else f"{self.weight.name} x {self.activation.name}"
+        gradients = dict.fromkeys(arm.gradient.name for arm in (self.dlhs, self.drhs) if arm.gradient is not None)
+        return f"{operands}, gradient {' and '.join(gradients)}" if gradients else operands
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether the backward pass draws random numbers."""
+        return self.dlhs.needs_key or self.drhs.needs_key
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: the schemes' JSON forms by field."""
-        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {name: value.to_json() for name, value in fields.items() if value is not None}
+        """The JSON form: the schemes' and arms' JSON forms by field, without those that are the defaults."""
+        form: dict[str, Any] = {"weight": self.weight.to_json()}
+        if self.activation is not None:
+            form["activation"] = self.activation.to_json()
+        form |= {name: arm.to_json() for name in ("dlhs", "drhs") if (arm := getattr(self, name)) != FLOAT}
+        return form if self.clips_gradient else form | {"clips_gradient": False}
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any] | str) -> Self:
         """The policy of a JSON form, or the weight-only policy of a scheme's name."""
         if isinstance(form, str):
             return cls(as_scheme(form))
-        known = tuple(f.name for f in dataclasses.fields(cls))
-        refuse_unknown_fields("a policy", form, known)
+        refuse_unknown_fields("a policy", form, tuple(f.name for f in dataclasses.fields(cls)))
         if "weight" not in form:
             raise QuantError(f"a policy needs a 'weight'; got {dict(form)}")
-        return cls(**{key: as_scheme(value) for key, value in form.items() if value is not None})
+        return cls(**{key: value for key, value in form.items() if value is not None})
