@@ -4,6 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
@@ -237,6 +238,23 @@ def scale_values(q: QArray) -> Float[Array, "*t"]:
     """The scale of each tile, float32, with the tensor scale in it."""
     factors = _scale_factors(q)
     return functools.reduce(jnp.multiply, factors)
+
+
+def expanded_scale(q: QArray, *, but: int | None = None) -> Float[Array, "*t"]:
+    """The scale of each element, float32: every tile's value repeated along it.
+
+    Args:
+        q: the quantized array.
+        but: an axis along which there stays one value a tile; None: none.
+
+    Returns:
+        An array that broadcasts to the shape of `q`; axes with a single tile have length 1.
+    """
+    scale = scale_values(q)
+    for axis, (length, tile, count) in enumerate(zip(q.shape, q.tiles, scale.shape, strict=True)):
+        if axis != but and count > 1 and tile is not None and tile > 1:
+            scale = jax.lax.slice_in_dim(jnp.repeat(scale, tile, axis=axis), 0, length, axis=axis)
+    return scale
 
 
 def _scale_factors(q: QArray) -> tuple[Array, ...]:

@@ -1,37 +1,43 @@
-"""`dot_general` and `@` on operands that may be quantized."""
+"""`dot_general` and `@` on operands that may be quantized, or that a policy quantizes."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Key
 
-from ..array import PRODUCTS, QArray, dequantize, is_qarray, quantize
+from ..array import PRODUCTS, QArray, is_qarray
 from ..errors import QuantError
 from ..kernels.qmatmul import BACKENDS, Problem
 from ..kernels.qmatmul.problem import DimensionNumbers, Operand
 from ..kernels.select import select
+from .arms import AbstractBilinear, Axes, Rules, floating, quantized_product
 from .gathering import with_gathered_codes
-from .policy import Policy
+from .latent import Latent, is_latent, plain
+from .policy import FLOAT, Policy
 
 
 def dot_general(
-    lhs: ArrayLike | QArray,
-    rhs: ArrayLike | QArray,
+    lhs: ArrayLike | QArray | Latent,
+    rhs: ArrayLike | QArray | Latent,
     dimension_numbers: tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]],
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     *,
     policy: Policy | None = None,
+    key: Key[Array, ""] | None = None,
     backend: str | None = None,
 ) -> jax.Array:
-    """`jax.lax.dot_general` for operands of which either or both may be a QArray.
+    """`jax.lax.dot_general` for operands that are QArrays, or that a policy quantizes.
 
-    Weight-only (no activation scheme): the result is that of `lax.dot_general` on the decoded operand. With an activation
-    scheme the float operand is quantized first, with its tiles along the contracted axes; where no scale varies along them
-    the codes are multiplied, integers into int32 and all other formats into float32. The gradient with respect to a float
-    operand passes straight through its quantization: it is the gradient of the product with the decoded operands.
+    Weight-only (a QArray, no policy): the result is that of `lax.dot_general` on the decoded operand. Under a policy, floating
+    operands are quantized first, with their tiles along the contracted axes; where no scale varies along them the codes are
+    multiplied, integers into int32 and all other formats into float32. Gradients pass straight through the quantization, and
+    are computed by the policy's arms.
 
     Args:
         lhs: the left operand.
@@ -39,29 +45,111 @@ def dot_general(
         dimension_numbers: `((lhs contracting, rhs contracting), (lhs batch, rhs batch))`.
         precision: as in `lax.dot_general`, for the products that are computed in floating point.
         preferred_element_type: the dtype of the result; None takes the operands' common one.
-        policy: how to compute; None takes the policy of the quantized operand, if it has one.
+        policy: how to compute; None takes the policy of the operand that carries one. The weight is that operand, or the
+            quantized one; of two floating arrays it is the right one.
+        key: a JAX random key, for policies whose backward pass rounds stochastically or rotates.
         backend: the name of a backend to insist on; None chooses.
 
     Returns:
         The product: batch axes, then the left's free axes, then the right's.
 
     Raises:
-        QuantError: when two quantized operands carry different policies and none is given, or a policy asks for something
-            that the operands cannot have.
+        QuantError: when two operands carry different policies and none is given, or a policy needs a key.
         UnsupportedError: when the named backend cannot compute it.
 
     >>> w = quantize(jnp.eye(4), "int8")
     >>> dot_general(jnp.ones((2, 4)), w, (((1,), (1,)), ((), ()))).shape
     (2, 4)
+    >>> x, w = jnp.ones((2, 4)), jnp.eye(4)
+    >>> dot_general(x, w, (((1,), (1,)), ((), ())), policy=Policy("int8", "int8", dlhs="int8", drhs="int8")).shape
+    (2, 4)
     """
-    left, right = _operand(lhs), _operand(rhs)
+    policy = policy if policy is not None else carried_policy(lhs, rhs)
+    weight_is_left = has_left_weight(lhs, rhs)
+    key = key if key is not None else carried_key(lhs, rhs)
+    left, right = _operand(plain(lhs)), _operand(plain(rhs))
     numbers = _normalized(dimension_numbers, left.ndim, right.ndim)
-    policy = policy if policy is not None else _carried_policy(left, right)
-    if policy is None or policy.activation is None or not _has_one_float(left, right):
-        if policy is not None and policy.activation is not None and not _has_quantized(left, right):
-            raise QuantError("policy asks for a quantized product, but neither operand is a QArray")
-        return _product(left, right, numbers, precision, preferred_element_type, backend)
-    return _quantized_activation_product(left, right, numbers, precision, preferred_element_type, policy, backend)
+    dot = Dot(left.ndim, right.ndim, numbers, _hashable(precision), preferred_element_type, backend)
+    if policy is None or not is_needed(policy, left, right):
+        return dot.forward(left, right, None)
+    return quantized_product(dot, Rules(policy, weight_is_left), left, right, key=key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Dot(AbstractBilinear):
+    """`dot_general` with its settings.
+
+    Attributes:
+        left_ndim: how many axes the left operand has.
+        right_ndim: how many axes the right operand has.
+        numbers: the dimension numbers, normalized.
+        precision: as in `lax.dot_general`.
+        preferred: the dtype of the result, or None.
+        backend: the backend to insist on, or None.
+    """
+
+    left_ndim: int
+    right_ndim: int
+    numbers: DimensionNumbers
+    precision: Any
+    preferred: Any
+    backend: str | None
+
+    def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+        if is_qarray(lhs) or is_qarray(rhs):
+            lhs, rhs = map(floating, with_gathered_codes(lhs, rhs, self.numbers))
+        return jax.lax.dot_general(lhs, rhs, self.numbers, self.precision, self.preferred)
+
+    def forward(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+        return _product(lhs, rhs, self.numbers, self.precision, self.preferred, self.backend)
+
+    @property
+    def contracted(self) -> tuple[Axes, Axes]:
+        return self.numbers[0]
+
+    def contracted_backward(self, is_left: bool) -> tuple[Axes, Axes]:
+        _, left, right = self._result_axes
+        return (right, self._free(False)) if is_left else (left, self._free(True))
+
+    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Any) -> jax.Array | None:
+        batch, left, right = self._result_axes
+        side, met = (1, right) if is_left else (0, left)
+        own_batch, own_free = self.numbers[1][side], self._free(side == 0)
+        if any(scale.shape[axis] != 1 for axis in self.numbers[0][side]):
+            return None
+        places = dict(zip((*batch, *met), (*own_batch, *own_free), strict=True))
+        order = [places[axis] for axis in sorted(places)]
+        kept = scale.transpose(*order, *self.numbers[0][side]).reshape([scale.shape[axis] for axis in order])
+        return jnp.expand_dims(kept, left if is_left else right)
+
+    def backward(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
+        return self._turned_back(is_left, gradient, other, jnp.float32)
+
+    def transposed(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
+        return self._turned_back(is_left, gradient, other, self.preferred)
+
+    def _turned_back(self, is_left: bool, gradient: Any, other: Any, preferred: Any) -> jax.Array:
+        """The product of the incoming gradient and the other operand, its axes in the order of the operand it belongs to."""
+        batch, _, _ = self._result_axes
+        side = 0 if is_left else 1
+        numbers = (self.contracted_backward(is_left), (batch, self.numbers[1][1 - side]))
+        product = _product(gradient, other, numbers, self.precision, preferred, None)
+        # It has batch axes, own free axes, and the other's contracted axes in their order there.
+        own, others = self.numbers[0][side], self.numbers[0][1 - side]
+        axes_now = (*self.numbers[1][side], *self._free(is_left), *(own[i] for i in np.argsort(others)))
+        return product.transpose(np.argsort(axes_now))
+
+    def _free(self, is_left: bool) -> Axes:
+        side = 0 if is_left else 1
+        taken = (*self.numbers[0][side], *self.numbers[1][side])
+        return tuple(a for a in range(self.left_ndim if is_left else self.right_ndim) if a not in taken)
+
+    @property
+    def _result_axes(self) -> tuple[Axes, Axes, Axes]:
+        """The axes of the result: batch, the left's free ones, the right's."""
+        batch, left = len(self.numbers[1][0]), len(self._free(True))
+        ndim = batch + left + len(self._free(False))
+        return tuple(range(batch)), tuple(range(batch, batch + left)), tuple(range(batch + left, ndim))
 
 
 def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
@@ -95,8 +183,40 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
 PRODUCTS.add("matmul", matmul)
 
 
-def _operand(x: ArrayLike | QArray) -> Any:
-    return x if isinstance(x, QArray) else jnp.asarray(x)
+def is_needed(policy: Policy, lhs: Any, rhs: Any) -> bool:
+    """Whether a policy changes the product of two operands, forwards or backwards."""
+    has_backward = policy.dlhs != FLOAT or policy.drhs != FLOAT
+    has_weight = is_qarray(lhs) or is_qarray(rhs)
+    floats = 2 - is_qarray(lhs) - is_qarray(rhs)
+    return has_backward or (policy.activation is not None and floats > 0) or not has_weight
+
+
+def has_left_weight(lhs: Any, rhs: Any) -> bool:
+    """Whether the left operand takes the part of the weight: it carries the policy, or it alone is quantized."""
+    if is_latent(lhs) or is_latent(rhs):
+        return not is_latent(rhs)
+    return is_qarray(lhs) and not is_qarray(rhs)
+
+
+def carried_policy(lhs: Any, rhs: Any) -> Policy | None:
+    """The policy that the operands carry."""
+    carried = {x.policy for x in (lhs, rhs) if (is_qarray(x) or is_latent(x)) and isinstance(x.policy, Policy)}
+    if len(carried) > 1:
+        raise QuantError(f"the operands carry different policies ({', '.join(sorted(map(str, carried)))}); pass policy=")
+    return next(iter(carried), None)
+
+
+def carried_key(lhs: Any, rhs: Any) -> Any:
+    """The random key that an operand carries."""
+    return next((x.key for x in (lhs, rhs) if is_latent(x) and x.key is not None), None)
+
+
+def _operand(x: Any) -> Any:
+    return x if is_qarray(x) else jnp.asarray(x)
+
+
+def _hashable(precision: Any) -> Any:
+    return tuple(precision) if isinstance(precision, list) else precision
 
 
 def _normalized(numbers: Any, left_ndim: int, right_ndim: int) -> DimensionNumbers:
@@ -112,62 +232,15 @@ def _normalized(numbers: Any, left_ndim: int, right_ndim: int) -> DimensionNumbe
     )
 
 
-def _carried_policy(lhs: Any, rhs: Any) -> Policy | None:
-    """The policy that the operands carry."""
-    carried = {x.policy for x in (lhs, rhs) if isinstance(x, QArray) and isinstance(x.policy, Policy)}
-    if len(carried) > 1:
-        raise QuantError(f"the operands carry different policies ({', '.join(map(str, carried))}); pass policy=")
-    return next(iter(carried), None)
-
-
-def _has_quantized(lhs: Any, rhs: Any) -> bool:
-    return isinstance(lhs, QArray) or isinstance(rhs, QArray)
-
-
-def _has_one_float(lhs: Any, rhs: Any) -> bool:
-    return isinstance(lhs, QArray) != isinstance(rhs, QArray)
-
-
 def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, backend: str | None) -> jax.Array:
     """The product of the operands as they are, by the backend that the problem selects."""
-    if not _has_quantized(lhs, rhs):
+    if not (is_qarray(lhs) or is_qarray(rhs)):
         if backend is not None:
             raise QuantError(f"backend={backend!r} computes quantized products; neither operand is a QArray")
         return jax.lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=preferred)
     lhs, rhs = with_gathered_codes(lhs, rhs, numbers)
     problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, precision, preferred)
     return select(BACKENDS, problem, backend).run(problem, lhs, rhs)
-
-
-def _quantized_activation_product(
-    lhs: Any, rhs: Any, numbers: DimensionNumbers, precision: Any, preferred: Any, policy: Policy, backend: str | None
-) -> jax.Array:
-    """The product after the float operand is quantized; its gradient is that of the product with decoded operands."""
-    is_left = not isinstance(lhs, QArray)
-    x, q = (lhs, rhs) if is_left else (rhs, lhs)
-    axes = numbers[0][0 if is_left else 1]
-    assert policy.activation is not None
-    scheme = policy.activation
-
-    def ordered(a: Any, b: Any) -> tuple[Any, Any]:
-        return (a, b) if is_left else (b, a)
-
-    def decoded(x: jax.Array, q: QArray) -> jax.Array:
-        left, right = (dequantize(a) if is_qarray(a) else a for a in with_gathered_codes(*ordered(x, q), numbers))
-        return jax.lax.dot_general(left, right, numbers, precision, preferred)
-
-    @jax.custom_vjp
-    def product(x: jax.Array, q: QArray) -> jax.Array:
-        return _product(*ordered(quantize(x, scheme, axis=axes), q), numbers, precision, preferred, backend)
-
-    def forward(x: jax.Array, q: QArray) -> tuple[jax.Array, Any]:
-        return product(x, q), (x, q)
-
-    def backward(saved: Any, gradient: jax.Array) -> Any:
-        return jax.vjp(decoded, *saved)[1](gradient)
-
-    product.defvjp(forward, backward)
-    return product(x, q)
 
 
 def _matmul_batch(left: tuple[int, ...], right: tuple[int, ...]) -> int:

@@ -22,6 +22,10 @@ class AbsMax(AbstractCalibration):
     def __post_init__(self) -> None:
         check_positive(self.name, "factor", self.factor)
 
+    @property
+    def clips(self) -> bool:
+        return self.factor < 1
+
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         high = tiles.amax * self.factor
         return symmetric_or_range(-high, high, target)

@@ -132,6 +132,11 @@ class AbstractCalibration(abc.ABC):
         """Whether the choice depends on error weights; passing them to a rule that ignores them is an error."""
         return False
 
+    @property
+    def clips(self) -> bool:
+        """Whether elements may be left outside the range on purpose, so that a straight-through gradient stops there."""
+        return False
+
     @abc.abstractmethod
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         """The scale of each tile, and its offset.

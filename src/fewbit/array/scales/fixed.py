@@ -38,6 +38,10 @@ class Fixed(AbstractCalibration):
             raise QuantError(f"fixed takes one value (the magnitude) or two (low, high), got {len(words)}")
         return super().parse(words)
 
+    @property
+    def clips(self) -> bool:
+        return True
+
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         one = tiles.over(jnp.max, jnp.ones_like(tiles.x))
         return symmetric_or_range(one * self.low, one * self.high, target)

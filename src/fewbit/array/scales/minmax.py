@@ -30,6 +30,10 @@ class MinMax(AbstractCalibration):
         if self.contains_zero not in (0, 1):
             raise QuantError(f"minmax: contains_zero is {self.contains_zero!r}, must be 0 or 1")
 
+    @property
+    def clips(self) -> bool:
+        return self.factor < 1
+
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if self.contains_zero:
             low, high = tiles.over(jnp.min, jnp.minimum(tiles.x, 0)), tiles.over(jnp.max, jnp.maximum(tiles.x, 0))

@@ -23,6 +23,10 @@ class RMS(AbstractCalibration):
     def __post_init__(self) -> None:
         check_positive(self.name, "factor", self.factor)
 
+    @property
+    def clips(self) -> bool:
+        return True
+
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         exponent = tiles.exponent
         mean_square = tiles.mean(jnp.square(tiles.x * power_of_two(-exponent)), jnp.zeros_like(exponent))
@@ -34,7 +38,8 @@ class RMS(AbstractCalibration):
 class AbsMean(AbstractCalibration):
     """`factor * mean|x|` lands on the largest code: BitNet b1.58's scale for ternary, XNOR-Net's for binary weights.
 
-    For binary codes the mean magnitude is the scale of least squared error.
+    For binary codes the mean magnitude is the scale of least squared error. It leaves elements beyond the range in any tile, and
+    they keep their gradients, as in BitNet.
 
     Attributes:
         factor: how many mean magnitudes the largest code stands for.

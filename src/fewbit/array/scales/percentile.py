@@ -27,6 +27,10 @@ class Percentile(AbstractCalibration):
         if not isinstance(self.percent, int | float) or not 0 < self.percent <= 100:
             raise QuantError(f"percentile: percent is {self.percent!r}, must be above 0 and at most 100")
 
+    @property
+    def clips(self) -> bool:
+        return True
+
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         x = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, jnp.nan)
         fraction = self.percent / 100

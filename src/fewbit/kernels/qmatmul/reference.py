@@ -2,8 +2,10 @@
 
 - One side quantized: it is decoded to its dtype, and the product is JAX's own, so precision and result are those of the
   arrays it stands for.
-- Both sides quantized, with scales that do not vary along the contracted axes and no zero points: the codes are multiplied
-  (integers into int32, all other formats into float32) and the result is scaled, as hardware does it.
+- Both sides quantized without zero points, with scales that do not vary along the contracted axes: the codes are multiplied
+  (`codes.py` says in which types) and the result is scaled, as hardware does it.
+- The same, with scales that vary along one contracted axis in tiles of at least `LEAST_TILE`: tile by tile, the products of
+  the codes scaled and added up in float32. No floating array of an operand's size is made.
 - Both sides quantized otherwise: both are decoded to float32.
 """
 
@@ -14,16 +16,17 @@ import jax
 import jax.numpy as jnp
 
 from ..._registry import Registry
-from ..._tiles import blocked_scale
 from ...array import QArray, dequantize
-from ...array.packing import unpack
-from ...array.quantize import scale_values
-from ...formats import Integer
+from ...array.quantize import expanded_scale
 from ..select import AbstractBackend
+from .codes import code_values, common_types
 from .problem import Problem
 
 BACKENDS: Registry[AbstractBackend[Problem]] = Registry("qmatmul")
 """The backends of the general product; the last that can compute a problem is taken, the reference when no other can."""
+
+LEAST_TILE = 128
+"""The shortest tile along the contraction that pays for a product of its own; below, decoding is faster."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +42,15 @@ class Reference(AbstractBackend[Problem]):
         lhs, rhs = operands
         if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
             return _decoded_product(problem, lhs, rhs)
-        (left, right), _ = problem.dimension_numbers
-        if _is_constant_along(lhs, left) and _is_constant_along(rhs, right):
-            return _code_product(problem, lhs, rhs)
+        if lhs.scheme.zero_point is None and rhs.scheme.zero_point is None:
+            if all(
+                _is_constant(q, a) for q, axes in zip((lhs, rhs), problem.dimension_numbers[0], strict=True) for a in axes
+            ):
+                return _code_product(problem, lhs, rhs)
+            if (tiled := _tiled_axis(problem, lhs, rhs)) is not None:
+                return _tiled_product(problem, lhs, rhs, *tiled)
         both = dequantize(lhs, jnp.float32), dequantize(rhs, jnp.float32)
-        product = _dot(problem, *both, preferred=jnp.float32)
-        return product.astype(problem.result_dtype)
+        return _dot(problem, *both, preferred=jnp.float32).astype(problem.result_dtype)
 
 
 BACKENDS.add("reference", Reference())
@@ -56,55 +62,76 @@ def _decoded_product(problem: Problem, lhs: Any, rhs: Any) -> jax.Array:
     return _dot(problem, *decoded, preferred=problem.preferred_element_type)
 
 
-def _is_constant_along(q: QArray, axes: tuple[int, ...]) -> bool:
-    """Whether one scale serves all of the contracted axes, and codes of zero mean zero."""
-    return q.scheme.zero_point is None and all(q.tiles[a] is None or q.shape[a] == 1 for a in axes)
+def _is_constant(q: QArray, axis: int) -> bool:
+    """Whether one scale serves the whole of an axis."""
+    return q.tiles[axis] is None or q.scale.shape[axis] == 1
 
 
 def _code_product(problem: Problem, lhs: QArray, rhs: QArray) -> jax.Array:
     """The product of the codes' values, times both scales."""
-    are_integers = all(isinstance(q.scheme.format, Integer) and q.scheme.format.step == 1 for q in (lhs, rhs))
-    # int8 holds every signed code; unsigned ones of 8 bits do not fit, and go through float32, where the sums are exact
-    # up to 2**24.
-    fits = are_integers and all(q.scheme.format.max < 128 for q in (lhs, rhs))
-    dtype, accumulator = (jnp.int8, jnp.int32) if fits else (jnp.float32, jnp.float32)
-    product = _dot(problem, _code_values(lhs, dtype), _code_values(rhs, dtype), preferred=accumulator)
-    left, right = _result_scale(problem, lhs, is_left=True), _result_scale(problem, rhs, is_left=False)
+    dtypes, accumulator = common_types(lhs.scheme.format, rhs.scheme.format)
+    product = _dot(problem, code_values(lhs, dtypes[0]), code_values(rhs, dtypes[1]), preferred=accumulator)
+    left, right = (_result_scale(problem, expanded_scale(q), is_left=q is lhs) for q in (lhs, rhs))
     return (product.astype(jnp.float32) * left * right).astype(problem.result_dtype)
 
 
-def _code_values(q: QArray, dtype: Any) -> jax.Array:
-    """The numbers that the codes stand for, without scales."""
-    fmt, axis = q.scheme.format, q.scheme.pack_axis
-    codes = unpack(q.codes, fmt.bits, q.shape[axis], q.scheme.packing, axis=axis)
-    return fmt.decode(codes).astype(dtype)
+def _tiled_axis(problem: Problem, lhs: QArray, rhs: QArray) -> tuple[int, int, int] | None:
+    """The one pair of contracted axes along which scales vary, and the tile that both sides have there; None if not so."""
+    pairs = [p for p in zip(*problem.dimension_numbers[0], strict=True) if not all(map(_is_constant, (lhs, rhs), p))]
+    if len(pairs) != 1:
+        return None
+    left, right = pairs[0]
+    lengths = {q.tiles[a] for q, a in ((lhs, left), (rhs, right)) if not _is_constant(q, a)}
+    tile = next(iter(lengths))
+    return (left, right, tile) if len(lengths) == 1 and tile is not None and tile >= LEAST_TILE else None
 
 
-def _result_scale(problem: Problem, q: QArray, *, is_left: bool) -> jax.Array:
+def _tiled_product(problem: Problem, lhs: QArray, rhs: QArray, left: int, right: int, tile: int) -> jax.Array:
+    """The sum over tiles of the products of codes, each times its scales."""
+    dtypes, accumulator = common_types(lhs.scheme.format, rhs.scheme.format)
+    sides = ((lhs, left, dtypes[0]), (rhs, right, dtypes[1]))
+    codes = tuple(_cut(code_values(q, dtype), axis, tile) for q, axis, dtype in sides)
+    count = codes[0].shape[0]
+    scales = tuple(_tile_scales(q, axis, count) for q, axis, _ in sides)
+
+    def add(total: jax.Array, turn: Any) -> tuple[jax.Array, None]:
+        (left_codes, right_codes), factors = turn
+        product = _dot(problem, left_codes, right_codes, preferred=accumulator).astype(jnp.float32)
+        for factor, is_left in zip(factors, (True, False), strict=True):
+            product = product * _result_scale(problem, factor, is_left=is_left)
+        return total + product, None
+
+    shape = jax.eval_shape(lambda: _dot(problem, codes[0][0], codes[1][0], preferred=accumulator)).shape
+    total, _ = jax.lax.scan(add, jnp.zeros(shape, jnp.float32), (codes, scales))
+    return total.astype(problem.result_dtype)
+
+
+def _cut(values: jax.Array, axis: int, tile: int) -> jax.Array:
+    """An axis cut into tiles, which become the first axis; a short last tile is filled with zeros, which add nothing."""
+    spare = -values.shape[axis] % tile
+    values = jnp.pad(values, [(0, spare if a == axis else 0) for a in range(values.ndim)])
+    shape = values.shape
+    cut = values.reshape(*shape[:axis], shape[axis] // tile, tile, *shape[axis + 1 :])
+    return jnp.moveaxis(cut, axis, 0)
+
+
+def _tile_scales(q: QArray, axis: int, count: int) -> jax.Array:
+    """The scales by tile of an axis: `count` of them first, and length 1 where the axis was."""
+    scale = expanded_scale(q, but=axis)
+    along = jnp.broadcast_to(scale, [count if a == axis else n for a, n in enumerate(scale.shape)])
+    return jnp.expand_dims(jnp.moveaxis(along, axis, 0), axis + 1)
+
+
+def _result_scale(problem: Problem, scale: jax.Array, *, is_left: bool) -> jax.Array:
     """One operand's scales, shaped to meet the result: batch axes, then the left's free axes, then the right's."""
     side = 0 if is_left else 1
     contracted, batch = problem.dimension_numbers[0][side], problem.dimension_numbers[1][side]
-    free = [a for a in range(q.ndim) if a not in contracted and a not in batch]
-    full = tuple(1 if a in contracted else n for a, n in enumerate(q.shape))
-    scale = _expanded(scale_values(q), q, full).transpose(*batch, *free, *contracted)
-    scale = scale.reshape([q.shape[a] for a in (*batch, *free)])
+    free = [a for a in range(scale.ndim) if a not in contracted and a not in batch]
+    met = scale.transpose(*batch, *free, *contracted).reshape([scale.shape[a] for a in (*batch, *free)])
     other = problem.rhs if is_left else problem.lhs
     other_free = len(other.shape) - len(contracted) - len(batch)
-    place = (
-        tuple(range(scale.ndim, scale.ndim + other_free)) if is_left else tuple(range(len(batch), len(batch) + other_free))
-    )
-    return jnp.expand_dims(scale, place)
-
-
-def _expanded(scale: jax.Array, q: QArray, shape: tuple[int, ...]) -> jax.Array:
-    """The scale of each element: every tile's value repeated over its elements."""
-    tiles = q.tiles
-    wide = [n if n == 1 or t is None or t == 1 else -(-n // t) * t for n, t in zip(shape, tiles, strict=True)]
-    blocks: list[int] = []
-    for n, t in zip(wide, tiles, strict=True):
-        blocks += [n] if t is None or t == 1 else [n // t, t]
-    full = jnp.broadcast_to(blocked_scale(scale, tiles), blocks).reshape(wide)
-    return full[tuple(slice(n) for n in shape)]
+    first = met.ndim if is_left else len(batch)
+    return jnp.expand_dims(met, tuple(range(first, first + other_free)))
 
 
 def _dot(problem: Problem, lhs: jax.Array, rhs: jax.Array, *, preferred: Any) -> jax.Array:

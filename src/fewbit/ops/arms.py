@@ -1,0 +1,243 @@
+"""Products as a Policy has them: operands quantized on the way in, and each product of the backward pass by its own arm.
+
+A product of two operands is linear in each, so it comes with two more: the gradient of the left operand contracts the
+incoming gradient with the right one, and the other way round. `AbstractBilinear` says what the three contract; everything
+else here is the same for matrix products, convolutions and ragged products.
+"""
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..array import QArray, Scheme, dequantize, is_qarray, quantize
+from ..array.coverage import is_covered
+from ..array.quantize import expanded_scale
+from ..errors import QuantError
+from .policy import Arm, Policy
+from .rotation import rotated
+
+Axes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractBilinear(abc.ABC):
+    """A product that is linear in its left and in its right operand; `extra` is what it takes besides, such as group sizes."""
+
+    @abc.abstractmethod
+    def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+        """JAX's own product of the arrays that the operands stand for."""
+
+    @abc.abstractmethod
+    def forward(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+        """The product of operands of which any may be quantized."""
+
+    @property
+    @abc.abstractmethod
+    def contracted(self) -> tuple[Axes, Axes]:
+        """The axes of the left and of the right operand that the product sums over, the one that tiles run along last."""
+
+    @abc.abstractmethod
+    def contracted_backward(self, is_left: bool) -> tuple[Axes, Axes]:
+        """The axes of the incoming gradient and of the other operand that an operand's gradient sums over, likewise."""
+
+    @abc.abstractmethod
+    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Any) -> jax.Array | None:
+        """The other operand's scale for each element, shaped to meet the incoming gradient.
+
+        None where it varies along an axis that the gradient does not have, so that it cannot be folded in.
+        """
+
+    def backward(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
+        """The gradient of one operand from the incoming gradient and the other operand, either of which may be quantized.
+
+        The reference for every product: JAX's own transpose of the product of the decoded arrays, in float32.
+        """
+        gradient, other = (floating(x).astype(jnp.float32) for x in (gradient, other))
+        like = jax.ShapeDtypeStruct(like.shape, jnp.float32)
+        return self.transposed(is_left, gradient, other, like, extra)
+
+    def transposed(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
+        """JAX's own transpose of the product with respect to one operand."""
+
+        def of_one(x: jax.Array) -> jax.Array:
+            return self.values(x, other, extra) if is_left else self.values(other, x, extra)
+
+        gradient = gradient.astype(jax.eval_shape(of_one, like).dtype)
+        return jax.linear_transpose(of_one, like)(gradient)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Rules:
+    """A Policy as it applies to a product: what is left and right in it.
+
+    Attributes:
+        policy: the policy.
+        weight_is_left: whether the left operand takes the part of the weight.
+    """
+
+    policy: Policy
+    weight_is_left: bool = False
+
+    def scheme(self, is_left: bool) -> Scheme | None:
+        """The scheme of an operand."""
+        return self.policy.weight if is_left == self.weight_is_left else self.policy.activation
+
+    def arm(self, is_left: bool) -> Arm:
+        """How the gradient of an operand is computed."""
+        return self.policy.drhs if is_left == self.weight_is_left else self.policy.dlhs
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """What the backward pass keeps of one operand.
+
+    Attributes:
+        forward: what entered the product; None where no arm asks for it.
+        original: the operand as it came; None likewise.
+        passes: where its gradient passes; None for everywhere.
+        like: its shape and dtype.
+    """
+
+    forward: Any
+    original: Any
+    passes: Any
+    like: Any = dataclasses.field(metadata={"static": True})
+
+
+def quantized_product(
+    bilinear: AbstractBilinear, rules: Rules, lhs: Any, rhs: Any, extra: Any = None, key: Any = None
+) -> jax.Array:
+    """The product under a policy, with the policy's gradients.
+
+    Args:
+        bilinear: the product.
+        rules: the policy, and which operand is the weight.
+        lhs: the left operand; a QArray stays as it is.
+        rhs: the right operand, likewise.
+        extra: what the product takes besides.
+        key: a JAX random key for arms that draw random numbers. What an arm draws depends on its gradient, too, so one key
+            may serve many products and every turn of a loop.
+
+    Returns:
+        The product.
+    """
+    if rules.policy.needs_key and key is None:
+        raise QuantError(f"policy {rules.policy} draws random numbers in the backward pass; pass key=")
+
+    @jax.custom_vjp
+    def product(lhs: Any, rhs: Any, key: Any, extra: Any) -> jax.Array:
+        return bilinear.forward(_entering(bilinear, rules, lhs, True), _entering(bilinear, rules, rhs, False), extra)
+
+    def forward(lhs: Any, rhs: Any, key: Any, extra: Any) -> tuple[jax.Array, Any]:
+        left, right = _entering(bilinear, rules, lhs, True), _entering(bilinear, rules, rhs, False)
+        kept = _residual(rules, lhs, left, True), _residual(rules, rhs, right, False)
+        return bilinear.forward(left, right, extra), (
+            kept,
+            (lhs, rhs) if is_qarray(lhs) or is_qarray(rhs) else None,
+            key,
+            extra,
+        )
+
+    def backward(saved: Any, gradient: jax.Array) -> Any:
+        (left, right), held, key, extra = saved
+        to_left = _operand_gradient(bilinear, rules.arm(True), gradient, True, left, right, extra, key)
+        to_right = _operand_gradient(bilinear, rules.arm(False), gradient, False, right, left, extra, key)
+        lhs, rhs = held if held is not None else (None, None)
+        return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None
+
+    product.defvjp(forward, backward)
+    return product(lhs, rhs, key, extra)
+
+
+def _entering(bilinear: AbstractBilinear, rules: Rules, x: Any, is_left: bool) -> Any:
+    """An operand as it enters the product."""
+    scheme = rules.scheme(is_left)
+    if scheme is None or is_qarray(x):
+        return x
+    return quantize(x, scheme, axis=_some(bilinear.contracted[0 if is_left else 1]))
+
+
+def _residual(rules: Rules, x: Any, entered: Any, is_left: bool) -> Residual:
+    """What the gradient of the other operand needs of this one, and where this one's own passes."""
+    arm, scheme = rules.arm(not is_left), rules.scheme(is_left)
+    passes = None
+    if rules.policy.clips_gradient and scheme is not None and scheme.calibration.clips and not is_qarray(x):
+        passes = is_covered(x, entered)
+    keeps_forward = arm.operand == "forward"
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return Residual(entered if keeps_forward else None, None if keeps_forward else x, passes, like)
+
+
+def _operand_gradient(
+    bilinear: AbstractBilinear, arm: Arm, g: jax.Array, is_left: bool, own: Residual, other: Residual, extra: Any, key: Any
+) -> jax.Array:
+    """The gradient of one operand by its arm, in the operand's dtype, and zero where it does not pass."""
+    if arm.gradient is None:
+        met = other.forward if arm.operand == "forward" else other.original
+        result = bilinear.transposed(is_left, g, met, own.like, extra)
+    else:
+        if arm.needs_key:
+            key = _own_key(key, is_left, g)
+        result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, key)
+    result = result.astype(own.like.dtype)
+    return result if own.passes is None else jnp.where(own.passes, result, jnp.zeros_like(result))
+
+
+def _quantized_gradient(
+    bilinear: AbstractBilinear, arm: Arm, g: jax.Array, is_left: bool, like: Any, other: Residual, extra: Any, key: Any
+) -> jax.Array:
+    """The gradient of one operand from the quantized incoming gradient."""
+    axes, other_axes = bilinear.contracted_backward(is_left)
+    if arm.tiled_axis == "first":
+        axes, other_axes = axes[::-1], other_axes[::-1]
+    met = other.original if other.forward is None else other.forward
+    if arm.operand == "forward" and is_qarray(met):
+        g, met = _folded(bilinear, g, is_left, met, extra)
+    elif isinstance(arm.operand, Scheme):
+        met = floating(met)
+        if arm.hadamard is not None:
+            g, met = rotated(g, met, axes[-1], other_axes[-1], arm.hadamard, jax.random.fold_in(key, 1))
+        met = quantize(met, arm.operand, axis=_some(other_axes))
+    noise = jax.random.fold_in(key, 2) if arm.rounding == "stochastic" else None
+    assert arm.gradient is not None
+    g = quantize(g, arm.gradient, axis=_some(axes), key=noise)  # type: ignore[assignment]
+    return bilinear.backward(is_left, g, met, like, extra)
+
+
+def _folded(bilinear: AbstractBilinear, g: jax.Array, is_left: bool, q: QArray, extra: Any) -> tuple[jax.Array, Any]:
+    """The gradient times the scale of the other operand, and that operand's codes alone; or both as they are."""
+    scale = None if q.zero_point is not None else bilinear.beside_gradient(is_left, expanded_scale(q), extra)
+    if scale is None:
+        return g, q
+    whole = dataclasses.replace(
+        q.scheme.with_tiles((None,) * q.ndim, q.scheme.pack_axis), scale=np.dtype(np.float32), tensor_scale=False
+    )
+    ones = jnp.ones((1,) * q.ndim, jnp.float32)
+    codes = QArray(q.codes, ones, None, None, whole, np.dtype(np.float32), q.slack)
+    return g.astype(jnp.float32) * scale, codes
+
+
+def _own_key(key: Any, is_left: bool, g: jax.Array) -> Any:
+    """A key for one arm of one product, told apart from all others by the sum of the gradient it meets."""
+    bits = jax.lax.bitcast_convert_type(jnp.sum(g.astype(jnp.float32)), jnp.uint32)
+    return jax.random.fold_in(jax.random.fold_in(key, int(is_left)), bits)
+
+
+def _cotangent(x: Any, gradient: jax.Array) -> Any:
+    """The gradient in the form of its operand: that of a QArray is the gradient of its scales."""
+    return jax.vjp(dequantize, x)[1](gradient)[0] if is_qarray(x) else gradient
+
+
+def floating(x: Any) -> jax.Array:
+    """The array that an operand stands for."""
+    return dequantize(x) if is_qarray(x) else x
+
+
+def _some(axes: Axes) -> Axes:
+    """The contracted axes, or the last one of an operand of which none is."""
+    return axes or (-1,)
