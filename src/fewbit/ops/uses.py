@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 
 from ..array import is_qarray
 from ..array.layout import regrouped
-from .transparent import scan_counts
+from .rules.control import scan_counts
 
 Path: TypeAlias = str
 
