@@ -129,12 +129,14 @@ class _Evaluator(AbstractEvaluator):
         pieces: the jitted functions that evaluate inner `jit`s and products, kept with what they were made from, so that
             JAX's own cache serves the next equation or call that is alike.
         is_traced: whether JAX is tracing what is evaluated.
+        around: the equations whose bodies are being evaluated, the innermost first.
     """
 
     fallback: str
     report: Callable[[Decoded], None] | None
     pieces: dict[Hashable, tuple[Any, Callable[..., Any]]]
     is_traced: bool
+    around: tuple[Any, ...] = ()
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
         """The outputs of a jaxpr for values that may be QArrays."""
@@ -198,7 +200,7 @@ class _Evaluator(AbstractEvaluator):
         reason = "fewbit has no rule for it"
         if rule is not None:
             try:
-                return rule(self, eqn, values)
+                return rule(dataclasses.replace(self, around=(eqn, *self.around)), eqn, values)
             except NoRuleError as error:
                 reason = str(error)
         return bound(eqn, [self.decoded(eqn, value, reason) for value in values])
@@ -207,7 +209,7 @@ class _Evaluator(AbstractEvaluator):
         """The array that a value stands for, where the fallback allows it."""
         if not is_qarray(value):
             return value
-        place = Decoded(eqn.primitive.name, repr(value), _source_of(eqn), reason)
+        place = Decoded(eqn.primitive.name, repr(value), _source_of(eqn, *self.around), reason)
         if self.fallback == "error":
             raise UnsupportedError(
                 f"{place}; pass fallback='dequantize' to fb.transparent to allow it, or leave this parameter unquantized"
@@ -241,6 +243,6 @@ def _context_of(eqn: Any) -> Iterator[None]:
         yield
 
 
-def _source_of(eqn: Any) -> str:
-    """The file and line of an equation, as far as JAX knows one outside itself."""
-    return source_info_util.summarize(eqn.source_info) or "within JAX"
+def _source_of(*eqns: Any) -> str:
+    """The file and line of an equation; where JAX knows none outside itself, of the equations around it."""
+    return next(filter(None, (source_info_util.summarize(eqn.source_info) for eqn in eqns)), "within JAX")

@@ -145,7 +145,6 @@ CONTROL: dict[str, Rule] = {
     "jit": _jit,
     "pjit": _jit,
     "closed_call": _call,
-    "call": _call,
     "eval_jaxpr": _call,
     "composite": _call,
     "remat2": _remat,

@@ -104,7 +104,8 @@ def _custom_vjp(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> li
     def backward(saved: Any, gradients: Any) -> Any:
         args, pullback = saved
         found = pullback(gradients)
-        return tuple(_merged([None] * len(args), floats, map(_held_gradient, [args[i] for i in floats], found)))
+        held = [_held_gradient(args[i], gradient) for i, gradient in zip(floats, found, strict=True)]
+        return tuple(_merged([None] * len(args), floats, held))
 
     call.defvjp(forward, backward)
     return list(call(*values))

@@ -182,6 +182,7 @@ LAYOUT: dict[str, Rule] = {
     "copy": _on_leaves,
     "copy_p": _on_leaves,
     "name": _on_leaves,
+    "stage": _on_leaves,
     "stop_gradient": _stop_gradient,
     "optimization_barrier": _barrier,
     "slice": _slice,

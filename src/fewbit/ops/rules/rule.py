@@ -52,5 +52,7 @@ def logical(x: Any) -> Any:
     """What traced code sees of a value: of a QArray its shape and dtype, and over which mesh axes its shards differ."""
     if not is_qarray(x):
         return x
-    varying = getattr(jax.typeof(x.codes), "vma", None)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, **({"vma": varying} if varying else {}))
+    codes = jax.typeof(x.codes)
+    varying = codes.manual_axis_type
+    where = {"sharding": codes.sharding, "manual_axis_type": varying} if varying.varying else {}  # within shard_map
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, **where)
