@@ -18,6 +18,7 @@ from jax.extend import source_info_util
 
 from ..array import dequantize, is_qarray
 from ..errors import QuantError, UnsupportedError
+from .repeats import Stretch, last_uses, stretch_from
 from .rules import RULES, AbstractEvaluator, NoRuleError, bound
 from .rules.rule import logical
 from .rules.sharding import constrained
@@ -145,16 +146,28 @@ class _Evaluator(AbstractEvaluator):
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
 
-        for eqn in jaxpr.eqns:
+        eqns, index, last = jaxpr.eqns, 0, None
+        while index < len(eqns):
+            eqn = eqns[index]
             values = [read(atom) for atom in eqn.invars]
+            is_quantized = any(map(is_qarray, values))
+            if is_quantized and self.is_traced:
+                last = last_uses(jaxpr) if last is None else last
+                stretch = stretch_from(jaxpr, index, env, last)
+                repeated = None if stretch is None else self._repeated(stretch)
+                if stretch is not None and repeated is not None:
+                    env.update(zip(stretch.outputs, repeated(*map(env.get, stretch.inputs)), strict=True))
+                    index += len(stretch.eqns)
+                    continue
             with _context_of(eqn):
-                if not any(map(is_qarray, values)):
+                if not is_quantized:
                     outputs = bound(eqn, values)
                 elif eqn.primitive.name == "select_n":
                     outputs = self._quantized_equation(eqn, [_as_made(eqn.invars[0], jaxpr, read), *values[1:]])
                 else:
                     outputs = self._quantized_equation(eqn, values)
             env.update(zip(eqn.outvars, outputs, strict=True))
+            index += 1
         return [read(atom) for atom in jaxpr.outvars]
 
     def function(self, inner: Any) -> Callable[..., list[Any]]:
@@ -186,6 +199,17 @@ class _Evaluator(AbstractEvaluator):
 
         key = ("jit", id(closed), params["in_shardings"], params["out_shardings"], tuple(settings.items()))
         return made() if closed.consts or options else self._kept(key, closed, made)
+
+    def _repeated(self, stretch: Stretch) -> Callable[..., Any] | None:
+        """A stretch that comes again as a jitted function; None for any other."""
+        if not stretch.comes_again and stretch.key not in self.pieces:
+            return None
+        evaluator = dataclasses.replace(self, is_traced=False)
+
+        def repeated(*args: Any) -> list[Any]:
+            return evaluator.evaluate(stretch.jaxpr, (), args)
+
+        return self._kept(stretch.key, stretch, lambda: jax.jit(repeated))
 
     def _kept(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
         """The piece of a key; `source` is kept with it, so that its id stays its own."""
