@@ -82,3 +82,16 @@ def test_the_trace_grows_with_the_layers_not_with_their_length(layers):
     run = fb.transparent(mlp)
     counts = [len(jax.make_jaxpr(lambda p, x: run(p, x))(layers[0][:n], X).eqns) for n in (3, 4, 5)]
     assert counts[2] - counts[1] == counts[1] - counts[0] == 1
+
+
+def test_layers_that_differ_by_name_keep_their_names(layers):
+    def net(params, x):
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w.T)
+        return x
+
+    text = jax.jit(fb.transparent(net)).lower(layers[0], X).as_text(debug_info=True)
+    assert all(f"layer_{i}" in text for i in range(6))
+    found = jax.jit(fb.transparent(net))(layers[0], X)
+    np.testing.assert_allclose(found, net(layers[1], X), rtol=1e-5, atol=1e-6)

@@ -9,7 +9,7 @@ lines of code are; their operands' types are for `jit` to tell.
 import dataclasses
 import types
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +18,8 @@ from jax.extend import core as jex_core
 from ..array import is_qarray
 
 _LONGEST = 512  # equations of one stretch; a longer one is cut
+_VARIANTS = 3  # different stretches that begin at one line, after which it is given up: its layers differ by name, say
+_SURE = ("dot_general", "transpose", "convert_element_type")  # primitives whose rules take nearly any operand
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,27 +46,49 @@ class Stretch:
         return types.SimpleNamespace(constvars=(), invars=self.inputs, outvars=self.outputs, eqns=self.eqns)
 
 
-def last_uses(jaxpr: Any) -> dict[Any, int]:
-    """For each variable the index of the last equation that reads it; the number of equations for an output."""
-    last = {}
-    for index, eqn in enumerate(jaxpr.eqns):
-        last.update((atom, index) for atom in eqn.invars if not isinstance(atom, jex_core.Literal))
-    last.update((atom, len(jaxpr.eqns)) for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal))
-    return last
+@dataclasses.dataclass
+class Survey:
+    """What is known of a trace while its stretches are looked for.
+
+    Attributes:
+        last: for each variable the index of the last equation that reads it; the number of equations for an output.
+        lines: the lines of code that make a product, a transpose or a cast more than once, each with how many different
+            stretches began there.
+    """
+
+    last: dict[Any, int]
+    lines: dict[Hashable, int]
+
+    @classmethod
+    def of(cls, jaxpr: Any) -> Self:
+        """The survey of a jaxpr."""
+        last: dict[Any, int] = {}
+        times: dict[Hashable, int] = {}
+        for index, eqn in enumerate(jaxpr.eqns):
+            last.update((atom, index) for atom in eqn.invars if not isinstance(atom, jex_core.Literal))
+            if eqn.primitive.name in _SURE:
+                line = eqn.source_info.traceback
+                times[line] = times.get(line, 0) + 1
+        last.update((atom, len(jaxpr.eqns)) for atom in jaxpr.outvars if not isinstance(atom, jex_core.Literal))
+        return cls(last, {line: 0 for line, count in times.items() if count > 1})
 
 
-def stretch_from(jaxpr: Any, start: int, env: Mapping[Any, Any], last: Mapping[Any, int]) -> Stretch | None:
+def stretch_from(jaxpr: Any, start: int, env: Mapping[Any, Any], survey: Survey) -> Stretch | None:
     """The stretch that begins with an equation that has a quantized operand.
 
     Args:
         jaxpr: the trace.
         start: the index of the equation.
         env: the values of the variables so far.
-        last: what `last_uses` gives.
+        survey: that of the jaxpr.
 
     Returns:
-        The stretch; None when the equation may be left to the fallback, or a parameter cannot be compared.
+        The stretch; None when its line does not come again or makes another stretch each time, when the equation may be left
+        to the fallback, or when a parameter cannot be compared.
     """
+    line = jaxpr.eqns[start].source_info.traceback
+    if survey.lines.get(line, _VARIANTS) >= _VARIANTS:
+        return None
     eqns, comes_again = _together(jaxpr.eqns[start : start + _LONGEST], env)
     stop = len(eqns)
     if not stop:
@@ -85,7 +109,7 @@ def stretch_from(jaxpr: Any, start: int, env: Mapping[Any, Any], last: Mapping[A
             operands.append(place[atom])
         for var in eqn.outvars:
             place[var] = len(place)
-            if last.get(var, -1) >= start + stop:
+            if survey.last.get(var, -1) >= start + stop:
                 outputs.append(var)
         info = eqn.source_info
         params = [v if type(v) not in (tuple, float) else _exact(v) for v in eqn.params.values()]

@@ -13,12 +13,13 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
+from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from ..array import dequantize, is_qarray
 from ..errors import QuantError, UnsupportedError
-from .repeats import Stretch, last_uses, stretch_from
+from .repeats import Stretch, Survey, stretch_from
 from .rules import RULES, AbstractEvaluator, NoRuleError, bound
 from .rules.rule import logical
 from .rules.sharding import constrained
@@ -101,7 +102,7 @@ def transparent(
 
         dynamic = [leaves[i] for i in places]
         closed = jax.make_jaxpr(flat)(*map(logical, dynamic))
-        is_traced = any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(dynamic))
+        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
         evaluator = _Evaluator(fallback, report, pieces, is_traced)
         outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)
         assert out_tree is not None
@@ -146,15 +147,15 @@ class _Evaluator(AbstractEvaluator):
         def read(atom: Any) -> Any:
             return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
 
-        eqns, index, last = jaxpr.eqns, 0, None
+        eqns, index, survey = jaxpr.eqns, 0, None
         while index < len(eqns):
             eqn = eqns[index]
             values = [read(atom) for atom in eqn.invars]
             is_quantized = any(map(is_qarray, values))
             if is_quantized and self.is_traced:
-                last = last_uses(jaxpr) if last is None else last
-                stretch = stretch_from(jaxpr, index, env, last)
-                repeated = None if stretch is None else self._repeated(stretch)
+                survey = Survey.of(jaxpr) if survey is None else survey
+                stretch = stretch_from(jaxpr, index, env, survey)
+                repeated = None if stretch is None else self._repeated(stretch, survey)
                 if stretch is not None and repeated is not None:
                     env.update(zip(stretch.outputs, repeated(*map(env.get, stretch.inputs)), strict=True))
                     index += len(stretch.eqns)
@@ -200,10 +201,12 @@ class _Evaluator(AbstractEvaluator):
         key = ("jit", id(closed), params["in_shardings"], params["out_shardings"], tuple(settings.items()))
         return made() if closed.consts or options else self._kept(key, closed, made)
 
-    def _repeated(self, stretch: Stretch) -> Callable[..., Any] | None:
+    def _repeated(self, stretch: Stretch, survey: Survey) -> Callable[..., Any] | None:
         """A stretch that comes again as a jitted function; None for any other."""
-        if not stretch.comes_again and stretch.key not in self.pieces:
-            return None
+        if stretch.key not in self.pieces:
+            survey.lines[stretch.eqns[0].source_info.traceback] += 1
+            if not stretch.comes_again:
+                return None
         evaluator = dataclasses.replace(self, is_traced=False)
 
         def repeated(*args: Any) -> list[Any]:
