@@ -20,8 +20,8 @@ from jax.extend import source_info_util
 from ..array import dequantize, is_qarray
 from ..errors import QuantError, UnsupportedError
 from .repeats import Stretch, Survey, stretch_from
-from .rules import RULES, AbstractEvaluator, NoRuleError, bound
-from .rules.rule import logical
+from .rules import RULES
+from .rules.rule import AbstractEvaluator, NoRuleError, bound, logical
 from .rules.sharding import constrained
 
 P = ParamSpec("P")

@@ -4,10 +4,7 @@ from .control import CONTROL
 from .derivatives import DERIVATIVES
 from .layout import LAYOUT
 from .products import PRODUCT
-from .rule import AbstractEvaluator as AbstractEvaluator
-from .rule import NoRuleError as NoRuleError
-from .rule import Rule as Rule
-from .rule import bound as bound
+from .rule import Rule
 from .sharding import SHARDING
 
 RULES: dict[str, Rule] = PRODUCT | LAYOUT | SHARDING | CONTROL | DERIVATIVES
