@@ -258,7 +258,7 @@ def test_operations_without_a_rule_raise_or_decode_as_asked(piece, message):
 
 def test_codes_that_share_a_byte_are_not_repeated():
     w = fb.quantize(normal(64, 1), "nf4")
-    with pytest.raises(fb.UnsupportedError, match="broadcast_in_dim decodes .*codes share bytes"):
+    with pytest.raises(fb.UnsupportedError, match=r"broadcast_in_dim decodes .*codes share bytes"):
         fb.transparent(lambda w: jnp.broadcast_to(w, (64, 96)))(w)
 
 

@@ -11,6 +11,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from ...array import QArray, is_qarray
+from ...array.sharding import placement
+from ...errors import QuantError
 from .joining import broadcasted, is_packed_along, joined, spread, tile_length, unit_of
 from .layout import reshaped
 from .rule import AbstractEvaluator, NoRuleError, Rule
@@ -18,7 +20,7 @@ from .rule import AbstractEvaluator, NoRuleError, Rule
 
 def _parts(entry: Any, mesh: Any) -> int:
     """Into how many shards an entry of a spec cuts its axis."""
-    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+    if entry is None:
         return 1
     names = entry if isinstance(entry, tuple) else (entry,)
     return math.prod(mesh.shape[name] for name in names)
@@ -29,22 +31,19 @@ def _entries(spec: Any, ndim: int) -> list[Any]:
 
 
 def leaf_shardings(q: QArray, sharding: Any) -> Any:
-    """For each leaf the sharding of the array, without the axes of scales that it does not divide.
+    """For each leaf its sharding under that of the array, as `fb.shardings_of` has it.
 
     Raises:
-        NoRuleError: when the sharding has no spec, or would cut a byte.
+        NoRuleError: when the sharding has no spec or an open one, or would cut a tile or a byte.
     """
     if not isinstance(sharding, NamedSharding):
         raise NoRuleError(f"its sharding is a {type(sharding).__name__}; only a NamedSharding says which axis goes where")
-    entries = _entries(sharding.spec, q.ndim)
-    if any(n % _parts(e, sharding.mesh) for n, e in zip(q.codes.shape, entries, strict=True)):
-        raise NoRuleError(f"{sharding.spec} does not divide its bytes, of shape {q.codes.shape}")
-
-    def of(leaf: Any) -> NamedSharding:
-        fits = [e if n % _parts(e, sharding.mesh) == 0 else None for n, e in zip(leaf.shape, entries, strict=True)]
-        return NamedSharding(sharding.mesh, PartitionSpec(*fits), memory_kind=sharding.memory_kind)
-
-    return jax.tree.map(of, q)
+    if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec):
+        raise NoRuleError(f"{sharding.spec} leaves axes to the compiler, which would place codes and scales apart")
+    try:
+        return placement(q, sharding)
+    except QuantError as error:
+        raise NoRuleError(str(error)) from error
 
 
 def constrained(x: Any, sharding: Any) -> Any:
