@@ -234,7 +234,6 @@ UNSUPPORTED = {
     "cut tile": (lambda w, x: x[:, :32] @ w[:, 3:35].T, "cuts tiles of 64"),
     "convert to int": (lambda w, x: w.astype(jnp.int32), "stands for floating numbers, not int32"),
     "torn reshape": (lambda w, x: w.reshape(-1, 3), "gather|reshape"),
-    "broadcast": (lambda w, x: jnp.broadcast_to(w, (2, 64, 96)), "only unit axes"),
     "conv": (
         lambda w, x: jax.lax.conv_general_dilated(x[None], w[:, :, None], (1,), "SAME"),
         "conv_general_dilated decodes",
@@ -255,6 +254,12 @@ def test_operations_without_a_rule_raise_or_decode_as_asked(piece, message):
     np.testing.assert_allclose(out, piece(fb.dequantize(w), x), rtol=1e-5, atol=1e-6)
     assert len(places) == 1
     assert "nf4" in str(places[0])
+
+
+def test_codes_that_share_a_byte_are_not_repeated():
+    w = fb.quantize(normal(64, 1), "nf4")
+    with pytest.raises(fb.UnsupportedError, match=r"broadcast_in_dim decodes .*codes share bytes"):
+        fb.transparent(lambda w: jnp.broadcast_to(w, (64, 96)))(w)
 
 
 def test_the_message_names_the_line():

@@ -15,7 +15,7 @@ from jax.extend import source_info_util
 
 from ..array import is_qarray
 from ..array.layout import regrouped
-from .transparent import scan_counts
+from .rules.control import scan_counts
 
 Path: TypeAlias = str
 
@@ -241,8 +241,13 @@ _MOVES: dict[str, Callable[[Any, _Traced], _Traced | None]] = {
     "copy": _kept,
     "copy_p": _kept,
     "stop_gradient": _kept,
+    "name": _kept,
+    "stage": _kept,
+    "rev": _kept,
     "sharding_constraint": _kept,
     "all_gather": _kept,
+    "ppermute": _kept,
+    "pvary": _kept,
     "transpose": _transposed,
     "reshape": _regrouped,
     "squeeze": _squeezed,

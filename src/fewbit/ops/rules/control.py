@@ -1,0 +1,156 @@
+"""Control flow: the same primitive around a body that is evaluated with the rules."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...array import QArray, is_qarray
+from ..take import taken_rows
+from .joining import spread
+from .rule import AbstractEvaluator, NoRuleError, Rule
+
+
+def _jit(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    return evaluator.jitted(eqn)(*values)
+
+
+def _call(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """A call that stands for its body."""
+    inner = eqn.params.get("call_jaxpr")
+    return evaluator.function(eqn.params["jaxpr"] if inner is None else inner)(*values)
+
+
+def _remat(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    body = evaluator.function(params["jaxpr"])
+
+    def kept_apart(*args: Any) -> list[Any]:
+        # What was differentiated already computes again here; the barrier keeps XLA from sharing it with the first time.
+        return body(*jax.lax.optimization_barrier(args))
+
+    inner = kept_apart if params["differentiated"] and params["prevent_cse"] else body
+    return jax.checkpoint(inner, prevent_cse=params["prevent_cse"], policy=params["policy"])(*values)
+
+
+def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    constants, carries = scan_counts(eqn)
+    consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
+    body = evaluator.function(params["jaxpr"])
+    xs = [_stacked(x) if is_qarray(x) else x for x in xs]
+
+    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+        outputs = body(*consts, *carry, *x)
+        return tuple(outputs[:carries]), tuple(outputs[carries:])
+
+    first = [jax.tree.map(lambda leaf: leaf[0], x) for x in xs] if any(map(is_qarray, carry)) else []
+    carry = _stable_carry(evaluator, eqn, lambda *c: body(*consts, *c, *first)[:carries], carry)
+    carry, ys = jax.lax.scan(
+        step, tuple(carry), tuple(xs), length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+    )
+    return [*carry, *ys]
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried.
+
+    Told from the shapes, since JAX's versions hold the numbers in different parameters: what is scanned has one axis more
+    outside the body than inside.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+    carries = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
+    scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, body.invars, strict=True))
+    return len(eqn.invars) - scanned - carries, carries
+
+
+def _stacked(q: QArray) -> QArray:
+    """The array with a scale for each element of its first axis, so that a loop can take one at a time."""
+    if q.ndim == 1 or q.scheme.pack_axis == -q.ndim:
+        raise NoRuleError("the loop runs along the packed axis")
+    length = q.shape[0]
+    if q.scale.shape[0] not in (1, length):
+        q = taken_rows(q, jnp.arange(length), 0)
+    scale = _stacked(spread(q.scale, 0, length)) if is_qarray(q.scale) else spread(q.scale, 0, length)
+    zero = None if q.zero_point is None else spread(q.zero_point, 0, length)
+    tensor = None if q.tensor_scale is None else spread(q.tensor_scale, 0, length)
+    return QArray(q.codes, scale, zero, tensor, q.scheme, q.dtype, q.slack, q.policy)
+
+
+def _stable_carry(evaluator: AbstractEvaluator, eqn: Any, step: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:
+    """The carry of a loop, with those QArrays decoded that one step does not give back as they are."""
+    if not any(map(is_qarray, carry)):
+        return list(carry)
+    after = jax.eval_shape(lambda *c: tuple(step(*c)), *carry)
+    stays = [_is_alike(a, b) for a, b in zip(carry, after, strict=True)]
+    decoded = [c if s else evaluator.decoded(eqn, c, "the loop changes it") for c, s in zip(carry, stays, strict=True)]
+    return decoded if all(stays) else _stable_carry(evaluator, eqn, step, decoded)
+
+
+def _is_alike(before: Any, after: Any) -> bool:
+    """Whether a value has the form of another: both the same QArray in scheme and leaves' shapes, or both arrays."""
+
+    def form(x: Any) -> Any:
+        return jax.tree.structure(x), [leaf.shape for leaf in jax.tree.leaves(x)] if is_qarray(x) else None
+
+    return form(before) == form(after)
+
+
+def _while(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts, carry = values[:in_cond], values[in_cond : in_cond + in_body], values[in_cond + in_body :]
+    cond, body = evaluator.function(params["cond_jaxpr"]), evaluator.function(params["body_jaxpr"])
+    carry = _stable_carry(evaluator, eqn, lambda *c: body(*body_consts, *c), carry)
+    return list(
+        jax.lax.while_loop(lambda c: cond(*cond_consts, *c)[0], lambda c: tuple(body(*body_consts, *c)), tuple(carry))
+    )
+
+
+def _cond(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    index, *operands = values
+    bodies = [evaluator.function(branch) for branch in eqn.params["branches"]]
+    shapes = [jax.eval_shape(lambda *args, b=body: tuple(b(*args)), *operands) for body in bodies]
+    agree = [all(_is_alike(column[0], other) for other in column[1:]) for column in zip(*shapes, strict=True)]
+
+    def uniform(body: Callable[..., list[Any]]) -> Callable[..., tuple[Any, ...]]:
+        def run(*args: Any) -> tuple[Any, ...]:
+            reason = "the branches give it back in different forms"
+            outputs = body(*args)
+            return tuple(o if a else evaluator.decoded(eqn, o, reason) for o, a in zip(outputs, agree, strict=True))
+
+        return run
+
+    branches = [uniform(body) for body in bodies]
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return list(jax.lax.switch(index, branches, *operands))
+    return list(_platform_dependent(platforms, branches, operands))
+
+
+def _platform_dependent(platforms: Any, branches: list[Callable[..., Any]], operands: list[Any]) -> Any:
+    """The branch of the platform that the code is compiled for, as `jax.lax.platform_dependent` has it."""
+    named: dict[str, Any] = {}
+    default = None
+    for names, branch in zip(platforms, branches, strict=True):
+        if names is None:
+            default = branch
+        else:
+            named |= dict.fromkeys(names, branch)
+    return jax.lax.platform_dependent(*operands, default=default, **named)
+
+
+CONTROL: dict[str, Rule] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "closed_call": _call,
+    "eval_jaxpr": _call,
+    "composite": _call,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+"""The rules of calls, loops and branches."""

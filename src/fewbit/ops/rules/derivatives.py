@@ -1,0 +1,129 @@
+"""Functions with a derivative rule of their own: the rule is kept, and evaluated like any other code.
+
+What the rule is, JAX is asked: the function's equation is differentiated as it stands, on arrays, and the trace of that is
+evaluated with the rules. A quantized operand has the derivative of its decoded array, carried on to its scales.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.tree_util import Partial
+
+from ...array import dequantize, is_qarray
+from .rule import AbstractEvaluator, Rule, bound, logical
+
+
+def _traced(evaluator: AbstractEvaluator, fn: Any, *args: Any) -> Any:
+    """`fn` of values that may be QArrays: traced on arrays, then evaluated with the rules. Any pytree may come out."""
+    leaves, treedef = jax.tree.flatten(args, is_leaf=is_qarray)
+    out_tree: Any = None
+
+    def flat(*arrays: Any) -> list[Any]:
+        nonlocal out_tree
+        outputs, out_tree = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, arrays)))
+        return outputs
+
+    closed = jax.make_jaxpr(flat)(*map(logical, leaves))
+    return jax.tree.unflatten(out_tree, evaluator.evaluate(closed.jaxpr, closed.consts, leaves))
+
+
+def _merged(all_values: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    merged = list(all_values)
+    for place, value in zip(places, values, strict=True):
+        merged[place] = value
+    return merged
+
+
+def _custom_jvp(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    body = evaluator.function(eqn.params["call_jaxpr"])
+
+    @jax.custom_jvp
+    def call(*args: Any) -> tuple[Any, ...]:
+        return tuple(body(*args))
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> Any:
+        moving = [i for i, t in enumerate(tangents) if not all(map(_is_zero, jax.tree.leaves(t, is_leaf=_is_zero)))]
+        tangents = [_logical_tangent(primals[i], tangents[i]) for i in moving]
+
+        def pushed(primals: Any, tangents: Any) -> Any:
+            def of(*args: Any) -> tuple[Any, ...]:
+                return tuple(bound(eqn, _merged(primals, moving, args)))
+
+            return jax.jvp(of, tuple(primals[i] for i in moving), tuple(tangents))
+
+        return _traced(evaluator, pushed, tuple(primals), tangents)
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return list(call(*values))
+
+
+def _is_zero(x: Any) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _logical_tangent(primal: Any, tangent: Any) -> Any:
+    """The tangent of the array that a value stands for."""
+    if not is_qarray(primal):
+        return tangent
+    full = jax.tree.map(_instantiated, tangent, is_leaf=_is_zero)
+    return jax.jvp(dequantize, (primal,), (full,))[1]
+
+
+def _instantiated(tangent: Any) -> Any:
+    if not _is_zero(tangent):
+        return tangent
+    zeros = np.zeros if tangent.dtype == jax.dtypes.float0 else jnp.zeros
+    return zeros(tangent.shape, tangent.dtype)
+
+
+def _custom_vjp(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    body = evaluator.function(eqn.params["call_jaxpr"])
+    floats = [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
+
+    @jax.custom_vjp
+    def call(*args: Any) -> tuple[Any, ...]:
+        return tuple(body(*args))
+
+    def forward(*args: Any) -> Any:
+        def out_and_pullback(*arrays: Any) -> Any:
+            def of(*moving: Any) -> tuple[Any, ...]:
+                return tuple(bound(eqn, _merged(arrays, floats, moving)))
+
+            return jax.vjp(of, *(arrays[i] for i in floats))
+
+        outputs, pullback = _traced(evaluator, out_and_pullback, *args)
+        # What the rule saved may hold QArrays; they are leaves of the pullback, and stay quantized until it is called.
+        leaves, treedef = jax.tree.flatten(pullback, is_leaf=is_qarray)
+        return outputs, (args, Partial(functools.partial(_pulled, evaluator, treedef), *leaves))
+
+    def backward(saved: Any, gradients: Any) -> Any:
+        args, pullback = saved
+        found = pullback(gradients)
+        held = [_held_gradient(args[i], gradient) for i, gradient in zip(floats, found, strict=True)]
+        return tuple(_merged([None] * len(args), floats, held))
+
+    call.defvjp(forward, backward)
+    return list(call(*values))
+
+
+def _pulled(evaluator: AbstractEvaluator, treedef: Any, *leaves_and_gradients: Any) -> Any:
+    *leaves, gradients = leaves_and_gradients
+
+    def pull(leaves: Any, gradients: Any) -> Any:
+        return jax.tree.unflatten(treedef, leaves)(gradients)
+
+    return _traced(evaluator, pull, leaves, gradients)
+
+
+def _held_gradient(x: Any, gradient: Any) -> Any:
+    """The gradient of what a value holds: of a QArray that of its scales, through its decoded array."""
+    return jax.vjp(dequantize, x)[1](gradient)[0] if is_qarray(x) else gradient
+
+
+DERIVATIVES: dict[str, Rule] = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
+"""The rules of functions with derivative rules."""

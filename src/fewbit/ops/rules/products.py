@@ -1,0 +1,65 @@
+"""Products and look-ups: the equations that compute from a quantized operand."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ...array import is_qarray
+from ..dot import dot_general
+from ..take import take
+from .rule import AbstractEvaluator, NoRuleError, Rule
+
+
+def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    _refuse_out_sharding(params)
+    numbers, precision, preferred = params["dimension_numbers"], params["precision"], params["preferred_element_type"]
+
+    def quantized_dot_general(lhs: Any, rhs: Any) -> jax.Array:
+        return dot_general(lhs, rhs, numbers, precision, preferred)
+
+    return [evaluator.shared((numbers, precision, preferred), quantized_dot_general)(*values)]
+
+
+def _refuse_out_sharding(params: Any) -> None:
+    if params.get("out_sharding") is not None:
+        raise NoRuleError("an out_sharding is asked of the product")
+
+
+def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """A gather of whole rows along one axis, as `jnp.take`, `x[ids]` and `vmap` of `x[i]` make them."""
+    q, indices = values
+    numbers = eqn.params["dimension_numbers"]
+    axis = _row_axis(q, eqn)
+    at = indices[..., numbers.start_index_map.index(axis)]
+    rows = take(q, at, axis, mode="clip")
+    if axis not in numbers.collapsed_slice_dims:
+        rows = jnp.expand_dims(rows, axis + at.ndim)
+    rows = jnp.moveaxis(rows, range(axis, axis + at.ndim), [a for a in range(rows.ndim) if a not in numbers.offset_dims])
+    if eqn.params["mode"] in (None, jax.lax.GatherScatterMode.FILL_OR_DROP):
+        fill = eqn.params.get("fill_value")
+        is_inside = (at >= 0) & (at < q.shape[axis])  # lax counts no negative index from the end
+        is_inside = jnp.expand_dims(is_inside, numbers.offset_dims)
+        rows = jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan if fill is None else fill))
+    return [rows]
+
+
+def _row_axis(q: Any, eqn: Any) -> int:
+    """The axis of which a gather takes single elements, whole in all other axes."""
+    numbers, sizes, mode = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.params["mode"]
+    refusal = NoRuleError("only whole rows along one axis are gathered from a quantized array")
+    if not is_qarray(q) or numbers.operand_batching_dims:
+        raise refusal
+    indexed = numbers.start_index_map
+    if len(indexed) > 1 and mode in (jax.lax.GatherScatterMode.CLIP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS):
+        indexed = [a for a in indexed if sizes[a] != q.shape[a]]  # a whole axis can begin only at 0
+    is_whole = all(size == n for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if a not in indexed)
+    collapsed = set(numbers.collapsed_slice_dims)
+    if len(indexed) != 1 or not is_whole or sizes[indexed[0]] != 1 or not collapsed <= set(indexed):
+        raise refusal
+    return indexed[0]
+
+
+PRODUCT: dict[str, Rule] = {"dot_general": _dot_general, "gather": _gather}
+"""The rules of products and look-ups."""

@@ -1,0 +1,58 @@
+"""What a rule is: a function of the evaluator, an equation and its operands, which gives the equation's results."""
+
+import abc
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+
+from ...array import is_qarray
+
+
+class NoRuleError(Exception):
+    """Why a rule cannot keep the result of an equation quantized; the evaluator then follows the fallback."""
+
+
+class AbstractEvaluator(abc.ABC):
+    """What rules ask of the evaluator of `fewbit.ops.transparent`."""
+
+    @abc.abstractmethod
+    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The outputs of a jaxpr for values that may be QArrays."""
+
+    @abc.abstractmethod
+    def function(self, inner: Any) -> Callable[..., list[Any]]:
+        """The body of an equation, a jaxpr, as a function of values that may be QArrays."""
+
+    @abc.abstractmethod
+    def decoded(self, eqn: Any, value: Any, reason: str) -> Any:
+        """The array that a value stands for, where the fallback allows it."""
+
+    @abc.abstractmethod
+    def shared(self, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, traced once for all equations of the same key and the same operands."""
+
+    @abc.abstractmethod
+    def jitted(self, eqn: Any) -> Callable[..., list[Any]]:
+        """The body of an inner `jit`, jitted, and the same function whenever the same body comes again."""
+
+
+Rule: TypeAlias = Callable[[Any, Any, list[Any]], list[Any]]
+"""The evaluator, the equation and the values of its operands, at least one of them a QArray, to its results."""
+
+
+def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
+    """The equation as JAX computes it."""
+    primitive = eqn.primitive
+    outputs = primitive.bind(*values, **primitive.get_bind_params(eqn.params))
+    return list(outputs) if primitive.multiple_results else [outputs]
+
+
+def logical(x: Any) -> Any:
+    """What traced code sees of a value: of a QArray its shape and dtype, and over which mesh axes its shards differ."""
+    if not is_qarray(x):
+        return x
+    codes = jax.typeof(x.codes)
+    varying = codes.manual_axis_type
+    where = {"sharding": codes.sharding, "manual_axis_type": varying} if varying.varying else {}  # within shard_map
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, **where)
