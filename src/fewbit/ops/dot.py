@@ -67,7 +67,7 @@ def dot_general(
     policy = policy if policy is not None else carried_policy(lhs, rhs)
     weight_is_left = has_left_weight(lhs, rhs)
     key = key if key is not None else carried_key(lhs, rhs)
-    left, right = _operand(plain(lhs)), _operand(plain(rhs))
+    left, right = operand(plain(lhs)), operand(plain(rhs))
     numbers = _normalized(dimension_numbers, left.ndim, right.ndim)
     dot = Dot(left.ndim, right.ndim, numbers, _hashable(precision), preferred_element_type, backend)
     if policy is None or not is_needed(policy, left, right):
@@ -168,7 +168,7 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """
-    left, right = _operand(lhs), _operand(rhs)
+    left, right = operand(lhs), operand(rhs)
     if left.ndim == 0 or right.ndim == 0:
         raise QuantError(f"matmul needs operands of at least one axis, got shapes {left.shape} and {right.shape}")
     batch = tuple(range(_matmul_batch(left.shape[:-2], right.shape[:-2])))
@@ -211,7 +211,8 @@ def carried_key(lhs: Any, rhs: Any) -> Any:
     return next((x.key for x in (lhs, rhs) if is_latent(x) and x.key is not None), None)
 
 
-def _operand(x: Any) -> Any:
+def operand(x: Any) -> Any:
+    """An operand as an array or a QArray."""
     return x if is_qarray(x) else jnp.asarray(x)
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 import jax
 import numpy as np
 
+from ..array import is_qarray
 from .policy import Policy
 
 
@@ -54,3 +55,8 @@ def is_latent(x: Any) -> TypeGuard[Latent]:
 def plain(x: Any) -> Any:
     """The array of a Latent; anything else as it is."""
     return x.value if is_latent(x) else x
+
+
+def stands_for_an_array(x: Any) -> bool:
+    """Whether a value is a pytree that unchanged code sees as one array; as the `is_leaf` of `jax.tree` it keeps them whole."""
+    return is_qarray(x) or is_latent(x)

@@ -85,9 +85,9 @@ def transparent(
     call: Callable[..., Any] = fn
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_qarray)
-        places = [i for i, leaf in enumerate(leaves) if is_qarray(leaf) or _is_array(leaf)]
-        if not any(is_qarray(leaf) for leaf in leaves):
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=stands_for_an_array)
+        places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+        if not any(map(stands_for_an_array, leaves)):
             return fn(*args, **kwargs)
         out_tree = None
 
@@ -104,7 +104,7 @@ def transparent(
         closed = jax.make_jaxpr(flat)(*map(logical, dynamic))
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
         evaluator = _Evaluator(fallback, report, pieces, is_traced)
-        outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)
+        outputs = map(plain, evaluator.evaluate(closed.jaxpr, closed.consts, dynamic))
         assert out_tree is not None
         return jax.tree.unflatten(out_tree, outputs)
 
@@ -152,7 +152,7 @@ class _Evaluator(AbstractEvaluator):
             eqn = eqns[index]
             values = [read(atom) for atom in eqn.invars]
             is_quantized = any(map(is_qarray, values))
-            if is_quantized and self.is_traced:
+            if is_quantized and self.is_traced and not any(map(is_latent, values)):
                 survey = Survey.of(jaxpr) if survey is None else survey
                 stretch = stretch_from(jaxpr, index, env, survey)
                 repeated = None if stretch is None else self._repeated(stretch, survey)
@@ -161,7 +161,9 @@ class _Evaluator(AbstractEvaluator):
                     index += len(stretch.eqns)
                     continue
             with _context_of(eqn):
-                if not is_quantized:
+                if any(map(is_latent, values)):
+                    outputs = self._latent_equation(eqn, values)
+                elif not is_quantized:
                     outputs = bound(eqn, values)
                 elif eqn.primitive.name == "select_n":
                     outputs = self._quantized_equation(eqn, [_as_made(eqn.invars[0], jaxpr, read), *values[1:]])
@@ -221,6 +223,20 @@ class _Evaluator(AbstractEvaluator):
                 self.pieces.pop(next(iter(self.pieces)))
             self.pieces[key] = (source, make())
         return self.pieces[key][1]
+
+    def _latent_equation(self, eqn: Any, values: list[Any]) -> list[Any]:
+        """An equation of which some operand is a parameter in training: a product, a body, a move, or any other on its array."""
+        name = eqn.primitive.name
+        if name in PARAMETER_PRODUCTS or name in CONTROL:
+            try:
+                return RULES[name](dataclasses.replace(self, around=(eqn, *self.around)), eqn, values)
+            except NoRuleError:
+                pass
+        outputs = bound(eqn, [self.decoded(eqn, plain(value), f"it meets a parameter in {name}") for value in values])
+        if name not in MOVES:
+            return outputs
+        sources = values if len(values) == len(outputs) else [values[0]] * len(outputs)
+        return [s.moved(out) if is_latent(s) else out for s, out in zip(sources, outputs, strict=True)]
 
     def _quantized_equation(self, eqn: Any, values: list[Any]) -> list[Any]:
         rule = RULES.get(eqn.primitive.name)

@@ -1,5 +1,6 @@
 """Control flow: the same primitive around a body that is evaluated with the rules."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ...array import QArray, is_qarray
+from ..latent import Latent, is_latent, plain
 from ..take import taken_rows
 from .joining import spread
 from .rule import AbstractEvaluator, NoRuleError, Rule
@@ -38,8 +40,9 @@ def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     params = eqn.params
     constants, carries = scan_counts(eqn)
     consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
-    body = evaluator.function(params["jaxpr"])
-    xs = [_stacked(x) if is_qarray(x) else x for x in xs]
+    body = _giving_arrays(evaluator.function(params["jaxpr"]))
+    carry = list(map(plain, carry))
+    xs = [_stacked(x) if is_qarray(x) else _dealt(x, params["length"]) if is_latent(x) else x for x in xs]
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         outputs = body(*consts, *carry, *x)
@@ -78,6 +81,16 @@ def _stacked(q: QArray) -> QArray:
     return QArray(q.codes, scale, zero, tensor, q.scheme, q.dtype, q.slack, q.policy)
 
 
+def _dealt(latent: Latent, length: int) -> Latent:
+    """The parameters of a loop with a random key for each turn."""
+    return latent if latent.key is None else dataclasses.replace(latent, key=jax.random.split(latent.key, length))
+
+
+def _giving_arrays(body: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """A body whose results are arrays and QArrays: what leaves a loop or a branch is no longer a parameter."""
+    return lambda *args: list(map(plain, body(*args)))
+
+
 def _stable_carry(evaluator: AbstractEvaluator, eqn: Any, step: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:
     """The carry of a loop, with those QArrays decoded that one step does not give back as they are."""
     if not any(map(is_qarray, carry)):
@@ -101,7 +114,8 @@ def _while(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[An
     params = eqn.params
     in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, carry = values[:in_cond], values[in_cond : in_cond + in_body], values[in_cond + in_body :]
-    cond, body = evaluator.function(params["cond_jaxpr"]), evaluator.function(params["body_jaxpr"])
+    cond, body = (_giving_arrays(evaluator.function(params[name])) for name in ("cond_jaxpr", "body_jaxpr"))
+    carry = list(map(plain, carry))
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*body_consts, *c), carry)
     return list(
         jax.lax.while_loop(lambda c: cond(*cond_consts, *c)[0], lambda c: tuple(body(*body_consts, *c)), tuple(carry))
@@ -110,7 +124,7 @@ def _while(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[An
 
 def _cond(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     index, *operands = values
-    bodies = [evaluator.function(branch) for branch in eqn.params["branches"]]
+    bodies = [_giving_arrays(evaluator.function(branch)) for branch in eqn.params["branches"]]
     shapes = [jax.eval_shape(lambda *args, b=body: tuple(b(*args)), *operands) for body in bodies]
     agree = [all(_is_alike(column[0], other) for other in column[1:]) for column in zip(*shapes, strict=True)]
 

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 import jax
 
 from ...array import is_qarray
+from ..latent import plain
 
 
 class NoRuleError(Exception):
@@ -51,7 +52,7 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
 def logical(x: Any) -> Any:
     """What traced code sees of a value: of a QArray its shape and dtype, and over which mesh axes its shards differ."""
     if not is_qarray(x):
-        return x
+        return plain(x)
     codes = jax.typeof(x.codes)
     varying = codes.manual_axis_type
     where = {"sharding": codes.sharding, "manual_axis_type": varying} if varying.varying else {}  # within shard_map

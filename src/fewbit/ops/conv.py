@@ -1,0 +1,153 @@
+"""`conv_general_dilated` on operands that may be quantized, or that a policy quantizes."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Key
+
+from ..array import QArray, is_qarray
+from ..array.quantize import expanded_scale
+from ..kernels.qmatmul.codes import code_values, common_types
+from .arms import AbstractBilinear, Axes, Rules, floating, quantized_product
+from .dot import carried_key, carried_policy, has_left_weight, is_needed, operand
+from .latent import Latent, plain
+from .policy import Policy
+
+
+def conv_general_dilated(
+    lhs: ArrayLike | QArray | Latent,
+    rhs: ArrayLike | QArray | Latent,
+    window_strides: Sequence[int],
+    padding: str | Sequence[tuple[int, int]],
+    lhs_dilation: Sequence[int] | None = None,
+    rhs_dilation: Sequence[int] | None = None,
+    dimension_numbers: Any = None,
+    feature_group_count: int = 1,
+    batch_group_count: int = 1,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    *,
+    policy: Policy | None = None,
+    key: Key[Array, ""] | None = None,
+) -> jax.Array:
+    """`jax.lax.conv_general_dilated` for operands that are QArrays, or that a policy quantizes; any layout, any groups.
+
+    Weight-only: the result is that of `lax.conv_general_dilated` on the decoded operand. Under a policy, activations take one
+    scale a sample and kernels one an output channel, unless their schemes have finer tiles, which run along the input
+    channels. Where no scale varies along what the convolution sums, the codes are convolved, integers into int32.
+
+    Args:
+        lhs: the images, or whatever the kernel slides over.
+        rhs: the kernel.
+        window_strides: as in `lax.conv_general_dilated`, and so are the arguments up to `preferred_element_type`.
+        padding: likewise.
+        lhs_dilation: likewise.
+        rhs_dilation: likewise.
+        dimension_numbers: likewise.
+        feature_group_count: likewise.
+        batch_group_count: likewise.
+        precision: likewise.
+        preferred_element_type: likewise.
+        policy: how to compute; None takes the policy of the operand that carries one.
+        key: a JAX random key, for policies whose backward pass draws random numbers.
+
+    Returns:
+        The convolution.
+
+    Raises:
+        QuantError: when two operands carry different policies and none is given, or a policy needs a key.
+
+    >>> from fewbit.array import quantize
+    >>> kernel = quantize(jnp.ones((4, 3, 2, 2)), "int8", axis=(2, 3, 1))
+    >>> conv_general_dilated(jnp.ones((1, 3, 5, 5)), kernel, (1, 1), "VALID").shape
+    (1, 4, 4, 4)
+    """
+    policy = policy if policy is not None else carried_policy(lhs, rhs)
+    weight_is_left = has_left_weight(lhs, rhs)
+    key = key if key is not None else carried_key(lhs, rhs)
+    left, right = operand(plain(lhs)), operand(plain(rhs))
+    numbers = jax.lax.conv_dimension_numbers(left.shape, right.shape, dimension_numbers)
+    settings = (
+        tuple(window_strides),
+        padding if isinstance(padding, str) else tuple((int(a), int(b)) for a, b in padding),
+        None if lhs_dilation is None else tuple(lhs_dilation),
+        None if rhs_dilation is None else tuple(rhs_dilation),
+        numbers,
+        feature_group_count,
+        batch_group_count,
+        precision,
+    )
+    conv = Conv(settings, preferred_element_type)
+    if policy is None or not is_needed(policy, left, right):
+        return conv.forward(left, right, None)
+    return quantized_product(conv, Rules(policy, weight_is_left), left, right, key=key)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conv(AbstractBilinear):
+    """`conv_general_dilated` with its settings.
+
+    Attributes:
+        settings: the arguments of `lax.conv_general_dilated` after the operands, up to the precision.
+        preferred: the dtype of the result, or None.
+    """
+
+    settings: tuple[Any, ...]
+    preferred: Any
+
+    def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+        return jax.lax.conv_general_dilated(floating(lhs), floating(rhs), *self.settings, self.preferred)
+
+    def forward(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+        if not (is_qarray(lhs) and is_qarray(rhs)):
+            return self.values(lhs, rhs, extra)
+        dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
+        factor = self._result_scale(lhs, rhs)
+        if factor is None:
+            wide = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
+            return jax.lax.conv_general_dilated(*wide, *self.settings, jnp.float32).astype(dtype)
+        dtypes, accumulator = common_types(lhs.scheme.format, rhs.scheme.format)
+        codes = (code_values(q, t) for q, t in zip((lhs, rhs), dtypes, strict=True))
+        sums = jax.lax.conv_general_dilated(*codes, *self.settings, accumulator)
+        return (sums.astype(jnp.float32) * factor).astype(dtype)
+
+    @property
+    def contracted(self) -> tuple[Axes, Axes]:
+        left, kernel, _ = self._specs
+        return (*left[2:], left[1]), (*kernel[2:], kernel[1])
+
+    def contracted_backward(self, is_left: bool) -> tuple[Axes, Axes]:
+        left, kernel, out = self._specs
+        if is_left:
+            return (*out[2:], out[1]), (*kernel[2:], kernel[0])
+        return (*out[2:], out[0]), (*left[2:], left[0])
+
+    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Any) -> jax.Array | None:
+        left, kernel, out = self._specs
+        own, met = (kernel[0], out[1]) if is_left else (left[0], out[0])
+        return _along(scale, own, met)
+
+    def _result_scale(self, lhs: QArray, rhs: QArray) -> jax.Array | None:
+        """The product of both scales, shaped to meet the result; None where they vary along what is summed."""
+        left, kernel, out = self._specs
+        if lhs.scheme.zero_point is not None or rhs.scheme.zero_point is not None or self.settings[6] != 1:
+            return None
+        factors = _along(expanded_scale(lhs), left[0], out[0]), _along(expanded_scale(rhs), kernel[0], out[1])
+        return None if factors[0] is None or factors[1] is None else factors[0] * factors[1]
+
+    @property
+    def _specs(self) -> tuple[Axes, Axes, Axes]:
+        """Batch, feature and spatial axes of the left; output, input and spatial axes of the kernel; and of the result."""
+        numbers = self.settings[4]
+        return tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec)
+
+
+def _along(scale: jax.Array, axis: int, place: int) -> jax.Array | None:
+    """A scale that varies along one axis only, moved to another place; None for any other."""
+    if any(n != 1 for a, n in enumerate(scale.shape) if a != axis):
+        return None
+    return scale.reshape([-1 if a == place else 1 for a in range(scale.ndim)])

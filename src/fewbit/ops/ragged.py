@@ -1,0 +1,197 @@
+"""`ragged_dot` on operands that may be quantized, or that a policy quantizes: the products of a mixture of experts."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.lax import RaggedDotDimensionNumbers
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Int, Key
+
+from ..array import QArray, is_qarray
+from ..array.quantize import expanded_scale
+from ..errors import UnsupportedError
+from ..kernels.qmatmul.codes import code_values, common_types
+from .arms import AbstractBilinear, Axes, Rules, floating, quantized_product
+from .dot import carried_key, carried_policy, has_left_weight, is_needed, operand
+from .latent import Latent, plain
+from .policy import Policy
+
+PLAIN = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
+"""The dimension numbers of `ragged_dot`: rows `[M, K]` in groups, a matrix `[K, N]` for each group."""
+
+
+def ragged_dot(
+    lhs: ArrayLike | QArray | Latent,
+    rhs: ArrayLike | QArray | Latent,
+    group_sizes: Int[Array, " G"],
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: Array | None = None,
+    *,
+    policy: Policy | None = None,
+    key: Key[Array, ""] | None = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot` for operands that are QArrays, or that a policy quantizes.
+
+    Each row of the left operand is multiplied with the matrix of its group. Under a policy a row takes one scale, and each
+    column of each expert's matrix its own, unless their schemes have finer tiles.
+
+    Args:
+        lhs: the rows of all groups, `[M, K]`.
+        rhs: a matrix for each group, `[G, K, N]`.
+        group_sizes: how many rows each group has; rows beyond their sum give zeros.
+        precision: as in `lax.ragged_dot`.
+        preferred_element_type: as in `lax.ragged_dot`.
+        group_offset: as in `lax.ragged_dot`, which has no use for it yet.
+        policy: how to compute; None takes the policy of the operand that carries one.
+        key: a JAX random key, for policies whose backward pass draws random numbers.
+
+    Returns:
+        The products, `[M, N]`.
+
+    Raises:
+        QuantError: when two operands carry different policies and none is given, or a policy needs a key.
+
+    >>> from fewbit.array import quantize
+    >>> experts = quantize(jnp.ones((3, 4, 2)), "int8", axis=-2)
+    >>> ragged_dot(jnp.ones((5, 4)), experts, jnp.array([2, 0, 3])).shape
+    (5, 2)
+    """
+    return ragged_dot_general(
+        lhs, rhs, group_sizes, PLAIN, precision, preferred_element_type, group_offset, policy=policy, key=key
+    )
+
+
+def ragged_dot_general(
+    lhs: ArrayLike | QArray | Latent,
+    rhs: ArrayLike | QArray | Latent,
+    group_sizes: Int[Array, " G"],
+    ragged_dot_dimension_numbers: RaggedDotDimensionNumbers,
+    precision: Any = None,
+    preferred_element_type: DTypeLike | None = None,
+    group_offset: Array | None = None,
+    *,
+    policy: Policy | None = None,
+    key: Key[Array, ""] | None = None,
+) -> jax.Array:
+    """`jax.lax.ragged_dot_general` for operands that are QArrays, or that a policy quantizes.
+
+    Weight-only: the result is JAX's on the decoded operand, for any dimension numbers. A policy is followed for those of
+    `ragged_dot`.
+
+    Args:
+        lhs: the left operand.
+        rhs: the right operand.
+        group_sizes: the length of each group.
+        ragged_dot_dimension_numbers: as in `lax.ragged_dot_general`.
+        precision: as in `lax.ragged_dot_general`.
+        preferred_element_type: as in `lax.ragged_dot_general`.
+        group_offset: as in `lax.ragged_dot_general`, which has no use for it yet.
+        policy: how to compute; None takes the policy of the operand that carries one.
+        key: a JAX random key, for policies whose backward pass draws random numbers.
+
+    Returns:
+        The products.
+
+    Raises:
+        QuantError: when two operands carry different policies and none is given, or a policy needs a key.
+        UnsupportedError: for a policy with dimension numbers other than those of `ragged_dot`.
+
+    >>> from fewbit.array import quantize
+    >>> experts = quantize(jnp.ones((3, 4, 2)), "int8", axis=-2)
+    >>> ragged_dot_general(jnp.ones((5, 4)), experts, jnp.array([2, 0, 3]), PLAIN).shape
+    (5, 2)
+    """
+    policy = policy if policy is not None else carried_policy(lhs, rhs)
+    weight_is_left = has_left_weight(lhs, rhs)
+    key = key if key is not None else carried_key(lhs, rhs)
+    left, right = operand(plain(lhs)), operand(plain(rhs))
+    numbers = _hashable(ragged_dot_dimension_numbers)
+    product = RaggedDot(numbers, left.shape[0], precision, preferred_element_type)
+    extra = (group_sizes, group_offset)
+    if policy is None or not is_needed(policy, left, right):
+        return product.forward(left, right, extra)
+    if numbers != _hashable(PLAIN):
+        raise UnsupportedError(
+            "ragged_dot_general follows a policy for the dimension numbers of ragged_dot only",
+            {"dimension_numbers": f"{numbers}; transpose the operands to [M, K] and [G, K, N], or leave the weight unquantized"},
+        )
+    return quantized_product(product, Rules(policy, weight_is_left), left, right, extra, key)
+
+
+@dataclasses.dataclass(frozen=True)
+class RaggedDot(AbstractBilinear):
+    """`ragged_dot_general` with its settings; `extra` is the group sizes and the group offset.
+
+    Attributes:
+        numbers: the dimension numbers, as `_hashable` has them.
+        rows: the length of the ragged axis of `ragged_dot`.
+        precision: as in `lax.ragged_dot_general`.
+        preferred: the dtype of the result, or None.
+    """
+
+    numbers: tuple[Any, Any, Any]
+    rows: int
+    precision: Any
+    preferred: Any
+
+    def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+        return self._product(floating(lhs), floating(rhs), extra, self.preferred)
+
+    def forward(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+        if not (is_qarray(lhs) and is_qarray(rhs)):
+            return self.values(lhs, rhs, extra)
+        dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
+        factor = self._result_scale(lhs, rhs, extra)
+        if factor is None:
+            wide = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
+            return self._product(*wide, extra, jnp.float32).astype(dtype)
+        dtypes, accumulator = common_types(lhs.scheme.format, rhs.scheme.format)
+        codes = (code_values(q, t) for q, t in zip((lhs, rhs), dtypes, strict=True))
+        return (self._product(*codes, extra, accumulator).astype(jnp.float32) * factor).astype(dtype)
+
+    @property
+    def contracted(self) -> tuple[Axes, Axes]:
+        return (1,), (1,)
+
+    def contracted_backward(self, is_left: bool) -> tuple[Axes, Axes]:
+        return ((1,), (2,)) if is_left else ((0,), (0,))
+
+    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Any) -> jax.Array | None:
+        if is_left:
+            return None if scale.shape[1] != 1 else self._of_rows(scale[:, 0], extra)
+        return scale if scale.shape[1] == 1 else None
+
+    def _result_scale(self, lhs: QArray, rhs: QArray, extra: Any) -> jax.Array | None:
+        """The product of both scales for each element of the result; None where they vary along the contraction."""
+        if lhs.scheme.zero_point is not None or rhs.scheme.zero_point is not None or self.numbers != _hashable(PLAIN):
+            return None
+        left, right = expanded_scale(lhs), expanded_scale(rhs)
+        if left.shape[1] != 1 or right.shape[1] != 1:
+            return None
+        return left * self._of_rows(right[:, 0], extra)
+
+    def _of_rows(self, scale: jax.Array, extra: Any) -> jax.Array:
+        """Each group's scales, `[G or 1, N or 1]`, for each row of the group; for rows beyond all groups those of the last."""
+        if scale.shape[0] == 1:
+            return scale
+        ends = jnp.cumsum(extra[0])
+        group = jnp.searchsorted(ends, jnp.arange(self.rows, dtype=ends.dtype), side="right")
+        return scale.at[group].get(mode="clip")
+
+    def _product(self, lhs: jax.Array, rhs: jax.Array, extra: Any, preferred: Any) -> jax.Array:
+        sizes, offset = extra
+        contracting, ragged, group = self.numbers
+        numbers = RaggedDotDimensionNumbers(contracting, lhs_ragged_dimensions=ragged, rhs_group_dimensions=group)
+        return jax.lax.ragged_dot_general(
+            lhs, rhs, sizes, numbers, precision=self.precision, preferred_element_type=preferred, group_offset=offset
+        )
+
+
+def _hashable(numbers: RaggedDotDimensionNumbers) -> tuple[Any, Any, Any]:
+    """The dimension numbers as tuples."""
+    (contracting, batch) = numbers.dot_dimension_numbers
+    pairs = tuple(tuple(map(int, side)) for side in contracting), tuple(tuple(map(int, side)) for side in batch)
+    return pairs, tuple(map(int, numbers.lhs_ragged_dimensions)), tuple(map(int, numbers.rhs_group_dimensions))
