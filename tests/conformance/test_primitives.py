@@ -101,6 +101,8 @@ COMPUTED = {
     "cond": lambda w: lax.cond(jnp.arange(3).sum() > 0, lambda w: X @ w.T, lambda w: X @ w, w),
     "custom_jvp_call": with_jvp,
     "custom_vjp_call": with_vjp,
+    "conv_general_dilated": lambda w: lax.conv_general_dilated(jnp.ones((1, 16, 8)), w[:, :, None], (1,), "SAME"),
+    "ragged_dot_general": lambda w: lax.ragged_dot(X, w.reshape(1, 16, 16), jnp.array([2])),
     "dot_general": lambda w: X @ w.T,
     "gather": lambda w: w[jnp.array([3, 1])],
     "jit": lambda w: jax.jit(lambda w: X @ w.T)(w),
@@ -196,7 +198,6 @@ DECODED = {
     "bitcast_convert_type": lambda w: lax.bitcast_convert_type(w, jnp.int32),
     "cholesky": lambda w: lax.linalg.cholesky(w, symmetrize_input=False),
     "clamp": lambda w: lax.clamp(jnp.float32(0), w, jnp.float32(1)),
-    "conv_general_dilated": lambda w: lax.conv_general_dilated(jnp.ones((1, 16, 8)), w[:, :, None], (1,), "SAME"),
     "custom_linear_solve": lambda w: lax.custom_linear_solve(lambda v: w @ v, jnp.ones(16), lambda mv, b: b),
     "dynamic_update_slice": lambda w: lax.dynamic_update_slice(w, jnp.zeros((1, 16)), (0, 0)),
     "eig": lambda w: lax.linalg.eig(w),
@@ -215,7 +216,6 @@ DECODED = {
     "ragged_all_to_all": sharded(
         lambda w: lax.ragged_all_to_all(w, jnp.zeros((4, 16)), *[jnp.ones(4, jnp.int32)] * 4, axis_name="d")
     ),
-    "ragged_dot_general": lambda w: lax.ragged_dot(X, w.reshape(1, 16, 16), jnp.array([2])),
     "random_gamma": lambda w: jax.random.gamma(jax.random.key(0), w, w.shape),
     "reduce": lambda w: lax.reduce(w, jnp.float32(0), lambda a, b: a + 2 * b, (0,)),
     "reduce_max": lambda w: lax.reduce_max(w, (0,)),

@@ -234,10 +234,6 @@ UNSUPPORTED = {
     "cut tile": (lambda w, x: x[:, :32] @ w[:, 3:35].T, "cuts tiles of 64"),
     "convert to int": (lambda w, x: w.astype(jnp.int32), "stands for floating numbers, not int32"),
     "torn reshape": (lambda w, x: w.reshape(-1, 3), "gather|reshape"),
-    "conv": (
-        lambda w, x: jax.lax.conv_general_dilated(x[None], w[:, :, None], (1,), "SAME"),
-        "conv_general_dilated decodes",
-    ),
 }
 
 

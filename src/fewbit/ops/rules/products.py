@@ -6,7 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from ...array import is_qarray
+from ..conv import conv_general_dilated
 from ..dot import dot_general
+from ..ragged import ragged_dot_general
 from ..take import take
 from .rule import AbstractEvaluator, NoRuleError, Rule
 
@@ -20,6 +22,39 @@ def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> l
         return dot_general(lhs, rhs, numbers, precision, preferred)
 
     return [evaluator.shared((numbers, precision, preferred), quantized_dot_general)(*values)]
+
+
+def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    _refuse_out_sharding(params)
+    known = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
+    known = (*known, "batch_group_count", "precision", "preferred_element_type")
+    settings = {name: params[name] for name in known}
+
+    def quantized_conv(lhs: Any, rhs: Any) -> jax.Array:
+        return conv_general_dilated(lhs, rhs, **settings)
+
+    return [evaluator.shared(("conv_general_dilated", *settings.values()), quantized_conv)(*values)]
+
+
+def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    _refuse_out_sharding(params)
+    lhs, rhs, group_sizes = values
+    if is_qarray(group_sizes):
+        raise NoRuleError("the group sizes are quantized")
+    numbers, precision, preferred = (
+        params[name] for name in ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
+    )
+    offset = params["group_offset"]
+
+    def quantized_ragged_dot(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
+        return ragged_dot_general(lhs, rhs, group_sizes, numbers, precision, preferred, offset)
+
+    # An offset may be an array, which cannot name a piece to share.
+    if offset is not None:
+        return [quantized_ragged_dot(lhs, rhs, group_sizes)]
+    return [evaluator.shared(("ragged_dot", numbers, precision, preferred), quantized_ragged_dot)(lhs, rhs, group_sizes)]
 
 
 def _refuse_out_sharding(params: Any) -> None:
@@ -61,5 +96,10 @@ def _row_axis(q: Any, eqn: Any) -> int:
     return indexed[0]
 
 
-PRODUCT: dict[str, Rule] = {"dot_general": _dot_general, "gather": _gather}
+PRODUCT: dict[str, Rule] = {
+    "dot_general": _dot_general,
+    "conv_general_dilated": _conv_general_dilated,
+    "ragged_dot_general": _ragged_dot_general,
+    "gather": _gather,
+}
 """The rules of products and look-ups."""
