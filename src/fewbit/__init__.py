@@ -22,9 +22,13 @@ from .array import specs_of as specs_of
 from .errors import QuantError as QuantError
 from .errors import UnsupportedError as UnsupportedError
 from .formats import FORMATS as FORMATS
+from .ops import Arm as Arm
 from .ops import Policy as Policy
+from .ops import conv_general_dilated as conv_general_dilated
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
+from .ops import ragged_dot as ragged_dot
+from .ops import ragged_dot_general as ragged_dot_general
 from .ops import take as take
 from .ops import transparent as transparent
 from .recipe import RECIPES as RECIPES
@@ -36,3 +40,4 @@ from .recipe import quantize_params as quantize_params
 from .recipe import recipe as recipe
 from .recipe import weight_only as weight_only
 from .training import fake_quant as fake_quant
+from .training import train as train

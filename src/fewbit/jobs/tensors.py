@@ -79,7 +79,7 @@ def _converted(stored: Value, row: PlanRow, model: Model) -> tuple[Value, float 
     if row.policy is None:
         return stored, None
     if isinstance(stored, QArray) and is_kept(row, model.info[row.path]):
-        return dataclasses.replace(stored, policy=row.policy if row.policy.activation is not None else None), None
+        return dataclasses.replace(stored, policy=None if row.policy.is_weight_only else row.policy), None
     x = jnp.asarray(_float32(decoded(stored)))
     q = jax.block_until_ready(quantize_row(x, row))
     return q, sqnr_db(x, q)

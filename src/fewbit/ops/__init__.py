@@ -1,9 +1,13 @@
 """Products of operands that may be quantized, and the transformation that brings them to unchanged code."""
 
+from .conv import conv_general_dilated as conv_general_dilated
 from .dot import dot_general as dot_general
 from .dot import matmul as matmul
 from .einsum import einsum as einsum
+from .policy import Arm as Arm
 from .policy import Policy as Policy
+from .ragged import ragged_dot as ragged_dot
+from .ragged import ragged_dot_general as ragged_dot_general
 from .take import take as take
 from .transparent import Decoded as Decoded
 from .transparent import transparent as transparent

@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from ..array import QArray, Scheme, dequantize, is_qarray, quantize
-from ..array.coverage import is_covered
 from ..array.quantize import expanded_scale
+from ..array.straight_through import is_covered
 from ..errors import QuantError
 from .policy import Arm, Policy
 from .rotation import rotated
@@ -126,9 +127,6 @@ def quantized_product(
     Returns:
         The product.
     """
-    if rules.policy.needs_key and key is None:
-        raise QuantError(f"policy {rules.policy} draws random numbers in the backward pass; pass key=")
-
     @jax.custom_vjp
     def product(lhs: Any, rhs: Any, key: Any, extra: Any) -> jax.Array:
         return bilinear.forward(_entering(bilinear, rules, lhs, True), _entering(bilinear, rules, rhs, False), extra)
@@ -169,8 +167,15 @@ def _residual(rules: Rules, x: Any, entered: Any, is_left: bool) -> Residual:
     if rules.policy.clips_gradient and scheme is not None and scheme.calibration.clips and not is_qarray(x):
         passes = is_covered(x, entered)
     keeps_forward = arm.operand == "forward"
-    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return Residual(entered if keeps_forward else None, None if keeps_forward else x, passes, like)
+    return Residual(entered if keeps_forward else None, None if keeps_forward else x, passes, _form(x))
+
+
+def _form(x: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an operand, and how it is sharded where its type says so."""
+    sharding = x.sharding if is_qarray(x) else jax.typeof(x).sharding
+    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 def _operand_gradient(
@@ -182,6 +187,8 @@ def _operand_gradient(
         result = bilinear.transposed(is_left, g, met, own.like, extra)
     else:
         if arm.needs_key:
+            if key is None:
+                raise QuantError(f"the gradient is rounded or rotated at random (as {arm.gradient.name}); pass key=, one a step")
             key = _own_key(key, is_left, g)
         result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, key)
     result = result.astype(own.like.dtype)

@@ -100,7 +100,7 @@ class Conv(AbstractBilinear):
     preferred: Any
 
     def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
-        return jax.lax.conv_general_dilated(floating(lhs), floating(rhs), *self.settings, self.preferred)
+        return self._convolved(floating(lhs), floating(rhs), self.preferred)
 
     def forward(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
         if not (is_qarray(lhs) and is_qarray(rhs)):
@@ -108,11 +108,10 @@ class Conv(AbstractBilinear):
         dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
         factor = self._result_scale(lhs, rhs)
         if factor is None:
-            wide = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
-            return jax.lax.conv_general_dilated(*wide, *self.settings, jnp.float32).astype(dtype)
+            left, right = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
+            return self._convolved(left, right, jnp.float32).astype(dtype)
         dtypes, accumulator = common_types(lhs.scheme.format, rhs.scheme.format)
-        codes = (code_values(q, t) for q, t in zip((lhs, rhs), dtypes, strict=True))
-        sums = jax.lax.conv_general_dilated(*codes, *self.settings, accumulator)
+        sums = self._convolved(code_values(lhs, dtypes[0]), code_values(rhs, dtypes[1]), accumulator)
         return (sums.astype(jnp.float32) * factor).astype(dtype)
 
     @property
@@ -130,6 +129,22 @@ class Conv(AbstractBilinear):
         left, kernel, out = self._specs
         own, met = (kernel[0], out[1]) if is_left else (left[0], out[0])
         return _along(scale, own, met)
+
+    def _convolved(self, lhs: jax.Array, rhs: jax.Array, preferred: Any) -> jax.Array:
+        strides, padding, lhs_dilation, rhs_dilation, numbers, feature_groups, batch_groups, precision = self.settings
+        return jax.lax.conv_general_dilated(
+            lhs,
+            rhs,
+            strides,
+            padding,
+            lhs_dilation,
+            rhs_dilation,
+            numbers,
+            feature_group_count=feature_groups,
+            batch_group_count=batch_groups,
+            precision=precision,
+            preferred_element_type=preferred,
+        )
 
     def _result_scale(self, lhs: QArray, rhs: QArray) -> jax.Array | None:
         """The product of both scales, shaped to meet the result; None where they vary along what is summed."""

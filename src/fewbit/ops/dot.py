@@ -7,10 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key
 
 from ..array import PRODUCTS, QArray, is_qarray
+from ..array.sharding import spec_entries
 from ..errors import QuantError
 from ..kernels.qmatmul import BACKENDS, Problem
 from ..kernels.qmatmul.problem import DimensionNumbers, Operand
@@ -57,6 +59,7 @@ def dot_general(
         QuantError: when two operands carry different policies and none is given, or a policy needs a key.
         UnsupportedError: when the named backend cannot compute it.
 
+    >>> from fewbit.array import quantize
     >>> w = quantize(jnp.eye(4), "int8")
     >>> dot_general(jnp.ones((2, 4)), w, (((1,), (1,)), ((), ()))).shape
     (2, 4)
@@ -123,21 +126,33 @@ class Dot(AbstractBilinear):
         return jnp.expand_dims(kept, left if is_left else right)
 
     def backward(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
-        return self._turned_back(is_left, gradient, other, jnp.float32)
+        if like.sharding is not None:
+            return self.transposed(is_left, floating(gradient), other, like, extra)
+        product = _product(gradient, other, self._numbers_backward(is_left), self.precision, jnp.float32, None)
+        return product.transpose(np.argsort(self._axes_backward(is_left)))
 
     def transposed(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
-        return self._turned_back(is_left, gradient, other, self.preferred)
+        numbers, axes = self._numbers_backward(is_left), self._axes_backward(is_left)
+        sharding = None
+        if like.sharding is not None:
+            # On an explicit mesh a sum over a sharded axis must be told where its result goes: where its operand is.
+            entries = spec_entries(like.sharding.spec, len(like.shape))
+            sharding = NamedSharding(like.sharding.mesh, PartitionSpec(*(entries[axis] for axis in axes)))
+        if is_qarray(other):
+            gradient, other = map(floating, with_gathered_codes(gradient, other, numbers))
+        product = jax.lax.dot_general(gradient, other, numbers, self.precision, self.preferred, out_sharding=sharding)
+        return product.transpose(np.argsort(axes))
 
-    def _turned_back(self, is_left: bool, gradient: Any, other: Any, preferred: Any) -> jax.Array:
-        """The product of the incoming gradient and the other operand, its axes in the order of the operand it belongs to."""
+    def _numbers_backward(self, is_left: bool) -> DimensionNumbers:
+        """What the incoming gradient and the other operand contract, and their batch axes."""
         batch, _, _ = self._result_axes
+        return self.contracted_backward(is_left), (batch, self.numbers[1][1 if is_left else 0])
+
+    def _axes_backward(self, is_left: bool) -> Axes:
+        """Which axis of its operand each axis of that product is: batch, free, then contracted in the other's order."""
         side = 0 if is_left else 1
-        numbers = (self.contracted_backward(is_left), (batch, self.numbers[1][1 - side]))
-        product = _product(gradient, other, numbers, self.precision, preferred, None)
-        # It has batch axes, own free axes, and the other's contracted axes in their order there.
         own, others = self.numbers[0][side], self.numbers[0][1 - side]
-        axes_now = (*self.numbers[1][side], *self._free(is_left), *(own[i] for i in np.argsort(others)))
-        return product.transpose(np.argsort(axes_now))
+        return (*self.numbers[1][side], *self._free(is_left), *(own[i] for i in np.argsort(others)))
 
     def _free(self, is_left: bool) -> Axes:
         side = 0 if is_left else 1
@@ -165,6 +180,7 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     Raises:
         QuantError: when the inner lengths differ, or batch axes would have to be broadcast.
 
+    >>> from fewbit.array import quantize
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """

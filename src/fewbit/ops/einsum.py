@@ -1,21 +1,28 @@
-"""`einsum` on operands that may be quantized."""
+"""`einsum` on operands that may be quantized, or that a policy quantizes."""
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Key
 
-from ..array import QArray
+from ..array import QArray, is_qarray
 from ..errors import QuantError
+from .latent import Latent, stands_for_an_array
+from .policy import Policy
 from .transparent import transparent
 
 
 def einsum(
     subscripts: str,
-    *operands: ArrayLike | QArray,
+    *operands: ArrayLike | QArray | Latent,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
+    policy: Policy | None = None,
+    key: Key[Array, ""] | None = None,
 ) -> jax.Array:
     """`jnp.einsum` for any number of operands, any of which may be a QArray.
 
@@ -27,6 +34,9 @@ def einsum(
         operands: arrays or QArrays.
         precision: as in `jnp.einsum`.
         preferred_element_type: as in `jnp.einsum`.
+        policy: how the products with the last operand are computed, which takes the part of the weight; None takes the
+            policies that operands carry.
+        key: a JAX random key, for policies whose backward pass draws random numbers.
 
     Returns:
         The contraction.
@@ -37,8 +47,19 @@ def einsum(
     """
     if not isinstance(subscripts, str):
         raise QuantError(f"subscripts is {type(subscripts).__name__}; pass a string such as 'bi,oi->bo'")
+    if policy is not None:
+        *others, last = operands
+        if stands_for_an_array(last) or any(map(is_qarray, others)):
+            raise QuantError("policy is given for an operand that is quantized already; let its QArray carry the policy")
+        operands = (*others, Latent(jnp.asarray(last), key, policy))
+    return _contraction(subscripts, precision, preferred_element_type)(*operands)
+
+
+@functools.lru_cache(maxsize=256)
+def _contraction(subscripts: str, precision: Any, preferred: Any) -> Callable[..., jax.Array]:
+    """The contraction as a transparent function, kept so that eager calls compile once."""
 
     def contract(*arrays: Any) -> jax.Array:
-        return jnp.einsum(subscripts, *arrays, precision=precision, preferred_element_type=preferred_element_type)
+        return jnp.einsum(subscripts, *arrays, precision=precision, preferred_element_type=preferred)
 
-    return transparent(contract, fallback="dequantize")(*operands)
+    return transparent(contract, fallback="dequantize")

@@ -27,6 +27,7 @@ class Arm:
     With codes `c` and scales `s` of the other operand from the forward pass, and `Q` the quantizer of `gradient`:
 
         gradient=None                         g . (c * s)        the straight-through gradient of fake quantization
+        gradient=None, operand="original"     g . x              the gradient of the float product
         gradient=scheme, operand="forward"    Q(g * s) . c       where s varies only along what this product contracts;
                                               Q(g) . (c * s)     otherwise
         gradient=scheme, operand="original"   Q(g) . x           the operand as it came, in floating point
@@ -145,6 +146,11 @@ class Policy:
         operands = self.weight.name if self.activation is None else f"{self.weight.name} x {self.activation.name}"
         gradients = dict.fromkeys(arm.gradient.name for arm in (self.dlhs, self.drhs) if arm.gradient is not None)
         return f"{operands}, gradient {' and '.join(gradients)}" if gradients else operands
+
+    @property
+    def is_weight_only(self) -> bool:
+        """Whether nothing but the weight's scheme is said, so that its QArray needs no policy."""
+        return self == type(self)(self.weight)
 
     @property
     def needs_key(self) -> bool:

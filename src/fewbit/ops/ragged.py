@@ -25,7 +25,7 @@ PLAIN = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), lhs_ragged_dimension
 def ragged_dot(
     lhs: ArrayLike | QArray | Latent,
     rhs: ArrayLike | QArray | Latent,
-    group_sizes: Int[Array, " G"],
+    group_sizes: Int[ArrayLike, " G"],
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: Array | None = None,
@@ -67,7 +67,7 @@ def ragged_dot(
 def ragged_dot_general(
     lhs: ArrayLike | QArray | Latent,
     rhs: ArrayLike | QArray | Latent,
-    group_sizes: Int[Array, " G"],
+    group_sizes: Int[ArrayLike, " G"],
     ragged_dot_dimension_numbers: RaggedDotDimensionNumbers,
     precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
@@ -110,13 +110,15 @@ def ragged_dot_general(
     left, right = operand(plain(lhs)), operand(plain(rhs))
     numbers = _hashable(ragged_dot_dimension_numbers)
     product = RaggedDot(numbers, left.shape[0], precision, preferred_element_type)
-    extra = (group_sizes, group_offset)
+    extra = (jnp.asarray(group_sizes), group_offset)
     if policy is None or not is_needed(policy, left, right):
         return product.forward(left, right, extra)
     if numbers != _hashable(PLAIN):
         raise UnsupportedError(
             "ragged_dot_general follows a policy for the dimension numbers of ragged_dot only",
-            {"dimension_numbers": f"{numbers}; transpose the operands to [M, K] and [G, K, N], or leave the weight unquantized"},
+            {
+                "dimension_numbers": f"{numbers}; transpose the operands to [M, K] and [G, K, N], or leave the weight unquantized"
+            },
         )
     return quantized_product(product, Rules(policy, weight_is_left), left, right, extra, key)
 
@@ -146,11 +148,11 @@ class RaggedDot(AbstractBilinear):
         dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
         factor = self._result_scale(lhs, rhs, extra)
         if factor is None:
-            wide = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
-            return self._product(*wide, extra, jnp.float32).astype(dtype)
+            left, right = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
+            return self._product(left, right, extra, jnp.float32).astype(dtype)
         dtypes, accumulator = common_types(lhs.scheme.format, rhs.scheme.format)
-        codes = (code_values(q, t) for q, t in zip((lhs, rhs), dtypes, strict=True))
-        return (self._product(*codes, extra, accumulator).astype(jnp.float32) * factor).astype(dtype)
+        sums = self._product(code_values(lhs, dtypes[0]), code_values(rhs, dtypes[1]), extra, accumulator)
+        return (sums.astype(jnp.float32) * factor).astype(dtype)
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:

@@ -19,8 +19,10 @@ from jax.extend import source_info_util
 
 from ..array import dequantize, is_qarray
 from ..errors import QuantError, UnsupportedError
+from .latent import is_latent, plain, stands_for_an_array
 from .repeats import Stretch, Survey, stretch_from
-from .rules import RULES
+from .rules import CONTROL, MOVES, PARAMETER_PRODUCTS, RULES
+from .rules.products import table_in_training
 from .rules.rule import AbstractEvaluator, NoRuleError, bound, logical
 from .rules.sharding import constrained
 
@@ -232,6 +234,8 @@ class _Evaluator(AbstractEvaluator):
                 return RULES[name](dataclasses.replace(self, around=(eqn, *self.around)), eqn, values)
             except NoRuleError:
                 pass
+        if name == "gather" and is_latent(values[0]):
+            return bound(eqn, [table_in_training(values[0], eqn), *map(plain, values[1:])])
         outputs = bound(eqn, [self.decoded(eqn, plain(value), f"it meets a parameter in {name}") for value in values])
         if name not in MOVES:
             return outputs

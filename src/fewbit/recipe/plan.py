@@ -15,6 +15,7 @@ from ..array import Scheme, is_qarray, quantize
 from ..errors import QuantError
 from ..ops import Policy
 from ..ops.uses import Use, parameter_paths, parameter_uses
+from .recipe import Recipe
 from .recipe import recipe as as_recipe
 from .rule import Rule
 
@@ -185,22 +186,35 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
     recipe = as_recipe(recipe)
     leaves = parameter_paths(params)
     uses = parameter_uses(fn, params, *inputs) if fn is not None else {path: _assumed(x) for path, x in leaves.items()}
-    matched: set[int] = set()
-    rows = []
-    for path, leaf in leaves.items():
-        ops = tuple(dict.fromkeys(use.op for use in uses[path]))
-        index = next((i for i, rule in enumerate(recipe.rules) if rule.matches(path, ops)), None)
-        if index is not None:
-            matched.add(index)
-        rule = None if index is None else recipe.rules[index]
-        rows.append(_row(path, leaf, uses[path], rule, is_traced=fn is not None))
+    rules = matched_rules(recipe, uses)
+    rows = [_row(path, leaf, uses[path], rules[path], is_traced=fn is not None) for path, leaf in leaves.items()]
+    return Plan(tuple(rows), recipe.name)
+
+
+def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Rule | None]:
+    """For each parameter the first rule that matches it.
+
+    Args:
+        recipe: the recipe.
+        uses: the uses of each parameter, by its path.
+
+    Returns:
+        By path, the rule, or None where none matches.
+
+    Raises:
+        QuantError: when a rule that is not optional matches nothing.
+    """
+    found: dict[str, Rule | None] = {}
+    for path, used in uses.items():
+        ops = tuple(dict.fromkeys(use.op for use in used))
+        found[path] = next((rule for rule in recipe.rules if rule.matches(path, ops)), None)
     for index, rule in enumerate(recipe.rules):
-        if index not in matched and not rule.optional:
+        if not rule.optional and not any(rule is other for other in found.values()):
             raise QuantError(
                 f"rule {index + 1} of recipe {recipe.name!r} ({rule}) matches nothing; the parameters are "
-                f"{_few(list(leaves))}. Correct its path, or mark it optional"
+                f"{_few(list(uses))}. Correct its path, or mark it optional"
             )
-    return Plan(tuple(rows), recipe.name)
+    return found
 
 
 def _few(paths: list[str]) -> str:
@@ -283,4 +297,4 @@ def quantized_leaf(x: Any, row: PlanRow) -> Any:
     for _ in range(leading):
         one = jax.vmap(one)
     q = one(x)
-    return dataclasses.replace(q, policy=row.policy) if row.policy.activation is not None else q
+    return q if row.policy.is_weight_only else dataclasses.replace(q, policy=row.policy)

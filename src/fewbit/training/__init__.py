@@ -1,9 +1,9 @@
 """Building blocks of training: fake quantization, static ranges, delayed scaling, N:M sparsity."""
 
-from ..array.coverage import is_covered as is_covered
+from ..array.straight_through import is_covered as is_covered
+from ..array.straight_through import passed_through as passed_through
 from .delayed import DelayedScale as DelayedScale
 from .fake_quant import fake_quant as fake_quant
-from .fake_quant import passed_through as passed_through
 from .range_rules import AbsMaxRange as AbsMaxRange
 from .range_rules import EMARange as EMARange
 from .range_rules import MeanRange as MeanRange
@@ -15,3 +15,4 @@ from .sparsity import Sparsity as Sparsity
 from .sparsity import SparsityState as SparsityState
 from .sparsity import magnitude_mask as magnitude_mask
 from .sparsity import nm_mask as nm_mask
+from .train import train as train

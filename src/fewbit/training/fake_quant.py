@@ -6,10 +6,10 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Bool, Float, Key
+from jaxtyping import Array, Float, Key
 
 from ..array import Scheme, dequantize, quantize
-from ..array.coverage import is_covered
+from ..array.straight_through import is_covered, passed_through
 from ..errors import QuantError
 
 Gradient = Literal["identity", "clipped"]
@@ -75,27 +75,3 @@ def fake_quant(
 def _rounded_for_good(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
     """The array, with a rounding to a narrow dtype that the compiler cannot take back when it is widened again."""
     return x if x.dtype.itemsize > 2 else jax.lax.optimization_barrier(x)
-
-
-@jax.custom_jvp
-def passed_through(x: Float[Array, "*s"], value: Float[Array, "*s"], is_passed: Bool[Array, "*s"]) -> Float[Array, "*s"]:
-    """`value`, with the derivative of `x` where `is_passed` and zero elsewhere; linear, so every mode of JAX works.
-
-    Args:
-        x: what the derivative is taken of.
-        value: what is returned; it counts as a constant.
-        is_passed: where the derivative of `x` passes.
-
-    Returns:
-        `value`.
-
-    >>> jax.grad(lambda x: passed_through(x, jnp.round(x), x > 0).sum())(jnp.array([-1.2, 3.4])).tolist()
-    [0.0, 1.0]
-    """
-    return value
-
-
-@passed_through.defjvp
-def _passed_tangent(primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]) -> tuple[Array, Array]:
-    x, value, is_passed = primals
-    return passed_through(x, value, is_passed), jnp.where(is_passed, tangents[0], jnp.zeros_like(tangents[0]))

@@ -5,9 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...array import is_qarray
+from ...array import dequantize, is_qarray, quantize
+from ...array.straight_through import is_covered, passed_through
 from ..conv import conv_general_dilated
 from ..dot import dot_general
+from ..latent import Latent
 from ..ragged import ragged_dot_general
 from ..take import take
 from .rule import AbstractEvaluator, NoRuleError, Rule
@@ -94,6 +96,17 @@ def _row_axis(q: Any, eqn: Any) -> int:
     if len(indexed) != 1 or not is_whole or sizes[indexed[0]] != 1 or not collapsed <= set(indexed):
         raise refusal
     return indexed[0]
+
+
+def table_in_training(latent: Latent, eqn: Any) -> jax.Array:
+    """The table of a look-up as it will be served, quantized along the last axis that is not indexed; straight through."""
+    indexed = eqn.params["dimension_numbers"].start_index_map
+    axis = max((a for a in range(latent.ndim) if a not in indexed), default=latent.ndim - 1)
+    fixed = jax.lax.stop_gradient(latent.value)
+    q = quantize(fixed, latent.policy.weight, axis=axis)
+    clips = latent.policy.clips_gradient and latent.policy.weight.calibration.clips
+    passes = is_covered(fixed, q) if clips else jnp.ones(q.shape, jnp.bool_)
+    return passed_through(latent.value, dequantize(q), passes)
 
 
 PRODUCT: dict[str, Rule] = {

@@ -1,0 +1,151 @@
+"""`fb.train`: unchanged code whose products follow a recipe, and what was trained is what is served."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+
+INT8 = fb.Policy("int8", "int8", dlhs="int8", drhs="int8")
+FP8 = fb.Policy("fp8", "fp8", dlhs="fp8_e5m2", drhs="fp8_e5m2")
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+def layer(w, x):
+    return jnp.tanh(x @ w["in"]) @ w["out"].T
+
+
+PARAMS = {"in": normal(16, 32), "out": normal(16, 32, seed=1), "bias": jnp.zeros(16)}
+X = normal(8, 16, seed=2)
+
+
+def recipe(policy, path="in|out"):
+    return fb.Recipe((fb.Rule(path, policy),))
+
+
+def by_hand(policy):
+    def fn(w, x):
+        hidden = jnp.tanh(fb.dot_general(x, w["in"], (((1,), (0,)), ((), ())), policy=policy))
+        return fb.dot_general(hidden, w["out"], (((1,), (1,)), ((), ())), policy=policy)
+
+    return fn
+
+
+@pytest.mark.parametrize("policy", [INT8, FP8, fb.Policy("int4_g8")], ids=str)
+def test_values_and_gradients_are_those_of_products_with_the_policy(policy):
+    def loss(fn):
+        return jax.jit(jax.value_and_grad(lambda w: jnp.mean(fn(w, X) ** 2)))
+
+    got, want = loss(fb.train(layer, recipe(policy)))(PARAMS), loss(by_hand(policy))(PARAMS)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7)
+    assert jax.tree.structure(got[1]) == jax.tree.structure(PARAMS)
+
+
+def stacked(w, x, transform=lambda step: step):
+    def step(x, layer):
+        return jnp.tanh(x @ layer), None
+
+    return jax.lax.scan(transform(step), x, w["stack"])[0]
+
+
+BODIES = {
+    "scan": stacked,
+    "remat in scan": lambda w, x: stacked(w, x, jax.checkpoint),
+    "jit": lambda w, x: jax.jit(lambda m, x: jnp.tanh(x @ m))(w["stack"][0], x),
+    "fori": lambda w, x: jax.lax.fori_loop(0, 2, lambda i, x: jnp.tanh(x @ w["stack"][1]), x),
+    "cond": lambda w, x: jax.lax.cond(x.sum() > -1e9, lambda m: x @ m, lambda m: x - m[:8], w["stack"][0]),
+    "vmap": lambda w, x: jax.vmap(lambda x: x @ w["stack"][0])(x),
+    "einsum and casts": lambda w, x: jnp.einsum("bi,lio->blo", x.astype(jnp.bfloat16), w["stack"].astype(jnp.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_policy_follows_its_parameter_everywhere(body):
+    """The dots of the trace multiply codes, so the output differs from the float one by what 8 bits allow, and no more."""
+    fn, w = BODIES[body], {"stack": normal(3, 16, 16)}
+    got = fb.train(fn, recipe(INT8, "stack"))(w, X)
+    want = fn(w, X)
+    assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
+    text = str(jax.make_jaxpr(fb.train(fn, recipe(INT8, "stack")))(w, X))
+    assert "preferred_element_type=int32" in text
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int4_g8", "nf4", "mxfp8", "nvfp4"])
+def test_what_was_trained_is_what_is_served(scheme):
+    policy = fb.Policy(scheme, "int8")
+    plan = fb.plan(layer, PARAMS, X, recipe=recipe(policy))
+    served = jax.jit(fb.transparent(layer))(fb.quantize_params(PARAMS, plan), X)
+    trained = jax.jit(fb.train(layer, recipe(policy)))(PARAMS, X)
+    assert np.array_equal(served, trained)
+
+
+def test_a_stacked_model_is_served_as_it_was_trained():
+    w = {"stack": normal(3, 16, 16)}
+    policy = fb.Policy("int4_g8", "int8")
+    plan = fb.plan(stacked, w, X, recipe=recipe(policy, "stack"))
+    served = jax.jit(fb.transparent(stacked))(fb.quantize_params(w, plan), X)
+    assert np.array_equal(served, jax.jit(fb.train(stacked, recipe(policy, "stack")))(w, X))
+
+
+def tied(w, tokens):
+    x = w["table"][tokens]
+    return jnp.tanh(x) @ w["table"].T
+
+
+@pytest.mark.parametrize("scheme", ["int8", "nf4"])
+def test_tables_are_trained_as_they_are_served(scheme):
+    w, tokens = {"table": normal(24, 16)}, jnp.array([[1, 5], [23, 0]])
+    recipe_of = fb.Recipe((fb.Rule("table", fb.Policy(scheme)),))
+    served = jax.jit(fb.transparent(tied))(fb.quantize_params(w, fb.plan(tied, w, tokens, recipe=recipe_of)), tokens)
+    trained = jax.jit(fb.train(tied, recipe_of))(w, tokens)
+    # The codes are the same; the float product may add in another order where XLA lays the table out otherwise.
+    np.testing.assert_allclose(served, trained, rtol=1e-5, atol=1e-5)
+    gradient = jax.grad(lambda w: jnp.sum(fb.train(tied, recipe_of)(w, tokens)))(w)["table"]
+    assert (gradient != 0).all()
+
+
+@pytest.mark.parametrize("policy", [INT8, FP8, fb.Policy("int4")], ids=str)
+def test_a_regression_is_learned(policy):
+    target = {"in": normal(16, 32, seed=5) / 4, "out": normal(16, 32, seed=6) / 4}
+    xs = normal(64, 16, seed=7)
+    ys = layer(target, xs)
+
+    def loss(w):
+        return jnp.mean((fb.train(layer, recipe(policy))(w, xs) - ys) ** 2)
+
+    @jax.jit
+    def step(w):
+        value, gradient = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda p, g: p - 0.3 * g, w, gradient), value
+
+    w = {"in": normal(16, 32, seed=8) / 4, "out": normal(16, 32, seed=9) / 4}
+    losses = []
+    for _ in range(60):
+        w, value = step(w)
+        losses.append(float(value))
+    assert losses[-1] < 0.25 * losses[0]
+
+
+def test_keys():
+    policy = fb.Policy("int8", dlhs=fb.Arm("int8", rounding="stochastic"))
+    fn = fb.train(lambda w, x: jnp.sum(jnp.sin(layer(w, x))), recipe(policy))
+    assert fn(PARAMS, X).shape == ()
+    with pytest.raises(fb.QuantError, match=r"rounded or rotated at random \(as int8\); pass key="):
+        jax.grad(fn)(PARAMS, X)
+    gradient = jax.jit(jax.grad(lambda x, key: fn(PARAMS, x, key=key)))
+    one, other = (gradient(X, jax.random.key(i)) for i in (0, 1))
+    assert not np.array_equal(one, other)
+    assert np.array_equal(one, gradient(X, jax.random.key(0)))
+
+
+def test_rules():
+    with pytest.raises(fb.QuantError, match=r"rule 1 of recipe 'recipe' \(nothing.*matches nothing"):
+        fb.train(layer, recipe(INT8, "nothing.*"))(PARAMS, X)
+    one = fb.train(layer, recipe(INT8, "in"))(PARAMS, X)
+    assert not np.array_equal(one, fb.train(layer, recipe(INT8))(PARAMS, X))
+    assert np.array_equal(fb.train(layer, fb.Recipe((fb.Rule(".*", None),)))(PARAMS, X), layer(PARAMS, X))
