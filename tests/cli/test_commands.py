@@ -53,6 +53,15 @@ def test_one_recipe_shows_its_rules():
     assert "did you mean 'maxtext/int8'" in run("recipes", "maxtxt/int8", status=2).stderr
 
 
+@needs_tokenizers
+def test_a_plan_counts_the_products_without_a_parameter(model):
+    short, full = (run("plan", model, "--recipe", "w8", *more).stdout for more in ((), ("--full",)))
+    assert "products without a parameter: " in short
+    assert " in float" in short
+    assert "#1  " not in short
+    assert len(full.splitlines()) > len(short.splitlines()) + 6
+
+
 def test_the_schema_of_recipes():
     assert json.loads(run("recipes", "--schema").stdout) == Recipe.json_schema()
     assert "leave out the name" in run("recipes", "int8", "--schema", status=2).stderr

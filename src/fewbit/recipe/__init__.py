@@ -1,6 +1,7 @@
 """Which parameters are quantized and how: rules, recipes, and the plan that a recipe makes of one model."""
 
 from . import presets as presets
+from .apply import check_storable as check_storable
 from .apply import quantize_params as quantize_params
 from .apply import quantize_row as quantize_row
 from .plan import Plan as Plan

@@ -38,17 +38,39 @@ def quantize_params(params: Any, plan: Any) -> Any:
     """
     resolved = plan if isinstance(plan, Plan) else make_plan(None, params, recipe=plan)
     leaves = parameter_paths(params)
-    if planned := [row.name for row in resolved.products if row.policy is not None]:
-        raise UnsupportedError(
-            f"the plan quantizes products without a parameter ({', '.join(planned[:5])}), and quantized parameters cannot carry that; "
-            "set their policy to null"
-        )
+    check_storable(resolved)
     rows = {row.path: row for row in resolved}
     if set(rows) != set(leaves):
         missing, extra = sorted(set(leaves) - set(rows)), sorted(set(rows) - set(leaves))
         raise QuantError(f"the plan is for another tree: without {missing[:5]}, and with {extra[:5]} that are not here")
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
     return jax.tree.unflatten(treedef, [quantize_row(leaf, rows[path]) for path, leaf in leaves.items()])
+
+
+def check_storable(plan: Plan) -> None:
+    """Refuses a plan that quantized parameters cannot carry out on their own.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        UnsupportedError: for a policy with delayed scaling, and for a product without a parameter that has a policy.
+    """
+    if planned := [row.name for row in plan.products if row.policy is not None]:
+        raise UnsupportedError(
+            f"the plan quantizes products without a parameter ({', '.join(planned[:5])}), and quantized parameters cannot "
+            "carry that; set their policy to null"
+        )
+    for row in plan:
+        _check_row(row)
+
+
+def _check_row(row: PlanRow) -> None:
+    if row.policy is not None and row.policy.delayed is not None:
+        raise UnsupportedError(
+            f"{row.path}: policy {row.policy} takes its scales from the steps before, and there are none outside training; "
+            "take a recipe with scales of the array at hand, such as te_fp8_currentscaling"
+        )
 
 
 def quantize_row(leaf: Any, row: PlanRow) -> Any:
@@ -67,11 +89,7 @@ def quantize_row(leaf: Any, row: PlanRow) -> Any:
     """
     if row.policy is None:
         return leaf
-    if row.policy.delayed is not None:
-        raise UnsupportedError(
-            f"{row.path}: policy {row.policy} takes its scales from the steps before, and there are none outside training; "
-            "take a recipe with scales of the array at hand, such as te_fp8_currentscaling"
-        )
+    _check_row(row)
     if tuple(leaf.shape) != row.shape:
         raise QuantError(f"{row.path} has shape {tuple(leaf.shape)}, but the plan was made for {row.shape}")
     x = jnp.asarray(leaf)
