@@ -145,6 +145,7 @@ def test_an_unknown_key_is_refused_at_every_level(level, key, message):
         ({"rules": [{"path": ".*", "policy": 4}]}, "a policy is an object with the fields weight, .*; got 4"),
         ({"rules": [{"path": ".*", "policy": {"weight": "int8", "dlhs": 4}}]}, "an arm is an object"),
         ({"rules": [{"path": ".*", "policy": {"weight": "fp8_tensor", "delayed": 4}}]}, "delayed scaling is an object"),
+        ({"name": 4, "rules": [{"path": ".*", "policy": None}]}, "a recipe's 'name' is 4; must be a text"),
         ({"rules": [{"path": ".*", "policy": None}], "products": {}}, "needs 'products', a list"),
         (
             {"rules": [{"path": ".*", "policy": None}], "products": [{"path": "a", "policy": None, "axis": -1}]},

@@ -68,6 +68,9 @@ class Recipe:
             if not isinstance(fields.get(key), list):
                 raise QuantError(f"a recipe needs {key!r}, a list of objects with a 'path' and a 'policy'")
             fields[key] = tuple(Rule.from_json(rule) for rule in fields[key])
+        for key in ("name", "description"):
+            if not isinstance(fields.get(key, ""), str):
+                raise QuantError(f"a recipe's {key!r} is {fields[key]!r}; must be a text")
         return cls(**fields)
 
     @staticmethod
