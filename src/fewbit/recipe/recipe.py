@@ -110,8 +110,14 @@ def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
     try:
         return weight_only(spec)
     except QuantError:
-        known = tuple(dict.fromkeys((*RECIPES.names(), *SCHEMES.names())))
-        raise QuantError(f"unknown recipe {spec!r}; {near_names(spec, known)}") from None
+        raise QuantError(f"unknown recipe {spec!r}; {_near(spec)}") from None
+
+
+def _near(spec: str) -> str:
+    """The names that `spec` is a part of (`maxtext/fp8_full` for `fp8_full`), or else those near it."""
+    if whole := [name for name in RECIPES.names() if f"/{spec}/" in f"/{name}/"]:
+        return f"did you mean {' or '.join(map(repr, whole))}?"
+    return near_names(spec, tuple(dict.fromkeys((*RECIPES.names(), *SCHEMES.names()))))
 
 
 def weight_only(
