@@ -23,6 +23,7 @@ from .errors import QuantError as QuantError
 from .errors import UnsupportedError as UnsupportedError
 from .formats import FORMATS as FORMATS
 from .ops import Arm as Arm
+from .ops import DelayedScaling as DelayedScaling
 from .ops import Policy as Policy
 from .ops import conv_general_dilated as conv_general_dilated
 from .ops import dot_general as dot_general
@@ -35,6 +36,8 @@ from .recipe import RECIPES as RECIPES
 from .recipe import Plan as Plan
 from .recipe import Recipe as Recipe
 from .recipe import Rule as Rule
+from .recipe import maxtext_mixed_precision as maxtext_mixed_precision
+from .recipe import maxtext_recipe as maxtext_recipe
 from .recipe import plan as plan
 from .recipe import quantize_params as quantize_params
 from .recipe import recipe as recipe

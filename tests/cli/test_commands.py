@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fewbit import FORMATS, RECIPES, SCHEMES
+from fewbit import FORMATS, RECIPES, SCHEMES, Recipe, recipe
 from fewbit.cli import app
 from fewbit.models import is_installed
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers, text_file
@@ -40,6 +40,31 @@ def test_catalogues_list_every_name(command, names):
     assert tuple(record["name"] for record in run_json(command)[command]) == names
     text = run(command).stdout
     assert all(name in text for name in names)
+
+
+def test_one_recipe_shows_its_rules():
+    text = run("recipes", "te_nvfp4").stdout
+    assert all(
+        said in text for said in ("nvfp4_16x16", "nvfp4_absmax x forward (stochastic)", "Hadamard 16", "left as it is")
+    )
+    assert "scales from 1024 steps before" in run("recipes", "maxtext/fp8").stdout
+    assert recipe(run_json("recipes", "maxtext/int8")) == recipe("maxtext/int8")
+    assert "every tensor as the file" in run("recipes", "keep").stdout.lower()
+    assert "did you mean 'maxtext/int8'" in run("recipes", "maxtxt/int8", status=2).stderr
+
+
+@needs_tokenizers
+def test_a_plan_counts_the_products_without_a_parameter(model):
+    short, full = (run("plan", model, "--recipe", "w8", *more).stdout for more in ((), ("--full",)))
+    assert "products without a parameter: " in short
+    assert " in float" in short
+    assert "#1  " not in short
+    assert len(full.splitlines()) > len(short.splitlines()) + 6
+
+
+def test_the_schema_of_recipes():
+    assert json.loads(run("recipes", "--schema").stdout) == Recipe.json_schema()
+    assert "leave out the name" in run("recipes", "int8", "--schema", status=2).stderr
 
 
 @needs_tokenizers

@@ -21,6 +21,7 @@ _INTEGERS = {f"{sign}int{b}{end}" for sign in ("", "u") for b in range(2, 9) for
 _SIBLINGS = _INTEGERS - {"int3", "int8", "int4_narrow", "uint4"} | {
     *("fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_tensor", "fp4", "bnb_fp4", "q8_0", "q5_0", "q5_1"),
     *("mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "nvfp4_absmax", "nvint4"),
+    *("int4_aqt", "int8_aqt", "fp8_e5m2_tensor", "fp8_e4m3fnuz_tensor", "fp8_e5m2fnuz_tensor", "mxfp8_rceil"),
 }
 _FEW = ("int8", "uint4", "nf4", "q4_1", "mxfp4", "nvfp4_16x16")
 

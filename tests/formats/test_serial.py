@@ -47,7 +47,7 @@ def test_a_registered_name_with_other_fields_is_written_in_full():
         ({"kind": "posit", "name": "x"}, "a format's kind is 'posit'"),
         (
             {"kind": "integer", "name": "x", "wdith": 4},
-            r"a integer format has no field \['wdith'\]; its fields: name, narrow",
+            r"a format of kind 'integer' has no field 'wdith'; did you mean 'width'",
         ),
         ({"kind": "integer", "width": 4}, "missing 1 required positional argument: 'name'"),
         ({"kind": "integer", "name": "x", "width": 9}, "width is 9"),

@@ -54,6 +54,22 @@ def test_a_llama_is_traced(tmp_path):
 
 
 @needs_tokenizers
+def test_attentions_own_products_stand_in_the_plan(tmp_path):
+    model = jobs.load(llama_directory(tmp_path / "hf"))
+    plan = jobs.plan_model(model, recipe="nf4")
+    assert [row.policy for row in plan.products] == [None] * len(plan.products)
+    assert len({row.name for row in plan.products}) == len(plan.products) >= 2 * 3
+    assert all("dot_general at " in site for site in plan["layers/1/attn/q"].sites)
+    first = dataclasses.replace(plan.products[0], policy=fb.Policy("fp8", "fp8"))
+    quantized = dataclasses.replace(plan, products=(first, *plan.products[1:]))
+    with pytest.raises(fb.UnsupportedError, match="quantizes products without a parameter"):
+        jobs.quantize(model, quantized, tmp_path / "out")
+    with pytest.raises(fb.UnsupportedError, match="there are none outside training"):
+        jobs.quantize(model, jobs.plan_model(model, recipe="te_fp8_delayedscaling"), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@needs_tokenizers
 def test_rows_that_differ_are_not_folded(tmp_path):
     plan = jobs.plan_model(jobs.load(llama_directory(tmp_path / "hf")), recipe="nf4")
     rows = [dataclasses.replace(r, reason="other") if r.path == "layers/1/attn/q" else r for r in plan]

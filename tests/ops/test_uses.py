@@ -7,7 +7,7 @@ from fewbit.ops.uses import Use, parameter_paths, parameter_uses
 
 
 def uses(fn, params, *inputs):
-    found = parameter_uses(fn, params, *inputs)
+    found, _ = parameter_uses(fn, params, *inputs)
     return {path: [(u.op, u.axes, u.stacked) for u in us] for path, us in found.items()}
 
 
@@ -70,5 +70,28 @@ def test_look_ups_convolutions_and_the_rest_are_named():
     assert conv[""] == [("conv_general_dilated", (-2, -1), ())]
     assert uses(lambda w, x: x * w.sum(), W, X)[""][0][0] == "reduce_sum"
     assert uses(lambda p, x: x, {"a": W}, X) == {"a": []}
-    assert isinstance(parameter_uses(lambda w, x: x @ w.T, W, X)[""][0], Use)
-    assert "test_uses.py" in parameter_uses(lambda w, x: jax.lax.dot(x, w.T), W, X)[""][0].source
+    assert isinstance(parameter_uses(lambda w, x: x @ w.T, W, X)[0][""][0], Use)
+    assert "test_uses.py" in parameter_uses(lambda w, x: jax.lax.dot(x, w.T), W, X)[0][""][0].source
+
+
+def test_products_without_a_parameter_are_named_by_their_scopes_or_their_place():
+    def attend(q):
+        with jax.named_scope("attn"):
+            return jnp.einsum("bd,cd->bc", q, q) @ q @ q.T
+
+    def net(w, x):
+        @jax.jit
+        def layer(x):
+            with jax.named_scope("layer"):
+                return jax.checkpoint(attend)(x) @ x
+
+        x = jax.lax.scan(lambda c, _: (layer(c), None), x @ w.T @ w, None, length=2)[0]
+        return jax.lax.cond(x.sum() > 0, lambda x: x @ x.T, lambda x: x[:, :4] @ x.T[:4], x)
+
+    _, products = parameter_uses(net, W, X)
+    names = ["layer/attn/bd,cd->bc", "layer/attn", "layer/attn#2", "layer", "#1", "#2"]
+    assert [p.name for p in products][:4] == names[:4]
+    assert sorted(p.name for p in products[4:]) == names[4:]
+    assert products[0].shapes == ((2, 16), (2, 16))
+    assert {p.op for p in products} == {"dot_general"}
+    assert all("test_uses.py" in p.source for p in products)

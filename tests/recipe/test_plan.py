@@ -137,7 +137,7 @@ def test_plans_are_json_both_ways_and_can_be_edited(params, tmp_path):
     (tmp_path / "plan.json").write_text(json.dumps(form))
     q = fb.quantize_params(params, fb.Plan.load(tmp_path / "plan.json"))
     assert q["heads"].scheme.format.name == "nf4"
-    assert str(plan).splitlines()[-1].startswith("4 of 6 parameters quantized")
+    assert str(plan).splitlines()[-1].startswith("3 of 6 parameters quantized")
 
 
 def test_parameters_that_are_not_finite_are_named_and_counted(params):
@@ -168,4 +168,66 @@ def test_plan_messages(params, tmp_path):
     form = plan.to_json()
     form["rows"][0]["axes"] = [1]
     with pytest.raises(fb.QuantError, match="no field 'axes'; did you mean 'axis'"):
+        fb.Plan.from_json(form)
+
+
+def attention(p, x):
+    q, k, v = (x @ p[name] for name in ("q", "k", "v"))
+    with jax.named_scope("attn"):
+        return jax.nn.softmax(q @ k.T) @ v
+
+
+ATTENTION = {name: jax.ShapeDtypeStruct((64, 64), jnp.float32) for name in "qkv"}
+TOKENS = jax.ShapeDtypeStruct((3, 64), jnp.float32)
+
+
+def test_products_without_a_parameter_stand_in_the_plan():
+    plan = fb.plan(attention, ATTENTION, TOKENS, recipe="int8")
+    assert [(row.name, row.op, row.shapes, row.policy, row.rule) for row in plan.products] == [
+        ("attn", "dot_general", ((3, 64), (64, 3)), None, ""),
+        ("attn#2", "dot_general", ((3, 3), (3, 64)), None, ""),
+    ]
+    assert "test_plan.py" in plan.products[0].site
+    assert str(plan).splitlines()[-2:] == ["product attn  3x64 . 64x3  float", "product attn#2  3x3 . 3x64  float"]
+    assert fb.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
+    assert fb.plan(None, ATTENTION, recipe="int8").products == ()
+
+
+def test_rules_for_products(tmp_path):
+    rules = (fb.Rule(".*", "int8"),)
+    recipe = fb.Recipe(rules, products=(fb.Rule("attn", None), fb.Rule("attn.*", fb.Policy("fp8", "fp8"))))
+    plan = fb.plan(attention, ATTENTION, TOKENS, recipe=recipe)
+    assert [(str(row.policy), row.rule) for row in plan.products] == [("None", "attn"), ("fp8 x fp8", "attn.*")]
+    plan.save(tmp_path / "plan.json")
+    assert fb.Plan.load(tmp_path / "plan.json") == plan
+    params = {name: normal(64, 64) for name in "qkv"}
+    with pytest.raises(fb.UnsupportedError, match=r"quantizes products without a parameter \(attn#2\)"):
+        fb.quantize_params(params, plan)
+    misspelt = fb.Recipe(rules, "mine", products=(fb.Rule("atn", "fp8"),))
+    with pytest.raises(
+        fb.QuantError, match=r"product rule 1 of recipe 'mine' .* the products without a parameter are attn, attn#2\."
+    ):
+        fb.plan(attention, ATTENTION, TOKENS, recipe=misspelt)
+    with pytest.raises(fb.QuantError, match="has rules for products, which only traced code has"):
+        fb.plan(None, ATTENTION, recipe=recipe)
+
+
+def test_rows_say_where_a_parameter_is_used(params):
+    plan = fb.plan(net, params, IDS, recipe="int8")
+    assert [site.partition(" at ")[0] for site in plan["embed"].sites] == ["take", "dot_general"]
+    assert all("test_plan.py" in site for site in plan["embed"].sites)
+    assert plan["steps"].sites == ()
+
+
+def test_a_plan_refuses_unknown_and_missing_keys():
+    form = fb.plan(attention, ATTENTION, TOKENS, recipe="int8").to_json()
+    with pytest.raises(fb.QuantError, match="a plan has no field 'row'; did you mean 'rows'"):
+        fb.Plan.from_json(form | {"row": []})
+    with pytest.raises(fb.QuantError, match="is an object with 'recipe' and lists 'rows' and 'products'"):
+        fb.Plan.from_json({"rows": []})
+    form["products"][0]["scheme"] = "int8"
+    with pytest.raises(fb.QuantError, match="a product's row has no field 'scheme'"):
+        fb.Plan.from_json(form)
+    del form["products"][0]["scheme"], form["products"][0]["rule"]
+    with pytest.raises(fb.QuantError, match="a product's row lacks rule; got attn"):
         fb.Plan.from_json(form)

@@ -40,6 +40,8 @@ def test_files(tmp_path):
     ("make", "message"),
     [
         (lambda: fb.recipe("int44"), r"unknown recipe 'int44'; did you mean 'int4'"),
+        (lambda: fb.recipe("fp8_e4m3"), r"unknown recipe 'fp8_e4m3'; did you mean 'maxtext/fp8_e4m3'\?"),
+        (lambda: fb.recipe("intmp"), r"did you mean 'maxtext/intmp/int8_weight_only' or .*"),
         (lambda: fb.recipe({"rule": []}), r"no field 'rule'; did you mean 'rules'"),
         (lambda: fb.recipe({"rules": {}}), r"needs 'rules', a list"),
         (lambda: fb.recipe({"rules": []}), r"has no rules"),

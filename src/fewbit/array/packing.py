@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt8
 
+from .._registry import refuse_unknown_fields
 from ..errors import QuantError
 
 
@@ -48,8 +49,9 @@ class Packing:
         return fields
 
     @classmethod
-    def from_json(cls, form: dict[str, Any]) -> "Packing":
-        """The packing of a JSON form."""
+    def from_json(cls, form: Any) -> "Packing":
+        """The packing of a JSON form; an unknown key raises QuantError with the near name."""
+        refuse_unknown_fields("a packing", form, tuple(f.name for f in dataclasses.fields(cls)))
         return cls(tuple(form.get("interleave", ())), bool(form.get("high_first", False)))
 
 

@@ -169,7 +169,7 @@ class Scheme:
         fields = dict(form)
         fields["format"] = format_from_json(form["format"])
         if "tile" in form:
-            fields["tile"] = {... if axis == "*" else int(axis): length for axis, length in form["tile"].items()}
+            fields["tile"] = {_axis_from_json(axis): length for axis, length in form["tile"].items()}
         for key in ("scale", "zero_point"):
             if key in form:
                 fields[key] = _holder_from_json(form[key])
@@ -227,6 +227,18 @@ def _holder_to_json(holder: Any) -> Any:
     if isinstance(holder, Scheme):
         return holder.to_json()
     return format_to_json(holder) if isinstance(holder, AbstractFormat) else jnp.dtype(holder).name
+
+
+def _axis_from_json(axis: str) -> Any:
+    """The axis of a tile's key: `"*"` stands for all others."""
+    if axis == "*":
+        return ...
+    try:
+        return int(axis)
+    except ValueError:
+        raise QuantError(
+            f'a tile has no axis {axis!r}; an axis is a negative number such as "-1", or "*" for all others'
+        ) from None
 
 
 def _holder_from_json(form: Any) -> Any:

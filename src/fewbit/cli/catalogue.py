@@ -1,22 +1,29 @@
 """The commands that list what there is: formats, schemes, recipes."""
 
+from json import dumps
 from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
 import typer
+from rich.table import Table
 
 from ..array import SCHEMES, Scheme, quantize
+from ..errors import QuantError
 from ..evaluate.table import Column, table
 from ..formats import FORMATS, AbstractFormat
 from ..jobs.planning import KEEP
-from ..recipe import RECIPES
+from ..ops import Arm, Policy
+from ..recipe import RECIPES, Recipe
+from ..recipe import recipe as as_recipe
 from .app import app
-from .output import console, emit_json
+from .output import console, emit_json, say
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 _SHAPE = (4096, 4096)
+
+_KEPT = {"name": KEEP, "description": "Every tensor as the file holds it (quantize --keep)."}
 
 
 @app.command()
@@ -40,12 +47,60 @@ def schemes(json: Json = False) -> None:
 
 
 @app.command()
-def recipes(json: Json = False) -> None:
-    """Lists the recipes: which parameters take which scheme. A scheme's name is a recipe too, and a .json file of rules."""
-    records = [{"name": name, "rules": [str(rule) for rule in RECIPES[name].rules]} for name in RECIPES.names()]
-    records.append({"name": KEEP, "rules": ["every tensor as the file holds it (quantize --keep)"]})
-    shown = [{"name": record["name"], "rules": "\n".join(record["rules"])} for record in records]
-    _show({"recipes": records}, table(shown, [Column("name", no_wrap=True), Column("rules")]), json)
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(help="A recipe's name, a scheme's name, or a .json file: print its rules.")
+    ] = None,
+    json: Json = False,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipe files.")] = False,
+) -> None:
+    """Lists the recipes, or prints the rules of one. A scheme's name is a recipe too, and a .json file of rules."""
+    if schema and (name is not None or json):
+        raise QuantError("--schema prints the schema of all recipes; leave out the name and --json")
+    if schema:
+        say(dumps(Recipe.json_schema(), indent=1))
+    elif name is None:
+        records = [{"name": recipe.name, "description": recipe.description} for recipe in RECIPES]
+        records.append(_KEPT)
+        _show({"recipes": records}, table(records, [Column("name", no_wrap=True), Column("description")]), json)
+    elif name == KEEP:
+        _show(_KEPT, f"{KEEP}: {_KEPT['description']}", json)
+    else:
+        recipe = as_recipe(name)
+        _show(recipe.to_json(), _rules_table(recipe), json)
+
+
+def _rules_table(recipe: Recipe) -> Table:
+    """The rules in order, with the three arms of each policy."""
+    named = [*(("", rule) for rule in recipe.rules), *(("product ", rule) for rule in recipe.products)]
+    records = [
+        {"path": f"{kind}{rule.path}", "ops": " ".join(rule.ops), **_policy_record(rule.policy)} for kind, rule in named
+    ]
+    columns = [
+        Column("path", "path of the parameter", no_wrap=True),
+        Column("ops", "used by"),
+        *(Column(key) for key in ("weight", "activation", "activation's gradient", "weight's gradient")),
+    ]
+    return table(records, columns, title=f"{recipe.name}: {recipe.description}".removesuffix(": "))
+
+
+def _policy_record(policy: Policy | None) -> dict[str, str]:
+    """The schemes of a policy in words."""
+    if policy is None:
+        return {"weight": "left as it is"}
+    record = {"weight": policy.weight.name, "activation": policy.activation.name if policy.activation else "float"}
+    if policy.delayed is not None:
+        record["weight"] += f", scales from {policy.delayed.length} steps before"
+    return record | {"activation's gradient": _arm_text(policy.dlhs), "weight's gradient": _arm_text(policy.drhs)}
+
+
+def _arm_text(arm: Arm) -> str:
+    """What a backward product contracts, in words."""
+    gradient = "float" if arm.gradient is None else arm.gradient.name
+    operand = arm.operand.name if isinstance(arm.operand, Scheme) else arm.operand
+    notes = [] if arm.rounding == "nearest" else ["stochastic"]
+    notes += [] if arm.hadamard is None else [f"Hadamard {arm.hadamard}"]
+    return f"{gradient} x {operand}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _show(form: Any, shown: Any, json: bool) -> None:

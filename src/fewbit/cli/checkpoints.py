@@ -18,6 +18,7 @@ from .views import (
     inspection_lines,
     inspection_table,
     plan_table,
+    product_lines,
     quality_lines,
     quantized_source_note,
     size_lines,
@@ -196,6 +197,8 @@ def _print_plan(model: jobs.Model, made: Plan, *, full: bool) -> None:
     for sentence in [*model.notes, *_sentences(model)]:
         say(f"note: {sentence}")
     console().print(plan_table(made, full=full))
+    for line in product_lines(made, full=full):
+        say(line)
     on_disk = jobs.inspection.file_bytes(model.path)
     say(f"{model.name}: {on_disk:,} bytes on the disk; planned {made.bytes_after:,} bytes of arrays")
 

@@ -51,6 +51,21 @@ def _plan_record(name: str, count: int, row: PlanRow) -> dict[str, Any]:
     }
 
 
+def product_lines(plan: Plan, *, full: bool) -> list[str]:
+    """The products without a parameter: how many are computed how, and with `full` each one."""
+    counts: dict[str, int] = {}
+    for row in plan.products:
+        kind = "float" if row.policy is None else str(row.policy)
+        counts[kind] = counts.get(kind, 0) + 1
+    lines = [f"products without a parameter: {', '.join(f'{n} in {kind}' for kind, n in counts.items())}"] if counts else []
+    if not full:
+        return lines
+    shapes = [" . ".join("x".join(map(str, shape)) for shape in row.shapes) for row in plan.products]
+    return lines + [
+        f"  {row.name}  {both}  {row.policy or 'float'}" for row, both in zip(plan.products, shapes, strict=True)
+    ]
+
+
 def quantized_source_note(model: Model) -> str | None:
     """The sentence that says that a checkpoint is quantized already, when it is."""
     if not model.quantized or model.facts.get("rotation_seed") is not None:

@@ -3,6 +3,7 @@
 import dataclasses
 from typing import Any
 
+from .._registry import near_names, refuse_unknown_fields
 from ..errors import QuantError
 from .codebook import Codebook
 from .e8m0 import E8M0
@@ -11,7 +12,8 @@ from .integer import Integer
 from .minifloat import Minifloat
 from .ternary import Binary, Ternary
 
-_KINDS: dict[str, type[AbstractFormat]] = {c.kind: c for c in (Integer, Minifloat, E8M0, Binary, Ternary, Codebook)}
+KINDS: dict[str, type[AbstractFormat]] = {c.kind: c for c in (Integer, Minifloat, E8M0, Binary, Ternary, Codebook)}
+"""Every kind of format, by the word of its JSON form."""
 
 
 def format_to_json(fmt: AbstractFormat) -> str | dict[str, Any]:
@@ -48,13 +50,11 @@ def format_from_json(form: str | dict[str, Any]) -> AbstractFormat:
         return FORMATS[form]
     fields: dict[str, Any] = dict(form)
     kind = fields.pop("kind", None)
-    if kind not in _KINDS:
-        raise QuantError(f"a format's kind is {kind!r}; known: {', '.join(_KINDS)}")
-    known = {f.name for f in dataclasses.fields(_KINDS[kind])}
-    if unknown := set(fields) - known:
-        raise QuantError(f"a {kind} format has no field {sorted(unknown)}; its fields: {', '.join(sorted(known))}")
+    if kind not in KINDS:
+        raise QuantError(f"a format's kind is {kind!r}; {near_names(str(kind), tuple(KINDS))}")
+    refuse_unknown_fields(f"a format of kind {kind!r}", fields, tuple(f.name for f in dataclasses.fields(KINDS[kind])))
     try:
         arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        return _KINDS[kind](**arguments)
+        return KINDS[kind](**arguments)
     except TypeError as error:
         raise QuantError(f"format {form}: {error}") from error

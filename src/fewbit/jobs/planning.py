@@ -67,7 +67,7 @@ def folded(rows: Iterable[PlanRow]) -> list[tuple[str, int, PlanRow]]:
     groups: dict[Any, list[PlanRow]] = {}
     for row in rows:
         pattern = re.sub(r"(?<=[/.])\d+(?=[/.])", "{}", row.path)
-        groups.setdefault((pattern, dataclasses.replace(row, path="")), []).append(row)
+        groups.setdefault((pattern, dataclasses.replace(row, path="", sites=())), []).append(row)
     return [(_group_name(key[0], group), len(group), group[0]) for key, group in groups.items()]
 
 

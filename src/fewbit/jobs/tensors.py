@@ -12,7 +12,7 @@ import numpy as np
 from ..array import QArray
 from ..errors import QuantError
 from ..evaluate import sqnr_db
-from ..recipe import Plan, PlanRow, quantize_row
+from ..recipe import Plan, PlanRow, check_storable, quantize_row
 from .model import Model, Value, decoded
 from .planning import is_kept
 
@@ -60,7 +60,9 @@ def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorR
 
     Raises:
         QuantError: when a parameter holds NaN or infinity; the message names every such parameter and how many.
+        UnsupportedError: for a plan that quantized parameters cannot carry out on their own.
     """
+    check_storable(plan)
     rows = iter(plan)
     for row in rows:
         start = time.perf_counter()

@@ -1,6 +1,7 @@
 """Products of operands that may be quantized, and the transformation that brings them to unchanged code."""
 
 from .conv import conv_general_dilated as conv_general_dilated
+from .delayed import DelayedScaling as DelayedScaling
 from .dot import dot_general as dot_general
 from .dot import matmul as matmul
 from .einsum import einsum as einsum

@@ -2,12 +2,13 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, Self, TypeAlias, cast
+from typing import Any, Literal, Self, TypeAlias
 
 from .._registry import near_names, refuse_unknown_fields
 from ..array import Scheme
 from ..array import scheme as as_scheme
 from ..errors import QuantError
+from .delayed import DelayedScaling
 
 SchemeSpec: TypeAlias = Scheme | str | Mapping[str, Any]
 """What `fb.scheme` makes a Scheme of."""
@@ -88,15 +89,14 @@ class Arm:
         return {name: value.to_json() if isinstance(value, Scheme) else value for name, value in changed.items()}
 
     @classmethod
-    def from_json(cls, form: "Mapping[str, Any] | str | Arm") -> Self:
+    def from_json(cls, form: Any) -> Self:
         """The arm of a JSON form; a scheme's name stands for an arm that quantizes the gradient in it."""
         if isinstance(form, cls):
             return form
         if isinstance(form, str):
             return cls(form)
-        fields = cast(Mapping[str, Any], form)
-        refuse_unknown_fields("an arm", fields, tuple(f.name for f in dataclasses.fields(cls)))
-        return cls(**fields)
+        refuse_unknown_fields("an arm", form, tuple(f.name for f in dataclasses.fields(cls)))
+        return cls(**form)
 
 
 FLOAT = Arm()
@@ -115,6 +115,8 @@ class Policy:
         drhs: how the gradient of the weight is computed, which contracts the incoming gradient with the activation.
         clips_gradient: whether an element beyond the range of its tile gets no gradient, where the calibration can leave
             one beyond it ("fixed", "absmax" with a factor below 1, "percentile" and the like).
+        delayed: None, and every scale is that of the array at hand; or scales come from the steps before. That needs a state,
+            so only a transform that carries one can compute such a policy.
 
     >>> str(Policy("int8", activation="int8"))
     'int8 x int8'
@@ -127,6 +129,7 @@ class Policy:
     dlhs: Arm
     drhs: Arm
     clips_gradient: bool
+    delayed: DelayedScaling | None
 
     def __init__(
         self,
@@ -135,17 +138,24 @@ class Policy:
         dlhs: Arm | str | Mapping[str, Any] = FLOAT,
         drhs: Arm | str | Mapping[str, Any] = FLOAT,
         clips_gradient: bool = True,
+        delayed: DelayedScaling | Mapping[str, Any] | None = None,
     ):
         object.__setattr__(self, "weight", as_scheme(weight))
         object.__setattr__(self, "activation", None if activation is None else as_scheme(activation))
         object.__setattr__(self, "dlhs", Arm.from_json(dlhs))
         object.__setattr__(self, "drhs", Arm.from_json(drhs))
         object.__setattr__(self, "clips_gradient", clips_gradient)
+        object.__setattr__(self, "delayed", None if delayed is None else DelayedScaling.from_json(delayed))
+        if self.delayed is not None:
+            arms = {"dlhs": self.dlhs.gradient, "drhs": self.drhs.gradient}
+            for name, scheme in {"weight": self.weight, "activation": self.activation, **arms}.items():
+                self.delayed.check(name, scheme)
 
     def __str__(self) -> str:
         operands = self.weight.name if self.activation is None else f"{self.weight.name} x {self.activation.name}"
         gradients = dict.fromkeys(arm.gradient.name for arm in (self.dlhs, self.drhs) if arm.gradient is not None)
-        return f"{operands}, gradient {' and '.join(gradients)}" if gradients else operands
+        products = f"{operands}, gradient {' and '.join(gradients)}" if gradients else operands
+        return products if self.delayed is None else f"{products}, delayed scales"
 
     @property
     def is_weight_only(self) -> bool:
@@ -163,10 +173,12 @@ class Policy:
         if self.activation is not None:
             form["activation"] = self.activation.to_json()
         form |= {name: arm.to_json() for name in ("dlhs", "drhs") if (arm := getattr(self, name)) != FLOAT}
-        return form if self.clips_gradient else form | {"clips_gradient": False}
+        if not self.clips_gradient:
+            form["clips_gradient"] = False
+        return form if self.delayed is None else form | {"delayed": self.delayed.to_json()}
 
     @classmethod
-    def from_json(cls, form: Mapping[str, Any] | str) -> Self:
+    def from_json(cls, form: Any) -> Self:
         """The policy of a JSON form, or the weight-only policy of a scheme's name."""
         if isinstance(form, str):
             return cls(as_scheme(form))

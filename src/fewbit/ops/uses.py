@@ -1,4 +1,4 @@
-"""Where each parameter of a function is used: which products contract it, over which of its axes.
+"""Where each parameter of a function is used: which products contract it, over which axes; and the products without one.
 
 The function is traced with shapes only, and every parameter is followed through casts, transposes, reshapes, slices, loops
 and calls to the equations that use it. What those equations contract tells the axes that scales must not vary along, and so
@@ -38,6 +38,57 @@ class Use:
 
 
 @dataclasses.dataclass(frozen=True)
+class Product:
+    """A product of two arrays of which none is a parameter, such as attention's scores and its mean of values.
+
+    Attributes:
+        name: the names of `jax.named_scope` (and of einsum) around it, joined by `/`, with `#2` and so on from the second
+            product under the same names; a product under no name has its place in the trace alone: `#1`, `#2`.
+        op: "dot_general", "conv_general_dilated" or "ragged_dot".
+        shapes: of the left and the right operand.
+        source: the file and line.
+    """
+
+    name: str
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    source: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """What following the parameters has found so far.
+
+    Attributes:
+        uses: the uses of each parameter.
+        products: the products without a parameter: the names around each, and the equation.
+    """
+
+    uses: dict[Path, list[Use]]
+    products: list[tuple[str, Any]]
+
+    def named_products(self) -> tuple[Product, ...]:
+        """The products, each with a name of its own."""
+        counts: dict[str, int] = {}
+        named = []
+        for scope, eqn in self.products:
+            count = counts[scope] = counts.get(scope, 0) + 1
+            name = f"{scope}#{count}" if count > 1 or not scope else scope
+            shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars[:2])
+            named.append(Product(name, _PRODUCTS[eqn.primitive.name], shapes, _source(eqn)))
+        return tuple(named)
+
+
+_PRODUCTS = {
+    "dot_general": "dot_general",
+    "conv_general_dilated": "conv_general_dilated",
+    "ragged_dot": "ragged_dot",
+    "ragged_dot_general": "ragged_dot",
+}
+"""The primitives that are products, by the word of a rule."""
+
+
+@dataclasses.dataclass(frozen=True)
 class _Traced:
     """A variable that holds a parameter, perhaps with its axes moved.
 
@@ -62,8 +113,10 @@ def parameter_paths(params: Any) -> dict[Path, Any]:
     return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
 
 
-def parameter_uses(fn: Callable[..., Any], params: Any, *inputs: Any) -> dict[Path, tuple[Use, ...]]:
-    """The uses of each parameter in `fn(params, *inputs)`, in the order of the trace.
+def parameter_uses(
+    fn: Callable[..., Any], params: Any, *inputs: Any
+) -> tuple[dict[Path, tuple[Use, ...]], tuple[Product, ...]]:
+    """The uses of each parameter in `fn(params, *inputs)`, and the products without a parameter, in the order of the trace.
 
     Args:
         fn: a function of a tree of parameters and further inputs.
@@ -71,7 +124,8 @@ def parameter_uses(fn: Callable[..., Any], params: Any, *inputs: Any) -> dict[Pa
         inputs: example inputs, likewise; leaves that are not arrays are passed as they are.
 
     Returns:
-        For every path of `params` its uses; none for a parameter that the function does not use.
+        For every path of `params` its uses, none for a parameter that the function does not use; and the products. The body of a
+        loop counts once.
     """
     paths = parameter_paths(params)
     leaves, treedef = jax.tree.flatten((params, inputs), is_leaf=is_qarray)
@@ -91,13 +145,16 @@ def parameter_uses(fn: Callable[..., Any], params: Any, *inputs: Any) -> dict[Pa
         _Traced(names[place], tuple((axis,) for axis in range(-len(shape.shape), 0))) if place < len(names) else None
         for place, shape in zip(places, shapes, strict=True)
     ]
-    found: dict[Path, list[Use]] = {path: [] for path in names}
-    _follow(closed.jaxpr, start, found)
-    return {path: tuple(dict.fromkeys(uses)) for path, uses in found.items()}
+    found = _Found({path: [] for path in names}, [])
+    _follow(closed.jaxpr, start, found, "")
+    return {path: tuple(dict.fromkeys(uses)) for path, uses in found.uses.items()}, found.named_products()
 
 
-def _follow(jaxpr: Any, values: Sequence[_Traced | None], found: dict[Path, list[Use]]) -> list[_Traced | None]:
-    """Follows the parameters among the inputs of a jaxpr, notes their uses, and says which outputs still hold one."""
+def _follow(jaxpr: Any, values: Sequence[_Traced | None], found: _Found, scope: str) -> list[_Traced | None]:
+    """Follows the parameters among the inputs of a jaxpr, notes their uses, and says which outputs still hold one.
+
+    `scope` is the names around the equation that calls the jaxpr; those of its own equations count from there.
+    """
     env: dict[Any, _Traced | None] = dict(zip(jaxpr.invars, values, strict=True))
 
     def read(atom: Any) -> _Traced | None:
@@ -105,13 +162,14 @@ def _follow(jaxpr: Any, values: Sequence[_Traced | None], found: dict[Path, list
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        if not any(operands):
-            continue
-        env.update(zip(eqn.outvars, _step(eqn, operands, found), strict=True))
+        names = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+        if eqn.primitive.name in _PRODUCTS and not any(operands[:2]):
+            found.products.append((names, eqn))
+        env.update(zip(eqn.outvars, _step(eqn, operands, found, names), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _step(eqn: Any, operands: list[_Traced | None], found: dict[Path, list[Use]]) -> list[_Traced | None]:
+def _step(eqn: Any, operands: list[_Traced | None], found: _Found, scope: str) -> list[_Traced | None]:
     """One equation: what its outputs hold, with its uses noted."""
     name = eqn.primitive.name
     if name in _MOVES and operands[0] is not None and not any(operands[1:]):
@@ -121,20 +179,24 @@ def _step(eqn: Any, operands: list[_Traced | None], found: dict[Path, list[Use]]
     if name in ("optimization_barrier",):
         return list(operands)
     if name == "scan":
-        return _follow_scan(eqn, operands, found)
+        return _follow_scan(eqn, operands, found, scope)
     if name == "while":
-        return _follow_while(eqn, operands, found)
+        return _follow_while(eqn, operands, found, scope)
     if name == "cond":
-        outcomes = [_follow(_open(branch), operands[1:], found) for branch in eqn.params["branches"]]
+        outcomes = [_follow(_open(branch), operands[1:], found, scope) for branch in eqn.params["branches"]]
         return [column[0] if len(set(column)) == 1 else None for column in zip(*outcomes, strict=True)]
     inner = _inner_jaxpr(eqn)
     if inner is not None:
-        return _follow(inner, operands, found)
-    source = source_info_util.summarize(eqn.source_info)
+        return _follow(inner, operands, found, scope)
     for position, operand in enumerate(operands):
         if operand is not None:
-            found[operand.path].append(_use(eqn, position, operand, source))
+            found.uses[operand.path].append(_use(eqn, position, operand, _source(eqn)))
     return [None] * len(eqn.outvars)
+
+
+def _source(eqn: Any) -> str:
+    """The file and line of an equation."""
+    return source_info_util.summarize(eqn.source_info)
 
 
 def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
@@ -170,23 +232,23 @@ def _inner_jaxpr(eqn: Any) -> Any | None:
     return None
 
 
-def _follow_scan(eqn: Any, operands: list[_Traced | None], found: dict[Path, list[Use]]) -> list[_Traced | None]:
+def _follow_scan(eqn: Any, operands: list[_Traced | None], found: _Found, scope: str) -> list[_Traced | None]:
     constants, carries = scan_counts(eqn)
     inside = list(operands)
     for i in range(constants + carries, len(operands)):
         operand = operands[i]
         if operand is not None:
             inside[i] = _Traced(operand.path, operand.axes[1:], (*operand.stacked, *operand.axes[0]))
-    outputs = _follow(_open(eqn.params["jaxpr"]), inside, found)
+    outputs = _follow(_open(eqn.params["jaxpr"]), inside, found, scope)
     carried = [o if o == i else None for o, i in zip(outputs[:carries], inside[constants:], strict=False)]
     return [*carried, *([None] * (len(eqn.outvars) - carries))]
 
 
-def _follow_while(eqn: Any, operands: list[_Traced | None], found: dict[Path, list[Use]]) -> list[_Traced | None]:
+def _follow_while(eqn: Any, operands: list[_Traced | None], found: _Found, scope: str) -> list[_Traced | None]:
     in_cond, in_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = operands[in_cond + in_body :]
-    _follow(_open(eqn.params["cond_jaxpr"]), [*operands[:in_cond], *carry], found)
-    outputs = _follow(_open(eqn.params["body_jaxpr"]), [*operands[in_cond : in_cond + in_body], *carry], found)
+    _follow(_open(eqn.params["cond_jaxpr"]), [*operands[:in_cond], *carry], found, scope)
+    outputs = _follow(_open(eqn.params["body_jaxpr"]), [*operands[in_cond : in_cond + in_body], *carry], found, scope)
     return [o if o == i else None for o, i in zip(outputs, carry, strict=True)]
 
 

@@ -1,13 +1,17 @@
 """Which parameters are quantized and how: rules, recipes, and the plan that a recipe makes of one model."""
 
 from . import presets as presets
+from .apply import check_storable as check_storable
 from .apply import quantize_params as quantize_params
 from .apply import quantize_row as quantize_row
 from .plan import Plan as Plan
-from .plan import PlanRow as PlanRow
 from .plan import plan as plan
+from .presets import maxtext_mixed_precision as maxtext_mixed_precision
+from .presets import maxtext_recipe as maxtext_recipe
 from .recipe import RECIPES as RECIPES
 from .recipe import Recipe as Recipe
 from .recipe import recipe as recipe
 from .recipe import weight_only as weight_only
+from .rows import PlanRow as PlanRow
+from .rows import ProductRow as ProductRow
 from .rule import Rule as Rule

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from ..array import is_qarray
-from ..errors import QuantError
+from ..errors import QuantError, UnsupportedError
 from ..ops.uses import parameter_paths
-from .plan import Plan, PlanRow, quantized_leaf
+from .plan import Plan, quantized_leaf
 from .plan import plan as make_plan
+from .rows import PlanRow
 
 
 def quantize_params(params: Any, plan: Any) -> Any:
@@ -28,6 +29,8 @@ def quantize_params(params: Any, plan: Any) -> Any:
     Raises:
         QuantError: when the plan and the tree do not have the same parameters and shapes, or a parameter holds NaN or
             infinity: its name, and how many.
+        UnsupportedError: for a policy with delayed scaling, whose scales come from training, and for a plan that gives products
+            without a parameter a policy, which no parameter can carry.
 
     >>> tree = quantize_params({"w": jnp.ones((4, 64)), "b": jnp.ones(4)}, "int8")
     >>> tree["w"]
@@ -35,12 +38,39 @@ def quantize_params(params: Any, plan: Any) -> Any:
     """
     resolved = plan if isinstance(plan, Plan) else make_plan(None, params, recipe=plan)
     leaves = parameter_paths(params)
+    check_storable(resolved)
     rows = {row.path: row for row in resolved}
     if set(rows) != set(leaves):
         missing, extra = sorted(set(leaves) - set(rows)), sorted(set(rows) - set(leaves))
         raise QuantError(f"the plan is for another tree: without {missing[:5]}, and with {extra[:5]} that are not here")
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
     return jax.tree.unflatten(treedef, [quantize_row(leaf, rows[path]) for path, leaf in leaves.items()])
+
+
+def check_storable(plan: Plan) -> None:
+    """Refuses a plan that quantized parameters cannot carry out on their own.
+
+    Args:
+        plan: the plan.
+
+    Raises:
+        UnsupportedError: for a policy with delayed scaling, and for a product without a parameter that has a policy.
+    """
+    if planned := [row.name for row in plan.products if row.policy is not None]:
+        raise UnsupportedError(
+            f"the plan quantizes products without a parameter ({', '.join(planned[:5])}), and quantized parameters cannot "
+            "carry that; set their policy to null"
+        )
+    for row in plan:
+        _check_row(row)
+
+
+def _check_row(row: PlanRow) -> None:
+    if row.policy is not None and row.policy.delayed is not None:
+        raise UnsupportedError(
+            f"{row.path}: policy {row.policy} takes its scales from the steps before, and there are none outside training; "
+            "take a recipe with scales of the array at hand, such as te_fp8_currentscaling"
+        )
 
 
 def quantize_row(leaf: Any, row: PlanRow) -> Any:
@@ -55,9 +85,11 @@ def quantize_row(leaf: Any, row: PlanRow) -> Any:
 
     Raises:
         QuantError: for another shape than the plan's, or values that are not finite.
+        UnsupportedError: for a policy with delayed scaling.
     """
     if row.policy is None:
         return leaf
+    _check_row(row)
     if tuple(leaf.shape) != row.shape:
         raise QuantError(f"{row.path} has shape {tuple(leaf.shape)}, but the plan was made for {row.shape}")
     x = jnp.asarray(leaf)
@@ -68,5 +100,5 @@ def quantize_row(leaf: Any, row: PlanRow) -> Any:
             f"Repair the checkpoint, or leave the parameter out of recipe by a rule with policy null"
         )
     # Rows of alike layers are made equal, so that they compile once.
-    alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="")
+    alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="", sites=())
     return jax.jit(quantized_leaf, static_argnums=1)(x, alike)

@@ -1,4 +1,4 @@
-"""Plans: a recipe resolved against one model, a row for every parameter."""
+"""Plans: a recipe resolved against one model, a row for every parameter and for every product without one."""
 
 import dataclasses
 import json
@@ -13,67 +13,13 @@ import jax.numpy as jnp
 from .._registry import near_names, refuse_unknown_fields
 from ..array import Scheme, is_qarray, quantize
 from ..errors import QuantError
-from ..ops import Policy
-from ..ops.uses import Use, parameter_paths, parameter_uses
+from ..ops.uses import Product, Use, parameter_paths, parameter_uses
 from .recipe import Recipe
 from .recipe import recipe as as_recipe
+from .rows import PlanRow, ProductRow
 from .rule import Rule
 
 _CONTRACTING = ("dot_general", "conv_general_dilated", "ragged_dot")
-
-
-@dataclasses.dataclass(frozen=True)
-class PlanRow:
-    """What happens to one parameter.
-
-    Attributes:
-        path: the parameter.
-        shape: its shape.
-        dtype: its dtype's name.
-        policy: how it is quantized; None: it stays as it is.
-        axis: the axes along which its tiles run, negative; empty for one that stays.
-        stacked: leading axes that a loop takes apart; each of their elements is quantized on its own.
-        ops: what uses it.
-        bytes_before: its bytes as it is.
-        bytes_after: its bytes as planned, scales included.
-        reason: why it stays as it is, or what should be known about it; else empty.
-    """
-
-    path: str
-    shape: tuple[int, ...]
-    dtype: str
-    policy: Policy | None
-    axis: tuple[int, ...]
-    stacked: tuple[int, ...]
-    ops: tuple[str, ...]
-    bytes_before: int
-    bytes_after: int
-    reason: str = ""
-
-    @property
-    def size(self) -> int:
-        """How many elements it has."""
-        size = 1
-        for n in self.shape:
-            size *= n
-        return size
-
-    def to_json(self) -> dict[str, Any]:
-        """The JSON form."""
-        form = dataclasses.asdict(self)
-        form["policy"] = None if self.policy is None else self.policy.to_json()
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in form.items()}
-
-    @classmethod
-    def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """The row of a JSON form; an unknown or missing key raises QuantError."""
-        known = tuple(f.name for f in dataclasses.fields(cls))
-        refuse_unknown_fields("a plan's row", form, known)
-        if missing := [key for key in known if key not in form and key != "reason"]:
-            raise QuantError(f"a plan's row lacks {', '.join(missing)}; got {form.get('path', form)}")
-        fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in form.items()}
-        fields["policy"] = None if form["policy"] is None else Policy.from_json(form["policy"])
-        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,10 +29,12 @@ class Plan:
     Attributes:
         rows: one for every parameter, in the order of the tree.
         recipe: the name of the recipe.
+        products: one for every product without a parameter, in the order of the trace; none when no code was traced.
     """
 
     rows: tuple[PlanRow, ...]
     recipe: str = "recipe"
+    products: tuple[ProductRow, ...] = ()
 
     def __iter__(self) -> Iterator[PlanRow]:
         return iter(self.rows)
@@ -126,18 +74,27 @@ class Plan:
             f"{quantized} of {len(self.rows)} parameters quantized; {self.bytes_before:,} -> {self.bytes_after:,} bytes, "
             f"{self.bits_per_weight:.3f} bits/weight"
         )
+        for row in self.products:
+            shapes = " . ".join("x".join(map(str, shape)) for shape in row.shapes)
+            lines.append(f"product {row.name}  {shapes}  {row.policy or 'float'}")
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: the recipe's name and the rows."""
-        return {"recipe": self.recipe, "rows": [row.to_json() for row in self.rows]}
+        """The JSON form: the recipe's name, the rows and the products."""
+        rows = [row.to_json() for row in self.rows]
+        return {"recipe": self.recipe, "rows": rows, "products": [row.to_json() for row in self.products]}
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """The plan of a JSON form."""
-        if set(form) != {"recipe", "rows"} or not isinstance(form["rows"], list):
-            raise QuantError(f"a plan is an object with 'recipe' and a list 'rows'; got the keys {sorted(form)}")
-        return cls(tuple(PlanRow.from_json(row) for row in form["rows"]), str(form["recipe"]))
+        """The plan of a JSON form; an unknown or missing key raises QuantError."""
+        refuse_unknown_fields("a plan", form, ("recipe", "rows", "products"))
+        fields = {"products": [], **form}
+        if "recipe" not in fields or not all(isinstance(fields.get(key), list) for key in ("rows", "products")):
+            raise QuantError(
+                f"a plan is an object with 'recipe' and lists 'rows' and 'products'; got the keys {sorted(form)}"
+            )
+        rows, products = map(PlanRow.from_json, fields["rows"]), map(ProductRow.from_json, fields["products"])
+        return cls(tuple(rows), str(fields["recipe"]), tuple(products))
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the JSON form to a file."""
@@ -171,7 +128,7 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
         recipe: a Recipe, or anything that `fb.recipe` takes.
 
     Returns:
-        The plan, with a row for every parameter.
+        The plan, with a row for every parameter and, where there is code, for every product without one.
 
     Raises:
         QuantError: when a rule that is not optional matches nothing, when the products of a parameter contract different
@@ -185,36 +142,52 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
     """
     recipe = as_recipe(recipe)
     leaves = parameter_paths(params)
-    uses = parameter_uses(fn, params, *inputs) if fn is not None else {path: _assumed(x) for path, x in leaves.items()}
+    is_traced = fn is not None
+    assumed = {path: _assumed(leaf) for path, leaf in leaves.items()}
+    uses, products = parameter_uses(fn, params, *inputs) if fn is not None else (assumed, ())
     rules = matched_rules(recipe, uses)
-    rows = [_row(path, leaf, uses[path], rules[path], is_traced=fn is not None) for path, leaf in leaves.items()]
-    return Plan(tuple(rows), recipe.name)
+    rows = [_row(path, leaf, uses[path], rules[path], is_traced=is_traced) for path, leaf in leaves.items()]
+    named = {product.name: (product.op,) for product in products}
+    if recipe.products and not is_traced:
+        raise QuantError(f"recipe {recipe.name!r} has rules for products, which only traced code has; pass fn")
+    product_rules = _matching(recipe.products, named, recipe.name, "product rule", "products without a parameter")
+    return Plan(tuple(rows), recipe.name, tuple(_product_row(product, product_rules[product.name]) for product in products))
 
 
 def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Rule | None]:
-    """For each parameter the first rule that matches it.
+    """For each parameter, by its path, the first rule that matches it, or None.
 
     Args:
         recipe: the recipe.
         uses: the uses of each parameter, by its path.
 
-    Returns:
-        By path, the rule, or None where none matches.
-
     Raises:
         QuantError: when a rule that is not optional matches nothing.
     """
-    found: dict[str, Rule | None] = {}
-    for path, used in uses.items():
-        ops = tuple(dict.fromkeys(use.op for use in used))
-        found[path] = next((rule for rule in recipe.rules if rule.matches(path, ops)), None)
-    for index, rule in enumerate(recipe.rules):
-        if not rule.optional and not any(rule is other for other in found.values()):
+    used_by = {path: tuple(dict.fromkeys(use.op for use in used)) for path, used in uses.items()}
+    return _matching(recipe.rules, used_by, recipe.name, "rule", "parameters")
+
+
+def _matching(
+    rules: tuple[Rule, ...], used_by: Mapping[str, tuple[str, ...]], recipe: str, what: str, things: str
+) -> dict[str, Rule | None]:
+    """The first rule that matches each name; a rule that matches none must be optional."""
+    found = {
+        name: next((i for i, rule in enumerate(rules) if rule.matches(name, ops)), None) for name, ops in used_by.items()
+    }
+    for index, rule in enumerate(rules):
+        if index not in found.values() and not rule.optional:
             raise QuantError(
-                f"rule {index + 1} of recipe {recipe.name!r} ({rule}) matches nothing; the parameters are "
-                f"{_few(list(uses))}. Correct its path, or mark it optional"
+                f"{what} {index + 1} of recipe {recipe!r} ({rule}) matches nothing; the {things} are "
+                f"{_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
             )
-    return found
+    return {name: None if index is None else rules[index] for name, index in found.items()}
+
+
+def _product_row(product: Product, rule: Rule | None) -> ProductRow:
+    """The row of one product under the rule that matches it."""
+    policy, path = (None, "") if rule is None else (rule.policy, rule.path)
+    return ProductRow(product.name, product.op, product.shapes, policy, path, product.source)
 
 
 def _few(paths: list[str]) -> str:
@@ -231,7 +204,8 @@ def _row(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None, *, is_t
     shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)
     before = leaf.nbytes if is_qarray(leaf) else leaf.size * dtype.itemsize
     ops = tuple(dict.fromkeys(use.op for use in uses))
-    left = PlanRow(path, shape, dtype.name, None, (), (), ops, before, before)
+    sites = tuple(dict.fromkeys(f"{use.op} at {use.source}" for use in uses if use.source))
+    left = PlanRow(path, shape, dtype.name, None, (), (), ops, before, before, sites=sites)
     why_not = _why_not(leaf, uses, rule)
     if why_not is not None or rule is None or rule.policy is None:
         return dataclasses.replace(left, reason=why_not or "")

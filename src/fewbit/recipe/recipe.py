@@ -13,6 +13,7 @@ from ..array import scheme as as_scheme
 from ..errors import QuantError
 from ..ops import Policy
 from .rule import Rule
+from .schema import recipe_schema
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Recipe:
     Attributes:
         rules: the rules.
         name: what to call it in reports.
+        description: one line: what it does, and whose numbers it gives.
+        products: rules for products without a parameter, such as attention's; their paths match the products' names in the plan.
+            A product that none matches stays as it is.
 
     >>> print(Recipe((Rule("embed", None), Rule(".*", "nf4"))))
     recipe
@@ -31,27 +35,48 @@ class Recipe:
 
     rules: tuple[Rule, ...]
     name: str = "recipe"
+    description: str = ""
+    products: tuple[Rule, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.rules:
             raise QuantError(f"recipe {self.name!r} has no rules")
         object.__setattr__(self, "rules", tuple(self.rules))
+        object.__setattr__(self, "products", tuple(self.products))
+        for rule in self.products:
+            if rule.axis is not None:
+                raise QuantError(
+                    f"recipe {self.name!r}: a product's rule ({rule}) takes no axis; its product says what it sums"
+                )
 
     def __str__(self) -> str:
-        return "\n  ".join([self.name, *map(str, self.rules)])
+        return "\n  ".join([self.name, *map(str, self.rules), *(f"product {rule}" for rule in self.products)])
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: the name and the rules."""
-        return {"name": self.name, "rules": [rule.to_json() for rule in self.rules]}
+        """The JSON form: the name, the rules, and where there are any the description and the products' rules."""
+        form: dict[str, Any] = {"name": self.name, "rules": [rule.to_json() for rule in self.rules]}
+        if self.description:
+            form["description"] = self.description
+        return form | {"products": [rule.to_json() for rule in self.products]} if self.products else form
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The recipe of a JSON form; an unknown key raises QuantError with the near name."""
-        refuse_unknown_fields("a recipe", form, ("name", "rules"))
-        rules = form.get("rules")
-        if not isinstance(rules, list):
-            raise QuantError("a recipe needs 'rules', a list of objects with a 'path' and a 'policy'")
-        return cls(tuple(Rule.from_json(rule) for rule in rules), str(form.get("name", "recipe")))
+        refuse_unknown_fields("a recipe", form, tuple(f.name for f in dataclasses.fields(cls)))
+        fields = {"products": [], **form}
+        for key in ("rules", "products"):
+            if not isinstance(fields.get(key), list):
+                raise QuantError(f"a recipe needs {key!r}, a list of objects with a 'path' and a 'policy'")
+            fields[key] = tuple(Rule.from_json(rule) for rule in fields[key])
+        for key in ("name", "description"):
+            if not isinstance(fields.get(key, ""), str):
+                raise QuantError(f"a recipe's {key!r} is {fields[key]!r}; must be a text")
+        return cls(**fields)
+
+    @staticmethod
+    def json_schema() -> dict[str, Any]:
+        """The JSON schema of the JSON form; it is published as `docs/schemas/recipe.schema.json`."""
+        return recipe_schema()
 
 
 RECIPES: Registry[Recipe] = Registry("recipe")
@@ -85,11 +110,19 @@ def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
     try:
         return weight_only(spec)
     except QuantError:
-        known = tuple(dict.fromkeys((*RECIPES.names(), *SCHEMES.names())))
-        raise QuantError(f"unknown recipe {spec!r}; {near_names(spec, known)}") from None
+        raise QuantError(f"unknown recipe {spec!r}; {_near(spec)}") from None
 
 
-def weight_only(scheme: str | Scheme, *, embedding: str | Scheme | None = "q8_0", name: str | None = None) -> Recipe:
+def _near(spec: str) -> str:
+    """The names that `spec` is a part of (`maxtext/fp8_full` for `fp8_full`), or else those near it."""
+    if whole := [name for name in RECIPES.names() if f"/{spec}/" in f"/{name}/"]:
+        return f"did you mean {' or '.join(map(repr, whole))}?"
+    return near_names(spec, tuple(dict.fromkeys((*RECIPES.names(), *SCHEMES.names()))))
+
+
+def weight_only(
+    scheme: str | Scheme, *, embedding: str | Scheme | None = "q8_0", name: str | None = None, description: str = ""
+) -> Recipe:
     """The recipe that quantizes every matrix that a product contracts in one scheme.
 
     Embedding tables, tied heads among them, are looked up by rows and are more sensitive; they take a scheme of their own.
@@ -98,6 +131,7 @@ def weight_only(scheme: str | Scheme, *, embedding: str | Scheme | None = "q8_0"
         scheme: the scheme of the matrices.
         embedding: the scheme of tables that are looked up; None leaves them as they are.
         name: the recipe's name; None takes the scheme's.
+        description: one line about it.
 
     Returns:
         The recipe, of two rules: tables that are looked up, then all other matrices.
@@ -108,7 +142,7 @@ def weight_only(scheme: str | Scheme, *, embedding: str | Scheme | None = "q8_0"
         Rule(".*", table, ops=("take",), optional=True),
         Rule(".*", Policy(scheme), ops=("dot_general",)),
     )
-    return Recipe(rules, name or scheme.name)
+    return Recipe(rules, name or scheme.name, description)
 
 
 def _from_file(path: pathlib.Path) -> Recipe:

@@ -1,4 +1,4 @@
-"""A rule of a recipe: which parameters, by their path, and what happens to them."""
+"""A rule of a recipe: which parameters, by their path, or which products, by their name, and what happens to them."""
 
 import dataclasses
 import re
@@ -15,6 +15,8 @@ _OPS = ("dot_general", "take", "conv_general_dilated", "ragged_dot")
 @dataclasses.dataclass(frozen=True, init=False)
 class Rule:
     """Parameters whose whole path matches a regular expression follow a policy, or stay as they are.
+
+    Among the `products` of a recipe, a rule is for products without a parameter, and its path for their names.
 
     Attributes:
         path: a regular expression that must match the whole path: `"layers/[0-9]+/mlp/.*"`; `".*"` is every one.
@@ -52,7 +54,8 @@ class Rule:
             if op not in _OPS:
                 raise QuantError(f"rule {path!r}: unknown op {op!r}; {near_names(op, _OPS)}")
         object.__setattr__(self, "path", path)
-        object.__setattr__(self, "policy", Policy.from_json(policy) if isinstance(policy, str | Mapping) else policy)
+        is_form = policy is not None and not isinstance(policy, Policy)
+        object.__setattr__(self, "policy", Policy.from_json(policy) if is_form else policy)
         object.__setattr__(self, "ops", ops)
         object.__setattr__(self, "axis", (axis,) if isinstance(axis, int) else None if axis is None else tuple(axis))
         object.__setattr__(self, "optional", optional)
@@ -79,7 +82,7 @@ class Rule:
         return form
 
     @classmethod
-    def from_json(cls, form: Mapping[str, Any]) -> Self:
+    def from_json(cls, form: Any) -> Self:
         """The rule of a JSON form; an unknown key raises QuantError with the near name."""
         known = tuple(f.name for f in dataclasses.fields(cls))
         refuse_unknown_fields("a rule", form, known)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
+from ..errors import UnsupportedError
 from ..ops.latent import Latent
 from ..ops.policy import Policy
 from ..ops.transparent import Decoded, transparent
@@ -38,6 +39,7 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     Raises:
         QuantError: when a rule that is not optional matches nothing; in the backward pass when a policy needs a key and there
             is none.
+        UnsupportedError: for delayed scaling, and for rules for products without a parameter.
 
     >>> import fewbit as fb
     >>> params = {"w": jnp.eye(4)}
@@ -48,15 +50,27 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     (4, 4)
     """
     resolved = as_recipe(recipe)
+    _refuse_unsupported(resolved)
     run = transparent(fn, fallback="dequantize", report=report)
 
     def trained(params: Any, *args: Any, key: Key[Array, ""] | None = None, **kwargs: Any) -> R:
-        uses = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
+        uses, _ = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
         return run(_latents(params, resolved, uses, key), *args, **kwargs)
 
     trained.__name__ = getattr(fn, "__name__", "trained")
     trained.__doc__ = fn.__doc__
     return trained
+
+
+def _refuse_unsupported(recipe: Recipe) -> None:
+    """Refuses what needs more than the parameters: state from step to step, and policies of products without a weight."""
+    delayed = [str(rule) for rule in recipe.rules if rule.policy is not None and rule.policy.delayed is not None]
+    if delayed:
+        reason = "its scales come from earlier steps; fb.training.DelayedScale holds such state for steps written by hand"
+        raise UnsupportedError(f"fb.train cannot follow recipe {recipe.name!r}", dict.fromkeys(delayed, reason))
+    if recipe.products:
+        reason = "it is for a product without a parameter; call fb.dot_general or fb.einsum with policy= there"
+        raise UnsupportedError(f"fb.train cannot follow recipe {recipe.name!r}", {str(r): reason for r in recipe.products})
 
 
 def _latents(params: Any, recipe: Recipe, uses: Any, key: Any) -> Any:

@@ -1,7 +1,7 @@
 """Integer schemes with float scales, one scale a row until a tile is named (`int4_g64`); ternary and binary."""
 
 from ...formats import FORMATS
-from ..scales import AbsMean, MinMax
+from ..scales import AbsMax, AbsMean, MinMax
 from ..scheme import SCHEMES, Scheme
 
 _ROW = {...: 1, -1: None}
@@ -11,6 +11,11 @@ for _bits in range(2, 9):
     SCHEMES.add(f"int{_bits}_narrow", Scheme(FORMATS[f"int{_bits}_narrow"], _ROW))
     _unsigned = FORMATS[f"uint{_bits}"]
     SCHEMES.add(f"uint{_bits}", Scheme(_unsigned, _ROW, zero_point=_unsigned, calibration=MinMax()))
+
+# AQT puts the largest element on the edge of the last code, and never uses the most negative one.
+for _bits in (4, 8):
+    _top = 2 ** (_bits - 1) - 1
+    SCHEMES.add(f"int{_bits}_aqt", Scheme(FORMATS[f"int{_bits}_narrow"], _ROW, calibration=AbsMax(_top / (_top + 0.5))))
 
 SCHEMES.add("ternary", Scheme(FORMATS["ternary"], {}, calibration=AbsMean()))
 SCHEMES.add("binary", Scheme(FORMATS["binary"], _ROW, calibration=AbsMean()))

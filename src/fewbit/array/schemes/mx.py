@@ -20,6 +20,7 @@ _ELEMENTS = {
 
 for _name, _element in _ELEMENTS.items():
     SCHEMES.add(_name, Scheme(FORMATS[_element], _BLOCK_32, scale=FORMATS["e8m0"], calibration=MX("optimal")))
+SCHEMES.add("mxfp8_rceil", Scheme(FORMATS["e4m3fn"], _BLOCK_32, scale=FORMATS["e8m0"], calibration=MX("rceil")))
 
 _e4m3 = FORMATS["e4m3fn"]
 SCHEMES.add("nvfp4", Scheme(FORMATS["e2m1"], _BLOCK_16, scale=_e4m3, tensor_scale=True, calibration=MSE()))

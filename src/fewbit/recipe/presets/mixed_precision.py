@@ -1,0 +1,142 @@
+"""MaxText's `quantization="intmp"`: bits by layer, from JSON in MaxText's layout; and the four files that MaxText ships."""
+
+import dataclasses
+import json
+import os
+import pathlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..._registry import refuse_unknown_fields
+from ...array import Scheme
+from ...array.scales import AbsMax
+from ...errors import QuantError, UnsupportedError
+from ...formats import FORMATS
+from ...ops import Policy
+from ..recipe import RECIPES, Recipe
+from ..rule import Rule
+
+LAYERS = "(?!.*encoder/).*layers.*"
+"""The parameters of the decoder's layers, as MaxText's own rules pick them: no embedding, no logits, no vision encoder."""
+
+_DEFAULT = "__default__"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """One entry of MaxText's JSON, with MaxText's own defaults."""
+
+    w_bits: int | None = None
+    a_bits: int | None = None
+    w_scale: float = 1.0
+    a_scale: float = 1.0
+    tile_size: int = -1
+
+    def policy(self, key: str) -> Policy | None:
+        """The policy of the entry; None where neither side has bits."""
+        if self.w_bits is None:
+            if self.a_bits is not None:
+                raise UnsupportedError(f"entry {key!r} quantizes the activation alone; give it w_bits, too")
+            return None
+        activation = None if self.a_bits is None else self._scheme(key, self.a_bits, self.a_scale)
+        return Policy(self._scheme(key, self.w_bits, self.w_scale), activation, clips_gradient=False)
+
+    def _scheme(self, key: str, bits: int, clip: float) -> Scheme:
+        """AQT's integers: the largest element, times the clip factor, on the edge of the last code."""
+        if bits not in range(2, 9):
+            raise QuantError(f"entry {key!r} asks for {bits!r} bits; must be 2 to 8, or null for floating point")
+        if self.tile_size != -1 and self.tile_size < 1:
+            raise QuantError(f"entry {key!r}: tile_size is {self.tile_size}, must be a length or -1 for none")
+        top = 2 ** (bits - 1) - 1
+        tile = {...: 1, -1: None if self.tile_size == -1 else self.tile_size}
+        return Scheme(FORMATS[f"int{bits}_narrow"], tile, calibration=AbsMax(clip * (top / (top + 0.5))))
+
+
+def maxtext_mixed_precision(
+    config: str | os.PathLike | Mapping[str, Any], *, name: str = "maxtext/intmp", path: str = LAYERS, description: str = ""
+) -> Recipe:
+    """The recipe of a mixed-precision JSON of MaxText (`quantization="intmp"`, `quant_cfg_path`).
+
+    A key is a regular expression for a whole module path, such as `".*/query"`; it stands for the module's kernel. As in MaxText the
+    last key that matches decides, fields that an entry lacks come from `"__default__"`, and what no key matches follows
+    `"__default__"` alone. Unlike MaxText, a key that matches nothing is an error once the recipe meets a model.
+
+    The fields: `w_bits`, `a_bits` (2 to 8; null: not quantized), `w_scale`, `a_scale` (the fraction of the largest magnitude that
+    the range keeps), `tile_size` (how many elements along the contraction share a scale; -1: all). Gradients are floating
+    point, from the quantized operands, straight through the rounding and not masked.
+
+    Args:
+        config: the JSON's object, or its file.
+        name: the recipe's name.
+        path: the parameters that follow `"__default__"` where no key matches.
+        description: one line about it.
+
+    Returns:
+        The recipe.
+
+    Raises:
+        QuantError: for an unknown field, bits outside 2 to 8, or a file that cannot be read.
+        UnsupportedError: for an entry that quantizes activations alone.
+
+    >>> print(maxtext_mixed_precision({"__default__": {"w_bits": 8}, ".*/query": {"w_bits": 4}}, name="mine"))
+    mine
+      (?:params/)?(?:.*/query)(?:/kernel)? used by dot_general -> int4_aqt
+      (?!.*encoder/).*layers.* used by dot_general -> int8_aqt
+    """
+    entries = config if isinstance(config, Mapping) else _read(pathlib.Path(config))
+    known = tuple(f.name for f in dataclasses.fields(_Layer))
+    for key, entry in entries.items():
+        refuse_unknown_fields(f"entry {key!r}", entry, known)
+    default = entries.get(_DEFAULT, {})
+    layers = {key: _Layer(**{**default, **entry}) for key, entry in entries.items() if key != _DEFAULT}
+    rules = [_rule(key, layer) for key, layer in reversed(layers.items())]
+    rules.append(Rule(path, _Layer(**default).policy(_DEFAULT), ops=("dot_general",), optional=bool(rules)))
+    return Recipe(tuple(rules), name, description)
+
+
+def _rule(key: str, layer: _Layer) -> Rule:
+    """The rule of one key: the module's kernel, or a parameter of that very path."""
+    try:
+        re.compile(key)
+    except re.error as error:
+        raise QuantError(f"entry {key!r} is not a regular expression: {error}") from error
+    return Rule(f"(?:params/)?(?:{key})(?:/kernel)?", layer.policy(key), ops=("dot_general",))
+
+
+def _read(path: pathlib.Path) -> Mapping[str, Any]:
+    try:
+        form = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise QuantError(f"mixed-precision file {path} cannot be read: {error}") from error
+    if not isinstance(form, dict):
+        raise QuantError(f"mixed-precision file {path} must hold an object, not a {type(form).__name__}")
+    return form
+
+
+_four = {f".*/{_module}": {"w_bits": 4} for _module in ("query", "key", "value", "out", "wi_0", "wo")}
+_scaled = {".*/query": {"w_scale": 0.8}, ".*/key": {"w_scale": 0.9}}
+_tiled = {".*/query": {"tile_size": 128}, ".*/key": {"tile_size": 256}}
+
+SHIPPED: dict[str, tuple[dict[str, Any], str]] = {
+    "int8_weight_only": ({_DEFAULT: {"w_bits": 8}}, "int8 weights"),
+    "int4_weight_only": ({_DEFAULT: {"w_bits": 4}}, "int4 weights"),
+    "dense_llm_weight_only_scale": (
+        {_DEFAULT: {"w_bits": 8}, **{key: {**entry, **_scaled.get(key, {})} for key, entry in _four.items()}},
+        "int8 weights; int4 in attention, wi_0 and wo, with queries and keys clipped at 0.8 and 0.9",
+    ),
+    "dense_llm_subchannel": (
+        {_DEFAULT: {"w_bits": 8, "a_bits": 8}, **{key: {**entry, **_tiled.get(key, {})} for key, entry in _four.items()}},
+        "int8 weights and activations; int4 weights in attention, wi_0 and wo, with tiles of 128 and 256 for queries and keys",
+    ),
+}
+"""MaxText's files in `configs/quantization` and what each does."""
+
+for _name, (_config, _text) in SHIPPED.items():
+    _full = f"maxtext/intmp/{_name}"
+    RECIPES.add(
+        _full,
+        maxtext_mixed_precision(
+            _config, name=_full, description=f"{_text}: MaxText's intmp with {_name}.json, in AQT's numbers."
+        ),
+    )

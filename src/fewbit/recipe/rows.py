@@ -1,0 +1,102 @@
+"""The rows of a plan: what happens to one parameter, and to one product without a parameter."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Self
+
+from .._registry import refuse_unknown_fields
+from ..errors import QuantError
+from ..ops import Policy
+
+
+@dataclasses.dataclass(frozen=True)
+class PlanRow:
+    """What happens to one parameter.
+
+    Attributes:
+        path: the parameter.
+        shape: its shape.
+        dtype: its dtype's name.
+        policy: how it is quantized; None: it stays as it is.
+        axis: the axes along which its tiles run, negative; empty for one that stays.
+        stacked: leading axes that a loop takes apart; each of their elements is quantized on its own.
+        ops: what uses it.
+        bytes_before: its bytes as it is.
+        bytes_after: its bytes as planned, scales included.
+        reason: why it stays as it is, or what should be known about it; else empty.
+        sites: where in the code it is used, an operation and its file and line each.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    policy: Policy | None
+    axis: tuple[int, ...]
+    stacked: tuple[int, ...]
+    ops: tuple[str, ...]
+    bytes_before: int
+    bytes_after: int
+    reason: str = ""
+    sites: tuple[str, ...] = ()
+
+    @property
+    def size(self) -> int:
+        """How many elements it has."""
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form."""
+        form = dataclasses.asdict(self)
+        form["policy"] = None if self.policy is None else self.policy.to_json()
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in form.items()}
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> Self:
+        """The row of a JSON form; an unknown or missing key raises QuantError."""
+        return cls(**_row_fields(cls, "a plan's row", form, optional=("reason", "sites")))
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductRow:
+    """What happens to one product of which no operand is a parameter: attention's scores, its mean of values.
+
+    Attributes:
+        name: the names of `jax.named_scope` around it, or its place in the trace, see `fewbit.ops.uses.Product`.
+        op: "dot_general", "conv_general_dilated" or "ragged_dot".
+        shapes: of the left and the right operand.
+        policy: how it is computed, its `weight` being the scheme of the right operand; None: in floating point.
+        rule: the path of the rule that matched its name; empty when none did.
+        site: where in the code it is.
+    """
+
+    name: str
+    op: str
+    shapes: tuple[tuple[int, ...], ...]
+    policy: Policy | None
+    rule: str
+    site: str
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form."""
+        form = dataclasses.asdict(self) | {"shapes": [list(shape) for shape in self.shapes]}
+        return form | {"policy": None if self.policy is None else self.policy.to_json()}
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> Self:
+        """The row of a JSON form; an unknown or missing key raises QuantError."""
+        fields = _row_fields(cls, "a product's row", form)
+        fields["shapes"] = tuple(map(tuple, fields["shapes"]))
+        return cls(**fields)
+
+
+def _row_fields(cls: type, what: str, form: Mapping[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
+    """The fields of a row from its JSON form: lists as tuples, and the policy as a Policy."""
+    known = tuple(f.name for f in dataclasses.fields(cls))
+    refuse_unknown_fields(what, form, known)
+    if missing := [key for key in known if key not in form and key not in optional]:
+        raise QuantError(f"{what} lacks {', '.join(missing)}; got {form.get('path', form.get('name', form))}")
+    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in form.items()}
+    return fields | {"policy": None if form["policy"] is None else Policy.from_json(form["policy"])}
