@@ -7,5 +7,8 @@ from .products import PRODUCT
 from .rule import Rule
 from .sharding import SHARDING
 
-RULES: dict[str, Rule] = PRODUCT | LAYOUT | SHARDING | CONTROL | DERIVATIVES
+SHARED: dict[str, Rule] = CONTROL | DERIVATIVES
+"""The rules of equations that carry operands of every kind to the equations of their bodies."""
+
+RULES: dict[str, Rule] = PRODUCT | LAYOUT | SHARDING | SHARED
 """For each primitive, by its name, how an equation with quantized operands is computed."""

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ...array import QArray, is_qarray
+from ..standin import StandIn, stands_in
 from ..take import taken_rows
 from .joining import spread
 from .rule import AbstractEvaluator, NoRuleError, Rule
@@ -39,13 +40,13 @@ def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     constants, carries = scan_counts(eqn)
     consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
     body = evaluator.function(params["jaxpr"])
-    xs = [_stacked(x) if is_qarray(x) else x for x in xs]
+    xs = [stacked(x) if stands_in(x) else x for x in xs]
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         outputs = body(*consts, *carry, *x)
         return tuple(outputs[:carries]), tuple(outputs[carries:])
 
-    first = [jax.tree.map(lambda leaf: leaf[0], x) for x in xs] if any(map(is_qarray, carry)) else []
+    first = [jax.tree.map(lambda leaf: leaf[0], x) for x in xs] if any(map(stands_in, carry)) else []
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*consts, *c, *first)[:carries], carry)
     carry, ys = jax.lax.scan(
         step, tuple(carry), tuple(xs), length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
@@ -65,14 +66,16 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars) - scanned - carries, carries
 
 
-def _stacked(q: QArray) -> QArray:
+def stacked(q: QArray | StandIn) -> Any:
     """The array with a scale for each element of its first axis, so that a loop can take one at a time."""
+    if isinstance(q, StandIn):
+        return q.stacked()
     if q.ndim == 1 or q.scheme.pack_axis == -q.ndim:
         raise NoRuleError("the loop runs along the packed axis")
     length = q.shape[0]
     if q.scale.shape[0] not in (1, length):
         q = taken_rows(q, jnp.arange(length), 0)
-    scale = _stacked(spread(q.scale, 0, length)) if is_qarray(q.scale) else spread(q.scale, 0, length)
+    scale = stacked(spread(q.scale, 0, length)) if is_qarray(q.scale) else spread(q.scale, 0, length)
     zero = None if q.zero_point is None else spread(q.zero_point, 0, length)
     tensor = None if q.tensor_scale is None else spread(q.tensor_scale, 0, length)
     return QArray(q.codes, scale, zero, tensor, q.scheme, q.dtype, q.slack, q.policy)
@@ -80,7 +83,7 @@ def _stacked(q: QArray) -> QArray:
 
 def _stable_carry(evaluator: AbstractEvaluator, eqn: Any, step: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:
     """The carry of a loop, with those QArrays decoded that one step does not give back as they are."""
-    if not any(map(is_qarray, carry)):
+    if not any(map(stands_in, carry)):
         return list(carry)
     after = jax.eval_shape(lambda *c: tuple(step(*c)), *carry)
     stays = [_is_alike(a, b) for a, b in zip(carry, after, strict=True)]
@@ -92,7 +95,7 @@ def _is_alike(before: Any, after: Any) -> bool:
     """Whether a value has the form of another: both the same QArray in scheme and leaves' shapes, or both arrays."""
 
     def form(x: Any) -> Any:
-        return jax.tree.structure(x), [leaf.shape for leaf in jax.tree.leaves(x)] if is_qarray(x) else None
+        return jax.tree.structure(x), [leaf.shape for leaf in jax.tree.leaves(x)] if stands_in(x) else None
 
     return form(before) == form(after)
 

@@ -1,12 +1,13 @@
 """Products and look-ups: the equations that compute from a quantized operand."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...array import is_qarray
 from ..dot import dot_general
+from ..standin import stands_in
 from ..take import take
 from .rule import AbstractEvaluator, NoRuleError, Rule
 
@@ -28,12 +29,28 @@ def _refuse_out_sharding(params: Any) -> None:
 
 
 def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A gather of whole rows along one axis, as `jnp.take`, `x[ids]` and `vmap` of `x[i]` make them."""
+    return [gathered(eqn, values, lambda at, axis: take(values[0], at, axis, mode="clip"))]
+
+
+def gathered(eqn: Any, values: list[Any], taken: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
+    """A gather of whole rows along one axis, as `jnp.take`, `x[ids]` and `vmap` of `x[i]` make them.
+
+    Args:
+        eqn: the gather.
+        values: its operands: what stands for the array, and the indices.
+        taken: gives the rows at indices along an axis, those out of bounds like the nearest.
+
+    Returns:
+        What the gather gives.
+
+    Raises:
+        NoRuleError: for any other gather.
+    """
     q, indices = values
     numbers = eqn.params["dimension_numbers"]
     axis = _row_axis(q, eqn)
     at = indices[..., numbers.start_index_map.index(axis)]
-    rows = take(q, at, axis, mode="clip")
+    rows = taken(at, axis)
     if axis not in numbers.collapsed_slice_dims:
         rows = jnp.expand_dims(rows, axis + at.ndim)
     rows = jnp.moveaxis(rows, range(axis, axis + at.ndim), [a for a in range(rows.ndim) if a not in numbers.offset_dims])
@@ -42,14 +59,14 @@ def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
         is_inside = (at >= 0) & (at < q.shape[axis])  # lax counts no negative index from the end
         is_inside = jnp.expand_dims(is_inside, numbers.offset_dims)
         rows = jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan if fill is None else fill))
-    return [rows]
+    return rows
 
 
 def _row_axis(q: Any, eqn: Any) -> int:
     """The axis of which a gather takes single elements, whole in all other axes."""
     numbers, sizes, mode = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.params["mode"]
     refusal = NoRuleError("only whole rows along one axis are gathered from a quantized array")
-    if not is_qarray(q) or numbers.operand_batching_dims:
+    if not stands_in(q) or numbers.operand_batching_dims:
         raise refusal
     indexed = numbers.start_index_map
     if len(indexed) > 1 and mode in (jax.lax.GatherScatterMode.CLIP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS):
