@@ -292,4 +292,5 @@ def test_a_choice_by_rows_that_cannot_stay_quantized_is_decoded():
     def fn(w, mask):
         return jnp.where(mask[:, None], w, jnp.zeros_like(w)).sum()
 
-    assert fb.transparent(fn, fallback="dequantize")(q, jnp.arange(8) < 3) == 24
+    found = fb.transparent(fn, fallback="dequantize")(q, jnp.arange(8) < 3)
+    np.testing.assert_allclose(found, fb.dequantize(q)[:3].sum(), rtol=1e-6)

@@ -72,3 +72,9 @@ def test_look_ups_convolutions_and_the_rest_are_named():
     assert uses(lambda p, x: x, {"a": W}, X) == {"a": []}
     assert isinstance(parameter_uses(lambda w, x: x @ w.T, W, X)[""][0], Use)
     assert "test_uses.py" in parameter_uses(lambda w, x: jax.lax.dot(x, w.T), W, X)[""][0].source
+
+
+def test_axes_that_run_beside_the_other_operands_are_told_apart():
+    experts, x = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32), jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)
+    (use,) = parameter_uses(lambda w, x: jnp.einsum("ebi,eio->ebo", x, w), experts, x)[""]
+    assert (use.axes, use.batch, use.stacked) == ((-2,), (-3,), ())
