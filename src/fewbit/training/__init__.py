@@ -1,6 +1,7 @@
-"""Building blocks of training: fake quantization, static ranges, delayed scaling, N:M sparsity."""
+"""Building blocks of training: fake quantization, static ranges, delayed scaling, N:M sparsity, LoRA."""
 
 from ..array.coverage import is_covered as is_covered
+from . import lora as lora
 from .delayed import DelayedScale as DelayedScale
 from .fake_quant import fake_quant as fake_quant
 from .fake_quant import passed_through as passed_through
