@@ -26,6 +26,7 @@ def test_moves_are_followed_to_the_product():
         "jit and remat": lambda w, x: jax.jit(jax.checkpoint(lambda w, x: x @ w.T))(w, x),
         "left": lambda w, x: w @ x.T,
         "einsum": lambda w, x: jnp.einsum("bi,oi->bo", x, w),
+        "split": lambda w, x: jnp.concatenate([x @ part.T for part in jnp.split(w, 2)], axis=1),
         "custom_jvp": lambda w, x: jax.nn.relu(x) @ jax.lax.stop_gradient(w).T,
     }
     for name, piece in pieces.items():

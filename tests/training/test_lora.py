@@ -125,26 +125,34 @@ def in_full(fn, params, adapters, *args):
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
 
-@pytest.mark.parametrize("piece", PIECES)
-@pytest.mark.parametrize("held", ["float32", "nf4", pytest.param("int8", marks=pytest.mark.slow)])
+QUICK = {"nf4": ("plain", "heads", "scan", "indexed stack", "layers", "remat", "tied embedding"), "float32": tuple(PIECES)}
+CASES = [
+    pytest.param(piece, held, marks=() if piece in QUICK.get(held, ()) else pytest.mark.slow)
+    for held in ("float32", "nf4", "int8")
+    for piece in PIECES
+]
+
+
+@pytest.mark.parametrize(("piece", "held"), CASES)
 def test_values_and_gradients_are_those_of_the_update_added_up(piece, held):
     fn, match = PIECES[piece]
-    params = used(match)
-    params = params if held == "float32" else quantized(fn, params, held)
+    params = used(match) if held == "float32" else quantized(fn, used(match), held)
     adapters = random_adapters(fn, params, match)
     plain = jax.tree.map(lambda w: fb.dequantize(w) if fb.is_qarray(w) else w, params, is_leaf=fb.is_qarray)
 
-    def loss(run):
-        return jax.jit(lambda adapters: jnp.sum(jnp.sin(run(adapters))))
+    def differentiated(run):
+        def loss(adapters):
+            y = run(adapters)
+            return jnp.sum(jnp.sin(y)), y
 
-    adapted = loss(lambda a: fb.lora.apply(fn)(params, a, X))
-    expected = loss(lambda a: in_full(fn, plain, a, X))
-    np.testing.assert_allclose(fb.lora.apply(fn)(params, adapters, X), in_full(fn, plain, adapters, X), **CLOSE)
-    if piece != "loop":  # JAX has no reverse mode for while loops
-        found, wanted = jax.grad(adapted)(adapters), jax.grad(expected)(adapters)
-        assert jax.tree.structure(found) == jax.tree.structure(adapters)
-        jax.tree.map(lambda f, w: np.testing.assert_allclose(f, w, **CLOSE), found, wanted)
-        assert all(jnp.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(found))
+        return jax.jit(jax.grad(loss, has_aux=True))(adapters)
+
+    found, y = differentiated(lambda a: fb.lora.apply(fn)(params, a, X))
+    wanted, expected = differentiated(lambda a: in_full(fn, plain, a, X))
+    np.testing.assert_allclose(y, expected, **CLOSE)
+    assert jax.tree.structure(found) == jax.tree.structure(adapters)
+    jax.tree.map(lambda f, w: np.testing.assert_allclose(f, w, **CLOSE), found, wanted)
+    assert all(jnp.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(found))
 
 
 @pytest.mark.parametrize("piece", ["plain", "heads", "scan", "tied embedding"])
@@ -220,7 +228,10 @@ def test_a_quantized_product_keeps_its_policy():
 
 def test_one_base_serves_many_adapters():
     fn, params = PIECES["scan"][0], quantized(PIECES["scan"][0], used("stack"), "nf4")
-    several = [random_adapters(fn, params, "stack"), fb.lora.init(jax.random.key(5), fn, params, X, match="stack", rank=2, alpha=3.0)]
+    several = [
+        random_adapters(fn, params, "stack"),
+        fb.lora.init(jax.random.key(5), fn, params, X, match="stack", rank=2, alpha=3.0),
+    ]
     stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *several)
     found = jax.vmap(lambda adapters: fb.lora.apply(fn)(params, adapters, X))(stacked)
     for i, adapters in enumerate(several):
@@ -262,9 +273,12 @@ def test_dropout_in_a_scan_is_another_one_for_each_layer(held):
         return jax.lax.scan(lambda c, w: (c, (c @ w)[0, 0]), x, params["stack"])[1]
 
     params = {"stack": jnp.zeros((6, 64, 64))}
-    params = params if held == "float32" else quantized(fn, params, held)
+    if held == "nf4":
+        params = {"stack": jax.vmap(lambda w: fb.quantize(w, "nf4", axis=-2))(params["stack"])}
     adapters = {"stack": Adapter(jnp.ones((6, 64, 1)), jnp.ones((6, 1, 64)), 1.0, (-2,), (-3,))}
-    run = jax.jit(jax.checkpoint(lambda key: fb.lora.apply(fn, dropout=0.5)(params, adapters, jnp.ones((1, 64)), dropout_key=key)))
+    run = jax.jit(
+        jax.checkpoint(lambda key: fb.lora.apply(fn, dropout=0.5)(params, adapters, jnp.ones((1, 64)), dropout_key=key))
+    )
     seen = run(jax.random.key(0))
     assert len(set(seen.tolist())) > 2
     assert jnp.all((seen > 20) & (seen < 108))

@@ -119,7 +119,7 @@ def _step(eqn: Any, operands: list[_Traced | None], found: dict[Path, list[Use]]
     if name in _MOVES and operands[0] is not None and not any(operands[1:]):
         moved = _MOVES[name](eqn, operands[0])
         if moved is not None:
-            return [moved]
+            return [moved] * len(eqn.outvars)
     if name in ("optimization_barrier",):
         return list(operands)
     if name == "scan":
@@ -258,4 +258,5 @@ _MOVES: dict[str, Callable[[Any, _Traced], _Traced | None]] = {
     "broadcast_in_dim": _spread,
     "slice": _row_taken,
     "dynamic_slice": _row_taken,
+    "split": _kept,
 }
