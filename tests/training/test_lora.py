@@ -9,7 +9,9 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError
+from fewbit.models.llama import forward, stack_layers
 from fewbit.training.lora import Adapter
+from tests.nets.random_llama import SMALL, random_params, random_tokens
 
 
 def normal(*shape, seed=0):
@@ -340,3 +342,48 @@ def test_what_does_not_fit_is_refused():
         fb.lora.apply(fn)({"ww": FLOAT["w"]}, adapters, X)
     with pytest.raises(QuantError, match=r"for shape \(16, 32\), but the weight has \(16, 16\)"):
         fb.lora.apply(fn)({"w": FLOAT["square"]}, adapters, X)
+
+
+def test_a_base_over_several_devices():
+    """The base is sharded by columns; the code constrains it, and the sum is that of one device."""
+    mesh = jax.make_mesh((2,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+
+    def fn(params, x):
+        return x @ jax.lax.with_sharding_constraint(params["w"], sharding)
+
+    adapters = random_adapters(fn, used("w"), "w")
+    spread = {"w": jax.device_put(FLOAT["w"], sharding)}
+    found = jax.jit(fb.lora.apply(fn))(spread, adapters, X)
+    np.testing.assert_allclose(found, in_full(PIECES["plain"][0], used("w"), adapters, X), **CLOSE)
+
+
+@pytest.mark.slow
+def test_a_llama_with_its_layers_in_a_list_or_stacked():
+    params, tokens = random_params(SMALL), random_tokens(SMALL, 2, 8)
+
+    def fn(params, tokens):
+        return forward(params, tokens, SMALL)
+
+    params = fb.quantize_params(params, fb.plan(fn, params, tokens, recipe="nf4"))
+    adapters = fb.lora.init(jax.random.key(0), fn, params, tokens, match="layers/.*", rank=2, alpha=4.0)
+    adapters = {path: dataclasses.replace(a, b=normal(*a.b.shape, seed=i)) for i, (path, a) in enumerate(adapters.items())}
+    assert len(adapters) == 7 * SMALL.layers
+    stacked = {
+        path: Adapter(
+            jnp.stack([adapters[path.replace("/0/", f"/{i}/")].a for i in range(SMALL.layers)]),
+            jnp.stack([adapters[path.replace("/0/", f"/{i}/")].b for i in range(SMALL.layers)]),
+            4.0,
+            (-1,),
+            (-3,),
+        )
+        for path in adapters
+        if "/0/" in path
+    }
+    found = jax.jit(fb.lora.apply(fn))(params, adapters, tokens)
+    np.testing.assert_allclose(
+        found, jax.jit(fb.lora.apply(fn))(stack_layers(params), stacked, tokens), rtol=1e-4, atol=1e-4
+    )
+    expected = jax.jit(fb.transparent(fn))(fb.lora.merge(params, adapters), tokens)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert not jnp.allclose(found, jax.jit(fb.transparent(fn))(params, tokens), atol=0.1)

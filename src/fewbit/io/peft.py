@@ -58,7 +58,8 @@ def write_adapters(
 ) -> pathlib.Path:
     """Writes adapters as PEFT does, whole or not at all; the file is read back before it is in place.
 
-    Ranks and alphas that differ from the most frequent one go to `rank_pattern` and `alpha_pattern`.
+    Ranks and alphas that differ from the most frequent one go to `rank_pattern` and `alpha_pattern`. Every adapter is written
+    as one of a linear layer; PEFT has other names for tables that are looked up, so it does not find adapters of those.
 
     Args:
         path: the directory to be.
