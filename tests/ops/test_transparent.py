@@ -280,3 +280,13 @@ def test_while_and_scan_decode_a_carry_that_the_loop_changes():
         fb.transparent(shrinking)(w, x)
     out = fb.transparent(shrinking, fallback="dequantize")(w, x)
     np.testing.assert_allclose(out, shrinking(fb.dequantize(w), x), rtol=1e-5, atol=1e-6)
+
+
+def test_a_choice_by_rows_that_cannot_stay_quantized_is_decoded():
+    q = fb.quantize(jnp.ones((8, 8)), "int4")
+
+    def fn(w, mask):
+        return jnp.where(mask[:, None], w, jnp.zeros_like(w)).sum()
+
+    found = fb.transparent(fn, fallback="dequantize")(q, jnp.arange(8) < 3)
+    np.testing.assert_allclose(found, fb.dequantize(q)[:3].sum(), rtol=1e-6)

@@ -26,6 +26,7 @@ def test_moves_are_followed_to_the_product():
         "jit and remat": lambda w, x: jax.jit(jax.checkpoint(lambda w, x: x @ w.T))(w, x),
         "left": lambda w, x: w @ x.T,
         "einsum": lambda w, x: jnp.einsum("bi,oi->bo", x, w),
+        "split": lambda w, x: jnp.concatenate([x @ part.T for part in jnp.split(w, 2)], axis=1),
         "custom_jvp": lambda w, x: jax.nn.relu(x) @ jax.lax.stop_gradient(w).T,
     }
     for name, piece in pieces.items():
@@ -95,3 +96,9 @@ def test_products_without_a_parameter_are_named_by_their_scopes_or_their_place()
     assert products[0].shapes == ((2, 16), (2, 16))
     assert {p.op for p in products} == {"dot_general"}
     assert all("test_uses.py" in p.source for p in products)
+
+
+def test_axes_that_run_beside_the_other_operands_are_told_apart():
+    experts, x = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32), jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)
+    (use,) = parameter_uses(lambda w, x: jnp.einsum("ebi,eio->ebo", x, w), experts, x)[0][""]
+    assert (use.axes, use.batch, use.stacked) == ((-2,), (-3,), ())

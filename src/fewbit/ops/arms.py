@@ -127,6 +127,7 @@ def quantized_product(
     Returns:
         The product.
     """
+
     @jax.custom_vjp
     def product(lhs: Any, rhs: Any, key: Any, extra: Any) -> jax.Array:
         return bilinear.forward(_entering(bilinear, rules, lhs, True), _entering(bilinear, rules, rhs, False), extra)
@@ -188,7 +189,9 @@ def _operand_gradient(
     else:
         if arm.needs_key:
             if key is None:
-                raise QuantError(f"the gradient is rounded or rotated at random (as {arm.gradient.name}); pass key=, one a step")
+                raise QuantError(
+                    f"the gradient is rounded or rotated at random (as {arm.gradient.name}); pass key=, one a step"
+                )
             key = _own_key(key, is_left, g)
         result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, key)
     result = result.astype(own.like.dtype)

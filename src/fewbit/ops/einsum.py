@@ -11,8 +11,9 @@ from jaxtyping import Array, Key
 
 from ..array import QArray, is_qarray
 from ..errors import QuantError
-from .latent import Latent, stands_for_an_array
+from .latent import Latent
 from .policy import Policy
+from .standin import stands_in
 from .transparent import transparent
 
 
@@ -49,7 +50,7 @@ def einsum(
         raise QuantError(f"subscripts is {type(subscripts).__name__}; pass a string such as 'bi,oi->bo'")
     if policy is not None:
         *others, last = operands
-        if stands_for_an_array(last) or any(map(is_qarray, others)):
+        if stands_in(last) or any(map(is_qarray, others)):
             raise QuantError("policy is given for an operand that is quantized already; let its QArray carry the policy")
         operands = (*others, Latent(jnp.asarray(last), key, policy))
     return _contraction(subscripts, precision, preferred_element_type)(*operands)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 
-from ..array import is_qarray
+from .standin import stands_in
 
 _LONGEST = 512  # equations of one stretch; a longer one is cut
 _VARIANTS = 3  # different stretches that begin at one line, after which it is given up: its layers differ by name, say
@@ -148,7 +148,7 @@ def _together(eqns: Sequence[Any], env: Mapping[Any, Any]) -> tuple[list[Any], b
     inside: list[Any] = []
     for eqn in eqns:
         atoms = [a for a in eqn.invars if not isinstance(a, jex_core.Literal)]
-        is_quantized = any(a in within or is_qarray(env.get(a)) for a in atoms)
+        is_quantized = any(a in within or stands_in(env.get(a)) for a in atoms)
         is_new = eqn.primitive.name.startswith("custom_")  # their functions are made anew for each layer
         if eqn.effects or is_new or (is_quantized and not _is_sure(eqn)):
             break

@@ -13,18 +13,17 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Literal, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
-from ..array import dequantize, is_qarray
 from ..errors import QuantError, UnsupportedError
-from .latent import is_latent, plain, stands_for_an_array
 from .repeats import Stretch, Survey, stretch_from
-from .rules import CONTROL, MOVES, PARAMETER_PRODUCTS, RULES
-from .rules.products import table_in_training
-from .rules.rule import AbstractEvaluator, NoRuleError, bound, logical
+from .rules import RULES, SHARED
+from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound, logical
 from .rules.sharding import constrained
+from .standin import StandIn, array_of, stands_in
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -87,9 +86,9 @@ def transparent(
     call: Callable[..., Any] = fn
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=stands_for_an_array)
-        places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
-        if not any(map(stands_for_an_array, leaves)):
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=stands_in)
+        places = [i for i, leaf in enumerate(leaves) if stands_in(leaf) or _is_array(leaf)]
+        if not any(stands_in(leaf) for leaf in leaves):
             return fn(*args, **kwargs)
         out_tree = None
 
@@ -106,9 +105,9 @@ def transparent(
         closed = jax.make_jaxpr(flat)(*map(logical, dynamic))
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
         evaluator = _Evaluator(fallback, report, pieces, is_traced)
-        outputs = map(plain, evaluator.evaluate(closed.jaxpr, closed.consts, dynamic))
+        outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)
         assert out_tree is not None
-        return jax.tree.unflatten(out_tree, outputs)
+        return jax.tree.unflatten(out_tree, [x.array() if isinstance(x, StandIn) else x for x in outputs])
 
     wrapped.__name__ = getattr(fn, "__name__", "transparent")
     wrapped.__doc__ = fn.__doc__
@@ -153,8 +152,8 @@ class _Evaluator(AbstractEvaluator):
         while index < len(eqns):
             eqn = eqns[index]
             values = [read(atom) for atom in eqn.invars]
-            is_quantized = any(map(is_qarray, values))
-            if is_quantized and self.is_traced and not any(map(is_latent, values)):
+            has_stand_in = any(map(stands_in, values))
+            if has_stand_in and self.is_traced:
                 survey = Survey.of(jaxpr) if survey is None else survey
                 stretch = stretch_from(jaxpr, index, env, survey)
                 repeated = None if stretch is None else self._repeated(stretch, survey)
@@ -163,14 +162,9 @@ class _Evaluator(AbstractEvaluator):
                     index += len(stretch.eqns)
                     continue
             with _context_of(eqn):
-                if any(map(is_latent, values)):
-                    outputs = self._latent_equation(eqn, values)
-                elif not is_quantized:
-                    outputs = bound(eqn, values)
-                elif eqn.primitive.name == "select_n":
-                    outputs = self._quantized_equation(eqn, [_as_made(eqn.invars[0], jaxpr, read), *values[1:]])
-                else:
-                    outputs = self._quantized_equation(eqn, values)
+                if has_stand_in and eqn.primitive.name == "select_n":
+                    values[0] = _as_made(eqn.invars[0], jaxpr, read)
+                outputs = self.equation(eqn, values)
             env.update(zip(eqn.outvars, outputs, strict=True))
             index += 1
         return [read(atom) for atom in jaxpr.outvars]
@@ -226,44 +220,39 @@ class _Evaluator(AbstractEvaluator):
             self.pieces[key] = (source, make())
         return self.pieces[key][1]
 
-    def _latent_equation(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """An equation of which some operand is a parameter in training: a product, a body, a move, or any other on its array."""
-        name = eqn.primitive.name
-        if name in PARAMETER_PRODUCTS or name in CONTROL:
-            try:
-                return RULES[name](dataclasses.replace(self, around=(eqn, *self.around)), eqn, values)
-            except NoRuleError:
-                pass
-        if name == "gather" and is_latent(values[0]):
-            return bound(eqn, [table_in_training(values[0], eqn), *map(plain, values[1:])])
-        outputs = bound(eqn, [self.decoded(eqn, plain(value), f"it meets a parameter in {name}") for value in values])
-        if name not in MOVES:
-            return outputs
-        sources = values if len(values) == len(outputs) else [values[0]] * len(outputs)
-        return [s.moved(out) if is_latent(s) else out for s, out in zip(sources, outputs, strict=True)]
-
-    def _quantized_equation(self, eqn: Any, values: list[Any]) -> list[Any]:
-        rule = RULES.get(eqn.primitive.name)
+    def equation(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+        """The results of one equation, by the rule of its primitive where a value stands for an array."""
+        values = list(values)
+        if not any(map(stands_in, values)):
+            return bound(eqn, values)
+        rule = _rule_of(eqn.primitive.name, values)
         reason = "fewbit has no rule for it"
         if rule is not None:
             try:
                 return rule(dataclasses.replace(self, around=(eqn, *self.around)), eqn, values)
             except NoRuleError as error:
                 reason = str(error)
-        return bound(eqn, [self.decoded(eqn, value, reason) for value in values])
+        values = [self.decoded(eqn, value, reason) for value in values]
+        if eqn.primitive.name == "select_n":
+            values[0] = jnp.broadcast_to(values[0], eqn.invars[0].aval.shape)  # as it was before `_as_made`
+        return bound(eqn, values)
 
     def decoded(self, eqn: Any, value: Any, reason: str) -> Any:
         """The array that a value stands for, where the fallback allows it."""
-        if not is_qarray(value):
+        if not stands_in(value):
             return value
         place = Decoded(eqn.primitive.name, repr(value), _source_of(eqn, *self.around), reason)
         if self.fallback == "error":
-            raise UnsupportedError(
-                f"{place}; pass fallback='dequantize' to fb.transparent to allow it, or leave this parameter unquantized"
-            )
+            raise UnsupportedError(f"{place}; pass fallback='dequantize' to allow it, or leave this parameter a plain array")
         if self.report is not None:
             self.report(place)
-        return dequantize(value)
+        return array_of(value)
+
+
+def _rule_of(name: str, values: Sequence[Any]) -> Rule | None:
+    """The rule of a primitive: a stand-in brings its own, but for equations that only carry their operands."""
+    own = next((value.rules for value in values if isinstance(value, StandIn)), RULES)
+    return (SHARED if name in SHARED else own).get(name)
 
 
 def _placed(x: Any, sharding: Any) -> Any:

@@ -29,12 +29,14 @@ class Use:
         axes: the parameter's axes, negative, that the product contracts, or that the look-up indexes; empty for others.
         stacked: the parameter's axes, negative, that a loop took one element of at a time before the use.
         source: the file and line.
+        batch: the parameter's axes, negative, that run beside those of the other operand: experts, for example.
     """
 
     op: str
     axes: tuple[int, ...] = ()
     stacked: tuple[int, ...] = ()
     source: str = ""
+    batch: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -175,7 +177,7 @@ def _step(eqn: Any, operands: list[_Traced | None], found: _Found, scope: str) -
     if name in _MOVES and operands[0] is not None and not any(operands[1:]):
         moved = _MOVES[name](eqn, operands[0])
         if moved is not None:
-            return [moved]
+            return [moved] * len(eqn.outvars)
     if name in ("optimization_barrier",):
         return list(operands)
     if name == "scan":
@@ -201,9 +203,9 @@ def _source(eqn: Any) -> str:
 
 def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
     """The use that an equation makes of the operand at a position."""
-    name = eqn.primitive.name
+    name, batch = eqn.primitive.name, ()
     if name == "dot_general" and position < 2:
-        axes = eqn.params["dimension_numbers"][0][position]
+        axes, batch = (numbers[position] for numbers in eqn.params["dimension_numbers"])
     elif name == "gather" and position == 0:
         name, axes = "take", eqn.params["dimension_numbers"].start_index_map
     elif name == "conv_general_dilated" and position == 1:
@@ -214,7 +216,8 @@ def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
         name, axes = "ragged_dot", numbers[0][1]
     else:
         axes = ()
-    return Use(name, tuple(a for axis in axes for a in operand.axes[axis]), operand.stacked, source)
+    contracted, beside = (tuple(a for axis in group for a in operand.axes[axis]) for group in (axes, batch))
+    return Use(name, contracted, operand.stacked, source, beside)
 
 
 def _open(closed: Any) -> Any:
@@ -317,4 +320,5 @@ _MOVES: dict[str, Callable[[Any, _Traced], _Traced | None]] = {
     "broadcast_in_dim": _spread,
     "slice": _row_taken,
     "dynamic_slice": _row_taken,
+    "split": _kept,
 }

@@ -1,7 +1,8 @@
-"""Building blocks of training: fake quantization, static ranges, delayed scaling, N:M sparsity."""
+"""Building blocks of training: fake quantization, static ranges, delayed scaling, N:M sparsity, LoRA."""
 
 from ..array.straight_through import is_covered as is_covered
 from ..array.straight_through import passed_through as passed_through
+from . import lora as lora
 from .delayed import DelayedScale as DelayedScale
 from .fake_quant import fake_quant as fake_quant
 from .range_rules import AbsMaxRange as AbsMaxRange

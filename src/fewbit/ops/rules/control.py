@@ -1,6 +1,5 @@
 """Control flow: the same primitive around a body that is evaluated with the rules."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ...array import QArray, is_qarray
-from ..latent import Latent, is_latent, plain
+from ..standin import StandIn, stands_in
 from ..take import taken_rows
 from .joining import spread
 from .rule import AbstractEvaluator, NoRuleError, Rule
@@ -40,15 +39,14 @@ def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     params = eqn.params
     constants, carries = scan_counts(eqn)
     consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
-    body = _giving_arrays(evaluator.function(params["jaxpr"]))
-    carry = list(map(plain, carry))
-    xs = [_stacked(x) if is_qarray(x) else _dealt(x, params["length"]) if is_latent(x) else x for x in xs]
+    body = evaluator.function(params["jaxpr"])
+    xs = [stacked(x) if stands_in(x) else x for x in xs]
 
     def step(carry: Any, x: Any) -> tuple[Any, Any]:
         outputs = body(*consts, *carry, *x)
         return tuple(outputs[:carries]), tuple(outputs[carries:])
 
-    first = [jax.tree.map(lambda leaf: leaf[0], x) for x in xs] if any(map(is_qarray, carry)) else []
+    first = [jax.tree.map(lambda leaf: leaf[0], x) for x in xs] if any(map(stands_in, carry)) else []
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*consts, *c, *first)[:carries], carry)
     carry, ys = jax.lax.scan(
         step, tuple(carry), tuple(xs), length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
@@ -68,32 +66,24 @@ def scan_counts(eqn: Any) -> tuple[int, int]:
     return len(eqn.invars) - scanned - carries, carries
 
 
-def _stacked(q: QArray) -> QArray:
+def stacked(q: QArray | StandIn) -> Any:
     """The array with a scale for each element of its first axis, so that a loop can take one at a time."""
+    if isinstance(q, StandIn):
+        return q.stacked()
     if q.ndim == 1 or q.scheme.pack_axis == -q.ndim:
         raise NoRuleError("the loop runs along the packed axis")
     length = q.shape[0]
     if q.scale.shape[0] not in (1, length):
         q = taken_rows(q, jnp.arange(length), 0)
-    scale = _stacked(spread(q.scale, 0, length)) if is_qarray(q.scale) else spread(q.scale, 0, length)
+    scale = stacked(spread(q.scale, 0, length)) if is_qarray(q.scale) else spread(q.scale, 0, length)
     zero = None if q.zero_point is None else spread(q.zero_point, 0, length)
     tensor = None if q.tensor_scale is None else spread(q.tensor_scale, 0, length)
     return QArray(q.codes, scale, zero, tensor, q.scheme, q.dtype, q.slack, q.policy)
 
 
-def _dealt(latent: Latent, length: int) -> Latent:
-    """The parameters of a loop with a random key for each turn."""
-    return latent if latent.key is None else dataclasses.replace(latent, key=jax.random.split(latent.key, length))
-
-
-def _giving_arrays(body: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """A body whose results are arrays and QArrays: what leaves a loop or a branch is no longer a parameter."""
-    return lambda *args: list(map(plain, body(*args)))
-
-
 def _stable_carry(evaluator: AbstractEvaluator, eqn: Any, step: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:
     """The carry of a loop, with those QArrays decoded that one step does not give back as they are."""
-    if not any(map(is_qarray, carry)):
+    if not any(map(stands_in, carry)):
         return list(carry)
     after = jax.eval_shape(lambda *c: tuple(step(*c)), *carry)
     stays = [_is_alike(a, b) for a, b in zip(carry, after, strict=True)]
@@ -105,7 +95,7 @@ def _is_alike(before: Any, after: Any) -> bool:
     """Whether a value has the form of another: both the same QArray in scheme and leaves' shapes, or both arrays."""
 
     def form(x: Any) -> Any:
-        return jax.tree.structure(x), [leaf.shape for leaf in jax.tree.leaves(x)] if is_qarray(x) else None
+        return jax.tree.structure(x), [leaf.shape for leaf in jax.tree.leaves(x)] if stands_in(x) else None
 
     return form(before) == form(after)
 
@@ -114,8 +104,7 @@ def _while(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[An
     params = eqn.params
     in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
     cond_consts, body_consts, carry = values[:in_cond], values[in_cond : in_cond + in_body], values[in_cond + in_body :]
-    cond, body = (_giving_arrays(evaluator.function(params[name])) for name in ("cond_jaxpr", "body_jaxpr"))
-    carry = list(map(plain, carry))
+    cond, body = evaluator.function(params["cond_jaxpr"]), evaluator.function(params["body_jaxpr"])
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*body_consts, *c), carry)
     return list(
         jax.lax.while_loop(lambda c: cond(*cond_consts, *c)[0], lambda c: tuple(body(*body_consts, *c)), tuple(carry))
@@ -124,7 +113,7 @@ def _while(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[An
 
 def _cond(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     index, *operands = values
-    bodies = [_giving_arrays(evaluator.function(branch)) for branch in eqn.params["branches"]]
+    bodies = [evaluator.function(branch) for branch in eqn.params["branches"]]
     shapes = [jax.eval_shape(lambda *args, b=body: tuple(b(*args)), *operands) for body in bodies]
     agree = [all(_is_alike(column[0], other) for other in column[1:]) for column in zip(*shapes, strict=True)]
 

@@ -14,13 +14,13 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.tree_util import Partial
 
-from ...array import dequantize, is_qarray
+from ..standin import array_of, stands_in
 from .rule import AbstractEvaluator, Rule, bound, logical
 
 
 def _traced(evaluator: AbstractEvaluator, fn: Any, *args: Any) -> Any:
     """`fn` of values that may be QArrays: traced on arrays, then evaluated with the rules. Any pytree may come out."""
-    leaves, treedef = jax.tree.flatten(args, is_leaf=is_qarray)
+    leaves, treedef = jax.tree.flatten(args, is_leaf=stands_in)
     out_tree: Any = None
 
     def flat(*arrays: Any) -> list[Any]:
@@ -68,10 +68,10 @@ def _is_zero(x: Any) -> bool:
 
 def _logical_tangent(primal: Any, tangent: Any) -> Any:
     """The tangent of the array that a value stands for."""
-    if not is_qarray(primal):
+    if not stands_in(primal):
         return tangent
     full = jax.tree.map(_instantiated, tangent, is_leaf=_is_zero)
-    return jax.jvp(dequantize, (primal,), (full,))[1]
+    return jax.jvp(array_of, (primal,), (full,))[1]
 
 
 def _instantiated(tangent: Any) -> Any:
@@ -98,7 +98,7 @@ def _custom_vjp(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> li
 
         outputs, pullback = _traced(evaluator, out_and_pullback, *args)
         # What the rule saved may hold QArrays; they are leaves of the pullback, and stay quantized until it is called.
-        leaves, treedef = jax.tree.flatten(pullback, is_leaf=is_qarray)
+        leaves, treedef = jax.tree.flatten(pullback, is_leaf=stands_in)
         return outputs, (args, Partial(functools.partial(_pulled, evaluator, treedef), *leaves))
 
     def backward(saved: Any, gradients: Any) -> Any:
@@ -122,7 +122,7 @@ def _pulled(evaluator: AbstractEvaluator, treedef: Any, *leaves_and_gradients: A
 
 def _held_gradient(x: Any, gradient: Any) -> Any:
     """The gradient of what a value holds: of a QArray that of its scales, through its decoded array."""
-    return jax.vjp(dequantize, x)[1](gradient)[0] if is_qarray(x) else gradient
+    return jax.vjp(array_of, x)[1](gradient)[0] if stands_in(x) else gradient
 
 
 DERIVATIVES: dict[str, Rule] = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}

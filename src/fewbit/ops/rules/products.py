@@ -1,16 +1,15 @@
 """Products and look-ups: the equations that compute from a quantized operand."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ...array import dequantize, is_qarray, quantize
-from ...array.straight_through import is_covered, passed_through
 from ..conv import conv_general_dilated
 from ..dot import dot_general
-from ..latent import Latent
 from ..ragged import ragged_dot_general
+from ..standin import stands_in
 from ..take import take
 from .rule import AbstractEvaluator, NoRuleError, Rule
 
@@ -43,7 +42,7 @@ def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any
     params = eqn.params
     _refuse_out_sharding(params)
     lhs, rhs, group_sizes = values
-    if is_qarray(group_sizes):
+    if stands_in(group_sizes):
         raise NoRuleError("the group sizes are quantized")
     numbers, precision, preferred = (
         params[name] for name in ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
@@ -65,12 +64,28 @@ def _refuse_out_sharding(params: Any) -> None:
 
 
 def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A gather of whole rows along one axis, as `jnp.take`, `x[ids]` and `vmap` of `x[i]` make them."""
+    return [gathered(eqn, values, lambda at, axis: take(values[0], at, axis, mode="clip"))]
+
+
+def gathered(eqn: Any, values: list[Any], taken: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
+    """A gather of whole rows along one axis, as `jnp.take`, `x[ids]` and `vmap` of `x[i]` make them.
+
+    Args:
+        eqn: the gather.
+        values: its operands: what stands for the array, and the indices.
+        taken: gives the rows at indices along an axis, those out of bounds like the nearest.
+
+    Returns:
+        What the gather gives.
+
+    Raises:
+        NoRuleError: for any other gather.
+    """
     q, indices = values
     numbers = eqn.params["dimension_numbers"]
     axis = _row_axis(q, eqn)
     at = indices[..., numbers.start_index_map.index(axis)]
-    rows = take(q, at, axis, mode="clip")
+    rows = taken(at, axis)
     if axis not in numbers.collapsed_slice_dims:
         rows = jnp.expand_dims(rows, axis + at.ndim)
     rows = jnp.moveaxis(rows, range(axis, axis + at.ndim), [a for a in range(rows.ndim) if a not in numbers.offset_dims])
@@ -79,14 +94,14 @@ def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
         is_inside = (at >= 0) & (at < q.shape[axis])  # lax counts no negative index from the end
         is_inside = jnp.expand_dims(is_inside, numbers.offset_dims)
         rows = jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan if fill is None else fill))
-    return [rows]
+    return rows
 
 
 def _row_axis(q: Any, eqn: Any) -> int:
     """The axis of which a gather takes single elements, whole in all other axes."""
     numbers, sizes, mode = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.params["mode"]
     refusal = NoRuleError("only whole rows along one axis are gathered from a quantized array")
-    if not is_qarray(q) or numbers.operand_batching_dims:
+    if not stands_in(q) or numbers.operand_batching_dims:
         raise refusal
     indexed = numbers.start_index_map
     if len(indexed) > 1 and mode in (jax.lax.GatherScatterMode.CLIP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS):
@@ -96,17 +111,6 @@ def _row_axis(q: Any, eqn: Any) -> int:
     if len(indexed) != 1 or not is_whole or sizes[indexed[0]] != 1 or not collapsed <= set(indexed):
         raise refusal
     return indexed[0]
-
-
-def table_in_training(latent: Latent, eqn: Any) -> jax.Array:
-    """The table of a look-up as it will be served, quantized along the last axis that is not indexed; straight through."""
-    indexed = eqn.params["dimension_numbers"].start_index_map
-    axis = max((a for a in range(latent.ndim) if a not in indexed), default=latent.ndim - 1)
-    fixed = jax.lax.stop_gradient(latent.value)
-    q = quantize(fixed, latent.policy.weight, axis=axis)
-    clips = latent.policy.clips_gradient and latent.policy.weight.calibration.clips
-    passes = is_covered(fixed, q) if clips else jnp.ones(q.shape, jnp.bool_)
-    return passed_through(latent.value, dequantize(q), passes)
 
 
 PRODUCT: dict[str, Rule] = {

@@ -6,8 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from ...array import is_qarray
-from ..latent import plain
+from ..standin import stands_in
 
 
 class NoRuleError(Exception):
@@ -30,6 +29,10 @@ class AbstractEvaluator(abc.ABC):
         """The array that a value stands for, where the fallback allows it."""
 
     @abc.abstractmethod
+    def equation(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+        """The results of one equation, by the rule of its primitive where a value stands for an array."""
+
+    @abc.abstractmethod
     def shared(self, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, traced once for all equations of the same key and the same operands."""
 
@@ -39,7 +42,7 @@ class AbstractEvaluator(abc.ABC):
 
 
 Rule: TypeAlias = Callable[[Any, Any, list[Any]], list[Any]]
-"""The evaluator, the equation and the values of its operands, at least one of them a QArray, to its results."""
+"""The evaluator, the equation and the values of its operands, at least one of which stands for an array, to its results."""
 
 
 def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -51,9 +54,9 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 def logical(x: Any) -> Any:
     """What traced code sees of a value: of a QArray its shape and dtype, and over which mesh axes its shards differ."""
-    if not is_qarray(x):
-        return plain(x)
-    codes = jax.typeof(x.codes)
-    varying = codes.manual_axis_type
-    where = {"sharding": codes.sharding, "manual_axis_type": varying} if varying.varying else {}  # within shard_map
+    if not stands_in(x):
+        return x
+    held = jax.typeof(jax.tree.leaves(x)[0])
+    varying = held.manual_axis_type
+    where = {"sharding": held.sharding, "manual_axis_type": varying} if varying.varying else {}  # within shard_map
     return jax.ShapeDtypeStruct(x.shape, x.dtype, **where)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ...array import QArray, is_qarray
 from ...array.sharding import placement
 from ...errors import QuantError
+from ..standin import StandIn
 from .joining import broadcasted, is_packed_along, joined, spread, tile_length, unit_of
 from .layout import reshaped
 from .rule import AbstractEvaluator, NoRuleError, Rule
@@ -47,7 +48,9 @@ def leaf_shardings(q: QArray, sharding: Any) -> Any:
 
 
 def constrained(x: Any, sharding: Any) -> Any:
-    """A value under a sharding constraint; a QArray's leaves each under theirs."""
+    """A value under a sharding constraint; a QArray's leaves each under theirs, other stand-ins where they are."""
+    if isinstance(x, StandIn):
+        return x
     return jax.lax.with_sharding_constraint(x, leaf_shardings(x, sharding) if is_qarray(x) else sharding)
 
 

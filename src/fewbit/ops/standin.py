@@ -1,0 +1,52 @@
+"""Operands that stand for an array while a function is evaluated: stored ones, QArrays, and those that a transform makes."""
+
+import abc
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypeGuard
+
+import jax
+import numpy as np
+
+from ..array import QArray, dequantize
+
+
+class StandIn(abc.ABC):
+    """A pytree that takes an array's place while a function is evaluated, such as a weight with an adapter beside it.
+
+    Traced code sees its shape and dtype. `transparent` takes it as it takes a QArray: calls, loops, branches and derivative
+    rules carry it; every other equation that meets it goes to `rules`, and where they have none, or raise NoRuleError, it
+    is decoded as the fallback says.
+
+    Attributes:
+        rules: for primitives by name, how an equation with it among its operands is computed (`fewbit.ops.rules.Rule`).
+    """
+
+    rules: ClassVar[Mapping[str, Any]]
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype:
+        """The dtype of the array."""
+
+    @abc.abstractmethod
+    def array(self) -> jax.Array:
+        """The array that it stands for."""
+
+    @abc.abstractmethod
+    def stacked(self) -> Self:
+        """The same with leaves of which each has the array's first axis, so that a loop can take one element at a time."""
+
+
+def stands_in(x: Any) -> TypeGuard[QArray | StandIn]:
+    """Whether a value stands for an array without being one: the `is_leaf` of walks in the evaluator."""
+    return isinstance(x, QArray | StandIn)
+
+
+def array_of(x: QArray | StandIn) -> jax.Array:
+    """The array that an operand stands for."""
+    return x.array() if isinstance(x, StandIn) else dequantize(x)

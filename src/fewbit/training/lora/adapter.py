@@ -1,0 +1,188 @@
+"""Adapters: two narrow factors beside a frozen weight, and which weights of a model have them."""
+
+import dataclasses
+import difflib
+import math
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Key
+
+from ...errors import QuantError
+from ...ops.uses import Use, parameter_paths, parameter_uses
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """A low-rank update of one weight: products see `w + (alpha / r) a b` and are computed as `x w + (alpha / r) (x a) b`.
+
+    The axes of the weight fall into three kinds, which are static: those that products contract are the rows of `a`, those
+    that a loop takes apart or that run beside the other operand's (layers, experts) have factors of their own, and all
+    others are the columns of `b`. Within a kind they keep the order that they have in the weight.
+
+    Attributes:
+        a: `[*stacked, *inputs, r]`.
+        b: `[*stacked, r, *outputs]`; zero at first.
+        alpha: the numerator of the update's factor.
+        inputs: the weight's axes that products contract, negative, ascending.
+        stacked: the weight's axes of which each element has factors of its own, negative, ascending.
+
+    Reference: Hu et al., LoRA, arXiv 2106.09685; Dettmers et al., QLoRA, arXiv 2305.14314.
+    """
+
+    # Any: JAX puts specs, shardings, gradients of integers and the like in the place of a pytree's leaves.
+    a: Any
+    b: Any
+    alpha: float = dataclasses.field(metadata={"static": True})
+    inputs: tuple[int, ...] = dataclasses.field(metadata={"static": True})
+    stacked: tuple[int, ...] = dataclasses.field(default=(), metadata={"static": True})
+
+    @property
+    def rank(self) -> int:
+        """The number of columns of `a`."""
+        return self.a.shape[-1]
+
+    @property
+    def scale(self) -> float:
+        """`alpha / r`."""
+        return self.alpha / self.rank
+
+    @property
+    def ndim(self) -> int:
+        """How many axes the weight has."""
+        return self.a.ndim + self.b.ndim - 2 - len(self.stacked)
+
+    @property
+    def outputs(self) -> tuple[int, ...]:
+        """The weight's axes that stay in the result of a product, negative, ascending."""
+        return tuple(axis for axis in range(-self.ndim, 0) if axis not in self.inputs + self.stacked)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weight."""
+        lengths = dict(zip(self.stacked + self.inputs, self.a.shape, strict=False))
+        lengths |= dict(zip(self.outputs, self.b.shape[self.b.ndim - len(self.outputs) :], strict=True))
+        return tuple(lengths[axis] for axis in range(-self.ndim, 0))
+
+    def aligned(self) -> tuple[Array, Array]:
+        """Both factors with the weight's axes, of length 1 where a factor has none of it, and the rank's behind them."""
+        b = jnp.moveaxis(self.b, len(self.stacked), -1)
+        return self._aligned(self.a, self.stacked + self.inputs), self._aligned(b, self.stacked + self.outputs)
+
+    def _aligned(self, factor: Array, axes: tuple[int, ...]) -> Array:
+        order = sorted(range(len(axes)), key=lambda i: axes[i])
+        factor = factor.transpose(*order, len(axes))
+        return jnp.expand_dims(factor, [axis + self.ndim for axis in range(-self.ndim, 0) if axis not in axes])
+
+    def __repr__(self) -> str:
+        if not hasattr(self.a, "shape") or not hasattr(self.b, "shape"):
+            return f"Adapter(a={self.a!r}, b={self.b!r}, alpha={self.alpha:g})"
+        return f"Adapter(a={list(self.a.shape)}, b={list(self.b.shape)}, alpha={self.alpha:g})"
+
+
+def init(
+    key: Key[Array, ""],
+    fn: Callable[..., Any],
+    params: Any,
+    *inputs: Any,
+    match: str,
+    rank: int,
+    alpha: float | None = None,
+    dtype: DTypeLike = jnp.float32,
+) -> dict[str, Adapter]:
+    """Adapters for the weights whose path matches, at first without effect.
+
+    `a` is uniform within `sqrt(6 / n)`, n being the product of the contracted lengths (He's bound), and `b` is zero. Which
+    axes are contracted, and which are stacked, is read off the products of `fn`; of several products that contract different
+    axes the first decides, since `a b` is the same update for all. Weights that match but have no product with an axis left over
+    (vectors, tables that are only looked up) get no adapter. The factors of a path depend on the key and the path alone,
+    so that dictionaries made with different ranks can be joined: `init(..., rank=4) | init(..., rank=16)`.
+
+    Args:
+        key: a JAX random key.
+        fn: the function whose products decide the axes, `fn(params, *inputs)`; it is traced with shapes only.
+        params: the tree of parameters: arrays, QArrays or `jax.ShapeDtypeStruct`s.
+        inputs: example inputs of `fn`, likewise.
+        match: a regular expression that must match the whole path: `"layers/[0-9]+/attn/.*"`.
+        rank: the columns of `a`.
+        alpha: the numerator of the factor `alpha / rank`; None takes the rank, so that the factor is 1.
+        dtype: of the factors; products cast them to the dtype of the operand that they meet.
+
+    Returns:
+        The adapters by path: a pytree to hand to an optimizer.
+
+    Raises:
+        QuantError: when nothing matches, or nothing that has a product; for a rank below 1.
+
+    >>> def fn(params, x):
+    ...     return x @ params["up"] @ params["down"]
+    >>> params = {"up": fb.quantize(jnp.ones((4, 64)), "nf4"), "down": jnp.ones((64, 4))}
+    >>> init(jax.random.key(0), fn, params, jnp.ones((1, 4)), match="up|down", rank=2)
+    {'down': Adapter(a=[64, 2], b=[2, 4], alpha=2), 'up': Adapter(a=[4, 2], b=[2, 64], alpha=2)}
+    """
+    if rank < 1:
+        raise QuantError(f"rank is {rank}, must be at least 1")
+    leaves = parameter_paths(params)
+    matched = _matched(match, list(leaves))
+    uses, _ = parameter_uses(fn, params, *inputs)
+    alpha = float(rank if alpha is None else alpha)
+    adapters = {}
+    for path in matched:
+        axes = _axes(leaves[path], uses[path])
+        if axes is not None:
+            adapters[path] = _fresh(path_key(key, path), leaves[path].shape, *axes, rank, alpha, dtype)
+    if not adapters:
+        names = ", ".join(f"{path} {tuple(leaves[path].shape)}" for path in matched[:8])
+        raise QuantError(f"match {match!r} matches no weight of a matrix product, only {names}")
+    return adapters
+
+
+def path_key(key: Key[Array, ""], path: str) -> Key[Array, ""]:
+    """The random key of one parameter."""
+    return jax.random.fold_in(key, zlib.crc32(path.encode()))
+
+
+def _matched(match: str, paths: list[str]) -> list[str]:
+    try:
+        matched = [path for path in paths if re.fullmatch(match, path)]
+    except re.error as error:
+        raise QuantError(f"match {match!r} is not a regular expression: {error}") from error
+    if not matched:
+        near = difflib.get_close_matches(match, paths, n=5, cutoff=0.0)
+        raise QuantError(
+            f"match {match!r} matches no parameter; it must match a whole path. The nearest are {', '.join(near)}"
+        )
+    return matched
+
+
+def _axes(leaf: Any, uses: tuple[Use, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The inputs and the stacked axes of a weight; None for what has no product with both kinds of axes."""
+    use = next((use for use in uses if use.op == "dot_general" and use.axes), None)
+    if use is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return None
+    inputs, stacked = tuple(sorted(set(use.axes))), tuple(sorted({*use.stacked, *use.batch} - set(use.axes)))
+    return (inputs, stacked) if len(inputs) + len(stacked) < len(leaf.shape) else None
+
+
+def _fresh(
+    key: Array,
+    shape: tuple[int, ...],
+    inputs: tuple[int, ...],
+    stacked: tuple[int, ...],
+    rank: int,
+    alpha: float,
+    dtype: Any,
+) -> Adapter:
+    """An adapter with a random `a` and a `b` of zeros."""
+    outputs = [axis for axis in range(-len(shape), 0) if axis not in inputs + stacked]
+    each, rows, columns = ([shape[axis] for axis in axes] for axes in (stacked, inputs, outputs))
+    bound = math.sqrt(6 / max(math.prod(rows), 1))
+    a: Float[Array, ...] = jax.random.uniform(key, (*each, *rows, rank), jnp.float32, -bound, bound)
+    b = jnp.zeros((*each, rank, *columns), dtype)
+    return Adapter(a.astype(dtype), b, alpha, inputs, stacked)

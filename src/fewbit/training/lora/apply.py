@@ -1,0 +1,110 @@
+"""Running unchanged code with adapters beside its weights."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Key
+
+from ..._registry import near_names
+from ...array import is_qarray
+from ...errors import QuantError
+from ...ops import Decoded, transparent
+from ...ops.uses import parameter_paths
+from .adapted import Adapted
+from .adapter import Adapter, path_key
+
+
+def apply(
+    fn: Callable[..., Any],
+    *,
+    dropout: float = 0.0,
+    fallback: Literal["error", "dequantize"] = "error",
+    report: Callable[[Decoded], None] | None = None,
+) -> Callable[..., Any]:
+    """Makes a function take adapters beside its parameters, without changing its code.
+
+    The product of an operand `x` with an adapted weight becomes `x w + (alpha / r) (x a) b`, whatever the weight is held in:
+    the first term is computed as it would be alone, quantized or not. The other weights may be QArrays too, as for
+    `fb.transparent`. Transposes, reshapes, casts, slices and scans over stacked layers act on weight and factors alike, and
+    rows that are looked up are updated. The factors are cast to the dtype of `x`, products accumulate in float32, and the
+    sum is rounded once. While `b` is zero the result is that of the base.
+
+    What learns is what the caller differentiates by: `jax.grad(loss, argnums=1)` gives the gradient of the adapters, and
+    computes none of the weights, which every copy of the adapters can share.
+
+    Args:
+        fn: any function `fn(params, *args, **kwargs)` that JAX can trace.
+        dropout: the fraction of the elements of `x` that the second term does not see, from 0 to below 1; the others are
+            scaled by `1 / (1 - dropout)`. A weight that is used several times drops the same elements of operands of one
+            shape each time; stacked layers drop their own.
+        fallback: what happens to a weight, quantized or adapted, that an operation needs as an array: "error" raises;
+            "dequantize" decodes it and adds the update up, which gives the same numbers and takes the memory.
+        report: called with each place where the fallback does, while tracing.
+
+    Returns:
+        A function `(params, adapters, *args, dropout_key=None, **kwargs)`, where `adapters` is a dictionary by path like that
+        of `init`. With dropout it needs a key.
+
+    Raises:
+        QuantError: for a dropout outside [0, 1); when called, for adapters that do not fit the parameters, and for a key
+            without dropout or dropout without a key.
+        UnsupportedError: under "error", when called, for the first operation that needs an array.
+
+    >>> from fewbit.training.lora import init
+    >>> def fn(params, x):
+    ...     return x @ params["w"].T
+    >>> params, x = {"w": fb.quantize(jnp.ones((8, 4)), "nf4")}, jnp.ones((2, 4))
+    >>> adapters = init(jax.random.key(0), fn, params, x, match="w", rank=2)
+    >>> jax.grad(lambda params, adapters: apply(fn)(params, adapters, x).sum(), argnums=1)(params, adapters)
+    {'w': Adapter(a=[4, 2], b=[2, 8], alpha=2)}
+    """
+    if not 0 <= dropout < 1:
+        raise QuantError(f"dropout is {dropout}, must be at least 0 and below 1")
+    inner = transparent(fn, fallback=fallback, report=report)
+
+    def adapted(
+        params: Any,
+        adapters: Mapping[str, Adapter],
+        *args: Any,
+        dropout_key: Key[Array, ""] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if (dropout > 0) != (dropout_key is not None):
+            need = "needs a dropout_key" if dropout else "takes no dropout_key"
+            raise QuantError(f"a function adapted with dropout={dropout} {need}")
+
+        def beside(path: str, w: Any, adapter: Adapter) -> Adapted:
+            keys = None if dropout_key is None else _keys(path_key(dropout_key, path), w.shape, adapter.stacked)
+            return Adapted(w if is_qarray(w) else jnp.asarray(w), *adapter.aligned(), keys, adapter.scale, dropout)
+
+        return inner(with_adapters(params, adapters, beside), *args, **kwargs)
+
+    adapted.__name__ = getattr(fn, "__name__", "adapted")
+    adapted.__doc__ = fn.__doc__
+    return adapted
+
+
+def with_adapters(params: Any, adapters: Mapping[str, Adapter], combine: Callable[[str, Any, Adapter], Any]) -> Any:
+    """The tree with `combine(path, weight, adapter)` in the place of every weight that has an adapter.
+
+    Raises:
+        QuantError: for an adapter of a parameter that is not there, or of another shape.
+    """
+    leaves = parameter_paths(params)
+    for path, adapter in adapters.items():
+        if path not in leaves:
+            raise QuantError(f"adapters has {path!r}, which is no parameter; {near_names(path, tuple(leaves))}")
+        if adapter.shape != tuple(leaves[path].shape):
+            raise QuantError(f"the adapter of {path} is for shape {adapter.shape}, but the weight has {leaves[path].shape}")
+    treedef = jax.tree.structure(params, is_leaf=is_qarray)
+    combined = [combine(path, w, adapters[path]) if path in adapters else w for path, w in leaves.items()]
+    return jax.tree.unflatten(treedef, combined)
+
+
+def _keys(key: Array, shape: tuple[int, ...], stacked: tuple[int, ...]) -> Array:
+    """A random key for each element of the stacked axes, with the weight's axes and one more."""
+    lengths = [n if axis - len(shape) in stacked else 1 for axis, n in enumerate(shape)]
+    return jax.random.split(key, math.prod(lengths)).reshape(*lengths, 1)

@@ -1,0 +1,188 @@
+"""What each primitive does with an adapted weight: products go by way of the rank, moves act on weight and factors alike."""
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array
+
+from ...array import is_qarray
+from ...array.layout import regrouped
+from ...ops.rules.layout import LAYOUT
+from ...ops.rules.products import gathered
+from ...ops.rules.rule import AbstractEvaluator, NoRuleError, Rule
+from ...ops.standin import StandIn, stands_in
+from .factors import factored_product
+
+# --- products ---
+
+
+def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """`x w + scale (x a) b`, the base product as it would be computed without an adapter."""
+    is_right = isinstance(values[1], StandIn)
+    x, w = values if is_right else reversed(values)
+    if stands_in(x):
+        raise NoRuleError("both operands stand for arrays, and one has an adapter")
+    product = _base_product(evaluator, eqn, x, w.base, is_right)
+    update = _low_rank(x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(w.dtype), w, eqn.params, is_right)
+    return [(product.astype(update.dtype) + w.scale * update).astype(product.dtype)]
+
+
+def _base_product(evaluator: AbstractEvaluator, eqn: Any, x: Array, base: Any, is_right: bool) -> Array:
+    """The product without the adapter. What the backward pass keeps of a quantized weight is its codes: it decodes again."""
+
+    def product(x: Array, base: Any) -> Array:
+        return evaluator.equation(eqn, [x, base] if is_right else [base, x])[0]
+
+    return (jax.checkpoint(product) if is_qarray(base) else product)(x, base)
+
+
+def _low_rank(x: Array, w: Any, params: Any, is_right: bool) -> Array:
+    """The product of the other operand with the factors, over axes numbered by the weight's."""
+    (contracting, beside), order = params["dimension_numbers"], (1, -1)[is_right]
+    (w_axes, x_axes), (w_batch, x_batch) = contracting[::order], beside[::order]
+    names = dict(zip((*x_axes, *x_batch), (*w_axes, *w_batch), strict=True))
+    of_x = [names.get(i, len(w.shape) + i) for i in range(x.ndim)]
+    x_free = [n for i, n in enumerate(of_x) if i not in names]
+    w_free = [i for i in range(len(w.shape)) if i not in (*w_axes, *w_batch)]
+    out = [*w_batch, *(x_free + w_free if is_right else w_free + x_free)]
+    return factored_product(_dropped(x, w), (w.a, w.b), of_x, range(len(w.shape)), out, params["precision"])
+
+
+def _dropped(x: Array, w: Any) -> Array:
+    """The operand with elements dropped at random, and the others scaled so that the mean stays."""
+    if w.keys is None:
+        return x
+    is_kept = jax.random.bernoulli(w.keys.reshape(-1)[0], 1 - w.dropout, x.shape)
+    return jnp.where(is_kept, x / (1 - w.dropout), jnp.zeros_like(x))
+
+
+def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    return [gathered(eqn, values, _weight(values).taken)]
+
+
+def _weight(values: list[Any]) -> Any:
+    """The first operand, which is the one that is moved or taken from."""
+    if not isinstance(values[0], StandIn):
+        raise NoRuleError("the index stands for an array")
+    return values[0]
+
+
+# --- moves ---
+
+
+def _moving(move: Callable[[Any, Any], Callable[[Any], Any]]) -> Rule:
+    """The rule of an equation that moves elements: `move(eqn, weight)` says what it does to a factor."""
+
+    def rule(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+        w = _weight(values)
+        on_factor = move(eqn, w)
+        (base,) = evaluator.equation(eqn, [w.base, *values[1:]])
+        return [w.moved(base, on_factor)]
+
+    return rule
+
+
+def _kept(eqn: Any, w: Any) -> Callable[[Any], Any]:
+    return lambda factor: factor
+
+
+def _transposed(eqn: Any, w: Any) -> Callable[[Any], Any]:
+    return lambda factor: factor.transpose(*eqn.params["permutation"], len(w.shape))
+
+
+def _reshaped(eqn: Any, w: Any) -> Callable[[Any], Any]:
+    if eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None:
+        raise NoRuleError("the reshape permutes axes")
+    shape = eqn.outvars[0].aval.shape
+    groups = [([w.shape[i] for i in old], old, [shape[j] for j in new]) for old, new in regrouped(w.shape, shape)]
+
+    def lengths(factor: Any) -> list[int]:
+        """Of the factor's new axes: those of the weight where it has a whole group, 1 where it has none of it."""
+        result: list[int] = []
+        for whole, old, new in groups:
+            own = [factor.shape[i] for i in old]
+            if own != whole and math.prod(own) != 1:
+                raise NoRuleError("the reshape merges axes of which each factor has some")
+            result += new if own == whole else [1] * len(new)
+        return [*result, factor.shape[-1]]
+
+    for factor in w.factors:
+        lengths(factor)
+    return lambda factor: factor.reshape(lengths(factor))
+
+
+def _broadcast(eqn: Any, w: Any) -> Callable[[Any], Any]:
+    places, ndim = eqn.params["broadcast_dimensions"], len(eqn.params["shape"])
+
+    def on_factor(factor: Any) -> Any:
+        length = dict(zip(places, factor.shape[:-1], strict=True))
+        return factor.reshape([*(length.get(axis, 1) for axis in range(ndim)), factor.shape[-1]])
+
+    return on_factor
+
+
+def _cut(factor: Any, w: Any, steps: Sequence[slice]) -> Any:
+    """The elements of a factor at slices of the weight's axes; an axis that it does not have stays."""
+    own = zip(steps, factor.shape, w.shape, strict=False)
+    return factor[tuple(step if n == whole else slice(None) for step, n, whole in own)]
+
+
+def _sliced(eqn: Any, w: Any) -> Callable[[Any], Any]:
+    strides = eqn.params["strides"] or (1,) * len(w.shape)
+    steps = list(map(slice, eqn.params["start_indices"], eqn.params["limit_indices"], strides))
+    return lambda factor: _cut(factor, w, steps)
+
+
+def _dynamic_slice(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    w, starts = _weight(values), values[1:]
+    (base,) = evaluator.equation(eqn, [w.base, *starts])
+
+    def on_factor(factor: Any) -> Any:
+        own = [n == whole for n, whole in zip(factor.shape, w.shape, strict=False)]
+        at = [jnp.where(is_own, start, jnp.zeros_like(start)) for is_own, start in zip(own, starts, strict=True)]
+        sizes = [size if is_own else 1 for is_own, size in zip(own, eqn.params["slice_sizes"], strict=True)]
+        return jax.lax.dynamic_slice(factor, [*at, jnp.zeros_like(at[0])], [*sizes, factor.shape[-1]])
+
+    return [w.moved(base, on_factor)]
+
+
+def _split(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    (w,) = values
+    before = (slice(None),) * eqn.params["axis"]
+    edges = [0, *(int(n) for n in np.cumsum(eqn.params["sizes"]))]
+    parts = zip(evaluator.equation(eqn, [w.base]), itertools.pairwise(edges), strict=True)
+    return [w.moved(base, lambda f, edge=edge: _cut(f, w, (*before, slice(*edge)))) for base, edge in parts]
+
+
+def _convert(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """A cast of the weight; the factors are cast where a product meets them."""
+    if not jnp.issubdtype(eqn.params["new_dtype"], jnp.floating):
+        raise NoRuleError(f"it stands for floating numbers, not {eqn.params['new_dtype'].name}")
+    return _moving(_kept)(evaluator, eqn, values)
+
+
+ADAPTED: dict[str, Rule] = {
+    "dot_general": _dot_general,
+    "gather": _gather,
+    "convert_element_type": _convert,
+    "transpose": _moving(_transposed),
+    "reshape": _moving(_reshaped),
+    "squeeze": _moving(_reshaped),
+    "expand_dims": _moving(_reshaped),
+    "broadcast_in_dim": _moving(_broadcast),
+    "slice": _moving(_sliced),
+    "dynamic_slice": _dynamic_slice,
+    "split": _split,
+    "copy": _moving(_kept),
+    "copy_p": _moving(_kept),
+    "name": _moving(_kept),
+    "sharding_constraint": _moving(_kept),
+    "stop_gradient": LAYOUT["stop_gradient"],
+    "optimization_barrier": LAYOUT["optimization_barrier"],
+}
+"""For each primitive, by its name, how an equation with an adapted weight among its operands is computed."""
