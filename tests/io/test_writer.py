@@ -145,7 +145,7 @@ def test_progress_is_reported(tmp_path):
 def test_a_directory_that_exists_stays(tmp_path):
     io.write(tmp_path / "m", {"x": X})
     before = bytes_of(tmp_path / "m")
-    with pytest.raises(QuantError, match=r"/m exists; choose another output, or pass overwrite=True to replace it"):
+    with pytest.raises(QuantError, match=r"/m exists; choose another output, or allow it to be replaced"):
         io.write(tmp_path / "m", TENSORS)
     assert bytes_of(tmp_path / "m") == before
 

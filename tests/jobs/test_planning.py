@@ -42,6 +42,12 @@ def test_flat_tensors_say_why_they_stay(odd):
     assert [row.path for row in plan if row.policy is not None] == ["w64", "w16"]
 
 
+def test_a_dtype_that_files_cannot_hold_is_refused_before_anything_is_written(tmp_path):
+    np.savez(tmp_path / "wide.npz", w=np.ones((2, 32), np.float32), wave=np.ones((2, 2), np.complex128))
+    with pytest.raises(QuantError, match=r"tensor 'wave' of .*wide.npz has dtype complex128; a safetensors file holds"):
+        jobs.plan_model(jobs.load(tmp_path / "wide.npz"), recipe="int8")
+
+
 @needs_tokenizers
 def test_a_llama_is_traced(tmp_path):
     plan = jobs.plan_model(jobs.load(llama_directory(tmp_path / "hf")), recipe="nf4")

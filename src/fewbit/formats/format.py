@@ -115,7 +115,7 @@ def rounded(x: Float[Array, "*s"], key: Key[Array, ""] | None) -> Float[Array, "
     """Whole numbers: the nearest (ties to even) without a key, and with one the floor or the ceiling by chance.
 
     With a key, `P(ceil(x)) = x - floor(x)`, so the expectation is `x`; the fraction is exact in float32, and the noise has
-    24 bits.
+    23 bits.
     """
     if key is None:
         return jnp.round(x)

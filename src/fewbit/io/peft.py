@@ -239,7 +239,7 @@ def _check_target(path: pathlib.Path, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not overwrite:
-        raise QuantError(f"{path} exists; choose another output, or pass overwrite=True to replace it")
+        raise QuantError(f"{path} exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)")
     if path.is_symlink() or not path.is_dir() or {entry.name for entry in path.iterdir()} - {CONFIG, TENSORS, "README.md"}:
         raise QuantError(
             f"{path} holds more than adapters, so it is not replaced; choose another output or remove it yourself"

@@ -243,7 +243,7 @@ def _check_target(path: pathlib.Path, overwrite: bool) -> None:
     if not os.path.lexists(path):
         return
     if not overwrite:
-        raise QuantError(f"{path} exists; choose another output, or pass overwrite=True to replace it")
+        raise QuantError(f"{path} exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)")
     if path.is_symlink() or not is_fewbit_directory(path):
         raise QuantError(
             f"{path} was not written by fewbit, so it is not replaced; choose another output or remove it yourself"

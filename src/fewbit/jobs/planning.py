@@ -15,6 +15,7 @@ from .. import models
 from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
 from ..io import TensorInfo
+from ..io.safetensors_file import dtype_name
 from ..recipe import Plan, PlanRow
 from ..recipe import plan as make_plan
 from ..recipe.plan import quantized_leaf
@@ -41,12 +42,15 @@ def plan_model(model: Model, *, recipe: Any = None, plan: str | os.PathLike[str]
 
     Raises:
         QuantError: when not exactly one of `recipe` and `plan` is given, when a rule matches nothing, when a tile does not
-            fit where it must, or when the plan is for another model.
+            fit where it must, when the plan is for another model, or when a tensor has a dtype that files cannot hold.
         UnsupportedError: when the weights are codes of another quantization.
     """
     if (recipe is None) == (plan is None):
         raise QuantError("pass either a recipe or a plan: exactly one of the two")
     _check_not_foreign(model)
+    for path, info in model.info.items():
+        if info.scheme is None:
+            dtype_name(jnp.dtype(info.dtype), f"tensor {path!r} of {model.path}")
     if plan is not None:
         loaded = plan if isinstance(plan, Plan) else Plan.load(plan)
         return _with_file_facts(_checked(loaded, model), model)
