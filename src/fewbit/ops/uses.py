@@ -119,7 +119,9 @@ def array_paths(params: Any) -> dict[Path, Any]:
     >>> list(array_paths({"w": jnp.ones(2), "activation": jnp.tanh, "rate": 0.1}))
     ['w']
     """
-    return {path: leaf for path, leaf in parameter_paths(params).items() if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+    return {
+        path: leaf for path, leaf in parameter_paths(params).items() if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    }
 
 
 def parameter_uses(
