@@ -51,6 +51,8 @@ def compiled_code_is_dropped() -> Iterator[None]:
 def doctest_names(request: pytest.FixtureRequest) -> None:
     """The names that the examples of the docstrings use without importing them."""
     if isinstance(request.node, pytest.DoctestItem):
+        if request.node.name.startswith(("fewbit.frameworks.linen", "fewbit.frameworks.nnx")):
+            pytest.importorskip("flax")
         import fewbit as fb
 
         request.getfixturevalue("doctest_namespace").update(fb=fb, jax=jax, jnp=jnp, np=np)

@@ -137,6 +137,15 @@ def _handed_on(package: Path) -> Iterator[PublicName]:
                     yield dataclasses.replace(found, path=f"{prefix}.{alias.name}")
 
 
+def _in_faces() -> Iterator[PublicName]:
+    """The public definitions of the files of `fewbit.frameworks`, which users import as modules."""
+    for file in sorted((SOURCES / "fewbit" / "frameworks").glob("[a-z]*.py")):
+        for node in _statements(file):
+            for name in _defined(node):
+                if not name.startswith("_"):
+                    yield PublicName(f"fewbit.frameworks.{file.stem}.{name}", file, name)
+
+
 def public_names() -> list[PublicName]:
     """Every public name once, under its shortest path."""
     packages = sorted((init.parent for init in (SOURCES / "fewbit").rglob("__init__.py")), key=lambda p: len(p.parts))
@@ -144,6 +153,7 @@ def public_names() -> list[PublicName]:
     for package in packages:
         for found in _handed_on(package):
             shortest.setdefault((found.file, found.name), found)
+    shortest.update({(found.file, found.name): found for found in _in_faces()})
     return list(shortest.values())
 
 

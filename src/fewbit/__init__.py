@@ -8,6 +8,7 @@
 
 from . import array as array
 from . import formats as formats
+from . import frameworks as frameworks
 from . import training as training
 from .array import SCHEMES as SCHEMES
 from .array import Packing as Packing

@@ -115,6 +115,17 @@ def parameter_paths(params: Any) -> dict[Path, Any]:
     return {jax.tree_util.keystr(keys, simple=True, separator="/"): leaf for keys, leaf in leaves}
 
 
+def array_paths(params: Any) -> dict[Path, Any]:
+    """The leaves of a tree that are arrays, by their paths; modules of some frameworks have functions and numbers beside them.
+
+    >>> list(array_paths({"w": jnp.ones(2), "activation": jnp.tanh, "rate": 0.1}))
+    ['w']
+    """
+    return {
+        path: leaf for path, leaf in parameter_paths(params).items() if hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+    }
+
+
 def parameter_uses(
     fn: Callable[..., Any], params: Any, *inputs: Any
 ) -> tuple[dict[Path, tuple[Use, ...]], tuple[Product, ...]]:
@@ -126,7 +137,7 @@ def parameter_uses(
         inputs: example inputs, likewise; leaves that are not arrays are passed as they are.
 
     Returns:
-        For every path of `params` its uses, none for a parameter that the function does not use; and the products. The body of a
+        For every array of `params`, by its path, its uses, none for a parameter that the function does not use; and the products. The body of a
         loop counts once.
     """
     paths = parameter_paths(params)
@@ -147,7 +158,7 @@ def parameter_uses(
         _Traced(names[place], tuple((axis,) for axis in range(-len(shape.shape), 0))) if place < len(names) else None
         for place, shape in zip(places, shapes, strict=True)
     ]
-    found = _Found({path: [] for path in names}, [])
+    found = _Found({path: [] for path in array_paths(params)}, [])
     _follow(closed.jaxpr, start, found, "")
     return {path: tuple(dict.fromkeys(uses)) for path, uses in found.uses.items()}, found.named_products()
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..array import is_qarray
 from ..errors import QuantError, UnsupportedError
-from ..ops.uses import parameter_paths
+from ..ops.uses import array_paths, parameter_paths
 from .plan import Plan, quantized_leaf
 from .plan import plan as make_plan
 from .rows import PlanRow
@@ -19,7 +19,7 @@ def quantize_params(params: Any, plan: Any) -> Any:
     """The tree with the parameters quantized that a plan names.
 
     Args:
-        params: the tree of arrays.
+        params: the tree of arrays; other leaves are left as they are.
         plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: every parameter of two
             or more axes is taken to be contracted along its last.
 
@@ -37,14 +37,15 @@ def quantize_params(params: Any, plan: Any) -> Any:
     QArray(int8, float32[4, 64], 272 bytes, 8.500 bits/weight)
     """
     resolved = plan if isinstance(plan, Plan) else make_plan(None, params, recipe=plan)
-    leaves = parameter_paths(params)
+    leaves = array_paths(params)
     check_storable(resolved)
     rows = {row.path: row for row in resolved}
     if set(rows) != set(leaves):
         missing, extra = sorted(set(leaves) - set(rows)), sorted(set(rows) - set(leaves))
         raise QuantError(f"the plan is for another tree: without {missing[:5]}, and with {extra[:5]} that are not here")
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    return jax.tree.unflatten(treedef, [quantize_row(leaf, rows[path]) for path, leaf in leaves.items()])
+    every = parameter_paths(params).items()
+    return jax.tree.unflatten(treedef, [quantize_row(x, rows[path]) if path in rows else x for path, x in every])
 
 
 def check_storable(plan: Plan) -> None:

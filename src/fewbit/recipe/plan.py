@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from .._registry import near_names, refuse_unknown_fields
 from ..array import Scheme, is_qarray, quantize
 from ..errors import QuantError
-from ..ops.uses import Product, Use, parameter_paths, parameter_uses
+from ..ops.uses import Product, Use, array_paths, parameter_uses
 from .recipe import Recipe
 from .recipe import recipe as as_recipe
 from .rows import PlanRow, ProductRow
@@ -123,7 +123,7 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
         fn: the function whose products decide the axes, `fn(params, *inputs)`; it is traced with shapes only. None when
             there is no code: every parameter of two or more axes is then taken for the weight of a product that contracts
             its last axis, and the plan says that this was assumed.
-        params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+        params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s. Leaves that are neither have no row.
         inputs: example inputs of `fn`, likewise.
         recipe: a Recipe, or anything that `fb.recipe` takes.
 
@@ -141,7 +141,7 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
     ((-2,), 2176)
     """
     recipe = as_recipe(recipe)
-    leaves = parameter_paths(params)
+    leaves = array_paths(params)
     is_traced = fn is not None
     assumed = {path: _assumed(leaf) for path, leaf in leaves.items()}
     uses, products = parameter_uses(fn, params, *inputs) if fn is not None else (assumed, ())

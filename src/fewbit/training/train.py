@@ -87,4 +87,4 @@ def _latents(params: Any, recipe: Recipe, uses: Any, key: Any) -> Any:
 
     leaves = parameter_paths(params)
     treedef = jax.tree.structure(params)
-    return jax.tree.unflatten(treedef, [latent(path, x, policies[path]) for path, x in leaves.items()])
+    return jax.tree.unflatten(treedef, [latent(path, x, policies.get(path)) for path, x in leaves.items()])

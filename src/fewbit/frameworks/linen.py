@@ -1,0 +1,172 @@
+"""Flax Linen: a module's variables quantized in their collections, and its methods called on them, without changing the module.
+
+Rules match the paths below the collection `params`, `decoder/layers_0/mlp/wi/kernel`. Boxes of sharding metadata
+(`nn.Partitioned`, `nn.LogicallyPartitioned`) stay around what they describe, and no path mentions them.
+"""
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import jax
+
+from ..array import is_qarray
+from ..errors import UnsupportedError
+from ..ops import transparent
+from ..ops.transparent import Decoded
+from ..recipe import Plan
+from ..recipe import plan as make_plan
+from ..training import train as train_function
+from . import tree
+
+
+def plan(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> Plan:
+    """Resolves a recipe against a module: what happens to every parameter, and why.
+
+    Args:
+        module: the Linen module.
+        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
+        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+
+    Returns:
+        The plan; its paths are those below `params`.
+
+    Raises:
+        QuantError: for what `fb.plan` refuses.
+        UnsupportedError: when flax is not installed.
+
+    >>> from flax import linen
+    >>> dense = linen.Dense(32)
+    >>> variables = dense.init(jax.random.key(0), jnp.ones((1, 64)))
+    >>> plan(dense, variables, jnp.ones((1, 64)), recipe="int8")["kernel"].axis
+    (-2,)
+    """
+    params, boxed, others = _split(variables)
+
+    def fn(params: Any, others: Any, *inputs: Any) -> Any:
+        return module.apply({**others, "params": boxed(params)}, *inputs, **kwargs)
+
+    return make_plan(fn, params, others, *inputs, recipe=recipe)
+
+
+def quantize(
+    module: Any, variables: Any, *inputs: Any, recipe: Any, method: Any = None, donate: bool = False, **kwargs: Any
+) -> Any:
+    """Quantizes the parameters of a module; every other collection, and all metadata, stays as it is.
+
+    Args:
+        module: the Linen module.
+        variables: its variables, with the collection `params`.
+        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan, as `plan` gives it.
+        method: the method, or its name, whose products decide the axes; None is `__call__`.
+        donate: whether each float array is deleted as soon as its codes are there, as in `tree.quantize`.
+        kwargs: what else `module.apply` takes: `rngs`, `mutable`, and keyword arguments of the method.
+
+    Returns:
+        The variables with QArrays in the place of quantized arrays, inside the same boxes; for `apply`.
+
+    Raises:
+        QuantError: for what `fb.plan` and `fb.quantize_params` refuse.
+        UnsupportedError: when flax is not installed, and for what `fb.quantize_params` refuses.
+
+    >>> from flax import linen
+    >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
+    >>> variables = quantize(dense, dense.init(jax.random.key(0), x), x, recipe="int8")
+    >>> variables["params"]["kernel"]
+    QArray(int8, float32[64, 32], 2,176 bytes, 8.500 bits/weight)
+    >>> apply(dense)(variables, x).shape
+    (1, 32)
+    """
+    if not isinstance(recipe, Plan):
+        recipe = plan(module, variables, *inputs, recipe=recipe, method=method, **kwargs)
+    params, boxed, others = _split(variables)
+    return {**others, "params": boxed(tree.quantize(None, params, recipe=recipe, donate=donate))}
+
+
+def apply(module: Any, *, fallback: Any = "error", report: Callable[[Decoded], None] | None = None) -> Callable[..., Any]:
+    """Makes `module.apply` take quantized variables, for every method.
+
+    Make it once, outside the loop that calls it, and jit it like `module.apply`.
+
+    Args:
+        module: the Linen module.
+        fallback: as in `fb.transparent`.
+        report: as in `fb.transparent`.
+
+    Returns:
+        A function of the arguments of `module.apply`: the variables, the inputs, `method`, `rngs`, `mutable` and so on.
+    """
+    return transparent(module.apply, fallback=fallback, report=report)
+
+
+def train(module: Any, recipe: Any, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., Any]:
+    """Makes `module.apply` compute its products as a recipe says, forwards and backwards, from float variables.
+
+    Args:
+        module: the Linen module.
+        recipe: a Recipe, or anything that `fb.recipe` takes. Rules match the paths below `params`.
+        report: as in `fb.train`.
+
+    Returns:
+        A function of the arguments of `module.apply`, and `key=`: a JAX random key, needed when a policy rounds stochastically
+        or rotates. The variables, their gradients and so their checkpoints have the structure of the float model.
+
+    Raises:
+        QuantError: for what `fb.train` refuses.
+        UnsupportedError: when flax is not installed, and for what `fb.train` refuses.
+
+    >>> from flax import linen
+    >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
+    >>> variables = dense.init(jax.random.key(0), x)
+    >>> gradient = jax.grad(lambda variables: jnp.sum(train(dense, "w8a8")(variables, x)))(variables)
+    >>> jax.tree.structure(gradient) == jax.tree.structure(variables)
+    True
+    """
+
+    def fn(params: Any, boxed: Callable[[Any], Any], others: Any, *args: Any, **kwargs: Any) -> Any:
+        return module.apply({**others, "params": boxed(params)}, *args, **kwargs)
+
+    trained = train_function(fn, recipe, report=report)
+
+    def applied(variables: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
+        return trained(*_split(variables), *args, key=key, **kwargs)
+
+    return applied
+
+
+def _split(variables: Any) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
+    """The parameters without boxes, the function that puts them back into theirs, and the other collections."""
+    meta = _flax_meta()
+
+    def is_whole(x: Any) -> bool:
+        return is_qarray(x) or isinstance(x, meta.AxisMetadata)
+
+    leaves, treedef = jax.tree.flatten(variables.get("params", {}), is_leaf=is_whole)
+
+    def boxed(params: Any) -> Any:
+        values = treedef.flatten_up_to(params)
+        return treedef.unflatten(
+            x.replace_boxed(value) if isinstance(x, meta.AxisMetadata) else value
+            for x, value in zip(leaves, values, strict=True)
+        )
+
+    others = {name: collection for name, collection in variables.items() if name != "params"}
+    return treedef.unflatten(_unboxed(x, meta) for x in leaves), boxed, others
+
+
+def _unboxed(x: Any, meta: ModuleType) -> Any:
+    """What a box holds; its own `unbox` would constrain the sharding, which a QArray outside `transparent` cannot be."""
+    if isinstance(x, meta.Partitioned):
+        return x.value
+    return x.unbox() if isinstance(x, meta.AxisMetadata) else x
+
+
+def _flax_meta() -> ModuleType:
+    try:
+        from flax.core import meta
+    except ModuleNotFoundError as error:
+        raise UnsupportedError("flax is not installed; pip install fewbit[flax] brings it") from error
+    return meta

@@ -1,0 +1,149 @@
+"""Linen modules: quantized in their collections, called by every method, trained with a float model's variables."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.frameworks import linen as fl
+
+nn = pytest.importorskip("flax.linen")
+meta = pytest.importorskip("flax.core.meta")
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 16)), jnp.float32)
+
+
+class Net(nn.Module):
+    """Two layers with boxes around their kernels, batch statistics between them, and a second method."""
+
+    def setup(self):
+        init = nn.initializers.lecun_normal()
+        self.wi = nn.Dense(32, kernel_init=nn.with_partitioning(init, (None, "model")))
+        self.norm = nn.BatchNorm(momentum=0.5)
+        self.wo = nn.Dense(16, kernel_init=nn.with_logical_partitioning(init, ("mlp", None)))
+        self.drop = nn.Dropout(0.5)
+
+    def __call__(self, x, train=False):
+        hidden = self.norm(jax.nn.silu(self.wi(x)), use_running_average=not train)
+        return self.wo(self.drop(hidden, deterministic=not train))
+
+    def encode(self, x):
+        return self.wi(x)
+
+
+NET = Net()
+
+
+@pytest.fixture(scope="module")
+def variables():
+    return NET.init(jax.random.key(0), X)
+
+
+def test_the_plan_names_parameters_without_collection_and_box(variables):
+    plan = fl.plan(NET, variables, X, recipe="int8")
+    assert [row.path for row in plan if row.policy] == ["wi/kernel", "wo/kernel"]
+    assert plan["wi/kernel"].axis == (-2,)
+    shapes = jax.eval_shape(lambda: NET.init(jax.random.key(0), X))
+    assert fl.plan(NET, shapes, jax.ShapeDtypeStruct(X.shape, X.dtype), recipe="int8").rows == plan.rows
+
+
+def test_boxes_and_other_collections_are_kept(variables):
+    quantized = fl.quantize(NET, variables, X, recipe="int8")
+    box = quantized["params"]["wo"]["kernel"]
+    assert isinstance(box, nn.LogicallyPartitioned) and box.names == ("mlp", None) and fb.is_qarray(box.value)
+    assert quantized["batch_stats"] is variables["batch_stats"]
+    assert quantized["params"]["wi"]["bias"] is variables["params"]["wi"]["bias"]
+    assert nn.get_partition_spec(quantized)["params"]["wi"]["kernel"] == jax.P(None, "model")
+    specs = fb.specs_of(
+        meta.unbox(quantized["params"]["wi"]),
+        jax.make_mesh((2,), ("model",)),
+        {"kernel": jax.P(None, "model"), "bias": None},
+    )
+    assert specs["kernel"].codes == jax.P(None, "model")
+
+
+@pytest.mark.parametrize("jit", [lambda f, **kw: f, jax.jit], ids=["eager", "jit"])
+def test_every_method_runs_on_the_quantized_variables(variables, jit):
+    quantized = fl.quantize(NET, variables, X, recipe="int8")
+    decoded = jax.tree.map(lambda x: fb.dequantize(x) if fb.is_qarray(x) else x, quantized, is_leaf=fb.is_qarray)
+    apply = jit(fl.apply(NET), static_argnames=("method", "mutable", "train"))
+    np.testing.assert_allclose(apply(quantized, X), NET.apply(decoded, X), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(
+        apply(quantized, X, method="encode"), NET.apply(decoded, X, method="encode"), rtol=1e-4, atol=1e-5
+    )
+    given = {"train": True, "mutable": "batch_stats", "rngs": {"dropout": jax.random.key(1)}}
+    got, want = apply(quantized, X, **given), NET.apply(decoded, X, **given)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), got, want)
+    assert not jnp.array_equal(got[1]["batch_stats"]["norm"]["mean"], variables["batch_stats"]["norm"]["mean"])
+
+
+def test_a_method_alone_decides_the_axes(variables):
+    plan = fl.plan(NET, variables, X, recipe="int8", method="encode")
+    assert [row.path for row in plan if row.policy] == ["wi/kernel"]
+
+
+def test_donated_parameters_are_freed(variables):
+    variables = jax.tree.map(jnp.copy, variables)
+    kernel, bias = variables["params"]["wi"]["kernel"].value, variables["params"]["wi"]["bias"]
+    quantized = fl.quantize(NET, variables, X, recipe="int8", donate=True)
+    assert kernel.is_deleted() and not bias.is_deleted()
+    assert fl.apply(NET)(quantized, X).shape == X.shape
+
+
+def test_training_keeps_the_structure_and_follows_the_recipe(variables):
+    recipe = fb.Recipe((fb.Rule("w[io]/kernel", fb.Policy("int8", "int8", dlhs="int8", drhs="int8")),))
+    apply = fl.train(NET, recipe)
+
+    def loss(variables):
+        out, new = apply(variables, X, train=True, mutable=["batch_stats"], rngs={"dropout": jax.random.key(1)})
+        return jnp.mean(out**2), new
+
+    (_, new), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(variables)
+    assert jax.tree.structure(gradient) == jax.tree.structure(variables)
+    assert jax.tree.structure(new["batch_stats"]) == jax.tree.structure(variables["batch_stats"])
+    text = str(jax.make_jaxpr(jax.grad(lambda v: loss(v)[0]))(variables))
+    assert len(re.findall("preferred_element_type=int32", text)) == 5  # two forwards, two for weights, one for an activation
+
+
+def test_what_was_trained_is_what_is_served(variables):
+    recipe = fb.Recipe((fb.Rule("w[io]/kernel", fb.Policy("int4", "int8")),))
+    served = fl.apply(NET)(fl.quantize(NET, variables, X, recipe=recipe), X)
+    np.testing.assert_allclose(fl.train(NET, recipe)(variables, X), served, rtol=1e-5, atol=1e-6)
+
+
+def test_a_policy_that_draws_takes_a_key(variables):
+    arm = fb.Arm("int8", rounding="stochastic")
+    recipe = fb.Recipe((fb.Rule("w[io]/kernel", fb.Policy("int8", "int8", dlhs=arm, drhs=arm)),))
+
+    def gradient(seed):
+        apply = fl.train(NET, recipe)
+        return jax.grad(lambda v: jnp.mean(apply(v, X, key=jax.random.key(seed)) ** 2))(variables)["params"]["wi"][
+            "kernel"
+        ].value
+
+    one, other = gradient(0), gradient(1)
+    assert jnp.array_equal(one, gradient(0)) and not jnp.array_equal(one, other)
+
+
+def test_scanned_layers_are_quantized_layer_by_layer():
+    class Layer(nn.Module):
+        @nn.compact
+        def __call__(self, x, _):
+            return jnp.tanh(nn.Dense(16)(x)), None
+
+    scanned = nn.scan(nn.remat(Layer), variable_axes={"params": 0}, split_rngs={"params": True}, length=3)(name="layers")
+    variables = scanned.init(jax.random.key(0), X, None)
+    plan = fl.plan(scanned, variables, X, None, recipe="int8")
+    assert plan["Dense_0/kernel"].stacked == (-3,)
+    quantized = fl.quantize(scanned, variables, X, None, recipe=plan)
+    got, want = fl.apply(scanned)(quantized, X, None)[0], scanned.apply(variables, X, None)[0]
+    assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
+
+
+def test_two_models_never_touch(variables):
+    before = NET.apply(variables, X)
+    fl.apply(NET)(fl.quantize(NET, variables, X, recipe="int4"), X)
+    assert jnp.array_equal(NET.apply(variables, X), before)

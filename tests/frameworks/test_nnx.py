@@ -1,0 +1,158 @@
+"""NNX models: quantized in their Variables, run through transparent with what they change, trained by unchanged optimizers."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.frameworks import nnx as fx
+
+nnx = pytest.importorskip("flax.nnx")
+optax = pytest.importorskip("optax")
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 16)), jnp.float32)
+INT8 = fb.Recipe((fb.Rule(".*kernel", fb.Policy("int8", "int8", dlhs="int8", drhs="int8")),))
+
+
+class Net(nnx.Module):
+    """Three layers, batch statistics and dropout: parameters, and Variables that a call changes."""
+
+    def __init__(self, rngs):
+        self.wi = nnx.Linear(16, 32, rngs=rngs)
+        self.norm = nnx.BatchNorm(32, momentum=0.5, rngs=rngs)
+        self.layers = nnx.List([nnx.Linear(32, 32, rngs=rngs), nnx.Linear(32, 16, rngs=rngs)])
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+
+    def __call__(self, x):
+        x = self.drop(self.norm(self.wi(x)))
+        return self.layers[1](jax.nn.silu(self.layers[0](x)))
+
+
+def net():
+    return Net(nnx.Rngs(0))
+
+
+def serving(model):
+    model.eval()
+    return model
+
+
+def call(model, x):
+    return model(x)
+
+
+def test_the_plan_has_a_row_for_each_param_and_changes_nothing():
+    model = net()
+    count = model.drop.rngs.count[...]
+    plan = fx.plan(model, X, recipe="int8")
+    assert [row.path for row in plan if row.policy] == ["layers/0/kernel", "layers/1/kernel", "wi/kernel"]
+    assert plan["norm/scale"].policy is None
+    assert model.drop.rngs.count[...] == count
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit, jax.jit], ids=["eager", "nnx.jit", "jax.jit"])
+def test_a_quantized_model_runs(jit):
+    model = serving(net())
+    quantized = fx.quantize(model, X, recipe="int8")
+    assert fb.is_qarray(quantized.layers[0].kernel.get_raw_value())
+    assert isinstance(quantized.layers[0].kernel, nnx.Param) and not fb.is_qarray(model.layers[0].kernel[...])
+    got, want = jit(fx.transparent(call))(quantized, X), model(X)
+    assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
+
+
+def test_a_graph_and_a_state_serve_as_well():
+    graph, state = nnx.split(fx.quantize(serving(net()), X, recipe="int8"))
+    run = jax.jit(lambda state, x: fx.transparent(call)(nnx.merge(graph, state), x))
+    assert run(state, X).shape == X.shape
+    assert fb.is_qarray(state["wi"]["kernel"].get_raw_value())
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+def test_what_a_call_changes_is_written_back(jit):
+    quantized, model = fx.quantize(net(), X, recipe="int8"), net()
+    model(X)
+    jit(fx.transparent(call))(quantized, X)
+    np.testing.assert_allclose(quantized.norm.mean[...], model.norm.mean[...], rtol=0.02, atol=0.01)
+    assert jnp.any(quantized.norm.mean[...] != 0)
+    assert quantized.drop.rngs.count[...] == model.drop.rngs.count[...] == 1
+    assert fb.is_qarray(quantized.wi.kernel.get_raw_value())
+
+
+def test_objects_among_the_other_arguments_are_changed_too():
+    quantized, rngs = fx.quantize(serving(net()), X, recipe="int8"), nnx.Rngs(3)
+    run = nnx.jit(fx.transparent(lambda model, x, *, rngs: model(x) + jax.random.normal(rngs(), x.shape)))
+    first, second = run(quantized, X, rngs=rngs), run(quantized, X, rngs=rngs)
+    assert rngs.default.count[...] == 2 and not jnp.array_equal(first, second)
+
+
+def test_quantizing_copies_no_array_and_can_free_each_source():
+    model = net()
+    quantized = fx.quantize(model, X, recipe="int8")
+    assert quantized.wi.bias.get_raw_value() is model.wi.bias.get_raw_value()
+    source = model.wi.kernel.get_raw_value()
+    fx.quantize(model, X, recipe="int8", donate=True)
+    assert source.is_deleted() and not model.wi.bias.get_raw_value().is_deleted()
+
+
+def test_metadata_is_kept():
+    init = nnx.with_partitioning(nnx.initializers.lecun_normal(), (None, "model"))
+    with jax.set_mesh(jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))):
+        model = nnx.Linear(16, 32, kernel_init=init, rngs=nnx.Rngs(0))
+        quantized = fx.quantize(model, X, recipe="int8")
+        assert quantized.kernel.get_metadata() == model.kernel.get_metadata()
+        assert nnx.jit(fx.transparent(call))(quantized, X).shape == (4, 32)
+
+
+@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
+def test_an_optimizer_trains_the_float_model(jit):
+    model = net()
+    target = jnp.roll(X, 1, axis=-1)
+    structure = jax.tree.structure(nnx.state(model))
+    optimizer = nnx.Optimizer(model, optax.adamw(1e-2), wrt=nnx.Param)
+    loss = fx.train(lambda model, x: jnp.mean((model(x) - target) ** 2), INT8)
+
+    @jit
+    def step(model, optimizer, x):
+        value, gradient = nnx.value_and_grad(loss)(model, x)
+        optimizer.update(model, gradient)
+        return value
+
+    with jax.numpy_dtype_promotion("standard"):  # optax divides by integers
+        losses = [step(model, optimizer, X) for _ in range(8 if jit is nnx.jit else 2)]
+    assert losses[-1] < losses[0]
+    assert jax.tree.structure(nnx.state(model)) == structure
+    assert model.drop.rngs.count[...] == len(losses) and jnp.any(model.norm.mean[...] != 0)
+
+
+def test_the_products_of_training_are_those_of_the_recipe():
+    graph, params, rest = nnx.split(serving(net()), nnx.Param, ...)
+    loss = fx.train(lambda model, x: jnp.mean(model(x) ** 2), INT8)
+    text = str(jax.make_jaxpr(jax.grad(lambda params: loss(nnx.merge(graph, params, rest), X)))(params))
+    assert (
+        len(re.findall("preferred_element_type=int32", text)) == 8
+    )  # three forwards, three for weights, two for activations
+
+
+def test_what_was_trained_is_what_is_served():
+    model, recipe = serving(net()), fb.Recipe((fb.Rule(".*kernel", fb.Policy("int4", "int8")),))
+    served = fx.transparent(call)(fx.quantize(model, X, recipe=recipe), X)
+    np.testing.assert_allclose(fx.train(call, recipe)(model, X), served, rtol=1e-5, atol=1e-6)
+
+
+def test_a_shared_variable_is_quantized_once():
+    class Tied(nnx.Module):
+        def __init__(self, rngs):
+            self.embed = nnx.Embed(32, 16, rngs=rngs)
+            self.head = nnx.Linear(16, 16, use_bias=False, rngs=rngs)
+            self.again = self.head
+
+        def __call__(self, ids):
+            return self.embed.attend(self.again(self.head(self.embed(ids))))
+
+    model, ids = Tied(nnx.Rngs(0)), jnp.arange(4)
+    quantized = fx.quantize(model, ids, recipe="int8", donate=True)
+    assert quantized.head is quantized.again and fb.is_qarray(quantized.head.kernel.get_raw_value())
+    assert fx.transparent(call)(quantized, ids).shape == (4, 32)

@@ -1,0 +1,105 @@
+"""Plain trees and Equinox modules: leaves that are no arrays among the others, sources freed one at a time."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.frameworks import tree
+
+X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 16)), jnp.float32)
+
+
+def fn(params, x):
+    for w in params["layers"]:
+        x = params["activation"](x @ w)
+    return x * params["gain"]
+
+
+def params():
+    layers = [jnp.asarray(np.random.default_rng(i).standard_normal((16, 16)), jnp.float32) for i in range(3)]
+    return {"layers": layers, "activation": jnp.tanh, "gain": 0.5}
+
+
+def test_leaves_that_are_no_arrays_pass():
+    plan = fb.plan(fn, params(), X, recipe="int8")
+    assert [row.path for row in plan] == ["layers/0", "layers/1", "layers/2"]
+    quantized = tree.quantize(fn, params(), X, recipe="int8")
+    assert quantized["activation"] is jnp.tanh and quantized["gain"] == 0.5
+    got, want = fb.transparent(fn)(quantized, X), fn(params(), X)
+    assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
+    assert fb.train(fn, "w8a8")(params(), X).shape == X.shape
+
+
+def test_a_donated_tree_is_freed_parameter_by_parameter(monkeypatch):
+    source = params()
+    original, alive = tree.quantize_row, []
+
+    def counted(leaf, row):
+        alive.append(sum(not w.is_deleted() for w in source["layers"]))
+        return original(leaf, row)
+
+    monkeypatch.setattr(tree, "quantize_row", counted)
+    quantized = tree.quantize(fn, source, X, recipe="int8", donate=True)
+    assert alive == [3, 2, 1] and all(w.is_deleted() for w in source["layers"])
+    assert all(map(fb.is_qarray, quantized["layers"]))
+
+
+def test_an_array_at_two_places_is_not_freed():
+    source = params()
+    source["layers"] = [source["layers"][0]] * 2
+    quantized = tree.quantize(fn, source, X, recipe="int8", donate=True)
+    assert not source["layers"][0].is_deleted() and all(map(fb.is_qarray, quantized["layers"]))
+
+
+def test_without_donation_the_tree_stays():
+    source = params()
+    tree.quantize(fn, source, X, recipe="int8")
+    assert not any(w.is_deleted() for w in source["layers"])
+
+
+def test_a_plan_for_another_tree_frees_nothing():
+    source, plan = params(), fb.plan(fn, {**params(), "layers": params()["layers"][:2]}, X, recipe="int8")
+    with pytest.raises(fb.QuantError, match="another tree: layers/2 stand in one"):
+        tree.quantize(fn, source, X, recipe=plan, donate=True)
+    assert not any(w.is_deleted() for w in source["layers"])
+
+
+@pytest.fixture(scope="module")
+def eqx():
+    return pytest.importorskip("equinox")
+
+
+def batched(model, x):
+    return jax.vmap(model)(x)
+
+
+def test_an_equinox_module_is_quantized_and_called(eqx):
+    model = eqx.nn.MLP(16, 4, 32, 2, key=jax.random.key(0))
+    quantized = tree.quantize(batched, model, X, recipe="int8")
+    assert isinstance(quantized, eqx.nn.MLP) and fb.is_qarray(quantized.layers[0].weight)
+    got, want = eqx.filter_jit(fb.transparent(batched))(quantized, X), batched(model, X)
+    assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
+    assert quantized.activation is model.activation
+
+
+def test_an_equinox_module_is_trained_by_an_unchanged_optimizer(eqx):
+    optax = pytest.importorskip("optax")
+    model = eqx.nn.MLP(16, 16, 32, 1, key=jax.random.key(0))
+    run = fb.train(batched, fb.Recipe((fb.Rule(".*weight", fb.Policy("int8", "int8", dlhs="int8", drhs="int8")),)))
+    optimizer = optax.adamw(1e-2)
+
+    @eqx.filter_jit
+    def step(model, state):
+        value, gradient = eqx.filter_value_and_grad(lambda model: jnp.mean((run(model, X) - X) ** 2))(model)
+        updates, state = optimizer.update(gradient, state, eqx.filter(model, eqx.is_array))
+        return eqx.apply_updates(model, updates), state, value
+
+    structure = jax.tree.structure(model)
+    state, losses = optimizer.init(eqx.filter(model, eqx.is_array)), []
+    with jax.numpy_dtype_promotion("standard"):  # optax divides by integers
+        for _ in range(8):
+            model, state, value = step(model, state)
+            losses.append(value)
+    assert losses[-1] < losses[0] and jax.tree.structure(model) == structure
