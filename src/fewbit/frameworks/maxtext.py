@@ -1,0 +1,125 @@
+"""MaxText's `quant` object: what its layers ask for their products, so that MaxText trains, converts and serves by a Policy.
+
+MaxText hands one object to every layer, asks it for a module that computes `dot_general` and for a callable that computes
+`einsum`, and calls them. Nothing of MaxText is imported here; `configure_quantization` returns `Quantization(...)` instead
+of its own.
+"""
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from ..array import QArray, quantize
+from ..errors import QuantError, UnsupportedError
+from ..ops import Policy, dot_general
+from ..ops.latent import Latent
+from ..ops.transparent import transparent
+
+try:
+    from flax import linen as nn
+except ImportError as error:
+    raise UnsupportedError(
+        "fewbit.frameworks.maxtext needs Flax", {"flax": "not installed; pip install 'fewbit[flax]'"}
+    ) from error
+
+Mode = Literal["train", "convert", "serve"]
+"""What a MaxText run does with its weights: `quant_mode`."""
+_MODES = ("train", "convert", "serve")
+
+
+@dataclasses.dataclass(frozen=True)
+class Quantization:
+    """The `quant` of MaxText's layers, for one Policy.
+
+    Attributes:
+        policy: how products are computed.
+        quant_mode: "train" quantizes on the way in; "convert" does, and stores each weight's QArray in `collection`; "serve"
+            computes from what is stored there, whatever the parameter holds.
+        collection: the variable collection of stored weights; MaxText's layers make "aqt" mutable.
+        rng: the name of the RNG stream that stochastic rounding draws from.
+
+    >>> Quantization(Policy("int8", "int8")).get_block_size()
+    1
+    """
+
+    policy: Policy
+    quant_mode: Mode = "train"
+    collection: str = "aqt"
+    rng: str = "params"
+
+    def __post_init__(self) -> None:
+        if self.quant_mode not in _MODES:
+            raise QuantError(f"quant_mode is {self.quant_mode!r}; must be one of {', '.join(_MODES)}")
+        if self.policy.delayed is not None:
+            raise UnsupportedError("MaxText's layers cannot follow delayed scaling by fewbit", {"policy": str(self.policy)})
+
+    def dot_general_cls(self, mesh_axes: Any = ()) -> Any:
+        """The class of the module that a layer makes and calls as `dot_general`; sharding needs no axes here."""
+        return lambda **fields: DotGeneral(self, **fields)
+
+    def einsum(self, mesh_axes: Any = (), dtype: Any = None) -> Any:
+        """A module that a layer calls as `einsum(equation, lhs, rhs)`."""
+        return Einsum(self, dtype)
+
+    def get_block_size(self) -> int:
+        """By what the batch of the shapes at initialization must be divisible: any will do."""
+        return 1
+
+
+class _Product(nn.Module):
+    """What both modules share: the weight as the mode has it."""
+
+    quant: Quantization
+
+    def _weight(self, rhs: Any, axes: tuple[int, ...]) -> Any:
+        """The right operand: a parameter in training, or its stored QArray."""
+        quant = self.quant
+        if quant.quant_mode == "train":
+            has_key = quant.policy.needs_key and self.has_rng(quant.rng)
+            return Latent(jnp.asarray(rhs), self.make_rng(quant.rng) if has_key else None, quant.policy)
+        stored = self.variable(quant.collection, "weight", lambda: self._stored(rhs, axes))
+        if quant.quant_mode == "convert":
+            stored.value = self._stored(rhs, axes)
+        return stored.value
+
+    def _stored(self, rhs: Any, axes: tuple[int, ...]) -> QArray:
+        return dataclasses.replace(quantize(rhs, self.quant.policy.weight, axis=axes), policy=self.quant.policy)
+
+
+class DotGeneral(_Product):
+    """`dot_general` as a module, called with `(lhs, rhs, dimension_numbers, precision=None)`."""
+
+    @nn.compact
+    def __call__(
+        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
+    ) -> jax.Array:
+        weight = self._weight(rhs, tuple(dimension_numbers[0][1]))
+        return dot_general(lhs, weight, dimension_numbers, precision, preferred_element_type)
+
+
+class Einsum(_Product):
+    """`einsum` of two operands as a module, called with `(equation, lhs, rhs)`; the right one is the weight.
+
+    Attributes:
+        dtype: what the operands are cast to first; None leaves them.
+    """
+
+    dtype: Any = None
+
+    @nn.compact
+    def __call__(self, equation: str, lhs: Any, rhs: Any) -> jax.Array:
+        if self.dtype is not None:
+            lhs, rhs = jnp.asarray(lhs, self.dtype), jnp.asarray(rhs, self.dtype)
+        weight = self._weight(rhs, _contracted(equation, rhs.ndim))
+        return transparent(lambda lhs, rhs: jnp.einsum(equation, lhs, rhs), fallback="dequantize")(lhs, weight)
+
+
+def _contracted(equation: str, ndim: int) -> tuple[int, ...]:
+    """The axes of the right operand that an equation sums over."""
+    operands, arrow, result = equation.replace(" ", "").partition("->")
+    _, comma, right = operands.partition(",")
+    if not arrow or not comma or len(right) != ndim or "." in equation:
+        raise QuantError(f"equation {equation!r} must name both operands and the result, as in 'btd,df->btf'")
+    return tuple(axis for axis, letter in enumerate(right) if letter not in result) or (ndim - 1,)
