@@ -124,6 +124,7 @@ def numbers(value: Any) -> list[np.ndarray] | None:
     return [np.asarray(leaf, np.float64) for leaf in leaves] if is_numeric else None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in ROWS if row.ours], ids=str)
 def test_our_side_of_a_row_evaluates(row: Row, ours: dict[str, Any]) -> None:
     with readers_rules():
