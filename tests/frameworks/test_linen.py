@@ -65,7 +65,9 @@ def test_boxes_and_other_collections_are_kept(variables):
     assert specs["kernel"].codes == jax.P(None, "model")
 
 
-@pytest.mark.parametrize("jit", [lambda f, **kw: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize(
+    "jit", [pytest.param(lambda f, **kw: f, id="eager", marks=pytest.mark.slow), pytest.param(jax.jit, id="jit")]
+)
 def test_every_method_runs_on_the_quantized_variables(variables, jit):
     quantized = fl.quantize(NET, variables, X, recipe="int8")
     decoded = jax.tree.map(lambda x: fb.dequantize(x) if fb.is_qarray(x) else x, quantized, is_leaf=fb.is_qarray)

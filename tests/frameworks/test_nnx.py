@@ -53,7 +53,10 @@ def test_the_plan_has_a_row_for_each_param_and_changes_nothing():
     assert model.drop.rngs.count[...] == count
 
 
-@pytest.mark.parametrize("jit", [lambda f: f, nnx.jit, jax.jit], ids=["eager", "nnx.jit", "jax.jit"])
+EAGER = pytest.param(lambda f: f, id="eager", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("jit", [EAGER, pytest.param(nnx.jit, id="nnx.jit"), pytest.param(jax.jit, id="jax.jit")])
 def test_a_quantized_model_runs(jit):
     model = serving(net())
     quantized = fx.quantize(model, X, recipe="int8")
@@ -106,6 +109,7 @@ def test_metadata_is_kept():
         assert nnx.jit(fx.transparent(call))(quantized, X).shape == (4, 32)
 
 
+@pytest.mark.slow
 def test_an_optimizer_trains_the_float_model():
     model = net()
     target = jnp.roll(X, 1, axis=-1)
