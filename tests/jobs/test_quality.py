@@ -34,6 +34,7 @@ def test_perplexity_is_that_of_the_network(model, tmp_path):
 @pytest.mark.parametrize(
     "recipe", ["int8", "nf4", "w8a8", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp4", "nvfp4"))]
 )
+@pytest.mark.slow
 def test_a_quantized_model_stands_beside_its_reference(model, tmp_path, recipe):
     outcome = jobs.quantize(model, jobs.plan_model(model, recipe=recipe), tmp_path / "q")
     quality = jobs.evaluate(jobs.load(outcome.path), against=model, text=str(text_file(tmp_path)), window=16)

@@ -18,6 +18,7 @@ def hashes(directory):
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()}
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_what_is_read_back_is_what_was_quantized(tmp_path):
     model = jobs.load(llama_directory(tmp_path / "hf"))

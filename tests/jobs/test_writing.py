@@ -15,6 +15,7 @@ def model(tmp_path):
     return jobs.load(llama_directory(tmp_path / "hf"))
 
 
+@pytest.mark.slow
 def test_weights_are_decoded_once_and_write_what_packed_ones_write(model, tmp_path):
     jobs.quantize(model, jobs.plan_model(model, recipe="nf4"), tmp_path / "q")
     stored = jobs.load(tmp_path / "q")
@@ -24,6 +25,7 @@ def test_weights_are_decoded_once_and_write_what_packed_ones_write(model, tmp_pa
     assert packed.text == sample.text
 
 
+@pytest.mark.slow
 def test_weights_with_quantized_activations_stay_packed(model, tmp_path):
     jobs.quantize(model, jobs.plan_model(model, recipe="w8a8"), tmp_path / "q")
     sample = jobs.write_on(jobs.load(tmp_path / "q"), "The quick ", max_tokens=4)
@@ -54,6 +56,7 @@ def test_what_cannot_be_written_says_why(model, arguments, error, message):
     ("kv", "of_token"),
     [(None, 2 * 2 * 8 * 4), (kv_policy("int8"), 2 * 2 * (8 + 4)), (kv_policy("int4", per="token"), 2 * (2 * 4 + 4))],
 )
+@pytest.mark.slow
 def test_the_cache_is_of_the_kind_that_was_asked_for(model, kv, of_token):
     sample = jobs.write_on(model, "Who ", max_tokens=4, kv=kv)
     assert sample.kv == (None if kv is None else str(kv))

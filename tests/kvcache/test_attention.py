@@ -59,6 +59,7 @@ attend = jax.jit(lambda q, cache, T: attention(q, cache.blocks(0, *([draws(B, K,
         ("nf4", "head", "float32", 7),
     ],
 )
+@pytest.mark.slow
 def test_it_is_the_formula_over_the_decoded_cache(name: str, per: str, scale: str, h: int):
     cache = filled(kv_policy(name, per=per, scale=scale), 6, h)
     q = draws(B, K * G, 3, h, seed=3)

@@ -41,6 +41,7 @@ def leaves(cache: QuantizedCache) -> dict[str, np.ndarray]:
     return {name: np.asarray(getattr(cache, name)).view(np.uint8) for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "h"), [*((name, 7) for name in POLICIES), ("int8", 1), ("int8-int3", 1), ("int4", 16)])
 def test_it_holds_what_quantize_gives(name: str, h: int):
     policy = POLICIES[name]

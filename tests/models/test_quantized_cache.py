@@ -30,6 +30,7 @@ def float_logits() -> jax.Array:
     return run(PARAMS, TOKENS, SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES)
 def test_reading_in_parts_gives_the_logits_of_the_whole(policy: KVPolicy):
     whole = run(PARAMS, TOKENS, SMALL, kv=policy)

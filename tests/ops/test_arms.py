@@ -1,6 +1,7 @@
 """The three products of a policy: values against fake quantization in float64, gradients arm by arm."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ NHWC = jax.lax.conv_dimension_numbers((2, 6, 6, 4), (3, 3, 4, 8), ("NHWC", "HWIO
 GROUPED = jax.lax.conv_dimension_numbers((2, 4, 9), (6, 2, 3), ("NCW", "OIW", "NCW"))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Case:
     """A product, the shapes of its operands, and what it takes besides."""
 
@@ -105,23 +106,33 @@ def expected_gradient(case, arm, is_left, g, own, other, other_scheme):
     return jax.linear_transpose(of_one, own)(g)[0]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("name", CASES)
+QUICK = {("matmul", "qat"), ("matmul", "fp8"), ("conv", "int8"), ("ragged", "int8")}
+PAIRS = [(n, p) if (n, p) in QUICK else pytest.param(n, p, marks=pytest.mark.slow) for n in CASES for p in POLICIES]
+
+
+@pytest.mark.parametrize(("name", "policy"), PAIRS)
 def test_values_and_gradients_are_those_of_the_formulas(name, policy):
     case, policy = CASES[name], POLICIES[policy]
     lhs, rhs = normal(*case.left), normal(*case.right, seed=1)
-    out, pull = jax.vjp(product(case, policy), lhs, rhs)
+
+    @jax.jit
+    def both(lhs, rhs, g):
+        out, pull = jax.vjp(product(case, policy), lhs, rhs)
+        return out, pull(g)
+
+    g = normal(*jax.eval_shape(product(case, policy), lhs, rhs).shape, seed=2)
+    out, (left, right) = both(lhs, rhs, g)
     axes = case.bilinear.contracted
     wide = (faked(lhs, policy.activation, axes[0]), faked(rhs, policy.weight, axes[1]))
     np.testing.assert_allclose(out, case.bilinear.values(*wide, case.extra), rtol=2e-5, atol=2e-5)
-    g = normal(*out.shape, seed=2)
-    left, right = pull(g)
-    want_left = expected_gradient(case, policy.dlhs, True, g, lhs, rhs, policy.weight)
-    want_right = expected_gradient(case, policy.drhs, False, g, rhs, lhs, policy.activation)
+    expected = functools.partial(jax.jit(expected_gradient, static_argnums=(0, 1, 2, 6)), case)
+    want_left = expected(policy.dlhs, True, g, lhs, rhs, policy.weight)
+    want_right = expected(policy.drhs, False, g, rhs, lhs, policy.activation)
     np.testing.assert_allclose(left, want_left, rtol=2e-5, atol=5e-5)
     np.testing.assert_allclose(right, want_right, rtol=2e-5, atol=5e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_eight_bits_lie_near_the_float_product_and_its_gradients(name):
     case = CASES[name]
@@ -182,6 +193,7 @@ def test_elements_beyond_a_fixed_range_get_no_gradient():
     assert (jax.grad(lambda w: jnp.sum(fb.dot_general(x, w, (((1,), (0,)), ((), ())), policy=free)))(w) != 0).all()
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_of_gradients_is_unbiased_and_needs_a_key():
     policy = fb.Policy("int8", dlhs=fb.Arm("int4_narrow", rounding="stochastic"))
     x, w, g = normal(4, 32), normal(32, 16, seed=1), normal(4, 16, seed=2)
@@ -200,6 +212,7 @@ def test_stochastic_rounding_of_gradients_is_unbiased_and_needs_a_key():
     assert np.array_equal(pulled(jax.random.key(3)), pulled(jax.random.key(3)))
 
 
+@pytest.mark.slow
 def test_a_rotation_leaves_the_gradient_and_spreads_outliers():
     x, w = normal(64, 32).at[3].multiply(50), normal(32, 16, seed=1)
     numbers = (((1,), (0,)), ((), ()))
@@ -218,6 +231,7 @@ def test_a_rotation_leaves_the_gradient_and_spreads_outliers():
         gradient(w)
 
 
+@pytest.mark.slow
 def test_the_tiled_axis_can_be_the_first_or_the_last():
     """The batch, as AQT has it, or the sequence, as Qwix has it: one outlier spoils its tile only."""
     x, w = normal(4, 8, 16), normal(16, 12, seed=1)
@@ -246,6 +260,7 @@ def test_weights_on_the_left_have_the_weight_s_arms():
     np.testing.assert_allclose(by_left, by_right, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_tiles_of_the_contraction_are_multiplied_as_codes():
     """128 and more: a scan over tiles, no floating array of an operand's size; below, the decoded product."""
     x, w = normal(4, 300), normal(300, 8, seed=1)

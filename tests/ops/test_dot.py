@@ -25,6 +25,7 @@ NUMBERS = {
 CASES = [(name, "x@w.T") for name in WEIGHT_ONLY] + [("nf4", numbers) for numbers in NUMBERS if numbers != "x@w.T"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "numbers"), CASES)
 def test_weight_only_is_the_product_of_what_it_stands_for(name, numbers):
     x, q = normal(64, 64), fb.quantize(normal(64, 64, seed=1), name)
@@ -48,6 +49,7 @@ def test_result_has_the_dtype_and_precision_asked_for():
     assert "precision=Precision.HIGHEST" in jaxpr or "HIGHEST" in jaxpr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8", "ternary", "binary", "fp8_tensor"])
 def test_both_sides_quantized_multiply_codes(name):
     x, w = fb.quantize(normal(3, 5, 128), "int8"), fb.quantize(normal(16, 128, seed=1), name)
@@ -83,6 +85,7 @@ def test_batched_product_of_codes():
     np.testing.assert_allclose(product, exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_tiles_along_the_contraction_and_zero_points_on_both_sides():
     for name in ("nvfp4", "uint8", "q4_1", "mxfp8"):
         x, w = fb.quantize(normal(4, 64), name), fb.quantize(normal(8, 64, seed=1), name)
