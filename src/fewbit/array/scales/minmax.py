@@ -36,7 +36,7 @@ class MinMax(AbstractCalibration):
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if self.contains_zero:
-            low, high = tiles.over(jnp.min, jnp.minimum(tiles.x, 0)), tiles.over(jnp.max, jnp.maximum(tiles.x, 0))
+            low, high = jnp.minimum(tiles.over(jnp.min, tiles.x), 0), jnp.maximum(tiles.over(jnp.max, tiles.x), 0)
         else:
             x = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, jnp.nan)
             low = jnp.nanmin(x, axis=tiles.within, keepdims=True)
