@@ -7,11 +7,6 @@ Prints nothing about speed unless every scheme's error is what its numbers of bi
 
 import argparse
 import dataclasses
-import datetime
-import importlib.metadata
-import json
-import pathlib
-import platform
 import sys
 
 import jax
@@ -21,6 +16,7 @@ import numpy as np
 import fewbit as fb
 from fewbit.array.scales import MX
 
+from .facts import save
 from .peers import quantizers
 from .timing import Timing, timed
 
@@ -50,7 +46,7 @@ def main() -> int:
     for row in rows:
         print(row["text"])
     if options.save:
-        save(rows, options)
+        save("quantize", ("qwix", "aqtp", "eformer"), size=options.size, rounds=options.rounds, rows=rows)
     return 0
 
 
@@ -86,27 +82,6 @@ def row(name: str, what: str, who: str, times: dict[str, Timing], error: float) 
         "error_percent": error,
         "text": text,
     }
-
-
-def save(rows: list[dict], options: argparse.Namespace) -> None:
-    """Writes the rows with what they were measured on."""
-    versions = {}
-    for package in ("jax", "jaxlib", "numpy", "qwix", "aqtp", "eformer"):
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": versions,
-        "size": options.size,
-        "rounds": options.rounds,
-        "rows": rows,
-    }
-    path = pathlib.Path(__file__).parent / "results" / "quantize.json"
-    path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

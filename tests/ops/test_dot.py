@@ -148,6 +148,9 @@ def test_messages():
         fb.dot_general(normal(4, 32), q, numbers, backend="cuda")
     with pytest.raises(fb.QuantError, match="neither operand is a QArray"):
         fb.dot_general(normal(4, 32), normal(8, 32), numbers, backend="reference")
+    delayed = next(rule.policy for rule in fb.recipe("te_fp8_delayedscaling").rules if rule.policy is not None)
+    with pytest.raises(fb.UnsupportedError, match="a product cannot follow delayed scaling"):
+        fb.dot_general(normal(4, 32), normal(8, 32), numbers, policy=delayed)
     one, other = (dataclasses.replace(q, policy=fb.Policy("int8", activation=a)) for a in ("int8", "fp8"))
     with pytest.raises(fb.QuantError, match="carry different policies"):
         fb.dot_general(one, other, numbers)

@@ -70,6 +70,7 @@ def test_a_policy_follows_its_parameter_everywhere(body):
     fn, w = BODIES[body], {"stack": normal(3, 16, 16)}
     got = fb.train(fn, recipe(INT8, "stack"))(w, X)
     want = fn(w, X)
+    # At most three layers, and in each two operands off by up to half of 1/127 of their largest element, 0.8 % of their spread.
     assert 0 < jnp.linalg.norm(got - want) < 0.05 * jnp.linalg.norm(want)
     text = str(jax.make_jaxpr(fb.train(fn, recipe(INT8, "stack")))(w, X))
     assert "preferred_element_type=int32" in text
@@ -141,6 +142,20 @@ def test_keys():
     one, other = (gradient(X, jax.random.key(i)) for i in (0, 1))
     assert not np.array_equal(one, other)
     assert np.array_equal(one, gradient(X, jax.random.key(0)))
+
+
+def test_what_needs_state_or_has_no_parameter_is_refused():
+    with pytest.raises(fb.UnsupportedError, match=r"fb.train cannot follow recipe 'te_fp8_delayedscaling'"):
+        fb.train(layer, "te_fp8_delayedscaling")
+    products = fb.Recipe((fb.Rule(".*", None),), products=(fb.Rule(".*", "int8"),))
+    with pytest.raises(fb.UnsupportedError, match="it is for a product without a parameter"):
+        fb.train(layer, products)
+
+
+def test_what_reads_a_parameter_as_floats_is_reported():
+    found = []
+    fb.train(lambda w, x: layer(w, x) * w["in"].sum(), recipe(INT8), report=found.append)(PARAMS, X)
+    assert [place.primitive for place in found] == ["reduce_sum"]
 
 
 def test_rules():

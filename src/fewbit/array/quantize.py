@@ -208,8 +208,7 @@ def _guarded(scale: Array, view: Tiles, fmt: AbstractFormat) -> Array:
     """
     for_zero = 1.0 if 0.0 in fmt.values() else 0.0
     scale = jnp.where(jnp.abs(scale) < _TINY, jnp.full_like(scale, for_zero), scale)
-    is_finite = jnp.isfinite(view.amax)
-    return jnp.where(is_finite, scale, jnp.full_like(scale, jnp.nan))
+    return jnp.where(view.is_finite, scale, jnp.full_like(scale, jnp.nan))
 
 
 def _in_units(x: Array, divisor: Array, fmt: AbstractFormat) -> Array:

@@ -135,18 +135,13 @@ def quantized_product(
     def forward(lhs: Any, rhs: Any, key: Any, extra: Any) -> tuple[jax.Array, Any]:
         left, right = _entering(bilinear, rules, lhs, True), _entering(bilinear, rules, rhs, False)
         kept = _residual(rules, lhs, left, True), _residual(rules, rhs, right, False)
-        return bilinear.forward(left, right, extra), (
-            kept,
-            (lhs, rhs) if is_qarray(lhs) or is_qarray(rhs) else None,
-            key,
-            extra,
-        )
+        held = tuple(x if is_qarray(x) else None for x in (lhs, rhs))  # a float operand is not kept for its form alone
+        return bilinear.forward(left, right, extra), (kept, held, key, extra)
 
     def backward(saved: Any, gradient: jax.Array) -> Any:
-        (left, right), held, key, extra = saved
+        (left, right), (lhs, rhs), key, extra = saved
         to_left = _operand_gradient(bilinear, rules.arm(True), gradient, True, left, right, extra, key)
         to_right = _operand_gradient(bilinear, rules.arm(False), gradient, False, right, left, extra, key)
-        lhs, rhs = held if held is not None else (None, None)
         return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None
 
     product.defvjp(forward, backward)

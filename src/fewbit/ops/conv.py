@@ -6,15 +6,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.lax import ConvDimensionNumbers
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key
 
 from ..array import QArray, is_qarray
 from ..array.quantize import expanded_scale
 from ..kernels.qmatmul.codes import code_values, common_types
-from .arms import AbstractBilinear, Axes, Rules, floating, quantized_product
-from .dot import carried_key, carried_policy, has_left_weight, is_needed, operand
-from .latent import Latent, plain
+from .arms import AbstractBilinear, Axes, floating, quantized_product
+from .latent import Latent
+from .operands import resolved
 from .policy import Policy
 
 
@@ -59,32 +60,28 @@ def conv_general_dilated(
         The convolution.
 
     Raises:
-        QuantError: when two operands carry different policies and none is given, or a policy needs a key.
+        QuantError: when two operands carry different policies and none is given; in the backward pass, when a policy needs a
+            key.
+        UnsupportedError: for a policy with delayed scaling.
 
     >>> from fewbit.array import quantize
     >>> kernel = quantize(jnp.ones((4, 3, 2, 2)), "int8", axis=(2, 3, 1))
     >>> conv_general_dilated(jnp.ones((1, 3, 5, 5)), kernel, (1, 1), "VALID").shape
     (1, 4, 4, 4)
     """
-    policy = policy if policy is not None else carried_policy(lhs, rhs)
-    weight_is_left = has_left_weight(lhs, rhs)
-    key = key if key is not None else carried_key(lhs, rhs)
-    left, right = operand(plain(lhs)), operand(plain(rhs))
-    numbers = jax.lax.conv_dimension_numbers(left.shape, right.shape, dimension_numbers)
-    settings = (
+    left, right, rules, key = resolved(lhs, rhs, policy, key)
+    conv = Conv(
         tuple(window_strides),
         padding if isinstance(padding, str) else tuple((int(a), int(b)) for a, b in padding),
         None if lhs_dilation is None else tuple(lhs_dilation),
         None if rhs_dilation is None else tuple(rhs_dilation),
-        numbers,
+        jax.lax.conv_dimension_numbers(left.shape, right.shape, dimension_numbers),
         feature_group_count,
         batch_group_count,
         precision,
+        preferred_element_type,
     )
-    conv = Conv(settings, preferred_element_type)
-    if policy is None or not is_needed(policy, left, right):
-        return conv.forward(left, right, None)
-    return quantized_product(conv, Rules(policy, weight_is_left), left, right, key=key)
+    return conv.forward(left, right, None) if rules is None else quantized_product(conv, rules, left, right, key=key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +89,25 @@ class Conv(AbstractBilinear):
     """`conv_general_dilated` with its settings.
 
     Attributes:
-        settings: the arguments of `lax.conv_general_dilated` after the operands, up to the precision.
+        strides: as in `lax.conv_general_dilated`, and so are the others.
+        padding: a word, or the elements before and after each spatial axis.
+        lhs_dilation: for each spatial axis, or None.
+        rhs_dilation: for each spatial axis, or None.
+        numbers: the dimension numbers, resolved.
+        feature_groups: how many groups of input channels.
+        batch_groups: how many groups of samples.
+        precision: of products in floating point.
         preferred: the dtype of the result, or None.
     """
 
-    settings: tuple[Any, ...]
+    strides: tuple[int, ...]
+    padding: str | tuple[tuple[int, int], ...]
+    lhs_dilation: tuple[int, ...] | None
+    rhs_dilation: tuple[int, ...] | None
+    numbers: ConvDimensionNumbers
+    feature_groups: int
+    batch_groups: int
+    precision: Any
     preferred: Any
 
     def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
@@ -127,29 +138,30 @@ class Conv(AbstractBilinear):
 
     def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Any) -> jax.Array | None:
         left, kernel, out = self._specs
-        own, met = (kernel[0], out[1]) if is_left else (left[0], out[0])
-        return _along(scale, own, met)
+        if is_left:
+            return _along(scale, kernel[0], out[1])
+        # With groups of samples the result has fewer samples than the operand.
+        return _along(scale, left[0], out[0]) if self.batch_groups == 1 or scale.size == 1 else None
 
     def _convolved(self, lhs: jax.Array, rhs: jax.Array, preferred: Any) -> jax.Array:
-        strides, padding, lhs_dilation, rhs_dilation, numbers, feature_groups, batch_groups, precision = self.settings
         return jax.lax.conv_general_dilated(
             lhs,
             rhs,
-            strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            numbers,
-            feature_group_count=feature_groups,
-            batch_group_count=batch_groups,
-            precision=precision,
+            self.strides,
+            self.padding,
+            self.lhs_dilation,
+            self.rhs_dilation,
+            self.numbers,
+            feature_group_count=self.feature_groups,
+            batch_group_count=self.batch_groups,
+            precision=self.precision,
             preferred_element_type=preferred,
         )
 
     def _result_scale(self, lhs: QArray, rhs: QArray) -> jax.Array | None:
         """The product of both scales, shaped to meet the result; None where they vary along what is summed."""
         left, kernel, out = self._specs
-        if lhs.scheme.zero_point is not None or rhs.scheme.zero_point is not None or self.settings[6] != 1:
+        if lhs.scheme.zero_point is not None or rhs.scheme.zero_point is not None or self.batch_groups != 1:
             return None
         factors = _along(expanded_scale(lhs), left[0], out[0]), _along(expanded_scale(rhs), kernel[0], out[1])
         return None if factors[0] is None or factors[1] is None else factors[0] * factors[1]
@@ -157,8 +169,7 @@ class Conv(AbstractBilinear):
     @property
     def _specs(self) -> tuple[Axes, Axes, Axes]:
         """Batch, feature and spatial axes of the left; output, input and spatial axes of the kernel; and of the result."""
-        numbers = self.settings[4]
-        return tuple(numbers.lhs_spec), tuple(numbers.rhs_spec), tuple(numbers.out_spec)
+        return tuple(self.numbers.lhs_spec), tuple(self.numbers.rhs_spec), tuple(self.numbers.out_spec)
 
 
 def _along(scale: jax.Array, axis: int, place: int) -> jax.Array | None:

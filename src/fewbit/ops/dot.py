@@ -17,10 +17,11 @@ from ..errors import QuantError
 from ..kernels.qmatmul import BACKENDS, Problem
 from ..kernels.qmatmul.problem import DimensionNumbers, Operand
 from ..kernels.select import select
-from .arms import AbstractBilinear, Axes, Rules, floating, quantized_product
+from .arms import AbstractBilinear, Axes, floating, quantized_product
 from .gathering import with_gathered_codes
-from .latent import Latent, is_latent, plain
-from .policy import FLOAT, Policy
+from .latent import Latent
+from .operands import operand, resolved
+from .policy import Policy
 
 
 def dot_general(
@@ -57,7 +58,7 @@ def dot_general(
 
     Raises:
         QuantError: when two operands carry different policies and none is given, or a policy needs a key.
-        UnsupportedError: when the named backend cannot compute it.
+        UnsupportedError: when the named backend cannot compute it, and for a policy with delayed scaling.
 
     >>> from fewbit.array import quantize
     >>> w = quantize(jnp.eye(4), "int8")
@@ -67,15 +68,10 @@ def dot_general(
     >>> dot_general(x, w, (((1,), (1,)), ((), ())), policy=Policy("int8", "int8", dlhs="int8", drhs="int8")).shape
     (2, 4)
     """
-    policy = policy if policy is not None else carried_policy(lhs, rhs)
-    weight_is_left = has_left_weight(lhs, rhs)
-    key = key if key is not None else carried_key(lhs, rhs)
-    left, right = operand(plain(lhs)), operand(plain(rhs))
+    left, right, rules, key = resolved(lhs, rhs, policy, key)
     numbers = _normalized(dimension_numbers, left.ndim, right.ndim)
     dot = Dot(left.ndim, right.ndim, numbers, _hashable(precision), preferred_element_type, backend)
-    if policy is None or not is_needed(policy, left, right):
-        return dot.forward(left, right, None)
-    return quantized_product(dot, Rules(policy, weight_is_left), left, right, key=key)
+    return dot.forward(left, right, None) if rules is None else quantized_product(dot, rules, left, right, key=key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,7 +124,7 @@ class Dot(AbstractBilinear):
     def backward(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
         if like.sharding is not None:
             return self.transposed(is_left, floating(gradient), other, like, extra)
-        product = _product(gradient, other, self._numbers_backward(is_left), self.precision, jnp.float32, None)
+        product = _product(gradient, other, self._numbers_backward(is_left), self.precision, jnp.float32, self.backend)
         return product.transpose(np.argsort(self._axes_backward(is_left)))
 
     def transposed(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
@@ -197,39 +193,6 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
 
 
 PRODUCTS.add("matmul", matmul)
-
-
-def is_needed(policy: Policy, lhs: Any, rhs: Any) -> bool:
-    """Whether a policy changes the product of two operands, forwards or backwards."""
-    has_backward = policy.dlhs != FLOAT or policy.drhs != FLOAT
-    has_weight = is_qarray(lhs) or is_qarray(rhs)
-    floats = 2 - is_qarray(lhs) - is_qarray(rhs)
-    return has_backward or (policy.activation is not None and floats > 0) or not has_weight
-
-
-def has_left_weight(lhs: Any, rhs: Any) -> bool:
-    """Whether the left operand takes the part of the weight: it carries the policy, or it alone is quantized."""
-    if is_latent(lhs) or is_latent(rhs):
-        return not is_latent(rhs)
-    return is_qarray(lhs) and not is_qarray(rhs)
-
-
-def carried_policy(lhs: Any, rhs: Any) -> Policy | None:
-    """The policy that the operands carry."""
-    carried = {x.policy for x in (lhs, rhs) if (is_qarray(x) or is_latent(x)) and isinstance(x.policy, Policy)}
-    if len(carried) > 1:
-        raise QuantError(f"the operands carry different policies ({', '.join(sorted(map(str, carried)))}); pass policy=")
-    return next(iter(carried), None)
-
-
-def carried_key(lhs: Any, rhs: Any) -> Any:
-    """The random key that an operand carries."""
-    return next((x.key for x in (lhs, rhs) if is_latent(x) and x.key is not None), None)
-
-
-def operand(x: Any) -> Any:
-    """An operand as an array or a QArray."""
-    return x if is_qarray(x) else jnp.asarray(x)
 
 
 def _hashable(precision: Any) -> Any:

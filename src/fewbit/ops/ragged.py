@@ -13,9 +13,9 @@ from ..array import QArray, is_qarray
 from ..array.quantize import expanded_scale
 from ..errors import UnsupportedError
 from ..kernels.qmatmul.codes import code_values, common_types
-from .arms import AbstractBilinear, Axes, Rules, floating, quantized_product
-from .dot import carried_key, carried_policy, has_left_weight, is_needed, operand
-from .latent import Latent, plain
+from .arms import AbstractBilinear, Axes, floating, quantized_product
+from .latent import Latent
+from .operands import resolved
 from .policy import Policy
 
 PLAIN = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
@@ -104,14 +104,11 @@ def ragged_dot_general(
     >>> ragged_dot_general(jnp.ones((5, 4)), experts, jnp.array([2, 0, 3]), PLAIN).shape
     (5, 2)
     """
-    policy = policy if policy is not None else carried_policy(lhs, rhs)
-    weight_is_left = has_left_weight(lhs, rhs)
-    key = key if key is not None else carried_key(lhs, rhs)
-    left, right = operand(plain(lhs)), operand(plain(rhs))
+    left, right, rules, key = resolved(lhs, rhs, policy, key)
     numbers = _hashable(ragged_dot_dimension_numbers)
     product = RaggedDot(numbers, left.shape[0], precision, preferred_element_type)
     extra = (jnp.asarray(group_sizes), group_offset)
-    if policy is None or not is_needed(policy, left, right):
+    if rules is None:
         return product.forward(left, right, extra)
     if numbers != _hashable(PLAIN):
         raise UnsupportedError(
@@ -120,7 +117,7 @@ def ragged_dot_general(
                 "dimension_numbers": f"{numbers}; transpose the operands to [M, K] and [G, K, N], or leave the weight unquantized"
             },
         )
-    return quantized_product(product, Rules(policy, weight_is_left), left, right, extra, key)
+    return quantized_product(product, rules, left, right, extra, key)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,7 +30,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     Args:
         fn: any function that JAX can trace whose first argument is the tree of parameters.
         recipe: a Recipe, or anything that `fb.recipe` takes. Rules are matched by parameter path and by what uses it.
-        report: called with each place where QArrays among the arguments are decoded by the fallback, while tracing.
+        report: called while tracing with each place where a parameter that a rule matches is read as the float array it is,
+            because its primitive is no product, and with each where a QArray among the arguments is decoded.
 
     Returns:
         `fn` with one more argument, `key=`: a JAX random key, needed when a policy rounds stochastically or rotates; take
