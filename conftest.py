@@ -1,6 +1,5 @@
 """The strictness that every test and every doctest runs under; it stands at the root because both trees need it."""
 
-import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -19,9 +18,6 @@ jax.config.update("jax_platforms", os.environ.setdefault("JAX_PLATFORMS", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-
-# These define classes of Flax's, so they cannot be imported without it; their tests skip themselves.
-collect_ignore = [] if importlib.util.find_spec("flax") else ["src/fewbit/frameworks/maxtext.py"]
 
 # The first call of a test compiles, so a deadline would measure XLA; derandomized, so that a red run can be run again.
 hypothesis.settings.register_profile("fewbit", deadline=None, derandomize=True)

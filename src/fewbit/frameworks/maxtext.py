@@ -6,6 +6,7 @@ of its own.
 """
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -13,16 +14,8 @@ import jax.numpy as jnp
 
 from ..array import QArray, quantize
 from ..errors import QuantError, UnsupportedError
-from ..ops import Policy, dot_general
+from ..ops import Policy, dot_general, einsum
 from ..ops.latent import Latent
-from ..ops.transparent import transparent
-
-try:
-    from flax import linen as nn
-except ImportError as error:
-    raise UnsupportedError(
-        "fewbit.frameworks.maxtext needs Flax", {"flax": "not installed; pip install 'fewbit[flax]'"}
-    ) from error
 
 Mode = Literal["train", "convert", "serve"]
 """What a MaxText run does with its weights: `quant_mode`."""
@@ -56,64 +49,75 @@ class Quantization:
             raise UnsupportedError("MaxText's layers cannot follow delayed scaling by fewbit", {"policy": str(self.policy)})
 
     def dot_general_cls(self, mesh_axes: Any = ()) -> Any:
-        """The class of the module that a layer makes and calls as `dot_general`; sharding needs no axes here."""
-        return lambda **fields: DotGeneral(self, **fields)
+        """What makes the module that a layer calls as `dot_general`; sharding needs no axes here.
+
+        Raises:
+            UnsupportedError: when flax is not installed.
+        """
+        return functools.partial(_modules()[0], self)
 
     def einsum(self, mesh_axes: Any = (), dtype: Any = None) -> Any:
-        """A module that a layer calls as `einsum(equation, lhs, rhs)`."""
-        return Einsum(self, dtype)
+        """A module that a layer calls as `einsum(equation, lhs, rhs)`, with operands cast to `dtype` first unless it is None.
+
+        Raises:
+            UnsupportedError: when flax is not installed.
+        """
+        return _modules()[1](self, dtype)
 
     def get_block_size(self) -> int:
         """By what the batch of the shapes at initialization must be divisible: any will do."""
         return 1
 
 
-class _Product(nn.Module):
-    """What both modules share: the weight as the mode has it."""
+@functools.cache
+def _modules() -> tuple[Any, Any]:
+    """The two Linen modules; classes of Flax's can be made only where it is installed."""
+    try:
+        from flax import linen as nn
+    except ModuleNotFoundError as error:
+        raise UnsupportedError("flax is not installed; pip install fewbit[flax] brings it") from error
 
-    quant: Quantization
+    class DotGeneral(nn.Module):
+        """`dot_general` as a module, called with `(lhs, rhs, dimension_numbers, precision=None)`."""
 
-    def _weight(self, rhs: Any, axes: tuple[int, ...]) -> Any:
-        """The right operand: a parameter in training, or its stored QArray."""
-        quant = self.quant
-        if quant.quant_mode == "train":
-            has_key = quant.policy.needs_key and self.has_rng(quant.rng)
-            return Latent(jnp.asarray(rhs), self.make_rng(quant.rng) if has_key else None, quant.policy)
-        stored = self.variable(quant.collection, "weight", lambda: self._stored(rhs, axes))
-        if quant.quant_mode == "convert":
-            stored.value = self._stored(rhs, axes)
-        return stored.value
+        quant: Quantization
 
-    def _stored(self, rhs: Any, axes: tuple[int, ...]) -> QArray:
-        return dataclasses.replace(quantize(rhs, self.quant.policy.weight, axis=axes), policy=self.quant.policy)
+        @nn.compact
+        def __call__(
+            self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
+        ) -> jax.Array:
+            weight = _weight(self, rhs, tuple(dimension_numbers[0][1]))
+            return dot_general(lhs, weight, dimension_numbers, precision, preferred_element_type)
 
+    class Einsum(nn.Module):
+        """`einsum` of two operands as a module, called with `(equation, lhs, rhs)`; the right one is the weight."""
 
-class DotGeneral(_Product):
-    """`dot_general` as a module, called with `(lhs, rhs, dimension_numbers, precision=None)`."""
+        quant: Quantization
+        dtype: Any = None
 
-    @nn.compact
-    def __call__(
-        self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
-    ) -> jax.Array:
-        weight = self._weight(rhs, tuple(dimension_numbers[0][1]))
-        return dot_general(lhs, weight, dimension_numbers, precision, preferred_element_type)
+        @nn.compact
+        def __call__(self, equation: str, lhs: Any, rhs: Any) -> jax.Array:
+            if self.dtype is not None:
+                lhs, rhs = jnp.asarray(lhs, self.dtype), jnp.asarray(rhs, self.dtype)
+            return einsum(equation, lhs, _weight(self, rhs, _contracted(equation, rhs.ndim)))
+
+    return DotGeneral, Einsum
 
 
-class Einsum(_Product):
-    """`einsum` of two operands as a module, called with `(equation, lhs, rhs)`; the right one is the weight.
+def _weight(module: Any, rhs: Any, axes: tuple[int, ...]) -> Any:
+    """The right operand of a module's product: a parameter in training, or the QArray that is stored for it."""
+    quant = module.quant
+    if quant.quant_mode == "train":
+        has_key = quant.policy.needs_key and module.has_rng(quant.rng)
+        return Latent(jnp.asarray(rhs), module.make_rng(quant.rng) if has_key else None, quant.policy)
 
-    Attributes:
-        dtype: what the operands are cast to first; None leaves them.
-    """
+    def stored() -> QArray:
+        return dataclasses.replace(quantize(rhs, quant.policy.weight, axis=axes), policy=quant.policy)
 
-    dtype: Any = None
-
-    @nn.compact
-    def __call__(self, equation: str, lhs: Any, rhs: Any) -> jax.Array:
-        if self.dtype is not None:
-            lhs, rhs = jnp.asarray(lhs, self.dtype), jnp.asarray(rhs, self.dtype)
-        weight = self._weight(rhs, _contracted(equation, rhs.ndim))
-        return transparent(lambda lhs, rhs: jnp.einsum(equation, lhs, rhs), fallback="dequantize")(lhs, weight)
+    held = module.variable(quant.collection, "weight", stored)
+    if quant.quant_mode == "convert":
+        held.value = stored()
+    return held.value
 
 
 def _contracted(equation: str, ndim: int) -> tuple[int, ...]:

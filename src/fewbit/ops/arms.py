@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 
 from ..array import QArray, Scheme, dequantize, is_qarray, quantize
 from ..array.quantize import expanded_scale
+from ..array.sharding import held_sharding
 from ..array.straight_through import is_covered
 from ..errors import QuantError
 from .policy import Arm, Policy
@@ -167,11 +168,11 @@ def _residual(rules: Rules, x: Any, entered: Any, is_left: bool) -> Residual:
 
 
 def _form(x: Any) -> jax.ShapeDtypeStruct:
-    """The shape and dtype of an operand, and how it is sharded where its type says so."""
-    sharding = x.sharding if is_qarray(x) else jax.typeof(x).sharding
-    if not isinstance(sharding, NamedSharding) or sharding.mesh.empty:
-        return jax.ShapeDtypeStruct(x.shape, x.dtype)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    """The shape and dtype of an operand, and how it is sharded on an explicit mesh."""
+    sharding = x.sharding if is_qarray(x) else held_sharding(x)
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def _operand_gradient(
