@@ -14,9 +14,8 @@ from jaxtyping import Array, Key
 from ..array import PRODUCTS, QArray, is_qarray
 from ..array.sharding import spec_entries
 from ..errors import QuantError
-from ..kernels.qmatmul import BACKENDS, Problem
+from ..kernels.qmatmul import Problem, product
 from ..kernels.qmatmul.problem import DimensionNumbers, Operand
-from ..kernels.select import select
 from .arms import AbstractBilinear, Axes, floating, quantized_product
 from .gathering import with_gathered_codes
 from .latent import Latent
@@ -220,7 +219,7 @@ def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, b
         return jax.lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=preferred)
     lhs, rhs = with_gathered_codes(lhs, rhs, numbers)
     problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, precision, preferred)
-    return select(BACKENDS, problem, backend).backend.run(problem, lhs, rhs)
+    return product(problem, lhs, rhs, backend)
 
 
 def _matmul_batch(left: tuple[int, ...], right: tuple[int, ...]) -> int:

@@ -3,3 +3,5 @@
 from .cpu import Cpu as Cpu
 from .problem import Problem as Problem
 from .reference import BACKENDS as BACKENDS
+from .stacked import product as product
+from .tpu import PallasTPU as PallasTPU
