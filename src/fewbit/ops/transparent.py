@@ -146,7 +146,12 @@ class _Evaluator(AbstractEvaluator):
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
+            if isinstance(atom, jex_core.Literal):
+                return atom.val
+            value = env[atom]
+            if isinstance(value, StandIn):
+                value, env[atom] = value.forked()
+            return value
 
         eqns, index, survey = jaxpr.eqns, 0, None
         while index < len(eqns):
@@ -158,7 +163,7 @@ class _Evaluator(AbstractEvaluator):
                 stretch = stretch_from(jaxpr, index, env, survey)
                 repeated = None if stretch is None else self._repeated(stretch, survey)
                 if stretch is not None and repeated is not None:
-                    env.update(zip(stretch.outputs, repeated(*map(env.get, stretch.inputs)), strict=True))
+                    env.update(zip(stretch.outputs, repeated(*map(read, stretch.inputs)), strict=True))
                     index += len(stretch.eqns)
                     continue
             with _context_of(eqn):
