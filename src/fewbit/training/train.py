@@ -7,16 +7,15 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key
 
-from ..errors import UnsupportedError
+from ..array import is_qarray
 from ..ops.latent import Latent
 from ..ops.policy import Policy
 from ..ops.stepped import StepScales
-from ..ops.transparent import Decoded, transparent
+from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import parameter_paths, parameter_uses
-from ..recipe import Recipe
 from ..recipe import recipe as as_recipe
 from .delayed_state import DelayedState, step_scales
-from .policies import trained_policies
+from .policies import chosen_products, trained_policies
 
 R = TypeVar("R")
 
@@ -29,8 +28,12 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     policy's arms. What was trained is what is served: `fb.quantize_params` with a plan of the same recipe gives the very
     codes that the forward pass computes with.
 
+    The recipe's rules for products quantize both operands of products without a parameter, such as attention's, the right one
+    as the policy's `weight`; their gradients follow the arms likewise.
+
     Args:
-        fn: any function that JAX can trace whose first argument is the tree of parameters.
+        fn: any function that JAX can trace whose first argument is the tree of parameters. Those of them that are QArrays stay
+            what they are: `fb.train` serves them, too, with the policies of products without a parameter.
         recipe: a Recipe, or anything that `fb.recipe` takes. Rules are matched by parameter path and by what uses it.
         report: called while tracing with each place where a parameter that a rule matches is read as the float array it is,
             because its primitive is no product, and with each where a QArray among the arguments is decoded.
@@ -43,7 +46,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     Raises:
         QuantError: when a rule that is not optional matches nothing; when a policy asks for delayed scaling and `delayed` is
             missing or for other parameters; in the backward pass when a policy needs a key and there is none.
-        UnsupportedError: for rules for products without a parameter.
+        UnsupportedError: for a product without a parameter that has a policy and delayed scaling, or stands in a function with
+            a derivative rule of its own.
 
     >>> import fewbit as fb
     >>> params = {"w": jnp.eye(4)}
@@ -54,8 +58,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     (4, 4)
     """
     resolved = as_recipe(recipe)
-    _refuse_products(resolved)
-    run = transparent(fn, fallback="dequantize", report=report)
+    chosen_products(resolved, None)  # what it refuses, it refuses here
+    kept = evaluated(fn, "dequantize", report, None)
 
     def trained(
         params: Any, *args: Any, key: Key[Array, ""] | None = None, delayed: DelayedState | None = None, **kwargs: Any
@@ -63,18 +67,13 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
         uses, _ = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
         policies = trained_policies(resolved, params, uses)
         scales = step_scales(delayed, policies)
+        chosen = chosen_products(resolved, key)
+        run = kept if chosen is None else evaluated(fn, "dequantize", report, chosen)
         return run(_latents(params, policies, key, scales), *args, **kwargs)
 
     trained.__name__ = getattr(fn, "__name__", "trained")
     trained.__doc__ = fn.__doc__
     return trained
-
-
-def _refuse_products(recipe: Recipe) -> None:
-    """Refuses policies of products without a weight."""
-    if recipe.products:
-        reason = "it is for a product without a parameter; call fb.dot_general or fb.einsum with policy= there"
-        raise UnsupportedError(f"fb.train cannot follow recipe {recipe.name!r}", {str(r): reason for r in recipe.products})
 
 
 def _latents(params: Any, policies: Mapping[str, Policy], key: Any, scales: Mapping[str, StepScales]) -> Any:
@@ -85,4 +84,5 @@ def _latents(params: Any, policies: Mapping[str, Policy], key: Any, scales: Mapp
     def latent(path: str, x: Any) -> Any:
         return x if path not in policies else Latent(jnp.asarray(x), keys.get(path), policies[path], scales.get(path))
 
-    return jax.tree.unflatten(jax.tree.structure(params), [latent(*leaf) for leaf in parameter_paths(params).items()])
+    treedef = jax.tree.structure(params, is_leaf=is_qarray)
+    return jax.tree.unflatten(treedef, [latent(*leaf) for leaf in parameter_paths(params).items()])
