@@ -21,6 +21,9 @@
 #else
 #define FEWBIT_X86 0
 #endif
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #define FEWBIT_LEVEL_PORTABLE 0
 #define FEWBIT_LEVEL_AVX2 1
