@@ -70,9 +70,15 @@ def quantize(
     x = _checked(x)
     bound = as_scheme(scheme).along(axis, x.ndim)
     refuse_cut_tiles(x, bound)
+    _check_given(scale, offset, error_weights, bound)
+    return _quantized(x, bound, error_weights, key, scale, offset)
+
+
+@functools.partial(jax.jit, static_argnames="bound", inline=True)
+def _quantized(x: Array, bound: Scheme, error_weights: Any, key: Any, scale: Any, offset: Any) -> QArray:
+    """`quantize` of checked arguments: one program, where operations one by one would each be compiled and wait."""
     tiles = bound.tiles(x.ndim)
     counts = tile_counts(x.shape, tiles)
-    _check_given(scale, offset, error_weights, bound)
     view = _view(x, tiles, error_weights, bound)
     if scale is None:
         target = _target(bound, _tensor_scale(view.x, bound.format.bound, bound))
@@ -113,6 +119,12 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None) -> Float[Array, "*s"]:
     dtype = q.dtype if dtype is None else jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise QuantError(f"dequantize gives floating numbers, not {dtype.name}")
+    return _dequantized(q, dtype)
+
+
+@functools.partial(jax.jit, static_argnames="dtype", inline=True)
+def _dequantized(q: QArray, dtype: np.dtype) -> Array:
+    """`dequantize` as one program."""
     scheme, tiles, shape = q.scheme, q.tiles, q.shape
     codes = unpack(q.codes, scheme.format.bits, shape[scheme.pack_axis], scheme.packing, axis=scheme.pack_axis)
     view, _ = blocked(codes, tiles)
