@@ -42,9 +42,12 @@ class StandIn(abc.ABC):
         """The same with leaves of which each has the array's first axis, so that a loop can take one element at a time."""
 
 
+_KINDS = (QArray, StandIn)  # made once, since a trace asks of every variable
+
+
 def stands_in(x: Any) -> TypeGuard[QArray | StandIn]:
     """Whether a value stands for an array without being one: the `is_leaf` of walks in the evaluator."""
-    return isinstance(x, QArray | StandIn)
+    return isinstance(x, _KINDS)
 
 
 def array_of(x: QArray | StandIn) -> jax.Array:
