@@ -7,6 +7,8 @@ import torch
 
 from ..array import Scheme
 from ..array.scales import MSE, MX, SNR, AbsMax, ScaleStore
+from ..array.scales.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
+from ..array.scales.search import proven_window
 from ..errors import UnsupportedError
 from ..formats import E8M0, AbstractFormat, Minifloat
 from .rounding import Rounding, flushed, over
@@ -84,7 +86,7 @@ def ideal_scale(tiles: Tiles, scheme: Scheme, holder: Holder) -> torch.Tensor:
     if isinstance(calibration, MX) or (isinstance(calibration, MSE) and isinstance(scheme.scale, E8M0)):
         return _best_power_of_two(tiles, fmt)
     if isinstance(calibration, MSE) and holder.rounding is not None:
-        return _best_code(tiles, scheme, holder)
+        return _best_stored(tiles, fmt, holder)
     if isinstance(calibration, MSE):
         return _best_fraction(tiles, fmt, holder, np.linspace(1.0, calibration.low, int(calibration.steps)))
     assert isinstance(calibration, SNR)
@@ -123,30 +125,36 @@ def _best_power_of_two(tiles: Tiles, fmt: AbstractFormat) -> torch.Tensor:
     search, amax = Search.of(tiles, fmt), tiles.amax
     ceiling = _unsaturated_exponent(amax, fmt)
     search.start(_power(ceiling, amax))
-    for halving in range(1, 2 if tiles.x.shape[1] <= 145 else 13):
-        search.consider(_power(ceiling - halving, amax))
+    halvings = needed_halvings(fmt, tiles.x.shape[1])
+    for step in (*range(1, needed_doublings(fmt) + 1), *range(-halvings, 0)):
+        search.consider(_power(ceiling + step, amax))
     return search.scale
 
 
-def _best_code(tiles: Tiles, scheme: Scheme, holder: Holder) -> torch.Tensor:
+def _best_stored(tiles: Tiles, fmt: AbstractFormat, holder: Holder) -> torch.Tensor:
     """The best scale among the numbers of the format that holds the scales."""
-    fmt, amax = scheme.format, tiles.amax
-    values = holder.store.holder.values()  # type: ignore[union-attr]
-    grid = torch.tensor(np.unique(values[np.isfinite(values) & (values > 0)]), dtype=torch.float32, device=amax.device)
+    held, amax = holder.store.holder, tiles.amax
+    assert isinstance(held, AbstractFormat)
+    grid = torch.tensor(stored_scales(held), dtype=torch.float32, device=amax.device)
     needed = flushed(over(amax, fmt.bound))
     needed = needed if holder.unit is None else flushed(needed / holder.unit)
     ceiling = torch.bucketize(needed, grid).clamp(max=len(grid) - 1)
 
-    def scale_at(index: torch.Tensor) -> torch.Tensor:
-        scale = grid[index.clamp(0, len(grid) - 1)]
+    def scale_at(place: torch.Tensor) -> torch.Tensor:
+        scale = grid[place.clamp(0, len(grid) - 1)]
         return scale if holder.unit is None else flushed(scale * holder.unit)
 
     search = Search.of(tiles, fmt)
     search.start(scale_at(ceiling))
-    is_proven = fmt.name == "e2m1" and holder.store.holder.name in ("e4m3fn", "ue4m3") and tiles.x.shape[1] <= 32
-    first = torch.where(ceiling < 8, 0, ceiling - 5) if is_proven else torch.zeros_like(ceiling)
-    for step in range(15 if is_proven else len(grid)):
+    proven = proven_window(fmt, held, tiles.x.shape[1])
+    ends = proven or (np.arange(len(grid)), last_useful_scale(fmt, held))
+    first, last = (torch.tensor(end, device=amax.device)[ceiling] for end in ends)
+    for step in range(int((last - first).max()) + 1):
         search.consider(scale_at(first + step))
+    for step in range(1, 1 if proven else int(ceiling.max()) + 1):
+        if not search.can_gain(scale_at(ceiling - step)):
+            break
+        search.consider(scale_at(ceiling - step))
     return torch.where(amax > 0, search.scale, 0.0)
 
 
@@ -169,6 +177,7 @@ class Search:
     x: torch.Tensor
     valid: torch.Tensor | None
     inverse: torch.Tensor
+    format: AbstractFormat
     rounding: Rounding
     scale: torch.Tensor
     error: torch.Tensor
@@ -179,7 +188,7 @@ class Search:
         inverse = _power_of_two(-_exponent_of(tiles.amax).clamp(-126, 126))
         x = flushed(tiles.x * inverse[:, None])
         nothing = torch.full_like(inverse, torch.inf)
-        return cls(x, tiles.valid, inverse, Rounding.of(fmt, x.device), torch.zeros_like(inverse), nothing)
+        return cls(x, tiles.valid, inverse, fmt, Rounding.of(fmt, x.device), torch.zeros_like(inverse), nothing)
 
     def start(self, scale: torch.Tensor) -> None:
         """Tries the first scale, which is kept whatever its error."""
@@ -192,9 +201,15 @@ class Search:
         self.scale = torch.where(is_lower, scale, self.scale)
         self.error = torch.where(is_lower, error, self.error)
 
+    def can_gain(self, scale: torch.Tensor) -> bool:
+        """Whether for some tile this scale, or a smaller one, may be better: elements beyond the largest number cost that much."""
+        scale, fmt = (scale * self.inverse)[:, None], self.format
+        excess = torch.maximum(self.x - fmt.max * scale, fmt.min * scale - self.x).clamp(min=0)
+        return bool((excess.square().sum(1) < self.error).any())
+
     def _error(self, scale: torch.Tensor) -> torch.Tensor:
         """The squared error of each tile under a scale, in units of the tile."""
-        scale = torch.where(scale > 0, scale * self.inverse, 1.0)[:, None]
+        scale = (scale * self.inverse).clamp(min=2.0**-120)[:, None]
         off = self.rounding.nearest(self.x * (1 / scale)) * scale - self.x
         off = off if self.valid is None else torch.where(self.valid, off, 0.0)
         return off.square().sum(1)
