@@ -68,9 +68,12 @@ class StandIn(abc.ABC):
         return self
 
 
+_KINDS = (QArray, StandIn)  # made once, since a trace asks of every variable
+
+
 def stands_in(x: Any) -> TypeGuard[QArray | StandIn]:
     """Whether a value stands for an array without being one: the `is_leaf` of walks in the evaluator."""
-    return isinstance(x, QArray | StandIn)
+    return isinstance(x, _KINDS)
 
 
 def array_of(x: QArray | StandIn) -> jax.Array:

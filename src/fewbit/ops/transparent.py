@@ -274,10 +274,9 @@ class _Evaluator(AbstractEvaluator):
             survey.lines[stretch.eqns[0].source_info.traceback] += 1
             if not stretch.comes_again:
                 return None
-        evaluator = dataclasses.replace(self, is_traced=False)
 
         def repeated(*args: Any) -> list[Any]:
-            return evaluator.evaluate(stretch.jaxpr, (), args)
+            return self.evaluate(stretch.jaxpr, (), args)
 
         return self._kept(stretch.key, stretch, lambda: jax.jit(repeated))
 
