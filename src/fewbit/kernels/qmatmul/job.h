@@ -47,6 +47,8 @@ struct Job {
   int64_t M, K, N;       // logical lengths
   const float* x;        // [M, ldx], in the order of the stream, zeros beyond K
   int64_t ldx;
+  const float* x_sums;   // [M, ld_sums], for kernels that lay x out in blocks: the sum of what each lane of a block meets
+  int64_t ld_sums;
   void* y;               // [M, N]
   Float y_kind;
   const int32_t* order;  // the code at each place of a group of the stream, of the axis that is not contracted; null: in order
