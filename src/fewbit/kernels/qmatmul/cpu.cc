@@ -84,7 +84,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const int64_t steps = Steps(isa, job);
   constexpr int64_t kBlock = 512;  // the most codes that a kernel takes in one step
   const int64_t length = (job.contracted() + kBlock - 1) / kBlock * kBlock;
-  const bool as_is = job.M > 16 && x_kind == Float::kF32 && x_order == nullptr && job.K % 16 == 0;
+  const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr && job.K % 16 == 0;
   job.ldx = as_is ? job.K : length + 16;
   std::unique_ptr<float[]> packed(as_is ? nullptr : new float[job.M * job.ldx]);
   std::unique_ptr<float[]> blocked(steps == 1 ? nullptr : new float[job.M * job.ldx]);
@@ -99,30 +99,21 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const Held first_scale = w.scale, first_zero = w.zero;
   for (int64_t b = 0; b < batch; ++b) {
     const char* rows_of_x = static_cast<const char*>(x.untyped_data()) + b * job.M * job.K * x_bytes;
-    if (as_is) {
-      job.x = reinterpret_cast<const float*>(rows_of_x);
-    } else {
-      constexpr int64_t kRowsAtOnce = 16;
-      ParallelFor(pool, (job.M + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
-        for (int64_t m = chunk * kRowsAtOnce; m < job.M && m < (chunk + 1) * kRowsAtOnce; ++m) {
-          PackRow(rows_of_x + m * job.K * x_bytes, x_kind, job.K, x_order, group, packed.get() + m * job.ldx, job.ldx);
-        }
-      });
-      job.x = packed.get();
-    }
-
+    job.x = as_is ? reinterpret_cast<const float*>(rows_of_x) : steps > 1 ? blocked.get() : packed.get();
+    constexpr int64_t kRowsAtOnce = 16;
+    ParallelFor(pool, as_is ? 0 : (job.M + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
+      for (int64_t m = chunk * kRowsAtOnce; m < job.M && m < (chunk + 1) * kRowsAtOnce; ++m) {
+        float* row = packed.get() + m * job.ldx;
+        PackRow(rows_of_x + m * job.K * x_bytes, x_kind, job.K, x_order, group, row, job.ldx);
+        float* sums_of_row = job.x_sums == nullptr ? nullptr : sums.get() + m * job.ld_sums;
+        if (steps > 1) BlockedX(row, length, steps, blocked.get() + m * job.ldx, sums_of_row);
+      }
+    });
     w.codes = codes.typed_data() + (codes.dimensions()[0] == 1 ? 0 : b * weight_bytes);
     w.scale.data = static_cast<const char*>(first_scale.data) + (one_scale ? 0 : b * tiles) * tile_bytes(first_scale);
     if (role != 0) w.zero.data = static_cast<const char*>(first_zero.data) + (one_zero ? 0 : b * zeros) * tile_bytes(first_zero);
     w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : b];
     job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * y_bytes;
-    if (steps > 1) {
-      for (int64_t m = 0; m < job.M; ++m) {
-        BlockedX(packed.get() + m * job.ldx, length, steps, blocked.get() + m * job.ldx,
-                 job.x_sums == nullptr ? nullptr : sums.get() + m * (length / steps));
-      }
-      job.x = blocked.get();
-    }
     ParallelFor(pool, ChunkCount(isa, job), [&](int64_t chunk) { Run(isa, job, chunk); });
   }
   return ffi::Error::Success();

@@ -43,8 +43,10 @@ static void StoreOutputs(const Job& job, int64_t m, int64_t n0, int64_t count, c
 namespace portable {
 #include "lanes.h"
 #include "decode.h"
+#include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "choice.h"
 }  // namespace portable
 #undef FEWBIT_LEVEL
 
@@ -54,8 +56,10 @@ FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
 namespace avx2 {
 #include "lanes.h"
 #include "decode.h"
+#include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "choice.h"
 }  // namespace avx2
 FEWBIT_END
 #undef FEWBIT_LEVEL
@@ -65,8 +69,10 @@ FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
 namespace avx512 {
 #include "lanes.h"
 #include "decode.h"
+#include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "choice.h"
 }  // namespace avx512
 FEWBIT_END
 #undef FEWBIT_LEVEL
