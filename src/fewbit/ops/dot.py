@@ -218,9 +218,23 @@ def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, b
         if backend is not None:
             raise QuantError(f"backend={backend!r} computes quantized products; neither operand is a QArray")
         return jax.lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=preferred)
+    lhs, rhs, numbers = _untransposed(lhs, rhs, numbers)
     lhs, rhs = with_gathered_codes(lhs, rhs, numbers)
     problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, precision, preferred)
     return select(BACKENDS, problem, backend).backend.run(problem, lhs, rhs)
+
+
+def _untransposed(lhs: Any, rhs: Any, numbers: DimensionNumbers) -> tuple[Any, Any, DimensionNumbers]:
+    """The same product with the arrays that transposed operands were made from, where the result's axes stay in order."""
+    operands, axes = [lhs, rhs], [[numbers[0][side], numbers[1][side]] for side in (0, 1)]
+    for side, q in enumerate(operands):
+        source, order = q.untransposed if is_qarray(q) else (q, ())
+        free = [order[a] for a in range(len(order)) if a not in axes[side][0] and a not in axes[side][1]]
+        if source is not q and free == sorted(free):
+            operands[side] = source
+            axes[side] = [tuple(order[a] for a in group) for group in axes[side]]
+    (left, left_batch), (right, right_batch) = axes
+    return (*operands, ((left, right), (left_batch, right_batch)))
 
 
 def _matmul_batch(left: tuple[int, ...], right: tuple[int, ...]) -> int:
