@@ -52,6 +52,10 @@ class Cpu(AbstractBackend[Problem]):
     def passed_over(self, problem: Problem) -> str | None:
         return device_refusal()
 
+    def about(self) -> str:
+        isa = self.isa or extension("fewbit.kernels.qmatmul._cpu").isa
+        return f"compiled for {isa}; on devices other than CPUs the reference takes its place"
+
     def run(self, problem: Problem, *operands: Any) -> jax.Array:
         q_side = 0 if isinstance(operands[0], QArray) else 1
         x, q = operands[1 - q_side], operands[q_side]
