@@ -29,7 +29,7 @@ def extension(source: Path, include: str) -> Extension:
     # -ffp-contract=off: a fused multiply-add would round once where the reference rounds twice. The next two let loops with
     # conditions become vector code, and change no result: nobody reads errno or the exception flags.
     flags = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
-    flags += ["-Wno-maybe-uninitialized"]  # GCC says it of its own intrinsics
+    flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # GCC says it of its own intrinsics
     folders = ["-isystem", include, f"-I{KERNELS / 'native'}"]  # of others' headers we want no warnings
     return Extension(
         module, [str(source)], depends=HEADERS, extra_compile_args=flags + folders, language="c++", optional=True

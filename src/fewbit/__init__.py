@@ -30,6 +30,7 @@ from .ops import Policy as Policy
 from .ops import conv_general_dilated as conv_general_dilated
 from .ops import dot_general as dot_general
 from .ops import einsum as einsum
+from .ops import explain as explain
 from .ops import ragged_dot as ragged_dot
 from .ops import ragged_dot_general as ragged_dot_general
 from .ops import take as take

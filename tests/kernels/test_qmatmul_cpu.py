@@ -1,6 +1,8 @@
 """The compiled product on CPUs beside NumPy in float64: every scheme, both axes contracted, any shape and instruction set."""
 
 import dataclasses
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +11,9 @@ import pytest
 
 import fewbit as fb
 from fewbit._tiles import tile_counts
-from fewbit.array.packing import code_capacity, pack
+from fewbit.array.packing import code_capacity, pack, paired
 from fewbit.formats import AbstractFormat
-from fewbit.kernels.extension import extension
+from fewbit.kernels.extension import HOW_TO_BUILD, Extension, extension
 from fewbit.kernels.qmatmul import BACKENDS, Problem
 from fewbit.kernels.qmatmul.problem import Operand
 from tests.conformance import array_laws as laws
@@ -112,3 +114,145 @@ def test_any_number_of_rows(name, rows):
         q = weight(name, -1, (129, 640))
         x = activation(rows, q.shape[axis])
         assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
+
+
+def test_dtypes_are_rounded_once():
+    q, x = weight("nf4", -1), activation(3, COLS)
+    exact = np.asarray(product(x, q, 1))
+    for dtype in (jnp.bfloat16, jnp.float16):
+        rounded = jnp.asarray(x, dtype)
+        y = fb.dot_general(rounded, q.astype(dtype), contracting(1), backend="cpu")
+        wide = fb.dot_general(rounded.astype(jnp.float32), q, contracting(1), backend="cpu")
+        assert y.dtype == dtype
+        np.testing.assert_array_equal(y, wide.astype(dtype))
+    assert np.isfinite(exact).all()
+
+
+@pytest.mark.parametrize("packing", [fb.Packing(paired(32)), fb.Packing((), True), fb.Packing(paired(8, 4))], ids=str)
+def test_codes_in_any_order(packing):
+    scheme = dataclasses.replace(fb.scheme("q4_1"), packing=packing)
+    w = activation(5, 100)
+    q = fb.quantize(jnp.asarray(w), scheme)
+    for axis in (0, 1):
+        for rows in (2, 7):
+            x = activation(rows, q.shape[axis])
+            assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
+
+
+def test_batches_several_axes_and_either_side():
+    """The dimension numbers of attention's projections, of stacked experts, and of a weight on the left."""
+    w = activation(4 * 6, 32).reshape(4, 6, 32)
+    q = fb.quantize(jnp.asarray(w), "int4_g16")
+    values = np.asarray(fb.dequantize(q))
+
+    def check(spec, numbers, x_shape, is_left=False):
+        x = activation(int(np.prod(x_shape)), 1).reshape(x_shape)
+        operands = (q, jnp.asarray(x)) if is_left else (jnp.asarray(x), q)
+        y = fb.dot_general(*operands, numbers, backend="cpu")
+        expected = np.einsum(spec, *((values, x) if is_left else (x, values)))
+        np.testing.assert_allclose(y, expected, atol=1e-4)
+
+    check("abk,hdk->abhd", (((2,), (2,)), ((), ())), (2, 3, 32))
+    check("ahd,hdk->ak", (((1, 2), (0, 1)), ((), ())), (2, 4, 6))
+    check("adh,hdk->ak", (((2, 1), (0, 1)), ((), ())), (2, 6, 4))
+    check("hmk,hdk->hmd", (((2,), (2,)), ((0,), (0,))), (4, 3, 32))
+    check("hdk,mk->hdm", (((2,), (1,)), ((), ())), (3, 32), is_left=True)
+    with pytest.raises(fb.UnsupportedError, match=r"cpu: int4_g16.* is no stack of matrices: it contracts axes"):
+        fb.dot_general(jnp.ones((2, 6)), q, (((1,), (1,)), ((), ())), backend="cpu")
+
+
+def test_derivatives_and_vmap():
+    q = weight("nf4", -1)
+    x = jnp.asarray(activation(3, COLS))
+    w = laws.numpy_dequantize(q)
+
+    def product(x, q=q):
+        return fb.dot_general(x, q, contracting(1), backend="cpu")
+
+    close = lambda got, expected: np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-3)  # noqa: E731
+    close(jax.grad(lambda x: (product(x) * 2).sum())(x), np.broadcast_to(2 * w.sum(0), x.shape))
+    close(jax.jvp(product, (x,), (x,))[1], x @ w.T)
+    close(jax.vmap(jax.grad(lambda row: product(row[None]).sum()))(x), np.broadcast_to(w.sum(0), x.shape))
+    close(jax.vmap(product)(jnp.stack([x, 2 * x]))[1], 2 * x @ w.T)
+    stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), q)
+    close(jax.vmap(product, (None, 0))(x, stacked)[1], x @ w.T)
+    close(jax.lax.scan(lambda c, layer: (c, product(x, layer)), 0, stacked)[1][1], x @ w.T)
+    by_scale = jax.grad(lambda q: product(x, q).sum(), allow_int=True)(q).scale
+    close(by_scale, jax.grad(lambda q: (x @ fb.dequantize(q).T).sum(), allow_int=True)(q).scale)
+
+
+def test_a_transposed_weight_is_read_where_it_lies():
+    q, x = weight("nf4", -1), jnp.asarray(activation(3, COLS))
+
+    def product(x, q):
+        return fb.dot_general(x, q.T, contracting(0), backend="cpu")
+
+    compiled = jax.jit(product).lower(x, q).compile().as_text()
+    assert "custom-call" in compiled
+    assert " transpose(" not in compiled
+    np.testing.assert_array_equal(product(x, q), fb.dot_general(x, q, contracting(1), backend="cpu"))
+
+
+def test_nan_and_zero_tiles():
+    w = np.array(activation(4, 128))
+    w[1, 5], w[2] = np.nan, 0
+    q = fb.quantize(jnp.asarray(w), "nf4")
+    y = np.asarray(product(activation(2, 128), q, 1))
+    assert np.isnan(y[:, 1]).all() and not np.isnan(np.delete(y, 1, 1)).any()
+    assert (y[:, 2] == 0).all()
+    codes = jnp.asarray(weight("fp8", -1).codes).at[3, 7].set(0x7F)
+    q = dataclasses.replace(weight("fp8", -1), codes=codes)
+    for rows in (1, 9):
+        y = np.asarray(product(activation(rows, COLS), q, 1))
+        assert np.isnan(y[:, 3]).all() and not np.isnan(np.delete(y, 3, 1)).any()
+
+
+def test_what_explain_says_with_several_devices():
+    q = weight("nf4", -2)
+    assert fb.explain(jnp.ones((2, ROWS)), q).splitlines() == [
+        "float32[2,70] @ nf4[70,200]: reference (plain JAX, which writes the decoded weight to memory before it multiplies)",
+        "  cpu: JAX has 8 CPU devices, and XLA cannot split its calls over them; name it for arrays that are not sharded",
+    ]
+    assert "nf4[70,200]: cpu (compiled for" in fb.explain(jnp.ones((2, ROWS)), q, backend="cpu")
+    with pytest.raises(fb.QuantError, match="neither operand is a QArray"):
+        fb.explain(jnp.ones((2, 3)), jnp.ones((3, 2)))
+
+
+def test_without_the_extension(monkeypatch):
+    absent = Extension(missing=f"its C++ extension is not built here (no module); {HOW_TO_BUILD}")
+    monkeypatch.setattr("fewbit.kernels.qmatmul.cpu.extension", lambda module: absent)
+    q, x = weight("nf4", -1), jnp.asarray(activation(2, COLS))
+    assert "reference" in fb.explain(x, q.T)
+    assert "cpu: its C++ extension is not built here" in fb.explain(x, q.T)
+    with pytest.raises(fb.UnsupportedError, match="install a C\\+\\+17 compiler"):
+        fb.dot_general(x, q, contracting(1), backend="cpu")
+    assert fb.dot_general(x, q, contracting(1)).shape == (2, ROWS)
+
+
+ONE_DEVICE = """
+import os, sys, hashlib
+os.sched_setaffinity(0, list(sorted(os.sched_getaffinity(0)))[: int(sys.argv[1])])
+import jax, jax.numpy as jnp, numpy as np, fewbit as fb
+rng = np.random.default_rng(0)
+w = jnp.asarray(rng.normal(size=(600, 640)), jnp.float32)
+digest = hashlib.sha256()
+for scheme in ("nf4", "mxfp6"):
+    q = fb.quantize(w, scheme)
+    for m in (1, 40):
+        x = jnp.asarray(rng.normal(size=(m, 640)), jnp.float32)
+        digest.update(np.asarray(x @ q.T).tobytes())
+        digest.update(np.asarray(jax.grad(lambda x: jnp.sin(x @ q.T).sum())(x)).tobytes())
+model = jax.jit(fb.transparent(lambda params, x: x @ params.T))
+print("custom-call" in model.lower(q, x).compile().as_text(), fb.explain(x, q.T).split(":")[1][:5], digest.hexdigest())
+"""
+
+
+@pytest.mark.slow
+def test_one_device_takes_it_and_threads_change_no_bit():
+    def outcome(threads: int) -> str:
+        command = [sys.executable, "-c", ONE_DEVICE, str(threads)]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    one = outcome(1)
+    assert one.startswith("True  cpu ")
+    assert outcome(2) == one

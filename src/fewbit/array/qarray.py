@@ -156,7 +156,19 @@ class QArray:
         order = tuple(a % self.ndim for a in order)
         tiles = tuple(self._named_tiles[a] for a in order)
         pack_axis = order.index(self.scheme.pack_axis + self.ndim) - self.ndim
-        return self._moved(lambda leaf: leaf.transpose(order), self.scheme.with_tiles(tiles, pack_axis))
+        moved = self._moved(lambda leaf: leaf.transpose(order), self.scheme.with_tiles(tiles, pack_axis))
+        source, before = self.untransposed
+        object.__setattr__(moved, "_source", (source, tuple(before[a] for a in order)))
+        return moved
+
+    @property
+    def untransposed(self) -> tuple["QArray", tuple[int, ...]]:
+        """The array that this one is a transpose of, and which of its axes each of ours is; else itself and its own axes.
+
+        A product may as well read the one as the other, and need not wait for bytes to be moved. It is known where
+        `transpose` was called, and forgotten by whatever takes the array apart, as jit and vmap do.
+        """
+        return getattr(self, "_source", (self, tuple(range(self.ndim))))
 
     def reshape(self, *shape: int | tuple[int, ...]) -> "QArray":
         """The array in another shape, as long as no tile and no byte is torn.
@@ -181,7 +193,11 @@ class QArray:
         dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise QuantError(f"a QArray stands for floating numbers; astype({dtype.name}) needs fb.dequantize first")
-        return dataclasses.replace(self, dtype=dtype)
+        result = dataclasses.replace(self, dtype=dtype)
+        source, order = self.untransposed
+        if source is not self:
+            object.__setattr__(result, "_source", (dataclasses.replace(source, dtype=dtype), order))
+        return result
 
     def __len__(self) -> int:
         return self.shape[0]

@@ -35,6 +35,10 @@ class AbstractBackend(abc.ABC, Generic[P]):
         """Why this backend leaves a problem that it can compute to another, unless it is named; None when it does not."""
         return None
 
+    def about(self) -> str:
+        """What it is on this machine, in a few words for `fb.explain`."""
+        return self.name
+
     @abc.abstractmethod
     def run(self, problem: P, *operands: Any) -> jax.Array:
         """The product of the operands. Called only where `unsupported` is None."""

@@ -5,6 +5,7 @@ from .delayed import DelayedScaling as DelayedScaling
 from .dot import dot_general as dot_general
 from .dot import matmul as matmul
 from .einsum import einsum as einsum
+from .explain import explain as explain
 from .policy import Arm as Arm
 from .policy import Policy as Policy
 from .ragged import ragged_dot as ragged_dot

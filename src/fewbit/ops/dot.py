@@ -180,18 +180,28 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     (2, 4)
     """
     left, right = operand(lhs), operand(rhs)
-    if left.ndim == 0 or right.ndim == 0:
-        raise QuantError(f"matmul needs operands of at least one axis, got shapes {left.shape} and {right.shape}")
-    batch = tuple(range(_matmul_batch(left.shape[:-2], right.shape[:-2])))
-    inner = max(right.ndim - 2, 0)
-    if left.shape[-1] != right.shape[inner]:
-        raise QuantError(f"matmul cannot contract shapes {left.shape} and {right.shape}: the inner lengths differ")
-    product = dot_general(*_promoted(left, right), (((left.ndim - 1,), (inner,)), (batch, batch)))
+    batch = matmul_numbers(left.shape, right.shape)[1][0]
+    product = dot_general(*_promoted(left, right), matmul_numbers(left.shape, right.shape))
     # The product puts the left's free axis first; matmul wants it before the right's last one.
     return jnp.moveaxis(product, 0, -2) if not batch and right.ndim > 2 and left.ndim > 1 else product
 
 
 PRODUCTS.add("matmul", matmul)
+
+
+def matmul_numbers(left: tuple[int, ...], right: tuple[int, ...]) -> DimensionNumbers:
+    """The dimension numbers of `@` for operands of two shapes.
+
+    Raises:
+        QuantError: when the inner lengths differ, or batch axes would have to be broadcast.
+    """
+    if not left or not right:
+        raise QuantError(f"matmul needs operands of at least one axis, got shapes {left} and {right}")
+    batch = tuple(range(_matmul_batch(left[:-2], right[:-2])))
+    inner = max(len(right) - 2, 0)
+    if left[-1] != right[inner]:
+        raise QuantError(f"matmul cannot contract shapes {left} and {right}: the inner lengths differ")
+    return ((len(left) - 1,), (inner,)), (batch, batch)
 
 
 def _hashable(precision: Any) -> Any:
@@ -217,9 +227,23 @@ def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, b
         if backend is not None:
             raise QuantError(f"backend={backend!r} computes quantized products; neither operand is a QArray")
         return jax.lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=preferred)
+    lhs, rhs, numbers = untransposed(lhs, rhs, numbers)
     lhs, rhs = with_gathered_codes(lhs, rhs, numbers)
     problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, precision, preferred)
     return product(problem, lhs, rhs, backend)
+
+
+def untransposed(lhs: Any, rhs: Any, numbers: DimensionNumbers) -> tuple[Any, Any, DimensionNumbers]:
+    """The same product with the arrays that transposed operands were made from, where the result's axes stay in order."""
+    operands, axes = [lhs, rhs], [[numbers[0][side], numbers[1][side]] for side in (0, 1)]
+    for side, q in enumerate(operands):
+        source, order = q.untransposed if is_qarray(q) else (q, ())
+        free = [order[a] for a in range(len(order)) if a not in axes[side][0] and a not in axes[side][1]]
+        if source is not q and free == sorted(free):
+            operands[side] = source
+            axes[side] = [tuple(order[a] for a in group) for group in axes[side]]
+    (left, left_batch), (right, right_batch) = axes
+    return (*operands, ((left, right), (left_batch, right_batch)))
 
 
 def _matmul_batch(left: tuple[int, ...], right: tuple[int, ...]) -> int:

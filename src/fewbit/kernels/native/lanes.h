@@ -48,6 +48,9 @@ static inline V WidenedF16(const uint16_t* p) {
 #endif
 
 // The sum of the lanes, halves added to halves: the same order whatever the code around it.
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+static inline float SumOfLanes(V v) { return _mm512_reduce_add_ps(v); }
+#else
 static inline float SumOfLanes(V v) {
   float lane[kLanes];
   Store(lane, v);
@@ -56,3 +59,4 @@ static inline float SumOfLanes(V v) {
   }
   return lane[0];
 }
+#endif

@@ -2,11 +2,8 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <vector>
 
-#include "halves.h"
-#include "isa.h"
-#include "job.h"
+#include "levels.h"
 #include "module.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -14,75 +11,6 @@
 namespace fewbit {
 
 namespace ffi = xla::ffi;
-
-// Memory of this thread that keeps its size from call to call, so that no page is touched for the first time twice.
-static float* Workspace(int64_t floats) {
-  thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < floats + 16) memory.resize(floats + 16);
-  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
-  return reinterpret_cast<float*>((address + 63) / 64 * 64);
-}
-
-static void StoreFloat(void* y, Float kind, int64_t at, float x) {
-  if (kind == Float::kF32) {
-    static_cast<float*>(y)[at] = x;
-  } else {
-    static_cast<uint16_t*>(y)[at] = kind == Float::kBF16 ? BrainOf(x) : HalfOf(x);
-  }
-}
-
-// The outputs at places [n0, n0 + count) of row m, each where it belongs in y.
-static void StoreOutputs(const Job& job, int64_t m, int64_t n0, int64_t count, const float* c) {
-  if (job.order == nullptr && job.y_kind == Float::kF32) {
-    std::memcpy(static_cast<float*>(job.y) + m * job.N + n0, c, count * sizeof(float));
-    return;
-  }
-  for (int64_t i = 0; i < count; ++i) {
-    const int64_t n = job.OutputAt(n0 + i);
-    if (n < job.N) StoreFloat(job.y, job.y_kind, m * job.N + n, c[i]);
-  }
-}
-
-#define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
-namespace portable {
-#include "lanes.h"
-#include "decode.h"
-#include "panels.h"
-#include "vectors.h"
-}  // namespace portable
-#undef FEWBIT_LEVEL
-
-#if FEWBIT_X86
-#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
-FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
-namespace avx2 {
-#include "lanes.h"
-#include "decode.h"
-#include "panels.h"
-#include "vectors.h"
-}  // namespace avx2
-FEWBIT_END
-#undef FEWBIT_LEVEL
-
-#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX512
-FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
-namespace avx512 {
-#include "lanes.h"
-#include "decode.h"
-#include "panels.h"
-#include "vectors.h"
-}  // namespace avx512
-FEWBIT_END
-#undef FEWBIT_LEVEL
-#endif
-
-static void RunLevel(Isa isa, ffi::ThreadPool& pool, const Job& job) {
-#if FEWBIT_X86
-  if (isa == Isa::kAvx512) return avx512::Run(pool, job);
-  if (isa == Isa::kAvx2) return avx2::Run(pool, job);
-#endif
-  portable::Run(pool, job);
-}
 
 static bool FloatOf(ffi::DataType type, Float* kind) {
   if (type == ffi::F32) *kind = Float::kF32;
@@ -152,10 +80,16 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   if (group != 0 && !x_in_stream) job.order = order.begin(), job.group = group;
   const int32_t* x_order = group != 0 && x_in_stream ? order.begin() : nullptr;
 
+  const Isa isa = level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
+  const int64_t steps = Steps(isa, job);
   constexpr int64_t kBlock = 512;  // the most codes that a kernel takes in one step
-  const bool as_is = job.M > 16 && x_kind == Float::kF32 && x_order == nullptr && job.K % 16 == 0;
-  job.ldx = as_is ? job.K : (job.contracted() + kBlock - 1) / kBlock * kBlock + 16;
+  const int64_t length = (job.contracted() + kBlock - 1) / kBlock * kBlock;
+  const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr && job.K % 16 == 0;
+  job.ldx = as_is ? job.K : length + 16;
   std::unique_ptr<float[]> packed(as_is ? nullptr : new float[job.M * job.ldx]);
+  std::unique_ptr<float[]> blocked(steps == 1 ? nullptr : new float[job.M * job.ldx]);
+  std::unique_ptr<float[]> sums(steps == 1 ? nullptr : new float[job.M * (length / steps)]);
+  if (steps > 1 && w.role == Zero::kOffset) job.x_sums = sums.get(), job.ld_sums = length / steps;
   const int64_t x_bytes = x_kind == Float::kF32 ? 4 : 2, y_bytes = job.y_kind == Float::kF32 ? 4 : 2;
   const int64_t weight_bytes = codes.dimensions()[1] * codes.dimensions()[2], tiles = scale_shape[1] * scale_shape[2];
   const auto tile_bytes = [](const Held& held) { return held.holder == Holder::kF32 ? 4 : held.holder == Holder::kTable ? 1 : 2; };
@@ -165,25 +99,22 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const Held first_scale = w.scale, first_zero = w.zero;
   for (int64_t b = 0; b < batch; ++b) {
     const char* rows_of_x = static_cast<const char*>(x.untyped_data()) + b * job.M * job.K * x_bytes;
-    if (as_is) {
-      job.x = reinterpret_cast<const float*>(rows_of_x);
-    } else {
-      constexpr int64_t kRowsAtOnce = 16;
-      ParallelFor(pool, (job.M + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
-        for (int64_t m = chunk * kRowsAtOnce; m < job.M && m < (chunk + 1) * kRowsAtOnce; ++m) {
-          PackRow(rows_of_x + m * job.K * x_bytes, x_kind, job.K, x_order, group, packed.get() + m * job.ldx, job.ldx);
-        }
-      });
-      job.x = packed.get();
-    }
-
+    job.x = as_is ? reinterpret_cast<const float*>(rows_of_x) : steps > 1 ? blocked.get() : packed.get();
+    constexpr int64_t kRowsAtOnce = 16;
+    ParallelFor(pool, as_is ? 0 : (job.M + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
+      for (int64_t m = chunk * kRowsAtOnce; m < job.M && m < (chunk + 1) * kRowsAtOnce; ++m) {
+        float* row = packed.get() + m * job.ldx;
+        PackRow(rows_of_x + m * job.K * x_bytes, x_kind, job.K, x_order, group, row, job.ldx);
+        float* sums_of_row = job.x_sums == nullptr ? nullptr : sums.get() + m * job.ld_sums;
+        if (steps > 1) BlockedX(row, length, steps, blocked.get() + m * job.ldx, sums_of_row);
+      }
+    });
     w.codes = codes.typed_data() + (codes.dimensions()[0] == 1 ? 0 : b * weight_bytes);
     w.scale.data = static_cast<const char*>(first_scale.data) + (one_scale ? 0 : b * tiles) * tile_bytes(first_scale);
     if (role != 0) w.zero.data = static_cast<const char*>(first_zero.data) + (one_zero ? 0 : b * zeros) * tile_bytes(first_zero);
     w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : b];
     job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * y_bytes;
-    const Isa best = BestIsa(), asked = static_cast<Isa>(level);
-    RunLevel(level >= 0 && asked < best ? asked : best, pool, job);
+    ParallelFor(pool, ChunkCount(isa, job), [&](int64_t chunk) { Run(isa, job, chunk); });
   }
   return ffi::Error::Success();
 }

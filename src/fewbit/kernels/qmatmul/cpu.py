@@ -44,6 +44,10 @@ class Cpu(AbstractStackKernel):
     def passed_over(self, problem: Problem) -> str | None:
         return device_refusal()
 
+    def about(self) -> str:
+        isa = self.isa or extension("fewbit.kernels.qmatmul._cpu").isa
+        return f"compiled for {isa}; programs for other platforms take their own kernels, or the reference"
+
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
         del precision  # float32 products are exact here, whatever is asked for
         return native_product(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)

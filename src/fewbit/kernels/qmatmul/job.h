@@ -18,8 +18,9 @@ enum class Holder { kF32 = 0, kBF16 = 1, kF16 = 2, kTable = 3 };
 // What a zero point is: nothing, a number in units of codes that is subtracted, or a float that is added.
 enum class Zero { kNone = 0, kWhole = 1, kOffset = 2 };
 
-// How a code becomes a number: by the table of the format's values, or as an integer of `bits` bits.
-enum class Codes { kTable = 0, kSigned = 1, kUnsigned = 2 };
+// How a code becomes a number: by the table of the format's values, as an integer of `bits` bits, or as a float of 8 bits.
+// Those of e4m3fn are decoded 2**8 times too small; `unit` makes up for it.
+enum class Codes { kTable = 0, kSigned = 1, kUnsigned = 2, kE4M3 = 3, kE5M2 = 4 };
 
 struct Held {
   Holder holder;
@@ -47,6 +48,8 @@ struct Job {
   int64_t M, K, N;       // logical lengths
   const float* x;        // [M, ldx], in the order of the stream, zeros beyond K
   int64_t ldx;
+  const float* x_sums;   // [M, ld_sums], for kernels that lay x out in blocks: the sum of what each lane of a block meets
+  int64_t ld_sums;
   void* y;               // [M, N]
   Float y_kind;
   const int32_t* order;  // the code at each place of a group of the stream, of the axis that is not contracted; null: in order

@@ -14,7 +14,7 @@ from ...formats import AbstractFormat, Integer
 
 TARGET = "fewbit_qmatmul"
 
-_TABLE, _SIGNED, _UNSIGNED = range(3)
+_TABLE, _SIGNED, _UNSIGNED, _E4M3, _E5M2 = range(5)
 _NO_ZERO, _WHOLE, _OFFSET = range(3)
 _LEVELS = ("portable", "avx2", "avx512")
 
@@ -84,6 +84,9 @@ def _code_values(scheme: Scheme) -> tuple[int, np.ndarray, float]:
     fmt = scheme.format
     if isinstance(fmt, Integer) and fmt.bits >= 7 and (fmt.step == 1 or scheme.zero_point is None):
         return (_SIGNED if fmt.signed else _UNSIGNED), _table(fmt), fmt.step
+    if fmt.name in ("e4m3fn", "e5m2") and scheme.zero_point is None:
+        kind, factor = (_E4M3, 2.0**8) if fmt.name == "e4m3fn" else (_E5M2, 1.0)
+        return kind, _table(fmt) / np.float32(factor), factor
     return _TABLE, _table(fmt), 1.0
 
 

@@ -39,6 +39,9 @@ class Reference(AbstractBackend[Problem]):
     def unsupported(self, problem: Problem) -> str | None:
         return None
 
+    def about(self) -> str:
+        return "plain JAX, which writes the decoded weight to memory before it multiplies"
+
     def run(self, problem: Problem, *operands: Any) -> jax.Array:
         return _product(problem, *operands)
 

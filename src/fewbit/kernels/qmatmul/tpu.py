@@ -40,6 +40,9 @@ class PallasTPU(AbstractStackKernel):
             return None
         return "there are several devices, and XLA splits no kernel over them; call it within jax.shard_map, or name it"
 
+    def about(self) -> str:
+        return "Pallas; programs for other platforms take their own kernels, or the reference"
+
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
         from .pallas_tpu import stacked_product  # importing Pallas takes half a second
 

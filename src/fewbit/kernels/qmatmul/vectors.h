@@ -1,10 +1,122 @@
-// One row of x, or a few: the weight is decoded in registers. Included inside a level's namespace.
+// One row of x, or a few: codes become numbers in registers and are used there. Included inside a level's namespace.
 
-static void Run(xla::ffi::ThreadPool& pool, const Job& job) {
-  constexpr int64_t kTall = 384;  // rows of x that share one decoding of the weight
-  const int64_t width = PanelOutputs(job), across = (job.outputs() + width - 1) / width, down = (job.M + kTall - 1) / kTall;
-  ParallelFor(pool, across * down, [&](int64_t chunk) {
-    const int64_t m0 = chunk % down * kTall, m1 = m0 + kTall < job.M ? m0 + kTall : job.M;
-    PanelProduct(job, chunk / down * width, m0, m1);
-  });
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+
+constexpr int64_t kFewRows = 4;
+
+template <class Decoder, Lanes kForm, Zero kRole, int kM>
+static void DotRows(const Job& job, int64_t r0, int64_t r1) {
+  constexpr int kSteps = Decoder::kSteps, kBlock = 16 * kSteps, kBytes = 16 * Decoder::kLaneBytes;
+  const Weight& w = job.w;
+  const int64_t blocks = (w.cols + kBlock - 1) / kBlock, tiles = w.tiles_per_row;
+  const TileLanes lanes(kBlock, kSteps, w.col_tile, w.cols);
+  const V table = Decoder::Table(w);
+  float* scale = Workspace(2 * (tiles + 32));
+  float* zero = scale + tiles + 32;
+  for (int i = 0; i < 32; ++i) scale[tiles + i] = zero[tiles + i] = 0.0f;
+  for (int64_t r = r0; r < r1; ++r) {
+    const uint8_t* row = w.codes + r * w.row_stride;
+    LoadHeld(w.scale, r / w.row_tile * tiles, tiles, w.unit, scale);
+    if (kRole != Zero::kNone) LoadHeld(w.zero, r / w.row_tile * tiles, tiles, 1.0f, zero);
+    V total[kM];
+    for (int m = 0; m < kM; ++m) total[m] = Same(0.0f);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const Decoder codes(row + b * kBytes, w.row_stride - b * kBytes);
+      const V s = LanesOf<kForm>(lanes, scale, b);
+      const V z = kRole == Zero::kNone ? Same(0.0f) : LanesOf<kForm>(lanes, zero, b);
+      const float* x = job.x + b * kBlock;
+      V sum[kM];
+#pragma GCC unroll 32
+      for (int i = 0; i < kSteps; ++i) {
+        V v = codes.At(i, table);
+        if (kRole == Zero::kWhole) v = Sub(v, z);
+        for (int m = 0; m < kM; ++m) {
+          const V a = Load(x + m * job.ldx + 16 * i);
+          sum[m] = i == 0 ? Mul(v, a) : MulAdd(v, a, sum[m]);
+        }
+      }
+      for (int m = 0; m < kM; ++m) {
+        total[m] = MulAdd(sum[m], s, total[m]);
+        if (kRole == Zero::kOffset) total[m] = MulAdd(z, Load(job.x_sums + m * job.ld_sums + b * 16), total[m]);
+      }
+    }
+    for (int m = 0; m < kM; ++m) {
+      const float y = SumOfLanes(total[m]);
+      StoreOutputs(job, m, r, 1, &y);
+    }
+  }
 }
+
+// Columns are outputs: bytes of a row are neighbouring outputs, and the codes of a byte follow each other along the contraction.
+template <class Decoder, Zero kRole, int kM>
+static void SumColumns(const Job& job, int64_t n0, int64_t width) {
+  constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub;
+  const Weight& w = job.w;
+  const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, blocks = (outputs + kBlock - 1) / kBlock;
+  const int64_t padded = blocks * kBlock, tile = w.row_tile < w.rows ? w.row_tile : 64 * kAlong;
+  const V table = Decoder::Table(w);
+  float* total = Workspace(padded * (kM + 3) + 64);
+  float *plain = total + padded * kM, *scale = plain + padded, *zero = scale + padded;
+  for (int64_t i = 0; i < padded * kM; ++i) total[i] = 0.0f;
+  int64_t loaded = -1;
+  for (int64_t k0 = 0; k0 < w.rows; k0 += tile) {
+    const int64_t k1 = k0 + tile < w.rows ? k0 + tile : w.rows, first = k0 / kAlong, last = (k1 + kAlong - 1) / kAlong;
+    if (loaded != k0 / w.row_tile) {
+      loaded = k0 / w.row_tile;
+      ColumnScales<kSub>(w, w.scale, loaded, n0, outputs, blocks, w.unit, plain, scale);
+      if (kRole != Zero::kNone) ColumnScales<kSub>(w, w.zero, loaded, n0, outputs, blocks, 1.0f, plain, zero);
+    }
+    float x_sum[kM];
+    for (int m = 0; m < kM; ++m) {
+      x_sum[m] = 0.0f;
+      for (int64_t k = k0; kRole == Zero::kOffset && k < k1; ++k) x_sum[m] += job.x[m * job.ldx + k];
+    }
+    for (int64_t b = 0; b < blocks; ++b) {
+      const uint8_t* p = w.codes + n0 + b * kBlock;
+      const int64_t left = w.cols - n0 - b * kBlock;
+      V sum[kM][kSub], z[kSub];
+      for (int k = 0; k < kSub; ++k) {
+        z[k] = Load(zero + b * kBlock + k * 16);
+        for (int m = 0; m < kM; ++m) sum[m][k] = Same(0.0f);
+      }
+      const int64_t ahead = (last - first) * w.row_stride;
+      for (int64_t r = first; r < last; ++r) {
+        const Decoder codes(p + r * w.row_stride, left);
+        _mm_prefetch(reinterpret_cast<const char*>(p + r * w.row_stride + ahead), _MM_HINT_T0);
+        const float* x = job.x + r * kAlong;
+#pragma GCC unroll 32
+        for (int i = 0; i < Decoder::kSteps; ++i) {
+          V v = codes.At(i, table);
+          if (kRole == Zero::kWhole) v = Sub(v, z[i / kAlong]);
+          for (int m = 0; m < kM; ++m) {
+            sum[m][i / kAlong] = MulAdd(v, Same(x[m * job.ldx + i % kAlong]), sum[m][i / kAlong]);
+          }
+        }
+      }
+      for (int m = 0; m < kM; ++m) {
+        for (int k = 0; k < kSub; ++k) {
+          float* t = total + m * padded + b * kBlock + k * 16;
+          V sum_here = MulAdd(sum[m][k], Load(scale + b * kBlock + k * 16), Load(t));
+          if (kRole == Zero::kOffset) sum_here = MulAdd(z[k], Same(x_sum[m]), sum_here);
+          Store(t, sum_here);
+        }
+      }
+    }
+  }
+  for (int m = 0; m < kM; ++m) {
+    for (int64_t n = 0; n < padded; ++n) plain[n] = total[m * padded + n / kBlock * kBlock + n % kSub * 16 + n % kBlock / kSub];
+    StoreOutputs(job, m, n0, outputs, plain);
+  }
+}
+
+template <class Decoder, Zero kRole, int kM>
+static void Few(const Job& job, bool dots, int64_t begin, int64_t count) {
+  if (!dots) return SumColumns<Decoder, kRole, kM>(job, begin, count);
+  const int64_t end = begin + count < job.w.rows ? begin + count : job.w.rows;
+  const Lanes form = TileLanes(16 * Decoder::kSteps, Decoder::kSteps, job.w.col_tile, job.w.cols).form;
+  if (form == Lanes::kOne) DotRows<Decoder, Lanes::kOne, kRole, kM>(job, begin, end);
+  else if (form == Lanes::kPattern) DotRows<Decoder, Lanes::kPattern, kRole, kM>(job, begin, end);
+  else DotRows<Decoder, Lanes::kAny, kRole, kM>(job, begin, end);
+}
+
+#endif

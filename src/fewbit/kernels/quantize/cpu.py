@@ -105,7 +105,11 @@ def _quantized(backend: CpuQuantizer, problem: Quantization, *operands: Any) -> 
     def native(*operands: Any) -> QArray:
         x, weights, _, scale, offset = operands
         words = None if problem.is_given or problem.is_weighted else _words(problem)
-        return _in_one_call(backend, problem, words, x) if words else _with_chosen_scales(backend, problem, x, weights, scale, offset)
+        return (
+            _in_one_call(backend, problem, words, x)
+            if words
+            else _with_chosen_scales(backend, problem, x, weights, scale, offset)
+        )
 
     return _differentiable(reference, native)(*operands)
 
@@ -155,7 +159,9 @@ def _in_one_call(backend: CpuQuantizer, problem: Quantization, words: dict[str, 
         _shaped((1, 1, 1) if scheme.tensor_scale else (1, 1, 0), "float32"),
     )
     call = jax.ffi.ffi_call("fewbit_quantize", results, vmap_method="broadcast_all")
-    codes, scale, zero_point, unit = call(x.reshape(cut.shape), tiles=_tile_words(cut), level=np.int64(backend.level), **words)
+    codes, scale, zero_point, unit = call(
+        x.reshape(cut.shape), tiles=_tile_words(cut), level=np.int64(backend.level), **words
+    )
     counts = tile_counts(x.shape, tiles)
     packed = _packed(codes, x.shape, scheme)
     zero_point = None if zero is None else zero_point.reshape(counts)
@@ -163,7 +169,9 @@ def _in_one_call(backend: CpuQuantizer, problem: Quantization, words: dict[str, 
     return assembled(x, scheme, packed, scale.reshape(counts), zero_point, unit)
 
 
-def _with_chosen_scales(backend: CpuQuantizer, problem: Quantization, x: jax.Array, weights: Any, scale: Any, offset: Any) -> QArray:
+def _with_chosen_scales(
+    backend: CpuQuantizer, problem: Quantization, x: jax.Array, weights: Any, scale: Any, offset: Any
+) -> QArray:
     """Scales chosen in JAX, codes from a kernel."""
     scheme = problem.scheme
     cut = _geometry(x.shape, scheme.tiles(x.ndim), scheme)

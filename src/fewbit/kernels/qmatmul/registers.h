@@ -1,0 +1,171 @@
+// Codes to numbers within registers, for the formats and layouts where that is fast. Included inside a level's namespace.
+//
+// A lane of a block holds `kSteps` neighbouring codes, and step i decodes code i of every lane. Along contracted columns
+// x is laid out alike beforehand (BlockedX), and the scale of a lane is one number as long as its codes lie in one tile.
+// Along columns that are outputs, a lane's bytes are neighbouring outputs, and come apart: first those of all lanes' first
+// bytes, then those of their second ones.
+
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+
+static inline __m512i BytesAt(const uint8_t* p, int64_t left) {
+  if (left >= 64) return _mm512_loadu_si512(p);
+  return _mm512_maskz_loadu_epi8(left <= 0 ? 0 : (1ull << left) - 1, p);
+}
+
+// Codes of 1, 2 and 4 bits: a shift brings one to the low bits of each lane, and the permutation looks at four of them only.
+template <int kBits>
+struct Narrow {
+  static constexpr int kSteps = 32 / kBits, kLaneBytes = 4;
+  __m512i raw;
+  static V Table(const Weight& w) { return Load(w.values); }
+  Narrow(const uint8_t* p, int64_t left) : raw(BytesAt(p, left)) {}
+  V At(int i, V table) const { return _mm512_permutexvar_ps(_mm512_srli_epi32(raw, i * kBits), table); }
+};
+
+template <bool kIsSigned>
+struct Byte {
+  static constexpr int kSteps = 4, kLaneBytes = 4;
+  __m512i raw;
+  static V Table(const Weight&) { return Same(0.0f); }
+  Byte(const uint8_t* p, int64_t left) : raw(BytesAt(p, left)) {}
+  V At(int i, V) const {
+    const __m512i high = i == 3 ? raw : _mm512_slli_epi32(raw, 24 - 8 * i);
+    return _mm512_cvtepi32_ps(kIsSigned ? _mm512_srai_epi32(high, 24) : _mm512_srli_epi32(high, 24));
+  }
+};
+
+// e4m3fn and e5m2 by way of float16, whose bits hold theirs: e4m3's number is 2**8 times that of its bits one place lower (the
+// scale takes the factor), and only its NaN, which there would be 1.875, is put in by hand.
+template <bool kIsE4M3>
+struct Float8 {
+  static constexpr int kSteps = 2, kLaneBytes = 2;
+  __m256i raw;
+  static V Table(const Weight&) { return Same(0.0f); }
+  Float8(const uint8_t* p, int64_t left) {
+    raw = left >= 32 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
+                     : _mm256_maskz_loadu_epi8(left <= 0 ? 0 : (1u << left) - 1, p);
+  }
+  V At(int i, V) const {
+    if (!kIsE4M3) return _mm512_cvtph_ps(i == 0 ? _mm256_slli_epi16(raw, 8) : _mm256_andnot_si256(_mm256_set1_epi16(0xFF), raw));
+    const __m256i high = i == 0 ? _mm256_slli_epi16(raw, 8) : raw, kept = _mm256_set1_epi16(static_cast<short>(0xBF80));
+    const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), kept);
+    const __m256i nan = _mm256_set1_epi16(0x3F80), magnitude = _mm256_and_si256(half, _mm256_set1_epi16(0x3FFF));
+    return _mm512_cvtph_ps(_mm256_mask_set1_epi16(half, _mm256_cmpeq_epi16_mask(magnitude, nan), 0x7E00));
+  }
+};
+
+// The scale or zero point of each lane, from those of a row's tiles. kPattern: a block holds whole tiles; kOne: it lies in one.
+enum class Lanes { kOne, kPattern, kAny };
+
+struct TileLanes {
+  Lanes form;
+  int64_t block, tile, last;  // codes of a block and of a tile; the last tile
+  __m512i pattern;
+  TileLanes(int64_t block, int64_t steps, int64_t tile, int64_t cols) : block(block), tile(tile), last((cols - 1) / tile) {
+    form = tile >= cols || tile % block == 0 ? Lanes::kOne : block % tile == 0 ? Lanes::kPattern : Lanes::kAny;
+    alignas(64) int32_t lane[16];
+    for (int j = 0; j < 16; ++j) lane[j] = static_cast<int32_t>(j * steps / (form == Lanes::kPattern ? tile : 1));
+    pattern = _mm512_load_si512(lane);
+  }
+};
+
+template <Lanes kForm>
+static inline V LanesOf(const TileLanes& t, const float* of_tiles, int64_t b) {
+  if (kForm == Lanes::kOne) return Same(of_tiles[b * t.block / t.tile]);
+  if (kForm == Lanes::kPattern) return _mm512_permutexvar_ps(t.pattern, Load(of_tiles + b * t.block / t.tile));
+  float lane[16];
+  for (int j = 0; j < 16; ++j) {
+    const int64_t tile = (b * t.block + j * (t.block / 16)) / t.tile;
+    lane[j] = of_tiles[tile < t.last ? tile : t.last];
+  }
+  return Load(lane);
+}
+
+// Blocks of 16 * kSub numbers, those of each lane's k-th place brought together.
+template <int kSub>
+static inline void Apart(const float* from, int64_t blocks, float* to) {
+  alignas(64) int32_t index[64];
+  for (int j = 0; j < 16; ++j) {
+    for (int k = 0; k < kSub; ++k) index[16 * k + j] = j * kSub % 32 + k;
+  }
+  for (int64_t b = 0; b < blocks; ++b, from += 16 * kSub, to += 16 * kSub) {
+    const V a0 = Load(from), a1 = Load(from + 16), b0 = Load(from + 32 % (16 * kSub)), b1 = Load(from + 48 % (16 * kSub));
+    for (int k = 0; k < kSub; ++k) {
+      const __m512i at = _mm512_load_si512(index + 16 * k);
+      const V low = _mm512_permutex2var_ps(a0, at, a1), high = _mm512_permutex2var_ps(b0, at, b1);
+      Store(to + 16 * k, kSub == 2 ? low : _mm512_mask_mov_ps(low, 0xFF00, high));
+    }
+  }
+}
+
+// The scales or zero points of `blocks` blocks of outputs from n0 on, in the order in which they come apart.
+template <int kSub>
+static void ColumnScales(const Weight& w, const Held& held, int64_t tile_row, int64_t n0, int64_t outputs, int64_t blocks,
+                         float unit, float* plain, float* out) {
+  const int64_t first = n0 / w.col_tile, count = (n0 + outputs - 1) / w.col_tile - first + 1;
+  LoadHeld(held, tile_row * w.tiles_per_row + first, count, unit, plain);
+  if (w.col_tile == 1) {
+    for (int64_t n = outputs; n < blocks * 16 * kSub; ++n) plain[n] = 0.0f;
+    return Apart<kSub>(plain, blocks, out);
+  }
+  for (int64_t n = 0; n < blocks * 16 * kSub; ++n) {
+    const int64_t block = n / (16 * kSub) * 16 * kSub, lane = n % (16 * kSub) / kSub, place = n % kSub;
+    out[block + place * 16 + lane] = n < outputs ? plain[(n0 + n) / w.col_tile - first] : 0.0f;
+  }
+}
+
+// A panel of rows n0 .., columns k0 .., decoded and scaled, in blocks.
+template <class Decoder, Lanes kForm, Zero kRole>
+static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
+                     int64_t ldw) {
+  constexpr int kBlock = 16 * Decoder::kSteps, kBytes = 16 * Decoder::kLaneBytes;
+  const int64_t blocks = (count + kBlock - 1) / kBlock, before = k0 / kBlock, tiles = w.tiles_per_row;
+  const TileLanes lanes(kBlock, Decoder::kSteps, w.col_tile, w.cols);
+  const V table = Decoder::Table(w);
+  float *scale = rest, *zero = rest + tiles + 32;
+  for (int i = 0; i < 32; ++i) scale[tiles + i] = zero[tiles + i] = 0.0f;
+  for (int64_t n = 0; n < outputs; ++n, panel += ldw) {
+    const int64_t r = n0 + n;
+    LoadHeld(w.scale, r / w.row_tile * tiles, tiles, w.unit, scale);
+    if (kRole != Zero::kNone) LoadHeld(w.zero, r / w.row_tile * tiles, tiles, 1.0f, zero);
+    for (int64_t b = 0; b < blocks; ++b) {
+      const int64_t at = (before + b) * kBytes;
+      const Decoder codes(w.codes + r * w.row_stride + at, w.row_stride - at);
+      const V s = LanesOf<kForm>(lanes, scale, before + b);
+      const V z = kRole == Zero::kNone ? s : LanesOf<kForm>(lanes, zero, before + b);
+#pragma GCC unroll 32
+      for (int i = 0; i < Decoder::kSteps; ++i) Store(panel + b * kBlock + 16 * i, Scaled(kRole, codes.At(i, table), s, z));
+    }
+  }
+}
+
+// A panel of rows k0 .., columns n0 .., decoded and scaled; the columns of a block apart.
+template <class Decoder, Zero kRole>
+static void FillColumns(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
+                        int64_t ldw) {
+  constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub;
+  const int64_t blocks = (outputs + kBlock - 1) / kBlock, padded = blocks * kBlock;
+  const V table = Decoder::Table(w);
+  float *plain = rest, *scale = rest + padded, *zero = scale + padded;
+  int64_t loaded = -1;
+  for (int64_t k = 0; k < count; k += kAlong, panel += kAlong * ldw) {
+    const int64_t tile_row = (k0 + k) / w.row_tile;
+    if (tile_row != loaded) {
+      loaded = tile_row;
+      ColumnScales<kSub>(w, w.scale, tile_row, n0, outputs, blocks, w.unit, plain, scale);
+      if (kRole != Zero::kNone) ColumnScales<kSub>(w, w.zero, tile_row, n0, outputs, blocks, 1.0f, plain, zero);
+    }
+    const uint8_t* p = w.codes + (k0 + k) / kAlong * w.row_stride + n0;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const Decoder codes(p + b * kBlock, w.cols - n0 - b * kBlock);
+#pragma GCC unroll 32
+      for (int i = 0; i < Decoder::kSteps; ++i) {
+        const int64_t column = b * kBlock + i / kAlong * 16;
+        const V s = Load(scale + column), z = kRole == Zero::kNone ? s : Load(zero + column);
+        Store(panel + i % kAlong * ldw + column, Scaled(kRole, codes.At(i, table), s, z));
+      }
+    }
+  }
+}
+
+#endif

@@ -1,0 +1,58 @@
+"""Which backend computes a product here, and why no other."""
+
+import dataclasses
+
+from jax.typing import ArrayLike
+
+from ..array import QArray, is_qarray
+from ..errors import QuantError
+from ..kernels.qmatmul import BACKENDS, Problem
+from ..kernels.qmatmul.problem import Operand
+from ..kernels.select import select
+from .arms import Rules
+from .dot import matmul_numbers, untransposed
+from .operands import resolved
+
+
+def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | None = None) -> str:
+    """Says how `lhs @ rhs` is computed in this process: by which backend, and why not by those that are asked before it.
+
+    Nothing is computed.
+
+    Args:
+        lhs: the left operand, `[..., M, K]` or `[K]`.
+        rhs: the right operand, `[..., K, N]` or `[K]`; at least one of the two is a QArray.
+        backend: the name of a backend to insist on, as in `fb.dot_general`.
+
+    Returns:
+        A line that names the product and its backend, and one for each backend that was asked and does not serve.
+
+    Raises:
+        QuantError: where neither operand is quantized, or their shapes do not meet.
+        UnsupportedError: where the named backend cannot compute it.
+
+    >>> q = fb.quantize(jnp.ones((64, 8)), "nf4", axis=-2)
+    >>> print(explain(jnp.ones((2, 64)), q))  # doctest: +ELLIPSIS
+    float32[2,64] @ nf4[64,8]: reference (plain JAX, which writes the decoded weight to memory before it multiplies)
+      pallas_tpu: it runs on tpu, the device is cpu
+      cpu: ...
+    """
+    if not (is_qarray(lhs) or is_qarray(rhs)):
+        raise QuantError("neither operand is a QArray; jax.numpy computes their product")
+    left, right, rules, _ = resolved(lhs, rhs, None, None)
+    numbers = matmul_numbers(left.shape, right.shape)
+    shown = f"{Operand.of(left)} @ {Operand.of(right)}"
+    left, right, numbers = untransposed(left, right, numbers)
+    sides = [_entering(Operand.of(x), rules, i == 0, numbers[0][i]) for i, x in enumerate((left, right))]
+    problem = Problem(*sides, numbers)
+    choice = select(BACKENDS, problem, backend)
+    lines = [f"{shown}: {choice.backend.name} ({choice.backend.about()})"]
+    return "\n".join([*lines, *(f"  {name}: {reason}" for name, reason in choice.reasons.items())])
+
+
+def _entering(side: Operand, rules: Rules | None, is_left: bool, contracted: tuple[int, ...]) -> Operand:
+    """An operand as its policy lets it enter the product."""
+    scheme = None if rules is None else rules.scheme(is_left)
+    if scheme is None or side.scheme is not None:
+        return side
+    return dataclasses.replace(side, scheme=scheme.along(contracted, len(side.shape)))
