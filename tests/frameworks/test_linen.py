@@ -1,6 +1,7 @@
 """Linen modules: quantized in their collections, called by every method, trained with a float model's variables."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -161,3 +162,9 @@ def test_names_of_modules_stand_in_what_is_compiled(variables):
         text = jax.jit(call).lower(args, X).compile().as_text()
         for layer in ("wi", "wo"):
             assert re.search(rf'op_name="[^"]*{around}[^"]*/{layer}/jit.quantized_dot_general', text)
+
+
+def test_without_flax_the_error_says_what_brings_it(monkeypatch, variables):
+    monkeypatch.setitem(sys.modules, "flax.core.meta", None)
+    with pytest.raises(fb.UnsupportedError, match=r"flax is not installed; pip install fewbit\[flax\]"):
+        fl.quantize(NET, variables, X, recipe="int8")
