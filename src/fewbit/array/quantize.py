@@ -1,14 +1,14 @@
 """Quantize and dequantize in plain JAX: the reference that every kernel is tested against."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int32, Key
 
 from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid_elements
 from ..errors import QuantError
@@ -33,6 +33,7 @@ def quantize(
     key: Key[Array, ""] | None = None,
     scale: ArrayLike | None = None,
     offset: ArrayLike | None = None,
+    shared_noise: tuple[int, ...] = (),
 ) -> QArray:
     """Quantizes an array: for each tile a scale, for each element the code of the nearest number.
 
@@ -53,14 +54,16 @@ def quantize(
             stores scales, rounded to what that can hold; a tensor scale is chosen for the largest of them. None calibrates.
         offset: the number that the code of value 0 stands for, like `scale`; given with it if and only if the scheme has a
             zero point.
+        shared_noise: the axes along which all elements are rounded by the same random number; with (), each has its own.
+            Every element's expectation is the same either way, and a shared number costs less. Needs a key.
 
     Returns:
         The QArray, of the shape and dtype of `x`.
 
     Raises:
         QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, or a
-            sharding on an explicit mesh that cuts tiles, or a scale and an offset that do not go with the tiles and the
-            scheme.
+            sharding on an explicit mesh that cuts tiles, a scale and an offset that do not go with the tiles and the
+            scheme, or noise to share without a key.
 
     >>> quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8")
     QArray(int8, float32[1, 4], 8 bytes, 16.000 bits/weight)
@@ -71,11 +74,14 @@ def quantize(
     bound = as_scheme(scheme).along(axis, x.ndim)
     refuse_cut_tiles(x, bound)
     _check_given(scale, offset, error_weights, bound)
-    return _quantized(x, bound, error_weights, key, scale, offset)
+    shared = _shared_axes(shared_noise, x.ndim, key)
+    return _quantized(x, bound, shared, error_weights, key, scale, offset)
 
 
-@functools.partial(jax.jit, static_argnames="bound", inline=True)
-def _quantized(x: Array, bound: Scheme, error_weights: Any, key: Any, scale: Any, offset: Any) -> QArray:
+@functools.partial(jax.jit, static_argnames=("bound", "shared"), inline=True)
+def _quantized(
+    x: Array, bound: Scheme, shared: tuple[int, ...], error_weights: Any, key: Any, scale: Any, offset: Any
+) -> QArray:
     """`quantize` of checked arguments: one program, where operations one by one would each be compiled and wait."""
     tiles = bound.tiles(x.ndim)
     counts = tile_counts(x.shape, tiles)
@@ -91,7 +97,11 @@ def _quantized(x: Array, bound: Scheme, error_weights: Any, key: Any, scale: Any
     divisor = jnp.where(used == 0, jnp.ones_like(used), used)
     zero = None if low is None else target.stored_zero(low, divisor)
     shifted = view.x if zero is None else view.x - target.loaded_offset(zero, divisor)
-    codes = unblocked(bound.format.encode(_in_units(shifted, divisor, bound.format), key=key), x.shape, tiles)
+    units = _in_units(shifted, divisor, bound.format)
+    if shared:
+        codes = _alike(bound.format, key, shared)(unblocked(units, x.shape, tiles))
+    else:
+        codes = unblocked(bound.format.encode(units, key=key), x.shape, tiles)
     packed = pack(codes, bound.format.bits, bound.packing, axis=bound.pack_axis)
     slack = code_capacity(packed.shape[bound.pack_axis], bound.format.bits) - x.shape[bound.pack_axis]
     ones = (1,) * x.ndim
@@ -183,6 +193,26 @@ def _check_given(scale: ArrayLike | None, offset: ArrayLike | None, weights: Arr
         raise QuantError("error_weights mean nothing where scale is given; no scale is searched")
 
 
+def _shared_axes(axes: tuple[int, ...], ndim: int, key: Any) -> tuple[int, ...]:
+    """The axes that share random numbers, counted from the front and in order."""
+    if axes and key is None:
+        raise QuantError("shared_noise is given without key; stochastic rounding needs both")
+    if any(not -ndim <= a < ndim for a in axes):
+        raise QuantError(f"shared_noise is {axes}, but the array has {ndim} axes")
+    return tuple(sorted({a % ndim for a in axes}))
+
+
+def _alike(fmt: AbstractFormat, key: Any, axes: tuple[int, ...]) -> Callable[[Array], Array]:
+    """The format's stochastic encoding, all elements along the axes by the same random number.
+
+    A key that is not mapped draws once for everything that is.
+    """
+    encode = functools.partial(fmt.encode, key=key)
+    for axis in axes:
+        encode = jax.vmap(encode, axis, axis)
+    return encode
+
+
 def _for_tiles(given: ArrayLike, counts: tuple[int, ...]) -> Array:
     """A given scale or offset as float32, one element a tile."""
     given = jnp.asarray(given)
@@ -261,11 +291,22 @@ def expanded_scale(q: QArray, *, but: int | None = None) -> Float[Array, "*t"]:
     Returns:
         An array that broadcasts to the shape of `q`; axes with a single tile have length 1.
     """
-    scale = scale_values(q)
-    for axis, (length, tile, count) in enumerate(zip(q.shape, q.tiles, scale.shape, strict=True)):
+    return _expanded(q, scale_values(q), but)
+
+
+def _expanded(q: QArray, values: Array, but: int | None) -> Array:
+    """One value a tile, repeated along the tiles of all axes but one."""
+    for axis, (length, tile, count) in enumerate(zip(q.shape, q.tiles, values.shape, strict=True)):
         if axis != but and count > 1 and tile is not None and tile > 1:
-            scale = jax.lax.slice_in_dim(jnp.repeat(scale, tile, axis=axis), 0, length, axis=axis)
-    return scale
+            values = jax.lax.slice_in_dim(jnp.repeat(values, tile, axis=axis), 0, length, axis=axis)
+    return values
+
+
+def expanded_zero_point(q: QArray, *, but: int | None = None) -> Int32[Array, "*t"]:
+    """The whole zero point of each element, repeated like `expanded_scale`; for schemes whose zero points are whole."""
+    assert q.zero_point is not None
+    assert isinstance(q.scheme.zero_point, AbstractFormat)
+    return _expanded(q, q.scheme.zero_point.decode(q.zero_point).astype(jnp.int32), but)
 
 
 def _scale_factors(q: QArray) -> tuple[Array, ...]:

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ...array import is_qarray
 from ...array.layout import regrouped
 from ...ops.rules.layout import LAYOUT
 from ...ops.rules.products import gathered
@@ -27,18 +26,9 @@ def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> l
     x, w = values if is_right else reversed(values)
     if stands_in(x):
         raise NoRuleError("both operands stand for arrays, and one has an adapter")
-    product = _base_product(evaluator, eqn, x, w.base, is_right)
+    (product,) = evaluator.equation(eqn, [x, w.base] if is_right else [w.base, x])
     update = _low_rank(x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(w.dtype), w, eqn.params, is_right)
     return [(product.astype(update.dtype) + w.scale * update).astype(product.dtype)]
-
-
-def _base_product(evaluator: AbstractEvaluator, eqn: Any, x: Array, base: Any, is_right: bool) -> Array:
-    """The product without the adapter. What the backward pass keeps of a quantized weight is its codes: it decodes again."""
-
-    def product(x: Array, base: Any) -> Array:
-        return evaluator.equation(eqn, [x, base] if is_right else [base, x])[0]
-
-    return (jax.checkpoint(product) if is_qarray(base) else product)(x, base)
 
 
 def _low_rank(x: Array, w: Any, params: Any, is_right: bool) -> Array:
