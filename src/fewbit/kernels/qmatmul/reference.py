@@ -6,7 +6,7 @@
   (`codes.py` says in which types, and what zero points add) and the result is scaled, as hardware does it.
 - The same, with scales that vary along one contracted axis in tiles of at least `LEAST_TILE`: tile by tile, the products of
   the codes scaled and added up in float32. No floating array of an operand's size is made.
-- Both sides quantized otherwise: both are decoded to float32.
+- Both sides quantized otherwise, and with an `out_sharding` in the last case and with zero points: both are decoded to float32.
 """
 
 import dataclasses
@@ -51,8 +51,11 @@ def _product(problem: Problem, lhs: Any, rhs: Any) -> jax.Array:
     if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
         refuse_accumulator(problem.accumulator)
         return _decoded_product(problem, lhs, rhs)
-    result = code_product(_meeting(problem), lhs, rhs, problem.accumulator)
-    if result is None:
+    # An out_sharding is that of the whole result: neither tiles one after the other nor thin terms of zero points have it.
+    is_free = problem.out_sharding is None
+    has_zeros = lhs.zero_point is not None or rhs.zero_point is not None
+    result = code_product(_meeting(problem), lhs, rhs, problem.accumulator) if is_free or not has_zeros else None
+    if result is None and is_free:
         result = _tiled_product(problem, lhs, rhs)
     if result is None:
         refuse_accumulator(problem.accumulator)
