@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.array.scales import AbsMax
 from fewbit.formats import FORMATS
 from tests.oracles.comparing import lenient_jax
 
@@ -50,7 +49,7 @@ def assert_near(ours, theirs, floats):
 
 # --- AQT ---
 
-AQT8 = fb.Scheme(FORMATS["int8_narrow"], {...: 1, -1: None}, calibration=AbsMax(127 / 127.5))
+AQT8 = fb.scheme("int8_aqt")
 """AQT's int8: codes -127 .. 127, the largest element at the edge of the last one."""
 
 

@@ -41,6 +41,8 @@ class Arm:
         gradient=scheme, operand="original"   Q(g) . x           the operand as it came, in floating point
         gradient=scheme, operand=scheme       Q(g) . Q'(x)       quantized anew from floating point, along this contraction
 
+    With zero points `z` the second operand is `(c - z) * s`; its scale is folded, and codes meet, where `gradient` is of integers.
+
     Attributes:
         gradient: the scheme of the incoming gradient, its tiles along what this product contracts; None leaves it as it is.
         operand: the other operand: "forward" takes its codes of the forward pass, "original" the array it came as, and a
