@@ -43,6 +43,8 @@ from .recipe import plan as plan
 from .recipe import quantize_params as quantize_params
 from .recipe import recipe as recipe
 from .recipe import weight_only as weight_only
+from .training import DelayedState as DelayedState
+from .training import delayed_state as delayed_state
 from .training import fake_quant as fake_quant
 from .training import lora as lora
 from .training import train as train

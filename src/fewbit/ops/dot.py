@@ -168,7 +168,7 @@ class Dot(AbstractBilinear):
         problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, self.precision, preferred, accumulator, out_sharding)
         # What only XLA's own products have is for the reference, unless the caller names a backend that knows better.
         is_xlas = accumulator is not None or out_sharding is not None
-        return select(BACKENDS, problem, self.backend or ("reference" if is_xlas else None)).run(problem, lhs, rhs)
+        return select(BACKENDS, problem, self.backend or ("reference" if is_xlas else None)).backend.run(problem, lhs, rhs)
 
     def _numbers_backward(self, is_left: bool) -> DimensionNumbers:
         """What the incoming gradient and the other operand contract, and their batch axes."""

@@ -147,10 +147,9 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
     uses, products = parameter_uses(fn, params, *inputs) if fn is not None else (assumed, ())
     rules = matched_rules(recipe, uses)
     rows = [_row(path, leaf, uses[path], rules[path], is_traced=is_traced) for path, leaf in leaves.items()]
-    named = {product.name: (product.op,) for product in products}
     if recipe.products and not is_traced:
         raise QuantError(f"recipe {recipe.name!r} has rules for products, which only traced code has; pass fn")
-    product_rules = _matching(recipe.products, named, recipe.name, "product rule", "products without a parameter")
+    product_rules = matched_product_rules(recipe, products)
     return Plan(tuple(rows), recipe.name, tuple(_product_row(product, product_rules[product.name]) for product in products))
 
 
@@ -166,6 +165,20 @@ def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]]) -> dict[s
     """
     used_by = {path: tuple(dict.fromkeys(use.op for use in used)) for path, used in uses.items()}
     return _matching(recipe.rules, used_by, recipe.name, "rule", "parameters")
+
+
+def matched_product_rules(recipe: Recipe, products: tuple[Product, ...]) -> dict[str, Rule | None]:
+    """For each product without a parameter, by its name, the first rule that matches it, or None.
+
+    Args:
+        recipe: the recipe.
+        products: the products.
+
+    Raises:
+        QuantError: when a rule that is not optional matches nothing.
+    """
+    named = {product.name: (product.op,) for product in products}
+    return _matching(recipe.products, named, recipe.name, "product rule", "products without a parameter")
 
 
 def _matching(

@@ -4,6 +4,9 @@ from ..array.straight_through import is_covered as is_covered
 from ..array.straight_through import passed_through as passed_through
 from . import lora as lora
 from .delayed import DelayedScale as DelayedScale
+from .delayed_state import DelayedState as DelayedState
+from .delayed_state import ProductScales as ProductScales
+from .delayed_state import delayed_state as delayed_state
 from .fake_quant import fake_quant as fake_quant
 from .range_rules import AbsMaxRange as AbsMaxRange
 from .range_rules import EMARange as EMARange
