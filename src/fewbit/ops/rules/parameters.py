@@ -13,20 +13,14 @@ from .products import PRODUCT
 from .rule import AbstractEvaluator, NoRuleError, bound
 from .sharding import SHARDING
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-_MOVES = (
-    *(
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "name",
-        "optimization_barrier",
-        "sharding_constraint",
-        "all_gather",
-        "pvary",
-    ),
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+"""The primitives that multiply a parameter."""
+MOVES = (
+    *("convert_element_type", "copy", "copy_p", "name", "optimization_barrier"),
+    *("sharding_constraint", "all_gather", "pvary"),
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split", "rev"),
 )
+"""The primitives whose result is the parameter still, moved about."""
 
 
 _STILL = ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "pvary")
@@ -84,5 +78,5 @@ def _served(latent: Latent, axis: int) -> jax.Array:
     return table if scale is None else noted(table, fixed, scale)
 
 
-PARAMETER_RULES |= {name: PRODUCT[name] for name in _PRODUCTS} | dict.fromkeys(_MOVES, _moved)
+PARAMETER_RULES |= {name: PRODUCT[name] for name in PRODUCTS} | dict.fromkeys(MOVES, _moved)
 PARAMETER_RULES |= {"gather": _gather, "shard_map": SHARDING["shard_map"]}
