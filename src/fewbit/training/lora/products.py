@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ...array import is_qarray
 from ...ops.ragged import PLAIN
 from ...ops.rules.rule import AbstractEvaluator, NoRuleError, Rule
 from ...ops.standin import StandIn, stands_in
@@ -30,21 +29,12 @@ def _product(low_rank: LowRank) -> Rule:
         x, w = values[:2] if is_right else reversed(values[:2])
         if any(stands_in(value) for value in values if value is not w):
             raise NoRuleError("another operand stands for an array, and one has an adapter")
-        product = _base_product(evaluator, eqn, [w.base if value is w else value for value in values])
+        (product,) = evaluator.equation(eqn, [w.base if value is w else value for value in values])
         x = _dropped(x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(w.dtype), w)
         update = low_rank(x, w, values, eqn.params, is_right)
         return [(product.astype(update.dtype) + w.scale * update).astype(product.dtype)]
 
     return rule
-
-
-def _base_product(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> Array:
-    """The product without the adapter. What the backward pass keeps of a quantized weight is its codes: it decodes again."""
-
-    def product(*values: Any) -> Array:
-        return evaluator.equation(eqn, values)[0]
-
-    return (jax.checkpoint(product) if any(map(is_qarray, values)) else product)(*values)
 
 
 def _dropped(x: Array, w: Any) -> Array:
