@@ -120,6 +120,19 @@ def test_only_the_activations_scheme_changes():
     assert policy.activation.calibration.low == float(stats["out"].range.low) > -1
 
 
+def test_leaves_that_are_no_arrays_and_arguments_by_keyword():
+    params = {"w": normal(8, 8), "activation": jnp.tanh, "depth": 2}
+
+    def called(params, x, is_doubled, *, scale):
+        for _ in range(params["depth"]):
+            x = params["activation"](scale * x @ params["w"])
+        return 2 * x if is_doubled else x
+
+    x = normal(5, 8, seed=1)
+    seen = fb.observe(called, params, [(x, True), (x, False)], RECIPE, scale=9.0)["w"].range
+    assert float(seen.high) == amax(9 * x) and int(seen.count) == 4
+
+
 def test_what_cannot_be_observed_is_refused():
     def looping(params, x):
         return jax.lax.while_loop(lambda x: x[0, 0] > 9, lambda x: x @ params["w"], x)
