@@ -50,7 +50,10 @@ def test_ranges_and_recipe_are_those_computed_by_hand():
             x = jnp.tanh(x) if name == "in" else x
         return x
 
-    np.testing.assert_allclose(jax.jit(fb.transparent(net))(served, x), by_hand(x), rtol=1e-5, atol=1e-5)
+    # An element of the hidden layer that lies between two codes may take either, by the last bit of its sum.
+    step = float(scales[1]) * amax(PARAMS["out"]) * 1.01
+    np.testing.assert_allclose(jax.jit(fb.transparent(net))(served, x), by_hand(x), rtol=1e-5, atol=step)
+    assert np.abs(fb.transparent(net)(served, x) - net(PARAMS, x)).max() > 10 * step, "what is beyond the range is clipped"
     trained = jax.jit(fb.train(net, static))(PARAMS, x)
     assert np.array_equal(trained, jax.jit(fb.transparent(net))(served, x)), "what was trained is what is served"
 
