@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from ..array import is_qarray
-from ..errors import UnsupportedError
 from ..ops import transparent
 from ..ops.transparent import Decoded
 from ..recipe import Plan
@@ -23,6 +22,7 @@ from ..training import DelayedState
 from ..training import delayed_state as state_of
 from ..training import train as train_function
 from . import tree
+from ._flax import flax
 
 
 def plan(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> Plan:
@@ -219,7 +219,7 @@ def _pure(module: Any) -> Callable[..., Any]:
 
 def _split(variables: Any) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
     """The parameters without boxes, the function that puts them back into theirs, and the other collections."""
-    meta = _flax_meta()
+    meta = flax("core.meta")
 
     def is_whole(x: Any) -> bool:
         return is_qarray(x) or isinstance(x, meta.AxisMetadata)
@@ -242,11 +242,3 @@ def _unboxed(x: Any, meta: ModuleType) -> Any:
     if isinstance(x, meta.Partitioned):
         return x.value
     return x.unbox() if isinstance(x, meta.AxisMetadata) else x
-
-
-def _flax_meta() -> ModuleType:
-    try:
-        from flax.core import meta
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("flax is not installed; pip install fewbit[flax] brings it") from error
-    return meta

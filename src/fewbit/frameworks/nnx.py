@@ -8,13 +8,11 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from types import ModuleType
 from typing import Any
 
 import jax
 
 from ..array import is_qarray
-from ..errors import UnsupportedError
 from ..ops import transparent as transparent_function
 from ..ops.transparent import Decoded
 from ..recipe import Plan
@@ -26,6 +24,7 @@ from ..training import DelayedState
 from ..training import delayed_state as state_of
 from ..training import train as train_function
 from . import tree
+from ._flax import flax
 
 
 def plan(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> Plan:
@@ -243,7 +242,7 @@ class _Graph:
 
     @classmethod
     def of(cls, nodes: tuple[Any, ...]) -> "_Graph":
-        nnx = _flax_nnx()
+        nnx = flax("nnx")
         definition, state = nnx.split(nodes)
         return cls(definition, dict(nnx.to_flat_state(state)))
 
@@ -263,7 +262,7 @@ class _Graph:
 
     def merged(self, params: dict[Any, Any], rest: Iterable[Any]) -> tuple[Any, ...]:
         """The objects again, new ones, with other values in their Variables."""
-        nnx, others = _flax_nnx(), iter(rest)
+        nnx, others = flax("nnx"), iter(rest)
 
         def filled(path: tuple[Any, ...], variable: Any) -> Any:
             if _is_param(path, variable):
@@ -277,12 +276,12 @@ class _Graph:
 
 
 def _is_param(path: tuple[Any, ...], variable: Any) -> bool:
-    return path[0] == 0 and isinstance(variable, _flax_nnx().Param)
+    return path[0] == 0 and isinstance(variable, flax("nnx").Param)
 
 
 def _value(variable: Any) -> Any:
     """The value of a Variable, whatever it is; an array that stands without one is its own."""
-    return variable.get_raw_value() if isinstance(variable, _flax_nnx().Variable) else variable
+    return variable.get_raw_value() if isinstance(variable, flax("nnx").Variable) else variable
 
 
 def _held(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
@@ -294,7 +293,7 @@ def _changed(nodes: tuple[Any, ...], before: dict[tuple[Any, ...], Any]) -> Any:
     """The state of the Variables of the objects that are new, or hold another array than before."""
     after = _Graph.of(nodes).variables
     new = [(path, x) for path, x in after.items() if path not in before or _value(x) is not before[path]]
-    return _flax_nnx().from_flat_state(new)
+    return flax("nnx").from_flat_state(new)
 
 
 def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -311,7 +310,7 @@ def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
     """Calls what became of `_pure(fn)` with the arguments of `fn`, and writes the changes into their objects."""
-    nnx = _flax_nnx()
+    nnx = flax("nnx")
 
     def is_object(x: Any) -> bool:
         return isinstance(x, nnx.Pytree | nnx.Variable)
@@ -329,11 +328,3 @@ def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     result, changes = pure(*graph.values(), graph, filled, others, **settings)
     nnx.update(nodes, changes)
     return result
-
-
-def _flax_nnx() -> ModuleType:
-    try:
-        from flax import nnx
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("flax is not installed; pip install fewbit[flax] brings it") from error
-    return nnx
