@@ -7,7 +7,7 @@ statistics, counters of random numbers, caches) is written back, as under `nnx.j
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +17,9 @@ from ..ops import transparent as transparent_function
 from ..ops.transparent import Decoded
 from ..recipe import Plan
 from ..recipe import plan as make_plan
+from ..statistics import AbsMaxRange, AbstractRange, Stats
+from ..statistics import observe as observe_function
+from ..statistics.measure import Statistic
 from ..training import DelayedState
 from ..training import delayed_state as state_of
 from ..training import train as train_function
@@ -178,6 +181,47 @@ def delayed_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] 
     return state_of(
         lambda params, rest, *inputs: call(*graph.merged(params, rest), *inputs), params, rest, *inputs, recipe=recipe
     )
+
+
+def observe(
+    model: Any,
+    batches: Iterable[Any],
+    recipe: Any,
+    *,
+    fn: Callable[..., Any] | None = None,
+    rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
+    collect: Sequence[Statistic] = ("range",),
+) -> Stats:
+    """Runs a model over batches, and measures what each parameter that a recipe quantizes meets in its products.
+
+    Args:
+        model: the NNX model, floating. What its methods change in it stays as it was.
+        batches: for each batch the tuple of the model's inputs, or the one input.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        fn: the function that runs it, `fn(model, *inputs)`; None calls the model.
+        rule: how ranges are estimated, as in `fb.observe`.
+        collect: the statistics, as in `fb.observe`.
+
+    Returns:
+        The statistics, as `fb.observe` gives them.
+
+    Raises:
+        QuantError: for what `fb.observe` refuses.
+        UnsupportedError: when flax is not installed, and for what `fb.observe` refuses.
+
+    >>> from flax import nnx
+    >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.full((1, 64), 3.0)
+    >>> float(observe(model, [x, -2 * x], "w8a8")["kernel"].range.high)
+    6.0
+    """
+    call = _called if fn is None else fn
+    graph = _Graph.of((model,))
+    params, rest = graph.values()
+
+    def called(params: Any, *inputs: Any) -> Any:
+        return call(*graph.merged(params, rest), *inputs)
+
+    return observe_function(called, params, batches, recipe, rule=rule, collect=collect)
 
 
 def _called(model: Any, *inputs: Any) -> Any:
