@@ -1,6 +1,7 @@
 """The Hessian objective: exact over every stored scale, never worse than its start, blind to units, bytes as any QArray."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,7 @@ def test_each_stage_is_never_worse(name: str):
     hessian = fb.hessian_blocks(jnp.asarray(X), tile)
     stages = [_quantize(jnp.asarray(W), spec), *(_with_hessian(W, spec, hessian, rounds=r) for r in (0, 8))]
     errors = [output_errors(q, tile) for q in stages]
-    for before, after in zip(errors, errors[1:], strict=False):
+    for before, after in itertools.pairwise(errors):
         assert (after <= before * SLACK).all() and after.sum() < 0.98 * before.sum()
     assert all(jax.tree.structure(q) == jax.tree.structure(stages[0]) for q in stages)
     assert all(a.shape == b.shape for a, b in zip(jax.tree.leaves(stages[0]), jax.tree.leaves(stages[2]), strict=True))

@@ -14,6 +14,7 @@ matters, and a tile changes only where its error falls.
 """
 
 import dataclasses
+import functools
 import math
 
 import jax
@@ -34,6 +35,7 @@ from .scales.calibration import is_lower
 from .scales.candidates import midpoints, stored_scales
 from .scales.search import SMALLEST
 from .scheme import Scheme
+from .scheme import scheme as as_scheme
 
 _MOST_BREAKPOINTS = 2**16
 
@@ -92,25 +94,38 @@ def quantize_with_hessian(
     >>> float(jnp.abs(activations @ (fb.dequantize(q) - w).T).max()) < 1e-6
     True
     """
-    start = quantize(x, scheme, axis=axis)
-    shape, axis = start.shape, range(start.ndim)[axis]
-    _check(start.scheme, start.tiles, axis, rounds)
-    problem = _Problem.of(jnp.asarray(x).astype(jnp.float32), jnp.asarray(hessian), start, axis)
-    found = problem.start(start, axis)
-    found = problem.best_scale(found)
-    found = jax.lax.fori_loop(0, rounds, lambda _, found: problem.kept(problem.improved(found), found), found)
-    scale, codes = problem.result(found, shape, axis)
-    fmt, along = start.scheme.format, start.scheme.pack_axis
-    return dataclasses.replace(start, codes=pack(codes, fmt.bits, start.scheme.packing, axis=along), scale=scale)
+    x, hessian = jnp.asarray(x), jnp.asarray(hessian)
+    bound = as_scheme(scheme).along(axis, x.ndim)
+    axis = range(x.ndim)[axis]
+    tile = _tile_on(bound, x.ndim, axis, rounds) or x.shape[axis]
+    expected = (-(-x.shape[axis] // tile), tile, tile)
+    if hessian.shape != expected:
+        raise QuantError(f"the hessian has shape {hessian.shape}; {expected} is expected")
+    return _quantized(x, hessian, as_scheme(scheme), axis, rounds)
 
 
-def _check(scheme: Scheme, tiles: tuple[Tile, ...], axis: int, rounds: int) -> None:
+def _tile_on(scheme: Scheme, ndim: int, axis: int, rounds: int) -> Tile:
+    """The tile on the contracted axis; refuses what the objective is not defined for."""
     if rounds < 0:
         raise QuantError(f"rounds is {rounds}, must be 0 or more")
     if scheme.zero_point is not None or isinstance(scheme.scale, Scheme):
         raise UnsupportedError(f"quantize_with_hessian: scheme {scheme.name} has a zero point or quantized scales")
+    tiles = scheme.tiles(ndim)
     if any(tile != 1 for other, tile in enumerate(tiles) if other != axis):
         raise UnsupportedError(f"quantize_with_hessian: the tiles {tiles} of {scheme.name} do not lie on axis {axis} alone")
+    return tiles[axis]
+
+
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _quantized(x: jax.Array, hessian: jax.Array, scheme: Scheme, axis: int, rounds: int) -> QArray:
+    """The result of `quantize_with_hessian`, in one compiled function."""
+    start = quantize(x, scheme, axis=axis)
+    problem = _Problem.of(x.astype(jnp.float32), hessian, start, axis)
+    found = problem.best_scale(problem.start(start, axis))
+    found = jax.lax.fori_loop(0, rounds, lambda _, found: problem.improved(found), found)
+    scale, codes = problem.result(found, start.shape, axis)
+    fmt, along = start.scheme.format, start.scheme.pack_axis
+    return dataclasses.replace(start, codes=pack(codes, fmt.bits, start.scheme.packing, axis=along), scale=scale)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +154,6 @@ class _Problem:
     def of(cls, x: jax.Array, hessian: jax.Array, start: QArray, axis: int) -> "_Problem":
         tile, width = start.tiles[axis] or x.shape[axis], x.shape[axis]
         blocks = _blocks_first(x, tile, axis)
-        if hessian.shape != (len(blocks), tile, tile):
-            raise QuantError(f"the hessian has shape {hessian.shape}; {(len(blocks), tile, tile)} is expected")
         is_real = (jnp.arange(len(blocks) * tile) < width).reshape(-1, 1, tile)
         hessian = jnp.where(is_real & is_real.mT, hessian.astype(jnp.float32), 0.0)
         hessian = hessian * _unit_of(jnp.abs(hessian).max((1, 2), keepdims=True))[1]

@@ -47,7 +47,10 @@ CASES = [
     ("nf4", "e8m0", 64),
     ("ternary", "e4m3fn", 32),
 ]
-FAST = 4
+PARAMS = [
+    pytest.param(case, id="-".join(map(str, case)), marks=[] if i < 4 else [pytest.mark.slow])
+    for i, case in enumerate(CASES)
+]
 
 
 def scheme(fmt: str, holder: str, tile: int, calibration=MSE()) -> fb.Scheme:  # noqa: B008 - frozen
@@ -67,7 +70,7 @@ def every_kind(fmt: str, holder: str, tile: int, count: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
-@pytest.mark.parametrize("case", [pytest.param(c, id="-".join(map(str, c)), marks=[] if i < FAST else [pytest.mark.slow]) for i, c in enumerate(CASES)])  # fmt: skip
+@pytest.mark.parametrize("case", PARAMS)
 def test_no_stored_scale_is_better(case: tuple[str, str, int], weighted: bool):
     fmt, holder, tile = case
     x, scales = every_kind(fmt, holder, tile, 250), stored(holder)

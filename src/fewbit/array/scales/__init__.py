@@ -9,6 +9,7 @@ from .calibration import parse_calibration as parse_calibration
 from .centred import CentredAbsMax as CentredAbsMax
 from .exact import Exact as Exact
 from .fixed import Fixed as Fixed
+from .lloyd import learned_codebook as learned_codebook
 from .minmax import MinMax as MinMax
 from .moments import RMS as RMS
 from .moments import AbsMean as AbsMean
