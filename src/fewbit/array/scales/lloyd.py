@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..._tiles import blocked, valid_elements
+from ..._tiles import blocked
 from ...errors import QuantError
 from ...formats import Codebook
 
@@ -43,33 +43,36 @@ def learned_codebook(
 
     >>> w = np.random.default_rng(0).standard_normal((64, 64))
     >>> [round(v, 2) for v in learned_codebook(w, tile=16, bits=3).table]
-    [-1.0, -0.55, -0.24, 0.0, 0.24, 0.55, 1.0]
+    [-1.0, -0.58, -0.27, 0.0, 0.27, 0.58, 1.0]
     """
     if not 2 <= bits <= 8:
         raise QuantError(f"bits is {bits}; a symmetric codebook with zero has 2 to 8")
-    array = jnp.moveaxis(jnp.asarray(x).astype(jnp.float32), axis, -1)
-    tiles = (*(1,) * (array.ndim - 1), tile)
-    magnitude = np.abs(np.asarray(blocked(array, tiles)[0], np.float64))
+    magnitude = np.abs(_tiled(x, tile, axis))
     if not np.isfinite(magnitude).all():
         raise QuantError("x is not finite; a codebook cannot be learned from NaN or infinity")
     weights = np.ones_like(magnitude)
     if error_weights is not None:
-        full = jnp.broadcast_to(jnp.asarray(error_weights, jnp.float32), jnp.shape(x))
-        weights = np.asarray(blocked(jnp.moveaxis(full, axis, -1), tiles)[0], np.float64)
+        weights = _tiled(jnp.broadcast_to(jnp.asarray(error_weights, jnp.float32), jnp.shape(x)), tile, axis)
     amax = magnitude.max(-1, keepdims=True)
-    valid = valid_elements(array.shape, tiles)
-    counts = (amax > 0) & (True if valid is None else np.broadcast_to(np.asarray(valid), magnitude.shape))
-    ratio = np.broadcast_to(magnitude / np.where(amax > 0, amax, 1), counts.shape)[counts]
-    numbers = _centres(ratio, (weights * amax**2)[counts], 2 ** (bits - 1) - 1, rounds)
+    ratio, mass = magnitude / np.where(amax > 0, amax, 1), weights * amax**2
+    # Zeros are exact whatever the numbers are, what fills a short tile and all-zero tiles among them.
+    counts = ratio > 0
+    numbers = _centres(ratio[counts], mass[counts], 2 ** (bits - 1) - 1, rounds)
     numbers = numbers / numbers[-1]
     return Codebook(name, (*(-numbers[::-1]).tolist(), 0.0, *numbers.tolist()))
+
+
+def _tiled(x: ArrayLike, tile: int, axis: int) -> np.ndarray:
+    """The array in tiles of its last axis, filled with zeros, float64."""
+    array = jnp.moveaxis(jnp.asarray(x).astype(jnp.float32), axis, -1)
+    return np.asarray(blocked(array, (*(1,) * (array.ndim - 1), tile))[0], np.float64)
 
 
 def _centres(values: np.ndarray, weights: np.ndarray, count: int, rounds: int) -> np.ndarray:
     """The `count` ascending positive numbers that, with zero, leave the least weighted squared error (a local minimum)."""
     order = np.argsort(values, kind="stable")
     values, weights = values[order], weights[order]
-    if len(np.unique(values[(values > 0) & (weights > 0)])) < count:
+    if len(np.unique(values[weights > 0])) < count:
         raise QuantError(f"x has fewer than {count} different magnitudes that count; take fewer bits")
     mass = np.concatenate([[0.0], np.cumsum(weights)])
     moment = np.concatenate([[0.0], np.cumsum(weights * values)])
