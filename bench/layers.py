@@ -66,9 +66,9 @@ def qwantize(w: np.ndarray, x: np.ndarray, name: str) -> dict[str, Callable[[], 
         return {}
     import torch
 
-    blocks = torch.from_numpy(w).reshape(len(w), -1, {"nvfp4": 16, "mxfp4": 32}[name])
-    methods = {"naive": {}, "optimal": {}, "optimal_hessian": {"X": torch.from_numpy(x)}}
-    methods |= {"admm": {"X": torch.from_numpy(x)}} if name == "nvfp4" else {}
+    blocks = torch.tensor(w).reshape(len(w), -1, {"nvfp4": 16, "mxfp4": 32}[name])
+    methods = {"naive": {}, "optimal": {}, "optimal_hessian": {"X": torch.tensor(x)}}
+    methods |= {"admm": {"X": torch.tensor(x)}} if name == "nvfp4" else {}
 
     def run(method: str, options: dict[str, Any]) -> np.ndarray:
         dense = getattr(module, f"{name}_{method}")(blocks, return_dequant=True, **options)[2]

@@ -1,4 +1,4 @@
-"""Learned codebooks: fixed points of Lloyd's rounds, the same every time, and better than fixed tables."""
+"""Learned codebooks: fixed points of Lloyd's rounds, the same every time, and better than E2M1."""
 
 import jax
 import jax.numpy as jnp
@@ -43,11 +43,11 @@ def _top(ratio: np.ndarray, weights: np.ndarray, numbers: np.ndarray) -> float:
     return top
 
 
-def test_it_is_deterministic_and_beats_fixed_tables():
+def test_it_is_deterministic_and_beats_e2m1():
     table = learned_codebook(W, tile=16)
     assert table == learned_codebook(jnp.asarray(W), tile=16) == learned_codebook(W.T, tile=16, axis=0)
     learned = error(W, table)
-    assert learned < error(W, FORMATS["e2m1"]) and learned < error(W, FORMATS["nf4"])
+    assert learned < error(W, FORMATS["e2m1"])
 
 
 def test_weights_shape_it():
