@@ -220,7 +220,7 @@ def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, b
         return jax.lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=preferred)
     lhs, rhs = with_gathered_codes(lhs, rhs, numbers)
     problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, precision, preferred)
-    return select(BACKENDS, problem, backend).run(problem, lhs, rhs)
+    return select(BACKENDS, problem, backend).backend.run(problem, lhs, rhs)
 
 
 def _matmul_batch(left: tuple[int, ...], right: tuple[int, ...]) -> int:

@@ -10,6 +10,7 @@
 """
 
 import dataclasses
+import functools
 from typing import Any, ClassVar
 
 import jax
@@ -39,21 +40,24 @@ class Reference(AbstractBackend[Problem]):
         return None
 
     def run(self, problem: Problem, *operands: Any) -> jax.Array:
-        lhs, rhs = operands
-        if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
-            return _decoded_product(problem, lhs, rhs)
-        if lhs.scheme.zero_point is None and rhs.scheme.zero_point is None:
-            if all(
-                _is_constant(q, a) for q, axes in zip((lhs, rhs), problem.dimension_numbers[0], strict=True) for a in axes
-            ):
-                return _code_product(problem, lhs, rhs)
-            if (tiled := _tiled_axis(problem, lhs, rhs)) is not None:
-                return _tiled_product(problem, lhs, rhs, *tiled)
-        both = dequantize(lhs, jnp.float32), dequantize(rhs, jnp.float32)
-        return _dot(problem, *both, preferred=jnp.float32).astype(problem.result_dtype)
+        return _product(problem, *operands)
 
 
 BACKENDS.add("reference", Reference())
+
+
+@functools.partial(jax.jit, static_argnames="problem", inline=True)
+def _product(problem: Problem, lhs: Any, rhs: Any) -> jax.Array:
+    """The product of two operands, as one program."""
+    if not (isinstance(lhs, QArray) and isinstance(rhs, QArray)):
+        return _decoded_product(problem, lhs, rhs)
+    if lhs.scheme.zero_point is None and rhs.scheme.zero_point is None:
+        if all(_is_constant(q, a) for q, axes in zip((lhs, rhs), problem.dimension_numbers[0], strict=True) for a in axes):
+            return _code_product(problem, lhs, rhs)
+        if (tiled := _tiled_axis(problem, lhs, rhs)) is not None:
+            return _tiled_product(problem, lhs, rhs, *tiled)
+    both = dequantize(lhs, jnp.float32), dequantize(rhs, jnp.float32)
+    return _dot(problem, *both, preferred=jnp.float32).astype(problem.result_dtype)
 
 
 def _decoded_product(problem: Problem, lhs: Any, rhs: Any) -> jax.Array:
