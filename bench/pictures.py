@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 
 
-def squared_error(x: np.ndarray, scale: float) -> np.ndarray:
+def squared_error(x: np.ndarray, scale: float | np.ndarray) -> np.ndarray:
     """The squared error of each element in E2M1 under a scale, float64."""
     middles = (E2M1[1:] + E2M1[:-1]) / 2
     return (E2M1[np.searchsorted(middles, np.abs(x) / scale)] * scale - np.abs(x)) ** 2
