@@ -241,6 +241,15 @@ def test_what_does_not_go_together_is_refused():
             params, x, delayed=fb.DelayedState({"v": fb.delayed_state(product, params, x, recipe=recipe()).products["w"]})
         )
     assert fb.delayed_state(product, params, x, recipe="w8a8").products == {}
+    own = jax.custom_vjp(lambda w, x: x @ w)
+    own.defvjp(lambda w, x: (x @ w, (w, x)), lambda saved, g: (saved[1].T @ g, g @ saved[0].T))
+
+    def inside(params, x):
+        return own(params["w"], x)
+
+    state = fb.delayed_state(inside, params, x, recipe=recipe())
+    with pytest.raises(fb.UnsupportedError, match=r"delayed scaling cannot follow a parameter into custom_vjp_call"):
+        fb.train(inside, recipe())(params, x, delayed=state)
     arms = ("fp8_e5m2_tensor", "fp8_tensor")
     with pytest.raises(
         fb.QuantError, match="one history of the gradient; the arms quantize it as fp8_e5m2_tensor and fp8_tensor"

@@ -1,5 +1,7 @@
 """Observing what the parameters of unchanged code meet, over calibration batches."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +41,8 @@ def observe(
     Args:
         fn: any function that JAX can trace whose first argument is the tree of parameters.
         params: the parameters, floating.
-        batches: for each batch the tuple of `fn`'s other arguments, or the one other argument. At least one batch.
+        batches: for each batch the tuple of `fn`'s other arguments, or the one other argument; leaves that are no arrays must
+            be hashable. At least one batch.
         recipe: a Recipe, or anything that `fb.recipe` takes: it says which parameters.
         rule: how ranges are estimated; the default takes the largest magnitude of all batches.
         collect: "range"; "absmax", the largest magnitude of each channel, for AWQ and SmoothQuant; "hessian", the sum of
@@ -67,8 +70,9 @@ def observe(
     decoded: list[Decoded] = []
     joined = jax.jit(lambda earlier, later: {path: measure.joined(earlier[path], later[path]) for path in earlier})
 
-    @jax.jit
-    def measured(params: Any, inputs: tuple[Any, ...]) -> dict[str, Observation]:
+    @functools.partial(jax.jit, static_argnums=0)
+    def measured(others: _Others, arrays: list[Any]) -> dict[str, Observation]:
+        params, inputs = others.among(arrays)
         notes = Notes(measure)
         run = evaluated(lambda params, *inputs: fn(params, *inputs, **kwargs), "dequantize", decoded.append, _none_chosen)
         run(_observed(params, paths, notes), *inputs)
@@ -80,13 +84,39 @@ def observe(
             uses, _ = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
             policies = matched_policies(resolved, params, uses)
             paths = [path for path in policies if any(use.op in _CONTRACTING for use in uses[path])]
-        now = measured(params, inputs)
+        now = measured(*_apart((params, inputs)))
         _refuse_unseen(set(paths) - set(now), decoded)
         found = now if found is None else joined(found, now)
     if found is None:
         raise QuantError("there is no batch to observe")
     ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found)
     return Stats(found, ops)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Others:
+    """A tree without its arrays, for `jit` to compare: modules of some frameworks have functions and numbers beside them.
+
+    Attributes:
+        treedef: the structure of the tree; a QArray is one leaf.
+        leaves: for each leaf whether it is an array, and what else it is.
+    """
+
+    treedef: Any
+    leaves: tuple[tuple[bool, Any], ...]
+
+    def among(self, arrays: Sequence[Any]) -> Any:
+        """The tree with arrays in their places."""
+        rest = iter(arrays)
+        return jax.tree.unflatten(self.treedef, [next(rest) if is_array else leaf for is_array, leaf in self.leaves])
+
+
+def _apart(tree: Any) -> tuple[_Others, list[Any]]:
+    """A tree without its arrays, and the arrays."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_qarray)
+    are_arrays = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
+    others = tuple((is_array, None if is_array else leaf) for is_array, leaf in zip(are_arrays, leaves, strict=True))
+    return _Others(treedef, others), [leaf for is_array, leaf in zip(are_arrays, leaves, strict=True) if is_array]
 
 
 def _none_chosen(_: Any) -> dict[str, Any]:

@@ -47,8 +47,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     Raises:
         QuantError: when a rule that is not optional matches nothing; when a policy asks for delayed scaling and `delayed` is
             missing or for other parameters; in the backward pass when a policy needs a key and there is none.
-        UnsupportedError: for a product without a parameter that has a policy and delayed scaling, or stands in a function with
-            a derivative rule of its own.
+        UnsupportedError: for a product without a parameter whose policy asks for delayed scaling; and for such a product, or a
+            parameter with delayed scaling, inside a function with a derivative rule of its own.
 
     >>> import fewbit as fb
     >>> params = {"w": jnp.eye(4)}

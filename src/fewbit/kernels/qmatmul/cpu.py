@@ -40,6 +40,8 @@ class Cpu(AbstractBackend[Problem]):
             return missing
         if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
             return "both operands are quantized; it takes one"
+        if problem.out_sharding is not None:
+            return "out_sharding is for XLA's own products"
         x, q = _sides(problem)
         if x.dtype not in FLOATS or problem.result_dtype.name not in FLOATS:
             return f"it multiplies {x.dtype} into {problem.result_dtype.name}; both must be one of {', '.join(FLOATS)}"
