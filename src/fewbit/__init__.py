@@ -15,8 +15,10 @@ from .array import Packing as Packing
 from .array import QArray as QArray
 from .array import Scheme as Scheme
 from .array import dequantize as dequantize
+from .array import hessian_blocks as hessian_blocks
 from .array import is_qarray as is_qarray
 from .array import quantize as quantize
+from .array import quantize_with_hessian as quantize_with_hessian
 from .array import scheme as scheme
 from .array import shardings_of as shardings_of
 from .array import specs_of as specs_of

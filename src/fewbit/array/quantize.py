@@ -201,15 +201,16 @@ def _target(scheme: Scheme, tensor_scale: Array | None) -> Target:
 
 
 def _tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | None:
-    """The scale that takes the largest finite magnitude to `bound` times the largest stored scale, 1 where all are zero.
+    """The scale that takes the largest finite magnitude to `bound` times the largest scale to store, 1 where all are zero.
 
     None where the scheme has none.
     """
     if not scheme.tensor_scale:
         return None
     magnitude = jnp.where(jnp.isfinite(values), jnp.abs(values), jnp.zeros_like(values))
-    largest = bound * ScaleStore(_plain_holder(scheme)).largest
-    scale = quotient(jnp.max(magnitude, keepdims=True), jnp.float32(largest))
+    holder = _plain_holder(scheme)
+    largest = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
+    scale = quotient(jnp.max(magnitude, keepdims=True), jnp.float32(bound * largest))
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
 
 
