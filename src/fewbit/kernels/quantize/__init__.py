@@ -1,0 +1,1 @@
+"""Quantizing and dequantizing, fast."""
