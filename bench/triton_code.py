@@ -21,6 +21,7 @@ from triton.compiler import ASTSource
 
 import fewbit as fb
 from fewbit.kernels.quantize import triton as kernels
+from fewbit.kernels.quantize import triton_dequantize
 from fewbit.kernels.quantize.triton_problem import TileProblem
 from fewbit.torch.quantize import chosen
 
@@ -31,6 +32,7 @@ KERNELS = (
     ("mxfp4", "naive"), ("mxfp4", "optimal"), ("mxfp6", "optimal"), ("mxfp8", "naive"), ("mxfp8", "optimal"),
     ("nvfp4", "naive"), ("nvfp4", "optimal"), ("nf4", "naive"), ("int4_g32", "naive"), ("int8_g128", "naive"),
 )  # fmt: skip
+DECODED = ("mxfp4", "nvfp4")
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -40,6 +42,7 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write bench/results/triton.json")
     options = parser.parse_args()
     rows = [row for name, method in KERNELS for row in quantizer_rows(name, method)]
+    rows += [row for name in DECODED for row in decoder_rows(name)]
     for row in rows:
         print(
             "{kernel:18} sm_{sm:<4} {lane_instructions:7.1f} a lane and element  {registers:4} registers  {memory}".format(
@@ -66,6 +69,21 @@ def quantizer_rows(name: str, method: str, architectures: tuple[int, ...] = ARCH
     constants = problem.layout() | problem.numbers() | problem.scale_numbers() | problem.choice()
     elements = problem.tiles_in_program * problem.padded_tile
     return rows_of(f"{name} {method}", kernels.quantize_kernel, types, constants, problem.warps, elements, architectures)
+
+
+def decoder_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
+    """The figures of one decoder to bfloat16."""
+    problem = TileProblem(fb.scheme(name), 4096, 4096)
+    types = {
+        "codes_ptr": "*u8",
+        "scale_ptr": "*u8",
+        "unit_ptr": "*fp32" if problem.scheme.tensor_scale else "*u8",
+        "out_ptr": "*bf16",
+    }
+    types |= dict.fromkeys(("tiles", "length", "tiles_in_row", "row_bytes"), "i32")
+    elements = problem.tiles_in_program * problem.padded_tile
+    kernel = triton_dequantize.dequantize_kernel
+    return rows_of(f"{name} decoded", kernel, types, problem.decoding(), problem.warps, elements, architectures)
 
 
 def rows_of(
