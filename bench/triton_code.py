@@ -31,6 +31,7 @@ ARCHITECTURES = (80, 90, 100)
 KERNELS = (
     ("mxfp4", "naive"), ("mxfp4", "optimal"), ("mxfp6", "optimal"), ("mxfp8", "naive"), ("mxfp8", "optimal"),
     ("nvfp4", "naive"), ("nvfp4", "optimal"), ("nf4", "naive"), ("int4_g32", "naive"), ("int8_g128", "naive"),
+    ("nf4", "optimal"), ("int4_g32", "optimal"),
 )  # fmt: skip
 DECODED = ("mxfp4", "nvfp4")
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -65,7 +66,7 @@ def quantizer_rows(name: str, method: str, architectures: tuple[int, ...] = ARCH
         "scale_ptr": scale,
         "unit_ptr": "*fp32" if problem.scheme.tensor_scale else scale,
     }
-    types |= dict.fromkeys(("tiles", "length", "tiles_in_row", "row_bytes"), "i32")
+    types |= {"fractions_ptr": "*fp32"} | dict.fromkeys(("tiles", "length", "tiles_in_row", "row_bytes"), "i32")
     constants = problem.layout() | problem.numbers() | problem.scale_numbers() | problem.choice()
     elements = problem.tiles_in_program * problem.padded_tile
     return rows_of(f"{name} {method}", kernels.quantize_kernel, types, constants, problem.warps, elements, architectures)

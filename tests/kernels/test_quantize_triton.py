@@ -22,7 +22,17 @@ NAIVE = (
     "mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "mxfp8_rceil", "mxint8", "nvfp4", "nvint4", "nf4", "nf4_g16", "int4",
     "int4_g32", "int8", "int8_g24", "fp8", "q8_0", "int4_aqt",
 )  # fmt: skip
-SEARCHED = ("mxfp4", "mxfp6", "mxfp8", "mxint8", "nvfp4", pytest.param("nvint4", marks=pytest.mark.slow))
+SEARCHED = (
+    "nf4_g16",
+    "int4_g32",
+    "q8_0",
+    "mxfp4",
+    "mxfp6",
+    "mxfp8",
+    "mxint8",
+    "nvfp4",
+    pytest.param("nvint4", marks=pytest.mark.slow),
+)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -1,5 +1,6 @@
 """Tensors on a CUDA device go to the Triton kernels: what they serve, and the tensors that they read and write."""
 
+import functools
 import importlib.util
 import math
 from typing import Any
@@ -51,9 +52,15 @@ def quantized(W: torch.Tensor, scheme: Scheme, unit: torch.Tensor | None) -> tup
     held = scheme.scale
     dtype = torch.uint8 if isinstance(held, AbstractFormat) else getattr(torch, held.name)  # type: ignore[union-attr]
     scale = torch.empty((problem.rows, problem.tiles_in_row), dtype=dtype, device=W.device)
-    kernels().quantize_rows(problem, rows.reshape(problem.rows, problem.length), codes, scale, unit)
+    fractions = _fractions(problem, W.device) if problem.fractions.size else None
+    kernels().quantize_rows(problem, rows.reshape(problem.rows, problem.length), codes, scale, unit, fractions)
     restored = (t.reshape(*outer, -1).movedim(-1, axis).contiguous() for t in (codes, scale))
     return tuple(restored)  # type: ignore[return-value]
+
+
+@functools.lru_cache(maxsize=16)
+def _fractions(problem: TileProblem, device: torch.device) -> torch.Tensor:
+    return torch.tensor(problem.fractions, device=device)
 
 
 def largest_magnitude(W: torch.Tensor) -> torch.Tensor:

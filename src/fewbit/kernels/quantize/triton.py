@@ -34,10 +34,10 @@ import typing
 import triton
 import triton.language as tl
 
-from .triton_problem import FIXED, INTEGER, MINIFLOAT, POWER, SEARCH, SMALL_FLOAT, TileProblem
+from .triton_problem import FIXED, FLOAT, INTEGER, MINIFLOAT, POWER, SEARCH, SMALL_FLOAT, TileProblem
 
 _MINIFLOAT, _INTEGER = tl.constexpr(MINIFLOAT), tl.constexpr(INTEGER)
-_POWER, _SMALL_FLOAT = tl.constexpr(POWER), tl.constexpr(SMALL_FLOAT)
+_POWER, _SMALL_FLOAT, _FLOAT = tl.constexpr(POWER), tl.constexpr(SMALL_FLOAT), tl.constexpr(FLOAT)
 _FIXED, _SEARCH = tl.constexpr(FIXED), tl.constexpr(SEARCH)
 _TINY = tl.constexpr(2.0**-126)
 _TIE = tl.constexpr(1 - 2.0**-16)
@@ -300,6 +300,43 @@ def place_chosen(
 
 @triton.jit
 @typing.no_type_check
+def fraction_chosen(
+    x,
+    amax,
+    inverse,
+    fractions_ptr,
+    scale_ptr,
+    FRACTIONS: tl.constexpr,
+    BOUND: tl.constexpr,
+    SCALE_LOW: tl.constexpr,
+    SCALE_HIGH: tl.constexpr,
+    KIND: tl.constexpr,
+    MAN: tl.constexpr,
+    BIAS: tl.constexpr,
+    LOW: tl.constexpr,
+    HIGH: tl.constexpr,
+    STEP: tl.constexpr,
+    THRESHOLDS: tl.constexpr,
+    TABLE: tl.constexpr,
+):
+    """Each tile's best float scale among fractions of the largest, as it will be stored; `inverse` takes it to units of `x`."""
+    best = tl.zeros_like(amax)
+    least = tl.full(amax.shape, float("inf"), tl.float32)
+    bound = tl.full(amax.shape, BOUND, tl.float32)
+    for i in range(FRACTIONS):
+        scale = flushed(tl.div_rn(amax * tl.load(fractions_ptr + i), bound))
+        scale = tl.where(scale == 0, 0.0, tl.minimum(tl.maximum(scale, SCALE_LOW), SCALE_HIGH))
+        scale = scale.to(scale_ptr.dtype.element_ty).to(tl.float32)
+        tried = tl.maximum(scale * inverse, 2.0**-120)
+        found = error(x, tried, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+        is_lower = found < least * _TIE
+        best = tl.where(is_lower, scale, best)
+        least = tl.where(is_lower, found, least)
+    return best
+
+
+@triton.jit
+@typing.no_type_check
 def store_codes(
     codes_ptr,
     code,
@@ -344,6 +381,7 @@ def quantize_kernel(
     codes_ptr,
     scale_ptr,
     unit_ptr,
+    fractions_ptr,
     tiles,
     length,
     tiles_in_row,
@@ -381,6 +419,7 @@ def quantize_kernel(
     LOW_PLACES: tl.constexpr,
     LOW_LAST: tl.constexpr,
     PROVEN: tl.constexpr,
+    FRACTIONS: tl.constexpr,
 ):
     """Quantizes R tiles."""
     tile = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -419,7 +458,12 @@ def quantize_kernel(
         tl.store(scale_ptr + tile, stored.to(tl.uint8), mask=is_tile)
     else:
         unit = tl.load(unit_ptr) if HAS_UNIT else 1.0
-        if RULE == _SEARCH:
+        if RULE == _SEARCH and SCALE == _FLOAT:
+            scale = fraction_chosen(
+                in_units, amax, power_of_two(-unit_exponent), fractions_ptr, scale_ptr, FRACTIONS, BOUND, SCALE_LOW, SCALE_HIGH,
+                KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
+            )  # fmt: skip
+        elif RULE == _SEARCH:
             needed = flushed(tl.div_rn(amax, tl.full(amax.shape, BOUND, tl.float32)))
             needed = flushed(tl.div_rn(needed, tl.zeros_like(needed) + unit)) if HAS_UNIT else needed
             code = place_chosen(
@@ -459,7 +503,9 @@ def amax_kernel(x_ptr, amax_ptr, size, BLOCK: tl.constexpr):
     tl.atomic_max(amax_ptr, tl.max(tl.where(bits < 0x7F800000, bits, 0), axis=0))
 
 
-def quantize_rows(problem: TileProblem, x: typing.Any, codes: typing.Any, scale: typing.Any, unit: typing.Any) -> None:
+def quantize_rows(
+    problem: TileProblem, x: typing.Any, codes: typing.Any, scale: typing.Any, unit: typing.Any, fractions: typing.Any
+) -> None:
     """Quantizes rows into tensors that the caller made.
 
     Args:
@@ -468,19 +514,15 @@ def quantize_rows(problem: TileProblem, x: typing.Any, codes: typing.Any, scale:
         codes: uint8 `[rows, bytes]`, written.
         scale: `[rows, tiles]`, uint8 or floating as the scheme holds its scales, written.
         unit: float32 of one element, the tensor scale; or None without one.
+        fractions: float32, `problem.fractions` on the device; or None without any.
     """
     tiles = problem.rows * problem.tiles_in_row
     constants = problem.layout() | problem.numbers() | problem.scale_numbers() | problem.choice()
-    where = (x, codes, scale, scale if unit is None else unit, tiles)
+    unit, fractions = (scale if given is None else given for given in (unit, fractions))  # what is not read can be anything
     quantize_kernel[(problem.programs,)](
-        *where,
-        problem.length,
-        problem.tiles_in_row,
-        codes.shape[-1],
-        **constants,
-        num_warps=problem.warps,
-        enable_fp_fusion=True,
-    )
+        x, codes, scale, unit, fractions, tiles, problem.length, problem.tiles_in_row, codes.shape[-1],
+        **constants, num_warps=problem.warps, enable_fp_fusion=True,
+    )  # fmt: skip
 
 
 def raise_to_amax(x: typing.Any, amax: typing.Any) -> None:

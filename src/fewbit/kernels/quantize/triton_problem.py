@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ...array import Scheme
-from ...array.scales import MSE, MX, AbsMax, ScaleStore
+from ...array.scales import MSE, MX, SNR, AbsMax, ScaleStore
 from ...array.scales.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
 from ...array.scales.search import proven_window
 from ...formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
@@ -74,13 +74,13 @@ class TileProblem:
         scheme, calibration = self.scheme, self.scheme.calibration
         if reason is not None:
             return reason
-        if isinstance(calibration, MX) != isinstance(scheme.scale, E8M0) and not isinstance(calibration, MSE):
+        if isinstance(calibration, MX) != isinstance(scheme.scale, E8M0) and not isinstance(calibration, MSE | SNR):
             return f"calibration {calibration} with scales held as {scheme.scale}"
         if calibration == MX("threshold") and scheme.format.name != "e2m1":
             return "the rule mx,threshold is known for e2m1 only"
-        if isinstance(calibration, MSE) and not isinstance(scheme.scale, AbstractFormat):
-            return "float scales are not searched; use method='naive'"
-        return None if isinstance(calibration, MX | MSE | AbsMax) else f"calibration {calibration}"
+        if isinstance(calibration, SNR) and isinstance(scheme.scale, AbstractFormat):
+            return f"calibration {calibration} with scales held as {scheme.scale}"
+        return None if isinstance(calibration, MX | MSE | SNR | AbsMax) else f"calibration {calibration}"
 
     def unsupported_layout(self) -> str | None:
         """Why no kernel reads or writes these codes and scales; None when one does."""
@@ -102,6 +102,17 @@ class TileProblem:
         if not is_plain or (isinstance(held, AbstractFormat) and not (isinstance(held, E8M0) or is_e4m3)):
             return f"scales held as {held}, zero points and other orders of packing"
         return "a tensor scale over powers of two" if scheme.tensor_scale and isinstance(held, E8M0) else None
+
+    @property
+    def fractions(self) -> np.ndarray:
+        """The fractions of the largest scale that a search of float scales tries, float32; empty for other choices."""
+        calibration = self.scheme.calibration
+        found = np.empty(0)
+        if isinstance(calibration, MSE) and not isinstance(self.scheme.scale, AbstractFormat):
+            found = np.linspace(1.0, calibration.low, int(calibration.steps))
+        elif isinstance(calibration, SNR):
+            found = np.arange(1.0, calibration.low - calibration.step / 2, -calibration.step)
+        return found.astype(np.float32)
 
     def layout(self) -> dict[str, Any]:
         """The constants of the layout."""
@@ -153,9 +164,9 @@ class TileProblem:
         """The constants of how scales are chosen."""
         scheme, fmt, calibration = self.scheme, self.scheme.format, self.scheme.calibration
         top = np.frexp(fmt.max)
-        is_search = isinstance(calibration, MSE) or calibration == MX("optimal")
+        is_search = isinstance(calibration, MSE | SNR) or calibration == MX("optimal")
         is_power = isinstance(scheme.scale, E8M0)
-        window = self._window() if is_search and not is_power else (0, 0, 0, 0, False)
+        window = self._window() if is_search and isinstance(scheme.scale, Minifloat) else (0, 0, 0, 0, False)
         return {
             "NAN": rounding_table(fmt).nan,
             "BOUND": float(np.float32(fmt.bound)),
@@ -166,6 +177,7 @@ class TileProblem:
             "DOUBLINGS": needed_doublings(fmt) if is_search and is_power else 0,
             "HALVINGS": needed_halvings(fmt, self.tile) if is_search and is_power else 0,
             **dict(zip(("BELOW", "ABOVE", "LOW_PLACES", "LOW_LAST", "PROVEN"), window, strict=True)),
+            "FRACTIONS": len(self.fractions),
         }
 
     def _window(self) -> tuple[int, int, int, int, bool]:
