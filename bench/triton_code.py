@@ -21,7 +21,7 @@ from triton.compiler import ASTSource
 
 import fewbit as fb
 from fewbit.kernels.quantize import triton as kernels
-from fewbit.kernels.quantize import triton_dequantize
+from fewbit.kernels.quantize import triton_dequantize, triton_hessian
 from fewbit.kernels.quantize.triton_problem import TileProblem
 from fewbit.torch.quantize import chosen
 
@@ -33,6 +33,7 @@ KERNELS = (
     ("nvfp4", "naive"), ("nvfp4", "optimal"), ("nf4", "naive"), ("int4_g32", "naive"), ("int8_g128", "naive"),
     ("nf4", "optimal"), ("int4_g32", "optimal"),
 )  # fmt: skip
+BY_PTX = (("mxfp4", "naive"), ("nvfp4", "optimal"))
 DECODED = ("mxfp4", "nvfp4")
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
@@ -43,7 +44,9 @@ def main() -> int:
     parser.add_argument("--save", action="store_true", help="write bench/results/triton.json")
     options = parser.parse_args()
     rows = [row for name, method in KERNELS for row in quantizer_rows(name, method)]
+    rows += [row for name, method in BY_PTX for row in quantizer_rows(name, method, (100,), inline_ptx=True)]
     rows += [row for name in DECODED for row in decoder_rows(name)]
+    rows += [row for name in DECODED for row in sweep_rows(name)]
     for row in rows:
         print(
             "{kernel:18} sm_{sm:<4} {lane_instructions:7.1f} a lane and element  {registers:4} registers  {memory}".format(
@@ -55,8 +58,10 @@ def main() -> int:
     return 0
 
 
-def quantizer_rows(name: str, method: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
-    """The figures of one quantizer, reading bfloat16 rows that its tiles divide."""
+def quantizer_rows(
+    name: str, method: str, architectures: tuple[int, ...] = ARCHITECTURES, *, inline_ptx: bool = False
+) -> list[dict[str, Any]]:
+    """The figures of one quantizer, reading bfloat16 rows that its tiles divide; with inline PTX for the last architecture."""
     problem = TileProblem(chosen(fb.scheme(name), method), 4096, 4096)
     holder = problem.scheme.scale
     scale = "*u8" if isinstance(holder, fb.formats.AbstractFormat) else {"float32": "*fp32", "float16": "*fp16"}[str(holder)]
@@ -68,8 +73,10 @@ def quantizer_rows(name: str, method: str, architectures: tuple[int, ...] = ARCH
     }
     types |= {"fractions_ptr": "*fp32"} | dict.fromkeys(("tiles", "length", "tiles_in_row", "row_bytes"), "i32")
     constants = problem.layout() | problem.numbers() | problem.scale_numbers() | problem.choice()
+    constants |= problem.ptx(architectures[-1] if inline_ptx else 0)
     elements = problem.tiles_in_program * problem.padded_tile
-    return rows_of(f"{name} {method}", kernels.quantize_kernel, types, constants, problem.warps, elements, architectures)
+    title = f"{name} {method}-ptx" if inline_ptx else f"{name} {method}"
+    return rows_of(title, kernels.quantize_kernel, types, constants, problem.warps, elements, architectures)
 
 
 def decoder_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
@@ -85,6 +92,16 @@ def decoder_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> l
     elements = problem.tiles_in_program * problem.padded_tile
     kernel = triton_dequantize.dequantize_kernel
     return rows_of(f"{name} decoded", kernel, types, problem.decoding(), problem.warps, elements, architectures)
+
+
+def sweep_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
+    """The figures of one Hessian sweep; the loop over candidates counts once."""
+    problem = TileProblem(fb.scheme(name), 4096, 4096)
+    types = {"x_ptr": "*bf16", "H_ptr": "*fp32", "scale_ptr": "*fp32", "candidates_ptr": "*fp32"}
+    types |= dict.fromkeys(("rows", "length", "tiles_in_row", "candidates"), "i32")
+    elements = triton_hessian.ROWS * problem.padded_tile
+    constants = triton_hessian.constants(problem)
+    return rows_of(f"{name} swept", triton_hessian.sweep_kernel, types, constants, 4, elements, architectures)
 
 
 def rows_of(

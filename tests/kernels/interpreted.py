@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 PACKAGE = "fewbit.kernels.quantize"
-NAMES = ("triton", "triton_dequantize")
+NAMES = ("triton", "triton_dequantize", "triton_hessian")
 
 
 @contextmanager

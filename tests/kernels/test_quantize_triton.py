@@ -1,8 +1,8 @@
 """The Triton quantizers in Triton's interpreter, against the torch face, whose bytes are the reference's."""
 
-import warnings
 from collections.abc import Iterator
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -12,11 +12,16 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
+from fewbit.array.scales.candidates import stored_scales  # noqa: E402
 from fewbit.kernels.quantize.triton_problem import TileProblem  # noqa: E402
 from fewbit.torch import on_gpu  # noqa: E402
-from fewbit.torch.quantize import chosen  # noqa: E402
+from fewbit.torch.hessian import second_moments  # noqa: E402
+from fewbit.torch.quantize import chosen, scale_values  # noqa: E402
 
 from .interpreted import interpreted_kernels  # noqa: E402
+
+# The interpreter's numpy warns of NaN and of overflows, which a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 NAIVE = (
     "mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "mxfp8_rceil", "mxint8", "nvfp4", "nvint4", "nf4", "nf4_g16", "int4",
@@ -37,8 +42,7 @@ SEARCHED = (
 
 @pytest.fixture(autouse=True, scope="module")
 def _in_the_interpreter() -> Iterator[None]:
-    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch, interpreted_kernels(patch):
-        warnings.simplefilter("ignore")  # numpy warns of NaN and of overflows, which a GPU does not
+    with pytest.MonkeyPatch.context() as patch, interpreted_kernels(patch):
         yield
 
 
@@ -60,10 +64,8 @@ def awkward(length: int) -> torch.Tensor:
 def assert_same(W: torch.Tensor, name: str, method: str) -> None:
     """The kernel's bytes are those of torch's operations, and decode to the same floats."""
     q = fbt.quantize(W, name, method=method, backend="torch")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        codes, scale = on_gpu.quantized(W, q.scheme, q.tensor_scale)
-        back = on_gpu.dequantized(q, torch.float32)
+    codes, scale = on_gpu.quantized(W, q.scheme, q.tensor_scale)
+    back = on_gpu.dequantized(q, torch.float32)
     assert torch.equal(codes, q.codes)
     assert torch.equal(scale.view(torch.uint8), q.scale.contiguous().view(torch.uint8))
     plain = fbt.dequantize(q, torch.float32, backend="torch").contiguous()
@@ -105,6 +107,35 @@ def test_low_codes_of_nvfp4_take_the_branch_of_fifteen() -> None:
     assert_same(W, "nvfp4", "optimal")
     q = fbt.quantize(W, "nvfp4")
     assert int((q.scale[1:] <= 15).sum()) > 20
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_the_hessian_sweep_finds_as_little_error_as_the_one_in_float64(name: str) -> None:
+    rng = np.random.default_rng(0)
+    W, X = (
+        torch.tensor(rng.normal(size=(10, 72))).float(),
+        torch.tensor(rng.normal(size=(40, 72)) @ rng.normal(size=(72, 72))),
+    )
+    W[0, :32] = 0
+    scheme = chosen(fb.scheme(name), "naive")
+    plain = fbt.quantize(W, name, method="hessian", X=X, backend="torch")
+    naive = fbt.quantize(W, name, method="naive", backend="torch")
+    tile = int(scheme.tile[-1] or 0)
+    H = second_moments(X, naive.scale.shape[1], tile)
+    held = stored_scales(scheme.scale)
+    unit = 1.0 if naive.tensor_scale is None else float(naive.tensor_scale)
+    grid = torch.tensor(held[held >= 2.0**-100] * unit, dtype=torch.float32)
+    scale = on_gpu.swept(W, scheme, H, scale_values(naive), grid[(grid > 0.05) & (grid < 2)])
+    known = scale_values(plain)
+    assert float((scale == known)[1:].float().mean()) > 0.95  # others are ties to float32's sums
+    rows = torch.nn.functional.pad(W, (0, scale.shape[1] * tile - 72)).reshape(10, -1, tile)
+
+    def errors(scales: torch.Tensor) -> torch.Tensor:
+        near = torch.tensor(np.asarray(scheme.format.nearest(jnp.asarray((rows / scales[..., None]).numpy()))))
+        off = (near * scales[..., None] - rows).double()
+        return torch.einsum("rbi,bij,rbj->rb", off, H, off)
+
+    assert (errors(scale) <= errors(known) * (1 + 1e-4) + 1e-9).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])

@@ -1,14 +1,15 @@
 """Quantize and dequantize in plain JAX: the reference that every kernel is tested against."""
 
+import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int32, Key
 
 from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid_elements
 from ..errors import QuantError
@@ -33,50 +34,72 @@ def quantize(
     key: Key[Array, ""] | None = None,
     scale: ArrayLike | None = None,
     offset: ArrayLike | None = None,
+    shared_noise: tuple[int, ...] = (),
 ) -> QArray:
-    """Quantizes an array: for each tile a scale, for each element the code of the nearest number.
-
-    `code = encode((x - offset) / scale)`, computed in float32 with the scale as it is stored. A tile whose scale would be
-    below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile decodes to exact zeros. A
-    NaN or an infinity makes its whole tile NaN. Jit-compatible.
-
-    Args:
-        x: floating array of at least one axis: float16, bfloat16, float32 or float64 (which is rounded to float32).
-        scheme: a Scheme, or anything that `fb.scheme` takes: `"nf4"`, `"int4_g64"`, a JSON form.
-        axis: the axis that takes the place of the scheme's last one, the axis that a product contracts: -1 for weights
-            `[out, in]`, -2 for `[in, out]`; several when a product contracts several.
-        error_weights: how much each element's squared error counts in a scale search, broadcast to `x`; None: all alike.
-            Refused by calibrations that do not search.
-        key: a JAX random key for stochastic rounding of the codes; None rounds to the nearest.
-        scale: the scale of each tile, float, used in place of the scheme's calibration (static ranges, delayed scaling); it
-            broadcasts to the number of tiles on each axis, so one number serves every tile. It is stored as the scheme
-            stores scales, rounded to what that can hold; a tensor scale is chosen for the largest of them. None calibrates.
-        offset: the number that the code of value 0 stands for, like `scale`; given with it if and only if the scheme has a
-            zero point.
-
-    Returns:
-        The QArray, of the shape and dtype of `x`.
-
-    Raises:
-        QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, or a
-            sharding on an explicit mesh that cuts tiles, or a scale and an offset that do not go with the tiles and the
-            scheme.
+    """`fb.quantize` in plain JAX, with its arguments, its result and its errors; `kernels.quantize` describes them.
 
     >>> quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8")
     QArray(int8, float32[1, 4], 8 bytes, 16.000 bits/weight)
-    >>> dequantize(quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8", scale=0.25)).tolist()
-    [[1.0, -0.5, 0.25, 0.0]]
     """
-    x = _checked(x)
+    x, bound = checked(x, scheme, axis, error_weights, scale, offset)
+    return quantized(x, bound, error_weights, key, scale, offset, shared_axes(shared_noise, x.ndim, key))
+
+
+def checked(
+    x: ArrayLike,
+    scheme: str | Scheme | Mapping[str, Any],
+    axis: int | tuple[int, ...],
+    error_weights: ArrayLike | None,
+    scale: ArrayLike | None,
+    offset: ArrayLike | None,
+) -> tuple[Array, Scheme]:
+    """The array that is quantized, and the scheme as it applies to its axes; QuantError where the arguments do not fit."""
+    x = _checked_array(x)
     bound = as_scheme(scheme).along(axis, x.ndim)
     refuse_cut_tiles(x, bound)
     _check_given(scale, offset, error_weights, bound)
-    return _quantized(x, bound, error_weights, key, scale, offset)
+    return x, bound
 
 
-@functools.partial(jax.jit, static_argnames="bound", inline=True)
-def _quantized(x: Array, bound: Scheme, error_weights: Any, key: Any, scale: Any, offset: Any) -> QArray:
+@dataclasses.dataclass(frozen=True)
+class ChosenScales:
+    """The scales of an array's tiles, as they are stored and as the elements meet them.
+
+    Attributes:
+        stored: the leaf `scale` of the QArray.
+        zero_point: the leaf `zero_point`, or None.
+        tensor_scale: the leaf `tensor_scale`, or None.
+        divisor: float32, what the elements of each tile are divided by, beside the blocked array.
+        offset: float32, the number that is subtracted from them first, or None.
+    """
+
+    stored: Any
+    zero_point: Array | None
+    tensor_scale: Array | None
+    divisor: Array
+    offset: Array | None
+
+
+@functools.partial(jax.jit, static_argnames=("bound", "shared"), inline=True)
+def quantized(
+    x: Array, bound: Scheme, error_weights: Any, key: Any, scale: Any, offset: Any, shared: tuple[int, ...] = ()
+) -> QArray:
     """`quantize` of checked arguments: one program, where operations one by one would each be compiled and wait."""
+    tiles = bound.tiles(x.ndim)
+    chosen = chosen_scales(x, bound, error_weights, scale, offset)
+    view = blocked(x.astype(jnp.float32), tiles)[0]
+    shifted = view if chosen.offset is None else view - chosen.offset
+    units = _in_units(shifted, chosen.divisor, bound.format)
+    if shared:
+        codes = _alike(bound.format, key, shared)(unblocked(units, x.shape, tiles))
+    else:
+        codes = unblocked(bound.format.encode(units, key=key), x.shape, tiles)
+    packed = pack(codes, bound.format.bits, bound.packing, axis=bound.pack_axis)
+    return assembled(x, bound, packed, chosen.stored, chosen.zero_point, chosen.tensor_scale)
+
+
+def chosen_scales(x: Array, bound: Scheme, error_weights: Any, scale: Any, offset: Any) -> ChosenScales:
+    """The scales that the scheme's calibration chooses, or those that are given, for checked arguments."""
     tiles = bound.tiles(x.ndim)
     counts = tile_counts(x.shape, tiles)
     view = _view(x, tiles, error_weights, bound)
@@ -90,40 +113,38 @@ def _quantized(x: Array, bound: Scheme, error_weights: Any, key: Any, scale: Any
     stored, used = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles)
     divisor = jnp.where(used == 0, jnp.ones_like(used), used)
     zero = None if low is None else target.stored_zero(low, divisor)
-    shifted = view.x if zero is None else view.x - target.loaded_offset(zero, divisor)
-    codes = unblocked(bound.format.encode(_in_units(shifted, divisor, bound.format), key=key), x.shape, tiles)
-    packed = pack(codes, bound.format.bits, bound.packing, axis=bound.pack_axis)
-    slack = code_capacity(packed.shape[bound.pack_axis], bound.format.bits) - x.shape[bound.pack_axis]
+    loaded = None if zero is None else target.loaded_offset(zero, divisor)
     ones = (1,) * x.ndim
     zero = None if zero is None else zero.reshape(counts if zero.size != 1 else ones)
     tensor_scale = None if target.store.unit is None else target.store.unit.reshape(ones)
+    return ChosenScales(stored, zero, tensor_scale, divisor, loaded)
+
+
+def assembled(x: Array, bound: Scheme, packed: Array, stored: Any, zero: Array | None, tensor_scale: Array | None) -> QArray:
+    """The QArray of `x` from its leaves."""
+    slack = code_capacity(packed.shape[bound.pack_axis], bound.format.bits) - x.shape[bound.pack_axis]
     return QArray(packed, stored, zero, tensor_scale, bound, np.dtype(x.dtype), slack)
 
 
 def dequantize(q: QArray, dtype: DTypeLike | None = None) -> Float[Array, "*s"]:
-    """The array that a QArray stands for: `(decode(code) - zero_point) * scale`, or `decode(code) * scale + offset`.
-
-    Computed in float32 from exact decoded values, and rounded once to `dtype`. Jit-compatible and differentiable in the
-    scales.
-
-    Args:
-        q: the quantized array.
-        dtype: the floating dtype of the result; None takes `q.dtype`.
-
-    Returns:
-        An array of the shape of `q`.
+    """`fb.dequantize` in plain JAX, with its arguments, its result and its errors; `kernels.quantize` describes them.
 
     >>> dequantize(quantize(jnp.array([[6.0, -0.4, 0.0]]), "mxfp4")).tolist()
     [[6.0, -0.5, 0.0]]
     """
+    return dequantized(q, float_dtype(q, dtype))
+
+
+def float_dtype(q: QArray, dtype: DTypeLike | None) -> np.dtype:
+    """The dtype that a QArray is decoded to; QuantError for one that is not floating."""
     dtype = q.dtype if dtype is None else jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise QuantError(f"dequantize gives floating numbers, not {dtype.name}")
-    return _dequantized(q, dtype)
+    return dtype
 
 
 @functools.partial(jax.jit, static_argnames="dtype", inline=True)
-def _dequantized(q: QArray, dtype: np.dtype) -> Array:
+def dequantized(q: QArray, dtype: np.dtype) -> Array:
     """`dequantize` as one program."""
     scheme, tiles, shape = q.scheme, q.tiles, q.shape
     codes = unpack(q.codes, scheme.format.bits, shape[scheme.pack_axis], scheme.packing, axis=scheme.pack_axis)
@@ -136,7 +157,7 @@ def _dequantized(q: QArray, dtype: np.dtype) -> Array:
     if isinstance(scheme.zero_point, AbstractFormat):
         assert q.zero_point is not None
         values = values - scheme.zero_point.decode(beside(q.zero_point))
-    for factor in _scale_factors(q):
+    for factor in scale_factors(q):
         values = values * beside(factor)
     if scheme.zero_point is not None and not isinstance(scheme.zero_point, AbstractFormat):
         assert q.zero_point is not None
@@ -144,7 +165,7 @@ def _dequantized(q: QArray, dtype: np.dtype) -> Array:
     return unblocked(values, shape, tiles).astype(dtype)
 
 
-def _checked(x: ArrayLike) -> Array:
+def _checked_array(x: ArrayLike) -> Array:
     """The argument as an array, refused unless it is floating and has an axis."""
     if isinstance(x, QArray):
         raise QuantError("x is quantized already; fb.dequantize it first to quantize it in another scheme")
@@ -181,6 +202,26 @@ def _check_given(scale: ArrayLike | None, offset: ArrayLike | None, weights: Arr
         raise QuantError(f"scale is given and scheme {scheme.name} has {has}: {need}")
     if scale is not None and weights is not None:
         raise QuantError("error_weights mean nothing where scale is given; no scale is searched")
+
+
+def shared_axes(axes: tuple[int, ...], ndim: int, key: Any) -> tuple[int, ...]:
+    """The axes that share random numbers, counted from the front and in order."""
+    if axes and key is None:
+        raise QuantError("shared_noise is given without key; stochastic rounding needs both")
+    if any(not -ndim <= a < ndim for a in axes):
+        raise QuantError(f"shared_noise is {axes}, but the array has {ndim} axes")
+    return tuple(sorted({a % ndim for a in axes}))
+
+
+def _alike(fmt: AbstractFormat, key: Any, axes: tuple[int, ...]) -> Callable[[Array], Array]:
+    """The format's stochastic encoding, all elements along the axes by the same random number.
+
+    A key that is not mapped draws once for everything that is.
+    """
+    encode = functools.partial(fmt.encode, key=key)
+    for axis in axes:
+        encode = jax.vmap(encode, axis, axis)
+    return encode
 
 
 def _for_tiles(given: ArrayLike, counts: tuple[int, ...]) -> Array:
@@ -248,7 +289,7 @@ def _stored_scale(
 
 def scale_values(q: QArray) -> Float[Array, "*t"]:
     """The scale of each tile, float32, with the tensor scale in it."""
-    factors = _scale_factors(q)
+    factors = scale_factors(q)
     return functools.reduce(jnp.multiply, factors)
 
 
@@ -262,14 +303,25 @@ def expanded_scale(q: QArray, *, but: int | None = None) -> Float[Array, "*t"]:
     Returns:
         An array that broadcasts to the shape of `q`; axes with a single tile have length 1.
     """
-    scale = scale_values(q)
-    for axis, (length, tile, count) in enumerate(zip(q.shape, q.tiles, scale.shape, strict=True)):
+    return _expanded(q, scale_values(q), but)
+
+
+def _expanded(q: QArray, values: Array, but: int | None) -> Array:
+    """One value a tile, repeated along the tiles of all axes but one."""
+    for axis, (length, tile, count) in enumerate(zip(q.shape, q.tiles, values.shape, strict=True)):
         if axis != but and count > 1 and tile is not None and tile > 1:
-            scale = jax.lax.slice_in_dim(jnp.repeat(scale, tile, axis=axis), 0, length, axis=axis)
-    return scale
+            values = jax.lax.slice_in_dim(jnp.repeat(values, tile, axis=axis), 0, length, axis=axis)
+    return values
 
 
-def _scale_factors(q: QArray) -> tuple[Array, ...]:
+def expanded_zero_point(q: QArray, *, but: int | None = None) -> Int32[Array, "*t"]:
+    """The whole zero point of each element, repeated like `expanded_scale`; for schemes whose zero points are whole."""
+    assert q.zero_point is not None
+    assert isinstance(q.scheme.zero_point, AbstractFormat)
+    return _expanded(q, q.scheme.zero_point.decode(q.zero_point).astype(jnp.int32), but)
+
+
+def scale_factors(q: QArray) -> tuple[Array, ...]:
     """Float32 arrays whose product is the scale: two for E8M0, whose smallest number, 2**-127, float32 may flush to zero."""
     held = _held_scale_factors(q)
     # The product of both levels is rounded once, as when the codes were chosen.

@@ -7,20 +7,24 @@ statistics, counters of random numbers, caches) is written back, as under `nnx.j
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from ..array import is_qarray
-from ..errors import UnsupportedError
 from ..ops import transparent as transparent_function
 from ..ops.transparent import Decoded
 from ..recipe import Plan
 from ..recipe import plan as make_plan
+from ..statistics import AbsMaxRange, AbstractRange, Stats
+from ..statistics import observe as observe_function
+from ..statistics.measure import Statistic
+from ..training import DelayedState
+from ..training import delayed_state as state_of
 from ..training import train as train_function
 from . import tree
+from ._flax import flax
 
 
 def plan(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> Plan:
@@ -126,9 +130,10 @@ def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], No
         report: as in `fb.train`.
 
     Returns:
-        A function of the same arguments, and `key=`: a JAX random key, needed when a policy rounds stochastically or rotates.
-        `nnx.grad` passes no keyword that `fn` has not; give it `lambda model, x, key: trained(model, x, key=key)`. The model,
-        its gradients and its optimizer stay those of float training.
+        A function of the same arguments, and `key=`: a JAX random key, needed when a policy rounds stochastically or rotates;
+        and `delayed=`: the state of `delayed_state`, needed for delayed scaling. `nnx.grad` passes no keyword that `fn` has
+        not; give it `lambda model, x, key: trained(model, x, key=key)`. The model, its gradients and its optimizer stay those
+        of float training.
 
     Raises:
         QuantError: for what `fb.train` refuses.
@@ -143,10 +148,80 @@ def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], No
     pure = train_function(_pure(fn), recipe, report=report)
 
     @functools.wraps(fn)  # nnx.grad reads the signature
-    def trained(*args: Any, key: Any = None, **kwargs: Any) -> Any:
-        return _run(pure, args, kwargs, key=key)
+    def trained(*args: Any, key: Any = None, delayed: Any = None, **kwargs: Any) -> Any:
+        return _run(pure, args, kwargs, key=key, delayed=delayed)
 
     return trained
+
+
+def delayed_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> DelayedState:
+    """The state of delayed scaling before the first step of a model under a recipe, for what `train` gives.
+
+    Args:
+        model: the NNX model.
+        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
+
+    Returns:
+        The state, as `fb.delayed_state` gives it.
+
+    Raises:
+        QuantError: for what `fb.delayed_state` refuses.
+        UnsupportedError: when flax is not installed.
+
+    >>> from flax import nnx
+    >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
+    >>> list(delayed_state(model, x, recipe="te_fp8_delayedscaling").products)
+    ['kernel']
+    """
+    call = _called if fn is None else fn
+    graph = _Graph.of((model,))
+    params, rest = graph.values()
+    return state_of(
+        lambda params, rest, *inputs: call(*graph.merged(params, rest), *inputs), params, rest, *inputs, recipe=recipe
+    )
+
+
+def observe(
+    model: Any,
+    batches: Iterable[Any],
+    recipe: Any,
+    *,
+    fn: Callable[..., Any] | None = None,
+    rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
+    collect: Sequence[Statistic] = ("range",),
+) -> Stats:
+    """Runs a model over batches, and measures what each parameter that a recipe quantizes meets in its products.
+
+    Args:
+        model: the NNX model, floating. What its methods change in it stays as it was.
+        batches: for each batch the tuple of the model's inputs, or the one input.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        fn: the function that runs it, `fn(model, *inputs)`; None calls the model.
+        rule: how ranges are estimated, as in `fb.observe`.
+        collect: the statistics, as in `fb.observe`.
+
+    Returns:
+        The statistics, as `fb.observe` gives them.
+
+    Raises:
+        QuantError: for what `fb.observe` refuses.
+        UnsupportedError: when flax is not installed, and for what `fb.observe` refuses.
+
+    >>> from flax import nnx
+    >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.full((1, 64), 3.0)
+    >>> float(observe(model, [x, -2 * x], "w8a8")["kernel"].range.high)
+    6.0
+    """
+    call = _called if fn is None else fn
+    graph = _Graph.of((model,))
+    params, rest = graph.values()
+
+    def called(params: Any, *inputs: Any) -> Any:
+        return call(*graph.merged(params, rest), *inputs)
+
+    return observe_function(called, params, batches, recipe, rule=rule, collect=collect)
 
 
 def _called(model: Any, *inputs: Any) -> Any:
@@ -167,7 +242,7 @@ class _Graph:
 
     @classmethod
     def of(cls, nodes: tuple[Any, ...]) -> "_Graph":
-        nnx = _flax_nnx()
+        nnx = flax("nnx")
         definition, state = nnx.split(nodes)
         return cls(definition, dict(nnx.to_flat_state(state)))
 
@@ -187,7 +262,7 @@ class _Graph:
 
     def merged(self, params: dict[Any, Any], rest: Iterable[Any]) -> tuple[Any, ...]:
         """The objects again, new ones, with other values in their Variables."""
-        nnx, others = _flax_nnx(), iter(rest)
+        nnx, others = flax("nnx"), iter(rest)
 
         def filled(path: tuple[Any, ...], variable: Any) -> Any:
             if _is_param(path, variable):
@@ -201,12 +276,12 @@ class _Graph:
 
 
 def _is_param(path: tuple[Any, ...], variable: Any) -> bool:
-    return path[0] == 0 and isinstance(variable, _flax_nnx().Param)
+    return path[0] == 0 and isinstance(variable, flax("nnx").Param)
 
 
 def _value(variable: Any) -> Any:
     """The value of a Variable, whatever it is; an array that stands without one is its own."""
-    return variable.get_raw_value() if isinstance(variable, _flax_nnx().Variable) else variable
+    return variable.get_raw_value() if isinstance(variable, flax("nnx").Variable) else variable
 
 
 def _held(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
@@ -218,7 +293,7 @@ def _changed(nodes: tuple[Any, ...], before: dict[tuple[Any, ...], Any]) -> Any:
     """The state of the Variables of the objects that are new, or hold another array than before."""
     after = _Graph.of(nodes).variables
     new = [(path, x) for path, x in after.items() if path not in before or _value(x) is not before[path]]
-    return _flax_nnx().from_flat_state(new)
+    return flax("nnx").from_flat_state(new)
 
 
 def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -235,7 +310,7 @@ def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
     """Calls what became of `_pure(fn)` with the arguments of `fn`, and writes the changes into their objects."""
-    nnx = _flax_nnx()
+    nnx = flax("nnx")
 
     def is_object(x: Any) -> bool:
         return isinstance(x, nnx.Pytree | nnx.Variable)
@@ -253,11 +328,3 @@ def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     result, changes = pure(*graph.values(), graph, filled, others, **settings)
     nnx.update(nodes, changes)
     return result
-
-
-def _flax_nnx() -> ModuleType:
-    try:
-        from flax import nnx
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("flax is not installed; pip install fewbit[flax] brings it") from error
-    return nnx

@@ -26,12 +26,29 @@ class AbstractBackend(abc.ABC, Generic[P]):
     def unsupported(self, problem: P) -> str | None:
         """Why this backend cannot compute the problem, in a sentence that says what would help; None when it can."""
 
+    def passed_over(self, problem: P) -> str | None:
+        """Why this backend leaves a problem that it can compute to another, unless it is named; None when it does not."""
+        return None
+
     @abc.abstractmethod
     def run(self, problem: P, *operands: Any) -> jax.Array:
         """The product of the operands. Called only where `unsupported` is None."""
 
 
-def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | None = None) -> AbstractBackend[P]:
+@dataclasses.dataclass(frozen=True)
+class Choice(Generic[P]):
+    """The backend that computes a problem.
+
+    Attributes:
+        backend: it.
+        reasons: for each backend that was asked before it, why it does not.
+    """
+
+    backend: AbstractBackend[P]
+    reasons: dict[str, str]
+
+
+def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | None = None) -> Choice[P]:
     """The backend for a problem.
 
     Args:
@@ -40,7 +57,7 @@ def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | No
         backend: a name, when the caller insists on one; it is never replaced by another.
 
     Returns:
-        The backend.
+        The backend, and why those that were asked before it do not serve.
 
     Raises:
         UnsupportedError: when the named backend cannot compute the problem, or none can, with every reason.
@@ -50,7 +67,9 @@ def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | No
     reasons: dict[str, str] = {}
     for candidate in candidates:
         reason = candidate.unsupported(problem)
+        if reason is None and backend is None:
+            reason = candidate.passed_over(problem)
         if reason is None:
-            return candidate
+            return Choice(candidate, reasons)
         reasons[candidate.name] = reason
     raise UnsupportedError(f"{backends.kind} cannot run {problem}", reasons)

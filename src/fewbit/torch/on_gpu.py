@@ -3,7 +3,7 @@
 import functools
 import importlib.util
 import math
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -12,6 +12,8 @@ from ..array.packing import packed_length
 from ..formats import AbstractFormat
 from ..kernels.quantize.triton_problem import TileProblem
 from .qtensor import QTensor
+
+Work: TypeAlias = Literal["quantize", "decode", "sweep"]
 
 
 def kernels() -> Any:
@@ -26,14 +28,20 @@ def is_installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def unsupported(device: torch.device, scheme: Scheme, shape: tuple[int, ...], *, decodes: bool = False) -> str | None:
-    """Why the Triton kernels do not quantize (or decode) a tensor, in a sentence; None when they do."""
+def unsupported(device: torch.device, scheme: Scheme, shape: tuple[int, ...], work: Work = "quantize") -> str | None:
+    """Why the Triton kernels do not do the work on a tensor, in a sentence; None when they do."""
     if device.type != "cuda":
         return f"the tensor is on {device.type}; the kernels need a CUDA device"
     if not is_installed():
         return "the package is not installed; pip install 'fewbit[triton]'"
     problem = problem_of(scheme, shape)
-    return problem.unsupported_layout() if decodes else problem.unsupported()
+    if work == "sweep" and not isinstance(scheme.scale, AbstractFormat):
+        return "a sweep over float scales has no kernel"
+    if work == "sweep":
+        from ..kernels.quantize import triton_hessian  # it needs Triton
+
+        return triton_hessian.unsupported(problem)
+    return problem.unsupported_layout() if work == "decode" else problem.unsupported()
 
 
 def problem_of(scheme: Scheme, shape: tuple[int, ...]) -> TileProblem:
@@ -68,6 +76,16 @@ def largest_magnitude(W: torch.Tensor) -> torch.Tensor:
     bits = torch.zeros((), dtype=torch.int32, device=W.device)
     kernels().raise_to_amax(W.contiguous(), bits)
     return bits.view(torch.float32)
+
+
+def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, start: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """The scales `[rows, tiles]` of least `r^T H r`, from those to start from and those to try."""
+    from ..kernels.quantize import triton_hessian  # it needs Triton
+
+    problem, scale = problem_of(scheme, tuple(W.shape)), start.float().contiguous().clone()
+    rows = W.movedim(scheme.pack_axis, -1).reshape(problem.rows, problem.length).contiguous()
+    triton_hessian.sweep_rows(problem, rows, H.float().contiguous(), scale, candidates.float().contiguous())
+    return scale
 
 
 def dequantized(q: QTensor, dtype: torch.dtype) -> torch.Tensor:

@@ -84,7 +84,8 @@ def quantize(
     ideal = None
     if method == "hessian":
         naive, moments = chosen(bound, "naive"), _checked_activations(X, W.shape[bound.pack_axis])
-        ideal = product_scale(Tiles(flushed(rows.float()), None), counts, moments, naive, holder)
+        swept = W.detach() if uses_triton(W.device, bound, tuple(W.shape), backend, "sweep") else None
+        ideal = product_scale(Tiles(flushed(rows.float()), None), counts, moments, naive, holder, swept)
     _check_no_activations(X, method)
     codes, scale = _rows_quantized(rows, valid_rows(W.shape, tiles, W.device), bound, holder, ideal)
     packed = pack(untiled(codes, W.shape, tiles), bound.format.bits, bound.pack_axis)
@@ -110,7 +111,7 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend
     dtype = q.dtype if dtype is None else dtype
     if not dtype.is_floating_point:
         raise QuantError(f"dequantize gives floating numbers, not {dtype}")
-    if uses_triton(q.codes.device, q.scheme, q.shape, backend, decodes=True):
+    if uses_triton(q.codes.device, q.scheme, q.shape, backend, "decode"):
         return on_gpu.dequantized(q, dtype)
     tiles = q.scheme.tiles(len(q.shape))
     codes = unpack(q.codes, q.scheme.format.bits, q.shape[q.scheme.pack_axis], q.scheme.pack_axis)
@@ -156,14 +157,14 @@ def tensor_scale(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
 
 
 def uses_triton(
-    device: torch.device, scheme: Scheme, shape: tuple[int, ...], backend: Backend | None, *, decodes: bool = False
+    device: torch.device, scheme: Scheme, shape: tuple[int, ...], backend: Backend | None, work: on_gpu.Work = "quantize"
 ) -> bool:
     """Whether the Triton kernels are to do it; raises UnsupportedError where they are named and cannot."""
     if backend not in ("triton", "torch", None):
         raise QuantError(f"backend is {backend!r}, must be triton, torch or None")
     if backend == "torch":
         return False
-    reason = on_gpu.unsupported(device, scheme, shape, decodes=decodes)
+    reason = on_gpu.unsupported(device, scheme, shape, work)
     if reason is not None and backend == "triton":
         raise UnsupportedError(f"{scheme.name} of shape {shape} cannot run here", {"triton": reason})
     return reason is None
@@ -185,10 +186,8 @@ def explain(W: torch.Tensor, scheme: str | Scheme | Mapping[str, Any], dim: int 
     >>> explain(torch.ones(2, 64), "mxfp4")
     'torch, because triton: the tensor is on cpu; the kernels need a CUDA device'
     """
-    if method == "hessian":
-        return "torch, because triton: a sweep over all scales with activations has no kernel"
     bound = chosen(as_scheme(scheme), method).along(dim, W.ndim)
-    reason = on_gpu.unsupported(W.device, bound, tuple(W.shape))
+    reason = on_gpu.unsupported(W.device, bound, tuple(W.shape), "sweep" if method == "hessian" else "quantize")
     return "triton" if reason is None else f"torch, because triton: {reason}"
 
 

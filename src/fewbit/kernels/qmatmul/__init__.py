@@ -1,4 +1,5 @@
 """The general product of two operands of which at least one is quantized."""
 
+from .cpu import Cpu as Cpu
 from .problem import Problem as Problem
 from .reference import BACKENDS as BACKENDS

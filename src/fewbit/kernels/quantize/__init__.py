@@ -1,1 +1,10 @@
-"""Quantizing and dequantizing, fast."""
+"""Quantizing an array and decoding a quantized one: the reference in plain JAX, and C++ on CPU."""
+
+from .backends import DEQUANTIZERS as DEQUANTIZERS
+from .backends import QUANTIZERS as QUANTIZERS
+from .cpu import CpuDequantizer as CpuDequantizer
+from .cpu import CpuQuantizer as CpuQuantizer
+from .dispatch import dequantize as dequantize
+from .dispatch import quantize as quantize
+from .problem import Decoding as Decoding
+from .problem import Quantization as Quantization

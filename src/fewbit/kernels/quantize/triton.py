@@ -22,6 +22,10 @@ one division that rounds as IEEE 754 says, so they are the reference's to the bi
 **The bound** is memory: 2.53 bytes an element for bfloat16 to 4.25 bits. Instructions an element are in `bench/results/triton.json`;
 a test fails when they grow by a tenth.
 
+**Inline PTX**, an option that nothing takes by itself: pairs of E2M1 codes by `cvt.rn.satfinite.e2m1x2` on sm_100, E4M3 scales by
+`cvt.rn.satfinite.e4m3x2` from sm_89 on. Both round as the portable path does; no interpreter runs them, so CI compiles them only.
+For powers of two there is nothing to gain: the portable path takes their codes from the bits as it is.
+
 **Not done.** Sorting and prefix sums (fewer candidates' arithmetic, but gathers cost more than rounding); pruning by the clip sum inside
 the NVFP4 window (threads diverge).
 """
@@ -376,6 +380,47 @@ def store_codes(
 
 @triton.jit
 @typing.no_type_check
+def store_pairs_by_ptx(
+    codes_ptr,
+    y,
+    sign,
+    is_finite,
+    tile,
+    is_tile,
+    R: tl.constexpr,
+    KP: tl.constexpr,
+):
+    """Encodes pairs of E2M1 codes by one instruction of sm_100 and stores them; for rows that tiles divide."""
+    even, odd = tl.split(tl.reshape(as_float(as_bits(y) | sign), (R, KP // 2, 2)))
+    pair = tl.inline_asm_elementwise(
+        "{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }",
+        "=r,f,f",
+        [even, odd],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+    pair = tl.where(is_finite[:, None], pair, 0).to(tl.uint8)
+    tl.store(codes_ptr + (tile * (KP // 2))[:, None] + tl.arange(0, KP // 2)[None, :], pair, mask=is_tile[:, None])
+
+
+@triton.jit
+@typing.no_type_check
+def e4m3_code_by_ptx(held):
+    """The E4M3 code of each magnitude up to 448 by the instruction of sm_89 and later."""
+    return tl.inline_asm_elementwise(
+        "{ .reg .b16 pair; .reg .f32 zero; mov.f32 zero, 0f00000000; "
+        "cvt.rn.satfinite.e4m3x2.f32 pair, zero, $1; cvt.u32.u16 $0, pair; }",
+        "=r,f",
+        [held],
+        dtype=tl.int32,
+        is_pure=True,
+        pack=1,
+    )
+
+
+@triton.jit
+@typing.no_type_check
 def quantize_kernel(
     x_ptr,
     codes_ptr,
@@ -420,6 +465,8 @@ def quantize_kernel(
     LOW_LAST: tl.constexpr,
     PROVEN: tl.constexpr,
     FRACTIONS: tl.constexpr,
+    PTX_E2M1: tl.constexpr,
+    PTX_E4M3: tl.constexpr,
 ):
     """Quantizes R tiles."""
     tile = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
@@ -477,7 +524,10 @@ def quantize_kernel(
         scale = flushed(tl.div_rn(scale, tl.zeros_like(scale) + unit)) if HAS_UNIT else scale
         held = tl.where(scale == 0, 0.0, tl.minimum(tl.maximum(scale, SCALE_LOW), SCALE_HIGH))
         if SCALE == _SMALL_FLOAT:
-            code = minifloat_code(nearest_magnitude(held, SCALE_MAN, SCALE_BIAS, SCALE_HIGH), SCALE_MAN, SCALE_BIAS)
+            if PTX_E4M3:
+                code = e4m3_code_by_ptx(held)
+            else:
+                code = minifloat_code(nearest_magnitude(held, SCALE_MAN, SCALE_BIAS, SCALE_HIGH), SCALE_MAN, SCALE_BIAS)
             used = minifloat_value(code, SCALE_MAN, SCALE_BIAS)
             tl.store(scale_ptr + tile, tl.where(is_finite, code, SCALE_NAN).to(tl.uint8), mask=is_tile)
         else:
@@ -488,10 +538,13 @@ def quantize_kernel(
         divisor = tl.where(used == 0, 1.0, used)
         y = tl.div_rn(magnitude, tl.broadcast_to(divisor[:, None], (R, KP)))
 
-    code = encode(y, sign, KIND, BITS, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS)
-    code = tl.where(is_finite[:, None], code, NAN)
-    code = code if EVEN else tl.where(is_element, code, 0)
-    store_codes(codes_ptr, code, row, column, is_tile, length, row_bytes, BITS, R, K, KP, EVEN)
+    if PTX_E2M1:
+        store_pairs_by_ptx(codes_ptr, y, sign, is_finite, tile, is_tile, R, KP)
+    else:
+        code = encode(y, sign, KIND, BITS, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS)
+        code = tl.where(is_finite[:, None], code, NAN)
+        code = code if EVEN else tl.where(is_element, code, 0)
+        store_codes(codes_ptr, code, row, column, is_tile, length, row_bytes, BITS, R, K, KP, EVEN)
 
 
 @triton.jit
@@ -504,7 +557,14 @@ def amax_kernel(x_ptr, amax_ptr, size, BLOCK: tl.constexpr):
 
 
 def quantize_rows(
-    problem: TileProblem, x: typing.Any, codes: typing.Any, scale: typing.Any, unit: typing.Any, fractions: typing.Any
+    problem: TileProblem,
+    x: typing.Any,
+    codes: typing.Any,
+    scale: typing.Any,
+    unit: typing.Any,
+    fractions: typing.Any,
+    *,
+    capability: int = 0,
 ) -> None:
     """Quantizes rows into tensors that the caller made.
 
@@ -515,9 +575,10 @@ def quantize_rows(
         scale: `[rows, tiles]`, uint8 or floating as the scheme holds its scales, written.
         unit: float32 of one element, the tensor scale; or None without one.
         fractions: float32, `problem.fractions` on the device; or None without any.
+        capability: 10 times the device's compute capability, to use its own conversions by inline PTX; 0 for the portable path.
     """
     tiles = problem.rows * problem.tiles_in_row
-    constants = problem.layout() | problem.numbers() | problem.scale_numbers() | problem.choice()
+    constants = problem.layout() | problem.numbers() | problem.scale_numbers() | problem.choice() | problem.ptx(capability)
     unit, fractions = (scale if given is None else given for given in (unit, fractions))  # what is not read can be anything
     quantize_kernel[(problem.programs,)](
         x, codes, scale, unit, fractions, tiles, problem.length, problem.tiles_in_row, codes.shape[-1],

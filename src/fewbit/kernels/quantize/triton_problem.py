@@ -180,6 +180,13 @@ class TileProblem:
             "FRACTIONS": len(self.fractions),
         }
 
+    def ptx(self, capability: int) -> dict[str, bool]:
+        """Which conversions inline PTX makes on a device of this compute capability (times 10); 0: none."""
+        held, is_even = self.scheme.scale, self.layout()["EVEN"]
+        is_e4m3 = isinstance(held, Minifloat) and held.name in ("e4m3fn", "ue4m3")
+        is_e2m1 = self.scheme.format.name == "e2m1" and is_even and capability in (100, 103)
+        return {"PTX_E2M1": is_e2m1, "PTX_E4M3": is_e4m3 and capability >= 89}
+
     def _window(self) -> tuple[int, int, int, int, bool]:
         """Candidates below and above the first scale that saturates nothing; how many first places are low, and their last."""
         fmt, held = self.scheme.format, self.scheme.scale

@@ -1,0 +1,58 @@
+"""The compiled part of a kernel: where it was built, its functions become targets of `jax.ffi`; where not, it says why."""
+
+import dataclasses
+import functools
+import importlib
+from typing import Any
+
+import jax
+
+HOW_TO_BUILD = (
+    "install a C++17 compiler and run `pip install --force-reinstall --no-deps fewbit` (in a checkout: `pip install -e .`)"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Extension:
+    """What came of loading one compiled module.
+
+    Attributes:
+        isa: the instruction set that it takes on this machine; empty where it did not load.
+        missing: why it did not load and what to do, or None.
+    """
+
+    isa: str = ""
+    missing: str | None = None
+
+
+@functools.cache
+def extension(module: str) -> Extension:
+    """Loads a compiled module and registers its functions for the CPU, once a process.
+
+    Args:
+        module: its full name; the build leaves it beside its C++ source.
+
+    Returns:
+        What came of it. A module that is not there or does not fit this JAX is no error: the reference serves.
+    """
+    try:
+        loaded: Any = importlib.import_module(module)
+    except ImportError as failure:
+        return Extension(missing=f"its C++ extension is not built here ({failure}); {HOW_TO_BUILD}")
+    for name, capsule in loaded.TARGETS.items():
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")
+    return Extension(isa=loaded.ISA)
+
+
+def device_refusal() -> str | None:
+    """Why a compiled kernel is not chosen by itself in this process, or None.
+
+    XLA splits no call of foreign code over devices: it gathers the operands on each, which would undo a sharding.
+    """
+    try:
+        count = jax.device_count("cpu")
+    except RuntimeError as failure:
+        return f"JAX has no CPU here ({failure})"
+    if count == 1:
+        return None
+    return f"JAX has {count} CPU devices, and XLA cannot split its calls over them; name it for arrays that are not sharded"

@@ -1,0 +1,62 @@
+// What one call computes: y[m, n] = sum over k of x[m, k] * w, where w is a matrix of codes, rows by columns, as it lies in
+// memory. Either its columns or its rows are contracted; either may be the axis whose codes share bytes.
+//
+// The codes of the packed axis are taken in the order of their bits in memory (the stream). Where a container permutes them
+// (Packing's interleave, high bits first), x is permuted alike when that axis is contracted, and y when it is not: the kernels
+// never see it.
+#pragma once
+
+#include <cstdint>
+
+namespace fewbit {
+
+enum class Float { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+// How scales and zero points are stored: as a float dtype, or as bytes that a table of 256 numbers explains.
+enum class Holder { kF32 = 0, kBF16 = 1, kF16 = 2, kTable = 3 };
+
+// What a zero point is: nothing, a number in units of codes that is subtracted, or a float that is added.
+enum class Zero { kNone = 0, kWhole = 1, kOffset = 2 };
+
+// How a code becomes a number: by the table of the format's values, or as an integer of `bits` bits.
+enum class Codes { kTable = 0, kSigned = 1, kUnsigned = 2 };
+
+struct Held {
+  Holder holder;
+  const void* data;
+  const float* table;  // of a Holder::kTable
+};
+
+struct Weight {
+  const uint8_t* codes;
+  int64_t rows, cols;   // in codes of the stream
+  int64_t row_stride;   // bytes from one row of bytes to the next
+  int bits;
+  bool packed_cols;     // whether codes share bytes along a row, or along a column
+  Codes kind;
+  const float* values;  // 256 numbers; those of narrower codes repeat
+  int64_t row_tile, col_tile, tiles_per_row;
+  Held scale, zero;
+  Zero role;
+  float unit;           // what every scale is multiplied by
+};
+
+struct Job {
+  Weight w;
+  bool contracts_cols;
+  int64_t M, K, N;       // logical lengths
+  const float* x;        // [M, ldx], in the order of the stream, zeros beyond K
+  int64_t ldx;
+  void* y;               // [M, N]
+  Float y_kind;
+  const int32_t* order;  // the code at each place of a group of the stream, of the axis that is not contracted; null: in order
+  int64_t group;
+
+  int64_t contracted() const { return contracts_cols ? w.cols : w.rows; }
+  int64_t outputs() const { return contracts_cols ? w.rows : w.cols; }
+
+  // The output that place `i` of the axis that is not contracted stands for; N or more where it stands for none.
+  int64_t OutputAt(int64_t i) const { return order == nullptr ? i : i / group * group + order[i % group]; }
+};
+
+}  // namespace fewbit

@@ -1,0 +1,98 @@
+"""`fb.quantize` and `fb.dequantize`: by the fastest backend that can, or by the one that is named."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import Array, Float, Key
+
+from ...array import QArray, Scheme
+from ...array.quantize import checked, float_dtype, shared_axes
+from ..select import select
+from .backends import DEQUANTIZERS, QUANTIZERS
+from .problem import Decoding, Quantization
+
+
+def quantize(
+    x: ArrayLike,
+    scheme: str | Scheme | Mapping[str, Any],
+    *,
+    axis: int | tuple[int, ...] = -1,
+    error_weights: ArrayLike | None = None,
+    key: Key[Array, ""] | None = None,
+    scale: ArrayLike | None = None,
+    offset: ArrayLike | None = None,
+    shared_noise: tuple[int, ...] = (),
+    backend: str | None = None,
+) -> QArray:
+    """Quantizes an array: for each tile a scale, for each element the code of the nearest number.
+
+    `code = encode((x - offset) / scale)`, computed in float32 with the scale as it is stored. A tile whose scale would be
+    below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile decodes to exact zeros. A
+    NaN or an infinity makes its whole tile NaN. Jit-compatible.
+
+    Args:
+        x: floating array of at least one axis: float16, bfloat16, float32 or float64 (which is rounded to float32).
+        scheme: a Scheme, or anything that `fb.scheme` takes: `"nf4"`, `"int4_g64"`, a JSON form.
+        axis: the axis that takes the place of the scheme's last one, the axis that a product contracts: -1 for weights
+            `[out, in]`, -2 for `[in, out]`; several when a product contracts several.
+        error_weights: how much each element's squared error counts in a scale search, broadcast to `x`; None: all alike.
+            Refused by calibrations that do not search.
+        key: a JAX random key for stochastic rounding of the codes; None rounds to the nearest.
+        scale: the scale of each tile, float, used in place of the scheme's calibration (static ranges, delayed scaling); it
+            broadcasts to the number of tiles on each axis, so one number serves every tile. It is stored as the scheme
+            stores scales, rounded to what that can hold; a tensor scale is chosen for the largest of them. None calibrates.
+        offset: the number that the code of value 0 stands for, like `scale`; given with it if and only if the scheme has a
+            zero point.
+        shared_noise: the axes along which all elements are rounded by the same random number; with (), each has its own.
+            Every element's expectation is the same either way, and a shared number costs less. Needs a key.
+        backend: the name of a backend to insist on ("reference", "cpu"); None chooses. All give the same bytes, but for
+            scale searches where two scales are alike to 20 bits.
+
+    Returns:
+        The QArray, of the shape and dtype of `x`.
+
+    Raises:
+        QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, or a
+            sharding on an explicit mesh that cuts tiles, a scale and an offset that do not go with the tiles and the
+            scheme, or noise to share without a key.
+        UnsupportedError: when the named backend cannot.
+
+    >>> quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8")
+    QArray(int8, float32[1, 4], 8 bytes, 16.000 bits/weight)
+    >>> dequantize(quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8", scale=0.25)).tolist()
+    [[1.0, -0.5, 0.25, 0.0]]
+    """
+    x, bound = checked(x, scheme, axis, error_weights, scale, offset)
+    given = (error_weights, key, scale, offset)
+    is_weighted, is_stochastic, is_given, _ = (g is not None for g in given)
+    problem = Quantization(
+        x.shape, x.dtype.name, bound, is_stochastic, is_given, is_weighted, shared_axes(shared_noise, x.ndim, key)
+    )
+    return select(QUANTIZERS, problem, backend).backend.run(problem, x, *given)
+
+
+def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None = None) -> Float[Array, "*s"]:
+    """The array that a QArray stands for: `(decode(code) - zero_point) * scale`, or `decode(code) * scale + offset`.
+
+    Computed in float32 from exact decoded values, and rounded once to `dtype`. Jit-compatible and differentiable in the
+    scales.
+
+    Args:
+        q: the quantized array.
+        dtype: the floating dtype of the result; None takes `q.dtype`.
+        backend: the name of a backend to insist on ("reference", "cpu"); None chooses. All give the same numbers.
+
+    Returns:
+        An array of the shape of `q`.
+
+    Raises:
+        QuantError: for a dtype that is not floating.
+        UnsupportedError: when the named backend cannot.
+
+    >>> dequantize(quantize(jnp.array([[6.0, -0.4, 0.0]]), "mxfp4")).tolist()
+    [[6.0, -0.5, 0.0]]
+    """
+    problem = Decoding(q.shape, jnp.dtype(float_dtype(q, dtype)).name, q.scheme, q.tiles)
+    return select(DEQUANTIZERS, problem, backend).backend.run(problem, q)

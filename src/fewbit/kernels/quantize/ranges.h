@@ -1,0 +1,90 @@
+// What must be known of tiles before their scales. Included in each level's namespace.
+
+template <typename T>
+INLINE void RangeOfRun(const Job& job, const T* x, int64_t count, int64_t at, const Ranges& ranges) {
+  I magnitude = Splat((int32_t)0);
+  F low = Splat(__builtin_inff()), high = Splat(-__builtin_inff());
+  if (job.calibration == Calibration::kMinMax) {
+    for (int64_t i = 0; i < count; i += W) {
+      const F v = LoadSome(x + i, count - i);
+      magnitude = Max(magnitude, (I)Abs(v));
+      low = Min(v, low), high = Max(v, high);
+    }
+    const float lowest = LowestLane(low), highest = HighestLane(high);
+    ranges.low[at] = lowest < ranges.low[at] ? lowest : ranges.low[at];
+    ranges.high[at] = highest > ranges.high[at] ? highest : ranges.high[at];
+  } else {
+    I other = magnitude;
+    int64_t i = 0;
+    for (; i + 2 * W <= count; i += 2 * W) {
+      magnitude = Max(magnitude, (I)Abs(Load(x + i)));
+      other = Max(other, (I)Abs(Load(x + i + W)));
+    }
+    for (; i < count; i += W) magnitude = Max(magnitude, (I)Abs(LoadSome(x + i, count - i)));
+    magnitude = Max(magnitude, other);
+  }
+  const int32_t largest = LargestLane(magnitude);
+  if (largest <= ranges.magnitude[at]) return;
+  ranges.magnitude[at] = largest;
+  if (job.calibration != Calibration::kSignedMax) return;
+  for (int64_t i = 0; i < count; ++i) {
+    const float v = Widened(x[i]);
+    int32_t bits;
+    __builtin_memcpy(&bits, &v, 4);
+    if ((bits & 0x7FFFFFFF) == largest) {
+      ranges.first[at] = v;
+      return;
+    }
+  }
+}
+
+template <typename T>
+INLINE void RangeOfEach(const Job& job, const T* x, int64_t count, const Ranges& ranges) {
+  for (int64_t i = 0; i < count; i += W) {
+    const F v = LoadSome(x + i, count - i);
+    const I bits = (I)Abs(v), before = LoadInts(ranges.magnitude + i);
+    if (job.calibration == Calibration::kMinMax) {
+      StoreSome(ranges.low + i, Min(v, Load(ranges.low + i)), W);
+      StoreSome(ranges.high + i, Max(v, Load(ranges.high + i)), W);
+    } else if (job.calibration == Calibration::kSignedMax) {
+      StoreSome(ranges.first + i, (bits > before) ? v : Load(ranges.first + i), W);
+    }
+    StoreSome(ranges.magnitude + i, Max(bits, before), W);
+  }
+}
+
+// The ranges of the tiles in rows r0..r1 of one row of tiles, over columns c0..c1; `ranges` begins at c0's tile.
+template <typename T>
+static void RangesOf(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1, const Ranges& ranges) {
+  const int64_t first = c0 / job.tile_columns, count = (c1 - 1) / job.tile_columns + 1 - first;
+  for (int64_t i = 0; i < count + W; ++i) {
+    ranges.magnitude[i] = 0;
+    if (job.calibration == Calibration::kMinMax) ranges.low[i] = __builtin_inff(), ranges.high[i] = -__builtin_inff();
+    if (job.calibration == Calibration::kSignedMax) ranges.first[i] = 0.0f;
+  }
+  for (int64_t r = r0; r < r1; ++r) {
+    const T* x = (const T*)job.x + (b * job.rows + r) * job.columns;
+    if (job.tile_columns == 1) {
+      RangeOfEach(job, x + c0, c1 - c0, ranges);
+      continue;
+    }
+    for (int64_t c = c0; c < c1;) {
+      const int64_t tile = c / job.tile_columns;
+      int64_t end = (tile + 1) * job.tile_columns;
+      end = end < c1 ? end : c1;
+      RangeOfRun(job, x + c, end - c, tile - first, ranges);
+      c = end;
+    }
+  }
+}
+
+// The bits of the largest finite magnitude of a run of elements.
+template <typename T>
+static int32_t LargestFinite(const T* x, int64_t count) {
+  I largest = Splat((int32_t)0);
+  for (int64_t i = 0; i < count; i += W) {
+    const I bits = (I)Abs(LoadSome(x + i, count - i));
+    largest = Max(largest, (bits < kInfinityBits) ? bits : Splat((int32_t)0));
+  }
+  return LargestLane(largest);
+}
