@@ -1,5 +1,6 @@
 """The strictness that every test and every doctest runs under; it stands at the root because both trees need it."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 
@@ -22,6 +23,12 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 # The first call of a test compiles, so a deadline would measure XLA; derandomized, so that a red run can be run again.
 hypothesis.settings.register_profile("fewbit", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("fewbit")
+
+# Sources that import an optional package at the top have no examples to run where it is missing.
+collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["src/fewbit/torch/*.py"]
+if not importlib.util.find_spec("triton"):
+    collect_ignore_glob += ["src/fewbit/kernels/*/triton.py", "src/fewbit/kernels/*/triton_dequantize.py"]
+    collect_ignore_glob += ["src/fewbit/kernels/*/triton_hessian.py"]
 
 # Annotations are checked at every call. An int is a float here, as PEP 484 has it; `Self` goes unchecked, because
 # jaxtyping decorates method by method and beartype knows `Self` only where it decorates the class.

@@ -1,11 +1,12 @@
 """Runs the Python of every page: README, CONTRIBUTING and docs/, each page's blocks in order, in one namespace.
 
-A block fenced as ```python runs; ```pycon runs as a doctest, and what it prints must match; ```python no-run is skipped, and the
-run's summary counts them; ```console and all others are for reading only.
+A block fenced as ```python runs, as ```python torch where torch is installed; ```pycon runs as a doctest, and what it prints must match;
+```python no-run is skipped, and the run's summary counts them; ```console and all others are for reading only.
 """
 
 import dataclasses
 import doctest
+import importlib.util
 import re
 import traceback
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NEEDED = {"docs/frameworks.md": ("flax", "optax", "equinox")}
+NEEDED = {"docs/frameworks.md": ("flax", "optax", "equinox"), "docs/torch.md": ("torch",)}
 """The packages beside those of `make test-fast` that a page's code imports."""
 FENCE = re.compile(r"^(?P<indent>[ \t]*)```(?P<info>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```[ \t]*$", re.MULTILINE)
 
@@ -43,7 +44,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 def run(block: Block, namespace: dict[str, Any]) -> None:
     """Runs one block; lines are counted as in the page, so that a traceback points into it."""
-    if block.info == "python":
+    if block.info == "python" or (block.info == "python torch" and importlib.util.find_spec("torch")):
         code = "\n" * (block.line - 1) + block.code
         exec(compile(code, str(block.page), "exec"), namespace)
     elif block.info == "pycon":
@@ -88,7 +89,7 @@ def test_the_blocks_that_are_left_out_are_counted() -> None:
         pytest.skip(f"{len(left_out)} blocks are marked no-run: {', '.join(left_out)}")
 
 
-KNOWN = {"python", "python no-run", "pycon", "console", "sh", "text", "json", "toml", "c++", ""}
+KNOWN = {"python", "python no-run", "python torch", "pycon", "console", "sh", "text", "json", "toml", "c++", ""}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_id)

@@ -8,6 +8,7 @@ difference that is none. The page's blocks of code set up the expressions: `pyth
 import contextlib
 import dataclasses
 import importlib
+import importlib.util
 import inspect
 import pkgutil
 import re
@@ -24,7 +25,7 @@ import fewbit as fb
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
 HEADER = "| theirs | as it is called there | here | apart | |"
-PACKAGES = {"Qwix": "qwix", "AQT": "aqt", "MaxText": None, "eFormer": "eformer"}
+PACKAGES = {"Qwix": "qwix", "AQT": "aqt", "MaxText": None, "eFormer": "eformer", "qwantize": "qwantize"}
 """The packages that stand behind the sections of the page; None where none can be installed here."""
 
 
@@ -79,6 +80,10 @@ def blocks(info: str) -> Iterator[tuple[str, str]]:
             yield section, block
 
 
+OURS = [*blocks("python"), *(blocks("python torch") if importlib.util.find_spec("torch") else ())]
+"""Our own blocks, those for PyTorch where it is installed."""
+
+
 @contextlib.contextmanager
 def readers_rules() -> Iterator[None]:
     """What a reader's JAX does: other packages promote dtypes and ranks, and use what is deprecated."""
@@ -99,7 +104,7 @@ def ran(sources: list[str]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def ours() -> dict[str, Any]:
     """What the page's own code defines."""
-    return ran([block for _, block in blocks("python")])
+    return ran([block for _, block in OURS])
 
 
 @pytest.fixture(scope="module")
@@ -118,7 +123,7 @@ def numbers(value: Any) -> list[np.ndarray] | None:
         import qwix
 
         value = qwix.dequantize(value)
-    leaves = jax.tree.leaves(value, is_leaf=fb.is_qarray)
+    leaves = [leaf.numpy() if hasattr(leaf, "numpy") else leaf for leaf in jax.tree.leaves(value, is_leaf=fb.is_qarray)]
     leaves = [fb.dequantize(leaf) if isinstance(leaf, fb.QArray) else leaf for leaf in leaves]
     is_numeric = leaves and all(isinstance(leaf, jax.Array | np.ndarray | int | float) for leaf in leaves)
     return [np.asarray(leaf, np.float64) for leaf in leaves] if is_numeric else None
@@ -127,6 +132,8 @@ def numbers(value: Any) -> list[np.ndarray] | None:
 @pytest.mark.slow
 @pytest.mark.parametrize("row", [row for row in ROWS if row.ours], ids=str)
 def test_our_side_of_a_row_evaluates(row: Row, ours: dict[str, Any]) -> None:
+    if row.section == "qwantize":
+        pytest.importorskip("torch")
     with readers_rules():
         eval(row.ours, ours)
 
@@ -141,7 +148,7 @@ def test_both_sides_are_as_far_apart_as_the_row_says(
     if package is not None:
         pytest.importorskip(package)
     if row.section not in theirs:
-        namespace = ours | ran([b for s, b in [*blocks("python"), *blocks("python no-run")] if s in ("", row.section)])
+        namespace = ours | ran([b for s, b in [*OURS, *blocks("python no-run")] if s in ("", row.section)])
         theirs[row.section] = namespace
     with readers_rules():
         them = numbers(eval(row.theirs, theirs[row.section]))
@@ -184,9 +191,15 @@ def aqt_names() -> list[str]:
     return [f"config.{name}" for name in own if not name.startswith("_")]
 
 
+def qwantize_names() -> list[str]:
+    """qwantize's functions."""
+    return [name for name, value in vars(importlib.import_module("qwantize")).items() if inspect.isfunction(value)]
+
+
 NAMES: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "qwix": ("Qwix", qwix_names),
     "aqt": ("AQT", aqt_names),
+    "qwantize": ("qwantize", qwantize_names),
     "eformer": ("eFormer", lambda: [*public("eformer.ops.quantization"), *public("eformer.jaximus")]),
 }
 

@@ -40,6 +40,8 @@ def fields(node: ast.ClassDef) -> set[str]:
 
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
 def test_the_name_is_there(name: PublicName) -> None:
+    if name.layer == "torch":
+        pytest.importorskip("torch")
     module, _, attribute = name.path.rpartition(".")
     assert hasattr(importlib.import_module(module), attribute)
 

@@ -23,6 +23,14 @@ def test_blocks_are_those_of_the_packed_form(name: str, dim: int) -> None:
     assert torch.equal((back if dim == -1 else back.mT).reshape(4, 64), fbt.dequantize(q))
 
 
+def test_activations_meet_the_blocks_in_a_row() -> None:
+    rng = np.random.default_rng(1)
+    W, X = torch.tensor(rng.normal(size=(4, 48))), torch.tensor(rng.normal(size=(64, 48)))
+    scales, quants = fbt.quantize_blocks(W.reshape(4, 3, 16), "nvfp4", method="hessian", X=X)
+    q = fbt.quantize(W, "nvfp4", method="hessian", X=X)
+    assert torch.equal(fbt.dequantize_blocks(scales, quants).reshape(4, 48), fbt.dequantize(q, torch.float32))
+
+
 def test_bfloat16_is_halved_and_the_rest_is_kept() -> None:
     W = torch.tensor(np.random.default_rng(0).normal(size=(64, 64))).bfloat16()
     q = fbt.quantize(W, "mxfp4")

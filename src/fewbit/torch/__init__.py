@@ -11,4 +11,5 @@ from .metrics import Metrics as Metrics
 from .metrics import metrics as metrics
 from .qtensor import QTensor as QTensor
 from .quantize import dequantize as dequantize
+from .quantize import explain as explain
 from .quantize import quantize as quantize

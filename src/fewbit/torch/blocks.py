@@ -40,10 +40,13 @@ def quantize_blocks(
     >>> scales.tolist(), quants.tolist()
     ([[1.0, 0.25]], [[[6.0, -0.5], [0.0, 4.0]]])
     """
-    q = quantize(W, as_scheme(scheme).with_tile(None), dim, method, X)
-    axis, fmt = q.scheme.pack_axis, q.scheme.format
-    codes = unpack(q.codes, fmt.bits, q.shape[axis], axis)
-    return scale_values(q).squeeze(axis), Rounding.of(fmt, codes.device).decode(codes)
+    blocks = W.movedim(dim, -1)
+    rows = blocks.flatten(-2) if blocks.ndim > 1 else blocks
+    q = quantize(rows, as_scheme(scheme).with_tile(blocks.shape[-1]), -1, method, X)
+    fmt = q.scheme.format
+    codes = unpack(q.codes, fmt.bits, q.shape[-1], -1)
+    quants = Rounding.of(fmt, codes.device).decode(codes).reshape(blocks.shape).movedim(-1, dim)
+    return scale_values(q).reshape(blocks.shape[:-1]), quants
 
 
 def dequantize_blocks(scales: torch.Tensor, quants: torch.Tensor, dim: int = -1) -> torch.Tensor:

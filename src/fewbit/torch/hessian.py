@@ -13,13 +13,21 @@ import torch
 from ..array import Scheme
 from ..errors import QuantError, UnsupportedError
 from ..formats import AbstractFormat
+from . import on_gpu
 from .rounding import Rounding, flushed
 from .scales import TIE, Holder, Tiles, ideal_scale
 
 _FRACTIONS = np.linspace(1.0, 0.3, 64).astype(np.float32)
 
 
-def product_scale(tiles: Tiles, counts: tuple[int, ...], X: torch.Tensor, naive: Scheme, holder: Holder) -> torch.Tensor:
+def product_scale(
+    tiles: Tiles,
+    counts: tuple[int, ...],
+    X: torch.Tensor,
+    naive: Scheme,
+    holder: Holder,
+    swept: torch.Tensor | None,
+) -> torch.Tensor:
     """The scale of each tile of least `r^T H r`; a tie (errors equal to 16 bits) goes to the naive scale.
 
     Scales held in a Format are tried one and all; float scales, of which there are too many, at 64 fractions of the naive one,
@@ -32,6 +40,7 @@ def product_scale(tiles: Tiles, counts: tuple[int, ...], X: torch.Tensor, naive:
         X: activations `[samples, n]`, where the `n` columns are cut as the tensor's axis is.
         naive: the scheme, with the calibration that the search starts from.
         holder: how the scales are held.
+        swept: the tensor itself, when the Triton kernel is to try the scales (in float32); None for operations of torch.
 
     Returns:
         Float32 scales, one a tile; 0 for an all-zero tile.
@@ -42,7 +51,13 @@ def product_scale(tiles: Tiles, counts: tuple[int, ...], X: torch.Tensor, naive:
     order = torch.arange(math.prod(counts), device=X.device).reshape(counts).movedim(axis, 0).reshape(counts[axis], -1)
     start = ideal_scale(tiles, naive, holder)
     start = torch.where(start == 0, start, holder.loaded(holder.stored(start)))
-    search = _Sweep(tiles.x[order], second_moments(X, counts[axis], tiles.x.shape[1]), naive.format, start[order])
+    H = second_moments(X, counts[axis], tiles.x.shape[1])
+    if swept is not None:
+        moved = start.reshape(counts).movedim(axis, -1)
+        candidates = torch.stack(_candidates(start, holder, naive.format))
+        found = on_gpu.swept(swept, naive, H, moved.reshape(-1, counts[axis]), candidates)
+        return torch.where(start == 0, 0.0, found.reshape(moved.shape).movedim(-1, axis).reshape(-1))
+    search = _Sweep(tiles.x[order], H, naive.format, start[order])
     for candidate in _candidates(start[order], holder, naive.format):
         search.consider(candidate)
     best = torch.empty_like(start)

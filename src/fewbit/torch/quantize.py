@@ -11,8 +11,9 @@ from ..array import Scheme
 from ..array import scheme as as_scheme
 from ..array.scales import MSE, MX, AbsMax
 from ..array.scales.store import ScaleStore
-from ..errors import QuantError
+from ..errors import QuantError, UnsupportedError
 from ..formats import E8M0
+from . import on_gpu
 from .hessian import product_scale
 from .packing import pack, unpack
 from .qtensor import QTensor
@@ -20,6 +21,7 @@ from .rounding import TINY, Rounding, flushed, over
 from .scales import Holder, Tiles, check_supported, ideal_scale
 from .tiles import tile_rows, untiled, valid_rows
 
+Backend: TypeAlias = Literal["triton", "torch"]
 Method: TypeAlias = Literal["naive", "optimal", "hessian"]
 
 _CHUNK = 1 << 20
@@ -33,6 +35,8 @@ def quantize(
     dim: int = -1,
     method: Method | None = None,
     X: torch.Tensor | None = None,
+    *,
+    backend: Backend | None = None,
 ) -> QTensor:
     """Quantizes a tensor to the bytes that `fewbit.quantize` gives for the same numbers.
 
@@ -47,6 +51,8 @@ def quantize(
             rule for powers of two, else absmax). "optimal": least squared error. "hessian": least error of the product
             with `X`, by a full sweep over the scales that can be stored.
         X: activations `[samples, W.shape[dim]]`, for the method "hessian" only.
+        backend: "triton", or "torch" for operations of torch on any device; None takes Triton's kernels where they serve, on a
+            CUDA device (`explain` says whether). One that is named is never replaced by the other.
 
     Returns:
         The QTensor. Its `scheme` has the calibration that the method stands for; with "hessian", which no calibration names, the
@@ -55,7 +61,7 @@ def quantize(
     Raises:
         QuantError: for a tensor that is not floating or has no element, an axis it does not have, a method that is not
             known, or an `X` that the method does not use or whose length is not that of the axis.
-        UnsupportedError: for a scheme that only `fewbit.quantize` knows, with every reason.
+        UnsupportedError: for a scheme that only `fewbit.quantize` knows, or one that the named backend lacks, with every reason.
 
     >>> import torch
     >>> q = quantize(torch.tensor([[6.0, -0.4, 0.0, 1.2]]), "mxfp4")
@@ -69,37 +75,44 @@ def quantize(
     check_supported(bound)
     tiles = bound.tiles(W.ndim)
     unit = tensor_scale(W, bound)
+    if method != "hessian" and uses_triton(W.device, bound, tuple(W.shape), backend):
+        _check_no_activations(X, method)
+        packed, stored = on_gpu.quantized(W.detach(), bound, unit)
+        return _qtensor(W, bound, packed, stored, unit)
     rows, counts = tile_rows(W.detach(), tiles), tile_counts(W.shape, tiles)
     holder = Holder.of(bound, unit, W.device)
     ideal = None
     if method == "hessian":
         naive, moments = chosen(bound, "naive"), _checked_activations(X, W.shape[bound.pack_axis])
-        ideal = product_scale(Tiles(flushed(rows.float()), None), counts, moments, naive, holder)
-    elif X is not None:
-        raise QuantError(f"X means nothing to method {method!r}; use method='hessian'")
+        swept = W.detach() if uses_triton(W.device, bound, tuple(W.shape), backend, "sweep") else None
+        ideal = product_scale(Tiles(flushed(rows.float()), None), counts, moments, naive, holder, swept)
+    _check_no_activations(X, method)
     codes, scale = _rows_quantized(rows, valid_rows(W.shape, tiles, W.device), bound, holder, ideal)
     packed = pack(untiled(codes, W.shape, tiles), bound.format.bits, bound.pack_axis)
-    unit = None if unit is None else unit.reshape((1,) * W.ndim)
-    return QTensor(packed, scale.reshape(counts), unit, bound, tuple(W.shape), W.dtype)
+    return _qtensor(W, bound, packed, scale.reshape(counts), unit)
 
 
 @torch.no_grad()
-def dequantize(q: QTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend | None = None) -> torch.Tensor:
     """The tensor that a QTensor stands for, `decode(code) * scale`, computed in float32 and rounded once.
 
     Args:
         q: the quantized tensor.
         dtype: the floating dtype of the result; None takes `q.dtype`.
+        backend: as for `quantize`.
 
     Returns:
         A tensor of the shape of `q`, on its device.
 
     Raises:
         QuantError: for a dtype that is not floating.
+        UnsupportedError: when the named backend cannot.
     """
     dtype = q.dtype if dtype is None else dtype
     if not dtype.is_floating_point:
         raise QuantError(f"dequantize gives floating numbers, not {dtype}")
+    if uses_triton(q.codes.device, q.scheme, q.shape, backend, "decode"):
+        return on_gpu.dequantized(q, dtype)
     tiles = q.scheme.tiles(len(q.shape))
     codes = unpack(q.codes, q.scheme.format.bits, q.shape[q.scheme.pack_axis], q.scheme.pack_axis)
     values = Rounding.of(q.scheme.format, codes.device).decode(tile_rows(codes, tiles))
@@ -134,10 +147,61 @@ def tensor_scale(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
     """The scale that takes the largest finite magnitude to the largest product of a number and a scale; None without one."""
     if not scheme.tensor_scale:
         return None
-    x = flushed(W.detach().float())
-    largest = torch.where(torch.isfinite(x), x.abs(), 0.0).amax()
+    if W.is_cuda and on_gpu.is_installed():
+        largest = flushed(on_gpu.largest_magnitude(W.detach()))
+    else:
+        x = flushed(W.detach().float())
+        largest = torch.where(torch.isfinite(x), x.abs(), 0.0).amax()
     scale = over(largest, scheme.format.bound * ScaleStore(scheme.scale).largest)  # type: ignore[arg-type]
     return torch.where(scale < TINY, 1.0, scale)
+
+
+def uses_triton(
+    device: torch.device, scheme: Scheme, shape: tuple[int, ...], backend: Backend | None, work: on_gpu.Work = "quantize"
+) -> bool:
+    """Whether the Triton kernels are to do it; raises UnsupportedError where they are named and cannot."""
+    if backend not in ("triton", "torch", None):
+        raise QuantError(f"backend is {backend!r}, must be triton, torch or None")
+    if backend == "torch":
+        return False
+    reason = on_gpu.unsupported(device, scheme, shape, work)
+    if reason is not None and backend == "triton":
+        raise UnsupportedError(f"{scheme.name} of shape {shape} cannot run here", {"triton": reason})
+    return reason is None
+
+
+def explain(W: torch.Tensor, scheme: str | Scheme | Mapping[str, Any], dim: int = -1, method: Method | None = None) -> str:
+    """Says which backend `quantize` takes for a tensor, and why not the faster one.
+
+    Args:
+        W: the tensor.
+        scheme: as for `quantize`.
+        dim: likewise.
+        method: likewise.
+
+    Returns:
+        A line of text.
+
+    >>> import torch
+    >>> explain(torch.ones(2, 64), "mxfp4")
+    'torch, because triton: the tensor is on cpu; the kernels need a CUDA device'
+    """
+    bound = chosen(as_scheme(scheme), method).along(dim, W.ndim)
+    reason = on_gpu.unsupported(W.device, bound, tuple(W.shape), "sweep" if method == "hessian" else "quantize")
+    return "triton" if reason is None else f"torch, because triton: {reason}"
+
+
+def _qtensor(
+    W: torch.Tensor, scheme: Scheme, codes: torch.Tensor, scale: torch.Tensor, unit: torch.Tensor | None
+) -> QTensor:
+    """The QTensor of what was quantized."""
+    unit = None if unit is None else unit.reshape((1,) * W.ndim)
+    return QTensor(codes, scale, unit, scheme, tuple(W.shape), W.dtype)
+
+
+def _check_no_activations(X: torch.Tensor | None, method: Method | None) -> None:
+    if X is not None and method != "hessian":
+        raise QuantError(f"X means nothing to method {method!r}; use method='hessian'")
 
 
 def _rows_quantized(

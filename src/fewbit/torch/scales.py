@@ -8,10 +8,10 @@ import torch
 from ..array import Scheme
 from ..array.scales import MSE, MX, SNR, AbsMax, ScaleStore
 from ..array.scales.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
-from ..array.scales.mx import above_threshold
+from ..array.scales.mx import bits_added
 from ..array.scales.search import proven_window
 from ..errors import UnsupportedError
-from ..formats import E8M0, AbstractFormat, Minifloat
+from ..formats import E8M0, AbstractFormat
 from .rounding import Rounding, flushed, over
 
 TIE = 1 - 2.0**-16
@@ -83,7 +83,7 @@ def ideal_scale(tiles: Tiles, scheme: Scheme, holder: Holder) -> torch.Tensor:
     if isinstance(calibration, AbsMax):
         return over(tiles.amax * float(np.float32(calibration.factor)), fmt.bound)
     if isinstance(calibration, MX) and calibration.rule != "optimal":
-        return _power(_ruled_exponent(calibration.rule, tiles.amax, fmt), tiles.amax)
+        return _power(_exponent(calibration.rule, tiles.amax, fmt), tiles.amax)
     if isinstance(calibration, MX) or (isinstance(calibration, MSE) and isinstance(scheme.scale, E8M0)):
         return _best_power_of_two(tiles, fmt)
     if isinstance(calibration, MSE) and holder.rounding is not None:
@@ -106,26 +106,22 @@ def check_supported(scheme: Scheme) -> None:
         reasons["packing"] = f"codes are packed in order, not as {scheme.packing}"
     if not isinstance(scheme.calibration, AbsMax | MX | MSE | SNR):
         reasons["calibration"] = f"absmax, mx, mse and snr are here, not {scheme.calibration}"
+    if scheme.calibration == MX("threshold") and scheme.format.name != "e2m1":
+        reasons["calibration"] = f"mx,threshold is known for e2m1 only, not {scheme.format.name}; use mx,even"
     if reasons:
         raise UnsupportedError(f"fewbit.torch cannot quantize to {scheme.name}", reasons)
 
 
-def _ruled_exponent(rule: str, amax: torch.Tensor, fmt: AbstractFormat) -> torch.Tensor:
-    """The exponent of a power of two by one of the rules that do not search."""
-    if rule == "floor":
-        return _exponent_of(amax) - _top_exponent(fmt)
-    if rule in ("even", "threshold"):
-        mantissa = fmt.mantissa if isinstance(fmt, Minifloat) else fmt.bits - 2
-        added = 1 << (22 - mantissa) if rule == "even" else above_threshold(fmt)
-        rounded = (amax.view(torch.int32) + added).view(torch.float32)
-        return _exponent_of(rounded) - _top_exponent(fmt)
-    return _unsaturated_exponent(amax, fmt)
+def _exponent(rule: str, amax: torch.Tensor, fmt: AbstractFormat) -> torch.Tensor:
+    """The exponent of a power of two by one of the rules that do not search, from the bits."""
+    rounded = amax.view(torch.int32) + bits_added(rule, fmt)
+    return ((rounded >> 23) & 0xFF) - 127 - (int(np.frexp(fmt.max)[1]) - 1)
 
 
 def _best_power_of_two(tiles: Tiles, fmt: AbstractFormat) -> torch.Tensor:
     """The power of two of least error."""
     search, amax = Search.of(tiles, fmt), tiles.amax
-    ceiling = _unsaturated_exponent(amax, fmt)
+    ceiling = _exponent("rceil", amax, fmt)
     search.start(_power(ceiling, amax))
     halvings = needed_halvings(fmt, tiles.x.shape[1])
     for step in (*range(1, needed_doublings(fmt) + 1), *range(-halvings, 0)):
@@ -230,14 +226,3 @@ def _power_of_two(exponent: torch.Tensor) -> torch.Tensor:
 def _exponent_of(x: torch.Tensor) -> torch.Tensor:
     """`floor(log2(|x|))` from the bits; -127 for zero."""
     return ((x.view(torch.int32) >> 23) & 0xFF) - 127
-
-
-def _top_exponent(fmt: AbstractFormat) -> int:
-    """The exponent of the format's largest number."""
-    return int(np.frexp(fmt.max)[1]) - 1
-
-
-def _unsaturated_exponent(amax: torch.Tensor, fmt: AbstractFormat) -> torch.Tensor:
-    """The smallest `e` with `amax <= fmt.max * 2**e`, from the bits of both."""
-    top = int(np.float32(fmt.max).view(np.int32)) & 0x7FFFFF
-    return _exponent_of(amax) - _top_exponent(fmt) + ((amax.view(torch.int32) & 0x7FFFFF) > top).int()

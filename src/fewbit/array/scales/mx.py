@@ -61,41 +61,51 @@ class MX(AbstractCalibration):
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if target.asymmetric:
             raise UnsupportedError("mx scales are symmetric; use another calibration with a zero point")
-        amax, fmt = tiles.amax, target.format
-        if self.rule == "floor":
-            return _power(exponent_of(amax) - _exponent(fmt), amax), None
-        if self.rule in ("even", "threshold"):
-            added = 1 << (22 - _mantissa_bits(fmt)) if self.rule == "even" else above_threshold(fmt)
-            bits = jax.lax.bitcast_convert_type(amax, jnp.int32) + added
-            rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
-            return _power(exponent_of(rounded) - _exponent(fmt), amax), None
-        if self.rule == "rceil":
-            return _power(smallest_unsaturated_exponent(amax, fmt), amax), None
-        return best_mx(tiles, fmt), None
+        if self.rule == "optimal":
+            return best_mx(tiles, target.format), None
+        amax = tiles.amax
+        return _power(_ruled_exponent(self.rule, amax, target.format), amax), None
 
 
 CALIBRATIONS.add("mx", MX)
 
 
-def smallest_unsaturated_exponent(amax: jax.Array, fmt: AbstractFormat) -> jax.Array:
-    """The smallest `e` with `amax <= fmt.max * 2**e`, int32, from the bits of both."""
-    mantissa = jax.lax.bitcast_convert_type(amax, jnp.int32) & 0x7FFFFF
-    top = int(np.float32(fmt.max).view(np.int32)) & 0x7FFFFF
-    return exponent_of(amax) - _exponent(fmt) + (mantissa > top).astype(jnp.int32)
+def bits_added(rule: str, fmt: AbstractFormat) -> int:
+    """What a rule adds to the bits of the largest magnitude, so that its exponent, less that of `fmt.max`, is the scale's.
+
+    Args:
+        rule: one of the rules of MX; of "optimal", where the search begins: at "rceil".
+        fmt: the format of the codes.
+
+    Returns:
+        A number below `2**23`, the last place of a float32's exponent.
+
+    >>> [bits_added(rule, fb.FORMATS["e2m1"]) / 2**23 for rule in ("floor", "even", "threshold", "rceil")]
+    [0.0, 0.25, 0.1875, 0.4999998807907104]
+    """
+    if rule == "floor":
+        return 0
+    if rule == "even":
+        return 1 << (22 - _mantissa_bits(fmt))
+    if rule == "threshold":
+        if fmt.name != "e2m1":
+            raise UnsupportedError(f"mx,threshold is known for e2m1 only, not {fmt.name}; use mx,even")
+        return int((2 - 1.8125) * 2**23)
+    # Every mantissa above that of the format's largest number carries over.
+    return (1 << 23) - 1 - (int(np.float32(fmt.max).view(np.int32)) & 0x7FFFFF)
 
 
 def best_mx(tiles: Tiles, fmt: AbstractFormat) -> jax.Array:
     """The power of two of least (weighted) squared error; 0 for an all-zero tile."""
     amax = jax.lax.stop_gradient(tiles.amax)
-    ceiling = smallest_unsaturated_exponent(amax, fmt)
+    ceiling = _ruled_exponent("rceil", amax, fmt)
     return best_power_of_two(tiles, fmt, ceiling, lambda exponent: _power(exponent, amax))
 
 
-def above_threshold(fmt: AbstractFormat) -> int:
-    """What takes the bits of a float32 of mantissa 1.8125 to the next power of two."""
-    if fmt.name != "e2m1":
-        raise UnsupportedError(f"mx,threshold is known for e2m1 only, not {fmt.name}; use mx,even")
-    return int((2 - 1.8125) * 2**23)
+def _ruled_exponent(rule: str, amax: jax.Array, fmt: AbstractFormat) -> jax.Array:
+    """The exponent of the scale by a rule that does not search, int32."""
+    bits = jax.lax.bitcast_convert_type(amax, jnp.int32) + bits_added(rule, fmt)
+    return exponent_of(jax.lax.bitcast_convert_type(bits, jnp.float32)) - _exponent(fmt)
 
 
 def _power(exponent: jax.Array, amax: jax.Array) -> jax.Array:

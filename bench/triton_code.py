@@ -1,0 +1,162 @@
+"""What the Triton quantizers compile to, without a GPU: instructions an element and widths of loads and stores, by architecture.
+
+    python -m bench.triton_code [--save]
+
+A kernel is compiled for sm_80, sm_90 and sm_100 and disassembled. `lane instructions` are the static SASS instructions of a thread
+times the threads of a program over its elements: loops that are not unrolled count once, branches that are seldom taken count.
+"""
+
+import argparse
+import collections
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+import fewbit as fb
+from fewbit.kernels.quantize import triton as kernels
+from fewbit.kernels.quantize import triton_dequantize, triton_hessian
+from fewbit.kernels.quantize.triton_problem import TileProblem
+from fewbit.torch.quantize import chosen
+
+from .facts import save
+
+ARCHITECTURES = (80, 90, 100)
+KERNELS = (
+    ("mxfp4", "naive"), ("mxfp4", "optimal"), ("mxfp6", "optimal"), ("mxfp8", "naive"), ("mxfp8", "optimal"),
+    ("nvfp4", "naive"), ("nvfp4", "optimal"), ("nf4", "naive"), ("int4_g32", "naive"), ("int8_g128", "naive"),
+    ("nf4", "optimal"), ("int4_g32", "optimal"),
+)  # fmt: skip
+BY_PTX = (("mxfp4", "naive"), ("nvfp4", "optimal"))
+DECODED = ("mxfp4", "nvfp4")
+TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+def main() -> int:
+    """Prints a line a kernel and architecture."""
+    parser = argparse.ArgumentParser(prog="python -m bench.triton_code")
+    parser.add_argument("--save", action="store_true", help="write bench/results/triton.json")
+    options = parser.parse_args()
+    rows = [row for name, method in KERNELS for row in quantizer_rows(name, method)]
+    rows += [row for name, method in BY_PTX for row in quantizer_rows(name, method, (100,), inline_ptx=True)]
+    rows += [row for name in DECODED for row in decoder_rows(name)]
+    rows += [row for name in DECODED for row in sweep_rows(name)]
+    for row in rows:
+        print(
+            "{kernel:18} sm_{sm:<4} {lane_instructions:7.1f} a lane and element  {registers:4} registers  {memory}".format(
+                **row
+            )
+        )
+    if options.save:
+        save("triton", ("triton",), rows=rows)
+    return 0
+
+
+def quantizer_rows(
+    name: str, method: str, architectures: tuple[int, ...] = ARCHITECTURES, *, inline_ptx: bool = False
+) -> list[dict[str, Any]]:
+    """The figures of one quantizer, reading bfloat16 rows that its tiles divide; with inline PTX for the last architecture."""
+    problem = TileProblem(chosen(fb.scheme(name), method), 4096, 4096)
+    holder = problem.scheme.scale
+    scale = "*u8" if isinstance(holder, fb.formats.AbstractFormat) else {"float32": "*fp32", "float16": "*fp16"}[str(holder)]
+    types = {
+        "x_ptr": "*bf16",
+        "codes_ptr": "*u8",
+        "scale_ptr": scale,
+        "unit_ptr": "*fp32" if problem.scheme.tensor_scale else scale,
+    }
+    types |= {"fractions_ptr": "*fp32"} | dict.fromkeys(("tiles", "length", "tiles_in_row", "row_bytes"), "i32")
+    constants = problem.layout() | problem.numbers() | problem.scale_numbers() | problem.choice()
+    constants |= problem.ptx(architectures[-1] if inline_ptx else 0)
+    elements = problem.tiles_in_program * problem.padded_tile
+    title = f"{name} {method}-ptx" if inline_ptx else f"{name} {method}"
+    return rows_of(title, kernels.quantize_kernel, types, constants, problem.warps, elements, architectures)
+
+
+def decoder_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
+    """The figures of one decoder to bfloat16."""
+    problem = TileProblem(fb.scheme(name), 4096, 4096)
+    types = {
+        "codes_ptr": "*u8",
+        "scale_ptr": "*u8",
+        "unit_ptr": "*fp32" if problem.scheme.tensor_scale else "*u8",
+        "out_ptr": "*bf16",
+    }
+    types |= dict.fromkeys(("tiles", "length", "tiles_in_row", "row_bytes"), "i32")
+    elements = problem.tiles_in_program * problem.padded_tile
+    kernel = triton_dequantize.dequantize_kernel
+    return rows_of(f"{name} decoded", kernel, types, problem.decoding(), problem.warps, elements, architectures)
+
+
+def sweep_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
+    """The figures of one Hessian sweep; the loop over candidates counts once."""
+    problem = TileProblem(fb.scheme(name), 4096, 4096)
+    types = {"x_ptr": "*bf16", "H_ptr": "*fp32", "scale_ptr": "*fp32", "candidates_ptr": "*fp32"}
+    types |= dict.fromkeys(("rows", "length", "tiles_in_row", "candidates"), "i32")
+    elements = triton_hessian.ROWS * problem.padded_tile
+    constants = triton_hessian.constants(problem)
+    return rows_of(f"{name} swept", triton_hessian.sweep_kernel, types, constants, 4, elements, architectures)
+
+
+def rows_of(
+    name: str,
+    kernel: Any,
+    types: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    elements: int,
+    architectures: tuple[int, ...],
+) -> list[dict[str, Any]]:
+    """The figures of one kernel for each architecture; every argument is divisible by 16, as those of whole tensors are."""
+    signature = types | dict.fromkeys(constants, "constexpr")
+    attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}
+    rows = []
+    for sm in architectures:
+        source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "enable_fp_fusion": True}
+        )
+        operations = sass(compiled.asm["cubin"])
+        memory = collections.Counter(op for op in operations if op.startswith(("LDG", "STG")))
+        rows.append(
+            {
+                "kernel": name,
+                "sm": sm,
+                "lane_instructions": round(len(operations) * warps * 32 / elements, 1),
+                "registers": registers(compiled.asm["cubin"]),
+                "memory": dict(sorted(memory.items())),
+                "shuffles": sum(op.startswith("SHFL") for op in operations),
+            }
+        )
+    return rows
+
+
+def sass(cubin: bytes) -> list[str]:
+    """The operations of a cubin, in order, without padding."""
+    text = disassembled("nvdisasm", cubin, "-c")
+    found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
+    return [op for op in found if op != "NOP"]
+
+
+def registers(cubin: bytes) -> int:
+    """How many registers a thread takes."""
+    found = re.search(r"REG:(\d+)", disassembled("cuobjdump", cubin, "-res-usage"))
+    return int(found[1]) if found else 0
+
+
+def disassembled(tool: str, cubin: bytes, *options: str) -> str:
+    """What a tool of the wheel says of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([TOOLS / tool, *options, file.name], check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""The Triton quantizers in Triton's interpreter, against the torch face, whose bytes are the reference's."""
+
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton", reason="the Triton kernels need triton")
+
+from fewbit import torch as fbt  # noqa: E402 - it imports torch
+from fewbit.array.scales.candidates import stored_scales  # noqa: E402
+from fewbit.kernels.quantize.triton_problem import TileProblem  # noqa: E402
+from fewbit.torch import on_gpu  # noqa: E402
+from fewbit.torch.hessian import second_moments  # noqa: E402
+from fewbit.torch.quantize import chosen, scale_values  # noqa: E402
+
+from .interpreted import interpreted_kernels  # noqa: E402
+
+# The interpreter's numpy warns of NaN and of overflows, which a GPU does not.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+NAIVE = (
+    "mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "mxfp8_rceil", "mxint8", "nvfp4", "nvint4", "nf4", "nf4_g16", "int4",
+    "int4_g32", "int8", "int8_g24", "fp8", "q8_0", "int4_aqt",
+)  # fmt: skip
+SEARCHED = (
+    "nf4_g16",
+    "int4_g32",
+    "q8_0",
+    "mxfp4",
+    "mxfp6",
+    "mxfp8",
+    "mxint8",
+    "nvfp4",
+    pytest.param("nvint4", marks=pytest.mark.slow),
+)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _in_the_interpreter() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, interpreted_kernels(patch):
+        yield
+
+
+def awkward(length: int) -> torch.Tensor:
+    """Rows of many magnitudes: zeros of both signs, subnormals, tiny and huge ones, a NaN, an infinity, heavy tails."""
+    rng = np.random.default_rng(length)
+    x = (rng.normal(size=(20, length)) * rng.choice([1e-3, 1.0, 30.0], size=(20, 1))).astype(np.float32)
+    x[0, :40] = 0
+    x[1, 3], x[2, 5] = np.nan, np.inf
+    x[3] = 1e-39
+    x[4, ::3] = -0.0
+    x[5] *= 1e-36
+    x[6] *= 1e-5
+    x[7, :32] = 1e38
+    x[12:] = rng.standard_t(3, size=(8, length))
+    return torch.tensor(x)
+
+
+def assert_same(W: torch.Tensor, name: str, method: str) -> None:
+    """The kernel's bytes are those of torch's operations, and decode to the same floats."""
+    q = fbt.quantize(W, name, method=method, backend="torch")
+    codes, scale = on_gpu.quantized(W, q.scheme, q.tensor_scale)
+    back = on_gpu.dequantized(q, torch.float32)
+    assert torch.equal(codes, q.codes)
+    assert torch.equal(scale.view(torch.uint8), q.scale.contiguous().view(torch.uint8))
+    plain = fbt.dequantize(q, torch.float32, backend="torch").contiguous()
+    assert torch.equal(back.contiguous().view(torch.int32), plain.view(torch.int32))
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_codes_and_scales_without_a_search(name: str) -> None:
+    assert_same(awkward(77), name, "naive")
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+def test_codes_and_scales_of_least_error(name: str) -> None:
+    assert_same(awkward(77), name, "optimal")
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("mxfp4", "optimal"), ("mxfp6", "naive"), ("mxfp8", "naive"), ("nvfp4", "optimal")]
+)
+def test_rows_that_tiles_divide(name: str, method: str) -> None:
+    assert_same(awkward(64), name, method)
+
+
+@pytest.mark.parametrize("rule", ["rceil", "even", "threshold"])
+def test_mx_rules_at_every_bfloat16(rule: str) -> None:
+    import dataclasses
+
+    bits = np.arange(0, 0x8000, dtype=np.uint32) << 16
+    x = torch.tensor(bits.view(np.float32)).bfloat16().reshape(-1, 1)
+    scheme = dataclasses.replace(fb.scheme("mxfp4"), calibration=fb.array.scales.MX(rule))
+    q = fbt.quantize(x.repeat(1, 2), scheme)
+    codes, scale = on_gpu.quantized(x.repeat(1, 2), q.scheme, None)
+    assert torch.equal(scale, q.scale) and torch.equal(codes, q.codes)
+
+
+def test_low_codes_of_nvfp4_take_the_branch_of_fifteen() -> None:
+    W = torch.tensor(np.random.default_rng(0).normal(size=(16, 64)).astype(np.float32))
+    W[1:] *= 1e-5 * torch.arange(1, 16)[:, None]  # the first row sets the tensor scale; the others take the lowest codes
+    assert_same(W, "nvfp4", "optimal")
+    q = fbt.quantize(W, "nvfp4")
+    assert int((q.scale[1:] <= 15).sum()) > 20
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_the_hessian_sweep_finds_as_little_error_as_the_one_in_float64(name: str) -> None:
+    rng = np.random.default_rng(0)
+    W, X = (
+        torch.tensor(rng.normal(size=(10, 72))).float(),
+        torch.tensor(rng.normal(size=(40, 72)) @ rng.normal(size=(72, 72))),
+    )
+    W[0, :32] = 0
+    scheme = chosen(fb.scheme(name), "naive")
+    plain = fbt.quantize(W, name, method="hessian", X=X, backend="torch")
+    naive = fbt.quantize(W, name, method="naive", backend="torch")
+    tile = int(scheme.tile[-1] or 0)
+    H = second_moments(X, naive.scale.shape[1], tile)
+    held = stored_scales(scheme.scale)
+    unit = 1.0 if naive.tensor_scale is None else float(naive.tensor_scale)
+    grid = torch.tensor(held[held >= 2.0**-100] * unit, dtype=torch.float32)
+    scale = on_gpu.swept(W, scheme, H, scale_values(naive), grid[(grid > 0.05) & (grid < 2)])
+    known = scale_values(plain)
+    assert float((scale == known)[1:].float().mean()) > 0.95  # others are ties to float32's sums
+    rows = torch.nn.functional.pad(W, (0, scale.shape[1] * tile - 72)).reshape(10, -1, tile)
+
+    def errors(scales: torch.Tensor) -> torch.Tensor:
+        near = torch.tensor(np.asarray(scheme.format.nearest(jnp.asarray((rows / scales[..., None]).numpy()))))
+        off = (near * scales[..., None] - rows).double()
+        return torch.einsum("rbi,bij,rbj->rb", off, H, off)
+
+    assert (errors(scale) <= errors(known) * (1 + 1e-4) + 1e-9).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes_axes_and_the_largest_magnitude(dtype: torch.dtype) -> None:
+    W = awkward(48).to(dtype)
+    q = fbt.quantize(W, "nvfp4", dim=0, backend="torch")
+    codes, scale = on_gpu.quantized(W, q.scheme, q.tensor_scale)
+    assert torch.equal(codes, q.codes) and torch.equal(scale, q.scale)
+    finite = W.float()[torch.isfinite(W.float())]
+    assert on_gpu.largest_magnitude(W) == finite.abs().max()
+
+
+@pytest.mark.parametrize(
+    ("name", "length", "text"),
+    [
+        ("bnb_fp4", 64, "numbers of bnb_fp4"), ("int3", 64, "3 bits"), ("int4_g17", 64, "tiles of 17"), ("nvfp4_16x16", 64, "several"),
+        ("int8", 20000, "held in registers"), ("uint8", 64, "numbers of uint8"), ("fp8_e4m3fnuz", 64, "numbers of e4m3fnuz"),
+    ],
+)  # fmt: skip
+def test_what_no_kernel_serves_says_why(name: str, length: int, text: str) -> None:
+    reason = TileProblem(chosen(fb.scheme(name), "naive"), length, 4).unsupported()
+    assert reason is not None and text in reason
+
+
+def test_a_named_backend_is_never_replaced() -> None:
+    with pytest.raises(fb.UnsupportedError, match="need a CUDA device"):
+        fbt.quantize(torch.ones(2, 32), "mxfp4", backend="triton")
+    with pytest.raises(fb.UnsupportedError, match="need a CUDA device"):
+        fbt.dequantize(fbt.quantize(torch.ones(2, 32), "mxfp4"), backend="triton")
+    assert fbt.explain(torch.ones(2, 32), "mxfp4").startswith("torch, because triton: the tensor is on cpu")
