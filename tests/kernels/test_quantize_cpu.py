@@ -7,8 +7,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.kernels.extension import extension
-from fewbit.kernels.quantize import CpuDequantizer, CpuQuantizer, dequantize, quantize
-from fewbit.kernels.quantize.geometry import Geometry, geometry
+from fewbit.kernels.quantize import dequantize, quantize
 
 pytestmark = pytest.mark.skipif(
     extension("fewbit.kernels.quantize._cpu").missing is not None, reason="the C++ extension is not built"
@@ -16,7 +15,20 @@ pytestmark = pytest.mark.skipif(
 
 # Each rule, each kind of format, each holder of scales; the other schemes differ from these in numbers only.
 KINDS = (
-    *("int8", "int4_narrow", "int3", "uint4", "fp8_tensor", "fp8_block128", "nf4", "bnb_fp4", "nf4_dq", "q4_0", "q4_1", "q8_0"),
+    *(
+        "int8",
+        "int4_narrow",
+        "int3",
+        "uint4",
+        "fp8_tensor",
+        "fp8_block128",
+        "nf4",
+        "bnb_fp4",
+        "nf4_dq",
+        "q4_0",
+        "q4_1",
+        "q8_0",
+    ),
     *("ternary", "binary", "mxfp4", "mxfp8_e5m2", "mxint8", "mxfp8_rceil", "nvfp4", "nvfp4_16x16", "nvint4", "fp8_e4m3fnuz"),
 )
 OTHERS = tuple(sorted(set(fb.SCHEMES.names()) - set(KINDS)))
@@ -59,11 +71,11 @@ def assert_same_bytes(x, scheme, axis=-1, level=2, **given):
 @pytest.mark.parametrize("axis", [-1, -2], ids=["rows", "columns"])
 @pytest.mark.parametrize("scheme", KINDS)
 def test_every_kind_of_scheme(scheme, axis):
-    assert_same_bytes(jnp.asarray(hard((19, 101)if axis == -1 else (101, 19), axis)), scheme, axis)
+    assert_same_bytes(jnp.asarray(hard((19, 101) if axis == -1 else (101, 19), axis)), scheme, axis)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, -2], ids=["rows", "columns"])
 @pytest.mark.parametrize("scheme", OTHERS)
 def test_every_other_scheme(scheme, axis):
-    assert_same_bytes(jnp.asarray(hard((19, 101)if axis == -1 else (101, 19), axis)), scheme, axis)
+    assert_same_bytes(jnp.asarray(hard((19, 101) if axis == -1 else (101, 19), axis)), scheme, axis)

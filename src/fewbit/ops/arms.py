@@ -14,11 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from ..array import QArray, Scheme, dequantize, is_qarray, quantize
+from ..array import QArray, Scheme, is_qarray
 from ..array.quantize import expanded_scale
 from ..array.sharding import held_sharding
 from ..array.straight_through import is_covered
 from ..errors import QuantError
+from ..kernels.quantize import dequantize, quantize
 from .policy import Arm, Policy
 from .rotation import rotated
 

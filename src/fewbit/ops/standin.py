@@ -7,7 +7,8 @@ from typing import Any, ClassVar, Self, TypeGuard
 import jax
 import numpy as np
 
-from ..array import QArray, dequantize
+from ..array import QArray
+from ..kernels.quantize import dequantize
 
 
 class StandIn(abc.ABC):

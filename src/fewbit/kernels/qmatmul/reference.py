@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from ..._registry import Registry
-from ...array import QArray, dequantize
-from ...array.quantize import expanded_scale
+from ...array import QArray
+from ...array.quantize import dequantize, expanded_scale
 from ..select import AbstractBackend
 from .codes import code_values, common_types
 from .problem import Problem

@@ -65,7 +65,8 @@ def quantize(
     given = (error_weights, key, scale, offset)
     is_weighted, is_stochastic, is_given, _ = (g is not None for g in given)
     problem = Quantization(x.shape, x.dtype.name, bound, is_stochastic, is_given, is_weighted)
-    return select(QUANTIZERS, problem, backend).run(problem, x, *given)
+    q: Any = select(QUANTIZERS, problem, backend).backend.run(problem, x, *given)
+    return q
 
 
 def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None = None) -> Float[Array, "*s"]:
@@ -90,4 +91,4 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
     [[6.0, -0.5, 0.0]]
     """
     problem = Decoding(q.shape, jnp.dtype(float_dtype(q, dtype)).name, q.scheme, q.tiles)
-    return select(DEQUANTIZERS, problem, backend).run(problem, q)
+    return select(DEQUANTIZERS, problem, backend).backend.run(problem, q)

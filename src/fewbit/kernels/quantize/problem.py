@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from ...array import Scheme
 from ..._tiles import Tile
+from ...array import Scheme
 
 
 @dataclasses.dataclass(frozen=True)

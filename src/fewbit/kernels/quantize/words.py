@@ -129,7 +129,9 @@ def _is_simple_range(scheme: Scheme) -> bool:
     if isinstance(zero, AbstractFormat):
         return type(zero) is Integer and not zero.signed and zero.step == 1
     # Whether a NaN survives JAX's minimum is not told, and the offset would show it.
-    return isinstance(scheme.calibration, AbsMax) or (isinstance(scheme.calibration, MinMax) and not scheme.calibration.contains_zero)
+    return isinstance(scheme.calibration, AbsMax) or (
+        isinstance(scheme.calibration, MinMax) and not scheme.calibration.contains_zero
+    )
 
 
 def _has_mirrored_grid(fmt: AbstractFormat) -> bool:

@@ -5,8 +5,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...array import dequantize, quantize
 from ...array.straight_through import is_covered, passed_through
+from ...kernels.quantize import dequantize, quantize
 from ..latent import PARAMETER_RULES, Latent, is_latent, plain
 from .products import PRODUCT
 from .rule import AbstractEvaluator, NoRuleError, bound
