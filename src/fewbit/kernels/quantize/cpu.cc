@@ -401,13 +401,14 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor
 
 ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer factors, ffi::AnyBuffer more,
                       ffi::AnyBuffer zeros, ffi::AnyBuffer offsets, ffi::Result<ffi::AnyBuffer> out,
-                      ffi::Span<const int64_t> tiles, ffi::Span<const float> values, int64_t bits, int64_t level) {
+                      ffi::Span<const int64_t> tiles, ffi::Span<const float> values, int64_t bits, int64_t whole_shift,
+                      int64_t level) {
   Decoding d{};
   d.codes = (const uint8_t*)codes.untyped_data();
   d.out = out->untyped_data();
   d.element = (int)KindOf(out->element_type());
   SetGeometry(d, out->dimensions(), codes.dimensions(), tiles);
-  d.bits = (int)bits;
+  d.bits = (int)bits, d.whole_shift = (int)whole_shift;
   auto floats = [](ffi::AnyBuffer& b) { return b.element_count() > 0 ? (const float*)b.untyped_data() : nullptr; };
   d.values = values.begin();
   d.factors = floats(factors), d.more_factors = floats(more), d.zeros = floats(zeros), d.offsets = floats(offsets);
@@ -465,6 +466,7 @@ XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
                            .Attr<ffi::Span<const int64_t>>("tiles")
                            .Attr<ffi::Span<const float>>("values")
                            .Attr<int64_t>("bits")
+                           .Attr<int64_t>("whole_shift")
                            .Attr<int64_t>("level"));
 
 }  // namespace fewbit

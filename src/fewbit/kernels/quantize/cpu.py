@@ -12,7 +12,7 @@ import numpy as np
 from ..._tiles import tile_counts
 from ...array import QArray, Scheme
 from ...array.quantize import assembled, chosen_scales, dequantized, quantized, scale_factors
-from ...formats import AbstractFormat
+from ...formats import AbstractFormat, Integer
 from ..extension import device_refusal, extension
 from ..select import AbstractBackend
 from .backends import DEQUANTIZERS, QUANTIZERS
@@ -223,16 +223,15 @@ def _native_decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> ja
     call = jax.ffi.ffi_call("fewbit_dequantize", result, vmap_method="broadcast_all")
     beside = (factors[0], more, _by_tile(whole, cut), _by_tile(offset, cut))
     codes = q.codes.reshape(cut.packed(scheme.format.bits))
-    bits = np.int64(scheme.format.bits)
-    y = call(
-        codes,
-        *beside,
-        tiles=_tile_words(cut),
-        values=_values(scheme.format),
-        bits=bits,
-        level=np.int64(_LEVELS[backend.isa]),
-    )
+    attributes = {"bits": scheme.format.bits, "whole_shift": _whole_shift(scheme.format), "level": _LEVELS[backend.isa]}
+    words = {name: np.int64(number) for name, number in attributes.items()}
+    y = call(codes, *beside, tiles=_tile_words(cut), values=_values(scheme.format), **words)
     return y.reshape(shape)
+
+
+def _whole_shift(fmt: AbstractFormat) -> int:
+    """How far the sign of a whole number's code stands from the top of 32 bits, 0 without a sign; -1 for other formats."""
+    return -1 if not isinstance(fmt, Integer) else 32 - fmt.bits if fmt.signed else 0
 
 
 @functools.cache
