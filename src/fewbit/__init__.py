@@ -9,6 +9,7 @@
 from . import array as array
 from . import formats as formats
 from . import frameworks as frameworks
+from . import statistics as statistics
 from . import training as training
 from .array import SCHEMES as SCHEMES
 from .array import Packing as Packing
@@ -43,6 +44,10 @@ from .recipe import plan as plan
 from .recipe import quantize_params as quantize_params
 from .recipe import recipe as recipe
 from .recipe import weight_only as weight_only
+from .statistics import Stats as Stats
+from .statistics import observe as observe
+from .training import DelayedState as DelayedState
+from .training import delayed_state as delayed_state
 from .training import fake_quant as fake_quant
 from .training import lora as lora
 from .training import train as train

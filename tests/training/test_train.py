@@ -144,14 +144,6 @@ def test_keys():
     assert np.array_equal(one, gradient(X, jax.random.key(0)))
 
 
-def test_what_needs_state_or_has_no_parameter_is_refused():
-    with pytest.raises(fb.UnsupportedError, match=r"fb.train cannot follow recipe 'te_fp8_delayedscaling'"):
-        fb.train(layer, "te_fp8_delayedscaling")
-    products = fb.Recipe((fb.Rule(".*", None),), products=(fb.Rule(".*", "int8"),))
-    with pytest.raises(fb.UnsupportedError, match="it is for a product without a parameter"):
-        fb.train(layer, products)
-
-
 def test_what_reads_a_parameter_as_floats_is_reported():
     found = []
     fb.train(lambda w, x: layer(w, x) * w["in"].sum(), recipe(INT8), report=found.append)(PARAMS, X)

@@ -56,10 +56,15 @@ class QArray:
     __array_ufunc__ = None  # so that a numpy operand leaves the operation to us
     __hash__ = object.__hash__
 
+    def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """The arrays, and what is static."""
+        leaves = self.codes, self.scale, self.zero_point, self.tensor_scale
+        return leaves, (self.scheme, self.dtype, self.slack, self.policy)
+
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
         """The arrays with their names, and what is static."""
-        leaves = [(jax.tree_util.GetAttrKey(name), getattr(self, name)) for name in _LEAVES]
-        return leaves, (self.scheme, self.dtype, self.slack, self.policy)
+        leaves, static = self.tree_flatten()
+        return list(zip(map(jax.tree_util.GetAttrKey, _LEAVES), leaves, strict=True)), static
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Iterable[Any]) -> "QArray":

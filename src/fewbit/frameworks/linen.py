@@ -16,6 +16,8 @@ from ..ops import transparent
 from ..ops.transparent import Decoded
 from ..recipe import Plan
 from ..recipe import plan as make_plan
+from ..training import DelayedState
+from ..training import delayed_state as state_of
 from ..training import train as train_function
 from . import tree
 
@@ -112,7 +114,8 @@ def train(module: Any, recipe: Any, *, report: Callable[[Decoded], None] | None 
 
     Returns:
         A function of the arguments of `module.apply`, and `key=`: a JAX random key, needed when a policy rounds stochastically
-        or rotates. The variables, their gradients and so their checkpoints have the structure of the float model.
+        or rotates; and `delayed=`: the state of `delayed_state`, needed for delayed scaling. The variables, their gradients
+        and so their checkpoints have the structure of the float model.
 
     Raises:
         QuantError: for what `fb.train` refuses.
@@ -126,15 +129,46 @@ def train(module: Any, recipe: Any, *, report: Callable[[Decoded], None] | None 
     True
     """
 
+    trained = train_function(_pure(module), recipe, report=report)
+
+    def applied(variables: Any, *args: Any, key: Any = None, delayed: Any = None, **kwargs: Any) -> Any:
+        return trained(*_split(variables), *args, key=key, delayed=delayed, **kwargs)
+
+    return applied
+
+
+def delayed_state(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> DelayedState:
+    """The state of delayed scaling before the first step of a module under a recipe, for what `train` gives.
+
+    Args:
+        module: the Linen module.
+        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
+        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+
+    Returns:
+        The state, as `fb.delayed_state` gives it.
+
+    Raises:
+        QuantError: for what `fb.delayed_state` refuses.
+        UnsupportedError: when flax is not installed.
+
+    >>> from flax import linen
+    >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
+    >>> list(delayed_state(dense, dense.init(jax.random.key(0), x), x, recipe="te_fp8_delayedscaling").products)
+    ['kernel']
+    """
+    return state_of(_pure(module), *_split(variables), *inputs, recipe=recipe, **kwargs)
+
+
+def _pure(module: Any) -> Callable[..., Any]:
+    """`module.apply` as a function of what `_split` gives, and of the other arguments."""
+
     def fn(params: Any, boxed: Callable[[Any], Any], others: Any, *args: Any, **kwargs: Any) -> Any:
         return module.apply({**others, "params": boxed(params)}, *args, **kwargs)
 
-    trained = train_function(fn, recipe, report=report)
-
-    def applied(variables: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
-        return trained(*_split(variables), *args, key=key, **kwargs)
-
-    return applied
+    return fn
 
 
 def _split(variables: Any) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:

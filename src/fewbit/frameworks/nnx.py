@@ -19,6 +19,8 @@ from ..ops import transparent as transparent_function
 from ..ops.transparent import Decoded
 from ..recipe import Plan
 from ..recipe import plan as make_plan
+from ..training import DelayedState
+from ..training import delayed_state as state_of
 from ..training import train as train_function
 from . import tree
 
@@ -126,9 +128,10 @@ def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], No
         report: as in `fb.train`.
 
     Returns:
-        A function of the same arguments, and `key=`: a JAX random key, needed when a policy rounds stochastically or rotates.
-        `nnx.grad` passes no keyword that `fn` has not; give it `lambda model, x, key: trained(model, x, key=key)`. The model,
-        its gradients and its optimizer stay those of float training.
+        A function of the same arguments, and `key=`: a JAX random key, needed when a policy rounds stochastically or rotates;
+        and `delayed=`: the state of `delayed_state`, needed for delayed scaling. `nnx.grad` passes no keyword that `fn` has
+        not; give it `lambda model, x, key: trained(model, x, key=key)`. The model, its gradients and its optimizer stay those
+        of float training.
 
     Raises:
         QuantError: for what `fb.train` refuses.
@@ -143,10 +146,39 @@ def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], No
     pure = train_function(_pure(fn), recipe, report=report)
 
     @functools.wraps(fn)  # nnx.grad reads the signature
-    def trained(*args: Any, key: Any = None, **kwargs: Any) -> Any:
-        return _run(pure, args, kwargs, key=key)
+    def trained(*args: Any, key: Any = None, delayed: Any = None, **kwargs: Any) -> Any:
+        return _run(pure, args, kwargs, key=key, delayed=delayed)
 
     return trained
+
+
+def delayed_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> DelayedState:
+    """The state of delayed scaling before the first step of a model under a recipe, for what `train` gives.
+
+    Args:
+        model: the NNX model.
+        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
+
+    Returns:
+        The state, as `fb.delayed_state` gives it.
+
+    Raises:
+        QuantError: for what `fb.delayed_state` refuses.
+        UnsupportedError: when flax is not installed.
+
+    >>> from flax import nnx
+    >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
+    >>> list(delayed_state(model, x, recipe="te_fp8_delayedscaling").products)
+    ['kernel']
+    """
+    call = _called if fn is None else fn
+    graph = _Graph.of((model,))
+    params, rest = graph.values()
+    return state_of(
+        lambda params, rest, *inputs: call(*graph.merged(params, rest), *inputs), params, rest, *inputs, recipe=recipe
+    )
 
 
 def _called(model: Any, *inputs: Any) -> Any:

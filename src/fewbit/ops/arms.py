@@ -22,6 +22,7 @@ from ..errors import QuantError
 from ..kernels.quantize import dequantize, quantize
 from .policy import Arm, Policy
 from .rotation import rotated
+from .stepped import StepScales, largest_magnitude, seen_with
 
 Axes = tuple[int, ...]
 
@@ -80,10 +81,12 @@ class Rules:
     Attributes:
         policy: the policy.
         weight_is_left: whether the left operand takes the part of the weight.
+        scales: what earlier steps decided, for a policy with delayed scaling; None for every other.
     """
 
     policy: Policy
     weight_is_left: bool = False
+    scales: StepScales | None = None
 
     def scheme(self, is_left: bool) -> Scheme | None:
         """The scheme of an operand."""
@@ -92,6 +95,12 @@ class Rules:
     def arm(self, is_left: bool) -> Arm:
         """How the gradient of an operand is computed."""
         return self.policy.drhs if is_left == self.weight_is_left else self.policy.dlhs
+
+    def scale(self, scales: StepScales | None, is_left: bool) -> Any:
+        """The scale of an operand that earlier steps decided; None where the operand at hand does."""
+        if scales is None:
+            return None
+        return scales.weight if is_left == self.weight_is_left else scales.activation
 
 
 @jax.tree_util.register_dataclass
@@ -130,32 +139,52 @@ def quantized_product(
         The product.
     """
 
-    @jax.custom_vjp
-    def product(lhs: Any, rhs: Any, key: Any, extra: Any) -> jax.Array:
-        return bilinear.forward(_entering(bilinear, rules, lhs, True), _entering(bilinear, rules, rhs, False), extra)
+    def entering(lhs: Any, rhs: Any, scales: Any) -> tuple[Any, Any]:
+        left, right = (rules.scale(scales, is_left) for is_left in (True, False))
+        return _entering(bilinear, rules, lhs, True, left), _entering(bilinear, rules, rhs, False, right)
 
-    def forward(lhs: Any, rhs: Any, key: Any, extra: Any) -> tuple[jax.Array, Any]:
-        left, right = _entering(bilinear, rules, lhs, True), _entering(bilinear, rules, rhs, False)
+    @jax.custom_vjp
+    def product(lhs: Any, rhs: Any, key: Any, extra: Any, scales: Any) -> jax.Array:
+        return bilinear.forward(*entering(lhs, rhs, scales), extra)
+
+    def forward(lhs: Any, rhs: Any, key: Any, extra: Any, scales: Any) -> tuple[jax.Array, Any]:
+        left, right = entering(lhs, rhs, scales)
         kept = _residual(rules, lhs, left, True), _residual(rules, rhs, right, False)
         held = tuple(x if is_qarray(x) else None for x in (lhs, rhs))  # a float operand is not kept for its form alone
-        return bilinear.forward(left, right, extra), (kept, held, key, extra)
+        seen = _seen(rules, scales, lhs, rhs)
+        return bilinear.forward(left, right, extra), (kept, held, key, extra, scales, seen)
 
     def backward(saved: Any, gradient: jax.Array) -> Any:
-        (left, right), (lhs, rhs), key, extra = saved
-        to_left = _operand_gradient(bilinear, rules.arm(True), gradient, True, left, right, extra, key)
-        to_right = _operand_gradient(bilinear, rules.arm(False), gradient, False, right, left, extra, key)
-        return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None
+        (left, right), (lhs, rhs), key, extra, scales, seen = saved
+        scale = None if scales is None else scales.gradient
+        to_left = _operand_gradient(bilinear, rules.arm(True), gradient, True, left, right, extra, key, scale)
+        to_right = _operand_gradient(bilinear, rules.arm(False), gradient, False, right, left, extra, key, scale)
+        if scale is not None:
+            seen = dataclasses.replace(seen, gradient=seen_with(largest_magnitude(gradient), scale))
+        return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None, seen
 
     product.defvjp(forward, backward)
-    return product(lhs, rhs, key, extra)
+    return product(lhs, rhs, key, extra, rules.scales)
 
 
-def _entering(bilinear: AbstractBilinear, rules: Rules, x: Any, is_left: bool) -> Any:
+def _entering(bilinear: AbstractBilinear, rules: Rules, x: Any, is_left: bool, scale: Any) -> Any:
     """An operand as it enters the product."""
     scheme = rules.scheme(is_left)
     if scheme is None or is_qarray(x):
         return x
-    return quantize(x, scheme, axis=_some(bilinear.contracted[0 if is_left else 1]))
+    return quantize(x, scheme, axis=_some(bilinear.contracted[0 if is_left else 1]), scale=scale)
+
+
+def _seen(rules: Rules, scales: StepScales | None, lhs: Any, rhs: Any) -> StepScales | None:
+    """The largest magnitudes of both operands, where earlier steps decided their scales; a QArray shows none."""
+    if scales is None:
+        return None
+    weight, activation = (lhs, rhs) if rules.weight_is_left else (rhs, lhs)
+
+    def seen(x: Any, scale: Any) -> Any:
+        return None if scale is None else seen_with(jnp.zeros(()) if is_qarray(x) else largest_magnitude(x), scale)
+
+    return StepScales(seen(weight, scales.weight), seen(activation, scales.activation), scales.gradient)
 
 
 def _residual(rules: Rules, x: Any, entered: Any, is_left: bool) -> Residual:
@@ -177,9 +206,20 @@ def _form(x: Any) -> jax.ShapeDtypeStruct:
 
 
 def _operand_gradient(
-    bilinear: AbstractBilinear, arm: Arm, g: jax.Array, is_left: bool, own: Residual, other: Residual, extra: Any, key: Any
+    bilinear: AbstractBilinear,
+    arm: Arm,
+    g: jax.Array,
+    is_left: bool,
+    own: Residual,
+    other: Residual,
+    extra: Any,
+    key: Any,
+    scale: Any,
 ) -> jax.Array:
-    """The gradient of one operand by its arm, in the operand's dtype, and zero where it does not pass."""
+    """The gradient of one operand by its arm, in the operand's dtype, and zero where it does not pass.
+
+    `scale` is that of the incoming gradient where earlier steps decided it.
+    """
     if arm.gradient is None:
         met = other.forward if arm.operand == "forward" else other.original
         result = bilinear.transposed(is_left, g, met, own.like, extra)
@@ -190,20 +230,28 @@ def _operand_gradient(
                     f"the gradient is rounded or rotated at random (as {arm.gradient.name}); pass key=, one a step"
                 )
             key = _own_key(key, is_left, g)
-        result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, key)
+        result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, key, scale)
     result = result.astype(own.like.dtype)
     return result if own.passes is None else jnp.where(own.passes, result, jnp.zeros_like(result))
 
 
 def _quantized_gradient(
-    bilinear: AbstractBilinear, arm: Arm, g: jax.Array, is_left: bool, like: Any, other: Residual, extra: Any, key: Any
+    bilinear: AbstractBilinear,
+    arm: Arm,
+    g: jax.Array,
+    is_left: bool,
+    like: Any,
+    other: Residual,
+    extra: Any,
+    key: Any,
+    scale: Any,
 ) -> jax.Array:
     """The gradient of one operand from the quantized incoming gradient."""
     axes, other_axes = bilinear.contracted_backward(is_left)
     if arm.tiled_axis == "first":
         axes, other_axes = axes[::-1], other_axes[::-1]
     met = other.original if other.forward is None else other.forward
-    if arm.operand == "forward" and is_qarray(met):
+    if arm.operand == "forward" and is_qarray(met) and scale is None:
         g, met = _folded(bilinear, g, is_left, met, extra)
     elif isinstance(arm.operand, Scheme):
         met = floating(met)
@@ -212,7 +260,7 @@ def _quantized_gradient(
         met = quantize(met, arm.operand, axis=_some(other_axes))
     noise = jax.random.fold_in(key, 2) if arm.rounding == "stochastic" else None
     assert arm.gradient is not None
-    g = quantize(g, arm.gradient, axis=_some(axes), key=noise)  # type: ignore[assignment]
+    g = quantize(g, arm.gradient, axis=_some(axes), key=noise, scale=scale)  # type: ignore[assignment]
     return bilinear.backward(is_left, g, met, like, extra)
 
 

@@ -1,14 +1,19 @@
 """Float arrays that carry a policy: what a parameter is while it is trained."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeGuard
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import PartitionSpec
 
+from ..array.sharding import spec_entries
 from .policy import Policy
 from .standin import StandIn
+from .stepped import StepScales, copies, forked
 
 PARAMETER_RULES: dict[str, Any] = {}
 """For primitives by name, how an equation with a Latent is computed; `fewbit.ops.rules.parameters` fills it at import."""
@@ -25,6 +30,7 @@ class Latent(StandIn):
         value: the array.
         key: a JAX random key for arms that draw random numbers; None where there is none.
         policy: how its products are computed.
+        scales: those that earlier steps decided, for a policy with delayed scaling; None for every other.
     """
 
     rules: ClassVar[Mapping[str, Any]] = PARAMETER_RULES
@@ -32,6 +38,7 @@ class Latent(StandIn):
     value: Any
     key: Any
     policy: Policy = dataclasses.field(metadata={"static": True})
+    scales: Any = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -53,11 +60,39 @@ class Latent(StandIn):
         return self.value
 
     def stacked(self) -> "Latent":
-        return self if self.key is None else dataclasses.replace(self, key=jax.random.split(self.key, self.shape[0]))
+        length = self.shape[0]
+        key = None if self.key is None else jax.random.split(self.key, length)
+        scales = copies(self.scales, length) if self.scales is not None and not self.scales.ndim else self.scales
+        return dataclasses.replace(self, key=key, scales=scales)
 
-    def moved(self, value: Any) -> "Latent":
-        """The same parameter after its array was moved about: transposed, cast, sliced."""
-        return dataclasses.replace(self, value=value)
+    def forked(self) -> tuple["Latent", "Latent"]:
+        if self.scales is None:
+            return self, self
+        one, other = forked(self.scales)
+        return dataclasses.replace(self, scales=one), dataclasses.replace(self, scales=other)
+
+    def turns(self, length: int) -> Any:
+        return () if self.scales is None else copies(self.scales, length)
+
+    def in_turn(self, own: Any) -> "Latent":
+        return self if self.scales is None else dataclasses.replace(self, scales=own)
+
+    def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple["Latent", "Latent"]:
+        along = [] if self.scales is None else spec_entries(spec, self.ndim)[: self.scales.ndim]
+        used = [name for entry in along for name in (entry if isinstance(entry, tuple) else (entry,))]
+        others = tuple(name for name in mesh if name not in used)
+        key = None if self.key is None else jnp.broadcast_to(self.key, (math.prod(mesh.values()),))
+        scales = None if self.scales is None else copies(self.scales, math.prod(mesh[name] for name in others))
+        specs = Latent(spec, PartitionSpec(tuple(mesh)), self.policy, PartitionSpec(others or None, *along))
+        return dataclasses.replace(self, key=key, scales=scales), specs
+
+    def on_device(self) -> "Latent":
+        key, scales = jax.tree.map(lambda leaf: leaf[0], (self.key, self.scales))
+        return dataclasses.replace(self, key=key, scales=scales)
+
+    def moved(self, value: Any, scales: StepScales | None) -> "Latent":
+        """The same parameter after its array, and its scales with it, was moved about: transposed, cast, sliced."""
+        return dataclasses.replace(self, value=value, scales=scales)
 
 
 def is_latent(x: Any) -> TypeGuard[Latent]:

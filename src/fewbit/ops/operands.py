@@ -9,6 +9,7 @@ from ..errors import QuantError, UnsupportedError
 from .arms import Rules
 from .latent import is_latent, plain
 from .policy import FLOAT, Policy
+from .stepped import StepScales, widest
 
 
 def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, Any, Rules | None, Any]:
@@ -25,7 +26,7 @@ def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, 
 
     Raises:
         QuantError: when two operands carry different policies and none is given.
-        UnsupportedError: for a policy with delayed scaling, whose scales a product alone does not have.
+        UnsupportedError: for a policy with delayed scaling whose weight carries no scales of earlier steps.
     """
     policy = policy if policy is not None else _carried_policy(lhs, rhs)
     key = key if key is not None else next((x.key for x in (lhs, rhs) if is_latent(x) and x.key is not None), None)
@@ -33,10 +34,13 @@ def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, 
     left, right = operand(plain(lhs)), operand(plain(rhs))
     if policy is None or not _is_needed(policy, left, right):
         return left, right, None, key
+    scales = None
     if policy.delayed is not None:
-        reason = "its scales come from earlier steps; quantize with scale= from a fb.training.DelayedScale"
-        raise UnsupportedError("a product cannot follow delayed scaling", {str(policy): reason})
-    return left, right, Rules(policy, weight_is_left), key
+        scales = _carried_scales(lhs if weight_is_left else rhs)
+        if scales is None:
+            reason = "its scales come from earlier steps; fb.train carries them, given delayed="
+            raise UnsupportedError("a product cannot follow delayed scaling on its own", {str(policy): reason})
+    return left, right, Rules(policy, weight_is_left, scales), key
 
 
 def operand(x: Any) -> Any:
@@ -56,6 +60,11 @@ def _has_left_weight(lhs: Any, rhs: Any) -> bool:
     if is_latent(lhs) or is_latent(rhs):
         return not is_latent(rhs)
     return is_qarray(lhs) and not is_qarray(rhs)
+
+
+def _carried_scales(weight: Any) -> StepScales | None:
+    """The scales of earlier steps that a weight carries."""
+    return None if not is_latent(weight) or weight.scales is None else widest(weight.scales)
 
 
 def _carried_policy(lhs: Any, rhs: Any) -> Policy | None:

@@ -115,8 +115,8 @@ class Policy:
         drhs: how the gradient of the weight is computed, which contracts the incoming gradient with the activation.
         clips_gradient: whether an element beyond the range of its tile gets no gradient, where the calibration can leave
             one beyond it ("fixed", "absmax" with a factor below 1, "percentile" and the like).
-        delayed: None, and every scale is that of the array at hand; or scales come from the steps before. That needs a state,
-            so only a transform that carries one can compute such a policy.
+        delayed: None, and every scale is that of the array at hand; or scales come from the steps before. That needs a state
+            from `fb.delayed_state`, which `fb.train` carries into the products.
 
     >>> str(Policy("int8", activation="int8"))
     'int8 x int8'
@@ -150,6 +150,20 @@ class Policy:
             arms = {"dlhs": self.dlhs.gradient, "drhs": self.drhs.gradient}
             for name, scheme in {"weight": self.weight, "activation": self.activation, **arms}.items():
                 self.delayed.check(name, scheme)
+            self._check_gradients()
+
+    def _check_gradients(self) -> None:
+        """Refuses arms that one history of the gradient cannot serve."""
+        if self.dlhs.hadamard or self.drhs.hadamard:
+            raise QuantError("delayed scaling keeps the magnitudes of the gradient as it comes in; leave hadamard out")
+        if (schemes := {self.dlhs.gradient, self.drhs.gradient} - {None}) and len(schemes) > 1:
+            names = " and ".join(sorted(scheme.name for scheme in schemes if scheme is not None))
+            raise QuantError(f"delayed scaling keeps one history of the gradient; the arms quantize it as {names}")
+
+    @property
+    def gradient(self) -> Scheme | None:
+        """The scheme of the incoming gradient, of the first arm that quantizes it."""
+        return self.dlhs.gradient or self.drhs.gradient
 
     def __str__(self) -> str:
         operands = self.weight.name if self.activation is None else f"{self.weight.name} x {self.activation.name}"

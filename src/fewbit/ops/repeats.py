@@ -148,7 +148,7 @@ def _together(eqns: Sequence[Any], env: Mapping[Any, Any]) -> tuple[list[Any], b
     inside: list[Any] = []
     for eqn in eqns:
         atoms = [a for a in eqn.invars if not isinstance(a, jex_core.Literal)]
-        is_quantized = any(a in within or stands_in(env.get(a)) for a in atoms)
+        is_quantized = not within.isdisjoint(atoms) or any(map(stands_in, map(env.get, atoms)))
         is_new = eqn.primitive.name.startswith("custom_")  # their functions are made anew for each layer
         if eqn.effects or is_new or (is_quantized and not _is_sure(eqn)):
             break

@@ -6,6 +6,7 @@ from typing import Any, ClassVar, Self, TypeGuard
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from ..array import QArray
 from ..kernels.quantize import dequantize
@@ -42,10 +43,38 @@ class StandIn(abc.ABC):
     def stacked(self) -> Self:
         """The same with leaves of which each has the array's first axis, so that a loop can take one element at a time."""
 
+    def forked(self) -> tuple[Self, Self]:
+        """The same twice: one for an equation that reads it, one for those after; where JAX's sum of their derivatives is right."""
+        return self, self
+
+    def turns(self, length: int) -> Any:
+        """What each turn of a loop takes of its own of a stand-in that all turns read: leaves with a new first axis."""
+        return ()
+
+    def in_turn(self, own: Any) -> Self:
+        """The stand-in in one turn, which took `own`."""
+        return self
+
+    def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[Any, Any]:
+        """The stand-in, ready to be cut for the devices of a mesh, and the specs that cut it: a tree of its structure, or a prefix.
+
+        Args:
+            spec: how the array is sharded.
+            mesh: how many devices there are along each axis of the mesh.
+        """
+        return self, spec
+
+    def on_device(self) -> Self:
+        """The stand-in of one device's part, of what `shards` made and its specs cut."""
+        return self
+
+
+_KINDS = (QArray, StandIn)  # made once, since a trace asks of every variable
+
 
 def stands_in(x: Any) -> TypeGuard[QArray | StandIn]:
     """Whether a value stands for an array without being one: the `is_leaf` of walks in the evaluator."""
-    return isinstance(x, QArray | StandIn)
+    return isinstance(x, _KINDS)
 
 
 def array_of(x: QArray | StandIn) -> jax.Array:

@@ -9,8 +9,8 @@ follows `fallback`.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, Literal, ParamSpec, TypeVar
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,20 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from ..errors import QuantError, UnsupportedError
+from .latent import Latent
 from .repeats import Stretch, Survey, stretch_from
 from .rules import RULES, SHARED
+from .rules.control import CONTROL
 from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound, logical
 from .rules.sharding import constrained
 from .standin import StandIn, array_of, stands_in
+from .uses import Product, weightless_products
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+Choice: TypeAlias = Callable[[tuple[Product, ...]], Mapping[str, Callable[[Any], Latent]]]
+"""Given the products without a parameter, those that follow a policy, by name: what makes a Latent of the right operand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +86,26 @@ def transparent(
     >>> transparent(layer)(w, jnp.ones((2, 4))).shape
     (2, 8)
     """
+    return evaluated(fn, fallback, report, None)
+
+
+def evaluated(
+    fn: Callable[P, R], fallback: str, report: Callable[[Decoded], None] | None, chosen: Choice | None
+) -> Callable[P, R]:
+    """`transparent`, with policies for products without a parameter.
+
+    Args:
+        fn: as in `transparent`; its first argument is the tree of parameters.
+        fallback: as in `transparent`.
+        report: as in `transparent`.
+        chosen: which products without a parameter follow a policy; None: none.
+
+    Returns:
+        As `transparent`.
+
+    Raises:
+        UnsupportedError: as `transparent`, and for a product with a policy in a place where it cannot be followed.
+    """
     if fallback not in ("error", "dequantize"):
         raise QuantError(f"fallback is {fallback!r}; must be 'error' or 'dequantize'")
     pieces: dict[Hashable, tuple[Any, Callable[..., Any]]] = {}
@@ -88,7 +114,7 @@ def transparent(
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=stands_in)
         places = [i for i, leaf in enumerate(leaves) if stands_in(leaf) or _is_array(leaf)]
-        if not any(stands_in(leaf) for leaf in leaves):
+        if chosen is None and not any(stands_in(leaf) for leaf in leaves):
             return fn(*args, **kwargs)
         out_tree = None
 
@@ -104,7 +130,9 @@ def transparent(
         dynamic = [leaves[i] for i in places]
         closed = jax.make_jaxpr(flat)(*map(logical, dynamic))
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
-        evaluator = _Evaluator(fallback, report, pieces, is_traced)
+        count = len(jax.tree.leaves(args[:1], is_leaf=stands_in))
+        products = None if chosen is None else _chosen(chosen, closed.jaxpr, [place < count for place in places])
+        evaluator = _Evaluator(fallback, report, pieces, is_traced, products)
         outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)
         assert out_tree is not None
         return jax.tree.unflatten(out_tree, [x.array() if isinstance(x, StandIn) else x for x in outputs])
@@ -112,6 +140,39 @@ def transparent(
     wrapped.__name__ = getattr(fn, "__name__", "transparent")
     wrapped.__doc__ = fn.__doc__
     return wrapped
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chosen:
+    """Products without a parameter that follow a policy.
+
+    Attributes:
+        operands: for each, by the identities of its equation and those around it, its right operand as a Latent of the array.
+        around: the identities of the equations that have one in their bodies, with those around them.
+    """
+
+    operands: Mapping[tuple[int, ...], Callable[[Any], Latent]]
+    around: frozenset[tuple[int, ...]]
+
+
+def _chosen(chosen: Choice, jaxpr: Any, are_parameters: Sequence[bool]) -> _Chosen:
+    """The products of a trace that follow a policy."""
+    found = weightless_products(jaxpr, are_parameters)
+    latents = chosen(tuple(product for product, _ in found))
+    operands, around = {}, set()
+    for product, place in found:
+        if product.name not in latents:
+            continue
+        for eqn in place[1:]:
+            if eqn.primitive.name not in (*CONTROL, "shard_map"):
+                reason = f"it is inside {eqn.primitive.name}, whose derivative rule would not follow the policy"
+                raise UnsupportedError(
+                    f"product {product.name} at {product.source} cannot follow a policy", {product.op: reason}
+                )
+        ids = tuple(map(id, place))
+        operands[ids] = latents[product.name]
+        around |= {ids[i:] for i in range(1, len(ids))}
+    return _Chosen(operands, frozenset(around))
 
 
 def _is_array(x: Any) -> bool:
@@ -132,6 +193,7 @@ class _Evaluator(AbstractEvaluator):
         pieces: the jitted functions that evaluate inner `jit`s and products, kept with what they were made from, so that
             JAX's own cache serves the next equation or call that is alike.
         is_traced: whether JAX is tracing what is evaluated.
+        chosen: the products without a parameter that follow a policy; None where there are none.
         around: the equations whose bodies are being evaluated, the innermost first.
     """
 
@@ -139,6 +201,7 @@ class _Evaluator(AbstractEvaluator):
     report: Callable[[Decoded], None] | None
     pieces: dict[Hashable, tuple[Any, Callable[..., Any]]]
     is_traced: bool
+    chosen: _Chosen | None = None
     around: tuple[Any, ...] = ()
 
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -146,19 +209,24 @@ class _Evaluator(AbstractEvaluator):
         env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
         def read(atom: Any) -> Any:
-            return atom.val if isinstance(atom, jex_core.Literal) else env[atom]
+            if isinstance(atom, jex_core.Literal):
+                return atom.val
+            value = env[atom]
+            if isinstance(value, StandIn):
+                value, env[atom] = value.forked()
+            return value
 
         eqns, index, survey = jaxpr.eqns, 0, None
         while index < len(eqns):
             eqn = eqns[index]
             values = [read(atom) for atom in eqn.invars]
             has_stand_in = any(map(stands_in, values))
-            if has_stand_in and self.is_traced:
+            if has_stand_in and self.is_traced and self.chosen is None:
                 survey = Survey.of(jaxpr) if survey is None else survey
                 stretch = stretch_from(jaxpr, index, env, survey)
                 repeated = None if stretch is None else self._repeated(stretch, survey)
                 if stretch is not None and repeated is not None:
-                    env.update(zip(stretch.outputs, repeated(*map(env.get, stretch.inputs)), strict=True))
+                    env.update(zip(stretch.outputs, repeated(*map(read, stretch.inputs)), strict=True))
                     index += len(stretch.eqns)
                     continue
             with _context_of(eqn):
@@ -197,7 +265,8 @@ class _Evaluator(AbstractEvaluator):
             return jax.jit(inner, **settings)
 
         key = ("jit", id(closed), params["in_shardings"], params["out_shardings"], tuple(settings.items()))
-        return made() if closed.consts or options else self._kept(key, closed, made)
+        has_own = closed.consts or options or (self.chosen is not None and tuple(map(id, self.around)) in self.chosen.around)
+        return made() if has_own else self._kept(key, closed, made)
 
     def _repeated(self, stretch: Stretch, survey: Survey) -> Callable[..., Any] | None:
         """A stretch that comes again as a jitted function; None for any other."""
@@ -205,10 +274,9 @@ class _Evaluator(AbstractEvaluator):
             survey.lines[stretch.eqns[0].source_info.traceback] += 1
             if not stretch.comes_again:
                 return None
-        evaluator = dataclasses.replace(self, is_traced=False)
 
         def repeated(*args: Any) -> list[Any]:
-            return evaluator.evaluate(stretch.jaxpr, (), args)
+            return self.evaluate(stretch.jaxpr, (), args)
 
         return self._kept(stretch.key, stretch, lambda: jax.jit(repeated))
 
@@ -223,7 +291,11 @@ class _Evaluator(AbstractEvaluator):
     def equation(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
         """The results of one equation, by the rule of its primitive where a value stands for an array."""
         values = list(values)
-        if not any(map(stands_in, values)):
+        place = (id(eqn), *map(id, self.around))
+        if self.chosen is not None and place in self.chosen.operands and not any(map(stands_in, values)):
+            values[1] = self.chosen.operands[place](values[1])
+        is_around = self.chosen is not None and place in self.chosen.around
+        if not is_around and not any(map(stands_in, values)):
             return bound(eqn, values)
         rule = _rule_of(eqn.primitive.name, values)
         reason = "fewbit has no rule for it"
@@ -250,9 +322,9 @@ class _Evaluator(AbstractEvaluator):
 
 
 def _rule_of(name: str, values: Sequence[Any]) -> Rule | None:
-    """The rule of a primitive: a stand-in brings its own, but for equations that only carry their operands."""
+    """The rule of a primitive: a stand-in brings its own; equations that only carry their operands have one for all."""
     own = next((value.rules for value in values if isinstance(value, StandIn)), RULES)
-    return (SHARED if name in SHARED else own).get(name)
+    return own.get(name, SHARED.get(name))
 
 
 def _placed(x: Any, sharding: Any) -> Any:

@@ -18,6 +18,8 @@ from ..array.layout import regrouped
 from .rules.control import scan_counts
 
 Path: TypeAlias = str
+Place: TypeAlias = tuple[Any, ...]
+"""An equation, and the equations whose bodies it is in, the innermost first."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,22 +65,30 @@ class _Found:
 
     Attributes:
         uses: the uses of each parameter.
-        products: the products without a parameter: the names around each, and the equation.
+        products: the products without a parameter: the names around each, and the equation with those around it.
     """
 
     uses: dict[Path, list[Use]]
-    products: list[tuple[str, Any]]
+    products: list[tuple[str, Place]]
 
     def named_products(self) -> tuple[Product, ...]:
         """The products, each with a name of its own."""
         counts: dict[str, int] = {}
         named = []
-        for scope, eqn in self.products:
+        for scope, (eqn, *_) in self.products:
             count = counts[scope] = counts.get(scope, 0) + 1
             name = f"{scope}#{count}" if count > 1 or not scope else scope
             shapes = tuple(tuple(atom.aval.shape) for atom in eqn.invars[:2])
             named.append(Product(name, _PRODUCTS[eqn.primitive.name], shapes, _source(eqn)))
         return tuple(named)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scope:
+    """Where a jaxpr is called: the names there, and the equations whose bodies it is in, the innermost first."""
+
+    names: str = ""
+    around: Place = ()
 
 
 _PRODUCTS = {
@@ -159,14 +169,35 @@ def parameter_uses(
         for place, shape in zip(places, shapes, strict=True)
     ]
     found = _Found({path: [] for path in array_paths(params)}, [])
-    _follow(closed.jaxpr, start, found, "")
+    _follow(closed.jaxpr, start, found, _Scope())
     return {path: tuple(dict.fromkeys(uses)) for path, uses in found.uses.items()}, found.named_products()
 
 
-def _follow(jaxpr: Any, values: Sequence[_Traced | None], found: _Found, scope: str) -> list[_Traced | None]:
+def weightless_products(jaxpr: Any, are_parameters: Sequence[bool]) -> tuple[tuple[Product, Place], ...]:
+    """The products of a trace of which no operand is a parameter, and where they are, in the order of the trace.
+
+    Args:
+        jaxpr: the trace.
+        are_parameters: for each input of it, whether it is a parameter.
+
+    Returns:
+        The products, named as `parameter_uses` names them, each with its equation and those around it.
+    """
+
+    def whole(i: int, ndim: int) -> _Traced:
+        return _Traced(str(i), tuple((axis,) for axis in range(-ndim, 0)))
+
+    inputs = list(zip(jaxpr.invars, are_parameters, strict=True))
+    start = [whole(i, var.aval.ndim) if is_parameter else None for i, (var, is_parameter) in enumerate(inputs)]
+    found = _Found({str(i): [] for i in range(len(inputs))}, [])
+    _follow(jaxpr, start, found, _Scope())
+    return tuple(zip(found.named_products(), (place for _, place in found.products), strict=True))
+
+
+def _follow(jaxpr: Any, values: Sequence[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
     """Follows the parameters among the inputs of a jaxpr, notes their uses, and says which outputs still hold one.
 
-    `scope` is the names around the equation that calls the jaxpr; those of its own equations count from there.
+    `scope` is that of the equation that calls the jaxpr; the names of its own equations count from there.
     """
     env: dict[Any, _Traced | None] = dict(zip(jaxpr.invars, values, strict=True))
 
@@ -175,14 +206,15 @@ def _follow(jaxpr: Any, values: Sequence[_Traced | None], found: _Found, scope: 
 
     for eqn in jaxpr.eqns:
         operands = [read(atom) for atom in eqn.invars]
-        names = "/".join(filter(None, (scope, str(eqn.source_info.name_stack))))
+        names = "/".join(filter(None, (scope.names, str(eqn.source_info.name_stack))))
+        inside = _Scope(names, (eqn, *scope.around))
         if eqn.primitive.name in _PRODUCTS and not any(operands[:2]):
-            found.products.append((names, eqn))
-        env.update(zip(eqn.outvars, _step(eqn, operands, found, names), strict=True))
+            found.products.append((names, inside.around))
+        env.update(zip(eqn.outvars, _step(eqn, operands, found, inside), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _step(eqn: Any, operands: list[_Traced | None], found: _Found, scope: str) -> list[_Traced | None]:
+def _step(eqn: Any, operands: list[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
     """One equation: what its outputs hold, with its uses noted."""
     name = eqn.primitive.name
     if name in _MOVES and operands[0] is not None and not any(operands[1:]):
@@ -246,7 +278,7 @@ def _inner_jaxpr(eqn: Any) -> Any | None:
     return None
 
 
-def _follow_scan(eqn: Any, operands: list[_Traced | None], found: _Found, scope: str) -> list[_Traced | None]:
+def _follow_scan(eqn: Any, operands: list[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
     constants, carries = scan_counts(eqn)
     inside = list(operands)
     for i in range(constants + carries, len(operands)):
@@ -258,7 +290,7 @@ def _follow_scan(eqn: Any, operands: list[_Traced | None], found: _Found, scope:
     return [*carried, *([None] * (len(eqn.outvars) - carries))]
 
 
-def _follow_while(eqn: Any, operands: list[_Traced | None], found: _Found, scope: str) -> list[_Traced | None]:
+def _follow_while(eqn: Any, operands: list[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
     in_cond, in_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = operands[in_cond + in_body :]
     _follow(_open(eqn.params["cond_jaxpr"]), [*operands[:in_cond], *carry], found, scope)

@@ -9,7 +9,8 @@ from .._registry import near_names, refuse_unknown_fields
 from ..errors import QuantError
 from ..ops import Policy
 
-_OPS = ("dot_general", "take", "conv_general_dilated", "ragged_dot")
+OPS = ("dot_general", "take", "conv_general_dilated", "ragged_dot")
+"""What uses a parameter in a way that a rule can ask for."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
@@ -51,8 +52,8 @@ class Rule:
             raise QuantError(f"rule path {path!r} is not a regular expression: {error}") from error
         ops = (ops,) if isinstance(ops, str) else tuple(ops)
         for op in ops:
-            if op not in _OPS:
-                raise QuantError(f"rule {path!r}: unknown op {op!r}; {near_names(op, _OPS)}")
+            if op not in OPS:
+                raise QuantError(f"rule {path!r}: unknown op {op!r}; {near_names(op, OPS)}")
         object.__setattr__(self, "path", path)
         is_form = policy is not None and not isinstance(policy, Policy)
         object.__setattr__(self, "policy", Policy.from_json(policy) if is_form else policy)

@@ -11,6 +11,7 @@ from jaxtyping import Array, Float
 from ..errors import QuantError
 from ..formats import FORMATS, AbstractFormat
 from ..formats.format import quotient
+from ..ops.stepped import largest_magnitude
 
 
 @jax.tree_util.register_dataclass
@@ -78,10 +79,20 @@ class DelayedScale:
         """
         if self.scale.ndim:
             raise QuantError(f"the state is stacked (its scale has shape {self.scale.shape}); update it under jax.vmap")
-        magnitude = jnp.abs(jax.lax.stop_gradient(jnp.asarray(x)).astype(jnp.float32))
-        # XLA's maximum may lose a NaN, so what is not finite is found before it.
-        amax = jnp.where(jnp.isfinite(magnitude).all(), jnp.max(magnitude, initial=0.0), 0.0)
-        return self._with_history(jnp.roll(self.amax_history, -1).at[0].set(amax))
+        return self.advance(largest_magnitude(jnp.asarray(x)))
+
+    def advance(self, amax: Float[ArrayLike, "*b"]) -> Self:
+        """The state after a step whose largest magnitude is known; as `update` of an array that has it.
+
+        Args:
+            amax: the magnitude; of a stacked state one for each element.
+
+        Returns:
+            The state of the next step.
+        """
+        amax = jnp.asarray(amax, jnp.float32)
+        amax = jnp.where(jnp.isfinite(amax), amax, jnp.zeros_like(amax))
+        return self._with_history(jnp.roll(self.amax_history, -1, axis=-1).at[..., 0].set(amax))
 
     def merge(self, other: "DelayedScale") -> Self:
         """The state of one step that was computed in parts: micro-batches, pipeline stages, iterations of a scan.

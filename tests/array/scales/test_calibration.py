@@ -94,7 +94,7 @@ def test_texts_of_other_programs():
         ("mse,nan", "mse: steps is nan"),
         ("mse,8,1", "mse: low is 1.0, must be a fraction between 0 and 1"),
         ("snr,0", "snr: low is 0.0 and step 0.05; both must be fractions between 0 and 1"),
-        ("mx,round", "mx: rule is 'round', must be one of floor, rceil, even, optimal"),
+        ("mx,round", "mx: rule is 'round', must be one of floor, rceil, even, threshold, optimal"),
     ],
     ids=str,
 )

@@ -61,13 +61,19 @@ class Tiles:
     def is_finite(self) -> jax.Array:
         """Whether each tile is free of NaN and infinity.
 
-        Told from the tile's sum in units of 2**64, which finite numbers cannot overflow; as a product with a vector, since
-        that is a matrix product and takes no longer than reading the array.
+        Told from the tile's sum in units of 2**64, which finite numbers cannot overflow.
         """
-        units = jnp.full([self.x.shape[axis] for axis in self.within], 2.0**-64, jnp.float32)
+        return jnp.isfinite(self.total(self.x, 2.0**-64))
+
+    def total(self, values: jax.Array, unit: float = 1.0) -> jax.Array:
+        """The sum of the values of each tile, times `unit`.
+
+        As a product with a vector, since that is a matrix product and takes no longer than reading the array.
+        """
+        units = jnp.full([self.x.shape[axis] for axis in self.within], unit, jnp.float32)
         numbers = ((self.within, tuple(range(len(self.within)))), ((), ()))
-        total = jax.lax.dot_general(self._filled(self.x), units, numbers, precision=jax.lax.Precision.HIGHEST)
-        return jnp.isfinite(jnp.expand_dims(total, self.within))
+        total = jax.lax.dot_general(self._filled(values), units, numbers, precision=jax.lax.Precision.HIGHEST)
+        return jnp.expand_dims(total, self.within)
 
     @property
     def exponent(self) -> jax.Array:
@@ -81,8 +87,11 @@ class Tiles:
 
     def error(self, approximation: jax.Array) -> jax.Array:
         """The (weighted) sum of squared errors of each tile, in units of `4**exponent`."""
-        squared = jnp.square((approximation - self.x) * power_of_two(-self.exponent))
-        return self.over(jnp.sum, squared if self.weights is None else squared * self.weights)
+        return self.weighted_total(jnp.square((approximation - self.x) * power_of_two(-self.exponent)))
+
+    def weighted_total(self, values: jax.Array) -> jax.Array:
+        """The sum of the values of each tile, each times its weight where there are weights."""
+        return self.total(values if self.weights is None else values * self.weights)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """The scale of least (weighted) squared error, by search: exact for scales that have few values, by a grid for the rest."""
 
 import dataclasses
-import math
 from typing import ClassVar
 
 import jax
@@ -9,14 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import QuantError
-from ...formats import AbstractFormat, Minifloat
-from ...formats.format import looked_up, quotient, rough_quotient
+from ...formats import AbstractFormat
+from ...formats.format import rough_quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, is_lower, symmetric_or_range
-from .mx import best_power_of_two, smallest_unsaturated_exponent
-
-# Around the smallest E4M3 code that saturates nothing lie the only ones that can be optimal for E2M1: -4..+6 for tiles of
-# 16 elements, -5..+6 for 32; where that code is at most 8 (the subnormals and the first octave), codes 1..15.
-_WINDOW_BELOW, _WINDOW_CODES, _WINDOW_TILE, _LOW_CODE = 5, 15, 32, 8
+from .mx import best_mx
+from .search import best_stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +48,9 @@ class MSE(AbstractCalibration):
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if target.store.is_power_of_two and not target.asymmetric:
-            return best_power_of_two(tiles, target.format, smallest_unsaturated_exponent(tiles.amax, target.format)), None
+            return best_mx(tiles, target.format), None
         if isinstance(target.store.holder, AbstractFormat) and not target.asymmetric:
-            return _best_code(tiles, target), None
+            return best_stored(tiles, target), None
         return _best_fraction(tiles, target, np.linspace(1.0, self.low, int(self.steps)))
 
 
@@ -119,34 +115,6 @@ def _range(tiles: Tiles, target: Target) -> tuple[jax.Array, jax.Array]:
     if not target.asymmetric:
         return -tiles.amax, tiles.amax
     return tiles.over(jnp.min, jnp.minimum(tiles.x, 0)), tiles.over(jnp.max, jnp.maximum(tiles.x, 0))
-
-
-def _best_code(tiles: Tiles, target: Target) -> jax.Array:
-    """The best scale among the codes of the store's format."""
-    holder, fmt, unit = target.store.holder, target.format, target.store.unit
-    assert isinstance(holder, AbstractFormat)
-    grid = np.sort(holder.values()[np.isfinite(holder.values()) & (holder.values() > 0)]).astype(np.float32)
-    needed = quotient(tiles.amax, jnp.float32(fmt.bound))
-    needed = needed if unit is None else quotient(needed, unit)
-    ceiling = jnp.minimum(jnp.searchsorted(jnp.asarray(grid), needed, method="compare_all"), len(grid) - 1)
-    is_window_proven = _is_window_proven(tiles, fmt, holder)
-    first = jnp.where(ceiling < _LOW_CODE, 0, ceiling - _WINDOW_BELOW) if is_window_proven else jnp.zeros_like(ceiling)
-    count = _WINDOW_CODES if is_window_proven else len(grid)
-
-    def at(index: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-        scale = looked_up(grid, jnp.maximum(index, 0))
-        scale = scale if unit is None else scale * unit
-        zero = jnp.zeros_like(scale)
-        return scale, zero, _error(tiles, target, scale, zero)
-
-    best = jax.lax.fori_loop(0, count, lambda i, best: _better(at(first + i), best), at(ceiling))
-    return jnp.where(tiles.amax > 0, best[0], jnp.zeros_like(best[0]))
-
-
-def _is_window_proven(tiles: Tiles, fmt: AbstractFormat, holder: AbstractFormat) -> bool:
-    """Whether the proven window of E4M3 codes applies."""
-    is_nvfp4 = isinstance(fmt, Minifloat) and fmt.name == "e2m1" and holder.name in ("e4m3fn", "ue4m3")
-    return is_nvfp4 and tiles.weights is None and math.prod(tiles.x.shape[a] for a in tiles.within) <= _WINDOW_TILE
 
 
 def _error(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> jax.Array:

@@ -42,14 +42,24 @@ def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     body = evaluator.function(params["jaxpr"])
     xs = [stacked(x) if stands_in(x) else x for x in xs]
 
-    def step(carry: Any, x: Any) -> tuple[Any, Any]:
-        outputs = body(*consts, *carry, *x)
+    # What a stand-in that every turn reads keeps for each turn is scanned beside the rest.
+    own = [c.turns(params["length"]) if isinstance(c, StandIn) else () for c in consts]
+
+    def step(carry: Any, turn: tuple[Any, Any]) -> tuple[Any, Any]:
+        x, own = turn
+        here = [c.in_turn(o) if isinstance(c, StandIn) else c for c, o in zip(consts, own, strict=True)]
+        outputs = body(*here, *carry, *x)
         return tuple(outputs[:carries]), tuple(outputs[carries:])
 
     first = [jax.tree.map(lambda leaf: leaf[0], x) for x in xs] if any(map(stands_in, carry)) else []
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*consts, *c, *first)[:carries], carry)
     carry, ys = jax.lax.scan(
-        step, tuple(carry), tuple(xs), length=params["length"], reverse=params["reverse"], unroll=params["unroll"]
+        step,
+        tuple(carry),
+        (tuple(xs), tuple(own)),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
     )
     return [*carry, *ys]
 

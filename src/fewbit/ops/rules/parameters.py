@@ -8,21 +8,53 @@ import jax.numpy as jnp
 from ...array.straight_through import is_covered, passed_through
 from ...kernels.quantize import dequantize, quantize
 from ..latent import PARAMETER_RULES, Latent, is_latent, plain
+from ..stepped import StepScales, noted, widest
 from .products import PRODUCT
 from .rule import AbstractEvaluator, NoRuleError, bound
+from .sharding import SHARDING
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-_MOVES = (
-    *("convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "all_gather"),
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+"""The primitives that multiply a parameter."""
+MOVES = (
+    *("convert_element_type", "copy", "copy_p", "name", "optimization_barrier"),
+    *("sharding_constraint", "all_gather", "pvary"),
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split", "rev"),
 )
+"""The primitives whose result is the parameter still, moved about."""
+
+
+_STILL = ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "pvary")
 
 
 def _moved(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     """A move of the array; its results are the parameter still."""
     outputs = bound(eqn, list(map(plain, values)))
-    sources = values if len(values) == len(outputs) else [values[0]] * len(outputs)
-    return [s.moved(out) if is_latent(s) else out for s, out in zip(sources, outputs, strict=True)]
+    sources = list(values) if len(values) == len(outputs) else [values[0]] * len(outputs)
+    for i, source in enumerate(sources):
+        if is_latent(source) and source.scales is not None:
+            sources[i], rest = source.forked()
+            sources[i + 1 :] = [rest if later is source else later for later in sources[i + 1 :]]
+    return [
+        s.moved(out, _scales_after(eqn, s, values)) if is_latent(s) else out for s, out in zip(sources, outputs, strict=True)
+    ]
+
+
+def _scales_after(eqn: Any, latent: Latent, values: list[Any]) -> StepScales | None:
+    """The scales of a parameter's leading axes after a move: cut where those axes are cut, one for all where they are lost."""
+    scales, name, params = latent.scales, eqn.primitive.name, eqn.params
+    if scales is None or not scales.ndim or name in _STILL:
+        return scales
+    n = scales.ndim
+    if name == "slice":
+        start, limit, strides = params["start_indices"][:n], params["limit_indices"][:n], params["strides"]
+        strides = None if strides is None else strides[:n]
+        return jax.tree.map(lambda leaf: jax.lax.slice(leaf, start, limit, strides), scales)
+    if name == "dynamic_slice":
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice(leaf, values[1 : n + 1], params["slice_sizes"][:n]), scales)
+    if name == "squeeze":
+        dropped = [axis for axis in params["dimensions"] if axis < n]
+        return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, dropped), scales)
+    return widest(scales)
 
 
 def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
@@ -38,10 +70,13 @@ def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
 def _served(latent: Latent, axis: int) -> jax.Array:
     """The array quantized and decoded, with a gradient that passes straight through."""
     fixed = jax.lax.stop_gradient(latent.value)
-    q = quantize(fixed, latent.policy.weight, axis=axis)
+    scale = None if latent.scales is None else widest(latent.scales).weight
+    q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))
     clips = latent.policy.clips_gradient and latent.policy.weight.calibration.clips
     passes = is_covered(fixed, q) if clips else jnp.ones(q.shape, jnp.bool_)
-    return passed_through(latent.value, dequantize(q), passes)
+    table = passed_through(latent.value, dequantize(q), passes)
+    return table if scale is None else noted(table, fixed, scale)
 
 
-PARAMETER_RULES |= {name: PRODUCT[name] for name in _PRODUCTS} | dict.fromkeys(_MOVES, _moved) | {"gather": _gather}
+PARAMETER_RULES |= {name: PRODUCT[name] for name in PRODUCTS} | dict.fromkeys(MOVES, _moved)
+PARAMETER_RULES |= {"gather": _gather, "shard_map": SHARDING["shard_map"]}

@@ -143,23 +143,31 @@ def _grown(q: QArray, axis: int, count: int) -> tuple[int, ...]:
 def _shard_map(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     """The same map over a body that is evaluated with the rules; results that would be quantized are decoded inside."""
     params = eqn.params
-    mesh, specs = params["mesh"], tuple(params["in_specs"])
-    ready = [sharded_ready(v, s, mesh) if is_qarray(v) else v for v, s in zip(values, specs, strict=True)]
+    mesh, names = params["mesh"], set(params["newly_manual_axes"])
+    lengths = {name: mesh.shape[name] for name in mesh.axis_names if name in names}
+
+    def ready(value: Any, spec: Any) -> tuple[Any, Any]:
+        if isinstance(value, StandIn):
+            return value.shards(spec, lengths)
+        return sharded_ready(value, spec, mesh) if is_qarray(value) else value, spec
+
+    cut, specs = zip(*map(ready, values, params["in_specs"]), strict=True)
     body = evaluator.function(params["jaxpr"])
 
     def mapped(*args: Any) -> tuple[Any, ...]:
         reason = "shard_map gives its results back as arrays"
-        return tuple(evaluator.decoded(eqn, out, reason) for out in body(*args))
+        here = [x.on_device() if isinstance(x, StandIn) else x for x in args]
+        return tuple(evaluator.decoded(eqn, out, reason) for out in body(*here))
 
     return list(
         jax.shard_map(
             mapped,
             mesh=mesh if isinstance(mesh, Mesh) else None,
-            in_specs=specs,
+            in_specs=tuple(specs),
             out_specs=tuple(params["out_specs"]),
-            axis_names=set(params["newly_manual_axes"]),
+            axis_names=names,
             check_vma=params["check_vma"],
-        )(*ready)
+        )(*cut)
     )
 
 

@@ -1,0 +1,172 @@
+"""Least squared error among the scales that can be stored: powers of two, or the codes of a small float format.
+
+Every search starts from the smallest stored scale that saturates nothing, tries the candidates above it that
+`candidates` leaves, and goes down from it for as long as some tile can still gain. What a tile can gain is bounded by what
+saturates: the elements beyond the largest number cost at least their distance to it, under this scale and more under every
+smaller one, so a tile is done when that alone exceeds its best error. This holds for any tile length, any weights and any
+format; where a fixed number of candidates is proven to suffice, no bound is computed.
+
+A tie (errors equal to 16 bits) goes to the candidate tried first, and the naive scales are tried first.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...formats import AbstractFormat
+from ...formats.format import looked_up, power_of_two, quotient
+from .calibration import Target, Tiles, is_lower
+from .candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
+
+_SMALLEST = 2.0**-120
+"""The smallest scale, in units of its tile, that is told from zero; its reciprocal is a normal number."""
+
+Best = tuple[jax.Array, jax.Array]
+"""A scale for each tile, and its error."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trials:
+    """Tiles in units of powers of two near their largest magnitudes, and the format whose scales are tried on them.
+
+    Squares and sums in these units neither overflow nor vanish. A searched scale is a constant to derivatives.
+
+    Attributes:
+        tiles: the tiles in their units.
+        unit: the unit of each tile.
+        inverse: 1 / unit.
+        format: the format of the codes.
+    """
+
+    tiles: Tiles
+    unit: jax.Array
+    inverse: jax.Array
+    format: AbstractFormat
+
+    @classmethod
+    def of(cls, tiles: Tiles, fmt: AbstractFormat) -> "Trials":
+        """The trials of tiles as they came."""
+        x = jax.lax.stop_gradient(tiles.x)
+        exponent = dataclasses.replace(tiles, x=x).exponent
+        inverse = power_of_two(-exponent)
+        return cls(dataclasses.replace(tiles, x=x * inverse), power_of_two(exponent), inverse, fmt)
+
+    def error(self, scale: jax.Array) -> jax.Array:
+        """The (weighted) squared error of each tile under a scale, in units of the tile."""
+        # A product with the reciprocal: it rounds twice, which is nothing to an error, and costs a division a tile only.
+        scale = jnp.maximum(scale * self.inverse, jnp.float32(_SMALLEST))
+        x = self.tiles.x
+        return self.tiles.weighted_total(jnp.square(self.format.nearest(x * (1 / scale)) * scale - x))
+
+    def saturated(self, scale: jax.Array) -> jax.Array:
+        """The part of that error which every smaller scale has at least: that of elements beyond the largest numbers."""
+        scale, x = scale * self.inverse, self.tiles.x
+        excess = jnp.maximum(x - jnp.float32(self.format.max) * scale, jnp.float32(self.format.min) * scale - x)
+        return self.tiles.weighted_total(jnp.square(jnp.maximum(excess, 0)))
+
+    def better(self, scale: jax.Array, best: Best) -> Best:
+        """Tile by tile the scale of lower error; a tie keeps `best`."""
+        error = self.error(scale)
+        wins = is_lower(error, best[1])
+        return jnp.where(wins, scale, best[0]), jnp.where(wins, error, best[1])
+
+    def lowered(self, scale_at: Callable[[jax.Array], jax.Array], steps: jax.Array | int, best: Best) -> Best:
+        """The best of `best` and `scale_at(1), scale_at(2), ..` (ever smaller), each tried while a tile can gain by it."""
+
+        def can_gain(state: tuple[jax.Array, Best]) -> jax.Array:
+            step, best = state
+            return (step <= steps) & jnp.any(self.saturated(scale_at(step)) < best[1])
+
+        def try_next(state: tuple[jax.Array, Best]) -> tuple[jax.Array, Best]:
+            step, best = state
+            return step + 1, self.better(scale_at(step), best)
+
+        return jax.lax.while_loop(can_gain, try_next, (jnp.int32(1), best))[1]
+
+
+def best_power_of_two(tiles: Tiles, fmt: AbstractFormat, ceiling: jax.Array, power: Callable[..., jax.Array]) -> jax.Array:
+    """The power of two of least error.
+
+    Args:
+        tiles: what is quantized.
+        fmt: the format of the codes.
+        ceiling: the exponent of the smallest power that saturates nothing.
+        power: gives the power of an exponent, within what can be stored.
+
+    Returns:
+        A scale for each tile.
+    """
+    trials = Trials.of(tiles, fmt)
+    largest_tile = math.prod(tiles.x.shape[a] for a in tiles.within)
+
+    def tried(first: int, last: int, best: Best) -> Best:
+        # A loop keeps many candidates from being fused into one huge body; one is faster without it.
+        step = lambda i, best: trials.better(power(ceiling + i), best)  # noqa: E731
+        return step(first, best) if last == first else jax.lax.fori_loop(first, last + 1, step, best)
+
+    best = power(ceiling), trials.error(power(ceiling))
+    if doublings := needed_doublings(fmt):
+        best = tried(1, doublings, best)
+    if tiles.weights is None:
+        return tried(-needed_halvings(fmt, largest_tile), -1, best)[0]
+    return trials.lowered(lambda step: power(ceiling - step), 254, best)[0]
+
+
+def best_stored(tiles: Tiles, target: Target) -> jax.Array:
+    """The best scale among the numbers of the format that holds the scales; 0 for an all-zero tile."""
+    holder, fmt = target.store.holder, target.format
+    assert isinstance(holder, AbstractFormat)
+    trials, unit = Trials.of(tiles, fmt), target.store.unit
+    grid = stored_scales(holder).astype(np.float32)
+    amax = jax.lax.stop_gradient(tiles.amax)
+    ceiling = first_unsaturated(amax, target, grid)
+
+    def scale_at(index: jax.Array) -> jax.Array:
+        scale = looked_up(grid, jnp.maximum(index, 0))
+        return scale if unit is None else scale * unit
+
+    proven = None if tiles.weights is not None else proven_window(fmt, holder, _tile_length(tiles))
+    first, last = proven or (np.arange(len(grid)), last_useful_scale(fmt, holder))
+    first, last = (looked_up(ends.astype(np.int32), ceiling) for ends in (first, last))
+    best = scale_at(ceiling), trials.error(scale_at(ceiling))
+    best = jax.lax.fori_loop(0, jnp.max(last - first) + 1, lambda i, best: trials.better(scale_at(first + i), best), best)
+    if proven is None:
+        best = trials.lowered(lambda step: scale_at(ceiling - step), jnp.max(ceiling), best)
+    return jnp.where(amax > 0, best[0], jnp.zeros_like(best[0]))
+
+
+def first_unsaturated(amax: jax.Array, target: Target, grid: np.ndarray) -> jax.Array:
+    """The place in the grid of the smallest stored scale that saturates nothing, or the last."""
+    needed = quotient(amax, jnp.float32(target.format.bound))
+    needed = needed if target.store.unit is None else quotient(needed, target.store.unit)
+    holder = target.store.holder
+    assert isinstance(holder, AbstractFormat)
+    places = np.searchsorted(grid, np.nan_to_num(holder.values())).clip(0, len(grid) - 1).astype(np.int32)
+    nearest = looked_up(places, holder.encode(needed).astype(jnp.int32))
+    return jnp.minimum(nearest + (looked_up(grid, nearest) < needed).astype(jnp.int32), len(grid) - 1)
+
+
+def _tile_length(tiles: Tiles) -> int:
+    return math.prod(tiles.x.shape[a] for a in tiles.within)
+
+
+@functools.cache
+def proven_window(fmt: AbstractFormat, holder: AbstractFormat, elements: int) -> tuple[np.ndarray, np.ndarray] | None:
+    """For each E4M3 scale that saturates nothing, the first and last that can be optimal for E2M1; None where not proven.
+
+    Linear programs over all tiles (every distribution of the other elements against every largest one) leave, around the
+    smallest scale that saturates nothing, the codes -4..+6 for up to 16 elements and -5..+6 for up to 32; where that is
+    one of the lowest 8, where the steps are not in proportion, the lowest 15.
+    """
+    if (fmt.name, holder.name) not in (("e2m1", "e4m3fn"), ("e2m1", "ue4m3")) or elements > 32:
+        return None
+    codes = np.arange(len(stored_scales(holder)))
+    below, above = (4 if elements <= 16 else 5), 6
+    low = codes < 8
+    first = np.where(low, 0, codes - below)
+    return first, np.where(low, 14, codes + above).clip(max=len(codes) - 1)

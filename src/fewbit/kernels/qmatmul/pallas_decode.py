@@ -1,0 +1,145 @@
+"""Codes and scales to float32 by the operations that a TPU's vector unit has: no table in memory, no gather.
+
+A TPU computes on 32-bit lanes, and has no cheap look-up. So a byte is widened once, and each code in it (a *plane*: the low
+nibbles, the high nibbles) is cut out by shifts of the 32-bit word: for signed integers one shift up and one arithmetic
+shift down, which extends the sign on the way. What the numbers are comes from the format:
+
+- whole numbers: converted;
+- e2m1: twice its magnitudes are whole numbers below 16, which stand in one 32-bit constant, to be shifted to the code;
+- e4m3fn and e5m2: the compiler's own conversion;
+- tables of up to 16 numbers (NF4): a tree of selects, one level for each bit of the code, so exact for every table;
+- other small floats: the format's arithmetic.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
+from ...formats.format import power_of_two
+
+NATIVE = {"e4m3fn": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
+"""The 8-bit floats that Mosaic converts by itself on every TPU."""
+
+MOST_NUMBERS = 16
+"""The longest table that is decoded by selects."""
+
+NF4_POLYNOMIAL = (0.03660897, 0.68031098, -0.04181319, -0.17091401, 0.01408488, 0.49060303)
+"""The polynomial of degree 5 in `(code - 7.5) / 7.5` whose largest error over the 16 numbers of NF4 is the smallest."""
+
+NF4_ERROR = 0.0089
+"""That error. Its decoded zero is not zero."""
+
+
+def undecodable(fmt: AbstractFormat) -> str | None:
+    """Why the codes of a format cannot be decoded here; None when they can."""
+    if 8 % fmt.bits:
+        return f"codes of {fmt.bits} bits straddle bytes; 1, 2, 4 and 8 bits are read"
+    if isinstance(fmt, Codebook) and len(fmt.table) > MOST_NUMBERS:
+        return f"{fmt.name} is a table of {len(fmt.table)} numbers; {MOST_NUMBERS} are decoded without a gather"
+    return None
+
+
+def unit(fmt: AbstractFormat) -> float:
+    """What `plane_values` leaves to the scale to multiply by."""
+    if isinstance(fmt, Integer):
+        return fmt.step
+    return 0.5 if _doubled(fmt) is not None else 1.0
+
+
+def plane_values(fmt: AbstractFormat, packed: jax.Array, shift: int, *, nf4_polynomial: bool = False) -> jax.Array:
+    """The numbers, in units of `unit(fmt)`, of the codes that begin at bit `shift` of each byte.
+
+    Args:
+        fmt: the format of the codes.
+        packed: bytes.
+        shift: the lowest bit of the code.
+        nf4_polynomial: whether NF4 is approximated by `NF4_POLYNOMIAL`.
+
+    Returns:
+        Float32 numbers of the shape of `packed`.
+    """
+    if fmt.name in NATIVE:
+        return jax.lax.bitcast_convert_type(packed, NATIVE[fmt.name]).astype(jnp.float32)
+    word = packed.astype(jnp.int32)
+    if isinstance(fmt, Integer) and fmt.signed:
+        top = 32 - fmt.bits
+        return ((word << (top - shift)) >> top).astype(jnp.float32)
+    table = _doubled(fmt)
+    if table is not None:
+        return _signed_nibbles(word, shift, table)
+    if isinstance(fmt, Codebook) and not (nf4_polynomial and fmt.name == "nf4"):
+        return _selected(word, shift, fmt.table)
+    code = (word >> shift) & (2**fmt.bits - 1)
+    if isinstance(fmt, Integer):
+        return code.astype(jnp.float32)
+    if isinstance(fmt, Codebook):
+        return _polynomial(code.astype(jnp.float32))
+    return fmt.decode(code.astype(jnp.uint8))
+
+
+def _doubled(fmt: AbstractFormat) -> int | None:
+    """Twice the magnitudes of a signed 4-bit float, four bits each in one word; None for all other formats."""
+    if not isinstance(fmt, Minifloat) or fmt.bits != 4 or not fmt.signed:
+        return None
+    twice = 2 * fmt.values()[:8]
+    if not np.array_equal(twice, np.clip(np.round(twice), 0, 15)):
+        return None
+    word = sum(int(number) << (4 * code) for code, number in enumerate(twice))
+    return int(np.uint32(word).view(np.int32))
+
+
+def _signed_nibbles(word: jax.Array, shift: int, table: int) -> jax.Array:
+    """The entry of `table` for the low three bits of each code, with the sign of its fourth."""
+    place = (word << 2 if shift == 0 else word >> (shift - 2)) & 28  # four times the three bits
+    number = jax.lax.shift_right_logical(jnp.full_like(word, table), place) & 15
+    sign = (word << (28 - shift)) & np.int32(-(2**31))
+    bits = jax.lax.bitcast_convert_type(number.astype(jnp.float32), jnp.int32) | sign
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _selected(word: jax.Array, shift: int, table: tuple[float, ...]) -> jax.Array:
+    """`table[code]` by halving: each bit of the code leaves half of the numbers."""
+    bits = (len(table) - 1).bit_length()
+    left = [jnp.float32(number) for number in (*table, *table[-1:] * (2**bits - len(table)))]
+    for bit in range(bits):
+        is_set = (word & (1 << (shift + bit))) != 0
+        left = [jnp.where(is_set, high, low) for low, high in zip(left[::2], left[1::2], strict=True)]
+    return left[0]
+
+
+def _polynomial(code: jax.Array) -> jax.Array:
+    """`NF4_POLYNOMIAL` at `(code - 7.5) / 7.5`."""
+    x = code * jnp.float32(2 / 15) - 1
+    total = jnp.full_like(x, NF4_POLYNOMIAL[-1])
+    for coefficient in NF4_POLYNOMIAL[-2::-1]:
+        total = total * x + jnp.float32(coefficient)
+    return total
+
+
+def held_values(stored: jax.Array, holder: AbstractFormat | np.dtype) -> jax.Array:
+    """The float32 scales, zero points or offsets of their stored form.
+
+    E8M0's smallest scale, 2**-127, counts as zero, since TPUs flush subnormal numbers. Float16, which the vector unit does
+    not have, comes as its bits in uint16.
+    """
+    if isinstance(holder, E8M0):
+        code = stored.astype(jnp.int32)
+        power = jax.lax.bitcast_convert_type(code << 23, jnp.float32)
+        return jnp.where(code == 255, jnp.full_like(power, jnp.nan), power)
+    if isinstance(holder, Integer):
+        return plane_values(holder, stored, 0)
+    if isinstance(holder, AbstractFormat):
+        return holder.decode(stored)
+    return _from_half(stored) if stored.dtype == jnp.uint16 else stored.astype(jnp.float32)
+
+
+def _from_half(stored: jax.Array) -> jax.Array:
+    """The float32 numbers of float16 bits."""
+    word = stored.astype(jnp.int32)
+    exponent, fraction = (word >> 10) & 31, word & 1023
+    significand = fraction + jnp.where(exponent > 0, 1024, 0)
+    value = significand.astype(jnp.float32) * power_of_two(jnp.maximum(exponent, 1) - 25)
+    special = jnp.where(fraction > 0, jnp.float32(jnp.nan), jnp.float32(jnp.inf))
+    value = jnp.where(exponent == 31, special, value)
+    return jnp.where(word >= 2**15, -value, value)

@@ -1,0 +1,155 @@
+"""A product as the TPU kernel sees it: activations, and a matrix of bytes with its scales, the axis of both first.
+
+The bytes are not moved for it: a matrix that is stored the other way round is transposed block by block, in VMEM.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...array import QArray, Scheme
+from ...formats import AbstractFormat
+from .pallas_decode import undecodable
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """A product of activations `[M, C]` with a packed matrix of `rows x columns` bytes, contracting one of its axes.
+
+    Each byte holds `planes` codes that follow each other along the axis of the rows: byte `i` of a column has the elements
+    `i * planes .. i * planes + planes - 1`.
+
+    Attributes:
+        m: rows of activations.
+        rows: bytes along the packed axis; of 8-bit codes, along the tiled one.
+        columns: elements along the other axis.
+        length: elements along the packed axis; the last byte may hold fewer than `planes`.
+        contracts_rows: whether the packed axis is contracted, or the other one.
+        is_transposed: whether the bytes are stored `[columns, rows]`.
+        tile: how many rows of bytes share a scale; None: all.
+        column_tile: how many columns share a scale; None: all.
+        scheme: the scheme of the matrix.
+        dtype: of the operands of the products, bfloat16 or float32.
+        result: the dtype of the result, likewise.
+        precision: of the products.
+    """
+
+    m: int
+    rows: int
+    columns: int
+    length: int
+    contracts_rows: bool
+    is_transposed: bool
+    tile: int | None
+    column_tile: int | None
+    scheme: Scheme
+    dtype: np.dtype
+    result: np.dtype
+    precision: jax.lax.Precision | None
+
+    @classmethod
+    def of(
+        cls, x: jax.Array | jax.ShapeDtypeStruct, q: QArray, *, contracts_last: bool, result: Any, precision: Any = None
+    ) -> "Form":
+        """The form of `x @ w` or `x @ w.T` for each matrix of a stack.
+
+        Args:
+            x: `[B, M, K]`.
+            q: `[B, R, C]`.
+            contracts_last: whether K is C, or R.
+            result: the dtype of the result.
+            precision: as in `lax.dot_general`.
+        """
+        is_transposed = _is_transposed(q.scheme)
+        row_axis, column_axis = (-1, -2) if is_transposed else (-2, -1)
+        tiles, counts = q.scheme.tiles(3), q.scale.shape
+        row_tile, column_tile = tiles[row_axis], tiles[column_axis]
+        is_bfloat16 = x.dtype == q.dtype == jnp.bfloat16
+        return cls(
+            m=x.shape[1],
+            rows=q.codes.shape[row_axis],
+            columns=q.shape[column_axis],
+            length=q.shape[row_axis],
+            contracts_rows=contracts_last == is_transposed,
+            is_transposed=is_transposed,
+            tile=None if counts[row_axis] == 1 else (row_tile or 1) * q.scheme.format.bits // 8,
+            column_tile=None if counts[column_axis] == 1 else column_tile or 1,
+            scheme=q.scheme,
+            dtype=np.dtype(jnp.bfloat16 if is_bfloat16 else np.float32),
+            result=np.dtype(jnp.bfloat16 if result == jnp.bfloat16 else np.float32),
+            precision=None if is_bfloat16 else float32_precision(precision),
+        )
+
+    @property
+    def planes(self) -> int:
+        """How many codes a byte holds."""
+        return 8 // self.scheme.format.bits
+
+    @property
+    def tiles(self) -> int:
+        """How many scales there are along the rows."""
+        return 1 if self.tile is None else math.ceil(self.rows / self.tile)
+
+    @property
+    def scale_columns(self) -> int:
+        """How many scales there are along the columns; those of longer tiles are repeated."""
+        return 1 if self.column_tile is None else self.columns
+
+    @property
+    def has_offsets(self) -> bool:
+        """Whether the zero points are float numbers that are added after the scale, and not codes."""
+        return self.scheme.zero_point is not None and not isinstance(self.scheme.zero_point, AbstractFormat)
+
+    @property
+    def scales_sums(self) -> bool:
+        """Whether one scale serves the whole contraction, so that the sums take it, and not each number."""
+        return self.contracts_rows and self.tiles == 1 and not self.has_offsets
+
+
+def refusal(scheme: Scheme, tile: int | None, *dtypes: Any, precision: Any) -> str | None:
+    """Why the kernel cannot compute with a stack of matrices of a scheme; None when it can.
+
+    Args:
+        scheme: the scheme of the stack `[B, R, C]`.
+        tile: how many elements share a scale along the packed axis; None: all.
+        dtypes: those of the operands and of the result.
+        precision: as in `lax.dot_general`.
+    """
+    if (wrong := next((d for d in map(jnp.dtype, dtypes) if d not in (jnp.bfloat16, jnp.float32)), None)) is not None:
+        return f"it multiplies bfloat16 and float32, not {wrong.name}"
+    try:
+        float32_precision(precision)
+    except ValueError:
+        return f"precision is {precision!r}; None or a name of jax.lax.Precision is expected"
+    planes = 8 // scheme.format.bits
+    holders = [h for h in (scheme.format, scheme.scale, scheme.zero_point) if isinstance(h, AbstractFormat)]
+    if (reason := next(filter(None, map(undecodable, holders)), None)) is not None:
+        return reason
+    if scheme.packing.interleave:
+        return "its codes are interleaved; codes in order are read"
+    if tile is not None and tile % planes:
+        return f"tiles of {tile} along the packed axis cut bytes of {planes} codes"
+    return None
+
+
+def float32_precision(precision: Any) -> jax.lax.Precision:
+    """The precision of float32 products: the highest, but where `Precision.DEFAULT` is named, one pass in bfloat16.
+
+    >>> float32_precision(None), float32_precision("default")
+    (HIGHEST, DEFAULT)
+    """
+    sides = precision if isinstance(precision, tuple) else (precision,)
+    named = {None if side is None else jax.lax.Precision(side) for side in sides}
+    return jax.lax.Precision.DEFAULT if named == {jax.lax.Precision.DEFAULT} else jax.lax.Precision.HIGHEST
+
+
+def _is_transposed(scheme: Scheme) -> bool:
+    """Whether bytes and scales run along the last axis: the packed one, or of 8-bit codes the one with tiles."""
+    if scheme.format.bits < 8:
+        return scheme.pack_axis == -1
+    _, rows, columns = scheme.tiles(3)
+    return columns not in (1, None) and rows in (1, None)

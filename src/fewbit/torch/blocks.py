@@ -1,0 +1,60 @@
+"""For code that was written for qwantize: blocks as an axis of their own, and float tensors instead of packed bytes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ..array import Scheme
+from ..array import scheme as as_scheme
+from .packing import unpack
+from .quantize import Method, quantize, scale_values
+from .rounding import Rounding
+
+
+def quantize_blocks(
+    W: torch.Tensor,
+    scheme: str | Scheme | Mapping[str, Any],
+    dim: int = -1,
+    method: Method | None = None,
+    X: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quantizes a tensor that is cut into blocks already, and gives floats: qwantize's calling convention.
+
+    Args:
+        W: floating, `[..., blocks, block]`: the axis `dim` is one block.
+        scheme: as for `quantize`; its tile length is replaced by that of `dim`. `tensor_scale=False` in it is what qwantize does.
+        dim: the axis that is the block.
+        method: as for `quantize`.
+        X: activations `[samples, blocks * block]`, for the method "hessian" only.
+
+    Returns:
+        `(scales, quants)`: float32 scales, of the shape of `W` without `dim`, and the float32 numbers of the format, of the
+        shape of `W`; `quants * scales.unsqueeze(dim)` is what they stand for.
+
+    Raises:
+        QuantError: as for `quantize`.
+
+    >>> import torch
+    >>> scales, quants = quantize_blocks(torch.tensor([[[6.0, -0.4], [0.0, 1.2]]]), "mxfp4")
+    >>> scales.tolist(), quants.tolist()
+    ([[1.0, 0.25]], [[[6.0, -0.5], [0.0, 4.0]]])
+    """
+    q = quantize(W, as_scheme(scheme).with_tile(None), dim, method, X)
+    axis, fmt = q.scheme.pack_axis, q.scheme.format
+    codes = unpack(q.codes, fmt.bits, q.shape[axis], axis)
+    return scale_values(q).squeeze(axis), Rounding.of(fmt, codes.device).decode(codes)
+
+
+def dequantize_blocks(scales: torch.Tensor, quants: torch.Tensor, dim: int = -1) -> torch.Tensor:
+    """`quants * scales`, one scale for each block.
+
+    Args:
+        scales: as `quantize_blocks` gives them.
+        quants: likewise.
+        dim: the axis that is the block.
+
+    Returns:
+        A float32 tensor of the shape of `quants`.
+    """
+    return quants * scales.unsqueeze(dim)

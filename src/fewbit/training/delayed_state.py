@@ -1,0 +1,174 @@
+"""Delayed scaling of a whole model: the histories of its products, as a pytree beside the parameters."""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from ..array import Scheme
+from ..errors import QuantError
+from ..ops.delayed import DelayedScaling
+from ..ops.policy import Policy
+from ..ops.stepped import StepScales
+from ..ops.uses import array_paths, parameter_uses
+from ..recipe import recipe as as_recipe
+from ..recipe.matching import matched_policies
+from ..recipe.rule import OPS
+from .delayed import DelayedScale
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ProductScales:
+    """The histories of one parameter's products: of itself, of what it meets, and of the gradient that comes in.
+
+    Attributes:
+        weight: of the parameter.
+        activation: of the other operand; None where the policy leaves it as it is.
+        gradient: of the incoming gradient; None where no arm quantizes it.
+    """
+
+    weight: DelayedScale
+    activation: DelayedScale | None
+    gradient: DelayedScale | None
+
+    @classmethod
+    def init(cls, policy: Policy, stack: tuple[int, ...] = ()) -> Self:
+        """The state before the first step.
+
+        Args:
+            policy: the policy, with delayed scaling.
+            stack: the lengths of leading axes of which each element has a state of its own.
+
+        Returns:
+            Empty histories, and scales of 1.
+        """
+        assert policy.delayed is not None
+
+        def empty(scheme: Scheme | None, wish: DelayedScaling = policy.delayed) -> DelayedScale | None:
+            if scheme is None:
+                return None
+            one = DelayedScale.init(scheme.format, length=wish.length, margin=wish.margin)
+            return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), one)
+
+        weight = empty(policy.weight)
+        assert weight is not None
+        return cls(weight, empty(policy.activation), empty(policy.gradient))
+
+    @property
+    def scales(self) -> StepScales:
+        """The scales of this step."""
+        held = (self.weight, self.activation, self.gradient)
+        return StepScales(*(None if state is None else state.scale for state in held))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class DelayedState:
+    """The state of delayed scaling: for each parameter, by its path, the histories of its products. A plain pytree.
+
+    It goes into a function of `fb.train` as `delayed=`, and what the step saw comes out as the cotangent: a DelayedState whose
+    scales are the largest magnitudes of the step and whose histories are zero. It goes around the optimizer.
+
+    Attributes:
+        products: the histories by the parameter's path.
+    """
+
+    products: Mapping[str, ProductScales]
+
+    def advance(self, seen: "DelayedState") -> Self:
+        """The state after a step: its largest magnitudes enter the histories, and give the next scales.
+
+        Args:
+            seen: the gradient of the loss with respect to this state, or several of them `merge`d.
+
+        Returns:
+            The state of the next step.
+        """
+        is_history = {"is_leaf": lambda x: isinstance(x, DelayedScale)}
+        return jax.tree.map(lambda state, told: state.advance(told.scale), self, seen, **is_history)
+
+    def merge(self, other: "DelayedState") -> Self:
+        """What a step saw that was computed in parts, such as micro-batches: the larger of each two magnitudes.
+
+        Gradients of the parameters are added up; those of this state never are.
+
+        Args:
+            other: the gradient with respect to the state of another part of the step.
+
+        Returns:
+            The gradient of both.
+        """
+        return jax.tree.map(jnp.maximum, self, other)
+
+
+def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> DelayedState:
+    """The state of delayed scaling before the first step of a model under a recipe.
+
+    A parameter whose policy asks for delayed scaling has one history for itself, one for the activations that it meets, and one
+    for the gradients that come in. One that a loop takes apart (layers in a `scan`) has them for each element of the loop's
+    axis. Where several products use a parameter, or one in a loop takes it whole, they share its histories, and the largest
+    magnitude of all counts.
+
+    Args:
+        fn: the function that `fb.train` is given. It is traced with shapes only.
+        params: its first argument, the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+        inputs: example inputs, likewise.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        kwargs: keyword arguments of `fn`.
+
+    Returns:
+        The state: empty histories, and scales of 1. It is empty where no policy asks for delayed scaling.
+
+    Raises:
+        QuantError: when a rule that is not optional matches nothing.
+
+    >>> params, x = {"w": jnp.eye(4)}, jnp.full((2, 4), 7.0)
+    >>> def loss(params, delayed):
+    ...     return jnp.sum(fb.train(lambda params, x: x @ params["w"], "te_fp8_delayedscaling")(params, x, delayed=delayed))
+    >>> delayed = delayed_state(lambda params, x: x @ params["w"], params, x, recipe="te_fp8_delayedscaling")
+    >>> gradient, seen = jax.grad(loss, argnums=(0, 1))(params, delayed)
+    >>> float(seen.products["w"].activation.scale)
+    7.0
+    >>> float(delayed.advance(seen).products["w"].activation.scale)  # 7 / 448
+    0.015625
+    """
+    uses, _ = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
+    policies = matched_policies(as_recipe(recipe), params, uses)
+    leaves = array_paths(params)
+
+    def stack(path: str) -> tuple[int, ...]:
+        """The leading axes that some loop takes apart."""
+        ndim = len(leaves[path].shape)
+        taken = {axis for use in uses[path] if use.op in OPS for axis in use.stacked}
+        depth = next((i for i in range(ndim) if i - ndim not in taken), ndim)
+        return tuple(leaves[path].shape[:depth])
+
+    wishing = {path: policy for path, policy in policies.items() if policy.delayed is not None}
+    return DelayedState({path: ProductScales.init(policy, stack(path)) for path, policy in wishing.items()})
+
+
+def step_scales(state: DelayedState | None, policies: Mapping[str, Policy]) -> dict[str, StepScales]:
+    """The scales of this step by parameter.
+
+    Args:
+        state: the state; None where the caller has none.
+        policies: the policies of the parameters that are trained.
+
+    Returns:
+        The scales of the parameters whose policies ask for delayed scaling.
+
+    Raises:
+        QuantError: when the state is for other parameters than those.
+    """
+    need = {path for path, policy in policies.items() if policy.delayed is not None}
+    held = set() if state is None else set(state.products)
+    if need != held:
+        told = "there is no delayed=" if state is None else f"delayed= has them for {sorted(held)[:5]}"
+        raise QuantError(
+            f"delayed scaling takes the scales of {sorted(need)[:5]} from earlier steps, and {told}; begin with "
+            "fb.delayed_state of the same function, parameters and recipe, and pass it as delayed="
+        )
+    return {} if state is None else {path: product.scales for path, product in state.products.items()}

@@ -1,0 +1,179 @@
+"""The TPU kernel: its values in interpret mode, its lowering for TPUs, and the bytes that it moves."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.kernels.qmatmul.pallas_blocks import Block, Config, Cut, bytes_moved, fitting
+from fewbit.kernels.qmatmul.pallas_form import Form, refusal
+from fewbit.kernels.qmatmul.pallas_tpu import blocks_of, stacked_product
+
+SMALL = Config(m=8, codes=256, columns=128)  # several blocks along each axis of what follows
+REFUSED = {f"{sign}int{bits}{end}" for sign in ("", "u") for bits in (3, 5, 6, 7) for end in ("", "_narrow")}
+REFUSED |= {"mxfp6", "mxfp6_e3m2", "q5_0", "q5_1"}
+SCHEMES = [name for name in fb.SCHEMES.names() if name not in REFUSED]
+# Both packings, every kind of decoder, of scale and of zero point.
+FAST = [("nf4", -1, True), ("uint4", -2, True), ("nvfp4", -2, False), ("q4_1", -1, False), ("fp8_block128", -2, True)]
+ALL = [(name, axis, contracts) for name in SCHEMES for axis in (-1, -2) for contracts in (True, False)]
+
+
+def operands(
+    name: str, axis: int, contracts: bool, shape: tuple[int, ...], m: int, dtype: Any
+) -> tuple[jax.Array, fb.QArray]:
+    """A stack of matrices of normal numbers, quantized along an axis, and activations that meet it or the other one."""
+    rng = np.random.default_rng(0)
+    q = fb.quantize(jnp.asarray(rng.normal(size=shape), dtype), name, axis=axis)
+    length = shape[axis] if contracts else shape[-3 - axis]
+    return jnp.asarray(rng.normal(size=(shape[0], m, length)), dtype), q
+
+
+def assert_is_product(y: jax.Array, x: jax.Array, q: fb.QArray, contracts_last: bool, dtype: Any) -> None:
+    """The product in float64, within the roundings of float32 sums, and of each number and result in bfloat16."""
+    w = np.asarray(fb.dequantize(q, jnp.float32), np.float64)
+    w, x64 = (w.swapaxes(1, 2) if contracts_last else w), np.asarray(x, np.float64)
+    exact, size = x64 @ w, np.abs(x64) @ np.abs(w)
+    ulp = 2.0**-24 * (w.shape[1] + 4) if dtype == jnp.float32 else 2.0**-8
+    bound = size * ulp + (0 if dtype == jnp.float32 else np.abs(exact) * 2.0**-8)
+    assert y.dtype == dtype and y.shape == exact.shape
+    assert (np.abs(np.asarray(y, np.float64) - exact) <= bound).all()
+
+
+def cases() -> list[Any]:
+    """Every scheme in both orientations, contracting either axis; slow but for a few."""
+    every = FAST + [case for case in ALL if case not in FAST]
+    return [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in every]
+
+
+@pytest.mark.parametrize(("name", "axis", "contracts"), cases())
+def test_product(name: str, axis: int, contracts: bool):
+    """Odd lengths: blocks reach beyond the array on every axis, and interpret mode fills with NaN what lies there."""
+    x, q = operands(name, axis, contracts, (1, 301, 301), 11, jnp.float32)
+    contracts_last = contracts == (axis == -1)
+    y = stacked_product(x, q, contracts_last=contracts_last, result=x.dtype, config=SMALL, interpret=True)
+    assert_is_product(y, x, q, contracts_last, jnp.float32)
+
+
+@pytest.mark.parametrize("name", ["int4", "mxfp4"])
+def test_bfloat16_and_a_stack(name: str):
+    x, q = operands(name, -2, True, (2, 256, 128), 4, jnp.bfloat16)
+    y = stacked_product(x, q, contracts_last=False, result=jnp.bfloat16, config=SMALL, interpret=True)
+    assert_is_product(y, x, q, False, jnp.bfloat16)
+
+
+def test_which_schemes_are_refused():
+    refused = {}
+    for name in fb.SCHEMES.names():
+        scheme = fb.SCHEMES[name]
+        refused[name] = refusal(scheme, scheme.tiles(2)[-1], jnp.float32, precision=None)
+    assert {name for name, reason in refused.items() if reason} == REFUSED & set(fb.SCHEMES.names())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tile", "dtype", "precision", "message"),
+    [
+        (fb.SCHEMES["int4"], 7, "float32", None, "tiles of 7 along the packed axis cut bytes of 2 codes"),
+        (fb.SCHEMES["int4"], None, "float16", None, "it multiplies bfloat16 and float32, not float16"),
+        (fb.SCHEMES["int4"], None, "float32", "BF16_BF16_F32_X3", "precision is 'BF16_BF16_F32_X3'; None or a name of"),
+        (
+            fb.Scheme(fb.FORMATS["int4"], packing=fb.Packing(interleave=(1, 0))),
+            *(None, "float32", None, "its codes are interleaved; codes in order are read"),
+        ),
+    ],
+)
+def test_refusals_say_why(scheme: fb.Scheme, tile: int | None, dtype: str, precision: Any, message: str):
+    reason = refusal(scheme, tile, dtype, precision=precision)
+    assert reason is not None and reason.startswith(message)
+
+
+def test_nan_stays_in_its_tile_and_the_spare_nibble_means_nothing():
+    w = np.random.default_rng(1).normal(size=(1, 65, 6)).astype(np.float32)
+    w[0, 40, 2] = np.nan
+    x = jnp.ones((1, 3, 65))
+    q = fb.quantize(jnp.asarray(w), "nf4", axis=-2)
+    poisoned = q.codes.at[:, -1].set(q.codes[:, -1] | 0xF0)  # K is odd: the last byte holds one code
+    same = jax.tree.unflatten(jax.tree.structure(q), [poisoned, *jax.tree.leaves(q)[1:]])
+    y, z = (stacked_product(x, a, contracts_last=False, result=jnp.float32, interpret=True) for a in (q, same))
+    np.testing.assert_array_equal(np.isnan(y)[0, 0], [False, False, True, False, False, False])
+    np.testing.assert_array_equal(y, z)
+
+
+def test_high_first_packing():
+    scheme = fb.Scheme(fb.FORMATS["nf4"], {...: 1, -1: 64}, packing=fb.Packing(high_first=True))
+    x, q = operands(scheme, -1, True, (1, 8, 128), 2, jnp.float32)  # type: ignore[arg-type]
+    y = stacked_product(x, q, contracts_last=True, result=jnp.float32, interpret=True)
+    assert_is_product(y, x, q, True, jnp.float32)
+
+
+# --- what a TPU would run ---
+
+
+def abstract(
+    name: str, axis: int, shape: tuple[int, int], m: int, contracts: bool, dtype: Any
+) -> tuple[Any, fb.QArray, bool]:
+    """The shapes of a product, and whether the last axis is contracted."""
+    q = jax.eval_shape(lambda w: fb.quantize(w, name, axis=axis), jax.ShapeDtypeStruct((1, *shape), dtype))
+    contracts_last = contracts == (axis == -1)
+    return jax.ShapeDtypeStruct((1, m, shape[1 if contracts_last else 0]), dtype), q, contracts_last
+
+
+LOWERED = [
+    ("nf4", -2, (4096, 4096), 1, True),
+    ("int4_g128", -1, (14336, 4096), 16, True),
+    ("mxfp4", -2, (4096, 14336), 256, True),
+]
+LOWERED += [
+    ("nvfp4", -1, (4096, 4096), 16, False),
+    ("mxfp8", -2, (4096, 1024), 16, False),
+    ("q4_1", -2, (1000, 576), 3, True),
+]
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(("name", "axis", "shape", "m", "contracts"), LOWERED)
+def test_it_is_lowered_for_tpus_from_packed_bytes(name: str, axis: int, shape: tuple[int, int], m: int, contracts: bool):
+    x, q, contracts_last = abstract(name, axis, shape, m, contracts, jnp.bfloat16)
+    product = functools.partial(stacked_product, contracts_last=contracts_last, result=jnp.bfloat16)
+    text = jax.jit(product).trace(x, q).lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 1
+    rows, columns = q.codes.shape[1:]
+    assert f"tensor<{rows}x{columns}xui8>" in text
+    assert f"{shape[0]}x{shape[1]}x" not in text or q.scheme.format.bits == 8  # no array of the unpacked size
+    assert f"{shape[0]}x{shape[1]}xf" not in text and f"{shape[0]}x{shape[1]}xbf" not in text
+
+
+@pytest.mark.parametrize(("name", "axis", "shape", "m", "contracts"), [c for c in LOWERED if c[0] != "q4_1"])
+def test_bytes_moved_are_the_bytes_held(name: str, axis: int, shape: tuple[int, int], m: int, contracts: bool):
+    x, q, contracts_last = abstract(name, axis, shape, min(m, 16), contracts, jnp.bfloat16)
+    form = Form.of(x, q, contracts_last=contracts_last, result=jnp.bfloat16)
+    cut = Cut.of(form, Config())
+    moved = bytes_moved(blocks_of(cut, q), cut.grid)
+    length = x.shape[2]
+    y = shape[0] * shape[1] // length
+    again = cut.grid[1]  # x is read once for each block of the result's other axis
+    assert moved.pop("x") == 2 * x.shape[1] * length * again
+    assert moved.pop("y") == 2 * x.shape[1] * y
+    assert sum(moved.values()) == q.nbytes
+
+
+def test_more_rows_than_a_block_read_the_weight_again():
+    x, q, contracts_last = abstract("int4", -2, (4096, 512), 512, True, jnp.bfloat16)
+    cut = Cut.of(Form.of(x, q, contracts_last=contracts_last, result=jnp.bfloat16), Config(m=256))
+    assert bytes_moved(blocks_of(cut, q), cut.grid)["codes"] == 2 * q.codes.size
+
+
+def test_bytes_of_a_block_beyond_the_end_are_not_counted():
+    block = Block("x", (5, 3), np.dtype(np.float32), (4, 3), lambda i, j: (i, 0))
+    assert bytes_moved([block], (2, 3)) == {"x": 60}
+
+
+@pytest.mark.parametrize("length", [1, 100, 576, 1030, 4096, 14336, 11008])
+@pytest.mark.parametrize("unit", [128, 256, 1024])
+def test_blocks_are_whole_axes_or_whole_units(length: int, unit: int):
+    block = fitting(length, unit, 512)
+    assert block == length or block % unit == 0
+    assert block <= max(512, unit) or block == length

@@ -1,0 +1,32 @@
+"""The calling convention of qwantize: blocks on an axis of their own, floats out."""
+
+import numpy as np
+import pytest
+
+import fewbit as fb
+
+torch = pytest.importorskip("torch")
+
+from fewbit import torch as fbt  # noqa: E402 - it imports torch
+
+
+@pytest.mark.parametrize("dim", [-1, 1])
+@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+def test_blocks_are_those_of_the_packed_form(name: str, dim: int) -> None:
+    W = torch.tensor(np.random.default_rng(0).normal(size=(4, 64)).astype(np.float32))
+    length = fb.scheme(name).tile[-1]
+    blocked = W.reshape(4, -1, length)
+    q = fbt.quantize(W, name)
+    scales, quants = fbt.quantize_blocks(blocked if dim == -1 else blocked.mT, name, dim)
+    back = fbt.dequantize_blocks(scales, quants, dim)
+    assert scales.shape == (4, 64 // length)
+    assert torch.equal((back if dim == -1 else back.mT).reshape(4, 64), fbt.dequantize(q))
+
+
+def test_bfloat16_is_halved_and_the_rest_is_kept() -> None:
+    W = torch.tensor(np.random.default_rng(0).normal(size=(64, 64))).bfloat16()
+    q = fbt.quantize(W, "mxfp4")
+    assert repr(q) == "QTensor(mxfp4, bfloat16[64, 64], 2,176 bytes, 4.250 bits/weight)"
+    assert q.to("cpu").codes.device.type == "cpu"
+    assert fbt.metrics(W, q) == fbt.metrics(W, fbt.dequantize(q, torch.float32))
+    assert fbt.metrics(torch.zeros(2, 2), torch.zeros(2, 2), torch.ones(3, 2)) == fbt.Metrics(0.0, 0.0)
