@@ -41,6 +41,8 @@
 #include "job.h"
 #include "xla/ffi/api/ffi.h"
 
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC says it of its own intrinsics
+
 namespace ffi = xla::ffi;
 
 namespace fewbit {
@@ -169,9 +171,8 @@ int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
 // The memory of one task's ranges.
 class OwnRanges {
  public:
-  OwnRanges(const Job& job, int64_t count) : magnitude_(count), floats_(count * 3) {
+  explicit OwnRanges(int64_t count) : magnitude_(count), floats_(count * 3) {
     ranges_ = Ranges{magnitude_.data(), floats_.data(), floats_.data() + count, floats_.data() + 2 * count};
-    (void)job;
   }
   const Ranges& operator*() const { return ranges_; }
 
@@ -248,7 +249,7 @@ class Walk {
     const int64_t groups = Most(1, kChunk / (group_rows_ * width_));
     Rectangles(group_rows_ * groups, width_, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
       const int64_t t0 = c0 / job_.tile_columns, count = Ceil(c1, job_.tile_columns) - t0;
-      const OwnRanges ranges(job_, count + 2 * kernels_.lanes);
+      const OwnRanges ranges(count + 2 * kernels_.lanes);
       const bool searches = job_.calibration >= Calibration::kBestPower;
       std::vector<float> gathered(searches ? job_.tile_rows * job_.tile_columns * kernels_.lanes : 0);
       std::vector<uint8_t> scratch((c1 - c0) * (job_.packs_rows ? 8 : 1) + 64);
@@ -266,7 +267,7 @@ class Walk {
   // The tiles are too large to be read twice from cache: all ranges first, then the codes.
   void InTwoPasses() {
     const int64_t tiles = job_.batch * job_.row_tiles * job_.column_tiles;
-    const OwnRanges all(job_, tiles + 2 * kernels_.lanes);
+    const OwnRanges all(tiles + 2 * kernels_.lanes);
     const Ranges& total = *all;
     for (int64_t t = 0; t < tiles; ++t) {
       total.magnitude[t] = 0;
@@ -278,7 +279,7 @@ class Walk {
     const int64_t rows = Most(1, kChunk / width);
     Rectangles(rows, width, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
       const int64_t t0 = c0 / job_.tile_columns, count = Ceil(c1, job_.tile_columns) - t0;
-      const OwnRanges own(job_, count + 2 * kernels_.lanes);
+      const OwnRanges own(count + 2 * kernels_.lanes);
       const Ranges& ranges = *own;
       for (int64_t r = r0; r < r1;) {
         const int64_t row_tile = r / job_.tile_rows, end = Least((row_tile + 1) * job_.tile_rows, r1);
