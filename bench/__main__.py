@@ -1,13 +1,16 @@
 """Quantizing and dequantizing a 4096 x 4096 float32 array, beside other JAX packages and a copy of the array.
 
-    python -m bench [--size 4096] [--rounds 7] [--save]
+    python -m bench [--size 4096] [--rounds 7] [--schemes int8 nf4] [--save]
 
-Prints nothing about speed unless every scheme's error is what its numbers of bits allow, measured first.
+Prints nothing about speed unless every scheme's error is what its numbers of bits allow, measured first. "plain" is fewbit
+without its C++ kernels: the reference in plain JAX. A copy returns a fresh array, which costs more than to fill one that
+is there.
 """
 
 import argparse
 import dataclasses
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +37,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench", description="fewbit beside other JAX quantizers, in one run")
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--schemes", nargs="*", choices=list(SCHEMES), help="only these; all by default")
     parser.add_argument("--save", action="store_true", help="write bench/results/quantize.json")
     options = parser.parse_args()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(options.size, options.size)) * 0.02, jnp.float32)
-    errors = {name: relative_error(x, name) for name in SCHEMES}
+    errors = {name: relative_error(x, name) for name in options.schemes or SCHEMES}
     red = {name: error for name, error in errors.items() if not error < CEILING.get(name, 15.0)}
     if red:
         print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
         return 1
-    rows = [row for name in SCHEMES for row in measured(x, name, errors[name], options.rounds)]
+    rows = [row for name in options.schemes or SCHEMES for row in measured(x, name, errors[name], options.rounds)]
     for row in rows:
         print(row["text"])
     if options.save:
@@ -58,13 +62,25 @@ def relative_error(x: jax.Array, name: str) -> float:
 
 def measured(x: jax.Array, name: str, error: float, rounds: int) -> list[dict]:
     """The rows of one scheme: quantize beside its peers, and dequantize, all against a copy."""
-    ours, back = jax.jit(lambda x: fb.quantize(x, SCHEMES[name])), jax.jit(fb.dequantize)
+
+    def by(backend: str | None) -> tuple[Callable, Callable]:
+        return (
+            jax.jit(lambda x: fb.quantize(x, SCHEMES[name], backend=backend)),
+            jax.jit(lambda q: fb.dequantize(q, backend=backend)),
+        )
+
+    (ours, back), (plain, plain_back) = by(None), by("reference")
     q, copy = ours(x), jax.jit(lambda x: x + jnp.float32(1))
-    contenders = {"copy": lambda: copy(x), "fewbit": lambda: ours(x), **quantizers(x).get(name, {})}
+    contenders = {
+        "copy": lambda: copy(x),
+        "fewbit": lambda: ours(x),
+        "plain": lambda: plain(x),
+        **quantizers(x).get(name, {}),
+    }
     times = timed(contenders, rounds=rounds)
     rows = [row(name, "quantize", who, times, error) for who in times if who != "copy"]
-    times = timed({"copy": lambda: copy(x), "fewbit": lambda: back(q)}, rounds=rounds)
-    return [*rows, row(name, "dequantize", "fewbit", times, error)]
+    times = timed({"copy": lambda: copy(x), "fewbit": lambda: back(q), "plain": lambda: plain_back(q)}, rounds=rounds)
+    return [*rows, *(row(name, "dequantize", who, times, error) for who in ("fewbit", "plain"))]
 
 
 def row(name: str, what: str, who: str, times: dict[str, Timing], error: float) -> dict:

@@ -15,10 +15,8 @@ from .array import SCHEMES as SCHEMES
 from .array import Packing as Packing
 from .array import QArray as QArray
 from .array import Scheme as Scheme
-from .array import dequantize as dequantize
 from .array import hessian_blocks as hessian_blocks
 from .array import is_qarray as is_qarray
-from .array import quantize as quantize
 from .array import quantize_with_hessian as quantize_with_hessian
 from .array import scheme as scheme
 from .array import shardings_of as shardings_of
@@ -26,6 +24,8 @@ from .array import specs_of as specs_of
 from .errors import QuantError as QuantError
 from .errors import UnsupportedError as UnsupportedError
 from .formats import FORMATS as FORMATS
+from .kernels.quantize import dequantize as dequantize
+from .kernels.quantize import quantize as quantize
 from .ops import Arm as Arm
 from .ops import DelayedScaling as DelayedScaling
 from .ops import Policy as Policy

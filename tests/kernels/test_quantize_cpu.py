@@ -1,13 +1,28 @@
 """quantize and dequantize in C++ give the bytes that the reference gives, for every scheme, dtype, axis and odd number."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.kernels.extension import extension
-from fewbit.kernels.quantize import dequantize, quantize
+from fewbit.kernels.extension import HOW_TO_BUILD, Extension, extension
+from fewbit.kernels.quantize import (
+    QUANTIZERS,
+    CpuDequantizer,
+    CpuQuantizer,
+    Decoding,
+    Quantization,
+    cpu,
+    dequantize,
+    quantize,
+)
+from fewbit.kernels.quantize.geometry import Geometry, geometry
+from fewbit.kernels.select import select
 
 pytestmark = pytest.mark.skipif(
     extension("fewbit.kernels.quantize._cpu").missing is not None, reason="the C++ extension is not built"
@@ -48,7 +63,7 @@ def hard(shape, axis, seed=0):
     return np.moveaxis(rows.reshape(np.moveaxis(x, axis, -1).shape), -1, axis).astype(np.float32)
 
 
-def assert_same_bytes(x, scheme, axis=-1, level=2, **given):
+def assert_same_bytes(x, scheme, axis=-1, **given):
     """Both backends' leaves are the same to the bit, and so are the numbers that they decode to."""
     reference = quantize(x, scheme, axis=axis, backend="reference", **given)
     native = quantize(x, scheme, axis=axis, backend="cpu", **given)
@@ -61,21 +76,189 @@ def assert_same_bytes(x, scheme, axis=-1, level=2, **given):
             continue
         different = np.asarray(got).view(np.uint8) != np.asarray(expected).view(np.uint8)
         assert not different.any(), f"{path}: {different.sum()} bytes differ, the first at {np.argwhere(different)[0]}"
-    decoded = [np.asarray(dequantize(reference, backend=name)) for name in ("reference", "cpu")]
-    assert decoded[0].dtype == decoded[1].dtype
-    np.testing.assert_array_equal(decoded[0], decoded[1])
-    is_number = ~np.isnan(decoded[0])
-    np.testing.assert_array_equal(np.signbit(decoded[0][is_number]), np.signbit(decoded[1][is_number]))
+    assert_same_numbers(*(dequantize(reference, backend=name) for name in ("reference", "cpu")))
 
 
-@pytest.mark.parametrize("axis", [-1, -2], ids=["rows", "columns"])
-@pytest.mark.parametrize("scheme", KINDS)
+def assert_same_numbers(one, two):
+    """The same dtype, and the same numbers with the same signs of zeros."""
+    assert one.dtype == two.dtype
+    one, two = (np.asarray(y).astype(np.float32) for y in (one, two))
+    np.testing.assert_array_equal(one, two)
+    is_number = ~np.isnan(one)
+    np.testing.assert_array_equal(np.signbit(one[is_number]), np.signbit(two[is_number]))
+
+
+# The reference takes most of the time, to compile: each kind on one axis here, on the other in the whole suite.
+TURNED = [(scheme, -1 - place % 2) for place, scheme in enumerate(KINDS)]
+OTHER_AXES = [(scheme, -3 - axis) for scheme, axis in TURNED] + [(scheme, axis) for scheme in OTHERS for axis in (-1, -2)]
+
+
+@pytest.mark.parametrize(("scheme", "axis"), TURNED)
 def test_every_kind_of_scheme(scheme, axis):
     assert_same_bytes(jnp.asarray(hard((19, 101) if axis == -1 else (101, 19), axis)), scheme, axis)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("axis", [-1, -2], ids=["rows", "columns"])
-@pytest.mark.parametrize("scheme", OTHERS)
+@pytest.mark.parametrize(("scheme", "axis"), OTHER_AXES)
 def test_every_other_scheme(scheme, axis):
     assert_same_bytes(jnp.asarray(hard((19, 101) if axis == -1 else (101, 19), axis)), scheme, axis)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("scheme", ["int8", "q4_1", "nvfp4", "nf4"])
+def test_half_precision_is_widened_first(scheme, dtype):
+    x = jnp.asarray(np.clip(hard((19, 101), -1), -60000, 60000)).astype(dtype)
+    assert_same_bytes(x, scheme)
+
+
+@pytest.mark.parametrize("scheme", ["int8", "int8_narrow", "fp8", "fp8_e5m2", "fp8_e4m3fnuz", "mxint8"])
+def test_every_bfloat16_number_in_units_of_a_given_scale(scheme):
+    every = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).reshape(256, 256)
+    tiles = np.where(np.isfinite(every.astype(np.float32)), every, 0)
+    scale = jnp.full((256, 8 if scheme == "mxint8" else 1), 0.37)
+    assert_same_bytes(jnp.asarray(tiles), scheme, scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "shape", "axis"),
+    [
+        ("int4_g32", (3, 5, 7, 40), -1),
+        ("int4_g32", (3, 40, 9), -2),
+        ("int3", (40, 3, 5), 0),
+        ("nvfp4", (3, 40, 9), -2),
+        ("fp8_tensor", (3, 5, 8), -1),
+        ("uint5_g10", (3, 37, 9), -2),
+        ("mxfp6", (64,), -1),
+        ("int4", (1, 1), -1),
+        ("nvfp4_16x16", (2, 37, 45), -1),
+    ],
+)
+def test_odd_shapes(scheme, shape, axis):
+    x = np.random.default_rng(1).normal(size=shape).astype(np.float32)
+    assert_same_bytes(jnp.asarray(x), scheme, axis)
+
+
+# Tiles too large for the cache are read twice, and longer rows than a thread takes are cut.
+@pytest.mark.parametrize(
+    ("scheme", "shape", "axis"),
+    [("uint4", (3000, 300), -2), ("fp8_tensor", (700, 1500), -1), ("int8", (2, 600_001), -1), ("int4_g64", (640, 2100), -2)],
+)
+def test_large_arrays(scheme, shape, axis):
+    x = np.random.default_rng(2).normal(size=shape).astype(np.float32)
+    x.flat[x.size // 2] = np.nan
+    assert_same_bytes(jnp.asarray(x), scheme, axis)
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2"])
+@pytest.mark.parametrize("scheme", ["int4", "fp8", "nf4", "q4_0", "q4_1", "mxfp4", "nvfp4"])
+def test_other_instruction_sets_give_the_same(scheme, isa):
+    x = jnp.asarray(hard((19, 101), -1))
+    for axis in (-1, -2):
+        bound = fb.scheme(scheme).along(axis, 2)
+        problem = Quantization(x.shape, "float32", bound)
+        best, other = (CpuQuantizer(isa=name).run(problem, x, None, None, None, None) for name in (None, isa))
+        for one, two in zip(jax.tree.leaves(best), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(one, two)
+        decoding = Decoding(best.shape, "bfloat16", bound, best.tiles)
+        assert_same_numbers(*(CpuDequantizer(isa=name).run(decoding, best) for name in (None, isa)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("scheme", ["int3", "q4_1", "mxfp4", "nf4_dq", "fp8_e5m2"])
+def test_decoding_into_every_dtype(scheme, dtype):
+    q = quantize(jnp.asarray(hard((19, 101), -1)), scheme, backend="reference")
+    for array in (q, q.T):
+        one, two = (dequantize(array, dtype, backend=name) for name in ("reference", "cpu"))
+        assert one.dtype == jnp.dtype(dtype)
+        assert_same_numbers(one, two)
+
+
+def test_scales_chosen_in_jax_meet_the_same_codes():
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(6, 64)), jnp.float32)
+    weights = jnp.asarray(np.random.default_rng(4).uniform(size=(6, 64)), jnp.float32)
+    assert_same_bytes(x, "mxfp4", error_weights=weights)
+    assert_same_bytes(x, "uint4", scale=0.3, offset=-2.0)
+    assert_same_bytes(x, {"format": "int4", "tile": {"*": 1, "-1": 16}, "calibration": "percentile,90"})
+
+
+def test_vmap_gives_each_matrix_its_own_tensor_scale():
+    x = jnp.asarray(np.random.default_rng(5).normal(size=(3, 4, 48)), jnp.float32) * jnp.arange(1.0, 4)[:, None, None]
+    mapped = jax.vmap(lambda x: quantize(x, "nvfp4", backend="cpu"))(x)
+    for i in range(3):
+        alone = quantize(x[i], "nvfp4", backend="reference")
+        for one, two in zip(
+            jax.tree.leaves(jax.tree.map(lambda leaf, i=i: leaf[i], mapped)), jax.tree.leaves(alone), strict=True
+        ):
+            np.testing.assert_array_equal(one, two)
+    decoded = jax.vmap(lambda q: dequantize(q, backend="cpu"))(mapped)
+    np.testing.assert_array_equal(decoded[1], dequantize(quantize(x[1], "nvfp4")))
+
+
+def test_derivatives_are_the_references():
+    x = jnp.asarray(np.random.default_rng(6).normal(size=(4, 32)), jnp.float32)
+
+    def loss(x, name):
+        q = quantize(x, "int4", backend=name)
+        return jnp.sum(dequantize(q, backend=name) ** 2)
+
+    one, two = (jax.jit(jax.grad(loss), static_argnums=1)(x, name) for name in ("reference", "cpu"))
+    assert jnp.any(one != 0)
+    np.testing.assert_allclose(one, two, rtol=1e-6)
+
+
+def test_what_it_cannot_do_is_said():
+    x = jnp.ones((4, 32))
+    with pytest.raises(fb.UnsupportedError, match="rounding by chance is left to the reference"):
+        quantize(x, "int8", key=jax.random.key(0), backend="cpu")
+    with pytest.raises(fb.UnsupportedError, match="cannot encode dynamic8"):
+        quantize(x, {"format": "dynamic8"}, backend="cpu")
+    interleaved = fb.scheme({"format": "int4", "packing": {"interleave": [0, 2, 1, 3]}})
+    with pytest.raises(fb.UnsupportedError, match="codes are interleaved"):
+        quantize(x, interleaved, backend="cpu")
+
+
+def test_neighbouring_axes_that_are_cut_alike_are_one():
+    assert geometry((2, 3, 4, 5), (1, 1, 1, None), 3) == Geometry(1, 24, 5, 1, 5, False)
+    assert geometry((2, 3, 4), (None, None, None), 2) == Geometry(1, 6, 4, 6, 4, False)
+    assert geometry((6, 2, 3), (4, 1, 1), 0) == Geometry(1, 6, 6, 4, 1, True)
+    assert geometry((2, 3, 4), (None, 1, None), None) is None
+
+
+def test_without_the_extension_the_reference_runs_and_the_refusal_says_how_to_build(monkeypatch):
+    monkeypatch.setattr(cpu, "extension", lambda module: Extension(missing=f"not built here; {HOW_TO_BUILD}"))
+    x = jnp.ones((4, 32))
+    assert quantize(x, "int8").shape == (4, 32)
+    with pytest.raises(fb.UnsupportedError, match="cpu: not built here; install a C"):
+        quantize(x, "int8", backend="cpu")
+
+
+def test_beside_other_devices_it_runs_only_by_name():
+    problem = Quantization((4, 32), "float32", fb.scheme("int8"))
+    choice = select(QUANTIZERS, problem)
+    assert choice.backend.name == "reference"
+    assert "XLA cannot split its calls" in choice.reasons["cpu"]
+
+
+@pytest.mark.slow
+def test_a_process_of_one_device_takes_it_unasked():
+    """Named or not, in jit and out of it, under `transparent` and in a cache: nobody has to ask."""
+    code = """
+import jax, jax.numpy as jnp, numpy as np, fewbit as fb
+x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 64)), jnp.float32)
+assert "fewbit_quantize" in jax.jit(lambda x: fb.quantize(x, "nf4")).lower(x).as_text()
+q = fb.quantize(x, "nf4")
+assert "fewbit_dequantize" in jax.jit(fb.dequantize).lower(q).as_text()
+same = jax.tree.map(jnp.array_equal, q, fb.quantize(x, "nf4", backend="reference"))
+assert all(jax.tree.leaves(same))
+def net(w, x):
+    return jnp.tanh(x @ w.T)
+np.testing.assert_allclose(jax.jit(fb.transparent(net))(q, x), net(fb.dequantize(q), x), rtol=1e-5, atol=1e-5)
+trained = fb.train(net, fb.recipe("int8"))
+assert jnp.isfinite(jax.grad(lambda w: trained(w, x).sum())(x)).all()
+plan = fb.plan(net, x, x, recipe=fb.recipe("int8"))
+assert "int8" in str(plan)
+print("done")
+"""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout == "done\n", done.stderr

@@ -10,8 +10,6 @@ from .packing import unpack as unpack
 from .qarray import PRODUCTS as PRODUCTS
 from .qarray import QArray as QArray
 from .qarray import is_qarray as is_qarray
-from .quantize import dequantize as dequantize
-from .quantize import quantize as quantize
 from .scheme import SCHEMES as SCHEMES
 from .scheme import Scheme as Scheme
 from .scheme import scheme as scheme

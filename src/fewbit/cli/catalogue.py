@@ -8,11 +8,12 @@ import jax.numpy as jnp
 import typer
 from rich.table import Table
 
-from ..array import SCHEMES, Scheme, quantize
+from ..array import SCHEMES, Scheme
 from ..errors import QuantError
 from ..evaluate.table import Column, table
 from ..formats import FORMATS, AbstractFormat
 from ..jobs.planning import KEEP
+from ..kernels.quantize import quantize
 from ..ops import Arm, Policy
 from ..recipe import RECIPES, Recipe
 from ..recipe import recipe as as_recipe

@@ -12,8 +12,9 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from ..array import QArray, quantize
+from ..array import QArray
 from ..errors import QuantError, UnsupportedError
+from ..kernels.quantize import quantize
 from ..ops import Policy, dot_general, einsum
 from ..ops.latent import Latent
 from ._flax import flax

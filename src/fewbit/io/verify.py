@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..array import QArray, Scheme, dequantize, unpack
+from ..array import QArray, Scheme, unpack
 from ..errors import QuantError, UnsupportedError
 from ..formats import AbstractFormat
+from ..kernels.quantize import dequantize
 from .checkpoint import Checkpoint
 from .manifest import MANIFEST, read_manifest
 from .mapped import checked_path, mapped

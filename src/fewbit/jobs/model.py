@@ -10,9 +10,10 @@ import jax
 import numpy as np
 
 from .. import models
-from ..array import QArray, dequantize
+from ..array import QArray
 from ..errors import UnsupportedError
 from ..io import TensorInfo
+from ..kernels.quantize import dequantize
 
 Value = np.ndarray | jax.Array | QArray
 

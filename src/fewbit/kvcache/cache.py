@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from ..array import QArray, Scheme, quantize
+from ..array import QArray, Scheme
 from ..array.packing import code_capacity
 from ..errors import QuantError
+from ..kernels.quantize import quantize
 from .attention import Block, seen_positions
 from .policy import KVPolicy
 

@@ -22,8 +22,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
-from ..array import quantize
 from ..errors import QuantError
+from ..kernels.quantize import quantize
 from ..kvcache import Block, KVPolicy, attention, seen_positions
 from .cache import AnyCache
 from .config import LlamaConfig

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
 
-from ..array import QArray, Scheme, dequantize, is_qarray, quantize
+from ..array import QArray, Scheme, is_qarray
 from ..array.quantize import expanded_scale
 from ..array.sharding import held_sharding
 from ..array.straight_through import is_covered
@@ -23,6 +23,7 @@ from ..errors import QuantError
 from ..formats import FORMATS, Integer
 from ..formats.format import settled
 from ..kernels.qmatmul.codes import Meeting, code_product, is_whole, refuse_accumulator, side
+from ..kernels.quantize import dequantize, quantize
 from .policy import Arm, Policy
 from .rotation import rotated
 from .stepped import StepScales, largest_magnitude, seen_with

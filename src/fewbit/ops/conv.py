@@ -64,7 +64,7 @@ def conv_general_dilated(
             key.
         UnsupportedError: for a policy with delayed scaling.
 
-    >>> from fewbit.array import quantize
+    >>> from fewbit.kernels.quantize import quantize
     >>> kernel = quantize(jnp.ones((4, 3, 2, 2)), "int8", axis=(2, 3, 1))
     >>> conv_general_dilated(jnp.ones((1, 3, 5, 5)), kernel, (1, 1), "VALID").shape
     (1, 4, 4, 4)

@@ -63,7 +63,7 @@ def dot_general(
         QuantError: when two operands carry different policies and none is given, or a policy needs a key.
         UnsupportedError: when the named backend cannot compute it, and for a policy with delayed scaling.
 
-    >>> from fewbit.array import quantize
+    >>> from fewbit.kernels.quantize import quantize
     >>> w = quantize(jnp.eye(4), "int8")
     >>> dot_general(jnp.ones((2, 4)), w, (((1,), (1,)), ((), ()))).shape
     (2, 4)
@@ -207,7 +207,7 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     Raises:
         QuantError: when the inner lengths differ, or batch axes would have to be broadcast.
 
-    >>> from fewbit.array import quantize
+    >>> from fewbit.kernels.quantize import quantize
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """

@@ -42,7 +42,7 @@ def einsum(
     Returns:
         The contraction.
 
-    >>> from fewbit.array import quantize
+    >>> from fewbit.kernels.quantize import quantize
     >>> einsum("bi,oi->bo", jnp.ones((2, 4)), quantize(jnp.eye(4), "int8")).shape
     (2, 4)
     """

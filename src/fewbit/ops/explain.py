@@ -43,8 +43,8 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     numbers = matmul_numbers(left.shape, right.shape)
     shown = f"{Operand.of(left)} @ {Operand.of(right)}"
     left, right, numbers = untransposed(left, right, numbers)
-    sides = [_entering(Operand.of(x), rules, i == 0, numbers[0][i]) for i, x in enumerate((left, right))]
-    problem = Problem(*sides, numbers)
+    entering = (_entering(Operand.of(x), rules, i == 0, numbers[0][i]) for i, x in enumerate((left, right)))
+    problem = Problem(*entering, dimension_numbers=numbers)
     choice = select(BACKENDS, problem, backend)
     lines = [f"{shown}: {choice.backend.name} ({choice.backend.about()})"]
     return "\n".join([*lines, *(f"  {name}: {reason}" for name, reason in choice.reasons.items())])

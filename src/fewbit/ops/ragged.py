@@ -53,7 +53,7 @@ def ragged_dot(
     Raises:
         QuantError: when two operands carry different policies and none is given, or a policy needs a key.
 
-    >>> from fewbit.array import quantize
+    >>> from fewbit.kernels.quantize import quantize
     >>> experts = quantize(jnp.ones((3, 4, 2)), "int8", axis=-2)
     >>> ragged_dot(jnp.ones((5, 4)), experts, jnp.array([2, 0, 3])).shape
     (5, 2)
@@ -98,7 +98,7 @@ def ragged_dot_general(
         QuantError: when two operands carry different policies and none is given, or a policy needs a key.
         UnsupportedError: for a policy with dimension numbers other than those of `ragged_dot`.
 
-    >>> from fewbit.array import quantize
+    >>> from fewbit.kernels.quantize import quantize
     >>> experts = quantize(jnp.ones((3, 4, 2)), "int8", axis=-2)
     >>> ragged_dot_general(jnp.ones((5, 4)), experts, jnp.array([2, 0, 3]), PLAIN).shape
     (5, 2)

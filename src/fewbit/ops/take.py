@@ -8,8 +8,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._tiles import Tile
-from ..array import QArray, dequantize
+from ..array import QArray
 from ..errors import QuantError
+from ..kernels.quantize import dequantize
 
 _MODES = (None, "fill", "clip", "wrap")
 
@@ -29,7 +30,7 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
     Returns:
         An array in `q.dtype`: the axes of `q` with `axis` replaced by those of `indices`.
 
-    >>> from fewbit.array import quantize
+    >>> from fewbit.kernels.quantize import quantize
     >>> take(quantize(jnp.eye(4), "mxfp8"), jnp.array([2, 0]), 0).tolist()
     [[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
     """

@@ -79,7 +79,7 @@ def transparent(
     Raises:
         UnsupportedError: under "error", for the first operation that would need the decoded array.
 
-    >>> from fewbit.array import quantize
+    >>> from fewbit.kernels.quantize import quantize
     >>> def layer(w, x):
     ...     return jnp.tanh(x @ w["kernel"].T)
     >>> w = {"kernel": quantize(jnp.ones((8, 4)), "int8")}

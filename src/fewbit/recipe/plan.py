@@ -11,8 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from .._registry import near_names, refuse_unknown_fields
-from ..array import Scheme, is_qarray, quantize
+from ..array import Scheme, is_qarray
 from ..errors import QuantError
+from ..kernels.quantize import quantize
 from ..ops.uses import Product, Use, array_paths, parameter_uses
 from .matching import matched_product_rules, matched_rules
 from .recipe import recipe as as_recipe

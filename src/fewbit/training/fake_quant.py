@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key
 
-from ..array import Scheme, dequantize, quantize
+from ..array import Scheme
 from ..array.straight_through import is_covered, passed_through
 from ..errors import QuantError
+from ..kernels.quantize import dequantize, quantize
 
 Gradient = Literal["identity", "clipped"]
 

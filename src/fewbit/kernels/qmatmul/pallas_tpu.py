@@ -52,7 +52,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ...array import QArray, Scheme, dequantize, is_qarray
+from ...array import QArray, Scheme, is_qarray
+from ...array.quantize import dequantize
 from .pallas_blocks import PLAIN, Block, Config, Cut
 from .pallas_decode import held_values, plane_values, unit
 from .pallas_form import Form

@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from ..._registry import Registry
-from ...array import QArray, dequantize
+from ...array import QArray
+from ...array.quantize import dequantize
 from ..select import AbstractBackend
 from .codes import Meeting, Side, code_product, refuse_accumulator, scaled_sums, side, sum_types
 from .problem import Problem

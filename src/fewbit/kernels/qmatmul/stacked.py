@@ -37,6 +37,8 @@ class AbstractStackKernel(AbstractBackend[Problem]):
     def unsupported(self, problem: Problem) -> str | None:
         if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
             return "both operands are quantized; it takes one"
+        if problem.accumulator is not None:
+            return f"it sums in float32, and {problem.accumulator} is asked for"
         if problem.out_sharding is not None:
             return "out_sharding is for XLA's own products"
         try:

@@ -12,7 +12,7 @@ import numpy as np
 from ..._tiles import tile_counts
 from ...array import QArray, Scheme
 from ...array.quantize import assembled, chosen_scales, dequantized, quantized, scale_factors
-from ...formats import AbstractFormat
+from ...formats import AbstractFormat, Integer
 from ..extension import device_refusal, extension
 from ..select import AbstractBackend
 from .backends import DEQUANTIZERS, QUANTIZERS
@@ -21,7 +21,7 @@ from .problem import Decoding, Quantization
 from .words import NOTHING, format_words, holder_words, rule_words
 
 _DTYPES = ("float32", "bfloat16", "float16")
-_BEST_LEVEL = 2
+_LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, None: 2}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,11 +32,11 @@ class CpuQuantizer(AbstractBackend[Quantization]):
     made here all the same.
 
     Attributes:
-        level: the highest level of instruction sets to use: 0 portable, 1 AVX2, 2 AVX-512.
+        isa: the instruction set to take, where the machine has it: avx512, avx2, portable; None: the best.
     """
 
     name: ClassVar[str] = "cpu"
-    level: int = _BEST_LEVEL
+    isa: str | None = None
 
     def unsupported(self, problem: Quantization) -> str | None:
         scheme = problem.scheme
@@ -58,11 +58,11 @@ class CpuDequantizer(AbstractBackend[Decoding]):
     """C++ for the CPU, of the same numbers as the reference.
 
     Attributes:
-        level: the highest level of instruction sets to use: 0 portable, 1 AVX2, 2 AVX-512.
+        isa: the instruction set to take, where the machine has it: avx512, avx2, portable; None: the best.
     """
 
     name: ClassVar[str] = "cpu"
-    level: int = _BEST_LEVEL
+    isa: str | None = None
 
     def unsupported(self, problem: Decoding) -> str | None:
         return _refusal(problem.shape, problem.dtype, problem.scheme, problem.tiles)
@@ -160,7 +160,7 @@ def _in_one_call(backend: CpuQuantizer, problem: Quantization, words: dict[str, 
     )
     call = jax.ffi.ffi_call("fewbit_quantize", results, vmap_method="broadcast_all")
     codes, scale, zero_point, unit = call(
-        x.reshape(cut.shape), tiles=_tile_words(cut), level=np.int64(backend.level), **words
+        x.reshape(cut.shape), tiles=_tile_words(cut), level=np.int64(_LEVELS[backend.isa]), **words
     )
     counts = tile_counts(x.shape, tiles)
     packed = _packed(codes, x.shape, scheme)
@@ -176,13 +176,16 @@ def _with_chosen_scales(
     scheme = problem.scheme
     cut = _geometry(x.shape, scheme.tiles(x.ndim), scheme)
     words = format_words(scheme.format)
-    assert cut is not None and words is not None
+    assert cut is not None
+    assert words is not None
     chosen = chosen_scales(x, scheme, weights, scale, offset)
     result = _shaped(cut.packed(scheme.format.bits), None)
     call = jax.ffi.ffi_call("fewbit_encode", result, vmap_method="broadcast_all")
     divisor, shift = (_by_tile(v, cut) for v in (chosen.divisor, chosen.offset))
     attributes = words.attributes("format", "numbers")
-    codes = call(x.reshape(cut.shape), divisor, shift, tiles=_tile_words(cut), level=np.int64(backend.level), **attributes)
+    codes = call(
+        x.reshape(cut.shape), divisor, shift, tiles=_tile_words(cut), level=np.int64(_LEVELS[backend.isa]), **attributes
+    )
     return assembled(x, scheme, _packed(codes, x.shape, scheme), chosen.stored, chosen.zero_point, chosen.tensor_scale)
 
 
@@ -213,15 +216,22 @@ def _native_decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> ja
     factors = [_by_tile(factor, cut) for factor in scale_factors(q)]
     more = factors[1] if len(factors) > 1 else _by_tile(None, cut)
     zero = scheme.zero_point
-    whole = zero.decode(q.zero_point) if isinstance(zero, AbstractFormat) else None
-    offset = None if zero is None or whole is not None else q.zero_point
+    whole, offset = None, q.zero_point
+    if isinstance(zero, AbstractFormat) and offset is not None:
+        whole, offset = zero.decode(offset), None
     result = jax.ShapeDtypeStruct(cut.shape, jnp.dtype(problem.dtype))
     call = jax.ffi.ffi_call("fewbit_dequantize", result, vmap_method="broadcast_all")
     beside = (factors[0], more, _by_tile(whole, cut), _by_tile(offset, cut))
     codes = q.codes.reshape(cut.packed(scheme.format.bits))
-    bits = np.int64(scheme.format.bits)
-    y = call(codes, *beside, tiles=_tile_words(cut), values=_values(scheme.format), bits=bits, level=np.int64(backend.level))
+    attributes = {"bits": scheme.format.bits, "whole_shift": _whole_shift(scheme.format), "level": _LEVELS[backend.isa]}
+    words = {name: np.int64(number) for name, number in attributes.items()}
+    y = call(codes, *beside, tiles=_tile_words(cut), values=_values(scheme.format), **words)
     return y.reshape(shape)
+
+
+def _whole_shift(fmt: AbstractFormat) -> int:
+    """How far the sign of a whole number's code stands from the top of 32 bits, 0 without a sign; -1 for other formats."""
+    return -1 if not isinstance(fmt, Integer) else 32 - fmt.bits if fmt.signed else 0
 
 
 @functools.cache
@@ -241,8 +251,8 @@ def _tile_words(cut: Geometry) -> np.ndarray:
 
 def _shaped(shape: tuple[int, ...], holder: Any) -> jax.ShapeDtypeStruct:
     """The shape of a result: bytes for the codes of a format, else the dtype."""
-    is_code = holder is None or isinstance(holder, AbstractFormat)
-    return jax.ShapeDtypeStruct(shape, jnp.uint8 if is_code else jnp.dtype(holder))
+    dtype = jnp.uint8 if holder is None or isinstance(holder, AbstractFormat) else jnp.dtype(holder)
+    return jax.ShapeDtypeStruct(shape, dtype)
 
 
 def _by_tile(values: jax.Array | None, cut: Geometry) -> jax.Array:

@@ -47,26 +47,37 @@ struct Restored {
   }
 };
 
-INLINE F Looked(const float* table, const uint8_t* codes, int64_t some, bool is_short) {
+// The numbers of W codes (of the first `some`): whole ones by conversion, those of up to 4 bits by one permute of a register
+// where there is one that wide, others from the table.
+INLINE F NumbersOf(const Decoding& d, const uint8_t* codes, int64_t some) {
+  B bytes;
+  if (some >= W) {
+    __builtin_memcpy(&bytes, codes, sizeof bytes);
+  } else {
+    for (int i = 0; i < W; ++i) bytes[i] = codes[i < some ? i : 0];
+  }
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-  if (some >= W) {
-    const __m512i index = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)codes));
-    if (is_short) return (F)_mm512_permutexvar_ps(index, _mm512_loadu_ps(table));
-    return (F)_mm512_i32gather_ps(index, table, 4);
-  }
-#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
-  if (some >= W) {
-    return (F)_mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)codes)), 4);
-  }
+  const I index = (I)_mm512_cvtepu8_epi32((__m128i)bytes);
+#else
+  const I index = __builtin_convertvector(bytes, I);
 #endif
+  if (d.whole_shift >= 0) {
+    return __builtin_convertvector((index << d.whole_shift) >> d.whole_shift, F) * Splat(d.values[1]);
+  }
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+  if (d.bits <= 4) return (F)_mm512_permutexvar_ps((__m512i)index, _mm512_loadu_ps(d.values));
+  return (F)_mm512_i32gather_ps((__m512i)index, d.values, 4);
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+  return (F)_mm256_i32gather_ps(d.values, (__m256i)index, 4);
+#else
   F v;
-  for (int i = 0; i < W; ++i) v[i] = table[codes[i < some ? i : 0]];
+  for (int i = 0; i < W; ++i) v[i] = d.values[bytes[i]];
   return v;
+#endif
 }
 
 template <typename T>
 INLINE void DecodeRow(const Decoding& d, const uint8_t* codes, int64_t tiles_at, T* out) {
-  const bool is_short = d.bits <= 4;
   const float* more = d.more_factors == nullptr ? d.factors : d.more_factors;
   const float* zeros = d.zeros == nullptr ? d.factors : d.zeros;
   const float* offsets = d.offsets == nullptr ? d.factors : d.offsets;
@@ -76,7 +87,7 @@ INLINE void DecodeRow(const Decoding& d, const uint8_t* codes, int64_t tiles_at,
       const int64_t some = d.columns - c, at = tiles_at + c;
       const Restored restore{LoadSome(d.factors + at, some), LoadSome(more + at, some), LoadSome(zeros + at, some),
                              LoadSome(offsets + at, some), has_more, has_zero, has_offset};
-      StoreAs(out + c, restore(Looked(d.values, codes + c, some, is_short)), some);
+      StoreAs(out + c, restore(NumbersOf(d, codes + c, some)), some);
     }
     return;
   }
@@ -84,7 +95,7 @@ INLINE void DecodeRow(const Decoding& d, const uint8_t* codes, int64_t tiles_at,
     const int64_t at = tiles_at + tile;
     const int64_t end = c + d.tile_columns < d.columns ? c + d.tile_columns : d.columns;
     const Restored restore{Splat(d.factors[at]), Splat(more[at]), Splat(zeros[at]), Splat(offsets[at]), has_more, has_zero, has_offset};
-    for (; c < end; c += W) StoreAs(out + c, restore(Looked(d.values, codes + c, end - c, is_short)), end - c);
+    for (; c < end; c += W) StoreAs(out + c, restore(NumbersOf(d, codes + c, end - c)), end - c);
     c = end;
   }
 }

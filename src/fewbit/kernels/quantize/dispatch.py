@@ -70,7 +70,8 @@ def quantize(
     problem = Quantization(
         x.shape, x.dtype.name, bound, is_stochastic, is_given, is_weighted, shared_axes(shared_noise, x.ndim, key)
     )
-    return select(QUANTIZERS, problem, backend).backend.run(problem, x, *given)
+    q: Any = select(QUANTIZERS, problem, backend).backend.run(problem, x, *given)
+    return q
 
 
 def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None = None) -> Float[Array, "*s"]:

@@ -38,8 +38,34 @@ struct MinifloatCoder {
   }
 };
 
-// How many thresholds lie below, added up in steps of the code.
+// How many thresholds lie below: with AVX-512 by halving, where a table of 16 is one register; else added up one by one, in
+// steps of the code.
 struct CodebookCoder {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+  F after8, after4, after2, after1;  // the threshold that is asked next, by what is known of the place
+  I codes;
+  I plus, minus;
+  bool is_sorted, has_two_zeros;
+  explicit CodebookCoder(const Format& f)
+      : plus(Splat((int32_t)f.plus_zero)), minus(Splat((int32_t)f.minus_zero)), is_sorted(true), has_two_zeros(f.plus_zero >= 0) {
+    float all[32];
+    for (int i = 0; i < 32; ++i) all[i] = i + 1 < f.count ? f.thresholds[i] : __builtin_inff();
+    after8 = Splat(all[7]), after4 = Load(all + 3), after2 = Load(all + 1), after1 = Load(all);
+    codes = LoadInts(f.codes);
+    for (int i = 0; i < f.count; ++i) is_sorted = is_sorted && f.codes[i] == i;
+  }
+  INLINE_MEMBER I operator()(F q, F sign) const {
+    auto beyond = [&](I place, F thresholds, int step) {
+      const __m512 threshold = _mm512_permutexvar_ps((__m512i)place, (__m512)thresholds);
+      const __mmask16 is_beyond = _mm512_cmp_ps_mask((__m512)q, threshold, _CMP_GT_OQ);
+      return (I)_mm512_mask_add_epi32((__m512i)place, is_beyond, (__m512i)place, _mm512_set1_epi32(step));
+    };
+    I code = beyond(Splat((int32_t)0), after8, 8);
+    code = beyond(code, after4, 4);
+    code = beyond(code, after2, 2);
+    code = beyond(code, after1, 1);
+    if (!is_sorted) code = (I)_mm512_permutexvar_epi32((__m512i)code, (__m512i)codes);
+#else
   int count;
   F thresholds[kMaxCodes];
   I steps[kMaxCodes];
@@ -56,57 +82,60 @@ struct CodebookCoder {
   INLINE_MEMBER I operator()(F q, F sign) const {
     I code = first;
     for (int i = 0; i + 1 < count; ++i) code += (I)(q > thresholds[i]) & steps[i];
+#endif
     if (!has_two_zeros) return code;
     const I zero = ((I)sign < 0) ? minus : plus;
     return ((code == plus) | (code == minus)) ? zero : code;
   }
 };
 
-// Whether x / scale may be found by the reciprocal: far from where any step of it would leave the normal numbers.
-INLINE bool IsModerate(float scale) {
+// How x / scale is found, rounded once as IEEE 754 has it.
+//
+// A power of two divides by its reciprocal. With fused operations a correctly rounded reciprocal and two corrections give the
+// very quotient in a third of a division's time (Markstein, IBM J. Res. Dev. 34, 1990: after the first the quotient is within
+// a last place, and one more rounds it correctly). Both need scales far from where a step of it would leave the normal
+// numbers; elements so small that a remainder underflows have code 0 either way.
+enum class Way { kMultiply, kCorrect, kDivide };
+
+INLINE Way WayOf(float scale, bool always_divide) {
   int32_t bits;
   __builtin_memcpy(&bits, &scale, 4);
   const int exponent = (bits >> 23) & 0xFF;
-  return exponent >= 67 && exponent <= 187;
+  if (always_divide || exponent < 67 || exponent > 187) return Way::kDivide;
+  if ((bits & 0x7FFFFF) == 0) return Way::kMultiply;
+  return FEWBIT_HAS_FMA ? Way::kCorrect : Way::kDivide;
 }
 
-// x / scale, rounded once as IEEE 754 has it. With fused operations a correctly rounded reciprocal, and two corrections,
-// give the very same number in a third of the time (Markstein, IBM J. Res. Dev. 34, 1990: after the first the quotient is
-// within a last place, and one more rounds it correctly). Elements so small that a remainder underflows have code 0 either
-// way.
-struct Divider {
-  F scale, reciprocal;
-  bool is_exact_needed;
-  INLINE_MEMBER F operator()(F x) const {
-#if FEWBIT_LEVEL != FEWBIT_LEVEL_PORTABLE
-    if (!is_exact_needed) {
-      const F q = x * reciprocal;
-      const F better = Fma(Fnma(q, scale, x), reciprocal, q);
-      return Fma(Fnma(better, scale, x), reciprocal, better);
-    }
-#endif
-    return x / scale;
-  }
-};
+template <Way way>
+INLINE F Quotient(F x, F scale, F reciprocal) {
+  if (way == Way::kDivide) return x / scale;
+  const F q = x * reciprocal;
+  if (way == Way::kMultiply) return q;
+  const F better = Fma(Fnma(q, scale, x), reciprocal, q);
+  return Fma(Fnma(better, scale, x), reciprocal, better);
+}
+
+template <Way way, typename T, typename Coder>
+INLINE void EncodeRunBy(const T* x, int64_t count, const Coder& coder, float scale, const float* offset, uint8_t* out) {
+  const F by = Splat(scale), reciprocal = Splat(1.0f / scale), shift = Splat(offset == nullptr ? 0.0f : *offset);
+  const I scale_sign = SignBit(by);
+  auto encode = [&](F v) {
+    if (offset != nullptr) v -= shift;
+    return ToBytes(coder(Quotient<way>(v, by, reciprocal), (F)((I)v ^ scale_sign)));
+  };
+  int64_t i = 0;
+  for (; i + W <= count; i += W) StoreSome(out + i, encode(Load(x + i)), W);
+  if (i < count) StoreSome(out + i, encode(LoadSome(x + i, count - i)), count - i);
+}
 
 // Encodes a run of elements that share a scale.
 template <typename T, typename Coder>
 INLINE void EncodeRun(const T* x, int64_t count, const Coder& coder, float scale, const float* offset, bool always_divide,
                       uint8_t* out) {
-  const Divider divide{Splat(scale), Splat(1.0f) / Splat(scale), always_divide || !IsModerate(scale)};
-  const I scale_sign = SignBit(Splat(scale));
-  const F shift = Splat(offset == nullptr ? 0.0f : *offset);
-  auto encode = [&](F v) {
-    if (offset != nullptr) v -= shift;
-    return ToBytes(coder(divide(v), (F)((I)v ^ scale_sign)));
-  };
-  int64_t i = 0;
-  if (!divide.is_exact_needed && offset == nullptr) {
-    for (; i + W <= count; i += W) StoreSome(out + i, encode(Load(x + i)), W);
-  } else {
-    for (; i + W <= count; i += W) StoreSome(out + i, encode(Load(x + i)), W);
-  }
-  if (i < count) StoreSome(out + i, encode(LoadSome(x + i, count - i)), count - i);
+  const Way way = WayOf(scale, always_divide);
+  if (way == Way::kMultiply) EncodeRunBy<Way::kMultiply>(x, count, coder, scale, offset, out);
+  else if (way == Way::kCorrect) EncodeRunBy<Way::kCorrect>(x, count, coder, scale, offset, out);
+  else EncodeRunBy<Way::kDivide>(x, count, coder, scale, offset, out);
 }
 
 // Encodes elements of one row that each have their own scale.
@@ -118,10 +147,10 @@ INLINE void EncodeEach(const T* x, int64_t count, const Coder& coder, const floa
     const F scale = LoadSome(scales + i, some);
     const F reciprocal = Splat(1.0f) / scale;
     const I exponent = ((I)scale >> 23) & 0xFF;
-    const bool is_extreme = always_divide || LargestLane((I)((exponent < 67) | (exponent > 187)) & 1) != 0;
+    const bool is_extreme = !FEWBIT_HAS_FMA || always_divide || LargestLane((I)((exponent < 67) | (exponent > 187)) & 1) != 0;
     F v = LoadSome(x + i, some);
     if (offsets != nullptr) v -= LoadSome(offsets + i, some);
-    const F q = Divider{scale, reciprocal, is_extreme}(v);
+    const F q = is_extreme ? Quotient<Way::kDivide>(v, scale, reciprocal) : Quotient<Way::kCorrect>(v, scale, reciprocal);
     const I code = coder(q, (F)((I)v ^ SignBit(scale)));
     StoreSome(out + i, ToBytes((scale != scale) ? Splat((int32_t)nan_code) : code), some);
   }

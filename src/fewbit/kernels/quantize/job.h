@@ -85,6 +85,7 @@ struct Decoding {
   bool packs_rows;
   int bits;
   const float* values;  // 256, by code
+  int whole_shift;      // codes that are whole numbers: what carries their sign to the top of 32 bits; -1: they are not
   const float* factors;
   const float* more_factors;  // null: none
   const float* zeros;         // in units of codes; null: none

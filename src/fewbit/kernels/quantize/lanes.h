@@ -1,4 +1,7 @@
-// Vectors of the level's width, and the few operations that C++ has no operator for. Included in each level's namespace.
+// Vectors of the level's width, and the few operations that C++ has no operator for.
+//
+// Included in each level's namespace. The vectors are those of the GCC and Clang extension, which have C++'s operators on
+// any processor; a comparison gives a vector of all or no bits, and `mask ? a : b` chooses lane by lane.
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 constexpr int W = 16;
@@ -15,6 +18,11 @@ typedef uint16_t H __attribute__((vector_size(2 * W)));
 typedef uint8_t B __attribute__((vector_size(W)));
 
 #define INLINE static inline __attribute__((always_inline))
+#if FEWBIT_LEVEL != FEWBIT_LEVEL_PORTABLE || defined(__aarch64__)
+#define FEWBIT_HAS_FMA 1
+#else
+#define FEWBIT_HAS_FMA 0
+#endif
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 INLINE F Splat(float v) { return (F)_mm512_set1_ps(v); }
@@ -49,7 +57,17 @@ INLINE F Min(F a, F b) { return a < b ? a : b; }
 INLINE F Max(F a, F b) { return a > b ? a : b; }
 INLINE I Max(I a, I b) { return a > b ? a : b; }
 INLINE I Min(I a, I b) { return a < b ? a : b; }
-INLINE F Fma(F a, F b, F c) { return a * b + c; }  // rounded twice: only where that does not matter
+#if FEWBIT_HAS_FMA
+INLINE F Fma(F a, F b, F c) { return (F)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+INLINE F Fnma(F a, F b, F c) { return (F)vfmsq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else
+typedef double D __attribute__((vector_size(8 * W)));
+INLINE F Fma(F a, F b, F c) {  // a product of two float32 is exact in float64
+  const D product = __builtin_convertvector(a, D) * __builtin_convertvector(b, D);
+  return __builtin_convertvector(product + __builtin_convertvector(c, D), F);
+}
+INLINE F Fnma(F a, F b, F c) { return Fma((F)((I)a ^ (int32_t)0x80000000), b, c); }
+#endif
 INLINE F FromHalf(H h) {
   F x;
   for (int i = 0; i < W; ++i) x[i] = FloatOfHalf(h[i]);

@@ -17,9 +17,9 @@ struct Of {
     if (job.calibration < Calibration::kBestPower) {
       Scales(job, ranges, unit, (b * job.row_tiles + row_tile) * job.column_tiles + t0, count);
     } else if (job.format.kind == Kind::kInteger) {
-      SearchedScales<T>(job, IntegerGrid(job.format), b, row_tile, t0, count, ranges, unit, scratch);
+      SearchedScales<T>(job, IntegerGrid(job.format), b, row_tile, t0, count, unit, scratch);
     } else {
-      SearchedScales<T>(job, MinifloatGrid(job.format), b, row_tile, t0, count, ranges, unit, scratch);
+      SearchedScales<T>(job, MinifloatGrid(job.format), b, row_tile, t0, count, unit, scratch);
     }
   }
   static void Encode(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1, uint8_t* scratch) {

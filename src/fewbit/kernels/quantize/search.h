@@ -33,11 +33,7 @@ INLINE F ErrorOf(const float* magnitudes, int64_t count, const Grid& grid, F sca
   F even = Splat(0.0f), odd = even;
   auto residual = [&](const float* p) {
     const F magnitude = Load(p);
-#if FEWBIT_LEVEL != FEWBIT_LEVEL_PORTABLE
     return Fnma(grid(magnitude * reciprocal), scale, magnitude);
-#else
-    return magnitude - grid(magnitude * reciprocal) * scale;
-#endif
   };
   int64_t i = 0;
   for (; i + 2 <= count; i += 2) {
@@ -108,44 +104,93 @@ INLINE F BestCode(const Job& job, const Grid& grid, const float* magnitudes, int
   return best.scale;
 }
 
-// The magnitudes of W tiles from tile `t` of a row of tiles, element by element, in units; zeros where there is none.
+// Transposes W vectors of W lanes.
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+INLINE void Transpose(F (&v)[W]) {
+  __m512 a[W], b[W];
+  for (int i = 0; i < W; i += 2) {
+    a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
+  }
+  for (int i = 0; i < W; i += 4) {
+    for (int k = 0; k < 2; ++k) {
+      b[i + 2 * k] = (__m512)_mm512_unpacklo_pd((__m512d)a[i + k], (__m512d)a[i + k + 2]);
+      b[i + 2 * k + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[i + k], (__m512d)a[i + k + 2]);
+    }
+  }
+  for (int i = 0; i < W; i += 8) {
+    for (int k = 0; k < 4; ++k) {
+      a[i + k] = _mm512_shuffle_f32x4(b[i + k], b[i + k + 4], 0x88);
+      a[i + k + 4] = _mm512_shuffle_f32x4(b[i + k], b[i + k + 4], 0xDD);
+    }
+  }
+  for (int k = 0; k < 8; ++k) {
+    v[k] = (F)_mm512_shuffle_f32x4(a[k], a[k + 8], 0x88);
+    v[k + 8] = (F)_mm512_shuffle_f32x4(a[k], a[k + 8], 0xDD);
+  }
+}
+#else
+INLINE void Transpose(F (&v)[W]) {
+  float flat[W * W];
+  for (int i = 0; i < W; ++i) StoreSome(flat + i * W, v[i], W);
+  for (int i = 0; i < W; ++i) {
+    for (int k = 0; k < W; ++k) v[i][k] = flat[k * W + i];
+  }
+}
+#endif
+
+// The bits of the largest magnitudes of W tiles from tile `t` of a row of tiles, and in `out` their magnitudes, element by
+// element; zeros where there is none. Returns how many elements a tile has.
 template <typename T>
-INLINE int64_t Gathered(const Job& job, int64_t b, int64_t row_tile, int64_t t, int64_t tiles, F unit_power, float* out) {
+INLINE int64_t Gathered(const Job& job, int64_t b, int64_t row_tile, int64_t t, int64_t tiles, I* largest, float* out) {
   const int64_t r0 = row_tile * job.tile_rows;
   const int64_t r1 = r0 + job.tile_rows < job.rows ? r0 + job.tile_rows : job.rows;
-  const int64_t width = job.tile_columns;
+  const int64_t width = job.tile_columns, left = job.columns - t * width;
+  I bits = Splat((int32_t)0);
   int64_t n = 0;
+  auto keep = [&](int64_t i, F v) {
+    const F magnitude = Abs(v);
+    bits = Max(bits, (I)magnitude);
+    StoreSome(out + i * W, magnitude, W);
+  };
   for (int64_t r = r0; r < r1; ++r, n += width) {
     const T* x = (const T*)job.x + (b * job.rows + r) * job.columns + t * width;
     if (width == 1) {
-      StoreSome(out + n * W, Abs(LoadSome(x, tiles)) * unit_power, W);
-      continue;
+      keep(n, LoadSome(x, tiles));
+    } else if (width % W == 0 && left >= W * width) {
+      for (int64_t j = 0; j < width; j += W) {
+        F v[W];
+        for (int lane = 0; lane < W; ++lane) v[lane] = Load(x + lane * width + j);
+        Transpose(v);
+        for (int i = 0; i < W; ++i) keep(n + j + i, v[i]);
+      }
+    } else {
+      for (int64_t j = 0; j < width; ++j) {
+        F v = Splat(0.0f);
+        for (int lane = 0; lane < W; ++lane) {
+          if (lane * width + j < left) v[lane] = Widened(x[lane * width + j]);
+        }
+        keep(n + j, v);
+      }
     }
-    const int64_t left = job.columns - t * width;
-    for (int64_t lane = 0; lane < W; ++lane) {
-      float* to = out + n * W + lane;
-      int64_t some = left - lane * width;
-      some = some < 0 ? 0 : some < width ? some : width;
-      for (int64_t j = 0; j < some; ++j) to[j * W] = Widened(x[lane * width + j]);
-      for (int64_t j = some; j < width; ++j) to[j * W] = 0.0f;
-    }
-    for (int64_t j = 0; j < width; ++j) StoreSome(out + (n + j) * W, Abs(Load(out + (n + j) * W)) * unit_power, W);
   }
+  *largest = bits;
   return n;
 }
 
 // As `Scales`, for the rules that search. `scratch` holds the magnitudes of W tiles.
 template <typename T, typename Grid>
 static void SearchedScales(const Job& job, const Grid& grid, int64_t b, int64_t row_tile, int64_t t0, int64_t count,
-                           const Ranges& ranges, float unit, float* scratch) {
+                           float unit, float* scratch) {
   const int64_t at = (b * job.row_tiles + row_tile) * job.column_tiles + t0;
   for (int64_t i = 0; i < count; i += W) {
     const int64_t some = count - i < W ? count - i : W;
-    const I bits = LoadInts(ranges.magnitude + i);
+    I bits;
+    const int64_t n = Gathered<T>(job, b, row_tile, t0 + i, some, &bits, scratch);
     const F largest = MagnitudeOf(bits);
     const I exponent = Min(Max(ExponentOf(largest), Splat((int32_t)-126)), Splat((int32_t)126));
     const F unit_power = PowerOfTwo(-exponent);
-    const int64_t n = Gathered<T>(job, b, row_tile, t0 + i, some, unit_power, scratch);
+    for (int64_t k = 0; k < n; ++k) StoreSome(scratch + k * W, Load(scratch + k * W) * unit_power, W);
     const F best = job.calibration == Calibration::kBestPower
                        ? BestPower(job, grid, scratch, n, largest, unit_power)
                        : BestCode(job, grid, scratch, n, largest, unit_power, Splat(unit));

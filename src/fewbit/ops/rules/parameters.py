@@ -5,9 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...array import dequantize, quantize
 from ...array.straight_through import is_covered, passed_through
 from ...errors import UnsupportedError
+from ...kernels.quantize import dequantize, quantize
 from ..latent import PARAMETER_RULES, Latent, is_latent, plain
 from ..stepped import StepScales, noted, widest
 from .derivatives import DERIVATIVES

@@ -9,8 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ...array import dequantize, is_qarray
+from ...array import is_qarray
 from ...errors import UnsupportedError
+from ...kernels.quantize import dequantize
 from ...ops import take
 from ...ops.rules.control import stacked
 from ...ops.standin import StandIn

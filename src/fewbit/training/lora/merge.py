@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...array import QArray, Scheme, dequantize, is_qarray, quantize
+from ...array import QArray, Scheme, is_qarray
 from ...errors import QuantError
+from ...kernels.quantize import dequantize, quantize
 from ...ops.rules.control import stacked
 from .adapter import Adapter
 from .apply import with_adapters
