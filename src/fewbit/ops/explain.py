@@ -43,7 +43,7 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     shown = f"{Operand.of(left)} @ {Operand.of(right)}"
     left, right, numbers = untransposed(left, right, numbers)
     sides = [_entering(Operand.of(x), rules, i == 0, numbers[0][i]) for i, x in enumerate((left, right))]
-    problem = Problem(*sides, numbers)
+    problem = Problem(sides[0], sides[1], numbers)
     choice = select(BACKENDS, problem, backend)
     lines = [f"{shown}: {choice.backend.name} ({choice.backend.about()})"]
     return "\n".join([*lines, *(f"  {name}: {reason}" for name, reason in choice.reasons.items())])

@@ -168,7 +168,7 @@ def _run(*operands: Any, **settings: Any) -> jax.Array:
 def _result(x: Any, *leaves: Any, form: Any, contracts_cols: bool, dtype: Any, isa: str | None) -> Any:
     q: QArray = jax.tree.unflatten(form, leaves)
     shape = (x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2])
-    return jax.core.ShapedArray(shape, dtype)
+    return x.update(shape=shape, dtype=dtype, weak_type=False)
 
 
 def _tangent(primals: Any, tangents: Any, **settings: Any) -> tuple[jax.Array, Any]:
@@ -187,7 +187,7 @@ def _tangent(primals: Any, tangents: Any, **settings: Any) -> tuple[jax.Array, A
             return _elsewhere(x, *held, **settings)
 
         parts.append(jax.jvp(of_moved, [leaves[i] for i in moved], [along_leaves[i] for i in moved])[1])
-    return y, functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(y)
+    return y, functools.reduce(jnp.add, parts)
 
 
 def _transposed(gradient: Any, x: Any, *leaves: Any, contracts_cols: bool, dtype: Any, **settings: Any) -> list[Any]:
