@@ -105,12 +105,12 @@ $(VENV)/.ready-docs: $(VENV)/.ready-demo
 	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo,docs]"
 	@touch $@
 
-# The newest of JAX and of what it stands on; the tools of the tests stay pinned.
+# The newest of JAX, of what it stands on and of the frameworks; the tools of the tests stay pinned.
 $(NEWEST)/.ready: $(PACKAGE)
 	@echo "Setting up $(NEWEST) with $(NEWEST_PYTHON) and the newest JAX ..."
 	@$(NEWEST_PYTHON) -m venv --clear $(NEWEST)
-	@grep -viE '^(jax|jaxlib|ml_dtypes|numpy|opt_einsum|scipy)==' constraints.txt > $(NEWEST)/constraints.txt
+	@grep -viE '^(jax|jaxlib|ml_dtypes|numpy|opt_einsum|scipy|equinox|flax|optax|orbax-checkpoint)==' constraints.txt > $(NEWEST)/constraints.txt
 	@$(NEWEST)/bin/python $(INSTALL) --constraint $(NEWEST)/constraints.txt setuptools jax
-	@$(NEWEST)/bin/python $(INSTALL) --constraint $(NEWEST)/constraints.txt --editable ".[demo,test]"
+	@$(NEWEST)/bin/python $(INSTALL) --constraint $(NEWEST)/constraints.txt --editable ".[demo,test,equinox,flax]"
 	@$(NEWEST)/bin/python $(INSTALL) --no-deps $(TEST_MODELS)
 	@touch $@

@@ -1,4 +1,4 @@
-"""Losses of a small transformer trained in float and in few bits: `examples/loss_curves.py`, saved as bench/results/training.json.
+"""Losses of a small transformer in float32, bfloat16 and few bits: `examples/loss_curves.py`, saved as bench/results/training.json.
 
 python -m bench.training --steps 300
 """
@@ -8,6 +8,7 @@ import pathlib
 import runpy
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from .facts import save
@@ -26,7 +27,8 @@ def main() -> None:
     example = runpy.run_path(str(EXAMPLE))
     curves = example["main"](args.steps)
     reference = float(np.mean(curves["float"][-LAST:]))
-    rows = [row(name, str(example["POLICIES"][name] or "float32"), curve, reference) for name, curve in curves.items()]
+    kinds = {name: jnp.dtype(dtype).name for name, dtype in example["DTYPES"].items()} | example["POLICIES"]
+    rows = [row(name, str(kinds[name]), curve, reference) for name, curve in curves.items()]
     if args.save:
         save(
             "training",

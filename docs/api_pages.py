@@ -20,6 +20,7 @@ TITLES = {
     "kernels": "Kernels",
     "ops": "Products",
     "recipe": "Recipes",
+    "statistics": "Statistics",
     "training": "Training",
     "kvcache": "Caches",
     "methods": "Methods",

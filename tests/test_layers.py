@@ -23,6 +23,7 @@ LAYERS = (
     ("kernels",),
     ("ops",),
     ("recipe",),
+    ("statistics",),
     ("training", "kvcache", "methods"),
     ("frameworks", "io", "models"),
     ("evaluate", "torch"),

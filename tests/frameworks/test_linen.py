@@ -1,6 +1,7 @@
 """Linen modules: quantized in their collections, called by every method, trained with a float model's variables."""
 
 import re
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -149,3 +150,21 @@ def test_two_models_never_touch(variables):
     before = NET.apply(variables, X)
     fl.apply(NET)(fl.quantize(NET, variables, X, recipe="int4"), X)
     assert jnp.array_equal(NET.apply(variables, X), before)
+
+
+def test_names_of_modules_stand_in_what_is_compiled(variables):
+    """Profiles group by the scopes that Flax opens; every product keeps its own, forwards and backwards."""
+    quantized = fl.quantize(NET, variables, X, recipe="int8")
+    recipe = fb.Recipe((fb.Rule("w[io]/kernel", fb.Policy("int8", "int8", dlhs="int8", drhs="int8")),))
+    trained = fl.train(NET, recipe)
+    gradient = jax.grad(lambda variables, x: trained(variables, x).sum())
+    for call, args, around in ((fl.apply(NET), quantized, "jit"), (gradient, variables, "transpose")):
+        text = jax.jit(call).lower(args, X).compile().as_text()
+        for layer in ("wi", "wo"):
+            assert re.search(rf'op_name="[^"]*{around}[^"]*/{layer}/jit.quantized_dot_general', text)
+
+
+def test_without_flax_the_error_says_what_brings_it(monkeypatch, variables):
+    monkeypatch.setitem(sys.modules, "flax.core.meta", None)
+    with pytest.raises(fb.UnsupportedError, match=r"flax is not installed; pip install fewbit\[flax\]"):
+        fl.quantize(NET, variables, X, recipe="int8")

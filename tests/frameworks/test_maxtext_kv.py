@@ -157,6 +157,22 @@ def test_the_numbers_fit_aqts_own_tensor():
     np.testing.assert_allclose(values, kv, atol=0.51 * float(jnp.max(jnp.abs(kv))) / 127)
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize(("name", "axis"), KINDS)
+def test_maxtexts_own_cache_takes_it(name, axis):
+    kvcache = pytest.importorskip("maxtext.inference.kvcache", reason="MaxText needs Python 3.12")
+    nnx, quant, keys = pytest.importorskip("flax.nnx"), KVQuant(name, axis), normal(B, S, H, D, seed=1)
+    settings = {"max_prefill_length": S, "max_target_length": 2 * S, "batch": B, "key_seq_len": S, "value_seq_len": S}
+    settings |= {"key_heads": H, "value_heads": H, "key_head_size": D, "value_head_size": D, "dtype": jnp.float32}
+    with nnx.use_eager_sharding(False), jax.numpy_dtype_promotion("standard"):
+        cache = kvcache.KVCache(**settings, kv_quant=quant, model_mode="prefill", rngs=nnx.Rngs(0))
+        cache(keys, keys, jnp.ones((B, S), jnp.int32), "prefill")
+        (key, value, _), _ = cache(keys[:, :1], keys[:, :1], None, "autoregressive")
+    mine = read(written(quant, keys), jnp.float32)
+    np.testing.assert_array_equal(decoded(key), decoded(mine))
+    np.testing.assert_array_equal(decoded(value), decoded(mine))
+
+
 def test_the_configuration_names_the_quantizer(unchecked):
     config = types.SimpleNamespace(quantize_kvcache=True, kv_quant_dtype="fp8", kv_quant_axis="heads_and_dkv")
     quant = configure_kv_quant(config)

@@ -103,3 +103,24 @@ def test_an_equinox_module_is_trained_by_an_unchanged_optimizer(eqx):
             model, state, value = step(model, state)
             losses.append(value)
     assert losses[-1] < losses[0] and jax.tree.structure(model) == structure
+
+
+def test_an_equinox_module_is_served_as_it_was_trained(eqx):
+    """Paths are those of the fields; an optax step on the float module changes none of that."""
+    optax = pytest.importorskip("optax")
+    model = eqx.nn.MLP(16, 4, 32, 1, key=jax.random.key(0))
+    recipe = fb.Recipe((fb.Rule("layers/[01]/weight", fb.Policy("int8", "int8")),))
+    plan = fb.plan(batched, model, X, recipe=recipe)
+    assert {row.path: row.axis for row in plan if row.policy} == {"layers/0/weight": (-1,), "layers/1/weight": (-1,)}
+    optimizer, trained = optax.sgd(0.1), fb.train(batched, recipe)
+
+    @eqx.filter_jit
+    def step(model):
+        gradient = eqx.filter_grad(lambda model: jnp.sum(trained(model, X) ** 2))(model)
+        return eqx.apply_updates(model, optimizer.update(gradient, optimizer.init(gradient))[0])
+
+    model = step(model)
+    quantized = fb.quantize_params(model, plan)
+    assert fb.is_qarray(quantized.layers[0].weight) and quantized.layers[0].bias is model.layers[0].bias
+    served, expected = eqx.filter_jit(fb.transparent(batched))(quantized, X), eqx.filter_jit(trained)(model, X)
+    np.testing.assert_array_equal(served, expected)

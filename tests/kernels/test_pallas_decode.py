@@ -29,7 +29,7 @@ def test_which_formats_are_decoded():
 def test_every_plane_of_every_byte(name: str):
     fmt = fb.FORMATS[name]
     for shift in range(0, 8, fmt.bits):
-        values = np.asarray(plane_values(fmt, BYTES, shift)) * np.float32(unit(fmt))
+        values = np.asarray(plane_values(fmt, BYTES, shift)) * np.float32(unit(fmt, shift))
         codes = (np.arange(256) >> shift) % 2**fmt.bits
         expected = np.asarray(fmt.decode(jnp.asarray(codes, jnp.uint8)))
         np.testing.assert_array_equal(values, expected)

@@ -1,7 +1,11 @@
 """The TPU kernel: its values in interpret mode, its lowering for TPUs, and the bytes that it moves."""
 
+import dataclasses
 import functools
-from typing import Any
+import os
+import subprocess
+import sys
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -9,9 +13,12 @@ import numpy as np
 import pytest
 
 import fewbit as fb
+from fewbit.kernels.qmatmul import BACKENDS, PallasTPU, Problem
 from fewbit.kernels.qmatmul.pallas_blocks import Block, Config, Cut, bytes_moved, fitting
 from fewbit.kernels.qmatmul.pallas_form import Form, refusal
 from fewbit.kernels.qmatmul.pallas_tpu import blocks_of, stacked_product
+from fewbit.kernels.qmatmul.problem import Operand
+from fewbit.kernels.select import select
 
 SMALL = Config(m=8, codes=256, columns=128)  # several blocks along each axis of what follows
 REFUSED = {f"{sign}int{bits}{end}" for sign in ("", "u") for bits in (3, 5, 6, 7) for end in ("", "_narrow")}
@@ -107,6 +114,102 @@ def test_high_first_packing():
     x, q = operands(scheme, -1, True, (1, 8, 128), 2, jnp.float32)  # type: ignore[arg-type]
     y = stacked_product(x, q, contracts_last=True, result=jnp.float32, interpret=True)
     assert_is_product(y, x, q, True, jnp.float32)
+
+
+# --- as a backend ---
+
+NUMBERS = (((1,), (1,)), ((), ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class OnCpu(PallasTPU):
+    """The backend in interpret mode as if it were made for CPUs, so that all that surrounds it can be run."""
+
+    name: ClassVar[str] = "pallas_on_cpu"
+    platform: ClassVar[str] = "cpu"
+    config: Config = SMALL
+    interpret: bool = True
+
+
+@pytest.fixture
+def on_cpu():
+    BACKENDS.add(OnCpu.name, OnCpu())
+    yield OnCpu.name
+    BACKENDS.remove(OnCpu.name)
+
+
+def test_gradients_vmap_and_many_axes(on_cpu: str):
+    rng = np.random.default_rng(2)
+    q = fb.quantize(jnp.asarray(rng.normal(size=(64, 4, 8)), jnp.float32), "int4", axis=0)  # [in, heads, of a head]
+    x = jnp.asarray(rng.normal(size=(2, 3, 64)), jnp.float32)
+
+    def loss(backend, x, q):
+        rows = jax.vmap(lambda x: fb.dot_general(x, q, (((1,), (0,)), ((), ())), backend=backend))(x)
+        return jnp.sum(rows**2)
+
+    value, gradients = jax.jit(jax.value_and_grad(functools.partial(loss, on_cpu)))(x, q.astype(jnp.float32))
+    expected, wanted = jax.value_and_grad(functools.partial(loss, "reference"))(x, q)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    np.testing.assert_allclose(gradients, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_named_backend_is_refused_where_it_does_not_run():
+    q = fb.quantize(jnp.ones((4, 32)), "int8")
+    with pytest.raises(fb.UnsupportedError) as caught:
+        fb.dot_general(jnp.ones((2, 32)), q, NUMBERS, backend="pallas_tpu")
+    assert caught.value.reasons == {"pallas_tpu": "it runs on tpu, and the program is compiled for cpu"}
+
+
+def test_one_trace_serves_cpu_and_tpu():
+    q = fb.quantize(jnp.ones((128, 256), jnp.bfloat16), "nf4")
+    traced = jax.jit(lambda x, q: fb.dot_general(x, q, NUMBERS, backend="pallas_tpu")).trace(
+        jnp.ones((2, 256), jnp.bfloat16), q
+    )
+    assert "tpu_custom_call" in traced.lower(lowering_platforms=("tpu",)).as_text()
+    with pytest.raises(fb.UnsupportedError, match="it runs on tpu, and the program is compiled for cpu"):
+        traced.lower(lowering_platforms=("cpu",))
+
+
+def test_within_shard_map_the_kernel_is_each_devices_own():
+    mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    q = fb.quantize(jnp.ones((128, 256), jnp.bfloat16), "int4")
+    specs = jax.sharding.PartitionSpec("rows"), jax.sharding.PartitionSpec()
+    own = jax.shard_map(
+        lambda x, q: fb.dot_general(x, q, NUMBERS, backend="pallas_tpu"), mesh=mesh, in_specs=specs, out_specs=specs[0]
+    )
+    lowered = jax.jit(own).trace(jnp.ones((8, 256), jnp.bfloat16), q).lower(lowering_platforms=("tpu",))
+    assert "tpu_custom_call" in lowered.as_text()
+
+
+ALONE = """
+import jax, jax.numpy as jnp
+import fewbit as fb
+
+w, x = fb.quantize(jnp.ones((64, 96)), "nf4"), jnp.ones((3, 96))
+
+def texts(fn):
+    traced = jax.jit(fn).trace(x)
+    return [traced.lower(lowering_platforms=(name,)).as_text() for name in ("cpu", "cuda", "tpu")]
+
+cpu, cuda, tpu = texts(lambda x: x @ w.T)
+assert "tpu_custom_call" in tpu and "dot_general" not in tpu
+assert "tpu_custom_call" not in cpu + cuda and "dot_general" in cuda
+assert texts(jax.grad(lambda x: jnp.sum(x @ w.T)))[2].count("tpu_custom_call") == 1
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.newest
+def test_a_process_with_one_device_takes_the_kernel_where_a_program_is_compiled_for_tpus():
+    """The tests' own process has eight devices, over which XLA could not split a kernel."""
+    settings = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", ALONE], check=True, env=settings)
+
+
+def test_several_devices_leave_it_aside():
+    problem = Problem(Operand((2, 32), "float32", None), Operand((4, 32), "float32", fb.SCHEMES["int8"]), NUMBERS)
+    assert str(BACKENDS["pallas_tpu"].passed_over(problem)).startswith("there are several devices")
+    assert select(BACKENDS, problem).reasons["pallas_tpu"] == "it runs on tpu, the device is cpu"
 
 
 # --- what a TPU would run ---

@@ -7,8 +7,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.kernels.extension import extension
-from fewbit.kernels.quantize import CpuDequantizer, CpuQuantizer, dequantize, quantize
-from fewbit.kernels.quantize.geometry import Geometry, geometry
+from fewbit.kernels.quantize import dequantize, quantize
 
 pytestmark = pytest.mark.skipif(
     extension("fewbit.kernels.quantize._cpu").missing is not None, reason="the C++ extension is not built"

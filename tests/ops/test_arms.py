@@ -58,7 +58,8 @@ INT8 = fb.Policy("int8", "int8", dlhs="int8", drhs="int8")
 QAT = fb.Policy("int8", "int8")
 ANEW = fb.Policy("mxfp8", "mxfp8", dlhs=fb.Arm("mxfp8_e5m2", operand="mxfp8"), drhs=fb.Arm("mxfp8_e5m2", operand="mxfp8"))
 ORIGINAL = fb.Policy("int4_g16", "int8", dlhs=fb.Arm("int8", operand="original"), drhs=fb.Arm("int8"))
-POLICIES = {"qat": QAT, "int8": INT8, "fp8": FP8, "anew": ANEW, "original": ORIGINAL}
+ASYMMETRIC = fb.Policy("uint8", "uint8", dlhs="int8", drhs="int8")
+POLICIES = {"qat": QAT, "int8": INT8, "fp8": FP8, "anew": ANEW, "original": ORIGINAL, "asymmetric": ASYMMETRIC}
 
 
 def normal(*shape, seed=0):
@@ -97,7 +98,7 @@ def expected_gradient(case, arm, is_left, g, own, other, other_scheme):
     return jax.linear_transpose(of_one, own)(g)[0]
 
 
-QUICK = {("matmul", "qat"), ("matmul", "fp8"), ("conv", "int8"), ("ragged", "int8"), ("batch groups", "int8")}
+QUICK = {("matmul", "qat"), ("matmul", "fp8"), ("conv", "asymmetric"), ("ragged", "int8"), ("batch groups", "int8")}
 PAIRS = [(n, p) if (n, p) in QUICK else pytest.param(n, p, marks=pytest.mark.slow) for n in CASES for p in POLICIES]
 
 
@@ -186,8 +187,9 @@ def test_elements_beyond_a_fixed_range_get_no_gradient():
 
 
 @pytest.mark.slow
-def test_stochastic_rounding_of_gradients_is_unbiased_and_needs_a_key():
-    policy = fb.Policy("int8", dlhs=fb.Arm("int4_narrow", rounding="stochastic"))
+@pytest.mark.parametrize("noise", ["element", "row", "tensor"])
+def test_stochastic_rounding_of_gradients_is_unbiased_and_needs_a_key(noise):
+    policy = fb.Policy("int8", dlhs=fb.Arm("int4_narrow", rounding="stochastic", noise=noise))
     x, w, g = normal(4, 32), normal(32, 16, seed=1), normal(4, 16, seed=2)
     numbers = (((1,), (0,)), ((), ()))
     with pytest.raises(fb.QuantError, match="pass key="):
@@ -271,7 +273,12 @@ def test_tiles_of_the_contraction_are_multiplied_as_codes():
 
 def test_json_of_arms(unchecked):
     policy = fb.Policy(
-        "fp8", "fp8", dlhs="fp8_e5m2", drhs=fb.Arm("fp8_e5m2", "mxfp8", "stochastic", "first", 16), clips_gradient=False
+        "fp8",
+        "fp8",
+        dlhs="fp8_e5m2",
+        drhs=fb.Arm("fp8_e5m2", "mxfp8", "stochastic", "first", 16, "row", "bfloat16"),
+        clips_gradient=False,
+        accumulator="bfloat16",
     )
     assert fb.Policy.from_json(policy.to_json()) == policy
     with pytest.raises(fb.QuantError, match="did you mean 'gradient'"):
@@ -280,5 +287,11 @@ def test_json_of_arms(unchecked):
         fb.Arm("int8", rounding="stochastik")
     with pytest.raises(fb.QuantError, match="an arm without a gradient scheme quantizes nothing"):
         fb.Arm(operand="int8")
+    with pytest.raises(fb.QuantError, match=r"noise is 'row', and rounding to the nearest draws none"):
+        fb.Arm("int8", noise="row")
+    with pytest.raises(fb.QuantError, match="accumulator is 'bfloat'; did you mean 'bfloat16'"):
+        fb.Arm("int8", accumulator="bfloat")
+    with pytest.raises(fb.QuantError, match="without activation= the product is one of floats"):
+        fb.Policy("int8", accumulator="int32")
     with pytest.raises(fb.QuantError, match="hadamard is 12"):
         fb.Arm("int8", "int8", hadamard=12)

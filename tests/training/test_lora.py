@@ -64,6 +64,29 @@ def doubled_gradient(x):
 
 doubled_gradient.defvjp(lambda x: (x, None), lambda _, g: (2 * g,))
 
+
+def convolved(p, x, **settings):
+    images = jnp.stack([x, jnp.sin(3 * x)]).reshape(1, 4, 4, 4)  # [B, rows, columns, channels]
+    numbers = ("NHWC", "HWIO", "NHWC")
+    return jnp.tanh(jax.lax.conv_general_dilated(images, p, dimension_numbers=numbers, **settings))
+
+
+def oihw(p, x):
+    return jax.lax.conv(jnp.stack([x, 2 * x]).reshape(2, 4, 4, 2), p["oihw"], (1, 1), [(1, 1), (0, 2)])
+
+
+def experts_in_turn(p, x):
+    """A mixture's two layers; the last row belongs to no expert."""
+    sizes, rows = jnp.array([2, 0, 3]), jnp.concatenate([x, 2 * x, -x])
+    hidden = jnp.tanh(jax.lax.ragged_dot(rows, p["stack"], sizes))
+    return jax.lax.ragged_dot(hidden, p["stack"], jnp.array([1, 4, 0]))
+
+
+def experts_of_layers(p, x):
+    sizes = jnp.array([1, 1, 2])
+    return jax.lax.scan(lambda c, w: (jnp.tanh(jax.lax.ragged_dot(c, w, sizes)), None), jnp.tile(x, (2, 1)), p["moe"])[0]
+
+
 PIECES = {
     "plain": (lambda p, x: x @ p["w"], "w"),
     "transposed": (lambda p, x: x @ p["square"].T, "square"),
@@ -84,6 +107,18 @@ PIECES = {
     "tied embedding": (tied, "embed"),
     "cond": (lambda p, x: jax.lax.cond(x[0, 0] > 0, lambda w: x @ w, lambda w: (2 * x) @ w, p["w"]), "w"),
     "custom vjp": (lambda p, x: doubled_gradient(x @ p["w"]), "w"),
+    "convolution": (lambda p, x: convolved(p["kernel"], x, window_strides=(1, 2), padding="SAME"), "kernel"),
+    "dilated convolution": (
+        lambda p, x: convolved(p["kernel"], x, window_strides=(1, 1), padding="VALID", rhs_dilation=(1, 2)),
+        "kernel",
+    ),
+    "grouped convolution": (
+        lambda p, x: convolved(p["grouped"], x, window_strides=(1, 1), padding="SAME", feature_group_count=2),
+        "grouped",
+    ),
+    "channels first": (oihw, "oihw"),
+    "ragged": (experts_in_turn, "stack"),
+    "ragged in scan": (experts_of_layers, "moe"),
 }
 FLOAT = {
     "w": normal(16, 32),
@@ -92,6 +127,10 @@ FLOAT = {
     "out": normal(4, 8, 16, seed=3),
     "stack": normal(3, 16, 16, seed=4),
     "embed": normal(10, 16, seed=5),
+    "kernel": normal(3, 2, 4, 8, seed=10),
+    "grouped": normal(3, 3, 2, 6, seed=11),
+    "oihw": normal(6, 4, 3, 3, seed=12),
+    "moe": normal(2, 3, 16, 16, seed=13),
     "layers": [normal(16, 16, seed=6 + i) for i in range(4)],
 }
 X = normal(2, 16, seed=20)
@@ -105,7 +144,7 @@ def used(match):
 
 def quantized(fn, params, name):
     """The tree with its weights in a scheme; a weight that is contracted along two of its axes takes the first."""
-    rules = [fb.Rule("w|square|embed", name, axis=-1, optional=True), fb.Rule(".*", name, optional=True)]
+    rules = [fb.Rule("w|square|embed|kernel|grouped|oihw", name, axis=-1, optional=True), fb.Rule(".*", name, optional=True)]
     return fb.quantize_params(params, fb.plan(fn, params, X, recipe=fb.Recipe(tuple(rules))))
 
 
@@ -128,7 +167,17 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 
 
 SLOW = {
-    "float32": ("both ways", "merged axes", "columns", "jit in scan", "vmap", "left"),
+    "float32": (
+        "both ways",
+        "merged axes",
+        "columns",
+        "jit in scan",
+        "vmap",
+        "left",
+        "dilated convolution",
+        "channels first",
+        "ragged in scan",
+    ),
     "nf4": tuple(set(PIECES) - {"plain", "heads", "scan", "indexed stack", "layers", "remat", "tied embedding"}),
     "int8": tuple(PIECES),
 }
@@ -180,6 +229,11 @@ def test_new_adapters_change_nothing(piece, held):
         "indexed stack": {"stack": ([3, 16, 2], [3, 2, 16], (-2,), (-3,))},
         "experts": {"stack": ([3, 16, 2], [3, 2, 16], (-2,), (-3,))},
         "tied embedding": {"embed": ([16, 2], [2, 10], (-1,), ())},
+        "convolution": {"kernel": ([3, 2, 4, 2], [2, 8], (-4, -3, -2), ())},
+        "grouped convolution": {"grouped": ([3, 3, 2, 2], [2, 6], (-4, -3, -2), ())},
+        "channels first": {"oihw": ([4, 3, 3, 2], [2, 6], (-3, -2, -1), ())},
+        "ragged": {"stack": ([3, 16, 2], [3, 2, 16], (-2,), (-3,))},
+        "ragged in scan": {"moe": ([2, 3, 16, 2], [2, 3, 2, 16], (-2,), (-4, -3))},
     }.items(),
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -346,8 +400,8 @@ def test_what_does_not_fit_is_refused():
     key = jax.random.key(0)
     with pytest.raises(QuantError, match=r"'block' matches no parameter.*The nearest are .*block/w"):
         fb.lora.init(key, fn, params, X, match="block", rank=2)
-    with pytest.raises(QuantError, match=r"no weight of a matrix product, only block/norm \(16,\)"):
-        fb.lora.init(key, fn, params, X, match=".*norm", rank=2)
+    with pytest.raises(QuantError, match=r"no adapter fits: block/norm float32\[16\], not used; match the weights"):
+        fb.lora.init(key, fn, params, X, match=".*norm", rank=2, without_product="skip")
     with pytest.raises(QuantError, match="is not a regular expression"):
         fb.lora.init(key, fn, params, X, match="(", rank=2)
     with pytest.raises(QuantError, match="rank is 0"):
@@ -357,6 +411,43 @@ def test_what_does_not_fit_is_refused():
         fb.lora.apply(fn)({"ww": FLOAT["w"]}, adapters, X)
     with pytest.raises(QuantError, match=r"for shape \(16, 32\), but the weight has \(16, 16\)"):
         fb.lora.apply(fn)({"w": FLOAT["square"]}, adapters, X)
+
+
+def test_what_matches_without_a_product_is_said(unchecked):
+    def fn(params, x):
+        return jnp.take(params["table"], jnp.array([1, 2]), axis=0) + (x * jnp.tanh(params["norm"])[None]) @ params["w"]
+
+    params = {"table": normal(5, 32), "norm": jnp.ones(16), "w": FLOAT["w"]}
+    key = jax.random.key(0)
+    with pytest.raises(
+        QuantError,
+        match=r"matches 2 parameters that no adapter fits: norm float32\[16\], used by tanh; table float32\[5, 32\], used "
+        r"by take; narrow match, or pass without_product='skip'",
+    ):
+        fb.lora.init(key, fn, params, X, match=".*", rank=2)
+    assert list(fb.lora.init(key, fn, params, X, match=".*", rank=2, without_product="skip")) == ["w"]
+    with pytest.raises(QuantError, match="without_product is 'leave'; must be 'error' or 'skip'"):
+        fb.lora.init(key, fn, params, X, match=".*", rank=2, without_product="leave")
+
+
+@pytest.mark.parametrize("piece", ["convolution", "ragged"])
+def test_products_of_bfloat16_add_in_float32(piece):
+    fn, match = PIECES[piece]
+    params, adapters, x = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), (used(match), *narrow_inputs(fn, match)))
+    found, gradient = jax.jit(jax.value_and_grad(lambda a: fb.lora.apply(fn)(params, a, x).astype(jnp.float32).sum()))(
+        adapters
+    )
+    wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), (params, adapters, x))
+    wanted, exact = jax.jit(jax.value_and_grad(lambda a: in_full(fn, wide[0], a, wide[2]).sum()))(wide[1])
+    assert jnp.abs(found - wanted) < 0.05 * (1 + jnp.abs(wanted))
+    for path in adapters:
+        for g, e in zip(jax.tree.leaves(gradient[path]), jax.tree.leaves(exact[path]), strict=True):
+            # Two products and their sums, each rounded to 8 bits, through a derivative that is at most 1.
+            assert jnp.linalg.norm(g.astype(jnp.float32) - e) < 0.05 * jnp.linalg.norm(e)
+
+
+def narrow_inputs(fn, match):
+    return random_adapters(fn, used(match), match), X
 
 
 def test_a_base_over_several_devices():
@@ -381,7 +472,9 @@ def test_a_llama_with_its_layers_in_a_list_or_stacked():
         return forward(params, tokens, SMALL)
 
     params = fb.quantize_params(params, fb.plan(fn, params, tokens, recipe="nf4"))
-    adapters = fb.lora.init(jax.random.key(0), fn, params, tokens, match="layers/.*", rank=2, alpha=4.0)
+    adapters = fb.lora.init(
+        jax.random.key(0), fn, params, tokens, match="layers/.*", rank=2, alpha=4.0, without_product="skip"
+    )
     adapters = {path: dataclasses.replace(a, b=normal(*a.b.shape, seed=i)) for i, (path, a) in enumerate(adapters.items())}
     assert len(adapters) == 7 * SMALL.layers
     stacked = {

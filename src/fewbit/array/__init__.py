@@ -1,6 +1,8 @@
 """How a tensor is stored: schemes, packing, scales, and the quantized array itself."""
 
 from . import schemes as schemes
+from .hessian import hessian_blocks as hessian_blocks
+from .hessian import quantize_with_hessian as quantize_with_hessian
 from .packing import Packing as Packing
 from .packing import pack as pack
 from .packing import paired as paired

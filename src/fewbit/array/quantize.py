@@ -2,14 +2,14 @@
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Int32, Key
 
 from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid_elements
 from ..errors import QuantError
@@ -34,6 +34,7 @@ def quantize(
     key: Key[Array, ""] | None = None,
     scale: ArrayLike | None = None,
     offset: ArrayLike | None = None,
+    shared_noise: tuple[int, ...] = (),
 ) -> QArray:
     """`fb.quantize` in plain JAX, with its arguments, its result and its errors; `kernels.quantize` describes them.
 
@@ -41,7 +42,7 @@ def quantize(
     QArray(int8, float32[1, 4], 8 bytes, 16.000 bits/weight)
     """
     x, bound = checked(x, scheme, axis, error_weights, scale, offset)
-    return quantized(x, bound, error_weights, key, scale, offset)
+    return quantized(x, bound, error_weights, key, scale, offset, shared_axes(shared_noise, x.ndim, key))
 
 
 def checked(
@@ -79,14 +80,20 @@ class ChosenScales:
     offset: Array | None
 
 
-@functools.partial(jax.jit, static_argnames="bound", inline=True)
-def quantized(x: Array, bound: Scheme, error_weights: Any, key: Any, scale: Any, offset: Any) -> QArray:
+@functools.partial(jax.jit, static_argnames=("bound", "shared"), inline=True)
+def quantized(
+    x: Array, bound: Scheme, error_weights: Any, key: Any, scale: Any, offset: Any, shared: tuple[int, ...] = ()
+) -> QArray:
     """`quantize` of checked arguments: one program, where operations one by one would each be compiled and wait."""
     tiles = bound.tiles(x.ndim)
     chosen = chosen_scales(x, bound, error_weights, scale, offset)
     view = blocked(x.astype(jnp.float32), tiles)[0]
     shifted = view if chosen.offset is None else view - chosen.offset
-    codes = unblocked(bound.format.encode(_in_units(shifted, chosen.divisor, bound.format), key=key), x.shape, tiles)
+    units = _in_units(shifted, chosen.divisor, bound.format)
+    if shared:
+        codes = _alike(bound.format, key, shared)(unblocked(units, x.shape, tiles))
+    else:
+        codes = unblocked(bound.format.encode(units, key=key), x.shape, tiles)
     packed = pack(codes, bound.format.bits, bound.packing, axis=bound.pack_axis)
     return assembled(x, bound, packed, chosen.stored, chosen.zero_point, chosen.tensor_scale)
 
@@ -197,6 +204,26 @@ def _check_given(scale: ArrayLike | None, offset: ArrayLike | None, weights: Arr
         raise QuantError("error_weights mean nothing where scale is given; no scale is searched")
 
 
+def shared_axes(axes: tuple[int, ...], ndim: int, key: Any) -> tuple[int, ...]:
+    """The axes that share random numbers, counted from the front and in order."""
+    if axes and key is None:
+        raise QuantError("shared_noise is given without key; stochastic rounding needs both")
+    if any(not -ndim <= a < ndim for a in axes):
+        raise QuantError(f"shared_noise is {axes}, but the array has {ndim} axes")
+    return tuple(sorted({a % ndim for a in axes}))
+
+
+def _alike(fmt: AbstractFormat, key: Any, axes: tuple[int, ...]) -> Callable[[Array], Array]:
+    """The format's stochastic encoding, all elements along the axes by the same random number.
+
+    A key that is not mapped draws once for everything that is.
+    """
+    encode = functools.partial(fmt.encode, key=key)
+    for axis in axes:
+        encode = jax.vmap(encode, axis, axis)
+    return encode
+
+
 def _for_tiles(given: ArrayLike, counts: tuple[int, ...]) -> Array:
     """A given scale or offset as float32, one element a tile."""
     given = jnp.asarray(given)
@@ -215,15 +242,16 @@ def _target(scheme: Scheme, tensor_scale: Array | None) -> Target:
 
 
 def _tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | None:
-    """The scale that takes the largest finite magnitude to `bound` times the largest stored scale, 1 where all are zero.
+    """The scale that takes the largest finite magnitude to `bound` times the largest scale to store, 1 where all are zero.
 
     None where the scheme has none.
     """
     if not scheme.tensor_scale:
         return None
     magnitude = jnp.where(jnp.isfinite(values), jnp.abs(values), jnp.zeros_like(values))
-    largest = bound * ScaleStore(_plain_holder(scheme)).largest
-    scale = quotient(jnp.max(magnitude, keepdims=True), jnp.float32(largest))
+    holder = _plain_holder(scheme)
+    largest = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
+    scale = quotient(jnp.max(magnitude, keepdims=True), jnp.float32(bound * largest))
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
 
 
@@ -275,11 +303,22 @@ def expanded_scale(q: QArray, *, but: int | None = None) -> Float[Array, "*t"]:
     Returns:
         An array that broadcasts to the shape of `q`; axes with a single tile have length 1.
     """
-    scale = scale_values(q)
-    for axis, (length, tile, count) in enumerate(zip(q.shape, q.tiles, scale.shape, strict=True)):
+    return _expanded(q, scale_values(q), but)
+
+
+def _expanded(q: QArray, values: Array, but: int | None) -> Array:
+    """One value a tile, repeated along the tiles of all axes but one."""
+    for axis, (length, tile, count) in enumerate(zip(q.shape, q.tiles, values.shape, strict=True)):
         if axis != but and count > 1 and tile is not None and tile > 1:
-            scale = jax.lax.slice_in_dim(jnp.repeat(scale, tile, axis=axis), 0, length, axis=axis)
-    return scale
+            values = jax.lax.slice_in_dim(jnp.repeat(values, tile, axis=axis), 0, length, axis=axis)
+    return values
+
+
+def expanded_zero_point(q: QArray, *, but: int | None = None) -> Int32[Array, "*t"]:
+    """The whole zero point of each element, repeated like `expanded_scale`; for schemes whose zero points are whole."""
+    assert q.zero_point is not None
+    assert isinstance(q.scheme.zero_point, AbstractFormat)
+    return _expanded(q, q.scheme.zero_point.decode(q.zero_point).astype(jnp.int32), but)
 
 
 def scale_factors(q: QArray) -> tuple[Array, ...]:

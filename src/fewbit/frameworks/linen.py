@@ -4,22 +4,25 @@ Rules match the paths below the collection `params`, `decoder/layers_0/mlp/wi/ke
 (`nn.Partitioned`, `nn.LogicallyPartitioned`) stay around what they describe, and no path mentions them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
 from typing import Any
 
 import jax
 
 from ..array import is_qarray
-from ..errors import UnsupportedError
 from ..ops import transparent
 from ..ops.transparent import Decoded
 from ..recipe import Plan
 from ..recipe import plan as make_plan
+from ..statistics import AbsMaxRange, AbstractRange, Stats
+from ..statistics import observe as observe_function
+from ..statistics.measure import Statistic
 from ..training import DelayedState
 from ..training import delayed_state as state_of
 from ..training import train as train_function
 from . import tree
+from ._flax import flax
 
 
 def plan(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> Plan:
@@ -162,6 +165,49 @@ def delayed_state(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwar
     return state_of(_pure(module), *_split(variables), *inputs, recipe=recipe, **kwargs)
 
 
+def observe(
+    module: Any,
+    variables: Any,
+    batches: Iterable[Any],
+    recipe: Any,
+    *,
+    rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
+    collect: Sequence[Statistic] = ("range",),
+    **kwargs: Any,
+) -> Stats:
+    """Runs a module over batches, and measures what each parameter that a recipe quantizes meets in its products.
+
+    Args:
+        module: the Linen module.
+        variables: its variables, with the collection `params`, floating.
+        batches: for each batch the tuple of the method's arguments, or the one argument.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        rule: how ranges are estimated, as in `fb.observe`.
+        collect: the statistics, as in `fb.observe`.
+        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+
+    Returns:
+        The statistics, as `fb.observe` gives them; paths are those below `params`.
+
+    Raises:
+        QuantError: for what `fb.observe` refuses.
+        UnsupportedError: when flax is not installed, and for what `fb.observe` refuses.
+
+    >>> from flax import linen
+    >>> dense, x = linen.Dense(32), jnp.full((1, 64), 3.0)
+    >>> stats = observe(dense, dense.init(jax.random.key(0), x), [x, -2 * x], "w8a8")
+    >>> float(stats["kernel"].range.high)
+    6.0
+    """
+    params, boxed, others = _split(variables)
+    fn = _pure(module)
+
+    def called(params: Any, *inputs: Any) -> Any:
+        return fn(params, boxed, others, *inputs, **kwargs)
+
+    return observe_function(called, params, batches, recipe, rule=rule, collect=collect)
+
+
 def _pure(module: Any) -> Callable[..., Any]:
     """`module.apply` as a function of what `_split` gives, and of the other arguments."""
 
@@ -173,7 +219,7 @@ def _pure(module: Any) -> Callable[..., Any]:
 
 def _split(variables: Any) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
     """The parameters without boxes, the function that puts them back into theirs, and the other collections."""
-    meta = _flax_meta()
+    meta = flax("core.meta")
 
     def is_whole(x: Any) -> bool:
         return is_qarray(x) or isinstance(x, meta.AxisMetadata)
@@ -196,11 +242,3 @@ def _unboxed(x: Any, meta: ModuleType) -> Any:
     if isinstance(x, meta.Partitioned):
         return x.value
     return x.unbox() if isinstance(x, meta.AxisMetadata) else x
-
-
-def _flax_meta() -> ModuleType:
-    try:
-        from flax.core import meta
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("flax is not installed; pip install fewbit[flax] brings it") from error
-    return meta

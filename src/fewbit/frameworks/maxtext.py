@@ -16,6 +16,7 @@ from ..array import QArray, quantize
 from ..errors import QuantError, UnsupportedError
 from ..ops import Policy, dot_general, einsum
 from ..ops.latent import Latent
+from ._flax import flax
 
 Mode = Literal["train", "convert", "serve"]
 """What a MaxText run does with its weights: `quant_mode`."""
@@ -72,10 +73,7 @@ class Quantization:
 @functools.cache
 def _modules() -> tuple[Any, Any]:
     """The two Linen modules; classes of Flax's can be made only where it is installed."""
-    try:
-        from flax import linen as nn
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("flax is not installed; pip install fewbit[flax] brings it") from error
+    nn = flax("linen")
 
     class DotGeneral(nn.Module):
         """`dot_general` as a module, called with `(lhs, rhs, dimension_numbers, precision=None)`."""

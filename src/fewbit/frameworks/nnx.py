@@ -7,22 +7,24 @@ statistics, counters of random numbers, caches) is written back, as under `nnx.j
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable
-from types import ModuleType
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from ..array import is_qarray
-from ..errors import UnsupportedError
 from ..ops import transparent as transparent_function
 from ..ops.transparent import Decoded
 from ..recipe import Plan
 from ..recipe import plan as make_plan
+from ..statistics import AbsMaxRange, AbstractRange, Stats
+from ..statistics import observe as observe_function
+from ..statistics.measure import Statistic
 from ..training import DelayedState
 from ..training import delayed_state as state_of
 from ..training import train as train_function
 from . import tree
+from ._flax import flax
 
 
 def plan(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> Plan:
@@ -181,6 +183,47 @@ def delayed_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] 
     )
 
 
+def observe(
+    model: Any,
+    batches: Iterable[Any],
+    recipe: Any,
+    *,
+    fn: Callable[..., Any] | None = None,
+    rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
+    collect: Sequence[Statistic] = ("range",),
+) -> Stats:
+    """Runs a model over batches, and measures what each parameter that a recipe quantizes meets in its products.
+
+    Args:
+        model: the NNX model, floating. What its methods change in it stays as it was.
+        batches: for each batch the tuple of the model's inputs, or the one input.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        fn: the function that runs it, `fn(model, *inputs)`; None calls the model.
+        rule: how ranges are estimated, as in `fb.observe`.
+        collect: the statistics, as in `fb.observe`.
+
+    Returns:
+        The statistics, as `fb.observe` gives them.
+
+    Raises:
+        QuantError: for what `fb.observe` refuses.
+        UnsupportedError: when flax is not installed, and for what `fb.observe` refuses.
+
+    >>> from flax import nnx
+    >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.full((1, 64), 3.0)
+    >>> float(observe(model, [x, -2 * x], "w8a8")["kernel"].range.high)
+    6.0
+    """
+    call = _called if fn is None else fn
+    graph = _Graph.of((model,))
+    params, rest = graph.values()
+
+    def called(params: Any, *inputs: Any) -> Any:
+        return call(*graph.merged(params, rest), *inputs)
+
+    return observe_function(called, params, batches, recipe, rule=rule, collect=collect)
+
+
 def _called(model: Any, *inputs: Any) -> Any:
     return model(*inputs)
 
@@ -199,7 +242,7 @@ class _Graph:
 
     @classmethod
     def of(cls, nodes: tuple[Any, ...]) -> "_Graph":
-        nnx = _flax_nnx()
+        nnx = flax("nnx")
         definition, state = nnx.split(nodes)
         return cls(definition, dict(nnx.to_flat_state(state)))
 
@@ -219,7 +262,7 @@ class _Graph:
 
     def merged(self, params: dict[Any, Any], rest: Iterable[Any]) -> tuple[Any, ...]:
         """The objects again, new ones, with other values in their Variables."""
-        nnx, others = _flax_nnx(), iter(rest)
+        nnx, others = flax("nnx"), iter(rest)
 
         def filled(path: tuple[Any, ...], variable: Any) -> Any:
             if _is_param(path, variable):
@@ -233,12 +276,12 @@ class _Graph:
 
 
 def _is_param(path: tuple[Any, ...], variable: Any) -> bool:
-    return path[0] == 0 and isinstance(variable, _flax_nnx().Param)
+    return path[0] == 0 and isinstance(variable, flax("nnx").Param)
 
 
 def _value(variable: Any) -> Any:
     """The value of a Variable, whatever it is; an array that stands without one is its own."""
-    return variable.get_raw_value() if isinstance(variable, _flax_nnx().Variable) else variable
+    return variable.get_raw_value() if isinstance(variable, flax("nnx").Variable) else variable
 
 
 def _held(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
@@ -250,7 +293,7 @@ def _changed(nodes: tuple[Any, ...], before: dict[tuple[Any, ...], Any]) -> Any:
     """The state of the Variables of the objects that are new, or hold another array than before."""
     after = _Graph.of(nodes).variables
     new = [(path, x) for path, x in after.items() if path not in before or _value(x) is not before[path]]
-    return _flax_nnx().from_flat_state(new)
+    return flax("nnx").from_flat_state(new)
 
 
 def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,7 +310,7 @@ def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
     """Calls what became of `_pure(fn)` with the arguments of `fn`, and writes the changes into their objects."""
-    nnx = _flax_nnx()
+    nnx = flax("nnx")
 
     def is_object(x: Any) -> bool:
         return isinstance(x, nnx.Pytree | nnx.Variable)
@@ -285,11 +328,3 @@ def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     result, changes = pure(*graph.values(), graph, filled, others, **settings)
     nnx.update(nodes, changes)
     return result
-
-
-def _flax_nnx() -> ModuleType:
-    try:
-        from flax import nnx
-    except ModuleNotFoundError as error:
-        raise UnsupportedError("flax is not installed; pip install fewbit[flax] brings it") from error
-    return nnx

@@ -59,7 +59,8 @@ def write_adapters(
     """Writes adapters as PEFT does, whole or not at all; the file is read back before it is in place.
 
     Ranks and alphas that differ from the most frequent one go to `rank_pattern` and `alpha_pattern`. Every adapter is written
-    as one of a linear layer; PEFT has other names for tables that are looked up, so it does not find adapters of those.
+    as one of a linear layer. PEFT has other names for tables that are looked up and other shapes for kernels of convolutions,
+    so it does not take adapters of those.
 
     Args:
         path: the directory to be.

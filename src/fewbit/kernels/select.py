@@ -18,9 +18,14 @@ class AbstractBackend(abc.ABC, Generic[P]):
 
     A backend lives in its own file, and joins its product's registry there. Later ones are asked first: the reference,
     which can compute everything, is registered before all others.
+
+    Attributes:
+        name: its name in the registry.
+        platform: the one it runs on, as JAX's lowering names it ("cpu", "cuda", "rocm", "tpu"); None: all.
     """
 
     name: ClassVar[str]
+    platform: ClassVar[str | None] = None
 
     @abc.abstractmethod
     def unsupported(self, problem: P) -> str | None:
@@ -72,8 +77,15 @@ def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | No
     for candidate in candidates:
         reason = candidate.unsupported(problem)
         if reason is None and backend is None:
-            reason = candidate.passed_over(problem)
+            reason = _elsewhere(candidate) or candidate.passed_over(problem)
         if reason is None:
             return Choice(candidate, reasons)
         reasons[candidate.name] = reason
     raise UnsupportedError(f"{backends.kind} cannot run {problem}", reasons)
+
+
+def _elsewhere(backend: AbstractBackend[Any]) -> str | None:
+    """Why a backend does not run on JAX's default devices; None when it does. JAX calls those of NVIDIA and AMD "gpu"."""
+    here = jax.default_backend()
+    held = ("cuda", "rocm") if here == "gpu" else (here,)
+    return None if backend.platform in (None, *held) else f"it runs on {backend.platform}, the device is {here}"

@@ -7,6 +7,7 @@ else here is the same for matrix products, convolutions and ragged products.
 
 import abc
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -19,11 +20,17 @@ from ..array.quantize import expanded_scale
 from ..array.sharding import held_sharding
 from ..array.straight_through import is_covered
 from ..errors import QuantError
+from ..formats import FORMATS, Integer
+from ..formats.format import settled
+from ..kernels.qmatmul.codes import Meeting, code_product, is_whole, refuse_accumulator, side
 from .policy import Arm, Policy
 from .rotation import rotated
 from .stepped import StepScales, largest_magnitude, seen_with
 
 Axes = tuple[int, ...]
+
+_CODES = Scheme(FORMATS["int8"])
+"""What codes without scales are: int8 numbers as they stand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,8 +42,8 @@ class AbstractBilinear(abc.ABC):
         """JAX's own product of the arrays that the operands stand for."""
 
     @abc.abstractmethod
-    def forward(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
-        """The product of operands of which any may be quantized."""
+    def forward(self, lhs: Any, rhs: Any, extra: Any, accumulator: str | None = None) -> jax.Array:
+        """The product of operands of which any may be quantized; codes are summed in `accumulator`, if one is given."""
 
     @property
     @abc.abstractmethod
@@ -54,14 +61,25 @@ class AbstractBilinear(abc.ABC):
         None where it varies along an axis that the gradient does not have, so that it cannot be folded in.
         """
 
-    def backward(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
+    @property
+    def is_grouped(self) -> bool:
+        """Whether parts of an operand meet only parts of the other, so that no axis of it may have one element instead."""
+        return False
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        is_left: bool,
+        gradient: Any,
+        other: Any,
+        like: jax.ShapeDtypeStruct,
+        extra: Any,
+        accumulator: str | None = None,
+    ) -> jax.Array:
         """The gradient of one operand from the incoming gradient and the other operand, either of which may be quantized.
 
-        The reference for every product: JAX's own transpose of the product of the decoded arrays, in float32.
+        An axis along which the other operand has one element where it has more has one in the gradient, too.
         """
-        gradient, other = (floating(x).astype(jnp.float32) for x in (gradient, other))
-        like = jax.ShapeDtypeStruct(like.shape, jnp.float32)
-        return self.transposed(is_left, gradient, other, like, extra)
 
     def transposed(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
         """JAX's own transpose of the product with respect to one operand."""
@@ -144,14 +162,14 @@ def quantized_product(
 
     @jax.custom_vjp
     def product(lhs: Any, rhs: Any, key: Any, extra: Any, scales: Any) -> jax.Array:
-        return bilinear.forward(*entering(lhs, rhs, scales), extra)
+        return bilinear.forward(*entering(lhs, rhs, scales), extra, rules.policy.accumulator)
 
     def forward(lhs: Any, rhs: Any, key: Any, extra: Any, scales: Any) -> tuple[jax.Array, Any]:
         left, right = entering(lhs, rhs, scales)
         kept = _residual(rules, lhs, left, True), _residual(rules, rhs, right, False)
         held = tuple(x if is_qarray(x) else None for x in (lhs, rhs))  # a float operand is not kept for its form alone
         seen = _seen(rules, scales, lhs, rhs)
-        return bilinear.forward(left, right, extra), (kept, held, key, extra, scales, seen)
+        return bilinear.forward(left, right, extra, rules.policy.accumulator), (kept, held, key, extra, scales, seen)
 
     def backward(saved: Any, gradient: jax.Array) -> Any:
         (left, right), (lhs, rhs), key, extra, scales, seen = saved
@@ -249,31 +267,67 @@ def _quantized_gradient(
     axes, other_axes = bilinear.contracted_backward(is_left)
     if arm.tiled_axis == "first":
         axes, other_axes = axes[::-1], other_axes[::-1]
-    met = other.original if other.forward is None else other.forward
+    met, zeros = other.original if other.forward is None else other.forward, None
+    assert arm.gradient is not None
     if arm.operand == "forward" and is_qarray(met) and scale is None:
-        g, met = _folded(bilinear, g, is_left, met, extra)
+        g, met, zeros = _folded(bilinear, arm.gradient, g, is_left, met, extra)
     elif isinstance(arm.operand, Scheme):
         met = floating(met)
         if arm.hadamard is not None:
             g, met = rotated(g, met, axes[-1], other_axes[-1], arm.hadamard, jax.random.fold_in(key, 1))
         met = quantize(met, arm.operand, axis=_some(other_axes))
     noise = jax.random.fold_in(key, 2) if arm.rounding == "stochastic" else None
-    assert arm.gradient is not None
-    g = quantize(g, arm.gradient, axis=_some(axes), key=noise, scale=scale)  # type: ignore[assignment]
-    return bilinear.backward(is_left, g, met, like, extra)
+    shared = {"element": (), "row": axes, "tensor": tuple(range(g.ndim))}[arm.noise]
+    codes = quantize(g, arm.gradient, axis=_some(axes), key=noise, scale=scale, shared_noise=shared)
+    result = bilinear.backward(is_left, codes, met, like, extra, arm.accumulator)
+    if zeros is None:
+        return result
+    return settled(result) - settled(bilinear.backward(is_left, codes, zeros, like, extra, arm.accumulator))
 
 
-def _folded(bilinear: AbstractBilinear, g: jax.Array, is_left: bool, q: QArray, extra: Any) -> tuple[jax.Array, Any]:
-    """The gradient times the scale of the other operand, and that operand's codes alone; or both as they are."""
-    scale = None if q.zero_point is not None else bilinear.beside_gradient(is_left, expanded_scale(q), extra)
-    if scale is None:
-        return g, q
-    whole = dataclasses.replace(
-        q.scheme.with_tiles((None,) * q.ndim, q.scheme.pack_axis), scale=np.dtype(np.float32), tensor_scale=False
-    )
+def _folded(
+    bilinear: AbstractBilinear, scheme: Scheme, g: jax.Array, is_left: bool, q: QArray, extra: Any
+) -> tuple[jax.Array, Any, QArray | None]:
+    """The gradient times the scale of the other operand, that operand's codes alone, and its zero points if it has any.
+
+    Codes and zero points are apart because the zero points vary along what the gradient's product sums, and the other axes of
+    theirs are thin. Where the scale cannot be folded in, or integers would not meet integers, all stays as it is.
+    """
+    scale = bilinear.beside_gradient(is_left, expanded_scale(q), extra)
+    if scale is None or (q.zero_point is not None and not (is_whole(q) and isinstance(scheme.format, Integer))):
+        return g, q, None
+    g = g.astype(jnp.float32) * scale
     ones = jnp.ones((1,) * q.ndim, jnp.float32)
-    codes = QArray(q.codes, ones, None, None, whole, np.dtype(np.float32), q.slack)
-    return g.astype(jnp.float32) * scale, codes
+    if q.zero_point is None:
+        tiles = q.scheme.with_tiles((None,) * q.ndim, q.scheme.pack_axis)
+        whole = dataclasses.replace(tiles, scale=np.dtype(np.float32), tensor_scale=False)
+        return g, QArray(q.codes, ones, None, None, whole, np.dtype(np.float32), q.slack), None
+    both = side(q, jnp.int8)
+    summed = bilinear.contracted_backward(is_left)[1]
+    forward = () if bilinear.is_grouped else bilinear.contracted[1 if is_left else 0]
+    shape = [1 if a in forward and a not in summed else n for a, n in enumerate(q.shape)]
+    zeros = jnp.broadcast_to(both.zero, shape).astype(jnp.int8)
+    codes, zeros = (
+        QArray(jax.lax.bitcast_convert_type(x, jnp.uint8), ones, None, None, _CODES, np.dtype(np.float32))
+        for x in (both.values, zeros)
+    )
+    return g, codes, zeros
+
+
+def met_product(meeting: Meeting, lhs: Any, rhs: Any, accumulator: str | None) -> jax.Array:
+    """The product of two operands: of their codes where they meet as such, else of the decoded arrays, in float32."""
+    result = code_product(meeting, lhs, rhs, accumulator) if is_qarray(lhs) and is_qarray(rhs) else None
+    if result is None:
+        refuse_accumulator(accumulator)
+        left, right = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
+        result = meeting.product(left, right, jnp.float32)
+    return result
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def weight_only(bilinear: AbstractBilinear, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+    """JAX's own product of the decoded operands; what is decoded is not kept for the gradient, but decoded again there."""
+    return jax.checkpoint(bilinear.values)(lhs, rhs, extra)
 
 
 def _own_key(key: Any, is_left: bool, g: jax.Array) -> Any:

@@ -11,9 +11,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key
 
 from ..array import QArray, is_qarray
-from ..array.quantize import expanded_scale
-from ..kernels.qmatmul.codes import code_values, common_types
-from .arms import AbstractBilinear, Axes, floating, quantized_product
+from ..kernels.qmatmul.codes import Meeting, refuse_accumulator
+from .arms import AbstractBilinear, Axes, floating, met_product, quantized_product, weight_only
+from .conv_gradients import Window
 from .latent import Latent
 from .operands import resolved
 from .policy import Policy
@@ -113,17 +113,79 @@ class Conv(AbstractBilinear):
     def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
         return self._convolved(floating(lhs), floating(rhs), self.preferred)
 
-    def forward(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+    def forward(self, lhs: Any, rhs: Any, extra: Any, accumulator: str | None = None) -> jax.Array:
         if not (is_qarray(lhs) and is_qarray(rhs)):
-            return self.values(lhs, rhs, extra)
+            refuse_accumulator(accumulator)
+            return weight_only(self, lhs, rhs, extra) if is_qarray(lhs) or is_qarray(rhs) else self.values(lhs, rhs, extra)
         dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
-        factor = self._result_scale(lhs, rhs)
-        if factor is None:
-            left, right = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
-            return self._convolved(left, right, jnp.float32).astype(dtype)
-        dtypes, accumulator = common_types(lhs.scheme.format, rhs.scheme.format)
-        sums = self._convolved(code_values(lhs, dtypes[0]), code_values(rhs, dtypes[1]), accumulator)
-        return (sums.astype(jnp.float32) * factor).astype(dtype)
+        return met_product(self._meeting(), lhs, rhs, accumulator).astype(dtype)
+
+    def _meeting(self) -> Meeting:
+        """The convolution as codes meet in it."""
+        left, kernel, out = self._specs
+
+        def placed(x: jax.Array, is_left: bool) -> jax.Array | None:
+            if not is_left:
+                return _along(x, kernel[0], out[1])
+            # With groups of samples the result has fewer samples than the images.
+            return _along(x, left[0], out[0]) if self.batch_groups == 1 or x.size == 1 else None
+
+        thin = ((), ()) if self.is_grouped else ((left[0],), (kernel[0],))
+        return Meeting(self._convolved, placed, self.contracted, thin, takes_two_types=False)
+
+    def backward(
+        self,
+        is_left: bool,
+        gradient: Any,
+        other: Any,
+        like: jax.ShapeDtypeStruct,
+        extra: Any,
+        accumulator: str | None = None,
+    ) -> jax.Array:
+        return met_product(self._meeting_backward(is_left, like, extra), gradient, other, accumulator)
+
+    def _meeting_backward(self, is_left: bool, like: jax.ShapeDtypeStruct, extra: Any) -> Meeting:
+        """The gradient of one operand as a product of the incoming gradient, on the left, and the other operand."""
+        left, kernel, out = self._specs
+
+        def product(g: jax.Array, other: jax.Array, dtype: Any) -> jax.Array:
+            window = self._window(like.shape, other.shape) if is_left else self._window(other.shape, like.shape)
+            gradient = window.images_gradient if is_left else window.kernel_gradient
+            return gradient(g, other, like.shape, dtype)
+
+        def of_images(x: jax.Array, is_gradient: bool) -> jax.Array | None:
+            if is_gradient:
+                return _along(x, out[0], left[0]) if self.batch_groups == 1 or x.size == 1 else None
+            scale = _along(x, kernel[1], left[1])
+            return scale if scale is None or scale.size == 1 else jnp.concatenate([scale] * self.feature_groups, left[1])
+
+        def of_kernel(x: jax.Array, is_gradient: bool) -> jax.Array | None:
+            if is_gradient:
+                return _along(x, out[1], kernel[0])
+            # Each group of outputs has other input channels.
+            return _along(x, left[1], kernel[1]) if self.feature_groups == 1 or x.size == 1 else None
+
+        free = (out[0], kernel[1]) if is_left else (out[1], left[1])
+        thin = ((), ()) if self.is_grouped else ((free[0],), (free[1],))
+        placed = of_images if is_left else of_kernel
+        return Meeting(product, placed, self.contracted_backward(is_left), thin, takes_two_types=False)
+
+    @property
+    def is_grouped(self) -> bool:
+        return self.feature_groups != 1 or self.batch_groups != 1
+
+    def _window(self, lhs: Axes, rhs: Axes) -> Window:
+        """The settings written out, for images and a kernel of these shapes."""
+        left, kernel, out = self._specs
+        ones = (1,) * (len(lhs) - 2)
+        dilations = self.lhs_dilation or ones, self.rhs_dilation or ones
+        padding = self.padding
+        if isinstance(padding, str):
+            dilated = [(rhs[axis] - 1) * d + 1 for axis, d in zip(kernel[2:], dilations[1], strict=True)]
+            pads = jax.lax.padtype_to_pads([lhs[axis] for axis in left[2:]], dilated, self.strides, padding)
+            padding = tuple((int(a), int(b)) for a, b in pads)
+        groups = self.feature_groups, self.batch_groups
+        return Window(self.strides, padding, *dilations, left, kernel, out, *groups, self.precision)
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
@@ -157,14 +219,6 @@ class Conv(AbstractBilinear):
             precision=self.precision,
             preferred_element_type=preferred,
         )
-
-    def _result_scale(self, lhs: QArray, rhs: QArray) -> jax.Array | None:
-        """The product of both scales, shaped to meet the result; None where they vary along what is summed."""
-        left, kernel, out = self._specs
-        if lhs.scheme.zero_point is not None or rhs.scheme.zero_point is not None or self.batch_groups != 1:
-            return None
-        factors = _along(expanded_scale(lhs), left[0], out[0]), _along(expanded_scale(rhs), kernel[0], out[1])
-        return None if factors[0] is None or factors[1] is None else factors[0] * factors[1]
 
     @property
     def _specs(self) -> tuple[Axes, Axes, Axes]:

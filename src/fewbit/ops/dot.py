@@ -14,9 +14,9 @@ from jaxtyping import Array, Key
 from ..array import PRODUCTS, QArray, is_qarray
 from ..array.sharding import spec_entries
 from ..errors import QuantError
-from ..kernels.qmatmul import BACKENDS, Problem
+from ..kernels.qmatmul import Problem, product
+from ..kernels.qmatmul.codes import refuse_accumulator
 from ..kernels.qmatmul.problem import DimensionNumbers, Operand
-from ..kernels.select import select
 from .arms import AbstractBilinear, Axes, floating, quantized_product
 from .gathering import with_gathered_codes
 from .latent import Latent
@@ -34,10 +34,12 @@ def dot_general(
     policy: Policy | None = None,
     key: Key[Array, ""] | None = None,
     backend: str | None = None,
+    out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` for operands that are QArrays, or that a policy quantizes.
 
-    Weight-only (a QArray, no policy): the result is that of `lax.dot_general` on the decoded operand. Under a policy, floating
+    Weight-only (a QArray, no policy): the result is that of `lax.dot_general` on the decoded operand, but for the order of sums
+    and, by compiled kernels, the rounding of the decoded operand to its dtype, which is left out. Under a policy, floating
     operands are quantized first, with their tiles along the contracted axes; where no scale varies along them the codes are
     multiplied, integers into int32 and all other formats into float32. Gradients pass straight through the quantization, and
     are computed by the policy's arms.
@@ -52,6 +54,8 @@ def dot_general(
             quantized one; of two floating arrays it is the right one.
         key: a JAX random key, for policies whose backward pass rounds stochastically or rotates.
         backend: the name of a backend to insist on; None chooses.
+        out_sharding: how the result lies on an explicit mesh, as in `lax.dot_general`; needed where a contracted axis is
+            sharded.
 
     Returns:
         The product: batch axes, then the left's free axes, then the right's.
@@ -70,7 +74,7 @@ def dot_general(
     """
     left, right, rules, key = resolved(lhs, rhs, policy, key)
     numbers = _normalized(dimension_numbers, left.ndim, right.ndim)
-    dot = Dot(left.ndim, right.ndim, numbers, _hashable(precision), preferred_element_type, backend)
+    dot = Dot(left.ndim, right.ndim, numbers, _hashable(precision), preferred_element_type, backend, out_sharding)
     return dot.forward(left, right, None) if rules is None else quantized_product(dot, rules, left, right, key=key)
 
 
@@ -85,6 +89,7 @@ class Dot(AbstractBilinear):
         precision: as in `lax.dot_general`.
         preferred: the dtype of the result, or None.
         backend: the backend to insist on, or None.
+        out_sharding: of the result, or None.
     """
 
     left_ndim: int
@@ -93,14 +98,15 @@ class Dot(AbstractBilinear):
     precision: Any
     preferred: Any
     backend: str | None
+    out_sharding: NamedSharding | PartitionSpec | None = None
 
     def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
         if is_qarray(lhs) or is_qarray(rhs):
             lhs, rhs = map(floating, with_gathered_codes(lhs, rhs, self.numbers))
-        return jax.lax.dot_general(lhs, rhs, self.numbers, self.precision, self.preferred)
+        return jax.lax.dot_general(lhs, rhs, self.numbers, self.precision, self.preferred, out_sharding=self.out_sharding)
 
-    def forward(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
-        return _product(lhs, rhs, self.numbers, self.precision, self.preferred, self.backend)
+    def forward(self, lhs: Any, rhs: Any, extra: Any, accumulator: str | None = None) -> jax.Array:
+        return self._product(lhs, rhs, self.numbers, self.preferred, accumulator, self.out_sharding)
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
@@ -121,10 +127,19 @@ class Dot(AbstractBilinear):
         kept = scale.transpose(*order, *self.numbers[0][side]).reshape([scale.shape[axis] for axis in order])
         return jnp.expand_dims(kept, left if is_left else right)
 
-    def backward(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
+    def backward(
+        self,
+        is_left: bool,
+        gradient: Any,
+        other: Any,
+        like: jax.ShapeDtypeStruct,
+        extra: Any,
+        accumulator: str | None = None,
+    ) -> jax.Array:
         if like.sharding is not None:
+            refuse_accumulator(accumulator)
             return self.transposed(is_left, floating(gradient), other, like, extra)
-        product = _product(gradient, other, self._numbers_backward(is_left), self.precision, jnp.float32, self.backend)
+        product = self._product(gradient, other, self._numbers_backward(is_left), jnp.float32, accumulator)
         return product.transpose(np.argsort(self._axes_backward(is_left)))
 
     def transposed(self, is_left: bool, gradient: Any, other: Any, like: jax.ShapeDtypeStruct, extra: Any) -> jax.Array:
@@ -138,6 +153,23 @@ class Dot(AbstractBilinear):
             gradient, other = map(floating, with_gathered_codes(gradient, other, numbers))
         product = jax.lax.dot_general(gradient, other, numbers, self.precision, self.preferred, out_sharding=sharding)
         return product.transpose(np.argsort(axes))
+
+    def _product(
+        self, lhs: Any, rhs: Any, numbers: Any, preferred: Any, accumulator: str | None, out_sharding: Any = None
+    ) -> jax.Array:
+        """The product of the operands as they are, by the backend that the problem selects."""
+        if not (is_qarray(lhs) or is_qarray(rhs)):
+            if self.backend is not None:
+                raise QuantError(f"backend={self.backend!r} computes quantized products; neither operand is a QArray")
+            return jax.lax.dot_general(
+                lhs, rhs, numbers, precision=self.precision, preferred_element_type=preferred, out_sharding=out_sharding
+            )
+        lhs, rhs, numbers = untransposed(lhs, rhs, numbers)
+        lhs, rhs = with_gathered_codes(lhs, rhs, numbers)
+        problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, self.precision, preferred, accumulator, out_sharding)
+        # What only XLA's own products have is for the reference, unless the caller names a backend that knows better.
+        is_xlas = accumulator is not None or out_sharding is not None
+        return product(problem, lhs, rhs, self.backend or ("reference" if is_xlas else None))
 
     def _numbers_backward(self, is_left: bool) -> DimensionNumbers:
         """What the incoming gradient and the other operand contract, and their batch axes."""
@@ -220,18 +252,6 @@ def _normalized(numbers: Any, left_ndim: int, right_ndim: int) -> DimensionNumbe
         axes(left_batch, left_ndim),
         axes(right_batch, right_ndim),
     )
-
-
-def _product(lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, backend: str | None) -> jax.Array:
-    """The product of the operands as they are, by the backend that the problem selects."""
-    if not (is_qarray(lhs) or is_qarray(rhs)):
-        if backend is not None:
-            raise QuantError(f"backend={backend!r} computes quantized products; neither operand is a QArray")
-        return jax.lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=preferred)
-    lhs, rhs, numbers = untransposed(lhs, rhs, numbers)
-    lhs, rhs = with_gathered_codes(lhs, rhs, numbers)
-    problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, precision, preferred)
-    return select(BACKENDS, problem, backend).backend.run(problem, lhs, rhs)
 
 
 def untransposed(lhs: Any, rhs: Any, numbers: DimensionNumbers) -> tuple[Any, Any, DimensionNumbers]:

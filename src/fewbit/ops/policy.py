@@ -16,8 +16,15 @@ SchemeSpec: TypeAlias = Scheme | str | Mapping[str, Any]
 Residual: TypeAlias = Literal["forward", "original"]
 Rounding: TypeAlias = Literal["nearest", "stochastic"]
 TiledAxis: TypeAlias = Literal["last", "first"]
+Noise: TypeAlias = Literal["element", "row", "tensor"]
+Accumulator: TypeAlias = Literal["int32", "float32", "bfloat16"]
 
-_WORDS: dict[str, tuple[str, ...]] = {"rounding": ("nearest", "stochastic"), "tiled_axis": ("last", "first")}
+_WORDS: dict[str, tuple[Any, ...]] = {
+    "rounding": ("nearest", "stochastic"),
+    "tiled_axis": ("last", "first"),
+    "noise": ("element", "row", "tensor"),
+    "accumulator": ("int32", "float32", "bfloat16"),
+}
 _RESIDUALS = ("forward", "original")
 
 
@@ -34,6 +41,8 @@ class Arm:
         gradient=scheme, operand="original"   Q(g) . x           the operand as it came, in floating point
         gradient=scheme, operand=scheme       Q(g) . Q'(x)       quantized anew from floating point, along this contraction
 
+    With zero points `z` the second operand is `(c - z) * s`; its scale is folded, and codes meet, where `gradient` is of integers.
+
     Attributes:
         gradient: the scheme of the incoming gradient, its tiles along what this product contracts; None leaves it as it is.
         operand: the other operand: "forward" takes its codes of the forward pass, "original" the array it came as, and a
@@ -43,6 +52,12 @@ class Arm:
             sequence in a weight's gradient, as Qwix has it) or the "first" (the batch, as AQT has it).
         hadamard: rotate both operands along the tiled axis by a random Hadamard matrix of this many rows before they are
             quantized, which spreads outliers; a power of two that divides the axis. None does not. Needs a key.
+        noise: how many random numbers stochastic rounding draws: one an "element"; one a "row", which is all that one sum of
+            this product runs over; or one for the "tensor". Each is unbiased, and fewer numbers cost less time and leave
+            more variance in the sums. Qwix shares them along all axes but the first, AQT along axes of choice.
+        accumulator: the dtype that products of codes are summed in: None takes "int32" for integers, "float32" for others;
+            "bfloat16" is for 8-bit floats, and is how the sum is rounded at least. What a product cannot follow, it refuses
+            with the reason.
 
     >>> Arm("fp8_e5m2", rounding="stochastic").to_json()["rounding"]
     'stochastic'
@@ -53,6 +68,8 @@ class Arm:
     rounding: Rounding
     tiled_axis: TiledAxis
     hadamard: int | None
+    noise: Noise
+    accumulator: Accumulator | None
 
     def __init__(
         self,
@@ -61,20 +78,26 @@ class Arm:
         rounding: Rounding = "nearest",
         tiled_axis: TiledAxis = "last",
         hadamard: int | None = None,
+        noise: Noise = "element",
+        accumulator: Accumulator | None = None,
     ):
-        given = {"rounding": rounding, "tiled_axis": tiled_axis}
-        for field, word in given.items():
-            if word not in _WORDS[field]:
-                raise QuantError(f"{field} is {word!r}; {near_names(str(word), _WORDS[field])}")
+        _check_words(rounding=rounding, tiled_axis=tiled_axis, noise=noise)
+        if accumulator is not None:
+            _check_words(accumulator=accumulator)
         object.__setattr__(self, "gradient", None if gradient is None else as_scheme(gradient))
         object.__setattr__(self, "operand", operand if operand in _RESIDUALS else as_scheme(operand))
         object.__setattr__(self, "rounding", rounding)
         object.__setattr__(self, "tiled_axis", tiled_axis)
         object.__setattr__(self, "hadamard", hadamard)
-        if self.gradient is None and (isinstance(self.operand, Scheme) or rounding == "stochastic" or hadamard):
+        object.__setattr__(self, "noise", noise)
+        object.__setattr__(self, "accumulator", accumulator)
+        asks = isinstance(self.operand, Scheme) or rounding == "stochastic" or hadamard or accumulator is not None
+        if self.gradient is None and asks:
             raise QuantError("an arm without a gradient scheme quantizes nothing; give it gradient=")
         if hadamard is not None and (not isinstance(self.operand, Scheme) or hadamard < 2 or hadamard & (hadamard - 1)):
             raise QuantError(f"hadamard is {hadamard}; it must be a power of two, with a scheme for the operand")
+        if noise != "element" and rounding != "stochastic":
+            raise QuantError(f"noise is {noise!r}, and rounding to the nearest draws none; pass rounding='stochastic'")
 
     @property
     def needs_key(self) -> bool:
@@ -99,6 +122,13 @@ class Arm:
         return cls(**form)
 
 
+def _check_words(**given: Any) -> None:
+    """Refuses a word that its field does not know."""
+    for field, word in given.items():
+        if word not in _WORDS[field]:
+            raise QuantError(f"{field} is {word!r}; {near_names(str(word), _WORDS[field])}")
+
+
 FLOAT = Arm()
 """The arm that quantizes nothing."""
 
@@ -117,6 +147,7 @@ class Policy:
             one beyond it ("fixed", "absmax" with a factor below 1, "percentile" and the like).
         delayed: None, and every scale is that of the array at hand; or scales come from the steps before. That needs a state
             from `fb.delayed_state`, which `fb.train` carries into the products.
+        accumulator: the dtype that the product's codes are summed in, as an arm's; it needs an activation scheme.
 
     >>> str(Policy("int8", activation="int8"))
     'int8 x int8'
@@ -130,6 +161,7 @@ class Policy:
     drhs: Arm
     clips_gradient: bool
     delayed: DelayedScaling | None
+    accumulator: Accumulator | None
 
     def __init__(
         self,
@@ -139,6 +171,7 @@ class Policy:
         drhs: Arm | str | Mapping[str, Any] = FLOAT,
         clips_gradient: bool = True,
         delayed: DelayedScaling | Mapping[str, Any] | None = None,
+        accumulator: Accumulator | None = None,
     ):
         object.__setattr__(self, "weight", as_scheme(weight))
         object.__setattr__(self, "activation", None if activation is None else as_scheme(activation))
@@ -146,6 +179,11 @@ class Policy:
         object.__setattr__(self, "drhs", Arm.from_json(drhs))
         object.__setattr__(self, "clips_gradient", clips_gradient)
         object.__setattr__(self, "delayed", None if delayed is None else DelayedScaling.from_json(delayed))
+        object.__setattr__(self, "accumulator", accumulator)
+        if accumulator is not None:
+            _check_words(accumulator=accumulator)
+            if activation is None:
+                raise QuantError("accumulator is for products of codes; without activation= the product is one of floats")
         if self.delayed is not None:
             arms = {"dlhs": self.dlhs.gradient, "drhs": self.drhs.gradient}
             for name, scheme in {"weight": self.weight, "activation": self.activation, **arms}.items():
@@ -189,6 +227,8 @@ class Policy:
         form |= {name: arm.to_json() for name in ("dlhs", "drhs") if (arm := getattr(self, name)) != FLOAT}
         if not self.clips_gradient:
             form["clips_gradient"] = False
+        if self.accumulator is not None:
+            form["accumulator"] = self.accumulator
         return form if self.delayed is None else form | {"delayed": self.delayed.to_json()}
 
     @classmethod

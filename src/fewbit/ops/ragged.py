@@ -10,10 +10,9 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int, Key
 
 from ..array import QArray, is_qarray
-from ..array.quantize import expanded_scale
 from ..errors import UnsupportedError
-from ..kernels.qmatmul.codes import code_values, common_types
-from .arms import AbstractBilinear, Axes, floating, quantized_product
+from ..kernels.qmatmul.codes import Meeting, refuse_accumulator
+from .arms import AbstractBilinear, Axes, floating, met_product, quantized_product, weight_only
 from .latent import Latent
 from .operands import resolved
 from .policy import Policy
@@ -139,17 +138,59 @@ class RaggedDot(AbstractBilinear):
     def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
         return self._product(floating(lhs), floating(rhs), extra, self.preferred)
 
-    def forward(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+    def forward(self, lhs: Any, rhs: Any, extra: Any, accumulator: str | None = None) -> jax.Array:
         if not (is_qarray(lhs) and is_qarray(rhs)):
-            return self.values(lhs, rhs, extra)
+            refuse_accumulator(accumulator)
+            return weight_only(self, lhs, rhs, extra) if is_qarray(lhs) or is_qarray(rhs) else self.values(lhs, rhs, extra)
         dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
-        factor = self._result_scale(lhs, rhs, extra)
-        if factor is None:
-            left, right = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
-            return self._product(left, right, extra, jnp.float32).astype(dtype)
-        dtypes, accumulator = common_types(lhs.scheme.format, rhs.scheme.format)
-        sums = self._product(code_values(lhs, dtypes[0]), code_values(rhs, dtypes[1]), extra, accumulator)
-        return (sums.astype(jnp.float32) * factor).astype(dtype)
+        return met_product(self._meeting(extra), lhs, rhs, accumulator).astype(dtype)
+
+    def _meeting(self, extra: Any) -> Meeting:
+        """The product as codes meet in it."""
+        is_plain = self.numbers == _hashable(PLAIN)
+
+        def product(rows: jax.Array, experts: jax.Array, dtype: Any) -> jax.Array:
+            return self._product(rows, experts, extra, dtype)
+
+        def placed(x: jax.Array, is_left: bool) -> jax.Array | None:
+            if not is_plain or x.shape[1] != 1:
+                return None
+            return x if is_left else self._of_rows(x[:, 0], extra)
+
+        return Meeting(product, placed, self.contracted, ((), (2,)))
+
+    def backward(
+        self,
+        is_left: bool,
+        gradient: Any,
+        other: Any,
+        like: jax.ShapeDtypeStruct,
+        extra: Any,
+        accumulator: str | None = None,
+    ) -> jax.Array:
+        return met_product(self._meeting_backward(is_left, like, extra), gradient, other, accumulator)
+
+    def _meeting_backward(self, is_left: bool, like: jax.ShapeDtypeStruct, extra: Any) -> Meeting:
+        """The gradient of one operand as a product of the incoming gradient, on the left, and the other operand."""
+
+        def of_rows(x: jax.Array, is_gradient: bool) -> jax.Array | None:
+            if x.shape[1 if is_gradient else 2] != 1:
+                return None
+            return x if is_gradient else self._of_rows(x[:, :, 0], extra)
+
+        def of_experts(x: jax.Array, is_gradient: bool) -> jax.Array | None:
+            return None if x.shape[0] != 1 else jnp.expand_dims(x, 1 if is_gradient else 2)
+
+        def rows(g: jax.Array, experts: jax.Array, dtype: Any) -> jax.Array:
+            return self._product(g, experts, extra, dtype, _OVER_COLUMNS)
+
+        def experts(g: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
+            return self._product(rows, g, extra, dtype, _OVER_ROWS)
+
+        contracted = self.contracted_backward(is_left)
+        if is_left:
+            return Meeting(rows, of_rows, contracted, ((), (1,)))
+        return Meeting(experts, of_experts, contracted, ((1,), (1,)))
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
@@ -163,15 +204,6 @@ class RaggedDot(AbstractBilinear):
             return None if scale.shape[1] != 1 else self._of_rows(scale[:, 0], extra)
         return scale if scale.shape[1] == 1 else None
 
-    def _result_scale(self, lhs: QArray, rhs: QArray, extra: Any) -> jax.Array | None:
-        """The product of both scales for each element of the result; None where they vary along the contraction."""
-        if lhs.scheme.zero_point is not None or rhs.scheme.zero_point is not None or self.numbers != _hashable(PLAIN):
-            return None
-        left, right = expanded_scale(lhs), expanded_scale(rhs)
-        if left.shape[1] != 1 or right.shape[1] != 1:
-            return None
-        return left * self._of_rows(right[:, 0], extra)
-
     def _of_rows(self, scale: jax.Array, extra: Any) -> jax.Array:
         """Each group's scales, `[G or 1, N or 1]`, for each row of the group; for rows beyond all groups those of the last."""
         if scale.shape[0] == 1:
@@ -180,13 +212,20 @@ class RaggedDot(AbstractBilinear):
         group = jnp.searchsorted(ends, jnp.arange(self.rows, dtype=ends.dtype), side="right")
         return scale.at[group].get(mode="clip")
 
-    def _product(self, lhs: jax.Array, rhs: jax.Array, extra: Any, preferred: Any) -> jax.Array:
+    def _product(self, lhs: jax.Array, rhs: jax.Array, extra: Any, preferred: Any, numbers: Any = None) -> jax.Array:
         sizes, offset = extra
-        contracting, ragged, group = self.numbers
+        contracting, ragged, group = numbers or self.numbers
         numbers = RaggedDotDimensionNumbers(contracting, lhs_ragged_dimensions=ragged, rhs_group_dimensions=group)
         return jax.lax.ragged_dot_general(
             lhs, rhs, sizes, numbers, precision=self.precision, preferred_element_type=preferred, group_offset=offset
         )
+
+
+_OVER_COLUMNS = (((1,), (2,)), ((), ())), (0,), (0,)
+"""The numbers of the gradient of the rows: `g [M, N]` with each group's `[K, N]`."""
+
+_OVER_ROWS = (((0,), (0,)), ((), ())), (0,), ()
+"""The numbers of the gradient of the matrices: `[M, K]` with `g [M, N]`, the rows of each group by themselves."""
 
 
 def _hashable(numbers: RaggedDotDimensionNumbers) -> tuple[Any, Any, Any]:

@@ -322,9 +322,9 @@ class _Evaluator(AbstractEvaluator):
 
 
 def _rule_of(name: str, values: Sequence[Any]) -> Rule | None:
-    """The rule of a primitive: a stand-in brings its own, but for equations that only carry their operands."""
+    """The rule of a primitive: a stand-in brings its own; equations that only carry their operands have one for all."""
     own = next((value.rules for value in values if isinstance(value, StandIn)), RULES)
-    return (SHARED if name in SHARED else own).get(name)
+    return own.get(name, SHARED.get(name))
 
 
 def _placed(x: Any, sharding: Any) -> Any:

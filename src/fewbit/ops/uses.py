@@ -255,8 +255,9 @@ def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
         spec = eqn.params["dimension_numbers"].rhs_spec
         axes = spec[1:]
     elif name in ("ragged_dot", "ragged_dot_general") and position == 1:
-        numbers = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
-        name, axes = "ragged_dot", numbers[0][1]
+        numbers = eqn.params["ragged_dot_dimension_numbers"]
+        contracting, beside = numbers.dot_dimension_numbers
+        name, axes, batch = "ragged_dot", contracting[1], (*numbers.rhs_group_dimensions, *beside[1])
     else:
         axes = ()
     contracted, beside = (tuple(a for axis in group for a in operand.axes[axis]) for group in (axes, batch))

@@ -14,7 +14,7 @@ from .._registry import near_names, refuse_unknown_fields
 from ..array import Scheme, is_qarray, quantize
 from ..errors import QuantError
 from ..ops.uses import Product, Use, array_paths, parameter_uses
-from .recipe import Recipe
+from .matching import matched_product_rules, matched_rules
 from .recipe import recipe as as_recipe
 from .rows import PlanRow, ProductRow
 from .rule import Rule
@@ -153,58 +153,10 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
     return Plan(tuple(rows), recipe.name, tuple(_product_row(product, product_rules[product.name]) for product in products))
 
 
-def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Rule | None]:
-    """For each parameter, by its path, the first rule that matches it, or None.
-
-    Args:
-        recipe: the recipe.
-        uses: the uses of each parameter, by its path.
-
-    Raises:
-        QuantError: when a rule that is not optional matches nothing.
-    """
-    used_by = {path: tuple(dict.fromkeys(use.op for use in used)) for path, used in uses.items()}
-    return _matching(recipe.rules, used_by, recipe.name, "rule", "parameters")
-
-
-def matched_product_rules(recipe: Recipe, products: tuple[Product, ...]) -> dict[str, Rule | None]:
-    """For each product without a parameter, by its name, the first rule that matches it, or None.
-
-    Args:
-        recipe: the recipe.
-        products: the products.
-
-    Raises:
-        QuantError: when a rule that is not optional matches nothing.
-    """
-    named = {product.name: (product.op,) for product in products}
-    return _matching(recipe.products, named, recipe.name, "product rule", "products without a parameter")
-
-
-def _matching(
-    rules: tuple[Rule, ...], used_by: Mapping[str, tuple[str, ...]], recipe: str, what: str, things: str
-) -> dict[str, Rule | None]:
-    """The first rule that matches each name; a rule that matches none must be optional."""
-    found = {
-        name: next((i for i, rule in enumerate(rules) if rule.matches(name, ops)), None) for name, ops in used_by.items()
-    }
-    for index, rule in enumerate(rules):
-        if index not in found.values() and not rule.optional:
-            raise QuantError(
-                f"{what} {index + 1} of recipe {recipe!r} ({rule}) matches nothing; the {things} are "
-                f"{_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
-            )
-    return {name: None if index is None else rules[index] for name, index in found.items()}
-
-
 def _product_row(product: Product, rule: Rule | None) -> ProductRow:
     """The row of one product under the rule that matches it."""
     policy, path = (None, "") if rule is None else (rule.policy, rule.path)
     return ProductRow(product.name, product.op, product.shapes, policy, path, product.source)
-
-
-def _few(paths: list[str]) -> str:
-    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
 
 
 def _assumed(leaf: Any) -> tuple[Use, ...]:

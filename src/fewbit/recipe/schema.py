@@ -71,6 +71,7 @@ def _policy() -> dict[str, Any]:
         "drhs": _either(_text("A scheme's name: the arm that quantizes the gradient in it."), _ref("arm")),
         "clips_gradient": _flag("Whether elements beyond a calibrated range get no gradient."),
         "delayed": _either(_ref("delayed"), {"type": "null"}),
+        "accumulator": _accumulator(),
     }
     return _object("How a product is computed, forwards and backwards.", properties, required=("weight",))
 
@@ -82,8 +83,14 @@ def _arm() -> dict[str, Any]:
         "rounding": {"enum": ["nearest", "stochastic"]},
         "tiled_axis": {"enum": ["last", "first"]},
         "hadamard": _either({"type": "integer", "minimum": 2}, {"type": "null"}),
+        "noise": {"enum": ["element", "row", "tensor"]},
+        "accumulator": _accumulator(),
     }
     return _object("One product of the backward pass.", properties)
+
+
+def _accumulator() -> dict[str, Any]:
+    return {"enum": ["int32", "float32", "bfloat16", None], "description": "What products of codes are summed in."}
 
 
 def _delayed() -> dict[str, Any]:

@@ -8,6 +8,7 @@ import torch
 from ..array import Scheme
 from ..array.scales import MSE, MX, SNR, AbsMax, ScaleStore
 from ..array.scales.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
+from ..array.scales.mx import above_threshold
 from ..array.scales.search import proven_window
 from ..errors import UnsupportedError
 from ..formats import E8M0, AbstractFormat, Minifloat
@@ -113,9 +114,10 @@ def _ruled_exponent(rule: str, amax: torch.Tensor, fmt: AbstractFormat) -> torch
     """The exponent of a power of two by one of the rules that do not search."""
     if rule == "floor":
         return _exponent_of(amax) - _top_exponent(fmt)
-    if rule == "even":
+    if rule in ("even", "threshold"):
         mantissa = fmt.mantissa if isinstance(fmt, Minifloat) else fmt.bits - 2
-        rounded = (amax.view(torch.int32) + (1 << (22 - mantissa))).view(torch.float32)
+        added = 1 << (22 - mantissa) if rule == "even" else above_threshold(fmt)
+        rounded = (amax.view(torch.int32) + added).view(torch.float32)
         return _exponent_of(rounded) - _top_exponent(fmt)
     return _unsaturated_exponent(amax, fmt)
 

@@ -1,4 +1,4 @@
-"""Building blocks of training: fake quantization, static ranges, delayed scaling, N:M sparsity, LoRA."""
+"""Building blocks of training: fake quantization, delayed scaling, N:M sparsity, LoRA."""
 
 from ..array.straight_through import is_covered as is_covered
 from ..array.straight_through import passed_through as passed_through
@@ -8,13 +8,6 @@ from .delayed_state import DelayedState as DelayedState
 from .delayed_state import ProductScales as ProductScales
 from .delayed_state import delayed_state as delayed_state
 from .fake_quant import fake_quant as fake_quant
-from .range_rules import AbsMaxRange as AbsMaxRange
-from .range_rules import EMARange as EMARange
-from .range_rules import MeanRange as MeanRange
-from .range_rules import MinMaxRange as MinMaxRange
-from .range_rules import PercentileRange as PercentileRange
-from .ranges import AbstractRange as AbstractRange
-from .ranges import RangeState as RangeState
 from .sparsity import Sparsity as Sparsity
 from .sparsity import SparsityState as SparsityState
 from .sparsity import magnitude_mask as magnitude_mask

@@ -14,9 +14,9 @@ from ..ops.policy import Policy
 from ..ops.stepped import StepScales
 from ..ops.uses import array_paths, parameter_uses
 from ..recipe import recipe as as_recipe
+from ..recipe.matching import matched_policies
 from ..recipe.rule import OPS
 from .delayed import DelayedScale
-from .policies import trained_policies
 
 
 @jax.tree_util.register_dataclass
@@ -136,7 +136,7 @@ def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any
     0.015625
     """
     uses, _ = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
-    policies = trained_policies(as_recipe(recipe), params, uses)
+    policies = matched_policies(as_recipe(recipe), params, uses)
     leaves = array_paths(params)
 
     def stack(path: str) -> tuple[int, ...]:

@@ -14,8 +14,9 @@ from ..ops.stepped import StepScales
 from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import parameter_paths, parameter_uses
 from ..recipe import recipe as as_recipe
+from ..recipe.matching import matched_policies
 from .delayed_state import DelayedState, step_scales
-from .policies import chosen_products, trained_policies
+from .products import chosen_products
 
 R = TypeVar("R")
 
@@ -46,8 +47,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     Raises:
         QuantError: when a rule that is not optional matches nothing; when a policy asks for delayed scaling and `delayed` is
             missing or for other parameters; in the backward pass when a policy needs a key and there is none.
-        UnsupportedError: for a product without a parameter that has a policy and delayed scaling, or stands in a function with
-            a derivative rule of its own.
+        UnsupportedError: for a product without a parameter whose policy asks for delayed scaling; and for such a product, or a
+            parameter with delayed scaling, inside a function with a derivative rule of its own.
 
     >>> import fewbit as fb
     >>> params = {"w": jnp.eye(4)}
@@ -65,7 +66,7 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
         params: Any, *args: Any, key: Key[Array, ""] | None = None, delayed: DelayedState | None = None, **kwargs: Any
     ) -> R:
         uses, _ = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
-        policies = trained_policies(resolved, params, uses)
+        policies = matched_policies(resolved, params, uses)
         scales = step_scales(delayed, policies)
         chosen = chosen_products(resolved, key)
         run = kept if chosen is None else evaluated(fn, "dequantize", report, chosen)

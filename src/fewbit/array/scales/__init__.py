@@ -7,13 +7,16 @@ from .calibration import Target as Target
 from .calibration import Tiles as Tiles
 from .calibration import parse_calibration as parse_calibration
 from .centred import CentredAbsMax as CentredAbsMax
+from .exact import Exact as Exact
 from .fixed import Fixed as Fixed
+from .lloyd import learned_codebook as learned_codebook
 from .minmax import MinMax as MinMax
 from .moments import RMS as RMS
 from .moments import AbsMean as AbsMean
 from .mse import MSE as MSE
 from .mse import SNR as SNR
 from .mx import MX as MX
+from .nvfp4 import NVFP4 as NVFP4
 from .percentile import Percentile as Percentile
 from .signed_max import SignedMax as SignedMax
 from .store import ScaleStore as ScaleStore

@@ -146,6 +146,10 @@ class AbstractCalibration(abc.ABC):
         """Whether elements may be left outside the range on purpose, so that a straight-through gradient stops there."""
         return False
 
+    def largest_stored(self, holder: AbstractFormat | np.dtype) -> float | None:
+        """What a tensor scale takes the largest scale to, in numbers of `holder`; None for the largest that it has."""
+        return None
+
     @abc.abstractmethod
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         """The scale of each tile, and its offset.

@@ -29,6 +29,18 @@ def numbers_of(fmt: AbstractFormat) -> np.ndarray:
     return np.unique(values[(values >= fmt.min) & (values <= fmt.max)])
 
 
+@functools.cache
+def midpoints(fmt: AbstractFormat) -> np.ndarray:
+    """The magnitudes of the midpoints between numbers, `[side, j]`, those of positive numbers first; infinite ones fill up."""
+    numbers = numbers_of(fmt)
+    middles = (numbers[1:] + numbers[:-1]) / 2
+    sides = [np.sort(middles[middles > 0]), np.sort(-middles[middles < 0])]
+    table = np.full((2, max(1, *map(len, sides))), np.inf, np.float32)
+    for row, side in zip(table, sides, strict=True):
+        row[: len(side)] = side
+    return table
+
+
 def _squared_error(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """The squared distance of each `x` to the nearest number."""
     middles = (numbers[1:] + numbers[:-1]) / 2

@@ -11,6 +11,7 @@ from ...errors import QuantError
 from ...formats import AbstractFormat
 from ...formats.format import rough_quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, is_lower, symmetric_or_range
+from .joint import best_range
 from .mx import best_mx
 from .search import best_stored
 
@@ -20,12 +21,13 @@ class MSE(AbstractCalibration):
     """The scale of least squared error of the tile.
 
     - Scales stored in a small format (E8M0, E4M3) are searched exactly: every candidate that can be optimal is tried, with
-      the very value that will be stored. For NVFP4 (E2M1 codes, E4M3 scales, tiles up to 32, no weights) the proven window
-      of 15 codes is tried; for other formats and with weights, every code of the scale's format.
-    - Float scales are searched on a grid of `steps` fractions of the absmax (or min-max) range, down to `low`.
+      the very value that will be stored. For NVFP4 (E2M1 codes, E4M3 scales, tiles up to 32, no weights) that is a proven
+      window of 11 or 12 codes; otherwise the search goes on for as long as any tile can gain.
+    - Float scales are searched on a grid of `steps` fractions of the absmax range, down to `low`; `exact` searches all.
+    - Scale and offset of asymmetric schemes are searched together: fractions of either end of the range, then least squares.
 
     The unclipped scale is always among the candidates, and ties (errors equal to 16 bits) go to it, so the error is never
-    above absmax's.
+    above absmax's (min-max's).
 
     Attributes:
         steps: how many fractions of the range a grid search tries.
@@ -47,11 +49,14 @@ class MSE(AbstractCalibration):
         return True
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
-        if target.store.is_power_of_two and not target.asymmetric:
+        fractions = np.linspace(1.0, self.low, int(self.steps))
+        if target.asymmetric:
+            return best_range(tiles, target, fractions)
+        if target.store.is_power_of_two:
             return best_mx(tiles, target.format), None
-        if isinstance(target.store.holder, AbstractFormat) and not target.asymmetric:
+        if isinstance(target.store.holder, AbstractFormat):
             return best_stored(tiles, target), None
-        return _best_fraction(tiles, target, np.linspace(1.0, self.low, int(self.steps)))
+        return _best_fraction(tiles, target, fractions)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -65,7 +65,7 @@ class MX(AbstractCalibration):
         if self.rule == "floor":
             return _power(exponent_of(amax) - _exponent(fmt), amax), None
         if self.rule in ("even", "threshold"):
-            added = 1 << (22 - _mantissa_bits(fmt)) if self.rule == "even" else _above_threshold(fmt)
+            added = 1 << (22 - _mantissa_bits(fmt)) if self.rule == "even" else above_threshold(fmt)
             bits = jax.lax.bitcast_convert_type(amax, jnp.int32) + added
             rounded = jax.lax.bitcast_convert_type(bits, jnp.float32)
             return _power(exponent_of(rounded) - _exponent(fmt), amax), None
@@ -91,7 +91,7 @@ def best_mx(tiles: Tiles, fmt: AbstractFormat) -> jax.Array:
     return best_power_of_two(tiles, fmt, ceiling, lambda exponent: _power(exponent, amax))
 
 
-def _above_threshold(fmt: AbstractFormat) -> int:
+def above_threshold(fmt: AbstractFormat) -> int:
     """What takes the bits of a float32 of mantissa 1.8125 to the next power of two."""
     if fmt.name != "e2m1":
         raise UnsupportedError(f"mx,threshold is known for e2m1 only, not {fmt.name}; use mx,even")

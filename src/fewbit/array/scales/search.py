@@ -23,7 +23,7 @@ from ...formats.format import looked_up, power_of_two, quotient
 from .calibration import Target, Tiles, is_lower
 from .candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
 
-_SMALLEST = 2.0**-120
+SMALLEST = 2.0**-120
 """The smallest scale, in units of its tile, that is told from zero; its reciprocal is a normal number."""
 
 Best = tuple[jax.Array, jax.Array]
@@ -51,15 +51,16 @@ class Trials:
     @classmethod
     def of(cls, tiles: Tiles, fmt: AbstractFormat) -> "Trials":
         """The trials of tiles as they came."""
-        x = jax.lax.stop_gradient(tiles.x)
-        exponent = dataclasses.replace(tiles, x=x).exponent
+        stopped = (None if a is None else jax.lax.stop_gradient(a) for a in (tiles.x, tiles.weights))
+        tiles = dataclasses.replace(tiles, **dict(zip(("x", "weights"), stopped, strict=True)))
+        exponent = tiles.exponent
         inverse = power_of_two(-exponent)
-        return cls(dataclasses.replace(tiles, x=x * inverse), power_of_two(exponent), inverse, fmt)
+        return cls(dataclasses.replace(tiles, x=tiles.x * inverse), power_of_two(exponent), inverse, fmt)
 
     def error(self, scale: jax.Array) -> jax.Array:
         """The (weighted) squared error of each tile under a scale, in units of the tile."""
         # A product with the reciprocal: it rounds twice, which is nothing to an error, and costs a division a tile only.
-        scale = jnp.maximum(scale * self.inverse, jnp.float32(_SMALLEST))
+        scale = jnp.maximum(scale * self.inverse, jnp.float32(SMALLEST))
         x = self.tiles.x
         return self.tiles.weighted_total(jnp.square(self.format.nearest(x * (1 / scale)) * scale - x))
 

@@ -148,7 +148,11 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
     if (role != 0) w.zero.data = static_cast<const char*>(first_zero.data) + (one_zero ? 0 : b * zeros) * tile_bytes(first_zero);
     w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : b];
     job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * y_bytes;
-    ParallelFor(pool, ChunkCount(isa, job), [&](int64_t chunk) { Run(isa, job, chunk); });
+    const auto run = [&](int64_t chunk) { Run(isa, job, chunk); };
+    constexpr int64_t kWorthThreads = 1 << 18;  // multiply-adds that take longer, about 10 us, than waking a thread
+    const int64_t chunks = ChunkCount(isa, job);
+    if (job.M * w.rows * w.cols >= kWorthThreads) ParallelFor(pool, chunks, run);
+    else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
   }
   return ffi::Error::Success();
 }

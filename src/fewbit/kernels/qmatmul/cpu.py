@@ -8,24 +8,21 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from ...array import QArray, Scheme
 from ...array.packing import codes_per_unit
-from ...errors import QuantError
 from ..extension import device_refusal, extension
-from ..select import AbstractBackend
-from .native import stacked_product
+from .native import native_product
 from .problem import Operand, Problem
 from .reference import BACKENDS
-from .stack import Stack, stack_of
+from .stack import Stack
+from .stacked import AbstractStackKernel
 
 FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cpu(AbstractBackend[Problem]):
+class Cpu(AbstractStackKernel):
     """C++ kernels for AVX-512, AVX2, and any processor.
 
     Attributes:
@@ -33,20 +30,15 @@ class Cpu(AbstractBackend[Problem]):
     """
 
     name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
     isa: str | None = None
 
     def unsupported(self, problem: Problem) -> str | None:
-        if (missing := extension("fewbit.kernels.qmatmul._cpu").missing) is not None:
-            return missing
-        if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
-            return "both operands are quantized; it takes one"
-        x, q = _sides(problem)
+        return extension("fewbit.kernels.qmatmul._cpu").missing or super().unsupported(problem)
+
+    def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
         if x.dtype not in FLOATS or problem.result_dtype.name not in FLOATS:
             return f"it multiplies {x.dtype} into {problem.result_dtype.name}; both must be one of {', '.join(FLOATS)}"
-        try:
-            stack = _stack(problem)
-        except QuantError as refusal:
-            return f"{q} is no stack of matrices: {refusal}"
         return _refused_scheme(stack)
 
     def passed_over(self, problem: Problem) -> str | None:
@@ -54,35 +46,11 @@ class Cpu(AbstractBackend[Problem]):
 
     def about(self) -> str:
         isa = self.isa or extension("fewbit.kernels.qmatmul._cpu").isa
-        return f"compiled for {isa}; on devices other than CPUs the reference takes its place"
+        return f"compiled for {isa}; programs for other platforms take their own kernels, or the reference"
 
-    def run(self, problem: Problem, *operands: Any) -> jax.Array:
-        q_side = 0 if isinstance(operands[0], QArray) else 1
-        x, q = operands[1 - q_side], operands[q_side]
-        stack, own = _stack(problem), problem.dimension_numbers[0][q_side]
-        met = problem.dimension_numbers[0][1 - q_side]
-        contracted = tuple(met[own.index(axis)] for axis in stack.contracted)
-        batch = problem.dimension_numbers[1][1 - q_side]
-        free = tuple(a for a in range(x.ndim) if a not in contracted and a not in batch)
-        lengths = [[x.shape[a] for a in group] for group in (batch, free, contracted)]
-        x3 = x.transpose(*batch, *free, *contracted).reshape([int(np.prod(group)) for group in lengths])
-        y = stacked_product(x3, stack.of(q), contracts_cols=stack.contracts_cols, dtype=problem.result_dtype, isa=self.isa)
-        own_free = [q.shape[a] for a in (stack.rows if stack.contracts_cols else stack.cols)]
-        if q_side == 0:
-            return jnp.swapaxes(y, 1, 2).reshape(*lengths[0], *own_free, *lengths[1])
-        return y.reshape(*lengths[0], *lengths[1], *own_free)
-
-
-def _sides(problem: Problem) -> tuple[Operand, Operand]:
-    """The float operand, and the quantized one."""
-    return (problem.lhs, problem.rhs) if problem.lhs.scheme is None else (problem.rhs, problem.lhs)
-
-
-def _stack(problem: Problem) -> Stack:
-    """The quantized operand as a stack."""
-    side = 0 if problem.lhs.scheme is not None else 1
-    q = (problem.lhs, problem.rhs)[side]
-    return stack_of(q, problem.dimension_numbers[0][side], problem.dimension_numbers[1][side])
+    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
+        del precision  # float32 products are exact here, whatever is asked for
+        return native_product(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
 
 def _refused_scheme(stack: Stack) -> str | None:

@@ -1,26 +1,16 @@
-"""The product of a stack of float matrices and a stack of quantized ones, as one primitive of JAX.
+"""The call of the compiled kernel: what a stack of codes is, told to C++ as arrays and numbers."""
 
-On a CPU it is a call of the compiled kernel, on every other platform the reference. It is linear in the float operand, and
-its gradient is itself with the other axis of the weight contracted. `vmap` makes rows of x, or a longer stack, of the axis
-it maps.
-"""
-
-import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
 
 from ...array import QArray
 from ...array.packing import codes_per_unit
 from ...array.quantize import dequantize, scale_values
 from ...array.scheme import Scheme
 from ...formats import AbstractFormat, Integer
-from .problem import Operand, Problem
-from .reference import Reference
 
 TARGET = "fewbit_qmatmul"
 
@@ -28,10 +18,8 @@ _TABLE, _SIGNED, _UNSIGNED, _E4M3, _E5M2 = range(5)
 _NO_ZERO, _WHOLE, _OFFSET = range(3)
 _LEVELS = ("portable", "avx2", "avx512")
 
-primitive = Primitive("fewbit_qmatmul")
 
-
-def stacked_product(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, isa: str | None = None) -> jax.Array:
+def native_product(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, isa: str | None = None) -> jax.Array:
     """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, for the matrices `w` that a stack of codes stands for.
 
     Args:
@@ -44,13 +32,6 @@ def stacked_product(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any
     Returns:
         `[B, M, N]`, N being the other one of R and C. Sums are made in float32.
     """
-    leaves, form = jax.tree.flatten(q)
-    return primitive.bind(x, *leaves, form=form, contracts_cols=contracts_cols, dtype=np.dtype(dtype), isa=isa)
-
-
-def _on_cpu(x: jax.Array, *leaves: jax.Array, form: Any, contracts_cols: bool, dtype: Any, isa: str | None) -> jax.Array:
-    """The call of the compiled kernel."""
-    q: QArray = jax.tree.unflatten(form, leaves)
     scheme, (batch, rows, cols) = q.scheme, q.shape
     order = _stream_order(scheme)
     lengths = [rows, cols]
@@ -83,14 +64,6 @@ def _on_cpu(x: jax.Array, *leaves: jax.Array, form: Any, contracts_cols: bool, d
         level=np.int64(-1 if isa is None else _LEVELS.index(isa)),
         order=order,
     )
-
-
-def _elsewhere(x: jax.Array, *leaves: jax.Array, form: Any, contracts_cols: bool, dtype: Any, isa: str | None) -> jax.Array:
-    """The reference."""
-    del isa
-    q: QArray = jax.tree.unflatten(form, leaves)
-    numbers = (((2,), (2 if contracts_cols else 1,)), ((0,), (0,)))
-    return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, None, dtype), x, q)
 
 
 def _stream_order(scheme: Scheme) -> np.ndarray:
@@ -149,76 +122,3 @@ def _held_zeros(q: QArray) -> tuple[int, jax.Array, jax.Array]:
 
 def _nothing() -> jax.Array:
     return jnp.zeros(0, jnp.float32)
-
-
-# --- what JAX asks of a primitive ---
-
-
-@functools.cache
-def _compiled(**settings: Any) -> Any:
-    return jax.jit(functools.partial(primitive.bind, **settings))
-
-
-@primitive.def_impl
-def _run(*operands: Any, **settings: Any) -> jax.Array:
-    return _compiled(**settings)(*operands)
-
-
-@primitive.def_abstract_eval
-def _result(x: Any, *leaves: Any, form: Any, contracts_cols: bool, dtype: Any, isa: str | None) -> Any:
-    q: QArray = jax.tree.unflatten(form, leaves)
-    shape = (x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2])
-    return x.update(shape=shape, dtype=dtype, weak_type=False)
-
-
-def _tangent(primals: Any, tangents: Any, **settings: Any) -> tuple[jax.Array, Any]:
-    """The derivative along x is the product of the tangent; that along scales is the reference's."""
-    x, *leaves = primals
-    y = primitive.bind(*primals, **settings)
-    along_x, *along_leaves = tangents
-    moved = [i for i, t in enumerate(along_leaves) if type(t) is not ad.Zero]
-    parts = [] if type(along_x) is ad.Zero else [primitive.bind(along_x, *leaves, **settings)]
-    if moved:
-
-        def of_moved(*those: jax.Array) -> jax.Array:
-            held = list(leaves)
-            for i, leaf in zip(moved, those, strict=True):
-                held[i] = leaf
-            return _elsewhere(x, *held, **settings)
-
-        parts.append(jax.jvp(of_moved, [leaves[i] for i in moved], [along_leaves[i] for i in moved])[1])
-    return y, functools.reduce(jnp.add, parts)
-
-
-def _transposed(gradient: Any, x: Any, *leaves: Any, contracts_cols: bool, dtype: Any, **settings: Any) -> list[Any]:
-    """The gradient of x, the only operand that the product is linear in."""
-    if type(gradient) is ad.Zero:
-        return [None] * (1 + len(leaves))
-    of_x = primitive.bind(gradient, *leaves, contracts_cols=not contracts_cols, dtype=x.aval.dtype, **settings)
-    return [of_x, *([None] * len(leaves))]
-
-
-def _mapped(operands: Any, axes: Any, **settings: Any) -> tuple[jax.Array, int]:
-    """A mapped x has more rows; a mapped weight makes the stack longer."""
-    x, *leaves = operands
-    x_axis, *leaf_axes = axes
-    count = next(a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None)
-    if all(axis is None for axis in leaf_axes):
-        x = jnp.moveaxis(x, x_axis, 1)
-        y = primitive.bind(x.reshape(x.shape[0], -1, x.shape[3]), *leaves, **settings)
-        return y.reshape(y.shape[0], count, -1, y.shape[2]), 1
-    batch = (x if x_axis is None else jnp.moveaxis(x, x_axis, 0)[0]).shape[0]
-
-    def longer(a: jax.Array, axis: int | None) -> jax.Array:
-        a = a[None] if axis is None else jnp.moveaxis(a, axis, 0)
-        return jnp.broadcast_to(a, (count, batch, *a.shape[2:])).reshape(count * batch, *a.shape[2:])
-
-    y = primitive.bind(*map(longer, operands, axes), **settings)
-    return y.reshape(count, batch, *y.shape[1:]), 0
-
-
-ad.primitive_jvps[primitive] = _tangent
-ad.primitive_transposes[primitive] = _transposed
-batching.primitive_batchers[primitive] = _mapped
-mlir.register_lowering(primitive, mlir.lower_fun(_on_cpu, multiple_results=False), platform="cpu")
-mlir.register_lowering(primitive, mlir.lower_fun(_elsewhere, multiple_results=False))

@@ -13,7 +13,7 @@ import numpy as np
 
 from .pallas_form import Form
 
-LANES, SUBLANES = 128, 8
+LANES = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,9 @@ class Cut:
     @classmethod
     def of(cls, form: Form, config: Config) -> "Cut":
         """The cut of a product: blocks that divide their axes where there are such, and whole axes where they are short."""
-        # Mosaic wants blocks of multiples of 8 x 128, or whole axes. Rows lie along the lanes of the activations or of the
-        # result; and 8 scales along them are 8 tiles.
-        unit = math.lcm(LANES, SUBLANES * (form.tile or 1))
+        # Mosaic wants blocks of whole tiles of its own, 8 x 128 for four bytes and 32 x 128 for one, or whole axes. Rows lie
+        # along the lanes of the activations or of the result; and 8 scales along them are 8 tiles of ours.
+        unit = math.lcm(LANES, form.scale_sublanes * (form.tile or 1))
         rows = fitting(form.rows, unit, config.codes // form.planes)
         columns = config.columns * config.codes // max(rows * form.planes, config.codes)
         return cls(form, min(form.m, config.m), rows, fitting(form.columns, LANES, columns))

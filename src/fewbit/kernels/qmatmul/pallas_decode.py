@@ -1,10 +1,10 @@
 """Codes and scales to float32 by the operations that a TPU's vector unit has: no table in memory, no gather.
 
 A TPU computes on 32-bit lanes, and has no cheap look-up. So a byte is widened once, and each code in it (a *plane*: the low
-nibbles, the high nibbles) is cut out by shifts of the 32-bit word: for signed integers one shift up and one arithmetic
-shift down, which extends the sign on the way. What the numbers are comes from the format:
+nibbles, the high nibbles) is cut out of the 32-bit word. What the numbers are comes from the format:
 
-- whole numbers: converted;
+- whole numbers: converted where they stand in the word, high nibbles as 16 times their value, signed low ones at the top of
+  the word as 2**28 times theirs, so that no shift has to bring them down; the scale takes the power of two back;
 - e2m1: twice its magnitudes are whole numbers below 16, which stand in one 32-bit constant, to be shifted to the code;
 - e4m3fn and e5m2: the compiler's own conversion;
 - tables of up to 16 numbers (NF4): a tree of selects, one level for each bit of the code, so exact for every table;
@@ -40,15 +40,17 @@ def undecodable(fmt: AbstractFormat) -> str | None:
     return None
 
 
-def unit(fmt: AbstractFormat) -> float:
+def unit(fmt: AbstractFormat, shift: int) -> float:
     """What `plane_values` leaves to the scale to multiply by."""
     if isinstance(fmt, Integer):
-        return fmt.step
+        is_top = shift + fmt.bits == 8
+        place = shift if is_top or not fmt.signed else 32 - fmt.bits
+        return fmt.step * 2.0**-place
     return 0.5 if _doubled(fmt) is not None else 1.0
 
 
 def plane_values(fmt: AbstractFormat, packed: jax.Array, shift: int, *, nf4_polynomial: bool = False) -> jax.Array:
-    """The numbers, in units of `unit(fmt)`, of the codes that begin at bit `shift` of each byte.
+    """The numbers, in units of `unit(fmt, shift)`, of the codes that begin at bit `shift` of each byte.
 
     Args:
         fmt: the format of the codes.
@@ -61,21 +63,27 @@ def plane_values(fmt: AbstractFormat, packed: jax.Array, shift: int, *, nf4_poly
     """
     if fmt.name in NATIVE:
         return jax.lax.bitcast_convert_type(packed, NATIVE[fmt.name]).astype(jnp.float32)
-    word = packed.astype(jnp.int32)
-    if isinstance(fmt, Integer) and fmt.signed:
-        top = 32 - fmt.bits
-        return ((word << (top - shift)) >> top).astype(jnp.float32)
+    # As signed bytes: unsigned ones are widened as signed ones, too, and masked afterwards.
+    word = jax.lax.bitcast_convert_type(packed, jnp.int8).astype(jnp.int32)
+    if isinstance(fmt, Integer):
+        return _whole(fmt, word, shift)
     table = _doubled(fmt)
     if table is not None:
         return _signed_nibbles(word, shift, table)
     if isinstance(fmt, Codebook) and not (nf4_polynomial and fmt.name == "nf4"):
         return _selected(word, shift, fmt.table)
     code = (word >> shift) & (2**fmt.bits - 1)
-    if isinstance(fmt, Integer):
-        return code.astype(jnp.float32)
-    if isinstance(fmt, Codebook):
-        return _polynomial(code.astype(jnp.float32))
-    return fmt.decode(code.astype(jnp.uint8))
+    return _polynomial(code.astype(jnp.float32)) if isinstance(fmt, Codebook) else fmt.decode(code.astype(jnp.uint8))
+
+
+def _whole(fmt: Integer, word: jax.Array, shift: int) -> jax.Array:
+    """Integers where they stand in the word: those at the top of a byte need no shift, since the byte's sign is theirs."""
+    is_top = shift + fmt.bits == 8
+    if fmt.signed and not is_top:
+        word = word << (32 - fmt.bits - shift)
+        return (word if shift == 0 else word & -(2 ** (32 - fmt.bits))).astype(jnp.float32)
+    mask = -(2**shift) if fmt.signed else (2**fmt.bits - 1) << shift
+    return (word & mask).astype(jnp.float32)
 
 
 def _doubled(fmt: AbstractFormat) -> int | None:
@@ -128,7 +136,7 @@ def held_values(stored: jax.Array, holder: AbstractFormat | np.dtype) -> jax.Arr
         power = jax.lax.bitcast_convert_type(code << 23, jnp.float32)
         return jnp.where(code == 255, jnp.full_like(power, jnp.nan), power)
     if isinstance(holder, Integer):
-        return plane_values(holder, stored, 0)
+        return plane_values(holder, stored, 0) * jnp.float32(unit(holder, 0))
     if isinstance(holder, AbstractFormat):
         return holder.decode(stored)
     return _from_half(stored) if stored.dtype == jnp.uint16 else stored.astype(jnp.float32)

@@ -100,6 +100,12 @@ class Form:
         return 1 if self.column_tile is None else self.columns
 
     @property
+    def scale_sublanes(self) -> int:
+        """How many rows of scales, and of zero points, a block must have a multiple of: 8 of four bytes, 32 of one."""
+        kept = [h for h in (self.scheme.scale, self.scheme.zero_point) if h is not None and not isinstance(h, Scheme)]
+        return max((32 if isinstance(h, AbstractFormat) else 32 // np.dtype(h).itemsize for h in kept), default=8)
+
+    @property
     def has_offsets(self) -> bool:
         """Whether the zero points are float numbers that are added after the scale, and not codes."""
         return self.scheme.zero_point is not None and not isinstance(self.scheme.zero_point, AbstractFormat)

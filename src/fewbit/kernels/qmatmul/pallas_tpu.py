@@ -21,7 +21,11 @@ it is a broadcast of registers. With bytes along lanes (`[N, K/2]`) it would be 
 *numbers*. So such a block is transposed first, as *bytes*: four to a lane, and both planes at once. Scales are transposed
 before the kernel; they are 1/8 to 1/128 of the bytes.
 
-**Decoding** (`pallas_decode.py`) has no gather: shifts for integers, a 32-bit constant for e2m1, a tree of 15 selects for NF4.
+**Decoding** (`pallas_decode.py`) has no gather: masks for integers, a 32-bit constant for e2m1, a tree of 15 selects for NF4.
+By the compiler's schedules for v5e it is what bounds 4-bit weights at few rows: a block of 512 x 512 bytes of int4 in tiles of 64
+takes 860 cycles, and its bytes 530 to arrive; int8 is bound by memory, mxfp4 takes 1600 cycles, nf4 3490, and is slower than
+dense bfloat16 (docs/kernels.md has the model). What helped: integers converted where they stand in the word, and bytes widened
+as signed ones, which is one operation where unsigned takes two (int8 from 880 to 500 cycles, int4 from 936 to 858).
 Numbers are multiplied by their scale in float32 and rounded once to the dtype of the product, exactly as `dequantize` does.
 Where one scale serves the whole contraction, the sums take it instead, which saves an operation a number and a rounding.
 
@@ -141,9 +145,9 @@ def _kernel(cut: Cut, config: Config, names: tuple[str, ...], x: Any, codes: Any
     held = {name: held_values(ref[...], _holder(form.scheme, name)) for name, ref in zip(names, beside, strict=True)}
     fmt, high_first = form.scheme.format, form.scheme.packing.high_first
     for plane in range(form.planes):
-        place = form.planes - 1 - plane if high_first else plane
-        values = plane_values(fmt, packed, place * fmt.bits, nf4_polynomial=config.nf4_polynomial)
-        values = _within(cut, _scaled(cut, values, held), step).astype(form.dtype)
+        shift = fmt.bits * (form.planes - 1 - plane if high_first else plane)
+        values = plane_values(fmt, packed, shift, nf4_polynomial=config.nf4_polynomial)
+        values = _within(cut, _scaled(cut, values, unit(fmt, shift), held), step).astype(form.dtype)
         at_x, at_total, axis = (plane, 0, 0) if form.contracts_rows else (0, plane, 1)
         total[at_total] += jax.lax.dot_general(
             x[at_x], values, (((1,), (axis,)), ((), ())), precision=form.precision, preferred_element_type=jnp.float32
@@ -152,7 +156,7 @@ def _kernel(cut: Cut, config: Config, names: tuple[str, ...], x: Any, codes: Any
     @pl.when(step == cut.grid[2] - 1)
     def _() -> None:
         sums = total[...]
-        y[...] = (sums * _scale(form, held)[None] if form.scales_sums else sums).astype(y.dtype)
+        y[...] = (sums * _scale(held)[None] if form.scales_sums else sums).astype(y.dtype)
 
 
 def _holder(scheme: Scheme, name: str) -> Any:
@@ -162,19 +166,20 @@ def _holder(scheme: Scheme, name: str) -> Any:
     return np.dtype(np.float32) if name == "tensor_scale" or isinstance(scheme.scale, Scheme) else scheme.scale
 
 
-def _scale(form: Form, held: dict[str, jax.Array]) -> jax.Array:
-    """The scales of a block, with the tensor scale and the format's unit in them."""
-    scale = held["scale"] * held["tensor_scale"] if "tensor_scale" in held else held["scale"]
-    return scale * jnp.float32(unit(form.scheme.format))
+def _scale(held: dict[str, jax.Array]) -> jax.Array:
+    """The scales of a block, with the tensor scale in them."""
+    return held["scale"] * held["tensor_scale"] if "tensor_scale" in held else held["scale"]
 
 
-def _scaled(cut: Cut, values: jax.Array, held: dict[str, jax.Array]) -> jax.Array:
-    """The values of a plane as the array has them, without a scale that the sums get."""
+def _scaled(cut: Cut, values: jax.Array, own: float, held: dict[str, jax.Array]) -> jax.Array:
+    """The values of a plane, which come in units of `own`, as the array has them; without a scale that the sums get."""
     form = cut.form
     if "zero_point" in held and not form.has_offsets:
-        values = values - _spread(cut, held["zero_point"] / jnp.float32(unit(form.scheme.format)))
+        values = values - _spread(cut, held["zero_point"] / jnp.float32(own))
     if not form.scales_sums:
-        values = values * _spread(cut, _scale(form, held))
+        values = values * _spread(cut, _scale(held) * jnp.float32(own))
+    elif own != 1:
+        values = values * jnp.float32(own)
     return values + _spread(cut, held["zero_point"]) if form.has_offsets else values
 
 

@@ -6,6 +6,7 @@ from typing import Any, Self, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ...array import QArray, Scheme
@@ -47,6 +48,8 @@ class Problem:
         dimension_numbers: as in `lax.dot_general`: contracting axes of both sides, batch axes of both sides.
         precision: as in `lax.dot_general`.
         preferred_element_type: the result's dtype, or None for the operands' common one.
+        accumulator: the dtype that a product of codes must be summed in, or None for int32 or float32 as they need.
+        out_sharding: as in `lax.dot_general`.
     """
 
     lhs: Operand
@@ -54,6 +57,8 @@ class Problem:
     dimension_numbers: DimensionNumbers
     precision: Any = None
     preferred_element_type: DTypeLike | None = None
+    accumulator: str | None = None
+    out_sharding: NamedSharding | PartitionSpec | None = None
 
     def __str__(self) -> str:
         (left, right), (left_batch, right_batch) = self.dimension_numbers

@@ -28,7 +28,7 @@ class ReferenceQuantizer(AbstractBackend[Quantization]):
 
     def run(self, problem: Quantization, *operands: Any) -> Any:
         x, weights, key, scale, offset = operands
-        return quantized(x, problem.scheme, weights, key, scale, offset)
+        return quantized(x, problem.scheme, weights, key, scale, offset, problem.shared_noise)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Key
 
 from ...array import QArray, Scheme
-from ...array.quantize import checked, float_dtype
+from ...array.quantize import checked, float_dtype, shared_axes
 from ..select import select
 from .backends import DEQUANTIZERS, QUANTIZERS
 from .problem import Decoding, Quantization
@@ -23,6 +23,7 @@ def quantize(
     key: Key[Array, ""] | None = None,
     scale: ArrayLike | None = None,
     offset: ArrayLike | None = None,
+    shared_noise: tuple[int, ...] = (),
     backend: str | None = None,
 ) -> QArray:
     """Quantizes an array: for each tile a scale, for each element the code of the nearest number.
@@ -44,6 +45,8 @@ def quantize(
             stores scales, rounded to what that can hold; a tensor scale is chosen for the largest of them. None calibrates.
         offset: the number that the code of value 0 stands for, like `scale`; given with it if and only if the scheme has a
             zero point.
+        shared_noise: the axes along which all elements are rounded by the same random number; with (), each has its own.
+            Every element's expectation is the same either way, and a shared number costs less. Needs a key.
         backend: the name of a backend to insist on ("reference", "cpu"); None chooses. All give the same bytes, but for
             scale searches where two scales are alike to 20 bits.
 
@@ -52,8 +55,8 @@ def quantize(
 
     Raises:
         QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, or a
-            sharding on an explicit mesh that cuts tiles, or a scale and an offset that do not go with the tiles and the
-            scheme.
+            sharding on an explicit mesh that cuts tiles, a scale and an offset that do not go with the tiles and the
+            scheme, or noise to share without a key.
         UnsupportedError: when the named backend cannot.
 
     >>> quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8")
@@ -64,8 +67,10 @@ def quantize(
     x, bound = checked(x, scheme, axis, error_weights, scale, offset)
     given = (error_weights, key, scale, offset)
     is_weighted, is_stochastic, is_given, _ = (g is not None for g in given)
-    problem = Quantization(x.shape, x.dtype.name, bound, is_stochastic, is_given, is_weighted)
-    return select(QUANTIZERS, problem, backend).run(problem, x, *given)
+    problem = Quantization(
+        x.shape, x.dtype.name, bound, is_stochastic, is_given, is_weighted, shared_axes(shared_noise, x.ndim, key)
+    )
+    return select(QUANTIZERS, problem, backend).backend.run(problem, x, *given)
 
 
 def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None = None) -> Float[Array, "*s"]:
@@ -90,4 +95,4 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
     [[6.0, -0.5, 0.0]]
     """
     problem = Decoding(q.shape, jnp.dtype(float_dtype(q, dtype)).name, q.scheme, q.tiles)
-    return select(DEQUANTIZERS, problem, backend).run(problem, q)
+    return select(DEQUANTIZERS, problem, backend).backend.run(problem, q)

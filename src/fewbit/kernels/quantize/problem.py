@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from ...array import Scheme
 from ..._tiles import Tile
+from ...array import Scheme
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +17,7 @@ class Quantization:
         is_stochastic: whether codes are rounded by chance.
         is_given: whether the scales come with the call.
         is_weighted: whether errors of elements count differently.
+        shared_noise: the axes along which one random number rounds all elements, counted from the front and in order.
     """
 
     shape: tuple[int, ...]
@@ -25,6 +26,7 @@ class Quantization:
     is_stochastic: bool = False
     is_given: bool = False
     is_weighted: bool = False
+    shared_noise: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         how = " rounding by chance" if self.is_stochastic else ""

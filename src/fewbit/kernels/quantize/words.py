@@ -8,6 +8,7 @@ import numpy as np
 
 from ...array import Scheme
 from ...array.scales import MSE, MX, AbsMax, MinMax, ScaleStore
+from ...array.scales.candidates import needed_halvings
 from ...array.scales.signed_max import SignedMax
 from ...formats import E8M0, AbstractFormat, Binary, Codebook, Integer, Minifloat, Ternary
 
@@ -105,7 +106,8 @@ def _rule(scheme: Scheme, tile_size: int) -> tuple[int, float, float, int, bool]
     if isinstance(calibration, SignedMax) and not scheme.tensor_scale:
         return _SIGNED_MAX, fmt.min, 1.0, 0, False
     if isinstance(calibration, MX) and calibration.rule != "optimal":
-        return {"floor": _FLOOR, "even": _EVEN, "rceil": _CEILING}[calibration.rule], fmt.bound, 1.0, 0, False
+        kind = {"floor": _FLOOR, "even": _EVEN, "rceil": _CEILING}.get(calibration.rule)
+        return None if kind is None else (kind, fmt.bound, 1.0, 0, False)
     return _search(scheme, tile_size) if isinstance(calibration, MX | MSE) and _has_mirrored_grid(fmt) else None
 
 
@@ -114,7 +116,7 @@ def _search(scheme: Scheme, tile_size: int) -> tuple[int, float, float, int, boo
     if tile_size > _LARGEST_SEARCHED_TILE:
         return None
     if isinstance(scheme.calibration, MX) or isinstance(scheme.scale, E8M0):
-        return _BEST_POWER, scheme.format.bound, 1.0, 1 if tile_size <= 145 else 12, False
+        return _BEST_POWER, scheme.format.bound, 1.0, needed_halvings(scheme.format, tile_size), False
     if not isinstance(scheme.scale, Minifloat):
         return None
     is_windowed = scheme.format.name == "e2m1" and scheme.scale.name in ("e4m3fn", "ue4m3") and tile_size <= 32

@@ -7,26 +7,22 @@ import jax.numpy as jnp
 
 from ...array import dequantize, quantize
 from ...array.straight_through import is_covered, passed_through
+from ...errors import UnsupportedError
 from ..latent import PARAMETER_RULES, Latent, is_latent, plain
 from ..stepped import StepScales, noted, widest
+from .derivatives import DERIVATIVES
 from .products import PRODUCT
 from .rule import AbstractEvaluator, NoRuleError, bound
 from .sharding import SHARDING
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-_MOVES = (
-    *(
-        "convert_element_type",
-        "copy",
-        "copy_p",
-        "name",
-        "optimization_barrier",
-        "sharding_constraint",
-        "all_gather",
-        "pvary",
-    ),
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+"""The primitives that multiply a parameter."""
+MOVES = (
+    *("convert_element_type", "copy", "copy_p", "name", "optimization_barrier"),
+    *("sharding_constraint", "all_gather", "pvary"),
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split", "rev"),
 )
+"""The primitives whose result is the parameter still, moved about."""
 
 
 _STILL = ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "pvary")
@@ -63,6 +59,14 @@ def _scales_after(eqn: Any, latent: Latent, values: list[Any]) -> StepScales | N
     return widest(scales)
 
 
+def _derivative(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """A function with a derivative rule of its own, which knows of no magnitudes that it should show."""
+    delayed = {repr(v): "its products there would not be seen" for v in values if is_latent(v) and v.scales is not None}
+    if delayed:
+        raise UnsupportedError(f"delayed scaling cannot follow a parameter into {eqn.primitive.name}", delayed)
+    return DERIVATIVES[eqn.primitive.name](evaluator, eqn, values)
+
+
 def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     """A look-up in a table as it will be served: quantized along the last axis that is not indexed, straight through."""
     table, *others = values
@@ -84,5 +88,5 @@ def _served(latent: Latent, axis: int) -> jax.Array:
     return table if scale is None else noted(table, fixed, scale)
 
 
-PARAMETER_RULES |= {name: PRODUCT[name] for name in _PRODUCTS} | dict.fromkeys(_MOVES, _moved)
-PARAMETER_RULES |= {"gather": _gather, "shard_map": SHARDING["shard_map"]}
+PARAMETER_RULES |= {name: PRODUCT[name] for name in PRODUCTS} | dict.fromkeys(MOVES, _moved)
+PARAMETER_RULES |= {"gather": _gather, "shard_map": SHARDING["shard_map"]} | dict.fromkeys(DERIVATIVES, _derivative)

@@ -15,14 +15,13 @@ from .rule import AbstractEvaluator, NoRuleError, Rule
 
 
 def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    params = eqn.params
-    _refuse_out_sharding(params)
-    numbers, precision, preferred = params["dimension_numbers"], params["precision"], params["preferred_element_type"]
+    names = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
+    numbers, precision, preferred, sharding = (eqn.params[name] for name in names)
 
     def quantized_dot_general(lhs: Any, rhs: Any) -> jax.Array:
-        return dot_general(lhs, rhs, numbers, precision, preferred)
+        return dot_general(lhs, rhs, numbers, precision, preferred, out_sharding=sharding)
 
-    return [evaluator.shared((numbers, precision, preferred), quantized_dot_general)(*values)]
+    return [evaluator.shared((numbers, precision, preferred, sharding), quantized_dot_general)(*values)]
 
 
 def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:

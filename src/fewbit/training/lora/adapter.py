@@ -6,7 +6,7 @@ import math
 import re
 import zlib
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -95,14 +95,16 @@ def init(
     rank: int,
     alpha: float | None = None,
     dtype: DTypeLike = jnp.float32,
+    without_product: Literal["error", "skip"] = "error",
 ) -> dict[str, Adapter]:
     """Adapters for the weights whose path matches, at first without effect.
 
     `a` is uniform within `sqrt(6 / n)`, n being the product of the contracted lengths (He's bound), and `b` is zero. Which
     axes are contracted, and which are stacked, is read off the products of `fn`; of several products that contract different
-    axes the first decides, since `a b` is the same update for all. Weights that match but have no product with an axis left over
-    (vectors, tables that are only looked up) get no adapter. The factors of a path depend on the key and the path alone,
-    so that dictionaries made with different ranks can be joined: `init(..., rank=4) | init(..., rank=16)`.
+    axes the first decides, since `a b` is the same update for all. The `a` of a convolution's kernel has its window and its input
+    channels, and `b` its output channels, as in PEFT; each expert of a `ragged_dot` has factors of its own. The factors of a
+    path depend on the key and the path alone, so that dictionaries made with different ranks can be joined:
+    `init(..., rank=4) | init(..., rank=16)`.
 
     Args:
         key: a JAX random key.
@@ -113,12 +115,15 @@ def init(
         rank: the columns of `a`.
         alpha: the numerator of the factor `alpha / rank`; None takes the rank, so that the factor is 1.
         dtype: of the factors; products cast them to the dtype of the operand that they meet.
+        without_product: what happens when parameters match that have no product with an axis left over, such as vectors and
+            tables that are only looked up: "error" raises, naming them and what uses them; "skip" gives them no adapter.
 
     Returns:
         The adapters by path: a pytree to hand to an optimizer.
 
     Raises:
-        QuantError: when nothing matches, or nothing that has a product; for a rank below 1.
+        QuantError: when nothing matches, or nothing that has a product; under "error", when anything without one does; for a
+            rank below 1.
 
     >>> def fn(params, x):
     ...     return x @ params["up"] @ params["down"]
@@ -128,19 +133,20 @@ def init(
     """
     if rank < 1:
         raise QuantError(f"rank is {rank}, must be at least 1")
+    if without_product not in ("error", "skip"):
+        raise QuantError(f"without_product is {without_product!r}; must be 'error' or 'skip'")
     leaves = parameter_paths(params)
     matched = _matched(match, list(leaves))
     uses, _ = parameter_uses(fn, params, *inputs)
+    found = {path: _axes(leaves[path], uses.get(path, ())) for path in matched}
+    fit = {path: axes for path, axes in found.items() if axes is not None}
+    others = [path for path in matched if path not in fit]
+    if others and (without_product == "error" or not fit):
+        reasons = "; ".join(f"{path} {_without_product(leaves[path], uses.get(path, ()))}" for path in others[:8])
+        remedy = "narrow match, or pass without_product='skip'" if fit else "match the weights of products"
+        raise QuantError(f"match {match!r} matches {len(others)} parameters that no adapter fits: {reasons}; {remedy}")
     alpha = float(rank if alpha is None else alpha)
-    adapters = {}
-    for path in matched:
-        axes = _axes(leaves[path], uses[path])
-        if axes is not None:
-            adapters[path] = _fresh(path_key(key, path), leaves[path].shape, *axes, rank, alpha, dtype)
-    if not adapters:
-        names = ", ".join(f"{path} {tuple(leaves[path].shape)}" for path in matched[:8])
-        raise QuantError(f"match {match!r} matches no weight of a matrix product, only {names}")
-    return adapters
+    return {path: _fresh(path_key(key, path), leaves[path].shape, *axes, rank, alpha, dtype) for path, axes in fit.items()}
 
 
 def path_key(key: Key[Array, ""], path: str) -> Key[Array, ""]:
@@ -161,13 +167,24 @@ def _matched(match: str, paths: list[str]) -> list[str]:
     return matched
 
 
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")  # the uses that an adapter can join
+
+
 def _axes(leaf: Any, uses: tuple[Use, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The inputs and the stacked axes of a weight; None for what has no product with both kinds of axes."""
-    use = next((use for use in uses if use.op == "dot_general" and use.axes), None)
+    use = next((use for use in uses if use.op in _PRODUCTS and use.axes), None)
     if use is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return None
     inputs, stacked = tuple(sorted(set(use.axes))), tuple(sorted({*use.stacked, *use.batch} - set(use.axes)))
     return (inputs, stacked) if len(inputs) + len(stacked) < len(leaf.shape) else None
+
+
+def _without_product(leaf: Any, uses: tuple[Use, ...]) -> str:
+    """What a parameter is that no adapter fits, and what uses it."""
+    if not hasattr(leaf, "shape"):
+        return "is no array"
+    by = ", ".join(dict.fromkeys(use.op for use in uses))
+    return f"{leaf.dtype.name}{list(leaf.shape)}, " + (f"used by {by}" if by else "not used")
 
 
 def _fresh(

@@ -10,13 +10,13 @@ from jaxtyping import Array
 
 def updated(base: Array, a: Array, b: Array, scale: float) -> Array:
     """`base + scale a b` with aligned factors, computed in float32 or wider and rounded once, in the dtype of `base`."""
-    wide = _accumulator(base.dtype)
+    wide = accumulator(base.dtype)
     left, right = (a.astype(wide), range(a.ndim)), (b.astype(wide), range(b.ndim))
     update = contracted(left, right, range(a.ndim - 1), jax.lax.Precision.HIGHEST, wide)
     return (base.astype(wide) + scale * update).astype(base.dtype)
 
 
-def _accumulator(dtype: Any) -> Any:
+def accumulator(dtype: Any) -> Any:
     """What products of a dtype are summed in: float32, or what is wider."""
     return dtype if dtype.itemsize > 4 else jnp.float32
 
@@ -71,7 +71,7 @@ def factored_product(
     Returns:
         The product in float32 or wider, with length 1 where neither operand has an axis of the result.
     """
-    wide = _accumulator(x.dtype)
+    wide = accumulator(x.dtype)
     rank = max((*x_axes, *axes)) + 1
     along = [*axes, rank]
     is_first = [any(f.shape[i] != 1 and n in x_axes and n not in out for i, n in enumerate(axes)) for f in factors]

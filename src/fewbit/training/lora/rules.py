@@ -8,57 +8,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array
 
-from ...array import is_qarray
 from ...array.layout import regrouped
 from ...ops.rules.layout import LAYOUT
 from ...ops.rules.products import gathered
 from ...ops.rules.rule import AbstractEvaluator, NoRuleError, Rule
-from ...ops.standin import StandIn, stands_in
-from .factors import factored_product
+from ...ops.standin import StandIn
+from .products import PRODUCTS
 
-# --- products ---
-
-
-def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """`x w + scale (x a) b`, the base product as it would be computed without an adapter."""
-    is_right = isinstance(values[1], StandIn)
-    x, w = values if is_right else reversed(values)
-    if stands_in(x):
-        raise NoRuleError("both operands stand for arrays, and one has an adapter")
-    product = _base_product(evaluator, eqn, x, w.base, is_right)
-    update = _low_rank(x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(w.dtype), w, eqn.params, is_right)
-    return [(product.astype(update.dtype) + w.scale * update).astype(product.dtype)]
-
-
-def _base_product(evaluator: AbstractEvaluator, eqn: Any, x: Array, base: Any, is_right: bool) -> Array:
-    """The product without the adapter. What the backward pass keeps of a quantized weight is its codes: it decodes again."""
-
-    def product(x: Array, base: Any) -> Array:
-        return evaluator.equation(eqn, [x, base] if is_right else [base, x])[0]
-
-    return (jax.checkpoint(product) if is_qarray(base) else product)(x, base)
-
-
-def _low_rank(x: Array, w: Any, params: Any, is_right: bool) -> Array:
-    """The product of the other operand with the factors, over axes numbered by the weight's."""
-    (contracting, beside), order = params["dimension_numbers"], (1, -1)[is_right]
-    (w_axes, x_axes), (w_batch, x_batch) = contracting[::order], beside[::order]
-    names = dict(zip((*x_axes, *x_batch), (*w_axes, *w_batch), strict=True))
-    of_x = [names.get(i, len(w.shape) + i) for i in range(x.ndim)]
-    x_free = [n for i, n in enumerate(of_x) if i not in names]
-    w_free = [i for i in range(len(w.shape)) if i not in (*w_axes, *w_batch)]
-    out = [*w_batch, *(x_free + w_free if is_right else w_free + x_free)]
-    return factored_product(_dropped(x, w), (w.a, w.b), of_x, range(len(w.shape)), out, params["precision"])
-
-
-def _dropped(x: Array, w: Any) -> Array:
-    """The operand with elements dropped at random, and the others scaled so that the mean stays."""
-    if w.keys is None:
-        return x
-    is_kept = jax.random.bernoulli(w.keys.reshape(-1)[0], 1 - w.dropout, x.shape)
-    return jnp.where(is_kept, x / (1 - w.dropout), jnp.zeros_like(x))
+# --- look-ups ---
 
 
 def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
@@ -167,7 +125,7 @@ def _convert(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[
 
 
 ADAPTED: dict[str, Rule] = {
-    "dot_general": _dot_general,
+    **PRODUCTS,
     "gather": _gather,
     "convert_element_type": _convert,
     "transpose": _moving(_transposed),

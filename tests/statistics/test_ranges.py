@@ -9,8 +9,8 @@ import pytest
 
 import fewbit as fb
 from fewbit.errors import QuantError
-from fewbit.training import AbsMaxRange, EMARange, MeanRange, MinMaxRange, PercentileRange, RangeState
-from fewbit.training.ranges import AbstractRange
+from fewbit.statistics import AbsMaxRange, EMARange, MeanRange, MinMaxRange, PercentileRange, RangeState
+from fewbit.statistics.ranges import AbstractRange
 
 RULES = (AbsMaxRange(), MinMaxRange(), MeanRange(), EMARange(0.8), PercentileRange(90.0))
 each_rule = pytest.mark.parametrize("rule", RULES, ids=lambda rule: type(rule).__name__)

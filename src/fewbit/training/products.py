@@ -1,43 +1,17 @@
-"""Which parameters, and which products without one, are trained under a policy."""
+"""Which products without a parameter are trained under a policy."""
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from ..array import is_qarray
 from ..errors import UnsupportedError
 from ..ops.latent import Latent
-from ..ops.policy import Policy
 from ..ops.transparent import Choice
-from ..ops.uses import Product, Use, array_paths
+from ..ops.uses import Product
 from ..recipe import Recipe
-from ..recipe.plan import matched_product_rules, matched_rules
-
-
-def trained_policies(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Policy]:
-    """The policy of each parameter that a recipe gives one, by its path: of floating arrays of two and more axes.
-
-    Args:
-        recipe: the recipe.
-        params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
-        uses: the uses of each parameter.
-
-    Returns:
-        The policies.
-
-    Raises:
-        QuantError: when a rule that is not optional matches nothing.
-    """
-    rules, leaves = matched_rules(recipe, uses), array_paths(params)
-    return {
-        path: rule.policy
-        for path, rule in rules.items()
-        if rule is not None and rule.policy is not None and len(leaves[path].shape) >= 2
-        if jnp.issubdtype(leaves[path].dtype, jnp.floating) and not is_qarray(leaves[path])
-    }
+from ..recipe.matching import matched_product_rules
 
 
 def chosen_products(recipe: Recipe, key: Any) -> Choice | None:

@@ -77,7 +77,7 @@ class RangeState:
         count: how many batches were seen, int32.
         rule: how the range is estimated; static.
 
-    >>> state = fb.training.AbsMaxRange().init().update(jnp.array([1.0, -3.0])).update(jnp.array([2.0]))
+    >>> state = fb.statistics.AbsMaxRange().init().update(jnp.array([1.0, -3.0])).update(jnp.array([2.0]))
     >>> float(state.low), float(state.high), int(state.count)
     (-3.0, 3.0, 2)
     """

@@ -1,0 +1,238 @@
+"""The product of a stack of float matrices and a stack of quantized ones: one primitive of JAX, a kernel on each platform.
+
+The primitive is linear in the float operand, and its gradient is itself with the other axis of the weight contracted. `vmap`
+makes rows of x, or a longer stack, of the axis it maps. A traced program holds it once, with the kernels that can compute it;
+which of them does is settled where the program is compiled, by the platform that it is compiled for.
+"""
+
+import abc
+import dataclasses
+import functools
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import ManualAxisType, PartitionSpec
+
+from ...array import QArray
+from ...errors import QuantError, UnsupportedError
+from ..select import AbstractBackend, select
+from .problem import Operand, Problem
+from .reference import BACKENDS, Reference
+from .stack import Stack, stack_of
+
+primitive = Primitive("fewbit_qmatmul")
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractStackKernel(AbstractBackend[Problem]):
+    """A backend of one platform, which multiplies an array with a quantized stack of matrices."""
+
+    platform: ClassVar[str]
+
+    def unsupported(self, problem: Problem) -> str | None:
+        if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
+            return "both operands are quantized; it takes one"
+        if problem.out_sharding is not None:
+            return "out_sharding is for XLA's own products"
+        try:
+            stack = _stack(problem)
+        except QuantError as refusal:
+            return f"{_sides(problem)[1]} is no stack of matrices: {refusal}"
+        return self.refused(problem, _sides(problem)[0], stack)
+
+    @abc.abstractmethod
+    def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
+        """Why this kernel cannot multiply an operand with a stack; None when it can."""
+
+    @abc.abstractmethod
+    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
+        """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, for the matrices `w` that a stack of codes stands for.
+
+        Args:
+            x: `[B, M, K]`.
+            q: `[B, R, C]`.
+            contracts_cols: whether K is C, or R.
+            dtype: that of the result.
+            precision: as in `lax.dot_general`.
+
+        Returns:
+            `[B, M, N]`, N being the other one of R and C. Sums are made in float32.
+        """
+
+    def run(self, problem: Problem, *operands: Any) -> jax.Array:
+        return _by_kernels(problem, operands, (self,), is_named=True)
+
+
+def product(problem: Problem, lhs: Any, rhs: Any, backend: str | None = None) -> jax.Array:
+    """The product by the backend that the problem, and the platform it is compiled for, select.
+
+    Args:
+        problem: what is to be computed.
+        lhs: the left operand.
+        rhs: the right operand.
+        backend: a name, when the caller insists on one; it is never replaced by another.
+
+    Returns:
+        The product.
+
+    Raises:
+        UnsupportedError: when the named backend cannot compute the problem, or not on the platform it is compiled for.
+    """
+    chosen = select(BACKENDS, problem, backend).backend
+    kernels = kernels_of(problem) if backend is None and isinstance(chosen, Reference | AbstractStackKernel) else ()
+    return _by_kernels(problem, (lhs, rhs), kernels, is_named=False) if kernels else chosen.run(problem, lhs, rhs)
+
+
+def kernels_of(problem: Problem) -> tuple[AbstractStackKernel, ...]:
+    """The kernels that compute a problem where nobody names one: the one registered last for each platform."""
+    serving = [
+        backend
+        for backend in BACKENDS
+        if isinstance(backend, AbstractStackKernel)
+        and backend.unsupported(problem) is None
+        and backend.passed_over(problem) is None
+    ]
+    return tuple({backend.platform: backend for backend in serving}.values())
+
+
+def _by_kernels(problem: Problem, operands: Any, kernels: tuple[AbstractStackKernel, ...], *, is_named: bool) -> jax.Array:
+    """The product as one of stacks."""
+    q_side = 0 if isinstance(operands[0], QArray) else 1
+    x, q = operands[1 - q_side], operands[q_side]
+    stack, own = _stack(problem), problem.dimension_numbers[0][q_side]
+    met = problem.dimension_numbers[0][1 - q_side]
+    contracted = tuple(met[own.index(axis)] for axis in stack.contracted)
+    batch = problem.dimension_numbers[1][1 - q_side]
+    free = tuple(a for a in range(x.ndim) if a not in contracted and a not in batch)
+    lengths = [[x.shape[a] for a in group] for group in (batch, free, contracted)]
+    x3 = x.transpose(*batch, *free, *contracted).reshape([int(np.prod(group)) for group in lengths])
+    leaves, form = jax.tree.flatten(stack.of(q))
+    y = primitive.bind(
+        *(x3, *leaves),
+        form=form,
+        contracts_cols=stack.contracts_cols,
+        dtype=np.dtype(problem.result_dtype),
+        precision=problem.precision,
+        kernels=kernels,
+        is_named=is_named,
+    )
+    own_free = [q.shape[a] for a in (stack.rows if stack.contracts_cols else stack.cols)]
+    if q_side == 0:
+        return jnp.swapaxes(y, 1, 2).reshape(*lengths[0], *own_free, *lengths[1])
+    return y.reshape(*lengths[0], *lengths[1], *own_free)
+
+
+def _sides(problem: Problem) -> tuple[Operand, Operand]:
+    """The float operand, and the quantized one."""
+    return (problem.lhs, problem.rhs) if problem.lhs.scheme is None else (problem.rhs, problem.lhs)
+
+
+def _stack(problem: Problem) -> Stack:
+    """The quantized operand as a stack."""
+    side = 0 if problem.lhs.scheme is not None else 1
+    q = (problem.lhs, problem.rhs)[side]
+    return stack_of(q, problem.dimension_numbers[0][side], problem.dimension_numbers[1][side])
+
+
+# --- what each platform makes of the primitive ---
+
+
+def _on(platform: str | None, x: jax.Array, *leaves: jax.Array, form: Any, **settings: Any) -> jax.Array:
+    """The product by the kernel of a platform, by the reference where it has none and none was named."""
+    kernels, is_named = settings.pop("kernels"), settings.pop("is_named")
+    q: QArray = jax.tree.unflatten(form, leaves)
+    for kernel in kernels:
+        if kernel.platform == platform:
+            return kernel.stacked(x, q, **settings)
+    if is_named:
+        where = "another platform" if platform is None else platform
+        reasons = {
+            kernel.name: f"it runs on {kernel.platform}, and the program is compiled for {where}" for kernel in kernels
+        }
+        raise UnsupportedError(f"{BACKENDS.kind} cannot run here", reasons)
+    return _by_reference(x, q, **settings)
+
+
+def _by_reference(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
+    numbers = (((2,), (2 if contracts_cols else 1,)), ((0,), (0,)))
+    return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, precision, dtype), x, q)
+
+
+@functools.cache
+def _compiled(**settings: Any) -> Any:
+    return jax.jit(functools.partial(primitive.bind, **settings))
+
+
+@primitive.def_impl
+def _run(*operands: Any, **settings: Any) -> jax.Array:
+    return _compiled(**settings)(*operands)
+
+
+@primitive.def_abstract_eval
+def _result(x: Any, *leaves: Any, form: Any, contracts_cols: bool, dtype: Any, **_: Any) -> Any:
+    q: QArray = jax.tree.unflatten(form, leaves)
+    shape = (x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2])
+    varying = frozenset().union(*(leaf.manual_axis_type.varying for leaf in (x, *leaves)))
+    plain = x.sharding.update(spec=PartitionSpec(None, None, None))
+    return ShapedArray(shape, dtype, sharding=plain, manual_axis_type=ManualAxisType(varying=varying))
+
+
+def _tangent(primals: Any, tangents: Any, form: Any, **settings: Any) -> tuple[jax.Array, Any]:
+    """The derivative along x is the product of the tangent; that along scales is the reference's."""
+    x, *leaves = primals
+    y = primitive.bind(*primals, form=form, **settings)
+    along_x, *along_leaves = tangents
+    moved = [i for i, t in enumerate(along_leaves) if type(t) is not ad.Zero]
+    parts = [] if type(along_x) is ad.Zero else [primitive.bind(along_x, *leaves, form=form, **settings)]
+    if moved:
+        plain = {name: settings[name] for name in ("contracts_cols", "dtype", "precision")}
+
+        def of_moved(*those: jax.Array) -> jax.Array:
+            held = list(leaves)
+            for i, leaf in zip(moved, those, strict=True):
+                held[i] = leaf
+            return _by_reference(x, jax.tree.unflatten(form, held), **plain)
+
+        parts.append(jax.jvp(of_moved, [leaves[i] for i in moved], [along_leaves[i] for i in moved])[1])
+    return y, functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(y)  # type: ignore[attr-defined]
+
+
+def _transposed(gradient: Any, x: Any, *leaves: Any, contracts_cols: bool, dtype: Any, **settings: Any) -> list[Any]:
+    """The gradient of x, the only operand that the product is linear in."""
+    if type(gradient) is ad.Zero:
+        return [None] * (1 + len(leaves))
+    of_x = primitive.bind(gradient, *leaves, contracts_cols=not contracts_cols, dtype=x.aval.dtype, **settings)
+    return [of_x, *([None] * len(leaves))]
+
+
+def _mapped(operands: Any, axes: Any, **settings: Any) -> tuple[jax.Array, int]:
+    """A mapped x has more rows; a mapped weight makes the stack longer."""
+    x, *leaves = operands
+    x_axis, *leaf_axes = axes
+    count = next(a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None)
+    if all(axis is None for axis in leaf_axes):
+        x = jnp.moveaxis(x, x_axis, 1)
+        y = primitive.bind(x.reshape(x.shape[0], -1, x.shape[3]), *leaves, **settings)
+        return y.reshape(y.shape[0], count, -1, y.shape[2]), 1
+    batch = (x if x_axis is None else jnp.moveaxis(x, x_axis, 0)[0]).shape[0]
+
+    def longer(a: jax.Array, axis: int | None) -> jax.Array:
+        a = a[None] if axis is None else jnp.moveaxis(a, axis, 0)
+        return jnp.broadcast_to(a, (count, batch, *a.shape[2:])).reshape(count * batch, *a.shape[2:])
+
+    y = primitive.bind(*map(longer, operands, axes), **settings)
+    return y.reshape(count, batch, *y.shape[1:]), 0
+
+
+ad.primitive_jvps[primitive] = _tangent
+ad.primitive_transposes[primitive] = _transposed
+batching.primitive_batchers[primitive] = _mapped
+for _platform in ("cpu", "cuda", "rocm", "tpu"):
+    _lowered = mlir.lower_fun(functools.partial(_on, _platform), multiple_results=False)
+    mlir.register_lowering(primitive, _lowered, platform=_platform)
+mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(_on, None), multiple_results=False))

@@ -1,0 +1,83 @@
+"""Statistics by parameter, and the recipe with static ranges that they give."""
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from .._registry import near_names
+from ..array.scales import Fixed
+from ..errors import QuantError
+from ..ops import Policy
+from ..recipe import Recipe, Rule
+from ..recipe import recipe as as_recipe
+from .measure import Observation
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What the parameters of a model met over calibration batches. A pytree, to checkpoint as such.
+
+    Attributes:
+        observations: by the parameter's path.
+        ops: what uses each parameter, by its path, as rules ask for it. Static.
+    """
+
+    observations: Mapping[str, Observation]
+    ops: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, path: str) -> Observation:
+        if path not in self.observations:
+            raise QuantError(f"nothing was observed of {path!r}; {near_names(path, tuple(self.observations))}")
+        return self.observations[path]
+
+    def recipe(self, recipe: Any) -> Recipe:
+        """A recipe with the activations' ranges that were observed: static, in the place of those of the arrays at hand.
+
+        Each parameter that was observed, and whose policy quantizes activations, gets a rule of its own before the others, with
+        the calibration `fixed,low,high`; nothing else of its policy changes. Layers that a loop stacks are one parameter with
+        one policy, so their ranges join to the widest.
+
+        Args:
+            recipe: a Recipe, or anything that `fb.recipe` takes; that of `fb.observe`, or another one.
+
+        Returns:
+            The recipe, for `fb.plan`, `fb.quantize_params` and `fb.train`, and for JSON.
+
+        Raises:
+            QuantError: for ranges that are kept for each channel, empty, or not finite: the parameter, and what to do.
+        """
+        plain = as_recipe(recipe)
+        own = [rule for path, ops in self.ops if (rule := self._static(path, ops, plain)) is not None]
+        others = tuple(dataclasses.replace(rule, optional=True) for rule in plain.rules)
+        return dataclasses.replace(plain, rules=(*own, *others))
+
+    def _static(self, path: str, ops: tuple[str, ...], recipe: Recipe) -> Rule | None:
+        """The rule of one parameter; None where its activations are not quantized."""
+        rule = next((rule for rule in recipe.rules if rule.matches(path, ops)), None)
+        if rule is None or rule.policy is None or rule.policy.activation is None or rule.policy.delayed is not None:
+            return None
+        activation = dataclasses.replace(rule.policy.activation, calibration=self._fixed(path))
+        policy: Policy = dataclasses.replace(rule.policy, activation=activation)
+        return Rule(re.escape(path), policy, rule.ops, rule.axis)
+
+    def _fixed(self, path: str) -> Fixed:
+        """The calibration of the range that was observed."""
+        state = self.observations[path].range
+        if state is None:
+            raise QuantError(f"{path}: no range was collected; observe with collect=('range',)")
+        if state.rule.axes:
+            raise QuantError(
+                f"{path}: a recipe holds one range for a tensor, and these are kept on axes {state.rule.axes}; observe without "
+                "axes, or give their scales to fb.quantize"
+            )
+        low, high = float(np.min(state.low)), float(np.max(state.high))
+        if not np.isfinite([low, high]).all():
+            raise QuantError(f"{path}: its activations held a NaN or an infinity")
+        if low == high == 0:
+            raise QuantError(f"{path}: its activations were all zero; observe other batches, or leave it out of the recipe")
+        return Fixed(min(low, 0.0), max(high, 0.0))
