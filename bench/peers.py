@@ -1,11 +1,13 @@
 """What a JAX user would call instead: the quantizers of qwix, AQT and eFormer, where they are installed."""
 
 import importlib.util
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 
 def _has(package: str) -> bool:
@@ -82,3 +84,34 @@ def _add_aqt(add: Callable[..., None]) -> None:
 def _leaves(tree: Any) -> list[jax.Array]:
     """The arrays of a peer's result: what has to be computed."""
     return [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+
+
+def torch_products(x: jax.Array, w: jax.Array, rotated_bytes: int) -> dict[str, Callable[[], Any]]:
+    """torch's products of `x [M, K]` with `w [N, K]` on the CPU: bfloat16, and its kernels for 4 and 8 bits; none without torch.
+
+    The weights rotate through copies that take `rotated_bytes` together, where x has few rows.
+    """
+    if not _has("torch"):
+        return {}
+    import torch
+
+    rows, length = x.shape
+    dense = torch.from_numpy(np.array(w)).bfloat16()
+    activation = torch.from_numpy(np.array(x)).bfloat16()
+    codes = torch.randint(0, 16, w.shape, dtype=torch.int32)
+    packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
+    scales = torch.ones(length // 64, w.shape[0], 2, dtype=torch.bfloat16)
+    bytes_, row_scale = codes.to(torch.int8), torch.ones(w.shape[0], dtype=torch.bfloat16)
+
+    def rotating(weight: Any, run: Callable[[Any], Any]) -> Callable[[], Any]:
+        count = rotated_bytes // (weight.numel() * weight.element_size()) if rows <= 16 else 2
+        copies = itertools.cycle([weight.clone() for _ in range(max(2, count))])
+        return lambda: run(next(copies))
+
+    return {
+        "torch bfloat16": rotating(dense, lambda w: activation @ w.T),
+        "torch int4, groups of 64": rotating(
+            packed, lambda w: torch.ops.aten._weight_int4pack_mm_for_cpu(activation, w, 64, scales)
+        ),
+        "torch int8": rotating(bytes_, lambda w: torch.ops.aten._weight_int8pack_mm(activation, w, row_scale)),
+    }

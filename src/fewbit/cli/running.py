@@ -150,8 +150,8 @@ def generate(
 ) -> None:
     """Writes on from a prompt.
 
-    Quantized weights are decoded to float once, before the first token: there are no fused kernels yet that would make
-    reading them packed faster. Weights whose recipe quantizes activations too stay packed, since decoding them would
+    Quantized weights stay packed where compiled kernels read them so, on one CPU device. Elsewhere they are decoded to
+    float once, before the first token, but for weights whose recipe quantizes activations too, since decoding them would
     change the result.
     """
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "chat": chat}

@@ -12,6 +12,7 @@ import numpy as np
 from .. import models
 from ..array import QArray, is_qarray
 from ..errors import QuantError, UnsupportedError
+from ..kernels.qmatmul import reads_packed_weights
 from ..kvcache import KVPolicy
 from ..ops import transparent
 from .model import Model, decoded
@@ -56,8 +57,9 @@ def write_on(
 ) -> Sample:
     """Writes on from a prompt.
 
-    Weight-only quantized parameters are decoded once, before the loop: there is no fused kernel yet that would read them
-    faster than that. Parameters with quantized activations stay as they are, since decoding them would change the result.
+    Quantized parameters stay packed where compiled kernels read them so: on one CPU device. Elsewhere weight-only ones are
+    decoded once, before the loop; those with quantized activations stay as they are, since decoding them would change the
+    result.
 
     Args:
         model: the model, for its network and tokenizer.
@@ -120,7 +122,9 @@ def _prompt_ids(tokenizer: models.Tokenizer, prompt: str, chat: bool | None) -> 
 
 
 def _decoded_weights(params: Any) -> tuple[Any, int]:
-    """The parameters with weight-only quantized leaves decoded, and how many those are."""
+    """The parameters with weight-only quantized leaves decoded, and how many those are; none where packed ones are faster."""
+    if reads_packed_weights():
+        return params, 0
     leaves, structure = jax.tree.flatten(params, is_leaf=is_qarray)
     can = [isinstance(leaf, QArray) and leaf.policy is None for leaf in leaves]
     new = [decoded(leaf) if c else leaf for leaf, c in zip(leaves, can, strict=True)]

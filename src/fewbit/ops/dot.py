@@ -38,7 +38,8 @@ def dot_general(
 ) -> jax.Array:
     """`jax.lax.dot_general` for operands that are QArrays, or that a policy quantizes.
 
-    Weight-only (a QArray, no policy): the result is that of `lax.dot_general` on the decoded operand. Under a policy, floating
+    Weight-only (a QArray, no policy): the result is that of `lax.dot_general` on the decoded operand, but for the order of sums
+    and, by compiled kernels, the rounding of the decoded operand to its dtype, which is left out. Under a policy, floating
     operands are quantized first, with their tiles along the contracted axes; where no scale varies along them the codes are
     multiplied, integers into int32 and all other formats into float32. Gradients pass straight through the quantization, and
     are computed by the policy's arms.

@@ -65,4 +65,14 @@ def _refused_scheme(stack: Stack) -> str | None:
     return None
 
 
+def reads_packed_weights() -> bool:
+    """Whether compiled kernels compute the products of this process, so that weights are better left packed than decoded.
+
+    Returns:
+        True on one CPU device with the extension built.
+    """
+    built = extension("fewbit.kernels.qmatmul._cpu").missing is None
+    return built and jax.default_backend() == "cpu" and device_refusal() is None
+
+
 BACKENDS.add("cpu", Cpu())

@@ -1,0 +1,90 @@
+// Random products in buffers of exactly the size that they must have, for a sanitizer to watch; `make test-sanitize` builds and
+// runs it. Every instruction set must agree with plain loops in double.
+#include <cmath>
+#include <cstdio>
+#include <random>
+
+#include "levels.h"
+
+using namespace fewbit;
+
+static std::mt19937 engine(7);
+static int64_t Any(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(engine); }
+
+// The code at row r and column c, bit by bit.
+static int CodeAt(const Weight& w, int64_t r, int64_t c) {
+  int code = 0;
+  for (int i = 0; i < w.bits; ++i) {
+    const int64_t bit = (w.packed_cols ? c : r) * w.bits + i;
+    const uint8_t byte = w.packed_cols ? w.codes[r * w.row_stride + bit / 8] : w.codes[bit / 8 * w.row_stride + c];
+    code |= (byte >> bit % 8 & 1) << i;
+  }
+  return code;
+}
+
+static int Failures(int number) {
+  Job job{};
+  Weight& w = job.w;
+  w.bits = static_cast<int>(Any(1, 8)), w.packed_cols = Any(0, 1), w.rows = Any(1, 90), w.cols = Any(1, 700);
+  job.contracts_cols = Any(0, 1);
+  w.row_tile = Any(0, 1) ? 1 : Any(1, w.rows), w.col_tile = Any(0, 2) ? 32 * Any(1, 4) : Any(1, w.cols);
+  w.tiles_per_row = (w.cols - 1) / w.col_tile + 1;
+  w.role = static_cast<Zero>(Any(0, 2)), w.unit = 0.5f;
+  const int64_t packed = (w.packed_cols ? w.cols : w.rows) * w.bits, bytes = (packed + 7) / 8;
+  w.row_stride = w.packed_cols ? bytes : w.cols;
+  std::vector<uint8_t> codes((w.packed_cols ? w.rows : bytes) * w.row_stride);
+  for (uint8_t& byte : codes) byte = static_cast<uint8_t>(Any(0, 255));
+  std::vector<float> values(256), scales(((w.rows - 1) / w.row_tile + 1) * w.tiles_per_row), zeros(scales.size());
+  for (int i = 0; i < 256; ++i) values[i] = static_cast<float>((i & ((1 << w.bits) - 1)) - 3);
+  for (float& scale : scales) scale = static_cast<float>(Any(1, 100)) / 64;
+  for (float& zero : zeros) zero = static_cast<float>(Any(0, 9));
+  w.codes = codes.data(), w.values = values.data();
+  w.scale = {Holder::kF32, scales.data(), nullptr}, w.zero = {Holder::kF32, zeros.data(), nullptr};
+  w.kind = w.bits == 8 ? static_cast<Codes>(Any(0, 2)) : Codes::kTable;
+  job.M = Any(0, 1) ? Any(1, 4) : Any(5, 20), job.K = job.contracted(), job.N = job.outputs();
+  int failures = 0;
+  for (int level = 0; level <= static_cast<int>(BestIsa()); ++level) {
+    const Isa isa = static_cast<Isa>(level);
+    const int64_t steps = Steps(isa, job), length = (job.K + 511) / 512 * 512;
+    job.ldx = length + 16, job.ld_sums = length / steps;
+    std::vector<float> x(job.M * job.ldx, 0.0f), blocked(x.size()), sums(job.M * job.ld_sums), y(job.M * job.N, NAN);
+    for (int64_t m = 0; m < job.M; ++m) {
+      for (int64_t k = 0; k < job.K; ++k) x[m * job.ldx + k] = static_cast<float>(Any(-8, 8));
+      if (steps > 1) BlockedX(&x[m * job.ldx], length, steps, &blocked[m * job.ldx], &sums[m * job.ld_sums]);
+    }
+    job.x = steps > 1 ? blocked.data() : x.data(), job.x_sums = sums.data(), job.y = y.data();
+    for (int64_t chunk = 0; chunk < ChunkCount(isa, job); ++chunk) Run(isa, job, chunk);
+    for (int64_t m = 0; m < job.M; ++m) {
+      for (int64_t n = 0; n < job.N; ++n) {
+        double sum = 0, magnitude = 0;
+        for (int64_t k = 0; k < job.K; ++k) {
+          const int64_t r = job.contracts_cols ? n : k, c = job.contracts_cols ? k : n;
+          const int64_t tile = r / w.row_tile * w.tiles_per_row + c / w.col_tile;
+          const int code = CodeAt(w, r, c), number = static_cast<int8_t>(code);
+          double value = w.kind == Codes::kTable ? values[code] : w.kind == Codes::kSigned ? number : code;
+          if (w.role == Zero::kWhole) value -= zeros[tile];
+          value *= scales[tile] * 0.5;
+          if (w.role == Zero::kOffset) value += zeros[tile];
+          sum += value * x[m * job.ldx + k];
+          magnitude += (std::fabs(value) + 200) * std::fabs(x[m * job.ldx + k]);
+        }
+        failures += !(std::fabs(y[m * job.N + n] - sum) <= 1e-6 * magnitude + 1e-6);
+      }
+    }
+    if (failures) {
+      std::printf("case %d, %s: %d wrong of %ld; bits %d packed_cols %d contracts_cols %d rows %ld cols %ld tiles %ld %ld role %d M %ld\n",
+                  number, NameOf(isa), failures, static_cast<long>(job.M * job.N), w.bits, w.packed_cols, job.contracts_cols,
+                  static_cast<long>(w.rows), static_cast<long>(w.cols), static_cast<long>(w.row_tile),
+                  static_cast<long>(w.col_tile), static_cast<int>(w.role), static_cast<long>(job.M));
+      return 1;
+    }
+  }
+  return 0;
+}
+
+int main() {
+  int failures = 0;
+  for (int number = 0; number < 400; ++number) failures += Failures(number);
+  std::printf("400 products, %d of them wrong\n", failures);
+  return failures != 0;
+}
