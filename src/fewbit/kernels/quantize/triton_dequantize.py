@@ -84,7 +84,7 @@ def decoded(
     if KIND == _MINIFLOAT:
         value = minifloat_value(code & ((1 << (BITS - 1)) - 1), MAN, BIAS)
         if HAS_INF:
-            value = tl.where(value > HIGH, tl.where(code & ((1 << MAN) - 1), float("nan"), float("inf")), value)
+            value = tl.where(value > HIGH, tl.where((code & ((1 << MAN) - 1)) != 0, float("nan"), float("inf")), value)
         else:
             value = tl.where(value > HIGH, float("nan"), value)
         value = as_float(as_bits(value) | ((code << (32 - BITS)) & -0x80000000))
