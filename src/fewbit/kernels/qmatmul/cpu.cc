@@ -24,10 +24,13 @@
 // order: the bits of the result are the same for any number of them.
 //
 // The bound. On a Sapphire Rapids core, which permutes on one port, 128 codes of 4 bits take 24 instructions on two ports: 12
-// cycles, 11 bytes a nanosecond at 2 GHz and 16 at 3. Measured alone on a core in the midst of other work (processor time, the
-// weight in cache): 128 codes in 5.3 ns, so 4096 x 4096 takes 0.70 ms of one core along columns and 0.85 along rows, 12 and 10
-// GB/s of codes; int8 1.0 and 1.5 ms; fp8 1.8 and 2.1; panels of 256 rows 63 to 75 billion multiply-adds a second. No figure on
-// a quiet machine has been taken yet: `python -m bench.qmatmul --save` takes them, beside torch and a copy.
+// cycles. Measured on one such core while others worked on the machine (processor time, least of many, 4096 x 4096, one row of
+// x): int4 in tiles of 64 along columns 0.70 ms from the cache and 0.79 from memory, along rows 0.85 and 1.11; int8 0.99 and
+// 1.3, along rows 1.5 and 2.4; fp8 1.6. Asking for bytes a page ahead makes 1.5 to 1.8 of it from memory, because the
+// processor's own prefetching ends with each page. Panels of 256 rows: 67 (columns) and up to 75 (rows) billion multiply-adds
+// a second. Beside XLA's float32 product in one disturbed run of both cores, before that prefetching: 0.24 (columns) and 0.17
+// (rows) of its time for one row of x, 1.16 and 0.94 for 256. No figure of a quiet machine has been taken:
+// `python -m bench.qmatmul --save` takes them, beside torch and a copy.
 //
 // What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Sums first and zero
 // points afterwards, which saves an instruction for 16 weights: a tile of zeros would no longer give exact zeros. Scales spread

@@ -3,6 +3,7 @@
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 
 constexpr int64_t kFewRows = 4;
+constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
 
 template <class Decoder, Lanes kForm, Zero kRole, int kM>
 static void DotRows(const Job& job, int64_t r0, int64_t r1) {
@@ -22,6 +23,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
     for (int m = 0; m < kM; ++m) total[m] = Same(0.0f);
     for (int64_t b = 0; b < blocks; ++b) {
       const Decoder codes(row + b * kBytes, w.row_stride - b * kBytes);
+      _mm_prefetch(reinterpret_cast<const char*>(row + b * kBytes + kAhead), _MM_HINT_T0);
       const V s = LanesOf<kForm>(lanes, scale, b);
       const V z = kRole == Zero::kNone ? Same(0.0f) : LanesOf<kForm>(lanes, zero, b);
       const float* x = job.x + b * kBlock;
@@ -53,7 +55,7 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub;
   const Weight& w = job.w;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, blocks = (outputs + kBlock - 1) / kBlock;
-  const int64_t padded = blocks * kBlock, tile = w.row_tile < w.rows ? w.row_tile : 64 * kAlong;
+  const int64_t padded = blocks * kBlock, tile = w.row_tile < w.rows ? w.row_tile : 32 * kAlong;
   const V table = Decoder::Table(w);
   float* total = Workspace(padded * (kM + 3) + 64);
   float *plain = total + padded * kM, *scale = plain + padded, *zero = scale + padded;
