@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,7 @@ def interpreted_kernels(patch: pytest.MonkeyPatch) -> Iterator[None]:
     package = importlib.import_module(PACKAGE)
     patch.setenv("TRITON_INTERPRET", "1")
     _interpret_the_language(patch)
+    _leave_nothing_patched(patch)
     for name in NAMES:
         patch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
         patch.delattr(package, name, raising=False)
@@ -38,3 +40,26 @@ def _interpret_the_language(patch: pytest.MonkeyPatch) -> None:
         for name, value in list(vars(module).items()):
             if isinstance(value, JITFunction):
                 patch.setattr(module, name, InterpretedFunction(value.fn))
+
+
+def _leave_nothing_patched(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter patches `tl` for each function that a kernel calls and undoes it for the kernel only; the compiler would trip."""
+    from triton.runtime import interpreter
+
+    patch_language, scopes = interpreter._patch_lang, []
+
+    def patched(fn: Any) -> Any:
+        scope = patch_language(fn)
+        scopes.append(scope)
+
+        def restore() -> None:
+            while scopes:
+                inner = scopes.pop()
+                type(inner).restore(inner)
+                if inner is scope:
+                    return
+
+        scope.restore = restore
+        return scope
+
+    patch.setattr(interpreter, "_patch_lang", patched)
