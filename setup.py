@@ -37,10 +37,9 @@ def extension(source: Path, include: str) -> Extension:
 
 
 def extensions() -> list[Extension]:
-    """One extension for each C++ file; none where there are no such files or no headers."""
-    include = ffi_include() if SOURCES else None
+    """One extension for each C++ file; none where there are no headers."""
+    include = ffi_include()
     return [extension(source, include) for source in SOURCES] if include else []
 
 
-# Only a tree with C++ files asks pip for the headers in its isolated build; without them fewbit builds as pure Python.
-setup(ext_modules=extensions(), setup_requires=["jax>=0.10.2"] if SOURCES else [])
+setup(ext_modules=extensions())

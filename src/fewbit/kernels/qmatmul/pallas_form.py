@@ -145,8 +145,8 @@ def refusal(scheme: Scheme, tile: int | None, *dtypes: Any, precision: Any) -> s
 def float32_precision(precision: Any) -> jax.lax.Precision:
     """The precision of float32 products: the highest, but where `Precision.DEFAULT` is named, one pass in bfloat16.
 
-    >>> float32_precision(None), float32_precision("default")
-    (HIGHEST, DEFAULT)
+    >>> float32_precision(None).name, float32_precision("default").name
+    ('HIGHEST', 'DEFAULT')
     """
     sides = precision if isinstance(precision, tuple) else (precision,)
     named = {None if side is None else jax.lax.Precision(side) for side in sides}
