@@ -74,7 +74,11 @@ def page_id(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=page_id)
+QUICK = ("docs/quickstart.md", "docs/formats.md")
+RUN = [pytest.param(page, id=page_id(page), marks=[] if page_id(page) in QUICK else [pytest.mark.slow]) for page in PAGES]
+
+
+@pytest.mark.parametrize("page", RUN)
 def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in NEEDED.get(page_id(page), ()):
         pytest.importorskip(package)

@@ -24,6 +24,7 @@ tiled_shapes = st.lists(st.tuples(st.integers(1, 9), st.one_of(st.none(), st.int
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(tiled_shapes)
 def test_blocking_and_unblocking_give_the_array_back(case):

@@ -58,6 +58,7 @@ def brute_force(spec: fb.Scheme, tile: int, unit: float) -> np.ndarray:
     return best
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_no_stored_scale_is_better(name: str):
     spec, tile = SCHEMES[name]
@@ -66,6 +67,7 @@ def test_no_stored_scale_is_better(name: str):
     assert (output_errors(q, tile) <= brute_force(spec, tile, unit) * SLACK).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCHEMES)
 def test_each_stage_is_never_worse(name: str):
     spec, tile = SCHEMES[name]
@@ -88,6 +90,7 @@ def test_the_magnitude_of_activations_and_weights_does_not_matter():
         assert np.array_equal(laws.scale_of(plain) * unit, laws.scale_of(other))
 
 
+@pytest.mark.slow
 def test_other_axes_short_tiles_and_stacks():
     w = np.random.default_rng(2).standard_normal((2, 40, 6)).astype(np.float32)
     x = activations(40)
@@ -100,6 +103,7 @@ def test_other_axes_short_tiles_and_stacks():
     assert np.array_equal(laws.numpy_dequantize(q).swapaxes(1, 2).reshape(12, 40), laws.numpy_dequantize(rows))
 
 
+@pytest.mark.slow
 def test_special_tiles_stay_what_quantize_makes_of_them():
     w = W.copy()
     w[0], w[1, 3], w[2] = 0, np.nan, 0.002

@@ -116,6 +116,7 @@ def test_indexing(recipe, data: st.DataObject):
         assert_agrees(got, dense[index])
 
 
+@pytest.mark.slow
 @given(recipes(), st.data())
 def test_reshape(recipe, data: st.DataObject):
     q = built(recipe)
@@ -264,6 +265,7 @@ def test_iteration_gives_rows():
         np.testing.assert_array_equal(np.stack([laws.numpy_dequantize(r) for r in rows]), laws.numpy_dequantize(q))
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.data())
 def test_regrouped_pairs_axes_of_equal_size(shape: list[int], data: st.DataObject):

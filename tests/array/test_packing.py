@@ -102,6 +102,7 @@ def test_gptq_words_are_the_default_order():
     assert np.array_equal(pack(jnp.asarray(codes), 3), words.view(np.uint8).reshape(2, 12))
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.data())
 def test_any_interleaving_comes_back(data: st.DataObject):
@@ -141,6 +142,7 @@ def test_json():
     assert Packing().to_json() == {}
 
 
+@pytest.mark.slow
 def test_refusals():
     codes = jnp.zeros((2, 8), jnp.uint8)
     for bits in (0, 9):

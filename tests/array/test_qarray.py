@@ -25,6 +25,7 @@ _quantize = jax.jit(fb.quantize, static_argnums=1)
 _dequantize = jax.jit(fb.dequantize)
 
 
+@pytest.mark.slow
 @each
 def test_pytree_round_trip(name: str):
     q = make(name)
@@ -65,6 +66,7 @@ def test_placement(name: str):
     np.testing.assert_array_equal(_dequantize(sharded), _dequantize(q))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["nf4", "nvfp4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("nf4_dq", "mxfp4", "q4_0", "int8"))]
 )
@@ -106,6 +108,7 @@ def test_hashing_is_by_identity():
     assert len({a, b, a}) == 2
 
 
+@pytest.mark.slow
 def test_stack_vmap_and_scan():
     q = make("nvfp4_absmax", (3, 4, 32))
     layers = [make("nvfp4_absmax", (4, 32)) for _ in range(3)]

@@ -60,6 +60,7 @@ def test_float64_is_kept_as_dtype_and_rounded_to_float32():
         assert np.array_equal(q.codes, fb.quantize(x.astype(jnp.float32), "int8").codes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "shape", "tile"), [("fp8_block128", (300, 200), (128, 128)), ("nvfp4_16x16", (40, 50), (16, 16))]
 )
@@ -105,6 +106,7 @@ def test_several_contracted_axes():
     np.testing.assert_array_equal(q.scale[0, :, 0], np.abs(x).max((0, 2)) / np.float32(127.5))
 
 
+@pytest.mark.slow
 def test_an_axis_is_a_transposition():
     x = jnp.asarray(np.random.default_rng(0).standard_normal((6, 5, 40)).astype(np.float32))
     for axis in range(3):
@@ -195,6 +197,7 @@ def test_error_weights_broadcast():
     assert np.array_equal(row.scale, full.scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int4_g32", "fp8_block128", "mxfp4", "q4_0", "nvfp4_absmax", "uint4", "q4_1"])
 def test_the_scale_that_was_found_gives_the_same_array_again(name: str):
     x = jnp.asarray(np.random.default_rng(0).standard_normal((20, 70)).astype(np.float32))

@@ -54,6 +54,7 @@ def shards(q: fb.QArray, spec: P) -> bool:
 # --- what a device holds ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, -2], ids=["rows", "columns"])
 @pytest.mark.parametrize("name", [*fb.SCHEMES.names(), "int4_g32", "int3_g32"])
 def test_every_device_holds_the_qarray_of_its_part(name: str, axis: int):
@@ -243,6 +244,7 @@ def test_under_jit_only_an_explicit_mesh_tells_it(kind: AxisType):
 # --- what keeps it ---
 
 
+@pytest.mark.slow
 @each_mesh
 @pytest.mark.parametrize("name", ["int8", "int4_g32", "nvfp4_absmax", "nf4_dq"])
 def test_quantizing_and_decoding_keep_the_sharding_and_every_bit(name: str, kind: AxisType):
@@ -276,6 +278,7 @@ MOVES = {
 }
 
 
+@pytest.mark.slow
 @each_mesh
 @pytest.mark.parametrize("move", MOVES)
 def test_layout_operations_keep_the_sharding(move: str, kind: AxisType):
@@ -314,6 +317,7 @@ def test_with_sharding_under_jit_moves_codes(kind: AxisType):
 # --- shard_map ---
 
 
+@pytest.mark.slow
 @each_mesh
 @pytest.mark.parametrize("name", ["int8", "int4_g32", "nvfp4", "q4_0"])
 @pytest.mark.parametrize("split", ["out", "in"])

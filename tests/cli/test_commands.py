@@ -107,6 +107,7 @@ def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
     assert written.rstrip("\n") == "The quick " + sample["text"]
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_quantize_as_json(model, tmp_path):
     form = run_json("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--text", text_file(tmp_path))
@@ -140,6 +141,7 @@ def test_overwrite_replaces_what_fewbit_wrote(model, tmp_path):
     assert run_json("inspect", out)["facts"]["recipe"] == "keep"
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_a_rotated_model(model, tmp_path):
     text = text_file(tmp_path)
@@ -157,6 +159,7 @@ def test_the_source_that_is_quantized_already_is_told(model, tmp_path):
     assert "q8_0 in the file, kept exactly" in said
 
 
+@pytest.mark.slow
 @needs_tokenizers
 @needs_matplotlib
 def test_compare_prints_a_table_and_draws_a_chart(model, tmp_path):

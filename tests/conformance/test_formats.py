@@ -39,11 +39,13 @@ def test_codes_decode_to_values(name: str):
     laws.check_codes(FORMATS[name])
 
 
+@pytest.mark.slow
 @each_format
 def test_numbers_encode_to_themselves(name: str):
     laws.check_identity(FORMATS[name])
 
 
+@pytest.mark.slow
 @each_format
 def test_every_bfloat16_is_rounded_to_the_nearest(name: str):
     laws.check_nearest(FORMATS[name], TIE_RULES[type(FORMATS[name])])
@@ -59,21 +61,25 @@ def test_midpoints_of_all_neighbours(name: str):
     laws.check_nearest(fmt, TIE_RULES[type(fmt)], laws.repeated(around[np.abs(around) >= 2.0**-126], 1024))
 
 
+@pytest.mark.slow
 @each_format
 def test_saturates(name: str):
     laws.check_saturation(FORMATS[name])
 
 
+@pytest.mark.slow
 @each_format
 def test_input_dtypes(name: str):
     laws.check_input_dtypes(FORMATS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FEW else [pytest.mark.slow]) for n in FORMATS.names()])
 def test_jit_and_vmap(name: str):
     laws.check_transforms(FORMATS[name])
 
 
+@pytest.mark.slow
 @each_format
 def test_stochastic_rounding_is_unbiased(name: str):
     laws.check_stochastic(FORMATS[name])
@@ -92,6 +98,7 @@ def test_json_round_trip(name: str):
     assert FORMATS[name].name == name
 
 
+@pytest.mark.slow
 @each_format
 def test_negative_zero_is_kept_where_it_exists(name: str):
     fmt = FORMATS[name]
@@ -112,6 +119,7 @@ def test_subnormals_count_as_zero(name: str):
     assert np.array_equal(fmt.decode(fmt.encode(tiny)), fmt.decode(fmt.encode(zero)))
 
 
+@pytest.mark.slow
 def test_float64_is_rounded_to_float32_first():
     # 0.5 + 2**-30 is above the tie of int4 in float64, and on it in float32.
     with jax.enable_x64(True):

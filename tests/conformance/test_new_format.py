@@ -60,10 +60,12 @@ def new_format(request: pytest.FixtureRequest) -> Iterator[AbstractFormat]:
     assert request.param.name not in FORMATS
 
 
+@pytest.mark.slow
 def test_it_keeps_every_law(new_format: AbstractFormat):
     laws.check_format(new_format)
 
 
+@pytest.mark.slow
 def test_it_packs_quantizes_and_goes_through_json(new_format: AbstractFormat):
     codes = jnp.arange(21, dtype=jnp.uint8) % 8
     packed, back = jax.jit(lambda c: (pack(c, new_format.bits), unpack(pack(c, new_format.bits), new_format.bits, 21)))(

@@ -55,6 +55,7 @@ def assert_same(name: str, a: fb.QArray, b: fb.QArray) -> None:
     np.testing.assert_allclose(laws.scale_of(a), laws.scale_of(b), rtol=2 * count * 2.0**-24)
 
 
+@pytest.mark.slow
 @each_scheme
 def test_shape_dtype_and_bytes(name: str):
     stacked, dense, each = laws.results(name)
@@ -170,6 +171,7 @@ def test_scaling_by_a_power_of_two_scales_the_result(name: str):
     np.testing.assert_array_equal(dense["scaled"], dense["normal"] * np.float32(2.0**-60))
 
 
+@pytest.mark.slow
 @each_scheme
 def test_quantizing_the_transpose_is_transposing_the_quantized(name: str):
     x = jnp.asarray(laws.case("normal"))
@@ -180,6 +182,7 @@ def test_quantizing_the_transpose_is_transposing_the_quantized(name: str):
     assert q.scheme.name == q.T.scheme.name == name
 
 
+@pytest.mark.slow
 @schemes([n for n in ALL if fb.SCHEMES[n].format.bits < 8 or n in ("int8", "fp8")], ("int8", "mxfp4"))
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
 def test_half_precision_is_widened(name: str, dtype: type):
@@ -233,6 +236,7 @@ def test_json_and_name_read_back(name: str):
     assert hash(fb.scheme(scheme.to_json())) == hash(scheme)
 
 
+@pytest.mark.slow
 @schemes(
     [n for n in ALL if fb.SCHEMES[n].format.name in ("e2m1", "int8", "nf4", "uint4", "ternary", "binary")],
     ("int8", "uint4", "nf4"),

@@ -200,6 +200,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "scheme"), CASES)
 def test_inside(name, scheme):
     piece = INSIDE[name][0]
@@ -232,6 +233,7 @@ AROUND = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("around", AROUND.values(), ids=AROUND)
 def test_around(around):
     quantized, decoded = parameters("nf4")

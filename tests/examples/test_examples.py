@@ -50,6 +50,7 @@ def test_fp8_training():
     assert losses["fp8"] != losses["float"]
 
 
+@pytest.mark.slow
 def test_mixed_recipe():
     plan = result("mixed_recipe", 2)
     assert str(plan["layers/1/query"].policy) == "int8 x int8" and str(plan["layers/1/wi"].policy) == "nvfp4"

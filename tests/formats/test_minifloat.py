@@ -89,6 +89,7 @@ def minifloats(draw: st.DrawFn) -> Minifloat:
     return Minifloat("drawn", exponent, mantissa, bias, draw(st.sampled_from(allowed)), signed)
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(minifloats())
 def test_any_split_rounds_to_the_nearest(fmt: Minifloat):

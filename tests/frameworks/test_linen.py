@@ -96,6 +96,7 @@ def test_donated_parameters_are_freed(variables):
     assert fl.apply(NET)(quantized, X).shape == X.shape
 
 
+@pytest.mark.slow
 def test_training_keeps_the_structure_and_follows_the_recipe(variables):
     recipe = fb.Recipe((fb.Rule("w[io]/kernel", fb.Policy("int8", "int8", dlhs="int8", drhs="int8")),))
     apply = fl.train(NET, recipe)

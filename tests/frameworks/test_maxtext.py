@@ -58,6 +58,7 @@ def test_what_is_converted_serves_as_it_was_trained():
     np.testing.assert_allclose(served, trained, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_stochastic_rounding_draws_from_the_modules_stream():
     policy = fb.Policy("int8", dlhs=fb.Arm("int8", rounding="stochastic"))
     model = Dense(Quantization(policy, rng="noise"))

@@ -73,6 +73,7 @@ def test_a_graph_and_a_state_serve_as_well():
     assert fb.is_qarray(state["wi"]["kernel"].get_raw_value())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("jit", [lambda f: f, nnx.jit], ids=["eager", "nnx.jit"])
 def test_what_a_call_changes_is_written_back(jit):
     quantized, model = fx.quantize(net(), X, recipe="int8"), net()
@@ -137,6 +138,7 @@ def test_the_products_of_training_are_those_of_the_recipe():
     assert len(re.findall("preferred_element_type=int32", text)) == 9  # each layer forwards, for its weights, for its input
 
 
+@pytest.mark.slow
 def test_what_was_trained_is_what_is_served():
     model, recipe = serving(net()), fb.Recipe((fb.Rule(".*kernel", fb.Policy("int4", "int8")),))
     served = nnx.jit(fx.transparent(call))(fx.quantize(model, X, recipe=recipe), X)

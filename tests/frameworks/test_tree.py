@@ -75,6 +75,7 @@ def batched(model, x):
     return jax.vmap(model)(x)
 
 
+@pytest.mark.slow
 def test_an_equinox_module_is_quantized_and_called(eqx):
     model = eqx.nn.MLP(16, 4, 32, 2, key=jax.random.key(0))
     quantized = tree.quantize(batched, model, X, recipe="int8")
@@ -84,6 +85,7 @@ def test_an_equinox_module_is_quantized_and_called(eqx):
     assert quantized.activation is model.activation
 
 
+@pytest.mark.slow
 def test_an_equinox_module_is_trained_by_an_unchanged_optimizer(eqx):
     optax = pytest.importorskip("optax")
     model = eqx.nn.MLP(16, 16, 32, 1, key=jax.random.key(0))

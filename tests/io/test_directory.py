@@ -42,6 +42,7 @@ def test_everything_comes_back(small):
 FILES = ("manifest.json", "config.json", "tokenizer.json", "model.safetensors")
 
 
+@pytest.mark.slow
 @EVERY_BIT
 @pytest.mark.parametrize("name", FILES)
 def test_a_flipped_bit_anywhere_gives_the_same_content_or_one_sentence(small, name, bits):

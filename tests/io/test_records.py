@@ -39,6 +39,7 @@ def test_every_scheme_comes_back(name):
     assert_same(through_json(q), q)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "nvfp4", "int3_g32", "q4_1", "nf4_dq", "fp8_block128", "fp8_tensor"])
 def test_what_was_moved_comes_back(name):
     q = random_qarray(name, (48, 64))

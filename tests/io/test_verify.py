@@ -18,6 +18,7 @@ def findings(tmp_path, value) -> list[str]:
     return [str(finding) for finding in io.verify(io.write(tmp_path / "m", {"w": value}))]
 
 
+@pytest.mark.slow
 def test_all_is_well_with_what_was_just_quantized(tmp_path):
     names = ("int3", "uint4", "nf4", "nf4_dq", "fp8", "mxfp4", "nvfp4", "ternary", "binary", "q4_1", "q8_0")
     assert io.verify(io.write(tmp_path / "m", {name: quantized(name) for name in names})) == []

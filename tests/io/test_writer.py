@@ -31,6 +31,7 @@ def bytes_of(path: pathlib.Path) -> dict[str, bytes]:
     return {name: (path / name).read_bytes() for name in sorted(os.listdir(path))}
 
 
+@pytest.mark.slow
 def test_every_scheme_comes_back(tmp_path):
     ways = {"": lambda q: q, ".T": lambda q: q.T, ".bfloat16": lambda q: q.astype(ml_dtypes.bfloat16)}
     tensors = {name + way: move(random_qarray(name)) for name in fb.SCHEMES.names() for way, move in ways.items()}

@@ -8,6 +8,7 @@ from tests.jobs.checkpoints import TEXT, llama_directory, needs_tokenizers, text
 pytestmark = needs_tokenizers
 
 
+@pytest.mark.slow
 def test_a_candidate_is_what_eval_measures_of_the_written_model(tmp_path):
     model = jobs.load(llama_directory(tmp_path / "hf"))
     base = jobs.baseline(model, jobs.evaluation_windows(model, TEXT, window=16))

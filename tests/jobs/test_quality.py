@@ -19,6 +19,7 @@ def model(tmp_path):
     return jobs.load(llama_directory(tmp_path / "hf"))
 
 
+@pytest.mark.slow
 def test_perplexity_is_that_of_the_network(model, tmp_path):
     text = text_file(tmp_path)
     quality = jobs.evaluate(model, text=str(text), tokens=128, window=16)
@@ -68,6 +69,7 @@ def test_rotation_changes_no_logit_and_leaves_the_weights_uncompared(model, tmp_
     assert "rotated" in quality.notes[0]
 
 
+@pytest.mark.slow
 def test_a_rotated_model_can_be_written_and_remembers_its_seed(model, tmp_path):
     turned = jobs.rotated(model, seed=3)
     jobs.quantize(turned, jobs.plan_model(turned, recipe="int8"), tmp_path / "q")

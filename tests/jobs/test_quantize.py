@@ -34,6 +34,7 @@ def test_what_is_read_back_is_what_was_quantized(tmp_path):
     assert jobs.load(outcome.path).config == model.config
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_the_same_run_gives_the_same_bytes(tmp_path):
     model = jobs.load(llama_directory(tmp_path / "hf"))
@@ -42,6 +43,7 @@ def test_the_same_run_gives_the_same_bytes(tmp_path):
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_sizes_are_those_of_the_files_and_of_the_arrays(tmp_path):
     model = jobs.load(llama_directory(tmp_path / "hf"))

@@ -32,6 +32,7 @@ def test_weights_with_quantized_activations_stay_packed(model, tmp_path):
     assert sample.decoded == 0
 
 
+@pytest.mark.slow
 def test_the_same_seed_draws_the_same(model):
     a, b, c = (jobs.write_on(model, "Who ", max_tokens=12, temperature=2.0, seed=s).text for s in (1, 1, 2))
     assert a == b != c

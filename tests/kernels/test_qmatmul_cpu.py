@@ -89,6 +89,7 @@ def activation(rows: int, length: int) -> np.ndarray:
     return np.random.default_rng(rows).standard_normal((rows, length)).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", fb.SCHEMES.names())
 def test_every_scheme_along_both_axes(name):
     for axis, tiled in ((1, -1), (0, -2)):
@@ -161,6 +162,7 @@ def test_batches_several_axes_and_either_side():
         fb.dot_general(jnp.ones((2, 6)), q, (((1,), (1,)), ((), ())), backend="cpu")
 
 
+@pytest.mark.slow
 def test_derivatives_and_vmap():
     q = weight("nf4", -1)
     x = jnp.asarray(activation(3, COLS))

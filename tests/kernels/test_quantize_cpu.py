@@ -93,6 +93,7 @@ TURNED = [(scheme, -1 - place % 2) for place, scheme in enumerate(KINDS)]
 OTHER_AXES = [(scheme, -3 - axis) for scheme, axis in TURNED] + [(scheme, axis) for scheme in OTHERS for axis in (-1, -2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("scheme", "axis"), TURNED)
 def test_every_kind_of_scheme(scheme, axis):
     assert_same_bytes(jnp.asarray(hard((19, 101) if axis == -1 else (101, 19), axis)), scheme, axis)
@@ -104,6 +105,7 @@ def test_every_other_scheme(scheme, axis):
     assert_same_bytes(jnp.asarray(hard((19, 101) if axis == -1 else (101, 19), axis)), scheme, axis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("scheme", ["int8", "q4_1", "nvfp4", "nf4"])
 def test_half_precision_is_widened_first(scheme, dtype):
@@ -111,6 +113,7 @@ def test_half_precision_is_widened_first(scheme, dtype):
     assert_same_bytes(x, scheme)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int8_narrow", "fp8", "fp8_e5m2", "fp8_e4m3fnuz", "mxint8"])
 def test_every_bfloat16_number_in_units_of_a_given_scale(scheme):
     every = np.arange(2**16, dtype=np.uint16).view(jnp.bfloat16).reshape(256, 256)
@@ -119,6 +122,7 @@ def test_every_bfloat16_number_in_units_of_a_given_scale(scheme):
     assert_same_bytes(jnp.asarray(tiles), scheme, scale=scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "shape", "axis"),
     [
@@ -139,6 +143,7 @@ def test_odd_shapes(scheme, shape, axis):
 
 
 # Tiles too large for the cache are read twice, and longer rows than a thread takes are cut.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "shape", "axis"),
     [("uint4", (3000, 300), -2), ("fp8_tensor", (700, 1500), -1), ("int8", (2, 600_001), -1), ("int4_g64", (640, 2100), -2)],
@@ -149,6 +154,7 @@ def test_large_arrays(scheme, shape, axis):
     assert_same_bytes(jnp.asarray(x), scheme, axis)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("isa", ["portable", "avx2"])
 @pytest.mark.parametrize("scheme", ["int4", "fp8", "nf4", "q4_0", "q4_1", "mxfp4", "nvfp4"])
 def test_other_instruction_sets_give_the_same(scheme, isa):
@@ -163,6 +169,7 @@ def test_other_instruction_sets_give_the_same(scheme, isa):
         assert_same_numbers(*(CpuDequantizer(isa=name).run(decoding, best) for name in (None, isa)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("scheme", ["int3", "q4_1", "mxfp4", "nf4_dq", "fp8_e5m2"])
 def test_decoding_into_every_dtype(scheme, dtype):
@@ -173,6 +180,7 @@ def test_decoding_into_every_dtype(scheme, dtype):
         assert_same_numbers(one, two)
 
 
+@pytest.mark.slow
 def test_scales_chosen_in_jax_meet_the_same_codes():
     x = jnp.asarray(np.random.default_rng(3).normal(size=(6, 64)), jnp.float32)
     weights = jnp.asarray(np.random.default_rng(4).uniform(size=(6, 64)), jnp.float32)

@@ -72,11 +72,13 @@ def assert_same(W: torch.Tensor, name: str, method: str) -> None:
     assert torch.equal(back.contiguous().view(torch.int32), plain.view(torch.int32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAIVE)
 def test_codes_and_scales_without_a_search(name: str) -> None:
     assert_same(awkward(77), name, "naive")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SEARCHED)
 def test_codes_and_scales_of_least_error(name: str) -> None:
     assert_same(awkward(77), name, "optimal")
@@ -109,6 +111,7 @@ def test_low_codes_of_nvfp4_take_the_branch_of_fifteen() -> None:
     assert int((q.scale[1:] <= 15).sum()) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
 def test_the_hessian_sweep_finds_as_little_error_as_the_one_in_float64(name: str) -> None:
     rng = np.random.default_rng(0)

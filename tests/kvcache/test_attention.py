@@ -77,6 +77,7 @@ def test_floating_keys_and_values_are_taken_as_they_are():
     assert np.abs(np.asarray(attention(q, [block]), np.float64) - expected).max() < bound
 
 
+@pytest.mark.slow
 def test_blocks_share_one_softmax():
     cache = filled(kv_policy("int4", sees_raw=True), 6, 8)
     k, v, q = draws(B, K, 3, 8, seed=5), draws(B, K, 3, 8, seed=6), draws(B, K * G, 3, 8, seed=3)
@@ -87,6 +88,7 @@ def test_blocks_share_one_softmax():
     assert np.abs(np.asarray(attention(q, blocks), np.float64) - expected).max() < bound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_small_values_keep_their_precision_in_narrow_dtypes(dtype):
     # Weights of 1/9 times scales of 1e-5 / 127 would be subnormal in float16, or zero.
@@ -111,6 +113,7 @@ def test_what_is_written_later_changes_no_bit():
     assert np.array_equal(before, after)
 
 
+@pytest.mark.slow
 def test_all_zero_keys_and_values_give_zero():
     for name in ("int8", "int4", "fp8"):
         cache = empty_quantized_cache(kv_policy(name), layers=1, batch=B, heads=K, head_dim=8, room=S)
@@ -119,6 +122,7 @@ def test_all_zero_keys_and_values_give_zero():
         assert np.array_equal(np.asarray(out), np.zeros((B, K * G, 2, 8)))
 
 
+@pytest.mark.slow
 def test_batches_of_caches_under_vmap():
     policy = kv_policy("int4")
     caches = [filled(policy, n, 8) for n in (3, 5)]

@@ -55,6 +55,7 @@ def test_it_holds_what_quantize_gives(name: str, h: int):
     assert int(cache.length) == 4
 
 
+@pytest.mark.slow
 @every_policy
 def test_one_by_one_gives_the_bytes_of_all_at_once(policy: KVPolicy):
     k, v = tokens(5), tokens(5, seed=1)
@@ -75,6 +76,7 @@ def test_it_does_not_matter_whether_writing_is_compiled():
         assert np.array_equal(held, at_once[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int4", "fp8"])
 @pytest.mark.parametrize("per", ["head", "token"])
 def test_the_largest_number_and_its_negative_come_back_alike_and_no_row_of_zeros_is_nan(name: str, per: str):

@@ -29,6 +29,7 @@ def by_full_forwards(count: int) -> list[list[int]]:
     return tokens[:, 5:].tolist()
 
 
+@pytest.mark.slow
 def test_greedy_is_the_repeated_full_forward():
     assert generate(PARAMS, PROMPT, SMALL, max_new_tokens=12).rows() == by_full_forwards(12)
 
@@ -57,12 +58,14 @@ def test_samples_follow_the_key():
     assert sample(0) != sample(1)
 
 
+@pytest.mark.slow
 def test_every_step_draws_anew():
     # At this temperature all tokens are alike, so the draws alone decide; the same draw would give the same token each step.
     result = generate(PARAMS, PROMPT, SMALL, max_new_tokens=12, key=jax.random.key(0), temperature=1e6)
     assert all(len(set(row)) > 6 for row in result.rows())
 
 
+@pytest.mark.slow
 def test_samples_have_the_probabilities_of_the_model():
     rows = 2000
     prompt = jnp.tile(PROMPT[:1], (rows, 1))
@@ -74,6 +77,7 @@ def test_samples_have_the_probabilities_of_the_model():
     assert statistic < SMALL.vocab - 1 + 5 * (2 * (SMALL.vocab - 1)) ** 0.5
 
 
+@pytest.mark.slow
 def test_quantized_leaves_generate_under_transparent():
     quantize = jax.jit(fb.quantize, static_argnames="scheme")
     dequantize = jax.jit(fb.dequantize)

@@ -25,6 +25,7 @@ def test_logits_are_those_of_the_packages_own_forward():
     np.testing.assert_allclose(np.asarray(ours), theirs.forward(tokens).data, atol=2e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_greedy_text_is_that_of_the_package():
     from glassllm import load_pretrained
 

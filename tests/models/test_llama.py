@@ -54,6 +54,7 @@ def test_stacked_layers_compute_the_same(config: LlamaConfig):
     np.testing.assert_allclose(run(stacked, tokens, config), run(params, tokens, config), **ROUNDING)
 
 
+@pytest.mark.slow
 @every_config
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["list", "stacked"])
 def test_reading_token_by_token_gives_the_logits_of_the_whole(config: LlamaConfig, is_stacked: bool):
@@ -94,6 +95,7 @@ def test_rows_of_a_batch_are_apart():
     np.testing.assert_allclose(run(params, tokens, UNTIED)[1:2], alone, **ROUNDING)
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_in_bfloat16():
     params, tokens = random_params(SMALL), random_tokens(SMALL, 2, 13)
     exact, rough = run(params, tokens, SMALL), run(params, tokens, SMALL, dtype=jnp.bfloat16)
@@ -129,6 +131,7 @@ def test_segments_are_runs_of_alike_layers():
     np.testing.assert_allclose(run(stack_layers(mixed), tokens, config), run(mixed, tokens, config), **ROUNDING)
 
 
+@pytest.mark.slow
 def test_quantized_layers_are_stacked_by_their_schemes():
     params = random_params(SMALL)
     layers = [quantized(layer, s) for layer, s in zip(params["layers"], ("int8", "nf4", "nf4"), strict=True)]
@@ -140,6 +143,7 @@ def test_quantized_layers_are_stacked_by_their_schemes():
             assert np.array_equal(held, dequantize(layer["attn"][name]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "is_stacked"),
     [("int8", False), ("int8", True), ("nf4", True), pytest.param("nvfp4", True, marks=pytest.mark.slow)],
@@ -155,6 +159,7 @@ def test_quantized_leaves_compute_what_their_decoded_arrays_do(scheme: str, is_s
     np.testing.assert_allclose(logits, expected, **ROUNDING)
 
 
+@pytest.mark.slow
 def test_quantized_leaves_compute_token_by_token():
     params, tokens = stack_layers(quantized(random_params(SMALL), "int8")), random_tokens(SMALL, 2, 8)
     step = fb.transparent(functools.partial(prefill, config=SMALL))
@@ -164,6 +169,7 @@ def test_quantized_leaves_compute_token_by_token():
     np.testing.assert_allclose(logits, whole[:, -1], **ROUNDING)
 
 
+@pytest.mark.slow
 def test_refuses_what_does_not_fit():
     params, tokens = random_params(SMALL), random_tokens(SMALL, 1, SMALL.context + 1)
     with pytest.raises(QuantError, match="tokens has 33 positions, more than the context of the model, 32"):

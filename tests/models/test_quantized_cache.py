@@ -47,6 +47,7 @@ def test_reading_in_parts_gives_the_logits_of_the_whole(policy: KVPolicy):
     assert relative_error(jnp.stack(got, axis=1), whole[:, 5:]) < 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "low", "high"), [("int8", 1e-3, 0.02), ("fp8", 5e-3, 0.08), ("int4", 0.02, 0.3)])
 def test_the_error_is_that_of_the_bits(name: str, low: float, high: float):
     # A rounding to n steps of a Gaussian of 8 coordinates errs by about 1 / (sqrt(12) n / 3), n = 127, 16 and 7: 0.7 %,
@@ -54,6 +55,7 @@ def test_the_error_is_that_of_the_bits(name: str, low: float, high: float):
     assert low < relative_error(run(PARAMS, TOKENS, SMALL, kv=kv_policy(name)), float_logits()) < high
 
 
+@pytest.mark.slow
 def test_raw_tokens_of_one_call_see_each_other_as_floats():
     raw = kv_policy("int4", sees_raw=True)
     logits, cache = prefill(PARAMS, TOKENS[:, :6], empty_cache(SMALL, batch=2, room=14, kv=raw), SMALL)
@@ -62,6 +64,7 @@ def test_raw_tokens_of_one_call_see_each_other_as_floats():
     assert relative_error(later, float_logits()[:, -1]) > 1e-3
 
 
+@pytest.mark.slow
 def test_a_full_cache_gives_nan():
     logits, cache = prefill(PARAMS, TOKENS[:, :6], empty_cache(SMALL, batch=2, room=6, kv=kv_policy("int8")), SMALL)
     assert np.isfinite(logits).all()
@@ -75,6 +78,7 @@ def test_more_tokens_than_the_whole_room_are_refused(kv: KVPolicy | None):
         prefill(PARAMS, TOKENS, empty_cache(SMALL, batch=2, room=12, kv=kv), SMALL)
 
 
+@pytest.mark.slow
 def test_greedy_generation_begins_as_with_a_float_cache():
     write = functools.partial(generate, PARAMS, TOKENS[:, :5], SMALL, max_new_tokens=8)
     plain, rounded = write().rows(), write(kv=kv_policy("int8")).rows()
@@ -86,6 +90,7 @@ def test_coarse_keys_and_values_write_something_else():
     assert write(kv=kv_policy("ternary")).rows() != write().rows()
 
 
+@pytest.mark.slow
 def test_a_cache_goes_through_transparent_beside_quantized_weights():
     config = dataclasses.replace(SMALL, layers=1)
     quantize = jax.jit(lambda tree: jax.tree.map(lambda a: fb.quantize(a, "int8") if a.ndim == 2 else a, tree))
@@ -103,6 +108,7 @@ def test_a_cache_goes_through_transparent_beside_quantized_weights():
     assert np.mean(np.asarray(cache.key_codes) != np.asarray(other.key_codes)) < 1e-2
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_near_float32():
     policy = kv_policy("int8", scale="bfloat16")
     rough = run(PARAMS, TOKENS, SMALL, kv=policy, dtype=jnp.bfloat16)

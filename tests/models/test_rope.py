@@ -26,6 +26,7 @@ def test_layouts_differ_by_the_permutation_of_rows_exactly():
     assert np.array_equal(np.asarray(interleaved)[..., TO_INTERLEAVED], np.asarray(half))
 
 
+@pytest.mark.slow
 def test_layouts_make_the_same_network_when_the_rows_are_permuted():
     params, tokens = random_params(SMALL), random_tokens(SMALL, 2, 20)
     rows = np.arange(SMALL.head_dim).reshape(-1, 2).T.ravel()

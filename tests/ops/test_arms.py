@@ -102,6 +102,7 @@ QUICK = {("matmul", "qat"), ("matmul", "fp8"), ("conv", "asymmetric"), ("ragged"
 PAIRS = [(n, p) if (n, p) in QUICK else pytest.param(n, p, marks=pytest.mark.slow) for n in CASES for p in POLICIES]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "policy"), PAIRS)
 def test_values_and_gradients_are_those_of_the_formulas(name, policy):
     case, policy = CASES[name], POLICIES[policy]
@@ -138,6 +139,7 @@ def test_eight_bits_lie_near_the_float_product_and_its_gradients(name):
         assert jnp.linalg.norm(a - b) < 0.02 * jnp.linalg.norm(b)
 
 
+@pytest.mark.slow
 def test_eager_equals_jit():
     case = CASES["matmul"]
     lhs, rhs = normal(*case.left), normal(*case.right, seed=1)
@@ -241,6 +243,7 @@ def test_the_tiled_axis_can_be_the_first_or_the_last():
     assert not np.array_equal(found["first"], found["last"])
 
 
+@pytest.mark.slow
 def test_weights_on_the_left_have_the_weight_s_arms():
     policy = fb.Policy("int4", "int8", dlhs="int8", drhs="fp8_e5m2")
     w, x = normal(16, 32, seed=1), normal(6, 32)
@@ -271,6 +274,7 @@ def test_tiles_of_the_contraction_are_multiplied_as_codes():
     np.testing.assert_allclose(fb.dot_general(other, block, numbers), want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_json_of_arms(unchecked):
     policy = fb.Policy(
         "fp8",

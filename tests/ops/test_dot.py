@@ -93,6 +93,7 @@ def test_tiles_along_the_contraction_and_zero_points_on_both_sides():
         np.testing.assert_allclose(fb.dot_general(x, w, (((1,), (1,)), ((), ()))), exact, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("activation", ["int8", "fp8", "mxfp8", "int8_g32"])
 def test_policy_quantizes_the_activation_along_the_contraction(activation):
     x, w = normal(2, 3, 64), normal(64, 16, seed=1)
@@ -115,6 +116,7 @@ def test_gradient_is_that_of_the_product_with_decoded_operands(policy):
     np.testing.assert_allclose(gradient, weights @ fb.dequantize(q), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("left", "right"),
     [

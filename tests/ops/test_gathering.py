@@ -59,6 +59,7 @@ def product(x: jax.Array, q: fb.QArray) -> jax.Array:
     return x @ q
 
 
+@pytest.mark.slow
 @each_mesh
 @each_scheme
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def test_tensor_parallel_products_move_no_weight(name: str, spec: P, x_spec: P, 
     assert result.sharding.is_equivalent_to(NamedSharding(mesh, P("data", "model" if spec != P("model") else None)), 2)
 
 
+@pytest.mark.slow
 @each_scheme
 @pytest.mark.parametrize(
     "spec", [P("data", "model"), P("model", "data"), P(("data", "model")), P(None, ("data", "model"))], ids=str

@@ -11,6 +11,7 @@ SHARED = {"element": (), "row": (1,), "column": (0,), "tensor": (0, 1)}
 TRIALS = 2000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shared", SHARED)
 def test_elements_that_share_a_number_round_alike(shared):
     x = jnp.full((16, 64), 2.5)
@@ -22,6 +23,7 @@ def test_elements_that_share_a_number_round_alike(shared):
         assert (values == values.take([0], axis)).all() == (axis in axes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int4", "fp8", "nf4", "fp4_g16", "ternary"])
 def test_every_element_is_unbiased_however_noise_is_shared(scheme):
     x = jnp.asarray(np.random.default_rng(0).uniform(-0.9, 0.9, (4, 32)), jnp.float32)

@@ -13,6 +13,7 @@ def table():
     return jnp.asarray(np.random.default_rng(0).normal(size=(50, 64)), jnp.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["int8", "nf4", "nvfp4", "q4_1", "int3_g32", "fp8_block128", "fp8_tensor", "nf4_dq", "uint4"]
 )

@@ -41,6 +41,7 @@ IDS = jnp.array([1, 2])
 SEARCHED = [pytest.param(name, marks=pytest.mark.slow) for name in ("nvfp4", "mxfp4")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nf4", "int8", *SEARCHED, "w8a8"])
 def test_a_plan_says_what_quantize_params_does(params, name):
     plan = fb.plan(net, params, IDS, recipe=name)
@@ -73,6 +74,7 @@ def test_axes_come_from_the_products(params):
     assert plan["embed"].policy.weight.name == "q8_0"
 
 
+@pytest.mark.slow
 def test_stacked_layers_are_quantized_one_by_one(params):
     q = fb.quantize_params(params, fb.plan(net, params, IDS, recipe="nvfp4"))["layers"]["w"]
     assert q.tensor_scale.shape == (3, 1, 1)

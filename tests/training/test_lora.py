@@ -188,6 +188,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("piece", "held"), CASES)
 def test_values_and_gradients_are_those_of_the_update_added_up(piece, held):
     fn, match = PIECES[piece]
@@ -210,6 +211,7 @@ def test_values_and_gradients_are_those_of_the_update_added_up(piece, held):
     assert all(jnp.abs(leaf).max() > 1e-3 for leaf in jax.tree.leaves(found))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("piece", ["plain", "heads", "scan", "tied embedding"])
 @pytest.mark.parametrize("held", ["float32", "nf4"])
 def test_new_adapters_change_nothing(piece, held):

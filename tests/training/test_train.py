@@ -35,6 +35,7 @@ def by_hand(policy):
     return fn
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [INT8, FP8, fb.Policy("int4_g8")], ids=str)
 def test_values_and_gradients_are_those_of_products_with_the_policy(policy):
     def loss(fn):
@@ -76,6 +77,7 @@ def test_a_policy_follows_its_parameter_everywhere(body):
     assert "preferred_element_type=int32" in text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "int4_g8", "nf4", "mxfp8", "nvfp4"])
 def test_what_was_trained_is_what_is_served(scheme):
     policy = fb.Policy(scheme, "int8")
@@ -98,6 +100,7 @@ def tied(w, tokens):
     return jnp.tanh(x) @ w["table"].T
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "nf4"])
 def test_tables_are_trained_as_they_are_served(scheme):
     w, tokens = {"table": normal(24, 16)}, jnp.array([[1, 5], [23, 0]])
@@ -110,6 +113,7 @@ def test_tables_are_trained_as_they_are_served(scheme):
     assert (gradient != 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [INT8, FP8, fb.Policy("int4")], ids=str)
 def test_a_regression_is_learned(policy):
     target = {"in": normal(16, 32, seed=5) / 4, "out": normal(16, 32, seed=6) / 4}
@@ -132,6 +136,7 @@ def test_a_regression_is_learned(policy):
     assert losses[-1] < 0.25 * losses[0]
 
 
+@pytest.mark.slow
 def test_keys():
     policy = fb.Policy("int8", dlhs=fb.Arm("int8", rounding="stochastic"))
     fn = fb.train(lambda w, x: jnp.sum(jnp.sin(layer(w, x))), recipe(policy))

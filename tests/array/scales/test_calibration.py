@@ -165,6 +165,7 @@ ASYMMETRIC = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ASYMMETRIC)
 def test_asymmetric_rules(case: str):
     calibration, low_rule, high_rule = ASYMMETRIC[case]
@@ -237,6 +238,7 @@ def test_means_neither_overflow_nor_underflow(calibration: AbstractCalibration, 
     np.testing.assert_allclose(q.scale, magnitude * calibration.factor / 127, rtol=2.0**-20)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holder", ["float32", "bfloat16", "float16", "e4m3fn", "e5m2", "ue4m3", "ue5m3", "ue4m4", "e8m0"])
 def test_a_scale_is_the_nearest_that_its_holder_has(holder: str):
     held = FORMATS[holder] if holder in FORMATS else holder  # noqa: SIM401 - a Registry has no get

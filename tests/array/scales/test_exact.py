@@ -32,6 +32,7 @@ def rounding(x: np.ndarray, error: np.ndarray) -> np.ndarray:
     return 4 * np.sqrt(error * size) * 2.0**-22 + size * 2.0**-44
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "fmt", [pytest.param(f, marks=[] if f in ("e2m1", "nf4") else [pytest.mark.slow]) for f in [*FORMATS_WITH_ZERO, "int6"]]
 )
@@ -94,6 +95,7 @@ def test_binary_is_the_mean():
     np.testing.assert_allclose(np.asarray(q.scale)[:, 0], np.abs(x).mean(1), rtol=2.0**-18)
 
 
+@pytest.mark.slow
 def test_it_beats_the_grid_and_equals_mse_where_scales_are_few():
     x = jnp.asarray(blocks("gaussian", 16, 64, "e2m1"))
     exact, grid = (error_of(_quantize(x, scheme("e2m1", c)), np.asarray(x)) for c in (Exact(), MSE()))

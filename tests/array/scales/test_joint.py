@@ -29,6 +29,7 @@ def error_of(q: fb.QArray, x: np.ndarray) -> np.ndarray:
     return ((laws.numpy_dequantize(q).astype(np.float64) - x) ** 2).sum(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_point", ["float", "whole"])
 def test_never_worse_than_min_max_and_near_a_fine_grid(zero_point: str):
     x = np.concatenate([rows(40), special(16)[[1, 2, 5, 6]]])
@@ -53,6 +54,7 @@ def test_never_worse_than_min_max_and_near_a_fine_grid(zero_point: str):
     assert found.sum() < best.sum() * 1.01 and np.median(found / np.maximum(best, 1e-12)) < 1.01
 
 
+@pytest.mark.slow
 def test_weights_count():
     x = rows(20)
     weights = np.ones_like(x)

@@ -43,6 +43,7 @@ def _top(ratio: np.ndarray, weights: np.ndarray, numbers: np.ndarray) -> float:
     return top
 
 
+@pytest.mark.slow
 def test_it_is_deterministic_and_beats_e2m1():
     table = learned_codebook(W, tile=16)
     assert table == learned_codebook(jnp.asarray(W), tile=16) == learned_codebook(W.T, tile=16, axis=0)
@@ -50,6 +51,7 @@ def test_it_is_deterministic_and_beats_e2m1():
     assert learned < error(W, FORMATS["e2m1"])
 
 
+@pytest.mark.slow
 def test_weights_shape_it():
     weights = np.where(np.abs(W) < 0.5, 1.0, 0.01).astype(np.float32)
     weighted = learned_codebook(W, tile=16, error_weights=weights)

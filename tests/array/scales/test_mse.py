@@ -55,6 +55,7 @@ def hard_blocks(tile: int) -> np.ndarray:
     return np.concatenate([x, np.zeros((2, tile))]).astype(np.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tile", [16, 32])
 def test_nvfp4_search_equals_the_sweep_of_all_scales(tile: int):
     x = hard_blocks(tile)
@@ -90,6 +91,7 @@ def test_nvfp4_witnesses(elements: list[float], scale: float):
     assert got == scale or errors[np.searchsorted(E4M3, scale)] > errors.min() * SLACK
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fmt", ["int4_narrow", "e2m1"])
 def test_other_formats_and_weights_sweep_every_scale(fmt: str):
     x = hard_blocks(16)[::4]

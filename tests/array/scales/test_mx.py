@@ -48,6 +48,7 @@ def expected_exponent(amax: np.float32, element: str, rule: str) -> int:
     return exponent + rounds_up - largest_exponent
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "element", [pytest.param(e, marks=[] if e in ("e2m1", "e4m3fn") else [pytest.mark.slow]) for e in ELEMENTS]
 )
@@ -140,6 +141,7 @@ def test_a_tie_goes_to_the_larger_scale():
     assert np.asarray(_quantize(jnp.asarray(x), scheme("e2m1")).scale).item() == 127
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [32, 70])
 @pytest.mark.parametrize("axis", [0, 1])
 def test_equal_errors_are_a_tie_in_whatever_order_they_are_added(axis: int, length: int):

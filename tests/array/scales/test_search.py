@@ -69,6 +69,7 @@ def every_kind(fmt: str, holder: str, tile: int, count: int) -> np.ndarray:
     return np.concatenate([blocks(kind, tile, count, fmt, scales) for kind in KINDS])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("weighted", [False, True], ids=["plain", "weighted"])
 @pytest.mark.parametrize("case", PARAMS)
 def test_no_stored_scale_is_better(case: tuple[str, str, int], weighted: bool):
@@ -154,6 +155,7 @@ def relative_error(x: np.ndarray, spec: fb.Scheme) -> float:
     return 100 * float(np.linalg.norm(dense - x) / np.linalg.norm(x.astype(np.float64)))
 
 
+@pytest.mark.slow
 def test_cheap6_is_close_to_the_optimum_and_never_below_its_six():
     x = np.random.default_rng(0).standard_normal((1024, 64)).astype(np.float32)
     nvfp4 = fb.scheme("nvfp4")
