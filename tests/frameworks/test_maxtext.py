@@ -70,11 +70,41 @@ def test_stochastic_rounding_draws_from_the_modules_stream():
     assert not np.array_equal(gradient(1), gradient(2))
 
 
+@pytest.mark.slow
+def test_delayed_scaling_is_overwritten_by_its_gradient():
+    """Step by step what `fb.train` does, the state in Flax's collection."""
+    recipe = fb.recipe("te_fp8_delayedscaling")
+    model = Dense(Quantization(recipe.rules[-1].policy))
+
+    def ours(params, x):
+        return jnp.sum(jnp.sin(exact(params, x)))
+
+    variables = model.init(jax.random.key(0), X)
+    held, delayed = variables["_overwrite_with_gradient"], fb.delayed_state(ours, PARAMS["params"], X, recipe=recipe)
+    step = jax.jit(jax.value_and_grad(lambda state, x: jnp.sum(jnp.sin(model.apply(state, x)))))
+    expected = jax.jit(
+        jax.value_and_grad(lambda p, d, x: fb.train(ours, recipe)(p, x, delayed=d), argnums=(0, 1)),
+    )
+    for scale in (1.0, 3.0, 0.5):
+        value, gradients = step({**PARAMS, "_overwrite_with_gradient": held}, scale * X)
+        want, (params_gradient, seen) = expected(PARAMS["params"], delayed, scale * X)
+        np.testing.assert_allclose(value, want, rtol=1e-5)
+        jax.tree.map(
+            lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4), gradients["params"], params_gradient
+        )
+        held, delayed = gradients["_overwrite_with_gradient"], delayed.advance(seen)
+        for module, path in (("DotGeneral_0", "kernel"), ("Einsum_0", "experts")):
+            product = delayed.products[path]
+            np.testing.assert_allclose(held[module]["weight_scale"], product.weight.scale, rtol=1e-6)
+            np.testing.assert_allclose(held[module]["activation_amax_history"], product.activation.amax_history, rtol=1e-3)
+            np.testing.assert_allclose(held[module]["gradient_scale"], product.gradient.scale, rtol=1e-3)
+
+
 def test_messages(unchecked):
     with pytest.raises(fb.QuantError, match="quant_mode is 'eval'; must be one of train, convert, serve"):
         Quantization(INT8, "eval")
     with pytest.raises(fb.QuantError, match="must name both operands and the result"):
         Quantization(INT8).einsum().apply({}, "...k,kn->...n", X, PARAMS["params"]["kernel"])
     delayed = fb.recipe("te_fp8_delayedscaling").rules[-1].policy
-    with pytest.raises(fb.UnsupportedError, match="cannot follow delayed scaling"):
-        Quantization(delayed)
+    with pytest.raises(fb.UnsupportedError, match="delayed scaling cannot serve"):
+        Quantization(delayed, "serve")

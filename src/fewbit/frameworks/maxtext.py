@@ -17,16 +17,25 @@ from ..errors import QuantError, UnsupportedError
 from ..kernels.quantize import quantize
 from ..ops import Policy, dot_general, einsum
 from ..ops.latent import Latent
+from ..ops.stepped import StepScales
+from ..training.delayed_state import ProductScales
 from ._flax import flax
 
 Mode = Literal["train", "convert", "serve"]
 """What a MaxText run does with its weights: `quant_mode`."""
 _MODES = ("train", "convert", "serve")
 
+OVERWRITTEN = "_overwrite_with_gradient"
+"""The collection, by Flax's name for it, of variables whose gradient is their next value."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
     """The `quant` of MaxText's layers, for one Policy.
+
+    Under a policy with delayed scaling each module keeps the histories of its product in the collection `OVERWRITTEN`, as Flax's
+    fp8 modules do: the gradient of these variables is what they are in the next step. MaxText's train step, and Flax's
+    TrainState, put it there. As in Flax, layers that a scan stacks must have the collection stacked, too.
 
     Attributes:
         policy: how products are computed.
@@ -47,8 +56,9 @@ class Quantization:
     def __post_init__(self) -> None:
         if self.quant_mode not in _MODES:
             raise QuantError(f"quant_mode is {self.quant_mode!r}; must be one of {', '.join(_MODES)}")
-        if self.policy.delayed is not None:
-            raise UnsupportedError("MaxText's layers cannot follow delayed scaling by fewbit", {"policy": str(self.policy)})
+        if self.policy.delayed is not None and self.quant_mode != "train":
+            reason = "its activations' scales belong to a training step; serve a policy without it, such as maxtext/serve_fp8_weight"
+            raise UnsupportedError(f"delayed scaling cannot {self.quant_mode}", {str(self.policy): reason})
 
     def dot_general_cls(self, mesh_axes: Any = ()) -> Any:
         """What makes the module that a layer calls as `dot_general`; sharding needs no axes here.
@@ -108,7 +118,8 @@ def _weight(module: Any, rhs: Any, axes: tuple[int, ...]) -> Any:
     quant = module.quant
     if quant.quant_mode == "train":
         has_key = quant.policy.needs_key and module.has_rng(quant.rng)
-        return Latent(jnp.asarray(rhs), module.make_rng(quant.rng) if has_key else None, quant.policy)
+        scales = None if quant.policy.delayed is None else _carried_scales(module)
+        return Latent(jnp.asarray(rhs), module.make_rng(quant.rng) if has_key else None, quant.policy, scales)
 
     def stored() -> QArray:
         return dataclasses.replace(quantize(rhs, quant.policy.weight, axis=axes), policy=quant.policy)
@@ -117,6 +128,29 @@ def _weight(module: Any, rhs: Any, axes: tuple[int, ...]) -> Any:
     if quant.quant_mode == "convert":
         held.value = stored()
     return held.value
+
+
+def _carried_scales(module: Any) -> StepScales:
+    """The scales of this step, from the variables that the last one left."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(ProductScales.init(module.quant.policy))
+    names = ["_".join(key.name for key in path) for path, _ in leaves]
+    held = [module.variable(OVERWRITTEN, name, lambda x=x: x).value for name, (_, x) in zip(names, leaves, strict=True)]
+    return _overwriting(jax.tree.unflatten(treedef, held))
+
+
+@jax.custom_vjp
+def _overwriting(state: ProductScales) -> StepScales:
+    """The scales of a state, whose gradient is the state of the next step."""
+    return state.scales
+
+
+def _next_state(state: ProductScales, seen: StepScales) -> tuple[ProductScales]:
+    """The state after a step that saw these magnitudes."""
+    pairs = ((state.weight, seen.weight), (state.activation, seen.activation), (state.gradient, seen.gradient))
+    return (ProductScales(*(None if held is None else held.advance(amax) for held, amax in pairs)),)  # type: ignore[arg-type]
+
+
+_overwriting.defvjp(lambda state: (state.scales, state), _next_state)
 
 
 def _contracted(equation: str, ndim: int) -> tuple[int, ...]:
