@@ -1,7 +1,5 @@
 """Which products without a parameter are trained under a policy."""
 
-import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -34,9 +32,9 @@ def chosen_products(recipe: Recipe, key: Any) -> Choice | None:
         raise UnsupportedError(f"fb.train cannot follow recipe {recipe.name!r}", {str(rule): reason for rule in wishing})
     key = None if key is None else jax.random.fold_in(key, 1)
 
-    def chosen(products: tuple[Product, ...]) -> dict[str, Callable[[Any], Latent]]:
+    def chosen(products: tuple[Product, ...]) -> dict[str, Latent]:
         rules = matched_product_rules(recipe, products)
         policies = {name: rule.policy for name, rule in rules.items() if rule is not None and rule.policy is not None}
-        return {name: functools.partial(Latent, key=key, policy=policy) for name, policy in policies.items()}
+        return {name: Latent(None, key, policy) for name, policy in policies.items()}
 
     return chosen
