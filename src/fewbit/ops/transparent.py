@@ -251,6 +251,23 @@ class _Evaluator(AbstractEvaluator):
         jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
         return lambda *args: within.evaluate(jaxpr, consts, args)
 
+    def inside(self) -> list[StandIn]:
+        """The stand-ins, without their arrays, that products in the body of the equation will make of their right operands."""
+        return [] if self.chosen is None else [self.chosen.operands[place] for place in self._places_inside()]
+
+    def with_inside(self, stand_ins: Sequence[Any]) -> "_Evaluator":
+        """An evaluator with others in their places."""
+        if self.chosen is None or not stand_ins:
+            return self
+        operands = {**self.chosen.operands, **dict(zip(self._places_inside(), stand_ins, strict=True))}
+        return dataclasses.replace(self, chosen=dataclasses.replace(self.chosen, operands=operands))
+
+    def _places_inside(self) -> list[tuple[int, ...]]:
+        """Where the chosen products are that stand in the body of the equation whose rule is running."""
+        assert self.chosen is not None
+        around = tuple(map(id, self.around))
+        return [place for place in self.chosen.operands if place[-len(around) :] == around and len(place) > len(around)]
+
     def shared(self, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, traced once for all equations of the same key and the same operands."""
         return self._kept(key, None, lambda: jax.jit(fn)) if self.is_traced else fn

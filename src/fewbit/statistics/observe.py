@@ -12,9 +12,8 @@ from ..errors import QuantError, UnsupportedError
 from ..ops.observed import Notes, Observed, rules_around
 from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import Product, Use, parameter_paths, parameter_uses
-from ..recipe import Recipe
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_policies, matched_product_rules
+from ..recipe.matching import matched_policies, matched_product_policies
 from .measure import Measure, Statistic
 from .range_rules import AbsMaxRange
 from .ranges import AbstractRange
@@ -94,7 +93,8 @@ def observe(
             uses, every = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
             policies = matched_policies(resolved, params, uses)
             paths = [path for path in policies if any(use.op in _CONTRACTING for use in uses[path])]
-            products = _measured_products(resolved, every) if "range" in collect else ()
+            quantized = matched_product_policies(resolved, every) if "range" in collect else {}
+            products = tuple(product for product in every if product.name in quantized)
         now = measured(*_apart((params, inputs)))
         _refuse_unseen(set(paths) - set(now), {_label(product.name) for product in products} - set(now), decoded)
         found = now if found is None else joined(found, now)
@@ -103,13 +103,6 @@ def observe(
     ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found if path in uses)
     pairs = {product.name: found[_label(product.name)] for product in products}
     return Stats({path: found[path] for path, _ in ops}, ops, pairs, tuple((p.name, p.op) for p in products))
-
-
-def _measured_products(recipe: Recipe, products: tuple[Product, ...]) -> tuple[Product, ...]:
-    """The products without a parameter that a recipe quantizes."""
-    rules = matched_product_rules(recipe, products)
-    quantized = {name for name, rule in rules.items() if rule is not None and rule.policy is not None}
-    return tuple(product for product in products if product.name in quantized)
 
 
 def _label(name: str) -> str:
