@@ -83,7 +83,9 @@ def test_few_rows_of_half_precision(dtype: torch.dtype) -> None:
     assert_right(products.by_triton(x, q, SMALL, 4), x, q, 2.0**-7)
 
 
-@pytest.mark.parametrize(("name", "k"), [("int4_g32", 96), ("uint4_g64", 130), ("mxfp8", 96), ("nf4", 72), ("fp8_block128", 140)])
+@pytest.mark.parametrize(
+    ("name", "k"), [("int4_g32", 96), ("uint4_g64", 130), ("mxfp8", 96), ("nf4", 72), ("fp8_block128", 140)]
+)
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_both_orientations_and_the_gradient(name: str, k: int, dim: int) -> None:
     q = weight(name, 38, k, dim)
@@ -113,7 +115,10 @@ def test_every_code_decodes_to_its_number(name: str, config: GpuConfig) -> None:
     """Code c stands alone in column c, so that the product with ones is its number, NaN and infinity included."""
     fmt = fb.scheme(name).format
     count = 1 << fmt.bits
-    q = fbt.quantize(torch.ones(count, 32), "mxfp4" if name == "mxfp4" else {"format": fmt.name, "scale": "float32", "tile": {"*": 1, "-1": 32}})
+    q = fbt.quantize(
+        torch.ones(count, 32),
+        "mxfp4" if name == "mxfp4" else {"format": fmt.name, "scale": "float32", "tile": {"*": 1, "-1": 32}},
+    )
     codes = torch.zeros_like(q.codes)
     codes[:, 0] = torch.arange(count, dtype=torch.int32).to(torch.uint8)
     scale = torch.full_like(q.scale, 127 if name == "mxfp4" else 1)
@@ -143,7 +148,12 @@ def test_codes_times_codes(name: str, dim: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("int3", "3 bits"), ("fp8_e4m3fnuz", "numbers of e4m3fnuz"), ("int4_g24", "tiles of 24"), ("nf4_dq", "quantized themselves")],
+    [
+        ("int3", "3 bits"),
+        ("fp8_e4m3fnuz", "numbers of e4m3fnuz"),
+        ("int4_g24", "tiles of 24"),
+        ("nf4_dq", "quantized themselves"),
+    ],
 )
 def test_what_no_kernel_reads_says_why(name: str, text: str) -> None:
     reason = Matrix(fb.scheme(name).along(0, 2), 96, 16).unsupported()
