@@ -38,7 +38,10 @@ KERNELS = (
 )  # fmt: skip
 BY_PTX = (("mxfp4", "naive"), ("nvfp4", "optimal"))
 DECODED = ("mxfp4", "nvfp4")
-MULTIPLIED = ("int4_g64", "uint4_g64", "nf4", "mxfp4", "nvfp4", "int8", "fp8", "mxfp8")
+MULTIPLIED = (
+    ("int4_g64", "x1"), ("uint4_g64", "x1"), ("nf4", "x1"), ("mxfp4", "x1"), ("nvfp4", "x1"), ("int8", "x1"), ("fp8", "x1"),
+    ("int4_g64", "x16"), ("nvfp4", "x16"), ("fp8", "x16"), ("int4_g64", "x256"), ("mxfp4", "x256"),
+)  # fmt: skip
 FAMILIES = {"x1": 1, "x16": 16, "x256": 256}
 """By name, how many rows of bfloat16 meet the matrix."""
 CODES = ("int8", "fp8")
@@ -54,7 +57,7 @@ def main() -> int:
     rows += [row for name, method in BY_PTX for row in quantizer_rows(name, method, (100,), inline_ptx=True)]
     rows += [row for name in DECODED for row in decoder_rows(name)]
     rows += [row for name in DECODED for row in sweep_rows(name)]
-    rows += [row for name in MULTIPLIED for family in FAMILIES for row in product_rows(name, family)]
+    rows += [row for name, family in MULTIPLIED for row in product_rows(name, family)]
     rows += [row for name in CODES for row in codes_rows(name)]
     for row in rows:
         print(
@@ -130,7 +133,13 @@ def product_rows(name: str, family: str, architectures: tuple[int, ...] = ARCHIT
     scale = "*u8" if isinstance(held, fb.formats.AbstractFormat) else "*fp32"
     zero = "*u8" if scheme.zero_point is not None else scale
     y = "*bf16" if launch.splits == 1 else "*fp32"
-    return launched_rows(f"{name} {family}", launch, ("*bf16", "*i32" if m == 1 else "*u8", scale, zero, "*fp32", "*fp32", y), elements, architectures)
+    return launched_rows(
+        f"{name} {family}",
+        launch,
+        ("*bf16", "*i32" if m == 1 else "*u8", scale, zero, "*fp32", "*fp32", y),
+        elements,
+        architectures,
+    )
 
 
 def codes_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
@@ -149,7 +158,9 @@ def launched_rows(
     names = [n for n in launch.kernel.arg_names if n not in launch.constants]
     numbers = dict(zip(names[len(pointers) - 1 : -1], launch.numbers, strict=True))
     ones = {n: 1 for n, value in numbers.items() if value == 1}
-    types = dict(zip([*names[: len(pointers) - 1], names[-1]], pointers, strict=True)) | dict.fromkeys(set(numbers) - set(ones), "i32")
+    types = dict(zip([*names[: len(pointers) - 1], names[-1]], pointers, strict=True)) | dict.fromkeys(
+        set(numbers) - set(ones), "i32"
+    )
     constants = launch.constants | ones
     return rows_of(name, launch.kernel, types, constants, launch.warps, elements, architectures, launch.stages)
 
@@ -171,7 +182,9 @@ def rows_of(
     for sm in architectures:
         source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(
-            source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+            source,
+            target=GPUTarget("cuda", sm, 32),
+            options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True},
         )
         operations = sass(compiled.asm["cubin"])
         memory = collections.Counter(op for op in operations if op.startswith(("LDG", "STG", "STL", "LDL", "LDGSTS")))

@@ -98,7 +98,7 @@ def codes_launch(
     m: int,
     n: int,
     k: int,
-    strides: tuple[int, int, int, int],
+    strides: tuple[int, ...],
     scale_strides: tuple[int, int],
     config: DotConfig,
     *,
