@@ -9,6 +9,8 @@ import torch
 
 import fewbit as fb
 from fewbit import torch as fbt
+from fewbit.kernels.qmatmul.gpu_configs import Gpu
+from fewbit.torch import products
 
 
 def weight(name: str, n: int, k: int, dim: int = -1) -> fbt.QTensor:
@@ -68,6 +70,6 @@ def copied(q: fbt.QTensor) -> fbt.QTensor:
     return dataclasses.replace(q, codes=q.codes.clone(), scale=q.scale.clone())
 
 
-def multiprocessors() -> int:
-    """How many the device has."""
-    return torch.cuda.get_device_properties(0).multi_processor_count
+def gpu() -> Gpu:
+    """The device at hand."""
+    return products.gpu_of(torch.device("cuda", 0))

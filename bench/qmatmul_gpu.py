@@ -25,7 +25,7 @@ from fewbit import torch as fbt
 from fewbit.kernels.qmatmul.gpu_configs import FOLDER, GpuConfig, file_name, gpu_config
 from fewbit.torch import products
 
-from .gpu_timing import copied, copies, count_of, multiprocessors, timed, weight
+from .gpu_timing import copied, copies, count_of, gpu, timed, weight
 from .gpu_tuning import tuned
 
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096))
@@ -65,14 +65,14 @@ def wrongs(config: GpuConfig) -> Iterator[str]:
         q = weight(name, 1000, 1088, dim)
         for dtype, step in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-16), (torch.float16, 2.0**-9)):
             x = torch.randn(m, 1088, device="cuda").to(dtype)
-            if not is_right(products.by_triton(x, q, config, multiprocessors()), x, q, step):
+            if not is_right(products.by_triton(x, q, config, gpu()), x, q, step):
                 yield f"{name} dim {dim}, {m} rows of {dtype}"
         g = torch.randn(m, 1000, device="cuda").bfloat16()
-        if not is_right(products.by_triton(g, q.T, config, multiprocessors()), g, q.T, 2.0**-8):
+        if not is_right(products.by_triton(g, q.T, config, gpu()), g, q.T, 2.0**-8):
             yield f"{name} dim {dim}, gradient of {m} rows"
     for name in CODES:
         q, x = weight(name, 1000, 1088), fbt.quantize(torch.randn(100, 1088, device="cuda"), name)
-        if not is_right(products.codes_by_triton(x, q, config), fbt.dequantize(x), q, 2.0**-11):
+        if not is_right(products.codes_by_triton(x, q, config, gpu()), fbt.dequantize(x), q, 2.0**-11):
             yield f"codes of {name}"
 
 
@@ -91,13 +91,13 @@ def measured(n: int, k: int, m: int, config: GpuConfig, rounds: int) -> list[dic
     for name in SCHEMES:
         q = weight(name, n, k)
         held = [q, *(copied(q) for _ in range(count_of(q.nbytes) - 1))]
-        runs[name] = lambda i, held=held: products.by_triton(x, held[i % len(held)], config, multiprocessors())
+        runs[name] = lambda i, held=held: products.by_triton(x, held[i % len(held)], config, gpu())
         if m >= config.torch_from:
             runs[f"{name}, decoded once"] = lambda i, held=held: fbt.matmul(x, held[i % len(held)], backend="torch")
         if name in CODES and m >= 16:
             held_x = fbt.quantize(x, name)
             runs[f"{name} x {name}"] = lambda i, held=held, held_x=held_x: products.codes_by_triton(
-                held_x, held[i % len(held)], config
+                held_x, held[i % len(held)], config, gpu()
             )
     seconds = timed(runs, rounds)
     base = statistics.median(seconds["cuBLAS bfloat16"])

@@ -18,7 +18,7 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
 from fewbit.kernels.qmatmul import Problem, TritonGPU  # noqa: E402
-from fewbit.kernels.qmatmul.gpu_configs import DotConfig, GemvConfig, GpuConfig  # noqa: E402
+from fewbit.kernels.qmatmul.gpu_configs import DotConfig, GemvConfig, Gpu, GpuConfig  # noqa: E402
 from fewbit.kernels.qmatmul.gpu_matrix import Matrix  # noqa: E402
 from fewbit.kernels.qmatmul.problem import Operand  # noqa: E402
 from fewbit.torch import products  # noqa: E402
@@ -76,46 +76,51 @@ def assert_right(y: torch.Tensor, x: torch.Tensor, q: "fbt.QTensor", step: float
 @pytest.mark.parametrize("name", EACH)
 def test_a_few_rows_in_float32(name: str) -> None:
     q, x = weight(name, 22, 160), activations(1, 160, torch.float32)
-    assert_right(products.by_triton(x, q, SMALL, 4), x, q, 2.0**-20)
+    assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-20)
 
 
 @pytest.mark.parametrize("name", EACH)
 def test_many_rows_by_tensor_cores(name: str) -> None:
     q, x = weight(name, 70, 160), activations(18, 160, torch.bfloat16)
     # The weight becomes bfloat16, and so does the result: a step, 2**-8, each, since the interpreter cuts where a GPU rounds.
-    assert_right(products.by_triton(x, q, SMALL, 4), x, q, 2.0**-7)
+    assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows_of_half_precision(dtype: torch.dtype) -> None:
     q, x = weight("uint4_g64", 22, 160), activations(3, 160, dtype)
-    assert_right(products.by_triton(x, q, SMALL, 4), x, q, 2.0**-7)
+    assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-7)
 
 
 @pytest.mark.parametrize(
-    ("name", "k"), [("int4_g32", 96), ("uint4_g64", 130), ("mxfp8", 96), ("nf4", 72), ("fp8_block128", 140)]
+    ("name", "k"),
+    [
+        ("uint4_g64", 130),
+        ("fp8_block128", 140),
+        *(pytest.param(name, k, marks=pytest.mark.slow) for name, k in (("int4_g32", 96), ("mxfp8", 96), ("nf4", 72))),
+    ],
 )
 @pytest.mark.parametrize("dim", [-1, 0])
 def test_both_orientations_and_the_gradient(name: str, k: int, dim: int) -> None:
     q = weight(name, 38, k, dim)
     x, g = activations(5, k, torch.float32), activations(5, 38, torch.float32)
-    assert_right(products.by_triton(x, q, BY_DOT, 1), x, q, 2.0**-20)
-    assert_right(products.by_triton(g, q.T, BY_DOT, 1), g, q.T, 2.0**-20)
+    assert_right(products.by_triton(x, q, BY_DOT, Gpu(1, 1 << 16)), x, q, 2.0**-20)
+    assert_right(products.by_triton(g, q.T, BY_DOT, Gpu(1, 1 << 16)), g, q.T, 2.0**-20)
 
 
 @pytest.mark.parametrize("k", [33, 77])
 def test_odd_lengths(k: int) -> None:
     for dim in (-1, 0):
         q, x = weight("int4_g16", 21, k, dim), activations(2, k, torch.float16)
-        assert_right(products.by_triton(x, q, SMALL, 4), x, q, 2.0**-10)
+        assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-10)
 
 
 def test_splits_add_up_in_order() -> None:
     q, x = weight("nvfp4", 64, 1024), activations(6, 1024, torch.float32)
-    y = products.by_triton(x, q, BY_DOT, 16)
+    y = products.by_triton(x, q, BY_DOT, Gpu(16, 1 << 16))
     assert_right(y, x, q, 2.0**-19)
-    assert torch.equal(y, products.by_triton(x, q, BY_DOT, 16))
-    assert not torch.equal(y, products.by_triton(x, q, BY_DOT, 1))  # other sums: K was split
+    assert torch.equal(y, products.by_triton(x, q, BY_DOT, Gpu(16, 1 << 16)))
+    assert not torch.equal(y, products.by_triton(x, q, BY_DOT, Gpu(1, 1 << 16)))  # other sums: K was split
 
 
 @pytest.mark.parametrize("name", ["int8", "uint8", "fp8", "fp8_e5m2", "int4", "nf4", "mxfp4"])
@@ -133,7 +138,7 @@ def test_every_code_decodes_to_its_number(name: str, config: GpuConfig) -> None:
     scale = torch.full_like(q.scale, 127 if name == "mxfp4" else 1)
     x = torch.zeros(1, 32)
     x[0, 0] = 1
-    y = products.by_triton(x, dataclasses.replace(q, codes=codes, scale=scale).T, config, 4)[0]
+    y = products.by_triton(x, dataclasses.replace(q, codes=codes, scale=scale).T, config, Gpu(4, 1 << 16))[0]
     assert np.array_equal(y.numpy(), np.asarray(fmt.values(), np.float32), equal_nan=True)
 
 
@@ -141,7 +146,7 @@ def test_scales_that_are_nan() -> None:
     q = weight("mxfp4", 16, 64)
     q.scale[1, 3] = 255
     for config in (SMALL, BY_DOT):
-        y = products.by_triton(torch.ones(1, 64), q, config, 4)[0]
+        y = products.by_triton(torch.ones(1, 64), q, config, Gpu(4, 1 << 16))[0]
         assert y.isnan().nonzero().flatten().tolist() == [3]
 
 
@@ -151,7 +156,7 @@ def test_codes_times_codes(name: str, dim: int) -> None:
     q = weight(name, 40, 100, dim)
     x = fbt.quantize(activations(20, 100, torch.float32), name)
     assert products.unsupported_codes(x, q, (9, 0)) is None
-    y, w = products.codes_by_triton(x, q, SMALL), fbt.dequantize(x)
+    y, w = products.codes_by_triton(x, q, SMALL, Gpu(4, 1 << 16)), fbt.dequantize(x)
     assert_right(y, w, q, 2.0**-20)
 
 

@@ -54,9 +54,14 @@ def test_instructions_do_not_grow(row: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("row", COMMITTED, ids=lambda row: f"{row['kernel']} sm_{row['sm']}")
 def test_loads_and_stores_are_wide(row: dict[str, Any]) -> None:
-    wide_load = {"LDG.E.64"} if row["kernel"].endswith("decoded") else {"LDG.E.128", "LDGSTS.E.BYPASS.128"}
+    wide_load = (
+        {"LDG.E.64"}
+        if row["kernel"].endswith("decoded")
+        else {"LDG.E.128", "LDGSTS.E.BYPASS.128", "LDGSTS.E.BYPASS.LTC128B.128"}
+    )
     assert wide_load & set(row["memory"])
-    # Four codes of 6 bits in three bytes are stored as bytes, merged in the L2 cache; a sweep stores scales only, a product of one row a few sums.
+    # Four codes of 6 bits in three bytes are stored as bytes, merged in the L2 cache; a sweep stores scales only, and a
+    # product of one row a few sums.
     if not row["kernel"].startswith("mxfp6") and not row["kernel"].endswith(("swept", "x1")):
         assert {"STG.E.64", "STG.E.128"} & set(row["memory"])
 
@@ -68,6 +73,7 @@ BY_TENSOR_CORES = [row for row in COMMITTED if row["kernel"].endswith(PRODUCTS[1
 def test_products_of_many_rows_are_made_by_tensor_cores(row: dict[str, Any]) -> None:
     fast = {80: ("HMMA", "IMMA"), 90: ("HGMMA", "QGMMA", "IGMMA"), 100: ("UTC",)}[row["sm"]]
     assert any(op.startswith(fast) for op in row["matrix"])
+    assert row["shared"] <= {80: 163, 90: 227, 100: 227}[row["sm"]] * 1024
 
 
 def test_every_architecture_is_there() -> None:

@@ -6,16 +6,18 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from ...array import QArray
-from .gpu_configs import blocks_for, gpu_config
+from .gpu_configs import Gpu, GpuConfig, blocks_for, gpu_config
 from .gpu_matrix import Matrix
 from .pallas_form import float32_precision
 from .problem import Operand, Problem
 from .reference import BACKENDS
 from .stack import Stack
 from .stacked import AbstractStackKernel
+
+LEAST_SHARED = 99 * 1024
+"""What every GPU since Ampere lets one program have."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +73,12 @@ def _at(q: QArray, b: int) -> list[jax.Array | None]:
 
 def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols: bool, precision: Any) -> jax.Array:
     """`[M, N]` of one matrix, float32 or as `x` is."""
-    import jax_triton  # only where it is installed
+    import jax_triton  # type: ignore[import-not-found]  # pyright: ignore
 
     from . import triton_launch  # it needs Triton
 
     codes, scale, zero, unit = leaves
-    config, count = _device()
+    config, gpu = _device()
     m, strides = len(x), _strides(codes, contracts_cols=contracts_cols)
     scale_strides = tuple(s if length > 1 else 0 for s, length in _sides(scale, contracts_cols=contracts_cols))
     if m <= config.gemv_rows and triton_launch.gemv_refuses(matrix, strides, 0) is None:
@@ -88,7 +90,7 @@ def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols:
         launch = triton_launch.dot_launch(
             *(matrix, m, x.shape[1], strides, scale_strides, blocks_for(config.dot, m)),  # type: ignore[arg-type]
             precision=_passes(x.dtype, precision),
-            multiprocessors=count,
+            gpu=gpu,
         )
     table = matrix.table()
     beside = [scale if leaf is None else leaf for leaf in (zero, unit, table if table is None else jnp.asarray(table))]
@@ -123,7 +125,7 @@ def _strides(array: jax.Array, *, contracts_cols: bool) -> tuple[int, int]:
     return along_k[0], along_n[0]
 
 
-def _device() -> tuple[Any, int]:
-    """The configuration of the device at hand, and how many multiprocessors it has."""
+def _device() -> tuple[GpuConfig, Gpu]:
+    """The configuration of the device at hand, and what JAX tells of it; of shared memory it tells only of 48 KiB."""
     device = jax.devices()[0]
-    return gpu_config(device.device_kind), int(np.asarray(getattr(device, "core_count", 0) or 108))
+    return gpu_config(device.device_kind), Gpu(int(getattr(device, "core_count", 108)), LEAST_SHARED)
