@@ -23,7 +23,7 @@ def test_the_product_is_that_of_the_decoded_matrix() -> None:
     q, x = weight("nvfp4", 12, 64), torch.randn(2, 3, 64)
     w = fbt.dequantize(q)
     assert torch.equal(x @ q.T, x @ w.T)
-    assert torch.equal(fbt.matmul(x[0, 0], q.T), x[0, 0] @ w.T)
+    assert torch.allclose(fbt.matmul(x[0, 0], q.T), x[0, 0] @ w.T, atol=1e-5)
     assert (x.bfloat16() @ q.T).dtype == torch.bfloat16
 
 
@@ -78,8 +78,6 @@ def test_what_it_refuses() -> None:
         fbt.matmul(torch.ones(2, 64), q)
     with pytest.raises(fb.QuantError, match="floating activations"):
         fbt.matmul(torch.ones(2, 64, dtype=torch.int32), q.T)
-    with pytest.raises(fb.QuantError, match="backend is 'cuda'"):
-        fbt.matmul(torch.ones(2, 64), q.T, backend="cuda")  # type: ignore[arg-type]
     with pytest.raises(fb.UnsupportedError, match="need a CUDA device"):
         fbt.matmul(torch.ones(2, 64), q.T, backend="triton")
 
