@@ -148,7 +148,7 @@ struct TileLanes {
   TileLanes(int64_t block, int64_t steps, int64_t tile, int64_t cols) : block(block), tile(tile), last((cols - 1) / tile) {
     form = tile >= cols || tile % block == 0 ? Lanes::kOne : block % tile == 0 ? Lanes::kPattern : Lanes::kAny;
     alignas(64) int32_t lane[16];
-    for (int j = 0; j < 16; ++j) lane[j] = static_cast<int32_t>(j * steps / (form == Lanes::kPattern ? tile : 1));
+    for (int j = 0; j < 16; ++j) lane[j] = form == Lanes::kPattern ? static_cast<int32_t>(j * steps / tile) : 0;
     pattern = _mm512_load_si512(lane);
   }
 };

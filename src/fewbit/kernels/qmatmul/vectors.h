@@ -137,7 +137,9 @@ template <class Decoder, Zero kRole, int kM>
 static void FewDots(const Job& job, int64_t begin, int64_t count) {
   const int64_t end = begin + count < job.w.rows ? begin + count : job.w.rows;
   const Lanes form = TileLanes(16 * Decoder::kSteps, Decoder::kSteps, job.w.col_tile, job.w.cols).form;
-  if (form == Lanes::kOne) DotRows<Decoder, Lanes::kOne, kRole, kM>(job, begin, end);
+  // One scale a block is a pattern, too; only with one row of x is the permutation worth a kernel without it.
+  constexpr Lanes kOne = kM == 1 ? Lanes::kOne : Lanes::kPattern;
+  if (form == Lanes::kOne) DotRows<Decoder, kOne, kRole, kM>(job, begin, end);
   else if (form == Lanes::kPattern) DotRows<Decoder, Lanes::kPattern, kRole, kM>(job, begin, end);
   else DotRows<Decoder, Lanes::kAny, kRole, kM>(job, begin, end);
 }
