@@ -94,11 +94,13 @@ static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t apar
       }
     }
   }
+  int32_t place[kPanelOutputs];
+  for (int64_t n = 0; n < width; ++n) {
+    place[n] = static_cast<int32_t>(n / (16 * apart) * 16 * apart + n % apart * 16 + n % (16 * apart) / apart);
+  }
   for (int64_t m = 0; m < rows; ++m) {
     const float* y = c + m * width;
-    for (int64_t n = 0; apart > 1 && n < width; ++n) {
-      rest[n] = y[n / (16 * apart) * 16 * apart + n % apart * 16 + n % (16 * apart) / apart];
-    }
+    for (int64_t n = 0; apart > 1 && n < width; ++n) rest[n] = y[place[n]];
     StoreOutputs(job, m0 + m, n0, outputs, apart > 1 ? rest : y);
   }
 }

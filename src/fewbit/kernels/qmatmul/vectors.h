@@ -34,6 +34,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
       const float* x = job.x + b * kBlock;
       V sum[kR][kM], z[kR];
       Decoder codes[kR];
+#pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
         codes[j] = Decoder(row[j] + b * kBytes, w.row_stride - b * kBytes, table);
         _mm_prefetch(reinterpret_cast<const char*>(row[j] + b * kBytes + next), _MM_HINT_T0);
@@ -42,13 +43,17 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
 #pragma GCC unroll 32
       for (int i = 0; i < kSteps; ++i) {
         V a[kM];
+#pragma GCC unroll 4
         for (int m = 0; m < kM; ++m) a[m] = Load(x + m * job.ldx + 16 * i);
+#pragma GCC unroll 4
         for (int j = 0; j < kR; ++j) {
           V v = codes[j].At(i, table);
           if (kRole == Zero::kWhole) v = Sub(v, z[j]);
+#pragma GCC unroll 4
           for (int m = 0; m < kM; ++m) sum[j][m] = i == 0 ? Mul(v, a[m]) : MulAdd(v, a[m], sum[j][m]);
         }
       }
+#pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
         const V s = LanesOf<kForm>(lanes, scale + j * apart, b);
         for (int m = 0; m < kM; ++m) {
@@ -113,6 +118,7 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
           for (int place = 0; place < kSub; ++place) {
             V v = codes.At(place * kAlong + along, table);
             if (kRole == Zero::kWhole) v = Sub(v, z[place]);
+#pragma GCC unroll 4
             for (int m = 0; m < kM; ++m) sum[m][place] = MulAdd(v, Same(x[m * job.ldx + along]), sum[m][place]);
           }
         }
