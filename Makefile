@@ -40,9 +40,11 @@ test-newest: ## the fast tests with Python 3.13 or 3.12 and the newest JAX, wher
 
 test-sanitize: ## the CPU kernels on random shapes, with the compiler watching every access and operation
 	@mkdir -p build
-	@$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -w -Isrc/fewbit/kernels/native \
-		-Isrc/fewbit/kernels/qmatmul tests/kernels/qmatmul_memory.cc -o build/qmatmul_memory
-	@build/qmatmul_memory
+	@for name in qmatmul integers; do \
+		$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off -w \
+			-Isrc/fewbit/kernels/native -Isrc/fewbit/kernels/qmatmul tests/kernels/$${name}_memory.cc -o build/$${name}_memory && \
+		build/$${name}_memory || exit 1; \
+	done
 
 lint: $(VENV)/.ready-lint ## formatting, lint rules, types and the order of the layers
 	$(BIN)/ruff format --check
