@@ -47,7 +47,7 @@ struct Segment {
   bool first, last;           // of its tile
 };
 
-constexpr int64_t kSegment = 512;
+constexpr int64_t kSegment = 256;
 
 inline std::vector<Segment> SegmentsOf(const IntegerJob& job) {
   std::vector<Segment> segments;
