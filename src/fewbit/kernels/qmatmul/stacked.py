@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...array import QArray
-from ...errors import QuantError
+from ...errors import QuantError, UnsupportedError
 from ..select import AbstractBackend, select
+from .paired import paired_product
 from .primitive import linear_primitive
 from .problem import Operand, Problem
 from .reference import BACKENDS, Reference
@@ -28,7 +29,7 @@ class AbstractStackKernel(AbstractBackend[Problem]):
 
     def unsupported(self, problem: Problem) -> str | None:
         if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
-            return "both operands are quantized; it takes one"
+            return self.refused_pair(problem)
         if problem.accumulator is not None:
             return f"it sums in float32, and {problem.accumulator} is asked for"
         if problem.out_sharding is not None:
@@ -42,6 +43,14 @@ class AbstractStackKernel(AbstractBackend[Problem]):
     @abc.abstractmethod
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
         """Why this kernel cannot multiply an operand with a stack; None when it can."""
+
+    def refused_pair(self, problem: Problem) -> str | None:
+        """Why this kernel cannot multiply two quantized operands; None when it can."""
+        return "both operands are quantized; it takes one"
+
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
+        """The product of two quantized stacks, of which the first has whole codes in bytes, as `stacked` has it."""
+        raise UnsupportedError("a product of two quantized operands", {self.name: "it takes one"})
 
     @abc.abstractmethod
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
@@ -96,6 +105,8 @@ def kernels_of(problem: Problem) -> tuple[AbstractStackKernel, ...]:
 
 def _by_kernels(problem: Problem, operands: Any, kernels: tuple[AbstractStackKernel, ...], *, is_named: bool) -> jax.Array:
     """The product as one of stacks."""
+    if all(isinstance(operand, QArray) for operand in operands):
+        return paired_product(problem, operands[0], operands[1], kernels, is_named=is_named)
     q_side = 0 if isinstance(operands[0], QArray) else 1
     x, q = operands[1 - q_side], operands[q_side]
     stack, own = _stack(problem), problem.dimension_numbers[0][q_side]
