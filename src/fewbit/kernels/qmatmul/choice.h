@@ -57,7 +57,6 @@ static Choice ChoiceOf(const Job&) { return Choice{nullptr, nullptr, 1, 1}; }
 static int64_t StepsOf(const Job& job) { return job.contracts_cols ? ChoiceOf(job).steps : 1; }
 
 constexpr int64_t kTall = 384;        // rows of x that share one decoding of the weight
-constexpr int64_t kFewOutputs = 16;   // rows of the weight in a chunk of a few dot products
 constexpr int64_t kFewColumns = 512;  // its columns in a chunk of a few sums
 
 static int64_t WidthOf(const Job& job, bool few) {

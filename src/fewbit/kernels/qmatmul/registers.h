@@ -16,10 +16,18 @@ static inline __m512i BytesAt(const uint8_t* p, int64_t left) {
 template <int kBits>
 struct Narrow {
   static constexpr int kSteps = 32 / kBits, kLaneBytes = 4;
-  __m512i raw;
+  __m512i of_byte[4];  // the codes of each lane's byte 0 .. 3 in the low bits: to load from one byte on spares a shift
   static V Table(const Weight& w) { return Load(w.values); }
-  Narrow(const uint8_t* p, int64_t left) : raw(BytesAt(p, left)) {}
-  V At(int i, V table) const { return _mm512_permutexvar_ps(_mm512_srli_epi32(raw, i * kBits), table); }
+  Narrow(const uint8_t* p, int64_t left) {
+    for (int b = 0; b < 4; ++b) {
+      const int64_t there = left < 64 ? left - b : 64 - b;
+      of_byte[b] = _mm512_maskz_loadu_epi8(there <= 0 ? 0 : ~0ull >> (64 - there), p + b);
+    }
+  }
+  V At(int i, V table) const {
+    const __m512i raw = of_byte[i * kBits / 8];
+    return _mm512_permutexvar_ps(i * kBits % 8 == 0 ? raw : _mm512_srli_epi32(raw, i * kBits % 8), table);
+  }
 };
 
 template <bool kIsSigned>

@@ -4,6 +4,14 @@
 
 constexpr int64_t kFewRows = 4;
 constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
+constexpr int64_t kRowsAhead = 8;
+
+// Asks for the scales or zero points of a row that comes soon.
+static inline void PrefetchHeld(const Held& held, int64_t from, int64_t n) {
+  const int64_t bytes = held.holder == Holder::kF32 ? 4 : held.holder == Holder::kTable ? 1 : 2;
+  const char* p = static_cast<const char*>(held.data) + from * bytes;
+  for (int64_t i = 0; i < n * bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
+}
 
 template <class Decoder, Lanes kForm, Zero kRole, int kM>
 static void DotRows(const Job& job, int64_t r0, int64_t r1) {
@@ -12,20 +20,36 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
   const int64_t blocks = (w.cols + kBlock - 1) / kBlock, tiles = w.tiles_per_row;
   const TileLanes lanes(kBlock, kSteps, w.col_tile, w.cols);
   const V table = Decoder::Table(w);
-  float* scale = Workspace(2 * (tiles + 32));
-  float* zero = scale + tiles + 32;
+  const int64_t padded = tiles + 32;
+  float* scale = Workspace((2 + kM) * padded);
+  float *zero = scale + padded, *x_of_tiles = zero + padded;
   for (int i = 0; i < 32; ++i) scale[tiles + i] = zero[tiles + i] = 0.0f;
+  // What a tile's zero point is multiplied with: the sum of x over the tile.
+  for (int m = 0; kRole == Zero::kOffset && m < kM; ++m) {
+    for (int64_t t = 0; t < padded; ++t) x_of_tiles[m * padded + t] = 0.0f;
+    for (int64_t lane = 0; lane < 16 * blocks && lane * kSteps < w.cols; ++lane) {
+      x_of_tiles[m * padded + lane * kSteps / w.col_tile] += job.x_sums[m * job.ld_sums + lane];
+    }
+  }
+  float y[kM][kFewOutputs];
   for (int64_t r = r0; r < r1; ++r) {
     const uint8_t* row = w.codes + r * w.row_stride;
+    PrefetchHeld(w.scale, (r + kRowsAhead) / w.row_tile * tiles, tiles);
+    if (kRole != Zero::kNone) PrefetchHeld(w.zero, (r + kRowsAhead) / w.row_tile * tiles, tiles);
     LoadHeld(w.scale, r / w.row_tile * tiles, tiles, w.unit, scale);
     if (kRole != Zero::kNone) LoadHeld(w.zero, r / w.row_tile * tiles, tiles, 1.0f, zero);
     V total[kM];
-    for (int m = 0; m < kM; ++m) total[m] = Same(0.0f);
+    for (int m = 0; m < kM; ++m) {
+      total[m] = Same(0.0f);
+      for (int64_t t = 0; kRole == Zero::kOffset && t < tiles; t += 16) {
+        total[m] = MulAdd(Load(zero + t), Load(x_of_tiles + m * padded + t), total[m]);
+      }
+    }
     for (int64_t b = 0; b < blocks; ++b) {
       const Decoder codes(row + b * kBytes, w.row_stride - b * kBytes);
       _mm_prefetch(reinterpret_cast<const char*>(row + b * kBytes + kAhead), _MM_HINT_T0);
       const V s = LanesOf<kForm>(lanes, scale, b);
-      const V z = kRole == Zero::kNone ? Same(0.0f) : LanesOf<kForm>(lanes, zero, b);
+      const V z = kRole == Zero::kWhole ? LanesOf<kForm>(lanes, zero, b) : Same(0.0f);
       const float* x = job.x + b * kBlock;
       V sum[kM];
 #pragma GCC unroll 32
@@ -37,16 +61,11 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
           sum[m] = i == 0 ? Mul(v, a) : MulAdd(v, a, sum[m]);
         }
       }
-      for (int m = 0; m < kM; ++m) {
-        total[m] = MulAdd(sum[m], s, total[m]);
-        if (kRole == Zero::kOffset) total[m] = MulAdd(z, Load(job.x_sums + m * job.ld_sums + b * 16), total[m]);
-      }
+      for (int m = 0; m < kM; ++m) total[m] = MulAdd(sum[m], s, total[m]);
     }
-    for (int m = 0; m < kM; ++m) {
-      const float y = SumOfLanes(total[m]);
-      StoreOutputs(job, m, r, 1, &y);
-    }
+    for (int m = 0; m < kM; ++m) y[m][r - r0] = SumOfLanes(total[m]);
   }
+  for (int m = 0; m < kM; ++m) StoreOutputs(job, m, r0, r1 - r0, y[m]);
 }
 
 // Columns are outputs: bytes of a row are neighbouring outputs, and the codes of a byte follow each other along the contraction.
