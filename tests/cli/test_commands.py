@@ -106,8 +106,9 @@ def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
     assert kept["cache_bytes"] < sample["cache_bytes"] / 3
     mixed = run("eval", out, "--text", text, "--kv", "int8,int4").stdout
     assert "keys and values quantized: keys int8_narrow per head, values int4_narrow per head" in mixed
-    written = run("generate", out, "The quick ", "--max-tokens", 5).stdout
-    assert written.rstrip("\n") == "The quick " + sample["text"]
+    written = run("generate", out, "The quick ", "--max-tokens", 5)
+    assert written.stdout.rstrip("\n") == "The quick " + sample["text"]
+    assert f"read {sample['prompt_tokens']} tokens at " in written.stderr and ", wrote 4 more at " in written.stderr
 
 
 @pytest.mark.slow

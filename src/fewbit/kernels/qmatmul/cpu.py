@@ -57,7 +57,13 @@ class Cpu(AbstractStackKernel):
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
         del precision  # float32 products are exact here, whatever is asked for
-        return native_product(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
+        return native_product(x, q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
+
+    def picked(
+        self, x: jax.Array, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+    ) -> jax.Array:
+        del precision
+        return native_product(x, q, index, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
     def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
         return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
