@@ -31,7 +31,9 @@ class Plain:
 
 
 QUICK = ("int8", "nf4", "nvfp4")
-EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in fb.SCHEMES.names()]
+# Narrow integers and AQT's differ in the codes that are chosen, which a product does not see.
+ALL = [name for name in fb.SCHEMES.names() if not name.endswith(("_narrow", "_aqt"))]
+EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ALL]
 
 
 @pytest.mark.parametrize("name", EACH)
