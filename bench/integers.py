@@ -46,12 +46,14 @@ def main() -> int:
     for m in options.rows:
         x = jnp.asarray(rng.normal(size=(m, options.size)), jnp.float32)
         times = timed(contenders(fb.quantize(x, "int8"), weights), rounds=options.rounds)
-        beside = next((name for name in ("torch int8 [N, K]", "XLA int8 [N, K]") if name in times))
+        beside = next(name for name in ("torch int8 [N, K]", "XLA int8 [N, K]") if name in times)
         for name, timing in times.items():
             low, middle, high = timing.ratio(times[beside])
             rate = 2e-6 * m * options.size**2 / timing.median
             text = f"M={m:<4} {name:18} {timing.median:8.3f} ms  {rate:6.0f} GOP/s  {middle:5.2f} of {beside} ({low:.2f} to {high:.2f})"
-            rows.append({"m": m, "who": name, "ms": timing.median, "gops": rate, "beside": beside, "ratio": middle, "text": text})
+            rows.append(
+                {"m": m, "who": name, "ms": timing.median, "gops": rate, "beside": beside, "ratio": middle, "text": text}
+            )
             print(text)
     if options.save:
         save("integers", ("torch",), size=options.size, rounds=options.rounds, rows=rows)
@@ -60,7 +62,9 @@ def main() -> int:
 
 def error(x: fb.QArray, q: fb.QArray, axis: int) -> float:
     """The largest difference from the reference, over what the rounding of each tile's sum may make of it."""
-    ours, reference = (np.asarray(fb.dot_general(x, q, CONTRACTS[axis], backend=b), np.float64) for b in ("cpu", "reference"))
+    ours, reference = (
+        np.asarray(fb.dot_general(x, q, CONTRACTS[axis], backend=b), np.float64) for b in ("cpu", "reference")
+    )
     magnitude = np.abs(np.asarray(fb.dequantize(x))) @ np.abs(np.moveaxis(np.asarray(fb.dequantize(q)), axis, 0))
     return float(np.max(np.abs(ours - reference) / (2.0**-24 * x.shape[1] * magnitude)))
 
@@ -82,10 +86,12 @@ def torch_products(x: fb.QArray, weights: dict[tuple[str, int], fb.QArray]) -> d
         return {}
     import torch
 
-    rows, last, first = (torch.from_numpy(np.array(q.codes).view(np.int8)) for q in (x, weights["int8", -1], weights["int8", -2]))
+    rows, last, first = (
+        torch.from_numpy(np.array(q.codes).view(np.int8)) for q in (x, weights["int8", -1], weights["int8", -2])
+    )
     return {
-        "torch int8 [N, K]": lambda: torch._int_mm(rows, last.T),
-        "torch int8 [K, N]": lambda: torch._int_mm(rows, first),
+        "torch int8 [N, K]": lambda: torch.ops.aten._int_mm(rows, last.T),
+        "torch int8 [K, N]": lambda: torch.ops.aten._int_mm(rows, first),
     }
 
 
