@@ -42,13 +42,15 @@ def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     body = evaluator.function(params["jaxpr"])
     xs = [stacked(x) if stands_in(x) else x for x in xs]
 
-    # What a stand-in that every turn reads keeps for each turn is scanned beside the rest.
-    own = [c.turns(params["length"]) if isinstance(c, StandIn) else () for c in consts]
+    # What a stand-in that every turn reads keeps for each turn is scanned beside the rest; so for those that the body makes.
+    hidden = evaluator.inside()
+    own = [c.turns(params["length"]) if isinstance(c, StandIn) else () for c in (*consts, *hidden)]
 
     def step(carry: Any, turn: tuple[Any, Any]) -> tuple[Any, Any]:
         x, own = turn
-        here = [c.in_turn(o) if isinstance(c, StandIn) else c for c, o in zip(consts, own, strict=True)]
-        outputs = body(*here, *carry, *x)
+        here = [c.in_turn(o) if isinstance(c, StandIn) else c for c, o in zip((*consts, *hidden), own, strict=True)]
+        turned = evaluator.with_inside(here[constants:]).function(params["jaxpr"])
+        outputs = turned(*here[:constants], *carry, *x)
         return tuple(outputs[:carries]), tuple(outputs[carries:])
 
     first = [jax.tree.map(lambda leaf: leaf[0], x) for x in xs] if any(map(stands_in, carry)) else []
