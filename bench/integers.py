@@ -90,8 +90,8 @@ def torch_products(x: fb.QArray, weights: dict[tuple[str, int], fb.QArray]) -> d
         torch.from_numpy(np.array(q.codes).view(np.int8)) for q in (x, weights["int8", -1], weights["int8", -2])
     )
     return {
-        "torch int8 [N, K]": lambda: torch._int_mm(rows, last.T),
-        "torch int8 [K, N]": lambda: torch._int_mm(rows, first),
+        "torch int8 [N, K]": lambda: torch.ops.aten._int_mm(rows, last.T),
+        "torch int8 [K, N]": lambda: torch.ops.aten._int_mm(rows, first),
     }
 
 
