@@ -98,8 +98,13 @@ def expected_gradient(case, arm, is_left, g, own, other, other_scheme):
     return jax.linear_transpose(of_one, own)(g)[0]
 
 
-QUICK = {("matmul", "qat"), ("matmul", "fp8"), ("conv", "asymmetric"), ("ragged", "int8"), ("batch groups", "int8")}
-PAIRS = [(n, p) if (n, p) in QUICK else pytest.param(n, p, marks=pytest.mark.slow) for n in CASES for p in POLICIES]
+# Every policy with each kind of product; the further forms of a kind with a policy of each sort.
+PAIRS = [
+    (name, policy)
+    for name in CASES
+    for policy in POLICIES
+    if name in ("matmul", "batched", "conv", "ragged") or policy in ("int8", "asymmetric")
+]
 
 
 @pytest.mark.slow

@@ -63,7 +63,7 @@ class Stats:
             return None
         activation = dataclasses.replace(rule.policy.activation, calibration=self._fixed(path))
         policy: Policy = dataclasses.replace(rule.policy, activation=activation)
-        return Rule(re.escape(path), policy, rule.ops, rule.axis)
+        return dataclasses.replace(rule, path=re.escape(path), policy=policy, optional=False)
 
     def _fixed(self, path: str) -> Fixed:
         """The calibration of the range that was observed."""

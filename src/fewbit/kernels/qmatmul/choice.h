@@ -13,11 +13,7 @@ static Choice WithRole(const Job& job) {
   static decltype(Choice::few) const few[] = {Few<Decoder, kRole, 1>, Few<Decoder, kRole, 2>, Few<Decoder, kRole, 3>,
                                               Few<Decoder, kRole, 4>};
   Choice choice{job.M <= kFewRows ? few[job.M - 1] : nullptr, nullptr, Decoder::kSteps, Decoder::kLaneBytes};
-  const Lanes form = TileLanes(16 * Decoder::kSteps, Decoder::kSteps, job.w.col_tile, job.w.cols).form;
-  if (!job.contracts_cols) choice.fill = FillColumns<Decoder, kRole>;
-  else if (form == Lanes::kOne) choice.fill = FillDots<Decoder, Lanes::kOne, kRole>;
-  else if (form == Lanes::kPattern) choice.fill = FillDots<Decoder, Lanes::kPattern, kRole>;
-  else choice.fill = FillDots<Decoder, Lanes::kAny, kRole>;
+  choice.fill = job.contracts_cols ? FillDots<Decoder, kRole> : FillColumns<Decoder, kRole>;
   return choice;
 }
 
@@ -54,7 +50,10 @@ static Choice ChoiceOf(const Job&) { return Choice{nullptr, nullptr, 1, 1}; }
 #endif
 
 // How many codes a lane holds where x must be laid out alike; 1 where x stays in order.
-static int64_t StepsOf(const Job& job) { return job.contracts_cols ? ChoiceOf(job).steps : 1; }
+static int64_t StepsOf(const Job& job) {
+  const Choice choice = ChoiceOf(job);
+  return job.contracts_cols && choice.few != nullptr ? choice.steps : 1;
+}
 
 constexpr int64_t kTall = 384;        // rows of x that share one decoding of the weight
 constexpr int64_t kFewOutputs = 16;   // rows of the weight in a chunk of a few dot products
@@ -74,6 +73,6 @@ static void RunChunk(const Job& job, int64_t chunk) {
   const int64_t width = WidthOf(job, choice.few != nullptr), down = (job.M + kTall - 1) / kTall, m0 = chunk % down * kTall;
   if (choice.few != nullptr) return choice.few(job, job.contracts_cols, chunk * width, width);
   const int64_t apart = choice.fill != nullptr && !job.contracts_cols ? choice.lane_bytes : 1;
-  const int64_t block = choice.fill != nullptr && job.contracts_cols ? 16 * choice.steps : kLanes;
-  PanelProduct(job, choice.fill, block, apart, chunk / down * width, m0, m0 + kTall < job.M ? m0 + kTall : job.M);
+  const int64_t block = choice.fill != nullptr && job.contracts_cols ? 16 * choice.steps : kPart;
+  PanelProduct(job, choice.fill, block < kPart ? kPart : block, apart, chunk / down * width, m0, m0 + kTall < job.M ? m0 + kTall : job.M);
 }

@@ -19,6 +19,7 @@ struct Narrow {
   __m512i raw;
   static V Table(const Weight& w) { return Load(w.values); }
   Narrow(const uint8_t* p, int64_t left) : raw(BytesAt(p, left)) {}
+  Narrow(__m512i lanes, int) : raw(lanes) {}
   V At(int i, V table) const { return _mm512_permutexvar_ps(_mm512_srli_epi32(raw, i * kBits), table); }
 };
 
@@ -28,6 +29,7 @@ struct Byte {
   __m512i raw;
   static V Table(const Weight&) { return Same(0.0f); }
   Byte(const uint8_t* p, int64_t left) : raw(BytesAt(p, left)) {}
+  Byte(__m512i lanes, int) : raw(lanes) {}
   V At(int i, V) const {
     const __m512i high = i == 3 ? raw : _mm512_slli_epi32(raw, 24 - 8 * i);
     return _mm512_cvtepi32_ps(kIsSigned ? _mm512_srai_epi32(high, 24) : _mm512_srli_epi32(high, 24));
@@ -45,6 +47,7 @@ struct Float8 {
     raw = left >= 32 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
                      : _mm256_maskz_loadu_epi8(left <= 0 ? 0 : (1u << left) - 1, p);
   }
+  Float8(__m512i lanes, int half) : raw(_mm512_cvtepi32_epi16(_mm512_srl_epi32(lanes, _mm_cvtsi32_si128(16 * half)))) {}
   V At(int i, V) const {
     if (!kIsE4M3) return _mm512_cvtph_ps(i == 0 ? _mm256_slli_epi16(raw, 8) : _mm256_andnot_si256(_mm256_set1_epi16(0xFF), raw));
     const __m256i high = i == 0 ? _mm256_slli_epi16(raw, 8) : raw, kept = _mm256_set1_epi16(static_cast<short>(0xBF80));
@@ -114,27 +117,46 @@ static void ColumnScales(const Weight& w, const Held& held, int64_t tile_row, in
   }
 }
 
-// A panel of rows n0 .., columns k0 .., decoded and scaled, in blocks.
-template <class Decoder, Lanes kForm, Zero kRole>
+// Elements [first, first + tiles) of the scales or zero points of 16 rows, those of a tile side by side.
+template <class RowAt>
+static void RowScales(const Weight& w, const Held& held, float unit, RowAt row_at, int64_t first, int64_t tiles, float* plain,
+                      float* out) {
+  for (int i = 0; i < 16; ++i) {
+    LoadHeld(held, row_at(i) / w.row_tile * w.tiles_per_row + first, tiles, unit, plain);
+    for (int64_t t = 0; t < tiles; ++t) out[16 * t + i] = plain[t];
+  }
+}
+
+// A panel of rows n0 .., columns k0 .., decoded and scaled. The bytes of 16 rows are turned before they are decoded, so that a
+// vector of four bytes a row gives many vectors of one number a row.
+template <class Decoder, Zero kRole>
 static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
                      int64_t ldw) {
-  constexpr int kBlock = 16 * Decoder::kSteps, kBytes = 16 * Decoder::kLaneBytes;
-  const int64_t blocks = (count + kBlock - 1) / kBlock, before = k0 / kBlock, tiles = w.tiles_per_row;
-  const TileLanes lanes(kBlock, Decoder::kSteps, w.col_tile, w.cols);
+  constexpr int kParts = 4 / Decoder::kLaneBytes, kSteps = kParts * Decoder::kSteps, kBlock = 16 * kSteps;
+  const int64_t first = k0 / w.col_tile, tiles = (k0 + count - 1) / w.col_tile - first + 1;
   const V table = Decoder::Table(w);
-  float *scale = rest, *zero = rest + tiles + 32;
-  for (int i = 0; i < 32; ++i) scale[tiles + i] = zero[tiles + i] = 0.0f;
-  for (int64_t n = 0; n < outputs; ++n, panel += ldw) {
-    const int64_t r = n0 + n;
-    LoadHeld(w.scale, r / w.row_tile * tiles, tiles, w.unit, scale);
-    if (kRole != Zero::kNone) LoadHeld(w.zero, r / w.row_tile * tiles, tiles, 1.0f, zero);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t at = (before + b) * kBytes;
-      const Decoder codes(w.codes + r * w.row_stride + at, w.row_stride - at);
-      const V s = LanesOf<kForm>(lanes, scale, before + b);
-      const V z = kRole == Zero::kNone ? s : LanesOf<kForm>(lanes, zero, before + b);
+  float *plain = rest, *scale = plain + tiles, *zero = scale + 16 * tiles;
+  for (int64_t n = 0; n < outputs; n += 16) {
+    const auto row_at = [&](int64_t i) { return n + i < outputs ? n0 + n + i : n0 + outputs - 1; };
+    RowScales(w, w.scale, w.unit, row_at, first, tiles, plain, scale);
+    if (kRole != Zero::kNone) RowScales(w, w.zero, 1.0f, row_at, first, tiles, plain, zero);
+    for (int64_t b = 0; b < count; b += kBlock) {
+      const int64_t at = (k0 + b) / kSteps * 4;
+      __m512i raw[16];
+      for (int i = 0; i < 16; ++i) raw[i] = BytesAt(w.codes + row_at(i) * w.row_stride + at, w.row_stride - at);
+      TurnWords(raw);
+      for (int64_t k = b; k < count && k < b + kBlock; k += kSteps) {
+        const int64_t tile = (k0 + k) / w.col_tile - first;
+        const V s = Load(scale + 16 * tile), z = kRole == Zero::kNone ? s : Load(zero + 16 * tile);
+        float* to = panel + k * ldw + n;
+        for (int part = 0; part < kParts; ++part) {
+          const Decoder codes(raw[(k - b) / kSteps], part);
 #pragma GCC unroll 32
-      for (int i = 0; i < Decoder::kSteps; ++i) Store(panel + b * kBlock + 16 * i, Scaled(kRole, codes.At(i, table), s, z));
+          for (int i = 0; i < Decoder::kSteps; ++i) {
+            Store(to + (part * Decoder::kSteps + i) * ldw, Scaled(kRole, codes.At(i, table), s, z));
+          }
+        }
+      }
     }
   }
 }

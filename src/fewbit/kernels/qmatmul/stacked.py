@@ -1,31 +1,23 @@
 """The product of a stack of float matrices and a stack of quantized ones: one primitive of JAX, a kernel on each platform.
 
-The primitive is linear in the float operand, and its gradient is itself with the other axis of the weight contracted. `vmap`
-makes rows of x, or a longer stack, of the axis it maps. A traced program holds it once, with the kernels that can compute it;
-which of them does is settled where the program is compiled, by the platform that it is compiled for.
+`vmap` makes rows of x, or a longer stack, of the axis it maps.
 """
 
 import abc
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import ManualAxisType, PartitionSpec
 
 from ...array import QArray
-from ...errors import QuantError, UnsupportedError
+from ...errors import QuantError
 from ..select import AbstractBackend, select
+from .primitive import linear_primitive
 from .problem import Operand, Problem
 from .reference import BACKENDS, Reference
 from .stack import Stack, stack_of
-
-primitive = Primitive("fewbit_qmatmul")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +105,7 @@ def _by_kernels(problem: Problem, operands: Any, kernels: tuple[AbstractStackKer
     free = tuple(a for a in range(x.ndim) if a not in contracted and a not in batch)
     lengths = [[x.shape[a] for a in group] for group in (batch, free, contracted)]
     x3 = x.transpose(*batch, *free, *contracted).reshape([int(np.prod(group)) for group in lengths])
-    leaves, form = jax.tree.flatten(stack.of(q))
+    leaves, form = jax.tree.flatten((stack.of(q),))
     y = primitive.bind(
         *(x3, *leaves),
         form=form,
@@ -141,23 +133,7 @@ def _stack(problem: Problem) -> Stack:
     return stack_of(q, problem.dimension_numbers[0][side], problem.dimension_numbers[1][side])
 
 
-# --- what each platform makes of the primitive ---
-
-
-def _on(platform: str | None, x: jax.Array, *leaves: jax.Array, form: Any, **settings: Any) -> jax.Array:
-    """The product by the kernel of a platform, by the reference where it has none and none was named."""
-    kernels, is_named = settings.pop("kernels"), settings.pop("is_named")
-    q: QArray = jax.tree.unflatten(form, leaves)
-    for kernel in kernels:
-        if kernel.platform == platform:
-            return kernel.stacked(x, q, **settings)
-    if is_named:
-        where = "another platform" if platform is None else platform
-        reasons = {
-            kernel.name: f"it runs on {kernel.platform}, and the program is compiled for {where}" for kernel in kernels
-        }
-        raise UnsupportedError(f"{BACKENDS.kind} cannot run here", reasons)
-    return _by_reference(x, q, **settings)
+# --- the primitive ---
 
 
 def _by_reference(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
@@ -165,51 +141,12 @@ def _by_reference(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, 
     return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, precision, dtype), x, q)
 
 
-@functools.cache
-def _compiled(**settings: Any) -> Any:
-    return jax.jit(functools.partial(primitive.bind, **settings))
+def _by_kernel(kernel: AbstractStackKernel, *operands: Any, **settings: Any) -> jax.Array:
+    return kernel.stacked(*operands, **settings)
 
 
-@primitive.def_impl
-def _run(*operands: Any, **settings: Any) -> jax.Array:
-    return _compiled(**settings)(*operands)
-
-
-@primitive.def_abstract_eval
-def _result(x: Any, *leaves: Any, form: Any, contracts_cols: bool, dtype: Any, **_: Any) -> Any:
-    q: QArray = jax.tree.unflatten(form, leaves)
-    shape = (x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2])
-    varying = frozenset().union(*(leaf.manual_axis_type.varying for leaf in (x, *leaves)))
-    plain = x.sharding.update(spec=PartitionSpec(None, None, None))
-    return ShapedArray(shape, dtype, sharding=plain, manual_axis_type=ManualAxisType(varying=varying))
-
-
-def _tangent(primals: Any, tangents: Any, form: Any, **settings: Any) -> tuple[jax.Array, Any]:
-    """The derivative along x is the product of the tangent; that along scales is the reference's."""
-    x, *leaves = primals
-    y = primitive.bind(*primals, form=form, **settings)
-    along_x, *along_leaves = tangents
-    moved = [i for i, t in enumerate(along_leaves) if type(t) is not ad.Zero]
-    parts = [] if type(along_x) is ad.Zero else [primitive.bind(along_x, *leaves, form=form, **settings)]
-    if moved:
-        plain = {name: settings[name] for name in ("contracts_cols", "dtype", "precision")}
-
-        def of_moved(*those: jax.Array) -> jax.Array:
-            held = list(leaves)
-            for i, leaf in zip(moved, those, strict=True):
-                held[i] = leaf
-            return _by_reference(x, jax.tree.unflatten(form, held), **plain)
-
-        parts.append(jax.jvp(of_moved, [leaves[i] for i in moved], [along_leaves[i] for i in moved])[1])
-    return y, functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(y)  # type: ignore[attr-defined]
-
-
-def _transposed(gradient: Any, x: Any, *leaves: Any, contracts_cols: bool, dtype: Any, **settings: Any) -> list[Any]:
-    """The gradient of x, the only operand that the product is linear in."""
-    if type(gradient) is ad.Zero:
-        return [None] * (1 + len(leaves))
-    of_x = primitive.bind(gradient, *leaves, contracts_cols=not contracts_cols, dtype=x.aval.dtype, **settings)
-    return [of_x, *([None] * len(leaves))]
+def _shape(x: Any, q: QArray, *, contracts_cols: bool) -> tuple[int, ...]:
+    return x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2]
 
 
 def _mapped(operands: Any, axes: Any, **settings: Any) -> tuple[jax.Array, int]:
@@ -231,10 +168,11 @@ def _mapped(operands: Any, axes: Any, **settings: Any) -> tuple[jax.Array, int]:
     return y.reshape(count, batch, *y.shape[1:]), 0
 
 
-ad.primitive_jvps[primitive] = _tangent
-ad.primitive_transposes[primitive] = _transposed
-batching.primitive_batchers[primitive] = _mapped
-for _platform in ("cpu", "cuda", "rocm", "tpu"):
-    _lowered = mlir.lower_fun(functools.partial(_on, _platform), multiple_results=False)
-    mlir.register_lowering(primitive, _lowered, platform=_platform)
-mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(_on, None), multiple_results=False))
+primitive = linear_primitive(
+    "fewbit_qmatmul",
+    kind=BACKENDS.kind,
+    by_kernel=_by_kernel,
+    by_reference=_by_reference,
+    shape=_shape,
+    mapped=_mapped,
+)
