@@ -4,6 +4,7 @@
 
 A kernel is compiled for sm_80, sm_90 and sm_100 and disassembled. `lane instructions` are the static SASS instructions of a thread
 times the threads of a program over its elements: loops that are not unrolled count once, branches that are seldom taken count.
+Of products, `in_loop` is the same for the longest loop alone, the steps along K, over the weights that a step decodes.
 """
 
 import argparse
@@ -21,7 +22,7 @@ from triton.compiler import ASTSource
 
 import fewbit as fb
 from fewbit.kernels.qmatmul import triton_launch
-from fewbit.kernels.qmatmul.gpu_configs import blocks_for, gpu_config
+from fewbit.kernels.qmatmul.gpu_configs import Gpu, blocks_for, gpu_config
 from fewbit.kernels.qmatmul.gpu_matrix import Matrix
 from fewbit.kernels.quantize import triton as kernels
 from fewbit.kernels.quantize import triton_dequantize, triton_hessian
@@ -38,10 +39,15 @@ KERNELS = (
 )  # fmt: skip
 BY_PTX = (("mxfp4", "naive"), ("nvfp4", "optimal"))
 DECODED = ("mxfp4", "nvfp4")
-MULTIPLIED = ("int4_g64", "uint4_g64", "nf4", "mxfp4", "nvfp4", "int8", "fp8", "mxfp8")
+MULTIPLIED = (
+    ("int4_g64", "x1"), ("uint4_g64", "x1"), ("nf4", "x1"), ("mxfp4", "x1"), ("nvfp4", "x1"), ("int8", "x1"), ("fp8", "x1"),
+    ("int4_g64", "x16"), ("nvfp4", "x16"), ("fp8", "x16"), ("int4_g64", "x256"), ("mxfp4", "x256"),
+)  # fmt: skip
 FAMILIES = {"x1": 1, "x16": 16, "x256": 256}
 """By name, how many rows of bfloat16 meet the matrix."""
 CODES = ("int8", "fp8")
+HOPPER = Gpu(132, 163 * 1024)
+"""The multiprocessors of an H200, and the shared memory that an A100 has, too."""
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -54,7 +60,7 @@ def main() -> int:
     rows += [row for name, method in BY_PTX for row in quantizer_rows(name, method, (100,), inline_ptx=True)]
     rows += [row for name in DECODED for row in decoder_rows(name)]
     rows += [row for name in DECODED for row in sweep_rows(name)]
-    rows += [row for name in MULTIPLIED for family in FAMILIES for row in product_rows(name, family)]
+    rows += [row for name, family in MULTIPLIED for row in product_rows(name, family)]
     rows += [row for name in CODES for row in codes_rows(name)]
     for row in rows:
         print(
@@ -123,20 +129,26 @@ def product_rows(name: str, family: str, architectures: tuple[int, ...] = ARCHIT
         elements = launch.constants["BN"] * launch.constants["BW"] * (32 // matrix.bits)
     else:
         strides, blocks = (1, 4096 * matrix.bits // 8), blocks_for(config.dot, m)
-        settings: Any = {"precision": "bf16", "multiprocessors": 132}
+        settings: Any = {"precision": "bf16", "gpu": HOPPER}
         launch = triton_launch.dot_launch(matrix, m, 4096, strides, (1, tiles), blocks, **settings)
         elements = launch.constants["BN"] * launch.constants["BK"]
     held = scheme.scale
     scale = "*u8" if isinstance(held, fb.formats.AbstractFormat) else "*fp32"
     zero = "*u8" if scheme.zero_point is not None else scale
     y = "*bf16" if launch.splits == 1 else "*fp32"
-    return launched_rows(f"{name} {family}", launch, ("*bf16", "*i32" if m == 1 else "*u8", scale, zero, "*fp32", "*fp32", y), elements, architectures)
+    return launched_rows(
+        f"{name} {family}",
+        launch,
+        ("*bf16", "*i32" if m == 1 else "*u8", scale, zero, "*fp32", "*fp32", y),
+        elements,
+        architectures,
+    )
 
 
 def codes_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
     """The figures of one product of codes with codes, both along K; 8-bit floats need sm_89 or later."""
     config, is_whole = gpu_config("").codes[-1], name == "int8"
-    launch = triton_launch.codes_launch(4096, 4096, 4096, (4096, 1, 1, 4096), (1, 1), config, is_whole=is_whole)
+    launch = triton_launch.codes_launch(4096, 4096, 4096, (4096, 1, 1, 4096), (1, 1), config, is_whole=is_whole, gpu=HOPPER)
     code = "*i8" if is_whole else "*fp8e4nv"
     able = tuple(sm for sm in architectures if is_whole or sm >= 89)
     return launched_rows(f"{name} codes", launch, (code, code, "*fp32", "*fp32", "*bf16"), config.n * config.k, able)
@@ -149,7 +161,9 @@ def launched_rows(
     names = [n for n in launch.kernel.arg_names if n not in launch.constants]
     numbers = dict(zip(names[len(pointers) - 1 : -1], launch.numbers, strict=True))
     ones = {n: 1 for n, value in numbers.items() if value == 1}
-    types = dict(zip([*names[: len(pointers) - 1], names[-1]], pointers, strict=True)) | dict.fromkeys(set(numbers) - set(ones), "i32")
+    types = dict(zip([*names[: len(pointers) - 1], names[-1]], pointers, strict=True)) | dict.fromkeys(
+        set(numbers) - set(ones), "i32"
+    )
     constants = launch.constants | ones
     return rows_of(name, launch.kernel, types, constants, launch.warps, elements, architectures, launch.stages)
 
@@ -171,9 +185,12 @@ def rows_of(
     for sm in architectures:
         source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(
-            source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+            source,
+            target=GPUTarget("cuda", sm, 32),
+            options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True},
         )
-        operations = sass(compiled.asm["cubin"])
+        text = disassembled("nvdisasm", compiled.asm["cubin"], "-c")
+        operations = sass(text)
         memory = collections.Counter(op for op in operations if op.startswith(("LDG", "STG", "STL", "LDL", "LDGSTS")))
         rows.append(
             {
@@ -183,21 +200,35 @@ def rows_of(
                 "registers": registers(compiled.asm["cubin"]),
                 "memory": dict(sorted(memory.items())),
                 "shuffles": sum(op.startswith("SHFL") for op in operations),
-                **matrix_instructions(operations),
+                **({"in_loop": round(loop(text) * warps * 32 / elements, 1)} if {"BW", "BK"} & set(constants) else {}),
+                **matrix_instructions(operations, compiled.metadata.shared),
             }
         )
     return rows
 
 
-def matrix_instructions(operations: list[str]) -> dict[str, Any]:
-    """The instructions of the tensor cores, where there are any."""
+def matrix_instructions(operations: list[str], shared: int) -> dict[str, Any]:
+    """The instructions of the tensor cores, where there are any, and the bytes of shared memory beside them."""
     found = collections.Counter(op for op in operations if re.match(r"[HIQU]?[HIQ]?MMA|[HIQ]GMMA|UTC\w*MMA", op))
-    return {"matrix": dict(sorted(found.items()))} if found else {}
+    return {"matrix": dict(sorted(found.items())), "shared": shared} if found else {}
 
 
-def sass(cubin: bytes) -> list[str]:
-    """The operations of a cubin, in order, without padding."""
-    text = disassembled("nvdisasm", cubin, "-c")
+def loop(text: str) -> int:
+    """How many instructions the longest loop of a disassembly has."""
+    starts: dict[str, int] = {}
+    count, longest = 0, 0
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            starts[label[1]] = count
+        count += len(sass(line))
+        back = re.search(r"BRA(?:\.\w+)* .*`\((\.L_x_\d+)\)", line)
+        if back and back[1] in starts:
+            longest = max(longest, count - starts[back[1]])
+    return longest
+
+
+def sass(text: str) -> list[str]:
+    """The operations of a disassembly, in order, without padding."""
     found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
     return [op for op in found if op != "NOP"]
 

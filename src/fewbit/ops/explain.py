@@ -42,6 +42,7 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     float32[2,64] @ nf4[64,8]: reference (plain JAX, which writes the decoded weight to memory before it multiplies)
       time: ...
       pallas_tpu: it runs on tpu, the device is cpu
+      triton: it runs on cuda through jax-triton, which is not installed
       cpu: ...
     """
     if not (is_qarray(lhs) or is_qarray(rhs)):

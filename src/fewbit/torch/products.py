@@ -7,7 +7,7 @@ import torch
 
 from ..errors import QuantError, UnsupportedError
 from ..formats import Integer
-from ..kernels.qmatmul.gpu_configs import GpuConfig, blocks_for, gpu_config
+from ..kernels.qmatmul.gpu_configs import Gpu, GpuConfig, blocks_for, gpu_config
 from ..kernels.qmatmul.gpu_matrix import Matrix
 from . import on_gpu
 from .qtensor import QTensor
@@ -125,13 +125,12 @@ def _product(x: torch.Tensor, q: QTensor, backend: Backend | None) -> torch.Tens
     if reason is not None or backend == "torch" or x.numel() == 0:
         return x @ dequantize(q, x.dtype)
     device = q.codes.device
-    count = torch.cuda.get_device_properties(device).multi_processor_count
-    return by_triton(x, q, _config(device), count)
+    return by_triton(x, q, _config(device), gpu_of(device))
 
 
 def _codes_product(x: QTensor, q: QTensor, backend: Backend | None) -> torch.Tensor:
     if _refusal(x, q, backend) is None and backend != "torch":
-        return codes_by_triton(x, q, _config(q.codes.device))
+        return codes_by_triton(x, q, _config(q.codes.device), gpu_of(q.codes.device))
     return (dequantize(x, torch.float32) @ dequantize(q, torch.float32)).to(x.dtype)
 
 
@@ -145,14 +144,14 @@ def _refusal(x: torch.Tensor | QTensor, q: QTensor, backend: Backend | None) -> 
     return reason
 
 
-def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, multiprocessors: int) -> torch.Tensor:
+def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch.Tensor:
     """The product by the kernels, for what `unsupported` has nothing against.
 
     Args:
         x: floating `[..., K]`.
         q: `[K, N]`.
         config: the blocks.
-        multiprocessors: how many the device has.
+        gpu: the device.
 
     Returns:
         `[..., N]`, of the dtype of `x`.
@@ -167,7 +166,7 @@ def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, multiprocessors: i
         codes = codes.T.view(torch.int32)
         launch = triton_launch.gemv_launch(matrix, m, x_stride, codes.stride(0), scale_strides, config.gemv[matrix.bits])
     else:
-        settings: Any = {"precision": PRECISIONS[x.dtype], "multiprocessors": multiprocessors}
+        settings: Any = {"precision": PRECISIONS[x.dtype], "gpu": gpu}
         launch = triton_launch.dot_launch(matrix, m, x_stride, strides, scale_strides, blocks_for(config.dot, m), **settings)
     zero = q.scale if q.zero_point is None else q.zero_point
     unit = q.scale if q.tensor_scale is None else q.tensor_scale
@@ -178,13 +177,14 @@ def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, multiprocessors: i
     return y.reshape(*x.shape[:-1], matrix.n)
 
 
-def codes_by_triton(x: QTensor, q: QTensor, config: GpuConfig) -> torch.Tensor:
+def codes_by_triton(x: QTensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch.Tensor:
     """The product of codes with codes, for what `unsupported_codes` has nothing against.
 
     Args:
         x: `[M, K]`.
         q: `[K, N]`.
         config: the blocks.
+        gpu: the device.
 
     Returns:
         `[M, N]`, of the dtype of `x`.
@@ -199,10 +199,17 @@ def codes_by_triton(x: QTensor, q: QTensor, config: GpuConfig) -> torch.Tensor:
         *(m, n, k, strides, (_scale_strides(x.scale)[0], _scale_strides(q.scale)[1])),
         blocks_for(config.codes, m),
         is_whole=isinstance(x.scheme.format, Integer),
+        gpu=gpu,
     )
     y = torch.empty((m, n), dtype=x.dtype, device=x.codes.device)
     launch.run((*codes, x.scale, q.scale), y)
     return y
+
+
+def gpu_of(device: torch.device) -> Gpu:
+    """What the launches depend on of a CUDA device."""
+    properties = torch.cuda.get_device_properties(device)
+    return Gpu(properties.multi_processor_count, properties.shared_memory_per_block_optin)
 
 
 def _sides(q: QTensor) -> tuple[int, int]:

@@ -104,7 +104,8 @@ def from_qarray(q: QArray, device: torch.device | str = "cpu") -> QTensor:
         raise UnsupportedError(f"no QTensor holds {q.scheme.name}", {"torch": reason})
     leaves = (None if leaf is None else _tensor(leaf, device) for leaf in (q.codes, q.scale, q.tensor_scale, q.zero_point))
     codes, scale, tensor_scale, zero_point = leaves
-    assert codes is not None and scale is not None
+    assert codes is not None
+    assert scale is not None
     return QTensor(codes, scale, tensor_scale, q.scheme, q.shape, getattr(torch, np.dtype(q.dtype).name), zero_point)
 
 

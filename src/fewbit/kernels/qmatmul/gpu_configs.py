@@ -16,6 +16,19 @@ DEFAULT = "gpu_default"
 
 
 @dataclasses.dataclass(frozen=True)
+class Gpu:
+    """What the launches depend on of a device.
+
+    Attributes:
+        multiprocessors: how many it has.
+        shared: the bytes of shared memory that one program may have.
+    """
+
+    multiprocessors: int
+    shared: int
+
+
+@dataclasses.dataclass(frozen=True)
 class GemvConfig:
     """The blocks of the product of a few rows.
 
@@ -113,6 +126,15 @@ def splits_for(blocks: DotConfig, m: int, n: int, k: int, multiprocessors: int) 
     while splits * 2 <= most and programs * splits < multiprocessors and splits < 16:
         splits *= 2
     return splits
+
+
+def stages_for(blocks: DotConfig, step_bytes: int, gpu: Gpu) -> int:
+    """How many steps are loaded ahead: as many as the blocks say, or fit into the shared memory; one at least.
+
+    >>> stages_for(DotConfig(None, 256, 128, 64, 8, 3), 36864, Gpu(128, 101376))
+    2
+    """
+    return max(1, min(blocks.stages, gpu.shared // step_bytes))
 
 
 def file_name(device: str) -> str:

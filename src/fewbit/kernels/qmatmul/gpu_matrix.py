@@ -119,4 +119,6 @@ def _unknown_numbers(fmt: AbstractFormat) -> str | None:
 
 def _is_known_scale(held: AbstractFormat) -> bool:
     """Whether scales in a format are decoded: E8M0, and E4M3 without a sign that is used."""
-    return held.name == "e8m0" or (isinstance(held, Minifloat) and held.specials in ("fn", "none") and held.mantissa in (3, 4))
+    return held.name == "e8m0" or (
+        isinstance(held, Minifloat) and held.specials in ("fn", "none") and held.mantissa in (3, 4)
+    )

@@ -14,11 +14,11 @@ import typing
 import triton
 import triton.language as tl
 
-from ..quantize.triton import _INTEGER, _MINIFLOAT, _POWER, _SMALL_FLOAT, as_bits, as_float, minifloat_value, power_of_two
-from .gpu_matrix import FINITE, IEEE, NO_ZERO, OFFSETS, ZERO_CODES
+from ..quantize.triton import _INTEGER, _MINIFLOAT, _POWER, _SMALL_FLOAT, as_float, minifloat_value, power_of_two
+from .gpu_matrix import FINITE, IEEE, NO_ZERO, ZERO_CODES
 
 _FINITE, _IEEE = tl.constexpr(FINITE), tl.constexpr(IEEE)
-_NO_ZERO, _ZERO_CODES, _OFFSETS = tl.constexpr(NO_ZERO), tl.constexpr(ZERO_CODES), tl.constexpr(OFFSETS)
+_NO_ZERO, _ZERO_CODES = tl.constexpr(NO_ZERO), tl.constexpr(ZERO_CODES)
 _WHOLE = tl.constexpr(1 << 23)
 _WHOLE_BITS = tl.constexpr(0x4B000000)
 
@@ -33,9 +33,7 @@ def whole_number(code, BITS: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
-def small_float(
-    code, BITS: tl.constexpr, MAN: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, SPECIALS: tl.constexpr
-):
+def small_float(code, BITS: tl.constexpr, MAN: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, SPECIALS: tl.constexpr):
     """The number of each code of a minifloat."""
     magnitude = (code & ((1 << (BITS - 1)) - 1)) << (23 - MAN)
     sign = (code << (32 - BITS)) & -0x80000000
@@ -73,6 +71,42 @@ def number_of(
             value = value * STEP
     else:
         value = tl.load(table_ptr + code)
+    return value
+
+
+@triton.jit
+@typing.no_type_check
+def numbers_in(
+    word,
+    table_ptr,
+    KIND: tl.constexpr,
+    BITS: tl.constexpr,
+    MAN: tl.constexpr,
+    BIAS: tl.constexpr,
+    HIGH: tl.constexpr,
+    STEP: tl.constexpr,
+    SIGNED: tl.constexpr,
+    SPECIALS: tl.constexpr,
+):
+    """The float32 numbers of the codes in words of 32 bits: `[R, W]` to `[R, W, 32 / BITS]`.
+
+    Whole numbers are decoded where they stand in the word, under an exponent that makes their lowest place 1; those that
+    would reach into the exponent are shifted down, several by one shift.
+    """
+    place = (tl.arange(0, 32 // BITS) * BITS)[None, None, :]
+    if KIND == _INTEGER:
+        half: tl.constexpr = (1 << (BITS - 1)) if SIGNED else 0
+        last: tl.constexpr = (23 - BITS) // BITS * BITS
+        down: tl.constexpr = last - BITS if BITS == 4 else 2 * BITS
+        at = tl.where(place > last, place - down, place)
+        bits = tl.where(place > last, word[:, :, None] >> down, word[:, :, None])
+        magic = ((150 - at) << 23) | (half << at)
+        value = as_float((bits & (((1 << BITS) - 1) << at)) ^ magic) - as_float(magic)
+        if STEP != 1.0:
+            value = value * STEP
+    else:
+        code = (word[:, :, None] >> place) & ((1 << BITS) - 1)
+        value = number_of(code, table_ptr, KIND, BITS, MAN, BIAS, HIGH, STEP, SIGNED, SPECIALS)
     return value
 
 

@@ -23,7 +23,7 @@ import typing
 import triton
 import triton.language as tl
 
-from .triton_decode import _NO_ZERO, _OFFSETS, _ZERO_CODES, number_of, scale_of, zero_of
+from .triton_decode import _NO_ZERO, _ZERO_CODES, number_of, scale_of, zero_of
 
 
 @triton.jit

@@ -22,7 +22,7 @@ import typing
 import triton
 import triton.language as tl
 
-from .triton_decode import _NO_ZERO, _OFFSETS, _ZERO_CODES, number_of, scale_of, zero_of
+from .triton_decode import _NO_ZERO, _ZERO_CODES, numbers_in, scale_of, zero_of
 
 
 @triton.jit
@@ -69,7 +69,6 @@ def gemv_kernel(
     chunks: tl.constexpr = BW * codes_in_word // CHUNK
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     is_row = row < n
-    place = tl.arange(0, codes_in_word) * BITS
     mi = tl.arange(0, MP)[:, None, None, None]
     scale_row = row // TN * scale_n if TN > 0 else row * 0
     total = tl.zeros([MP, BN, chunks], tl.float32)
@@ -77,8 +76,7 @@ def gemv_kernel(
         at = first // codes_in_word + tl.arange(0, BW)
         is_word = is_row[:, None] & (at * codes_in_word < k)[None, :]
         word = tl.load(words_ptr + (row * word_stride)[:, None] + at[None, :], mask=is_word, other=0)
-        code = (word[:, :, None] >> place[None, None, :]) & ((1 << BITS) - 1)
-        value = number_of(code, table_ptr, KIND, BITS, MAN, BIAS, HIGH, STEP, SIGNED, SPECIALS)
+        value = numbers_in(word, table_ptr, KIND, BITS, MAN, BIAS, HIGH, STEP, SIGNED, SPECIALS)
         ki = first + tl.arange(0, chunks)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         is_x = (mi < m) & (ki < k)[None, None, :, :]
         x = tl.load(x_ptr + mi * x_stride + ki[None, None, :, :], mask=is_x, other=0.0).to(tl.float32)

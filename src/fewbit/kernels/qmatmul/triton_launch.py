@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from .gpu_configs import DotConfig, GemvConfig, splits_for
+from .gpu_configs import DotConfig, GemvConfig, Gpu, splits_for, stages_for
 from .gpu_matrix import Matrix
 from .triton_codes import codes_kernel
 from .triton_dot import dot_kernel
@@ -81,33 +81,37 @@ def dot_launch(
     config: DotConfig,
     *,
     precision: str,
-    multiprocessors: int,
+    gpu: Gpu,
 ) -> Launch:
     """The product on tensor cores."""
-    splits = splits_for(config, m, matrix.n, matrix.k, multiprocessors)
+    splits = splits_for(config, m, matrix.n, matrix.k, gpu.multiprocessors)
     n, k = config.n, config.k if precision == "bf16" else max(16, config.k // 2)
     blocks = {"BM": config.m, "BN": n, "BK": k, "SPLITS": splits, "GROUP": GROUP, "EVEN_K": matrix.k % k == 0}
     blocks |= {"PACKS_K": matrix.packs_k, "PRECISION": precision}
     blocks |= {"CN": _tiles_in(n, matrix.tile_n), "CK": _tiles_in(k, matrix.tile_k)}
     grid = (-(-m // config.m) * -(-matrix.n // n), splits)
     numbers = (m, matrix.n, matrix.k, x_stride, *codes_strides, *scale_strides)
-    return Launch(dot_kernel, grid, numbers, blocks | matrix.constants(), config.warps, config.stages, splits)
+    step_bytes = k * (config.m * (2 if precision == "bf16" else 4) + n * matrix.bits // 8)
+    stages = stages_for(config, step_bytes, gpu)
+    return Launch(dot_kernel, grid, numbers, blocks | matrix.constants(), config.warps, stages, splits)
 
 
 def codes_launch(
     m: int,
     n: int,
     k: int,
-    strides: tuple[int, int, int, int],
+    strides: tuple[int, ...],
     scale_strides: tuple[int, int],
     config: DotConfig,
     *,
     is_whole: bool,
+    gpu: Gpu,
 ) -> Launch:
     """The product of codes with codes; `strides` are those of x along M and K, and of w along K and N."""
     blocks = {"BM": config.m, "BN": config.n, "BK": config.k, "GROUP": GROUP, "EVEN_K": k % config.k == 0, "WHOLE": is_whole}
     grid = (-(-m // config.m) * -(-n // config.n),)
-    return Launch(codes_kernel, grid, (m, n, k, *strides, *scale_strides), blocks, config.warps, config.stages)
+    stages = stages_for(config, config.k * (config.m + config.n), gpu)
+    return Launch(codes_kernel, grid, (m, n, k, *strides, *scale_strides), blocks, config.warps, stages)
 
 
 def _tiles_in(block: int, tile: int) -> int:
