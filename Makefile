@@ -62,8 +62,8 @@ lint: $(VENV)/.ready-lint ## formatting, lint rules, types and the order of the 
 	$(BIN)/pyright --project .
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
-bench: $(VENV)/.ready-test ## our kernels beside other packages and the machine's bound
-	@$(BIN)/python -m bench
+bench: $(VENV)/.ready-test ## our kernels beside other packages and the machine's bound; writes bench/results
+	@$(BIN)/python -m bench --save
 
 docs: $(VENV)/.ready-docs ## builds the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

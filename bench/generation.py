@@ -22,10 +22,10 @@ import numpy as np
 
 import fewbit as fb
 from fewbit import jobs, models
+from fewbit.evaluate.timing import Timing, timed
 from fewbit.jobs.quality import stacked
 
 from .facts import save
-from .timing import Timing, timed
 
 BEFORE = 8
 """How many tokens are read before writing begins."""

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
+from fewbit.evaluate.timing import timed
 
 from .facts import save
-from .timing import timed
 
 SCHEMES = ("int8", "int4", "int4_g64")
 CONTRACTS = {-1: (((1,), (1,)), ((), ())), -2: (((1,), (0,)), ((), ()))}

@@ -40,7 +40,7 @@ def main() -> int:
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(options.size, options.size)), jnp.float32)
     weights = {(name, axis): quantized(w, name, axis) for name in options.schemes for axis in LAYOUTS.values()}
-    errors = {key: beyond_rounding(q, key[1], "cpu") for key, q in weights.items()}
+    errors = {key: beyond_rounding(q, key[1], options.rows, "cpu") for key, q in weights.items()}
     if red := {key: error for key, error in errors.items() if not error < 1}:
         print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
         return 1

@@ -85,7 +85,7 @@ def measured(grid: Grid, done: Callable[[str], None] = lambda _: None) -> tuple[
     errors: dict[str, float] = {}
     for size, name, (layout, axis) in itertools.product(grid.sizes, schemes, LAYOUTS.items()):
         q = quantized(weights[size], name, axis)
-        errors[f"{name} {layout}, {size} x {size}"] = beyond_rounding(q, axis, grid.backend)
+        errors[f"{name} {layout}, {size} x {size}"] = beyond_rounding(q, axis, grid.rows, grid.backend)
         done(f"{name}, {size} x {size}: checked")
     refuse_red(errors)
     rows: list[Row] = []
@@ -141,19 +141,30 @@ def product(x: jax.Array, w: "jax.Array | QArray", axis: int, backend: str | Non
     return dot_general(x, w, numbers, backend=backend) if isinstance(w, QArray) else jax.lax.dot_general(x, w, numbers)
 
 
-def beyond_rounding(q: QArray, axis: int, backend: str | None = None) -> float:
-    """The largest error of a product of two rows, over what it may round away in K products and sums.
+def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | None = None) -> float:
+    """The largest error of products, over what they may round away in K products and sums; NaN where one is NaN.
 
-    These are rounded to float32 on a CPU; elsewhere to bfloat16, since a dense product may be there.
+    They round to float32 on a CPU; elsewhere to bfloat16, as dense products may there. Every element of every product is
+    compared: the rows of x are three, again and again.
+
+    Args:
+        q: the weight.
+        axis: its contracted axis.
+        rows: the numbers of rows of x.
+        backend: what computes them; None: what is chosen here.
     """
     unit = 2.0**-24 if jax.default_backend() == "cpu" else 2.0**-8
-    x = np.random.default_rng(1).normal(size=(2, q.shape[axis])).astype(np.float32)
+    x = np.random.default_rng(1).normal(size=(3, q.shape[axis])).astype(np.float32)
     w = np.asarray(dequantize(q), np.float64)
     w = w.T if axis % 2 else w
     magnitude = np.abs(w)
     allowed = unit * (w.shape[0] + 4) * (np.abs(x) @ magnitude + np.abs(x).sum(1, keepdims=True) * magnitude.max())
-    y = np.asarray(jax.jit(product, static_argnums=(2, 3))(jnp.asarray(x), q, axis, backend))
-    return float(np.max(np.abs(y - x @ w) / allowed))
+    exact, worst = x @ w, 0.0
+    for m in rows:
+        taken = np.arange(m) % 3
+        y = np.asarray(chain(jnp.asarray(x[taken]), q, axis=axis, backend=backend))
+        worst = np.maximum(worst, np.max(np.abs(y - exact[taken]) / allowed[taken]))
+    return float(worst)
 
 
 def copies(weight: Any, nbytes: int) -> list[Any]:
@@ -200,7 +211,7 @@ def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid
     def run(contender: Contender, weights: list[Any]) -> Callable[[], Any]:
         backend, name, layout = contender
         dtype = name if backend == DENSE else "float32"
-        options = {"axis": LAYOUTS[layout], "backend": None if backend == DENSE else backend}
+        options = {"axis": LAYOUTS[layout], "backend": None if backend == DENSE else grid.backend}
         return in_turn(functools.partial(chain, x.astype(dtype), **options), weights, links)
 
     times = timed({contender: run(contender, weights) for contender, weights in contenders.items()}, rounds=grid.rounds)

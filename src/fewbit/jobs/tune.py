@@ -9,6 +9,7 @@ from collections.abc import Callable
 from ..errors import QuantError
 from ..kernels.device import device_name, file_name
 from ..kernels.qmatmul.expected import read_table, user_path
+from ..kernels.qmatmul.reference import Reference
 from ..kernels.qmatmul.times import Row, Table
 from .machine import Machine, circumstances
 from .speed import SCHEMES, Grid, measured
@@ -16,6 +17,7 @@ from .speed import SCHEMES, Grid, measured
 GRID = Grid(SCHEMES, sizes=(512, 2048, 4096), rows=(1, 8, 64, 256), rounds=7)
 """What is measured by the backend that is chosen here."""
 
+PLAIN = Reference.name
 PLAIN_SIZE, PLAIN_ROWS = 2048, (1, 256)
 
 
@@ -26,7 +28,7 @@ def plain_grid(grid: Grid) -> Grid:
     """
     near = min(grid.sizes, key=lambda size: abs(size - PLAIN_SIZE))
     rows = tuple(m for m in PLAIN_ROWS if m in grid.rows) or grid.rows[:1]
-    return dataclasses.replace(grid, sizes=(near,), rows=rows, backend="reference")
+    return dataclasses.replace(grid, sizes=(near,), rows=rows, backend=PLAIN)
 
 
 def tuned(grid: Grid = GRID, done: Callable[[str], None] = lambda _: None) -> tuple[Row, ...]:
@@ -34,14 +36,16 @@ def tuned(grid: Grid = GRID, done: Callable[[str], None] = lambda _: None) -> tu
 
     Args:
         grid: which products, by the backend that is chosen here.
-        done: called with what was just done, as often as the grid and its `plain_grid` have steps.
+        done: called with what was just done, at most as often as the grid and its `plain_grid` have steps.
 
     Raises:
         QuantError: for an unknown scheme.
         UnsupportedError: where the correctness gate is red.
     """
-    plain = tuple(row for row in measured(plain_grid(grid), done) if row.backend == "reference")
-    return (*plain, *measured(grid, done))
+    rows = measured(grid, done)
+    if any(row.backend == PLAIN for row in rows):
+        return rows
+    return (*rows, *(row for row in measured(plain_grid(grid), done) if row.backend == PLAIN))
 
 
 def table_path(directory: pathlib.Path | None = None) -> pathlib.Path:

@@ -12,7 +12,7 @@ from .problem import Operand, Problem
 from .stack import stack_of
 from .times import Expected, Table
 
-SHIPPED = pathlib.Path(__file__).parent / "configs"
+SHIPPED = pathlib.Path(__file__).parent / "configs" / "times"
 """The directory of the tables that come with fewbit."""
 
 
