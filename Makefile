@@ -39,8 +39,9 @@ test-newest: ## the fast tests with Python 3.13 or 3.12 and the newest JAX, wher
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or (not slow and not oracle)"
 
-test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory ## the CPU kernels, with the compiler watching every access and operation
+test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ## the CPU kernels, with the compiler watching every access and operation
 	@build/qmatmul_memory
+	@build/integers_memory
 	@echo "Compiling the kernels with sanitizers ..."
 	@CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g1" LDFLAGS="-fsanitize=address,undefined" \
 		$(BIN)/python setup.py -q build --build-lib build/sanitized --build-temp build/sanitized/objects
@@ -50,10 +51,10 @@ test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory ## the CPU kernels, with
 fuzz: build/qmatmul_memory ## random products under sanitizers, one seed after another, until one is wrong or SECONDS are over
 	@end=$$(( $$(date +%s) + $(SECONDS) )); while [ $$(date +%s) -lt $$end ]; do build/qmatmul_memory $$(od -An -N3 -tu4 /dev/urandom) || exit 1; done
 
-build/qmatmul_memory: tests/kernels/qmatmul_memory.cc $(wildcard src/fewbit/kernels/*/*.h)
+build/%_memory: tests/kernels/%_memory.cc $(wildcard src/fewbit/kernels/*/*.h)
 	@mkdir -p build
-	@$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -w -Isrc/fewbit/kernels/native \
-		-Isrc/fewbit/kernels/qmatmul $< -o $@
+	@$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off -w \
+		-Isrc/fewbit/kernels/native -Isrc/fewbit/kernels/qmatmul $< -o $@
 
 lint: $(VENV)/.ready-lint ## formatting, lint rules, types and the order of the layers
 	$(BIN)/ruff format --check

@@ -15,10 +15,10 @@ def weights(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape).astype(np.float32)
 
 
-@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (3, 8), (4, 4)])
+@pytest.mark.parametrize(("n", "m"), [(1, 2), (2, 4), (3, 8), (4, 4), (5, 48)])
 @pytest.mark.parametrize("axis", [0, 1, -1])
 def test_the_largest_of_every_group_are_kept(n: int, m: int, axis: int):
-    w = weights(16, 8, 24)
+    w = weights(48, 48, 48)
     mask = np.asarray(jax.jit(lambda w: nm_mask(w, n, m, axis=axis))(w))
     groups = np.moveaxis(np.where(mask, np.abs(w), 0), axis, -1).reshape(-1, m)
     kept = np.moveaxis(mask, axis, -1).reshape(-1, m)

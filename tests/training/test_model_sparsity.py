@@ -97,6 +97,17 @@ def test_what_does_not_go_together_is_refused():
         state.apply({key: PARAMS[key] for key in ("stack", "bias")})
 
 
+def test_masks_lie_where_their_parameters_lie():
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    here = jax.NamedSharding(mesh, jax.P(None, None, "model"))
+    params = PARAMS | {"stack": jax.device_put(PARAMS["stack"], here)}
+    state = fb.sparsity_state(net, params, X, recipe=RECIPE)
+    renewed = jax.jit(lambda state, params: state.update(params, 1))(state, params)
+    assert all(some.masks["stack"].sharding.is_equivalent_to(here, 3) for some in (state, renewed))
+    shapes = jax.eval_shape(lambda: params)
+    assert fb.sparsity_state(net, shapes, X, recipe=RECIPE).masks["out"].shape == (8, 16)
+
+
 def test_a_model_without_sparse_rules_has_an_empty_state():
     recipe = fb.Recipe((fb.Rule("stack", INT8), fb.Rule(".*", None)))
     state = fb.sparsity_state(net, PARAMS, X, recipe=recipe)

@@ -46,6 +46,20 @@ def matched_product_rules(recipe: Recipe, products: tuple[Product, ...]) -> dict
     return _matching(recipe.products, named, recipe.name, "product rule", "products without a parameter")
 
 
+def matched_product_policies(recipe: Recipe, products: tuple[Product, ...]) -> dict[str, Policy]:
+    """The policy of each product without a parameter that a recipe gives one, by its name.
+
+    Args:
+        recipe: the recipe.
+        products: the products.
+
+    Raises:
+        QuantError: when a rule that is not optional matches nothing.
+    """
+    rules = matched_product_rules(recipe, products)
+    return {name: rule.policy for name, rule in rules.items() if rule is not None and rule.policy is not None}
+
+
 def _matching(
     rules: tuple[Rule, ...], used_by: Mapping[str, tuple[str, ...]], recipe: str, what: str, things: str
 ) -> dict[str, Rule | None]:

@@ -130,7 +130,7 @@ def sparsity_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: An
     uses, _ = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
     rules = matched_sparsity(as_recipe(recipe), params, uses)
     leaves = array_paths(params)
-    masks = {path: jnp.ones(leaves[path].shape, jnp.bool_) for path in rules}
+    masks = {path: jnp.ones_like(leaves[path], jnp.bool_) for path in rules}  # sharded as they are
     return ModelSparsity(masks, jnp.zeros((), jnp.int32), tuple(rules.items()))
 
 

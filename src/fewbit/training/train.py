@@ -14,7 +14,7 @@ from ..ops.stepped import StepScales
 from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import parameter_paths, parameter_uses
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_policies, matched_sparsity
+from ..recipe.matching import matched_policies, matched_product_policies, matched_sparsity
 from .delayed_state import DelayedState, step_scales
 from .model_sparsity import ModelSparsity, masked
 from .products import chosen_products
@@ -52,8 +52,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
         QuantError: when a rule that is not optional matches nothing; when a policy asks for delayed scaling, or a rule for
             sparsity, and `delayed` or `sparsity` is missing or for other parameters; in the backward pass when a policy needs a
             key and there is none.
-        UnsupportedError: for a product without a parameter whose policy asks for delayed scaling; and for such a product, or a
-            parameter with delayed scaling, inside a function with a derivative rule of its own.
+        UnsupportedError: for a product without a parameter that has a policy, or a parameter with delayed scaling, inside a
+            function with a derivative rule of its own.
 
     >>> import fewbit as fb
     >>> params = {"w": jnp.eye(4)}
@@ -64,7 +64,6 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     (4, 4)
     """
     resolved = as_recipe(recipe)
-    chosen_products(resolved, None)  # what it refuses, it refuses here
     kept = evaluated(fn, "dequantize", report, None)
 
     def trained(
@@ -75,11 +74,11 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
         sparsity: ModelSparsity | None = None,
         **kwargs: Any,
     ) -> R:
-        uses, _ = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
+        uses, products = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
         policies = matched_policies(resolved, params, uses)
-        scales = step_scales(delayed, policies)
+        scales, product_scales = step_scales(delayed, policies, matched_product_policies(resolved, products))
         params = masked(params, sparsity, matched_sparsity(resolved, params, uses))
-        chosen = chosen_products(resolved, key)
+        chosen = chosen_products(resolved, key, product_scales)
         run = kept if chosen is None else evaluated(fn, "dequantize", report, chosen)
         return run(_latents(params, policies, key, scales), *args, **kwargs)
 

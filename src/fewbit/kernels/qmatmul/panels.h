@@ -59,6 +59,15 @@ static void FillRows(const Weight& w, bool dots, int64_t n0, int64_t outputs, in
   }
 }
 
+// Asks for the bytes of rows [r0, r1) and columns [c0, c1): those of the next panel, while this one is multiplied. They lie in
+// short pieces on many pages, which the processor does not foresee.
+static void AskFor(const Weight& w, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
+  const int64_t row_bits = w.packed_cols ? 8 : w.bits, col_bits = w.packed_cols ? w.bits : 8;
+  for (int64_t r = r0 * row_bits / 8; r < r1 * row_bits / 8; ++r) {
+    for (int64_t c = c0 * col_bits / 8; c < c1 * col_bits / 8; c += 64) __builtin_prefetch(w.codes + r * w.row_stride + c, 0, 2);
+  }
+}
+
 // Rows [m0, m1) of y for the outputs of one panel's width, from n0 on.
 //
 // Without `fill` the panel is decoded row by row. With it, it is filled `length` places at a time, and outputs come `apart`.
@@ -72,6 +81,9 @@ static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t apar
     const int64_t count = job.contracted() - k0 < length ? job.contracted() - k0 : length;
     if (fill != nullptr) fill(job.w, n0, outputs, k0, count, rest, panel, ldw);
     else FillRows(job.w, job.contracts_cols, n0, outputs, k0, count, rest, panel, ldw);
+    const int64_t next = k0 + count, after = next + length < job.contracted() ? next + length : job.contracted();
+    if (job.contracts_cols) AskFor(job.w, n0, n0 + outputs, next, after);
+    else AskFor(job.w, next, after, n0, n0 + outputs);
     for (int64_t n = 0; n < outputs; n += kAcross * kLanes) {
       for (int64_t k = 0; k < count; k += kPart) {
         const int64_t part = count - k < kPart ? count - k : kPart;
@@ -82,11 +94,13 @@ static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t apar
       }
     }
   }
+  int32_t place[kPanelOutputs];
+  for (int64_t n = 0; n < width; ++n) {
+    place[n] = static_cast<int32_t>(n / (16 * apart) * 16 * apart + n % apart * 16 + n % (16 * apart) / apart);
+  }
   for (int64_t m = 0; m < rows; ++m) {
     const float* y = c + m * width;
-    for (int64_t n = 0; apart > 1 && n < width; ++n) {
-      rest[n] = y[n / (16 * apart) * 16 * apart + n % apart * 16 + n % (16 * apart) / apart];
-    }
+    for (int64_t n = 0; apart > 1 && n < width; ++n) rest[n] = y[place[n]];
     StoreOutputs(job, m0 + m, n0, outputs, apart > 1 ? rest : y);
   }
 }
