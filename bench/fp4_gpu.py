@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import torch
 
 from fewbit import torch as fbt
@@ -39,6 +40,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device is here", file=sys.stderr)
         return 1
+    jax.config.update("jax_platforms", "cpu")  # where JAX sees the GPU, it would take most of its memory
     torch.manual_seed(0)
     W = torch.randn(options.elements // COLUMNS, COLUMNS, device="cuda").mul_(0.02).bfloat16()
     wrong = [f"{name} {method}" for name, method in OURS if not is_right(W, name, method)]

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
 import torch
 import triton
 
@@ -46,6 +47,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("no CUDA device is here", file=sys.stderr)
         return 1
+    jax.config.update("jax_platforms", "cpu")  # where JAX sees the GPU, it would take most of its memory
     torch.manual_seed(0)
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     config = gpu_config(torch.cuda.get_device_name())
@@ -72,7 +74,7 @@ def wrongs(config: GpuConfig) -> Iterator[str]:
             yield f"{name} dim {dim}, gradient of {m} rows"
     for name in CODES:
         q, x = weight(name, 1000, 1088), fbt.quantize(torch.randn(100, 1088, device="cuda"), name)
-        if not is_right(products.codes_by_triton(x, q, config, gpu()), fbt.dequantize(x), q, 2.0**-11):
+        if not is_right(products.codes_by_triton(x, q, config, gpu()), fbt.dequantize(x), q, 2.0**-9):  # 14 bits of a sum
             yield f"codes of {name}"
 
 

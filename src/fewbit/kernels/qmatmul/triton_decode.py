@@ -1,9 +1,10 @@
 """Codes and scales to float32 in the registers of a GPU, without tables but for codebooks.
 
 Whole numbers are put into the mantissa of a float32 whose exponent makes its last place 1, and the number that this adds is
-subtracted: two instructions, where the conversion of an integer costs as much as four. Small floats are shifted to where a
-float32 has exponent and mantissa, which is their number times a power of two, subnormals included. The sixteen numbers of a
-codebook are read from memory: they lie in one line of the first cache, and fifteen selects a code would take longer.
+subtracted: two instructions, where the conversion of an integer costs as much as four. Small floats are shifted up to the sign
+of a float32, and down, with copies of the sign, to its exponent and mantissa: so one mask leaves sign and magnitude, which is
+their number times a power of two, subnormals included. The sixteen numbers of a codebook are read from memory: they lie in one
+line of the first cache, and fifteen selects a code would take longer.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
@@ -33,15 +34,15 @@ def whole_number(code, BITS: tl.constexpr, SIGNED: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
-def small_float(code, BITS: tl.constexpr, MAN: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, SPECIALS: tl.constexpr):
-    """The number of each code of a minifloat."""
-    magnitude = (code & ((1 << (BITS - 1)) - 1)) << (23 - MAN)
-    sign = (code << (32 - BITS)) & -0x80000000
-    value = as_float(magnitude | sign) * (2.0 ** (127 - BIAS))
+def small_float(top, BITS: tl.constexpr, MAN: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, SPECIALS: tl.constexpr):
+    """The number of each code of a minifloat, which stands in the upper bits of an int32; the others may be anything."""
+    kept: tl.constexpr = -0x80000000 | (((1 << (BITS - 1)) - 1) << (23 - MAN))
+    bits = (top >> (9 - BITS + MAN)) & kept  # the sign fills what the shift frees, and stays where it is
+    value = as_float(bits) * (2.0 ** (127 - BIAS))
     if SPECIALS != _FINITE:
         beyond: tl.constexpr = HIGH
         if SPECIALS == _IEEE:
-            special = tl.where((code & ((1 << MAN) - 1)) != 0, float("nan"), value * float("inf"))
+            special = tl.where((bits & (((1 << MAN) - 1) << (23 - MAN))) != 0, float("nan"), value * float("inf"))
         else:
             special = tl.full(value.shape, float("nan"), tl.float32)
         value = tl.where(tl.abs(value) > beyond, special, value)
@@ -64,7 +65,7 @@ def number_of(
 ):
     """The float32 number of each code, an int32 whose other bits are zero."""
     if KIND == _MINIFLOAT:
-        value = small_float(code, BITS, MAN, BIAS, HIGH, SPECIALS)
+        value = small_float(code << (32 - BITS), BITS, MAN, BIAS, HIGH, SPECIALS)
     elif KIND == _INTEGER:
         value = whole_number(code, BITS, SIGNED)
         if STEP != 1.0:
@@ -104,6 +105,8 @@ def numbers_in(
         value = as_float((bits & (((1 << BITS) - 1) << at)) ^ magic) - as_float(magic)
         if STEP != 1.0:
             value = value * STEP
+    elif KIND == _MINIFLOAT:
+        value = small_float(word[:, :, None] << (32 - BITS - place), BITS, MAN, BIAS, HIGH, SPECIALS)
     else:
         code = (word[:, :, None] >> place) & ((1 << BITS) - 1)
         value = number_of(code, table_ptr, KIND, BITS, MAN, BIAS, HIGH, STEP, SIGNED, SPECIALS)
