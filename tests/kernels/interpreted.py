@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 PACKAGE = "fewbit.kernels.quantize"
-NAMES = ("triton", "triton_dequantize", "triton_hessian")
+NAMES = tuple(f"triton{part}" for part in ("_numbers", "_search", "_memory", "", "_dequantize", "_hessian"))
 
 
 @contextmanager
