@@ -34,7 +34,6 @@ from ...array.scales.candidates import needed_doublings, needed_halvings
 from ...array.scales.mx import bits_added
 from ...formats import AbstractFormat, Codebook
 from ...formats.format import power_of_two, quotient
-from ...formats.rounding import rounding_table
 
 LANES, SUBLANES, ROWS = 128, 32, 2048
 TINY = np.float32(np.finfo(np.float32).tiny)
@@ -189,7 +188,6 @@ def _codes(y: jax.Array, fmt: AbstractFormat) -> jax.Array:
     """The code of each element in units of its scale, int32."""
     if not isinstance(fmt, Codebook):
         return fmt.encode(y).astype(jnp.int32)
-    with jax.ensure_compile_time_eval():
-        table = rounding_table(fmt)
-    above = (jnp.where(y > threshold, 1, 0) for threshold in table.thresholds.tolist())
-    return jnp.where(jnp.isnan(y), table.nan, functools.reduce(jnp.add, above))
+    thresholds = fmt.sorted_numbers[2].tolist()
+    number = jnp.where(jnp.isnan(y), 0.0, y)
+    return functools.reduce(jnp.add, (jnp.where(number > threshold, 1, 0) for threshold in thresholds))

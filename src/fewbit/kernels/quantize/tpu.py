@@ -13,7 +13,6 @@ from ...array import QArray, Scheme
 from ...array.quantize import assembled, quantized
 from ...array.scales import MX, AbsMax
 from ...formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
-from ...formats.rounding import rounding_table
 from ..devices import split_refusal
 from ..select import AbstractBackend
 from .backends import QUANTIZERS, on_platform
@@ -85,8 +84,8 @@ def _is_ordered(fmt: AbstractFormat) -> bool:
     """Whether a table's codes are the ranks of its numbers, up to 16 of them, with one zero."""
     if not isinstance(fmt, Codebook) or len(fmt.table) > 16 or 0.0 not in fmt.values():
         return False
-    table = rounding_table(fmt)
-    return table.minus_zero is None and table.codes.tolist() == list(range(len(table.codes)))
+    codes = fmt.sorted_numbers[1]
+    return fmt.zero_codes is None and list(codes) == list(range(len(codes)))
 
 
 @functools.partial(jax.jit, static_argnames=("backend", "problem"), inline=True)
