@@ -8,11 +8,12 @@
 // A few rows of x (up to 4; vectors.h). The weight is read once, so the bound is memory, and the aim is to decode as fast as
 // bytes come. 64 bytes are loaded as 16 lanes of 32 bits. Shifting all lanes by 4 i brings code i of each lane to the low bits,
 // and one permutation of 16 floats turns 16 of them into numbers, since it looks at four bits of each index only: two
-// instructions and a multiply-add for 16 weights, whatever the 4-bit format. So a lane holds 8 neighbouring codes. Along a
-// contraction x is laid out to match once a call (BlockedX), which is O(M K); each lane keeps its own sum, and takes its own
-// scale after 8 codes, so a tile may be any multiple of 8. Along outputs a lane's bytes are neighbouring outputs, put in
-// order when they are stored; the rows of the next tile are prefetched, because each row is another page. 1 and 2 bits go the
-// same way; bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs.
+// instructions and a multiply-add for 16 weights, whatever the 4-bit format; loading from one byte further on spares every
+// second shift. So a lane holds 8 neighbouring codes. Along a contraction x is laid out to match once a call (BlockedX), which
+// is O(M K); each lane keeps its own sum, and takes its own scale after 8 codes, so a tile may be any multiple of 8. Offsets
+// meet the sums of x over their tiles, once a row. Along outputs a lane's bytes are neighbouring outputs, put in order when
+// they are stored; the rows of the next tile are prefetched, because each row is another page. 1 and 2 bits go the same way;
+// bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs.
 //
 // More rows (panels.h). 16 outputs by 1024 places, or 256 by 128, are decoded and scaled into float32 that stays in the second
 // cache, and multiplied by blocks of 6 x 4 vectors of registers, at 24 multiply-adds for 10 loads. Along a contraction the
@@ -21,7 +22,12 @@
 // (decode.h), for a few rows of x, too.
 //
 // Threads take chunks of outputs, whose sizes do not depend on how many threads there are, and each output is summed in one
-// order: the bits of the result are the same for any number of them.
+// order: the bits of the result are the same for any number of them. A network of many layers makes hundreds of calls of some
+// 10 us each, and to wake a sleeping thread for each took longer than it saved: 64 tokens of a 30-layer model were faster on
+// one core than on two. So a thread that has helped looks for the next call for 100 us before it sleeps (parallel.h). It is no
+// thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it there.
+//
+// Layers that a loop runs over are one stack, of which a call takes one matrix by its index: XLA would copy it first.
 //
 // The bound. On a Sapphire Rapids core, which permutes on one port, 128 codes of 4 bits take 24 instructions on two ports: 12
 // cycles. Measured on one such core while others worked on the machine (processor time, least of many, 4096 x 4096, one row of
@@ -68,6 +74,9 @@ static bool HeldOf(const ffi::AnyBuffer& data, const ffi::BufferR1<ffi::F32>& ta
   return true;
 }
 
+// The first place of memory at which a cache line begins.
+static float* FromALine(float* memory) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64); }
+
 // Row m of x as float32 in the order of the stream, zeros up to ldx.
 static void PackRow(const void* x, Float kind, int64_t k, const int32_t* order, int64_t group, float* out, int64_t ldx) {
   const auto at = [&](int64_t i) {
@@ -92,8 +101,8 @@ static void PackRow(const void* x, Float kind, int64_t k, const int32_t* order, 
 
 static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<ffi::U8> codes, ffi::AnyBuffer scale,
                           ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero, ffi::BufferR1<ffi::F32> zero_table,
-                          ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::F32> values, ffi::Result<ffi::AnyBuffer> y,
-                          bool contracts_cols, bool packed_cols, int64_t rows, int64_t cols, int64_t bits, int64_t row_tile,
+                          ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::F32> values,
+                          ffi::BufferR1<ffi::S32> picked, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, bool packed_cols, int64_t rows, int64_t cols, int64_t bits, int64_t row_tile,
                           int64_t col_tile, int64_t code_kind, int64_t role, float unit, int64_t level,
                           ffi::Span<const int32_t> order) {
   Job job{};
@@ -107,7 +116,12 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
       !HeldOf(scale, scale_table, &w.scale) || (role != 0 && !HeldOf(zero, zero_table, &w.zero))) {
     return ffi::Error::InvalidArgument("qmatmul was called with buffers of the wrong form");
   }
-  const int64_t batch = x_shape[0];
+  const int64_t batch = x_shape[0], stacked = codes.dimensions()[0];
+  int64_t first = 0;  // the matrix of the stack that the first one of x meets
+  if (picked.element_count() != 0) {
+    const int64_t asked = picked.typed_data()[0];
+    first = asked < 0 ? 0 : asked < stacked ? asked : stacked - 1;
+  }
   job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2];
   job.contracts_cols = contracts_cols;
   w.rows = rows, w.cols = cols, w.row_stride = codes.dimensions()[2], w.bits = static_cast<int>(bits);
@@ -122,10 +136,11 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const int64_t steps = Steps(isa, job);
   constexpr int64_t kBlock = 512;  // the most codes that a kernel takes in one step
   const int64_t length = (job.contracted() + kBlock - 1) / kBlock * kBlock;
-  const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr && job.K % 16 == 0;
+  const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr;
   job.ldx = as_is ? job.K : length + 16;
   std::unique_ptr<float[]> packed(as_is ? nullptr : new float[job.M * job.ldx]);
-  std::unique_ptr<float[]> blocked(steps == 1 ? nullptr : new float[job.M * job.ldx]);
+  std::unique_ptr<float[]> blocked_memory(steps == 1 ? nullptr : new float[job.M * job.ldx + 16]);
+  float* blocked = FromALine(blocked_memory.get());
   std::unique_ptr<float[]> sums(steps == 1 ? nullptr : new float[job.M * (length / steps)]);
   if (steps > 1 && w.role == Zero::kOffset) job.x_sums = sums.get(), job.ld_sums = length / steps;
   const int64_t x_bytes = x_kind == Float::kF32 ? 4 : 2, y_bytes = job.y_kind == Float::kF32 ? 4 : 2;
@@ -137,23 +152,24 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const Held first_scale = w.scale, first_zero = w.zero;
   for (int64_t b = 0; b < batch; ++b) {
     const char* rows_of_x = static_cast<const char*>(x.untyped_data()) + b * job.M * job.K * x_bytes;
-    job.x = as_is ? reinterpret_cast<const float*>(rows_of_x) : steps > 1 ? blocked.get() : packed.get();
+    job.x = as_is ? reinterpret_cast<const float*>(rows_of_x) : steps > 1 ? blocked : packed.get();
     constexpr int64_t kRowsAtOnce = 16;
     ParallelFor(pool, as_is ? 0 : (job.M + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
       for (int64_t m = chunk * kRowsAtOnce; m < job.M && m < (chunk + 1) * kRowsAtOnce; ++m) {
         float* row = packed.get() + m * job.ldx;
         PackRow(rows_of_x + m * job.K * x_bytes, x_kind, job.K, x_order, group, row, job.ldx);
         float* sums_of_row = job.x_sums == nullptr ? nullptr : sums.get() + m * job.ld_sums;
-        if (steps > 1) BlockedX(row, length, steps, blocked.get() + m * job.ldx, sums_of_row);
+        if (steps > 1) BlockedX(row, length, steps, blocked + m * job.ldx, sums_of_row);
       }
     });
-    w.codes = codes.typed_data() + (codes.dimensions()[0] == 1 ? 0 : b * weight_bytes);
-    w.scale.data = static_cast<const char*>(first_scale.data) + (one_scale ? 0 : b * tiles) * tile_bytes(first_scale);
-    if (role != 0) w.zero.data = static_cast<const char*>(first_zero.data) + (one_zero ? 0 : b * zeros) * tile_bytes(first_zero);
-    w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : b];
+    const int64_t at = first + b;
+    w.codes = codes.typed_data() + (stacked == 1 ? 0 : at * weight_bytes);
+    w.scale.data = static_cast<const char*>(first_scale.data) + (one_scale ? 0 : at * tiles) * tile_bytes(first_scale);
+    if (role != 0) w.zero.data = static_cast<const char*>(first_zero.data) + (one_zero ? 0 : at * zeros) * tile_bytes(first_zero);
+    w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : at];
     job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * y_bytes;
     const auto run = [&](int64_t chunk) { Run(isa, job, chunk); };
-    constexpr int64_t kWorthThreads = 1 << 18;  // multiply-adds that take longer, about 10 us, than waking a thread
+    constexpr int64_t kWorthThreads = 1 << 16;  // multiply-adds that take longer than to tell a thread that looks
     const int64_t chunks = ChunkCount(isa, job);
     if (job.M * w.rows * w.cols >= kWorthThreads) ParallelFor(pool, chunks, run);
     else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
@@ -172,6 +188,7 @@ XLA_FFI_DEFINE_HANDLER(qmatmul, Qmatmul,
                            .Arg<ffi::BufferR1<ffi::F32>>()
                            .Arg<ffi::BufferR1<ffi::F32>>()     // tensor scales, none or one or one a batch
                            .Arg<ffi::BufferR1<ffi::F32>>()     // the numbers of the format
+                           .Arg<ffi::BufferR1<ffi::S32>>()     // the matrix that x meets, of a stack; none: x has one for each
                            .Ret<ffi::AnyBuffer>()              // y [B, M, N]
                            .Attr<bool>("contracts_cols")
                            .Attr<bool>("packed_cols")

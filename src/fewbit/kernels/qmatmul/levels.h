@@ -11,6 +11,8 @@
 
 namespace fewbit {
 
+constexpr int64_t kFewOutputs = 48;  // rows of the weight in a chunk of a few dot products
+
 // Memory of this thread that keeps its size from call to call, so that no page is touched for the first time twice.
 static float* Workspace(int64_t floats) {
   thread_local std::vector<float> memory;
@@ -43,6 +45,7 @@ static void StoreOutputs(const Job& job, int64_t m, int64_t n0, int64_t count, c
 namespace portable {
 #include "lanes.h"
 #include "decode.h"
+#include "turn.h"
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
@@ -56,6 +59,7 @@ FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
 namespace avx2 {
 #include "lanes.h"
 #include "decode.h"
+#include "turn.h"
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
@@ -69,6 +73,7 @@ FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
 namespace avx512 {
 #include "lanes.h"
 #include "decode.h"
+#include "turn.h"
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
