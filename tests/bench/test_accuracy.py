@@ -2,6 +2,7 @@
 
 import json
 import re
+import struct
 from pathlib import Path
 
 import jax
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from bench import accuracy, layers
+from bench import accuracy, layers, whisper
 from fewbit.array.scales.candidates import needed_halvings
 from fewbit.formats import FORMATS
 
@@ -108,7 +109,7 @@ def test_a_fast_run_gives_what_is_saved():
 def test_the_layers_bear_the_claims_out():
     rows = [r for r in SAVED if r["table"] == "layers"]
     cases = {(r["layer"], r["scheme"]) for r in rows}
-    assert len(cases) == 2 * 10
+    assert len(cases) == 2 * 14
     for layer, scheme in cases:
         by = {r["method"]: r for r in rows if (r["layer"], r["scheme"]) == (layer, scheme)}
         assert all(by["fewbit, optimal"][kind] < by["fewbit, naive"][kind] for kind in ("weight", "output"))
@@ -173,3 +174,18 @@ def test_inputs_of_layers_are_those_that_the_model_computes():
         embedded / np.sqrt((embedded**2).mean(-1, keepdims=True) + config.norm_eps) * params["layers"][0]["attn"]["norm"]
     )
     np.testing.assert_allclose(x, expected, rtol=1e-5)
+
+
+def test_whispers_file_and_filters():
+    """A file of one array as CTranslate2 writes it; filters of area 1 that begin at 0 Hz and end at 8 kHz."""
+    text = lambda word: struct.pack("<H", len(word) + 1) + word + b"\0"  # noqa: E731
+    array = np.arange(6, dtype=np.float16).reshape(2, 3)
+    entry = text(b"a/weight") + struct.pack("<BIIBI", 2, 2, 3, 4, array.nbytes) + array.tobytes()
+    found = whisper.read_ctranslate2(struct.pack("<I", 6) + text(b"WhisperSpec") + struct.pack("<II", 3, 1) + entry)
+    assert list(found) == ["a/weight"] and found["a/weight"].dtype == np.float32
+    np.testing.assert_array_equal(found["a/weight"], array)
+    filters = whisper.mel_filters()
+    assert filters.shape == (80, 201) and (filters >= 0).all() and (filters.max(1) > 0).all()
+    np.testing.assert_allclose(filters[40:].sum(1) * 40, 1, atol=0.1)  # bins of 40 Hz
+    tone = np.sin(2 * np.pi * 1000 * np.arange(30 * whisper.RATE) / whisper.RATE)
+    assert whisper.log_mel(tone)[:, 100].argmax() == filters[:, 25].argmax()

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-MODULES = tuple(f"fewbit.kernels.quantize.{name}" for name in ("triton", "triton_dequantize", "triton_hessian")) + tuple(
-    f"fewbit.kernels.qmatmul.triton_{name}" for name in ("decode", "gemv", "dot", "codes", "launch")
-)
+MODULES = tuple(
+    f"fewbit.kernels.quantize.triton{part}" for part in ("_numbers", "_search", "_memory", "", "_dequantize", "_hessian")
+) + tuple(f"fewbit.kernels.qmatmul.triton_{name}" for name in ("decode", "gemv", "dot", "codes", "launch"))
 
 
 @contextmanager

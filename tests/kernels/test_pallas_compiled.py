@@ -1,4 +1,4 @@
-"""The TPU kernel as libtpu compiles it, which needs no TPU: `pip install libtpu`. Left out where it is not installed."""
+"""The TPU kernels as libtpu compiles them, which needs no TPU: `pip install libtpu`. Left out where it is not installed."""
 
 import importlib.util
 import os
@@ -51,3 +51,28 @@ for axis, contracts_last in (-1, True), (-2, False):
 def test_it_compiles_without_an_unpacked_copy(scheme: str, chip: str):
     settings = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", COMPILES, scheme, chip], check=True, env=settings)
+
+
+QUANTIZES = """
+import sys
+import jax, jax.numpy as jnp
+from jax.experimental import topologies
+import fewbit as fb
+from fewbit.kernels.quantize.pallas_tpu import quantized_tiles
+
+here = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[1]).devices[0])
+x = jax.ShapeDtypeStruct((1, 2048, 2048), jnp.bfloat16)
+for name, axis, tile in ("mxfp4", -1, 32), ("int4_g64", -2, 64), ("nf4", -1, 64), ("fp8", -2, 2048), ("int8", -1, 2048):
+    scheme = fb.scheme(name).along(axis, 3)
+    run = lambda x: quantized_tiles(x, scheme, tile, is_last=axis == -1)
+    compiled = jax.jit(run, in_shardings=here, out_shardings=here).lower(x).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes == 0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
+@pytest.mark.parametrize("chip", ["v5e:2x2", "v6e:2x2"])
+def test_the_quantizer_compiles_and_makes_nothing_beside_its_results(chip: str):
+    settings = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", QUANTIZES, chip], check=True, env=settings)

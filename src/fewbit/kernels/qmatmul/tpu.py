@@ -4,9 +4,9 @@ import dataclasses
 from typing import Any, ClassVar
 
 import jax
-from jax.sharding import AxisType
 
 from ...array import QArray
+from ..devices import split_refusal
 from .pallas_blocks import PLAIN, Config
 from .pallas_form import refusal
 from .problem import Operand, Problem
@@ -37,7 +37,7 @@ class PallasTPU(AbstractStackKernel):
         return refusal(stack.scheme, tile, *dtypes, precision=problem.precision)
 
     def passed_over(self, problem: Problem) -> str | None:
-        return _split_refusal()
+        return split_refusal()
 
     def about(self) -> str:
         return "Pallas; programs for other platforms take their own kernels, or the reference"
@@ -75,7 +75,7 @@ class PallasTPURagged(AbstractRaggedKernel):
         return refusal(stack.scheme, tile, *dtypes, precision=problem.precision)
 
     def passed_over(self, problem: RaggedProblem) -> str | None:
-        return _split_refusal()
+        return split_refusal()
 
     def grouped(
         self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
@@ -96,19 +96,6 @@ BACKENDS.add(PallasTPU.name, PallasTPU())
 RAGGED.add(PallasTPURagged.name, PallasTPURagged())
 
 
-def _split_refusal() -> str | None:
-    """Why a kernel is left aside on several devices; None where there is one, or each computes for itself."""
-    if jax.device_count() == 1 or (jax.default_backend() == "tpu" and _is_manual()):
-        return None
-    return "there are several devices, and XLA splits no kernel over them; call it within jax.shard_map, or name it"
-
-
 def stack_dtype(problem: Problem) -> str:
     """The logical dtype of the quantized operand."""
     return problem.lhs.dtype if problem.lhs.scheme is not None else problem.rhs.dtype
-
-
-def _is_manual() -> bool:
-    """Whether each device computes for itself here, as within `jax.shard_map` over the whole mesh."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types)

@@ -15,9 +15,12 @@ import typing
 import triton
 import triton.language as tl
 
-from ..quantize.triton import _INTEGER, _MINIFLOAT, _POWER, _SMALL_FLOAT, as_float, minifloat_value, power_of_two
+from ..quantize.triton_numbers import as_float, minifloat_value, power_of_two
+from ..quantize.triton_problem import INTEGER, MINIFLOAT, POWER, SMALL_FLOAT
 from .gpu_matrix import FINITE, IEEE, NO_ZERO, ZERO_CODES
 
+_MINIFLOAT, _INTEGER = tl.constexpr(MINIFLOAT), tl.constexpr(INTEGER)
+_POWER, _SMALL_FLOAT = tl.constexpr(POWER), tl.constexpr(SMALL_FLOAT)
 _FINITE, _IEEE = tl.constexpr(FINITE), tl.constexpr(IEEE)
 _NO_ZERO, _ZERO_CODES = tl.constexpr(NO_ZERO), tl.constexpr(ZERO_CODES)
 _WHOLE = tl.constexpr(1 << 23)

@@ -1,4 +1,4 @@
-"""Quantizing an array and decoding a quantized one: the reference in plain JAX, and C++ on CPU."""
+"""Quantizing an array and decoding a quantized one: the reference in plain JAX, C++ on CPU, and Pallas on TPU."""
 
 from .backends import DEQUANTIZERS as DEQUANTIZERS
 from .backends import QUANTIZERS as QUANTIZERS
@@ -8,3 +8,4 @@ from .dispatch import dequantize as dequantize
 from .dispatch import quantize as quantize
 from .problem import Decoding as Decoding
 from .problem import Quantization as Quantization
+from .tpu import PallasTPUQuantizer as PallasTPUQuantizer

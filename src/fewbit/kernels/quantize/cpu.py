@@ -15,7 +15,7 @@ from ...array.quantize import assembled, chosen_scales, dequantized, quantized, 
 from ...formats import AbstractFormat, Integer
 from ..extension import device_refusal, extension
 from ..select import AbstractBackend
-from .backends import DEQUANTIZERS, QUANTIZERS
+from .backends import DEQUANTIZERS, QUANTIZERS, on_platform
 from .geometry import Geometry, geometry
 from .problem import Decoding, Quantization
 from .words import NOTHING, format_words, holder_words, rule_words
@@ -111,21 +111,7 @@ def _quantized(backend: CpuQuantizer, problem: Quantization, *operands: Any) -> 
             else _with_chosen_scales(backend, problem, x, weights, scale, offset)
         )
 
-    return _differentiable(reference, native)(*operands)
-
-
-def _differentiable(reference: Any, native: Any) -> Any:
-    """`native` on CPU and `reference` on other platforms, with the derivatives of the reference."""
-
-    @jax.custom_jvp
-    def either(*operands: Any) -> Any:
-        return jax.lax.platform_dependent(*operands, cpu=native, default=reference)
-
-    @either.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(reference, primals, tangents)
-
-    return either
+    return on_platform("cpu", native, reference)(*operands)
 
 
 def _words(problem: Quantization) -> dict[str, np.ndarray] | None:
@@ -206,7 +192,7 @@ def _decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> jax.Array
     def reference(q: QArray) -> jax.Array:
         return dequantized(q, jnp.dtype(problem.dtype))
 
-    return _differentiable(reference, functools.partial(_native_decoded, backend, problem))(q)
+    return on_platform("cpu", functools.partial(_native_decoded, backend, problem), reference)(q)
 
 
 def _native_decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> jax.Array:

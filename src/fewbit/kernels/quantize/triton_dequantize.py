@@ -13,19 +13,12 @@ import typing
 import triton
 import triton.language as tl
 
-from .triton import (
-    _INTEGER,
-    _MINIFLOAT,
-    _POWER,
-    _SMALL_FLOAT,
-    _TINY,
-    as_bits,
-    as_float,
-    codebook_value,
-    minifloat_value,
-    power_of_two,
-)
-from .triton_problem import TileProblem
+from .triton_numbers import as_bits, as_float, codebook_value, minifloat_value, power_of_two
+from .triton_problem import INTEGER, MINIFLOAT, POWER, SMALL_FLOAT, TileProblem
+
+_MINIFLOAT, _INTEGER = tl.constexpr(MINIFLOAT), tl.constexpr(INTEGER)
+_POWER, _SMALL_FLOAT = tl.constexpr(POWER), tl.constexpr(SMALL_FLOAT)
+_TINY = tl.constexpr(2.0**-126)
 
 
 @triton.jit

@@ -15,8 +15,11 @@ import typing
 import triton
 import triton.language as tl
 
-from .triton import _MINIFLOAT, _TIE, as_bits, as_float, nearest, power_of_two
-from .triton_problem import TileProblem
+from .triton_numbers import as_bits, as_float, nearest, power_of_two
+from .triton_problem import MINIFLOAT, TileProblem
+from .triton_search import _TIE
+
+_MINIFLOAT = tl.constexpr(MINIFLOAT)
 
 ROWS = 64
 LONGEST_TILE = 128

@@ -1,0 +1,117 @@
+"""Quantize on TPUs by a Pallas kernel, which stands in `pallas_tpu.py`, inside the program that JAX compiles."""
+
+import dataclasses
+import functools
+import math
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from ..._tiles import Tile, tile_counts
+from ...array import QArray, Scheme
+from ...array.quantize import assembled, quantized
+from ...array.scales import MX, AbsMax
+from ...formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
+from ..devices import split_refusal
+from ..select import AbstractBackend
+from .backends import QUANTIZERS, on_platform
+from .problem import Quantization
+
+LONGEST_TILE = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class PallasTPUQuantizer(AbstractBackend[Quantization]):
+    """A Pallas kernel for TPUs, of the same bytes as the reference but for what a TPU's division rounds otherwise.
+
+    Attributes:
+        interpret: whether JAX evaluates the kernel step by step instead of compiling it; for tests, on any platform.
+    """
+
+    name: ClassVar[str] = "pallas_tpu"
+    platform: ClassVar[str] = "tpu"
+    interpret: bool = False
+
+    def unsupported(self, problem: Quantization) -> str | None:
+        if problem.is_stochastic or problem.is_given or problem.is_weighted:
+            return "rounding by chance, given scales and weighted errors are left to the reference"
+        if problem.dtype not in ("float32", "bfloat16"):
+            return f"the array is {problem.dtype}, must be float32 or bfloat16"
+        return _tile_refusal(problem.shape, problem.scheme) or _scheme_refusal(problem.scheme)
+
+    def passed_over(self, problem: Quantization) -> str | None:
+        return split_refusal()
+
+    def run(self, problem: Quantization, *operands: Any) -> QArray:
+        return _quantized(self, problem, *operands)
+
+
+def _tile_refusal(shape: tuple[int, ...], scheme: Scheme) -> str | None:
+    """Why an array of this shape is not read in tiles of the scheme; None when it is."""
+    tiles = scheme.tiles(len(shape))
+    axis = _tiled_axis(shape, tiles, scheme)
+    if axis is None:
+        return f"tiles {tiles} extend over several axes, or not along one of the last two"
+    tile = tiles[axis] or shape[axis]
+    if shape[axis] % tile or tile % (8 // scheme.format.bits or 1):
+        return f"axis {axis} has {shape[axis]} elements; whole tiles of {tile} and whole bytes are read"
+    return f"tiles of {tile}; up to {LONGEST_TILE} are held in VMEM" if tile > LONGEST_TILE else None
+
+
+def _tiled_axis(shape: tuple[int, ...], tiles: tuple[Tile, ...], scheme: Scheme) -> int | None:
+    """The axis from the end along which tiles extend, -1 or -2; None where it is another, or are several."""
+    extended = [a - len(shape) for a, tile in enumerate(tiles) if tile != 1 and shape[a] > 1]
+    axis = extended[0] if extended else scheme.pack_axis
+    return axis if len(extended) < 2 and axis == scheme.pack_axis >= -2 else None
+
+
+def _scheme_refusal(scheme: Scheme) -> str | None:
+    """Why the kernel has no scales or codes of a scheme; None when it has."""
+    fmt, held, calibration = scheme.format, scheme.scale, scheme.calibration
+    if scheme.zero_point is not None or scheme.tensor_scale or isinstance(held, Scheme) or scheme.packing.to_json():
+        return "zero points, two levels of scales and other orders of packing are left to the reference"
+    if 8 % fmt.bits or not (isinstance(fmt, Integer | Minifloat) or _is_ordered(fmt)):
+        return f"the codes of {fmt.name}; integers, minifloats and ordered tables of 1, 2, 4 or 8 bits are made"
+    if isinstance(calibration, MX) != isinstance(held, E8M0) or not isinstance(calibration, MX | AbsMax):
+        return f"calibration {calibration} with scales held as {held}"
+    if not isinstance(held, AbstractFormat) and np.dtype(held).name not in ("float32", "bfloat16"):
+        return f"scales held as {held}, which TPUs do not compute with"
+    return None
+
+
+def _is_ordered(fmt: AbstractFormat) -> bool:
+    """Whether a table's codes are the ranks of its numbers, up to 16 of them, with one zero."""
+    if not isinstance(fmt, Codebook) or len(fmt.table) > 16 or 0.0 not in fmt.values():
+        return False
+    codes = fmt.sorted_numbers[1]
+    return fmt.zero_codes is None and list(codes) == list(range(len(codes)))
+
+
+@functools.partial(jax.jit, static_argnames=("backend", "problem"), inline=True)
+def _quantized(backend: PallasTPUQuantizer, problem: Quantization, *operands: Any) -> QArray:
+    """The kernel on TPUs, the reference elsewhere; derivatives are the reference's."""
+
+    def reference(x: jax.Array) -> QArray:
+        return quantized(x, problem.scheme, None, None, None, None)
+
+    native = functools.partial(_by_kernel, problem.scheme, backend.interpret)
+    return native(operands[0]) if backend.interpret else on_platform("tpu", native, reference)(operands[0])
+
+
+def _by_kernel(scheme: Scheme, interpret: bool, x: jax.Array) -> QArray:
+    from .pallas_tpu import quantized_tiles  # importing Pallas takes half a second
+
+    tiles = scheme.tiles(x.ndim)
+    axis = _tiled_axis(x.shape, tiles, scheme)
+    assert axis is not None
+    is_last, tile = axis == -1, tiles[axis] or x.shape[axis]
+    batch = 1 if is_last else math.prod(x.shape[:-2])
+    matrices = x.reshape(batch, -1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, 1, -1)
+    codes, scale = quantized_tiles(matrices, scheme, tile, is_last=is_last, interpret=interpret)
+    packed = list(x.shape)
+    packed[axis] = x.shape[axis] * scheme.format.bits // 8
+    return assembled(x, scheme, codes.reshape(packed), scale.reshape(tile_counts(x.shape, tiles)), None, None)
+
+
+QUANTIZERS.add(PallasTPUQuantizer.name, PallasTPUQuantizer())

@@ -1,0 +1,91 @@
+"""The TPU quantizer: its bytes in interpret mode are the reference's, and it is lowered for TPUs."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.array.scales import MX
+from fewbit.kernels.quantize import QUANTIZERS, PallasTPUQuantizer, Quantization
+from fewbit.kernels.quantize.pallas_tpu import Blocks
+
+
+def awkward(shape: tuple[int, ...]) -> jax.Array:
+    """Tiles of many magnitudes: zeros, a NaN, an infinity, subnormal, tiny and huge ones, heavy tails."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_t(3, size=shape).astype(np.float32) * rng.choice([1e-3, 1.0, 30.0], size=(shape[0], 1)).astype(
+        np.float32
+    )
+    x[0], x[1, 3], x[2, 5], x[3], x[4, ::3], x[5, :32] = 0, np.nan, np.inf, 1e-39, -0.0, 1e38
+    x[6] *= 1e-35
+    return jnp.asarray(x)
+
+
+def assert_same(x: jax.Array, scheme: fb.Scheme, axis: int) -> None:
+    """The kernel's leaves are the reference's."""
+    bound = scheme.along(axis, x.ndim)
+    problem = Quantization(x.shape, x.dtype.name, bound)
+    backend = PallasTPUQuantizer(interpret=True)
+    assert backend.unsupported(problem) is None
+    ours = backend.run(problem, x, None, None, None, None)
+    reference = fb.quantize(x, scheme, axis=axis, backend="reference")
+    assert jax.tree.structure(ours) == jax.tree.structure(reference)
+    for own, wanted in zip(jax.tree.leaves(ours), jax.tree.leaves(reference), strict=True):
+        np.testing.assert_array_equal(np.asarray(own), np.asarray(wanted))
+
+
+CASES = [("int4_g32", -1), ("mxfp4", -2), ("int8", -1), ("fp8", -2), ("nf4", -1), ("mxfp8", -1), ("int8", -2)]
+QUICK = CASES[:2]
+
+
+@pytest.mark.parametrize(
+    ("name", "axis"), [*QUICK, *(pytest.param(*case, marks=pytest.mark.slow) for case in CASES if case not in QUICK)]
+)
+def test_bytes_are_the_references(name: str, axis: int):
+    x = awkward((20, 64))
+    assert_same(x if axis == -1 else x.T, fb.scheme(name), axis)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["floor", "rceil", "even", "threshold", "optimal"])
+def test_rules_of_powers_of_two(rule: str):
+    assert_same(awkward((20, 64)), dataclasses.replace(fb.scheme("mxfp4"), calibration=MX(rule)), -1)
+
+
+@pytest.mark.slow
+def test_several_blocks_and_axes_and_bfloat16():
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2560, 130)), jnp.bfloat16)
+    assert Blocks(2560, 130, 32, 2, False).grid == (2, 2)
+    assert_same(x, fb.scheme("mxfp4"), -2)
+
+
+def test_reasons():
+    problem = Quantization((4, 64), "float32", fb.scheme("mxfp4").along(-1, 2))
+    backend = QUANTIZERS["pallas_tpu"]
+    assert backend.unsupported(problem) is None
+    assert str(backend.passed_over(problem)).startswith("there are several devices")
+    for changed, reason in (
+        ({"dtype": "float16"}, "the array is float16, must be float32 or bfloat16"),
+        ({"is_stochastic": True}, "rounding by chance"),
+        ({"shape": (4, 72)}, "axis -1 has 72 elements; whole tiles of 32"),
+        ({"scheme": fb.scheme("nvfp4").along(-1, 2)}, "zero points, two levels of scales"),
+        ({"scheme": fb.scheme("mxfp6").along(-1, 2)}, "the codes of e2m3"),
+        ({"scheme": fb.scheme("fp8_block128").along(-1, 2), "shape": (256, 256)}, "extend over several axes"),
+    ):
+        refusal = backend.unsupported(dataclasses.replace(problem, **changed))
+        assert refusal is not None
+        assert reason in refusal
+
+
+@pytest.mark.newest
+@pytest.mark.parametrize(("name", "axis"), [("mxfp4", -1), ("nf4", -2), ("int8", -1), ("fp8", -2), ("mxfp8", -1)])
+def test_it_is_lowered_for_tpus_and_reads_its_input_once(name: str, axis: int):
+    x = jax.ShapeDtypeStruct((1024, 2048), jnp.bfloat16)
+    traced = jax.jit(lambda x: fb.quantize(x, name, axis=axis, backend="pallas_tpu")).trace(x)
+    text = traced.lower(lowering_platforms=("tpu",)).as_text()
+    assert text.count("tpu_custom_call") == 1
+    assert text.count("1024x2048xf32") == 0  # nothing of the input's size beside the kernel
+    assert "tpu_custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
