@@ -10,22 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import ManualAxisType, PartitionSpec
 
 from ...array import QArray
-from ...errors import QuantError, UnsupportedError
+from ...errors import QuantError
 from .codes import fits_int32, is_whole, side
 from .integers import bytes_of
+from .primitive import kernel_primitive
 from .problem import Operand, Problem
 from .reference import BACKENDS, Reference
 from .stack import Stack, stack_of
 
 Axes = tuple[int, ...]
-
-primitive = Primitive("fewbit_paired_qmatmul")
 
 LEAST_TILE = 8
 """The shortest tile along the contraction that pays for sums of integers."""
@@ -145,62 +140,20 @@ def _bind(x: QArray, q: QArray, **settings: Any) -> jax.Array:
     return primitive.bind(*leaves, form=form, **settings)
 
 
-# --- what each platform makes of the primitive ---
+# --- the primitive ---
 
 
-def _on(platform: str | None, *leaves: jax.Array, form: Any, **settings: Any) -> jax.Array:
-    """The product by the kernel of a platform, by the reference where it has none and none was named."""
-    kernels, is_named = settings.pop("kernels"), settings.pop("is_named")
-    for kernel in kernels:
-        if kernel.platform == platform:
-            return kernel.paired(*jax.tree.unflatten(form, leaves), **settings)
-    if is_named:
-        where = "another platform" if platform is None else platform
-        reasons = {
-            kernel.name: f"it runs on {kernel.platform}, and the program is compiled for {where}" for kernel in kernels
-        }
-        raise UnsupportedError(f"{BACKENDS.kind} cannot run here", reasons)
-    return _by_reference(*jax.tree.unflatten(form, leaves), **settings)
-
-
-def _by_reference(x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any, **_: Any) -> jax.Array:
+def _by_reference(x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
     numbers = (((2,), (2 if contracts_cols else 1,)), ((0,), (0,)))
     return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, None, dtype), x, q)
 
 
-@functools.cache
-def _compiled(**settings: Any) -> Any:
-    return jax.jit(functools.partial(primitive.bind, **settings))
+def _by_kernel(kernel: Any, *operands: QArray, **settings: Any) -> jax.Array:
+    return kernel.paired(*operands, **settings)
 
 
-@primitive.def_impl
-def _run(*leaves: Any, **settings: Any) -> jax.Array:
-    return _compiled(**settings)(*leaves)
-
-
-@primitive.def_abstract_eval
-def _result(*leaves: Any, form: Any, contracts_cols: bool, dtype: Any, **_: Any) -> Any:
-    x, q = jax.tree.unflatten(form, leaves)
-    shape = (x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2])
-    varying = frozenset().union(*(leaf.manual_axis_type.varying for leaf in leaves))
-    plain = leaves[0].sharding.update(spec=PartitionSpec(None, None, None))
-    return ShapedArray(shape, dtype, sharding=plain, manual_axis_type=ManualAxisType(varying=varying))
-
-
-def _tangent(leaves: Any, tangents: Any, form: Any, **settings: Any) -> tuple[jax.Array, Any]:
-    """The derivative along scales, which is the reference's."""
-    y = primitive.bind(*leaves, form=form, **settings)
-    moved = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero]
-    if not moved:
-        return y, ad.Zero.from_primal_value(y)  # type: ignore[attr-defined]
-
-    def of_moved(*those: jax.Array) -> jax.Array:
-        held = list(leaves)
-        for i, leaf in zip(moved, those, strict=True):
-            held[i] = leaf
-        return _by_reference(*jax.tree.unflatten(form, held), **settings)
-
-    return y, jax.jvp(of_moved, [leaves[i] for i in moved], [tangents[i] for i in moved])[1]
+def _shape(x: QArray, q: QArray, *, contracts_cols: bool) -> tuple[int, ...]:
+    return x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2]
 
 
 def _mapped(leaves: Any, axes: Any, *, form: Any, **settings: Any) -> tuple[jax.Array, int]:
@@ -229,9 +182,12 @@ def _mapped(leaves: Any, axes: Any, *, form: Any, **settings: Any) -> tuple[jax.
     return y.reshape(batch, count, rows, y.shape[2]), 1
 
 
-ad.primitive_jvps[primitive] = _tangent
-batching.primitive_batchers[primitive] = _mapped
-for _platform in ("cpu", "cuda", "rocm", "tpu"):
-    _lowered = mlir.lower_fun(functools.partial(_on, _platform), multiple_results=False)
-    mlir.register_lowering(primitive, _lowered, platform=_platform)
-mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(_on, None), multiple_results=False))
+primitive = kernel_primitive(
+    "fewbit_paired_qmatmul",
+    kind=BACKENDS.kind,
+    by_kernel=_by_kernel,
+    by_reference=_by_reference,
+    shape=_shape,
+    mapped=_mapped,
+    is_linear=False,
+)

@@ -19,7 +19,7 @@ from ...array import QArray
 from ...array.quantize import dequantize
 from ...errors import QuantError
 from ..select import AbstractBackend, select
-from .primitive import linear_primitive
+from .primitive import kernel_primitive
 from .problem import Operand
 from .stack import Stack, stack_of
 
@@ -167,9 +167,9 @@ def _by_kernels(
     problem: RaggedProblem, operands: Any, kernels: tuple[AbstractRaggedKernel, ...], *, is_named: bool
 ) -> jax.Array:
     x, q, sizes = operands
-    leaves, form = jax.tree.flatten((problem.stack.of(q), sizes.astype(jnp.int32)))
+    leaves, form = jax.tree.flatten((x, problem.stack.of(q), sizes.astype(jnp.int32)))
     return primitive.bind(
-        *(x, *leaves),
+        *leaves,
         form=form,
         contracts_cols=problem.contracts_cols,
         dtype=np.dtype(problem.result_dtype),
@@ -196,13 +196,12 @@ def _shape(x: Any, q: QArray, _: Any, *, contracts_cols: bool) -> tuple[int, ...
 
 def _mapped(operands: Any, axes: Any, *, form: Any, **settings: Any) -> tuple[jax.Array, int]:
     """A mapped x has more rows in each group; products of mapped groups or matrices are made one after the other."""
-    x, *met = operands
     x_axis, *met_axes = axes
     if all(axis is None for axis in met_axes):
-        q, sizes = jax.tree.unflatten(form, met)
+        x, q, sizes = jax.tree.unflatten(form, operands)
         x, count = jnp.moveaxis(x, x_axis, 1), x.shape[x_axis]
-        leaves = jax.tree.leaves((q, sizes * count))
-        y = primitive.bind(x.reshape(-1, x.shape[2]), *leaves, form=form, **settings)
+        leaves = jax.tree.leaves((x.reshape(-1, x.shape[2]), q, sizes * count))
+        y = primitive.bind(*leaves, form=form, **settings)
         return y.reshape(-1, count, y.shape[1]), 1
     moved = [i for i, axis in enumerate(axes) if axis is not None]
 
@@ -215,11 +214,12 @@ def _mapped(operands: Any, axes: Any, *, form: Any, **settings: Any) -> tuple[ja
     return jax.lax.map(one, [jnp.moveaxis(operands[i], axes[i], 0) for i in moved]), 0
 
 
-primitive = linear_primitive(
+primitive = kernel_primitive(
     "fewbit_ragged_qmatmul",
     kind=RAGGED.kind,
     by_kernel=_by_kernel,
     by_reference=_by_reference,
     shape=_shape,
     mapped=_mapped,
+    is_linear=True,
 )

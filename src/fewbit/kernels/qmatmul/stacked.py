@@ -15,7 +15,7 @@ from ...array import QArray
 from ...errors import QuantError, UnsupportedError
 from ..select import AbstractBackend, select
 from .paired import paired_product
-from .primitive import linear_primitive
+from .primitive import kernel_primitive
 from .problem import Operand, Problem
 from .reference import BACKENDS, Reference
 from .stack import Stack, stack_of
@@ -159,9 +159,9 @@ def _by_kernels(
     free = tuple(a for a in range(x.ndim) if a not in contracted and a not in batch)
     lengths = [[x.shape[a] for a in group] for group in (batch, free, contracted)]
     x3 = x.transpose(*batch, *free, *contracted).reshape([int(np.prod(group)) for group in lengths])
-    leaves, form = jax.tree.flatten((stack.of(q), picked))
+    leaves, form = jax.tree.flatten((x3, stack.of(q), picked))
     y = primitive.bind(
-        *(x3, *leaves),
+        *leaves,
         form=form,
         contracts_cols=stack.contracts_cols,
         dtype=np.dtype(problem.result_dtype),
@@ -211,10 +211,13 @@ def _mapped(operands: Any, axes: Any, form: Any, **settings: Any) -> tuple[jax.A
     """A mapped x has more rows; a mapped weight makes the stack longer."""
     x, *leaves = operands
     x_axis, *leaf_axes = axes
-    if any(axis is not None for axis in leaf_axes) and jax.tree.unflatten(form, leaves)[1] is not None:
-        alone = jax.vmap(lambda *those: element(*jax.tree.unflatten(form, those), keepdims=True), in_axes=tuple(leaf_axes))
-        leaves, form = jax.tree.flatten((alone(*leaves), None))
-        leaf_axes, operands, axes = [0] * len(leaves), (x, *leaves), (x_axis, *[0] * len(leaves))
+    if any(axis is not None for axis in leaf_axes) and jax.tree.unflatten(form, operands)[2] is not None:
+        own = jax.tree.structure(jax.tree.unflatten(form, operands)[1:])
+        alone = jax.vmap(lambda *those: element(*jax.tree.unflatten(own, those), keepdims=True), in_axes=tuple(leaf_axes))
+        operands, form = jax.tree.flatten((x, alone(*leaves), None))
+        x, *leaves = operands
+        leaf_axes = [0] * len(leaves)
+        axes = [x_axis, *leaf_axes]
     settings["form"] = form
     count = next(a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None)
     if all(axis is None for axis in leaf_axes):
@@ -231,11 +234,12 @@ def _mapped(operands: Any, axes: Any, form: Any, **settings: Any) -> tuple[jax.A
     return y.reshape(count, batch, *y.shape[1:]), 0
 
 
-primitive = linear_primitive(
+primitive = kernel_primitive(
     "fewbit_qmatmul",
     kind=BACKENDS.kind,
     by_kernel=_by_kernel,
     by_reference=_by_reference,
     shape=_shape,
     mapped=_mapped,
+    is_linear=True,
 )
