@@ -32,19 +32,22 @@ class Timing:
         return ratios[0], statistics.median(ratios), ratios[-1]
 
 
-def timed(contenders: dict[str, Callable[[], Any]], *, rounds: int) -> dict[str, Timing]:
+def timed(
+    contenders: dict[str, Callable[[], Any]], *, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Timing]:
     """The timings of all contenders after one warm-up call each.
 
     Args:
         contenders: for each name a function without arguments; what it returns is waited for.
         rounds: how many times each runs.
+        clock: what time is; `time.process_time` on a machine that others use, too.
     """
     for run in contenders.values():
         jax.block_until_ready(run())
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
         for name, run in contenders.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(clock() - start)
     return {name: Timing(name, tuple(s)) for name, s in seconds.items()}

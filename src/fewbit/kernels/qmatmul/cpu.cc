@@ -32,7 +32,7 @@
 // least of many, 4096 x 4096, weights that rotate, one run): one row of x with int4 in tiles of 64 along columns 0.82 ms beside
 // 0.85 of torch's kernel for 4 bits, int8 1.18 beside 1.50 of torch's; along rows 1.12 and 1.71; int3 0.82 and 0.87, mxfp6 1.6
 // and 1.8. 256 rows, beside XLA's float32 product, 56 ms along columns and 58 along rows: int4 56 and 58, int3 55 and 55,
-// mxfp6 56 and 58, int8 56 and 61. What both cores take through jit is in bench/results/qmatmul.json. Along rows one row of x
+// mxfp6 56 and 58, int8 56 and 61. bench/results/qmatmul.json has a run of every scheme. Along rows one row of x
 // is behind: presumably because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to
 // one set. Prefetching into the second cache instead did not help.
 //
