@@ -42,13 +42,16 @@ def test_catalogues_list_every_name(command, names):
     assert all(name in text for name in names)
 
 
-def test_one_recipe_shows_its_rules():
+def test_one_recipe_shows_its_rules(tmp_path):
     text = run("recipes", "te_nvfp4").stdout
     assert all(
         said in text for said in ("nvfp4_16x16", "nvfp4_absmax x forward (stochastic)", "Hadamard 16", "left as it is")
     )
     assert "scales from 1024 steps before" in run("recipes", "maxtext/fp8").stdout
     assert recipe(run_json("recipes", "maxtext/int8")) == recipe("maxtext/int8")
+    pruned = {"rules": [{"path": ".*", "policy": "int8", "sparsity": {"n": 2, "m": 4}}]}
+    (tmp_path / "pruned.json").write_text(json.dumps(pruned))
+    assert "int8, 2:4 sparse" in run("recipes", tmp_path / "pruned.json").stdout
     assert "every tensor as the file" in run("recipes", "keep").stdout.lower()
     assert "did you mean 'maxtext/int8'" in run("recipes", "maxtxt/int8", status=2).stderr
 
@@ -103,8 +106,9 @@ def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
     assert kept["cache_bytes"] < sample["cache_bytes"] / 3
     mixed = run("eval", out, "--text", text, "--kv", "int8,int4").stdout
     assert "keys and values quantized: keys int8_narrow per head, values int4_narrow per head" in mixed
-    written = run("generate", out, "The quick ", "--max-tokens", 5).stdout
-    assert written.rstrip("\n") == "The quick " + sample["text"]
+    written = run("generate", out, "The quick ", "--max-tokens", 5)
+    assert written.stdout.rstrip("\n") == "The quick " + sample["text"]
+    assert f"read {sample['prompt_tokens']} tokens at " in written.stderr and ", wrote 4 more at " in written.stderr
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from .app import app
 from .catalogue import Json
 from .checkpoints import ModelPath, Rotate, Seed
 from .demonstration import points, show_demo
-from .output import console, emit_json, progress_bar, say
+from .output import console, emit_json, note, progress_bar, say
 from .views import candidate_record, comparison_table, quality_lines, quantized_source_note
 
 TextName = Annotated[
@@ -161,6 +161,7 @@ def generate(
         emit_json({"model": str(path), **vars(sample)})
     else:
         say(sample.text if sample.is_chat else prompt + sample.text)
+        note(sample.speed())
 
 
 @app.command()

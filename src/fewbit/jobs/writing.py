@@ -1,8 +1,8 @@
 """Writing on from a prompt with a model, quantized or not."""
 
 import dataclasses
-import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -28,10 +28,14 @@ class Sample:
         is_chat: whether the prompt was put as a question of a chat.
         text: what it wrote.
         tokens: how many tokens that is.
-        seconds: how long writing took, compilation and the decoding of weights included.
+        seconds: how long all took, loading, compilation and the decoding of weights included.
         decoded: how many quantized weights were decoded to float before the loop.
         kv: how the cache kept keys and values; None: in float32.
         cache_bytes: what the cache took, with room for prompt and new tokens.
+        prompt_tokens: how many tokens the prompt is.
+        reading_seconds: how long the prompt was read, up to the first new token; without compilation.
+        writing_seconds: how long all other tokens were written; without compilation.
+        steps: how many those are, that of the end among them.
     """
 
     prompt: str
@@ -42,6 +46,17 @@ class Sample:
     decoded: int = 0
     kv: str | None = None
     cache_bytes: int = 0
+    prompt_tokens: int = 0
+    reading_seconds: float = 0.0
+    writing_seconds: float = 0.0
+    steps: int = 0
+
+    def speed(self) -> str:
+        """A sentence on the tokens a second, compilation apart."""
+        read = f"read {self.prompt_tokens} tokens at {self.prompt_tokens / self.reading_seconds:,.0f} tokens/s"
+        wrote = f", wrote {self.steps} more at {self.steps / self.writing_seconds:,.0f} tokens/s" if self.steps else ""
+        compiled = self.seconds - self.reading_seconds - self.writing_seconds
+        return f"{read}{wrote}; loading and compiling took {compiled:.1f} s"
 
 
 def write_on(
@@ -86,19 +101,38 @@ def write_on(
     params, count = _decoded_weights(model.params() if params is None else params)
     key = jax.random.key(seed or 0) if temperature > 0 else None
     tokens = jnp.asarray(ids[None, :], jnp.int32)
-    options = {"max_new_tokens": max_tokens, "temperature": temperature, "stop_ids": tokenizer.stop_ids, "kv": kv}
-    run = functools.partial(models.generate, **options)
-    rows = transparent(run)(stacked(params), tokens, config, key=key).rows()
+    writer = models.Writer(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv)
+    params = stacked(params)
+    begun, reading = _timed(writer.begin, params, tokens, key)
+    written, writing = _timed(writer.finish, params, begun, key)
+    row = written.rows()[0]
     return Sample(
         prompt=prompt,
         is_chat=is_chat,
-        text=tokenizer.decode(rows[0]),
-        tokens=len(rows[0]),
+        text=tokenizer.decode(row),
+        tokens=len(row),
         seconds=time.perf_counter() - start,
         decoded=count,
         kv=None if kv is None else str(kv),
         cache_bytes=_cache_bytes(config, len(ids) + max_tokens, kv),
+        prompt_tokens=len(ids),
+        reading_seconds=reading,
+        writing_seconds=writing,
+        steps=min(len(row) + 1, max_tokens) - 1,
     )
+
+
+def _timed(fn: Callable[..., Any], *args: Any) -> tuple[Any, float]:
+    """What a function of parameters and more gives, compiled as one call, and how long that call took."""
+    leaves, structure = jax.tree.flatten(args)
+
+    def flat(*leaves: Any) -> Any:
+        return transparent(fn)(*jax.tree.unflatten(structure, leaves))
+
+    compiled = jax.jit(flat).lower(*leaves).compile()
+    start = time.perf_counter()
+    result = jax.block_until_ready(compiled(*leaves))
+    return result, time.perf_counter() - start
 
 
 def _cache_bytes(config: models.LlamaConfig, room: int, kv: KVPolicy | None) -> int:

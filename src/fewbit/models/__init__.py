@@ -8,6 +8,8 @@ from .checkpoints import config_from_glassllm as config_from_glassllm
 from .checkpoints import config_from_hf as config_from_hf
 from .config import LlamaConfig as LlamaConfig
 from .generate import Generation as Generation
+from .generate import Writer as Writer
+from .generate import Writing as Writing
 from .generate import generate as generate
 from .installed import Text as Text
 from .installed import default_text_name as default_text_name

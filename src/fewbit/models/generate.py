@@ -67,36 +67,22 @@ def generate(
     Raises:
         QuantError: for an empty prompt, a length that does not fit, a negative temperature, a key missing or not used.
     """
-    T = prompt.shape[1]
-    if T < 1 or max_new_tokens < 1:
-        raise QuantError(f"the prompt has {T} tokens and max_new_tokens is {max_new_tokens}; both must be at least 1")
-    if T + max_new_tokens > config.context:
-        raise QuantError(
-            f"a prompt of {T} tokens and {max_new_tokens} new ones exceed the context of the model, {config.context}; "
-            "shorten the prompt or lower max_new_tokens"
-        )
-    if not temperature >= 0:
-        raise QuantError(f"temperature is {temperature}, must be 0 (the likeliest token) or above")
-    if (temperature > 0) != (key is not None):
-        given = "no key" if key is None else "a key"
-        raise QuantError(f"temperature is {temperature} and {given} is given; sampling needs both, greedy decoding neither")
-    return _generate(
-        params,
-        prompt,
-        key,
-        config=config,
-        count=max_new_tokens,
-        temperature=temperature,
-        stop_ids=tuple(stop_ids),
-        dtype=dtype,
-        kv=kv,
-    )
+    writer = Writer(config, max_new_tokens, temperature, tuple(stop_ids), jnp.dtype(dtype), kv)
+    return _generate(params, prompt, key, writer=writer)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class _State:
-    """Where the loop stands: `step` tokens are written, the last of them is not yet read."""
+class Writing:
+    """Where writing stands: `step` tokens are written, the last of them is not yet read.
+
+    Attributes:
+        step: how many tokens are written.
+        cache: the keys and values of all tokens but the last.
+        tokens: the new tokens; 0 where none is written yet, and after the end of a row.
+        counts: how many of a row's tokens count.
+        has_stopped: which rows have come to a stop token.
+    """
 
     step: Int[Array, ""]
     cache: AnyCache
@@ -105,44 +91,102 @@ class _State:
     has_stopped: Bool[Array, " B"]
 
 
-@partial(jax.jit, static_argnames=("config", "count", "temperature", "stop_ids", "dtype", "kv"))
-def _generate(
-    params: Params,
-    prompt: Array,
-    key: Array | None,
-    *,
-    config: LlamaConfig,
-    count: int,
-    temperature: float,
-    stop_ids: tuple[int, ...],
-    dtype: DTypeLike,
-    kv: KVPolicy | None,
-) -> Generation:
-    """`generate` after its checks."""
-    B, T = prompt.shape
-    prompt = prompt.astype(jnp.int32)
+@dataclasses.dataclass(frozen=True)
+class Writer:
+    """The two parts of `generate`, for callers that measure or show them apart: reading the prompt, and writing on.
 
-    def write(state: _State, logits: Array) -> _State:
-        token = _sampled(logits, state.step, key, temperature)
-        has_stopped = state.has_stopped | _is_any(token, stop_ids)
+    Attributes:
+        config: the network.
+        max_new_tokens: as for `generate`.
+        temperature: as for `generate`.
+        stop_ids: as for `generate`.
+        dtype: as for `generate`.
+        kv: as for `generate`.
+    """
+
+    config: LlamaConfig
+    max_new_tokens: int
+    temperature: float = 0.0
+    stop_ids: tuple[int, ...] = ()
+    dtype: DTypeLike = jnp.float32
+    kv: KVPolicy | None = None
+
+    def begin(self, params: Params, prompt: Int[Array, "B T"], key: Key[Array, ""] | None = None) -> Writing:
+        """Reads the prompt and writes the first token.
+
+        Args:
+            params: as for `forward`.
+            prompt: token ids, as many for every row.
+            key: as for `generate`.
+
+        Returns:
+            Where writing stands then.
+
+        Raises:
+            QuantError: as `generate`.
+        """
+        self._check(prompt.shape[1], key)
+        (B, T), count = prompt.shape, self.max_new_tokens
+        empty = empty_cache(self.config, batch=B, room=T + count, dtype=self.dtype, kv=self.kv)
+        logits, cache = prefill(params, prompt.astype(jnp.int32), empty, self.config, dtype=self.dtype)
+        nothing = Writing(jnp.int32(0), cache, jnp.zeros((B, count), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool))
+        return self._written(nothing, logits, key)
+
+    def finish(self, params: Params, writing: Writing, key: Key[Array, ""] | None = None) -> Generation:
+        """Writes the other tokens, in a loop on the device.
+
+        Args:
+            params: as for `begin`.
+            writing: what `begin` gave.
+            key: that of `begin`.
+
+        Returns:
+            The new tokens.
+        """
+
+        def is_unfinished(writing: Writing) -> Array:
+            return (writing.step < self.max_new_tokens) & ~jnp.all(writing.has_stopped)
+
+        def read_and_write(writing: Writing) -> Writing:
+            last = lax.dynamic_index_in_dim(writing.tokens, writing.step - 1, axis=1, keepdims=False)
+            logits, cache = decode_step(params, last, writing.cache, self.config, dtype=self.dtype)
+            return self._written(dataclasses.replace(writing, cache=cache), logits, key)
+
+        end = lax.while_loop(is_unfinished, read_and_write, writing)
+        return Generation(end.tokens, end.counts)
+
+    def _written(self, writing: Writing, logits: Array, key: Array | None) -> Writing:
+        """One more token of each row."""
+        token = _sampled(logits, writing.step, key, self.temperature)
+        has_stopped = writing.has_stopped | _is_any(token, self.stop_ids)
         kept = jnp.where(has_stopped, jnp.zeros_like(token), token)
-        tokens = lax.dynamic_update_slice(state.tokens, kept[:, None], (jnp.int32(0), state.step))
-        counts = state.counts + (~has_stopped).astype(jnp.int32)
-        return _State(state.step + 1, state.cache, tokens, counts, has_stopped)
+        tokens = lax.dynamic_update_slice(writing.tokens, kept[:, None], (jnp.int32(0), writing.step))
+        counts = writing.counts + (~has_stopped).astype(jnp.int32)
+        return Writing(writing.step + 1, writing.cache, tokens, counts, has_stopped)
 
-    def is_unfinished(state: _State) -> Array:
-        return (state.step < count) & ~jnp.all(state.has_stopped)
+    def _check(self, T: int, key: Array | None) -> None:
+        """Raises when the prompt's length or the key does not fit."""
+        count, context, temperature = self.max_new_tokens, self.config.context, self.temperature
+        if T < 1 or count < 1:
+            raise QuantError(f"the prompt has {T} tokens and max_new_tokens is {count}; both must be at least 1")
+        if T + count > context:
+            raise QuantError(
+                f"a prompt of {T} tokens and {count} new ones exceed the context of the model, {context}; "
+                "shorten the prompt or lower max_new_tokens"
+            )
+        if not temperature >= 0:
+            raise QuantError(f"temperature is {temperature}, must be 0 (the likeliest token) or above")
+        if (temperature > 0) != (key is not None):
+            given = "no key" if key is None else "a key"
+            raise QuantError(
+                f"temperature is {temperature} and {given} is given; sampling needs both, greedy decoding neither"
+            )
 
-    def read_and_write(state: _State) -> _State:
-        last = lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1, keepdims=False)
-        logits, cache = decode_step(params, last, state.cache, config, dtype=dtype)
-        return write(dataclasses.replace(state, cache=cache), logits)
 
-    empty = empty_cache(config, batch=B, room=T + count, dtype=dtype, kv=kv)
-    logits, cache = prefill(params, prompt, empty, config, dtype=dtype)
-    nothing = _State(jnp.int32(0), cache, jnp.zeros((B, count), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool))
-    end = lax.while_loop(is_unfinished, read_and_write, write(nothing, logits))
-    return Generation(end.tokens, end.counts)
+@partial(jax.jit, static_argnames="writer")
+def _generate(params: Params, prompt: Array, key: Array | None, *, writer: Writer) -> Generation:
+    """`generate` as one compiled call."""
+    return writer.finish(params, writer.begin(params, prompt, key), key)
 
 
 def _sampled(logits: Float[Array, "B V"], step: Int[Array, ""], key: Array | None, temperature: float) -> Int[Array, " B"]:

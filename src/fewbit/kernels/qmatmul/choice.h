@@ -61,7 +61,6 @@ static int64_t StepsOf(const Job& job) {
 }
 
 constexpr int64_t kTall = 384;        // rows of x that share one decoding of the weight
-constexpr int64_t kFewOutputs = 16;   // rows of the weight in a chunk of a few dot products
 constexpr int64_t kFewColumns = 512;  // its columns in a chunk of a few sums
 
 static int64_t WidthOf(const Job& job, bool few) {

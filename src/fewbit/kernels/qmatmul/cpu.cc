@@ -8,11 +8,12 @@
 // A few rows of x (up to 4; vectors.h). The weight is read once, so the bound is memory, and the aim is to decode as fast as
 // bytes come. 64 bytes are loaded as 16 lanes of 32 bits. Shifting all lanes by 4 i brings code i of each lane to the low bits,
 // and one permutation of 16 floats turns 16 of them into numbers, since it looks at four bits of each index only: two
-// instructions and a multiply-add for 16 weights, whatever the 4-bit format. So a lane holds 8 neighbouring codes. Along a
-// contraction x is laid out to match once a call (BlockedX), which is O(M K); each lane keeps its own sum, and takes its own
-// scale after 8 codes, so a tile may be any multiple of 8. Along outputs a lane's bytes are neighbouring outputs, put in
-// order when they are stored; the rows of the next tile are prefetched, because each row is another page. 1 and 2 bits go the
-// same way; bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of 3, 5 and 6 bits are
+// instructions and a multiply-add for 16 weights, whatever the 4-bit format; loading from one byte further on spares every
+// second shift. So a lane holds 8 neighbouring codes. Along a contraction x is laid out to match once a call (BlockedX), which
+// is O(M K); each lane keeps its own sum, and takes its own scale after 8 codes, so a tile may be any multiple of 8. Offsets
+// meet the sums of x over their tiles, once a row. Along outputs a lane's bytes are neighbouring outputs, put in order when
+// they are stored; the rows of the next tile are prefetched, because each row is another page. 1 and 2 bits go the same way;
+// bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of 3, 5 and 6 bits are
 // cut out of their bytes first, to a byte each: along a row eight at a time by one instruction, down columns by two shifts
 // where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them. With one row of x four
 // rows of the weight are taken together: x is loaded once for them.
@@ -25,7 +26,12 @@
 // that lanes do not fit, AVX2, plain C++) is decoded row by row (decode.h) and turned as numbers, for a few rows of x, too.
 //
 // Threads take chunks of outputs, whose sizes do not depend on how many threads there are, and each output is summed in one
-// order: the bits of the result are the same for any number of them.
+// order: the bits of the result are the same for any number of them. A network of many layers makes hundreds of calls of some
+// 10 us each, and to wake a sleeping thread for each took longer than it saved: 64 tokens of a 30-layer model were faster on
+// one core than on two. So a thread that has helped looks for the next call for 100 us before it sleeps (parallel.h). It is no
+// thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it there.
+//
+// Layers that a loop runs over are one stack, of which a call takes one matrix by its index: XLA would copy it first.
 //
 // The bound. On a Sapphire Rapids core, which permutes on one port, 128 codes of 4 bits take 25 instructions on two ports: 12.5
 // cycles; 13.0 are measured from the cache with four rows together. Measured on one core of a busy machine (processor time,
@@ -36,9 +42,9 @@
 // is behind: presumably because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to
 // one set. Prefetching into the second cache instead did not help.
 //
-// What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each byte
-// in place of half of the shifts: 12.0 cycles in place of 13.0 with four rows, but 16 and 19 with one and two, since each such
-// load crosses a cache line. bfloat16 products of x in three parts: that instruction runs on one port. Sums first and zero
+// What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each of
+// the four bytes of a lane, in place of more shifts: 12.0 cycles in place of 13.0 with four rows of the weight, but 16 and 19
+// with one and two, since each such load crosses a cache line. bfloat16 products of x in three parts: that instruction runs on one port. Sums first and zero
 // points afterwards, which saves an instruction for 16 weights: a tile of zeros would no longer give exact zeros. Scales spread
 // to one an output by scalar code: twice the time of the whole product. Panels [n][k], summed by lanes: each block streams
 // from the second cache, and 256 rows took 1.5 times as long. Loops over rows within registers without `unroll`: GCC leaves
@@ -74,6 +80,9 @@ static bool HeldOf(const ffi::AnyBuffer& data, const ffi::BufferR1<ffi::F32>& ta
   return true;
 }
 
+// The first place of memory at which a cache line begins.
+static float* FromALine(float* memory) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64); }
+
 // Row m of x as float32 in the order of the stream, zeros up to ldx.
 static void PackRow(const void* x, Float kind, int64_t k, const int32_t* order, int64_t group, float* out, int64_t ldx) {
   const auto at = [&](int64_t i) {
@@ -98,8 +107,8 @@ static void PackRow(const void* x, Float kind, int64_t k, const int32_t* order, 
 
 static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<ffi::U8> codes, ffi::AnyBuffer scale,
                           ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero, ffi::BufferR1<ffi::F32> zero_table,
-                          ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::F32> values, ffi::Result<ffi::AnyBuffer> y,
-                          bool contracts_cols, bool packed_cols, int64_t rows, int64_t cols, int64_t bits, int64_t row_tile,
+                          ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::F32> values,
+                          ffi::BufferR1<ffi::S32> picked, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, bool packed_cols, int64_t rows, int64_t cols, int64_t bits, int64_t row_tile,
                           int64_t col_tile, int64_t code_kind, int64_t role, float unit, int64_t level,
                           ffi::Span<const int32_t> order) {
   Job job{};
@@ -113,7 +122,12 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
       !HeldOf(scale, scale_table, &w.scale) || (role != 0 && !HeldOf(zero, zero_table, &w.zero))) {
     return ffi::Error::InvalidArgument("qmatmul was called with buffers of the wrong form");
   }
-  const int64_t batch = x_shape[0];
+  const int64_t batch = x_shape[0], stacked = codes.dimensions()[0];
+  int64_t first = 0;  // the matrix of the stack that the first one of x meets
+  if (picked.element_count() != 0) {
+    const int64_t asked = picked.typed_data()[0];
+    first = asked < 0 ? 0 : asked < stacked ? asked : stacked - 1;
+  }
   job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2];
   job.contracts_cols = contracts_cols;
   w.rows = rows, w.cols = cols, w.row_stride = codes.dimensions()[2], w.bits = static_cast<int>(bits);
@@ -131,7 +145,8 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr;
   job.ldx = as_is ? job.K : length + 16;
   std::unique_ptr<float[]> packed(as_is ? nullptr : new float[job.M * job.ldx]);
-  std::unique_ptr<float[]> blocked(steps == 1 ? nullptr : new float[job.M * job.ldx]);
+  std::unique_ptr<float[]> blocked_memory(steps == 1 ? nullptr : new float[job.M * job.ldx + 16]);
+  float* blocked = FromALine(blocked_memory.get());
   std::unique_ptr<float[]> sums(steps == 1 ? nullptr : new float[job.M * (length / steps)]);
   if (steps > 1 && w.role == Zero::kOffset) job.x_sums = sums.get(), job.ld_sums = length / steps;
   const int64_t x_bytes = x_kind == Float::kF32 ? 4 : 2, y_bytes = job.y_kind == Float::kF32 ? 4 : 2;
@@ -143,23 +158,24 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const Held first_scale = w.scale, first_zero = w.zero;
   for (int64_t b = 0; b < batch; ++b) {
     const char* rows_of_x = static_cast<const char*>(x.untyped_data()) + b * job.M * job.K * x_bytes;
-    job.x = as_is ? reinterpret_cast<const float*>(rows_of_x) : steps > 1 ? blocked.get() : packed.get();
+    job.x = as_is ? reinterpret_cast<const float*>(rows_of_x) : steps > 1 ? blocked : packed.get();
     constexpr int64_t kRowsAtOnce = 16;
     ParallelFor(pool, as_is ? 0 : (job.M + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
       for (int64_t m = chunk * kRowsAtOnce; m < job.M && m < (chunk + 1) * kRowsAtOnce; ++m) {
         float* row = packed.get() + m * job.ldx;
         PackRow(rows_of_x + m * job.K * x_bytes, x_kind, job.K, x_order, group, row, job.ldx);
         float* sums_of_row = job.x_sums == nullptr ? nullptr : sums.get() + m * job.ld_sums;
-        if (steps > 1) BlockedX(row, length, steps, blocked.get() + m * job.ldx, sums_of_row);
+        if (steps > 1) BlockedX(row, length, steps, blocked + m * job.ldx, sums_of_row);
       }
     });
-    w.codes = codes.typed_data() + (codes.dimensions()[0] == 1 ? 0 : b * weight_bytes);
-    w.scale.data = static_cast<const char*>(first_scale.data) + (one_scale ? 0 : b * tiles) * tile_bytes(first_scale);
-    if (role != 0) w.zero.data = static_cast<const char*>(first_zero.data) + (one_zero ? 0 : b * zeros) * tile_bytes(first_zero);
-    w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : b];
+    const int64_t at = first + b;
+    w.codes = codes.typed_data() + (stacked == 1 ? 0 : at * weight_bytes);
+    w.scale.data = static_cast<const char*>(first_scale.data) + (one_scale ? 0 : at * tiles) * tile_bytes(first_scale);
+    if (role != 0) w.zero.data = static_cast<const char*>(first_zero.data) + (one_zero ? 0 : at * zeros) * tile_bytes(first_zero);
+    w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : at];
     job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * y_bytes;
     const auto run = [&](int64_t chunk) { Run(isa, job, chunk); };
-    constexpr int64_t kWorthThreads = 1 << 18;  // multiply-adds that take longer, about 10 us, than waking a thread
+    constexpr int64_t kWorthThreads = 1 << 16;  // multiply-adds that take longer than to tell a thread that looks
     const int64_t chunks = ChunkCount(isa, job);
     if (job.M * w.rows * w.cols >= kWorthThreads) ParallelFor(pool, chunks, run);
     else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
@@ -178,6 +194,7 @@ XLA_FFI_DEFINE_HANDLER(qmatmul, Qmatmul,
                            .Arg<ffi::BufferR1<ffi::F32>>()
                            .Arg<ffi::BufferR1<ffi::F32>>()     // tensor scales, none or one or one a batch
                            .Arg<ffi::BufferR1<ffi::F32>>()     // the numbers of the format
+                           .Arg<ffi::BufferR1<ffi::S32>>()     // the matrix that x meets, of a stack; none: x has one for each
                            .Ret<ffi::AnyBuffer>()              // y [B, M, N]
                            .Attr<bool>("contracts_cols")
                            .Attr<bool>("packed_cols")

@@ -103,6 +103,11 @@ static void LoadHeld(const Held& held, int64_t from, int64_t n, float unit, floa
     const uint16_t* p = static_cast<const uint16_t*>(held.data) + from;
     int64_t i = 0;
     for (; i + kLanes <= n; i += kLanes) Store(out + i, Mul(WidenedF16(p + i), Same(unit)));
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+    const __mmask16 rest = static_cast<__mmask16>((1u << (n - i)) - 1);
+    _mm512_mask_storeu_ps(out + i, rest, Mul(_mm512_cvtph_ps(_mm256_maskz_loadu_epi16(rest, p + i)), Same(unit)));
+    i = n;
+#endif
     for (; i < n; ++i) out[i] = FloatOfHalf(p[i]) * unit;
   }
 }

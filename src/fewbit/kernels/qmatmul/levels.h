@@ -11,6 +11,8 @@
 
 namespace fewbit {
 
+constexpr int64_t kFewOutputs = 48;  // rows of the weight in a chunk of a few dot products
+
 // Memory of this thread that keeps its size from call to call, so that no page is touched for the first time twice.
 static float* Workspace(int64_t floats) {
   thread_local std::vector<float> memory;

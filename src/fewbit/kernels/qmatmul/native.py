@@ -19,12 +19,15 @@ _NO_ZERO, _WHOLE, _OFFSET = range(3)
 _LEVELS = ("portable", "avx2", "avx512")
 
 
-def native_product(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, isa: str | None = None) -> jax.Array:
+def native_product(
+    x: jax.Array, q: QArray, picked: jax.Array | None, *, contracts_cols: bool, dtype: Any, isa: str | None = None
+) -> jax.Array:
     """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, for the matrices `w` that a stack of codes stands for.
 
     Args:
         x: `[B, M, K]`, float32, bfloat16 or float16.
         q: `[B, R, C]`.
+        picked: the matrix of `q` that `x`, whose B is 1, is multiplied with; None: each meets its own.
         contracts_cols: whether K is C, or R.
         dtype: that of the result.
         isa: the instruction set to take, where the machine has it; None: the best.
@@ -32,7 +35,7 @@ def native_product(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any,
     Returns:
         `[B, M, N]`, N being the other one of R and C. Sums are made in float32.
     """
-    scheme, (batch, rows, cols) = q.scheme, q.shape
+    scheme, (_, rows, cols) = q.scheme, q.shape
     order = _stream_order(scheme)
     lengths = [rows, cols]
     if order.size:
@@ -41,7 +44,7 @@ def native_product(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any,
     scale, scale_table = _held_scales(q)
     role, zero, zero_table = _held_zeros(q)
     tensor = jnp.zeros(0, jnp.float32) if q.tensor_scale is None else q.tensor_scale.reshape(-1)
-    result = jax.ShapeDtypeStruct((batch, x.shape[1], rows if contracts_cols else cols), dtype)
+    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], rows if contracts_cols else cols), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
         x,
         q.codes,
@@ -51,6 +54,7 @@ def native_product(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any,
         zero_table,
         tensor,
         jnp.asarray(values),
+        jnp.zeros(0, jnp.int32) if picked is None else picked.reshape(1),
         contracts_cols=contracts_cols,
         packed_cols=scheme.pack_axis == -1,
         rows=np.int64(lengths[0]),

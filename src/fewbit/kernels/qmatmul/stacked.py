@@ -1,31 +1,24 @@
 """The product of a stack of float matrices and a stack of quantized ones: one primitive of JAX, a kernel on each platform.
 
-The primitive is linear in the float operand, and its gradient is itself with the other axis of the weight contracted. `vmap`
-makes rows of x, or a longer stack, of the axis it maps. A traced program holds it once, with the kernels that can compute it;
-which of them does is settled where the program is compiled, by the platform that it is compiled for.
+`vmap` makes rows of x, or a longer stack, of the axis it maps.
 """
 
 import abc
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import ManualAxisType, PartitionSpec
 
 from ...array import QArray
 from ...errors import QuantError, UnsupportedError
 from ..select import AbstractBackend, select
+from .paired import paired_product
+from .primitive import linear_primitive
 from .problem import Operand, Problem
 from .reference import BACKENDS, Reference
 from .stack import Stack, stack_of
-
-primitive = Primitive("fewbit_qmatmul")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +29,7 @@ class AbstractStackKernel(AbstractBackend[Problem]):
 
     def unsupported(self, problem: Problem) -> str | None:
         if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
-            return "both operands are quantized; it takes one"
+            return self.refused_pair(problem)
         if problem.accumulator is not None:
             return f"it sums in float32, and {problem.accumulator} is asked for"
         if problem.out_sharding is not None:
@@ -50,6 +43,14 @@ class AbstractStackKernel(AbstractBackend[Problem]):
     @abc.abstractmethod
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
         """Why this kernel cannot multiply an operand with a stack; None when it can."""
+
+    def refused_pair(self, problem: Problem) -> str | None:
+        """Why this kernel cannot multiply two quantized operands; None when it can."""
+        return "both operands are quantized; it takes one"
+
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
+        """The product of two quantized stacks, of which the first has whole codes in bytes, as `stacked` has it."""
+        raise UnsupportedError("a product of two quantized operands", {self.name: "it takes one"})
 
     @abc.abstractmethod
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
@@ -65,6 +66,13 @@ class AbstractStackKernel(AbstractBackend[Problem]):
         Returns:
             `[B, M, N]`, N being the other one of R and C. Sums are made in float32.
         """
+
+    def picked(
+        self, x: jax.Array, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+    ) -> jax.Array:
+        """`stacked` with one matrix of `q`, the index-th, for an `x` whose B is 1."""
+        settings = {"contracts_cols": contracts_cols, "dtype": dtype, "precision": precision}
+        return self.stacked(x, element(q, index, keepdims=True), **settings)
 
     def run(self, problem: Problem, *operands: Any) -> jax.Array:
         return _by_kernels(problem, operands, (self,), is_named=True)
@@ -102,8 +110,46 @@ def kernels_of(problem: Problem) -> tuple[AbstractStackKernel, ...]:
     return tuple({backend.platform: backend for backend in serving}.values())
 
 
-def _by_kernels(problem: Problem, operands: Any, kernels: tuple[AbstractStackKernel, ...], *, is_named: bool) -> jax.Array:
-    """The product as one of stacks."""
+def element(q: QArray, index: jax.Array | int, *, keepdims: bool = False) -> QArray:
+    """One element of a stack along the first axis, of which every leaf has its part: its bytes are copied."""
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, jnp.int32(index), keepdims=keepdims), q)
+
+
+def picked_product(
+    x: jax.Array, q: QArray, index: jax.Array, numbers: Any, precision: Any, preferred: Any
+) -> jax.Array | None:
+    """The product with one element of a stack by a kernel that reads it where it lies; None where no kernel does.
+
+    Args:
+        x: the left operand.
+        q: arrays stacked along the first axis, each with leaves of its own.
+        index: which of them is the right operand.
+        numbers: the dimension numbers of the product with one of them; without batch axes.
+        precision: as in `lax.dot_general`.
+        preferred: as in `lax.dot_general`.
+    """
+    (left, right), batch = numbers
+    one = Operand(tuple(q.shape[1:]), jnp.dtype(q.dtype).name, q.scheme)
+    problem = Problem(Operand.of(x), one, numbers, precision, preferred)
+    many = ((tuple(a + 1 for a in left), tuple(a + 1 for a in right)), ((0,), (0,)))
+    stack = Problem(Operand((1, *x.shape), problem.lhs.dtype, None), Operand.of(q), many, precision, problem.result_dtype)
+    kernels = () if any(batch) else kernels_of(problem)
+    if not kernels or any(kernel.unsupported(stack) for kernel in kernels):
+        return None
+    return _by_kernels(stack, (x[None], q), kernels, is_named=False, picked=index)[0]
+
+
+def _by_kernels(
+    problem: Problem,
+    operands: Any,
+    kernels: tuple[AbstractStackKernel, ...],
+    *,
+    is_named: bool,
+    picked: jax.Array | None = None,
+) -> jax.Array:
+    """The product as one of stacks; or, where a matrix of the right one is picked, with that one alone."""
+    if all(isinstance(operand, QArray) for operand in operands):
+        return paired_product(problem, operands[0], operands[1], kernels, is_named=is_named)
     q_side = 0 if isinstance(operands[0], QArray) else 1
     x, q = operands[1 - q_side], operands[q_side]
     stack, own = _stack(problem), problem.dimension_numbers[0][q_side]
@@ -113,7 +159,7 @@ def _by_kernels(problem: Problem, operands: Any, kernels: tuple[AbstractStackKer
     free = tuple(a for a in range(x.ndim) if a not in contracted and a not in batch)
     lengths = [[x.shape[a] for a in group] for group in (batch, free, contracted)]
     x3 = x.transpose(*batch, *free, *contracted).reshape([int(np.prod(group)) for group in lengths])
-    leaves, form = jax.tree.flatten(stack.of(q))
+    leaves, form = jax.tree.flatten((stack.of(q), picked))
     y = primitive.bind(
         *(x3, *leaves),
         form=form,
@@ -141,81 +187,35 @@ def _stack(problem: Problem) -> Stack:
     return stack_of(q, problem.dimension_numbers[0][side], problem.dimension_numbers[1][side])
 
 
-# --- what each platform makes of the primitive ---
+# --- the primitive ---
 
 
-def _on(platform: str | None, x: jax.Array, *leaves: jax.Array, form: Any, **settings: Any) -> jax.Array:
-    """The product by the kernel of a platform, by the reference where it has none and none was named."""
-    kernels, is_named = settings.pop("kernels"), settings.pop("is_named")
-    q: QArray = jax.tree.unflatten(form, leaves)
-    for kernel in kernels:
-        if kernel.platform == platform:
-            return kernel.stacked(x, q, **settings)
-    if is_named:
-        where = "another platform" if platform is None else platform
-        reasons = {
-            kernel.name: f"it runs on {kernel.platform}, and the program is compiled for {where}" for kernel in kernels
-        }
-        raise UnsupportedError(f"{BACKENDS.kind} cannot run here", reasons)
-    return _by_reference(x, q, **settings)
-
-
-def _by_reference(x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
+def _by_reference(
+    x: jax.Array, q: QArray, picked: jax.Array | None, *, contracts_cols: bool, dtype: Any, precision: Any
+) -> jax.Array:
+    q = q if picked is None else element(q, picked, keepdims=True)
     numbers = (((2,), (2 if contracts_cols else 1,)), ((0,), (0,)))
     return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, precision, dtype), x, q)
 
 
-@functools.cache
-def _compiled(**settings: Any) -> Any:
-    return jax.jit(functools.partial(primitive.bind, **settings))
+def _by_kernel(kernel: AbstractStackKernel, x: jax.Array, q: QArray, picked: jax.Array | None, **settings: Any) -> jax.Array:
+    return kernel.stacked(x, q, **settings) if picked is None else kernel.picked(x, q, picked, **settings)
 
 
-@primitive.def_impl
-def _run(*operands: Any, **settings: Any) -> jax.Array:
-    return _compiled(**settings)(*operands)
+def _shape(x: Any, q: QArray, picked: Any, *, contracts_cols: bool) -> tuple[int, ...]:
+    del picked
+    return x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2]
 
 
-@primitive.def_abstract_eval
-def _result(x: Any, *leaves: Any, form: Any, contracts_cols: bool, dtype: Any, **_: Any) -> Any:
-    q: QArray = jax.tree.unflatten(form, leaves)
-    shape = (x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2])
-    varying = frozenset().union(*(leaf.manual_axis_type.varying for leaf in (x, *leaves)))
-    plain = x.sharding.update(spec=PartitionSpec(None, None, None))
-    return ShapedArray(shape, dtype, sharding=plain, manual_axis_type=ManualAxisType(varying=varying))
-
-
-def _tangent(primals: Any, tangents: Any, form: Any, **settings: Any) -> tuple[jax.Array, Any]:
-    """The derivative along x is the product of the tangent; that along scales is the reference's."""
-    x, *leaves = primals
-    y = primitive.bind(*primals, form=form, **settings)
-    along_x, *along_leaves = tangents
-    moved = [i for i, t in enumerate(along_leaves) if type(t) is not ad.Zero]
-    parts = [] if type(along_x) is ad.Zero else [primitive.bind(along_x, *leaves, form=form, **settings)]
-    if moved:
-        plain = {name: settings[name] for name in ("contracts_cols", "dtype", "precision")}
-
-        def of_moved(*those: jax.Array) -> jax.Array:
-            held = list(leaves)
-            for i, leaf in zip(moved, those, strict=True):
-                held[i] = leaf
-            return _by_reference(x, jax.tree.unflatten(form, held), **plain)
-
-        parts.append(jax.jvp(of_moved, [leaves[i] for i in moved], [along_leaves[i] for i in moved])[1])
-    return y, functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(y)  # type: ignore[attr-defined]
-
-
-def _transposed(gradient: Any, x: Any, *leaves: Any, contracts_cols: bool, dtype: Any, **settings: Any) -> list[Any]:
-    """The gradient of x, the only operand that the product is linear in."""
-    if type(gradient) is ad.Zero:
-        return [None] * (1 + len(leaves))
-    of_x = primitive.bind(gradient, *leaves, contracts_cols=not contracts_cols, dtype=x.aval.dtype, **settings)
-    return [of_x, *([None] * len(leaves))]
-
-
-def _mapped(operands: Any, axes: Any, **settings: Any) -> tuple[jax.Array, int]:
+def _mapped(operands: Any, axes: Any, form: Any, **settings: Any) -> tuple[jax.Array, int]:
     """A mapped x has more rows; a mapped weight makes the stack longer."""
     x, *leaves = operands
     x_axis, *leaf_axes = axes
+    if any(axis is not None for axis in leaf_axes) and jax.tree.unflatten(form, leaves)[1] is not None:
+        alone = jax.vmap(lambda *those: element(*jax.tree.unflatten(form, those), keepdims=True), in_axes=tuple(leaf_axes))
+        leaves, form = jax.tree.flatten((alone(*leaves), None))
+        leaf_axes, operands, axes = [0] * len(leaves), (x, *leaves), (x_axis, *[0] * len(leaves))
+    settings["form"] = form
     count = next(a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None)
     if all(axis is None for axis in leaf_axes):
         x = jnp.moveaxis(x, x_axis, 1)
@@ -231,10 +231,11 @@ def _mapped(operands: Any, axes: Any, **settings: Any) -> tuple[jax.Array, int]:
     return y.reshape(count, batch, *y.shape[1:]), 0
 
 
-ad.primitive_jvps[primitive] = _tangent
-ad.primitive_transposes[primitive] = _transposed
-batching.primitive_batchers[primitive] = _mapped
-for _platform in ("cpu", "cuda", "rocm", "tpu"):
-    _lowered = mlir.lower_fun(functools.partial(_on, _platform), multiple_results=False)
-    mlir.register_lowering(primitive, _lowered, platform=_platform)
-mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(_on, None), multiple_results=False))
+primitive = linear_primitive(
+    "fewbit_qmatmul",
+    kind=BACKENDS.kind,
+    by_kernel=_by_kernel,
+    by_reference=_by_reference,
+    shape=_shape,
+    mapped=_mapped,
+)

