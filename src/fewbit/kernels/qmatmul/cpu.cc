@@ -29,26 +29,27 @@
 // order: the bits of the result are the same for any number of them. A network of many layers makes hundreds of calls of some
 // 10 us each, and to wake a sleeping thread for each took longer than it saved: 64 tokens of a 30-layer model were faster on
 // one core than on two. So a thread that has helped looks for the next call for 100 us before it sleeps (parallel.h). It is no
-// thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it there.
+// thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it
+// there.
 //
 // Layers that a loop runs over are one stack, of which a call takes one matrix by its index: XLA would copy it first.
 //
-// The bound. On a Sapphire Rapids core, which permutes on one port, 128 codes of 4 bits take 25 instructions on two ports: 12.5
-// cycles; 13.0 are measured from the cache with four rows together. Measured on one core of a busy machine (processor time,
-// least of many, 4096 x 4096, weights that rotate, one run): one row of x with int4 in tiles of 64 along columns 0.82 ms beside
-// 0.85 of torch's kernel for 4 bits, int8 1.18 beside 1.50 of torch's; along rows 1.12 and 1.71; int3 0.82 and 0.87, mxfp6 1.6
-// and 1.8. 256 rows, beside XLA's float32 product, 56 ms along columns and 58 along rows: int4 56 and 58, int3 55 and 55,
-// mxfp6 56 and 58, int8 56 and 61. bench/results/qmatmul.json has a run of every scheme. Along rows one row of x
-// is behind: presumably because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to
+// The bound. On a Sapphire Rapids core, which permutes on one port, 128 codes of 4 bits take 25 instructions on two ports:
+// 12.5 cycles; 13.0 are measured from the cache with four rows together. Measured on one core of a busy machine (processor
+// time, least of many, 4096 x 4096, weights that rotate, one run): one row of x with int4 in tiles of 64 along columns 0.82 ms
+// beside 0.85 of torch's kernel for 4 bits, int8 1.18 beside 1.50 of torch's; along rows 1.12 and 1.71; int3 0.82 and 0.87,
+// mxfp6 1.6 and 1.8. 256 rows, beside XLA's float32 product, 56 ms along columns and 58 along rows: int4 56 and 58, int3 55
+// and 55, mxfp6 56 and 58, int8 56 and 61. bench/results/qmatmul.json has a run of every scheme. Along rows one row of x is
+// behind: presumably because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to
 // one set. Prefetching into the second cache instead did not help.
 //
-// What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each of
-// the four bytes of a lane, in place of more shifts: 12.0 cycles in place of 13.0 with four rows of the weight, but 16 and 19
-// with one and two, since each such load crosses a cache line. bfloat16 products of x in three parts: that instruction runs on one port. Sums first and zero
-// points afterwards, which saves an instruction for 16 weights: a tile of zeros would no longer give exact zeros. Scales spread
-// to one an output by scalar code: twice the time of the whole product. Panels [n][k], summed by lanes: each block streams
-// from the second cache, and 256 rows took 1.5 times as long. Loops over rows within registers without `unroll`: GCC leaves
-// some of them rolled, with their sums in memory, at 1.4 times the time.
+// What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each of the
+// four bytes of a lane, in place of more shifts: 12.0 cycles in place of 13.0 with four rows of the weight, but 16 and 19 with
+// one and two, since each such load crosses a cache line. bfloat16 products of x in three parts: that instruction runs on one
+// port. Sums first and zero points afterwards, which saves an instruction for 16 weights: a tile of zeros would no longer give
+// exact zeros. Scales spread to one an output by scalar code: twice the time of the whole product. Panels [n][k], summed by
+// lanes: each block streams from the second cache, and 256 rows took 1.5 times as long. Loops over rows within registers
+// without `unroll`: GCC leaves some of them rolled, with their sums in memory, at 1.4 times the time.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
