@@ -1,6 +1,7 @@
 """Products with quantized weights on the CPU, beside torch's kernels, dense products and the copy bandwidth.
 
     python -m bench.qmatmul [--size 4096] [--rows 1 256] [--rounds 15] [--save]
+    taskset -c 0 python -m bench.qmatmul --processor-time    # one core of a machine that others use, too
 
 Weights rotate through enough copies to lie beyond the last-level cache. Prints nothing about speed unless every product is
 within the rounding of float32 of the decoded one, measured first. Run it on one JAX device: the kernels are not chosen by
@@ -9,7 +10,9 @@ themselves where there are several.
 
 import argparse
 import dataclasses
+import os
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +38,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
+    parser.add_argument("--processor-time", action="store_true", help="count it in place of the time on the wall")
     parser.add_argument("--save", action="store_true", help="write bench/results/qmatmul.json")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
@@ -50,12 +54,14 @@ def main() -> int:
     rows = []
     for m in options.rows:
         x = jnp.asarray(rng.normal(size=(m, options.size)), jnp.float32)
-        times = timed(contenders(x, w, weights), rounds=options.rounds)
+        clock = time.process_time if options.processor_time else time.perf_counter
+        times = timed(contenders(x, w, weights), rounds=options.rounds, clock=clock)
         rows += [row(m, name, times) for name in times]
     for line in rows:
         print(line["text"])
     if options.save:
-        facts = {"size": options.size, "rounds": options.rounds, "machine": dataclasses.asdict(rates)}
+        how = {"cores": len(os.sched_getaffinity(0)), "clock": "processor" if options.processor_time else "wall"}
+        facts = {"size": options.size, "rounds": options.rounds, **how, "machine": dataclasses.asdict(rates)}
         save("qmatmul", PEERS, **facts, rows=rows)
     return 0
 

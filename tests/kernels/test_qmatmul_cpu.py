@@ -99,7 +99,7 @@ def test_every_scheme_along_both_axes(name):
 
 
 @pytest.mark.parametrize("isa", HERE)
-@pytest.mark.parametrize("name", ["nf4", "uint4", "q4_1", "int8", "fp8", "int3", "mxfp6", "ternary", "binary"])
+@pytest.mark.parametrize("name", ["nf4", "uint4", "q4_1", "int8", "fp8", "int3", "int5", "mxfp6", "ternary", "binary"])
 def test_every_instruction_set(name, isa):
     q = weight(name, -1)
     x = activation(2, COLS)
@@ -112,7 +112,7 @@ def test_every_instruction_set(name, isa):
 @pytest.mark.parametrize("name", ["nf4", "nvfp4", "q8_0", "mxfp6"])
 def test_any_number_of_rows(name, rows):
     for axis in (0, 1):
-        q = weight(name, -1, (129, 640))
+        q = weight(name, -1, (1030, 330))
         x = activation(rows, q.shape[axis])
         assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
 

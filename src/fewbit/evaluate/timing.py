@@ -32,19 +32,22 @@ class Timing:
         return ratios[0], statistics.median(ratios), ratios[-1]
 
 
-def timed(contenders: Mapping[Who, Callable[[], Any]], *, rounds: int) -> dict[Who, Timing]:
+def timed(
+    contenders: Mapping[Who, Callable[[], Any]], *, rounds: int, clock: Callable[[], float] = time.perf_counter
+) -> dict[Who, Timing]:
     """The timings of all contenders after one warm-up call each.
 
     Args:
         contenders: for each of them a function without arguments; what it returns is waited for.
         rounds: how many times each runs.
+        clock: what time is; `time.process_time` on a machine that others use, too.
     """
     for run in contenders.values():
         jax.block_until_ready(run())
     seconds: dict[Who, list[float]] = {who: [] for who in contenders}
     for _ in range(rounds):
         for who, run in contenders.items():
-            start = time.perf_counter()
+            start = clock()
             jax.block_until_ready(run())
-            seconds[who].append(time.perf_counter() - start)
+            seconds[who].append(clock() - start)
     return {who: Timing(tuple(s)) for who, s in seconds.items()}

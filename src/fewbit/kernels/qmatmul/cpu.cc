@@ -13,36 +13,43 @@
 // is O(M K); each lane keeps its own sum, and takes its own scale after 8 codes, so a tile may be any multiple of 8. Offsets
 // meet the sums of x over their tiles, once a row. Along outputs a lane's bytes are neighbouring outputs, put in order when
 // they are stored; the rows of the next tile are prefetched, because each row is another page. 1 and 2 bits go the same way;
-// bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs.
+// bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of 3, 5 and 6 bits are
+// cut out of their bytes first, to a byte each: along a row eight at a time by one instruction, down columns by two shifts
+// where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them. With one row of x four
+// rows of the weight are taken together: x is loaded once for them.
 //
-// More rows (panels.h). 16 outputs by 1024 places, or 256 by 128, are decoded and scaled into float32 that stays in the second
-// cache, and multiplied by blocks of 6 x 4 vectors of registers, at 24 multiply-adds for 10 loads. Along a contraction the
-// block holds 24 dot products by lanes, which spares the transposition of the panel. The decoding is that of vectors.h where
-// there is one. Every other case (3, 5, 6 and 7 bits, tiles that lanes do not fit, AVX2, plain C++) is decoded row by row
-// (decode.h), for a few rows of x, too.
+// More rows (panels.h). 128 outputs by 128 places are decoded and scaled into float32, [k][n] whichever axis is contracted, and
+// multiplied by blocks of 6 x 4 vectors of registers, at 24 multiply-adds for 10 loads. A block of registers walks down the
+// rows of x while its part of the panel, 32 KiB, stays in the first cache; x streams past it, 24 bytes for 12 cycles. Along a
+// contraction the packed bytes of 16 rows are turned before they are decoded: 64 shuffles for 2048 codes of 4 bits, an eighth
+// of what turning the numbers would take. The decoding is that of vectors.h where there is one. Every other case (7 bits, tiles
+// that lanes do not fit, AVX2, plain C++) is decoded row by row (decode.h) and turned as numbers, for a few rows of x, too.
 //
 // Threads take chunks of outputs, whose sizes do not depend on how many threads there are, and each output is summed in one
 // order: the bits of the result are the same for any number of them. A network of many layers makes hundreds of calls of some
 // 10 us each, and to wake a sleeping thread for each took longer than it saved: 64 tokens of a 30-layer model were faster on
 // one core than on two. So a thread that has helped looks for the next call for 100 us before it sleeps (parallel.h). It is no
-// thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it there.
+// thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it
+// there.
 //
 // Layers that a loop runs over are one stack, of which a call takes one matrix by its index: XLA would copy it first.
 //
-// The bound. On a Sapphire Rapids core, which permutes on one port, 128 codes of 4 bits take 24 instructions on two ports: 12
-// cycles. Measured on one such core while others worked on the machine (processor time, least of many, 4096 x 4096, one row of
-// x): int4 in tiles of 64 along columns 0.70 ms from the cache and 0.79 from memory, along rows 0.85 and 1.11; int8 0.99 and
-// 1.3, along rows 1.5 and 2.4; fp8 1.6. Asking for bytes a page ahead makes 1.5 to 1.8 of it from memory, because the
-// processor's own prefetching ends with each page. Panels of 256 rows: 67 (columns) and up to 75 (rows) billion multiply-adds
-// a second. Both cores through jit, on a quiet machine, beside XLA's float32 product (bench/results/qmatmul.json): one row of x
-// takes 0.23 to 0.39 of its time in 4 bits, 0.32 to 0.47 in 8, and 256 rows 0.9 to 1.05 along rows but 1.1 to 1.2 along
-// columns, where each panel is decoded for a third of the multiply-adds. torch's kernels for one row, which keep bfloat16, took
-// 0.23 (4 bits) and 0.32 (8 bits) in the same run. So its time is reached, not undercut.
+// The bound. On a Sapphire Rapids core, which permutes on one port, 128 codes of 4 bits take 25 instructions on two ports:
+// 12.5 cycles; 13.0 are measured from the cache with four rows together. Measured on one core of a busy machine (processor
+// time, least of many, 4096 x 4096, weights that rotate, one run): one row of x with int4 in tiles of 64 along columns 0.82 ms
+// beside 0.85 of torch's kernel for 4 bits, int8 1.18 beside 1.50 of torch's; along rows 1.12 and 1.71; int3 0.82 and 0.87,
+// mxfp6 1.6 and 1.8. 256 rows, beside XLA's float32 product, 56 ms along columns and 58 along rows: int4 56 and 58, int3 55
+// and 55, mxfp6 56 and 58, int8 56 and 61. bench/results/qmatmul.json has a run of every scheme. Along rows one row of x is
+// behind: presumably because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to
+// one set. Prefetching into the second cache instead did not help.
 //
-// What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Sums first and zero
-// points afterwards, which saves an instruction for 16 weights: a tile of zeros would no longer give exact zeros. Scales spread
-// to one an output by scalar code: twice the time of the whole product. Horizontal sums one at a time: a fifth of the time of
-// a panel's product at 16 rows.
+// What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each of the
+// four bytes of a lane, in place of more shifts: 12.0 cycles in place of 13.0 with four rows of the weight, but 16 and 19 with
+// one and two, since each such load crosses a cache line. bfloat16 products of x in three parts: that instruction runs on one
+// port. Sums first and zero points afterwards, which saves an instruction for 16 weights: a tile of zeros would no longer give
+// exact zeros. Scales spread to one an output by scalar code: twice the time of the whole product. Panels [n][k], summed by
+// lanes: each block streams from the second cache, and 256 rows took 1.5 times as long. Loops over rows within registers
+// without `unroll`: GCC leaves some of them rolled, with their sums in memory, at 1.4 times the time.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
