@@ -21,23 +21,32 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
   const TileLanes lanes(kBlock, kSteps, w.col_tile, w.cols);
   const V table = Decoder::Table(w);
   const int64_t padded = tiles + 32;
-  float* scale = Workspace((2 + kM) * padded);
-  float *zero = scale + padded, *x_of_tiles = zero + padded;
-  for (int i = 0; i < 32; ++i) scale[tiles + i] = zero[tiles + i] = 0.0f;
+  // The scales of a row are widened while the row before is multiplied: what is stored in parts cannot be read at once.
+  float* memory = Workspace((4 + kM) * padded);
+  float *scales[2] = {memory, memory + padded}, *zeros[2] = {memory + 2 * padded, memory + 3 * padded};
+  float* x_of_tiles = memory + 4 * padded;
+  for (int i = 0; i < 32; ++i) scales[0][tiles + i] = scales[1][tiles + i] = zeros[0][tiles + i] = zeros[1][tiles + i] = 0.0f;
+  const auto load = [&](int64_t r) {
+    LoadHeld(w.scale, r / w.row_tile * tiles, tiles, w.unit, scales[r & 1]);
+    if (kRole != Zero::kNone) LoadHeld(w.zero, r / w.row_tile * tiles, tiles, 1.0f, zeros[r & 1]);
+  };
   // What a tile's zero point is multiplied with: the sum of x over the tile.
   for (int m = 0; kRole == Zero::kOffset && m < kM; ++m) {
     for (int64_t t = 0; t < padded; ++t) x_of_tiles[m * padded + t] = 0.0f;
+    int64_t tile = 0, end = w.col_tile;
     for (int64_t lane = 0; lane < 16 * blocks && lane * kSteps < w.cols; ++lane) {
-      x_of_tiles[m * padded + lane * kSteps / w.col_tile] += job.x_sums[m * job.ld_sums + lane];
+      if (lane * kSteps >= end) ++tile, end += w.col_tile;
+      x_of_tiles[m * padded + tile] += job.x_sums[m * job.ld_sums + lane];
     }
   }
   float y[kM][kFewOutputs];
+  if (r0 < r1) load(r0);
   for (int64_t r = r0; r < r1; ++r) {
     const uint8_t* row = w.codes + r * w.row_stride;
     PrefetchHeld(w.scale, (r + kRowsAhead) / w.row_tile * tiles, tiles);
     if (kRole != Zero::kNone) PrefetchHeld(w.zero, (r + kRowsAhead) / w.row_tile * tiles, tiles);
-    LoadHeld(w.scale, r / w.row_tile * tiles, tiles, w.unit, scale);
-    if (kRole != Zero::kNone) LoadHeld(w.zero, r / w.row_tile * tiles, tiles, 1.0f, zero);
+    const float *scale = scales[r & 1], *zero = zeros[r & 1];
+    if (r + 1 < r1) load(r + 1);
     V total[kM];
     for (int m = 0; m < kM; ++m) {
       total[m] = Same(0.0f);
