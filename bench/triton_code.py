@@ -1,9 +1,10 @@
-"""What the Triton quantizers compile to, without a GPU: instructions an element and widths of loads and stores, by architecture.
+"""What the Triton kernels compile to, without a GPU: instructions an element and widths of loads and stores, by architecture.
 
     python -m bench.triton_code [--save]
 
 A kernel is compiled for sm_80, sm_90 and sm_100 and disassembled. `lane instructions` are the static SASS instructions of a thread
 times the threads of a program over its elements: loops that are not unrolled count once, branches that are seldom taken count.
+Of products, `in_loop` is the same for the longest loop alone, the steps along K, over the weights that a step decodes.
 """
 
 import argparse
@@ -20,6 +21,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import fewbit as fb
+from fewbit.kernels.qmatmul import triton_launch
+from fewbit.kernels.qmatmul.gpu_configs import Gpu, blocks_for, gpu_config
+from fewbit.kernels.qmatmul.gpu_matrix import Matrix
 from fewbit.kernels.quantize import triton as kernels
 from fewbit.kernels.quantize import triton_dequantize, triton_hessian
 from fewbit.kernels.quantize.triton_problem import TileProblem
@@ -35,6 +39,15 @@ KERNELS = (
 )  # fmt: skip
 BY_PTX = (("mxfp4", "naive"), ("nvfp4", "optimal"))
 DECODED = ("mxfp4", "nvfp4")
+MULTIPLIED = (
+    ("int4_g64", "x1"), ("uint4_g64", "x1"), ("nf4", "x1"), ("mxfp4", "x1"), ("nvfp4", "x1"), ("int8", "x1"), ("fp8", "x1"),
+    ("int4_g64", "x16"), ("nvfp4", "x16"), ("fp8", "x16"), ("int4_g64", "x256"), ("mxfp4", "x256"),
+)  # fmt: skip
+FAMILIES = {"x1": 1, "x16": 16, "x256": 256}
+"""By name, how many rows of bfloat16 meet the matrix."""
+CODES = ("int8", "fp8")
+HOPPER = Gpu(132, 163 * 1024)
+"""The multiprocessors of an H200, and the shared memory that an A100 has, too."""
 TOOLS = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -47,6 +60,8 @@ def main() -> int:
     rows += [row for name, method in BY_PTX for row in quantizer_rows(name, method, (100,), inline_ptx=True)]
     rows += [row for name in DECODED for row in decoder_rows(name)]
     rows += [row for name in DECODED for row in sweep_rows(name)]
+    rows += [row for name, family in MULTIPLIED for row in product_rows(name, family)]
+    rows += [row for name in CODES for row in codes_rows(name)]
     for row in rows:
         print(
             "{kernel:18} sm_{sm:<4} {lane_instructions:7.1f} a lane and element  {registers:4} registers  {memory}".format(
@@ -104,6 +119,55 @@ def sweep_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> lis
     return rows_of(f"{name} swept", triton_hessian.sweep_kernel, types, constants, 4, elements, architectures)
 
 
+def product_rows(name: str, family: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
+    """The figures of one product with a matrix of 4096 x 4096, held as `[N, K]`; a step along K counts once."""
+    scheme, m, config = fb.scheme(name).along(0, 2), FAMILIES[family], gpu_config("")
+    matrix = Matrix(scheme, 4096, 4096)
+    tiles = 4096 // matrix.tile_k if matrix.tile_k else 1
+    if m <= config.gemv_rows:
+        launch = triton_launch.gemv_launch(matrix, m, 4096, 4096 * matrix.bits // 32, (1, tiles), config.gemv[matrix.bits])
+        elements = launch.constants["BN"] * launch.constants["BW"] * (32 // matrix.bits)
+    else:
+        strides, blocks = (1, 4096 * matrix.bits // 8), blocks_for(config.dot, m)
+        settings: Any = {"precision": "bf16", "gpu": HOPPER}
+        launch = triton_launch.dot_launch(matrix, m, 4096, strides, (1, tiles), blocks, **settings)
+        elements = launch.constants["BN"] * launch.constants["BK"]
+    held = scheme.scale
+    scale = "*u8" if isinstance(held, fb.formats.AbstractFormat) else "*fp32"
+    zero = "*u8" if scheme.zero_point is not None else scale
+    y = "*bf16" if launch.splits == 1 else "*fp32"
+    return launched_rows(
+        f"{name} {family}",
+        launch,
+        ("*bf16", "*i32" if m == 1 else "*u8", scale, zero, "*fp32", "*fp32", y),
+        elements,
+        architectures,
+    )
+
+
+def codes_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
+    """The figures of one product of codes with codes, both along K; 8-bit floats need sm_89 or later."""
+    config, is_whole = gpu_config("").codes[-1], name == "int8"
+    launch = triton_launch.codes_launch(4096, 4096, 4096, (4096, 1, 1, 4096), (1, 1), config, is_whole=is_whole, gpu=HOPPER)
+    code = "*i8" if is_whole else "*fp8e4nv"
+    able = tuple(sm for sm in architectures if is_whole or sm >= 89)
+    return launched_rows(f"{name} codes", launch, (code, code, "*fp32", "*fp32", "*bf16"), config.n * config.k, able)
+
+
+def launched_rows(
+    name: str, launch: Any, pointers: tuple[str, ...], elements: int, architectures: tuple[int, ...]
+) -> list[dict[str, Any]]:
+    """The figures of a launch; numbers that are 1 are compiled in, as Triton does it."""
+    names = [n for n in launch.kernel.arg_names if n not in launch.constants]
+    numbers = dict(zip(names[len(pointers) - 1 : -1], launch.numbers, strict=True))
+    ones = {n: 1 for n, value in numbers.items() if value == 1}
+    types = dict(zip([*names[: len(pointers) - 1], names[-1]], pointers, strict=True)) | dict.fromkeys(
+        set(numbers) - set(ones), "i32"
+    )
+    constants = launch.constants | ones
+    return rows_of(name, launch.kernel, types, constants, launch.warps, elements, architectures, launch.stages)
+
+
 def rows_of(
     name: str,
     kernel: Any,
@@ -112,18 +176,22 @@ def rows_of(
     warps: int,
     elements: int,
     architectures: tuple[int, ...],
+    stages: int = 3,
 ) -> list[dict[str, Any]]:
     """The figures of one kernel for each architecture; every argument is divisible by 16, as those of whole tensors are."""
-    signature = types | dict.fromkeys(constants, "constexpr")
-    attributes = {(i,): [["tt.divisibility", 16]] for i in range(len(types))}
+    signature = {n: types.get(n, "constexpr") for n in kernel.arg_names}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(kernel.arg_names) if n in types}
     rows = []
     for sm in architectures:
         source = ASTSource(kernel, signature, constexprs=constants, attrs=attributes)
         compiled = triton.compile(
-            source, target=GPUTarget("cuda", sm, 32), options={"num_warps": warps, "enable_fp_fusion": True}
+            source,
+            target=GPUTarget("cuda", sm, 32),
+            options={"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True},
         )
-        operations = sass(compiled.asm["cubin"])
-        memory = collections.Counter(op for op in operations if op.startswith(("LDG", "STG")))
+        text = disassembled("nvdisasm", compiled.asm["cubin"], "-c")
+        operations = sass(text)
+        memory = collections.Counter(op for op in operations if op.startswith(("LDG", "STG", "STL", "LDL", "LDGSTS")))
         rows.append(
             {
                 "kernel": name,
@@ -132,14 +200,35 @@ def rows_of(
                 "registers": registers(compiled.asm["cubin"]),
                 "memory": dict(sorted(memory.items())),
                 "shuffles": sum(op.startswith("SHFL") for op in operations),
+                **({"in_loop": round(loop(text) * warps * 32 / elements, 1)} if {"BW", "BK"} & set(constants) else {}),
+                **matrix_instructions(operations, compiled.metadata.shared),
             }
         )
     return rows
 
 
-def sass(cubin: bytes) -> list[str]:
-    """The operations of a cubin, in order, without padding."""
-    text = disassembled("nvdisasm", cubin, "-c")
+def matrix_instructions(operations: list[str], shared: int) -> dict[str, Any]:
+    """The instructions of the tensor cores, where there are any, and the bytes of shared memory beside them."""
+    found = collections.Counter(op for op in operations if re.match(r"[HIQU]?[HIQ]?MMA|[HIQ]GMMA|UTC\w*MMA", op))
+    return {"matrix": dict(sorted(found.items())), "shared": shared} if found else {}
+
+
+def loop(text: str) -> int:
+    """How many instructions the longest loop of a disassembly has."""
+    starts: dict[str, int] = {}
+    count, longest = 0, 0
+    for line in text.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            starts[label[1]] = count
+        count += len(sass(line))
+        back = re.search(r"BRA(?:\.\w+)* .*`\((\.L_x_\d+)\)", line)
+        if back and back[1] in starts:
+            longest = max(longest, count - starts[back[1]])
+    return longest
+
+
+def sass(text: str) -> list[str]:
+    """The operations of a disassembly, in order, without padding."""
     found = re.findall(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text)
     return [op for op in found if op != "NOP"]
 

@@ -37,7 +37,14 @@ HARD = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "numpy", "rich", "typer"}
 # What the extras bring, as import names.
 OPTIONAL = {"flax", "gguf", "matplotlib", "safetensors", "tokenizers", "torch", "triton", "jax_triton", "optax", "equinox"}
 # The packages of one-file faces, whose files may import theirs at the top: nothing else of fewbit imports those files there.
-FACES = ("frameworks/", "torch/", "kernels/*/triton.py", "kernels/*/triton_dequantize.py", "kernels/*/triton_hessian.py")
+FACES = (
+    "frameworks/",
+    "torch/",
+    "kernels/*/triton.py",
+    "kernels/*/triton_dequantize.py",
+    "kernels/*/triton_hessian.py",
+    "kernels/qmatmul/triton_*.py",
+)
 # The one place that may read JAX's private modules.
 PRIVATE_JAX = PACKAGE / "ops" / "transparent.py"
 

@@ -41,6 +41,7 @@ from .recipe import RECIPES as RECIPES
 from .recipe import Plan as Plan
 from .recipe import Recipe as Recipe
 from .recipe import Rule as Rule
+from .recipe import Sparsity as Sparsity
 from .recipe import maxtext_mixed_precision as maxtext_mixed_precision
 from .recipe import maxtext_recipe as maxtext_recipe
 from .recipe import plan as plan
@@ -50,7 +51,9 @@ from .recipe import weight_only as weight_only
 from .statistics import Stats as Stats
 from .statistics import observe as observe
 from .training import DelayedState as DelayedState
+from .training import ModelSparsity as ModelSparsity
 from .training import delayed_state as delayed_state
 from .training import fake_quant as fake_quant
 from .training import lora as lora
+from .training import sparsity_state as sparsity_state
 from .training import train as train

@@ -42,13 +42,16 @@ def test_catalogues_list_every_name(command, names):
     assert all(name in text for name in names)
 
 
-def test_one_recipe_shows_its_rules():
+def test_one_recipe_shows_its_rules(tmp_path):
     text = run("recipes", "te_nvfp4").stdout
     assert all(
         said in text for said in ("nvfp4_16x16", "nvfp4_absmax x forward (stochastic)", "Hadamard 16", "left as it is")
     )
     assert "scales from 1024 steps before" in run("recipes", "maxtext/fp8").stdout
     assert recipe(run_json("recipes", "maxtext/int8")) == recipe("maxtext/int8")
+    pruned = {"rules": [{"path": ".*", "policy": "int8", "sparsity": {"n": 2, "m": 4}}]}
+    (tmp_path / "pruned.json").write_text(json.dumps(pruned))
+    assert "int8, 2:4 sparse" in run("recipes", tmp_path / "pruned.json").stdout
     assert "every tensor as the file" in run("recipes", "keep").stdout.lower()
     assert "did you mean 'maxtext/int8'" in run("recipes", "maxtxt/int8", status=2).stderr
 

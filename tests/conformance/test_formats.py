@@ -87,9 +87,8 @@ def test_stochastic_rounding_is_unbiased(name: str):
 
 @pytest.mark.slow
 @each_format
-@pytest.mark.parametrize("seed", [1, 2])
-def test_stochastic_rounding_is_unbiased_over_many_draws(name: str, seed: int):
-    laws.check_stochastic(FORMATS[name], draws=2**22, seed=seed)
+def test_stochastic_rounding_is_unbiased_over_many_draws(name: str):
+    laws.check_stochastic(FORMATS[name], draws=2**22, seed=1)
 
 
 @each_format

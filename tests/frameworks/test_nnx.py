@@ -145,6 +145,19 @@ def test_what_was_trained_is_what_is_served():
     np.testing.assert_allclose(nnx.jit(fx.train(call, recipe))(model, X), served, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
+def test_sparse_parameters_are_served_as_they_were_trained():
+    sparsity = fb.Sparsity(2, 4)
+    model, recipe = serving(net()), fb.Recipe((fb.Rule(".*kernel", fb.Policy("int8", "int8"), sparsity=sparsity),))
+    state = fx.update_sparsity(fx.sparsity_state(model, X, recipe=recipe), model, 0)
+    graph, params, rest = nnx.split(model, nnx.Param, ...)
+    moved = nnx.merge(graph, jax.tree.map(lambda leaf: -leaf[::-1], params), rest)
+    served = nnx.jit(fx.transparent(call))(fx.quantize(fx.pruned(moved, state), X, recipe=recipe), X)
+    trained = nnx.jit(lambda model, x: fx.train(call, recipe)(model, x, sparsity=state))(moved, X)
+    np.testing.assert_allclose(trained, served, rtol=1e-5, atol=1e-6)
+    assert all((mask.sum() == mask.size // 2) for mask in state.masks.values())
+
+
 def test_a_shared_variable_is_quantized_once():
     class Tied(nnx.Module):
         def __init__(self, rngs):

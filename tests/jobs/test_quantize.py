@@ -4,11 +4,13 @@ import hashlib
 import math
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fewbit as fb
 from fewbit import io, jobs
+from fewbit.array import nm_mask
 from fewbit.errors import QuantError
 from fewbit.jobs.quantize import worst
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers
@@ -94,6 +96,25 @@ def test_float64_is_rounded_to_float32_and_quantized(tmp_path):
     jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q")
     expected = fb.quantize(x.astype(np.float32), "int8")
     np.testing.assert_array_equal(io.read(tmp_path / "q").tensors["w"].codes, expected.codes)
+
+
+def test_sparse_tensors_are_pruned_on_the_way(tmp_path):
+    w = np.random.default_rng(0).standard_normal((4, 32)).astype(np.float32)
+    quantized = fb.quantize(w, "int8")
+    io.write(tmp_path / "m", {"w": w, "wide": w.astype(np.float64), "held": quantized})
+    model = jobs.load(tmp_path / "m")
+    sparsity = fb.Sparsity(2, 4)
+    rules = (fb.Rule("wide", None, sparsity=sparsity), fb.Rule(".*", "int8", sparsity=sparsity))
+    plan = jobs.plan_model(model, recipe=fb.Recipe(rules))
+    assert plan["wide"].reason == "axis assumed: no code was traced; float64, rounded to float32 first"
+    outcome = jobs.quantize(model, jobs.plan_model(model, plan=plan), tmp_path / "q")
+    stored, kept = io.read(outcome.path).tensors, np.asarray(nm_mask(jnp.asarray(w), 2, 4, axis=-1))
+    np.testing.assert_array_equal(stored["wide"], np.where(kept, w, 0))
+    np.testing.assert_array_equal(np.asarray(stored["w"].codes), fb.quantize(np.where(kept, w, 0), "int8").codes)
+    held = np.asarray(fb.dequantize(stored["held"]))
+    assert (np.count_nonzero(held.reshape(4, 8, 4), axis=-1) <= 2).all()
+    for result in outcome.tensors:
+        assert result.is_quantized and 3 < result.sqnr_db < 20 and plan[result.path].bytes_after == result.bytes_after
 
 
 def test_parameters_that_are_not_finite_are_named_and_counted(tmp_path):

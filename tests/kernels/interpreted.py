@@ -6,28 +6,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
-PACKAGE = "fewbit.kernels.quantize"
-NAMES = ("triton", "triton_dequantize", "triton_hessian")
+MODULES = tuple(f"fewbit.kernels.quantize.{name}" for name in ("triton", "triton_dequantize", "triton_hessian")) + tuple(
+    f"fewbit.kernels.qmatmul.triton_{name}" for name in ("decode", "gemv", "dot", "codes", "launch")
+)
 
 
 @contextmanager
 def interpreted_kernels(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Imports the kernels anew with the interpreter on; afterwards those that were there before are back."""
-    package = importlib.import_module(PACKAGE)
+    packages = {name: importlib.import_module(name.rpartition(".")[0]) for name in MODULES}
     patch.setenv("TRITON_INTERPRET", "1")
     _interpret_the_language(patch)
     _leave_nothing_patched(patch)
-    for name in NAMES:
-        patch.delitem(sys.modules, f"{PACKAGE}.{name}", raising=False)
-        patch.delattr(package, name, raising=False)
-    for name in NAMES:
-        importlib.import_module(f"{PACKAGE}.{name}")
+    _multiply_bfloat16(patch)
+    for name, package in packages.items():
+        patch.delitem(sys.modules, name, raising=False)
+        patch.delattr(package, name.rpartition(".")[2], raising=False)
+    for name in MODULES:
+        importlib.import_module(name)
     yield
-    for name in NAMES:
-        sys.modules.pop(f"{PACKAGE}.{name}", None)
-        package.__dict__.pop(name, None)
+    for name, package in packages.items():
+        sys.modules.pop(name, None)
+        package.__dict__.pop(name.rpartition(".")[2], None)
 
 
 def _interpret_the_language(patch: pytest.MonkeyPatch) -> None:
@@ -63,3 +66,21 @@ def _leave_nothing_patched(patch: pytest.MonkeyPatch) -> None:
         return scope
 
     patch.setattr(interpreter, "_patch_lang", patched)
+
+
+def _multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
+    """The interpreter holds bfloat16 as its bits, and its `tl.dot` multiplies those as whole numbers."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    plain = InterpreterBuilder.create_dot
+
+    def widened(handle: Any) -> Any:
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return plain(self, widened(a), widened(b), *rest)
+
+    patch.setattr(InterpreterBuilder, "create_dot", create_dot)

@@ -1,14 +1,19 @@
-// Random products in buffers of exactly the size that they must have, for a sanitizer to watch; `make test-sanitize` builds and
-// runs it. Every instruction set must agree with plain loops in double.
+// Random products in buffers of exactly the size that they must have, for a sanitizer to watch: shapes, tiles, widths and
+// alignments are drawn. Every instruction set must agree with plain loops in double.
+//
+//   qmatmul_memory [SEED [COUNT]]
+//
+// `make test-sanitize` runs it once, `make fuzz` with one seed after another.
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <random>
 
 #include "levels.h"
 
 using namespace fewbit;
 
-static std::mt19937 engine(7);
+static std::mt19937 engine;
 static int64_t Any(int64_t low, int64_t high) { return std::uniform_int_distribution<int64_t>(low, high)(engine); }
 
 // The code at row r and column c, bit by bit.
@@ -32,13 +37,14 @@ static int Failures(int number) {
   w.role = static_cast<Zero>(Any(0, 2)), w.unit = 0.5f;
   const int64_t packed = (w.packed_cols ? w.cols : w.rows) * w.bits, bytes = (packed + 7) / 8;
   w.row_stride = w.packed_cols ? bytes : w.cols;
-  std::vector<uint8_t> codes((w.packed_cols ? w.rows : bytes) * w.row_stride);
+  const int64_t skew = Any(0, 63);
+  std::vector<uint8_t> codes(skew + (w.packed_cols ? w.rows : bytes) * w.row_stride);
   for (uint8_t& byte : codes) byte = static_cast<uint8_t>(Any(0, 255));
   std::vector<float> values(256), scales(((w.rows - 1) / w.row_tile + 1) * w.tiles_per_row), zeros(scales.size());
   for (int i = 0; i < 256; ++i) values[i] = static_cast<float>((i & ((1 << w.bits) - 1)) - 3);
   for (float& scale : scales) scale = static_cast<float>(Any(1, 100)) / 64;
   for (float& zero : zeros) zero = static_cast<float>(Any(0, 9));
-  w.codes = codes.data(), w.values = values.data();
+  w.codes = codes.data() + skew, w.values = values.data();
   w.scale = {Holder::kF32, scales.data(), nullptr}, w.zero = {Holder::kF32, zeros.data(), nullptr};
   w.kind = w.bits == 8 ? static_cast<Codes>(Any(0, 2)) : Codes::kTable;
   job.M = Any(0, 1) ? Any(1, 4) : Any(5, 20), job.K = job.contracted(), job.N = job.outputs();
@@ -82,9 +88,12 @@ static int Failures(int number) {
   return 0;
 }
 
-int main() {
+int main(int argc, char** argv) {
+  const unsigned long seed = argc > 1 ? std::strtoul(argv[1], nullptr, 10) : 7;
+  const int count = argc > 2 ? std::atoi(argv[2]) : 400;
+  engine.seed(seed);
   int failures = 0;
-  for (int number = 0; number < 400; ++number) failures += Failures(number);
-  std::printf("400 products, %d of them wrong\n", failures);
+  for (int number = 0; number < count; ++number) failures += Failures(number);
+  std::printf("seed %lu: %d products, %d of them wrong\n", seed, count, failures);
   return failures != 0;
 }

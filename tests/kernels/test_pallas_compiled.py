@@ -15,6 +15,7 @@ import sys
 import jax, jax.numpy as jnp
 from jax.experimental import topologies
 import fewbit as fb
+from fewbit.kernels.qmatmul.pallas_ragged import grouped_product
 from fewbit.kernels.qmatmul.pallas_tpu import stacked_product
 
 here = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc(platform="tpu", topology_name=sys.argv[2]).devices[0])
@@ -31,6 +32,15 @@ for axis, contracts_last, (rows, columns), dtype in [
     held = compiled.memory_analysis().temp_size_in_bytes
     # x and the result may be laid out anew, scales repeated; a copy of the unpacked weight would be more than all of them.
     assert held <= 8 * 300 * (rows + columns) + 4 * q.scale.size, held
+
+for axis, contracts_last in (-1, True), (-2, False):
+    shape = jax.ShapeDtypeStruct((8, 1000, 1024), jnp.bfloat16)
+    q = jax.eval_shape(lambda w: fb.quantize(w, sys.argv[1], axis=axis), shape)
+    x = jax.ShapeDtypeStruct((300, 1024 if contracts_last else 1000), jnp.bfloat16)
+    product = lambda x, q, sizes: grouped_product(x, q, sizes, contracts_last=contracts_last, result=jnp.bfloat16)
+    sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
+    compiled = jax.jit(product, in_shardings=here, out_shardings=here).lower(x, q, sizes).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes <= 8 * 300 * 2024 + 4 * q.scale.size
 """
 
 

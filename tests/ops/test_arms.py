@@ -60,6 +60,8 @@ ANEW = fb.Policy("mxfp8", "mxfp8", dlhs=fb.Arm("mxfp8_e5m2", operand="mxfp8"), d
 ORIGINAL = fb.Policy("int4_g16", "int8", dlhs=fb.Arm("int8", operand="original"), drhs=fb.Arm("int8"))
 ASYMMETRIC = fb.Policy("uint8", "uint8", dlhs="int8", drhs="int8")
 POLICIES = {"qat": QAT, "int8": INT8, "fp8": FP8, "anew": ANEW, "original": ORIGINAL, "asymmetric": ASYMMETRIC}
+# Transformer Engine's without its noise and its rotation: square blocks of weights serve both directions, rows only one.
+NVFP4 = fb.Policy("nvfp4_16x16", "nvfp4_absmax", dlhs="nvfp4_absmax", drhs=fb.Arm("nvfp4_absmax", operand="nvfp4_absmax"))
 
 
 def normal(*shape, seed=0):
@@ -98,8 +100,15 @@ def expected_gradient(case, arm, is_left, g, own, other, other_scheme):
     return jax.linear_transpose(of_one, own)(g)[0]
 
 
-QUICK = {("matmul", "qat"), ("matmul", "fp8"), ("conv", "asymmetric"), ("ragged", "int8"), ("batch groups", "int8")}
-PAIRS = [(n, p) if (n, p) in QUICK else pytest.param(n, p, marks=pytest.mark.slow) for n in CASES for p in POLICIES]
+# Every policy with each kind of product; the further forms of a kind with a policy of each sort.
+PAIRS = [
+    (name, policy)
+    for name in CASES
+    for policy in POLICIES
+    if name in ("matmul", "batched", "conv", "ragged") or policy in ("int8", "asymmetric")
+]
+POLICIES["nvfp4"] = NVFP4
+PAIRS.append(("matmul", "nvfp4"))
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ def test_every_scheme_validates(name):
         ("policy", fb.Policy),
         ("arm", fb.Arm),
         ("delayed", fb.DelayedScaling),
+        ("sparsity", fb.Sparsity),
         ("scheme_fields", fb.Scheme),
         ("packing", fb.Packing),
     ],
@@ -64,6 +65,7 @@ NESTED = {
             "ops": ["dot_general"],
             "axis": [-1],
             "optional": True,
+            "sparsity": {"n": 2, "m": 4, "axis": [-1], "start_step": 1, "update_step": 2, "gradient": "masked"},
             "policy": {
                 "weight": {
                     "format": {
@@ -122,6 +124,7 @@ LEVELS = [
     ),
     (("rules", 0, "policy", "drhs"), "rouding", "an arm has no field 'rouding'; did you mean 'rounding'"),
     (("rules", 1, "policy", "delayed"), "margins", "delayed scaling has no field 'margins'; did you mean 'margin'"),
+    (("rules", 0, "sparsity"), "start", "sparsity has no field 'start'; did you mean 'start_step'"),
     (("products", 0), "polcy", "a rule has no field 'polcy'; did you mean 'policy'"),
 ]
 
@@ -145,6 +148,7 @@ def test_an_unknown_key_is_refused_at_every_level(level, key, message):
         ({"rules": [{"path": ".*", "policy": 4}]}, "a policy is an object with the fields weight, .*; got 4"),
         ({"rules": [{"path": ".*", "policy": {"weight": "int8", "dlhs": 4}}]}, "an arm is an object"),
         ({"rules": [{"path": ".*", "policy": {"weight": "fp8_tensor", "delayed": 4}}]}, "delayed scaling is an object"),
+        ({"rules": [{"path": ".*", "policy": None, "sparsity": 4}]}, "sparsity is an object"),
         ({"name": 4, "rules": [{"path": ".*", "policy": None}]}, "a recipe's 'name' is 4; must be a text"),
         ({"rules": [{"path": ".*", "policy": None}], "products": {}}, "needs 'products', a list"),
         (

@@ -3,6 +3,8 @@
 from . import schemes as schemes
 from .hessian import hessian_blocks as hessian_blocks
 from .hessian import quantize_with_hessian as quantize_with_hessian
+from .masks import magnitude_mask as magnitude_mask
+from .masks import nm_mask as nm_mask
 from .packing import Packing as Packing
 from .packing import pack as pack
 from .packing import paired as paired

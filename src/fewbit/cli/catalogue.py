@@ -15,7 +15,7 @@ from ..formats import FORMATS, AbstractFormat
 from ..jobs.planning import KEEP
 from ..kernels.quantize import quantize
 from ..ops import Arm, Policy
-from ..recipe import RECIPES, Recipe
+from ..recipe import RECIPES, Recipe, Rule
 from ..recipe import recipe as as_recipe
 from .app import app
 from .output import console, emit_json, say
@@ -74,15 +74,19 @@ def recipes(
 def _rules_table(recipe: Recipe) -> Table:
     """The rules in order, with the three arms of each policy."""
     named = [*(("", rule) for rule in recipe.rules), *(("product ", rule) for rule in recipe.products)]
-    records = [
-        {"path": f"{kind}{rule.path}", "ops": " ".join(rule.ops), **_policy_record(rule.policy)} for kind, rule in named
-    ]
+    records = [{"path": f"{kind}{rule.path}", "ops": " ".join(rule.ops), **_rule_record(rule)} for kind, rule in named]
     columns = [
         Column("path", "path of the parameter", no_wrap=True),
         Column("ops", "used by"),
         *(Column(key) for key in ("weight", "activation", "activation's gradient", "weight's gradient")),
     ]
     return table(records, columns, title=f"{recipe.name}: {recipe.description}".removesuffix(": "))
+
+
+def _rule_record(rule: Rule) -> dict[str, str]:
+    """The schemes and the sparsity of a rule in words."""
+    record = _policy_record(rule.policy)
+    return record if rule.sparsity is None else record | {"weight": f"{record['weight']}, {rule.sparsity}"}
 
 
 def _policy_record(policy: Policy | None) -> dict[str, str]:

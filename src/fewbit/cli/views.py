@@ -43,7 +43,7 @@ def _plan_record(name: str, count: int, row: PlanRow) -> dict[str, Any]:
     return {
         "parameter": name,
         "shape": ("" if count == 1 else f"{count} x ") + ("x".join(map(str, row.shape)) or "scalar"),
-        "as": row.dtype if row.policy is None else str(row.policy),
+        "as": row.kind,
         "axis": ",".join(map(str, row.axis)),
         "before": count * row.bytes_before,
         "after": count * row.bytes_after,

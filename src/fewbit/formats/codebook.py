@@ -64,7 +64,7 @@ class Codebook(AbstractFormat):
         return max(abs(self.max), abs(self.min))
 
     @functools.cached_property
-    def _sorted(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def sorted_numbers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The different numbers in ascending order, the code of each, and the thresholds between them."""
         numbers, codes = np.unique(np.asarray(self.table, np.float64), return_index=True)
         middles = (numbers[1:] + numbers[:-1]) / 2
@@ -74,13 +74,13 @@ class Codebook(AbstractFormat):
         return numbers.astype(np.float32), codes.astype(np.uint8), thresholds
 
     @property
-    def _zeros(self) -> tuple[int, int] | None:
+    def zero_codes(self) -> tuple[int, int] | None:
         """The codes of 0 and -0, where the table has both."""
         is_negative = {bool(np.signbit(v)): i for i, v in reversed(list(enumerate(self.table))) if v == 0}
         return (is_negative[False], is_negative[True]) if len(is_negative) == 2 else None
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
-        numbers, codes, thresholds = self._sorted
+        numbers, codes, thresholds = self.sorted_numbers
         x = widened(x)
         x = jnp.where(jnp.isnan(x), 0.0, x)
         if key is None:
@@ -92,9 +92,9 @@ class Codebook(AbstractFormat):
             noise = jax.random.uniform(key, x.shape, jnp.float32)
             rank = lower + (noise * (high - low) < inside - low).astype(jnp.uint8)
         code = rank if np.array_equal(codes, np.arange(len(codes))) else looked_up(codes, rank)
-        if self._zeros is None:
+        if self.zero_codes is None:
             return code
-        plus, minus = self._zeros
+        plus, minus = self.zero_codes
         zero = jnp.where(jnp.signbit(x), jnp.uint8(minus), jnp.uint8(plus))
         return jnp.where((code == plus) | (code == minus), zero, code)
 

@@ -75,32 +75,32 @@ class Minifloat(AbstractFormat):
 
     @property
     def max(self) -> float:
-        return float(self.values()[self._max_code])
+        return float(self.values()[self.max_code])
 
     @property
     def min(self) -> float:
         return -self.max if self.signed else 0.0
 
     @property
-    def _max_code(self) -> int:
+    def max_code(self) -> int:
         """The code of the largest finite number, without its sign."""
         codes = 2 ** (self.exponent + self.mantissa)
         return {"ieee": codes - 2**self.mantissa - 1, "fn": codes - 2}.get(self.specials, codes - 1)
 
     @property
-    def _nan_code(self) -> int | None:
+    def nan_code(self) -> int | None:
         """The code that NaN encodes to, or None."""
         sign_bit = 2 ** (self.exponent + self.mantissa)
         quiet_bit = 2 ** max(self.mantissa - 1, 0)
-        codes = {"ieee": self._max_code + 1 + quiet_bit, "fn": sign_bit - 1, "fnuz": sign_bit}
+        codes = {"ieee": self.max_code + 1 + quiet_bit, "fn": sign_bit - 1, "fnuz": sign_bit}
         return codes.get(self.specials)
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
         x = widened(x)
         magnitude = jnp.minimum(jnp.abs(x), jnp.float32(self.max))
         code = self._nearest_code(magnitude) if key is None else self._code_by_chance(magnitude, key)
-        code = self._with_sign(jnp.minimum(code, self._max_code), x)
-        return jnp.where(jnp.isnan(x), self._nan_code or 0, code).astype(jnp.uint8)
+        code = self._with_sign(jnp.minimum(code, self.max_code), x)
+        return jnp.where(jnp.isnan(x), self.nan_code or 0, code).astype(jnp.uint8)
 
     def nearest(self, x: Float[Array, "*s"]) -> Float[Array, "*s"]:
         x = widened(x)
@@ -182,23 +182,23 @@ class Minifloat(AbstractFormat):
         unsigned = code & (2 ** (self.exponent + self.mantissa) - 1)
         if self.specials == "ieee":
             infinity = jnp.where(value < 0, -jnp.inf, jnp.inf)
-            value = jnp.where(unsigned == self._max_code + 1, infinity, value)
-            return jnp.where(unsigned > self._max_code + 1, jnp.nan, value)
+            value = jnp.where(unsigned == self.max_code + 1, infinity, value)
+            return jnp.where(unsigned > self.max_code + 1, jnp.nan, value)
         if self.specials == "fn":
-            return jnp.where(unsigned > self._max_code, jnp.nan, value)
-        return jnp.where(code == self._nan_code, jnp.nan, value) if self.specials == "fnuz" else value
+            return jnp.where(unsigned > self.max_code, jnp.nan, value)
+        return jnp.where(code == self.nan_code, jnp.nan, value) if self.specials == "fnuz" else value
 
     def values(self) -> np.ndarray:
         code = np.arange(2 ** (self.exponent + self.mantissa))
         field, fraction = code >> self.mantissa, (code % 2**self.mantissa) / 2**self.mantissa
         positive = 2.0 ** (np.maximum(field, 1) - self.bias) * (fraction + (field > 0))
         if self.specials in ("ieee", "fn"):
-            positive[self._max_code + 1 :] = np.nan
+            positive[self.max_code + 1 :] = np.nan
         if self.specials == "ieee":
-            positive[self._max_code + 1] = np.inf
+            positive[self.max_code + 1] = np.inf
         values = np.concatenate([positive, -positive]) if self.signed else positive
         if self.specials == "fnuz":
-            values[self._nan_code] = np.nan
+            values[self.nan_code] = np.nan
         return values
 
 

@@ -18,8 +18,9 @@ from ..recipe import plan as make_plan
 from ..statistics import AbsMaxRange, AbstractRange, Stats
 from ..statistics import observe as observe_function
 from ..statistics.measure import Statistic
-from ..training import DelayedState
+from ..training import DelayedState, ModelSparsity
 from ..training import delayed_state as state_of
+from ..training import sparsity_state as sparsity_of
 from ..training import train as train_function
 from . import tree
 from ._flax import flax
@@ -117,8 +118,9 @@ def train(module: Any, recipe: Any, *, report: Callable[[Decoded], None] | None 
 
     Returns:
         A function of the arguments of `module.apply`, and `key=`: a JAX random key, needed when a policy rounds stochastically
-        or rotates; and `delayed=`: the state of `delayed_state`, needed for delayed scaling. The variables, their gradients
-        and so their checkpoints have the structure of the float model.
+        or rotates; `delayed=`: the state of `delayed_state`, needed for delayed scaling; and `sparsity=`: the state of
+        `sparsity_state`, needed for sparsity. The variables, their gradients and so their checkpoints have the structure of
+        the float model.
 
     Raises:
         QuantError: for what `fb.train` refuses.
@@ -134,8 +136,10 @@ def train(module: Any, recipe: Any, *, report: Callable[[Decoded], None] | None 
 
     trained = train_function(_pure(module), recipe, report=report)
 
-    def applied(variables: Any, *args: Any, key: Any = None, delayed: Any = None, **kwargs: Any) -> Any:
-        return trained(*_split(variables), *args, key=key, delayed=delayed, **kwargs)
+    def applied(
+        variables: Any, *args: Any, key: Any = None, delayed: Any = None, sparsity: Any = None, **kwargs: Any
+    ) -> Any:
+        return trained(*_split(variables), *args, key=key, delayed=delayed, sparsity=sparsity, **kwargs)
 
     return applied
 
@@ -163,6 +167,70 @@ def delayed_state(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwar
     ['kernel']
     """
     return state_of(_pure(module), *_split(variables), *inputs, recipe=recipe, **kwargs)
+
+
+def sparsity_state(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> ModelSparsity:
+    """The sparsity of a module under a recipe before the first step, for what `train` gives.
+
+    Args:
+        module: the Linen module.
+        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
+        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+
+    Returns:
+        The state, as `fb.sparsity_state` gives it; paths are those below `params`.
+
+    Raises:
+        QuantError: for what `fb.sparsity_state` refuses.
+        UnsupportedError: when flax is not installed.
+
+    >>> from flax import linen
+    >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
+    >>> variables = dense.init(jax.random.key(0), x)
+    >>> recipe = fb.Recipe((fb.Rule(".*", "int8", sparsity=fb.Sparsity(2, 4)),))
+    >>> state = update_sparsity(sparsity_state(dense, variables, x, recipe=recipe), variables)
+    >>> int(state.masks["kernel"].sum()), int((pruned(variables, state)["params"]["kernel"] != 0).sum())
+    (1024, 1024)
+    """
+    return sparsity_of(_pure(module), *_split(variables), *inputs, recipe=recipe, **kwargs)
+
+
+def update_sparsity(state: ModelSparsity, variables: Any, step: Any = None) -> ModelSparsity:
+    """The sparsity for one step, as `ModelSparsity.update` gives it.
+
+    Args:
+        state: the state before.
+        variables: the variables, dense.
+        step: the number of this step; None counts the updates from 0.
+
+    Returns:
+        The state for this step.
+
+    Raises:
+        QuantError: when the variables are another module's.
+        UnsupportedError: when flax is not installed.
+    """
+    return state.update(_split(variables)[0], step)
+
+
+def pruned(variables: Any, state: ModelSparsity) -> Any:
+    """The variables with zeros where the masks prune them, as `train` computed with them: to quantize and to serve.
+
+    Args:
+        variables: the variables.
+        state: the sparsity.
+
+    Returns:
+        The variables; all but the sparse parameters are those that came in.
+
+    Raises:
+        QuantError: when the variables are another module's.
+        UnsupportedError: when flax is not installed.
+    """
+    params, boxed, others = _split(variables)
+    return {**others, "params": boxed(state.apply(params))}
 
 
 def observe(

@@ -6,6 +6,7 @@ of its own.
 """
 
 import dataclasses
+import enum
 import functools
 from typing import Any, Literal
 
@@ -22,7 +23,7 @@ from ..training.delayed_state import ProductScales
 from ._flax import flax
 
 Mode = Literal["train", "convert", "serve"]
-"""What a MaxText run does with its weights: `quant_mode`."""
+"""What a MaxText run does with its weights."""
 _MODES = ("train", "convert", "serve")
 
 OVERWRITTEN = "_overwrite_with_gradient"
@@ -40,7 +41,8 @@ class Quantization:
     Attributes:
         policy: how products are computed.
         quant_mode: "train" quantizes on the way in; "convert" does, and stores each weight's QArray in `collection`; "serve"
-            computes from what is stored there, whatever the parameter holds.
+            computes from what is stored there, whatever the parameter holds. Or the member of AQT's QuantMode with that name:
+            MaxText's layers compare with its SERVE, and hold no float weights then.
         collection: the variable collection of stored weights; MaxText's layers make "aqt" mutable.
         rng: the name of the RNG stream that stochastic rounding draws from.
 
@@ -49,16 +51,26 @@ class Quantization:
     """
 
     policy: Policy
-    quant_mode: Mode = "train"
+    quant_mode: Mode | enum.Enum = "train"
     collection: str = "aqt"
     rng: str = "params"
 
     def __post_init__(self) -> None:
-        if self.quant_mode not in _MODES:
+        if self.mode not in _MODES:
             raise QuantError(f"quant_mode is {self.quant_mode!r}; must be one of {', '.join(_MODES)}")
-        if self.policy.delayed is not None and self.quant_mode != "train":
+        if self.policy.delayed is not None and self.mode != "train":
             reason = "its activations' scales belong to a training step; serve a policy without it, such as maxtext/serve_fp8_weight"
-            raise UnsupportedError(f"delayed scaling cannot {self.quant_mode}", {str(self.policy): reason})
+            raise UnsupportedError(f"delayed scaling cannot {self.mode}", {str(self.policy): reason})
+
+    @property
+    def mode(self) -> str:
+        """The name of `quant_mode`: train, convert or serve."""
+        return self.quant_mode.name.lower() if isinstance(self.quant_mode, enum.Enum) else self.quant_mode
+
+    @property
+    def needs_apply_rngs(self) -> bool:
+        """Whether products draw random numbers; if not, MaxText's layers keep no RNG state for them."""
+        return self.mode == "train" and self.policy.needs_key
 
     def dot_general_cls(self, mesh_axes: Any = ()) -> Any:
         """What makes the module that a layer calls as `dot_general`; sharding needs no axes here.
@@ -116,7 +128,7 @@ def _modules() -> tuple[Any, Any]:
 def _weight(module: Any, rhs: Any, axes: tuple[int, ...]) -> Any:
     """The right operand of a module's product: a parameter in training, or the QArray that is stored for it."""
     quant = module.quant
-    if quant.quant_mode == "train":
+    if quant.mode == "train":
         has_key = quant.policy.needs_key and module.has_rng(quant.rng)
         scales = None if quant.policy.delayed is None else _carried_scales(module)
         return Latent(jnp.asarray(rhs), module.make_rng(quant.rng) if has_key else None, quant.policy, scales)
@@ -125,7 +137,7 @@ def _weight(module: Any, rhs: Any, axes: tuple[int, ...]) -> Any:
         return dataclasses.replace(quantize(rhs, quant.policy.weight, axis=axes), policy=quant.policy)
 
     held = module.variable(quant.collection, "weight", stored)
-    if quant.quant_mode == "convert":
+    if quant.mode == "convert":
         held.value = stored()
     return held.value
 

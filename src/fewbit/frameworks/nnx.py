@@ -20,8 +20,9 @@ from ..recipe import plan as make_plan
 from ..statistics import AbsMaxRange, AbstractRange, Stats
 from ..statistics import observe as observe_function
 from ..statistics.measure import Statistic
-from ..training import DelayedState
+from ..training import DelayedState, ModelSparsity
 from ..training import delayed_state as state_of
+from ..training import sparsity_state as sparsity_of
 from ..training import train as train_function
 from . import tree
 from ._flax import flax
@@ -130,10 +131,11 @@ def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], No
         report: as in `fb.train`.
 
     Returns:
-        A function of the same arguments, and `key=`: a JAX random key, needed when a policy rounds stochastically or rotates;
-        and `delayed=`: the state of `delayed_state`, needed for delayed scaling. `nnx.grad` passes no keyword that `fn` has
-        not; give it `lambda model, x, key: trained(model, x, key=key)`. The model, its gradients and its optimizer stay those
-        of float training.
+        A function of the same arguments, `key=`: a JAX random key, needed when a policy rounds stochastically or rotates;
+        `delayed=`: the state of `delayed_state`, needed for delayed scaling; and `sparsity=`: the state of `sparsity_state`,
+        needed for sparsity. `nnx.grad` passes no keyword that `fn` has not; give it
+        `lambda model, x, key: trained(model, x, key=key)`. The model, its gradients and its optimizer stay those of float
+        training.
 
     Raises:
         QuantError: for what `fb.train` refuses.
@@ -148,8 +150,8 @@ def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], No
     pure = train_function(_pure(fn), recipe, report=report)
 
     @functools.wraps(fn)  # nnx.grad reads the signature
-    def trained(*args: Any, key: Any = None, delayed: Any = None, **kwargs: Any) -> Any:
-        return _run(pure, args, kwargs, key=key, delayed=delayed)
+    def trained(*args: Any, key: Any = None, delayed: Any = None, sparsity: Any = None, **kwargs: Any) -> Any:
+        return _run(pure, args, kwargs, key=key, delayed=delayed, sparsity=sparsity)
 
     return trained
 
@@ -181,6 +183,74 @@ def delayed_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] 
     return state_of(
         lambda params, rest, *inputs: call(*graph.merged(params, rest), *inputs), params, rest, *inputs, recipe=recipe
     )
+
+
+def sparsity_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> ModelSparsity:
+    """The sparsity of a model under a recipe before the first step, for what `train` gives.
+
+    Args:
+        model: the NNX model.
+        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
+
+    Returns:
+        The state, as `fb.sparsity_state` gives it.
+
+    Raises:
+        QuantError: for what `fb.sparsity_state` refuses.
+        UnsupportedError: when flax is not installed.
+
+    >>> from flax import nnx
+    >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
+    >>> recipe = fb.Recipe((fb.Rule(".*", "int8", sparsity=fb.Sparsity(2, 4)),))
+    >>> state = update_sparsity(sparsity_state(model, x, recipe=recipe), model)
+    >>> int(state.masks["kernel"].sum()), int((pruned(model, state).kernel[...] != 0).sum())
+    (1024, 1024)
+    """
+    call = _called if fn is None else fn
+    graph = _Graph.of((model,))
+    params, rest = graph.values()
+    return sparsity_of(
+        lambda params, rest, *inputs: call(*graph.merged(params, rest), *inputs), params, rest, *inputs, recipe=recipe
+    )
+
+
+def update_sparsity(state: ModelSparsity, model: Any, step: Any = None) -> ModelSparsity:
+    """The sparsity for one step, as `ModelSparsity.update` gives it.
+
+    Args:
+        state: the state before.
+        model: the NNX model, dense.
+        step: the number of this step; None counts the updates from 0.
+
+    Returns:
+        The state for this step.
+
+    Raises:
+        QuantError: when the model is another one.
+        UnsupportedError: when flax is not installed.
+    """
+    return state.update(_Graph.of((model,)).values()[0], step)
+
+
+def pruned(model: Any, state: ModelSparsity) -> Any:
+    """The model with zeros where the masks prune it, as `train` computed with it: to quantize and to serve.
+
+    Args:
+        model: the NNX model. It is not changed.
+        state: the sparsity.
+
+    Returns:
+        A new model; all arrays but the sparse parameters are those of `model`, not copies.
+
+    Raises:
+        QuantError: when the model is another one.
+        UnsupportedError: when flax is not installed.
+    """
+    graph = _Graph.of((model,))
+    params, rest = graph.values()
+    return graph.merged(state.apply(params), rest)[0]
 
 
 def observe(

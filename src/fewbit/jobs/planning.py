@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from .. import models
 from .._registry import near_names
+from ..array import is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..io import TensorInfo
 from ..io.safetensors_file import dtype_name
@@ -124,7 +125,7 @@ def _struct(info: TensorInfo) -> jax.ShapeDtypeStruct:
 
 def _explained(row: PlanRow) -> PlanRow:
     """A row of a flat tensor, with what can be said without code in place of what uses it."""
-    if row.policy is not None or row.reason.startswith("rule"):
+    if row.policy is not None or row.sparsity is not None or row.reason.startswith("rule"):
         return row
     if not jnp.issubdtype(jnp.dtype(row.dtype), jnp.floating):
         return dataclasses.replace(row, reason=f"{row.dtype} is not floating")
@@ -140,13 +141,15 @@ def _with_file_facts(plan: Plan, model: Model) -> Plan:
 
 def _with_file_fact(row: PlanRow, info: TensorInfo) -> PlanRow:
     row = dataclasses.replace(row, dtype=info.dtype, bytes_before=info.nbytes)
-    if row.policy is None:
+    if row.policy is None and row.sparsity is None:
         kept = f"stays {info.stored}, as the file holds it" if info.scheme is not None else ""
         return dataclasses.replace(row, bytes_after=info.nbytes, reason=_joined(row.reason, kept))
     if is_kept(row, info):
         return dataclasses.replace(
             row, bytes_after=info.nbytes, reason=_joined(row.reason, f"{info.stored} in the file, kept exactly")
         )
+    if row.policy is None:
+        row = dataclasses.replace(row, bytes_after=row.size * _struct(info).dtype.itemsize)
     if info.scheme is not None:
         return dataclasses.replace(row, reason=_joined(row.reason, f"decoded from {info.stored} first"))
     if info.dtype == "float64":
@@ -162,7 +165,7 @@ def _joined(*reasons: str) -> str:
 
 def is_kept(row: PlanRow, info: TensorInfo) -> bool:
     """Whether the file holds a parameter in the planned scheme already, so that it passes through without loss."""
-    if row.policy is None or info.scheme is None or row.stacked:
+    if row.policy is None or info.scheme is None or row.stacked or row.sparsity is not None:
         return False
     return row.policy.weight.along(row.axis, len(row.shape)) == info.scheme
 
@@ -190,18 +193,19 @@ def _checked(plan: Plan, model: Model) -> Plan:
 def _checked_row(row: PlanRow, info: TensorInfo) -> PlanRow:
     if row.shape != info.shape:
         raise QuantError(f"{row.path} has shape {info.shape}, but the plan was made for {row.shape}")
-    if row.policy is None:
+    if row.policy is None and row.sparsity is None:
         return row
     if not jnp.issubdtype(jnp.dtype(info.dtype), jnp.floating) or not info.shape:
         raise QuantError(
-            f"the plan quantizes {row.path}, which is {info.dtype} of shape {info.shape}; set its policy to null"
+            f"the plan {'prunes' if row.policy is None else 'quantizes'} {row.path}, which is {info.dtype} of shape {info.shape}; "
+            "set its policy to null"
         )
-    if not row.axis:
+    if row.policy is not None and not row.axis:
         raise QuantError(
             f'the plan\'s row of {row.path} has a policy but no axis; write the contracted axis, as in "axis": [-1]'
         )
     try:
-        after = jax.eval_shape(lambda x: quantized_leaf(x, row), _struct(info)).nbytes
+        after = jax.eval_shape(lambda x: quantized_leaf(x, row), _struct(info))
     except QuantError as error:
         raise QuantError(f"{row.path} {row.shape}: {error}") from error
-    return dataclasses.replace(row, bytes_after=after)
+    return dataclasses.replace(row, bytes_after=after.nbytes if is_qarray(after) else after.size * after.dtype.itemsize)

@@ -25,7 +25,7 @@ class TensorResult:
         path: the parameter.
         shape: its shape.
         scheme: the scheme that it has now, or its dtype.
-        is_quantized: whether it was quantized in this run; else it was handed on as it was.
+        is_quantized: whether it was quantized, or pruned, in this run; else it was handed on as it was.
         sqnr_db: the signal-to-quantization-noise ratio against what the file holds; None when it was not quantized.
         bytes_before: its bytes in the file.
         bytes_after: its bytes now.
@@ -77,10 +77,10 @@ def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorR
 
 
 def _converted(stored: Value, row: PlanRow, model: Model) -> tuple[Value, float | None]:
-    """One parameter as its row says, and its signal-to-noise ratio when it was quantized."""
-    if row.policy is None:
+    """One parameter as its row says, and its signal-to-noise ratio when it was quantized or pruned."""
+    if row.policy is None and row.sparsity is None:
         return stored, None
-    if isinstance(stored, QArray) and is_kept(row, model.info[row.path]):
+    if row.policy is not None and isinstance(stored, QArray) and is_kept(row, model.info[row.path]):
         return dataclasses.replace(stored, policy=None if row.policy.is_weight_only else row.policy), None
     x = jnp.asarray(_float32(decoded(stored)))
     q = jax.block_until_ready(quantize_row(x, row))
@@ -99,7 +99,8 @@ def _non_finite(value: Value, row: PlanRow) -> int:
     """How many elements are NaN or infinite, as the row takes them: decoded, and float64 rounded if it is quantized."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return 0
-    x = decoded(value) if row.policy is None else _float32(decoded(value))
+    is_kept_whole = row.policy is None and row.sparsity is None
+    x = decoded(value) if is_kept_whole else _float32(decoded(value))
     if isinstance(x, np.ndarray) and x.dtype.kind in "fc":
         return int(x.size - np.count_nonzero(np.isfinite(x)))
     return int(jnp.sum(~jnp.isfinite(jnp.asarray(x))))

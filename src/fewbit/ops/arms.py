@@ -295,7 +295,7 @@ def _folded(
     theirs are thin. Where the scale cannot be folded in, or integers would not meet integers, all stays as it is.
     """
     scale = bilinear.beside_gradient(is_left, expanded_scale(q), extra)
-    if scale is None or (q.zero_point is not None and not (is_whole(q) and isinstance(scheme.format, Integer))):
+    if scale is None or (q.zero_point is not None and not (is_whole(q.scheme) and isinstance(scheme.format, Integer))):
         return g, q, None
     g = g.astype(jnp.float32) * scale
     ones = jnp.ones((1,) * q.ndim, jnp.float32)

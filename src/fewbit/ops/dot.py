@@ -168,7 +168,7 @@ class Dot(AbstractBilinear):
         lhs, rhs = with_gathered_codes(lhs, rhs, numbers)
         problem = Problem(Operand.of(lhs), Operand.of(rhs), numbers, self.precision, preferred, accumulator, out_sharding)
         # What only XLA's own products have is for the reference, unless the caller names a backend that knows better.
-        is_xlas = accumulator is not None or out_sharding is not None
+        is_xlas = accumulator not in (None, "int32") or out_sharding is not None
         return product(problem, lhs, rhs, self.backend or ("reference" if is_xlas else None))
 
     def _numbers_backward(self, is_left: bool) -> DimensionNumbers:

@@ -1,4 +1,4 @@
-"""Which backend computes a product here, and why no other."""
+"""Which backend computes a product here, how long it takes, and why no other."""
 
 import dataclasses
 
@@ -7,6 +7,7 @@ from jax.typing import ArrayLike
 from ..array import QArray, is_qarray
 from ..errors import QuantError
 from ..kernels.qmatmul import BACKENDS, Problem
+from ..kernels.qmatmul.expected import time_line
 from ..kernels.qmatmul.problem import Operand
 from ..kernels.select import select
 from .arms import Rules
@@ -17,7 +18,11 @@ from .operands import resolved
 def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | None = None) -> str:
     """Says how `lhs @ rhs` is computed in this process: by which backend, and why not by those that are asked before it.
 
-    Nothing is computed.
+    Nothing is computed. The time is read off a table that was measured on this device, fewbit's own or one of
+    `fewbit bench --tune`, for the scheme or for the likest one whose codes are of its kind and bits. Two numbers are
+    interpolated, straight in the logarithms of the rows of `lhs` and of the weight's elements: the ratio to the dense float32
+    product, and the time of that for one multiplication with its addition. Beyond what was measured they stay as they are at
+    the edge. The time is that of one product within a program, with float32 activations and weights that come from memory.
 
     Args:
         lhs: the left operand, `[..., M, K]` or `[K]`.
@@ -25,7 +30,8 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
         backend: the name of a backend to insist on, as in `fb.dot_general`.
 
     Returns:
-        A line that names the product and its backend, and one for each backend that was asked and does not serve.
+        A line that names the product and its backend, one with the time that it takes here beside the dense float32 product,
+        which says so where it is slower or was not measured, and one for each backend that was asked and does not serve.
 
     Raises:
         QuantError: where neither operand is quantized, or their shapes do not meet.
@@ -34,7 +40,9 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     >>> q = fb.quantize(jnp.ones((64, 8)), "nf4", axis=-2)
     >>> print(explain(jnp.ones((2, 64)), q))  # doctest: +ELLIPSIS
     float32[2,64] @ nf4[64,8]: reference (plain JAX, which writes the decoded weight to memory before it multiplies)
+      time: ...
       pallas_tpu: it runs on tpu, the device is cpu
+      triton: it runs on cuda through jax-triton, which is not installed
       cpu: ...
     """
     if not (is_qarray(lhs) or is_qarray(rhs)):
@@ -47,6 +55,7 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     problem = Problem(*entering, dimension_numbers=numbers)
     choice = select(BACKENDS, problem, backend)
     lines = [f"{shown}: {choice.backend.name} ({choice.backend.about()})"]
+    lines.append(f"  time: {time_line(problem, choice.backend.name)}")
     return "\n".join([*lines, *(f"  {name}: {reason}" for name, reason in choice.reasons.items())])
 
 

@@ -78,7 +78,7 @@ class Latent(StandIn):
         return self if self.scales is None else dataclasses.replace(self, scales=own)
 
     def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple["Latent", "Latent"]:
-        along = [] if self.scales is None else spec_entries(spec, self.ndim)[: self.scales.ndim]
+        along = [] if self.scales is None or not self.scales.ndim else spec_entries(spec, self.ndim)[: self.scales.ndim]
         used = [name for entry in along for name in (entry if isinstance(entry, tuple) else (entry,))]
         others = tuple(name for name in mesh if name not in used)
         key = None if self.key is None else jnp.broadcast_to(self.key, (math.prod(mesh.values()),))

@@ -1,11 +1,14 @@
 """Parameters that note what they meet: the other operand of each of their products is measured while a trace is evaluated.
 
+So are both operands of chosen products without a parameter.
+
 Nothing but the forward pass runs, and no callback. What is measured in a loop or a branch comes out as one more of its
 results, so it may be jitted like any other code.
 """
 
 import abc
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -42,7 +45,11 @@ class AbstractMeasure(abc.ABC):
 
     @abc.abstractmethod
     def of(self, met: Met) -> Any:
-        """The measurement of one product: a pytree of arrays."""
+        """The measurement of one product of a parameter: a pytree of arrays."""
+
+    @abc.abstractmethod
+    def of_both(self, left: jax.Array, right: jax.Array) -> Any:
+        """The measurement of one product without a parameter: a pytree of arrays."""
 
     @abc.abstractmethod
     def joined(self, earlier: Any, later: Any) -> Any:
@@ -51,11 +58,11 @@ class AbstractMeasure(abc.ABC):
 
 @dataclasses.dataclass(eq=False)
 class Notes:
-    """What was measured so far in one body of code.
+    """What was measured so far in the body of code that is being evaluated.
 
     Attributes:
         measure: what is measured.
-        found: the measurements by parameter.
+        found: the measurements by parameter, and by product without one.
     """
 
     measure: AbstractMeasure
@@ -70,13 +77,13 @@ class Notes:
 
     def of(self, body: Callable[..., list[Any]], values: list[Any], arrays: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The results of a body, and what was measured in it; `values` says which of `arrays` are observed."""
-        notes = Notes(self.measure)
-        inside = [
-            dataclasses.replace(v, value=a, notes=notes) if _is_observed(v) else a
-            for v, a in zip(values, arrays, strict=True)
-        ]
-        outputs = [_array(out) for out in body(*inside)]
-        return outputs, notes.found
+        inside = [dataclasses.replace(v, value=a) if _is_observed(v) else a for v, a in zip(values, arrays, strict=True)]
+        outside, self.found = self.found, {}
+        try:
+            outputs = [_array(out) for out in body(*inside)]
+            return outputs, self.found
+        finally:
+            self.found = outside
 
 
 @jax.tree_util.register_dataclass
@@ -86,8 +93,9 @@ class Observed(StandIn):
 
     Attributes:
         value: the array.
-        path: the parameter.
+        path: the parameter; or the name of the one product that this is the right operand of.
         notes: where it is noted.
+        is_parameter: whether it is one; the right operand of a product without a parameter is measured itself, too.
     """
 
     rules: ClassVar[Mapping[str, Any]] = _OBSERVED_RULES
@@ -95,6 +103,7 @@ class Observed(StandIn):
     value: Any
     path: str = dataclasses.field(metadata={"static": True})
     notes: Notes = dataclasses.field(metadata={"static": True})
+    is_parameter: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -140,8 +149,9 @@ def _product(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
         contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][side]
     if _is_observed(values[0]) or _is_observed(values[1]):
         weight = values[1 - side]
-        notes = weight.notes
-        notes.add(weight.path, notes.measure.of(Met(x, contracted, batch)))
+        measure = weight.notes.measure
+        found = measure.of(Met(x, contracted, batch)) if weight.is_parameter else measure.of_both(x, weight.value)
+        weight.notes.add(weight.path, found)
     return bound(eqn, list(map(_array, values)))
 
 
@@ -158,9 +168,9 @@ def _call(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     return evaluator.function(inner)(*values)
 
 
-def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any], notes: Notes | None = None) -> list[Any]:
     """A loop: of a parameter that it takes apart there is one measurement a turn, of others one of all turns together."""
-    params, (constants, carries), notes = eqn.params, scan_counts(eqn), _notes(values)
+    params, (constants, carries), notes = eqn.params, scan_counts(eqn), notes or _notes(values)
     body, arrays = evaluator.function(params["jaxpr"]), list(map(_array, values))
     consts, carry, xs = arrays[:constants], arrays[constants : constants + carries], arrays[constants + carries :]
 
@@ -182,12 +192,12 @@ def folded(measure: AbstractMeasure, stack: Any) -> Any:
     return jax.lax.scan(lambda before, one: (measure.joined(before, one), None), none, stack)[0]
 
 
-def _cond(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _cond(evaluator: AbstractEvaluator, eqn: Any, values: list[Any], notes: Notes | None = None) -> list[Any]:
     """A choice; a branch that does not use a parameter has measured nothing of it."""
     index, *operands = values
     if eqn.params.get("branches_platforms") is not None:
         raise NoRuleError("the platform decides between branches")
-    notes, arrays = _notes(operands), list(map(_array, operands))
+    notes, arrays = notes or _notes(operands), list(map(_array, operands))
     branches = [_branch(notes, evaluator.function(body), operands) for body in eqn.params["branches"]]
     every: dict[str, Any] = {}
     for branch in branches:
@@ -232,3 +242,19 @@ _CALLS = (
 )
 _RULES: dict[str, Rule] = dict.fromkeys(PRODUCTS, _product) | dict.fromkeys(MOVES, _moved) | dict.fromkeys(_CALLS, _call)
 _OBSERVED_RULES |= _RULES | {"scan": _scan, "cond": _cond} | dict.fromkeys(("while", "shard_map"), _unseen)
+
+
+def rules_around(notes: Notes) -> dict[str, Rule]:
+    """The rules of equations with a measured product in their bodies and no observed parameter among their operands.
+
+    Args:
+        notes: where it is noted.
+
+    Returns:
+        Rules, by primitive.
+    """
+    return _RULES | {
+        "scan": functools.partial(_scan, notes=notes),
+        "cond": functools.partial(_cond, notes=notes),
+        **dict.fromkeys(("while", "shard_map"), _unseen),
+    }

@@ -11,7 +11,9 @@ from jaxtyping import Array, Int, Key
 
 from ..array import QArray, is_qarray
 from ..errors import UnsupportedError
+from ..kernels.qmatmul import RaggedProblem, ragged_product
 from ..kernels.qmatmul.codes import Meeting, refuse_accumulator
+from ..kernels.qmatmul.problem import Operand
 from .arms import AbstractBilinear, Axes, floating, met_product, quantized_product, weight_only
 from .latent import Latent
 from .operands import resolved
@@ -31,6 +33,7 @@ def ragged_dot(
     *,
     policy: Policy | None = None,
     key: Key[Array, ""] | None = None,
+    backend: str | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` for operands that are QArrays, or that a policy quantizes.
 
@@ -46,12 +49,14 @@ def ragged_dot(
         group_offset: as in `lax.ragged_dot`, which has no use for it yet.
         policy: how to compute; None takes the policy of the operand that carries one.
         key: a JAX random key, for policies whose backward pass draws random numbers.
+        backend: the name of the kernel to take, for products of an array with quantized matrices; None takes the best.
 
     Returns:
         The products, `[M, N]`.
 
     Raises:
         QuantError: when two operands carry different policies and none is given, or a policy needs a key.
+        UnsupportedError: where the named backend cannot compute it.
 
     >>> from fewbit.kernels.quantize import quantize
     >>> experts = quantize(jnp.ones((3, 4, 2)), "int8", axis=-2)
@@ -59,7 +64,16 @@ def ragged_dot(
     (5, 2)
     """
     return ragged_dot_general(
-        lhs, rhs, group_sizes, PLAIN, precision, preferred_element_type, group_offset, policy=policy, key=key
+        lhs,
+        rhs,
+        group_sizes,
+        PLAIN,
+        precision,
+        preferred_element_type,
+        group_offset,
+        policy=policy,
+        key=key,
+        backend=backend,
     )
 
 
@@ -74,6 +88,7 @@ def ragged_dot_general(
     *,
     policy: Policy | None = None,
     key: Key[Array, ""] | None = None,
+    backend: str | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general` for operands that are QArrays, or that a policy quantizes.
 
@@ -90,13 +105,15 @@ def ragged_dot_general(
         group_offset: as in `lax.ragged_dot_general`, which has no use for it yet.
         policy: how to compute; None takes the policy of the operand that carries one.
         key: a JAX random key, for policies whose backward pass draws random numbers.
+        backend: the name of the kernel to take, for products of an array with quantized matrices; None takes the best.
 
     Returns:
         The products.
 
     Raises:
         QuantError: when two operands carry different policies and none is given, or a policy needs a key.
-        UnsupportedError: for a policy with dimension numbers other than those of `ragged_dot`.
+        UnsupportedError: where the named backend cannot compute it, and for a policy with dimension numbers other than
+            those of `ragged_dot`.
 
     >>> from fewbit.kernels.quantize import quantize
     >>> experts = quantize(jnp.ones((3, 4, 2)), "int8", axis=-2)
@@ -105,7 +122,7 @@ def ragged_dot_general(
     """
     left, right, rules, key = resolved(lhs, rhs, policy, key)
     numbers = _hashable(ragged_dot_dimension_numbers)
-    product = RaggedDot(numbers, left.shape[0], precision, preferred_element_type)
+    product = RaggedDot(numbers, left.shape[0], precision, preferred_element_type, backend)
     extra = (jnp.asarray(group_sizes), group_offset)
     if rules is None:
         return product.forward(left, right, extra)
@@ -128,22 +145,43 @@ class RaggedDot(AbstractBilinear):
         rows: the length of the ragged axis of `ragged_dot`.
         precision: as in `lax.ragged_dot_general`.
         preferred: the dtype of the result, or None.
+        backend: the name of the kernel to take for an array and quantized matrices, or None.
     """
 
     numbers: tuple[Any, Any, Any]
     rows: int
     precision: Any
     preferred: Any
+    backend: str | None = None
 
     def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
         return self._product(floating(lhs), floating(rhs), extra, self.preferred)
 
     def forward(self, lhs: Any, rhs: Any, extra: Any, accumulator: str | None = None) -> jax.Array:
+        has_kernels = self._has_kernels(lhs, rhs, extra)
         if not (is_qarray(lhs) and is_qarray(rhs)):
             refuse_accumulator(accumulator)
+            if has_kernels:
+                sides, over_columns = (Operand.of(lhs), Operand.of(rhs)), self.numbers == _OVER_COLUMNS
+                problem = RaggedProblem(*sides, over_columns, self.precision, self.preferred)
+                return ragged_product(problem, lhs, rhs, extra[0], self.backend)
             return weight_only(self, lhs, rhs, extra) if is_qarray(lhs) or is_qarray(rhs) else self.values(lhs, rhs, extra)
         dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
         return met_product(self._meeting(extra), lhs, rhs, accumulator).astype(dtype)
+
+    def _has_kernels(self, lhs: Any, rhs: Any, extra: Any) -> bool:
+        """Whether the product is one that kernels may have: rows of an array in groups, and quantized matrices.
+
+        Raises:
+            UnsupportedError: where it is not, and a backend is named.
+        """
+        is_rows = self.numbers in (_hashable(PLAIN), _OVER_COLUMNS) and extra[1] is None
+        if is_rows and is_qarray(rhs) and not is_qarray(lhs):
+            return True
+        if self.backend not in (None, "reference"):
+            reason = "it takes the rows of an array in groups, and quantized matrices [G, K, N] or [G, N, K]"
+            raise UnsupportedError("ragged_dot cannot take a kernel", {str(self.backend): reason})
+        return False
 
     def _meeting(self, extra: Any) -> Meeting:
         """The product as codes meet in it."""

@@ -20,6 +20,7 @@ from jax.extend import source_info_util
 
 from ..errors import QuantError, UnsupportedError
 from .latent import Latent
+from .observed import Observed
 from .repeats import Stretch, Survey, stretch_from
 from .rules import RULES, SHARED
 from .rules.control import CONTROL
@@ -31,8 +32,8 @@ from .uses import Product, weightless_products
 P = ParamSpec("P")
 R = TypeVar("R")
 
-Choice: TypeAlias = Callable[[tuple[Product, ...]], Mapping[str, Callable[[Any], Latent]]]
-"""Given the products without a parameter, those that follow a policy, by name: what makes a Latent of the right operand."""
+Choice: TypeAlias = Callable[[tuple[Product, ...]], Mapping[str, Latent | Observed]]
+"""Given the products without a parameter, those that are to be changed, by name: what their right operand becomes, without its array."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +91,11 @@ def transparent(
 
 
 def evaluated(
-    fn: Callable[P, R], fallback: str, report: Callable[[Decoded], None] | None, chosen: Choice | None
+    fn: Callable[P, R],
+    fallback: str,
+    report: Callable[[Decoded], None] | None,
+    chosen: Choice | None,
+    around: Mapping[str, Rule] = RULES,
 ) -> Callable[P, R]:
     """`transparent`, with policies for products without a parameter.
 
@@ -99,6 +104,7 @@ def evaluated(
         fallback: as in `transparent`.
         report: as in `transparent`.
         chosen: which products without a parameter follow a policy; None: none.
+        around: the rules of equations with such a product in their bodies, where no operand brings its own.
 
     Returns:
         As `transparent`.
@@ -132,7 +138,7 @@ def evaluated(
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
         count = len(jax.tree.leaves(args[:1], is_leaf=stands_in))
         products = None if chosen is None else _chosen(chosen, closed.jaxpr, [place < count for place in places])
-        evaluator = _Evaluator(fallback, report, pieces, is_traced, products)
+        evaluator = _Evaluator(fallback, report, pieces, is_traced, around, products)
         outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)
         assert out_tree is not None
         return jax.tree.unflatten(out_tree, [x.array() if isinstance(x, StandIn) else x for x in outputs])
@@ -147,11 +153,11 @@ class _Chosen:
     """Products without a parameter that follow a policy.
 
     Attributes:
-        operands: for each, by the identities of its equation and those around it, its right operand as a Latent of the array.
+        operands: for each, by the identities of its equation and those around it, what its right operand becomes, without array.
         around: the identities of the equations that have one in their bodies, with those around them.
     """
 
-    operands: Mapping[tuple[int, ...], Callable[[Any], Latent]]
+    operands: Mapping[tuple[int, ...], Latent | Observed]
     around: frozenset[tuple[int, ...]]
 
 
@@ -193,6 +199,7 @@ class _Evaluator(AbstractEvaluator):
         pieces: the jitted functions that evaluate inner `jit`s and products, kept with what they were made from, so that
             JAX's own cache serves the next equation or call that is alike.
         is_traced: whether JAX is tracing what is evaluated.
+        rules: as `around` in `evaluated`.
         chosen: the products without a parameter that follow a policy; None where there are none.
         around: the equations whose bodies are being evaluated, the innermost first.
     """
@@ -201,6 +208,7 @@ class _Evaluator(AbstractEvaluator):
     report: Callable[[Decoded], None] | None
     pieces: dict[Hashable, tuple[Any, Callable[..., Any]]]
     is_traced: bool
+    rules: Mapping[str, Rule]
     chosen: _Chosen | None = None
     around: tuple[Any, ...] = ()
 
@@ -242,6 +250,23 @@ class _Evaluator(AbstractEvaluator):
         within = dataclasses.replace(self, is_traced=True)
         jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
         return lambda *args: within.evaluate(jaxpr, consts, args)
+
+    def inside(self) -> list[StandIn]:
+        """The stand-ins, without their arrays, that products in the body of the equation will make of their right operands."""
+        return [] if self.chosen is None else [self.chosen.operands[place] for place in self._places_inside()]
+
+    def with_inside(self, stand_ins: Sequence[Any]) -> "_Evaluator":
+        """An evaluator with others in their places."""
+        if self.chosen is None or not stand_ins:
+            return self
+        operands = {**self.chosen.operands, **dict(zip(self._places_inside(), stand_ins, strict=True))}
+        return dataclasses.replace(self, chosen=dataclasses.replace(self.chosen, operands=operands))
+
+    def _places_inside(self) -> list[tuple[int, ...]]:
+        """Where the chosen products are that stand in the body of the equation whose rule is running."""
+        assert self.chosen is not None
+        around = tuple(map(id, self.around))
+        return [place for place in self.chosen.operands if place[-len(around) :] == around and len(place) > len(around)]
 
     def shared(self, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, traced once for all equations of the same key and the same operands."""
@@ -293,11 +318,11 @@ class _Evaluator(AbstractEvaluator):
         values = list(values)
         place = (id(eqn), *map(id, self.around))
         if self.chosen is not None and place in self.chosen.operands and not any(map(stands_in, values)):
-            values[1] = self.chosen.operands[place](values[1])
+            values[1] = dataclasses.replace(self.chosen.operands[place], value=values[1])
         is_around = self.chosen is not None and place in self.chosen.around
         if not is_around and not any(map(stands_in, values)):
             return bound(eqn, values)
-        rule = _rule_of(eqn.primitive.name, values)
+        rule = self._rule_of(eqn.primitive.name, values)
         reason = "fewbit has no rule for it"
         if rule is not None:
             try:
@@ -309,6 +334,12 @@ class _Evaluator(AbstractEvaluator):
             values[0] = jnp.broadcast_to(values[0], eqn.invars[0].aval.shape)  # as it was before `_as_made`
         return bound(eqn, values)
 
+    def _rule_of(self, name: str, values: Sequence[Any]) -> Rule | None:
+        """The rule of a primitive: a stand-in brings its own; equations that only carry their operands have one for all."""
+        plain = RULES if any(map(stands_in, values)) else self.rules
+        own = next((value.rules for value in values if isinstance(value, StandIn)), plain)
+        return own.get(name, SHARED.get(name))
+
     def decoded(self, eqn: Any, value: Any, reason: str) -> Any:
         """The array that a value stands for, where the fallback allows it."""
         if not stands_in(value):
@@ -319,12 +350,6 @@ class _Evaluator(AbstractEvaluator):
         if self.report is not None:
             self.report(place)
         return array_of(value)
-
-
-def _rule_of(name: str, values: Sequence[Any]) -> Rule | None:
-    """The rule of a primitive: a stand-in brings its own; equations that only carry their operands have one for all."""
-    own = next((value.rules for value in values if isinstance(value, StandIn)), RULES)
-    return own.get(name, SHARED.get(name))
 
 
 def _placed(x: Any, sharding: Any) -> Any:

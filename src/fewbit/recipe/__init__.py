@@ -15,3 +15,5 @@ from .recipe import weight_only as weight_only
 from .rows import PlanRow as PlanRow
 from .rows import ProductRow as ProductRow
 from .rule import Rule as Rule
+from .sparsity import Sparsity as Sparsity
+from .sparsity import SparsityState as SparsityState

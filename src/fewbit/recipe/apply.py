@@ -16,7 +16,10 @@ from .rows import PlanRow
 
 
 def quantize_params(params: Any, plan: Any) -> Any:
-    """The tree with the parameters quantized that a plan names.
+    """The tree with the parameters quantized that a plan names, and pruned where it says so.
+
+    A sparse parameter keeps the largest of its weights as they are now, whatever the schedule of its training; one that is
+    masked already, such as by `fewbit.training.ModelSparsity.apply`, keeps those that its mask left.
 
     Args:
         params: the tree of arrays; other leaves are left as they are.
@@ -75,20 +78,20 @@ def _check_row(row: PlanRow) -> None:
 
 
 def quantize_row(leaf: Any, row: PlanRow) -> Any:
-    """One parameter as its row says: quantized after a check that it is finite, or as it is.
+    """One parameter as its row says: pruned and quantized after a check that it is finite, or as it is.
 
     Args:
         leaf: the parameter.
         row: its row of a plan.
 
     Returns:
-        A QArray, or `leaf` where the row has no policy.
+        A QArray, a pruned array where the row has a sparsity only, or `leaf` where it has none of the two.
 
     Raises:
         QuantError: for another shape than the plan's, or values that are not finite.
         UnsupportedError: for a policy with delayed scaling.
     """
-    if row.policy is None:
+    if row.policy is None and row.sparsity is None:
         return leaf
     _check_row(row)
     if tuple(leaf.shape) != row.shape:

@@ -1,8 +1,10 @@
-"""Which rule of a recipe each parameter follows, and each product without one."""
+"""Which rule of a recipe each parameter follows, and each product without one; and along which axes."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from ..array import is_qarray
@@ -11,6 +13,9 @@ from ..ops.policy import Policy
 from ..ops.uses import Product, Use, array_paths
 from .recipe import Recipe
 from .rule import Rule
+from .sparsity import Sparsity
+
+_CONTRACTING = ("dot_general", "conv_general_dilated", "ragged_dot")
 
 
 def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Rule | None]:
@@ -39,6 +44,20 @@ def matched_product_rules(recipe: Recipe, products: tuple[Product, ...]) -> dict
     """
     named = {product.name: (product.op,) for product in products}
     return _matching(recipe.products, named, recipe.name, "product rule", "products without a parameter")
+
+
+def matched_product_policies(recipe: Recipe, products: tuple[Product, ...]) -> dict[str, Policy]:
+    """The policy of each product without a parameter that a recipe gives one, by its name.
+
+    Args:
+        recipe: the recipe.
+        products: the products.
+
+    Raises:
+        QuantError: when a rule that is not optional matches nothing.
+    """
+    rules = matched_product_rules(recipe, products)
+    return {name: rule.policy for name, rule in rules.items() if rule is not None and rule.policy is not None}
 
 
 def _matching(
@@ -79,6 +98,78 @@ def matched_policies(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, 
     return {
         path: rule.policy
         for path, rule in rules.items()
-        if rule is not None and rule.policy is not None and len(leaves[path].shape) >= 2
-        if jnp.issubdtype(leaves[path].dtype, jnp.floating) and not is_qarray(leaves[path])
+        if rule is not None and rule.policy is not None and why_whole(leaves[path]) is None
     }
+
+
+def contracted_axes(path: str, uses: tuple[Use, ...]) -> tuple[int, ...] | None:
+    """The axes that the products of a parameter contract; for one that is only looked up, the last of the others.
+
+    Args:
+        path: the parameter.
+        uses: its uses.
+
+    Returns:
+        The axes, negative; None where no product contracts it.
+
+    Raises:
+        QuantError: where its products contract different axes.
+    """
+    axes = {use.axes for use in uses if use.op in _CONTRACTING and use.axes}
+    if len(axes) > 1:
+        places = "; ".join(f"{use.op} over {use.axes} at {use.source}" for use in uses if use.op in _CONTRACTING)
+        raise QuantError(f"{path}: its products contract different axes ({places}); give its rule an axis")
+    if axes:
+        return next(iter(axes))
+    looked_up = {a for use in uses if use.op == "take" for a in use.axes}
+    return (-1,) if looked_up and -1 not in looked_up else (-2,) if looked_up else None
+
+
+def matched_sparsity(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Sparsity]:
+    """The sparsity of each parameter that a recipe gives one, by its path, with the axes that its groups run along.
+
+    Args:
+        recipe: the recipe.
+        params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+        uses: the uses of each parameter.
+
+    Returns:
+        The sparsities.
+
+    Raises:
+        QuantError: when a rule that is not optional matches nothing, and for groups that do not fit a parameter.
+    """
+    rules, leaves = matched_rules(recipe, uses), array_paths(params)
+    found = {path: resolved_sparsity(path, leaves[path], uses[path], rule) for path, rule in rules.items()}
+    return {path: sparsity for path, sparsity in found.items() if sparsity is not None}
+
+
+def resolved_sparsity(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> Sparsity | None:
+    """The sparsity of one parameter under the rule that matches it, with its axes, negative; None where it stays dense."""
+    if rule is None or rule.sparsity is None or why_whole(leaf) is not None:
+        return None
+    axis = rule.sparsity.axis or rule.axis
+    if axis is None and (contracted := contracted_axes(path, uses)) is not None:
+        # A convolution's axes are its input channels and then its window, which is no neighbourhood of channels.
+        is_window = any(use.op == "conv_general_dilated" for use in uses)
+        axis = contracted[:1] if is_window else tuple(sorted(contracted))
+    if axis is None:
+        return None
+    ndim = len(leaf.shape)
+    sparsity = dataclasses.replace(rule.sparsity, axis=tuple(a if a < 0 else a - ndim for a in axis))
+    try:
+        jax.eval_shape(sparsity.pruned, jax.ShapeDtypeStruct(leaf.shape, leaf.dtype))
+    except QuantError as error:
+        raise QuantError(f"{path} {tuple(leaf.shape)}: {error}") from error
+    return sparsity
+
+
+def why_whole(leaf: Any) -> str | None:
+    """Why a parameter can be neither quantized nor pruned, or None."""
+    if is_qarray(leaf):
+        return f"quantized already, as {leaf.scheme.name}"
+    if not jnp.issubdtype(leaf.dtype, jnp.floating):
+        return f"{jnp.dtype(leaf.dtype).name} is not floating"
+    if len(leaf.shape) < 2:
+        return "a vector: no product contracts it" if leaf.shape else "a scalar"
+    return None

@@ -15,12 +15,10 @@ from ..array import Scheme, is_qarray
 from ..errors import QuantError
 from ..kernels.quantize import quantize
 from ..ops.uses import Product, Use, array_paths, parameter_uses
-from .matching import matched_product_rules, matched_rules
+from .matching import contracted_axes, matched_product_rules, matched_rules, resolved_sparsity, why_whole
 from .recipe import recipe as as_recipe
 from .rows import PlanRow, ProductRow
 from .rule import Rule
-
-_CONTRACTING = ("dot_general", "conv_general_dilated", "ragged_dot")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,10 +64,9 @@ class Plan:
         lines = [f"{'parameter':{width}}  {'shape':>16}  {'as':22} {'axis':>6} {'before':>13} {'after':>13}  why"]
         for row in self.rows:
             shape = "x".join(map(str, row.shape))
-            kind = row.dtype if row.policy is None else str(row.policy)
             axis = ",".join(map(str, row.axis))
             sizes = f"{row.bytes_before:>13,} {row.bytes_after:>13,}"
-            lines.append(f"{row.path:{width}}  {shape:>16}  {kind:22} {axis:>6} {sizes}  {row.reason}".rstrip())
+            lines.append(f"{row.path:{width}}  {shape:>16}  {row.kind:22} {axis:>6} {sizes}  {row.reason}".rstrip())
         quantized = sum(row.policy is not None for row in self.rows)
         lines.append(
             f"{quantized} of {len(self.rows)} parameters quantized; {self.bytes_before:,} -> {self.bytes_after:,} bytes, "
@@ -173,45 +170,30 @@ def _row(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None, *, is_t
     sites = tuple(dict.fromkeys(f"{use.op} at {use.source}" for use in uses if use.source))
     left = PlanRow(path, shape, dtype.name, None, (), (), ops, before, before, sites=sites)
     why_not = _why_not(leaf, uses, rule)
-    if why_not is not None or rule is None or rule.policy is None:
+    if why_not is not None or rule is None:
         return dataclasses.replace(left, reason=why_not or "")
-    axis = rule.axis or _contracted(path, uses)
+    sparsity = resolved_sparsity(path, leaf, uses, rule)
+    axis = None if rule.policy is None else rule.axis or contracted_axes(path, uses)
+    note = "" if is_traced or rule.axis else "axis assumed: no code was traced"
     if axis is None:
-        return dataclasses.replace(left, reason="no product contracts it")
+        return dataclasses.replace(left, sparsity=sparsity, reason=note if sparsity else "no product contracts it")
     axis = tuple(a if a < 0 else a - len(shape) for a in axis)
     stacked = tuple(sorted({a for use in uses for a in use.stacked}))
-    note = "" if is_traced or rule.axis else "axis assumed: no code was traced"
-    row = dataclasses.replace(left, policy=rule.policy, axis=axis, stacked=stacked, reason=note)
+    row = dataclasses.replace(left, policy=rule.policy, axis=axis, stacked=stacked, reason=note, sparsity=sparsity)
     return dataclasses.replace(row, bytes_after=_planned_bytes(row))
 
 
 def _why_not(leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> str | None:
     """Why a parameter stays as it is, or None."""
     if is_qarray(leaf):
-        return f"quantized already, as {leaf.scheme.name}"
+        return why_whole(leaf)
     if rule is None:
         return "no rule matches it; " + (
             f"used by {', '.join(dict.fromkeys(u.op for u in uses))}" if uses else "nothing uses it"
         )
-    if rule.policy is None:
+    if rule.policy is None and rule.sparsity is None:
         return f"rule {rule.path!r} leaves it"
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return f"{jnp.dtype(leaf.dtype).name} is not floating"
-    if len(leaf.shape) < 2:
-        return "a vector: no product contracts it" if leaf.shape else "a scalar"
-    return None
-
-
-def _contracted(path: str, uses: tuple[Use, ...]) -> tuple[int, ...] | None:
-    """The axes that the products of a parameter contract; for one that is only looked up, the last of the others."""
-    axes = {use.axes for use in uses if use.op in _CONTRACTING and use.axes}
-    if len(axes) > 1:
-        places = "; ".join(f"{use.op} over {use.axes} at {use.source}" for use in uses if use.op in _CONTRACTING)
-        raise QuantError(f"{path}: its products contract different axes ({places}); give its rule an axis")
-    if axes:
-        return next(iter(axes))
-    looked_up = {a for use in uses if use.op == "take" for a in use.axes}
-    return (-1,) if looked_up and -1 not in looked_up else (-2,) if looked_up else None
+    return why_whole(leaf)
 
 
 def _planned_bytes(row: PlanRow) -> int:
@@ -224,8 +206,10 @@ def _planned_bytes(row: PlanRow) -> int:
 
 
 def quantized_leaf(x: Any, row: PlanRow) -> Any:
-    """The parameter quantized as its row says: each element of its stacked axes on its own."""
-    assert row.policy is not None
+    """The parameter pruned and quantized as its row says: each element of its stacked axes on its own."""
+    x = x if row.sparsity is None else row.sparsity.pruned(x)
+    if row.policy is None:
+        return x
     scheme: Scheme = row.policy.weight
     leading = len(row.stacked)
     if row.stacked != tuple(range(-len(row.shape), -len(row.shape) + leading)):

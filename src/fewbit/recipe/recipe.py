@@ -48,6 +48,10 @@ class Recipe:
                 raise QuantError(
                     f"recipe {self.name!r}: a product's rule ({rule}) takes no axis; its product says what it sums"
                 )
+            if rule.sparsity is not None:
+                raise QuantError(
+                    f"recipe {self.name!r}: a product's rule ({rule}) takes no sparsity, which is a parameter's"
+                )
 
     def __str__(self) -> str:
         return "\n  ".join([self.name, *map(str, self.rules), *(f"product {rule}" for rule in self.products)])

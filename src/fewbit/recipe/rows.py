@@ -7,6 +7,7 @@ from typing import Any, Self
 from .._registry import refuse_unknown_fields
 from ..errors import QuantError
 from ..ops import Policy
+from .sparsity import Sparsity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class PlanRow:
         bytes_after: its bytes as planned, scales included.
         reason: why it stays as it is, or what should be known about it; else empty.
         sites: where in the code it is used, an operation and its file and line each.
+        sparsity: which of its weights are pruned, along which axes; None: none.
     """
 
     path: str
@@ -38,6 +40,13 @@ class PlanRow:
     bytes_after: int
     reason: str = ""
     sites: tuple[str, ...] = ()
+    sparsity: Sparsity | None = None
+
+    @property
+    def kind(self) -> str:
+        """What it is planned as, in words: its policy or its dtype, and its sparsity."""
+        kind = self.dtype if self.policy is None else str(self.policy)
+        return kind if self.sparsity is None else f"{kind}, {self.sparsity}"
 
     @property
     def size(self) -> int:
@@ -48,15 +57,21 @@ class PlanRow:
         return size
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form."""
-        form = dataclasses.asdict(self)
-        form["policy"] = None if self.policy is None else self.policy.to_json()
+        """The JSON form; the sparsity only where there is one."""
+        form: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("policy", "sparsity"):
+            form[name] = None if form[name] is None else form[name].to_json()
+        if self.sparsity is None:
+            del form["sparsity"]
         return {key: list(value) if isinstance(value, tuple) else value for key, value in form.items()}
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The row of a JSON form; an unknown or missing key raises QuantError."""
-        return cls(**_row_fields(cls, "a plan's row", form, optional=("reason", "sites")))
+        fields = _row_fields(cls, "a plan's row", form, optional=("reason", "sites", "sparsity"))
+        if form.get("sparsity") is not None:
+            fields["sparsity"] = Sparsity.from_json(form["sparsity"])
+        return cls(**fields)
 
 
 @dataclasses.dataclass(frozen=True)

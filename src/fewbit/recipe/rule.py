@@ -8,6 +8,7 @@ from typing import Any, Self
 from .._registry import near_names, refuse_unknown_fields
 from ..errors import QuantError
 from ..ops import Policy
+from .sparsity import Sparsity
 
 OPS = ("dot_general", "take", "conv_general_dilated", "ragged_dot")
 """What uses a parameter in a way that a rule can ask for."""
@@ -27,6 +28,8 @@ class Rule:
         axis: the axis or axes along which tiles run, where the uses of a parameter disagree or no code can be traced;
             None takes what its products contract.
         optional: whether it is fine that the rule matches nothing.
+        sparsity: N:M sparsity of the parameters, beside the policy or alone: products see, and `fb.quantize_params` stores, zeros
+            for what it prunes. None keeps every weight.
 
     >>> Rule("layers/.*", "nf4").policy.weight.name
     'nf4'
@@ -37,6 +40,7 @@ class Rule:
     ops: tuple[str, ...]
     axis: tuple[int, ...] | None
     optional: bool
+    sparsity: Sparsity | None
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Rule:
         ops: str | Sequence[str] = (),
         axis: int | Sequence[int] | None = None,
         optional: bool = False,
+        sparsity: Sparsity | Mapping[str, Any] | None = None,
     ):
         try:
             re.compile(path)
@@ -60,6 +65,10 @@ class Rule:
         object.__setattr__(self, "ops", ops)
         object.__setattr__(self, "axis", (axis,) if isinstance(axis, int) else None if axis is None else tuple(axis))
         object.__setattr__(self, "optional", optional)
+        is_form = sparsity is not None and not isinstance(sparsity, Sparsity)
+        object.__setattr__(self, "sparsity", Sparsity.from_json(sparsity) if is_form else sparsity)
+        if self.sparsity is not None and self.policy is not None:
+            self.sparsity.check(self.policy.weight)
 
     def matches(self, path: str, ops: tuple[str, ...]) -> bool:
         """Whether a parameter with this path, used by these operations, follows this rule."""
@@ -69,7 +78,7 @@ class Rule:
 
     def __str__(self) -> str:
         ops = f" used by {' or '.join(self.ops)}" if self.ops else ""
-        return f"{self.path}{ops} -> {self.policy or 'left as it is'}"
+        return f"{self.path}{ops} -> {', '.join(map(str, filter(None, (self.policy, self.sparsity)))) or 'left as it is'}"
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form: the fields that differ from their defaults, and the policy."""
@@ -80,6 +89,8 @@ class Rule:
             form["axis"] = list(self.axis)
         if self.optional:
             form["optional"] = True
+        if self.sparsity is not None:
+            form["sparsity"] = self.sparsity.to_json()
         return form
 
     @classmethod

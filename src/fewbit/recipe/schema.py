@@ -35,6 +35,7 @@ def recipe_schema() -> dict[str, Any]:
         "policy": _policy(),
         "arm": _arm(),
         "delayed": _delayed(),
+        "sparsity": _sparsity(),
         "scheme": _scheme(),
         "holder": _either(
             _text("A format's name, float32, bfloat16 or float16."), _ref("custom_format"), _ref("scheme_fields")
@@ -57,8 +58,9 @@ def _rule() -> dict[str, Any]:
             "items": {"enum": ["dot_general", "take", "conv_general_dilated", "ragged_dot"]},
             "description": "Match only what one of these uses; empty: all.",
         },
-        "axis": _either({"type": "integer"}, {"type": "array", "items": {"type": "integer"}}, {"type": "null"}),
+        "axis": _axes(),
         "optional": _flag("Whether it is fine that the rule matches nothing."),
+        "sparsity": _either(_ref("sparsity"), {"type": "null"}),
     }
     return _object("Which parameters (or products), and what happens to them.", properties, required=("path", "policy"))
 
@@ -96,6 +98,22 @@ def _accumulator() -> dict[str, Any]:
 def _delayed() -> dict[str, Any]:
     properties = {"length": {"type": "integer", "minimum": 1}, "margin": {"type": "integer"}}
     return _object("Scales from the largest magnitudes of the steps before.", properties)
+
+
+def _sparsity() -> dict[str, Any]:
+    properties = {
+        "n": {"type": "integer", "minimum": 1},
+        "m": {"type": "integer", "minimum": 1},
+        "axis": _axes(),
+        "start_step": {"type": "integer", "minimum": 0},
+        "update_step": {"type": "integer", "minimum": 1},
+        "gradient": {"enum": ["identity", "masked"]},
+    }
+    return _object("Of every m weights the n largest are kept.", properties, required=("n", "m"))
+
+
+def _axes() -> dict[str, Any]:
+    return _either({"type": "integer"}, {"type": "array", "items": {"type": "integer"}}, {"type": "null"})
 
 
 def _scheme() -> dict[str, Any]:

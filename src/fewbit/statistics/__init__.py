@@ -1,6 +1,7 @@
 """What parameters meet while a model runs: ranges of activations, their second moments, and recipes with static ranges."""
 
 from .measure import Observation as Observation
+from .measure import ProductObservation as ProductObservation
 from .observe import observe as observe
 from .range_rules import AbsMaxRange as AbsMaxRange
 from .range_rules import EMARange as EMARange

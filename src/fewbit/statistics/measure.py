@@ -37,6 +37,20 @@ class Observation:
     count: Any
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ProductObservation:
+    """The ranges of the operands of one product without a parameter.
+
+    Attributes:
+        left: of the left operand, which the policy's `activation` quantizes.
+        right: of the right operand, which its `weight` quantizes.
+    """
+
+    left: Any
+    right: Any
+
+
 @dataclasses.dataclass(frozen=True)
 class Measure(AbstractMeasure):
     """What `observe` measures.
@@ -68,7 +82,13 @@ class Measure(AbstractMeasure):
             None if hessian is None else jnp.float32(hessian.shape[-2]),
         )
 
-    def joined(self, earlier: Observation, later: Observation) -> Observation:
+    def of_both(self, left: jax.Array, right: jax.Array) -> ProductObservation:
+        return ProductObservation(*(self.rule.init(x.shape).update(x) for x in (left, right)))
+
+    def joined(self, earlier: Any, later: Any) -> Any:
+        if isinstance(earlier, ProductObservation):
+            return ProductObservation(earlier.left.merge(later.left), earlier.right.merge(later.right))
+
         def of_both(join: Any, a: Any, b: Any) -> Any:
             return None if a is None else join(a, b)
 

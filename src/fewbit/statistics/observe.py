@@ -9,12 +9,12 @@ import jax
 
 from ..array import is_qarray
 from ..errors import QuantError, UnsupportedError
-from ..ops.observed import Notes, Observed
+from ..ops.observed import Notes, Observed, rules_around
 from ..ops.transparent import Decoded, evaluated
-from ..ops.uses import Use, parameter_paths, parameter_uses
+from ..ops.uses import Product, Use, parameter_paths, parameter_uses
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_policies
-from .measure import Measure, Observation, Statistic
+from ..recipe.matching import matched_policies, matched_product_policies
+from .measure import Measure, Statistic
 from .range_rules import AbsMaxRange
 from .ranges import AbstractRange
 from .stats import Stats
@@ -38,24 +38,27 @@ def observe(
     back. A parameter that a loop takes apart (layers in a `scan`) has a measurement for each layer; where several products use
     one, or one in a loop takes it whole, each use counts like another batch.
 
+    Of a product without a parameter that the recipe's rules for products quantize, the ranges of both operands are measured.
+
     Args:
         fn: any function that JAX can trace whose first argument is the tree of parameters.
         params: the parameters, floating.
         batches: for each batch the tuple of `fn`'s other arguments, or the one other argument; leaves that are no arrays must
             be hashable. At least one batch.
-        recipe: a Recipe, or anything that `fb.recipe` takes: it says which parameters.
+        recipe: a Recipe, or anything that `fb.recipe` takes: it says which parameters, and which products without one.
         rule: how ranges are estimated; the default takes the largest magnitude of all batches.
         collect: "range"; "absmax", the largest magnitude of each channel, for AWQ and SmoothQuant; "hessian", the sum of
             `x x^T` over all vectors that a product contracts, for GPTQ.
         kwargs: keyword arguments of `fn`.
 
     Returns:
-        The statistics of every such parameter that a product contracts; `stats.recipe(recipe)` makes the ranges static.
+        The statistics of every such parameter that a product contracts, and of every such product; `stats.recipe(recipe)` makes
+        the ranges static.
 
     Raises:
         QuantError: without batches, for an unknown statistic, when a rule that is not optional matches nothing.
-        UnsupportedError: for a parameter of which something measured cannot come out: its products stand in a `while` loop or a
-            `shard_map`, or are of a kind of which a statistic is not collected.
+        UnsupportedError: for a parameter or a product of which something measured cannot come out: it stands in a `while` loop or
+            a `shard_map`, or is of a kind of which a statistic is not collected.
 
     >>> batches = [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 0.5]])]
     >>> stats = observe(lambda params, x: x @ params["w"], {"w": jnp.eye(2)}, batches, "w8a8", collect=("range", "absmax"))
@@ -65,32 +68,46 @@ def observe(
     'fixed,-3,3'
     """
     resolved, measure = as_recipe(recipe), Measure(rule, tuple(collect))
-    found: dict[str, Observation] | None = None
+    found: dict[str, Any] | None = None
     uses: Mapping[str, tuple[Use, ...]] = {}
+    products: tuple[Product, ...] = ()
     decoded: list[Decoded] = []
     joined = jax.jit(lambda earlier, later: {path: measure.joined(earlier[path], later[path]) for path in earlier})
 
     @functools.partial(jax.jit, static_argnums=0)
-    def measured(others: _Others, arrays: list[Any]) -> dict[str, Observation]:
+    def measured(others: _Others, arrays: list[Any]) -> dict[str, Any]:
         params, inputs = others.among(arrays)
         notes = Notes(measure)
-        run = evaluated(lambda params, *inputs: fn(params, *inputs, **kwargs), "dequantize", decoded.append, _none_chosen)
+        chosen = {p.name: Observed(None, _label(p.name), notes, is_parameter=False) for p in products}
+
+        def called(params: Any, *inputs: Any) -> Any:
+            return fn(params, *inputs, **kwargs)
+
+        run = evaluated(called, "dequantize", decoded.append, lambda _: chosen, rules_around(notes))
         run(_observed(params, paths, notes), *inputs)
         return notes.found
 
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
         if found is None:
-            uses, _ = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
+            uses, every = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
             policies = matched_policies(resolved, params, uses)
             paths = [path for path in policies if any(use.op in _CONTRACTING for use in uses[path])]
+            quantized = matched_product_policies(resolved, every) if "range" in collect else {}
+            products = tuple(product for product in every if product.name in quantized)
         now = measured(*_apart((params, inputs)))
-        _refuse_unseen(set(paths) - set(now), decoded)
+        _refuse_unseen(set(paths) - set(now), {_label(product.name) for product in products} - set(now), decoded)
         found = now if found is None else joined(found, now)
     if found is None:
         raise QuantError("there is no batch to observe")
-    ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found)
-    return Stats(found, ops)
+    ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found if path in uses)
+    pairs = {product.name: found[_label(product.name)] for product in products}
+    return Stats({path: found[path] for path, _ in ops}, ops, pairs, tuple((p.name, p.op) for p in products))
+
+
+def _label(name: str) -> str:
+    """What a product without a parameter is called among parameters."""
+    return f"product {name}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,10 +136,6 @@ def _apart(tree: Any) -> tuple[_Others, list[Any]]:
     return _Others(treedef, others), [leaf for is_array, leaf in zip(are_arrays, leaves, strict=True) if is_array]
 
 
-def _none_chosen(_: Any) -> dict[str, Any]:
-    return {}
-
-
 def _observed(params: Any, paths: Sequence[str], notes: Notes) -> Any:
     """The tree with an Observed in the place of each parameter of `paths`."""
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
@@ -130,11 +143,13 @@ def _observed(params: Any, paths: Sequence[str], notes: Notes) -> Any:
     return jax.tree.unflatten(treedef, leaves)
 
 
-def _refuse_unseen(paths: set[str], decoded: Sequence[Decoded]) -> None:
-    """Refuses parameters whose products were not seen, with what hid them."""
-    if paths:
-        hidden = {
-            path: next((str(d) for d in decoded if d.array == path), "its products were not reached")
-            for path in sorted(paths)
-        }
+def _refuse_unseen(paths: set[str], products: set[str], decoded: Sequence[Decoded]) -> None:
+    """Refuses parameters whose products were not seen, with what hid them, and products without a parameter."""
+    hidden = {
+        path: next((str(d) for d in decoded if d.array == path), "its products were not reached") for path in sorted(paths)
+    }
+    hidden |= dict.fromkeys(
+        sorted(products), "it stands in a while loop or a shard_map, and what is measured cannot come out"
+    )
+    if hidden:
         raise UnsupportedError("fb.observe cannot see every product", hidden)

@@ -1,10 +1,14 @@
 """QTensor: what a quantized torch tensor holds, byte for byte what a QArray holds."""
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import torch
 
-from ..array import Scheme
+from ..array import QArray, Scheme
+from ..errors import QuantError, UnsupportedError
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -19,6 +23,7 @@ class QTensor:
         scheme: what the leaves mean, its tiles on the axis that was quantized.
         shape: the shape of the tensor that this one stands for.
         dtype: its floating dtype, which `dequantize` gives.
+        zero_point: like `scale`, codes of `scheme.zero_point` or float offsets; or None. `from_qarray` brings it.
     """
 
     codes: torch.Tensor
@@ -27,11 +32,12 @@ class QTensor:
     scheme: Scheme
     shape: tuple[int, ...]
     dtype: torch.dtype
+    zero_point: torch.Tensor | None = None
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are really held: packed codes, scales and tensor scale."""
-        held = (self.codes, self.scale, self.tensor_scale)
+        """The bytes that are really held: packed codes, scales, zero points and tensor scale."""
+        held = (self.codes, self.scale, self.zero_point, self.tensor_scale)
         return sum(leaf.numel() * leaf.element_size() for leaf in held if leaf is not None)
 
     @property
@@ -39,10 +45,33 @@ class QTensor:
         """`8 * nbytes` over the number of elements."""
         return 8 * self.nbytes / torch.Size(self.shape).numel()
 
+    @property
+    def T(self) -> "QTensor":
+        """The transpose of a matrix, exactly: views of the same bytes, under a scheme whose axes are exchanged.
+
+        Raises:
+            QuantError: where there are not two axes.
+        """
+        if len(self.shape) != 2:
+            raise QuantError(f"T is for matrices; the shape is {self.shape}")
+        rows, columns = self.scheme.tiles(2)
+        scheme = self.scheme.with_tiles((columns, rows), -3 - self.scheme.pack_axis)
+        return self._with_leaves(lambda leaf: leaf.T, scheme=scheme, shape=self.shape[::-1])
+
     def to(self, device: torch.device | str) -> "QTensor":
         """The same bytes on another device."""
-        tensor_scale = None if self.tensor_scale is None else self.tensor_scale.to(device)
-        return dataclasses.replace(self, codes=self.codes.to(device), scale=self.scale.to(device), tensor_scale=tensor_scale)
+        return self._with_leaves(lambda leaf: leaf.to(device))
+
+    def __rmatmul__(self, x: torch.Tensor) -> torch.Tensor:
+        from .products import matmul  # it needs this class
+
+        return matmul(x, self)
+
+    def _with_leaves(self, change: Callable[[torch.Tensor], torch.Tensor], **fields: Any) -> "QTensor":
+        """The QTensor of changed tensors."""
+        leaves = {name: getattr(self, name) for name in ("codes", "scale", "tensor_scale", "zero_point")}
+        changed = {name: change(leaf) for name, leaf in leaves.items() if leaf is not None}
+        return dataclasses.replace(self, **changed, **fields)
 
     def __repr__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -50,3 +79,39 @@ class QTensor:
         return (
             f"QTensor({self.scheme.name}, {dtype}[{shape}], {self.nbytes:,} bytes, {self.bits_per_weight:.3f} bits/weight)"
         )
+
+
+def from_qarray(q: QArray, device: torch.device | str = "cpu") -> QTensor:
+    """The QTensor of a QArray, with the same bytes: what `fewbit` loaded or quantized, for torch to multiply with.
+
+    Args:
+        q: the QArray; its scales are codes or floats, not quantized themselves.
+        device: where the tensors are to be.
+
+    Returns:
+        The QTensor.
+
+    Raises:
+        UnsupportedError: for scales that are quantized themselves.
+
+    >>> import fewbit as fb
+    >>> import jax.numpy as jnp
+    >>> from_qarray(fb.quantize(jnp.ones((4, 64)), "uint4_g64"))
+    QTensor(uint4_g64, float32[4, 64], 148 bytes, 4.625 bits/weight)
+    """
+    if isinstance(q.scale, QArray):
+        reason = "scales that are quantized themselves; quantize with float scales"
+        raise UnsupportedError(f"no QTensor holds {q.scheme.name}", {"torch": reason})
+    leaves = (None if leaf is None else _tensor(leaf, device) for leaf in (q.codes, q.scale, q.tensor_scale, q.zero_point))
+    codes, scale, tensor_scale, zero_point = leaves
+    assert codes is not None
+    assert scale is not None
+    return QTensor(codes, scale, tensor_scale, q.scheme, q.shape, getattr(torch, np.dtype(q.dtype).name), zero_point)
+
+
+def _tensor(leaf: Any, device: torch.device | str) -> torch.Tensor:
+    """The tensor of an array's bytes; numpy has no bfloat16 that torch knows."""
+    array = np.ascontiguousarray(np.asarray(leaf))
+    if array.dtype.name == "bfloat16":
+        return torch.tensor(array.view(np.int16)).view(torch.bfloat16).to(device)
+    return torch.tensor(array).to(device)

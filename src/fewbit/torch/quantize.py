@@ -12,7 +12,7 @@ from ..array import scheme as as_scheme
 from ..array.scales import MSE, MX, AbsMax
 from ..array.scales.store import ScaleStore
 from ..errors import QuantError, UnsupportedError
-from ..formats import E8M0
+from ..formats import E8M0, AbstractFormat
 from . import on_gpu
 from .hessian import product_scale
 from .packing import pack, unpack
@@ -96,6 +96,8 @@ def quantize(
 def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend | None = None) -> torch.Tensor:
     """The tensor that a QTensor stands for, `decode(code) * scale`, computed in float32 and rounded once.
 
+    With zero points it is `(decode(code) - zero) * scale`, with float offsets `decode(code) * scale + offset`.
+
     Args:
         q: the quantized tensor.
         dtype: the floating dtype of the result; None takes `q.dtype`.
@@ -116,7 +118,12 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend
     tiles = q.scheme.tiles(len(q.shape))
     codes = unpack(q.codes, q.scheme.format.bits, q.shape[q.scheme.pack_axis], q.scheme.pack_axis)
     values = Rounding.of(q.scheme.format, codes.device).decode(tile_rows(codes, tiles))
-    return untiled(flushed(values * scale_values(q).reshape(-1, 1)), q.shape, tiles).to(dtype)
+    scale, zero = scale_values(q).reshape(-1, 1), q.zero_point
+    if zero is not None and isinstance(q.scheme.zero_point, AbstractFormat):
+        values = values - Rounding.of(q.scheme.zero_point, zero.device).decode(zero).reshape(-1, 1)
+        zero = None
+    values = flushed(values * scale)
+    return untiled(values if zero is None else values + zero.reshape(-1, 1).float(), q.shape, tiles).to(dtype)
 
 
 def scale_values(q: QTensor) -> torch.Tensor:

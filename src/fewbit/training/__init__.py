@@ -8,8 +8,6 @@ from .delayed_state import DelayedState as DelayedState
 from .delayed_state import ProductScales as ProductScales
 from .delayed_state import delayed_state as delayed_state
 from .fake_quant import fake_quant as fake_quant
-from .sparsity import Sparsity as Sparsity
-from .sparsity import SparsityState as SparsityState
-from .sparsity import magnitude_mask as magnitude_mask
-from .sparsity import nm_mask as nm_mask
+from .model_sparsity import ModelSparsity as ModelSparsity
+from .model_sparsity import sparsity_state as sparsity_state
 from .train import train as train

@@ -14,7 +14,7 @@ from ..ops.policy import Policy
 from ..ops.stepped import StepScales
 from ..ops.uses import array_paths, parameter_uses
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_policies
+from ..recipe.matching import matched_policies, matched_product_policies
 from ..recipe.rule import OPS
 from .delayed import DelayedScale
 
@@ -23,6 +23,8 @@ from .delayed import DelayedScale
 @dataclasses.dataclass(frozen=True)
 class ProductScales:
     """The histories of one parameter's products: of itself, of what it meets, and of the gradient that comes in.
+
+    Of a product without a parameter those of its right operand, of its left one, and of the gradient.
 
     Attributes:
         weight: of the parameter.
@@ -67,16 +69,18 @@ class ProductScales:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class DelayedState:
-    """The state of delayed scaling: for each parameter, by its path, the histories of its products. A plain pytree.
+    """The state of delayed scaling: for each parameter, by its path, the histories of its products; a plain pytree.
 
     It goes into a function of `fb.train` as `delayed=`, and what the step saw comes out as the cotangent: a DelayedState whose
     scales are the largest magnitudes of the step and whose histories are zero. It goes around the optimizer.
 
     Attributes:
         products: the histories by the parameter's path.
+        weightless: those of products without a parameter, by the product's name.
     """
 
     products: Mapping[str, ProductScales]
+    weightless: Mapping[str, ProductScales] = dataclasses.field(default_factory=dict)
 
     def advance(self, seen: "DelayedState") -> Self:
         """The state after a step: its largest magnitudes enter the histories, and give the next scales.
@@ -110,7 +114,8 @@ def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any
     A parameter whose policy asks for delayed scaling has one history for itself, one for the activations that it meets, and one
     for the gradients that come in. One that a loop takes apart (layers in a `scan`) has them for each element of the loop's
     axis. Where several products use a parameter, or one in a loop takes it whole, they share its histories, and the largest
-    magnitude of all counts.
+    magnitude of all counts. A product without a parameter, such as attention's scores, has histories of its own, which the turns
+    of a loop around it share.
 
     Args:
         fn: the function that `fb.train` is given. It is traced with shapes only.
@@ -135,8 +140,9 @@ def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any
     >>> float(delayed.advance(seen).products["w"].activation.scale)  # 7 / 448
     0.015625
     """
-    uses, _ = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
-    policies = matched_policies(as_recipe(recipe), params, uses)
+    uses, products = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
+    resolved = as_recipe(recipe)
+    policies, weightless = matched_policies(resolved, params, uses), matched_product_policies(resolved, products)
     leaves = array_paths(params)
 
     def stack(path: str) -> tuple[int, ...]:
@@ -146,29 +152,46 @@ def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any
         depth = next((i for i in range(ndim) if i - ndim not in taken), ndim)
         return tuple(leaves[path].shape[:depth])
 
-    wishing = {path: policy for path, policy in policies.items() if policy.delayed is not None}
-    return DelayedState({path: ProductScales.init(policy, stack(path)) for path, policy in wishing.items()})
+    return DelayedState(
+        {path: ProductScales.init(policy, stack(path)) for path, policy in _wishing(policies).items()},
+        {name: ProductScales.init(policy) for name, policy in _wishing(weightless).items()},
+    )
 
 
-def step_scales(state: DelayedState | None, policies: Mapping[str, Policy]) -> dict[str, StepScales]:
-    """The scales of this step by parameter.
+def _wishing(policies: Mapping[str, Policy]) -> dict[str, Policy]:
+    """The policies that ask for delayed scaling."""
+    return {name: policy for name, policy in policies.items() if policy.delayed is not None}
+
+
+def step_scales(
+    state: DelayedState | None, policies: Mapping[str, Policy], weightless: Mapping[str, Policy]
+) -> tuple[dict[str, StepScales], dict[str, StepScales]]:
+    """The scales of this step by parameter, and by product without one.
 
     Args:
         state: the state; None where the caller has none.
         policies: the policies of the parameters that are trained.
+        weightless: the policies of products without a parameter.
 
     Returns:
-        The scales of the parameters whose policies ask for delayed scaling.
+        The scales of the parameters, and of the products, whose policies ask for delayed scaling.
 
     Raises:
-        QuantError: when the state is for other parameters than those.
+        QuantError: when the state is for others than those.
     """
-    need = {path for path, policy in policies.items() if policy.delayed is not None}
-    held = set() if state is None else set(state.products)
-    if need != held:
-        told = "there is no delayed=" if state is None else f"delayed= has them for {sorted(held)[:5]}"
+    held = DelayedState({}) if state is None else state
+    need = _labels(_wishing(policies), _wishing(weightless))
+    have = _labels(held.products, held.weightless)
+    if need != have:
+        told = "there is no delayed=" if state is None else f"delayed= has them for {sorted(have)[:5]}"
         raise QuantError(
             f"delayed scaling takes the scales of {sorted(need)[:5]} from earlier steps, and {told}; begin with "
             "fb.delayed_state of the same function, parameters and recipe, and pass it as delayed="
         )
-    return {} if state is None else {path: product.scales for path, product in state.products.items()}
+    by_path, by_name = ({key: scales.scales for key, scales in some.items()} for some in (held.products, held.weightless))
+    return by_path, by_name
+
+
+def _labels(paths: Mapping[str, Any], names: Mapping[str, Any]) -> set[str]:
+    """What parameters and products without one are called together."""
+    return {*paths, *(f"product {name}" for name in names)}

@@ -14,8 +14,9 @@ from ..ops.stepped import StepScales
 from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import parameter_paths, parameter_uses
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_policies
+from ..recipe.matching import matched_policies, matched_product_policies, matched_sparsity
 from .delayed_state import DelayedState, step_scales
+from .model_sparsity import ModelSparsity, masked
 from .products import chosen_products
 
 R = TypeVar("R")
@@ -32,6 +33,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     The recipe's rules for products quantize both operands of products without a parameter, such as attention's, the right one
     as the policy's `weight`; their gradients follow the arms likewise.
 
+    Parameters that the recipe makes sparse are masked before anything else sees them, with gradients as their sparsity says.
+
     Args:
         fn: any function that JAX can trace whose first argument is the tree of parameters. Those of them that are QArrays stay
             what they are: `fb.train` serves them, too, with the policies of products without a parameter.
@@ -40,15 +43,17 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
             because its primitive is no product, and with each where a QArray among the arguments is decoded.
 
     Returns:
-        `fn` with two more arguments. `key=`: a JAX random key, needed when a policy rounds stochastically or rotates; take
+        `fn` with three more arguments. `key=`: a JAX random key, needed when a policy rounds stochastically or rotates; take
         another one for each step. `delayed=`: the state of `fb.delayed_state`, needed when a policy asks for delayed scaling;
-        its gradient is what the step saw, for `delayed.advance`.
+        its gradient is what the step saw, for `delayed.advance`. `sparsity=`: the state of `fb.sparsity_state`, updated for this
+        step, needed when a rule asks for sparsity.
 
     Raises:
-        QuantError: when a rule that is not optional matches nothing; when a policy asks for delayed scaling and `delayed` is
-            missing or for other parameters; in the backward pass when a policy needs a key and there is none.
-        UnsupportedError: for a product without a parameter whose policy asks for delayed scaling; and for such a product, or a
-            parameter with delayed scaling, inside a function with a derivative rule of its own.
+        QuantError: when a rule that is not optional matches nothing; when a policy asks for delayed scaling, or a rule for
+            sparsity, and `delayed` or `sparsity` is missing or for other parameters; in the backward pass when a policy needs a
+            key and there is none.
+        UnsupportedError: for a product without a parameter that has a policy, or a parameter with delayed scaling, inside a
+            function with a derivative rule of its own.
 
     >>> import fewbit as fb
     >>> params = {"w": jnp.eye(4)}
@@ -59,16 +64,21 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     (4, 4)
     """
     resolved = as_recipe(recipe)
-    chosen_products(resolved, None)  # what it refuses, it refuses here
     kept = evaluated(fn, "dequantize", report, None)
 
     def trained(
-        params: Any, *args: Any, key: Key[Array, ""] | None = None, delayed: DelayedState | None = None, **kwargs: Any
+        params: Any,
+        *args: Any,
+        key: Key[Array, ""] | None = None,
+        delayed: DelayedState | None = None,
+        sparsity: ModelSparsity | None = None,
+        **kwargs: Any,
     ) -> R:
-        uses, _ = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
+        uses, products = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
         policies = matched_policies(resolved, params, uses)
-        scales = step_scales(delayed, policies)
-        chosen = chosen_products(resolved, key)
+        scales, product_scales = step_scales(delayed, policies, matched_product_policies(resolved, products))
+        params = masked(params, sparsity, matched_sparsity(resolved, params, uses))
+        chosen = chosen_products(resolved, key, product_scales)
         run = kept if chosen is None else evaluated(fn, "dequantize", report, chosen)
         return run(_latents(params, policies, key, scales), *args, **kwargs)
 

@@ -47,7 +47,7 @@ def test_no_scale_is_better(fmt: str):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS[:4])
-def test_no_scale_is_better_on_many_blocks(kind: str):
+def test_no_scale_is_better_on_a_hundred_thousand_blocks(kind: str):
     x = blocks(kind, 16, 100_000, "e2m1")
     best = best_continuous(x, "e2m1")
     assert (error_of(_quantize(jnp.asarray(x), scheme("e2m1")), x) <= best * SLACK + rounding(x, best)).all()

@@ -100,6 +100,16 @@ def test_the_calibrations_of_fp8_full():
             policy("fp8_full", weight_quantization_calibration_method=asymmetric)
 
 
+def test_the_sparsity_of_fp8_full():
+    rule = fb.maxtext_recipe("fp8_full", weight_sparsity_n=2, weight_sparsity_m=4).rules[0]
+    assert rule.sparsity == fb.Sparsity(2, 4, start_step=50, update_step=10)
+    assert rule.policy == policy("fp8_full")
+    with pytest.raises(fb.QuantError, match="weight_sparsity_n is 2 and weight_sparsity_m None; sparsity needs both"):
+        fb.maxtext_recipe("fp8_full", weight_sparsity_n=2)
+    with pytest.raises(fb.QuantError, match="'fp8_e4m3' does not read weight_sparsity_n"):
+        fb.maxtext_recipe("fp8_e4m3", weight_sparsity_n=2, weight_sparsity_m=4)
+
+
 def test_the_six_bounds_of_aqt_fp8_full():
     made = policy("aqt_fp8_full", constant_bound_config=(1, 2, 3, 4, 5, None))
     schemes = (made.activation, made.weight, made.dlhs.gradient, made.dlhs.operand, made.drhs.gradient, made.drhs.operand)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...array import QArray
+from ...array import QArray, Scheme
 from ...array.packing import unpack
 from ...array.quantize import expanded_scale, expanded_zero_point
 from ...errors import UnsupportedError
@@ -111,9 +111,9 @@ def sum_types(lhs: QArray, rhs: QArray, meeting: Meeting, asked: str | None) -> 
     Raises:
         UnsupportedError: when `asked` is not a dtype that these codes can be summed in.
     """
-    if is_whole(lhs) and is_whole(rhs):
+    if is_whole(lhs.scheme) and is_whole(rhs.scheme):
         counts = [int(np.prod([q.shape[a] for a in axes])) for q, axes in zip((lhs, rhs), meeting.contracted, strict=True)]
-        if _reach(lhs) * _reach(rhs) * min(counts) >= 2**31:
+        if not fits_int32(lhs.scheme, rhs.scheme, min(counts)):
             return None
         return (jnp.int8, jnp.int8), _granted(asked, ("int32",), "sums of integer codes are exact in int32")
     if lhs.zero_point is not None or rhs.zero_point is not None:
@@ -144,7 +144,7 @@ def _granted(asked: str | None, possible: tuple[str, ...], reason: str) -> np.dt
 
 def side(q: QArray, dtype: Any, *, but: int | None = None) -> Side:
     """An operand's arrays, its codes in a dtype that `sum_types` gives; along the axis `but`, one scale a tile."""
-    zero = None if q.zero_point is None else expanded_zero_point(q, but=but) - _shift(q)
+    zero = None if q.zero_point is None else expanded_zero_point(q, but=but) - shift(q.scheme)
     return Side(code_values(q, dtype), expanded_scale(q, but=but), zero)
 
 
@@ -154,28 +154,33 @@ def code_values(q: QArray, dtype: Any) -> jax.Array:
     codes = unpack(q.codes, fmt.bits, q.shape[axis], q.scheme.packing, axis=axis)
     if _NATIVE.get(fmt.name) == dtype:
         return jax.lax.bitcast_convert_type(codes, dtype)
-    return (fmt.decode(codes) - _shift(q)).astype(dtype)
+    return (fmt.decode(codes) - shift(q.scheme)).astype(dtype)
 
 
-def _shift(q: QArray) -> int:
+def shift(scheme: Scheme) -> int:
     """What unsigned codes of 8 bits lose to fit in int8; their zero points lose as much."""
-    return 128 if q.zero_point is not None and q.scheme.format.max > 127 else 0
+    return 128 if scheme.zero_point is not None and scheme.format.max > 127 else 0
 
 
-def is_whole(q: QArray) -> bool:
+def is_whole(scheme: Scheme) -> bool:
     """Whether codes and zero points are integers that fit in int8."""
 
     def fits(fmt: AbstractFormat) -> bool:
-        return isinstance(fmt, Integer) and fmt.step == 1 and fmt.max - _shift(q) < 128
+        return isinstance(fmt, Integer) and fmt.step == 1 and fmt.max - shift(scheme) < 128
 
-    holder = q.scheme.zero_point
+    holder = scheme.zero_point
     has_whole_zero = holder is None or (isinstance(holder, AbstractFormat) and fits(holder))
-    return fits(q.scheme.format) and has_whole_zero
+    return fits(scheme.format) and has_whole_zero
 
 
-def _reach(q: QArray) -> int:
+def fits_int32(lhs: Scheme, rhs: Scheme, length: int) -> bool:
+    """Whether every sum of `length` products of whole codes, less their zero points, is an int32."""
+    return _reach(lhs) * _reach(rhs) * length < 2**31
+
+
+def _reach(scheme: Scheme) -> int:
     """The largest magnitude of a code less its zero point."""
-    fmt, holder = q.scheme.format, q.scheme.zero_point
+    fmt, holder = scheme.format, scheme.zero_point
     if not isinstance(holder, AbstractFormat):
         return int(max(-fmt.min, fmt.max))
     return int(max(fmt.max - holder.min, holder.max - fmt.min))

@@ -136,7 +136,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const int64_t steps = Steps(isa, job);
   constexpr int64_t kBlock = 512;  // the most codes that a kernel takes in one step
   const int64_t length = (job.contracted() + kBlock - 1) / kBlock * kBlock;
-  const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr && job.K % 16 == 0;
+  const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr;
   job.ldx = as_is ? job.K : length + 16;
   std::unique_ptr<float[]> packed(as_is ? nullptr : new float[job.M * job.ldx]);
   std::unique_ptr<float[]> blocked_memory(steps == 1 ? nullptr : new float[job.M * job.ldx + 16]);

@@ -1,7 +1,9 @@
-"""The product on CPUs by compiled kernels: one quantized operand, in any scheme, beside one of float32, bfloat16 or float16.
+"""The product on CPUs by compiled kernels: one quantized operand, in any scheme, beside one of float32, bfloat16 or float16,
+or two of integers.
 
 The arithmetic is float32's: codes are decoded exactly, products summed in float32 (in an order of our own, the same for any
-number of threads), and the result rounded once to its dtype. Nothing is quantized that was not.
+number of threads), and the result rounded once to its dtype. Nothing is quantized that was not. Two operands of integers are
+multiplied as such: sums are exact int32, and take the scales afterwards.
 """
 
 import dataclasses
@@ -12,7 +14,9 @@ import jax
 from ...array import QArray, Scheme
 from ...array.packing import codes_per_unit
 from ..extension import device_refusal, extension
+from .integers import native_integers
 from .native import native_product
+from .paired import pair_refusal
 from .problem import Operand, Problem
 from .reference import BACKENDS
 from .stack import Stack
@@ -36,6 +40,9 @@ class Cpu(AbstractStackKernel):
     def unsupported(self, problem: Problem) -> str | None:
         return extension("fewbit.kernels.qmatmul._cpu").missing or super().unsupported(problem)
 
+    def refused_pair(self, problem: Problem) -> str | None:
+        return extension("fewbit.kernels.qmatmul._integers").missing or pair_refusal(problem)
+
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
         if x.dtype not in FLOATS or problem.result_dtype.name not in FLOATS:
             return f"it multiplies {x.dtype} into {problem.result_dtype.name}; both must be one of {', '.join(FLOATS)}"
@@ -57,6 +64,9 @@ class Cpu(AbstractStackKernel):
     ) -> jax.Array:
         del precision
         return native_product(x, q, index, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
+
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
+        return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
 
 def _refused_scheme(stack: Stack) -> str | None:

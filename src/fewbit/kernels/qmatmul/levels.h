@@ -45,6 +45,7 @@ static void StoreOutputs(const Job& job, int64_t m, int64_t n0, int64_t count, c
 namespace portable {
 #include "lanes.h"
 #include "decode.h"
+#include "turn.h"
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
@@ -58,6 +59,7 @@ FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
 namespace avx2 {
 #include "lanes.h"
 #include "decode.h"
+#include "turn.h"
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
@@ -71,6 +73,7 @@ FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
 namespace avx512 {
 #include "lanes.h"
 #include "decode.h"
+#include "turn.h"
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"

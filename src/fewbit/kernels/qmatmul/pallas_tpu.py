@@ -52,11 +52,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ...array import QArray, Scheme, is_qarray
-from ...array.quantize import dequantize
+from ...array import QArray
 from .pallas_blocks import PLAIN, Block, Config, Cut
-from .pallas_decode import held_values, plane_values, unit
 from .pallas_form import Form
+from .pallas_step import beside_codes, joined, planes_of, summed, varying_axes
 
 
 def stacked_product(
@@ -85,16 +84,16 @@ def stacked_product(
     """
     form = Form.of(x, q, contracts_last=contracts_last, result=result, precision=precision)
     cut = Cut.of(form, config)
-    beside = _beside(form, q)
-    call = _call(cut, config, {name: array.dtype for name, array in beside.items()}, interpret, _varying(x, q))
-    arrays = (_planes(cut, x.astype(form.dtype)), q.codes, *beside.values())
+    beside = beside_codes(form, q)
+    call = _call(cut, config, {name: array.dtype for name, array in beside.items()}, interpret, varying_axes(x, q))
+    arrays = (planes_of(cut, x.astype(form.dtype)), q.codes, *beside.values())
     if len(x) == 1:
         y = call(*(array[0] for array in arrays))[None]
     else:
         mapped = [None if array.shape[0] == 1 else 0 for array in arrays]
         alone = (array[0] if axis is None else array for array, axis in zip(arrays, mapped, strict=True))
         y = jax.vmap(call, mapped)(*alone)
-    return _joined(form, y)
+    return joined(form, y)
 
 
 def _call(cut: Cut, config: Config, beside: dict[str, np.dtype], interpret: bool, varying: ManualAxisType) -> Any:
@@ -120,7 +119,7 @@ def blocks_of(cut: Cut, q: QArray) -> list[Block]:
         cut: the product.
         q: the stack of codes, or its shapes.
     """
-    beside = jax.eval_shape(functools.partial(_beside, cut.form), q)
+    beside = jax.eval_shape(functools.partial(beside_codes, cut.form), q)
     return _blocks(cut, {name: array.dtype for name, array in beside.items()})
 
 
@@ -128,105 +127,11 @@ def _blocks(cut: Cut, beside: dict[str, np.dtype]) -> list[Block]:
     return [cut.activations(), cut.codes(), *(cut.beside(name, dtype) for name, dtype in beside.items()), cut.result()]
 
 
-def _varying(*operands: Any) -> ManualAxisType:
-    """The mesh axes along which the operands, and so the product, differ within `jax.shard_map`."""
-    held = (jax.typeof(leaf).manual_axis_type for leaf in jax.tree.leaves(operands))
-    return ManualAxisType(varying=frozenset().union(*(axes.varying for axes in held)))
-
-
 def _kernel(cut: Cut, config: Config, names: tuple[str, ...], x: Any, codes: Any, *refs: Any) -> None:
-    """One step of the grid: the planes of a block of bytes, each multiplied with the activations that meet it."""
-    form, (*beside, y, total), step = cut.form, refs, pl.program_id(2)
+    """One step of the grid."""
+    *beside, y, total = refs
 
-    @pl.when(step == 0)
-    def _() -> None:
-        total[...] = jnp.zeros_like(total)
+    def finish(sums: jax.Array) -> None:
+        y[...] = sums.astype(y.dtype)
 
-    packed = codes[...].T if form.is_transposed else codes[...]
-    held = {name: held_values(ref[...], _holder(form.scheme, name)) for name, ref in zip(names, beside, strict=True)}
-    fmt, high_first = form.scheme.format, form.scheme.packing.high_first
-    for plane in range(form.planes):
-        shift = fmt.bits * (form.planes - 1 - plane if high_first else plane)
-        values = plane_values(fmt, packed, shift, nf4_polynomial=config.nf4_polynomial)
-        values = _within(cut, _scaled(cut, values, unit(fmt, shift), held), step).astype(form.dtype)
-        at_x, at_total, axis = (plane, 0, 0) if form.contracts_rows else (0, plane, 1)
-        total[at_total] += jax.lax.dot_general(
-            x[at_x], values, (((1,), (axis,)), ((), ())), precision=form.precision, preferred_element_type=jnp.float32
-        )
-
-    @pl.when(step == cut.grid[2] - 1)
-    def _() -> None:
-        sums = total[...]
-        y[...] = (sums * _scale(held)[None] if form.scales_sums else sums).astype(y.dtype)
-
-
-def _holder(scheme: Scheme, name: str) -> Any:
-    """What holds the scales, the zero points or the tensor scale."""
-    if name == "zero_point":
-        return scheme.zero_holder
-    return np.dtype(np.float32) if name == "tensor_scale" or isinstance(scheme.scale, Scheme) else scheme.scale
-
-
-def _scale(held: dict[str, jax.Array]) -> jax.Array:
-    """The scales of a block, with the tensor scale in them."""
-    return held["scale"] * held["tensor_scale"] if "tensor_scale" in held else held["scale"]
-
-
-def _scaled(cut: Cut, values: jax.Array, own: float, held: dict[str, jax.Array]) -> jax.Array:
-    """The values of a plane, which come in units of `own`, as the array has them; without a scale that the sums get."""
-    form = cut.form
-    if "zero_point" in held and not form.has_offsets:
-        values = values - _spread(cut, held["zero_point"] / jnp.float32(own))
-    if not form.scales_sums:
-        values = values * _spread(cut, _scale(held) * jnp.float32(own))
-    elif own != 1:
-        values = values * jnp.float32(own)
-    return values + _spread(cut, held["zero_point"]) if form.has_offsets else values
-
-
-def _spread(cut: Cut, numbers: jax.Array) -> jax.Array:
-    """One number a tile as one number a row; one for all rows as it is."""
-    if cut.form.tile in (1, None) or numbers.shape[0] == 1 == cut.form.tiles:
-        return numbers
-    return jnp.repeat(numbers, cut.form.tile, axis=0)[: cut.rows]
-
-
-def _within(cut: Cut, values: jax.Array, step: Any) -> jax.Array:
-    """The values with zeros where a block reaches beyond the contraction: what lies there may be NaN."""
-    if not cut.is_ragged:
-        return values
-    axis = 0 if cut.form.contracts_rows else 1
-    place = jax.lax.broadcasted_iota(jnp.int32, values.shape, axis) + step * cut.contracted_block
-    return jnp.where(place < cut.contracted, values, 0.0)
-
-
-def _beside(form: Form, q: QArray) -> dict[str, jax.Array]:
-    """Scales, zero points and tensor scale as the kernel reads them, with the stack's axis first."""
-    scale = dequantize(q.scale, jnp.float32) if is_qarray(q.scale) else q.scale
-    arrays = {"scale": _laid(form, scale)}
-    if q.zero_point is not None:
-        arrays["zero_point"] = _laid(form, q.zero_point)
-    return arrays if q.tensor_scale is None else arrays | {"tensor_scale": q.tensor_scale}
-
-
-def _laid(form: Form, array: jax.Array) -> jax.Array:
-    """One element for each tile of rows and each column that has its own; float16, which TPUs lack, as its bits."""
-    array = array.swapaxes(-1, -2) if form.is_transposed else array
-    if array.shape[-1] > 1 and form.column_tile not in (1, None):
-        array = jnp.repeat(array, form.column_tile, axis=-1)[..., : form.columns]
-    array = jnp.broadcast_to(array, (array.shape[0], form.tiles, form.scale_columns))
-    return jax.lax.bitcast_convert_type(array, jnp.uint16) if array.dtype == jnp.float16 else array
-
-
-def _planes(cut: Cut, x: jax.Array) -> jax.Array:
-    """The activations as the planes meet them, `[B, planes, M, C]`, filled with zeros up to whole blocks."""
-    planes, m, length = cut.activations().shape
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, planes * length - x.shape[2])))
-    return x.reshape(-1, m, length, planes).transpose(0, 3, 1, 2)
-
-
-def _joined(form: Form, y: jax.Array) -> jax.Array:
-    """The result as `[B, M, N]`, its planes interleaved."""
-    if form.contracts_rows:
-        return y[:, 0]
-    return y.transpose(0, 2, 3, 1).reshape(len(y), form.m, -1)[..., : form.length]
+    summed(cut, config, names, x, codes, beside, total, finish)

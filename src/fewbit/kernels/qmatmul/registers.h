@@ -15,28 +15,30 @@ static inline __m512i BytesAt(const uint8_t* p, int64_t left) {
 // Codes of 1, 2 and 4 bits: a shift brings one to the low bits of each lane, and the permutation looks at four of them only.
 template <int kBits>
 struct Narrow {
-  static constexpr int kSteps = 32 / kBits, kLaneBytes = 4;
-  __m512i of_byte[4];  // the codes of each lane's byte 0 .. 3 in the low bits: to load from one byte on spares a shift
-  static V Table(const Weight& w) { return Load(w.values); }
-  Narrow(const uint8_t* p, int64_t left) {
-    for (int b = 0; b < 4; ++b) {
-      const int64_t there = left < 64 ? left - b : 64 - b;
-      of_byte[b] = _mm512_maskz_loadu_epi8(there <= 0 ? 0 : ~0ull >> (64 - there), p + b);
-    }
-  }
-  V At(int i, V table) const {
-    const __m512i raw = of_byte[i * kBits / 8];
-    return _mm512_permutexvar_ps(i * kBits % 8 == 0 ? raw : _mm512_srli_epi32(raw, i * kBits % 8), table);
-  }
+  static constexpr int kSteps = 32 / kBits, kLaneBytes = 4, kBytes = 64, kByteRows = 1;
+  typedef V Table;
+  __m512i raw;
+  static Table TableOf(const Weight& w) { return Load(w.values); }
+  static __m512i Lanes(const uint8_t* p, int64_t left, Table) { return BytesAt(p, left); }
+  Narrow() = default;
+  Narrow(__m512i lanes, int) : raw(lanes) {}
+  Narrow(const uint8_t* p, int64_t left, Table) : raw(BytesAt(p, left)) {}
+  Narrow(const uint8_t* p, int64_t, int64_t, int64_t left) : raw(BytesAt(p, left)) {}
+  V At(int i, Table table) const { return _mm512_permutexvar_ps(_mm512_srli_epi32(raw, i * kBits), table); }
 };
 
 template <bool kIsSigned>
 struct Byte {
-  static constexpr int kSteps = 4, kLaneBytes = 4;
+  static constexpr int kSteps = 4, kLaneBytes = 4, kBytes = 64, kByteRows = 1;
+  struct Table {};
   __m512i raw;
-  static V Table(const Weight&) { return Same(0.0f); }
-  Byte(const uint8_t* p, int64_t left) : raw(BytesAt(p, left)) {}
-  V At(int i, V) const {
+  static Table TableOf(const Weight&) { return {}; }
+  static __m512i Lanes(const uint8_t* p, int64_t left, Table) { return BytesAt(p, left); }
+  Byte() = default;
+  Byte(__m512i lanes, int) : raw(lanes) {}
+  Byte(const uint8_t* p, int64_t left, Table) : raw(BytesAt(p, left)) {}
+  Byte(const uint8_t* p, int64_t, int64_t, int64_t left) : raw(BytesAt(p, left)) {}
+  V At(int i, Table) const {
     const __m512i high = i == 3 ? raw : _mm512_slli_epi32(raw, 24 - 8 * i);
     return _mm512_cvtepi32_ps(kIsSigned ? _mm512_srai_epi32(high, 24) : _mm512_srli_epi32(high, 24));
   }
@@ -46,14 +48,19 @@ struct Byte {
 // scale takes the factor), and only its NaN, which there would be 1.875, is put in by hand.
 template <bool kIsE4M3>
 struct Float8 {
-  static constexpr int kSteps = 2, kLaneBytes = 2;
+  static constexpr int kSteps = 2, kLaneBytes = 2, kBytes = 32, kByteRows = 1;
+  struct Table {};
   __m256i raw;
-  static V Table(const Weight&) { return Same(0.0f); }
-  Float8(const uint8_t* p, int64_t left) {
+  static Table TableOf(const Weight&) { return {}; }
+  static __m512i Lanes(const uint8_t* p, int64_t left, Table) { return BytesAt(p, left); }
+  Float8() = default;
+  Float8(__m512i lanes, int half) : raw(_mm512_cvtepi32_epi16(_mm512_srl_epi32(lanes, _mm_cvtsi32_si128(16 * half)))) {}
+  Float8(const uint8_t* p, int64_t, int64_t, int64_t left) : Float8(p, left, Table{}) {}
+  Float8(const uint8_t* p, int64_t left, Table) {
     raw = left >= 32 ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))
                      : _mm256_maskz_loadu_epi8(left <= 0 ? 0 : (1u << left) - 1, p);
   }
-  V At(int i, V) const {
+  V At(int i, Table) const {
     if (!kIsE4M3) return _mm512_cvtph_ps(i == 0 ? _mm256_slli_epi16(raw, 8) : _mm256_andnot_si256(_mm256_set1_epi16(0xFF), raw));
     const __m256i high = i == 0 ? _mm256_slli_epi16(raw, 8) : raw, kept = _mm256_set1_epi16(static_cast<short>(0xBF80));
     const __m256i half = _mm256_and_si256(_mm256_srai_epi16(high, 1), kept);
@@ -61,6 +68,75 @@ struct Float8 {
     return _mm512_cvtph_ps(_mm256_mask_set1_epi16(half, _mm256_cmpeq_epi16_mask(magnitude, nan), 0x7E00));
   }
 };
+
+// The numbers of 64 codes of 3, 5 or 6 bits: one permutation sees 16 of them, one of two registers 32. Bits above a code's own
+// may be anything, since the permutations do not look at them, and a table of fewer numbers repeats.
+template <int kBits>
+struct Numbers {
+  V at[4];
+  static Numbers Of(const Weight& w) {
+    Numbers table;
+    for (int i = 0; i < 4; ++i) table.at[i] = Load(w.values + 16 * i);
+    return table;
+  }
+  V operator[](__m512i code) const {
+    if (kBits <= 4) return _mm512_permutexvar_ps(code, at[0]);
+    const V low = _mm512_permutex2var_ps(at[0], code, at[1]);
+    if (kBits == 5) return low;
+    const V high = _mm512_permutex2var_ps(at[2], code, at[3]);
+    return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(code, _mm512_set1_epi32(32)), high);
+  }
+};
+
+// Codes of 3, 5 and 6 bits along a row: each group of 8 codes, kBits bytes, goes to 8 bytes of its own, where one instruction
+// cuts 8 fields. A lane then holds 4 codes, a byte each.
+template <int kBits>
+struct WideRow {
+  static constexpr int kSteps = 4, kLaneBytes = 4, kBytes = 8 * kBits;
+  struct Table {
+    Numbers<kBits> numbers;
+    __m512i spread, field;
+  };
+  __m512i raw;
+  static Table TableOf(const Weight& w) {
+    alignas(64) uint8_t spread[64], field[64];
+    for (int i = 0; i < 64; ++i) {
+      spread[i] = static_cast<uint8_t>(i / 8 * kBits + (i % 8 < kBits ? i % 8 : 0));
+      field[i] = static_cast<uint8_t>(i % 8 * kBits);
+    }
+    return {Numbers<kBits>::Of(w), _mm512_load_si512(spread), _mm512_load_si512(field)};
+  }
+  static __m512i Lanes(const uint8_t* p, int64_t left, const Table& table) {
+    const __m512i packed = _mm512_permutexvar_epi8(table.spread, BytesAt(p, left < kBytes ? left : kBytes));
+    return _mm512_multishift_epi64_epi8(table.field, packed);
+  }
+  WideRow() = default;
+  WideRow(__m512i lanes, int) : raw(lanes) {}
+  WideRow(const uint8_t* p, int64_t left, const Table& table) : raw(Lanes(p, left, table)) {}
+  V At(int i, const Table& table) const { return table.numbers[_mm512_srli_epi32(raw, 8 * i)]; }
+};
+
+// The same down columns: kBits rows of bytes hold 8 codes of each column. A code that two of them share takes its low bits from
+// one and the rest from the other. A lane's bytes are four columns.
+template <int kBits>
+struct WideColumn {
+  static constexpr int kSteps = 32, kLaneBytes = 4, kByteRows = kBits;
+  typedef Numbers<kBits> Table;
+  __m512i raw[kBits];
+  static Table TableOf(const Weight& w) { return Table::Of(w); }
+  WideColumn(const uint8_t* p, int64_t stride, int64_t rows, int64_t left) {
+    for (int j = 0; j < kBits; ++j) raw[j] = BytesAt(p + j * stride, j < rows ? left : 0);
+  }
+  V At(int i, const Table& table) const {
+    const int column = i / 8, bit = i % 8 * kBits, row = bit / 8, shift = bit % 8;
+    if (shift + kBits <= 8) return table[_mm512_srli_epi32(raw[row], 8 * column + shift)];
+    const __m512i low = _mm512_srli_epi32(raw[row], shift), rest = _mm512_slli_epi32(raw[row + 1 < kBits ? row + 1 : row], 8 - shift);
+    const __m512i is_low = _mm512_set1_epi8(static_cast<char>((1 << (8 - shift)) - 1));
+    return table[_mm512_srli_epi32(_mm512_ternarylogic_epi32(is_low, low, rest, 0xCA), 8 * column)];
+  }
+};
+
+static inline int64_t ByteRows(const Weight& w) { return (w.rows * w.bits + 7) / 8; }
 
 // The scale or zero point of each lane, from those of a row's tiles. kPattern: a block holds whole tiles; kOne: it lies in one.
 enum class Lanes { kOne, kPattern, kAny };
@@ -72,7 +148,7 @@ struct TileLanes {
   TileLanes(int64_t block, int64_t steps, int64_t tile, int64_t cols) : block(block), tile(tile), last((cols - 1) / tile) {
     form = tile >= cols || tile % block == 0 ? Lanes::kOne : block % tile == 0 ? Lanes::kPattern : Lanes::kAny;
     alignas(64) int32_t lane[16];
-    for (int j = 0; j < 16; ++j) lane[j] = static_cast<int32_t>(j * steps / (form == Lanes::kPattern ? tile : 1));
+    for (int j = 0; j < 16; ++j) lane[j] = form == Lanes::kPattern ? static_cast<int32_t>(j * steps / tile) : 0;
     pattern = _mm512_load_si512(lane);
   }
 };
@@ -122,27 +198,46 @@ static void ColumnScales(const Weight& w, const Held& held, int64_t tile_row, in
   }
 }
 
-// A panel of rows n0 .., columns k0 .., decoded and scaled, in blocks.
-template <class Decoder, Lanes kForm, Zero kRole>
+// Elements [first, first + tiles) of the scales or zero points of 16 rows, those of a tile side by side.
+template <class RowAt>
+static void RowScales(const Weight& w, const Held& held, float unit, RowAt row_at, int64_t first, int64_t tiles, float* plain,
+                      float* out) {
+  for (int i = 0; i < 16; ++i) {
+    LoadHeld(held, row_at(i) / w.row_tile * w.tiles_per_row + first, tiles, unit, plain);
+    for (int64_t t = 0; t < tiles; ++t) out[16 * t + i] = plain[t];
+  }
+}
+
+// A panel of rows n0 .., columns k0 .., decoded and scaled. The bytes of 16 rows are turned before they are decoded, so that a
+// vector of four bytes a row gives many vectors of one number a row.
+template <class Decoder, Zero kRole>
 static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
                      int64_t ldw) {
-  constexpr int kBlock = 16 * Decoder::kSteps, kBytes = 16 * Decoder::kLaneBytes;
-  const int64_t blocks = (count + kBlock - 1) / kBlock, before = k0 / kBlock, tiles = w.tiles_per_row;
-  const TileLanes lanes(kBlock, Decoder::kSteps, w.col_tile, w.cols);
-  const V table = Decoder::Table(w);
-  float *scale = rest, *zero = rest + tiles + 32;
-  for (int i = 0; i < 32; ++i) scale[tiles + i] = zero[tiles + i] = 0.0f;
-  for (int64_t n = 0; n < outputs; ++n, panel += ldw) {
-    const int64_t r = n0 + n;
-    LoadHeld(w.scale, r / w.row_tile * tiles, tiles, w.unit, scale);
-    if (kRole != Zero::kNone) LoadHeld(w.zero, r / w.row_tile * tiles, tiles, 1.0f, zero);
-    for (int64_t b = 0; b < blocks; ++b) {
-      const int64_t at = (before + b) * kBytes;
-      const Decoder codes(w.codes + r * w.row_stride + at, w.row_stride - at);
-      const V s = LanesOf<kForm>(lanes, scale, before + b);
-      const V z = kRole == Zero::kNone ? s : LanesOf<kForm>(lanes, zero, before + b);
+  constexpr int kParts = 4 / Decoder::kLaneBytes, kSteps = kParts * Decoder::kSteps, kBlock = 16 * kSteps;
+  const int64_t first = k0 / w.col_tile, tiles = (k0 + count - 1) / w.col_tile - first + 1;
+  const auto table = Decoder::TableOf(w);
+  float *plain = rest, *scale = plain + tiles, *zero = scale + 16 * tiles;
+  for (int64_t n = 0; n < outputs; n += 16) {
+    const auto row_at = [&](int64_t i) { return n + i < outputs ? n0 + n + i : n0 + outputs - 1; };
+    RowScales(w, w.scale, w.unit, row_at, first, tiles, plain, scale);
+    if (kRole != Zero::kNone) RowScales(w, w.zero, 1.0f, row_at, first, tiles, plain, zero);
+    for (int64_t b = 0; b < count; b += kBlock) {
+      const int64_t at = (k0 + b) / kBlock * kParts * Decoder::kBytes;
+      __m512i raw[16];
+      for (int i = 0; i < 16; ++i) raw[i] = Decoder::Lanes(w.codes + row_at(i) * w.row_stride + at, w.row_stride - at, table);
+      TurnWords(raw);
+      for (int64_t k = b; k < count && k < b + kBlock; k += kSteps) {
+        const int64_t tile = (k0 + k) / w.col_tile - first;
+        const V s = Load(scale + 16 * tile), z = kRole == Zero::kNone ? s : Load(zero + 16 * tile);
+        float* to = panel + k * ldw + n;
+        for (int part = 0; part < kParts; ++part) {
+          const Decoder codes(raw[(k - b) / kSteps], part);
 #pragma GCC unroll 32
-      for (int i = 0; i < Decoder::kSteps; ++i) Store(panel + b * kBlock + 16 * i, Scaled(kRole, codes.At(i, table), s, z));
+          for (int i = 0; i < Decoder::kSteps; ++i) {
+            Store(to + (part * Decoder::kSteps + i) * ldw, Scaled(kRole, codes.At(i, table), s, z));
+          }
+        }
+      }
     }
   }
 }
@@ -153,7 +248,7 @@ static void FillColumns(const Weight& w, int64_t n0, int64_t outputs, int64_t k0
                         int64_t ldw) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub;
   const int64_t blocks = (outputs + kBlock - 1) / kBlock, padded = blocks * kBlock;
-  const V table = Decoder::Table(w);
+  const auto table = Decoder::TableOf(w);
   float *plain = rest, *scale = rest + padded, *zero = scale + padded;
   int64_t loaded = -1;
   for (int64_t k = 0; k < count; k += kAlong, panel += kAlong * ldw) {
@@ -163,14 +258,18 @@ static void FillColumns(const Weight& w, int64_t n0, int64_t outputs, int64_t k0
       ColumnScales<kSub>(w, w.scale, tile_row, n0, outputs, blocks, w.unit, plain, scale);
       if (kRole != Zero::kNone) ColumnScales<kSub>(w, w.zero, tile_row, n0, outputs, blocks, 1.0f, plain, zero);
     }
-    const uint8_t* p = w.codes + (k0 + k) / kAlong * w.row_stride + n0;
+    const int64_t row = (k0 + k) / kAlong * Decoder::kByteRows;
+    const uint8_t* p = w.codes + row * w.row_stride + n0;
     for (int64_t b = 0; b < blocks; ++b) {
-      const Decoder codes(p + b * kBlock, w.cols - n0 - b * kBlock);
-#pragma GCC unroll 32
-      for (int i = 0; i < Decoder::kSteps; ++i) {
-        const int64_t column = b * kBlock + i / kAlong * 16;
-        const V s = Load(scale + column), z = kRole == Zero::kNone ? s : Load(zero + column);
-        Store(panel + i % kAlong * ldw + column, Scaled(kRole, codes.At(i, table), s, z));
+      const Decoder codes(p + b * kBlock, w.row_stride, ByteRows(w) - row, w.cols - n0 - b * kBlock);
+#pragma GCC unroll 8
+      for (int along = 0; along < kAlong; ++along) {
+#pragma GCC unroll 4
+        for (int place = 0; place < kSub; ++place) {
+          const int64_t column = b * kBlock + place * 16;
+          const V s = Load(scale + column), z = kRole == Zero::kNone ? s : Load(zero + column);
+          Store(panel + along * ldw + column, Scaled(kRole, codes.At(place * kAlong + along, table), s, z));
+        }
       }
     }
   }

@@ -1,31 +1,24 @@
 """The product of a stack of float matrices and a stack of quantized ones: one primitive of JAX, a kernel on each platform.
 
-The primitive is linear in the float operand, and its gradient is itself with the other axis of the weight contracted. `vmap`
-makes rows of x, or a longer stack, of the axis it maps. A traced program holds it once, with the kernels that can compute it;
-which of them does is settled where the program is compiled, by the platform that it is compiled for.
+`vmap` makes rows of x, or a longer stack, of the axis it maps.
 """
 
 import abc
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import ShapedArray
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import ManualAxisType, PartitionSpec
 
 from ...array import QArray
 from ...errors import QuantError, UnsupportedError
 from ..select import AbstractBackend, select
+from .paired import paired_product
+from .primitive import linear_primitive
 from .problem import Operand, Problem
 from .reference import BACKENDS, Reference
 from .stack import Stack, stack_of
-
-primitive = Primitive("fewbit_qmatmul")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +29,7 @@ class AbstractStackKernel(AbstractBackend[Problem]):
 
     def unsupported(self, problem: Problem) -> str | None:
         if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
-            return "both operands are quantized; it takes one"
+            return self.refused_pair(problem)
         if problem.accumulator is not None:
             return f"it sums in float32, and {problem.accumulator} is asked for"
         if problem.out_sharding is not None:
@@ -50,6 +43,14 @@ class AbstractStackKernel(AbstractBackend[Problem]):
     @abc.abstractmethod
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
         """Why this kernel cannot multiply an operand with a stack; None when it can."""
+
+    def refused_pair(self, problem: Problem) -> str | None:
+        """Why this kernel cannot multiply two quantized operands; None when it can."""
+        return "both operands are quantized; it takes one"
+
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
+        """The product of two quantized stacks, of which the first has whole codes in bytes, as `stacked` has it."""
+        raise UnsupportedError("a product of two quantized operands", {self.name: "it takes one"})
 
     @abc.abstractmethod
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
@@ -147,6 +148,8 @@ def _by_kernels(
     picked: jax.Array | None = None,
 ) -> jax.Array:
     """The product as one of stacks; or, where a matrix of the right one is picked, with that one alone."""
+    if all(isinstance(operand, QArray) for operand in operands):
+        return paired_product(problem, operands[0], operands[1], kernels, is_named=is_named)
     q_side = 0 if isinstance(operands[0], QArray) else 1
     x, q = operands[1 - q_side], operands[q_side]
     stack, own = _stack(problem), problem.dimension_numbers[0][q_side]
@@ -184,79 +187,24 @@ def _stack(problem: Problem) -> Stack:
     return stack_of(q, problem.dimension_numbers[0][side], problem.dimension_numbers[1][side])
 
 
-# --- what each platform makes of the primitive ---
-
-
-def _on(platform: str | None, x: jax.Array, *leaves: jax.Array, form: Any, **settings: Any) -> jax.Array:
-    """The product by the kernel of a platform, by the reference where it has none and none was named."""
-    kernels, is_named = settings.pop("kernels"), settings.pop("is_named")
-    q, picked = jax.tree.unflatten(form, leaves)
-    for kernel in kernels:
-        if kernel.platform == platform:
-            return kernel.stacked(x, q, **settings) if picked is None else kernel.picked(x, q, picked, **settings)
-    if is_named:
-        where = "another platform" if platform is None else platform
-        reasons = {
-            kernel.name: f"it runs on {kernel.platform}, and the program is compiled for {where}" for kernel in kernels
-        }
-        raise UnsupportedError(f"{BACKENDS.kind} cannot run here", reasons)
-    return _by_reference(x, (q, picked), **settings)
+# --- the primitive ---
 
 
 def _by_reference(
-    x: jax.Array, right: tuple[QArray, jax.Array | None], *, contracts_cols: bool, dtype: Any, precision: Any
+    x: jax.Array, q: QArray, picked: jax.Array | None, *, contracts_cols: bool, dtype: Any, precision: Any
 ) -> jax.Array:
-    q, picked = right
     q = q if picked is None else element(q, picked, keepdims=True)
     numbers = (((2,), (2 if contracts_cols else 1,)), ((0,), (0,)))
     return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, precision, dtype), x, q)
 
 
-@functools.cache
-def _compiled(**settings: Any) -> Any:
-    return jax.jit(functools.partial(primitive.bind, **settings))
+def _by_kernel(kernel: AbstractStackKernel, x: jax.Array, q: QArray, picked: jax.Array | None, **settings: Any) -> jax.Array:
+    return kernel.stacked(x, q, **settings) if picked is None else kernel.picked(x, q, picked, **settings)
 
 
-@primitive.def_impl
-def _run(*operands: Any, **settings: Any) -> jax.Array:
-    return _compiled(**settings)(*operands)
-
-
-@primitive.def_abstract_eval
-def _result(x: Any, *leaves: Any, form: Any, contracts_cols: bool, dtype: Any, **_: Any) -> Any:
-    q, _ = jax.tree.unflatten(form, leaves)
-    shape = (x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2])
-    varying = frozenset().union(*(leaf.manual_axis_type.varying for leaf in (x, *leaves)))
-    plain = x.sharding.update(spec=PartitionSpec(None, None, None))
-    return ShapedArray(shape, dtype, sharding=plain, manual_axis_type=ManualAxisType(varying=varying))
-
-
-def _tangent(primals: Any, tangents: Any, form: Any, **settings: Any) -> tuple[jax.Array, Any]:
-    """The derivative along x is the product of the tangent; that along scales is the reference's."""
-    x, *leaves = primals
-    y = primitive.bind(*primals, form=form, **settings)
-    along_x, *along_leaves = tangents
-    moved = [i for i, t in enumerate(along_leaves) if type(t) is not ad.Zero]
-    parts = [] if type(along_x) is ad.Zero else [primitive.bind(along_x, *leaves, form=form, **settings)]
-    if moved:
-        plain = {name: settings[name] for name in ("contracts_cols", "dtype", "precision")}
-
-        def of_moved(*those: jax.Array) -> jax.Array:
-            held = list(leaves)
-            for i, leaf in zip(moved, those, strict=True):
-                held[i] = leaf
-            return _by_reference(x, jax.tree.unflatten(form, held), **plain)
-
-        parts.append(jax.jvp(of_moved, [leaves[i] for i in moved], [along_leaves[i] for i in moved])[1])
-    return y, functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(y)  # type: ignore[attr-defined]
-
-
-def _transposed(gradient: Any, x: Any, *leaves: Any, contracts_cols: bool, dtype: Any, **settings: Any) -> list[Any]:
-    """The gradient of x, the only operand that the product is linear in."""
-    if type(gradient) is ad.Zero:
-        return [None] * (1 + len(leaves))
-    of_x = primitive.bind(gradient, *leaves, contracts_cols=not contracts_cols, dtype=x.aval.dtype, **settings)
-    return [of_x, *([None] * len(leaves))]
+def _shape(x: Any, q: QArray, picked: Any, *, contracts_cols: bool) -> tuple[int, ...]:
+    del picked
+    return x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2]
 
 
 def _mapped(operands: Any, axes: Any, form: Any, **settings: Any) -> tuple[jax.Array, int]:
@@ -283,10 +231,11 @@ def _mapped(operands: Any, axes: Any, form: Any, **settings: Any) -> tuple[jax.A
     return y.reshape(count, batch, *y.shape[1:]), 0
 
 
-ad.primitive_jvps[primitive] = _tangent
-ad.primitive_transposes[primitive] = _transposed
-batching.primitive_batchers[primitive] = _mapped
-for _platform in ("cpu", "cuda", "rocm", "tpu"):
-    _lowered = mlir.lower_fun(functools.partial(_on, _platform), multiple_results=False)
-    mlir.register_lowering(primitive, _lowered, platform=_platform)
-mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(_on, None), multiple_results=False))
+primitive = linear_primitive(
+    "fewbit_qmatmul",
+    kind=BACKENDS.kind,
+    by_kernel=_by_kernel,
+    by_reference=_by_reference,
+    shape=_shape,
+    mapped=_mapped,
+)

@@ -1,4 +1,4 @@
-"""The product on TPUs by a Pallas kernel. The kernel, and why it is as it is, stand in `pallas_tpu.py`."""
+"""The products on TPUs by Pallas kernels. The kernels, and why they are as they are, stand in `pallas_*.py`."""
 
 import dataclasses
 from typing import Any, ClassVar
@@ -10,6 +10,7 @@ from ...array import QArray
 from .pallas_blocks import PLAIN, Config
 from .pallas_form import refusal
 from .problem import Operand, Problem
+from .ragged import RAGGED, AbstractRaggedKernel, RaggedProblem
 from .reference import BACKENDS
 from .stack import Stack
 from .stacked import AbstractStackKernel
@@ -36,9 +37,7 @@ class PallasTPU(AbstractStackKernel):
         return refusal(stack.scheme, tile, *dtypes, precision=problem.precision)
 
     def passed_over(self, problem: Problem) -> str | None:
-        if jax.device_count() == 1 or (jax.default_backend() == "tpu" and _is_manual()):
-            return None
-        return "there are several devices, and XLA splits no kernel over them; call it within jax.shard_map, or name it"
+        return _split_refusal()
 
     def about(self) -> str:
         return "Pallas; programs for other platforms take their own kernels, or the reference"
@@ -56,7 +55,52 @@ class PallasTPU(AbstractStackKernel):
         )
 
 
+@dataclasses.dataclass(frozen=True)
+class PallasTPURagged(AbstractRaggedKernel):
+    """The same for rows in groups, each with a matrix of its own; what it decodes are the matrices of groups that have rows.
+
+    Attributes:
+        config: the sizes of blocks, as of `PallasTPU`; None: those made for groups.
+        interpret: whether JAX evaluates the kernel step by step instead of compiling it; for tests, on any platform.
+    """
+
+    name: ClassVar[str] = "pallas_tpu"
+    platform: ClassVar[str] = "tpu"
+    config: Config | None = None
+    interpret: bool = False
+
+    def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
+        tile = stack.merged[stack.scheme.pack_axis + 2].tile
+        dtypes = problem.lhs.dtype, problem.rhs.dtype, problem.result_dtype
+        return refusal(stack.scheme, tile, *dtypes, precision=problem.precision)
+
+    def passed_over(self, problem: RaggedProblem) -> str | None:
+        return _split_refusal()
+
+    def grouped(
+        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+    ) -> jax.Array:
+        from .pallas_ragged import PLAIN, grouped_product
+
+        return grouped_product(
+            *(x, q, sizes),
+            contracts_last=contracts_cols,
+            result=dtype,
+            precision=precision,
+            config=self.config or PLAIN,
+            interpret=self.interpret,
+        )
+
+
 BACKENDS.add(PallasTPU.name, PallasTPU())
+RAGGED.add(PallasTPURagged.name, PallasTPURagged())
+
+
+def _split_refusal() -> str | None:
+    """Why a kernel is left aside on several devices; None where there is one, or each computes for itself."""
+    if jax.device_count() == 1 or (jax.default_backend() == "tpu" and _is_manual()):
+        return None
+    return "there are several devices, and XLA splits no kernel over them; call it within jax.shard_map, or name it"
 
 
 def stack_dtype(problem: Problem) -> str:

@@ -13,66 +13,78 @@ static inline void PrefetchHeld(const Held& held, int64_t from, int64_t n) {
   for (int64_t i = 0; i < n * bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
 }
 
+// Rows of the weight are taken RowsAtOnce(kM) at a time, which meet each vector of x together: it is loaded once, and the memory
+// of several rows is asked for at once.
+constexpr int RowsAtOnce(int m) { return m == 1 ? 4 : m == 2 ? 2 : 1; }
+
 template <class Decoder, Lanes kForm, Zero kRole, int kM>
 static void DotRows(const Job& job, int64_t r0, int64_t r1) {
-  constexpr int kSteps = Decoder::kSteps, kBlock = 16 * kSteps, kBytes = 16 * Decoder::kLaneBytes;
+  constexpr int kSteps = Decoder::kSteps, kBlock = 16 * kSteps, kBytes = Decoder::kBytes, kR = RowsAtOnce(kM);
   const Weight& w = job.w;
-  const int64_t blocks = (w.cols + kBlock - 1) / kBlock, tiles = w.tiles_per_row;
+  const int64_t blocks = (w.cols + kBlock - 1) / kBlock, tiles = w.tiles_per_row, apart = tiles + 32;
   const TileLanes lanes(kBlock, kSteps, w.col_tile, w.cols);
-  const V table = Decoder::Table(w);
-  const int64_t padded = tiles + 32;
-  // The scales of a row are widened while the row before is multiplied: what is stored in parts cannot be read at once.
-  float* memory = Workspace((4 + kM) * padded);
-  float *scales[2] = {memory, memory + padded}, *zeros[2] = {memory + 2 * padded, memory + 3 * padded};
-  float* x_of_tiles = memory + 4 * padded;
-  for (int i = 0; i < 32; ++i) scales[0][tiles + i] = scales[1][tiles + i] = zeros[0][tiles + i] = zeros[1][tiles + i] = 0.0f;
-  const auto load = [&](int64_t r) {
-    LoadHeld(w.scale, r / w.row_tile * tiles, tiles, w.unit, scales[r & 1]);
-    if (kRole != Zero::kNone) LoadHeld(w.zero, r / w.row_tile * tiles, tiles, 1.0f, zeros[r & 1]);
-  };
-  // What a tile's zero point is multiplied with: the sum of x over the tile.
+  const auto table = Decoder::TableOf(w);
+  float* scale = Workspace((2 * kR + kM) * apart);
+  float *zero = scale + kR * apart, *x_of_tiles = zero + kR * apart;
+  for (int64_t i = 0; i < (2 * kR + kM) * apart; ++i) scale[i] = 0.0f;
+  // What a tile's offset is multiplied with: the sum of x over the tile.
   for (int m = 0; kRole == Zero::kOffset && m < kM; ++m) {
-    for (int64_t t = 0; t < padded; ++t) x_of_tiles[m * padded + t] = 0.0f;
-    int64_t tile = 0, end = w.col_tile;
     for (int64_t lane = 0; lane < 16 * blocks && lane * kSteps < w.cols; ++lane) {
-      if (lane * kSteps >= end) ++tile, end += w.col_tile;
-      x_of_tiles[m * padded + tile] += job.x_sums[m * job.ld_sums + lane];
+      x_of_tiles[m * apart + lane * kSteps / w.col_tile] += job.x_sums[m * job.ld_sums + lane];
     }
   }
   float y[kM][kFewOutputs];
-  if (r0 < r1) load(r0);
-  for (int64_t r = r0; r < r1; ++r) {
-    const uint8_t* row = w.codes + r * w.row_stride;
-    PrefetchHeld(w.scale, (r + kRowsAhead) / w.row_tile * tiles, tiles);
-    if (kRole != Zero::kNone) PrefetchHeld(w.zero, (r + kRowsAhead) / w.row_tile * tiles, tiles);
-    const float *scale = scales[r & 1], *zero = zeros[r & 1];
-    if (r + 1 < r1) load(r + 1);
-    V total[kM];
-    for (int m = 0; m < kM; ++m) {
-      total[m] = Same(0.0f);
-      for (int64_t t = 0; kRole == Zero::kOffset && t < tiles; t += 16) {
-        total[m] = MulAdd(Load(zero + t), Load(x_of_tiles + m * padded + t), total[m]);
-      }
-    }
-    for (int64_t b = 0; b < blocks; ++b) {
-      const Decoder codes(row + b * kBytes, w.row_stride - b * kBytes);
-      _mm_prefetch(reinterpret_cast<const char*>(row + b * kBytes + kAhead), _MM_HINT_T0);
-      const V s = LanesOf<kForm>(lanes, scale, b);
-      const V z = kRole == Zero::kWhole ? LanesOf<kForm>(lanes, zero, b) : Same(0.0f);
-      const float* x = job.x + b * kBlock;
-      V sum[kM];
-#pragma GCC unroll 32
-      for (int i = 0; i < kSteps; ++i) {
-        V v = codes.At(i, table);
-        if (kRole == Zero::kWhole) v = Sub(v, z);
-        for (int m = 0; m < kM; ++m) {
-          const V a = Load(x + m * job.ldx + 16 * i);
-          sum[m] = i == 0 ? Mul(v, a) : MulAdd(v, a, sum[m]);
+  for (int64_t r = r0; r < r1; r += kR) {
+    const uint8_t* row[kR];
+    V total[kR][kM];
+    for (int j = 0; j < kR; ++j) {
+      const int64_t here = r + j < r1 ? r + j : r1 - 1;
+      row[j] = w.codes + here * w.row_stride;
+      PrefetchHeld(w.scale, (r + j + kRowsAhead) / w.row_tile * tiles, tiles);
+      LoadHeld(w.scale, here / w.row_tile * tiles, tiles, w.unit, scale + j * apart);
+      for (int m = 0; m < kM; ++m) total[j][m] = Same(0.0f);
+      if (kRole == Zero::kNone) continue;
+      PrefetchHeld(w.zero, (r + j + kRowsAhead) / w.row_tile * tiles, tiles);
+      LoadHeld(w.zero, here / w.row_tile * tiles, tiles, 1.0f, zero + j * apart);
+      for (int m = 0; m < kM; ++m) {
+        for (int64_t t = 0; kRole == Zero::kOffset && t < tiles; t += 16) {
+          total[j][m] = MulAdd(Load(zero + j * apart + t), Load(x_of_tiles + m * apart + t), total[j][m]);
         }
       }
-      for (int m = 0; m < kM; ++m) total[m] = MulAdd(sum[m], s, total[m]);
     }
-    for (int m = 0; m < kM; ++m) y[m][r - r0] = SumOfLanes(total[m]);
+    const int64_t next = kR * w.row_stride > kAhead ? kR * w.row_stride : kAhead;
+    for (int64_t b = 0; b < blocks; ++b) {
+      const float* x = job.x + b * kBlock;
+      V sum[kR][kM], z[kR];
+      Decoder codes[kR];
+#pragma GCC unroll 4
+      for (int j = 0; j < kR; ++j) {
+        codes[j] = Decoder(row[j] + b * kBytes, w.row_stride - b * kBytes, table);
+        _mm_prefetch(reinterpret_cast<const char*>(row[j] + b * kBytes + next), _MM_HINT_T0);
+        z[j] = kRole == Zero::kWhole ? LanesOf<kForm>(lanes, zero + j * apart, b) : Same(0.0f);
+      }
+#pragma GCC unroll 32
+      for (int i = 0; i < kSteps; ++i) {
+        V a[kM];
+#pragma GCC unroll 4
+        for (int m = 0; m < kM; ++m) a[m] = Load(x + m * job.ldx + 16 * i);
+#pragma GCC unroll 4
+        for (int j = 0; j < kR; ++j) {
+          V v = codes[j].At(i, table);
+          if (kRole == Zero::kWhole) v = Sub(v, z[j]);
+#pragma GCC unroll 4
+          for (int m = 0; m < kM; ++m) sum[j][m] = i == 0 ? Mul(v, a[m]) : MulAdd(v, a[m], sum[j][m]);
+        }
+      }
+#pragma GCC unroll 4
+      for (int j = 0; j < kR; ++j) {
+        const V s = LanesOf<kForm>(lanes, scale + j * apart, b);
+        for (int m = 0; m < kM; ++m) total[j][m] = MulAdd(sum[j][m], s, total[j][m]);
+      }
+    }
+    for (int j = 0; j < kR && r + j < r1; ++j) {
+      for (int m = 0; m < kM; ++m) y[m][r + j - r0] = SumOfLanes(total[j][m]);
+    }
   }
   for (int m = 0; m < kM; ++m) StoreOutputs(job, m, r0, r1 - r0, y[m]);
 }
@@ -81,10 +93,11 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
 template <class Decoder, Zero kRole, int kM>
 static void SumColumns(const Job& job, int64_t n0, int64_t width) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub;
+  constexpr int kByteRows = Decoder::kByteRows;
   const Weight& w = job.w;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, blocks = (outputs + kBlock - 1) / kBlock;
   const int64_t padded = blocks * kBlock, tile = w.row_tile < w.rows ? w.row_tile : 32 * kAlong;
-  const V table = Decoder::Table(w);
+  const auto table = Decoder::TableOf(w);
   float* total = Workspace(padded * (kM + 3) + 64);
   float *plain = total + padded * kM, *scale = plain + padded, *zero = scale + padded;
   for (int64_t i = 0; i < padded * kM; ++i) total[i] = 0.0f;
@@ -109,17 +122,22 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
         z[k] = Load(zero + b * kBlock + k * 16);
         for (int m = 0; m < kM; ++m) sum[m][k] = Same(0.0f);
       }
-      const int64_t ahead = (last - first) * w.row_stride;
+      const int64_t ahead = (last - first) * kByteRows * w.row_stride;
       for (int64_t r = first; r < last; ++r) {
-        const Decoder codes(p + r * w.row_stride, left);
-        _mm_prefetch(reinterpret_cast<const char*>(p + r * w.row_stride + ahead), _MM_HINT_T0);
+        const uint8_t* bytes = p + r * kByteRows * w.row_stride;
+        const Decoder codes(bytes, w.row_stride, ByteRows(w) - r * kByteRows, left);
+        for (int j = 0; j < kByteRows; ++j) {
+          _mm_prefetch(reinterpret_cast<const char*>(bytes + j * w.row_stride + ahead), _MM_HINT_T0);
+        }
         const float* x = job.x + r * kAlong;
-#pragma GCC unroll 32
-        for (int i = 0; i < Decoder::kSteps; ++i) {
-          V v = codes.At(i, table);
-          if (kRole == Zero::kWhole) v = Sub(v, z[i / kAlong]);
-          for (int m = 0; m < kM; ++m) {
-            sum[m][i / kAlong] = MulAdd(v, Same(x[m * job.ldx + i % kAlong]), sum[m][i / kAlong]);
+#pragma GCC unroll 8
+        for (int along = 0; along < kAlong; ++along) {
+#pragma GCC unroll 4
+          for (int place = 0; place < kSub; ++place) {
+            V v = codes.At(place * kAlong + along, table);
+            if (kRole == Zero::kWhole) v = Sub(v, z[place]);
+#pragma GCC unroll 4
+            for (int m = 0; m < kM; ++m) sum[m][place] = MulAdd(v, Same(x[m * job.ldx + along]), sum[m][place]);
           }
         }
       }
@@ -140,11 +158,12 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
 }
 
 template <class Decoder, Zero kRole, int kM>
-static void Few(const Job& job, bool dots, int64_t begin, int64_t count) {
-  if (!dots) return SumColumns<Decoder, kRole, kM>(job, begin, count);
+static void FewDots(const Job& job, int64_t begin, int64_t count) {
   const int64_t end = begin + count < job.w.rows ? begin + count : job.w.rows;
   const Lanes form = TileLanes(16 * Decoder::kSteps, Decoder::kSteps, job.w.col_tile, job.w.cols).form;
-  if (form == Lanes::kOne) DotRows<Decoder, Lanes::kOne, kRole, kM>(job, begin, end);
+  // One scale a block is a pattern, too; only with one row of x is the permutation worth a kernel without it.
+  constexpr Lanes kOne = kM == 1 ? Lanes::kOne : Lanes::kPattern;
+  if (form == Lanes::kOne) DotRows<Decoder, kOne, kRole, kM>(job, begin, end);
   else if (form == Lanes::kPattern) DotRows<Decoder, Lanes::kPattern, kRole, kM>(job, begin, end);
   else DotRows<Decoder, Lanes::kAny, kRole, kM>(job, begin, end);
 }

@@ -7,7 +7,7 @@
 // mantissa width (minifloats) or up to 16 thresholds (codebooks); so is what holds the scales, and the rule that finds them.
 //
 // Passes. A row of tiles is read from memory once: its ranges, its scales (a vector of tiles at a time) and its codes follow
-// while it lies in the cache (`Walk::InOnePass`). Tiles larger than that, a column or a tensor, are read twice, and their
+// while it lies in the cache (`Walk::InOnePass` in walk.h). Tiles larger than that, a column or a tensor, are read twice, and their
 // ranges merged over the chunks (`InTwoPasses`); maxima and minima do not depend on the order. Every byte is written by one
 // task from what all tasks agree on, so the result does not depend on the number of threads. Scales that only JAX can choose
 // (percentiles, searches on a grid, given ones) come with the call to `Encode`.
@@ -30,292 +30,22 @@
 // units of a copy of 64 MiB in the same run: int8 1.0, int4 0.8, NF4 1.0, MXFP4 1.7, NVFP4 5.0. To decode takes 0.8 to 1.1
 // times what a compiled copy does that returns a fresh array; both wait for pages, not for arithmetic.
 #include <cstdint>
-#include <cstring>
-#include <mutex>
-#include <numeric>
 #include <vector>
 
-#include "../native/isa.h"
 #include "../native/module.h"
 #include "../native/parallel.h"
 #include "job.h"
+#include "kernels.h"
+#include "walk.h"
 #include "xla/ffi/api/ffi.h"
-
-#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC says it of its own intrinsics
 
 namespace ffi = xla::ffi;
 
 namespace fewbit {
 
-struct Brain {
-  uint16_t bits;
-};
-struct Half {
-  uint16_t bits;
-};
-
-inline float FloatOfBits(uint32_t bits) {
-  float x;
-  std::memcpy(&x, &bits, 4);
-  return x;
-}
-
-// Half precision without instructions for it.
-inline float FloatOfHalf(uint16_t half) {
-  const uint32_t sign = (uint32_t)(half & 0x8000) << 16, exponent = (half >> 10) & 31, mantissa = half & 1023;
-  if (exponent == 31) return FloatOfBits(sign | 0x7F800000 | (mantissa << 13));
-  if (exponent != 0) return FloatOfBits(sign | ((exponent + 112) << 23) | (mantissa << 13));
-  const float magnitude = (float)mantissa * 0x1p-24f;
-  return sign ? -magnitude : magnitude;
-}
-
-inline uint16_t HalfOfFloat(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  const uint16_t sign = (uint16_t)((bits >> 16) & 0x8000);
-  bits &= 0x7FFFFFFF;
-  if (bits > 0x7F800000) return sign | 0x7E00;
-  if (bits >= 0x477FF000) return sign | 0x7C00;
-  if (bits < 0x38800000) {  // subnormal: whole steps of 2**-24
-    const float steps = FloatOfBits(bits) * 0x1p24f + 12582912.0f;
-    uint32_t counted;
-    std::memcpy(&counted, &steps, 4);
-    return sign | (uint16_t)(counted - 0x4B400000);
-  }
-  bits += 0xFFF + ((bits >> 13) & 1);
-  return sign | (uint16_t)((bits >> 13) - (112 << 10));
-}
-
-inline float Widened(float x) { return x; }
-inline float Widened(Brain x) { return FloatOfBits((uint32_t)x.bits << 16); }
-inline float Widened(Half x) { return FloatOfHalf(x.bits); }
-
-// The kernels of one level for one type of elements.
-struct Kernels {
-  int lanes;
-  void (*ranges)(const Job&, int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1, const Ranges&);
-  void (*scales)(const Job&, int64_t b, int64_t row_tile, int64_t t0, int64_t count, const Ranges&, float unit, float* scratch);
-  void (*encode)(const Job&, int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1, uint8_t* scratch);
-  int32_t (*largest)(const Job&, int64_t at, int64_t count);
-  void (*decode)(const Decoding&, int64_t b, int64_t r0, int64_t r1, uint8_t* scratch);
-};
-
-#define INLINE_MEMBER inline __attribute__((always_inline))
-
-#define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
-namespace portable {
-#include "level.h"
-}
-#undef FEWBIT_LEVEL
-#undef INLINE
-#undef FEWBIT_HAS_FMA
-#if FEWBIT_X86
-#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
-FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
-namespace avx2 {
-#include "level.h"
-}
-FEWBIT_END
-#undef FEWBIT_LEVEL
-#undef INLINE
-#undef FEWBIT_HAS_FMA
-#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX512
-FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
-namespace avx512 {
-#include "level.h"
-}
-FEWBIT_END
-#undef FEWBIT_LEVEL
-#undef INLINE
-#undef FEWBIT_HAS_FMA
-#endif
-
-// The kernels of a level, or of the best one that the machine has below it.
-Kernels KernelsOf(int64_t wanted, int element) {
-  const int64_t level = wanted < (int64_t)BestIsa() ? wanted : (int64_t)BestIsa();
-#if FEWBIT_X86
-  if (level == (int64_t)Isa::kAvx512) return avx512::KernelsFor(element);
-  if (level == (int64_t)Isa::kAvx2) return avx2::KernelsFor(element);
-#endif
-  return portable::KernelsFor(element);
-}
-
-// Counts subnormal float32 numbers as zero while it lives, as XLA does on CPU.
-class FlushedSubnormals {
- public:
-#if FEWBIT_X86
-  FlushedSubnormals() : before_(_mm_getcsr()) { _mm_setcsr(before_ | 0x8040); }
-  ~FlushedSubnormals() { _mm_setcsr(before_); }
-
- private:
-  unsigned before_;
-#elif defined(__aarch64__)
-  FlushedSubnormals() {
-    asm volatile("mrs %0, fpcr" : "=r"(before_));
-    asm volatile("msr fpcr, %0" ::"r"(before_ | (1ull << 24)));
-  }
-  ~FlushedSubnormals() { asm volatile("msr fpcr, %0" ::"r"(before_)); }
-
- private:
-  uint64_t before_;
-#endif
-};
-
-constexpr int64_t kChunk = 1 << 17;   // elements that a thread takes at a time
-constexpr int64_t kCached = 1 << 18;  // elements that are read twice from cache
-
-int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t Most(int64_t a, int64_t b) { return a > b ? a : b; }
-int64_t Ceil(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// The memory of one task's ranges.
-class OwnRanges {
- public:
-  explicit OwnRanges(int64_t count) : magnitude_(count), floats_(count * 3) {
-    ranges_ = Ranges{magnitude_.data(), floats_.data(), floats_.data() + count, floats_.data() + 2 * count};
-  }
-  const Ranges& operator*() const { return ranges_; }
-
- private:
-  std::vector<int32_t> magnitude_;
-  std::vector<float> floats_;
-  Ranges ranges_;
-};
-
-// Walks an array: chunks of rows, and of columns where rows of tiles are too large for the cache.
-class Walk {
- public:
-  Walk(Job& job, const Kernels& kernels, ffi::ThreadPool& pool) : job_(job), kernels_(kernels), pool_(pool) {
-    const bool shares_bytes = job.packs_rows && job.format.bits < 8;
-    const int64_t tile = Least(job.tile_rows, job.rows);
-    group_rows_ = Least(shares_bytes ? std::lcm(tile, int64_t{8}) : tile, job.rows);
-    column_unit_ = std::lcm(job.tile_columns, int64_t{16});
-    width_ = job.columns;
-    if (group_rows_ * width_ > kCached && column_unit_ < width_) {
-      width_ = Least(width_, Most(column_unit_, kCached / group_rows_ / column_unit_ * column_unit_));
-    }
-    const bool must_be_cached = job.calibration == Calibration::kSignedMax || job.calibration >= Calibration::kBestPower;
-    is_cached_ = must_be_cached || (group_rows_ * width_ <= 2 * kCached && (width_ == job.columns || width_ >= 512));
-  }
-
-  void Quantize() {
-    if (job_.has_unit) FindUnits();
-    if (is_cached_) InOnePass();
-    else InTwoPasses();
-  }
-
-  // Encodes with scales that are there.
-  void Encode() {
-    const int64_t unit = job_.packs_rows ? 8 : 1;
-    const int64_t width = job_.columns > kChunk ? kChunk : job_.columns;
-    const int64_t rows = Ceil(Most(kChunk / width, 1), unit) * unit;
-    Rectangles(rows, width, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
-      std::vector<uint8_t> scratch((c1 - c0) * (job_.packs_rows ? 8 : 1) + 64);
-      kernels_.encode(job_, b, r0, r1, c0, c1, scratch.data());
-    });
-  }
-
- private:
-  template <typename Work>
-  void Rectangles(int64_t rows, int64_t width, const Work& work) {
-    const int64_t across = Ceil(job_.columns, width), down = Ceil(job_.rows, rows);
-    ParallelFor(pool_, job_.batch * down * across, [&](int64_t chunk) {
-      const FlushedSubnormals flushed;
-      const int64_t b = chunk / (down * across), r0 = chunk / across % down * rows, c0 = chunk % across * width;
-      work(b, r0, Least(r0 + rows, job_.rows), c0, Least(c0 + width, job_.columns));
-    });
-  }
-
-  float Unit(int64_t b) const { return job_.has_unit ? job_.units[b / job_.batch_per_unit] : 1.0f; }
-
-  void FindUnits() {
-    const int64_t size = job_.batch_per_unit * job_.rows * job_.columns, chunks = Ceil(size, kChunk);
-    const int64_t count = job_.batch / job_.batch_per_unit;
-    std::vector<int32_t> largest(chunks * count);
-    ParallelFor(pool_, chunks * count, [&](int64_t chunk) {
-      const int64_t first = chunk % chunks * kChunk;
-      largest[chunk] = kernels_.largest(job_, chunk / chunks * size + first, Least(kChunk, size - first));
-    });
-    const FlushedSubnormals flushed;
-    for (int64_t u = 0; u < count; ++u) {
-      int32_t bits = 0;
-      for (int64_t i = 0; i < chunks; ++i) bits = Most(bits, largest[u * chunks + i]);
-      const float unit = FloatOfBits((uint32_t)bits) / (job_.bound * job_.largest_scale);
-      const_cast<float*>(job_.units)[u] = unit < 1.17549435e-38f ? 1.0f : unit;
-    }
-  }
-
-  void InOnePass() {
-    const int64_t groups = Most(1, kChunk / (group_rows_ * width_));
-    Rectangles(group_rows_ * groups, width_, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
-      const int64_t t0 = c0 / job_.tile_columns, count = Ceil(c1, job_.tile_columns) - t0;
-      const OwnRanges ranges(count + 2 * kernels_.lanes);
-      const bool searches = job_.calibration >= Calibration::kBestPower;
-      std::vector<float> gathered(searches ? job_.tile_rows * job_.tile_columns * kernels_.lanes : 0);
-      std::vector<uint8_t> scratch((c1 - c0) * (job_.packs_rows ? 8 : 1) + 64);
-      for (int64_t g0 = r0; g0 < r1; g0 += group_rows_) {
-        const int64_t g1 = Least(g0 + group_rows_, r1);
-        for (int64_t r = g0; r < g1; r += job_.tile_rows) {
-          if (!searches) kernels_.ranges(job_, b, r, Least(r + job_.tile_rows, g1), c0, c1, *ranges);
-          kernels_.scales(job_, b, r / job_.tile_rows, t0, count, *ranges, Unit(b), gathered.data());
-        }
-        kernels_.encode(job_, b, g0, g1, c0, c1, scratch.data());
-      }
-    });
-  }
-
-  // The tiles are too large to be read twice from cache: all ranges first, then the codes.
-  void InTwoPasses() {
-    const int64_t tiles = job_.batch * job_.row_tiles * job_.column_tiles;
-    const OwnRanges all(tiles + 2 * kernels_.lanes);
-    const Ranges& total = *all;
-    for (int64_t t = 0; t < tiles; ++t) {
-      total.magnitude[t] = 0;
-      total.low[t] = FloatOfBits(0x7F800000);
-      total.high[t] = FloatOfBits(0xFF800000);
-    }
-    std::mutex mutex;
-    const int64_t width = Least(job_.columns, Most(column_unit_ < kChunk ? kChunk / column_unit_ * column_unit_ : kChunk, 16));
-    const int64_t rows = Most(1, kChunk / width);
-    Rectangles(rows, width, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
-      const int64_t t0 = c0 / job_.tile_columns, count = Ceil(c1, job_.tile_columns) - t0;
-      const OwnRanges own(count + 2 * kernels_.lanes);
-      const Ranges& ranges = *own;
-      for (int64_t r = r0; r < r1;) {
-        const int64_t row_tile = r / job_.tile_rows, end = Least((row_tile + 1) * job_.tile_rows, r1);
-        kernels_.ranges(job_, b, r, end, c0, c1, ranges);
-        const int64_t at = (b * job_.row_tiles + row_tile) * job_.column_tiles + t0;
-        const std::lock_guard<std::mutex> lock(mutex);
-        for (int64_t i = 0; i < count; ++i) {
-          total.magnitude[at + i] = (int32_t)Most(total.magnitude[at + i], ranges.magnitude[i]);
-          if (job_.calibration != Calibration::kMinMax) continue;
-          if (ranges.low[i] < total.low[at + i]) total.low[at + i] = ranges.low[i];
-          if (ranges.high[i] > total.high[at + i]) total.high[at + i] = ranges.high[i];
-        }
-        r = end;
-      }
-    });
-    {
-      const FlushedSubnormals flushed;
-      for (int64_t t = 0; t < job_.batch * job_.row_tiles; ++t) {
-        const int64_t at = t * job_.column_tiles;
-        const Ranges part{total.magnitude + at, total.low + at, total.high + at, total.first + at};
-        kernels_.scales(job_, t / job_.row_tiles, t % job_.row_tiles, 0, job_.column_tiles, part, Unit(t / job_.row_tiles), nullptr);
-      }
-    }
-    Encode();
-  }
-
-  Job& job_;
-  const Kernels& kernels_;
-  ffi::ThreadPool& pool_;
-  int64_t group_rows_, column_unit_, width_;
-  bool is_cached_;
-};
-
 // --- what Python hands over ---
 
-// A format as `formats.py` writes it: kind, bits, code of NaN, and what the kind needs; then its numbers.
+// A format as `words.py` writes it: kind, bits, code of NaN, and what the kind needs; then its numbers.
 Format FormatOf(ffi::Span<const int32_t> ints, ffi::Span<const float> floats) {
   Format f{};
   if (ints.size() == 0) return f;

@@ -75,7 +75,7 @@ INLINE F FromHalf(H h) {
 }
 INLINE H ToHalf(F x) {
   H h;
-  for (int i = 0; i < W; ++i) h[i] = HalfOfFloat(x[i]);
+  for (int i = 0; i < W; ++i) h[i] = HalfOf(x[i]);
   return h;
 }
 INLINE B ToBytes(I x) { return __builtin_convertvector(x, B); }

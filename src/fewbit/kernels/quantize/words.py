@@ -53,14 +53,14 @@ def format_words(fmt: AbstractFormat) -> Words | None:
 
 def _minifloat_words(fmt: Minifloat) -> Words:
     is_fnuz = fmt.specials == "fnuz"
-    whole = (_MINIFLOAT, fmt.bits, fmt._nan_code or 0, fmt.mantissa, fmt.bias, fmt._max_code, fmt.signed, is_fnuz)
+    whole = (_MINIFLOAT, fmt.bits, fmt.nan_code or 0, fmt.mantissa, fmt.bias, fmt.max_code, fmt.signed, is_fnuz)
     return Words(whole, (fmt.max,))
 
 
 def _codebook_words(fmt: Codebook) -> Words:
-    _, codes, thresholds = fmt._sorted
-    zeros = fmt._zeros or (-1, -1)
-    nan_code = zeros[0] if fmt._zeros else int(codes[(thresholds < 0).sum()])
+    _, codes, thresholds = fmt.sorted_numbers
+    zeros = fmt.zero_codes or (-1, -1)
+    nan_code = zeros[0] if fmt.zero_codes else int(codes[(thresholds < 0).sum()])
     return Words((_CODEBOOK, fmt.bits, nan_code, *zeros, *map(int, codes)), tuple(map(float, thresholds)))
 
 

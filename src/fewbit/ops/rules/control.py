@@ -45,16 +45,18 @@ def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     in_place = [x if left_in_place(x) else None for x in xs]
     xs = [x if stack is None else None for x, stack in zip(xs, in_place, strict=True)]
 
-    # What a stand-in that every turn reads keeps for each turn is scanned beside the rest.
-    own = [c.turns(params["length"]) if isinstance(c, StandIn) else () for c in consts]
+    # What a stand-in that every turn reads keeps for each turn is scanned beside the rest; so for those that the body makes.
+    hidden = evaluator.inside()
+    own = [c.turns(params["length"]) if isinstance(c, StandIn) else () for c in (*consts, *hidden)]
 
     def scanned(x: Sequence[Any], index: Any) -> list[Any]:
         return [a if stack is None else Turn(stack, index) for a, stack in zip(x, in_place, strict=True)]
 
     def step(carry: Any, turn: tuple[Any, Any, Any]) -> tuple[Any, Any]:
         x, own, index = turn
-        here = [c.in_turn(o) if isinstance(c, StandIn) else c for c, o in zip(consts, own, strict=True)]
-        outputs = list(map(alone, body(*here, *carry, *scanned(x, index))))
+        here = [c.in_turn(o) if isinstance(c, StandIn) else c for c, o in zip((*consts, *hidden), own, strict=True)]
+        turned = evaluator.with_inside(here[constants:]).function(params["jaxpr"])
+        outputs = list(map(alone, turned(*here[:constants], *carry, *scanned(x, index))))
         return tuple(outputs[:carries]), tuple(outputs[carries:])
 
     first = jax.tree.map(lambda leaf: leaf[0], xs) if any(map(stands_in, carry)) else []

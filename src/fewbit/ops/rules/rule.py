@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import jax
 
-from ..standin import stands_in
+from ..standin import StandIn, stands_in
 
 
 class NoRuleError(Exception):
@@ -35,6 +35,14 @@ class AbstractEvaluator(abc.ABC):
     @abc.abstractmethod
     def shared(self, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
         """`fn`, traced once for all equations of the same key and the same operands."""
+
+    @abc.abstractmethod
+    def inside(self) -> list[StandIn]:
+        """The stand-ins, without their arrays, that products in the body of the equation will make of their right operands."""
+
+    @abc.abstractmethod
+    def with_inside(self, stand_ins: Sequence[Any]) -> "AbstractEvaluator":
+        """An evaluator with others in their places."""
 
     @abc.abstractmethod
     def jitted(self, eqn: Any) -> Callable[..., list[Any]]:

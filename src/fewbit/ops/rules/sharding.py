@@ -151,13 +151,15 @@ def _shard_map(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> lis
             return value.shards(spec, lengths)
         return sharded_ready(value, spec, mesh) if is_qarray(value) else value, spec
 
-    cut, specs = zip(*map(ready, values, params["in_specs"]), strict=True)
-    body = evaluator.function(params["jaxpr"])
+    hidden = [(stand_in, PartitionSpec()) for stand_in in evaluator.inside()]
+    every = [*zip(values, params["in_specs"], strict=True), *hidden]
+    cut, specs = zip(*(ready(*pair) for pair in every), strict=True)
 
     def mapped(*args: Any) -> tuple[Any, ...]:
         reason = "shard_map gives its results back as arrays"
         here = [x.on_device() if isinstance(x, StandIn) else x for x in args]
-        return tuple(evaluator.decoded(eqn, out, reason) for out in body(*here))
+        body = evaluator.with_inside(here[len(values) :]).function(params["jaxpr"])
+        return tuple(evaluator.decoded(eqn, out, reason) for out in body(*here[: len(values)]))
 
     return list(
         jax.shard_map(

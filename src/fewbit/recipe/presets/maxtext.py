@@ -19,12 +19,14 @@ from ...ops.delayed import DelayedScaling
 from ...ops.policy import Arm
 from ..recipe import RECIPES, Recipe
 from ..rule import Rule
+from ..sparsity import Sparsity
 from .mixed_precision import LAYERS, maxtext_mixed_precision
 from .transformer_engine import TE_POLICIES
 
 _FP4_ROW = Scheme(FORMATS["e2m1"], {...: 1, -1: None})
 _SHARDS, _QWIX_FLAG = "quantization_local_shard_count", "use_qwix_quantization"
 _CALIBRATIONS = tuple(f"{who}_quantization_calibration_method" for who in ("weight", "act", "bwd", "drhs_grad"))
+_SPARSITY = tuple(f"weight_sparsity_{field}" for field in ("n", "m", "start_step", "update_step"))
 
 
 def maxtext_recipe(
@@ -39,6 +41,10 @@ def maxtext_recipe(
     constant_bound_config: Sequence[float | None] | None = None,
     quant_cfg_path: str | os.PathLike | Mapping[str, Any] | None = None,
     weight_block_size: int | None = None,
+    weight_sparsity_n: int | None = None,
+    weight_sparsity_m: int | None = None,
+    weight_sparsity_start_step: int | None = None,
+    weight_sparsity_update_step: int | None = None,
     path: str = LAYERS,
 ) -> Recipe:
     """The recipe of MaxText's `quantization` and of the fields beside it, by MaxText's names.
@@ -61,6 +67,10 @@ def maxtext_recipe(
             gradient; gradient, activation in the weight's. None for one, or for all, takes them from the array.
         quant_cfg_path: for intmp, the JSON or its file, see `maxtext_mixed_precision`.
         weight_block_size: for serve_fp8_weight: None: one scale a tensor; n: weights in n x n blocks, activations in n.
+        weight_sparsity_n: for fp8_full, how many of each `weight_sparsity_m` weights along the contracted axis are kept; None: all.
+        weight_sparsity_m: how many weights make a group.
+        weight_sparsity_start_step: the step of the first mask; None is 50.
+        weight_sparsity_update_step: how many steps later each next mask is made; None is 10.
         path: which parameters; MaxText's are those of the decoder's layers.
 
     Returns:
@@ -90,7 +100,17 @@ def maxtext_recipe(
             raise QuantError("quantization 'intmp' needs quant_cfg_path, a JSON of bits by layer")
         return maxtext_mixed_precision(quant_cfg_path, name=name, path=path, description=text)
     ops = ("dot_general", "ragged_dot") if quantization == "fp8_full" else ("dot_general",)
-    return Recipe((Rule(path, make(fields), ops=ops),), name, text)
+    return Recipe((Rule(path, make(fields), ops=ops, sparsity=_sparsity(fields)),), name, text)
+
+
+def _sparsity(fields: Mapping[str, Any]) -> Sparsity | None:
+    """The sparsity that the fields ask for."""
+    n, m, start, update = (fields.get(name) for name in _SPARSITY)
+    if n is None and m is None and start is None and update is None:
+        return None
+    if n is None or m is None:
+        raise QuantError(f"{_SPARSITY[0]} is {n} and {_SPARSITY[1]} {m}; sparsity needs both")
+    return Sparsity(n, m, start_step=50 if start is None else start, update_step=10 if update is None else update)
 
 
 def _in_qwix(quantization: str, asked: bool | None) -> bool:
@@ -240,7 +260,7 @@ _QWIX: dict[str, _Value] = {
     "fp8_e5m2": (_qwix("fp8_e5m2"), (_SHARDS,), f"E5M2 {_ANY}."),
     "fp8_full": (
         _fp8_full,
-        _CALIBRATIONS,
+        (*_CALIBRATIONS, *_SPARSITY),
         "E4M3 weights and activations, E5M2 gradients, MoE's ragged products too: MaxText's Qwix rule, calibrations to choose.",
     ),
     "fp8_gpu": (_OWN["fp8"][0], (), "maxtext/fp8 by way of Qwix: the same operation in Flax."),

@@ -3,10 +3,12 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import jax
+
+Who = TypeVar("Who")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,11 +16,9 @@ class Timing:
     """The seconds of one contender.
 
     Attributes:
-        name: who ran.
         seconds: one figure a round.
     """
 
-    name: str
     seconds: tuple[float, ...]
 
     @property
@@ -32,19 +32,19 @@ class Timing:
         return ratios[0], statistics.median(ratios), ratios[-1]
 
 
-def timed(contenders: dict[str, Callable[[], Any]], *, rounds: int) -> dict[str, Timing]:
+def timed(contenders: Mapping[Who, Callable[[], Any]], *, rounds: int) -> dict[Who, Timing]:
     """The timings of all contenders after one warm-up call each.
 
     Args:
-        contenders: for each name a function without arguments; what it returns is waited for.
+        contenders: for each of them a function without arguments; what it returns is waited for.
         rounds: how many times each runs.
     """
     for run in contenders.values():
         jax.block_until_ready(run())
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    seconds: dict[Who, list[float]] = {who: [] for who in contenders}
     for _ in range(rounds):
-        for name, run in contenders.items():
+        for who, run in contenders.items():
             start = time.perf_counter()
             jax.block_until_ready(run())
-            seconds[name].append(time.perf_counter() - start)
-    return {name: Timing(name, tuple(s)) for name, s in seconds.items()}
+            seconds[who].append(time.perf_counter() - start)
+    return {who: Timing(tuple(s)) for who, s in seconds.items()}

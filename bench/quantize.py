@@ -1,0 +1,109 @@
+"""Quantizing and dequantizing a 4096 x 4096 float32 array, beside other JAX packages and a copy of the array.
+
+    python -m bench.quantize [--size 4096] [--rounds 7] [--schemes int8 nf4] [--save]
+
+Prints nothing about speed unless every scheme's error is what its numbers of bits allow, measured first. "plain" is fewbit
+without its C++ kernels: the reference in plain JAX. A copy returns a fresh array, which costs more than to fill one that
+is there.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import fewbit as fb
+from fewbit.array.scales import MX
+from fewbit.evaluate.timing import Timing, timed
+
+from .facts import headline, save
+from .peers import quantizers
+
+SCHEMES = {name: fb.scheme(name) for name in ("nf4", "int8", "int8_narrow", "int4", "fp8", "nvfp4_absmax", "q4_1")}
+# The rule that Qwix has for its mx types, and then the searches, which no JAX peer does.
+SCHEMES |= {f"{name} even": dataclasses.replace(fb.scheme(name), calibration=MX("even")) for name in ("mxfp4", "mxfp8")}
+SCHEMES |= {name: fb.scheme(name) for name in ("mxfp4", "mxfp8", "nvfp4")}
+
+PEERS = ("qwix", "aqtp", "eformer")
+
+# Relative Frobenius errors on a Gaussian, in percent, that a correct quantizer stays below; 15 for the 4-bit ones.
+CEILING = {"int8": 1.0, "int8_narrow": 1.0, "fp8": 3.0, "mxfp8": 3.0, "mxfp8 even": 3.0, "q4_1": 9.0}
+
+
+def main() -> int:
+    """Runs the comparison; the exit status is 1 when the gate is red."""
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.quantize", description="fewbit beside other JAX quantizers, in one run"
+    )
+    parser.add_argument("--size", type=int, default=4096)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--schemes", nargs="*", choices=list(SCHEMES), help="only these; all by default")
+    parser.add_argument("--save", action="store_true", help="write bench/results/quantize.json")
+    options = parser.parse_args()
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(options.size, options.size)) * 0.02, jnp.float32)
+    errors = {name: relative_error(x, name) for name in options.schemes or SCHEMES}
+    red = {name: error for name, error in errors.items() if not error < CEILING.get(name, 15.0)}
+    if red:
+        print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
+        return 1
+    print(headline(PEERS))
+    rows = [row for name in options.schemes or SCHEMES for row in measured(x, name, errors[name], options.rounds)]
+    for row in rows:
+        print(row["text"])
+    if options.save:
+        save("quantize", PEERS, size=options.size, rounds=options.rounds, rows=rows)
+    return 0
+
+
+def relative_error(x: jax.Array, name: str) -> float:
+    """The relative Frobenius error of one scheme, in percent."""
+    y = fb.dequantize(fb.quantize(x, SCHEMES[name]))
+    return float(100 * jnp.linalg.norm(y - x) / jnp.linalg.norm(x))
+
+
+def measured(x: jax.Array, name: str, error: float, rounds: int) -> list[dict]:
+    """The rows of one scheme: quantize beside its peers, and dequantize, all against a copy."""
+
+    def by(backend: str | None) -> tuple[Callable, Callable]:
+        return (
+            jax.jit(lambda x: fb.quantize(x, SCHEMES[name], backend=backend)),
+            jax.jit(lambda q: fb.dequantize(q, backend=backend)),
+        )
+
+    (ours, back), (plain, plain_back) = by(None), by("reference")
+    q, copy = ours(x), jax.jit(lambda x: x + jnp.float32(1))
+    contenders = {
+        "copy": lambda: copy(x),
+        "fewbit": lambda: ours(x),
+        "plain": lambda: plain(x),
+        **quantizers(x).get(name, {}),
+    }
+    times = timed(contenders, rounds=rounds)
+    rows = [row(name, "quantize", who, times, error) for who in times if who != "copy"]
+    times = timed({"copy": lambda: copy(x), "fewbit": lambda: back(q), "plain": lambda: plain_back(q)}, rounds=rounds)
+    return [*rows, *(row(name, "dequantize", who, times, error) for who in ("fewbit", "plain"))]
+
+
+def row(name: str, what: str, who: str, times: dict[str, Timing], error: float) -> dict:
+    """One contender's figures, and the line that shows them."""
+    low, middle, high = times[who].ratio(times["copy"])
+    ahead = "" if who == "fewbit" else f"; fewbit takes {times['fewbit'].ratio(times[who])[1]:.2f} of its time"
+    milliseconds = times[who].median
+    text = f"{name:14} {what:10} {who:8} {milliseconds:8.1f} ms  {middle:6.1f} copies ({low:.1f} to {high:.1f}){ahead}"
+    return {
+        "scheme": name,
+        "what": what,
+        "who": who,
+        "ms": milliseconds,
+        "copies": middle,
+        "error_percent": error,
+        "text": text,
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""What `fb.explain` says about the time of a product: from the measured tables of this device, if there are any."""
+
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+
+from ...errors import QuantError
+from ..device import cache_directory, device_name, file_name
+from .problem import Operand, Problem
+from .stack import stack_of
+from .times import Expected, Table
+
+SHIPPED = pathlib.Path(__file__).parent / "configs"
+"""The directory of the tables that come with fewbit."""
+
+
+def user_path(device: str) -> pathlib.Path:
+    """Where a user's own table of a device lies."""
+    return cache_directory() / "qmatmul" / file_name(device)
+
+
+def read_table(path: pathlib.Path) -> Table | None:
+    """The table of a file; None where there is no file.
+
+    Raises:
+        QuantError: where the file holds no table.
+    """
+    try:
+        return Table.from_json(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        return None
+    except ValueError as error:
+        raise QuantError(f"{path} cannot be read: {error}; remove it, and run `fewbit bench --tune`") from error
+
+
+def tables(device: str) -> tuple[Table, ...]:
+    """The tables of a device: the user's own, which is asked first, and the one that comes with fewbit."""
+    found = (read_table(directory) for directory in (user_path(device), SHIPPED / file_name(device)))
+    return tuple(table for table in found if table is not None and table.device == device)
+
+
+def time_line(problem: Problem, backend: str) -> str:
+    """What a product takes on this device beside the dense float32 product, in a sentence for `fb.explain`."""
+    if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
+        return "not measured: both operands are quantized"
+    device = device_name()
+    held = tables(device)
+    if not held:
+        return f"not measured on this device ({device}); run `fewbit bench --tune`"
+    q, x, side = (problem.lhs, problem.rhs, 0) if problem.lhs.scheme is not None else (problem.rhs, problem.lhs, 1)
+    assert q.scheme is not None
+    try:
+        shape = _shape(problem, q, x, side)
+    except QuantError as refusal:
+        return f"not measured: {refusal}"
+    layout, batch, m, k, n = shape
+    for table in held:
+        if found := table.expected(backend, q.scheme, layout, m, k, n):
+            return _sentence(dataclasses.replace(found, ms=found.ms * batch), q.scheme.name)
+    return (
+        f"not measured on this device for {q.scheme.name} by {backend}; run `fewbit bench --tune --schemes {q.scheme.name}`"
+    )
+
+
+def _sentence(found: Expected, name: str) -> str:
+    dense = found.ms / found.ratio
+    said = f"about {found.ms:.3g} ms, {found.ratio:.2f} of the dense float32 product ({dense:.3g} ms)"
+    if found.ratio > 1:
+        said = f"about {found.ms:.3g} ms, SLOWER than the dense float32 product: {found.ratio:.2f} times its {dense:.3g} ms"
+    like = "" if found.weight == name else f", for {found.weight}, the likest scheme in it"
+    return f"{said}; table of {found.date}{like}"
+
+
+def _shape(problem: Problem, q: Operand, x: Operand, side: int) -> tuple[str, int, int, int, int]:
+    """The layout, the batch, and M, K and N of a product with one quantized operand."""
+    contracted, batch = problem.dimension_numbers
+    stack = stack_of(q, contracted[side], batch[side])
+    count, k = (int(np.prod([q.shape[a] for a in axes])) for axes in (stack.batch, stack.contracted))
+    sizes = [int(np.prod(operand.shape)) // max(1, count * k) for operand in (x, q)]
+    return "[N, K]" if stack.contracts_cols else "[K, N]", count, sizes[0], k, sizes[1]

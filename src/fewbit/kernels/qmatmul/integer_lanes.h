@@ -1,0 +1,56 @@
+// Vectors of 32-bit integers, and the step that the product is made of: in each lane, four unsigned bytes times four signed
+// ones are added. Included inside a level's namespace.
+
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+constexpr int kIntLanes = 16, kIntAcross = 4, kIntRows = 6;  // lanes; vectors of outputs and rows of x in a block of registers
+typedef __m512i I;
+static inline I LoadI(const void* p) { return _mm512_loadu_si512(p); }
+static inline void StoreI(void* p, I v) { _mm512_storeu_si512(p, v); }
+static inline I SameI(int32_t x) { return _mm512_set1_epi32(x); }
+static inline I SubI(I a, I b) { return _mm512_sub_epi32(a, b); }
+static inline I MulI(I a, I b) { return _mm512_mullo_epi32(a, b); }
+static inline V FloatI(I a) { return _mm512_cvtepi32_ps(a); }
+static inline I Dot4(I sum, I u, I s) { return _mm512_dpbusd_epi32(sum, u, s); }
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+constexpr int kIntLanes = 8, kIntAcross = 2, kIntRows = FEWBIT_VNNI ? 6 : 3;
+typedef __m256i I;
+static inline I LoadI(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+static inline void StoreI(void* p, I v) { _mm256_storeu_si256(static_cast<__m256i*>(p), v); }
+static inline I SameI(int32_t x) { return _mm256_set1_epi32(x); }
+static inline I SubI(I a, I b) { return _mm256_sub_epi32(a, b); }
+static inline I MulI(I a, I b) { return _mm256_mullo_epi32(a, b); }
+static inline V FloatI(I a) { return _mm256_cvtepi32_ps(a); }
+#if FEWBIT_VNNI
+static inline I Dot4(I sum, I u, I s) { return _mm256_dpbusd_avx_epi32(sum, u, s); }
+#else
+// By way of 16 bits: the instruction that takes bytes (vpmaddubsw) saturates.
+static inline I Dot4(I sum, I u, I s) {
+  const I even = _mm256_madd_epi16(_mm256_and_si256(u, _mm256_set1_epi16(255)), _mm256_srai_epi16(_mm256_slli_epi16(s, 8), 8));
+  const I odd = _mm256_madd_epi16(_mm256_srli_epi16(u, 8), _mm256_srai_epi16(s, 8));
+  return _mm256_add_epi32(sum, _mm256_add_epi32(even, odd));
+}
+#endif
+#else
+constexpr int kIntLanes = 4, kIntAcross = 2, kIntRows = 3;
+typedef uint32_t I __attribute__((vector_size(16)));  // unsigned, because sums may wrap around
+typedef int32_t SignedI __attribute__((vector_size(16)));
+static inline I LoadI(const void* p) {
+  I v;
+  __builtin_memcpy(&v, p, sizeof(v));
+  return v;
+}
+static inline void StoreI(void* p, I v) { __builtin_memcpy(p, &v, sizeof(v)); }
+static inline I SameI(int32_t x) {
+  const uint32_t u = static_cast<uint32_t>(x);
+  return I{u, u, u, u};
+}
+static inline I SubI(I a, I b) { return a - b; }
+static inline I MulI(I a, I b) { return a * b; }
+static inline V FloatI(I a) { return __builtin_convertvector((SignedI)a, V); }
+static inline I Dot4(I sum, I u, I s) {
+  for (int b = 0; b < 4; ++b) sum += (u >> 8 * b & 255) * (I)((SignedI)(s << (24 - 8 * b)) >> 24);
+  return sum;
+}
+#endif
+
+constexpr int kIntWide = kIntLanes * kIntAcross;  // outputs of a strip

@@ -1,0 +1,139 @@
+// The product of integers for each instruction set, without anything of XLA: the handler and the tests of memory errors share
+// them.
+#pragma once
+
+#include <cstring>
+
+#include "halves.h"
+#include "integer_job.h"
+#include "isa.h"
+
+#if FEWBIT_X86
+#include <cpuid.h>
+#endif
+
+// Compilers that have the instruction for bytes without AVX-512.
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define FEWBIT_KNOWS_VNNI 1
+#else
+#define FEWBIT_KNOWS_VNNI 0
+#endif
+
+namespace fewbit {
+
+// Memory of this thread that keeps its size from call to call, so that no page is touched for the first time twice.
+static float* Workspace(int64_t floats) {
+  thread_local std::vector<float> memory;
+  if (static_cast<int64_t>(memory.size()) < floats + 16) memory.resize(floats + 16);
+  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
+  return reinterpret_cast<float*>((address + 63) / 64 * 64);
+}
+
+static void StoreRow(const IntegerJob& job, int64_t m, int64_t n0, int64_t count, const float* c) {
+  if (job.y_kind == Float::kF32) {
+    std::memcpy(static_cast<float*>(job.y) + m * job.N + n0, c, count * sizeof(float));
+    return;
+  }
+  uint16_t* y = static_cast<uint16_t*>(job.y) + m * job.N + n0;
+  for (int64_t n = 0; n < count; ++n) y[n] = job.y_kind == Float::kBF16 ? BrainOf(c[n]) : HalfOf(c[n]);
+}
+
+#define FEWBIT_VNNI 0
+#define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
+namespace portable {
+#include "lanes.h"
+#include "integer_lanes.h"
+#include "integer_panels.h"
+#include "integer_product.h"
+}  // namespace portable
+#undef FEWBIT_LEVEL
+
+#if FEWBIT_X86
+#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
+FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
+namespace avx2 {
+#include "lanes.h"
+#include "integer_lanes.h"
+#include "integer_panels.h"
+#include "integer_product.h"
+}  // namespace avx2
+FEWBIT_END
+#undef FEWBIT_VNNI
+
+#define FEWBIT_VNNI 1
+#if FEWBIT_KNOWS_VNNI
+FEWBIT_BEGIN("avx2,fma,f16c,avxvnni")
+namespace avxvnni {
+#include "lanes.h"
+#include "integer_lanes.h"
+#include "integer_panels.h"
+#include "integer_product.h"
+}  // namespace avxvnni
+FEWBIT_END
+#else
+namespace avxvnni = avx2;
+#endif
+#undef FEWBIT_LEVEL
+
+#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX512
+FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
+namespace avx512 {
+#include "lanes.h"
+#include "integer_lanes.h"
+#include "integer_panels.h"
+#include "integer_product.h"
+}  // namespace avx512
+FEWBIT_END
+#undef FEWBIT_LEVEL
+#endif
+#undef FEWBIT_VNNI
+
+// The levels of products of integers: those of isa.h, and AVX2 with the instruction for bytes, which has processors of its own.
+enum class IntegerIsa { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3 };
+
+inline IntegerIsa BestIntegerIsa() {
+  static const IntegerIsa best = [] {
+    if (BestIsa() == Isa::kAvx512) return IntegerIsa::kAvx512;
+    if (BestIsa() == Isa::kPortable) return IntegerIsa::kPortable;
+#if FEWBIT_X86 && FEWBIT_KNOWS_VNNI
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4)) return IntegerIsa::kAvxVnni;
+#endif
+    return IntegerIsa::kAvx2;
+  }();
+  return best;
+}
+
+inline const char* NameOf(IntegerIsa isa) {
+  static const char* const names[] = {"portable", "avx2", "avxvnni", "avx512"};
+  return names[static_cast<int>(isa)];
+}
+
+#if FEWBIT_X86
+#define FEWBIT_AT(isa, call)                                   \
+  (isa == IntegerIsa::kAvx512    ? avx512::call                \
+   : isa == IntegerIsa::kAvxVnni ? avxvnni::call               \
+   : isa == IntegerIsa::kAvx2    ? avx2::call                  \
+                                 : portable::call)
+#else
+#define FEWBIT_AT(isa, call) portable::call
+#endif
+
+// How many chunks a job has; any thread may run any of them.
+static int64_t IntegerChunks(IntegerIsa isa, const IntegerJob& job) { return FEWBIT_AT(isa, IntegerChunks(job)); }
+
+static void RunIntegers(IntegerIsa isa, const IntegerJob& job, const std::vector<Segment>& segments, int64_t chunk) {
+  FEWBIT_AT(isa, RunIntegers(job, segments, chunk));
+}
+
+// How many rows of x `Prepare` lays out at once.
+static int64_t IntegerRows(IntegerIsa isa) { return FEWBIT_AT(isa, kIntRows); }
+
+static void Prepare(IntegerIsa isa, const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m,
+                    int8_t* out, int32_t* sums) {
+  FEWBIT_AT(isa, Prepare(job, segments, rows, m, out, sums));
+}
+
+#undef FEWBIT_AT
+
+}  // namespace fewbit

@@ -1,0 +1,140 @@
+// Both operands as the product meets them: in groups of four bytes that follow each other along the contraction. Included
+// inside a level's namespace.
+//
+// A panel of w holds strips of kIntWide outputs, and each strip its groups: four bytes of every output. Codes of 4 bits are
+// taken four bytes at a time, too: their low halves make one group, their high halves the next, and x is laid out alike.
+
+// A row of x within a segment, in the order in which the codes of w come.
+static void Lay(int bits, const Segment& segment, const int8_t* from, int8_t* to) {
+  int64_t k = bits == 8 ? segment.count : segment.count / 8 * 8;
+  if (bits == 8) {
+    std::memcpy(to, from, segment.count);
+  } else {
+    for (int64_t i = 0; i < k; i += 8) {
+      for (int j = 0; j < 4; ++j) to[i + j] = from[i + 2 * j], to[i + 4 + j] = from[i + 2 * j + 1];
+    }
+  }
+  for (; k < 4 * segment.groups; ++k) {
+    const int64_t at = bits == 8 ? k : k / 8 * 8 + k % 4 * 2 + k % 8 / 4;
+    to[k] = at < segment.count ? from[at] : int8_t{0};
+  }
+}
+
+// A block of rows of x from row m on, the first group of each row, then the second ones; zeros where a segment fills no group.
+// And the sums of each row by tiles. `rows` are all rows of x, `out` its place for all of them.
+static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m, int8_t* out,
+                    int32_t* sums) {
+  const int64_t block = job.M - m < kIntRows ? job.M - m : kIntRows;
+  alignas(64) int8_t laid[kSegment];
+  for (const Segment& segment : segments) {
+    int8_t* to = out + 4 * (segment.at * job.M + m * segment.groups);
+    for (int64_t i = 0; i < block; ++i, to += 4) {
+      const int8_t* from = rows + (m + i) * job.K + segment.from;
+      int32_t sum = 0;
+      for (int64_t k = 0; k < segment.count; ++k) sum += from[k];
+      int32_t* of_tile = sums + (m + i) * job.tiles() + segment.tile;
+      *of_tile = segment.first ? sum : *of_tile + sum;
+      Lay(job.bits, segment, from, laid);
+      for (int64_t g = 0; g < segment.groups; ++g) std::memcpy(to + 4 * g * block, laid + 4 * g, 4);
+    }
+  }
+}
+
+// Where a segment lies in the bytes of w, along the contraction.
+struct Stretch {
+  int64_t from, count, fours;  // bytes; groups of four of them
+  Stretch(const IntegerJob& job, const Segment& segment)
+      : from(segment.from * job.bits / 8), count((segment.count * job.bits + 7) / 8), fours((count + 3) / 4) {}
+};
+
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+
+static inline __mmask64 FirstBytes(int64_t count) { return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1; }
+
+// Row i's j-th four bytes become row j's i-th.
+static inline void Transpose(I (&r)[16]) {
+  I a[16];
+  for (int i = 0; i < 16; i += 4) {
+    const I ab = _mm512_unpacklo_epi32(r[i], r[i + 1]), AB = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+    const I cd = _mm512_unpacklo_epi32(r[i + 2], r[i + 3]), CD = _mm512_unpackhi_epi32(r[i + 2], r[i + 3]);
+    a[i] = _mm512_unpacklo_epi64(ab, cd), a[i + 1] = _mm512_unpackhi_epi64(ab, cd);
+    a[i + 2] = _mm512_unpacklo_epi64(AB, CD), a[i + 3] = _mm512_unpackhi_epi64(AB, CD);
+  }
+  for (int i = 0; i < 4; ++i) {
+    const I x = _mm512_shuffle_i32x4(a[i], a[i + 4], 0x88), X = _mm512_shuffle_i32x4(a[i], a[i + 4], 0xDD);
+    const I y = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0x88), Y = _mm512_shuffle_i32x4(a[i + 8], a[i + 12], 0xDD);
+    r[i] = _mm512_shuffle_i32x4(x, y, 0x88), r[i + 8] = _mm512_shuffle_i32x4(x, y, 0xDD);
+    r[i + 4] = _mm512_shuffle_i32x4(X, Y, 0x88), r[i + 12] = _mm512_shuffle_i32x4(X, Y, 0xDD);
+  }
+}
+
+// Four bytes of 16 outputs as unsigned numbers: one group of 8 bits, or two of 4.
+static inline void StoreFours(int bits, I fours, I flip, uint8_t* out) {
+  if (bits == 8) return StoreI(out, _mm512_xor_si512(fours, flip));
+  const I low = _mm512_set1_epi8(15);
+  StoreI(out, _mm512_xor_si512(_mm512_and_si512(fours, low), flip));
+  StoreI(out + 4 * kIntWide, _mm512_xor_si512(_mm512_and_si512(_mm512_srli_epi16(fours, 4), low), flip));
+}
+
+// One strip of w: outputs from n0 on. Meanwhile the next segment is asked for, which is apart by a page at least.
+static void PackStrip(const IntegerJob& job, const Segment& segment, int64_t n0, uint8_t* out) {
+  const Stretch bytes(job, segment);
+  const I flip = _mm512_set1_epi8(static_cast<char>(job.offset));
+  const int64_t step = 4 * kIntWide * (8 / job.bits);  // bytes of a panel for four of w
+  if (job.contracts_cols) {
+    for (int64_t n = n0; n < n0 + kIntWide; n += 16, out += 64) {
+      for (int64_t b = 0; b < bytes.fours; b += 16) {
+        const __mmask64 there = FirstBytes(bytes.count - 4 * b);
+        I rows[16];
+        for (int i = 0; i < 16; ++i) {
+          const uint8_t* p = job.w + (n + i) * job.row_stride + bytes.from + 4 * b;
+          _mm_prefetch(reinterpret_cast<const char*>(p + kSegment * job.bits / 8), _MM_HINT_T1);
+          rows[i] = n + i < job.N ? _mm512_maskz_loadu_epi8(there, p) : SameI(0);
+        }
+        Transpose(rows);
+        for (int i = 0; i < 16 && b + i < bytes.fours; ++i) StoreFours(job.bits, rows[i], flip, out + (b + i) * step);
+      }
+    }
+    return;
+  }
+  // Bytes of four rows side by side. The order of lanes that this takes is put right beforehand, within each row.
+  const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __mmask64 there = FirstBytes(job.N - n0);
+  for (int64_t b = 0; b < bytes.fours; ++b, out += step) {
+    I row[4];
+    for (int i = 0; i < 4; ++i) {
+      const bool within = 4 * b + i < bytes.count;
+      const uint8_t* p = job.w + (bytes.from + (within ? 4 * b + i : 0)) * job.row_stride + n0;
+      _mm_prefetch(reinterpret_cast<const char*>(p + kSegment * job.bits / 8 * job.row_stride), _MM_HINT_T1);
+      row[i] = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(there, p));
+    }
+    const I low01 = _mm512_unpacklo_epi8(row[0], row[1]), high01 = _mm512_unpackhi_epi8(row[0], row[1]);
+    const I low23 = _mm512_unpacklo_epi8(row[2], row[3]), high23 = _mm512_unpackhi_epi8(row[2], row[3]);
+    StoreFours(job.bits, _mm512_unpacklo_epi16(low01, low23), flip, out);
+    StoreFours(job.bits, _mm512_unpackhi_epi16(low01, low23), flip, out + 64);
+    StoreFours(job.bits, _mm512_unpacklo_epi16(high01, high23), flip, out + 128);
+    StoreFours(job.bits, _mm512_unpackhi_epi16(high01, high23), flip, out + 192);
+  }
+}
+
+#else
+
+static void PackStrip(const IntegerJob& job, const Segment& segment, int64_t n0, uint8_t* out) {
+  const Stretch bytes(job, segment);
+  const uint32_t flip = static_cast<uint32_t>(job.offset) * 0x01010101u;
+  const int64_t step = 4 * kIntWide * (8 / job.bits);
+  const int64_t by_output = job.contracts_cols ? job.row_stride : 1, along = job.contracts_cols ? 1 : job.row_stride;
+  for (int64_t n = n0; n < n0 + kIntWide; ++n, out += 4) {
+    const uint8_t* p = job.w + (n < job.N ? n : 0) * by_output + bytes.from * along;
+    for (int64_t b = 0; b < bytes.fours; ++b) {
+      uint32_t fours = 0;
+      for (int64_t i = 0; i < 4 && 4 * b + i < bytes.count; ++i) fours |= static_cast<uint32_t>(p[(4 * b + i) * along]) << 8 * i;
+      const uint32_t low = job.bits == 8 ? fours : fours & 0x0F0F0F0Fu, high = fours >> 4 & 0x0F0F0F0Fu;
+      const uint32_t first = low ^ flip, second = high ^ flip;
+      std::memcpy(out + b * step, &first, 4);
+      if (job.bits == 4) std::memcpy(out + b * step + 4 * kIntWide, &second, 4);
+    }
+  }
+}
+
+#endif

@@ -1,0 +1,117 @@
+// The product of two operands of integers on CPUs: exact sums in int32, times the scales of both.
+//
+// One step. vpdpbusd multiplies four unsigned bytes with four signed ones and adds them up, in each lane of 32 bits. The weight
+// is the unsigned side: 8 or 128 is added to its numbers, which is one exclusive or where it is laid out. The signed side is x,
+// because that one may come from memory as one number for all lanes. What the addition brings in, 128 times the sum of
+// a row of x, depends on no weight: sums begin at its negative. So do the zero points of w; those of x need the sums of each
+// output's codes, which are the product with one more row of ones. Any step may wrap around, the result does not.
+//
+// Without VNNI (AVX2, plain C++) a step is made of products of 16 bits: the older instruction for bytes saturates at 2**15.
+//
+// Layout. Of a strip of 64 outputs, 256 contracted places (16 KiB) are laid out in groups of four bytes, from [N, K] by
+// transposing 16 x 16 words, from [K, N] by interleaving four rows; then blocks of 6 rows of x meet it, 24 sums in registers.
+// Codes of 4 bits are split only when they are laid out: their low halves make one group and their high halves the next, and
+// x, in the same order, costs nothing. x lies block after block in the order in which it is read. A tile of the contraction ends a
+// segment, and its sums leave the registers as scaled floats. The next segment of the weight is asked for meanwhile.
+//
+// The bound. A block of registers reaches what the processor has: 863 billion operations a second on one core, where
+// nothing but vpdpbusd gives 870 (Sapphire Rapids, AVX-512, others at work beside, processor time). To lay out 16 MiB of weight
+// takes 0.7 to 1 ms of a core from the cache, a tenth of the product with 256 rows. Both cores through jit, 256 rows, 4096 x
+// 4096, with panels of 32 KiB: 0.33 of the time of XLA's int8 product along rows and 0.30 along columns, 1.14 and 1.09 of that of
+// torch._int_mm, which gives int32 and scales nothing. Panels of 16 KiB, of which two cores that share a first cache keep both,
+// took 0.26 of XLA's time where those of 32 KiB had taken 0.30 (docs/kernels.md has the last run). Tiles of 64 in 4 bits
+// take 1.3 to 1.5 times as long as whole rows, because every 16 steps 24 sums are scaled and added in float32.
+//
+// What was needed. Without being asked to unroll the loops over registers, GCC kept every sum in memory, too: 290 in place
+// of 863.
+#include <memory>
+
+#include "integer_levels.h"
+#include "module.h"
+#include "parallel.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace fewbit {
+
+namespace ffi = xla::ffi;
+
+// The numbers of one matrix of a stack: `count` is 0 where there are none.
+template <class Number>
+struct Stacked {
+  PerTile<Number> first;
+  int64_t step;  // to those of the next matrix
+  PerTile<Number> At(int64_t b) const { return {first.data == nullptr ? nullptr : first.data + b * step, first.tile, first.by_row, first.by_tile}; }
+};
+
+// `rows_first`: whether the axis of rows (or outputs) comes before that of the contraction.
+template <class Number, class Buffer>
+static Stacked<Number> StackedOf(const Buffer& buffer, bool rows_first, int64_t row_tile) {
+  const auto shape = buffer.dimensions();
+  const int64_t rows = shape[rows_first ? 1 : 2], tiles = shape[rows_first ? 2 : 1];
+  const int64_t by_row = rows == 1 ? 0 : rows_first ? tiles : 1, by_tile = tiles == 1 ? 0 : rows_first ? 1 : rows;
+  const Number* data = buffer.element_count() == 0 ? nullptr : buffer.typed_data();
+  return {{data, row_tile, by_row, by_tile}, shape[0] == 1 ? 0 : rows * tiles};
+}
+
+static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale,
+                           ffi::BufferR3<ffi::S32> x_zero, ffi::BufferR3<ffi::U8> w, ffi::BufferR3<ffi::F32> w_scale,
+                           ffi::BufferR3<ffi::S32> w_zero, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t bits,
+                           int64_t offset, int64_t tile, int64_t output_tile, int64_t level) {
+  IntegerJob job{};
+  const auto x_shape = x.dimensions(), w_shape = w.dimensions(), y_shape = y->dimensions();
+  const auto kind = y->element_type();
+  if (kind != ffi::F32 && kind != ffi::BF16 && kind != ffi::F16) {
+    return ffi::Error::InvalidArgument("integers gives float32, bfloat16 or float16");
+  }
+  job.y_kind = kind == ffi::F32 ? Float::kF32 : kind == ffi::BF16 ? Float::kBF16 : Float::kF16;
+  job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2], job.tile = tile;
+  job.contracts_cols = contracts_cols, job.bits = static_cast<int>(bits), job.offset = offset, job.row_stride = w_shape[2];
+  const auto x_scales = StackedOf<float>(x_scale, true, 1);
+  const auto x_zeros = StackedOf<int32_t>(x_zero, true, 1);
+  const auto w_scales = StackedOf<float>(w_scale, contracts_cols, output_tile);
+  const auto w_zeros = StackedOf<int32_t>(w_zero, contracts_cols, output_tile);
+  const std::vector<Segment> segments = SegmentsOf(job);
+  const int64_t batch = x_shape[0], tiles = job.tiles();
+  const int64_t row = segments.empty() ? 0 : 4 * (segments.back().at + segments.back().groups);
+  std::unique_ptr<int8_t[]> laid(new int8_t[job.M * row]);
+  std::unique_ptr<int32_t[]> sums(new int32_t[job.M * tiles]);
+  job.x = laid.get(), job.x_sums = sums.get();
+  const IntegerIsa isa = level >= 0 && level < static_cast<int64_t>(BestIntegerIsa()) ? static_cast<IntegerIsa>(level) : BestIntegerIsa();
+  for (int64_t b = 0; b < batch; ++b) {
+    const int8_t* rows = x.typed_data() + b * job.M * job.K;
+    const int64_t block = IntegerRows(isa);
+    const auto prepare = [&](int64_t i) { Prepare(isa, job, segments, rows, i * block, laid.get(), sums.get()); };
+    ParallelFor(pool, (job.M + block - 1) / block, prepare);
+    job.w = w.typed_data() + (w_shape[0] == 1 ? 0 : b * w_shape[1] * w_shape[2]);
+    job.x_scale = x_scales.At(b), job.x_zero = x_zeros.At(b), job.w_scale = w_scales.At(b), job.w_zero = w_zeros.At(b);
+    job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * (job.y_kind == Float::kF32 ? 4 : 2);
+    const auto run = [&](int64_t chunk) { RunIntegers(isa, job, segments, chunk); };
+    constexpr int64_t kWorthThreads = 1 << 19;  // multiply-adds that take longer, about 10 us, than waking a thread
+    const int64_t chunks = IntegerChunks(isa, job);
+    if (job.M * job.N * job.K >= kWorthThreads) ParallelFor(pool, chunks, run);
+    else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(integers, Integers,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::BufferR3<ffi::S8>>()   // x [B, M, K]
+                           .Arg<ffi::BufferR3<ffi::F32>>()  // its scales [B or 1, M or 1, tiles or 1]
+                           .Arg<ffi::BufferR3<ffi::S32>>()  // its zero points, likewise; empty: none
+                           .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, rows, cols], the contracted axis in bytes
+                           .Arg<ffi::BufferR3<ffi::F32>>()  // their scales, by tiles of rows and columns
+                           .Arg<ffi::BufferR3<ffi::S32>>()  // their zero points, likewise; empty: none
+                           .Ret<ffi::AnyBuffer>()           // y [B, M, N]
+                           .Attr<bool>("contracts_cols")
+                           .Attr<int64_t>("bits")
+                           .Attr<int64_t>("offset")
+                           .Attr<int64_t>("tile")
+                           .Attr<int64_t>("output_tile")
+                           .Attr<int64_t>("level"));
+
+}  // namespace fewbit
+
+// ISA names the level of these kernels, which have one more than others.
+FEWBIT_MODULE(_integers, {"fewbit_integers", reinterpret_cast<void*>(fewbit::integers)})

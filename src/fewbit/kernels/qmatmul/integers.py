@@ -1,0 +1,96 @@
+"""The call of the compiled product of integers: two stacks of codes, told to C++ as arrays and numbers."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...array import QArray, Scheme
+from ...array.packing import Packing
+from ...array.quantize import scale_values
+from ...formats import FORMATS, AbstractFormat, Integer
+from .codes import code_values, shift
+
+TARGET = "fewbit_integers"
+
+_LEVELS = ("portable", "avx2", "avxvnni", "avx512")
+
+_WHOLE = Scheme(FORMATS["int8"])
+
+
+def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any, isa: str | None = None) -> jax.Array:
+    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, for the matrices that two stacks of whole codes stand for.
+
+    Args:
+        x: `[B, M, K]`, of codes in bytes and tiles along K only.
+        q: `[B, R, C]`. Where scales vary along K on both sides, their tiles are equal.
+        contracts_cols: whether K is C, or R.
+        dtype: that of the result.
+        isa: the instruction set to take, where the machine has it; None: the best.
+
+    Returns:
+        `[B, M, N]`, N being the other one of R and C. The sums of a tile are exact; tiles are added in float32.
+    """
+    at = 2 if contracts_cols else 1
+    length = q.shape[at]
+    tiles = [t for t in (x.tiles[2], q.tiles[at]) if t is not None]
+    bits, offset, codes, zeros = _unsigned(q, at)
+    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - at]), dtype)
+    return jax.ffi.ffi_call(TARGET, result)(
+        jax.lax.bitcast_convert_type(x.codes, jnp.int8),
+        scale_values(x),
+        _zeros(x),
+        codes,
+        scale_values(q),
+        zeros,
+        contracts_cols=contracts_cols,
+        bits=np.int64(bits),
+        offset=np.int64(offset),
+        tile=np.int64(tiles[0] if tiles else length),
+        output_tile=np.int64(q.tiles[3 - at] or q.shape[3 - at]),
+        level=np.int64(-1 if isa is None else _LEVELS.index(isa)),
+    )
+
+
+def _unsigned(q: QArray, at: int) -> tuple[int, int, jax.Array, jax.Array]:
+    """The bits of a code, what makes its number unsigned, the codes as C++ reads them, and their zero points.
+
+    Codes of 8 bits, and of 4 that share bytes along the contraction, are read as they lie; others become bytes first.
+    """
+    fmt, scheme = q.scheme.format, q.scheme
+    assert isinstance(fmt, Integer)
+    tile = q.tiles[at]
+    is_paired = (
+        fmt.bits == 4 and scheme.pack_axis + 3 == at and scheme.packing == Packing() and (tile is None or tile % 2 == 0)
+    )
+    if fmt.bits == 8 or is_paired:
+        return fmt.bits, 2 ** (fmt.bits - 1) if fmt.signed else 0, q.codes, _zeros(q)
+    values = code_values(q, jnp.int8)
+    return 8, 128, jax.lax.bitcast_convert_type(values, jnp.uint8), _zeros(q) - shift(scheme)
+
+
+def _zeros(q: QArray) -> jax.Array:
+    """The zero points of a stack as int32; an empty array where it has none."""
+    if q.zero_point is None:
+        return jnp.zeros((1, 0, 0), jnp.int32)
+    assert isinstance(q.scheme.zero_point, AbstractFormat)
+    return q.scheme.zero_point.decode(q.zero_point).astype(jnp.int32)
+
+
+def bytes_of(values: jax.Array, scale: jax.Array, zero: jax.Array | None, tile: int | None) -> QArray:
+    """A stack of int8 numbers as a QArray.
+
+    Args:
+        values: `[B, M, K]`, int8.
+        scale: float32, `[B or 1, M or 1, tiles]`.
+        zero: the zero points, whole numbers that fit in int8, likewise; None: none.
+        tile: how many numbers along K share a scale; None: all.
+    """
+    int8 = FORMATS["int8"]
+    free = tuple(None if n == 1 else 1 for n in scale.shape[:2])
+    scheme = dataclasses.replace(_WHOLE.with_tiles((*free, tile), -1), zero_point=None if zero is None else int8)
+    held = None if zero is None else jax.lax.bitcast_convert_type(zero.astype(jnp.int8), jnp.uint8)
+    codes = jax.lax.bitcast_convert_type(values, jnp.uint8)
+    return QArray(codes, scale, held, None, scheme, np.dtype(np.float32))

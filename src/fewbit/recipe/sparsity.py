@@ -1,0 +1,198 @@
+"""N:M sparsity on a schedule: a field of a rule, and a building block for a training step of one's own."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+from jaxtyping import Array, Float, Int
+
+from .._registry import refuse_unknown_fields
+from ..array import Scheme
+from ..array.masks import check_counts, nm_mask
+from ..array.straight_through import passed_through
+from ..errors import QuantError
+from ..formats import AbstractFormat
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SparsityState:
+    """The mask in force and the number of the next step: a pytree to carry from step to step.
+
+    Attributes:
+        mask: True where a weight is kept.
+        step: how many updates there were, int32.
+    """
+
+    # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
+    mask: Any
+    step: Any
+
+
+@dataclasses.dataclass(frozen=True, init=False)
+class Sparsity:
+    """N:M sparsity on a schedule: a mask of the largest weights, renewed now and then, that products see.
+
+    Attributes:
+        n: how many weights of each group are kept.
+        m: how many weights make a group.
+        axis: the axis or axes that groups run along; None takes, in a rule, what the products of the parameter contract (of a
+            convolution its input channels), which is where sparse hardware wants them. -2 is that of a kernel `[in, out]`.
+        start_step: the step that makes the first mask; before it everything is kept.
+        update_step: how many steps later each next mask is made.
+        gradient: "identity": pruned weights learn as if they were not, and may come back (straight-through); "masked": the
+            gradient of the masked weight, zero where it is pruned.
+
+    Reference: Zhou et al., Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch, arXiv 2102.04010.
+
+    >>> sparsity = Sparsity(1, 2, axis=-1)
+    >>> w = jnp.array([[1.0, -2.0, 0.5, 0.25]])
+    >>> state = sparsity.update(sparsity.init(w), w)
+    >>> sparsity.apply(w, state).tolist()
+    [[0.0, -2.0, 0.5, 0.0]]
+    """
+
+    n: int
+    m: int
+    axis: tuple[int, ...] | None
+    start_step: int
+    update_step: int
+    gradient: Literal["identity", "masked"]
+
+    def __init__(
+        self,
+        n: int,
+        m: int,
+        axis: int | Sequence[int] | None = None,
+        start_step: int = 0,
+        update_step: int = 1,
+        gradient: Literal["identity", "masked"] = "identity",
+    ):
+        check_counts(n, m)
+        if start_step < 0 or update_step < 1:
+            raise QuantError(f"start_step is {start_step} and update_step {update_step}; must be at least 0 and at least 1")
+        if gradient not in ("identity", "masked"):
+            raise QuantError(f"gradient is {gradient!r}, must be identity or masked")
+        object.__setattr__(self, "n", n)
+        object.__setattr__(self, "m", m)
+        object.__setattr__(self, "axis", (axis,) if isinstance(axis, int) else None if axis is None else tuple(axis))
+        object.__setattr__(self, "start_step", start_step)
+        object.__setattr__(self, "update_step", update_step)
+        object.__setattr__(self, "gradient", gradient)
+
+    def __str__(self) -> str:
+        return f"{self.n}:{self.m} sparse"
+
+    @property
+    def _axes(self) -> tuple[int, ...]:
+        if self.axis is None:
+            raise QuantError(f"{self}: outside a recipe there is no product that says the axis; pass axis=")
+        return self.axis
+
+    def init(self, w: ArrayLike) -> SparsityState:
+        """The state before the first step: everything is kept.
+
+        Args:
+            w: the weights; their shape counts.
+
+        Returns:
+            The state of step 0.
+        """
+        return SparsityState(jnp.ones(jnp.shape(w), jnp.bool_), jnp.zeros((), jnp.int32))
+
+    def update(self, state: SparsityState, w: Float[Array, "*s"], step: Int[ArrayLike, ""] | None = None) -> SparsityState:
+        """The state after one step; the mask is made anew at `start_step` and every `update_step` steps from there.
+
+        Args:
+            state: the state before.
+            w: the weights. They are not differentiated.
+            step: the number of this step; None counts the updates from 0.
+
+        Returns:
+            The state with the mask for this step.
+
+        Raises:
+            QuantError: without an axis, and for a length along it that `m` does not divide.
+        """
+        axes = self._axes
+        now = state.step if step is None else jnp.asarray(step, jnp.int32)
+        since = now - self.start_step
+        is_due = (since >= 0) & (since % self.update_step == 0)
+        w = jax.lax.stop_gradient(w)
+        mask = jax.lax.cond(is_due, lambda: nm_mask(w, self.n, self.m, axis=axes), lambda: state.mask)
+        return SparsityState(mask, now + 1)
+
+    def apply(self, w: Float[Array, "*s"], state: SparsityState) -> Float[Array, "*s"]:
+        """The weights with exact zeros where the mask prunes them; the gradient is as the field `gradient` says.
+
+        Args:
+            w: the weights.
+            state: the state that holds the mask.
+
+        Returns:
+            An array of the shape and dtype of `w`.
+        """
+        kept = jnp.where(state.mask, w, jnp.zeros_like(w))
+        return kept if self.gradient == "masked" else passed_through(w, kept, jnp.ones_like(state.mask))
+
+    def pruned(self, w: Float[Array, "*s"]) -> Float[Array, "*s"]:
+        """The weights with exact zeros where a mask of their own magnitudes prunes them, whatever the schedule.
+
+        Args:
+            w: the weights. What `apply` gave by a mask comes back as it is.
+
+        Returns:
+            An array of the shape and dtype of `w`.
+
+        Raises:
+            QuantError: without an axis, and for a length along it that `m` does not divide.
+        """
+        return jnp.where(nm_mask(w, self.n, self.m, axis=self._axes), w, jnp.zeros_like(w))
+
+    def penalty(self, w: Float[Array, "*s"], state: SparsityState) -> Float[Array, ""]:
+        """Half the sum of the squares of the pruned weights, float32.
+
+        Added to the loss with a factor `f`, it adds `f * w` to the gradient of each pruned weight, which is the decay of SR-STE
+        (2e-4 in the paper); without it pruned weights are not decayed.
+
+        Args:
+            w: the weights.
+            state: the state that holds the mask.
+
+        Returns:
+            A float32 number.
+        """
+        pruned = jnp.where(state.mask, jnp.zeros_like(w), w).astype(jnp.float32)
+        return jnp.sum(jnp.square(pruned)) / 2
+
+    def check(self, scheme: Scheme) -> None:
+        """Refuses a scheme that cannot hold what is pruned: exact zeros.
+
+        Args:
+            scheme: the scheme of the sparse parameter.
+
+        Raises:
+            QuantError: for a format without a zero, and for offsets that are no integers.
+        """
+        is_offset = scheme.zero_point is not None and not isinstance(scheme.zero_point, AbstractFormat)
+        if is_offset or 0.0 not in scheme.format.values():
+            raise QuantError(f"{self}, but {scheme.name} has no exact zero for what is pruned; take a symmetric scheme")
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form: `n`, `m`, and the fields that differ from their defaults."""
+        plain = Sparsity(self.n, self.m)
+        form: dict[str, Any] = {"n": self.n, "m": self.m}
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        form |= {name: value for name, value in fields.items() if value != getattr(plain, name)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in form.items()}
+
+    @classmethod
+    def from_json(cls, form: Any) -> Self:
+        """The sparsity of a JSON form; an unknown or missing key raises QuantError."""
+        refuse_unknown_fields("sparsity", form, tuple(f.name for f in dataclasses.fields(cls)))
+        if missing := [key for key in ("n", "m") if key not in form]:
+            raise QuantError(f"sparsity needs {' and '.join(missing)}; got {dict(form)}")
+        return cls(**form)
