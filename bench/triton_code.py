@@ -87,8 +87,7 @@ def quantizer_rows(
         "unit_ptr": "*fp32" if problem.scheme.tensor_scale else scale,
     }
     types |= {"fractions_ptr": "*fp32"} | dict.fromkeys(("tiles", "length", "tiles_in_row", "row_bytes"), "i32")
-    constants = problem.layout() | problem.numbers() | problem.scale_numbers() | problem.choice()
-    constants |= problem.ptx(architectures[-1] if inline_ptx else 0)
+    constants = problem.encoding(architectures[-1] if inline_ptx else 0)
     elements = problem.tiles_in_program * problem.padded_tile
     title = f"{name} {method}-ptx" if inline_ptx else f"{name} {method}"
     return rows_of(title, kernels.quantize_kernel, types, constants, problem.warps, elements, architectures)

@@ -1,8 +1,11 @@
 """The Triton kernels as modules that run in Triton's interpreter, on the CPU, in a process that may have imported them already."""
 
 import importlib
+import importlib.machinery
 import sys
+import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,6 +34,35 @@ def interpreted_kernels(patch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, package in packages.items():
         sys.modules.pop(name, None)
         package.__dict__.pop(name.rpartition(".")[2], None)
+
+
+def stand_in_for_jax_triton(patch: pytest.MonkeyPatch) -> None:
+    """A module in the place of jax-triton, which needs a GPU: the program calls back for the interpreter."""
+    import jax
+    import torch
+
+    # The threads of XLA count subnormal numbers as zero, which GPUs do not: the work is done on another, begun here.
+    plain = ThreadPoolExecutor(1)
+    plain.submit(int).result()
+
+    def triton_call(*args: Any, kernel: Any, out_shape: Any, grid: tuple[int, ...], **settings: Any) -> Any:
+        leaves, structure = jax.tree.flatten(out_shape)
+        numbers = [a for a in args if not isinstance(a, jax.Array)]
+
+        def run(*arrays: Any) -> Any:
+            tensors = [torch.tensor(np.array(a)) for a in arrays]
+            made = [torch.zeros(s.shape, dtype=getattr(torch, np.dtype(s.dtype).name)) for s in leaves]
+            kernel[grid](*tensors, *numbers, *made, **settings)
+            return jax.tree.unflatten(structure, [y.numpy() for y in made])
+
+        return jax.pure_callback(
+            lambda *arrays: plain.submit(run, *arrays).result(), out_shape, *(a for a in args if isinstance(a, jax.Array))
+        )
+
+    fake = types.ModuleType("jax_triton")
+    fake.triton_call = triton_call  # type: ignore[attr-defined]
+    fake.__spec__ = importlib.machinery.ModuleSpec("jax_triton", None)
+    patch.setitem(sys.modules, "jax_triton", fake)
 
 
 def _interpret_the_language(patch: pytest.MonkeyPatch) -> None:

@@ -1,12 +1,8 @@
 """The Triton products in Triton's interpreter, against the product of the decoded matrix in float64."""
 
 import dataclasses
-import importlib.machinery
-import sys
-import types
 from collections.abc import Iterator
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -23,7 +19,7 @@ from fewbit.kernels.qmatmul.gpu_matrix import Matrix  # noqa: E402
 from fewbit.kernels.qmatmul.problem import Operand  # noqa: E402
 from fewbit.torch import products  # noqa: E402
 
-from .interpreted import interpreted_kernels  # noqa: E402
+from .interpreted import interpreted_kernels, stand_in_for_jax_triton  # noqa: E402
 
 # The interpreter's numpy warns of NaN and of overflows, which a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -191,19 +187,7 @@ def test_codes_that_no_kernel_multiplies_say_why(names: tuple[str, str], capabil
 @pytest.mark.parametrize("contracts_cols", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_jax_reaches_the_kernels_through_jax_triton(contracts_cols: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the interpreter in the place of jax-triton, which needs a GPU."""
-
-    def triton_call(
-        *args: object, kernel: object, out_shape: jax.ShapeDtypeStruct, grid: tuple[int, ...], **settings: object
-    ):
-        tensors = [torch.tensor(np.array(a)) if isinstance(a, jax.Array) else a for a in args]
-        y = torch.full(out_shape.shape, torch.nan, dtype=getattr(torch, out_shape.dtype.name))
-        kernel[grid](*tensors, y, **settings)
-        return jnp.asarray(y.numpy())
-
-    fake = types.ModuleType("jax_triton")
-    fake.triton_call = triton_call
-    fake.__spec__ = importlib.machinery.ModuleSpec("jax_triton", None)
-    monkeypatch.setitem(sys.modules, "jax_triton", fake)
+    stand_in_for_jax_triton(monkeypatch)
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(2, 24, 64)), jnp.float32)
     x = jnp.asarray(rng.normal(size=(2, 3, 64 if contracts_cols else 24)), jnp.float32)

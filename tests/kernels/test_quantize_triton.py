@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
 from fewbit.array.scales.candidates import stored_scales  # noqa: E402
+from fewbit.kernels.quantize import DEQUANTIZERS, QUANTIZERS, Decoding, Quantization, gpu  # noqa: E402
 from fewbit.kernels.quantize.triton_problem import TileProblem  # noqa: E402
 from fewbit.torch import on_gpu  # noqa: E402
 from fewbit.torch.hessian import second_moments  # noqa: E402
 from fewbit.torch.quantize import chosen, scale_values  # noqa: E402
 
-from .interpreted import interpreted_kernels  # noqa: E402
+from .interpreted import interpreted_kernels, stand_in_for_jax_triton  # noqa: E402
 
 # The interpreter's numpy warns of NaN and of overflows, which a GPU does not.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -169,3 +171,28 @@ def test_a_named_backend_is_never_replaced() -> None:
     with pytest.raises(fb.UnsupportedError, match="need a CUDA device"):
         fbt.dequantize(fbt.quantize(torch.ones(2, 32), "mxfp4"), backend="triton")
     assert fbt.explain(torch.ones(2, 32), "mxfp4").startswith("torch, because triton: the tensor is on cpu")
+
+
+@pytest.mark.parametrize(("name", "axis"), [("nvfp4", -1), ("int4_g32", -2)])
+def test_jax_reaches_the_kernels_through_jax_triton(name: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the interpreter in the place of jax-triton, which needs a GPU; also of several arrays at once."""
+    stand_in_for_jax_triton(monkeypatch)
+    rows = jnp.asarray(awkward(64).numpy())
+    x = jnp.stack([rows, rows * 0.7]) if axis == -1 else jnp.stack([rows.T, rows.T * 0.7])
+    scheme = fb.scheme(name).along(axis, 2)
+    problem = Quantization(x.shape[1:], "float32", scheme)
+    assert QUANTIZERS["triton"].unsupported(problem) is None
+    got = jax.vmap(lambda x: gpu._quantized_by_kernel(scheme, x))(x)
+    want = jax.vmap(lambda x: fb.quantize(x, name, axis=axis, backend="reference"))(x)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.shape == b.shape
+        assert np.array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
+    one = jax.tree.map(lambda leaf: leaf[1], want)
+    assert DEQUANTIZERS["triton"].unsupported(Decoding(one.shape, "float32", one.scheme, one.tiles)) is None
+    decoded = gpu._decoded_by_kernel(jnp.float32, one)
+    assert np.array_equal(decoded, fb.dequantize(one, backend="reference"), equal_nan=True)
+
+
+def test_without_jax_triton_the_backend_says_so() -> None:
+    with pytest.raises(fb.UnsupportedError, match="jax-triton, which is not installed"):
+        fb.quantize(jnp.ones((2, 64)), "mxfp4", backend="triton")

@@ -104,12 +104,12 @@ def chosen_scales(x: Array, bound: Scheme, error_weights: Any, scale: Any, offse
     counts = tile_counts(x.shape, tiles)
     view = _view(x, tiles, error_weights, bound)
     if scale is None:
-        target = _target(bound, _tensor_scale(view.x, bound.format.bound, bound))
+        target = _target(bound, chosen_tensor_scale(view.x, bound.format.bound, bound))
         ideal, low = bound.calibration.scale(view, target)
     else:
         ideal, low = (None if g is None else blocked_scale(_for_tiles(g, counts), tiles) for g in (scale, offset))
         assert ideal is not None
-        target = _target(bound, _tensor_scale(ideal, 1.0, bound))
+        target = _target(bound, chosen_tensor_scale(ideal, 1.0, bound))
     stored, used = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles)
     divisor = jnp.where(used == 0, jnp.ones_like(used), used)
     zero = None if low is None else target.stored_zero(low, divisor)
@@ -241,7 +241,7 @@ def _target(scheme: Scheme, tensor_scale: Array | None) -> Target:
     return Target(scheme.format, ScaleStore(_plain_holder(scheme), tensor_scale), scheme.zero_holder)
 
 
-def _tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | None:
+def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | None:
     """The scale that takes the largest finite magnitude to `bound` times the largest scale to store, 1 where all are zero.
 
     None where the scheme has none.

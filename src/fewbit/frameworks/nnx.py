@@ -156,6 +156,17 @@ def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], No
     return trained
 
 
+def _of_values(make: Callable[..., Any], model: Any, inputs: Any, recipe: Any, fn: Callable[..., Any] | None) -> Any:
+    """What `make` gives for the function of a model's parameters and its other values."""
+    call, graph = _called if fn is None else fn, _Graph.of((model,))
+    params, rest = graph.values()
+
+    def pure(params: Any, rest: Any, *inputs: Any) -> Any:
+        return call(*graph.merged(params, rest), *inputs)
+
+    return make(pure, params, rest, *inputs, recipe=recipe)
+
+
 def delayed_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> DelayedState:
     """The state of delayed scaling before the first step of a model under a recipe, for what `train` gives.
 
@@ -177,12 +188,7 @@ def delayed_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] 
     >>> list(delayed_state(model, x, recipe="te_fp8_delayedscaling").products)
     ['kernel']
     """
-    call = _called if fn is None else fn
-    graph = _Graph.of((model,))
-    params, rest = graph.values()
-    return state_of(
-        lambda params, rest, *inputs: call(*graph.merged(params, rest), *inputs), params, rest, *inputs, recipe=recipe
-    )
+    return _of_values(state_of, model, inputs, recipe, fn)
 
 
 def sparsity_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> ModelSparsity:
@@ -208,12 +214,7 @@ def sparsity_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any]
     >>> int(state.masks["kernel"].sum()), int((pruned(model, state).kernel[...] != 0).sum())
     (1024, 1024)
     """
-    call = _called if fn is None else fn
-    graph = _Graph.of((model,))
-    params, rest = graph.values()
-    return sparsity_of(
-        lambda params, rest, *inputs: call(*graph.merged(params, rest), *inputs), params, rest, *inputs, recipe=recipe
-    )
+    return _of_values(sparsity_of, model, inputs, recipe, fn)
 
 
 def update_sparsity(state: ModelSparsity, model: Any, step: Any = None) -> ModelSparsity:

@@ -1,4 +1,4 @@
-"""Quantizing an array and decoding a quantized one: the reference in plain JAX, C++ on CPU, and Pallas on TPU."""
+"""Quantizing an array and decoding a quantized one: the reference in plain JAX, C++ on CPU, Pallas on TPU, Triton on CUDA."""
 
 from .backends import DEQUANTIZERS as DEQUANTIZERS
 from .backends import QUANTIZERS as QUANTIZERS
@@ -6,6 +6,8 @@ from .cpu import CpuDequantizer as CpuDequantizer
 from .cpu import CpuQuantizer as CpuQuantizer
 from .dispatch import dequantize as dequantize
 from .dispatch import quantize as quantize
+from .gpu import TritonDequantizer as TritonDequantizer
+from .gpu import TritonQuantizer as TritonQuantizer
 from .problem import Decoding as Decoding
 from .problem import Quantization as Quantization
 from .tpu import PallasTPUQuantizer as PallasTPUQuantizer

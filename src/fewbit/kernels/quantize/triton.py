@@ -144,14 +144,14 @@ def stored_float(
 @typing.no_type_check
 def quantize_kernel(
     x_ptr,
-    codes_ptr,
-    scale_ptr,
     unit_ptr,
     fractions_ptr,
     tiles,
     length,
     tiles_in_row,
     row_bytes,
+    codes_ptr,
+    scale_ptr,
     K: tl.constexpr,
     KP: tl.constexpr,
     R: tl.constexpr,
@@ -189,7 +189,7 @@ def quantize_kernel(
     PTX_E2M1: tl.constexpr,
     PTX_E4M3: tl.constexpr,
 ):
-    """Quantizes R tiles."""
+    """Quantizes R tiles. What is written comes after what is read, as jax-triton wants it."""
     tile = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     loaded, row, column, is_tile, is_element = loaded_tiles(x_ptr, tile, tiles, length, tiles_in_row, K, KP, R, EVEN)
     bits = as_bits(loaded)
@@ -269,11 +269,10 @@ def quantize_rows(
         capability: 10 times the device's compute capability, to use its own conversions by inline PTX; 0 for the portable path.
     """
     tiles = problem.rows * problem.tiles_in_row
-    constants = problem.layout() | problem.numbers() | problem.scale_numbers() | problem.choice() | problem.ptx(capability)
     unit, fractions = (scale if given is None else given for given in (unit, fractions))  # what is not read can be anything
     quantize_kernel[(problem.programs,)](
-        x, codes, scale, unit, fractions, tiles, problem.length, problem.tiles_in_row, codes.shape[-1],
-        **constants, num_warps=problem.warps, enable_fp_fusion=True,
+        x, unit, fractions, tiles, problem.length, problem.tiles_in_row, codes.shape[-1], codes, scale,
+        **problem.encoding(capability), num_warps=problem.warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 

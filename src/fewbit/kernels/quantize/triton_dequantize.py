@@ -94,11 +94,11 @@ def dequantize_kernel(
     codes_ptr,
     scale_ptr,
     unit_ptr,
-    out_ptr,
     tiles,
     length,
     tiles_in_row,
     row_bytes,
+    out_ptr,
     K: tl.constexpr,
     KP: tl.constexpr,
     R: tl.constexpr,
@@ -157,8 +157,8 @@ def dequantize_rows(problem: TileProblem, codes: typing.Any, scale: typing.Any, 
         unit: float32 of one element, the tensor scale; or None without one.
         out: floating `[rows, length]`, written.
     """
-    where = (codes, scale, scale if unit is None else unit, out, problem.rows * problem.tiles_in_row)
+    where = (codes, scale, scale if unit is None else unit, problem.rows * problem.tiles_in_row)
     dequantize_kernel[(problem.programs,)](
-        *where, problem.length, problem.tiles_in_row, codes.shape[-1], **problem.decoding(), num_warps=problem.warps,
+        *where, problem.length, problem.tiles_in_row, codes.shape[-1], out, **problem.decoding(), num_warps=problem.warps,
         enable_fp_fusion=True,
     )  # fmt: skip

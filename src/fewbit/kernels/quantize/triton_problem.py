@@ -152,6 +152,10 @@ class TileProblem:
             "HAS_UNIT": self.scheme.tensor_scale,
         }
 
+    def encoding(self, capability: int = 0) -> dict[str, Any]:
+        """The constants of a quantization; `capability` as for `ptx`."""
+        return self.layout() | self.numbers() | self.scale_numbers() | self.choice() | self.ptx(capability)
+
     def decoding(self) -> dict[str, Any]:
         """The constants of a decoding."""
         numbers, scales = self.numbers(), self.scale_numbers()
