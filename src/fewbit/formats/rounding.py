@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -70,5 +71,6 @@ def rounding_table(fmt: AbstractFormat) -> RoundingTable:
 
 
 def _encoded(fmt: AbstractFormat, numbers: np.ndarray) -> np.ndarray:
-    """The codes that the format gives to float32 numbers."""
-    return np.asarray(fmt.encode(jnp.asarray(numbers, jnp.float32)))
+    """The codes that the format gives to float32 numbers; now, also where a program is being traced."""
+    with jax.ensure_compile_time_eval():
+        return np.asarray(fmt.encode(jnp.asarray(numbers, jnp.float32)))
