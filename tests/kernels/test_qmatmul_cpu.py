@@ -193,6 +193,9 @@ def test_a_transposed_weight_is_read_where_it_lies():
     assert "custom-call" in compiled
     assert " transpose(" not in compiled
     np.testing.assert_array_equal(product(x, q), fb.dot_general(x, q, contracting(1), backend="cpu"))
+    unchanged = jax.make_jaxpr(jax.jit(fb.transparent(lambda x, w: x @ w.T)))(x, q).jaxpr.eqns[0].params["jaxpr"].jaxpr
+    (piece,) = (eqn for eqn in unchanged.eqns if eqn.primitive.name in ("jit", "pjit"))
+    assert piece.invars[1] is unchanged.invars[1]  # the codes as they are held
 
 
 def test_nan_and_zero_tiles():

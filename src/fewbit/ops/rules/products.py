@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from ..conv import conv_general_dilated
-from ..dot import dot_general
+from ..dot import dot_general, untransposed
 from ..ragged import ragged_dot_general
 from ..standin import stands_in
 from ..take import take
@@ -17,11 +17,12 @@ from .rule import AbstractEvaluator, NoRuleError, Rule
 def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     names = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
     numbers, precision, preferred, sharding = (eqn.params[name] for name in names)
+    lhs, rhs, numbers = untransposed(values[0], values[1], numbers)  # here, for the piece that is shared sees leaves only
 
     def quantized_dot_general(lhs: Any, rhs: Any) -> jax.Array:
         return dot_general(lhs, rhs, numbers, precision, preferred, out_sharding=sharding)
 
-    return [evaluator.shared((numbers, precision, preferred, sharding), quantized_dot_general)(*values)]
+    return [evaluator.shared((numbers, precision, preferred, sharding), quantized_dot_general)(lhs, rhs)]
 
 
 def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
