@@ -37,6 +37,9 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 256])
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument(
+        "--calls", type=int, default=10, help="in a turn, with up to 16 rows, as the layers of a network come"
+    )
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--processor-time", action="store_true", help="count it in place of the time on the wall")
     parser.add_argument("--save", action="store_true", help="write bench/results/qmatmul.json")
@@ -55,13 +58,15 @@ def main() -> int:
     for m in options.rows:
         x = jnp.asarray(rng.normal(size=(m, options.size)), jnp.float32)
         clock = time.process_time if options.processor_time else time.perf_counter
-        times = timed(contenders(x, w, weights), rounds=options.rounds, clock=clock)
+        calls = options.calls if m <= 16 else 1
+        times = timed(contenders(x, w, weights), rounds=options.rounds, calls=calls, clock=clock)
         rows += [row(m, name, times) for name in times]
     for line in rows:
         print(line["text"])
     if options.save:
         how = {"cores": len(os.sched_getaffinity(0)), "clock": "processor" if options.processor_time else "wall"}
-        facts = {"size": options.size, "rounds": options.rounds, **how, "machine": dataclasses.asdict(rates)}
+        how |= {"size": options.size, "rounds": options.rounds, "calls_in_a_turn_of_few_rows": options.calls}
+        facts = {**how, "machine": dataclasses.asdict(rates)}
         save("qmatmul", PEERS, **facts, rows=rows)
     return 0
 

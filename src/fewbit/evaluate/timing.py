@@ -33,13 +33,18 @@ class Timing:
 
 
 def timed(
-    contenders: Mapping[Who, Callable[[], Any]], *, rounds: int, clock: Callable[[], float] = time.perf_counter
+    contenders: Mapping[Who, Callable[[], Any]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Who, Timing]:
     """The timings of all contenders after one warm-up call each.
 
     Args:
         contenders: for each of them a function without arguments; what it returns is waited for.
-        rounds: how many times each runs.
+        rounds: how many times each takes its turn.
+        calls: how many times it runs in a turn, one call after the other; a turn's figure is the mean of these.
         clock: what time is; `time.process_time` on a machine that others use, too.
     """
     for run in contenders.values():
@@ -48,6 +53,7 @@ def timed(
     for _ in range(rounds):
         for who, run in contenders.items():
             start = clock()
-            jax.block_until_ready(run())
-            seconds[who].append(clock() - start)
+            for _ in range(calls):
+                jax.block_until_ready(run())
+            seconds[who].append((clock() - start) / calls)
     return {who: Timing(tuple(s)) for who, s in seconds.items()}
