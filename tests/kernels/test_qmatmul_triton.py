@@ -90,6 +90,7 @@ def test_few_rows_of_half_precision(dtype: torch.dtype) -> None:
     assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "k"),
     [
@@ -113,6 +114,7 @@ def test_odd_lengths(k: int) -> None:
         assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-10)
 
 
+@pytest.mark.slow
 def test_splits_add_up_in_order() -> None:
     q, x = weight("nvfp4", 64, 1024), activations(6, 1024, torch.float32)
     y = products.by_triton(x, q, BY_DOT, Gpu(16, 1 << 16))
@@ -121,6 +123,7 @@ def test_splits_add_up_in_order() -> None:
     assert not torch.equal(y, products.by_triton(x, q, BY_DOT, Gpu(1, 1 << 16)))  # other sums: K was split
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "uint8", "fp8", "fp8_e5m2", "int4", "nf4", "mxfp4"])
 @pytest.mark.parametrize("config", [WIDE, BY_DOT], ids=["gemv", "dot"])
 def test_every_code_decodes_to_its_number(name: str, config: GpuConfig) -> None:
