@@ -88,4 +88,13 @@ def test_it_is_lowered_for_tpus_and_reads_its_input_once(name: str, axis: int):
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert text.count("tpu_custom_call") == 1
     assert text.count("1024x2048xf32") == 0  # nothing of the input's size beside the kernel
-    assert "tpu_custom_call" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+    with pytest.raises(fb.UnsupportedError, match="it runs on tpu, and the program is compiled for cpu"):
+        traced.lower(lowering_platforms=("cpu",))
+
+
+def test_a_named_backend_is_not_replaced_on_another_platform():
+    x = jnp.ones((4, 64))
+    for run in (jax.jit, jax.vmap, lambda f: f):
+        with pytest.raises(fb.UnsupportedError) as refusal:
+            run(lambda x: fb.quantize(x, "mxfp4", backend="pallas_tpu"))(x[None] if run is jax.vmap else x)
+        assert refusal.value.reasons == {"pallas_tpu": "it runs on tpu, and the program is compiled for cpu"}

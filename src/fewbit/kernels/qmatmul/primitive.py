@@ -17,8 +17,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, PartitionSpec
 
 from ...errors import UnsupportedError
-
-PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+from ..insist import PLATFORMS
 
 
 def kernel_primitive(

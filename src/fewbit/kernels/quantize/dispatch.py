@@ -1,5 +1,6 @@
 """`fb.quantize` and `fb.dequantize`: by the fastest backend that can, or by the one that is named."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,6 +10,7 @@ from jaxtyping import Array, Float, Key
 
 from ...array import QArray, Scheme
 from ...array.quantize import checked, float_dtype, shared_axes
+from ..insist import insisted
 from ..select import select
 from .backends import DEQUANTIZERS, QUANTIZERS
 from .problem import Decoding, Quantization
@@ -47,7 +49,8 @@ def quantize(
             zero point.
         shared_noise: the axes along which all elements are rounded by the same random number; with (), each has its own.
             Every element's expectation is the same either way, and a shared number costs less. Needs a key.
-        backend: the name of a backend to insist on ("reference", "cpu"); None chooses. All give the same bytes, but for
+        backend: the name of a backend to insist on ("reference", "cpu", "pallas_tpu", "triton"); it is never
+            replaced. None chooses. All give the same bytes, but for
             scale searches where two scales are alike to 20 bits.
 
     Returns:
@@ -57,7 +60,7 @@ def quantize(
         QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, or a
             sharding on an explicit mesh that cuts tiles, a scale and an offset that do not go with the tiles and the
             scheme, or noise to share without a key.
-        UnsupportedError: when the named backend cannot.
+        UnsupportedError: when the named backend cannot, or not on the platform that the program is compiled for.
 
     >>> quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8")
     QArray(int8, float32[1, 4], 8 bytes, 16.000 bits/weight)
@@ -70,7 +73,8 @@ def quantize(
     problem = Quantization(
         x.shape, x.dtype.name, bound, is_stochastic, is_given, is_weighted, shared_axes(shared_noise, x.ndim, key)
     )
-    q: Any = select(QUANTIZERS, problem, backend).backend.run(problem, x, *given)
+    chosen = select(QUANTIZERS, problem, backend).backend
+    q: Any = chosen.run(problem, x if backend is None else insisted(x, chosen, QUANTIZERS.kind), *given)
     return q
 
 
@@ -83,17 +87,21 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
     Args:
         q: the quantized array.
         dtype: the floating dtype of the result; None takes `q.dtype`.
-        backend: the name of a backend to insist on ("reference", "cpu"); None chooses. All give the same numbers.
+        backend: the name of a backend to insist on ("reference", "cpu", "triton"); it is never replaced. None
+            chooses. All give the same numbers.
 
     Returns:
         An array of the shape of `q`.
 
     Raises:
         QuantError: for a dtype that is not floating.
-        UnsupportedError: when the named backend cannot.
+        UnsupportedError: when the named backend cannot, or not on the platform that the program is compiled for.
 
     >>> dequantize(quantize(jnp.array([[6.0, -0.4, 0.0]]), "mxfp4")).tolist()
     [[6.0, -0.5, 0.0]]
     """
     problem = Decoding(q.shape, jnp.dtype(float_dtype(q, dtype)).name, q.scheme, q.tiles)
-    return select(DEQUANTIZERS, problem, backend).backend.run(problem, q)
+    chosen = select(DEQUANTIZERS, problem, backend).backend
+    if backend is not None:
+        q = dataclasses.replace(q, codes=insisted(q.codes, chosen, DEQUANTIZERS.kind))
+    return chosen.run(problem, q)
