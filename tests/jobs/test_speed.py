@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.jobs import speed
+from fewbit.jobs import speed, tune
 from fewbit.kernels.qmatmul import BACKENDS
 from fewbit.kernels.qmatmul.reference import Reference
 from fewbit.kernels.qmatmul.times import DENSE, Row
@@ -31,6 +31,15 @@ def test_what_is_measured():
     assert all(r.ratio[0] <= r.ratio[1] <= r.ratio[2] for r in rows)
     assert all(r.ratio == (1, 1, 1) for r in rows if r.weight == "float32")
     assert len(said) == TINY.steps == 3
+
+
+@pytest.mark.slow
+def test_activations_are_quantized_within_the_product():
+    rows = speed.measured(dataclasses.replace(TINY, activation="int8"))
+    assert {(r.weight, r.activation, r.layout) for r in rows} == {("int8", "int8", layout) for layout in speed.LAYOUTS}
+    grid = dataclasses.replace(TINY, schemes=("int8", "nf4", "q4_1", "int4_g64", "mxfp6"))
+    assert tune.paired_grid(grid).schemes == ("int8", "int4_g64")
+    assert not speed.fastest(rows, 2, 32)
 
 
 @dataclasses.dataclass(frozen=True)

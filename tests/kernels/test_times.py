@@ -101,7 +101,20 @@ def test_what_explain_tells(cache):
     assert time_line(x, quantized(jnp.ones((64, 64)), "int8").T) == (
         "not measured on this device for int8 by reference; run `fewbit bench --tune --schemes int8`"
     )
-    assert time_line(quantized(x, "int8"), q) == "not measured: both operands are quantized"
+
+
+def test_activations_have_times_of_their_own(cache):
+    x, q = jnp.ones((1, 64)), quantized(jnp.ones((64, 64)), "int8").T
+    save(TABLE, cache)
+    assert time_line(quantized(x, "int8"), q) == (
+        "not measured on this device for int8 with int8 activations by reference; run `fewbit bench --tune --schemes int8`"
+    )
+    pair = dataclasses.replace(row("reference", "int8", 1, 64, 7.0, 0.25), activation="int8")
+    table = TABLE.with_rows((pair,), {})
+    assert Table.from_json(json.loads(json.dumps(table.to_json()))) == table
+    save(table, cache)
+    assert time_line(quantized(x, "int8"), q).startswith("about 0.00102 ms, 0.25 of the dense")
+    assert time_line(x, q).startswith("not measured on this device for int8 by reference")
 
 
 def test_the_users_table_wins_and_another_devices_is_left_alone(cache, monkeypatch):

@@ -10,7 +10,7 @@ from ..errors import QuantError
 from ..evaluate.table import Column, table
 from ..jobs.machine import circumstances, machine
 from ..jobs.speed import LAYOUTS, SCHEMES, Grid, bits_per_weight, fastest, measured
-from ..jobs.tune import GRID, keep, plain_grid, table_path, tuned
+from ..jobs.tune import GRID, keep, steps, table_path, tuned
 from ..kernels.qmatmul.times import DENSE, Row
 from .app import app
 from .catalogue import Json
@@ -55,8 +55,7 @@ def bench(
         rounds or usual.rounds,
     )
     path = table_path(output) if tune else None
-    steps = grid.steps + (plain_grid(grid).steps if tune else 0)
-    with progress_bar("measuring", steps) as bar:
+    with progress_bar("measuring", steps(grid) if tune else grid.steps) as bar:
         done: list[str] = []
         rates, facts = machine(), circumstances()
 
@@ -100,10 +99,10 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 def _times_table(rows: tuple[Row, ...], m: int, size: int) -> Table:
     """The times of all weights for so many rows of x, the fastest first."""
-    by_weight: dict[tuple[str, str], dict[str, Any]] = {}
+    by_weight: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row.ms):
         if (row.m, row.k) == (m, size):
-            record = by_weight.setdefault((row.weight, row.backend), _weight_record(row))
+            record = by_weight.setdefault((row.weight, row.activation, row.backend), _weight_record(row))
             low, middle, high = row.ratio
             record |= {f"{row.layout} ms": row.ms, f"{row.layout} ratio": f"{middle:.2f} ({low:.2f} to {high:.2f})"}
     columns = [
@@ -123,7 +122,8 @@ def _weight_record(row: Row) -> dict[str, Any]:
     """What is said of a weight beside its times; bytes a second are those of its faster layout."""
     bits = {"float32": 32.0, "bfloat16": 16.0}[row.weight] if row.backend == DENSE else bits_per_weight(row.weight, row.k)
     rate = 1e-6 * bits / 8 * row.k * row.n / row.ms
-    return {"weight": row.weight, "by": row.backend, "bits": round(bits, 3), "rate": round(rate, 1)}
+    weight = f"{row.weight}, {row.activation} x" if row.activation else row.weight
+    return {"weight": weight, "by": row.backend, "bits": round(bits, 3), "rate": round(rate, 1)}
 
 
 def _best_line(rows: tuple[Row, ...], m: int, size: int) -> str:

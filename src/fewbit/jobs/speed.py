@@ -25,7 +25,7 @@ from ..kernels.qmatmul.problem import Operand
 from ..kernels.qmatmul.times import DENSE, Row
 from ..kernels.quantize import dequantize, quantize
 from ..kernels.select import select
-from ..ops import dot_general
+from ..ops import Policy, dot_general
 
 LAYOUTS = {"[N, K]": -1, "[K, N]": -2}
 """The contracted axis of a weight in each of its two layouts: that of `x @ w.T` and that of `x @ w`."""
@@ -53,6 +53,7 @@ class Grid:
         rounds: how many times each product runs.
         backend: what computes them; None: what is chosen here.
         rotated_bytes: how many bytes the copies of one weight take together.
+        activation: the scheme that x, a float32 array, is quantized to within each product; empty: it is not.
     """
 
     schemes: tuple[str, ...] = SCHEMES
@@ -61,6 +62,7 @@ class Grid:
     rounds: int = 15
     backend: str | None = None
     rotated_bytes: int = ROTATED_BYTES
+    activation: str = ""
 
     @property
     def steps(self) -> int:
@@ -85,14 +87,16 @@ def measured(grid: Grid, done: Callable[[str], None] = lambda _: None) -> tuple[
     errors: dict[str, float] = {}
     for size, name, (layout, axis) in itertools.product(grid.sizes, schemes, LAYOUTS.items()):
         q = quantized(weights[size], name, axis)
-        errors[f"{name} {layout}, {size} x {size}"] = beyond_rounding(q, axis, grid.rows, grid.backend)
+        error = beyond_rounding(q, axis, grid.rows, grid.backend, grid.activation)
+        errors[f"{name} {layout}, {size} x {size}"] = error
         done(f"{name}, {size} x {size}: checked")
     refuse_red(errors)
     rows: list[Row] = []
     for size, w in weights.items():
         floats = {dtype: copies(w.astype(dtype), grid.rotated_bytes) for dtype in ("float32", "bfloat16")}
         dense = {(DENSE, dtype, layout): held for dtype, held in floats.items() for layout in LAYOUTS}
-        rows += [row for m in grid.rows for row in _timed(dense, m, size, grid)]
+        if not grid.activation:  # where it is told, the grid is one beside another
+            rows += [row for m in grid.rows for row in _timed(dense, m, size, grid)]
         del dense, floats["bfloat16"]
         for name in schemes:
             rows += _of_scheme(name, w, floats["float32"], grid)
@@ -104,7 +108,7 @@ def fastest(rows: Sequence[Row], m: int, size: int) -> dict[int, Row]:
     """For each number of bits of a code, the fastest product of that many rows and that size; the fastest of all comes first."""
     found: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: row.ms):
-        if row.backend != DENSE and (row.m, row.k) == (m, size):
+        if row.backend != DENSE and not row.activation and (row.m, row.k) == (m, size):
             found.setdefault(as_scheme(row.weight).format.bits, row)
     return found
 
@@ -135,13 +139,15 @@ def quantized(w: jax.Array, name: str, axis: int) -> QArray:
     return quantize(w, name, axis=axis)
 
 
-def product(x: jax.Array, w: "jax.Array | QArray", axis: int, backend: str | None = None) -> jax.Array:
-    """The product that contracts the last axis of x and one axis of the weight."""
+def product(x: jax.Array, w: "jax.Array | QArray", axis: int, backend: str | None = None, activation: str = "") -> jax.Array:
+    """The product that contracts the last axis of x, quantized to `activation` if that is told, and one axis of the weight."""
     numbers = (((1,), (axis % 2,)), ((), ()))
-    return dot_general(x, w, numbers, backend=backend) if isinstance(w, QArray) else jax.lax.dot_general(x, w, numbers)
+    if not isinstance(w, QArray):
+        return jax.lax.dot_general(x, w, numbers)
+    return dot_general(x, w, numbers, backend=backend, policy=Policy(w.scheme.name, activation) if activation else None)
 
 
-def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | None = None) -> float:
+def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | None = None, activation: str = "") -> float:
     """The largest error of products, over what they may round away in K products and sums; NaN where one is NaN.
 
     They round to float32 on a CPU; elsewhere to bfloat16, as dense products may there. Every element of every product is
@@ -152,6 +158,7 @@ def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | No
         axis: its contracted axis.
         rows: the numbers of rows of x.
         backend: what computes them; None: what is chosen here.
+        activation: the scheme that x is quantized to; empty: it is not.
     """
     unit = 2.0**-24 if jax.default_backend() == "cpu" else 2.0**-8
     x = np.random.default_rng(1).normal(size=(3, q.shape[axis])).astype(np.float32)
@@ -159,10 +166,11 @@ def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | No
     w = w.T if axis % 2 else w
     magnitude = np.abs(w)
     allowed = unit * (w.shape[0] + 4) * (np.abs(x) @ magnitude + np.abs(x).sum(1, keepdims=True) * magnitude.max())
-    exact, worst = x @ w, 0.0
+    met = np.asarray(dequantize(quantize(jnp.asarray(x), activation))) if activation else x
+    exact, worst = met @ w, 0.0
     for m in rows:
         taken = np.arange(m) % 3
-        y = np.asarray(chain(jnp.asarray(x[taken]), q, axis=axis, backend=backend))
+        y = np.asarray(chain(jnp.asarray(x[taken]), q, axis=axis, backend=backend, activation=activation))
         worst = np.maximum(worst, np.max(np.abs(y - exact[taken]) / allowed[taken]))
     return float(worst)
 
@@ -181,12 +189,12 @@ def in_turn(run: Callable[..., Any], weights: Sequence[Any], links: int = 1) -> 
     return lambda: run(*next(turns))
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "backend"))
-def chain(x: jax.Array, *weights: Any, axis: int, backend: str | None = None) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("axis", "backend", "activation"))
+def chain(x: jax.Array, *weights: Any, axis: int, backend: str | None = None, activation: str = "") -> jax.Array:
     """The products of x with one weight after another, of which the last is given: each waits for the one before."""
     for w in weights[:-1]:
-        x = x + (jnp.max(product(x, w, axis, backend)) * 1e-30).astype(x.dtype)
-    return product(x, weights[-1], axis, backend)
+        x = x + (jnp.max(product(x, w, axis, backend, activation)) * 1e-30).astype(x.dtype)
+    return product(x, weights[-1], axis, backend, activation)
 
 
 def _of_scheme(name: str, w: jax.Array, floats: list[Any], grid: Grid) -> list[Row]:
@@ -197,7 +205,7 @@ def _of_scheme(name: str, w: jax.Array, floats: list[Any], grid: Grid) -> list[R
     for m in grid.rows:
         contenders = {(DENSE, "float32", layout): floats for layout in LAYOUTS}
         for layout, q in weights.items():
-            contenders[_chosen(m, q, LAYOUTS[layout], grid.backend), name, layout] = held[layout]
+            contenders[_chosen(m, q, LAYOUTS[layout], grid), name, layout] = held[layout]
         rows += [row for row in _timed(contenders, m, len(w), grid) if row.backend != DENSE]
     return rows
 
@@ -211,7 +219,8 @@ def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid
     def run(contender: Contender, weights: list[Any]) -> Callable[[], Any]:
         backend, name, layout = contender
         dtype = name if backend == DENSE else "float32"
-        options = {"axis": LAYOUTS[layout], "backend": None if backend == DENSE else grid.backend}
+        ours = {} if backend == DENSE else {"backend": grid.backend, "activation": grid.activation}
+        options = {"axis": LAYOUTS[layout], **ours}
         return in_turn(functools.partial(chain, x.astype(dtype), **options), weights, links)
 
     times = timed({contender: run(contender, weights) for contender, weights in contenders.items()}, rounds=grid.rounds)
@@ -221,13 +230,15 @@ def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid
     def row(contender: Contender) -> Row:
         low, middle, high = (float(f"{r:.4g}") for r in times[contender].ratio(times[DENSE, "float32", contender[2]]))
         ms = float(f"{times[contender].median / links:.4g}")
-        return Row(*contender, m, size, size, ms, (low, middle, high), today)
+        activation = "" if contender[0] == DENSE else grid.activation
+        return Row(*contender, m, size, size, ms, (low, middle, high), today, activation)
 
     return [row(contender) for contender in contenders]
 
 
-def _chosen(m: int, q: QArray, axis: int, backend: str | None) -> str:
+def _chosen(m: int, q: QArray, axis: int, grid: Grid) -> str:
     """The name of the backend that computes a product."""
-    x = Operand((m, q.shape[axis]), "float32", None)
+    met = as_scheme(grid.activation).along(1, 2) if grid.activation else None
+    x = Operand((m, q.shape[axis]), "float32", met)
     problem = Problem(x, Operand.of(q), dimension_numbers=(((1,), (axis % 2,)), ((), ())))
-    return select(BACKENDS, problem, backend).backend.name
+    return select(BACKENDS, problem, grid.backend).backend.name

@@ -6,8 +6,10 @@ import os
 import pathlib
 from collections.abc import Callable
 
+from ..array import scheme as as_scheme
 from ..errors import QuantError
 from ..kernels.device import device_name, file_name
+from ..kernels.qmatmul.codes import is_whole
 from ..kernels.qmatmul.expected import read_table, user_path
 from ..kernels.qmatmul.reference import Reference
 from ..kernels.qmatmul.times import Row, Table
@@ -31,21 +33,39 @@ def plain_grid(grid: Grid) -> Grid:
     return dataclasses.replace(grid, sizes=(near,), rows=rows, backend=PLAIN)
 
 
+def paired_grid(grid: Grid) -> Grid:
+    """What is measured with activations of int8 beside a grid: weights of whole codes of 4 and 8 bits."""
+    schemes = map(as_scheme, grid.schemes)
+    names = tuple(s.name for s in schemes if is_whole(s) and s.format.bits in (4, 8))
+    return dataclasses.replace(grid, schemes=names, activation="int8")
+
+
+def steps(grid: Grid) -> int:
+    """How often `tuned` says at most that something was done."""
+    return sum(each.steps for each in (grid, paired_grid(grid), plain_grid(grid), paired_grid(plain_grid(grid))))
+
+
 def tuned(grid: Grid = GRID, done: Callable[[str], None] = lambda _: None) -> tuple[Row, ...]:
     """Measures what a table holds.
 
     Args:
         grid: which products, by the backend that is chosen here.
-        done: called with what was just done, at most as often as the grid and its `plain_grid` have steps.
+        done: called with what was just done, at most as often as `steps` says.
 
     Raises:
         QuantError: for an unknown scheme.
         UnsupportedError: where the correctness gate is red.
     """
-    rows = measured(grid, done)
+    rows = _measured_twice(grid, done)
     if any(row.backend == PLAIN for row in rows):
         return rows
-    return (*rows, *(row for row in measured(plain_grid(grid), done) if row.backend == PLAIN))
+    return (*rows, *(row for row in _measured_twice(plain_grid(grid), done) if row.backend == PLAIN))
+
+
+def _measured_twice(grid: Grid, done: Callable[[str], None]) -> tuple[Row, ...]:
+    """The times of a grid, and of its products with activations of int8."""
+    pairs = paired_grid(grid)
+    return (*measured(grid, done), *(measured(pairs, done) if pairs.schemes else ()))
 
 
 def table_path(directory: pathlib.Path | None = None) -> pathlib.Path:

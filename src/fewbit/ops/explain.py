@@ -22,7 +22,8 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     `fewbit bench --tune`, for the scheme or for the likest one whose codes are of its kind and bits. Two numbers are
     interpolated, straight in the logarithms of the rows of `lhs` and of the weight's elements: the ratio to the dense float32
     product, and the time of that for one multiplication with its addition. Beyond what was measured they stay as they are at
-    the edge. The time is that of one product within a program, with float32 activations and weights that come from memory.
+    the edge. The time is that of one product within a program, with weights that come from memory and float32 activations,
+    which are quantized within it where both operands are.
 
     Args:
         lhs: the left operand, `[..., M, K]` or `[K]`.

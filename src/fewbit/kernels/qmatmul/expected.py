@@ -43,13 +43,11 @@ def tables(device: str) -> tuple[Table, ...]:
 
 def time_line(problem: Problem, backend: str) -> str:
     """What a product takes on this device beside the dense float32 product, in a sentence for `fb.explain`."""
-    if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
-        return "not measured: both operands are quantized"
     device = device_name()
     held = tables(device)
     if not held:
         return f"not measured on this device ({device}); run `fewbit bench --tune`"
-    q, x, side = (problem.lhs, problem.rhs, 0) if problem.lhs.scheme is not None else (problem.rhs, problem.lhs, 1)
+    q, x, side = (problem.lhs, problem.rhs, 0) if problem.rhs.scheme is None else (problem.rhs, problem.lhs, 1)
     assert q.scheme is not None
     try:
         shape = _shape(problem, q, x, side)
@@ -57,11 +55,10 @@ def time_line(problem: Problem, backend: str) -> str:
         return f"not measured: {refusal}"
     layout, batch, m, k, n = shape
     for table in held:
-        if found := table.expected(backend, q.scheme, layout, m, k, n):
+        if found := table.expected(backend, q.scheme, layout, m, k, n, x.scheme):
             return _sentence(dataclasses.replace(found, ms=found.ms * batch), q.scheme.name)
-    return (
-        f"not measured on this device for {q.scheme.name} by {backend}; run `fewbit bench --tune --schemes {q.scheme.name}`"
-    )
+    what = q.scheme.name if x.scheme is None else f"{q.scheme.name} with {x.scheme.name} activations"
+    return f"not measured on this device for {what} by {backend}; run `fewbit bench --tune --schemes {q.scheme.name}`"
 
 
 def _sentence(found: Expected, name: str) -> str:

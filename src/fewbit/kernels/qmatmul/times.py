@@ -36,6 +36,7 @@ class Row:
         ms: median milliseconds.
         ratio: the lowest, median and highest ratio to the dense float32 product of the same layout, turn by turn.
         date: when it was measured, as ISO 8601 writes it.
+        activation: the name of the scheme that x is quantized to within the product; empty: it stays a float.
     """
 
     backend: str
@@ -47,11 +48,12 @@ class Row:
     ms: float
     ratio: tuple[float, float, float]
     date: str
+    activation: str = ""
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What is measured: two rows with one key are two measurements of the same."""
-        return self.backend, self.weight, self.layout, self.m, self.k, self.n
+        return self.backend, self.weight, self.activation, self.layout, self.m, self.k, self.n
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,14 +87,27 @@ class Table:
     facts: Mapping[str, Any]
     rows: tuple[Row, ...]
 
-    def expected(self, backend: str, weight: Scheme, layout: str, m: int, k: int, n: int) -> Expected | None:
-        """What a product takes, as the file's first lines say; None where neither its scheme nor a like one was measured."""
-        names = {row.weight for row in self.rows if (row.backend, row.layout) == (backend, layout)}
-        name = _nearest(weight, names)
+    def expected(
+        self, backend: str, weight: Scheme, layout: str, m: int, k: int, n: int, activation: Scheme | None = None
+    ) -> Expected | None:
+        """What a product takes, as the file's first lines say; None where neither its scheme nor a like one was measured.
+
+        Args:
+            backend: what computes it.
+            weight: the scheme of the weight.
+            layout: as of a `Row`.
+            m: likewise.
+            k: likewise.
+            n: likewise.
+            activation: the scheme that x is quantized to; None: it stays a float.
+        """
+        held = [row for row in self.rows if (row.backend, row.layout) == (backend, layout)]
+        met = "" if activation is None else _nearest(activation, {row.activation for row in held if row.activation})
+        name = _nearest(weight, {row.weight for row in held if row.activation == met})
         dense = [row for row in self.rows if (row.backend, row.weight, row.layout) == (DENSE, "float32", layout)]
         if name is None or not dense or not m * k * n:
             return None
-        rows = [row for row in self.rows if (row.backend, row.weight, row.layout) == (backend, name, layout)]
+        rows = [row for row in held if (row.weight, row.activation) == (name, met)]
         ratio = _read({row.key: row.ratio[1] for row in rows}, m, k * n)
         per_operation = _read({row.key: row.ms / (row.m * row.k * row.n) for row in dense}, m, k * n)
         return Expected(ratio * per_operation * m * k * n, ratio, name, max(row.date for row in rows))
@@ -104,7 +119,8 @@ class Table:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form."""
-        return {**self.facts, "device": self.device, "rows": [dataclasses.asdict(r) for r in self.rows]}
+        rows = [{key: value for key, value in dataclasses.asdict(r).items() if value != ""} for r in self.rows]
+        return {**self.facts, "device": self.device, "rows": rows}
 
     @classmethod
     def from_json(cls, form: Any) -> Self:
