@@ -61,10 +61,16 @@ static int64_t StepsOf(const Job& job) {
 }
 
 constexpr int64_t kTall = 384;        // rows of x that share one decoding of the weight
-constexpr int64_t kFewColumns = 512;  // its columns in a chunk of a few sums
+constexpr int64_t kMostColumns = 1024;  // of the weight in a chunk of a few sums
+
+// Long runs of each row, as memory likes it, but two chunks for each thread.
+static int64_t ColumnsOf(const Job& job) {
+  const int64_t share = (job.outputs() / (2 * job.threads) + 63) / 64 * 64;
+  return share < 128 ? 128 : share > kMostColumns ? kMostColumns : share;
+}
 
 static int64_t WidthOf(const Job& job, bool few) {
-  return !few ? PanelOutputs(job) : job.contracts_cols ? kFewOutputs : kFewColumns;
+  return !few ? PanelOutputs(job) : job.contracts_cols ? kFewOutputs : ColumnsOf(job);
 }
 
 static int64_t ChunksOf(const Job& job) {
