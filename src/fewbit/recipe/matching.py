@@ -150,9 +150,9 @@ def resolved_sparsity(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | 
         return None
     axis = rule.sparsity.axis or rule.axis
     if axis is None and (contracted := contracted_axes(path, uses)) is not None:
-        # A convolution's axes are its input channels and then its window, which is no neighbourhood of channels.
+        # A convolution's axes are its window, which is no neighbourhood of channels, and then its input channels.
         is_window = any(use.op == "conv_general_dilated" for use in uses)
-        axis = contracted[:1] if is_window else tuple(sorted(contracted))
+        axis = contracted[-1:] if is_window else tuple(sorted(contracted))
     if axis is None:
         return None
     ndim = len(leaf.shape)
