@@ -12,10 +12,8 @@ from ..errors import QuantError
 from ..ops.policy import Policy
 from ..ops.uses import Product, Use, array_paths
 from .recipe import Recipe
-from .rule import Rule
+from .rule import PRODUCT_OPS, Rule
 from .sparsity import Sparsity
-
-_CONTRACTING = ("dot_general", "conv_general_dilated", "ragged_dot")
 
 
 def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Rule | None]:
@@ -115,9 +113,9 @@ def contracted_axes(path: str, uses: tuple[Use, ...]) -> tuple[int, ...] | None:
     Raises:
         QuantError: where its products contract different axes.
     """
-    axes = {use.axes for use in uses if use.op in _CONTRACTING and use.axes}
+    axes = {use.axes for use in uses if use.op in PRODUCT_OPS and use.axes}
     if len(axes) > 1:
-        places = "; ".join(f"{use.op} over {use.axes} at {use.source}" for use in uses if use.op in _CONTRACTING)
+        places = "; ".join(f"{use.op} over {use.axes} at {use.source}" for use in uses if use.op in PRODUCT_OPS)
         raise QuantError(f"{path}: its products contract different axes ({places}); give its rule an axis")
     if axes:
         return next(iter(axes))
