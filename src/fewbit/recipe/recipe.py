@@ -107,6 +107,8 @@ def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
         return spec
     if isinstance(spec, Mapping):
         return Recipe.from_json(spec)
+    if not isinstance(spec, str | os.PathLike):
+        raise QuantError(f"a recipe is a name, a JSON file or form, or a Recipe, not {spec!r}")
     if isinstance(spec, os.PathLike) or spec.endswith(".json"):
         return _from_file(pathlib.Path(spec))
     if spec in RECIPES:
