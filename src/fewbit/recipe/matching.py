@@ -170,4 +170,4 @@ def why_whole(leaf: Any) -> str | None:
         return f"{jnp.dtype(leaf.dtype).name} is not floating"
     if len(leaf.shape) < 2:
         return "a vector: no product contracts it" if leaf.shape else "a scalar"
-    return None
+    return "no elements" if 0 in leaf.shape else None
