@@ -36,6 +36,9 @@ class Config:
 PLAIN = Config()
 """The blocks that are taken where nothing else is said, and exact decoding."""
 
+PAIRS = Config(m=512)
+"""The same where both operands are quantized: more rows of x for each byte that is read."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Block:
