@@ -66,7 +66,7 @@ class Cut:
     Attributes:
         form: the product.
         m: rows of activations in a block.
-        rows: bytes along the packed axis in a block.
+        rows: rows of the form, which are bytes or groups of them, along the packed axis in a block.
         columns: elements along the other axis in a block.
     """
 
@@ -94,12 +94,12 @@ class Cut:
 
     @property
     def contracted_block(self) -> int:
-        """The length of a block along the contraction."""
+        """The length of a block along the contraction, in rows or in columns."""
         return self.rows if self.form.contracts_rows else self.columns
 
     @property
     def contracted(self) -> int:
-        """The length of the contraction, in rows of bytes or in columns."""
+        """The length of the contraction, in rows or in columns."""
         return self.form.rows if self.form.contracts_rows else self.form.columns
 
     @property
@@ -115,8 +115,9 @@ class Cut:
 
     def codes(self) -> Block:
         """The bytes, as they are stored."""
-        block, index = self._over_matrix(self.rows, self.columns)
-        shape = (self.form.rows, self.form.columns)
+        in_bytes = self.form.bytes_along if self.rows == self.form.rows else self.rows * self.form.span
+        block, index = self._over_matrix(in_bytes, self.columns)
+        shape = (self.form.bytes_along, self.form.columns)
         if self.form.is_transposed:
             return Block("codes", shape[::-1], np.dtype(np.uint8), block[::-1], lambda *step: index(*step)[::-1])
         return Block("codes", shape, np.dtype(np.uint8), block, index)
@@ -140,6 +141,10 @@ class Cut:
         planes = 1 if form.contracts_rows else form.planes
         free, block = (form.columns, self.columns) if form.contracts_rows else (form.rows, self.rows)
         return Block("y", (planes, form.m, free), form.result, (planes, self.m, block), lambda i, j, k: (0, i, j))
+
+    def stream(self) -> tuple[tuple[int, int], ...]:
+        """The shape of scratch in which codes that straddle bytes are read, a byte in each word; none for others."""
+        return ((self.rows * self.form.span, self.columns),) if self.form.span > 1 else ()
 
     def _over_matrix(self, rows: int, columns: int) -> tuple[tuple[int, int], Callable[..., tuple[Any, ...]]]:
         by_rows = self.form.contracts_rows

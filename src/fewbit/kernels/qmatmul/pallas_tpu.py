@@ -14,7 +14,11 @@ each *plane* (all low nibbles, all high ones) is a matrix of its own, and the pr
 
 x is cut apart once, before the kernel, and is small. Where the other axis is contracted (`x @ w.T`, and the gradient with
 respect to x), the planes are two halves of the result, interleaved once after it. 2-bit codes have four planes, 1-bit ones
-eight, bytes one. Codes of 3, 5, 6 and 7 bits straddle bytes and stay with the reference.
+eight, bytes one. Codes in another order within a group (GGUF's, AWQ's) permute x, or the result, and nothing else.
+
+**Codes that straddle bytes.** Four codes of 6 bits fill three bytes, eight of 3, 5 or 7 bits as many bytes. Such a group is a row
+of as many planes as it has codes. Its bytes are widened into scratch, a word each, and read back with a stride: all first
+bytes, all second ones. A code is put together from two of these. That moves every byte through VMEM once more.
 
 **Two orientations, one kernel.** With bytes along sublanes (`[K/2, N]`), one scale serves 8, 16, 32 .. whole sublanes: repeating
 it is a broadcast of registers. With bytes along lanes (`[N, K/2]`) it would be a shuffle of lanes for every register of
@@ -105,7 +109,7 @@ def _call(cut: Cut, config: Config, beside: dict[str, np.dtype], interpret: bool
         in_specs=[pl.BlockSpec(block.block, block.index) for block in blocks],
         out_specs=pl.BlockSpec(out.block, out.index),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=varying),
-        scratch_shapes=[pltpu.VMEM(out.block, jnp.float32)],
+        scratch_shapes=[pltpu.VMEM(out.block, jnp.float32), *(pltpu.VMEM(shape, jnp.int32) for shape in cut.stream())],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
         interpret=interpret,
         name="fewbit_qmatmul",
@@ -129,9 +133,9 @@ def _blocks(cut: Cut, beside: dict[str, np.dtype]) -> list[Block]:
 
 def _kernel(cut: Cut, config: Config, names: tuple[str, ...], x: Any, codes: Any, *refs: Any) -> None:
     """One step of the grid."""
-    *beside, y, total = refs
+    beside, (y, *scratch) = refs[: len(names)], refs[len(names) :]
 
     def finish(sums: jax.Array) -> None:
         y[...] = sums.astype(y.dtype)
 
-    summed(cut, config, names, x, codes, beside, total, finish)
+    summed(cut, config, names, x, codes, beside, tuple(scratch), finish)
