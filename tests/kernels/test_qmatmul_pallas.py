@@ -24,7 +24,7 @@ from fewbit.kernels.select import select
 SMALL = Config(m=8, codes=256, columns=128)  # several blocks along each axis of what follows
 # Codes that straddle bytes differ from each other in nothing but how a number is made of a code, which is tested by itself.
 STRADDLING = {name for name in fb.SCHEMES.names() if 8 % fb.SCHEMES[name].format.bits}
-SCHEMES = [name for name in fb.SCHEMES.names() if name not in STRADDLING - {"mxfp6", "q5_1", "int3"}]
+SCHEMES = [name for name in fb.SCHEMES.names() if name not in STRADDLING - {"mxfp6", "q5_1"}]
 # Both packings, every kind of decoder, of scale and of zero point.
 FAST = [("nf4", -1, True), ("uint4", -2, True), ("nvfp4", -2, False), ("q4_1", -1, False), ("fp8_block128", -2, True)]
 # The schemes take turns: interpreting each in all four ways would take half an hour a machine, and show nothing more.
@@ -70,10 +70,12 @@ def test_product(name: str, axis: int, contracts: bool):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int4", "mxfp4"])
-def test_bfloat16_and_a_stack(name: str):
+@pytest.mark.parametrize(("name", "halves"), [("int4", True), ("int4", False), ("mxfp4", True)])
+def test_bfloat16_and_a_stack(name: str, halves: bool):
+    """Integers of 4 bits both ways: as v5e and its successors read them, and as older chips do."""
     x, q = operands(name, -2, True, (2, 256, 128), 4, jnp.bfloat16)
-    y = stacked_product(x, q, contracts_last=False, result=jnp.bfloat16, config=SMALL, interpret=True)
+    config = dataclasses.replace(SMALL, halves=halves)
+    y = stacked_product(x, q, contracts_last=False, result=jnp.bfloat16, config=config, interpret=True)
     assert_is_product(y, x, q, False, jnp.bfloat16)
 
 
@@ -214,6 +216,17 @@ cpu, cuda, tpu = texts(lambda x: x @ w.T)
 assert "tpu_custom_call" in tpu and "dot_general" not in tpu
 assert "tpu_custom_call" not in cpu + cuda and "dot_general" in cuda
 assert texts(jax.grad(lambda x: jnp.sum(x @ w.T)))[2].count("tpu_custom_call") == 1
+
+numbers = (((1,), (1,)), ((), ()))
+for name, codes in ("fp8", "f8E4M3FN"), ("int8", "i8"):
+    both = fb.quantize(jnp.ones((64, 96)), name)
+    product = lambda x: fb.dot_general(x, both, numbers, policy=fb.Policy(name, name))
+    cpu, cuda, tpu = texts(product)
+    assert tpu.count("tpu_custom_call") > cuda.count("tpu_custom_call") == 0
+    assert f"x{codes}>, tensor<" in cuda  # the reference's product of codes
+    plain = lambda x: fb.dot_general(x, both, numbers, policy=fb.Policy(name, name), backend="reference")
+    ours, reference = (jax.grad(lambda x, fn=fn: jnp.sum(jnp.sin(fn(x))))(x * 1.5) for fn in (product, plain))
+    assert jnp.allclose(ours, reference, rtol=1e-5)
 """
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...array import QArray, Scheme
 from ...array.packing import codes_per_unit
-from ...formats import AbstractFormat
+from ...formats import AbstractFormat, Integer
 from .pallas_decode import undecodable
 
 
@@ -23,10 +23,12 @@ class Form:
 
     A row is one byte, or of codes that straddle bytes a group of `span` bytes (3 of codes of 6 bits). It holds `planes` codes
     that follow each other along the axis of the rows: row `i` of a column has the elements `i * planes .. i * planes +
-    planes - 1`, in the order of `Packing.interleave` where codes have another one.
+    planes - 1`, in the order of `Packing.interleave` where codes have another one. Of whole numbers of 4 bits a row is one
+    code, half a byte: the kernel has them in order without planes.
 
     Attributes:
         m: rows of activations.
+        planes: how many codes a row holds.
         rows: rows along the packed axis; of 8-bit codes, along the tiled one.
         bytes_along: the bytes there; the last row may be short of some.
         columns: elements along the other axis.
@@ -42,6 +44,7 @@ class Form:
     """
 
     m: int
+    planes: int
     rows: int
     bytes_along: int
     columns: int
@@ -57,7 +60,14 @@ class Form:
 
     @classmethod
     def of(
-        cls, x: jax.Array | jax.ShapeDtypeStruct, q: QArray, *, contracts_last: bool, result: Any, precision: Any = None
+        cls,
+        x: jax.Array | jax.ShapeDtypeStruct,
+        q: QArray,
+        *,
+        contracts_last: bool,
+        result: Any,
+        precision: Any = None,
+        halves: bool = True,
     ) -> "Form":
         """The form of `x @ w` or `x @ w.T` for each matrix of a stack.
 
@@ -67,15 +77,17 @@ class Form:
             contracts_last: whether K is C, or R.
             result: the dtype of the result.
             precision: as in `lax.dot_general`.
+            halves: as in `Config`.
         """
         is_transposed = _is_transposed(q.scheme)
         row_axis, column_axis = (-1, -2) if is_transposed else (-2, -1)
         tiles, counts = q.scheme.tiles(3), q.scale.shape
         row_tile, column_tile = tiles[row_axis], tiles[column_axis]
         is_bfloat16 = x.dtype == q.dtype == jnp.bfloat16
-        planes, bytes_along = codes_per_unit(q.scheme.format.bits), q.codes.shape[row_axis]
+        planes, bytes_along = _planes(q.scheme, halves=halves), q.codes.shape[row_axis]
         return cls(
             m=x.shape[1],
+            planes=planes,
             rows=math.ceil(bytes_along * 8 / (planes * q.scheme.format.bits)),
             bytes_along=bytes_along,
             columns=q.shape[column_axis],
@@ -91,14 +103,18 @@ class Form:
         )
 
     @property
-    def planes(self) -> int:
-        """How many codes a row holds."""
-        return codes_per_unit(self.scheme.format.bits)
+    def is_split(self) -> bool:
+        """Whether a byte is two rows."""
+        return self.planes == 1 and self.scheme.format.bits == 4
 
     @property
     def span(self) -> int:
-        """How many bytes a row has."""
-        return self.planes * self.scheme.format.bits // 8
+        """How many bytes a row has; of rows that are half a byte, one."""
+        return self.in_bytes(1) or 1
+
+    def in_bytes(self, rows: int) -> int:
+        """The bytes of so many rows."""
+        return rows * self.planes * self.scheme.format.bits // 8
 
     @property
     def tiles(self) -> int:
@@ -162,6 +178,12 @@ def float32_precision(precision: Any) -> jax.lax.Precision:
     sides = precision if isinstance(precision, tuple) else (precision,)
     named = {None if side is None else jax.lax.Precision(side) for side in sides}
     return jax.lax.Precision.DEFAULT if named == {jax.lax.Precision.DEFAULT} else jax.lax.Precision.HIGHEST
+
+
+def _planes(scheme: Scheme, *, halves: bool) -> int:
+    """How many codes a row holds."""
+    is_split = halves and isinstance(scheme.format, Integer) and scheme.format.bits == 4 and not scheme.packing.high_first
+    return 1 if is_split else codes_per_unit(scheme.format.bits)
 
 
 def _is_transposed(scheme: Scheme) -> bool:

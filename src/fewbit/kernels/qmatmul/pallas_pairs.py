@@ -12,8 +12,9 @@ order. Bytes that are packed along lanes are transposed first. Unsigned codes lo
 the byte, and their zero points lose as much.
 
 **Scales along the contraction.** The product of each tile is summed alone, exactly, then scaled and added in float32. A tile
-shorter than the matrix unit is deep wastes the rest of it: 128 codes on v5e, 256 on v6e. Scales come as float32, laid as the
-result is: one for each tile and column of it, one for each tile and row of x.
+shorter than the matrix unit is deep wastes the rest of it (128 codes on v5e, 256 on v6e). For many rows the vector unit, which
+scales and adds `M x N` sums a tile, bounds the product; so one scale for a row of x is left to the total. Scales come as
+float32, laid as the result is: one for each tile and column of it, one for each tile and row of x.
 
 **Zero points.** With codes c and d and zero points z and w, `sum((c - z) (d - w)) = sum(c d) - w sum(c - z) - z sum(d)`. The
 sums of x's numbers are made before the kernel, which has x anyway; those of the weight's codes by a product with ones, which
@@ -177,14 +178,18 @@ def _kernel(pair: Pair, names: tuple[str, ...], *refs: Any) -> None:
         if pair.tiles == 1:
             total[...] += sums
         else:
-            scaled = _scaled(sums, beside, turn)
+            scaled = _scaled(sums, beside, turn, but_rows=_is_one_a_row(beside))
             is_tile = step * pair.block_tiles + turn < pair.tiles
             total[...] += scaled if pair.tiles % pair.block_tiles == 0 else jnp.where(is_tile, scaled, 0.0)
 
     @pl.when(step == pair.grid[2] - 1)
     def _() -> None:
         sums = total[...]
-        y[...] = (_scaled(sums, beside, 0) if pair.tiles == 1 else sums).astype(y.dtype)
+        if pair.tiles == 1:
+            sums = _scaled(sums, beside, 0)
+        elif _is_one_a_row(beside):
+            sums = sums * beside["x_scale"]
+        y[...] = sums.astype(y.dtype)
 
 
 def _columns(name: str, ref: Any) -> jax.Array:
@@ -199,11 +204,18 @@ def _of_tile(name: str, beside: dict[str, jax.Array], turn: int) -> jax.Array:
     return jax.lax.slice_in_dim(numbers, at, at + 1, axis=axis)
 
 
-def _scaled(sums: jax.Array, beside: dict[str, jax.Array], turn: int) -> jax.Array:
-    """The sums of one tile, less what the zero points of the weight add, times both scales."""
+def _is_one_a_row(beside: dict[str, jax.Array]) -> bool:
+    """Whether one scale serves a row of x, which the total can take, and not each tile's sums."""
+    return beside["x_scale"].shape[1] == 1
+
+
+def _scaled(sums: jax.Array, beside: dict[str, jax.Array], turn: int, *, but_rows: bool = False) -> jax.Array:
+    """The sums of one tile, less what the zero points of the weight add, times the scales; or those of the weight alone."""
     if "zero" in beside:
         sums = sums - _of_tile("x_sums", beside, turn) * _of_tile("zero", beside, turn)
-    return sums.astype(jnp.float32) * _of_tile("x_scale", beside, turn) * _of_tile("scale", beside, turn)
+    wide = sums.astype(jnp.float32)
+    wide = wide if but_rows else wide * _of_tile("x_scale", beside, turn)
+    return wide * _of_tile("scale", beside, turn)
 
 
 def _dot(x: jax.Array, codes: jax.Array, axis: int) -> jax.Array:

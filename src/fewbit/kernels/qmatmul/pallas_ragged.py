@@ -98,7 +98,8 @@ def grouped_product(
     Returns:
         `[M, N]`, N being the other one of R and C. Sums are made in float32.
     """
-    form = Form.of(x[None], q, contracts_last=contracts_last, result=result, precision=precision)
+    how = {"result": result, "precision": precision, "halves": config.halves}
+    form = Form.of(x[None], q, contracts_last=contracts_last, **how)
     cut = Cut.of(form, config)
     visits = Visits.of(sizes, form.m, cut.m)
     beside = beside_codes(form, q)

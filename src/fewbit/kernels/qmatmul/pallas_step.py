@@ -9,11 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
 from ...array import QArray, Scheme, is_qarray
 from ...array.quantize import dequantize
-from .pallas_blocks import Config, Cut
+from .pallas_blocks import LANES, Config, Cut
 from .pallas_decode import group_values, held_values, plane_values, unit
 from .pallas_form import Form
 
@@ -66,17 +67,31 @@ def summed(
 
 def _group(cut: Cut, packed: jax.Array, stream: Any) -> list[jax.Array]:
     """The first bytes of all rows, the second ones, and so on, each in a word."""
-    stream[: packed.shape[0], :] = packed.astype(jnp.int32)
-    return [stream[pl.ds(byte, cut.rows, stride=cut.form.span), :] for byte in range(cut.form.span)]
+    places = range(stream.shape[0])
+    for place in places:
+        part = packed[:, place * LANES : (place + 1) * LANES]
+        stream[place, : part.shape[0], : part.shape[1]] = part.astype(jnp.int32)
+    each = [
+        [stream[place, pl.ds(byte, cut.rows, stride=cut.form.span), :] for place in places] for byte in range(cut.form.span)
+    ]
+    return [jnp.concatenate(parts, axis=1)[:, : cut.columns] for parts in each]
 
 
 def _plane(form: Form, group: list[jax.Array], plane: int, *, nf4_polynomial: bool) -> tuple[jax.Array, float]:
     """The numbers of one code of each row, and the unit that they come in."""
     fmt = form.scheme.format
+    if form.is_split:
+        return _split(group[0], is_signed=fmt.min < 0), getattr(fmt, "step", 1.0)
     if len(group) > 1:
         return group_values(fmt, group, plane), 1.0
     shift = fmt.bits * (form.planes - 1 - plane if form.scheme.packing.high_first else plane)
     return plane_values(fmt, group[0], shift, nf4_polynomial=nf4_polynomial), unit(fmt, shift)
+
+
+def _split(packed: jax.Array, *, is_signed: bool) -> jax.Array:
+    """The whole numbers of both halves of each byte, the low half's first, as float32; unsigned ones less 8."""
+    packed = packed if is_signed else packed ^ jnp.uint8(0x88)
+    return pltpu.bitcast(packed, jnp.int4).astype(jnp.float32)
 
 
 def _holder(scheme: Scheme, name: str) -> Any:
@@ -94,8 +109,11 @@ def _scale(held: dict[str, jax.Array]) -> jax.Array:
 def _scaled(cut: Cut, values: jax.Array, own: float, held: dict[str, jax.Array]) -> jax.Array:
     """The values of a plane, which come in units of `own`, as the array has them; without a scale that the sums get."""
     form = cut.form
+    less = 8.0 if form.is_split and form.scheme.format.min == 0 else 0.0  # what the values of a plane lack
     if "zero_point" in held and not form.has_offsets:
-        values = values - _spread(cut, held["zero_point"] / jnp.float32(own))
+        values = values - _spread(cut, held["zero_point"] / jnp.float32(own) - less)
+    elif less:
+        values = values + less
     if not form.scales_sums:
         values = values * _spread(cut, _scale(held) * jnp.float32(own))
     elif own != 1:

@@ -23,7 +23,7 @@ LEAST_TILE = 32
 """The shortest tile along the contraction that is summed by itself: shorter ones leave more than 3/4 of the matrix unit idle."""
 
 OLD = ("TPU v2", "TPU v3", "TPU v4")
-"""The TPUs that Mosaic multiplies no bytes on."""
+"""The TPUs that Mosaic multiplies no bytes on, and turns int4 into floats by many operations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class PallasTPU(AbstractStackKernel):
             contracts_last=contracts_cols,
             result=dtype,
             precision=precision,
-            config=self.config,
+            config=_of_chip(self.config),
             interpret=self.interpret,
         )
 
@@ -107,7 +107,7 @@ class PallasTPURagged(AbstractRaggedKernel):
             contracts_last=contracts_cols,
             result=dtype,
             precision=precision,
-            config=self.config or PLAIN,
+            config=_of_chip(self.config or PLAIN),
             interpret=self.interpret,
         )
 
@@ -142,6 +142,16 @@ def _refused_codes(problem: Problem) -> str | None:
 
 def _without_bytes() -> str | None:
     """Why the TPU at hand has no products of bytes; None where it has, or where there is none."""
-    kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
-    old = next((chip for chip in OLD if kind == chip or kind.startswith(chip + " ")), None)
+    old = _old_chip()
     return None if old is None else f"the device is a {old}, on which Mosaic has no products of bytes"
+
+
+def _of_chip(config: Config) -> Config:
+    """The configuration as it serves the TPU at hand."""
+    return config if _old_chip() is None else dataclasses.replace(config, halves=False)
+
+
+def _old_chip() -> str | None:
+    """The TPU at hand where it is one of `OLD`."""
+    kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
+    return next((chip for chip in OLD if kind == chip or kind.startswith(chip + " ")), None)

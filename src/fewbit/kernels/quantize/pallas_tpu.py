@@ -89,8 +89,8 @@ class Blocks:
 
     @property
     def columns(self) -> int:
-        """Elements along N in a block."""
-        return min(self.others, LANES)
+        """Elements along N in a block: as wide as what Mosaic reads with a stride, so that a small N lies in part of a block."""
+        return LANES
 
     @property
     def grid(self) -> tuple[int, int]:
