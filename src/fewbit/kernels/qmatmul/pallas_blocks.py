@@ -38,7 +38,7 @@ class Config:
 PLAIN = Config()
 """The blocks that are taken where nothing else is said, and exact decoding."""
 
-PAIRS = Config(m=512)
+PAIRS = Config(m=1024)
 """The same where both operands are quantized: more rows of x for each byte that is read."""
 
 
@@ -144,12 +144,13 @@ class Cut:
         free, block = (form.columns, self.columns) if form.contracts_rows else (form.rows, self.rows)
         return Block("y", (planes, form.m, free), form.result, (planes, self.m, block), lambda i, j, k: (0, i, j))
 
-    def stream(self) -> tuple[tuple[int, int, int], ...]:
-        """The shape of scratch in which codes that straddle bytes are read, a byte in each word; none for others.
+    def stream(self) -> tuple[tuple[int, int], ...]:
+        """The shapes of scratch in which codes that straddle bytes are read, a byte in each word; none for others.
 
-        It is cut into columns of 128, since that is as wide as what Mosaic reads with a stride.
+        Each holds 128 columns, since that is as wide as what Mosaic reads with a stride.
         """
-        return ((math.ceil(self.columns / LANES), self.rows * self.form.span, LANES),) if self.form.span > 1 else ()
+        count = math.ceil(self.columns / LANES) if self.form.span > 1 else 0
+        return ((self.rows * self.form.span, LANES),) * count
 
     def _over_matrix(self, rows: int, columns: int) -> tuple[tuple[int, int], Callable[..., tuple[Any, ...]]]:
         by_rows = self.form.contracts_rows

@@ -50,7 +50,7 @@ def summed(
 
     packed = codes[...].T if form.is_transposed else codes[...]
     held = {name: held_values(ref[...], _holder(form.scheme, name)) for name, ref in zip(names, beside, strict=True)}
-    group = _group(cut, packed, stream[0]) if stream else [packed]
+    group = _group(cut, packed, stream) if stream else [packed]
     for plane in range(form.planes):
         values, own = _plane(form, group, plane, nf4_polynomial=config.nf4_polynomial)
         values = _within(cut, _scaled(cut, values, own, held), step).astype(form.dtype)
@@ -65,15 +65,13 @@ def summed(
         finish(sums * _scale(held)[None] if form.scales_sums else sums)
 
 
-def _group(cut: Cut, packed: jax.Array, stream: Any) -> list[jax.Array]:
+def _group(cut: Cut, packed: jax.Array, stream: list[Any]) -> list[jax.Array]:
     """The first bytes of all rows, the second ones, and so on, each in a word."""
-    places = range(stream.shape[0])
-    for place in places:
+    for place, ref in enumerate(stream):
         part = packed[:, place * LANES : (place + 1) * LANES]
-        stream[place, : part.shape[0], : part.shape[1]] = part.astype(jnp.int32)
-    each = [
-        [stream[place, pl.ds(byte, cut.rows, stride=cut.form.span), :] for place in places] for byte in range(cut.form.span)
-    ]
+        ref[: part.shape[0], : part.shape[1]] = part.astype(jnp.int32)
+    span = cut.form.span
+    each = [[ref[pl.ds(byte, cut.rows, stride=span), :] for ref in stream] for byte in range(span)]
     return [jnp.concatenate(parts, axis=1)[:, : cut.columns] for parts in each]
 
 
