@@ -14,7 +14,9 @@ import pytest
 
 MODULES = tuple(
     f"fewbit.kernels.quantize.triton{part}" for part in ("_numbers", "_search", "_memory", "", "_dequantize", "_hessian")
-) + tuple(f"fewbit.kernels.qmatmul.triton_{name}" for name in ("decode", "gemv", "dot", "codes", "launch"))
+) + tuple(
+    f"fewbit.kernels.qmatmul.triton_{name}" for name in ("decode", "groups", "gemv", "dot", "pairs", "codes", "launch")
+)
 
 
 @contextmanager
