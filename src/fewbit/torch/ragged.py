@@ -37,7 +37,7 @@ def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backen
 
     >>> import torch
     >>> from fewbit.torch import quantize
-    >>> experts = quantize(torch.tensor([1.0, 2.0]).reshape(2, 1, 1).expand(2, 3, 32), "int8")
+    >>> experts = quantize(torch.tensor([1.0, 2.0]).reshape(2, 1, 1).expand(2, 3, 32), "mxfp4")
     >>> ragged_dot(torch.ones(4, 32), experts.mT, torch.tensor([1, 2])).tolist()
     [[32.0, 32.0, 32.0], [64.0, 64.0, 64.0], [64.0, 64.0, 64.0], [0.0, 0.0, 0.0]]
     """
