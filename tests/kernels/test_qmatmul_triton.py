@@ -150,6 +150,20 @@ def test_a_few_rows_of_bfloat16_by_tensor_cores(name: str) -> None:
     assert_right(products.by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16)), x, q, 2.0**-7 if name == "nf4" else 2.0**-7.9)
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["nvfp4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("int4_g32", "uint4_g64", "nf4", "int8", "uint8", "fp8"))],
+)
+def test_pairs_by_ptx_are_those_by_triton(name: str) -> None:
+    """With numpy in the place of a GPU that evaluates PTX: four neighbouring bytes make a register."""
+    q, x = weight(name, 22, 160), activations(3, 160, torch.bfloat16)
+    by_ptx = products.by_triton(x, q, dataclasses.replace(BY_PAIRS, ptx=True), Gpu(4, 1 << 16, 90))
+    if name == "nf4":  # PTX rounds where the interpreter cuts
+        assert_right(by_ptx, x, q, 2.0**-7)
+    else:
+        assert torch.equal(by_ptx, products.by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16, 90)))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "k", "m"), [("int4_g64", 77, 16), ("nvfp4", 50, 9), ("int8", 33, 1), ("mxfp4", 512, 2)])
 def test_pairs_of_odd_lengths(name: str, k: int, m: int) -> None:
