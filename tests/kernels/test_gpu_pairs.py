@@ -34,6 +34,15 @@ def test_every_code_in_every_place(name: str) -> None:
         assert np.array_equal(found[0], expected(fmt, bytes_))
 
 
+def test_raw_numbers_lack_a_factor() -> None:
+    word, fmt = np.arange(1 << 16, dtype=np.uint32) * 0x10001, FORMATS["e2m1"]
+    whole, raw = (
+        np.stack([halves(r, ml_dtypes.bfloat16) for r in evaluated(gpu_pairs.ptx(fmt, 90, is_raw=is_raw), [word], 4)])
+        for is_raw in (False, True)
+    )
+    assert np.array_equal(raw.astype(np.float64) * 2.0**126, whole.astype(np.float64))
+
+
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "nf4"])
 def test_bfloat16_holds_every_number(name: str) -> None:
     values = np.asarray(FORMATS[name].values(), np.float32)

@@ -152,7 +152,13 @@ def test_a_few_rows_of_bfloat16_by_tensor_cores(name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["nvfp4", *(pytest.param(n, marks=pytest.mark.slow) for n in ("int4_g32", "uint4_g64", "nf4", "int8", "uint8", "fp8"))],
+    [
+        "nvfp4",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("int4_g32", "uint4_g64", "nf4", "mxfp4", "nvint4", "int8", "uint8", "fp8")
+        ),
+    ],
 )
 def test_pairs_by_ptx_are_those_by_triton(name: str) -> None:
     """With numpy in the place of a GPU that evaluates PTX: four neighbouring bytes make a register."""

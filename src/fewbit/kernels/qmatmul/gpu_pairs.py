@@ -31,12 +31,13 @@ def unsupported(fmt: AbstractFormat) -> str | None:
     return None if is_short or fmt.name in ("e2m1", "e4m3fn") else f"numbers of {fmt.name}"
 
 
-def ptx(fmt: AbstractFormat, sm: int) -> str:
+def ptx(fmt: AbstractFormat, sm: int, *, is_raw: bool = False) -> str:
     """The PTX from four bytes, the last argument, to pairs of bfloat16, the first ones; empty where there is none.
 
     Args:
         fmt: of the codes. Those of 4 bits become four registers: the low codes of bytes 0 and 1, of 2 and 3, and the high ones.
         sm: the compute capability, 90 for 9.0.
+        is_raw: whether E2M1 is left without its factor, `2**126`, because the scales that it meets have it.
 
     Returns:
         The text, with `$0` for the first argument.
@@ -46,7 +47,7 @@ def ptx(fmt: AbstractFormat, sm: int) -> str:
     elif isinstance(fmt, Integer):
         lines = _whole_of_4(signed=fmt.signed) if fmt.bits == 4 else _whole_of_8(signed=fmt.signed)
     elif fmt.bits == 4:
-        lines = _e2m1()
+        lines = _e2m1(is_raw=is_raw)
     elif isinstance(fmt, Minifloat) and sm >= LEAST_SM_OF_E4M3:
         lines = _e4m3()
     else:
@@ -82,12 +83,13 @@ def _whole_of_8(*, signed: bool) -> list[str]:
     return lines
 
 
-def _e2m1() -> list[str]:
+def _e2m1(*, is_raw: bool) -> list[str]:
     lines = [_SPREAD.format(word="$4"), "mov.b32 factor, 0x7e807e80; mov.b32 u, 0x80008000;"]
     for i in range(4):
         mask, copies = ("0x000f000f", "0x1040") if i < 2 else ("0x00f000f0", "0x0104")
-        lines += [f"and.b32 t, s{i % 2}, {mask};", f"mul.lo.u32 t, t, {copies};", "and.b32 t, t, 0x81c081c0;"]
-        lines += [f"fma.rn.bf16x2 ${i}, t, factor, u;"]
+        lines += [f"and.b32 t, s{i % 2}, {mask};", f"mul.lo.u32 t, t, {copies};"]
+        lines += [f"and.b32 {f'${i}' if is_raw else 't'}, t, 0x81c081c0;"]
+        lines += [] if is_raw else [f"fma.rn.bf16x2 ${i}, t, factor, u;"]
     return lines
 
 

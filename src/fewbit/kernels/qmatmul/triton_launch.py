@@ -131,7 +131,8 @@ def pairs_launch(
     step = max(chunk, min(config.step, 1 << (matrix.k - 1).bit_length()))
     blocks = {"BM": rows_of_x, "BN": config.rows, "KS": step // chunk, "CHUNK": chunk, "EVEN_K": matrix.k % step == 0}
     blocks["GP"] = groups.padded
-    blocks["PTX"] = gpu_pairs.ptx(matrix.scheme.format, gpu.sm) if ptx else ""
+    blocks["FOLDED"] = ptx and 0 < matrix.tile_k < chunk and matrix.scheme.format.name == "e2m1"
+    blocks["PTX"] = gpu_pairs.ptx(matrix.scheme.format, gpu.sm, is_raw=blocks["FOLDED"]) if ptx else ""
     numbers = (m, matrix.n, matrix.k, x_stride, codes_stride, *scale_strides, *groups.numbers)
     grid = (-(-matrix.n // config.rows), groups.blocks(m, rows_of_x))
     stages = stages_for(config, step * (2 * rows_of_x + config.rows * matrix.bits // 8), gpu)

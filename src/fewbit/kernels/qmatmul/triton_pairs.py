@@ -13,11 +13,12 @@ holds because nothing between load and product moves a number to another lane: t
 neighbours along K, then the high ones, and x is put into the same order.
 
 **Scales** meet the sums of their chunk: so decoded numbers stay exact, and each costs no product of its own. Tiles of 16 are shorter
-than a chunk; their scales are E4M3, whose product with a 4-bit number bfloat16 holds. The sums of x that zero points take are
-made by the tensor cores, too, as products with ones: sums across lanes would cost more.
+than a chunk; their scales are E4M3, whose product with a 4-bit number bfloat16 holds, and bring E2M1's factor along. The sums of x
+that zero points take are made by the tensor cores, too, as products with ones: sums across lanes would cost more.
 
 **What did not pay.** An order of K in which a byte's codes go to different lanes sent every decoded number through shared memory:
-3.9 instructions a weight where this order had 2.9, with 32 rows a program. Folding E2M1's `2**126` into the scale would make subnormal products.
+3.9 instructions a weight where this order had 2.9, with 32 rows a program. Where scales meet the sums, they cannot bring E2M1's factor,
+`2**126`: the products before would be subnormal.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
@@ -126,6 +127,7 @@ def pairs_kernel(
     EVEN_K: tl.constexpr,
     GP: tl.constexpr,
     PTX: tl.constexpr,
+    FOLDED: tl.constexpr,
     KIND: tl.constexpr,
     BITS: tl.constexpr,
     MAN: tl.constexpr,
@@ -184,6 +186,8 @@ def pairs_kernel(
         stored = tl.load(scale_row + tile * scale_k, mask=is_tile, other=0)
         scale = scale_of(stored, SCALE, SCALE_MAN, SCALE_BIAS, SCALE_HIGH)  # [KS, BN, tiles]
         if is_short:
+            if FOLDED:
+                scale = scale * 2.0**118
             wide = spread(tl.reshape(scale, (KS * BN, tiles)).to(tl.bfloat16), KS * BN, CHUNK, KS * BN, tiles)
             total = tl.dot(tl.reshape(scaled(w, wide, PTX), (KS, BN, CHUNK)), x, total)
         else:
@@ -200,6 +204,8 @@ def pairs_kernel(
                 else:
                     total += part * scale + of_x * zero
     y = tl.sum(total, axis=0)  # [BN, BM]
+    if FOLDED:
+        y = y * 2.0**8
     if HAS_UNIT:
         y = y * tl.load(unit_ptr)
     y_at = y_ptr + mi.to(tl.int64)[None, :] * n + row[:, None]
