@@ -45,7 +45,7 @@ def main() -> int:
     rows = []
     for m in options.rows:
         x = jnp.asarray(rng.normal(size=(m, options.size)), jnp.float32)
-        times = timed(contenders(fb.quantize(x, "int8"), weights), rounds=options.rounds)
+        times = timed(contenders(fb.quantize(x, "int8"), weights), rounds=options.rounds, pause=0.01)
         beside = next(name for name in ("torch int8 [N, K]", "XLA int8 [N, K]") if name in times)
         for name, timing in times.items():
             low, middle, high = timing.ratio(times[beside])
