@@ -152,6 +152,13 @@ def test_dtypes_are_rounded_once():
     assert np.isfinite(exact).all()
 
 
+def test_where_jit_is_off():
+    q, x = weight("nf4", -1), jnp.asarray(activation(3, COLS))
+    with jax.disable_jit():
+        y = fb.dot_general(x, q, contracting(1), backend="cpu")
+    np.testing.assert_array_equal(y, product(x, q, 1))
+
+
 @pytest.mark.parametrize("packing", [fb.Packing(paired(32)), fb.Packing((), True), fb.Packing(paired(8, 4))], ids=str)
 def test_codes_in_any_order(packing):
     scheme = dataclasses.replace(fb.scheme("q4_1"), packing=packing)

@@ -69,11 +69,17 @@ static int64_t StepsOf(const Job& job) {
   return choice.few != nullptr ? choice.steps : 1;
 }
 
-constexpr int64_t kTall = 384;        // rows of x that share one decoding of the weight
-constexpr int64_t kFewColumns = 512;  // its columns in a chunk of a few sums
+constexpr int64_t kTall = 384;          // rows of x that share one decoding of the weight
+constexpr int64_t kMostColumns = 1024;  // of the weight in a chunk of a few sums
+
+// Long runs of each row, as memory likes it, but two chunks for each thread.
+static int64_t ColumnsOf(const Job& job) {
+  const int64_t share = (job.outputs() / (2 * job.threads) + 127) / 128 * 128;
+  return share < 128 ? 128 : share > kMostColumns ? kMostColumns : share;
+}
 
 static int64_t WidthOf(const Job& job, const Choice& choice) {
-  if (choice.few != nullptr) return job.contracts_cols ? kFewOutputs : kFewColumns;
+  if (choice.few != nullptr) return job.contracts_cols ? kFewOutputs : ColumnsOf(job);
   return PanelOutputs(job) < 16 * choice.apart ? 16 * choice.apart : PanelOutputs(job);
 }
 

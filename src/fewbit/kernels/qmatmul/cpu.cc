@@ -12,7 +12,7 @@
 // second shift. So a lane holds 8 neighbouring codes. Along a contraction x is laid out to match once a call (BlockedX), which
 // is O(M K); each lane keeps its own sum, and takes its own scale after 8 codes, so a tile may be any multiple of 8. Offsets
 // meet the sums of x over their tiles, once a row. Along outputs a lane's bytes are neighbouring outputs, put in order when
-// they are stored; the rows of the next tile are prefetched, because each row is another page. 1 and 2 bits go the same way;
+// they are stored; eight rows are taken at a time, in runs of up to 1 KiB, while the next eight are prefetched. 1 and 2 bits go the same way;
 // bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of 3, 5 and 6 bits are
 // cut out of their bytes first, to a byte each: along a row eight at a time by one instruction, down columns by two shifts
 // where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them. With one row of x four
@@ -37,8 +37,8 @@
 // (7 bits, tiles that lanes do not fit, AVX2, plain C++) is decoded row by row (decode.h) and turned as numbers, for a few rows
 // of x, too.
 //
-// Threads take chunks of outputs, whose sizes do not depend on how many threads there are, and each output is summed in one
-// order: the bits of the result are the same for any number of them. A network of many layers makes hundreds of calls of some
+// Threads take chunks of outputs, and each output is summed in one order, whatever its chunk: the bits of the result are the
+// same for any number of threads. A network of many layers makes hundreds of calls of some
 // 10 us each, and to wake a sleeping thread for each took longer than it saved: 64 tokens of a 30-layer model were faster on
 // one core than on two. So a thread that has helped looks for the next call for 100 us before it sleeps (parallel.h). It is no
 // thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it
@@ -51,9 +51,11 @@
 // time, least of many, 4096 x 4096, weights that rotate, one run): one row of x with int4 in tiles of 64 along columns 0.82 ms
 // beside 0.85 of torch's kernel for 4 bits, int8 1.18 beside 1.50 of torch's; along rows 1.12 and 1.71; int3 0.82 and 0.87,
 // mxfp6 1.6 and 1.8. 256 rows, beside XLA's float32 product, 56 ms along columns and 58 along rows: int4 56 and 58, int3 55
-// and 55, mxfp6 56 and 58, int8 56 and 61. bench/results/qmatmul.json has a run of every scheme. Along rows one row of x is
-// behind: presumably because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to
-// one set. Prefetching into the second cache instead did not help.
+// and 55, mxfp6 56 and 58, int8 56 and 61. bench/results/qmatmul.json has a run of every scheme. Along rows one row of x
+// was behind, because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to one
+// set of twelve lines. Eight rows at a time in runs of 1 KiB mended that: int8 1.45 to 0.93 ms, int4 0.95 to 0.60 (two
+// threads, beyond the cache, one run); runs of 512 bytes 1.3 and 0.8, and asking for bytes further along the same rows, in
+// place of the next rows, 1.6 and 1.0.
 //
 // What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each of the
 // four bytes of a lane, in place of more shifts: 12.0 cycles in place of 13.0 with four rows of the weight, but 16 and 19 with
@@ -183,7 +185,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
     first = asked < 0 ? 0 : asked < stacked ? asked : stacked - 1;
   }
   job.K = x_shape[2], job.N = y_shape[2];
-  job.contracts_cols = contracts_cols;
+  job.contracts_cols = contracts_cols, job.threads = pool.num_threads();
   w.rows = rows, w.cols = cols, w.row_stride = codes.dimensions()[2], w.bits = static_cast<int>(bits);
   w.packed_cols = packed_cols, w.kind = static_cast<Codes>(code_kind), w.values = values.typed_data();
   w.row_tile = row_tile, w.col_tile = col_tile, w.tiles_per_row = scale_shape[2], w.role = static_cast<Zero>(role);
