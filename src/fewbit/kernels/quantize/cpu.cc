@@ -24,10 +24,10 @@
 // codes above another one that was tried cannot win; quotients by a corrected reciprocal (division took as long as all
 // the rest of NF4); four permutes through a register in place of 15 thresholds for codebooks. To read a row and then to encode
 // it took the sum of both times, since memory was idle meanwhile: now to encode a row calls for the next one (`Job::ahead`), a
-// quarter less in all for int4 and NF4. Small tiles go by the lanes' number: their maxima are turned into one register and
+// tenth to a quarter less in all. Small tiles go by the lanes' number: their maxima are turned into one register and
 // compared together (`MagnitudesOfTiles`), and their reciprocals found by one division (`EncodeRow`); NVFP4 with the largest
 // magnitude's scale takes half the arithmetic. Tiles along columns are walked in panels of 256 KiB, at least 512 columns wide,
-// in place of 1 MiB (a third less), and divide once for all rows of a tile, not for each element. Fresh results get pages of
+// in place of 1 MiB (a quarter less), and divide once for all rows of a tile, not for each element. Fresh results get pages of
 // 2 MiB (`pages.h`), for a fault for each 4 KiB took longer than to decode what it holds.
 // What did not: panels of 64 columns for tiles that are whole columns; each row of a panel is a page of its own, and two
 // passes over whole rows are as fast. Non-temporal stores: the codes are small and are read next. To call ahead for panels.
