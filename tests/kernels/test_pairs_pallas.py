@@ -40,9 +40,8 @@ def quantized(scheme: str, shape: tuple[int, ...], axis: int = -1) -> fb.QArray:
 CASES = [
     ("int8", "int4", FIRST, 300, True),
     ("fp8", "fp8", LAST, 301, False),
-    ("int8", "int4", LAST, 301, True),
     ("uint8", "uint8", FIRST, 300, True),
-    ("int8", "int4_g64", LAST, 600, False),
+    ("int8", "int4_g64", LAST, 301, False),
     ("uint8_g128", "uint4", FIRST, 300, False),
 ]
 

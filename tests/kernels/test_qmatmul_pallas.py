@@ -24,7 +24,7 @@ from fewbit.kernels.select import select
 SMALL = Config(m=8, codes=256, columns=128)  # several blocks along each axis of what follows
 # Codes that straddle bytes differ from each other in nothing but how a number is made of a code, which is tested by itself.
 STRADDLING = {name for name in fb.SCHEMES.names() if 8 % fb.SCHEMES[name].format.bits}
-SCHEMES = [name for name in fb.SCHEMES.names() if name not in STRADDLING - {"mxfp6", "q5_1"}]
+SCHEMES = [name for name in fb.SCHEMES.names() if name not in STRADDLING - {"mxfp6"}]
 # Both packings, every kind of decoder, of scale and of zero point.
 FAST = [("nf4", -1, True), ("uint4", -2, True), ("nvfp4", -2, False), ("q4_1", -1, False), ("fp8_block128", -2, True)]
 # The schemes take turns: interpreting each in all four ways would take half an hour a machine, and show nothing more.

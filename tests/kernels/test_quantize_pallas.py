@@ -77,7 +77,9 @@ def test_one_short_tile():
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["cheap6", "four_over_six"])
 def test_rules_of_nvfp4(rule: str):
-    assert_same(awkward((20, 64)), dataclasses.replace(fb.scheme("nvfp4"), calibration=NVFP4(rule)), -1)
+    """But for tiles of one magnitude, which 4 and 6 both hit: there the roundings of the errors decide."""
+    x = awkward((20, 64)).at[5, :32].multiply(jnp.linspace(0.2, 1, 32))
+    assert_same(x, dataclasses.replace(fb.scheme("nvfp4"), calibration=NVFP4(rule)), -1)
 
 
 @pytest.mark.slow
