@@ -55,7 +55,7 @@ class Cpu(AbstractStackKernel):
         return f"compiled for {isa}; programs for other platforms take their own kernels, or the reference"
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
-        del precision  # float32 products are exact here, whatever is asked for
+        del precision  # products in float32 serve every one, and are the fastest: cpu.cc says what bfloat16 would cost
         return native_product(x, q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
     def picked(
