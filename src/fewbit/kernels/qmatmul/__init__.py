@@ -1,6 +1,7 @@
 """Products of operands of which at least one is quantized: the general one, and that of rows in groups."""
 
 from .cpu import Cpu as Cpu
+from .cpu import CpuRagged as CpuRagged
 from .cpu import reads_packed_weights as reads_packed_weights
 from .gpu import TritonGPU as TritonGPU
 from .gpu import TritonGPURagged as TritonGPURagged

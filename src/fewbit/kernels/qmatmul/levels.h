@@ -49,6 +49,7 @@ namespace portable {
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "across.h"
 #include "choice.h"
 }  // namespace portable
 #undef FEWBIT_LEVEL
@@ -63,6 +64,7 @@ namespace avx2 {
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "across.h"
 #include "choice.h"
 }  // namespace avx2
 FEWBIT_END
@@ -77,6 +79,7 @@ namespace avx512 {
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "across.h"
 #include "choice.h"
 }  // namespace avx512
 FEWBIT_END
