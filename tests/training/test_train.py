@@ -177,3 +177,12 @@ def test_rules():
     one = fb.train(layer, recipe(INT8, "in"))(PARAMS, X)
     assert not np.array_equal(one, fb.train(layer, recipe(INT8))(PARAMS, X))
     assert np.array_equal(fb.train(layer, fb.Recipe((fb.Rule(".*", None),)))(PARAMS, X), layer(PARAMS, X))
+
+
+def test_a_rules_axis_is_the_one_that_is_trained_along_or_refused():
+    at = {axis: fb.Recipe((fb.Rule("in", "int8", axis=axis),)) for axis in (0, -2, -1)}
+    message = r"in: its rule has tiles along \(-1,\), and dot_general at .* contracts \(-2,\)"
+    with pytest.raises(fb.QuantError, match=message):
+        jax.eval_shape(fb.train(layer, at[-1]), PARAMS, X)
+    for axis in (0, -2):
+        assert jax.eval_shape(fb.train(layer, at[axis]), PARAMS, X).shape == (8, 16)

@@ -100,6 +100,31 @@ def matched_policies(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, 
     }
 
 
+def refuse_other_axes(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, ...]]) -> None:
+    """Refuses a rule whose axis is not the one that a product of its parameters contracts, where training has the tiles.
+
+    Args:
+        recipe: the recipe.
+        params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+        uses: the uses of each parameter.
+
+    Raises:
+        QuantError: naming the parameter, the product and both axes.
+    """
+    rules, leaves = matched_rules(recipe, uses), array_paths(params)
+    for path, rule in rules.items():
+        if rule is None or rule.policy is None or rule.axis is None or why_whole(leaves[path]) is not None:
+            continue
+        scheme, ndim = rule.policy.weight, len(leaves[path].shape)
+        asked = scheme.along(rule.axis, ndim).tiles(ndim)
+        for use in uses[path]:
+            if use.op in PRODUCT_OPS and use.axes and scheme.along(use.axes, ndim).tiles(ndim) != asked:
+                raise QuantError(
+                    f"{path}: its rule has tiles along {rule.axis}, and {use.op} at {use.source} contracts {use.axes}, along "
+                    "which training quantizes: other codes than those that are served. Train it by a rule without an axis"
+                )
+
+
 def contracted_axes(path: str, uses: tuple[Use, ...]) -> tuple[int, ...] | None:
     """The axes that the products of a parameter contract; for one that is only looked up, the last of the others.
 

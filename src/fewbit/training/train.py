@@ -14,7 +14,7 @@ from ..ops.stepped import StepScales
 from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import parameter_paths, parameter_uses
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_policies, matched_product_policies, matched_sparsity
+from ..recipe.matching import matched_policies, matched_product_policies, matched_sparsity, refuse_other_axes
 from .delayed_state import DelayedState, step_scales
 from .model_sparsity import ModelSparsity, masked
 from .products import chosen_products
@@ -49,7 +49,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
         step, needed when a rule asks for sparsity.
 
     Raises:
-        QuantError: when a rule that is not optional matches nothing; when a policy asks for delayed scaling, or a rule for
+        QuantError: when a rule that is not optional matches nothing, or has another axis than a product of its parameters
+            contracts; when a policy asks for delayed scaling, or a rule for
             sparsity, and `delayed` or `sparsity` is missing or for other parameters; in the backward pass when a policy needs a
             key and there is none.
         UnsupportedError: for a product without a parameter that has a policy, or a parameter with delayed scaling, inside a
@@ -75,6 +76,7 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
         **kwargs: Any,
     ) -> R:
         uses, products = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
+        refuse_other_axes(resolved, params, uses)
         policies = matched_policies(resolved, params, uses)
         scales, product_scales = step_scales(delayed, policies, matched_product_policies(resolved, products))
         params = masked(params, sparsity, matched_sparsity(resolved, params, uses))
