@@ -1,22 +1,25 @@
 // Which kernel a job takes. Included inside a level's namespace.
 
 struct Choice {
-  void (*few)(const Job&, int64_t begin, int64_t count);  // for a few rows of x; null: panels
+  void (*few)(const Job&, int64_t begin, int64_t count);  // for the first `rows` rows of x; null: panels
   Fill fill;                                              // of panels in registers; null: row by row
   int64_t steps, lane_bytes;                              // of the decoder
+  int64_t rows = 0;
 };
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 
 template <class Row, class Column, Zero kRole>
 static Choice WithRole(const Job& job) {
-  static decltype(Choice::few) const dots[] = {FewDots<Row, kRole, 1>, FewDots<Row, kRole, 2>, FewDots<Row, kRole, 3>,
-                                               FewDots<Row, kRole, 4>};
   static decltype(Choice::few) const sums[] = {SumColumns<Column, kRole, 1>, SumColumns<Column, kRole, 2>,
                                                SumColumns<Column, kRole, 3>, SumColumns<Column, kRole, 4>};
+  if (job.contracts_cols) {
+    const int64_t rows = job.M < 2 ? 1 : job.M < 4 ? 2 : 4;
+    const auto dots = rows == 1 ? FewDots<Row, kRole, 1> : rows == 2 ? FewDots<Row, kRole, 2> : FewDots<Row, kRole, 4>;
+    return {job.M <= kSeveral ? dots : nullptr, FillDots<Row, kRole>, Row::kSteps, Row::kLaneBytes, rows};
+  }
   const bool is_few = job.M <= kFewRows;
-  if (job.contracts_cols) return {is_few ? dots[job.M - 1] : nullptr, FillDots<Row, kRole>, Row::kSteps, Row::kLaneBytes};
-  return {is_few ? sums[job.M - 1] : nullptr, FillColumns<Column, kRole>, Column::kSteps, Column::kLaneBytes};
+  return {is_few ? sums[job.M - 1] : nullptr, FillColumns<Column, kRole>, Column::kSteps, Column::kLaneBytes, job.M};
 }
 
 // By a decoder of codes along a row, or by one of codes down columns.
@@ -72,10 +75,23 @@ static int64_t ChunksOf(const Job& job) {
   return (job.outputs() + width - 1) / width * ((job.M + kTall - 1) / kTall);
 }
 
+// The same job for the rows of x from m on.
+static Job FromRow(const Job& job, int64_t m) {
+  Job rest = job;
+  rest.M -= m, rest.x += m * job.ldx;
+  if (job.x_sums != nullptr) rest.x_sums += m * job.ld_sums;
+  rest.y = static_cast<char*>(job.y) + m * job.N * (job.y_kind == Float::kF32 ? 4 : 2);
+  return rest;
+}
+
 static void RunChunk(const Job& job, int64_t chunk) {
   const Choice choice = ChoiceOf(job);
   const int64_t width = WidthOf(job, choice.few != nullptr), down = (job.M + kTall - 1) / kTall, m0 = chunk % down * kTall;
-  if (choice.few != nullptr) return choice.few(job, chunk * width, width);
+  if (choice.few != nullptr) {
+    choice.few(job, chunk * width, width);
+    if (job.M > choice.rows) RunChunk(FromRow(job, choice.rows), chunk);
+    return;
+  }
   const int64_t apart = choice.fill != nullptr && !job.contracts_cols ? choice.lane_bytes : 1;
   const int64_t block = choice.fill != nullptr && job.contracts_cols ? 16 * choice.steps : kPart;
   PanelProduct(job, choice.fill, block < kPart ? kPart : block, apart, chunk / down * width, m0, m0 + kTall < job.M ? m0 + kTall : job.M);

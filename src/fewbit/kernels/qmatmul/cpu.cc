@@ -5,7 +5,7 @@
 // Where a container permutes its codes, x or y is permuted instead. Scales are read in their stored form: float32, bfloat16,
 // float16, or bytes through a table of 256 numbers (E8M0, E4M3, scales that are quantized themselves).
 //
-// A few rows of x (up to 4; vectors.h). The weight is read once, so the bound is memory, and the aim is to decode as fast as
+// A few rows of x (up to 4; along a contraction up to 16, four at a time; vectors.h). The weight is read once, so the bound is memory, and the aim is to decode as fast as
 // bytes come. 64 bytes are loaded as 16 lanes of 32 bits. Shifting all lanes by 4 i brings code i of each lane to the low bits,
 // and one permutation of 16 floats turns 16 of them into numbers, since it looks at four bits of each index only: two
 // instructions and a multiply-add for 16 weights, whatever the 4-bit format; loading from one byte further on spares every
@@ -18,6 +18,11 @@
 // where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them. With one row of x four
 // rows of the weight are taken together: x is loaded once for them.
 //
+// Short rows, of 576 codes in the network that is measured here, cost more beside their codes than with them: so the scales and
+// zero points of many rows are widened together, the lanes of four rows are summed together, sums of x over tiles are made once
+// a call, whole blocks are loaded without a mask, and where the last block is filled by half or less, that of another row
+// comes into the other half.
+//
 // More rows (panels.h). 128 outputs by 128 places are decoded and scaled into float32, [k][n] whichever axis is contracted, and
 // multiplied by blocks of 6 x 4 vectors of registers, at 24 multiply-adds for 10 loads. A block of registers walks down the
 // rows of x while its part of the panel, 32 KiB, stays in the first cache; x streams past it, 24 bytes for 12 cycles. Along a
@@ -26,7 +31,8 @@
 // that lanes do not fit, AVX2, plain C++) is decoded row by row (decode.h) and turned as numbers, for a few rows of x, too.
 //
 // Threads take chunks of outputs, whose sizes do not depend on how many threads there are, and each output is summed in one
-// order: the bits of the result are the same for any number of them. A network of many layers makes hundreds of calls of some
+// order: the bits of the result are the same for any number of them. Each has a share of neighbouring chunks: what a thread
+// asks for ahead reaches 4 KiB into the next chunk, and would be read twice if that were another's. A network of many layers makes hundreds of calls of some
 // 10 us each, and to wake a sleeping thread for each took longer than it saved: 64 tokens of a 30-layer model were faster on
 // one core than on two. So a thread that has helped looks for the next call for 100 us before it sleeps (parallel.h). It is no
 // thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it
@@ -141,15 +147,17 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
 
   const Isa isa = level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
   const int64_t steps = Steps(isa, job);
-  constexpr int64_t kBlock = 512;  // the most codes that a kernel takes in one step
-  const int64_t length = (job.contracted() + kBlock - 1) / kBlock * kBlock;
+  const int64_t block = steps == 1 ? 512 : 16 * steps;  // the most codes that a kernel takes in one step
+  const int64_t length = (job.contracted() + block - 1) / block * block;
   const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr;
   job.ldx = as_is ? job.K : length + 16;
   std::unique_ptr<float[]> packed(as_is ? nullptr : new float[job.M * job.ldx]);
   std::unique_ptr<float[]> blocked_memory(steps == 1 ? nullptr : new float[job.M * job.ldx + 16]);
   float* blocked = FromALine(blocked_memory.get());
-  std::unique_ptr<float[]> sums(steps == 1 ? nullptr : new float[job.M * (length / steps)]);
-  if (steps > 1 && w.role == Zero::kOffset) job.x_sums = sums.get(), job.ld_sums = length / steps;
+  const bool has_sums = steps > 1 && w.role == Zero::kOffset;
+  job.ld_sums = (w.tiles_per_row + 15) / 16 * 16;
+  std::unique_ptr<float[]> sums(has_sums ? new float[job.M * job.ld_sums] : nullptr);
+  job.x_sums = sums.get();
   const int64_t x_bytes = x_kind == Float::kF32 ? 4 : 2, y_bytes = job.y_kind == Float::kF32 ? 4 : 2;
   const int64_t weight_bytes = codes.dimensions()[1] * codes.dimensions()[2], tiles = scale_shape[1] * scale_shape[2];
   const auto tile_bytes = [](const Held& held) { return held.holder == Holder::kF32 ? 4 : held.holder == Holder::kTable ? 1 : 2; };
@@ -166,7 +174,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
         float* row = packed.get() + m * job.ldx;
         PackRow(rows_of_x + m * job.K * x_bytes, x_kind, job.K, x_order, group, row, job.ldx);
         float* sums_of_row = job.x_sums == nullptr ? nullptr : sums.get() + m * job.ld_sums;
-        if (steps > 1) BlockedX(row, length, steps, blocked + m * job.ldx, sums_of_row);
+        if (steps > 1) LayOutRow(isa, job, row, length, blocked + m * job.ldx, sums_of_row);
       }
     });
     const int64_t at = first + b;
