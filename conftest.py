@@ -38,6 +38,11 @@ CHECKER = """beartype.beartype(conf=beartype.BeartypeConf(
 install_import_hook("fewbit", CHECKER)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """The size of the brute force, which `make test-long` raises a hundredfold."""
+    parser.addoption("--blocks", type=int, default=250, help="how many blocks of each kind a scale search is tried on")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps what XLA compiles in pytest's cache: most of the suite's time goes there, and a second run needs a third of it."""
     if hasattr(config, "cache"):
@@ -62,6 +67,13 @@ def doctest_names(request: pytest.FixtureRequest) -> None:
         import fewbit as fb
 
         request.getfixturevalue("doctest_namespace").update(fb=fb, jax=jax, jnp=jnp, np=np)
+
+
+@pytest.fixture
+def block_count(request: pytest.FixtureRequest) -> int:
+    """How many blocks of each kind a scale search is tried on."""
+    count: int = request.config.getoption("--blocks")
+    return count
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ static int Failures(int number) {
   w.bits = static_cast<int>(Any(1, 8)), w.packed_cols = Any(0, 1), w.rows = Any(1, 90), w.cols = Any(1, 700);
   if (Any(0, 9) == 0) w.rows = Any(1024, 1200), w.cols = Any(1, 40);  // wide panels
   job.contracts_cols = Any(0, 1);
-  w.row_tile = Any(0, 1) ? 1 : Any(1, w.rows), w.col_tile = Any(0, 2) ? 32 * Any(1, 4) : Any(1, w.cols);
+  w.row_tile = Any(0, 1) ? 1 : Any(0, 1) ? 16 * Any(1, 6) : Any(1, w.rows), w.col_tile = Any(0, 2) ? 32 * Any(1, 4) : Any(1, w.cols);
   w.tiles_per_row = (w.cols - 1) / w.col_tile + 1;
   w.role = static_cast<Zero>(Any(0, 2)), w.unit = 0.5f;
   const int64_t packed = (w.packed_cols ? w.cols : w.rows) * w.bits, bytes = (packed + 7) / 8;
@@ -53,12 +53,11 @@ static int Failures(int number) {
   for (int level = 0; level <= static_cast<int>(BestIsa()); ++level) {
     const Isa isa = static_cast<Isa>(level);
     const int64_t steps = Steps(isa, job), length = (job.K + 511) / 512 * 512;
-    job.ldx = length + 16, job.ld_sums = (w.tiles_per_row + 15) / 16 * 16;
+    job.ldx = length + 16, job.ld_sums = length / steps;
     std::vector<float> x(job.M * job.ldx, 0.0f), blocked(x.size()), sums(job.M * job.ld_sums), y(job.M * job.N, NAN);
     for (int64_t m = 0; m < job.M; ++m) {
       for (int64_t k = 0; k < job.K; ++k) x[m * job.ldx + k] = static_cast<float>(Any(-8, 8));
-      float* sums_of_row = w.role == Zero::kOffset ? &sums[m * job.ld_sums] : nullptr;
-      if (steps > 1) LayOutRow(isa, job, &x[m * job.ldx], length, &blocked[m * job.ldx], sums_of_row);
+      if (steps > 1) BlockedX(&x[m * job.ldx], length, steps, &blocked[m * job.ldx], &sums[m * job.ld_sums]);
     }
     job.x = steps > 1 ? blocked.data() : x.data(), job.x_sums = sums.data(), job.y = y.data();
     for (int64_t chunk = 0; chunk < ChunkCount(isa, job); ++chunk) Run(isa, job, chunk);

@@ -36,8 +36,8 @@ def rounding(x: np.ndarray, error: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     "fmt", [pytest.param(f, marks=[] if f in ("e2m1", "nf4") else [pytest.mark.slow]) for f in [*FORMATS_WITH_ZERO, "int6"]]
 )
-def test_no_scale_is_better(fmt: str):
-    x = np.concatenate([blocks(kind, 16, 250, fmt) for kind in KINDS[:4]])
+def test_no_scale_is_better(fmt: str, block_count: int):
+    x = np.concatenate([blocks(kind, 16, block_count, fmt) for kind in KINDS[:4]])
     q = _quantize(jnp.asarray(x), scheme(fmt))
     best = best_continuous(x, fmt)
     assert (error_of(q, x) <= best * SLACK + rounding(x, best)).all()

@@ -48,12 +48,13 @@ struct Job {
   int64_t M, K, N;       // logical lengths
   const float* x;        // [M, ldx], in the order of the stream, zeros beyond K
   int64_t ldx;
-  const float* x_sums;   // [M, ld_sums], where offsets meet them: the sum of x over each tile, zeros up to a multiple of 16
+  const float* x_sums;   // [M, ld_sums], for kernels that lay x out in blocks: the sum of what each lane of a block meets
   int64_t ld_sums;
   void* y;               // [M, N]
   Float y_kind;
   const int32_t* order;  // the code at each place of a group of the stream, of the axis that is not contracted; null: in order
   int64_t group;
+  int64_t threads = 1;   // how many may share the work, which changes no bit
 
   int64_t contracted() const { return contracts_cols ? w.cols : w.rows; }
   int64_t outputs() const { return contracts_cols ? w.rows : w.cols; }

@@ -49,6 +49,7 @@ namespace portable {
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "across.h"
 #include "choice.h"
 }  // namespace portable
 #undef FEWBIT_LEVEL
@@ -63,6 +64,7 @@ namespace avx2 {
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "across.h"
 #include "choice.h"
 }  // namespace avx2
 FEWBIT_END
@@ -77,6 +79,7 @@ namespace avx512 {
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "across.h"
 #include "choice.h"
 }  // namespace avx512
 FEWBIT_END
@@ -109,14 +112,21 @@ static void Run(Isa isa, const Job& job, int64_t chunk) {
   portable::RunChunk(job, chunk);
 }
 
-// A row of x, with zeros up to `length`, as the kernel meets it, where Steps is more than 1; and the sums of its tiles, where
-// they are asked for.
-static void LayOutRow(Isa isa, const Job& job, const float* x, int64_t length, float* out, float* sums) {
-#if FEWBIT_X86
-  if (isa != Isa::kAvx512) return;
-  avx512::LayOut(x, length, avx512::StepsOf(job), out);
-  if (sums != nullptr) avx512::SumTiles(x, job.contracted(), job.w.col_tile, sums);
-#endif
+// A row of x as the lanes of the kernel meet it: element i of lane j of a block comes i-th among the j-ths. `sums` takes, where
+// it is not null, the sum of each lane's elements.
+static void BlockedX(const float* x, int64_t length, int64_t steps, float* out, float* sums) {
+  for (int64_t b = 0; b < length / (16 * steps); ++b) {
+    const float* from = x + b * 16 * steps;
+    float* to = out + b * 16 * steps;
+    for (int64_t i = 0; i < steps; ++i) {
+      for (int64_t j = 0; j < 16; ++j) to[i * 16 + j] = from[j * steps + i];
+    }
+    for (int64_t j = 0; sums != nullptr && j < 16; ++j) {
+      float sum = 0.0f;
+      for (int64_t i = 0; i < steps; ++i) sum += to[i * 16 + j];
+      sums[b * 16 + j] = sum;
+    }
+  }
 }
 
 }  // namespace fewbit

@@ -79,7 +79,8 @@ def _compiled(primitive: Primitive, **settings: Any) -> Any:
 
 
 def _run(primitive: Primitive, *leaves: Any, **settings: Any) -> jax.Array:
-    return _compiled(primitive, **settings)(*leaves)
+    with jax.disable_jit(False):  # else the compiled function would bind the primitive again, without end
+        return _compiled(primitive, **settings)(*leaves)
 
 
 def _result(shape: Any, *leaves: Any, form: Any, contracts_cols: bool, dtype: Any, **_: Any) -> ShapedArray:

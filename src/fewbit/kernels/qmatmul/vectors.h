@@ -5,6 +5,7 @@
 constexpr int64_t kFewRows = 4;   // of x, that meet a row of the weight together
 constexpr int64_t kSeveral = 16;  // that are taken four at a time along a contraction; panels are faster for more
 constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
+constexpr int64_t kColumnRows = 8;  // rows of bytes that columns take at a time
 
 // Rows of the weight are taken RowsAtOnce(kM) at a time, which meet each vector of x together: it is loaded once, and the memory
 // of several rows is asked for at once.
@@ -64,27 +65,6 @@ static inline __attribute__((always_inline)) void AddBlock(const Decoder (&codes
   }
 }
 
-// A row of x as the lanes of blocks of 16 * steps meet it: element i of lane j of a block comes i-th among the j-ths.
-static void LayOut(const float* x, int64_t length, int64_t steps, float* out) {
-  const __m512i first = _mm512_mullo_epi32(_mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0),
-                                           _mm512_set1_epi32(static_cast<int>(steps)));
-  for (int64_t b = 0; b < length; b += 16 * steps) {
-    for (int64_t i = 0; i < steps; ++i) Store(out + b + 16 * i, _mm512_i32gather_ps(first, x + b + i, 4));
-  }
-}
-
-// What a tile's offset is multiplied with: the sum of x over the tile. Zeros up to a multiple of 16.
-static void SumTiles(const float* x, int64_t length, int64_t tile, float* out) {
-  int64_t t = 0;
-  for (int64_t begin = 0; begin < length; begin += tile) {
-    const int64_t end = length - begin < tile ? length : begin + tile;
-    V sum = Same(0.0f);
-    for (int64_t i = begin; i < end; i += 16) sum = Add(sum, _mm512_maskz_loadu_ps(FirstLanes(end - i), x + i));
-    out[t++] = SumOfLanes(sum);
-  }
-  for (; t % 16 != 0; ++t) out[t] = 0.0f;
-}
-
 // The last blocks of two rows each, which fill at most half of their lanes: both rows of a pair in one block.
 template <class Decoder, Zero kRole>
 static inline void AddHalves(const uint8_t* const* row, int64_t bytes, const typename Decoder::Table& table, const float* x,
@@ -115,7 +95,17 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
   const TileLanes lanes(kBlock, kSteps, w.col_tile, w.cols);
   const auto table = Decoder::TableOf(w);
   const int64_t run = kHeldAtOnce / kR < tiles ? kR : kHeldAtOnce / tiles / kR * kR;  // rows whose scales are loaded together
-  float *scale = Workspace(2 * (run * tiles + 32)), *zero = scale + run * tiles + 32;
+  const int64_t of_run = run * tiles + 32, of_row = (tiles + 15) / 16 * 16;
+  float *scale = Workspace(2 * of_run + kM * of_row), *zero = scale + of_run, *x_of_tiles = zero + of_run;
+  // What a tile's offset is multiplied with: the sum of x over the tile.
+  for (int m = 0; kRole == Zero::kOffset && m < kM; ++m) {
+    for (int64_t t = 0; t < of_row; ++t) x_of_tiles[m * of_row + t] = 0.0f;
+    int64_t tile = 0, end = w.col_tile;  // by counting: a division for each lane took a tenth of a short product
+    for (int64_t lane = 0; lane * kSteps < w.cols; ++lane) {
+      if (lane * kSteps >= end) ++tile, end += w.col_tile;
+      x_of_tiles[m * of_row + tile] += job.x_sums[m * job.ld_sums + lane];
+    }
+  }
   const int64_t ahead = kR * w.row_stride > kAhead ? kR * w.row_stride : kAhead;
   float y[kM][kFewOutputs + 4];
   int64_t loaded = 0;
@@ -135,7 +125,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
       for (int m = 0; m < kM; ++m) total[j][m] = Same(0.0f);
       for (int64_t t = 0; kRole == Zero::kOffset && t < tiles; t += 16) {
         const V z = _mm512_maskz_loadu_ps(FirstLanes(tiles - t), zeros[j] + t);
-        for (int m = 0; m < kM; ++m) total[j][m] = MulAdd(z, Load(job.x_sums + m * job.ld_sums + t), total[j][m]);
+        for (int m = 0; m < kM; ++m) total[j][m] = MulAdd(z, Load(x_of_tiles + m * of_row + t), total[j][m]);
       }
     }
     const float* x = job.x;
@@ -184,20 +174,25 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
 }
 
 // Columns are outputs: bytes of a row are neighbouring outputs, and the codes of a byte follow each other along the contraction.
+//
+// A few rows at a time, while the next ones are asked for: where rows are a page apart, all of them compete for one set of the
+// first cache, which keeps some twelve lines.
 template <class Decoder, Zero kRole, int kM>
 static void SumColumns(const Job& job, int64_t n0, int64_t width) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub;
   constexpr int kByteRows = Decoder::kByteRows;
   const Weight& w = job.w;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, blocks = (outputs + kBlock - 1) / kBlock;
-  const int64_t padded = blocks * kBlock, tile = w.row_tile < w.rows ? w.row_tile : 32 * kAlong;
+  const int64_t padded = blocks * kBlock, together = (kByteRows > kColumnRows ? 1 : kColumnRows / kByteRows) * kAlong;
   const auto table = Decoder::TableOf(w);
   float* total = Workspace(padded * (kM + 3) + 64);
   float *plain = total + padded * kM, *scale = plain + padded, *zero = scale + padded;
   for (int64_t i = 0; i < padded * kM; ++i) total[i] = 0.0f;
   int64_t loaded = -1;
-  for (int64_t k0 = 0; k0 < w.rows; k0 += tile) {
-    const int64_t k1 = k0 + tile < w.rows ? k0 + tile : w.rows, first = k0 / kAlong, last = (k1 + kAlong - 1) / kAlong;
+  for (int64_t k0 = 0, k1 = 0; k0 < w.rows; k0 = k1) {
+    const int64_t tile_end = (k0 / w.row_tile + 1) * w.row_tile, end = tile_end < w.rows ? tile_end : w.rows;
+    k1 = k0 + together < end ? k0 + together : end;
+    const int64_t first = k0 / kAlong, last = (k1 + kAlong - 1) / kAlong;
     if (loaded != k0 / w.row_tile) {
       loaded = k0 / w.row_tile;
       ColumnScales<kSub>(w, w.scale, loaded, n0, outputs, blocks, w.unit, plain, scale);

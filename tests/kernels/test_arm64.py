@@ -1,0 +1,102 @@
+"""The compiled kernels give on arm64 what they give here, where they are tested beside the reference."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fewbit.kernels.extension import extension
+from fewbit.kernels.qmatmul.integers import native_integers
+from fewbit.kernels.qmatmul.native import native_product
+from fewbit.kernels.quantize import dequantize, quantize
+from tests.conformance import array_laws as laws
+from tests.kernels import arm64
+from tests.kernels.test_qmatmul_cpu import COLS, ROWS, activation, weight
+from tests.kernels.test_quantize_cpu import KINDS, hard
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(arm64.missing() is not None, reason=str(arm64.missing())),
+    *(
+        pytest.mark.skipif(extension(f"fewbit.kernels.{name}").missing is not None, reason="the C++ extension is not built")
+        for name in ("quantize._cpu", "qmatmul._cpu", "qmatmul._integers")
+    ),
+]
+
+PROCESSORS = ("max", "cortex-a53")  # one with all that the emulator knows, and one with what every arm64 has
+
+
+def replay(calls: arm64.Calls, source: str, folder, cpu: str = "max") -> list[np.ndarray]:
+    """The results of calls of the extension of a C++ file, given again by that file on arm64."""
+    path = arm64.KERNELS / source
+    program = folder / "replay"
+    if not program.exists():
+        arm64.compiled(program, arm64.REPLAY / "replay.cc", path, define=f"REPLAYED=PyInit__{path.stem}")
+    return calls.replayed(program, folder, cpu)
+
+
+def as_bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def test_quantize_and_dequantize(monkeypatch, tmp_path):
+    """The same bytes, but for the sign and the place of NaN."""
+    with arm64.recorded(monkeypatch) as calls, jax.disable_jit():
+        for place, scheme in enumerate(KINDS):
+            axis = -1 - place % 2
+            x = jnp.asarray(hard((19, 101) if axis == -1 else (101, 19), axis))
+            for dtype in ("float32", "bfloat16") if place % 4 == 0 else ("float32",):
+                dequantize(quantize(x.astype(dtype), scheme, axis=axis, backend="cpu"), backend="cpu")
+    assert calls.count >= 2 * len(KINDS)
+    for got, expected in zip(replay(calls, "quantize/cpu.cc", tmp_path), calls.results, strict=True):
+        if expected.dtype != np.uint8:
+            np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+            got, expected = (np.where(np.isnan(a), np.zeros_like(a), a) for a in (got, expected))
+        np.testing.assert_array_equal(as_bytes(got), as_bytes(expected))
+
+
+SCHEMES = (
+    *("binary", "ternary", "int3", "int4_g64", "nf4", "nvfp4", "mxfp4", "q4_1", "q5_1", "uint4_g64", "mxfp6", "mxfp6_e3m2"),
+    *("int7", "uint7", "int8", "q8_0", "uint8", "fp8", "fp8_e5m2"),
+)
+
+
+def test_products(monkeypatch, tmp_path):
+    """Sums in another order: each of the K steps rounds by half a step at most, here and there."""
+    weights = [weight(name, axis) for name in SCHEMES for axis in (-1, -2)]
+    bounds = []
+    with arm64.recorded(monkeypatch) as calls:
+        for place, q in enumerate(weights):
+            w = np.abs(laws.numpy_dequantize(q).astype(np.float64))
+            if q.zero_point is not None:  # an offset and a scaled code may be much larger than what they leave
+                w = w + 4 * w.max()
+            for contracts_cols in (True, False):
+                x = activation(1 + (place + contracts_cols) % 7, COLS if contracts_cols else ROWS)
+                stack = jax.tree.map(lambda leaf: leaf[None], q)
+                native_product(jnp.asarray(x[None]), stack, None, contracts_cols=contracts_cols, dtype=jnp.float32)
+                bounds.append((x.shape[1] + 4) * 2.0**-23 * np.abs(x) @ (w.T if contracts_cols else w))
+    results = replay(calls, "qmatmul/cpu.cc", tmp_path)
+    for got, expected, bound in zip(results, calls.results, bounds, strict=True):
+        assert np.all(np.abs(got[0] - expected[0]) <= bound + 1e-30)
+
+
+def test_products_of_integers(monkeypatch, tmp_path):
+    """The same bits, with the instruction for products of bytes and without."""
+    pairs = []
+    for lhs, rhs in (("int8", "int8"), ("int8", "int4"), ("uint8", "uint4"), ("int8", "int4_g64")):
+        for shape, axis in (((70, 320), -1), ((320, 70), -2)):
+            pairs.append((weight(lhs, -1, (7, 320)), weight(rhs, axis, shape), axis == -1))
+    with arm64.recorded(monkeypatch) as calls:
+        for x, w, contracts_cols in pairs:
+            stacks = (jax.tree.map(lambda leaf: leaf[None], q) for q in (x, w))
+            native_integers(*stacks, contracts_cols=contracts_cols, dtype=jnp.float32)
+    for cpu in PROCESSORS:
+        for got, expected in zip(replay(calls, "qmatmul/integers.cc", tmp_path, cpu), calls.results, strict=True):
+            np.testing.assert_array_equal(as_bytes(got), as_bytes(expected))
+
+
+@pytest.mark.parametrize("name", ["qmatmul_memory", "integers_memory"])
+def test_random_products(name, tmp_path):
+    """Beside plain loops in C++, which run on arm64, too."""
+    program = arm64.compiled(tmp_path / name, arm64.Path(__file__).with_name(f"{name}.cc"), optimize="-O1")
+    assert arm64.emulated(program).endswith(" 0 of them wrong\n")
