@@ -10,6 +10,7 @@ import pytest
 import fewbit as fb
 from fewbit.errors import QuantError
 from fewbit.models import forward, generate, stack_layers
+from fewbit.models.generate import _likeliest
 from tests.nets.random_llama import SMALL, random_params, random_tokens
 
 PARAMS = stack_layers(random_params(SMALL))
@@ -108,3 +109,8 @@ def test_refuses(change: dict, message: str):
 def test_refuses_an_empty_prompt():
     with pytest.raises(QuantError, match="the prompt has 0 tokens"):
         generate(PARAMS, PROMPT[:, :0], SMALL, max_new_tokens=4)
+
+
+def test_the_likeliest_token_is_that_of_argmax():
+    logits = jnp.array([[1.0, 3.0, 3.0], [-jnp.inf, -jnp.inf, -jnp.inf], [jnp.inf, jnp.nan, jnp.nan]], jnp.float32)
+    assert _likeliest(logits).tolist() == jnp.argmax(logits, axis=-1).tolist() == [1, 0, 1]

@@ -130,8 +130,8 @@ def runnable_params(model: Model) -> Any:
 
 
 def stacked(params: Any) -> Any:
-    """A tree of parameters as jax arrays, alike layers stacked."""
-    return models.stack_layers(jax.tree.map(jnp.asarray, params))
+    """A tree of parameters as jax arrays, products with the same input joined where they are quantized, alike layers stacked."""
+    return models.stack_layers(models.join_products(jax.tree.map(jnp.asarray, params)))
 
 
 def logits_function(params: Any, config: models.LlamaConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:

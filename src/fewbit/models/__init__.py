@@ -19,6 +19,7 @@ from .installed import is_installed as is_installed
 from .installed import minilm_directory as minilm_directory
 from .installed import smollm2_gguf as smollm2_gguf
 from .installed import speeches as speeches
+from .joined import join_products as join_products
 from .llama import decode_step as decode_step
 from .llama import forward as forward
 from .llama import prefill as prefill

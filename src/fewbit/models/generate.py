@@ -192,8 +192,16 @@ def _generate(params: Params, prompt: Array, key: Array | None, *, writer: Write
 def _sampled(logits: Float[Array, "B V"], step: Int[Array, ""], key: Array | None, temperature: float) -> Int[Array, " B"]:
     """The next token of each row."""
     if key is None:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        return _likeliest(logits)
     return jax.random.categorical(jax.random.fold_in(key, step), logits / temperature, axis=-1).astype(jnp.int32)
+
+
+def _likeliest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
+    """`argmax`, the first of equals or of NaNs, as two plain reductions: XLA makes vector code of these on CPUs."""
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
+    largest = jnp.max(logits, axis=-1, keepdims=True)
+    found = jnp.where((logits == largest) | jnp.isnan(logits), ids, logits.shape[1])
+    return jnp.min(found, axis=-1)
 
 
 def _is_any(token: Int[Array, " B"], ids: tuple[int, ...]) -> Bool[Array, " B"]:

@@ -8,9 +8,9 @@ The tree, with weights `[out, in]` as GGUF and Hugging Face keep them:
      "norm": [D],
      "head": [V, D]}                       only when `config.tied` is false
 
-so a path reads `layers/3/attn/q`. The code knows nothing of quantization: through `fb.transparent` the same functions
-run with quantized leaves. Dimension letters: B batch, T tokens, V vocabulary, D width, H heads, K key heads, G = H / K,
-h head width, F hidden, S positions that are attended to.
+so a path reads `layers/3/attn/q`. `join_products` makes one leaf of q, k and v, and of gate and up. The code knows nothing
+of quantization: through `fb.transparent` the same functions run with quantized leaves. Dimension letters: B batch, T tokens,
+V vocabulary, D width, H heads, K key heads, G = H / K, h head width, F hidden, S positions that are attended to.
 """
 
 from functools import partial
@@ -27,6 +27,7 @@ from ..kernels.quantize import quantize
 from ..kvcache import Block, KVPolicy, attention, seen_positions
 from .cache import AnyCache
 from .config import LlamaConfig
+from .joined import JOINED, products
 from .rope import turned, turns
 
 Params: TypeAlias = dict[str, Any]
@@ -205,9 +206,10 @@ def _heads_of(
     y: Array, attn: Any, positions: tuple[Any, Any], config: LlamaConfig
 ) -> tuple[Float[Array, "B H T h"], Float[Array, "B K T h"], Float[Array, "B K T h"]]:
     """The queries, keys and values of normed tokens, queries and keys turned by their positions."""
-    q = turned(_heads(_linear(y, attn["q"]), config.heads), *positions, config.rope)
-    k = turned(_heads(_linear(y, attn["k"]), config.kv_heads), *positions, config.rope)
-    return q, k, _heads(_linear(y, attn["v"]), config.kv_heads)
+    counts = (config.heads, config.kv_heads, config.kv_heads)
+    flat = products(attn, JOINED["attn"], [n * config.head_dim for n in counts], partial(_linear, y))
+    q, k, v = (_heads(part, count) for part, count in zip(flat, counts, strict=True))
+    return turned(q, *positions, config.rope), turned(k, *positions, config.rope), v
 
 
 def _whole(k: Array, v: Array, kv: KVPolicy | None) -> Block:
@@ -219,7 +221,8 @@ def _whole(k: Array, v: Array, kv: KVPolicy | None) -> Block:
 def _mlp(x: Array, mlp: Any, config: LlamaConfig) -> Array:
     """What the feed-forward block adds to the residual stream: `down (silu(gate y) * up y)`."""
     y = _rms_norm(x, mlp["norm"], config)
-    return _linear(jax.nn.silu(_linear(y, mlp["gate"])) * _linear(y, mlp["up"]), mlp["down"])
+    gate, up = products(mlp, JOINED["mlp"], [config.hidden] * 2, partial(_linear, y))
+    return _linear(jax.nn.silu(gate) * up, mlp["down"])
 
 
 def _logits(params: Params, x: Array, config: LlamaConfig) -> Array:

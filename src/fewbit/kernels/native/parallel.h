@@ -1,4 +1,4 @@
-// Work in chunks on as many threads as XLA has: whichever is free takes the next chunk.
+// Work in chunks on as many threads as XLA has: each thread has a share of them, and takes from the others' when it is done.
 //
 // The threads are our own. XLA runs independent operations on those of its pool, and a helper that waits there for the next
 // call would keep them waiting.
@@ -66,10 +66,23 @@ bool IsSoSoon(const Condition& is_so) {
 }
 
 // What the threads of one call share. It outlives the call: a thread that comes late finds no chunk left, and `work` gone.
+//
+// Each thread has a share of neighbouring chunks, which lie one after the other in memory, so that what it asks for ahead is its
+// own; whoever has none left takes from the others.
 struct Chunks {
-  std::atomic<int64_t> next{0};
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  Chunks(int64_t count, int64_t threads) : count(count), threads(threads), shares(new Share[threads]) {
+    for (int64_t i = 0; i < threads; ++i) shares[i].next = count * i / threads, shares[i].end = count * (i + 1) / threads;
+  }
+
+  const int64_t count, threads;
+  const std::unique_ptr<Share[]> shares;
+  std::atomic<int64_t> joined{0};
   std::atomic<int64_t> done{0};
-  int64_t count = 0;
   const void* work = nullptr;
   void (*run)(const void* work, int64_t chunk) = nullptr;
   FloatMode mode = FloatMode::Current();
@@ -79,9 +92,12 @@ struct Chunks {
   bool AreDone() const { return done.load(std::memory_order_acquire) == count; }
 
   void TakeAll() {
-    for (int64_t chunk; (chunk = next.fetch_add(1)) < count;) {
-      run(work, chunk);
-      if (done.fetch_add(1) + 1 == count) {
+    const int64_t first = joined.fetch_add(1);
+    for (int64_t i = 0; i < threads; ++i) {
+      Share& share = shares[(first + i) % threads];
+      int64_t taken = 0;
+      for (int64_t chunk; (chunk = share.next.fetch_add(1)) < share.end; ++taken) run(work, chunk);
+      if (taken != 0 && done.fetch_add(taken) + taken == count) {
         std::lock_guard<std::mutex> lock(mutex);
         all_done.notify_all();
       }
@@ -153,8 +169,7 @@ void ParallelFor(xla::ffi::ThreadPool& pool, int64_t count, const Work& work) {
     for (int64_t chunk = 0; chunk < count; ++chunk) work(chunk);
     return;
   }
-  auto chunks = std::make_shared<Chunks>();
-  chunks->count = count;
+  auto chunks = std::make_shared<Chunks>(count, helpers + 1);
   chunks->work = &work;
   chunks->run = [](const void* shared, int64_t chunk) { (*static_cast<const Work*>(shared))(chunk); };
   Helpers::Get().Post(chunks, helpers);

@@ -1,17 +1,16 @@
 // Which kernel a job takes. Included inside a level's namespace.
 
 struct Choice {
-  void (*few)(const Job&, int64_t begin, int64_t count);  // for a few rows of x; null: panels
+  void (*few)(const Job&, int64_t begin, int64_t count);  // for the first `rows` rows of x; null: panels
   Fill fill;                                              // of panels in registers; null: row by row
   int64_t steps, apart;                                   // how x is laid out in blocks, and how outputs come from panels
+  int64_t rows = 4;
 };
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 
 template <class Row, class Column, class Across, Zero kRole>
 static Choice WithRole(const Job& job, bool across) {
-  static decltype(Choice::few) const dots[] = {FewDots<Row, kRole, 1>, FewDots<Row, kRole, 2>, FewDots<Row, kRole, 3>,
-                                               FewDots<Row, kRole, 4>};
   static decltype(Choice::few) const sums[] = {SumColumns<Column, kRole, 1>, SumColumns<Column, kRole, 2>,
                                                SumColumns<Column, kRole, 3>, SumColumns<Column, kRole, 4>};
   constexpr int kSub = Column::kLaneBytes;
@@ -20,7 +19,11 @@ static Choice WithRole(const Job& job, bool across) {
     return {is_few ? FewTurned<Column, kRole> : nullptr, FillTurned<Column, kRole>, kSub, Column::kSteps / kSub};
   }
   if (across) return {is_few ? FewAcross<Across, kRole> : nullptr, FillRowsAcross<Across, kRole>, 1, Across::kSteps};
-  if (job.contracts_cols) return {is_few ? dots[job.M - 1] : nullptr, FillDots<Row, kRole>, Row::kSteps, 1};
+  if (job.contracts_cols) {
+    const int64_t rows = job.M < 2 ? 1 : job.M < 4 ? 2 : 4;
+    const auto dots = rows == 1 ? FewDots<Row, kRole, 1> : rows == 2 ? FewDots<Row, kRole, 2> : FewDots<Row, kRole, 4>;
+    return {job.M <= kSeveral ? dots : nullptr, FillDots<Row, kRole>, Row::kSteps, 1, rows};
+  }
   return {is_few ? sums[job.M - 1] : nullptr, FillColumns<Column, kRole>, 1, kSub};
 }
 
@@ -88,10 +91,23 @@ static int64_t ChunksOf(const Job& job) {
   return (job.outputs() + width - 1) / width * ((job.M + kTall - 1) / kTall);
 }
 
+// The same job for the rows of x from m on.
+static Job FromRow(const Job& job, int64_t m) {
+  Job rest = job;
+  rest.M -= m, rest.x += m * job.ldx;
+  if (job.x_sums != nullptr) rest.x_sums += m * job.ld_sums;
+  rest.y = static_cast<char*>(job.y) + m * job.N * (job.y_kind == Float::kF32 ? 4 : 2);
+  return rest;
+}
+
 static void RunChunk(const Job& job, int64_t chunk) {
   const Choice choice = ChoiceOf(job);
   const int64_t width = WidthOf(job, choice), down = (job.M + kTall - 1) / kTall, m0 = chunk % down * kTall;
-  if (choice.few != nullptr) return choice.few(job, chunk * width, width);
+  if (choice.few != nullptr) {
+    choice.few(job, chunk * width, width);
+    if (job.M > choice.rows) RunChunk(FromRow(job, choice.rows), chunk);
+    return;
+  }
   const int64_t length = 16 * choice.steps < kPart ? kPart : 16 * choice.steps;
   const int64_t m1 = m0 + kTall < job.M ? m0 + kTall : job.M;
   PanelProduct(job, choice.fill, length, width, choice.apart, chunk / down * width, m0, m1);

@@ -18,6 +18,12 @@
 // where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them. With one row of x four
 // rows of the weight are taken together: x is loaded once for them.
 //
+// Short rows cost as much beside their codes as with them: 1536 rows of 576 codes of Q4_1 took 65 us of one core where 576 rows
+// of 1536 codes took 38. So the scales and zero points of many rows are widened together, the lanes of four rows are summed
+// together, whole blocks are loaded without a mask, and where the last block is filled by half or less, that of another row
+// comes into the other half. Up to 16 rows of x along a contraction are taken four at a time, while the rows of the weight lie
+// in the cache.
+//
 // Scales that change along the contraction (across.h): x @ w with a scale for each row of w, tiles that run along the outputs,
 // and so every gradient, whose weight is read along its other axis. There a tile's sum is one product long, so the scale meets x
 // instead of the sum. Where rows are contracted, a lane holds 8 codes (4 of a byte) that are neighbouring outputs, and one
@@ -38,7 +44,8 @@
 // of x, too.
 //
 // Threads take chunks of outputs, and each output is summed in one order, whatever its chunk: the bits of the result are the
-// same for any number of threads. A network of many layers makes hundreds of calls of some
+// same for any number of threads. Each has a share of neighbouring chunks: what a thread asks for ahead reaches into the next
+// chunk, and would be read twice if that were another's. A network of many layers makes hundreds of calls of some
 // 10 us each, and to wake a sleeping thread for each took longer than it saved: 64 tokens of a 30-layer model were faster on
 // one core than on two. So a thread that has helped looks for the next call for 100 us before it sleeps (parallel.h). It is no
 // thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it

@@ -144,20 +144,26 @@ enum class Lanes { kOne, kPattern, kAny };
 
 struct TileLanes {
   Lanes form;
-  int64_t block, tile, last;  // codes of a block and of a tile; the last tile
-  __m512i pattern;
+  int64_t block, tile, last;   // codes of a block and of a tile; the last tile
+  int64_t per_block, blocks;   // whole tiles of a block, or 0; blocks of a tile, or more than there are
+  __mmask16 there;             // the lanes of the last block that hold codes
+  __m512i pattern, in_halves;  // the tile of each lane; of each lane of a half
   TileLanes(int64_t block, int64_t steps, int64_t tile, int64_t cols) : block(block), tile(tile), last((cols - 1) / tile) {
     form = tile >= cols || tile % block == 0 ? Lanes::kOne : block % tile == 0 ? Lanes::kPattern : Lanes::kAny;
+    per_block = form == Lanes::kPattern ? block / tile : 0, blocks = form == Lanes::kOne ? (tile + block - 1) / block : cols;
+    there = static_cast<__mmask16>((1u << ((cols - 1) % block / steps + 1)) - 1);
     alignas(64) int32_t lane[16];
     for (int j = 0; j < 16; ++j) lane[j] = form == Lanes::kPattern ? static_cast<int32_t>(j * steps / tile) : 0;
     pattern = _mm512_load_si512(lane);
+    in_halves = _mm512_inserti64x4(pattern, _mm512_castsi512_si256(pattern), 1);
   }
 };
 
+// Those of block b, whose first tile is tile `at`; 0 in lanes that are not there.
 template <Lanes kForm>
-static inline V LanesOf(const TileLanes& t, const float* of_tiles, int64_t b) {
-  if (kForm == Lanes::kOne) return Same(of_tiles[b * t.block / t.tile]);
-  if (kForm == Lanes::kPattern) return _mm512_permutexvar_ps(t.pattern, Load(of_tiles + b * t.block / t.tile));
+static inline V LanesOf(const TileLanes& t, const float* of_tiles, int64_t at, int64_t b, __mmask16 there) {
+  if (kForm == Lanes::kOne) return Same(of_tiles[at]);
+  if (kForm == Lanes::kPattern) return _mm512_maskz_permutexvar_ps(there, t.pattern, Load(of_tiles + at));
   float lane[16];
   for (int j = 0; j < 16; ++j) {
     const int64_t tile = (b * t.block + j * (t.block / 16)) / t.tile;
