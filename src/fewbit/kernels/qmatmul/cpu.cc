@@ -15,15 +15,21 @@
 // they are stored; the rows of the next tile are prefetched, because each row is another page. 1 and 2 bits go the same way;
 // bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of 3, 5 and 6 bits are
 // cut out of their bytes first, to a byte each: along a row eight at a time by one instruction, down columns by two shifts
-// where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them. With one row of x four
-// rows of the weight are taken together: x is loaded once for them.
+// where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them, and integers of 7 bits,
+// whose table would be eight registers, become floats by their bits (Whole). With one row of x four rows of the weight are taken
+// together: x is loaded once for them.
+//
+// AVX2 and NEON go the same way with the same layout: sixteen lanes are two registers or four (sixteen.h), and only how a code
+// becomes a number is their own (short_registers.h). One row of x is all that has room for its sums there; two or more meet
+// panels, which are filled from the same registers.
 //
 // More rows (panels.h). 128 outputs by 128 places are decoded and scaled into float32, [k][n] whichever axis is contracted, and
 // multiplied by blocks of 6 x 4 vectors of registers, at 24 multiply-adds for 10 loads. A block of registers walks down the
 // rows of x while its part of the panel, 32 KiB, stays in the first cache; x streams past it, 24 bytes for 12 cycles. Along a
 // contraction the packed bytes of 16 rows are turned before they are decoded: 64 shuffles for 2048 codes of 4 bits, an eighth
-// of what turning the numbers would take. The decoding is that of vectors.h where there is one. Every other case (7 bits, tiles
-// that lanes do not fit, AVX2, plain C++) is decoded row by row (decode.h) and turned as numbers, for a few rows of x, too.
+// of what turning the numbers would take. The decoding is that of vectors.h where there is one. Every other case (tables of
+// 7 bits, and of 5 with AVX2 and NEON; tiles that lanes do not fit; plain C++) is decoded row by row (decode.h) and turned as
+// numbers, for a few rows of x, too.
 //
 // Threads take chunks of outputs, whose sizes do not depend on how many threads there are, and each output is summed in one
 // order: the bits of the result are the same for any number of them. A network of many layers makes hundreds of calls of some

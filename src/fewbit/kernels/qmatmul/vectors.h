@@ -1,6 +1,6 @@
 // One row of x, or a few: codes become numbers in registers and are used there. Included inside a level's namespace.
 
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+#if FEWBIT_DECODES
 
 constexpr int64_t kFewRows = 4;
 constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
@@ -10,12 +10,12 @@ constexpr int64_t kRowsAhead = 8;
 static inline void PrefetchHeld(const Held& held, int64_t from, int64_t n) {
   const int64_t bytes = held.holder == Holder::kF32 ? 4 : held.holder == Holder::kTable ? 1 : 2;
   const char* p = static_cast<const char*>(held.data) + from * bytes;
-  for (int64_t i = 0; i < n * bytes; i += 64) _mm_prefetch(p + i, _MM_HINT_T0);
+  for (int64_t i = 0; i < n * bytes; i += 64) __builtin_prefetch(p + i);
 }
 
 // Rows of the weight are taken RowsAtOnce(kM) at a time, which meet each vector of x together: it is loaded once, and the memory
 // of several rows is asked for at once.
-constexpr int RowsAtOnce(int m) { return m == 1 ? 4 : m == 2 ? 2 : 1; }
+constexpr int RowsAtOnce(int m) { return kLanes < 16 ? 2 : m == 1 ? 4 : m == 2 ? 2 : 1; }
 
 template <class Decoder, Lanes kForm, Zero kRole, int kM>
 static void DotRows(const Job& job, int64_t r0, int64_t r1) {
@@ -38,41 +38,41 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
   float y[kM][kFewOutputs];
   for (int64_t r = r0; r < r1; r += kR) {
     const uint8_t* row[kR];
-    V total[kR][kM];
+    V16 total[kR][kM];
     for (int j = 0; j < kR; ++j) {
       const int64_t here = r + j < r1 ? r + j : r1 - 1;
       row[j] = w.codes + here * w.row_stride;
       PrefetchHeld(w.scale, (r + j + kRowsAhead) / w.row_tile * tiles, tiles);
       LoadHeld(w.scale, here / w.row_tile * tiles, tiles, w.unit, scale + j * apart);
-      for (int m = 0; m < kM; ++m) total[j][m] = Same(0.0f);
+      for (int m = 0; m < kM; ++m) total[j][m] = Same16(0.0f);
       if (kRole == Zero::kNone) continue;
       PrefetchHeld(w.zero, (r + j + kRowsAhead) / w.row_tile * tiles, tiles);
       LoadHeld(w.zero, here / w.row_tile * tiles, tiles, 1.0f, zero + j * apart);
       for (int m = 0; m < kM; ++m) {
         for (int64_t t = 0; kRole == Zero::kOffset && t < tiles; t += 16) {
-          total[j][m] = MulAdd(Load(zero + j * apart + t), Load(x_of_tiles + m * apart + t), total[j][m]);
+          total[j][m] = MulAdd(Load16(zero + j * apart + t), Load16(x_of_tiles + m * apart + t), total[j][m]);
         }
       }
     }
     const int64_t next = kR * w.row_stride > kAhead ? kR * w.row_stride : kAhead;
     for (int64_t b = 0; b < blocks; ++b) {
       const float* x = job.x + b * kBlock;
-      V sum[kR][kM], z[kR];
+      V16 sum[kR][kM], z[kR];
       Decoder codes[kR];
 #pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
         codes[j] = Decoder(row[j] + b * kBytes, w.row_stride - b * kBytes, table);
-        _mm_prefetch(reinterpret_cast<const char*>(row[j] + b * kBytes + next), _MM_HINT_T0);
-        z[j] = kRole == Zero::kWhole ? LanesOf<kForm>(lanes, zero + j * apart, b) : Same(0.0f);
+        __builtin_prefetch(row[j] + b * kBytes + next);
+        z[j] = kRole == Zero::kWhole ? LanesOf<kForm>(lanes, zero + j * apart, b) : Same16(0.0f);
       }
 #pragma GCC unroll 32
       for (int i = 0; i < kSteps; ++i) {
-        V a[kM];
+        V16 a[kM];
 #pragma GCC unroll 4
-        for (int m = 0; m < kM; ++m) a[m] = Load(x + m * job.ldx + 16 * i);
+        for (int m = 0; m < kM; ++m) a[m] = Load16(x + m * job.ldx + 16 * i);
 #pragma GCC unroll 4
         for (int j = 0; j < kR; ++j) {
-          V v = codes[j].At(i, table);
+          V16 v = codes[j].At(i, table);
           if (kRole == Zero::kWhole) v = Sub(v, z[j]);
 #pragma GCC unroll 4
           for (int m = 0; m < kM; ++m) sum[j][m] = i == 0 ? Mul(v, a[m]) : MulAdd(v, a[m], sum[j][m]);
@@ -80,7 +80,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
       }
 #pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
-        const V s = LanesOf<kForm>(lanes, scale + j * apart, b);
+        const V16 s = LanesOf<kForm>(lanes, scale + j * apart, b);
         for (int m = 0; m < kM; ++m) total[j][m] = MulAdd(sum[j][m], s, total[j][m]);
       }
     }
@@ -119,36 +119,36 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
     for (int64_t b = 0; b < blocks; ++b) {
       const uint8_t* p = w.codes + n0 + b * kBlock;
       const int64_t left = w.cols - n0 - b * kBlock;
-      V sum[kM][kSub], z[kSub];
+      V16 sum[kM][kSub], z[kSub];
       for (int k = 0; k < kSub; ++k) {
-        z[k] = Load(zero + b * kBlock + k * 16);
-        for (int m = 0; m < kM; ++m) sum[m][k] = Same(0.0f);
+        z[k] = Load16(zero + b * kBlock + k * 16);
+        for (int m = 0; m < kM; ++m) sum[m][k] = Same16(0.0f);
       }
       const int64_t ahead = (last - first) * kByteRows * w.row_stride;
       for (int64_t r = first; r < last; ++r) {
         const uint8_t* bytes = p + r * kByteRows * w.row_stride;
         const Decoder codes(bytes, w.row_stride, ByteRows(w) - r * kByteRows, left);
         for (int j = 0; j < kByteRows; ++j) {
-          _mm_prefetch(reinterpret_cast<const char*>(bytes + j * w.row_stride + ahead), _MM_HINT_T0);
+          __builtin_prefetch(bytes + j * w.row_stride + ahead);
         }
         const float* x = job.x + r * kAlong;
 #pragma GCC unroll 8
         for (int along = 0; along < kAlong; ++along) {
 #pragma GCC unroll 4
           for (int place = 0; place < kSub; ++place) {
-            V v = codes.At(place * kAlong + along, table);
+            V16 v = codes.At(place * kAlong + along, table);
             if (kRole == Zero::kWhole) v = Sub(v, z[place]);
 #pragma GCC unroll 4
-            for (int m = 0; m < kM; ++m) sum[m][place] = MulAdd(v, Same(x[m * job.ldx + along]), sum[m][place]);
+            for (int m = 0; m < kM; ++m) sum[m][place] = MulAdd(v, Same16(x[m * job.ldx + along]), sum[m][place]);
           }
         }
       }
       for (int m = 0; m < kM; ++m) {
         for (int k = 0; k < kSub; ++k) {
           float* t = total + m * padded + b * kBlock + k * 16;
-          V sum_here = MulAdd(sum[m][k], Load(scale + b * kBlock + k * 16), Load(t));
-          if (kRole == Zero::kOffset) sum_here = MulAdd(z[k], Same(x_sum[m]), sum_here);
-          Store(t, sum_here);
+          V16 sum_here = MulAdd(sum[m][k], Load16(scale + b * kBlock + k * 16), Load16(t));
+          if (kRole == Zero::kOffset) sum_here = MulAdd(z[k], Same16(x_sum[m]), sum_here);
+          Store16(t, sum_here);
         }
       }
     }
@@ -163,8 +163,9 @@ template <class Decoder, Zero kRole, int kM>
 static void FewDots(const Job& job, int64_t begin, int64_t count) {
   const int64_t end = begin + count < job.w.rows ? begin + count : job.w.rows;
   const Lanes form = TileLanes(16 * Decoder::kSteps, Decoder::kSteps, job.w.col_tile, job.w.cols).form;
-  // One scale a block is a pattern, too; only with one row of x is the permutation worth a kernel without it.
-  constexpr Lanes kOne = kM == 1 ? Lanes::kOne : Lanes::kPattern;
+  // One scale a block is a pattern, too; only with one row of x and AVX-512 is the
+  // permutation worth a kernel without it.
+  constexpr Lanes kOne = kM == 1 && kLanes == 16 ? Lanes::kOne : Lanes::kPattern;
   if (form == Lanes::kOne) DotRows<Decoder, kOne, kRole, kM>(job, begin, end);
   else if (form == Lanes::kPattern) DotRows<Decoder, Lanes::kPattern, kRole, kM>(job, begin, end);
   else DotRows<Decoder, Lanes::kAny, kRole, kM>(job, begin, end);
