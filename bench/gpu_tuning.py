@@ -11,7 +11,7 @@ import torch
 import triton
 
 from fewbit import torch as fbt
-from fewbit.kernels.qmatmul.gpu_configs import DotConfig, GemvConfig, GpuConfig
+from fewbit.kernels.qmatmul.gpu_configs import DotConfig, GemvConfig, GpuConfig, PairsConfig
 from fewbit.torch import products
 
 from .gpu_timing import gpu, timed, weight
@@ -19,15 +19,24 @@ from .gpu_timing import gpu, timed, weight
 
 def tuned(config: GpuConfig, rounds: int) -> GpuConfig:
     """The fastest blocks on this device, tried with weights of 4096 x 4096 and 14336 x 4096."""
-    gemv = {bits: fastest_gemv(config, bits, name, rounds) for bits, name in ((4, "int4_g64"), (8, "int8"))}
-    config = dataclasses.replace(config, gemv=gemv)
+    config = dataclasses.replace(config, pairs_rows=0)
+    schemes = ((4, "int4_g64"), (8, "int8"))
+    gemv = {bits: fastest_gemv(config, bits, name, rounds) for bits, name in schemes}
+    pairs = {bits: fastest_pairs(config, bits, name, rounds) for bits, name in schemes}
+    config = dataclasses.replace(config, gemv=gemv, pairs=pairs)
     family = tuple(fastest_dot(config, blocks, rounds) for blocks in config.dot)
     config = dataclasses.replace(config, dot=family, codes=tuple(fastest_codes(config, b, rounds) for b in config.codes))
     few = next((m for m in (1, 2, 4, 8) if not gemv_wins(config, m, rounds)), 16)
+    paired = next((m for m in (64, 32, 16, 8, 4, 2, 1) if pairs_win(config, m, rounds)), 0)
     many = next((m for m in (256, 512, 1024, 2048, 4096, 8192) if torch_wins(config, m, rounds)), 1 << 30)
     today = datetime.date.today().isoformat()
     return dataclasses.replace(
-        config, device=torch.cuda.get_device_name(), measured=today, gemv_rows=few // 2, torch_from=many
+        config,
+        device=torch.cuda.get_device_name(),
+        measured=today,
+        gemv_rows=few // 2,
+        pairs_rows=paired,
+        torch_from=many,
     )
 
 
@@ -35,6 +44,13 @@ def fastest_gemv(config: GpuConfig, bits: int, name: str, rounds: int) -> GemvCo
     """The fastest blocks of one row."""
     tried = [GemvConfig(*sizes) for sizes in itertools.product((1, 2, 4, 8), (128, 256, 512, 1024), (2, 4, 8))]
     return fastest(tried, lambda blocks: dataclasses.replace(config, gemv={**config.gemv, bits: blocks}), name, 1, rounds)
+
+
+def fastest_pairs(config: GpuConfig, bits: int, name: str, rounds: int) -> PairsConfig:
+    """The fastest blocks of one row on tensor cores."""
+    tried = [PairsConfig(*sizes) for sizes in itertools.product((16, 32, 64), (256, 512, 1024), (2, 4, 8), (2, 3, 4))]
+    paired = dataclasses.replace(config, pairs_rows=1)
+    return fastest(tried, lambda blocks: dataclasses.replace(paired, pairs={**config.pairs, bits: blocks}), name, 1, rounds)
 
 
 def fastest_dot(config: GpuConfig, blocks: DotConfig, rounds: int) -> DotConfig:
@@ -84,6 +100,13 @@ def gemv_wins(config: GpuConfig, m: int, rounds: int) -> bool:
     """Whether the kernel of a few rows is faster than tensor cores for this many."""
     x, held = torch.randn(m, 4096, device="cuda").bfloat16(), weight("int4_g64", 4096, 4096)
     pair = [dataclasses.replace(config, gemv_rows=limit) for limit in (m, 0)]
+    return least({str(i): lambda _, c=c: products.by_triton(x, held, c, gpu()) for i, c in enumerate(pair)}, rounds) == 0
+
+
+def pairs_win(config: GpuConfig, m: int, rounds: int) -> bool:
+    """Whether decoding in pairs is faster than what else serves this many rows of bfloat16."""
+    x, held = torch.randn(m, 4096, device="cuda").bfloat16(), weight("int4_g64", 4096, 4096)
+    pair = [dataclasses.replace(config, pairs_rows=limit) for limit in (m, 0)]
     return least({str(i): lambda _, c=c: products.by_triton(x, held, c, gpu()) for i, c in enumerate(pair)}, rounds) == 0
 
 

@@ -24,7 +24,7 @@ import triton
 
 from fewbit import torch as fbt
 from fewbit.kernels.qmatmul.gpu_configs import FOLDER, GpuConfig, file_name, gpu_config
-from fewbit.torch import products
+from fewbit.torch import products, ragged
 
 from .gpu_timing import copied, copies, count_of, gpu, timed, weight
 from .gpu_tuning import tuned
@@ -34,6 +34,8 @@ SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336), (1024, 4096))
 ROWS = (1, 16, 256, 4096)
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int8", "fp8", "mxfp8")
 CODES = ("int8", "fp8")
+EXPERTS, EXPERT_ROWS = 16, (16, 256, 4096)
+"""A mixture of experts: how many matrices of 4096 x 4096, and how many rows all of them have."""
 RESULTS = pathlib.Path(__file__).parent / "results"
 
 
@@ -56,6 +58,7 @@ def main() -> int:
         return 1
     config = tuned(config, options.rounds) if options.tune else config
     rows = [row for n, k in SHAPES for m in ROWS for row in measured(n, k, m, config, options.rounds)]
+    rows += [row for m in EXPERT_ROWS for row in measured_experts(m, config, options.rounds)]
     if options.save:
         save(rows, config, is_tuned=options.tune)
     return 0
@@ -72,6 +75,14 @@ def wrongs(config: GpuConfig) -> Iterator[str]:
         g = torch.randn(m, 1000, device="cuda").bfloat16()
         if not is_right(products.by_triton(g, q.T, config, gpu()), g, q.T, 2.0**-8):
             yield f"{name} dim {dim}, gradient of {m} rows"
+    for name, dim, dtype in itertools.product(SCHEMES, (-1, -2), (torch.bfloat16, torch.float32)):
+        q, x = experts(name, 1000, 1088, dim), torch.randn(300, 1088, device="cuda").to(dtype)
+        sizes = torch.tensor([70, 0, 200, 1, *[0] * (EXPERTS - 4)], device="cuda")
+        y, w = ragged.ragged_by_triton(x, q, sizes, config, gpu()), fbt.dequantize(q, torch.float32)
+        exact = fbt.ragged_dot(x.double(), q, sizes, backend="torch")
+        size = x.float().norm(dim=1)[:, None] * w.norm(dim=1).amax()
+        if not bool(((y.double() - exact).abs() <= 2.0**-8 * size).all()):
+            yield f"{name} in groups, dim {dim}, rows of {dtype}"
     for name in CODES:
         q, x = weight(name, 1000, 1088), fbt.quantize(torch.randn(100, 1088, device="cuda"), name)
         if not is_right(products.codes_by_triton(x, q, config, gpu()), fbt.dequantize(x), q, 2.0**-9):  # 14 bits of a sum
@@ -101,15 +112,44 @@ def measured(n: int, k: int, m: int, config: GpuConfig, rounds: int) -> list[dic
             runs[f"{name} x {name}"] = lambda i, held=held, held_x=held_x: products.codes_by_triton(
                 held_x, held[i % len(held)], config, gpu()
             )
-    seconds = timed(runs, rounds)
-    base = statistics.median(seconds["cuBLAS bfloat16"])
+    return reported(timed(runs, rounds), {"n": n, "k": k, "m": m})
+
+
+def reported(seconds: dict[str, list[float]], shape: dict[str, int]) -> list[dict[str, Any]]:
+    """A row for each of those that were timed, compared with the first."""
+    base = statistics.median(next(iter(seconds.values())))
     rows = []
     for who, times in seconds.items():
         middle, ends = statistics.median(times), (min(times), max(times))
         facts = {"us": 1e6 * middle, "low": 1e6 * ends[0], "high": 1e6 * ends[1], "speedup": base / middle}
-        rows.append({"n": n, "k": k, "m": m, "who": who, **facts})
-        print("{n:6} x {k:6} m {m:5}  {who:24} {us:9.1f} us ({low:.1f} to {high:.1f})  {speedup:5.2f}x".format(**rows[-1]))
+        rows.append({**shape, "who": who, **facts})
+        print("{n:6} x {k:6} m {m:5}  {who:32} {us:9.1f} us ({low:.1f} to {high:.1f})  {speedup:5.2f}x".format(**rows[-1]))
     return rows
+
+
+def experts(name: str, n: int, k: int, dim: int = -1) -> fbt.QTensor:
+    """Matrices `[EXPERTS, K, N]`, held as `[N, K]` each (dim -1) or as `[K, N]` (dim -2)."""
+    w = torch.randn(EXPERTS, *((n, k) if dim == -1 else (k, n)), device="cuda") * 0.02
+    q = fbt.quantize(w.bfloat16(), name, dim, "naive")
+    return q.mT if dim == -1 else q
+
+
+def measured_experts(m: int, config: GpuConfig, rounds: int) -> list[dict[str, Any]]:
+    """The figures of rows in groups of different lengths: one bfloat16 product a group, whose sizes the host knows, and every scheme."""
+    x, share = torch.randn(m, 4096, device="cuda").bfloat16(), torch.rand(EXPERTS).softmax(0)
+    ends = [0, *(share.cumsum(0) * m).round().int().tolist()]
+    sizes = torch.tensor([b - a for a, b in itertools.pairwise(ends)], dtype=torch.int32, device="cuda")
+    dense = copies(torch.randn(EXPERTS, 4096, 4096, device="cuda").bfloat16(), EXPERTS * 4096 * 4096 * 2)
+
+    def one_by_one(i: int) -> list[torch.Tensor]:
+        return [x[a:b] @ dense[i % len(dense)][g].T for g, (a, b) in enumerate(itertools.pairwise(ends)) if b > a]
+
+    runs: dict[str, Callable[[int], Any]] = {"cuBLAS bfloat16, a call a group": one_by_one}
+    for name in SCHEMES:
+        q = experts(name, 4096, 4096)
+        held = [q, *(copied(q) for _ in range(count_of(q.nbytes) - 1))]
+        runs[name] = lambda i, held=held: ragged.ragged_by_triton(x, held[i % len(held)], sizes, config, gpu())
+    return reported(timed(runs, rounds), {"n": 4096, "k": 4096, "m": m, "groups": EXPERTS})
 
 
 def save(rows: list[dict[str, Any]], config: GpuConfig, *, is_tuned: bool) -> None:

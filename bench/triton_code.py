@@ -1,6 +1,6 @@
 """What the Triton kernels compile to, without a GPU: instructions an element and widths of loads and stores, by architecture.
 
-    python -m bench.triton_code [--save]
+    python -m bench.triton_code [--only TEXT] [--save]
 
 A kernel is compiled for sm_80, sm_90 and sm_100 and disassembled. `lane instructions` are the static SASS instructions of a thread
 times the threads of a program over its elements: loops that are not unrolled count once, branches that are seldom taken count.
@@ -9,11 +9,15 @@ Of products, `in_loop` is the same for the longest loop alone, the steps along K
 
 import argparse
 import collections
+import dataclasses
+import functools
+import json
 import pathlib
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -39,12 +43,15 @@ KERNELS = (
 )  # fmt: skip
 BY_PTX = (("mxfp4", "naive"), ("nvfp4", "optimal"))
 DECODED = ("mxfp4", "nvfp4")
+FEW = ("int4_g64", "uint4_g64", "nf4", "mxfp4", "nvfp4", "int8", "fp8")
 MULTIPLIED = (
-    ("int4_g64", "x1"), ("uint4_g64", "x1"), ("nf4", "x1"), ("mxfp4", "x1"), ("nvfp4", "x1"), ("int8", "x1"), ("fp8", "x1"),
-    ("int4_g64", "x16"), ("nvfp4", "x16"), ("fp8", "x16"), ("int4_g64", "x256"), ("mxfp4", "x256"),
+    *((name, "x1") for name in FEW), ("int4_g64", "x16"), ("nvfp4", "x16"), ("fp8", "x16"),
+    ("int4_g64", "x1-float32"), ("mxfp4", "x1-float32"), ("int8", "x1-float32"),
+    ("int4_g64", "x16-stepped"), ("int4_g64", "x256"), ("mxfp4", "x256"), ("mxfp4", "grouped"),
 )  # fmt: skip
-FAMILIES = {"x1": 1, "x16": 16, "x256": 256}
-"""By name, how many rows of bfloat16 meet the matrix."""
+FAMILIES = {"x1": 1, "x16": 16, "grouped": 512, "x1-float32": 1, "x16-stepped": 16, "x256": 256}
+"""By name, how many rows of bfloat16 meet the matrix, or 32 of them; float32 and "stepped" do not decode in pairs."""
+PAIRS = ("x1", "x16", "grouped")
 CODES = ("int8", "fp8")
 HOPPER = Gpu(132, 163 * 1024)
 """The multiprocessors of an H200, and the shared memory that an A100 has, too."""
@@ -55,13 +62,9 @@ def main() -> int:
     """Prints a line a kernel and architecture."""
     parser = argparse.ArgumentParser(prog="python -m bench.triton_code")
     parser.add_argument("--save", action="store_true", help="write bench/results/triton.json")
+    parser.add_argument("--only", default="", help="compile the kernels whose title contains this; the others' rows stay")
     options = parser.parse_args()
-    rows = [row for name, method in KERNELS for row in quantizer_rows(name, method)]
-    rows += [row for name, method in BY_PTX for row in quantizer_rows(name, method, (100,), inline_ptx=True)]
-    rows += [row for name in DECODED for row in decoder_rows(name)]
-    rows += [row for name in DECODED for row in sweep_rows(name)]
-    rows += [row for name, family in MULTIPLIED for row in product_rows(name, family)]
-    rows += [row for name in CODES for row in codes_rows(name)]
+    rows = [row for title, make in makers().items() if options.only in title for row in make()]
     for row in rows:
         print(
             "{kernel:18} sm_{sm:<4} {lane_instructions:7.1f} a lane and element  {registers:4} registers  {memory}".format(
@@ -69,8 +72,30 @@ def main() -> int:
             )
         )
     if options.save:
-        save("triton", ("triton",), rows=rows)
+        save("triton", ("triton",), rows=[*kept(rows), *rows])
     return 0
+
+
+def makers() -> dict[str, Callable[[], list[dict[str, Any]]]]:
+    """What makes the rows of each kernel, by its title."""
+    found: dict[str, Callable[[], list[dict[str, Any]]]] = {}
+    for name, method in KERNELS:
+        found[f"{name} {method}"] = functools.partial(quantizer_rows, name, method)
+    for name, method in BY_PTX:
+        found[f"{name} {method}-ptx"] = functools.partial(quantizer_rows, name, method, (100,), inline_ptx=True)
+    for name in DECODED:
+        found[f"{name} decoded"] = functools.partial(decoder_rows, name)
+        found[f"{name} swept"] = functools.partial(sweep_rows, name)
+    for name, family in MULTIPLIED:
+        found[f"{name} {family}"] = functools.partial(product_rows, name, family)
+    return found | {f"{name} codes": functools.partial(codes_rows, name) for name in CODES}
+
+
+def kept(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The committed rows of kernels that were not compiled now, and are still made."""
+    path, now = pathlib.Path(__file__).parent / "results" / "triton.json", {row["kernel"] for row in rows}
+    committed = json.loads(path.read_text())["rows"] if path.exists() else []
+    return [row for row in committed if row["kernel"] not in now and row["kernel"] in makers()]
 
 
 def quantizer_rows(
@@ -120,28 +145,41 @@ def sweep_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> lis
 
 def product_rows(name: str, family: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
     """The figures of one product with a matrix of 4096 x 4096, held as `[N, K]`; a step along K counts once."""
+    return [product_row(name, family, sm) for sm in architectures]
+
+
+def product_row(name: str, family: str, sm: int) -> dict[str, Any]:
+    """The same for one architecture."""
     scheme, m, config = fb.scheme(name).along(0, 2), FAMILIES[family], gpu_config("")
     matrix = Matrix(scheme, 4096, 4096)
     tiles = 4096 // matrix.tile_k if matrix.tile_k else 1
-    if m <= config.gemv_rows:
-        launch = triton_launch.gemv_launch(matrix, m, 4096, 4096 * matrix.bits // 32, (1, tiles), config.gemv[matrix.bits])
+    row_bytes, scale_strides = 4096 * matrix.bits // 8, (1, tiles)
+    if family in PAIRS:
+        gpu = dataclasses.replace(HOPPER, sm=sm)
+        groups = triton_launch.Groups(32, 4096 * row_bytes, 4096 * tiles, 1) if family == "grouped" else triton_launch.ONE
+        how: Any = {"ptx": config.ptx, "gpu": gpu, "groups": groups}
+        few = config.pairs[matrix.bits]
+        launch = triton_launch.pairs_launch(matrix, m, 4096, row_bytes, scale_strides, few, **how)
+        elements = launch.constants["BN"] * launch.constants["KS"] * launch.constants["CHUNK"]
+    elif m <= config.gemv_rows:
+        launch = triton_launch.gemv_launch(matrix, m, 4096, row_bytes // 4, scale_strides, config.gemv[matrix.bits])
         elements = launch.constants["BN"] * launch.constants["BW"] * (32 // matrix.bits)
     else:
-        strides, blocks = (1, 4096 * matrix.bits // 8), blocks_for(config.dot, m)
         settings: Any = {"precision": "bf16", "gpu": HOPPER}
-        launch = triton_launch.dot_launch(matrix, m, 4096, strides, (1, tiles), blocks, **settings)
+        blocks = blocks_for(config.dot, m)
+        launch = triton_launch.dot_launch(matrix, m, 4096, (1, row_bytes), scale_strides, blocks, **settings)
         elements = launch.constants["BN"] * launch.constants["BK"]
     held = scheme.scale
     scale = "*u8" if isinstance(held, fb.formats.AbstractFormat) else "*fp32"
     zero = "*u8" if scheme.zero_point is not None else scale
-    y = "*bf16" if launch.splits == 1 else "*fp32"
+    y, codes = "*bf16" if launch.splits == 1 else "*fp32", "*i32" if "BW" in launch.constants else "*u8"
     return launched_rows(
         f"{name} {family}",
         launch,
-        ("*bf16", "*i32" if m == 1 else "*u8", scale, zero, "*fp32", "*fp32", y),
+        ("*bf16", codes, scale, zero, "*fp32", "*fp32", *(("*i32",) if launch.takes_sizes else ()), y),
         elements,
-        architectures,
-    )
+        (sm,),
+    )[0]
 
 
 def codes_rows(name: str, architectures: tuple[int, ...] = ARCHITECTURES) -> list[dict[str, Any]]:
@@ -199,7 +237,7 @@ def rows_of(
                 "registers": registers(compiled.asm["cubin"]),
                 "memory": dict(sorted(memory.items())),
                 "shuffles": sum(op.startswith("SHFL") for op in operations),
-                **({"in_loop": round(loop(text) * warps * 32 / elements, 1)} if {"BW", "BK"} & set(constants) else {}),
+                **({"in_loop": round(loop(text) * warps * 32 / elements, 1)} if {"BW", "BK", "KS"} & set(constants) else {}),
                 **matrix_instructions(operations, compiled.metadata.shared),
             }
         )

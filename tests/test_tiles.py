@@ -12,6 +12,7 @@ from fewbit._tiles import (
     blocked,
     blocked_scale,
     fitting_tiles,
+    from_front,
     tile_counts,
     tile_map,
     unblocked,
@@ -82,6 +83,14 @@ def test_maps_are_normal_hashable_and_readable():
 def test_refusals(tile, message: str):
     with pytest.raises(QuantError, match=message):
         FrozenTileMap(tile)
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_axes_are_counted_from_the_front():
+    assert [from_front(axis, 3) for axis in (0, -1, np.int64(-2))] == [0, 2, 1]
+    for axis, message in ((3, "axis is 3, but the array has 3 axes"), (None, "axis is None, must be a whole number")):
+        with pytest.raises(QuantError, match=message):
+            from_front(axis, 3)
 
 
 def test_a_tile_on_an_axis_that_is_not_there():

@@ -4,6 +4,7 @@ Per axis a tile is a length, or None for the whole axis. An axis of `n` elements
 short. The scale of an array has one element a tile, so its shape follows from the shape and the tiles.
 """
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from types import EllipsisType
 from typing import TypeAlias
@@ -54,6 +55,24 @@ class FrozenTileMap(Mapping[int | EllipsisType, Tile]):
 
     def __repr__(self) -> str:
         return repr(self._map).replace("Ellipsis", "...")
+
+
+def from_front(axis: int, ndim: int) -> int:
+    """The axis counted from the front.
+
+    Raises:
+        QuantError: for what is no whole number, and for an axis that an array of `ndim` axes does not have.
+
+    >>> from_front(-1, 3)
+    2
+    """
+    try:
+        place = operator.index(axis)
+    except TypeError:
+        raise QuantError(f"axis is {axis!r}, must be a whole number") from None
+    if not -ndim <= place < ndim:
+        raise QuantError(f"axis is {place}, but the array has {ndim} axes")
+    return place % ndim
 
 
 def axis_tiles(tile: TileMap, ndim: int) -> tuple[Tile, ...]:

@@ -220,7 +220,7 @@ def test_reshapes_that_would_tear_are_refused(spec: str, shape: tuple[int, ...],
             "codes share bytes in runs of 2; slice the packed axis at their multiples",
         ),
         ("int3", (slice(None), slice(0, 12)), QuantError, "codes share bytes in runs of 8"),
-        ("int4", (0, 3), QuantError, r"an integer on the packed axis would cut bytes; use the slice \[3:4\]"),
+        ("int4", (0, 3), QuantError, r"the integer 3 on the packed axis would cut bytes; fb.take\(q, 3, axis\) decodes it"),
         ("int8", (0, 3), QuantError, "an integer for every axis leaves none; a QArray has at least one axis"),
         ("int8", (slice(3, 3),), QuantError, "the slice 3:3:1 of an axis of 6 leaves no element"),
         ("int8", (slice(2, 4, -1),), QuantError, "leaves no element"),
@@ -252,9 +252,21 @@ def test_the_short_last_group_of_an_interleaving_is_sliced_whole():
 def test_transposes_that_are_refused():
     q = q_of((6, 130), "int8")
     with numpy_leaves():
-        for order in ((0,), (0, 0), (0, 2), (0, 1, 2)):
+        for order in ((0,), (0, 0), (0, 1, 0)):
             with pytest.raises(QuantError, match="must name each of the 2 axes once"):
                 q.transpose(*order)
+        for refused in (lambda: q.transpose(3, 0), lambda: q.transpose((2, 3)), lambda: q.swapaxes(0, 3)):
+            with pytest.raises(QuantError, match=r"axis is [23], but the array has 2 axes"):
+                refused()
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_axes_and_lengths_may_be_numpys():
+    one, size = np.int64(1), np.int64(6 * 128)
+    with numpy_leaves():
+        q = q_of((6, 128), "int4_g32")
+        assert q.transpose(one, 0).shape == q.swapaxes(0, one).shape == (128, 6)
+        assert q.reshape(size).shape == q.reshape([size]).shape == (768,)
 
 
 def test_iteration_gives_rows():

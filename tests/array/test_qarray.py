@@ -142,6 +142,12 @@ def test_dequantize_to_a_dtype():
         fb.dequantize(q, jnp.int32)
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_what_is_no_qarray_is_not_dequantized():
+    with pytest.raises(QuantError, match="dequantize takes a QArray, not ndarray"):
+        fb.dequantize(np.ones((2, 2)))
+
+
 BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow, operator.lt, operator.le]
 BINARY += [operator.gt, operator.ge, operator.eq, operator.ne]
 

@@ -45,6 +45,11 @@ def test_weights_for_a_rule_that_ignores_them_are_refused():
         fb.quantize(x, fb.Scheme(FORMATS["e2m1"], {-1: 32}, scale=FORMATS["e8m0"], calibration=MX("floor")), error_weights=x)
 
 
+def test_weights_of_another_shape_are_refused():
+    with pytest.raises(QuantError, match=r"error_weights have shape \(3,\), which does not broadcast to \(2, 32\)"):
+        fb.quantize(jnp.ones((2, 32)), "nvfp4", error_weights=jnp.ones(3))
+
+
 def test_a_tile_on_an_axis_that_is_not_there_is_refused():
     with pytest.raises(QuantError, match="a tile lies on axis -2, but the array has 1 axes"):
         fb.quantize(jnp.ones(8), "fp8_block128")

@@ -84,9 +84,12 @@ def test_names_of_unnamed_schemes_describe_them():
         ({"format": "int4", "scale": "float64"}, "scale is 'float64'; pass one of float32, bfloat16, float16"),
         ({"format": "int4", "calibration": "absmx"}, "unknown calibration 'absmx'; did you mean 'absmax'"),
         ({"format": "int4", "tile": {"0": 4}}, "tile axis is 0"),
+        (None, "a scheme is a name, a JSON form or a Scheme, not None"),
+        (8, "a scheme is a name, a JSON form or a Scheme, not 8"),
     ],
     ids=str,
 )
+@pytest.mark.usefixtures("unchecked")
 def test_names_and_json_are_refused(spec, message: str):
     with pytest.raises(QuantError, match=message):
         fb.scheme(spec)
@@ -100,10 +103,20 @@ def test_names_and_json_are_refused(spec, message: str):
         ({"zero_point": np.int8}, "zero_point is int8; its dtype must be one of"),
         ({"tensor_scale": True}, "a tensor scale needs scales held in a Format such as e4m3fn"),
         ({"pack_axis": 0}, "pack_axis is 0, must be negative"),
+        ({"calibration": "mse"}, r"calibration is 'mse'; pass an object: .*parse_calibration makes one of a text"),
         ({"scale": fb.SCHEMES["nf4"], "tensor_scale": True}, "take no tensor scale and no third level"),
         ({"scale": fb.SCHEMES["nf4_dq"]}, "take no tensor scale and no third level"),
     ],
-    ids=["name", "scale-dtype", "zero-dtype", "tensor-scale", "pack-axis", "nested-tensor-scale", "third-level"],
+    ids=[
+        "name",
+        "scale-dtype",
+        "zero-dtype",
+        "tensor-scale",
+        "pack-axis",
+        "calibration",
+        "nested-tensor-scale",
+        "third-level",
+    ],
 )
 @pytest.mark.usefixtures("unchecked")
 def test_constructor_refusals(fields: dict, message: str):
@@ -127,7 +140,7 @@ def test_tiles_follow_the_axis():
         (3, "axis is 3, but the array has 2 axes"),
         (-3, "axis is -3, but the array has 2 axes"),
         ((0, -2), r"axis \(0, -2\) names one axis twice"),
-        ((), r"axis is \(\), but the array has 2 axes"),
+        ((), r"axis is \(\), must name at least one axis"),
     ],
 )
 def test_bad_axes(axis, message: str):

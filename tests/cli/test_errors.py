@@ -85,6 +85,8 @@ def test_an_output_that_exists(flat, tmp_path):
 def test_an_output_without_a_parent(flat, tmp_path):
     message = fail("quantize", flat, "-o", tmp_path / "no" / "out", "-r", "int8")
     assert "no does not exist; create it first" in message
+    message = fail("quantize", flat, "-o", flat / "out", "-r", "int8")
+    assert f"the directory {flat} is a file" in message
 
 
 @pytest.mark.parametrize(

@@ -18,3 +18,10 @@ def test_contenders_take_turns_after_a_warm_up():
     times = timed({"a": lambda: calls.append("a"), "b": lambda: calls.append("b")}, rounds=2)
     assert "".join(calls) == "ab" + "abab"
     assert [len(times[who].seconds) for who in "ab"] == [2, 2]
+
+
+def test_a_pause_lies_before_each_turn_and_counts_for_none(monkeypatch):
+    done: list[str] = []
+    monkeypatch.setattr("fewbit.evaluate.timing.time.sleep", lambda seconds: done.append(f"{seconds} "))
+    timed({"a": lambda: done.append("a")}, rounds=2, pause=0.5, clock=lambda: done.append("|") or 0.0)
+    assert "".join(done) == "a" + "0.5 |a|" * 2

@@ -22,6 +22,7 @@ def odd(tmp_path):
         "wave": np.ones((2, 2), np.complex64),
         "step": np.float32(3),
         "bias": np.ones(5, np.float32),
+        "none": np.ones((0, 32), np.float32),
     }
     np.savez(tmp_path / "odd.npz", **arrays)
     return jobs.load(tmp_path / "odd.npz")
@@ -37,6 +38,7 @@ def test_flat_tensors_say_why_they_stay(odd):
         "wave": "complex64 is not floating",
         "step": "a scalar",
         "bias": "a vector: no product contracts it",
+        "none": "no elements",
     }
     assert (plan["w64"].dtype, plan["w64"].bytes_before, plan["w64"].axis) == ("float64", 512, (-1,))
     assert [row.path for row in plan if row.policy is not None] == ["w64", "w16"]

@@ -41,11 +41,10 @@ static int Failures(int number) {
   job.w_zero = {has_w_zero ? w_zero.data() : nullptr, n_tile, tiles, 1};
   job.x_zero = {has_x_zero ? x_zero.data() : nullptr, m_tile, tiles, 1};
   const std::vector<Segment> segments = SegmentsOf(job);
-  const int64_t row = 4 * (segments.back().at + segments.back().groups);
   int failures = 0;
   for (int level = 0; level <= static_cast<int>(BestIntegerIsa()); ++level) {
     const IntegerIsa isa = static_cast<IntegerIsa>(level);
-    std::vector<int8_t> laid(job.M * row);
+    std::vector<int8_t> laid(job.M * IntegerRowBytes(isa, job, segments));
     std::vector<int32_t> sums(job.M * tiles);
     std::vector<float> y(job.M * job.N, -1.0f);
     for (int64_t m = 0; m < job.M; m += IntegerRows(isa)) Prepare(isa, job, segments, x.data(), m, laid.data(), sums.data());

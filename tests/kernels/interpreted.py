@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from .ptx import evaluated
+
 MODULES = tuple(
     f"fewbit.kernels.quantize.triton{part}" for part in ("_numbers", "_search", "_memory", "", "_dequantize", "_hessian")
-) + tuple(f"fewbit.kernels.qmatmul.triton_{name}" for name in ("decode", "gemv", "dot", "codes", "launch"))
+) + tuple(
+    f"fewbit.kernels.qmatmul.triton_{name}" for name in ("decode", "groups", "gemv", "dot", "pairs", "codes", "launch")
+)
 
 
 @contextmanager
@@ -25,6 +29,7 @@ def interpreted_kernels(patch: pytest.MonkeyPatch) -> Iterator[None]:
     _interpret_the_language(patch)
     _leave_nothing_patched(patch)
     _multiply_bfloat16(patch)
+    _evaluate_ptx(patch)
     for name, package in packages.items():
         patch.delitem(sys.modules, name, raising=False)
         patch.delattr(package, name.rpartition(".")[2], raising=False)
@@ -116,3 +121,25 @@ def _multiply_bfloat16(patch: pytest.MonkeyPatch) -> None:
         return plain(self, widened(a), widened(b), *rest)
 
     patch.setattr(InterpreterBuilder, "create_dot", create_dot)
+
+
+def _evaluate_ptx(patch: pytest.MonkeyPatch) -> None:
+    """Inline PTX that makes bfloat16, from as many neighbours of the last axis as fill a register, each operand's."""
+    import triton.language as tl
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    class Call:
+        def __init__(self, results: list[np.ndarray]):
+            self.results = results
+
+        def get_result(self, i: int) -> Any:
+            return TensorHandle(self.results[i], tl.bfloat16)
+
+    def create(self: Any, text: str, constraints: str, operands: Any, types: Any, is_pure: bool, pack: int) -> Call:
+        shape, registers = operands[0].data.shape, constraints.count("=")
+        words = [np.ascontiguousarray(operand.data).reshape(-1, pack).view("<u4")[:, 0] for operand in operands]
+        made, each = evaluated(text, words, registers), pack // 2
+        tensors = [np.stack(made[i : i + each], 1).view("<u2").reshape(shape) for i in range(0, registers, each)]
+        return Call(tensors)
+
+    patch.setattr(InterpreterBuilder, "create_inline_asm", create, raising=False)

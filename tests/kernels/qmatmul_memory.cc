@@ -33,7 +33,7 @@ static int Failures(int number) {
   w.bits = static_cast<int>(Any(1, 8)), w.packed_cols = Any(0, 1), w.rows = Any(1, 90), w.cols = Any(1, 700);
   if (Any(0, 9) == 0) w.rows = Any(1024, 1200), w.cols = Any(1, 40);  // wide panels
   job.contracts_cols = Any(0, 1);
-  w.row_tile = Any(0, 1) ? 1 : Any(1, w.rows), w.col_tile = Any(0, 2) ? 32 * Any(1, 4) : Any(1, w.cols);
+  w.row_tile = Any(0, 1) ? 1 : Any(0, 1) ? 16 * Any(1, 6) : Any(1, w.rows), w.col_tile = Any(0, 2) ? 32 * Any(1, 4) : Any(1, w.cols);
   w.tiles_per_row = (w.cols - 1) / w.col_tile + 1;
   w.role = static_cast<Zero>(Any(0, 2)), w.unit = 0.5f;
   const int64_t packed = (w.packed_cols ? w.cols : w.rows) * w.bits, bytes = (packed + 7) / 8;

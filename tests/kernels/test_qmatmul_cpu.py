@@ -119,6 +119,29 @@ def test_any_number_of_rows(name, rows):
         assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
 
 
+@pytest.mark.parametrize("name", ["int4", "uint4_g64", "q4_1", "int8", "fp8", "int3", "mxfp6", "ternary", "binary", "nvfp4"])
+def test_tiles_along_the_outputs(name):
+    """The default axis of `fb.quantize` in `x @ q`, and gradients: scales change with each place of the contraction."""
+    for axis, tiled in ((0, -1), (1, -2)):
+        q = weight(name, tiled)
+        for rows in (1, 3, 7):
+            x = activation(rows, q.shape[axis])
+            assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
+
+
+def test_tiles_along_the_outputs_of_a_wide_weight():
+    """Panels of 64 and of 128 outputs, several chunks, and tiles that begin within a vector or are the whole axis."""
+    rng = np.random.default_rng(0)
+    for name, tile in (("int4", 24), ("int8", 128), ("int3", None)):
+        for axis in (0, 1):
+            w = rng.standard_normal((80, 1100) if axis == 0 else (1100, 80)).astype(np.float32)
+            tiles = (1, tile) if axis == 0 else (tile, 1)
+            q = fb.quantize(jnp.asarray(w), fb.scheme(name).with_tiles(tiles, -1 - axis))
+            for rows in (2, 9):
+                x = activation(rows, 80)
+                assert beyond_rounding(product(x, q, axis), x, q, axis) < 1
+
+
 def test_dtypes_are_rounded_once():
     q, x = weight("nf4", -1), activation(3, COLS)
     exact = np.asarray(product(x, q, 1))
@@ -260,6 +283,9 @@ for scheme in ("nf4", "mxfp6"):
         x = jnp.asarray(rng.normal(size=(m, 640)), jnp.float32)
         digest.update(np.asarray(x @ q.T).tobytes())
         digest.update(np.asarray(jax.grad(lambda x: jnp.sin(x @ q.T).sum())(x)).tobytes())
+experts = fb.quantize(w.reshape(4, 150, 640), "int8", axis=-1)
+assert "fewbit_qmatmul" in jax.jit(fb.ragged_dot).lower(x[:, :150], experts, jnp.array([1, 0, 30, 2])).as_text()
+digest.update(np.asarray(fb.ragged_dot(x[:, :150], experts, jnp.array([1, 0, 30, 2]))).tobytes())
 x8, q8 = fb.quantize(x, "int8"), fb.quantize(w, "int8")
 digest.update(np.asarray(x8 @ q8.T).tobytes())
 assert fb.explain(x8, q8.T).split(":")[1][:5] == " cpu ", fb.explain(x8, q8.T)

@@ -70,6 +70,14 @@ def test_tiles_of_both_sides():
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("scheme", ["int8", "uint4"])
+def test_a_few_rows_have_the_bits_that_they_have_among_many(scheme):
+    x, w = quantized("int8", (7, 301)), quantized(scheme, (70, 301))  # neither vectors nor blocks of rows divide it
+    among = by_kernel(x, w, LAST)
+    for rows in (1, 4):
+        np.testing.assert_array_equal(by_kernel(x[:rows], w, LAST), among[:rows])
+
+
 @pytest.mark.slow
 def test_any_shape_and_either_side():
     x, w = quantized("int8", (2, 3, 40)), quantized("int8", (4, 5, 40))

@@ -13,11 +13,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
-from fewbit.kernels.qmatmul import Problem, TritonGPU  # noqa: E402
-from fewbit.kernels.qmatmul.gpu_configs import DotConfig, GemvConfig, Gpu, GpuConfig  # noqa: E402
+from fewbit.kernels.qmatmul import Problem, RaggedProblem, TritonGPU, TritonGPURagged  # noqa: E402
+from fewbit.kernels.qmatmul.gpu_configs import DotConfig, GemvConfig, Gpu, GpuConfig, PairsConfig  # noqa: E402
 from fewbit.kernels.qmatmul.gpu_matrix import Matrix  # noqa: E402
 from fewbit.kernels.qmatmul.problem import Operand  # noqa: E402
-from fewbit.torch import products  # noqa: E402
+from fewbit.torch import products, ragged  # noqa: E402
 
 from .interpreted import interpreted_kernels, stand_in_for_jax_triton  # noqa: E402
 
@@ -33,12 +33,14 @@ EACH = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for n
 BLOCKS = [case for case in EACH if case.values[0] in (*FAST, "int4", "q4_1", "mxfp8", "int8_g16", "fp8_tensor")]
 """The same for tensor cores: decoding is shared, so one scheme for each way that scales lie in a block."""
 SMALL = GpuConfig(
-    "", "", 4, 1024, {4: GemvConfig(8, 16, 4), 8: GemvConfig(8, 16, 4)}, (DotConfig(None, 16, 64, 64, 4, 2),),
+    "", "", 4, 0, False, 1024, {4: GemvConfig(8, 16, 4), 8: GemvConfig(8, 16, 4)},
+    {4: PairsConfig(16, 128, 4, 2), 8: PairsConfig(16, 128, 4, 2)}, (DotConfig(None, 16, 64, 64, 4, 2),),
     (DotConfig(None, 16, 32, 64, 4, 2),),
 )  # fmt: skip
-"""Small blocks, so that small products have several of each."""
+"""Small blocks, so that small products have several of each; without inline PTX, which the interpreter does not know."""
 WIDE = dataclasses.replace(SMALL, gemv={4: GemvConfig(16, 16, 4), 8: GemvConfig(64, 16, 4)})
 BY_DOT = dataclasses.replace(SMALL, gemv_rows=0)
+BY_PAIRS = dataclasses.replace(SMALL, pairs_rows=16)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -112,6 +114,78 @@ def test_odd_lengths(k: int) -> None:
     for dim in (-1, 0):
         q, x = weight("int4_g16", 21, k, dim), activations(2, k, torch.float16)
         assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-10)
+
+
+def by_pairs(q: "fbt.QTensor") -> str | None:
+    """Why the numbers of a matrix are not made in pairs; None when they are."""
+    from fewbit.kernels.qmatmul import triton_launch
+
+    return triton_launch.pairs_refuses(Matrix(q.scheme, *q.shape), (q.codes.stride(0), q.codes.stride(1)))
+
+
+PAIRS = (
+    "int4",
+    "int4_g32",
+    "uint4_g64",
+    "q4_1",
+    "nf4",
+    "mxfp4",
+    "nvfp4",
+    "nvint4",
+    "int8_g128",
+    "uint8",
+    "q8_0",
+    "fp8",
+    "mxfp8",
+)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("uint4_g64", "nvfp4") else pytest.mark.slow) for name in PAIRS]
+)
+def test_a_few_rows_of_bfloat16_by_tensor_cores(name: str) -> None:
+    q, x = weight(name, 22, 160), activations(3, 160, torch.bfloat16)
+    assert by_pairs(q) is None
+    # Only the numbers of a table are rounded, which the interpreter cuts: a step; and the result, likewise.
+    assert_right(products.by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16)), x, q, 2.0**-7 if name == "nf4" else 2.0**-7.9)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "nvfp4",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("int4_g32", "uint4_g64", "nf4", "mxfp4", "nvint4", "int8", "uint8", "fp8")
+        ),
+    ],
+)
+def test_pairs_by_ptx_are_those_by_triton(name: str) -> None:
+    """With numpy in the place of a GPU that evaluates PTX: four neighbouring bytes make a register."""
+    q, x = weight(name, 22, 160), activations(3, 160, torch.bfloat16)
+    by_ptx = products.by_triton(x, q, dataclasses.replace(BY_PAIRS, ptx=True), Gpu(4, 1 << 16, 90))
+    if name == "nf4":  # PTX rounds where the interpreter cuts
+        assert_right(by_ptx, x, q, 2.0**-7)
+    else:
+        assert torch.equal(by_ptx, products.by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16, 90)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "k", "m"), [("int4_g64", 77, 16), ("nvfp4", 50, 9), ("int8", 33, 1), ("mxfp4", 512, 2)])
+def test_pairs_of_odd_lengths(name: str, k: int, m: int) -> None:
+    q, x = weight(name, 21, k), activations(m, k, torch.bfloat16)
+    assert_right(products.by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16)), x, q, 2.0**-7.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "text"),
+    [
+        ("int4_g32", 0, "do not follow each other along the contraction"), ("nf4_g16", -1, "tiles of 16"),
+        ("int8_g16", -1, "tiles of 16"), ("fp8_e5m2", -1, "numbers of e5m2 are not made"), ("mxint8", -1, "in steps other than 1"),
+    ],
+)  # fmt: skip
+def test_what_is_not_decoded_in_pairs_says_why(name: str, dim: int, text: str) -> None:
+    assert text in str(by_pairs(weight(name, 64, 64, dim)))
 
 
 @pytest.mark.slow
@@ -201,6 +275,75 @@ def test_jax_reaches_the_kernels_through_jax_triton(contracts_cols: bool, monkey
     y = TritonGPU().stacked(x, stack, contracts_cols=contracts_cols, dtype=np.dtype(np.float32), precision=None)
     exact = np.einsum("bmk,bnk->bmn" if contracts_cols else "bmk,bkn->bmn", x, fb.dequantize(stack))
     np.testing.assert_allclose(y, exact, atol=2e-4)
+
+
+SIZES = {"some cross": [3, 0, 20, 5], "rows are left": [1, 1, 0, 4], "too many": [20, 0, 30, 3], "none": [0, 0, 0, 0]}
+
+
+def assert_grouped(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, sizes: list[int], step: float) -> None:
+    """Each row is that of its group's matrix, and rows beyond all groups are zero."""
+    group = np.repeat(np.arange(len(sizes)), sizes)[: len(x)]
+    exact, magnitude = (torch.zeros(y.shape, dtype=torch.float64) for _ in range(2))
+    for i, g in enumerate(group):
+        exact[i], magnitude[i] = x[i].double() @ w[g].double(), x[i].double().abs() @ w[g].double().abs()
+    assert y.dtype == x.dtype
+    assert ((y.double() - exact).abs() <= step * magnitude).all()
+
+
+def experts(name: str, k: int, n: int, dim: int) -> "fbt.QTensor":
+    """Four matrices `[K, N]`, held as `[N, K]` (dim -1) or as `[K, N]` (dim -2)."""
+    w = torch.tensor(np.random.default_rng(k).normal(size=(4, n, k) if dim == -1 else (4, k, n)).astype(np.float32))
+    if fb.scheme(name).zero_point is None:
+        q = fbt.quantize(w, name, dim, "naive")
+    else:
+        q = fbt.from_qarray(fb.quantize(jnp.asarray(w.numpy()), name, axis=dim))
+    return q.mT if dim == -1 else q
+
+
+GROUPED = [("nvfp4", -1, "some cross", torch.bfloat16), ("int8", -2, "rows are left", torch.float32)]
+SLOWLY_GROUPED = [
+    ("uint4_g32", -1, "too many", torch.bfloat16), ("nf4", -2, "some cross", torch.bfloat16),
+    ("q4_1", -2, "too many", torch.float16), ("fp8_tensor", -1, "none", torch.bfloat16),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "dim", "sizes", "dtype"), [*GROUPED, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOWLY_GROUPED)]
+)
+def test_rows_in_groups(name: str, dim: int, sizes: str, dtype: torch.dtype) -> None:
+    q, x = experts(name, 96, 38, dim), activations(30, 96, dtype)
+    assert ragged.unsupported_stack(q) is None
+    y = ragged.ragged_by_triton(x, q, torch.tensor(SIZES[sizes]), BY_PAIRS, Gpu(4, 1 << 16))
+    w = fbt.dequantize(q, torch.float32)
+    assert_grouped(y, x, w, SIZES[sizes], 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10)
+
+
+@pytest.mark.slow
+def test_the_gradient_of_rows_in_groups() -> None:
+    q, g = experts("int4_g32", 96, 38, -1), activations(30, 38, torch.float32)
+    of_x = ragged.ragged_by_triton(g, q.mT, torch.tensor(SIZES["some cross"]), BY_PAIRS, Gpu(4, 1 << 16))
+    assert_grouped(of_x, g, fbt.dequantize(q.mT, torch.float32), SIZES["some cross"], 2.0**-20)
+
+
+@pytest.mark.parametrize(("m", "sizes"), [(30, [3, 0, 20, 5]), (5, [1, 1, 1, 1]), (64, [16, 16, 16, 16])])
+def test_there_are_enough_turns(m: int, sizes: list[int]) -> None:
+    """There are as many as the blocks of every group and of the rows beyond them; in the interpreter others would stay undefined."""
+    from fewbit.kernels.qmatmul import triton_launch
+
+    assert triton_launch.Groups(len(sizes)).blocks(m, 8) >= sum(-(-size // 8) for size in [*sizes, m - sum(sizes)])
+
+
+@pytest.mark.slow
+def test_jax_reaches_the_kernels_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in_for_jax_triton(monkeypatch)
+    rng = np.random.default_rng(0)
+    q = fb.quantize(jnp.asarray(rng.normal(size=(4, 24, 64)), jnp.float32), "uint4_g32", axis=-1)
+    x, sizes = jnp.asarray(rng.normal(size=(12, 64)), jnp.float32), jnp.array([2, 0, 5, 3], jnp.int32)
+    assert TritonGPURagged().unsupported(RaggedProblem(Operand.of(x), Operand.of(q), contracts_cols=True)) is None
+    y = TritonGPURagged().grouped(x, q, sizes, contracts_cols=True, dtype=np.dtype(np.float32), precision=None)
+    group = np.repeat(np.arange(4), [2, 0, 5, 3])
+    exact = np.einsum("mk,mnk->mn", x[:10], fb.dequantize(q)[group])
+    np.testing.assert_allclose(y, np.concatenate([exact, np.zeros((2, 24))]), atol=2e-4)
 
 
 def test_without_jax_triton_the_backend_says_so() -> None:

@@ -142,11 +142,12 @@ def test_odd_shapes(scheme, shape, axis):
     assert_same_bytes(jnp.asarray(x), scheme, axis)
 
 
-# Tiles too large for the cache are read twice, and longer rows than a thread takes are cut.
+# Tiles too large for the cache are read twice, and longer rows than a thread takes are cut; small tiles go sixteen at a time.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "shape", "axis"),
-    [("uint4", (3000, 300), -2), ("fp8_tensor", (700, 1500), -1), ("int8", (2, 600_001), -1), ("int4_g64", (640, 2100), -2)],
+    [("uint4", (3000, 300), -2), ("fp8_tensor", (700, 1500), -1), ("int8", (2, 600_001), -1), ("int4_g64", (640, 2100), -2)]
+    + [("int4_g64", (9, 2100), -1), ("nvfp4_absmax", (9, 300), -1)],
 )
 def test_large_arrays(scheme, shape, axis):
     x = np.random.default_rng(2).normal(size=shape).astype(np.float32)

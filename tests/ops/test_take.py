@@ -38,6 +38,13 @@ def test_only_the_rows_are_decoded(table):
     assert max(np.prod(shape) for shape in floats) <= 2 * 64
 
 
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_no_index_takes_no_row(table, backend, monkeypatch):
+    if backend == "cpu":  # as in a process with one device, where the extension is there
+        monkeypatch.setattr("fewbit.kernels.quantize.cpu.device_refusal", lambda: None)
+    assert fb.take(fb.quantize(table, "nf4"), jnp.zeros((0, 3), jnp.int32), 0).shape == (0, 3, 64)
+
+
 def test_arrays_and_messages(table):
     np.testing.assert_array_equal(fb.take(table, jnp.array([1]), 0), table[1:2])
     with pytest.raises(fb.QuantError, match="mode is 'raise'"):

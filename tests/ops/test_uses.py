@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from fewbit.ops.uses import Use, parameter_paths, parameter_uses
 
@@ -68,7 +69,7 @@ def test_look_ups_convolutions_and_the_rest_are_named():
     assert tied[""] == [("take", (-2,), ()), ("dot_general", (-1,), ())]
     kernel, image = jax.ShapeDtypeStruct((8, 3, 5), jnp.float32), jax.ShapeDtypeStruct((1, 3, 9), jnp.float32)
     conv = uses(lambda w, x: jax.lax.conv_general_dilated(x, w, (1,), "SAME"), kernel, image)
-    assert conv[""] == [("conv_general_dilated", (-2, -1), ())]
+    assert conv[""] == [("conv_general_dilated", (-1, -2), ())]  # the window, then the input channels, along which tiles run
     assert uses(lambda w, x: x * w.sum(), W, X)[""][0][0] == "reduce_sum"
     assert uses(lambda p, x: x, {"a": W}, X) == {"a": []}
     assert isinstance(parameter_uses(lambda w, x: x @ w.T, W, X)[0][""][0], Use)
@@ -102,3 +103,9 @@ def test_axes_that_run_beside_the_other_operands_are_told_apart():
     experts, x = jax.ShapeDtypeStruct((4, 8, 16), jnp.float32), jax.ShapeDtypeStruct((4, 2, 8), jnp.float32)
     (use,) = parameter_uses(lambda w, x: jnp.einsum("ebi,eio->ebo", x, w), experts, x)[0][""]
     assert (use.axes, use.batch, use.stacked) == ((-2,), (-3,), ())
+
+
+@pytest.mark.parametrize("equation", ["bhd,hdm->bm", "bnh,nhd->bd", "bzy,zya->ba"])
+def test_contracted_axes_do_not_hang_on_an_einsums_letters(equation):
+    weight, x = jax.ShapeDtypeStruct((4, 16, 64), jnp.float32), jax.ShapeDtypeStruct((2, 4, 16), jnp.float32)
+    assert uses(lambda w, x: jnp.einsum(equation, x, w), weight, x)[""] == [("dot_general", (-3, -2), ())]

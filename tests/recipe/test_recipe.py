@@ -42,6 +42,7 @@ def test_files(tmp_path):
         (lambda: fb.recipe("int44"), r"unknown recipe 'int44'; did you mean 'int4'"),
         (lambda: fb.recipe("fp8_e4m3"), r"unknown recipe 'fp8_e4m3'; did you mean 'maxtext/fp8_e4m3'\?"),
         (lambda: fb.recipe("intmp"), r"did you mean 'maxtext/intmp/int8_weight_only' or .*"),
+        (lambda: fb.recipe(None), "a recipe is a name, a JSON file or form, or a Recipe, not None"),
         (lambda: fb.recipe({"rule": []}), r"no field 'rule'; did you mean 'rules'"),
         (lambda: fb.recipe({"rules": {}}), r"needs 'rules', a list"),
         (lambda: fb.recipe({"rules": []}), r"has no rules"),
@@ -55,6 +56,7 @@ def test_files(tmp_path):
         (lambda: fb.Rule(".*", "nf4", ops=("dot",)), r"unknown op 'dot'"),
     ],
 )
+@pytest.mark.usefixtures("unchecked")
 def test_messages(make, message):
     with pytest.raises(fb.QuantError, match=message):
         make()

@@ -1,5 +1,6 @@
 """fewbit.torch.matmul: the product of the decoded matrix on a CPU, its gradient, and what it says of what it cannot do."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -70,6 +71,32 @@ def test_codes_times_codes_on_a_cpu() -> None:
     assert torch.allclose(fbt.matmul(x, q.T), fbt.dequantize(x) @ fbt.dequantize(q).T, atol=1e-5)
 
 
+def test_rows_in_groups_are_those_of_jax() -> None:
+    w = np.random.default_rng(0).normal(size=(3, 12, 64)).astype(np.float32)
+    x, sizes = torch.randn(7, 64, requires_grad=True), [2, 0, 4]
+    q, g = fb.quantize(jnp.asarray(w), "int4_g32"), torch.randn(7, 12)
+    t = fbt.from_qarray(q)
+    y = fbt.ragged_dot(x, t.mT, torch.tensor(sizes))
+    y.backward(g)
+    known = fb.ragged_dot(jnp.asarray(x.detach().numpy()), q.mT, jnp.array(sizes))
+    assert np.allclose(y.detach().numpy(), known, atol=1e-4)
+    back = fb.ragged_dot(jnp.asarray(g.numpy()), q, jnp.array(sizes))
+    assert np.allclose(x.grad.numpy(), back, atol=1e-4)
+    assert t.mT.mT.scheme == t.scheme and t.mT.codes.data_ptr() == t.codes.data_ptr()
+
+
+def test_what_rows_in_groups_refuse() -> None:
+    q, sizes = weight("mxfp4", 3, 12, 64), torch.tensor([1, 1, 0])
+    with pytest.raises(fb.QuantError, match=r"are multiplied as ragged_dot\(x, q.mT, group_sizes\)"):
+        fbt.ragged_dot(torch.ones(2, 64), q, sizes)
+    with pytest.raises(fb.QuantError, match=r"in groups \[G\]; got shapes"):
+        fbt.ragged_dot(torch.ones(2, 64), q.mT, sizes[:2])
+    with pytest.raises(fb.QuantError, match="a floating type and integers are expected"):
+        fbt.ragged_dot(torch.ones(2, 64), q.mT, sizes.float())
+    with pytest.raises(fb.UnsupportedError, match="need a CUDA device"):
+        fbt.ragged_dot(torch.ones(2, 64), q.mT, sizes, backend="triton")
+
+
 def test_what_it_refuses() -> None:
     q = weight("mxfp4", 12, 64)
     with pytest.raises(
@@ -89,4 +116,4 @@ def test_blocks() -> None:
     assert splits_for(blocks, 16, 64, 512, 132) == 1  # four steps at least each
     assert stages_for(blocks, 200_000, Gpu(132, 100_000)) == 1
     with pytest.raises(fb.QuantError, match="blocks ascend"):
-        GpuConfig("", "", 4, 1024, {}, (DotConfig(16, 16, 64, 128, 4, 3),), plain.codes)
+        dataclasses.replace(plain, dot=(DotConfig(16, 16, 64, 128, 4, 3),))

@@ -95,6 +95,22 @@ def test_a_stacked_model_is_served_as_it_was_trained():
     assert np.array_equal(served, jax.jit(fb.train(stacked, recipe(policy, "stack")))(w, X))
 
 
+SUMS_OVER_SEVERAL_AXES = {
+    "heads": lambda w, x: jnp.einsum("bnh,nhd->bd", x, w["w"]),
+    "window": lambda w, x: jax.lax.conv_general_dilated(x, w["w"], (1,), "SAME", dimension_numbers=("NWC", "WIO", "NWC")),
+}
+
+
+@pytest.mark.parametrize("name", SUMS_OVER_SEVERAL_AXES)
+def test_tiles_run_along_the_same_of_several_axes_in_training_and_in_serving(name):
+    fn, w, x = SUMS_OVER_SEVERAL_AXES[name], {"w": normal(3, 16, 8)}, normal(2, 3, 16)
+    plan = fb.plan(fn, w, x, recipe=recipe("int4_g8", "w"))
+    q = fb.quantize_params(w, plan)
+    assert q["w"].scale.shape == (3, 2, 8)
+    # One sum or the other of float32 numbers: 48 of them, each off by half a unit in the last place of at most 8.
+    np.testing.assert_allclose(fb.transparent(fn)(q, x), fb.train(fn, recipe("int4_g8", "w"))(w, x), atol=48 * 8 * 2.0**-24)
+
+
 def tied(w, tokens):
     x = w["table"][tokens]
     return jnp.tanh(x) @ w["table"].T

@@ -122,8 +122,8 @@ def pack(codes: UInt8[Array, "*s"], bits: int, packing: Packing = Packing(), *, 
         grouped = _permuted(grouped, packing.interleave, axis + 1)
     part = [jax.lax.index_in_dim(grouped, i, axis + 1, keepdims=False) for i in range(unit)]
     bytes_of_unit = [_byte(part, b, bits, packing.high_first) for b in range(unit * bits // 8)]
-    stacked = bytes_of_unit[0] if len(bytes_of_unit) == 1 else jnp.stack(bytes_of_unit, axis + 1)
-    merged = stacked.reshape(*codes.shape[:axis], -1, *codes.shape[axis + 1 :])
+    several = len(bytes_of_unit) > 1
+    merged = _ungrouped(jnp.stack(bytes_of_unit, axis + 1), axis) if several else bytes_of_unit[0]
     return jax.lax.slice_in_dim(merged, 0, length, axis=axis)
 
 
@@ -158,8 +158,7 @@ def unpack(
     if packing.interleave:
         place_of = tuple(packing.interleave.index(i) for i in range(len(packing.interleave)))
         codes = _permuted(codes, place_of, axis + 1)
-    merged = codes.reshape(*packed.shape[:axis], -1, *packed.shape[axis + 1 :])
-    return jax.lax.slice_in_dim(merged, 0, length, axis=axis)
+    return jax.lax.slice_in_dim(_ungrouped(codes, axis), 0, length, axis=axis)
 
 
 def _check_bits(bits: int, packing: Packing) -> None:
@@ -176,6 +175,11 @@ def _grouped(x: jax.Array, group: int, axis: int) -> jax.Array:
     if count * group != n:
         x = jnp.pad(x, [(0, count * group - n if a == axis else 0) for a in range(x.ndim)])
     return x.reshape(*x.shape[:axis], count, group, *x.shape[axis + 1 :])
+
+
+def _ungrouped(x: jax.Array, axis: int) -> jax.Array:
+    """Groups that lie along an axis, and the elements of each along the next, as one axis."""
+    return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def _permuted(x: jax.Array, interleave: tuple[int, ...], axis: int) -> jax.Array:

@@ -1,8 +1,9 @@
 """QArray: a stored quantized tensor, an array by its shape and dtype, a pytree of packed codes and scales."""
 
 import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Any, NoReturn, cast
+import operator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec, Shard
 from jax.typing import DTypeLike
 
 from .._registry import Registry
-from .._tiles import Tile, tile_counts
+from .._tiles import Tile, from_front, tile_counts
 from ..errors import QuantError
 from .layout import Axis, reshaped
 from .packing import code_capacity, codes_per_unit, packed_length
@@ -144,16 +145,16 @@ class QArray:
     def swapaxes(self, axis1: int, axis2: int) -> "QArray":
         """The array with two axes exchanged."""
         order = list(range(self.ndim))
-        order[axis1], order[axis2] = order[axis2], order[axis1]
+        one, other = (from_front(axis, self.ndim) for axis in (axis1, axis2))
+        order[one], order[other] = other, one
         return self.transpose(*order)
 
     def transpose(self, *axes: int | tuple[int, ...] | None) -> "QArray":
         """The array with its axes in the given order, reversed by default; codes and scales permute alike."""
-        given = axes[0] if len(axes) == 1 and not isinstance(axes[0], int) else axes
-        order = tuple(cast("tuple[int, ...]", given)) if given else tuple(reversed(range(self.ndim)))
-        if sorted(a % self.ndim for a in order) != list(range(self.ndim)):
-            raise QuantError(f"transpose axes {order} must name each of the {self.ndim} axes once")
-        order = tuple(a % self.ndim for a in order)
+        given = _unwrapped(axes)
+        order = tuple(from_front(a, self.ndim) for a in given) if given else tuple(reversed(range(self.ndim)))
+        if sorted(order) != list(range(self.ndim)):
+            raise QuantError(f"transpose axes {tuple(given)} must name each of the {self.ndim} axes once")
         tiles = tuple(self._named_tiles[a] for a in order)
         pack_axis = order.index(self.scheme.pack_axis + self.ndim) - self.ndim
         moved = self._moved(lambda leaf: leaf.transpose(order), self.scheme.with_tiles(tiles, pack_axis))
@@ -176,8 +177,8 @@ class QArray:
         Raises:
             QuantError: when the sizes differ, or a scale's elements would no longer lie in one run of one axis.
         """
-        given = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        wanted = list(cast("tuple[int, ...]", given))
+        given = _unwrapped(shape)
+        wanted = [operator.index(n) for n in given]
         if wanted.count(-1) == 1:
             wanted[wanted.index(-1)] = self.size // max(-int(np.prod(wanted)), 1)
         if int(np.prod(wanted)) != self.size or any(n < 0 for n in wanted):
@@ -343,6 +344,12 @@ def _from_reshaped_leaves(q: QArray, shape: tuple[int, ...], scheme: Scheme) -> 
     return QArray(q.codes.reshape(bytes_shape), on_tiles(q.scale), zero, tensor, scheme, q.dtype, slack, q.policy)
 
 
+def _unwrapped(numbers: tuple[Any, ...]) -> Sequence[Any]:
+    """Numbers that were given one by one, or all as one sequence; a single None is none."""
+    single = numbers[0] if len(numbers) == 1 else numbers
+    return () if single is None else single if isinstance(single, Sequence) else numbers
+
+
 def _packed_axis(axes: list[Axis]) -> int:
     """The axis whose codes share bytes; where each has its own byte any would do, and it is the last."""
     return next((i - len(axes) for i, axis in enumerate(axes) if axis.is_packed), -1)
@@ -376,7 +383,7 @@ def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any,
         if not -axis.length <= at < axis.length:
             raise IndexError(f"index {at} is out of bounds for an axis of {axis.length}")
         if axis.is_packed:
-            raise QuantError(f"an integer on the packed axis would cut bytes; use the slice [{at}:{at + 1}] of 8-bit codes")
+            raise QuantError(f"the integer {at} on the packed axis would cut bytes; fb.take(q, {at}, axis) decodes it")
         at %= axis.length
         return at, 0 if count == 1 else at // tile, None
     start, stop, stride = step.indices(axis.length)

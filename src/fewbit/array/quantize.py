@@ -136,7 +136,9 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None) -> Float[Array, "*s"]:
 
 
 def float_dtype(q: QArray, dtype: DTypeLike | None) -> np.dtype:
-    """The dtype that a QArray is decoded to; QuantError for one that is not floating."""
+    """The dtype that a QArray is decoded to; QuantError for one that is not floating, and for what is no QArray."""
+    if not isinstance(q, QArray):
+        raise QuantError(f"dequantize takes a QArray, not {type(q).__name__}")
     dtype = q.dtype if dtype is None else jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise QuantError(f"dequantize gives floating numbers, not {dtype.name}")
@@ -183,7 +185,10 @@ def _view(x: Array, tiles: tuple[Tile, ...], weights: ArrayLike | None, scheme: 
     if weights is not None:
         if not scheme.calibration.uses_error_weights:
             raise QuantError(f"error_weights mean nothing to calibration {scheme.calibration}; use one that searches (mse)")
-        full = jnp.broadcast_to(jnp.asarray(weights, jnp.float32), x.shape)
+        weights = jnp.asarray(weights, jnp.float32)
+        if not _broadcasts(weights.shape, x.shape):
+            raise QuantError(f"error_weights have shape {weights.shape}, which does not broadcast to {x.shape}")
+        full = jnp.broadcast_to(weights, x.shape)
         weights = blocked(full, tiles)[0]
     return Tiles(view, within, valid_elements(x.shape, tiles), weights)
 
@@ -227,13 +232,16 @@ def _alike(fmt: AbstractFormat, key: Any, axes: tuple[int, ...]) -> Callable[[Ar
 def _for_tiles(given: ArrayLike, counts: tuple[int, ...]) -> Array:
     """A given scale or offset as float32, one element a tile."""
     given = jnp.asarray(given)
-    shape, ndim = given.shape, len(counts)
-    fits = len(shape) <= ndim and all(n in (1, m) for n, m in zip(shape[::-1], counts[::-1], strict=False))
-    if not fits or not jnp.issubdtype(given.dtype, jnp.floating):
+    if not _broadcasts(given.shape, counts) or not jnp.issubdtype(given.dtype, jnp.floating):
         raise QuantError(
-            f"scale and offset must be floating and broadcast to the tiles {counts}; got {given.dtype.name}{shape}"
+            f"scale and offset must be floating and broadcast to the tiles {counts}; got {given.dtype.name}{given.shape}"
         )
     return jnp.broadcast_to(given.astype(jnp.float32), counts)
+
+
+def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
+    """Whether an array of one shape broadcasts to another."""
+    return len(shape) <= len(onto) and all(n in (1, m) for n, m in zip(shape[::-1], onto[::-1], strict=False))
 
 
 def _target(scheme: Scheme, tensor_scale: Array | None) -> Target:

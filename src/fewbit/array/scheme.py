@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from .._registry import Registry, refuse_unknown_fields
-from .._tiles import FrozenTileMap, Tile, TileMap, axis_tiles, tile_map
+from .._tiles import FrozenTileMap, Tile, TileMap, axis_tiles, from_front, tile_map
 from ..errors import QuantError
 from ..formats import FORMATS, AbstractFormat, format_from_json, format_to_json
 from .packing import Packing
@@ -69,6 +69,10 @@ class Scheme:
             raise QuantError("scales that are quantized themselves take no tensor scale and no third level")
         if self.tensor_scale and not isinstance(self.scale, AbstractFormat):
             raise QuantError("a tensor scale needs scales held in a Format such as e4m3fn")
+        if not isinstance(self.calibration, AbstractCalibration):
+            raise QuantError(
+                f"calibration is {self.calibration!r}; pass an object: fewbit.array.scales.parse_calibration makes one of a text"
+            )
         if self.pack_axis >= 0:
             raise QuantError(f"pack_axis is {self.pack_axis}, must be negative (-1 is the last axis)")
 
@@ -121,10 +125,9 @@ class Scheme:
         >>> SCHEMES["mxfp4"].along(-2, 2).tile
         {...: 1, -2: 32}
         """
-        axes = (axis,) if isinstance(axis, int) else tuple(axis)
-        if any(not -ndim <= a < ndim for a in axes) or not axes:
-            raise QuantError(f"axis is {axis}, but the array has {ndim} axes")
-        axes = tuple(a % ndim - ndim for a in axes)
+        axes = tuple(from_front(a, ndim) - ndim for a in (axis if isinstance(axis, tuple | list) else (axis,)))
+        if not axes:
+            raise QuantError("axis is (), must name at least one axis")
         if len(set(axes)) < len(axes):
             raise QuantError(f"axis {axis} names one axis twice")
         main = axes[-1]
@@ -195,7 +198,7 @@ def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:
         The scheme, with its tiles on the last axis.
 
     Raises:
-        QuantError: for a name that is not known, with the names near it.
+        QuantError: for a name that is not known, with the names near it; for what is neither of these.
 
     >>> scheme("int4_g64").tile
     {...: 1, -1: 64}
@@ -204,6 +207,8 @@ def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:
         return spec
     if isinstance(spec, Mapping):
         return Scheme.from_json(spec)
+    if not isinstance(spec, str):
+        raise QuantError(f"a scheme is a name, a JSON form or a Scheme, not {spec!r}")
     name, mark, length = spec.rpartition("_g")
     if spec not in SCHEMES and mark and length.isdigit() and name in SCHEMES:
         preset = SCHEMES[name]

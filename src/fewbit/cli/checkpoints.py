@@ -166,7 +166,8 @@ def verify(path: ModelPath, json: Json = False) -> None:
 def _check_output(output: Path, overwrite: bool) -> None:
     """Refuses an output before any work is done for it; the writer refuses it again when it has come to be meanwhile."""
     if not output.absolute().parent.is_dir():
-        raise QuantError(f"{output} cannot be written: the directory {output.parent} does not exist; create it first")
+        fault = "is a file" if output.absolute().parent.exists() else "does not exist; create it first"
+        raise QuantError(f"{output} cannot be written: the directory {output.parent} {fault}")
     if output.exists() and not overwrite:
         raise QuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it")
     if output.exists() and not io.is_fewbit_directory(output):

@@ -37,6 +37,7 @@ def timed(
     *,
     rounds: int,
     calls: int = 1,
+    pause: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Who, Timing]:
     """The timings of all contenders after one warm-up call each.
@@ -45,6 +46,8 @@ def timed(
         contenders: for each of them a function without arguments; what it returns is waited for.
         rounds: how many times each takes its turn.
         calls: how many times it runs in a turn, one call after the other; a turn's figure is the mean of these.
+        pause: seconds to wait before each turn, until the threads of the contender before it sleep: those of torch look for work
+            for some milliseconds more, on a core that the next one needs.
         clock: what time is; `time.process_time` on a machine that others use, too.
     """
     for run in contenders.values():
@@ -52,6 +55,7 @@ def timed(
     seconds: dict[Who, list[float]] = {who: [] for who in contenders}
     for _ in range(rounds):
         for who, run in contenders.items():
+            time.sleep(pause)
             start = clock()
             for _ in range(calls):
                 jax.block_until_ready(run())

@@ -19,6 +19,7 @@ from ..io import TensorInfo
 from ..io.safetensors_file import dtype_name
 from ..recipe import Plan, PlanRow
 from ..recipe import plan as make_plan
+from ..recipe.matching import why_whole
 from ..recipe.plan import quantized_leaf
 from .model import Model
 
@@ -127,11 +128,8 @@ def _explained(row: PlanRow) -> PlanRow:
     """A row of a flat tensor, with what can be said without code in place of what uses it."""
     if row.policy is not None or row.sparsity is not None or row.reason.startswith("rule"):
         return row
-    if not jnp.issubdtype(jnp.dtype(row.dtype), jnp.floating):
-        return dataclasses.replace(row, reason=f"{row.dtype} is not floating")
-    if len(row.shape) < 2:
-        return dataclasses.replace(row, reason="a vector: no product contracts it" if row.shape else "a scalar")
-    return dataclasses.replace(row, reason="no rule matches it")
+    struct = jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype))
+    return dataclasses.replace(row, reason=why_whole(struct) or "no rule matches it")
 
 
 def _with_file_facts(plan: Plan, model: Model) -> Plan:

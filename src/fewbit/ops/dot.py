@@ -40,9 +40,9 @@ def dot_general(
 
     Weight-only (a QArray, no policy): the result is that of `lax.dot_general` on the decoded operand, but for the order of sums
     and, by compiled kernels, the rounding of the decoded operand to its dtype, which is left out. Under a policy, floating
-    operands are quantized first, with their tiles along the contracted axes; where no scale varies along them the codes are
-    multiplied, integers into int32 and all other formats into float32. Gradients pass straight through the quantization, and
-    are computed by the policy's arms.
+    operands are quantized first, with their tiles along the contracted axis, of several along the one that stands last in the
+    right operand; where no scale varies along them the codes are multiplied, integers into int32 and all other formats into
+    float32. Gradients pass straight through the quantization, and are computed by the policy's arms.
 
     Args:
         lhs: the left operand.
@@ -242,16 +242,27 @@ def _hashable(precision: Any) -> Any:
 
 
 def _normalized(numbers: Any, left_ndim: int, right_ndim: int) -> DimensionNumbers:
-    """The dimension numbers as tuples of non-negative axes."""
+    """The dimension numbers as tuples of non-negative axes, the contracted ones in order."""
     (left, right), (left_batch, right_batch) = numbers
 
     def axes(given: Sequence[int], ndim: int) -> tuple[int, ...]:
         return tuple(int(a) % ndim for a in given)
 
-    return (axes(left, left_ndim), axes(right, right_ndim)), (
-        axes(left_batch, left_ndim),
-        axes(right_batch, right_ndim),
-    )
+    contracted = in_order(axes(left, left_ndim), axes(right, right_ndim))
+    return contracted, (axes(left_batch, left_ndim), axes(right_batch, right_ndim))
+
+
+def in_order(left: Sequence[int], right: Sequence[int]) -> tuple[Axes, Axes]:
+    """The contracted axes of both operands as the right one has them; tiles run along the last.
+
+    The product is the same in any order, and `jnp.einsum` takes the alphabet's: without this, scales would hang on the letters
+    that an einsum was written in.
+
+    >>> in_order((3, 2), (1, 0))
+    ((2, 3), (0, 1))
+    """
+    pairs = sorted(zip(left, right, strict=True), key=lambda pair: pair[1])
+    return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
 
 
 def untransposed(lhs: Any, rhs: Any, numbers: DimensionNumbers) -> tuple[Any, Any, DimensionNumbers]:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from .._tiles import Tile
+from .._tiles import Tile, from_front
 from ..array import QArray
 from ..errors import QuantError
 from ..kernels.quantize import dequantize
@@ -39,9 +39,7 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
     indices = jnp.asarray(indices)
     if not isinstance(q, QArray):
         return jnp.take(jnp.asarray(q), indices, axis=axis, mode=mode)
-    if not -q.ndim <= axis < q.ndim:
-        raise QuantError(f"axis is {axis}, but the array has {q.ndim} axes")
-    axis %= q.ndim
+    axis = from_front(axis, q.ndim)
     if axis == q.scheme.pack_axis + q.ndim:
         return jnp.take(dequantize(q), indices, axis=axis, mode=mode)
     length = q.shape[axis]

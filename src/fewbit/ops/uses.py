@@ -15,6 +15,7 @@ from jax.extend import source_info_util
 
 from ..array import is_qarray
 from ..array.layout import regrouped
+from .dot import in_order
 from .rules.control import scan_counts
 
 Path: TypeAlias = str
@@ -28,7 +29,8 @@ class Use:
 
     Attributes:
         op: "dot_general", "conv_general_dilated", "ragged_dot", "take", or the name of any other primitive.
-        axes: the parameter's axes, negative, that the product contracts, or that the look-up indexes; empty for others.
+        axes: the parameter's axes, negative, that the product contracts, or that the look-up indexes; empty for others. Of
+            several the last is the one that tiles run along, as they do in the product itself.
         stacked: the parameter's axes, negative, that a loop took one element of at a time before the use.
         source: the file and line.
         batch: the parameter's axes, negative, that run beside those of the other operand: experts, for example.
@@ -248,12 +250,13 @@ def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
     """The use that an equation makes of the operand at a position."""
     name, batch = eqn.primitive.name, ()
     if name == "dot_general" and position < 2:
-        axes, batch = (numbers[position] for numbers in eqn.params["dimension_numbers"])
+        contracting, beside = eqn.params["dimension_numbers"]
+        axes, batch = in_order(*contracting)[position], beside[position]
     elif name == "gather" and position == 0:
         name, axes = "take", eqn.params["dimension_numbers"].start_index_map
     elif name == "conv_general_dilated" and position == 1:
-        spec = eqn.params["dimension_numbers"].rhs_spec
-        axes = spec[1:]
+        _, inputs, *window = eqn.params["dimension_numbers"].rhs_spec
+        axes = (*window, inputs)
     elif name in ("ragged_dot", "ragged_dot_general") and position == 1:
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         contracting, beside = numbers.dot_dimension_numbers

@@ -12,10 +12,8 @@ from ..errors import QuantError
 from ..ops.policy import Policy
 from ..ops.uses import Product, Use, array_paths
 from .recipe import Recipe
-from .rule import Rule
+from .rule import PRODUCT_OPS, Rule
 from .sparsity import Sparsity
-
-_CONTRACTING = ("dot_general", "conv_general_dilated", "ragged_dot")
 
 
 def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Rule | None]:
@@ -115,9 +113,9 @@ def contracted_axes(path: str, uses: tuple[Use, ...]) -> tuple[int, ...] | None:
     Raises:
         QuantError: where its products contract different axes.
     """
-    axes = {use.axes for use in uses if use.op in _CONTRACTING and use.axes}
+    axes = {use.axes for use in uses if use.op in PRODUCT_OPS and use.axes}
     if len(axes) > 1:
-        places = "; ".join(f"{use.op} over {use.axes} at {use.source}" for use in uses if use.op in _CONTRACTING)
+        places = "; ".join(f"{use.op} over {use.axes} at {use.source}" for use in uses if use.op in PRODUCT_OPS)
         raise QuantError(f"{path}: its products contract different axes ({places}); give its rule an axis")
     if axes:
         return next(iter(axes))
@@ -150,9 +148,9 @@ def resolved_sparsity(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | 
         return None
     axis = rule.sparsity.axis or rule.axis
     if axis is None and (contracted := contracted_axes(path, uses)) is not None:
-        # A convolution's axes are its input channels and then its window, which is no neighbourhood of channels.
+        # A convolution's axes are its window, which is no neighbourhood of channels, and then its input channels.
         is_window = any(use.op == "conv_general_dilated" for use in uses)
-        axis = contracted[:1] if is_window else tuple(sorted(contracted))
+        axis = contracted[-1:] if is_window else tuple(sorted(contracted))
     if axis is None:
         return None
     ndim = len(leaf.shape)
@@ -172,4 +170,4 @@ def why_whole(leaf: Any) -> str | None:
         return f"{jnp.dtype(leaf.dtype).name} is not floating"
     if len(leaf.shape) < 2:
         return "a vector: no product contracts it" if leaf.shape else "a scalar"
-    return None
+    return "no elements" if 0 in leaf.shape else None

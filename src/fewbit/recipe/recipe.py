@@ -12,7 +12,7 @@ from ..array import SCHEMES, Scheme
 from ..array import scheme as as_scheme
 from ..errors import QuantError
 from ..ops import Policy
-from .rule import Rule
+from .rule import PRODUCT_OPS, Rule
 from .schema import recipe_schema
 
 
@@ -107,6 +107,8 @@ def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
         return spec
     if isinstance(spec, Mapping):
         return Recipe.from_json(spec)
+    if not isinstance(spec, str | os.PathLike):
+        raise QuantError(f"a recipe is a name, a JSON file or form, or a Recipe, not {spec!r}")
     if isinstance(spec, os.PathLike) or spec.endswith(".json"):
         return _from_file(pathlib.Path(spec))
     if spec in RECIPES:
@@ -127,24 +129,24 @@ def _near(spec: str) -> str:
 def weight_only(
     scheme: str | Scheme, *, embedding: str | Scheme | None = "q8_0", name: str | None = None, description: str = ""
 ) -> Recipe:
-    """The recipe that quantizes every matrix that a product contracts in one scheme.
+    """The recipe that quantizes every weight that a product contracts in one scheme: matrices, kernels of convolutions, experts.
 
     Embedding tables, tied heads among them, are looked up by rows and are more sensitive; they take a scheme of their own.
 
     Args:
-        scheme: the scheme of the matrices.
+        scheme: the scheme of these weights.
         embedding: the scheme of tables that are looked up; None leaves them as they are.
         name: the recipe's name; None takes the scheme's.
         description: one line about it.
 
     Returns:
-        The recipe, of two rules: tables that are looked up, then all other matrices.
+        The recipe, of two rules: tables that are looked up, then all other weights of products.
     """
     scheme = as_scheme(scheme)
     table = None if embedding is None else Policy(as_scheme(embedding))
     rules = (
         Rule(".*", table, ops=("take",), optional=True),
-        Rule(".*", Policy(scheme), ops=("dot_general",)),
+        Rule(".*", Policy(scheme), ops=PRODUCT_OPS),
     )
     return Recipe(rules, name or scheme.name, description)
 

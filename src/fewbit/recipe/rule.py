@@ -10,7 +10,10 @@ from ..errors import QuantError
 from ..ops import Policy
 from .sparsity import Sparsity
 
-OPS = ("dot_general", "take", "conv_general_dilated", "ragged_dot")
+PRODUCT_OPS = ("dot_general", "conv_general_dilated", "ragged_dot")
+"""The products that contract a parameter; `@` and einsums are `dot_general`s."""
+
+OPS = (*PRODUCT_OPS, "take")
 """What uses a parameter in a way that a rule can ask for."""
 
 

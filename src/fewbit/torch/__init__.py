@@ -16,3 +16,4 @@ from .qtensor import from_qarray as from_qarray
 from .quantize import dequantize as dequantize
 from .quantize import explain as explain
 from .quantize import quantize as quantize
+from .ragged import ragged_dot as ragged_dot

@@ -101,7 +101,7 @@ def unsupported_codes(x: QTensor, q: QTensor, capability: tuple[int, int]) -> st
 
 def passed_over(x: torch.Tensor, q: QTensor) -> str | None:
     """Why torch's product is taken though the kernels serve; None when it is not."""
-    m, limit = x.numel() // x.shape[-1], _config(q.codes.device).torch_from
+    m, limit = x.numel() // x.shape[-1], config_of(q.codes.device).torch_from
     return f"from {limit} rows on, decoding once and torch's own product is faster" if m >= limit else None
 
 
@@ -125,12 +125,12 @@ def _product(x: torch.Tensor, q: QTensor, backend: Backend | None) -> torch.Tens
     if reason is not None or backend == "torch" or x.numel() == 0:
         return x @ dequantize(q, x.dtype)
     device = q.codes.device
-    return by_triton(x, q, _config(device), gpu_of(device))
+    return by_triton(x, q, config_of(device), gpu_of(device))
 
 
 def _codes_product(x: QTensor, q: QTensor, backend: Backend | None) -> torch.Tensor:
     if _refusal(x, q, backend) is None and backend != "torch":
-        return codes_by_triton(x, q, _config(q.codes.device), gpu_of(q.codes.device))
+        return codes_by_triton(x, q, config_of(q.codes.device), gpu_of(q.codes.device))
     return (dequantize(x, torch.float32) @ dequantize(q, torch.float32)).to(x.dtype)
 
 
@@ -160,9 +160,13 @@ def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch
 
     matrix, rows = Matrix(q.scheme, *_sides(q)), x.reshape(-1, x.shape[-1])
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    m, codes, table = len(rows), q.codes, _table(matrix, q.codes.device)
+    m, codes, table = len(rows), q.codes, table_of(matrix, q.codes.device)
     strides, x_stride, scale_strides = (codes.stride(0), codes.stride(1)), rows.stride(0), _scale_strides(q.scale)
-    if m <= config.gemv_rows and triton_launch.gemv_refuses(matrix, strides, codes.data_ptr()) is None:
+    how: Any = {"ptx": config.ptx, "gpu": gpu}
+    if x.dtype == torch.bfloat16 and m <= config.pairs_rows and triton_launch.pairs_refuses(matrix, strides) is None:
+        blocks = config.pairs[matrix.bits]
+        launch = triton_launch.pairs_launch(matrix, m, x_stride, strides[1], scale_strides, blocks, **how)
+    elif m <= config.gemv_rows and triton_launch.gemv_refuses(matrix, strides, codes.data_ptr()) is None:
         codes = codes.T.view(torch.int32)
         launch = triton_launch.gemv_launch(matrix, m, x_stride, codes.stride(0), scale_strides, config.gemv[matrix.bits])
     else:
@@ -172,7 +176,8 @@ def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch
     unit = q.scale if q.tensor_scale is None else q.tensor_scale
     splits, dtype = launch.splits, x.dtype if launch.splits == 1 else torch.float32
     y = torch.empty((splits, m, matrix.n), dtype=dtype, device=x.device)
-    launch.run((rows, codes, q.scale, zero, unit, q.scale if table is None else table), y)
+    beside = (zero, unit, q.scale if table is None else table)
+    launch.run((rows, codes, q.scale, *beside) + ((q.scale,) if launch.takes_sizes else ()), y)
     y = y[0] if splits == 1 else y.sum(0).to(x.dtype)
     return y.reshape(*x.shape[:-1], matrix.n)
 
@@ -209,7 +214,8 @@ def codes_by_triton(x: QTensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torc
 def gpu_of(device: torch.device) -> Gpu:
     """What the launches depend on of a CUDA device."""
     properties = torch.cuda.get_device_properties(device)
-    return Gpu(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    sm = 10 * properties.major + properties.minor
+    return Gpu(properties.multi_processor_count, properties.shared_memory_per_block_optin, sm)
 
 
 def _sides(q: QTensor) -> tuple[int, int]:
@@ -223,12 +229,14 @@ def _scale_strides(scale: torch.Tensor) -> tuple[int, int]:
     return strides[0], strides[1]
 
 
-def _config(device: torch.device) -> GpuConfig:
+def config_of(device: torch.device) -> GpuConfig:
+    """The blocks of a CUDA device."""
     return gpu_config(torch.cuda.get_device_name(device))
 
 
 @functools.lru_cache(maxsize=64)
-def _table(matrix: Matrix, device: torch.device) -> torch.Tensor | None:
+def table_of(matrix: Matrix, device: torch.device) -> torch.Tensor | None:
+    """The numbers of a codebook on a device; None for formats whose numbers are computed."""
     table = matrix.table()
     return None if table is None else torch.tensor(table, device=device)
 

@@ -53,10 +53,23 @@ class QTensor:
             QuantError: where there are not two axes.
         """
         if len(self.shape) != 2:
-            raise QuantError(f"T is for matrices; the shape is {self.shape}")
-        rows, columns = self.scheme.tiles(2)
-        scheme = self.scheme.with_tiles((columns, rows), -3 - self.scheme.pack_axis)
-        return self._with_leaves(lambda leaf: leaf.T, scheme=scheme, shape=self.shape[::-1])
+            raise QuantError(f"T is for matrices; the shape is {self.shape}; mT transposes each of a stack")
+        return self.mT
+
+    @property
+    def mT(self) -> "QTensor":
+        """The transpose of each matrix of a stack, exactly: views of the same bytes, with the last two axes exchanged.
+
+        Raises:
+            QuantError: where there are fewer than two axes.
+        """
+        if len(self.shape) < 2:
+            raise QuantError(f"mT is for matrices and stacks of them; the shape is {self.shape}")
+        *stack, rows, columns = self.scheme.tiles(len(self.shape))
+        packed = {-1: -2, -2: -1}.get(self.scheme.pack_axis, self.scheme.pack_axis)
+        scheme = self.scheme.with_tiles((*stack, columns, rows), packed)
+        *lengths, r, c = self.shape
+        return self._with_leaves(lambda leaf: leaf.mT, scheme=scheme, shape=(*lengths, c, r))
 
     def to(self, device: torch.device | str) -> "QTensor":
         """The same bytes on another device."""

@@ -219,6 +219,11 @@ def test_unsuited_targets_are_refused(calibration: AbstractCalibration, fmt: str
         )
 
 
+def test_signed_max_of_tiles_of_one_element_is_that_element():
+    x = jnp.asarray([[3.0, -5.0, 0.0]])
+    np.testing.assert_array_equal(fb.dequantize(fb.quantize(x, "q4_0_g1", axis=-2)), x)
+
+
 def test_signed_max_needs_one_tiled_axis():
     with pytest.raises(UnsupportedError, match="signed_max needs a tile on one axis only"):
         fb.quantize(jnp.ones((32, 32)), fb.Scheme(FORMATS["int4"], {-1: 32, -2: 32}, calibration=SignedMax()))

@@ -49,6 +49,17 @@ def test_it_plans_a_model_of_layers(name):
     assert ("embed" in quantized) == (not leaves_tables)
 
 
+@pytest.mark.parametrize("name", ["int5_g96", *(n for n in fb.RECIPES.names() if not re.match("te_|maxtext/", n))])
+def test_a_plain_one_quantizes_kernels_of_convolutions_and_experts_too(name):
+    def net(p, x, rows):
+        return jax.lax.ragged_dot(jax.lax.conv_general_dilated(x, p["kernel"], (1,), "SAME")[0].T, p["experts"], rows)
+
+    shapes = {"kernel": (64, 64, 3), "experts": (2, 64, 64)}
+    weights = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    plan = fb.plan(net, weights, jnp.ones((1, 64, 8)), jnp.array([3, 5]), recipe=name)
+    assert {row.path: row.axis for row in plan if row.policy is not None} == {"kernel": (-1, -2), "experts": (-2,)}
+
+
 @pytest.mark.parametrize("name", [n for n in fb.RECIPES.names() if "te_" in n and "maxtext" not in n])
 def test_transformer_engines_recipes_differ_from_maxtexts_by_the_path_alone(name):
     ours, theirs = fb.recipe(name), fb.recipe(f"maxtext/{name}")

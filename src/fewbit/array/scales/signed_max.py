@@ -23,11 +23,12 @@ class SignedMax(AbstractCalibration):
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if target.asymmetric or not target.format.is_signed:
             raise UnsupportedError(f"signed_max needs a signed format without a zero point, not {target.format.name}")
-        if len(tiles.within) != 1:
+        if len(tiles.within) > 1:
             raise UnsupportedError("signed_max needs a tile on one axis only")
-        x = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, 0)
-        where = jnp.argmax(jnp.abs(x), axis=tiles.within[0], keepdims=True)
-        largest = jnp.take_along_axis(x, where, axis=tiles.within[0])
+        largest = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, 0)
+        for axis in tiles.within:  # none where each element is a tile
+            where = jnp.argmax(jnp.abs(largest), axis=axis, keepdims=True)
+            largest = jnp.take_along_axis(largest, where, axis=axis)
         return quotient(largest, jnp.float32(target.format.min)), None
 
 

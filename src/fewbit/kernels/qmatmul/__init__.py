@@ -1,8 +1,10 @@
 """Products of operands of which at least one is quantized: the general one, and that of rows in groups."""
 
 from .cpu import Cpu as Cpu
+from .cpu import CpuRagged as CpuRagged
 from .cpu import reads_packed_weights as reads_packed_weights
 from .gpu import TritonGPU as TritonGPU
+from .gpu import TritonGPURagged as TritonGPURagged
 from .problem import Problem as Problem
 from .ragged import RAGGED as RAGGED
 from .ragged import RaggedProblem as RaggedProblem

@@ -3,7 +3,7 @@
 struct Choice {
   void (*few)(const Job&, int64_t begin, int64_t count);  // for a few rows of x; null: panels
   Fill fill;                                              // of panels in registers; null: row by row
-  int64_t steps, lane_bytes;                              // of the decoder
+  int64_t steps, apart;                                   // how x is laid out in blocks, and how outputs come from panels
 };
 
 #if FEWBIT_DECODES
@@ -14,37 +14,46 @@ static bool IsInteger(const Weight& w) { return w.kind == Codes::kSigned || w.ki
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 
-template <class Row, class Column, Zero kRole>
-static Choice WithRole(const Job& job) {
+template <class Row, class Column, class Across, Zero kRole>
+static Choice WithRole(const Job& job, bool across) {
   static decltype(Choice::few) const dots[] = {FewDots<Row, kRole, 1>, FewDots<Row, kRole, 2>, FewDots<Row, kRole, 3>,
                                                FewDots<Row, kRole, 4>};
   static decltype(Choice::few) const sums[] = {SumColumns<Column, kRole, 1>, SumColumns<Column, kRole, 2>,
                                                SumColumns<Column, kRole, 3>, SumColumns<Column, kRole, 4>};
+  constexpr int kSub = Column::kLaneBytes;
   const bool is_few = job.M <= kFewRows;
-  if (job.contracts_cols) return {is_few ? dots[job.M - 1] : nullptr, FillDots<Row, kRole>, Row::kSteps, Row::kLaneBytes};
-  return {is_few ? sums[job.M - 1] : nullptr, FillColumns<Column, kRole>, Column::kSteps, Column::kLaneBytes};
+  if (across && job.contracts_cols) {
+    return {is_few ? FewTurned<Column, kRole> : nullptr, FillTurned<Column, kRole>, kSub, Column::kSteps / kSub};
+  }
+  if (across) return {is_few ? FewAcross<Across, kRole> : nullptr, FillRowsAcross<Across, kRole>, 1, Across::kSteps};
+  if (job.contracts_cols) return {is_few ? dots[job.M - 1] : nullptr, FillDots<Row, kRole>, Row::kSteps, 1};
+  return {is_few ? sums[job.M - 1] : nullptr, FillColumns<Column, kRole>, 1, kSub};
 }
 
-// By a decoder of codes along a row, or by one of codes down columns.
-template <class Row, class Column = Row>
+// By a decoder of codes along a row, by one of codes down columns, or by one of codes along a row that are outputs.
+template <class Row, class Column = Row, class Across = Row>
 static Choice With(const Job& job) {
   const Weight& w = job.w;
-  // The codes of a lane, or of a byte, must share a scale, and a byte's codes must follow each other along the contraction.
-  const int64_t along = job.contracts_cols ? Row::kSteps : Column::kSteps / Column::kLaneBytes;
-  const int64_t tile = job.contracts_cols ? w.col_tile : w.row_tile;
-  if ((w.bits < 8 && w.packed_cols != job.contracts_cols) || (tile < job.contracted() && tile % along != 0)) {
-    return Choice{nullptr, nullptr, 1, 1};
-  }
-  if (w.role == Zero::kWhole) return WithRole<Row, Column, Zero::kWhole>(job);
-  if (w.role == Zero::kOffset) return WithRole<Row, Column, Zero::kOffset>(job);
-  return WithRole<Row, Column, Zero::kNone>(job);
+  const bool dots = job.contracts_cols, is_byte = w.bits == 8;
+  const int64_t tile = dots ? w.col_tile : w.row_tile, other = dots ? w.row_tile : w.col_tile;
+  const bool is_whole = tile >= job.contracted(), is_other_whole = other >= job.outputs();
+  // The codes of a lane, or of a byte, must share a scale, and lie along the contraction; or else lie along the outputs.
+  constexpr int64_t kDown = Column::kSteps / Column::kLaneBytes;
+  const bool along = (is_byte || w.packed_cols == dots) && (is_whole || tile % (dots ? Row::kSteps : kDown) == 0);
+  const int64_t shared = dots ? kDown : Across::kSteps;
+  bool across = (is_byte || w.packed_cols != dots) && (is_other_whole || (other % shared == 0 && other >= 8));
+  across = across && (!along || (!is_whole && tile < 16));
+  if (!along && !across) return Choice{nullptr, nullptr, 1, 1};
+  if (w.role == Zero::kWhole) return WithRole<Row, Column, Across, Zero::kWhole>(job, across);
+  if (w.role == Zero::kOffset) return WithRole<Row, Column, Across, Zero::kOffset>(job, across);
+  return WithRole<Row, Column, Across, Zero::kNone>(job, across);
 }
 
 static Choice ChoiceOf(const Job& job) {
-  if (job.w.bits == 1) return With<Narrow<1>>(job);
-  if (job.w.bits == 2) return With<Narrow<2>>(job);
+  if (job.w.bits == 1) return With<Narrow<1>, Narrow<1>, Eights<1>>(job);
+  if (job.w.bits == 2) return With<Narrow<2>, Narrow<2>, Eights<2>>(job);
   if (job.w.bits == 3) return With<WideRow<3>, WideColumn<3>>(job);
-  if (job.w.bits == 4) return With<Narrow<4>>(job);
+  if (job.w.bits == 4) return With<Narrow<4>, Narrow<4>, Eights<4>>(job);
   if (job.w.bits == 5) return With<WideRow<5>, WideColumn<5>>(job);
   if (job.w.bits == 6) return With<WideRow<6>, WideColumn<6>>(job);
   if (job.w.bits == 7 && IsInteger(job.w)) return With<WideRow<7, Whole<7>>, WideColumn<7, Whole<7>>>(job);
@@ -61,9 +70,9 @@ static Choice ChoiceOf(const Job& job) {
 template <class Row, class Column, Zero kRole>
 static Choice WithRole(const Job& job) {
   if (!job.contracts_cols) {
-    return {job.M == 1 ? SumColumns<Column, kRole, 1> : nullptr, FillColumns<Column, kRole>, Column::kSteps, Column::kLaneBytes};
+    return {job.M == 1 ? SumColumns<Column, kRole, 1> : nullptr, FillColumns<Column, kRole>, 1, Column::kLaneBytes};
   }
-  return {job.M == 1 ? FewDots<Row, kRole, 1> : nullptr, FillDots<Row, kRole>, Row::kSteps, Row::kLaneBytes};
+  return {job.M == 1 ? FewDots<Row, kRole, 1> : nullptr, FillDots<Row, kRole>, Row::kSteps, 1};
 }
 
 template <class Row, class Column = Row>
@@ -104,26 +113,33 @@ static Choice ChoiceOf(const Job&) { return Choice{nullptr, nullptr, 1, 1}; }
 // How many codes a lane holds where x must be laid out alike; 1 where x stays in order.
 static int64_t StepsOf(const Job& job) {
   const Choice choice = ChoiceOf(job);
-  return job.contracts_cols && choice.few != nullptr ? choice.steps : 1;
+  return choice.few != nullptr ? choice.steps : 1;
 }
 
-constexpr int64_t kTall = 384;        // rows of x that share one decoding of the weight
-constexpr int64_t kFewColumns = 512;  // its columns in a chunk of a few sums
+constexpr int64_t kTall = 384;          // rows of x that share one decoding of the weight
+constexpr int64_t kMostColumns = 1024;  // of the weight in a chunk of a few sums
 
-static int64_t WidthOf(const Job& job, bool few) {
-  return !few ? PanelOutputs(job) : job.contracts_cols ? kFewOutputs : kFewColumns;
+// Long runs of each row, as memory likes it, but two chunks for each thread.
+static int64_t ColumnsOf(const Job& job) {
+  const int64_t share = (job.outputs() / (2 * job.threads) + 127) / 128 * 128;
+  return share < 128 ? 128 : share > kMostColumns ? kMostColumns : share;
+}
+
+static int64_t WidthOf(const Job& job, const Choice& choice) {
+  if (choice.few != nullptr) return job.contracts_cols ? kFewOutputs : ColumnsOf(job);
+  return PanelOutputs(job) < 16 * choice.apart ? 16 * choice.apart : PanelOutputs(job);
 }
 
 static int64_t ChunksOf(const Job& job) {
-  const int64_t width = WidthOf(job, ChoiceOf(job).few != nullptr);
+  const int64_t width = WidthOf(job, ChoiceOf(job));
   return (job.outputs() + width - 1) / width * ((job.M + kTall - 1) / kTall);
 }
 
 static void RunChunk(const Job& job, int64_t chunk) {
   const Choice choice = ChoiceOf(job);
-  const int64_t width = WidthOf(job, choice.few != nullptr), down = (job.M + kTall - 1) / kTall, m0 = chunk % down * kTall;
+  const int64_t width = WidthOf(job, choice), down = (job.M + kTall - 1) / kTall, m0 = chunk % down * kTall;
   if (choice.few != nullptr) return choice.few(job, chunk * width, width);
-  const int64_t apart = choice.fill != nullptr && !job.contracts_cols ? choice.lane_bytes : 1;
-  const int64_t block = choice.fill != nullptr && job.contracts_cols ? 16 * choice.steps : kPart;
-  PanelProduct(job, choice.fill, block < kPart ? kPart : block, apart, chunk / down * width, m0, m0 + kTall < job.M ? m0 + kTall : job.M);
+  const int64_t length = 16 * choice.steps < kPart ? kPart : 16 * choice.steps;
+  const int64_t m1 = m0 + kTall < job.M ? m0 + kTall : job.M;
+  PanelProduct(job, choice.fill, length, width, choice.apart, chunk / down * width, m0, m1);
 }

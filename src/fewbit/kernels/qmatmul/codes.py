@@ -118,7 +118,7 @@ def sum_types(lhs: QArray, rhs: QArray, meeting: Meeting, asked: str | None) -> 
         return (jnp.int8, jnp.int8), _granted(asked, ("int32",), "sums of integer codes are exact in int32")
     if lhs.zero_point is not None or rhs.zero_point is not None:
         return None
-    native = [_NATIVE.get(q.scheme.format.name) for q in (lhs, rhs)]
+    native = [native_float(q.scheme.format) for q in (lhs, rhs)]
     if None not in native and (meeting.takes_two_types or native[0] == native[1]):
         reason = "8-bit floats are summed in float32 or bfloat16"
         return (native[0], native[1]), _granted(asked, ("float32", "bfloat16"), reason)
@@ -152,9 +152,14 @@ def code_values(q: QArray, dtype: Any) -> jax.Array:
     """The numbers that the codes stand for, without scales, in a dtype that `sum_types` gives."""
     fmt, axis = q.scheme.format, q.scheme.pack_axis
     codes = unpack(q.codes, fmt.bits, q.shape[axis], q.scheme.packing, axis=axis)
-    if _NATIVE.get(fmt.name) == dtype:
+    if native_float(fmt) == dtype:
         return jax.lax.bitcast_convert_type(codes, dtype)
     return (fmt.decode(codes) - shift(q.scheme)).astype(dtype)
+
+
+def native_float(fmt: AbstractFormat) -> Any:
+    """JAX's own dtype of an 8-bit float's codes; None for formats that it has no dtype for."""
+    return _NATIVE.get(fmt.name)
 
 
 def shift(scheme: Scheme) -> int:

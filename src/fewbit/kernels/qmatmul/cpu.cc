@@ -12,7 +12,7 @@
 // second shift. So a lane holds 8 neighbouring codes. Along a contraction x is laid out to match once a call (BlockedX), which
 // is O(M K); each lane keeps its own sum, and takes its own scale after 8 codes, so a tile may be any multiple of 8. Offsets
 // meet the sums of x over their tiles, once a row. Along outputs a lane's bytes are neighbouring outputs, put in order when
-// they are stored; the rows of the next tile are prefetched, because each row is another page. 1 and 2 bits go the same way;
+// they are stored; eight rows are taken at a time, in runs of up to 1 KiB, while the next eight are prefetched. 1 and 2 bits go the same way;
 // bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of 3, 5 and 6 bits are
 // cut out of their bytes first, to a byte each: along a row eight at a time by one instruction, down columns by two shifts
 // where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them, and integers of 7 bits,
@@ -26,16 +26,27 @@
 // 0.60, nf4 3.6 and 0.70, int6 8.5 and 0.47, mxfp6 9.7 and 2.2, int7 8.8 and 0.51, int8 3.7 and 0.81, fp8 3.5 and 1.1. A table of
 // 6 bits is 8 permutations and 7 choices there. On arm64 values are tested in an emulator; speed was not measured.
 //
+// Scales that change along the contraction (across.h): x @ w with a scale for each row of w, tiles that run along the outputs,
+// and so every gradient, whose weight is read along its other axis. There a tile's sum is one product long, so the scale meets x
+// instead of the sum. Where rows are contracted, a lane holds 8 codes (4 of a byte) that are neighbouring outputs, and one
+// product of x and scale serves them all; where columns are, x is scaled once for each row of tiles, and meets the bare codes of
+// all its rows. A zero point is still subtracted from the codes, so that what is zero stays so; offsets meet x alone. x times a
+// scale is rounded once more than the decoded weight would be, and overflows where it exceeds float32, whatever the code.
+//
+// Rows in groups, each with a matrix of its own (a mixture of experts), are a job for each group, whose chunks all threads share,
+// as are those of a batch. How many rows a group has is read when the call is made: a few of them go the way of few rows, and a
+// matrix without rows is not read.
+//
 // More rows (panels.h). 128 outputs by 128 places are decoded and scaled into float32, [k][n] whichever axis is contracted, and
 // multiplied by blocks of 6 x 4 vectors of registers, at 24 multiply-adds for 10 loads. A block of registers walks down the
 // rows of x while its part of the panel, 32 KiB, stays in the first cache; x streams past it, 24 bytes for 12 cycles. Along a
 // contraction the packed bytes of 16 rows are turned before they are decoded: 64 shuffles for 2048 codes of 4 bits, an eighth
-// of what turning the numbers would take. The decoding is that of vectors.h where there is one. Every other case (tables of
+// of what turning the numbers would take. The decoding is that of vectors.h and across.h where there is one. Every other case (tables of
 // 7 bits, and of 5 with AVX2 and NEON; tiles that lanes do not fit; plain C++) is decoded row by row (decode.h) and turned as
 // numbers, for a few rows of x, too.
 //
-// Threads take chunks of outputs, whose sizes do not depend on how many threads there are, and each output is summed in one
-// order: the bits of the result are the same for any number of them. A network of many layers makes hundreds of calls of some
+// Threads take chunks of outputs, and each output is summed in one order, whatever its chunk: the bits of the result are the
+// same for any number of threads. A network of many layers makes hundreds of calls of some
 // 10 us each, and to wake a sleeping thread for each took longer than it saved: 64 tokens of a 30-layer model were faster on
 // one core than on two. So a thread that has helped looks for the next call for 100 us before it sleeps (parallel.h). It is no
 // thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it
@@ -48,9 +59,11 @@
 // time, least of many, 4096 x 4096, weights that rotate, one run): one row of x with int4 in tiles of 64 along columns 0.82 ms
 // beside 0.85 of torch's kernel for 4 bits, int8 1.18 beside 1.50 of torch's; along rows 1.12 and 1.71; int3 0.82 and 0.87,
 // mxfp6 1.6 and 1.8. 256 rows, beside XLA's float32 product, 56 ms along columns and 58 along rows: int4 56 and 58, int3 55
-// and 55, mxfp6 56 and 58, int8 56 and 61. bench/results/qmatmul.json has a run of every scheme. Along rows one row of x is
-// behind: presumably because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to
-// one set. Prefetching into the second cache instead did not help.
+// and 55, mxfp6 56 and 58, int8 56 and 61. bench/results/qmatmul.json has a run of every scheme. Along rows one row of x
+// was behind, because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to one
+// set of twelve lines. Eight rows at a time in runs of 1 KiB mended that: int8 1.45 to 0.93 ms, int4 0.95 to 0.60 (two
+// threads, beyond the cache, one run); runs of 512 bytes 1.3 and 0.8, and asking for bytes further along the same rows, in
+// place of the next rows, 1.6 and 1.0.
 //
 // What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each of the
 // four bytes of a lane, in place of more shifts: 12.0 cycles in place of 13.0 with four rows of the weight, but 16 and 19 with
@@ -62,6 +75,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #include "levels.h"
 #include "module.h"
@@ -115,10 +129,50 @@ static void PackRow(const void* x, Float kind, int64_t k, const int32_t* order, 
   }
 }
 
+// Rows of x that meet one matrix of the weight, one after the other in x and in y.
+struct Group {
+  int64_t m0, rows, matrix;
+};
+
+// The groups of rows: those of given sizes, which meet one matrix each, or `batch` of equally many, which meet the matrices from
+// `first` on. Groups without rows are left out.
+static std::vector<Group> GroupsOf(const ffi::BufferR1<ffi::S32>& sizes, int64_t batch, int64_t rows, int64_t first) {
+  std::vector<Group> groups;
+  const int64_t count = static_cast<int64_t>(sizes.element_count()), all = batch * rows;
+  int64_t m0 = 0;
+  for (int64_t g = 0; g < (count != 0 ? count : batch) && m0 < all; ++g) {
+    const int64_t asked = count != 0 ? sizes.typed_data()[g] : rows, left = all - m0;
+    const int64_t here = asked < 0 ? 0 : asked < left ? asked : left;
+    if (here > 0) groups.push_back({m0, here, first + g});
+    m0 += here;
+  }
+  return groups;
+}
+
+// The matrices of a stack: where each begins.
+struct Matrices {
+  Held scale, zero;
+  const uint8_t* codes;
+  const float* tensor_scale;
+  int64_t bytes, scales, zeros, tensor_scales;  // of one matrix; 0 where all share one
+  float unit;
+
+  // The matrix, for a weight that says all that they have in common.
+  void Take(int64_t matrix, Weight* w) const {
+    const auto size = [](const Held& held) { return held.holder == Holder::kF32 ? 4 : held.holder == Holder::kTable ? 1 : 2; };
+    w->codes = codes + matrix * bytes;
+    w->scale = scale, w->zero = zero;
+    w->scale.data = static_cast<const char*>(scale.data) + matrix * scales * size(scale);
+    if (zeros != 0) w->zero.data = static_cast<const char*>(zero.data) + matrix * zeros * size(zero);
+    w->unit = tensor_scale == nullptr ? unit : unit * tensor_scale[matrix * tensor_scales];
+  }
+};
+
 static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<ffi::U8> codes, ffi::AnyBuffer scale,
                           ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero, ffi::BufferR1<ffi::F32> zero_table,
                           ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::F32> values,
-                          ffi::BufferR1<ffi::S32> picked, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, bool packed_cols, int64_t rows, int64_t cols, int64_t bits, int64_t row_tile,
+                          ffi::BufferR1<ffi::S32> picked, ffi::BufferR1<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y,
+                          bool contracts_cols, bool packed_cols, int64_t rows, int64_t cols, int64_t bits, int64_t row_tile,
                           int64_t col_tile, int64_t code_kind, int64_t role, float unit, int64_t level,
                           ffi::Span<const int32_t> order) {
   Job job{};
@@ -132,14 +186,14 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
       !HeldOf(scale, scale_table, &w.scale) || (role != 0 && !HeldOf(zero, zero_table, &w.zero))) {
     return ffi::Error::InvalidArgument("qmatmul was called with buffers of the wrong form");
   }
-  const int64_t batch = x_shape[0], stacked = codes.dimensions()[0];
+  const int64_t stacked = codes.dimensions()[0], all_rows = x_shape[0] * x_shape[1];
   int64_t first = 0;  // the matrix of the stack that the first one of x meets
   if (picked.element_count() != 0) {
     const int64_t asked = picked.typed_data()[0];
     first = asked < 0 ? 0 : asked < stacked ? asked : stacked - 1;
   }
-  job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2];
-  job.contracts_cols = contracts_cols;
+  job.K = x_shape[2], job.N = y_shape[2];
+  job.contracts_cols = contracts_cols, job.threads = pool.num_threads();
   w.rows = rows, w.cols = cols, w.row_stride = codes.dimensions()[2], w.bits = static_cast<int>(bits);
   w.packed_cols = packed_cols, w.kind = static_cast<Codes>(code_kind), w.values = values.typed_data();
   w.row_tile = row_tile, w.col_tile = col_tile, w.tiles_per_row = scale_shape[2], w.role = static_cast<Zero>(role);
@@ -147,49 +201,74 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const int64_t group = static_cast<int64_t>(order.size());
   if (group != 0 && !x_in_stream) job.order = order.begin(), job.group = group;
   const int32_t* x_order = group != 0 && x_in_stream ? order.begin() : nullptr;
+  const int64_t tensor_scales = static_cast<int64_t>(tensor_scale.element_count());
+  const Matrices matrices{w.scale, w.zero, codes.typed_data(), tensor_scales == 0 ? nullptr : tensor_scale.typed_data(),
+                          stacked == 1 ? 0 : codes.dimensions()[1] * codes.dimensions()[2],
+                          scale_shape[0] == 1 ? 0 : scale_shape[1] * scale_shape[2],
+                          role == 0 || zero.dimensions()[0] == 1 ? 0 : zero.dimensions()[1] * zero.dimensions()[2],
+                          tensor_scales == 1 ? 0 : 1, unit};
 
   const Isa isa = level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
-  const int64_t steps = Steps(isa, job);
   constexpr int64_t kBlock = 512;  // the most codes that a kernel takes in one step
   const int64_t length = (job.contracted() + kBlock - 1) / kBlock * kBlock;
-  const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr;
-  job.ldx = as_is ? job.K : length + 16;
-  std::unique_ptr<float[]> packed(as_is ? nullptr : new float[job.M * job.ldx]);
-  std::unique_ptr<float[]> blocked_memory(steps == 1 ? nullptr : new float[job.M * job.ldx + 16]);
-  float* blocked = FromALine(blocked_memory.get());
-  std::unique_ptr<float[]> sums(steps == 1 ? nullptr : new float[job.M * (length / steps)]);
-  if (steps > 1 && w.role == Zero::kOffset) job.x_sums = sums.get(), job.ld_sums = length / steps;
   const int64_t x_bytes = x_kind == Float::kF32 ? 4 : 2, y_bytes = job.y_kind == Float::kF32 ? 4 : 2;
-  const int64_t weight_bytes = codes.dimensions()[1] * codes.dimensions()[2], tiles = scale_shape[1] * scale_shape[2];
-  const auto tile_bytes = [](const Held& held) { return held.holder == Holder::kF32 ? 4 : held.holder == Holder::kTable ? 1 : 2; };
-  const bool one_scale = scale_shape[0] == 1, one_zero = zero.dimensions()[0] == 1;
-  const int64_t zeros = role == 0 ? 0 : zero.dimensions()[1] * zero.dimensions()[2];
-  const int64_t tensor_scales = static_cast<int64_t>(tensor_scale.element_count());
-  const Held first_scale = w.scale, first_zero = w.zero;
-  for (int64_t b = 0; b < batch; ++b) {
-    const char* rows_of_x = static_cast<const char*>(x.untyped_data()) + b * job.M * job.K * x_bytes;
-    job.x = as_is ? reinterpret_cast<const float*>(rows_of_x) : steps > 1 ? blocked : packed.get();
-    constexpr int64_t kRowsAtOnce = 16;
-    ParallelFor(pool, as_is ? 0 : (job.M + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
-      for (int64_t m = chunk * kRowsAtOnce; m < job.M && m < (chunk + 1) * kRowsAtOnce; ++m) {
-        float* row = packed.get() + m * job.ldx;
-        PackRow(rows_of_x + m * job.K * x_bytes, x_kind, job.K, x_order, group, row, job.ldx);
-        float* sums_of_row = job.x_sums == nullptr ? nullptr : sums.get() + m * job.ld_sums;
-        if (steps > 1) BlockedX(row, length, steps, blocked + m * job.ldx, sums_of_row);
-      }
-    });
-    const int64_t at = first + b;
-    w.codes = codes.typed_data() + (stacked == 1 ? 0 : at * weight_bytes);
-    w.scale.data = static_cast<const char*>(first_scale.data) + (one_scale ? 0 : at * tiles) * tile_bytes(first_scale);
-    if (role != 0) w.zero.data = static_cast<const char*>(first_zero.data) + (one_zero ? 0 : at * zeros) * tile_bytes(first_zero);
-    w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : at];
-    job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * y_bytes;
-    const auto run = [&](int64_t chunk) { Run(isa, job, chunk); };
-    constexpr int64_t kWorthThreads = 1 << 16;  // multiply-adds that take longer than to tell a thread that looks
-    const int64_t chunks = ChunkCount(isa, job);
-    if (job.M * w.rows * w.cols >= kWorthThreads) ParallelFor(pool, chunks, run);
-    else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+  const char* x_data = static_cast<const char*>(x.untyped_data());
+  char* y_data = static_cast<char*>(y->untyped_data());
+
+  // A job for each group; rows that must be laid out first are counted.
+  struct Laid {
+    Job job;
+    int64_t steps, m0, from, chunks;  // `from`: the first of its rows among those that are laid out
+  };
+  std::vector<Laid> jobs;
+  std::vector<int32_t> owner;  // of each row that is laid out
+  int64_t chunks = 0, work = 0, met = 0;
+  bool is_blocked = false;
+  for (const Group& one : GroupsOf(sizes, x_shape[0], x_shape[1], first)) {
+    met = one.m0 + one.rows;
+    job.M = one.rows;
+    matrices.Take(one.matrix, &w);
+    const int64_t steps = Steps(isa, job);
+    const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr;
+    job.x = as_is ? reinterpret_cast<const float*>(x_data + one.m0 * job.K * x_bytes) : nullptr;
+    job.ldx = as_is ? job.K : length + 16;
+    job.y = y_data + one.m0 * job.N * y_bytes;
+    jobs.push_back({job, steps, one.m0, static_cast<int64_t>(owner.size()), ChunkCount(isa, job)});
+    if (!as_is) owner.resize(owner.size() + job.M, static_cast<int32_t>(jobs.size() - 1));
+    is_blocked = is_blocked || steps > 1;
+    chunks += jobs.back().chunks, work += job.M * w.rows * w.cols;
   }
+  std::memset(y_data + met * job.N * y_bytes, 0, (all_rows - met) * job.N * y_bytes);
+
+  const int64_t ldx = length + 16, held = static_cast<int64_t>(owner.size());
+  const bool has_sums = is_blocked && w.role == Zero::kOffset;
+  std::unique_ptr<float[]> packed(new float[held * ldx]), blocked_memory(is_blocked ? new float[held * ldx + 16] : nullptr);
+  std::unique_ptr<float[]> sums(has_sums ? new float[held * length] : nullptr);
+  float* blocked = FromALine(blocked_memory.get());
+  for (Laid& one : jobs) {
+    if (one.job.x != nullptr) continue;
+    one.job.x = (one.steps > 1 ? blocked : packed.get()) + one.from * ldx;
+    if (one.steps > 1 && has_sums) one.job.x_sums = sums.get() + one.from * length, one.job.ld_sums = length / one.steps;
+  }
+  constexpr int64_t kRowsAtOnce = 16;
+  ParallelFor(pool, (held + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
+    for (int64_t i = chunk * kRowsAtOnce; i < held && i < (chunk + 1) * kRowsAtOnce; ++i) {
+      const Laid& one = jobs[owner[i]];
+      const int64_t m = i - one.from;
+      float* row = packed.get() + i * ldx;
+      float* sums_of_row = has_sums ? sums.get() + one.from * length + m * one.job.ld_sums : nullptr;
+      PackRow(x_data + (one.m0 + m) * job.K * x_bytes, x_kind, job.K, x_order, group, row, ldx);
+      if (one.steps > 1) BlockedX(row, length, one.steps, blocked + i * ldx, sums_of_row);
+    }
+  });
+  const auto run = [&](int64_t chunk) {
+    size_t i = 0;
+    for (; chunk >= jobs[i].chunks; ++i) chunk -= jobs[i].chunks;
+    Run(isa, jobs[i].job, chunk);
+  };
+  constexpr int64_t kWorthThreads = 1 << 16;  // multiply-adds that take longer than to tell a thread that looks
+  if (work >= kWorthThreads) ParallelFor(pool, chunks, run);
+  else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
   return ffi::Error::Success();
 }
 
@@ -205,6 +284,7 @@ XLA_FFI_DEFINE_HANDLER(qmatmul, Qmatmul,
                            .Arg<ffi::BufferR1<ffi::F32>>()     // tensor scales, none or one or one a batch
                            .Arg<ffi::BufferR1<ffi::F32>>()     // the numbers of the format
                            .Arg<ffi::BufferR1<ffi::S32>>()     // the matrix that x meets, of a stack; none: x has one for each
+                           .Arg<ffi::BufferR1<ffi::S32>>()     // how many rows of x meet each matrix; none: as x has them
                            .Ret<ffi::AnyBuffer>()              // y [B, M, N]
                            .Attr<bool>("contracts_cols")
                            .Attr<bool>("packed_cols")

@@ -18,6 +18,7 @@ from .integers import native_integers
 from .native import native_product
 from .paired import pair_refusal
 from .problem import Operand, Problem
+from .ragged import RAGGED, AbstractRaggedKernel, RaggedProblem
 from .reference import BACKENDS
 from .stack import Stack
 from .stacked import AbstractStackKernel
@@ -44,9 +45,7 @@ class Cpu(AbstractStackKernel):
         return extension("fewbit.kernels.qmatmul._integers").missing or pair_refusal(problem)
 
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
-        if x.dtype not in FLOATS or problem.result_dtype.name not in FLOATS:
-            return f"it multiplies {x.dtype} into {problem.result_dtype.name}; both must be one of {', '.join(FLOATS)}"
-        return _refused_scheme(stack)
+        return _refused_dtypes(x.dtype, problem.result_dtype.name) or _refused_scheme(stack)
 
     def passed_over(self, problem: Problem) -> str | None:
         return device_refusal()
@@ -67,6 +66,41 @@ class Cpu(AbstractStackKernel):
 
     def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
         return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuRagged(AbstractRaggedKernel):
+    """The same for rows in groups, each with a matrix of its own; the matrix of a group without rows is not read.
+
+    Attributes:
+        isa: as of `Cpu`.
+    """
+
+    name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
+    isa: str | None = None
+
+    def unsupported(self, problem: RaggedProblem) -> str | None:
+        return extension("fewbit.kernels.qmatmul._cpu").missing or super().unsupported(problem)
+
+    def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
+        return _refused_dtypes(problem.lhs.dtype, problem.result_dtype.name) or _refused_scheme(stack)
+
+    def passed_over(self, problem: RaggedProblem) -> str | None:
+        return device_refusal()
+
+    def grouped(
+        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+    ) -> jax.Array:
+        del precision  # as in `Cpu`
+        return native_product(x[None], q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa, sizes=sizes)[0]
+
+
+def _refused_dtypes(x: str, result: str) -> str | None:
+    """Why the kernels cannot multiply these dtypes, or None."""
+    if x in FLOATS and result in FLOATS:
+        return None
+    return f"it multiplies {x} into {result}; both must be one of {', '.join(FLOATS)}"
 
 
 def _refused_scheme(stack: Stack) -> str | None:
@@ -92,3 +126,4 @@ def reads_packed_weights() -> bool:
 
 
 BACKENDS.add("cpu", Cpu())
+RAGGED.add("cpu", CpuRagged())

@@ -12,6 +12,7 @@ from .gpu_configs import Gpu, GpuConfig, blocks_for, gpu_config
 from .gpu_matrix import Matrix
 from .pallas_form import float32_precision
 from .problem import Operand, Problem
+from .ragged import RAGGED, AbstractRaggedKernel, RaggedProblem
 from .reference import BACKENDS
 from .stack import Stack
 from .stacked import AbstractStackKernel
@@ -28,22 +29,10 @@ class TritonGPU(AbstractStackKernel):
     platform: ClassVar[str] = "cuda"
 
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
-        if importlib.util.find_spec("jax_triton") is None:
-            return "it runs on cuda through jax-triton, which is not installed"
-        if x.dtype not in ("bfloat16", "float16", "float32"):
-            return f"it multiplies bfloat16, float16 and float32, not {x.dtype}"
-        try:
-            float32_precision(problem.precision)
-        except ValueError:
-            return f"precision is {problem.precision!r}; None or a name of jax.lax.Precision is expected"
-        return _matrix(
-            stack.scheme, stack.merged[0].length, stack.merged[1].length, contracts_cols=stack.contracts_cols
-        ).unsupported()
+        return _refused(problem, x, stack)
 
     def passed_over(self, problem: Problem) -> str | None:
-        if jax.device_count() == 1:
-            return None
-        return "there are several devices, and XLA splits no kernel over them; name it within jax.shard_map"
+        return _cannot_split()
 
     def about(self) -> str:
         return "Triton; not run on a GPU from JAX by anyone yet, checked in Triton's interpreter"
@@ -54,7 +43,61 @@ class TritonGPU(AbstractStackKernel):
         return jnp.stack(each).astype(dtype)
 
 
+@dataclasses.dataclass(frozen=True)
+class TritonGPURagged(AbstractRaggedKernel):
+    """The same for rows in groups, each with a matrix of its own, in one launch."""
+
+    name: ClassVar[str] = "triton"
+    platform: ClassVar[str] = "cuda"
+
+    def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
+        return _refused(problem, problem.lhs, stack)
+
+    def passed_over(self, problem: RaggedProblem) -> str | None:
+        return _cannot_split()
+
+    def grouped(
+        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+    ) -> jax.Array:
+        from . import triton_launch  # it needs Triton
+
+        matrix = _matrix(q.scheme, q.shape[1], q.shape[2], contracts_cols=contracts_cols)
+        scale_g, unit_g = (_between(leaf) for leaf in (q.scale, q.scale if q.tensor_scale is None else q.tensor_scale))
+        groups = triton_launch.Groups(q.shape[0], _between(q.codes), scale_g, unit_g)
+        config, gpu = _device()
+        launch = triton_launch.grouped_launch(
+            *(matrix, len(x), x.shape[1], _strides(q.codes[0], contracts_cols=contracts_cols)),
+            *(_scale_strides(q.scale[0], contracts_cols=contracts_cols), config, groups),
+            precision=_passes(x.dtype, precision),
+            gpu=gpu,
+        )
+        leaves = q.codes, q.scale, q.zero_point, q.tensor_scale
+        return _called(launch, matrix, x, leaves, sizes)[0].astype(dtype)
+
+
 BACKENDS.add(TritonGPU.name, TritonGPU())
+RAGGED.add(TritonGPURagged.name, TritonGPURagged())
+
+
+def _refused(problem: Problem | RaggedProblem, x: Operand, stack: Stack) -> str | None:
+    """Why the kernels do not multiply an operand with a stack; None when they do."""
+    if importlib.util.find_spec("jax_triton") is None:
+        return "it runs on cuda through jax-triton, which is not installed"
+    if x.dtype not in ("bfloat16", "float16", "float32"):
+        return f"it multiplies bfloat16, float16 and float32, not {x.dtype}"
+    try:
+        float32_precision(problem.precision)
+    except ValueError:
+        return f"precision is {problem.precision!r}; None or a name of jax.lax.Precision is expected"
+    rows, columns = (axis.length for axis in stack.merged)
+    return _matrix(stack.scheme, rows, columns, contracts_cols=stack.contracts_cols).unsupported()
+
+
+def _cannot_split() -> str | None:
+    """Why the kernels are passed over where there are several devices; None where there is one."""
+    if jax.device_count() == 1:
+        return None
+    return "there are several devices, and XLA splits no kernel over them; name it within jax.shard_map"
 
 
 def _matrix(scheme: Any, rows: int, columns: int, *, contracts_cols: bool) -> Matrix:
@@ -73,29 +116,44 @@ def _at(q: QArray, b: int) -> list[jax.Array | None]:
 
 def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols: bool, precision: Any) -> jax.Array:
     """`[M, N]` of one matrix, float32 or as `x` is."""
-    import jax_triton  # type: ignore[import-not-found]  # pyright: ignore
-
     from . import triton_launch  # it needs Triton
 
     codes, scale, zero, unit = leaves
     config, gpu = _device()
     m, strides = len(x), _strides(codes, contracts_cols=contracts_cols)
-    scale_strides = tuple(s if length > 1 else 0 for s, length in _sides(scale, contracts_cols=contracts_cols))
-    if m <= config.gemv_rows and triton_launch.gemv_refuses(matrix, strides, 0) is None:
+    scale_strides = _scale_strides(scale, contracts_cols=contracts_cols)
+    if x.dtype == jnp.bfloat16 and m <= config.pairs_rows and triton_launch.pairs_refuses(matrix, strides) is None:
+        few = config.pairs[matrix.bits]
+        launch = triton_launch.pairs_launch(
+            *(matrix, m, x.shape[1], strides[1], scale_strides, few),
+            ptx=config.ptx,
+            gpu=gpu,
+        )
+    elif m <= config.gemv_rows and triton_launch.gemv_refuses(matrix, strides, 0) is None:
         words = jax.lax.bitcast_convert_type(codes.reshape(len(codes), -1, 4), jnp.int32)
         blocks = config.gemv[matrix.bits]
-        launch = triton_launch.gemv_launch(matrix, m, x.shape[1], words.shape[1], scale_strides, blocks)  # type: ignore[arg-type]
+        launch = triton_launch.gemv_launch(matrix, m, x.shape[1], words.shape[1], scale_strides, blocks)
         codes = words
     else:
         launch = triton_launch.dot_launch(
-            *(matrix, m, x.shape[1], strides, scale_strides, blocks_for(config.dot, m)),  # type: ignore[arg-type]
+            *(matrix, m, x.shape[1], strides, scale_strides, blocks_for(config.dot, m)),
             precision=_passes(x.dtype, precision),
             gpu=gpu,
         )
+    y = _called(launch, matrix, x, (codes, scale, zero, unit), None)
+    return y.sum(0) if launch.splits > 1 else y[0]
+
+
+def _called(launch: Any, matrix: Matrix, x: jax.Array, leaves: Any, sizes: jax.Array | None) -> jax.Array:
+    """What a launch computes, `[splits, M, N]`: float32 sums, or the result as `x` is."""
+    import jax_triton  # type: ignore[import-not-found]  # pyright: ignore
+
+    codes, scale, zero, unit = leaves
     table = matrix.table()
     beside = [scale if leaf is None else leaf for leaf in (zero, unit, table if table is None else jnp.asarray(table))]
-    shape = jax.ShapeDtypeStruct((launch.splits, m, matrix.n), x.dtype if launch.splits == 1 else jnp.float32)
-    y = jax_triton.triton_call(
+    beside += [scale if sizes is None else sizes] if launch.takes_sizes else []
+    shape = jax.ShapeDtypeStruct((launch.splits, len(x), matrix.n), x.dtype if launch.splits == 1 else jnp.float32)
+    return jax_triton.triton_call(
         *(x, codes, scale, *beside, *launch.numbers),
         kernel=launch.kernel,
         out_shape=shape,
@@ -103,7 +161,6 @@ def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols:
         **launch.constants,
         **launch.settings,
     )
-    return y.sum(0) if launch.splits > 1 else y[0]
 
 
 def _passes(dtype: Any, precision: Any) -> str:
@@ -125,7 +182,19 @@ def _strides(array: jax.Array, *, contracts_cols: bool) -> tuple[int, int]:
     return along_k[0], along_n[0]
 
 
+def _scale_strides(scale: jax.Array, *, contracts_cols: bool) -> tuple[int, int]:
+    """Those of scales along K and N, 0 along an axis that has one."""
+    along_k, along_n = _sides(scale, contracts_cols=contracts_cols)
+    return along_k[0] if along_k[1] > 1 else 0, along_n[0] if along_n[1] > 1 else 0
+
+
+def _between(leaf: jax.Array) -> int:
+    """How far each matrix of a stack lies from the one before; 0 where there is one for all."""
+    return leaf[0].size if len(leaf) > 1 else 0
+
+
 def _device() -> tuple[GpuConfig, Gpu]:
     """The configuration of the device at hand, and what JAX tells of it; of shared memory it tells only of 48 KiB."""
     device = jax.devices()[0]
-    return gpu_config(device.device_kind), Gpu(int(getattr(device, "core_count", 108)), LEAST_SHARED)
+    sm = round(10 * float(getattr(device, "compute_capability", "8.0")))
+    return gpu_config(device.device_kind), Gpu(int(getattr(device, "core_count", 108)), LEAST_SHARED, sm)

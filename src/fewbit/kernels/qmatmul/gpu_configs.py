@@ -22,10 +22,12 @@ class Gpu:
     Attributes:
         multiprocessors: how many it has.
         shared: the bytes of shared memory that one program may have.
+        sm: the compute capability, 90 for 9.0.
     """
 
     multiprocessors: int
     shared: int
+    sm: int = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,23 @@ class GemvConfig:
     rows: int
     words: int
     warps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PairsConfig:
+    """The blocks of the product of a few rows of bfloat16 on tensor cores.
+
+    Attributes:
+        rows: how many rows of the matrix `[N, K]` a program has.
+        step: the length of a step along the contraction.
+        warps: how many warps a program has.
+        stages: how many steps are loaded ahead.
+    """
+
+    rows: int
+    step: int
+    warps: int
+    stages: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +91,11 @@ class GpuConfig:
         device: its name, as CUDA gives it; empty for the defaults.
         measured: the date of the tuning; empty where nothing was measured.
         gemv_rows: up to how many rows of activations the product of a few rows serves.
+        pairs_rows: up to how many rows of bfloat16 the product of a few rows on tensor cores serves, where it can.
+        ptx: whether it decodes by inline PTX, not by operations of Triton.
         torch_from: from how many rows on torch's own product of the decoded weight is taken.
-        gemv: its blocks, by the bits of a code.
+        gemv: blocks of the product of a few rows, by the bits of a code.
+        pairs: those of the one on tensor cores, likewise.
         dot: blocks on tensor cores, by rows of activations in ascending order.
         codes: the same for products of codes of 8 bits with such codes.
     """
@@ -81,18 +103,22 @@ class GpuConfig:
     device: str
     measured: str
     gemv_rows: int
+    pairs_rows: int
+    ptx: bool
     torch_from: int
     gemv: dict[int, GemvConfig]
+    pairs: dict[int, PairsConfig]
     dot: tuple[DotConfig, ...]
     codes: tuple[DotConfig, ...]
 
     @classmethod
     def from_json(cls, form: dict[str, Any]) -> "GpuConfig":
         """The configuration of a file's contents."""
-        fields = {name: form[name] for name in ("device", "measured", "gemv_rows", "torch_from")}
+        fields = {name: form[name] for name in ("device", "measured", "gemv_rows", "pairs_rows", "ptx", "torch_from")}
         gemv = {int(bits): GemvConfig(**blocks) for bits, blocks in form["gemv"].items()}
+        pairs = {int(bits): PairsConfig(**blocks) for bits, blocks in form["pairs"].items()}
         dot, codes = (tuple(DotConfig(**blocks) for blocks in form[name]) for name in ("dot", "codes"))
-        return cls(**fields, gemv=gemv, dot=dot, codes=codes)
+        return cls(**fields, gemv=gemv, pairs=pairs, dot=dot, codes=codes)
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""
@@ -128,7 +154,7 @@ def splits_for(blocks: DotConfig, m: int, n: int, k: int, multiprocessors: int) 
     return splits
 
 
-def stages_for(blocks: DotConfig, step_bytes: int, gpu: Gpu) -> int:
+def stages_for(blocks: DotConfig | PairsConfig, step_bytes: int, gpu: Gpu) -> int:
     """How many steps are loaded ahead: as many as the blocks say, or fit into the shared memory; one at least.
 
     >>> stages_for(DotConfig(None, 256, 128, 64, 8, 3), 36864, Gpu(128, 101376))

@@ -9,6 +9,9 @@ static inline void StoreI(void* p, I v) { _mm512_storeu_si512(p, v); }
 static inline I SameI(int32_t x) { return _mm512_set1_epi32(x); }
 static inline I SubI(I a, I b) { return _mm512_sub_epi32(a, b); }
 static inline I MulI(I a, I b) { return _mm512_mullo_epi32(a, b); }
+static inline I XorI(I a, I b) { return _mm512_xor_si512(a, b); }
+static inline I AndI(I a, I b) { return _mm512_and_si512(a, b); }
+static inline I HighI(I a) { return _mm512_srli_epi32(a, 4); }
 static inline V FloatI(I a) { return _mm512_cvtepi32_ps(a); }
 static inline I Dot4(I sum, I u, I s) { return _mm512_dpbusd_epi32(sum, u, s); }
 #elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
@@ -19,6 +22,9 @@ static inline void StoreI(void* p, I v) { _mm256_storeu_si256(static_cast<__m256
 static inline I SameI(int32_t x) { return _mm256_set1_epi32(x); }
 static inline I SubI(I a, I b) { return _mm256_sub_epi32(a, b); }
 static inline I MulI(I a, I b) { return _mm256_mullo_epi32(a, b); }
+static inline I XorI(I a, I b) { return _mm256_xor_si256(a, b); }
+static inline I AndI(I a, I b) { return _mm256_and_si256(a, b); }
+static inline I HighI(I a) { return _mm256_srli_epi32(a, 4); }
 static inline V FloatI(I a) { return _mm256_cvtepi32_ps(a); }
 #if FEWBIT_VNNI
 static inline I Dot4(I sum, I u, I s) { return _mm256_dpbusd_avx_epi32(sum, u, s); }
@@ -50,6 +56,9 @@ static inline I SameI(int32_t x) {
 }
 static inline I SubI(I a, I b) { return a - b; }
 static inline I MulI(I a, I b) { return a * b; }
+static inline I XorI(I a, I b) { return a ^ b; }
+static inline I AndI(I a, I b) { return a & b; }
+static inline I HighI(I a) { return a >> 4; }
 static inline V FloatI(I a) { return __builtin_convertvector((SignedI)a, V); }
 #if FEWBIT_VNNI
 static inline I Dot4(I sum, I w, I x) { return (I)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x); }

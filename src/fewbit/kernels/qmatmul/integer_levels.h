@@ -45,6 +45,7 @@ static void StoreRow(const IntegerJob& job, int64_t m, int64_t n0, int64_t count
 namespace portable {
 #include "lanes.h"
 #include "integer_lanes.h"
+#include "integer_few.h"
 #include "integer_panels.h"
 #include "integer_product.h"
 }  // namespace portable
@@ -58,6 +59,7 @@ FEWBIT_BEGIN("+dotprod")
 namespace dotprod {
 #include "lanes.h"
 #include "integer_lanes.h"
+#include "integer_few.h"
 #include "integer_panels.h"
 #include "integer_product.h"
 }  // namespace dotprod
@@ -71,6 +73,7 @@ FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
 namespace avx2 {
 #include "lanes.h"
 #include "integer_lanes.h"
+#include "integer_few.h"
 #include "integer_panels.h"
 #include "integer_product.h"
 }  // namespace avx2
@@ -83,6 +86,7 @@ FEWBIT_BEGIN("avx2,fma,f16c,avxvnni")
 namespace avxvnni {
 #include "lanes.h"
 #include "integer_lanes.h"
+#include "integer_few.h"
 #include "integer_panels.h"
 #include "integer_product.h"
 }  // namespace avxvnni
@@ -97,6 +101,7 @@ FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
 namespace avx512 {
 #include "lanes.h"
 #include "integer_lanes.h"
+#include "integer_few.h"
 #include "integer_panels.h"
 #include "integer_product.h"
 }  // namespace avx512
@@ -160,6 +165,11 @@ static int64_t IntegerChunks(IntegerIsa isa, const IntegerJob& job) { return FEW
 
 static void RunIntegers(IntegerIsa isa, const IntegerJob& job, const std::vector<Segment>& segments, int64_t chunk) {
   FEWBIT_AT(isa, RunIntegers(job, segments, chunk));
+}
+
+// Bytes of a row of x as `Prepare` lays it out, a multiple of four.
+static int64_t IntegerRowBytes(IntegerIsa isa, const IntegerJob& job, const std::vector<Segment>& segments) {
+  return FEWBIT_AT(isa, IntegerRowBytes(job, segments));
 }
 
 // How many rows of x `Prepare` lays out at once.

@@ -20,11 +20,20 @@ static void Lay(int bits, const Segment& segment, const int8_t* from, int8_t* to
   }
 }
 
+static int64_t IntegerRowBytes(const IntegerJob& job, const std::vector<Segment>& segments) {
+  if (IsFew(job)) return FewRow(job);
+  return segments.empty() ? 0 : 4 * (segments.back().at + segments.back().groups);
+}
+
 // A block of rows of x from row m on, the first group of each row, then the second ones; zeros where a segment fills no group.
 // And the sums of each row by tiles. `rows` are all rows of x, `out` its place for all of them.
 static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m, int8_t* out,
                     int32_t* sums) {
   const int64_t block = job.M - m < kIntRows ? job.M - m : kIntRows;
+  if (IsFew(job)) {
+    for (int64_t i = 0; i < block; ++i) PrepareFew(job, rows, m + i, out, sums);
+    return;
+  }
   alignas(64) int8_t laid[kSegment];
   for (const Segment& segment : segments) {
     int8_t* to = out + 4 * (segment.at * job.M + m * segment.groups);

@@ -73,6 +73,7 @@ constexpr int64_t kIntTall = 384;  // rows of x that share one panel
 static int64_t IntegerWidth(const IntegerJob& job) { return job.contracts_cols || job.N < 2048 ? kIntWide : 256; }
 
 static int64_t IntegerChunks(const IntegerJob& job) {
+  if (IsFew(job)) return (job.N + kFewWide - 1) / kFewWide;
   const int64_t width = IntegerWidth(job);
   return (job.N + width - 1) / width * ((job.M + kIntTall - 1) / kIntTall);
 }
@@ -146,6 +147,7 @@ static void RunStrip(const IntegerJob& job, const Segment& segment, const Intege
 }
 
 static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segments, int64_t chunk) {
+  if (IsFew(job)) return RunFew(job, chunk);
   const int64_t width = IntegerWidth(job), down = (job.M + kIntTall - 1) / kIntTall;
   const int64_t n0 = chunk / down * width, m0 = chunk % down * kIntTall, rows = job.M - m0 < kIntTall ? job.M - m0 : kIntTall;
   const int64_t count = job.N - n0 < width ? job.N - n0 : width, strips = (count + kIntWide - 1) / kIntWide;

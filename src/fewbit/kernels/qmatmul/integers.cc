@@ -15,6 +15,10 @@
 // x, in the same order, costs nothing. x lies block after block in the order in which it is read. A tile of the contraction ends a
 // segment, and its sums leave the registers as scaled floats. The next segment of the weight is asked for meanwhile.
 //
+// Up to 4 rows of x and whole rows of w along their bytes skip all this: w is read once and multiplied where it lies
+// (integer_few.h), and memory is the bound. One row of x, int8 and int4, 4096 x 4096, both cores, weights that rotate: 0.89 and
+// 0.57 ms, where panels had taken 1.97 and 1.33 and the kernels for x in float32 take 0.98 and 0.62.
+//
 // The bound. A block of registers reaches what the processor has: 863 billion operations a second on one core, where
 // nothing but vpdpbusd gives 870 (Sapphire Rapids, AVX-512, others at work beside, processor time). To lay out 16 MiB of weight
 // takes 0.7 to 1 ms of a core from the cache, a tenth of the product with 256 rows. Both cores through jit, 256 rows, 4096 x
@@ -23,7 +27,8 @@
 // took 0.26 of XLA's time where those of 32 KiB had taken 0.30 (docs/kernels.md has the last run). Tiles of 64 in 4 bits
 // take 1.3 to 1.5 times as long as whole rows, because every 16 steps 24 sums are scaled and added in float32.
 //
-// What was needed. Without being asked to unroll the loops over registers, GCC kept every sum in memory, too: 290 in place
+// What was needed. torch's threads look for work for milliseconds after its product, so that whoever is timed right after it has
+// one core and a half: 12.2 ms in place of 8.8, of which no tuning found any. Without being asked to unroll the loops over registers, GCC kept every sum in memory, too: 290 in place
 // of 863.
 #include <memory>
 
@@ -54,6 +59,24 @@ static Stacked<Number> StackedOf(const Buffer& buffer, bool rows_first, int64_t 
   return {{data, row_tile, by_row, by_tile}, shape[0] == 1 ? 0 : rows * tiles};
 }
 
+// The memory of a call that begins on this thread. The thread keeps it for the next one while it is small: the system takes
+// 1 ms of a core for each MiB of fresh pages, and to lay x out takes a seventh of that.
+class CallMemory {
+ public:
+  explicit CallMemory(int64_t bytes) {
+    constexpr int64_t kMost = 8 << 20;
+    thread_local std::vector<char> kept;
+    if (bytes > kMost) own_.reset(new char[bytes]);
+    else if (static_cast<int64_t>(kept.size()) < bytes) kept.resize(bytes);
+    data_ = bytes > kMost ? own_.get() : kept.data();
+  }
+  char* data() const { return data_; }
+
+ private:
+  std::unique_ptr<char[]> own_;
+  char* data_;
+};
+
 static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale,
                            ffi::BufferR3<ffi::S32> x_zero, ffi::BufferR3<ffi::U8> w, ffi::BufferR3<ffi::F32> w_scale,
                            ffi::BufferR3<ffi::S32> w_zero, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t bits,
@@ -73,15 +96,17 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::
   const auto w_zeros = StackedOf<int32_t>(w_zero, contracts_cols, output_tile);
   const std::vector<Segment> segments = SegmentsOf(job);
   const int64_t batch = x_shape[0], tiles = job.tiles();
-  const int64_t row = segments.empty() ? 0 : 4 * (segments.back().at + segments.back().groups);
-  std::unique_ptr<int8_t[]> laid(new int8_t[job.M * row]);
-  std::unique_ptr<int32_t[]> sums(new int32_t[job.M * tiles]);
-  job.x = laid.get(), job.x_sums = sums.get();
   const IntegerIsa isa = level >= 0 && level < static_cast<int64_t>(BestIntegerIsa()) ? static_cast<IntegerIsa>(level) : BestIntegerIsa();
+  job.x_zero = x_zeros.At(0);
+  const int64_t row = IntegerRowBytes(isa, job, segments);
+  const CallMemory memory(job.M * (row + tiles * 4));  // rows are whole groups of four bytes, so that the sums are aligned
+  int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
+  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
+  job.x = laid, job.x_sums = sums;
   for (int64_t b = 0; b < batch; ++b) {
     const int8_t* rows = x.typed_data() + b * job.M * job.K;
     const int64_t block = IntegerRows(isa);
-    const auto prepare = [&](int64_t i) { Prepare(isa, job, segments, rows, i * block, laid.get(), sums.get()); };
+    const auto prepare = [&](int64_t i) { Prepare(isa, job, segments, rows, i * block, laid, sums); };
     ParallelFor(pool, (job.M + block - 1) / block, prepare);
     job.w = w.typed_data() + (w_shape[0] == 1 ? 0 : b * w_shape[1] * w_shape[2]);
     job.x_scale = x_scales.At(b), job.x_zero = x_zeros.At(b), job.w_scale = w_scales.At(b), job.w_zero = w_zeros.At(b);

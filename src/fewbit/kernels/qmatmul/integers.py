@@ -1,23 +1,20 @@
 """The call of the compiled product of integers: two stacks of codes, told to C++ as arrays and numbers."""
 
-import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...array import QArray, Scheme
+from ...array import QArray
 from ...array.packing import Packing
 from ...array.quantize import scale_values
-from ...formats import FORMATS, AbstractFormat, Integer
+from ...formats import AbstractFormat, Integer
 from .codes import code_values, shift
 
 TARGET = "fewbit_integers"
 
 _LEVELS = ("portable", "avx2", "avxvnni", "avx512")
-
-_WHOLE = Scheme(FORMATS["int8"])
 
 
 def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any, isa: str | None = None) -> jax.Array:
@@ -77,20 +74,3 @@ def _zeros(q: QArray) -> jax.Array:
         return jnp.zeros((1, 0, 0), jnp.int32)
     assert isinstance(q.scheme.zero_point, AbstractFormat)
     return q.scheme.zero_point.decode(q.zero_point).astype(jnp.int32)
-
-
-def bytes_of(values: jax.Array, scale: jax.Array, zero: jax.Array | None, tile: int | None) -> QArray:
-    """A stack of int8 numbers as a QArray.
-
-    Args:
-        values: `[B, M, K]`, int8.
-        scale: float32, `[B or 1, M or 1, tiles]`.
-        zero: the zero points, whole numbers that fit in int8, likewise; None: none.
-        tile: how many numbers along K share a scale; None: all.
-    """
-    int8 = FORMATS["int8"]
-    free = tuple(None if n == 1 else 1 for n in scale.shape[:2])
-    scheme = dataclasses.replace(_WHOLE.with_tiles((*free, tile), -1), zero_point=None if zero is None else int8)
-    held = None if zero is None else jax.lax.bitcast_convert_type(zero.astype(jnp.int8), jnp.uint8)
-    codes = jax.lax.bitcast_convert_type(values, jnp.uint8)
-    return QArray(codes, scale, held, None, scheme, np.dtype(np.float32))

@@ -54,6 +54,7 @@ struct Job {
   Float y_kind;
   const int32_t* order;  // the code at each place of a group of the stream, of the axis that is not contracted; null: in order
   int64_t group;
+  int64_t threads = 1;   // how many may share the work, which changes no bit
 
   int64_t contracted() const { return contracts_cols ? w.cols : w.rows; }
   int64_t outputs() const { return contracts_cols ? w.rows : w.cols; }

@@ -57,6 +57,7 @@ namespace portable {
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "across.h"
 #include "choice.h"
 }  // namespace portable
 #undef FEWBIT_LEVEL
@@ -75,6 +76,7 @@ namespace avx2 {
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "across.h"
 #include "choice.h"
 }  // namespace avx2
 FEWBIT_END
@@ -91,6 +93,7 @@ namespace avx512 {
 #include "registers.h"
 #include "panels.h"
 #include "vectors.h"
+#include "across.h"
 #include "choice.h"
 }  // namespace avx512
 FEWBIT_END

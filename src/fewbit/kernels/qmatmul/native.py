@@ -20,7 +20,14 @@ _LEVELS = ("portable", "avx2", "avx512")
 
 
 def native_product(
-    x: jax.Array, q: QArray, picked: jax.Array | None, *, contracts_cols: bool, dtype: Any, isa: str | None = None
+    x: jax.Array,
+    q: QArray,
+    picked: jax.Array | None,
+    *,
+    contracts_cols: bool,
+    dtype: Any,
+    isa: str | None = None,
+    sizes: jax.Array | None = None,
 ) -> jax.Array:
     """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, for the matrices `w` that a stack of codes stands for.
 
@@ -31,6 +38,7 @@ def native_product(
         contracts_cols: whether K is C, or R.
         dtype: that of the result.
         isa: the instruction set to take, where the machine has it; None: the best.
+        sizes: how many rows of `x`, whose B is 1, meet each matrix of `q`, int32; those beyond their sum give zeros.
 
     Returns:
         `[B, M, N]`, N being the other one of R and C. Sums are made in float32.
@@ -55,6 +63,7 @@ def native_product(
         tensor,
         jnp.asarray(values),
         jnp.zeros(0, jnp.int32) if picked is None else picked.reshape(1),
+        jnp.zeros(0, jnp.int32) if sizes is None else sizes,
         contracts_cols=contracts_cols,
         packed_cols=scheme.pack_axis == -1,
         rows=np.int64(lengths[0]),

@@ -1,20 +1,20 @@
-"""The product of two quantized stacks whose codes are integers: one primitive of JAX, a kernel on each platform.
+"""The product of two quantized stacks by their codes, integers or 8-bit floats: one primitive of JAX, a kernel on each platform.
 
 It stands beside that of `stacked.py`, for both operands are codes here, and the product is linear in none of them. What JAX
 differentiates, the scales, the reference differentiates.
 """
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...array import QArray
+from ...array import QArray, Scheme
 from ...errors import QuantError
-from .codes import fits_int32, is_whole, side
-from .integers import bytes_of
+from ...formats import FORMATS
+from .codes import fits_int32, is_whole, native_float, side
 from .primitive import kernel_primitive
 from .problem import Operand, Problem
 from .reference import BACKENDS, Reference
@@ -26,22 +26,39 @@ LEAST_TILE = 8
 """The shortest tile along the contraction that pays for sums of integers."""
 
 
-def pair_refusal(problem: Problem) -> str | None:
-    """Why a product of two quantized operands is none of stacks of integers with scales per row, column or tile; None if it is."""
-    for operand in (problem.lhs, problem.rhs):
+def pair_refusal(problem: Problem, *, floats: bool = False) -> str | None:
+    """Why a product of two quantized operands is none of stacks of codes with scales per row, column or tile; None if it is.
+
+    Args:
+        problem: the product.
+        floats: whether two operands of one 8-bit float format are taken, too, and not integers alone.
+    """
+    sides = [operand for operand in (problem.lhs, problem.rhs) if operand.scheme is not None]
+    assert len(sides) == 2
+    are_floats = floats and all(_is_float(operand) for operand in sides)
+    for operand in () if are_floats else sides:
         assert operand.scheme is not None
         if not is_whole(operand.scheme):
             return f"{operand} has no codes that are integers of at most 8 bits with whole zero points"
-    if problem.accumulator not in (None, "int32"):
-        return f"it sums in int32, and {problem.accumulator} is asked for"
+    if are_floats and len({operand.scheme.format for operand in sides if operand.scheme is not None}) > 1:
+        return f"{sides[0]} and {sides[1]} are floats of two formats; it multiplies those of one"
+    kind = "float32" if are_floats else "int32"
+    if problem.accumulator not in (None, kind):
+        return f"it sums in {kind}, and {problem.accumulator} is asked for"
     if problem.out_sharding is not None:
         return "out_sharding is for XLA's own products"
     try:
-        at, stack = _weight(problem)
+        at, stack = weight_stack(problem)
         _tile(problem, at, stack)
     except QuantError as refusal:
         return str(refusal)
     return None
+
+
+def _is_float(operand: Operand) -> bool:
+    """Whether an operand has codes that JAX has a floating dtype for, and nothing is subtracted from them."""
+    scheme = operand.scheme
+    return scheme is not None and scheme.zero_point is None and native_float(scheme.format) is not None
 
 
 def paired_product(problem: Problem, lhs: QArray, rhs: QArray, kernels: tuple[Any, ...], *, is_named: bool) -> jax.Array:
@@ -54,7 +71,7 @@ def paired_product(problem: Problem, lhs: QArray, rhs: QArray, kernels: tuple[An
         kernels: the kernels that may compute it, one a platform; elsewhere the reference does.
         is_named: whether the caller insists on them.
     """
-    at, stack = _weight(problem)
+    at, stack = weight_stack(problem)
     x, q = (lhs, rhs)[1 - at], (lhs, rhs)[at]
     own, met = problem.dimension_numbers[0][at], problem.dimension_numbers[0][1 - at]
     contracted = tuple(met[own.index(axis)] for axis in stack.contracted)
@@ -63,9 +80,12 @@ def paired_product(problem: Problem, lhs: QArray, rhs: QArray, kernels: tuple[An
     groups = batch, free, contracted
     axis = next(iter(contracted)) if len(contracted) == 1 else None
     tile = None if axis is None or x.scale.shape[axis] == 1 else x.tiles[axis]
-    numbers = side(x, jnp.int8, but=axis)
+    is_float = native_float(x.scheme.format) is not None
+    numbers = side(x, native_float(x.scheme.format) if is_float else jnp.int8, but=axis)
     zero = None if numbers.zero is None else _folded(numbers.zero, x.shape, groups, tile)
-    x3 = bytes_of(_moved(numbers.values, groups), _folded(numbers.scale, x.shape, groups, tile), zero, tile)
+    codes = jax.lax.bitcast_convert_type(_moved(numbers.values, groups), jnp.uint8)
+    fmt = x.scheme.format if is_float else FORMATS["int8"]
+    x3 = _bytes_of(fmt, codes, _folded(numbers.scale, x.shape, groups, tile), zero, tile)
     y = _bind(
         x3,
         stack.of(q),
@@ -81,8 +101,12 @@ def paired_product(problem: Problem, lhs: QArray, rhs: QArray, kernels: tuple[An
     return y.reshape(*lengths[0], *lengths[1], *own_free)
 
 
-def _weight(problem: Problem) -> tuple[int, Stack]:
-    """The operand that is read as a stack, where it lies: the right one, or the left one where that cannot be."""
+def weight_stack(problem: Problem) -> tuple[int, Stack]:
+    """The operand that is read as a stack, where it lies: the right one, or the left one where that cannot be.
+
+    Raises:
+        QuantError: where neither can.
+    """
     refusals = []
     for at in (1, 0):
         operand = (problem.lhs, problem.rhs)[at]
@@ -113,9 +137,27 @@ def _tile(problem: Problem, at: int, stack: Stack) -> int:
         raise QuantError(f"only {tile} contracted codes share a scale; at least {LEAST_TILE} are expected")
     assert problem.lhs.scheme is not None
     assert problem.rhs.scheme is not None
-    if not fits_int32(problem.lhs.scheme, problem.rhs.scheme, tile):
+    if is_whole(x.scheme) and not fits_int32(problem.lhs.scheme, problem.rhs.scheme, tile):
         raise QuantError(f"sums of {tile} products of its codes may not fit in int32")
     return tile
+
+
+def _bytes_of(fmt: Any, codes: jax.Array, scale: jax.Array, zero: jax.Array | None, tile: int | None) -> QArray:
+    """A stack of bytes as a QArray.
+
+    Args:
+        fmt: the format of the bytes.
+        codes: `[B, M, K]`, uint8.
+        scale: float32, `[B or 1, M or 1, tiles]`.
+        zero: the zero points, whole numbers that fit in int8, likewise; None: none.
+        tile: how many numbers along K share a scale; None: all.
+    """
+    int8 = FORMATS["int8"]
+    free = tuple(None if n == 1 else 1 for n in scale.shape[:2])
+    plain = Scheme(fmt).with_tiles((*free, tile), -1)
+    scheme = dataclasses.replace(plain, zero_point=None if zero is None else int8)
+    held = None if zero is None else jax.lax.bitcast_convert_type(zero.astype(jnp.int8), jnp.uint8)
+    return QArray(codes, scale, held, None, scheme, np.dtype(np.float32))
 
 
 def _moved(a: jax.Array, groups: tuple[Axes, ...]) -> jax.Array:
@@ -172,9 +214,8 @@ def _mapped(leaves: Any, axes: Any, *, form: Any, **settings: Any) -> tuple[jax.
         return a.reshape(a.shape[0], count * rows, a.shape[3])
 
     fold = longer if has_mapped_weight else taller
-    signed = functools.partial(jax.lax.bitcast_convert_type, new_dtype=jnp.int8)
-    zero = None if x.zero_point is None else fold(signed(x.zero_point))
-    held = bytes_of(fold(signed(x.codes)), fold(x.scale), zero, x.scheme.tiles(3)[2])
+    zero = None if x.zero_point is None else fold(jax.lax.bitcast_convert_type(x.zero_point, jnp.int8))
+    held = _bytes_of(x.scheme.format, fold(x.codes), fold(x.scale), zero, x.scheme.tiles(3)[2])
     if has_mapped_weight:
         y = _bind(held, jax.tree.map(longer, q), **settings)
         return y.reshape(count, batch, *y.shape[1:]), 0

@@ -24,17 +24,22 @@ class Config:
         m: rows of activations in a block, at most.
         codes: codes along the packed axis of a block, about.
         columns: elements along the other axis of a block, about.
+        halves: whether whole numbers of 4 bits are read as registers of int4, which TPUs before v5e do slowly, and not by planes.
         nf4_polynomial: whether NF4 is decoded by the polynomial of degree 5, which errs by `NF4_ERROR` at most, and not exactly.
     """
 
     m: int = 256
     codes: int = 1024
     columns: int = 512
+    halves: bool = True
     nf4_polynomial: bool = False
 
 
 PLAIN = Config()
 """The blocks that are taken where nothing else is said, and exact decoding."""
+
+PAIRS = Config(m=1024)
+"""The same where both operands are quantized: more rows of x for each byte that is read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Cut:
     Attributes:
         form: the product.
         m: rows of activations in a block.
-        rows: bytes along the packed axis in a block.
+        rows: rows of the form, which are bytes or groups of them, along the packed axis in a block.
         columns: elements along the other axis in a block.
     """
 
@@ -77,7 +82,7 @@ class Cut:
         """The cut of a product: blocks that divide their axes where there are such, and whole axes where they are short."""
         # Mosaic wants blocks of whole tiles of its own, 8 x 128 for four bytes and 32 x 128 for one, or whole axes. Rows lie
         # along the lanes of the activations or of the result; and 8 scales along them are 8 tiles of ours.
-        unit = math.lcm(LANES, form.scale_sublanes * (form.tile or 1))
+        unit = math.lcm(LANES * (2 if form.is_split else 1), form.scale_sublanes * (form.tile or 1))
         rows = fitting(form.rows, unit, config.codes // form.planes)
         columns = config.columns * config.codes // max(rows * form.planes, config.codes)
         return cls(form, min(form.m, config.m), rows, fitting(form.columns, LANES, columns))
@@ -91,12 +96,12 @@ class Cut:
 
     @property
     def contracted_block(self) -> int:
-        """The length of a block along the contraction."""
+        """The length of a block along the contraction, in rows or in columns."""
         return self.rows if self.form.contracts_rows else self.columns
 
     @property
     def contracted(self) -> int:
-        """The length of the contraction, in rows of bytes or in columns."""
+        """The length of the contraction, in rows or in columns."""
         return self.form.rows if self.form.contracts_rows else self.form.columns
 
     @property
@@ -112,8 +117,9 @@ class Cut:
 
     def codes(self) -> Block:
         """The bytes, as they are stored."""
-        block, index = self._over_matrix(self.rows, self.columns)
-        shape = (self.form.rows, self.form.columns)
+        in_bytes = self.form.bytes_along if self.rows == self.form.rows else self.form.in_bytes(self.rows)
+        block, index = self._over_matrix(in_bytes, self.columns)
+        shape = (self.form.bytes_along, self.form.columns)
         if self.form.is_transposed:
             return Block("codes", shape[::-1], np.dtype(np.uint8), block[::-1], lambda *step: index(*step)[::-1])
         return Block("codes", shape, np.dtype(np.uint8), block, index)
@@ -137,6 +143,14 @@ class Cut:
         planes = 1 if form.contracts_rows else form.planes
         free, block = (form.columns, self.columns) if form.contracts_rows else (form.rows, self.rows)
         return Block("y", (planes, form.m, free), form.result, (planes, self.m, block), lambda i, j, k: (0, i, j))
+
+    def stream(self) -> tuple[tuple[int, int], ...]:
+        """The shapes of scratch in which codes that straddle bytes are read, a byte in each word; none for others.
+
+        Each holds 128 columns, since that is as wide as what Mosaic reads with a stride.
+        """
+        count = math.ceil(self.columns / LANES) if self.form.span > 1 else 0
+        return ((self.rows * self.form.span, LANES),) * count
 
     def _over_matrix(self, rows: int, columns: int) -> tuple[tuple[int, int], Callable[..., tuple[Any, ...]]]:
         by_rows = self.form.contracts_rows

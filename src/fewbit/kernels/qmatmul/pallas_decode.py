@@ -9,6 +9,8 @@ nibbles, the high nibbles) is cut out of the 32-bit word. What the numbers are c
 - e4m3fn and e5m2: the compiler's own conversion;
 - tables of up to 16 numbers (NF4): a tree of selects, one level for each bit of the code, so exact for every table;
 - other small floats: the format's arithmetic.
+
+Codes of 3, 5, 6 and 7 bits straddle bytes. Each byte is widened to a word of its own, and a code is put together from two.
 """
 
 import jax
@@ -33,8 +35,6 @@ NF4_ERROR = 0.0089
 
 def undecodable(fmt: AbstractFormat) -> str | None:
     """Why the codes of a format cannot be decoded here; None when they can."""
-    if 8 % fmt.bits:
-        return f"codes of {fmt.bits} bits straddle bytes; 1, 2, 4 and 8 bits are read"
     if isinstance(fmt, Codebook) and len(fmt.table) > MOST_NUMBERS:
         return f"{fmt.name} is a table of {len(fmt.table)} numbers; {MOST_NUMBERS} are decoded without a gather"
     return None
@@ -74,6 +74,27 @@ def plane_values(fmt: AbstractFormat, packed: jax.Array, shift: int, *, nf4_poly
         return _selected(word, shift, fmt.table)
     code = (word >> shift) & (2**fmt.bits - 1)
     return _polynomial(code.astype(jnp.float32)) if isinstance(fmt, Codebook) else fmt.decode(code.astype(jnp.uint8))
+
+
+def group_values(fmt: AbstractFormat, group: list[jax.Array], plane: int) -> jax.Array:
+    """The numbers of the codes that stand at one place of each group of bytes, float32.
+
+    Args:
+        fmt: the format of the codes.
+        group: the bytes of the groups in order, each array one of every group, in 32-bit words.
+        plane: which code of a group.
+    """
+    byte, shift = divmod(plane * fmt.bits, 8)
+    code = group[byte] >> shift
+    if shift + fmt.bits > 8:
+        code = code | (group[byte + 1] << (8 - shift))
+    if isinstance(fmt, Integer):
+        top = 32 - fmt.bits
+        whole = (code << top) >> top if fmt.signed else code & (2**fmt.bits - 1)
+        return whole.astype(jnp.float32) * jnp.float32(fmt.step)
+    if isinstance(fmt, Codebook):
+        return _selected(code, 0, fmt.table)
+    return fmt.decode((code & (2**fmt.bits - 1)).astype(jnp.uint8))
 
 
 def _whole(fmt: Integer, word: jax.Array, shift: int) -> jax.Array:

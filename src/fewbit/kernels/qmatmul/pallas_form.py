@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...array import QArray, Scheme
-from ...formats import AbstractFormat
+from ...array.packing import codes_per_unit
+from ...formats import AbstractFormat, Integer
 from .pallas_decode import undecodable
 
 
@@ -20,17 +21,21 @@ from .pallas_decode import undecodable
 class Form:
     """A product of activations `[M, C]` with a packed matrix of `rows x columns` bytes, contracting one of its axes.
 
-    Each byte holds `planes` codes that follow each other along the axis of the rows: byte `i` of a column has the elements
-    `i * planes .. i * planes + planes - 1`.
+    A row is one byte, or of codes that straddle bytes a group of `span` bytes (3 of codes of 6 bits). It holds `planes` codes
+    that follow each other along the axis of the rows: row `i` of a column has the elements `i * planes .. i * planes +
+    planes - 1`, in the order of `Packing.interleave` where codes have another one. Of whole numbers of 4 bits a row is one
+    code, half a byte: the kernel has them in order without planes.
 
     Attributes:
         m: rows of activations.
-        rows: bytes along the packed axis; of 8-bit codes, along the tiled one.
+        planes: how many codes a row holds.
+        rows: rows along the packed axis; of 8-bit codes, along the tiled one.
+        bytes_along: the bytes there; the last row may be short of some.
         columns: elements along the other axis.
-        length: elements along the packed axis; the last byte may hold fewer than `planes`.
+        length: elements along the packed axis; the last row may hold fewer than `planes`.
         contracts_rows: whether the packed axis is contracted, or the other one.
         is_transposed: whether the bytes are stored `[columns, rows]`.
-        tile: how many rows of bytes share a scale; None: all.
+        tile: how many rows share a scale; None: all.
         column_tile: how many columns share a scale; None: all.
         scheme: the scheme of the matrix.
         dtype: of the operands of the products, bfloat16 or float32.
@@ -39,7 +44,9 @@ class Form:
     """
 
     m: int
+    planes: int
     rows: int
+    bytes_along: int
     columns: int
     length: int
     contracts_rows: bool
@@ -53,7 +60,14 @@ class Form:
 
     @classmethod
     def of(
-        cls, x: jax.Array | jax.ShapeDtypeStruct, q: QArray, *, contracts_last: bool, result: Any, precision: Any = None
+        cls,
+        x: jax.Array | jax.ShapeDtypeStruct,
+        q: QArray,
+        *,
+        contracts_last: bool,
+        result: Any,
+        precision: Any = None,
+        halves: bool = True,
     ) -> "Form":
         """The form of `x @ w` or `x @ w.T` for each matrix of a stack.
 
@@ -63,20 +77,24 @@ class Form:
             contracts_last: whether K is C, or R.
             result: the dtype of the result.
             precision: as in `lax.dot_general`.
+            halves: as in `Config`.
         """
         is_transposed = _is_transposed(q.scheme)
         row_axis, column_axis = (-1, -2) if is_transposed else (-2, -1)
         tiles, counts = q.scheme.tiles(3), q.scale.shape
         row_tile, column_tile = tiles[row_axis], tiles[column_axis]
         is_bfloat16 = x.dtype == q.dtype == jnp.bfloat16
+        planes, bytes_along = _planes(q.scheme, halves=halves), q.codes.shape[row_axis]
         return cls(
             m=x.shape[1],
-            rows=q.codes.shape[row_axis],
+            planes=planes,
+            rows=math.ceil(bytes_along * 8 / (planes * q.scheme.format.bits)),
+            bytes_along=bytes_along,
             columns=q.shape[column_axis],
             length=q.shape[row_axis],
             contracts_rows=contracts_last == is_transposed,
             is_transposed=is_transposed,
-            tile=None if counts[row_axis] == 1 else (row_tile or 1) * q.scheme.format.bits // 8,
+            tile=None if counts[row_axis] == 1 else (row_tile or 1) // planes,
             column_tile=None if counts[column_axis] == 1 else column_tile or 1,
             scheme=q.scheme,
             dtype=np.dtype(jnp.bfloat16 if is_bfloat16 else np.float32),
@@ -85,9 +103,18 @@ class Form:
         )
 
     @property
-    def planes(self) -> int:
-        """How many codes a byte holds."""
-        return 8 // self.scheme.format.bits
+    def is_split(self) -> bool:
+        """Whether a byte is two rows."""
+        return self.planes == 1 and self.scheme.format.bits == 4
+
+    @property
+    def span(self) -> int:
+        """How many bytes a row has; of rows that are half a byte, one."""
+        return self.in_bytes(1) or 1
+
+    def in_bytes(self, rows: int) -> int:
+        """The bytes of so many rows."""
+        return rows * self.planes * self.scheme.format.bits // 8
 
     @property
     def tiles(self) -> int:
@@ -131,12 +158,12 @@ def refusal(scheme: Scheme, tile: int | None, *dtypes: Any, precision: Any) -> s
         float32_precision(precision)
     except ValueError:
         return f"precision is {precision!r}; None or a name of jax.lax.Precision is expected"
-    planes = 8 // scheme.format.bits
+    planes = codes_per_unit(scheme.format.bits, scheme.packing)
     holders = [h for h in (scheme.format, scheme.scale, scheme.zero_point) if isinstance(h, AbstractFormat)]
     if (reason := next(filter(None, map(undecodable, holders)), None)) is not None:
         return reason
-    if scheme.packing.interleave:
-        return "its codes are interleaved; codes in order are read"
+    if scheme.packing.interleave and scheme.format.bits == 8:
+        return "its bytes are interleaved; bytes in order are read, and narrower codes in any"
     if tile is not None and tile % planes:
         return f"tiles of {tile} along the packed axis cut bytes of {planes} codes"
     return None
@@ -151,6 +178,12 @@ def float32_precision(precision: Any) -> jax.lax.Precision:
     sides = precision if isinstance(precision, tuple) else (precision,)
     named = {None if side is None else jax.lax.Precision(side) for side in sides}
     return jax.lax.Precision.DEFAULT if named == {jax.lax.Precision.DEFAULT} else jax.lax.Precision.HIGHEST
+
+
+def _planes(scheme: Scheme, *, halves: bool) -> int:
+    """How many codes a row holds."""
+    is_split = halves and isinstance(scheme.format, Integer) and scheme.format.bits == 4 and not scheme.packing.high_first
+    return 1 if is_split else codes_per_unit(scheme.format.bits)
 
 
 def _is_transposed(scheme: Scheme) -> bool:

@@ -98,7 +98,8 @@ def grouped_product(
     Returns:
         `[M, N]`, N being the other one of R and C. Sums are made in float32.
     """
-    form = Form.of(x[None], q, contracts_last=contracts_last, result=result, precision=precision)
+    how = {"result": result, "precision": precision, "halves": config.halves}
+    form = Form.of(x[None], q, contracts_last=contracts_last, **how)
     cut = Cut.of(form, config)
     visits = Visits.of(sizes, form.m, cut.m)
     beside = beside_codes(form, q)
@@ -159,7 +160,7 @@ def _call(
             grid=(free, count, contracted),
             in_specs=[x, *of_group],
             out_specs=pl.BlockSpec(out.block, out.index),
-            scratch_shapes=[pltpu.VMEM(out.block, jnp.float32)],
+            scratch_shapes=[pltpu.VMEM(out.block, jnp.float32), *(pltpu.VMEM(shape, jnp.int32) for shape in cut.stream())],
         ),
         out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=varying),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary", "arbitrary")),
@@ -172,7 +173,7 @@ def _kernel(
     cut: Cut, config: Config, names: tuple[str, ...], groups: Any, blocks: Any, bounds: Any, x: Any, codes: Any, *refs: Any
 ) -> None:
     """One step of a visit; the last one writes the rows of its group, and leaves those of others as they are."""
-    *beside, y, total = refs
+    beside, (y, *scratch) = refs[: len(names)], refs[len(names) :]
     visit = pl.program_id(1)
     first, end = bounds[groups[visit]], bounds[groups[visit] + 1]
 
@@ -180,4 +181,4 @@ def _kernel(
         row = jax.lax.broadcasted_iota(jnp.int32, sums.shape, 1) + blocks[visit] * cut.m
         y[...] = jnp.where((row >= first) & (row < end), sums.astype(y.dtype), y[...])
 
-    summed(cut, config, names, x, codes, beside, total, finish)
+    summed(cut, config, names, x, codes, beside, tuple(scratch), finish)

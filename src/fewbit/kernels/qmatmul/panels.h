@@ -71,10 +71,11 @@ static void AskFor(const Weight& w, int64_t r0, int64_t r1, int64_t c0, int64_t 
 // Rows [m0, m1) of y for the outputs of one panel's width, from n0 on.
 //
 // Without `fill` the panel is decoded row by row. With it, it is filled `length` places at a time, and outputs come `apart`.
-static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t apart, int64_t n0, int64_t m0, int64_t m1) {
-  const int64_t width = PanelOutputs(job), rows = m1 - m0, ldw = width + kLanes;
+static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t width, int64_t apart, int64_t n0, int64_t m0,
+                         int64_t m1) {
+  const int64_t rows = m1 - m0, ldw = width + kLanes;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width;
-  const int64_t filled = apart == 1 ? outputs : (outputs + 16 * apart - 1) / (16 * apart) * (16 * apart);
+  const int64_t across = (outputs + 16 * apart - 1) / (16 * apart) * 16 * apart;  // where the last of them may stand
   float* floats = Workspace(ldw * length + kSlack + rows * width + (4 + kLanes) * (kPart + kSlack) + 32 * (length + kSlack));
   float *panel = floats, *c = panel + ldw * length + kSlack, *rest = c + rows * width;
   for (int64_t i = 0; i < rows * width; ++i) c[i] = 0.0f;
@@ -85,7 +86,7 @@ static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t apar
     const int64_t next = k0 + count, after = next + length < job.contracted() ? next + length : job.contracted();
     if (job.contracts_cols) AskFor(job.w, n0, n0 + outputs, next, after);
     else AskFor(job.w, next, after, n0, n0 + outputs);
-    for (int64_t n = 0; n < filled; n += kAcross * kLanes) {
+    for (int64_t n = 0; n < across; n += kAcross * kLanes) {
       for (int64_t k = 0; k < count; k += kPart) {
         const int64_t part = count - k < kPart ? count - k : kPart;
         for (int64_t m = 0; m < rows; m += kRows) {

@@ -134,6 +134,7 @@ struct WideColumn {
   typedef Meaning Table;
   __m512i raw[kBits];
   static Table TableOf(const Weight& w) { return Table::Of(w); }
+  WideColumn() = default;
   WideColumn(const uint8_t* p, int64_t stride, int64_t rows, int64_t left) {
     for (int j = 0; j < kBits; ++j) raw[j] = BytesAt(p + j * stride, j < rows ? left : 0);
   }

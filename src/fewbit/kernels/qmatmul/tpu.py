@@ -6,14 +6,24 @@ from typing import Any, ClassVar
 import jax
 
 from ...array import QArray
+from ...array.packing import Packing
 from ..devices import split_refusal
-from .pallas_blocks import PLAIN, Config
+from .codes import is_whole
+from .paired import pair_refusal, weight_stack
+from .pallas_blocks import PAIRS, PLAIN, Config
+from .pallas_decode import NATIVE
 from .pallas_form import refusal
 from .problem import Operand, Problem
 from .ragged import RAGGED, AbstractRaggedKernel, RaggedProblem
 from .reference import BACKENDS
 from .stack import Stack
 from .stacked import AbstractStackKernel
+
+LEAST_TILE = 32
+"""The shortest tile along the contraction that is summed by itself: shorter ones leave more than 3/4 of the matrix unit idle."""
+
+OLD = ("TPU v2", "TPU v3", "TPU v4")
+"""The TPUs that Mosaic multiplies no bytes on, and turns int4 into floats by many operations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,13 +33,18 @@ class PallasTPU(AbstractStackKernel):
     Attributes:
         config: the sizes of blocks. Another one is another backend:
             `BACKENDS.add("nf4_polynomial", PallasTPU(Config(nf4_polynomial=True)))`.
+        pairs: the sizes of blocks where both operands are quantized.
         interpret: whether JAX evaluates the kernel step by step instead of compiling it; for tests, on any platform.
     """
 
     name: ClassVar[str] = "pallas_tpu"
     platform: ClassVar[str] = "tpu"
     config: Config = PLAIN
+    pairs: Config = PAIRS
     interpret: bool = False
+
+    def refused_pair(self, problem: Problem) -> str | None:
+        return pair_refusal(problem, floats=True) or _refused_codes(problem)
 
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
         tile = stack.merged[stack.scheme.pack_axis + 2].tile
@@ -50,9 +65,14 @@ class PallasTPU(AbstractStackKernel):
             contracts_last=contracts_cols,
             result=dtype,
             precision=precision,
-            config=self.config,
+            config=_of_chip(self.config),
             interpret=self.interpret,
         )
+
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
+        from .pallas_pairs import paired_stacks
+
+        return paired_stacks(x, q, contracts_last=contracts_cols, result=dtype, config=self.pairs, interpret=self.interpret)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +107,7 @@ class PallasTPURagged(AbstractRaggedKernel):
             contracts_last=contracts_cols,
             result=dtype,
             precision=precision,
-            config=self.config or PLAIN,
+            config=_of_chip(self.config or PLAIN),
             interpret=self.interpret,
         )
 
@@ -99,3 +119,39 @@ RAGGED.add(PallasTPURagged.name, PallasTPURagged())
 def stack_dtype(problem: Problem) -> str:
     """The logical dtype of the quantized operand."""
     return problem.lhs.dtype if problem.lhs.scheme is not None else problem.rhs.dtype
+
+
+def _refused_codes(problem: Problem) -> str | None:
+    """Why the matrix unit does not take the codes of two operands; None when it does."""
+    if (without := _without_bytes()) is not None:
+        return without
+    stack = weight_stack(problem)[1]
+    scheme = stack.scheme
+    if not is_whole(scheme) and scheme.format.name not in NATIVE:
+        return f"it multiplies integers, or floats of {' or '.join(NATIVE)}, not {scheme.format.name}"
+    if scheme.format.bits not in (4, 8) or scheme.packing != Packing():
+        return f"the codes of {scheme.format.name}; those of 4 and 8 bits, low ones first, are read as they are packed"
+    own = stack.merged[1 if stack.contracts_cols else 0]
+    packed = stack.merged[scheme.pack_axis + 2]
+    if packed.tile is not None and packed.tile * scheme.format.bits % 8:
+        return f"tiles of {packed.tile} along the packed axis cut bytes of {8 // scheme.format.bits} codes"
+    if own.tile is not None and own.tile < LEAST_TILE:
+        return f"only {own.tile} contracted codes share a scale; at least {LEAST_TILE} are expected"
+    return None
+
+
+def _without_bytes() -> str | None:
+    """Why the TPU at hand has no products of bytes; None where it has, or where there is none."""
+    old = _old_chip()
+    return None if old is None else f"the device is a {old}, on which Mosaic has no products of bytes"
+
+
+def _of_chip(config: Config) -> Config:
+    """The configuration as it serves the TPU at hand."""
+    return config if _old_chip() is None else dataclasses.replace(config, halves=False)
+
+
+def _old_chip() -> str | None:
+    """The TPU at hand where it is one of `OLD`."""
+    kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
+    return next((chip for chip in OLD if kind == chip or kind.startswith(chip + " ")), None)

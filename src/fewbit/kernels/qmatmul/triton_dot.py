@@ -13,6 +13,8 @@ tensor cores' 32-bit types (one pass of TF32, which holds every float16, and thr
 
 **Splits.** Where the blocks are fewer than the multiprocessors, K is split among programs; each writes its float32 sums, and
 they are added in order, not by atomic operations, so that the same inputs give the same bytes.
+
+**Groups.** Where rows in groups meet a matrix each, the programs of one launch find theirs by themselves (`triton_groups.py`).
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
@@ -24,6 +26,7 @@ import triton
 import triton.language as tl
 
 from .triton_decode import _NO_ZERO, _ZERO_CODES, number_of, scale_of, zero_of
+from .triton_groups import turn_of
 
 
 @triton.jit
@@ -98,6 +101,7 @@ def dot_kernel(
     zero_ptr,
     unit_ptr,
     table_ptr,
+    sizes_ptr,
     m,
     n,
     k,
@@ -106,6 +110,10 @@ def dot_kernel(
     codes_n,
     scale_k,
     scale_n,
+    groups,
+    codes_g,
+    scale_g,
+    unit_g,
     y_ptr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -113,6 +121,7 @@ def dot_kernel(
     SPLITS: tl.constexpr,
     GROUP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    GP: tl.constexpr,
     PACKS_K: tl.constexpr,
     CN: tl.constexpr,
     CK: tl.constexpr,
@@ -135,23 +144,32 @@ def dot_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """`y[s, m, n] = sum_k x[m, k] w[k, n]` over the k of split s, for a block of m and n."""
+    """`y[s, m, n] = sum_k x[m, k] w[k, n]` over the k of split s, for a block of m and n; GP not 0: w is that of m's group."""
     scales_sums: tl.constexpr = TK == 0 and ZERO == _NO_ZERO
     blocks_m, blocks_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
+    if GP > 0:
+        blocks_m = (m + tl.minimum(groups + 1, m) * (BM - 1)) // BM
     group = tl.program_id(0) // (GROUP * blocks_m)
     width = tl.minimum(blocks_n - group * GROUP, GROUP)
     within = tl.program_id(0) % (GROUP * blocks_m)
     n_first = (group * GROUP + within % width) * BN
-    m_first = within // width * BM
+    m_first, m_end, steps = within // width * BM, m, tl.cdiv(k, BK)
+    if GP > 0:
+        own, m_first, m_end = turn_of(sizes_ptr, groups, m, within // width, GP, BM)
+        steps = tl.where(own < groups, steps, 0)
+        held = tl.minimum(own, groups - 1).to(tl.int64)
+        codes_ptr += held * codes_g
+        scale_ptr += held * scale_g
+        zero_ptr += held * scale_g
+        unit_ptr += held * unit_g
     mi, ni = m_first + tl.arange(0, BM), n_first + tl.arange(0, BN)
-    is_m = (mi < m)[:, None]
+    is_m = (mi < m_end)[:, None]
     x_row = x_ptr + mi.to(tl.int64)[:, None] * x_stride
     tile_n = block_of(n_first, BN, TN, CN)
     is_tile_n = (tile_n * TN < n)[:, None]
     scale_row = tile_n.to(tl.int64)[:, None] * scale_n
 
     total = tl.zeros([BN, BM], tl.float32)
-    steps = tl.cdiv(k, BK)
     of_split = tl.cdiv(steps, SPLITS)
     split = tl.program_id(1)
     for step in range(split * of_split, tl.minimum((split + 1) * of_split, steps)):

@@ -12,10 +12,10 @@ take off is the zero point times the sum of the chunk's activations.
 **The bound** is memory as long as a weight costs few instructions: a GPU such as the H200 has about 3.5 of them for each 4-bit
 weight that it can read in the time, 7 for each of 8 bits. Whole numbers take a mask, a subtraction and a product; e2m1 two
 shifts, a mask and two products. What they come to is in `bench/results/triton.json`: 5 to 10, so in 4 bits decoding is the
-bound.
+bound. Rows of bfloat16 therefore take `triton_pairs.py`, which makes two numbers at a time; this kernel is for float32 and
+float16, whose sums of products no matrix instruction makes in full, and for what is not decoded in pairs.
 
-**Not done.** Pairs in 16 bits would halve it, by inline PTX, which no interpreter checks; activations' layout is changed once a
-step through shared memory, which a step of 4096 weights a row makes cheap.
+Activations' layout is changed once a step through shared memory, which a step of 4096 weights a row makes cheap.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false

@@ -5,6 +5,7 @@
 constexpr int64_t kFewRows = 4;
 constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
 constexpr int64_t kRowsAhead = 8;
+constexpr int64_t kColumnRows = 8;  // rows of bytes that columns take at a time
 
 // Asks for the scales or zero points of a row that comes soon.
 static inline void PrefetchHeld(const Held& held, int64_t from, int64_t n) {
@@ -92,20 +93,25 @@ static void DotRows(const Job& job, int64_t r0, int64_t r1) {
 }
 
 // Columns are outputs: bytes of a row are neighbouring outputs, and the codes of a byte follow each other along the contraction.
+//
+// A few rows at a time, while the next ones are asked for: where rows are a page apart, all of them compete for one set of the
+// first cache, which keeps some twelve lines.
 template <class Decoder, Zero kRole, int kM>
 static void SumColumns(const Job& job, int64_t n0, int64_t width) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub;
   constexpr int kByteRows = Decoder::kByteRows;
   const Weight& w = job.w;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, blocks = (outputs + kBlock - 1) / kBlock;
-  const int64_t padded = blocks * kBlock, tile = w.row_tile < w.rows ? w.row_tile : 32 * kAlong;
+  const int64_t padded = blocks * kBlock, together = (kByteRows > kColumnRows ? 1 : kColumnRows / kByteRows) * kAlong;
   const auto table = Decoder::TableOf(w);
   float* total = Workspace(padded * (kM + 3) + 64);
   float *plain = total + padded * kM, *scale = plain + padded, *zero = scale + padded;
   for (int64_t i = 0; i < padded * kM; ++i) total[i] = 0.0f;
   int64_t loaded = -1;
-  for (int64_t k0 = 0; k0 < w.rows; k0 += tile) {
-    const int64_t k1 = k0 + tile < w.rows ? k0 + tile : w.rows, first = k0 / kAlong, last = (k1 + kAlong - 1) / kAlong;
+  for (int64_t k0 = 0, k1 = 0; k0 < w.rows; k0 = k1) {
+    const int64_t tile_end = (k0 / w.row_tile + 1) * w.row_tile, end = tile_end < w.rows ? tile_end : w.rows;
+    k1 = k0 + together < end ? k0 + together : end;
+    const int64_t first = k0 / kAlong, last = (k1 + kAlong - 1) / kAlong;
     if (loaded != k0 / w.row_tile) {
       loaded = k0 / w.row_tile;
       ColumnScales<kSub>(w, w.scale, loaded, n0, outputs, blocks, w.unit, plain, scale);

@@ -11,3 +11,4 @@ from .gpu import TritonQuantizer as TritonQuantizer
 from .problem import Decoding as Decoding
 from .problem import Quantization as Quantization
 from .tpu import PallasTPUQuantizer as PallasTPUQuantizer
+from .tpu_dequantize import PallasTPUDequantizer as PallasTPUDequantizer

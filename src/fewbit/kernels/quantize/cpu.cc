@@ -22,17 +22,23 @@
 //
 // What paid: lanes that hold tiles in the searches (`search.h`), 12 candidates in place of the window's 15, for those eight
 // codes above another one that was tried cannot win; quotients by a corrected reciprocal (division took as long as all
-// the rest of NF4), one scalar reciprocal a tile; four permutes through a register in place of 15 thresholds for codebooks.
+// the rest of NF4); four permutes through a register in place of 15 thresholds for codebooks. To read a row and then to encode
+// it took the sum of both times, since memory was idle meanwhile: now to encode a row calls for the next one (`Job::ahead`), a
+// quarter less in all for int4 and NF4. Small tiles go by the lanes' number: their maxima are turned into one register and
+// compared together (`MagnitudesOfTiles`), and their reciprocals found by one division (`EncodeRow`); NVFP4 with the largest
+// magnitude's scale takes half the arithmetic. Tiles along columns are walked in panels of 256 KiB, at least 512 columns wide,
+// in place of 1 MiB (a third less), and divide once for all rows of a tile, not for each element. Fresh results get pages of
+// 2 MiB (`pages.h`), for a fault for each 4 KiB took longer than to decode what it holds.
 // What did not: panels of 64 columns for tiles that are whole columns; each row of a panel is a page of its own, and two
-// passes over whole rows are as fast. Non-temporal stores: the codes are small and are read next.
+// passes over whole rows are as fast. Non-temporal stores: the codes are small and are read next. To call ahead for panels.
+// Packing into 4 bits apart from encoding costs nothing that could be seen.
 //
-// Measured on 2 cores of a Xeon with AVX-512 that eight other processes shared, 4096 x 4096 float32, the least of 9 rounds in
-// units of a copy of 64 MiB in the same run: int8 1.0, int4 0.8, NF4 1.0, MXFP4 1.7, NVFP4 5.0. To decode takes 0.8 to 1.1
-// times what a compiled copy does that returns a fresh array; both wait for pages, not for arithmetic.
+// Measured: `python -m bench.quantize`, told in docs/kernels.md.
 #include <cstdint>
 #include <vector>
 
 #include "../native/module.h"
+#include "../native/pages.h"
 #include "../native/parallel.h"
 #include "job.h"
 #include "kernels.h"
@@ -107,6 +113,7 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Any
   const int64_t count = job.batch * job.row_tiles * job.column_tiles;
   std::vector<float> divisors(count), offsets(job.has_zero ? count : 0);
   job.divisors = divisors.data(), job.offsets = offsets.data();
+  PreferLargePages(job.codes, codes->size_bytes());
   const Kernels kernels = KernelsOf(level, job.element);
   Walk(job, kernels, pool).Quantize();
   return ffi::Error::Success();
@@ -125,9 +132,16 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor
   job.codes = (uint8_t*)codes->untyped_data();
   job.divisors = (float*)divisors.untyped_data();
   job.offsets = (float*)offsets.untyped_data();
+  PreferLargePages(job.codes, codes->size_bytes());
   const Kernels kernels = KernelsOf(level, job.element);
   Walk(job, kernels, pool).Encode();
   return ffi::Error::Success();
+}
+
+// How many elements a thread decodes at a time: of large arrays as much as a large page holds, since two threads that write to
+// the same fresh page would both clear it.
+int64_t DecodedAtATime(const Decoding& d) {
+  return d.batch * d.rows * d.columns >= int64_t{1} << 22 ? int64_t{1} << 19 : kChunk;
 }
 
 ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer factors, ffi::AnyBuffer more,
@@ -143,8 +157,9 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
   auto floats = [](ffi::AnyBuffer& b) { return b.element_count() > 0 ? (const float*)b.untyped_data() : nullptr; };
   d.values = values.begin();
   d.factors = floats(factors), d.more_factors = floats(more), d.zeros = floats(zeros), d.offsets = floats(offsets);
+  PreferLargePages(d.out, out->size_bytes());
   const Kernels kernels = KernelsOf(level, d.element);
-  const int64_t rows = Most(1, kChunk / d.columns), down = Ceil(d.rows, rows);
+  const int64_t rows = Most(1, DecodedAtATime(d) / d.columns), down = Ceil(d.rows, rows);
   ParallelFor(pool, d.batch * down, [&](int64_t chunk) {
     const FlushedSubnormals flushed;
     std::vector<uint8_t> scratch(d.columns + 64);

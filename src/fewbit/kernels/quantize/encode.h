@@ -20,20 +20,21 @@ struct IntegerCoder {
 // `sign` gives the sign, which a quotient that underflows loses.
 struct MinifloatCoder {
   F max;
-  I lowest, shift_bits;
-  int mantissa, sign_shift, is_signed, is_fnuz;
+  I lowest, shift_bits, code_shift, sign_shift;  // by vectors: a shift by one number for all lanes takes two instructions
+  bool is_signed, is_fnuz;
   explicit MinifloatCoder(const Format& f)
       : max(Splat(f.max)), lowest(Splat((int32_t)((128 - f.bias) << 23))), shift_bits(Splat((int32_t)((23 - f.mantissa) << 23))),
-        mantissa(f.mantissa), sign_shift(31 - (f.bits - f.is_signed)), is_signed(f.is_signed), is_fnuz(f.is_fnuz) {}
+        code_shift(Splat((int32_t)(23 - f.mantissa))), sign_shift(Splat((int32_t)(31 - (f.bits - f.is_signed)))),
+        is_signed(f.is_signed), is_fnuz(f.is_fnuz) {}
   INLINE_MEMBER I operator()(F q, F sign) const {
     const F magnitude = Min(Abs(q), max);
     const I exponent = Max((I)magnitude & 0x7F800000, lowest);
     const I shifter = exponent + shift_bits;  // its last place is the step
     const I steps = (I)(magnitude + (F)shifter) - shifter;
-    const I code = ((exponent - lowest) >> (23 - mantissa)) + steps;
+    const I code = ((exponent - lowest) >> code_shift) + steps;
     const I negative = (I)sign >> 31;
     if (!is_signed) return code & ~negative;
-    const I bit = (I)((U)SignBit(sign) >> sign_shift);
+    const I bit = (I)((U)SignBit(sign) >> (U)sign_shift);
     return is_fnuz ? code | (bit & (code > 0)) : code | bit;
   }
 };
@@ -42,7 +43,7 @@ struct MinifloatCoder {
 // steps of the code.
 struct CodebookCoder {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-  F after8, after4, after2, after1;  // the threshold that is asked next, by what is known of the place
+  F middle, after4, after2, after1;  // the threshold that is asked next, by what is known of the place
   I codes;
   I plus, minus;
   bool is_sorted, has_two_zeros;
@@ -50,20 +51,20 @@ struct CodebookCoder {
       : plus(Splat((int32_t)f.plus_zero)), minus(Splat((int32_t)f.minus_zero)), is_sorted(true), has_two_zeros(f.plus_zero >= 0) {
     float all[32];
     for (int i = 0; i < 32; ++i) all[i] = i + 1 < f.count ? f.thresholds[i] : __builtin_inff();
-    after8 = Splat(all[7]), after4 = Load(all + 3), after2 = Load(all + 1), after1 = Load(all);
+    middle = Splat(all[7]), after4 = Load(all + 3), after2 = Load(all + 1), after1 = Load(all);
     codes = LoadInts(f.codes);
     for (int i = 0; i < f.count; ++i) is_sorted = is_sorted && f.codes[i] == i;
   }
   INLINE_MEMBER I operator()(F q, F sign) const {
-    auto beyond = [&](I place, F thresholds, int step) {
-      const __m512 threshold = _mm512_permutexvar_ps((__m512i)place, (__m512)thresholds);
-      const __mmask16 is_beyond = _mm512_cmp_ps_mask((__m512)q, threshold, _CMP_GT_OQ);
+    auto beyond = [&](I place, F threshold, int step) {
+      const __mmask16 is_beyond = _mm512_cmp_ps_mask((__m512)q, (__m512)threshold, _CMP_GT_OQ);
       return (I)_mm512_mask_add_epi32((__m512i)place, is_beyond, (__m512i)place, _mm512_set1_epi32(step));
     };
-    I code = beyond(Splat((int32_t)0), after8, 8);
-    code = beyond(code, after4, 4);
-    code = beyond(code, after2, 2);
-    code = beyond(code, after1, 1);
+    auto of = [&](I place, F thresholds) { return (F)_mm512_permutexvar_ps((__m512i)place, (__m512)thresholds); };
+    I code = beyond(Splat((int32_t)0), middle, 8);
+    code = beyond(code, of(code, after4), 4);
+    code = beyond(code, of(code, after2), 2);
+    code = beyond(code, of(code, after1), 1);
     if (!is_sorted) code = (I)_mm512_permutexvar_epi32((__m512i)code, (__m512i)codes);
 #else
   int count;
@@ -97,14 +98,14 @@ struct CodebookCoder {
 // numbers; elements so small that a remainder underflows have code 0 either way.
 enum class Way { kMultiply, kCorrect, kDivide };
 
-INLINE Way WayOf(float scale, bool always_divide) {
-  int32_t bits;
-  __builtin_memcpy(&bits, &scale, 4);
-  const int exponent = (bits >> 23) & 0xFF;
-  if (always_divide || exponent < 67 || exponent > 187) return Way::kDivide;
-  if ((bits & 0x7FFFFF) == 0) return Way::kMultiply;
+// The way that serves W scales, or the worse of two.
+INLINE Way WayOf(F scales, bool always_divide) {
+  const I exponent = ((I)scales >> 23) & 0xFF;
+  if (always_divide || IsAny((exponent < 67) | (exponent > 187))) return Way::kDivide;
+  if (!IsAny(((I)scales & 0x7FFFFF) != 0)) return Way::kMultiply;
   return FEWBIT_HAS_FMA ? Way::kCorrect : Way::kDivide;
 }
+INLINE Way Worse(Way a, Way b) { return a > b ? a : b; }
 
 template <Way way>
 INLINE F Quotient(F x, F scale, F reciprocal) {
@@ -115,72 +116,98 @@ INLINE F Quotient(F x, F scale, F reciprocal) {
   return Fma(Fnma(better, scale, x), reciprocal, better);
 }
 
+// Encodes a run of elements that share a scale, and calls for those that are `ahead` of them.
 template <Way way, typename T, typename Coder>
-INLINE void EncodeRunBy(const T* x, int64_t count, const Coder& coder, float scale, const float* offset, uint8_t* out) {
-  const F by = Splat(scale), reciprocal = Splat(1.0f / scale), shift = Splat(offset == nullptr ? 0.0f : *offset);
+INLINE void EncodeRun(const T* x, int64_t count, const Coder& coder, float scale, float reciprocal, const float* offset,
+                      int64_t ahead, uint8_t* out) {
+  const F by = Splat(scale), inverse = Splat(reciprocal), shift = Splat(offset == nullptr ? 0.0f : *offset);
   const I scale_sign = SignBit(by);
   auto encode = [&](F v) {
     if (offset != nullptr) v -= shift;
-    return ToBytes(coder(Quotient<way>(v, by, reciprocal), (F)((I)v ^ scale_sign)));
+    return ToBytes(coder(Quotient<way>(v, by, inverse), (F)((I)v ^ scale_sign)));
   };
   int64_t i = 0;
-  for (; i + W <= count; i += W) StoreSome(out + i, encode(Load(x + i)), W);
+  for (; i + W <= count; i += W) {
+    Prefetch(x + i + ahead);
+    StoreSome(out + i, encode(Load(x + i)), W);
+  }
   if (i < count) StoreSome(out + i, encode(LoadSome(x + i, count - i)), count - i);
 }
 
-// Encodes a run of elements that share a scale.
-template <typename T, typename Coder>
-INLINE void EncodeRun(const T* x, int64_t count, const Coder& coder, float scale, const float* offset, bool always_divide,
-                      uint8_t* out) {
-  const Way way = WayOf(scale, always_divide);
-  if (way == Way::kMultiply) EncodeRunBy<Way::kMultiply>(x, count, coder, scale, offset, out);
-  else if (way == Way::kCorrect) EncodeRunBy<Way::kCorrect>(x, count, coder, scale, offset, out);
-  else EncodeRunBy<Way::kDivide>(x, count, coder, scale, offset, out);
-}
-
 // Encodes elements of one row that each have their own scale.
-template <typename T, typename Coder>
-INLINE void EncodeEach(const T* x, int64_t count, const Coder& coder, const float* scales, const float* offsets, int nan_code,
-                       bool always_divide, uint8_t* out) {
+template <Way way, typename T, typename Coder>
+INLINE void EncodeEach(const T* x, int64_t count, const Coder& coder, const float* scales, const float* reciprocals,
+                       const float* offsets, int nan_code, int64_t ahead, uint8_t* out) {
   for (int64_t i = 0; i < count; i += W) {
     const int64_t some = count - i;
     const F scale = LoadSome(scales + i, some);
-    const F reciprocal = Splat(1.0f) / scale;
-    const I exponent = ((I)scale >> 23) & 0xFF;
-    const bool is_extreme = !FEWBIT_HAS_FMA || always_divide || LargestLane((I)((exponent < 67) | (exponent > 187)) & 1) != 0;
+    Prefetch(x + i + ahead);
     F v = LoadSome(x + i, some);
     if (offsets != nullptr) v -= LoadSome(offsets + i, some);
-    const F q = is_extreme ? Quotient<Way::kDivide>(v, scale, reciprocal) : Quotient<Way::kCorrect>(v, scale, reciprocal);
-    const I code = coder(q, (F)((I)v ^ SignBit(scale)));
-    StoreSome(out + i, ToBytes((scale != scale) ? Splat((int32_t)nan_code) : code), some);
+    I code = coder(Quotient<way>(v, scale, LoadSome(reciprocals + i, some)), (F)((I)v ^ SignBit(scale)));
+    if (way == Way::kDivide) code = (scale != scale) ? Splat((int32_t)nan_code) : code;
+    StoreSome(out + i, ToBytes(code), some);
   }
 }
 
-// The codes of a row's elements, one a byte. `c0` is the first column; tiles are told by the job.
-template <typename T, typename Coder>
-static void EncodeRow(const Job& job, const Coder& coder, const T* x, const float* scales, const float* offsets, int64_t c0,
-                      int64_t c1, uint8_t* out) {
-  const bool always_divide = job.calibration == Calibration::kGiven;
-  if (job.tile_columns == 1) {
-    EncodeEach(x + c0, c1 - c0, coder, scales + c0, offsets == nullptr ? nullptr : offsets + c0, job.format.nan_code,
-               always_divide, out);
-    return;
-  }
-  for (int64_t c = c0; c < c1;) {
-    const int64_t tile = c / job.tile_columns;
-    int64_t end = (tile + 1) * job.tile_columns;
-    end = end < c1 ? end : c1;
-    const float scale = scales[tile];
-    uint8_t* to = out + (c - c0);
-    if (scale != scale) {
-      __builtin_memset(to, job.format.nan_code, (size_t)(end - c));
+// Encodes columns `c .. end` of a row, which lie in up to W tiles from `tile` on; `scales` and `offsets` are those of the row.
+template <Way way, typename T, typename Coder>
+INLINE void EncodeTiles(const Job& job, const Coder& coder, const T* x, const float* scales, const float* reciprocals,
+                        const float* offsets, int64_t tile, int64_t c, int64_t end, uint8_t* out) {
+  for (int64_t k = 0; c < end; ++k) {
+    const int64_t tile_end = (tile + k + 1) * job.tile_columns, stop = tile_end < end ? tile_end : end;
+    const float scale = scales[tile + k];
+    if (way == Way::kDivide && scale != scale) {
+      __builtin_memset(out, job.format.nan_code, (size_t)(stop - c));
     } else if (offsets == nullptr) {
-      EncodeRun(x + c, end - c, coder, scale, nullptr, always_divide, to);
+      EncodeRun<way>(x + c, stop - c, coder, scale, reciprocals[k], nullptr, job.ahead, out);
     } else {
-      EncodeRun(x + c, end - c, coder, scale, offsets + tile, always_divide, to);
+      EncodeRun<way>(x + c, stop - c, coder, scale, reciprocals[k], offsets + tile + k, job.ahead, out);
     }
+    out += stop - c, c = stop;
+  }
+}
+
+// The codes of columns `c0 .. c1` of a row, one a byte: W tiles at a time, whose reciprocals are found together.
+template <typename T, typename Coder>
+INLINE void EncodeRow(const Job& job, const Coder& coder, const T* x, const float* scales, const float* offsets, int64_t c0,
+                      int64_t c1, uint8_t* out) {
+  for (int64_t c = c0; c < c1;) {
+    const int64_t tile = c / job.tile_columns, left = (c1 - 1) / job.tile_columns + 1 - tile;
+    const int64_t end = left <= W ? c1 : (tile + W) * job.tile_columns;
+    const F scale = LoadSome(scales + tile, left);
+    float reciprocals[W];
+    StoreSome(reciprocals, Splat(1.0f) / scale, W);
+    const Way way = WayOf(scale, job.calibration == Calibration::kGiven);
+    uint8_t* to = out + (c - c0);
+    if (way == Way::kMultiply) EncodeTiles<Way::kMultiply>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
+    else if (way == Way::kCorrect) EncodeTiles<Way::kCorrect>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
+    else EncodeTiles<Way::kDivide>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
     c = end;
   }
+}
+
+// The reciprocals of `count` scales, and the way that serves them all.
+INLINE Way ReciprocalsOf(const Job& job, const float* scales, int64_t count, float* reciprocals) {
+  Way way = Way::kMultiply;
+  for (int64_t i = 0; i < count; i += W) {
+    const F scale = LoadSome(scales + i, count - i);
+    StoreSome(reciprocals + i, Splat(1.0f) / scale, count - i);
+    way = Worse(way, WayOf(scale, job.calibration == Calibration::kGiven));
+  }
+  return way;
+}
+
+// The same of tiles that are one column wide; `way` and `reciprocals` are those of the columns' scales.
+template <typename T, typename Coder>
+INLINE void EncodeColumns(const Job& job, const Coder& coder, const T* x, const float* scales, const float* offsets,
+                          Way way, const float* reciprocals, int64_t c0, int64_t c1, uint8_t* out) {
+  const float* shifts = offsets == nullptr ? nullptr : offsets + c0;
+  const int nan_code = job.format.nan_code;
+  x += c0, scales += c0;
+  if (way == Way::kMultiply) EncodeEach<Way::kMultiply>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
+  else if (way == Way::kCorrect) EncodeEach<Way::kCorrect>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
+  else EncodeEach<Way::kDivide>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
 }
 
 // Codes that follow one another, packed: eight of them fill `bits` bytes.
@@ -202,6 +229,11 @@ INLINE void PackRun(const uint8_t* codes, int64_t count, int bits, uint8_t* out)
 
 // Rows of codes packed across rows: byte row `k` of the unit holds the bits of every row of codes that reach into it.
 INLINE void PackRows(const uint8_t* codes, int64_t stride, int row_count, int64_t count, int bits, int k, uint8_t* out) {
+  if (bits == 4 && 2 * k + 1 < row_count) {
+    const uint8_t *low = codes + 2 * k * stride, *high = low + stride;
+    for (int64_t i = 0; i < count; ++i) out[i] = (uint8_t)(low[i] | (high[i] << 4));
+    return;
+  }
   const int first = k * 8 / bits, last = (k * 8 + 7) / bits;
   for (int row = first; row <= last && row < row_count; ++row) {
     const int shift = row * bits - k * 8;
@@ -222,9 +254,20 @@ static void EncodeBlock(const Job& job, int64_t b, int64_t r0, int64_t r1, int64
   const T* x = (const T*)job.x + b * job.rows * job.columns;
   const int64_t width = c1 - c0;
   uint8_t* codes = job.codes + b * job.packed_rows * job.packed_columns;
+  float* reciprocals = (float*)scratch;
+  scratch += width * sizeof(float);
+  Way way = Way::kDivide;
+  int64_t row_tile = -1;  // whose reciprocals these are
   auto encode = [&](int64_t r, uint8_t* out) {
     const int64_t tile = (b * job.row_tiles + r / job.tile_rows) * job.column_tiles;
-    EncodeRow(job, coder, x + r * job.columns, job.divisors + tile, job.has_zero ? job.offsets + tile : nullptr, c0, c1, out);
+    const float *scales = job.divisors + tile, *offsets = job.has_zero ? job.offsets + tile : nullptr;
+    if (job.tile_columns > 1) {
+      EncodeRow(job, coder, x + r * job.columns, scales, offsets, c0, c1, out);
+      return;
+    }
+    if (row_tile != r / job.tile_rows) way = ReciprocalsOf(job, scales + c0, width, reciprocals);
+    row_tile = r / job.tile_rows;
+    EncodeColumns(job, coder, x + r * job.columns, scales, offsets, way, reciprocals, c0, c1, out);
   };
   if (bits == 8) {
     for (int64_t r = r0; r < r1; ++r) encode(r, codes + r * job.packed_columns + c0);

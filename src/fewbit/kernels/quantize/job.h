@@ -48,6 +48,7 @@ struct Job {
   int64_t batch, rows, columns, tile_rows, tile_columns, row_tiles, column_tiles;
   int64_t packed_rows, packed_columns;  // the shape of the codes
   bool packs_rows;
+  int64_t ahead;  // how many elements before it is read an element is called for; 0: it is not
 
   Format format, scale, zero;
   bool has_zero, has_unit, zero_is_whole;
@@ -65,6 +66,9 @@ struct Job {
   float* divisors;  // by tile: what elements are divided by, NaN for tiles that are not finite
   float* offsets;   // by tile, where there are zero points
 };
+
+// The bytes that a task needs beside the array to encode `width` columns: a reciprocal for each, and codes of eight rows.
+inline int64_t ScratchBytes(int64_t width) { return (4 + 8) * width + 64; }
 
 // What is known of a run of tiles before their scales: largest magnitude (its bits, above infinity's for NaN), range, and
 // the element of largest magnitude.

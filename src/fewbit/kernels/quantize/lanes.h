@@ -94,6 +94,17 @@ INLINE int32_t LargestLane(I v) {
   return largest;
 #endif
 }
+INLINE bool IsAny(I mask) {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+  return _mm512_movepi32_mask((__m512i)mask) != 0;
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  int32_t any = 0;
+  for (int i = 0; i < W; ++i) any |= mask[i];
+  return any != 0;
+#endif
+}
 INLINE float LowestLane(F v) {
   float lowest = v[0];
   for (int i = 1; i < W; ++i) lowest = v[i] < lowest ? v[i] : lowest;
@@ -111,6 +122,9 @@ INLINE H ToBrain(F x) {
   const I is_nan = x != x;
   return ToShorts(is_nan ? ((bits >> 16) | 0x40) : rounded);
 }
+
+// Calls for memory that is soon read: into the second cache, since the first has no room for what comes so much later.
+INLINE void Prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 // Elements of the array, widened.
 INLINE F Load(const float* p) { F v; __builtin_memcpy(&v, p, sizeof v); return v; }
@@ -141,3 +155,38 @@ INLINE void StoreSome(T* p, V v, int64_t count) {
     for (int64_t i = 0; i < count; ++i) p[i] = some[i];
   }
 }
+
+// Transposes W vectors of W lanes.
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+INLINE void Transpose(F (&v)[W]) {
+  __m512 a[W], b[W];
+  for (int i = 0; i < W; i += 2) {
+    a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
+  }
+  for (int i = 0; i < W; i += 4) {
+    for (int k = 0; k < 2; ++k) {
+      b[i + 2 * k] = (__m512)_mm512_unpacklo_pd((__m512d)a[i + k], (__m512d)a[i + k + 2]);
+      b[i + 2 * k + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[i + k], (__m512d)a[i + k + 2]);
+    }
+  }
+  for (int i = 0; i < W; i += 8) {
+    for (int k = 0; k < 4; ++k) {
+      a[i + k] = _mm512_shuffle_f32x4(b[i + k], b[i + k + 4], 0x88);
+      a[i + k + 4] = _mm512_shuffle_f32x4(b[i + k], b[i + k + 4], 0xDD);
+    }
+  }
+  for (int k = 0; k < 8; ++k) {
+    v[k] = (F)_mm512_shuffle_f32x4(a[k], a[k + 8], 0x88);
+    v[k + 8] = (F)_mm512_shuffle_f32x4(a[k], a[k + 8], 0xDD);
+  }
+}
+#else
+INLINE void Transpose(F (&v)[W]) {
+  float flat[W * W];
+  for (int i = 0; i < W; ++i) StoreSome(flat + i * W, v[i], W);
+  for (int i = 0; i < W; ++i) {
+    for (int k = 0; k < W; ++k) v[i][k] = flat[k * W + i];
+  }
+}
+#endif

@@ -2,15 +2,20 @@
 
 **Layout.** A block has the tiles' axis along sublanes: a tile's maximum is one of registers, and its scale a broadcast of them.
 An array whose tiles lie along its last axis comes by blocks that are transposed in VMEM, and its codes are transposed back as
-bytes. Codes that share a byte are neighbours along the tiles' axis, so they are written to scratch, from where each *plane*
-(every second row, say) is read with a stride. Scales leave with the tiles' axis first, whatever the array's order; they are a
-sixteenth to a hundredth of its bytes, and XLA turns them.
+bytes. Codes that share bytes are neighbours along the tiles' axis, so they are written to scratch, from where each *plane*
+(every second row, say) is read with a stride. Of 3, 5, 6 and 7 bits several bytes hold a group of codes (three bytes four codes
+of 6 bits), and each byte of the group is a plane, too, written with a stride. Scales and zero points leave with the tiles' axis
+first, whatever the array's order; they are a sixteenth to a hundredth of its bytes, and XLA turns them.
 
-**Scales.** The largest magnitude, with infinity for a tile that is not finite. Powers of two from its bits, by the rules of
-`array.scales.mx`; the search tries the candidates that `array.scales.candidates` proves sufficient, unrolled, in units of a
-power of two near the largest magnitude. Codes are the format's own `encode`, but for tables, whose thresholds are counted.
+**Scales** are chosen by `pallas_scales.py`. Codes are the format's own `encode`, but for tables, whose thresholds are counted. A
+tensor scale needs the largest magnitude of all before the first code: XLA reads the input once for it, and the kernel
+again; a single number goes in beside the blocks.
 
-**What bounds it**: the input, read once, 4 or 2 bytes an element; codes and scales are written once.
+**A short last tile** is filled with zeros, as the reference does: where the axis is one block, in VMEM; where it is several, the
+last one reaches beyond the array, and what lies there, which may be anything, is replaced. Of a last byte that is not
+full, the codes that are not there are zero bits.
+
+**What bounds it**: the input, read once, 4 or 2 bytes an element (twice with a tensor scale); codes and scales are written once.
 
 Nothing here was measured on a TPU: values are compared in interpret mode, the kernel is lowered in CI, and compiled by libtpu where
 it is installed. A TPU's division is not said to round correctly, so that its codes may differ from a CPU's where a quotient lies
@@ -29,15 +34,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ...array import Scheme
-from ...array.scales import MX, AbsMax, ScaleStore
-from ...array.scales.candidates import needed_doublings, needed_halvings
-from ...array.scales.mx import bits_added
+from ...array.packing import codes_per_unit, packed_length
 from ...formats import AbstractFormat, Codebook
-from ...formats.format import power_of_two, quotient
+from ...formats.format import quotient
+from .pallas_scales import chosen
 
 LANES, SUBLANES, ROWS = 128, 32, 2048
-TINY = np.float32(np.finfo(np.float32).tiny)
-TIE = np.float32(1 - 2.0**-16)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,141 +49,167 @@ class Blocks:
     Attributes:
         length: K.
         others: N.
-        tile: how many elements share a scale; it divides K.
-        planes: how many codes share a byte.
+        tile: how many elements share a scale; whole bytes of codes.
+        bits: of a code.
         is_last: whether K is the last axis.
     """
 
     length: int
     others: int
     tile: int
-    planes: int
+    bits: int
     is_last: bool
+
+    @classmethod
+    def of(cls, length: int, others: int, tile: int, bits: int, *, is_last: bool) -> "Blocks":
+        """The blocks of tiles; a tile that is not shorter than the axis has its length, in whole bytes of codes."""
+        group = codes_per_unit(bits)
+        return cls(length, others, tile if tile < length else -(-length // group) * group, bits, is_last)
+
+    @property
+    def group(self) -> int:
+        """How many codes fill whole bytes."""
+        return codes_per_unit(self.bits)
+
+    @property
+    def tiles(self) -> int:
+        """How many scales lie along K."""
+        return -(-self.length // self.tile)
 
     @property
     def rows(self) -> int:
         """Elements along K in a block: whole tiles, whole registers of bytes and of scales; or all."""
-        unit = math.lcm(LANES * self.planes, SUBLANES * self.tile)
+        unit = math.lcm(LANES * self.group, SUBLANES * self.tile)
         return self.length if self.length <= max(ROWS, unit) else max(ROWS // unit, 1) * unit
 
     @property
+    def filled(self) -> int:
+        """The same with the last tile full."""
+        return self.tiles * self.tile if self.rows == self.length else self.rows
+
+    @property
     def columns(self) -> int:
-        """Elements along N in a block."""
-        return min(self.others, LANES)
+        """Elements along N in a block: as wide as what Mosaic reads with a stride, so that a small N lies in part of a block."""
+        return LANES
 
     @property
     def grid(self) -> tuple[int, int]:
         """How many blocks lie along N and along K."""
         return -(-self.others // self.columns), -(-self.length // self.rows)
 
-    def spec(self, divisor: int, *, is_last: bool) -> pl.BlockSpec:
-        """The blocks of an array with one element for `divisor` ones along K."""
-        rows, columns = self.rows // divisor, self.columns
+    @property
+    def in_bytes(self) -> tuple[int, int]:
+        """The bytes of K, and of a block along K."""
+        return packed_length(self.length, self.bits), packed_length(self.rows, self.bits)
+
+    @property
+    def in_tiles(self) -> int:
+        """The scales of a block along K."""
+        return self.filled // self.tile
+
+    def spec(self, rows: int, *, is_last: bool) -> pl.BlockSpec:
+        """The blocks of an array with so many elements of a block along K."""
+        columns = self.columns
         if is_last:
             return pl.BlockSpec((None, columns, rows), lambda b, n, k: (b, n, k))
         return pl.BlockSpec((None, rows, columns), lambda b, n, k: (b, k, n))
 
 
 def quantized_tiles(
-    x: jax.Array, scheme: Scheme, tile: int, *, is_last: bool, interpret: bool = False
-) -> tuple[jax.Array, jax.Array]:
-    """Packed codes and stored scales of matrices.
+    x: jax.Array, scheme: Scheme, tile: int, unit: jax.Array | None = None, *, is_last: bool, interpret: bool = False
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Packed codes, stored scales and stored zero points of matrices.
 
     Args:
         x: `[B, N, K]` with tiles along its last axis, or `[B, K, N]`.
-        scheme: how it is quantized; `tpu.refusal` says which can be.
-        tile: how many elements share a scale; it divides K.
+        scheme: how it is quantized; `PallasTPUQuantizer.unsupported` says which can be.
+        tile: how many elements share a scale; the last tile may be short.
+        unit: the tensor scale, one float32, where the scheme has one.
         is_last: whether tiles lie along the last axis.
         interpret: whether JAX evaluates the kernel step by step, on any device, instead of compiling it.
 
     Returns:
-        Codes, uint8 of the shape of `x` with K in bytes, and scales likewise with K in tiles.
+        Codes, uint8 of the shape of `x` with K in bytes, and scales likewise with K in tiles; zero points like scales, or
+        None where the scheme has none.
     """
     batch, (length, others) = len(x), x.shape[:0:-1] if is_last else x.shape[1:]
-    planes = 8 // scheme.format.bits
-    cut = Blocks(length, others, tile, planes, is_last)
-    bytes_along = length // planes
-    holder = np.dtype(np.uint8) if isinstance(scheme.scale, AbstractFormat) else np.dtype(scheme.scale)  # type: ignore[arg-type]
-    codes, scale = pl.pallas_call(
+    cut = Blocks.of(length, others, tile, scheme.format.bits, is_last=is_last)
+    (bytes_along, bytes_in_block), beside = cut.in_bytes, cut.spec(cut.in_tiles, is_last=False)
+    held = [scheme.scale] if scheme.zero_point is None else [scheme.scale, scheme.zero_point]
+    out_shape = [
+        jax.ShapeDtypeStruct((batch, others, bytes_along) if is_last else (batch, bytes_along, others), np.uint8),
+        *(jax.ShapeDtypeStruct((batch, cut.tiles, others), _stored_dtype(holder)) for holder in held),
+    ]
+    units = [] if unit is None else [unit.reshape(1, 1)]
+    codes, *rest = pl.pallas_call(
         functools.partial(_kernel, cut, scheme),
         grid=(batch, *cut.grid),
-        in_specs=[cut.spec(1, is_last=is_last)],
-        out_specs=[cut.spec(planes, is_last=is_last), cut.spec(tile, is_last=False)],
-        out_shape=[
-            jax.ShapeDtypeStruct((batch, others, bytes_along) if is_last else (batch, bytes_along, others), np.uint8),
-            jax.ShapeDtypeStruct((batch, length // tile, others), holder),
-        ],
-        scratch_shapes=[pltpu.VMEM((cut.rows, cut.columns), jnp.int32)],
+        in_specs=[cut.spec(cut.rows, is_last=is_last), *(pl.BlockSpec((1, 1), lambda b, n, k: (0, 0)) for _ in units)],
+        out_specs=[cut.spec(bytes_in_block, is_last=is_last), *(beside for _ in held)],
+        out_shape=out_shape,
+        scratch_shapes=[pltpu.VMEM((cut.filled, cut.columns), jnp.int32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=64 << 20),
         interpret=interpret,
         name="fewbit_quantize",
-    )(x)
-    return codes, scale.swapaxes(1, 2) if is_last else scale
+    )(x, *units)
+    scale, *zeros = (a.swapaxes(1, 2) if is_last else a for a in rest)
+    return codes, scale, zeros[0] if zeros else None
 
 
-def _kernel(cut: Blocks, scheme: Scheme, x: Any, codes: Any, scale: Any, scratch: Any) -> None:
+def _stored_dtype(holder: Any) -> np.dtype:
+    return np.dtype(np.uint8) if isinstance(holder, AbstractFormat) else np.dtype(holder)
+
+
+def _kernel(cut: Blocks, scheme: Scheme, x: Any, *refs: Any) -> None:
     """Quantizes one block."""
+    unit = refs[0][...].reshape(1, 1, 1) if scheme.tensor_scale else None
+    codes, *beside, scratch = refs[1:] if scheme.tensor_scale else refs
     values = x[...].astype(jnp.float32)
-    values = values.T if cut.is_last else values
+    values, is_real = _filled(cut, values.T if cut.is_last else values)
     tiles = values.reshape(-1, cut.tile, cut.columns)
-    stored, divisor = _chosen(tiles, scheme)
-    scale[...] = stored.reshape(scale.shape)
-    scratch[...] = _codes(quotient(tiles, divisor), scheme.format).reshape(scratch.shape)
-    packed = scratch[pl.ds(0, cut.rows // cut.planes, stride=cut.planes), :] if cut.planes > 1 else scratch[...]
-    for plane in range(1, cut.planes):
-        own = scratch[pl.ds(plane, cut.rows // cut.planes, stride=cut.planes), :]
-        packed = packed | (own << (scheme.format.bits * plane))
+    found = chosen(tiles, None if is_real is None else _is_real(cut, tiles.shape), scheme, unit)
+    beside[0][...] = found.stored.reshape(beside[0].shape)
+    if found.zero is not None:
+        beside[1][...] = found.zero.reshape(beside[1].shape)
+    shifted = tiles if found.offset is None else tiles - found.offset
+    made = _codes(quotient(shifted, found.divisor), scheme.format).reshape(scratch.shape)
+    scratch[...] = made if is_real is None else jnp.where(is_real, made, 0)
+    packed = _packed(cut, scratch)[: cut.in_bytes[1]]
     codes[...] = (packed.T if cut.is_last else packed).astype(jnp.uint8)
 
 
-def _chosen(tiles: jax.Array, scheme: Scheme) -> tuple[jax.Array, jax.Array]:
-    """Each tile's scale as it is stored, and what its elements are divided by, `[T, 1, N]`; NaN for a tile that is not finite."""
-    bits = jax.lax.bitcast_convert_type(tiles, jnp.int32) & 0x7FFFFFFF
-    magnitude = jax.lax.bitcast_convert_type(jnp.where(bits < 0x00800000, 0, bits), jnp.float32)
-    magnitude = jnp.where(bits < 0x7F800000, magnitude, jnp.float32(jnp.inf))
-    amax = jnp.max(magnitude, axis=1, keepdims=True)
-    is_finite = amax < jnp.float32(jnp.inf)
-    if isinstance(scheme.calibration, MX):
-        exponent = _exponents(tiles, jnp.where(is_finite, amax, 0.0), scheme)
-        return jnp.where(is_finite, exponent + 127, 255).astype(jnp.uint8), _or_nan(power_of_two(exponent), is_finite)
-    assert isinstance(scheme.calibration, AbsMax)
-    ideal = quotient(jnp.where(is_finite, amax, 0.0) * scheme.calibration.factor, jnp.float32(scheme.format.bound))
-    ideal = jnp.where(ideal < TINY, jnp.ones_like(ideal), ideal)
-    store = ScaleStore(scheme.scale)  # type: ignore[arg-type]
-    stored = store.stored(_or_nan(ideal, is_finite))
-    used = store.loaded(stored)
-    return stored, _or_nan(jnp.where(used == 0, jnp.ones_like(used), used), is_finite)
+def _filled(cut: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+    """The values with zeros beyond the array's end, and which of them are real; None: all."""
+    if cut.length % cut.filled == 0:
+        return values, None
+    if cut.filled > cut.rows:
+        spare = jnp.zeros((cut.filled - cut.rows, cut.columns), jnp.float32)
+        values = jnp.concatenate([values, spare], axis=0)
+    place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 0) + pl.program_id(2) * cut.rows
+    return jnp.where(place < cut.length, values, 0.0), place < cut.length
 
 
-def _or_nan(scale: jax.Array, is_finite: jax.Array) -> jax.Array:
-    return jnp.where(is_finite, scale, jnp.float32(jnp.nan))
+def _is_real(cut: Blocks, shape: tuple[int, ...]) -> jax.Array:
+    """Which elements of a block's tiles are real."""
+    tile, within = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    return tile * cut.tile + within + pl.program_id(2) * cut.rows < cut.length
 
 
-def _exponents(tiles: jax.Array, amax: jax.Array, scheme: Scheme) -> jax.Array:
-    """The exponent of each tile's power of two, 0 for an all-zero tile."""
-    fmt, calibration = scheme.format, scheme.calibration
-    assert isinstance(calibration, MX)
-    bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
-    top = 127 + int(np.frexp(fmt.max)[1]) - 1
-    first = ((bits + bits_added(calibration.rule, fmt)) >> 23) - top
-    best = jnp.clip(first, -126, 127)
-    if calibration.rule == "optimal":
-        unit = jnp.clip((bits >> 23) - 127, -126, 126)
-        x = jnp.where(amax > 0, tiles, 0.0) * power_of_two(-unit)
-        least = _error(x, best - unit, fmt)
-        halvings = needed_halvings(fmt, tiles.shape[1])
-        for step in (*range(1, needed_doublings(fmt) + 1), *range(-halvings, 0)):
-            tried = jnp.clip(first + step, -126, 127)
-            found = _error(x, tried - unit, fmt)
-            is_lower = found < least * TIE
-            best, least = jnp.where(is_lower, tried, best), jnp.where(is_lower, found, least)
-    return jnp.where(amax > 0, best, 0)
-
-
-def _error(x: jax.Array, exponent: jax.Array, fmt: AbstractFormat) -> jax.Array:
-    """The squared error of each tile under a power of two."""
-    off = fmt.nearest(x * power_of_two(-exponent)) * power_of_two(exponent) - x
-    return jnp.sum(off * off, axis=1, keepdims=True)
+def _packed(cut: Blocks, scratch: Any) -> jax.Array:
+    """The bytes of the codes in scratch, int32; byte b of a group holds the bits from `8 b` on of its codes' stream."""
+    count = cut.filled // cut.group
+    part = [scratch[pl.ds(i, count, stride=cut.group), :] if cut.group > 1 else scratch[...] for i in range(cut.group)]
+    made = []
+    for byte in range(cut.group * cut.bits // 8):
+        first, last = 8 * byte // cut.bits, (8 * byte + 7) // cut.bits
+        shifts = [(i, i * cut.bits - 8 * byte) for i in range(first, last + 1)]
+        moved = [part[i] << by if by >= 0 else part[i] >> -by for i, by in shifts]
+        made.append(functools.reduce(jnp.bitwise_or, moved) & 255)
+    if len(made) == 1:
+        return made[0]
+    for byte, those in enumerate(made):
+        scratch[pl.ds(byte, count, stride=len(made)), :] = those
+    return scratch[: count * len(made), :]
 
 
 def _codes(y: jax.Array, fmt: AbstractFormat) -> jax.Array:

@@ -38,6 +38,36 @@ INLINE void RangeOfRun(const Job& job, const T* x, int64_t count, int64_t at, co
   }
 }
 
+INLINE bool NeedsOnlyMagnitudes(const Job& job) {
+  return job.calibration != Calibration::kMinMax && job.calibration != Calibration::kSignedMax;
+}
+
+// The magnitudes of W tiles of `width` columns, a multiple of W: each tile's in a vector, and these compared together.
+template <typename T>
+INLINE void MagnitudesOfTiles(const T* x, int64_t width, int32_t* magnitudes) {
+  F of_tile[W];
+  for (int k = 0; k < W; ++k) {
+    const T* tile = x + k * width;
+    I magnitude = (I)Abs(Load(tile));
+    for (int64_t i = W; i < width; i += W) magnitude = Max(magnitude, (I)Abs(Load(tile + i)));
+    of_tile[k] = (F)magnitude;
+  }
+  Transpose(of_tile);
+  I largest = LoadInts(magnitudes);
+  for (int i = 0; i < W; ++i) largest = Max(largest, (I)of_tile[i]);
+  StoreSome(magnitudes, largest, W);
+}
+
+// The magnitudes of tiles of one column, over four rows that are `stride` apart.
+template <typename T>
+INLINE void MagnitudesOfEach(const T* x, int64_t stride, int64_t count, int32_t* magnitudes) {
+  for (int64_t i = 0; i < count; i += W) {
+    I largest = LoadInts(magnitudes + i);
+    for (int k = 0; k < 4; ++k) largest = Max(largest, (I)Abs(LoadSome(x + k * stride + i, count - i)));
+    StoreSome(magnitudes + i, largest, W);
+  }
+}
+
 template <typename T>
 INLINE void RangeOfEach(const Job& job, const T* x, int64_t count, const Ranges& ranges) {
   for (int64_t i = 0; i < count; i += W) {
@@ -53,6 +83,21 @@ INLINE void RangeOfEach(const Job& job, const T* x, int64_t count, const Ranges&
   }
 }
 
+// The ranges of the tiles of columns c0..c1 of one row, which are several columns wide; `ranges` begins at tile `first`.
+template <typename T>
+INLINE void RangesOfRow(const Job& job, const T* x, int64_t c0, int64_t c1, int64_t first, const Ranges& ranges) {
+  const int64_t width = job.tile_columns;
+  int64_t c = c0;
+  if (NeedsOnlyMagnitudes(job) && width % W == 0 && c0 % width == 0) {
+    for (; c + W * width <= c1; c += W * width) MagnitudesOfTiles(x + c, width, ranges.magnitude + c / width - first);
+  }
+  while (c < c1) {
+    const int64_t tile = c / width, end = (tile + 1) * width < c1 ? (tile + 1) * width : c1;
+    RangeOfRun(job, x + c, end - c, tile - first, ranges);
+    c = end;
+  }
+}
+
 // The ranges of the tiles in rows r0..r1 of one row of tiles, over columns c0..c1; `ranges` begins at c0's tile.
 template <typename T>
 static void RangesOf(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1, const Ranges& ranges) {
@@ -64,16 +109,13 @@ static void RangesOf(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t 
   }
   for (int64_t r = r0; r < r1; ++r) {
     const T* x = (const T*)job.x + (b * job.rows + r) * job.columns;
-    if (job.tile_columns == 1) {
+    if (job.tile_columns > 1) {
+      RangesOfRow(job, x, c0, c1, first, ranges);
+    } else if (NeedsOnlyMagnitudes(job) && r + 4 <= r1) {
+      MagnitudesOfEach(x + c0, job.columns, c1 - c0, ranges.magnitude);
+      r += 3;
+    } else {
       RangeOfEach(job, x + c0, c1 - c0, ranges);
-      continue;
-    }
-    for (int64_t c = c0; c < c1;) {
-      const int64_t tile = c / job.tile_columns;
-      int64_t end = (tile + 1) * job.tile_columns;
-      end = end < c1 ? end : c1;
-      RangeOfRun(job, x + c, end - c, tile - first, ranges);
-      c = end;
     }
   }
 }

@@ -104,41 +104,6 @@ INLINE F BestCode(const Job& job, const Grid& grid, const float* magnitudes, int
   return best.scale;
 }
 
-// Transposes W vectors of W lanes.
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-INLINE void Transpose(F (&v)[W]) {
-  __m512 a[W], b[W];
-  for (int i = 0; i < W; i += 2) {
-    a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
-    a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
-  }
-  for (int i = 0; i < W; i += 4) {
-    for (int k = 0; k < 2; ++k) {
-      b[i + 2 * k] = (__m512)_mm512_unpacklo_pd((__m512d)a[i + k], (__m512d)a[i + k + 2]);
-      b[i + 2 * k + 1] = (__m512)_mm512_unpackhi_pd((__m512d)a[i + k], (__m512d)a[i + k + 2]);
-    }
-  }
-  for (int i = 0; i < W; i += 8) {
-    for (int k = 0; k < 4; ++k) {
-      a[i + k] = _mm512_shuffle_f32x4(b[i + k], b[i + k + 4], 0x88);
-      a[i + k + 4] = _mm512_shuffle_f32x4(b[i + k], b[i + k + 4], 0xDD);
-    }
-  }
-  for (int k = 0; k < 8; ++k) {
-    v[k] = (F)_mm512_shuffle_f32x4(a[k], a[k + 8], 0x88);
-    v[k + 8] = (F)_mm512_shuffle_f32x4(a[k], a[k + 8], 0xDD);
-  }
-}
-#else
-INLINE void Transpose(F (&v)[W]) {
-  float flat[W * W];
-  for (int i = 0; i < W; ++i) StoreSome(flat + i * W, v[i], W);
-  for (int i = 0; i < W; ++i) {
-    for (int k = 0; k < W; ++k) v[i][k] = flat[k * W + i];
-  }
-}
-#endif
-
 // The bits of the largest magnitudes of W tiles from tile `t` of a row of tiles, and in `out` their magnitudes, element by
 // element; zeros where there is none. Returns how many elements a tile has.
 template <typename T>

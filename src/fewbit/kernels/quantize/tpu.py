@@ -6,16 +6,17 @@ import math
 from typing import Any, ClassVar
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 
 from ..._tiles import Tile, tile_counts
 from ...array import QArray, Scheme
-from ...array.quantize import assembled, quantized
-from ...array.scales import MX, AbsMax
-from ...formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
+from ...array.packing import Packing, codes_per_unit, packed_length
+from ...array.quantize import assembled, chosen_tensor_scale, quantized
+from ...formats import AbstractFormat, Codebook, Integer, Minifloat
 from ..devices import split_refusal
 from ..select import AbstractBackend
 from .backends import QUANTIZERS, on_platform
+from .pallas_scales import unchosen
 from .problem import Quantization
 
 LONGEST_TILE = 4096
@@ -38,7 +39,8 @@ class PallasTPUQuantizer(AbstractBackend[Quantization]):
             return "rounding by chance, given scales and weighted errors are left to the reference"
         if problem.dtype not in ("float32", "bfloat16"):
             return f"the array is {problem.dtype}, must be float32 or bfloat16"
-        return _tile_refusal(problem.shape, problem.scheme) or _scheme_refusal(problem.scheme)
+        refusal = _scheme_refusal(problem.scheme) or tile_refusal(problem.shape, problem.scheme)
+        return refusal or unchosen(problem.scheme, tile_length(problem.shape, problem.scheme))
 
     def passed_over(self, problem: Quantization) -> str | None:
         return split_refusal()
@@ -47,19 +49,29 @@ class PallasTPUQuantizer(AbstractBackend[Quantization]):
         return _quantized(self, problem, *operands)
 
 
-def _tile_refusal(shape: tuple[int, ...], scheme: Scheme) -> str | None:
+def tile_refusal(shape: tuple[int, ...], scheme: Scheme) -> str | None:
     """Why an array of this shape is not read in tiles of the scheme; None when it is."""
     tiles = scheme.tiles(len(shape))
-    axis = _tiled_axis(shape, tiles, scheme)
+    axis = tiled_axis(shape, tiles, scheme)
     if axis is None:
         return f"tiles {tiles} extend over several axes, or not along one of the last two"
-    tile = tiles[axis] or shape[axis]
-    if shape[axis] % tile or tile % (8 // scheme.format.bits or 1):
-        return f"axis {axis} has {shape[axis]} elements; whole tiles of {tile} and whole bytes are read"
-    return f"tiles of {tile}; up to {LONGEST_TILE} are held in VMEM" if tile > LONGEST_TILE else None
+    tile, group = tile_length(shape, scheme), codes_per_unit(scheme.format.bits)
+    if tile < shape[axis] and tile % group:
+        return f"tiles of {tile} on axis {axis} cut the bytes of {group} codes"
+    if tile > LONGEST_TILE:
+        return f"tiles of {tile}; up to {LONGEST_TILE} are held in VMEM"
+    return None
 
 
-def _tiled_axis(shape: tuple[int, ...], tiles: tuple[Tile, ...], scheme: Scheme) -> int | None:
+def tile_length(shape: tuple[int, ...], scheme: Scheme) -> int:
+    """How many elements share a scale, of an array whose tiles extend along one axis."""
+    tiles = scheme.tiles(len(shape))
+    axis = tiled_axis(shape, tiles, scheme)
+    assert axis is not None
+    return min(tiles[axis] or shape[axis], shape[axis])
+
+
+def tiled_axis(shape: tuple[int, ...], tiles: tuple[Tile, ...], scheme: Scheme) -> int | None:
     """The axis from the end along which tiles extend, -1 or -2; None where it is another, or are several."""
     extended = [a - len(shape) for a, tile in enumerate(tiles) if tile != 1 and shape[a] > 1]
     axis = extended[0] if extended else scheme.pack_axis
@@ -67,16 +79,12 @@ def _tiled_axis(shape: tuple[int, ...], tiles: tuple[Tile, ...], scheme: Scheme)
 
 
 def _scheme_refusal(scheme: Scheme) -> str | None:
-    """Why the kernel has no scales or codes of a scheme; None when it has."""
-    fmt, held, calibration = scheme.format, scheme.scale, scheme.calibration
-    if scheme.zero_point is not None or scheme.tensor_scale or isinstance(held, Scheme) or scheme.packing.to_json():
-        return "zero points, two levels of scales and other orders of packing are left to the reference"
-    if 8 % fmt.bits or not (isinstance(fmt, Integer | Minifloat) or _is_ordered(fmt)):
-        return f"the codes of {fmt.name}; integers, minifloats and ordered tables of 1, 2, 4 or 8 bits are made"
-    if isinstance(calibration, MX) != isinstance(held, E8M0) or not isinstance(calibration, MX | AbsMax):
-        return f"calibration {calibration} with scales held as {held}"
-    if not isinstance(held, AbstractFormat) and np.dtype(held).name not in ("float32", "bfloat16"):
-        return f"scales held as {held}, which TPUs do not compute with"
+    """Why the kernel has no codes of a scheme; None when it has."""
+    fmt = scheme.format
+    if scheme.packing != Packing():
+        return "other orders of packing are left to the reference"
+    if not (isinstance(fmt, Integer | Minifloat) or _is_ordered(fmt)):
+        return f"the codes of {fmt.name}; integers, minifloats and ordered tables are made"
     return None
 
 
@@ -103,15 +111,18 @@ def _by_kernel(scheme: Scheme, interpret: bool, x: jax.Array) -> QArray:
     from .pallas_tpu import quantized_tiles  # importing Pallas takes half a second
 
     tiles = scheme.tiles(x.ndim)
-    axis = _tiled_axis(x.shape, tiles, scheme)
+    axis = tiled_axis(x.shape, tiles, scheme)
     assert axis is not None
     is_last, tile = axis == -1, tiles[axis] or x.shape[axis]
     batch = 1 if is_last else math.prod(x.shape[:-2])
     matrices = x.reshape(batch, -1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, 1, -1)
-    codes, scale = quantized_tiles(matrices, scheme, tile, is_last=is_last, interpret=interpret)
-    packed = list(x.shape)
-    packed[axis] = x.shape[axis] * scheme.format.bits // 8
-    return assembled(x, scheme, codes.reshape(packed), scale.reshape(tile_counts(x.shape, tiles)), None, None)
+    unit = chosen_tensor_scale(x.astype(jnp.float32), scheme.format.bound, scheme)
+    codes, scale, zero = quantized_tiles(matrices, scheme, tile, unit, is_last=is_last, interpret=interpret)
+    packed, counts = list(x.shape), tile_counts(x.shape, tiles)
+    packed[axis] = packed_length(x.shape[axis], scheme.format.bits)
+    zero = None if zero is None else zero.reshape(counts)
+    unit = None if unit is None else unit.reshape((1,) * x.ndim)
+    return assembled(x, scheme, codes.reshape(packed), scale.reshape(counts), zero, unit)
 
 
 QUANTIZERS.add(PallasTPUQuantizer.name, PallasTPUQuantizer())

@@ -37,6 +37,8 @@ class FlushedSubnormals {
 
 constexpr int64_t kChunk = 1 << 17;   // elements that a thread takes at a time
 constexpr int64_t kCached = 1 << 18;  // elements that are read twice from cache
+constexpr int64_t kPanel = 1 << 16;   // elements of a group of rows that is cut into panels
+constexpr int64_t kPanelWidth = 512;  // columns of the narrowest panel that is read from memory at its rate
 
 inline int64_t Least(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t Most(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -65,11 +67,11 @@ class Walk {
     group_rows_ = Least(shares_bytes ? std::lcm(tile, int64_t{8}) : tile, job.rows);
     column_unit_ = std::lcm(job.tile_columns, int64_t{16});
     width_ = job.columns;
-    if (group_rows_ * width_ > kCached && column_unit_ < width_) {
-      width_ = Least(width_, Most(column_unit_, kCached / group_rows_ / column_unit_ * column_unit_));
+    if (group_rows_ * width_ > kPanel && column_unit_ < width_) {
+      width_ = Least(width_, Most(column_unit_, Most(kPanel / group_rows_, kPanelWidth) / column_unit_ * column_unit_));
     }
     const bool must_be_cached = job.calibration == Calibration::kSignedMax || job.calibration >= Calibration::kBestPower;
-    is_cached_ = must_be_cached || (group_rows_ * width_ <= 2 * kCached && (width_ == job.columns || width_ >= 512));
+    is_cached_ = must_be_cached || group_rows_ * width_ <= (width_ == job.columns ? 2 * kCached : kCached);
   }
 
   void Quantize() {
@@ -83,8 +85,9 @@ class Walk {
     const int64_t unit = job_.packs_rows ? 8 : 1;
     const int64_t width = job_.columns > kChunk ? kChunk : job_.columns;
     const int64_t rows = Ceil(Most(kChunk / width, 1), unit) * unit;
+    job_.ahead = width <= kPanel ? job_.columns : 0;
     Rectangles(rows, width, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
-      std::vector<uint8_t> scratch((c1 - c0) * (job_.packs_rows ? 8 : 1) + 64);
+      std::vector<uint8_t> scratch(ScratchBytes(c1 - c0));
       kernels_.encode(job_, b, r0, r1, c0, c1, scratch.data());
     });
   }
@@ -120,13 +123,14 @@ class Walk {
   }
 
   void InOnePass() {
+    job_.ahead = group_rows_ == 1 && width_ <= kPanel ? job_.columns : 0;
     const int64_t groups = Most(1, kChunk / (group_rows_ * width_));
     Rectangles(group_rows_ * groups, width_, [&](int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
       const int64_t t0 = c0 / job_.tile_columns, count = Ceil(c1, job_.tile_columns) - t0;
       const OwnRanges ranges(count + 2 * kernels_.lanes);
       const bool searches = job_.calibration >= Calibration::kBestPower;
       std::vector<float> gathered(searches ? job_.tile_rows * job_.tile_columns * kernels_.lanes : 0);
-      std::vector<uint8_t> scratch((c1 - c0) * (job_.packs_rows ? 8 : 1) + 64);
+      std::vector<uint8_t> scratch(ScratchBytes(c1 - c0));
       for (int64_t g0 = r0; g0 < r1; g0 += group_rows_) {
         const int64_t g1 = Least(g0 + group_rows_, r1);
         for (int64_t r = g0; r < g1; r += job_.tile_rows) {

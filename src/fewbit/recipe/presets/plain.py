@@ -2,7 +2,7 @@
 
 from ...ops import Policy
 from ..recipe import RECIPES, Recipe, weight_only
-from ..rule import Rule
+from ..rule import PRODUCT_OPS, Rule
 
 _TABLES = "; tables that are looked up as q8_0"
 
@@ -27,8 +27,8 @@ for _name, (_scheme, _text) in _WEIGHTS_IN_BLOCKS.items():
 
 
 def _matrices(name: str, policy: Policy, description: str) -> None:
-    """The recipe that gives every matrix a policy, and leaves tables that are looked up as they are."""
-    rules = (Rule(".*", None, ops=("take",), optional=True), Rule(".*", policy, ops=("dot_general",)))
+    """The recipe that gives every weight of a product a policy, and leaves tables that are looked up as they are."""
+    rules = (Rule(".*", None, ops=("take",), optional=True), Rule(".*", policy, ops=PRODUCT_OPS))
     RECIPES.add(name, Recipe(rules, name, description))
 
 
@@ -50,8 +50,8 @@ _matrices(
 _sensitive = r".*(down|attn/v|attn/o|[vo]_proj.*|down_proj.*)"
 _mixed_rules = (
     Rule(".*", Policy("q8_0"), ops=("take",), optional=True),
-    Rule(_sensitive, Policy("int8"), ops=("dot_general",), optional=True),
-    Rule(".*", Policy("nf4"), ops=("dot_general",)),
+    Rule(_sensitive, Policy("int8"), ops=PRODUCT_OPS, optional=True),
+    Rule(".*", Policy("nf4"), ops=PRODUCT_OPS),
 )
 _mixed_text = "Weights in NF4, in int8 where small Llamas lose most (attention's values and outputs, the MLP's way back)"
 RECIPES.add("mixed", Recipe(_mixed_rules, "mixed", f"{_mixed_text}{_TABLES}."))

@@ -1,0 +1,28 @@
+// Memory that is about to be written for the first time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace fewbit {
+
+// Asks for pages of 2 MiB in `bytes` from `begin` on, where whole ones fit, before all of it is written.
+//
+// A fresh array costs a fault for each page of 4 KiB, which takes longer than to fill it. Advice only: memory that has its
+// pages already keeps them, and a system that grants no such pages gives small ones as before.
+inline void PreferLargePages(void* begin, size_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t kPage = uintptr_t{1} << 21;
+  const uintptr_t first = (reinterpret_cast<uintptr_t>(begin) + kPage - 1) & ~(kPage - 1);
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(begin) + bytes) & ~(kPage - 1);
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#else
+  (void)begin, (void)bytes;
+#endif
+}
+
+}  // namespace fewbit

@@ -1,0 +1,31 @@
+"""Which rows a program of a product in groups takes: settled on the device, from the sizes of the groups, by each program for itself.
+
+The rows of each group are cut into blocks from its first row on, so that a block never meets two matrices; the last one of a group
+may be short. The rows beyond all groups are those of one group more, whose product is zero. How many blocks there are is known on
+the device only; the grid has as many turns as there can be, and those beyond the last block do nothing.
+"""
+
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
+# (a launch takes settings that are no parameters of the kernel)
+
+import typing
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+@typing.no_type_check
+def turn_of(sizes_ptr, groups, m, turn, GP: tl.constexpr, BM: tl.constexpr):
+    """The group of a turn, the first row of its block, and the end of the group's rows; GP is more than there are groups."""
+    g = tl.arange(0, GP)
+    size = tl.load(sizes_ptr + g, mask=g < groups, other=0).to(tl.int32)
+    sums = tl.cumsum(size, axis=0)
+    first = tl.where(g > groups, m, tl.minimum(sums - size, m))
+    end = tl.where(g >= groups, m, tl.minimum(sums, m))
+    blocks = (end - first + BM - 1) // BM
+    after = tl.cumsum(blocks, axis=0)
+    own = tl.sum((after <= turn).to(tl.int32), axis=0)
+    is_own = g == own
+    m_first = tl.sum(tl.where(is_own, first + (turn - after + blocks) * BM, 0), axis=0)
+    return own, m_first, tl.sum(tl.where(is_own, end, 0), axis=0)

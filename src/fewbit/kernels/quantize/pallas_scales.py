@@ -1,0 +1,220 @@
+"""The scales of tiles, chosen in VMEM on TPUs: the largest magnitude's, the range's, powers of two, and NVFP4's searches.
+
+A search tries the candidates that `array.scales` proves sufficient, unrolled, in units of a power of two near the largest
+magnitude; ties go as they go there. An E4M3 scale is its code, so a candidate is the code some steps further.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...array import Scheme
+from ...array.scales import MSE, MX, NVFP4, AbsMax, MinMax, ScaleStore
+from ...array.scales.candidates import needed_doublings, needed_halvings
+from ...array.scales.mx import bits_added
+from ...array.scales.search import SMALLEST, proven_window
+from ...formats import E8M0, AbstractFormat, Minifloat
+from ...formats.format import power_of_two, quotient, settled
+
+TINY = np.float32(np.finfo(np.float32).tiny)
+TIE = np.float32(1 - 2.0**-16)
+OFFSETS = (0, -1, -2, 3, 4, 5)
+"""What "cheap6" tries, in codes from the smallest scale that saturates nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The scales of tiles `[T, K, N]`, each array `[T, 1, N]`.
+
+    Attributes:
+        stored: as they are stored.
+        divisor: float32, what the elements are divided by; NaN for a tile that is not finite.
+        zero: the zero points as they are stored, or None.
+        offset: float32, what is subtracted from the elements first, or None.
+    """
+
+    stored: jax.Array
+    divisor: jax.Array
+    zero: jax.Array | None = None
+    offset: jax.Array | None = None
+
+
+def unchosen(scheme: Scheme, tile: int) -> str | None:
+    """Why the scales of a scheme are not chosen here; None when they are.
+
+    Args:
+        scheme: the scheme.
+        tile: how many elements share a scale.
+    """
+    held, calibration, is_range = scheme.scale, scheme.calibration, scheme.zero_point is not None
+    if isinstance(held, Scheme):
+        return "scales that are quantized themselves are left to the reference"
+    for holder in (held, scheme.zero_point):
+        if holder is not None and not isinstance(holder, AbstractFormat) and np.dtype(holder).name == "float16":  # type: ignore[arg-type]
+            return "scales or offsets are held as float16, which TPUs do not compute with"
+    if isinstance(held, E8M0):
+        kinds: tuple[type, ...] = () if is_range else (MX,)
+    elif is_range:
+        kinds = (AbsMax, MinMax)
+    else:
+        kinds = (AbsMax, MinMax, *((MSE, NVFP4) if _is_searched(scheme, tile) else ()))
+    return None if isinstance(calibration, kinds) else f"calibration {calibration} with scales held as {_text(held)}"
+
+
+def _text(held: Any) -> str:
+    return held.name if isinstance(held, AbstractFormat) else np.dtype(held).name
+
+
+def _is_searched(scheme: Scheme, tile: int) -> bool:
+    """Whether scales are held in E4M3, and few of them can be the best."""
+    held, rule = scheme.scale, scheme.calibration
+    if not isinstance(held, Minifloat) or held.mantissa != 3:
+        return False
+    if isinstance(rule, NVFP4) and rule.rule == "four_over_six":
+        return scheme.format.name == "e2m1"
+    return isinstance(rule, NVFP4) or proven_window(scheme.format, held, tile) is not None
+
+
+def chosen(tiles: jax.Array, valid: jax.Array | None, scheme: Scheme, unit: jax.Array | None) -> Chosen:
+    """The scales of tiles.
+
+    Args:
+        tiles: `[T, K, N]`, float32, with zeros where the last tile is short.
+        valid: which elements are real; None: all.
+        scheme: how they are quantized; `unchosen` says which can be.
+        unit: the tensor scale, `[1, 1, 1]`, or None.
+    """
+    bits = jax.lax.bitcast_convert_type(tiles, jnp.int32) & 0x7FFFFFFF
+    magnitude = jax.lax.bitcast_convert_type(jnp.where(bits < 0x00800000, 0, bits), jnp.float32)
+    magnitude = jnp.where(bits < 0x7F800000, magnitude, jnp.float32(jnp.inf))
+    amax = jnp.max(magnitude, axis=1, keepdims=True)
+    is_finite = amax < jnp.float32(jnp.inf)
+    amax = jnp.where(is_finite, amax, 0.0)
+    if isinstance(scheme.calibration, MX):
+        exponent = _exponents(tiles, amax, scheme)
+        stored = jnp.where(is_finite, exponent + 127, 255).astype(jnp.uint8)
+        return Chosen(stored, _or_nan(power_of_two(exponent), is_finite))
+    store = ScaleStore(scheme.scale, unit)  # type: ignore[arg-type]
+    ideal, low = _ideal(tiles, valid, amax, scheme, store)
+    stored = store.stored(_or_nan(jnp.where(ideal < TINY, jnp.ones_like(ideal), ideal), is_finite))
+    used = store.loaded(stored)
+    divisor = _or_nan(jnp.where(used == 0, jnp.ones_like(used), used), is_finite)
+    return Chosen(stored, divisor) if low is None else Chosen(stored, divisor, *_zeros(low, divisor, scheme.zero_holder))
+
+
+def _ideal(
+    tiles: jax.Array, valid: jax.Array | None, amax: jax.Array, scheme: Scheme, store: ScaleStore
+) -> tuple[jax.Array, jax.Array | None]:
+    """The scale of each tile before it is stored, and the lower end of its range where the scheme has one."""
+    fmt, calibration = scheme.format, scheme.calibration
+    if isinstance(calibration, MSE | NVFP4):
+        return _searched(tiles, amax, scheme, store), None
+    assert isinstance(calibration, AbsMax | MinMax)
+    if scheme.zero_point is None and isinstance(calibration, AbsMax):
+        return quotient(amax * calibration.factor, jnp.float32(fmt.bound)), None
+    low, high = -amax, amax
+    if isinstance(calibration, MinMax):
+        is_real = ~jnp.isnan(tiles) if valid is None else valid & ~jnp.isnan(tiles)
+        low = jnp.min(jnp.where(is_real, tiles, jnp.float32(jnp.inf)), axis=1, keepdims=True)
+        high = jnp.max(jnp.where(is_real, tiles, jnp.float32(-jnp.inf)), axis=1, keepdims=True)
+        if calibration.contains_zero:
+            low, high = jnp.minimum(low, 0.0), jnp.maximum(high, 0.0)
+    low, high = low * calibration.factor, high * calibration.factor
+    if scheme.zero_point is None:
+        return quotient(jnp.maximum(-low, high), jnp.float32(fmt.bound)), None
+    scale = quotient(high - low, jnp.float32(fmt.max - fmt.min))
+    return scale, low - jnp.float32(fmt.min) * scale
+
+
+def _zeros(low: jax.Array, divisor: jax.Array, holder: Any) -> tuple[jax.Array, jax.Array]:
+    """The zero points, or offsets, as they are stored, and the float32 offsets that they stand for."""
+    if isinstance(holder, AbstractFormat):
+        zero = holder.encode(quotient(-low, divisor))
+        return zero, settled(-holder.decode(zero) * divisor)
+    largest = float(jnp.finfo(holder).max)
+    zero = jnp.clip(low, -largest, largest).astype(holder)
+    return zero, zero.astype(jnp.float32)
+
+
+def _or_nan(scale: jax.Array, is_finite: jax.Array) -> jax.Array:
+    return jnp.where(is_finite, scale, jnp.float32(jnp.nan))
+
+
+# --- powers of two ---
+
+
+def _exponents(tiles: jax.Array, amax: jax.Array, scheme: Scheme) -> jax.Array:
+    """The exponent of each tile's power of two, 0 for an all-zero tile."""
+    fmt, calibration = scheme.format, scheme.calibration
+    assert isinstance(calibration, MX)
+    bits = jax.lax.bitcast_convert_type(amax, jnp.int32)
+    top = 127 + int(np.frexp(fmt.max)[1]) - 1
+    first = ((bits + bits_added(calibration.rule, fmt)) >> 23) - top
+    best = jnp.clip(first, -126, 127)
+    if calibration.rule == "optimal":
+        exponent = jnp.clip((bits >> 23) - 127, -126, 126)
+        x = jnp.where(amax > 0, tiles, 0.0) * power_of_two(-exponent)
+        least = _power_error(x, best - exponent, fmt)
+        halvings = needed_halvings(fmt, tiles.shape[1])
+        for step in (*range(1, needed_doublings(fmt) + 1), *range(-halvings, 0)):
+            tried = jnp.clip(first + step, -126, 127)
+            found = _power_error(x, tried - exponent, fmt)
+            is_lower = found < least * TIE
+            best, least = jnp.where(is_lower, tried, best), jnp.where(is_lower, found, least)
+    return jnp.where(amax > 0, best, 0)
+
+
+def _power_error(x: jax.Array, exponent: jax.Array, fmt: AbstractFormat) -> jax.Array:
+    """The squared error of each tile under a power of two."""
+    off = fmt.nearest(x * power_of_two(-exponent)) * power_of_two(exponent) - x
+    return jnp.sum(off * off, axis=1, keepdims=True)
+
+
+# --- scales held in E4M3 ---
+
+
+def _searched(tiles: jax.Array, amax: jax.Array, scheme: Scheme, store: ScaleStore) -> jax.Array:
+    """The scale of least error among the candidates of a calibration, 0 for an all-zero tile; ties go to the first."""
+    fmt = scheme.format
+    exponent = jnp.clip((jax.lax.bitcast_convert_type(amax, jnp.int32) >> 23) - 127, -126, 126)
+    inverse = power_of_two(-exponent)
+    x = jnp.where(amax > 0, tiles, 0.0) * inverse
+    best, least = None, None
+    for scale in _candidates(amax, scheme, store, tiles.shape[1]):
+        own = jnp.maximum(scale * inverse, jnp.float32(SMALLEST))
+        off = fmt.nearest(x * (1 / own)) * own - x
+        found = jnp.sum(off * off, axis=1, keepdims=True)
+        if best is None or least is None:
+            best, least = scale, found
+            continue
+        is_lower = found < least * TIE
+        best, least = jnp.where(is_lower, scale, best), jnp.where(is_lower, found, least)
+    assert best is not None
+    return jnp.where(amax > 0, best, 0.0)
+
+
+def _candidates(amax: jax.Array, scheme: Scheme, store: ScaleStore, length: int) -> list[jax.Array]:
+    """The scales that are tried on tiles of a length."""
+    held, rule = store.holder, scheme.calibration
+    assert isinstance(held, Minifloat)
+    needed = quotient(amax, jnp.float32(scheme.format.bound))
+    if isinstance(rule, NVFP4) and rule.rule == "four_over_six":
+        return [store.snapped(needed), store.snapped(needed * 1.5)]
+
+    def at(code: jax.Array) -> jax.Array:
+        return store.loaded(jnp.clip(code, 1, held.max_code).astype(jnp.uint8))
+
+    of_holder = needed if store.unit is None else quotient(needed, store.unit)
+    nearest = jnp.clip(held.encode(of_holder).astype(jnp.int32), 1, held.max_code)
+    ceiling = jnp.minimum(nearest + jnp.where(held.decode(nearest.astype(jnp.uint8)) < of_holder, 1, 0), held.max_code)
+    if isinstance(rule, NVFP4):
+        return [at(ceiling + offset) for offset in OFFSETS]
+    window = proven_window(scheme.format, held, length)
+    assert window is not None
+    # A scale's place in the window's table is one less than its code; the lowest places all begin with the first.
+    (first, last), steps = window, len(window[0]) - 1
+    begin = jnp.where(ceiling <= int((first == 0).sum()), 1, ceiling - int(steps - first[-1]))
+    return [at(ceiling), *(at(begin + step) for step in range(int((last - first).max()) + 1))]

@@ -1,0 +1,85 @@
+"""The products in groups of the compiled kernels: those of each group alone, bit for bit, gradients, and what they refuse."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.kernels.extension import extension
+from fewbit.kernels.qmatmul import RAGGED, CpuRagged, RaggedProblem
+from fewbit.kernels.qmatmul.problem import Operand
+
+BUILT = extension("fewbit.kernels.qmatmul._cpu")
+pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
+
+GROUPS = ([1, 0, 4, 19], [0, 0, 24, 0], [2, 3, 0, 4], [0, 0, 0, 0], [30, 0, 2, 9])
+"""Sizes of four groups of 24 rows: one row, none, few, many, too few in all, and too many."""
+
+
+def random(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+def expected(x: jax.Array, q: fb.QArray, sizes: list[int], axis: int) -> np.ndarray:
+    """The product in float64; zeros for the rows beyond all groups."""
+    w = np.asarray(fb.dequantize(q, jnp.float32), np.float64)
+    group = np.repeat(np.arange(len(sizes)), sizes)[: len(x)]
+    y = np.zeros((len(x), w.shape[3 - axis]))
+    y[: len(group)] = np.einsum(
+        "mk,mnk->mn" if axis == 2 else "mk,mkn->mn", np.asarray(x, np.float64)[: len(group)], w[group]
+    )
+    return y
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("int4_g32", "float32"), ("int8", "bfloat16"), ("q4_1", "float32")])
+def test_values(name: str, dtype: str):
+    for tiled, axis in ((-1, 1), (-1, 2), (-2, 1)):
+        q = fb.quantize(jnp.asarray(random(4, 64, 96), dtype), name, axis=tiled)
+        x = jnp.asarray(random(24, q.shape[axis]), dtype)
+        problem = RaggedProblem(Operand.of(x), Operand.of(q), axis == 2)
+        product = jax.jit(lambda x, q, sizes, problem=problem: CpuRagged().run(problem, x, q, sizes))
+        for sizes in GROUPS:
+            y = product(x, q, jnp.array(sizes))
+            assert y.dtype == dtype
+            # The roundings of float32 sums of 96 products whose magnitudes add up to 300 at most; in bfloat16, of y, too.
+            allowed = 300 * 100 * 2.0**-24 + (0 if dtype == "float32" else 2.0**-8 * np.abs(np.asarray(y, np.float32)))
+            assert (np.abs(np.asarray(y, np.float64) - expected(x, q, sizes, axis)) <= allowed).all()
+
+
+def test_a_group_has_the_bits_of_its_own_product():
+    q, x = fb.quantize(jnp.asarray(random(4, 64, 96)), "nf4", axis=-2), jnp.asarray(random(24, 64))
+    y = fb.ragged_dot(x, q, jnp.array([3, 0, 20, 1]), backend="cpu")
+    own = fb.dot_general(x[3:23], q[2], (((1,), (0,)), ((), ())), backend="cpu")
+    np.testing.assert_array_equal(y[3:23], own)
+
+
+def test_gradients_and_vmap():
+    q, sizes = fb.quantize(jnp.asarray(random(4, 64, 32)), "nf4", axis=-2), jnp.array([2, 0, 5, 3])
+    x = jnp.asarray(random(2, 12, 64))
+
+    def loss(x: jax.Array) -> jax.Array:
+        return jnp.sum(jax.vmap(lambda x: fb.ragged_dot(x, q, sizes, backend="cpu"))(x) ** 2)
+
+    (value, of_x), w = jax.jit(jax.value_and_grad(loss))(x), np.asarray(fb.dequantize(q), np.float64)
+    y = np.stack([expected(rows, q, [2, 0, 5, 3], 1) for rows in x])
+    np.testing.assert_allclose(value, (y**2).sum(), rtol=1e-5)
+    wanted = np.einsum("bmn,mkn->bmk", 2 * y[:, :10], w[np.repeat(np.arange(4), [2, 0, 5, 3])])
+    np.testing.assert_allclose(of_x[:, :10], wanted, rtol=1e-4, atol=1e-3)
+    assert (of_x[:, 10:] == 0).all()
+
+
+def test_the_matrix_of_a_group_without_rows_is_not_met():
+    q = fb.quantize(jnp.asarray(random(3, 32, 16)), "int8", axis=-2)
+    q = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan) if leaf.dtype == jnp.float32 else leaf, q)
+    y = fb.ragged_dot(jnp.asarray(random(9, 32)), q, jnp.array([4, 0, 5]), backend="cpu")
+    assert np.isfinite(y).all()
+
+
+def test_reasons():
+    q, x = fb.quantize(jnp.asarray(random(3, 32, 16)), "int8", axis=-2), jnp.ones((5, 32), jnp.float32)
+    problem = RaggedProblem(Operand.of(x), Operand.of(q))
+    assert "XLA cannot split its calls over them" in str(RAGGED["cpu"].passed_over(problem))
+    assert RAGGED["cpu"].unsupported(problem) is None
+    with pytest.raises(fb.UnsupportedError, match=r"cpu: it multiplies float32 into int32; both must be one of float32"):
+        fb.ragged_dot(x, q, jnp.array([4, 0, 1]), preferred_element_type=jnp.int32, backend="cpu")
