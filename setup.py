@@ -4,6 +4,7 @@ All else is said in pyproject.toml. `kernels/qmatmul/cpu.cc` becomes `fewbit.ker
 one refuses, the installation goes on without the extension, and the reference kernels serve.
 """
 
+import sys
 from pathlib import Path
 
 from setuptools import Extension, setup
@@ -37,7 +38,10 @@ def extension(source: Path, include: str) -> Extension:
 
 
 def extensions() -> list[Extension]:
-    """One extension for each C++ file; none where there are no headers."""
+    """One extension for each C++ file; none where there are no headers, or no compiler that could."""
+    if sys.platform == "win32":  # the sources are written in the vectors and attributes of GCC and Clang
+        print("fewbit: the C++ kernels need GCC or Clang, and MSVC is neither, so they are left out; the reference computes")
+        return []
     include = ffi_include()
     return [extension(source, include) for source in SOURCES] if include else []
 

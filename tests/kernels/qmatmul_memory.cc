@@ -42,12 +42,15 @@ static int Failures(int number) {
   std::vector<uint8_t> codes(skew + (w.packed_cols ? w.rows : bytes) * w.row_stride);
   for (uint8_t& byte : codes) byte = static_cast<uint8_t>(Any(0, 255));
   std::vector<float> values(256), scales(((w.rows - 1) / w.row_tile + 1) * w.tiles_per_row), zeros(scales.size());
-  for (int i = 0; i < 256; ++i) values[i] = static_cast<float>((i & ((1 << w.bits) - 1)) - 3);
+  w.kind = w.bits >= 4 ? static_cast<Codes>(Any(0, 2)) : Codes::kTable;
+  for (int i = 0; i < 256; ++i) {
+    const int code = i & ((1 << w.bits) - 1), sign = 1 << (w.bits - 1);
+    values[i] = static_cast<float>(w.kind == Codes::kTable ? code - 3 : w.kind == Codes::kSigned ? (code ^ sign) - sign : code);
+  }
   for (float& scale : scales) scale = static_cast<float>(Any(1, 100)) / 64;
   for (float& zero : zeros) zero = static_cast<float>(Any(0, 9));
   w.codes = codes.data() + skew, w.values = values.data();
   w.scale = {Holder::kF32, scales.data(), nullptr}, w.zero = {Holder::kF32, zeros.data(), nullptr};
-  w.kind = w.bits == 8 ? static_cast<Codes>(Any(0, 2)) : Codes::kTable;
   job.M = Any(0, 1) ? Any(1, 4) : Any(5, 20), job.K = job.contracted(), job.N = job.outputs();
   int failures = 0;
   for (int level = 0; level <= static_cast<int>(BestIsa()); ++level) {
@@ -67,8 +70,7 @@ static int Failures(int number) {
         for (int64_t k = 0; k < job.K; ++k) {
           const int64_t r = job.contracts_cols ? n : k, c = job.contracts_cols ? k : n;
           const int64_t tile = r / w.row_tile * w.tiles_per_row + c / w.col_tile;
-          const int code = CodeAt(w, r, c), number = static_cast<int8_t>(code);
-          double value = w.kind == Codes::kTable ? values[code] : w.kind == Codes::kSigned ? number : code;
+          double value = values[CodeAt(w, r, c)];
           if (w.role == Zero::kWhole) value -= zeros[tile];
           value *= scales[tile] * 0.5;
           if (w.role == Zero::kOffset) value += zeros[tile];

@@ -62,8 +62,15 @@ inline Isa BestIsa() {
 #endif
 }
 
+// On arm64 the portable level has NEON, which every arm64 has.
+#if defined(__aarch64__)
+#define FEWBIT_PORTABLE_NAME "neon"
+#else
+#define FEWBIT_PORTABLE_NAME "portable"
+#endif
+
 inline const char* NameOf(Isa isa) {
-  return isa == Isa::kAvx512 ? "avx512" : isa == Isa::kAvx2 ? "avx2" : "portable";
+  return isa == Isa::kAvx512 ? "avx512" : isa == Isa::kAvx2 ? "avx2" : FEWBIT_PORTABLE_NAME;
 }
 
 }  // namespace fewbit

@@ -52,7 +52,7 @@ struct BlockTiles {
   V Of(const TileLanes& t, const float* of_tiles, int64_t first) const {
     if (t.form == Lanes::kOne) return Same(of_tiles[place]);
     if (t.form == Lanes::kPattern) return _mm512_permutexvar_ps(t.pattern, Load(of_tiles + place));
-    return LanesOf<Lanes::kAny>(t, of_tiles - first, 0, block, 0xFFFF);
+    return LanesOf<Lanes::kAny>(t, of_tiles - first, block);
   }
 };
 

@@ -7,6 +7,12 @@ struct Choice {
   int64_t rows = 4;
 };
 
+#if FEWBIT_DECODES
+
+static bool IsInteger(const Weight& w) { return w.kind == Codes::kSigned || w.kind == Codes::kUnsigned; }
+
+#endif
+
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 
 template <class Row, class Column, class Across, Zero kRole>
@@ -53,8 +59,49 @@ static Choice ChoiceOf(const Job& job) {
   if (job.w.bits == 4) return With<Narrow<4>, Narrow<4>, Eights<4>>(job);
   if (job.w.bits == 5) return With<WideRow<5>, WideColumn<5>>(job);
   if (job.w.bits == 6) return With<WideRow<6>, WideColumn<6>>(job);
+  if (job.w.bits == 7 && IsInteger(job.w)) return With<WideRow<7, Whole<7>>, WideColumn<7, Whole<7>>>(job);
   if (job.w.bits == 8 && job.w.kind == Codes::kSigned) return With<Byte<true>>(job);
   if (job.w.bits == 8 && job.w.kind == Codes::kUnsigned) return With<Byte<false>>(job);
+  if (job.w.kind == Codes::kE4M3) return With<Float8<true>>(job);
+  if (job.w.kind == Codes::kE5M2) return With<Float8<false>>(job);
+  return Choice{nullptr, nullptr, 1, 1};
+}
+
+#elif FEWBIT_DECODES
+
+// One row of x has room for its sums in registers; each kernel more is time that the build takes.
+template <class Row, class Column, Zero kRole>
+static Choice WithRole(const Job& job) {
+  if (!job.contracts_cols) {
+    return {job.M == 1 ? SumColumns<Column, kRole, 1> : nullptr, FillColumns<Column, kRole>, 1, Column::kLaneBytes};
+  }
+  return {job.M == 1 ? FewDots<Row, kRole, 1> : nullptr, FillDots<Row, kRole>, Row::kSteps, 1};
+}
+
+template <class Row, class Column = Row>
+static Choice With(const Job& job) {
+  const Weight& w = job.w;
+  const int64_t along = job.contracts_cols ? Row::kSteps : Column::kSteps / Column::kLaneBytes;
+  const int64_t tile = job.contracts_cols ? w.col_tile : w.row_tile;
+  if ((w.bits < 8 && w.packed_cols != job.contracts_cols) || (tile < job.contracted() && tile % along != 0)) {
+    return Choice{nullptr, nullptr, 1, 1};
+  }
+  if (w.role == Zero::kWhole) return WithRole<Row, Column, Zero::kWhole>(job);
+  if (w.role == Zero::kOffset) return WithRole<Row, Column, Zero::kOffset>(job);
+  return WithRole<Row, Column, Zero::kNone>(job);
+}
+
+static Choice ChoiceOf(const Job& job) {
+  if (job.w.bits == 1) return With<Narrow<1>>(job);
+  if (job.w.bits == 2) return With<Narrow<2>>(job);
+  if (job.w.bits == 3) return With<WideRow<3>, WideColumn<3>>(job);
+  if (job.w.bits == 4 && IsInteger(job.w)) return With<Narrow<4, Whole<4>>>(job);
+  if (job.w.bits == 4) return With<Narrow<4>>(job);
+  if (job.w.bits == 5 && IsInteger(job.w)) return With<WideRow<5, Whole<5>>, WideColumn<5, Whole<5>>>(job);
+  if (job.w.bits == 6 && IsInteger(job.w)) return With<WideRow<6, Whole<6>>, WideColumn<6, Whole<6>>>(job);
+  if (job.w.bits == 7 && IsInteger(job.w)) return With<WideRow<7, Whole<7>>, WideColumn<7, Whole<7>>>(job);
+  if (job.w.bits == 8 && IsInteger(job.w)) return With<Narrow<8, Whole<8>>>(job);
+  if (job.w.bits == 6) return With<WideRow<6>, WideColumn<6>>(job);
   if (job.w.kind == Codes::kE4M3) return With<Float8<true>>(job);
   if (job.w.kind == Codes::kE5M2) return With<Float8<false>>(job);
   return Choice{nullptr, nullptr, 1, 1};

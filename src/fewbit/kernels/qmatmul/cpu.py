@@ -28,10 +28,10 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class Cpu(AbstractStackKernel):
-    """C++ kernels for AVX-512, AVX2, and any processor.
+    """C++ kernels for AVX-512, AVX2, NEON, and any processor.
 
     Attributes:
-        isa: the instruction set to take, where the machine has it: avx512, avx2, portable; None: the best.
+        isa: the instruction set to take, where the machine has it: avx512, avx2, portable (on arm64: NEON); None: the best.
     """
 
     name: ClassVar[str] = "cpu"

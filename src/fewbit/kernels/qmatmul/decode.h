@@ -113,7 +113,8 @@ static void LoadHeld(const Held& held, int64_t from, int64_t n, float unit, floa
 }
 
 // One element of a tile: its number, less or plus what its zero point says, times its scale.
-static inline V Scaled(Zero role, V value, V scale, V zero) {
+template <class Vector>
+static inline Vector Scaled(Zero role, const Vector& value, const Vector& scale, const Vector& zero) {
   if (role == Zero::kWhole) return Mul(Sub(value, zero), scale);
   if (role == Zero::kOffset) return Add(Mul(value, scale), zero);
   return Mul(value, scale);

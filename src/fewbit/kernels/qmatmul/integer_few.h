@@ -67,7 +67,7 @@ static void FewOutputs(const IntegerJob& job, int64_t n0, int64_t n1) {
   constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
   const int64_t whole = BytesOfOutput(job) / kIntBytes, rest = BytesOfOutput(job) % kIntBytes, ldx = FewRow(job);
   const int64_t next = kR * job.row_stride > kAhead ? kR * job.row_stride : kAhead;
-  const I flip = SameI(static_cast<int32_t>(static_cast<uint32_t>(job.offset) * 0x01010101u));
+  const I flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
   float c[kM][kFewWide];
   for (int64_t n = n0; n < n1; n += kR) {
     const uint8_t* row[kR];
@@ -94,7 +94,7 @@ static void FewOutputs(const IntegerJob& job, int64_t n0, int64_t n1) {
         FewStep<kBits, kM>(LoadI(last), flip, x, ldx, sum[j]);
       }
       if (n + j >= n1) continue;
-      const int32_t zero = static_cast<int32_t>(job.offset) + (job.w_zero.data == nullptr ? 0 : job.w_zero.At(n + j, 0));
+      const int32_t zero = static_cast<int32_t>(AddedTo(job)) + (job.w_zero.data == nullptr ? 0 : job.w_zero.At(n + j, 0));
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) {
         const uint32_t of_zero = static_cast<uint32_t>(job.x_sums[m]) * static_cast<uint32_t>(zero);

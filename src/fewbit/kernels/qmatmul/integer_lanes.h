@@ -1,5 +1,5 @@
-// Vectors of 32-bit integers, and the step that the product is made of: in each lane, four unsigned bytes times four signed
-// ones are added. Included inside a level's namespace.
+// Vectors of 32-bit integers, and the step that the product is made of: in each lane, four unsigned bytes (on arm64: signed)
+// times four signed ones are added. Included inside a level's namespace.
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 constexpr int kIntLanes = 16, kIntAcross = 4, kIntRows = 6;  // lanes; vectors of outputs and rows of x in a block of registers
@@ -37,7 +37,11 @@ static inline I Dot4(I sum, I u, I s) {
 }
 #endif
 #else
+#if FEWBIT_VNNI
+constexpr int kIntLanes = 4, kIntAcross = 4, kIntRows = 6;
+#else
 constexpr int kIntLanes = 4, kIntAcross = 2, kIntRows = 3;
+#endif
 typedef uint32_t I __attribute__((vector_size(16)));  // unsigned, because sums may wrap around
 typedef int32_t SignedI __attribute__((vector_size(16)));
 static inline I LoadI(const void* p) {
@@ -56,10 +60,29 @@ static inline I XorI(I a, I b) { return a ^ b; }
 static inline I AndI(I a, I b) { return a & b; }
 static inline I HighI(I a) { return a >> 4; }
 static inline V FloatI(I a) { return __builtin_convertvector((SignedI)a, V); }
+#if FEWBIT_VNNI
+static inline I Dot4(I sum, I w, I x) { return (I)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x); }
+#elif defined(__aarch64__)
+static inline I Dot4(I sum, I w, I x) {
+  const int8x16_t a = (int8x16_t)w, b = (int8x16_t)x;
+  const int32x4_t low = vpaddlq_s16(vmull_s8(vget_low_s8(a), vget_low_s8(b))), high = vpaddlq_s16(vmull_high_s8(a, b));
+  return sum + (I)vpaddq_s32(low, high);
+}
+#else
 static inline I Dot4(I sum, I u, I s) {
   for (int b = 0; b < 4; ++b) sum += (u >> 8 * b & 255) * (I)((SignedI)(s << (24 - 8 * b)) >> 24);
   return sum;
 }
 #endif
+#endif
 
 constexpr int kIntWide = kIntLanes * kIntAcross;  // outputs of a strip
+
+// What is added to the numbers of w where they are laid out, and the bits of a code that it flips. The instructions of arm64 take
+// signed bytes on both sides: there numbers of 8 bits lose the 128 that makes them unsigned.
+#if defined(__aarch64__)
+static inline int64_t AddedTo(const IntegerJob& job) { return job.bits == 8 ? job.offset - 128 : job.offset; }
+#else
+static inline int64_t AddedTo(const IntegerJob& job) { return job.offset; }
+#endif
+static inline uint32_t Flipped(const IntegerJob& job) { return static_cast<uint32_t>(AddedTo(job)) & 255; }

@@ -10,6 +10,8 @@
 
 #if FEWBIT_X86
 #include <cpuid.h>
+#elif defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
 #endif
 
 // Compilers that have the instruction for bytes without AVX-512.
@@ -48,6 +50,22 @@ namespace portable {
 #include "integer_product.h"
 }  // namespace portable
 #undef FEWBIT_LEVEL
+
+#if defined(__aarch64__)
+#undef FEWBIT_VNNI
+#define FEWBIT_VNNI 1
+#define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
+FEWBIT_BEGIN("+dotprod")
+namespace dotprod {
+#include "lanes.h"
+#include "integer_lanes.h"
+#include "integer_few.h"
+#include "integer_panels.h"
+#include "integer_product.h"
+}  // namespace dotprod
+FEWBIT_END
+#undef FEWBIT_LEVEL
+#endif
 
 #if FEWBIT_X86
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
@@ -93,6 +111,24 @@ FEWBIT_END
 #undef FEWBIT_VNNI
 
 // The levels of products of integers: those of isa.h, and AVX2 with the instruction for bytes, which has processors of its own.
+// On arm64 two: NEON without that instruction and with it.
+#if defined(__aarch64__)
+enum class IntegerIsa { kPortable = 0, kDotprod = 1 };
+
+inline IntegerIsa BestIntegerIsa() {
+#if defined(__linux__)
+  return getauxval(AT_HWCAP) & (1ul << 20) ? IntegerIsa::kDotprod : IntegerIsa::kPortable;  // HWCAP_ASIMDDP
+#elif defined(__APPLE__)
+  return IntegerIsa::kDotprod;  // every Mac with arm64
+#else
+  return IntegerIsa::kPortable;
+#endif
+}
+
+inline const char* NameOf(IntegerIsa isa) { return isa == IntegerIsa::kDotprod ? "dotprod" : FEWBIT_PORTABLE_NAME; }
+
+#define FEWBIT_AT(isa, call) (isa == IntegerIsa::kDotprod ? dotprod::call : portable::call)
+#else
 enum class IntegerIsa { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3 };
 
 inline IntegerIsa BestIntegerIsa() {
@@ -121,6 +157,7 @@ inline const char* NameOf(IntegerIsa isa) {
                                  : portable::call)
 #else
 #define FEWBIT_AT(isa, call) portable::call
+#endif
 #endif
 
 // How many chunks a job has; any thread may run any of them.

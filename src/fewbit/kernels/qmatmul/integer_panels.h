@@ -130,7 +130,7 @@ static void PackStrip(const IntegerJob& job, const Segment& segment, int64_t n0,
 
 static void PackStrip(const IntegerJob& job, const Segment& segment, int64_t n0, uint8_t* out) {
   const Stretch bytes(job, segment);
-  const uint32_t flip = static_cast<uint32_t>(job.offset) * 0x01010101u;
+  const uint32_t flip = Flipped(job) * 0x01010101u;
   const int64_t step = 4 * kIntWide * (8 / job.bits);
   const int64_t by_output = job.contracts_cols ? job.row_stride : 1, along = job.contracts_cols ? 1 : job.row_stride;
   for (int64_t n = n0; n < n0 + kIntWide; ++n, out += 4) {

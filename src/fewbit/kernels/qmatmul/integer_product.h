@@ -112,7 +112,7 @@ static void AddOnes(const IntegerJob& job, const Segment& segment, int64_t strip
   }
   const int32_t length = static_cast<int32_t>(segment.from + segment.count - segment.tile * job.tile);
   for (int64_t n = 0; segment.last && n < strips * kIntWide; ++n) {
-    s.ones[n] -= length * (static_cast<int32_t>(job.offset) + (job.w_zero.data == nullptr ? 0 : s.zero[n]));
+    s.ones[n] -= length * (static_cast<int32_t>(AddedTo(job)) + (job.w_zero.data == nullptr ? 0 : s.zero[n]));
   }
 }
 
@@ -137,7 +137,7 @@ static void RunStrip(const IntegerJob& job, const Segment& segment, const Intege
       tile.x_scale[i] = job.x_scale.At(m0 + m + i, segment.tile);
       tile.x_sum[i] = job.x_sums[(m0 + m + i) * job.tiles() + segment.tile];
       tile.x_zero[i] = job.x_zero.data == nullptr ? 0 : job.x_zero.At(m0 + m + i, segment.tile);
-      start[i] = static_cast<int32_t>(-static_cast<uint32_t>(tile.x_sum[i]) * static_cast<uint32_t>(job.offset));
+      start[i] = static_cast<int32_t>(-static_cast<uint32_t>(tile.x_sum[i]) * static_cast<uint32_t>(AddedTo(job)));
     }
     tile.c = s.c + m * width + at;
     IntegerBlockOf(rows - m)(job.x + 4 * (segment.at * job.M + (m0 + m) * segment.groups), s.panel + strip * kSegment * kIntWide,

@@ -6,7 +6,8 @@
 // a row of x, depends on no weight: sums begin at its negative. So do the zero points of w; those of x need the sums of each
 // output's codes, which are the product with one more row of ones. Any step may wrap around, the result does not.
 //
-// Without VNNI (AVX2, plain C++) a step is made of products of 16 bits: the older instruction for bytes saturates at 2**15.
+// Without VNNI (AVX2, plain C++) a step is made of products of 16 bits: the older instruction for bytes saturates at 2**15. On
+// arm64 sdot takes signed bytes on both sides, so there w is laid out signed; processors without it widen products to 16 bits.
 //
 // Layout. Of a strip of 64 outputs, 256 contracted places (16 KiB) are laid out in groups of four bytes, from [N, K] by
 // transposing 16 x 16 words, from [K, N] by interleaving four rows; then blocks of 6 rows of x meet it, 24 sums in registers.

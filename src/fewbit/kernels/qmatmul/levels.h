@@ -41,28 +41,44 @@ static void StoreOutputs(const Job& job, int64_t m, int64_t n0, int64_t count, c
   }
 }
 
+// Whether a level decodes codes within registers: where it has an instruction that looks up in a table.
+#if defined(__aarch64__)
+#define FEWBIT_DECODES 1
+#else
+#define FEWBIT_DECODES 0
+#endif
 #define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
 namespace portable {
 #include "lanes.h"
+#include "sixteen.h"
 #include "decode.h"
 #include "turn.h"
+#include "short_registers.h"
 #include "registers.h"
 #include "panels.h"
+#include "dots.h"
+#include "short_dots.h"
 #include "vectors.h"
 #include "across.h"
 #include "choice.h"
 }  // namespace portable
 #undef FEWBIT_LEVEL
+#undef FEWBIT_DECODES
+#define FEWBIT_DECODES 1
 
 #if FEWBIT_X86
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
 FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
 namespace avx2 {
 #include "lanes.h"
+#include "sixteen.h"
 #include "decode.h"
 #include "turn.h"
+#include "short_registers.h"
 #include "registers.h"
 #include "panels.h"
+#include "dots.h"
+#include "short_dots.h"
 #include "vectors.h"
 #include "across.h"
 #include "choice.h"
@@ -74,10 +90,14 @@ FEWBIT_END
 FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
 namespace avx512 {
 #include "lanes.h"
+#include "sixteen.h"
 #include "decode.h"
 #include "turn.h"
+#include "short_registers.h"
 #include "registers.h"
 #include "panels.h"
+#include "dots.h"
+#include "short_dots.h"
 #include "vectors.h"
 #include "across.h"
 #include "choice.h"
@@ -85,6 +105,7 @@ namespace avx512 {
 FEWBIT_END
 #undef FEWBIT_LEVEL
 #endif
+#undef FEWBIT_DECODES
 
 // How many codes a lane of the kernel holds, which is how x must be laid out (BlockedX); 1: in order.
 static int64_t Steps(Isa isa, const Job& job) {

@@ -95,8 +95,8 @@ def _stream_order(scheme: Scheme) -> np.ndarray:
 def _code_values(scheme: Scheme) -> tuple[int, np.ndarray, float]:
     """How codes become numbers: the kind, the table, and the number that all are multiplied by."""
     fmt = scheme.format
-    if isinstance(fmt, Integer) and fmt.bits >= 7 and (fmt.step == 1 or scheme.zero_point is None):
-        return (_SIGNED if fmt.signed else _UNSIGNED), _table(fmt), fmt.step
+    if isinstance(fmt, Integer) and fmt.bits >= 4 and (fmt.step == 1 or scheme.zero_point is None):
+        return (_SIGNED if fmt.signed else _UNSIGNED), _table(fmt) / np.float32(fmt.step), fmt.step
     if fmt.name in ("e4m3fn", "e5m2") and scheme.zero_point is None:
         kind, factor = (_E4M3, 2.0**8) if fmt.name == "e4m3fn" else (_E5M2, 1.0)
         return kind, _table(fmt) / np.float32(factor), factor

@@ -76,7 +76,7 @@ static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t widt
   const int64_t rows = m1 - m0, ldw = width + kLanes;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width;
   const int64_t across = (outputs + 16 * apart - 1) / (16 * apart) * 16 * apart;  // where the last of them may stand
-  float* floats = Workspace(ldw * length + kSlack + rows * width + (4 + kLanes) * (kPart + kSlack) + 2 * kLanes * (length + kSlack));
+  float* floats = Workspace(ldw * length + kSlack + rows * width + (4 + kLanes) * (kPart + kSlack) + 32 * (length + kSlack));
   float *panel = floats, *c = panel + ldw * length + kSlack, *rest = c + rows * width;
   for (int64_t i = 0; i < rows * width; ++i) c[i] = 0.0f;
   for (int64_t k0 = 0; k0 < job.contracted(); k0 += length) {

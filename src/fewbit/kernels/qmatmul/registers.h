@@ -4,13 +4,10 @@
 // x is laid out alike beforehand (BlockedX), and the scale of a lane is one number as long as its codes lie in one tile.
 // Along columns that are outputs, a lane's bytes are neighbouring outputs, and come apart: first those of all lanes' first
 // bytes, then those of their second ones.
+//
+// The decoders here are those of AVX-512; short_registers.h has the others. What follows them serves all.
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-
-static inline __m512i BytesAt(const uint8_t* p, int64_t left) {
-  if (left >= 64) return _mm512_loadu_si512(p);
-  return _mm512_maskz_loadu_epi8(left <= 0 ? 0 : (1ull << left) - 1, p);
-}
 
 // Codes of 1, 2 and 4 bits: a shift brings one to the low bits of each lane, and the permutation looks at four of them only.
 template <int kBits>
@@ -88,13 +85,26 @@ struct Numbers {
   }
 };
 
-// Codes of 3, 5 and 6 bits along a row: each group of 8 codes, kBits bytes, goes to 8 bytes of its own, where one instruction
-// cuts 8 fields. A lane then holds 4 codes, a byte each.
+// The numbers of integers without a table, signed or not: with a code in its low bits, the bits of 2**23 are a float from which
+// a subtraction leaves the number, and a flipped sign bit makes a signed code an unsigned one, less 2**(kBits - 1).
 template <int kBits>
+struct Whole {
+  __m512i flip;
+  V bias;
+  static Whole Of(const Weight& w) {
+    const int sign = w.kind == Codes::kSigned ? 1 << (kBits - 1) : 0;
+    return {_mm512_set1_epi32(0x4B000000 | sign), Same(8388608.0f + static_cast<float>(sign))};
+  }
+  V operator[](__m512i code) const { return Sub(AsFloats(Xor(And(code, SameWord((1u << kBits) - 1)), flip)), bias); }
+};
+
+// Codes of 3, 5, 6 and 7 bits along a row: each group of 8 codes, kBits bytes, goes to 8 bytes of its own, where one instruction
+// cuts 8 fields. A lane then holds 4 codes, a byte each.
+template <int kBits, class Meaning = Numbers<kBits>>
 struct WideRow {
   static constexpr int kSteps = 4, kLaneBytes = 4, kBytes = 8 * kBits;
   struct Table {
-    Numbers<kBits> numbers;
+    Meaning numbers;
     __m512i spread, field;
   };
   __m512i raw;
@@ -104,7 +114,7 @@ struct WideRow {
       spread[i] = static_cast<uint8_t>(i / 8 * kBits + (i % 8 < kBits ? i % 8 : 0));
       field[i] = static_cast<uint8_t>(i % 8 * kBits);
     }
-    return {Numbers<kBits>::Of(w), _mm512_load_si512(spread), _mm512_load_si512(field)};
+    return {Meaning::Of(w), _mm512_load_si512(spread), _mm512_load_si512(field)};
   }
   static __m512i Lanes(const uint8_t* p, int64_t left, const Table& table) {
     const __m512i packed = _mm512_permutexvar_epi8(table.spread, BytesAt(p, left < kBytes ? left : kBytes));
@@ -118,10 +128,10 @@ struct WideRow {
 
 // The same down columns: kBits rows of bytes hold 8 codes of each column. A code that two of them share takes its low bits from
 // one and the rest from the other. A lane's bytes are four columns.
-template <int kBits>
+template <int kBits, class Meaning = Numbers<kBits>>
 struct WideColumn {
   static constexpr int kSteps = 32, kLaneBytes = 4, kByteRows = kBits;
-  typedef Numbers<kBits> Table;
+  typedef Meaning Table;
   __m512i raw[kBits];
   static Table TableOf(const Weight& w) { return Table::Of(w); }
   WideColumn() = default;
@@ -137,6 +147,10 @@ struct WideColumn {
   }
 };
 
+#endif
+
+#if FEWBIT_DECODES
+
 static inline int64_t ByteRows(const Weight& w) { return (w.rows * w.bits + 7) / 8; }
 
 // The scale or zero point of each lane, from those of a row's tiles. kPattern: a block holds whole tiles; kOne: it lies in one.
@@ -144,37 +158,32 @@ enum class Lanes { kOne, kPattern, kAny };
 
 struct TileLanes {
   Lanes form;
-  int64_t block, tile, last;   // codes of a block and of a tile; the last tile
-  int64_t per_block, blocks;   // whole tiles of a block, or 0; blocks of a tile, or more than there are
-  __mmask16 there;             // the lanes of the last block that hold codes
-  __m512i pattern, in_halves;  // the tile of each lane; of each lane of a half
+  int64_t block, tile, last;  // codes of a block and of a tile; the last tile
+  W16 pattern;
   TileLanes(int64_t block, int64_t steps, int64_t tile, int64_t cols) : block(block), tile(tile), last((cols - 1) / tile) {
     form = tile >= cols || tile % block == 0 ? Lanes::kOne : block % tile == 0 ? Lanes::kPattern : Lanes::kAny;
-    per_block = form == Lanes::kPattern ? block / tile : 0, blocks = form == Lanes::kOne ? (tile + block - 1) / block : cols;
-    there = static_cast<__mmask16>((1u << ((cols - 1) % block / steps + 1)) - 1);
     alignas(64) int32_t lane[16];
     for (int j = 0; j < 16; ++j) lane[j] = form == Lanes::kPattern ? static_cast<int32_t>(j * steps / tile) : 0;
-    pattern = _mm512_load_si512(lane);
-    in_halves = _mm512_inserti64x4(pattern, _mm512_castsi512_si256(pattern), 1);
+    pattern = Words16(lane);
   }
 };
 
-// Those of block b, whose first tile is tile `at`; 0 in lanes that are not there.
 template <Lanes kForm>
-static inline V LanesOf(const TileLanes& t, const float* of_tiles, int64_t at, int64_t b, __mmask16 there) {
-  if (kForm == Lanes::kOne) return Same(of_tiles[at]);
-  if (kForm == Lanes::kPattern) return _mm512_maskz_permutexvar_ps(there, t.pattern, Load(of_tiles + at));
+static inline V16 LanesOf(const TileLanes& t, const float* of_tiles, int64_t b) {
+  if (kForm == Lanes::kOne) return Same16(of_tiles[b * t.block / t.tile]);
+  if (kForm == Lanes::kPattern) return Permuted(t.pattern, Load16(of_tiles + b * t.block / t.tile));
   float lane[16];
   for (int j = 0; j < 16; ++j) {
     const int64_t tile = (b * t.block + j * (t.block / 16)) / t.tile;
     lane[j] = of_tiles[tile < t.last ? tile : t.last];
   }
-  return Load(lane);
+  return Load16(lane);
 }
 
 // Blocks of 16 * kSub numbers, those of each lane's k-th place brought together.
 template <int kSub>
 static inline void Apart(const float* from, int64_t blocks, float* to) {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
   alignas(64) int32_t index[64];
   for (int j = 0; j < 16; ++j) {
     for (int k = 0; k < kSub; ++k) index[16 * k + j] = j * kSub % 32 + k;
@@ -187,6 +196,13 @@ static inline void Apart(const float* from, int64_t blocks, float* to) {
       Store(to + 16 * k, kSub == 2 ? low : _mm512_mask_mov_ps(low, 0xFF00, high));
     }
   }
+#else
+  for (int64_t b = 0; b < blocks; ++b, from += 16 * kSub, to += 16 * kSub) {
+    for (int k = 0; k < kSub; ++k) {
+      for (int j = 0; j < 16; ++j) to[16 * k + j] = from[j * kSub + k];
+    }
+  }
+#endif
 }
 
 // The scales or zero points of `blocks` blocks of outputs from n0 on, in the order in which they come apart.
@@ -230,18 +246,18 @@ static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, i
     if (kRole != Zero::kNone) RowScales(w, w.zero, 1.0f, row_at, first, tiles, plain, zero);
     for (int64_t b = 0; b < count; b += kBlock) {
       const int64_t at = (k0 + b) / kBlock * kParts * Decoder::kBytes;
-      __m512i raw[16];
+      W16 raw[16];
       for (int i = 0; i < 16; ++i) raw[i] = Decoder::Lanes(w.codes + row_at(i) * w.row_stride + at, w.row_stride - at, table);
       TurnWords(raw);
       for (int64_t k = b; k < count && k < b + kBlock; k += kSteps) {
         const int64_t tile = (k0 + k) / w.col_tile - first;
-        const V s = Load(scale + 16 * tile), z = kRole == Zero::kNone ? s : Load(zero + 16 * tile);
+        const V16 s = Load16(scale + 16 * tile), z = kRole == Zero::kNone ? s : Load16(zero + 16 * tile);
         float* to = panel + k * ldw + n;
         for (int part = 0; part < kParts; ++part) {
           const Decoder codes(raw[(k - b) / kSteps], part);
 #pragma GCC unroll 32
           for (int i = 0; i < Decoder::kSteps; ++i) {
-            Store(to + (part * Decoder::kSteps + i) * ldw, Scaled(kRole, codes.At(i, table), s, z));
+            Store16(to + (part * Decoder::kSteps + i) * ldw, Scaled(kRole, codes.At(i, table), s, z));
           }
         }
       }
@@ -274,8 +290,8 @@ static void FillColumns(const Weight& w, int64_t n0, int64_t outputs, int64_t k0
 #pragma GCC unroll 4
         for (int place = 0; place < kSub; ++place) {
           const int64_t column = b * kBlock + place * 16;
-          const V s = Load(scale + column), z = kRole == Zero::kNone ? s : Load(zero + column);
-          Store(panel + along * ldw + column, Scaled(kRole, codes.At(place * kAlong + along, table), s, z));
+          const V16 s = Load16(scale + column), z = kRole == Zero::kNone ? s : Load16(zero + column);
+          Store16(panel + along * ldw + column, Scaled(kRole, codes.At(place * kAlong + along, table), s, z));
         }
       }
     }

@@ -24,7 +24,7 @@ static inline W16 BytesAt(const uint8_t* p, int64_t left) {
   return _mm512_maskz_loadu_epi8(left <= 0 ? 0 : (1ull << left) - 1, p);
 }
 
-#else
+#elif FEWBIT_DECODES
 
 constexpr int kPieces = 16 / kLanes;
 typedef uint32_t U __attribute__((vector_size(4 * kLanes)));

@@ -39,10 +39,30 @@ static inline void Turn(const float* from, int64_t ld_from, float* to, int64_t l
     Store(to + (4 + i) * ld_to, _mm256_permute2f128_ps(b[i], b[4 + i], 0x31));
   }
 }
+#elif defined(__aarch64__)
+static inline void Turn(const float* from, int64_t ld_from, float* to, int64_t ld_to) {
+  const float32x4_t a = vld1q_f32(from), b = vld1q_f32(from + ld_from);
+  const float32x4_t c = vld1q_f32(from + 2 * ld_from), d = vld1q_f32(from + 3 * ld_from);
+  const float64x2_t ab = (float64x2_t)vtrn1q_f32(a, b), AB = (float64x2_t)vtrn2q_f32(a, b);
+  const float64x2_t cd = (float64x2_t)vtrn1q_f32(c, d), CD = (float64x2_t)vtrn2q_f32(c, d);
+  vst1q_f32(to, (float32x4_t)vtrn1q_f64(ab, cd)), vst1q_f32(to + ld_to, (float32x4_t)vtrn1q_f64(AB, CD));
+  vst1q_f32(to + 2 * ld_to, (float32x4_t)vtrn2q_f64(ab, cd)), vst1q_f32(to + 3 * ld_to, (float32x4_t)vtrn2q_f64(AB, CD));
+}
 #else
 static inline void Turn(const float* from, int64_t ld_from, float* to, int64_t ld_to) {
   for (int i = 0; i < kLanes; ++i) {
     for (int j = 0; j < kLanes; ++j) to[j * ld_to + i] = from[i * ld_from + j];
   }
+}
+#endif
+
+#if FEWBIT_LEVEL != FEWBIT_LEVEL_AVX512 && FEWBIT_DECODES
+static inline void TurnWords(W16* a) {
+  float from[16 * 16], to[16 * 16];
+  std::memcpy(from, a, sizeof(from));
+  for (int i = 0; i < 16; i += kLanes) {
+    for (int j = 0; j < 16; j += kLanes) Turn(from + 16 * i + j, 16, to + 16 * j + i, 16);
+  }
+  std::memcpy(a, to, sizeof(to));
 }
 #endif
