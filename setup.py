@@ -4,6 +4,7 @@ All else is said in pyproject.toml. `kernels/qmatmul/cpu.cc` becomes `fewbit.ker
 one refuses, the installation goes on without the extension, and the reference kernels serve.
 """
 
+import os
 import sys
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def extension(source: Path, include: str) -> Extension:
     # conditions become vector code, and change no result: nobody reads errno or the exception flags.
     flags = ["-std=c++17", "-O3", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
     flags += ["-Wno-maybe-uninitialized", "-Wno-uninitialized"]  # GCC says it of its own intrinsics
+    if "-g" not in os.environ.get("CFLAGS", ""):
+        flags.append("-g0")  # Python's own flags ask for debug information, nine tenths of the file
     folders = ["-isystem", include, f"-I{KERNELS / 'native'}"]  # of others' headers we want no warnings
     return Extension(
         module, [str(source)], depends=HEADERS, extra_compile_args=flags + folders, language="c++", optional=True
