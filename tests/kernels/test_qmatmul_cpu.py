@@ -208,6 +208,7 @@ def test_derivatives_and_vmap():
     close(jax.jvp(product, (x,), (x,))[1], x @ w.T)
     close(jax.vmap(jax.grad(lambda row: product(row[None]).sum()))(x), np.broadcast_to(w.sum(0), x.shape))
     close(jax.vmap(product)(jnp.stack([x, 2 * x]))[1], 2 * x @ w.T)
+    assert jax.vmap(product)(jnp.zeros((0, *x.shape), x.dtype)).shape == (0, x.shape[0], w.shape[0])
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), q)
     close(jax.vmap(product, (None, 0))(x, stacked)[1], x @ w.T)
     close(jax.lax.scan(lambda c, layer: (c, product(x, layer)), 0, stacked)[1][1], x @ w.T)

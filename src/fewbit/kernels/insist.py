@@ -55,12 +55,18 @@ def _compiled(**settings: Any) -> Any:
     return jax.jit(functools.partial(_bound, **settings))
 
 
+def _run(x: Any, **settings: Any) -> jax.Array:
+    with jax.disable_jit(False):  # else the compiled function would bind the primitive again, without end
+        y: jax.Array = _compiled(**settings)(x)
+        return y
+
+
 def _tangent(primals: Any, tangents: Any, **settings: Any) -> tuple[Any, Any]:
     (x,), (t,) = primals, tangents
     return _bound(x, **settings), t if type(t) is ad.Zero else _bound(t, **settings)
 
 
-_primitive.def_impl(lambda x, **settings: _compiled(**settings)(x))
+_primitive.def_impl(_run)
 _primitive.def_abstract_eval(lambda x, **_: x)
 ad.primitive_jvps[_primitive] = _tangent
 ad.primitive_transposes[_primitive] = lambda gradient, x, **settings: [gradient]

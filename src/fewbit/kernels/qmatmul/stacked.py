@@ -222,8 +222,9 @@ def _mapped(operands: Any, axes: Any, form: Any, **settings: Any) -> tuple[jax.A
     count = next(a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None)
     if all(axis is None for axis in leaf_axes):
         x = jnp.moveaxis(x, x_axis, 1)
-        y = primitive.bind(x.reshape(x.shape[0], -1, x.shape[3]), *leaves, **settings)
-        return y.reshape(y.shape[0], count, -1, y.shape[2]), 1
+        rows = x.shape[2]
+        y = primitive.bind(x.reshape(x.shape[0], count * rows, x.shape[3]), *leaves, **settings)
+        return y.reshape(y.shape[0], count, rows, y.shape[2]), 1
     batch = (x if x_axis is None else jnp.moveaxis(x, x_axis, 0)[0]).shape[0]
 
     def longer(a: jax.Array, axis: int | None) -> jax.Array:
