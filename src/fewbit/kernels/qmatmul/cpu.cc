@@ -6,25 +6,26 @@
 // float16, or bytes through a table of 256 numbers (E8M0, E4M3, scales that are quantized themselves).
 //
 // A few rows of x (up to 4; vectors.h). The weight is read once, so the bound is memory, and the aim is to decode as fast as
-// bytes come. 64 bytes are loaded as 16 lanes of 32 bits. Shifting all lanes by 4 i brings code i of each lane to the low bits,
-// and one permutation of 16 floats turns 16 of them into numbers, since it looks at four bits of each index only: two
+// bytes come. 64 bytes are loaded as 16 lanes of 32 bits. Shifting all lanes by 4 i brings code i of each lane to the low
+// bits, and one permutation of 16 floats turns 16 of them into numbers, since it looks at four bits of each index only: two
 // instructions and a multiply-add for 16 weights, whatever the 4-bit format; loading from one byte further on spares every
-// second shift. So a lane holds 8 neighbouring codes. Along a contraction x is laid out to match once a call (BlockedX), which
-// is O(M K); each lane keeps its own sum, and takes its own scale after 8 codes, so a tile may be any multiple of 8. Offsets
-// meet the sums of x over their tiles, once a row. Along outputs a lane's bytes are neighbouring outputs, put in order when
-// they are stored; eight rows are taken at a time, in runs of up to 1 KiB, while the next eight are prefetched. 1 and 2 bits go the same way;
-// bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of 3, 5 and 6 bits are
-// cut out of their bytes first, to a byte each: along a row eight at a time by one instruction, down columns by two shifts
-// where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them, and integers of 7 bits,
-// whose table would be eight registers, become floats by their bits (Whole). With one row of x four rows of the weight are taken
-// together: x is loaded once for them.
+// second shift. So a lane holds 8 neighbouring codes. Along a contraction x is laid out to match once a call (BlockedX),
+// which is O(M K); each lane keeps its own sum, and takes its own scale after 8 codes, so a tile may be any multiple of 8.
+// Offsets meet the sums of x over their tiles, once a row. Along outputs a lane's bytes are neighbouring outputs, put in
+// order when they are stored; eight rows are taken at a time, in runs of up to 1 KiB, while the next eight are prefetched. 1
+// and 2 bits go the same way; bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of
+// 3, 5 and 6 bits are cut out of their bytes first, to a byte each: along a row eight at a time by one instruction, down
+// columns by two shifts where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them,
+// and integers of 7 bits, whose table would be eight registers, become floats by their bits (Whole). With one row of x four
+// rows of the weight are taken together: x is loaded once for them.
 //
-// AVX2 and NEON go the same way with the same layout: sixteen lanes are two registers or four (sixteen.h), and only how a code
-// becomes a number is their own (short_registers.h). One row of x is all that has room for its sums there; two or more meet
-// panels, which are filled from the same registers. One core kept to AVX2, one row of x, 2048 x 2048 in tiles of 64 along rows, the
-// least of two runs of seven on a busy machine, row by row and from registers: codes of 3 bits 7.3 and 0.32 ms, int4 3.9 and
-// 0.60, nf4 3.6 and 0.70, int6 8.5 and 0.47, mxfp6 9.7 and 2.2, int7 8.8 and 0.51, int8 3.7 and 0.81, fp8 3.5 and 1.1. A table of
-// 6 bits is 8 permutations and 7 choices there. On arm64 values are tested in an emulator; speed was not measured.
+// AVX2 and NEON go the same way with the same layout: sixteen lanes are two registers or four (sixteen.h), and only how a
+// code becomes a number is their own (short_registers.h). One row of x is all that has room for its sums there; two or more
+// meet panels, which are filled from the same registers. One core kept to AVX2, one row of x, 2048 x 2048 in tiles of 64
+// along rows, the least of two runs of seven on a busy machine, row by row and from registers: codes of 3 bits 7.3 and 0.32
+// ms, int4 3.9 and 0.60, nf4 3.6 and 0.70, int6 8.5 and 0.47, mxfp6 9.7 and 2.2, int7 8.8 and 0.51, int8 3.7 and 0.81, fp8
+// 3.5 and 1.1. A table of 6 bits is 8 permutations and 7 choices there. On arm64 values are tested in an emulator; speed was
+// not measured.
 //
 // Short rows cost as much beside their codes as with them: 1536 rows of 576 codes of Q4_1 took 65 us of one core where 576 rows
 // of 1536 codes took 38. So the scales and zero points of many rows are widened together, the lanes of four rows are summed
@@ -32,24 +33,25 @@
 // comes into the other half. Up to 16 rows of x along a contraction are taken four at a time, while the rows of the weight lie
 // in the cache.
 //
-// Scales that change along the contraction (across.h): x @ w with a scale for each row of w, tiles that run along the outputs,
-// and so every gradient, whose weight is read along its other axis. There a tile's sum is one product long, so the scale meets x
-// instead of the sum. Where rows are contracted, a lane holds 8 codes (4 of a byte) that are neighbouring outputs, and one
-// product of x and scale serves them all; where columns are, x is scaled once for each row of tiles, and meets the bare codes of
-// all its rows. A zero point is still subtracted from the codes, so that what is zero stays so; offsets meet x alone. x times a
-// scale is rounded once more than the decoded weight would be, and overflows where it exceeds float32, whatever the code.
+// Scales that change along the contraction (across.h): x @ w with a scale for each row of w, tiles that run along the
+// outputs, and so every gradient, whose weight is read along its other axis. There a tile's sum is one product long, so the
+// scale meets x instead of the sum. Where rows are contracted, a lane holds 8 codes (4 of a byte) that are neighbouring
+// outputs, and one product of x and scale serves them all; where columns are, x is scaled once for each row of tiles, and
+// meets the bare codes of all its rows. A zero point is still subtracted from the codes, so that what is zero stays so;
+// offsets meet x alone. x times a scale is rounded once more than the decoded weight would be, and overflows where it exceeds
+// float32, whatever the code.
 //
-// Rows in groups, each with a matrix of its own (a mixture of experts), are a job for each group, whose chunks all threads share,
-// as are those of a batch. How many rows a group has is read when the call is made: a few of them go the way of few rows, and a
-// matrix without rows is not read.
+// Rows in groups, each with a matrix of its own (a mixture of experts), are a job for each group, whose chunks all threads
+// share, as are those of a batch. How many rows a group has is read when the call is made: a few of them go the way of few
+// rows, and a matrix without rows is not read.
 //
-// More rows (panels.h). 128 outputs by 128 places are decoded and scaled into float32, [k][n] whichever axis is contracted, and
-// multiplied by blocks of 6 x 4 vectors of registers, at 24 multiply-adds for 10 loads. A block of registers walks down the
-// rows of x while its part of the panel, 32 KiB, stays in the first cache; x streams past it, 24 bytes for 12 cycles. Along a
-// contraction the packed bytes of 16 rows are turned before they are decoded: 64 shuffles for 2048 codes of 4 bits, an eighth
-// of what turning the numbers would take. The decoding is that of vectors.h and across.h where there is one. Every other case (tables of
-// 7 bits, and of 5 with AVX2 and NEON; tiles that lanes do not fit; plain C++) is decoded row by row (decode.h) and turned as
-// numbers, for a few rows of x, too.
+// More rows (panels.h). 128 outputs by 128 places are decoded and scaled into float32, [k][n] whichever axis is contracted,
+// and multiplied by blocks of 6 x 4 vectors of registers, at 24 multiply-adds for 10 loads. A block of registers walks down
+// the rows of x while its part of the panel, 32 KiB, stays in the first cache; x streams past it, 24 bytes for 12 cycles.
+// Along a contraction the packed bytes of 16 rows are turned before they are decoded: 64 shuffles for 2048 codes of 4 bits,
+// an eighth of what turning the numbers would take. The decoding is that of vectors.h and across.h where there is one. Every
+// other case (tables of 7 bits, and of 5 with AVX2 and NEON; tiles that lanes do not fit; plain C++) is decoded row by row
+// (decode.h) and turned as numbers, for a few rows of x, too.
 //
 // Threads take chunks of outputs, and each output is summed in one order, whatever its chunk: the bits of the result are the
 // same for any number of threads. Each has a share of neighbouring chunks: what a thread asks for ahead reaches into the next

@@ -12,24 +12,24 @@
 // Layout. Of a strip of 64 outputs, 256 contracted places (16 KiB) are laid out in groups of four bytes, from [N, K] by
 // transposing 16 x 16 words, from [K, N] by interleaving four rows; then blocks of 6 rows of x meet it, 24 sums in registers.
 // Codes of 4 bits are split only when they are laid out: their low halves make one group and their high halves the next, and
-// x, in the same order, costs nothing. x lies block after block in the order in which it is read. A tile of the contraction ends a
-// segment, and its sums leave the registers as scaled floats. The next segment of the weight is asked for meanwhile.
+// x, in the same order, costs nothing. x lies block after block in the order in which it is read. A tile of the contraction
+// ends a segment, and its sums leave the registers as scaled floats. The next segment of the weight is asked for meanwhile.
 //
 // Up to 4 rows of x and whole rows of w along their bytes skip all this: w is read once and multiplied where it lies
 // (integer_few.h), and memory is the bound. One row of x, int8 and int4, 4096 x 4096, both cores, weights that rotate: 0.89 and
 // 0.57 ms, where panels had taken 1.97 and 1.33 and the kernels for x in float32 take 0.98 and 0.62.
 //
-// The bound. A block of registers reaches what the processor has: 863 billion operations a second on one core, where
-// nothing but vpdpbusd gives 870 (Sapphire Rapids, AVX-512, others at work beside, processor time). To lay out 16 MiB of weight
-// takes 0.7 to 1 ms of a core from the cache, a tenth of the product with 256 rows. Both cores through jit, 256 rows, 4096 x
-// 4096, with panels of 32 KiB: 0.33 of the time of XLA's int8 product along rows and 0.30 along columns, 1.14 and 1.09 of that of
-// torch._int_mm, which gives int32 and scales nothing. Panels of 16 KiB, of which two cores that share a first cache keep both,
-// took 0.26 of XLA's time where those of 32 KiB had taken 0.30 (docs/kernels.md has the last run). Tiles of 64 in 4 bits
-// take 1.3 to 1.5 times as long as whole rows, because every 16 steps 24 sums are scaled and added in float32.
+// The bound. A block of registers reaches what the processor has: 863 billion operations a second on one core, where nothing
+// but vpdpbusd gives 870 (Sapphire Rapids, AVX-512, others at work beside, processor time). To lay out 16 MiB of weight takes
+// 0.7 to 1 ms of a core from the cache, a tenth of the product with 256 rows. Both cores through jit, 256 rows, 4096 x 4096,
+// with panels of 32 KiB: 0.33 of the time of XLA's int8 product along rows and 0.30 along columns, 1.14 and 1.09 of that of
+// torch._int_mm, which gives int32 and scales nothing. Panels of 16 KiB, of which two cores that share a first cache keep
+// both, took 0.26 of XLA's time where those of 32 KiB had taken 0.30 (docs/kernels.md has the last run). Tiles of 64 in 4
+// bits take 1.3 to 1.5 times as long as whole rows, because every 16 steps 24 sums are scaled and added in float32.
 //
-// What was needed. torch's threads look for work for milliseconds after its product, so that whoever is timed right after it has
-// one core and a half: 12.2 ms in place of 8.8, of which no tuning found any. Without being asked to unroll the loops over registers, GCC kept every sum in memory, too: 290 in place
-// of 863.
+// What was needed. torch's threads look for work for milliseconds after its product, so that whoever is timed right after it
+// has one core and a half: 12.2 ms in place of 8.8, of which no tuning found any. Without being asked to unroll the loops
+// over registers, GCC kept every sum in memory, too: 290 in place of 863.
 #include <memory>
 
 #include "integer_levels.h"

@@ -7,10 +7,10 @@
 // mantissa width (minifloats) or up to 16 thresholds (codebooks); so is what holds the scales, and the rule that finds them.
 //
 // Passes. A row of tiles is read from memory once: its ranges, its scales (a vector of tiles at a time) and its codes follow
-// while it lies in the cache (`Walk::InOnePass` in walk.h). Tiles larger than that, a column or a tensor, are read twice, and their
-// ranges merged over the chunks (`InTwoPasses`); maxima and minima do not depend on the order. Every byte is written by one
-// task from what all tasks agree on, so the result does not depend on the number of threads. Scales that only JAX can choose
-// (percentiles, searches on a grid, given ones) come with the call to `Encode`.
+// while it lies in the cache (`Walk::InOnePass` in walk.h). Tiles larger than that, a column or a tensor, are read twice, and
+// their ranges merged over the chunks (`InTwoPasses`); maxima and minima do not depend on the order. Every byte is written by
+// one task from what all tasks agree on, so the result does not depend on the number of threads. Scales that only JAX can
+// choose (percentiles, searches on a grid, given ones) come with the call to `Encode`.
 //
 // The same bytes. The reference is IEEE arithmetic in float32 with subnormal numbers flushed, and so is this: the flags of
 // the thread are set while it works, nothing is contracted, and x / scale is the correctly rounded quotient (`Quotient`).
