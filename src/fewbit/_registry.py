@@ -67,8 +67,10 @@ def near_names(name: str, known: tuple[str, ...]) -> str:
     "did you mean 'int4'?"
     >>> near_names("zzz", ("int4", "nf4"))
     'known: int4, nf4'
+    >>> near_names("INT4", ("int4", "nf4"))
+    "did you mean 'int4'?"
     """
-    near = difflib.get_close_matches(str(name), known, n=3)
+    near = difflib.get_close_matches(str(name), known, n=3) or difflib.get_close_matches(str(name).lower(), known, n=3)
     if near:
         return f"did you mean {' or '.join(repr(n) for n in near)}?"
     return "known: " + ", ".join(known)

@@ -6,8 +6,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 
-from .._registry import Registry
-from ..errors import UnsupportedError
+from .._registry import Registry, near_names
+from ..errors import QuantError, UnsupportedError
 
 P = TypeVar("P")
 
@@ -72,6 +72,8 @@ def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | No
         UnsupportedError: when the named backend cannot compute the problem, or none can, with every reason.
         QuantError: for a name that is not registered.
     """
+    if backend is not None and backend not in backends:
+        raise QuantError(f"{backends.kind} has no backend {backend!r}; {near_names(backend, backends.names())}")
     candidates = (backends[backend],) if backend is not None else tuple(backends)[::-1]
     reasons: dict[str, str] = {}
     for candidate in candidates:
