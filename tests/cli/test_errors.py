@@ -56,7 +56,7 @@ def test_a_rule_that_matches_nothing(flat, tmp_path):
 def test_an_axis_that_a_parameter_does_not_have(flat, tmp_path):
     recipe = rules(tmp_path, {"path": "weight", "policy": "int8", "axis": [-3]})
     message = fail("quantize", flat, "-o", tmp_path / "out", "-r", recipe)
-    assert "weight (6, 40): axis is (-3,), but the array has 2 axes" in message
+    assert "weight (6, 40): axis is -3, but the array has 2 axes" in message
 
 
 def test_an_unknown_scheme_in_a_recipe(flat, tmp_path):
