@@ -1,6 +1,6 @@
 """Matrices that meet the same activations as one: a short product costs its call more than its numbers."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -31,7 +31,7 @@ def join_products(params: Params) -> Params:
     return {**params, "layers": [_layer_joined(layer) for layer in params["layers"]]}
 
 
-def products(tree: Params, names: tuple[str, ...], widths: Iterable[int], linear: Any) -> list[Array]:
+def products(tree: Params, names: tuple[str, ...], widths: Sequence[int], linear: Callable[[Any], Array]) -> list[Array]:
     """The products of several matrices of a layer with one input, joined or not.
 
     Args:
@@ -45,7 +45,7 @@ def products(tree: Params, names: tuple[str, ...], widths: Iterable[int], linear
     """
     if "+".join(names) not in tree:
         return [linear(tree[name]) for name in names]
-    ends = [sum(tuple(widths)[:i]) for i in range(1, len(names))]
+    ends = [sum(widths[:i]) for i in range(1, len(names))]
     return jnp.split(linear(tree["+".join(names)]), ends, axis=-1)
 
 

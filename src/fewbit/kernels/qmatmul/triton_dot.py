@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .triton_decode import _NO_ZERO, _ZERO_CODES, number_of, scale_of, zero_of
-from .triton_groups import turn_of
+from .triton_groups import matrix_of, turn_of
 
 
 @triton.jit
@@ -157,11 +157,9 @@ def dot_kernel(
     if GP > 0:
         own, m_first, m_end = turn_of(sizes_ptr, groups, m, within // width, GP, BM)
         steps = tl.where(own < groups, steps, 0)
-        held = tl.minimum(own, groups - 1).to(tl.int64)
-        codes_ptr += held * codes_g
-        scale_ptr += held * scale_g
-        zero_ptr += held * scale_g
-        unit_ptr += held * unit_g
+        codes_ptr, scale_ptr, zero_ptr, unit_ptr = matrix_of(
+            own, groups, codes_ptr, scale_ptr, zero_ptr, unit_ptr, codes_g, scale_g, unit_g
+        )
     mi, ni = m_first + tl.arange(0, BM), n_first + tl.arange(0, BN)
     is_m = (mi < m_end)[:, None]
     x_row = x_ptr + mi.to(tl.int64)[:, None] * x_stride

@@ -29,3 +29,11 @@ def turn_of(sizes_ptr, groups, m, turn, GP: tl.constexpr, BM: tl.constexpr):
     is_own = g == own
     m_first = tl.sum(tl.where(is_own, first + (turn - after + blocks) * BM, 0), axis=0)
     return own, m_first, tl.sum(tl.where(is_own, end, 0), axis=0)
+
+
+@triton.jit
+@typing.no_type_check
+def matrix_of(group, groups, codes_ptr, scale_ptr, zero_ptr, unit_ptr, codes_g, scale_g, unit_g):
+    """Where the codes, scales, zero points and tensor scale of a group's matrix begin; beyond the groups, those of the last."""
+    held = tl.minimum(group, groups - 1).to(tl.int64)
+    return codes_ptr + held * codes_g, scale_ptr + held * scale_g, zero_ptr + held * scale_g, unit_ptr + held * unit_g

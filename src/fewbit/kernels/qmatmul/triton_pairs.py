@@ -31,7 +31,7 @@ import triton.language as tl
 
 from .triton_decode import _NO_ZERO, _ZERO_CODES, number_of, scale_of, zero_of
 from .triton_dot import spread
-from .triton_groups import turn_of
+from .triton_groups import matrix_of, turn_of
 
 
 @triton.jit
@@ -155,11 +155,9 @@ def pairs_kernel(
     if GP > 0:
         group, m_first, m_end = turn_of(sizes_ptr, groups, m, tl.program_id(1), GP, BM)
         k_end = tl.where(group < groups, k, 0)
-        held = tl.minimum(group, groups - 1).to(tl.int64)
-        codes_ptr += held * codes_g
-        scale_ptr += held * scale_g
-        zero_ptr += held * scale_g
-        unit_ptr += held * unit_g
+        codes_ptr, scale_ptr, zero_ptr, unit_ptr = matrix_of(
+            group, groups, codes_ptr, scale_ptr, zero_ptr, unit_ptr, codes_g, scale_g, unit_g
+        )
     mi = m_first + tl.arange(0, BM)
     is_row, is_m = row < n, mi < m_end
     codes_row = codes_ptr + (row * codes_n)[None, :, None]
