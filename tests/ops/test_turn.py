@@ -41,10 +41,21 @@ def copies(fn, *args) -> int:
     return sum("dynamic_slice" in line and "xui8>" in line for line in jax.jit(fn).lower(*args).as_text().splitlines())
 
 
+def through_transposes(weights, x):
+    """The same with each matrix transposed, as `x @ w.T` is written."""
+
+    def layer(x, w):
+        y = x @ w.astype(x.dtype).T
+        return jnp.tanh(y), y
+
+    return lax.scan(layer, x, weights, reverse=True)
+
+
+@pytest.mark.parametrize("model", [through, through_transposes])
 @pytest.mark.parametrize("scheme", ["q4_1", "nvfp4", "int8"])
-def test_a_loop_reads_its_weights_where_they_lie(scheme):
+def test_a_loop_reads_its_weights_where_they_lie(scheme, model):
     q, x = stack(scheme), jax.random.normal(jax.random.key(1), (2, WIDTH))
-    fn = fb.transparent(through)
+    fn = fb.transparent(model)
     assert copies(fn, q, x) == 0
     got, expected = jax.jit(fn)(q, x), through(fb.dequantize(q), x)
     # Sums of 96 products in another order, three times over; |x w| stays below 10.

@@ -38,16 +38,19 @@ class Turn(StandIn):
     Attributes:
         stack: the arrays, stacked along the first axis, each with leaves of its own.
         index: which of them.
+        is_transposed: whether its transpose is meant, whose axes a product takes in the other order. Static.
     """
 
     stack: QArray
     index: Int[Array, ""]
+    is_transposed: bool = dataclasses.field(default=False, metadata={"static": True})
 
     rules: ClassVar[Mapping[str, Any]] = _Rules()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.stack.shape[1:]
+        lengths = self.stack.shape[1:]
+        return lengths[::-1] if self.is_transposed else lengths
 
     @property
     def dtype(self) -> np.dtype:
@@ -55,7 +58,8 @@ class Turn(StandIn):
 
     def alone(self) -> QArray:
         """The array by itself."""
-        return element(self.stack, self.index)
+        x = element(self.stack, self.index)
+        return x.T if self.is_transposed else x
 
     def array(self) -> jax.Array:
         return dequantize(self.alone())
@@ -85,7 +89,11 @@ def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> l
     params = eqn.params
     if not isinstance(rhs, Turn) or stands_in(lhs) or params["out_sharding"] is not None:
         return _by_itself(evaluator, eqn, values)
-    settings = (params["dimension_numbers"], params["precision"], params["preferred_element_type"])
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    if rhs.is_transposed:
+        right, right_batch = (tuple(1 - axis for axis in axes) for axes in (right, right_batch))
+    numbers = ((left, right), (left_batch, right_batch))
+    settings = (numbers, params["precision"], params["preferred_element_type"])
     result = picked_product(jnp.asarray(lhs), rhs.stack, rhs.index, *settings)
     return _by_itself(evaluator, eqn, values) if result is None else [result]
 
@@ -97,4 +105,9 @@ def _convert_element_type(evaluator: AbstractEvaluator, eqn: Any, values: list[A
     return [dataclasses.replace(values[0], stack=values[0].stack.astype(dtype))]
 
 
-Turn.rules.update(dot_general=_dot_general, convert_element_type=_convert_element_type)  # type: ignore[attr-defined]
+def _transpose(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    swaps = tuple(eqn.params["permutation"]) == (1, 0)
+    return [dataclasses.replace(values[0], is_transposed=values[0].is_transposed != swaps)]
+
+
+Turn.rules.update(dot_general=_dot_general, convert_element_type=_convert_element_type, transpose=_transpose)  # type: ignore[attr-defined]
