@@ -61,16 +61,27 @@ def matched_product_policies(recipe: Recipe, products: tuple[Product, ...]) -> d
 def _matching(
     rules: tuple[Rule, ...], used_by: Mapping[str, tuple[str, ...]], recipe: str, what: str, things: str
 ) -> dict[str, Rule | None]:
-    """The first rule that matches each name; a rule that matches none must be optional."""
-    found = {
-        name: next((i for i, rule in enumerate(rules) if rule.matches(name, ops)), None) for name, ops in used_by.items()
-    }
+    """The first rule that matches each name; a rule that matches none must be optional.
+
+    So must one that matches only what rules before it take, unless these are optional: they say which names are special, and
+    all of them may be.
+    """
+    matching = {name: [i for i, rule in enumerate(rules) if rule.matches(name, ops)] for name, ops in used_by.items()}
+    found = {name: indices[0] if indices else None for name, indices in matching.items()}
     for index, rule in enumerate(rules):
-        if index not in found.values() and not rule.optional:
+        taken = {name: indices[0] for name, indices in matching.items() if index in indices}
+        if index in found.values() or rule.optional or (taken and all(rules[i].optional for i in taken.values())):
+            continue
+        where = f"{what} {index + 1} of recipe {recipe!r} ({rule})"
+        if taken:
+            earlier = ", ".join(f"rule {i + 1} ({rules[i]})" for i in sorted(set(taken.values())))
             raise QuantError(
-                f"{what} {index + 1} of recipe {recipe!r} ({rule}) matches nothing; the {things} are "
-                f"{_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
+                f"{where} matches only what rules before it take: {_few(list(taken))}, by {earlier}. Put it first, or mark it "
+                "optional"
             )
+        raise QuantError(
+            f"{where} matches nothing; the {things} are {_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
+        )
     return {name: None if index is None else rules[index] for name, index in found.items()}
 
 
