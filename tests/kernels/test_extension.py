@@ -21,5 +21,3 @@ def test_every_header_and_every_name_counts(tmp_path):
     note()
     assert len(set(found)) == 5
     assert fingerprint(source, tmp_path) == found[-1]
-
-

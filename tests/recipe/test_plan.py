@@ -139,6 +139,13 @@ def test_without_code_the_last_axis_is_assumed_and_said(params):
     assert q["w"].scheme.name == "nf4"
 
 
+def test_a_plan_says_where_quantizing_saves_nothing():
+    wide = jax.ShapeDtypeStruct((1, 64), jnp.float32)  # one input: each number is a tile
+    plan = fb.plan(lambda p, x: x @ p["w"], {"w": wide}, normal(2, 1), recipe="int4_g16")
+    assert (plan["w"].bytes_before, plan["w"].bytes_after) == (256, 64 + 256)
+    assert plan["w"].reason == "takes more bytes than before: few elements share a scale"
+
+
 def test_quantized_leaves_are_left_as_they_are(params):
     once = fb.quantize_params(params, fb.plan(net, params, IDS, recipe="nf4"))
     plan = fb.plan(net, once, IDS, recipe="int8")

@@ -111,6 +111,25 @@ def test_tiles_run_along_the_same_of_several_axes_in_training_and_in_serving(nam
     np.testing.assert_allclose(fb.transparent(fn)(q, x), fb.train(fn, recipe("int4_g8", "w"))(w, x), atol=48 * 8 * 2.0**-24)
 
 
+def test_the_kernel_of_a_depthwise_convolution_has_tiles_along_its_window():
+    """It contracts one input channel: along that, every number would have a scale of its own."""
+
+    def depthwise(w, x):
+        numbers = ("NWC", "WIO", "NWC")
+        return jax.lax.conv_general_dilated(x, w["w"], (1,), "SAME", None, None, numbers, feature_group_count=8)
+
+    w, x = {"w": normal(4, 1, 8)}, normal(2, 5, 8)
+    plan = fb.plan(depthwise, w, x, recipe=recipe("mxfp8", "w"))
+    q = fb.quantize_params(w, plan)
+    assert q["w"].scale.shape == (1, 1, 8)
+    assert plan["w"].bytes_after == q["w"].nbytes == 4 * 8 + 8
+    assert plan["w"].reason == ""
+    # One sum or the other of float32 numbers: 4 of them, each off by half a unit in the last place of at most 8.
+    np.testing.assert_allclose(
+        fb.transparent(depthwise)(q, x), fb.train(depthwise, recipe("mxfp8", "w"))(w, x), atol=4 * 8 * 2.0**-24
+    )
+
+
 def tied(w, tokens):
     x = w["table"][tokens]
     return jnp.tanh(x) @ w["table"].T

@@ -180,7 +180,9 @@ def _row(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None, *, is_t
     axis = tuple(a if a < 0 else a - len(shape) for a in axis)
     stacked = tuple(sorted({a for use in uses for a in use.stacked}))
     row = dataclasses.replace(left, policy=rule.policy, axis=axis, stacked=stacked, reason=note, sparsity=sparsity)
-    return dataclasses.replace(row, bytes_after=_planned_bytes(row))
+    after = _planned_bytes(row)
+    larger = "" if after <= before else "takes more bytes than before: few elements share a scale"
+    return dataclasses.replace(row, bytes_after=after, reason="; ".join(filter(None, (note, larger))))
 
 
 def _why_not(leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> str | None:
