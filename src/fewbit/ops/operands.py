@@ -40,7 +40,10 @@ def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, 
         if scales is None:
             reason = "its scales come from earlier steps; fb.train carries them, given delayed="
             raise UnsupportedError("a product cannot follow delayed scaling on its own", {str(policy): reason})
-    return left, right, Rules(policy, weight_is_left, scales), key
+    weight = lhs if weight_is_left else rhs
+    served, held = (weight.served, weight.held) if is_latent(weight) else (None, None)
+    served = None if served is None else served.on_last(weight.ndim)
+    return left, right, Rules(policy, weight_is_left, scales, served, held), key
 
 
 def operand(x: Any) -> Any:

@@ -263,7 +263,8 @@ def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
         name, axes, batch = "ragged_dot", contracting[1], (*numbers.rhs_group_dimensions, *beside[1])
     else:
         axes = ()
-    contracted, beside = (tuple(a for axis in group for a in operand.axes[axis]) for group in (axes, batch))
+    # The parts of an axis that was split are that axis, once.
+    contracted, beside = (tuple(dict.fromkeys(a for axis in group for a in operand.axes[axis])) for group in (axes, batch))
     return Use(name, contracted, operand.stacked, source, beside)
 
 
