@@ -120,6 +120,12 @@ MOVED = {
     # scales that serve more than what is left of the array
     "int8 a part": lambda w, x: x[:, :, :4].reshape(5, 16) @ w["w"][:, :4].reshape(16, 24),
     "nvfp4 halves": lambda w, x: jnp.stack([jnp.einsum("bhd,hdm->bm", x, v) for v in jnp.split(w["w"], 2, -1)]),
+    "int8 a part, in turns": lambda w, x: jax.lax.scan(
+        lambda c, layer: (c + x[:, 0, :8] @ layer, None), jnp.zeros((5, 24)), w["w"][:, :8]
+    )[0],
+    "int4_g32 repeated": lambda w, x: jnp.einsum(
+        "bk,bkm->bm", x.reshape(5, 64), jnp.broadcast_to(w["w"].reshape(64, 24), (5, 64, 24))
+    ),
     # heads of 16 do not fill tiles of 12, so that serving decodes the reshaped weight
     "int4_g12 decoded": lambda w, x: x.reshape(5, 64) @ w["w"].reshape(64, 24),
 }

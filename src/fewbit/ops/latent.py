@@ -67,11 +67,13 @@ class Latent(StandIn):
         return self.value
 
     def stacked(self) -> "Latent":
-        self._refuse_held("scan")
+        from .rules.control import stacked  # it needs this class
+
         length = self.shape[0]
         key = None if self.key is None else jax.random.split(self.key, length)
         scales = copies(self.scales, length) if self.scales is not None and not self.scales.ndim else self.scales
-        return dataclasses.replace(self, key=key, scales=scales)
+        held = None if self.held is None else stacked(self.held)
+        return dataclasses.replace(self, key=key, scales=scales, held=held)
 
     def forked(self) -> tuple["Latent", "Latent"]:
         if self.scales is None:
@@ -91,7 +93,9 @@ class Latent(StandIn):
         others = tuple(name for name in mesh if name not in used)
         key = None if self.key is None else jnp.broadcast_to(self.key, (math.prod(mesh.values()),))
         scales = None if self.scales is None else copies(self.scales, math.prod(mesh[name] for name in others))
-        self._refuse_held("shard_map")
+        if self.held is not None:
+            reason = "it shares scales with elements that were sliced away before; slice it inside"
+            raise UnsupportedError("a part of a trained parameter cannot be cut by shard_map", {repr(self): reason})
         specs = Latent(
             spec, PartitionSpec(tuple(mesh)), self.policy, PartitionSpec(others or None, *along), None, self.served
         )
@@ -111,11 +115,6 @@ class Latent(StandIn):
             return self.held
         value = jax.lax.stop_gradient(self.value)
         return self.served.on_last(self.ndim).quantized(value, self.policy.weight, axis)
-
-    def _refuse_held(self, where: str) -> None:
-        if self.held is not None:
-            reason = "it shares scales with elements that were sliced away; slice it inside"
-            raise UnsupportedError(f"a part of a trained parameter cannot enter {where}", {repr(self): reason})
 
 
 def is_latent(x: Any) -> TypeGuard[Latent]:

@@ -25,9 +25,11 @@ def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, 
         The left operand, the right one, the rules (None where no policy changes the product or its gradients), and the key.
 
     Raises:
-        QuantError: when two operands carry different policies and none is given.
+        QuantError: when two operands carry different policies and none is given, or what is given is none.
         UnsupportedError: for a policy with delayed scaling whose weight carries no scales of earlier steps.
     """
+    if policy is not None and not isinstance(policy, Policy):
+        raise QuantError(f"policy is {policy!r}; pass a Policy, such as fb.Policy('int8', activation='int8')")
     policy = policy if policy is not None else _carried_policy(lhs, rhs)
     key = key if key is not None else next((x.key for x in (lhs, rhs) if is_latent(x) and x.key is not None), None)
     weight_is_left = _has_left_weight(lhs, rhs)

@@ -30,6 +30,7 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     the float model; each product of one that a rule matches quantizes it on the way in, and its gradients are computed by the
     policy's arms. What was trained is what is served: `fb.quantize_params` with a plan of the same recipe gives the very
     codes that the forward pass computes with, also where the code reshapes or slices a parameter before its product.
+    Where it casts one to a narrower dtype first, training quantizes what the cast left, and a plan the array as it is stored.
 
     The recipe's rules for products quantize both operands of products without a parameter, such as attention's, the right one
     as the policy's `weight`; their gradients follow the arms likewise.
