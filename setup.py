@@ -5,6 +5,7 @@ one refuses, the installation goes on without the extension, and the reference k
 """
 
 import os
+import runpy
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from setuptools import Extension, setup
 KERNELS = Path("src/fewbit/kernels")
 SOURCES = sorted(KERNELS.rglob("*.cc"))
 HEADERS = sorted(map(str, KERNELS.rglob("*.h")))
+fingerprint = runpy.run_path(str(KERNELS / "fingerprint.py"))["fingerprint"]
 
 
 def ffi_include() -> str | None:
@@ -35,8 +37,15 @@ def extension(source: Path, include: str) -> Extension:
     if "-g" not in os.environ.get("CFLAGS", ""):
         flags.append("-g0")  # Python's own flags ask for debug information, nine tenths of the file
     folders = ["-isystem", include, f"-I{KERNELS / 'native'}"]  # of others' headers we want no warnings
+    built_from = ("FEWBIT_SOURCES", f'"{fingerprint(source, KERNELS)}"')  # what `kernels/extension.py` compares
     return Extension(
-        module, [str(source)], depends=HEADERS, extra_compile_args=flags + folders, language="c++", optional=True
+        module,
+        [str(source)],
+        define_macros=[built_from],
+        depends=HEADERS,
+        extra_compile_args=flags + folders,
+        language="c++",
+        optional=True,
     )
 
 

@@ -15,19 +15,26 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # A whole FFI kernel, so that the headers of jaxlib are compiled too.
 KERNEL = """
+#include "module.h"
 #include "xla/ffi/api/ffi.h"
 namespace ffi = xla::ffi;
 static ffi::Error Nothing(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
 XLA_FFI_DEFINE_HANDLER_SYMBOL(nothing, Nothing, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
+FEWBIT_MODULE(_cpu, {"nothing", reinterpret_cast<void*>(nothing)})
 """
 
 
-def wheel_names(tree: Path, **environment: str) -> list[str]:
-    """The files of the wheel that pip builds from a source tree."""
+def wheel_of(tree: Path, **environment: str) -> zipfile.ZipFile:
+    """The wheel that pip builds from a source tree."""
     command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-build-isolation", "--no-deps", "--no-index"]
     subprocess.run([*command, "-w", "out", "."], cwd=tree, check=True, env=os.environ | environment)
     (wheel,) = (tree / "out").glob("fewbit-*.whl")
-    return zipfile.ZipFile(wheel).namelist()
+    return zipfile.ZipFile(wheel)
+
+
+def wheel_names(tree: Path, **environment: str) -> list[str]:
+    """The files of that wheel."""
+    return wheel_of(tree, **environment).namelist()
 
 
 @pytest.fixture
@@ -71,8 +78,25 @@ def test_without_cpp_files_the_wheel_is_pure(tree: Path) -> None:
 @pytest.mark.skipif(shutil.which("c++") is None, reason="no C++ compiler here")
 def test_a_cpp_file_becomes_an_extension_beside_it(tree: Path) -> None:
     add_kernel(tree)
-    (built,) = extensions(wheel_names(tree))
+    wheel = wheel_of(tree)
+    (built,) = extensions(wheel.namelist())
     assert built.startswith("fewbit/kernels/nothing/_cpu.")
+    wheel.extractall(tree / "built")
+    assert reason_missing(tree / "built") == "None"
+    with (tree / "built" / "fewbit" / "kernels" / "native" / "isa.h").open("a") as header:
+        header.write("// one more line\n")
+    assert reason_missing(tree / "built") == (
+        "its C++ extension was built from other sources than lie here; run `pip install -e .`"
+    )
+    (tree / "built" / "fewbit" / "kernels" / "nothing" / "cpu.cc").unlink()  # without its source nothing is compared
+    assert reason_missing(tree / "built") == "None"
+
+
+def reason_missing(folder: Path) -> str:
+    """Why the package in a folder does not load its compiled kernel."""
+    code = "from fewbit.kernels.extension import extension; print(extension('fewbit.kernels.nothing._cpu').missing)"
+    env = os.environ | {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
+    return subprocess.run([sys.executable, "-c", code], env=env, check=True, text=True, capture_output=True).stdout.strip()
 
 
 @pytest.mark.slow

@@ -118,6 +118,16 @@ def test_what_was_trained_is_what_is_served(variables):
     np.testing.assert_allclose(jax.jit(fl.train(NET, recipe))(variables, X), served, rtol=1e-5, atol=1e-6)
 
 
+def test_a_projection_out_of_heads_is_trained_as_it_is_served():
+    """Linen keeps the kernel of attention's way out as [heads, head, out], and contracts two axes of it."""
+    out, x = nn.DenseGeneral(8, axis=(-2, -1), use_bias=False), X.reshape(2, 2, 16)
+    variables = out.init(jax.random.key(0), x)
+    quantized = fl.quantize(out, variables, x, recipe="int4_g32")
+    assert quantized["params"]["kernel"].shape == (2, 16, 8) and quantized["params"]["kernel"].scale.shape == (2, 1, 8)
+    # One sum or the other of float32 numbers: 32 of them, each off by half a unit in the last place of at most 4.
+    np.testing.assert_allclose(fl.apply(out)(quantized, x), fl.train(out, "int4_g32")(variables, x), atol=32 * 4 * 2.0**-24)
+
+
 def test_sparse_parameters_are_served_as_they_were_trained(variables):
     policy = fb.Policy("int8", "int8")
     recipe = fb.Recipe((fb.Rule("wi/kernel", policy, sparsity=fb.Sparsity(2, 4)), fb.Rule("wo/kernel", None)))

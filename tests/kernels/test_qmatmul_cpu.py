@@ -194,6 +194,47 @@ def test_batches_several_axes_and_either_side():
         fb.dot_general(jnp.ones((2, 6)), q, (((1,), (1,)), ((), ())), backend="cpu")
 
 
+def per_layer(scheme, w):
+    """The weights of each layer quantized on their own, as a plan quantizes what a loop takes apart."""
+    return jax.vmap(lambda w: fb.quantize(w, scheme))(w)
+
+
+TENSOR = fb.Scheme(fb.scheme("int8").format)
+PAIRS = dataclasses.replace(TENSOR, tile={-3: 2, -2: 1})
+MIXED = dataclasses.replace(TENSOR, tile={-4: 1, -2: 1})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_pair", [False, True], ids=["x", "int8 x"])
+def test_scales_that_some_matrices_of_a_stack_share(is_pair):
+    """One scale for each layer, or for two matrices: every leaf is read as it is, or the product is left to the reference."""
+    experts, layers = jnp.asarray(activation(12, 80).reshape(2, 3, 8, 20)), jnp.asarray(activation(4, 80).reshape(4, 4, 20))
+    cases = {
+        "tensors of layers, experts": ("abk,abnk->abn", per_layer(TENSOR, experts)),
+        "nvfp4 of layers, experts": ("abk,abnk->abn", per_layer("nvfp4", experts)),
+        "tensors of layers as rows": ("mk,lnk->mln", per_layer(TENSOR, layers)),
+        "nvfp4 of layers as rows": ("mk,lnk->mln", per_layer("nvfp4", layers)),
+        "layers apart, experts together": ("abk,abnk->abn", fb.quantize(experts, MIXED)),
+        "two and two layers": ("lk,lnk->ln", fb.quantize(layers, PAIRS)),
+    }
+    for name, (spec, q) in cases.items():
+        x = jnp.asarray(activation(7, 20 * 6))[: {"m": 5, "l": 4, "a": 1}[spec[0]]]
+        x = x.reshape(2, 3, 20) if spec[0] == "a" else x[:, :20]
+        x = fb.quantize(x, "int8") if is_pair else x
+        values = np.asarray(fb.dequantize(x) if is_pair else x, np.float64)
+        expected = np.einsum(spec, values, np.asarray(fb.dequantize(q), np.float64))
+        np.testing.assert_allclose(fb.einsum(spec, x, q), expected, atol=1e-4, err_msg=name)
+    groups = fb.quantize(layers.mT, dataclasses.replace(TENSOR, tile={-3: 2, -1: 1}))
+    rows, sizes = jnp.asarray(activation(4, 20)), jnp.array([1, 0, 2, 1])
+    expected = np.einsum("mk,mkn->mn", rows, np.asarray(fb.dequantize(groups))[[0, 2, 2, 3]])
+    np.testing.assert_allclose(fb.ragged_dot(rows, groups, sizes), expected, atol=1e-4)
+    numbers = (((1,), (2,)), ((0,), (0,)))
+    with pytest.raises(fb.UnsupportedError, match="2 matrices of a batch axis share their scales"):
+        fb.dot_general(rows, cases["two and two layers"][1], numbers, backend="cpu")
+    with pytest.raises(fb.UnsupportedError, match=r"its tensor scale varies along axes \(0,\), which are no batch axes"):
+        fb.dot_general(rows, cases["nvfp4 of layers as rows"][1], (((1,), (2,)), ((), ())), backend="cpu")
+
+
 @pytest.mark.slow
 def test_derivatives_and_vmap():
     q = weight("nf4", -1)

@@ -31,6 +31,17 @@ def test_indices_out_of_bounds_follow_the_mode(table, mode):
     np.testing.assert_array_equal(fb.take(q, ids, 0, mode=mode), jnp.take(fb.dequantize(q), ids, axis=0, mode=mode))
 
 
+@pytest.mark.usefixtures("unchecked")
+def test_wrong_arguments_are_named(table):
+    q, x = fb.quantize(table, "int8"), jnp.ones((2, 64))
+    with pytest.raises(fb.QuantError, match="indices are float32; must be whole numbers"):
+        fb.take(q, jnp.array([1.0]), 0)
+    with pytest.raises(fb.QuantError, match="axis is 5, but the array has 2 axes"):
+        fb.dot_general(x, q, (((5,), (1,)), ((), ())))
+    with pytest.raises(fb.QuantError, match=r"policy is 'int8'; pass a Policy, such as fb\.Policy"):
+        fb.dot_general(x, table, (((1,), (1,)), ((), ())), policy="int8")
+
+
 def test_only_the_rows_are_decoded(table):
     q = fb.quantize(table, "nf4")
     jaxpr = jax.make_jaxpr(lambda q, ids: fb.take(q, ids, 0))(q, jnp.array([1, 2]))

@@ -104,6 +104,20 @@ def test_a_rule_that_matches_nothing_raises(params):
     assert fb.plan(net, params, IDS, recipe=optional)["heads"].policy.weight.name == "int8"
 
 
+def test_a_rule_after_one_that_takes_everything_is_named_unless_the_first_is_optional():
+    """Presets treat tables first, optionally: a model that has nothing but a tied table is none they could not take."""
+    tied = {"table": normal(32, 16)}
+
+    def lookup(p, ids):
+        return p["table"][ids] @ p["table"].T
+
+    assert fb.plan(lookup, tied, IDS, recipe="int8")["table"].policy.weight.name == "q8_0"
+    assert fb.plan(lookup, tied, IDS, recipe="w8a8")["table"].reason == "rule '.*' leaves it"
+    assert jax.eval_shape(fb.train(lookup, "mxfp8"), tied, IDS).shape == (2, 32)
+    with pytest.raises(fb.QuantError, match=r"rule 2 .* matches only what rules before it take: table, by rule 1 \(\.\*"):
+        fb.plan(lookup, tied, IDS, recipe=fb.Recipe((fb.Rule(".*", "int8"), fb.Rule("table", None))))
+
+
 def test_products_that_disagree_need_a_rule_with_an_axis():
     square = {"w": normal(32, 32)}
 
@@ -123,6 +137,13 @@ def test_without_code_the_last_axis_is_assumed_and_said(params):
     assert plan["layers/gain"].policy is not None
     q = fb.quantize_params({"w": params["heads"]}, "nf4")
     assert q["w"].scheme.name == "nf4"
+
+
+def test_a_plan_says_where_quantizing_saves_nothing():
+    wide = jax.ShapeDtypeStruct((1, 64), jnp.float32)  # one input: each number is a tile
+    plan = fb.plan(lambda p, x: x @ p["w"], {"w": wide}, normal(2, 1), recipe="int4_g16")
+    assert (plan["w"].bytes_before, plan["w"].bytes_after) == (256, 64 + 256)
+    assert plan["w"].reason == "takes more bytes than before: few elements share a scale"
 
 
 def test_quantized_leaves_are_left_as_they_are(params):

@@ -111,6 +111,67 @@ def test_tiles_run_along_the_same_of_several_axes_in_training_and_in_serving(nam
     np.testing.assert_allclose(fb.transparent(fn)(q, x), fb.train(fn, recipe("int4_g8", "w"))(w, x), atol=48 * 8 * 2.0**-24)
 
 
+MOVED = {
+    # tiles of 32 in the array [4, 16, 24]: of a head's 16 where it lies, over two heads where its axes are merged
+    "int4_g32 merged": lambda w, x: x.reshape(5, 64) @ w["w"].reshape(64, 24),
+    "int4_g32 both axes": lambda w, x: jnp.einsum("bhd,hdm->bm", x, w["w"]),
+    "int4_g32 transposed, merged": lambda w, x: w["w"].transpose(2, 0, 1).reshape(24, 64) @ x.reshape(5, 64).T,
+    "int4_g32 merged, split": lambda w, x: jnp.einsum("bnk,nkm->bm", x.reshape(5, 8, 8), w["w"].reshape(8, 8, 24)),
+    # scales that serve more than what is left of the array
+    "int8 a part": lambda w, x: x[:, :, :4].reshape(5, 16) @ w["w"][:, :4].reshape(16, 24),
+    "nvfp4 halves": lambda w, x: jnp.stack([jnp.einsum("bhd,hdm->bm", x, v) for v in jnp.split(w["w"], 2, -1)]),
+    "int8 a part, in turns": lambda w, x: jax.lax.scan(
+        lambda c, layer: (c + x[:, 0, :8] @ layer, None), jnp.zeros((5, 24)), w["w"][:, :8]
+    )[0],
+    "int4_g32 repeated": lambda w, x: jnp.einsum(
+        "bk,bkm->bm", x.reshape(5, 64), jnp.broadcast_to(w["w"].reshape(64, 24), (5, 64, 24))
+    ),
+    # heads of 16 do not fill tiles of 12, so that serving decodes the reshaped weight
+    "int4_g12 decoded": lambda w, x: x.reshape(5, 64) @ w["w"].reshape(64, 24),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] if "nvfp4" in n else []) for n in MOVED])
+def test_a_weight_that_code_reshapes_or_cuts_has_the_codes_that_are_served(name):
+    """Those of the stored array, whose tiles, and nvfp4's one scale for all, were there before its axes were moved."""
+    scheme = name.partition(" ")[0]
+    fn, w, x = MOVED[name], {"w": normal(4, 16, 24)}, normal(5, 4, 16, seed=1)
+    trained = fb.train(fn, recipe(scheme, "w"))
+    q = fb.quantize_params(w, fb.plan(fn, w, x, recipe=recipe(scheme, "w")))
+
+    @jax.jit
+    def step(w, q, x):
+        got, pull = jax.vjp(lambda w: trained(w, x), w)
+        want, pull_float = jax.vjp(lambda w: fn(w, x), w)
+        served = fb.transparent(fn, fallback="dequantize")(q, x)
+        return got, served, pull(jnp.sin(want)), pull_float(jnp.sin(want))
+
+    got, served, gradient, float_gradient = step(w, q, x)
+    # One sum or the other of float32 numbers: 64 of them, each off by half a unit in the last place of at most 16.
+    np.testing.assert_allclose(got, served, atol=64 * 16 * 2.0**-24)
+    # Weight-only: the product is linear, so the straight-through gradient is that of the float weight.
+    np.testing.assert_allclose(gradient[0]["w"], float_gradient[0]["w"], rtol=1e-5, atol=1e-5)
+
+
+def test_the_kernel_of_a_depthwise_convolution_has_tiles_along_its_window():
+    """It contracts one input channel: along that, every number would have a scale of its own."""
+
+    def depthwise(w, x):
+        numbers = ("NWC", "WIO", "NWC")
+        return jax.lax.conv_general_dilated(x, w["w"], (1,), "SAME", None, None, numbers, feature_group_count=8)
+
+    w, x = {"w": normal(4, 1, 8)}, normal(2, 5, 8)
+    plan = fb.plan(depthwise, w, x, recipe=recipe("mxfp8", "w"))
+    q = fb.quantize_params(w, plan)
+    assert q["w"].scale.shape == (1, 1, 8)
+    assert plan["w"].bytes_after == q["w"].nbytes == 4 * 8 + 8
+    assert plan["w"].reason == ""
+    # One sum or the other of float32 numbers: 4 of them, each off by half a unit in the last place of at most 8.
+    np.testing.assert_allclose(
+        fb.transparent(depthwise)(q, x), fb.train(depthwise, recipe("mxfp8", "w"))(w, x), atol=4 * 8 * 2.0**-24
+    )
+
+
 def tied(w, tokens):
     x = w["table"][tokens]
     return jnp.tanh(x) @ w["table"].T
@@ -179,10 +240,13 @@ def test_rules():
     assert np.array_equal(fb.train(layer, fb.Recipe((fb.Rule(".*", None),)))(PARAMS, X), layer(PARAMS, X))
 
 
-def test_a_rules_axis_is_the_one_that_is_trained_along_or_refused():
-    at = {axis: fb.Recipe((fb.Rule("in", "int8", axis=axis),)) for axis in (0, -2, -1)}
-    message = r"in: its rule has tiles along \(-1,\), and dot_general at .* contracts \(-2,\)"
-    with pytest.raises(fb.QuantError, match=message):
-        jax.eval_shape(fb.train(layer, at[-1]), PARAMS, X)
-    for axis in (0, -2):
-        assert jax.eval_shape(fb.train(layer, at[axis]), PARAMS, X).shape == (8, 16)
+def test_a_rules_axis_is_trained_along():
+    """Also where it is not the one that is contracted, and where two products contract one each."""
+
+    def both(w, x):
+        return x @ w["in"] @ w["in"].T
+
+    for fn, axis in ((layer, -1), (layer, 0), (both, -2)):
+        at = fb.Recipe((fb.Rule("in", "int4_g8", axis=axis),))
+        q = fb.quantize_params(PARAMS, fb.plan(fn, PARAMS, X, recipe=at))
+        np.testing.assert_allclose(fb.transparent(fn)(q, X), fb.train(fn, at)(PARAMS, X), rtol=1e-4, atol=1e-4)

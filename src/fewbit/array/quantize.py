@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int32, Key
 
-from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid_elements
+from .._tiles import Tile, blocked, blocked_scale, from_front, tile_counts, unblocked, valid_elements
 from ..errors import QuantError
 from ..formats import E8M0, AbstractFormat
 from ..formats.format import power_of_two, quotient, settled
@@ -55,10 +55,24 @@ def checked(
 ) -> tuple[Array, Scheme]:
     """The array that is quantized, and the scheme as it applies to its axes; QuantError where the arguments do not fit."""
     x = _checked_array(x)
-    bound = as_scheme(scheme).along(axis, x.ndim)
+    bound = laid_along(as_scheme(scheme), axis, x.shape)
     refuse_cut_tiles(x, bound)
     _check_given(scale, offset, error_weights, bound)
     return x, bound
+
+
+def laid_along(scheme: Scheme, axis: int | tuple[int, ...], shape: tuple[int, ...]) -> Scheme:
+    """The scheme as it applies to an array of a shape: `Scheme.along`, where an axis of one element counts as none.
+
+    Of several axes tiles run along the last that has more: along the window of a depthwise convolution, whose kernel has one
+    input channel, so that not every number has a scale of its own.
+
+    >>> laid_along(as_scheme("mxfp8"), (0, 1, 2), (3, 3, 1, 8)).tile
+    {...: 1, -3: 32}
+    """
+    axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    ones = tuple(a for a in axes if shape[from_front(a, len(shape))] == 1)
+    return scheme.along((*ones, *(a for a in axes if a not in ones)), len(shape))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _modules() -> tuple[Any, Any]:
         def __call__(
             self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
         ) -> jax.Array:
-            weight = _weight(self, rhs, tuple(dimension_numbers[0][1]))
+            weight = _weight(self, rhs, tuple(sorted(dimension_numbers[0][1])))  # in the order of the product itself
             return dot_general(lhs, weight, dimension_numbers, precision, preferred_element_type)
 
     class Einsum(nn.Module):

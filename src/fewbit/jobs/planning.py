@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from .. import models
 from .._registry import near_names
 from ..array import is_qarray
+from ..array.quantize import laid_along
 from ..errors import QuantError, UnsupportedError
 from ..io import TensorInfo
 from ..io.safetensors_file import dtype_name
@@ -165,7 +166,7 @@ def is_kept(row: PlanRow, info: TensorInfo) -> bool:
     """Whether the file holds a parameter in the planned scheme already, so that it passes through without loss."""
     if row.policy is None or info.scheme is None or row.stacked or row.sparsity is not None:
         return False
-    return row.policy.weight.along(row.axis, len(row.shape)) == info.scheme
+    return laid_along(row.policy.weight, row.axis, row.shape) == info.scheme
 
 
 def _kept(path: str, info: TensorInfo) -> PlanRow:

@@ -3,9 +3,12 @@
 import dataclasses
 import functools
 import importlib
+from pathlib import Path
 from typing import Any
 
 import jax
+
+from .fingerprint import fingerprint
 
 HOW_TO_BUILD = (
     "install a C++17 compiler and run `pip install --force-reinstall --no-deps fewbit` (in a checkout: `pip install -e .`)"
@@ -33,15 +36,25 @@ def extension(module: str) -> Extension:
         module: its full name; the build leaves it beside its C++ source.
 
     Returns:
-        What came of it. A module that is not there or does not fit this JAX is no error: the reference serves.
+        What came of it. A module that is not there, does not fit this JAX, or was built from other sources than lie beside it
+        (in a checkout that was updated since) is no error: the reference serves.
     """
     try:
         loaded: Any = importlib.import_module(module)
     except ImportError as failure:
         return Extension(missing=f"its C++ extension is not built here ({failure}); {HOW_TO_BUILD}")
+    if _is_stale(loaded):
+        return Extension(missing="its C++ extension was built from other sources than lie here; run `pip install -e .`")
     for name, capsule in loaded.TARGETS.items():
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return Extension(isa=loaded.ISA)
+
+
+def _is_stale(loaded: Any) -> bool:
+    """Whether a compiled module has its source beside it, and was not built from that and the headers of today."""
+    path = Path(loaded.__file__)
+    source = path.with_name(path.name.partition(".")[0].removeprefix("_") + ".cc")
+    return source.exists() and fingerprint(source, Path(__file__).parent) != getattr(loaded, "SOURCES", None)
 
 
 def device_refusal() -> str | None:

@@ -26,6 +26,7 @@ from ..kernels.qmatmul.codes import Meeting, code_product, is_whole, refuse_accu
 from ..kernels.quantize import dequantize, quantize
 from .policy import Arm, Policy
 from .rotation import rotated
+from .served import Served
 from .stepped import StepScales, largest_magnitude, seen_with
 
 Axes = tuple[int, ...]
@@ -100,11 +101,15 @@ class Rules:
         policy: the policy.
         weight_is_left: whether the left operand takes the part of the weight.
         scales: what earlier steps decided, for a policy with delayed scaling; None for every other.
+        served: the tiles that the weight has where it is served; None: those that its scheme has along what is contracted.
+        held: the weight as it is served, where tiles do not say it; else None.
     """
 
     policy: Policy
     weight_is_left: bool = False
     scales: StepScales | None = None
+    served: Served | None = None
+    held: Any = None
 
     def scheme(self, is_left: bool) -> Scheme | None:
         """The scheme of an operand."""
@@ -157,20 +162,23 @@ def quantized_product(
         The product.
     """
 
-    def entering(lhs: Any, rhs: Any, scales: Any) -> tuple[Any, Any]:
+    def entering(lhs: Any, rhs: Any, scales: Any, held: Any) -> tuple[Any, Any]:
         left, right = (rules.scale(scales, is_left) for is_left in (True, False))
-        return _entering(bilinear, rules, lhs, True, left), _entering(bilinear, rules, rhs, False, right)
+        entered = _entering(bilinear, rules, lhs, True, left), _entering(bilinear, rules, rhs, False, right)
+        if held is None:
+            return entered
+        return (held, entered[1]) if rules.weight_is_left else (entered[0], held)
 
     @jax.custom_vjp
-    def product(lhs: Any, rhs: Any, key: Any, extra: Any, scales: Any) -> jax.Array:
-        return bilinear.forward(*entering(lhs, rhs, scales), extra, rules.policy.accumulator)
+    def product(lhs: Any, rhs: Any, key: Any, extra: Any, scales: Any, held: Any) -> jax.Array:
+        return bilinear.forward(*entering(lhs, rhs, scales, held), extra, rules.policy.accumulator)
 
-    def forward(lhs: Any, rhs: Any, key: Any, extra: Any, scales: Any) -> tuple[jax.Array, Any]:
-        left, right = entering(lhs, rhs, scales)
+    def forward(lhs: Any, rhs: Any, key: Any, extra: Any, scales: Any, held: Any) -> tuple[jax.Array, Any]:
+        left, right = entering(lhs, rhs, scales, held)
         kept = _residual(rules, lhs, left, True), _residual(rules, rhs, right, False)
-        held = tuple(x if is_qarray(x) else None for x in (lhs, rhs))  # a float operand is not kept for its form alone
+        forms = tuple(x if is_qarray(x) else None for x in (lhs, rhs))  # a float operand is not kept for its form alone
         seen = _seen(rules, scales, lhs, rhs)
-        return bilinear.forward(left, right, extra, rules.policy.accumulator), (kept, held, key, extra, scales, seen)
+        return bilinear.forward(left, right, extra, rules.policy.accumulator), (kept, forms, key, extra, scales, seen)
 
     def backward(saved: Any, gradient: jax.Array) -> Any:
         (left, right), (lhs, rhs), key, extra, scales, seen = saved
@@ -179,10 +187,10 @@ def quantized_product(
         to_right = _operand_gradient(bilinear, rules.arm(False), gradient, False, right, left, extra, key, scale)
         if scale is not None:
             seen = dataclasses.replace(seen, gradient=seen_with(largest_magnitude(gradient), scale))
-        return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None, seen
+        return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None, seen, None
 
     product.defvjp(forward, backward)
-    return product(lhs, rhs, key, extra, rules.scales)
+    return product(lhs, rhs, key, extra, rules.scales, rules.held)
 
 
 def _entering(bilinear: AbstractBilinear, rules: Rules, x: Any, is_left: bool, scale: Any) -> Any:
@@ -190,7 +198,10 @@ def _entering(bilinear: AbstractBilinear, rules: Rules, x: Any, is_left: bool, s
     scheme = rules.scheme(is_left)
     if scheme is None or is_qarray(x):
         return x
-    return quantize(x, scheme, axis=_some(bilinear.contracted[0 if is_left else 1]), scale=scale)
+    axes = _some(bilinear.contracted[0 if is_left else 1])
+    if rules.served is not None and is_left == rules.weight_is_left:
+        return rules.served.quantized(x, scheme, axes)
+    return quantize(x, scheme, axis=axes, scale=scale)
 
 
 def _seen(rules: Rules, scales: StepScales | None, lhs: Any, rhs: Any) -> StepScales | None:

@@ -39,7 +39,8 @@ def conv_general_dilated(
 
     Weight-only: the result is that of `lax.conv_general_dilated` on the decoded operand. Under a policy, activations take one
     scale a sample and kernels one an output channel, unless their schemes have finer tiles, which run along the input
-    channels. Where no scale varies along what the convolution sums, the codes are convolved, integers into int32.
+    channels, or along the window of a kernel that has one. Where no scale varies along what the convolution sums, the codes
+    are convolved, integers into int32.
 
     Args:
         lhs: the images, or whatever the kernel slides over.

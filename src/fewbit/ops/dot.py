@@ -11,6 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key
 
+from .._tiles import from_front
 from ..array import PRODUCTS, QArray, is_qarray
 from ..array.sharding import spec_entries
 from ..errors import QuantError
@@ -246,7 +247,7 @@ def _normalized(numbers: Any, left_ndim: int, right_ndim: int) -> DimensionNumbe
     (left, right), (left_batch, right_batch) = numbers
 
     def axes(given: Sequence[int], ndim: int) -> tuple[int, ...]:
-        return tuple(int(a) % ndim for a in given)
+        return tuple(from_front(a, ndim) for a in given)
 
     contracted = in_order(axes(left, left_ndim), axes(right, right_ndim))
     return contracted, (axes(left_batch, left_ndim), axes(right_batch, right_ndim))

@@ -5,6 +5,7 @@ import dataclasses
 from jax.typing import ArrayLike
 
 from ..array import QArray, is_qarray
+from ..array.quantize import laid_along
 from ..errors import QuantError
 from ..kernels.qmatmul import BACKENDS, Problem
 from ..kernels.qmatmul.expected import time_line
@@ -65,4 +66,4 @@ def _entering(side: Operand, rules: Rules | None, is_left: bool, contracted: tup
     scheme = None if rules is None else rules.scheme(is_left)
     if scheme is None or side.scheme is not None:
         return side
-    return dataclasses.replace(side, scheme=scheme.along(contracted, len(side.shape)))
+    return dataclasses.replace(side, scheme=laid_along(scheme, contracted, side.shape))

@@ -25,9 +25,11 @@ def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, 
         The left operand, the right one, the rules (None where no policy changes the product or its gradients), and the key.
 
     Raises:
-        QuantError: when two operands carry different policies and none is given.
+        QuantError: when two operands carry different policies and none is given, or what is given is none.
         UnsupportedError: for a policy with delayed scaling whose weight carries no scales of earlier steps.
     """
+    if policy is not None and not isinstance(policy, Policy):
+        raise QuantError(f"policy is {policy!r}; pass a Policy, such as fb.Policy('int8', activation='int8')")
     policy = policy if policy is not None else _carried_policy(lhs, rhs)
     key = key if key is not None else next((x.key for x in (lhs, rhs) if is_latent(x) and x.key is not None), None)
     weight_is_left = _has_left_weight(lhs, rhs)
@@ -40,7 +42,10 @@ def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, 
         if scales is None:
             reason = "its scales come from earlier steps; fb.train carries them, given delayed="
             raise UnsupportedError("a product cannot follow delayed scaling on its own", {str(policy): reason})
-    return left, right, Rules(policy, weight_is_left, scales), key
+    weight = lhs if weight_is_left else rhs
+    served, held = (weight.served, weight.held) if is_latent(weight) else (None, None)
+    served = None if served is None else served.on_last(weight.ndim)
+    return left, right, Rules(policy, weight_is_left, scales, served, held), key
 
 
 def operand(x: Any) -> Any:

@@ -30,6 +30,9 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
     Returns:
         An array in `q.dtype`: the axes of `q` with `axis` replaced by those of `indices`.
 
+    Raises:
+        QuantError: for another mode, an axis that `q` does not have, and indices that are not whole numbers.
+
     >>> from fewbit.kernels.quantize import quantize
     >>> take(quantize(jnp.eye(4), "mxfp8"), jnp.array([2, 0]), 0).tolist()
     [[0.0, 0.0, 1.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
@@ -37,6 +40,8 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
     if mode not in _MODES:
         raise QuantError(f"mode is {mode!r}; must be one of fill, clip, wrap")
     indices = jnp.asarray(indices)
+    if not jnp.issubdtype(indices.dtype, jnp.integer):
+        raise QuantError(f"indices are {indices.dtype.name}; must be whole numbers")
     if not isinstance(q, QArray):
         return jnp.take(jnp.asarray(q), indices, axis=axis, mode=mode)
     axis = from_front(axis, q.ndim)

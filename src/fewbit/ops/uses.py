@@ -263,7 +263,8 @@ def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
         name, axes, batch = "ragged_dot", contracting[1], (*numbers.rhs_group_dimensions, *beside[1])
     else:
         axes = ()
-    contracted, beside = (tuple(a for axis in group for a in operand.axes[axis]) for group in (axes, batch))
+    # The parts of an axis that was split are that axis, once.
+    contracted, beside = (tuple(dict.fromkeys(a for axis in group for a in operand.axes[axis])) for group in (axes, batch))
     return Use(name, contracted, operand.stacked, source, beside)
 
 
@@ -330,14 +331,10 @@ def _squeezed(eqn: Any, operand: _Traced) -> _Traced:
     return dataclasses.replace(operand, axes=tuple(a for i, a in enumerate(operand.axes) if i not in dropped))
 
 
-def _spread(eqn: Any, operand: _Traced) -> _Traced | None:
-    """A broadcast that adds unit axes only; any other makes another array of it."""
-    shape, places = eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    if any(n != 1 for i, n in enumerate(shape) if i not in places) or any(
-        shape[p] != n for p, n in zip(places, eqn.invars[0].aval.shape, strict=True)
-    ):
-        return None
-    along = dict(zip(places, operand.axes, strict=True))
+def _spread(eqn: Any, operand: _Traced) -> _Traced:
+    """A broadcast: along an axis that it adds, or repeats, no axis of the parameter runs."""
+    shape, places, before = eqn.params["shape"], eqn.params["broadcast_dimensions"], eqn.invars[0].aval.shape
+    along = {p: axes if shape[p] == n else () for p, axes, n in zip(places, operand.axes, before, strict=True)}
     return dataclasses.replace(operand, axes=tuple(along.get(i, ()) for i in range(len(shape))))
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ..array import is_qarray
 from ..errors import QuantError
 from ..ops.policy import Policy
+from ..ops.served import Served
 from ..ops.uses import Product, Use, array_paths
 from .recipe import Recipe
 from .rule import PRODUCT_OPS, Rule
@@ -61,16 +62,27 @@ def matched_product_policies(recipe: Recipe, products: tuple[Product, ...]) -> d
 def _matching(
     rules: tuple[Rule, ...], used_by: Mapping[str, tuple[str, ...]], recipe: str, what: str, things: str
 ) -> dict[str, Rule | None]:
-    """The first rule that matches each name; a rule that matches none must be optional."""
-    found = {
-        name: next((i for i, rule in enumerate(rules) if rule.matches(name, ops)), None) for name, ops in used_by.items()
-    }
+    """The first rule that matches each name; a rule that matches none must be optional.
+
+    So must one that matches only what rules before it take, unless these are optional: they say which names are special, and
+    all of them may be.
+    """
+    matching = {name: [i for i, rule in enumerate(rules) if rule.matches(name, ops)] for name, ops in used_by.items()}
+    found = {name: indices[0] if indices else None for name, indices in matching.items()}
     for index, rule in enumerate(rules):
-        if index not in found.values() and not rule.optional:
+        taken = {name: indices[0] for name, indices in matching.items() if index in indices}
+        if index in found.values() or rule.optional or (taken and all(rules[i].optional for i in taken.values())):
+            continue
+        where = f"{what} {index + 1} of recipe {recipe!r} ({rule})"
+        if taken:
+            earlier = ", ".join(f"rule {i + 1} ({rules[i]})" for i in sorted(set(taken.values())))
             raise QuantError(
-                f"{what} {index + 1} of recipe {recipe!r} ({rule}) matches nothing; the {things} are "
-                f"{_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
+                f"{where} matches only what rules before it take: {_few(list(taken))}, by {earlier}. Put it first, or mark it "
+                "optional"
             )
+        raise QuantError(
+            f"{where} matches nothing; the {things} are {_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
+        )
     return {name: None if index is None else rules[index] for name, index in found.items()}
 
 
@@ -100,29 +112,37 @@ def matched_policies(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, 
     }
 
 
-def refuse_other_axes(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, ...]]) -> None:
-    """Refuses a rule whose axis is not the one that a product of its parameters contracts, where training has the tiles.
+def served_tiles(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Served]:
+    """The tiles that each parameter has where it is served by a plan of the recipe, by its path.
 
     Args:
         recipe: the recipe.
         params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
         uses: the uses of each parameter.
 
-    Raises:
-        QuantError: naming the parameter, the product and both axes.
+    Returns:
+        The tiles. A parameter that no plan could serve, because its products contract different axes, has none, nor has one
+        with delayed scaling.
     """
     rules, leaves = matched_rules(recipe, uses), array_paths(params)
-    for path, rule in rules.items():
-        if rule is None or rule.policy is None or rule.axis is None or why_whole(leaves[path]) is not None:
+    found = {}
+    for path, policy in matched_policies(recipe, params, uses).items():
+        rule, shape = rules[path], tuple(leaves[path].shape)
+        assert rule is not None
+        try:
+            axis = rule.axis or contracted_axes(path, uses[path])
+        except QuantError:
             continue
-        scheme, ndim = rule.policy.weight, len(leaves[path].shape)
-        asked = scheme.along(rule.axis, ndim).tiles(ndim)
-        for use in uses[path]:
-            if use.op in PRODUCT_OPS and use.axes and scheme.along(use.axes, ndim).tiles(ndim) != asked:
-                raise QuantError(
-                    f"{path}: its rule has tiles along {rule.axis}, and {use.op} at {use.source} contracts {use.axes}, along "
-                    "which training quantizes: other codes than those that are served. Train it by a rule without an axis"
-                )
+        stacked = stacked_axes(uses[path])
+        if axis is not None and policy.delayed is None and stacked == tuple(range(-len(shape), len(stacked) - len(shape))):
+            axis = tuple(a if a < 0 else a - len(shape) for a in axis)
+            found[path] = Served.along(policy.weight, axis, shape, len(stacked))
+    return found
+
+
+def stacked_axes(uses: tuple[Use, ...]) -> tuple[int, ...]:
+    """The axes of a parameter, negative, that a loop takes one element of at a time."""
+    return tuple(sorted({a for use in uses for a in use.stacked}))
 
 
 def contracted_axes(path: str, uses: tuple[Use, ...]) -> tuple[int, ...] | None:

@@ -15,7 +15,7 @@ from ..array import Scheme, is_qarray
 from ..errors import QuantError
 from ..kernels.quantize import quantize
 from ..ops.uses import Product, Use, array_paths, parameter_uses
-from .matching import contracted_axes, matched_product_rules, matched_rules, resolved_sparsity, why_whole
+from .matching import contracted_axes, matched_product_rules, matched_rules, resolved_sparsity, stacked_axes, why_whole
 from .recipe import recipe as as_recipe
 from .rows import PlanRow, ProductRow
 from .rule import Rule
@@ -178,9 +178,12 @@ def _row(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None, *, is_t
     if axis is None:
         return dataclasses.replace(left, sparsity=sparsity, reason=note if sparsity else "no product contracts it")
     axis = tuple(a if a < 0 else a - len(shape) for a in axis)
-    stacked = tuple(sorted({a for use in uses for a in use.stacked}))
-    row = dataclasses.replace(left, policy=rule.policy, axis=axis, stacked=stacked, reason=note, sparsity=sparsity)
-    return dataclasses.replace(row, bytes_after=_planned_bytes(row))
+    row = dataclasses.replace(
+        left, policy=rule.policy, axis=axis, stacked=stacked_axes(uses), reason=note, sparsity=sparsity
+    )
+    after = _planned_bytes(row)
+    larger = "" if after <= before else "takes more bytes than before: few elements share a scale"
+    return dataclasses.replace(row, bytes_after=after, reason="; ".join(filter(None, (note, larger))))
 
 
 def _why_not(leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> str | None:

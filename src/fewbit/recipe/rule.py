@@ -30,7 +30,7 @@ class Rule:
             "conv_general_dilated", "ragged_dot"); empty: whatever uses them.
         axis: the axis or axes along which tiles run, where the uses of a parameter disagree or no code can be traced;
             None takes what its products contract.
-        optional: whether it is fine that the rule matches nothing.
+        optional: whether it is fine that the rule matches nothing, and that it leaves nothing to rules after it.
         sparsity: N:M sparsity of the parameters, beside the policy or alone: products see, and `fb.quantize_params` stores, zeros
             for what it prunes. None keeps every weight.
 

@@ -2,14 +2,19 @@
 //
 //   FEWBIT_MODULE(_cpu, {"qmatmul", reinterpret_cast<void*>(qmatmul)})
 //
-// makes the module `_cpu` with the dictionary `TARGETS` (name to capsule) and the text `ISA`, the instruction set that the
-// kernels take on this machine. It is written against CPython's own C interface, so that the build needs no binding library.
+// makes the module `_cpu` with the dictionary `TARGETS` (name to capsule) and two texts: `ISA`, the instruction set that the
+// kernels take on this machine, and `SOURCES`, the fingerprint of what it was built from, which setup.py defines. It is written
+// against CPython's own C interface, so that the build needs no binding library.
 #pragma once
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include "isa.h"
+
+#ifndef FEWBIT_SOURCES
+#define FEWBIT_SOURCES ""
+#endif
 
 namespace fewbit {
 
@@ -31,6 +36,7 @@ PyObject* ModuleOf(PyModuleDef* definition, const Target (&targets)[count]) {
   }
   if (PyModule_AddObject(module, "TARGETS", capsules) != 0) return nullptr;
   if (PyModule_AddStringConstant(module, "ISA", NameOf(BestIsa())) != 0) return nullptr;
+  if (PyModule_AddStringConstant(module, "SOURCES", FEWBIT_SOURCES) != 0) return nullptr;
   return module;
 }
 

@@ -21,21 +21,34 @@ class Operand:
     Attributes:
         shape: its logical shape.
         dtype: the name of its logical dtype.
-        scheme: its Scheme, or None for an array.
+        scheme: its Scheme, with the tiles that its scales have, or None for an array.
+        stacked: its axes along which the tensor scale varies: several arrays were stacked that have one each.
     """
 
     shape: tuple[int, ...]
     dtype: str
     scheme: Scheme | None
+    stacked: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, x: "QArray | jax.Array") -> Self:
         """The description of an operand."""
-        return cls(tuple(x.shape), jnp.dtype(x.dtype).name, x.scheme if isinstance(x, QArray) else None)
+        shape, dtype = tuple(x.shape), jnp.dtype(x.dtype).name
+        if not isinstance(x, QArray):
+            return cls(shape, dtype, None)
+        tensor = () if x.tensor_scale is None else x.tensor_scale.shape
+        return cls(shape, dtype, _held_scheme(x), tuple(a for a, n in enumerate(tensor) if n != 1))
 
     def __str__(self) -> str:
         kind = self.dtype if self.scheme is None else self.scheme.name
         return f"{kind}[{','.join(map(str, self.shape))}]"
+
+
+def _held_scheme(q: QArray) -> Scheme:
+    """The scheme of a QArray; where stacking gave each element of an axis scales of its own, the tile there is 1."""
+    named = q.scheme.tiles(q.ndim)
+    held = tuple(1 if m == n != 1 else t for t, n, m in zip(named, q.shape, q.scale.shape, strict=True))
+    return q.scheme if held == named else q.scheme.with_tiles(held, q.scheme.pack_axis)
 
 
 @dataclasses.dataclass(frozen=True)

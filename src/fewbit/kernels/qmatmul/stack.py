@@ -42,15 +42,17 @@ class Stack:
         return self.cols if self.contracts_cols else self.rows
 
     def of(self, q: QArray) -> QArray:
-        """The stack of a QArray; nothing is moved."""
+        """The stack of a QArray; no code is moved."""
+        full = tuple(n if a in self.batch else m for a, (n, m) in enumerate(zip(q.shape, q.scale.shape, strict=True)))
 
         def folded(leaf: Any) -> Any:
             if isinstance(leaf, QArray):
                 scheme = leaf.scheme.with_tiles(_stacked_tiles(leaf.scheme, leaf.tiles, self), -1)
-                return _replaced(leaf, folded, scheme)
-            return leaf.reshape(_shape(leaf.shape, self))
+                return _replaced(leaf, folded, self, scheme)
+            wide = _spread_shape(leaf.shape, full, self)
+            return (leaf if wide == leaf.shape else jnp.broadcast_to(leaf, wide)).reshape(_shape(wide, self))
 
-        return _replaced(q, folded, self.scheme)
+        return _replaced(q, folded, self, self.scheme)
 
 
 def stack_of(operand: Operand, contracted: Axes, batch: Axes) -> Stack:
@@ -79,8 +81,9 @@ def stack_of(operand: Operand, contracted: Axes, batch: Axes) -> Stack:
     if any(axes[a].is_packed for a in batch):
         raise QuantError("its codes share bytes along a batch axis")
     row, col = (merged([axes[a] for a in group]) if group else Axis(1, 1) for group in (rows, cols))
-    tile_of_batch = None if all(axes[a].tile is None or axes[a].length == 1 for a in batch) else 1
-    tiles: tuple[Tile, ...] = (tile_of_batch, row.tile, col.tile)
+    if apart := [a for a in operand.stacked if a not in batch]:
+        raise QuantError(f"its tensor scale varies along axes {tuple(apart)}, which are no batch axes")
+    tiles: tuple[Tile, ...] = (_batch_tile([axes[a] for a in batch], operand.scheme), row.tile, col.tile)
     scheme = operand.scheme.with_tiles(tiles, -2 if row.is_packed else -1)
     return Stack(batch, rows, cols, contracts_cols, (row, col), scheme)
 
@@ -98,6 +101,29 @@ def _axes(operand: Operand) -> list[Axis]:
     return axes
 
 
+def _batch_tile(axes: list[Axis], scheme: Scheme) -> Tile:
+    """The tile of the one axis that the batch axes become: None where they share their scales, else 1.
+
+    Raises:
+        QuantError: where a tile holds some matrices of an axis, and not all.
+    """
+    tiles = {axis.tile for axis in axes if axis.length != 1}
+    if cut := tiles - {None, 1}:
+        raise QuantError(f"{next(iter(cut))} matrices of a batch axis share their scales")
+    if len(tiles) > 1 and isinstance(scheme.scale, Scheme):
+        raise QuantError("its scales, which are quantized, are shared along some of its batch axes")
+    return 1 if 1 in tiles else None
+
+
+def _spread_shape(shape: tuple[int, ...], full: tuple[int, ...], stack: Stack) -> tuple[int, ...]:
+    """The shape that scales must have to be folded: within a group of axes there is one for all, or one for each."""
+    wide = list(shape)
+    for group in (stack.batch, stack.rows, stack.cols):
+        for axis in group if any(shape[a] != 1 for a in group) else ():
+            wide[axis] = full[axis]
+    return tuple(wide)
+
+
 def _stacked_tiles(scheme: Scheme, tiles: tuple[Tile, ...], stack: Stack) -> tuple[Tile, ...]:
     """The tiles of scales that are quantized themselves: one for all, or each its own."""
     if all(t is None or t == 1 for t in tiles) and scheme.format.bits == 8:
@@ -111,9 +137,9 @@ def _shape(shape: tuple[int, ...], stack: Stack) -> tuple[int, int, int]:
     return batch, rows, cols
 
 
-def _replaced(q: QArray, folded: Any, scheme: Scheme) -> QArray:
+def _replaced(q: QArray, folded: Any, stack: Stack, scheme: Scheme) -> QArray:
     """The QArray with folded leaves under another scheme."""
-    codes, slack = folded(q.codes), 0
+    codes, slack = q.codes.reshape(_shape(q.codes.shape, stack)), 0
     if scheme.format.bits < 8 or scheme.packing.interleave:
         length = q.shape[q.scheme.pack_axis] * (codes.shape[scheme.pack_axis] // q.codes.shape[q.scheme.pack_axis])
         slack = code_capacity(codes.shape[scheme.pack_axis], scheme.format.bits) - length

@@ -38,7 +38,8 @@ def quantize(
         x: floating array of at least one axis: float16, bfloat16, float32 or float64 (which is rounded to float32).
         scheme: a Scheme, or anything that `fb.scheme` takes: `"nf4"`, `"int4_g64"`, a JSON form.
         axis: the axis that takes the place of the scheme's last one, the axis that a product contracts: -1 for weights
-            `[out, in]`, -2 for `[in, out]`; several when a product contracts several.
+            `[out, in]`, -2 for `[in, out]`; several when a product contracts several: tiles run along the last of them that
+            has more than one element.
         error_weights: how much each element's squared error counts in a scale search, broadcast to `x`; None: all alike.
             Refused by calibrations that do not search.
         key: a JAX random key for stochastic rounding of the codes; None rounds to the nearest.

@@ -1,14 +1,17 @@
 """What each primitive does with a parameter in training: products follow its policy, moves keep it, tables are fake-quantized."""
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ...array import is_qarray
 from ...array.straight_through import is_covered, passed_through
-from ...errors import UnsupportedError
+from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize import dequantize, quantize
 from ..latent import PARAMETER_RULES, Latent, is_latent, plain
+from ..served import Served
 from ..stepped import StepScales, noted, widest
 from .derivatives import DERIVATIVES
 from .products import PRODUCT
@@ -28,7 +31,7 @@ MOVES = (
 _STILL = ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "pvary")
 
 
-def _moved(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _moved(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     """A move of the array; its results are the parameter still."""
     outputs = bound(eqn, list(map(plain, values)))
     sources = list(values) if len(values) == len(outputs) else [values[0]] * len(outputs)
@@ -36,9 +39,39 @@ def _moved(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
         if is_latent(source) and source.scales is not None:
             sources[i], rest = source.forked()
             sources[i + 1 :] = [rest if later is source else later for later in sources[i + 1 :]]
-    return [
-        s.moved(out, _scales_after(eqn, s, values)) if is_latent(s) else out for s, out in zip(sources, outputs, strict=True)
-    ]
+    served, held = _served_after(evaluator, eqn, values, len(outputs))
+    moved = []
+    for i, (source, out) in enumerate(zip(sources, outputs, strict=True)):
+        if is_latent(source):
+            out = source.moved(out, _scales_after(eqn, source, values), served[i])
+            out = out if held[i] is None else _held(out, held[i])
+        moved.append(out)
+    return moved
+
+
+def _served_after(
+    evaluator: AbstractEvaluator, eqn: Any, values: list[Any], count: int
+) -> tuple[list[Served | None], list[Any]]:
+    """What the results of a move are served as: tiles, or, where no tiles say it, quantized arrays that were moved."""
+    if eqn.primitive.name == "optimization_barrier":
+        return [getattr(value, "served", None) for value in values], [getattr(value, "held", None) for value in values]
+    latent, *others = values
+    if not is_latent(latent) or (latent.served is None and latent.held is None):
+        return [None] * count, [None] * count
+    if latent.held is None:
+        try:
+            assert latent.served is not None
+            return [latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)] * count, [None] * count
+        except QuantError:
+            pass
+    return [None] * count, evaluator.equation(eqn, [latent.quantized(), *map(plain, others)])
+
+
+def _held(latent: Latent, held: Any) -> Any:
+    """A moved parameter whose quantized array was moved, too; where that had to be decoded, the numbers that it had."""
+    if is_qarray(held):
+        return dataclasses.replace(latent, held=held)
+    return passed_through(latent.value, held, jnp.ones(held.shape, jnp.bool_))
 
 
 def _scales_after(eqn: Any, latent: Latent, values: list[Any]) -> StepScales | None:
@@ -68,7 +101,7 @@ def _derivative(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> li
 
 
 def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A look-up in a table as it will be served: quantized along the last axis that is not indexed, straight through."""
+    """A look-up in a table as it will be served, straight through; else quantized along the last axis that is not indexed."""
     table, *others = values
     if not is_latent(table):
         raise NoRuleError("the indices are a parameter")
@@ -81,7 +114,9 @@ def _served(latent: Latent, axis: int) -> jax.Array:
     """The array quantized and decoded, with a gradient that passes straight through."""
     fixed = jax.lax.stop_gradient(latent.value)
     scale = None if latent.scales is None else widest(latent.scales).weight
-    q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))
+    q = latent.quantized()
+    if q is None:
+        q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))
     clips = latent.policy.clips_gradient and latent.policy.weight.calibration.clips
     passes = is_covered(fixed, q) if clips else jnp.ones(q.shape, jnp.bool_)
     table = passed_through(latent.value, dequantize(q), passes)
