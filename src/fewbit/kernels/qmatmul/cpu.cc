@@ -11,12 +11,15 @@
 // instructions and a multiply-add for 16 weights, whatever the 4-bit format; loading from one byte further on spares every
 // second shift. So a lane holds 8 neighbouring codes. Along a contraction x is laid out to match once a call (BlockedX),
 // which is O(M K); each lane keeps its own sum, and takes its own scale after 8 codes, so a tile may be any multiple of 8.
-// Offsets meet the sums of x over their tiles, once a row. Along outputs a lane's bytes are neighbouring outputs, put in
+// Which tile each lane of a block lies in is a pattern of 16 places, made once a chunk, so that one kernel serves tiles of any
+// length; the sum of a tile of several blocks waits in its registers until the tile ends. Offsets meet the sums of x over their
+// tiles, which are made once a call. Along outputs a lane's bytes are neighbouring outputs, put in
 // order when they are stored; eight rows are taken at a time, in runs of up to 1 KiB, while the next eight are prefetched. 1
-// and 2 bits go the same way; bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of
+// and 2 bits go the same way; along rows a permutation puts one byte of each lane into the low bits of 2**23, a float from which
+// a subtraction leaves the number; down columns a shift and a mask do (Whole); fp8 by way of float16, whose bits hold theirs. Codes of
 // 3, 5 and 6 bits are cut out of their bytes first, to a byte each: along a row eight at a time by one instruction, down
 // columns by two shifts where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them,
-// and integers of 7 bits, whose table would be eight registers, become floats by their bits (Whole). With one row of x four
+// and integers of 7 bits, whose table would be eight registers, become floats by their bits, too. With one row of x four
 // rows of the weight are taken together: x is loaded once for them.
 //
 // AVX2 and NEON go the same way with the same layout: sixteen lanes are two registers or four (sixteen.h), and only how a
@@ -251,25 +254,24 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   }
   std::memset(y_data + met * job.N * y_bytes, 0, (all_rows - met) * job.N * y_bytes);
 
-  const int64_t ldx = length + 16, held = static_cast<int64_t>(owner.size());
+  const int64_t ldx = length + 16, held = static_cast<int64_t>(owner.size()), ld_sums = SumsOfRow(w);
   const bool has_sums = is_blocked && w.role == Zero::kOffset;
   std::unique_ptr<float[]> packed(new float[held * ldx]), blocked_memory(is_blocked ? new float[held * ldx + 16] : nullptr);
-  std::unique_ptr<float[]> sums(has_sums ? new float[held * length] : nullptr);
+  std::unique_ptr<float[]> sums(has_sums ? new float[held * ld_sums] : nullptr);
   float* blocked = FromALine(blocked_memory.get());
   for (Laid& one : jobs) {
     if (one.job.x != nullptr) continue;
     one.job.x = (one.steps > 1 ? blocked : packed.get()) + one.from * ldx;
-    if (one.steps > 1 && has_sums) one.job.x_sums = sums.get() + one.from * length, one.job.ld_sums = length / one.steps;
+    if (has_sums) one.job.x_sums = sums.get() + one.from * ld_sums, one.job.ld_sums = ld_sums;
   }
   constexpr int64_t kRowsAtOnce = 16;
   ParallelFor(pool, (held + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
     for (int64_t i = chunk * kRowsAtOnce; i < held && i < (chunk + 1) * kRowsAtOnce; ++i) {
       const Laid& one = jobs[owner[i]];
-      const int64_t m = i - one.from;
       float* row = packed.get() + i * ldx;
-      float* sums_of_row = has_sums ? sums.get() + one.from * length + m * one.job.ld_sums : nullptr;
-      PackRow(x_data + (one.m0 + m) * job.K * x_bytes, x_kind, job.K, x_order, group, row, ldx);
-      if (one.steps > 1) BlockedX(row, length, one.steps, blocked + i * ldx, sums_of_row);
+      PackRow(x_data + (one.m0 + i - one.from) * job.K * x_bytes, x_kind, job.K, x_order, group, row, ldx);
+      if (one.steps > 1) BlockedX(row, length, one.steps, blocked + i * ldx);
+      if (has_sums) TileSums(row, w, sums.get() + i * ld_sums);
     }
   });
   const auto run = [&](int64_t chunk) {
