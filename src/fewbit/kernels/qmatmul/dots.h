@@ -50,8 +50,8 @@ constexpr bool kWaits = kLanes == 16;
 
 // Adds a block of kR rows of the weight, for kM rows of x, to sums that are yet to be scaled.
 template <Zero kRole, class Decoder, int kR, int kM, class XAt, class ZeroOf>
-static inline __attribute__((always_inline)) void AddBlock(const Decoder (&codes)[kR], const typename Decoder::Table& table, const XAt& x_at,
-                                                          const ZeroOf& zero_of, V16 (&sum)[kR][kM]) {
+static inline __attribute__((always_inline)) void AddBlock(const Decoder (&codes)[kR], const typename Decoder::Table& table,
+                                                           const XAt& x_at, const ZeroOf& zero_of, V16 (&sum)[kR][kM]) {
   V16 z[kR];
 #pragma GCC unroll 4
   for (int j = 0; j < kR; ++j) z[j] = kRole == Zero::kWhole ? zero_of(j) : Same16(0.0f);
