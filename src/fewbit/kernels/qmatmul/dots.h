@@ -199,7 +199,8 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
       bool in_halves = false;
       if constexpr (kSteps >= 8) {
         in_halves = lanes.each && rest <= kBlock / 2;
-        if (in_halves) AddHalves<Decoder, kRole>(row, last * kBytes, bytes, table, x, Words16(lanes.last), scales, zeros, at, of_pair);
+        const W16 pattern = Words16(lanes.last);
+        if (in_halves) AddHalves<Decoder, kRole>(row, last * kBytes, bytes, table, x, pattern, scales, zeros, at, of_pair);
       }
       if (!in_halves) add(last, bytes, lanes.last, true);
       StoreSums(total, of_pair, y[0] + r - r0);
