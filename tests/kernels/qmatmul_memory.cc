@@ -56,11 +56,12 @@ static int Failures(int number) {
   for (int level = 0; level <= static_cast<int>(BestIsa()); ++level) {
     const Isa isa = static_cast<Isa>(level);
     const int64_t steps = Steps(isa, job), length = (job.K + 511) / 512 * 512;
-    job.ldx = length + 16, job.ld_sums = length / steps;
+    job.ldx = length + 16, job.ld_sums = SumsOfRow(w);
     std::vector<float> x(job.M * job.ldx, 0.0f), blocked(x.size()), sums(job.M * job.ld_sums), y(job.M * job.N, NAN);
     for (int64_t m = 0; m < job.M; ++m) {
       for (int64_t k = 0; k < job.K; ++k) x[m * job.ldx + k] = static_cast<float>(Any(-8, 8));
-      if (steps > 1) BlockedX(&x[m * job.ldx], length, steps, &blocked[m * job.ldx], &sums[m * job.ld_sums]);
+      if (steps > 1) BlockedX(&x[m * job.ldx], length, steps, &blocked[m * job.ldx]);
+      if (job.contracts_cols) TileSums(&x[m * job.ldx], w, &sums[m * job.ld_sums]);
     }
     job.x = steps > 1 ? blocked.data() : x.data(), job.x_sums = sums.data(), job.y = y.data();
     for (int64_t chunk = 0; chunk < ChunkCount(isa, job); ++chunk) Run(isa, job, chunk);

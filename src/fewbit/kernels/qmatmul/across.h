@@ -45,15 +45,27 @@ struct HeldRows {
   }
 };
 
-// Where a block of columns finds the scales of its lanes among those of a row, of which the first is that of tile `first`.
-struct BlockTiles {
-  int64_t place, block;
-  BlockTiles(const TileLanes& t, int64_t first, int64_t b) : place(b * t.block / t.tile - first), block(b) {}
-  V Of(const TileLanes& t, const float* of_tiles, int64_t first) const {
-    if (t.form == Lanes::kOne) return Same(of_tiles[place]);
-    if (t.form == Lanes::kPattern) return _mm512_permutexvar_ps(t.pattern, Load(of_tiles + place));
-    return LanesOf<Lanes::kAny>(t, of_tiles - first, block);
+// Where blocks of columns find the scales of their lanes among those of a row, of which the first is that of tile `first`.
+struct ColumnLanes {
+  int64_t tile, cols, block, first;
+  bool differ;  // whether blocks do: where one is neither whole tiles nor part of one
+  W16 lanes;
+  ColumnLanes(const Weight& w, int64_t block, int64_t first)
+      : tile(w.col_tile), cols(w.cols), block(block), first(first), differ(tile < cols && tile % block != 0 && block % tile != 0) {
+    lanes = Lanes(0);
   }
+  W16 Lanes(int64_t b) const {
+    alignas(64) int32_t lane[16];
+    TilesOfLanes(tile, cols, b * block, block / 16, lane);
+    return Words16(lane);
+  }
+};
+
+struct BlockTiles {
+  int64_t place;
+  W16 lanes;
+  BlockTiles(const ColumnLanes& t, int64_t b) : place(b * t.block / t.tile - t.first), lanes(t.differ ? t.Lanes(b) : t.lanes) {}
+  V Of(const float* of_tiles) const { return Permuted(lanes, Load(of_tiles + place)); }
 };
 
 // Rows are contracted, and lanes hold neighbouring outputs: rows m0 and on of y, for outputs from n0 on.
@@ -63,7 +75,7 @@ static void SumRows(const Job& job, int m0, int64_t n0, int64_t width) {
   const Weight& w = job.w;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, blocks = (outputs + kBlock - 1) / kBlock;
   const int64_t padded = blocks * kBlock, first = n0 / w.col_tile, tiles = (n0 + outputs - 1) / w.col_tile - first + 1;
-  const TileLanes lanes(kBlock, kSteps, w.col_tile, w.cols);
+  const ColumnLanes lanes(w, kBlock, first);
   const auto table = Decoder::TableOf(w);
   const float* x = job.x + m0 * job.ldx;
   float* total = Workspace(padded * (kM + 1) + 2 * (kDeep * tiles + 16));
@@ -83,11 +95,11 @@ static void SumRows(const Job& job, int m0, int64_t n0, int64_t width) {
       }
       const uint8_t* p = w.codes + k0 * w.row_stride + n0 / kBlock * Decoder::kBytes + b * Decoder::kBytes;
       const int64_t left = w.row_stride - (n0 / kBlock + b) * Decoder::kBytes;
-      const BlockTiles place(lanes, first, n0 / kBlock + b);
+      const BlockTiles place(lanes, n0 / kBlock + b);
       for (int64_t k = 0; k < deep; ++k, p += w.row_stride) {
         const Decoder codes(p, left, table);
         _mm_prefetch(reinterpret_cast<const char*>(p + kDeep * w.row_stride), _MM_HINT_T0);
-        const V s = place.Of(lanes, scale.at[k], first), z = kRole == Zero::kNone ? s : place.Of(lanes, zero.at[k], first);
+        const V s = place.Of(scale.at[k]), z = kRole == Zero::kNone ? s : place.Of(zero.at[k]);
         V a[kM];
 #pragma GCC unroll 2
         for (int m = 0; m < kM; ++m) {
@@ -127,7 +139,7 @@ static void FillRowsAcross(const Weight& w, int64_t n0, int64_t outputs, int64_t
   constexpr int64_t kRowsOfScales = 16;
   const int64_t blocks = (outputs + kBlock - 1) / kBlock, first = n0 / w.col_tile;
   const int64_t tiles = (n0 + outputs - 1) / w.col_tile - first + 1;
-  const TileLanes lanes(kBlock, kSteps, w.col_tile, w.cols);
+  const ColumnLanes lanes(w, kBlock, first);
   const auto table = Decoder::TableOf(w);
   float *scales = rest, *zeros = rest + kRowsOfScales * tiles + 16;
   for (int64_t from = k0; from < k0 + count; from += kRowsOfScales) {
@@ -136,12 +148,12 @@ static void FillRowsAcross(const Weight& w, int64_t n0, int64_t outputs, int64_t
     const HeldRows zero = kRole == Zero::kNone ? scale : HeldRows(w, w.zero, 1.0f, from, rows, first, tiles, zeros);
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t at = n0 / kBlock + b;
-      const BlockTiles place(lanes, first, at);
+      const BlockTiles place(lanes, at);
       const uint8_t* p = w.codes + from * w.row_stride + at * Decoder::kBytes;
       float* to = panel + (from - k0) * ldw + b * kBlock;
       for (int64_t k = 0; k < rows; ++k, p += w.row_stride, to += ldw) {
         const Decoder codes(p, w.row_stride - at * Decoder::kBytes, table);
-        const V s = place.Of(lanes, scale.at[k], first), z = kRole == Zero::kNone ? s : place.Of(lanes, zero.at[k], first);
+        const V s = place.Of(scale.at[k]), z = kRole == Zero::kNone ? s : place.Of(zero.at[k]);
 #pragma GCC unroll 8
         for (int i = 0; i < kSteps; ++i) Store(to + i * 16, Scaled(kRole, codes.At(i, table), s, z));
       }

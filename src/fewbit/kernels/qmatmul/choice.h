@@ -27,7 +27,7 @@ static Choice WithRole(const Job& job, bool across) {
   if (across) return {is_few ? FewAcross<Across, kRole> : nullptr, FillRowsAcross<Across, kRole>, 1, Across::kSteps};
   if (job.contracts_cols) {
     const int64_t rows = job.M < 2 ? 1 : job.M < 4 ? 2 : 4;
-    const auto dots = rows == 1 ? FewDots<Row, kRole, 1> : rows == 2 ? FewDots<Row, kRole, 2> : FewDots<Row, kRole, 4>;
+    const auto dots = rows == 1 ? DotRows<Row, kRole, 1> : rows == 2 ? DotRows<Row, kRole, 2> : DotRows<Row, kRole, 4>;
     return {job.M <= kSeveral ? dots : nullptr, FillDots<Row, kRole>, Row::kSteps, 1, rows};
   }
   return {is_few ? sums[job.M - 1] : nullptr, FillColumns<Column, kRole>, 1, kSub};
@@ -60,8 +60,7 @@ static Choice ChoiceOf(const Job& job) {
   if (job.w.bits == 5) return With<WideRow<5>, WideColumn<5>>(job);
   if (job.w.bits == 6) return With<WideRow<6>, WideColumn<6>>(job);
   if (job.w.bits == 7 && IsInteger(job.w)) return With<WideRow<7, Whole<7>>, WideColumn<7, Whole<7>>>(job);
-  if (job.w.bits == 8 && job.w.kind == Codes::kSigned) return With<Byte<true>>(job);
-  if (job.w.bits == 8 && job.w.kind == Codes::kUnsigned) return With<Byte<false>>(job);
+  if (job.w.bits == 8 && IsInteger(job.w)) return With<Bytes, Narrow<8, Whole<8>>>(job);
   if (job.w.kind == Codes::kE4M3) return With<Float8<true>>(job);
   if (job.w.kind == Codes::kE5M2) return With<Float8<false>>(job);
   return Choice{nullptr, nullptr, 1, 1};
@@ -75,7 +74,7 @@ static Choice WithRole(const Job& job) {
   if (!job.contracts_cols) {
     return {job.M == 1 ? SumColumns<Column, kRole, 1> : nullptr, FillColumns<Column, kRole>, 1, Column::kLaneBytes};
   }
-  return {job.M == 1 ? FewDots<Row, kRole, 1> : nullptr, FillDots<Row, kRole>, Row::kSteps, 1};
+  return {job.M == 1 ? DotRows<Row, kRole, 1> : nullptr, FillDots<Row, kRole>, Row::kSteps, 1};
 }
 
 template <class Row, class Column = Row>

@@ -5,27 +5,29 @@
 // Where a container permutes its codes, x or y is permuted instead. Scales are read in their stored form: float32, bfloat16,
 // float16, or bytes through a table of 256 numbers (E8M0, E4M3, scales that are quantized themselves).
 //
-// A few rows of x (up to 4; vectors.h). The weight is read once, so the bound is memory, and the aim is to decode as fast as
-// bytes come. 64 bytes are loaded as 16 lanes of 32 bits. Shifting all lanes by 4 i brings code i of each lane to the low
-// bits, and one permutation of 16 floats turns 16 of them into numbers, since it looks at four bits of each index only: two
-// instructions and a multiply-add for 16 weights, whatever the 4-bit format; loading from one byte further on spares every
-// second shift. So a lane holds 8 neighbouring codes. Along a contraction x is laid out to match once a call (BlockedX),
-// which is O(M K); each lane keeps its own sum, and takes its own scale after 8 codes, so a tile may be any multiple of 8.
-// Offsets meet the sums of x over their tiles, once a row. Along outputs a lane's bytes are neighbouring outputs, put in
-// order when they are stored; eight rows are taken at a time, in runs of up to 1 KiB, while the next eight are prefetched. 1
-// and 2 bits go the same way; bytes by two shifts and a conversion; fp8 by way of float16, whose bits hold theirs. Codes of
-// 3, 5 and 6 bits are cut out of their bytes first, to a byte each: along a row eight at a time by one instruction, down
-// columns by two shifts where two bytes share a code. Then 5 bits are one permutation of two registers, 6 bits two of them,
-// and integers of 7 bits, whose table would be eight registers, become floats by their bits (Whole). With one row of x four
-// rows of the weight are taken together: x is loaded once for them.
+// A few rows of x (up to 4; dots.h, vectors.h). The weight is read once, so the bound is memory, and the aim is to decode as
+// fast as bytes come. 64 bytes are loaded as 16 lanes of 32 bits. Shifting all lanes by 4 i brings code i of each lane to the
+// low bits, and one permutation of 16 floats turns 16 of them into numbers, since it looks at four bits of each index only: two
+// instructions and a multiply-add for 16 weights, whatever the 4-bit format. So a lane holds 8 neighbouring codes. Along a
+// contraction x is laid out to match once a call (BlockedX), which is O(M K); each lane keeps its own sum, and takes its own
+// scale after 8 codes, so a tile may be any multiple of 8. Which tile each lane of a block lies in is a pattern of 16 places,
+// made once a chunk, so that one kernel serves tiles of any length; the sum of a tile of several blocks waits in its registers
+// until the tile ends. Offsets meet the sums of x over their tiles, which are made once a call. Along outputs a lane's bytes are
+// neighbouring outputs, put in order when they are stored; eight rows are taken at a time, in runs of up to 1 KiB, while the
+// next eight are prefetched. 1 and 2 bits go the same way. Bytes along a row: a permutation puts one of each lane into the low
+// bits of 2**23, a float from which a subtraction leaves the number; down columns a shift and a mask do (Whole). fp8 goes by way
+// of float16, whose bits hold theirs. Codes of 3, 5 and 6 bits are cut out of their bytes first, to a byte each: along a row
+// eight at a time by one instruction, down columns by two shifts where two bytes share a code. Then 5 bits are one permutation
+// of two registers, 6 bits two of them, and integers of 7 bits, whose table would be eight registers, become floats by their
+// bits, too. With one row of x four rows of the weight are taken together: x is loaded once for them.
 //
 // AVX2 and NEON go the same way with the same layout: sixteen lanes are two registers or four (sixteen.h), and only how a
 // code becomes a number is their own (short_registers.h). One row of x is all that has room for its sums there; two or more
 // meet panels, which are filled from the same registers. One core kept to AVX2, one row of x, 2048 x 2048 in tiles of 64
 // along rows, the least of two runs of seven on a busy machine, row by row and from registers: codes of 3 bits 7.3 and 0.32
 // ms, int4 3.9 and 0.60, nf4 3.6 and 0.70, int6 8.5 and 0.47, mxfp6 9.7 and 2.2, int7 8.8 and 0.51, int8 3.7 and 0.81, fp8
-// 3.5 and 1.1. A table of 6 bits is 8 permutations and 7 choices there. On arm64 values are tested in an emulator; speed was
-// not measured.
+// 3.5 and 1.1. A table of 6 bits is 8 permutations and 7 choices there. Sums have no room to wait for the end of a tile: with
+// that int8 took 1.3 times as long. On arm64 values are tested in an emulator; speed was not measured.
 //
 // Short rows cost as much beside their codes as with them: 1536 rows of 576 codes of Q4_1 took 65 us of one core where 576 rows
 // of 1536 codes took 38. So the scales and zero points of many rows are widened together, the lanes of four rows are summed
@@ -74,15 +76,25 @@
 // threads, beyond the cache, one run); runs of 512 bytes 1.3 and 0.8, and asking for bytes further along the same rows, in
 // place of the next rows, 1.6 and 1.0.
 //
+// Rows along the contraction, two cores, weights beyond the caches, medians of 12 rounds in turns with a plain read of the same
+// bytes: int8 4096 x 4096 0.65 ms beside 0.55 (26 GB/s; a copy of 64 MiB reads and writes 52), q8_0 0.70 and 0.59, int4 in tiles
+// of 64 0.45 and 0.32. SmolLM2's products for one token, 30 layers one after the other: q, k and v 0.74 ms and 0.45, the output
+// 0.49 and 0.29, gate and up 2.02 and 1.27, down 1.09 and 0.68; the head, 8 bits, 1.48 and 1.08. Before patterns, sums that wait
+// and bytes by permutation these took 1.04 to 1.11 times as long, tiles of 40 2.5 times, int4 and uint4 about as long; int3 in
+// tiles of 64 and mxfp6, whose blocks are short, 0.9 times. Bytes are asked for into the second cache, 4 KiB ahead or as far as
+// the next rows; where a block has 64 codes or fewer, into the first one 1 KiB ahead besides, which made int8 faster by 5 in 100
+// and int4 slower by 8. Without any, products took 1.2 to 2 times as long.
+//
 // What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each of the
 // four bytes of a lane, in place of more shifts: 12.0 cycles in place of 13.0 with four rows of the weight, but 16 and 19 with
-// one and two, since each such load crosses a cache line. bfloat16 products, of x in three parts or where a lower precision
-// is asked for: that instruction (vdpbf16ps) makes 109 billion operations a second on one core of this processor, where
-// multiply-adds in float32 make 217 (nothing else in the loop), those in float16 447 and pairs of 16-bit integers 460. Sums
-// first and zero points afterwards, which saves an instruction for 16 weights: a tile of zeros would no longer give exact
-// zeros. Scales spread to one an output by scalar code: twice the time of the whole product. Panels [n][k], summed by
-// lanes: each block streams from the second cache, and 256 rows took 1.5 times as long. Loops over rows within registers
-// without `unroll`: GCC leaves some of them rolled, with their sums in memory, at 1.4 times the time.
+// one and two, since each such load crosses a cache line. To ask for the bytes of four rows as one run: 1.0 to 1.25 times the
+// time. More scales at once; a branch for blocks that lie in one tile, with AVX-512. bfloat16 products, of x in three parts or
+// where a lower precision is asked for: that instruction (vdpbf16ps) makes 109 billion operations a second on one core of this
+// processor, where multiply-adds in float32 make 217 (nothing else in the loop), those in float16 447 and pairs of 16-bit
+// integers 460. Sums first and zero points afterwards, which saves an instruction for 16 weights: a tile of zeros would no
+// longer give exact zeros. Scales spread to one an output by scalar code: twice the time of the whole product. Panels [n][k],
+// summed by lanes: each block streams from the second cache, and 256 rows took 1.5 times as long. Loops over rows within
+// registers without `unroll`: GCC leaves some of them rolled, with their sums in memory, at 1.4 times the time.
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -251,25 +263,24 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   }
   std::memset(y_data + met * job.N * y_bytes, 0, (all_rows - met) * job.N * y_bytes);
 
-  const int64_t ldx = length + 16, held = static_cast<int64_t>(owner.size());
+  const int64_t ldx = length + 16, held = static_cast<int64_t>(owner.size()), ld_sums = SumsOfRow(w);
   const bool has_sums = is_blocked && w.role == Zero::kOffset;
   std::unique_ptr<float[]> packed(new float[held * ldx]), blocked_memory(is_blocked ? new float[held * ldx + 16] : nullptr);
-  std::unique_ptr<float[]> sums(has_sums ? new float[held * length] : nullptr);
+  std::unique_ptr<float[]> sums(has_sums ? new float[held * ld_sums] : nullptr);
   float* blocked = FromALine(blocked_memory.get());
   for (Laid& one : jobs) {
     if (one.job.x != nullptr) continue;
     one.job.x = (one.steps > 1 ? blocked : packed.get()) + one.from * ldx;
-    if (one.steps > 1 && has_sums) one.job.x_sums = sums.get() + one.from * length, one.job.ld_sums = length / one.steps;
+    if (has_sums) one.job.x_sums = sums.get() + one.from * ld_sums, one.job.ld_sums = ld_sums;
   }
   constexpr int64_t kRowsAtOnce = 16;
   ParallelFor(pool, (held + kRowsAtOnce - 1) / kRowsAtOnce, [&](int64_t chunk) {
     for (int64_t i = chunk * kRowsAtOnce; i < held && i < (chunk + 1) * kRowsAtOnce; ++i) {
       const Laid& one = jobs[owner[i]];
-      const int64_t m = i - one.from;
       float* row = packed.get() + i * ldx;
-      float* sums_of_row = has_sums ? sums.get() + one.from * length + m * one.job.ld_sums : nullptr;
-      PackRow(x_data + (one.m0 + m) * job.K * x_bytes, x_kind, job.K, x_order, group, row, ldx);
-      if (one.steps > 1) BlockedX(row, length, one.steps, blocked + i * ldx, sums_of_row);
+      PackRow(x_data + (one.m0 + i - one.from) * job.K * x_bytes, x_kind, job.K, x_order, group, row, ldx);
+      if (one.steps > 1) BlockedX(row, length, one.steps, blocked + i * ldx);
+      if (has_sums) TileSums(row, w, sums.get() + i * ld_sums);
     }
   });
   const auto run = [&](int64_t chunk) {

@@ -58,7 +58,7 @@ struct Job {
   int64_t M, K, N;       // logical lengths
   const float* x;        // [M, ldx], in the order of the stream, zeros beyond K
   int64_t ldx;
-  const float* x_sums;   // [M, ld_sums], for kernels that lay x out in blocks: the sum of what each lane of a block meets
+  const float* x_sums;   // [M, ld_sums], for offsets along contracted columns: the sum over each tile, and zeros (TileSums)
   int64_t ld_sums;
   void* y;               // [M, N]
   Float y_kind;

@@ -43,7 +43,6 @@ namespace portable {
 #include "outer.h"
 #include "panels.h"
 #include "dots.h"
-#include "short_dots.h"
 #include "vectors.h"
 #include "across.h"
 #include "choice.h"
@@ -65,7 +64,6 @@ namespace avx2 {
 #include "outer.h"
 #include "panels.h"
 #include "dots.h"
-#include "short_dots.h"
 #include "vectors.h"
 #include "across.h"
 #include "choice.h"
@@ -85,7 +83,6 @@ namespace avx512 {
 #include "outer.h"
 #include "panels.h"
 #include "dots.h"
-#include "short_dots.h"
 #include "vectors.h"
 #include "across.h"
 #include "choice.h"
@@ -121,20 +118,31 @@ static void Run(Isa isa, const Job& job, int64_t chunk) {
   portable::RunChunk(job, chunk);
 }
 
-// A row of x as the lanes of the kernel meet it: element i of lane j of a block comes i-th among the j-ths. `sums` takes, where
-// it is not null, the sum of each lane's elements.
-static void BlockedX(const float* x, int64_t length, int64_t steps, float* out, float* sums) {
+// A row of x as the lanes of the kernel meet it: element i of lane j of a block comes i-th among the j-ths.
+static void BlockedX(const float* x, int64_t length, int64_t steps, float* out) {
   for (int64_t b = 0; b < length / (16 * steps); ++b) {
     const float* from = x + b * 16 * steps;
     float* to = out + b * 16 * steps;
     for (int64_t i = 0; i < steps; ++i) {
       for (int64_t j = 0; j < 16; ++j) to[i * 16 + j] = from[j * steps + i];
     }
-    for (int64_t j = 0; sums != nullptr && j < 16; ++j) {
-      float sum = 0.0f;
-      for (int64_t i = 0; i < steps; ++i) sum += to[i * 16 + j];
-      sums[b * 16 + j] = sum;
+  }
+}
+
+// How many sums over tiles a row of x has, with zeros after them that kernels load, too.
+static int64_t SumsOfRow(const Weight& w) { return (w.tiles_per_row / 16 + 1) * 16; }
+
+// The sum of a row of x over each tile, which a tile's offset is multiplied by.
+static void TileSums(const float* x, const Weight& w, float* sums) {
+  for (int64_t t = 0; t < SumsOfRow(w); ++t) {
+    const int64_t begin = t * w.col_tile, end = begin + w.col_tile < w.cols ? begin + w.col_tile : w.cols;
+    float part[8] = {};
+    int64_t i = begin;
+    for (; i + 8 <= end; i += 8) {
+      for (int64_t j = 0; j < 8; ++j) part[j] += x[i + j];
     }
+    for (; i < end; ++i) part[i - begin & 7] += x[i];
+    sums[t] = ((part[0] + part[4]) + (part[2] + part[6])) + ((part[1] + part[5]) + (part[3] + part[7]));
   }
 }
 

@@ -5,39 +5,36 @@
 // Along columns that are outputs, a lane's bytes are neighbouring outputs, and come apart: first those of all lanes' first
 // bytes, then those of their second ones.
 //
-// The decoders here are those of AVX-512; short_registers.h has the others. What follows them serves all.
+// First what is AVX-512's own; short_registers.h has that of the others. What follows serves all.
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 
-// Codes of 1, 2 and 4 bits: a shift brings one to the low bits of each lane, and the permutation looks at four of them only.
-template <int kBits>
-struct Narrow {
-  static constexpr int kSteps = 32 / kBits, kLaneBytes = 4, kBytes = 64, kByteRows = 1;
-  typedef V Table;
+// Integers of 8 bits along a row. A permutation of bytes puts one of each lane into the low bits of 2**23, which spares a shift.
+struct Bytes {
+  static constexpr int kSteps = 4, kLaneBytes = 4, kBytes = 64;
+  struct Table {
+    __m512i flip, place[4], number;
+    V bias;
+  };
   __m512i raw;
-  static Table TableOf(const Weight& w) { return Load(w.values); }
-  static __m512i Lanes(const uint8_t* p, int64_t left, Table) { return BytesAt(p, left); }
-  Narrow() = default;
-  Narrow(__m512i lanes, int) : raw(lanes) {}
-  Narrow(const uint8_t* p, int64_t left, Table) : raw(BytesAt(p, left)) {}
-  Narrow(const uint8_t* p, int64_t, int64_t, int64_t left) : raw(BytesAt(p, left)) {}
-  V At(int i, Table table) const { return _mm512_permutexvar_ps(_mm512_srli_epi32(raw, i * kBits), table); }
-};
-
-template <bool kIsSigned>
-struct Byte {
-  static constexpr int kSteps = 4, kLaneBytes = 4, kBytes = 64, kByteRows = 1;
-  struct Table {};
-  __m512i raw;
-  static Table TableOf(const Weight&) { return {}; }
-  static __m512i Lanes(const uint8_t* p, int64_t left, Table) { return BytesAt(p, left); }
-  Byte() = default;
-  Byte(__m512i lanes, int) : raw(lanes) {}
-  Byte(const uint8_t* p, int64_t left, Table) : raw(BytesAt(p, left)) {}
-  Byte(const uint8_t* p, int64_t, int64_t, int64_t left) : raw(BytesAt(p, left)) {}
-  V At(int i, Table) const {
-    const __m512i high = i == 3 ? raw : _mm512_slli_epi32(raw, 24 - 8 * i);
-    return _mm512_cvtepi32_ps(kIsSigned ? _mm512_srai_epi32(high, 24) : _mm512_srli_epi32(high, 24));
+  static Table TableOf(const Weight& w) {
+    const int sign = w.kind == Codes::kSigned ? 128 : 0;
+    Table t;
+    t.flip = _mm512_set1_epi8(static_cast<char>(sign)), t.number = _mm512_set1_epi32(0x4B000000);
+    t.bias = Same(8388608.0f + static_cast<float>(sign));
+    alignas(64) uint8_t place[64];
+    for (int i = 0; i < 4; ++i) {
+      for (int j = 0; j < 64; ++j) place[j] = static_cast<uint8_t>(j / 4 * 4 + i);
+      t.place[i] = _mm512_load_si512(place);
+    }
+    return t;
+  }
+  static __m512i Lanes(const uint8_t* p, int64_t left, const Table& t) { return _mm512_xor_si512(BytesAt(p, left), t.flip); }
+  Bytes() = default;
+  Bytes(__m512i lanes, int) : raw(lanes) {}
+  Bytes(const uint8_t* p, int64_t left, const Table& t) : raw(Lanes(p, left, t)) {}
+  V At(int i, const Table& t) const {
+    return Sub(AsFloats(_mm512_mask_permutexvar_epi8(t.number, 0x1111111111111111, t.place[i], raw)), t.bias);
   }
 };
 
@@ -66,36 +63,29 @@ struct Float8 {
   }
 };
 
-// The numbers of 64 codes of 3, 5 or 6 bits: one permutation sees 16 of them, one of two registers 32. Bits above a code's own
-// may be anything, since the permutations do not look at them, and a table of fewer numbers repeats.
+// The number of the code that stands `shift` bits above the lowest of each lane, by a table: one permutation sees 16 of them, one
+// of two registers 32. Bits above a code's own may be anything, since the permutations do not look at them, and a table of fewer
+// numbers repeats.
 template <int kBits>
 struct Numbers {
-  V at[4];
+  static constexpr int kTables = kBits <= 4 ? 1 : kBits == 5 ? 2 : 4;
+  V table[kTables];
   static Numbers Of(const Weight& w) {
-    Numbers table;
-    for (int i = 0; i < 4; ++i) table.at[i] = Load(w.values + 16 * i);
-    return table;
+    Numbers numbers;
+    for (int i = 0; i < kTables; ++i) numbers.table[i] = Load(w.values + 16 * i);
+    return numbers;
   }
-  V operator[](__m512i code) const {
-    if (kBits <= 4) return _mm512_permutexvar_ps(code, at[0]);
-    const V low = _mm512_permutex2var_ps(at[0], code, at[1]);
-    if (kBits == 5) return low;
-    const V high = _mm512_permutex2var_ps(at[2], code, at[3]);
-    return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(code, _mm512_set1_epi32(32)), high);
+  V At(__m512i raw, int shift) const {
+    const __m512i code = _mm512_srli_epi32(raw, shift);
+    if constexpr (kTables == 1) {
+      return _mm512_permutexvar_ps(code, table[0]);
+    } else {
+      const V low = _mm512_permutex2var_ps(table[0], code, table[1]);
+      if constexpr (kTables == 2) return low;
+      const V high = _mm512_permutex2var_ps(table[kTables - 2], code, table[kTables - 1]);
+      return _mm512_mask_mov_ps(low, _mm512_test_epi32_mask(code, _mm512_set1_epi32(32)), high);
+    }
   }
-};
-
-// The numbers of integers without a table, signed or not: with a code in its low bits, the bits of 2**23 are a float from which
-// a subtraction leaves the number, and a flipped sign bit makes a signed code an unsigned one, less 2**(kBits - 1).
-template <int kBits>
-struct Whole {
-  __m512i flip;
-  V bias;
-  static Whole Of(const Weight& w) {
-    const int sign = w.kind == Codes::kSigned ? 1 << (kBits - 1) : 0;
-    return {_mm512_set1_epi32(0x4B000000 | sign), Same(8388608.0f + static_cast<float>(sign))};
-  }
-  V operator[](__m512i code) const { return Sub(AsFloats(Xor(And(code, SameWord((1u << kBits) - 1)), flip)), bias); }
 };
 
 // Codes of 3, 5, 6 and 7 bits along a row: each group of 8 codes, kBits bytes, goes to 8 bytes of its own, where one instruction
@@ -123,28 +113,7 @@ struct WideRow {
   WideRow() = default;
   WideRow(__m512i lanes, int) : raw(lanes) {}
   WideRow(const uint8_t* p, int64_t left, const Table& table) : raw(Lanes(p, left, table)) {}
-  V At(int i, const Table& table) const { return table.numbers[_mm512_srli_epi32(raw, 8 * i)]; }
-};
-
-// The same down columns: kBits rows of bytes hold 8 codes of each column. A code that two of them share takes its low bits from
-// one and the rest from the other. A lane's bytes are four columns.
-template <int kBits, class Meaning = Numbers<kBits>>
-struct WideColumn {
-  static constexpr int kSteps = 32, kLaneBytes = 4, kByteRows = kBits;
-  typedef Meaning Table;
-  __m512i raw[kBits];
-  static Table TableOf(const Weight& w) { return Table::Of(w); }
-  WideColumn() = default;
-  WideColumn(const uint8_t* p, int64_t stride, int64_t rows, int64_t left) {
-    for (int j = 0; j < kBits; ++j) raw[j] = BytesAt(p + j * stride, j < rows ? left : 0);
-  }
-  V At(int i, const Table& table) const {
-    const int column = i / 8, bit = i % 8 * kBits, row = bit / 8, shift = bit % 8;
-    if (shift + kBits <= 8) return table[_mm512_srli_epi32(raw[row], 8 * column + shift)];
-    const __m512i low = _mm512_srli_epi32(raw[row], shift), rest = _mm512_slli_epi32(raw[row + 1 < kBits ? row + 1 : row], 8 - shift);
-    const __m512i is_low = _mm512_set1_epi8(static_cast<char>((1 << (8 - shift)) - 1));
-    return table[_mm512_srli_epi32(_mm512_ternarylogic_epi32(is_low, low, rest, 0xCA), 8 * column)];
-  }
+  V At(int i, const Table& table) const { return table.numbers.At(raw, 8 * i); }
 };
 
 #endif
@@ -153,32 +122,67 @@ struct WideColumn {
 
 static inline int64_t ByteRows(const Weight& w) { return (w.rows * w.bits + 7) / 8; }
 
-// The scale or zero point of each lane, from those of a row's tiles. kPattern: a block holds whole tiles; kOne: it lies in one.
-enum class Lanes { kOne, kPattern, kAny };
+// Of each of 16 lanes of `steps` codes, from code `begin` of a row on, how many tiles beyond the first lane's it lies, by
+// counting: a division for each took a tenth of a short product. Lanes beyond the row are said to lie in its last tile.
+static inline void TilesOfLanes(int64_t tile, int64_t cols, int64_t begin, int64_t steps, int32_t* lane) {
+  int64_t left = tile - begin % tile, all = cols - begin;
+  int32_t place = 0;
+  for (int j = 0; j < 16; ++j, left -= steps, all -= steps) {
+    if (left <= 0 && all > 0) ++place, left += tile;
+    lane[j] = place;
+  }
+}
 
-struct TileLanes {
-  Lanes form;
-  int64_t block, tile, last;  // codes of a block and of a tile; the last tile
-  W16 pattern;
-  TileLanes(int64_t block, int64_t steps, int64_t tile, int64_t cols) : block(block), tile(tile), last((cols - 1) / tile) {
-    form = tile >= cols || tile % block == 0 ? Lanes::kOne : block % tile == 0 ? Lanes::kPattern : Lanes::kAny;
-    alignas(64) int32_t lane[16];
-    for (int j = 0; j < 16; ++j) lane[j] = form == Lanes::kPattern ? static_cast<int32_t>(j * steps / tile) : 0;
-    pattern = Words16(lane);
+// Integers, signed or not, without a table: with a code in its low bits, the bits of 2**23 are a float from which a subtraction
+// leaves the number, and a flipped sign bit makes a signed code an unsigned one, less 2**(kBits - 1).
+template <int kBits>
+struct Whole {
+  W16 flip;
+  V16 bias;
+  static Whole Of(const Weight& w) {
+    const uint32_t sign = w.kind == Codes::kSigned ? 1u << (kBits - 1) : 0;
+    return {SameWord(0x4B000000u | sign), Same16(8388608.0f + static_cast<float>(sign))};
+  }
+  V16 At(const W16& raw, int shift) const {
+    return Sub(AsFloats(Flipped(ShiftRight(raw, shift), SameWord((1u << kBits) - 1), flip)), bias);
   }
 };
 
-template <Lanes kForm>
-static inline V16 LanesOf(const TileLanes& t, const float* of_tiles, int64_t b) {
-  if (kForm == Lanes::kOne) return Same16(of_tiles[b * t.block / t.tile]);
-  if (kForm == Lanes::kPattern) return Permuted(t.pattern, Load16(of_tiles + b * t.block / t.tile));
-  float lane[16];
-  for (int j = 0; j < 16; ++j) {
-    const int64_t tile = (b * t.block + j * (t.block / 16)) / t.tile;
-    lane[j] = of_tiles[tile < t.last ? tile : t.last];
+// Codes of 1, 2, 4 and 8 bits.
+template <int kBits, class Meaning = Numbers<kBits>>
+struct Narrow {
+  static constexpr int kSteps = 32 / kBits, kLaneBytes = 4, kBytes = 64, kByteRows = 1;
+  typedef Meaning Table;
+  W16 raw;
+  static Table TableOf(const Weight& w) { return Meaning::Of(w); }
+  static W16 Lanes(const uint8_t* p, int64_t left, const Table&) { return BytesAt(p, left); }
+  Narrow() = default;
+  Narrow(const W16& lanes, int) : raw(lanes) {}
+  Narrow(const uint8_t* p, int64_t left, const Table&) : raw(BytesAt(p, left)) {}
+  Narrow(const uint8_t* p, int64_t, int64_t, int64_t left) : raw(BytesAt(p, left)) {}
+  V16 At(int i, const Table& table) const { return table.At(raw, i * kBits); }
+};
+
+// Codes of 3, 5, 6 and 7 bits down columns: kBits rows of bytes hold 8 codes of each column. A code that two of them share takes
+// its low bits from one and the rest from the other. A lane's bytes are four columns.
+template <int kBits, class Meaning = Numbers<kBits>>
+struct WideColumn {
+  static constexpr int kSteps = 32, kLaneBytes = 4, kByteRows = kBits;
+  typedef Meaning Table;
+  W16 raw[kBits];
+  static Table TableOf(const Weight& w) { return Meaning::Of(w); }
+  WideColumn() = default;
+  WideColumn(const uint8_t* p, int64_t stride, int64_t rows, int64_t left) {
+    for (int j = 0; j < kBits; ++j) raw[j] = BytesAt(p + j * stride, j < rows ? left : 0);
   }
-  return Load16(lane);
-}
+  V16 At(int i, const Table& table) const {
+    const int column = i / 8, bit = i % 8 * kBits, row = bit / 8, shift = bit % 8;
+    if (shift + kBits <= 8) return table.At(raw[row], 8 * column + shift);
+    const W16 rest = ShiftLeft(raw[row + 1 < kBits ? row + 1 : row], 8 - shift);
+    const uint32_t is_low = ((1u << (8 - shift)) - 1) * 0x01010101u;
+    return table.At(Chosen(SameWord(is_low), ShiftRight(raw[row], shift), rest), 8 * column);
+  }
+};
 
 // Blocks of 16 * kSub numbers, those of each lane's k-th place brought together.
 template <int kSub>

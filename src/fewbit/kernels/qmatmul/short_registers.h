@@ -70,35 +70,6 @@ struct Numbers {
 };
 #endif
 
-// The same for integers, signed or not: a flipped sign bit makes the one the other, less 2**(kBits - 1).
-template <int kBits>
-struct Whole {
-  W16 flip;
-  V16 bias;
-  static Whole Of(const Weight& w) {
-    const uint32_t sign = w.kind == Codes::kSigned ? 1u << (kBits - 1) : 0;
-    return {SameWord(0x4B000000u | sign), Same16(8388608.0f + static_cast<float>(sign))};
-  }
-  V16 At(const W16& raw, int shift) const {
-    return Sub(AsFloats(Xor(And(ShiftRight(raw, shift), SameWord((1u << kBits) - 1)), flip)), bias);
-  }
-};
-
-// Codes of 1, 2, 4 and 8 bits.
-template <int kBits, class Meaning = Numbers<kBits>>
-struct Narrow {
-  static constexpr int kSteps = 32 / kBits, kLaneBytes = 4, kBytes = 64, kByteRows = 1;
-  typedef Meaning Table;
-  W16 raw;
-  static Table TableOf(const Weight& w) { return Meaning::Of(w); }
-  static W16 Lanes(const uint8_t* p, int64_t left, const Table&) { return BytesAt(p, left); }
-  Narrow() = default;
-  Narrow(const W16& lanes, int) : raw(lanes) {}
-  Narrow(const uint8_t* p, int64_t left, const Table&) : raw(BytesAt(p, left)) {}
-  Narrow(const uint8_t* p, int64_t, int64_t, int64_t left) : raw(BytesAt(p, left)) {}
-  V16 At(int i, const Table& table) const { return table.At(raw, i * kBits); }
-};
-
 // e4m3fn and e5m2 by way of float16.
 template <bool kIsE4M3>
 struct Float8 {
@@ -199,26 +170,6 @@ struct WideRow {
   WideRow(const W16& lanes, int) : raw(lanes) {}
   WideRow(const uint8_t* p, int64_t left, const Table& table) : raw(Lanes(p, left, table)) {}
   V16 At(int i, const Table& table) const { return table.numbers.At(raw, kField * i); }
-};
-
-// The same down columns, as with AVX-512.
-template <int kBits, class Meaning = Numbers<kBits>>
-struct WideColumn {
-  static constexpr int kSteps = 32, kLaneBytes = 4, kByteRows = kBits;
-  typedef Meaning Table;
-  W16 raw[kBits];
-  static Table TableOf(const Weight& w) { return Meaning::Of(w); }
-  WideColumn() = default;
-  WideColumn(const uint8_t* p, int64_t stride, int64_t rows, int64_t left) {
-    for (int j = 0; j < kBits; ++j) raw[j] = BytesAt(p + j * stride, j < rows ? left : 0);
-  }
-  V16 At(int i, const Table& table) const {
-    const int column = i / 8, bit = i % 8 * kBits, row = bit / 8, shift = bit % 8;
-    if (shift + kBits <= 8) return table.At(raw[row], 8 * column + shift);
-    const W16 rest = ShiftLeft(raw[row + 1 < kBits ? row + 1 : row], 8 - shift);
-    const uint32_t is_low = ((1u << (8 - shift)) - 1) * 0x01010101u;
-    return table.At(Chosen(SameWord(is_low), ShiftRight(raw[row], shift), rest), 8 * column);
-  }
 };
 
 #endif

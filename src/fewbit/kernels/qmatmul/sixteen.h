@@ -12,13 +12,17 @@ static inline W16 Words16(const void* p) { return _mm512_loadu_si512(p); }
 static inline W16 SameWord(uint32_t x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); }
 static inline W16 ShiftRight(const W16& w, int n) { return _mm512_srli_epi32(w, n); }
 static inline W16 ShiftLeft(const W16& w, int n) { return _mm512_slli_epi32(w, n); }
-static inline W16 And(const W16& a, const W16& b) { return _mm512_and_si512(a, b); }
-static inline W16 Xor(const W16& a, const W16& b) { return _mm512_xor_si512(a, b); }
 static inline W16 Chosen(const W16& bits, const W16& a, const W16& b) { return _mm512_ternarylogic_epi32(bits, a, b, 0xCA); }
+// The bits of `kept`, those of `flip` flipped.
+static inline W16 Flipped(const W16& w, const W16& kept, const W16& flip) { return _mm512_ternarylogic_epi32(w, kept, flip, 0x6A); }
 static inline V16 AsFloats(const W16& w) { return _mm512_castsi512_ps(w); }
-// Element index[i] of 16 in each lane.
+// Element index[i] of 16 in each lane; bits above the four lowest may be anything.
 static inline V16 Permuted(const W16& index, const V16& of) { return _mm512_permutexvar_ps(index, of); }
 
+// The first n of at most 16 numbers, and zeros.
+static inline V16 FirstOf(const float* p, int64_t n) { return _mm512_maskz_loadu_ps(static_cast<__mmask16>((1u << n) - 1), p); }
+
+// 64 bytes, of which `left` are there.
 static inline W16 BytesAt(const uint8_t* p, int64_t left) {
   if (left >= 64) return _mm512_loadu_si512(p);
   return _mm512_maskz_loadu_epi8(left <= 0 ? 0 : (1ull << left) - 1, p);
@@ -108,6 +112,7 @@ static inline W16 Chosen(const W16& bits, const W16& a, const W16& b) {
   FEWBIT_EACH r.u[i] = (bits.u[i] & a.u[i]) | (~bits.u[i] & b.u[i]);
   return r;
 }
+static inline W16 Flipped(const W16& w, const W16& kept, const W16& flip) { return Xor(And(w, kept), flip); }
 static inline V16 AsFloats(const W16& w) {
   V16 r;
   FEWBIT_EACH r.v[i] = (V)w.u[i];
@@ -134,7 +139,12 @@ static inline V16 Permuted(const W16& index, const V16& of) {
 #endif
 #undef FEWBIT_EACH
 
-// 64 bytes, of which `left` are there.
+static inline V16 FirstOf(const float* p, int64_t n) {
+  float there[16] = {};
+  for (int64_t i = 0; i < n; ++i) there[i] = p[i];
+  return Load16(there);
+}
+
 static inline W16 BytesAt(const uint8_t* p, int64_t left) {
   if (left >= 64) return Words16(p);
   uint8_t there[64] = {};

@@ -79,16 +79,4 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
   }
 }
 
-template <class Decoder, Zero kRole, int kM>
-static void FewDots(const Job& job, int64_t begin, int64_t count) {
-  const int64_t end = begin + count < job.w.rows ? begin + count : job.w.rows;
-  const Lanes form = TileLanes(16 * Decoder::kSteps, Decoder::kSteps, job.w.col_tile, job.w.cols).form;
-  // One scale a block is a pattern, too; only with one row of x and AVX-512 is the
-  // permutation worth a kernel without it.
-  constexpr Lanes kOne = kM == 1 && kLanes == 16 ? Lanes::kOne : Lanes::kPattern;
-  if (form == Lanes::kOne) DotRows<Decoder, kOne, kRole, kM>(job, begin, end);
-  else if (form == Lanes::kPattern) DotRows<Decoder, Lanes::kPattern, kRole, kM>(job, begin, end);
-  else DotRows<Decoder, Lanes::kAny, kRole, kM>(job, begin, end);
-}
-
 #endif
