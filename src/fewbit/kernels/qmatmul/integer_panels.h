@@ -105,26 +105,27 @@ static void PackOutputs(const IntegerJob& job, const Stretch& bytes, int64_t n0,
   }
 }
 
-// Bytes of four rows of [K, N] side by side, for 64 outputs from n0 on. The order of lanes that this takes is put right
-// beforehand, within each row.
-static inline void PackFours(const IntegerJob& job, const Stretch& bytes, int64_t b, int64_t n0, uint8_t* out) {
-  const I flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
+// Bytes of four rows of [K, N] side by side, for 64 outputs from n0 on: those of outputs 16 * i + 4 * j and three more in part i of
+// the j-th vector, or where they come in order, those of 16 * j and 15 more in the j-th one.
+template <bool kInOrder>
+static inline void LoadFours(const IntegerJob& job, const Stretch& bytes, int64_t b, int64_t n0, I (&fours)[4]) {
   const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __mmask64 there = FirstBytes(job.N - n0);
   I row[4];
   for (int i = 0; i < 4; ++i) {
     const bool within = 4 * b + i < bytes.count;
     const uint8_t* p = job.w + (bytes.from + (within ? 4 * b + i : 0)) * job.row_stride + n0;
-    _mm_prefetch(reinterpret_cast<const char*>(p + 8 * job.row_stride), _MM_HINT_T0);
-    row[i] = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(there, p));
+    _mm_prefetch(reinterpret_cast<const char*>(p + 16 * job.row_stride), _MM_HINT_T0);
+    row[i] = _mm512_maskz_loadu_epi8(there, p);
+    if (kInOrder) row[i] = _mm512_permutexvar_epi32(order, row[i]);
   }
   const I low01 = _mm512_unpacklo_epi8(row[0], row[1]), high01 = _mm512_unpackhi_epi8(row[0], row[1]);
   const I low23 = _mm512_unpacklo_epi8(row[2], row[3]), high23 = _mm512_unpackhi_epi8(row[2], row[3]);
-  StoreFours(job.bits, _mm512_unpacklo_epi16(low01, low23), flip, out);
-  StoreFours(job.bits, _mm512_unpackhi_epi16(low01, low23), flip, out + 64);
-  StoreFours(job.bits, _mm512_unpacklo_epi16(high01, high23), flip, out + 128);
-  StoreFours(job.bits, _mm512_unpackhi_epi16(high01, high23), flip, out + 192);
+  fours[0] = _mm512_unpacklo_epi16(low01, low23), fours[1] = _mm512_unpackhi_epi16(low01, low23);
+  fours[2] = _mm512_unpacklo_epi16(high01, high23), fours[3] = _mm512_unpackhi_epi16(high01, high23);
 }
+
+constexpr int64_t kDeep = 4;  // groups of four rows of [K, N] that are read over all strips before the next ones
 
 // A segment of the strips from n0 on. Of [K, N], 16 rows are read over all strips before the next ones: 256 lines of the cache
 // below each other, each in a page of its own, take twice as long as 16 x 4, which the processor foresees.
@@ -134,12 +135,14 @@ static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int6
     for (int64_t n = 0; n < strips * kIntWide; n += 16) PackOutputs(job, bytes, n0 + n, out + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
     return;
   }
-  constexpr int64_t kDeep = 4;
+  const I flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
   const int64_t step = 4 * kIntWide * (8 / job.bits);
   for (int64_t from = 0; from < bytes.fours; from += kDeep) {
     for (int64_t i = 0; i < strips; ++i) {
       for (int64_t b = from; b < bytes.fours && b < from + kDeep; ++b) {
-        PackFours(job, bytes, b, n0 + i * kIntWide, out + i * kSegment * kIntWide + b * step);
+        I fours[4];
+        LoadFours<true>(job, bytes, b, n0 + i * kIntWide, fours);
+        for (int j = 0; j < 4; ++j) StoreFours(job.bits, fours[j], flip, out + i * kSegment * kIntWide + b * step + 64 * j);
       }
     }
   }

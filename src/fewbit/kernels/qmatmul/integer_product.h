@@ -163,27 +163,38 @@ static void LoadTiles(const PerTile<Number>& from, const Segment& segment, int64
   }
 }
 
+// What tile t of a segment makes of the sums of one strip with a block of rows of x, from row m of x and of the chunk's `row` on.
+struct BlockTile : Tile {
+  float scales[kIntRows];
+  int32_t zeros[kIntRows];
+  BlockTile(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t t, int64_t strip, int64_t m, int64_t block,
+            int64_t row, int64_t width) {
+    const int64_t n = strip * kIntWide, at = segment.tile + t;
+    x_scale = ScalesLast(job) ? nullptr : scales, w_scale = s.scale + t * width + n;
+    for (int64_t i = 0; x_scale != nullptr && i < block; ++i) scales[i] = job.x_scale.At(m + i, at);
+    x_zero = zeros, x_sum = job.x_sums + at * job.M + m;
+    for (int64_t i = 0; job.x_zero.data != nullptr && i < block; ++i) zeros[i] = job.x_zero.At(m + i, at);
+    w_zero = job.w_zero.data == nullptr ? nullptr : s.zero + t * width + n;
+    ones = job.x_zero.data == nullptr ? nullptr : s.ones + t * width + n;
+    adds = at > 0, c = s.c + row * width + n, ldc = width;
+  }
+};
+
 // A block of rows of x from m on, of a segment that meets one strip: tile by tile.
 static void RunBlock(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t strip, int64_t m, int64_t block,
                      int64_t row, int64_t width) {
-  const int64_t at = strip * kIntWide;
   const int8_t* x = job.x + 4 * (segment.at * job.M + m * segment.groups);
   const uint8_t* w = s.panel + strip * kSegment * kIntWide;
   const IntegerStep step = IntegerBlockOf(block);
-  const bool has_w_zero = job.w_zero.data != nullptr, has_x_zero = job.x_zero.data != nullptr, scales = !ScalesLast(job);
   for (int64_t t = 0; t < segment.tiles; ++t) {
-    int32_t x_zero[kIntRows];
-    float x_scale[kIntRows];
-    for (int64_t i = 0; has_x_zero && i < block; ++i) x_zero[i] = job.x_zero.At(m + i, segment.tile + t);
-    for (int64_t i = 0; scales && i < block; ++i) x_scale[i] = job.x_scale.At(m + i, segment.tile + t);
-    const int32_t* x_sum = job.x_sums + (segment.tile + t) * job.M + m;
-    const int64_t n = t * width + at, g = GroupsBefore(job, segment, t), groups = GroupsBefore(job, segment, t + 1) - g;
-    const Tile tile{scales ? x_scale : nullptr, s.scale + n, x_sum, x_zero, has_w_zero ? s.zero + n : nullptr,
-                    has_x_zero ? s.ones + n : nullptr, segment.tile + t > 0, s.c + row * width + at, width};
-    step(x + 4 * g * block, w + 4 * g * kIntWide, groups, segment.first ? x_sum : nullptr, static_cast<int32_t>(AddedTo(job)),
-         s.sums + row * width + at, width, segment.last ? &tile : nullptr);
+    const BlockTile tile(job, segment, s, t, strip, m, block, row, width);
+    const int64_t g = GroupsBefore(job, segment, t), groups = GroupsBefore(job, segment, t + 1) - g;
+    step(x + 4 * g * block, w + 4 * g * kIntWide, groups, segment.first ? tile.x_sum : nullptr, static_cast<int32_t>(AddedTo(job)),
+         s.sums + row * width + strip * kIntWide, width, segment.last ? &tile : nullptr);
   }
 }
+
+#include "integer_across.h"
 
 static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segments, int64_t chunk) {
   if (IsFew(job)) return RunFew(job, chunk);
@@ -192,11 +203,12 @@ static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segme
   const int64_t count = job.N - n0 < width ? job.N - n0 : width, strips = (count + kIntWide - 1) / kIntWide;
   const IntegerScratch s(job, segments.empty() ? 0 : segments[0].tiles, strips, rows, width);
   for (const Segment& segment : segments) {
-    Pack(job, segment, n0, strips, s.panel);
+    if (!IsAcross(job)) Pack(job, segment, n0, strips, s.panel);
     if (segment.last) LoadTiles(job.w_scale, segment, n0, count, width, s.scale);
     if (segment.last && job.w_zero.data != nullptr) LoadTiles(job.w_zero, segment, n0, count, width, s.zero);
     if (job.x_zero.data != nullptr) AddOnes(job, segment, count, width, s);
-    for (int64_t j = 0; j < strips; ++j) {
+    if (IsAcross(job)) RunAcross(job, segment, s, n0, strips, width);
+    else for (int64_t j = 0; j < strips; ++j) {
       for (int64_t m = 0; m < rows; m += kIntRows) {
         RunBlock(job, segment, s, j, m0 + m, rows - m < kIntRows ? rows - m : kIntRows, m, width);
       }

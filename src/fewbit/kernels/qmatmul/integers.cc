@@ -18,12 +18,15 @@
 //
 // The order in which w is read decides. [K, N] one line of the cache wide, 256 rows down: 1.3 to 1.5 ms of a core for 16 MiB, and
 // 2.2 when the next 256 rows are asked for meanwhile. 16 rows, four lines wide: 0.6, for the processor foresees lines that
-// follow each other. To lay them out besides takes 2.5 ms, and 0.9 when the line 8 rows below is asked for (16: 1.1); of [N, K]
-// 1.35, and 0.7 when the next line of each row is. To ask for the next segment between blocks of x gained nothing more.
+// follow each other. To lay them out besides takes 2.5 ms, and 1.1 when the line 16 rows below is asked for: 8 rows take 0.9 while
+// the other core rests, but nothing is gained while it works, too, for then the processor looks only half as far ahead. Of
+// [N, K] 1.35, and 0.7 when the next line of each row is asked for. To ask between blocks of x for the next segment gained no more.
 //
 // Up to 4 rows of x and whole rows of w along their bytes skip all this: w is read once and multiplied where it lies
 // (integer_few.h), and memory is the bound. One row of x, int8 and int4, 4096 x 4096, both cores, weights that rotate: 0.89 and
-// 0.57 ms, where panels had taken 1.97 and 1.33 and the kernels for x in float32 take 0.98 and 0.62.
+// 0.57 ms, where panels had taken 1.97 and 1.33 and the kernels for x in float32 take 0.98 and 0.62. Up to 4 rows and w [K, N],
+// tiles or not, put rows of w side by side in registers and meet x there (integer_across.h): one row takes half to three quarters
+// of what panels take on a core (int8 1.0 to 1.7 ms of 2.1 to 2.8, int4_g64 0.5 of 0.8 to 1.0; others at work beside).
 //
 // The bound. A block of registers reaches what the processor has: 863 billion operations a second on one core, where nothing
 // but vpdpbusd gives 870 (Sapphire Rapids, AVX-512, others at work beside, processor time). To lay out 16 MiB of weight takes
