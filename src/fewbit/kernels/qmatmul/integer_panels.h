@@ -132,7 +132,9 @@ constexpr int64_t kDeep = 4;  // groups of four rows of [K, N] that are read ove
 static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t strips, uint8_t* out) {
   const Stretch bytes(job, segment);
   if (job.contracts_cols) {
-    for (int64_t n = 0; n < strips * kIntWide; n += 16) PackOutputs(job, bytes, n0 + n, out + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
+    for (int64_t n = 0; n < strips * kIntWide; n += 16) {
+      PackOutputs(job, bytes, n0 + n, out + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
+    }
     return;
   }
   const I flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));

@@ -151,7 +151,8 @@ static void AddOnes(const IntegerJob& job, const Segment& segment, int64_t count
 
 // The numbers of the tiles of a segment, for outputs from n0 on.
 template <class Number>
-static void LoadTiles(const PerTile<Number>& from, const Segment& segment, int64_t n0, int64_t count, int64_t width, Number* to) {
+static void LoadTiles(const PerTile<Number>& from, const Segment& segment, int64_t n0, int64_t count, int64_t width,
+                      Number* to) {
   const Number* data = from.data + segment.tile * from.by_tile;
   if (from.tile == 1 && from.by_row == 1) {
     for (int64_t t = 0; t < segment.tiles; ++t) std::memcpy(to + t * width, data + t * from.by_tile + n0, count * sizeof(Number));
@@ -167,8 +168,8 @@ static void LoadTiles(const PerTile<Number>& from, const Segment& segment, int64
 struct BlockTile : Tile {
   float scales[kIntRows];
   int32_t zeros[kIntRows];
-  BlockTile(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t t, int64_t strip, int64_t m, int64_t block,
-            int64_t row, int64_t width) {
+  BlockTile(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t t, int64_t strip, int64_t m,
+            int64_t block, int64_t row, int64_t width) {
     const int64_t n = strip * kIntWide, at = segment.tile + t;
     x_scale = ScalesLast(job) ? nullptr : scales, w_scale = s.scale + t * width + n;
     for (int64_t i = 0; x_scale != nullptr && i < block; ++i) scales[i] = job.x_scale.At(m + i, at);
@@ -207,8 +208,11 @@ static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segme
     if (segment.last) LoadTiles(job.w_scale, segment, n0, count, width, s.scale);
     if (segment.last && job.w_zero.data != nullptr) LoadTiles(job.w_zero, segment, n0, count, width, s.zero);
     if (job.x_zero.data != nullptr) AddOnes(job, segment, count, width, s);
-    if (IsAcross(job)) RunAcross(job, segment, s, n0, strips, width);
-    else for (int64_t j = 0; j < strips; ++j) {
+    if (IsAcross(job)) {
+      RunAcross(job, segment, s, n0, strips, width);
+      continue;
+    }
+    for (int64_t j = 0; j < strips; ++j) {
       for (int64_t m = 0; m < rows; m += kIntRows) {
         RunBlock(job, segment, s, j, m0 + m, rows - m < kIntRows ? rows - m : kIntRows, m, width);
       }
