@@ -1,5 +1,6 @@
 // Random products of integers in buffers of exactly the size that they must have, for a sanitizer to watch; `make test-sanitize`
 // builds and runs it. Every instruction set must give the same bits as plain loops.
+#include <cmath>
 #include <cstdio>
 #include <random>
 
@@ -20,8 +21,8 @@ static int Failures(int number) {
   IntegerJob job{};
   job.bits = Any(0, 1) ? 8 : 4, job.contracts_cols = Any(0, 1);
   job.M = Any(0, 1) ? Any(1, 7) : Any(1, 20), job.N = number % 20 == 0 ? Any(2040, 2060) : Any(1, 90), job.K = Any(1, 1400);
-  job.tile = Any(0, 1) ? job.K : 2 * Any(4, 350);
-  const bool is_signed = Any(0, 1), has_w_zero = Any(0, 1), has_x_zero = Any(0, 1);
+  job.tile = Any(0, 1) ? job.K : Any(0, 1) ? 2 * Any(4, 350) : 8 * Any(1, 20);
+  const bool is_signed = Any(0, 1), has_w_zero = Any(0, 1), has_x_zero = Any(0, 1), is_tiled = Any(0, 1);  // x
   job.offset = is_signed ? 1 << (job.bits - 1) : 0;
   const int64_t bytes = (job.K * job.bits + 7) / 8, tiles = job.tiles(), n_tile = Any(1, 3), m_tile = Any(1, 3);
   job.row_stride = job.contracts_cols ? bytes : job.N;
@@ -37,7 +38,7 @@ static int Failures(int number) {
   for (int32_t& zero : w_zero) zero = static_cast<int32_t>(Any(-9, 9));
   for (int32_t& zero : x_zero) zero = static_cast<int32_t>(Any(-128, 127));
   job.w = w.data();
-  job.w_scale = {w_scale.data(), n_tile, tiles, 1}, job.x_scale = {x_scale.data(), m_tile, tiles, 1};
+  job.w_scale = {w_scale.data(), n_tile, tiles, 1}, job.x_scale = {x_scale.data(), m_tile, tiles, is_tiled || tiles == 1};
   job.w_zero = {has_w_zero ? w_zero.data() : nullptr, n_tile, tiles, 1};
   job.x_zero = {has_x_zero ? x_zero.data() : nullptr, m_tile, tiles, 1};
   const std::vector<Segment> segments = SegmentsOf(job);
@@ -50,6 +51,7 @@ static int Failures(int number) {
     for (int64_t m = 0; m < job.M; m += IntegerRows(isa)) Prepare(isa, job, segments, x.data(), m, laid.data(), sums.data());
     job.x = laid.data(), job.x_sums = sums.data(), job.y = y.data();
     for (int64_t chunk = 0; chunk < IntegerChunks(isa, job); ++chunk) RunIntegers(isa, job, segments, chunk);
+    const bool scales_last = tiles > 1 && !is_tiled, fuses = !FEWBIT_X86 || level > 0;
     for (int64_t m = 0; m < job.M; ++m) {
       for (int64_t n = 0; n < job.N; ++n) {
         float total = 0;
@@ -59,9 +61,10 @@ static int Failures(int number) {
             const int zero = has_w_zero ? job.w_zero.At(n, t) : 0, x_zero_here = has_x_zero ? job.x_zero.At(m, t) : 0;
             sum += (x[m * job.K + k] - x_zero_here) * (NumberAt(job, is_signed, n, k) - zero);
           }
-          const float scaled = static_cast<float>(sum) * job.x_scale.At(m, t) * job.w_scale.At(n, t);
-          total = t == 0 ? scaled : total + scaled;
+          const float row = scales_last ? 1 : job.x_scale.At(m, t), left = static_cast<float>(sum) * row, right = job.w_scale.At(n, t);
+          total = t == 0 ? left * right : fuses ? std::fma(left, right, total) : left * right + total;
         }
+        if (scales_last) total *= job.x_scale.At(m, 0);
         failures += y[m * job.N + n] != total;
       }
     }

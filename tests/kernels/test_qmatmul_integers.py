@@ -70,12 +70,14 @@ def test_tiles_of_both_sides():
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("scheme", ["int8", "uint4"])
-def test_a_few_rows_have_the_bits_that_they_have_among_many(scheme):
-    x, w = quantized("int8", (7, 301)), quantized(scheme, (70, 301))  # neither vectors nor blocks of rows divide it
-    among = by_kernel(x, w, LAST)
+@pytest.mark.parametrize("scheme", ["int8", "uint4", "int4_g64"])
+@pytest.mark.parametrize("numbers", [LAST, FIRST], ids=["last", "first"])
+def test_a_few_rows_have_the_bits_that_they_have_among_many(scheme, numbers):
+    shape, axis = ((70, 301), -1) if numbers == LAST else ((301, 70), -2)  # neither vectors nor blocks of rows divide it
+    x, w = quantized("int8", (7, 301)), quantized(scheme, shape, axis)
+    among = by_kernel(x, w, numbers)
     for rows in (1, 4):
-        np.testing.assert_array_equal(by_kernel(x[:rows], w, LAST), among[:rows])
+        np.testing.assert_array_equal(by_kernel(x[:rows], w, numbers), among[:rows])
 
 
 @pytest.mark.slow

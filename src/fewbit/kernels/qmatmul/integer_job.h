@@ -33,30 +33,35 @@ struct IntegerJob {
   PerTile<float> w_scale, x_scale;
   PerTile<int32_t> w_zero, x_zero;
   const int8_t* x;          // as `Prepare` lays it out: for each segment, block after block of kIntRows rows
-  const int32_t* x_sums;    // [M, tiles]
+  const int32_t* x_sums;    // [tiles, M]
   void* y;                  // [M, N]
   Float y_kind;
 
   int64_t tiles() const { return (K + tile - 1) / tile; }
 };
 
-// Contracted places that are multiplied at once: of one tile, and few enough that their panel of w stays in the first cache.
+// Contracted places whose codes are laid out at once, few enough that the panel of w stays in the first cache: a part of one tile,
+// or several whole ones.
 struct Segment {
-  int64_t tile, from, count;  // its tile, its first place, how many
-  int64_t groups, at;         // of four bytes each that it takes in a row of x; those of all segments before it
-  bool first, last;           // of its tile
+  int64_t tile, tiles;  // its first tile, how many
+  int64_t from, count;  // its first place, how many
+  int64_t groups, at;   // of four bytes each that it takes in a row of x; those of all segments before it
+  bool first, last;     // whether its tiles begin, and end, in it
 };
 
 constexpr int64_t kSegment = 256;
 
+// Several tiles lie in one segment where each of them fills whole groups.
 inline std::vector<Segment> SegmentsOf(const IntegerJob& job) {
   std::vector<Segment> segments;
   const int64_t codes = 32 / job.bits;  // of four bytes of w
-  for (int64_t t = 0, at = 0; t < job.tiles(); ++t) {
-    const int64_t end = (t + 1) * job.tile < job.K ? (t + 1) * job.tile : job.K;
+  const int64_t together = job.tile % codes == 0 && job.tile <= kSegment ? kSegment / job.tile : 1;
+  for (int64_t t = 0, at = 0; t < job.tiles(); t += together) {
+    const int64_t tiles = job.tiles() - t < together ? job.tiles() - t : together;
+    const int64_t end = (t + tiles) * job.tile < job.K ? (t + tiles) * job.tile : job.K;
     for (int64_t k = t * job.tile; k < end; k += kSegment) {
       const int64_t count = end - k < kSegment ? end - k : kSegment, groups = (count + codes - 1) / codes * (codes / 4);
-      segments.push_back({t, k, count, groups, at, k == t * job.tile, k + kSegment >= end});
+      segments.push_back({t, tiles, k, count, groups, at, k == t * job.tile, k + kSegment >= end});
       at += groups;
     }
   }

@@ -39,10 +39,13 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
     int8_t* to = out + 4 * (segment.at * job.M + m * segment.groups);
     for (int64_t i = 0; i < block; ++i, to += 4) {
       const int8_t* from = rows + (m + i) * job.K + segment.from;
-      int32_t sum = 0;
-      for (int64_t k = 0; k < segment.count; ++k) sum += from[k];
-      int32_t* of_tile = sums + (m + i) * job.tiles() + segment.tile;
-      *of_tile = segment.first ? sum : *of_tile + sum;
+      for (int64_t t = 0, k = 0; t < segment.tiles; ++t) {
+        const int64_t end = t + 1 == segment.tiles ? segment.count : k + job.tile;
+        int32_t sum = 0;
+        for (; k < end; ++k) sum += from[k];
+        int32_t* of_tile = sums + (segment.tile + t) * job.M + m + i;
+        *of_tile = segment.first ? sum : *of_tile + sum;
+      }
       Lay(job.bits, segment, from, laid);
       for (int64_t g = 0; g < segment.groups; ++g) std::memcpy(to + 4 * g * block, laid + 4 * g, 4);
     }
@@ -85,55 +88,77 @@ static inline void StoreFours(int bits, I fours, I flip, uint8_t* out) {
   StoreI(out + 4 * kIntWide, _mm512_xor_si512(_mm512_and_si512(_mm512_srli_epi16(fours, 4), low), flip));
 }
 
-// One strip of w: outputs from n0 on. Meanwhile the next segment is asked for, which is apart by a page at least.
-static void PackStrip(const IntegerJob& job, const Segment& segment, int64_t n0, uint8_t* out) {
-  const Stretch bytes(job, segment);
-  const I flip = _mm512_set1_epi8(static_cast<char>(job.offset));
+// 16 outputs from n0 on, from [N, K].
+static void PackOutputs(const IntegerJob& job, const Stretch& bytes, int64_t n0, uint8_t* out) {
+  const I flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
   const int64_t step = 4 * kIntWide * (8 / job.bits);  // bytes of a panel for four of w
+  for (int64_t b = 0; b < bytes.fours; b += 16) {
+    const __mmask64 there = FirstBytes(bytes.count - 4 * b);
+    I rows[16];
+    for (int i = 0; i < 16; ++i) {
+      const uint8_t* p = job.w + (n0 + i) * job.row_stride + bytes.from + 4 * b;
+      _mm_prefetch(reinterpret_cast<const char*>(p + 64), _MM_HINT_T0);
+      rows[i] = n0 + i < job.N ? _mm512_maskz_loadu_epi8(there, p) : SameI(0);
+    }
+    Transpose(rows);
+    for (int i = 0; i < 16 && b + i < bytes.fours; ++i) StoreFours(job.bits, rows[i], flip, out + (b + i) * step);
+  }
+}
+
+// Bytes of four rows of [K, N] side by side, for 64 outputs from n0 on: those of outputs 16 * i + 4 * j and three more in part i of
+// the j-th vector, or where they come in order, those of 16 * j and 15 more in the j-th one.
+template <bool kInOrder>
+static inline void LoadFours(const IntegerJob& job, const Stretch& bytes, int64_t b, int64_t n0, I (&fours)[4]) {
+  const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __mmask64 there = FirstBytes(job.N - n0);
+  I row[4];
+  for (int i = 0; i < 4; ++i) {
+    const bool within = 4 * b + i < bytes.count;
+    const uint8_t* p = job.w + (bytes.from + (within ? 4 * b + i : 0)) * job.row_stride + n0;
+    _mm_prefetch(reinterpret_cast<const char*>(p + 16 * job.row_stride), _MM_HINT_T0);
+    row[i] = _mm512_maskz_loadu_epi8(there, p);
+    if (kInOrder) row[i] = _mm512_permutexvar_epi32(order, row[i]);
+  }
+  const I low01 = _mm512_unpacklo_epi8(row[0], row[1]), high01 = _mm512_unpackhi_epi8(row[0], row[1]);
+  const I low23 = _mm512_unpacklo_epi8(row[2], row[3]), high23 = _mm512_unpackhi_epi8(row[2], row[3]);
+  fours[0] = _mm512_unpacklo_epi16(low01, low23), fours[1] = _mm512_unpackhi_epi16(low01, low23);
+  fours[2] = _mm512_unpacklo_epi16(high01, high23), fours[3] = _mm512_unpackhi_epi16(high01, high23);
+}
+
+constexpr int64_t kDeep = 4;  // groups of four rows of [K, N] that are read over all strips before the next ones
+
+// A segment of the strips from n0 on. Of [K, N], 16 rows are read over all strips before the next ones: 256 lines of the cache
+// below each other, each in a page of its own, take twice as long as 16 x 4, which the processor foresees.
+static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t strips, uint8_t* out) {
+  const Stretch bytes(job, segment);
   if (job.contracts_cols) {
-    for (int64_t n = n0; n < n0 + kIntWide; n += 16, out += 64) {
-      for (int64_t b = 0; b < bytes.fours; b += 16) {
-        const __mmask64 there = FirstBytes(bytes.count - 4 * b);
-        I rows[16];
-        for (int i = 0; i < 16; ++i) {
-          const uint8_t* p = job.w + (n + i) * job.row_stride + bytes.from + 4 * b;
-          _mm_prefetch(reinterpret_cast<const char*>(p + kSegment * job.bits / 8), _MM_HINT_T1);
-          rows[i] = n + i < job.N ? _mm512_maskz_loadu_epi8(there, p) : SameI(0);
-        }
-        Transpose(rows);
-        for (int i = 0; i < 16 && b + i < bytes.fours; ++i) StoreFours(job.bits, rows[i], flip, out + (b + i) * step);
-      }
+    for (int64_t n = 0; n < strips * kIntWide; n += 16) {
+      PackOutputs(job, bytes, n0 + n, out + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
     }
     return;
   }
-  // Bytes of four rows side by side. The order of lanes that this takes is put right beforehand, within each row.
-  const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __mmask64 there = FirstBytes(job.N - n0);
-  for (int64_t b = 0; b < bytes.fours; ++b, out += step) {
-    I row[4];
-    for (int i = 0; i < 4; ++i) {
-      const bool within = 4 * b + i < bytes.count;
-      const uint8_t* p = job.w + (bytes.from + (within ? 4 * b + i : 0)) * job.row_stride + n0;
-      _mm_prefetch(reinterpret_cast<const char*>(p + kSegment * job.bits / 8 * job.row_stride), _MM_HINT_T1);
-      row[i] = _mm512_permutexvar_epi32(order, _mm512_maskz_loadu_epi8(there, p));
+  const I flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
+  const int64_t step = 4 * kIntWide * (8 / job.bits);
+  for (int64_t from = 0; from < bytes.fours; from += kDeep) {
+    for (int64_t i = 0; i < strips; ++i) {
+      for (int64_t b = from; b < bytes.fours && b < from + kDeep; ++b) {
+        I fours[4];
+        LoadFours<true>(job, bytes, b, n0 + i * kIntWide, fours);
+        for (int j = 0; j < 4; ++j) StoreFours(job.bits, fours[j], flip, out + i * kSegment * kIntWide + b * step + 64 * j);
+      }
     }
-    const I low01 = _mm512_unpacklo_epi8(row[0], row[1]), high01 = _mm512_unpackhi_epi8(row[0], row[1]);
-    const I low23 = _mm512_unpacklo_epi8(row[2], row[3]), high23 = _mm512_unpackhi_epi8(row[2], row[3]);
-    StoreFours(job.bits, _mm512_unpacklo_epi16(low01, low23), flip, out);
-    StoreFours(job.bits, _mm512_unpackhi_epi16(low01, low23), flip, out + 64);
-    StoreFours(job.bits, _mm512_unpacklo_epi16(high01, high23), flip, out + 128);
-    StoreFours(job.bits, _mm512_unpackhi_epi16(high01, high23), flip, out + 192);
   }
 }
 
 #else
 
-static void PackStrip(const IntegerJob& job, const Segment& segment, int64_t n0, uint8_t* out) {
+static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t strips, uint8_t* panel) {
   const Stretch bytes(job, segment);
   const uint32_t flip = Flipped(job) * 0x01010101u;
   const int64_t step = 4 * kIntWide * (8 / job.bits);
   const int64_t by_output = job.contracts_cols ? job.row_stride : 1, along = job.contracts_cols ? 1 : job.row_stride;
-  for (int64_t n = n0; n < n0 + kIntWide; ++n, out += 4) {
+  for (int64_t n = n0; n < n0 + strips * kIntWide; ++n) {
+    uint8_t* out = panel + (n - n0) / kIntWide * kSegment * kIntWide + (n - n0) % kIntWide * 4;
     const uint8_t* p = job.w + (n < job.N ? n : 0) * by_output + bytes.from * along;
     for (int64_t b = 0; b < bytes.fours; ++b) {
       uint32_t fours = 0;

@@ -12,20 +12,32 @@
 // Layout. Of a strip of 64 outputs, 256 contracted places (16 KiB) are laid out in groups of four bytes, from [N, K] by
 // transposing 16 x 16 words, from [K, N] by interleaving four rows; then blocks of 6 rows of x meet it, 24 sums in registers.
 // Codes of 4 bits are split only when they are laid out: their low halves make one group and their high halves the next, and
-// x, in the same order, costs nothing. x lies block after block in the order in which it is read. A tile of the contraction
-// ends a segment, and its sums leave the registers as scaled floats. The next segment of the weight is asked for meanwhile.
+// x, in the same order, costs nothing. x lies block after block in the order in which it is read. Where a tile of the contraction
+// ends, its sums leave the registers: they are multiplied with the scale of w and added in float32, which stays in the first
+// cache while the block meets the other tiles of its panel. A row of x that has one scale is multiplied with it at last.
+//
+// The order in which w is read decides. [K, N] one line of the cache wide, 256 rows down: 1.3 to 1.5 ms of a core for 16 MiB, and
+// 2.2 when the next 256 rows are asked for meanwhile. 16 rows, four lines wide: 0.6, for the processor foresees lines that
+// follow each other. To lay them out besides takes 2.5 ms, and 1.1 when the line 16 rows below is asked for: 8 rows take 0.9 while
+// the other core rests, but nothing is gained while it works, too, for then the processor looks only half as far ahead. Of
+// [N, K] 1.35, and 0.7 when the next line of each row is asked for. To ask between blocks of x for the next segment gained no more.
 //
 // Up to 4 rows of x and whole rows of w along their bytes skip all this: w is read once and multiplied where it lies
 // (integer_few.h), and memory is the bound. One row of x, int8 and int4, 4096 x 4096, both cores, weights that rotate: 0.89 and
-// 0.57 ms, where panels had taken 1.97 and 1.33 and the kernels for x in float32 take 0.98 and 0.62.
+// 0.57 ms, where panels had taken 1.97 and 1.33 and the kernels for x in float32 take 0.98 and 0.62. Up to 4 rows and w [K, N],
+// tiles or not, put rows of w side by side in registers and meet x there (integer_across.h): one row takes half to three quarters
+// of what panels take on a core (int8 1.0 to 1.7 ms of 2.1 to 2.8, int4_g64 0.5 of 0.8 to 1.0; others at work beside).
 //
 // The bound. A block of registers reaches what the processor has: 863 billion operations a second on one core, where nothing
 // but vpdpbusd gives 870 (Sapphire Rapids, AVX-512, others at work beside, processor time). To lay out 16 MiB of weight takes
 // 0.7 to 1 ms of a core from the cache, a tenth of the product with 256 rows. Both cores through jit, 256 rows, 4096 x 4096,
 // with panels of 32 KiB: 0.33 of the time of XLA's int8 product along rows and 0.30 along columns, 1.14 and 1.09 of that of
 // torch._int_mm, which gives int32 and scales nothing. Panels of 16 KiB, of which two cores that share a first cache keep
-// both, took 0.26 of XLA's time where those of 32 KiB had taken 0.30 (docs/kernels.md has the last run). Tiles of 64 in 4
-// bits take 1.3 to 1.5 times as long as whole rows, because every 16 steps 24 sums are scaled and added in float32.
+// both, took 0.26 of XLA's time where those of 32 KiB had taken 0.30. Before w was read as told above, along columns took 1.29
+// of torch's time and tiles of 64 1.46 to 1.48; in the run after it 0.93 and 1.07 to 1.14 (docs/kernels.md has the last run). Tiles of 64 in 4
+// bits take 1.3 times as long as whole rows, where the two operations on each of 24 sums beside its 16 products would make it 1.13;
+// each tile in a panel of its own, its floats in the second cache, had taken 1.6. Blocks of 3 rows, whose floats stay in
+// registers, take as long. A loop over tiles around the registers makes GCC move all of them in each step (1.6 times).
 //
 // What was needed. torch's threads look for work for milliseconds after its product, so that whoever is timed right after it
 // has one core and a half: 12.2 ms in place of 8.8, of which no tuning found any. Without being asked to unroll the loops
