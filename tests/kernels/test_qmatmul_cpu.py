@@ -275,6 +275,7 @@ ONE_DEVICE = """
 import os, sys, hashlib
 os.sched_setaffinity(0, list(sorted(os.sched_getaffinity(0)))[: int(sys.argv[1])])
 import jax, jax.numpy as jnp, numpy as np, fewbit as fb
+from fewbit import kvcache
 rng = np.random.default_rng(0)
 w = jnp.asarray(rng.normal(size=(600, 640)), jnp.float32)
 digest = hashlib.sha256()
@@ -292,6 +293,14 @@ digest.update(np.asarray(x8 @ q8.T).tobytes())
 assert fb.explain(x8, q8.T).split(":")[1][:5] == " cpu ", fb.explain(x8, q8.T)
 policy = fb.Policy("int8", "int8")
 assert "fewbit_integers" in jax.jit(lambda x: fb.dot_general(x, q8, (((1,), (1,)), ((), ())), policy=policy)).lower(x).as_text()
+cache = kvcache.empty_quantized_cache(kvcache.kv_policy("int8"), layers=2, batch=1, heads=2, head_dim=16, room=1200)
+for count in (1100, 1):
+    k, v, queries = (jnp.asarray(rng.normal(size=(1, heads, count, 16)), jnp.float32) for heads in (2, 2, 4))
+    cache = cache.written(1, k, v)
+    read = jax.jit(lambda cache, queries: kvcache.attention(queries, cache.blocks(1, queries, queries)))
+    assert "fewbit_attention" in read.lower(cache, queries).as_text()
+    digest.update(np.asarray(read(cache, queries)).tobytes())
+    cache = cache.advanced(count)
 model = jax.jit(fb.transparent(lambda params, x: x @ params.T))
 print("custom-call" in model.lower(q, x).compile().as_text(), fb.explain(x, q.T).split(":")[1][:5], digest.hexdigest())
 """

@@ -8,41 +8,16 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal
 
-import fewbit as fb
 from fewbit.errors import QuantError
 from fewbit.kvcache import Block, QuantizedCache, attention, empty_quantized_cache, kv_policy, seen_positions
+from tests.kvcache.formula import by_formula, decoded, draws
 
 B, K, G, S = 2, 2, 3, 11
-EPS = 2.0**-24  # of a rounding in float32
-
-
-def draws(*shape: int, seed: int = 0, size: float = 1.0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * size, jnp.float32)
 
 
 def filled(policy, count: int, h: int, size: float = 1.0) -> QuantizedCache:
     cache = empty_quantized_cache(policy, layers=1, batch=B, heads=K, head_dim=h, room=S)
     return cache.written(0, draws(B, K, count, h, seed=1), draws(B, K, count, h, seed=2, size=size)).advanced(count)
-
-
-def by_formula(q, blocks) -> tuple[np.ndarray, float]:
-    """Attention in float64 over the decoded numbers, and the error that float32 may add to it."""
-    q = np.asarray(q, np.float64)
-    h = q.shape[-1]
-    keys, values = (np.concatenate([decoded(getattr(b, n)) for b in blocks], axis=2) for n in ("keys", "values"))
-    is_seen = np.concatenate([np.asarray(b.is_seen) for b in blocks], axis=1)
-    keys, values = (np.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (keys, values))
-    scores = np.where(is_seen, q @ keys.swapaxes(2, 3) / np.sqrt(h), -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    out = weights / weights.sum(-1, keepdims=True) @ values
-    # A score is a sum of h products and two factors more; its error is a weight's relative error, twice with the sum's.
-    # S products with the values, and a scale, a division and an exponential of a few roundings, come after.
-    largest = (np.abs(q) @ np.abs(keys).swapaxes(2, 3)).max() / np.sqrt(h)
-    return out, EPS * np.abs(values).max() * (2 * (h + 3) * largest + keys.shape[2] + 10)
-
-
-def decoded(held) -> np.ndarray:
-    return np.asarray(fb.dequantize(held) if fb.is_qarray(held) else held, np.float64)
 
 
 attend = jax.jit(lambda q, cache, T: attention(q, cache.blocks(0, *([draws(B, K, T, q.shape[-1])] * 2))), static_argnums=2)
@@ -63,7 +38,7 @@ attend = jax.jit(lambda q, cache, T: attention(q, cache.blocks(0, *([draws(B, K,
 def test_it_is_the_formula_over_the_decoded_cache(name: str, per: str, scale: str, h: int):
     cache = filled(kv_policy(name, per=per, scale=scale), 6, h)
     q = draws(B, K * G, 3, h, seed=3)
-    blocks = [Block(*cache.layer(0), seen_positions(6, 3, S))]
+    blocks = [Block(*cache.layer(0), seen_positions(6, 3))]
     expected, bound = by_formula(q, blocks)
     got = attend(q, cache, 3)
     assert got.shape == q.shape
@@ -72,7 +47,7 @@ def test_it_is_the_formula_over_the_decoded_cache(name: str, per: str, scale: st
 
 def test_floating_keys_and_values_are_taken_as_they_are():
     q, k, v = draws(B, K * G, 4, 8), draws(B, K, 4, 8, seed=1), draws(B, K, 4, 8, seed=2)
-    block = Block(k, v, seen_positions(0, 4, 4))
+    block = Block(k, v, seen_positions(0, 4))
     expected, bound = by_formula(q, [block])
     assert np.abs(np.asarray(attention(q, [block]), np.float64) - expected).max() < bound
 
@@ -82,7 +57,7 @@ def test_blocks_share_one_softmax():
     cache = filled(kv_policy("int4", sees_raw=True), 6, 8)
     k, v, q = draws(B, K, 3, 8, seed=5), draws(B, K, 3, 8, seed=6), draws(B, K * G, 3, 8, seed=3)
     blocks = cache.written(0, k, v).blocks(0, k, v)
-    assert [b.is_seen.sum().item() for b in blocks] == [3 * 6, 1 + 2 + 3]
+    assert [b.seen.tolist() for b in blocks] == [[6, 6, 6], [1, 2, 3]]
     assert blocks[1].keys is k
     expected, bound = by_formula(q, blocks)
     assert np.abs(np.asarray(attention(q, blocks), np.float64) - expected).max() < bound
@@ -94,7 +69,7 @@ def test_small_values_keep_their_precision_in_narrow_dtypes(dtype):
     # Weights of 1/9 times scales of 1e-5 / 127 would be subnormal in float16, or zero.
     cache = filled(kv_policy("int8"), 6, 16, size=1e-5)
     q = draws(B, K * G, 3, 16, seed=3).astype(dtype)
-    blocks = [Block(*cache.layer(0), seen_positions(6, 3, S))]
+    blocks = [Block(*cache.layer(0), seen_positions(6, 3))]
     expected, _ = by_formula(q.astype(jnp.float32), blocks)
     got = attention(q.astype(dtype), blocks)
     assert got.dtype == dtype
@@ -108,7 +83,7 @@ def test_what_is_written_later_changes_no_bit():
     cache = filled(kv_policy("int8"), 4, 8)
     q = draws(B, K * G, 1, 8, seed=3)
     later = cache.advanced(4).written(0, 1e3 * draws(B, K, 3, 8), 1e3 * draws(B, K, 3, 8))
-    seen = seen_positions(3, 1, S)
+    seen = seen_positions(3, 1)
     before, after = (np.asarray(attention(q, [Block(*c.layer(0), seen)])) for c in (cache, later))
     assert np.array_equal(before, after)
 
@@ -131,7 +106,7 @@ def test_batches_of_caches_under_vmap():
     k = jnp.zeros((B, K, 1, 8))
     together = jax.vmap(lambda q, cache: attention(q, cache.blocks(0, k, k)))(q, many)
     for i, cache in enumerate(caches):
-        expected, bound = by_formula(q[i], [Block(*cache.layer(0), seen_positions(cache.length, 1, S))])
+        expected, bound = by_formula(q[i], [Block(*cache.layer(0), seen_positions(cache.length, 1))])
         assert np.abs(np.asarray(together[i], np.float64) - expected).max() < bound
 
 
@@ -180,7 +155,7 @@ def test_the_walk_of_the_trace_sees_a_cache_that_is_multiplied():
 def test_heads_that_do_not_fit_are_refused(heads: int, h: int):
     cache = filled(kv_policy("int8"), 2, 8)
     with pytest.raises(QuantError, match=rf"q has shape \(2, {heads}, 1, {h}\) and the keys \(2, 2, 11, 8\)"):
-        attention(draws(B, heads, 1, h), [Block(*cache.layer(0), seen_positions(1, 1, S))])
+        attention(draws(B, heads, 1, h), [Block(*cache.layer(0), seen_positions(1, 1))])
 
 
 def test_reading_is_traced_once():

@@ -1,8 +1,8 @@
 """The keys and values of a decoder in few bits: how they are kept, and attention that reads them as they are."""
 
-from .attention import Block as Block
-from .attention import attention as attention
-from .attention import seen_positions as seen_positions
+from ..kernels.attention import Block as Block
+from ..kernels.attention import attention as attention
+from ..kernels.attention import seen_positions as seen_positions
 from .cache import QuantizedCache as QuantizedCache
 from .cache import empty_quantized_cache as empty_quantized_cache
 from .policy import KVPolicy as KVPolicy

@@ -10,8 +10,9 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 from ..array import QArray, Scheme
 from ..array.packing import code_capacity
 from ..errors import QuantError
+from ..kernels.attention import Block, seen_positions
+from ..kernels.attention.problem import taken
 from ..kernels.quantize import quantize
-from .attention import Block, seen_positions
 from .policy import KVPolicy
 
 
@@ -92,13 +93,17 @@ class QuantizedCache:
 
     def layer(self, layer: Int[Array, ""] | int) -> tuple[QArray, QArray]:
         """The keys and values of one layer, all positions of it, `[B, K, S, h]`; decoded zeros where nothing is written."""
+        keys, values = self.layers()
+        return taken(keys, layer), taken(values, layer)
+
+    def layers(self) -> tuple[QArray, QArray]:
+        """The keys and values of all layers, `[*N, L, B, K, S, h]`."""
         return (
-            self._of_layer(self.key_codes, self.key_scale, self.policy.keys, layer),
-            self._of_layer(self.value_codes, self.value_scale, self.policy.values, layer),
+            self._quantized(self.key_codes, self.key_scale, self.policy.keys),
+            self._quantized(self.value_codes, self.value_scale, self.policy.values),
         )
 
-    def _of_layer(self, codes: Array, scale: Array, scheme: Scheme, layer: Array | int) -> QArray:
-        codes, scale = (lax.dynamic_index_in_dim(a, jnp.int32(layer), keepdims=False) for a in (codes, scale))
+    def _quantized(self, codes: Array, scale: Array, scheme: Scheme) -> QArray:
         slack = code_capacity(codes.shape[-1], scheme.format.bits) - self.head_dim
         return QArray(codes, scale, None, None, scheme, jnp.dtype(jnp.float32), slack)
 
@@ -107,11 +112,10 @@ class QuantizedCache:
     ) -> tuple[Block, ...]:
         """What new tokens attend to, after `written` and before `advanced`: the cache, and their raw selves if they see them."""
         T = keys.shape[-2]
-        held = self.layer(layer)
         if not self.policy.sees_raw:
-            return (Block(*held, seen_positions(self.length, T, self.room)),)
-        earlier = jnp.broadcast_to(jnp.arange(self.room)[None, :] < self.length, (T, self.room))
-        return Block(*held, earlier), Block(keys, values, seen_positions(0, T, T))
+            return (Block(*self.layers(), seen_positions(self.length, T), layer),)
+        earlier = jnp.broadcast_to(self.length, (T,))
+        return Block(*self.layers(), earlier, layer), Block(keys, values, seen_positions(0, T))
 
 
 def empty_quantized_cache(

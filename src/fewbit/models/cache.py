@@ -55,19 +55,11 @@ class Cache:
         """The cache with `count` more positions filled: what every layer has written."""
         return dataclasses.replace(self, length=self.length + count)
 
-    def layer(self, layer: Int[Array, ""] | int) -> tuple[Float[Array, "B K S h"], Float[Array, "B K S h"]]:
-        """The keys and values of one layer, all positions of it."""
-        index = jnp.int32(layer)
-        return (
-            lax.dynamic_index_in_dim(self.keys, index, keepdims=False),
-            lax.dynamic_index_in_dim(self.values, index, keepdims=False),
-        )
-
     def blocks(
         self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
     ) -> tuple[Block, ...]:
         """What new tokens attend to, after `written` and before `advanced`: the cache, which holds them."""
-        return (Block(*self.layer(layer), seen_positions(self.length, keys.shape[-2], self.room)),)
+        return (Block(self.keys, self.values, seen_positions(self.length, keys.shape[-2]), layer),)
 
 
 AnyCache: TypeAlias = Cache | QuantizedCache

@@ -214,8 +214,8 @@ def _heads_of(
 
 def _whole(k: Array, v: Array, kv: KVPolicy | None) -> Block:
     """A whole sequence, each token of which sees itself and those before it."""
-    is_seen = seen_positions(0, k.shape[-2], k.shape[-2])
-    return Block(k, v, is_seen) if kv is None else Block(quantize(k, kv.keys), quantize(v, kv.values), is_seen)
+    seen = seen_positions(0, k.shape[-2])
+    return Block(k, v, seen) if kv is None else Block(quantize(k, kv.keys), quantize(v, kv.values), seen)
 
 
 def _mlp(x: Array, mlp: Any, config: LlamaConfig) -> Array:

@@ -115,7 +115,11 @@ struct Chunks {
 // The threads that help, and where the latest call is posted for them. A program makes hundreds of short calls one after the
 // other, and to wake a sleeping thread for each would cost more than the call: so a thread looks for the next call for a while
 // before it sleeps. It is never destroyed, since its threads look at it until the process ends.
-class Helpers {
+//
+// Two extensions whose threads looked for calls of their own would take the core from each other. So the class is visible:
+// GCC then makes the variable in Get unique in the process, whichever extension asks first. (Where it is not, as with Clang,
+// each extension has threads of its own, which costs time and nothing else.)
+class __attribute__((visibility("default"))) Helpers {
  public:
   static Helpers& Get() {
     static Helpers* const helpers = new Helpers;

@@ -7,6 +7,7 @@
 #include "halves.h"
 #include "integer_job.h"
 #include "isa.h"
+#include "workspace.h"
 
 #if FEWBIT_X86
 #include <cpuid.h>
@@ -22,14 +23,6 @@
 #endif
 
 namespace fewbit {
-
-// Memory of this thread that keeps its size from call to call, so that no page is touched for the first time twice.
-static float* Workspace(int64_t floats) {
-  thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < floats + 16) memory.resize(floats + 16);
-  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
-  return reinterpret_cast<float*>((address + 63) / 64 * 64);
-}
 
 static void StoreRow(const IntegerJob& job, int64_t m, int64_t n0, int64_t count, const float* c) {
   if (job.y_kind == Float::kF32) {

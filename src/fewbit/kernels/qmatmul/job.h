@@ -8,9 +8,19 @@
 
 #include <cstdint>
 
+#include "halves.h"
+
 namespace fewbit {
 
 enum class Float { kF32 = 0, kBF16 = 1, kF16 = 2 };
+
+inline void StoreFloat(void* y, Float kind, int64_t at, float x) {
+  if (kind == Float::kF32) {
+    static_cast<float*>(y)[at] = x;
+  } else {
+    static_cast<uint16_t*>(y)[at] = kind == Float::kBF16 ? BrainOf(x) : HalfOf(x);
+  }
+}
 
 // How scales and zero points are stored: as a float dtype, or as bytes that a table of 256 numbers explains.
 enum class Holder { kF32 = 0, kBF16 = 1, kF16 = 2, kTable = 3 };

@@ -8,26 +8,11 @@
 #include "halves.h"
 #include "isa.h"
 #include "job.h"
+#include "workspace.h"
 
 namespace fewbit {
 
 constexpr int64_t kFewOutputs = 48;  // rows of the weight in a chunk of a few dot products
-
-// Memory of this thread that keeps its size from call to call, so that no page is touched for the first time twice.
-static float* Workspace(int64_t floats) {
-  thread_local std::vector<float> memory;
-  if (static_cast<int64_t>(memory.size()) < floats + 16) memory.resize(floats + 16);
-  const uintptr_t address = reinterpret_cast<uintptr_t>(memory.data());
-  return reinterpret_cast<float*>((address + 63) / 64 * 64);
-}
-
-static void StoreFloat(void* y, Float kind, int64_t at, float x) {
-  if (kind == Float::kF32) {
-    static_cast<float*>(y)[at] = x;
-  } else {
-    static_cast<uint16_t*>(y)[at] = kind == Float::kBF16 ? BrainOf(x) : HalfOf(x);
-  }
-}
 
 // The outputs at places [n0, n0 + count) of row m, each where it belongs in y.
 static void StoreOutputs(const Job& job, int64_t m, int64_t n0, int64_t count, const float* c) {
@@ -55,6 +40,7 @@ namespace portable {
 #include "turn.h"
 #include "short_registers.h"
 #include "registers.h"
+#include "outer.h"
 #include "panels.h"
 #include "dots.h"
 #include "short_dots.h"
@@ -76,6 +62,7 @@ namespace avx2 {
 #include "turn.h"
 #include "short_registers.h"
 #include "registers.h"
+#include "outer.h"
 #include "panels.h"
 #include "dots.h"
 #include "short_dots.h"
@@ -95,6 +82,7 @@ namespace avx512 {
 #include "turn.h"
 #include "short_registers.h"
 #include "registers.h"
+#include "outer.h"
 #include "panels.h"
 #include "dots.h"
 #include "short_dots.h"

@@ -16,7 +16,7 @@ TARGET = "fewbit_qmatmul"
 
 _TABLE, _SIGNED, _UNSIGNED, _E4M3, _E5M2 = range(5)
 _NO_ZERO, _WHOLE, _OFFSET = range(3)
-_LEVELS = ("portable", "avx2", "avx512")
+LEVELS = ("portable", "avx2", "avx512")
 
 
 def native_product(
@@ -48,8 +48,8 @@ def native_product(
     lengths = [rows, cols]
     if order.size:
         lengths[scheme.pack_axis + 2] = -(-lengths[scheme.pack_axis + 2] // order.size) * order.size
-    kind, values, unit = _code_values(scheme)
-    scale, scale_table = _held_scales(q)
+    kind, values, unit = code_values(scheme)
+    scale, scale_table = held_scales(q)
     role, zero, zero_table = _held_zeros(q)
     tensor = jnp.zeros(0, jnp.float32) if q.tensor_scale is None else q.tensor_scale.reshape(-1)
     result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], rows if contracts_cols else cols), dtype)
@@ -74,7 +74,7 @@ def native_product(
         codes=np.int64(kind),
         role=np.int64(role),
         unit=np.float32(unit),
-        level=np.int64(-1 if isa is None else _LEVELS.index(isa)),
+        level=np.int64(-1 if isa is None else LEVELS.index(isa)),
         order=order,
     )
 
@@ -92,7 +92,7 @@ def _stream_order(scheme: Scheme) -> np.ndarray:
     return (places // len(group) * len(group) + np.asarray(group)[places % len(group)]).astype(np.int32)
 
 
-def _code_values(scheme: Scheme) -> tuple[int, np.ndarray, float]:
+def code_values(scheme: Scheme) -> tuple[int, np.ndarray, float]:
     """How codes become numbers: the kind, the table, and the number that all are multiplied by."""
     fmt = scheme.format
     if isinstance(fmt, Integer) and fmt.bits >= 4 and (fmt.step == 1 or scheme.zero_point is None):
@@ -110,7 +110,7 @@ def _table(fmt: AbstractFormat) -> np.ndarray:
     return np.tile(full, 256 // len(full))
 
 
-def _held_scales(q: QArray) -> tuple[jax.Array, jax.Array]:
+def held_scales(q: QArray) -> tuple[jax.Array, jax.Array]:
     """The scales as they are stored, and the table of their numbers if they are stored as codes."""
     holder = q.scheme.scale
     if isinstance(holder, AbstractFormat):

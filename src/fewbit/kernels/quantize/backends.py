@@ -1,10 +1,8 @@
 """The backends of quantize and dequantize, and the first of each: `fewbit.array`'s own, in plain JAX."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, ClassVar
 
-import jax
 import jax.numpy as jnp
 
 from ..._registry import Registry
@@ -48,17 +46,3 @@ class ReferenceDequantizer(AbstractBackend[Decoding]):
 
 QUANTIZERS.add("reference", ReferenceQuantizer())
 DEQUANTIZERS.add("reference", ReferenceDequantizer())
-
-
-def on_platform(platform: str, native: Callable[..., Any], reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`native` on one platform and `reference` on the others, with the derivatives of the reference."""
-
-    @jax.custom_jvp
-    def either(*operands: Any) -> Any:
-        return jax.lax.platform_dependent(*operands, default=reference, **{platform: native})
-
-    @either.defjvp
-    def _(primals: Any, tangents: Any) -> Any:
-        return jax.jvp(reference, primals, tangents)
-
-    return either

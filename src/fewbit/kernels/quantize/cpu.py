@@ -14,8 +14,9 @@ from ...array import QArray, Scheme
 from ...array.quantize import assembled, chosen_scales, dequantized, quantized, scale_factors
 from ...formats import AbstractFormat, Integer
 from ..extension import device_refusal, extension
+from ..platforms import on_platform
 from ..select import AbstractBackend
-from .backends import DEQUANTIZERS, QUANTIZERS, on_platform
+from .backends import DEQUANTIZERS, QUANTIZERS
 from .geometry import Geometry, geometry
 from .problem import Decoding, Quantization
 from .words import NOTHING, format_words, holder_words, rule_words

@@ -14,8 +14,9 @@ from ...array.packing import packed_length
 from ...array.quantize import assembled, chosen_tensor_scale, dequantized, quantized
 from ...formats import AbstractFormat
 from ..devices import split_refusal
+from ..platforms import on_platform
 from ..select import AbstractBackend
-from .backends import DEQUANTIZERS, QUANTIZERS, on_platform
+from .backends import DEQUANTIZERS, QUANTIZERS
 from .problem import Decoding, Quantization
 from .triton_problem import TileProblem
 

@@ -14,8 +14,9 @@ from ...array.packing import Packing, codes_per_unit, packed_length
 from ...array.quantize import assembled, chosen_tensor_scale, quantized
 from ...formats import AbstractFormat, Codebook, Integer, Minifloat
 from ..devices import split_refusal
+from ..platforms import on_platform
 from ..select import AbstractBackend
-from .backends import QUANTIZERS, on_platform
+from .backends import QUANTIZERS
 from .pallas_scales import unchosen
 from .problem import Quantization
 

@@ -14,8 +14,9 @@ from ...array.packing import Packing
 from ...array.quantize import dequantized
 from ...formats import Codebook
 from ..devices import split_refusal
+from ..platforms import on_platform
 from ..select import AbstractBackend
-from .backends import DEQUANTIZERS, on_platform
+from .backends import DEQUANTIZERS
 from .problem import Decoding
 from .tpu import tile_length, tile_refusal, tiled_axis
 

@@ -12,88 +12,47 @@ each coordinate of the cache. The codes are cast to the compute dtype, which hol
 Dimension letters: B batch, H heads, K key heads, G = H / K, T new tokens, S positions of the cache, h head width.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float
 
-from ..array import QArray, unpack
-from ..array.quantize import scale_values
-from ..errors import QuantError
-from ..formats.format import exponent_of, power_of_two
+from ..._registry import Registry
+from ...array import QArray, unpack
+from ...array.quantize import scale_values
+from ...formats.format import exponent_of, power_of_two
+from ..select import AbstractBackend
+from .problem import AttentionProblem, Block, Held
 
-Held: TypeAlias = Float[Array, "B K S h"] | QArray
-
-
-@dataclasses.dataclass(frozen=True)
-class Block:
-    """Some positions with their keys and values, and which of them each new token sees.
-
-    Attributes:
-        keys: `[B, K, S, h]`, floating or quantized by a scheme that `KVPolicy` takes.
-        values: likewise.
-        is_seen: for each new token the positions that it attends to.
-    """
-
-    keys: Held
-    values: Held
-    is_seen: Bool[Array, "T S"]
+BACKENDS: Registry[AbstractBackend[AttentionProblem]] = Registry("attention")
+"""The backends of attention; the last that can is taken, the reference when no other can."""
 
 
-def seen_positions(start: Int[Array, ""] | int, count: int, room: int) -> Bool[Array, "T S"]:
-    """Which positions each new token sees: itself and those before it.
+class Reference(AbstractBackend[AttentionProblem]):
+    """Plain JAX, on any device, over any blocks."""
 
-    Args:
-        start: the position of the first new token.
-        count: how many new tokens there are (T).
-        room: how many positions there are (S).
+    name: ClassVar[str] = "reference"
 
-    Returns:
-        For each new token and each position whether it is seen.
+    def unsupported(self, problem: AttentionProblem) -> str | None:
+        return None
 
-    >>> seen_positions(1, 2, 4).astype(int).tolist()
-    [[1, 1, 0, 0], [1, 1, 1, 0]]
-    """
-    return jnp.arange(room)[None, :] <= start + jnp.arange(count)[:, None]
+    def run(self, problem: AttentionProblem, *operands: Any) -> jax.Array:
+        return attended(*operands)
 
 
-def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> Float[Array, "B H T h"]:
-    """`softmax(q k^T / sqrt(h)) v` over the positions of all blocks together; heads in groups share a key head.
-
-    Products accumulate in float32 and softmax is float32. The softmax weights are rounded to the dtype of `q` before they
-    meet the values, with the values' scales already in them, relative to the largest of these, so that float16 holds them.
-
-    Args:
-        q: the queries, `G = H / K` of them for each key head.
-        blocks: the positions to attend to. A token that sees none of them gets NaN.
-
-    Returns:
-        The mixed values, in the dtype of `q`.
-
-    Raises:
-        QuantError: when the key heads do not divide the heads, or keys have another head width than `q`.
-
-    >>> k = jnp.ones((1, 1, 2, 4))
-    >>> v = jnp.arange(8.0).reshape(1, 1, 2, 4)
-    >>> attention(jnp.ones((1, 1, 2, 4)), [Block(k, v, seen_positions(0, 2, 2))])[0, 0].tolist()
-    [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
-    """
+def attended(q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> Float[Array, "B H T h"]:
+    """`attention` by plain JAX, which takes a layer's keys and values out of a cache first."""
+    blocks = [block.of_layer() for block in blocks]
     B, H, T, h = q.shape
     K = blocks[0].keys.shape[1]
-    if H % K or blocks[0].keys.shape[-1] != h:
-        raise QuantError(
-            f"q has shape {q.shape} and the keys {blocks[0].keys.shape}; the key heads must divide the heads, and the head "
-            "widths must be the same"
-        )
     grouped = q.reshape(B, K, H // K * T, h)
     scores = [_scores(grouped, block, T) for block in blocks]
     weights = jax.nn.softmax(scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1), axis=-1)
-    ends = [block.is_seen.shape[1] for block in blocks]
+    ends = [block.keys.shape[2] for block in blocks]
     starts = [sum(ends[:i]) for i in range(len(ends))]
     mixed = [
         _mixed(lax.slice_in_dim(weights, start, start + S, axis=-1), block.values, q.dtype)
@@ -107,7 +66,8 @@ def _scores(grouped: Array, block: Block, T: int) -> Float[Array, "B K G T S"]:
     B, K, rows, h = grouped.shape
     product = _product(grouped, _numbers(block.keys, grouped.dtype), 3).reshape(B, K, rows // T, T, -1)
     factor = h**-0.5 if not isinstance(block.keys, QArray) else _beside(block.keys) * h**-0.5
-    return jnp.where(jnp.broadcast_to(block.is_seen, product.shape), product * factor, -jnp.inf)
+    is_seen = jnp.arange(product.shape[-1])[None, :] < block.seen[:, None]  # [T, S]
+    return jnp.where(jnp.broadcast_to(is_seen, product.shape), product * factor, -jnp.inf)
 
 
 def _mixed(weights: Float[Array, "B K G T S"], values: Held, dtype: DTypeLike) -> Float[Array, "B K R h"]:
@@ -144,3 +104,6 @@ def _product(lhs: Array, rhs: Array, over: int) -> Float[Array, "B K M N"]:
     precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
     numbers = (((3,), (over,)), ((0, 1), (0, 1)))
     return lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=jnp.float32)
+
+
+BACKENDS.add("reference", Reference())

@@ -1,0 +1,8 @@
+"""Attention over keys and values that are floating or quantized: the reference in plain JAX, C++ on CPU."""
+
+from .cpu import Cpu as Cpu
+from .dispatch import attention as attention
+from .problem import AttentionProblem as AttentionProblem
+from .problem import Block as Block
+from .problem import seen_positions as seen_positions
+from .reference import BACKENDS as BACKENDS

@@ -1,0 +1,110 @@
+// Attention of some queries over some positions of one head. Included inside a level's namespace.
+
+constexpr int64_t kKeys = 64;         // positions that are met at once
+constexpr int64_t kAtOnce = kAcross * kLanes;
+
+static int64_t UpTo(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+
+// Positions [s, s + n) as float32, each in `ld` numbers, the last of which are zeros.
+static void LoadPositions(const Numbers& of, int64_t s, int64_t n, int64_t width, float* rest, float* out, int64_t ld) {
+  if (of.is_coded) {
+    RowScratch scratch{reinterpret_cast<uint8_t*>(rest), rest + ld + 64, rest + 2 * (ld + 64), rest + 2 * (ld + 64) + kLanes, -1};
+    for (int64_t i = 0; i < n; ++i) DecodeRow(of.codes, s + i, 0, width, scratch, out + i * ld);
+  } else if (of.kind == Float::kF32) {
+    const float* from = static_cast<const float*>(of.floats) + s * width;
+    for (int64_t i = 0; i < n; ++i) std::memcpy(out + i * ld, from + i * width, width * sizeof(float));
+  } else {
+    const uint16_t* from = static_cast<const uint16_t*>(of.floats) + s * width;
+    for (int64_t i = 0; i < n; ++i) {
+      int64_t j = 0;
+      for (; of.kind == Float::kF16 && j + kLanes <= width; j += kLanes) Store(out + i * ld + j, WidenedF16(from + i * width + j));
+      for (; j < width; ++j) {
+        const uint16_t half = from[i * width + j];
+        out[i * ld + j] = of.kind == Float::kBF16 ? FloatOfBrain(half) : FloatOfHalf(half);
+      }
+    }
+  }
+  for (int64_t i = 0; i < n && ld > width; ++i) std::memset(out + i * ld + width, 0, (ld - width) * sizeof(float));
+}
+
+// One row's scores become weights, relative to the largest score so far; what was summed before is brought to it. Scores from
+// `seen` on count nothing.
+static void Weigh(float* score, int64_t seen, float* peak, float* sum, float* mixed, int64_t ld) {
+  for (int64_t i = seen; i < kKeys; ++i) score[i] = -INFINITY;
+  V largest = Load(score);
+  for (int64_t i = kLanes; i < kKeys; i += kLanes) largest = Larger(Load(score + i), largest);
+  const float highest = LargestOfLanes(largest), now = highest > *peak ? highest : *peak;
+  V total = Same(0.0f);
+  for (int64_t i = 0; i < kKeys; i += kLanes) {
+    const V weight = Exponential(Sub(Load(score + i), Same(now)));
+    Store(score + i, weight);
+    total = Add(total, weight);
+  }
+  float before[kLanes];
+  Store(before, Exponential(Same(*peak - now)));
+  *sum = *sum * before[0] + SumOfLanes(total);
+  if (now != *peak) {
+    for (int64_t i = 0; i < ld; i += kLanes) Store(mixed + i, Mul(Load(mixed + i), Same(before[0])));
+  }
+  *peak = now;
+}
+
+// The memory that Attend asks for, in floats.
+static int64_t ScratchOf(int64_t width, int64_t rows) {
+  const int64_t ld = UpTo(width, kAtOnce);
+  return rows * (width + kKeys) + ld * (kKeys + kLanes) + (kKeys + 5) * ld + 8 * 64;
+}
+
+// What `rows` queries see of positions [s0, s1): the largest score of each, the sum of its weights relative to that, and the sum
+// of the values with these weights, in rows of `width` up to whole blocks of registers.
+static void Attend(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64_t s1, float* scratch, const Found& found) {
+  const int64_t width = head.width, ld = UpTo(width, kAtOnce), turned = kKeys + kLanes;
+  float *x = scratch, *score = x + rows * width, *keys = score + rows * kKeys, *plain = keys + ld * turned;
+  float *rest = plain + kKeys * ld, *peak = found.peak, *sum = found.sum, *mixed = found.mixed;
+  const float factor = 1.0f / std::sqrt(static_cast<float>(width));
+  for (int64_t i = 0; i < rows * width; ++i) x[i] = head.Query(r0 * width + i) * factor;
+  for (int64_t i = 0; i < rows * ld; ++i) mixed[i] = 0.0f;
+  for (int64_t r = 0; r < rows; ++r) peak[r] = -INFINITY, sum[r] = 0.0f;
+  for (int64_t s = s0; s < s1; s += kKeys) {
+    const int64_t n = s1 - s < kKeys ? s1 - s : kKeys;
+    LoadPositions(head.keys, s, n, width, rest, plain, ld);
+    for (int64_t i = n; i < UpTo(n, kLanes); ++i) std::memset(plain + i * ld, 0, ld * sizeof(float));
+    for (int64_t i = 0; i < n; i += kLanes) {
+      for (int64_t k = 0; k < width; k += kLanes) Turn(plain + i * ld + k, ld, keys + k * turned + i, turned);
+    }
+    std::memset(score, 0, rows * kKeys * sizeof(float));
+    for (int64_t i = 0; i < n; i += kAtOnce) {
+      for (int64_t r = 0; r < rows; r += kRows) {
+        BlockOf(rows - r)(x + r * width, width, keys + i, turned, width, score + r * kKeys + i, kKeys);
+      }
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const int64_t left = head.Seen(r0 + r) - s, seen = left < 0 ? 0 : left < n ? left : n;
+      if (seen > 0) Weigh(score + r * kKeys, seen, peak + r, sum + r, mixed + r * ld, ld);
+      else std::memset(score + r * kKeys, 0, kKeys * sizeof(float));
+    }
+    const bool as_is = !head.values.is_coded && head.values.kind == Float::kF32 && ld == width;
+    if (!as_is) LoadPositions(head.values, s, n, width, rest, plain, ld);
+    const float* values = as_is ? static_cast<const float*>(head.values.floats) + s * width : plain;
+    for (int64_t i = 0; i < ld; i += kAtOnce) {
+      for (int64_t r = 0; r < rows; r += kRows) {
+        BlockOf(rows - r)(score + r * kKeys, kKeys, values + i, ld, n, mixed + r * ld + i, ld);
+      }
+    }
+  }
+}
+
+// What was found of one row in several parts, one behind the other by `apart` rows, as one: the mixture of all values that it saw.
+// NaN where it saw none.
+static void Join(const Found& found, int64_t row, int64_t parts, int64_t apart, int64_t width, float* out) {
+  const int64_t ld = UpTo(width, kAtOnce);
+  float highest = -INFINITY, total = 0.0f, factor[kLanes];
+  for (int64_t i = 0; i < parts; ++i) highest = found.peak[row + i * apart] > highest ? found.peak[row + i * apart] : highest;
+  for (int64_t j = 0; j < width; ++j) out[j] = 0.0f;
+  for (int64_t i = 0, at = row; i < parts; ++i, at += apart) {
+    Store(factor, Exponential(Same(found.peak[at] - highest)));
+    total += found.sum[at] * factor[0];
+    for (int64_t j = 0; j < width; ++j) out[j] += found.mixed[at * ld + j] * factor[0];
+  }
+  for (int64_t j = 0; j < width; ++j) out[j] /= total;
+}

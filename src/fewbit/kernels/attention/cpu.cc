@@ -1,0 +1,232 @@
+// Attention over a cache of keys and values on CPUs: floats or packed codes, read where they lie.
+//
+// Layout. A cache is [L, B, K, S, width]; the layer is an index, so that a network's loop over layers copies nothing. 64
+// positions of a head are decoded to float32 and turned, so that vectors of positions meet one number of a query; weights then
+// meet vectors of the values. Both are the products of qmatmul's panels (outer.h): 6 rows by 4 vectors of sums in registers.
+// Queries that share a head of keys are rows of one product, so each position is read and decoded once for all of them.
+//
+// The softmax is made on the way (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): weights are taken
+// relative to the largest score so far, and what is summed is brought to a larger one. No score goes to memory beyond 64
+// positions of the rows at hand. Positions that no row at hand sees are not read: half of them when a prompt is read, and
+// all that is not written yet of a cache's room.
+//
+// Work is split by rows, and by runs of 512 positions where there are few rows; the runs are joined in order. How, hangs on
+// shapes and on what is seen, not on threads, so that any number of them gives the same bits.
+#include <cmath>
+#include <cstring>
+#include <memory>
+
+#include "isa.h"
+#include "job.h"
+#include "module.h"
+#include "parallel.h"
+#include "workspace.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace fewbit {
+
+#define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
+namespace portable {
+#include "lanes.h"
+#include "../qmatmul/decode.h"
+#include "../qmatmul/outer.h"
+#include "../qmatmul/turn.h"
+#include "exponential.h"
+#include "attend.h"
+}  // namespace portable
+#undef FEWBIT_LEVEL
+
+#if FEWBIT_X86
+#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
+FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
+namespace avx2 {
+#include "lanes.h"
+#include "../qmatmul/decode.h"
+#include "../qmatmul/outer.h"
+#include "../qmatmul/turn.h"
+#include "exponential.h"
+#include "attend.h"
+}  // namespace avx2
+FEWBIT_END
+#undef FEWBIT_LEVEL
+
+#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX512
+FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
+namespace avx512 {
+#include "lanes.h"
+#include "../qmatmul/decode.h"
+#include "../qmatmul/outer.h"
+#include "../qmatmul/turn.h"
+#include "exponential.h"
+#include "attend.h"
+}  // namespace avx512
+FEWBIT_END
+#undef FEWBIT_LEVEL
+#endif
+
+namespace ffi = xla::ffi;
+
+struct Level {
+  decltype(&portable::Attend) attend;
+  decltype(&portable::ScratchOf) scratch;
+  decltype(&portable::Join) join;
+  int64_t unit;  // what the length of a row of sums is a multiple of
+};
+
+static Level LevelOf(Isa isa) {
+#if FEWBIT_X86
+  if (isa == Isa::kAvx512) return {avx512::Attend, avx512::ScratchOf, avx512::Join, avx512::kAtOnce};
+  if (isa == Isa::kAvx2) return {avx2::Attend, avx2::ScratchOf, avx2::Join, avx2::kAtOnce};
+#endif
+  return {portable::Attend, portable::ScratchOf, portable::Join, portable::kAtOnce};
+}
+
+static bool FloatOf(ffi::DataType type, Float* kind) {
+  if (type == ffi::F32) *kind = Float::kF32;
+  else if (type == ffi::BF16) *kind = Float::kBF16;
+  else if (type == ffi::F16) *kind = Float::kF16;
+  else return false;
+  return true;
+}
+
+static int64_t SizeOf(Float kind) { return kind == Float::kF32 ? 4 : 2; }
+
+// The keys or the values of a cache [L, B, K, S, width or bytes].
+struct Cache {
+  Numbers of_head;
+  int64_t heads, stride, scale_heads, scale_stride, scale_size;  // strides in bytes from one head to the next
+  int64_t batch;
+
+  // Null, or what is wrong.
+  const char* Take(const ffi::AnyBuffer& data, const ffi::AnyBuffer& scale, const ffi::BufferR1<ffi::F32>& table,
+                   const ffi::BufferR1<ffi::F32>& values, int64_t bits, int64_t codes, float unit, int64_t width) {
+    const auto shape = data.dimensions();
+    if (shape.size() != 5) return "attention takes keys and values [L, B, K, S, width]";
+    batch = shape[1], heads = shape[2];
+    of_head.floats = data.untyped_data();
+    of_head.is_coded = data.element_type() == ffi::U8;
+    if (!of_head.is_coded) {
+      if (!FloatOf(data.element_type(), &of_head.kind) || shape[4] != width) return "attention takes floats of the queries' width";
+      stride = shape[3] * width * SizeOf(of_head.kind);
+      return nullptr;
+    }
+    const auto scales = scale.dimensions();
+    if (scales.size() != 5 || values.element_count() != 256) return "attention was called with scales of the wrong form";
+    Weight& w = of_head.codes;
+    w = Weight{};
+    w.codes = data.typed_data<uint8_t>();
+    w.rows = shape[3], w.cols = width, w.row_stride = shape[4], w.bits = static_cast<int>(bits), w.packed_cols = true;
+    w.kind = static_cast<Codes>(codes), w.values = values.typed_data(), w.unit = unit;
+    w.row_tile = 1, w.col_tile = width, w.tiles_per_row = 1, w.role = Zero::kNone;
+    Float kind = Float::kF32;
+    if (scale.element_type() == ffi::U8 && table.element_count() == 256) w.scale.holder = Holder::kTable;
+    else if (FloatOf(scale.element_type(), &kind)) w.scale.holder = static_cast<Holder>(kind);
+    else return "attention was called with scales of the wrong form";
+    w.scale.data = scale.untyped_data(), w.scale.table = table.typed_data();
+    stride = shape[3] * shape[4], scale_heads = scales[2];
+    scale_size = w.scale.holder == Holder::kTable ? 1 : SizeOf(kind), scale_stride = scales[3] * scale_size;
+    return nullptr;
+  }
+
+  Numbers At(int64_t layer, int64_t b, int64_t head) const {
+    Numbers found = of_head;
+    const int64_t row = layer * batch + b, offset = (row * heads + head) * stride;
+    if (!found.is_coded) {
+      found.floats = static_cast<const char*>(found.floats) + offset;
+      return found;
+    }
+    found.codes.codes += offset;
+    const int64_t held = row * scale_heads + (scale_heads == 1 ? 0 : head);
+    found.codes.scale.data = static_cast<const char*>(found.codes.scale.data) + held * scale_stride;
+    return found;
+  }
+};
+
+static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer key_scale,
+                            ffi::BufferR1<ffi::F32> key_table, ffi::BufferR1<ffi::F32> key_numbers, ffi::AnyBuffer values,
+                            ffi::AnyBuffer value_scale, ffi::BufferR1<ffi::F32> value_table,
+                            ffi::BufferR1<ffi::F32> value_numbers, ffi::BufferR1<ffi::S32> seen, ffi::BufferR1<ffi::S32> layer,
+                            ffi::Result<ffi::AnyBuffer> out, int64_t key_bits, int64_t key_codes, float key_unit,
+                            int64_t value_bits, int64_t value_codes, float value_unit, int64_t level) {
+  const auto shape = q.dimensions();
+  Float kind;
+  if (shape.size() != 4 || !FloatOf(q.element_type(), &kind) || out->element_type() != q.element_type()) {
+    return ffi::Error::InvalidArgument("attention takes and gives [B, H, T, width] of float32, bfloat16 or float16");
+  }
+  const int64_t batch = shape[0], tokens = shape[2], width = shape[3];
+  Cache k, v;
+  const char* wrong = k.Take(keys, key_scale, key_table, key_numbers, key_bits, key_codes, key_unit, width);
+  if (wrong == nullptr) wrong = v.Take(values, value_scale, value_table, value_numbers, value_bits, value_codes, value_unit, width);
+  if (wrong != nullptr) return ffi::Error::InvalidArgument(wrong);
+  const int64_t layers = keys.dimensions()[0], positions = keys.dimensions()[3], heads = k.heads, asked = layer.typed_data()[0];
+  const int64_t at = asked < 0 ? 0 : asked < layers ? asked : layers - 1, rows = shape[1] / heads * tokens;
+  Head any{};
+  any.width = width, any.positions = positions, any.kind = kind, any.tokens = tokens, any.seen = seen.typed_data();
+  int64_t most = 0;
+  for (int64_t t = 0; t < tokens; ++t) most = any.Seen(t) > most ? any.Seen(t) : most;
+
+  constexpr int64_t kRowsOfChunk = 96, kRun = 512;
+  const int64_t blocks = (rows + kRowsOfChunk - 1) / kRowsOfChunk;
+  const int64_t parts = blocks == 1 && most > kRun ? (most + kRun - 1) / kRun : 1;
+  const Isa isa = level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
+  const Level run = LevelOf(isa);
+  const int64_t ld = (width + run.unit - 1) / run.unit * run.unit;
+  const int64_t chunks = batch * heads * blocks * parts, apart = parts > 1 ? rows : 0;
+  // Of rows that several chunks share: the parts of a head's rows one after the other.
+  std::unique_ptr<float[]> shared(parts > 1 ? new float[chunks * rows * (ld + 2)] : nullptr);
+  const auto found_in = [&](float* memory, int64_t count) { return Found{memory, memory + count, memory + 2 * count}; };
+  const Found all = found_in(shared.get(), chunks * rows);
+  const auto store = [&](const Found& found, int64_t row, int64_t to, float* joined) {
+    run.join(found, row, parts, apart, width, joined);
+    for (int64_t j = 0; j < width; ++j) StoreFloat(out->untyped_data(), kind, to * width + j, joined[j]);
+  };
+  const auto attend = [&](int64_t chunk) {
+    const int64_t part = chunk % parts, block = chunk / parts % blocks, head = chunk / parts / blocks;
+    const int64_t r0 = block * kRowsOfChunk, count = rows - r0 < kRowsOfChunk ? rows - r0 : kRowsOfChunk;
+    Head one = any;
+    one.keys = k.At(at, head / heads, head % heads), one.values = v.At(at, head / heads, head % heads);
+    one.queries = static_cast<const char*>(q.untyped_data()) + head * rows * width * SizeOf(kind);
+    int64_t end = 0;
+    for (int64_t r = r0; r < r0 + count; ++r) end = one.Seen(r) > end ? one.Seen(r) : end;
+    if (parts > 1 && end > (part + 1) * kRun) end = (part + 1) * kRun;
+    const int64_t scratch = run.scratch(width, count);
+    float* memory = Workspace(scratch + count * (ld + 2) + width);
+    const Found own = found_in(memory + scratch, count);
+    const Found parted{all.peak + chunk * rows, all.sum + chunk * rows, all.mixed + chunk * rows * ld};
+    run.attend(one, r0, count, part * kRun, end, memory, parts > 1 ? parted : own);
+    for (int64_t r = 0; parts == 1 && r < count; ++r) store(own, r, head * rows + r0 + r, own.mixed + count * ld);
+  };
+  constexpr int64_t kWorthThreads = 1 << 19;  // multiply-adds that take longer, about 10 us, than waking a thread
+  if (batch * heads * rows * most * width * 2 >= kWorthThreads) ParallelFor(pool, chunks, attend);
+  else for (int64_t chunk = 0; chunk < chunks; ++chunk) attend(chunk);
+  std::unique_ptr<float[]> joined(new float[width]);
+  for (int64_t i = 0; parts > 1 && i < batch * heads * rows; ++i) store(all, i / rows * parts * rows + i % rows, i, joined.get());
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(attention, Attention,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()           // queries [B, H, T, width]
+                           .Arg<ffi::AnyBuffer>()           // keys [L, B, K, S, width], or their codes [L, B, K, S, bytes]
+                           .Arg<ffi::AnyBuffer>()           // their scales [L, B, K or 1, S, 1], if they are codes
+                           .Arg<ffi::BufferR1<ffi::F32>>()  // the numbers of stored scales, if they are bytes
+                           .Arg<ffi::BufferR1<ffi::F32>>()  // the numbers of the format, if they are codes
+                           .Arg<ffi::AnyBuffer>()           // values, and so on
+                           .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::BufferR1<ffi::F32>>()
+                           .Arg<ffi::BufferR1<ffi::F32>>()
+                           .Arg<ffi::BufferR1<ffi::S32>>()  // how many positions each token sees [T]
+                           .Arg<ffi::BufferR1<ffi::S32>>()  // the layer [1]
+                           .Ret<ffi::AnyBuffer>()           // [B, H, T, width]
+                           .Attr<int64_t>("key_bits")
+                           .Attr<int64_t>("key_codes")
+                           .Attr<float>("key_unit")
+                           .Attr<int64_t>("value_bits")
+                           .Attr<int64_t>("value_codes")
+                           .Attr<float>("value_unit")
+                           .Attr<int64_t>("level"));
+
+}  // namespace fewbit
+
+FEWBIT_MODULE(_cpu, {"fewbit_attention", reinterpret_cast<void*>(fewbit::attention)})

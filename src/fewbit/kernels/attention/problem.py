@@ -1,0 +1,100 @@
+"""What attention is over: positions with their keys and values, and how many of them each new token sees."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TypeAlias, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ...array import QArray
+from ...errors import QuantError
+from ..qmatmul.problem import Operand
+
+Held: TypeAlias = Float[Array, "*L B K S h"] | QArray
+H = TypeVar("H")
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """Some positions with their keys and values, of which each new token sees the first few.
+
+    Attributes:
+        keys: `[B, K, S, h]`, floating or quantized by a scheme that `KVPolicy` takes; with `layer`, `[L, B, K, S, h]`.
+        values: likewise.
+        seen: for each new token how many of the positions it attends to, from the first on.
+        layer: which layer's keys and values are meant, of those of a whole cache; kernels read them where they lie.
+    """
+
+    keys: Held
+    values: Held
+    seen: Int[Array, " T"]
+    layer: Int[Array, ""] | int | None = None
+
+    def of_layer(self) -> "Block":
+        """The same positions, those of the one layer taken out."""
+        if self.layer is None:
+            return self
+        return Block(taken(self.keys, self.layer), taken(self.values, self.layer), self.seen)
+
+
+def taken(held: H, layer: Int[Array, ""] | int) -> H:
+    """What one layer holds, of arrays or quantized arrays with layers in front."""
+    index = jnp.int32(layer)
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), held)
+
+
+def seen_positions(start: Int[Array, ""] | int, count: int) -> Int[Array, " T"]:
+    """How many positions each new token sees: its own and those before it.
+
+    Args:
+        start: the position of the first new token.
+        count: how many new tokens there are (T).
+
+    Returns:
+        For each new token the number of positions from the first on.
+
+    >>> seen_positions(4, 3).tolist()
+    [5, 6, 7]
+    """
+    return jnp.int32(start) + jnp.arange(1, count + 1, dtype=jnp.int32)
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionProblem:
+    """Attention of some queries over some blocks: all that a backend needs to say whether it can compute it.
+
+    Attributes:
+        q: the queries, `[B, H, T, h]`.
+        keys: those of each block.
+        values: likewise.
+        has_layers: for each block whether it names a layer of a whole cache.
+    """
+
+    q: Operand
+    keys: tuple[Operand, ...]
+    values: tuple[Operand, ...]
+    has_layers: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> "AttentionProblem":
+        """The description of operands.
+
+        Raises:
+            QuantError: when the key heads do not divide the heads, or keys have another head width than `q`.
+        """
+        held = blocks[0].keys
+        shape = held.shape if blocks[0].layer is None else held.shape[1:]
+        if q.shape[1] % shape[1] or shape[-1] != q.shape[-1]:
+            raise QuantError(
+                f"q has shape {q.shape} and the keys {shape}; the key heads must divide the heads, and the head widths must "
+                "be the same"
+            )
+        keys, values = (tuple(Operand.of(getattr(b, name)) for b in blocks) for name in ("keys", "values"))
+        return cls(Operand.of(q), keys, values, tuple(b.layer is not None for b in blocks))
+
+    def __str__(self) -> str:
+        held = ", ".join(f"keys={k} values={v}" for k, v in zip(self.keys, self.values, strict=True))
+        return f"q={self.q} {held}"
