@@ -38,7 +38,7 @@ test-fast: $(VENV)/.ready-fast ## the tests that are quick and need no other qua
 test-newest: newest-environment ## the fast tests with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
 	@[ -n "$$(.ci/newest-python)" ] || exit 0; \
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
-	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or (not slow and not oracle)"
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or oracle or once)"
 
 newest-environment:
 	@python=$$(.ci/newest-python); \

@@ -41,7 +41,7 @@ def copies(fn, *args) -> int:
     return sum("dynamic_slice" in line and "xui8>" in line for line in jax.jit(fn).lower(*args).as_text().splitlines())
 
 
-@pytest.mark.parametrize("scheme", ["q4_1", "nvfp4", "int8"])
+@pytest.mark.parametrize("scheme", [pytest.param("q4_1", marks=pytest.mark.slow), "nvfp4", "int8"])
 def test_a_loop_reads_its_weights_where_they_lie(scheme):
     q, x = stack(scheme), jax.random.normal(jax.random.key(1), (2, WIDTH))
     fn = fb.transparent(through)
