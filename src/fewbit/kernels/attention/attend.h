@@ -5,10 +5,16 @@ constexpr int64_t kAtOnce = kAcross * kLanes;
 
 static int64_t UpTo(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
-// Positions [s, s + n) as float32, each in `ld` numbers, the last of which are zeros.
+// Positions [s, s + n) as float32, each in `ld` numbers, the last of which are zeros. `out` has room for a vector more.
 static void LoadPositions(const Numbers& of, int64_t s, int64_t n, int64_t width, float* rest, float* out, int64_t ld) {
-  if (of.is_coded) {
-    RowScratch scratch{reinterpret_cast<uint8_t*>(rest), rest + ld + 64, rest + 2 * (ld + 64), rest + 2 * (ld + 64) + kLanes, -1};
+  const int64_t at_once = of.is_coded && of.codes.rows == 1 ? n : 1;  // codes of several positions are one row where no bit is between
+  const int64_t room = at_once * width + 64;
+  float *values = rest + room, *scale = values + room, *zero = scale + kKeys + 16, *row = ld == width ? out : zero + 16;
+  RowScratch scratch{reinterpret_cast<uint8_t*>(rest), values, scale, zero, -1};
+  if (at_once == n && of.is_coded) {
+    DecodeRow(of.codes, 0, s * width, n * width, scratch, row);
+    for (int64_t i = 0; i < n && row != out; ++i) std::memcpy(out + i * ld, row + i * width, width * sizeof(float));
+  } else if (of.is_coded) {
     for (int64_t i = 0; i < n; ++i) DecodeRow(of.codes, s + i, 0, width, scratch, out + i * ld);
   } else if (of.kind == Float::kF32) {
     const float* from = static_cast<const float*>(of.floats) + s * width;
@@ -25,6 +31,13 @@ static void LoadPositions(const Numbers& of, int64_t s, int64_t n, int64_t width
     }
   }
   for (int64_t i = 0; i < n && ld > width; ++i) std::memset(out + i * ld + width, 0, (ld - width) * sizeof(float));
+}
+
+// `LoadPositions` into `memory`, or where the numbers lie already, in `ld` each: floats, of which `count` positions are there.
+static const float* Positions(const Numbers& of, int64_t s, int64_t n, int64_t count, int64_t width, int64_t ld, float* rest, float* memory) {
+  if (!of.is_coded && of.kind == Float::kF32 && ld == width && s + n <= count) return static_cast<const float*>(of.floats) + s * width;
+  LoadPositions(of, s, s + n < count ? n : count - s, width, rest, memory, ld);
+  return memory;
 }
 
 // One row's scores become weights, relative to the largest score so far; what was summed before is brought to it. Scores from
@@ -52,7 +65,7 @@ static void Weigh(float* score, int64_t seen, float* peak, float* sum, float* mi
 // The memory that Attend asks for, in floats.
 static int64_t ScratchOf(int64_t width, int64_t rows) {
   const int64_t ld = UpTo(width, kAtOnce);
-  return rows * (width + kKeys) + ld * (kKeys + kLanes) + (kKeys + 5) * ld + 8 * 64;
+  return rows * (width + kKeys) + ld * (kKeys + kLanes) + kKeys * (ld + 3 * width) + 8 * 64;
 }
 
 // What `rows` queries see of positions [s0, s1): the largest score of each, the sum of its weights relative to that, and the sum
@@ -60,17 +73,17 @@ static int64_t ScratchOf(int64_t width, int64_t rows) {
 static void Attend(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64_t s1, float* scratch, const Found& found) {
   const int64_t width = head.width, ld = UpTo(width, kAtOnce), turned = kKeys + kLanes;
   float *x = scratch, *score = x + rows * width, *keys = score + rows * kKeys, *plain = keys + ld * turned;
-  float *rest = plain + kKeys * ld, *peak = found.peak, *sum = found.sum, *mixed = found.mixed;
+  float *rest = plain + kKeys * ld + 64, *peak = found.peak, *sum = found.sum, *mixed = found.mixed;
   const float factor = 1.0f / std::sqrt(static_cast<float>(width));
   for (int64_t i = 0; i < rows * width; ++i) x[i] = head.Query(r0 * width + i) * factor;
   for (int64_t i = 0; i < rows * ld; ++i) mixed[i] = 0.0f;
   for (int64_t r = 0; r < rows; ++r) peak[r] = -INFINITY, sum[r] = 0.0f;
   for (int64_t s = s0; s < s1; s += kKeys) {
     const int64_t n = s1 - s < kKeys ? s1 - s : kKeys;
-    LoadPositions(head.keys, s, n, width, rest, plain, ld);
-    for (int64_t i = n; i < UpTo(n, kLanes); ++i) std::memset(plain + i * ld, 0, ld * sizeof(float));
+    // Whole vectors of positions: what those beyond n score is not looked at.
+    const float* numbers = Positions(head.keys, s, UpTo(n, kLanes), head.positions, width, ld, rest, plain);
     for (int64_t i = 0; i < n; i += kLanes) {
-      for (int64_t k = 0; k < width; k += kLanes) Turn(plain + i * ld + k, ld, keys + k * turned + i, turned);
+      for (int64_t k = 0; k < width; k += kLanes) Turn(numbers + i * ld + k, ld, keys + k * turned + i, turned);
     }
     std::memset(score, 0, rows * kKeys * sizeof(float));
     for (int64_t i = 0; i < n; i += kAtOnce) {
@@ -83,9 +96,7 @@ static void Attend(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64
       if (seen > 0) Weigh(score + r * kKeys, seen, peak + r, sum + r, mixed + r * ld, ld);
       else std::memset(score + r * kKeys, 0, kKeys * sizeof(float));
     }
-    const bool as_is = !head.values.is_coded && head.values.kind == Float::kF32 && ld == width;
-    if (!as_is) LoadPositions(head.values, s, n, width, rest, plain, ld);
-    const float* values = as_is ? static_cast<const float*>(head.values.floats) + s * width : plain;
+    const float* values = Positions(head.values, s, n, head.positions, width, ld, rest, plain);
     for (int64_t i = 0; i < ld; i += kAtOnce) {
       for (int64_t r = 0; r < rows; r += kRows) {
         BlockOf(rows - r)(score + r * kKeys, kKeys, values + i, ld, n, mixed + r * ld + i, ld);

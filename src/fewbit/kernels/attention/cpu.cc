@@ -118,6 +118,7 @@ struct Cache {
     w.rows = shape[3], w.cols = width, w.row_stride = shape[4], w.bits = static_cast<int>(bits), w.packed_cols = true;
     w.kind = static_cast<Codes>(codes), w.values = values.typed_data(), w.unit = unit;
     w.row_tile = 1, w.col_tile = width, w.tiles_per_row = 1, w.role = Zero::kNone;
+    if (width * bits == 8 * shape[4]) w.rows = 1, w.cols *= shape[3], w.row_stride *= shape[3], w.tiles_per_row = shape[3];
     Float kind = Float::kF32;
     if (scale.element_type() == ffi::U8 && table.element_count() == 256) w.scale.holder = Holder::kTable;
     else if (FloatOf(scale.element_type(), &kind)) w.scale.holder = static_cast<Holder>(kind);

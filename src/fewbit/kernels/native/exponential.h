@@ -5,10 +5,14 @@ typedef int32_t Whole32 __attribute__((vector_size(4 * kLanes)));
 static inline V Larger(V a, V b) { return (V)((a > b) ? (Whole32)a : (Whole32)b); }  // b where either is NaN
 
 static inline float LargestOfLanes(V v) {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+  return _mm512_reduce_max_ps(v);
+#else
   float lane[kLanes];
   Store(lane, v);
   for (int i = 1; i < kLanes; ++i) lane[0] = lane[i] > lane[0] ? lane[i] : lane[0];
   return lane[0];
+#endif
 }
 
 // e**x for x of at most 0, to 2 units in the last place; exact zero below -87, where float32 would be subnormal. NaN stays NaN.
