@@ -26,7 +26,7 @@ demo: $(VENV)/.ready-demo ## quantizes a real language model five ways and print
 	@$(BIN)/fewbit demo
 
 # The two environments are set up side by side: for most of that time each waits for one file that a compiler works on.
-test: ## everything: the fast tests on the newest JAX, then the whole suite
+test: ## the fast tests on the newest JAX, then the whole suite but for the brute force of test-long
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(VENV)/.ready-test newest-environment || $(MAKE) --question $(VENV)/.ready-test
 	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The whole suite follows; make test fails whatever it says."; \
