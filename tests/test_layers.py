@@ -97,6 +97,7 @@ def is_face(path: Path) -> bool:
     return any(inner.match(f"{face}*.py" if face.endswith("/") else face) for face in FACES)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", SOURCES, ids=source_id)
 def test_a_layer_imports_only_what_stands_left_of_it(path: Path) -> None:
     own = part_of(module_name(path))
@@ -113,6 +114,7 @@ def test_a_layer_imports_only_what_stands_left_of_it(path: Path) -> None:
         )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", SOURCES, ids=source_id)
 def test_only_hard_dependencies_are_imported_at_the_top(path: Path) -> None:
     for line, name in imports(path, top_only=True):
@@ -123,6 +125,7 @@ def test_only_hard_dependencies_are_imported_at_the_top(path: Path) -> None:
         )
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", SOURCES, ids=source_id)
 def test_private_jax_is_read_in_one_file_only(path: Path) -> None:
     private = [f"{path}:{line} {name}" for line, name in imports(path) if name.startswith(("jax._src", "jaxlib."))]
@@ -147,6 +150,7 @@ def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple
             yield from public_definitions(node.body, f"{prefix}{node.name}.")
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("path", SOURCES, ids=source_id)
 def test_a_file_and_its_public_definitions_say_what_they_are(path: Path) -> None:
     tree = ast.parse(path.read_text())

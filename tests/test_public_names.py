@@ -46,6 +46,7 @@ def test_the_name_is_there(name: PublicName) -> None:
     assert hasattr(importlib.import_module(module), attribute)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
 def test_the_first_paragraph_is_a_sentence(name: PublicName) -> None:
     assert name.docstring, (
@@ -55,6 +56,7 @@ def test_the_first_paragraph_is_a_sentence(name: PublicName) -> None:
     assert first.endswith((".", "?", ":")), f"{name.path} starts with {first!r}, which is not a sentence"
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
 def test_what_it_takes_and_gives_is_said(name: PublicName) -> None:
     node, text = name.node, name.docstring or ""

@@ -34,7 +34,7 @@ def test_a_process_ends_with_the_status_and_one_line(tmp_path):
 
 @pytest.mark.slow
 def test_ctrl_c_leaves_what_stood_and_a_second_run_finishes(tmp_path):
-    shapes = [(8, 32 * (i + 1)) for i in range(40)]  # each compiles anew, so there is time to interrupt
+    shapes = [(8, 32 * (i + 1)) for i in range(12)]  # each compiles anew, so there is time to interrupt
     np.savez(tmp_path / "a.npz", **{f"w{i:02}": np.ones(shape, np.float32) for i, shape in enumerate(shapes)})
     arguments = [*COMMAND, "quantize", "a.npz", "-o", "out", "-r", "nvfp4", "--overwrite"]
     io.write(tmp_path / "out", {"old": np.ones(3, np.float32)})
@@ -54,4 +54,4 @@ def test_ctrl_c_leaves_what_stood_and_a_second_run_finishes(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "out"}
     done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
-    assert len(io.read(tmp_path / "out").tensors) == 40
+    assert len(io.read(tmp_path / "out").tensors) == 12

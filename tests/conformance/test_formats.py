@@ -19,6 +19,9 @@ _SIBLINGS = {f"{sign}int{b}{end}" for sign in ("", "u") for b in range(1, 9) for
 
 _FEW = ("int4", "e4m3fn", "e2m1", "e8m0", "nf4", "dynamic8", "ternary")
 
+# Of these, those that `make test` leaves out where every format is compiled or drawn from anew: `make test-long` has them all.
+_LONG = [pytest.mark.slow, pytest.mark.long]
+
 each_format = pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SIBLINGS else []) for n in FORMATS.names()]
 )
@@ -74,7 +77,7 @@ def test_input_dtypes(name: str):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FEW else [pytest.mark.slow]) for n in FORMATS.names()])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=_LONG if n in _SIBLINGS else []) for n in FORMATS.names()])
 def test_jit_and_vmap(name: str):
     laws.check_transforms(FORMATS[name])
 
@@ -86,7 +89,7 @@ def test_stochastic_rounding_is_unbiased(name: str):
 
 
 @pytest.mark.slow
-@each_format
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in _FEW else _LONG) for n in FORMATS.names()])
 def test_stochastic_rounding_is_unbiased_over_many_draws(name: str):
     laws.check_stochastic(FORMATS[name], draws=2**22, seed=1)
 

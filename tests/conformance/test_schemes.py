@@ -18,7 +18,7 @@ ALL = list(fb.SCHEMES.names())
 # Every scheme is compiled, which takes its time: those that differ from a tested sibling by their width, their element or
 # one field only are left to the full run. A scheme that is added is in the fast run.
 _INTEGERS = {f"{sign}int{b}{end}" for sign in ("", "u") for b in range(2, 9) for end in ("", "_narrow")}
-_SIBLINGS = _INTEGERS - {"int3", "int8", "int4_narrow", "uint4"} | {
+SIBLINGS = _INTEGERS - {"int3", "int8", "int4_narrow", "uint4"} | {
     *("fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_tensor", "fp4", "bnb_fp4", "q8_0", "q5_0", "q5_1"),
     *("mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "nvfp4_absmax", "nvint4"),
     *("int4_aqt", "int8_aqt", "fp8_e5m2_tensor", "fp8_e4m3fnuz_tensor", "fp8_e5m2fnuz_tensor", "mxfp8_rceil"),
@@ -26,10 +26,15 @@ _SIBLINGS = _INTEGERS - {"int3", "int8", "int4_narrow", "uint4"} | {
 _FEW = ("int8", "uint4", "nf4", "q4_1", "mxfp4", "nvfp4_16x16")
 
 
-def schemes(names: list[str], fast: Iterable[str] = frozenset(ALL) - _SIBLINGS) -> pytest.MarkDecorator:
-    """A test for each of these schemes; a slow one for those that are not in `fast`."""
-    params = [pytest.param(n, marks=[] if n in fast else [pytest.mark.slow]) for n in names]
-    return pytest.mark.parametrize("name", params)
+def schemes(
+    names: list[str], fast: Iterable[str] = frozenset(ALL) - SIBLINGS, *, long: Iterable[str] = ()
+) -> pytest.MarkDecorator:
+    """A test for each of these schemes: a slow one for those that are not in `fast`, and for those in `long` one of `make test-long`."""
+
+    def marks(name: str) -> list[pytest.MarkDecorator]:
+        return [] if name in fast else [pytest.mark.slow, pytest.mark.long] if name in long else [pytest.mark.slow]
+
+    return pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in names])
 
 
 each_scheme = schemes(ALL)
@@ -77,7 +82,7 @@ def test_dequantize_is_its_formula(name: str, case: str):
     np.testing.assert_array_equal(dense[case], laws.numpy_dequantize(each[case]))
 
 
-@schemes(ALL, _FEW)
+@schemes(ALL, _FEW, long=SIBLINGS)
 def test_jit_and_vmap_give_the_bytes_of_eager(name: str):
     eager = fb.quantize(jnp.asarray(laws.case("normal")), name)
     assert_same(name, laws.results(name)[2]["normal"], eager)
@@ -171,8 +176,7 @@ def test_scaling_by_a_power_of_two_scales_the_result(name: str):
     np.testing.assert_array_equal(dense["scaled"], dense["normal"] * np.float32(2.0**-60))
 
 
-@pytest.mark.slow
-@each_scheme
+@schemes(ALL, (), long=SIBLINGS)  # packing of every width along every axis is tested in array/test_packing.py
 def test_quantizing_the_transpose_is_transposing_the_quantized(name: str):
     x = jnp.asarray(laws.case("normal"))
     other = jax.jit(lambda x: fb.quantize(x, name, axis=-2))(x.T)
@@ -182,13 +186,11 @@ def test_quantizing_the_transpose_is_transposing_the_quantized(name: str):
     assert q.scheme.name == q.T.scheme.name == name
 
 
-@pytest.mark.slow
-@schemes([n for n in ALL if fb.SCHEMES[n].format.bits < 8 or n in ("int8", "fp8")], ("int8", "mxfp4"))
+@schemes([n for n in ALL if fb.SCHEMES[n].format.bits < 8 or n in ("int8", "fp8")], (), long=SIBLINGS)
 def test_half_precision_is_widened(name: str):
     dtype = (jnp.float16, jnp.bfloat16)[ALL.index(name) % 2]  # by turns: which one is nothing that a scheme sees
     x = jnp.asarray(laws.case("normal")).astype(dtype)
-    q = jax.jit(lambda x: fb.quantize(x, name))(x)
-    wide = jax.jit(lambda x: fb.quantize(x, name))(x.astype(jnp.float32))
+    q, wide = fb.quantize(x, name), fb.quantize(x.astype(jnp.float32), name)
     assert q.dtype == jnp.dtype(dtype) and fb.dequantize(q).dtype == dtype
     assert_same_bytes(q.astype(jnp.float32), wide)
     np.testing.assert_array_equal(fb.dequantize(q, jnp.float32), fb.dequantize(wide))

@@ -79,7 +79,7 @@ def decoded(tensor):
     return np.asarray(tensor.qvalue, np.float64) * np.asarray(tensor.scale[0], np.float64)
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)], ids=["bskd", "bksd"])
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), pytest.param((0, 2, 1, 3), marks=pytest.mark.slow)], ids=["bskd", "bksd"])
 @pytest.mark.parametrize(("name", "axis"), KINDS)
 def test_attention_reads_what_the_cache_was_given(name, axis, order):
     quant = KVQuant(name, axis)

@@ -27,6 +27,7 @@ def quantized(schemes: dict[str, str | fb.Scheme]):
 ALIKE = {name: fb.scheme("q4_1") for name in ("q", "k", "v", "gate", "up")}
 
 
+@pytest.mark.slow
 def test_joined_matrices_compute_what_their_parts_do():
     params, tokens = quantized(ALIKE), random_tokens(SMALL, 2, 8)
     joined = join_products(params)

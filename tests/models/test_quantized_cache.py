@@ -85,6 +85,7 @@ def test_greedy_generation_begins_as_with_a_float_cache():
     assert [row[:3] for row in rounded] == [row[:3] for row in plain]
 
 
+@pytest.mark.slow
 def test_coarse_keys_and_values_write_something_else():
     write = functools.partial(generate, PARAMS, TOKENS[:, :5], SMALL, max_new_tokens=8)
     assert write(kv=kv_policy("ternary")).rows() != write().rows()

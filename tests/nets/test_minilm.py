@@ -22,6 +22,7 @@ def test_cosine_is_that_of_transformers():
     assert abs(float(vectors[0] @ vectors[1]) - 0.7553371) < 1e-6
 
 
+@pytest.mark.slow
 def test_padding_changes_nothing():
     params, tokenizer = minilm.load(minilm_directory())
     together = np.asarray(jax.jit(minilm.embed)(params, *minilm.batch_of(tokenizer, SENTENCES)))

@@ -40,7 +40,7 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("scheme", ["nf4", "int8", "mxfp4"])
+@pytest.mark.parametrize("scheme", ["nf4", "int8", pytest.param("mxfp4", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_no_decoded_weight_is_kept(name, scheme):
     product, left, right, axis = PRODUCTS[name]

@@ -52,7 +52,7 @@ def through_transposes(weights, x):
 
 
 @pytest.mark.parametrize("model", [through, through_transposes])
-@pytest.mark.parametrize("scheme", ["q4_1", "nvfp4", "int8"])
+@pytest.mark.parametrize("scheme", [pytest.param("q4_1", marks=pytest.mark.slow), "nvfp4", "int8"])
 def test_a_loop_reads_its_weights_where_they_lie(scheme, model):
     q, x = stack(scheme), jax.random.normal(jax.random.key(1), (2, WIDTH))
     fn = fb.transparent(model)

@@ -119,7 +119,9 @@ def branching(params, x):
     return jax.lax.cond(x[0, 0] > 0, lambda x: x @ params["w"], lambda x: x @ params["w"] / 2, x)
 
 
-@pytest.mark.parametrize(("fn", "largest"), [(shared, 4.0), (called_twice, 4.0), (branching, 4.0)])
+@pytest.mark.parametrize(
+    ("fn", "largest"), [(shared, 4.0), pytest.param(called_twice, 4.0, marks=pytest.mark.slow), (branching, 4.0)]
+)
 def test_what_is_seen_in_several_places_joins_by_maximum(fn, largest):
     """The activations of the first use are the largest; a sum over the uses would be more."""
     x = normal(4, 8, seed=2)

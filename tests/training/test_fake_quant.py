@@ -11,7 +11,7 @@ from fewbit.errors import QuantError
 from fewbit.formats import FORMATS
 from fewbit.training import fake_quant, is_covered, passed_through
 from tests.conformance import array_laws as laws
-from tests.conformance.test_schemes import ALL, schemes
+from tests.conformance.test_schemes import ALL, SIBLINGS, schemes
 
 FEW = ("int8", "uint4", "nf4", "q4_1", "mxfp4", "nvfp4_16x16", "fp8_tensor", "nf4_dq")
 
@@ -32,7 +32,7 @@ def outside(x: np.ndarray, q: fb.QArray) -> np.ndarray:
     return is_outermost & (error > edge / 2 * scale * (1 + 1e-6) + 1e-6 * np.abs(x))
 
 
-@schemes(ALL, ("int8", "uint4", "nf4", "q4_1", "mxfp4", "nvfp4_16x16", "binary"))
+@schemes(ALL, ("int8", "nf4", "nvfp4_16x16"), long=SIBLINGS)
 def test_the_value_is_that_of_the_round_trip_and_the_gradient_that_of_the_identity(name: str):
     x = jnp.asarray(laws.case("outlier"))
     cotangent = array(*x.shape, seed=1)

@@ -43,6 +43,7 @@ def agree(one, other):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), one, other)
 
 
+@pytest.mark.slow
 def test_attention_has_the_numbers_of_products_with_the_policies():
     trained = fb.train(attention, recipe(fb.Rule("scores", INT8), fb.Rule("mix", FP8)))
     agree(value_and_gradients(trained), value_and_gradients(lambda p, x: attention(p, x, INT8, FP8)))
