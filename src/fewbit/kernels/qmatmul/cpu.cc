@@ -95,6 +95,7 @@
 // longer give exact zeros. Scales spread to one an output by scalar code: twice the time of the whole product. Panels [n][k],
 // summed by lanes: each block streams from the second cache, and 256 rows took 1.5 times as long. Loops over rows within
 // registers without `unroll`: GCC leaves some of them rolled, with their sums in memory, at 1.4 times the time.
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
@@ -232,8 +233,6 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
                           tensor_scales == 1 ? 0 : 1, unit};
 
   const Isa isa = level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
-  constexpr int64_t kBlock = 512;  // the most codes that a kernel takes in one step
-  const int64_t length = (job.contracted() + kBlock - 1) / kBlock * kBlock;
   const int64_t x_bytes = x_kind == Float::kF32 ? 4 : 2, y_bytes = job.y_kind == Float::kF32 ? 4 : 2;
   const char* x_data = static_cast<const char*>(x.untyped_data());
   char* y_data = static_cast<char*>(y->untyped_data());
@@ -245,7 +244,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   };
   std::vector<Laid> jobs;
   std::vector<int32_t> owner;  // of each row that is laid out
-  int64_t chunks = 0, work = 0, met = 0;
+  int64_t chunks = 0, work = 0, met = 0, block = 16;  // `block`: what a kernel takes of a row of x at once
   bool is_blocked = false;
   for (const Group& one : GroupsOf(sizes, x_shape[0], x_shape[1], first)) {
     met = one.m0 + one.rows;
@@ -254,23 +253,26 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
     const int64_t steps = Steps(isa, job);
     const bool as_is = steps == 1 && job.M > 16 && x_kind == Float::kF32 && x_order == nullptr;
     job.x = as_is ? reinterpret_cast<const float*>(x_data + one.m0 * job.K * x_bytes) : nullptr;
-    job.ldx = as_is ? job.K : length + 16;
+    job.ldx = job.K;
     job.y = y_data + one.m0 * job.N * y_bytes;
     jobs.push_back({job, steps, one.m0, static_cast<int64_t>(owner.size()), ChunkCount(isa, job)});
     if (!as_is) owner.resize(owner.size() + job.M, static_cast<int32_t>(jobs.size() - 1));
+    constexpr int64_t kMost = 512;  // of any kernel that takes x in order
+    block = as_is ? block : std::max(block, steps > 1 ? 16 * steps : kMost);
     is_blocked = is_blocked || steps > 1;
     chunks += jobs.back().chunks, work += job.M * w.rows * w.cols;
   }
   std::memset(y_data + met * job.N * y_bytes, 0, (all_rows - met) * job.N * y_bytes);
 
-  const int64_t ldx = length + 16, held = static_cast<int64_t>(owner.size()), ld_sums = SumsOfRow(w);
+  const int64_t length = (job.contracted() + block - 1) / block * block, ldx = length + 16;
+  const int64_t held = static_cast<int64_t>(owner.size()), ld_sums = SumsOfRow(w);
   const bool has_sums = is_blocked && w.role == Zero::kOffset;
   std::unique_ptr<float[]> packed(new float[held * ldx]), blocked_memory(is_blocked ? new float[held * ldx + 16] : nullptr);
   std::unique_ptr<float[]> sums(has_sums ? new float[held * ld_sums] : nullptr);
   float* blocked = FromALine(blocked_memory.get());
   for (Laid& one : jobs) {
     if (one.job.x != nullptr) continue;
-    one.job.x = (one.steps > 1 ? blocked : packed.get()) + one.from * ldx;
+    one.job.x = (one.steps > 1 ? blocked : packed.get()) + one.from * ldx, one.job.ldx = ldx;
     if (has_sums) one.job.x_sums = sums.get() + one.from * ld_sums, one.job.ld_sums = ld_sums;
   }
   constexpr int64_t kRowsAtOnce = 16;

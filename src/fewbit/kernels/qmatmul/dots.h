@@ -116,7 +116,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
   constexpr int kSteps = Decoder::kSteps, kBlock = 16 * kSteps, kBytes = Decoder::kBytes, kR = RowsAtOnce(kM);
   constexpr bool kLoadsMore = kLanes < 16 && kBytes % 32 != 0;  // a decoder loads whole registers, as far as the row goes
   const Weight& w = job.w;
-  const int64_t r1 = r0 + count < w.rows ? r0 + count : w.rows, last = (w.cols - 1) / kBlock, rest = w.cols - last * kBlock;
+  const int64_t r1 = r0 + count < w.rows ? r0 + count : w.rows, last = (w.cols - 1) / kBlock;
   const int64_t tiles = w.tiles_per_row, whole = tiles / 16 * 16;
   const auto table = Decoder::TableOf(w);
   const int64_t run = kHeldAtOnce / kR < tiles ? kR : kHeldAtOnce / tiles / kR * kR;  // rows whose scales are loaded together
@@ -198,7 +198,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
       V of_pair[2] = {Same(0.0f), Same(0.0f)};
       bool in_halves = false;
       if constexpr (kSteps >= 8) {
-        in_halves = lanes.each && rest <= kBlock / 2;
+        in_halves = lanes.each && w.cols - last * kBlock <= kBlock / 2;
         const W16 pattern = Words16(lanes.last);
         if (in_halves) AddHalves<Decoder, kRole>(row, last * kBytes, bytes, table, x, pattern, scales, zeros, at, of_pair);
       }

@@ -119,14 +119,22 @@ static void Run(Isa isa, const Job& job, int64_t chunk) {
 }
 
 // A row of x as the lanes of the kernel meet it: element i of lane j of a block comes i-th among the j-ths.
-static void BlockedX(const float* x, int64_t length, int64_t steps, float* out) {
-  for (int64_t b = 0; b < length / (16 * steps); ++b) {
-    const float* from = x + b * 16 * steps;
-    float* to = out + b * 16 * steps;
-    for (int64_t i = 0; i < steps; ++i) {
-      for (int64_t j = 0; j < 16; ++j) to[i * 16 + j] = from[j * steps + i];
+template <int kSteps>
+static void BlockedX(const float* x, int64_t length, float* out) {
+  for (int64_t b = 0; b < length; b += 16 * kSteps) {
+#pragma GCC unroll 8
+    for (int i = 0; i < kSteps; ++i) {
+      for (int j = 0; j < 16; ++j) out[b + i * 16 + j] = x[b + j * kSteps + i];
     }
   }
+}
+
+static void BlockedX(const float* x, int64_t length, int64_t steps, float* out) {
+  if (steps == 2) BlockedX<2>(x, length, out);
+  else if (steps == 4) BlockedX<4>(x, length, out);
+  else if (steps == 8) BlockedX<8>(x, length, out);
+  else if (steps == 16) BlockedX<16>(x, length, out);
+  else BlockedX<32>(x, length, out);
 }
 
 // How many sums over tiles a row of x has, with zeros after them that kernels load, too.
@@ -141,7 +149,7 @@ static void TileSums(const float* x, const Weight& w, float* sums) {
     for (; i + 8 <= end; i += 8) {
       for (int64_t j = 0; j < 8; ++j) part[j] += x[i + j];
     }
-    for (; i < end; ++i) part[i - begin & 7] += x[i];
+    for (; i < end; ++i) part[(i - begin) % 8] += x[i];
     sums[t] = ((part[0] + part[4]) + (part[2] + part[6])) + ((part[1] + part[5]) + (part[3] + part[7]));
   }
 }
