@@ -1,4 +1,4 @@
-"""The tables of what is fast: quantizing, products, products of integers, and generating text, each beside its peers.
+"""The tables of what is fast: quantizing, products, products of integers, attention, and generating text, each beside its peers.
 
     python -m bench [--only SUBJECT ...] [--save]
 
@@ -10,7 +10,7 @@ import argparse
 import subprocess
 import sys
 
-SUBJECTS = ("quantize", "qmatmul", "integers", "generation")
+SUBJECTS = ("quantize", "qmatmul", "integers", "attention", "generation")
 
 
 def main() -> int:

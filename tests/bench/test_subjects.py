@@ -47,3 +47,13 @@ def test_the_page_shows_the_saved_products():
     for name, *shown in ([cell.strip() for cell in line.strip("|").split("|")] for line in lines):
         places = [(m, f"{name} {layout}") for m in (1, 256) for layout in ("[N, K]", "[K, N]")]
         assert shown == [f"{saved[place]:.2f}" for place in places], name
+
+
+def test_the_page_shows_the_saved_attention():
+    rows = json.loads((ROOT / "bench/results/attention.json").read_text())["rows"]
+    caches = list(dict.fromkeys(r["cache"] for r in rows))
+    page = (ROOT / "docs" / "kernels.md").read_text()
+    for task in dict.fromkeys(r["task"] for r in rows):
+        cells = " | ".join(f"{r['ratio']:.2f}" for r in rows if r["task"] == task)
+        assert f"\n| {task} | {cells} |\n" in page
+    assert f"\n| one layer | {' | '.join(caches)} |\n" in page

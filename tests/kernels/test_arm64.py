@@ -5,21 +5,24 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from fewbit.kernels.attention import attention
 from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul.integers import native_integers
 from fewbit.kernels.qmatmul.native import native_product
 from fewbit.kernels.quantize import dequantize, quantize
 from tests.conformance import array_laws as laws
 from tests.kernels import arm64
+from tests.kernels.test_attention_cpu import POLICIES, SHAPES, cache
 from tests.kernels.test_qmatmul_cpu import COLS, ROWS, activation, weight
 from tests.kernels.test_quantize_cpu import KINDS, hard
+from tests.kvcache.formula import by_formula
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(arm64.missing() is not None, reason=str(arm64.missing())),
     *(
         pytest.mark.skipif(extension(f"fewbit.kernels.{name}").missing is not None, reason="the C++ extension is not built")
-        for name in ("quantize._cpu", "qmatmul._cpu", "qmatmul._integers")
+        for name in ("quantize._cpu", "qmatmul._cpu", "qmatmul._integers", "attention._cpu")
     ),
 ]
 
@@ -93,6 +96,18 @@ def test_products_of_integers(monkeypatch, tmp_path):
     for cpu in PROCESSORS:
         for got, expected in zip(replay(calls, "qmatmul/integers.cc", tmp_path, cpu), calls.results, strict=True):
             np.testing.assert_array_equal(as_bytes(got), as_bytes(expected))
+
+
+def test_attention(monkeypatch, tmp_path):
+    """Sums in another order: here and there within the rounding of the formula."""
+    bounds = []
+    with arm64.recorded(monkeypatch) as calls, jax.disable_jit():
+        for policy, shape in (*zip(POLICIES, SHAPES, strict=False), ("int8", "prompt"), ("int4", "long")):
+            q, block = cache(policy, shape)
+            attention(q, [block], backend="cpu")
+            bounds.append(2 * by_formula(q, [block])[1])
+    for got, expected, bound in zip(replay(calls, "attention/cpu.cc", tmp_path), calls.results, bounds, strict=True):
+        assert np.all(np.abs(got - expected) <= bound)
 
 
 @pytest.mark.parametrize("name", ["qmatmul_memory", "integers_memory"])

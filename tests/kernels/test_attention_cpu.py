@@ -165,3 +165,13 @@ def test_what_it_does_not_take_is_said(monkeypatch):
     monkeypatch.setattr("fewbit.kernels.attention.cpu.extension", lambda module: Extension(missing="it is not built"))
     with pytest.raises(fb.UnsupportedError, match="it is not built"):
         attention(q, [block], backend="cpu")
+
+
+def test_a_named_kernel_is_not_replaced_on_another_platform():
+    q, block = cache("float32", "odd")
+    traced = jax.jit(lambda q, keys: attention(q, [dataclasses.replace(block, keys=keys)], backend="cpu")).trace(
+        q, block.keys
+    )
+    assert "fewbit_attention" in traced.lower(lowering_platforms=("cpu",)).as_text()
+    with pytest.raises(fb.UnsupportedError, match="it runs on cpu, and the program is compiled for tpu"):
+        traced.lower(lowering_platforms=("tpu",))

@@ -277,3 +277,12 @@ print("done")
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
     assert done.stdout == "done\n", done.stderr
+
+
+@pytest.mark.parametrize("named", ["quantize", "dequantize"])
+def test_a_named_backend_is_not_replaced_on_another_platform(named):
+    there, back = ("cpu", None) if named == "quantize" else (None, "cpu")
+    traced = jax.jit(lambda x: dequantize(quantize(x, "int8", backend=there), backend=back)).trace(jnp.ones((4, 8)))
+    traced.lower(lowering_platforms=("cpu",))
+    with pytest.raises(fb.UnsupportedError, match="it runs on cpu, and the program is compiled for tpu"):
+        traced.lower(lowering_platforms=("tpu",))

@@ -12,6 +12,12 @@
 //
 // Work is split by rows, and by runs of 512 positions where there are few rows; the runs are joined in order. How, hangs on
 // shapes and on what is seen, not on threads, so that any number of them gives the same bits.
+//
+// What was needed. Floats are turned where they lie, and the codes of 64 positions decoded as one row where no bits lie between
+// them. While each position was copied or decoded by itself, a token after 40 others took 6.1 us in place of 5.0 with floats (9
+// heads of width 64, three of keys) and 13.9 in place of 9.2 with int8, after 512 others 47 in place of 34 and 72 in place of 56.
+// XLA took 14, 11, 126 and 56 us, of which copies of the layer are a part. A prompt of 512 tokens is bound by
+// what is computed, long caches of floats by memory, and those of codes by decoding (bench/results/attention.json).
 #include <cmath>
 #include <cstring>
 #include <memory>

@@ -28,6 +28,7 @@ class Cpu(AbstractBackend[AttentionProblem]):
     """
 
     name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
     isa: str | None = None
 
     def unsupported(self, problem: AttentionProblem) -> str | None:

@@ -77,24 +77,29 @@
 // place of the next rows, 1.6 and 1.0.
 //
 // Rows along the contraction, two cores, weights beyond the caches, medians of 12 rounds in turns with a plain read of the same
-// bytes: int8 4096 x 4096 0.65 ms beside 0.55 (26 GB/s; a copy of 64 MiB reads and writes 52), q8_0 0.70 and 0.59, int4 in tiles
-// of 64 0.45 and 0.32. SmolLM2's products for one token, 30 layers one after the other: q, k and v 0.74 ms and 0.45, the output
-// 0.49 and 0.29, gate and up 2.02 and 1.27, down 1.09 and 0.68; the head, 8 bits, 1.48 and 1.08. Before patterns, sums that wait
-// and bytes by permutation these took 1.04 to 1.11 times as long, tiles of 40 2.5 times, int4 and uint4 about as long; int3 in
-// tiles of 64 and mxfp6, whose blocks are short, 0.9 times. Bytes are asked for into the second cache, 4 KiB ahead or as far as
-// the next rows; where a block has 64 codes or fewer, into the first one 1 KiB ahead besides, which made int8 faster by 5 in 100
-// and int4 slower by 8. Without any, products took 1.2 to 2 times as long.
+// bytes: int8 4096 x 4096 0.65 ms beside 0.55 (26 GB/s; a copy of 64 MiB reads and writes 52), q8_0 0.70 and 0.59, int4 in
+// tiles of 64 0.45 and 0.32. SmolLM2's products for one token, 30 layers one after the other: q, k and v 0.74 ms and 0.45, the
+// output 0.49 and 0.29, gate and up 2.02 and 1.27, down 1.09 and 0.68; the head, 8 bits, 1.48 and 1.08. Before patterns, sums
+// that wait and bytes by permutation these took 1.04 to 1.11 times as long, tiles of 40 2.5 times, int4 and uint4 about as
+// long; int3 in tiles of 64 and mxfp6, whose blocks are short, 0.9 times. Bytes are asked for into the second cache, 4 KiB
+// ahead or as far as the next rows; where a block has 64 codes or fewer, into the first one 1 KiB ahead besides, which made
+// int8 faster by 5 in 100 and int4 slower by 8. Without any, products took 1.2 to 2 times as long. One thread takes as long
+// from memory as from the caches (gate and up, 13 GB/s): what it computes bounds it. Two would read 27 GB/s so, which is all
+// that plain reading gets, and read 16: near the limit each line comes later than it was asked for. That is what stands between
+// a token of SmolLM2 and twice the speed of llama.cpp: in the trace of one, 5.1 of 5.6 ms were products; in the rounds above
+// they took 5.8 ms for a token, and plain reading 3.8.
 //
 // What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each of the
 // four bytes of a lane, in place of more shifts: 12.0 cycles in place of 13.0 with four rows of the weight, but 16 and 19 with
 // one and two, since each such load crosses a cache line. To ask for the bytes of four rows as one run: 1.0 to 1.25 times the
-// time. More scales at once; a branch for blocks that lie in one tile, with AVX-512. bfloat16 products, of x in three parts or
-// where a lower precision is asked for: that instruction (vdpbf16ps) makes 109 billion operations a second on one core of this
-// processor, where multiply-adds in float32 make 217 (nothing else in the loop), those in float16 447 and pairs of 16-bit
-// integers 460. Sums first and zero points afterwards, which saves an instruction for 16 weights: a tile of zeros would no
-// longer give exact zeros. Scales spread to one an output by scalar code: twice the time of the whole product. Panels [n][k],
-// summed by lanes: each block streams from the second cache, and 256 rows took 1.5 times as long. Loops over rows within
-// registers without `unroll`: GCC leaves some of them rolled, with their sums in memory, at 1.4 times the time.
+// time; rows from four places of a chunk: 1.5 times for short rows. More scales at once; a branch for blocks that lie in one
+// tile, with AVX-512. bfloat16 products, of x in three parts or where a lower precision is asked for: that instruction
+// (vdpbf16ps) makes 109 billion operations a second on one core of this processor, where multiply-adds in float32 make 217
+// (nothing else in the loop), those in float16 447 and pairs of 16-bit integers 460. Sums first and zero points afterwards,
+// which saves an instruction for 16 weights: a tile of zeros would no longer give exact zeros. Scales spread to one an output
+// by scalar code: twice the time of the whole product. Panels [n][k], summed by lanes: each block streams from the second
+// cache, and 256 rows took 1.5 times as long. Loops over rows within registers without `unroll`: GCC leaves some of them
+// rolled, with their sums in memory, at 1.4 times the time.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>

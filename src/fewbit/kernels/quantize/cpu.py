@@ -37,6 +37,7 @@ class CpuQuantizer(AbstractBackend[Quantization]):
     """
 
     name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
     isa: str | None = None
 
     def unsupported(self, problem: Quantization) -> str | None:
@@ -63,6 +64,7 @@ class CpuDequantizer(AbstractBackend[Decoding]):
     """
 
     name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
     isa: str | None = None
 
     def unsupported(self, problem: Decoding) -> str | None:
