@@ -5,13 +5,24 @@ constexpr int64_t kAtOnce = kAcross * kLanes;
 
 static int64_t UpTo(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
 
+// n numbers of 16 bits as float32.
+static void Widen(const uint16_t* from, Float kind, int64_t n, float* out) {
+  int64_t i = 0;
+  if (kind == Float::kBF16) {
+    for (; i < n; ++i) out[i] = FloatOfBrain(from[i]);
+    return;
+  }
+  for (; i + kLanes <= n; i += kLanes) Store(out + i, WidenedF16(from + i));
+  for (; i < n; ++i) out[i] = FloatOfHalf(from[i]);
+}
+
 // Positions [s, s + n) as float32, each in `ld` numbers, the last of which are zeros. `out` has room for a vector more.
 static void LoadPositions(const Numbers& of, int64_t s, int64_t n, int64_t width, float* rest, float* out, int64_t ld) {
-  const int64_t at_once = of.is_coded && of.codes.rows == 1 ? n : 1;  // codes of several positions are one row where no bit is between
-  const int64_t room = at_once * width + 64;
+  const bool in_one = of.is_coded && of.codes.rows == 1;  // no bit lies between the codes of two positions
+  const int64_t room = (in_one ? n : 1) * width + 64;
   float *values = rest + room, *scale = values + room, *zero = scale + kKeys + 16, *row = ld == width ? out : zero + 16;
   RowScratch scratch{reinterpret_cast<uint8_t*>(rest), values, scale, zero, -1};
-  if (at_once == n && of.is_coded) {
+  if (in_one) {
     DecodeRow(of.codes, 0, s * width, n * width, scratch, row);
     for (int64_t i = 0; i < n && row != out; ++i) std::memcpy(out + i * ld, row + i * width, width * sizeof(float));
   } else if (of.is_coded) {
@@ -21,21 +32,16 @@ static void LoadPositions(const Numbers& of, int64_t s, int64_t n, int64_t width
     for (int64_t i = 0; i < n; ++i) std::memcpy(out + i * ld, from + i * width, width * sizeof(float));
   } else {
     const uint16_t* from = static_cast<const uint16_t*>(of.floats) + s * width;
-    for (int64_t i = 0; i < n; ++i) {
-      int64_t j = 0;
-      for (; of.kind == Float::kF16 && j + kLanes <= width; j += kLanes) Store(out + i * ld + j, WidenedF16(from + i * width + j));
-      for (; j < width; ++j) {
-        const uint16_t half = from[i * width + j];
-        out[i * ld + j] = of.kind == Float::kBF16 ? FloatOfBrain(half) : FloatOfHalf(half);
-      }
-    }
+    for (int64_t i = 0; i < n; ++i) Widen(from + i * width, of.kind, width, out + i * ld);
   }
   for (int64_t i = 0; i < n && ld > width; ++i) std::memset(out + i * ld + width, 0, (ld - width) * sizeof(float));
 }
 
 // `LoadPositions` into `memory`, or where the numbers lie already, in `ld` each: floats, of which `count` positions are there.
-static const float* Positions(const Numbers& of, int64_t s, int64_t n, int64_t count, int64_t width, int64_t ld, float* rest, float* memory) {
-  if (!of.is_coded && of.kind == Float::kF32 && ld == width && s + n <= count) return static_cast<const float*>(of.floats) + s * width;
+static const float* Positions(const Numbers& of, int64_t s, int64_t n, int64_t count, int64_t width, int64_t ld, float* rest,
+                              float* memory) {
+  const bool as_is = !of.is_coded && of.kind == Float::kF32 && ld == width && s + n <= count;
+  if (as_is) return static_cast<const float*>(of.floats) + s * width;
   LoadPositions(of, s, s + n < count ? n : count - s, width, rest, memory, ld);
   return memory;
 }

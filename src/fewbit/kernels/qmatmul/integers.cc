@@ -32,12 +32,13 @@
 // but vpdpbusd gives 870 (Sapphire Rapids, AVX-512, others at work beside, processor time). To lay out 16 MiB of weight takes
 // 0.7 to 1 ms of a core from the cache, a tenth of the product with 256 rows. Both cores through jit, 256 rows, 4096 x 4096,
 // with panels of 32 KiB: 0.33 of the time of XLA's int8 product along rows and 0.30 along columns, 1.14 and 1.09 of that of
-// torch._int_mm, which gives int32 and scales nothing. Panels of 16 KiB, of which two cores that share a first cache keep
-// both, took 0.26 of XLA's time where those of 32 KiB had taken 0.30. Before w was read as told above, along columns took 1.29
-// of torch's time and tiles of 64 1.46 to 1.48; in the run after it 0.93 and 1.07 to 1.14 (docs/kernels.md has the last run). Tiles of 64 in 4
-// bits take 1.3 times as long as whole rows, where the two operations on each of 24 sums beside its 16 products would make it 1.13;
-// each tile in a panel of its own, its floats in the second cache, had taken 1.6. Blocks of 3 rows, whose floats stay in
-// registers, take as long. A loop over tiles around the registers makes GCC move all of them in each step (1.6 times).
+// torch._int_mm, which gives int32 and scales nothing. Panels of 16 KiB, of which two cores that share a first cache keep both,
+// took 0.26 of XLA's time where those of 32 KiB had taken 0.30. Before w was read as told above, along columns took 1.29 of
+// torch's time and tiles of 64 1.46 to 1.48; in the run after it 0.93 and 1.07 to 1.14 (docs/kernels.md has the last run).
+// Tiles of 64 in 4 bits take 1.3 times as long as whole rows, where the two operations on each of 24 sums beside its 16
+// products would make it 1.13; each tile in a panel of its own, its floats in the second cache, had taken 1.6. Blocks of 3
+// rows, whose floats stay in registers, take as long. A loop over tiles around the registers makes GCC move all of them in each
+// step (1.6 times).
 //
 // What was needed. torch's threads look for work for milliseconds after its product, so that whoever is timed right after it
 // has one core and a half: 12.2 ms in place of 8.8, of which no tuning found any. Without being asked to unroll the loops
