@@ -175,3 +175,26 @@ def test_a_named_kernel_is_not_replaced_on_another_platform():
     assert "fewbit_attention" in traced.lower(lowering_platforms=("cpu",)).as_text()
     with pytest.raises(fb.UnsupportedError, match="it runs on cpu, and the program is compiled for tpu"):
         traced.lower(lowering_platforms=("tpu",))
+
+
+def test_a_layer_counts_from_the_end_as_xla_does():
+    q, block = cache("float32", "odd")  # the middle one of three layers
+    for layer in (-2, -9, 7, 2):
+        there = dataclasses.replace(block, layer=jnp.int32(layer))
+        expected = attention(q, [there], backend="reference")
+        np.testing.assert_allclose(by_kernel(q, there), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+def test_what_does_not_go_together_is_refused(backend):
+    q, block = cache("int4", "odd")  # 1 batch row, 3 key heads, 3 tokens, 11 positions, width 7
+    other = jax.tree.map(lambda a: a[..., :5, :], block.values)
+    for odd, message in (
+        ({"values": other}, r"the keys have shape \(3, 1, 3, 11, 7\) and the values \(3, 1, 3, 5, 7\)"),
+        ({"seen": block.seen[:2]}, r"seen has shape \(2,\) and must have a number for each of 3 tokens"),
+        ({"layer": None}, "the key heads must divide the heads"),
+    ):
+        with pytest.raises(fb.QuantError, match=message):
+            attention(q, [dataclasses.replace(block, **odd)], backend=backend)
+    with pytest.raises(fb.QuantError, match="batches be the same"):
+        attention(jnp.concatenate([q, q]), [block], backend=backend)

@@ -22,6 +22,7 @@
 #include <cstring>
 #include <memory>
 
+#include "../qmatmul/buffers.h"
 #include "isa.h"
 #include "job.h"
 #include "module.h"
@@ -87,21 +88,10 @@ static Level LevelOf(Isa isa) {
   return {portable::Attend, portable::ScratchOf, portable::Join, portable::kAtOnce};
 }
 
-static bool FloatOf(ffi::DataType type, Float* kind) {
-  if (type == ffi::F32) *kind = Float::kF32;
-  else if (type == ffi::BF16) *kind = Float::kBF16;
-  else if (type == ffi::F16) *kind = Float::kF16;
-  else return false;
-  return true;
-}
-
-static int64_t SizeOf(Float kind) { return kind == Float::kF32 ? 4 : 2; }
-
 // The keys or the values of a cache [L, B, K, S, width or bytes].
 struct Cache {
   Numbers of_head;
-  int64_t heads, stride, scale_heads, scale_stride, scale_size;  // strides in bytes from one head to the next
-  int64_t batch;
+  int64_t batch, heads, stride, scale_heads, scale_stride;  // strides in bytes from one head to the next
 
   // Null, or what is wrong.
   const char* Take(const ffi::AnyBuffer& data, const ffi::AnyBuffer& scale, const ffi::BufferR1<ffi::F32>& table,
@@ -117,21 +107,17 @@ struct Cache {
       return nullptr;
     }
     const auto scales = scale.dimensions();
-    if (scales.size() != 5 || values.element_count() != 256) return "attention was called with scales of the wrong form";
     Weight& w = of_head.codes;
     w = Weight{};
+    if (scales.size() != 5 || values.element_count() != 256 || !HeldOf(scale, table, &w.scale)) {
+      return "attention was called with scales of the wrong form";
+    }
     w.codes = data.typed_data<uint8_t>();
     w.rows = shape[3], w.cols = width, w.row_stride = shape[4], w.bits = static_cast<int>(bits), w.packed_cols = true;
     w.kind = static_cast<Codes>(codes), w.values = values.typed_data(), w.unit = unit;
     w.row_tile = 1, w.col_tile = width, w.tiles_per_row = 1, w.role = Zero::kNone;
     if (width * bits == 8 * shape[4]) w.rows = 1, w.cols *= shape[3], w.row_stride *= shape[3], w.tiles_per_row = shape[3];
-    Float kind = Float::kF32;
-    if (scale.element_type() == ffi::U8 && table.element_count() == 256) w.scale.holder = Holder::kTable;
-    else if (FloatOf(scale.element_type(), &kind)) w.scale.holder = static_cast<Holder>(kind);
-    else return "attention was called with scales of the wrong form";
-    w.scale.data = scale.untyped_data(), w.scale.table = table.typed_data();
-    stride = shape[3] * shape[4], scale_heads = scales[2];
-    scale_size = w.scale.holder == Holder::kTable ? 1 : SizeOf(kind), scale_stride = scales[3] * scale_size;
+    stride = shape[3] * shape[4], scale_heads = scales[2], scale_stride = scales[3] * SizeOf(w.scale.holder);
     return nullptr;
   }
 
@@ -166,7 +152,8 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   if (wrong == nullptr) wrong = v.Take(values, value_scale, value_table, value_numbers, value_bits, value_codes, value_unit, width);
   if (wrong != nullptr) return ffi::Error::InvalidArgument(wrong);
   const int64_t layers = keys.dimensions()[0], positions = keys.dimensions()[3], heads = k.heads, asked = layer.typed_data()[0];
-  const int64_t at = asked < 0 ? 0 : asked < layers ? asked : layers - 1, rows = shape[1] / heads * tokens;
+  const int64_t wanted = asked < 0 ? asked + layers : asked;  // as XLA counts: from the end, and then the nearest there is
+  const int64_t at = wanted < 0 ? 0 : wanted < layers ? wanted : layers - 1, rows = shape[1] / heads * tokens;
   Head any{};
   any.width = width, any.positions = positions, any.kind = kind, any.tokens = tokens, any.seen = seen.typed_data();
   int64_t most = 0;
@@ -175,8 +162,7 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   constexpr int64_t kRowsOfChunk = 96, kRun = 512;
   const int64_t blocks = (rows + kRowsOfChunk - 1) / kRowsOfChunk;
   const int64_t parts = blocks == 1 && most > kRun ? (most + kRun - 1) / kRun : 1;
-  const Isa isa = level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
-  const Level run = LevelOf(isa);
+  const Level run = LevelOf(IsaOf(level));
   const int64_t ld = (width + run.unit - 1) / run.unit * run.unit;
   const int64_t chunks = batch * heads * blocks * parts, apart = parts > 1 ? rows : 0;
   // Of rows that several chunks share: the parts of a head's rows one after the other.

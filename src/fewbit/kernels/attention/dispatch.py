@@ -27,7 +27,8 @@ def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: s
         The mixed values, in the dtype of `q`.
 
     Raises:
-        QuantError: when the key heads do not divide the heads, or keys have another head width than `q`.
+        QuantError: when the key heads do not divide the heads, or the shapes of queries, keys, values and `seen` do not go
+            together.
         UnsupportedError: when the named backend cannot, or not on the platform that the program is compiled for.
 
     >>> k = jnp.ones((1, 1, 2, 4))

@@ -33,6 +33,21 @@ class Block:
     seen: Int[Array, " T"]
     layer: Int[Array, ""] | int | None = None
 
+    def refuse_unless_it_fits(self, q: Float[Array, "B H T h"]) -> None:
+        """Raises a QuantError where queries cannot attend to these positions; a kernel would read beyond them."""
+        keys, values = (x.shape if self.layer is None else x.shape[1:] for x in (self.keys, self.values))
+        if len(keys) != 4 or keys[0] != q.shape[0] or not keys[1] or q.shape[1] % keys[1] or keys[-1] != q.shape[-1]:
+            raise QuantError(
+                f"q has shape {q.shape} and the keys {keys}; the key heads must divide the heads, and the head widths and "
+                "batches be the same"
+            )
+        if self.keys.shape != self.values.shape:
+            raise QuantError(
+                f"the keys have shape {self.keys.shape} and the values {self.values.shape}; they must be the same"
+            )
+        if self.seen.shape != q.shape[2:3]:
+            raise QuantError(f"seen has shape {self.seen.shape} and must have a number for each of {q.shape[2]} tokens")
+
     def of_layer(self) -> "Block":
         """The same positions, those of the one layer taken out."""
         if self.layer is None:
@@ -83,15 +98,10 @@ class AttentionProblem:
         """The description of operands.
 
         Raises:
-            QuantError: when the key heads do not divide the heads, or keys have another head width than `q`.
+            QuantError: when shapes do not go together.
         """
-        held = blocks[0].keys
-        shape = held.shape if blocks[0].layer is None else held.shape[1:]
-        if q.shape[1] % shape[1] or shape[-1] != q.shape[-1]:
-            raise QuantError(
-                f"q has shape {q.shape} and the keys {shape}; the key heads must divide the heads, and the head widths must "
-                "be the same"
-            )
+        for block in blocks:
+            block.refuse_unless_it_fits(q)
         keys, values = (tuple(Operand.of(getattr(b, name)) for b in blocks) for name in ("keys", "values"))
         return cls(Operand.of(q), keys, values, tuple(b.layer is not None for b in blocks))
 

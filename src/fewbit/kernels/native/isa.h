@@ -15,6 +15,8 @@
 // template, and it could be the one that the machine cannot run.
 #pragma once
 
+#include <cstdint>
+
 #if defined(__x86_64__)
 #define FEWBIT_X86 1
 #include <immintrin.h>
@@ -60,6 +62,11 @@ inline Isa BestIsa() {
 #else
   return Isa::kPortable;
 #endif
+}
+
+// The level of a number, where this machine runs it; else the best. -1 stands for the best.
+inline Isa IsaOf(int64_t level) {
+  return level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
 }
 
 // On arm64 the portable level has NEON, which every arm64 has.

@@ -106,6 +106,7 @@
 #include <memory>
 #include <vector>
 
+#include "buffers.h"
 #include "levels.h"
 #include "module.h"
 #include "parallel.h"
@@ -114,24 +115,6 @@
 namespace fewbit {
 
 namespace ffi = xla::ffi;
-
-static bool FloatOf(ffi::DataType type, Float* kind) {
-  if (type == ffi::F32) *kind = Float::kF32;
-  else if (type == ffi::BF16) *kind = Float::kBF16;
-  else if (type == ffi::F16) *kind = Float::kF16;
-  else return false;
-  return true;
-}
-
-static bool HeldOf(const ffi::AnyBuffer& data, const ffi::BufferR1<ffi::F32>& table, Held* held) {
-  Float kind = Float::kF32;
-  if (data.element_type() == ffi::U8 && table.element_count() == 256) held->holder = Holder::kTable;
-  else if (FloatOf(data.element_type(), &kind)) held->holder = static_cast<Holder>(kind);
-  else return false;
-  held->data = data.untyped_data();
-  held->table = table.typed_data();
-  return true;
-}
 
 // The first place of memory at which a cache line begins.
 static float* FromALine(float* memory) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(memory) + 63) / 64 * 64); }
@@ -188,11 +171,10 @@ struct Matrices {
 
   // The matrix, for a weight that says all that they have in common.
   void Take(int64_t matrix, Weight* w) const {
-    const auto size = [](const Held& held) { return held.holder == Holder::kF32 ? 4 : held.holder == Holder::kTable ? 1 : 2; };
     w->codes = codes + matrix * bytes;
     w->scale = scale, w->zero = zero;
-    w->scale.data = static_cast<const char*>(scale.data) + matrix * scales * size(scale);
-    if (zeros != 0) w->zero.data = static_cast<const char*>(zero.data) + matrix * zeros * size(zero);
+    w->scale.data = static_cast<const char*>(scale.data) + matrix * scales * SizeOf(scale.holder);
+    if (zeros != 0) w->zero.data = static_cast<const char*>(zero.data) + matrix * zeros * SizeOf(zero.holder);
     w->unit = tensor_scale == nullptr ? unit : unit * tensor_scale[matrix * tensor_scales];
   }
 };
@@ -237,8 +219,8 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
                           role == 0 || zero.dimensions()[0] == 1 ? 0 : zero.dimensions()[1] * zero.dimensions()[2],
                           tensor_scales == 1 ? 0 : 1, unit};
 
-  const Isa isa = level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
-  const int64_t x_bytes = x_kind == Float::kF32 ? 4 : 2, y_bytes = job.y_kind == Float::kF32 ? 4 : 2;
+  const Isa isa = IsaOf(level);
+  const int64_t x_bytes = SizeOf(x_kind), y_bytes = SizeOf(job.y_kind);
   const char* x_data = static_cast<const char*>(x.untyped_data());
   char* y_data = static_cast<char*>(y->untyped_data());
 
