@@ -172,3 +172,20 @@ def test_a_shared_variable_is_quantized_once():
     quantized = fx.quantize(model, ids, recipe="int8", donate=True)
     assert quantized.head is quantized.again and fb.is_qarray(quantized.head.kernel.get_raw_value())
     assert fx.transparent(call)(quantized, ids).shape == (4, 32)
+
+
+@pytest.mark.finding(40)
+def test_adapters_go_by_the_paths_of_params_and_learn():
+    model = fx.quantize(serving(net()), X, recipe="nf4")
+    adapters = fx.lora_init(jax.random.key(0), model, X, match="layers/.*/kernel", rank=2, alpha=4.0)
+    assert list(adapters) == ["layers/0/kernel", "layers/1/kernel"]
+    adapted = fx.lora_apply(call)
+    base = fx.transparent(call)(model, X)
+    np.testing.assert_array_equal(adapted(model, adapters, X), base)
+    gradient = jax.grad(lambda adapters: jnp.mean((adapted(model, adapters, X) - 1) ** 2))(adapters)
+    moved = jax.tree.map(lambda p, g: p - 0.5 * g, adapters, gradient)
+    assert jnp.mean((adapted(model, moved, X) - 1) ** 2) < jnp.mean((base - 1) ** 2)
+    merged = fx.lora_merge(model, moved)
+    assert not fb.is_qarray(merged.layers[0].kernel[...]) and fb.is_qarray(merged.wi.kernel.get_raw_value())
+    # The sum of both terms is rounded once here and twice there: a few units of float32's last place.
+    np.testing.assert_allclose(fx.transparent(call)(merged, X), adapted(model, moved, X), atol=1e-5)

@@ -1,6 +1,7 @@
 """Adapters in PEFT's files, whose names and shapes are written down here by hand, after PEFT's guide."""
 
 import dataclasses
+import functools
 import json
 import struct
 
@@ -136,4 +137,49 @@ def test_what_does_not_fit_is_refused(tmp_path):
             read_adapters(path, {"w": plain(), "v": plain()})
     (path / "adapter_config.json").unlink()
     with pytest.raises(QuantError, match="cannot be read"):
+        read_adapters(path, {"w": plain()})
+
+
+AMBIGUOUS = {
+    "up": plain(alpha=8.0),
+    "x/up": plain(alpha=4.0),
+    "y": plain(alpha=4.0),
+    "y/down": plain(rank=4, alpha=4.0),
+    "down": plain(alpha=4.0),
+}
+
+
+@pytest.mark.finding(37)
+def test_a_module_whose_name_ends_in_another_keeps_its_own_alpha_and_rank(tmp_path):
+    path = write_adapters(tmp_path / "out", AMBIGUOUS)
+    config = json.loads((path / "adapter_config.json").read_text())
+    assert config["alpha_pattern"] == {"^up": 8}
+    assert config["rank_pattern"] == {"y.down": 4}
+    assert_same(read_adapters(path, AMBIGUOUS), AMBIGUOUS)
+
+
+@pytest.mark.finding(37)
+@pytest.mark.oracle
+def test_peft_itself_scales_each_module_as_we_do(tmp_path):
+    peft, torch = pytest.importorskip("peft"), pytest.importorskip("torch")
+    path = write_adapters(tmp_path / "out", AMBIGUOUS)
+    linear = functools.partial(torch.nn.Linear, 6, 8, bias=False)
+    base = torch.nn.Module()
+    base.up, base.x, base.y, base.down = linear(), torch.nn.Module(), torch.nn.Module(), linear()
+    base.x.up, base.y.down = linear(), linear()
+    adapters = {name: adapter for name, adapter in AMBIGUOUS.items() if name != "y"}  # a module with children is no Linear
+    write_adapters(path, adapters, overwrite=True)
+    model = peft.PeftModel.from_pretrained(base, path)
+    for name, adapter in adapters.items():
+        layer = model.base_model.model.get_submodule(name.replace("/", "."))
+        assert layer.scaling["default"] == adapter.scale, name
+        np.testing.assert_array_equal(layer.lora_A["default"].weight.numpy(), adapter.a.T)
+
+
+@pytest.mark.finding(40)
+def test_variants_of_lora_are_refused_by_name(tmp_path):
+    path = write_adapters(tmp_path / "out", {"w": plain()})
+    config = json.loads((path / "adapter_config.json").read_text())
+    (path / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    with pytest.raises(QuantError, match="use_dora is true; fewbit reads plain LoRA and rsLoRA"):
         read_adapters(path, {"w": plain()})

@@ -167,3 +167,37 @@ def test_a_cache_of_nothing_is_refused(name: str):
     numbers = {"layers": 1, "batch": 1, "heads": 1, "head_dim": 1, "room": 1}
     with pytest.raises(QuantError, match=f"{name} is 0, must be at least 1"):
         empty_quantized_cache(kv_policy("int8"), **{**numbers, name: 0})
+
+
+@pytest.mark.finding(38)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {"keys": (B, K, 2, 4)},
+            r"keys has shape \(2, 3, 2, 4\); this cache takes \[batch=2, heads=3, tokens, head_dim=7\]",
+        ),
+        ({"keys": (1, K, 2, 7)}, r"keys has shape \(1, 3, 2, 7\)"),
+        ({"values": (B, 1, 2, 7)}, r"values has shape \(2, 1, 2, 7\)"),
+        ({"values": (B, K, 3, 7)}, "keys has 2 tokens and values 3"),
+        ({"layer": 5}, "layer is 5, but the cache has 2 layers"),
+        ({"layer": -3}, "layer is -3, but the cache has 2 layers"),
+        ({"keys": (B, K, 10, 7), "values": (B, K, 10, 7)}, "10 tokens do not fit a cache with room for 9"),
+        ({"filled": 8}, "2 more tokens do not fit: 8 of 9 positions are filled"),
+    ],
+    ids=["head_dim", "batch", "heads", "tokens", "layer", "negative-layer", "too-long", "full"],
+)
+def test_tokens_that_do_not_fit_are_refused(change: dict, message: str, unchecked):
+    case = {"layer": 1, "filled": 0, "keys": (B, K, 2, 7), "values": (B, K, 2, 7)} | change
+    cache = empty(POLICIES["int8"]).advanced(case["filled"])
+    with pytest.raises(QuantError, match=message):
+        cache.written(case["layer"], jnp.zeros(case["keys"]), jnp.zeros(case["values"]))
+
+
+@pytest.mark.finding(38)
+def test_a_cache_is_filled_to_its_last_position_and_no_further():
+    k = tokens(S)
+    cache = empty(POLICIES["int8"]).written(-1, k, k).advanced(S)
+    np.testing.assert_array_equal(fb.dequantize(cache.layer(1)[0]), fb.dequantize(fb.quantize(k, POLICIES["int8"].keys)))
+    with pytest.raises(QuantError, match="1 more tokens do not fit: 9 of 9 positions are filled"):
+        cache.advanced(1)

@@ -7,10 +7,11 @@ statistics, counters of random numbers, caches) is written back, as under `nnx.j
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jaxtyping import Array, Key
 
 from ..array import is_qarray
 from ..ops import transparent as transparent_function
@@ -22,6 +23,7 @@ from ..statistics import observe as observe_function
 from ..statistics.measure import Statistic
 from ..training import DelayedState, ModelSparsity
 from ..training import delayed_state as state_of
+from ..training import lora
 from ..training import sparsity_state as sparsity_of
 from ..training import train as train_function
 from . import tree
@@ -293,6 +295,94 @@ def observe(
         return call(*graph.merged(params, rest), *inputs)
 
     return observe_function(called, params, batches, recipe, rule=rule, collect=collect)
+
+
+def lora_init(
+    key: Key[Array, ""], model: Any, *inputs: Any, match: str, fn: Callable[..., Any] | None = None, **options: Any
+) -> dict[str, lora.Adapter]:
+    """LoRA adapters for the parameters of a model whose path matches, at first without effect.
+
+    Args:
+        key: a JAX random key.
+        model: the NNX model, quantized or not. It is not changed.
+        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
+        match: a regular expression for whole paths of the model's `nnx.Param`s, such as `"layers/[0-9]+/kernel"`.
+        fn: the function whose products decide the axes, `fn(model, *inputs)`; None calls the model.
+        options: `rank`, `alpha`, `dtype` and `without_product` of `fb.lora.init`.
+
+    Returns:
+        The adapters by path, as `fb.lora.init` gives them.
+
+    Raises:
+        QuantError: for what `fb.lora.init` refuses.
+        UnsupportedError: when flax is not installed.
+
+    >>> from flax import nnx
+    >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
+    >>> lora_init(jax.random.key(0), model, x, match="kernel", rank=4)
+    {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
+    """
+    call, graph = _called if fn is None else fn, _Graph.of((model,))
+    params, rest = graph.values()
+
+    def pure(params: Any, rest: Any, *inputs: Any) -> Any:
+        return call(*graph.merged(params, rest), *inputs)
+
+    return lora.init(key, pure, params, rest, *inputs, match=match, **options)
+
+
+def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Makes a function of a model compute with adapters added to its parameters, without changing its code.
+
+    Args:
+        fn: a function whose first argument is an NNX model, quantized or not.
+        options: `dropout`, `fallback` and `report` of `fb.lora.apply`.
+
+    Returns:
+        A function `(model, adapters, *args, dropout_key=None, **kwargs)`; differentiate it by `adapters`. The Variables that
+        `fn` changes are changed in its arguments.
+
+    Raises:
+        QuantError: for what `fb.lora.apply` refuses.
+        UnsupportedError: when flax is not installed, and as in `fb.lora.apply`.
+
+    >>> from flax import nnx
+    >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
+    >>> adapters = lora_init(jax.random.key(0), model, x, match="kernel", rank=4)
+    >>> adapted = lora_apply(lambda model, x: model(x).sum())
+    >>> jax.grad(lambda adapters: adapted(model, adapters, x))(adapters)
+    {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
+    """
+    pure = lora.apply(_pure(fn), **options)
+
+    @functools.wraps(fn)
+    def adapted(model: Any, adapters: Mapping[str, lora.Adapter], *args: Any, dropout_key: Any = None, **kwargs: Any) -> Any:
+        def run(params: Any, *split: Any) -> Any:
+            return pure(params, adapters, *split, dropout_key=dropout_key)
+
+        return _run(run, (model, *args), kwargs)
+
+    return adapted
+
+
+def lora_merge(model: Any, adapters: Mapping[str, lora.Adapter], *, scheme: Any = None) -> Any:
+    """A model with the update of every adapter added to its parameter.
+
+    Args:
+        model: the NNX model. It is not changed.
+        adapters: by path, like those of `lora_init`.
+        scheme: as in `fb.lora.merge`: None gives float arrays, "base" quantizes again as before, a scheme quantizes by it.
+
+    Returns:
+        A new model; arrays without an adapter are those of `model`, not copies.
+
+    Raises:
+        QuantError: for what `fb.lora.merge` refuses.
+        UnsupportedError: when flax is not installed.
+    """
+    graph = _Graph.of((model,))
+    params, rest = graph.values()
+    return graph.merged(lora.merge(params, adapters, scheme=scheme), rest)[0]
 
 
 def _called(model: Any, *inputs: Any) -> Any:

@@ -58,7 +58,8 @@ def write_adapters(
 ) -> pathlib.Path:
     """Writes adapters as PEFT does, whole or not at all; the file is read back before it is in place.
 
-    Ranks and alphas that differ from the most frequent one go to `rank_pattern` and `alpha_pattern`. Every adapter is written
+    Ranks and alphas that differ from the most frequent one go to `rank_pattern` and `alpha_pattern`, whose keys PEFT matches
+    against the end of a module's name: a key that would match several modules is anchored, `^x\\.up`. Every adapter is written
     as one of a linear layer. PEFT has other names for tables that are looked up and other shapes for kernels of convolutions,
     so it does not take adapters of those.
 
@@ -124,6 +125,11 @@ def read_adapters(
     config = parsed_object(content(directory / CONFIG), str(directory / CONFIG))
     if config.get("peft_type") != "LORA":
         raise QuantError(f"{directory / CONFIG}: peft_type is {config.get('peft_type')!r}; fewbit reads LORA")
+    for setting in ("use_dora", "lora_bias", "use_qalora"):
+        if config.get(setting):
+            raise QuantError(
+                f"{directory / CONFIG}: {setting} is true; fewbit reads plain LoRA and rsLoRA, not this variant"
+            )
     stored, _ = read_file(directory / TENSORS)
     modules = _modules(like, names)
     wanted = {tensor: None for name in modules for tensor in _tensor_names(name)}
@@ -183,6 +189,7 @@ def _config(modules: Mapping[str, _Module], base_model: str | None) -> dict[str,
     """The content of `adapter_config.json`."""
     ranks = {name: module.adapter.rank for name, module in modules.items()}
     alphas = {name: module.adapter.alpha for name, module in modules.items()}
+    keys = {name: _pattern_key(name, tuple(modules)) for name in modules}
     rank, alpha = (collections.Counter(found.values()).most_common(1)[0][0] for found in (ranks, alphas))
     return {
         "peft_type": "LORA",
@@ -192,14 +199,28 @@ def _config(modules: Mapping[str, _Module], base_model: str | None) -> dict[str,
         "r": rank,
         "lora_alpha": _whole(alpha),
         "target_modules": sorted(modules),
-        "rank_pattern": {name: r for name, r in ranks.items() if r != rank},
-        "alpha_pattern": {name: _whole(a) for name, a in alphas.items() if a != alpha},
+        "rank_pattern": {keys[name]: r for name, r in ranks.items() if r != rank},
+        "alpha_pattern": {keys[name]: _whole(a) for name, a in alphas.items() if a != alpha},
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
         "use_rslora": False,
         "use_dora": False,
     }
+
+
+def _pattern_key(name: str, modules: tuple[str, ...]) -> str:
+    """The key of one module in `rank_pattern` and `alpha_pattern`: its name, anchored if that matches other modules too.
+
+    PEFT before 0.14 does not know anchored keys, so a name that is unambiguous stays as it is.
+    """
+    is_ambiguous = sum(_is_key_of(name, module) for module in modules) > 1
+    return f"^{re.escape(name)}" if is_ambiguous else name
+
+
+def _is_key_of(key: str, module: str) -> bool:
+    """Whether a key of a pattern applies to a module: a regular expression for the end of its name, from a dot on, as in PEFT."""
+    return re.fullmatch(rf"(.*\.)?({key})", module) is not None
 
 
 def _whole(number: float) -> float | int:
@@ -211,7 +232,7 @@ def _alpha(config: Mapping[str, Any], module: str, directory: pathlib.Path) -> t
     """The alpha of a module, and whether it is meant over the root of the rank."""
     where = str(directory / CONFIG)
     patterns = config.get("alpha_pattern") or {}
-    alpha = next((a for key, a in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", module)), config.get("lora_alpha"))
+    alpha = next((a for key, a in patterns.items() if _is_key_of(key, module)), config.get("lora_alpha"))
     if isinstance(alpha, bool) or not isinstance(alpha, int | float):
         raise QuantError(f"{where}: the alpha of {module} is {alpha!r}, which is no number")
     is_over_root = "use_rslora" in config and field(config, "use_rslora", bool, where)

@@ -4,7 +4,9 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from ..array import QArray, Scheme
@@ -69,10 +71,22 @@ class QuantizedCache:
     def written(
         self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
     ) -> "QuantizedCache":
-        """The cache with the keys and values of one layer's new tokens after those that it holds; `length` stays.
+        """Writes the keys and values of new tokens of one layer after the `length` tokens of the cache; `length` stays.
 
-        Tokens that there is no room for overwrite the last ones, since how full a cache is is not known while tracing.
+        Args:
+            layer: which layer, from 0; a negative one counts from the end.
+            keys: of the T new tokens, in any floating dtype.
+            values: likewise.
+
+        Returns:
+            The new cache.
+
+        Raises:
+            QuantError: when the shapes are not those of the cache, and when layer or length are concrete (not traced) and
+                the layer does not exist or the tokens do not fit. Inside `jit` the length is not known: tokens beyond the
+                room then overwrite the last ones, so check the total before the loop.
         """
+        self._check_new_tokens(layer, keys, values)
         k, v = quantize(keys, self.policy.keys), quantize(values, self.policy.values)
 
         def put(held: Array, new: Array) -> Array:
@@ -88,8 +102,36 @@ class QuantizedCache:
         )
 
     def advanced(self, count: int) -> "QuantizedCache":
-        """The cache with `count` more positions filled: what every layer has written."""
+        """The cache with `count` more positions filled: what every layer has written.
+
+        Raises:
+            QuantError: when the length is concrete and there is no room for so many.
+        """
+        self._check_room(count)
         return dataclasses.replace(self, length=self.length + count)
+
+    def _check_new_tokens(self, layer: Array | int, keys: Array, values: Array) -> None:
+        """Raises a QuantError unless new keys and values fit this cache."""
+        L, B, K, S, _ = self.key_codes.shape
+        for name, x in (("keys", keys), ("values", values)):
+            if len(x.shape) != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (B, K, self.head_dim):
+                raise QuantError(
+                    f"{name} has shape {x.shape}; this cache takes [batch={B}, heads={K}, tokens, head_dim={self.head_dim}]"
+                )
+        if keys.shape != values.shape:
+            raise QuantError(f"keys has {keys.shape[2]} tokens and values {values.shape[2]}; they must have as many")
+        if keys.shape[2] > S:
+            raise QuantError(f"{keys.shape[2]} tokens do not fit a cache with room for {S}; make it with a larger room")
+        if not isinstance(layer, Tracer) and not -L <= int(layer) < L:
+            raise QuantError(f"layer is {int(layer)}, but the cache has {L} layers")
+        self._check_room(keys.shape[2])
+
+    def _check_room(self, count: int) -> None:
+        """Raises a QuantError when the length is concrete and `count` more tokens do not fit."""
+        if not isinstance(self.length, Tracer) and (filled := int(np.max(self.length))) + count > self.room:
+            raise QuantError(
+                f"{count} more tokens do not fit: {filled} of {self.room} positions are filled; make the cache with a larger room"
+            )
 
     def layer(self, layer: Int[Array, ""] | int) -> tuple[QArray, QArray]:
         """The keys and values of one layer, all positions of it, `[B, K, S, h]`; decoded zeros where nothing is written."""
