@@ -21,9 +21,8 @@ from ..recipe import plan as make_plan
 from ..statistics import AbsMaxRange, AbstractRange, Stats
 from ..statistics import observe as observe_function
 from ..statistics.measure import Statistic
-from ..training import DelayedState, ModelSparsity
+from ..training import DelayedState, ModelSparsity, lora
 from ..training import delayed_state as state_of
-from ..training import lora
 from ..training import sparsity_state as sparsity_of
 from ..training import train as train_function
 from . import tree

@@ -35,7 +35,7 @@ class Block:
 
     def refuse_unless_it_fits(self, q: Float[Array, "B H T h"]) -> None:
         """Raises a QuantError where queries cannot attend to these positions; a kernel would read beyond them."""
-        keys, values = (x.shape if self.layer is None else x.shape[1:] for x in (self.keys, self.values))
+        keys = self.keys.shape if self.layer is None else self.keys.shape[1:]
         if len(keys) != 4 or keys[0] != q.shape[0] or not keys[1] or q.shape[1] % keys[1] or keys[-1] != q.shape[-1]:
             raise QuantError(
                 f"q has shape {q.shape} and the keys {keys}; the key heads must divide the heads, and the head widths and "
