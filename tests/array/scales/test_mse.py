@@ -7,6 +7,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.array.scales import MSE, SNR, AbsMax, AbstractCalibration
+from fewbit.array.scales.search import proven_window
 from fewbit.formats import FORMATS
 from tests.array.scales.test_mx import SLACK
 from tests.conformance import array_laws as laws
@@ -68,27 +69,53 @@ def test_nvfp4_search_equals_the_sweep_of_all_scales(tile: int):
     assert (best <= naive * SLACK).all()
 
 
-@pytest.mark.parametrize(
-    ("elements", "scale"),
-    [
-        ([0.40625] * 8 + [4.375] * 2 + [5.0] * 5 + [6.0], 0.8125),
-        ([2.34375] * 3 + [2.84375] * 2 + [3.125] * 7 + [4.125] * 3 + [7.5], 2.0),
-        ([0.002] * 16, 2.0**-9),
-        ([2.0**-9 * 6] * 16, 2.0**-9),
-        ([448.0 * 6] * 16, 448.0),
-    ],
-    ids=["four-below", "six-above", "constant", "smallest", "largest"],
-)
-def test_nvfp4_witnesses(elements: list[float], scale: float):
-    # The ends of the window of candidates are needed, and the subnormal scales are not flushed.
-    x = np.zeros((2, 16), np.float32)
+WITNESSES = {  # tiles whose best scale lies at an end of the window of candidates, and that scale
+    "16: four below": ([0.40625] * 8 + [4.5] * 2 + [5.0] * 5 + [6.0006], 0.8125),
+    "16: four below, another mantissa": ([0.375] * 6 + [1.125] * 3 + [4.375] * 5 + [4.8125, 5.6256], 0.75),
+    "16: six above": ([2.34375] * 3 + [2.84375] * 2 + [3.125] * 7 + [4.125] * 3 + [7.5], 2.0),
+    "16: code 15 of the lowest": ([2.0**-9 * 7.5] * 5 + [2.0**-9 * 22.5] * 5 + [2.0**-9 * 45] * 6, 15 * 2.0**-9),
+    "16: constant": ([0.002] * 16, 2.0**-9),
+    "16: smallest": ([2.0**-9 * 6] * 16, 2.0**-9),
+    "16: largest": ([448.0 * 6] * 16, 448.0),
+    "32: five below": (
+        [0.375] * 18 + [2.84375] * 6 + [4.0625] + [4.375] * 2 + [4.6875] + [4.875] * 3 + [6.0006],
+        0.75,
+    ),
+    "32: six above": ([4.0625] * 8 + [6.0] * 11 + [6.5] * 10 + [7.5] * 3, 2.0),
+    "32: code 15 of the lowest": ([2.0**-9 * 7.5] * 10 + [2.0**-9 * 22.5] * 10 + [2.0**-9 * 45] * 12, 15 * 2.0**-9),
+}
+
+
+@pytest.mark.finding(33)
+@pytest.mark.parametrize("name", WITNESSES)
+def test_nvfp4_witnesses(name: str):
+    # Both ends of the window are needed for either tile length, and the subnormal scales are not flushed.
+    elements, scale = WITNESSES[name]
+    tile = len(elements)
+    x = np.zeros((2, tile), np.float32)
     x[0], x[1, 0] = elements, 2688
-    q = _quantize(jnp.asarray(x), nvfp4())
+    q = _quantize(jnp.asarray(x), nvfp4(tile))
     assert np.asarray(q.tensor_scale).item() == 1.0
-    got = E4M3[np.asarray(q.scale)[0, 0].astype(int) - 1]
     errors = sweep(x[:1].astype(np.float64), 1.0)[0]
-    assert errors[np.searchsorted(E4M3, got)] <= errors.min() * SLACK
-    assert got == scale or errors[np.searchsorted(E4M3, scale)] > errors.min() * SLACK
+    assert errors[np.searchsorted(E4M3, scale)] <= errors.min() * SLACK  # the witness is one
+    assert errors[np.asarray(q.scale)[0, 0].astype(int) - 1] <= errors.min() * SLACK
+
+
+@pytest.mark.finding(33)
+@pytest.mark.parametrize("tile", [16, 32])
+def test_every_witness_dies_with_a_narrower_window(tile: int):
+    """No candidate at an end of the proven window can be left out: some witness has its best scale there, and only there."""
+    first, last = proven_window(FORMATS["e2m1"], FORMATS["e4m3fn"], tile)
+    needed = set()
+    for elements, _ in WITNESSES.values():
+        if len(elements) == tile:
+            x = np.asarray([elements], np.float32).astype(np.float64)
+            errors = sweep(x, 1.0)[0]
+            ceiling = int(np.searchsorted(E4M3, np.float32(x.max()) / np.float32(6)))
+            best = [i for i in range(first[ceiling], last[ceiling] + 1) if errors[i] <= errors.min() * SLACK]
+            if len(best) == 1:
+                needed.add((ceiling < 8, best[0] - ceiling if ceiling >= 8 else best[0]))
+    assert {(False, -4 if tile == 16 else -5), (False, 6), (True, 14)} <= needed
 
 
 @pytest.mark.slow
