@@ -23,6 +23,9 @@ def test_its_fields_are_those_that_the_state_is_made_of():
     assert (state.amax_history.shape, state.margin) == ((8,), 2)
 
 
+WHOLE_INT8 = fb.Scheme(fb.FORMATS["int8"], {})
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -34,6 +37,10 @@ def test_its_fields_are_those_that_the_state_is_made_of():
         (lambda: fb.Policy("fp8_tensor", "mxfp8", delayed={}), "activation is mxfp8"),
         (lambda: fb.Policy("fp8_tensor", drhs="fp8_e5m2", delayed={}), "drhs is fp8_e5m2"),
         (lambda: fb.Policy("ternary", delayed={}), "weight is ternary"),
+        (
+            lambda: fb.Policy("fp8_tensor", dlhs=fb.Arm(WHOLE_INT8, rounding="stochastic"), delayed={}),
+            "stochastic rounding is biased; take a narrow range, such as int8_narrow",
+        ),
         (
             lambda: fb.Policy("fp8_tensor", delayed={"lenght": 3}),
             "delayed scaling has no field 'lenght'; did you mean 'length'",

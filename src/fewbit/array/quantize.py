@@ -12,12 +12,12 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int32, Key
 
 from .._tiles import Tile, blocked, blocked_scale, from_front, tile_counts, unblocked, valid_elements
-from ..errors import QuantError
+from ..errors import QuantError, UnsupportedError
 from ..formats import E8M0, AbstractFormat
 from ..formats.format import power_of_two, quotient, settled
 from .packing import code_capacity, pack, unpack
 from .qarray import QArray
-from .scales import ScaleStore, Target, Tiles
+from .scales import ScaleStore, Target, Tiles, unsaturated
 from .scheme import Scheme
 from .scheme import scheme as as_scheme
 from .sharding import refuse_cut_tiles
@@ -100,7 +100,7 @@ def quantized(
 ) -> QArray:
     """`quantize` of checked arguments: one program, where operations one by one would each be compiled and wait."""
     tiles = bound.tiles(x.ndim)
-    chosen = chosen_scales(x, bound, error_weights, scale, offset)
+    chosen = chosen_scales(x, bound, error_weights, scale, offset, is_stochastic=key is not None)
     view = blocked(x.astype(jnp.float32), tiles)[0]
     shifted = view if chosen.offset is None else view - chosen.offset
     units = _in_units(shifted, chosen.divisor, bound.format)
@@ -112,21 +112,32 @@ def quantized(
     return assembled(x, bound, packed, chosen.stored, chosen.zero_point, chosen.tensor_scale)
 
 
-def chosen_scales(x: Array, bound: Scheme, error_weights: Any, scale: Any, offset: Any) -> ChosenScales:
-    """The scales that the scheme's calibration chooses, or those that are given, for checked arguments."""
+def chosen_scales(
+    x: Array, bound: Scheme, error_weights: Any, scale: Any, offset: Any, *, is_stochastic: bool = False
+) -> ChosenScales:
+    """The scales that the scheme's calibration chooses, or those that are given, for checked arguments.
+
+    For stochastic rounding they are widened until no element saturates, see `scales.unsaturated`; given ones are not.
+    """
+    is_widened = is_stochastic and scale is None
+    if is_widened:
+        _check_can_widen(bound, error_weights)
     tiles = bound.tiles(x.ndim)
     counts = tile_counts(x.shape, tiles)
     view = _view(x, tiles, error_weights, bound)
     if scale is None:
-        target = _target(bound, chosen_tensor_scale(view.x, bound.format.bound, bound))
-        ideal, low = bound.calibration.scale(view, target)
+        largest = bound.format.max if is_widened else bound.format.bound
+        target = _target(bound, chosen_tensor_scale(view.x, largest, bound))
+        ideal, low = unsaturated(view, target, bound.calibration) if is_widened else bound.calibration.scale(view, target)
     else:
         ideal, low = (None if g is None else blocked_scale(_for_tiles(g, counts), tiles) for g in (scale, offset))
         assert ideal is not None
         target = _target(bound, chosen_tensor_scale(ideal, 1.0, bound))
-    stored, used = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles)
+    stored, used = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles, is_widened)
     divisor = jnp.where(used == 0, jnp.ones_like(used), used)
-    zero = None if low is None else target.stored_zero(low, divisor)
+    zero = None
+    if low is not None:
+        zero = (target.stored_zero_up if is_widened else target.stored_zero)(low, divisor)
     loaded = None if zero is None else target.loaded_offset(zero, divisor)
     ones = (1,) * x.ndim
     zero = None if zero is None else zero.reshape(counts if zero.size != 1 else ones)
@@ -223,6 +234,19 @@ def _check_given(scale: ArrayLike | None, offset: ArrayLike | None, weights: Arr
         raise QuantError("error_weights mean nothing where scale is given; no scale is searched")
 
 
+def _check_can_widen(scheme: Scheme, weights: ArrayLike | None) -> None:
+    """Refuses what stochastic rounding cannot do without bias, or would ignore."""
+    if weights is not None:
+        raise QuantError(
+            "error_weights mean nothing with key: stochastic rounding takes the smallest scale that clips nothing"
+        )
+    if isinstance(scheme.scale, Scheme):
+        raise UnsupportedError(
+            f"stochastic rounding in {scheme.name} would be biased: its scales are rounded to {scheme.scale.format.name}, "
+            "also downwards, and the largest elements saturate. Take a scheme whose scales are not quantized, or pass scale="
+        )
+
+
 def shared_axes(axes: tuple[int, ...], ndim: int, key: Any) -> tuple[int, ...]:
     """The axes that share random numbers, counted from the front and in order."""
     if axes and key is None:
@@ -299,13 +323,13 @@ def _in_units(x: Array, divisor: Array, fmt: AbstractFormat) -> Array:
 
 
 def _stored_scale(
-    scale: Array, target: Target, scheme: Scheme, counts: tuple[int, ...], tiles: tuple[Tile, ...]
+    scale: Array, target: Target, scheme: Scheme, counts: tuple[int, ...], tiles: tuple[Tile, ...], is_widened: bool
 ) -> tuple[Any, Array]:
-    """The scales as they are stored, and as they will be read back beside the blocked array."""
+    """The scales as they are stored (rounded up where `is_widened`), and as they will be read back."""
     if isinstance(scheme.scale, Scheme):
         stored = quantize(scale.reshape(counts), scheme.scale, axis=scheme.pack_axis)
         return stored, blocked_scale(dequantize(stored), tiles)
-    stored = target.store.stored(scale)
+    stored = target.store.stored_up(scale) if is_widened else target.store.stored(scale)
     return stored.reshape(counts), target.store.loaded(stored)
 
 

@@ -192,6 +192,16 @@ class Policy:
 
     def _check_gradients(self) -> None:
         """Refuses arms that one history of the gradient cannot serve."""
+        for arm in (self.dlhs, self.drhs):
+            if (
+                arm.rounding == "stochastic"
+                and arm.gradient is not None
+                and arm.gradient.format.bound > arm.gradient.format.max
+            ):
+                raise QuantError(
+                    f"delayed scaling takes the largest magnitude of {arm.gradient.name} half a step beyond its last code, where "
+                    f"stochastic rounding is biased; take a narrow range, such as {arm.gradient.format.name}_narrow"
+                )
         if self.dlhs.hadamard or self.drhs.hadamard:
             raise QuantError("delayed scaling keeps the magnitudes of the gradient as it comes in; leave hadamard out")
         if (schemes := {self.dlhs.gradient, self.drhs.gradient} - {None}) and len(schemes) > 1:

@@ -20,3 +20,4 @@ from .nvfp4 import NVFP4 as NVFP4
 from .percentile import Percentile as Percentile
 from .signed_max import SignedMax as SignedMax
 from .store import ScaleStore as ScaleStore
+from .unsaturated import unsaturated as unsaturated

@@ -120,6 +120,14 @@ class Target:
         largest = float(jnp.finfo(self.zero).max)
         return jnp.clip(offset, -largest, largest).astype(self.zero)
 
+    def stored_zero_up(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
+        """The stored form of an offset, rounded so that no element below the range is cut: see `unsaturated`."""
+        if isinstance(self.zero, AbstractFormat):
+            return self.zero.encode(jnp.ceil(quotient(-offset, scale)))
+        stored = self.stored_zero(offset, scale)
+        lowest = jnp.full_like(stored, -jnp.inf)
+        return jnp.where(stored.astype(jnp.float32) > offset, jnp.nextafter(stored, lowest), stored)
+
     def loaded_offset(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
         """The float32 offset, the number that code value 0 stands for, of its stored form."""
         if isinstance(self.zero, AbstractFormat):
@@ -143,7 +151,10 @@ class AbstractCalibration(abc.ABC):
 
     @property
     def clips(self) -> bool:
-        """Whether elements may be left outside the range on purpose, so that a straight-through gradient stops there."""
+        """Whether elements may be left outside the range on purpose.
+
+        A straight-through gradient stops there, and stochastic rounding does not widen the range for them.
+        """
         return False
 
     def largest_stored(self, holder: AbstractFormat | np.dtype) -> float | None:

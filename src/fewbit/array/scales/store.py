@@ -1,13 +1,14 @@
 """How scales are held: as an array of a float dtype, as the codes of a format, or quantized themselves."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from ...formats import E8M0, AbstractFormat
-from ...formats.format import quotient
+from ...formats.format import looked_up, quotient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +45,18 @@ class ScaleStore:
         held = jnp.where(scale == 0, 0.0, jnp.copysign(magnitude, scale))
         return self.holder.encode(held) if isinstance(self.holder, AbstractFormat) else held.astype(self.holder)
 
+    def stored_up(self, scale: jax.Array) -> jax.Array:
+        """The holder's form of each scale, rounded up in magnitude: the smallest number it has that is not below the scale.
+
+        Above the largest number it is the largest. NaN stays NaN where the holder has it.
+        """
+        stored = self.stored(scale)
+        is_below = jnp.abs(self.loaded(stored)) < jnp.abs(scale)
+        if isinstance(self.holder, AbstractFormat):
+            return jnp.where(is_below, looked_up(_next_codes(self.holder), stored.astype(jnp.int32)), stored)
+        largest = jnp.asarray(self.largest, stored.dtype)
+        return jnp.where(is_below, jnp.nextafter(stored, jnp.copysign(largest, stored)), stored)
+
     def loaded(self, stored: jax.Array) -> jax.Array:
         """The float32 scales of their stored form."""
         holder = self.holder
@@ -58,3 +71,14 @@ class ScaleStore:
     def is_power_of_two(self) -> bool:
         """Whether the holder has powers of two only."""
         return isinstance(self.holder, E8M0)
+
+
+@functools.cache
+def _next_codes(holder: AbstractFormat) -> np.ndarray:
+    """For each code of a positive number the code of the next larger one; of the largest, and of all other codes, itself."""
+    values = np.nan_to_num(holder.values(), nan=0, posinf=0)
+    order = np.argsort(values, kind="stable")
+    order = order[values[order] > 0]
+    codes = np.arange(len(values), dtype=np.uint8)
+    codes[order[:-1]] = order[1:]
+    return codes

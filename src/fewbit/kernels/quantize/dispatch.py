@@ -42,7 +42,9 @@ def quantize(
             has more than one element.
         error_weights: how much each element's squared error counts in a scale search, broadcast to `x`; None: all alike.
             Refused by calibrations that do not search.
-        key: a JAX random key for stochastic rounding of the codes; None rounds to the nearest.
+        key: a JAX random key for stochastic rounding of the codes; None rounds to the nearest. With a key the mean over keys
+            is each element itself: scales are not searched, but chosen so that no element saturates. Calibrations that clip on
+            purpose (`fixed`, `absmax,0.9`) keep their range, and what lies beyond it, or beyond a given scale's, saturates.
         scale: the scale of each tile, float, used in place of the scheme's calibration (static ranges, delayed scaling); it
             broadcasts to the number of tiles on each axis, so one number serves every tile. It is stored as the scheme
             stores scales, rounded to what that can hold; a tensor scale is chosen for the largest of them. None calibrates.
