@@ -71,7 +71,7 @@ def test_an_arm_shares_along_what_its_product_sums():
 
     def pulled(noise):
         policy = fb.Policy("int8", dlhs=fb.Arm("int4", "original", "stochastic", noise=noise))
-        g = jnp.full((4, 16), 0.3).at[:, 0].set(1.0)
+        g = jnp.full((4, 16), 0.36).at[:, 0].set(1.0)
         return jax.vjp(lambda x: fb.dot_general(x, w, numbers, policy=policy, key=jax.random.key(0)), x)[1](g)[0]
 
     # With the identity as the weight, the gradient of `x` is the rounded gradient's first columns.
