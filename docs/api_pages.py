@@ -196,7 +196,14 @@ def on_config(config: Any) -> Any:
     """mkdocs' hook: fills the sections of the navigation that mkdocs.yml names as a folder."""
     design = sorted(path.name for path in (Path(__file__).parent / "design").glob("*.md"))
     folders = {"api": list(pages()), "design": [f"design/{name}" for name in sorted(design, key="index.md".__ne__)]}
-    config.nav = [{title: folders.get(place, place) for title, place in entry.items()} for entry in config.nav]
+
+    def filled(entries: list[Any]) -> list[Any]:
+        return [
+            {title: filled(place) if isinstance(place, list) else folders.get(place, place) for title, place in entry.items()}
+            for entry in entries
+        ]
+
+    config.nav = filled(config.nav)
     return config
 
 
