@@ -103,8 +103,8 @@ def quantize(
     """Quantizes a model into a directory of safetensors, tensor by tensor, and proves what that cost."""
     if text is not None and not check:
         raise QuantError("--text is the text of the check, which --no-check leaves out; drop one of the two")
-    _check_output(output, overwrite)
     opened = jobs.load(model)
+    io.check_output(output, overwrite=overwrite, sources=[opened.path])
     source, made = _planned(opened, recipe, plan, keep=keep, rotate=rotate, seed=seed)
     if not json:
         _print_plan(source, made, full=full)
@@ -161,19 +161,6 @@ def verify(path: ModelPath, json: Json = False) -> None:
         say(f"{path}: {errors} errors, {len(findings) - errors} warnings" if findings else f"{path}: all well")
     if errors:
         raise typer.Exit(FOUND)
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    """Refuses an output before any work is done for it; the writer refuses it again when it has come to be meanwhile."""
-    if not output.absolute().parent.is_dir():
-        fault = "is a file" if output.absolute().parent.exists() else "does not exist; create it first"
-        raise QuantError(f"{output} cannot be written: the directory {output.parent} {fault}")
-    if output.exists() and not overwrite:
-        raise QuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it")
-    if output.exists() and not io.is_fewbit_directory(output):
-        raise QuantError(
-            f"{output} was not written by fewbit, so it is not replaced; choose another --output or remove it yourself"
-        )
 
 
 def _planned(

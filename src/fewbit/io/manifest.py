@@ -15,7 +15,7 @@ from .strict_json import canonical, dumped, field, parsed_object
 
 MANIFEST = "manifest.json"
 FORMAT = "fewbit"
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,8 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     path = directory / MANIFEST
     if not path.is_file():
         raise QuantError(f"{path} is missing, though the directory was written by fewbit; copy the directory again, whole")
-    form = parsed_object(content(path), str(path))
+    text = content(path)
+    form = parsed_object(text, str(path))
     claimed = field(form, "sha256", str, str(path))
     del form["sha256"]
     if sha256(canonical(form)) != claimed:
@@ -88,11 +89,13 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     version = field(form, "version", int, str(path))
     if field(form, "format", str, str(path)) != FORMAT or version < 1:
         raise QuantError(f"{path} is no manifest of fewbit: format {form['format']!r}, version {version}")
-    if version > VERSION:
-        raise UnsupportedError(
-            f"{directory} has layout version {version}, this fewbit reads up to {VERSION}; upgrade fewbit"
-        )
-    return _manifest(form, str(path))
+    if version != VERSION:
+        advice = "upgrade fewbit" if version > VERSION else "quantize the checkpoint again"
+        raise UnsupportedError(f"{directory} has layout version {version}, this fewbit reads version {VERSION}; {advice}")
+    manifest = _manifest(form, str(path))
+    if manifest.text() != text:
+        raise QuantError(f"{path} is damaged: white space or number forms differ from what was written; copy the directory again")
+    return manifest
 
 
 def _manifest(form: Mapping[str, Any], where: str) -> Manifest:

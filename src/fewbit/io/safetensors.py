@@ -6,12 +6,13 @@ import numpy as np
 
 from ..errors import QuantError
 from .checkpoint import Checkpoint, TensorInfo, Tensors
-from .directory import CONFIG, INDEX
+from .directory import CONFIG
 from .manifest import FORMAT, is_plain_name
 from .mapped import content
 from .safetensors_file import DTYPES, StoredTensor, read_file
 from .strict_json import field, parsed_object
 
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SIDE_FILES = (
     "tokenizer.json",

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import io
-from ..errors import QuantError
 from ..recipe import Plan
 from .model import Model
 from .planning import KEEP
@@ -92,20 +91,23 @@ def quantize(
         What was written, measured.
 
     Raises:
-        QuantError: when the directory exists, a parameter is not finite, or the files cannot be written.
+        QuantError: when the directory may not be written (see `io.check_output`), a parameter is not finite, or the files
+            cannot be written.
     """
     start = time.perf_counter()
-    out = Path(out)
-    if out.exists() and out.resolve() == model.path.resolve():
-        raise QuantError(f"{out} is the model itself; choose another output")
-
     def progress(stage: str, name: str, nbytes: int) -> None:
         if stage == "verify" and on_verify is not None:
             on_verify(name, nbytes)
 
     results = []
     writer = io.DirectoryWriter(
-        out, config=_config(model), files=model.files, facts=_facts(model, plan), overwrite=overwrite, progress=progress
+        out,
+        config=_config(model),
+        files=model.files,
+        facts=_facts(model, plan),
+        overwrite=overwrite,
+        sources=[model.path],
+        progress=progress,
     )
     with writer:
         for value, result in quantized_tensors(model, plan):
