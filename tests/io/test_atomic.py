@@ -101,8 +101,8 @@ def test_missing_parents_are_created_and_go_again_without_a_commit(tmp_path):
     with StagedDirectory(tmp_path / "x" / "y" / "m", overwrite=False) as staged:
         staged.commit()
     assert names(tmp_path / "x" / "y") == ["m"]
+    (tmp_path / "file").touch()
     with pytest.raises(QuantError, match="m cannot be written: Not a directory"):
-        (tmp_path / "file").touch()
         StagedDirectory(tmp_path / "file" / "m", overwrite=False)
 
 
@@ -110,7 +110,7 @@ def test_a_lock_file_that_was_removed_stops_the_commit(tmp_path):
     """Another writer may have come in its place."""
     with StagedDirectory(tmp_path / "m", overwrite=False) as staged:
         (tmp_path / ".m.fewbit-lock").unlink()
-        with pytest.raises(QuantError, match="the lock file of .*m was removed while it was being written; nothing was"):
+        with pytest.raises(QuantError, match=r"the lock file of .*m was removed while it was being written; nothing was"):
             staged.commit()
     assert names(tmp_path) == []
 

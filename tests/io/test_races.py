@@ -55,7 +55,9 @@ def race(writers, models, place: Path, stops: tuple[int, int], first: int) -> No
     winners = [name for name, answer in zip("ab", answers, strict=True) if answer.startswith("done")]
     assert winners, what
     for answer in answers:
-        assert answer.startswith("done") or re.search(r"is being written by (process \d+ on \S|another process)", answer), what
+        assert answer.startswith("done") or re.search(r"is being written by (process \d+ on \S|another process)", answer), (
+            what
+        )
     assert os.listdir(place) == ["m"], f"{what}, left {os.listdir(place)}"
     found = bytes_of(place / "m")
     assert found in [bytes_of(models[name]) for name in winners], what

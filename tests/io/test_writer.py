@@ -177,7 +177,9 @@ def test_overwrite_leaves_alone_what_fewbit_did_not_write(tmp_path, kind):
     else:
         io.write(tmp_path / "real", TENSORS)
         target.symlink_to(tmp_path / "real")
-    with pytest.raises(QuantError, match=r"m (was not written by fewbit|is a file|is a symbolic link), so it is not replaced"):
+    with pytest.raises(
+        QuantError, match=r"m (was not written by fewbit|is a file|is a symbolic link), so it is not replaced"
+    ):
         io.write(target, TENSORS, overwrite=True)
     assert os.path.lexists(target)
 
@@ -245,7 +247,10 @@ def test_tensors_are_added_within_the_block(tmp_path):
 def test_two_runs_do_not_write_the_same_directory(tmp_path):
     with io.DirectoryWriter(tmp_path / "m") as first:
         first.add("a", X)
-        with pytest.raises(QuantError, match=r"m is being written by process \d+ on \S+; wait until it has ended"), io.DirectoryWriter(tmp_path / "m"):
+        with (
+            pytest.raises(QuantError, match=r"m is being written by process \d+ on \S+; wait until it has ended"),
+            io.DirectoryWriter(tmp_path / "m"),
+        ):
             raise AssertionError("not reached")
     assert set(io.read(tmp_path / "m").tensors) == {"a"}
 

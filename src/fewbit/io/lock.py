@@ -153,4 +153,3 @@ def _refusal(target: pathlib.Path, path: pathlib.Path, holder: str, state: str) 
         f"{target} is being written by {holder}, or was when that process died: this file system has no locks that would tell. "
         f"If the process is gone, remove {path}"
     )
-

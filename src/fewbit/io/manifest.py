@@ -94,7 +94,9 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
         raise UnsupportedError(f"{directory} has layout version {version}, this fewbit reads version {VERSION}; {advice}")
     manifest = _manifest(form, str(path))
     if manifest.text() != text:
-        raise QuantError(f"{path} is damaged: white space or number forms differ from what was written; copy the directory again")
+        raise QuantError(
+            f"{path} is damaged: white space or number forms differ from what was written; copy the directory again"
+        )
     return manifest
 
 

@@ -93,9 +93,7 @@ def _is_within(path: pathlib.Path, directory: pathlib.Path) -> bool:
     return any(above.exists() and os.path.samefile(above, directory) for above in (real, *real.parents))
 
 
-def _check_replaceable(
-    target: pathlib.Path, overwrite: bool, foreign: Callable[[pathlib.Path], list[str]]
-) -> None:
+def _check_replaceable(target: pathlib.Path, overwrite: bool, foreign: Callable[[pathlib.Path], list[str]]) -> None:
     """Refuses an existing target that may not be replaced."""
     if not overwrite:
         raise QuantError(f"{target} exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)")

@@ -79,7 +79,8 @@ def _llama(checkpoint: io.Checkpoint) -> Model:
         return value.T if slot.is_transposed else value
 
     info = {path: dataclasses.replace(checkpoint.tensors.info[s.name], shape=s.shape) for path, s in by_path.items()}
-    return _model(checkpoint, config, "", info, load_path)
+    names = {path: slot.name for path, slot in by_path.items()} if table is models.HUGGING_FACE else {}
+    return dataclasses.replace(_model(checkpoint, config, "", info, load_path), names=names)
 
 
 def _config(checkpoint: io.Checkpoint) -> tuple[models.LlamaConfig, models.NameTable | None]:

@@ -95,6 +95,7 @@ def quantize(
             cannot be written.
     """
     start = time.perf_counter()
+
     def progress(stage: str, name: str, nbytes: int) -> None:
         if stage == "verify" and on_verify is not None:
             on_verify(name, nbytes)
@@ -111,7 +112,7 @@ def quantize(
     )
     with writer:
         for value, result in quantized_tensors(model, plan):
-            writer.add(result.path, value)
+            writer.add(model.names.get(result.path, result.path), value)
             results.append(result)
             if on_tensor is not None:
                 on_tensor(result)
@@ -123,7 +124,9 @@ def quantize(
 
 
 def _config(model: Model) -> dict[str, Any]:
-    """The `config.json` of the directory: our own for a network that can be run, else what the checkpoint said."""
+    """The `config.json` of the directory: a Hugging Face checkpoint's own; else our own for a network that can be run."""
+    if "model_type" in model.metadata:
+        return dict(model.metadata)
     if model.config is not None:
         return {"architecture": "llama", "llama": model.config.to_json()}
     return {key: value for key, value in model.metadata.items() if _is_small(value)}
