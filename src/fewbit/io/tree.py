@@ -108,7 +108,9 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     if faults:
         raise QuantError(f"{checkpoint.path} does not fit like: {_shortened(faults)}")
     structure = jax.tree.structure(like, is_leaf=is_qarray)
-    return jax.tree.unflatten(structure, [_placed(values[name], leaf) if name in values else leaf for name, leaf in named.items()])
+    return jax.tree.unflatten(
+        structure, [_placed(values[name], leaf) if name in values else leaf for name, leaf in named.items()]
+    )
 
 
 class _Stored:
@@ -178,7 +180,9 @@ def _storable(name: str, leaf: Any, section: dict[str, dict[str, Any]]) -> Any:
 
 def _check_addressable(name: str, leaf: Any) -> None:
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-        raise QuantError(f"leaf {name!r} has shards on other hosts; fb.save writes what one host holds. Use Orbax (docs/io.md)")
+        raise QuantError(
+            f"leaf {name!r} has shards on other hosts; fb.save writes what one host holds. Use Orbax (docs/io.md)"
+        )
 
 
 def _scalar_form(value: Any) -> list[Any]:
