@@ -50,14 +50,14 @@ def same(a, b) -> None:
     """Asserts that two trees are equal: structure, types of leaves, dtypes, bits."""
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
-        assert type(x) is type(y) or callable(x) and x is y, (type(x), type(y))
+        assert type(x) is type(y) or (callable(x) and x is y), (type(x), type(y))
         if hasattr(x, "dtype"):
             assert (x.dtype, x.shape) == (y.dtype, y.shape)
             if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
                 x, y = jax.random.key_data(x), jax.random.key_data(y)
             assert np.asarray(x).tobytes() == np.asarray(y).tobytes()
         else:
-            assert x == y or x != x and y != y
+            assert x == y or (x != x and y != y)
 
 
 def abstract(tree):

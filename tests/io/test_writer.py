@@ -20,6 +20,7 @@ import safetensors.numpy
 
 import fewbit as fb
 from fewbit import QuantError, io
+from fewbit.io import atomic
 
 from .damage import content, leaves
 from .examples import X, quantized, random_qarray
@@ -306,6 +307,29 @@ def test_a_disk_that_changes_bytes_is_caught(tmp_path, monkeypatch):
     with pytest.raises(QuantError, match="tensor 'b' reads back other than it was written; the disk may be failing"):
         io.write(tmp_path / "m", TENSORS)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interruption_at_the_rename_tells_which_model_stands(tmp_path, monkeypatch, moment):
+    io.write(tmp_path / "m", {"x": X})
+    real = atomic.exchange
+
+    def interrupted(staged, target):
+        if moment == "after":
+            real(staged, target)
+            monkeypatch.setattr(atomic.shutil, "rmtree", stopped)
+        else:
+            raise KeyboardInterrupt
+
+    def stopped(path, **kwargs):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic, "exchange", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"^$" if moment == "before" else r"m was in place already; it is complete"):
+        io.write(tmp_path / "m", TENSORS, overwrite=True)
+    assert set(io.read(tmp_path / "m").tensors) == ({"x"} if moment == "before" else set(TENSORS))
+    assert os.listdir(tmp_path) == ["m"]
 
 
 # A shell starts background processes with SIGINT ignored, and so what they start; Ctrl-C is switched on again.

@@ -257,7 +257,8 @@ def _written(source: jobs.Model, made: Plan, output: Path, *, overwrite: bool, l
             return jobs.quantize(source, made, output, overwrite=overwrite, on_tensor=on_tensor)
         except KeyboardInterrupt as error:
             raise type(error)(
-                f"interrupted after {written} of {count} tensors; nothing was written to {output}, and what stood there "
+                str(error)
+                or f"interrupted after {written} of {count} tensors; nothing was written to {output}, and what stood there "
                 "still stands. Run the same command to start again"
             ) from None
 

@@ -1,6 +1,6 @@
-"""A directory that appears whole or not at all: staged in the same parent, flushed to the disk, and renamed at the end.
+"""A directory that appears whole or not at all.
 
-Whatever stops the process, what stood at the target before still stands; the next run removes what this one left.
+It is staged in the target's parent, flushed to the disk, and renamed at the end. Whatever stops the process, what stood at the target before still stands; the next run removes what this one left.
 """
 
 import ctypes
@@ -44,7 +44,7 @@ class StagedDirectory:
         self.path = target.with_name(f".{target.name}.fewbit-partial")
         self._created: list[pathlib.Path] = []
         self._lock: OutputLock | None = None
-        self._is_committed = False
+        self.is_committed = False
         try:
             self._lock = self._locked()
             _recover(target)
@@ -122,13 +122,13 @@ class StagedDirectory:
                 exchange(self.path, self.target)
             else:
                 os.rename(self.path, self.target)
-            self._is_committed = True
+            self.is_committed = True
             for parent in dict.fromkeys([self.target.parent, *(made.parent for made in self._created)]):
                 _flush_directory(parent)
             if is_replaced:
                 shutil.rmtree(self.path)  # what stood at the target
         except OSError as error:
-            if self._is_committed:
+            if self.is_committed:
                 raise QuantError(f"{self.target} is written and in place, but then: {error.strerror or error}") from error
             raise _write_error(self.target, 0, error) from error
 
@@ -144,7 +144,7 @@ class StagedDirectory:
         finally:
             if lock is not None:
                 lock.release()
-            if not self._is_committed:
+            if not self.is_committed:
                 _remove_empty(self._created)
             self._created = []
 
@@ -245,8 +245,8 @@ def _write_error(target: pathlib.Path, nbytes: int, error: OSError) -> QuantErro
         return QuantError(f"{target} cannot be written: {error.strerror or error}")
     free = shutil.disk_usage(_existing_parent(target)).free
     return QuantError(
-        f"no space left for {target}: the file being written needs {nbytes:,} bytes, {free:,} are free beside what is "
-        "written so far; nothing was changed. Free some space, or choose another output"
+        f"no space left for {target}: the file being written needs {nbytes:,} bytes, {free:,} are free now; "
+        "nothing was changed. Free some space, or choose another output"
     )
 
 

@@ -1,4 +1,7 @@
-"""Where an output directory may be written: the one check of a target, before any work and again before the rename."""
+"""The one check of where an output directory may be written.
+
+It runs before any work, again under the lock of the output, and again right before the rename.
+"""
 
 import os
 import pathlib

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._registry import near_names
 from ..array import QArray, is_qarray
@@ -150,13 +151,13 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
 
 
 def _is_code(leaf: Any) -> bool:
-    """Whether a leaf is a function or class, which modules have beside their arrays."""
+    """Whether a leaf is a function or class, which modules have among their leaves."""
     return callable(leaf) and not hasattr(leaf, "dtype")
 
 
 def _storable(name: str, leaf: Any, section: dict[str, dict[str, Any]]) -> Any:
     """The array that the file holds for a leaf; what it leaves out goes to the section."""
-    if isinstance(leaf, jax.core.Tracer) or any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(leaf)):
+    if any(isinstance(part, Tracer) for part in jax.tree.leaves(leaf)):
         raise QuantError(f"leaf {name!r} is traced; call fb.save outside jit")
     if isinstance(leaf, QArray) and all(isinstance(part, jax.Array | np.ndarray) for part in jax.tree.leaves(leaf)):
         for part in jax.tree.leaves(leaf):
@@ -165,10 +166,11 @@ def _storable(name: str, leaf: Any, section: dict[str, dict[str, Any]]) -> Any:
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         kind = "an abstract array" if hasattr(leaf, "dtype") or is_qarray(leaf) else f"a {type(leaf).__name__}"
         raise QuantError(
-            f"leaf {name!r} is {kind}; fb.save writes arrays, QArrays, random keys, numbers and strings. Make it static in its module, or leave it out"
+            f"leaf {name!r} is {kind}; fb.save writes arrays, QArrays, random keys, numbers and strings. "
+            "Make it static in its module, or leave it out"
         )
     _check_addressable(name, leaf)
-    if isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         section["keys"][name] = str(jax.random.key_impl(leaf))
         return jax.random.key_data(leaf)
     dtype = leaf.dtype.newbyteorder("=")

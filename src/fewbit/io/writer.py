@@ -107,6 +107,10 @@ class DirectoryWriter:
         try:
             if error is None:
                 self._finish()
+        except KeyboardInterrupt as stop:
+            if self._staged.is_committed:
+                raise type(stop)(f"interrupted when {self.path} was in place already; it is complete") from None
+            raise
         finally:
             self._staged.close()
 
@@ -287,7 +291,7 @@ def _hashes(header: bytes, arrays: Mapping[str, np.ndarray]) -> tuple[str, dict[
     for name, array in arrays.items():
         data, tensor = _bytes(array), hashlib.sha256()
         for start in range(0, data.size, _CHUNK):
-            chunk = data[start : start + _CHUNK]
+            chunk = data[start : start + _CHUNK].data
             file.update(chunk)
             tensor.update(chunk)
         tensors[name] = tensor.hexdigest()
