@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from fewbit import QuantError, io
+from fewbit.io.manifest import sha256
 from fewbit.io.output import check_output, foreign_files
+from fewbit.io.strict_json import canonical, dumped
 
 X = np.ones(3, np.float32)
 
@@ -55,6 +57,13 @@ def test_a_directory_without_a_sound_manifest_is_not_replaced(tmp_path, manifest
     if manifest is not None:
         (tmp_path / "m" / "manifest.json").write_text(manifest)
     refused(tmp_path / "m", r"m was not written by fewbit, so it is not replaced; .*manifest\.json")
+
+
+def test_what_another_version_wrote_is_not_replaced_and_called_so(ours):
+    form = json.loads((ours / "manifest.json").read_text()) | {"version": 1}
+    del form["sha256"]
+    (ours / "manifest.json").write_bytes(dumped(form | {"sha256": sha256(canonical(form))}, "x"))
+    refused(ours, "m is not replaced: .* has layout version 1, .*or choose another output, or remove it yourself")
 
 
 @pytest.mark.finding(3)

@@ -1,6 +1,7 @@
 """A directory that appears whole or not at all.
 
-It is staged in the target's parent, flushed to the disk, and renamed at the end. Whatever stops the process, what stood at the target before still stands; the next run removes what this one left.
+It is staged in the target's parent, flushed to the disk, and renamed at the end. Whatever stops the process, what stood at the
+target before still stands; the next run removes what this one left.
 """
 
 import ctypes

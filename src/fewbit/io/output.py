@@ -105,7 +105,9 @@ def _check_replaceable(target: pathlib.Path, overwrite: bool, foreign: Callable[
         raise QuantError(f"{target} is {kind}, so it is not replaced; choose another output or remove it yourself")
     try:
         names = foreign(target)
-    except (QuantError, UnsupportedError) as error:
+    except UnsupportedError as error:
+        raise QuantError(f"{target} is not replaced: {error}; or choose another output, or remove it yourself") from error
+    except QuantError as error:
         raise QuantError(
             f"{target} was not written by fewbit, so it is not replaced; choose another output or remove it yourself ({error})"
         ) from error

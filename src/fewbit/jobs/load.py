@@ -40,10 +40,10 @@ INSTALLED = {"smollm2": models.smollm2_gguf, "glassllm": models.glassllm_npz, "m
 """The models that packages carry, by the names that `load` takes."""
 
 
-def _found(path: str | os.PathLike[str]) -> Path:
+def _found(path: str | os.PathLike[str]) -> str:
     """The path, or that of the installed model of this name."""
     name = os.fspath(path)
-    return INSTALLED[name]() if name in INSTALLED and not Path(name).exists() else Path(name)
+    return str(INSTALLED[name]()) if name in INSTALLED and not Path(name).exists() else name
 
 
 @dataclasses.dataclass(frozen=True)
