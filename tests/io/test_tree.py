@@ -246,6 +246,13 @@ def test_leaves_without_a_form(tmp_path, tree, match):
     assert os.listdir(tmp_path) == []
 
 
+def test_a_donated_array_is_refused(tmp_path):
+    x = jnp.ones(3)
+    x.delete()
+    with pytest.raises(QuantError, match="leaf 'x' was deleted or donated; save the tree before that"):
+        fb.save(tmp_path / "m", {"x": x})
+
+
 def test_save_within_jit_is_refused(tmp_path):
     with pytest.raises(QuantError, match=r"leaf 'w' is traced; call fb\.save outside jit"):
         jax.eval_shape(lambda x: fb.save(tmp_path / "m", {"w": x}), X)

@@ -161,7 +161,7 @@ def _storable(name: str, leaf: Any, section: dict[str, dict[str, Any]]) -> Any:
         raise QuantError(f"leaf {name!r} is traced; call fb.save outside jit")
     if isinstance(leaf, QArray) and all(isinstance(part, jax.Array | np.ndarray) for part in jax.tree.leaves(leaf)):
         for part in jax.tree.leaves(leaf):
-            _check_addressable(name, part)
+            _check_readable(name, part)
         return leaf
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
         kind = "an abstract array" if hasattr(leaf, "dtype") or is_qarray(leaf) else f"a {type(leaf).__name__}"
@@ -169,7 +169,7 @@ def _storable(name: str, leaf: Any, section: dict[str, dict[str, Any]]) -> Any:
             f"leaf {name!r} is {kind}; fb.save writes arrays, QArrays, random keys, numbers and strings. "
             "Make it static in its module, or leave it out"
         )
-    _check_addressable(name, leaf)
+    _check_readable(name, leaf)
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         section["keys"][name] = str(jax.random.key_impl(leaf))
         return jax.random.key_data(leaf)
@@ -180,7 +180,9 @@ def _storable(name: str, leaf: Any, section: dict[str, dict[str, Any]]) -> Any:
     return np.array(leaf, dtype, order="C")[..., None].view(np.uint8)
 
 
-def _check_addressable(name: str, leaf: Any) -> None:
+def _check_readable(name: str, leaf: Any) -> None:
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise QuantError(f"leaf {name!r} was deleted or donated; save the tree before that")
     if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
         raise QuantError(
             f"leaf {name!r} has shards on other hosts; fb.save writes what one host holds. Use Orbax (docs/io.md)"
