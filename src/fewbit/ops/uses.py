@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
@@ -17,6 +18,7 @@ from ..array import is_qarray
 from ..array.layout import regrouped
 from .dot import in_order
 from .rules.control import scan_counts
+from .served import holds_numbers_of
 
 Path: TypeAlias = str
 Place: TypeAlias = tuple[Any, ...]
@@ -34,6 +36,7 @@ class Use:
         stacked: the parameter's axes, negative, that a loop took one element of at a time before the use.
         source: the file and line.
         batch: the parameter's axes, negative, that run beside those of the other operand: experts, for example.
+        casts: the dtypes, of fewer numbers than the one before, that the parameter was cast to on the way to the use.
     """
 
     op: str
@@ -41,6 +44,7 @@ class Use:
     stacked: tuple[int, ...] = ()
     source: str = ""
     batch: tuple[int, ...] = ()
+    casts: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,12 +113,21 @@ class _Traced:
     Attributes:
         path: the parameter.
         axes: for each axis of the variable, the parameter's axes (negative) that run along it.
+        dtype: the dtype whose numbers it holds: the parameter's own, or the last of `casts`.
         stacked: the parameter's axes that a loop has taken apart.
+        casts: the dtypes of fewer numbers that it was cast to.
     """
 
     path: Path
     axes: tuple[tuple[int, ...], ...]
+    dtype: str
     stacked: tuple[int, ...] = ()
+    casts: tuple[str, ...] = ()
+
+    @classmethod
+    def whole(cls, path: Path, like: Any) -> "_Traced":
+        """The parameter itself, of the shape and dtype of an array."""
+        return cls(path, tuple((axis,) for axis in range(-len(like.shape), 0)), like.dtype.name)
 
 
 def parameter_paths(params: Any) -> dict[Path, Any]:
@@ -167,7 +180,7 @@ def parameter_uses(
     closed = jax.make_jaxpr(flat)(*shapes)
     names = list(paths)
     start = [
-        _Traced(names[place], tuple((axis,) for axis in range(-len(shape.shape), 0))) if place < len(names) else None
+        _Traced.whole(names[place], shape) if place < len(names) else None
         for place, shape in zip(places, shapes, strict=True)
     ]
     found = _Found({path: [] for path in array_paths(params)}, [])
@@ -185,12 +198,8 @@ def weightless_products(jaxpr: Any, are_parameters: Sequence[bool]) -> tuple[tup
     Returns:
         The products, named as `parameter_uses` names them, each with its equation and those around it.
     """
-
-    def whole(i: int, ndim: int) -> _Traced:
-        return _Traced(str(i), tuple((axis,) for axis in range(-ndim, 0)))
-
     inputs = list(zip(jaxpr.invars, are_parameters, strict=True))
-    start = [whole(i, var.aval.ndim) if is_parameter else None for i, (var, is_parameter) in enumerate(inputs)]
+    start = [_Traced.whole(str(i), var.aval) if is_parameter else None for i, (var, is_parameter) in enumerate(inputs)]
     found = _Found({str(i): [] for i in range(len(inputs))}, [])
     _follow(jaxpr, start, found, _Scope())
     return tuple(zip(found.named_products(), (place for _, place in found.products), strict=True))
@@ -265,7 +274,7 @@ def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
         axes = ()
     # The parts of an axis that was split are that axis, once.
     contracted, beside = (tuple(dict.fromkeys(a for axis in group for a in operand.axes[axis])) for group in (axes, batch))
-    return Use(name, contracted, operand.stacked, source, beside)
+    return Use(name, contracted, operand.stacked, source, beside, operand.casts)
 
 
 def _open(closed: Any) -> Any:
@@ -289,7 +298,8 @@ def _follow_scan(eqn: Any, operands: list[_Traced | None], found: _Found, scope:
     for i in range(constants + carries, len(operands)):
         operand = operands[i]
         if operand is not None:
-            inside[i] = _Traced(operand.path, operand.axes[1:], (*operand.stacked, *operand.axes[0]))
+            taken = (*operand.stacked, *operand.axes[0])
+            inside[i] = dataclasses.replace(operand, axes=operand.axes[1:], stacked=taken)
     outputs = _follow(_open(eqn.params["jaxpr"]), inside, found, scope)
     carried = [o if o == i else None for o, i in zip(outputs[:carries], inside[constants:], strict=False)]
     return [*carried, *([None] * (len(eqn.outvars) - carries))]
@@ -308,6 +318,16 @@ def _follow_while(eqn: Any, operands: list[_Traced | None], found: _Found, scope
 
 def _kept(eqn: Any, operand: _Traced) -> _Traced:
     return operand
+
+
+def _cast(eqn: Any, operand: _Traced) -> _Traced | None:
+    """A cast, noted where the new dtype lacks numbers of the parameter; integers and booleans are no parameter any more."""
+    dtype = jnp.dtype(eqn.params["new_dtype"])
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    if holds_numbers_of(dtype, operand.dtype):
+        return operand
+    return dataclasses.replace(operand, dtype=dtype.name, casts=(*operand.casts, dtype.name))
 
 
 def _transposed(eqn: Any, operand: _Traced) -> _Traced:
@@ -346,7 +366,7 @@ def _row_taken(eqn: Any, operand: _Traced) -> _Traced:
 
 
 _MOVES: dict[str, Callable[[Any, _Traced], _Traced | None]] = {
-    "convert_element_type": _kept,
+    "convert_element_type": _cast,
     "copy": _kept,
     "copy_p": _kept,
     "stop_gradient": _kept,
