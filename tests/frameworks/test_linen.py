@@ -216,7 +216,7 @@ class Stack(nn.Module):
 def test_bfloat16_layers_stacked_along_the_second_axis_are_served_as_trained(scheme):
     module, x = Stack(), X.astype(jnp.bfloat16)
     variables = module.init(jax.random.key(0), x)
-    row = fx.plan(module, variables, x, recipe=scheme)["layers/Dense_0/kernel"]
+    row = fl.plan(module, variables, x, recipe=scheme)["layers/Dense_0/kernel"]
     assert (row.shape, row.axis, row.stacked, row.casts) == ((16, 3, 16), (-3,), (-2,), ("bfloat16",))
-    served = fx.apply(module)(fx.quantize(module, variables, x, recipe=scheme), x)
-    assert jnp.array_equal(served, fx.train(module, scheme)(variables, x))
+    served = fl.apply(module)(fl.quantize(module, variables, x, recipe=scheme), x)
+    assert jnp.array_equal(served, fl.train(module, scheme)(variables, x))

@@ -39,7 +39,7 @@ ASKING = {
     "train": lambda fn, p, x, recipe: fb.train(fn, recipe)(p, x),
     "delayed_state": lambda fn, p, x, recipe: fb.delayed_state(fn, p, x, recipe=recipe),
     "observe": lambda fn, p, x, recipe: fb.observe(fn, p, [x], recipe),
-    "sparsity_state": lambda fn, p, x, recipe: fb.training.sparsity_state(fn, p, x, recipe=recipe),
+    "sparsity_state": lambda fn, p, x, recipe: fb.sparsity_state(fn, p, x, recipe=recipe),
 }
 
 

@@ -152,4 +152,4 @@ def _refuse_unseen(paths: set[str], products: set[str], decoded: Sequence[Decode
         sorted(products), "it stands in a while loop or a shard_map, and what is measured cannot come out"
     )
     if hidden:
-        raise UnsupportedError("fb.observe cannot see every product", hidden)
+        raise UnsupportedError("observe cannot see every product", hidden)

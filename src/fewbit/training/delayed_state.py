@@ -183,7 +183,8 @@ def step_scales(
         told = "there is no delayed=" if state is None else f"delayed= has them for {sorted(have)[:5]}"
         raise QuantError(
             f"delayed scaling takes the scales of {sorted(need)[:5]} from earlier steps, and {told}; begin with "
-            "fb.delayed_state of the same function, parameters and recipe, and pass it as delayed="
+            "delayed_state, from where train comes (fb, frameworks.nnx or frameworks.linen), of the same function, parameters and "
+            "recipe, and pass it as delayed="
         )
     by_path, by_name = ({key: scales.scales for key, scales in some.items()} for some in (held.products, held.weightless))
     return by_path, by_name

@@ -152,7 +152,8 @@ def masked(params: Any, state: ModelSparsity | None, rules: Mapping[str, Sparsit
         asked, given = ({f"{path} {rule.to_json()}" for path, rule in some.items()} for some in (rules, held))
         told = "there is no sparsity=" if state is None else f"sparsity= has {sorted(given - asked)[:5]} in their place"
         raise QuantError(
-            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {told}; begin with fb.sparsity_state of the "
-            "same function, parameters and recipe, update it in each step, and pass it as sparsity="
+            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {told}; begin with "
+            "sparsity_state, from where train comes (fb, frameworks.nnx or frameworks.linen), of the same function, "
+            "parameters and recipe, update it in each step, and pass it as sparsity="
         )
     return params if state is None else state.apply(params)
