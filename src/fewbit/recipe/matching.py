@@ -90,30 +90,37 @@ def common_casts(uses: tuple[Use, ...]) -> tuple[str, ...]:
     return tuple(column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, zip(*each, strict=False)))
 
 
-def contracted_axes(
+def tile_axes(
     path: str, uses: tuple[Use, ...], tiles: Callable[[tuple[int, ...]], Any] = lambda axes: axes
 ) -> tuple[int, ...] | None:
-    """The axes that the products of a parameter contract; for one that is only looked up, the last of the others.
+    """The axes that tiles of a parameter run along: what its products contract, the rows that its look-ups take.
+
+    A table that is also a product's weight, as where embeddings are tied, has one answer when both want the same tiles: `e[ids]`
+    and `h @ e.T` do.
 
     Args:
         path: the parameter.
         uses: its uses.
-        tiles: what tiles along axes are like. Products that contract different axes agree where the tiles are the same.
+        tiles: what tiles along axes are like. Uses that want different axes agree where the tiles are the same.
 
     Returns:
-        The axes, negative; None where no product contracts it.
+        The axes, negative; None where no product contracts it, and no look-up takes rows of it.
 
     Raises:
-        QuantError: where its products contract different axes.
+        QuantError: where its uses want different tiles.
     """
-    axes = list(dict.fromkeys(use.axes for use in uses if use.op in PRODUCT_OPS and use.axes))
+    wanting = [use for use in uses if use.op in OPS and use.tiled]
+    axes = list(dict.fromkeys(use.tiled for use in wanting))
     if len(axes) > 1 and len(set(map(tiles, axes))) > 1:
-        places = "; ".join(f"{use.op} over {use.axes} at {use.source}" for use in uses if use.op in PRODUCT_OPS)
-        raise QuantError(f"{path}: its products contract different axes ({places}); give its rule an axis")
-    if axes:
-        return axes[0]
-    looked_up = {a for use in uses if use.op == "take" for a in use.axes}
-    return (-1,) if looked_up and -1 not in looked_up else (-2,) if looked_up else None
+        places = "; ".join(f"{use.op} over {use.tiled} at {use.source}" for use in wanting)
+        is_products = all(use.op in PRODUCT_OPS for use in wanting)
+        what = (
+            "its products contract different axes"
+            if is_products
+            else "its products and look-ups want tiles along different axes"
+        )
+        raise QuantError(f"{path}: {what} ({places}); give its rule an axis")
+    return axes[0] if axes else None
 
 
 def resolved_sparsity(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> Sparsity | None:
@@ -121,7 +128,7 @@ def resolved_sparsity(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | 
     if rule is None or rule.sparsity is None or why_whole(leaf) is not None:
         return None
     axis = rule.sparsity.axis or rule.axis
-    if axis is None and (contracted := contracted_axes(path, uses)) is not None:
+    if axis is None and (contracted := tile_axes(path, uses)) is not None:
         # A convolution's axes are its window, which is no neighbourhood of channels, and then its input channels.
         is_window = any(use.op == "conv_general_dilated" for use in uses)
         axis = contracted[-1:] if is_window else tuple(sorted(contracted))

@@ -163,9 +163,8 @@ def _row(found: Resolved, leaf: Any, *, is_traced: bool) -> PlanRow:
         return dataclasses.replace(left, reason=why_not or "")
     note = "" if is_traced or rule.axis else "axis assumed: no code was traced"
     if found.axis is None:
-        return dataclasses.replace(
-            left, sparsity=found.sparsity, reason=note if found.sparsity else "no product contracts it"
-        )
+        unused = "look-ups take single elements of it" if "take" in ops else "no product contracts it"
+        return dataclasses.replace(left, sparsity=found.sparsity, reason=note if found.sparsity else unused)
     row = dataclasses.replace(
         left,
         policy=found.policy,

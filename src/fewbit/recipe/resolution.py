@@ -13,11 +13,11 @@ from ..ops.served import Served, axis_within
 from ..ops.uses import Product, Use, array_paths, parameter_uses
 from .matching import (
     common_casts,
-    contracted_axes,
     matched_product_rules,
     matched_rules,
     resolved_sparsity,
     stacked_axes,
+    tile_axes,
     why_whole,
 )
 from .recipe import Recipe
@@ -53,13 +53,13 @@ class Resolved:
 
     @property
     def policy(self) -> Policy | None:
-        """The policy of its products; None where its rule has none, or it cannot be quantized."""
-        return None if self.rule is None or self.whole is not None else self.rule.policy
+        """The policy of its products and look-ups; None where its rule has none, or nothing of it can be quantized."""
+        return None if self.rule is None or self.axis is None else self.rule.policy
 
     @property
     def served(self) -> Served | None:
         """How it is quantized where a plan serves it; None where no plan does."""
-        if self.policy is None or self.policy.delayed is not None or self.axis is None:
+        if self.policy is None or self.axis is None or self.policy.delayed is not None:
             return None
         return Served.along(self.policy.weight, self.axis, self.shape, self.stacked, self.casts)
 
@@ -116,7 +116,8 @@ class Resolution:
             QuantError: as `of`, and for a recipe with rules for products without a parameter.
         """
         uses = {
-            path: (Use("dot_general", (-1,)),) if len(leaf.shape) >= 2 else () for path, leaf in array_paths(params).items()
+            path: (Use("dot_general", (-1,), tiled=(-1,)),) if len(leaf.shape) >= 2 else ()
+            for path, leaf in array_paths(params).items()
         }
         resolved = _resolved(recipe, params, uses)
         if recipe.products:
@@ -153,7 +154,7 @@ def _of_parameter(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None
     sparsity = resolved_sparsity(path, leaf, uses, rule)
     if rule is not None and rule.policy is not None and whole is None:
         policy = rule.policy
-        axis = rule.axis or contracted_axes(path, uses, lambda axis: _tiles(policy, like, axis, stacked))
+        axis = rule.axis or tile_axes(path, uses, lambda axis: _tiles(policy, like, axis, stacked))
         axis = None if axis is None else _negative(axis, path, like.shape, stacked)
     return Resolved(path, like, uses, rule, whole, axis, stacked, common_casts(uses), sparsity)
 
