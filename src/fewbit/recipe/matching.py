@@ -91,7 +91,10 @@ def common_casts(uses: tuple[Use, ...]) -> tuple[str, ...]:
 
 
 def tile_axes(
-    path: str, uses: tuple[Use, ...], tiles: Callable[[tuple[int, ...]], Any] = lambda axes: axes
+    path: str,
+    uses: tuple[Use, ...],
+    tiles: Callable[[tuple[int, ...]], Any] = lambda axes: axes,
+    remedy: str = "give its rule an axis",
 ) -> tuple[int, ...] | None:
     """The axes that tiles of a parameter run along: what its products contract, the rows that its look-ups take.
 
@@ -102,6 +105,7 @@ def tile_axes(
         path: the parameter.
         uses: its uses.
         tiles: what tiles along axes are like. Uses that want different axes agree where the tiles are the same.
+        remedy: what the error tells the caller to do.
 
     Returns:
         The axes, negative; None where no product contracts it, and no look-up takes rows of it.
@@ -119,7 +123,7 @@ def tile_axes(
             if is_products
             else "its products and look-ups want tiles along different axes"
         )
-        raise QuantError(f"{path}: {what} ({places}); give its rule an axis")
+        raise QuantError(f"{path}: {what} ({places}); {remedy}")
     return axes[0] if axes else None
 
 
