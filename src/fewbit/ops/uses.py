@@ -236,9 +236,10 @@ def _follow(jaxpr: Any, values: Sequence[_Traced | None], found: _Found, scope: 
 def _step(eqn: Any, operands: list[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
     """One equation: what its outputs hold, with its uses noted."""
     name = eqn.primitive.name
-    lookup = None if operands[:1] == [None] or any(operands[1:]) else Lookup.of(eqn)
-    if lookup is not None and _is_counted(eqn, found.facts):
-        return [_picked(eqn, operands[0], lookup)]
+    table = operands[0] if operands and not any(operands[1:]) else None
+    lookup = None if table is None else Lookup.of(eqn)
+    if table is not None and lookup is not None and _is_counted(eqn, found.facts):
+        return [_picked(eqn, table, lookup)]
     if name in _MOVES and lookup is None and operands[0] is not None and not any(operands[1:]):
         moved = _MOVES[name](eqn, operands[0])
         if moved is not None:
