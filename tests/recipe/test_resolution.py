@@ -125,11 +125,12 @@ def test_uses_with_different_casts_share_the_codes_after_the_casts_that_all_have
     assert jax.tree.all(jax.tree.map(jnp.array_equal, served, trained))
 
 
-def test_what_reads_a_parameter_without_a_product_has_no_say_in_its_cast():
+def test_what_reads_a_parameter_without_a_product_has_no_say():
     def fn(p, x):
-        return in_bfloat16(p, x), jnp.sum(p["w"] ** 2)
+        return in_bfloat16(p, x), jnp.sum(p["w"] ** 2), p["w"][0, 0]
 
-    assert fb.plan(fn, {"w": W}, X, recipe="int8")["w"].casts == ("bfloat16",)
+    row = fb.plan(fn, {"w": W}, X, recipe="int8")["w"]
+    assert (row.casts, row.stacked) == (("bfloat16",), ())
 
 
 # --- stacked axes ---

@@ -76,8 +76,8 @@ def _few(paths: list[str]) -> str:
 
 
 def stacked_axes(uses: tuple[Use, ...]) -> tuple[int, ...]:
-    """The axes of a parameter, negative, that a loop takes one element of at a time."""
-    return tuple(sorted({a for use in uses for a in use.stacked}))
+    """The axes of a parameter, negative, that a loop takes one element of at a time before a product or a look-up."""
+    return tuple(sorted({a for use in uses if use.op in OPS for a in use.stacked}))
 
 
 def common_casts(uses: tuple[Use, ...]) -> tuple[str, ...]:

@@ -112,7 +112,7 @@ def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any
 
     A parameter whose policy asks for delayed scaling has one history for itself, one for the activations that it meets, and one
     for the gradients that come in. One that a loop takes apart (layers in a `scan`) has them for each element of the loop's
-    axis. Where several products use a parameter, or one in a loop takes it whole, they share its histories, and the largest
+    axis, where that is the parameter's first axis; layers that are stacked along another share them. Where several products use a parameter, or one in a loop takes it whole, they share its histories, and the largest
     magnitude of all counts. A product without a parameter, such as attention's scores, has histories of its own, which the turns
     of a loop around it share.
 
