@@ -211,8 +211,9 @@ class Stack(nn.Module):
         return layers(name="layers")(x, None)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.finding(26, 30)
-@pytest.mark.parametrize("scheme", ["int8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["int8", "nvfp4"])
 def test_bfloat16_layers_stacked_along_the_second_axis_are_served_as_trained(scheme):
     module, x = Stack(), X.astype(jnp.bfloat16)
     variables = module.init(jax.random.key(0), x)

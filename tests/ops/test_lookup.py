@@ -63,7 +63,7 @@ def test_tiles_are_planned_along_the_rows_that_are_looked_up(name):
 
 
 LOOK_UPS = [name for name in ROWS if "hot" not in name and name != "iota"]
-QUICK = ("vmap over tokens", "scan over tokens", "a table each", "two axes apart")
+QUICK = ("vmap over tokens", "scan over tokens")
 SLOW = [
     (name, scheme) for scheme in ("int8", "nvfp4", "q4_1", "nf4_dq") for name in LOOK_UPS[:: 1 if scheme == "int8" else 3]
 ]
@@ -87,7 +87,7 @@ def test_rows_are_served_and_trained_as_those_of_the_decoded_table(name, scheme)
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize("mode", ["fill", "clip", "wrap"])
+@pytest.mark.parametrize("mode", ["fill", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("clip", "wrap"))])
 def test_indices_out_of_bounds_are_as_in_jax(mode):
     q, ids = fb.quantize(STACK, "int8"), jnp.array([-1, 0, 24])
 
@@ -100,7 +100,7 @@ def test_indices_out_of_bounds_are_as_in_jax(mode):
 
 
 @pytest.mark.finding(5)
-@pytest.mark.parametrize("name", ["vmap over tokens", "scan over tokens"])
+@pytest.mark.parametrize("name", ["vmap over tokens", pytest.param("scan over tokens", marks=pytest.mark.slow)])
 def test_rows_of_very_different_norms_share_no_scale(name):
     norms = np.exp(2 * RNG.standard_normal((24, 1))).astype(np.float32)
     table, fn = TABLE * norms, ROWS[name][1]

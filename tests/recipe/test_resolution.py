@@ -7,7 +7,8 @@ import pytest
 
 import fewbit as fb
 
-SCHEMES = ("int8", "int4_g32", "nf4", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mxfp4", "nvfp4", "fp8")))
+OTHERS = ("int4_g32", "nf4", "mxfp4", "nvfp4", "fp8")
+SCHEMES = ("int8", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS))
 
 
 def normal(*shape, seed=0):
@@ -53,14 +54,16 @@ def test_a_weight_whose_products_contract_different_axes_is_refused_alike():
         assert messages == {str(caught.value)}, name
 
 
+@pytest.mark.slow
 @pytest.mark.finding(10)
-@pytest.mark.parametrize("axis", [-1, pytest.param(-2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axis", [-1, -2])
 def test_with_the_axis_of_a_rule_both_products_are_served_as_trained(axis):
     q, served, trained = served_and_trained(both_ways, {"w": W}, X, weight_only("int8", axis=axis))
     assert q["w"].scale.shape == ((64, 1) if axis == -1 else (1, 32))
     assert jnp.array_equal(served, trained)
 
 
+@pytest.mark.slow
 def test_products_agree_where_a_scheme_has_the_same_tiles_along_both_axes():
     scheme = fb.Scheme(fb.FORMATS["int8"], {})  # one scale for the whole array
     _, served, trained = served_and_trained(both_ways, {"w": W}, X, weight_only(fb.Policy(scheme)))
@@ -109,8 +112,16 @@ CASTS = {
 
 
 @pytest.mark.finding(30)
-@pytest.mark.parametrize("scheme", ["int8", pytest.param("nvfp4", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", CASTS)
+@pytest.mark.parametrize(
+    ("name", "scheme"),
+    [
+        ("one use reads it as it is", "int8"),
+        *(
+            pytest.param(name, scheme, marks=pytest.mark.slow)
+            for name, scheme in zip(CASTS, ("nvfp4", "int8") * 2, strict=True)
+        ),
+    ],
+)
 def test_uses_with_different_casts_share_the_codes_after_the_casts_that_all_have(name, scheme):
     one, other, count = CASTS[name]
 
@@ -157,6 +168,7 @@ def test_layers_that_are_stacked_along_any_axis_are_served_as_trained(scheme):
     assert row.bytes_after == q["w"].nbytes
 
 
+@pytest.mark.slow
 @pytest.mark.finding(26)
 def test_a_stack_inside_a_stack_is_taken_apart_along_both_axes():
     params = {"w": normal(64, 2, 64, 3)}

@@ -110,11 +110,12 @@ class DelayedState:
 def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> DelayedState:
     """The state of delayed scaling before the first step of a model under a recipe.
 
-    A parameter whose policy asks for delayed scaling has one history for itself, one for the activations that it meets, and one
-    for the gradients that come in. One that a loop takes apart (layers in a `scan`) has them for each element of the loop's
-    axis, where that is the parameter's first axis; layers that are stacked along another share them. Where several products use a parameter, or one in a loop takes it whole, they share its histories, and the largest
-    magnitude of all counts. A product without a parameter, such as attention's scores, has histories of its own, which the turns
-    of a loop around it share.
+    A parameter whose policy asks for delayed scaling has one history for itself, one for the activations that it meets, and
+    one for the gradients that come in. One that a loop takes apart (layers in a `scan`) has them for each element of the
+    loop's axis, where that is the parameter's first axis; layers that are stacked along another share them. Where several
+    products use a parameter, or one in a loop takes it whole, they share its histories, and the largest magnitude of all
+    counts. A product without a parameter, such as attention's scores, has histories of its own, which the turns of a loop
+    around it share.
 
     Args:
         fn: the function that `fb.train` is given. It is traced with shapes only.
