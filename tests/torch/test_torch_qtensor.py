@@ -99,7 +99,9 @@ def test_moves_and_attributes(q: "fbt.QTensor") -> None:
     assert q.clone().codes.data_ptr() != q.codes.data_ptr() and q.detach().codes.data_ptr() == q.codes.data_ptr()
     assert q.to("meta").codes.is_meta and torch.empty_like(q, device="meta").form is q.form
     assert torch.equal(q.T.dequantize(), q.dequantize().T) and torch.equal(q.mT.dequantize(), q.dequantize().mT)
-    assert torch.equal(q.t().contiguous().dequantize(), q.dequantize().t()) and q.transpose(0, 1).form is q.permute(1, 0).form
+    assert (
+        torch.equal(q.t().contiguous().dequantize(), q.dequantize().t()) and q.transpose(0, 1).form is q.permute(1, 0).form
+    )
     with torch.inference_mode():
         assert q.T.shape == (64, 12) and same(q.detach(), q)
 

@@ -227,7 +227,8 @@ def storable(value: Any, name: str) -> Tensor:
     if not isinstance(value, QArray | np.ndarray | np.generic | jax.Array):
         hint = "; import fewbit.torch first" if type(value).__module__.split(".")[0] == "torch" else ""
         raise QuantError(f"tensor {name!r} is a {type(value).__name__}; an array or a QArray is expected{hint}")
-    return value
+    found: Any = value
+    return found
 
 
 def write(
@@ -245,7 +246,8 @@ def write(
 
     Args:
         path: the directory to be.
-        tensors: arrays and QArrays by name (with `fewbit.torch` imported also its QTensors and torch's tensors); a mapping that loads its values when asked is asked for one at a time.
+        tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors, such as those of a `state_dict()`; a mapping
+            that loads its values when asked is asked for one at a time.
         config: as for `DirectoryWriter`, like the arguments that follow.
         files: tokenizer and other small files.
         facts: JSON to remember in the manifest.

@@ -55,7 +55,8 @@ def tensor(x: Any) -> torch.Tensor:
     """The tensor of a JAX array, which shares its memory; a sharded array is gathered on the first device of its platform."""
     x = jax.numpy.asarray(x)
     if len(x.devices()) > 1:
-        x = jax.device_put(x, min(x.devices(), key=lambda device: device.id))
+        first: Any = min(x.devices(), key=lambda device: device.id)  # type: ignore[union-attr]  # pyright: ignore
+        x = jax.device_put(x, first)
     return torch.from_dlpack(jax.block_until_ready(x))
 
 

@@ -53,7 +53,7 @@ def matmul(x: torch.Tensor | QTensor, q: torch.Tensor | QTensor, *, backend: Bac
     [[6.5], [6.5]]
     """
     if not isinstance(q, QTensor):
-        return _from_left(x, q, backend)
+        return _from_left(x, q, backend)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
     _check_operands(x, q)
     return _codes_product(x, q, backend) if isinstance(x, QTensor) else product(x, q, 0, backend)
 
@@ -241,7 +241,7 @@ def _linear(x: Any, q: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
     if not isinstance(q, QTensor):
         return _plus(_from_left(x, q.mT, None), bias)
     _check_operands(x, q, axis=1)
-    y = _codes_product(x, q.T, None) if isinstance(x, QTensor) else product(x, q, 1)
+    y = _codes_product(x, permuted(q, (1, 0)), None) if isinstance(x, QTensor) else product(x, q, 1)
     return _plus(y, bias)
 
 
@@ -346,7 +346,7 @@ def unsupported_codes(x: QTensor, q: QTensor, capability: tuple[int, int]) -> st
         return f"codes of {', '.join(sorted(names))}"
     if not isinstance(fmt, Integer) and capability < (8, 9):
         return f"tensor cores for 8-bit floats came with compute capability 8.9; this is {capability[0]}.{capability[1]}"
-    left, right = Matrix(x.T.scheme, *x.shape[::-1]), Matrix(q.scheme, *_sides(q))
+    left, right = Matrix(permuted(x, (1, 0)).scheme, *x.shape[::-1]), Matrix(q.scheme, *_sides(q))
     is_plain = all(t.scheme.zero_point is None and t.scale.is_floating_point() for t in (x, q))
     is_whole = left.tile_k == right.tile_k == 0 and {left.tile_n, right.tile_n} <= {0, 1}
     return None if is_plain and is_whole else "the scales vary along the contraction, or are no floats a row"

@@ -60,7 +60,9 @@ def plan(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
     """
     resolved = _with_rules(as_recipe(recipe), rules)
     if resolved.products:
-        raise QuantError(f"recipe {resolved.name!r} has rules for products without a parameter, which a torch module does not show")
+        raise QuantError(
+            f"recipe {resolved.name!r} has rules for products without a parameter, which a torch module does not show"
+        )
     parameters, known = dict(module.named_parameters()), _known_uses(module)
     uses = {name: known[name][0] for name in parameters}
     matched = matched_rules(resolved, uses)
@@ -121,7 +123,7 @@ def _with_rules(recipe: Recipe, rules: Rules) -> Recipe:
 def _known_uses(module: nn.Module) -> dict[str, tuple[tuple[Use, ...], str]]:
     """The uses of each parameter by the classes of the modules that have it, and why there are none."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, tuple[tuple[Use, ...], str]] = {name: ((), "") for name in names.values()}
+    found: dict[str, tuple[tuple[Use, ...], str]] = dict.fromkeys(names.values(), ((), ""))
     for path, owner in module.named_modules():
         for name, parameter in owner._parameters.items():
             if parameter is None:
@@ -136,7 +138,9 @@ def _uses_by(owner: nn.Module, path: str, name: str) -> tuple[tuple[Use, ...], s
     """How a module of a known class uses its parameter, or why that is not known."""
     kind = type(owner)
     if name != "weight":
-        return (), f"the bias of {kind.__name__}" if name == "bias" and _is_known(owner) else f"a parameter of {kind.__name__}"
+        return (), f"the bias of {kind.__name__}" if name == "bias" and _is_known(
+            owner
+        ) else f"a parameter of {kind.__name__}"
     if isinstance(owner, nn.Embedding):
         return (Use("take", (-2,)),), ""
     if isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d):

@@ -145,6 +145,9 @@ class QTensor(torch.Tensor):
         tensor_scale: float32, one element, with as many axes as the tensor, which every scale is multiplied by; or None.
         policy: how products with it are computed, as for a QArray; None: the other operand stays in floating point.
 
+    Attributes:
+        form: what its tensors mean: scheme, shape, dtype and policy in one object.
+
     Raises:
         QuantError: where the parts do not fit each other and the scheme.
     """
@@ -168,12 +171,15 @@ class QTensor(torch.Tensor):
         tensor_scale: torch.Tensor | None = None,
         policy: Policy | None = None,
     ) -> "QTensor":
-        parts = dict(zip(_PARTS, (codes, scale, zero_point, tensor_scale), strict=True))
+        parts: dict[str, Any] = dict(zip(_PARTS, (codes, scale, zero_point, tensor_scale), strict=True))
         present = [name for name, part in parts.items() if part is not None]
         of_scale = scale.form if isinstance(scale, QTensor) else None
         q = cls._unchecked(parts, Form.of(scheme, shape, dtype, present, of_scale, policy))
         _check(q)
         return q
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        super().__init__()  # all is done in __new__; type checkers would take torch.Tensor's arguments otherwise
 
     @classmethod
     def _unchecked(cls, parts: dict[str, Any], form: Form) -> "QTensor":
@@ -289,7 +295,7 @@ class QTensor(torch.Tensor):
         return restored, (self.form.text, self.leaves, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QTensor":
-        copied = self.clone()
+        copied: Any = self.clone()
         if isinstance(self, torch.nn.Parameter):
             copied = torch.nn.Parameter(copied, requires_grad=False)
         memo[id(self)] = copied
@@ -339,7 +345,9 @@ def _check(q: QTensor) -> None:
     if not q.dtype.is_floating_point:
         raise QuantError(f"a QTensor stands for floating numbers, not {q.dtype}")
     if len({leaf.device for leaf in q.leaves}) > 1:
-        raise QuantError(f"the parts of a QTensor are on {', '.join(sorted({str(t.device) for t in q.leaves}))}; move all to one")
+        raise QuantError(
+            f"the parts of a QTensor are on {', '.join(sorted({str(t.device) for t in q.leaves}))}; move all to one"
+        )
     if len(q.shape) < -q.scheme.pack_axis or q.codes.ndim != q.ndim:
         raise QuantError(f"codes of shape {tuple(q.codes.shape)} do not fit the shape {tuple(q.shape)}")
     shapes = (jax.ShapeDtypeStruct(tuple(leaf.shape), _name(leaf.dtype)) for leaf in q.leaves)
@@ -511,8 +519,9 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
     """Takes the bytes of another QTensor. They are copied into tensors of their own: memory shared with JAX stays as it is."""
     if not isinstance(target, QTensor) or not isinstance(source, QTensor):
         what = "a float tensor takes a QTensor" if isinstance(source, QTensor) else "a QTensor takes a float tensor"
-        fix = "q.dequantize() decodes, fewbit.torch.quantize_ and load_state_dict(assign=True) put QTensors into a module"
-        raise QuantError(f"copy_: {what}; {fix}, fewbit.torch.quantize encodes")
+        fix = "q.dequantize() decodes and fewbit.torch.quantize encodes"
+        module = "fewbit.torch.quantize_ the module before load_state_dict of quantized tensors"
+        raise QuantError(f"copy_: {what}; {fix}; {module}")
     if _retyped(source, target.dtype) is not target.form:
         raise QuantError(f"copy_: {source!r} does not fit {target!r}; both need the same scheme and shape")
     moved = _mapped(source, lambda leaf: leaf.to(target.device, non_blocking=non_blocking, copy=True))
@@ -542,5 +551,3 @@ _DISPATCHED: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: _copy,
 }
 """The operations of torch's dispatcher that a QTensor has; products never come here, see `FUNCTIONS`."""
-
-

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from ..array import QArray, Scheme, quantize_with_hessian
+from ..array import Scheme, quantize_with_hessian
 from ..array import scheme as as_scheme
 from ..array.quantize import laid_along
 from ..array.scales import MSE, MX, AbsMax
@@ -19,7 +19,7 @@ from ..formats import E8M0
 from ..kernels.quantize import dequantize as jax_dequantize
 from ..kernels.quantize import quantize as jax_quantize
 from . import handover, triton
-from .qtensor import FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order, permuted
+from .qtensor import FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order
 
 Backend: TypeAlias = Literal["triton", "jax"]
 Method: TypeAlias = Literal["naive", "optimal", "hessian"]
@@ -106,7 +106,7 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend
         QuantError: for a dtype that is not floating.
         UnsupportedError: when no backend can, or the named one cannot, with every reason.
     """
-    dtype = q.dtype if dtype is None else dtype
+    dtype = dtype or q.dtype
     if not dtype.is_floating_point:
         raise QuantError(f"dequantize gives floating numbers, not {dtype}")
     stored, places = in_memory_order(q)

@@ -81,9 +81,7 @@ def _compiled(form: str, axis: int) -> Callable[..., jax.Array]:
     return fn
 
 
-def _jax_product(
-    form: str, axis: int, x: jax.Array, group_sizes: jax.Array, leaves: Sequence[jax.Array]
-) -> jax.Array:
+def _jax_product(form: str, axis: int, x: jax.Array, group_sizes: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
     q = form_of(form).qarray(leaves).astype(x.dtype)
     return jax_ragged_dot(x, q.mT if axis == 2 else q, group_sizes)
 

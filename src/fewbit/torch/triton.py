@@ -132,7 +132,10 @@ def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, unit: torch.Tensor |
     rows = W.movedim(scheme.pack_axis, -1).reshape(problem.rows, problem.length).contiguous()
     stored = leaves_of(W, scheme, unit)[1].movedim(scheme.pack_axis, -1).reshape(problem.rows, -1)
     values = torch.tensor(rounding_table(holder).values, dtype=torch.float32, device=W.device)
-    scale, grid = values[stored.int()], torch.unique(values[torch.isfinite(values) & (values >= ScaleStore(holder).smallest)])
+    scale, grid = (
+        values[stored.int()],
+        torch.unique(values[torch.isfinite(values) & (values >= ScaleStore(holder).smallest)]),
+    )
     scale, grid = (scale, grid) if unit is None else (scale * unit, grid * unit)
     # From the smallest scale under which everything rounds to zero on, all are alike; the first one is never above it.
     top = torch.nan_to_num(scale).amax() * (8 * scheme.format.bound / scheme.format.smallest)
