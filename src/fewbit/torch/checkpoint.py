@@ -42,6 +42,8 @@ def _tensor(value: Any) -> torch.Tensor:
         return from_qarray(value)
     if value.dtype in (np.dtype(np.float64), np.dtype(np.int64), np.dtype(np.uint64)):  # JAX would narrow them
         return torch.tensor(np.asarray(value))
+    if value.dtype.name.startswith("float8"):
+        return torch.tensor(np.asarray(value).view(np.uint8)).view(getattr(torch, value.dtype.name))
     return handover.tensor(value).clone()
 
 
@@ -51,4 +53,4 @@ def _(value: torch.Tensor, name: str) -> Any:
     value = value.detach().cpu()
     if isinstance(value, QTensor):
         return to_qarray(value)
-    return value.numpy() if value.dtype != torch.bfloat16 else handover.operand(value)
+    return handover.operand(value)

@@ -41,8 +41,9 @@ def operand(t: torch.Tensor) -> Any:
     t = t.detach().contiguous()
     if t.device.type != "cpu":
         return jax.dlpack.from_dlpack(t)
-    if t.dtype == torch.bfloat16:
-        return t.view(torch.int16).numpy().view(ml_dtypes.bfloat16)
+    name = str(t.dtype).removeprefix("torch.")
+    if t.dtype == torch.bfloat16 or name.startswith("float8"):  # numpy has them from ml_dtypes
+        return t.view(torch.int16 if t.element_size() == 2 else torch.uint8).numpy().view(getattr(ml_dtypes, name))
     return t.numpy()
 
 

@@ -52,11 +52,11 @@ def plan(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
 
     >>> from torch import nn
     >>> for row in plan(nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8)), "int4_g32"):
-    ...     print(row.path, row.kind, row.reason)
-    0.weight int4_g32
-    0.bias float32 the bias of Linear
-    1.weight float32 a parameter of LayerNorm
-    1.bias float32 a parameter of LayerNorm
+    ...     print(f"{row.path}: {row.kind}, {row.reason or 'a weight'}")
+    0.weight: int4_g32, a weight
+    0.bias: float32, the bias of Linear
+    1.weight: float32, a parameter of LayerNorm
+    1.bias: float32, a parameter of LayerNorm
     """
     resolved = _with_rules(as_recipe(recipe), rules)
     if resolved.products:

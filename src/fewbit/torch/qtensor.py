@@ -269,6 +269,10 @@ class QTensor(torch.Tensor):
         """The names of its tensors, and what they mean, as JSON."""
         return list(self.form.parts), self.form.text
 
+    def _stable_hash_for_caching(self) -> str:
+        """What compiled programs of torch depend on."""
+        return self.form.text
+
     @staticmethod
     def __tensor_unflatten__(inner: dict[str, Any], text: str, outer_size: Any, outer_stride: Any) -> "QTensor":
         return QTensor._unchecked(dict.fromkeys(_PARTS) | inner, form_of(text))
@@ -522,7 +526,7 @@ def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
         fix = "q.dequantize() decodes and fewbit.torch.quantize encodes"
         module = "fewbit.torch.quantize_ the module before load_state_dict of quantized tensors"
         raise QuantError(f"copy_: {what}; {fix}; {module}")
-    if _retyped(source, target.dtype) is not target.form:
+    if _retyped(source, target.dtype).text != target.form.text:
         raise QuantError(f"copy_: {source!r} does not fit {target!r}; both need the same scheme and shape")
     moved = _mapped(source, lambda leaf: leaf.to(target.device, non_blocking=non_blocking, copy=True))
     for name in _PARTS:
