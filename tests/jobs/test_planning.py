@@ -55,7 +55,7 @@ def test_a_llama_is_traced(tmp_path):
     plan = jobs.plan_model(jobs.load(llama_directory(tmp_path / "hf")), recipe="nf4")
     assert str(plan["embed"].policy) == "q8_0"
     assert plan["layers/2/mlp/down"].axis == (-1,)
-    assert plan["norm"].reason == "no rule matches it; used by mul"
+    assert plan["norm"].reason == "no product contracts it; used by mul"
     names = [name for name, _, _ in jobs.folded(plan)]
     assert names[:3] == ["embed", "layers/0-2/attn/norm", "layers/0-2/attn/q"]
     assert sum(count for _, count, _ in jobs.folded(plan)) == len(plan.rows)

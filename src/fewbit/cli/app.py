@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from ..errors import QuantError, UnsupportedError
 
 FOUND = 1
-"""The exit status of `verify` when it found errors."""
+"""The exit status of `verify` when it found errors, and of `plan --strict` when roles are unknown."""
 FAILED = 2
 """The exit status when what was asked could not be done."""
 INTERRUPTED = 130

@@ -13,21 +13,26 @@ from ..ops.policy import Policy
 from ..ops.served import Served
 from ..ops.uses import Product, Use, array_paths
 from .recipe import Recipe
+from .roles import QUANTIZED_ROLES, Role, traced_roles
 from .rule import PRODUCT_OPS, Rule
 from .sparsity import Sparsity
 
 
-def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Rule | None]:
+def matched_rules(
+    recipe: Recipe, uses: Mapping[str, tuple[Use, ...]], roles: Mapping[str, Role] | None = None
+) -> dict[str, Rule | None]:
     """For each parameter, by its path, the first rule that matches it, or None.
 
     Args:
         recipe: the recipe.
         uses: the uses of each parameter, by its path.
+        roles: the role of each parameter; None takes those of its uses.
 
     Raises:
         QuantError: when a rule that is not optional matches nothing.
     """
-    used_by = {path: tuple(dict.fromkeys(use.op for use in used)) for path, used in uses.items()}
+    roles = traced_roles(uses) if roles is None else roles
+    used_by = {path: (tuple(dict.fromkeys(use.op for use in used)), roles[path]) for path, used in uses.items()}
     return _matching(recipe.rules, used_by, recipe.name, "rule", "parameters")
 
 
@@ -41,7 +46,7 @@ def matched_product_rules(recipe: Recipe, products: tuple[Product, ...]) -> dict
     Raises:
         QuantError: when a rule that is not optional matches nothing.
     """
-    named = {product.name: (product.op,) for product in products}
+    named = {product.name: ((product.op,), None) for product in products}
     return _matching(recipe.products, named, recipe.name, "product rule", "products without a parameter")
 
 
@@ -60,18 +65,20 @@ def matched_product_policies(recipe: Recipe, products: tuple[Product, ...]) -> d
 
 
 def _matching(
-    rules: tuple[Rule, ...], used_by: Mapping[str, tuple[str, ...]], recipe: str, what: str, things: str
+    rules: tuple[Rule, ...], used_by: Mapping[str, tuple[tuple[str, ...], Role | None]], recipe: str, what: str, things: str
 ) -> dict[str, Rule | None]:
     """The first rule that matches each name; a rule that matches none must be optional.
 
     So must one that matches only what rules before it take, unless these are optional: they say which names are special, and
     all of them may be.
     """
-    matching = {name: [i for i, rule in enumerate(rules) if rule.matches(name, ops)] for name, ops in used_by.items()}
-    found = {name: indices[0] if indices else None for name, indices in matching.items()}
+    found: dict[str, int | None] = dict.fromkeys(used_by)
     for index, rule in enumerate(rules):
-        taken = {name: indices[0] for name, indices in matching.items() if index in indices}
-        if index in found.values() or rule.optional or (taken and all(rules[i].optional for i in taken.values())):
+        names = used_by if rule.literal is None else {rule.literal} & used_by.keys()
+        matching = [name for name in names if rule.matches(name, *used_by[name])]
+        taken = {name: earlier for name in matching if (earlier := found[name]) is not None}
+        found.update((name, index) for name in matching if name not in taken)
+        if rule.optional or len(taken) < len(matching) or (taken and all(rules[i].optional for i in taken.values())):
             continue
         where = f"{what} {index + 1} of recipe {recipe!r} ({rule})"
         if taken:
@@ -80,10 +87,27 @@ def _matching(
                 f"{where} matches only what rules before it take: {_few(list(taken))}, by {earlier}. Put it first, or mark it "
                 "optional"
             )
+        if refused := {name: role for name, (_, role) in used_by.items() if role is not None and rule.matches_path(name)}:
+            raise QuantError(f"{where} quantizes nothing: {_refusal(rule, refused)}")
         raise QuantError(
             f"{where} matches nothing; the {things} are {_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
         )
     return {name: None if index is None else rules[index] for name, index in found.items()}
+
+
+def _refusal(rule: Rule, refused: Mapping[str, Role]) -> str:
+    """Why a rule does not take the parameters that its path matches, and what to do."""
+    listed = _few([f"{path} is {role.words}" for path, role in refused.items()])
+    others = list(dict.fromkeys(role for role in refused.values() if role not in rule.taken_roles))
+    if not others:
+        return f"{listed}, but none is used by {' or '.join(rule.ops)}. Correct its path or ops, or mark it optional"
+    unknown = (
+        "Where a role is unknown, pass the model's function to fb.plan, or give a rule its path and an axis, such as "
+        '{"path": "...", "policy": "nf4", "axis": -1}. '
+    )
+    named = [role for role in others if role not in (Role.UNKNOWN, *QUANTIZED_ROLES)]
+    name_it = f"To quantize it all the same, name its role: roles={[str(role) for role in named]}. " if named else ""
+    return f"{listed}. {unknown if Role.UNKNOWN in others else ''}{name_it}Or correct its path, or mark it optional"
 
 
 def _few(paths: list[str]) -> str:

@@ -16,9 +16,13 @@ from ..errors import QuantError
 from ..kernels.quantize import quantize
 from ..ops.uses import Product, Use, array_paths, parameter_uses
 from .matching import contracted_axes, matched_product_rules, matched_rules, resolved_sparsity, stacked_axes, why_whole
+from .recipe import Recipe
 from .recipe import recipe as as_recipe
+from .roles import QUANTIZED_ROLES, Role, TensorRole, traced_roles
 from .rows import PlanRow, ProductRow
-from .rule import Rule
+from .rule import OPS, Rule
+
+_UNKNOWN_ROLE = "role unknown, so it stays float"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,11 +33,13 @@ class Plan:
         rows: one for every parameter, in the order of the tree.
         recipe: the name of the recipe.
         products: one for every product without a parameter, in the order of the trace; none when no code was traced.
+        notes: sentences that the user should see, such as where the roles come from.
     """
 
     rows: tuple[PlanRow, ...]
     recipe: str = "recipe"
     products: tuple[ProductRow, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[PlanRow]:
         return iter(self.rows)
@@ -43,6 +49,11 @@ class Plan:
             if row.path == path:
                 return row
         raise QuantError(f"the plan has no parameter {path!r}; {near_names(path, tuple(r.path for r in self.rows))}")
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The parameters that stay as they are because nothing says their role, and no rule decides."""
+        return tuple(row.path for row in self.rows if row.reason.startswith(_UNKNOWN_ROLE))
 
     @property
     def bytes_before(self) -> int:
@@ -78,21 +89,27 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: the recipe's name, the rows and the products."""
+        """The JSON form: the recipe's name, the rows, the products, and where there are any the notes."""
         rows = [row.to_json() for row in self.rows]
-        return {"recipe": self.recipe, "rows": rows, "products": [row.to_json() for row in self.products]}
+        form = {"recipe": self.recipe, "rows": rows, "products": [row.to_json() for row in self.products]}
+        return form | ({"notes": list(self.notes)} if self.notes else {})
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """The plan of a JSON form; an unknown or missing key raises QuantError."""
-        refuse_unknown_fields("a plan", form, ("recipe", "rows", "products"))
-        fields = {"products": [], **form}
-        if "recipe" not in fields or not all(isinstance(fields.get(key), list) for key in ("rows", "products")):
+        """The plan of a JSON form, its bytes counted anew, since it may have been edited.
+
+        Raises:
+            QuantError: for an unknown or missing key, and for a row whose parameter cannot be quantized as it says.
+        """
+        refuse_unknown_fields("a plan", form, ("recipe", "rows", "products", "notes"))
+        fields = {"products": [], "notes": [], **form}
+        if "recipe" not in fields or not all(isinstance(fields.get(key), list) for key in ("rows", "products", "notes")):
             raise QuantError(
                 f"a plan is an object with 'recipe' and lists 'rows' and 'products'; got the keys {sorted(form)}"
             )
-        rows, products = map(PlanRow.from_json, fields["rows"]), map(ProductRow.from_json, fields["products"])
-        return cls(tuple(rows), str(fields["recipe"]), tuple(products))
+        rows = [recounted(PlanRow.from_json(row)) for row in fields["rows"]]
+        products = tuple(map(ProductRow.from_json, fields["products"]))
+        return cls(tuple(rows), str(fields["recipe"]), products, tuple(map(str, fields["notes"])))
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the JSON form to a file."""
@@ -114,23 +131,32 @@ class Plan:
         return cls.from_json(form)
 
 
-def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) -> Plan:
+def plan(
+    fn: Callable[..., Any] | None,
+    params: Any,
+    *inputs: Any,
+    recipe: Any,
+    roles: Mapping[str, TensorRole] | None = None,
+) -> Plan:
     """Resolves a recipe against a model: what happens to every parameter, and why.
 
     Args:
-        fn: the function whose products decide the axes, `fn(params, *inputs)`; it is traced with shapes only. None when
-            there is no code: every parameter of two or more axes is then taken for the weight of a product that contracts
-            its last axis, and the plan says that this was assumed.
+        fn: the function whose products decide roles and axes, `fn(params, *inputs)`; it is traced with shapes only. None when
+            there is no code: what `roles` does not say is then unknown, and a parameter of unknown role stays as it is unless a rule
+            gives its path and an axis.
         params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s. Leaves that are neither have no row.
         inputs: example inputs of `fn`, likewise.
         recipe: a Recipe, or anything that `fb.recipe` takes.
+        roles: what is known of parameters besides the trace, by path: their roles, and without code the contracted axes. Where
+            there is code it overrules the role that the trace gives; the axes stay the trace's.
 
     Returns:
         The plan, with a row for every parameter and, where there is code, for every product without one.
 
     Raises:
-        QuantError: when a rule that is not optional matches nothing, when the products of a parameter contract different
-            axes and its rule names none, or when a tile does not fit where it must.
+        QuantError: when a rule that is not optional matches or changes nothing, when the products of a parameter contract
+            different axes and its rule names none, when a tile does not fit where it must, or when `roles` has a path that is no
+            parameter's.
 
     >>> def fn(params, x):
     ...     return x @ params["w"]
@@ -141,10 +167,25 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
     recipe = as_recipe(recipe)
     leaves = array_paths(params)
     is_traced = fn is not None
-    assumed = {path: _assumed(leaf) for path, leaf in leaves.items()}
-    uses, products = parameter_uses(fn, params, *inputs) if fn is not None else (assumed, ())
-    rules = matched_rules(recipe, uses)
-    rows = [_row(path, leaf, uses[path], rules[path], is_traced=is_traced) for path, leaf in leaves.items()]
+    known = dict(roles or {})
+    for path in known.keys() - leaves.keys():
+        raise QuantError(f"roles has {path!r}, which is no parameter; {near_names(path, tuple(leaves)[:400])}")
+    products: tuple[Product, ...] = ()
+    if fn is None:
+        known = {path: known.get(path, TensorRole(Role.UNKNOWN)) for path in leaves}
+        found = {path: (one.role, one.source) for path, one in known.items()}
+        uses = {path: known[path].uses(len(leaf.shape)) for path, leaf in leaves.items()}
+    else:
+        uses, products = parameter_uses(fn, params, *inputs)
+        found = {path: (role, "trace") for path, role in traced_roles(uses).items()}
+        found |= {path: (one.role, one.source) for path, one in known.items()}
+    rules = matched_rules(recipe, uses, {path: role for path, (role, _) in found.items()})
+    rows = []
+    for path, leaf in leaves.items():
+        role, source = found[path]
+        row = _row(path, leaf, uses[path], rules[path], role, is_traced=is_traced)
+        rows.append(dataclasses.replace(row, role=role, role_source=source))
+    _check_effect(recipe, rules, rows)
     if recipe.products and not is_traced:
         raise QuantError(f"recipe {recipe.name!r} has rules for products, which only traced code has; pass fn")
     product_rules = matched_product_rules(recipe, products)
@@ -157,53 +198,93 @@ def _product_row(product: Product, rule: Rule | None) -> ProductRow:
     return ProductRow(product.name, product.op, product.shapes, policy, path, product.source)
 
 
-def _assumed(leaf: Any) -> tuple[Use, ...]:
-    """What uses a parameter when there is no code to ask."""
-    return (Use("dot_general", (-1,)),) if getattr(leaf, "ndim", 0) >= 2 else ()
+def _check_effect(recipe: Recipe, rules: Mapping[str, Rule | None], rows: list[PlanRow]) -> None:
+    """Refuses a rule that is not optional, and matches parameters but changes none of them.
+
+    Parameters that are quantized already do not count: planning a quantized tree again changes nothing.
+    """
+    changed = [row for row in rows if row.policy is not None or row.sparsity is not None]
+    effective = {id(rules[row.path]) for row in changed}
+    for index, rule in enumerate(recipe.rules):
+        if rule.optional or not rule.changes or id(rule) in effective:
+            continue
+        same = [row for row in rows if rules[row.path] is rule]
+        if same and not any(row.reason.startswith("quantized already") for row in same):
+            reasons = ", ".join(f"{row.path} ({row.reason})" for row in same[:8])
+            raise QuantError(
+                f"rule {index + 1} of recipe {recipe.name!r} ({rule}) changes nothing: it matches only {reasons}. Correct its path, "
+                "or mark it optional"
+            )
 
 
-def _row(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None, *, is_traced: bool) -> PlanRow:
+def _row(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None, role: Role, *, is_traced: bool) -> PlanRow:
     """The row of one parameter under the rule that matches it."""
     shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)
     before = leaf.nbytes if is_qarray(leaf) else leaf.size * dtype.itemsize
     ops = tuple(dict.fromkeys(use.op for use in uses))
     sites = tuple(dict.fromkeys(f"{use.op} at {use.source}" for use in uses if use.source))
     left = PlanRow(path, shape, dtype.name, None, (), (), ops, before, before, sites=sites)
-    why_not = _why_not(leaf, uses, rule)
+    why_not = _why_not(leaf, uses, rule, role, is_traced=is_traced)
     if why_not is not None or rule is None:
         return dataclasses.replace(left, reason=why_not or "")
     sparsity = resolved_sparsity(path, leaf, uses, rule)
     axis = None if rule.policy is None else rule.axis or contracted_axes(path, uses)
-    note = "" if is_traced or rule.axis else "axis assumed: no code was traced"
     if axis is None:
-        return dataclasses.replace(left, sparsity=sparsity, reason=note if sparsity else "no product contracts it")
+        return dataclasses.replace(left, sparsity=sparsity, reason="" if sparsity else "no product contracts it")
     axis = tuple(a if a < 0 else a - len(shape) for a in axis)
-    row = dataclasses.replace(
-        left, policy=rule.policy, axis=axis, stacked=stacked_axes(uses), reason=note, sparsity=sparsity
-    )
+    row = dataclasses.replace(left, policy=rule.policy, axis=axis, stacked=stacked_axes(uses), sparsity=sparsity)
     after = _planned_bytes(row)
     larger = "" if after <= before else "takes more bytes than before: few elements share a scale"
-    return dataclasses.replace(row, bytes_after=after, reason="; ".join(filter(None, (note, larger))))
+    return dataclasses.replace(row, bytes_after=after, reason=larger)
 
 
-def _why_not(leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> str | None:
+def _why_not(leaf: Any, uses: tuple[Use, ...], rule: Rule | None, role: Role, *, is_traced: bool) -> str | None:
     """Why a parameter stays as it is, or None."""
-    if is_qarray(leaf):
-        return why_whole(leaf)
-    if rule is None:
-        return "no rule matches it; " + (
-            f"used by {', '.join(dict.fromkeys(u.op for u in uses))}" if uses else "nothing uses it"
-        )
-    if rule.policy is None and rule.sparsity is None:
+    whole = why_whole(leaf)
+    if is_qarray(leaf) or (rule is not None and rule.changes):
+        return whole
+    if rule is not None:
         return f"rule {rule.path!r} leaves it"
-    return why_whole(leaf)
+    if is_traced and (role in QUANTIZED_ROLES or not any(use.op in OPS for use in uses)):
+        why = "no rule matches it" if role in QUANTIZED_ROLES else "no product contracts it"
+        return f"{why}; used by {', '.join(dict.fromkeys(use.op for use in uses))}" if uses else "nothing uses it"
+    if whole is not None and not is_traced:
+        return whole
+    if role is Role.UNKNOWN:
+        return f"{_UNKNOWN_ROLE}; a rule with its path and an axis quantizes it"
+    return "no rule matches it" if role in QUANTIZED_ROLES else f"{role.words}; no rule names the role {role}"
+
+
+def recounted(row: PlanRow) -> PlanRow:
+    """The row with its bytes as planned counted from its shape and policy.
+
+    Args:
+        row: the row, perhaps edited.
+
+    Raises:
+        QuantError: for a policy of what cannot be quantized, without an axis, or whose tile does not fit.
+    """
+    if row.policy is None and row.sparsity is None:
+        return dataclasses.replace(row, bytes_after=row.bytes_before)
+    if not jnp.issubdtype(jnp.dtype(row.dtype), jnp.floating) or not row.shape:
+        raise QuantError(
+            f"the plan {'prunes' if row.policy is None else 'quantizes'} {row.path}, which is {row.dtype} of shape {row.shape}; "
+            "set its policy to null"
+        )
+    if row.policy is not None and not row.axis:
+        raise QuantError(
+            f'the plan\'s row of {row.path} has a policy but no axis; write the contracted axis, as in "axis": [-1]'
+        )
+    return dataclasses.replace(row, bytes_after=_planned_bytes(row))
 
 
 def _planned_bytes(row: PlanRow) -> int:
     """The bytes of the parameter as planned, from shapes alone."""
-    x = jax.ShapeDtypeStruct(row.shape, row.dtype)
+    # A float64 parameter is rounded to float32 before it is quantized.
+    x = jax.ShapeDtypeStruct(row.shape, jnp.float32 if row.dtype == "float64" else row.dtype)
     try:
-        return jax.eval_shape(lambda x: quantized_leaf(x, row), x).nbytes
+        after = jax.eval_shape(lambda x: quantized_leaf(x, row), x)
+        return after.nbytes if is_qarray(after) else after.size * after.dtype.itemsize
     except QuantError as error:
         raise QuantError(f"{row.path} {row.shape}: {error}") from error
 

@@ -7,6 +7,7 @@ from typing import Any, Self
 from .._registry import refuse_unknown_fields
 from ..errors import QuantError
 from ..ops import Policy
+from .roles import Role, as_role
 from .sparsity import Sparsity
 
 
@@ -27,6 +28,8 @@ class PlanRow:
         reason: why it stays as it is, or what should be known about it; else empty.
         sites: where in the code it is used, an operation and its file and line each.
         sparsity: which of its weights are pruned, along which axes; None: none.
+        role: what it does in the network, by `fewbit.recipe.Role`.
+        role_source: what says so: "trace", "transformers: Linear", "names: llama", or empty where the role is unknown.
     """
 
     path: str
@@ -41,6 +44,8 @@ class PlanRow:
     reason: str = ""
     sites: tuple[str, ...] = ()
     sparsity: Sparsity | None = None
+    role: Role = Role.UNKNOWN
+    role_source: str = ""
 
     @property
     def kind(self) -> str:
@@ -58,7 +63,7 @@ class PlanRow:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form; the sparsity only where there is one."""
-        form: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        form: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"role": str(self.role)}
         for name in ("policy", "sparsity"):
             form[name] = None if form[name] is None else form[name].to_json()
         if self.sparsity is None:
@@ -68,7 +73,8 @@ class PlanRow:
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The row of a JSON form; an unknown or missing key raises QuantError."""
-        fields = _row_fields(cls, "a plan's row", form, optional=("reason", "sites", "sparsity"))
+        fields = _row_fields(cls, "a plan's row", form, optional=("reason", "sites", "sparsity", "role", "role_source"))
+        fields["role"] = as_role(fields.get("role", Role.UNKNOWN), f"role of row {form['path']!r}:")
         if form.get("sparsity") is not None:
             fields["sparsity"] = Sparsity.from_json(form["sparsity"])
         return cls(**fields)

@@ -14,6 +14,7 @@ from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import Product, Use, parameter_paths, parameter_uses
 from ..recipe import recipe as as_recipe
 from ..recipe.matching import matched_policies, matched_product_policies
+from ..recipe.roles import traced_roles
 from .measure import Measure, Statistic
 from .range_rules import AbsMaxRange
 from .ranges import AbstractRange
@@ -102,7 +103,9 @@ def observe(
         raise QuantError("there is no batch to observe")
     ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found if path in uses)
     pairs = {product.name: found[_label(product.name)] for product in products}
-    return Stats({path: found[path] for path, _ in ops}, ops, pairs, tuple((p.name, p.op) for p in products))
+    roles = traced_roles(uses)
+    own = tuple(roles[path] for path, _ in ops)
+    return Stats({path: found[path] for path, _ in ops}, ops, own, pairs, tuple((p.name, p.op) for p in products))
 
 
 def _label(name: str) -> str:
