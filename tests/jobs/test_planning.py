@@ -12,6 +12,10 @@ from fewbit.errors import QuantError, UnsupportedError
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers
 
 
+LAST_AXIS = {"rules": [{"path": ".*", "policy": "int8", "axis": -1}]}
+"""What quantizes tensors of unknown role: the user says along which axis."""
+
+
 @pytest.fixture
 def odd(tmp_path):
     """Flat tensors of every kind."""
@@ -29,11 +33,11 @@ def odd(tmp_path):
 
 
 def test_flat_tensors_say_why_they_stay(odd):
-    plan = jobs.plan_model(odd, recipe="int8")
+    plan = jobs.plan_model(odd, recipe=LAST_AXIS)
     reasons = {row.path: row.reason for row in plan}
     assert reasons == {
-        "w64": "axis assumed: no code was traced; float64, rounded to float32 first",
-        "w16": "axis assumed: no code was traced",
+        "w64": "float64, rounded to float32 first",
+        "w16": "",
         "ids": "int32 is not floating",
         "wave": "complex64 is not floating",
         "step": "a scalar",
@@ -47,7 +51,7 @@ def test_flat_tensors_say_why_they_stay(odd):
 def test_a_dtype_that_files_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     np.savez(tmp_path / "wide.npz", w=np.ones((2, 32), np.float32), wave=np.ones((2, 2), np.complex128))
     with pytest.raises(QuantError, match=r"tensor 'wave' of .*wide.npz has dtype complex128; a safetensors file holds"):
-        jobs.plan_model(jobs.load(tmp_path / "wide.npz"), recipe="int8")
+        jobs.plan_model(jobs.load(tmp_path / "wide.npz"), recipe=LAST_AXIS)
 
 
 @needs_tokenizers
@@ -89,7 +93,8 @@ def test_rows_that_differ_are_not_folded(tmp_path):
 def test_what_the_file_holds_in_the_planned_scheme_is_kept(tmp_path):
     q = fb.quantize(np.ones((4, 64), np.float32), "q8_0")
     io.write(tmp_path / "q", {"same": q, "other": fb.quantize(np.ones((4, 64), np.float32), "nf4")})
-    plan = jobs.plan_model(jobs.load(tmp_path / "q"), recipe="q8_0")
+    rule = {"path": ".*", "policy": "q8_0", "axis": -1}
+    plan = jobs.plan_model(jobs.load(tmp_path / "q"), recipe={"rules": [rule]})
     assert "q8_0 in the file, kept exactly" in plan["same"].reason
     assert "decoded from nf4 first" in plan["other"].reason
     left = jobs.plan_model(jobs.load(tmp_path / "q"), recipe={"rules": [{"path": ".*", "policy": None}]})
@@ -103,7 +108,7 @@ def test_keep_leaves_everything(odd):
 
 
 def edited(odd, path, edit):
-    form = jobs.plan_model(odd, recipe="int8").to_json()
+    form = jobs.plan_model(odd, recipe=LAST_AXIS).to_json()
     edit(form["rows"])
     path.write_text(json.dumps(form))
     return path

@@ -147,11 +147,17 @@ def _resolved(model: Model, recipe: Any) -> Plan:
         known = models.checkpoint_roles(shapes, model.metadata, kind=model.kind)
         plan = make_plan(None, structs, recipe=recipe, roles=known.roles)
         note = f"the network cannot be traced ({model.why_not_run}); {known.note}"
-        return dataclasses.replace(plan, notes=(note,))
+        return dataclasses.replace(_in_order(plan, model), notes=(note,))
     tokens = jax.ShapeDtypeStruct((1, min(8, config.context)), jnp.int32)
     forward = functools.partial(_forward, config)
     plan = make_plan(forward, models.params_from_paths(structs, config), tokens, recipe=recipe)
-    return dataclasses.replace(plan, rows=tuple(plan[path] for path in model.info))
+    return _in_order(plan, model)
+
+
+def _in_order(plan: Plan, model: Model) -> Plan:
+    """The plan with its rows in the order of the file."""
+    rows = {row.path: row for row in plan}
+    return dataclasses.replace(plan, rows=tuple(rows[path] for path in model.info))
 
 
 def _forward(config: models.LlamaConfig, params: Any, tokens: Any) -> Any:

@@ -87,7 +87,11 @@ def _matching(
                 f"{where} matches only what rules before it take: {_few(list(taken))}, by {earlier}. Put it first, or mark it "
                 "optional"
             )
-        if refused := {name: role for name, (_, role) in used_by.items() if role is not None and rule.matches_path(name)}:
+        refused = {name: role for name, (_, role) in used_by.items() if role is not None and rule.matches_path(name)}
+        before = [found[name] for name in refused if found[name] is not None]
+        if before and Role.UNKNOWN not in refused.values() and all(rules[i].optional for i in before if i is not None):
+            continue
+        if refused:
             raise QuantError(f"{where} quantizes nothing: {_refusal(rule, refused)}")
         raise QuantError(
             f"{where} matches nothing; the {things} are {_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
@@ -96,18 +100,22 @@ def _matching(
 
 
 def _refusal(rule: Rule, refused: Mapping[str, Role]) -> str:
-    """Why a rule does not take the parameters that its path matches, and what to do."""
-    listed = _few([f"{path} is {role.words}" for path, role in refused.items()])
-    others = list(dict.fromkeys(role for role in refused.values() if role not in rule.taken_roles))
-    if not others:
-        return f"{listed}, but none is used by {' or '.join(rule.ops)}. Correct its path or ops, or mark it optional"
-    unknown = (
-        "Where a role is unknown, pass the model's function to fb.plan, or give a rule its path and an axis, such as "
-        '{"path": "...", "policy": "nf4", "axis": -1}. '
-    )
-    named = [role for role in others if role not in (Role.UNKNOWN, *QUANTIZED_ROLES)]
-    name_it = f"To quantize it all the same, name its role: roles={[str(role) for role in named]}. " if named else ""
-    return f"{listed}. {unknown if Role.UNKNOWN in others else ''}{name_it}Or correct its path, or mark it optional"
+    """Why a rule takes none of the parameters that its path matches, and what to do."""
+    paths = {role: [path for path, own in refused.items() if own is role] for role in dict.fromkeys(refused.values())}
+    listed = "; ".join(f"{_few(own)} ({role.words})" for role, own in paths.items())
+    if all(role in rule.taken_roles for role in paths):
+        return f"its path matches {listed}, of which none is used by {' or '.join(rule.ops)}. Correct its path or its ops"
+    remedies = []
+    if Role.UNKNOWN in paths and not rule.roles:
+        remedies.append("give the rule the contracted axis, as in axis=-1, where a role is unknown")
+    elif Role.UNKNOWN in paths:
+        remedies.append(
+            "where a role is unknown, pass the model's function to fb.plan, or write a rule with a path, a scheme and the "
+            'contracted axis: {"path": "...", "policy": "nf4", "axis": -1}'
+        )
+    if not rule.roles and (named := [str(role) for role in paths if role not in (Role.UNKNOWN, *QUANTIZED_ROLES)]):
+        remedies.append(f"name roles={named} in the rule to quantize these all the same")
+    return f"its path matches {listed}. {'; '.join((*remedies, 'correct its path; or mark it optional')).capitalize()}"
 
 
 def _few(paths: list[str]) -> str:

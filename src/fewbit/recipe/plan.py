@@ -167,6 +167,8 @@ def plan(
     recipe = as_recipe(recipe)
     leaves = array_paths(params)
     is_traced = fn is not None
+    if recipe.products and not is_traced:
+        raise QuantError(f"recipe {recipe.name!r} has rules for products, which only traced code has; pass fn")
     known = dict(roles or {})
     for path in known.keys() - leaves.keys():
         raise QuantError(f"roles has {path!r}, which is no parameter; {near_names(path, tuple(leaves)[:400])}")
@@ -186,8 +188,6 @@ def plan(
         row = _row(path, leaf, uses[path], rules[path], role, is_traced=is_traced)
         rows.append(dataclasses.replace(row, role=role, role_source=source))
     _check_effect(recipe, rules, rows)
-    if recipe.products and not is_traced:
-        raise QuantError(f"recipe {recipe.name!r} has rules for products, which only traced code has; pass fn")
     product_rules = matched_product_rules(recipe, products)
     return Plan(tuple(rows), recipe.name, tuple(_product_row(product, product_rules[product.name]) for product in products))
 
