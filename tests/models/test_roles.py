@@ -84,7 +84,9 @@ def test_a_bare_file_has_the_roles_that_every_fitting_family_gives():
 
 def test_a_model_type_that_nobody_knows_has_no_roles():
     found = models.checkpoint_roles(shapes_of("gpt2"), {"model_type": "gpt9"}, use_modules=False)
-    assert set(found.unknown) == {name for name, (role, _) in expected_roles("gpt2").items() if role in ("matmul", "embedding")}
+    assert set(found.unknown) == {
+        name for name, (role, _) in expected_roles("gpt2").items() if role in ("matmul", "embedding")
+    }
     assert f"{len(found.unknown)} unknown" in found.note
 
 
@@ -98,7 +100,14 @@ def test_gguf_names_are_those_of_every_architecture():
         "blk.0.attn_norm.weight": (8,),
     }
     found = models.checkpoint_roles(shapes, {"general.architecture": "qwen3moe"}, kind="gguf")
-    assert [str(one.role) for one in found.roles.values()] == ["embedding", "router", "experts", "state_space", "matmul", "norm"]
+    assert [str(one.role) for one in found.roles.values()] == [
+        "embedding",
+        "router",
+        "experts",
+        "state_space",
+        "matmul",
+        "norm",
+    ]
     assert found.roles["blk.0.ffn_up_exps.weight"].axis == (-1,)
 
 
@@ -117,7 +126,10 @@ def test_a_pattern_of_another_rank_says_nothing():
     ("config", "why"),
     [
         ({"model_type": "gpt9"}, "transformers cannot build the architecture: KeyError"),
-        ({"model_type": "llama", "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and the checkpoint has 12 tensors"),
+        (
+            {"model_type": "llama", "num_hidden_layers": 10**9},
+            "num_hidden_layers is 1000000000, and the checkpoint has 12 tensors",
+        ),
         ({"model_type": "llama", "hidden_size": "wide"}, "transformers cannot build the architecture: StrictDataclass"),
     ],
 )

@@ -132,7 +132,10 @@ def test_products_that_disagree_need_a_rule_with_an_axis():
 
 @pytest.mark.finding(1)
 def test_without_code_a_parameter_of_unknown_role_is_quantized_by_a_rule_with_its_axis_only(params):
-    with pytest.raises(fb.QuantError, match=r"rule 2 of recipe 'nf4' .* quantizes nothing: its path matches embed, heads, layers/gain, layers/w, out, steps \(of unknown role\)"):
+    with pytest.raises(
+        fb.QuantError,
+        match=r"rule 2 of recipe 'nf4' .* quantizes nothing: its path matches embed, .*, steps \(of unknown role\)",
+    ):
         fb.plan(None, params, recipe="nf4")
     with pytest.raises(fb.QuantError, match=r"Give the rule the contracted axis, as in axis=-1"):
         fb.quantize_params({"w": params["heads"]}, fb.Recipe((fb.Rule("w", "nf4"),)))

@@ -148,6 +148,7 @@ _LEAVES = ("weight", "kernel", "value", "w", "embedding", "scale")
 
 # What names tell, as patterns of one part of a path.
 _EXPERTS = re.compile(r"(?:local_)?experts?(?:_\d+)?", re.IGNORECASE)
+_MIXTURE = re.compile(r"\w*moe(?:block)?(?:_\w+)?", re.IGNORECASE)
 _ROUTER = re.compile(r"routers?|router_gate|shared_expert_gate|ffn_gate_inp(?:_shexp)?", re.IGNORECASE)
 _GATE = re.compile(r"gate|wg|gating|gate_weight")
 _STATE_SPACE_MARK = re.compile(r"A_log|dt_bias|ssm_a")
@@ -199,6 +200,7 @@ class _Modules:
 def _expert_modules(parts: tuple[str, ...], role: Role) -> Iterator[tuple[str, ...]]:
     """The modules that a parameter shows to have experts."""
     yield from (parts[:i] for i, part in enumerate(parts) if _EXPERTS.fullmatch(part))
+    yield from (parts[: i + 1] for i, part in enumerate(parts) if _MIXTURE.fullmatch(part))
     if role is Role.EXPERTS:
         depth = max((i for i, part in enumerate(parts) if part not in _LEAVES), default=0)
         yield parts[:depth]
