@@ -72,6 +72,8 @@ def main() -> None:
     """The console command `fewbit`."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
+    # transformers, which plans ask for module classes, fetches nothing from its hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         app()
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone

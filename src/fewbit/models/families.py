@@ -56,7 +56,7 @@ class Family:
 @functools.cache
 def families() -> tuple[Family, ...]:
     """Every family of the table."""
-    table = json.loads(resources.files(__package__).joinpath("families.json").read_text(encoding="utf-8"))
+    table = json.loads(resources.files("fewbit.models").joinpath("families.json").read_text(encoding="utf-8"))
     return tuple(_family(form) for form in table["families"])
 
 
