@@ -39,7 +39,7 @@ def module_roles(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict
     found = {}
     for name, (own_name, operations) in _names_of_modules(model, shapes, owned).items():
         if own_name in owned:
-            role = _role(*owned[own_name], operations, shapes[name], is_same_name=not operations)
+            role = _role(*owned[own_name], operations, shapes[name])
             found |= {} if role is None else {name: role}
     return found
 
@@ -55,7 +55,7 @@ def _built(config: Mapping[str, Any], tensors: int) -> Any:
             f"roles from module classes need transformers, which cannot be imported ({error}): pip install fewbit[transformers]"
         ) from error
     _check_counts(config, tensors)
-    form, logging = _without_downloads(config), transformers.logging
+    form, logging = _plain(config), transformers.logging
     verbosity = logging.get_verbosity()
     # What a stranger's config.json can make the constructors raise.
     faults = (
@@ -85,9 +85,12 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
             raise UnsupportedError(f"config.json's {key} is {value}, and the checkpoint has {tensors} tensors")
 
 
-def _without_downloads(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with the switches off that make constructors fetch weights."""
-    inner = {key: _without_downloads(value) if isinstance(value, Mapping) else value for key, value in config.items()}
+def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration without what makes constructors fetch weights, or need a kernel or a quantizer that may not be here."""
+    dropped = ("attn_implementation", "_attn_implementation", "auto_map", "quantization_config")
+    inner = {
+        key: _plain(value) if isinstance(value, Mapping) else value for key, value in config.items() if key not in dropped
+    }
     return inner | {key: False for key in ("use_pretrained_backbone", "pretrained") if key in inner}
 
 
@@ -108,10 +111,11 @@ def _names_of_modules(model: Any, names: Iterable[str], own: Collection[str]) ->
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
-
-        transforms = get_model_conversion_mapping(model)
-    except ImportError:  # before 5.0 a checkpoint had the names of the modules
-        transforms, WeightConverter, WeightRenaming = [], (), ()
+    except ImportError as error:
+        raise UnsupportedError(
+            f"the installed transformers does not say how it renames tensors ({error}); take 5.0 or later"
+        ) from error
+    transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
     converters = [one for one in transforms if isinstance(one, WeightConverter)]
 
@@ -137,12 +141,10 @@ def _names_of_modules(model: Any, names: Iterable[str], own: Collection[str]) ->
 _KEEPING = ("Chunk", "Concatenate", "Interleave", "MergeModulelist", "PermuteForRope", "Split", "SplitModulelist")
 
 
-def _role(
-    module: Any, name: str, own_shape: Shape, operations: tuple[Any, ...], shape: Shape, *, is_same_name: bool
-) -> TensorRole | None:
+def _role(module: Any, name: str, own_shape: Shape, operations: tuple[Any, ...], shape: Shape) -> TensorRole | None:
     """The role of a tensor of the checkpoint that becomes this parameter of a module; None where the class does not say."""
     role = _role_in_module(module, name, own_shape)
-    if role is None or (is_same_name and shape != own_shape):
+    if role is None or (not operations and shape != own_shape):
         return None
     kinds = [type(operation).__name__ for operation in operations]
     if any(kind not in (*_KEEPING, "Transpose") for kind in kinds):

@@ -230,7 +230,8 @@ def _row(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None, role: R
     sparsity = resolved_sparsity(path, leaf, uses, rule)
     axis = None if rule.policy is None else rule.axis or contracted_axes(path, uses)
     if axis is None:
-        return dataclasses.replace(left, sparsity=sparsity, reason="" if sparsity else "no product contracts it")
+        why = "no product contracts it" if is_traced else "nothing says which axis is contracted; give its rule an axis"
+        return dataclasses.replace(left, sparsity=sparsity, reason="" if sparsity else why)
     axis = tuple(a if a < 0 else a - len(shape) for a in axis)
     row = dataclasses.replace(left, policy=rule.policy, axis=axis, stacked=stacked_axes(uses), sparsity=sparsity)
     after = _planned_bytes(row)
