@@ -154,7 +154,9 @@ def test_roles_that_are_known_without_code():
     assert [(str(row.policy), row.axis) for row in plan] == [("None", ()), ("q8_0", (-1,)), ("nf4", (-2,))]
     assert plan["gate"].reason == "a router or gate of experts; no rule names the role router"
     by_role = fb.Rule("gate", "int8", roles="router")
-    with pytest.raises(fb.QuantError, match=r"changes nothing: it matches only gate \(nothing says which axis is contracted; give"):
+    with pytest.raises(
+        fb.QuantError, match=r"changes nothing: it matches only gate \(nothing says which axis is contracted; give"
+    ):
         fb.plan(None, params, recipe=fb.Recipe((by_role,)), roles=roles)
     with_axis = fb.Recipe((dataclasses.replace(by_role, axis=-2),))
     assert fb.plan(None, params, recipe=with_axis, roles=roles)["gate"].axis == (-2,)
