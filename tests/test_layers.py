@@ -35,7 +35,19 @@ RANK = {part: rank for rank, row in enumerate(LAYERS) for part in row}
 # What `pip install fewbit` brings; everything else is an extra.
 HARD = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "numpy", "rich", "typer"}
 # What the extras bring, as import names.
-OPTIONAL = {"flax", "gguf", "matplotlib", "safetensors", "tokenizers", "torch", "triton", "jax_triton", "optax", "equinox"}
+OPTIONAL = {
+    "flax",
+    "gguf",
+    "matplotlib",
+    "safetensors",
+    "tokenizers",
+    "torch",
+    "transformers",
+    "triton",
+    "jax_triton",
+    "optax",
+    "equinox",
+}
 # The packages of one-file faces, whose files may import theirs at the top: nothing else of fewbit imports those files there.
 QUANTIZERS = ("", "_numbers", "_search", "_memory", "_dequantize", "_hessian")
 FACES = (

@@ -42,8 +42,10 @@ from .ops import transparent as transparent
 from .recipe import RECIPES as RECIPES
 from .recipe import Plan as Plan
 from .recipe import Recipe as Recipe
+from .recipe import Role as Role
 from .recipe import Rule as Rule
 from .recipe import Sparsity as Sparsity
+from .recipe import TensorRole as TensorRole
 from .recipe import maxtext_mixed_precision as maxtext_mixed_precision
 from .recipe import maxtext_recipe as maxtext_recipe
 from .recipe import plan as plan

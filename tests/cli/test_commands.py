@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fewbit import FORMATS, RECIPES, SCHEMES, Recipe, recipe
+from fewbit import FORMATS, RECIPES, SCHEMES, Recipe, io, recipe
 from fewbit.cli import app
 from fewbit.models import is_installed
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers, text_file
@@ -193,15 +193,34 @@ def test_the_demo_on_a_small_model(tmp_path):
 
 
 def test_an_unknown_network_is_quantized_without_a_check(tmp_path):
-    np.savez(tmp_path / "a.npz", weight=np.random.default_rng(0).normal(size=(8, 64)), bias=np.ones(8))
+    np.savez(tmp_path / "a.npz", **{"lm_head.weight": np.random.default_rng(0).normal(size=(8, 64)), "bias": np.ones(8)})
     done = run("quantize", tmp_path / "a.npz", "-o", tmp_path / "out", "-r", "nf4")
-    assert "tiles are taken along the last axis" in done.stdout
+    assert (
+        "no code was traced; the roles of 2 tensors: 1 from the table of names: decoder, 1 from their own names"
+        in " ".join(done.stdout.split())
+    )
     assert "quality check left out" in done.stdout
     assert "fewbit generate" not in done.stdout
 
 
+@pytest.mark.slow  # it imports transformers
+@pytest.mark.finding(1)
+def test_strict_refuses_where_a_role_is_unknown(tmp_path):
+    arrays = {"lm_head.weight": np.ones((8, 64), np.float32), "adapter.mixing": np.ones((4, 64), np.float32)}
+    config = {"model_type": "qwen3"}
+    io.write(tmp_path / "m", arrays, config=config)
+    assert "role unknown, so it stays float" in " ".join(run("plan", tmp_path / "m", "-r", "nf4").stdout.split())
+    done = run("plan", tmp_path / "m", "-r", "nf4", "--strict", "--save", tmp_path / "plan.json", status=1)
+    assert done.stdout == "" and not (tmp_path / "plan.json").exists()
+    assert done.stderr.startswith("error: the role of adapter.mixing is unknown; ")
+    assert "Give each of them a rule: its path and the policy null to leave it" in done.stderr
+    rules = [{"path": r"adapter\.mixing", "policy": None}, *recipe("nf4").to_json()["rules"]]
+    (tmp_path / "rules.json").write_text(json.dumps({"rules": rules}))
+    run("plan", tmp_path / "m", "-r", tmp_path / "rules.json", "--strict")
+
+
 def test_verify_finds_a_changed_byte(tmp_path):
-    np.savez(tmp_path / "a.npz", weight=np.ones((8, 64), np.float32))
+    np.savez(tmp_path / "a.npz", **{"lm_head.weight": np.ones((8, 64), np.float32)})
     run("quantize", tmp_path / "a.npz", "-o", tmp_path / "out", "-r", "int8")
     shard = tmp_path / "out" / "fewbit.safetensors"
     data = bytearray(shard.read_bytes())

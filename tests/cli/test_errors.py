@@ -23,7 +23,7 @@ def fail(*arguments, status=2):
 @pytest.fixture
 def flat(tmp_path):
     """A model of two flat tensors."""
-    np.savez(tmp_path / "a.npz", weight=np.ones((6, 40), np.float32), bias=np.ones(6, np.float32))
+    np.savez(tmp_path / "a.npz", **{"lm_head.weight": np.ones((6, 40), np.float32), "bias": np.ones(6, np.float32)})
     return tmp_path / "a.npz"
 
 
@@ -55,9 +55,9 @@ def test_a_rule_that_matches_nothing(flat, tmp_path):
 
 
 def test_an_axis_that_a_parameter_does_not_have(flat, tmp_path):
-    recipe = rules(tmp_path, {"path": "weight", "policy": "int8", "axis": [-3]})
+    recipe = rules(tmp_path, {"path": "lm_head.weight", "policy": "int8", "axis": [-3]})
     message = fail("quantize", flat, "-o", tmp_path / "out", "-r", recipe)
-    assert "weight (6, 40): axis is -3, but the array has 2 axes" in message
+    assert "lm_head.weight (6, 40): axis is -3, but the array has 2 axes" in message
 
 
 def test_an_unknown_scheme_in_a_recipe(flat, tmp_path):
@@ -67,8 +67,8 @@ def test_an_unknown_scheme_in_a_recipe(flat, tmp_path):
 
 
 def test_weights_that_are_not_finite(tmp_path):
-    np.savez(tmp_path / "a.npz", w=np.full((2, 32), np.nan, np.float32))
-    assert "w (64 of 64)" in fail("quantize", tmp_path / "a.npz", "-o", tmp_path / "out", "-r", "int8")
+    np.savez(tmp_path / "a.npz", **{"lm_head.weight": np.full((2, 32), np.nan, np.float32)})
+    assert "lm_head.weight (64 of 64)" in fail("quantize", tmp_path / "a.npz", "-o", tmp_path / "out", "-r", "int8")
     assert not (tmp_path / "out").exists()
 
 

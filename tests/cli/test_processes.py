@@ -37,7 +37,8 @@ def test_a_process_ends_with_the_status_and_one_line(tmp_path):
 def test_a_stopped_run_leaves_what_stood_and_a_second_run_finishes(tmp_path, kind, status):
     shapes = [(8, 32 * (i + 1)) for i in range(12)]  # each compiles anew, so there is time to interrupt
     np.savez(tmp_path / "a.npz", **{f"w{i:02}": np.ones(shape, np.float32) for i, shape in enumerate(shapes)})
-    arguments = [*COMMAND, "quantize", "a.npz", "-o", "out", "-r", "nvfp4", "--overwrite"]
+    (tmp_path / "rules.json").write_text('{"rules": [{"path": ".*", "policy": "nvfp4", "axis": -1}]}')
+    arguments = [*COMMAND, "quantize", "a.npz", "-o", "out", "-r", "rules.json", "--overwrite"]
     io.write(tmp_path / "out", {"old": np.ones(3, np.float32)})
     process = subprocess.Popen(
         arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=tmp_path
@@ -52,7 +53,7 @@ def test_a_stopped_run_leaves_what_stood_and_a_second_run_finishes(tmp_path, kin
     assert "nothing was written to out, and what stood there still stands" in rest
     assert "Traceback" not in rest
     assert list(io.read(tmp_path / "out").tensors) == ["old"]
-    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "out"}
+    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "out", "rules.json"}
     if kind == signal.SIGTERM:
         return
     done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=False)

@@ -45,6 +45,11 @@ def llama_directory(directory: Path, *, changed: dict[str, Any] | None = None) -
     return directory
 
 
+def last_axis(scheme: str) -> dict[str, Any]:
+    """The recipe that quantizes tensors of unknown role along their last axis, as a user says who knows their layout."""
+    return {"rules": [{"path": ".*", "policy": scheme, "axis": -1}]}
+
+
 def text_file(directory: Path) -> Path:
     """A text whose every character is a token."""
     path = directory / "text.txt"

@@ -9,7 +9,8 @@ import pytest
 import fewbit as fb
 from fewbit import io, jobs
 from fewbit.errors import QuantError, UnsupportedError
-from tests.jobs.checkpoints import llama_directory, needs_tokenizers
+from fewbit.recipe import PlanRow
+from tests.jobs.checkpoints import last_axis, llama_directory, needs_tokenizers
 
 
 @pytest.fixture
@@ -29,11 +30,11 @@ def odd(tmp_path):
 
 
 def test_flat_tensors_say_why_they_stay(odd):
-    plan = jobs.plan_model(odd, recipe="int8")
+    plan = jobs.plan_model(odd, recipe=last_axis("int8"))
     reasons = {row.path: row.reason for row in plan}
     assert reasons == {
-        "w64": "axis assumed: no code was traced; float64, rounded to float32 first",
-        "w16": "axis assumed: no code was traced",
+        "w64": "float64, rounded to float32 first",
+        "w16": "",
         "ids": "int32 is not floating",
         "wave": "complex64 is not floating",
         "step": "a scalar",
@@ -47,7 +48,7 @@ def test_flat_tensors_say_why_they_stay(odd):
 def test_a_dtype_that_files_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     np.savez(tmp_path / "wide.npz", w=np.ones((2, 32), np.float32), wave=np.ones((2, 2), np.complex128))
     with pytest.raises(QuantError, match=r"tensor 'wave' of .*wide.npz has dtype complex128; a safetensors file holds"):
-        jobs.plan_model(jobs.load(tmp_path / "wide.npz"), recipe="int8")
+        jobs.plan_model(jobs.load(tmp_path / "wide.npz"), recipe=last_axis("int8"))
 
 
 @needs_tokenizers
@@ -55,7 +56,7 @@ def test_a_llama_is_traced(tmp_path):
     plan = jobs.plan_model(jobs.load(llama_directory(tmp_path / "hf")), recipe="nf4")
     assert str(plan["embed"].policy) == "q8_0"
     assert plan["layers/2/mlp/down"].axis == (-1,)
-    assert plan["norm"].reason == "no rule matches it; used by mul"
+    assert plan["norm"].reason == "no product contracts it; used by mul"
     names = [name for name, _, _ in jobs.folded(plan)]
     assert names[:3] == ["embed", "layers/0-2/attn/norm", "layers/0-2/attn/q"]
     assert sum(count for _, count, _ in jobs.folded(plan)) == len(plan.rows)
@@ -86,10 +87,30 @@ def test_rows_that_differ_are_not_folded(tmp_path):
     assert "layers/1/attn/q" in names
 
 
+@pytest.mark.parametrize(
+    ("paths", "names"),
+    [
+        (
+            [f"decoder.block.{i}.layer.{j}.norm.weight" for i in range(3) for j in range(2)],
+            {"decoder.block.0-2.layer.0-1.norm.weight": 6},
+        ),
+        (
+            ["b.0.layer.0.w", "b.1.layer.0.w", "b.0.layer.1.w", "b.2.layer.1.w"],
+            {"b.0-1.layer.0.w": 2, "b.0,2.layer.1.w": 2},
+        ),
+        ([f"layers/{i}/experts/{j}/up" for i in (0, 1) for j in (0, 1, 3)], {"layers/0-1/experts/0-1,3/up": 6}),
+        (["norm", "layers/7/w"], {"norm": 1, "layers/7/w": 1}),
+    ],
+)
+def test_every_number_of_folded_paths_is_named(paths, names):
+    rows = [PlanRow(path, (4, 8), "float32", None, (), (), (), 128, 128) for path in paths]
+    assert {name: count for name, count, _ in jobs.folded(rows)} == names
+
+
 def test_what_the_file_holds_in_the_planned_scheme_is_kept(tmp_path):
     q = fb.quantize(np.ones((4, 64), np.float32), "q8_0")
     io.write(tmp_path / "q", {"same": q, "other": fb.quantize(np.ones((4, 64), np.float32), "nf4")})
-    plan = jobs.plan_model(jobs.load(tmp_path / "q"), recipe="q8_0")
+    plan = jobs.plan_model(jobs.load(tmp_path / "q"), recipe=last_axis("q8_0"))
     assert "q8_0 in the file, kept exactly" in plan["same"].reason
     assert "decoded from nf4 first" in plan["other"].reason
     left = jobs.plan_model(jobs.load(tmp_path / "q"), recipe={"rules": [{"path": ".*", "policy": None}]})
@@ -103,7 +124,7 @@ def test_keep_leaves_everything(odd):
 
 
 def edited(odd, path, edit):
-    form = jobs.plan_model(odd, recipe="int8").to_json()
+    form = jobs.plan_model(odd, recipe=last_axis("int8")).to_json()
     edit(form["rows"])
     path.write_text(json.dumps(form))
     return path

@@ -14,7 +14,7 @@ from fewbit import io, jobs
 from fewbit.array import nm_mask
 from fewbit.errors import QuantError
 from fewbit.jobs.quantize import worst
-from tests.jobs.checkpoints import llama_directory, needs_tokenizers
+from tests.jobs.checkpoints import last_axis, llama_directory, needs_tokenizers
 
 
 def hashes(directory):
@@ -85,7 +85,7 @@ def test_a_quantized_tensor_in_the_planned_scheme_keeps_its_codes(tmp_path):
     q = fb.quantize(x, "nf4")
     io.write(tmp_path / "q", {"w": q})
     model = jobs.load(tmp_path / "q")
-    outcome = jobs.quantize(model, jobs.plan_model(model, recipe="nf4"), tmp_path / "again")
+    outcome = jobs.quantize(model, jobs.plan_model(model, recipe=last_axis("nf4")), tmp_path / "again")
     assert outcome.tensors[0].sqnr_db is None
     np.testing.assert_array_equal(io.read(tmp_path / "again").tensors["w"].codes, q.codes)
 
@@ -143,7 +143,7 @@ def test_float64_is_rounded_to_float32_and_quantized(tmp_path):
     x = np.random.default_rng(0).normal(size=(4, 64))
     np.savez(tmp_path / "a.npz", w=x)
     model = jobs.load(tmp_path / "a.npz")
-    jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q")
+    jobs.quantize(model, jobs.plan_model(model, recipe=last_axis("int8")), tmp_path / "q")
     expected = fb.quantize(x.astype(np.float32), "int8")
     np.testing.assert_array_equal(io.read(tmp_path / "q").tensors["w"].codes, expected.codes)
 
@@ -154,9 +154,9 @@ def test_sparse_tensors_are_pruned_on_the_way(tmp_path):
     io.write(tmp_path / "m", {"w": w, "wide": w.astype(np.float64), "held": quantized})
     model = jobs.load(tmp_path / "m")
     sparsity = fb.Sparsity(2, 4)
-    rules = (fb.Rule("wide", None, sparsity=sparsity), fb.Rule(".*", "int8", sparsity=sparsity))
+    rules = (fb.Rule("wide", None, axis=-1, sparsity=sparsity), fb.Rule(".*", "int8", axis=-1, sparsity=sparsity))
     plan = jobs.plan_model(model, recipe=fb.Recipe(rules))
-    assert plan["wide"].reason == "axis assumed: no code was traced; float64, rounded to float32 first"
+    assert plan["wide"].reason == "float64, rounded to float32 first"
     outcome = jobs.quantize(model, jobs.plan_model(model, plan=plan), tmp_path / "q")
     stored, kept = io.read(outcome.path).tensors, np.asarray(nm_mask(jnp.asarray(w), 2, 4, axis=-1))
     np.testing.assert_array_equal(stored["wide"], np.where(kept, w, 0))
@@ -173,7 +173,7 @@ def test_parameters_that_are_not_finite_are_named_and_counted(tmp_path):
     np.savez(tmp_path / "a.npz", good=np.ones((2, 32), np.float32), w=bad, gain=np.array([1, np.nan], np.float32))
     model = jobs.load(tmp_path / "a.npz")
     with pytest.raises(QuantError, match=r"NaN or infinite in w \(2 of 256\), gain \(1 of 2\); nothing was written"):
-        jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q")
+        jobs.quantize(model, jobs.plan_model(model, recipe=last_axis("int8")), tmp_path / "q")
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 
 
@@ -181,13 +181,13 @@ def test_float64_beyond_float32_is_not_finite_when_it_is_quantized(tmp_path):
     np.savez(tmp_path / "a.npz", w=np.full((2, 32), 1e300))
     model = jobs.load(tmp_path / "a.npz")
     with pytest.raises(QuantError, match=r"w \(64 of 64\)"):
-        jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q")
+        jobs.quantize(model, jobs.plan_model(model, recipe=last_axis("int8")), tmp_path / "q")
 
 
 def test_an_interruption_leaves_what_stood_and_a_second_run_finishes(tmp_path):
     np.savez(tmp_path / "a.npz", a=np.ones((2, 32), np.float32), b=np.ones((2, 32), np.float32))
     model = jobs.load(tmp_path / "a.npz")
-    plan = jobs.plan_model(model, recipe="int8")
+    plan = jobs.plan_model(model, recipe=last_axis("int8"))
     jobs.quantize(model, jobs.plan_model(model, recipe="keep"), tmp_path / "q")
     before = hashes(tmp_path / "q")
 
@@ -207,4 +207,4 @@ def test_the_model_itself_is_no_output(tmp_path):
     io.write(tmp_path / "q", {"w": np.ones((2, 32), np.float32)})
     model = jobs.load(tmp_path / "q")
     with pytest.raises(QuantError, match="is the model itself"):
-        jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q", overwrite=True)
+        jobs.quantize(model, jobs.plan_model(model, recipe=last_axis("int8")), tmp_path / "q", overwrite=True)

@@ -1,5 +1,6 @@
 """Recipes resolved against models: what is planned is what is done, and nothing goes unsaid."""
 
+import dataclasses
 import json
 
 import jax
@@ -69,8 +70,8 @@ def test_axes_come_from_the_products(params):
         "steps": (),
     }
     assert plan["layers/w"].stacked == (-3,)
-    assert plan["layers/gain"].reason == "no rule matches it; used by mul"
-    assert plan["steps"].reason == "no rule matches it; nothing uses it"
+    assert plan["layers/gain"].reason == "no product contracts it; used by mul"
+    assert plan["steps"].reason == "nothing uses it"
     assert plan["embed"].policy.weight.name == "q8_0"
 
 
@@ -89,8 +90,8 @@ def test_first_matching_rule_wins_and_none_leaves(params):
     assert plan["embed"].policy is None
     assert plan["embed"].reason == "rule 'embed' leaves it"
     assert plan["layers/w"].policy.weight.name == "nf4"
-    assert plan["layers/gain"].reason.startswith("no product")
-    assert plan["steps"].reason == "int32 is not floating"
+    assert plan["layers/gain"].reason == "no product contracts it; used by mul"
+    assert plan["steps"].reason == "nothing uses it"
     assert plan["heads"].policy.weight.name == "int8"
 
 
@@ -130,13 +131,39 @@ def test_products_that_disagree_need_a_rule_with_an_axis():
     assert fb.plan(both, square, normal(2, 32), recipe=recipe)["w"].axis == (-2,)
 
 
-def test_without_code_the_last_axis_is_assumed_and_said(params):
-    plan = fb.plan(None, params, recipe="nf4")
-    assert plan["out"].axis == (-1,)
-    assert plan["out"].reason == "axis assumed: no code was traced"
-    assert plan["layers/gain"].policy is not None
-    q = fb.quantize_params({"w": params["heads"]}, "nf4")
-    assert q["w"].scheme.name == "nf4"
+@pytest.mark.finding(1)
+def test_without_code_a_parameter_of_unknown_role_is_quantized_by_a_rule_with_its_axis_only(params):
+    with pytest.raises(
+        fb.QuantError,
+        match=r"rule 2 of recipe 'nf4' .* quantizes nothing: its path matches embed, .*, steps \(of unknown role\)",
+    ):
+        fb.plan(None, params, recipe="nf4")
+    with pytest.raises(fb.QuantError, match=r"Give the rule the contracted axis, as in axis=-1"):
+        fb.quantize_params({"w": params["heads"]}, fb.Recipe((fb.Rule("w", "nf4"),)))
+    plan = fb.plan(None, params, recipe=fb.Recipe((fb.Rule("out", "nf4", axis=-1),)))
+    assert (str(plan["out"].policy), plan["out"].axis) == ("nf4", (-1,))
+    assert plan["heads"].reason == "role unknown, so it stays float; a rule with its path and an axis quantizes it"
+    assert plan.unknown == ("embed", "heads", "layers/gain", "layers/w")
+
+
+@pytest.mark.finding(1)
+def test_roles_that_are_known_without_code():
+    params = {"table": normal(50, 64), "w": normal(64, 8), "gate": normal(64, 4)}
+    roles = {"table": fb.TensorRole("embedding", -1), "w": fb.TensorRole("matmul", -2), "gate": fb.TensorRole("router")}
+    plan = fb.plan(None, params, recipe="nf4", roles=roles)
+    assert [(str(row.policy), row.axis) for row in plan] == [("None", ()), ("q8_0", (-1,)), ("nf4", (-2,))]
+    assert plan["gate"].reason == "a router or gate of experts; no rule names the role router"
+    by_role = fb.Rule("gate", "int8", roles="router")
+    with pytest.raises(
+        fb.QuantError, match=r"changes nothing: it matches only gate \(nothing says which axis is contracted; give"
+    ):
+        fb.plan(None, params, recipe=fb.Recipe((by_role,)), roles=roles)
+    with_axis = fb.Recipe((dataclasses.replace(by_role, axis=-2),))
+    assert fb.plan(None, params, recipe=with_axis, roles=roles)["gate"].axis == (-2,)
+    with pytest.raises(fb.QuantError, match="roles has 'tabel', which is no parameter; did you mean 'table'"):
+        fb.plan(None, params, recipe="nf4", roles={"tabel": roles["table"]})
+    with pytest.raises(fb.QuantError, match=r"an expert stack of axis \(-3,\) has 2 axes only"):
+        fb.plan(None, params, recipe="nf4", roles={"w": fb.TensorRole("experts", -3)})
 
 
 def test_a_plan_says_where_quantizing_saves_nothing():
@@ -217,7 +244,7 @@ def test_products_without_a_parameter_stand_in_the_plan():
     assert "test_plan.py" in plan.products[0].site
     assert str(plan).splitlines()[-2:] == ["product attn  3x64 . 64x3  float", "product attn#2  3x3 . 3x64  float"]
     assert fb.Plan.from_json(json.loads(json.dumps(plan.to_json()))) == plan
-    assert fb.plan(None, ATTENTION, recipe="int8").products == ()
+    assert fb.plan(None, ATTENTION, recipe=fb.Recipe((fb.Rule(".*", "int8", axis=-1),))).products == ()
 
 
 def test_rules_for_products(tmp_path):

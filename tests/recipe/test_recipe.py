@@ -28,6 +28,9 @@ def test_files(tmp_path):
     assert fb.recipe(path).rules[0].policy == fb.Policy("nf4")
     with pytest.raises(fb.QuantError, match="does not exist"):
         fb.recipe(tmp_path / "other.json")
+    path.write_text(json.dumps({"__default__": {"w_bits": 8}, ".*/query": {"w_bits": 4}}))
+    with pytest.raises(fb.QuantError, match=r"is a mixed-precision file of MaxText .* fb.maxtext_mixed_precision\("):
+        fb.recipe(path)
     path.write_text("{")
     with pytest.raises(fb.QuantError, match="cannot be read"):
         fb.recipe(path)
@@ -41,6 +44,15 @@ def test_files(tmp_path):
     [
         (lambda: fb.recipe("int44"), r"unknown recipe 'int44'; did you mean 'int4'"),
         (lambda: fb.recipe("fp8_e4m3"), r"unknown recipe 'fp8_e4m3'; did you mean 'maxtext/fp8_e4m3'\?"),
+        (
+            lambda: fb.recipe("zzz"),
+            r"^unknown recipe 'zzz'; the nearest names are '\S+', '\S+', '\S+'; `fewbit recipes` and fb.RECIPES.names\(\) list them all$",
+        ),
+        (lambda: fb.Rule(".*", "nf4", roles=("gate",)), r"unknown role of rule '\.\*': 'gate'; known: matmul, embedding"),
+        (
+            lambda: fb.Recipe((fb.Rule(".*", "nf4"),), products=(fb.Rule("attn", "fp8", roles="matmul"),)),
+            "a product's rule .* takes no roles",
+        ),
         (lambda: fb.recipe("intmp"), r"did you mean 'maxtext/intmp/int8_weight_only' or .*"),
         (lambda: fb.recipe(None), "a recipe is a name, a JSON file or form, or a Recipe, not None"),
         (lambda: fb.recipe({"rule": []}), r"no field 'rule'; did you mean 'rules'"),
@@ -67,5 +79,5 @@ def test_rules_match_whole_paths():
     assert rule.matches("attn/q", ())
     assert not rule.matches("layers/attn/q", ())
     only = fb.Rule(".*", "nf4", ops=("take",))
-    assert only.matches("embed", ("take", "dot_general"))
+    assert only.matches("embed", ("take", "dot_general"), fb.Role.EMBEDDING)
     assert not only.matches("w", ("dot_general",))

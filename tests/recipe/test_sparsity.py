@@ -177,14 +177,14 @@ def test_a_plan_prunes_along_what_is_contracted_and_says_so(tmp_path):
 
 def test_what_a_plan_cannot_prune():
     recipe = fb.Recipe((fb.Rule(".*", None, sparsity=Sparsity(2, 4)),))
-    plan = fb.plan(
-        lambda p, x: x * p["gain"][None] * p["w"],
-        {"gain": jnp.ones(8), "w": jnp.ones((4, 8))},
-        jnp.ones((4, 8)),
-        recipe=recipe,
-    )
-    assert [row.reason for row in plan] == ["a vector: no product contracts it", "no product contracts it"]
+    with pytest.raises(QuantError, match=r"quantizes nothing: its path matches gain, w \(no weight of a product\)"):
+        fb.plan(
+            lambda p, x: x * p["gain"][None] * p["w"],
+            {"gain": jnp.ones(8), "w": jnp.ones((4, 8))},
+            jnp.ones((4, 8)),
+            recipe=recipe,
+        )
     with pytest.raises(QuantError, match=r"^w \(6, 8\): axis \(-2,\) has 6 elements, which groups of m=4 do not divide"):
         fb.plan(lambda p, x: x @ p["w"], {"w": jnp.ones((6, 8))}, jnp.ones((1, 6)), recipe=recipe)
-    assumed = fb.plan(None, {"w": jnp.ones((6, 8))}, recipe=recipe)["w"]
-    assert assumed.sparsity.axis == (-1,) and assumed.reason == "axis assumed: no code was traced"
+    known = fb.plan(None, {"w": jnp.ones((6, 8))}, recipe=recipe, roles={"w": fb.TensorRole("matmul", -1)})["w"]
+    assert known.sparsity.axis == (-1,) and known.reason == ""

@@ -37,18 +37,18 @@ def test_the_plan_lists_every_parameter_and_why() -> None:
     plan = fbt.plan(net, "int8", rules={"block.up.weight": "fp8"})
     assert {row.path: (row.kind, row.axis, row.reason) for row in plan} == {
         "embed.weight": ("q8_0", (-1,), ""),
-        "block.experts": ("float32", (), "a parameter of Block"),
-        "block.norm.weight": ("float32", (), "a parameter of LayerNorm"),
-        "block.norm.bias": ("float32", (), "a parameter of LayerNorm"),
+        "block.experts": ("float32", (), "role unknown, so it stays float; a rule with its path and an axis quantizes it"),
+        "block.norm.weight": ("float32", (), "a vector: no product contracts it"),
+        "block.norm.bias": ("float32", (), "a vector: no product contracts it"),
         "block.up.weight": ("fp8", (-1,), ""),
-        "block.up.bias": ("float32", (), "the bias of Linear"),
-        "block.gate.weight": ("float32", (), "a router or gate by its name; a rule with an axis quantizes it"),
+        "block.up.bias": ("float32", (), "a vector: no product contracts it"),
+        "block.gate.weight": ("float32", (), "a router or gate of experts; no rule names the role router"),
         "block.conv.weight": ("int8", (-1, -2), ""),
-        "block.conv.bias": ("float32", (), "the bias of Conv1d"),
-        "block.attention.in_proj_weight": ("float32", (), "a parameter of MultiheadAttention"),
-        "block.attention.out_proj.weight": ("float32", (), "read by nn.MultiheadAttention, not by the Linear that has it"),
+        "block.conv.bias": ("float32", (), "a vector: no product contracts it"),
+        "block.attention.in_proj_weight": ("float32", (), "read by nn.MultiheadAttention, which takes no QTensor"),
+        "block.attention.out_proj.weight": ("float32", (), "read by nn.MultiheadAttention, which takes no QTensor"),
     }
-    assert plan["embed.weight"].ops == ("take", "dot_general") and "3 of 11 parameters quantized" in str(plan)
+    assert plan["embed.weight"].ops == ("take",) and "3 of 11 parameters quantized" in str(plan)
     assert not any(isinstance(p, fbt.QTensor) for p in net.parameters())
 
 
@@ -56,7 +56,7 @@ def test_the_plan_lists_every_parameter_and_why() -> None:
 def test_the_module_is_quantized_in_place_and_goes_through_files(tmp_path) -> None:
     net = Net()
     before = dict(net.named_parameters())
-    plan = fbt.quantize_(net, "int8", rules=[fb.Rule("block.gate.weight", "int8", axis=-1)])
+    plan = fbt.quantize_(net, "int8", rules=[fb.Rule("block.gate.weight", "int8", axis=-1, roles="router")])
     after = dict(net.named_parameters())
     assert [name for name in after if isinstance(after[name], fbt.QTensor)] == [
         "embed.weight", "block.up.weight", "block.gate.weight", "block.conv.weight",

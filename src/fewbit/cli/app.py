@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from ..errors import QuantError, UnsupportedError
 
 FOUND = 1
-"""The exit status of `verify` when it found errors."""
+"""The exit status of `verify` when it found errors, and of `plan --strict` when roles are unknown."""
 FAILED = 2
 """The exit status when what was asked could not be done."""
 INTERRUPTED = 130
@@ -72,6 +72,8 @@ def main() -> None:
     """The console command `fewbit`."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
+    # transformers, which plans ask for module classes, fetches nothing from its hub.
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         app()
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone

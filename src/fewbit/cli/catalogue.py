@@ -74,13 +74,18 @@ def recipes(
 def _rules_table(recipe: Recipe) -> Table:
     """The rules in order, with the three arms of each policy."""
     named = [*(("", rule) for rule in recipe.rules), *(("product ", rule) for rule in recipe.products)]
-    records = [{"path": f"{kind}{rule.path}", "ops": " ".join(rule.ops), **_rule_record(rule)} for kind, rule in named]
+    records = [{"path": f"{kind}{rule.path}", "takes": _takes_text(rule), **_rule_record(rule)} for kind, rule in named]
     columns = [
         Column("path", "path of the parameter", no_wrap=True),
-        Column("ops", "used by"),
+        Column("takes", "of role"),
         *(Column(key) for key in ("weight", "activation", "activation's gradient", "weight's gradient")),
     ]
     return table(records, columns, title=f"{recipe.name}: {recipe.description}".removesuffix(": "))
+
+
+def _takes_text(rule: Rule) -> str:
+    """The roles that a rule names, and the uses that it asks for."""
+    return " ".join((*rule.roles, *(f"used by {op}" for op in rule.ops)))
 
 
 def _rule_record(rule: Rule) -> dict[str, str]:

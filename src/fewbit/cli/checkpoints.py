@@ -8,7 +8,7 @@ import typer
 
 from .. import io, jobs
 from ..errors import QuantError, UnsupportedError
-from ..jobs.planning import KEEP
+from ..jobs.planning import KEEP, unknown_roles
 from ..recipe import Plan
 from .app import FOUND, app, path_argument
 from .catalogue import Json
@@ -39,6 +39,9 @@ RecipeName = Annotated[
     ),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Show every parameter, and not alike layers as one row.")]
+Strict = Annotated[
+    bool, typer.Option("--strict", help="Refuse where the role of a tensor is unknown, instead of leaving it as it is.")
+]
 Rotate = Annotated[
     bool,
     typer.Option(
@@ -62,6 +65,7 @@ def plan(
             help="Write the plan here as JSON, to edit and pass to quantize --plan.",
         ),
     ] = None,
+    strict: Strict = False,
     full: Full = False,
     json: Json = False,
 ) -> None:
@@ -70,6 +74,9 @@ def plan(
         raise QuantError("which recipe? pass --recipe NAME; `fewbit recipes` lists them")
     opened = jobs.load(model)
     made = jobs.plan_model(opened, recipe=recipe)
+    if strict and (message := unknown_roles(made)) is not None:
+        typer.echo(f"error: {message}", err=True)
+        raise typer.Exit(FOUND)
     if save is not None:
         made.save(save)
     if json:
@@ -141,7 +148,7 @@ def quantize(
             "quality": quality,
             "check_left_out": left_out,
         }
-        emit_json({**form, "notes": [*source.notes, *_sentences(source)], "commands": commands})
+        emit_json({**form, "notes": [*source.notes, *_sentences(source), *made.notes], "commands": commands})
         return
     for line in size_lines(outcome, opened):
         say(line)
@@ -198,7 +205,7 @@ def _planned(
 
 def _print_plan(model: jobs.Model, made: Plan, *, full: bool) -> None:
     """The plan table with what should be known of the source."""
-    for sentence in [*model.notes, *_sentences(model)]:
+    for sentence in [*model.notes, *_sentences(model), *made.notes]:
         say(f"note: {sentence}")
     console().print(plan_table(made, full=full))
     for line in product_lines(made, full=full):
@@ -209,12 +216,7 @@ def _print_plan(model: jobs.Model, made: Plan, *, full: bool) -> None:
 
 def _sentences(model: jobs.Model) -> list[str]:
     sentence = quantized_source_note(model)
-    unknown = (
-        f"the network is unknown, so tiles are taken along the last axis ({model.why_not_run})"
-        if model.config is None
-        else None
-    )
-    return [s for s in (sentence, unknown) if s is not None]
+    return [] if sentence is None else [sentence]
 
 
 def _plan_totals(made: Plan) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -13,15 +14,13 @@ import jax.numpy as jnp
 
 from .. import models
 from .._registry import near_names
-from ..array import is_qarray
 from ..array.quantize import laid_along
 from ..errors import QuantError, UnsupportedError
 from ..io import TensorInfo
 from ..io.safetensors_file import dtype_name
 from ..recipe import Plan, PlanRow
 from ..recipe import plan as make_plan
-from ..recipe.matching import why_whole
-from ..recipe.plan import quantized_leaf
+from ..recipe.plan import recounted
 from .model import Model
 
 KEEP = "keep"
@@ -31,9 +30,10 @@ KEEP = "keep"
 def plan_model(model: Model, *, recipe: Any = None, plan: str | os.PathLike[str] | Plan | None = None) -> Plan:
     """The plan for a model: what happens to every parameter.
 
-    A network that can be run is traced, so that its products decide the axes. For flat tensors the last axis is taken for
-    the contracted one, and the rows say so. Parameters that the file holds quantized are planned as the floats that they
-    stand for; one whose scheme is the planned one is kept as it is.
+    A network that can be run is traced, so that its products decide roles and axes. For other networks the module classes of
+    the architecture decide, where transformers is installed, and else a table of names, see `fewbit.models.checkpoint_roles`; a
+    tensor of unknown role stays as it is unless a rule gives its path and an axis. Parameters that the file holds quantized are
+    planned as the floats that they stand for; one whose scheme is the planned one is kept as it is.
 
     Args:
         model: the model.
@@ -62,27 +62,62 @@ def plan_model(model: Model, *, recipe: Any = None, plan: str | os.PathLike[str]
     return _with_file_facts(_resolved(model, recipe), model)
 
 
+def unknown_roles(plan: Plan) -> str | None:
+    """What to say where tensors stay as they are because their roles are unknown; None where there are none.
+
+    Args:
+        plan: the plan of a model.
+    """
+    if not plan.unknown:
+        return None
+    listed = ", ".join(plan.unknown[:8]) + (f" and {len(plan.unknown) - 8} more" if len(plan.unknown) > 8 else "")
+    return (
+        f"the role of {listed} is unknown; {'; '.join(plan.notes)}. Give each of them a rule: its path and the policy null to leave "
+        'it, or its path, a scheme and the contracted axis ("axis": -1 of [out, in]) to quantize it'
+    )
+
+
 def folded(rows: Iterable[PlanRow]) -> list[tuple[str, int, PlanRow]]:
-    """The rows with those that differ only in the number of their layer made one.
+    """The rows with those that differ only in the numbers of their path (layers, experts) made one.
 
     Args:
         rows: the rows of a plan.
 
     Returns:
-        For each group its name (`layers/0-29/attn/q`), how many parameters it stands for, and its first row.
+        For each group its name (`layers/0-29/experts/0-7/up`), how many parameters it stands for, and its first row. Numbers of
+        which not every combination is there are folded in the first place that differs only.
     """
     groups: dict[Any, list[PlanRow]] = {}
     for row in rows:
-        pattern = re.sub(r"(?<=[/.])\d+(?=[/.])", "{}", row.path)
-        groups.setdefault((pattern, dataclasses.replace(row, path="", sites=())), []).append(row)
-    return [(_group_name(key[0], group), len(group), group[0]) for key, group in groups.items()]
+        groups.setdefault((*_split_numbers(row.path)[0], dataclasses.replace(row, path="", sites=())), []).append(row)
+    whole = [part for group in groups.values() for part in _products(group)]
+    places = {row.path: i for i, row in enumerate(rows)}
+    return [(_group_name(group), len(group), group[0]) for group in sorted(whole, key=lambda group: places[group[0].path])]
 
 
-def _group_name(pattern: str, group: list[PlanRow]) -> str:
-    if len(group) == 1:
-        return group[0].path
-    numbers = sorted(int(re.findall(r"(?<=[/.])\d+(?=[/.])", row.path)[0]) for row in group)
-    return pattern.replace("{}", ",".join(_ranges(numbers)), 1)
+def _split_numbers(path: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The text around the numbers of a path, and the numbers."""
+    parts = re.split(r"(?<=[/.])(\d+)(?=[/.])", path)
+    return tuple(parts[::2]), tuple(map(int, parts[1::2]))
+
+
+def _products(group: list[PlanRow]) -> Iterator[list[PlanRow]]:
+    """The group, split until each part has every combination of the numbers in its paths."""
+    numbers = [_split_numbers(row.path)[1] for row in group]
+    places = [set(column) for column in zip(*numbers, strict=True)]
+    if math.prod(map(len, places)) == len(group):
+        yield group
+        return
+    last = max(i for i, column in enumerate(places) if len(column) > 1)
+    for number in sorted(places[last]):
+        yield from _products([row for row, own in zip(group, numbers, strict=True) if own[last] == number])
+
+
+def _group_name(group: list[PlanRow]) -> str:
+    texts, _ = _split_numbers(group[0].path)
+    columns = zip(*(_split_numbers(row.path)[1] for row in group), strict=True)
+    ranges = [",".join(_ranges(sorted(set(column)))) for column in columns]
+    return "".join(part for pair in itertools.zip_longest(texts, ranges, fillvalue="") for part in pair)
 
 
 def _ranges(numbers: list[int]) -> Iterator[str]:
@@ -108,12 +143,21 @@ def _resolved(model: Model, recipe: Any) -> Plan:
     structs = {path: _struct(info) for path, info in model.info.items()}
     config = model.config
     if config is None:
-        plan = make_plan(None, structs, recipe=recipe)
-        return dataclasses.replace(plan, rows=tuple(_explained(plan[path]) for path in model.info))
+        shapes = {path: info.shape for path, info in model.info.items()}
+        known = models.checkpoint_roles(shapes, model.metadata, kind=model.kind)
+        plan = make_plan(None, structs, recipe=recipe, roles=known.roles)
+        note = f"the network cannot be traced ({model.why_not_run}); {known.note}"
+        return dataclasses.replace(_in_order(plan, model), notes=(note,))
     tokens = jax.ShapeDtypeStruct((1, min(8, config.context)), jnp.int32)
     forward = functools.partial(_forward, config)
     plan = make_plan(forward, models.params_from_paths(structs, config), tokens, recipe=recipe)
-    return dataclasses.replace(plan, rows=tuple(plan[path] for path in model.info))
+    return _in_order(plan, model)
+
+
+def _in_order(plan: Plan, model: Model) -> Plan:
+    """The plan with its rows in the order of the file."""
+    rows = {row.path: row for row in plan}
+    return dataclasses.replace(plan, rows=tuple(rows[path] for path in model.info))
 
 
 def _forward(config: models.LlamaConfig, params: Any, tokens: Any) -> Any:
@@ -123,14 +167,6 @@ def _forward(config: models.LlamaConfig, params: Any, tokens: Any) -> Any:
 def _struct(info: TensorInfo) -> jax.ShapeDtypeStruct:
     """What the plan sees of a parameter; float64 is rounded to float32 before it is quantized."""
     return jax.ShapeDtypeStruct(info.shape, jnp.float32 if info.dtype == "float64" else jnp.dtype(info.dtype))
-
-
-def _explained(row: PlanRow) -> PlanRow:
-    """A row of a flat tensor, with what can be said without code in place of what uses it."""
-    if row.policy is not None or row.sparsity is not None or row.reason.startswith("rule"):
-        return row
-    struct = jax.ShapeDtypeStruct(row.shape, jnp.dtype(row.dtype))
-    return dataclasses.replace(row, reason=why_whole(struct) or "no rule matches it")
 
 
 def _with_file_facts(plan: Plan, model: Model) -> Plan:
@@ -192,19 +228,4 @@ def _checked(plan: Plan, model: Model) -> Plan:
 def _checked_row(row: PlanRow, info: TensorInfo) -> PlanRow:
     if row.shape != info.shape:
         raise QuantError(f"{row.path} has shape {info.shape}, but the plan was made for {row.shape}")
-    if row.policy is None and row.sparsity is None:
-        return row
-    if not jnp.issubdtype(jnp.dtype(info.dtype), jnp.floating) or not info.shape:
-        raise QuantError(
-            f"the plan {'prunes' if row.policy is None else 'quantizes'} {row.path}, which is {info.dtype} of shape {info.shape}; "
-            "set its policy to null"
-        )
-    if row.policy is not None and not row.axis:
-        raise QuantError(
-            f'the plan\'s row of {row.path} has a policy but no axis; write the contracted axis, as in "axis": [-1]'
-        )
-    try:
-        after = jax.eval_shape(lambda x: quantized_leaf(x, row), _struct(info))
-    except QuantError as error:
-        raise QuantError(f"{row.path} {row.shape}: {error}") from error
-    return dataclasses.replace(row, bytes_after=after.nbytes if is_qarray(after) else after.size * after.dtype.itemsize)
+    return recounted(dataclasses.replace(row, dtype=info.dtype, bytes_before=info.nbytes))

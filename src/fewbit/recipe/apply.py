@@ -28,8 +28,8 @@ def quantize_params(params: Any, plan: Any) -> Any:
 
     Args:
         params: the tree of arrays; other leaves are left as they are.
-        plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: every parameter of two
-            or more axes is taken to be contracted along its last.
+        plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: what its rules give a path
+            and an axis is quantized. Presets need the roles of the parameters, which `fb.plan` finds in the model's function.
 
     Returns:
         A tree of the same structure, QArrays in the place of quantized leaves and all others as they were.
@@ -40,7 +40,8 @@ def quantize_params(params: Any, plan: Any) -> Any:
         UnsupportedError: for a policy with delayed scaling, whose scales come from training, and for a plan that gives products
             without a parameter a policy, which no parameter can carry.
 
-    >>> tree = quantize_params({"w": jnp.ones((4, 64)), "b": jnp.ones(4)}, "int8")
+    >>> recipe = fb.Recipe((fb.Rule("w", "int8", axis=-1),))
+    >>> tree = quantize_params({"w": jnp.ones((4, 64)), "b": jnp.ones(4)}, recipe)
     >>> tree["w"]
     QArray(int8, float32[4, 64], 272 bytes, 8.500 bits/weight)
     """

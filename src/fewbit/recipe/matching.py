@@ -12,21 +12,23 @@ from ..array import is_qarray
 from ..errors import QuantError
 from ..ops.uses import Product, Use
 from .recipe import Recipe
+from .roles import QUANTIZED_ROLES, Role
 from .rule import OPS, PRODUCT_OPS, Rule
 from .sparsity import Sparsity
 
 
-def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Rule | None]:
+def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]], roles: Mapping[str, Role]) -> dict[str, Rule | None]:
     """For each parameter, by its path, the first rule that matches it, or None.
 
     Args:
         recipe: the recipe.
         uses: the uses of each parameter, by its path.
+        roles: the role of each parameter.
 
     Raises:
         QuantError: when a rule that is not optional matches nothing.
     """
-    used_by = {path: tuple(dict.fromkeys(use.op for use in used)) for path, used in uses.items()}
+    used_by = {path: (tuple(dict.fromkeys(use.op for use in used)), roles[path]) for path, used in uses.items()}
     return _matching(recipe.rules, used_by, recipe.name, "rule", "parameters")
 
 
@@ -40,23 +42,25 @@ def matched_product_rules(recipe: Recipe, products: tuple[Product, ...]) -> dict
     Raises:
         QuantError: when a rule that is not optional matches nothing.
     """
-    named = {product.name: (product.op,) for product in products}
+    named = {product.name: ((product.op,), None) for product in products}
     return _matching(recipe.products, named, recipe.name, "product rule", "products without a parameter")
 
 
 def _matching(
-    rules: tuple[Rule, ...], used_by: Mapping[str, tuple[str, ...]], recipe: str, what: str, things: str
+    rules: tuple[Rule, ...], used_by: Mapping[str, tuple[tuple[str, ...], Role | None]], recipe: str, what: str, things: str
 ) -> dict[str, Rule | None]:
     """The first rule that matches each name; a rule that matches none must be optional.
 
     So must one that matches only what rules before it take, unless these are optional: they say which names are special, and
     all of them may be.
     """
-    matching = {name: [i for i, rule in enumerate(rules) if rule.matches(name, ops)] for name, ops in used_by.items()}
-    found = {name: indices[0] if indices else None for name, indices in matching.items()}
+    found: dict[str, int | None] = dict.fromkeys(used_by)
     for index, rule in enumerate(rules):
-        taken = {name: indices[0] for name, indices in matching.items() if index in indices}
-        if index in found.values() or rule.optional or (taken and all(rules[i].optional for i in taken.values())):
+        names = used_by if rule.literal is None else {rule.literal} & used_by.keys()
+        matching = [name for name in names if rule.matches(name, *used_by[name])]
+        taken = {name: earlier for name in matching if (earlier := found[name]) is not None}
+        found.update((name, index) for name in matching if name not in taken)
+        if rule.optional or len(taken) < len(matching) or (taken and all(rules[i].optional for i in taken.values())):
             continue
         where = f"{what} {index + 1} of recipe {recipe!r} ({rule})"
         if taken:
@@ -65,10 +69,35 @@ def _matching(
                 f"{where} matches only what rules before it take: {_few(list(taken))}, by {earlier}. Put it first, or mark it "
                 "optional"
             )
+        refused = {name: role for name, (_, role) in used_by.items() if role is not None and rule.matches_path(name)}
+        before = [found[name] for name in refused if found[name] is not None]
+        if before and Role.UNKNOWN not in refused.values() and all(rules[i].optional for i in before if i is not None):
+            continue
+        if refused:
+            raise QuantError(f"{where} quantizes nothing: {_refusal(rule, refused)}")
         raise QuantError(
             f"{where} matches nothing; the {things} are {_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
         )
     return {name: None if index is None else rules[index] for name, index in found.items()}
+
+
+def _refusal(rule: Rule, refused: Mapping[str, Role]) -> str:
+    """Why a rule takes none of the parameters that its path matches, and what to do."""
+    paths = {role: [path for path, own in refused.items() if own is role] for role in dict.fromkeys(refused.values())}
+    listed = "; ".join(f"{_few(own)} ({role.words})" for role, own in paths.items())
+    if all(role in rule.taken_roles for role in paths):
+        return f"its path matches {listed}, of which none is used by {' or '.join(rule.ops)}. Correct its path or its ops"
+    remedies = []
+    if Role.UNKNOWN in paths and not rule.roles:
+        remedies.append("give the rule the contracted axis, as in axis=-1, where a role is unknown")
+    elif Role.UNKNOWN in paths:
+        remedies.append(
+            "where a role is unknown, pass the model's function to fb.plan, or write a rule with a path, a scheme and the "
+            'contracted axis: {"path": "...", "policy": "nf4", "axis": -1}'
+        )
+    if not rule.roles and (named := [str(role) for role in paths if role not in (Role.UNKNOWN, *QUANTIZED_ROLES)]):
+        remedies.append(f"name roles={named} in the rule to quantize these all the same")
+    return f"its path matches {listed}. {'; '.join((*remedies, 'correct its path; or mark it optional')).capitalize()}"
 
 
 def _few(paths: list[str]) -> str:

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -16,10 +16,14 @@ from ..errors import QuantError
 from ..kernels.quantize import quantize
 from ..ops.served import axis_within, cast, for_each
 from ..ops.uses import Product, array_paths
+from .recipe import Recipe
 from .recipe import recipe as as_recipe
 from .resolution import Resolution, Resolved
+from .roles import QUANTIZED_ROLES, Role, TensorRole
 from .rows import PlanRow, ProductRow
-from .rule import Rule
+from .rule import OPS, Rule
+
+_UNKNOWN_ROLE = "role unknown, so it stays float"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,11 +34,13 @@ class Plan:
         rows: one for every parameter, in the order of the tree.
         recipe: the name of the recipe.
         products: one for every product without a parameter, in the order of the trace; none when no code was traced.
+        notes: sentences that the user should see, such as where the roles come from.
     """
 
     rows: tuple[PlanRow, ...]
     recipe: str = "recipe"
     products: tuple[ProductRow, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[PlanRow]:
         return iter(self.rows)
@@ -44,6 +50,11 @@ class Plan:
             if row.path == path:
                 return row
         raise QuantError(f"the plan has no parameter {path!r}; {near_names(path, tuple(r.path for r in self.rows))}")
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """The parameters that stay as they are because nothing says their role, and no rule decides."""
+        return tuple(row.path for row in self.rows if row.reason.startswith(_UNKNOWN_ROLE))
 
     @property
     def bytes_before(self) -> int:
@@ -79,21 +90,27 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: the recipe's name, the rows and the products."""
+        """The JSON form: the recipe's name, the rows, the products, and where there are any the notes."""
         rows = [row.to_json() for row in self.rows]
-        return {"recipe": self.recipe, "rows": rows, "products": [row.to_json() for row in self.products]}
+        form = {"recipe": self.recipe, "rows": rows, "products": [row.to_json() for row in self.products]}
+        return form | ({"notes": list(self.notes)} if self.notes else {})
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """The plan of a JSON form; an unknown or missing key raises QuantError."""
-        refuse_unknown_fields("a plan", form, ("recipe", "rows", "products"))
-        fields = {"products": [], **form}
-        if "recipe" not in fields or not all(isinstance(fields.get(key), list) for key in ("rows", "products")):
+        """The plan of a JSON form, its bytes counted anew, since it may have been edited.
+
+        Raises:
+            QuantError: for an unknown or missing key, and for a row whose parameter cannot be quantized as it says.
+        """
+        refuse_unknown_fields("a plan", form, ("recipe", "rows", "products", "notes"))
+        fields = {"products": [], "notes": [], **form}
+        if "recipe" not in fields or not all(isinstance(fields.get(key), list) for key in ("rows", "products", "notes")):
             raise QuantError(
                 f"a plan is an object with 'recipe' and lists 'rows' and 'products'; got the keys {sorted(form)}"
             )
-        rows, products = map(PlanRow.from_json, fields["rows"]), map(ProductRow.from_json, fields["products"])
-        return cls(tuple(rows), str(fields["recipe"]), tuple(products))
+        rows = [recounted(PlanRow.from_json(row)) for row in fields["rows"]]
+        products = tuple(map(ProductRow.from_json, fields["products"]))
+        return cls(tuple(rows), str(fields["recipe"]), products, tuple(map(str, fields["notes"])))
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the JSON form to a file."""
@@ -115,23 +132,32 @@ class Plan:
         return cls.from_json(form)
 
 
-def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) -> Plan:
+def plan(
+    fn: Callable[..., Any] | None,
+    params: Any,
+    *inputs: Any,
+    recipe: Any,
+    roles: Mapping[str, TensorRole] | None = None,
+) -> Plan:
     """Resolves a recipe against a model: what happens to every parameter, and why.
 
     Args:
-        fn: the function whose products decide the axes, `fn(params, *inputs)`; it is traced with shapes only. None when
-            there is no code: every parameter of two or more axes is then taken for the weight of a product that contracts
-            its last axis, and the plan says that this was assumed.
+        fn: the function whose products decide roles and axes, `fn(params, *inputs)`; it is traced with shapes only. None when
+            there is no code: what `roles` does not say is then unknown, and a parameter of unknown role stays as it is unless a rule
+            gives its path and an axis.
         params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s. Leaves that are neither have no row.
         inputs: example inputs of `fn`, likewise.
         recipe: a Recipe, or anything that `fb.recipe` takes.
+        roles: what is known of parameters besides the trace, by path: their roles, and without code the contracted axes. Where
+            there is code it overrules the role that the trace gives; the axes stay the trace's.
 
     Returns:
         The plan, with a row for every parameter and, where there is code, for every product without one.
 
     Raises:
-        QuantError: when a rule that is not optional matches nothing, when the products of a parameter contract different
-            axes and its rule names none, or when a tile does not fit where it must.
+        QuantError: when a rule that is not optional matches or changes nothing, when the products of a parameter contract
+            different axes and its rule names none, when a tile does not fit where it must, or when `roles` has a path that is no
+            parameter's.
 
     >>> def fn(params, x):
     ...     return x @ params["w"]
@@ -140,8 +166,11 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
     ((-2,), 2176)
     """
     resolved, leaves = as_recipe(recipe), array_paths(params)
-    found = Resolution.without_code(resolved, params) if fn is None else Resolution.of(resolved, fn, params, *inputs)
+    for path in (roles or {}).keys() - leaves.keys():
+        raise QuantError(f"roles has {path!r}, which is no parameter; {near_names(path, tuple(leaves)[:400])}")
+    found = Resolution.of_roles(resolved, fn, params, inputs, roles or {})
     rows = tuple(_row(one, leaves[path], is_traced=fn is not None) for path, one in found.parameters.items())
+    _check_effect(resolved, {path: one.rule for path, one in found.parameters.items()}, rows)
     return Plan(rows, resolved.name, tuple(_product_row(p, found.product_rules[p.name]) for p in found.products))
 
 
@@ -151,20 +180,53 @@ def _product_row(product: Product, rule: Rule | None) -> ProductRow:
     return ProductRow(product.name, product.op, product.shapes, policy, path, product.source)
 
 
+def _check_effect(recipe: Recipe, rules: Mapping[str, Rule | None], rows: Sequence[PlanRow]) -> None:
+    """Refuses a rule that is not optional, and matches parameters but changes none of them.
+
+    Parameters that are quantized already do not count: planning a quantized tree again changes nothing.
+    """
+    changed = [row for row in rows if row.policy is not None or row.sparsity is not None]
+    effective = {id(rules[row.path]) for row in changed}
+    for index, rule in enumerate(recipe.rules):
+        if rule.optional or not rule.changes or id(rule) in effective:
+            continue
+        same = [row for row in rows if rules[row.path] is rule]
+        if same and not any(row.reason.startswith("quantized already") for row in same):
+            reasons = ", ".join(f"{row.path} ({row.reason})" for row in same[:8])
+            raise QuantError(
+                f"rule {index + 1} of recipe {recipe.name!r} ({rule}) changes nothing: it matches only {reasons}. Correct its path, "
+                "or mark it optional"
+            )
+
+
 def _row(found: Resolved, leaf: Any, *, is_traced: bool) -> PlanRow:
     """The row of one parameter under the rule that matches it."""
     path, shape, dtype = found.path, found.shape.shape, jnp.dtype(leaf.dtype)
     before = leaf.nbytes if is_qarray(leaf) else leaf.size * dtype.itemsize
     ops = tuple(dict.fromkeys(use.op for use in found.uses))
     sites = tuple(dict.fromkeys(f"{use.op} at {use.source}" for use in found.uses if use.source))
-    left = PlanRow(path, shape, dtype.name, None, (), (), ops, before, before, sites=sites)
-    rule, why_not = found.rule, _why_not(leaf, found)
+    left = PlanRow(
+        path,
+        shape,
+        dtype.name,
+        None,
+        (),
+        (),
+        ops,
+        before,
+        before,
+        sites=sites,
+        role=found.role,
+        role_source=found.role_source,
+    )
+    rule, why_not = found.rule, _why_not(leaf, found, is_traced=is_traced)
     if why_not is not None or rule is None:
         return dataclasses.replace(left, reason=why_not or "")
-    note = "" if is_traced or rule.axis else "axis assumed: no code was traced"
     if found.axis is None:
-        unused = "look-ups take single elements of it" if "take" in ops else "no product contracts it"
-        return dataclasses.replace(left, sparsity=found.sparsity, reason=note if found.sparsity else unused)
+        why = "nothing says which axis is contracted; give its rule an axis"
+        if is_traced:
+            why = "look-ups take single elements of it" if "take" in ops else "no product contracts it"
+        return dataclasses.replace(left, sparsity=found.sparsity, reason="" if found.sparsity else why)
     row = dataclasses.replace(
         left,
         policy=found.policy,
@@ -176,26 +238,56 @@ def _row(found: Resolved, leaf: Any, *, is_traced: bool) -> PlanRow:
     after = _planned_bytes(row)
     cast_first = f"cast to {' and '.join(found.casts)} first, as its uses do" if found.casts else ""
     larger = "" if after <= before else "takes more bytes than before: few elements share a scale"
-    return dataclasses.replace(row, bytes_after=after, reason="; ".join(filter(None, (note, cast_first, larger))))
+    return dataclasses.replace(row, bytes_after=after, reason="; ".join(filter(None, (cast_first, larger))))
 
 
-def _why_not(leaf: Any, found: Resolved) -> str | None:
+def _why_not(leaf: Any, found: Resolved, *, is_traced: bool) -> str | None:
     """Why a parameter stays as it is, or None."""
-    rule, ops = found.rule, ", ".join(dict.fromkeys(use.op for use in found.uses))
-    if is_qarray(leaf):
+    rule, role, uses = found.rule, found.role, found.uses
+    if is_qarray(leaf) or (rule is not None and rule.changes):
         return found.whole
-    if rule is None:
-        return "no rule matches it; " + (f"used by {ops}" if ops else "nothing uses it")
-    if rule.policy is None and rule.sparsity is None:
+    if rule is not None:
         return f"rule {rule.path!r} leaves it"
-    return found.whole
+    if is_traced and (role in QUANTIZED_ROLES or not any(use.op in OPS for use in uses)):
+        why = "no rule matches it" if role in QUANTIZED_ROLES else "no product contracts it"
+        return f"{why}; used by {', '.join(dict.fromkeys(use.op for use in uses))}" if uses else "nothing uses it"
+    if found.whole is not None and not is_traced:
+        return found.whole
+    if role is Role.UNKNOWN:
+        return f"{_UNKNOWN_ROLE}; a rule with its path and an axis quantizes it"
+    return "no rule matches it" if role in QUANTIZED_ROLES else f"{role.words}; no rule names the role {role}"
+
+
+def recounted(row: PlanRow) -> PlanRow:
+    """The row with its bytes as planned counted from its shape and policy.
+
+    Args:
+        row: the row, perhaps edited.
+
+    Raises:
+        QuantError: for a policy of what cannot be quantized, without an axis, or whose tile does not fit.
+    """
+    if row.policy is None and row.sparsity is None:
+        return dataclasses.replace(row, bytes_after=row.bytes_before)
+    if not jnp.issubdtype(jnp.dtype(row.dtype), jnp.floating) or not row.shape:
+        raise QuantError(
+            f"the plan {'prunes' if row.policy is None else 'quantizes'} {row.path}, which is {row.dtype} of shape {row.shape}; "
+            "set its policy to null"
+        )
+    if row.policy is not None and not row.axis:
+        raise QuantError(
+            f'the plan\'s row of {row.path} has a policy but no axis; write the contracted axis, as in "axis": [-1]'
+        )
+    return dataclasses.replace(row, bytes_after=_planned_bytes(row))
 
 
 def _planned_bytes(row: PlanRow) -> int:
     """The bytes of the parameter as planned, from shapes alone."""
-    x = jax.ShapeDtypeStruct(row.shape, row.dtype)
+    # A float64 parameter is rounded to float32 before it is quantized.
+    x = jax.ShapeDtypeStruct(row.shape, jnp.float32 if row.dtype == "float64" else row.dtype)
     try:
-        return jax.eval_shape(lambda x: quantized_leaf(x, row), x).nbytes
+        after = jax.eval_shape(lambda x: quantized_leaf(x, row), x)
+        return after.nbytes if is_qarray(after) else after.size * after.dtype.itemsize
     except QuantError as error:
         raise QuantError(f"{row.path} {row.shape}: {error}") from error
 

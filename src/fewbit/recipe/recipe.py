@@ -1,18 +1,20 @@
 """Recipes: ordered rules, the first match decides; in JSON both ways, and by name."""
 
 import dataclasses
+import difflib
 import json
 import os
 import pathlib
 from collections.abc import Mapping
 from typing import Any, Self
 
-from .._registry import Registry, near_names, refuse_unknown_fields
+from .._registry import Registry, refuse_unknown_fields
 from ..array import SCHEMES, Scheme
 from ..array import scheme as as_scheme
 from ..errors import QuantError
 from ..ops import Policy
-from .rule import PRODUCT_OPS, Rule
+from .roles import WEIGHT_ROLES, Role
+from .rule import Rule
 from .schema import recipe_schema
 
 
@@ -52,6 +54,8 @@ class Recipe:
                 raise QuantError(
                     f"recipe {self.name!r}: a product's rule ({rule}) takes no sparsity, which is a parameter's"
                 )
+            if rule.roles:
+                raise QuantError(f"recipe {self.name!r}: a product's rule ({rule}) takes no roles, which are parameters'")
 
     def __str__(self) -> str:
         return "\n  ".join([self.name, *map(str, self.rules), *(f"product {rule}" for rule in self.products)])
@@ -120,10 +124,15 @@ def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
 
 
 def _near(spec: str) -> str:
-    """The names that `spec` is a part of (`maxtext/fp8_full` for `fp8_full`), or else those near it."""
+    """The names that `spec` is a part of (`maxtext/fp8_full` for `fp8_full`), or else the nearest ones, and how to list all."""
+    listed = "`fewbit recipes` and fb.RECIPES.names() list them all"
     if whole := [name for name in RECIPES.names() if f"/{spec}/" in f"/{name}/"]:
-        return f"did you mean {' or '.join(map(repr, whole))}?"
-    return near_names(spec, tuple(dict.fromkeys((*RECIPES.names(), *SCHEMES.names()))))
+        return f"did you mean {' or '.join(map(repr, whole))}? {listed}"
+    known = tuple(dict.fromkeys((*RECIPES.names(), *SCHEMES.names())))
+    if near := difflib.get_close_matches(spec.lower(), known, n=3):
+        return f"did you mean {' or '.join(map(repr, near))}? {listed}"
+    nearest = difflib.get_close_matches(spec.lower(), known, n=3, cutoff=0.0)
+    return f"the nearest names are {', '.join(map(repr, nearest))}; {listed}"
 
 
 def weight_only(
@@ -131,22 +140,23 @@ def weight_only(
 ) -> Recipe:
     """The recipe that quantizes every weight that a product contracts in one scheme: matrices, kernels of convolutions, experts.
 
-    Embedding tables, tied heads among them, are looked up by rows and are more sensitive; they take a scheme of their own.
+    Embedding tables, tied heads among them, are looked up by rows and are more sensitive; they take a scheme of their own. No other
+    parameter is quantized: `fewbit.recipe.Role` lists what these are.
 
     Args:
         scheme: the scheme of these weights.
-        embedding: the scheme of tables that are looked up; None leaves them as they are.
+        embedding: the scheme of embedding tables; None leaves them as they are.
         name: the recipe's name; None takes the scheme's.
         description: one line about it.
 
     Returns:
-        The recipe, of two rules: tables that are looked up, then all other weights of products.
+        The recipe, of two rules: embedding tables, then matmul weights, convolution kernels and expert stacks.
     """
     scheme = as_scheme(scheme)
     table = None if embedding is None else Policy(as_scheme(embedding))
     rules = (
-        Rule(".*", table, ops=("take",), optional=True),
-        Rule(".*", Policy(scheme), ops=PRODUCT_OPS),
+        Rule(".*", table, roles=(Role.EMBEDDING,), optional=True),
+        Rule(".*", Policy(scheme), roles=WEIGHT_ROLES),
     )
     return Recipe(rules, name or scheme.name, description)
 
@@ -160,4 +170,12 @@ def _from_file(path: pathlib.Path) -> Recipe:
         raise QuantError(f"recipe file {path} cannot be read: {error}") from error
     if not isinstance(form, dict):
         raise QuantError(f"recipe file {path} must hold an object with 'rules', not a {type(form).__name__}")
+    if "rules" not in form and any(
+        isinstance(entry, dict) and {"w_bits", "a_bits"} & entry.keys() for entry in form.values()
+    ):
+        raise QuantError(
+            f"recipe file {path} is a mixed-precision file of MaxText (its entries have 'w_bits'), which "
+            f"fb.maxtext_mixed_precision({os.fspath(path)!r}) reads. For the command line, write its rules to a file first: "
+            "json.dump(fb.maxtext_mixed_precision(...).to_json(), open('rules.json', 'w'))"
+        )
     return Recipe.from_json({"name": path.stem, **form})

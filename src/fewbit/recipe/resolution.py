@@ -21,6 +21,7 @@ from .matching import (
     why_whole,
 )
 from .recipe import Recipe
+from .roles import Role, TensorRole, traced_roles
 from .rule import Rule
 from .sparsity import Sparsity
 
@@ -32,6 +33,8 @@ class Resolved:
     Attributes:
         path: the parameter.
         shape: its shape, dtype and sharding.
+        role: what it does in the network.
+        role_source: what says so, see `TensorRole`.
         uses: what uses it.
         rule: the first rule that matches it, or None.
         whole: why it can be neither quantized nor pruned, or None.
@@ -43,6 +46,8 @@ class Resolved:
 
     path: str
     shape: jax.ShapeDtypeStruct
+    role: Role
+    role_source: str
     uses: tuple[Use, ...]
     rule: Rule | None
     whole: str | None
@@ -98,31 +103,47 @@ class Resolution:
             QuantError: when a rule that is not optional matches nothing, when uses of a parameter want tiles along different
                 axes and its rule names none, and for groups of a sparsity that do not fit a parameter.
         """
-        uses, products = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
-        return cls(recipe, _resolved(recipe, params, uses), products, matched_product_rules(recipe, products))
+        return cls.of_roles(recipe, lambda params, *inputs: fn(params, *inputs, **kwargs), params, inputs, {})
 
     @classmethod
-    def without_code(cls, recipe: Recipe, params: Any) -> Self:
-        """The recipe resolved against parameters alone: products are taken to contract the last of two or more axes.
+    def of_roles(
+        cls,
+        recipe: Recipe,
+        fn: Callable[..., Any] | None,
+        params: Any,
+        inputs: tuple[Any, ...],
+        roles: Mapping[str, TensorRole],
+    ) -> Self:
+        """The recipe resolved with roles that are known besides the trace, or without one.
 
         Args:
             recipe: the recipe.
+            fn: the function, `fn(params, *inputs)`; None: the roles alone decide.
             params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
+            inputs: example inputs of `fn`.
+            roles: the roles of parameters, by path. Where there is code they overrule the trace, and its axes stay.
 
         Returns:
             The resolution.
 
         Raises:
-            QuantError: as `of`, and for a recipe with rules for products without a parameter.
+            QuantError: as `of`; without code for a recipe with rules for products without a parameter.
         """
-        uses = {
-            path: (Use("dot_general", (-1,), tiled=(-1,)),) if len(leaf.shape) >= 2 else ()
-            for path, leaf in array_paths(params).items()
-        }
-        resolved = _resolved(recipe, params, uses)
-        if recipe.products:
+        leaves, products = array_paths(params), ()
+        if fn is None and recipe.products:
             raise QuantError(f"recipe {recipe.name!r} has rules for products, which only traced code has; pass fn")
-        return cls(recipe, resolved, (), {})
+        if fn is None:
+            known = dict.fromkeys(leaves, (Role.UNKNOWN, ""))
+            uses = {path: roles[path].uses(len(leaf.shape)) if path in roles else () for path, leaf in leaves.items()}
+        else:
+            uses, products = parameter_uses(fn, params, *inputs)
+            known = {path: (role, "trace") for path, role in traced_roles(uses).items()}
+        known |= {path: (one.role, one.source) for path, one in roles.items()}
+        rules = matched_rules(recipe, uses, {path: role for path, (role, _) in known.items()})
+        parameters = {
+            path: _of_parameter(path, leaf, *known[path], uses[path], rules[path]) for path, leaf in leaves.items()
+        }
+        return cls(recipe, parameters, products, matched_product_rules(recipe, products))
 
     @property
     def policies(self) -> dict[str, Policy]:
@@ -142,12 +163,7 @@ class Resolution:
         return {path: one.sparsity for path, one in self.parameters.items() if one.sparsity is not None}
 
 
-def _resolved(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Resolved]:
-    rules, leaves = matched_rules(recipe, uses), array_paths(params)
-    return {path: _of_parameter(path, leaf, uses[path], rules[path]) for path, leaf in leaves.items()}
-
-
-def _of_parameter(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> Resolved:
+def _of_parameter(path: str, leaf: Any, role: Role, source: str, uses: tuple[Use, ...], rule: Rule | None) -> Resolved:
     """One parameter under the rule that matches it."""
     like = jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
     whole, stacked, axis = why_whole(leaf), stacked_axes(uses), None
@@ -156,7 +172,7 @@ def _of_parameter(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None
         policy = rule.policy
         axis = rule.axis or tile_axes(path, uses, lambda axis: _tiles(policy, like, axis, stacked))
         axis = None if axis is None else _negative(axis, path, like.shape, stacked)
-    return Resolved(path, like, uses, rule, whole, axis, stacked, common_casts(uses), sparsity)
+    return Resolved(path, like, role, source, uses, rule, whole, axis, stacked, common_casts(uses), sparsity)
 
 
 def _negative(axis: tuple[int, ...], path: str, shape: tuple[int, ...], stacked: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ from typing import Any, Self
 from .._registry import refuse_unknown_fields
 from ..errors import QuantError
 from ..ops import Policy
+from .roles import Role, as_role
 from .sparsity import Sparsity
 
 
@@ -29,6 +30,8 @@ class PlanRow:
         sparsity: which of its weights are pruned, along which axes; None: none.
         casts: the dtypes that it is cast to before it is quantized, because its products and look-ups cast it to them; none
             quantizes the numbers as they are.
+        role: what it does in the network, by `fewbit.recipe.Role`.
+        role_source: what says so: "trace", "transformers: Linear", "names: llama", or empty where the role is unknown.
     """
 
     path: str
@@ -44,6 +47,8 @@ class PlanRow:
     sites: tuple[str, ...] = ()
     sparsity: Sparsity | None = None
     casts: tuple[str, ...] = ()
+    role: Role = Role.UNKNOWN
+    role_source: str = ""
 
     @property
     def kind(self) -> str:
@@ -61,7 +66,7 @@ class PlanRow:
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form; the sparsity and the casts only where there are some."""
-        form: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        form: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"role": str(self.role)}
         for name in ("policy", "sparsity"):
             form[name] = None if form[name] is None else form[name].to_json()
         form = {key: value for key, value in form.items() if value or key not in ("sparsity", "casts")}
@@ -70,7 +75,9 @@ class PlanRow:
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The row of a JSON form; an unknown or missing key raises QuantError."""
-        fields = _row_fields(cls, "a plan's row", form, optional=("reason", "sites", "sparsity", "casts"))
+        optional = ("reason", "sites", "sparsity", "casts", "role", "role_source")
+        fields = _row_fields(cls, "a plan's row", form, optional=optional)
+        fields["role"] = as_role(fields.get("role", Role.UNKNOWN), f"role of row {form['path']!r}:")
         if form.get("sparsity") is not None:
             fields["sparsity"] = Sparsity.from_json(form["sparsity"])
         return cls(**fields)

@@ -1,6 +1,7 @@
 """A rule of a recipe: which parameters, by their path, or which products, by their name, and what happens to them."""
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -8,6 +9,7 @@ from typing import Any, Self
 from .._registry import near_names, refuse_unknown_fields
 from ..errors import QuantError
 from ..ops import Policy
+from .roles import QUANTIZED_ROLES, Role, as_role
 from .sparsity import Sparsity
 
 PRODUCT_OPS = ("dot_general", "conv_general_dilated", "ragged_dot")
@@ -21,6 +23,10 @@ OPS = (*PRODUCT_OPS, "take")
 class Rule:
     """Parameters whose whole path matches a regular expression follow a policy, or stay as they are.
 
+    A rule that names no role takes matmul weights, embedding tables, convolution kernels and expert stacks, or where it leaves
+    parameters as they are, any. With an `axis` it takes parameters of unknown role, too: the axis is what was not known of them. Every
+    other role (routers, norms, position tables, ...) is taken by a rule that names it, only.
+
     Among the `products` of a recipe, a rule is for products without a parameter, and its path for their names.
 
     Attributes:
@@ -33,9 +39,12 @@ class Rule:
         optional: whether it is fine that the rule matches nothing, and that it leaves nothing to rules after it.
         sparsity: N:M sparsity of the parameters, beside the policy or alone: products see, and `fb.quantize_params` stores, zeros
             for what it prunes. None keeps every weight.
+        roles: match only parameters of these roles, by `fewbit.recipe.Role` or its name; empty: see above.
 
     >>> Rule("layers/.*", "nf4").policy.weight.name
     'nf4'
+    >>> print(Rule(".*", "q8_0", roles="embedding"))
+    .* of role embedding -> q8_0
     """
 
     path: str
@@ -44,6 +53,7 @@ class Rule:
     axis: tuple[int, ...] | None
     optional: bool
     sparsity: Sparsity | None
+    roles: tuple[Role, ...]
 
     def __init__(
         self,
@@ -53,11 +63,13 @@ class Rule:
         axis: int | Sequence[int] | None = None,
         optional: bool = False,
         sparsity: Sparsity | Mapping[str, Any] | None = None,
+        roles: str | Sequence[str] = (),
     ):
-        try:
-            re.compile(path)
-        except re.error as error:
-            raise QuantError(f"rule path {path!r} is not a regular expression: {error}") from error
+        if _literal(path) is None:
+            try:
+                re.compile(path)
+            except re.error as error:
+                raise QuantError(f"rule path {path!r} is not a regular expression: {error}") from error
         ops = (ops,) if isinstance(ops, str) else tuple(ops)
         for op in ops:
             if op not in OPS:
@@ -72,15 +84,49 @@ class Rule:
         object.__setattr__(self, "sparsity", Sparsity.from_json(sparsity) if is_form else sparsity)
         if self.sparsity is not None and self.policy is not None:
             self.sparsity.check(self.policy.weight)
+        names = (roles,) if isinstance(roles, str) else tuple(roles)
+        object.__setattr__(self, "roles", tuple(as_role(name, f"role of rule {path!r}:") for name in names))
 
-    def matches(self, path: str, ops: tuple[str, ...]) -> bool:
-        """Whether a parameter with this path, used by these operations, follows this rule."""
-        if re.fullmatch(self.path, path) is None:
+    @functools.cached_property
+    def literal(self) -> str | None:
+        """The one path that the rule matches, where its path is no pattern; else None."""
+        return _literal(self.path)
+
+    @functools.cached_property
+    def _pattern(self) -> re.Pattern[str]:
+        return re.compile(self.path)
+
+    @property
+    def changes(self) -> bool:
+        """Whether the rule quantizes or prunes what it matches."""
+        return self.policy is not None or self.sparsity is not None
+
+    @property
+    def taken_roles(self) -> tuple[Role, ...]:
+        """The roles that the rule takes: those it names, or those of a rule that names none."""
+        if self.roles or not self.changes:
+            return self.roles or tuple(Role)
+        return QUANTIZED_ROLES if self.axis is None else (*QUANTIZED_ROLES, Role.UNKNOWN)
+
+    def matches_path(self, path: str) -> bool:
+        """Whether the rule's path matches the whole of this one."""
+        return path == self.literal if self.literal is not None else self._pattern.fullmatch(path) is not None
+
+    def matches(self, path: str, ops: tuple[str, ...], role: Role | None = None) -> bool:
+        """Whether a parameter with this path, used by these operations, follows this rule.
+
+        Args:
+            path: the path, or the name of a product without a parameter.
+            ops: what uses it.
+            role: its role; None for a product without a parameter.
+        """
+        if not self.matches_path(path) or not (role is None or role in self.taken_roles):
             return False
         return not self.ops or any(op in self.ops for op in ops)
 
     def __str__(self) -> str:
         ops = f" used by {' or '.join(self.ops)}" if self.ops else ""
+        ops += f" of role {' or '.join(self.roles)}" if self.roles else ""
         return f"{self.path}{ops} -> {', '.join(map(str, filter(None, (self.policy, self.sparsity)))) or 'left as it is'}"
 
     def to_json(self) -> dict[str, Any]:
@@ -94,6 +140,8 @@ class Rule:
             form["optional"] = True
         if self.sparsity is not None:
             form["sparsity"] = self.sparsity.to_json()
+        if self.roles:
+            form["roles"] = [str(role) for role in self.roles]
         return form
 
     @classmethod
@@ -105,3 +153,10 @@ class Rule:
             if key not in form:
                 raise QuantError(f"a rule needs a {key!r}; got {dict(form)}")
         return cls(**form)
+
+
+def _literal(path: str) -> str | None:
+    """The text that a regular expression matches if it has no special character but escaped ones; else None."""
+    if re.fullmatch(r"(?:[\w/ :,-]|\\[^\w\s])*", path) is None:
+        return None
+    return re.sub(r"\\(.)", r"\1", path)

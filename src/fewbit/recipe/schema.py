@@ -5,6 +5,7 @@ from typing import Any
 
 from ..formats import AbstractFormat
 from ..formats.serial import KINDS
+from .roles import Role
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -61,6 +62,11 @@ def _rule() -> dict[str, Any]:
         "axis": _axes(),
         "optional": _flag("Whether it is fine that the rule matches nothing."),
         "sparsity": _either(_ref("sparsity"), {"type": "null"}),
+        "roles": {
+            "type": "array",
+            "items": {"enum": [str(role) for role in Role]},
+            "description": "Match only parameters of these roles; empty: matmul, embedding, convolution, experts.",
+        },
     }
     return _object("Which parameters (or products), and what happens to them.", properties, required=("path", "policy"))
 

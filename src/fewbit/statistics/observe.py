@@ -102,7 +102,8 @@ def observe(
         raise QuantError("there is no batch to observe")
     ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found if path in uses)
     pairs = {product.name: found[_label(product.name)] for product in products}
-    return Stats({path: found[path] for path, _ in ops}, ops, pairs, tuple((p.name, p.op) for p in products))
+    own = tuple(plan.parameters[path].role for path, _ in ops)
+    return Stats({path: found[path] for path, _ in ops}, ops, own, pairs, tuple((p.name, p.op) for p in products))
 
 
 def _label(name: str) -> str:

@@ -12,7 +12,7 @@ from .._registry import near_names
 from ..array.scales import Fixed
 from ..errors import QuantError
 from ..ops import Policy
-from ..recipe import Recipe, Rule
+from ..recipe import Recipe, Role, Rule
 from ..recipe import recipe as as_recipe
 from .measure import Observation, ProductObservation
 from .ranges import RangeState
@@ -26,12 +26,14 @@ class Stats:
     Attributes:
         observations: by the parameter's path.
         ops: what uses each parameter, by its path, as rules ask for it. Static.
+        roles: the role of each of these parameters, in the same order. Static.
         products: the ranges of the operands of products without a parameter, by the product's name.
         product_ops: what each of these products is, by its name. Static.
     """
 
     observations: Mapping[str, Observation]
     ops: tuple[tuple[str, tuple[str, ...]], ...] = dataclasses.field(metadata={"static": True})
+    roles: tuple[Role, ...] = dataclasses.field(metadata={"static": True})
     products: Mapping[str, ProductObservation] = dataclasses.field(default_factory=dict)
     product_ops: tuple[tuple[str, str], ...] = dataclasses.field(default=(), metadata={"static": True})
 
@@ -57,16 +59,17 @@ class Stats:
             QuantError: for ranges that are kept for each channel, empty, or not finite: the parameter, and what to do.
         """
         plain = as_recipe(recipe)
-        own = [rule for path, ops in self.ops if (rule := self._static(path, ops, plain)) is not None]
+        used = [(path, ops, role) for (path, ops), role in zip(self.ops, self.roles, strict=True)]
+        own = [rule for one in used if (rule := self._static(*one, plain)) is not None]
         products = [rule for name, op in self.product_ops if (rule := self._static_product(name, op, plain)) is not None]
         rules, product_rules = (
             tuple(dataclasses.replace(rule, optional=True) for rule in some) for some in (plain.rules, plain.products)
         )
         return dataclasses.replace(plain, rules=(*own, *rules), products=(*products, *product_rules))
 
-    def _static(self, path: str, ops: tuple[str, ...], recipe: Recipe) -> Rule | None:
+    def _static(self, path: str, ops: tuple[str, ...], role: Role, recipe: Recipe) -> Rule | None:
         """The rule of one parameter; None where its activations are not quantized."""
-        rule = next((rule for rule in recipe.rules if rule.matches(path, ops)), None)
+        rule = next((rule for rule in recipe.rules if rule.matches(path, ops, role)), None)
         if rule is None or rule.policy is None or rule.policy.activation is None or rule.policy.delayed is not None:
             return None
         activation = dataclasses.replace(rule.policy.activation, calibration=_fixed(path, self.observations[path].range))

@@ -1,34 +1,29 @@
 """Quantizes the parameters of a torch module in place, by the same recipes and with the same plan as fewbit's in JAX."""
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
+import jax.numpy as jnp
 import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..array import QArray
 from ..errors import QuantError, UnsupportedError
+from ..models.modules import role_in_module
 from ..ops import Policy
-from ..ops.uses import Use
-from ..recipe import Plan, Recipe, Rule
+from ..recipe import Plan, PlanRow, Recipe, Role, Rule, TensorRole
+from ..recipe import plan as make_plan
 from ..recipe import recipe as as_recipe
 from ..recipe.apply import check_storable, quantize_row
-from ..recipe.matching import contracted_axes, matched_rules, why_whole
-from ..recipe.plan import quantized_leaf
-from ..recipe.rows import PlanRow
+from ..recipe.roles import refined
 from . import handover
 from .qtensor import QTensor, from_qarray
 from .quantize import quantize
 
 Rules = Sequence[Rule] | Mapping[str, str | Policy | None]
-
-_ROUTER = re.compile(r"(?:.*\.)?(?:routers?|router_gate)(?:\..*)?|(?:.*\.)?(?:gate|wg|gating|shared_expert_gate)")
-"""Names of modules that choose experts: what follows them decides for whole tokens."""
 
 
 def plan(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
@@ -36,7 +31,7 @@ def plan(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
 
     The class of a module says what its parameter is: `nn.Linear` (and `Conv1D` of transformers), `nn.Embedding` and `nn.Conv1d`,
     `2d`, `3d` have weights of products and look-ups. Parameters of all other classes stay as they are, and so do biases and
-    routers of experts; a rule with an axis of its own quantizes any matrix.
+    routers of experts, which names tell; a rule that names their role, or for an unknown one gives the axis, quantizes them.
 
     Args:
         module: the module.
@@ -54,20 +49,21 @@ def plan(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
     >>> for row in plan(nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8)), "int4_g32"):
     ...     print(f"{row.path}: {row.kind}, {row.reason or 'a weight'}")
     0.weight: int4_g32, a weight
-    0.bias: float32, the bias of Linear
-    1.weight: float32, a parameter of LayerNorm
-    1.bias: float32, a parameter of LayerNorm
+    0.bias: float32, a vector: no product contracts it
+    1.weight: float32, a vector: no product contracts it
+    1.bias: float32, a vector: no product contracts it
     """
     resolved = _with_rules(as_recipe(recipe), rules)
     if resolved.products:
         raise QuantError(
             f"recipe {resolved.name!r} has rules for products without a parameter, which a torch module does not show"
         )
-    parameters, known = dict(module.named_parameters()), _known_uses(module)
-    uses = {name: known[name][0] for name in parameters}
-    matched = matched_rules(resolved, uses)
-    rows = tuple(_row(name, parameters[name], *known[name], matched[name]) for name in parameters)
-    return Plan(rows, resolved.name)
+    parameters = dict(module.named_parameters())
+    roles, refused = _roles(module)
+    found = make_plan(None, {name: _abstract(p) for name, p in parameters.items()}, recipe=resolved, roles=roles)
+    rows = {row.path: row for row in found}
+    rows |= {path: dataclasses.replace(rows[path], reason=reason) for path, reason in refused.items()}
+    return dataclasses.replace(found, rows=tuple(rows[name] for name in parameters))
 
 
 @torch.no_grad()
@@ -120,77 +116,37 @@ def _with_rules(recipe: Recipe, rules: Rules) -> Recipe:
     return dataclasses.replace(recipe, rules=(*rules, *recipe.rules)) if rules else recipe
 
 
-def _known_uses(module: nn.Module) -> dict[str, tuple[tuple[Use, ...], str]]:
-    """The uses of each parameter by the classes of the modules that have it, and why there are none."""
+def _abstract(parameter: torch.Tensor) -> Any:
+    """The shape and dtype of a parameter, or of the parts of a quantized one."""
+    if isinstance(parameter, QTensor):
+        return parameter.form.qarray(map(_abstract, parameter.leaves))
+    return jax.ShapeDtypeStruct(tuple(parameter.shape), jnp.dtype(str(parameter.dtype).removeprefix("torch.")))
+
+
+def _roles(module: nn.Module) -> tuple[dict[str, TensorRole], dict[str, str]]:
+    """The roles of the parameters whose module is of a known class; and why some stay as they are whatever their class says."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    found: dict[str, tuple[tuple[Use, ...], str]] = dict.fromkeys(names.values(), ((), ""))
-    for path, owner in module.named_modules():
-        for name, parameter in owner._parameters.items():
+    found: dict[str, TensorRole] = {}
+    refused: dict[str, str] = {}
+    for owner in module.modules():
+        for own_name, parameter in owner._parameters.items():
             if parameter is None:
                 continue
-            uses, why_not = _uses_by(owner, path, name)
-            before, _ = found[names[id(parameter)]]
-            found[names[id(parameter)]] = (*before, *uses), "" if before or uses else why_not
-    return found
-
-
-def _uses_by(owner: nn.Module, path: str, name: str) -> tuple[tuple[Use, ...], str]:
-    """How a module of a known class uses its parameter, or why that is not known."""
-    kind = type(owner)
-    if name != "weight":
-        return (), f"the bias of {kind.__name__}" if name == "bias" and _is_known(
-            owner
-        ) else f"a parameter of {kind.__name__}"
-    if isinstance(owner, nn.Embedding):
-        return (Use("take", (-2,)),), ""
-    if isinstance(owner, nn.Conv1d | nn.Conv2d | nn.Conv3d):
-        window = tuple(range(2 - owner.weight.ndim, 0))
-        return (Use("conv_general_dilated", (*window, 1 - owner.weight.ndim)),), ""
-    if isinstance(owner, NonDynamicallyQuantizableLinear):
-        return (), "read by nn.MultiheadAttention, not by the Linear that has it"
-    is_conv1d = kind.__name__ == "Conv1D" and kind.__module__ == "transformers.pytorch_utils"
-    if not isinstance(owner, nn.Linear) and not is_conv1d:
-        return (), f"a parameter of {kind.__name__}"
-    if _ROUTER.fullmatch(path):
-        return (), "a router or gate by its name; a rule with an axis quantizes it"
-    return (Use("dot_general", (-2,) if is_conv1d else (-1,)),), ""
-
-
-def _is_known(owner: nn.Module) -> bool:
-    return isinstance(owner, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d) or type(owner).__name__ == "Conv1D"
-
-
-def _row(name: str, parameter: torch.Tensor, uses: tuple[Use, ...], why_not: str, rule: Rule | None) -> PlanRow:
-    """The row of one parameter under the rule that matches it."""
-    shape, dtype = tuple(parameter.shape), str(parameter.dtype).removeprefix("torch.")
-    ops = tuple(dict.fromkeys(use.op for use in uses))
-    before = parameter.nbytes
-    row = PlanRow(name, shape, dtype, None, (), (), ops, before, before)
-    if isinstance(parameter, QTensor):
-        return dataclasses.replace(row, reason=f"quantized already, as {parameter.scheme.name}")
-    if not parameter.is_floating_point():
-        return dataclasses.replace(row, reason=f"{dtype} is not floating")
-    leaf = jax.ShapeDtypeStruct(shape, np.float32)
-    if rule is not None and not why_not and (reason := why_whole(leaf)) is not None:
-        return dataclasses.replace(row, reason=reason)
-    if rule is None:
-        return dataclasses.replace(row, reason=why_not or f"no rule matches it; used by {', '.join(ops)}")
-    if rule.policy is None and rule.sparsity is None:
-        return dataclasses.replace(row, reason=f"rule {rule.path!r} leaves it")
-    axis = rule.axis or contracted_axes(name, uses)
-    if axis is None or len(shape) < 2:
-        return dataclasses.replace(row, reason=why_not or "no product contracts it")
-    axis = tuple(a if a < 0 else a - len(shape) for a in axis)
-    sparsity = rule.sparsity and dataclasses.replace(rule.sparsity, axis=rule.sparsity.axis or axis[-1:])
-    row = dataclasses.replace(row, policy=rule.policy, axis=axis if rule.policy else (), sparsity=sparsity)
-    planned = row
-    try:
-        stored = jax.eval_shape(lambda x: quantized_leaf(x, planned), leaf)
-    except QuantError as error:
-        raise QuantError(f"{name} {shape}: {error}") from error
-    after = stored.nbytes if isinstance(stored, QArray) else before
-    note = "takes more bytes than before: few elements share a scale" if after > before else ""
-    return dataclasses.replace(row, bytes_after=after, reason=note)
+            name = names[id(parameter)]
+            role = role_in_module(owner, own_name, tuple(parameter.shape))
+            if isinstance(owner, nn.MultiheadAttention | NonDynamicallyQuantizableLinear) and own_name != "bias":
+                refused[name] = "read by nn.MultiheadAttention, which takes no QTensor"
+            elif role is not None:
+                found.setdefault(name, dataclasses.replace(role, source=type(owner).__name__))
+    final = refined(
+        {name: role.role for name, role in found.items()} | dict.fromkeys(set(names.values()) - set(found), Role.UNKNOWN)
+    )
+    roles = {
+        name: found[name] if name in found and found[name].role is role else TensorRole(role, source="its name")
+        for name, role in final.items()
+        if role is not Role.UNKNOWN
+    }
+    return roles, refused
 
 
 def _check(planned: Plan, parameters: Mapping[str, torch.Tensor]) -> None:

@@ -57,6 +57,17 @@ def test_the_last_key_that_matches_decides_as_in_maxtext(params):
     assert first.policy.weight.format.bits == 2
 
 
+def test_a_router_is_quantized_where_a_key_names_it():
+    params = {"layers": {"MoeBlock_0": {name: {"kernel": jnp.ones((64, 64))} for name in ("gate", "wi")}}}
+
+    def net(p, x):
+        return x @ p["layers"]["MoeBlock_0"]["gate"]["kernel"] @ p["layers"]["MoeBlock_0"]["wi"]["kernel"]
+
+    for more, quantized in (({}, [False, True]), ({".*/gate": {"w_bits": 4}}, [True, True])):
+        recipe = fb.maxtext_mixed_precision({"__default__": {"w_bits": 8}, **more})
+        assert [row.policy is not None for row in fb.plan(net, params, X, recipe=recipe)] == quantized
+
+
 def test_a_key_that_matches_nothing_is_an_error(params):
     with pytest.raises(fb.QuantError, match=r"rule 1 of recipe 'maxtext/intmp' .*/querry.* matches nothing"):
         fb.plan(

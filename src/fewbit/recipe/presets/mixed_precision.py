@@ -15,6 +15,7 @@ from ...errors import QuantError, UnsupportedError
 from ...formats import FORMATS
 from ...ops import Policy
 from ..recipe import RECIPES, Recipe
+from ..roles import QUANTIZED_ROLES, Role
 from ..rule import Rule
 
 LAYERS = "(?!.*encoder/).*layers.*"
@@ -101,7 +102,9 @@ def _rule(key: str, layer: _Layer) -> Rule:
         re.compile(key)
     except re.error as error:
         raise QuantError(f"entry {key!r} is not a regular expression: {error}") from error
-    return Rule(f"(?:params/)?(?:{key})(?:/kernel)?", layer.policy(key), ops=("dot_general",))
+    # A rule takes routers where its key names them, such as ".*/gate", only.
+    roles = (*QUANTIZED_ROLES, Role.ROUTER) if re.search("gate|router", key) and layer.w_bits is not None else ()
+    return Rule(f"(?:params/)?(?:{key})(?:/kernel)?", layer.policy(key), ops=("dot_general",), roles=roles)
 
 
 def _read(path: pathlib.Path) -> Mapping[str, Any]:

@@ -2,9 +2,10 @@
 
 from ...ops import Policy
 from ..recipe import RECIPES, Recipe, weight_only
-from ..rule import PRODUCT_OPS, Rule
+from ..roles import WEIGHT_ROLES, Role
+from ..rule import Rule
 
-_TABLES = "; tables that are looked up as q8_0"
+_TABLES = "; embedding tables as q8_0"
 
 # name: scheme of the matrices, what that is
 _WEIGHTS_IN_BLOCKS = {
@@ -27,31 +28,31 @@ for _name, (_scheme, _text) in _WEIGHTS_IN_BLOCKS.items():
 
 
 def _matrices(name: str, policy: Policy, description: str) -> None:
-    """The recipe that gives every weight of a product a policy, and leaves tables that are looked up as they are."""
-    rules = (Rule(".*", None, ops=("take",), optional=True), Rule(".*", policy, ops=PRODUCT_OPS))
+    """The recipe that gives every weight of a product a policy, and leaves embedding tables as they are."""
+    rules = (Rule(".*", None, roles=(Role.EMBEDDING,), optional=True), Rule(".*", policy, roles=WEIGHT_ROLES))
     RECIPES.add(name, Recipe(rules, name, description))
 
 
 _WHERE = "one scale an output channel"
 _BOTH = f"{_WHERE} and a token, as Qwix's rule of the same types"
 
-_matrices("w8", Policy("int8"), f"Weights in int8, {_WHERE}; tables stay float.")
-_matrices("w4", Policy("int4"), f"Weights in int4, {_WHERE}; tables stay float.")
+_matrices("w8", Policy("int8"), f"Weights in int8, {_WHERE}; embedding tables stay float.")
+_matrices("w4", Policy("int4"), f"Weights in int4, {_WHERE}; embedding tables stay float.")
 _matrices("w8a8", Policy("int8", "int8"), f"Products of int8 weights and int8 activations, {_BOTH}.")
 _matrices("w4a8", Policy("int4", "int8"), f"Products of int4 weights and int8 activations, {_BOTH}.")
 _matrices("fp8_w8a8", Policy("fp8", "fp8"), f"Products of E4M3 weights and activations, {_BOTH}.")
 _matrices(
     "ternary",
     Policy("ternary", "int8_narrow"),
-    "BitNet b1.58: weights -1, 0, 1 times their mean magnitude, int8 activations with one scale a token; tables stay float.",
+    "BitNet b1.58: weights -1, 0, 1 times their mean magnitude, int8 activations with one scale a token; embedding tables stay float.",
 )
 
 # Attention's values and outputs, and the projection back from the MLP, lose most at 4 bits in small Llamas; they take 8.
 _sensitive = r".*(down|attn/v|attn/o|[vo]_proj.*|down_proj.*)"
 _mixed_rules = (
-    Rule(".*", Policy("q8_0"), ops=("take",), optional=True),
-    Rule(_sensitive, Policy("int8"), ops=PRODUCT_OPS, optional=True),
-    Rule(".*", Policy("nf4"), ops=PRODUCT_OPS),
+    Rule(".*", Policy("q8_0"), roles=(Role.EMBEDDING,), optional=True),
+    Rule(_sensitive, Policy("int8"), roles=WEIGHT_ROLES, optional=True),
+    Rule(".*", Policy("nf4"), roles=WEIGHT_ROLES),
 )
 _mixed_text = "Weights in NF4, in int8 where small Llamas lose most (attention's values and outputs, the MLP's way back)"
 RECIPES.add("mixed", Recipe(_mixed_rules, "mixed", f"{_mixed_text}{_TABLES}."))

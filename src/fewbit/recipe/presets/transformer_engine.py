@@ -4,6 +4,7 @@ from ...ops import Policy
 from ...ops.delayed import DelayedScaling
 from ...ops.policy import Arm
 from ..recipe import RECIPES, Recipe
+from ..roles import Role
 from ..rule import Rule
 
 _HYBRID_ARM = Arm("fp8_e5m2_tensor")
@@ -42,5 +43,5 @@ TE_POLICIES: dict[str, tuple[Policy, str]] = {
 """The policy and the description of each of Transformer Engine's recipes."""
 
 for _name, (_policy, _text) in TE_POLICIES.items():
-    _rules = (Rule(".*", None, ops=("take",), optional=True), Rule(".*", _policy, ops=("dot_general",)))
+    _rules = (Rule(".*", None, roles=(Role.EMBEDDING,), optional=True), Rule(".*", _policy, ops=("dot_general",)))
     RECIPES.add(_name, Recipe(_rules, _name, _text))
