@@ -17,6 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("_registry",),
+    ("_json", "_patterns"),
     ("_tiles",),
     ("formats",),
     ("array",),
@@ -33,7 +34,7 @@ LAYERS = (
 RANK = {part: rank for rank, row in enumerate(LAYERS) for part in row}
 
 # What `pip install fewbit` brings; everything else is an extra.
-HARD = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "numpy", "rich", "typer"}
+HARD = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "msgspec", "numpy", "regex", "rich", "typer"}
 # What the extras bring, as import names.
 OPTIONAL = {"flax", "gguf", "matplotlib", "safetensors", "tokenizers", "torch", "triton", "jax_triton", "optax", "equinox"}
 # The packages of one-file faces, whose files may import theirs at the top: nothing else of fewbit imports those files there.

@@ -80,7 +80,7 @@ def test_names_of_unnamed_schemes_describe_them():
         ("fp8_block128_g64", "scheme 'fp8_block128' has no single tile along the last axis"),
         ("fp8_tensor_g64", "scheme 'fp8_tensor' has no single tile along the last axis"),
         ({"formt": "int4"}, "a scheme has no field 'formt'; did you mean 'format'?"),
-        ({"scale": "float32"}, "a scheme needs a 'format'; got {'scale': 'float32'}"),
+        ({"scale": "float32"}, "a scheme lacks the field 'format'"),
         ({"format": "int4", "scale": "float64"}, "scale is 'float64'; pass one of float32, bfloat16, float16"),
         ({"format": "int4", "calibration": "absmx"}, "unknown calibration 'absmx'; did you mean 'absmax'"),
         ({"format": "int4", "tile": {"0": 4}}, "tile axis is 0"),

@@ -98,7 +98,7 @@ def test_an_output_without_a_parent(flat, tmp_path):
         (["-r", "int8", "--rotate"], "cannot be run, only planned"),
         (["-r", "int8", "--text", "pydoc"], "cannot be run, only planned"),
         (["-r", "int8", "--text", "pydoc", "--no-check"], "drop one of the two"),
-        (["--plan", "no.json"], "plan file no.json cannot be read"),
+        (["--plan", "no.json"], "plan file no.json does not exist"),
     ],
 )
 def test_options_that_do_not_go_together(flat, tmp_path, options, message):

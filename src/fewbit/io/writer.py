@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from ..array import QArray
+from .._json import dumped, parsed_object
 from ..errors import QuantError
 from .atomic import StagedDirectory
 from .checkpoint import Tensor
@@ -20,7 +21,6 @@ from .manifest import FORMAT, MANIFEST, VERSION, FileRecord, Manifest, TensorRec
 from .mapped import content
 from .records import Table, leaves, record
 from .safetensors_file import dtype_name, file_header, ordered, read_file
-from .strict_json import dumped, parsed_object
 
 Progress = Callable[[str, str, int], None]
 

@@ -10,14 +10,15 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from .._registry import near_names, refuse_unknown_fields
+from .._json import checked, converted, file_text, form_of, parsed
+from .._registry import near_names
 from ..array import Scheme, is_qarray
 from ..errors import QuantError
 from ..kernels.quantize import quantize
 from ..ops.uses import Product, Use, array_paths, parameter_uses
 from .matching import contracted_axes, matched_product_rules, matched_rules, resolved_sparsity, stacked_axes, why_whole
 from .recipe import recipe as as_recipe
-from .rows import PlanRow, ProductRow
+from .rows import PLAN_ROW, PRODUCT_ROW, PlanRow, ProductRow
 from .rule import Rule
 
 
@@ -85,14 +86,9 @@ class Plan:
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The plan of a JSON form; an unknown or missing key raises QuantError."""
-        refuse_unknown_fields("a plan", form, ("recipe", "rows", "products"))
-        fields = {"products": [], **form}
-        if "recipe" not in fields or not all(isinstance(fields.get(key), list) for key in ("rows", "products")):
-            raise QuantError(
-                f"a plan is an object with 'recipe' and lists 'rows' and 'products'; got the keys {sorted(form)}"
-            )
-        rows, products = map(PlanRow.from_json, fields["rows"]), map(ProductRow.from_json, fields["products"])
-        return cls(tuple(rows), str(fields["recipe"]), tuple(products))
+        fields = checked(form, PLAN, "a plan")
+        rows, products = map(PlanRow.from_json, fields["rows"]), map(ProductRow.from_json, fields.get("products", ()))
+        return cls(tuple(rows), fields["recipe"], tuple(products))
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the JSON form to a file."""
@@ -105,13 +101,16 @@ class Plan:
         Raises:
             QuantError: when the file cannot be read, or does not hold a plan.
         """
+        where = f"plan file {os.fspath(path)}"
+        form = converted(parsed(file_text(pathlib.Path(path), "plan file"), where), dict[str, Any], where)
         try:
-            form = json.loads(pathlib.Path(path).read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise QuantError(f"plan file {os.fspath(path)} cannot be read: {error}") from error
-        if not isinstance(form, dict):
-            raise QuantError(f"plan file {os.fspath(path)} does not hold an object")
-        return cls.from_json(form)
+            return cls.from_json(form)
+        except QuantError as error:
+            raise QuantError(f"{where}: {error}") from error
+
+
+PLAN = form_of(Plan, rows=list[PLAN_ROW], recipe=str, products=list[PRODUCT_ROW])
+"""The JSON schema of a plan."""
 
 
 def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) -> Plan:

@@ -1,14 +1,17 @@
 """A rule of a recipe: which parameters, by their path, or which products, by their name, and what happens to them."""
 
 import dataclasses
-import re
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from .._registry import near_names, refuse_unknown_fields
+from .._json import checked, form_of
+from .._patterns import Pattern
+from .._registry import near_names
 from ..errors import QuantError
 from ..ops import Policy
-from .sparsity import Sparsity
+from ..ops.policy import POLICY
+from .sparsity import AXES, SPARSITY, Sparsity
 
 PRODUCT_OPS = ("dot_general", "conv_general_dilated", "ragged_dot")
 """The products that contract a parameter; `@` and einsums are `dot_general`s."""
@@ -54,15 +57,12 @@ class Rule:
         optional: bool = False,
         sparsity: Sparsity | Mapping[str, Any] | None = None,
     ):
-        try:
-            re.compile(path)
-        except re.error as error:
-            raise QuantError(f"rule path {path!r} is not a regular expression: {error}") from error
         ops = (ops,) if isinstance(ops, str) else tuple(ops)
         for op in ops:
             if op not in OPS:
                 raise QuantError(f"rule {path!r}: unknown op {op!r}; {near_names(op, OPS)}")
         object.__setattr__(self, "path", path)
+        self._pattern  # noqa: B018 - refuses what is no regular expression
         is_form = policy is not None and not isinstance(policy, Policy)
         object.__setattr__(self, "policy", Policy.from_json(policy) if is_form else policy)
         object.__setattr__(self, "ops", ops)
@@ -73,9 +73,14 @@ class Rule:
         if self.sparsity is not None and self.policy is not None:
             self.sparsity.check(self.policy.weight)
 
+    @functools.cached_property
+    def _pattern(self) -> Pattern:
+        """The expression of the path, compiled once."""
+        return Pattern(self.path, "rule path")
+
     def matches(self, path: str, ops: tuple[str, ...]) -> bool:
         """Whether a parameter with this path, used by these operations, follows this rule."""
-        if re.fullmatch(self.path, path) is None:
+        if not self._pattern.fullmatch(path):
             return False
         return not self.ops or any(op in self.ops for op in ops)
 
@@ -99,9 +104,8 @@ class Rule:
     @classmethod
     def from_json(cls, form: Any) -> Self:
         """The rule of a JSON form; an unknown key raises QuantError with the near name."""
-        known = tuple(f.name for f in dataclasses.fields(cls))
-        refuse_unknown_fields("a rule", form, known)
-        for key in ("path", "policy"):
-            if key not in form:
-                raise QuantError(f"a rule needs a {key!r}; got {dict(form)}")
-        return cls(**form)
+        return cls(**checked(form, RULE, "a rule"))
+
+
+RULE = form_of(Rule, policy=str | POLICY | None, ops=list[Literal[OPS]], axis=AXES, sparsity=SPARSITY | None)
+"""The JSON schema of a rule."""
