@@ -83,7 +83,7 @@ def test_names_of_unnamed_schemes_describe_them():
         ({"scale": "float32"}, "a scheme lacks the field 'format'"),
         ({"format": "int4", "scale": "float64"}, "scale is 'float64'; pass one of float32, bfloat16, float16"),
         ({"format": "int4", "calibration": "absmx"}, "unknown calibration 'absmx'; did you mean 'absmax'"),
-        ({"format": "int4", "tile": {"0": 4}}, "tile axis is 0"),
+        ({"format": "int4", "tile": {"0": 4}}, "tile has a key that is .0.; expected str matching"),
         (None, "a scheme is a name, a JSON form or a Scheme, not None"),
         (8, "a scheme is a name, a JSON form or a Scheme, not 8"),
     ],

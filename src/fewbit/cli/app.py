@@ -1,7 +1,7 @@
 """The application that the commands join, and how every failure ends: one message, and an exit status that says which."""
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -18,6 +18,14 @@ INTERRUPTED = 130
 
 class Commands(TyperGroup):
     """The commands, with what can go wrong turned into a message."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Reads the arguments."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            typer.echo("error: interrupted", err=True)
+            raise SystemExit(INTERRUPTED) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Runs a command."""
@@ -42,16 +50,32 @@ app = typer.Typer(
     name="fewbit",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Makes neural networks few-bit: plans, quantizes, evaluates and runs checkpoints.",
 )
 """The application, for a runner such as `typer.testing.CliRunner`."""
 
 
-def main() -> None:
-    """The console command `fewbit`."""
+def _show_version(asked: bool) -> None:
+    if asked:
+        from .version import version_line
+
+        typer.echo(version_line())
+        raise typer.Exit
+
+
+@app.callback()
+def fewbit(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and the kernels.")
+    ] = False,
+) -> None:
+    """Makes neural networks few-bit: plans, quantizes, evaluates and runs checkpoints."""
+
+
+def run() -> None:
+    """Runs the command of the process's arguments."""
     try:
         app()
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone

@@ -20,6 +20,7 @@ from .matching import contracted_axes, matched_product_rules, matched_rules, res
 from .recipe import recipe as as_recipe
 from .rows import PLAN_ROW, PRODUCT_ROW, PlanRow, ProductRow
 from .rule import Rule
+from .table import plan_text, shape_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,20 +62,17 @@ class Plan:
         return 8 * self.bytes_after / max(sum(row.size for row in self.rows), 1)
 
     def __str__(self) -> str:
-        width = max([len(row.path) for row in self.rows] + [9])
-        lines = [f"{'parameter':{width}}  {'shape':>16}  {'as':22} {'axis':>6} {'before':>13} {'after':>13}  why"]
-        for row in self.rows:
-            shape = "x".join(map(str, row.shape))
-            axis = ",".join(map(str, row.axis))
-            sizes = f"{row.bytes_before:>13,} {row.bytes_after:>13,}"
-            lines.append(f"{row.path:{width}}  {shape:>16}  {row.kind:22} {axis:>6} {sizes}  {row.reason}".rstrip())
-        quantized = sum(row.policy is not None for row in self.rows)
-        lines.append(
-            f"{quantized} of {len(self.rows)} parameters quantized; {self.bytes_before:,} -> {self.bytes_after:,} bytes, "
-            f"{self.bits_per_weight:.3f} bits/weight"
-        )
+        return self.text()
+
+    def text(self, *, width: int | None = None) -> str:
+        """The table of all rows, and a line for each product without a parameter.
+
+        Args:
+            width: how many characters a line has; None takes the terminal's width, or 160 where the output is none.
+        """
+        lines = [plan_text(self, [(row.path, 1, row) for row in self.rows], width=width)]
         for row in self.products:
-            shapes = " . ".join("x".join(map(str, shape)) for shape in row.shapes)
+            shapes = " . ".join(map(shape_text, row.shapes))
             lines.append(f"product {row.name}  {shapes}  {row.policy or 'float'}")
         return "\n".join(lines)
 
@@ -88,7 +86,7 @@ class Plan:
         """The plan of a JSON form; an unknown or missing key raises QuantError."""
         fields = checked(form, PLAN, "a plan")
         rows, products = map(PlanRow.from_json, fields["rows"]), map(ProductRow.from_json, fields.get("products", ()))
-        return cls(tuple(rows), fields["recipe"], tuple(products))
+        return cls(tuple(rows), fields.get("recipe", "recipe"), tuple(products))
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the JSON form to a file."""
