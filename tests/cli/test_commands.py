@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fewbit import FORMATS, RECIPES, SCHEMES, Recipe, recipe
-from fewbit.cli import app
+from fewbit.cli.commands import app
 from fewbit.models import is_installed
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.nets.checkpoints import needs_glassllm

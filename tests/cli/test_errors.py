@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from fewbit.cli import app
+from fewbit.cli.commands import app
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers
 
 

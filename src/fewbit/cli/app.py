@@ -57,12 +57,13 @@ app = typer.Typer(
 """The application, for a runner such as `typer.testing.CliRunner`."""
 
 
-def _show_version(asked: bool) -> None:
+def _show_version(asked: bool) -> bool:
     if asked:
         from .version import version_line
 
         typer.echo(version_line())
         raise typer.Exit
+    return asked
 
 
 @app.callback()
