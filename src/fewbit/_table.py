@@ -11,7 +11,7 @@ FILE_WIDTH = 160
 """The width where output goes to a file or a pipe."""
 
 _GAP, _INDENT = "  ", "    "
-_MIN_NAME, _MIN_WORDS = 16, 24
+_MIN_NAME = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Column:
             lines.
         rank: 0 stays in the first line of a row as long as anything does; of the others the highest moves first to the lines
             below, where there is not enough width.
+        narrowest: how narrow a column of words may become.
     """
 
     key: str
@@ -33,6 +34,7 @@ class Column:
     align: Literal["left", "right"] = "left"
     kind: Literal["exact", "name", "words"] = "exact"
     rank: int = 0
+    narrowest: int = 24
 
     @property
     def heading(self) -> str:
@@ -77,7 +79,8 @@ def table(
     rows = [{column.key: cell(record.get(column.key)) for column in columns} for record in records]
     shown = [column for column in columns if any(row[column.key] for row in rows)] or list(columns)
     widths = {c.key: max([len(c.heading), *(len(row[c.key]) for row in rows)]) for c in shown}
-    inline = _inline(shown, widths, width)
+    narrowest = {c.key: _narrowest(c, [row[c.key] for row in rows]) for c in shown if c.kind != "exact"}
+    inline = _inline(shown, widths, narrowest, width)
     below = [column for column in shown if column not in inline]
     headings = {column.key: column.heading for column in inline}
     lines = wrapped(title, width).splitlines() if title else []
@@ -115,33 +118,45 @@ def wrapped(text: str, width: int) -> str:
 
 
 def elided(name: str, length: int) -> str:
-    """A name of at most `length` characters, its middle replaced by a mark where it is longer.
+    """A name of at most `length` characters, its middle replaced by a mark where it is longer; of the end more is kept.
 
     >>> elided("model.layers.0.mlp.up_proj.weight", 20)
-    'model.laye…oj.weight'
+    'model.…_proj.weight'
     """
     if len(name) <= length:
         return name
-    head = (length - 1) - (length - 1) // 2
-    return f"{name[:head]}…{name[len(name) - (length - 1) // 2 :]}"
+    head = (length - 1) // 3
+    return f"{name[:head]}…{name[len(name) - (length - 1 - head) :]}"
 
 
-def _inline(columns: Sequence[Column], widths: dict[str, int], width: int) -> list[Column]:
+def _narrowest(column: Column, texts: Sequence[str]) -> int:
+    """How narrow a column may become: words stay whole, and names that differ still do when they are elided."""
+    if column.kind == "words":
+        return max([column.narrowest, *(len(word) for text in texts for word in text.split())])
+    different = set(texts)
+    longest = max(map(len, different), default=0)
+    lengths = range(min(_MIN_NAME, longest), longest + 1)
+    return next((n for n in lengths if len({elided(text, n) for text in different}) == len(different)), longest)
+
+
+def _inline(
+    columns: Sequence[Column], widths: dict[str, int], narrowest: Mapping[str, int], width: int
+) -> list[Column]:
     """The columns of the first line; their widths are narrowed to what fits."""
     inline = list(columns)
     while True:
         excess = sum(widths[c.key] for c in inline) + len(_GAP) * (len(inline) - 1) - width
         if excess <= 0:
             return inline
-        for column in inline:
-            if column.kind == "words" and widths[column.key] - excess >= _MIN_WORDS:
+        for column in reversed(inline):
+            if column.kind == "words" and widths[column.key] - excess >= narrowest[column.key]:
                 widths[column.key] -= excess
                 return inline
         if movable := [c for c in inline if c.rank]:
             inline.remove(max(movable, key=lambda column: column.rank))
             continue
         for column in inline:
-            if column.kind == "name" and widths[column.key] - excess >= _MIN_NAME:
+            if column.kind == "name" and widths[column.key] - excess >= narrowest[column.key]:
                 widths[column.key] -= excess
                 return inline
         if len(inline) == 1:

@@ -15,9 +15,9 @@ from ..recipe import Plan
 from ..recipe.table import plan_text, shape_text
 
 
-def plan_table(plan: Plan, *, full: bool) -> str:
+def plan_table(plan: Plan, *, full: bool, width: int | None = None) -> str:
     """The rows of a plan; without `full`, layers that are alike share one."""
-    return plan_text(plan, [(row.path, 1, row) for row in plan] if full else folded(plan))
+    return plan_text(plan, [(row.path, 1, row) for row in plan] if full else folded(plan), width=width)
 
 
 def product_lines(plan: Plan, *, full: bool) -> list[str]:
@@ -143,7 +143,7 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def comparison_table(base: Baseline, candidates: Sequence[Candidate]) -> str:
+def comparison_table(base: Baseline, candidates: Sequence[Candidate], *, width: int | None = None) -> str:
     """The candidates below the float model."""
     model = base.model
     first = {"recipe": "float", "bytes": 4 * model.size, "bits": "32.000", "ppl": str(base.perplexity)}
@@ -159,7 +159,7 @@ def comparison_table(base: Baseline, candidates: Sequence[Candidate]) -> str:
         Column("worst", "worst layer", kind="name", rank=4),
         Column("sqnr", "its SQNR", "right", rank=3),
     ]
-    return table(records, columns)
+    return table(records, columns, width=width)
 
 
 def _candidate_row(candidate: Candidate) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def inspection_lines(found: Inspection) -> list[str]:
     return lines + [f"  note: {text}" for text in found.notes]
 
 
-def inspection_table(found: Inspection) -> str:
+def inspection_table(found: Inspection, *, width: int | None = None) -> str:
     """The tensors of a stored model."""
     records = [
         {
@@ -208,7 +208,7 @@ def inspection_table(found: Inspection) -> str:
     columns = [
         Column("tensor", kind="name"),
         Column("shape", align="right"),
-        Column("stored", "stored as"),
+        Column("stored", "stored as", kind="words", narrowest=12),
         Column("bytes", align="right"),
         Column("bits", "bits/weight", "right", rank=1),
     ]
@@ -216,4 +216,4 @@ def inspection_table(found: Inspection) -> str:
         f"{len(records)} tensors; {found.size:,} elements; {found.tensor_bytes:,} bytes; "
         f"{found.bits_per_weight:.3f} bits/weight"
     )
-    return table(records, columns, footer=footer)
+    return table(records, columns, width=width, footer=footer)

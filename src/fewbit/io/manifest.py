@@ -137,5 +137,6 @@ def _plain_name(name: str, where: str) -> str:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a file in the directory at hand: no separators, no `..`."""
-    return bool(name) and name not in (".", "..") and not set(name) & {"/", "\\", "\0", ":"}
+    """Whether a name is that of a file in the directory at hand: no separators, no `..`, not too long."""
+    is_short = len(name.encode("utf-8", "replace")) <= 255  # what file systems allow
+    return bool(name) and is_short and name not in (".", "..") and not set(name) & {"/", "\\", "\0", ":"}

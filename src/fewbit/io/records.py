@@ -12,6 +12,7 @@ from .._json import Count, canonical, checked
 from .._tiles import tile_counts
 from ..array import QArray, Scheme
 from ..errors import QuantError
+from ..formats import AbstractFormat
 from ..ops import Policy
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -154,6 +155,13 @@ def misfit(q: QArray) -> str | None:
         return "its scale must be a QArray exactly when its scheme says that scales are quantized"
     if (scheme.zero_point is None) != (q.zero_point is None) or scheme.tensor_scale != (q.tensor_scale is not None):
         return f"its zero point or tensor scale is missing or unasked for in scheme {scheme.name}"
+    for part, holder in (("scale", scheme.scale), ("zero_point", scheme.zero_point)):
+        value = getattr(q, part)
+        if value is None or isinstance(value, QArray):
+            continue
+        dtype = np.dtype(np.uint8) if isinstance(holder, AbstractFormat) else np.dtype(holder)
+        if value.dtype != dtype:
+            return f"its {part} is {value.dtype.name}; scheme {scheme.name} holds it as {dtype.name}"
     for part in ("zero_point", "tensor_scale"):
         value = getattr(q, part)
         if value is not None and not _fits(value.shape, expected):

@@ -1,9 +1,10 @@
 """Text to token ids and back, with the `tokenizers` package, from GGUF, `tokenizer.json` or glassllm."""
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -38,11 +39,13 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The token ids of a text, int32. Nothing is added around it; special tokens in the text are recognised."""
-        return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
+        with _panics():
+            return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = False) -> str:
         """The text of token ids; special tokens are left out unless they are asked for."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
+        with _panics():
+            return self.backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
 
     def chat(self, message: str) -> np.ndarray:
         """The token ids of a question to an instruction-tuned model, up to where its answer begins.
@@ -127,7 +130,8 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     config_text = files.get("tokenizer_config.json", b"{}")
     config = converted(parsed(config_text, "tokenizer_config.json"), _Config, "tokenizer_config.json")
     try:
-        backend = hf.Tokenizer.from_buffer(files["tokenizer.json"])
+        with _panics():
+            backend = hf.Tokenizer.from_buffer(files["tokenizer.json"])
         jinja = files.get("chat_template.jinja", b"").decode("utf-8")
     except ValueError as error:
         raise QuantError(f"the tokenizer's files cannot be read: {error}") from error
@@ -247,6 +251,17 @@ class _Glassllm(msgspec.Struct):
 
     alphabet: list[str]
     merges: list[tuple[str, str]]
+
+
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    """Turns a panic of the Rust code of `tokenizers` into our error: its rules do not fit what they are applied to."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the class cannot be imported
+            raise
+        raise QuantError(f"tokenizer.json has rules that cannot be applied: {error}") from error
 
 
 def _listed(value: Any) -> list[Any]:

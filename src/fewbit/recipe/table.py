@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 COLUMNS = (
     Column("parameter", kind="name"),
     Column("shape", align="right"),
-    Column("as"),
+    Column("as", kind="words", narrowest=12),
     Column("axis", align="right", rank=2),
     Column("before", "bytes before", align="right", rank=1),
     Column("after", "bytes after", align="right"),
