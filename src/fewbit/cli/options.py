@@ -8,10 +8,20 @@ import typer
 from ..errors import QuantError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+def _model_path(text: str) -> Path:
+    """The path of a model; an empty text would be the path of the current directory."""
+    if not text:
+        raise QuantError("the path of the model is empty; pass a file, a directory, or the name of an installed model")
+    return Path(text)
+
+
 ModelPath = Annotated[
     Path,
     typer.Argument(
         metavar="MODEL",
+        parser=_model_path,
         help="A .gguf, .safetensors or .npz file, a Hugging Face or fewbit directory; or smollm2, glassllm, minilm.",
     ),
 ]

@@ -129,7 +129,7 @@ def _numbers(stored: jax.Array, holder: Any) -> np.ndarray:
     if not isinstance(holder, AbstractFormat):
         return values
     table = np.append(holder.values(), np.nan)  # a code beyond the table means no number
-    return table[np.minimum(values, len(table) - 1)]
+    return table[np.minimum(values.astype(np.intp), len(table) - 1)]
 
 
 def _code_findings(q: QArray, name: str) -> list[Finding]:

@@ -131,7 +131,9 @@ def _near(spec: str) -> str:
     """The names that `spec` is a part of (`maxtext/fp8_full` for `fp8_full`), or else those near it."""
     if whole := [name for name in RECIPES.names() if f"/{spec}/" in f"/{name}/"]:
         return f"did you mean {' or '.join(map(repr, whole))}?"
-    return near_names(spec, tuple(dict.fromkeys((*RECIPES.names(), *SCHEMES.names()))))
+    known = tuple(dict.fromkeys((*RECIPES.names(), *SCHEMES.names())))
+    near = near_names(spec, known)
+    return near if near.startswith("did") else f"`fewbit recipes` lists the {len(known)} names of recipes and schemes"
 
 
 def weight_only(
