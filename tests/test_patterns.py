@@ -25,11 +25,12 @@ CATASTROPHIC = [
 @pytest.mark.finding(17)
 @pytest.mark.parametrize(("pattern", "name"), CATASTROPHIC, ids=[pattern[:24] for pattern, _ in CATASTROPHIC])
 def test_no_expression_takes_long(pattern, name):
-    start = time.process_time()
+    start, message = time.process_time(), ""
     try:
         assert not Pattern(pattern, "rule path").fullmatch(name)
     except fb.QuantError as error:
-        assert f"rule path '{pattern[:20]}" in str(error) and "takes longer than 0.5 s to compare with 'a" in str(error)
+        message = str(error)
+    assert not message or (f"rule path '{pattern[:20]}" in message and "takes longer than 0.5 s" in message)
     assert time.process_time() - start < 2
 
 
@@ -55,7 +56,27 @@ def test_what_is_refused(pattern, message):
         Pattern(pattern, "rule path")
 
 
-PIECES = ["a", "b", ".", "[ab]", "a*", "(ab)*", "(?:a|b)+", "(?!ab)", "(?=a)", "(?<=a)", r"\d", r"\w+", "b?", "a{2}", "{x}", "a{e}", "^", "$", "()"]
+PIECES = [
+    "a",
+    "b",
+    ".",
+    "[ab]",
+    "a*",
+    "(ab)*",
+    "(?:a|b)+",
+    "(?!ab)",
+    "(?=a)",
+    "(?<=a)",
+    r"\d",
+    r"\w+",
+    "b?",
+    "a{2}",
+    "{x}",
+    "a{e}",
+    "^",
+    "$",
+    "()",
+]
 
 
 @settings(max_examples=300)
@@ -71,7 +92,12 @@ def test_both_engines_agree_with_re(pattern, name):
 
 
 def test_every_rule_of_a_preset_is_matched_alike_by_both():
-    names = ["decoder/layers/3/mlp/wi_0/kernel", "params/decoder/layers/self_attention/query/kernel", "encoder/layers/x", "head"]
+    names = [
+        "decoder/layers/3/mlp/wi_0/kernel",
+        "params/decoder/layers/self_attention/query/kernel",
+        "encoder/layers/x",
+        "head",
+    ]
     patterns = {rule.path for recipe in fb.RECIPES for rule in (*recipe.rules, *recipe.products)}
     for pattern in patterns:
         for name in names:

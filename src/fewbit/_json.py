@@ -220,7 +220,9 @@ def _check_limits(text: bytes, where: str) -> None:
     is_opening = (brackets == ord("[")) | (brackets == ord("{"))
     depth = int(np.cumsum(np.where(is_opening, 1, -1), dtype=np.int64).max(initial=0))
     if depth > MAX_DEPTH:
-        raise QuantError(f"{where} is not valid JSON: it is nested too deeply ({depth} levels, at most {MAX_DEPTH} are read)")
+        raise QuantError(
+            f"{where} is not valid JSON: it is nested too deeply ({depth} levels, at most {MAX_DEPTH} are read)"
+        )
     count = bare.count(b",") + int(is_opening.sum()) + 1
     if count > MAX_VALUES:
         raise QuantError(f"{where} holds {count:,} values; at most {MAX_VALUES:,} are read")

@@ -88,7 +88,10 @@ def table(
     for row in rows:
         lines += [*_first_lines(row, inline, widths), *_lines_below(row, below, width)]
     if footer is not None:
-        lines += ["-" * min(width, sum(widths[c.key] for c in inline) + len(_GAP) * (len(inline) - 1)), wrapped(footer, width)]
+        lines += [
+            "-" * min(width, sum(widths[c.key] for c in inline) + len(_GAP) * (len(inline) - 1)),
+            wrapped(footer, width),
+        ]
     return "\n".join(lines)
 
 
@@ -139,9 +142,7 @@ def _narrowest(column: Column, texts: Sequence[str]) -> int:
     return next((n for n in lengths if len({elided(text, n) for text in different}) == len(different)), longest)
 
 
-def _inline(
-    columns: Sequence[Column], widths: dict[str, int], narrowest: Mapping[str, int], width: int
-) -> list[Column]:
+def _inline(columns: Sequence[Column], widths: dict[str, int], narrowest: Mapping[str, int], width: int) -> list[Column]:
     """The columns of the first line; their widths are narrowed to what fits."""
     inline = list(columns)
     while True:

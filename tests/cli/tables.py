@@ -46,7 +46,10 @@ def plan_of(names: str) -> Plan:
 def inspection_of(names: str) -> Inspection:
     """The same parameters as a file holds them."""
     rows = plan_of(names).rows
-    entries = tuple(TensorEntry(r.path, r.shape, r.dtype, r.kind, r.policy is not None, r.bytes_after, 8 * r.bytes_after / r.size) for r in rows)
+    entries = tuple(
+        TensorEntry(r.path, r.shape, r.dtype, r.kind, r.policy is not None, r.bytes_after, 8 * r.bytes_after / r.size)
+        for r in rows
+    )
     size, nbytes = sum(r.size for r in rows), sum(r.bytes_after for r in rows)
     shown = entries[:11] + entries[-3:]
     return Inspection(Path("m"), "fewbit", "llama", "", None, {}, {}, shown, size, nbytes, nbytes, ())
@@ -64,8 +67,12 @@ def comparison_of(names: str, width: int) -> str:
         results = (TensorResult(worst, (8, 8), "nf4", True, 20.25 - i, 256, 144, 0.0),)
         found = Perplexity(12.5 + i, 0.1251, 2048)
         kl = Divergence(Estimate(0.0123 * (i + 1), 0.0004), 0.01, 0.02, 0.03, 0.4)
-        quality = Comparison(perplexity, found, Estimate(math.log(found.value / perplexity.value), 0.001), kl, Estimate(0.9712, 0.0034))
-        candidates.append(Candidate(recipe, plan_of("paths"), None, results, 4_837_283_840 >> i, 8.5 / (i + 1), quality, 1.0, 2.0))
+        quality = Comparison(
+            perplexity, found, Estimate(math.log(found.value / perplexity.value), 0.001), kl, Estimate(0.9712, 0.0034)
+        )
+        candidates.append(
+            Candidate(recipe, plan_of("paths"), None, results, 4_837_283_840 >> i, 8.5 / (i + 1), quality, 1.0, 2.0)
+        )
     return comparison_table(base, candidates, width=width)
 
 

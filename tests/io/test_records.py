@@ -9,8 +9,8 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError
-from fewbit.io.records import Table, checked_record, leaf_names, leaves, misfit, qarray, record
 from fewbit._json import dumped, parsed
+from fewbit.io.records import Table, checked_record, leaf_names, leaves, misfit, qarray, record
 
 from .damage import leaves as bytes_of
 from .examples import quantized, random_qarray

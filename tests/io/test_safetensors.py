@@ -94,7 +94,11 @@ def test_an_index_cannot_lead_out_of_the_directory(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is not valid JSON"), ("{}", "lacks the field 'weight_map'"), ('{"weight_map": 3}', "weight_map is 3; expected object")],
+    [
+        ("", "is not valid JSON"),
+        ("{}", "lacks the field 'weight_map'"),
+        ('{"weight_map": 3}', "weight_map is 3; expected object"),
+    ],
 )
 def test_a_damaged_index(tmp_path, text, message):
     path = sharded(tmp_path)

@@ -2,7 +2,15 @@
 
 import re
 
-_TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int, "number": int | float}
+_TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "integer": int,
+    "number": int | float,
+}
 _SILENT = {"$schema", "$defs", "title", "description", "discriminator"}  # the last only names what `const` asserts
 
 

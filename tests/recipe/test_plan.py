@@ -187,7 +187,7 @@ def test_plan_messages(params, tmp_path):
     with pytest.raises(fb.QuantError, match="did you mean 'heads'"):
         plan["head"]
     (tmp_path / "p.json").write_text("{")
-    with pytest.raises(fb.QuantError, match="is not valid JSON|does not exist|expected object"):
+    with pytest.raises(fb.QuantError, match=r"is not valid JSON|does not exist|expected object"):
         fb.Plan.load(tmp_path / "p.json")
     (tmp_path / "p.json").write_text("[]")
     with pytest.raises(fb.QuantError, match="expected object"):

@@ -147,9 +147,15 @@ def test_an_unknown_key_is_refused_at_every_level(level, key, message):
     ("form", "message"),
     [
         ({"rules": ["nf4"]}, r"rules\[0\] is 'nf4'; expected object with the fields path, policy"),
-        ({"rules": [{"path": ".*", "policy": 4}]}, r"rules\[0\].policy is 4; expected str | object | null with the fields weight"),
+        (
+            {"rules": [{"path": ".*", "policy": 4}]},
+            r"rules\[0\].policy is 4; expected str | object | null with the fields weight",
+        ),
         ({"rules": [{"path": ".*", "policy": {"weight": "int8", "dlhs": 4}}]}, "policy.dlhs is 4; expected str | object"),
-        ({"rules": [{"path": ".*", "policy": {"weight": "fp8_tensor", "delayed": 4}}]}, "policy.delayed is 4; expected object"),
+        (
+            {"rules": [{"path": ".*", "policy": {"weight": "fp8_tensor", "delayed": 4}}]},
+            "policy.delayed is 4; expected object",
+        ),
         ({"rules": [{"path": ".*", "policy": None, "sparsity": 4}]}, "sparsity is 4; expected object"),
         ({"name": 4, "rules": [{"path": ".*", "policy": None}]}, "name is 4; expected str"),
         ({"rules": [{"path": ".*", "policy": None}], "products": {}}, "products is {}; expected array"),

@@ -13,7 +13,9 @@ from .options import Json
 def bench(
     schemes: Annotated[
         str | None,
-        typer.Option("--schemes", "-s", help="Schemes of the weight, separated by commas; those that kernels read when not given."),
+        typer.Option(
+            "--schemes", "-s", help="Schemes of the weight, separated by commas; those that kernels read when not given."
+        ),
     ] = None,
     sizes: Annotated[
         str | None,

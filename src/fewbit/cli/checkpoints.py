@@ -25,7 +25,6 @@ def plan(
     show_plan(model, recipe=recipe, save=save, full=full, json=json)
 
 
-
 @app.command()
 def quantize(
     model: ModelPath,
@@ -73,14 +72,12 @@ def quantize(
     )
 
 
-
 @app.command()
 def inspect(path: ModelPath, json: Json = False) -> None:
     """Shows what a model's file or directory holds: every tensor, how it is stored, its bytes."""
     from .plans import show_inspection
 
     show_inspection(path, json=json)
-
 
 
 @app.command()

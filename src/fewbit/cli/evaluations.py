@@ -37,6 +37,7 @@ def show_quality(
     for line in quality_lines(quality):
         say(line, wrap=True)
 
+
 def show_comparison(
     path: Path,
     recipes: str,
@@ -81,6 +82,7 @@ def show_comparison(
     if chart is not None:
         say(f"chart: {chart}")
 
+
 def show_sample(path: Path, prompt: str, *, kv: str | None, kv_scale: str | None, json: bool, **options: Any) -> None:
     """Prints what a model writes on from a prompt."""
     policy = _policy(kv, kv_scale)
@@ -90,6 +92,7 @@ def show_sample(path: Path, prompt: str, *, kv: str | None, kv_scale: str | None
     else:
         say(sample.text if sample.is_chat else prompt + sample.text)
         note(sample.speed())
+
 
 def _policy(kv: str | None, per: str | None) -> KVPolicy | None:
     """How keys and values are kept, as the two options say."""

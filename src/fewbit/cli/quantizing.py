@@ -63,6 +63,7 @@ def quantize_checkpoint(
     for line in commands:
         say(line)
 
+
 def _check_output(output: Path, overwrite: bool) -> None:
     """Refuses an output before any work is done for it; the writer refuses it again when it has come to be meanwhile."""
     if not output.absolute().parent.is_dir():

@@ -71,9 +71,7 @@ def compare(
     from .evaluations import show_comparison
 
     rotation = rotation_seed(rotate, seed)
-    show_comparison(
-        model, recipes, text=text, tokens=tokens, window=window, chart=chart, rotation_seed=rotation, json=json
-    )
+    show_comparison(model, recipes, text=text, tokens=tokens, window=window, chart=chart, rotation_seed=rotation, json=json)
 
 
 @app.command()

@@ -45,7 +45,8 @@ def _instruction_set(source: Path) -> str | None:
         path = source.with_name(f"_{source.stem}{suffix}")
         if path.exists():
             spec = importlib.util.spec_from_file_location(f"_{source.stem}", path)
-            assert spec is not None and spec.loader is not None
+            assert spec is not None
+            assert spec.loader is not None
             try:
                 module = importlib.util.module_from_spec(spec)
                 spec.loader.exec_module(module)

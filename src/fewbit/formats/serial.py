@@ -52,5 +52,5 @@ def format_from_json(form: str | Mapping[str, Any]) -> AbstractFormat:
     if isinstance(form, str):
         return FORMATS[form]
     fields = checked(form, CUSTOM_FORMAT, "a format")
-    cls = KINDS[fields.pop("kind")]
-    return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k != "kind"}
+    return KINDS[fields["kind"]](**arguments)

@@ -15,6 +15,7 @@ from ..errors import QuantError
 from ..formats import AbstractFormat
 from ..ops import Policy
 
+
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
     """The JSON schema of a record."""
 
@@ -159,7 +160,7 @@ def misfit(q: QArray) -> str | None:
         value = getattr(q, part)
         if value is None or isinstance(value, QArray):
             continue
-        dtype = np.dtype(np.uint8) if isinstance(holder, AbstractFormat) else np.dtype(holder)
+        dtype = jnp.dtype(jnp.uint8 if isinstance(holder, AbstractFormat | Scheme | None) else holder)
         if value.dtype != dtype:
             return f"its {part} is {value.dtype.name}; scheme {scheme.name} holds it as {dtype.name}"
     for part in ("zero_point", "tensor_scale"):

@@ -11,8 +11,8 @@ from typing import Any, Self
 import jax
 import numpy as np
 
-from ..array import QArray
 from .._json import dumped, parsed_object
+from ..array import QArray
 from ..errors import QuantError
 from .atomic import StagedDirectory
 from .checkpoint import Tensor

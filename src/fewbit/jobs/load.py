@@ -50,7 +50,9 @@ def _found(path: str | os.PathLike[str]) -> Path:
         return INSTALLED[name]()
     is_word = "." not in name and "/" not in name
     if is_word and not Path(name).exists():
-        raise QuantError(f"{name} does not exist, and is no model of an installed package; {near_names(name, tuple(INSTALLED))}")
+        raise QuantError(
+            f"{name} does not exist, and is no model of an installed package; {near_names(name, tuple(INSTALLED))}"
+        )
     return Path(name)
 
 

@@ -255,7 +255,5 @@ class Policy:
 
 
 _ARM = str | ARM
-POLICY = form_of(
-    Policy, weight=str | SCHEME, activation=str | SCHEME | None, dlhs=_ARM, drhs=_ARM, delayed=DELAYED | None
-)
+POLICY = form_of(Policy, weight=str | SCHEME, activation=str | SCHEME | None, dlhs=_ARM, drhs=_ARM, delayed=DELAYED | None)
 """The JSON schema of a policy."""

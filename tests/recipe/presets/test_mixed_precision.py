@@ -120,7 +120,7 @@ def test_activations_alone_are_not_supported():
 
 def test_files_that_are_none(tmp_path):
     (tmp_path / "a.json").write_text("[")
-    with pytest.raises(fb.QuantError, match="is not valid JSON|does not exist"):
+    with pytest.raises(fb.QuantError, match=r"is not valid JSON|does not exist"):
         fb.maxtext_mixed_precision(tmp_path / "a.json")
     (tmp_path / "a.json").write_text("[]")
     with pytest.raises(fb.QuantError, match="expected object"):

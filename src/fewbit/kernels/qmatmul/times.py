@@ -18,6 +18,7 @@ import numpy as np
 
 from ..._json import Positive, converted, form_of
 from ...array import Scheme, scheme
+from ...errors import QuantError
 
 DENSE = "dense"
 """The backend of products of floats, in a table."""
