@@ -205,7 +205,10 @@ def on_config(config: Any) -> Any:
 
     def filled(entries: list[Any]) -> list[Any]:
         return [
-            {title: filled(place) if isinstance(place, list) else folders.get(place, place) for title, place in entry.items()}
+            {
+                title: filled(place) if isinstance(place, list) else folders.get(place, place)
+                for title, place in entry.items()
+            }
             for entry in entries
         ]
 

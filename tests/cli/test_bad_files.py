@@ -172,12 +172,16 @@ def test_a_gguf_file(change, message, tmp_path):
     [
         ("smollm3", "smollm3 does not exist, and is no model of an installed package; did you mean 'smollm2'?"),
         ("whisper", "whisper does not exist, and is no model of an installed package; known: smollm2, glassllm, minilm"),
-        ("", "the path of the model is empty"),
     ],
 )
 def test_a_model_that_is_not_there(model, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert message in fail("inspect", model)
+
+
+def test_an_empty_path_is_not_the_current_directory():
+    result = CliRunner().invoke(app, ["inspect", ""])
+    assert (result.exit_code, "Invalid value for 'MODEL': the path is empty" in result.stderr) == (2, True)
 
 
 def test_names_that_are_near(flat):

@@ -13,7 +13,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 def _model_path(text: str) -> Path:
     """The path of a model; an empty text would be the path of the current directory."""
     if not text:
-        raise QuantError("the path of the model is empty; pass a file, a directory, or the name of an installed model")
+        raise typer.BadParameter("the path is empty; pass a file, a directory, or the name of an installed model")
     return Path(text)
 
 
