@@ -74,7 +74,7 @@ def test_the_schema_of_recipes():
 @pytest.mark.slow
 def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
     plan, out, text = tmp_path / "plan.json", tmp_path / "out", text_file(tmp_path)
-    assert "22 of 29 quantized" in run("plan", model, "--recipe", "nf4", "--save", plan).stdout
+    assert "22 of 29 parameters quantized" in run("plan", model, "--recipe", "nf4", "--save", plan).stdout
     form = json.loads(plan.read_text())
     row = next(row for row in form["rows"] if row["path"] == "layers/1/mlp/down")
     row["policy"] = "int8"
