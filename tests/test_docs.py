@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NEEDED = {"docs/frameworks.md": ("flax", "optax", "equinox"), "docs/torch.md": ("torch",)}
+NEEDED = {"docs/frameworks.md": ("flax", "optax", "equinox"), "docs/io.md": ("flax", "orbax"), "docs/torch.md": ("torch",)}
 """The packages beside those of `make test-fast` that a page's code imports."""
 FENCE = re.compile(r"^(?P<indent>[ \t]*)```(?P<info>.*)\n(?P<code>(?:.*\n)*?)(?P=indent)```[ \t]*$", re.MULTILINE)
 

@@ -18,6 +18,8 @@ from .array import specs_of as specs_of
 from .errors import QuantError as QuantError
 from .errors import UnsupportedError as UnsupportedError
 from .formats import FORMATS as FORMATS
+from .io import load as load
+from .io import save as save
 from .kernels.quantize import dequantize as dequantize
 from .kernels.quantize import quantize as quantize
 from .ops import Arm as Arm

@@ -203,7 +203,7 @@ def test_an_unknown_network_is_quantized_without_a_check(tmp_path):
 def test_verify_finds_a_changed_byte(tmp_path):
     np.savez(tmp_path / "a.npz", weight=np.ones((8, 64), np.float32))
     run("quantize", tmp_path / "a.npz", "-o", tmp_path / "out", "-r", "int8")
-    shard = tmp_path / "out" / "model.safetensors"
+    shard = tmp_path / "out" / "fewbit.safetensors"
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)

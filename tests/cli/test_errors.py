@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from fewbit import io
 from fewbit.cli.commands import app
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers
 
@@ -74,7 +75,7 @@ def test_weights_that_are_not_finite(tmp_path):
 def test_an_output_that_exists(flat, tmp_path):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
-    assert "exists; choose another --output, or pass --overwrite" in fail(
+    assert "exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)" in fail(
         "quantize", flat, "-o", tmp_path / "out", "-r", "int8"
     )
     message = fail("quantize", flat, "-o", tmp_path / "out", "-r", "int8", "--overwrite")
@@ -82,11 +83,34 @@ def test_an_output_that_exists(flat, tmp_path):
     assert (tmp_path / "out" / "mine").read_text() == "mine"
 
 
-def test_an_output_without_a_parent(flat, tmp_path):
-    message = fail("quantize", flat, "-o", tmp_path / "no" / "out", "-r", "int8")
-    assert "no does not exist; create it first" in message
+def test_an_output_below_a_file(flat, tmp_path):
     message = fail("quantize", flat, "-o", flat / "out", "-r", "int8")
-    assert f"the directory {flat} is a file" in message
+    assert f"{flat} is not a directory" in message
+
+
+@pytest.mark.finding(3)
+def test_an_output_that_holds_its_source_or_foreign_files_is_refused_before_the_work(flat, tmp_path):
+    """The inspection lost a model and a note to `quantize ov/inner -o ov --overwrite`."""
+    outer = io.write(tmp_path / "ov", {"x": np.ones(3, np.float32)})
+    inner = io.write(outer / "inner", {"weight": np.ones((6, 40), np.float32)})
+    assert "ov holds" in fail("quantize", inner, "-o", outer, "-r", "int8", "--overwrite")
+    assert "out is inside" in fail("quantize", inner, "-o", inner / "out", "-r", "int8")
+    assert "is the model itself" in fail("quantize", inner, "-o", inner, "-r", "int8", "--overwrite")
+    (inner / "notes.txt").write_text("mine")
+    assert "holds what fewbit did not write (notes.txt)" in fail("quantize", flat, "-o", inner, "-r", "int8", "--overwrite")
+    assert sorted(path.name for path in inner.iterdir()) == [
+        "config.json", "fewbit.safetensors", "manifest.json", "notes.txt"
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "command", [["verify", ""], ["quantize", "m", "-o", "", "-r", "int8"], ["eval", "m", "--against", ""]]
+)
+def test_an_empty_path_is_refused(command):
+    """It is not the working directory."""
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 2
+    assert "the path is empty" in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The command as a process: its entry point, and Ctrl-C in the middle of the work."""
+"""The command as a process: its entry point, and Ctrl-C and SIGTERM in the middle of the work."""
 
 import os
 import signal
@@ -33,7 +33,8 @@ def test_a_process_ends_with_the_status_and_one_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_leaves_what_stood_and_a_second_run_finishes(tmp_path):
+@pytest.mark.parametrize(("kind", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["Ctrl-C", "SIGTERM"])
+def test_a_stopped_run_leaves_what_stood_and_a_second_run_finishes(tmp_path, kind, status):
     shapes = [(8, 32 * (i + 1)) for i in range(12)]  # each compiles anew, so there is time to interrupt
     np.savez(tmp_path / "a.npz", **{f"w{i:02}": np.ones(shape, np.float32) for i, shape in enumerate(shapes)})
     arguments = [*COMMAND, "quantize", "a.npz", "-o", "out", "-r", "nvfp4", "--overwrite"]
@@ -44,14 +45,16 @@ def test_ctrl_c_leaves_what_stood_and_a_second_run_finishes(tmp_path):
     assert process.stderr is not None
     first = process.stderr.readline()
     assert first.startswith("w00")
-    process.send_signal(signal.SIGINT)
+    process.send_signal(kind)
     _, rest = process.communicate(timeout=120)
-    assert process.returncode == 130
+    assert process.returncode == status
     assert "interrupted after" in rest
     assert "nothing was written to out, and what stood there still stands" in rest
     assert "Traceback" not in rest
     assert list(io.read(tmp_path / "out").tensors) == ["old"]
     assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "out"}
+    if kind == signal.SIGTERM:
+        return
     done = subprocess.run(arguments, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, check=False)
     assert done.returncode == 0, done.stderr
     assert len(io.read(tmp_path / "out").tensors) == 12

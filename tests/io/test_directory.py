@@ -39,7 +39,7 @@ def test_everything_comes_back(small):
     assert checkpoint.tensors.info["norm"].stored == "F32"
 
 
-FILES = ("manifest.json", "config.json", "tokenizer.json", "model.safetensors")
+FILES = ("manifest.json", "config.json", "tokenizer.json", "fewbit.safetensors")
 
 
 @pytest.mark.slow
@@ -90,7 +90,7 @@ def test_files_of_two_directories_do_not_mix(small, tmp_path):
     other = io.write(
         tmp_path / "other", {"w": dataclasses.replace(Q, codes=Q.codes[::-1]), "norm": X[0, :4]}, config={"layers": 2}
     )
-    shutil.copy(other / "model.safetensors", small / "model.safetensors")
+    shutil.copy(other / "fewbit.safetensors", small / "fewbit.safetensors")
     with pytest.raises(QuantError, match=r"the bytes of tensor 'w\.codes' were changed"):
         content(io.read(small))
 
@@ -111,6 +111,13 @@ def test_other_directories_are_not_ours(tmp_path):
     assert not io.is_fewbit_directory(tmp_path)
     assert not io.is_fewbit_directory(tmp_path / "nowhere")
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert not io.is_fewbit_directory(tmp_path)
+
+
+@pytest.mark.finding(3)
+def test_the_word_fewbit_somewhere_does_not_make_a_directory_ours(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "name": "fewbit", "fewbit": {"note": "format"}}')
+    (tmp_path / "manifest.json").write_text('{"app": "fewbit"}')
     assert not io.is_fewbit_directory(tmp_path)
 
 

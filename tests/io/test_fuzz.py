@@ -17,7 +17,7 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError, io, jobs, models
-from fewbit._json import canonical
+from fewbit._json import canonical, dumped
 from fewbit.io.peft import read_adapters, write_adapters
 from fewbit.jobs.memory import peak_memory
 from fewbit.kernels.qmatmul.expected import read_table
@@ -174,8 +174,8 @@ def fewbit_directory(name):
                     manifest["files"][name] = {"size": len(changed), "sha256": io.manifest.sha256(changed)}
                 manifest.pop("sha256")
                 manifest["sha256"] = io.manifest.sha256(canonical(manifest))
-                text = json.dumps(manifest).encode()
-            except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
+                text = dumped(manifest, "manifest.json")
+            except (QuantError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
                 return changed
             if name != "manifest.json":
                 (target / "manifest.json").write_bytes(text)

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from fewbit import QuantError
+from fewbit import QuantError, jobs
 from fewbit.io.mapped import checked_path, content, mapped
 
 
@@ -22,7 +22,22 @@ def test_nothing_at_the_path(tmp_path):
         checked_path(tmp_path / "nowhere.gguf")
 
 
-@pytest.mark.parametrize("name", ["a\0b", "x" * 5_000])
+def test_an_empty_path_is_not_the_working_directory():
+    with pytest.raises(QuantError, match="the path is empty; pass a file or a model directory"):
+        checked_path("")
+    with pytest.raises(QuantError, match="the path is empty"):
+        jobs.load("")
+
+
+def test_what_a_killed_exchange_left_is_named(tmp_path):
+    (tmp_path / ".m.fewbit-old").mkdir()
+    with pytest.raises(
+        QuantError, match=r"m was being replaced when its writer died; the old directory is .*m\.fewbit-old: run"
+    ):
+        checked_path(tmp_path / "m")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "x" * 250, "x" * 5_000])
 def test_a_path_that_cannot_be(tmp_path, name):
     with pytest.raises(QuantError, match=r"is no usable path|does not exist"):
         checked_path(tmp_path / name)

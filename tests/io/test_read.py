@@ -54,9 +54,9 @@ def test_a_directory_with_a_model_file_names_it(tmp_path):
 def test_reading_loads_nothing(tmp_path):
     io.write(tmp_path / "m", {"w": quantized("nf4")})
     checkpoint = io.read(tmp_path / "m")
-    shard = tmp_path / "m" / "model.safetensors"
+    shard = tmp_path / "m" / "fewbit.safetensors"
     data = shard.read_bytes()
     shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     checkpoint = io.read(tmp_path / "m")  # the size is right, and the tensor is not touched
-    with pytest.raises(QuantError, match=r"model\.safetensors: the bytes of tensor 'w.codes' were changed"):
+    with pytest.raises(QuantError, match=r"fewbit\.safetensors: the bytes of tensor 'w.codes' were changed"):
         checkpoint.tensors["w"]

@@ -126,4 +126,4 @@ def test_bfloat16_and_float8_need_no_framework(tmp_path):
 def test_one_file_of_a_fewbit_directory_is_not_read_alone(tmp_path):
     io.write(tmp_path / "m", X)
     with pytest.raises(QuantError, match="is a part of a directory that fewbit wrote; pass the directory"):
-        io.read(tmp_path / "m" / "model.safetensors")
+        io.read(tmp_path / "m" / "fewbit.safetensors")

@@ -31,11 +31,11 @@ def test_all_is_well_with_other_containers(tmp_path):
 
 def test_a_changed_byte_is_found_in_the_file_and_in_the_tensor(tmp_path):
     path = io.write(tmp_path / "m", {"w": X, "v": X})
-    data = bytearray((path / "model.safetensors").read_bytes())
+    data = bytearray((path / "fewbit.safetensors").read_bytes())
     data[-1] ^= 1
-    (path / "model.safetensors").write_bytes(data)
+    (path / "fewbit.safetensors").write_bytes(data)
     file, tensor = io.verify(path)
-    assert str(file).endswith("model.safetensors: was changed since it was written (its SHA-256 differs)")
+    assert str(file).endswith("fewbit.safetensors: was changed since it was written (its SHA-256 differs)")
     assert (tensor.severity, tensor.where) == ("error", "v")
 
 

@@ -20,6 +20,7 @@ import safetensors.numpy
 
 import fewbit as fb
 from fewbit import QuantError, io
+from fewbit.io import atomic
 
 from .damage import content, leaves
 from .examples import X, quantized, random_qarray
@@ -83,25 +84,26 @@ def test_the_manifest_has_the_hash_and_size_of_every_file(tmp_path):
         if name != "manifest.json":
             assert manifest["files"][name] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     assert set(manifest["files"]) | {"manifest.json"} == set(os.listdir(path))
-    assert set(manifest["tensors"]) == set(safetensors.numpy.load_file(path / "model.safetensors"))
+    assert set(manifest["tensors"]) == set(safetensors.numpy.load_file(path / "fewbit.safetensors"))
 
 
 def test_the_config_keeps_what_it_was_given(tmp_path):
     path = io.write(tmp_path / "m", TENSORS, config={"model_type": "llama", "layers": 3})
     config = json.loads((path / "config.json").read_text())
     assert (config["model_type"], config["layers"]) == ("llama", 3)
-    assert set(config["fewbit"]["tensors"]) == {"a", "c", "d"}
-    assert "scale" in config["fewbit"]["tensors"]["d"]  # its scales are quantized themselves
+    section = config["quantization_config"]
+    assert section["quant_method"] == "fewbit"
+    assert set(section["tensors"]) == {"a", "c", "d"}
+    assert "scale" in section["tensors"]["d"]  # its scales are quantized themselves
 
 
 def test_large_models_are_spread_over_files(tmp_path):
     tensors = {f"t{i}": np.full((100,), i, np.float32) for i in range(5)} | {"large": np.zeros(1_000, np.float32)}
     path = io.write(tmp_path / "m", tensors, max_shard_bytes=800)
     shards = sorted(path.glob("*.safetensors"))
-    assert [file.name for file in shards] == [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]
-    index = json.loads((path / "model.safetensors.index.json").read_text())
-    assert index["weight_map"]["t2"] == "model-00002-of-00004.safetensors"
-    assert index["metadata"]["total_size"] == 5 * 400 + 4_000
+    assert [file.name for file in shards] == [f"fewbit-0000{i}-of-00004.safetensors" for i in range(1, 5)]
+    manifest = json.loads((path / "manifest.json").read_text())
+    assert manifest["tensors"]["t2"]["file"] == "fewbit-00002-of-00004.safetensors"
     assert content(io.read(path)) == {name: leaves(value) for name, value in tensors.items()}
 
 
@@ -176,13 +178,15 @@ def test_overwrite_leaves_alone_what_fewbit_did_not_write(tmp_path, kind):
     else:
         io.write(tmp_path / "real", TENSORS)
         target.symlink_to(tmp_path / "real")
-    with pytest.raises(QuantError, match="m was not written by fewbit, so it is not replaced"):
+    with pytest.raises(
+        QuantError, match=r"m (was not written by fewbit|is a file|is a symbolic link), so it is not replaced"
+    ):
         io.write(target, TENSORS, overwrite=True)
     assert os.path.lexists(target)
 
 
 BAD = {
-    "section": ({"config": {"fewbit": {}}}, "config has a section 'fewbit' already"),
+    "section": ({"config": {"quantization_config": {}}}, "config has a 'quantization_config' already"),
     "config": ({"config": {"a": float("nan")}}, "config cannot be written as JSON"),
     "facts": ({"facts": {"a": b""}}, "facts cannot be written as JSON"),
     "file": ({"files": {"config.json": b""}}, r"a file cannot be called 'config\.json'"),
@@ -244,7 +248,10 @@ def test_tensors_are_added_within_the_block(tmp_path):
 def test_two_runs_do_not_write_the_same_directory(tmp_path):
     with io.DirectoryWriter(tmp_path / "m") as first:
         first.add("a", X)
-        with pytest.raises(QuantError, match="another process is writing to"), io.DirectoryWriter(tmp_path / "m"):
+        with (
+            pytest.raises(QuantError, match=r"m is being written by process \d+ on \S+; wait until it has ended"),
+            io.DirectoryWriter(tmp_path / "m"),
+        ):
             raise AssertionError("not reached")
     assert set(io.read(tmp_path / "m").tensors) == {"a"}
 
@@ -257,7 +264,7 @@ def test_an_error_in_the_block_leaves_nothing(tmp_path):
         with io.DirectoryWriter(tmp_path / "m", max_shard_bytes=10) as writer:
             writer.add("a", X)
             writer.add("b", X)
-            assert os.listdir(tmp_path) == [".m.fewbit-partial"]
+            assert sorted(os.listdir(tmp_path)) == [".m.fewbit-lock", ".m.fewbit-partial"]
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -300,6 +307,29 @@ def test_a_disk_that_changes_bytes_is_caught(tmp_path, monkeypatch):
     with pytest.raises(QuantError, match="tensor 'b' reads back other than it was written; the disk may be failing"):
         io.write(tmp_path / "m", TENSORS)
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_an_interruption_at_the_rename_tells_which_model_stands(tmp_path, monkeypatch, moment):
+    io.write(tmp_path / "m", {"x": X})
+    real = atomic.exchange
+
+    def interrupted(staged, target):
+        if moment == "after":
+            real(staged, target)
+            monkeypatch.setattr(atomic.shutil, "rmtree", stopped)
+        else:
+            raise KeyboardInterrupt
+
+    def stopped(path, **kwargs):
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(atomic, "exchange", interrupted)
+    with pytest.raises(KeyboardInterrupt, match=r"^$" if moment == "before" else r"m was in place already; it is complete"):
+        io.write(tmp_path / "m", TENSORS, overwrite=True)
+    assert set(io.read(tmp_path / "m").tensors) == ({"x"} if moment == "before" else set(TENSORS))
+    assert os.listdir(tmp_path) == ["m"]
 
 
 # A shell starts background processes with SIGINT ignored, and so what they start; Ctrl-C is switched on again.

@@ -1,6 +1,7 @@
 """Quantizing a checkpoint into a directory: read back bit for bit, the same bytes again, nothing on failure."""
 
 import hashlib
+import json
 import math
 
 import jax
@@ -27,9 +28,9 @@ def test_what_is_read_back_is_what_was_quantized(tmp_path):
     plan = jobs.plan_model(model, recipe="nvfp4")
     outcome = jobs.quantize(model, plan, tmp_path / "q")
     expected = jobs.tensors.quantized_tensors(model, plan)
-    stored = io.read(outcome.path).tensors
+    stored = jobs.load(outcome.path)
     for value, result in expected:
-        back = stored[result.path]
+        back = stored.load(result.path)
         assert jax.tree.structure(back) == jax.tree.structure(value)
         for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(value), strict=True):
             np.testing.assert_array_equal(np.asarray(a).view(np.uint8), np.asarray(b).view(np.uint8))
@@ -51,7 +52,7 @@ def test_sizes_are_those_of_the_files_and_of_the_arrays(tmp_path):
     model = jobs.load(llama_directory(tmp_path / "hf"))
     outcome = jobs.quantize(model, jobs.plan_model(model, recipe="int4"), tmp_path / "q")
     assert outcome.file_bytes == sum(f.stat().st_size for f in (tmp_path / "q").iterdir())
-    assert outcome.tensor_file_bytes == (tmp_path / "q" / "model.safetensors").stat().st_size
+    assert outcome.tensor_file_bytes == (tmp_path / "q" / "fewbit.safetensors").stat().st_size
     stored = io.read(tmp_path / "q").tensors
     assert outcome.array_bytes == sum(stored[name].nbytes for name in stored)
     assert outcome.size == model.size
@@ -87,6 +88,55 @@ def test_a_quantized_tensor_in_the_planned_scheme_keeps_its_codes(tmp_path):
     outcome = jobs.quantize(model, jobs.plan_model(model, recipe="nf4"), tmp_path / "again")
     assert outcome.tensors[0].sqnr_db is None
     np.testing.assert_array_equal(io.read(tmp_path / "again").tensors["w"].codes, q.codes)
+
+
+@pytest.mark.finding(7)
+@needs_tokenizers
+def test_a_hugging_face_checkpoint_keeps_its_config_names_and_files(tmp_path):
+    """Our readers still take it for the network that it is, again after a second quantization, and rotated."""
+    source = llama_directory(tmp_path / "hf")
+    config = json.loads((source / "config.json").read_text()) | {
+        "torch_dtype": "float32",
+        "architectures": ["LlamaForCausalLM"],
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    files = {"LICENSE": b"free", "chat_template.jinja": b"{{ x }}", "generation_config.json": b"{}", "NOTICE.txt": b"n"}
+    for name, data in files.items():
+        (source / name).write_bytes(data)
+    (source / "training.log").touch()
+    model = jobs.load(source)
+    for place, recipe in (("q", "int8"), ("again", "keep")):
+        jobs.quantize(model, jobs.plan_model(model, recipe=recipe), tmp_path / place)
+        written = json.loads((tmp_path / place / "config.json").read_text())
+        assert written.pop("quantization_config")["quant_method"] == "fewbit"
+        assert written == config
+        stored = io.read(tmp_path / place)
+        assert set(stored.tensors) == set(io.read(source).tensors)
+        assert stored.files == files | {"tokenizer.json": (source / "tokenizer.json").read_bytes()}
+        back = jobs.load(tmp_path / place)
+        assert back.config == model.config and back.tokenizer is not None and list(back.info) == list(model.info)
+        assert isinstance(back.load("layers/0/attn/q"), fb.QArray)
+        model = back
+    rotated = jobs.rotated(jobs.load(source))
+    jobs.quantize(rotated, jobs.plan_model(rotated, recipe="keep"), tmp_path / "rotated")
+    assert jobs.load(tmp_path / "rotated").config == rotated.config
+
+
+@pytest.mark.oracle
+@pytest.mark.finding(7)
+def test_transformers_refuses_what_we_write(tmp_path):
+    """It would otherwise return a model of random weights. Config and tokenizer are the source's own."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "hf")
+    model = jobs.load(tmp_path / "hf")
+    jobs.quantize(model, jobs.plan_model(model, recipe="int8"), tmp_path / "q")
+    with pytest.raises(OSError, match=r"no file named model\.safetensors"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "q")
+    found = transformers.AutoConfig.from_pretrained(tmp_path / "q")
+    assert found.model_type == "llama" and found.quantization_config["quant_method"] == "fewbit"
+    assert jobs.load(tmp_path / "q").config == model.config
 
 
 def test_float64_is_rounded_to_float32_and_quantized(tmp_path):

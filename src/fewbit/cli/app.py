@@ -1,7 +1,8 @@
 """The application that the commands join, and how every failure ends: one message, and an exit status that says which."""
 
+import signal
 import sys
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -14,6 +15,12 @@ FAILED = 2
 """The exit status when what was asked could not be done."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
+TERMINATED = 143
+"""The exit status after SIGTERM."""
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM asked the process to end; what cleans up after Ctrl-C cleans up after it."""
 
 
 class Commands(TyperGroup):
@@ -23,9 +30,10 @@ class Commands(TyperGroup):
         """Reads the arguments."""
         try:
             return super().make_context(*args, **kwargs)
-        except KeyboardInterrupt:
-            typer.echo("error: interrupted", err=True)
-            raise SystemExit(INTERRUPTED) from None
+        except KeyboardInterrupt as error:
+            message, status = _interruption(error)
+            typer.echo(f"error: {message}", err=True)
+            raise SystemExit(status) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Runs a command."""
@@ -36,9 +44,16 @@ class Commands(TyperGroup):
         except OSError as error:
             message, status = _system_message(error), FAILED
         except KeyboardInterrupt as error:
-            message, status = str(error) or "interrupted", INTERRUPTED
+            message, status = _interruption(error)
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(status)
+
+
+def _interruption(error: KeyboardInterrupt) -> tuple[str, int]:
+    """What to say of Ctrl-C or SIGTERM, and the exit status."""
+    is_terminated = isinstance(error, Terminated)
+    message = str(error) or ("terminated" if is_terminated else "interrupted")
+    return message, TERMINATED if is_terminated else INTERRUPTED
 
 
 def _system_message(error: OSError) -> str:
@@ -77,8 +92,16 @@ def fewbit(
 
 def run() -> None:
     """Runs the command of the process's arguments."""
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
     try:
         app()
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         sys.stderr.close()
         sys.exit(FAILED)
+
+
+def _terminate(number: int, frame: Any) -> NoReturn:
+    """Ends the command as Ctrl-C does; a second SIGTERM does not cut the cleaning up short."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise Terminated

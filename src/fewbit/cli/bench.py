@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .app import app
-from .options import Json
+from .options import Json, path_argument
 
 
 @app.command()
@@ -29,7 +29,14 @@ def bench(
     ] = None,
     tune: Annotated[bool, typer.Option("--tune", help="Keep the times of this machine, for fb.explain to tell.")] = False,
     output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The directory for the table of --tune; your cache when not given.")
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            parser=path_argument,
+            help="The directory for the table of --tune; your cache when not given.",
+        ),
     ] = None,
     json: Json = False,
 ) -> None:

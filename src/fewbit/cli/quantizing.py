@@ -32,8 +32,8 @@ def quantize_checkpoint(
     """Quantizes a model into a directory, checks what that cost, and prints both."""
     if text is not None and not check:
         raise QuantError("--text is the text of the check, which --no-check leaves out; drop one of the two")
-    _check_output(output, overwrite)
     opened = jobs.load(path)
+    io.check_output(output, overwrite=overwrite, sources=[opened.path])
     source, made = _planned(opened, recipe, plan, keep=keep, rotation_seed=rotation_seed)
     if not json:
         print_plan(source, made, full=full)
@@ -62,19 +62,6 @@ def quantize_checkpoint(
         say(line, wrap=True)
     for line in commands:
         say(line)
-
-
-def _check_output(output: Path, overwrite: bool) -> None:
-    """Refuses an output before any work is done for it; the writer refuses it again when it has come to be meanwhile."""
-    if not output.absolute().parent.is_dir():
-        fault = "is a file" if output.absolute().parent.exists() else "does not exist; create it first"
-        raise QuantError(f"{output} cannot be written: the directory {output.parent} {fault}")
-    if output.exists() and not overwrite:
-        raise QuantError(f"{output} exists; choose another --output, or pass --overwrite to replace it")
-    if output.exists() and not io.is_fewbit_directory(output):
-        raise QuantError(
-            f"{output} was not written by fewbit, so it is not replaced; choose another --output or remove it yourself"
-        )
 
 
 def _planned(
@@ -126,9 +113,10 @@ def _written(source: jobs.Model, made: Plan, output: Path, *, overwrite: bool, l
 
         try:
             return jobs.quantize(source, made, output, overwrite=overwrite, on_tensor=on_tensor)
-        except KeyboardInterrupt:
-            raise KeyboardInterrupt(
-                f"interrupted after {written} of {count} tensors; nothing was written to {output}, and what stood there "
+        except KeyboardInterrupt as error:
+            raise type(error)(
+                str(error)
+                or f"interrupted after {written} of {count} tensors; nothing was written to {output}, and what stood there "
                 "still stands. Run the same command to start again"
             ) from None
 
@@ -138,8 +126,8 @@ def _checked(path: Path, reference: jobs.Model, text: str | None) -> jobs.Qualit
     try:
         with progress_bar("checking", 1) as bar:
             return jobs.evaluate(jobs.load(path), against=reference, text=text, progress=bar.windows)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
+    except KeyboardInterrupt as error:
+        raise type(error)(
             f"interrupted in the quality check; {path} is written and complete: run `fewbit eval {path}`"
         ) from None
 

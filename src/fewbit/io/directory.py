@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,9 +18,8 @@ from .records import checked_record, leaf_names, qarray
 from .safetensors_file import DTYPES, StoredTensor, read_file
 
 CONFIG = "config.json"
-INDEX = "model.safetensors.index.json"
-SECTION = "fewbit"
-_MARKS = (MANIFEST, CONFIG)
+SECTION = "quantization_config"
+QUANT_METHOD = "fewbit"
 
 
 class _Section(msgspec.Struct):
@@ -31,10 +31,10 @@ class _Section(msgspec.Struct):
 
 
 def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether fewbit wrote a directory: its manifest, its config or a file of tensors says so, damaged or not.
+    """Whether fewbit wrote a directory: its manifest, its config or the header of its tensors says so.
 
     One of them is enough, so that a directory with one damaged file is reported as damaged, and not read as another
-    kind.
+    kind. What may be replaced is decided by `check_output`, which wants the manifest.
 
     Args:
         path: any path; where there is no directory the answer is no.
@@ -45,9 +45,11 @@ def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
     path = pathlib.Path(path)
     if not path.is_dir():
         return False
-    texts = [content(path / name) for name in _MARKS if (path / name).is_file()]
-    shards = [_first_bytes(file) for file in sorted(path.glob("*.safetensors"))[:1]]
-    return any(b'"fewbit"' in text for text in (*texts, *shards))
+    return (
+        _says(path / MANIFEST, lambda form: form.get("format") == FORMAT)
+        or _says(path / CONFIG, lambda form: _method(form) == QUANT_METHOD)
+        or any(_is_ours(file) for file in sorted(path.glob("*.safetensors"))[:1])
+    )
 
 
 def read_directory(path: pathlib.Path) -> Checkpoint:
@@ -64,7 +66,6 @@ def read_directory(path: pathlib.Path) -> Checkpoint:
     stored = _stored_tensors(path, manifest)
     config = parsed_object(small.pop(CONFIG, b"{}"), str(path / CONFIG))
     records = _records(config.pop(SECTION, None), path)
-    small.pop(INDEX, None)
     owner = {leaf: name for name, form in records.items() for leaf in leaf_names(name, form)}
     if absent := [leaf for leaf in owner if leaf not in stored]:
         raise QuantError(f"{path}: tensor {absent[0]!r} is missing from its files")
@@ -86,13 +87,26 @@ def read_directory(path: pathlib.Path) -> Checkpoint:
     return Checkpoint(path, "fewbit", Tensors(info, load), config, small, dict(manifest.facts))
 
 
-def _first_bytes(path: pathlib.Path) -> bytes:
-    """The beginning of a file of tensors, where its metadata stands."""
+def _says(path: pathlib.Path, says: Callable[[dict[str, Any]], bool]) -> bool:
+    """What a JSON file says of itself; a file that is missing or damaged says nothing."""
     try:
-        with path.open("rb") as file:
-            return file.read(256)
-    except OSError as error:
-        raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+        return path.is_file() and says(parsed_object(content(path), str(path)))
+    except QuantError:
+        return False
+
+
+def _method(config: dict[str, Any]) -> Any:
+    """The `quant_method` of a `config.json`."""
+    section = config.get(SECTION)
+    return section.get("quant_method") if isinstance(section, dict) else None
+
+
+def _is_ours(path: pathlib.Path) -> bool:
+    """Whether the header of a file of tensors says that fewbit wrote it."""
+    try:
+        return read_file(path)[1].get("format") == FORMAT
+    except QuantError:
+        return False
 
 
 def _checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:
@@ -132,8 +146,8 @@ def _stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredT
 def _records(section: Any, path: pathlib.Path) -> dict[str, dict[str, Any]]:
     """The records of the quantized tensors, by name."""
     where = f"{path / CONFIG}, section {SECTION!r}"
-    if not isinstance(section, dict):
-        raise QuantError(f"{path / CONFIG} has no section {SECTION!r}, though the directory is of format {FORMAT!r}")
+    if not isinstance(section, dict) or section.get("quant_method") != QUANT_METHOD:
+        raise QuantError(f"{path / CONFIG} has no {SECTION!r} of fewbit, though the manifest is of format {FORMAT!r}")
     found = converted(section, _Section, where)
     return {
         name: checked_record(form, found.schemes, found.policies, f"{where}, tensor {name!r}")

@@ -16,7 +16,7 @@ from ..errors import QuantError, UnsupportedError
 
 MANIFEST = "manifest.json"
 FORMAT = "fewbit"
-VERSION = 1
+VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,18 +103,25 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     path = directory / MANIFEST
     if not path.is_file():
         raise QuantError(f"{path} is missing, though the directory was written by fewbit; copy the directory again, whole")
-    form = parsed_object(file_text(path, "manifest"), str(path))
+    text = file_text(path, "manifest")
+    form = parsed_object(text, str(path))
     said = converted(form, _Head, str(path))
     del form["sha256"]
     if sha256(canonical(form)) != said.sha256:
         raise QuantError(f"{path} is damaged: its content does not fit its own hash; copy the directory again")
     if said.format != FORMAT or said.version < 1:
         raise QuantError(f"{path} is no manifest of fewbit: format {said.format!r}, version {said.version}")
-    if said.version > VERSION:
+    if said.version != VERSION:
+        advice = "upgrade fewbit" if said.version > VERSION else "quantize the checkpoint again"
         raise UnsupportedError(
-            f"{directory} has layout version {said.version}, this fewbit reads up to {VERSION}; upgrade fewbit"
+            f"{directory} has layout version {said.version}, this fewbit reads version {VERSION}; {advice}"
         )
-    return _manifest(form, str(path))
+    manifest = _manifest(form, str(path))
+    if manifest.text() != text:
+        raise QuantError(
+            f"{path} is damaged: white space or number forms differ from what was written; copy the directory again"
+        )
+    return manifest
 
 
 def _manifest(form: Mapping[str, Any], where: str) -> Manifest:

@@ -6,19 +6,24 @@ import pathlib
 import numpy as np
 
 from ..errors import QuantError
+from .atomic import old_name
 
 
 def checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
     """The path of an existing file or directory.
 
     Raises:
-        QuantError: when there is nothing at the path, or something that is neither a file nor a directory.
+        QuantError: when the path is empty, or there is nothing at it, or something that is neither a file nor a directory.
     """
+    if not os.fspath(path):
+        raise QuantError("the path is empty; pass a file or a model directory")
     path = pathlib.Path(path)
     try:
         exists, readable = path.exists(), path.is_file() or path.is_dir()
     except (OSError, ValueError) as error:  # a name too long for the file system, or one that holds a zero byte
         raise QuantError(f"{os.fspath(path)!r} is no usable path: {error}") from error
+    if not exists and os.path.isdir(old := old_name(path)):
+        raise QuantError(f"{path} was being replaced when its writer died; the old directory is {old}: run the writer again")
     if not exists:
         raise QuantError(f"{path} does not exist; pass a .gguf, .safetensors or .npz file, or a model directory")
     if not readable:

@@ -28,6 +28,7 @@ from ..errors import QuantError
 from ..training.lora import Adapter
 from .atomic import StagedDirectory
 from .mapped import content
+from .output import check_output
 from .safetensors_file import file_header, ordered, read_file
 
 TENSORS = "adapter_model.safetensors"
@@ -86,22 +87,18 @@ def write_adapters(
     >>> read_adapters(path, {"up": adapter})
     {'up': Adapter(a=[4, 2], b=[2, 8], alpha=4)}
     """
-    target = pathlib.Path(path)
-    _check_target(target, overwrite)
+    target = check_output(path, overwrite=overwrite, foreign=_foreign_files)
     modules = _modules(adapters, names)
     tensors = ordered({name: x for module in modules.values() for name, x in module.tensors().items()})
     header = file_header(tensors, {"format": "pt"})
     files = {CONFIG: [dumped(_config(modules, base_model), CONFIG)], TENSORS: [header, *map(_bytes, tensors.values())]}
-    staged = StagedDirectory(target, overwrite=overwrite)
-    try:
+    with StagedDirectory(target, overwrite=overwrite) as staged:
         for name, parts in files.items():
             staged.write(name, parts, sum(len(part) for part in parts))
             if content(staged.path / name) != b"".join(map(bytes, parts)):
                 raise QuantError(f"{target}: {name} reads back other than it was written; the disk may be failing")
+        check_output(path, overwrite=overwrite, foreign=_foreign_files)
         staged.commit()
-    except BaseException:
-        staged.discard()
-        raise
     return target
 
 
@@ -267,15 +264,10 @@ def _joined(like: Adapter, parts: list[tuple[np.ndarray, np.ndarray, tuple[float
     return Adapter(jnp.asarray(a), jnp.asarray(b), alpha, like.inputs, like.stacked)
 
 
-def _check_target(path: pathlib.Path, overwrite: bool) -> None:
-    if not os.path.lexists(path):
-        return
-    if not overwrite:
-        raise QuantError(f"{path} exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)")
-    if path.is_symlink() or not path.is_dir() or {entry.name for entry in path.iterdir()} - {CONFIG, TENSORS, "README.md"}:
-        raise QuantError(
-            f"{path} holds more than adapters, so it is not replaced; choose another output or remove it yourself"
-        )
+def _foreign_files(directory: pathlib.Path) -> list[str]:
+    """The names in a directory that `write_adapters` did not write."""
+    with os.scandir(directory) as entries:
+        return sorted(e.name for e in entries if e.name not in (CONFIG, TENSORS) or not e.is_file(follow_symlinks=False))
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

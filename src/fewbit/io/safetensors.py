@@ -1,5 +1,6 @@
 """Reads safetensors as Hugging Face lays them out: one file, or a directory with a config and a tokenizer."""
 
+import fnmatch
 import pathlib
 
 import msgspec
@@ -8,24 +9,35 @@ import numpy as np
 from .._json import converted, file_text, parsed_object
 from ..errors import QuantError
 from .checkpoint import Checkpoint, TensorInfo, Tensors
-from .directory import CONFIG, INDEX
+from .directory import CONFIG
 from .manifest import FORMAT, is_plain_name
 from .mapped import content
 from .safetensors_file import DTYPES, StoredTensor, read_file
 
+INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+# Tokenizers, chat templates, how to generate, image and audio processors, licences: as patterns of lower-case names.
 _SIDE_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
+    "tokenizer*.json",
+    "tokenizer*.model*",
+    "*.tiktoken",
     "special_tokens_map.json",
     "added_tokens.json",
-    "vocab.json",
-    "vocab.txt",
+    "vocab*.json",
+    "vocab*.txt",
     "merges.txt",
-    "chat_template.jinja",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.jinja",
+    "chat_template.json",
     "generation_config.json",
+    "*processor_config.json",
+    "licen[cs]e*",
+    "notice*",
+    "copying*",
+    "use_policy*",
 )
+_CHAT_TEMPLATES = "additional_chat_templates"
 
 
 class _Index(msgspec.Struct):
@@ -49,7 +61,7 @@ def read_safetensors_file(path: pathlib.Path) -> Checkpoint:
 def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     """Opens a directory with `model.safetensors`, or with several files and `model.safetensors.index.json`.
 
-    Its `config.json` becomes the metadata; tokenizer files are kept as bytes.
+    Its `config.json` becomes the metadata; tokenizer, chat template, generation, processor and licence files are kept as bytes.
 
     Raises:
         QuantError: when a file is missing or damaged, or a tensor stands in two files.
@@ -57,8 +69,14 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     stored, notes = _indexed(path) if (path / INDEX).is_file() else (read_file(_only_file(path))[0], ())
     config = path / CONFIG
     metadata = parsed_object(file_text(config, "configuration"), str(config)) if config.is_file() else {}
-    files = {name: content(path / name) for name in _SIDE_FILES if (path / name).is_file()}
+    files = {file.name: content(file) for file in sorted(path.iterdir()) if file.is_file() and _is_side_file(file.name)}
+    if (path / _CHAT_TEMPLATES).is_dir():
+        notes = (*notes, f"the directory {_CHAT_TEMPLATES} is not read; copy it by hand where it is needed")
     return Checkpoint(path, "safetensors", _tensors(stored), metadata, files, notes=notes)
+
+
+def _is_side_file(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _SIDE_FILES)
 
 
 def _tensors(stored: dict[str, StoredTensor]) -> Tensors:

@@ -4,7 +4,7 @@ import dataclasses
 import hashlib
 import os
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -16,15 +16,19 @@ from ..array import QArray
 from ..errors import QuantError
 from .atomic import StagedDirectory
 from .checkpoint import Tensor
-from .directory import CONFIG, INDEX, SECTION, is_fewbit_directory, read_directory
+from .directory import CONFIG, QUANT_METHOD, SECTION, read_directory
 from .manifest import FORMAT, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord, is_plain_name, sha256
 from .mapped import content
+from .output import check_output
 from .records import Table, leaves, record
 from .safetensors_file import dtype_name, file_header, ordered, read_file
 
 Progress = Callable[[str, str, int], None]
 
 _METADATA = {"format": FORMAT}
+# Not "model": transformers would load model.safetensors, find none of its tensors, and return a random model.
+STEM = "fewbit"
+_CHUNK = 1 << 20
 
 
 class DirectoryWriter:
@@ -37,19 +41,21 @@ class DirectoryWriter:
     The same calls give the same bytes.
 
     Args:
-        path: the directory to be.
-        config: the model's configuration, which becomes `config.json` with a section `fewbit` added.
+        path: the directory to be; missing parents are created.
+        config: the model's configuration, which becomes `config.json` with a section `quantization_config` added.
         files: tokenizer and other small files, by name.
         facts: JSON to remember in the manifest: the recipe, the source's hash. Not the time: files should reproduce.
         max_shard_bytes: when the tensors exceed it they are spread over several files; a larger tensor has one of its
             own.
-        overwrite: whether a directory that fewbit wrote earlier may be replaced; that happens at the very end.
+        overwrite: whether a directory that fewbit wrote earlier may be replaced, one that holds only files of its manifest;
+            that happens at the very end.
+        sources: files and directories that the tensors are read from, which the output must not be, hold or be inside of.
         progress: called with ("write" or "verify", name of the tensor, its bytes in the file).
 
     Raises:
-        QuantError: when `path` exists (without `overwrite`), or was not written by fewbit (with it); when another
-            process is writing it; for a config that has a section `fewbit` already, or a file whose name is taken or
-            leads elsewhere; when there is no space left.
+        QuantError: when `path` exists (without `overwrite`), or holds what fewbit did not write (with it); when another
+            process is writing it; for a config that has a section `quantization_config` already, or a file whose name is
+            taken or leads elsewhere; when there is no space left.
 
     >>> import tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "model"
@@ -68,10 +74,11 @@ class DirectoryWriter:
         facts: Mapping[str, Any] | None = None,
         max_shard_bytes: int = 2**30,
         overwrite: bool = False,
+        sources: Iterable[str | os.PathLike[str]] = (),
         progress: Progress | None = None,
     ):
-        self.path = pathlib.Path(os.path.abspath(path))
-        _check_target(self.path, overwrite)
+        self._overwrite, self._sources = overwrite, tuple(sources)
+        self.path = check_output(path, overwrite=overwrite, sources=self._sources)
         self._config, self._files, self._facts = dict(config or {}), dict(files or {}), dict(facts or {})
         _check_config(self._config, self._files)
         dumped(self._facts, "facts")
@@ -81,14 +88,17 @@ class DirectoryWriter:
         self._schemes, self._policies = Table(), Table()
         self._records: dict[str, Any] = {}
         self._names: set[str] = set()
-        self._total = 0
         self._pending: dict[str, np.ndarray] = {}
         self._shards: list[tuple[FileRecord, dict[str, TensorRecord]]] = []
-        self._overwrite = overwrite
         self._staging: StagedDirectory | None = None
 
     def __enter__(self) -> Self:
         self._staging = StagedDirectory(self.path, overwrite=self._overwrite)
+        try:
+            self._check_output()  # again, now that nobody else writes it
+        except BaseException:
+            self._staging.close()
+            raise
         return self
 
     def __exit__(
@@ -97,8 +107,15 @@ class DirectoryWriter:
         try:
             if error is None:
                 self._finish()
+        except KeyboardInterrupt as stop:
+            if self._staged.is_committed:
+                raise type(stop)(f"interrupted when {self.path} was in place already; it is complete") from None
+            raise
         finally:
-            self._staged.discard()
+            self._staged.close()
+
+    def _check_output(self) -> None:
+        check_output(self.path, overwrite=self._overwrite, sources=self._sources)
 
     @property
     def _staged(self) -> StagedDirectory:
@@ -128,7 +145,6 @@ class DirectoryWriter:
         if self._pending and sum(a.nbytes for a in self._pending.values()) + nbytes > self._limit:
             self._flush()
         self._names |= {name, *held}
-        self._total += nbytes
         self._pending |= held
         self._progress("write", name, nbytes)
 
@@ -141,12 +157,12 @@ class DirectoryWriter:
         size = sum(len(part) for part in parts)
         self._staged.write(name, parts, size)
         self._verify(name, arrays)
-        hashes = {leaf: sha256(_bytes(array)) for leaf, array in self._pending.items()}
+        file_sha256, hashes = _hashes(header, arrays)
         tensors = {
             leaf: TensorRecord(name, dtype_name(array.dtype, leaf), array.shape, hashes[leaf])
             for leaf, array in self._pending.items()
         }
-        self._shards.append((FileRecord(size, _sha256_of_parts(parts)), tensors))
+        self._shards.append((FileRecord(size, file_sha256), tensors))
         self._pending = {}
 
     def _verify(self, file: str, arrays: Mapping[str, np.ndarray]) -> None:
@@ -167,8 +183,6 @@ class DirectoryWriter:
             self._flush()
         shards, tensors = self._numbered_shards()
         small = {CONFIG: dumped(self._config | {SECTION: self._section}, CONFIG), **self._files}
-        if len(shards) > 1:
-            small[INDEX] = _index(tensors, self._total)
         files = shards | {name: FileRecord(len(text), sha256(text)) for name, text in small.items()}
         small[MANIFEST] = Manifest(files, tensors, self._facts).text()
         for name, text in small.items():
@@ -176,6 +190,7 @@ class DirectoryWriter:
             if content(self._staged.path / name) != text:
                 raise QuantError(f"{self.path}: {name} reads back other than it was written; the disk may be failing")
         read_directory(self._staged.path)
+        self._check_output()  # files may have been put into the target meanwhile
         self._staged.commit()
 
     def _numbered_shards(self) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
@@ -193,7 +208,7 @@ class DirectoryWriter:
     def _section(self) -> dict[str, Any]:
         """The section of `config.json` that says how the stored tensors make QArrays."""
         tables = {"schemes": self._schemes.values, "policies": self._policies.values}
-        return {"version": VERSION, **tables, "tensors": self._records}
+        return {"quant_method": QUANT_METHOD, "version": VERSION, **tables, "tensors": self._records}
 
 
 def write(
@@ -207,7 +222,7 @@ def write(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> pathlib.Path:
-    """Writes named tensors as a fewbit directory, whole or not at all.
+    """Writes named tensors as a fewbit directory, whole or not at all; `fb.save` writes trees.
 
     Args:
         path: the directory to be.
@@ -223,8 +238,12 @@ def write(
         The directory.
 
     Raises:
-        QuantError: see `DirectoryWriter`.
+        QuantError: see `DirectoryWriter`; also for tensors that are a tree or a module.
     """
+    if not isinstance(tensors, Mapping):
+        raise QuantError(
+            f"tensors is a {type(tensors).__name__}; io.write takes arrays and QArrays by name. fb.save writes any tree or module"
+        )
     with DirectoryWriter(
         path,
         config=config,
@@ -239,32 +258,23 @@ def write(
     return writer.path
 
 
-def _check_target(path: pathlib.Path, overwrite: bool) -> None:
-    if not os.path.lexists(path):
-        return
-    if not overwrite:
-        raise QuantError(f"{path} exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)")
-    if path.is_symlink() or not is_fewbit_directory(path):
-        raise QuantError(
-            f"{path} was not written by fewbit, so it is not replaced; choose another output or remove it yourself"
-        )
-
-
 def _check_config(config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
     if SECTION in config:
-        raise QuantError(f"config has a section {SECTION!r} already, which the writer adds; remove it")
+        raise QuantError(f"config has a {SECTION!r} already, which the writer adds; remove it")
     parsed_object(dumped(config, "config"), "config")
     for name, data in files.items():
         if not isinstance(data, bytes):
             raise QuantError(f"file {name!r} is a {type(data).__name__}; files are given as bytes")
-        if not is_plain_name(name) or name in (CONFIG, INDEX, MANIFEST, "lock") or name.endswith(".safetensors"):
+        if not is_plain_name(name) or name in (CONFIG, MANIFEST) or name.endswith(".safetensors"):
             raise QuantError(f"a file cannot be called {name!r}: a plain name that fewbit does not use itself is expected")
 
 
 def _held(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
     """A copy of an array in the host's memory, little-endian and contiguous."""
     if not isinstance(array, np.ndarray | np.generic | jax.Array):
-        raise QuantError(f"tensor {name!r} is a {type(array).__name__}; an array or a QArray is expected")
+        raise QuantError(
+            f"tensor {name!r} is a {type(array).__name__}; an array or a QArray is expected. fb.save writes any tree or module"
+        )
     dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
     dtype_name(dtype, f"tensor {name!r}")
     return np.array(array, dtype, order="C")
@@ -275,23 +285,23 @@ def _bytes(array: np.ndarray) -> np.ndarray:
     return array.reshape(-1).view(np.uint8)
 
 
-def _sha256_of_parts(parts: list[Any]) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(part)
-    return digest.hexdigest()
+def _hashes(header: bytes, arrays: Mapping[str, np.ndarray]) -> tuple[str, dict[str, str]]:
+    """The SHA-256 of a file of tensors and of each of its tensors, in one pass over the bytes."""
+    file, tensors = hashlib.sha256(header), {}
+    for name, array in arrays.items():
+        data, tensor = _bytes(array), hashlib.sha256()
+        for start in range(0, data.size, _CHUNK):
+            chunk = data[start : start + _CHUNK].data
+            file.update(chunk)
+            tensor.update(chunk)
+        tensors[name] = tensor.hexdigest()
+    return file.hexdigest(), tensors
 
 
 def _unnumbered(index: int) -> str:
     """The name of a file of tensors while it is not known how many there will be."""
-    return f"model-{index + 1:05d}.safetensors"
+    return f"{STEM}-{index + 1:05d}.safetensors"
 
 
 def _shard_name(index: int, count: int) -> str:
-    return "model.safetensors" if count == 1 else f"model-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
-def _index(tensors: Mapping[str, TensorRecord], total: int) -> bytes:
-    """The index of several files, as Hugging Face writes it: which file holds each tensor, and the bytes of all."""
-    weight_map = {leaf: entry.file for leaf, entry in tensors.items()}
-    return dumped({"metadata": {"total_size": total}, "weight_map": weight_map}, INDEX)
+    return f"{STEM}.safetensors" if count == 1 else f"{STEM}-{index + 1:05d}-of-{count:05d}.safetensors"

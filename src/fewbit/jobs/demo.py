@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import models
+from .. import io, models
 from ..errors import QuantError
 from .compare import Baseline, Candidate, baseline, compare, measured, released
 from .load import load
@@ -87,6 +87,7 @@ def demo(
     directory = Path(directory)
     if directory.exists() and not directory.is_dir():
         raise QuantError(f"{directory} is a file; choose another --output")
+    io.check_output(directory / f"model-{WRITTEN}", overwrite=True, sources=[model.path])
     found = models.find_text(text or models.default_text_name())
     windows = evaluation_windows(model, found.content, tokens=tokens)
     directory.mkdir(parents=True, exist_ok=True)

@@ -41,19 +41,17 @@ INSTALLED = {"smollm2": models.smollm2_gguf, "glassllm": models.glassllm_npz, "m
 """The models that packages carry, by the names that `load` takes."""
 
 
-def _found(path: str | os.PathLike[str]) -> Path:
+def _found(path: str | os.PathLike[str]) -> str:
     """The path, or that of the installed model of this name."""
     name = os.fspath(path)
-    if not name:
-        raise QuantError("the path of the model is empty; pass a file, a directory, or the name of an installed model")
     if name in INSTALLED and not Path(name).exists():
-        return INSTALLED[name]()
-    is_word = "." not in name and "/" not in name
+        return str(INSTALLED[name]())
+    is_word = name and "." not in name and "/" not in name
     if is_word and not Path(name).exists():
         raise QuantError(
             f"{name} does not exist, and is no model of an installed package; {near_names(name, tuple(INSTALLED))}"
         )
-    return Path(name)
+    return name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +87,8 @@ def _llama(checkpoint: io.Checkpoint) -> Model:
         return value.T if slot.is_transposed else value
 
     info = {path: dataclasses.replace(checkpoint.tensors.info[s.name], shape=s.shape) for path, s in by_path.items()}
-    return _model(checkpoint, config, "", info, load_path)
+    names = {path: slot.name for path, slot in by_path.items()} if table is models.HUGGING_FACE else {}
+    return dataclasses.replace(_model(checkpoint, config, "", info, load_path), names=names)
 
 
 def _config(checkpoint: io.Checkpoint) -> tuple[models.LlamaConfig, models.NameTable | None]:

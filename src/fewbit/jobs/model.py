@@ -36,6 +36,7 @@ class Model:
         metadata: what the checkpoint says of itself.
         facts: what the writer of a fewbit directory remembered.
         notes: sentences that the user should see.
+        names: the parameters' names in a Hugging Face checkpoint, by path, where they differ; what is written keeps them.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Model:
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     facts: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    names: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from .. import io
-from ..errors import QuantError
 from ..recipe import Plan
 from .model import Model
 from .planning import KEEP
@@ -92,12 +91,10 @@ def quantize(
         What was written, measured.
 
     Raises:
-        QuantError: when the directory exists, a parameter is not finite, or the files cannot be written.
+        QuantError: when the directory may not be written (see `io.check_output`), a parameter is not finite, or the files
+            cannot be written.
     """
     start = time.perf_counter()
-    out = Path(out)
-    if out.exists() and out.resolve() == model.path.resolve():
-        raise QuantError(f"{out} is the model itself; choose another output")
 
     def progress(stage: str, name: str, nbytes: int) -> None:
         if stage == "verify" and on_verify is not None:
@@ -105,11 +102,17 @@ def quantize(
 
     results = []
     writer = io.DirectoryWriter(
-        out, config=_config(model), files=model.files, facts=_facts(model, plan), overwrite=overwrite, progress=progress
+        out,
+        config=_config(model),
+        files=model.files,
+        facts=_facts(model, plan),
+        overwrite=overwrite,
+        sources=[model.path],
+        progress=progress,
     )
     with writer:
         for value, result in quantized_tensors(model, plan):
-            writer.add(result.path, value)
+            writer.add(model.names.get(result.path, result.path), value)
             results.append(result)
             if on_tensor is not None:
                 on_tensor(result)
@@ -121,7 +124,9 @@ def quantize(
 
 
 def _config(model: Model) -> dict[str, Any]:
-    """The `config.json` of the directory: our own for a network that can be run, else what the checkpoint said."""
+    """The `config.json` of the directory: a Hugging Face checkpoint's own; else our own for a network that can be run."""
+    if "model_type" in model.metadata:
+        return dict(model.metadata)
     if model.config is not None:
         return {"architecture": "llama", "llama": model.config.to_json()}
     return {key: value for key, value in model.metadata.items() if _is_small(value)}

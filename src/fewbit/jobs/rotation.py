@@ -27,6 +27,8 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
     params, config = models.rotate_residual(model.float_params(), config, key=jax.random.key(seed))
     arrays = models.paths_of_params(params, config)
     info = {path: TensorInfo(a.shape, "float32", "F32", a.nbytes) for path, a in arrays.items()}
+    of_hugging_face = {path: models.HUGGING_FACE.name(path) for path in arrays} if model.names else {}
+    metadata = {**model.metadata, "tie_word_embeddings": config.tied} if model.names else model.metadata
     note = f"the residual stream was rotated at random (seed {seed}); losses are relative to the rotated float32 weights"
     return dataclasses.replace(
         model,
@@ -35,4 +37,6 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
         load=arrays.__getitem__,
         facts={**model.facts, "rotation_seed": seed},
         notes=(*model.notes, note),
+        metadata=metadata,
+        names=of_hugging_face,
     )

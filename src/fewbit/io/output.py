@@ -1,0 +1,119 @@
+"""The one check of where an output directory may be written.
+
+It runs before any work, again under the lock of the output, and again right before the rename.
+"""
+
+import os
+import pathlib
+from collections.abc import Callable, Iterable
+
+from ..errors import QuantError, UnsupportedError
+from .manifest import MANIFEST, read_manifest
+
+
+def foreign_files(directory: pathlib.Path) -> list[str]:
+    """The names in a fewbit directory that its manifest does not list as files.
+
+    Args:
+        directory: an existing directory.
+
+    Returns:
+        The names, sorted; a listed name that is a symbolic link or a directory is among them.
+
+    Raises:
+        QuantError: when there is no manifest of ours that can be read.
+        UnsupportedError: when another version of fewbit wrote it.
+    """
+    ours = {MANIFEST, *read_manifest(directory).files}
+    with os.scandir(directory) as entries:
+        return sorted(e.name for e in entries if e.name not in ours or not e.is_file(follow_symlinks=False))
+
+
+def check_output(
+    path: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    sources: Iterable[str | os.PathLike[str]] = (),
+    foreign: Callable[[pathlib.Path], list[str]] = foreign_files,
+) -> pathlib.Path:
+    """The absolute path of an output directory, when it may be written.
+
+    Args:
+        path: the directory to be; missing parents are no obstacle.
+        overwrite: whether a directory that fewbit wrote may be replaced: one whose manifest is ours and lists its every file.
+        sources: the files and directories that the output is made from.
+        foreign: gives the names in an existing directory that an overwrite must not remove; raises for a directory of
+            another kind.
+
+    Returns:
+        The path.
+
+    Raises:
+        QuantError: for an empty path, one below a file, one that exists (without `overwrite`) or holds what fewbit did not
+            write (with it), and when a source is the output, inside it or around it, symbolic links followed.
+
+    >>> check_output("", overwrite=False)
+    Traceback (most recent call last):
+    ...
+    fewbit.errors.QuantError: the output path is empty; name a directory
+    """
+    text = os.fspath(path)
+    if not text:
+        raise QuantError("the output path is empty; name a directory")
+    if "\0" in text:
+        raise QuantError(f"the output path {text!r} holds a zero byte")
+    target = pathlib.Path(os.path.abspath(text))
+    above = next((parent for parent in target.parents if os.path.lexists(parent)), target)
+    if not above.is_dir():
+        raise QuantError(f"{target} cannot be written: {above} is not a directory")
+    for source in sources:
+        _check_source(pathlib.Path(source), target)
+    if os.path.lexists(target):
+        _check_replaceable(target, overwrite, foreign)
+    return target
+
+
+def _check_source(source: pathlib.Path, target: pathlib.Path) -> None:
+    """Refuses a target that is the source, is inside it, or holds any of its files."""
+    if not source.exists():
+        return
+    advice = "choose another output"
+    if target.exists() and os.path.samefile(source, target):
+        raise QuantError(f"{target} is the model itself; {advice}")
+    if source.is_dir() and _is_within(target, source):
+        raise QuantError(f"{target} is inside {source}, the model that is read; {advice}")
+    files = [source, *source.iterdir()] if source.is_dir() else [source]
+    for file in files:
+        if _is_within(file, target):
+            raise QuantError(f"{target} holds {file}, which is read; {advice}")
+
+
+def _is_within(path: pathlib.Path, directory: pathlib.Path) -> bool:
+    """Whether a path is a directory or inside it, whatever links and other names lead there."""
+    if not directory.exists():
+        return False
+    real = pathlib.Path(os.path.realpath(path))
+    return any(above.exists() and os.path.samefile(above, directory) for above in (real, *real.parents))
+
+
+def _check_replaceable(target: pathlib.Path, overwrite: bool, foreign: Callable[[pathlib.Path], list[str]]) -> None:
+    """Refuses an existing target that may not be replaced."""
+    if not overwrite:
+        raise QuantError(f"{target} exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)")
+    if target.is_symlink() or not target.is_dir():
+        kind = "a symbolic link" if target.is_symlink() else "a file"
+        raise QuantError(f"{target} is {kind}, so it is not replaced; choose another output or remove it yourself")
+    try:
+        names = foreign(target)
+    except UnsupportedError as error:
+        raise QuantError(f"{target} is not replaced: {error}; or choose another output, or remove it yourself") from error
+    except QuantError as error:
+        raise QuantError(
+            f"{target} was not written by fewbit, so it is not replaced; choose another output or remove it yourself ({error})"
+        ) from error
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        raise QuantError(
+            f"{target} holds what fewbit did not write ({', '.join(names[:3])}{more}), so it is not replaced; move that "
+            "elsewhere, or choose another output"
+        )
