@@ -4,13 +4,12 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
 import torch
 
 import fewbit as fb
 from fewbit import torch as fbt
 from fewbit.kernels.qmatmul.gpu_configs import Gpu
-from fewbit.torch import products
+from fewbit.torch.matmul import gpu_of
 
 
 def weight(name: str, n: int, k: int, dim: int = -1) -> fbt.QTensor:
@@ -19,7 +18,7 @@ def weight(name: str, n: int, k: int, dim: int = -1) -> fbt.QTensor:
     if fb.scheme(name).zero_point is None:
         q = fbt.quantize(w.bfloat16(), name, dim, "naive")
     else:
-        q = fbt.from_qarray(fb.quantize(jnp.asarray(w.cpu().numpy()), name, axis=dim), "cuda")
+        q = fbt.quantize(w.cpu(), name, dim).cuda()
     return q.T if dim == -1 else q
 
 
@@ -72,4 +71,4 @@ def copied(q: fbt.QTensor) -> fbt.QTensor:
 
 def gpu() -> Gpu:
     """The device at hand."""
-    return products.gpu_of(torch.device("cuda", 0))
+    return gpu_of(torch.device("cuda", 0))

@@ -12,7 +12,7 @@ import triton
 
 from fewbit import torch as fbt
 from fewbit.kernels.qmatmul.gpu_configs import DotConfig, GemvConfig, GpuConfig, PairsConfig
-from fewbit.torch import products
+from fewbit.torch.matmul import by_triton, codes_by_triton
 
 from .gpu_timing import gpu, timed, weight
 
@@ -69,7 +69,7 @@ def fastest_codes(config: GpuConfig, blocks: DotConfig, rounds: int) -> DotConfi
     tried = [DotConfig(blocks.up_to, *s) for s in sizes]
     x, held = fbt.quantize(torch.randn(m, 4096, device="cuda").bfloat16(), "fp8"), weight("fp8", 4096, 4096)
     configs = [dataclasses.replace(config, codes=(dataclasses.replace(found, up_to=None),)) for found in tried]
-    runs = {str(i): lambda _, c=c: products.codes_by_triton(x, held, c, gpu()) for i, c in enumerate(configs)}
+    runs = {str(i): lambda _, c=c: codes_by_triton(x, held, c, gpu()) for i, c in enumerate(configs)}
     return tried[least(runs, rounds)]
 
 
@@ -79,7 +79,7 @@ def fastest(tried: list[Any], config_of: Callable[[Any], GpuConfig], name: str, 
     held = [weight(name, n, 4096) for n in (4096, 14336)]
     count = gpu()
     configs = map(config_of, tried)
-    runs = {str(i): lambda _, c=c: [products.by_triton(x, q, c, count) for q in held] for i, c in enumerate(configs)}
+    runs = {str(i): lambda _, c=c: [by_triton(x, q, c, count) for q in held] for i, c in enumerate(configs)}
     return tried[least(runs, rounds)]
 
 
@@ -100,21 +100,21 @@ def gemv_wins(config: GpuConfig, m: int, rounds: int) -> bool:
     """Whether the kernel of a few rows is faster than tensor cores for this many."""
     x, held = torch.randn(m, 4096, device="cuda").bfloat16(), weight("int4_g64", 4096, 4096)
     pair = [dataclasses.replace(config, gemv_rows=limit) for limit in (m, 0)]
-    return least({str(i): lambda _, c=c: products.by_triton(x, held, c, gpu()) for i, c in enumerate(pair)}, rounds) == 0
+    return least({str(i): lambda _, c=c: by_triton(x, held, c, gpu()) for i, c in enumerate(pair)}, rounds) == 0
 
 
 def pairs_win(config: GpuConfig, m: int, rounds: int) -> bool:
     """Whether decoding in pairs is faster than what else serves this many rows of bfloat16."""
     x, held = torch.randn(m, 4096, device="cuda").bfloat16(), weight("int4_g64", 4096, 4096)
     pair = [dataclasses.replace(config, pairs_rows=limit) for limit in (m, 0)]
-    return least({str(i): lambda _, c=c: products.by_triton(x, held, c, gpu()) for i, c in enumerate(pair)}, rounds) == 0
+    return least({str(i): lambda _, c=c: by_triton(x, held, c, gpu()) for i, c in enumerate(pair)}, rounds) == 0
 
 
 def torch_wins(config: GpuConfig, m: int, rounds: int) -> bool:
     """Whether decoding once and cuBLAS take less time for this many rows."""
     x, held = torch.randn(m, 4096, device="cuda").bfloat16(), weight("int4_g64", 4096, 4096)
     runs = {
-        "0": lambda _: products.by_triton(x, held, config, gpu()),
+        "0": lambda _: by_triton(x, held, config, gpu()),
         "1": lambda _: fbt.matmul(x, held, backend="torch"),
     }
     return least(runs, rounds) == 1

@@ -24,7 +24,8 @@ import triton
 
 from fewbit import torch as fbt
 from fewbit.kernels.qmatmul.gpu_configs import FOLDER, GpuConfig, file_name, gpu_config
-from fewbit.torch import products, ragged
+from fewbit.torch.matmul import by_triton, codes_by_triton
+from fewbit.torch.ragged import ragged_by_triton
 
 from .gpu_timing import copied, copies, count_of, gpu, timed, weight
 from .gpu_tuning import tuned
@@ -70,28 +71,29 @@ def wrongs(config: GpuConfig) -> Iterator[str]:
         q = weight(name, 1000, 1088, dim)
         for dtype, step in ((torch.bfloat16, 2.0**-8), (torch.float32, 2.0**-16), (torch.float16, 2.0**-9)):
             x = torch.randn(m, 1088, device="cuda").to(dtype)
-            if not is_right(products.by_triton(x, q, config, gpu()), x, q, step):
+            if not is_right(by_triton(x, q, config, gpu()), x, q, step):
                 yield f"{name} dim {dim}, {m} rows of {dtype}"
         g = torch.randn(m, 1000, device="cuda").bfloat16()
-        if not is_right(products.by_triton(g, q.T, config, gpu()), g, q.T, 2.0**-8):
+        if not is_right(by_triton(g, q.T, config, gpu()), g, q.T, 2.0**-8):
             yield f"{name} dim {dim}, gradient of {m} rows"
     for name, dim, dtype in itertools.product(SCHEMES, (-1, -2), (torch.bfloat16, torch.float32)):
         q, x = experts(name, 1000, 1088, dim), torch.randn(300, 1088, device="cuda").to(dtype)
         sizes = torch.tensor([70, 0, 200, 1, *[0] * (EXPERTS - 4)], device="cuda")
-        y, w = ragged.ragged_by_triton(x, q, sizes, config, gpu()), fbt.dequantize(q, torch.float32)
-        exact = fbt.ragged_dot(x.double(), q, sizes, backend="torch")
+        y, w = ragged_by_triton(x, q, sizes, config, gpu()), fbt.dequantize(q, torch.float32)
+        parts = zip(x.double().split([*sizes.tolist(), len(x) - int(sizes.sum())]), [*w.double(), None], strict=True)
+        exact = torch.cat([rows.new_zeros(len(rows), w.shape[2]) if m is None else rows @ m for rows, m in parts])
         size = x.float().norm(dim=1)[:, None] * w.norm(dim=1).amax()
         if not bool(((y.double() - exact).abs() <= 2.0**-8 * size).all()):
             yield f"{name} in groups, dim {dim}, rows of {dtype}"
     for name in CODES:
         q, x = weight(name, 1000, 1088), fbt.quantize(torch.randn(100, 1088, device="cuda"), name)
-        if not is_right(products.codes_by_triton(x, q, config, gpu()), fbt.dequantize(x), q, 2.0**-9):  # 14 bits of a sum
+        if not is_right(codes_by_triton(x, q, config, gpu()), fbt.dequantize(x), q, 2.0**-9):  # 14 bits of a sum
             yield f"codes of {name}"
 
 
 def is_right(y: torch.Tensor, x: torch.Tensor, q: fbt.QTensor, step: float) -> bool:
     """Whether each sum errs by less than a rounding step of the sum of its products' magnitudes."""
-    w = fbt.dequantize(q, torch.float32, backend="torch").double()
+    w = fbt.dequantize(q.cpu(), torch.float32).to(q.device).double()
     exact, magnitude = x.double() @ w, x.double().abs() @ w.abs()
     return bool(((y.double() - exact).abs() <= step * magnitude).all())
 
@@ -104,12 +106,12 @@ def measured(n: int, k: int, m: int, config: GpuConfig, rounds: int) -> list[dic
     for name in SCHEMES:
         q = weight(name, n, k)
         held = [q, *(copied(q) for _ in range(count_of(q.nbytes) - 1))]
-        runs[name] = lambda i, held=held: products.by_triton(x, held[i % len(held)], config, gpu())
+        runs[name] = lambda i, held=held: by_triton(x, held[i % len(held)], config, gpu())
         if m >= config.torch_from:
             runs[f"{name}, decoded once"] = lambda i, held=held: fbt.matmul(x, held[i % len(held)], backend="torch")
         if name in CODES and m >= 16:
             held_x = fbt.quantize(x, name)
-            runs[f"{name} x {name}"] = lambda i, held=held, held_x=held_x: products.codes_by_triton(
+            runs[f"{name} x {name}"] = lambda i, held=held, held_x=held_x: codes_by_triton(
                 held_x, held[i % len(held)], config, gpu()
             )
     return reported(timed(runs, rounds), {"n": n, "k": k, "m": m})
@@ -148,7 +150,7 @@ def measured_experts(m: int, config: GpuConfig, rounds: int) -> list[dict[str, A
     for name in SCHEMES:
         q = experts(name, 4096, 4096)
         held = [q, *(copied(q) for _ in range(count_of(q.nbytes) - 1))]
-        runs[name] = lambda i, held=held: ragged.ragged_by_triton(x, held[i % len(held)], sizes, config, gpu())
+        runs[name] = lambda i, held=held: ragged_by_triton(x, held[i % len(held)], sizes, config, gpu())
     return reported(timed(runs, rounds), {"n": 4096, "k": 4096, "m": m, "groups": EXPERTS})
 
 

@@ -192,3 +192,32 @@ def test_without_flax_the_error_says_what_brings_it(monkeypatch, variables):
     monkeypatch.setitem(sys.modules, "flax.core.meta", None)
     with pytest.raises(fb.UnsupportedError, match=r"flax is not installed; pip install fewbit\[flax\]"):
         fl.quantize(NET, variables, X, recipe="int8")
+
+
+class Layer(nn.Module):
+    """A layer as MaxText has it by default: bfloat16 products of float32 parameters."""
+
+    @nn.compact
+    def __call__(self, x, _):
+        return jnp.tanh(nn.Dense(16, use_bias=False, dtype=jnp.bfloat16)(x)), None
+
+
+class Stack(nn.Module):
+    """Layers in a scan, stacked along the second axis of their kernels."""
+
+    @nn.compact
+    def __call__(self, x):
+        layers = nn.scan(Layer, variable_axes={"params": 1}, split_rngs={"params": True}, length=3)
+        return layers(name="layers")(x, None)[0]
+
+
+@pytest.mark.slow
+@pytest.mark.finding(26, 30)
+@pytest.mark.parametrize("scheme", ["int8", "nvfp4"])
+def test_bfloat16_layers_stacked_along_the_second_axis_are_served_as_trained(scheme):
+    module, x = Stack(), X.astype(jnp.bfloat16)
+    variables = module.init(jax.random.key(0), x)
+    row = fl.plan(module, variables, x, recipe=scheme)["layers/Dense_0/kernel"]
+    assert (row.shape, row.axis, row.stacked, row.casts) == ((16, 3, 16), (-3,), (-2,), ("bfloat16",))
+    served = fl.apply(module)(fl.quantize(module, variables, x, recipe=scheme), x)
+    assert jnp.array_equal(served, fl.train(module, scheme)(variables, x))

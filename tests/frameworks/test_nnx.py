@@ -189,3 +189,32 @@ def test_adapters_go_by_the_paths_of_params_and_learn():
     assert not fb.is_qarray(merged.layers[0].kernel[...]) and fb.is_qarray(merged.wi.kernel.get_raw_value())
     # The sum of both terms is rounded once here and twice there: a few units of float32's last place.
     np.testing.assert_allclose(fx.transparent(call)(merged, X), adapted(model, moved, X), atol=1e-5)
+
+
+class Stack(nnx.Module):
+    """Layers as MaxText has them by default: float32 kernels stacked along their second axis, and bfloat16 products."""
+
+    def __init__(self, rngs):
+        @nnx.split_rngs(splits=3)
+        @nnx.vmap(in_axes=0, out_axes=nnx.StateAxes({nnx.Param: 1}))
+        def layers(rngs):
+            return nnx.Linear(16, 16, use_bias=False, dtype=jnp.bfloat16, rngs=rngs)
+
+        self.layers = layers(rngs)
+
+    def __call__(self, x):
+        @nnx.scan(in_axes=(nnx.Carry, nnx.StateAxes({nnx.Param: 1})), out_axes=nnx.Carry)
+        def run(x, layer):
+            return jnp.tanh(layer(x))
+
+        return run(x, self.layers)
+
+
+@pytest.mark.finding(26, 30)
+@pytest.mark.parametrize("scheme", ["int8", pytest.param("nvfp4", marks=pytest.mark.slow)])
+def test_bfloat16_layers_stacked_along_the_second_axis_are_served_as_trained(scheme):
+    model, x = Stack(nnx.Rngs(0)), X.astype(jnp.bfloat16)
+    row = fx.plan(model, x, recipe=scheme)["layers/kernel"]
+    assert (row.shape, row.axis, row.stacked, row.casts) == ((16, 3, 16), (-3,), (-2,), ("bfloat16",))
+    served = fx.transparent(call)(fx.quantize(model, x, recipe=scheme), x)
+    assert jnp.array_equal(served, fx.train(call, scheme)(model, x))

@@ -17,7 +17,8 @@ from fewbit.kernels.qmatmul import Problem, RaggedProblem, TritonGPU, TritonGPUR
 from fewbit.kernels.qmatmul.gpu_configs import DotConfig, GemvConfig, Gpu, GpuConfig, PairsConfig  # noqa: E402
 from fewbit.kernels.qmatmul.gpu_matrix import Matrix  # noqa: E402
 from fewbit.kernels.qmatmul.problem import Operand  # noqa: E402
-from fewbit.torch import products, ragged  # noqa: E402
+from fewbit.torch.matmul import by_triton, codes_by_triton, unsupported_codes  # noqa: E402
+from fewbit.torch.ragged import ragged_by_triton, unsupported_stack  # noqa: E402
 
 from .interpreted import interpreted_kernels, stand_in_for_jax_triton  # noqa: E402
 
@@ -54,10 +55,7 @@ def weight(name: str, n: int, k: int, dim: int = -1) -> "fbt.QTensor":
     rng = np.random.default_rng(n + k)
     w = torch.tensor((rng.normal(size=(n, k)) * rng.choice([0.01, 1.0, 30.0], size=(n, 1))).astype(np.float32))
     w = w if dim == -1 else w.T.contiguous()
-    if fb.scheme(name).zero_point is None:
-        q = fbt.quantize(w, name, dim, "naive")
-    else:
-        q = fbt.from_qarray(fb.quantize(jnp.asarray(w.numpy()), name, axis=dim))
+    q = fbt.quantize(w, name, dim, "naive" if fb.scheme(name).zero_point is None else None)
     return q.T if dim == -1 else q
 
 
@@ -67,7 +65,7 @@ def activations(m: int, k: int, dtype: torch.dtype) -> torch.Tensor:
 
 def assert_right(y: torch.Tensor, x: torch.Tensor, q: "fbt.QTensor", step: float) -> None:
     """Each sum errs by less than `step` of the sum of its products' magnitudes: what rounding each factor once may cost."""
-    w = fbt.dequantize(q, torch.float32, backend="torch").double()
+    w = fbt.dequantize(q, torch.float32).double()
     exact, magnitude = x.double() @ w, x.double().abs() @ w.abs()
     assert y.shape == exact.shape and y.dtype == x.dtype
     assert ((y.double() - exact).abs() <= step * magnitude).all()
@@ -76,20 +74,20 @@ def assert_right(y: torch.Tensor, x: torch.Tensor, q: "fbt.QTensor", step: float
 @pytest.mark.parametrize("name", EACH)
 def test_a_few_rows_in_float32(name: str) -> None:
     q, x = weight(name, 22, 160), activations(1, 160, torch.float32)
-    assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-20)
+    assert_right(by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-20)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_many_rows_by_tensor_cores(name: str) -> None:
     q, x = weight(name, 70, 160), activations(18, 160, torch.bfloat16)
     # The weight becomes bfloat16, and so does the result: a step, 2**-8, each, since the interpreter cuts where a GPU rounds.
-    assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-7)
+    assert_right(by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_few_rows_of_half_precision(dtype: torch.dtype) -> None:
     q, x = weight("uint4_g64", 22, 160), activations(3, 160, dtype)
-    assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-7)
+    assert_right(by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-7)
 
 
 @pytest.mark.slow
@@ -105,15 +103,15 @@ def test_few_rows_of_half_precision(dtype: torch.dtype) -> None:
 def test_both_orientations_and_the_gradient(name: str, k: int, dim: int) -> None:
     q = weight(name, 38, k, dim)
     x, g = activations(5, k, torch.float32), activations(5, 38, torch.float32)
-    assert_right(products.by_triton(x, q, BY_DOT, Gpu(1, 1 << 16)), x, q, 2.0**-20)
-    assert_right(products.by_triton(g, q.T, BY_DOT, Gpu(1, 1 << 16)), g, q.T, 2.0**-20)
+    assert_right(by_triton(x, q, BY_DOT, Gpu(1, 1 << 16)), x, q, 2.0**-20)
+    assert_right(by_triton(g, q.T, BY_DOT, Gpu(1, 1 << 16)), g, q.T, 2.0**-20)
 
 
 @pytest.mark.parametrize("k", [33, 77])
 def test_odd_lengths(k: int) -> None:
     for dim in (-1, 0):
         q, x = weight("int4_g16", 21, k, dim), activations(2, k, torch.float16)
-        assert_right(products.by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-10)
+        assert_right(by_triton(x, q, SMALL, Gpu(4, 1 << 16)), x, q, 2.0**-10)
 
 
 def by_pairs(q: "fbt.QTensor") -> str | None:
@@ -147,7 +145,7 @@ def test_a_few_rows_of_bfloat16_by_tensor_cores(name: str) -> None:
     q, x = weight(name, 22, 160), activations(3, 160, torch.bfloat16)
     assert by_pairs(q) is None
     # Only the numbers of a table are rounded, which the interpreter cuts: a step; and the result, likewise.
-    assert_right(products.by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16)), x, q, 2.0**-7 if name == "nf4" else 2.0**-7.9)
+    assert_right(by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16)), x, q, 2.0**-7 if name == "nf4" else 2.0**-7.9)
 
 
 @pytest.mark.parametrize(
@@ -163,18 +161,18 @@ def test_a_few_rows_of_bfloat16_by_tensor_cores(name: str) -> None:
 def test_pairs_by_ptx_are_those_by_triton(name: str) -> None:
     """With numpy in the place of a GPU that evaluates PTX: four neighbouring bytes make a register."""
     q, x = weight(name, 22, 160), activations(3, 160, torch.bfloat16)
-    by_ptx = products.by_triton(x, q, dataclasses.replace(BY_PAIRS, ptx=True), Gpu(4, 1 << 16, 90))
+    by_ptx = by_triton(x, q, dataclasses.replace(BY_PAIRS, ptx=True), Gpu(4, 1 << 16, 90))
     if name == "nf4":  # PTX rounds where the interpreter cuts
         assert_right(by_ptx, x, q, 2.0**-7)
     else:
-        assert torch.equal(by_ptx, products.by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16, 90)))
+        assert torch.equal(by_ptx, by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16, 90)))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "k", "m"), [("int4_g64", 77, 16), ("nvfp4", 50, 9), ("int8", 33, 1), ("mxfp4", 512, 2)])
 def test_pairs_of_odd_lengths(name: str, k: int, m: int) -> None:
     q, x = weight(name, 21, k), activations(m, k, torch.bfloat16)
-    assert_right(products.by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16)), x, q, 2.0**-7.9)
+    assert_right(by_triton(x, q, BY_PAIRS, Gpu(4, 1 << 16)), x, q, 2.0**-7.9)
 
 
 @pytest.mark.parametrize(
@@ -191,10 +189,10 @@ def test_what_is_not_decoded_in_pairs_says_why(name: str, dim: int, text: str) -
 @pytest.mark.slow
 def test_splits_add_up_in_order() -> None:
     q, x = weight("nvfp4", 64, 1024), activations(6, 1024, torch.float32)
-    y = products.by_triton(x, q, BY_DOT, Gpu(16, 1 << 16))
+    y = by_triton(x, q, BY_DOT, Gpu(16, 1 << 16))
     assert_right(y, x, q, 2.0**-19)
-    assert torch.equal(y, products.by_triton(x, q, BY_DOT, Gpu(16, 1 << 16)))
-    assert not torch.equal(y, products.by_triton(x, q, BY_DOT, Gpu(1, 1 << 16)))  # other sums: K was split
+    assert torch.equal(y, by_triton(x, q, BY_DOT, Gpu(16, 1 << 16)))
+    assert not torch.equal(y, by_triton(x, q, BY_DOT, Gpu(1, 1 << 16)))  # other sums: K was split
 
 
 @pytest.mark.slow
@@ -213,7 +211,8 @@ def test_every_code_decodes_to_its_number(name: str, config: GpuConfig) -> None:
     scale = torch.full_like(q.scale, 127 if name == "mxfp4" else 1)
     x = torch.zeros(1, 32)
     x[0, 0] = 1
-    y = products.by_triton(x, dataclasses.replace(q, codes=codes, scale=scale).T, config, Gpu(4, 1 << 16))[0]
+    changed = fbt.QTensor(codes, scale, q.scheme, q.shape, q.dtype, tensor_scale=q.tensor_scale)
+    y = by_triton(x, changed.T, config, Gpu(4, 1 << 16))[0]
     assert np.array_equal(y.numpy(), np.asarray(fmt.values(), np.float32), equal_nan=True)
 
 
@@ -221,7 +220,7 @@ def test_scales_that_are_nan() -> None:
     q = weight("mxfp4", 16, 64)
     q.scale[1, 3] = 255
     for config in (SMALL, BY_DOT):
-        y = products.by_triton(torch.ones(1, 64), q, config, Gpu(4, 1 << 16))[0]
+        y = by_triton(torch.ones(1, 64), q, config, Gpu(4, 1 << 16))[0]
         assert y.isnan().nonzero().flatten().tolist() == [3]
 
 
@@ -230,8 +229,8 @@ def test_scales_that_are_nan() -> None:
 def test_codes_times_codes(name: str, dim: int) -> None:
     q = weight(name, 40, 100, dim)
     x = fbt.quantize(activations(20, 100, torch.float32), name)
-    assert products.unsupported_codes(x, q, (9, 0)) is None
-    y, w = products.codes_by_triton(x, q, SMALL, Gpu(4, 1 << 16)), fbt.dequantize(x)
+    assert unsupported_codes(x, q, (9, 0)) is None
+    y, w = codes_by_triton(x, q, SMALL, Gpu(4, 1 << 16)), fbt.dequantize(x)
     assert_right(y, w, q, 2.0**-20)
 
 
@@ -258,7 +257,7 @@ def test_what_no_kernel_reads_says_why(name: str, text: str) -> None:
 )  # fmt: skip
 def test_codes_that_no_kernel_multiplies_say_why(names: tuple[str, str], capability: tuple[int, int], text: str) -> None:
     x, q = (fbt.quantize(torch.ones(4, 64), name, method="naive") for name in names)
-    assert text in str(products.unsupported_codes(x, q.T, capability))
+    assert text in str(unsupported_codes(x, q.T, capability))
 
 
 @pytest.mark.parametrize("contracts_cols", [pytest.param(True, marks=pytest.mark.slow), False])
@@ -293,10 +292,7 @@ def assert_grouped(y: torch.Tensor, x: torch.Tensor, w: torch.Tensor, sizes: lis
 def experts(name: str, k: int, n: int, dim: int) -> "fbt.QTensor":
     """Four matrices `[K, N]`, held as `[N, K]` (dim -1) or as `[K, N]` (dim -2)."""
     w = torch.tensor(np.random.default_rng(k).normal(size=(4, n, k) if dim == -1 else (4, k, n)).astype(np.float32))
-    if fb.scheme(name).zero_point is None:
-        q = fbt.quantize(w, name, dim, "naive")
-    else:
-        q = fbt.from_qarray(fb.quantize(jnp.asarray(w.numpy()), name, axis=dim))
+    q = fbt.quantize(w, name, dim, "naive" if fb.scheme(name).zero_point is None else None)
     return q.mT if dim == -1 else q
 
 
@@ -312,8 +308,8 @@ SLOWLY_GROUPED = [
 )
 def test_rows_in_groups(name: str, dim: int, sizes: str, dtype: torch.dtype) -> None:
     q, x = experts(name, 96, 38, dim), activations(30, 96, dtype)
-    assert ragged.unsupported_stack(q) is None
-    y = ragged.ragged_by_triton(x, q, torch.tensor(SIZES[sizes]), BY_PAIRS, Gpu(4, 1 << 16))
+    assert unsupported_stack(q) is None
+    y = ragged_by_triton(x, q, torch.tensor(SIZES[sizes]), BY_PAIRS, Gpu(4, 1 << 16))
     w = fbt.dequantize(q, torch.float32)
     assert_grouped(y, x, w, SIZES[sizes], 2.0**-7 if dtype == torch.bfloat16 else 2.0**-10)
 
@@ -321,7 +317,7 @@ def test_rows_in_groups(name: str, dim: int, sizes: str, dtype: torch.dtype) -> 
 @pytest.mark.slow
 def test_the_gradient_of_rows_in_groups() -> None:
     q, g = experts("int4_g32", 96, 38, -1), activations(30, 38, torch.float32)
-    of_x = ragged.ragged_by_triton(g, q.mT, torch.tensor(SIZES["some cross"]), BY_PAIRS, Gpu(4, 1 << 16))
+    of_x = ragged_by_triton(g, q.mT, torch.tensor(SIZES["some cross"]), BY_PAIRS, Gpu(4, 1 << 16))
     assert_grouped(of_x, g, fbt.dequantize(q.mT, torch.float32), SIZES["some cross"], 2.0**-20)
 
 

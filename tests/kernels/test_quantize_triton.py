@@ -1,4 +1,4 @@
-"""The Triton quantizers in Triton's interpreter, against the torch face, whose bytes are the reference's."""
+"""The Triton quantizers in Triton's interpreter, byte for byte against the reference in JAX."""
 
 from collections.abc import Iterator
 
@@ -13,12 +13,11 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
-from fewbit.array.scales.candidates import stored_scales  # noqa: E402
+from fewbit.formats.rounding import rounding_table  # noqa: E402
 from fewbit.kernels.quantize import DEQUANTIZERS, QUANTIZERS, Decoding, Quantization, gpu  # noqa: E402
 from fewbit.kernels.quantize.triton_problem import TileProblem  # noqa: E402
-from fewbit.torch import on_gpu  # noqa: E402
-from fewbit.torch.hessian import second_moments  # noqa: E402
-from fewbit.torch.quantize import chosen, scale_values  # noqa: E402
+from fewbit.torch import triton as by_triton  # noqa: E402
+from fewbit.torch.quantize import chosen, hessian  # noqa: E402
 
 from .interpreted import interpreted_kernels, stand_in_for_jax_triton  # noqa: E402
 
@@ -64,13 +63,13 @@ def awkward(length: int) -> torch.Tensor:
 
 
 def assert_same(W: torch.Tensor, name: str, method: str) -> None:
-    """The kernel's bytes are those of torch's operations, and decode to the same floats."""
-    q = fbt.quantize(W, name, method=method, backend="torch")
-    codes, scale = on_gpu.quantized(W, q.scheme, q.tensor_scale)
-    back = on_gpu.dequantized(q, torch.float32)
+    """The kernel's bytes are the reference's, and decode to the same floats."""
+    q = fbt.quantize(W, name, method=method)
+    codes, scale = by_triton.leaves_of(W, q.scheme, q.tensor_scale)
+    back = by_triton.dequantized(q, torch.float32)
     assert torch.equal(codes, q.codes)
     assert torch.equal(scale.view(torch.uint8), q.scale.contiguous().view(torch.uint8))
-    plain = fbt.dequantize(q, torch.float32, backend="torch").contiguous()
+    plain = fbt.dequantize(q, torch.float32).contiguous()
     assert torch.equal(back.contiguous().view(torch.int32), plain.view(torch.int32))
 
 
@@ -101,7 +100,7 @@ def test_mx_rules_at_every_bfloat16(rule: str) -> None:
     x = torch.tensor(bits.view(np.float32)).bfloat16().reshape(-1, 1)
     scheme = dataclasses.replace(fb.scheme("mxfp4"), calibration=fb.array.scales.MX(rule))
     q = fbt.quantize(x.repeat(1, 2), scheme)
-    codes, scale = on_gpu.quantized(x.repeat(1, 2), q.scheme, None)
+    codes, scale = by_triton.leaves_of(x.repeat(1, 2), q.scheme, None)
     assert torch.equal(scale, q.scale) and torch.equal(codes, q.codes)
 
 
@@ -115,42 +114,43 @@ def test_low_codes_of_nvfp4_take_the_branch_of_fifteen() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
-def test_the_hessian_sweep_finds_as_little_error_as_the_one_in_float64(name: str) -> None:
+def test_the_hessian_sweep_finds_as_little_error_as_the_reference(name: str) -> None:
     rng = np.random.default_rng(0)
-    W, X = (
-        torch.tensor(rng.normal(size=(10, 72))).float(),
-        torch.tensor(rng.normal(size=(40, 72)) @ rng.normal(size=(72, 72))),
-    )
+    W, X = torch.tensor(rng.normal(size=(10, 72))).float(), rng.normal(size=(40, 72)) @ rng.normal(size=(72, 72))
     W[0, :32] = 0
-    scheme = chosen(fb.scheme(name), "naive")
-    plain = fbt.quantize(W, name, method="hessian", X=X, backend="torch")
-    naive = fbt.quantize(W, name, method="naive", backend="torch")
+    scheme = fb.scheme(name).along(-1, 2)
     tile = int(scheme.tile[-1] or 0)
-    H = second_moments(X, naive.scale.shape[1], tile)
-    held = stored_scales(scheme.scale)
-    unit = 1.0 if naive.tensor_scale is None else float(naive.tensor_scale)
-    grid = torch.tensor(held[held >= 2.0**-100] * unit, dtype=torch.float32)
-    scale = on_gpu.swept(W, scheme, H, scale_values(naive), grid[(grid > 0.05) & (grid < 2)])
-    known = scale_values(plain)
-    assert float((scale == known)[1:].float().mean()) > 0.95  # others are ties to float32's sums
-    rows = torch.nn.functional.pad(W, (0, scale.shape[1] * tile - 72)).reshape(10, -1, tile)
+    H = hessian(torch.tensor(X), scheme, W.shape)
+    plain, swept = fbt.quantize(W, name, method="hessian", X=torch.tensor(X)), by_triton.quantized(W, scheme, H)
+    assert float((swept.scale == plain.scale).float().mean()) > 0.95  # others are ties to float32's sums
 
-    def errors(scales: torch.Tensor) -> torch.Tensor:
-        near = torch.tensor(np.asarray(scheme.format.nearest(jnp.asarray((rows / scales[..., None]).numpy()))))
-        off = (near * scales[..., None] - rows).double()
-        return torch.einsum("rbi,bij,rbj->rb", off, H, off)
+    def errors(q: fbt.QTensor) -> torch.Tensor:
+        off = torch.nn.functional.pad((q.dequantize() - W).double(), (0, H.shape[0] * tile - 72)).reshape(10, -1, tile)
+        return torch.einsum("rbi,bij,rbj->rb", off, H.double(), off)
 
-    assert (errors(scale) <= errors(known) * (1 + 1e-4) + 1e-9).all()
+    assert (errors(swept) <= errors(plain) * (1 + 1e-4) + 1e-9).all()
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp4"])
+def test_codes_under_given_scales(name: str) -> None:
+    """What the sweep finds is encoded by the kernel: the calibration's own scales, given, give its codes."""
+    W = awkward(64)[[0, 1, 2, 4, 6, 8, 9, 12]]  # those whose scales do not vanish beside the tensor scale
+    q = fbt.quantize(W, name, method="naive")
+    values = torch.tensor(rounding_table(q.scheme.scale).values, dtype=torch.float32)[q.scale.int()]
+    given = values if q.tensor_scale is None else values * q.tensor_scale
+    codes, scale = by_triton.leaves_of(W, q.scheme, q.tensor_scale, given.contiguous())
+    assert torch.equal(codes, q.codes) and torch.equal(scale, q.scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_axes_and_the_largest_magnitude(dtype: torch.dtype) -> None:
     W = awkward(48).to(dtype)
-    q = fbt.quantize(W, "nvfp4", dim=0, backend="torch")
-    codes, scale = on_gpu.quantized(W, q.scheme, q.tensor_scale)
+    q = fbt.quantize(W, "nvfp4", dim=0)
+    codes, scale = by_triton.leaves_of(W, q.scheme, q.tensor_scale)
     assert torch.equal(codes, q.codes) and torch.equal(scale, q.scale)
     finite = W.float()[torch.isfinite(W.float())]
-    assert on_gpu.largest_magnitude(W) == finite.abs().max()
+    assert by_triton.largest_magnitude(W) == finite.abs().max()
+    assert torch.equal(by_triton.tensor_scale(W, q.scheme).reshape(1, 1), q.tensor_scale)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_a_named_backend_is_never_replaced() -> None:
         fbt.quantize(torch.ones(2, 32), "mxfp4", backend="triton")
     with pytest.raises(fb.UnsupportedError, match="need a CUDA device"):
         fbt.dequantize(fbt.quantize(torch.ones(2, 32), "mxfp4"), backend="triton")
-    assert fbt.explain(torch.ones(2, 32), "mxfp4").startswith("torch, because triton: the tensor is on cpu")
+    assert fbt.explain(torch.ones(2, 32), "mxfp4").startswith("jax, because triton: the tensor is on cpu")
 
 
 @pytest.mark.parametrize(("name", "axis"), [("nvfp4", -1), ("int4_g32", -2)])

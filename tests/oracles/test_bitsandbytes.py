@@ -52,9 +52,11 @@ def test_codes_scales_and_values(kind: str, fmt: str):
     np.testing.assert_array_equal(fb.dequantize(q)[codes == ours], theirs[codes == ours])
 
 
+@pytest.mark.finding(32)
 def test_dynamic_map_is_theirs():
     table = functional.create_dynamic_map().numpy()
-    np.testing.assert_array_equal(np.float32(FORMATS["dynamic8"].table), table)
+    # Their map is made by torch.linspace and a mean, each rounded as the machine's instruction set has it: two steps of float32.
+    np.testing.assert_allclose(np.float32(FORMATS["dynamic8"].table), table, rtol=2.0**-22, atol=0)
 
 
 def test_nested_scales():

@@ -85,7 +85,9 @@ def recurrent(params, x):
 
 def test_calls_loops_and_branches():
     w, x = {"w": normal(8, 8), "v": normal(8, 8, seed=1)}, 4 * normal(5, 8, seed=2)
-    stats = fb.observe(recurrent, w, [x], RECIPE, rule=EMARange(0.5))
+    policy = fb.Policy("int8", "int8")
+    recipe = fb.Recipe((fb.Rule("w", policy, axis=-2), fb.Rule("v", policy)))  # the two branches contract other axes of w
+    stats = fb.observe(recurrent, w, [x], recipe, rule=EMARange(0.5))
     inputs = [x]
     for _ in range(3):
         inputs.append(jnp.tanh(2 * inputs[-1] @ w["w"]))

@@ -514,3 +514,20 @@ def test_a_llama_with_its_layers_in_a_list_or_stacked():
     expected = jax.jit(fb.transparent(fn))(fb.lora.merge(params, adapters), tokens)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert not jnp.allclose(found, jax.jit(fb.transparent(fn))(params, tokens), atol=0.1)
+
+
+@pytest.mark.finding(10)
+def test_a_weight_whose_products_contract_different_axes_needs_an_axis():
+    params, x = {"w": jnp.ones((8, 4))}, jnp.ones((2, 8))
+
+    def both_ways(p, x):
+        return jnp.tanh(x @ p["w"]) @ p["w"].T
+
+    def adapters(**kwargs):
+        return fb.lora.init(jax.random.key(0), both_ways, params, x, match="w", rank=2, **kwargs)
+
+    with pytest.raises(fb.QuantError, match=r"w: its products contract different axes \(dot_general over .*; pass axis="):
+        adapters()
+    with pytest.raises(fb.QuantError, match=r"axis is \(0, 1\), and no product of w \(8, 4\) contracts it; they contract"):
+        adapters(axis=(0, 1))
+    assert adapters(axis=-1)["w"].inputs == (-1,) and adapters(axis=0)["w"].inputs == (-2,)

@@ -83,7 +83,7 @@ def test_what_does_not_go_together_is_refused():
     state = fb.sparsity_state(net, PARAMS, X, recipe=RECIPE)
     trained = fb.train(net, RECIPE)
     with pytest.raises(
-        fb.QuantError, match=r"makes parameters sparse, \[.out .*stack .*there is no sparsity=; begin with fb.spars"
+        fb.QuantError, match=r"makes parameters sparse, \[.out .*stack .*there is no sparsity=; begin with spars"
     ):
         trained(PARAMS, X)
     twice = fb.Recipe((fb.Rule("stack", INT8, sparsity=fb.Sparsity(1, 4)), fb.Rule("out", None)))

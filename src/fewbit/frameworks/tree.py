@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from ..array import is_qarray
 from ..errors import QuantError
@@ -35,7 +36,7 @@ def quantize(fn: Callable[..., Any] | None, tree: Any, *inputs: Any, recipe: Any
         A tree of the same structure with QArrays in the place of quantized leaves; call it with `fb.transparent(fn)`.
 
     Raises:
-        QuantError: for what `fb.plan` and `fb.quantize_params` refuse.
+        QuantError: for what `fb.plan` and `fb.quantize_params` refuse, and for `donate` under a trace.
         UnsupportedError: for what `fb.quantize_params` refuses.
 
     >>> def fn(params, x):
@@ -57,6 +58,8 @@ def _quantized_and_freed(tree: Any, plan: Plan) -> Any:
     places = Counter(map(id, leaves))
     for i, path in enumerate(parameter_paths(tree)):
         source = leaves[i]
+        if isinstance(source, Tracer):
+            raise QuantError(f"donate=True deletes arrays, and {path} is traced; donate the argument of jax.jit instead")
         if path in rows and (q := quantize_row(source, rows[path])) is not source:
             leaves[i] = jax.block_until_ready(q)
             if places[id(source)] == 1 and isinstance(source, jax.Array):

@@ -1,6 +1,7 @@
 """Writes a fewbit directory: tensors one at a time, files of bounded size, all read back before it is in place."""
 
 import dataclasses
+import functools
 import hashlib
 import os
 import pathlib
@@ -123,17 +124,18 @@ class DirectoryWriter:
             raise QuantError("tensors are added within the block: with DirectoryWriter(...) as writer: writer.add(...)")
         return self._staging
 
-    def add(self, name: str, value: Tensor) -> None:
+    def add(self, name: str, value: Any) -> None:
         """Adds one tensor.
 
         Args:
             name: its name, which no other tensor has.
-            value: a QArray or an array; what it holds now is what is written.
+            value: a QArray or an array; what it holds now is what is written. With `fewbit.torch` imported also a tensor.
 
         Raises:
             QuantError: for a name that is taken, a dtype that files cannot hold, or a QArray whose parts do not fit.
         """
         assert self._staged
+        value = storable(value, name)
         arrays = {name: value} if not isinstance(value, QArray) else leaves(name, value)
         for leaf in (name, *arrays):
             if not leaf or leaf == "__metadata__" or leaf in self._names:
@@ -211,9 +213,27 @@ class DirectoryWriter:
         return {"quant_method": QUANT_METHOD, "version": VERSION, **tables, "tensors": self._records}
 
 
+@functools.singledispatch
+def storable(value: Any, name: str) -> Tensor:
+    """What a file stores of a value; `fewbit.torch` registers its tensors when it is imported.
+
+    Args:
+        value: an array or a QArray.
+        name: its name, for errors.
+
+    Returns:
+        The array or QArray.
+    """
+    if not isinstance(value, QArray | np.ndarray | np.generic | jax.Array):
+        hint = "; import fewbit.torch first" if type(value).__module__.split(".")[0] == "torch" else ""
+        raise QuantError(f"tensor {name!r} is a {type(value).__name__}; an array or a QArray is expected{hint}")
+    found: Any = value
+    return found
+
+
 def write(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, Tensor],
+    tensors: Mapping[str, Any],
     *,
     config: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
@@ -226,7 +246,8 @@ def write(
 
     Args:
         path: the directory to be.
-        tensors: arrays and QArrays by name; one that loads its values when asked is asked for one at a time.
+        tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors, such as those of a `state_dict()`; a mapping
+            that loads its values when asked is asked for one at a time.
         config: as for `DirectoryWriter`, like the arguments that follow.
         files: tokenizer and other small files.
         facts: JSON to remember in the manifest.

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import UnsupportedError
+from .lookup import Lookup
 from .rules.control import scan_counts
 from .rules.parameters import MOVES, PRODUCTS
 from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound
@@ -156,8 +157,10 @@ def _product(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _moved(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A move of the array; its results are the parameter still."""
+    """A move of the array; its results are the parameter still, but for a row that was looked up."""
     outputs = bound(eqn, list(map(_array, values)))
+    if Lookup.of(eqn) is not None:
+        return outputs
     sources = values if len(values) == len(outputs) else [values[0]] * len(outputs)
     return [dataclasses.replace(s, value=out) if _is_observed(s) else out for s, out in zip(sources, outputs, strict=True)]
 

@@ -41,7 +41,10 @@ def rotated(
     """
     length = a.shape[a_axis]
     if length % rows:
-        raise QuantError(f"hadamard={rows} must divide the contracted axis, which has {length} elements")
+        raise QuantError(
+            f"an arm's hadamard={rows} must divide the axis that its gradient sums over, and {length} elements are summed, in the "
+            f"product of the incoming gradient {a.shape} and the other operand {b.shape}; pad the batch, or set hadamard to null"
+        )
     signs = jax.random.rademacher(key, (rows,), jnp.float32)
     turn = signs[:, None] * hadamard(rows)
 

@@ -5,9 +5,12 @@ moved first and quantized in its product. Both have the same codes because the t
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._tiles import Tile
 from ..array import QArray, Scheme
@@ -16,7 +19,7 @@ from ..array.quantize import laid_along
 from ..errors import QuantError
 from ..kernels.quantize import quantize
 
-_UNMOVED = ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "pvary")
+_UNMOVED = ("copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "pvary")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,69 +28,105 @@ class Served:
 
     Attributes:
         tiles: for each axis, how many elements share a scale; None: all of it.
-        apart: how many leading axes a loop takes apart. Each element of theirs is quantized on its own, which matters to
-            schemes whose scales are more than one a tile.
+        apart: the axes, negative, that a loop takes one element of at a time and along which each is quantized on its own;
+            none for schemes whose scales hang on their own tiles alone.
+        dtype: the dtype whose numbers it holds by now.
+        casts: the dtypes, of fewer numbers, that it is cast to before it is quantized, those left of them.
     """
 
     tiles: tuple[Tile, ...]
-    apart: int = 0
+    apart: tuple[int, ...] = ()
+    dtype: str = "float32"
+    casts: tuple[str, ...] = ()
 
     @classmethod
-    def along(cls, scheme: Scheme, axis: tuple[int, ...], shape: tuple[int, ...], apart: int) -> "Served":
-        """The tiles that a scheme has along axes, negative, of an array of which leading axes are taken apart."""
-        inner = shape[apart:]
-        tiles = laid_along(scheme, axis, inner).tiles(len(inner))
-        return cls((1,) * apart + tiles, 0 if _is_local(scheme) else apart)
+    def along(
+        cls,
+        scheme: Scheme,
+        axis: tuple[int, ...],
+        like: jax.ShapeDtypeStruct,
+        stacked: tuple[int, ...] = (),
+        casts: tuple[str, ...] = (),
+    ) -> "Served":
+        """The tiles that a scheme has along axes, negative, of an array of which a loop takes elements of other axes.
+
+        Raises:
+            QuantError: where an axis is one of those of the loop.
+        """
+        shape = tuple(like.shape)
+        inner = tuple(n for a, n in zip(range(-len(shape), 0), shape, strict=True) if a not in stacked)
+        within = iter(laid_along(scheme, axis_within(axis, stacked, len(shape)), inner).tiles(len(inner)))
+        tiles = tuple(1 if a in stacked else next(within) for a in range(-len(shape), 0))
+        return cls(tiles, () if _is_local(scheme) else stacked, like.dtype.name, casts)
 
     def on_last(self, ndim: int) -> "Served":
         """The tiles of an array without the first axes: what a loop left of it."""
         gone = len(self.tiles) - ndim
-        return self if not gone else Served(self.tiles[gone:], max(self.apart - gone, 0))
+        apart = tuple(a for a in self.apart if a >= -ndim)
+        return self if not gone else dataclasses.replace(self, tiles=self.tiles[gone:], apart=apart)
 
     def after(self, eqn: Any, scheme: Scheme) -> "Served":
         """The tiles after an equation that moves the array.
 
         Raises:
-            QuantError: where a scale serves elements that the equation takes away, or that tiles could no longer name.
+            QuantError: where a scale serves elements that the equation takes away, or that tiles could no longer name; and for
+                a cast that changes numbers after those that the array is quantized after.
         """
         name, params = eqn.primitive.name, eqn.params
         shape, new = tuple(eqn.invars[0].aval.shape), tuple(eqn.outvars[0].aval.shape)
         if name in _UNMOVED or (name == "all_gather" and params["tiled"]):
             return self
+        if name == "convert_element_type":
+            return self._cast(params["new_dtype"])
         if name in ("slice", "dynamic_slice", "split"):
             return self._cut(eqn, scheme)
         if name in ("squeeze", "expand_dims") or (name == "reshape" and params["dimensions"] is None):
             return self._reshaped(shape, new, scheme)
-        if isinstance(scheme.scale, Scheme) or self.apart:
+        if isinstance(scheme.scale, Scheme) or (self.apart and name != "transpose"):
             raise QuantError(f"its scales are no longer those of a tile after {name}")
         if name == "transpose":
-            return Served(tuple(self.tiles[a] for a in params["permutation"]))
+            order = params["permutation"]
+            apart = tuple(sorted(order.index(a + len(order)) - len(order) for a in self.apart))
+            return dataclasses.replace(self, tiles=tuple(self.tiles[a] for a in order), apart=apart)
         if name == "broadcast_in_dim":
             of_axis = dict(zip(params["broadcast_dimensions"], shape, strict=True))
             one = tuple(of_axis.get(a, 1) for a in range(len(new)))
             tiles = self._reshaped(shape, one, scheme).tiles
-            return Served(tuple(1 if n != m else t for t, n, m in zip(tiles, one, new, strict=True)))
+            tiles = tuple(1 if n != m else t for t, n, m in zip(tiles, one, new, strict=True))
+            return dataclasses.replace(self, tiles=tiles)
         if name == "rev" and all(shape[a] % (self.tiles[a] or shape[a]) == 0 for a in params["dimensions"]):
             return self
         raise QuantError(f"its tiles cannot be followed through {name}")
 
+    def _cast(self, dtype: DTypeLike) -> "Served":
+        if holds_numbers_of(dtype, self.dtype):
+            return self
+        name = jnp.dtype(dtype).name
+        if self.casts[:1] != (name,):
+            raise QuantError(f"it is quantized before it is cast to {name}")
+        return dataclasses.replace(self, dtype=name, casts=self.casts[1:])
+
     def _reshaped(self, shape: tuple[int, ...], new: tuple[int, ...], scheme: Scheme) -> "Served":
-        lost = next((k for k in range(self.apart + 1) if shape[k : self.apart] == new[: self.apart - k]), None)
+        first = len(self.apart)
+        if self.apart != tuple(range(-len(shape), first - len(shape))):
+            raise QuantError("a loop takes elements of an axis that is not the first")
+        lost = next((k for k in range(first + 1) if shape[k:first] == new[: first - k]), None)
         if lost is None or any(n != 1 for n in shape[:lost]):
             raise QuantError("the reshape reaches over axes that a loop takes apart")
-        kept, rest, new_rest = self.apart - lost, shape[self.apart :], new[self.apart - lost :]
+        kept, rest, new_rest = first - lost, shape[first:], new[first - lost :]
         if isinstance(scheme.scale, Scheme) and rest != new_rest:
             raise QuantError("its scales are quantized, in tiles of the array as it was")
-        tiles = zip(rest, self.tiles[self.apart :], strict=True)
+        tiles = zip(rest, self.tiles[first:], strict=True)
         axes = reshaped([Axis(n, _held(tile, n)) for n, tile in tiles], new_rest)
-        return Served((1,) * kept + tuple(axis.tile for axis in axes), kept)
+        apart = tuple(range(-len(new), kept - len(new)))
+        return dataclasses.replace(self, tiles=(1,) * kept + tuple(axis.tile for axis in axes), apart=apart)
 
     def _cut(self, eqn: Any, scheme: Scheme) -> "Served":
         shape, params = eqn.invars[0].aval.shape, eqn.params
         for axis, n in enumerate(shape):
             tile = _held(self.tiles[axis], n)
             lengths = [out.aval.shape[axis] for out in eqn.outvars]
-            if lengths == [n] or (tile == 1 and (_is_local(scheme) or axis < self.apart)):
+            if lengths == [n] or (tile == 1 and (_is_local(scheme) or axis - len(shape) in self.apart)):
                 continue
             starts, strides = [0], None
             if eqn.primitive.name == "split":
@@ -104,9 +143,14 @@ class Served:
 
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...] | None = None) -> QArray:
         """The array quantized with these tiles; where a product contracts axes, with codes that share bytes along the last."""
+        if self.casts:
+            uncast = dataclasses.replace(self, casts=())
+            return uncast.quantized(cast(x, self.casts), scheme, axis).astype(x.dtype)
         if self.apart:
-            inward = None if axis is None else tuple(a - x.ndim for a in axis)
-            return jax.vmap(lambda x: Served(self.tiles[1:], self.apart - 1).quantized(x, scheme, inward))(x)
+            inner = tuple(a for a in range(-x.ndim, 0) if a not in self.apart)
+            within = Served(tuple(self.tiles[a] for a in inner))
+            inward = None if axis is None else axis_within(tuple(a % x.ndim - x.ndim for a in axis), self.apart, x.ndim)
+            return for_each(self.apart, lambda x: within.quantized(x, scheme, inward), x)
         if axis is not None and self._is_along(scheme, axis, x.shape):
             return quantize(x, scheme, axis=axis)
         tiled = [a for a, (t, n) in enumerate(zip(self.tiles, x.shape, strict=True)) if _held(t, n) != 1]
@@ -119,6 +163,50 @@ class Served:
         along = laid_along(scheme, axis, shape).tiles(len(shape))
         pairs = zip(self.tiles, along, shape, strict=True)
         return all(_held(own, n) == _held(other, n) for own, other, n in pairs)
+
+
+def axis_within(axis: tuple[int, ...], stacked: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """The axes, negative, of an array of `ndim` axes as those of one element of its stacked ones.
+
+    Raises:
+        QuantError: where an axis is stacked.
+
+    >>> axis_within((-3, -1), (-2,), 3)
+    (-2, -1)
+    """
+    if both := [a for a in axis if a in stacked]:
+        raise QuantError(f"axis {both[0]} cannot hold tiles: a loop takes one element of it at a time; name another axis")
+    inner = [a for a in range(-ndim, 0) if a not in stacked]
+    return tuple(inner.index(a) - len(inner) if a in inner else a for a in axis)
+
+
+def for_each(stacked: tuple[int, ...], one: Callable[[jax.Array], QArray], x: jax.Array) -> QArray:
+    """What a function makes of each element of the stacked axes, negative, with these axes where they were."""
+    order = [a % x.ndim for a in (*stacked, *(a for a in range(-x.ndim, 0) if a not in stacked))]
+    for _ in stacked:
+        one = jax.vmap(one)
+    if order == sorted(order):
+        return one(x)
+    return one(x.transpose(order)).transpose(*map(order.index, range(x.ndim)))
+
+
+def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
+    """The array cast to each dtype in turn."""
+    for dtype in dtypes:
+        x = x.astype(dtype)
+    return x
+
+
+def holds_numbers_of(dtype: DTypeLike, other: DTypeLike) -> bool:
+    """Whether every number of another floating dtype is one of `dtype`; so it is where the other is not floating.
+
+    >>> holds_numbers_of("float32", "bfloat16"), holds_numbers_of("bfloat16", "float16")
+    (True, False)
+    """
+    if dtype == other or not jnp.issubdtype(other, jnp.floating):
+        return True
+    wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
+    return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
 
 
 def _held(tile: Tile, length: int) -> Tile:

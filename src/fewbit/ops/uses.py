@@ -10,13 +10,17 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
 
 from ..array import is_qarray
 from ..array.layout import regrouped
 from .dot import in_order
+from .indices import Facts, inner_jaxpr, open_jaxpr
+from .lookup import Lookup
 from .rules.control import scan_counts
+from .served import holds_numbers_of
 
 Path: TypeAlias = str
 Place: TypeAlias = tuple[Any, ...]
@@ -28,12 +32,14 @@ class Use:
     """One equation that uses a parameter.
 
     Attributes:
-        op: "dot_general", "conv_general_dilated", "ragged_dot", "take", or the name of any other primitive.
-        axes: the parameter's axes, negative, that the product contracts, or that the look-up indexes; empty for others. Of
-            several the last is the one that tiles run along, as they do in the product itself.
+        op: "dot_general", "conv_general_dilated", "ragged_dot", "take" for look-ups, or the name of any other primitive.
+        axes: the parameter's axes, negative, that the product contracts, or that the look-up indexes; empty for others.
         stacked: the parameter's axes, negative, that a loop took one element of at a time before the use.
         source: the file and line.
         batch: the parameter's axes, negative, that run beside those of the other operand: experts, for example.
+        casts: the dtypes, of fewer numbers than the one before, that the parameter was cast to on the way to the use.
+        tiled: the parameter's axes, negative, that tiles run along for this use, along the last of several: those that a product
+            contracts, the last of those that a look-up takes whole; empty for other uses, and where single elements are looked up.
     """
 
     op: str
@@ -41,6 +47,8 @@ class Use:
     stacked: tuple[int, ...] = ()
     source: str = ""
     batch: tuple[int, ...] = ()
+    casts: tuple[str, ...] = ()
+    tiled: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +76,12 @@ class _Found:
     Attributes:
         uses: the uses of each parameter.
         products: the products without a parameter: the names around each, and the equation with those around it.
+        facts: what is known of the indices in the trace.
     """
 
     uses: dict[Path, list[Use]]
     products: list[tuple[str, Place]]
+    facts: Facts
 
     def named_products(self) -> tuple[Product, ...]:
         """The products, each with a name of its own."""
@@ -109,12 +119,23 @@ class _Traced:
     Attributes:
         path: the parameter.
         axes: for each axis of the variable, the parameter's axes (negative) that run along it.
+        dtype: the dtype whose numbers it holds: the parameter's own, or the last of `casts`.
         stacked: the parameter's axes that a loop has taken apart.
+        casts: the dtypes of fewer numbers that it was cast to.
+        is_row: whether it is one row that a loop's counter picked; `fewbit.ops.lookup` says what that is.
     """
 
     path: Path
     axes: tuple[tuple[int, ...], ...]
+    dtype: str
     stacked: tuple[int, ...] = ()
+    casts: tuple[str, ...] = ()
+    is_row: bool = False
+
+    @classmethod
+    def whole(cls, path: Path, like: Any) -> "_Traced":
+        """The parameter itself, of the shape and dtype of an array."""
+        return cls(path, tuple((axis,) for axis in range(-len(like.shape), 0)), like.dtype.name)
 
 
 def parameter_paths(params: Any) -> dict[Path, Any]:
@@ -167,10 +188,10 @@ def parameter_uses(
     closed = jax.make_jaxpr(flat)(*shapes)
     names = list(paths)
     start = [
-        _Traced(names[place], tuple((axis,) for axis in range(-len(shape.shape), 0))) if place < len(names) else None
+        _Traced.whole(names[place], shape) if place < len(names) else None
         for place, shape in zip(places, shapes, strict=True)
     ]
-    found = _Found({path: [] for path in array_paths(params)}, [])
+    found = _Found({path: [] for path in array_paths(params)}, [], Facts.of(closed.jaxpr))
     _follow(closed.jaxpr, start, found, _Scope())
     return {path: tuple(dict.fromkeys(uses)) for path, uses in found.uses.items()}, found.named_products()
 
@@ -185,13 +206,9 @@ def weightless_products(jaxpr: Any, are_parameters: Sequence[bool]) -> tuple[tup
     Returns:
         The products, named as `parameter_uses` names them, each with its equation and those around it.
     """
-
-    def whole(i: int, ndim: int) -> _Traced:
-        return _Traced(str(i), tuple((axis,) for axis in range(-ndim, 0)))
-
     inputs = list(zip(jaxpr.invars, are_parameters, strict=True))
-    start = [whole(i, var.aval.ndim) if is_parameter else None for i, (var, is_parameter) in enumerate(inputs)]
-    found = _Found({str(i): [] for i in range(len(inputs))}, [])
+    start = [_Traced.whole(str(i), var.aval) if is_parameter else None for i, (var, is_parameter) in enumerate(inputs)]
+    found = _Found({str(i): [] for i in range(len(inputs))}, [], Facts.of(jaxpr))
     _follow(jaxpr, start, found, _Scope())
     return tuple(zip(found.named_products(), (place for _, place in found.products), strict=True))
 
@@ -219,7 +236,11 @@ def _follow(jaxpr: Any, values: Sequence[_Traced | None], found: _Found, scope: 
 def _step(eqn: Any, operands: list[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
     """One equation: what its outputs hold, with its uses noted."""
     name = eqn.primitive.name
-    if name in _MOVES and operands[0] is not None and not any(operands[1:]):
+    table = operands[0] if operands and not any(operands[1:]) else None
+    lookup = None if table is None else Lookup.of(eqn)
+    if table is not None and lookup is not None and _is_counted(eqn, found.facts):
+        return [_picked(eqn, table, lookup)]
+    if name in _MOVES and lookup is None and operands[0] is not None and not any(operands[1:]):
         moved = _MOVES[name](eqn, operands[0])
         if moved is not None:
             return [moved] * len(eqn.outvars)
@@ -230,14 +251,14 @@ def _step(eqn: Any, operands: list[_Traced | None], found: _Found, scope: _Scope
     if name == "while":
         return _follow_while(eqn, operands, found, scope)
     if name == "cond":
-        outcomes = [_follow(_open(branch), operands[1:], found, scope) for branch in eqn.params["branches"]]
+        outcomes = [_follow(open_jaxpr(branch), operands[1:], found, scope) for branch in eqn.params["branches"]]
         return [column[0] if len(set(column)) == 1 else None for column in zip(*outcomes, strict=True)]
-    inner = _inner_jaxpr(eqn)
+    inner = inner_jaxpr(eqn)
     if inner is not None:
         return _follow(inner, operands, found, scope)
     for position, operand in enumerate(operands):
         if operand is not None:
-            found.uses[operand.path].append(_use(eqn, position, operand, _source(eqn)))
+            found.uses[operand.path].append(_use(eqn, position, operand, _source(eqn), found.facts))
     return [None] * len(eqn.outvars)
 
 
@@ -246,14 +267,21 @@ def _source(eqn: Any) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
+def _use(eqn: Any, position: int, operand: _Traced, source: str, facts: Facts) -> Use:
     """The use that an equation makes of the operand at a position."""
-    name, batch = eqn.primitive.name, ()
+    name, batch, tiled = eqn.primitive.name, (), None
+    lookup = Lookup.of(eqn) if position == 0 else None
     if name == "dot_general" and position < 2:
         contracting, beside = eqn.params["dimension_numbers"]
         axes, batch = in_order(*contracting)[position], beside[position]
-    elif name == "gather" and position == 0:
-        name, axes = "take", eqn.params["dimension_numbers"].start_index_map
+        others = contracting[1 - position]
+        if len(others) == 1 and others[0] in facts[eqn.invars[1 - position]].one_hot:
+            free = [
+                a for a in range(len(operand.axes)) if a not in (*axes, *batch) and eqn.invars[position].aval.shape[a] > 1
+            ]
+            name, tiled = "take", free[-1:]
+    elif lookup is not None:
+        name, axes, batch, tiled = "take", lookup.indexed, lookup.batch, lookup.whole[-1:]
     elif name == "conv_general_dilated" and position == 1:
         _, inputs, *window = eqn.params["dimension_numbers"].rhs_spec
         axes = (*window, inputs)
@@ -263,24 +291,34 @@ def _use(eqn: Any, position: int, operand: _Traced, source: str) -> Use:
         name, axes, batch = "ragged_dot", contracting[1], (*numbers.rhs_group_dimensions, *beside[1])
     else:
         axes = ()
+    if operand.is_row and axes:
+        # One row of a stack that a loop counts, such as a layer's gain, is multiplied as the numbers that it has.
+        return Use("dynamic_slice", (), operand.stacked, source, (), operand.casts)
     # The parts of an axis that was split are that axis, once.
-    contracted, beside = (tuple(dict.fromkeys(a for axis in group for a in operand.axes[axis])) for group in (axes, batch))
-    return Use(name, contracted, operand.stacked, source, beside)
+    own, beside, along = (
+        tuple(dict.fromkeys(a for axis in group for a in operand.axes[axis]))
+        for group in (axes, batch, axes if tiled is None else tiled)
+    )
+    return Use(name, own, operand.stacked, source, beside, operand.casts, along)
 
 
-def _open(closed: Any) -> Any:
-    """The jaxpr of a closed one."""
-    return getattr(closed, "jaxpr", closed)
+def _is_counted(eqn: Any, facts: Facts) -> bool:
+    """Whether a look-up has one index, and no input decides it."""
+    indices = eqn.invars[1:]
+    one = eqn.primitive.name == "dynamic_slice" or all(n == 1 for n in indices[0].aval.shape[:-1])
+    return one and all(facts[index].is_counted for index in indices)
 
 
-def _inner_jaxpr(eqn: Any) -> Any | None:
-    """The one jaxpr that an equation calls with its own operands, if it does."""
-    for key in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if key in eqn.params and eqn.primitive.name != "pallas_call":
-            inner = _open(eqn.params[key])
-            if len(inner.invars) == len(eqn.invars) and len(inner.outvars) == len(eqn.outvars):
-                return inner
-    return None
+def _picked(eqn: Any, operand: _Traced, lookup: Lookup) -> _Traced:
+    """The element of a stack that a loop's counter picks."""
+    shape, new = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    axes: list[tuple[int, ...]] = [()] * len(new)
+    for axis, place in lookup.places.items():
+        axes[place] = operand.axes[axis] if axis in lookup.whole or shape[axis] == 1 else ()
+    taken = tuple(a for axis in lookup.indexed for a in operand.axes[axis] if a not in operand.stacked)
+    return dataclasses.replace(
+        operand, axes=tuple(axes), stacked=(*operand.stacked, *taken), is_row=operand.is_row or len(lookup.whole) < 2
+    )
 
 
 def _follow_scan(eqn: Any, operands: list[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
@@ -289,8 +327,9 @@ def _follow_scan(eqn: Any, operands: list[_Traced | None], found: _Found, scope:
     for i in range(constants + carries, len(operands)):
         operand = operands[i]
         if operand is not None:
-            inside[i] = _Traced(operand.path, operand.axes[1:], (*operand.stacked, *operand.axes[0]))
-    outputs = _follow(_open(eqn.params["jaxpr"]), inside, found, scope)
+            taken = (*operand.stacked, *operand.axes[0])
+            inside[i] = dataclasses.replace(operand, axes=operand.axes[1:], stacked=taken)
+    outputs = _follow(open_jaxpr(eqn.params["jaxpr"]), inside, found, scope)
     carried = [o if o == i else None for o, i in zip(outputs[:carries], inside[constants:], strict=False)]
     return [*carried, *([None] * (len(eqn.outvars) - carries))]
 
@@ -298,8 +337,8 @@ def _follow_scan(eqn: Any, operands: list[_Traced | None], found: _Found, scope:
 def _follow_while(eqn: Any, operands: list[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
     in_cond, in_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
     carry = operands[in_cond + in_body :]
-    _follow(_open(eqn.params["cond_jaxpr"]), [*operands[:in_cond], *carry], found, scope)
-    outputs = _follow(_open(eqn.params["body_jaxpr"]), [*operands[in_cond : in_cond + in_body], *carry], found, scope)
+    _follow(open_jaxpr(eqn.params["cond_jaxpr"]), [*operands[:in_cond], *carry], found, scope)
+    outputs = _follow(open_jaxpr(eqn.params["body_jaxpr"]), [*operands[in_cond : in_cond + in_body], *carry], found, scope)
     return [o if o == i else None for o, i in zip(outputs, carry, strict=True)]
 
 
@@ -308,6 +347,16 @@ def _follow_while(eqn: Any, operands: list[_Traced | None], found: _Found, scope
 
 def _kept(eqn: Any, operand: _Traced) -> _Traced:
     return operand
+
+
+def _cast(eqn: Any, operand: _Traced) -> _Traced | None:
+    """A cast, noted where the new dtype lacks numbers of the parameter; integers and booleans are no parameter any more."""
+    dtype = jnp.dtype(eqn.params["new_dtype"])
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return None
+    if holds_numbers_of(dtype, operand.dtype):
+        return operand
+    return dataclasses.replace(operand, dtype=dtype.name, casts=(*operand.casts, dtype.name))
 
 
 def _transposed(eqn: Any, operand: _Traced) -> _Traced:
@@ -346,7 +395,7 @@ def _row_taken(eqn: Any, operand: _Traced) -> _Traced:
 
 
 _MOVES: dict[str, Callable[[Any, _Traced], _Traced | None]] = {
-    "convert_element_type": _kept,
+    "convert_element_type": _cast,
     "copy": _kept,
     "copy_p": _kept,
     "stop_gradient": _kept,

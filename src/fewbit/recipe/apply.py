@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from ..array import is_qarray
 from ..errors import QuantError, UnsupportedError
@@ -21,6 +22,10 @@ def quantize_params(params: Any, plan: Any) -> Any:
     A sparse parameter keeps the largest of its weights as they are now, whatever the schedule of its training; one that is
     masked already, such as by `fewbit.training.ModelSparsity.apply`, keeps those that its mask left.
 
+    It can be traced: under `jax.jit`, with `out_shardings`, parameters are initialised, quantized and sharded in one program;
+    `jax.eval_shape` gives the tree to restore a checkpoint into. A traced array has no values to look at: nothing is
+    refused then, and a NaN or an infinity makes its tile NaN, as in `fb.quantize`.
+
     Args:
         params: the tree of arrays; other leaves are left as they are.
         plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: every parameter of two
@@ -30,8 +35,8 @@ def quantize_params(params: Any, plan: Any) -> Any:
         A tree of the same structure, QArrays in the place of quantized leaves and all others as they were.
 
     Raises:
-        QuantError: when the plan and the tree do not have the same parameters and shapes, or a parameter holds NaN or
-            infinity: its name, and how many.
+        QuantError: when the plan and the tree do not have the same parameters and shapes, a parameter that the plan quantizes
+            is a QArray already, or an array, not traced, holds NaN or infinity: its name, and how many.
         UnsupportedError: for a policy with delayed scaling, whose scales come from training, and for a plan that gives products
             without a parameter a policy, which no parameter can carry.
 
@@ -88,7 +93,7 @@ def quantize_row(leaf: Any, row: PlanRow) -> Any:
         A QArray, a pruned array where the row has a sparsity only, or `leaf` where it has none of the two.
 
     Raises:
-        QuantError: for another shape than the plan's, or values that are not finite.
+        QuantError: for another shape than the plan's, a QArray, or values that are not finite, unless they are traced.
         UnsupportedError: for a policy with delayed scaling.
     """
     if row.policy is None and row.sparsity is None:
@@ -96,8 +101,13 @@ def quantize_row(leaf: Any, row: PlanRow) -> Any:
     _check_row(row)
     if tuple(leaf.shape) != row.shape:
         raise QuantError(f"{row.path} has shape {tuple(leaf.shape)}, but the plan was made for {row.shape}")
+    if is_qarray(leaf):
+        raise QuantError(
+            f"{row.path} is quantized already, as {leaf.scheme.name}, and the plan is for the float parameter; plan the tree as "
+            "it is, which leaves QArrays as they are, or decode it by fb.dequantize"
+        )
     x = jnp.asarray(leaf)
-    bad = int(jnp.sum(~jnp.isfinite(x)))
+    bad = 0 if isinstance(x, Tracer) else int(jnp.sum(~jnp.isfinite(x)))  # a traced array has no values yet
     if bad:
         raise QuantError(
             f"{row.path} holds {bad} values that are NaN or infinite, of {x.size}; a tile with one decodes to NaN. "

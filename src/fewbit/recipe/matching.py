@@ -1,7 +1,8 @@
 """Which rule of a recipe each parameter follows, and each product without one; and along which axes."""
 
 import dataclasses
-from collections.abc import Mapping
+import itertools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -9,11 +10,9 @@ import jax.numpy as jnp
 
 from ..array import is_qarray
 from ..errors import QuantError
-from ..ops.policy import Policy
-from ..ops.served import Served
-from ..ops.uses import Product, Use, array_paths
+from ..ops.uses import Product, Use
 from .recipe import Recipe
-from .rule import PRODUCT_OPS, Rule
+from .rule import OPS, PRODUCT_OPS, Rule
 from .sparsity import Sparsity
 
 
@@ -43,20 +42,6 @@ def matched_product_rules(recipe: Recipe, products: tuple[Product, ...]) -> dict
     """
     named = {product.name: (product.op,) for product in products}
     return _matching(recipe.products, named, recipe.name, "product rule", "products without a parameter")
-
-
-def matched_product_policies(recipe: Recipe, products: tuple[Product, ...]) -> dict[str, Policy]:
-    """The policy of each product without a parameter that a recipe gives one, by its name.
-
-    Args:
-        recipe: the recipe.
-        products: the products.
-
-    Raises:
-        QuantError: when a rule that is not optional matches nothing.
-    """
-    rules = matched_product_rules(recipe, products)
-    return {name: rule.policy for name, rule in rules.items() if rule is not None and rule.policy is not None}
 
 
 def _matching(
@@ -90,101 +75,56 @@ def _few(paths: list[str]) -> str:
     return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
 
 
-def matched_policies(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Policy]:
-    """The policy of each parameter that a recipe gives one, by its path: of floating arrays of two and more axes, not of QArrays.
-
-    Args:
-        recipe: the recipe.
-        params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
-        uses: the uses of each parameter.
-
-    Returns:
-        The policies.
-
-    Raises:
-        QuantError: when a rule that is not optional matches nothing.
-    """
-    rules, leaves = matched_rules(recipe, uses), array_paths(params)
-    return {
-        path: rule.policy
-        for path, rule in rules.items()
-        if rule is not None and rule.policy is not None and why_whole(leaves[path]) is None
-    }
-
-
-def served_tiles(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Served]:
-    """The tiles that each parameter has where it is served by a plan of the recipe, by its path.
-
-    Args:
-        recipe: the recipe.
-        params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
-        uses: the uses of each parameter.
-
-    Returns:
-        The tiles. A parameter that no plan could serve, because its products contract different axes, has none, nor has one
-        with delayed scaling.
-    """
-    rules, leaves = matched_rules(recipe, uses), array_paths(params)
-    found = {}
-    for path, policy in matched_policies(recipe, params, uses).items():
-        rule, shape = rules[path], tuple(leaves[path].shape)
-        assert rule is not None
-        try:
-            axis = rule.axis or contracted_axes(path, uses[path])
-        except QuantError:
-            continue
-        stacked = stacked_axes(uses[path])
-        if axis is not None and policy.delayed is None and stacked == tuple(range(-len(shape), len(stacked) - len(shape))):
-            axis = tuple(a if a < 0 else a - len(shape) for a in axis)
-            found[path] = Served.along(policy.weight, axis, shape, len(stacked))
-    return found
-
-
 def stacked_axes(uses: tuple[Use, ...]) -> tuple[int, ...]:
-    """The axes of a parameter, negative, that a loop takes one element of at a time."""
-    return tuple(sorted({a for use in uses for a in use.stacked}))
+    """The axes of a parameter, negative, that a loop takes one element of at a time before a product or a look-up."""
+    return tuple(sorted({a for use in uses if use.op in OPS for a in use.stacked}))
 
 
-def contracted_axes(path: str, uses: tuple[Use, ...]) -> tuple[int, ...] | None:
-    """The axes that the products of a parameter contract; for one that is only looked up, the last of the others.
+def common_casts(uses: tuple[Use, ...]) -> tuple[str, ...]:
+    """The casts that all products and look-ups of a parameter begin with; the parameter is quantized after them.
+
+    Where one use reads it as it is, or two cast it to different dtypes, there are none: one set of codes serves all uses, and
+    each casts the numbers that these codes stand for.
+    """
+    each = [use.casts for use in uses if use.op in OPS]
+    return tuple(column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, zip(*each, strict=False)))
+
+
+def tile_axes(
+    path: str,
+    uses: tuple[Use, ...],
+    tiles: Callable[[tuple[int, ...]], Any] = lambda axes: axes,
+    remedy: str = "give its rule an axis",
+) -> tuple[int, ...] | None:
+    """The axes that tiles of a parameter run along: what its products contract, the rows that its look-ups take.
+
+    A table that is also a product's weight, as where embeddings are tied, has one answer when both want the same tiles: `e[ids]`
+    and `h @ e.T` do.
 
     Args:
         path: the parameter.
         uses: its uses.
+        tiles: what tiles along axes are like. Uses that want different axes agree where the tiles are the same.
+        remedy: what the error tells the caller to do.
 
     Returns:
-        The axes, negative; None where no product contracts it.
+        The axes, negative; None where no product contracts it, and no look-up takes rows of it.
 
     Raises:
-        QuantError: where its products contract different axes.
+        QuantError: where its uses want different tiles.
     """
-    axes = {use.axes for use in uses if use.op in PRODUCT_OPS and use.axes}
-    if len(axes) > 1:
-        places = "; ".join(f"{use.op} over {use.axes} at {use.source}" for use in uses if use.op in PRODUCT_OPS)
-        raise QuantError(f"{path}: its products contract different axes ({places}); give its rule an axis")
-    if axes:
-        return next(iter(axes))
-    looked_up = {a for use in uses if use.op == "take" for a in use.axes}
-    return (-1,) if looked_up and -1 not in looked_up else (-2,) if looked_up else None
-
-
-def matched_sparsity(recipe: Recipe, params: Any, uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Sparsity]:
-    """The sparsity of each parameter that a recipe gives one, by its path, with the axes that its groups run along.
-
-    Args:
-        recipe: the recipe.
-        params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
-        uses: the uses of each parameter.
-
-    Returns:
-        The sparsities.
-
-    Raises:
-        QuantError: when a rule that is not optional matches nothing, and for groups that do not fit a parameter.
-    """
-    rules, leaves = matched_rules(recipe, uses), array_paths(params)
-    found = {path: resolved_sparsity(path, leaves[path], uses[path], rule) for path, rule in rules.items()}
-    return {path: sparsity for path, sparsity in found.items() if sparsity is not None}
+    wanting = [use for use in uses if use.op in OPS and use.tiled]
+    axes = list(dict.fromkeys(use.tiled for use in wanting))
+    if len(axes) > 1 and len(set(map(tiles, axes))) > 1:
+        places = "; ".join(f"{use.op} over {use.tiled} at {use.source}" for use in wanting)
+        is_products = all(use.op in PRODUCT_OPS for use in wanting)
+        what = (
+            "its products contract different axes"
+            if is_products
+            else "its products and look-ups want tiles along different axes"
+        )
+        raise QuantError(f"{path}: {what} ({places}); {remedy}")
+    return axes[0] if axes else None
 
 
 def resolved_sparsity(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> Sparsity | None:
@@ -192,7 +132,7 @@ def resolved_sparsity(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | 
     if rule is None or rule.sparsity is None or why_whole(leaf) is not None:
         return None
     axis = rule.sparsity.axis or rule.axis
-    if axis is None and (contracted := contracted_axes(path, uses)) is not None:
+    if axis is None and (contracted := tile_axes(path, uses)) is not None:
         # A convolution's axes are its window, which is no neighbourhood of channels, and then its input channels.
         is_window = any(use.op == "conv_general_dilated" for use in uses)
         axis = contracted[-1:] if is_window else tuple(sorted(contracted))

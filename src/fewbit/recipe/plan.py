@@ -15,9 +15,10 @@ from .._registry import near_names
 from ..array import Scheme, is_qarray
 from ..errors import QuantError
 from ..kernels.quantize import quantize
-from ..ops.uses import Product, Use, array_paths, parameter_uses
-from .matching import contracted_axes, matched_product_rules, matched_rules, resolved_sparsity, stacked_axes, why_whole
+from ..ops.served import axis_within, cast, for_each
+from ..ops.uses import Product, array_paths
 from .recipe import recipe as as_recipe
+from .resolution import Resolution, Resolved
 from .rows import PLAN_ROW, PRODUCT_ROW, PlanRow, ProductRow
 from .rule import Rule
 from .table import plan_text, shape_text
@@ -135,17 +136,10 @@ def plan(fn: Callable[..., Any] | None, params: Any, *inputs: Any, recipe: Any) 
     >>> row.axis, row.bytes_after
     ((-2,), 2176)
     """
-    recipe = as_recipe(recipe)
-    leaves = array_paths(params)
-    is_traced = fn is not None
-    assumed = {path: _assumed(leaf) for path, leaf in leaves.items()}
-    uses, products = parameter_uses(fn, params, *inputs) if fn is not None else (assumed, ())
-    rules = matched_rules(recipe, uses)
-    rows = [_row(path, leaf, uses[path], rules[path], is_traced=is_traced) for path, leaf in leaves.items()]
-    if recipe.products and not is_traced:
-        raise QuantError(f"recipe {recipe.name!r} has rules for products, which only traced code has; pass fn")
-    product_rules = matched_product_rules(recipe, products)
-    return Plan(tuple(rows), recipe.name, tuple(_product_row(product, product_rules[product.name]) for product in products))
+    resolved, leaves = as_recipe(recipe), array_paths(params)
+    found = Resolution.without_code(resolved, params) if fn is None else Resolution.of(resolved, fn, params, *inputs)
+    rows = tuple(_row(one, leaves[path], is_traced=fn is not None) for path, one in found.parameters.items())
+    return Plan(rows, resolved.name, tuple(_product_row(p, found.product_rules[p.name]) for p in found.products))
 
 
 def _product_row(product: Product, rule: Rule | None) -> ProductRow:
@@ -154,46 +148,44 @@ def _product_row(product: Product, rule: Rule | None) -> ProductRow:
     return ProductRow(product.name, product.op, product.shapes, policy, path, product.source)
 
 
-def _assumed(leaf: Any) -> tuple[Use, ...]:
-    """What uses a parameter when there is no code to ask."""
-    return (Use("dot_general", (-1,)),) if getattr(leaf, "ndim", 0) >= 2 else ()
-
-
-def _row(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None, *, is_traced: bool) -> PlanRow:
+def _row(found: Resolved, leaf: Any, *, is_traced: bool) -> PlanRow:
     """The row of one parameter under the rule that matches it."""
-    shape, dtype = tuple(leaf.shape), jnp.dtype(leaf.dtype)
+    path, shape, dtype = found.path, found.shape.shape, jnp.dtype(leaf.dtype)
     before = leaf.nbytes if is_qarray(leaf) else leaf.size * dtype.itemsize
-    ops = tuple(dict.fromkeys(use.op for use in uses))
-    sites = tuple(dict.fromkeys(f"{use.op} at {use.source}" for use in uses if use.source))
+    ops = tuple(dict.fromkeys(use.op for use in found.uses))
+    sites = tuple(dict.fromkeys(f"{use.op} at {use.source}" for use in found.uses if use.source))
     left = PlanRow(path, shape, dtype.name, None, (), (), ops, before, before, sites=sites)
-    why_not = _why_not(leaf, uses, rule)
+    rule, why_not = found.rule, _why_not(leaf, found)
     if why_not is not None or rule is None:
         return dataclasses.replace(left, reason=why_not or "")
-    sparsity = resolved_sparsity(path, leaf, uses, rule)
-    axis = None if rule.policy is None else rule.axis or contracted_axes(path, uses)
     note = "" if is_traced or rule.axis else "axis assumed: no code was traced"
-    if axis is None:
-        return dataclasses.replace(left, sparsity=sparsity, reason=note if sparsity else "no product contracts it")
-    axis = tuple(a if a < 0 else a - len(shape) for a in axis)
+    if found.axis is None:
+        unused = "look-ups take single elements of it" if "take" in ops else "no product contracts it"
+        return dataclasses.replace(left, sparsity=found.sparsity, reason=note if found.sparsity else unused)
     row = dataclasses.replace(
-        left, policy=rule.policy, axis=axis, stacked=stacked_axes(uses), reason=note, sparsity=sparsity
+        left,
+        policy=found.policy,
+        axis=found.axis,
+        stacked=found.stacked,
+        sparsity=found.sparsity,
+        casts=found.casts,
     )
     after = _planned_bytes(row)
+    cast_first = f"cast to {' and '.join(found.casts)} first, as its uses do" if found.casts else ""
     larger = "" if after <= before else "takes more bytes than before: few elements share a scale"
-    return dataclasses.replace(row, bytes_after=after, reason="; ".join(filter(None, (note, larger))))
+    return dataclasses.replace(row, bytes_after=after, reason="; ".join(filter(None, (note, cast_first, larger))))
 
 
-def _why_not(leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> str | None:
+def _why_not(leaf: Any, found: Resolved) -> str | None:
     """Why a parameter stays as it is, or None."""
+    rule, ops = found.rule, ", ".join(dict.fromkeys(use.op for use in found.uses))
     if is_qarray(leaf):
-        return why_whole(leaf)
+        return found.whole
     if rule is None:
-        return "no rule matches it; " + (
-            f"used by {', '.join(dict.fromkeys(u.op for u in uses))}" if uses else "nothing uses it"
-        )
+        return "no rule matches it; " + (f"used by {ops}" if ops else "nothing uses it")
     if rule.policy is None and rule.sparsity is None:
         return f"rule {rule.path!r} leaves it"
-    return why_whole(leaf)
+    return found.whole
 
 
 def _planned_bytes(row: PlanRow) -> int:
@@ -206,19 +198,11 @@ def _planned_bytes(row: PlanRow) -> int:
 
 
 def quantized_leaf(x: Any, row: PlanRow) -> Any:
-    """The parameter pruned and quantized as its row says: each element of its stacked axes on its own."""
+    """The parameter pruned, cast and quantized as its row says: each element of its stacked axes on its own."""
     x = x if row.sparsity is None else row.sparsity.pruned(x)
     if row.policy is None:
         return x
     scheme: Scheme = row.policy.weight
-    leading = len(row.stacked)
-    if row.stacked != tuple(range(-len(row.shape), -len(row.shape) + leading)):
-        raise QuantError(f"{row.path}: a loop runs over its axes {row.stacked}; only leading axes can be stacked")
-
-    def one(x: Any) -> Any:
-        return quantize(x, scheme, axis=row.axis)
-
-    for _ in range(leading):
-        one = jax.vmap(one)
-    q = one(x)
+    axis = axis_within(row.axis, row.stacked, len(row.shape))
+    q = for_each(row.stacked, lambda x: quantize(x, scheme, axis=axis), cast(x, row.casts)).astype(x.dtype)
     return q if row.policy.is_weight_only else dataclasses.replace(q, policy=row.policy)

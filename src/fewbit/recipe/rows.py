@@ -20,13 +20,15 @@ class PlanRow:
         dtype: its dtype's name.
         policy: how it is quantized; None: it stays as it is.
         axis: the axes along which its tiles run, negative; empty for one that stays.
-        stacked: leading axes that a loop takes apart; each of their elements is quantized on its own.
+        stacked: the axes, negative, that a loop takes one element of at a time; each element is quantized on its own.
         ops: what uses it.
         bytes_before: its bytes as it is.
         bytes_after: its bytes as planned, scales included.
         reason: why it stays as it is, or what should be known about it; else empty.
         sites: where in the code it is used, an operation and its file and line each.
         sparsity: which of its weights are pruned, along which axes; None: none.
+        casts: the dtypes that it is cast to before it is quantized, because its products and look-ups cast it to them; none
+            quantizes the numbers as they are.
     """
 
     path: str
@@ -41,6 +43,7 @@ class PlanRow:
     reason: str = ""
     sites: tuple[str, ...] = ()
     sparsity: Sparsity | None = None
+    casts: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -57,12 +60,11 @@ class PlanRow:
         return size
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form; the sparsity only where there is one."""
+        """The JSON form; the sparsity and the casts only where there are some."""
         form: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("policy", "sparsity"):
             form[name] = None if form[name] is None else form[name].to_json()
-        if self.sparsity is None:
-            del form["sparsity"]
+        form = {key: value for key, value in form.items() if value or key not in ("sparsity", "casts")}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in form.items()}
 
     @classmethod

@@ -11,15 +11,14 @@ from ..array import is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..ops.observed import Notes, Observed, rules_around
 from ..ops.transparent import Decoded, evaluated
-from ..ops.uses import Product, Use, parameter_paths, parameter_uses
+from ..ops.uses import Product, Use, parameter_paths
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_policies, matched_product_policies
+from ..recipe.resolution import Resolution
+from ..recipe.rule import PRODUCT_OPS
 from .measure import Measure, Statistic
 from .range_rules import AbsMaxRange
 from .ranges import AbstractRange
 from .stats import Stats
-
-_CONTRACTING = ("dot_general", "conv_general_dilated", "ragged_dot")
 
 
 def observe(
@@ -56,7 +55,8 @@ def observe(
         the ranges static.
 
     Raises:
-        QuantError: without batches, for an unknown statistic, when a rule that is not optional matches nothing.
+        QuantError: without batches, for an unknown statistic, when a rule that is not optional matches nothing, and for a
+            parameter that `fb.plan` refuses.
         UnsupportedError: for a parameter or a product of which something measured cannot come out: it stands in a `while` loop or
             a `shard_map`, or is of a kind of which a statistic is not collected.
 
@@ -90,11 +90,11 @@ def observe(
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
         if found is None:
-            uses, every = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
-            policies = matched_policies(resolved, params, uses)
-            paths = [path for path in policies if any(use.op in _CONTRACTING for use in uses[path])]
-            quantized = matched_product_policies(resolved, every) if "range" in collect else {}
-            products = tuple(product for product in every if product.name in quantized)
+            plan = Resolution.of(resolved, fn, params, *inputs, **kwargs)
+            uses = {path: one.uses for path, one in plan.parameters.items()}
+            paths = [path for path in plan.policies if any(use.op in PRODUCT_OPS for use in uses[path])]
+            quantized = plan.product_policies if "range" in collect else {}
+            products = tuple(product for product in plan.products if product.name in quantized)
         now = measured(*_apart((params, inputs)))
         _refuse_unseen(set(paths) - set(now), {_label(product.name) for product in products} - set(now), decoded)
         found = now if found is None else joined(found, now)
@@ -152,4 +152,4 @@ def _refuse_unseen(paths: set[str], products: set[str], decoded: Sequence[Decode
         sorted(products), "it stands in a while loop or a shard_map, and what is measured cannot come out"
     )
     if hidden:
-        raise UnsupportedError("fb.observe cannot see every product", hidden)
+        raise UnsupportedError("observe cannot see every product", hidden)

@@ -1,18 +1,22 @@
-"""fewbit for PyTorch: quantizes torch tensors to the very bytes that `fewbit.quantize` gives, and multiplies with them.
+"""fewbit for PyTorch: quantized tensors as a subclass of torch.Tensor, of the same bytes as fewbit's in JAX.
 
-The formats, schemes and calibrations are those of the JAX library. Tensors on a CPU are quantized by torch operations, those on
-a CUDA device by Triton kernels where one serves (`fewbit.torch.explain` says which, and why not). `import fewbit` alone never
-imports torch; `from fewbit import torch as fbt` does.
+On a CPU tensors are handed to JAX without a copy, so every scheme, calibration, search and kernel of fewbit serves torch too; on CUDA
+Triton's kernels do what they can (`fewbit.torch.explain` says). `import fewbit` alone never imports torch.
 """
 
-from .blocks import dequantize_blocks as dequantize_blocks
-from .blocks import quantize_blocks as quantize_blocks
+from . import convolution as convolution
+from .checkpoint import load as load
+from .compat_qwantize import dequantize_blocks as dequantize_blocks
+from .compat_qwantize import quantize_blocks as quantize_blocks
+from .matmul import explain_matmul as explain_matmul
+from .matmul import matmul as matmul
 from .metrics import Metrics as Metrics
 from .metrics import metrics as metrics
-from .products import explain_matmul as explain_matmul
-from .products import matmul as matmul
+from .module import plan as plan
+from .module import quantize_ as quantize_
 from .qtensor import QTensor as QTensor
 from .qtensor import from_qarray as from_qarray
+from .qtensor import to_qarray as to_qarray
 from .quantize import dequantize as dequantize
 from .quantize import explain as explain
 from .quantize import quantize as quantize

@@ -17,7 +17,7 @@ class Metrics:
     """Relative errors in the Frobenius norm; times 100 they are percent.
 
     Attributes:
-        weight_error: `||V - W|| / ||W||`, where `V` is what the quantized tensor stands for.
+        weight_error: `||V - W|| / ||W||`, where `V` is the decoded tensor.
         output_error: the same of the products with the activations; None without activations.
     """
 
@@ -33,7 +33,7 @@ def metrics(W: torch.Tensor, q: QTensor | torch.Tensor, X: torch.Tensor | None =
 
     Args:
         W: the original tensor.
-        q: the quantized one, or the tensor that it stands for (then `X` meets its last axis).
+        q: the quantized one, or its decoded tensor (then `X` is multiplied with its last axis).
         X: activations `[samples, n]`, where `n` is the length of the axis along which `q` was quantized.
 
     Returns:

@@ -1,95 +1,91 @@
-"""Quantizes and dequantizes torch tensors."""
+"""Quantizes and dequantizes torch tensors: by fewbit in JAX, or by Triton's kernels on CUDA."""
 
 import dataclasses
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import torch
 
-from .._tiles import tile_counts
-from ..array import Scheme
+from ..array import Scheme, quantize_with_hessian
 from ..array import scheme as as_scheme
+from ..array.quantize import laid_along
 from ..array.scales import MSE, MX, AbsMax
-from ..array.scales.store import ScaleStore
 from ..errors import QuantError, UnsupportedError
-from ..formats import E8M0, AbstractFormat
-from . import on_gpu
-from .hessian import product_scale
-from .packing import pack, unpack
-from .qtensor import QTensor
-from .rounding import TINY, Rounding, flushed, over
-from .scales import Holder, Tiles, check_supported, ideal_scale
-from .tiles import tile_rows, untiled, valid_rows
+from ..formats import E8M0
+from ..kernels.quantize import dequantize as jax_dequantize
+from ..kernels.quantize import quantize as jax_quantize
+from . import handover, triton
+from .qtensor import FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order
 
-Backend: TypeAlias = Literal["triton", "torch"]
+Backend: TypeAlias = Literal["triton", "jax"]
 Method: TypeAlias = Literal["naive", "optimal", "hessian"]
-
-_CHUNK = 1 << 20
-"""How many elements are quantized at a time, so that what is computed on the way stays in the cache."""
 
 
 @torch.no_grad()
 def quantize(
     W: torch.Tensor,
     scheme: str | Scheme | Mapping[str, Any],
-    dim: int = -1,
+    dim: int | tuple[int, ...] = -1,
     method: Method | None = None,
     X: torch.Tensor | None = None,
     *,
+    error_weights: torch.Tensor | None = None,
+    rounds: int = 0,
     backend: Backend | None = None,
 ) -> QTensor:
-    """Quantizes a tensor to the bytes that `fewbit.quantize` gives for the same numbers.
+    """Quantizes a tensor: `fewbit.quantize`, of the same bytes, for every scheme, calibration and search.
 
     For each tile a scale, for each element the code of the number nearest to `element / scale`, all in float32. A tile with a
     NaN or an infinity becomes NaN; an all-zero tile decodes to zeros; subnormal float32 numbers count as zero.
 
     Args:
-        W: floating, of any shape with an axis; the tensor's device does the work.
+        W: floating, of any shape with an axis.
         scheme: a Scheme, or anything that `fewbit.scheme` takes: `"mxfp4"`, `"nvfp4"`, `"int4_g64"`.
-        dim: the axis that takes the place of the scheme's last one, the axis that a product contracts.
+        dim: the axis that takes the place of the scheme's last one, the axis that a product contracts; or several.
         method: how scales are chosen. None: by the scheme's calibration. "naive": from the largest magnitude alone (OCP's floor
             rule for powers of two, else absmax). "optimal": least squared error. "hessian": least error of the product
-            with `X`, by a full sweep over the scales that can be stored.
+            with `X`, by a full sweep over the scales that can be stored (`fewbit.quantize_with_hessian`).
         X: activations `[samples, W.shape[dim]]`, for the method "hessian" only.
-        backend: "triton", or "torch" for operations of torch on any device; None takes Triton's kernels where they serve, on a
-            CUDA device (`explain` says whether). One that is named is never replaced by the other.
+        error_weights: how much each element's squared error counts in a scale search, broadcast to `W`; None: all alike.
+        rounds: for "hessian", how many times codes and scale are then improved in turn; 0 rounds every element to the nearest.
+        backend: "jax" for fewbit's kernels in JAX, "triton" for Triton's on CUDA; None takes JAX's on a CPU, and on CUDA
+            Triton's where they serve (`explain` says whether). One that is named is never replaced by the other.
 
     Returns:
-        The QTensor. Its `scheme` has the calibration that the method stands for; with "hessian", which no calibration names, the
-        given one.
+        The QTensor. Its `scheme` has the calibration that the method stands for; with "hessian" the given one.
 
     Raises:
         QuantError: for a tensor that is not floating or has no element, an axis it does not have, a method that is not
-            known, or an `X` that the method does not use or whose length is not that of the axis.
-        UnsupportedError: for a scheme that only `fewbit.quantize` knows, or one that the named backend lacks, with every reason.
+            known, or an `X` that the method does not use, that is not finite, or whose length is not that of the axis.
+        UnsupportedError: when no backend can, or the named one cannot, with every reason.
 
     >>> import torch
     >>> q = quantize(torch.tensor([[6.0, -0.4, 0.0, 1.2]]), "mxfp4")
     >>> q.codes.tolist(), q.scale.tolist()
     ([[151, 32]], [[127]])
-    >>> dequantize(q).tolist()
+    >>> q.dequantize().tolist()
     [[6.0, -0.5, 0.0, 1.0]]
     """
-    _check_tensor(W)
-    bound = chosen(as_scheme(scheme), method).along(dim, W.ndim)
-    check_supported(bound)
-    tiles = bound.tiles(W.ndim)
-    unit = tensor_scale(W, bound)
-    if method != "hessian" and uses_triton(W.device, bound, tuple(W.shape), backend):
-        _check_no_activations(X, method)
-        packed, stored = on_gpu.quantized(W.detach(), bound, unit)
-        return _qtensor(W, bound, packed, stored, unit)
-    rows, counts = tile_rows(W.detach(), tiles), tile_counts(W.shape, tiles)
-    holder = Holder.of(bound, unit, W.device)
-    ideal = None
-    if method == "hessian":
-        naive, moments = chosen(bound, "naive"), _checked_activations(X, W.shape[bound.pack_axis])
-        swept = W.detach() if uses_triton(W.device, bound, tuple(W.shape), backend, "sweep") else None
-        ideal = product_scale(Tiles(flushed(rows.float()), None), counts, moments, naive, holder, swept)
-    _check_no_activations(X, method)
-    codes, scale = _rows_quantized(rows, valid_rows(W.shape, tiles, W.device), bound, holder, ideal)
-    packed = pack(untiled(codes, W.shape, tiles), bound.format.bits, bound.pack_axis)
-    return _qtensor(W, bound, packed, scale.reshape(counts), unit)
+    _check_arguments(W, method, X, rounds)
+    bound = _bound(W, scheme, dim, method)
+    plain = error_weights is None and rounds == 0
+    work: triton.Work = "sweep" if method == "hessian" else "quantize"
+    if _chosen(W.device, bound, tuple(W.shape), backend, work, plain)[0] == "triton":
+        H = None if X is None else hessian(X, bound, W.shape)
+        return triton.quantized(W.detach(), bound, H)
+    x = handover.array(W if W.dtype in handover.FLOATS else W.float())
+    if X is not None:
+        axis = bound.pack_axis
+        H = handover.array(hessian(X, bound, W.shape))
+        q = quantize_with_hessian(x, chosen(as_scheme(scheme), method), H, axis=axis, rounds=rounds)
+    else:
+        weights = None if error_weights is None else handover.array(error_weights.float())
+        q = jax_quantize(x, chosen(as_scheme(scheme), method), axis=dim, error_weights=weights)
+    return from_qarray(dataclasses.replace(q, dtype=np.dtype(jnp.dtype(str(W.dtype).removeprefix("torch.")))), W.device)
 
 
 @torch.no_grad()
@@ -104,39 +100,54 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend
         backend: as for `quantize`.
 
     Returns:
-        A tensor of the shape of `q`, on its device.
+        A plain tensor of the shape of `q`, on its device.
 
     Raises:
         QuantError: for a dtype that is not floating.
-        UnsupportedError: when the named backend cannot.
+        UnsupportedError: when no backend can, or the named one cannot, with every reason.
     """
-    dtype = q.dtype if dtype is None else dtype
+    dtype = dtype or q.dtype
     if not dtype.is_floating_point:
         raise QuantError(f"dequantize gives floating numbers, not {dtype}")
-    if uses_triton(q.codes.device, q.scheme, q.shape, backend, "decode"):
-        return on_gpu.dequantized(q, dtype)
-    tiles = q.scheme.tiles(len(q.shape))
-    codes = unpack(q.codes, q.scheme.format.bits, q.shape[q.scheme.pack_axis], q.scheme.pack_axis)
-    values = Rounding.of(q.scheme.format, codes.device).decode(tile_rows(codes, tiles))
-    scale, zero = scale_values(q).reshape(-1, 1), q.zero_point
-    if zero is not None and isinstance(q.scheme.zero_point, AbstractFormat):
-        values = values - Rounding.of(q.scheme.zero_point, zero.device).decode(zero).reshape(-1, 1)
-        zero = None
-    values = flushed(values * scale)
-    return untiled(values if zero is None else values + zero.reshape(-1, 1).float(), q.shape, tiles).to(dtype)
+    stored, places = in_memory_order(q)
+    y = torch.ops.fewbit.dequantize(stored.leaves, stored.form.text, dtype, backend or "")
+    return y if places == tuple(range(q.ndim)) else y.permute(places)
 
 
-def scale_values(q: QTensor) -> torch.Tensor:
-    """The scale of each tile, float32, with the tensor scale in it.
+def _dequantize(leaves: Sequence[torch.Tensor], form: str, dtype: torch.dtype, backend: str) -> torch.Tensor:
+    """The tensor of a form."""
+    q = form_of(form).qtensor(leaves)
+    if _chosen(q.device, q.scheme, tuple(q.shape), backend or None, "decode")[0] == "triton":  # type: ignore[arg-type]
+        return triton.dequantized(q, dtype)
+    by_jax = dtype if dtype in handover.FLOATS else torch.float32
+    y = handover.call(_compiled(form, str(by_jax).removeprefix("torch.")), leaves)
+    return y.to(dtype)
 
-    Args:
-        q: the quantized tensor.
 
-    Returns:
-        Float32, of the shape of `q.scale`.
-    """
-    unit = None if q.tensor_scale is None else q.tensor_scale
-    return Holder.of(q.scheme, unit, q.scale.device).loaded(q.scale)
+def _empty(leaves: Sequence[torch.Tensor], form: str, dtype: torch.dtype, backend: str) -> torch.Tensor:
+    return leaves[0].new_empty(form_of(form).shape, dtype=dtype)
+
+
+handover.operator("dequantize(Tensor[] leaves, str form, ScalarType dtype, str backend) -> Tensor", _dequantize, _empty)
+
+
+@functools.lru_cache(maxsize=4096)
+def _compiled(form: str, dtype: str) -> Callable[..., jax.Array]:
+    """The compiled decoder of a form."""
+
+    @jax.jit
+    def fn(*leaves: jax.Array) -> jax.Array:
+        return jax_dequantize(form_of(form).qarray(leaves), dtype)
+
+    return fn
+
+
+def decoded_leaves(form: Form, device: torch.device) -> tuple[str | None, str | None]:
+    """Which backend decodes a QTensor of a form, or else why none does."""
+    try:
+        return _chosen(device, form.scheme, form.shape, None, "decode")[0], None
+    except UnsupportedError as error:
+        return None, "; ".join(f"{name}: {reason}" for name, reason in error.reasons.items())
 
 
 def chosen(scheme: Scheme, method: Method | None) -> Scheme:
@@ -150,35 +161,10 @@ def chosen(scheme: Scheme, method: Method | None) -> Scheme:
     return dataclasses.replace(scheme, calibration=calibrations[method])
 
 
-def tensor_scale(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
-    """The scale that takes the largest finite magnitude to the largest product of a number and a scale; None without one."""
-    if not scheme.tensor_scale:
-        return None
-    if W.is_cuda and on_gpu.is_installed():
-        largest = flushed(on_gpu.largest_magnitude(W.detach()))
-    else:
-        x = flushed(W.detach().float())
-        largest = torch.where(torch.isfinite(x), x.abs(), 0.0).amax()
-    scale = over(largest, scheme.format.bound * ScaleStore(scheme.scale).largest)  # type: ignore[arg-type]
-    return torch.where(scale < TINY, 1.0, scale)
-
-
-def uses_triton(
-    device: torch.device, scheme: Scheme, shape: tuple[int, ...], backend: Backend | None, work: on_gpu.Work = "quantize"
-) -> bool:
-    """Whether the Triton kernels are to do it; raises UnsupportedError where they are named and cannot."""
-    if backend not in ("triton", "torch", None):
-        raise QuantError(f"backend is {backend!r}, must be triton, torch or None")
-    if backend == "torch":
-        return False
-    reason = on_gpu.unsupported(device, scheme, shape, work)
-    if reason is not None and backend == "triton":
-        raise UnsupportedError(f"{scheme.name} of shape {shape} cannot run here", {"triton": reason})
-    return reason is None
-
-
-def explain(W: torch.Tensor, scheme: str | Scheme | Mapping[str, Any], dim: int = -1, method: Method | None = None) -> str:
-    """Says which backend `quantize` takes for a tensor, and why not the faster one.
+def explain(
+    W: torch.Tensor, scheme: str | Scheme | Mapping[str, Any], dim: int | tuple[int, ...] = -1, method: Method | None = None
+) -> str:
+    """Says which backend `quantize` takes for a tensor, and why not Triton's kernels.
 
     Args:
         W: the tensor.
@@ -190,67 +176,165 @@ def explain(W: torch.Tensor, scheme: str | Scheme | Mapping[str, Any], dim: int 
         A line of text.
 
     >>> import torch
-    >>> explain(torch.ones(2, 64), "mxfp4")
-    'torch, because triton: the tensor is on cpu; the kernels need a CUDA device'
+    >>> explain(torch.ones(2, 32), "mxfp4")
+    'jax, because triton: the tensor is on cpu; the kernels need a CUDA device'
     """
-    bound = chosen(as_scheme(scheme), method).along(dim, W.ndim)
-    reason = on_gpu.unsupported(W.device, bound, tuple(W.shape), "sweep" if method == "hessian" else "quantize")
-    return "triton" if reason is None else f"torch, because triton: {reason}"
+    bound = _bound(W, scheme, dim, method)
+    name, reasons = _chosen(W.device, bound, tuple(W.shape), None, "sweep" if method == "hessian" else "quantize")
+    return ", because ".join([name, *(f"{other}: {reason}" for other, reason in reasons.items())])
 
 
-def _qtensor(
-    W: torch.Tensor, scheme: Scheme, codes: torch.Tensor, scale: torch.Tensor, unit: torch.Tensor | None
-) -> QTensor:
-    """The QTensor of what was quantized."""
-    unit = None if unit is None else unit.reshape((1,) * W.ndim)
-    return QTensor(codes, scale, unit, scheme, tuple(W.shape), W.dtype)
+def hessian(X: torch.Tensor, scheme: Scheme, shape: Sequence[int]) -> torch.Tensor:
+    """`X^T X` of each block of columns, float32 `[blocks, tile, tile]`, in units of a power of two near its largest entry.
+
+    Args:
+        X: activations `[samples, n]`.
+        scheme: along the axes of the weight.
+        shape: the weight's.
+
+    Returns:
+        The matrices; how `X` is scaled changes them by rounding alone.
+    """
+    length = shape[scheme.pack_axis]
+    if X.ndim != 2 or X.shape[1] != length or len(X) == 0:
+        raise QuantError(f"method 'hessian' needs X of shape [samples, {length}]; got {tuple(X.shape)}")
+    if not torch.isfinite(X).all():
+        raise QuantError("X has numbers that are not finite")
+    tile = scheme.tiles(len(shape))[scheme.pack_axis]
+    tile = length if tile is None else tile
+    blocks = -(-length // tile)
+    columns = torch.nn.functional.pad(X.double(), (0, blocks * tile - length)).reshape(len(X), blocks, tile)
+    columns = columns.permute(1, 2, 0)
+    H = columns @ columns.mT
+    largest = H.amax((1, 2), keepdim=True)
+    return torch.ldexp(H, -torch.frexp(torch.where(largest > 0, largest, 1.0)).exponent).float()
 
 
-def _check_no_activations(X: torch.Tensor | None, method: Method | None) -> None:
-    if X is not None and method != "hessian":
-        raise QuantError(f"X means nothing to method {method!r}; use method='hessian'")
+def _chosen(
+    device: torch.device,
+    scheme: Scheme,
+    shape: tuple[int, ...],
+    backend: Backend | None,
+    work: triton.Work,
+    is_plain: bool = True,
+) -> tuple[str, dict[str, str]]:
+    """The backend that does the work, and why those that were asked before it do not."""
+    if backend not in ("triton", "jax", None):
+        raise QuantError(f"backend is {backend!r}, must be triton, jax or None")
+    order = (backend,) if backend else ("triton", "jax")
+    reasons: dict[str, str] = {}
+    for name in order:
+        if name == "jax":
+            reason = handover.refusal(device)
+        else:
+            reason = triton.unsupported(device, scheme, shape, work)
+            reason = reason or (None if is_plain else "error_weights and rounds have no kernel")
+        if reason is None:
+            return name, reasons
+        reasons[name] = reason
+    raise UnsupportedError(f"{scheme.name} of shape {shape} cannot run here", reasons)
 
 
-def _rows_quantized(
-    rows: torch.Tensor, valid: torch.Tensor | None, scheme: Scheme, holder: Holder, ideal: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes and the stored scale of each tile, a few tiles at a time; `ideal` scales in place of calibrated ones."""
-    rounding = Rounding.of(scheme.format, rows.device)
-    count = max(1, _CHUNK // rows.shape[1])
-    codes, scales = [], []
-    for first in range(0, len(rows), count):
-        part = slice(first, first + count)
-        tiles = Tiles(flushed(rows[part].float()), None if valid is None else valid[part])
-        scale = ideal_scale(tiles, scheme, holder) if ideal is None else ideal[part]
-        scale = stored_scale(scale, tiles, holder, rounding)
-        codes.append(encoded(tiles, scale, holder, rounding))
-        scales.append(scale)
-    return torch.cat(codes), torch.cat(scales)
-
-
-def stored_scale(scale: torch.Tensor, tiles: Tiles, holder: Holder, rounding: Rounding) -> torch.Tensor:
-    """The scales as they are stored: 1 in place of those too small to divide by, NaN for tiles that are not finite."""
-    for_zero = 0.0 if rounding.table.zero is None else 1.0
-    scale = torch.where(scale.abs() < TINY, for_zero, scale)
-    return holder.stored(torch.where(tiles.is_finite, scale, torch.nan))
-
-
-def encoded(tiles: Tiles, stored: torch.Tensor, holder: Holder, rounding: Rounding) -> torch.Tensor:
-    """The code of each element under the stored scale of its tile."""
-    used = holder.loaded(stored)
-    divisor = torch.where(used == 0, 1.0, used)[:, None]
-    return rounding.encode(flushed(tiles.x / divisor))
-
-
-def _checked_activations(X: torch.Tensor | None, length: int) -> torch.Tensor:
-    if X is None or X.ndim != 2 or X.shape[1] != length or len(X) == 0:
-        got = None if X is None else tuple(X.shape)
-        raise QuantError(f"method 'hessian' needs X of shape [samples, {length}]; got {got}")
-    return X
-
-
-def _check_tensor(W: torch.Tensor) -> None:
-    if not W.is_floating_point():
-        raise QuantError(f"W is {W.dtype}; only floating tensors are quantized")
+def _bound(W: torch.Tensor, scheme: Any, dim: int | tuple[int, ...], method: Method | None) -> Scheme:
+    """The scheme as it applies to the tensor's axes, with the calibration of the method."""
+    if not W.is_floating_point() or isinstance(W, QTensor):
+        what = "a QTensor already" if isinstance(W, QTensor) else str(W.dtype)
+        raise QuantError(f"W is {what}; only plain floating tensors are quantized")
     if W.ndim == 0 or W.numel() == 0:
         raise QuantError(f"W has shape {tuple(W.shape)}; a tensor of at least one axis and one element is expected")
+    return laid_along(chosen(as_scheme(scheme), method), dim, tuple(W.shape))
+
+
+def _check_arguments(W: torch.Tensor, method: Method | None, X: torch.Tensor | None, rounds: int) -> None:
+    if X is not None and method != "hessian":
+        raise QuantError(f"X means nothing to method {method!r}; use method='hessian'")
+    if X is None and method == "hessian":
+        raise QuantError("method 'hessian' needs X of shape [samples, n], what the product multiplies with W")
+    if rounds and method != "hessian":
+        raise QuantError(f"rounds={rounds} means nothing to method {method!r}; use method='hessian'")
+
+
+# --- look-ups ---
+
+
+def _embedding(
+    ids: torch.Tensor,
+    q: QTensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """`F.embedding`: the rows of a quantized table, of which only those are decoded.
+
+    `padding_idx` and the two that follow `norm_type` change gradients of the table only, which a QTensor does not have.
+    """
+    if max_norm is not None:
+        reason = "max_norm scales rows of the table in place, and codes cannot be scaled"
+        raise UnsupportedError("embedding cannot take a QTensor", {"QTensor": reason})
+    if not isinstance(q, QTensor) or q.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+        raise QuantError(f"embedding takes whole numbers and a table [rows, n], not {ids.dtype} and {tuple(q.shape)}")
+    return torch.ops.fewbit.rows(ids, q.leaves, q.form.text)
+
+
+def _rows(ids: torch.Tensor, leaves: Sequence[torch.Tensor], form: str) -> torch.Tensor:
+    """The rows of a table, decoded."""
+    from .matmul import padded_count  # it needs this file
+
+    q, flat = form_of(form).qtensor(leaves), ids.reshape(-1)
+    if flat.numel() == 0:
+        return torch.empty((*ids.shape, q.shape[1]), dtype=q.dtype, device=q.device)
+    if int(flat.min()) < 0 or int(flat.max()) >= q.shape[0]:
+        raise IndexError(f"embedding: indices from {int(flat.min())} to {int(flat.max())}, of a table of {q.shape[0]} rows")
+    flat = torch.nn.functional.pad(flat, (0, padded_count(len(flat)) - len(flat)))
+    rows = dequantize(taken(q, flat))[: ids.numel()]
+    return rows.reshape(*ids.shape, q.shape[1]).clone()
+
+
+def _empty_rows(ids: torch.Tensor, leaves: Sequence[torch.Tensor], form: str) -> torch.Tensor:
+    known = form_of(form)
+    return leaves[0].new_empty((*ids.shape, known.shape[1]), dtype=getattr(torch, known.dtype))
+
+
+handover.operator("rows(Tensor ids, Tensor[] leaves, str form) -> Tensor", _rows, _empty_rows)
+
+
+def taken(q: QTensor, at: torch.Tensor) -> QTensor:
+    """The rows of a QTensor at places of its first axis, still quantized, each with its own scale.
+
+    Args:
+        q: the QTensor; its codes share no bytes along the first axis.
+        at: the places, of one axis, within bounds.
+
+    Returns:
+        The QTensor.
+
+    Raises:
+        UnsupportedError: where codes share bytes along the first axis.
+    """
+    if q.scheme.pack_axis == -q.ndim:
+        reason = "its codes share bytes along the rows; quantize tables along their last axis (dim=-1)"
+        raise UnsupportedError("a look-up cannot take this QTensor", {"QTensor": reason})
+    tiles = list(q.scheme.tiles(q.ndim))
+    tile = tiles[0] or q.shape[0]
+    of_tile = at if q.scale.shape[0] == q.shape[0] else at // tile
+
+    def of(leaf: Any, places: torch.Tensor) -> Any:
+        if leaf is None or leaf.shape[0] == 1:
+            return leaf
+        return taken(leaf, places) if isinstance(leaf, QTensor) else leaf[places]
+
+    tiles[0] = None if q.scale.shape[0] == 1 else 1
+    scheme = q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis)
+    parts = {"codes": q.codes[at], "scale": of(q.scale, of_tile)}
+    parts |= {"zero_point": of(q.zero_point, of_tile), "tensor_scale": of(q.tensor_scale, of_tile)}
+    of_scale = parts["scale"].form if isinstance(parts["scale"], QTensor) else None
+    return QTensor._unchecked(parts, Form.of(scheme, (len(at), *q.shape[1:]), q.dtype, q.form.parts, of_scale, q.policy))
+
+
+FUNCTIONS |= {
+    torch.nn.functional.embedding: _embedding,
+    torch.dequantize: dequantize,
+    torch.Tensor.dequantize: dequantize,
+}

@@ -1,31 +1,35 @@
 """Products of torch rows in groups with a quantized matrix for each group: the experts of a mixture."""
 
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import torch
 
 from ..array import Scheme
 from ..errors import QuantError, UnsupportedError
 from ..kernels.qmatmul.gpu_configs import Gpu, GpuConfig
 from ..kernels.qmatmul.gpu_matrix import Matrix
-from . import on_gpu
-from .products import PRECISIONS, config_of, gpu_of, table_of
-from .qtensor import QTensor
-from .quantize import Backend, dequantize
+from ..ops import ragged_dot as jax_ragged_dot
+from . import handover, triton
+from .matmul import PRECISIONS, config_of, gpu_of, padded_count, table_of
+from .qtensor import QTensor, form_of, in_memory_order, permuted
+from .quantize import Backend
 
 
 def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
     """Each row times the matrix of its group, with sums in float32: `jax.lax.ragged_dot` with quantized matrices.
 
-    `y[i] = x[i] @ q[g]` for each row i of group g; the rows of a group follow each other. Matrices that are held as `[G, N, K]`
-    are multiplied as `ragged_dot(x, q.mT, group_sizes)`: nothing is moved. Gradients reach `x` through the same kernels.
+    `y[i] = x[i] @ q[g]` for each row i of group g; the rows of a group follow each other. Matrices `[G, N, K]` are multiplied as
+    `ragged_dot(x, q.mT, group_sizes)`: nothing is moved. Gradients reach `x` through the same kernels.
 
     Args:
         x: floating `[M, K]`, the rows of all groups.
         q: `[G, K, N]`, quantized.
-        group_sizes: how many rows each group has, `[G]`, integers on the device of `q`; the kernels read them there, and the host
-            does not wait for them. Rows beyond their sum give zeros.
-        backend: "triton", or "torch" for torch's products of the decoded matrices; None takes the kernels where they serve. One
+        group_sizes: how many rows each group has, `[G]`, integers on the device of `q`; Triton's kernels read them there, and the
+            host does not wait for them. Rows beyond their sum give zeros.
+        backend: "jax" for fewbit's kernels in JAX, "triton" for Triton's on CUDA; None takes Triton's where they serve. One
             that is named is never replaced.
 
     Returns:
@@ -33,7 +37,7 @@ def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backen
 
     Raises:
         QuantError: where the shapes do not fit, `x` is not floating, or `group_sizes` are no integers.
-        UnsupportedError: when the named backend cannot, with the reason.
+        UnsupportedError: when no backend can, or the named one cannot, with the reasons.
 
     >>> import torch
     >>> from fewbit.torch import quantize
@@ -42,38 +46,121 @@ def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backen
     [[32.0, 32.0, 32.0], [64.0, 64.0, 64.0], [64.0, 64.0, 64.0], [0.0, 0.0, 0.0]]
     """
     _check_operands(x, q, group_sizes)
-    return _Ragged.apply(x, q, group_sizes, backend)  # type: ignore[no-any-return]
+    stored, places = in_memory_order(q)
+    if places[0] != 0:
+        raise QuantError(f"the {q.shape[0]} matrices of q do not follow each other in memory; quantize them as [G, K, N]")
+    return torch.ops.fewbit.ragged(x, stored.leaves, stored.form.text, places[1], group_sizes, backend or "")
 
 
-class _Ragged(torch.autograd.Function):
-    """The product, linear in x."""
+def _ragged(
+    x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int, group_sizes: torch.Tensor, backend: str
+) -> torch.Tensor:
+    """`x [M, K]` in groups with the matrices of a form, whose given axis is summed over."""
+    q = form_of(form).qtensor(leaves)
+    w = permuted(q, (0, 2, 1)) if axis == 2 else q
+    if x.device != q.device:
+        raise QuantError(f"x is on {x.device} and q on {q.device}; move one to the other")
+    if _chosen(x, w, group_sizes, backend) == "triton":
+        return ragged_by_triton(x, w, group_sizes, config_of(q.device), gpu_of(q.device))
+    if x.numel() == 0:
+        return x.new_zeros((len(x), w.shape[2]))
+    count = len(x)
+    x = torch.nn.functional.pad(x, (0, 0, 0, padded_count(count) - count))
+    y = handover.call(_compiled(form, axis), (x, group_sizes.to(torch.int32), *leaves))
+    return y if len(y) == count else y[:count].clone()
 
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, backend: Backend | None) -> torch.Tensor:
-        ctx.rest = q, group_sizes, backend
-        reason = unsupported(x, q, group_sizes)
-        if backend not in ("triton", "torch", None):
-            raise QuantError(f"backend is {backend!r}, must be triton, torch or None")
-        if reason is not None and backend == "triton":
-            what = f"ragged_dot with {q.scheme.name} of shape {q.shape} cannot run here"
-            raise UnsupportedError(what, {"triton": reason})
-        if reason is not None or backend == "torch" or x.numel() == 0:
-            return _decoded(x, q, group_sizes)
-        device = q.codes.device
-        return ragged_by_triton(x, q, group_sizes, config_of(device), gpu_of(device))
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        q, group_sizes, backend = ctx.rest
-        return ragged_dot(gradients[0], q.mT, group_sizes, backend=backend), None, None, None
+@functools.lru_cache(maxsize=1024)
+def _compiled(form: str, axis: int) -> Callable[..., jax.Array]:
+    """The compiled product of the matrices of a form."""
+
+    @jax.jit
+    def fn(x: jax.Array, group_sizes: jax.Array, *leaves: jax.Array) -> jax.Array:
+        return _jax_product(form, axis, x, group_sizes, leaves)
+
+    return fn
+
+
+def _jax_product(form: str, axis: int, x: jax.Array, group_sizes: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
+    q = form_of(form).qarray(leaves).astype(x.dtype)
+    return jax_ragged_dot(x, q.mT if axis == 2 else q, group_sizes)
+
+
+handover.operator(
+    "ragged(Tensor x, Tensor[] leaves, str form, int axis, Tensor group_sizes, str backend) -> Tensor",
+    _ragged,
+    lambda x, leaves, form, axis, group_sizes, backend: x.new_empty((x.shape[0], form_of(form).shape[3 - axis])),
+)
+
+
+def _ragged_gradient(
+    g: torch.Tensor, x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int, group_sizes: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of `x` in a product under a policy, as the policy's arms compute it."""
+    count = len(x)
+    g, rows = (torch.nn.functional.pad(t, (0, 0, 0, padded_count(count) - count)) for t in (g, x))
+    return handover.call(_compiled_gradient(form, axis), (g, rows, group_sizes.to(torch.int32), *leaves))[:count].clone()
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled_gradient(form: str, axis: int) -> Callable[..., jax.Array]:
+    @jax.jit
+    def fn(g: jax.Array, x: jax.Array, group_sizes: jax.Array, *leaves: jax.Array) -> jax.Array:
+        return jax.vjp(lambda x: _jax_product(form, axis, x, group_sizes, leaves), x)[1](g)[0]
+
+    return fn
+
+
+handover.operator(
+    "ragged_gradient(Tensor g, Tensor x, Tensor[] leaves, str form, int axis, Tensor group_sizes) -> Tensor",
+    _ragged_gradient,
+    lambda g, x, leaves, form, axis, group_sizes: torch.empty_like(x),
+)
+
+
+def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+    x, leaves, ctx.form, ctx.axis, group_sizes, ctx.backend = inputs
+    ctx.has_policy = form_of(ctx.form).policy is not None
+    ctx.save_for_backward(*leaves, group_sizes, *((x,) if ctx.has_policy else ()))
+
+
+def _backward(ctx: Any, g: torch.Tensor) -> Any:
+    saved = list(ctx.saved_tensors)
+    x = saved.pop() if ctx.has_policy else None
+    group_sizes = saved.pop()
+    if x is not None:
+        of_x = torch.ops.fewbit.ragged_gradient(g, x, saved, ctx.form, ctx.axis, group_sizes)
+    else:
+        of_x = torch.ops.fewbit.ragged(g, saved, ctx.form, 3 - ctx.axis, group_sizes, ctx.backend)
+    return of_x, [None] * len(saved), None, None, None, None
+
+
+torch.library.register_autograd("fewbit::ragged", _backward, setup_context=_setup, lib=handover.LIBRARY)
+
+
+def _chosen(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, backend: str) -> str:
+    """The backend of a product."""
+    if backend not in ("triton", "jax", ""):
+        raise QuantError(f"backend is {backend!r}, must be triton, jax or None")
+    reasons = {}
+    for name in (backend,) if backend else ("triton", "jax"):
+        reason = unsupported(x, q, group_sizes) if name == "triton" else handover.refusal(q.device) or _refused(x)
+        if reason is None:
+            return name
+        reasons[name] = reason
+    raise UnsupportedError(f"ragged_dot with {q.scheme.name} of shape {tuple(q.shape)} cannot run here", reasons)
+
+
+def _refused(x: torch.Tensor) -> str | None:
+    return None if x.dtype in handover.FLOATS else f"x is {x.dtype}, and sums are made in float32; x.float()"
 
 
 def unsupported(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor) -> str | None:
-    """Why the kernels do not multiply these, in a sentence; None when they do."""
-    device = q.codes.device
+    """Why Triton's kernels do not multiply these, in a sentence; None when they do."""
+    device = q.device
     if device.type != "cuda":
         return f"the tensor is on {device.type}; the kernels need a CUDA device"
-    if not on_gpu.is_installed():
+    if not triton.is_installed():
         return "the package is not installed; pip install 'fewbit[triton]'"
     if x.dtype not in PRECISIONS:
         return f"x is {x.dtype}; bfloat16, float16 and float32 are multiplied"
@@ -84,6 +171,8 @@ def unsupported(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor) -> str |
 
 def unsupported_stack(q: QTensor) -> str | None:
     """Why the kernels do not read matrices, wherever they are; None when they do."""
+    if q.policy is not None:
+        return "the matrices have a policy, which the kernels do not follow"
     if q.scheme.tiles(3)[0] not in (None, 1):
         return "matrices share scales in tiles"
     if q.scheme.pack_axis == -3:
@@ -120,16 +209,6 @@ def ragged_by_triton(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, con
     y = torch.empty((len(x), matrix.n), dtype=x.dtype, device=x.device)
     sizes = group_sizes.to(torch.int32)
     launch.run((x, q.codes, q.scale, zero, unit, q.scale if table is None else table, sizes), y)
-    return y
-
-
-def _decoded(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor) -> torch.Tensor:
-    """The product by torch, group by group."""
-    w, first = dequantize(q, x.dtype), 0
-    y = x.new_zeros((len(x), q.shape[2]))
-    for g, size in enumerate(group_sizes.tolist()):
-        y[first : first + size] = x[first : first + size] @ w[g]
-        first += size
     return y
 
 

@@ -12,9 +12,8 @@ from ..errors import QuantError
 from ..ops.delayed import DelayedScaling
 from ..ops.policy import Policy
 from ..ops.stepped import StepScales
-from ..ops.uses import array_paths, parameter_uses
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_policies, matched_product_policies
+from ..recipe.resolution import Resolution
 from ..recipe.rule import OPS
 from .delayed import DelayedScale
 
@@ -111,11 +110,12 @@ class DelayedState:
 def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> DelayedState:
     """The state of delayed scaling before the first step of a model under a recipe.
 
-    A parameter whose policy asks for delayed scaling has one history for itself, one for the activations that it meets, and one
-    for the gradients that come in. One that a loop takes apart (layers in a `scan`) has them for each element of the loop's
-    axis. Where several products use a parameter, or one in a loop takes it whole, they share its histories, and the largest
-    magnitude of all counts. A product without a parameter, such as attention's scores, has histories of its own, which the turns
-    of a loop around it share.
+    A parameter whose policy asks for delayed scaling has one history for itself, one for the activations that it meets, and
+    one for the gradients that come in. One that a loop takes apart (layers in a `scan`) has them for each element of the
+    loop's axis, where that is the parameter's first axis; layers that are stacked along another share them. Where several
+    products use a parameter, or one in a loop takes it whole, they share its histories, and the largest magnitude of all
+    counts. A product without a parameter, such as attention's scores, has histories of its own, which the turns of a loop
+    around it share.
 
     Args:
         fn: the function that `fb.train` is given. It is traced with shapes only.
@@ -128,7 +128,7 @@ def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any
         The state: empty histories, and scales of 1. It is empty where no policy asks for delayed scaling.
 
     Raises:
-        QuantError: when a rule that is not optional matches nothing.
+        QuantError: when a rule that is not optional matches nothing, and for a parameter that `fb.plan` refuses.
 
     >>> params, x = {"w": jnp.eye(4)}, jnp.full((2, 4), 7.0)
     >>> def loss(params, delayed):
@@ -140,17 +140,15 @@ def delayed_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any
     >>> float(delayed.advance(seen).products["w"].activation.scale)  # 7 / 448
     0.015625
     """
-    uses, products = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
-    resolved = as_recipe(recipe)
-    policies, weightless = matched_policies(resolved, params, uses), matched_product_policies(resolved, products)
-    leaves = array_paths(params)
+    found = Resolution.of(as_recipe(recipe), fn, params, *inputs, **kwargs)
+    policies, weightless = found.policies, found.product_policies
 
     def stack(path: str) -> tuple[int, ...]:
         """The leading axes that some loop takes apart."""
-        ndim = len(leaves[path].shape)
-        taken = {axis for use in uses[path] if use.op in OPS for axis in use.stacked}
-        depth = next((i for i in range(ndim) if i - ndim not in taken), ndim)
-        return tuple(leaves[path].shape[:depth])
+        shape, uses = found.parameters[path].shape.shape, found.parameters[path].uses
+        taken = {axis for use in uses if use.op in OPS for axis in use.stacked}
+        depth = next((i for i in range(len(shape)) if i - len(shape) not in taken), len(shape))
+        return shape[:depth]
 
     return DelayedState(
         {path: ProductScales.init(policy, stack(path)) for path, policy in _wishing(policies).items()},
@@ -186,7 +184,8 @@ def step_scales(
         told = "there is no delayed=" if state is None else f"delayed= has them for {sorted(have)[:5]}"
         raise QuantError(
             f"delayed scaling takes the scales of {sorted(need)[:5]} from earlier steps, and {told}; begin with "
-            "fb.delayed_state of the same function, parameters and recipe, and pass it as delayed="
+            "delayed_state, from where train comes (fb, frameworks.nnx or frameworks.linen), of the same function, parameters and "
+            "recipe, and pass it as delayed="
         )
     by_path, by_name = ({key: scales.scales for key, scales in some.items()} for some in (held.products, held.weightless))
     return by_path, by_name

@@ -11,10 +11,10 @@ from jaxtyping import Array, Float, Int
 
 from ..array import is_qarray
 from ..errors import QuantError
-from ..ops.uses import array_paths, parameter_paths, parameter_uses
+from ..ops.uses import array_paths, parameter_paths
 from ..recipe import Sparsity, SparsityState
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_sparsity
+from ..recipe.resolution import Resolution
 
 
 @jax.tree_util.register_dataclass
@@ -127,8 +127,7 @@ def sparsity_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: An
     >>> state.update(params).apply(params)["w"].tolist()
     [[0.0, 2.0], [-3.0, 0.0]]
     """
-    uses, _ = parameter_uses(lambda params, *inputs: fn(params, *inputs, **kwargs), params, *inputs)
-    rules = matched_sparsity(as_recipe(recipe), params, uses)
+    rules = Resolution.of(as_recipe(recipe), fn, params, *inputs, **kwargs).sparsities
     leaves = array_paths(params)
     masks = {path: jnp.ones_like(leaves[path], jnp.bool_) for path in rules}  # sharded as they are
     return ModelSparsity(masks, jnp.zeros((), jnp.int32), tuple(rules.items()))
@@ -153,7 +152,8 @@ def masked(params: Any, state: ModelSparsity | None, rules: Mapping[str, Sparsit
         asked, given = ({f"{path} {rule.to_json()}" for path, rule in some.items()} for some in (rules, held))
         told = "there is no sparsity=" if state is None else f"sparsity= has {sorted(given - asked)[:5]} in their place"
         raise QuantError(
-            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {told}; begin with fb.sparsity_state of the "
-            "same function, parameters and recipe, update it in each step, and pass it as sparsity="
+            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {told}; begin with "
+            "sparsity_state, from where train comes (fb, frameworks.nnx or frameworks.linen), of the same function, "
+            "parameters and recipe, update it in each step, and pass it as sparsity="
         )
     return params if state is None else state.apply(params)

@@ -9,13 +9,11 @@ from jaxtyping import Array, Key
 
 from ..array import is_qarray
 from ..ops.latent import Latent
-from ..ops.policy import Policy
-from ..ops.served import Served
 from ..ops.stepped import StepScales
 from ..ops.transparent import Decoded, evaluated
-from ..ops.uses import parameter_paths, parameter_uses
+from ..ops.uses import parameter_paths
 from ..recipe import recipe as as_recipe
-from ..recipe.matching import matched_policies, matched_product_policies, matched_sparsity, served_tiles
+from ..recipe.resolution import Resolution
 from .delayed_state import DelayedState, step_scales
 from .model_sparsity import ModelSparsity, masked
 from .products import chosen_products
@@ -29,8 +27,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     The parameters stay float arrays, in a tree of the same structure, so optimizers, checkpoints and shardings are those of
     the float model; each product of one that a rule matches quantizes it on the way in, and its gradients are computed by the
     policy's arms. What was trained is what is served: `fb.quantize_params` with a plan of the same recipe gives the very
-    codes that the forward pass computes with, also where the code reshapes or slices a parameter before its product.
-    Where it casts one to a narrower dtype first, training quantizes what the cast left, and a plan the array as it is stored.
+    codes that the forward pass computes with, also where the code casts, reshapes or slices a parameter before its product:
+    a parameter that every use casts to bfloat16 first is quantized after the cast, here and by the plan.
 
     The recipe's rules for products quantize both operands of products without a parameter, such as attention's, the right one
     as the policy's `weight`; their gradients follow the arms likewise.
@@ -51,7 +49,8 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
         step, needed when a rule asks for sparsity.
 
     Raises:
-        QuantError: when a rule that is not optional matches nothing; when a policy asks for delayed scaling, or a rule for
+        QuantError: when a rule that is not optional matches nothing; for a parameter that `fb.plan` refuses, because its uses
+            want tiles along different axes and its rule names none; when a policy asks for delayed scaling, or a rule for
             sparsity, and `delayed` or `sparsity` is missing or for other parameters; in the backward pass when a policy needs a
             key and there is none.
         UnsupportedError: for a product without a parameter that has a policy, or a parameter with delayed scaling, inside a
@@ -76,35 +75,29 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
         sparsity: ModelSparsity | None = None,
         **kwargs: Any,
     ) -> R:
-        uses, products = parameter_uses(lambda params, *args: fn(params, *args, **kwargs), params, *args)
-        policies = matched_policies(resolved, params, uses)
-        scales, product_scales = step_scales(delayed, policies, matched_product_policies(resolved, products))
-        params = masked(params, sparsity, matched_sparsity(resolved, params, uses))
-        chosen = chosen_products(resolved, key, product_scales)
+        found = Resolution.of(resolved, fn, params, *args, **kwargs)
+        scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
+        params = masked(params, sparsity, found.sparsities)
+        chosen = chosen_products(found.product_policies, key, product_scales)
         run = kept if chosen is None else evaluated(fn, "dequantize", report, chosen)
-        served = served_tiles(resolved, params, uses)
-        return run(_latents(params, policies, key, scales, served), *args, **kwargs)
+        return run(_latents(params, found, key, scales), *args, **kwargs)
 
     trained.__name__ = getattr(fn, "__name__", "trained")
     trained.__doc__ = fn.__doc__
     return trained
 
 
-def _latents(
-    params: Any,
-    policies: Mapping[str, Policy],
-    key: Any,
-    scales: Mapping[str, StepScales],
-    served: Mapping[str, Served],
-) -> Any:
+def _latents(params: Any, found: Resolution, key: Any, scales: Mapping[str, StepScales]) -> Any:
     """The tree with a Latent in the place of each parameter that has a policy."""
+    policies = found.policies
     drawing = [path for path, policy in policies.items() if policy.needs_key]
     keys = dict(zip(drawing, jax.random.split(key, len(drawing)), strict=True)) if drawing and key is not None else {}
 
     def latent(path: str, x: Any) -> Any:
         if path not in policies:
             return x
-        return Latent(jnp.asarray(x), keys.get(path), policies[path], scales.get(path), None, served.get(path))
+        served = found.parameters[path].served
+        return Latent(jnp.asarray(x), keys.get(path), policies[path], scales.get(path), None, served)
 
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
     return jax.tree.unflatten(treedef, [latent(*leaf) for leaf in parameter_paths(params).items()])

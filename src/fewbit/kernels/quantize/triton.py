@@ -48,10 +48,10 @@ from .triton_numbers import (
     nearest_magnitude,
     power_of_two,
 )
-from .triton_problem import FLOAT, MINIFLOAT, POWER, SEARCH, SMALL_FLOAT, TileProblem
+from .triton_problem import FLOAT, GIVEN, MINIFLOAT, POWER, SEARCH, SMALL_FLOAT, TileProblem
 from .triton_search import exponent_chosen, fraction_chosen, place_chosen
 
-_MINIFLOAT, _SEARCH = tl.constexpr(MINIFLOAT), tl.constexpr(SEARCH)
+_MINIFLOAT, _SEARCH, _GIVEN = tl.constexpr(MINIFLOAT), tl.constexpr(SEARCH), tl.constexpr(GIVEN)
 _POWER, _SMALL_FLOAT, _FLOAT = tl.constexpr(POWER), tl.constexpr(SMALL_FLOAT), tl.constexpr(FLOAT)
 _TINY = tl.constexpr(2.0**-126)
 
@@ -89,7 +89,10 @@ def float_chosen(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """Each tile's scale before it is rounded to what holds it; `inverse` takes it to the units of `x`."""
+    """Each tile's scale before it is rounded to what holds it; `inverse` takes it to the units of `x`.
+
+    Under the rule GIVEN `amax` is that scale.
+    """
     if RULE == _SEARCH and SCALE == _FLOAT:
         scale = fraction_chosen(
             x, amax, inverse, fractions_ptr, scale_ptr, FRACTIONS, BOUND, SCALE_LOW, SCALE_HIGH,
@@ -103,6 +106,8 @@ def float_chosen(
             BELOW, ABOVE, LOW_PLACES, LOW_LAST, PROVEN, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
         )  # fmt: skip
         scale = tl.where(amax > 0, minifloat_value(code, SCALE_MAN, SCALE_BIAS) * unit, 0.0)
+    elif RULE == _GIVEN:
+        scale = amax
     else:
         scale = tl.div_rn(amax * FACTOR, tl.full(amax.shape, BOUND, tl.float32))
     scale = tl.where(scale < _TINY, 1.0, scale)
@@ -207,11 +212,16 @@ def quantize_kernel(
     if KIND != _MINIFLOAT:
         in_units = as_float(as_bits(in_units) | sign)
 
+    if RULE == _GIVEN:
+        amax = tl.load(fractions_ptr + tile, mask=is_tile, other=1.0)
     if SCALE == _POWER:
-        exponent = exponent_chosen(
-            in_units, amax_bits, unit_exponent, RULE, TOP_EXPONENT, ROUND_UP, DOUBLINGS, HALVINGS,
-            KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
-        )  # fmt: skip
+        if RULE == _GIVEN:
+            exponent = (as_bits(amax) >> 23) - 127
+        else:
+            exponent = exponent_chosen(
+                in_units, amax_bits, unit_exponent, RULE, TOP_EXPONENT, ROUND_UP, DOUBLINGS, HALVINGS,
+                KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
+            )  # fmt: skip
         y = magnitude * power_of_two(-exponent)[:, None]
         stored = tl.where(is_finite, exponent + 127, 255)
         tl.store(scale_ptr + tile, stored.to(tl.uint8), mask=is_tile)
@@ -255,6 +265,7 @@ def quantize_rows(
     unit: typing.Any,
     fractions: typing.Any,
     *,
+    given: typing.Any = None,
     capability: int = 0,
 ) -> None:
     """Quantizes rows into tensors that the caller made.
@@ -266,13 +277,16 @@ def quantize_rows(
         scale: `[rows, tiles]`, uint8 or floating as the scheme holds its scales, written.
         unit: float32 of one element, the tensor scale; or None without one.
         fractions: float32, `problem.fractions` on the device; or None without any.
+        given: float32 `[rows, tiles]`, the scale of each tile, in place of the calibration's; or None.
         capability: 10 times the device's compute capability, to use its own conversions by inline PTX; 0 for the portable path.
     """
     tiles = problem.rows * problem.tiles_in_row
-    unit, fractions = (scale if given is None else given for given in (unit, fractions))  # what is not read can be anything
+    constants = problem.encoding(capability) | ({} if given is None else {"RULE": GIVEN})
+    fractions = fractions if given is None else given
+    unit, fractions = (scale if read is None else read for read in (unit, fractions))  # what is not read can be anything
     quantize_kernel[(problem.programs,)](
         x, unit, fractions, tiles, problem.length, problem.tiles_in_row, codes.shape[-1], codes, scale,
-        **problem.encoding(capability), num_warps=problem.warps, enable_fp_fusion=True,
+        **constants, num_warps=problem.warps, enable_fp_fusion=True,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ ELEMENTS = 2048
 
 MINIFLOAT, INTEGER, CODEBOOK = 0, 1, 2
 POWER, SMALL_FLOAT, FLOAT = 0, 1, 2
-FIXED, SEARCH = 0, 1
+FIXED, SEARCH, GIVEN = 0, 1, 2
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """Control flow: the same primitive around a body that is evaluated with the rules."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -97,7 +98,10 @@ def stacked(q: QArray | StandIn) -> Any:
     scale = stacked(spread(q.scale, 0, length)) if is_qarray(q.scale) else spread(q.scale, 0, length)
     zero = None if q.zero_point is None else spread(q.zero_point, 0, length)
     tensor = None if q.tensor_scale is None else spread(q.tensor_scale, 0, length)
-    return QArray(q.codes, scale, zero, tensor, q.scheme, q.dtype, q.slack, q.policy)
+    # One element has no such axis, so its scheme must not name a tile there.
+    tile = {axis: length for axis, length in q.scheme.tile.items() if axis != -q.ndim}
+    scheme = dataclasses.replace(q.scheme, tile=tile) if len(tile) < len(q.scheme.tile) else q.scheme
+    return QArray(q.codes, scale, zero, tensor, scheme, q.dtype, q.slack, q.policy)
 
 
 def _stable_carry(evaluator: AbstractEvaluator, eqn: Any, step: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:

@@ -10,6 +10,8 @@ import numpy as np
 
 from ...array import QArray, is_qarray
 from ...errors import QuantError
+from ...kernels.quantize import dequantize
+from ..lookup import Lookup
 from ..take import taken_rows
 from .joining import broadcasted, is_packed_along, joined, reversed_along, spread
 from .rule import AbstractEvaluator, NoRuleError, Rule
@@ -107,7 +109,7 @@ def _dynamic_slice(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[An
         # As lax does, the start is moved so that the slice lies within the array.
         start = jnp.clip(starts[axis], 0, q.shape[axis] - sizes[axis])
         q = taken_rows(q, start + jnp.arange(sizes[axis], dtype=start.dtype), axis)
-    return [q]
+    return [q if Lookup.of(eqn) is None else dequantize(q)]  # a row that is looked up is no weight any more
 
 
 def _all_quantized(values: Sequence[Any]) -> None:

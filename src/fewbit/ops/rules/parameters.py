@@ -11,6 +11,7 @@ from ...array.straight_through import is_covered, passed_through
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize import dequantize, quantize
 from ..latent import PARAMETER_RULES, Latent, is_latent, plain
+from ..lookup import Lookup
 from ..served import Served
 from ..stepped import StepScales, noted, widest
 from .derivatives import DERIVATIVES
@@ -101,21 +102,28 @@ def _derivative(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> li
 
 
 def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A look-up in a table as it will be served, straight through; else quantized along the last axis that is not indexed."""
+    """A look-up in a table as it will be served, straight through."""
     table, *others = values
     if not is_latent(table):
         raise NoRuleError("the indices are a parameter")
-    indexed = eqn.params["dimension_numbers"].start_index_map
-    axis = max((a for a in range(table.ndim) if a not in indexed), default=table.ndim - 1)
-    return bound(eqn, [_served(table, axis), *map(plain, others)])
+    return bound(eqn, [_looked_up(table, eqn), *map(plain, others)])
 
 
-def _served(latent: Latent, axis: int) -> jax.Array:
-    """The array quantized and decoded, with a gradient that passes straight through."""
+def _dynamic_slice(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """A row that is looked up, as it will be served; what takes more than a row is a move."""
+    moved = _moved(evaluator, eqn, values)
+    return [_looked_up(moved[0], eqn)] if Lookup.of(eqn) is not None and is_latent(moved[0]) else moved
+
+
+def _looked_up(latent: Latent, eqn: Any) -> jax.Array:
+    """The array quantized and decoded, with a gradient that passes straight through; rows have scales of their own."""
+    lookup = Lookup.of(eqn)
+    assert lookup is not None
     fixed = jax.lax.stop_gradient(latent.value)
     scale = None if latent.scales is None else widest(latent.scales).weight
     q = latent.quantized()
     if q is None:
+        axis = lookup.whole[-1] if lookup.whole else latent.ndim - 1
         q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))
     clips = latent.policy.clips_gradient and latent.policy.weight.calibration.clips
     passes = is_covered(fixed, q) if clips else jnp.ones(q.shape, jnp.bool_)
@@ -124,4 +132,6 @@ def _served(latent: Latent, axis: int) -> jax.Array:
 
 
 PARAMETER_RULES |= {name: PRODUCT[name] for name in PRODUCTS} | dict.fromkeys(MOVES, _moved)
-PARAMETER_RULES |= {"gather": _gather, "shard_map": SHARDING["shard_map"]} | dict.fromkeys(DERIVATIVES, _derivative)
+PARAMETER_RULES |= {"gather": _gather, "dynamic_slice": _dynamic_slice, "shard_map": SHARDING["shard_map"]} | dict.fromkeys(
+    DERIVATIVES, _derivative
+)

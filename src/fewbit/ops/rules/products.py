@@ -1,17 +1,21 @@
 """Products and look-ups: the equations that compute from a quantized operand."""
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from ..._tiles import Tile
+from ...array import QArray, is_qarray
+from ...kernels.quantize import dequantize
 from ..conv import conv_general_dilated
 from ..dot import dot_general, untransposed
+from ..lookup import Lookup
 from ..ragged import ragged_dot_general
 from ..standin import stands_in
-from ..take import take
-from .rule import AbstractEvaluator, NoRuleError, Rule
+from .joining import is_packed_along
+from .rule import AbstractEvaluator, NoRuleError, Rule, bound
 
 
 def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
@@ -64,53 +68,93 @@ def _refuse_out_sharding(params: Any) -> None:
 
 
 def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    return [gathered(eqn, values, lambda at, axis: take(values[0], at, axis, mode="clip"))]
+    """A look-up: only the rows taken are decoded, unless it takes elements of an axis along which codes share bytes."""
+    q, indices = values
+    if not is_qarray(q):
+        raise NoRuleError("the indices stand for an array")
+    lookup = Lookup.of(eqn)
+    assert lookup is not None
+    if any(is_packed_along(q, axis) for axis in (*lookup.indexed, *lookup.batch)) or not eqn.outvars[0].aval.shape:
+        return bound(eqn, [dequantize(q), indices])
+    return [filled(eqn, dequantize(_rows(eqn, lookup, q, indices)), indices)]
 
 
-def gathered(eqn: Any, values: list[Any], taken: Callable[[jax.Array, int], jax.Array]) -> jax.Array:
-    """A gather of whole rows along one axis, as `jnp.take`, `x[ids]` and `vmap` of `x[i]` make them.
+def _rows(eqn: Any, lookup: Lookup, q: QArray, indices: jax.Array) -> QArray:
+    """What a look-up takes, still quantized, indices out of bounds like the nearest."""
+
+    def on_tiles(leaf: Any) -> Any:
+        return _rows(eqn, lookup, leaf, indices) if is_qarray(leaf) else gathered(eqn, leaf, indices, q.tiles)
+
+    codes, scale = gathered(eqn, q.codes, indices, (1,) * q.ndim), on_tiles(q.scale)
+    kept = {place: axis for axis, place in lookup.places.items() if axis in lookup.whole}
+    tiles = [
+        q.tiles[kept[place]] if place in kept else None if scale.shape[place] == 1 else 1 for place in range(codes.ndim)
+    ]
+    packed = q.scheme.pack_axis + q.ndim
+    # An axis whose codes have bytes of their own may be gone; any other is as good then.
+    pack_axis = lookup.places[packed] - codes.ndim if packed in lookup.whole else -1
+    zero = None if q.zero_point is None else on_tiles(q.zero_point)
+    tensor = None if q.tensor_scale is None else on_tiles(q.tensor_scale)
+    scheme = q.scheme.with_tiles(tuple(tiles), pack_axis)
+    return QArray(codes, scale, zero, tensor, scheme, q.dtype, q.slack, q.policy)
+
+
+def gathered(eqn: Any, leaf: jax.Array, indices: jax.Array, tiles: Sequence[Tile]) -> jax.Array:
+    """What a gather takes of an array that has an element for each tile of the one that it is for.
 
     Args:
         eqn: the gather.
-        values: its operands: what stands for the array, and the indices.
-        taken: gives the rows at indices along an axis, those out of bounds like the nearest.
+        leaf: the array: its axes, some 1 long for all of the other's elements, and perhaps more behind them.
+        indices: the indices.
+        tiles: for each axis how many elements of the other array an element of this one is for.
 
     Returns:
-        What the gather gives.
+        The elements, indices out of bounds like the nearest; 1 long along the axes of the indices where these do not matter.
 
     Raises:
-        NoRuleError: for any other gather.
+        NoRuleError: for parts of an axis that are neither one element nor all, and for tiles along an axis of the batch.
     """
-    q, indices = values
-    numbers = eqn.params["dimension_numbers"]
-    axis = _row_axis(q, eqn)
-    at = indices[..., numbers.start_index_map.index(axis)]
-    rows = taken(at, axis)
-    if axis not in numbers.collapsed_slice_dims:
-        rows = jnp.expand_dims(rows, axis + at.ndim)
-    rows = jnp.moveaxis(rows, range(axis, axis + at.ndim), [a for a in range(rows.ndim) if a not in numbers.offset_dims])
-    if eqn.params["mode"] in (None, jax.lax.GatherScatterMode.FILL_OR_DROP):
-        fill = eqn.params.get("fill_value")
-        is_inside = (at >= 0) & (at < q.shape[axis])  # lax counts no negative index from the end
-        is_inside = jnp.expand_dims(is_inside, numbers.offset_dims)
-        rows = jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan if fill is None else fill))
-    return rows
+    numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.invars[0].aval.shape
+    behind = range(len(eqn.outvars[0].aval.shape), len(eqn.outvars[0].aval.shape) + leaf.ndim - len(shape))
+    own = list(leaf.shape)
+    for axis in numbers.operand_batching_dims:
+        if tiles[axis] not in (None, 1):
+            raise NoRuleError(f"tiles run along axis {axis}, of which each element has its own indices")
+    indexed = [axis for axis in range(len(shape)) if sizes[axis] != shape[axis] or axis in numbers.collapsed_slice_dims]
+    for axis in (*indexed, *numbers.operand_batching_dims):
+        if sizes[axis] != 1:
+            raise NoRuleError(
+                f"the gather takes {sizes[axis]} of {shape[axis]} elements of axis {axis}; one or all can be taken"
+            )
+        own[axis] = 1
+    if all(leaf.shape[axis] == 1 for axis in (*indexed, *numbers.operand_batching_dims)):
+        indices = jnp.zeros((*(1 for _ in indices.shape[:-1]), indices.shape[-1]), indices.dtype)
+    at = []
+    for place, axis in enumerate(numbers.start_index_map):
+        start = jnp.clip(indices[..., place], 0, shape[axis] - sizes[axis])
+        at.append(
+            start // (tiles[axis] or shape[axis]) if axis in indexed and leaf.shape[axis] > 1 else jnp.zeros_like(start)
+        )
+    for axis, at_axis in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
+        if indices.shape[at_axis] != leaf.shape[axis]:
+            leaf = jnp.broadcast_to(leaf, [indices.shape[at_axis] if a == axis else n for a, n in enumerate(leaf.shape)])
+    numbers = numbers._replace(offset_dims=(*numbers.offset_dims, *behind))
+    mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
+    return jax.lax.gather(leaf, jnp.stack(at, -1), numbers, tuple(own), mode=mode)
 
 
-def _row_axis(q: Any, eqn: Any) -> int:
-    """The axis of which a gather takes single elements, whole in all other axes."""
-    numbers, sizes, mode = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.params["mode"]
-    refusal = NoRuleError("only whole rows along one axis are gathered from a quantized array")
-    if not stands_in(q) or numbers.operand_batching_dims:
-        raise refusal
-    indexed = numbers.start_index_map
-    if len(indexed) > 1 and mode in (jax.lax.GatherScatterMode.CLIP, jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS):
-        indexed = [a for a in indexed if sizes[a] != q.shape[a]]  # a whole axis can begin only at 0
-    is_whole = all(size == n for a, (size, n) in enumerate(zip(sizes, q.shape, strict=True)) if a not in indexed)
-    collapsed = set(numbers.collapsed_slice_dims)
-    if len(indexed) != 1 or not is_whole or sizes[indexed[0]] != 1 or not collapsed <= set(indexed):
-        raise refusal
-    return indexed[0]
+def filled(eqn: Any, rows: jax.Array, indices: jax.Array) -> jax.Array:
+    """The rows that a gather takes, with its fill value where an index is out of bounds, if it asks for one."""
+    if eqn.params["mode"] not in (None, jax.lax.GatherScatterMode.FILL_OR_DROP):
+        return rows
+    numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.invars[0].aval.shape
+    last = jnp.asarray([shape[axis] - sizes[axis] for axis in numbers.start_index_map], indices.dtype)
+    is_inside = jnp.all(
+        (indices >= 0) & (indices <= jnp.broadcast_to(last, indices.shape)), axis=-1
+    )  # lax counts no negative index from the end
+    is_inside = jnp.expand_dims(is_inside, tuple(map(int, numbers.offset_dims)))
+    fill = eqn.params.get("fill_value")
+    return jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan if fill is None else fill))
 
 
 PRODUCT: dict[str, Rule] = {

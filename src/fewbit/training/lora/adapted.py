@@ -12,7 +12,6 @@ from jaxtyping import Array
 from ...array import is_qarray
 from ...errors import UnsupportedError
 from ...kernels.quantize import dequantize
-from ...ops import take
 from ...ops.rules.control import stacked
 from ...ops.standin import StandIn
 from .factors import updated
@@ -76,13 +75,3 @@ class Adapted(StandIn):
                 f"{self!r} would be added up, and there is no dropout without a product; leave out dropout"
             )
         return updated(dequantize(self.base) if is_qarray(self.base) else self.base, self.a, self.b, self.scale)
-
-    def taken(self, at: Array, axis: int) -> Array:
-        """Rows along an axis, as `jnp.take` with mode "clip" gives them; dropout is for products only."""
-
-        def rows(factor: Array) -> Array:
-            if factor.shape[axis] == self.shape[axis]:
-                return jnp.take(factor, at, axis=axis, mode="clip")
-            return jnp.expand_dims(factor.squeeze(axis), range(axis, axis + at.ndim))
-
-        return updated(take(self.base, at, axis, mode="clip"), rows(self.a), rows(self.b), self.scale)

@@ -15,6 +15,8 @@ from jaxtyping import Array, Float, Key
 from ..._patterns import Pattern
 from ...errors import QuantError
 from ...ops.uses import Use, parameter_paths, parameter_uses
+from ...recipe.matching import tile_axes
+from ...recipe.rule import PRODUCT_OPS
 
 
 @jax.tree_util.register_dataclass
@@ -96,12 +98,12 @@ def init(
     alpha: float | None = None,
     dtype: DTypeLike = jnp.float32,
     without_product: Literal["error", "skip"] = "error",
+    axis: int | tuple[int, ...] | None = None,
 ) -> dict[str, Adapter]:
     """Adapters for the weights whose path matches, at first without effect.
 
     `a` is uniform within `sqrt(6 / n)`, n being the product of the contracted lengths (He's bound), and `b` is zero. Which
-    axes are contracted, and which are stacked, is read off the products of `fn`; of several products that contract different
-    axes the first decides, since `a b` is the same update for all. The `a` of a convolution's kernel has its window and its input
+    axes are contracted, and which are stacked, is read off the products of `fn`. The `a` of a convolution's kernel has its window and its input
     channels, and `b` its output channels, as in PEFT; each expert of a `ragged_dot` has factors of its own. The factors of a
     path depend on the key and the path alone, so that dictionaries made with different ranks can be joined:
     `init(..., rank=4) | init(..., rank=16)`.
@@ -117,13 +119,15 @@ def init(
         dtype: of the factors; products cast them to the dtype of the operand that they meet.
         without_product: what happens when parameters match that have no product with an axis left over, such as vectors and
             tables that are only looked up: "error" raises, naming them and what uses them; "skip" gives them no adapter.
+        axis: the axes, as one of its products contracts them, that are the inputs of each matched weight whose products contract
+            different ones; the update `a b` is the same for all of them. None refuses such weights.
 
     Returns:
         The adapters by path: a pytree to hand to an optimizer.
 
     Raises:
-        QuantError: when nothing matches, or nothing that has a product; under "error", when anything without one does; for a
-            rank below 1.
+        QuantError: when nothing matches, or nothing that has a product; under "error", when anything without one does; for a weight
+            whose products contract different axes, as in `fb.plan`, without `axis`; for a rank below 1.
 
     >>> def fn(params, x):
     ...     return x @ params["up"] @ params["down"]
@@ -138,7 +142,7 @@ def init(
     leaves = parameter_paths(params)
     matched = _matched(match, list(leaves))
     uses, _ = parameter_uses(fn, params, *inputs)
-    found = {path: _axes(leaves[path], uses.get(path, ())) for path in matched}
+    found = {path: _axes(path, leaves[path], uses.get(path, ()), axis) for path in matched}
     fit = {path: axes for path, axes in found.items() if axes is not None}
     others = [path for path in matched if path not in fit]
     if others and (without_product == "error" or not fit):
@@ -165,14 +169,25 @@ def _matched(match: str, paths: list[str]) -> list[str]:
     return matched
 
 
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot")  # the uses that an adapter can join
-
-
-def _axes(leaf: Any, uses: tuple[Use, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _axes(
+    path: str, leaf: Any, uses: tuple[Use, ...], axis: int | tuple[int, ...] | None
+) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The inputs and the stacked axes of a weight; None for what has no product with both kinds of axes."""
-    use = next((use for use in uses if use.op in _PRODUCTS and use.axes), None)
-    if use is None or not jnp.issubdtype(leaf.dtype, jnp.floating):
+    products = tuple(use for use in uses if use.op in PRODUCT_OPS and use.axes)  # the uses that an adapter can join
+    if not products or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return None
+    use: Use | None = products[0]
+    if axis is None:
+        tile_axes(path, products, lambda axes: tuple(sorted(axes)), "pass axis=, as one of them contracts it")
+    elif len({tuple(sorted(use.axes)) for use in products}) > 1:
+        ndim, given = len(leaf.shape), axis if isinstance(axis, tuple) else (axis,)
+        wanted = sorted(a if a < 0 else a - ndim for a in given)
+        use = next((use for use in products if sorted(use.axes) == wanted), None)
+    if use is None:
+        contracted = ", ".join(str(use.axes) for use in products)
+        raise QuantError(
+            f"axis is {axis}, and no product of {path} {tuple(leaf.shape)} contracts it; they contract {contracted}"
+        )
     inputs, stacked = tuple(sorted(set(use.axes))), tuple(sorted({*use.stacked, *use.batch} - set(use.axes)))
     return (inputs, stacked) if len(inputs) + len(stacked) < len(leaf.shape) else None
 

@@ -11,16 +11,21 @@ import numpy as np
 
 from ...array.layout import regrouped
 from ...ops.rules.layout import LAYOUT
-from ...ops.rules.products import gathered
+from ...ops.rules.products import filled, gathered
 from ...ops.rules.rule import AbstractEvaluator, NoRuleError, Rule
 from ...ops.standin import StandIn
+from .factors import updated
 from .products import PRODUCTS
 
 # --- look-ups ---
 
 
-def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    return [gathered(eqn, values, _weight(values).taken)]
+def _gather(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """Rows of the base and of the factors, added up; dropout is for products only."""
+    w, indices = _weight(values), values[1]
+    (base,) = evaluator.equation(eqn, [w.base, indices])
+    a, b = (gathered(eqn, factor, indices, (1,) * len(w.shape)) for factor in (w.a, w.b))
+    return [filled(eqn, updated(base, a, b, w.scale), indices)]
 
 
 def _weight(values: list[Any]) -> Any:

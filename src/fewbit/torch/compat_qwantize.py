@@ -5,11 +5,12 @@ from typing import Any
 
 import torch
 
-from ..array import Scheme
+from ..array import Scheme, unpack
 from ..array import scheme as as_scheme
-from .packing import unpack
-from .quantize import Method, quantize, scale_values
-from .rounding import Rounding
+from ..array.quantize import scale_values
+from . import handover
+from .qtensor import to_qarray
+from .quantize import Method, quantize
 
 
 def quantize_blocks(
@@ -22,7 +23,7 @@ def quantize_blocks(
     """Quantizes a tensor that is cut into blocks already, and gives floats: qwantize's calling convention.
 
     Args:
-        W: floating, `[..., blocks, block]`: the axis `dim` is one block.
+        W: floating, `[..., blocks, block]`, where JAX computes: the axis `dim` is one block.
         scheme: as for `quantize`; its tile length is replaced by that of `dim`. `tensor_scale=False` in it is what qwantize does.
         dim: the axis that is the block.
         method: as for `quantize`.
@@ -42,11 +43,11 @@ def quantize_blocks(
     """
     blocks = W.movedim(dim, -1)
     rows = blocks.flatten(-2) if blocks.ndim > 1 else blocks
-    q = quantize(rows, as_scheme(scheme).with_tile(blocks.shape[-1]), -1, method, X)
+    q = to_qarray(quantize(rows, as_scheme(scheme).with_tile(blocks.shape[-1]), -1, method, X))
     fmt = q.scheme.format
-    codes = unpack(q.codes, fmt.bits, q.shape[-1], -1)
-    quants = Rounding.of(fmt, codes.device).decode(codes).reshape(blocks.shape).movedim(-1, dim)
-    return scale_values(q).reshape(blocks.shape[:-1]), quants
+    numbers = handover.tensor(fmt.decode(unpack(q.codes, fmt.bits, q.shape[-1], q.scheme.packing)))
+    scales = handover.tensor(scale_values(q))
+    return scales.reshape(blocks.shape[:-1]), numbers.reshape(blocks.shape).movedim(-1, dim)
 
 
 def dequantize_blocks(scales: torch.Tensor, quants: torch.Tensor, dim: int = -1) -> torch.Tensor:

@@ -1,0 +1,155 @@
+"""The Triton kernels on CUDA tensors: what they serve, and the tensors that they read and write."""
+
+import functools
+import importlib.util
+import math
+from typing import Any, Literal, TypeAlias
+
+import numpy as np
+import torch
+
+from ..array import Scheme
+from ..array.packing import packed_length
+from ..array.scales import ScaleStore
+from ..formats import AbstractFormat
+from ..formats.rounding import rounding_table
+from ..kernels.quantize.triton_problem import TileProblem
+from .qtensor import QTensor
+
+Work: TypeAlias = Literal["quantize", "decode", "sweep"]
+
+_TINY = float(np.finfo(np.float32).tiny)
+
+
+def kernels() -> Any:
+    """The module of the quantizers, imported here because it needs Triton."""
+    from ..kernels.quantize import triton
+
+    return triton
+
+
+def is_installed() -> bool:
+    """Whether Triton can be imported."""
+    return importlib.util.find_spec("triton") is not None
+
+
+def unsupported(device: torch.device, scheme: Scheme, shape: tuple[int, ...], work: Work = "quantize") -> str | None:
+    """Why the Triton kernels do not do the work on a tensor, in a sentence; None when they do."""
+    if device.type != "cuda":
+        return f"the tensor is on {device.type}; the kernels need a CUDA device"
+    if not is_installed():
+        return "the package is not installed; pip install 'fewbit[triton]'"
+    problem = problem_of(scheme, shape)
+    if work == "sweep" and not isinstance(scheme.scale, AbstractFormat):
+        return "a sweep over float scales has no kernel"
+    if work == "sweep":
+        from ..kernels.quantize import triton_hessian  # it needs Triton
+
+        return triton_hessian.unsupported(problem) or problem.unsupported()
+    return problem.unsupported_layout() if work == "decode" else problem.unsupported()
+
+
+def problem_of(scheme: Scheme, shape: tuple[int, ...]) -> TileProblem:
+    """What the kernels are asked for a tensor of this shape: its rows along the packed axis."""
+    length = shape[scheme.pack_axis]
+    return TileProblem(scheme, length, math.prod(shape) // length)
+
+
+def quantized(W: torch.Tensor, scheme: Scheme, H: torch.Tensor | None = None) -> QTensor:
+    """A tensor quantized by the kernels, for what `unsupported` has nothing against.
+
+    Args:
+        W: floating.
+        scheme: along its axes.
+        H: float32 `[blocks, tile, tile]`, and every scale that can be stored is tried for the least `r^T H r`; None: scales are
+            chosen by the calibration.
+
+    Returns:
+        The QTensor.
+    """
+    unit = tensor_scale(W, scheme)
+    given = None if H is None else swept(W, scheme, H, unit)
+    codes, scale = leaves_of(W, scheme, unit, given)
+    unit = None if unit is None else unit.reshape((1,) * W.ndim)
+    return QTensor(codes, scale, scheme, tuple(W.shape), W.dtype, tensor_scale=unit)
+
+
+def tensor_scale(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
+    """The scale that takes the largest finite magnitude to the largest product of a number and a scale; None without one."""
+    if not scheme.tensor_scale:
+        return None
+    holder: Any = scheme.scale
+    largest = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
+    magnitude = largest_magnitude(W)
+    magnitude = torch.where(magnitude < _TINY, 0.0, magnitude)
+    scale = magnitude / magnitude.new_tensor(scheme.format.bound * largest)  # a plain number would become its reciprocal
+    return torch.where(scale < _TINY, 1.0, scale)
+
+
+def leaves_of(
+    W: torch.Tensor, scheme: Scheme, unit: torch.Tensor | None, given: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The packed codes and the stored scales of a tensor, each with as many axes as it has.
+
+    Args:
+        W: the tensor.
+        scheme: along its axes.
+        unit: the tensor scale, or None.
+        given: float32 `[rows, tiles]`, the scale of each tile; None: by the calibration.
+    """
+    problem, axis = problem_of(scheme, tuple(W.shape)), scheme.pack_axis
+    rows = W.movedim(axis, -1).contiguous()
+    outer = rows.shape[:-1]
+    byte_count = packed_length(problem.length, scheme.format.bits)
+    codes = torch.empty((problem.rows, byte_count), dtype=torch.uint8, device=W.device)
+    holder = scheme.scale
+    dtype = torch.uint8 if isinstance(holder, AbstractFormat) else getattr(torch, holder.name)  # type: ignore[union-attr]
+    scale = torch.empty((problem.rows, problem.tiles_in_row), dtype=dtype, device=W.device)
+    fractions = _fractions(problem, W.device) if problem.fractions.size else None
+    kernels().quantize_rows(problem, rows.reshape(problem.rows, problem.length), codes, scale, unit, fractions, given=given)
+    codes, scale = (t.reshape(*outer, -1).movedim(-1, axis).contiguous() for t in (codes, scale))
+    return codes, scale
+
+
+@functools.lru_cache(maxsize=16)
+def _fractions(problem: TileProblem, device: torch.device) -> torch.Tensor:
+    return torch.tensor(problem.fractions, device=device)
+
+
+def largest_magnitude(W: torch.Tensor) -> torch.Tensor:
+    """The largest finite magnitude of a tensor, float32, in one read."""
+    bits = torch.zeros((), dtype=torch.int32, device=W.device)
+    kernels().raise_to_amax(W.contiguous(), bits)
+    return bits.view(torch.float32)
+
+
+def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
+    """The scales `[rows, tiles]` of least `r^T H r`, from those of the calibration and every one that can be stored."""
+    from ..kernels.quantize import triton_hessian  # it needs Triton
+
+    problem, holder = problem_of(scheme, tuple(W.shape)), scheme.scale
+    assert isinstance(holder, AbstractFormat)
+    rows = W.movedim(scheme.pack_axis, -1).reshape(problem.rows, problem.length).contiguous()
+    stored = leaves_of(W, scheme, unit)[1].movedim(scheme.pack_axis, -1).reshape(problem.rows, -1)
+    values = torch.tensor(rounding_table(holder).values, dtype=torch.float32, device=W.device)
+    scale, grid = (
+        values[stored.int()],
+        torch.unique(values[torch.isfinite(values) & (values >= ScaleStore(holder).smallest)]),
+    )
+    scale, grid = (scale, grid) if unit is None else (scale * unit, grid * unit)
+    # From the smallest scale under which everything rounds to zero on, all are alike; the first one is never above it.
+    top = torch.nan_to_num(scale).amax() * (8 * scheme.format.bound / scheme.format.smallest)
+    found = scale.contiguous()
+    triton_hessian.sweep_rows(problem, rows, H.contiguous(), found, grid[(grid >= _TINY) & (grid <= top)].contiguous())
+    return found
+
+
+def dequantized(q: QTensor, dtype: torch.dtype) -> torch.Tensor:
+    """The tensor that a QTensor stands for."""
+    problem, axis = problem_of(q.scheme, tuple(q.shape)), q.scheme.pack_axis
+    codes, scale = (t.movedim(axis, -1).contiguous() for t in (q.codes, q.scale))
+    rows = torch.empty((problem.rows, problem.length), dtype=dtype, device=q.codes.device)
+    from ..kernels.quantize import triton_dequantize  # it needs Triton
+
+    triton_dequantize.dequantize_rows(problem, codes, scale, q.tensor_scale, rows)
+    return rows.reshape(*codes.shape[:-1], problem.length).movedim(-1, axis)

@@ -1,0 +1,125 @@
+"""quantize_ of a module: roles by class, rules, the plan, and files."""
+
+import numpy as np
+import pytest
+
+import fewbit as fb
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from fewbit import torch as fbt  # noqa: E402 - it imports torch
+
+
+class Block(nn.Module):
+    """One of each: a norm, a product, a router, experts, a convolution, attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.gate = nn.LayerNorm(64), nn.Linear(64, 8), nn.Linear(64, 4, bias=False)
+        self.experts, self.conv = nn.Parameter(torch.randn(2, 64, 8)), nn.Conv1d(32, 8, 3)
+        self.attention = nn.MultiheadAttention(64, 2, bias=False)
+
+
+class Net(nn.Module):
+    """A block between a table and a head that share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.block, self.head = nn.Embedding(16, 64), Block(), nn.Linear(64, 16, bias=False)
+        self.head.weight = self.embed.weight
+
+
+@pytest.mark.finding(15)
+def test_the_plan_lists_every_parameter_and_why() -> None:
+    net = Net()
+    plan = fbt.plan(net, "int8", rules={"block.up.weight": "fp8"})
+    assert {row.path: (row.kind, row.axis, row.reason) for row in plan} == {
+        "embed.weight": ("q8_0", (-1,), ""),
+        "block.experts": ("float32", (), "a parameter of Block"),
+        "block.norm.weight": ("float32", (), "a parameter of LayerNorm"),
+        "block.norm.bias": ("float32", (), "a parameter of LayerNorm"),
+        "block.up.weight": ("fp8", (-1,), ""),
+        "block.up.bias": ("float32", (), "the bias of Linear"),
+        "block.gate.weight": ("float32", (), "a router or gate by its name; a rule with an axis quantizes it"),
+        "block.conv.weight": ("int8", (-1, -2), ""),
+        "block.conv.bias": ("float32", (), "the bias of Conv1d"),
+        "block.attention.in_proj_weight": ("float32", (), "a parameter of MultiheadAttention"),
+        "block.attention.out_proj.weight": ("float32", (), "read by nn.MultiheadAttention, not by the Linear that has it"),
+    }
+    assert plan["embed.weight"].ops == ("take", "dot_general") and "3 of 11 parameters quantized" in str(plan)
+    assert not any(isinstance(p, fbt.QTensor) for p in net.parameters())
+
+
+@pytest.mark.finding(15)
+def test_the_module_is_quantized_in_place_and_goes_through_files(tmp_path) -> None:
+    net = Net()
+    before = dict(net.named_parameters())
+    plan = fbt.quantize_(net, "int8", rules=[fb.Rule("block.gate.weight", "int8", axis=-1)])
+    after = dict(net.named_parameters())
+    assert [name for name in after if isinstance(after[name], fbt.QTensor)] == [
+        "embed.weight", "block.up.weight", "block.gate.weight", "block.conv.weight",
+    ]  # fmt: skip
+    assert net.head.weight is net.embed.weight and not after["block.up.weight"].requires_grad
+    assert sum(p.nbytes for p in after.values()) == plan.bytes_after
+    x, known = torch.randn(2, 64), before["block.up.weight"].detach()
+    q = fb.quantize(known.numpy(), "int8")
+    assert np.array_equal(after["block.up.weight"].codes.numpy(), q.codes)
+    assert net.head(net.block.norm(x)).shape == (2, 16)
+    fb.io.write(tmp_path / "model", net.state_dict())
+    state = fbt.load(tmp_path / "model")
+    other = Net()
+    fbt.quantize_(other, plan)
+    other.load_state_dict(state)
+    assert torch.equal(other.block.conv.weight.dequantize(), net.block.conv.weight.dequantize())
+    assert fb.io.read(tmp_path / "model").tensors["block.up.weight"].scheme == q.scheme
+
+
+def test_nothing_changes_where_something_is_wrong() -> None:
+    net = Net()
+    with torch.no_grad():
+        net.block.conv.weight[0, 0, 0] = torch.nan
+    with pytest.raises(fb.QuantError, match=r"block\.conv\.weight holds 1 values that are NaN or infinite"):
+        fbt.quantize_(net, "int8")
+    assert not any(isinstance(p, fbt.QTensor) for p in net.parameters())
+    with pytest.raises(fb.QuantError, match="matches nothing"):
+        fbt.quantize_(net, "int8", rules={"decoder.*": "nf4"})
+    with pytest.raises(fb.QuantError, match="for another module"):
+        fbt.quantize_(net, fbt.plan(nn.Linear(64, 8), "int8"))
+    with pytest.raises(fb.QuantError, match="a Plan has none"):
+        fbt.quantize_(net, fbt.plan(net, "int8"), rules={".*": None})
+
+
+@pytest.mark.parametrize("spatial", [1, 2])
+def test_convolutions_and_their_gradient(spatial: int) -> None:
+    conv = (nn.Conv1d, nn.Conv2d)[spatial - 1](8, 4, 3, stride=2, padding=1, groups=2)
+    x = torch.randn(2, 8, *[9, 7][:spatial], requires_grad=True)
+    q = fbt.quantize(conv.weight, "int8", dim=(*range(2, 2 + spatial), 1))
+    settings = {"stride": 2, "padding": 1, "groups": 2}
+    convolved = (nn.functional.conv1d, nn.functional.conv2d)[spatial - 1]
+    y, known = convolved(x, q, conv.bias, **settings), convolved(x, q.dequantize(), conv.bias, **settings)
+    assert torch.allclose(y, known, atol=1e-5)
+    g = torch.randn_like(y)
+    assert torch.allclose(*(torch.autograd.grad(z, x, g)[0] for z in (y, known)), atol=1e-5)
+
+
+def test_paddings_of_a_convolution() -> None:
+    x, q = torch.randn(1, 4, 9), fbt.quantize(torch.randn(2, 4, 3), "int8", dim=(2, 1))
+    for padding in ("same", "valid", 2):
+        y = nn.functional.conv1d(x[0], q, padding=padding, dilation=2)
+        assert torch.allclose(y, nn.functional.conv1d(x[0], q.dequantize(), padding=padding, dilation=2), atol=1e-5)
+    with pytest.raises(fb.QuantError, match="needs strides of 1"):
+        nn.functional.conv1d(x, q, padding="same", stride=2)
+    with pytest.raises(fb.QuantError, match=r"takes \[batch, in, \.\.\.\]"):
+        nn.functional.conv1d(x[:, :3], q)
+
+
+def test_files_take_tensors_of_every_dtype(tmp_path) -> None:
+    state = {"a": torch.ones(2, dtype=torch.bfloat16), "b": torch.arange(3), "c": torch.ones(2, dtype=torch.float64)}
+    state |= {"d": torch.ones(3).to(torch.float8_e4m3fn), "e": torch.tensor(2.5)}
+    fb.io.write(tmp_path / "model", state)
+    loaded = fbt.load(tmp_path / "model")
+    assert all(
+        loaded[name].dtype == state[name].dtype and torch.equal(loaded[name].float(), state[name].float()) for name in state
+    )

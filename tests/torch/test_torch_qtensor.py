@@ -1,0 +1,165 @@
+"""QTensor as a tensor of torch: parameters, state dicts, files, copies, transposes, and what it refuses."""
+
+import copy
+import io
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from fewbit import torch as fbt  # noqa: E402 - it imports torch
+from fewbit.torch.qtensor import form_of, restored  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def q() -> "fbt.QTensor":
+    """A matrix [12, 64] with scales in two levels."""
+    return fbt.quantize(torch.tensor(np.random.default_rng(0).normal(size=(12, 64)).astype(np.float32)), "nvfp4")
+
+
+def abstract(name: str) -> fb.QArray:
+    """A QArray of a scheme with random bytes, without quantizing anything."""
+    form = jax.eval_shape(lambda: fb.quantize(jnp.zeros((3, 40), jnp.bfloat16), name, backend="reference"))
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.integers(0, 3, leaf.shape)).astype(leaf.dtype), form)
+
+
+def same(a: "fbt.QTensor", b: "fbt.QTensor") -> bool:
+    return a.form is b.form and all(map(torch.equal, a.leaves, b.leaves))
+
+
+def reloaded(value: object) -> object:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=True)
+
+
+@pytest.mark.finding(15)
+@pytest.mark.parametrize("name", fb.SCHEMES.names())
+def test_every_scheme_comes_from_jax_and_goes_back(name: str) -> None:
+    known = abstract(name)
+    t = fbt.from_qarray(known)
+    back = fbt.to_qarray(t)
+    assert jax.tree.structure(back) == jax.tree.structure(known)
+    assert all(np.array_equal(a, b) for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(known), strict=True))
+    assert t.nbytes == known.nbytes and t.shape == known.shape and t.dtype == torch.bfloat16
+    assert form_of(t.form.text) is t.form
+    assert fbt.to_qarray(t.T).scheme == known.T.scheme and t.T.T.form is t.form
+    assert t.T.codes.data_ptr() == t.codes.data_ptr()
+
+
+@pytest.mark.finding(6)
+def test_a_state_dict_has_it() -> None:
+    model, other = (nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4)) for _ in range(2))
+    for module in (model, other):
+        fbt.quantize_(module, "int8", rules={"1.weight": None})
+    state = model.state_dict()
+    assert isinstance(state["0.weight"], fbt.QTensor) and state["0.weight"].nbytes == 8 * 64 + 8 * 4
+    assert not same(state["0.weight"], other[0].weight)
+    loaded = reloaded(state)
+    assert other.load_state_dict(loaded) is not None and same(state["0.weight"], other[0].weight)
+    fresh = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4)).requires_grad_(False)
+    fresh.load_state_dict(loaded, assign=True)
+    assert same(state["0.weight"], fresh[0].weight) and isinstance(fresh[0].weight, nn.Parameter)
+    with pytest.raises(RuntimeError, match="quantize_ the module"):
+        nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4)).load_state_dict(reloaded(state))
+
+
+@pytest.mark.finding(15)
+def test_parameters_buffers_copies_and_pickles(q: "fbt.QTensor") -> None:
+    p = nn.Parameter(q, requires_grad=False)
+    assert isinstance(p, nn.Parameter) and isinstance(p, fbt.QTensor) and same(p, q)
+    module = nn.Module()
+    module.register_buffer("table", q)
+    module.register_parameter("weight", p)
+    assert [*module.state_dict()] == ["weight", "table"]
+    twin = copy.deepcopy(module)
+    assert same(twin.weight, p) and isinstance(twin.weight, nn.Parameter)
+    assert twin.weight.codes.data_ptr() != p.codes.data_ptr()
+    back = reloaded(p)
+    assert same(back, p) and isinstance(back, nn.Parameter)
+    assert same(pickle.loads(pickle.dumps(q)), q)
+    module.to(torch.bfloat16)
+    assert module.weight.dtype == module.table.dtype == torch.bfloat16 and module.weight.nbytes == q.nbytes
+
+
+def test_moves_and_attributes(q: "fbt.QTensor") -> None:
+    assert repr(q) == "QTensor(nvfp4, float32[12, 64], 436 bytes, 4.542 bits/weight)"
+    assert (q.shape, q.dtype, q.device.type, q.numel(), q.nbytes) == ((12, 64), torch.float32, "cpu", 768, 436)
+    assert q.half().dtype == torch.float16 and same(q.half().float(), q) and same(q.cpu(), q) and same(q.detach(), q)
+    assert q.clone().codes.data_ptr() != q.codes.data_ptr() and q.detach().codes.data_ptr() == q.codes.data_ptr()
+    assert q.to("meta").codes.is_meta and torch.empty_like(q, device="meta").form is q.form
+    assert torch.equal(q.T.dequantize(), q.dequantize().T) and torch.equal(q.mT.dequantize(), q.dequantize().mT)
+    assert (
+        torch.equal(q.t().contiguous().dequantize(), q.dequantize().t()) and q.transpose(0, 1).form is q.permute(1, 0).form
+    )
+    with torch.inference_mode():
+        assert q.T.shape == (64, 12) and same(q.detach(), q)
+
+
+def test_copies_never_write_into_memory_of_jax() -> None:
+    known = fb.quantize(jnp.ones((2, 32)), "int8")
+    t = fbt.from_qarray(known)
+    assert t.codes.data_ptr() == known.codes.unsafe_buffer_pointer()
+    t.copy_(fbt.quantize(torch.full((2, 32), -3.0), "int8"))
+    assert t.dequantize().max() < -2.9 and fb.dequantize(known).min() > 0.9
+    with pytest.raises(fb.QuantError, match="does not fit"):
+        t.copy_(fbt.quantize(torch.ones(2, 32), "fp8"))
+    with pytest.raises(fb.QuantError, match="a QTensor takes a float tensor"):
+        t.copy_(torch.ones(2, 32))
+
+
+@pytest.mark.parametrize(
+    ("operation", "error", "text"),
+    [
+        (lambda q: q + 1, fb.UnsupportedError, r"add cannot take a QTensor:\n.*aten.add.Tensor; q.dequantize\(\)"),
+        (lambda q: torch.nn.functional.softmax(q, -1), fb.UnsupportedError, "_softmax cannot take"),
+        (lambda q: q[0], fb.UnsupportedError, "select cannot take"),
+        (lambda q: q.reshape(-1), fb.UnsupportedError, "view cannot take"),
+        (lambda q: torch.einsum("bk,nk->bn", torch.ones(2, 64), q), fb.UnsupportedError, "unsqueeze cannot take"),
+        (lambda q: q.zero_(), fb.UnsupportedError, "zero_ cannot take"),
+        (lambda q: torch.bmm(torch.ones(3, 2, 64), q), fb.UnsupportedError, "bmm cannot take"),
+        (lambda q: q.numpy(), RuntimeError, "not supported for tensor subclasses"),
+        (lambda q: q.to(torch.int8), fb.QuantError, "stands for floating numbers"),
+        (lambda q: nn.Parameter(q), fb.QuantError, r"no gradient: nn.Parameter\(q, requires_grad=False\)"),
+    ],
+)  # fmt: skip
+def test_everything_else_is_refused_by_name(q: "fbt.QTensor", operation, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=text):
+        operation(q)
+
+
+def test_parts_that_do_not_fit_are_refused(q: "fbt.QTensor") -> None:
+    for parts, text in (
+        ((q.codes, q.scale[:1], q.scheme, q.shape, q.dtype), "its scale has shape"),
+        ((q.codes, q.scale, q.scheme, (12, 60), q.dtype), "stand for"),
+        ((q.codes, q.scale, q.scheme, q.shape, torch.int32), "floating numbers"),
+        ((q.codes.to("meta"), q.scale, q.scheme, q.shape, q.dtype), "move all to one"),
+    ):
+        with pytest.raises(fb.QuantError, match=text):
+            fbt.QTensor(*parts, tensor_scale=q.tensor_scale)
+    with pytest.raises(fb.QuantError, match="zero point or tensor scale is missing"):
+        fbt.QTensor(q.codes, q.scale, q.scheme, q.shape, q.dtype)
+    with pytest.raises(fb.QuantError, match="its scale has shape"):
+        restored(q.form.text, [q.codes, q.scale[:1], q.tensor_scale], False)
+    with pytest.raises(fb.QuantError, match="has 3 tensors"):
+        restored(q.form.text, [q.codes], False)
+    with pytest.raises(fb.QuantError, match="is no form of a QTensor"):
+        restored("{}", [], False)
+
+
+def test_a_bfloat16_scale_comes_over() -> None:
+    scheme = fb.Scheme(fb.formats.FORMATS["int4"], {...: 1, -1: 32}, scale="bfloat16")
+    known = fb.quantize(jnp.ones((4, 64), jnp.bfloat16), scheme)
+    t = fbt.from_qarray(known)
+    assert t.dtype == torch.bfloat16 and t.scale.dtype == torch.bfloat16
+    assert np.array_equal(t.dequantize().float().numpy(), np.asarray(fb.dequantize(known), np.float32))
