@@ -1,6 +1,7 @@
 """The public names of fewbit, read off its sources, and the pages of the API reference that mkdocs makes of them.
 
-A name is public when a package's `__init__.py` hands it on as `from .place import name as name`. It is documented once,
+A name is public when a package's `__init__.py` hands it on as `from .place import name as name`; the names of `fewbit` itself stand in
+`_api.py`. It is documented once,
 under its shortest path, on the page of the layer that defines it. The sources are parsed; only the help of the commands is
 asked of the running package.
 """
@@ -117,9 +118,14 @@ def _definition(place: Path, name: str) -> PublicName | None:
     return _definition(source, name)
 
 
+def _names_file(package: Path) -> Path:
+    """The file with the public names of a package."""
+    return package / ("_api.py" if package.name == "fewbit" else "__init__.py")
+
+
 def _hands_on(package: Path, name: str) -> Path | None:
     """The place that a package's `__init__.py` takes `name` from; None when it does not."""
-    for node in _statements(package / "__init__.py"):
+    for node in _statements(_names_file(package)):
         if isinstance(node, ast.ImportFrom) and node.module and any(alias.name == name for alias in node.names):
             return _source(package, node)
     return None
@@ -128,7 +134,7 @@ def _hands_on(package: Path, name: str) -> Path | None:
 def _handed_on(package: Path) -> Iterator[PublicName]:
     """The public names of one package, each with its definition."""
     prefix = ".".join(package.relative_to(SOURCES).parts)
-    for node in _statements(package / "__init__.py"):
+    for node in _statements(_names_file(package)):
         if not isinstance(node, ast.ImportFrom) or not node.level:
             continue
         for alias in node.names:
@@ -174,7 +180,7 @@ def commands_text() -> str:
     import typer
     from typer.testing import CliRunner
 
-    from fewbit.cli import app
+    from fewbit.cli.commands import app
 
     runner = CliRunner(env={"COLUMNS": "100"})
     helps = {name: runner.invoke(app, [name, "--help"]).output for name in typer.main.get_command(app).commands}
@@ -199,7 +205,10 @@ def on_config(config: Any) -> Any:
 
     def filled(entries: list[Any]) -> list[Any]:
         return [
-            {title: filled(place) if isinstance(place, list) else folders.get(place, place) for title, place in entry.items()}
+            {
+                title: filled(place) if isinstance(place, list) else folders.get(place, place)
+                for title, place in entry.items()
+            }
             for entry in entries
         ]
 

@@ -6,58 +6,38 @@
 ((64, 128), 4608)
 """
 
-from . import array as array
-from . import formats as formats
-from . import frameworks as frameworks
-from . import statistics as statistics
-from . import training as training
-from .array import SCHEMES as SCHEMES
-from .array import Packing as Packing
-from .array import QArray as QArray
-from .array import Scheme as Scheme
-from .array import hessian_blocks as hessian_blocks
-from .array import is_qarray as is_qarray
-from .array import quantize_with_hessian as quantize_with_hessian
-from .array import scheme as scheme
-from .array import shardings_of as shardings_of
-from .array import specs_of as specs_of
-from .errors import QuantError as QuantError
-from .errors import UnsupportedError as UnsupportedError
-from .formats import FORMATS as FORMATS
-from .io import load as load
-from .io import save as save
-from .kernels.quantize import dequantize as dequantize
-from .kernels.quantize import quantize as quantize
-from .ops import Arm as Arm
-from .ops import DelayedScaling as DelayedScaling
-from .ops import Policy as Policy
-from .ops import conv_general_dilated as conv_general_dilated
-from .ops import dot_general as dot_general
-from .ops import einsum as einsum
-from .ops import explain as explain
-from .ops import ragged_dot as ragged_dot
-from .ops import ragged_dot_general as ragged_dot_general
-from .ops import take as take
-from .ops import transparent as transparent
-from .recipe import RECIPES as RECIPES
-from .recipe import Plan as Plan
-from .recipe import Recipe as Recipe
-from .recipe import Role as Role
-from .recipe import Rule as Rule
-from .recipe import Sparsity as Sparsity
-from .recipe import TensorRole as TensorRole
-from .recipe import maxtext_mixed_precision as maxtext_mixed_precision
-from .recipe import maxtext_recipe as maxtext_recipe
-from .recipe import plan as plan
-from .recipe import quantize_params as quantize_params
-from .recipe import recipe as recipe
-from .recipe import weight_only as weight_only
-from .statistics import Stats as Stats
-from .statistics import observe as observe
-from .training import DelayedState as DelayedState
-from .training import ModelSparsity as ModelSparsity
-from .training import delayed_state as delayed_state
-from .training import fake_quant as fake_quant
-from .training import lora as lora
-from .training import sparsity_state as sparsity_state
-from .training import train as train
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._api import *  # noqa: F403 - all of them
+
+
+class _Package(types.ModuleType):
+    """The package, whose public names stand in `_api`: it imports JAX, which help and lists of the command line do without."""
+
+    @property
+    def recipe(self) -> Any:
+        """The function `fb.recipe`; importing the folder of the same name would put the module in its place."""
+        return importlib.import_module("._api", __name__).recipe
+
+    @recipe.setter
+    def recipe(self, module: types.ModuleType) -> None:
+        """What the import system sets when it imports the folder is not wanted."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        public = vars(importlib.import_module("._api", __name__))
+        if name not in public and name not in vars(self):
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        vars(self).update({each: value for each, value in public.items() if not each.startswith("_")})
+        return vars(self)[name]
+
+    def __dir__(self) -> list[str]:
+        return [name for name in vars(importlib.import_module("._api", __name__)) if not name.startswith("_")]
+
+
+sys.modules[__name__].__class__ = _Package

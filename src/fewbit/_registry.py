@@ -5,8 +5,8 @@ names that are near it.
 """
 
 import difflib
-from collections.abc import Iterator, Mapping
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator
+from typing import Generic, TypeVar
 
 from .errors import QuantError
 
@@ -74,18 +74,3 @@ def near_names(name: str, known: tuple[str, ...]) -> str:
     if near:
         return f"did you mean {' or '.join(repr(n) for n in near)}?"
     return "known: " + ", ".join(known)
-
-
-def refuse_unknown_fields(what: str, form: Any, known: tuple[str, ...]) -> None:
-    """Raises QuantError for what is no JSON object, and for its first key that is no field, with the near names.
-
-    >>> refuse_unknown_fields("a rule", {"op": []}, ("path", "ops"))
-    Traceback (most recent call last):
-    ...
-    fewbit.errors.QuantError: a rule has no field 'op'; did you mean 'ops'?
-    """
-    if not isinstance(form, Mapping):
-        raise QuantError(f"{what} is an object with the fields {', '.join(known)}; got {form!r}")
-    for key in form:
-        if key not in known:
-            raise QuantError(f"{what} has no field {key!r}; {near_names(key, known)}")

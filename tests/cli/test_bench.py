@@ -7,7 +7,8 @@ import pytest
 from typer.testing import CliRunner
 
 import fewbit as fb
-from fewbit.cli import app, bench
+from fewbit.cli import times
+from fewbit.cli.commands import app
 from fewbit.jobs.machine import machine
 from fewbit.jobs.tune import table_path
 
@@ -23,7 +24,7 @@ def run(*arguments, status=0):
 def quick(tmp_path, monkeypatch):
     """A machine that is measured in no time, and a cache of its own."""
     monkeypatch.setenv("FEWBIT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(bench, "machine", lambda: machine(nbytes=1 << 10, size=8, rounds=2))
+    monkeypatch.setattr(times, "machine", lambda: machine(nbytes=1 << 10, size=8, rounds=2))
     return ("--schemes", "int8", "--sizes", 32, "--rows", 2, "--rounds", 2)
 
 

@@ -7,7 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from fewbit import FORMATS, RECIPES, SCHEMES, Recipe, io, recipe
-from fewbit.cli import app
+from fewbit.cli.commands import app
 from fewbit.models import is_installed
 from tests.jobs.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.nets.checkpoints import needs_glassllm
@@ -43,7 +43,7 @@ def test_catalogues_list_every_name(command, names):
 
 
 def test_one_recipe_shows_its_rules(tmp_path):
-    text = run("recipes", "te_nvfp4").stdout
+    text = " ".join(run("recipes", "te_nvfp4").stdout.split())
     assert all(
         said in text for said in ("nvfp4_16x16", "nvfp4_absmax x forward (stochastic)", "Hadamard 16", "left as it is")
     )
@@ -74,7 +74,7 @@ def test_the_schema_of_recipes():
 @pytest.mark.slow
 def test_from_a_plan_through_an_edit_to_a_text(model, tmp_path):
     plan, out, text = tmp_path / "plan.json", tmp_path / "out", text_file(tmp_path)
-    assert "22 of 29 quantized" in run("plan", model, "--recipe", "nf4", "--save", plan).stdout
+    assert "22 of 29 parameters quantized" in run("plan", model, "--recipe", "nf4", "--save", plan).stdout
     form = json.loads(plan.read_text())
     row = next(row for row in form["rows"] if row["path"] == "layers/1/mlp/down")
     row["policy"] = "int8"

@@ -43,16 +43,16 @@ def test_a_registered_name_with_other_fields_is_written_in_full():
     ("form", "message"),
     [
         ("int44", r"unknown format 'int44'; did you mean .*'int4'"),
-        ({"name": "x"}, "a format's kind is None; known: integer, minifloat"),
-        ({"kind": "posit", "name": "x"}, "a format's kind is 'posit'"),
+        ({"name": "x"}, "a format lacks the field 'kind'"),
+        ({"kind": "posit", "name": "x"}, "a format: kind is 'posit'; known: integer, minifloat"),
         (
             {"kind": "integer", "name": "x", "wdith": 4},
-            r"a format of kind 'integer' has no field 'wdith'; did you mean 'width'",
+            r"a format has no field 'wdith'; did you mean 'width'",
         ),
-        ({"kind": "integer", "width": 4}, "missing 1 required positional argument: 'name'"),
+        ({"kind": "integer", "width": 4}, "a format lacks the field 'name'"),
         ({"kind": "integer", "name": "x", "width": 9}, "width is 9"),
         ({"kind": "codebook", "name": "x", "table": [1]}, "this one has 1"),
-        ({"kind": "codebook", "name": "x", "table": ["a", "b"]}, "format {.*}: "),
+        ({"kind": "codebook", "name": "x", "table": ["a", "b"]}, r"a format: table\[0\] is 'a'; expected float"),
     ],
     ids=str,
 )

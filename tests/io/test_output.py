@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from fewbit import QuantError, io
+from fewbit._json import canonical, dumped
 from fewbit.io.manifest import sha256
 from fewbit.io.output import check_output, foreign_files
-from fewbit.io.strict_json import canonical, dumped
 
 X = np.ones(3, np.float32)
 

@@ -9,8 +9,8 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError
+from fewbit._json import dumped, parsed
 from fewbit.io.records import Table, checked_record, leaf_names, leaves, misfit, qarray, record
-from fewbit.io.strict_json import dumped, parsed
 
 from .damage import leaves as bytes_of
 from .examples import quantized, random_qarray
@@ -93,14 +93,14 @@ def test_parts_that_do_not_fit_are_refused(name):
 
 SCHEME = fb.SCHEMES["int8"].to_json()
 BAD_FORMS = {
-    "a list": ([], "is no record of a QArray"),
-    "unknown field": ({"scheme": 0, "dtype": "float32", "slack": 0, "more": 1}, "is no record of a QArray"),
-    "no scheme": ({"dtype": "float32", "slack": 0}, "w has no 'scheme'"),
+    "a list": ([], r"w is \[\]; expected object"),
+    "unknown field": ({"scheme": 0, "dtype": "float32", "slack": 0, "more": 1}, "w has no field 'more'"),
+    "no scheme": ({"dtype": "float32", "slack": 0}, "w lacks the field 'scheme'"),
     "no such scheme": ({"scheme": 1, "dtype": "float32", "slack": 0}, "names entry 1 of a table of 1"),
     "dtype": ({"scheme": 0, "dtype": "float99", "slack": 0}, "'float99' is no dtype"),
     "whole numbers": ({"scheme": 0, "dtype": "int8", "slack": 0}, "dtype is int8, but a QArray stands for floating"),
-    "slack": ({"scheme": 0, "dtype": "float32", "slack": "0"}, "'slack' is '0', must be of type int"),
-    "nested": ({"scheme": 0, "dtype": "float32", "slack": 0, "scale": 3}, r"w\.scale: 3 is no record"),
+    "slack": ({"scheme": 0, "dtype": "float32", "slack": "0"}, "slack is '0'; expected int"),
+    "nested": ({"scheme": 0, "dtype": "float32", "slack": 0, "scale": 3}, r"w: scale is 3; expected object"),
 }
 
 

@@ -86,7 +86,7 @@ def test_a_tensor_that_is_not_where_the_index_says(tmp_path):
         io.read(sharded(tmp_path, c="model-1.safetensors"))
 
 
-@pytest.mark.parametrize("name", ["../model-1.safetensors", "/etc/passwd", "", 3])
+@pytest.mark.parametrize("name", ["../model-1.safetensors", "/etc/passwd", ""])
 def test_an_index_cannot_lead_out_of_the_directory(tmp_path, name):
     with pytest.raises(QuantError, match=r"index\.json names the file .*; only files of the directory itself"):
         io.read(sharded(tmp_path, c=name))
@@ -94,7 +94,11 @@ def test_an_index_cannot_lead_out_of_the_directory(tmp_path, name):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("", "is not valid JSON"), ("{}", "has no 'weight_map'"), ('{"weight_map": 3}', "must be of type dict")],
+    [
+        ("", "is not valid JSON"),
+        ("{}", "lacks the field 'weight_map'"),
+        ('{"weight_map": 3}', "weight_map is 3; expected object"),
+    ],
 )
 def test_a_damaged_index(tmp_path, text, message):
     path = sharded(tmp_path)

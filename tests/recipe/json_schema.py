@@ -2,8 +2,16 @@
 
 import re
 
-_TYPES = {"object": dict, "array": list, "string": str, "boolean": bool, "null": type(None), "integer": int}
-_SILENT = {"$schema", "$defs", "title", "description"}
+_TYPES = {
+    "object": dict,
+    "array": list,
+    "string": str,
+    "boolean": bool,
+    "null": type(None),
+    "integer": int,
+    "number": int | float,
+}
+_SILENT = {"$schema", "$defs", "title", "description", "discriminator"}  # the last only names what `const` asserts
 
 
 def errors(value, schema, root=None, where="$"):
@@ -20,7 +28,7 @@ def errors(value, schema, root=None, where="$"):
 
 
 def _type(value, name, schema, root, where):
-    is_one = isinstance(value, _TYPES[name]) and not (name == "integer" and isinstance(value, bool))
+    is_one = isinstance(value, _TYPES[name]) and not (name in ("integer", "number") and isinstance(value, bool))
     return [] if is_one else [f"{value!r} is no {name}"]
 
 
@@ -36,21 +44,15 @@ def _properties(value, properties, schema, root, where):
     ]
 
 
-def _pattern_properties(value, patterns, schema, root, where):
-    pairs = (
-        [(k, v, s) for k, v in value.items() for p, s in patterns.items() if re.search(p, k)]
-        if isinstance(value, dict)
-        else []
-    )
-    return [e for key, item, inner in pairs for e in errors(item, inner, root, f"{where}.{key}")]
-
-
 def _additional(value, allowed, schema, root, where):
-    assert allowed is False
-    patterns = schema.get("patternProperties", {})
-    known = schema.get("properties", {})
-    keys = value if isinstance(value, dict) else ()
-    return [f"has no {k!r}" for k in keys if k not in known and not any(re.search(p, k) for p in patterns)]
+    others = {k: v for k, v in value.items() if k not in schema.get("properties", {})} if isinstance(value, dict) else {}
+    if allowed is False:
+        return [f"has no {k!r}" for k in others]
+    return [e for k, v in others.items() for e in errors(v, allowed, root, f"{where}.{k}")]
+
+
+def _property_names(value, inner, schema, root, where):
+    return [e for key in (value if isinstance(value, dict) else ()) for e in errors(key, inner, root, where)]
 
 
 def _items(value, inner, schema, root, where):
@@ -75,7 +77,8 @@ _CHECKS = {
     "type": _type,
     "$ref": _ref,
     "properties": _properties,
-    "patternProperties": _pattern_properties,
+    "propertyNames": _property_names,
+    "pattern": lambda value, p, *_: [] if not isinstance(value, str) or re.search(p, value) else [f"{value!r} is not {p}"],
     "additionalProperties": _additional,
     "items": _items,
     "anyOf": _any_of,
@@ -85,4 +88,5 @@ _CHECKS = {
     "minItems": lambda value, n, *_: [] if not isinstance(value, list) or len(value) >= n else ["has too few items"],
     "minimum": _limit(lambda value, limit: value >= limit),
     "maximum": _limit(lambda value, limit: value <= limit),
+    "exclusiveMaximum": _limit(lambda value, limit: value < limit),
 }

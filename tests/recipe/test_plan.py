@@ -214,10 +214,10 @@ def test_plan_messages(params, tmp_path):
     with pytest.raises(fb.QuantError, match="did you mean 'heads'"):
         plan["head"]
     (tmp_path / "p.json").write_text("{")
-    with pytest.raises(fb.QuantError, match="cannot be read"):
+    with pytest.raises(fb.QuantError, match=r"is not valid JSON|does not exist|expected object"):
         fb.Plan.load(tmp_path / "p.json")
     (tmp_path / "p.json").write_text("[]")
-    with pytest.raises(fb.QuantError, match="does not hold an object"):
+    with pytest.raises(fb.QuantError, match="expected object"):
         fb.Plan.load(tmp_path / "p.json")
     form = plan.to_json()
     form["rows"][0]["axes"] = [1]
@@ -277,11 +277,11 @@ def test_a_plan_refuses_unknown_and_missing_keys():
     form = fb.plan(attention, ATTENTION, TOKENS, recipe="int8").to_json()
     with pytest.raises(fb.QuantError, match="a plan has no field 'row'; did you mean 'rows'"):
         fb.Plan.from_json(form | {"row": []})
-    with pytest.raises(fb.QuantError, match="is an object with 'recipe' and lists 'rows' and 'products'"):
-        fb.Plan.from_json({"rows": []})
+    with pytest.raises(fb.QuantError, match="a plan lacks the field 'rows'"):
+        fb.Plan.from_json({"recipe": "int8"})
     form["products"][0]["scheme"] = "int8"
-    with pytest.raises(fb.QuantError, match="a product's row has no field 'scheme'"):
+    with pytest.raises(fb.QuantError, match=r"products\[0\] has no field 'scheme'"):
         fb.Plan.from_json(form)
     del form["products"][0]["scheme"], form["products"][0]["rule"]
-    with pytest.raises(fb.QuantError, match="a product's row lacks rule; got attn"):
+    with pytest.raises(fb.QuantError, match=r"products\[0\] lacks the field 'rule'"):
         fb.Plan.from_json(form)

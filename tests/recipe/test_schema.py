@@ -35,13 +35,13 @@ def test_every_scheme_validates(name):
 @pytest.mark.parametrize(
     ("definition", "of"),
     [
-        ("rule", fb.Rule),
-        ("policy", fb.Policy),
-        ("arm", fb.Arm),
-        ("delayed", fb.DelayedScaling),
-        ("sparsity", fb.Sparsity),
-        ("scheme_fields", fb.Scheme),
-        ("packing", fb.Packing),
+        ("Rule", fb.Rule),
+        ("Policy", fb.Policy),
+        ("Arm", fb.Arm),
+        ("DelayedScaling", fb.DelayedScaling),
+        ("Sparsity", fb.Sparsity),
+        ("Scheme", fb.Scheme),
+        ("Packing", fb.Packing),
     ],
 )
 def test_its_properties_are_the_fields(definition, of):
@@ -51,7 +51,9 @@ def test_its_properties_are_the_fields(definition, of):
 def test_the_recipe_and_the_formats_have_all_their_fields():
     assert set(SCHEMA["properties"]) == {f.name for f in dataclasses.fields(fb.Recipe)}
     kinds = {
-        form["properties"]["kind"]["const"]: set(form["properties"]) for form in SCHEMA["$defs"]["custom_format"]["anyOf"]
+        form["properties"]["kind"]["enum"][0]: set(form["properties"])
+        for form in SCHEMA["$defs"].values()
+        if "kind" in form["properties"]
     }
     assert kinds == {kind: {"kind", *(f.name for f in dataclasses.fields(cls))} for kind, cls in KINDS.items()}
 
@@ -103,15 +105,15 @@ def test_a_recipe_of_every_level_is_read_and_validates():
 
 LEVELS = [
     ((), "rule", "a recipe has no field 'rule'; did you mean 'rules'"),
-    (("rules", 0), "opts", "a rule has no field 'opts'; did you mean 'ops'"),
-    (("rules", 0, "policy"), "wieght", "a policy has no field 'wieght'; did you mean 'weight'"),
-    (("rules", 0, "policy", "weight"), "formt", "a scheme has no field 'formt'; did you mean 'format'"),
+    (("rules", 0), "opts", r"rules\[0\] has no field 'opts'; did you mean 'ops'"),
+    (("rules", 0, "policy"), "wieght", r"rules\[0\].policy has no field 'wieght'; did you mean 'weight'"),
+    (("rules", 0, "policy", "weight"), "formt", r"rules\[0\].policy.weight has no field 'formt'; did you mean 'format'"),
     (
         ("rules", 0, "policy", "weight", "format"),
         "wdith",
-        "a format of kind 'integer' has no field 'wdith'; did you mean 'width'",
+        r"rules\[0\].policy.weight.format has no field 'wdith'; did you mean 'width'",
     ),
-    (("rules", 0, "policy", "weight", "tile"), "last", "a tile has no axis 'last'"),
+    (("rules", 0, "policy", "weight", "tile"), "last", "tile has a key that is 'last'; expected str matching regex"),
     (
         ("rules", 0, "policy", "weight", "scale"),
         "calibraton",
@@ -120,12 +122,12 @@ LEVELS = [
     (
         ("rules", 0, "policy", "weight", "packing"),
         "high_frist",
-        "a packing has no field 'high_frist'; did you mean 'high_first'",
+        "packing has no field 'high_frist'; did you mean 'high_first'",
     ),
-    (("rules", 0, "policy", "drhs"), "rouding", "an arm has no field 'rouding'; did you mean 'rounding'"),
-    (("rules", 1, "policy", "delayed"), "margins", "delayed scaling has no field 'margins'; did you mean 'margin'"),
+    (("rules", 0, "policy", "drhs"), "rouding", "drhs has no field 'rouding'; did you mean 'rounding'"),
+    (("rules", 1, "policy", "delayed"), "margins", "policy.delayed has no field 'margins'; did you mean 'margin'"),
     (("rules", 0, "sparsity"), "start", "sparsity has no field 'start'; did you mean 'start_step'"),
-    (("products", 0), "polcy", "a rule has no field 'polcy'; did you mean 'policy'"),
+    (("products", 0), "polcy", r"products\[0\] has no field 'polcy'; did you mean 'policy'"),
 ]
 
 
@@ -144,13 +146,19 @@ def test_an_unknown_key_is_refused_at_every_level(level, key, message):
 @pytest.mark.parametrize(
     ("form", "message"),
     [
-        ({"rules": ["nf4"]}, "a rule is an object with the fields path, .*; got 'nf4'"),
-        ({"rules": [{"path": ".*", "policy": 4}]}, "a policy is an object with the fields weight, .*; got 4"),
-        ({"rules": [{"path": ".*", "policy": {"weight": "int8", "dlhs": 4}}]}, "an arm is an object"),
-        ({"rules": [{"path": ".*", "policy": {"weight": "fp8_tensor", "delayed": 4}}]}, "delayed scaling is an object"),
-        ({"rules": [{"path": ".*", "policy": None, "sparsity": 4}]}, "sparsity is an object"),
-        ({"name": 4, "rules": [{"path": ".*", "policy": None}]}, "a recipe's 'name' is 4; must be a text"),
-        ({"rules": [{"path": ".*", "policy": None}], "products": {}}, "needs 'products', a list"),
+        ({"rules": ["nf4"]}, r"rules\[0\] is 'nf4'; expected object with the fields path, policy"),
+        (
+            {"rules": [{"path": ".*", "policy": 4}]},
+            r"rules\[0\].policy is 4; expected str | object | null with the fields weight",
+        ),
+        ({"rules": [{"path": ".*", "policy": {"weight": "int8", "dlhs": 4}}]}, "policy.dlhs is 4; expected str | object"),
+        (
+            {"rules": [{"path": ".*", "policy": {"weight": "fp8_tensor", "delayed": 4}}]},
+            "policy.delayed is 4; expected object",
+        ),
+        ({"rules": [{"path": ".*", "policy": None, "sparsity": 4}]}, "sparsity is 4; expected object"),
+        ({"name": 4, "rules": [{"path": ".*", "policy": None}]}, "name is 4; expected str"),
+        ({"rules": [{"path": ".*", "policy": None}], "products": {}}, "products is {}; expected array"),
         (
             {"rules": [{"path": ".*", "policy": None}], "products": [{"path": "a", "policy": None, "axis": -1}]},
             "takes no axis",

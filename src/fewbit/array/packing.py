@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, UInt8
 
-from .._registry import refuse_unknown_fields
+from .._json import checked, form_of
 from ..errors import QuantError
 
 
@@ -51,8 +51,12 @@ class Packing:
     @classmethod
     def from_json(cls, form: Any) -> "Packing":
         """The packing of a JSON form; an unknown key raises QuantError with the near name."""
-        refuse_unknown_fields("a packing", form, tuple(f.name for f in dataclasses.fields(cls)))
-        return cls(tuple(form.get("interleave", ())), bool(form.get("high_first", False)))
+        fields = checked(form, PACKING, "a packing")
+        return cls(tuple(fields.get("interleave", ())), fields.get("high_first", False))
+
+
+PACKING = form_of(Packing)
+"""The JSON schema of a packing."""
 
 
 def paired(group: int, apart: int = 2) -> tuple[int, ...]:

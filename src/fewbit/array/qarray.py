@@ -1,6 +1,7 @@
 """QArray: a stored quantized tensor, an array by its shape and dtype, a pytree of packed codes and scales."""
 
 import dataclasses
+import importlib
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -20,6 +21,13 @@ from .scheme import Scheme
 
 PRODUCTS: Registry = Registry("product")
 """The products that the operators of a QArray reach; `fewbit.ops` adds them when it is imported."""
+
+
+def _product(name: str) -> Any:
+    """A product of `fewbit.ops`, which may not be imported yet."""
+    if name not in PRODUCTS:
+        importlib.import_module("fewbit.ops")
+    return PRODUCTS[name]
 
 
 @jax.tree_util.register_pytree_with_keys_class
@@ -293,10 +301,10 @@ class QArray:
     # --- products, and what needs transparent ---
 
     def __matmul__(self, other: Any) -> Any:
-        return PRODUCTS["matmul"](self, other)
+        return _product("matmul")(self, other)
 
     def __rmatmul__(self, other: Any) -> Any:
-        return PRODUCTS["matmul"](other, self)
+        return _product("matmul")(other, self)
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise TypeError(

@@ -2,17 +2,20 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, TypeAlias, Union
+from typing import Annotated, Any, TypeAlias, Union
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.typing import DTypeLike
 
-from .._registry import Registry, refuse_unknown_fields
+from .._json import Positive, checked, form_of
+from .._registry import Registry
 from .._tiles import FrozenTileMap, Tile, TileMap, axis_tiles, from_front, tile_map
 from ..errors import QuantError
 from ..formats import FORMATS, AbstractFormat, format_from_json, format_to_json
-from .packing import Packing
+from ..formats.serial import CUSTOM_FORMAT, KINDS
+from .packing import PACKING, Packing
 from .scales import AbsMax, AbstractCalibration, parse_calibration
 
 ScaleHolder: TypeAlias = Union[AbstractFormat, DTypeLike, "Scheme"]
@@ -165,11 +168,7 @@ class Scheme:
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> "Scheme":
         """The scheme of a JSON form; an unknown key raises QuantError with the near name."""
-        known = tuple(f.name for f in dataclasses.fields(cls))
-        refuse_unknown_fields("a scheme", form, known)
-        if "format" not in form:
-            raise QuantError(f"a scheme needs a 'format'; got {dict(form)}")
-        fields = dict(form)
+        fields = checked(form, SCHEME, "a scheme")
         fields["format"] = format_from_json(form["format"])
         if "tile" in form:
             fields["tile"] = {_axis_from_json(axis): length for axis, length in form["tile"].items()}
@@ -182,6 +181,20 @@ class Scheme:
             fields["packing"] = Packing.from_json(form["packing"])
         return cls(**fields)
 
+
+_HOLDERS = [{"$ref": f"#/$defs/{cls.__name__}"} for cls in (*KINDS.values(), Scheme)]
+_HOLDER: Any = Annotated[Any, msgspec.Meta(extra_json_schema={"anyOf": [{"type": "string"}, *_HOLDERS]})]
+
+SCHEME = form_of(
+    Scheme,
+    format=str | CUSTOM_FORMAT,
+    tile=dict[Annotated[str, msgspec.Meta(pattern=r"^(\*|-[1-9][0-9]{0,8})$")], Positive | None],
+    scale=_HOLDER,
+    zero_point=_HOLDER | None,
+    calibration=str,
+    packing=PACKING,
+)
+"""The JSON schema of a scheme that has no name."""
 
 SCHEMES: Registry[Scheme] = Registry("scheme")
 """Every named scheme, its tiles on the last axis; `fb.SCHEMES.names()` lists them."""
@@ -220,7 +233,7 @@ def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:
 
 def _float_dtype(spec: Any, what: str) -> np.dtype:
     """The dtype of a scale or offset, checked."""
-    if isinstance(spec, str) and spec not in _SCALE_DTYPES:
+    if spec is None or (isinstance(spec, str) and spec not in _SCALE_DTYPES):
         raise QuantError(f"{what} is {spec!r}; pass one of {', '.join(_SCALE_DTYPES)}, or a Format object")
     dtype = jnp.dtype(spec)
     if dtype.name not in _SCALE_DTYPES:
@@ -236,14 +249,7 @@ def _holder_to_json(holder: Any) -> Any:
 
 def _axis_from_json(axis: str) -> Any:
     """The axis of a tile's key: `"*"` stands for all others."""
-    if axis == "*":
-        return ...
-    try:
-        return int(axis)
-    except ValueError:
-        raise QuantError(
-            f'a tile has no axis {axis!r}; an axis is a negative number such as "-1", or "*" for all others'
-        ) from None
+    return ... if axis == "*" else int(axis)
 
 
 def _holder_from_json(form: Any) -> Any:
@@ -251,4 +257,4 @@ def _holder_from_json(form: Any) -> Any:
         return Scheme.from_json(form)
     if isinstance(form, str) and form in FORMATS:
         return FORMATS[form]
-    return form if isinstance(form, str) else format_from_json(dict(form))
+    return form if form is None or isinstance(form, str) else format_from_json(form)

@@ -1,8 +1,17 @@
-"""The command line: each command parses, calls a job, and prints."""
+"""The command line: each command parses, calls a job, and prints.
 
-from . import bench as bench
-from . import catalogue as catalogue
-from . import checkpoints as checkpoints
-from . import running as running
-from .app import app as app
-from .app import main as main
+This file imports nothing, so that Ctrl-C ends in one line while the rest is imported, too.
+"""
+
+import sys
+
+
+def main() -> None:
+    """The console command `fewbit`."""
+    try:
+        from .commands import run
+
+        run()
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        sys.exit(130)

@@ -3,8 +3,7 @@
 import os
 import signal
 import sys
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
@@ -25,15 +24,17 @@ class Terminated(KeyboardInterrupt):
     """SIGTERM asked the process to end; what cleans up after Ctrl-C cleans up after it."""
 
 
-def path_argument(text: str | os.PathLike[str]) -> Path:
-    """The path of an argument; an empty one, which `Path` would take for the working directory, is refused."""
-    if not os.fspath(text):
-        raise typer.BadParameter("the path is empty")
-    return Path(text)
-
-
 class Commands(TyperGroup):
     """The commands, with what can go wrong turned into a message."""
+
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Reads the arguments."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt as error:
+            message, status = _interruption(error)
+            typer.echo(f"error: {message}", err=True)
+            raise SystemExit(status) from None
 
     def invoke(self, ctx: Any) -> Any:
         """Runs a command."""
@@ -44,11 +45,16 @@ class Commands(TyperGroup):
         except OSError as error:
             message, status = _system_message(error), FAILED
         except KeyboardInterrupt as error:
-            is_terminated = isinstance(error, Terminated)
-            message = str(error) or ("terminated" if is_terminated else "interrupted")
-            status = TERMINATED if is_terminated else INTERRUPTED
+            message, status = _interruption(error)
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(status)
+
+
+def _interruption(error: KeyboardInterrupt) -> tuple[str, int]:
+    """What to say of Ctrl-C or SIGTERM, and the exit status."""
+    is_terminated = isinstance(error, Terminated)
+    message = str(error) or ("terminated" if is_terminated else "interrupted")
+    return message, TERMINATED if is_terminated else INTERRUPTED
 
 
 def _system_message(error: OSError) -> str:
@@ -60,16 +66,33 @@ app = typer.Typer(
     name="fewbit",
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
+    add_completion=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Makes neural networks few-bit: plans, quantizes, evaluates and runs checkpoints.",
 )
 """The application, for a runner such as `typer.testing.CliRunner`."""
 
 
-def main() -> None:
-    """The console command `fewbit`."""
+def _show_version(asked: bool) -> bool:
+    if asked:
+        from .version import version_line
+
+        typer.echo(version_line())
+        raise typer.Exit
+    return asked
+
+
+@app.callback()
+def fewbit(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and the kernels.")
+    ] = False,
+) -> None:
+    """Makes neural networks few-bit: plans, quantizes, evaluates and runs checkpoints."""
+
+
+def run() -> None:
+    """Runs the command of the process's arguments."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
     # transformers, which plans ask for module classes, fetches nothing from its hub.

@@ -10,7 +10,7 @@ from ..evaluate.chart import Point, check_chart_path, save_chart
 from ..jobs.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, steps
 from ..jobs.memory import peak_memory
 from ..jobs.planning import plan_model
-from .output import console, emit_json, plain, progress_bar, say
+from .output import emit_json, plain, progress_bar, say
 from .views import (
     candidate_record,
     command_lines,
@@ -92,14 +92,14 @@ def _show_start(started: Demo, *, full: bool) -> None:
         say(f"note: {line}")
     if sentence:
         say("note: `fewbit demo --rotate` gives the fair reference: a random rotation takes the weights off their grid.")
-    console().print(plan_table(plan_model(base.model, recipe=RECIPES[-1]), full=full))
+    say(plan_table(plan_model(base.model, recipe=RECIPES[-1]), full=full))
     say(f"float model on {base.perplexity.tokens:,} tokens of {started.text}: perplexity {base.perplexity}")
     say(f"asked {started.sample.prompt!r} (at most {SAMPLE_TOKENS} tokens), it writes: {one_line(started.sample.text)}")
 
 
 def _show_end(started: Demo, done: list[DemoStep], output: Path, seconds: float) -> None:
     say()
-    console().print(comparison_table(started.base, [step.candidate for step in done]))
+    say(comparison_table(started.base, [step.candidate for step in done]))
     say(f"bytes are those of the arrays; {WRITTEN} is also written, in {output / f'model-{WRITTEN}'}")
     for line in command_lines(output / f"model-{WRITTEN}", started.source, can_run=True):
         say(line)

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import math
 import pathlib
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,9 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from ..jobs.memory import peak_memory
-
-_FILE_WIDTH = 160  # of output that goes to a file or a pipe
+from .._table import FILE_WIDTH, output_width, wrapped
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -24,13 +23,13 @@ def console(*, stderr: bool = False) -> Console:
     return (
         result
         if result.is_terminal
-        else Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=_FILE_WIDTH)
+        else Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=FILE_WIDTH)
     )
 
 
-def say(text: str = "") -> None:
-    """Prints a line of a result."""
-    typer.echo(text)
+def say(text: str = "", *, wrap: bool = False) -> None:
+    """Prints a line of a result; `wrap` breaks it between words where a terminal is narrower."""
+    typer.echo(wrapped(text, output_width()) if wrap and sys.stdout.isatty() else text)
 
 
 def note(text: str) -> None:
@@ -67,6 +66,8 @@ class _PeakMemory(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """The column's text."""
+        from ..jobs.memory import peak_memory
+
         peak = peak_memory()
         return Text("" if peak is None else f"peak {peak / 1e9:.2f} GB")
 

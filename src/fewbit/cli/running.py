@@ -5,16 +5,8 @@ from typing import Annotated
 
 import typer
 
-from .. import jobs, models
-from ..errors import QuantError
-from ..evaluate.chart import check_chart_path, save_chart
-from ..kvcache import KVPolicy, kv_policy
-from .app import app, path_argument
-from .catalogue import Json
-from .checkpoints import ModelPath, Rotate, Seed
-from .demonstration import points, show_demo
-from .output import console, emit_json, note, progress_bar, say
-from .views import candidate_record, comparison_table, quality_lines, quantized_source_note
+from .app import app
+from .options import Json, ModelPath, Rotate, Seed, path_argument, rotation_seed
 
 TextName = Annotated[
     str | None,
@@ -42,16 +34,6 @@ KVScale = Annotated[
 ]
 
 
-def _policy(kv: str | None, per: str | None) -> KVPolicy | None:
-    """How keys and values are kept, as the two options say."""
-    if kv is None and per is not None:
-        raise QuantError(f"--kv-scale {per} is about keys and values in few bits; it needs --kv, such as --kv int8")
-    if kv is None:
-        return None
-    keys, both, values = kv.partition(",")
-    return kv_policy(keys.strip(), values.strip() if both else None, per=per or "head")
-
-
 @app.command("eval")
 def evaluate(
     path: ModelPath,
@@ -72,18 +54,9 @@ def evaluate(
     json: Json = False,
 ) -> None:
     """Measures a model on a text: perplexity with its standard error, and its distance from a reference."""
-    policy = _policy(kv, kv_scale)
-    model = jobs.load(path)
-    reference = None if against is None else jobs.load(against)
-    with progress_bar("evaluating", 1) as bar:
-        quality = jobs.evaluate(
-            model, against=reference, text=text, tokens=tokens, window=window, kv=policy, progress=bar.windows
-        )
-    if json:
-        emit_json({"model": str(path), "against": None if against is None else str(against), "quality": quality})
-        return
-    for line in quality_lines(quality):
-        say(line)
+    from .evaluations import show_quality
+
+    show_quality(path, against=against, text=text, tokens=tokens, window=window, kv=kv, kv_scale=kv_scale, json=json)
 
 
 @app.command()
@@ -104,39 +77,10 @@ def compare(
     json: Json = False,
 ) -> None:
     """Quantizes a model by several recipes in memory and prints them side by side: bytes, perplexity, KL, top-1."""
-    names = [name.strip() for name in recipes.split(",") if name.strip()]
-    if not names or len(set(names)) < len(names):
-        raise QuantError(f"--recipes is {recipes!r}; give at least one recipe, each once, separated by commas")
-    if seed is not None and not rotate:
-        raise QuantError(f"--seed {seed} draws the rotation; it needs --rotate")
-    if chart is not None:
-        check_chart_path(chart)
-    opened = jobs.load(model)
-    opened.runnable_config()
-    source = jobs.rotated(opened, seed=seed or 0) if rotate else opened
-    plans = [jobs.plan_model(source, recipe=name) for name in names]
-    found = models.find_text(text or models.default_text_name())
-    windows = jobs.evaluation_windows(source, found.content, tokens=tokens, window=window)
-    with progress_bar("comparing", len(names) + 1) as bar:
-        base = jobs.baseline(source, windows)
-        candidates = []
-        for plan in plans:
-            bar.advance(1 + len(candidates), plan.recipe)
-            candidates.append(jobs.released(jobs.compare(base, plan)))
-    title = f"{opened.name} on {base.perplexity.tokens:,} tokens of {found.name}"
-    if chart is not None:
-        save_chart(chart, points(candidates), reference=base.perplexity.value, title=title)
-    sentence = quantized_source_note(source)
-    if json:
-        form = {"model": str(model), "text": found.name, "notes": [*source.notes, *([sentence] if sentence else [])]}
-        emit_json({**form, "float": base.perplexity, "recipes": [candidate_record(c) for c in candidates]})
-        return
-    for line in [*source.notes, *([sentence] if sentence else [])]:
-        say(f"note: {line}")
-    say(f"{title}; bytes and bits/weight are those of the arrays")
-    console().print(comparison_table(base, candidates))
-    if chart is not None:
-        say(f"chart: {chart}")
+    from .evaluations import show_comparison
+
+    rotation = rotation_seed(rotate, seed)
+    show_comparison(model, recipes, text=text, tokens=tokens, window=window, chart=chart, rotation_seed=rotation, json=json)
 
 
 @app.command()
@@ -163,14 +107,10 @@ def generate(
     float once, before the first token, but for weights whose recipe quantizes activations too, since decoding them would
     change the result.
     """
+    from .evaluations import show_sample
+
     options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "chat": chat}
-    policy = _policy(kv, kv_scale)
-    sample = jobs.write_on(jobs.load(path), prompt, kv=policy, **options)
-    if json:
-        emit_json({"model": str(path), **vars(sample)})
-    else:
-        say(sample.text if sample.is_chat else prompt + sample.text)
-        note(sample.speed())
+    show_sample(path, prompt, kv=kv, kv_scale=kv_scale, json=json, **options)
 
 
 @app.command()
@@ -201,7 +141,8 @@ def demo(
     json: Json = False,
 ) -> None:
     """Quantizes a real language model five ways and shows what each costs: size, perplexity, KL, top-1, a sample."""
-    if seed is not None and not rotate:
-        raise QuantError(f"--seed {seed} draws the rotation; it needs --rotate")
+    from .demonstration import show_demo
+
     path = Path("smollm2") if model is None else model
-    show_demo(path, output, text=text, tokens=tokens, rotation_seed=(seed or 0) if rotate else None, full=full, json=json)
+    rotation = rotation_seed(rotate, seed)
+    show_demo(path, output, text=text, tokens=tokens, rotation_seed=rotation, full=full, json=json)

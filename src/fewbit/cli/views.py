@@ -6,49 +6,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
+from .._table import Column, table
 from ..evaluate import Comparison
-from ..evaluate.table import Column, table
 from ..jobs import Candidate, Inspection, Model, Quality, TensorResult, folded
 from ..jobs.compare import Baseline
 from ..jobs.quantize import Outcome, worst
-from ..recipe import Plan, PlanRow
+from ..recipe import Plan
+from ..recipe.table import plan_text, shape_text
 
 
-def plan_table(plan: Plan, *, full: bool) -> Table:
+def plan_table(plan: Plan, *, full: bool, width: int | None = None) -> str:
     """The rows of a plan; without `full`, layers that are alike share one."""
-    groups = [(row.path, 1, row) for row in plan] if full else folded(plan)
-    records = [_plan_record(name, count, row) for name, count, row in groups]
-    quantized = sum(row.policy is not None for row in plan)
-    totals = {
-        "parameter": f"{quantized} of {len(plan.rows)} quantized",
-        "as": f"{plan.bits_per_weight:.3f} bits/weight",
-        "before": plan.bytes_before,
-        "after": plan.bytes_after,
-    }
-    columns = [
-        Column("parameter", no_wrap=True),
-        Column("shape", align="right", no_wrap=True),
-        Column("as", no_wrap=True),
-        Column("axis", align="right"),
-        Column("before", "bytes before", align="right"),
-        Column("after", "bytes after", align="right"),
-        Column("why"),
-    ]
-    return table(records, columns, title=f"plan: recipe {plan.recipe}", totals=totals)
-
-
-def _plan_record(name: str, count: int, row: PlanRow) -> dict[str, Any]:
-    return {
-        "parameter": name,
-        "shape": ("" if count == 1 else f"{count} x ") + ("x".join(map(str, row.shape)) or "scalar"),
-        "as": row.kind,
-        "axis": ",".join(map(str, row.axis)),
-        "before": count * row.bytes_before,
-        "after": count * row.bytes_after,
-        "why": row.reason,
-    }
+    return plan_text(plan, [(row.path, 1, row) for row in plan] if full else folded(plan), width=width)
 
 
 def product_lines(plan: Plan, *, full: bool) -> list[str]:
@@ -60,7 +29,7 @@ def product_lines(plan: Plan, *, full: bool) -> list[str]:
     lines = [f"products without a parameter: {', '.join(f'{n} in {kind}' for kind, n in counts.items())}"] if counts else []
     if not full:
         return lines
-    shapes = [" . ".join("x".join(map(str, shape)) for shape in row.shapes) for row in plan.products]
+    shapes = [" . ".join(map(shape_text, row.shapes)) for row in plan.products]
     return lines + [
         f"  {row.name}  {both}  {row.policy or 'float'}" for row, both in zip(plan.products, shapes, strict=True)
     ]
@@ -174,14 +143,23 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def comparison_table(base: Baseline, candidates: Sequence[Candidate]) -> Table:
+def comparison_table(base: Baseline, candidates: Sequence[Candidate], *, width: int | None = None) -> str:
     """The candidates below the float model."""
     model = base.model
     first = {"recipe": "float", "bytes": 4 * model.size, "bits": "32.000", "ppl": str(base.perplexity)}
     records = [first, *(_candidate_row(candidate) for candidate in candidates)]
-    right = {"bits": "bits/weight", "ppl": "perplexity", "ratio": "ratio", "kl": "KL, nats", "top1": "same top-1"}
-    columns = [Column("recipe"), Column("bytes", align="right"), *(Column(k, title, "right") for k, title in right.items())]
-    return table(records, [*columns, Column("worst", "worst layer")])
+    columns = [
+        Column("recipe", kind="name"),
+        Column("bytes", align="right"),
+        Column("bits", "bits/weight", "right"),
+        Column("ppl", "perplexity", "right"),
+        Column("ratio", align="right", rank=2),
+        Column("kl", "KL, nats", "right"),
+        Column("top1", "same top-1", "right", rank=1),
+        Column("worst", "worst layer", kind="name", rank=4),
+        Column("sqnr", "its SQNR", "right", rank=3),
+    ]
+    return table(records, columns, width=width)
 
 
 def _candidate_row(candidate: Candidate) -> dict[str, Any]:
@@ -195,7 +173,8 @@ def _candidate_row(candidate: Candidate) -> dict[str, Any]:
         "ratio": f"{quality.candidate.value / quality.reference.value:.4f}",
         "kl": str(quality.kl.mean),
         "top1": percent(quality.top1),
-        "worst": "" if lowest is None else f"{lowest.path} {lowest.sqnr_db:.1f} dB",
+        "worst": None if lowest is None else lowest.path,
+        "sqnr": None if lowest is None else f"{lowest.sqnr_db:.1f} dB",
     }
 
 
@@ -214,29 +193,27 @@ def inspection_lines(found: Inspection) -> list[str]:
     return lines + [f"  note: {text}" for text in found.notes]
 
 
-def inspection_table(found: Inspection) -> Table:
+def inspection_table(found: Inspection, *, width: int | None = None) -> str:
     """The tensors of a stored model."""
     records = [
         {
             "tensor": t.path,
-            "shape": "x".join(map(str, t.shape)) or "scalar",
+            "shape": shape_text(t.shape),
             "stored": t.stored,
             "bytes": t.nbytes,
             "bits": f"{t.bits_per_weight:.3f}",
         }
         for t in found.tensors
     ]
-    totals = {
-        "tensor": f"{len(records)} tensors",
-        "shape": f"{found.size:,} elements",
-        "bytes": found.tensor_bytes,
-        "bits": f"{found.bits_per_weight:.3f}",
-    }
     columns = [
-        Column("tensor", no_wrap=True),
+        Column("tensor", kind="name"),
         Column("shape", align="right"),
-        Column("stored", "stored as"),
+        Column("stored", "stored as", kind="words", narrowest=12),
         Column("bytes", align="right"),
-        Column("bits", "bits/weight", "right"),
+        Column("bits", "bits/weight", "right", rank=1),
     ]
-    return table(records, columns, totals=totals)
+    footer = (
+        f"{len(records)} tensors; {found.size:,} elements; {found.tensor_bytes:,} bytes; "
+        f"{found.bits_per_weight:.3f} bits/weight"
+    )
+    return table(records, columns, width=width, footer=footer)

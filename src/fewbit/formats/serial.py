@@ -1,10 +1,10 @@
 """Formats in JSON: a registered one by its name, any other by its kind and fields."""
 
 import dataclasses
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Union
 
-from .._registry import near_names, refuse_unknown_fields
-from ..errors import QuantError
+from .._json import checked, form_of
 from .codebook import Codebook
 from .e8m0 import E8M0
 from .format import FORMATS, AbstractFormat
@@ -14,6 +14,9 @@ from .ternary import Binary, Ternary
 
 KINDS: dict[str, type[AbstractFormat]] = {c.kind: c for c in (Integer, Minifloat, E8M0, Binary, Ternary, Codebook)}
 """Every kind of format, by the word of its JSON form."""
+
+CUSTOM_FORMAT: Any = Union[tuple(form_of(cls, tag=kind) for kind, cls in KINDS.items())]  # noqa: UP007 - built of a table
+"""The JSON schema of a format that has no registered name."""
 
 
 def format_to_json(fmt: AbstractFormat) -> str | dict[str, Any]:
@@ -34,7 +37,7 @@ def format_to_json(fmt: AbstractFormat) -> str | dict[str, Any]:
     return {"kind": fmt.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}}
 
 
-def format_from_json(form: str | dict[str, Any]) -> AbstractFormat:
+def format_from_json(form: str | Mapping[str, Any]) -> AbstractFormat:
     """The format of a JSON form.
 
     Args:
@@ -48,13 +51,6 @@ def format_from_json(form: str | dict[str, Any]) -> AbstractFormat:
     """
     if isinstance(form, str):
         return FORMATS[form]
-    fields: dict[str, Any] = dict(form)
-    kind = fields.pop("kind", None)
-    if kind not in KINDS:
-        raise QuantError(f"a format's kind is {kind!r}; {near_names(str(kind), tuple(KINDS))}")
-    refuse_unknown_fields(f"a format of kind {kind!r}", fields, tuple(f.name for f in dataclasses.fields(KINDS[kind])))
-    try:
-        arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()}
-        return KINDS[kind](**arguments)
-    except TypeError as error:
-        raise QuantError(f"format {form}: {error}") from error
+    fields = checked(form, CUSTOM_FORMAT, "a format")
+    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k != "kind"}
+    return KINDS[fields["kind"]](**arguments)

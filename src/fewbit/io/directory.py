@@ -5,8 +5,10 @@ import pathlib
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from .._json import converted, parsed_object
 from ..array import QArray
 from ..errors import QuantError
 from .checkpoint import Checkpoint, TensorInfo, Tensors
@@ -14,11 +16,18 @@ from .manifest import FORMAT, MANIFEST, Manifest, read_manifest, sha256
 from .mapped import content
 from .records import checked_record, leaf_names, qarray
 from .safetensors_file import DTYPES, StoredTensor, read_file
-from .strict_json import field, parsed_object
 
 CONFIG = "config.json"
 SECTION = "quantization_config"
 QUANT_METHOD = "fewbit"
+
+
+class _Section(msgspec.Struct):
+    """The JSON schema of our section of `config.json`."""
+
+    schemes: list[Any]
+    policies: list[Any]
+    tensors: dict[str, Any]
 
 
 def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
@@ -139,9 +148,11 @@ def _records(section: Any, path: pathlib.Path) -> dict[str, dict[str, Any]]:
     where = f"{path / CONFIG}, section {SECTION!r}"
     if not isinstance(section, dict) or section.get("quant_method") != QUANT_METHOD:
         raise QuantError(f"{path / CONFIG} has no {SECTION!r} of fewbit, though the manifest is of format {FORMAT!r}")
-    schemes, policies = field(section, "schemes", list, where), field(section, "policies", list, where)
-    forms = field(section, "tensors", dict, where)
-    return {name: checked_record(form, schemes, policies, f"{where}, tensor {name!r}") for name, form in forms.items()}
+    found = converted(section, _Section, where)
+    return {
+        name: checked_record(form, found.schemes, found.policies, f"{where}, tensor {name!r}")
+        for name, form in found.tensors.items()
+    }
 
 
 def _info(name: str, form: dict[str, Any] | None, stored: dict[str, StoredTensor]) -> TensorInfo:

@@ -9,9 +9,10 @@ import pathlib
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
+from .._json import Count, canonical, checked, converted, dumped, file_text, form_of, parsed_object
 from ..errors import QuantError, UnsupportedError
-from .mapped import content
-from .strict_json import canonical, dumped, field, parsed_object
 
 MANIFEST = "manifest.json"
 FORMAT = "fewbit"
@@ -65,6 +66,28 @@ class Manifest:
         return dumped(form, MANIFEST)
 
 
+class _Head(msgspec.Struct):
+    """What every version of a manifest has."""
+
+    format: str
+    version: int
+    sha256: str
+
+
+_MANIFEST = msgspec.defstruct(
+    "_MANIFEST",
+    [
+        ("format", str),
+        ("version", int),
+        ("files", dict[str, form_of(FileRecord, size=Count)]),
+        ("tensors", dict[str, form_of(TensorRecord, shape=list[Count])]),
+        ("facts", dict[str, Any]),
+    ],
+    forbid_unknown_fields=True,
+)
+"""The JSON schema of a manifest of this version, but for its hash."""
+
+
 def sha256(data: Any) -> str:
     """The SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
@@ -80,18 +103,19 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     path = directory / MANIFEST
     if not path.is_file():
         raise QuantError(f"{path} is missing, though the directory was written by fewbit; copy the directory again, whole")
-    text = content(path)
+    text = file_text(path, "manifest")
     form = parsed_object(text, str(path))
-    claimed = field(form, "sha256", str, str(path))
+    said = converted(form, _Head, str(path))
     del form["sha256"]
-    if sha256(canonical(form)) != claimed:
+    if sha256(canonical(form)) != said.sha256:
         raise QuantError(f"{path} is damaged: its content does not fit its own hash; copy the directory again")
-    version = field(form, "version", int, str(path))
-    if field(form, "format", str, str(path)) != FORMAT or version < 1:
-        raise QuantError(f"{path} is no manifest of fewbit: format {form['format']!r}, version {version}")
-    if version != VERSION:
-        advice = "upgrade fewbit" if version > VERSION else "quantize the checkpoint again"
-        raise UnsupportedError(f"{directory} has layout version {version}, this fewbit reads version {VERSION}; {advice}")
+    if said.format != FORMAT or said.version < 1:
+        raise QuantError(f"{path} is no manifest of fewbit: format {said.format!r}, version {said.version}")
+    if said.version != VERSION:
+        advice = "upgrade fewbit" if said.version > VERSION else "quantize the checkpoint again"
+        raise UnsupportedError(
+            f"{directory} has layout version {said.version}, this fewbit reads version {VERSION}; {advice}"
+        )
     manifest = _manifest(form, str(path))
     if manifest.text() != text:
         raise QuantError(
@@ -102,17 +126,14 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
 
 def _manifest(form: Mapping[str, Any], where: str) -> Manifest:
     """The manifest of JSON whose own hash was right: what fails here was written by hand, not damaged."""
-    files = {
-        _plain_name(name, where): FileRecord(field(entry, "size", int, where), field(entry, "sha256", str, where))
-        for name, entry in field(form, "files", dict, where).items()
-    }
+    fields = checked(form, _MANIFEST, where)
+    files = {_plain_name(name, where): FileRecord(**entry) for name, entry in fields["files"].items()}
     tensors = {}
-    for name, entry in field(form, "tensors", dict, where).items():
-        file, shape = field(entry, "file", str, where), tuple(field(entry, "shape", list, where))
-        if file not in files:
-            raise QuantError(f"{where}: tensor {name!r} is in {file!r}, which is no file of the manifest")
-        tensors[name] = TensorRecord(file, field(entry, "dtype", str, where), shape, field(entry, "sha256", str, where))
-    return Manifest(files, tensors, field(form, "facts", dict, where))
+    for name, entry in fields["tensors"].items():
+        tensors[name] = TensorRecord(**{**entry, "shape": tuple(entry["shape"])})
+        if tensors[name].file not in files:
+            raise QuantError(f"{where}: tensor {name!r} is in {tensors[name].file!r}, which is no file of the manifest")
+    return Manifest(files, tensors, fields["facts"])
 
 
 def _plain_name(name: str, where: str) -> str:
@@ -123,5 +144,6 @@ def _plain_name(name: str, where: str) -> str:
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a file in the directory at hand: no separators, no `..`."""
-    return bool(name) and name not in (".", "..") and not set(name) & {"/", "\\", "\0", ":"}
+    """Whether a name is that of a file in the directory at hand: no separators, no `..`, not too long."""
+    is_short = len(name.encode("utf-8", "replace")) <= 255  # what file systems allow
+    return bool(name) and is_short and name not in (".", "..") and not set(name) & {"/", "\\", "\0", ":"}

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from .._json import parsed_object
 from ..errors import QuantError
 from .checkpoint import Checkpoint, TensorInfo, Tensors
-from .strict_json import parsed_object
 
 _CONFIG = "__config__"
 _SUFFIX = ".npy"

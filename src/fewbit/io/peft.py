@@ -18,8 +18,11 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
+from .._json import converted, dumped, file_text, parsed_object
+from .._patterns import Pattern
 from .._registry import near_names
 from ..errors import QuantError
 from ..training.lora import Adapter
@@ -27,7 +30,6 @@ from .atomic import StagedDirectory
 from .mapped import content
 from .output import check_output
 from .safetensors_file import file_header, ordered, read_file
-from .strict_json import dumped, field, parsed_object
 
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -119,11 +121,12 @@ def read_adapters(
             or others are left over, or shapes do not fit.
     """
     directory = pathlib.Path(path)
-    config = parsed_object(content(directory / CONFIG), str(directory / CONFIG))
-    if config.get("peft_type") != "LORA":
-        raise QuantError(f"{directory / CONFIG}: peft_type is {config.get('peft_type')!r}; fewbit reads LORA")
+    form = parsed_object(file_text(directory / CONFIG, "adapter configuration"), str(directory / CONFIG))
+    if form.get("peft_type") != "LORA":
+        raise QuantError(f"{directory / CONFIG}: peft_type is {form.get('peft_type')!r:.80}; fewbit reads LORA")
+    config = converted(form, _LoraConfig, str(directory / CONFIG))
     for setting in ("use_dora", "lora_bias", "use_qalora"):
-        if config.get(setting):
+        if getattr(config, setting):
             raise QuantError(
                 f"{directory / CONFIG}: {setting} is true; fewbit reads plain LoRA and rsLoRA, not this variant"
             )
@@ -143,6 +146,17 @@ def read_adapters(
         path: _joined(adapter, [element(module) for module in modules.values() if module.path == path], path)
         for path, adapter in like.items()
     }
+
+
+class _LoraConfig(msgspec.Struct):
+    """The JSON schema of what fewbit reads of `adapter_config.json`."""
+
+    lora_alpha: float
+    alpha_pattern: dict[str, float] | None = None
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    use_qalora: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -215,9 +229,9 @@ def _pattern_key(name: str, modules: tuple[str, ...]) -> str:
     return f"^{re.escape(name)}" if is_ambiguous else name
 
 
-def _is_key_of(key: str, module: str) -> bool:
+def _is_key_of(key: str, module: str, where: str = "the name of a module") -> bool:
     """Whether a key of a pattern applies to a module: a regular expression for the end of its name, from a dot on, as in PEFT."""
-    return re.fullmatch(rf"(.*\.)?({key})", module) is not None
+    return Pattern(rf"(.*\.)?({key})", where).fullmatch(module)
 
 
 def _whole(number: float) -> float | int:
@@ -225,15 +239,11 @@ def _whole(number: float) -> float | int:
     return int(number) if number == int(number) else number
 
 
-def _alpha(config: Mapping[str, Any], module: str, directory: pathlib.Path) -> tuple[float, bool]:
+def _alpha(config: _LoraConfig, module: str, directory: pathlib.Path) -> tuple[float, bool]:
     """The alpha of a module, and whether it is meant over the root of the rank."""
-    where = str(directory / CONFIG)
-    patterns = config.get("alpha_pattern") or {}
-    alpha = next((a for key, a in patterns.items() if _is_key_of(key, module)), config.get("lora_alpha"))
-    if isinstance(alpha, bool) or not isinstance(alpha, int | float):
-        raise QuantError(f"{where}: the alpha of {module} is {alpha!r}, which is no number")
-    is_over_root = "use_rslora" in config and field(config, "use_rslora", bool, where)
-    return float(alpha), is_over_root
+    where = f"{directory / CONFIG}: alpha_pattern"
+    found = (alpha for key, alpha in (config.alpha_pattern or {}).items() if _is_key_of(key, module, where))
+    return next(found, config.lora_alpha), config.use_rslora
 
 
 def _joined(like: Adapter, parts: list[tuple[np.ndarray, np.ndarray, tuple[float, bool]]], path: str) -> Adapter:

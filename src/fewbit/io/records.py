@@ -5,13 +5,28 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 
+from .._json import Count, canonical, checked
 from .._tiles import tile_counts
 from ..array import QArray, Scheme
 from ..errors import QuantError
+from ..formats import AbstractFormat
 from ..ops import Policy
-from .strict_json import canonical, field
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON schema of a record."""
+
+    scheme: Count
+    dtype: str
+    slack: int
+    zero_point: bool = False
+    tensor_scale: bool = False
+    policy: Count | None = None
+    scale: "_Record | None" = None
+
 
 LEAVES = ("codes", "scale", "zero_point", "tensor_scale")
 """The parts of a QArray, which are the last words of their tensors' names."""
@@ -85,28 +100,13 @@ def checked_record(form: Any, schemes: list[Any], policies: list[Any], where: st
     Raises:
         QuantError: for a record that `record` would not write.
     """
-    if not isinstance(form, dict) or set(form) - {
-        "scheme",
-        "dtype",
-        "slack",
-        "zero_point",
-        "tensor_scale",
-        "policy",
-        "scale",
-    }:
-        raise QuantError(f"{where}: {form!r:.120} is no record of a QArray")
-    result: dict[str, Any] = {
-        "scheme": _scheme(_entry(schemes, field(form, "scheme", int, where), where), where),
-        "dtype": _dtype(field(form, "dtype", str, where), where),
-        "slack": field(form, "slack", int, where),
-    }
-    for part in ("zero_point", "tensor_scale"):
-        if part in form:
-            result[part] = field(form, part, bool, where)
-    if "policy" in form:
-        result["policy"] = Policy.from_json(_entry(policies, field(form, "policy", int, where), where))
-    if "scale" in form:
-        result["scale"] = checked_record(form["scale"], schemes, policies, f"{where}.scale")
+    result = {name: value for name, value in checked(form, _Record, where).items() if value is not None}
+    result["scheme"] = Scheme.from_json(_entry(schemes, result["scheme"], where))
+    result["dtype"] = _dtype(result["dtype"], where)
+    if "policy" in result:
+        result["policy"] = Policy.from_json(_entry(policies, result["policy"], where))
+    if "scale" in result:
+        result["scale"] = checked_record(result["scale"], schemes, policies, f"{where}.scale")
     return result
 
 
@@ -156,6 +156,13 @@ def misfit(q: QArray) -> str | None:
         return "its scale must be a QArray exactly when its scheme says that scales are quantized"
     if (scheme.zero_point is None) != (q.zero_point is None) or scheme.tensor_scale != (q.tensor_scale is not None):
         return f"its zero point or tensor scale is missing or unasked for in scheme {scheme.name}"
+    for part, holder in (("scale", scheme.scale), ("zero_point", scheme.zero_point)):
+        value = getattr(q, part)
+        if value is None or isinstance(value, QArray):
+            continue
+        dtype = jnp.dtype(jnp.uint8 if isinstance(holder, AbstractFormat | Scheme | None) else holder)
+        if value.dtype != dtype:
+            return f"its {part} is {value.dtype.name}; scheme {scheme.name} holds it as {dtype.name}"
     for part in ("zero_point", "tensor_scale"):
         value = getattr(q, part)
         if value is not None and not _fits(value.shape, expected):
@@ -171,12 +178,6 @@ def _entry(table: list[Any], place: int, where: str) -> Any:
     if not 0 <= place < len(table):
         raise QuantError(f"{where} names entry {place} of a table of {len(table)}")
     return table[place]
-
-
-def _scheme(form: Any, where: str) -> Scheme:
-    if not isinstance(form, dict):
-        raise QuantError(f"{where}: {form!r:.80} is no scheme")
-    return Scheme.from_json(form)
 
 
 def _dtype(name: str, where: str) -> np.dtype:

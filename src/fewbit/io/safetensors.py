@@ -3,15 +3,16 @@
 import fnmatch
 import pathlib
 
+import msgspec
 import numpy as np
 
+from .._json import converted, file_text, parsed_object
 from ..errors import QuantError
 from .checkpoint import Checkpoint, TensorInfo, Tensors
 from .directory import CONFIG
 from .manifest import FORMAT, is_plain_name
 from .mapped import content
 from .safetensors_file import DTYPES, StoredTensor, read_file
-from .strict_json import field, parsed_object
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -39,6 +40,12 @@ _SIDE_FILES = (
 _CHAT_TEMPLATES = "additional_chat_templates"
 
 
+class _Index(msgspec.Struct):
+    """The JSON schema of an index; the names of tensors and of the files that hold them."""
+
+    weight_map: dict[str, str]
+
+
 def read_safetensors_file(path: pathlib.Path) -> Checkpoint:
     """Opens one safetensors file; its metadata is the `__metadata__` of its header.
 
@@ -61,7 +68,7 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     """
     stored, notes = _indexed(path) if (path / INDEX).is_file() else (read_file(_only_file(path))[0], ())
     config = path / CONFIG
-    metadata = parsed_object(content(config), str(config)) if config.is_file() else {}
+    metadata = parsed_object(file_text(config, "configuration"), str(config)) if config.is_file() else {}
     files = {file.name: content(file) for file in sorted(path.iterdir()) if file.is_file() and _is_side_file(file.name)}
     if (path / _CHAT_TEMPLATES).is_dir():
         notes = (*notes, f"the directory {_CHAT_TEMPLATES} is not read; copy it by hand where it is needed")
@@ -95,10 +102,10 @@ def _only_file(path: pathlib.Path) -> pathlib.Path:
 def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """The tensors of the index, from the files that it names, and a note on those that it leaves out."""
     where = str(path / INDEX)
-    weight_map = field(parsed_object(content(path / INDEX), where), "weight_map", dict, where)
+    weight_map = converted(parsed_object(file_text(path / INDEX, "index"), where), _Index, where).weight_map
     files = dict.fromkeys(weight_map.values())
     for file in files:
-        if not isinstance(file, str) or not is_plain_name(file):
+        if not is_plain_name(file):
             raise QuantError(f"{where} names the file {file!r}; only files of the directory itself are expected")
         if not (path / file).is_file():
             raise QuantError(f"{path / file} is missing, though {INDEX} names it; fetch it again")

@@ -12,14 +12,15 @@ import math
 import pathlib
 import struct
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import ml_dtypes
+import msgspec
 import numpy as np
 
+from .._json import Count, converted, parsed_object
 from ..errors import QuantError
 from .mapped import mapped
-from .strict_json import parsed_object
 
 _MAX_HEADER = 100_000_000
 _ALIGNMENT = 8
@@ -51,6 +52,14 @@ DTYPES: dict[str, np.dtype] = {
 """The dtypes of the format that numpy and ml_dtypes have, by the format's names."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class _Entry(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON schema of a tensor in the header."""
+
+    dtype: str
+    shape: Annotated[list[Count], msgspec.Meta(max_length=32)]
+    data_offsets: tuple[Count, Count]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +101,7 @@ def read_file(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, st
     """
     data = mapped(path)
     header, start = _header(data, path)
-    metadata = header.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise QuantError(f"{path}: the __metadata__ of the header must map names to strings")
+    metadata = converted(header.pop("__metadata__", {}), dict[str, str], f"{path}: __metadata__ of the header")
     places = {name: _place(name, form, path) for name, form in header.items()}
     _check_places(places, data.size - start, path)
     body = data[start:]
@@ -140,21 +147,14 @@ def _header(data: np.ndarray, path: pathlib.Path) -> tuple[dict[str, Any], int]:
 def _place(name: str, form: Any, path: pathlib.Path) -> tuple[str, tuple[int, ...], int, int]:
     """Dtype, shape, first and last byte of a tensor, checked against one another."""
     where = f"{path}: tensor {name!r}"
-    if not isinstance(form, dict) or set(form) != {"dtype", "shape", "data_offsets"}:
-        raise QuantError(f"{where} must have exactly dtype, shape and data_offsets, not {form!r:.120}")
-    dtype, shape, offsets = form["dtype"], form["shape"], form["data_offsets"]
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    entry = converted(form, _Entry, where)
+    dtype, shape, offsets = entry.dtype, entry.shape, entry.data_offsets
+    if dtype not in DTYPES:
         raise QuantError(f"{where} has dtype {dtype!r:.40}; fewbit reads {', '.join(DTYPES)}")
-    if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
-        raise QuantError(f"{where} has shape {shape!r:.80} and data_offsets {offsets!r:.80}; whole numbers are expected")
     needed, held = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
     if needed != held:
         raise QuantError(f"{where}: {dtype} of shape {tuple(shape)} takes {needed} bytes, but the file gives it {held}")
     return dtype, tuple(shape), offsets[0], offsets[1]
-
-
-def _are_counts(values: Any) -> bool:
-    return isinstance(values, list) and all(type(v) is int and 0 <= v < 1 << 60 for v in values) and len(values) <= 32
 
 
 def _check_places(places: Mapping[str, tuple[str, tuple[int, ...], int, int]], size: int, path: pathlib.Path) -> None:

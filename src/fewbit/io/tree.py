@@ -13,9 +13,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
 from jax.core import Tracer
 
+from .._json import converted
 from .._registry import near_names
 from ..array import QArray, is_qarray
 from ..errors import QuantError
@@ -24,7 +26,6 @@ from .directory import is_fewbit_directory
 from .mapped import checked_path
 from .read import read
 from .safetensors_file import DTYPES
-from .strict_json import field
 from .writer import DirectoryWriter
 
 _SECTION = "tree"
@@ -114,15 +115,22 @@ def load(path: str | os.PathLike[str], like: Any = None) -> Any:
     )
 
 
+class _Section(msgspec.Struct):
+    """The JSON schema of the section of `config.json`."""
+
+    scalars: dict[str, Any]
+    keys: dict[str, str]
+    dtypes: dict[str, str]
+
+
 class _Stored:
     """The leaves of a directory by name."""
 
     def __init__(self, checkpoint: Checkpoint):
         where = f"{checkpoint.path}, section {_SECTION!r} of config.json"
         self.is_tree = _SECTION in checkpoint.metadata
-        section = field(checkpoint.metadata, _SECTION, dict, where) if self.is_tree else {}
-        parts = {part: field(section, part, dict, where) for part in ("scalars", "keys", "dtypes") if self.is_tree}
-        self._scalars, self._keys, self._dtypes = (parts.get(part, {}) for part in ("scalars", "keys", "dtypes"))
+        section = converted(checkpoint.metadata[_SECTION], _Section, where) if self.is_tree else _Section({}, {}, {})
+        self._scalars, self._keys, self._dtypes = section.scalars, section.keys, section.dtypes
         self._tensors, self._where = checkpoint.tensors, where
         self.names = tuple(sorted({*self._tensors, *self._scalars}))
 
@@ -132,9 +140,15 @@ class _Stored:
             return _scalar(self._scalars[name], f"{self._where}, {name!r}")
         value = self._tensors[name]
         if name in self._keys:
-            return jax.random.wrap_key_data(jnp.asarray(value), impl=self._keys[name])
+            try:
+                return jax.random.wrap_key_data(jnp.asarray(value), impl=self._keys[name])
+            except (TypeError, ValueError) as error:
+                raise QuantError(f"{self._where}: {name!r} is no random key of {self._keys[name]!r:.80}: {error}") from error
         if name in self._dtypes:
-            return np.ascontiguousarray(value).view(jnp.dtype(self._dtypes[name]))[..., 0]
+            try:
+                return np.ascontiguousarray(value).view(jnp.dtype(self._dtypes[name]))[..., 0]
+            except (TypeError, ValueError, IndexError) as error:
+                raise QuantError(f"{self._where}: {name!r} is no array of {self._dtypes[name]!r:.80}: {error}") from error
         return value
 
 

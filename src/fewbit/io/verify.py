@@ -126,7 +126,10 @@ def _qarray_findings(q: QArray, name: str) -> list[Finding]:
 def _numbers(stored: jax.Array, holder: Any) -> np.ndarray:
     """What stored scales or offsets stand for, in float64 where a format holds them."""
     values = np.asarray(stored)
-    return holder.values()[values] if isinstance(holder, AbstractFormat) else values
+    if not isinstance(holder, AbstractFormat):
+        return values
+    table = np.append(holder.values(), np.nan)  # a code beyond the table means no number
+    return table[np.minimum(values.astype(np.intp), len(table) - 1)]
 
 
 def _code_findings(q: QArray, name: str) -> list[Finding]:

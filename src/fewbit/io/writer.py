@@ -12,6 +12,7 @@ from typing import Any, Self
 import jax
 import numpy as np
 
+from .._json import dumped, parsed_object
 from ..array import QArray
 from ..errors import QuantError
 from .atomic import StagedDirectory
@@ -22,7 +23,6 @@ from .mapped import content
 from .output import check_output
 from .records import Table, leaves, record
 from .safetensors_file import dtype_name, file_header, ordered, read_file
-from .strict_json import dumped, parsed_object
 
 Progress = Callable[[str, str, int], None]
 

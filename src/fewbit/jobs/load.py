@@ -1,13 +1,14 @@
 """From a path to a model: opens the container, recognises the network, and finds its tokenizer."""
 
 import dataclasses
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from .. import io, models
+from .._json import file_text, parsed
+from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
 from .model import Model, Value
 
@@ -43,7 +44,14 @@ INSTALLED = {"smollm2": models.smollm2_gguf, "glassllm": models.glassllm_npz, "m
 def _found(path: str | os.PathLike[str]) -> str:
     """The path, or that of the installed model of this name."""
     name = os.fspath(path)
-    return str(INSTALLED[name]()) if name in INSTALLED and not Path(name).exists() else name
+    if name in INSTALLED and not Path(name).exists():
+        return str(INSTALLED[name]())
+    is_word = name and "." not in name and "/" not in name
+    if is_word and not Path(name).exists():
+        raise QuantError(
+            f"{name} does not exist, and is no model of an installed package; {near_names(name, tuple(INSTALLED))}"
+        )
+    return name
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +109,7 @@ def _config(checkpoint: io.Checkpoint) -> tuple[models.LlamaConfig, models.NameT
 
 def _checked_paths(slots: dict[str, _Slot], config: models.LlamaConfig) -> dict[str, _Slot]:
     """The slots in the order of the network, when they are its parameters exactly."""
+    models.check_layers(config, len(slots))
     expected = models.shapes(config)
     if odd := [p for p in {**expected, **slots} if p not in slots or slots[p].shape != expected.get(p)]:
         raise QuantError(f"its tensors are not those of its configuration: {', '.join(odd[:5])}")
@@ -147,10 +156,7 @@ def _tokenizer(checkpoint: io.Checkpoint) -> models.Tokenizer:
     beside = _beside(checkpoint.path)
     if not beside.is_file():
         raise QuantError(f"no tokenizer: {beside.name} is missing beside {checkpoint.path.name}")
-    try:
-        return models.tokenizer_from_glassllm(json.loads(beside.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise QuantError(f"{beside} cannot be read: {error}") from error
+    return models.tokenizer_from_glassllm(parsed(file_text(beside, "tokenizer"), str(beside)))
 
 
 def _beside(npz: Path) -> Path:

@@ -1,9 +1,11 @@
 """The configuration of a Llama from what its checkpoint says of itself: GGUF fields, config.json, or glassllm's."""
 
-import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
+
+from .._json import Positive, converted
 from ..errors import QuantError, UnsupportedError
 from .config import LlamaConfig
 
@@ -22,32 +24,34 @@ def config_from_gguf(fields: Mapping[str, Any], names: Collection[str]) -> Llama
         UnsupportedError: for another architecture, scaled rotary positions, or a rotary turn of a part of the head.
         QuantError: for a key that is missing.
     """
-    said = _Said(fields, "the GGUF metadata")
-    architecture = said.at("general.architecture")
+    where = "the GGUF metadata"
+    architecture = converted(fields, _Architecture, where).name
     if architecture != "llama":
         raise UnsupportedError(f"the GGUF file's architecture is {architecture!r}; the networks that can be run are: llama")
-    said.only("llama.rope.scaling.type", ("none",))
+    _only(fields, "llama.rope.scaling.type", ("none",), where)
     if "rope_freqs.weight" in names:
         raise UnsupportedError("the GGUF file has rope_freqs.weight: scaled rotary positions are not built")
-    width, heads = said.at("llama.embedding_length"), said.at("llama.attention.head_count")
-    head_dim = said.at("llama.attention.key_length", width // heads)
-    said.only("llama.attention.value_length", (head_dim,))
-    said.only("llama.rope.dimension_count", (head_dim,))
-    said.only("llama.expert_count", (0,))
-    tokens = fields.get("tokenizer.ggml.tokens", ())
+    said = converted(fields, _Gguf, where)
+    head_dim = said.head_dim or said.width // said.heads
+    _only(fields, "llama.attention.value_length", (head_dim,), where)
+    _only(fields, "llama.rope.dimension_count", (head_dim,), where)
+    _only(fields, "llama.expert_count", (0,), where)
+    vocab = len(said.tokens) or said.vocab
+    if vocab is None:
+        raise QuantError(f"{where} has neither 'tokenizer.ggml.tokens' nor 'llama.vocab_size'")
     return LlamaConfig(
-        vocab=len(tokens) or said.at("llama.vocab_size"),
-        layers=said.at("llama.block_count"),
-        width=width,
-        heads=heads,
-        kv_heads=said.at("llama.attention.head_count_kv", heads),
+        vocab=vocab,
+        layers=said.layers,
+        width=said.width,
+        heads=said.heads,
+        kv_heads=said.kv_heads or said.heads,
         head_dim=head_dim,
-        hidden=said.at("llama.feed_forward_length"),
-        norm_eps=said.at("llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=said.at("llama.rope.freq_base", 10_000.0),
+        hidden=said.hidden,
+        norm_eps=said.norm_eps,
+        rope_theta=said.rope_theta,
         rope="interleaved",
         tied="output.weight" not in names,
-        context=said.at("llama.context_length"),
+        context=said.context,
     )
 
 
@@ -65,33 +69,34 @@ def config_from_hf(obj: Mapping[str, Any]) -> LlamaConfig:
             positions.
         QuantError: for a key that is missing.
     """
-    said = _Said(obj, "config.json")
-    model_type = said.at("model_type")
+    where = "config.json"
+    model_type = converted(obj, _ModelType, where).model_type
     if model_type not in ("llama", "mistral"):
         raise UnsupportedError(
             f"config.json's model_type is {model_type!r}; the networks that can be run are: llama, mistral"
         )
-    said.only("hidden_act", ("silu", "swish"))
-    said.only("attention_bias", (False,))
-    said.only("mlp_bias", (False,))
-    said.only("sliding_window", (None,))
-    said.only("rope_scaling", (None,))
-    rope = obj.get("rope_parameters") or {}
-    _Said(rope, "config.json's rope_parameters").only("rope_type", ("default",))
-    heads = said.at("num_attention_heads")
+    _only(obj, "hidden_act", ("silu", "swish"), where)
+    _only(obj, "attention_bias", (False,), where)
+    _only(obj, "mlp_bias", (False,), where)
+    _only(obj, "sliding_window", (None,), where)
+    _only(obj, "rope_scaling", (None,), where)
+    said = converted(obj, _HuggingFace, where)
+    if said.rope_parameters is not None and said.rope_parameters.rope_type != "default":
+        _only(obj["rope_parameters"], "rope_type", ("default",), "config.json's rope_parameters")
+    rope_theta = said.rope_theta if said.rope_parameters is None else said.rope_parameters.rope_theta or said.rope_theta
     return LlamaConfig(
-        vocab=said.at("vocab_size"),
-        layers=said.at("num_hidden_layers"),
-        width=said.at("hidden_size"),
-        heads=heads,
-        kv_heads=said.at("num_key_value_heads", heads),
-        head_dim=said.at("head_dim", None) or said.at("hidden_size") // heads,
-        hidden=said.at("intermediate_size"),
-        norm_eps=said.at("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta", said.at("rope_theta", 10_000.0)),
+        vocab=said.vocab_size,
+        layers=said.num_hidden_layers,
+        width=said.hidden_size,
+        heads=said.num_attention_heads,
+        kv_heads=said.num_key_value_heads or said.num_attention_heads,
+        head_dim=said.head_dim or said.hidden_size // said.num_attention_heads,
+        hidden=said.intermediate_size,
+        norm_eps=said.rms_norm_eps,
+        rope_theta=rope_theta,
         rope="half",
-        tied=said.at("tie_word_embeddings", False),
-        context=said.at("max_position_embeddings"),
+        tied=said.tie_word_embeddings,
+        context=said.max_position_embeddings,
     )
 
 
@@ -107,44 +112,83 @@ def config_from_glassllm(obj: Mapping[str, Any]) -> LlamaConfig:
     Raises:
         QuantError: for a key that is missing.
     """
-    said = _Said(obj, "__config__")
-    width, heads = said.at("d_model"), said.at("n_heads")
+    said = converted(obj, _Glassllm, "__config__")
     return LlamaConfig(
-        vocab=said.at("vocab_size"),
-        layers=said.at("n_layers"),
-        width=width,
-        heads=heads,
-        kv_heads=said.at("n_kv_heads"),
-        head_dim=width // heads,
-        hidden=8 * width // 3,
-        norm_eps=said.at("eps"),
-        rope_theta=said.at("rope_base"),
+        vocab=said.vocab_size,
+        layers=said.n_layers,
+        width=said.d_model,
+        heads=said.n_heads,
+        kv_heads=said.n_kv_heads,
+        head_dim=said.d_model // said.n_heads,
+        hidden=8 * said.d_model // 3,
+        norm_eps=said.eps,
+        rope_theta=said.rope_base,
         rope="interleaved",
         tied=True,
-        context=said.at("max_len"),
+        context=said.max_len,
     )
 
 
-_NEEDED = object()
+def _only(said: Mapping[str, Any], key: str, allowed: tuple[Any, ...], where: str) -> None:
+    """Refuses a key whose value would make another network than the one that is built."""
+    if key in said and said[key] not in allowed:
+        wanted = " or ".join(repr(a) for a in allowed)
+        raise UnsupportedError(f"{where} says {key} = {said[key]!r:.80}; the networks that can be run have {wanted}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Said:
-    """What a checkpoint says, and where it says it, for messages."""
+# The JSON schemas of what checkpoints say of themselves: others' files, so further fields are ignored.
 
-    values: Mapping[str, Any]
-    where: str
+_Number = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
 
-    def at(self, key: str, default: Any = _NEEDED) -> Any:
-        """The value of a key, or the default where there is one."""
-        if key not in self.values and default is _NEEDED:
-            raise QuantError(f"{self.where} has no {key!r}; is this the checkpoint of a Llama?")
-        return self.values.get(key, default)
 
-    def only(self, key: str, allowed: tuple[Any, ...]) -> None:
-        """Refuses a key whose value would make another network than the one that is built."""
-        if key in self.values and self.values[key] not in allowed:
-            wanted = " or ".join(repr(a) for a in allowed)
-            raise UnsupportedError(
-                f"{self.where} says {key} = {self.values[key]!r}; the networks that can be run have {wanted}"
-            )
+class _Architecture(msgspec.Struct):
+    name: str = msgspec.field(name="general.architecture")
+
+
+class _Gguf(msgspec.Struct):
+    width: Positive = msgspec.field(name="llama.embedding_length")
+    heads: Positive = msgspec.field(name="llama.attention.head_count")
+    layers: Positive = msgspec.field(name="llama.block_count")
+    hidden: Positive = msgspec.field(name="llama.feed_forward_length")
+    context: Positive = msgspec.field(name="llama.context_length")
+    norm_eps: _Number = msgspec.field(name="llama.attention.layer_norm_rms_epsilon")
+    kv_heads: Positive | None = msgspec.field(name="llama.attention.head_count_kv", default=None)
+    head_dim: Positive | None = msgspec.field(name="llama.attention.key_length", default=None)
+    rope_theta: _Number = msgspec.field(name="llama.rope.freq_base", default=10_000.0)
+    vocab: Positive | None = msgspec.field(name="llama.vocab_size", default=None)
+    tokens: list[str] = msgspec.field(name="tokenizer.ggml.tokens", default=[])
+
+
+class _ModelType(msgspec.Struct):
+    model_type: str
+
+
+class _RopeParameters(msgspec.Struct):
+    rope_type: str = "default"
+    rope_theta: _Number | None = None
+
+
+class _HuggingFace(msgspec.Struct):
+    vocab_size: Positive
+    num_hidden_layers: Positive
+    hidden_size: Positive
+    num_attention_heads: Positive
+    intermediate_size: Positive
+    max_position_embeddings: Positive
+    num_key_value_heads: Positive | None = None
+    head_dim: Positive | None = None
+    rms_norm_eps: _Number = 1e-6
+    rope_theta: _Number = 10_000.0
+    rope_parameters: _RopeParameters | None = None
+    tie_word_embeddings: bool = False
+
+
+class _Glassllm(msgspec.Struct):
+    vocab_size: Positive
+    n_layers: Positive
+    d_model: Positive
+    n_heads: Positive
+    n_kv_heads: Positive
+    max_len: Positive
+    eps: _Number
+    rope_base: _Number

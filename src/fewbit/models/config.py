@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from .._registry import near_names
+from .._json import Positive, checked, form_of
 from ..errors import QuantError
 
 RopeLayout = Literal["interleaved", "half"]
@@ -50,10 +50,10 @@ class LlamaConfig:
     context: int = 2048
 
     def __post_init__(self) -> None:
-        for name in ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "hidden", "context"):
+        for name in _SIZES:
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise QuantError(f"{name} is {value!r}, must be a positive whole number")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
+                raise QuantError(f"{name} is {value!r}, must be a positive whole number below 2**40")
         for name in ("norm_eps", "rope_theta"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
@@ -83,12 +83,8 @@ class LlamaConfig:
         Raises:
             QuantError: for a field that it does not have, or one that is missing.
         """
-        fields = dataclasses.fields(cls)
-        known = tuple(f.name for f in fields)
-        for name in obj:
-            if name not in known:
-                raise QuantError(f"unknown field {name!r} of a Llama configuration; {near_names(name, known)}")
-        missing = [f.name for f in fields if f.default is dataclasses.MISSING and f.name not in obj]
-        if missing:
-            raise QuantError(f"a Llama configuration lacks {', '.join(missing)}")
-        return cls(**obj)
+        return cls(**checked(obj, _CONFIG, "a Llama configuration"))
+
+
+_SIZES = ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "hidden", "context")
+_CONFIG = form_of(LlamaConfig, **dict.fromkeys(_SIZES, Positive))

@@ -146,6 +146,23 @@ def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     return {"embed": (config.vocab, D), **of_layers, "norm": (D,), **head}
 
 
+def check_layers(config: LlamaConfig, count: int) -> None:
+    """Refuses a configuration of more layers than a checkpoint can have, before a name is built for each.
+
+    Args:
+        config: the network.
+        count: how many arrays the checkpoint has.
+
+    Raises:
+        QuantError: when there are fewer arrays than layers.
+    """
+    if config.layers > count:
+        raise QuantError(
+            f"the configuration has {config.layers:,} layers, but the checkpoint has {count:,} tensors; is it complete, and the "
+            "configuration its own?"
+        )
+
+
 def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: LlamaConfig) -> Params:
     """The tree of parameters of a checkpoint's arrays, each with its shape checked.
 
@@ -161,6 +178,7 @@ def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: Llama
         QuantError: for a name that a Llama does not have, one that is missing, or a shape that does not fit the
             configuration.
     """
+    check_layers(config, len(arrays))
     expected = shapes(config)
     flat: dict[str, Any] = {}
     for name, array in arrays.items():

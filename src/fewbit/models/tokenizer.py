@@ -1,15 +1,18 @@
 """Text to token ids and back, with the `tokenizers` package, from GGUF, `tokenizer.json` or glassllm."""
 
+import contextlib
 import dataclasses
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from .._json import Count, converted, parsed
 from ..errors import QuantError, UnsupportedError
 
 _CONTROL = 3  # tokenizer.ggml.token_type of special tokens
@@ -36,11 +39,13 @@ class Tokenizer:
 
     def encode(self, text: str) -> np.ndarray:
         """The token ids of a text, int32. Nothing is added around it; special tokens in the text are recognised."""
-        return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
+        with _panics():
+            return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = False) -> str:
         """The text of token ids; special tokens are left out unless they are asked for."""
-        return self.backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
+        with _panics():
+            return self.backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
 
     def chat(self, message: str) -> np.ndarray:
         """The token ids of a question to an instruction-tuned model, up to where its answer begins.
@@ -79,10 +84,11 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
 
     Raises:
         UnsupportedError: for another kind of tokenizer or another `pre`.
-        QuantError: for a key that is missing.
+        QuantError: for a key that is missing or of another type, and for merges outside the vocabulary.
     """
     hf = _tokenizers()
-    kind, pre = _field(fields, "tokenizer.ggml.model"), fields.get("tokenizer.ggml.pre", "default")
+    said = converted(fields, _GgufKind, "the GGUF metadata")
+    kind, pre = said.kind, said.pre
     if kind != "gpt2":
         raise UnsupportedError(f"the GGUF file's tokenizer is of kind {kind!r}; byte-level BPE ('gpt2') can be read")
     byte_level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -92,14 +98,18 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         splits = byte_level
     else:
         raise UnsupportedError(f"the GGUF file splits text by the rule {pre!r}; smollm, gpt-2 and default can be read")
-    tokens, kinds = _field(fields, "tokenizer.ggml.tokens"), _field(fields, "tokenizer.ggml.token_type")
-    merges = [tuple(m.split(" ")) for m in _field(fields, "tokenizer.ggml.merges")]
-    backend = hf.Tokenizer(hf.models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    found = converted(fields, _Gguf, "the GGUF metadata")
+    if len(found.kinds) != len(found.tokens):
+        raise QuantError(f"the GGUF metadata has {len(found.tokens)} tokens and {len(found.kinds)} token types")
+    if found.stop is not None and found.stop >= len(found.tokens):
+        raise QuantError(f"tokenizer.ggml.eos_token_id is {found.stop}, but there are {len(found.tokens)} tokens")
+    vocab = {t: i for i, t in enumerate(found.tokens)}
+    merges = [_merge(m.split(" "), vocab, f"tokenizer.ggml.merges[{i}]") for i, m in enumerate(found.merges)]
+    backend = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=merges))
     backend.pre_tokenizer, backend.decoder = splits, hf.decoders.ByteLevel()
-    special = [t for t, token_kind in zip(tokens, kinds, strict=True) if token_kind == _CONTROL]
+    special = [t for t, token_kind in zip(found.tokens, found.kinds, strict=True) if token_kind == _CONTROL]
     backend.add_special_tokens([hf.AddedToken(t, special=True) for t in special])
-    stop = fields.get("tokenizer.ggml.eos_token_id")
-    return Tokenizer(backend, () if stop is None else (stop,), fields.get("tokenizer.chat_template"))
+    return Tokenizer(backend, () if found.stop is None else (found.stop,), found.template)
 
 
 def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
@@ -117,16 +127,19 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     hf = _tokenizers()
     if "tokenizer.json" not in files:
         raise QuantError(f"no tokenizer.json among {', '.join(sorted(files)) or 'no files'}; copy it beside the checkpoint")
+    config_text = files.get("tokenizer_config.json", b"{}")
+    config = converted(parsed(config_text, "tokenizer_config.json"), _Config, "tokenizer_config.json")
     try:
-        backend = hf.Tokenizer.from_buffer(files["tokenizer.json"])
-        config = json.loads(files.get("tokenizer_config.json", b"{}"))
+        with _panics():
+            backend = hf.Tokenizer.from_buffer(files["tokenizer.json"])
+        jinja = files.get("chat_template.jinja", b"").decode("utf-8")
     except ValueError as error:
         raise QuantError(f"the tokenizer's files cannot be read: {error}") from error
     backend.no_padding()
     backend.no_truncation()
-    stops = [_text_of(t) for t in _listed(config.get("eos_token"))]
+    stops = [t if isinstance(t, str) else t.content for t in _listed(config.eos_token)]
     ids = tuple(i for i in (backend.token_to_id(t) for t in stops) if i is not None)
-    template = config.get("chat_template") or files.get("chat_template.jinja", b"").decode() or None
+    template = config.chat_template or jinja or None
     return Tokenizer(backend, ids, template if isinstance(template, str) else None)
 
 
@@ -159,10 +172,12 @@ def tokenizer_from_glassllm(obj: Mapping[str, Any]) -> Tokenizer:
         QuantError: for a key that is missing.
     """
     hf = _tokenizers()
-    alphabet, merges = _field(obj, "alphabet"), [tuple(pair) for pair in _field(obj, "merges")]
+    found = converted(obj, _Glassllm, "the glassllm tokenizer")
+    alphabet, merges = found.alphabet, found.merges
     special = ["<pad>", "<unk>", "<bos>", "<eos>"]
     tokens = [*special, *alphabet, *(a + b for a, b in merges)]
     vocab = {t: i for i, t in enumerate(tokens)}
+    merges = [_merge(pair, vocab, f"the glassllm tokenizer: merges[{i}]") for i, pair in enumerate(merges)]
     backend = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
     space = "\N{LOWER ONE EIGHTH BLOCK}"
     backend.normalizer = hf.normalizers.Sequence([hf.normalizers.NFC(), hf.normalizers.Replace(" ", space)])
@@ -191,21 +206,67 @@ def chat_text(message: str, template: str | None) -> str:
     return written + "<|im_start|>assistant\n"
 
 
-def _field(fields: Mapping[str, Any], key: str) -> Any:
-    """The value of a key that a tokenizer cannot do without."""
-    if key not in fields:
-        raise QuantError(f"the tokenizer has no {key!r}; is the file complete?")
-    return fields[key]
+def _merge(pair: Sequence[str], vocab: Mapping[str, int], where: str) -> tuple[str, str]:
+    """The two tokens of a merge, which must be in the vocabulary, and what they make."""
+    if len(pair) != 2:
+        raise QuantError(f"{where} is {' '.join(pair)!r:.80}; two tokens with a space between them are expected")
+    left, right = pair
+    if missing := [token for token in (left, right, left + right) if token not in vocab]:
+        raise QuantError(f"{where} is {left + ' ' + right!r:.80}, but {missing[0]!r:.80} is not in the vocabulary")
+    return left, right
+
+
+class _GgufKind(msgspec.Struct):
+    """The JSON schema of which tokenizer a GGUF file has."""
+
+    kind: str = msgspec.field(name="tokenizer.ggml.model")
+    pre: str = msgspec.field(name="tokenizer.ggml.pre", default="default")
+
+
+class _Gguf(msgspec.Struct):
+    """The JSON schema of a byte-level BPE in a GGUF file."""
+
+    tokens: list[str] = msgspec.field(name="tokenizer.ggml.tokens")
+    kinds: list[int] = msgspec.field(name="tokenizer.ggml.token_type")
+    merges: list[str] = msgspec.field(name="tokenizer.ggml.merges")
+    stop: Count | None = msgspec.field(name="tokenizer.ggml.eos_token_id", default=None)
+    template: str | None = msgspec.field(name="tokenizer.chat_template", default=None)
+
+
+class _Token(msgspec.Struct):
+    """The JSON schema of a token that is written as an object."""
+
+    content: str
+
+
+class _Config(msgspec.Struct):
+    """The JSON schema of what fewbit reads of `tokenizer_config.json`."""
+
+    eos_token: str | _Token | list[str | _Token] | None = None
+    chat_template: str | list[Any] | None = None
+
+
+class _Glassllm(msgspec.Struct):
+    """The JSON schema of a glassllm tokenizer."""
+
+    alphabet: list[str]
+    merges: list[tuple[str, str]]
+
+
+@contextlib.contextmanager
+def _panics() -> Iterator[None]:
+    """Turns a panic of the Rust code of `tokenizers` into our error: its rules do not fit what they are applied to."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the class cannot be imported
+            raise
+        raise QuantError(f"tokenizer.json has rules that cannot be applied: {error}") from error
 
 
 def _listed(value: Any) -> list[Any]:
     """A value that may stand alone, be absent, or be a list, as a list."""
     return value if isinstance(value, list) else [] if value is None else [value]
-
-
-def _text_of(token: Any) -> str:
-    """The text of a token, which Hugging Face writes plain or as an object with its content."""
-    return token["content"] if isinstance(token, Mapping) else str(token)
 
 
 def _tokenizers() -> ModuleType:

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Self
 
-from .._registry import refuse_unknown_fields
+from .._json import checked, form_of
 from ..array import Scheme
 from ..array.scales import AbsMax
 from ..errors import QuantError
@@ -53,5 +53,8 @@ class DelayedScaling:
         """What a JSON form asks for; an unknown key raises QuantError with the near name."""
         if isinstance(form, cls):
             return form
-        refuse_unknown_fields("delayed scaling", form, tuple(f.name for f in dataclasses.fields(cls)))
-        return cls(**form)
+        return cls(**checked(form, DELAYED, "delayed scaling"))
+
+
+DELAYED = form_of(DelayedScaling)
+"""The JSON schema of delayed scaling."""

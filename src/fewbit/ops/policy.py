@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal, Self, TypeAlias
 
-from .._registry import near_names, refuse_unknown_fields
+from .._json import checked, form_of
+from .._registry import near_names
 from ..array import Scheme
 from ..array import scheme as as_scheme
+from ..array.scheme import SCHEME
 from ..errors import QuantError
-from .delayed import DelayedScaling
+from .delayed import DELAYED, DelayedScaling
 
 SchemeSpec: TypeAlias = Scheme | str | Mapping[str, Any]
 """What `fb.scheme` makes a Scheme of."""
@@ -118,8 +120,11 @@ class Arm:
             return form
         if isinstance(form, str):
             return cls(form)
-        refuse_unknown_fields("an arm", form, tuple(f.name for f in dataclasses.fields(cls)))
-        return cls(**form)
+        return cls(**checked(form, ARM, "an arm"))
+
+
+ARM = form_of(Arm, gradient=str | SCHEME | None, operand=str | SCHEME)
+"""The JSON schema of an arm."""
 
 
 def _check_words(**given: Any) -> None:
@@ -246,7 +251,9 @@ class Policy:
         """The policy of a JSON form, or the weight-only policy of a scheme's name."""
         if isinstance(form, str):
             return cls(as_scheme(form))
-        refuse_unknown_fields("a policy", form, tuple(f.name for f in dataclasses.fields(cls)))
-        if "weight" not in form:
-            raise QuantError(f"a policy needs a 'weight'; got {dict(form)}")
-        return cls(**{key: value for key, value in form.items() if value is not None})
+        return cls(**checked(form, POLICY, "a policy"))
+
+
+_ARM = str | ARM
+POLICY = form_of(Policy, weight=str | SCHEME, activation=str | SCHEME | None, dlhs=_ARM, drhs=_ARM, delayed=DELAYED | None)
+"""The JSON schema of a policy."""

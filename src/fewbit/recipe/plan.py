@@ -10,7 +10,8 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from .._registry import near_names, refuse_unknown_fields
+from .._json import checked, converted, file_text, form_of, parsed
+from .._registry import near_names
 from ..array import Scheme, is_qarray
 from ..errors import QuantError
 from ..kernels.quantize import quantize
@@ -20,8 +21,9 @@ from .recipe import Recipe
 from .recipe import recipe as as_recipe
 from .resolution import Resolution, Resolved
 from .roles import QUANTIZED_ROLES, Role, TensorRole
-from .rows import PlanRow, ProductRow
+from .rows import PLAN_ROW, PRODUCT_ROW, PlanRow, ProductRow
 from .rule import OPS, Rule
+from .table import plan_text, shape_text
 
 _UNKNOWN_ROLE = "role unknown, so it stays float"
 
@@ -72,20 +74,17 @@ class Plan:
         return 8 * self.bytes_after / max(sum(row.size for row in self.rows), 1)
 
     def __str__(self) -> str:
-        width = max([len(row.path) for row in self.rows] + [9])
-        lines = [f"{'parameter':{width}}  {'shape':>16}  {'as':22} {'axis':>6} {'before':>13} {'after':>13}  why"]
-        for row in self.rows:
-            shape = "x".join(map(str, row.shape))
-            axis = ",".join(map(str, row.axis))
-            sizes = f"{row.bytes_before:>13,} {row.bytes_after:>13,}"
-            lines.append(f"{row.path:{width}}  {shape:>16}  {row.kind:22} {axis:>6} {sizes}  {row.reason}".rstrip())
-        quantized = sum(row.policy is not None for row in self.rows)
-        lines.append(
-            f"{quantized} of {len(self.rows)} parameters quantized; {self.bytes_before:,} -> {self.bytes_after:,} bytes, "
-            f"{self.bits_per_weight:.3f} bits/weight"
-        )
+        return self.text()
+
+    def text(self, *, width: int | None = None) -> str:
+        """The table of all rows, and a line for each product without a parameter.
+
+        Args:
+            width: how many characters a line has; None takes the terminal's width, or 160 where the output is none.
+        """
+        lines = [plan_text(self, [(row.path, 1, row) for row in self.rows], width=width)]
         for row in self.products:
-            shapes = " . ".join("x".join(map(str, shape)) for shape in row.shapes)
+            shapes = " . ".join(map(shape_text, row.shapes))
             lines.append(f"product {row.name}  {shapes}  {row.policy or 'float'}")
         return "\n".join(lines)
 
@@ -102,15 +101,10 @@ class Plan:
         Raises:
             QuantError: for an unknown or missing key, and for a row whose parameter cannot be quantized as it says.
         """
-        refuse_unknown_fields("a plan", form, ("recipe", "rows", "products", "notes"))
-        fields = {"products": [], "notes": [], **form}
-        if "recipe" not in fields or not all(isinstance(fields.get(key), list) for key in ("rows", "products", "notes")):
-            raise QuantError(
-                f"a plan is an object with 'recipe' and lists 'rows' and 'products'; got the keys {sorted(form)}"
-            )
-        rows = [recounted(PlanRow.from_json(row)) for row in fields["rows"]]
-        products = tuple(map(ProductRow.from_json, fields["products"]))
-        return cls(tuple(rows), str(fields["recipe"]), products, tuple(map(str, fields["notes"])))
+        fields = checked(form, PLAN, "a plan")
+        rows = tuple(recounted(PlanRow.from_json(row)) for row in fields["rows"])
+        products = tuple(map(ProductRow.from_json, fields.get("products", ())))
+        return cls(rows, fields.get("recipe", "recipe"), products, tuple(fields.get("notes", ())))
 
     def save(self, path: str | os.PathLike) -> None:
         """Writes the JSON form to a file."""
@@ -123,13 +117,16 @@ class Plan:
         Raises:
             QuantError: when the file cannot be read, or does not hold a plan.
         """
+        where = f"plan file {os.fspath(path)}"
+        form = converted(parsed(file_text(pathlib.Path(path), "plan file"), where), dict[str, Any], where)
         try:
-            form = json.loads(pathlib.Path(path).read_text())
-        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-            raise QuantError(f"plan file {os.fspath(path)} cannot be read: {error}") from error
-        if not isinstance(form, dict):
-            raise QuantError(f"plan file {os.fspath(path)} does not hold an object")
-        return cls.from_json(form)
+            return cls.from_json(form)
+        except QuantError as error:
+            raise QuantError(f"{where}: {error}") from error
+
+
+PLAN = form_of(Plan, rows=list[PLAN_ROW], recipe=str, products=list[PRODUCT_ROW], notes=list[str])
+"""The JSON schema of a plan."""
 
 
 def plan(

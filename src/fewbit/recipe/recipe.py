@@ -2,20 +2,21 @@
 
 import dataclasses
 import difflib
-import json
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from .._registry import Registry, refuse_unknown_fields
+import msgspec
+
+from .._json import checked, converted, file_text, form_of, parsed, schema_document
+from .._registry import Registry
 from ..array import SCHEMES, Scheme
 from ..array import scheme as as_scheme
 from ..errors import QuantError
 from ..ops import Policy
 from .roles import WEIGHT_ROLES, Role
-from .rule import Rule
-from .schema import recipe_schema
+from .rule import RULE, Rule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,21 +71,28 @@ class Recipe:
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The recipe of a JSON form; an unknown key raises QuantError with the near name."""
-        refuse_unknown_fields("a recipe", form, tuple(f.name for f in dataclasses.fields(cls)))
-        fields = {"products": [], **form}
+        fields = checked(form, RECIPE, "a recipe")
         for key in ("rules", "products"):
-            if not isinstance(fields.get(key), list):
-                raise QuantError(f"a recipe needs {key!r}, a list of objects with a 'path' and a 'policy'")
-            fields[key] = tuple(Rule.from_json(rule) for rule in fields[key])
-        for key in ("name", "description"):
-            if not isinstance(fields.get(key, ""), str):
-                raise QuantError(f"a recipe's {key!r} is {fields[key]!r}; must be a text")
+            if key in fields:
+                fields[key] = tuple(_rule(rule, f"{key}[{index}]") for index, rule in enumerate(fields[key]))
         return cls(**fields)
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
         """The JSON schema of the JSON form; it is published as `docs/schemas/recipe.schema.json`."""
-        return recipe_schema()
+        return schema_document(RECIPE, "fewbit recipe")
+
+
+def _rule(form: Mapping[str, Any], place: str) -> Rule:
+    """The rule of a checked form; what is wrong in its schemes and expressions is reported with its place."""
+    try:
+        return Rule.from_json(form)
+    except QuantError as error:
+        raise QuantError(f"{place}: {error}") from error
+
+
+RECIPE = form_of(Recipe, rules=Annotated[list[RULE], msgspec.Meta(min_length=1)], products=list[RULE])
+"""The JSON schema of a recipe."""
 
 
 RECIPES: Registry[Recipe] = Registry("recipe")
@@ -162,20 +170,15 @@ def weight_only(
 
 
 def _from_file(path: pathlib.Path) -> Recipe:
+    where = f"recipe file {path}"
+    form = converted(parsed(file_text(path, "recipe file"), where), dict[str, Any], where)
     try:
-        form = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise QuantError(f"recipe file {path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise QuantError(f"recipe file {path} cannot be read: {error}") from error
-    if not isinstance(form, dict):
-        raise QuantError(f"recipe file {path} must hold an object with 'rules', not a {type(form).__name__}")
-    if "rules" not in form and any(
-        isinstance(entry, dict) and {"w_bits", "a_bits"} & entry.keys() for entry in form.values()
-    ):
-        raise QuantError(
-            f"recipe file {path} is a mixed-precision file of MaxText (its entries have 'w_bits'), which "
-            f"fb.maxtext_mixed_precision({os.fspath(path)!r}) reads. For the command line, write its rules to a file first: "
-            "json.dump(fb.maxtext_mixed_precision(...).to_json(), open('rules.json', 'w'))"
-        )
-    return Recipe.from_json({"name": path.stem, **form})
+        if "rules" not in form and any(isinstance(one, dict) and {"w_bits", "a_bits"} & one.keys() for one in form.values()):
+            raise QuantError(
+                f"it is a mixed-precision file of MaxText (its entries have 'w_bits'), which "
+                f"fb.maxtext_mixed_precision({os.fspath(path)!r}) reads. For the command line, write its rules to a file first: "
+                "json.dump(fb.maxtext_mixed_precision(...).to_json(), open('rules.json', 'w'))"
+            )
+        return Recipe.from_json({"name": path.stem, **form})
+    except QuantError as error:
+        raise QuantError(f"{where}: {error}") from error

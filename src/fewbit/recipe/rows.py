@@ -4,11 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
-from .._registry import refuse_unknown_fields
-from ..errors import QuantError
+from .._json import Count, checked, form_of
 from ..ops import Policy
-from .roles import Role, as_role
-from .sparsity import Sparsity
+from ..ops.policy import POLICY
+from .roles import Role
+from .sparsity import SPARSITY, Sparsity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +75,8 @@ class PlanRow:
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The row of a JSON form; an unknown or missing key raises QuantError."""
-        optional = ("reason", "sites", "sparsity", "casts", "role", "role_source")
-        fields = _row_fields(cls, "a plan's row", form, optional=optional)
-        fields["role"] = as_role(fields.get("role", Role.UNKNOWN), f"role of row {form['path']!r}:")
+        fields = _row_fields(form, PLAN_ROW, "a plan's row")
+        fields["role"] = Role(fields.get("role", Role.UNKNOWN))
         if form.get("sparsity") is not None:
             fields["sparsity"] = Sparsity.from_json(form["sparsity"])
         return cls(**fields)
@@ -111,16 +110,23 @@ class ProductRow:
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The row of a JSON form; an unknown or missing key raises QuantError."""
-        fields = _row_fields(cls, "a product's row", form)
+        fields = _row_fields(form, PRODUCT_ROW, "a product's row")
         fields["shapes"] = tuple(map(tuple, fields["shapes"]))
         return cls(**fields)
 
 
-def _row_fields(cls: type, what: str, form: Mapping[str, Any], optional: tuple[str, ...] = ()) -> dict[str, Any]:
+_POLICY = str | POLICY | None
+_SHAPE = list[Count]
+
+PLAN_ROW = form_of(PlanRow, policy=_POLICY, shape=_SHAPE, bytes_before=Count, bytes_after=Count, sparsity=SPARSITY | None)
+"""The JSON schema of a parameter's row."""
+
+PRODUCT_ROW = form_of(ProductRow, policy=_POLICY, shapes=list[_SHAPE])
+"""The JSON schema of a product's row."""
+
+
+def _row_fields(form: Mapping[str, Any], schema: Any, what: str) -> dict[str, Any]:
     """The fields of a row from its JSON form: lists as tuples, and the policy as a Policy."""
-    known = tuple(f.name for f in dataclasses.fields(cls))
-    refuse_unknown_fields(what, form, known)
-    if missing := [key for key in known if key not in form and key not in optional]:
-        raise QuantError(f"{what} lacks {', '.join(missing)}; got {form.get('path', form.get('name', form))}")
+    form = checked(form, schema, what)
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in form.items()}
     return fields | {"policy": None if form["policy"] is None else Policy.from_json(form["policy"])}

@@ -4,13 +4,16 @@ import dataclasses
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, Literal, Self
 
-from .._registry import near_names, refuse_unknown_fields
+from .._json import checked, form_of
+from .._patterns import Pattern
+from .._registry import near_names
 from ..errors import QuantError
 from ..ops import Policy
+from ..ops.policy import POLICY
 from .roles import QUANTIZED_ROLES, Role, as_role
-from .sparsity import Sparsity
+from .sparsity import AXES, SPARSITY, Sparsity
 
 PRODUCT_OPS = ("dot_general", "conv_general_dilated", "ragged_dot")
 """The products that contract a parameter; `@` and einsums are `dot_general`s."""
@@ -65,16 +68,13 @@ class Rule:
         sparsity: Sparsity | Mapping[str, Any] | None = None,
         roles: str | Sequence[str] = (),
     ):
-        if _literal(path) is None:
-            try:
-                re.compile(path)
-            except re.error as error:
-                raise QuantError(f"rule path {path!r} is not a regular expression: {error}") from error
         ops = (ops,) if isinstance(ops, str) else tuple(ops)
         for op in ops:
             if op not in OPS:
                 raise QuantError(f"rule {path!r}: unknown op {op!r}; {near_names(op, OPS)}")
         object.__setattr__(self, "path", path)
+        if self.literal is None:
+            self._pattern  # noqa: B018 - refuses what is no regular expression
         is_form = policy is not None and not isinstance(policy, Policy)
         object.__setattr__(self, "policy", Policy.from_json(policy) if is_form else policy)
         object.__setattr__(self, "ops", ops)
@@ -93,8 +93,9 @@ class Rule:
         return _literal(self.path)
 
     @functools.cached_property
-    def _pattern(self) -> re.Pattern[str]:
-        return re.compile(self.path)
+    def _pattern(self) -> Pattern:
+        """The expression of the path, compiled once."""
+        return Pattern(self.path, "rule path")
 
     @property
     def changes(self) -> bool:
@@ -110,7 +111,7 @@ class Rule:
 
     def matches_path(self, path: str) -> bool:
         """Whether the rule's path matches the whole of this one."""
-        return path == self.literal if self.literal is not None else self._pattern.fullmatch(path) is not None
+        return path == self.literal if self.literal is not None else self._pattern.fullmatch(path)
 
     def matches(self, path: str, ops: tuple[str, ...], role: Role | None = None) -> bool:
         """Whether a parameter with this path, used by these operations, follows this rule.
@@ -147,12 +148,7 @@ class Rule:
     @classmethod
     def from_json(cls, form: Any) -> Self:
         """The rule of a JSON form; an unknown key raises QuantError with the near name."""
-        known = tuple(f.name for f in dataclasses.fields(cls))
-        refuse_unknown_fields("a rule", form, known)
-        for key in ("path", "policy"):
-            if key not in form:
-                raise QuantError(f"a rule needs a {key!r}; got {dict(form)}")
-        return cls(**form)
+        return cls(**checked(form, RULE, "a rule"))
 
 
 def _literal(path: str) -> str | None:
@@ -160,3 +156,15 @@ def _literal(path: str) -> str | None:
     if re.fullmatch(r"(?:[\w/ :,-]|\\[^\w\s])*", path) is None:
         return None
     return re.sub(r"\\(.)", r"\1", path)
+
+
+_ROLES = Literal[tuple(map(str, Role))]  # type: ignore[valid-type]
+RULE = form_of(
+    Rule,
+    policy=str | POLICY | None,
+    ops=list[Literal[OPS]],
+    axis=AXES,
+    sparsity=SPARSITY | None,
+    roles=_ROLES | list[_ROLES],
+)
+"""The JSON schema of a rule."""

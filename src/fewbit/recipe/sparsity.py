@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
-from .._registry import refuse_unknown_fields
+from .._json import checked, form_of
 from ..array import Scheme
 from ..array.masks import check_counts, nm_mask
 from ..array.straight_through import passed_through
@@ -192,7 +192,11 @@ class Sparsity:
     @classmethod
     def from_json(cls, form: Any) -> Self:
         """The sparsity of a JSON form; an unknown or missing key raises QuantError."""
-        refuse_unknown_fields("sparsity", form, tuple(f.name for f in dataclasses.fields(cls)))
-        if missing := [key for key in ("n", "m") if key not in form]:
-            raise QuantError(f"sparsity needs {' and '.join(missing)}; got {dict(form)}")
-        return cls(**form)
+        return cls(**checked(form, SPARSITY, "sparsity"))
+
+
+AXES = int | list[int] | None
+"""The JSON schema of an axis, or of several."""
+
+SPARSITY = form_of(Sparsity, axis=AXES)
+"""The JSON schema of a sparsity."""

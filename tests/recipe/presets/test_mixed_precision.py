@@ -116,7 +116,7 @@ def test_maxtexts_four_files():
         ({".*/query": {"w_bits": 9}}, r"entry '\.\*/query' asks for 9 bits; must be 2 to 8"),
         ({".*/query": {"w_bits": 4, "tile_size": 0}}, r"tile_size is 0"),
         ({"(": {"w_bits": 4}}, r"entry '\(' is not a regular expression"),
-        ({".*/query": 4}, r"entry '\.\*/query' is an object with the fields w_bits"),
+        ({".*/query": 4}, r"entry '\.\*/query' is 4; expected object with the fields w_bits"),
     ],
 )
 def test_refusals(config, message):
@@ -131,8 +131,8 @@ def test_activations_alone_are_not_supported():
 
 def test_files_that_are_none(tmp_path):
     (tmp_path / "a.json").write_text("[")
-    with pytest.raises(fb.QuantError, match="cannot be read"):
+    with pytest.raises(fb.QuantError, match=r"is not valid JSON|does not exist"):
         fb.maxtext_mixed_precision(tmp_path / "a.json")
     (tmp_path / "a.json").write_text("[]")
-    with pytest.raises(fb.QuantError, match="must hold an object, not a list"):
+    with pytest.raises(fb.QuantError, match="expected object"):
         fb.maxtext_mixed_precision(tmp_path / "a.json")

@@ -1,11 +1,11 @@
 """What `fb.explain` says about the time of a product: from the measured tables of this device, if there are any."""
 
 import dataclasses
-import json
 import pathlib
 
 import numpy as np
 
+from ..._json import file_text, parsed
 from ...errors import QuantError
 from ..device import cache_directory, device_name, file_name
 from .problem import Operand, Problem
@@ -27,11 +27,11 @@ def read_table(path: pathlib.Path) -> Table | None:
     Raises:
         QuantError: where the file holds no table.
     """
-    try:
-        return Table.from_json(json.loads(path.read_text(encoding="utf-8")))
-    except FileNotFoundError:
+    if not path.exists():
         return None
-    except ValueError as error:
+    try:
+        return Table.from_json(parsed(file_text(path, "table of measured times"), str(path)))
+    except QuantError as error:
         raise QuantError(f"{path} cannot be read: {error}; remove it, and run `fewbit bench --tune`") from error
 
 

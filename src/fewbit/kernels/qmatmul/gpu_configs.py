@@ -5,10 +5,10 @@
 
 import dataclasses
 import functools
-import json
 import pathlib
 from typing import Any
 
+from ..._json import checked, file_text, form_of, parsed_object
 from ...errors import QuantError
 
 FOLDER = pathlib.Path(__file__).parent / "configs"
@@ -114,6 +114,7 @@ class GpuConfig:
     @classmethod
     def from_json(cls, form: dict[str, Any]) -> "GpuConfig":
         """The configuration of a file's contents."""
+        form = checked(form, _FORM, "a GPU configuration")
         fields = {name: form[name] for name in ("device", "measured", "gemv_rows", "pairs_rows", "ptx", "torch_from")}
         gemv = {int(bits): GemvConfig(**blocks) for bits, blocks in form["gemv"].items()}
         pairs = {int(bits): PairsConfig(**blocks) for bits, blocks in form["pairs"].items()}
@@ -129,6 +130,15 @@ class GpuConfig:
             ends = [blocks.up_to or 1 << 62 for blocks in family]
             if not family or ends != sorted(ends) or family[-1].up_to is not None:
                 raise QuantError("blocks ascend by up_to, and the last serve any number of rows")
+
+
+_FORM = form_of(
+    GpuConfig,
+    gemv=dict[str, form_of(GemvConfig)],
+    pairs=dict[str, form_of(PairsConfig)],
+    dot=list[form_of(DotConfig)],
+    codes=list[form_of(DotConfig)],
+)
 
 
 def blocks_for(family: tuple[DotConfig, ...], m: int) -> DotConfig:
@@ -187,4 +197,4 @@ def gpu_config(device: str) -> GpuConfig:
     """
     path = FOLDER / f"{file_name(device)}.json"
     path = path if path.exists() else FOLDER / f"{DEFAULT}.json"
-    return GpuConfig.from_json(json.loads(path.read_text()))
+    return GpuConfig.from_json(parsed_object(file_text(path, "GPU configuration"), str(path)))

@@ -13,8 +13,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 
+from ..._json import Positive, converted, form_of
 from ...array import Scheme, scheme
 from ...errors import QuantError
 
@@ -129,12 +131,15 @@ class Table:
         Raises:
             QuantError: for what is none.
         """
-        try:
-            rows = tuple(Row(**{**row, "ratio": tuple(row["ratio"])}) for row in form["rows"])
-            facts = {key: value for key, value in form.items() if key not in ("device", "rows")}
-            return cls(form["device"], facts, rows)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise QuantError(f"a table of measured times holds {form!r:.80}, which is no such table ({error!r})") from error
+        converted(form, _TABLE, "a table of measured times")
+        rows = tuple(Row(**{**row, "ratio": tuple(row["ratio"])}) for row in form["rows"])
+        facts = {key: value for key, value in form.items() if key not in ("device", "rows")}
+        return cls(form["device"], facts, rows)
+
+
+_ROWS: Any = list[form_of(Row, m=Positive, k=Positive, n=Positive)]
+_TABLE = msgspec.defstruct("_TABLE", [("device", str), ("rows", _ROWS)])
+"""The JSON schema of a table; its other fields are facts."""
 
 
 def _read(values: Mapping[tuple[Any, ...], float], m: int, elements: int) -> float:

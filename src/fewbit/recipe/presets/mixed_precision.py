@@ -1,14 +1,14 @@
 """MaxText's `quantization="intmp"`: bits by layer, from JSON in MaxText's layout; and the four files that MaxText ships."""
 
 import dataclasses
-import json
 import os
 import pathlib
 import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..._registry import refuse_unknown_fields
+from ..._json import converted, file_text, form_of, parsed
+from ..._patterns import Pattern
 from ...array import Scheme
 from ...array.scales import AbsMax
 from ...errors import QuantError, UnsupportedError
@@ -54,6 +54,9 @@ class _Layer:
         return Scheme(FORMATS[f"int{bits}_narrow"], tile, calibration=AbsMax(clip * (top / (top + 0.5))))
 
 
+_LAYER = form_of(_Layer)
+
+
 def maxtext_mixed_precision(
     config: str | os.PathLike | Mapping[str, Any], *, name: str = "maxtext/intmp", path: str = LAYERS, description: str = ""
 ) -> Recipe:
@@ -86,9 +89,8 @@ def maxtext_mixed_precision(
       (?!.*encoder/).*layers.* used by dot_general -> int8_aqt
     """
     entries = config if isinstance(config, Mapping) else _read(pathlib.Path(config))
-    known = tuple(f.name for f in dataclasses.fields(_Layer))
     for key, entry in entries.items():
-        refuse_unknown_fields(f"entry {key!r}", entry, known)
+        converted(entry, _LAYER, f"entry {key!r}")
     default = entries.get(_DEFAULT, {})
     layers = {key: _Layer(**{**default, **entry}) for key, entry in entries.items() if key != _DEFAULT}
     rules = [_rule(key, layer) for key, layer in reversed(layers.items())]
@@ -98,23 +100,15 @@ def maxtext_mixed_precision(
 
 def _rule(key: str, layer: _Layer) -> Rule:
     """The rule of one key: the module's kernel, or a parameter of that very path."""
-    try:
-        re.compile(key)
-    except re.error as error:
-        raise QuantError(f"entry {key!r} is not a regular expression: {error}") from error
+    Pattern(key, "entry")  # refuses what is no regular expression by itself
     # A rule takes routers where its key names them, such as ".*/gate", only.
     roles = (*QUANTIZED_ROLES, Role.ROUTER) if re.search("gate|router", key) and layer.w_bits is not None else ()
     return Rule(f"(?:params/)?(?:{key})(?:/kernel)?", layer.policy(key), ops=("dot_general",), roles=roles)
 
 
 def _read(path: pathlib.Path) -> Mapping[str, Any]:
-    try:
-        form = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise QuantError(f"mixed-precision file {path} cannot be read: {error}") from error
-    if not isinstance(form, dict):
-        raise QuantError(f"mixed-precision file {path} must hold an object, not a {type(form).__name__}")
-    return form
+    where = f"mixed-precision file {path}"
+    return converted(parsed(file_text(path, "mixed-precision file"), where), dict[str, Any], where)
 
 
 _four = {f".*/{_module}": {"w_bits": 4} for _module in ("query", "key", "value", "out", "wi_0", "wo")}

@@ -3,7 +3,6 @@
 import dataclasses
 import difflib
 import math
-import re
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal
@@ -13,6 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key
 
+from ..._patterns import Pattern
 from ...errors import QuantError
 from ...ops.uses import Use, parameter_paths, parameter_uses
 from ...recipe.matching import tile_axes
@@ -159,10 +159,8 @@ def path_key(key: Key[Array, ""], path: str) -> Key[Array, ""]:
 
 
 def _matched(match: str, paths: list[str]) -> list[str]:
-    try:
-        matched = [path for path in paths if re.fullmatch(match, path)]
-    except re.error as error:
-        raise QuantError(f"match {match!r} is not a regular expression: {error}") from error
+    pattern = Pattern(match, "match")
+    matched = [path for path in paths if pattern.fullmatch(path)]
     if not matched:
         near = difflib.get_close_matches(match, paths, n=5, cutoff=0.0)
         raise QuantError(

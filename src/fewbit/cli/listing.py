@@ -1,0 +1,124 @@
+"""The records of `fewbit formats`, `schemes` and `recipes`, and the rules of one recipe.
+
+The lists are printed from `catalogue.json`, since JAX takes seconds to import. `python -m fewbit.cli.listing` writes it anew.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._table import Column, table
+from ..array import SCHEMES, Scheme
+from ..formats import FORMATS, AbstractFormat
+from ..jobs.planning import KEEP
+from ..kernels.quantize import quantize
+from ..ops import Arm, Policy
+from ..recipe import RECIPES, Recipe, Rule
+
+CATALOGUE = Path(__file__).with_name("catalogue.json")
+"""The file of the lists."""
+
+_SHAPE = (4096, 4096)
+
+
+def catalogue() -> dict[str, list[dict[str, Any]]]:
+    """The records of all formats, schemes and recipes."""
+    recipes = [{"name": recipe.name, "description": recipe.description} for recipe in RECIPES]
+    return {
+        "formats": [_format_record(fmt) for fmt in FORMATS],
+        "schemes": [{"name": name, **_scheme_record(SCHEMES[name])} for name in SCHEMES.names()],
+        "recipes": [*recipes, {"name": KEEP, "description": "Every tensor as the file holds it (quantize --keep)."}],
+    }
+
+
+def rules_table(recipe: Recipe) -> str:
+    """The rules in order, with the three arms of each policy."""
+    named = [*(("", rule) for rule in recipe.rules), *(("product ", rule) for rule in recipe.products)]
+    records = [{"path": f"{kind}{rule.path}", "takes": _takes_text(rule), **_rule_record(rule)} for kind, rule in named]
+    columns = [
+        Column("path", "path of the parameter", kind="words"),
+        Column("takes", "of role", kind="words"),
+        Column("weight"),
+        Column("activation"),
+        Column("activation's gradient", kind="words", rank=1),
+        Column("weight's gradient", kind="words", rank=2),
+    ]
+    return table(records, columns, title=f"{recipe.name}: {recipe.description}".removesuffix(": "))
+
+
+def _takes_text(rule: Rule) -> str:
+    """The roles that a rule names, and the uses that it asks for."""
+    return " ".join((*rule.roles, *(f"used by {op}" for op in rule.ops)))
+
+
+def _rule_record(rule: Rule) -> dict[str, str]:
+    """The schemes and the sparsity of a rule in words."""
+    record = _policy_record(rule.policy)
+    return record if rule.sparsity is None else record | {"weight": f"{record['weight']}, {rule.sparsity}"}
+
+
+def _policy_record(policy: Policy | None) -> dict[str, str]:
+    """The schemes of a policy in words."""
+    if policy is None:
+        return {"weight": "left as it is"}
+    record = {"weight": policy.weight.name, "activation": policy.activation.name if policy.activation else "float"}
+    if policy.delayed is not None:
+        record["weight"] += f", scales from {policy.delayed.length} steps before"
+    return record | {"activation's gradient": _arm_text(policy.dlhs), "weight's gradient": _arm_text(policy.drhs)}
+
+
+def _arm_text(arm: Arm) -> str:
+    """What a backward product contracts, in words."""
+    gradient = "float" if arm.gradient is None else arm.gradient.name
+    operand = arm.operand.name if isinstance(arm.operand, Scheme) else arm.operand
+    notes = [] if arm.rounding == "nearest" else ["stochastic"]
+    notes += [] if arm.hadamard is None else [f"Hadamard {arm.hadamard}"]
+    return f"{gradient} x {operand}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _format_record(fmt: AbstractFormat) -> dict[str, Any]:
+    values = [float(v) for v in fmt.values()]
+    positive = [v for v in values if 0 < v < float("inf")]
+    return {
+        "name": fmt.name,
+        "bits": fmt.bits,
+        "values": len(set(values) - {float("nan")}),
+        "smallest": min(positive) if positive else None,
+        "min": float(fmt.min),
+        "max": float(fmt.max),
+    }
+
+
+def _scheme_record(scheme: Scheme) -> dict[str, Any]:
+    form = scheme.to_json()
+    x = jax.ShapeDtypeStruct(_SHAPE, jnp.float32)
+    return {
+        "format": scheme.format.name,
+        "tile": _tile_text(scheme),
+        "scale": _holder_text(form["scale"]),
+        "tensor scale": "float32" if scheme.tensor_scale else "",
+        "zero point": _holder_text(form.get("zero_point", "")),
+        "calibration": str(scheme.calibration),
+        "bits per weight": round(jax.eval_shape(lambda x: quantize(x, scheme), x).bits_per_weight, 4),
+    }
+
+
+def _tile_text(scheme: Scheme) -> str:
+    """The tile in words, for the axis that a product contracts and the one before it."""
+    other, along = scheme.tiles(2)
+    if other is None:
+        return "the tensor"
+    row = "a row" if along is None else str(along)
+    return row if other == 1 else f"{other}x{along}"
+
+
+def _holder_text(holder: Any) -> str:
+    return holder if isinstance(holder, str) else f"{holder['format']} of {holder['scale']}"
+
+
+if __name__ == "__main__":
+    rows = {kind: ",\n  ".join(json.dumps(record) for record in found) for kind, found in catalogue().items()}
+    CATALOGUE.write_text("{\n" + ",\n".join(f' "{kind}": [\n  {text}\n ]' for kind, text in rows.items()) + "\n}\n")

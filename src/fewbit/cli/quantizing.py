@@ -1,0 +1,137 @@
+"""What `fewbit quantize` does and prints, step by step."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from .. import io, jobs
+from ..errors import QuantError, UnsupportedError
+from ..jobs.planning import KEEP
+from ..recipe import Plan
+from .output import emit_json, log_lines, progress_bar, say
+from .plans import plan_totals, print_plan, source_sentences
+from .views import command_lines, quality_lines, size_lines
+
+
+def quantize_checkpoint(
+    path: Path,
+    output: Path,
+    *,
+    recipe: str | None,
+    plan: Path | None,
+    keep: bool,
+    dry_run: bool,
+    overwrite: bool,
+    rotation_seed: int | None,
+    check: bool,
+    text: str | None,
+    log: Path | None,
+    full: bool,
+    json: bool,
+) -> None:
+    """Quantizes a model into a directory, checks what that cost, and prints both."""
+    if text is not None and not check:
+        raise QuantError("--text is the text of the check, which --no-check leaves out; drop one of the two")
+    opened = jobs.load(path)
+    io.check_output(output, overwrite=overwrite, sources=[opened.path])
+    source, made = _planned(opened, recipe, plan, keep=keep, rotation_seed=rotation_seed)
+    if not json:
+        print_plan(source, made, full=full)
+    if dry_run:
+        _finish_dry_run(output, made, json=json)
+        return
+    left_out = _why_no_check(opened, check, text)
+    outcome = _written(source, made, output, overwrite=overwrite, log=log)
+    quality = None
+    if left_out is None:
+        quality = _checked(outcome.path, opened if rotation_seed is None else source, text)
+    commands = command_lines(output, path, can_run=opened.config is not None and opened.tokenizer is not None)
+    if json:
+        form = {
+            "model": str(path),
+            "plan": made,
+            "outcome": _outcome_form(outcome),
+            "quality": quality,
+            "check_left_out": left_out,
+        }
+        emit_json({**form, "notes": [*source.notes, *source_sentences(source)], "commands": commands})
+        return
+    for line in size_lines(outcome, opened):
+        say(line, wrap=True)
+    for line in quality_lines(quality) if quality is not None else [f"quality check left out: {left_out}"]:
+        say(line, wrap=True)
+    for line in commands:
+        say(line)
+
+
+def _planned(
+    opened: jobs.Model, recipe: str | None, plan: Path | None, *, keep: bool, rotation_seed: int | None
+) -> tuple[jobs.Model, Plan]:
+    """The model that is quantized, rotated when asked, and its plan."""
+    if sum((recipe is not None, plan is not None, keep)) != 1:
+        raise QuantError("pass exactly one of --recipe, --plan and --keep; `fewbit recipes` lists the recipes")
+    recipe = KEEP if keep else recipe
+    if rotation_seed is None:
+        return opened, jobs.plan_model(opened, recipe=recipe, plan=plan)
+    if recipe == KEEP:
+        raise QuantError("--rotate changes every tensor and keep changes none; drop one of the two")
+    source = jobs.rotated(opened, seed=rotation_seed)
+    return source, jobs.plan_model(source, recipe=recipe, plan=plan)
+
+
+def _finish_dry_run(output: Path, made: Plan, *, json: bool) -> None:
+    if json:
+        emit_json({"dry_run": True, "plan": made, **plan_totals(made)})
+    else:
+        say(f"dry run: nothing was written to {output}")
+
+
+def _why_no_check(model: jobs.Model, check: bool, text: str | None) -> str | None:
+    """Why there is no check at the end; None when there is one. A text that was asked for must be usable."""
+    if not check:
+        return "--no-check"
+    try:
+        model.runnable_config()
+        model.readable_tokenizer()
+    except UnsupportedError as error:
+        if text is not None:
+            raise
+        return str(error)
+    return None
+
+
+def _written(source: jobs.Model, made: Plan, output: Path, *, overwrite: bool, log: Path | None) -> Any:
+    """The directory written, with progress and a line a tensor."""
+    with progress_bar("quantizing", sum(row.bytes_before for row in made)) as bar, log_lines(log, bar) as write_line:
+        written, read, count = 0, 0, len(made.rows)
+
+        def on_tensor(result: jobs.TensorResult) -> None:
+            nonlocal written, read
+            written, read = written + 1, read + result.bytes_before
+            write_line(str(result))
+            bar.advance(read, f"{written}/{count} tensors, {read / 1e6:,.0f} MB")
+
+        try:
+            return jobs.quantize(source, made, output, overwrite=overwrite, on_tensor=on_tensor)
+        except KeyboardInterrupt as error:
+            raise type(error)(
+                str(error)
+                or f"interrupted after {written} of {count} tensors; nothing was written to {output}, and what stood there "
+                "still stands. Run the same command to start again"
+            ) from None
+
+
+def _checked(path: Path, reference: jobs.Model, text: str | None) -> jobs.Quality:
+    """The quick quality check of the directory that was written, read back from the disk."""
+    try:
+        with progress_bar("checking", 1) as bar:
+            return jobs.evaluate(jobs.load(path), against=reference, text=text, progress=bar.windows)
+    except KeyboardInterrupt as error:
+        raise type(error)(
+            f"interrupted in the quality check; {path} is written and complete: run `fewbit eval {path}`"
+        ) from None
+
+
+def _outcome_form(outcome: Any) -> dict[str, Any]:
+    form = {"file_bits_per_weight": outcome.file_bits_per_weight, "array_bits_per_weight": outcome.array_bits_per_weight}
+    return {**dataclasses.asdict(outcome), **form}
