@@ -119,7 +119,7 @@ class Quantization:
             raise QuantError(f"shards is {shards}; must be at least 1")
         fields = {"recipe": made, "collection": collection, "rng": rng, "shards": shards, "site": site}
         self.__dict__.update(fields)
-        self.quant_mode = quant_mode
+        self.quant_mode = _mode(quant_mode)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "quant_mode":
@@ -285,6 +285,7 @@ def modules() -> tuple[Any, Any]:
             (axes, rhs_axes), (batch, _) = dimension_numbers
             weight = self.operand(rhs, tuple(sorted(rhs_axes)))  # in the order of the product itself
             if not isinstance(weight, Latent) and not is_qarray(weight):
+                weight = jnp.asarray(weight, lhs.dtype)
                 return jax.lax.dot_general(lhs, weight, dimension_numbers, precision, preferred_element_type)
 
             def product(lhs: Any, weight: Any) -> jax.Array:
@@ -295,7 +296,9 @@ def modules() -> tuple[Any, Any]:
             return in_parts(product, lhs, weight, places, self.quant.shards)
 
         def operand(self, rhs: Any, axes: tuple[int, ...]) -> Any:
-            """The right operand of the product: a parameter in training, or what is stored for it."""
+            """The right operand of the product: a parameter in training, or what is stored for it; a mask of booleans as it is."""
+            if not jnp.issubdtype(rhs.dtype, jnp.floating):
+                return rhs
             return self._stateless(rhs) if self.scope is None else self._bound(rhs, axes)
 
         def _stateless(self, rhs: Any) -> Any:
@@ -372,12 +375,12 @@ def modules() -> tuple[Any, Any]:
             if self.dtype is not None:
                 lhs, rhs = jnp.asarray(lhs, self.dtype), jnp.asarray(rhs, self.dtype)
             axes, places = contracted(equation, lhs.ndim, rhs.ndim)
-            if self.scope is None:
+            if self.scope is None or not jnp.issubdtype(rhs.dtype, jnp.floating):
                 weight = AqtDotGeneral(self.quant, self.site, parent=None).operand(rhs, axes)
             else:
                 weight = self._bound(rhs, axes)
             if not isinstance(weight, Latent) and not is_qarray(weight):
-                return jnp.einsum(equation, lhs, weight)
+                return jnp.einsum(equation, lhs, jnp.asarray(weight, lhs.dtype))
             return in_parts(functools.partial(einsum, equation), lhs, weight, places, self.quant.shards)
 
         @nn.compact
@@ -420,17 +423,41 @@ def stored(rhs: Any, axes: tuple[int, ...], rule: Rule | None, mask: Any = None)
 
 
 def empty(make: Callable[[], Any]) -> Any:
-    """Zeros in the place of every array that a function makes."""
+    """Zeros in the place of every array that a function makes.
+
+    Args:
+        make: the function; it is traced only.
+
+    Returns:
+        A tree of the same structure.
+    """
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make))
 
 
 def along(sparsity: Sparsity, axes: tuple[int, ...], ndim: int) -> Sparsity:
-    """The sparsity with groups along the axes that the product contracts, unless it names its own."""
+    """The sparsity with groups along the axes that the product contracts, unless it names its own.
+
+    Args:
+        sparsity: the rule's sparsity.
+        axes: the axes of the weight that its product contracts.
+        ndim: how many axes the weight has.
+
+    Returns:
+        The sparsity with negative axes.
+    """
     return dataclasses.replace(sparsity, axis=sparsity.axis or tuple(a - ndim for a in axes))
 
 
 def scale_leaves(policy: Policy, stack: tuple[int, ...] = ()) -> dict[str, Any]:
-    """The variables of delayed scaling before the first step, by name: `weight_scale`, `weight_amax_history` and so on."""
+    """The variables of delayed scaling before the first step, by name: `weight_scale`, `weight_amax_history` and so on.
+
+    Args:
+        policy: the policy, with delayed scaling.
+        stack: the lengths of leading axes, such as that of stacked layers, of which each element has scales of its own.
+
+    Returns:
+        The arrays.
+    """
     leaves, _ = jax.tree_util.tree_flatten_with_path(ProductScales.init(policy, stack))
     return {"_".join(key.name for key in path): x for path, x in leaves}
 
