@@ -201,14 +201,14 @@ def test_layerwise_quantization_strips_the_kernels_beside_ours():
     state = {name: {**MLP["params"][name], **stored["aqt"][name]} for name in MLP["params"]}
     frozen = {name: list(tree) for name, tree in strip_kernels(state).items()}
     assert set(frozen) == {"layers_query", "layers_wo", "logits"} and all(x == ["AqtDotGeneral_0"] for x in frozen.values())
-    assert fb.is_qarray(state["logits"]["AqtDotGeneral_0"]["qrhs"]["frozen"])
+    assert fb.is_qarray(state["logits"]["AqtDotGeneral_0"]["qrhs"]["frozen"].weight)
 
 
 @pytest.mark.finding(27)
 def test_rules_by_layer_follow_the_paths_of_the_tree():
     quant = Quantization(MIXED, "convert")
     out, stored = Mlp(quant).apply({**MLP, "aqt": {}}, X, mutable=True)
-    found = {name: tree["AqtDotGeneral_0"]["qrhs"]["frozen"] for name, tree in stored["aqt"].items()}
+    found = {name: tree["AqtDotGeneral_0"]["qrhs"]["frozen"].weight for name, tree in stored["aqt"].items()}
     assert [found[name].scheme.format.bits for name in ("layers_query", "layers_wo")] == [4, 8]
     assert found["logits"].dtype == jnp.bfloat16 and not fb.is_qarray(found["logits"])  # no rule: stored as it is
     trained = Mlp(Quantization(MIXED)).apply(MLP, X)
@@ -282,7 +282,7 @@ def test_rules_by_layer_in_nnx_and_in_stacked_layers():
     out = models["train"](X)
     np.testing.assert_array_equal(models["convert"](X), out)
     state = nnx.to_pure_dict(nnx.state(models["convert"], nnx.Not(nnx.RngState)))
-    query = state["layers"]["query"]["AqtDotGeneral_0"]["qrhs"]["frozen"]
+    query = state["layers"]["query"]["AqtDotGeneral_0"]["qrhs"]["frozen"].weight
     assert (query.shape, query.scheme.format.bits) == ((2, 16, 32), 4)
     stripped = strip_kernels(state)
     kept = nnx.to_pure_dict(nnx.state(models["serve"], nnx.Not(nnx.RngState)))
@@ -334,7 +334,7 @@ def test_sparsity_is_trained_on_its_schedule_and_served_by_its_mask():
     assert (masks[1].reshape(4, 4, 32).sum(1) == 2).all()  # along what the product contracts
     converted = NamedDense(Quantization(SPARSE, "convert"), 32)
     _, stored = converted.apply({**weights, "aqt": kept}, X, mutable=["aqt"])
-    decoded = np.asarray(fb.dequantize(stored["aqt"]["AqtDotGeneral_0"]["qrhs"]["frozen"]), np.float32)
+    decoded = np.asarray(fb.dequantize(stored["aqt"]["AqtDotGeneral_0"]["qrhs"]["frozen"].weight), np.float32)
     np.testing.assert_array_equal(decoded != 0, masks[2])
     served = NamedDense(Quantization(SPARSE, "serve"), 32).apply({"params": {"kernel": jnp.zeros((16, 32))}, **stored}, X)
     np.testing.assert_array_equal(served, seen[2][1])
@@ -400,7 +400,7 @@ def test_training_and_serving_share_one_cast():
     converted, stored = NamedDense(Quantization(INT8, "convert"), 32).apply(
         {"params": {"kernel": kernel}, "aqt": {}}, X, mutable=True
     )
-    q = stored["aqt"]["AqtDotGeneral_0"]["qrhs"]["frozen"]
+    q = stored["aqt"]["AqtDotGeneral_0"]["qrhs"]["frozen"].weight
     of_cast, of_master = (fb.quantize(w, INT8.weight, axis=0) for w in (kernel.astype(jnp.bfloat16), kernel))
     np.testing.assert_array_equal(q.codes, of_cast.codes)
     assert not np.array_equal(q.codes, of_master.codes)  # which is why the cast matters
@@ -427,7 +427,7 @@ def test_layers_stacked_along_an_axis_that_is_not_the_first():
 
     trained, _ = run("train", stack)
     converted, stored = run("convert", stack)
-    assert stored["AqtDotGeneral_0"]["qrhs"]["frozen"].shape == (2, 16, 16)
+    assert stored["AqtDotGeneral_0"]["qrhs"]["frozen"].weight.shape == (2, 16, 16)
     served, _ = run("serve", jnp.zeros_like(stack), stored)
     np.testing.assert_array_equal(converted, trained)
     np.testing.assert_array_equal(served, trained)

@@ -132,7 +132,8 @@ def test_what_is_trained_is_converted_stripped_and_served(tmp_path, fields):
     np.testing.assert_array_equal(quantized, trained)
     layers = saved["decoder"]["layers"]
     weights = {
-        name: x["AqtDotGeneral_0"]["qrhs"]["frozen"] for name, x in {**layers["mlp"], **layers["self_attention"]}.items()
+        name: x["AqtDotGeneral_0"]["qrhs"]["frozen"].weight
+        for name, x in {**layers["mlp"], **layers["self_attention"]}.items()
     }
     bits = {name: q.scheme.format.bits for name, q in weights.items()}
     fours = {"query", "key", "value", "out", "wi_0", "wo"} if fields["quantization"] == "intmp" else set()

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..array import is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..recipe import Recipe, Rule, maxtext_recipe
 from ..recipe.presets.mixed_precision import LAYERS
@@ -28,6 +27,7 @@ from .maxtext_quant import CALLED, PLACEHOLDER, empty, modules, scale_leaves, st
 from .maxtext_quant import OVERWRITTEN as OVERWRITTEN
 from .maxtext_quant import Quantization as Quantization
 from .maxtext_quant import QuantMode as QuantMode
+from .maxtext_quant import StoredWeight as StoredWeight
 
 _SHARDS = "quantization_local_shard_count"
 _CALIBRATIONS = tuple(f"{who}_quantization_calibration_method" for who in ("weight", "act", "bwd", "drhs_grad"))
@@ -283,14 +283,15 @@ def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
     Raises:
         QuantError: for a stored weight without a parameter, so that none stays in floating point unseen.
 
-    >>> aqt = {"wi": {"AqtDotGeneral_0": {"qrhs": {"frozen": fb.quantize(jnp.ones((4, 32)), "int8")}}}}
+    >>> weight = StoredWeight(fb.quantize(jnp.ones((4, 32)), "int8"))
+    >>> aqt = {"wi": {"AqtDotGeneral_0": {"qrhs": {"frozen": weight}}}}
     >>> remove_quantized_params({"wi": {"kernel": jnp.ones((4, 32)), "bias": jnp.ones(32)}}, aqt)["wi"]["kernel"]
     {}
     """
     removed: set[tuple[str, ...]] = set()
     for path, weight in _stored_weights(aqt_vars, ()):
         layer = _at(params, path)
-        shape = tuple(jnp.shape(weight) if not is_qarray(weight) else weight.shape)
+        shape = tuple(weight.shape)
         of_shape = [name for name, x in layer.items() if _shape(x) == shape and (*path, name) not in removed]
         name = "kernel" if "kernel" in of_shape else next((name for name in sorted(of_shape) if name != "bias"), None)
         if name is None:
@@ -308,7 +309,7 @@ def _stored_weights(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[st
         value = tree[name]
         if name == "qrhs" and isinstance(value, Mapping) and "frozen" in value:
             layer = path[:-1] if len(path) < 2 or not path[-2].startswith("AqtEinsum_") else path[:-2]
-            yield layer, value["frozen"]
+            yield layer, value["frozen"].weight
         elif isinstance(value, Mapping):
             yield from _stored_weights(value, (*path, name))
 

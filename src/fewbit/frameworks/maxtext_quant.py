@@ -251,6 +251,18 @@ def _dtype(scheme: Scheme | None) -> Any:
     return None if scheme is None else jnp.dtype(_GROUPED[scheme.format.name])
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class StoredWeight:
+    """A stored weight as a value without a shape: MaxText's tools take what has one for a single array.
+
+    Attributes:
+        weight: a QArray, or a float array where no rule quantizes it.
+    """
+
+    weight: Any
+
+
 @functools.cache
 def modules() -> tuple[Any, Any]:
     """The two Linen modules; classes of Flax's can be made only where it is installed."""
@@ -323,7 +335,7 @@ def modules() -> tuple[Any, Any]:
                 return self._trained(rhs, axes, rule)
             is_new = quant.quant_mode == QuantMode.CONVERT
             mask = self.get_variable(quant.collection, "mask") if is_new else None
-            return Stored(name="qrhs")(quant.collection, lambda: stored(rhs, axes, rule, mask), is_new)
+            return Stored(name="qrhs")(quant.collection, lambda: stored(rhs, axes, rule, mask), is_new).weight
 
         def _is_built(self, rhs: Any, axes: tuple[int, ...]) -> bool:
             """Whether MaxText builds the layer: it initializes the module and calls it once, before its path can be known."""
@@ -401,7 +413,7 @@ def modules() -> tuple[Any, Any]:
     return AqtDotGeneral, AqtEinsum
 
 
-def stored(rhs: Any, axes: tuple[int, ...], rule: Rule | None, mask: Any = None) -> Any:
+def stored(rhs: Any, axes: tuple[int, ...], rule: Rule | None, mask: Any = None) -> StoredWeight:
     """What is stored for a weight: pruned and quantized as its rule says, or the float array itself.
 
     Args:
@@ -411,15 +423,15 @@ def stored(rhs: Any, axes: tuple[int, ...], rule: Rule | None, mask: Any = None)
         mask: which elements training kept; None prunes by magnitude, where the rule is sparse.
 
     Returns:
-        A QArray with the rule's policy, or an array.
+        A QArray with the rule's policy, or an array, as a StoredWeight.
     """
     if rule is None:
-        return rhs
+        return StoredWeight(rhs)
     if rule.sparsity is not None:
         rhs = jnp.where(mask, rhs, 0) if mask is not None else along(rule.sparsity, axes, rhs.ndim).pruned(rhs)
     if rule.policy is None:
-        return rhs
-    return dataclasses.replace(quantize(rhs, rule.policy.weight, axis=axes), policy=rule.policy)
+        return StoredWeight(rhs)
+    return StoredWeight(dataclasses.replace(quantize(rhs, rule.policy.weight, axis=axes), policy=rule.policy))
 
 
 def empty(make: Callable[[], Any]) -> Any:
