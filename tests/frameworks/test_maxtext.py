@@ -538,6 +538,8 @@ def test_the_configuration_names_rules_by_layer_and_sparsity(tmp_path):
     assert router.rule("decoder/layers/mlp/wi_0/kernel").policy is not None
     mtp = maxtext.configure_quantization(config(quantization="fp8_full", use_qwix_quantization=True, quantize_mtp=True))
     assert mtp.rule("mtp_block/mtp_layer_1/proj/kernel") is mtp.rule("decoder/layers/mlp/wi_0/kernel") is not None
+    spared = maxtext.configure_quantization(config(quantization="fp8_full", mtp_num_layers=1))
+    assert spared.rule("mtp_block/mtp_layer_1/proj/kernel").policy is None
     path = tmp_path / "mixed.json"
     path.write_text('{"__default__": {"w_bits": 8}, ".*/query": {"w_bits": 4, "w_scale": 0.8}}')
     mixed = maxtext.configure_quantization(config(quantization="intmp", quant_cfg_path=str(path)))
@@ -591,6 +593,9 @@ def test_experts_are_trained_and_neither_dropped_nor_served_in_silence():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         maxtext.configure_quantization(config(num_experts=8, megablox=False, sparse_matmul=False))
+    maxtext.configure_quantization(config(num_experts=8, use_qwix_quantization=True))
+    with pytest.raises(fb.UnsupportedError, match="set use_qwix_quantization=false or sparse_matmul=false"):
+        maxtext.configure_quantization(config(quantization="fp8_full", num_experts=8, use_qwix_quantization=True))
     with pytest.raises(fb.UnsupportedError, match="MaxText cannot serve experts"):
         maxtext.configure_quantization(experts, "serve")
     with pytest.raises(fb.UnsupportedError, match="delayed scaling cannot serve"):

@@ -158,6 +158,8 @@ def _recipe(config: Any, value: str) -> Recipe:
     if not is_qwix and value != "intmp":
         # There MaxText quantizes every layer that it hands the object to.
         rules = tuple(dataclasses.replace(rule, path=".*") for rule in rules)
+    if value == "fp8_full" and getattr(config, "mtp_num_layers", 0) and not getattr(config, "quantize_mtp", False):
+        rules = (Rule("(?:.*/)?mtp_block/.*", None, optional=True), *rules)
     if not getattr(config, "quantize_router_proj", True):
         rules = (Rule(".*/gate/kernel", None, optional=True), *rules)
     return dataclasses.replace(recipe, rules=rules)
@@ -183,8 +185,20 @@ def _check_experts(config: Any, quant: Quantization) -> None:
         raise UnsupportedError(
             f"MaxText cannot {quant.quant_mode.value} experts (num_experts={config.num_experts})", {"MaxText": advice}
         )
+    if not getattr(config, "sparse_matmul", True):
+        return
+    if getattr(config, "use_qwix_quantization", False):
+        if any("ragged_dot" in rule.ops for rule in quant.recipe.rules):
+            advice = (
+                "MaxText's grouped matmul asks Qwix, which is not there, for its rule; set use_qwix_quantization=false or "
+                "sparse_matmul=false"
+            )
+            raise UnsupportedError(
+                "experts cannot follow fp8_full with use_qwix_quantization=true", {"sparse_matmul=True": advice}
+            )
+        return  # Qwix's other values leave the experts in floating point
     has_kernel = any(getattr(config, field, default) for field, default in (("megablox", True), ("use_tokamax_gmm", False)))
-    if getattr(config, "sparse_matmul", True) and not has_kernel:
+    if not has_kernel:
         warnings.warn(
             "sparse_matmul=true with megablox=false: MaxText multiplies experts by jax.lax.ragged_dot, which asks no quant object, "
             "so they stay in floating point; set megablox=true or sparse_matmul=false to quantize them",

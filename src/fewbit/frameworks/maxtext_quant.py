@@ -164,7 +164,8 @@ class Quantization:
         if self.needs_path and path is None:
             raise QuantError(
                 f"recipe {self.recipe.name!r} has rules by layer, and this layer's path is not known; besides configure_quantization, "
-                "assign maxtext.layers.quantizations.maybe_quantize_model = fewbit.frameworks.maxtext.maybe_quantize_model"
+                "assign maxtext.layers.quantizations.maybe_quantize_model = fewbit.frameworks.maxtext.maybe_quantize_model (before MaxText "
+                "0.2.5 that needs pure_nnx=true)"
             )
         rule = next((rule for rule in self.recipe.rules if rule.matches(path or "", ("dot_general",))), None)
         if rule is not None and rule.axis is not None:
