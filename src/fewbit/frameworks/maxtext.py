@@ -95,7 +95,7 @@ def configure_quantization(config: Any, quant_mode_str: str = "train", *, recipe
     >>> quant = configure_quantization(types.SimpleNamespace(quantization="int8", quantization_local_shard_count=-1), "serve")
     >>> print(quant.recipe, quant.quant_mode.value)
     maxtext/int8
-      .* -> int8_aqt x int8_aqt, gradient int8_aqt serve
+      .* used by dot_general -> int8_aqt x int8_aqt, gradient int8_aqt serve
     """
     value = _text(getattr(config, "quantization", None))
     if recipe is None and not value:
