@@ -196,7 +196,7 @@ def test_what_is_stored_leaves_no_float_weight_behind():
 
 
 @pytest.mark.finding(25)
-def test_layerwise_quantization_strips_the_kernels_beside_ours():
+def test_layerwise_quantization_strips_the_kernels_next_to_ours():
     _, stored = Mlp(Quantization(INT8, "convert")).apply({**MLP, "aqt": {}}, X, mutable=True)
     state = {name: {**MLP["params"][name], **stored["aqt"][name]} for name in MLP["params"]}
     frozen = {name: list(tree) for name, tree in strip_kernels(state).items()}
@@ -277,7 +277,7 @@ def tell_paths(model):
 @pytest.mark.finding(26, 27)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_rules_by_layer_in_nnx_and_in_stacked_layers():
-    """The path is told once the model is built; before, nothing but the building itself may call a layer."""
+    """Layers get their paths once the model is built; before that nothing but building the model may call them."""
     models = {mode: tell_paths(bridged(Quantization(MIXED, mode))) for mode in ("train", "convert", "serve")}
     out = models["train"](X)
     np.testing.assert_array_equal(models["convert"](X), out)

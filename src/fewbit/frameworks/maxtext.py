@@ -257,10 +257,11 @@ def _fill(nnx: Any, node: Any, quant: Quantization, rule: Rule | None) -> None:
         if name == CALLED:
             continue
         ndim, *axes = map(int, name.removeprefix(PLACEHOLDER).split("_"))
-        held = placeholder.get_value()
-        stack, shape = held.shape[: held.ndim - 1 - ndim], held.shape[held.ndim - 1 - ndim : -1]
+        recorded = placeholder.get_value()  # [*stack, *shape, 0]
+        depth = recorded.ndim - 1 - ndim
+        stack, shape = recorded.shape[:depth], recorded.shape[depth:-1]
         if quant.quant_mode != QuantMode.TRAIN:
-            each = empty(lambda: stored(jnp.zeros(shape, held.dtype), tuple(axes), rule))  # noqa: B023 - called at once
+            each = empty(lambda: stored(jnp.zeros(shape, recorded.dtype), tuple(axes), rule))  # noqa: B023 - called at once
             weight = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), each)  # noqa: B023
             node.qrhs = nnx.data({"frozen": placeholder.replace(value=weight)})
             continue
@@ -295,7 +296,7 @@ def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
         The tree with `{}` in the place of each parameter that is stored.
 
     Raises:
-        QuantError: for a stored weight without a parameter, so that none stays in floating point unseen.
+        QuantError: for a stored weight without a parameter, so that no float weight is kept in silence.
 
     >>> weight = StoredWeight(fb.quantize(jnp.ones((4, 32)), "int8"))
     >>> aqt = {"wi": {"AqtDotGeneral_0": {"qrhs": {"frozen": weight}}}}

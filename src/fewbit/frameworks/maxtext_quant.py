@@ -1,7 +1,7 @@
 """The `quant` object of MaxText's layers: Linen modules that compute each product by a Policy or by a Recipe's rules.
 
-Names are those that MaxText's own functions look for: a module `AqtDotGeneral_0` beside `kernel`, and the stored weight below it at
-`qrhs/frozen`. So `LayerwiseQuantization` drops the float kernels beside ours, and `from_pretrained` reads what it wrote.
+Names are those that MaxText's own functions look for: a module `AqtDotGeneral_0` next to `kernel`, and the stored weight in it at
+`qrhs/frozen`. So `LayerwiseQuantization` drops the float kernels next to ours, and `from_pretrained` reads what it wrote.
 
 Inside Flax Linen a module knows its own path, and a Recipe's rules match it. MaxText's NNX layers call the modules outside of any
 tree: there `maybe_quantize_model` of `maxtext.py` sets each module's `site` once the model is built. Until then a module
@@ -152,7 +152,7 @@ class Quantization:
         """The rule that a layer follows; None where no rule matches it.
 
         Args:
-            path: the path of its kernel, `decoder/layers/mlp/wi_0/kernel`; None where nothing tells it.
+            path: the path of its kernel, `decoder/layers/mlp/wi_0/kernel`; None where it is not known.
 
         Returns:
             The first rule that matches.
@@ -484,7 +484,7 @@ def _overwriting(state: ProductScales) -> StepScales:
 def _next_state(state: ProductScales, seen: StepScales) -> tuple[ProductScales]:
     """The state after a step that saw these magnitudes."""
     pairs = ((state.weight, seen.weight), (state.activation, seen.activation), (state.gradient, seen.gradient))
-    return (ProductScales(*(None if held is None else held.advance(amax) for held, amax in pairs)),)  # type: ignore[arg-type]
+    return (ProductScales(*(None if history is None else history.advance(amax) for history, amax in pairs)),)  # type: ignore[arg-type]
 
 
 _overwriting.defvjp(lambda state: (state.scales, state), _next_state)
