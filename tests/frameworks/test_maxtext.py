@@ -351,6 +351,8 @@ def test_sparsity_and_delayed_scales_have_their_state_where_the_rules_are_by_lay
     assert (query["mask"].shape, query["step"].shape, wo["weight_scale"].shape) == ((2, 16, 32), (2,), (2,))
     model(X)
     assert np.asarray(model.layers.query.AqtDotGeneral_0.mask[...]).mean() == 0.5
+    built = Layer(Quantization(SPARSE), nnx.Rngs(0)).wo.AqtDotGeneral_0
+    assert (int(built.step[...]), np.asarray(built.mask[...]).mean()) == (0, 1.0)  # building is no step of training
 
 
 @pytest.mark.finding(29)

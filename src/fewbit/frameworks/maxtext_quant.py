@@ -370,7 +370,8 @@ def modules() -> tuple[Any, Any]:
             """The weight with zeros where its mask prunes it; a step that may write renews the mask when that is due."""
             collection, first = self.quant.collection, sparsity.init(rhs)
             mask = self.variable(collection, "mask", lambda: first.mask)
-            step = self.variable(collection, "step", lambda: first.step)
+            # Outside of a tree MaxText calls a layer once to build it, which is no step of training.
+            step = self.variable(collection, "step", lambda: first.step - (0 if self.path else 1))
             state = SparsityState(mask.value, step.value)
             if self.is_mutable_collection(collection) and not self.is_initializing():
                 state = sparsity.update(state, rhs)
