@@ -1,174 +1,346 @@
-"""MaxText's `quant` object: what its layers ask for their products, so that MaxText trains, converts and serves by a Policy.
+"""In the place of MaxText's own functions: its configuration gives the `quant` and `kv_quant` objects of its layers.
 
-MaxText hands one object to every layer, asks it for a module that computes `dot_general` and for a callable that computes
-`einsum`, and calls them. Nothing of MaxText is imported here; `configure_quantization` returns `Quantization(...)` instead
-of its own.
+    from maxtext.layers import quantizations
+    from fewbit.frameworks import maxtext
+
+    quantizations.configure_quantization = maxtext.configure_quantization
+    quantizations.configure_kv_quant = maxtext.configure_kv_quant
+
+Rules by layer need `quantizations.maybe_quantize_model = maxtext.maybe_quantize_model` as well. Nothing of MaxText is imported here.
 """
 
 import dataclasses
-import enum
-import functools
-from typing import Any, Literal
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from ..array import QArray
 from ..errors import QuantError, UnsupportedError
-from ..kernels.quantize import quantize
-from ..ops import Policy, dot_general, einsum
-from ..ops.latent import Latent
-from ..ops.stepped import StepScales
-from ..training.delayed_state import ProductScales
+from ..recipe import Recipe, Rule, maxtext_recipe
+from ..recipe.presets.mixed_precision import LAYERS
 from ._flax import flax
+from .maxtext_kv import KVQuant as KVQuant
+from .maxtext_kv import configure_kv_quant as configure_kv_quant
+from .maxtext_quant import CALLED, PLACEHOLDER, empty, modules, scale_leaves, stored
+from .maxtext_quant import OVERWRITTEN as OVERWRITTEN
+from .maxtext_quant import Quantization as Quantization
+from .maxtext_quant import QuantMode as QuantMode
+from .maxtext_quant import StoredWeight as StoredWeight
 
-Mode = Literal["train", "convert", "serve"]
-"""What a MaxText run does with its weights."""
-_MODES = ("train", "convert", "serve")
+_SHARDS = "quantization_local_shard_count"
+_CALIBRATIONS = tuple(f"{who}_quantization_calibration_method" for who in ("weight", "act", "bwd", "drhs_grad"))
 
-OVERWRITTEN = "_overwrite_with_gradient"
-"""The collection, by Flax's name for it, of variables whose gradient is their next value."""
+_DEFAULTS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(_CALIBRATIONS, ("absmax", None, "")),
+    "constant_bound_config": ("", None, [], ()),
+    "quant_cfg_path": ("", None),
+    "weight_sparsity_n": (None,),
+    "weight_sparsity_m": (None,),
+}
+"""The fields that a value of `quantization` may read, and what they hold where nobody set them."""
+
+_SCHEDULE = {"weight_sparsity_start_step": 50, "weight_sparsity_update_step": 10}
+"""MaxText's defaults of when the masks of sparsity are made."""
+
+_SHARDED = ("int8", "int4", "fp4", "fp8", "fp8_e4m3", "fp8_e5m2")
+"""The values of `quantization` that read `quantization_local_shard_count`."""
+
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "use_batch_split_schedule": (
+        (False, None),
+        "the batch-split schedule multiplies without the quant object; leave it false",
+    ),
+    "use_manual_quantization": ((False, None), "it is for the batch-split schedule; leave it false"),
+    "quantize_logits_proj": (
+        (False, None),
+        "MaxText builds logits_dense without a quant object; leave it false, or quantize the trained kernel by fb.quantize_params",
+    ),
+    "logits_proj_quant_calibration_method": (
+        ("", None),
+        "MaxText builds logits_dense without a quant object; leave it empty",
+    ),
+    "unquantized_modules": (([], (), None), "it is for fp8 weight_dtype; write a rule with policy null for these modules"),
+    "weight_block_size": ((None,), "it is for fp8 weight_dtype; take a recipe with blocks, such as deepseek_fp8"),
+    "te_comm_gemm_overlap": (
+        ("disabled", "", None),
+        "it overlaps Transformer Engine's own products; leave it at disabled",
+    ),
+    "te_moe_block": ((False, None), "that block calls Transformer Engine; leave it false"),
+    "te_gmm_quantization": (("", None), "it is for Transformer Engine's block of experts; leave it empty"),
+    "moe_quantize_token_all_gather": ((False, None), "it asks Qwix for its rule; leave it false"),
+    "moe_quantize_combine_bwd_method": (("", None), "it asks Qwix for its rule; leave it empty"),
+}
+"""The fields that the object cannot honour: what they hold where nobody set them, and what to do."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Quantization:
-    """The `quant` of MaxText's layers, for one Policy.
+def configure_quantization(config: Any, quant_mode_str: str = "train", *, recipe: Any = None) -> Quantization | None:
+    """The `quant` object for a MaxText configuration, in the place of MaxText's function of this name.
 
-    Under a policy with delayed scaling each module keeps the histories of its product in the collection `OVERWRITTEN`, as Flax's
-    fp8 modules do: the gradient of these variables is what they are in the next step. MaxText's train step, and Flax's
-    TrainState, put it there. As in Flax, layers that a scan stacks must have the collection stacked, too.
+    Args:
+        config: what has MaxText's fields; one that is absent counts as MaxText's default.
+        quant_mode_str: "train", "convert" or "serve".
+        recipe: a Recipe, or anything that `fb.recipe` takes, in the place of that of `config.quantization`;
+            `functools.partial` binds it.
 
-    Attributes:
-        policy: how products are computed.
-        quant_mode: "train" quantizes on the way in; "convert" does, and stores each weight's QArray in `collection`; "serve"
-            computes from what is stored there, whatever the parameter holds. Or the member of AQT's QuantMode with that name:
-            MaxText's layers compare with its SERVE, and hold no float weights then.
-        collection: the variable collection of stored weights; MaxText's layers make "aqt" mutable.
-        rng: the name of the RNG stream that stochastic rounding draws from.
+    Returns:
+        The object; None without `quantization`, and for `te_no_quant`.
 
-    >>> Quantization(Policy("int8", "int8")).get_block_size()
-    1
+    Raises:
+        QuantError: for a value or a field that is not known, or that the value does not read.
+        UnsupportedError: for a field that the object cannot honour, with what to do.
+
+    >>> import types
+    >>> quant = configure_quantization(types.SimpleNamespace(quantization="int8", quantization_local_shard_count=-1), "serve")
+    >>> print(quant.recipe, quant.quant_mode.value)
+    maxtext/int8
+      .* used by dot_general -> int8_aqt x int8_aqt, gradient int8_aqt serve
     """
+    value = _text(getattr(config, "quantization", None))
+    if recipe is None and not value:
+        return None
+    _refuse_fields(config, value, recipe is not None)
+    made = _recipe(config, value) if recipe is None else recipe
+    if isinstance(made, Recipe) and all(rule.policy is None and rule.sparsity is None for rule in made.rules):
+        return None
+    quant = Quantization(made, quant_mode_str, shards=1 if recipe is not None else _shards(config, value))
+    _check_experts(config, quant)
+    return quant
 
-    policy: Policy
-    quant_mode: Mode | enum.Enum = "train"
-    collection: str = "aqt"
-    rng: str = "params"
 
-    def __post_init__(self) -> None:
-        if self.mode not in _MODES:
-            raise QuantError(f"quant_mode is {self.quant_mode!r}; must be one of {', '.join(_MODES)}")
-        if self.policy.delayed is not None and self.mode != "train":
-            reason = "its activations' scales belong to a training step; serve a policy without it, such as maxtext/serve_fp8_weight"
-            raise UnsupportedError(f"delayed scaling cannot {self.mode}", {str(self.policy): reason})
+def _text(value: Any) -> Any:
+    """The text of a member of one of MaxText's enumerations of texts; None as an empty one."""
+    return str(getattr(value, "value", value) or "")
 
-    @property
-    def mode(self) -> str:
-        """The name of `quant_mode`: train, convert or serve."""
-        return self.quant_mode.name.lower() if isinstance(self.quant_mode, enum.Enum) else self.quant_mode
 
-    @property
-    def needs_apply_rngs(self) -> bool:
-        """Whether products draw random numbers; if not, MaxText's layers keep no RNG state for them."""
-        return self.mode == "train" and self.policy.needs_key
+def _refuse_fields(config: Any, value: str, has_recipe: bool) -> None:
+    """Refuses what a configuration asks for and the object cannot honour."""
+    reasons = {}
+    for field, (unset, advice) in _REFUSED.items():
+        given = getattr(config, field, unset[0])
+        given = getattr(given, "value", given)
+        if given not in unset:
+            reasons[f"{field}={given!r}"] = advice
+    weight_dtype = str(getattr(config, "weight_dtype", ""))
+    if "float8" in weight_dtype or "fp8" in weight_dtype:
+        reasons[f"weight_dtype={weight_dtype}"] = (
+            "weights stored as fp8 with scales are MaxText's own to multiply; keep its configure_quantization for them, or store float "
+            "weights and convert them here"
+        )
+    if value == "serve_fp8_weight" and not has_recipe:
+        reasons["quantization='serve_fp8_weight'"] = (
+            "it is for weights that MaxText stores as fp8; keep its configure_quantization for them, or pass recipe='maxtext/serve_fp8_weight' "
+            "to convert and serve float weights"
+        )
+    if has_recipe and getattr(config, "use_qwix_quantization", False):
+        reasons["use_qwix_quantization=True"] = "recipe= says how; leave it false"
+    if reasons:
+        raise UnsupportedError("this MaxText configuration cannot be honoured", reasons)
 
-    def dot_general_cls(self, mesh_axes: Any = ()) -> Any:
-        """What makes the module that a layer calls as `dot_general`; sharding needs no axes here.
 
-        Raises:
-            UnsupportedError: when flax is not installed.
-        """
-        return functools.partial(_modules()[0], self)
+def _recipe(config: Any, value: str) -> Recipe:
+    """The recipe of `config.quantization`: one policy for every product that asks, or rules by layer."""
+    is_qwix = bool(getattr(config, "use_qwix_quantization", False))
+    given = {field: getattr(config, field, unset[0]) for field, unset in _DEFAULTS.items()}
+    fields = {field: x for field, x in given.items() if x not in _DEFAULTS[field]}
+    if isinstance(bounds := fields.get("constant_bound_config"), str):
+        fields["constant_bound_config"] = tuple(float(bound) for bound in bounds.split(","))
+    if "weight_sparsity_n" in fields:
+        fields |= {field: getattr(config, field, default) for field, default in _SCHEDULE.items()}
+    if value in _SHARDED and getattr(config, _SHARDS, -1) == 0:
+        fields[_SHARDS] = 0
+    if value in ("int8", "fp8") or is_qwix:
+        fields["use_qwix_quantization"] = is_qwix
+    path = f"{LAYERS}|(?:.*/)?mtp_block/.*" if is_qwix and getattr(config, "quantize_mtp", False) else LAYERS
+    recipe = maxtext_recipe(value, path=path, **fields)
+    rules = recipe.rules
+    if not is_qwix and value != "intmp":
+        # There MaxText quantizes every layer that it hands the object to.
+        rules = tuple(dataclasses.replace(rule, path=".*") for rule in rules)
+    if value == "fp8_full" and getattr(config, "mtp_num_layers", 0) and not getattr(config, "quantize_mtp", False):
+        rules = (Rule("(?:.*/)?mtp_block/.*", None, optional=True), *rules)
+    if not getattr(config, "quantize_router_proj", True):
+        rules = (Rule(".*/gate/kernel", None, optional=True), *rules)
+    return dataclasses.replace(recipe, rules=rules)
 
-    def einsum(self, mesh_axes: Any = (), dtype: Any = None) -> Any:
-        """A module that a layer calls as `einsum(equation, lhs, rhs)`, with operands cast to `dtype` first unless it is None.
 
-        Raises:
-            UnsupportedError: when flax is not installed.
-        """
-        return _modules()[1](self, dtype)
-
-    def get_block_size(self) -> int:
-        """By what the batch of the shapes at initialization must be divisible: any will do."""
+def _shards(config: Any, value: str) -> int:
+    """In how many parts the contraction of the weight's gradient is cut; -1 is one for each local device, as in MaxText."""
+    count = getattr(config, _SHARDS, -1)
+    if value not in _SHARDED or count == 0:
         return 1
+    return jax.local_device_count() if count == -1 else count
 
 
-@functools.cache
-def _modules() -> tuple[Any, Any]:
-    """The two Linen modules; classes of Flax's can be made only where it is installed."""
-    nn = flax("linen")
-
-    class DotGeneral(nn.Module):
-        """`dot_general` as a module, called with `(lhs, rhs, dimension_numbers, precision=None)`."""
-
-        quant: Quantization
-
-        @nn.compact
-        def __call__(
-            self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
-        ) -> jax.Array:
-            weight = _weight(self, rhs, tuple(sorted(dimension_numbers[0][1])))  # in the order of the product itself
-            return dot_general(lhs, weight, dimension_numbers, precision, preferred_element_type)
-
-    class Einsum(nn.Module):
-        """`einsum` of two operands as a module, called with `(equation, lhs, rhs)`; the right one is the weight."""
-
-        quant: Quantization
-        dtype: Any = None
-
-        @nn.compact
-        def __call__(self, equation: str, lhs: Any, rhs: Any) -> jax.Array:
-            if self.dtype is not None:
-                lhs, rhs = jnp.asarray(lhs, self.dtype), jnp.asarray(rhs, self.dtype)
-            return einsum(equation, lhs, _weight(self, rhs, _contracted(equation, rhs.ndim)))
-
-    return DotGeneral, Einsum
-
-
-def _weight(module: Any, rhs: Any, axes: tuple[int, ...]) -> Any:
-    """The right operand of a module's product: a parameter in training, or the QArray that is stored for it."""
-    quant = module.quant
-    if quant.mode == "train":
-        has_key = quant.policy.needs_key and module.has_rng(quant.rng)
-        scales = None if quant.policy.delayed is None else _carried_scales(module)
-        return Latent(jnp.asarray(rhs), module.make_rng(quant.rng) if has_key else None, quant.policy, scales)
-
-    def stored() -> QArray:
-        return dataclasses.replace(quantize(rhs, quant.policy.weight, axis=axes), policy=quant.policy)
-
-    held = module.variable(quant.collection, "weight", stored)
-    if quant.mode == "convert":
-        held.value = stored()
-    return held.value
+def _check_experts(config: Any, quant: Quantization) -> None:
+    """Refuses what MaxText cannot do with experts, and warns of what it leaves in floating point."""
+    if getattr(config, "num_experts", 1) <= 1:
+        return
+    if quant.quant_mode != QuantMode.TRAIN:
+        advice = (
+            "its layer-wise quantization copies no weights of experts, and its serving makes them anew; serve from the float "
+            "checkpoint (checkpoint_is_quantized=false), which quantizes in each product"
+        )
+        raise UnsupportedError(
+            f"MaxText cannot {quant.quant_mode.value} experts (num_experts={config.num_experts})", {"MaxText": advice}
+        )
+    if not getattr(config, "sparse_matmul", True):
+        return
+    if getattr(config, "use_qwix_quantization", False):
+        if any("ragged_dot" in rule.ops for rule in quant.recipe.rules):
+            advice = (
+                "MaxText's grouped matmul asks Qwix, which is not there, for its rule; set use_qwix_quantization=false or "
+                "sparse_matmul=false"
+            )
+            raise UnsupportedError(
+                "experts cannot follow fp8_full with use_qwix_quantization=true", {"sparse_matmul=True": advice}
+            )
+        return  # Qwix's other values leave the experts in floating point
+    has_kernel = any(getattr(config, field, default) for field, default in (("megablox", True), ("use_tokamax_gmm", False)))
+    if not has_kernel:
+        warnings.warn(
+            "sparse_matmul=true with megablox=false: MaxText multiplies experts by jax.lax.ragged_dot, which asks no quant object, "
+            "so they stay in floating point; set megablox=true or sparse_matmul=false to quantize them",
+            stacklevel=3,
+        )
 
 
-def _carried_scales(module: Any) -> StepScales:
-    """The scales of this step, from the variables that the last one left."""
-    leaves, treedef = jax.tree_util.tree_flatten_with_path(ProductScales.init(module.quant.policy))
-    names = ["_".join(key.name for key in path) for path, _ in leaves]
-    held = [module.variable(OVERWRITTEN, name, lambda x=x: x).value for name, (_, x) in zip(names, leaves, strict=True)]
-    return _overwriting(jax.tree.unflatten(treedef, held))
+def maybe_quantize_model(model: Any, config: Any) -> Any:
+    """Tells each layer of a model its path, for rules by layer; in the place of MaxText's function of this name.
+
+    MaxText calls it once a model is built. Its own rewrites the model by Qwix, where `use_qwix_quantization` is set; here
+    the object that `configure_quantization` gave computes what that flag means.
+
+    Args:
+        model: the model; other than an NNX module it comes back as it is: in Linen each module knows its path.
+        config: MaxText's configuration, which is not read: the object of the model has all of it.
+
+    Returns:
+        The same model.
+
+    Raises:
+        QuantError: for a rule that no layer follows, unless it is optional.
+        UnsupportedError: when flax is not installed.
+    """
+    nnx = flax("nnx")
+    if not isinstance(model, nnx.Module):
+        return model
+    product, _ = modules()
+    sites: dict[str, Rule | None] = {}
+    quants = []
+    for path, node in list(nnx.iter_graph(model)):
+        if not isinstance(node, nnx.Module):
+            continue
+        place = "/".join(map(str, path))
+        module, quant = vars(node).get("to_nnx__module"), vars(node).get("quant")
+        if isinstance(module, product):
+            site = f"{place.rpartition('/')[0]}/kernel".lstrip("/")
+            node.to_nnx__module = module.clone(site=site)
+            sites[site] = module.quant.rule(site)
+            quants.append(module.quant)
+            _fill(nnx, node, module.quant, sites[site])
+        elif isinstance(quant, Quantization) and hasattr(node, "get_einsum"):
+            node.quant = dataclasses.replace(quant, site=place)
+            sites[place] = quant.rule(place)
+    for quant in dict.fromkeys(quants):
+        _check_matched(quant, sites)
+    return model
 
 
-@jax.custom_vjp
-def _overwriting(state: ProductScales) -> StepScales:
-    """The scales of a state, whose gradient is the state of the next step."""
-    return state.scales
+def _fill(nnx: Any, node: Any, quant: Quantization, rule: Rule | None) -> None:
+    """Puts the variables that a rule keeps in the place of a module's placeholder, stacked as the layers are."""
+    names = [name for name in vars(node) if name.startswith(PLACEHOLDER)]
+    for name in names:
+        placeholder = vars(node)[name]
+        delattr(node, name)
+        if name == CALLED:
+            continue
+        ndim, *axes = map(int, name.removeprefix(PLACEHOLDER).split("_"))
+        recorded = placeholder.get_value()  # [*stack, *shape, 0]
+        depth = recorded.ndim - 1 - ndim
+        stack, shape = recorded.shape[:depth], recorded.shape[depth:-1]
+        if quant.quant_mode != QuantMode.TRAIN:
+            each = empty(lambda: stored(jnp.zeros(shape, recorded.dtype), tuple(axes), rule))  # noqa: B023 - called at once
+            weight = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*stack, *leaf.shape)), each)  # noqa: B023
+            node.qrhs = nnx.data({"frozen": placeholder.replace(value=weight)})
+            continue
+        if rule is not None and rule.sparsity is not None:
+            node.mask = placeholder.replace(value=jnp.ones((*stack, *shape), jnp.bool_))
+            node.step = placeholder.replace(value=jnp.zeros(stack, jnp.int32))
+        if rule is not None and rule.policy is not None and rule.policy.delayed is not None:
+            kind = nnx.variable_type_from_name(OVERWRITTEN, allow_register=True)
+            for leaf, x in scale_leaves(rule.policy, stack).items():
+                setattr(node, leaf, kind(x, **placeholder.get_metadata()))
 
 
-def _next_state(state: ProductScales, seen: StepScales) -> tuple[ProductScales]:
-    """The state after a step that saw these magnitudes."""
-    pairs = ((state.weight, seen.weight), (state.activation, seen.activation), (state.gradient, seen.gradient))
-    return (ProductScales(*(None if held is None else held.advance(amax) for held, amax in pairs)),)  # type: ignore[arg-type]
+def _check_matched(quant: Quantization, sites: Mapping[str, Rule | None]) -> None:
+    """Refuses a rule that no layer follows."""
+    for number, rule in enumerate(quant.recipe.rules, 1):
+        if rule in sites.values() or rule.optional or rule not in quant.rules:
+            continue
+        raise QuantError(
+            f"rule {number} of recipe {quant.recipe.name!r} ({rule}) decides about no layer; those that MaxText quantizes are "
+            f"{', '.join(list(sites)[:8])}{' and more' if len(sites) > 8 else ''}. Correct its path, or mark it optional"
+        )
 
 
-_overwriting.defvjp(lambda state: (state.scales, state), _next_state)
+def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
+    """The parameters without those whose stored weight is among the variables; in the place of MaxText's function of this name.
+
+    Args:
+        params: the tree of parameters, nested dictionaries.
+        aqt_vars: the collection `aqt` that a run in the mode "convert" filled.
+
+    Returns:
+        The tree with `{}` in the place of each parameter that is stored.
+
+    Raises:
+        QuantError: for a stored weight without a parameter, so that no float weight is kept in silence.
+
+    >>> weight = StoredWeight(fb.quantize(jnp.ones((4, 32)), "int8"))
+    >>> aqt = {"wi": {"AqtDotGeneral_0": {"qrhs": {"frozen": weight}}}}
+    >>> remove_quantized_params({"wi": {"kernel": jnp.ones((4, 32)), "bias": jnp.ones(32)}}, aqt)["wi"]["kernel"]
+    {}
+    """
+    removed: set[tuple[str, ...]] = set()
+    for path, weight in _stored_weights(aqt_vars, ()):
+        layer = _at(params, path)
+        shape = tuple(weight.shape)
+        of_shape = [name for name, x in layer.items() if _shape(x) == shape and (*path, name) not in removed]
+        name = "kernel" if "kernel" in of_shape else next((name for name in sorted(of_shape) if name != "bias"), None)
+        if name is None:
+            have = {name: _shape(x) for name, x in layer.items()}
+            raise QuantError(
+                f"{'/'.join(path)}: a weight {shape} is stored, and no parameter of that shape is there: {have}"
+            )
+        removed.add((*path, name))
+    return _without(params, removed, ())
 
 
-def _contracted(equation: str, ndim: int) -> tuple[int, ...]:
-    """The axes of the right operand that an equation sums over."""
-    operands, arrow, result = equation.replace(" ", "").partition("->")
-    _, comma, right = operands.partition(",")
-    if not arrow or not comma or len(right) != ndim or "." in equation:
-        raise QuantError(f"equation {equation!r} must name both operands and the result, as in 'btd,df->btf'")
-    return tuple(axis for axis, letter in enumerate(right) if letter not in result) or (ndim - 1,)
+def _stored_weights(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The stored weights of a collection, in order, each with the path of its layer."""
+    for name in sorted(tree):
+        value = tree[name]
+        if name == "qrhs" and isinstance(value, Mapping) and "frozen" in value:
+            layer = path[:-1] if len(path) < 2 or not path[-2].startswith("AqtEinsum_") else path[:-2]
+            yield layer, value["frozen"].weight
+        elif isinstance(value, Mapping):
+            yield from _stored_weights(value, (*path, name))
+
+
+def _at(tree: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
+    for name in path:
+        tree = tree.get(name, {}) if isinstance(tree, Mapping) else {}
+    return tree if isinstance(tree, Mapping) else {}
+
+
+def _shape(x: Any) -> tuple[int, ...] | None:
+    """The shape of a parameter, in its box of sharding metadata or not; None of a dictionary."""
+    return None if isinstance(x, Mapping) else tuple(jax.tree.leaves(x)[0].shape)
+
+
+def _without(tree: Any, removed: set[tuple[str, ...]], path: tuple[str, ...]) -> Any:
+    if not isinstance(tree, Mapping):
+        return {} if path in removed else tree
+    return {name: _without(value, removed, (*path, name)) for name, value in tree.items()}

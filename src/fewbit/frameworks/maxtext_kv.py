@@ -126,7 +126,10 @@ def configure_kv_quant(config: Any) -> KVQuant | None:
     >>> configure_kv_quant(types.SimpleNamespace(quantize_kvcache=True, kv_quant_dtype="int8", kv_quant_axis="dkv"))
     KVQuant(kv_quant_dtype='int8', axis_cfg='dkv')
     """
-    return KVQuant(config.kv_quant_dtype, config.kv_quant_axis) if config.quantize_kvcache else None
+    if not config.quantize_kvcache:
+        return None
+    dtype, axis = (str(getattr(x, "value", x)) for x in (config.kv_quant_dtype, config.kv_quant_axis))
+    return KVQuant(dtype, axis)  # type: ignore[arg-type]
 
 
 def _einsum(equation: str, lhs: Array, rhs: Any) -> Array:
