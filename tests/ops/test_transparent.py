@@ -369,3 +369,25 @@ def test_equations_that_share_a_line_end(piece, wrap):
     tolerance = 2.0**-4 if piece is cast_tree else 1e-5
     for got in (found, trained):
         jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=tolerance, atol=tolerance), got, expected)
+
+
+CONVOLUTIONS = {
+    "grouped": ((2, 8, 5), (6, 4, 3), {"feature_group_count": 2}),
+    "depthwise": ((2, 5, 8), (3, 1, 16), {"feature_group_count": 8, "dimension_numbers": ("NHC", "HIO", "NHC")}),
+    "groups of samples": ((4, 8, 5), (6, 8, 3), {"batch_group_count": 2}),
+}
+
+
+@pytest.mark.finding(12)
+@pytest.mark.parametrize("axis", [(-2, -1), -3], ids=["packed along one that stays", "packed along one that is split"])
+@pytest.mark.parametrize("scheme", ["int8", "int3_g32", "nvfp4", "nf4_dq"])
+@pytest.mark.parametrize(("images", "kernel", "groups"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_gradients_inside_of_grouped_convolutions(images, kernel, groups, scheme, axis):
+    """JAX regroups the kernel by a reshape that permutes axes, and may cut any byte or tile."""
+    x, q = normal(*images), fb.quantize(normal(*kernel, seed=1), scheme, axis=axis)
+
+    def gradient(w, x):
+        return jax.grad(lambda x: (jax.lax.conv_general_dilated(x, w, (1,), "SAME", **groups) ** 2).sum())(x)
+
+    # Sums of at most 24 float32 products below 1 in another order.
+    np.testing.assert_allclose(fb.transparent(gradient)(q, x), gradient(fb.dequantize(q), x), atol=24 * 2.0**-23)
