@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+from jax.sharding import AxisType
 
 from ...array import QArray
 from ..standin import StandIn, stands_in
@@ -64,10 +65,13 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def logical(x: Any) -> Any:
-    """What traced code sees of a value: of a QArray its shape and dtype, and over which mesh axes its shards differ."""
+    """What traced code sees of a value: of a QArray its shape, dtype, and sharding where JAX keeps it in the type."""
     if not stands_in(x):
         return x
-    leaf = jax.typeof(x.codes if isinstance(x, QArray) else jax.tree.leaves(x)[0])
-    varying = leaf.manual_axis_type
-    where = {"sharding": leaf.sharding, "manual_axis_type": varying} if varying.varying else {}  # within shard_map
+    leaf = jax.typeof(x.codes if isinstance(x, QArray) else jax.tree.leaves(x)[0])  # it has the axes of the array
+    where = {}
+    if AxisType.Explicit in leaf.sharding.mesh.axis_types:
+        where["sharding"] = leaf.sharding
+    if leaf.manual_axis_type.varying:  # within shard_map
+        where |= {"sharding": leaf.sharding, "manual_axis_type": leaf.manual_axis_type}
     return jax.ShapeDtypeStruct(x.shape, x.dtype, **where)
