@@ -22,7 +22,7 @@ from .sharding import SHARDING
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """The primitives that multiply a parameter."""
 MOVES = (
-    *("convert_element_type", "copy", "copy_p", "name", "optimization_barrier"),
+    *("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
     *("sharding_constraint", "reshard", "all_gather", "pvary"),
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split", "rev"),
 )
@@ -30,7 +30,7 @@ MOVES = (
 
 
 _STILL = (
-    *("convert_element_type", "copy", "copy_p", "name", "optimization_barrier"),
+    *("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
     *("sharding_constraint", "reshard", "pvary"),
 )
 
