@@ -78,7 +78,7 @@ def halves(p, x):
 
 
 def scanned_rows(p, x):
-    return lax.scan(lambda c, i: (c + p["table"][i][None], None), x, jnp.array([3, 0, 23]))[0]
+    return lax.scan(lambda c, i: (c + jnp.take(p["table"], i[None], axis=0), None), x, jnp.array([3, 0, 23]))[0]
 
 
 def scanned_product_of_rows(p, x):
@@ -152,7 +152,9 @@ PIECES = {
     "nested jit": lambda p, x: jax.jit(lambda p, x: jax.jit(lambda w, x: x @ w.T)(p["a"], x) + x)(p, x),
     "custom_vjp": lambda p, x: recomputing(x, p["a"]),
     "custom_jvp": lambda p, x: with_jvp(x, p["b"]),
-    "checkpointed einsum": lambda p, x: x * jax.checkpoint(lambda w, x: jnp.einsum("xb,ab,xa->x", x, w, x))(p["a"], x)[:, None],
+    "checkpointed einsum": lambda p, x: (
+        x * jax.checkpoint(lambda w, x: jnp.einsum("xb,ab,xa->x", x, w, x))(p["a"], x)[:, None]
+    ),
     "grouped convolution": convolved("grouped", 4),
     "depthwise convolution": convolved("depthwise", 8),
     "shard_map of rows": mapped_rows,
@@ -225,7 +227,9 @@ class Program:
 
         def step() -> tuple[str, ...]:
             piece = draw.choice(list(pieces))
-            wrappers = [w for w in WRAPPERS if not (is_on_mesh or piece in ONLY_FORWARD) or w not in ("grad", "vmap")]
+            refused = ("grad", "vmap") if is_on_mesh or piece in ONLY_FORWARD else ()
+            refused = (*refused, "jvp") if piece == "custom_vjp" else refused  # JAX has no forward mode for it
+            wrappers = [w for w in WRAPPERS if w not in refused]
             return (*draw.choices(wrappers, k=draw.choice((0, 1, 1, 2))), piece)
 
         steps = tuple(step() for _ in range(draw.choice((1, 2, 3))))
