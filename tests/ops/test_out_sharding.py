@@ -87,7 +87,7 @@ def typed(fn, *args):
     """What JAX says of a program: the sharding in its result's type, or its error."""
     try:
         return jax.typeof(jax.eval_shape(fn, *args)).sharding
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - the errors of JAX have no class in common
         return type(error), str(error)[:80]
 
 
