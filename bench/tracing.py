@@ -1,15 +1,20 @@
-"""What tracing through `fb.transparent` costs beside tracing the float model: a perceptron of 48 layers.
+"""What tracing through `fb.transparent` costs, as a ratio to tracing the float model: perceptrons and transformers.
 
     python -m bench.tracing [--rounds 15] [--save]
 
 CPU time of `jax.make_jaxpr`, round by round: the float model, the same code on quantized leaves, and code that calls
-`fb.dequantize` by hand. `first` makes the transparent function anew in each round, so nothing of it is kept from before.
+`fb.dequantize` by hand. `first` makes the transparent function anew in each round. `named` has a `jax.named_scope` for every
+layer, as Flax writes layers. `calls` counts calls of Python functions of JAX and
+fewbit instead of time; it is the same in every run.
 """
 
 import argparse
+import contextlib
+import pathlib
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,80 +25,162 @@ import fewbit as fb
 
 from .facts import save
 
-LAYERS, WIDTH = 48, 64
+WIDTH, HEADS = 64, 4
+Model = Callable[[Any, jax.Array], jax.Array]
 
 
-def mlp(params: Any, x: jax.Array) -> jax.Array:
-    """Normalisation, two products and a residual, 48 times."""
-    for up, down, scale in params:
-        mean = x.mean(-1, keepdims=True)
-        variance = ((x - mean) ** 2).mean(-1, keepdims=True)
-        h = (x - mean) * jax.lax.rsqrt(variance + 1e-6) * scale
-        x = x + jnp.tanh(h @ up) @ down
-    return x
+def normalized(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Layer normalisation without a bias."""
+    mean = x.mean(-1, keepdims=True)
+    variance = ((x - mean) ** 2).mean(-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(variance + 1e-6) * scale
 
 
-def parameters() -> tuple[Any, Any]:
-    """The float parameters, and the same with nf4 products."""
+def perceptron_layer(p: Any, x: jax.Array) -> jax.Array:
+    """Normalisation, two products and a residual."""
+    return x + jnp.tanh(normalized(x, p["norm"]) @ p["up"]) @ p["down"]
+
+
+def transformer_layer(p: Any, x: jax.Array) -> jax.Array:
+    """Causal attention and a gated perceptron: seven products with a parameter."""
+    h, (batch, length, width) = normalized(x, p["norm"]), x.shape
+    q, k, v = ((h @ p[name]).reshape(batch, length, HEADS, width // HEADS) for name in "qkv")
+    scores = jnp.einsum("bthd,bshd->bhts", q, k)
+    scores = jnp.where(jnp.tril(jnp.ones((length, length), bool)), scores, jnp.float32(-1e9))
+    x = x + jnp.einsum("bhts,bshd->bthd", jax.nn.softmax(scores), v).reshape(x.shape) @ p["o"]
+    h = normalized(x, p["norm2"])
+    return x + (jax.nn.silu(h @ p["gate"]) * (h @ p["up"])) @ p["down"]
+
+
+LAYERS = {"perceptron": perceptron_layer, "transformer": transformer_layer}
+
+
+def model(kind: str, *, is_named: bool) -> Model:
+    """A stack of layers, each in a scope of its own name or in none."""
+
+    def run(params: Any, x: jax.Array) -> jax.Array:
+        for i, p in enumerate(params):
+            with jax.named_scope(f"layer_{i}") if is_named else contextlib.nullcontext():
+                x = LAYERS[kind](p, x)
+        return x
+
+    return run
+
+
+def operands(kind: str, layers: int) -> tuple[Any, Any, jax.Array]:
+    """The float parameters, the same with nf4 matrices, and an input."""
     random = np.random.default_rng(0)
+    shapes = {"up": (WIDTH, 2 * WIDTH), "down": (2 * WIDTH, WIDTH)}
+    norms, lead = ("norm",), (1,)
+    if kind == "transformer":
+        shapes |= {"gate": (WIDTH, 2 * WIDTH), **dict.fromkeys("qkvo", (WIDTH, WIDTH))}
+        norms, lead = ("norm", "norm2"), (1, 1)
 
-    def normal(*shape: int) -> jax.Array:
-        return jnp.asarray(random.normal(size=shape) / np.sqrt(shape[0]), jnp.float32)
+    def layer() -> dict[str, jax.Array]:
+        weights = {n: jnp.asarray(random.normal(size=s) / np.sqrt(s[0]), jnp.float32) for n, s in shapes.items()}
+        return weights | {name: jnp.ones((*lead, WIDTH)) for name in norms}
 
-    dense = [(normal(WIDTH, 2 * WIDTH), normal(2 * WIDTH, WIDTH), jnp.ones((1, WIDTH))) for _ in range(LAYERS)]
-    return dense, [(fb.quantize(up, "nf4", axis=-2), fb.quantize(down, "nf4", axis=-2), s) for up, down, s in dense]
+    dense = [layer() for _ in range(layers)]
+    quantized = [{n: fb.quantize(w, "nf4", axis=-2) if n in shapes else w for n, w in p.items()} for p in dense]
+    return dense, quantized, jnp.ones((2, 8, WIDTH) if kind == "transformer" else (2, WIDTH))
+
+
+def contenders(kind: str, layers: int, *, is_named: bool) -> dict[str, Callable[[], Any]]:
+    """What is compared: each traces the model once, `dense` the float one."""
+    run = model(kind, is_named=is_named)
+    dense, quantized, x = operands(kind, layers)
+    kept = fb.transparent(run)
+
+    def by_hand(params: Any, x: jax.Array) -> jax.Array:
+        return run([{n: fb.dequantize(w) if fb.is_qarray(w) else w for n, w in p.items()} for p in params], x)
+
+    # Each in a function of its own, because JAX keeps what it traced of one.
+    return {
+        "dense": lambda: jax.make_jaxpr(lambda p, x: run(p, x))(dense, x),
+        "transparent": lambda: jax.make_jaxpr(lambda p, x: kept(p, x))(quantized, x),
+        "transparent, first": lambda: jax.make_jaxpr(lambda p, x: fb.transparent(run)(p, x))(quantized, x),
+        "dequantize by hand": lambda: jax.make_jaxpr(lambda p, x: by_hand(p, x))(quantized, x),
+    }
+
+
+def calls_of(fn: Callable[[], Any]) -> int:
+    """How many calls of Python functions of JAX and fewbit a function makes; those of type checkers do not count."""
+    folders = tuple(f"{pathlib.Path(module.__file__ or '').parent}/" for module in (jax, fb))
+    count = 0
+
+    def counted(frame: Any, event: str, argument: Any) -> None:
+        nonlocal count
+        count += event == "call" and frame.f_code.co_filename.startswith(folders)
+
+    before = sys.getprofile()
+    sys.setprofile(counted)
+    try:
+        fn()
+    finally:
+        sys.setprofile(before)
+    return count
+
+
+def is_right(kind: str) -> bool:
+    """Whether the transformed model computes what the float one does on decoded parameters."""
+    run = model(kind, is_named=True)
+    _, quantized, x = operands(kind, 2)
+    decoded = jax.tree.map(lambda w: fb.dequantize(w) if fb.is_qarray(w) else w, quantized, is_leaf=fb.is_qarray)
+    return bool(jnp.allclose(jax.jit(fb.transparent(run))(quantized, x), jax.jit(run)(decoded, x), rtol=1e-4, atol=1e-4))
 
 
 def main() -> int:
-    """Prints the ratios; the exit status is 1 when the transformed model computes something else."""
+    """Prints the ratios; the exit status is 1 when a transformed model computes something else."""
     parser = argparse.ArgumentParser(prog="python -m bench.tracing", description="what tracing through fb.transparent costs")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--save", action="store_true", help="write bench/results/tracing.json")
     options = parser.parse_args()
-    dense, quantized = parameters()
-    decoded = jax.tree.map(lambda q: fb.dequantize(q) if fb.is_qarray(q) else q, quantized, is_leaf=fb.is_qarray)
-    x = jnp.ones((2, WIDTH))
-    kept = fb.transparent(mlp)
-    if not jnp.allclose(jax.jit(kept)(quantized, x), jax.jit(mlp)(decoded, x), rtol=1e-4, atol=1e-4):
+    if not all(map(is_right, LAYERS)):
         print("the correctness gate is red, so no cost is printed", file=sys.stderr)
         return 1
-
-    def by_hand(params: Any, x: jax.Array) -> jax.Array:
-        return mlp([(fb.dequantize(up), fb.dequantize(down), s) for up, down, s in params], x)
-
-    contenders = {
-        "dense": lambda: jax.make_jaxpr(lambda p, x: mlp(p, x))(dense, x),
-        "transparent": lambda: jax.make_jaxpr(lambda p, x: kept(p, x))(quantized, x),
-        "transparent, first": lambda: jax.make_jaxpr(lambda p, x: fb.transparent(mlp)(p, x))(quantized, x),
-        "dequantize by hand": lambda: jax.make_jaxpr(lambda p, x: by_hand(p, x))(quantized, x),
-    }
-    equations = {name: len(run().jaxpr.eqns) for name, run in contenders.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    for _ in range(options.rounds):
-        for name, run in contenders.items():
-            start = time.process_time()
-            run()
-            seconds[name].append(time.process_time() - start)
-    rows = [row(name, seconds, equations[name]) for name in contenders]
-    for each in rows:
-        low, high = each["ratio_spread"]
-        print(
-            f"{each['who']:20} {each['ms']:7.1f} ms  {each['ratio']:5.2f} of dense ({low:.2f} to {high:.2f})  "
-            f"{each['equations']} equations"
-        )
+    rows = []
+    for kind in LAYERS:
+        for layers in (12, 24):
+            for is_named in (False, True):
+                rows += measured(kind, layers, is_named=is_named, rounds=options.rounds)
     if options.save:
-        save("tracing", (), layers=LAYERS, rounds=options.rounds, rows=rows)
+        save("tracing", (), rounds=options.rounds, rows=rows)
     return 0
 
 
-def row(name: str, seconds: dict[str, list[float]], equations: int) -> dict[str, Any]:
-    """The figures of one contender: medians, and the ratio's middle half."""
-    ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds["dense"], strict=True)]
-    low, _, high = statistics.quantiles(ratios, n=4)
-    middle = statistics.median(ratios)
-    spread = [round(low, 3), round(high, 3)]
-    milliseconds = round(1e3 * statistics.median(seconds[name]), 2)
-    return {"who": name, "ms": milliseconds, "ratio": round(middle, 3), "ratio_spread": spread, "equations": equations}
+def measured(kind: str, layers: int, *, is_named: bool, rounds: int) -> list[dict[str, Any]]:
+    """The rows of one model, printed as they come."""
+    runs = contenders(kind, layers, is_named=is_named)
+    equations = {name: len(run().jaxpr.eqns) for name, run in runs.items()}
+    calls = {name: calls_of(run) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            start = time.process_time()
+            run()
+            seconds[name].append(time.process_time() - start)
+    rows = []
+    for name in runs:
+        ratios = [mine / theirs for mine, theirs in zip(seconds[name], seconds["dense"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        row = {
+            "model": kind,
+            "layers": layers,
+            "named": is_named,
+            "who": name,
+            "ms": round(1e3 * statistics.median(seconds[name]), 2),
+            "ratio": round(middle, 3),
+            "ratio_spread": [round(low, 3), round(high, 3)],
+            "calls_ratio": round(calls[name] / calls["dense"], 3),
+            "equations": equations[name],
+        }
+        print(
+            f"{kind:11} {layers:3} layers {'named' if is_named else '     '}  {name:20} {row['ms']:7.1f} ms  "
+            f"{middle:5.2f} of dense ({low:.2f} to {high:.2f}), in calls {row['calls_ratio']:.2f}, {equations[name]} equations",
+            flush=True,
+        )
+        rows.append(row)
+    return rows
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import fewbit as fb
 from fewbit.ops.rules import RULES
 
 # Made by public functions of both versions, though no public module has the primitive itself.
-BESIDE = {"composite", "name", "pvary", "ragged_dot_general", "reduce_scatter", "shard_map"}
+BESIDE = {"composite", "name", "pvary", "ragged_dot_general", "reduce_scatter", "reshard", "shard_map"}
 
 
 def public_primitives() -> dict[str, Primitive]:
@@ -80,6 +80,9 @@ QUANTIZED = {
     "name": lambda w: checkpoint_name(w, "weight"),
     "optimization_barrier": lambda w: lax.optimization_barrier(w),
     "reshape": lambda w: lax.reshape(w, (4, 4, 16)),
+    "reshard": lambda w: jax.reshard(
+        w, NamedSharding(jax.make_mesh((4,), ("d",), devices=jax.devices()[:4]), PartitionSpec("d"))
+    ),
     "rev": lambda w: lax.rev(w, (0,)),
     "select_n": lambda w: lax.select_n(jnp.arange(3).sum() > 0, w, w),
     "sharding_constraint": lambda w: lax.with_sharding_constraint(w, NamedSharding(mesh(), PartitionSpec("d"))),

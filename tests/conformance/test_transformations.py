@@ -170,6 +170,7 @@ INSIDE = {
     "split": (lambda p, x: [x @ part.T for part in jnp.split(p["w"], 2)], ALL_KINDS),
     "split tiles": (lambda p, x: [x[:, :32] @ part.T for part in jnp.split(p["w"], 2, 1)], ("nvfp4", "q4_1")),
     "flipped": (lambda p, x: x @ jnp.flip(p["w"], 0).T, ALL_KINDS),
+    "flipped bytes": (lambda p, x: x @ jnp.flip(p["w"], 1).T, LAYERED),
     "repeated": (lambda p, x: x @ jnp.repeat(p["w"], 2, axis=0).T, LAYERED),
     "broadcast": (lambda p, x: jnp.einsum("bi,boi->bo", x, jnp.broadcast_to(p["w"], (4, 64, 64))), ALL_KINDS),
     "both quantized": (lambda p, x: p["v"] @ p["w"].T, ALL_KINDS),
@@ -310,7 +311,7 @@ REFUSED = {
     ),
     "schemes that differ": (lambda p, x: jnp.concatenate([p["w"], p["other"]]), "nf4", "concatenate decodes .*schemes"),
     "a weight that is not quantized": (lambda p, x: jnp.concatenate([p["w"], x]), "nf4", "one of the operands is not"),
-    "bytes that would be cut": (lambda p, x: jnp.flip(p["w"], 1), "nf4", "rev decodes .*share bytes"),
+    "bytes that would be cut": (lambda p, x: p["w"][:, 1:33], "nf4", "slice decodes .*share bytes"),
 }
 
 

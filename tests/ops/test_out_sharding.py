@@ -72,3 +72,57 @@ def test_it_is_needed_and_unchanged_code_can_ask_for_it():
     out = jax.jit(fb.transparent(unchanged))(x, q)
     assert out.sharding.spec == P("data", None)
     np.testing.assert_allclose(alone(out), alone(x) @ fb.dequantize(jax.tree.map(alone, q)), rtol=1e-5, atol=1e-4)
+
+
+LOOK_UPS = {
+    "out_sharding": lambda e, ids: e.at[ids].get(out_sharding=P("data", None, "model")),
+    "out_sharding of rows": lambda e, ids: e.at[ids].get(out_sharding=P("data")),
+    "index array": lambda e, ids: e[ids],
+    "take": lambda e, ids: jnp.take(e, ids, axis=0),
+    "reshard, then index": lambda e, ids: jax.reshard(e, P())[jax.reshard(ids, P())],
+}
+
+
+def typed(fn, *args):
+    """What JAX says of a program: the sharding in its result's type, or its error."""
+    try:
+        return jax.typeof(jax.eval_shape(fn, *args)).sharding
+    except Exception as error:  # noqa: BLE001 - the errors of JAX have no class in common
+        return type(error), str(error)[:80]
+
+
+@pytest.mark.finding(11)
+@pytest.mark.parametrize("table_spec", [P(), P("model"), P(None, "model")], ids=["whole", "rows", "columns"])
+@pytest.mark.parametrize("ids_spec", [P(), P("data")], ids=["ids whole", "ids sharded"])
+def test_look_ups_lie_where_those_of_the_float_program_do(table_spec, ids_spec):
+    """Shards of 9 rows, or of 6 columns, which are no whole tiles of a power of two."""
+    q = fb.quantize(normal(36, 24), "nf4")
+    ids = jax.device_put(jnp.arange(16).reshape(4, 4) * 3 % 36, NamedSharding(mesh(), ids_spec))
+    table = jax.device_put(fb.dequantize(q), NamedSharding(mesh(), table_spec))
+    sharded = q.with_sharding((mesh(), table_spec))
+    with jax.set_mesh(mesh()):
+        for look_up in LOOK_UPS.values():
+            expected = typed(look_up, table, ids)
+            assert typed(fb.transparent(look_up), sharded, ids) == expected
+        found = jax.jit(lambda e, ids: [fb.transparent(LOOK_UPS[name])(e, ids) for name in list(LOOK_UPS)[:2]])(sharded, ids)
+    for rows in found:
+        np.testing.assert_array_equal(alone(rows), alone(table)[alone(ids)])
+
+
+@pytest.mark.finding(11)
+def test_trained_look_ups_follow_a_resharded_table():
+    params = {"e": jax.device_put(normal(36, 24), NamedSharding(mesh(), P("model")))}
+    ids = jax.device_put(jnp.arange(16).reshape(4, 4), NamedSharding(mesh(), P("data")))
+    recipe = fb.Recipe((fb.Rule("e", fb.Policy("nf4")),))
+
+    def rows(p, ids):
+        return p["e"].at[ids].get(out_sharding=P("data"))
+
+    with jax.set_mesh(mesh()):
+        served = fb.quantize_params(params, fb.plan(rows, params, ids, recipe=recipe))
+        trained = jax.jit(fb.train(rows, recipe))(params, ids)
+        np.testing.assert_array_equal(alone(trained), alone(jax.jit(fb.transparent(rows))(served, ids)))
+        gradient = jax.jit(jax.grad(lambda p: fb.train(rows, recipe)(p, ids).sum()))(params)["e"]
+    assert fb.is_qarray(served["e"])
+    assert gradient.sharding.spec == P("model", None)
+    np.testing.assert_array_equal(alone(gradient), np.repeat((np.arange(36) < 16)[:, None], 24, 1))

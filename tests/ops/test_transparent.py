@@ -290,3 +290,105 @@ def test_a_choice_by_rows_that_cannot_stay_quantized_is_decoded():
 
     found = fb.transparent(fn, fallback="dequantize")(q, jnp.arange(8) < 3)
     np.testing.assert_allclose(found, fb.dequantize(q)[:3].sum(), rtol=1e-6)
+
+
+@jax.custom_vjp
+def recomputing(x, w):
+    return jnp.sin(x @ w)
+
+
+def recomputed_gradients(saved, g):
+    x, w = saved
+    slope = g * jnp.cos(x @ w)
+    return slope @ w.T, x.T @ slope
+
+
+recomputing.defvjp(lambda x, w: (jnp.sin(x @ w), (x, w)), recomputed_gradients)
+
+
+def cast_tree(p, x):
+    """Mixed precision as most training code writes it: all parameters, of which a recipe matches some."""
+    p = jax.tree.map(lambda a: a.astype(jnp.bfloat16), p)
+    for layer in (p["a"], p["b"]):
+        x = (x.astype(jnp.bfloat16) @ layer["kernel"]) * layer["scale"]
+    return x.astype(jnp.float32)
+
+
+def transposed_tree(p, x):
+    p = jax.tree.map(lambda a: a.T, p)
+    for layer in (p["a"], p["b"]):
+        x = (x @ layer["kernel"]) * layer["scale"].T
+    return x
+
+
+RECOMPUTING = {
+    "recomputing custom_vjp": lambda p, x: recomputing(x, p["a"]["kernel"]),
+    "gradient of it": lambda p, x: jax.grad(lambda x: recomputing(x, p["a"]["kernel"]).sum())(x),
+    "gradient of checkpoint(einsum)": lambda p, x: jax.grad(
+        jax.checkpoint(lambda x: jnp.einsum("xb,ba,xa->", x, p["a"]["kernel"], x))
+    )(x),
+    "cast of the tree": cast_tree,
+    "transposed tree": transposed_tree,
+}
+
+
+def test_each_layer_reports_its_fallback_and_keeps_its_name():
+    w = fb.quantize(normal(64, 64), "int8")
+
+    def net(params, x):
+        for i, w in enumerate(params):
+            with jax.named_scope(f"layer_{i}"):
+                x = jnp.tanh(x @ w.T) + w.sum()
+        return x
+
+    places: list[Decoded] = []
+    run = fb.transparent(net, fallback="dequantize", report=places.append)
+    text = jax.jit(run).lower([w] * 3, normal(2, 64)).as_text(debug_info=True)
+    assert [place.primitive for place in places] == ["reduce_sum"] * 3
+    assert all(f"layer_{i}" in text for i in range(3))
+
+
+@pytest.mark.finding(8, 23)
+@pytest.mark.parametrize("wrap", [jax.jit, lambda f: f], ids=["jit", "eager"])
+@pytest.mark.parametrize("piece", RECOMPUTING.values(), ids=RECOMPUTING)
+def test_equations_that_share_a_line_end(piece, wrap):
+    """These recursed without end when equations of one line were evaluated as one cached function."""
+    params = {name: {"kernel": normal(8, 8, seed=i), "scale": jnp.ones((1, 8))} for i, name in enumerate("ab")}
+    recipe = fb.Recipe((fb.Rule(".*kernel", fb.Policy("int8"), axis=(-2,)),))
+    served = fb.quantize_params(params, fb.plan(piece, params, normal(4, 8), recipe=recipe))
+    decoded = jax.tree.map(lambda w: fb.dequantize(w) if fb.is_qarray(w) else w, served, is_leaf=fb.is_qarray)
+
+    def both(fn):
+        return lambda p, x: (fn(p, x), jax.grad(lambda x: (fn(p, x) ** 2).sum())(x))
+
+    x = normal(4, 8, seed=3)
+    expected = jax.jit(both(piece))(decoded, x)
+    found = wrap(both(fb.transparent(piece)))(served, x)
+    trained = wrap(both(fb.train(piece, recipe)))(params, x)
+    # Sums of 8 float32 products in another order; bfloat16 rounds every result, up to 4, by 2**-7, where XLA does not fuse it.
+    tolerance = 2.0**-4 if piece is cast_tree else 1e-5
+    for got in (found, trained):
+        jax.tree.map(lambda g, e: np.testing.assert_allclose(g, e, rtol=tolerance, atol=tolerance), got, expected)
+
+
+IN_AND_WINDOW, OUT = (-2, -1), -3  # what a scheme's tiles and bytes run along
+CONVOLUTIONS = {
+    "grouped-int8": ((2, 8, 5), (6, 4, 3), {"feature_group_count": 2}, "int8", IN_AND_WINDOW),
+    "grouped-nvfp4-bytes over groups": ((2, 8, 5), (6, 4, 3), {"feature_group_count": 2}, "nvfp4", OUT),
+    "depthwise-int3_g32": ((2, 8, 5), (16, 1, 3), {"feature_group_count": 8}, "int3_g32", IN_AND_WINDOW),
+    "groups of samples-nf4_dq-bytes over groups": ((4, 8, 5), (6, 8, 3), {"batch_group_count": 2}, "nf4_dq", OUT),
+}
+
+
+@pytest.mark.finding(12)
+@pytest.mark.parametrize(("images", "kernel", "groups", "scheme", "axis"), CONVOLUTIONS.values(), ids=CONVOLUTIONS)
+def test_gradients_inside_of_grouped_convolutions(images, kernel, groups, scheme, axis):
+    """JAX regroups the kernel by a reshape that permutes axes, and may cut any byte or tile."""
+    x, q = normal(*images), fb.quantize(normal(*kernel, seed=1), scheme, axis=axis)
+
+    def gradient(w, x):
+        return jax.grad(lambda x: (jax.lax.conv_general_dilated(x, w, (1,), "SAME", **groups) ** 2).sum())(x)
+
+    found, expected = jax.jit(fb.transparent(gradient))(q, x), jax.jit(gradient)(fb.dequantize(q), x)
+    # Sums of at most 24 float32 products below 1 in another order.
+    np.testing.assert_allclose(found, expected, atol=24 * 2.0**-23)

@@ -19,7 +19,10 @@ from ..array.quantize import laid_along
 from ..errors import QuantError
 from ..kernels.quantize import quantize
 
-_UNMOVED = ("copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "pvary")
+_UNMOVED = (
+    *("copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
+    *("sharding_constraint", "reshard", "pvary"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

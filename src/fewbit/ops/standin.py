@@ -1,6 +1,7 @@
 """Operands that stand for an array while a function is evaluated: stored ones, QArrays, and those that a transform makes."""
 
 import abc
+import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self, TypeGuard
 
@@ -69,12 +70,15 @@ class StandIn(abc.ABC):
         return self
 
 
-_KINDS = (QArray, StandIn)  # made once, since a trace asks of every variable
-
-
 def stands_in(x: Any) -> TypeGuard[QArray | StandIn]:
     """Whether a value stands for an array without being one: the `is_leaf` of walks in the evaluator."""
-    return isinstance(x, _KINDS)
+    return _is_kind(type(x))
+
+
+@functools.cache
+def _is_kind(kind: type) -> bool:
+    """Asked once of each class: a trace asks of every variable, and `isinstance` of an abstract class is slow."""
+    return issubclass(kind, QArray | StandIn)
 
 
 def array_of(x: QArray | StandIn) -> jax.Array:

@@ -7,9 +7,9 @@ with a body that is evaluated in the same way, so `jit` stays jitted and `scan` 
 follows `fallback`.
 """
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import jax
@@ -21,7 +21,6 @@ from jax.extend import source_info_util
 from ..errors import QuantError, UnsupportedError
 from .latent import Latent
 from .observed import Observed
-from .repeats import Stretch, Survey, stretch_from
 from .rules import RULES, SHARED
 from .rules.control import CONTROL
 from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound, logical
@@ -220,29 +219,22 @@ class _Evaluator(AbstractEvaluator):
             if isinstance(atom, jex_core.Literal):
                 return atom.val
             value = env[atom]
-            if isinstance(value, StandIn):
+            if stands_in(value) and isinstance(value, StandIn):
                 value, env[atom] = value.forked()
             return value
 
-        eqns, index, survey = jaxpr.eqns, 0, None
-        while index < len(eqns):
-            eqn = eqns[index]
-            values = [read(atom) for atom in eqn.invars]
-            has_stand_in = any(map(stands_in, values))
-            if has_stand_in and self.is_traced and self.chosen is None:
-                survey = Survey.of(jaxpr) if survey is None else survey
-                stretch = stretch_from(jaxpr, index, env, survey)
-                repeated = None if stretch is None else self._repeated(stretch, survey)
-                if stretch is not None and repeated is not None:
-                    env.update(zip(stretch.outputs, repeated(*map(read, stretch.inputs)), strict=True))
-                    index += len(stretch.eqns)
-                    continue
-            with _context_of(eqn):
-                if has_stand_in and eqn.primitive.name == "select_n":
-                    values[0] = _as_made(eqn.invars[0], jaxpr, read)
-                outputs = self.equation(eqn, values)
-            env.update(zip(eqn.outvars, outputs, strict=True))
-            index += 1
+        outer = source_info_util.current_name_stack()
+        for ctx, eqns in itertools.groupby(jaxpr.eqns, key=lambda eqn: eqn.ctx):
+            with ctx.manager:
+                for eqn in eqns:
+                    values = [read(atom) for atom in eqn.invars]
+                    info = eqn.source_info
+                    names = outer + info.name_stack if outer else info.name_stack
+                    with source_info_util.user_context(info.traceback, name_stack=names):
+                        if eqn.primitive.name == "select_n" and any(map(stands_in, values)):
+                            values[0] = _as_made(eqn.invars[0], jaxpr, read)
+                        outputs = self.equation(eqn, values)
+                    env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
     def function(self, inner: Any) -> Callable[..., list[Any]]:
@@ -268,10 +260,6 @@ class _Evaluator(AbstractEvaluator):
         around = tuple(map(id, self.around))
         return [place for place in self.chosen.operands if place[-len(around) :] == around and len(place) > len(around)]
 
-    def shared(self, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, traced once for all equations of the same key and the same operands."""
-        return self._kept(key, None, lambda: jax.jit(fn)) if self.is_traced else fn
-
     def jitted(self, eqn: Any) -> Callable[..., list[Any]]:
         """The body of an inner `jit`, jitted, and the same function whenever the same body comes again."""
         params = eqn.params
@@ -286,41 +274,27 @@ class _Evaluator(AbstractEvaluator):
         if options := dict(params["compiler_options_kvs"]):
             settings["compiler_options"] = options
 
-        def made() -> Callable[..., list[Any]]:
-            return jax.jit(inner, **settings)
-
         key = ("jit", id(closed), params["in_shardings"], params["out_shardings"], tuple(settings.items()))
         has_own = closed.consts or options or (self.chosen is not None and tuple(map(id, self.around)) in self.chosen.around)
-        return made() if has_own else self._kept(key, closed, made)
-
-    def _repeated(self, stretch: Stretch, survey: Survey) -> Callable[..., Any] | None:
-        """A stretch that comes again as a jitted function; None for any other."""
-        if stretch.key not in self.pieces:
-            survey.lines[stretch.eqns[0].source_info.traceback] += 1
-            if not stretch.comes_again:
-                return None
-
-        def repeated(*args: Any) -> list[Any]:
-            return self.evaluate(stretch.jaxpr, (), args)
-
-        return self._kept(stretch.key, stretch, lambda: jax.jit(repeated))
-
-    def _kept(self, key: Hashable, source: Any, make: Callable[[], Any]) -> Any:
-        """The piece of a key; `source` is kept with it, so that its id stays its own."""
+        if has_own:
+            return jax.jit(inner, **settings)
         if key not in self.pieces:
             if len(self.pieces) >= _PIECES:
                 self.pieces.pop(next(iter(self.pieces)))
-            self.pieces[key] = (source, make())
+            self.pieces[key] = (closed, jax.jit(inner, **settings))
         return self.pieces[key][1]
 
-    def equation(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
+    def equation(self, eqn: Any, values: list[Any]) -> list[Any]:
         """The results of one equation, by the rule of its primitive where a value stands for an array."""
-        values = list(values)
-        place = (id(eqn), *map(id, self.around))
-        if self.chosen is not None and place in self.chosen.operands and not any(map(stands_in, values)):
-            values[1] = dataclasses.replace(self.chosen.operands[place], value=values[1])
-        is_around = self.chosen is not None and place in self.chosen.around
-        if not is_around and not any(map(stands_in, values)):
+        has_stand_in = any(map(stands_in, values))
+        is_around = False
+        if self.chosen is not None and not has_stand_in:
+            place = (id(eqn), *map(id, self.around))
+            if place in self.chosen.operands:
+                values = [values[0], dataclasses.replace(self.chosen.operands[place], value=values[1]), *values[2:]]
+                has_stand_in = True
+            is_around = place in self.chosen.around
+        if not has_stand_in and not is_around:
             return bound(eqn, values)
         rule = self._rule_of(eqn.primitive.name, values)
         reason = "fewbit has no rule for it"
@@ -365,15 +339,6 @@ def _as_made(predicate: Any, jaxpr: Any, read: Callable[[Any], Any]) -> Any:
             lengths = dict(zip(places, value.shape, strict=True))
             return value.reshape([lengths.get(axis, 1) for axis in range(len(eqn.params["shape"]))])
     return read(predicate)
-
-
-@contextlib.contextmanager
-def _context_of(eqn: Any) -> Iterator[None]:
-    """The name stack and the settings under which an equation was traced."""
-    info = eqn.source_info
-    stack = source_info_util.current_name_stack() + info.name_stack
-    with source_info_util.user_context(info.traceback, name_stack=stack), eqn.ctx.manager:
-        yield
 
 
 def _source_of(*eqns: Any) -> str:

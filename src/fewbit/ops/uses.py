@@ -403,6 +403,7 @@ _MOVES: dict[str, Callable[[Any, _Traced], _Traced | None]] = {
     "stage": _kept,
     "rev": _kept,
     "sharding_constraint": _kept,
+    "reshard": _kept,
     "all_gather": _kept,
     "ppermute": _kept,
     "pvary": _kept,

@@ -1,4 +1,4 @@
-"""Joining quantized arrays along an axis, repeating and reversing them: codes and scales move, nothing is quantized anew."""
+"""Joining, repeating, reversing and repacking quantized arrays: codes and scales move, nothing is quantized anew."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from ..._tiles import Tile
 from ...array import QArray
-from ...array.packing import code_capacity, codes_per_unit
+from ...array.packing import code_capacity, codes_per_unit, pack, unpack
+from ..take import taken_rows
 from .rule import NoRuleError
 
 
@@ -110,21 +111,55 @@ def broadcasted(q: QArray, shape: tuple[int, ...]) -> QArray:
 
 
 def reversed_along(q: QArray, axes: Sequence[int]) -> QArray:
-    """The array with its elements in the opposite order along axes.
-
-    Raises:
-        NoRuleError: when codes share bytes along one, or its last tile is short.
-    """
+    """The array with its elements in the opposite order along axes."""
     for axis in axes:
-        if is_packed_along(q, axis):
-            raise NoRuleError("codes share bytes along the reversed axis")
-        if q.scale.shape[axis] > 1 and q.shape[axis] % tile_length(q, axis):
-            raise NoRuleError("the last tile of the reversed axis is short")
+        q = _reversed(q, axis)
+    return q
 
-    def turned(leaf: Any) -> Any:
-        turning = [a for a in axes if leaf.shape[a] > 1]
-        return reversed_along(leaf, turning) if isinstance(leaf, QArray) else jnp.flip(leaf, turning) if turning else leaf
 
-    zero = None if q.zero_point is None else turned(q.zero_point)
-    tensor = None if q.tensor_scale is None else turned(q.tensor_scale)
-    return dataclasses.replace(q, codes=turned(q.codes), scale=turned(q.scale), zero_point=zero, tensor_scale=tensor)
+def _reversed(q: QArray, axis: int) -> QArray:
+    if q.scale.shape[axis] > 1 and q.shape[axis] % tile_length(q, axis):
+        q = untiled(q, axis)  # else a short tile would come first
+
+    def flipped(leaf: Any) -> Any:
+        if leaf.shape[axis] == 1:
+            return leaf
+        return _reversed(leaf, axis) if isinstance(leaf, QArray) else jnp.flip(leaf, axis)
+
+    codes = _packed(jnp.flip(_unpacked(q), axis), q, axis) if is_packed_along(q, axis) else jnp.flip(q.codes, axis)
+    zero = None if q.zero_point is None else flipped(q.zero_point)
+    tensor = None if q.tensor_scale is None else flipped(q.tensor_scale)
+    return dataclasses.replace(q, codes=codes, scale=flipped(q.scale), zero_point=zero, tensor_scale=tensor)
+
+
+def repacked(q: QArray, axis: int) -> QArray:
+    """The same codes and scales, with the codes sharing bytes along another axis."""
+    if unit_of(q) == 1 or is_packed_along(q, axis):
+        return q
+    codes = _packed(_unpacked(q), q, axis)
+    slack = code_capacity(codes.shape[axis], q.scheme.format.bits) - q.shape[axis]
+    return dataclasses.replace(q, codes=codes, scheme=q.scheme.with_tiles(q.tiles, axis - q.ndim), slack=slack)
+
+
+def _unpacked(q: QArray) -> Any:
+    """The codes, each in a byte of its own."""
+    axis = q.scheme.pack_axis
+    return unpack(q.codes, q.scheme.format.bits, q.shape[axis], q.scheme.packing, axis=axis)
+
+
+def _packed(codes: Any, q: QArray, axis: int) -> Any:
+    """Codes, each in a byte of its own, packed as an array's are, along an axis."""
+    return pack(codes, q.scheme.format.bits, q.scheme.packing, axis=axis)
+
+
+def untiled(q: QArray, axis: int) -> QArray:
+    """The array with a scale (and zero point, and tensor scale) of its own for each element along an axis."""
+    n = q.shape[axis]
+    if q.scale.shape[axis] not in (1, n):
+        q = taken_rows(q, jnp.arange(n), axis)
+    tiles = tuple(1 if a == axis else t for a, t in enumerate(q.tiles))
+    scale = untiled(spread(q.scale, axis, n), axis) if isinstance(q.scale, QArray) else spread(q.scale, axis, n)
+    zero = None if q.zero_point is None else spread(q.zero_point, axis, n)
+    tensor = None if q.tensor_scale is None else spread(q.tensor_scale, axis, n)
+    scheme = q.scheme.with_tiles(tiles, q.scheme.pack_axis)
+    return QArray(q.codes, scale, zero, tensor, scheme, q.dtype, q.slack, q.policy)

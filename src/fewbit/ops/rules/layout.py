@@ -1,5 +1,6 @@
 """Layout: equations that move or copy the elements of a quantized array, and leave it quantized."""
 
+import dataclasses
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...array import QArray, is_qarray
+from ...array.layout import regrouped
 from ...errors import QuantError
 from ...kernels.quantize import dequantize
 from ..lookup import Lookup
 from ..take import taken_rows
-from .joining import broadcasted, is_packed_along, joined, reversed_along, spread
+from .joining import broadcasted, is_packed_along, joined, repacked, reversed_along, untiled
 from .rule import AbstractEvaluator, NoRuleError, Rule
 
 
@@ -35,10 +37,23 @@ def _refuse_sharding(eqn: Any) -> None:
 
 
 def _reshape(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """A reshape. Where it would cut bytes, codes share them along an axis that it keeps.
+
+    One that transposes first is how JAX regroups the kernel for the gradient of a grouped convolution. It is not refused for
+    tiles: axes that merge get a scale for each element.
+    """
     _refuse_sharding(eqn)
-    if eqn.params.get("dimensions") is not None:
-        raise NoRuleError("the reshape permutes axes")
-    return [reshaped(values[0], eqn.outvars[0].aval.shape)]
+    q, order, shape = values[0], eqn.params.get("dimensions"), eqn.outvars[0].aval.shape
+    q = q if order is None else q.transpose(*order)
+    try:
+        return [q.reshape(shape)]
+    except QuantError:
+        groups = regrouped(q.shape, shape)
+    kept = [old[0] for old, new in groups if [q.shape[a] for a in old] == [shape[a] for a in new]]
+    for axis in range(q.ndim):
+        if order is not None and axis not in kept:
+            q = dataclasses.replace(untiled(q, axis), tensor_scale=q.tensor_scale)  # one for all stays one
+    return [reshaped(repacked(q, max(kept, key=lambda axis: q.shape[axis])) if kept else q, shape)]
 
 
 def _unit_axes(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
@@ -150,7 +165,7 @@ def _select_n(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     for axis in [a for a, n in enumerate(which.shape) if n > 1]:
         if any(is_packed_along(q, axis) for q in cases):
             raise NoRuleError("the predicate differs between codes that share bytes")
-        cases = [_untiled(q, axis) for q in cases]
+        cases = [untiled(q, axis) for q in cases]
     if len({(jax.tree.structure(q), *(leaf.shape for leaf in jax.tree.leaves(q))) for q in cases}) > 1:
         raise NoRuleError("the schemes of the cases differ")
 
@@ -159,19 +174,6 @@ def _select_n(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
         return jax.lax.select_n(jnp.broadcast_to(which, leaves[0].shape), *leaves)
 
     return [jax.tree.map(chosen, *cases)]
-
-
-def _untiled(q: QArray, axis: int) -> QArray:
-    """The array with a scale (and zero point, and tensor scale) of its own for each element along an axis."""
-    n = q.shape[axis]
-    if q.scale.shape[axis] not in (1, n):
-        q = taken_rows(q, jnp.arange(n), axis)
-    tiles = tuple(1 if a == axis else t for a, t in enumerate(q.tiles))
-    scale = _untiled(spread(q.scale, axis, n), axis) if is_qarray(q.scale) else spread(q.scale, axis, n)
-    zero = None if q.zero_point is None else spread(q.zero_point, axis, n)
-    tensor = None if q.tensor_scale is None else spread(q.tensor_scale, axis, n)
-    scheme = q.scheme.with_tiles(tiles, q.scheme.pack_axis)
-    return QArray(q.codes, scale, zero, tensor, scheme, q.dtype, q.slack, q.policy)
 
 
 LAYOUT: dict[str, Rule] = {

@@ -22,14 +22,17 @@ from .sharding import SHARDING
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """The primitives that multiply a parameter."""
 MOVES = (
-    *("convert_element_type", "copy", "copy_p", "name", "optimization_barrier"),
-    *("sharding_constraint", "all_gather", "pvary"),
+    *("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
+    *("sharding_constraint", "reshard", "all_gather", "pvary"),
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split", "rev"),
 )
 """The primitives whose result is the parameter still, moved about."""
 
 
-_STILL = ("convert_element_type", "copy", "copy_p", "name", "optimization_barrier", "sharding_constraint", "pvary")
+_STILL = (
+    *("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
+    *("sharding_constraint", "reshard", "pvary"),
+)
 
 
 def _moved(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:

@@ -20,26 +20,32 @@ from .rule import AbstractEvaluator, NoRuleError, Rule, bound
 
 def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     names = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
-    numbers, precision, preferred, sharding = (eqn.params[name] for name in names)
-    lhs, rhs, numbers = untransposed(values[0], values[1], numbers)  # here, for the piece that is shared sees leaves only
+    numbers, *settings = (eqn.params[name] for name in names)
+    lhs, rhs, numbers = untransposed(values[0], values[1], numbers)  # here, because a jitted product has leaves only
+    product = _jitted_dot_general if evaluator.is_traced else quantized_dot_general
+    return [product(lhs, rhs, numbers, *settings)]
 
-    def quantized_dot_general(lhs: Any, rhs: Any) -> jax.Array:
-        return dot_general(lhs, rhs, numbers, precision, preferred, out_sharding=sharding)
 
-    return [evaluator.shared((numbers, precision, preferred, sharding), quantized_dot_general)(lhs, rhs)]
+def quantized_dot_general(lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, sharding: Any) -> jax.Array:
+    """`fb.dot_general` with settings by place, which `jax.jit` takes as static."""
+    return dot_general(lhs, rhs, numbers, precision, preferred, out_sharding=sharding)
+
+
+_CONV_SETTINGS = (
+    *("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count"),
+    *("batch_group_count", "precision", "preferred_element_type"),
+)
 
 
 def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    params = eqn.params
-    _refuse_out_sharding(params)
-    known = ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "dimension_numbers", "feature_group_count")
-    known = (*known, "batch_group_count", "precision", "preferred_element_type")
-    settings = {name: params[name] for name in known}
+    _refuse_out_sharding(eqn.params)
+    product = _jitted_conv if evaluator.is_traced else quantized_conv
+    return [product(*values, *(eqn.params[name] for name in _CONV_SETTINGS))]
 
-    def quantized_conv(lhs: Any, rhs: Any) -> jax.Array:
-        return conv_general_dilated(lhs, rhs, **settings)
 
-    return [evaluator.shared(("conv_general_dilated", *settings.values()), quantized_conv)(*values)]
+def quantized_conv(lhs: Any, rhs: Any, *settings: Any) -> jax.Array:
+    """`fb.conv_general_dilated` with settings by place, which `jax.jit` takes as static."""
+    return conv_general_dilated(lhs, rhs, *settings)
 
 
 def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
@@ -48,18 +54,22 @@ def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any
     lhs, rhs, group_sizes = values
     if stands_in(group_sizes):
         raise NoRuleError("the group sizes are quantized")
-    numbers, precision, preferred = (
-        params[name] for name in ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")
-    )
+    settings = [params[name] for name in ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")]
     offset = params["group_offset"]
+    # An offset may be an array, which cannot be static.
+    product = _jitted_ragged_dot if evaluator.is_traced and offset is None else quantized_ragged_dot
+    return [product(lhs, rhs, group_sizes, *settings, offset)]
 
-    def quantized_ragged_dot(lhs: Any, rhs: Any, group_sizes: Any) -> jax.Array:
-        return ragged_dot_general(lhs, rhs, group_sizes, numbers, precision, preferred, offset)
 
-    # An offset may be an array, which cannot name a piece to share.
-    if offset is not None:
-        return [quantized_ragged_dot(lhs, rhs, group_sizes)]
-    return [evaluator.shared(("ragged_dot", numbers, precision, preferred), quantized_ragged_dot)(lhs, rhs, group_sizes)]
+def quantized_ragged_dot(lhs: Any, rhs: Any, group_sizes: Any, *settings: Any) -> jax.Array:
+    """`fb.ops.ragged_dot_general` with settings by place, which `jax.jit` takes as static."""
+    return ragged_dot_general(lhs, rhs, group_sizes, *settings)
+
+
+# One function for every evaluation, so that JAX traces each product once for operands that are alike.
+_jitted_dot_general = jax.jit(quantized_dot_general, static_argnums=(2, 3, 4, 5))
+_jitted_conv = jax.jit(quantized_conv, static_argnums=tuple(range(2, 2 + len(_CONV_SETTINGS))))
+_jitted_ragged_dot = jax.jit(quantized_ragged_dot, static_argnums=(3, 4, 5, 6))
 
 
 def _refuse_out_sharding(params: Any) -> None:

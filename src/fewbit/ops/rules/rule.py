@@ -1,11 +1,13 @@
 """What a rule is: a function of the evaluator, an equation and its operands, which gives the equation's results."""
 
 import abc
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+from jax.sharding import AxisType
 
+from ...array import QArray
 from ..standin import StandIn, stands_in
 
 
@@ -14,7 +16,13 @@ class NoRuleError(Exception):
 
 
 class AbstractEvaluator(abc.ABC):
-    """What rules ask of the evaluator of `fewbit.ops.transparent`."""
+    """What rules ask of the evaluator of `fewbit.ops.transparent`.
+
+    Attributes:
+        is_traced: whether JAX is tracing what is evaluated.
+    """
+
+    is_traced: bool
 
     @abc.abstractmethod
     def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
@@ -31,10 +39,6 @@ class AbstractEvaluator(abc.ABC):
     @abc.abstractmethod
     def equation(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
         """The results of one equation, by the rule of its primitive where a value stands for an array."""
-
-    @abc.abstractmethod
-    def shared(self, key: Hashable, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, traced once for all equations of the same key and the same operands."""
 
     @abc.abstractmethod
     def inside(self) -> list[StandIn]:
@@ -61,10 +65,13 @@ def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
 
 
 def logical(x: Any) -> Any:
-    """What traced code sees of a value: of a QArray its shape and dtype, and over which mesh axes its shards differ."""
+    """What traced code sees of a value: of a QArray its shape, dtype, and sharding where JAX keeps it in the type."""
     if not stands_in(x):
         return x
-    held = jax.typeof(jax.tree.leaves(x)[0])
-    varying = held.manual_axis_type
-    where = {"sharding": held.sharding, "manual_axis_type": varying} if varying.varying else {}  # within shard_map
+    leaf = jax.typeof(x.codes if isinstance(x, QArray) else jax.tree.leaves(x)[0])  # it has the axes of the array
+    where = {}
+    if AxisType.Explicit in leaf.sharding.mesh.axis_types:
+        where["sharding"] = leaf.sharding
+    if leaf.manual_axis_type.varying:  # within shard_map
+        where |= {"sharding": leaf.sharding, "manual_axis_type": leaf.manual_axis_type}
     return jax.ShapeDtypeStruct(x.shape, x.dtype, **where)

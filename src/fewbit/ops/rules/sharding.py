@@ -60,6 +60,15 @@ def _sharding_constraint(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> l
     return [constrained(values[0], eqn.params["sharding"])]
 
 
+def _reshard(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    """`jax.reshard`: codes and scales go where the array goes."""
+    q, target = values[0], eqn.params["dst_sharding"]
+    leaves, structure = jax.tree.flatten(q)
+    targets = jax.tree.leaves(leaf_shardings(q, target))
+    moved = [eqn.primitive.bind(x, **eqn.params | {"dst_sharding": to}) for x, to in zip(leaves, targets, strict=True)]
+    return [jax.tree.unflatten(structure, moved)]
+
+
 def _device_put(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     """Each array that the operands hold is put where its operand goes."""
     columns = list(zip(eqn.params["devices"], eqn.params["srcs"], eqn.params["copy_semantics"], strict=True))
@@ -175,6 +184,7 @@ def _shard_map(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> lis
 
 SHARDING: dict[str, Rule] = {
     "sharding_constraint": _sharding_constraint,
+    "reshard": _reshard,
     "device_put": _device_put,
     "pvary": _each_leaf,
     "ppermute": _each_leaf,
