@@ -1,6 +1,7 @@
 """QArray: a stored quantized tensor, an array by its shape and dtype, a pytree of packed codes and scales."""
 
 import dataclasses
+import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -103,8 +104,8 @@ class QArray:
 
     @property
     def bits_per_weight(self) -> float:
-        """`8 * nbytes / size`."""
-        return 8 * self.nbytes / self.size
+        """`8 * nbytes / size`; NaN for an array without elements."""
+        return 8 * self.nbytes / self.size if self.size else math.nan
 
     @property
     def tiles(self) -> tuple[Tile, ...]:

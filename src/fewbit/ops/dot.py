@@ -213,7 +213,7 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """
-    left, right = operand(lhs), operand(rhs)
+    left, right = operand(lhs, "lhs"), operand(rhs, "rhs")
     batch = matmul_numbers(left.shape, right.shape)[1][0]
     product = dot_general(*_promoted(left, right), matmul_numbers(left.shape, right.shape))
     # The product puts the left's free axis first; matmul wants it before the right's last one.

@@ -9,7 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Key
 
 from ...array import QArray, Scheme
-from ...array.quantize import checked, float_dtype, shared_axes
+from ...array.quantize import checked, dequantized, float_dtype, quantized, shared_axes
 from ..insist import insisted
 from ..select import select
 from .backends import DEQUANTIZERS, QUANTIZERS
@@ -77,6 +77,8 @@ def quantize(
         x.shape, x.dtype.name, bound, is_stochastic, is_given, is_weighted, shared_axes(shared_noise, x.ndim, key)
     )
     chosen = select(QUANTIZERS, problem, backend).backend
+    if not x.size:  # nothing to compute
+        return quantized(x, bound, *given, problem.shared_noise)
     q: Any = chosen.run(problem, x if backend is None else insisted(x, chosen, QUANTIZERS.kind), *given)
     return q
 
@@ -103,8 +105,11 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
     >>> dequantize(quantize(jnp.array([[6.0, -0.4, 0.0]]), "mxfp4")).tolist()
     [[6.0, -0.5, 0.0]]
     """
-    problem = Decoding(q.shape, jnp.dtype(float_dtype(q, dtype)).name, q.scheme, q.tiles)
+    dtype = float_dtype(q, dtype)
+    problem = Decoding(q.shape, dtype.name, q.scheme, q.tiles)
     chosen = select(DEQUANTIZERS, problem, backend).backend
+    if not q.size:  # nothing to compute
+        return dequantized(q, dtype)
     if backend is not None:
         q = dataclasses.replace(q, codes=insisted(q.codes, chosen, DEQUANTIZERS.kind))
     return chosen.run(problem, q)
