@@ -1,9 +1,5 @@
 """quantize and dequantize in C++ give the bytes that the reference gives, for every scheme, dtype, axis and odd number."""
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -301,31 +297,6 @@ def test_beside_other_devices_it_runs_only_by_name():
     choice = select(QUANTIZERS, problem)
     assert choice.backend.name == "reference"
     assert "XLA cannot split its calls" in choice.reasons["cpu"]
-
-
-@pytest.mark.slow
-def test_a_process_of_one_device_takes_it_unasked():
-    """Named or not, in jit and out of it, under `transparent` and in a cache: nobody has to ask."""
-    code = """
-import jax, jax.numpy as jnp, numpy as np, fewbit as fb
-x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 64)), jnp.float32)
-assert "fewbit_quantize" in jax.jit(lambda x: fb.quantize(x, "nf4")).lower(x).as_text()
-q = fb.quantize(x, "nf4")
-assert "fewbit_dequantize" in jax.jit(fb.dequantize).lower(q).as_text()
-same = jax.tree.map(jnp.array_equal, q, fb.quantize(x, "nf4", backend="reference"))
-assert all(jax.tree.leaves(same))
-def net(w, x):
-    return jnp.tanh(x @ w.T)
-np.testing.assert_allclose(jax.jit(fb.transparent(net))(q, x), net(fb.dequantize(q), x), rtol=1e-5, atol=1e-5)
-trained = fb.train(net, fb.recipe("int8"))
-assert jnp.isfinite(jax.grad(lambda w: trained(w, x).sum())(x)).all()
-plan = fb.plan(net, x, x, recipe=fb.recipe("int8"))
-assert "int8" in str(plan)
-print("done")
-"""
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    assert done.stdout == "done\n", done.stderr
 
 
 @pytest.mark.parametrize("named", ["quantize", "dequantize"])

@@ -101,18 +101,18 @@ def _counts(x: Float[Array, "*b S"], block: Block) -> Bool[Array, "*b S"]:
 
 
 def _with_odd_values(
-    mixed: Float[Array, "B K R h"], values: Float[Array, "B J S h"], seen: Int[Array, " R"]
+    mixed: Float[Array, "B K R h"], values: Float[Array, "B J S w"], seen: Int[Array, " R"]
 ) -> Float[Array, "B K R h"]:
     """The mixture with NaN and infinities for the rows that see such values, of which it has zeros.
 
     A row sees the first positions, so all that counts is where the first value of each kind stands: those that make `+inf` or
-    NaN, and those that make `-inf` or NaN.
+    NaN, and those that make `-inf` or NaN. Where all heads or coordinates of a position share a scale, J or w is 1.
     """
     S = values.shape[2]
     place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     is_odd = ~jnp.isfinite(values)
 
-    def sees(kind: Bool[Array, "B J S h"]) -> Bool[Array, "B J R h"]:
+    def sees(kind: Bool[Array, "B J S w"]) -> Bool[Array, "B J R w"]:
         first = jnp.min(jnp.where(kind, place, S), axis=2, keepdims=True, initial=S)
         return first < seen.reshape(1, 1, -1, 1)
 
