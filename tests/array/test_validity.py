@@ -31,29 +31,50 @@ BAD = {
     "cut scale": (lambda: replaced("nf4", scale=lambda q: q.scale[:1]), r"scale has shape \(1, 1\), expected \(4, 1\)"),
     "empty scale": (lambda: replaced("int8", scale=lambda q: q.scale[:0]), r"scale has shape \(0, 1\), expected \(4, 1\)"),
     "scale of another rank": (lambda: replaced("int8", scale=lambda q: q.scale[0]), r"scale has shape \(1,\)"),
-    "cast scale": (lambda: replaced("int8", scale=lambda q: q.scale.astype(jnp.bfloat16)), "scale is bfloat16, expected float32"),
+    "cast scale": (
+        lambda: replaced("int8", scale=lambda q: q.scale.astype(jnp.bfloat16)),
+        "scale is bfloat16, expected float32",
+    ),
     "no scale": (lambda: replaced("int8", scale=lambda q: None), "scale is a NoneType, expected an array of float32"),
-    "plain scale": (lambda: replaced("nf4_dq", scale=lambda q: jnp.ones((4, 1))), "expected a QArray, as scheme nf4_dq stores"),
+    "plain scale": (
+        lambda: replaced("nf4_dq", scale=lambda q: jnp.ones((4, 1))),
+        "expected a QArray, as scheme nf4_dq stores",
+    ),
     "nested scale": (
         lambda: replaced("nf4_dq", scale=lambda q: dataclasses.replace(q.scale, codes=q.scale.codes[:2])),
         r"scale has shape \(2, 1\), expected \(4, 1\)",
     ),
     "cut zero point": (lambda: replaced("uint4", zero_point=lambda q: q.zero_point[:2]), r"zero_point has shape \(2, 1\)"),
-    "no zero point": (lambda: replaced("uint4", zero_point=lambda q: None), "zero_point is missing, and scheme uint4 has one"),
-    "needless zero point": (lambda: replaced("int4", zero_point=lambda q: q.scale), "zero_point is there, and scheme int4 has none"),
+    "no zero point": (
+        lambda: replaced("uint4", zero_point=lambda q: None),
+        "zero_point is missing, and scheme uint4 has one",
+    ),
+    "needless zero point": (
+        lambda: replaced("int4", zero_point=lambda q: q.scale),
+        "zero_point is there, and scheme int4 has none",
+    ),
     "no tensor scale": (lambda: replaced("nvfp4", tensor_scale=lambda q: None), "tensor_scale is missing, and scheme nvfp4"),
     "cast tensor scale": (
         lambda: replaced("nvfp4", tensor_scale=lambda q: q.tensor_scale.astype(jnp.float16)),
         "tensor_scale is float16, expected float32",
     ),
-    "slack": (lambda: replaced("int4", slack=lambda q: 2), "slack is 2, which 32 bytes of 4-bit codes along axis -1 cannot have"),
+    "slack": (
+        lambda: replaced("int4", slack=lambda q: 2),
+        "slack is 2, which 32 bytes of 4-bit codes along axis -1 cannot have",
+    ),
     "negative slack": (lambda: replaced("int8", slack=lambda q: -1), "slack is -1"),
     "codes of another width": (
         lambda: replaced("int4_g32", scheme=lambda q: fb.scheme("int8_g32")),
         r"scale has shape \(4, 2\), expected \(4, 1\) for an array of shape \(4, 32\)",
     ),
-    "codes of another dtype": (lambda: replaced("int8", codes=lambda q: q.codes.astype(jnp.int8)), "codes is int8, expected uint8"),
-    "cut leaves": (lambda: jax.tree.map(lambda a: a[:, :4], example("int4_g32", (4, 256))), "for an array of shape \\(4, 8\\)"),
+    "codes of another dtype": (
+        lambda: replaced("int8", codes=lambda q: q.codes.astype(jnp.int8)),
+        "codes is int8, expected uint8",
+    ),
+    "cut leaves": (
+        lambda: jax.tree.map(lambda a: a[:, :4], example("int4_g32", (4, 256))),
+        "for an array of shape \\(4, 8\\)",
+    ),
 }
 
 x = jnp.ones((2, 64))
@@ -90,8 +111,8 @@ def test_every_entry_refuses(use):
 @pytest.mark.finding(4)
 def test_attention_and_files_refuse(tmp_path):
     k = fb.quantize(jnp.ones((1, 2, 3, 4)), "int8")
+    block = Block(k, dataclasses.replace(k, scale=k.scale[:, :, :1]), seen_positions(0, 1))
     with pytest.raises(fb.QuantError, match=r"the QArray of values is not valid: scale has shape \(1, 2, 1, 1\)"):
-        block = Block(k, dataclasses.replace(k, scale=k.scale[:, :, :1]), seen_positions(0, 1))
         attention(jnp.ones((1, 2, 1, 4)), [block])
     with pytest.raises(fb.QuantError, match=r"tensor 'w' is no valid QArray: scale has shape \(1, 1\)"):
         write(tmp_path / "out", {"w": replaced("int8", scale=lambda q: q.scale[:1])})

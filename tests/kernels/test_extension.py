@@ -7,7 +7,6 @@ import pytest
 from fewbit.kernels import extension
 from fewbit.kernels.fingerprint import fingerprint
 
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -40,10 +39,14 @@ def test_every_source_is_listed():
 
 def test_a_stale_extension_ends_the_tests(monkeypatch, pytestconfig):
     """It counts as missing for a user, whom the reference serves; skipped tests would hide it from us."""
-    (conftest,) = (p for p in pytestconfig.pluginmanager.get_plugins() if getattr(p, "__file__", "") == str(ROOT / "conftest.py"))
+    (conftest,) = (
+        p for p in pytestconfig.pluginmanager.get_plugins() if getattr(p, "__file__", "") == str(ROOT / "conftest.py")
+    )
     conftest.pytest_sessionstart(None)
     monkeypatch.setattr(extension, "extension", lambda name: extension.Extension(missing="stale", is_stale=True))
-    with pytest.raises(pytest.UsageError, match=r"qmatmul\._cpu, .*built from other C\+\+ sources than lie here; run `pip install"):
+    with pytest.raises(
+        pytest.UsageError, match=r"qmatmul\._cpu, .*built from other C\+\+ sources than lie here; run `pip install"
+    ):
         conftest.pytest_sessionstart(None)
 
 

@@ -187,7 +187,9 @@ class QArray:
         if tuple(wanted) == self.shape:
             return self
         if not self.size:
-            raise QuantError(f"cannot reshape {self.shape} into {given}: without elements nothing says the tiles of new axes")
+            raise QuantError(
+                f"cannot reshape {self.shape} into {given}: without elements nothing says the tiles of new axes"
+            )
         axes = reshaped(self._axes, wanted)
         scheme = self.scheme.with_tiles(tuple(a.tile for a in axes), _packed_axis(axes))
         return _from_reshaped_leaves(self, tuple(wanted), scheme)

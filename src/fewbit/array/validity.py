@@ -56,7 +56,9 @@ def misfit(q: QArray) -> str | None:
     is_nested = isinstance(scheme.scale, Scheme)
     if is_nested != isinstance(q.scale, QArray):
         found = type(q.scale).__name__
-        return f"scale is a {found}, expected {'a QArray' if is_nested else 'an array'}, as scheme {scheme.name} stores scales"
+        return (
+            f"scale is a {found}, expected {'a QArray' if is_nested else 'an array'}, as scheme {scheme.name} stores scales"
+        )
     if not is_nested and (reason := _unlike("scale", q.scale, _stored_dtype(scheme.scale))) is not None:
         return reason
     if (reason := misfit(q.scale) if is_nested else None) is not None:

@@ -17,7 +17,9 @@ HOW_TO_BUILD = (
 
 HOW_TO_REBUILD = "run `pip install -e .`, or `python setup.py build_ext --inplace`"
 
-EXTENSIONS = tuple(f"fewbit.kernels.{name}" for name in ("qmatmul._cpu", "qmatmul._integers", "quantize._cpu", "attention._cpu"))
+EXTENSIONS = tuple(
+    f"fewbit.kernels.{name}" for name in ("qmatmul._cpu", "qmatmul._integers", "quantize._cpu", "attention._cpu")
+)
 """Every compiled module."""
 
 
@@ -52,7 +54,9 @@ def extension(module: str) -> Extension:
     except ImportError as failure:
         return Extension(missing=f"its C++ extension is not built here ({failure}); {HOW_TO_BUILD}")
     if _is_stale(loaded):
-        return Extension(missing=f"its C++ extension was built from other sources than lie here; {HOW_TO_REBUILD}", is_stale=True)
+        return Extension(
+            missing=f"its C++ extension was built from other sources than lie here; {HOW_TO_REBUILD}", is_stale=True
+        )
     for name, capsule in loaded.TARGETS.items():
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return Extension(isa=loaded.ISA)

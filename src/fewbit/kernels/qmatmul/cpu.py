@@ -56,7 +56,9 @@ class Cpu(AbstractStackKernel):
         return f"compiled for {isa}; programs for other platforms take their own kernels, or the reference"
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
-        del precision  # `refused_precision` leaves those that float32 serves; it is the fastest: cpu.cc has what bfloat16 costs
+        del (
+            precision
+        )  # `refused_precision` leaves those that float32 serves; it is the fastest: cpu.cc has what bfloat16 costs
         return native_product(x, q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
     def picked(

@@ -95,7 +95,9 @@ def product(problem: Problem, lhs: Any, rhs: Any, backend: str | None = None) ->
     """
     chosen = select(BACKENDS, problem, backend).backend
     if 0 in (*problem.lhs.shape, *problem.rhs.shape):
-        return BACKENDS["reference"].run(problem, lhs, rhs)  # sums of nothing, or no sums: there is nothing for a kernel to do
+        return BACKENDS["reference"].run(
+            problem, lhs, rhs
+        )  # sums of nothing, or no sums: there is nothing for a kernel to do
     kernels = kernels_of(problem) if backend is None and isinstance(chosen, Reference | AbstractStackKernel) else ()
     return _by_kernels(problem, (lhs, rhs), kernels, is_named=False) if kernels else chosen.run(problem, lhs, rhs)
 

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Key
 
@@ -32,7 +31,8 @@ def quantize(
 
     `code = encode((x - offset) / scale)`, computed in float32 with the scale as it is stored. A tile whose scale would be
     below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile decodes to exact zeros. A
-    NaN or an infinity makes its whole tile NaN. Jit-compatible.
+    NaN or an infinity makes its whole tile NaN. Every finite array decodes to finite numbers: scales end where the largest code
+    stands for the largest float32. An array without elements becomes one without codes. Jit-compatible.
 
     Args:
         x: floating array of at least one axis: float16, bfloat16, float32 or float64 (which is rounded to float32).
@@ -99,7 +99,7 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
         An array of the shape of `q`.
 
     Raises:
-        QuantError: for a dtype that is not floating.
+        QuantError: for a dtype that is not floating, and for a QArray whose leaves do not fit its scheme.
         UnsupportedError: when the named backend cannot, or not on the platform that the program is compiled for.
 
     >>> dequantize(quantize(jnp.array([[6.0, -0.4, 0.0]]), "mxfp4")).tolist()

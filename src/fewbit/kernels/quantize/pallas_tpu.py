@@ -37,7 +37,6 @@ from ...array import Scheme
 from ...array.packing import codes_per_unit, packed_length
 from ...array.quantize import in_units
 from ...formats import AbstractFormat, Codebook
-from ...formats.format import quotient
 from .pallas_scales import chosen
 
 LANES, SUBLANES, ROWS = 128, 32, 2048
