@@ -123,20 +123,23 @@ class Target:
         scales below `LARGEST / (max - min)`.
         """
         if isinstance(self.zero, AbstractFormat):
-            most = jnp.floor(jnp.minimum(quotient(jnp.full_like(scale, LARGEST), scale), jnp.float32(2.0**20)))
-            side = jnp.where(most * scale > LARGEST, most - 1, most)
-            low, high = self.format.max - side, self.format.min + side
-            return self.zero.encode(jnp.minimum(jnp.maximum(quotient(-offset, scale), low), high))
+            return self.zero.encode(self._within_float32(quotient(-offset, scale), scale))
         largest = float(jnp.finfo(self.zero).max)
         return jnp.clip(offset, -largest, largest).astype(self.zero)
 
     def stored_zero_up(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
         """The stored form of an offset, rounded so that no element below the range is cut: see `unsaturated`."""
         if isinstance(self.zero, AbstractFormat):
-            return self.zero.encode(jnp.ceil(quotient(-offset, scale)))
+            return self.zero.encode(self._within_float32(jnp.ceil(quotient(-offset, scale)), scale))
         stored = self.stored_zero(offset, scale)
         lowest = jnp.full_like(stored, -jnp.inf)
         return jnp.where(stored.astype(jnp.float32) > offset, jnp.nextafter(stored, lowest), stored)
+
+    def _within_float32(self, zero: jax.Array, scale: jax.Array) -> jax.Array:
+        """A whole zero point, kept where the codes on both sides of it are finite under the scale."""
+        most = jnp.floor(jnp.minimum(quotient(jnp.full_like(scale, LARGEST), scale), jnp.float32(2.0**20)))
+        side = jnp.where(most * scale > LARGEST, most - 1, most)
+        return jnp.minimum(jnp.maximum(zero, self.format.max - side), self.format.min + side)
 
     def loaded_offset(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
         """The float32 offset, the number that code value 0 stands for, of its stored form."""

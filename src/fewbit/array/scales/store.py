@@ -62,6 +62,7 @@ class ScaleStore:
         stored = self.stored(scale)
         is_below = jnp.abs(self.loaded(stored)) < jnp.abs(scale)
         if isinstance(self.holder, AbstractFormat):
+            is_below = is_below & (self.holder.decode(stored) < self.largest)
             return jnp.where(is_below, looked_up(_next_codes(self.holder), stored.astype(jnp.int32)), stored)
         largest = jnp.asarray(self.largest, stored.dtype)
         return jnp.where(is_below, jnp.nextafter(stored, jnp.copysign(largest, stored)), stored)
