@@ -36,6 +36,12 @@ def misfit(q: QArray) -> str | None:
     An axis may have a scale for each element where the scheme's tile is longer: stacked arrays have that. A zero point or a
     tensor scale may have one element along an axis where the scale has more.
 
+    Args:
+        q: the array; its leaves may be tracers or abstract.
+
+    Returns:
+        The reason, or None.
+
     >>> import dataclasses
     >>> q = fb.quantize(jnp.ones((4, 8)), "int8")
     >>> misfit(dataclasses.replace(q, scale=q.scale[:1]))
