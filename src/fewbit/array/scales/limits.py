@@ -32,7 +32,7 @@ def largest_scale(fmt: AbstractFormat, has_whole_zero: bool = False) -> float:
         has_whole_zero: whether a zero point in units of codes is subtracted, which lies in the middle of the range here.
 
     >>> [largest_scale(fb.FORMATS[name]) for name in ("nf4", "int8")]
-    [3.4028234663852886e+38, 2.658455832999975e+36]
+    [3.4028234663852886e+38, 2.6584558331135067e+36]
     """
     return _largest_factor((fmt.max - fmt.min + 1) // 2 if has_whole_zero else max(fmt.max, -fmt.min))
 
