@@ -139,7 +139,7 @@ def chosen_scales(
         target = _target(bound, chosen_tensor_scale(ideal, 1.0, bound))
     stored, used = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles, is_widened)
     divisor = jnp.where(used == 0, jnp.ones_like(used), used)
-    if low is not None and not isinstance(target.zero, AbstractFormat):
+    if low is not None and not isinstance(target.zero, AbstractFormat) and low.shape == view.is_finite.shape:
         low = jnp.where(view.is_finite, low, jnp.full_like(low, jnp.nan))
     zero = None
     if low is not None:
