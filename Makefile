@@ -56,7 +56,8 @@ test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ##
 	@CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g1" LDFLAGS="-fsanitize=address,undefined" \
 		$(BIN)/python setup.py -q build --build-lib build/sanitized --build-temp build/sanitized/objects
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_qmatmul_cpu.py tests/kernels/test_quantize_cpu.py tests/kernels/test_attention_cpu.py
+		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_qmatmul_cpu.py tests/kernels/test_quantize_cpu.py tests/kernels/test_attention_cpu.py \
+		tests/kernels/test_wrong_buffers.py
 
 test-arm64: $(VENV)/.ready-fast ## the CPU kernels compiled for arm64, in an emulator (install qemu-user; the compiler comes from PyPI)
 	@command -v aarch64-linux-gnu-g++ > /dev/null || $(BIN)/python $(INSTALL) $(ARM64_COMPILER)

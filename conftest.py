@@ -51,6 +51,16 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
 
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Refuses to run beside a stale extension, for which the tests of the kernels would be skipped as if it were missing."""
+    from fewbit.kernels import extension  # after the import hook
+
+    if stale := [name for name in extension.EXTENSIONS if extension.extension(name).is_stale]:
+        raise pytest.UsageError(
+            f"{', '.join(stale)}: built from other C++ sources than lie here; {extension.HOW_TO_REBUILD}"
+        )
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiled_code_is_dropped() -> Iterator[None]:
     """Frees what a module's tests compiled: kept for the whole run it takes gigabytes."""

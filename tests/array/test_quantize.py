@@ -20,11 +20,9 @@ _quantize = jax.jit(fb.quantize, static_argnums=1, static_argnames="axis")
         (np.ones(4, np.int32), "x is int32; only floating arrays are quantized"),
         (np.ones(4, np.complex64), "x is complex64; only floating arrays are quantized"),
         (np.ones(4, bool), "x is bool; only floating arrays are quantized"),
-        (np.float32(1), r"x has shape \(\); an array of at least one axis and one element is expected"),
-        (np.ones((4, 0), np.float32), r"x has shape \(4, 0\)"),
-        (np.ones((0,), np.float32), r"x has shape \(0,\)"),
+        (np.float32(1), r"x has shape \(\); an array of at least one axis is expected"),
     ],
-    ids=["int", "complex", "bool", "0-d", "empty", "empty-1-d"],
+    ids=["int", "complex", "bool", "0-d"],
 )
 def test_arrays_that_are_refused(x: np.ndarray, message: str):
     with pytest.raises(QuantError, match=message):

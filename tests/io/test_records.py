@@ -10,7 +10,8 @@ import pytest
 import fewbit as fb
 from fewbit import QuantError
 from fewbit._json import dumped, parsed
-from fewbit.io.records import Table, checked_record, leaf_names, leaves, misfit, qarray, record
+from fewbit.array import misfit
+from fewbit.io.records import Table, checked_record, leaf_names, leaves, qarray, record
 
 from .damage import leaves as bytes_of
 from .examples import quantized, random_qarray
@@ -69,25 +70,16 @@ def test_equal_schemes_stand_once():
 
 Q = quantized("q4_1")
 BAD = {
-    "codes dtype": ({"codes": Q.codes.astype(jnp.int32)}, "its codes are int32"),
-    "codes axes": ({"codes": Q.codes[0]}, "its scale has shape"),
-    "slack": ({"slack": -1}, "its slack is -1"),
-    "scale shape": ({"scale": Q.scale[:, :1]}, r"its scale has shape \(8, 1\); shape \(8, 64\) and tiles"),
-    "scale axes": ({"scale": Q.scale[0]}, r"its scale has shape \(2,\), for 2 axes"),
-    "no zero point": ({"zero_point": None}, "zero point or tensor scale is missing or unasked for"),
-    "tensor scale": ({"tensor_scale": jnp.ones((1, 1))}, "zero point or tensor scale is missing or unasked for"),
-    "zero point": ({"zero_point": Q.zero_point[:2]}, r"its zero_point has shape \(2, 2\), beside a scale of shape \(8, 2\)"),
-    "nested": (
-        {"scale": fb.quantize(np.asarray(Q.scale), "int8")},
-        "exactly when its scheme says that scales are quantized",
-    ),
+    "codes dtype": ({"codes": Q.codes.astype(jnp.int32)}, "codes is int32, expected uint8"),
+    "scale": ({"scale": Q.scale[:, :1]}, r"scale has shape \(8, 1\), expected \(8, 2\)"),
+    "no zero point": ({"zero_point": None}, "zero_point is missing, and scheme q4_1 has one"),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_parts_that_do_not_fit_are_refused(name):
     change, message = BAD[name]
-    with pytest.raises(QuantError, match=f"tensor 'w' is no valid QArray: .*{message}"):
+    with pytest.raises(QuantError, match=f"tensor 'w' is no valid QArray: {message}"):
         record(dataclasses.replace(Q, **change), Table(), Table(), "w")
 
 

@@ -25,6 +25,7 @@ POLICIES = {
     "int4": kv_policy("int4", per="token", scale="bfloat16"),
     "fp8 and int8": kv_policy("fp8", "int8", scale="float16"),
     "nf4": kv_policy("nf4", scale=fb.FORMATS["e8m0"]),
+    "e5m2": kv_policy("e5m2"),
     "int5 and mxfp6's": kv_policy("int5", fb.FORMATS["e2m3"]),
 }
 # Rows below, at and beyond a chunk's 96; positions below 64, around it, and beyond a run's 512; widths that fill no vector.
@@ -110,6 +111,46 @@ def test_nan_and_infinities_are_the_references():
         got, expected = (np.asarray(f(q, odd)) for f in (by_kernel, lambda q, b: attention(q, [b], backend="reference")))
         np.testing.assert_array_equal(np.isfinite(got), np.isfinite(expected))
         np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
+
+
+def odd_from(block: Block, at: int, bad: float) -> Block:
+    """The block with keys and values that are not finite from a position on: stale memory, or tokens yet to come."""
+
+    def spoiled(held):
+        if isinstance(held, fb.QArray):
+            return dataclasses.replace(held, scale=held.scale.at[..., at:, :].set(bad))
+        return held.at[..., at:, :].set(bad)
+
+    return dataclasses.replace(block, keys=spoiled(block.keys), values=spoiled(block.values))
+
+
+@pytest.mark.finding(40)
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("policy", ["float32", "int8", "e5m2"])
+def test_what_a_token_does_not_see_does_not_reach_it(policy, backend):
+    """NaN and infinities beyond what a token sees change no bit of it, at any place of a run of 64 and in several tokens at once."""
+    run = jax.jit(lambda q, block: attention(q, [Block(*block)], backend=backend))
+    for shape in ("one token", "prompt"):
+        q, block = cache(policy, shape)
+
+        def attended_to(block, q=q):
+            return np.asarray(run(q, (block.keys, block.values, block.seen, block.layer)))
+
+        clean = attended_to(block)
+        for bad, at in ((jnp.nan, int(block.seen[-1])), (-jnp.inf, int(block.seen[-1]) - q.shape[2] // 2)):
+            odd, sees = attended_to(odd_from(block, at, bad)), np.asarray(block.seen) > at
+            np.testing.assert_array_equal(odd[:, :, ~sees], clean[:, :, ~sees])
+            assert not np.isfinite(odd[:, :, sees]).any()
+
+
+@pytest.mark.finding(40)
+def test_an_infinite_value_is_itself_for_those_that_see_it():
+    q, block = cache("float32", "odd")  # three tokens, which see 7, 8 and 9 positions
+    values = block.values.at[1, 0, 1, 7, 2].set(jnp.inf).at[1, 0, 1, 8, 2].set(-jnp.inf).at[1, 0, 2, 8, 3].set(-jnp.inf)
+    for backend in ("cpu", "reference"):
+        y = np.asarray(attention(q, [dataclasses.replace(block, values=values)], backend=backend))
+        assert np.isfinite(y[0, 1, 0]).all() and y[0, 1, 1, 2] == np.inf and np.isnan(y[0, 1, 2, 2])
+        assert y[0, 2, 2, 3] == -np.inf and np.isfinite(y[0, 2, :2]).all() and np.isfinite(y[0, 0]).all()
 
 
 def test_scores_far_apart_and_all_alike():

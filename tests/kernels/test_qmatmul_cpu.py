@@ -12,6 +12,7 @@ import pytest
 import fewbit as fb
 from fewbit._tiles import tile_counts
 from fewbit.array.packing import code_capacity, pack, paired
+from fewbit.array.scales import CentredAbsMax
 from fewbit.formats import AbstractFormat
 from fewbit.kernels.extension import HOW_TO_BUILD, Extension, extension
 from fewbit.kernels.qmatmul import BACKENDS, Problem
@@ -356,3 +357,69 @@ def test_one_device_takes_it_and_threads_change_no_bit():
     one = outcome(1)
     assert one.startswith("True  cpu ")
     assert outcome(2) == one
+
+
+ALGORITHMS = jax.lax.DotAlgorithmPreset
+HONOURED = [
+    *(None, "default", "high", "highest", "bfloat16_3x", ("highest", None), jax.lax.Precision.DEFAULT, "TF32_TF32_F32"),
+    *(ALGORITHMS.BF16_BF16_BF16, ALGORITHMS.F32_F32_F32, jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32)),
+]
+REFUSED = {
+    "F64_F64_F64": "precision is 'F64_F64_F64', which sums in float64; it sums in float32",
+    jax.lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float64): "which sums in float64",
+    "nonsense": "precision is 'nonsense', which jax.lax.dot_general does not know",
+    ("high", 3): "precision is 3, which jax.lax.dot_general does not know",
+}
+
+
+@pytest.mark.finding(36)
+def test_a_precision_is_honoured_where_the_sums_are_at_least_as_exact():
+    """Every lax.Precision and every algorithm that sums in float32 or less: the product is the exact one, and the same bits."""
+    q, x = weight("nf4", -1), activation(3, COLS)
+    numbers = contracting(1)
+    exact = None
+    for precision in HONOURED:
+        y = fb.dot_general(jnp.asarray(x), q, numbers, precision, backend="cpu")
+        exact = y if exact is None else exact
+        assert beyond_rounding(y, x, q, 1) < 1
+        np.testing.assert_array_equal(y, exact)
+
+
+@pytest.mark.finding(36)
+def test_a_precision_that_asks_for_more_is_refused_with_the_reason():
+    q, x = weight("int8", -1), jnp.asarray(activation(3, COLS))
+    experts = fb.QArray(q.codes[None], q.scale[None], None, None, q.scheme, q.dtype)
+    whole = fb.QArray(q.codes[:3], q.scale[:3], None, None, q.scheme, q.dtype)
+    for precision, message in REFUSED.items():
+        for product in (
+            lambda p: fb.dot_general(x, q, contracting(1), p, backend="cpu"),
+            lambda p: fb.dot_general(whole, q, contracting(1), p, backend="cpu"),
+            lambda p: fb.ragged_dot(x, experts.swapaxes(1, 2), jnp.array([3]), p, backend="cpu"),
+        ):
+            with pytest.raises(fb.UnsupportedError, match=f"cpu: .*{message}"):
+                product(precision)
+    for y in (fb.einsum("bi,oi->bo", x, q, precision="highest"), fb.einsum("bi,oi->bo", x, q, precision="default")):
+        assert y.shape == (3, ROWS)
+    with pytest.raises(ValueError, match="Precision argument must be one of"):  # by JAX itself, whatever computes it
+        fb.einsum("bi,oi->bo", x, q, precision="nonsense")
+
+
+@pytest.mark.finding(36)
+def test_the_element_type_of_the_result_is_honoured():
+    q, x = weight("int8", -1), jnp.asarray(activation(3, COLS))
+    wide = fb.dot_general(x, q, contracting(1), backend="cpu")
+    for dtype in ("bfloat16", "float16"):
+        y = fb.dot_general(x, q, contracting(1), preferred_element_type=dtype, backend="cpu")
+        np.testing.assert_array_equal(y, wide.astype(dtype))  # sums in float32, rounded once
+    with pytest.raises(fb.UnsupportedError, match="it multiplies float32 into int32"):
+        fb.dot_general(x, q, contracting(1), preferred_element_type=jnp.int32, backend="cpu")
+
+
+def test_one_zero_point_for_all_tiles():
+    """A mean that serves every row, as the scheme of scales that are quantized has: read once for each tile, not beyond."""
+    scheme = fb.Scheme(fb.FORMATS["int8"], {...: 1, -1: None}, zero_point="float32", calibration=CentredAbsMax())
+    q = fb.quantize(jnp.asarray(activation(ROWS, COLS)), scheme)
+    assert q.zero_point.shape == (1, 1)
+    for axis in (0, 1):
+        x = activation(3, q.shape[axis])
+        assert beyond_rounding(product(x, q, axis), x, q, axis) < 1

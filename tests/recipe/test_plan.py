@@ -285,3 +285,15 @@ def test_a_plan_refuses_unknown_and_missing_keys():
     del form["products"][0]["scheme"], form["products"][0]["rule"]
     with pytest.raises(fb.QuantError, match=r"products\[0\] lacks the field 'rule'"):
         fb.Plan.from_json(form)
+
+
+def test_an_axis_that_is_not_there_is_named_as_it_was_given():
+    rules = fb.Recipe((fb.Rule("w", fb.Policy("int8"), axis=(5,)),))
+    w, net = {"w": jnp.ones((4, 8))}, lambda p, x: x @ p["w"]
+    for use in (
+        lambda: fb.plan(net, w, jnp.ones((2, 4)), recipe=rules),
+        lambda: fb.quantize_params(w, rules),
+        lambda: fb.train(net, rules)(w, jnp.ones((2, 4))),
+    ):
+        with pytest.raises(fb.QuantError, match=r"w \(4, 8\): axis is 5, must be from -2 to 1"):
+            use()

@@ -17,3 +17,5 @@ from .scheme import Scheme as Scheme
 from .scheme import scheme as scheme
 from .sharding import shardings_of as shardings_of
 from .sharding import specs_of as specs_of
+from .validity import misfit as misfit
+from .validity import refuse_invalid as refuse_invalid

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
@@ -111,8 +112,8 @@ class QArray:
 
     @property
     def bits_per_weight(self) -> float:
-        """`8 * nbytes / size`."""
-        return 8 * self.nbytes / self.size
+        """`8 * nbytes / size`; NaN for an array without elements."""
+        return 8 * self.nbytes / self.size if self.size else math.nan
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
@@ -193,6 +194,10 @@ class QArray:
             raise QuantError(f"cannot reshape {self.shape} into {given}: the sizes differ")
         if tuple(wanted) == self.shape:
             return self
+        if not self.size:
+            raise QuantError(
+                f"cannot reshape {self.shape} into {given}: without elements nothing says the tiles of new axes"
+            )
         axes = reshaped(self._axes, wanted)
         scheme = self.scheme.with_tiles(tuple(a.tile for a in axes), _packed_axis(axes))
         return _from_reshaped_leaves(self, tuple(wanted), scheme)

@@ -15,14 +15,17 @@ from .._tiles import Tile, blocked, blocked_scale, from_front, tile_counts, unbl
 from ..errors import QuantError, UnsupportedError
 from ..formats import E8M0, AbstractFormat
 from ..formats.format import power_of_two, quotient, settled
-from .packing import code_capacity, pack, unpack
+from .packing import code_capacity, pack, packed_length, unpack
 from .qarray import QArray
 from .scales import ScaleStore, Target, Tiles, unsaturated
+from .scales.limits import largest_scale, largest_unit
 from .scheme import Scheme
 from .scheme import scheme as as_scheme
 from .sharding import refuse_cut_tiles
+from .validity import refuse_invalid
 
 _TINY = np.float32(np.finfo(np.float32).tiny)
+_FAR = np.float32(2.0**100)
 
 
 def quantize(
@@ -99,11 +102,12 @@ def quantized(
     x: Array, bound: Scheme, error_weights: Any, key: Any, scale: Any, offset: Any, shared: tuple[int, ...] = ()
 ) -> QArray:
     """`quantize` of checked arguments: one program, where operations one by one would each be compiled and wait."""
+    if not x.size:
+        return _empty(x, bound, scale, offset)
     tiles = bound.tiles(x.ndim)
     chosen = chosen_scales(x, bound, error_weights, scale, offset, is_stochastic=key is not None)
     view = blocked(x.astype(jnp.float32), tiles)[0]
-    shifted = view if chosen.offset is None else view - chosen.offset
-    units = _in_units(shifted, chosen.divisor, bound.format)
+    units = _bounded(in_units(view, chosen.divisor, chosen.offset), bound.format)
     if shared:
         codes = _alike(bound.format, key, shared)(unblocked(units, x.shape, tiles))
     else:
@@ -135,6 +139,8 @@ def chosen_scales(
         target = _target(bound, chosen_tensor_scale(ideal, 1.0, bound))
     stored, used = _stored_scale(_guarded(ideal, view, bound.format), target, bound, counts, tiles, is_widened)
     divisor = jnp.where(used == 0, jnp.ones_like(used), used)
+    if low is not None and not isinstance(target.zero, AbstractFormat) and low.shape == view.is_finite.shape:
+        low = jnp.where(view.is_finite, low, jnp.full_like(low, jnp.nan))
     zero = None
     if low is not None:
         zero = (target.stored_zero_up if is_widened else target.stored_zero)(low, divisor)
@@ -143,6 +149,22 @@ def chosen_scales(
     zero = None if zero is None else zero.reshape(counts if zero.size != 1 else ones)
     tensor_scale = None if target.store.unit is None else target.store.unit.reshape(ones)
     return ChosenScales(stored, zero, tensor_scale, divisor, loaded)
+
+
+def _empty(x: Array, bound: Scheme, scale: Any, offset: Any) -> QArray:
+    """The QArray of an array without elements: no codes; tiles that are whole axes have the given scale, else 1."""
+    counts, ones = tile_counts(x.shape, bound.tiles(x.ndim)), (1,) * x.ndim
+    ideal, low = (_for_tiles(g, counts) for g in (1.0 if scale is None else scale, 0.0 if offset is None else offset))
+    unit = jnp.ones(ones, jnp.float32) if bound.tensor_scale else None
+    target = _target(bound, unit)
+    if isinstance(bound.scale, Scheme):
+        stored: Any = quantize(ideal, bound.scale, axis=bound.pack_axis)
+    else:
+        stored = target.store.stored(ideal)
+    zero = target.stored_zero(low, ideal) if target.asymmetric else None
+    packed = list(x.shape)
+    packed[bound.pack_axis] = packed_length(x.shape[bound.pack_axis], bound.format.bits, bound.packing)
+    return assembled(x, bound, jnp.zeros(packed, jnp.uint8), stored, zero, unit)
 
 
 def assembled(x: Array, bound: Scheme, packed: Array, stored: Any, zero: Array | None, tensor_scale: Array | None) -> QArray:
@@ -161,9 +183,10 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None) -> Float[Array, "*s"]:
 
 
 def float_dtype(q: QArray, dtype: DTypeLike | None) -> np.dtype:
-    """The dtype that a QArray is decoded to; QuantError for one that is not floating, and for what is no QArray."""
+    """The dtype that a QArray is decoded to; QuantError for one that is not floating, and for what is no valid QArray."""
     if not isinstance(q, QArray):
         raise QuantError(f"dequantize takes a QArray, not {type(q).__name__}")
+    refuse_invalid(q)
     dtype = q.dtype if dtype is None else jnp.dtype(dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise QuantError(f"dequantize gives floating numbers, not {dtype.name}")
@@ -174,6 +197,8 @@ def float_dtype(q: QArray, dtype: DTypeLike | None) -> np.dtype:
 def dequantized(q: QArray, dtype: np.dtype) -> Array:
     """`dequantize` as one program."""
     scheme, tiles, shape = q.scheme, q.tiles, q.shape
+    if not q.size:
+        return jnp.zeros(shape, dtype)
     codes = unpack(q.codes, scheme.format.bits, shape[scheme.pack_axis], scheme.packing, axis=scheme.pack_axis)
     view, _ = blocked(codes, tiles)
     values = scheme.format.decode(view)
@@ -199,8 +224,8 @@ def _checked_array(x: ArrayLike) -> Array:
     x = jnp.asarray(x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise QuantError(f"x is {x.dtype.name}; only floating arrays are quantized")
-    if x.ndim == 0 or x.size == 0:
-        raise QuantError(f"x has shape {x.shape}; an array of at least one axis and one element is expected")
+    if x.ndim == 0:
+        raise QuantError("x has shape (); an array of at least one axis is expected")
     return x
 
 
@@ -284,7 +309,19 @@ def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
 
 def _target(scheme: Scheme, tensor_scale: Array | None) -> Target:
     """What the scales of a scheme are for."""
-    return Target(scheme.format, ScaleStore(_plain_holder(scheme), tensor_scale), scheme.zero_holder)
+    return Target(scheme.format, ScaleStore(_plain_holder(scheme), tensor_scale, scale_limit(scheme)), scheme.zero_holder)
+
+
+def scale_limit(scheme: Scheme) -> float:
+    """The largest scale that a scheme stores: every code of it stands for a finite float32.
+
+    Under a tensor scale, which has a limit of its own, the stored scales have none.
+    """
+    if scheme.tensor_scale:
+        return np.inf
+    limit = largest_scale(scheme.format, isinstance(scheme.zero_point, AbstractFormat))
+    # Scales that are quantized themselves come back as the nearest sum of a code and a mean, each rounded.
+    return limit * (1 - 2.0**-20) if isinstance(scheme.scale, Scheme) else limit
 
 
 def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | None:
@@ -298,6 +335,7 @@ def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | 
     holder = _plain_holder(scheme)
     largest = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
     scale = quotient(jnp.max(magnitude, keepdims=True), jnp.float32(bound * largest))
+    scale = jnp.minimum(scale, jnp.float32(largest_unit(scheme.format, ScaleStore(holder).largest)))
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
 
 
@@ -311,14 +349,25 @@ def _guarded(scale: Array, view: Tiles, fmt: AbstractFormat) -> Array:
     return jnp.where(view.is_finite, scale, jnp.full_like(scale, jnp.nan))
 
 
-def _in_units(x: Array, divisor: Array, fmt: AbstractFormat) -> Array:
-    """The elements in units of their scales; for codes of a byte, those below all numbers of the format at the lowest.
+def in_units(x: Array, divisor: Array, offset: Array | None) -> Array:
+    """The elements, less the offset of their tile where there is one, divided by its scale.
+
+    Where the offset is so large that the difference may exceed float32, halves are subtracted and the quotient is doubled, which
+    rounds alike.
+    """
+    if offset is None:
+        return quotient(x, divisor)
+    half = jnp.where(jnp.abs(offset) >= _FAR, jnp.float32(0.5), jnp.float32(1))
+    return quotient(x * half - offset * half, divisor) * (1 / half)
+
+
+def _bounded(units: Array, fmt: AbstractFormat) -> Array:
+    """Elements in units of their scales; for codes of a byte, those below all numbers of the format at the lowest.
 
     XLA on CPU fuses a division into what follows it only where a single operation uses it, and `encode` looks at its
     argument several times. With this bound, which changes no code, fp8 takes a third of the time. Narrower codes are fused
     with their packing, and there it is faster to have the quotients written to memory once.
     """
-    units = quotient(x, divisor)
     return jnp.maximum(units, jnp.float32(fmt.min)) if fmt.bits == 8 else units
 
 

@@ -9,10 +9,8 @@ import msgspec
 import numpy as np
 
 from .._json import Count, canonical, checked
-from .._tiles import tile_counts
-from ..array import QArray, Scheme
+from ..array import QArray, Scheme, misfit
 from ..errors import QuantError
-from ..formats import AbstractFormat
 from ..ops import Policy
 
 
@@ -138,40 +136,6 @@ def qarray(name: str, form: Mapping[str, Any], load: Callable[[str], np.ndarray]
     if reason := misfit(q):
         raise QuantError(f"tensor {name!r}: {reason}")
     return q
-
-
-def misfit(q: QArray) -> str | None:
-    """Why the parts of a QArray do not fit each other and its scheme, or None when they do."""
-    scheme = q.scheme
-    if q.codes.dtype != jnp.uint8 or q.codes.ndim < -scheme.pack_axis:
-        return f"its codes are {q.codes.dtype.name}{list(q.codes.shape)}; packed uint8 codes are expected"
-    if not 0 <= q.slack < 8 + len(scheme.packing.interleave) or min(q.shape) < 0:
-        return f"its slack is {q.slack} for codes of shape {q.codes.shape}"
-    if q.scale.ndim != q.ndim:
-        return f"its scale has shape {q.scale.shape}, for {q.ndim} axes"
-    expected = tile_counts(q.shape, q.tiles)
-    if q.scale.shape != expected:
-        return f"its scale has shape {q.scale.shape}; shape {q.shape} and tiles {scheme.tile!r} make {expected}"
-    if isinstance(scheme.scale, Scheme) != isinstance(q.scale, QArray):
-        return "its scale must be a QArray exactly when its scheme says that scales are quantized"
-    if (scheme.zero_point is None) != (q.zero_point is None) or scheme.tensor_scale != (q.tensor_scale is not None):
-        return f"its zero point or tensor scale is missing or unasked for in scheme {scheme.name}"
-    for part, holder in (("scale", scheme.scale), ("zero_point", scheme.zero_point)):
-        value = getattr(q, part)
-        if value is None or isinstance(value, QArray):
-            continue
-        dtype = jnp.dtype(jnp.uint8 if isinstance(holder, AbstractFormat | Scheme | None) else holder)
-        if value.dtype != dtype:
-            return f"its {part} is {value.dtype.name}; scheme {scheme.name} holds it as {dtype.name}"
-    for part in ("zero_point", "tensor_scale"):
-        value = getattr(q, part)
-        if value is not None and not _fits(value.shape, expected):
-            return f"its {part} has shape {value.shape}, beside a scale of shape {expected}"
-    return misfit(q.scale) if isinstance(q.scale, QArray) else None
-
-
-def _fits(shape: tuple[int, ...], counts: tuple[int, ...]) -> bool:
-    return len(shape) == len(counts) and all(n in (1, count) for n, count in zip(shape, counts, strict=True))
 
 
 def _entry(table: list[Any], place: int, where: str) -> Any:

@@ -15,6 +15,14 @@ HOW_TO_BUILD = (
 )
 
 
+HOW_TO_REBUILD = "run `pip install -e .`, or `python setup.py build_ext --inplace`"
+
+EXTENSIONS = tuple(
+    f"fewbit.kernels.{name}" for name in ("qmatmul._cpu", "qmatmul._integers", "quantize._cpu", "attention._cpu")
+)
+"""Every compiled module."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Extension:
     """What came of loading one compiled module.
@@ -22,10 +30,12 @@ class Extension:
     Attributes:
         isa: the instruction set that it takes on this machine; empty where it did not load.
         missing: why it did not load and what to do, or None.
+        is_stale: whether it is there, and was built from other sources than lie beside it.
     """
 
     isa: str = ""
     missing: str | None = None
+    is_stale: bool = False
 
 
 @functools.cache
@@ -44,7 +54,9 @@ def extension(module: str) -> Extension:
     except ImportError as failure:
         return Extension(missing=f"its C++ extension is not built here ({failure}); {HOW_TO_BUILD}")
     if _is_stale(loaded):
-        return Extension(missing="its C++ extension was built from other sources than lie here; run `pip install -e .`")
+        return Extension(
+            missing=f"its C++ extension was built from other sources than lie here; {HOW_TO_REBUILD}", is_stale=True
+        )
     for name, capsule in loaded.TARGETS.items():
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return Extension(isa=loaded.ISA)

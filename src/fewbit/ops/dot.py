@@ -49,7 +49,9 @@ def dot_general(
         lhs: the left operand.
         rhs: the right operand.
         dimension_numbers: `((lhs contracting, rhs contracting), (lhs batch, rhs batch))`.
-        precision: as in `lax.dot_general`, for the products that are computed in floating point.
+        precision: as in `lax.dot_general`, for the products that are computed in floating point. The kernels for CPUs compute
+            in float32 whatever is asked, which honours every `lax.Precision` and each algorithm that sums in float32 or less,
+            and refuse the others; those of other devices say which they take.
         preferred_element_type: the dtype of the result; None takes the operands' common one.
         policy: how to compute; None takes the policy of the operand that carries one. The weight is that operand, or the
             quantized one; of two floating arrays it is the right one.
@@ -62,7 +64,8 @@ def dot_general(
         The product: batch axes, then the left's free axes, then the right's.
 
     Raises:
-        QuantError: when two operands carry different policies and none is given, or a policy needs a key.
+        QuantError: when two operands carry different policies and none is given, or a policy needs a key; for a QArray whose
+            leaves do not fit its scheme.
         UnsupportedError: when the named backend cannot compute it, and for a policy with delayed scaling.
 
     >>> from fewbit.kernels.quantize import quantize
@@ -213,7 +216,7 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """
-    left, right = operand(lhs), operand(rhs)
+    left, right = operand(lhs, "lhs"), operand(rhs, "rhs")
     batch = matmul_numbers(left.shape, right.shape)[1][0]
     product = dot_general(*_promoted(left, right), matmul_numbers(left.shape, right.shape))
     # The product puts the left's free axis first; matmul wants it before the right's last one.

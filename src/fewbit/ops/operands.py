@@ -4,7 +4,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from ..array import is_qarray
+from ..array import is_qarray, refuse_invalid
 from ..errors import QuantError, UnsupportedError
 from .arms import Rules
 from .latent import is_latent, plain
@@ -25,7 +25,8 @@ def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, 
         The left operand, the right one, the rules (None where no policy changes the product or its gradients), and the key.
 
     Raises:
-        QuantError: when two operands carry different policies and none is given, or what is given is none.
+        QuantError: when two operands carry different policies and none is given, or what is given is none; for a QArray
+            whose leaves do not fit its scheme.
         UnsupportedError: for a policy with delayed scaling whose weight carries no scales of earlier steps.
     """
     if policy is not None and not isinstance(policy, Policy):
@@ -33,7 +34,7 @@ def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, 
     policy = policy if policy is not None else _carried_policy(lhs, rhs)
     key = key if key is not None else next((x.key for x in (lhs, rhs) if is_latent(x) and x.key is not None), None)
     weight_is_left = _has_left_weight(lhs, rhs)
-    left, right = operand(plain(lhs)), operand(plain(rhs))
+    left, right = operand(plain(lhs), "lhs"), operand(plain(rhs), "rhs")
     if policy is None or not _is_needed(policy, left, right):
         return left, right, None, key
     scales = None
@@ -48,9 +49,12 @@ def resolved(lhs: Any, rhs: Any, policy: Policy | None, key: Any) -> tuple[Any, 
     return left, right, Rules(policy, weight_is_left, scales, served, held), key
 
 
-def operand(x: Any) -> Any:
-    """An operand as an array or a QArray."""
-    return x if is_qarray(x) else jnp.asarray(x)
+def operand(x: Any, what: str) -> Any:
+    """An operand as an array or a valid QArray; QuantError names it by `what` where its leaves do not fit its scheme."""
+    if not is_qarray(x):
+        return jnp.asarray(x)
+    refuse_invalid(x, what)
+    return x
 
 
 def _is_needed(policy: Policy, lhs: Any, rhs: Any) -> bool:

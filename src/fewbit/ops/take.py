@@ -8,7 +8,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from .._tiles import Tile, from_front
-from ..array import QArray
+from ..array import QArray, refuse_invalid
 from ..errors import QuantError
 from ..kernels.quantize import dequantize
 
@@ -44,6 +44,7 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
         raise QuantError(f"indices are {indices.dtype.name}; must be whole numbers")
     if not isinstance(q, QArray):
         return jnp.take(jnp.asarray(q), indices, axis=axis, mode=mode)
+    refuse_invalid(q, "q")
     axis = from_front(axis, q.ndim)
     if axis == q.scheme.pack_axis + q.ndim:
         return jnp.take(dequantize(q), indices, axis=axis, mode=mode)

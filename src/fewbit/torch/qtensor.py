@@ -12,10 +12,9 @@ import numpy as np
 import torch
 
 from .._tiles import Tile, tile_counts
-from ..array import QArray, Scheme
+from ..array import QArray, Scheme, misfit
 from ..array.packing import code_capacity, packed_length
 from ..errors import QuantError, UnsupportedError
-from ..io.records import misfit
 from ..ops import Policy
 from . import handover
 

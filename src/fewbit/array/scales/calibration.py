@@ -13,7 +13,10 @@ from ..._registry import Registry
 from ...errors import QuantError
 from ...formats import AbstractFormat
 from ...formats.format import exponent_of, power_of_two, quotient, settled
+from .limits import LARGEST, OFFSET_END, largest_step
 from .store import ScaleStore
+
+_TINY = np.float32(np.finfo(np.float32).tiny)
 
 Scale: TypeAlias = tuple[jax.Array, jax.Array | None]
 
@@ -114,19 +117,29 @@ class Target:
         return self.zero is not None
 
     def stored_zero(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
-        """The stored form of an offset: the code of `round(-offset / scale)`, or the offset itself as a float."""
+        """The stored form of an offset: the code of `round(-offset / scale)`, or the offset itself as a float.
+
+        A whole zero point stays where no code stands for more than float32 holds, on either side of it; that changes nothing for
+        scales below `LARGEST / (max - min)`.
+        """
         if isinstance(self.zero, AbstractFormat):
-            return self.zero.encode(quotient(-offset, scale))
+            return self.zero.encode(self._within_float32(quotient(-offset, scale), scale))
         largest = float(jnp.finfo(self.zero).max)
         return jnp.clip(offset, -largest, largest).astype(self.zero)
 
     def stored_zero_up(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
         """The stored form of an offset, rounded so that no element below the range is cut: see `unsaturated`."""
         if isinstance(self.zero, AbstractFormat):
-            return self.zero.encode(jnp.ceil(quotient(-offset, scale)))
+            return self.zero.encode(self._within_float32(jnp.ceil(quotient(-offset, scale)), scale))
         stored = self.stored_zero(offset, scale)
         lowest = jnp.full_like(stored, -jnp.inf)
         return jnp.where(stored.astype(jnp.float32) > offset, jnp.nextafter(stored, lowest), stored)
+
+    def _within_float32(self, zero: jax.Array, scale: jax.Array) -> jax.Array:
+        """A whole zero point, kept where the codes on both sides of it are finite under the scale."""
+        most = jnp.floor(jnp.minimum(quotient(jnp.full_like(scale, LARGEST), scale), jnp.float32(2.0**20)))
+        side = jnp.where(most * scale > LARGEST, most - 1, most)
+        return jnp.minimum(jnp.maximum(zero, self.format.max - side), self.format.min + side)
 
     def loaded_offset(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
         """The float32 offset, the number that code value 0 stands for, of its stored form."""
@@ -226,13 +239,26 @@ def symmetric_or_range(low: jax.Array, high: jax.Array, target: Target) -> Scale
     """The scale (and offset) that spreads the range from `low` to `high` over the codes of the target.
 
     Symmetric: `max(-low, high) / bound`. Asymmetric: `(high - low) / (max - min)`, and the offset is `low - min * scale`,
-    the number that the code of value 0 stands for.
+    the number that the code of value 0 stands for. A range that exceeds float32 is divided by halves; `limits` says how its
+    scale and a float offset are kept where all codes are finite. A float offset of zero is +0.
     """
     fmt = target.format
+    has_offset = target.asymmetric and not isinstance(target.zero, AbstractFormat)
+    end = jnp.float32(OFFSET_END if has_offset else LARGEST)
+    low, high = jnp.maximum(low, -end), jnp.minimum(high, end)
     if not target.asymmetric:
         return quotient(jnp.maximum(-low, high), jnp.float32(fmt.bound)), None
-    scale = quotient(high - low, jnp.float32(fmt.max - fmt.min))
-    return scale, low - jnp.float32(fmt.min) * scale
+    codes, step = jnp.float32(fmt.max - fmt.min), jnp.float32(largest_step(fmt))
+    is_whole = high - low <= LARGEST
+    half = quotient(high * jnp.float32(0.5) - low * jnp.float32(0.5), codes * jnp.float32(0.5))
+    scale = jnp.where(is_whole, quotient(jnp.where(is_whole, high - low, jnp.zeros_like(low)), codes), half)
+    fitting = jnp.minimum(scale, step)
+    if not has_offset:
+        scale = jnp.where(is_whole, fitting, scale)
+        return scale, low - jnp.float32(fmt.min) * scale
+    low = jnp.where(scale > fitting, low * quotient(fitting, scale), low)
+    offset = low - jnp.float32(fmt.min) * fitting
+    return fitting, jnp.where(jnp.abs(offset) < _TINY, jnp.zeros_like(offset), offset)
 
 
 def check_positive(name: str, field: str, value: object) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +19,12 @@ class ScaleStore:
     Attributes:
         holder: a format whose codes are stored, or a float dtype.
         unit: what the number 1 of the holder stands for: the tensor scale where there is one, else 1. Float32.
+        limit: no number above it is stored; see `fewbit.array.scales.limits`.
     """
 
     holder: AbstractFormat | np.dtype
     unit: jax.Array | None = None
+    limit: float = math.inf
 
     @property
     def smallest(self) -> float:
@@ -32,8 +35,14 @@ class ScaleStore:
 
     @property
     def largest(self) -> float:
-        """The largest finite number that the holder has."""
-        return self.holder.max if isinstance(self.holder, AbstractFormat) else float(jnp.finfo(self.holder).max)
+        """The largest finite number that the holder has up to the limit."""
+        if isinstance(self.holder, AbstractFormat):
+            return self.holder.max if self.holder.max <= self.limit else _largest_value(self.holder, self.limit)
+        largest = float(jnp.finfo(self.holder).max)
+        if largest <= self.limit:
+            return largest
+        near = np.float32(self.limit).astype(self.holder)
+        return float(near if float(near) <= self.limit else np.nextafter(near, np.zeros_like(near)))
 
     def stored(self, scale: jax.Array) -> jax.Array:
         """The holder's form of each scale: the nearest number it has, never zero for a scale that is not.
@@ -53,6 +62,7 @@ class ScaleStore:
         stored = self.stored(scale)
         is_below = jnp.abs(self.loaded(stored)) < jnp.abs(scale)
         if isinstance(self.holder, AbstractFormat):
+            is_below = is_below & (self.holder.decode(stored) < self.largest)
             return jnp.where(is_below, looked_up(_next_codes(self.holder), stored.astype(jnp.int32)), stored)
         largest = jnp.asarray(self.largest, stored.dtype)
         return jnp.where(is_below, jnp.nextafter(stored, jnp.copysign(largest, stored)), stored)
@@ -82,3 +92,9 @@ def _next_codes(holder: AbstractFormat) -> np.ndarray:
     codes = np.arange(len(values), dtype=np.uint8)
     codes[order[:-1]] = order[1:]
     return codes
+
+
+def _largest_value(holder: AbstractFormat, limit: float) -> float:
+    """The largest number of a format up to a limit."""
+    values = holder.values()
+    return float(values[values <= limit].max())

@@ -68,6 +68,18 @@ static void Weigh(float* score, int64_t seen, float* peak, float* sum, float* mi
   *peak = now;
 }
 
+// Whether no number is infinite or NaN.
+static bool AreFinite(const float* x, int64_t count) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, x + i, 4);
+    bits &= 0x7FFFFFFF;
+    largest = bits > largest ? bits : largest;
+  }
+  return largest < 0x7F800000;
+}
+
 // The memory that Attend asks for, in floats.
 static int64_t ScratchOf(int64_t width, int64_t rows) {
   const int64_t ld = UpTo(width, kAtOnce);
@@ -84,6 +96,10 @@ static void Attend(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64
   for (int64_t i = 0; i < rows * width; ++i) x[i] = head.Query(r0 * width + i) * factor;
   for (int64_t i = 0; i < rows * ld; ++i) mixed[i] = 0.0f;
   for (int64_t r = 0; r < rows; ++r) peak[r] = -INFINITY, sum[r] = 0.0f;
+  const auto seen_of = [&](int64_t r, int64_t s, int64_t n) {  // how many of n positions from s on a row sees
+    const int64_t left = head.Seen(r0 + r) - s;
+    return left < 0 ? 0 : left < n ? left : n;
+  };
   for (int64_t s = s0; s < s1; s += kKeys) {
     const int64_t n = s1 - s < kKeys ? s1 - s : kKeys;
     // Whole vectors of positions: what those beyond n score is not looked at.
@@ -98,14 +114,19 @@ static void Attend(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64
       }
     }
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t left = head.Seen(r0 + r) - s, seen = left < 0 ? 0 : left < n ? left : n;
+      const int64_t seen = seen_of(r, s, n);
       if (seen > 0) Weigh(score + r * kKeys, seen, peak + r, sum + r, mixed + r * ld, ld);
       else std::memset(score + r * kKeys, 0, kKeys * sizeof(float));
     }
     const float* values = Positions(head.values, s, n, head.positions, width, ld, rest, plain);
+    int64_t least = n;  // positions that every row sees
+    for (int64_t r = 0; r < rows; ++r) least = seen_of(r, s, n) < least ? seen_of(r, s, n) : least;
+    // A weight of zero takes nothing from a number, and makes NaN of an infinity or a NaN: then each row meets what it sees.
+    const bool by_row = least < n && !AreFinite(values + least * ld, (n - least) * ld);
     for (int64_t i = 0; i < ld; i += kAtOnce) {
-      for (int64_t r = 0; r < rows; r += kRows) {
-        BlockOf(rows - r)(score + r * kKeys, kKeys, values + i, ld, n, mixed + r * ld + i, ld);
+      for (int64_t r = 0; r < rows; r += by_row ? 1 : kRows) {
+        const int64_t count = by_row ? seen_of(r, s, n) : n;
+        BlockOf(by_row ? 1 : rows - r)(score + r * kKeys, kKeys, values + i, ld, count, mixed + r * ld + i, ld);
       }
     }
   }

@@ -23,6 +23,7 @@
 #include <memory>
 
 #include "../qmatmul/buffers.h"
+#include "checks.h"
 #include "isa.h"
 #include "job.h"
 #include "module.h"
@@ -93,32 +94,39 @@ struct Cache {
   Numbers of_head;
   int64_t batch, heads, stride, scale_heads, scale_stride;  // strides in bytes from one head to the next
 
-  // Null, or what is wrong.
-  const char* Take(const ffi::AnyBuffer& data, const ffi::AnyBuffer& scale, const ffi::BufferR1<ffi::F32>& table,
-                   const ffi::BufferR1<ffi::F32>& values, int64_t bits, int64_t codes, float unit, int64_t width) {
+  void Take(const ffi::AnyBuffer& data, const ffi::AnyBuffer& scale, const ffi::BufferR1<ffi::F32>& table,
+            const ffi::BufferR1<ffi::F32>& values, int64_t bits, int64_t codes, float unit, int64_t width, Checks& checks) {
     const auto shape = data.dimensions();
-    if (shape.size() != 5) return "attention takes keys and values [L, B, K, S, width]";
+    if (!checks.Equal("axes of the keys or values", static_cast<int64_t>(shape.size()), 5)) return;
     batch = shape[1], heads = shape[2];
     of_head.floats = data.untyped_data();
     of_head.is_coded = data.element_type() == ffi::U8;
     if (!of_head.is_coded) {
-      if (!FloatOf(data.element_type(), &of_head.kind) || shape[4] != width) return "attention takes floats of the queries' width";
+      checks.That(FloatOf(data.element_type(), &of_head.kind), "keys and values must be codes, float32, bfloat16 or float16");
+      if (!checks.Equal("width of the keys or values", shape[4], width)) return;
       stride = shape[3] * width * SizeOf(of_head.kind);
-      return nullptr;
+      return;
     }
     const auto scales = scale.dimensions();
     Weight& w = of_head.codes;
     w = Weight{};
-    if (scales.size() != 5 || values.element_count() != 256 || !HeldOf(scale, table, &w.scale)) {
-      return "attention was called with scales of the wrong form";
-    }
+    checks.Within("bits of a code", bits, 1, 8);
+    checks.Within("kind of the codes", codes, 0, 4);
+    checks.Equal("length of the table of numbers", static_cast<int64_t>(values.element_count()), 256);
+    checks.That(HeldOf(scale, table, &w.scale), "scales must be floats, or bytes with a table of 256 numbers");
+    if (!checks.Equal("axes of the scales", static_cast<int64_t>(scales.size()), 5)) return;
+    checks.Equal("bytes of a position", shape[4], BytesOf(width, bits));
+    checks.Equal("layers of the scales", scales[0], shape[0]);
+    checks.Equal("batch of the scales", scales[1], batch);
+    checks.OneOf("heads of the scales", scales[2], {1, heads});
+    checks.Equal("positions of the scales", scales[3], shape[3]);
+    if (!checks.Equal("scales of a position", scales[4], 1)) return;
     w.codes = data.typed_data<uint8_t>();
     w.rows = shape[3], w.cols = width, w.row_stride = shape[4], w.bits = static_cast<int>(bits), w.packed_cols = true;
     w.kind = static_cast<Codes>(codes), w.values = values.typed_data(), w.unit = unit;
     w.row_tile = 1, w.col_tile = width, w.tiles_per_row = 1, w.role = Zero::kNone;
     if (width * bits == 8 * shape[4]) w.rows = 1, w.cols *= shape[3], w.row_stride *= shape[3], w.tiles_per_row = shape[3];
     stride = shape[3] * shape[4], scale_heads = scales[2], scale_stride = scales[3] * SizeOf(w.scale.holder);
-    return nullptr;
   }
 
   Numbers At(int64_t layer, int64_t b, int64_t head) const {
@@ -143,14 +151,27 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
                             int64_t value_bits, int64_t value_codes, float value_unit, int64_t level) {
   const auto shape = q.dimensions();
   Float kind;
-  if (shape.size() != 4 || !FloatOf(q.element_type(), &kind) || out->element_type() != q.element_type()) {
-    return ffi::Error::InvalidArgument("attention takes and gives [B, H, T, width] of float32, bfloat16 or float16");
-  }
+  Checks checks("attention");
+  checks.That(shape.size() == 4 && FloatOf(q.element_type(), &kind) && out->element_type() == q.element_type(),
+              "queries and result must be [B, H, T, width] of float32, bfloat16 or float16");
+  checks.Within("level", level, -1, 2);
+  if (!checks.Equal("axes of the result", static_cast<int64_t>(out->dimensions().size()), 4)) return checks.error();
   const int64_t batch = shape[0], tokens = shape[2], width = shape[3];
   Cache k, v;
-  const char* wrong = k.Take(keys, key_scale, key_table, key_numbers, key_bits, key_codes, key_unit, width);
-  if (wrong == nullptr) wrong = v.Take(values, value_scale, value_table, value_numbers, value_bits, value_codes, value_unit, width);
-  if (wrong != nullptr) return ffi::Error::InvalidArgument(wrong);
+  k.Take(keys, key_scale, key_table, key_numbers, key_bits, key_codes, key_unit, width, checks);
+  v.Take(values, value_scale, value_table, value_numbers, value_bits, value_codes, value_unit, width, checks);
+  if (checks.failed()) return checks.error();
+  for (int axis = 0; axis < 4; ++axis) {
+    checks.Equal("an axis of the result", out->dimensions()[axis], shape[axis]);
+    checks.Equal("an axis of the values", values.dimensions()[axis], keys.dimensions()[axis]);
+  }
+  checks.AtLeast("number of layers", keys.dimensions()[0], 1);
+  checks.Equal("batch of the keys", k.batch, batch);
+  checks.That(k.heads > 0 && shape[1] % k.heads == 0, "the heads of the keys must divide those of the queries");
+  checks.Equal("length of what each token sees", static_cast<int64_t>(seen.element_count()), tokens);
+  checks.Equal("number of layer indices", static_cast<int64_t>(layer.element_count()), 1);
+  if (checks.failed()) return checks.error();
+  if (out->element_count() == 0) return ffi::Error::Success();
   const int64_t layers = keys.dimensions()[0], positions = keys.dimensions()[3], heads = k.heads, asked = layer.typed_data()[0];
   const int64_t wanted = asked < 0 ? asked + layers : asked;  // as XLA counts: from the end, and then the nearest there is
   const int64_t at = wanted < 0 ? 0 : wanted < layers ? wanted : layers - 1, rows = shape[1] / heads * tokens;

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ...array import QArray
+from ...array import QArray, refuse_invalid
 from ...errors import QuantError
 from ..qmatmul.problem import Operand
 
@@ -35,6 +35,9 @@ class Block:
 
     def refuse_unless_it_fits(self, q: Float[Array, "B H T h"]) -> None:
         """Raises a QuantError where queries cannot attend to these positions; a kernel would read beyond them."""
+        for name in ("keys", "values"):
+            if isinstance(held := getattr(self, name), QArray):
+                refuse_invalid(held, f"the QArray of {name}")
         keys = self.keys.shape if self.layer is None else self.keys.shape[1:]
         if len(keys) != 4 or keys[0] != q.shape[0] or not keys[1] or q.shape[1] % keys[1] or keys[-1] != q.shape[-1]:
             raise QuantError(

@@ -17,9 +17,10 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from ..._registry import Registry
 from ...array import QArray, unpack
@@ -55,7 +56,7 @@ def attended(q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> Float[Array
     ends = [block.keys.shape[2] for block in blocks]
     starts = [sum(ends[:i]) for i in range(len(ends))]
     mixed = [
-        _mixed(lax.slice_in_dim(weights, start, start + S, axis=-1), block.values, q.dtype)
+        _mixed(lax.slice_in_dim(weights, start, start + S, axis=-1), block, q.dtype)
         for start, S, block in zip(starts, ends, blocks, strict=True)
     ]
     return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(B, H, T, h)
@@ -70,16 +71,55 @@ def _scores(grouped: Array, block: Block, T: int) -> Float[Array, "B K G T S"]:
     return jnp.where(jnp.broadcast_to(is_seen, product.shape), product * factor, -jnp.inf)
 
 
-def _mixed(weights: Float[Array, "B K G T S"], values: Held, dtype: DTypeLike) -> Float[Array, "B K R h"]:
-    """The values in the mixture that the weights give, float32."""
+def _mixed(weights: Float[Array, "B K G T S"], block: Block, dtype: DTypeLike) -> Float[Array, "B K R h"]:
+    """The values in the mixture that the weights give, float32. What a token does not see adds nothing, be it NaN or infinite."""
     B, K, G, T, S = weights.shape
-    if not isinstance(values, QArray):
-        return _product(weights.astype(dtype).reshape(B, K, G * T, S), values, 2)
-    scale = _beside(values)
-    # A power of two, so that it changes no rounding, and what is written later changes no bit of what is read now.
-    unit = power_of_two(jnp.clip(exponent_of(jnp.max(scale, axis=-1, keepdims=True)), -126, 126))
-    scaled = (weights * (scale / unit)).astype(dtype).reshape(B, K, G * T, S)
-    return _product(scaled, _numbers(values, dtype), 2) * unit[:, :, 0]
+    values, unit, may_be_odd = _numbers(block.values, dtype), None, True
+    odd = values
+    if isinstance(block.values, QArray):
+        scale = _beside(block.values)
+        may_be_odd = not np.isfinite(block.values.scheme.format.values()).all()
+        is_nan = ~jnp.isfinite(scale[:, :, 0, 0, :, None])  # [B, J, S, 1]
+        odd = jnp.where(is_nan, jnp.nan, values.astype(jnp.float32) if may_be_odd else 0.0)
+        scale = jnp.where(_counts(scale, block), scale, 0.0)
+        # A power of two, so that it changes no rounding, and what is written later changes no bit of what is read now.
+        unit = power_of_two(jnp.clip(exponent_of(jnp.max(scale, axis=-1, keepdims=True)), -126, 126))
+        weights = weights * (scale / unit)
+    if may_be_odd:
+        counts = _counts(values.swapaxes(-1, -2), block).swapaxes(-1, -2)
+        values = jnp.where(counts, values, jnp.zeros_like(values))
+    mixed = _product(weights.astype(dtype).reshape(B, K, G * T, S), values, 2)
+    mixed = mixed if unit is None else mixed * unit[:, :, 0]
+    return mixed if T == 1 else _with_odd_values(mixed, odd, jnp.tile(block.seen, G))
+
+
+def _counts(x: Float[Array, "*b S"], block: Block) -> Bool[Array, "*b S"]:
+    """Whether each number, positions last, enters the product: one that the only token sees; of several tokens, a finite one."""
+    if block.seen.shape[0] > 1:
+        return jnp.isfinite(x)
+    return jnp.broadcast_to(jnp.arange(x.shape[-1]) < block.seen[0], x.shape)
+
+
+def _with_odd_values(
+    mixed: Float[Array, "B K R h"], values: Float[Array, "B J S w"], seen: Int[Array, " R"]
+) -> Float[Array, "B K R h"]:
+    """The mixture with NaN and infinities for the rows that see such values, of which it has zeros.
+
+    A row sees the first positions, so all that counts is where the first value of each kind stands: those that make `+inf` or
+    NaN, and those that make `-inf` or NaN. Where all heads or coordinates of a position share a scale, J or w is 1.
+    """
+    S = values.shape[2]
+    place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
+    is_odd = ~jnp.isfinite(values)
+
+    def sees(kind: Bool[Array, "B J S w"]) -> Bool[Array, "B J R w"]:
+        first = jnp.min(jnp.where(kind, place, S), axis=2, keepdims=True, initial=S)
+        return first < seen.reshape(1, 1, -1, 1)
+
+    rises, falls = sees(is_odd & ~(values == -jnp.inf)), sees(is_odd & ~(values == jnp.inf))
+    inf = jnp.float32(jnp.inf)
+    odd = jnp.where(rises, inf, 0.0) + jnp.where(falls, -inf, 0.0)
+    return jnp.where(rises | falls, odd, mixed)
 
 
 def _numbers(held: Held, dtype: DTypeLike) -> Float[Array, "B K S h"]:

@@ -107,6 +107,7 @@
 #include <vector>
 
 #include "buffers.h"
+#include "checks.h"
 #include "levels.h"
 #include "module.h"
 #include "parallel.h"
@@ -179,6 +180,66 @@ struct Matrices {
   }
 };
 
+// The shapes of a stack of codes and what lies with it.
+struct Stack {
+  Dimensions codes, scale, zero;
+  int64_t rows, cols, bits, row_tile, col_tile;
+  bool packed_cols, has_zero;
+
+  bool Fits(Checks& checks) const {
+    checks.Within("bits of a code", bits, 1, 8);
+    checks.AtLeast("rows of a tile", row_tile, 1);
+    checks.AtLeast("columns of a tile", col_tile, 1);
+    checks.AtLeast("rows of the weight", rows, 0);
+    if (!checks.AtLeast("columns of the weight", cols, 0)) return false;
+    checks.Equal("rows of the codes", codes[1], packed_cols ? rows : BytesOf(rows, bits));
+    checks.Equal("columns of the codes", codes[2], packed_cols ? BytesOf(cols, bits) : cols);
+    checks.OneOf("matrices of the scales", scale[0], {1, codes[0]});
+    checks.Equal("rows of the scales", scale[1], TilesOf(rows, row_tile));
+    checks.Equal("columns of the scales", scale[2], TilesOf(cols, col_tile));
+    if (!has_zero) return !checks.failed();
+    checks.OneOf("matrices of the zero points", zero[0], {1, codes[0]});
+    checks.Equal("rows of the zero points", zero[1], scale[1]);
+    return checks.Equal("columns of the zero points", zero[2], scale[2]);
+  }
+};
+
+// The order of the codes in each group of the packed axis, whose length is in whole groups.
+static void CheckOrder(ffi::Span<const int32_t> order, int64_t bits, int64_t packed, Checks& checks) {
+  const int64_t group = static_cast<int64_t>(order.size());
+  if (group == 0) return;
+  checks.Equal("the packed axis beyond whole groups of the order", packed % group, 0);
+  checks.Equal("bits beyond whole bytes of a group", group * bits % 8, 0);
+  for (const int32_t place : order) checks.Within("a place of the order", place, 0, group - 1);
+}
+
+// Rows of x and of the result for a weight of these lengths; an axis of codes in groups may be longer than what it stands for.
+static void CheckRows(Dimensions x, Dimensions y, int64_t contracted, int64_t outputs, ffi::Span<const int32_t> order,
+                      bool is_contracted_packed, Checks& checks) {
+  const int64_t spare = order.size() == 0 ? 0 : static_cast<int64_t>(order.size()) - 1;
+  checks.Equal("batch of the result", y[0], x[0]);
+  checks.Equal("rows of the result", y[1], x[1]);
+  checks.Within("columns of x", x[2], contracted - (is_contracted_packed ? spare : 0), contracted);
+  checks.Within("columns of the result", y[2], outputs - (is_contracted_packed ? 0 : spare), outputs);
+}
+
+// Which matrices x is multiplied with: each its own, a picked one, or one for each group of rows.
+static void CheckMatrices(Dimensions x, int64_t stacked, const ffi::BufferR1<ffi::S32>& picked,
+                          const ffi::BufferR1<ffi::S32>& sizes, int64_t tensor_scales, Checks& checks) {
+  const int64_t picks = static_cast<int64_t>(picked.element_count()), groups = static_cast<int64_t>(sizes.element_count());
+  checks.That(tensor_scales == 0 || tensor_scales == 1 || tensor_scales == stacked,
+              "there must be no tensor scale, one, or one for each matrix");
+  checks.Within("number of picked matrices", picks, 0, 1);
+  checks.That(picks == 0 || groups == 0, "a matrix is picked, and rows have groups; one of the two is expected");
+  if (picks != 0 || groups != 0) checks.Equal("batch of x", x[0], 1);
+  if (groups != 0) {
+    checks.OneOf("number of groups", groups, {stacked});
+    for (int64_t g = 0; g < groups && !checks.failed(); ++g) checks.AtLeast("size of a group", sizes.typed_data()[g], 0);
+  } else if (picks == 0) {
+    checks.OneOf("matrices of the codes", stacked, {1, x[0]});
+  }
+}
+
 static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<ffi::U8> codes, ffi::AnyBuffer scale,
                           ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero, ffi::BufferR1<ffi::F32> zero_table,
                           ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::F32> values,
@@ -188,16 +249,31 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
                           ffi::Span<const int32_t> order) {
   Job job{};
   Float x_kind;
-  if (!FloatOf(x.element_type(), &x_kind) || !FloatOf(y->element_type(), &job.y_kind)) {
-    return ffi::Error::InvalidArgument("qmatmul takes and gives float32, bfloat16 or float16");
-  }
   const auto x_shape = x.dimensions(), y_shape = y->dimensions(), scale_shape = scale.dimensions();
   Weight& w = job.w;
-  if (x_shape.size() != 3 || y_shape.size() != 3 || scale_shape.size() != 3 || values.element_count() != 256 ||
-      !HeldOf(scale, scale_table, &w.scale) || (role != 0 && !HeldOf(zero, zero_table, &w.zero))) {
-    return ffi::Error::InvalidArgument("qmatmul was called with buffers of the wrong form");
-  }
+  Checks checks("qmatmul");
+  checks.That(FloatOf(x.element_type(), &x_kind) && FloatOf(y->element_type(), &job.y_kind),
+              "x and the result must be float32, bfloat16 or float16");
+  checks.That(x_shape.size() == 3 && y_shape.size() == 3 && scale_shape.size() == 3, "x, the scales and the result must have 3 axes");
+  checks.That(HeldOf(scale, scale_table, &w.scale), "scales must be floats, or bytes with a table of 256 numbers");
+  checks.Within("role of the zero points", role, 0, 2);
+  checks.That(role == 0 || (zero.dimensions().size() == 3 && HeldOf(zero, zero_table, &w.zero)),
+              "zero points must have 3 axes, and be floats, or bytes with a table of 256 numbers");
+  checks.Equal("length of the table of numbers", static_cast<int64_t>(values.element_count()), 256);
+  const Stack stack{codes.dimensions(), scale_shape, zero.dimensions(), rows, cols, bits, row_tile, col_tile, packed_cols, role != 0};
+  if (checks.failed() || !stack.Fits(checks)) return checks.error();
+  CheckOrder(order, bits, packed_cols ? cols : rows, checks);
+  checks.Within("kind of the codes", code_kind, 0, 4);
+  checks.Within("level", level, -1, 2);
+  CheckRows(x_shape, y_shape, contracts_cols ? cols : rows, contracts_cols ? rows : cols, order, packed_cols == contracts_cols, checks);
+  CheckMatrices(x_shape, codes.dimensions()[0], picked, sizes, static_cast<int64_t>(tensor_scale.element_count()), checks);
+  if (checks.failed()) return checks.error();
   const int64_t stacked = codes.dimensions()[0], all_rows = x_shape[0] * x_shape[1];
+  if (y->element_count() == 0) return ffi::Error::Success();
+  if (stacked == 0 || x_shape[2] == 0) {  // a sum of nothing
+    std::memset(y->untyped_data(), 0, y->size_bytes());
+    return ffi::Error::Success();
+  }
   int64_t first = 0;  // the matrix of the stack that the first one of x meets
   if (picked.element_count() != 0) {
     const int64_t asked = picked.typed_data()[0];

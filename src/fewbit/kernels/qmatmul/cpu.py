@@ -17,7 +17,7 @@ from ..extension import device_refusal, extension
 from .integers import native_integers
 from .native import native_product
 from .paired import pair_refusal
-from .problem import Operand, Problem
+from .problem import Operand, Problem, refused_precision
 from .ragged import RAGGED, AbstractRaggedKernel, RaggedProblem
 from .reference import BACKENDS
 from .stack import Stack
@@ -45,7 +45,8 @@ class Cpu(AbstractStackKernel):
         return extension("fewbit.kernels.qmatmul._integers").missing or pair_refusal(problem)
 
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
-        return _refused_dtypes(x.dtype, problem.result_dtype.name) or _refused_scheme(stack)
+        wrong = _refused_dtypes(x.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
+        return wrong or _refused_scheme(stack)
 
     def passed_over(self, problem: Problem) -> str | None:
         return device_refusal()
@@ -55,7 +56,9 @@ class Cpu(AbstractStackKernel):
         return f"compiled for {isa}; programs for other platforms take their own kernels, or the reference"
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
-        del precision  # products in float32 serve every one, and are the fastest: cpu.cc says what bfloat16 would cost
+        del (
+            precision
+        )  # `refused_precision` leaves those that float32 serves; it is the fastest: cpu.cc has what bfloat16 costs
         return native_product(x, q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
     def picked(
@@ -84,7 +87,8 @@ class CpuRagged(AbstractRaggedKernel):
         return extension("fewbit.kernels.qmatmul._cpu").missing or super().unsupported(problem)
 
     def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
-        return _refused_dtypes(problem.lhs.dtype, problem.result_dtype.name) or _refused_scheme(stack)
+        wrong = _refused_dtypes(problem.lhs.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
+        return wrong or _refused_scheme(stack)
 
     def passed_over(self, problem: RaggedProblem) -> str | None:
         return device_refusal()

@@ -43,8 +43,10 @@
 // What was needed. torch's threads look for work for milliseconds after its product, so that whoever is timed right after it
 // has one core and a half: 12.2 ms in place of 8.8, of which no tuning found any. Without being asked to unroll the loops
 // over registers, GCC kept every sum in memory, too: 290 in place of 863.
+#include <cstring>
 #include <memory>
 
+#include "checks.h"
 #include "integer_levels.h"
 #include "module.h"
 #include "parallel.h"
@@ -72,6 +74,15 @@ static Stacked<Number> StackedOf(const Buffer& buffer, bool rows_first, int64_t 
   return {{data, row_tile, by_row, by_tile}, shape[0] == 1 ? 0 : rows * tiles};
 }
 
+// One number for each tile of rows (or outputs) and of the contraction, or one for all of an axis.
+static void CheckPerTile(const char* what, Dimensions shape, int64_t batch, int64_t rows, int64_t tiles, bool rows_first,
+                         Checks& checks) {
+  const std::string name(what);
+  checks.OneOf(("matrices of the " + name).c_str(), shape[0], {1, batch});
+  checks.OneOf(("rows of the " + name).c_str(), shape[rows_first ? 1 : 2], {1, rows});
+  checks.OneOf(("tiles of the " + name).c_str(), shape[rows_first ? 2 : 1], {1, tiles});
+}
+
 // The memory of a call that begins on this thread. The thread keeps it for the next one while it is small: the system takes
 // 1 ms of a core for each MiB of fresh pages, and to lay x out takes a seventh of that.
 class CallMemory {
@@ -97,8 +108,35 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::
   IntegerJob job{};
   const auto x_shape = x.dimensions(), w_shape = w.dimensions(), y_shape = y->dimensions();
   const auto kind = y->element_type();
-  if (kind != ffi::F32 && kind != ffi::BF16 && kind != ffi::F16) {
-    return ffi::Error::InvalidArgument("integers gives float32, bfloat16 or float16");
+  Checks checks("integers");
+  checks.That(kind == ffi::F32 || kind == ffi::BF16 || kind == ffi::F16, "the result must be float32, bfloat16 or float16");
+  checks.Equal("axes of the result", static_cast<int64_t>(y_shape.size()), 3);
+  checks.OneOf("bits of a code", bits, {4, 8});
+  checks.OneOf("offset", offset, {0, 8, 128});
+  checks.AtLeast("tile", tile, 1);
+  checks.AtLeast("tile of the outputs", output_tile, 1);
+  checks.Within("level", level, -1, 3);
+  if (checks.failed()) return checks.error();
+  checks.Equal("batch of the result", y_shape[0], x_shape[0]);
+  checks.Equal("rows of the result", y_shape[1], x_shape[1]);
+  checks.OneOf("matrices of the codes", w_shape[0], {1, x_shape[0]});
+  checks.Equal("outputs of the codes", w_shape[contracts_cols ? 1 : 2], y_shape[2]);
+  checks.Equal("contracted bytes of the codes", w_shape[contracts_cols ? 2 : 1], BytesOf(x_shape[2], bits));
+  checks.That(bits == 8 || tile % 2 == 0 || tile >= x_shape[2], "tiles must not cut bytes of two codes");
+  const int64_t row_count[] = {x_shape[1], TilesOf(y_shape[2], output_tile)}, tile_count = TilesOf(x_shape[2], tile);
+  CheckPerTile("scales of x", x_scale.dimensions(), x_shape[0], row_count[0], tile_count, true, checks);
+  CheckPerTile("scales of the codes", w_scale.dimensions(), x_shape[0], row_count[1], tile_count, contracts_cols, checks);
+  if (x_zero.element_count() != 0) {
+    CheckPerTile("zero points of x", x_zero.dimensions(), x_shape[0], row_count[0], tile_count, true, checks);
+  }
+  if (w_zero.element_count() != 0) {
+    CheckPerTile("zero points of the codes", w_zero.dimensions(), x_shape[0], row_count[1], tile_count, contracts_cols, checks);
+  }
+  if (checks.failed()) return checks.error();
+  if (y->element_count() == 0) return ffi::Error::Success();
+  if (x_shape[2] == 0) {  // a sum of nothing
+    std::memset(y->untyped_data(), 0, y->size_bytes());
+    return ffi::Error::Success();
   }
   job.y_kind = kind == ffi::F32 ? Float::kF32 : kind == ffi::BF16 ? Float::kBF16 : Float::kF16;
   job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2], job.tile = tile;

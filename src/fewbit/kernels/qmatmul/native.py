@@ -128,9 +128,11 @@ def _held_zeros(q: QArray) -> tuple[int, jax.Array, jax.Array]:
     """What zero points are, their stored form, and the table of their numbers if they are stored as codes."""
     if q.zero_point is None:
         return _NO_ZERO, jnp.zeros((1, 1, 1), jnp.float32), _nothing()
+    # One zero point may serve all tiles of an axis; the kernel reads one where it reads a scale.
+    zero = jnp.broadcast_to(q.zero_point, (q.zero_point.shape[0], *q.scale.shape[1:]))
     if isinstance(q.scheme.zero_point, AbstractFormat):
-        return _WHOLE, q.zero_point, jnp.asarray(_table(q.scheme.zero_point))
-    return _OFFSET, q.zero_point, _nothing()
+        return _WHOLE, zero, jnp.asarray(_table(q.scheme.zero_point))
+    return _OFFSET, zero, _nothing()
 
 
 def _nothing() -> jax.Array:

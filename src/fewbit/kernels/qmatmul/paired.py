@@ -16,7 +16,7 @@ from ...errors import QuantError
 from ...formats import FORMATS
 from .codes import fits_int32, is_whole, native_float, side
 from .primitive import kernel_primitive
-from .problem import Operand, Problem
+from .problem import Operand, Problem, refused_precision
 from .reference import BACKENDS, Reference
 from .stack import Stack, stack_of
 
@@ -47,6 +47,8 @@ def pair_refusal(problem: Problem, *, floats: bool = False) -> str | None:
         return f"it sums in {kind}, and {problem.accumulator} is asked for"
     if problem.out_sharding is not None:
         return "out_sharding is for XLA's own products"
+    if reason := refused_precision(problem.precision):
+        return reason
     try:
         at, stack = weight_stack(problem)
         _tile(problem, at, stack)

@@ -84,3 +84,29 @@ class Problem:
         if self.preferred_element_type is not None:
             return np.dtype(self.preferred_element_type)
         return jnp.promote_types(self.lhs.dtype, self.rhs.dtype)
+
+
+def refused_precision(precision: Any) -> str | None:
+    """Why exact float32 products summed in float32 do not honour a precision of `lax.dot_general`; None where they do.
+
+    They honour whatever they are at least as exact as: every `jax.lax.Precision`, and each `jax.lax.DotAlgorithm` or preset that
+    sums in float32 or less.
+
+    >>> refused_precision("high"), refused_precision(jax.lax.DotAlgorithmPreset.BF16_BF16_F32)
+    (None, None)
+    >>> refused_precision("F64_F64_F64")
+    "precision is 'F64_F64_F64', which sums in float64; it sums in float32"
+    """
+    is_pair = isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm)
+    for side in precision if is_pair else (precision,):
+        algorithm = getattr(jax.lax.DotAlgorithmPreset, side, side) if isinstance(side, str) else side
+        if isinstance(algorithm, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
+            summed = algorithm.accumulation_type
+            if summed is not None and jnp.finfo(summed).bits > 32:
+                return f"precision is {side!r}, which sums in {jnp.dtype(summed).name}; it sums in float32"
+            continue
+        try:
+            jax.lax.Precision(side)
+        except ValueError:
+            return f"precision is {side!r}, which jax.lax.dot_general does not know"
+    return None

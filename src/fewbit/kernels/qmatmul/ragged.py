@@ -151,9 +151,17 @@ def ragged_product(problem: RaggedProblem, x: Any, q: QArray, sizes: Any, backen
         UnsupportedError: when the named backend cannot compute the problem, or not on the platform it is compiled for.
     """
     chosen = select(RAGGED, problem, backend).backend
+    if 0 in (*problem.lhs.shape, *problem.rhs.shape):
+        return _without_elements(problem)
     kernels = _kernels_of(problem) if backend is None else ()
     operands = x, q, sizes
     return _by_kernels(problem, operands, kernels, is_named=False) if kernels else chosen.run(problem, *operands)
+
+
+def _without_elements(problem: RaggedProblem) -> jax.Array:
+    """The product where an operand is empty: zeros, as JAX's product has them, which cannot do without a group."""
+    columns = problem.rhs.shape[1 if problem.contracts_cols else 2]
+    return jnp.zeros((problem.lhs.shape[0], columns), problem.result_dtype)
 
 
 def _kernels_of(problem: RaggedProblem) -> tuple[AbstractRaggedKernel, ...]:

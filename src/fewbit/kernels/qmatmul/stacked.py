@@ -94,6 +94,10 @@ def product(problem: Problem, lhs: Any, rhs: Any, backend: str | None = None) ->
         UnsupportedError: when the named backend cannot compute the problem, or not on the platform it is compiled for.
     """
     chosen = select(BACKENDS, problem, backend).backend
+    if 0 in (*problem.lhs.shape, *problem.rhs.shape):
+        return BACKENDS["reference"].run(
+            problem, lhs, rhs
+        )  # sums of nothing, or no sums: there is nothing for a kernel to do
     kernels = kernels_of(problem) if backend is None and isinstance(chosen, Reference | AbstractStackKernel) else ()
     return _by_kernels(problem, (lhs, rhs), kernels, is_named=False) if kernels else chosen.run(problem, lhs, rhs)
 

@@ -81,8 +81,6 @@ def _refusal(shape: tuple[int, ...], dtype: str, scheme: Scheme, tiles: Any) -> 
     """Why an array of this kind cannot be read or written, or None."""
     if missing := extension("fewbit.kernels.quantize._cpu").missing:
         return missing
-    if 0 in shape:
-        return f"the array, of shape {shape}, has no elements"
     if dtype not in _DTYPES:
         return f"the array is {dtype}, must be one of {', '.join(_DTYPES)}"
     if scheme.packing.interleave or scheme.packing.high_first:

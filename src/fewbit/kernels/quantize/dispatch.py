@@ -4,12 +4,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Key
 
 from ...array import QArray, Scheme
-from ...array.quantize import checked, float_dtype, shared_axes
+from ...array.quantize import checked, dequantized, float_dtype, quantized, shared_axes
 from ..insist import insisted
 from ..select import select
 from .backends import DEQUANTIZERS, QUANTIZERS
@@ -32,7 +31,8 @@ def quantize(
 
     `code = encode((x - offset) / scale)`, computed in float32 with the scale as it is stored. A tile whose scale would be
     below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile decodes to exact zeros. A
-    NaN or an infinity makes its whole tile NaN. Jit-compatible.
+    NaN or an infinity makes its whole tile NaN. Every finite array decodes to finite numbers: scales end where the largest code
+    stands for the largest float32. An array without elements becomes one without codes. Jit-compatible.
 
     Args:
         x: floating array of at least one axis: float16, bfloat16, float32 or float64 (which is rounded to float32).
@@ -77,6 +77,8 @@ def quantize(
         x.shape, x.dtype.name, bound, is_stochastic, is_given, is_weighted, shared_axes(shared_noise, x.ndim, key)
     )
     chosen = select(QUANTIZERS, problem, backend).backend
+    if not x.size:  # nothing to compute
+        return quantized(x, bound, *given, problem.shared_noise)
     q: Any = chosen.run(problem, x if backend is None else insisted(x, chosen, QUANTIZERS.kind), *given)
     return q
 
@@ -97,14 +99,17 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
         An array of the shape of `q`.
 
     Raises:
-        QuantError: for a dtype that is not floating.
+        QuantError: for a dtype that is not floating, and for a QArray whose leaves do not fit its scheme.
         UnsupportedError: when the named backend cannot, or not on the platform that the program is compiled for.
 
     >>> dequantize(quantize(jnp.array([[6.0, -0.4, 0.0]]), "mxfp4")).tolist()
     [[6.0, -0.5, 0.0]]
     """
-    problem = Decoding(q.shape, jnp.dtype(float_dtype(q, dtype)).name, q.scheme, q.tiles)
+    dtype = float_dtype(q, dtype)
+    problem = Decoding(q.shape, dtype.name, q.scheme, q.tiles)
     chosen = select(DEQUANTIZERS, problem, backend).backend
+    if not q.size:  # nothing to compute
+        return dequantized(q, dtype)
     if backend is not None:
         q = dataclasses.replace(q, codes=insisted(q.codes, chosen, DEQUANTIZERS.kind))
     return chosen.run(problem, q)

@@ -116,15 +116,23 @@ INLINE F Quotient(F x, F scale, F reciprocal) {
   return Fma(Fnma(better, scale, x), reciprocal, better);
 }
 
+// x - offset and its quotient by a scale. Where an offset is so large that the difference may exceed float32, the halves are
+// subtracted and the quotient is doubled, which rounds alike; such tiles are divided (`IsFar`).
+constexpr float kFar = 0x1p100f;
+
+INLINE bool IsFar(F offsets) { return IsAny(Abs(offsets) >= Splat(kFar)); }
+
 // Encodes a run of elements that share a scale, and calls for those that are `ahead` of them.
 template <Way way, typename T, typename Coder>
 INLINE void EncodeRun(const T* x, int64_t count, const Coder& coder, float scale, float reciprocal, const float* offset,
                       int64_t ahead, uint8_t* out) {
   const F by = Splat(scale), inverse = Splat(reciprocal), shift = Splat(offset == nullptr ? 0.0f : *offset);
   const I scale_sign = SignBit(by);
+  const bool halves = way == Way::kDivide && offset != nullptr && (*offset >= kFar || *offset <= -kFar);
   auto encode = [&](F v) {
-    if (offset != nullptr) v -= shift;
-    return ToBytes(coder(Quotient<way>(v, by, inverse), (F)((I)v ^ scale_sign)));
+    if (offset != nullptr) v = halves ? v * 0.5f - shift * 0.5f : v - shift;
+    const F q = Quotient<way>(v, by, inverse);
+    return ToBytes(coder(halves ? q + q : q, (F)((I)v ^ scale_sign)));
   };
   int64_t i = 0;
   for (; i + W <= count; i += W) {
@@ -142,9 +150,19 @@ INLINE void EncodeEach(const T* x, int64_t count, const Coder& coder, const floa
     const int64_t some = count - i;
     const F scale = LoadSome(scales + i, some);
     Prefetch(x + i + ahead);
-    F v = LoadSome(x + i, some);
-    if (offsets != nullptr) v -= LoadSome(offsets + i, some);
-    I code = coder(Quotient<way>(v, scale, LoadSome(reciprocals + i, some)), (F)((I)v ^ SignBit(scale)));
+    F v = LoadSome(x + i, some), factor = Splat(1.0f);
+    if (offsets != nullptr) {
+      const F shift = LoadSome(offsets + i, some);
+      if (way == Way::kDivide) {
+        const I is_far = Abs(shift) >= Splat(kFar);
+        v = is_far ? v * 0.5f - shift * 0.5f : v - shift, factor = is_far ? Splat(2.0f) : factor;
+      } else {
+        v -= shift;
+      }
+    }
+    F q = Quotient<way>(v, scale, LoadSome(reciprocals + i, some));
+    if (way == Way::kDivide) q *= factor;
+    I code = coder(q, (F)((I)v ^ SignBit(scale)));
     if (way == Way::kDivide) code = (scale != scale) ? Splat((int32_t)nan_code) : code;
     StoreSome(out + i, ToBytes(code), some);
   }
@@ -178,7 +196,8 @@ INLINE void EncodeRow(const Job& job, const Coder& coder, const T* x, const floa
     const F scale = LoadSome(scales + tile, left);
     float reciprocals[W];
     StoreSome(reciprocals, Splat(1.0f) / scale, W);
-    const Way way = WayOf(scale, job.calibration == Calibration::kGiven);
+    const bool is_far = offsets != nullptr && IsFar(LoadSome(offsets + tile, left));
+    const Way way = WayOf(scale, is_far || job.calibration == Calibration::kGiven);
     uint8_t* to = out + (c - c0);
     if (way == Way::kMultiply) EncodeTiles<Way::kMultiply>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
     else if (way == Way::kCorrect) EncodeTiles<Way::kCorrect>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
@@ -188,12 +207,13 @@ INLINE void EncodeRow(const Job& job, const Coder& coder, const T* x, const floa
 }
 
 // The reciprocals of `count` scales, and the way that serves them all.
-INLINE Way ReciprocalsOf(const Job& job, const float* scales, int64_t count, float* reciprocals) {
+INLINE Way ReciprocalsOf(const Job& job, const float* scales, const float* offsets, int64_t count, float* reciprocals) {
   Way way = Way::kMultiply;
   for (int64_t i = 0; i < count; i += W) {
     const F scale = LoadSome(scales + i, count - i);
     StoreSome(reciprocals + i, Splat(1.0f) / scale, count - i);
-    way = Worse(way, WayOf(scale, job.calibration == Calibration::kGiven));
+    const bool is_far = offsets != nullptr && IsFar(LoadSome(offsets + i, count - i));
+    way = Worse(way, WayOf(scale, is_far || job.calibration == Calibration::kGiven));
   }
   return way;
 }
@@ -265,7 +285,7 @@ static void EncodeBlock(const Job& job, int64_t b, int64_t r0, int64_t r1, int64
       EncodeRow(job, coder, x + r * job.columns, scales, offsets, c0, c1, out);
       return;
     }
-    if (row_tile != r / job.tile_rows) way = ReciprocalsOf(job, scales + c0, width, reciprocals);
+    if (row_tile != r / job.tile_rows) way = ReciprocalsOf(job, scales + c0, offsets == nullptr ? nullptr : offsets + c0, width, reciprocals);
     row_tile = r / job.tile_rows;
     EncodeColumns(job, coder, x + r * job.columns, scales, offsets, way, reciprocals, c0, c1, out);
   };

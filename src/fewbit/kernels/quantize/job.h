@@ -54,6 +54,9 @@ struct Job {
   bool has_zero, has_unit, zero_is_whole;
   Calibration calibration;
   float factor, bound, smallest_scale, largest_scale, range, no_scale;
+  // So that every finite array decodes to finite numbers: the largest end of a range, the largest scale under which the whole range
+  // of codes is finite, the largest tensor scale.
+  float largest_end, largest_finite_step, largest_unit;
   bool contains_zero;
   // Searches and MX rules.
   int mantissa_bits, top_exponent, top_mantissa, halvings, is_windowed;

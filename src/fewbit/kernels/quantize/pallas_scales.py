@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...array import Scheme
-from ...array.scales import MSE, MX, NVFP4, AbsMax, MinMax, ScaleStore
+from ...array.quantize import scale_limit
+from ...array.scales import MSE, MX, NVFP4, AbsMax, MinMax, ScaleStore, Target
+from ...array.scales.calibration import symmetric_or_range
 from ...array.scales.candidates import needed_doublings, needed_halvings
 from ...array.scales.mx import bits_added
 from ...array.scales.search import SMALLEST, proven_window
-from ...formats import E8M0, AbstractFormat, Minifloat
-from ...formats.format import power_of_two, quotient, settled
+from ...formats import E8M0, FORMATS, AbstractFormat, Minifloat
+from ...formats.format import power_of_two, quotient
 
 TINY = np.float32(np.finfo(np.float32).tiny)
 TIE = np.float32(1 - 2.0**-16)
@@ -97,24 +99,27 @@ def chosen(tiles: jax.Array, valid: jax.Array | None, scheme: Scheme, unit: jax.
         exponent = _exponents(tiles, amax, scheme)
         stored = jnp.where(is_finite, exponent + 127, 255).astype(jnp.uint8)
         return Chosen(stored, _or_nan(power_of_two(exponent), is_finite))
-    store = ScaleStore(scheme.scale, unit)  # type: ignore[arg-type]
-    ideal, low = _ideal(tiles, valid, amax, scheme, store)
+    store = ScaleStore(scheme.scale, unit, scale_limit(scheme))  # type: ignore[arg-type]
+    target = Target(scheme.format, store, scheme.zero_holder)
+    ideal, low = _ideal(tiles, valid, amax, scheme, target)
     stored = store.stored(_or_nan(jnp.where(ideal < TINY, jnp.ones_like(ideal), ideal), is_finite))
     used = store.loaded(stored)
     divisor = _or_nan(jnp.where(used == 0, jnp.ones_like(used), used), is_finite)
-    return Chosen(stored, divisor) if low is None else Chosen(stored, divisor, *_zeros(low, divisor, scheme.zero_holder))
+    if low is None:
+        return Chosen(stored, divisor)
+    low = low if isinstance(target.zero, AbstractFormat) else _or_nan(low, is_finite)
+    zero = target.stored_zero(low, divisor)
+    return Chosen(stored, divisor, zero, target.loaded_offset(zero, divisor))
 
 
 def _ideal(
-    tiles: jax.Array, valid: jax.Array | None, amax: jax.Array, scheme: Scheme, store: ScaleStore
+    tiles: jax.Array, valid: jax.Array | None, amax: jax.Array, scheme: Scheme, target: Target
 ) -> tuple[jax.Array, jax.Array | None]:
     """The scale of each tile before it is stored, and the lower end of its range where the scheme has one."""
-    fmt, calibration = scheme.format, scheme.calibration
+    calibration = scheme.calibration
     if isinstance(calibration, MSE | NVFP4):
-        return _searched(tiles, amax, scheme, store), None
+        return _searched(tiles, amax, scheme, target.store), None
     assert isinstance(calibration, AbsMax | MinMax)
-    if scheme.zero_point is None and isinstance(calibration, AbsMax):
-        return quotient(amax * calibration.factor, jnp.float32(fmt.bound)), None
     low, high = -amax, amax
     if isinstance(calibration, MinMax):
         is_real = ~jnp.isnan(tiles) if valid is None else valid & ~jnp.isnan(tiles)
@@ -122,21 +127,7 @@ def _ideal(
         high = jnp.max(jnp.where(is_real, tiles, jnp.float32(-jnp.inf)), axis=1, keepdims=True)
         if calibration.contains_zero:
             low, high = jnp.minimum(low, 0.0), jnp.maximum(high, 0.0)
-    low, high = low * calibration.factor, high * calibration.factor
-    if scheme.zero_point is None:
-        return quotient(jnp.maximum(-low, high), jnp.float32(fmt.bound)), None
-    scale = quotient(high - low, jnp.float32(fmt.max - fmt.min))
-    return scale, low - jnp.float32(fmt.min) * scale
-
-
-def _zeros(low: jax.Array, divisor: jax.Array, holder: Any) -> tuple[jax.Array, jax.Array]:
-    """The zero points, or offsets, as they are stored, and the float32 offsets that they stand for."""
-    if isinstance(holder, AbstractFormat):
-        zero = holder.encode(quotient(-low, divisor))
-        return zero, settled(-holder.decode(zero) * divisor)
-    largest = float(jnp.finfo(holder).max)
-    zero = jnp.clip(low, -largest, largest).astype(holder)
-    return zero, zero.astype(jnp.float32)
+    return symmetric_or_range(low * calibration.factor, high * calibration.factor, target)
 
 
 def _or_nan(scale: jax.Array, is_finite: jax.Array) -> jax.Array:
@@ -164,6 +155,7 @@ def _exponents(tiles: jax.Array, amax: jax.Array, scheme: Scheme) -> jax.Array:
             found = _power_error(x, tried - exponent, fmt)
             is_lower = found < least * TIE
             best, least = jnp.where(is_lower, tried, best), jnp.where(is_lower, found, least)
+    best = jnp.minimum(best, int(np.frexp(ScaleStore(FORMATS["e8m0"], limit=scale_limit(scheme)).largest)[1]) - 1)
     return jnp.where(amax > 0, best, 0)
 
 

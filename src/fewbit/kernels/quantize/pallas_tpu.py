@@ -35,8 +35,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ...array import Scheme
 from ...array.packing import codes_per_unit, packed_length
+from ...array.quantize import in_units
 from ...formats import AbstractFormat, Codebook
-from ...formats.format import quotient
 from .pallas_scales import chosen
 
 LANES, SUBLANES, ROWS = 128, 32, 2048
@@ -171,8 +171,7 @@ def _kernel(cut: Blocks, scheme: Scheme, x: Any, *refs: Any) -> None:
     beside[0][...] = found.stored.reshape(beside[0].shape)
     if found.zero is not None:
         beside[1][...] = found.zero.reshape(beside[1].shape)
-    shifted = tiles if found.offset is None else tiles - found.offset
-    made = _codes(quotient(shifted, found.divisor), scheme.format).reshape(scratch.shape)
+    made = _codes(in_units(tiles, found.divisor, found.offset), scheme.format).reshape(scratch.shape)
     scratch[...] = made if is_real is None else jnp.where(is_real, made, 0)
     packed = _packed(cut, scratch)[: cut.in_bytes[1]]
     codes[...] = (packed.T if cut.is_last else packed).astype(jnp.uint8)

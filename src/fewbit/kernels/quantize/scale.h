@@ -3,6 +3,7 @@
 constexpr int32_t kInfinityBits = 0x7F800000;
 constexpr int32_t kNanBits = 0x7FC00000;
 constexpr float kTiny = 1.17549435e-38f;  // the smallest normal float32
+constexpr float kLargest = 3.40282347e38f;
 
 INLINE F PowerOfTwo(I exponent) { return (F)((exponent + 127) << 23); }
 INLINE I ExponentOf(F x) { return (((I)x >> 23) & 0xFF) - 127; }
@@ -80,10 +81,15 @@ INLINE F StoredZero(const Job& job, F low, F divisor, int64_t at, int64_t count)
   if (job.zero_is_whole) {
     const I is_nan = divisor != divisor;
     const F negated = (F)((I)low ^ (int32_t)0x80000000);
-    const I code = is_nan ? Splat((int32_t)job.zero.nan_code) : IntegerCoder(job.zero)(negated / divisor, negated);
+    // Between what no code exceeds float32 under, see `Target.stored_zero`.
+    I steps = __builtin_convertvector(Min(Splat(kLargest) / divisor, Splat(0x1p20f)), I);
+    const F most = __builtin_convertvector(steps, F);
+    const F side = (most * divisor > Splat(kLargest)) ? most - 1.0f : most;
+    const F zero = Min(Max(negated / divisor, Splat(job.range) - side), side);
+    const I code = is_nan ? Splat((int32_t)job.zero.nan_code) : IntegerCoder(job.zero)(zero, zero);
     StoreAs(Kind::kInteger, job.stored_zero, at, code, count);
     const F product = (F)((I)__builtin_convertvector(code, F) ^ (int32_t)0x80000000) * divisor;
-    return Max(Splat(-3.40282347e38f), product);
+    return Max(Splat(-kLargest), product);
   }
   const float largest = job.zero.kind == Kind::kFloat16 ? 65504.0f : job.zero.kind == Kind::kBfloat16 ? 3.38953139e38f : 3.40282347e38f;
   const F clipped = (F)((low != low) ? (I)low : (I)Min(Max(low, Splat(-largest)), Splat(largest)));
@@ -133,20 +139,31 @@ static void Scales(const Job& job, const Ranges& ranges, float unit, int64_t at,
     if (job.calibration == Calibration::kMinMax) {
       low = Load(ranges.low + i), high = Load(ranges.high + i);
       if (job.contains_zero) low = Min(low, Splat(0.0f)), high = Max(high, Splat(0.0f));
-      low = (F)((high < low) ? Splat(kNanBits) : (I)low);  // a tile of nothing but NaN
       low = low * Splat(job.factor), high = high * Splat(job.factor);
     } else {
       high = magnitude * Splat(job.factor);
       low = (F)((I)high ^ (int32_t)0x80000000);
     }
+    low = Max(low, Splat(-job.largest_end)), high = Min(high, Splat(job.largest_end));
     F ideal;
     if (job.calibration == Calibration::kSignedMax) {
       ideal = Load(ranges.first + i) / Splat(job.bound);
     } else if (job.calibration >= Calibration::kFloor) {
       ideal = (magnitude > 0.0f) ? ClippedPower(RuledExponent(job, magnitude)) : Splat(0.0f);
     } else if (job.has_zero) {
-      ideal = (high - low) / Splat(job.range);
-      low = low - Splat(0.0f) * ideal;  // the format's least number is 0; NaN where the range is infinite
+      // As `symmetric_or_range` says: a range beyond float32 by its half, and offsets that leave room for the codes.
+      const F span = high - low, half = (high * Splat(0.5f) - low * Splat(0.5f)) / Splat(0.5f * job.range);
+      const I is_whole = span <= Splat(kLargest);
+      ideal = is_whole ? span / Splat(job.range) : half;
+      const F fitting = Min(ideal, Splat(job.largest_finite_step));
+      if (job.zero_is_whole) {
+        ideal = is_whole ? fitting : ideal;
+      } else {
+        low = (ideal > fitting) ? low * (fitting / ideal) : low;
+        ideal = fitting;
+        low = (Abs(low) < kTiny) ? Splat(0.0f) : low;  // one zero, whatever its sign was
+        low = (F)((bits >= kInfinityBits) ? Splat(kNanBits) : (I)low);
+      }
     } else {
       ideal = Max((F)((I)low ^ (int32_t)0x80000000), high) / Splat(job.bound);
     }

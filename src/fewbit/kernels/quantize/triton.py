@@ -181,6 +181,7 @@ def quantize_kernel(
     BOUND: tl.constexpr,
     FACTOR: tl.constexpr,
     TOP_EXPONENT: tl.constexpr,
+    LARGEST_POWER: tl.constexpr,
     ROUND_UP: tl.constexpr,
     RULE: tl.constexpr,
     DOUBLINGS: tl.constexpr,
@@ -216,10 +217,10 @@ def quantize_kernel(
         amax = tl.load(fractions_ptr + tile, mask=is_tile, other=1.0)
     if SCALE == _POWER:
         if RULE == _GIVEN:
-            exponent = (as_bits(amax) >> 23) - 127
+            exponent = tl.minimum((as_bits(amax) >> 23) - 127, LARGEST_POWER)
         else:
             exponent = exponent_chosen(
-                in_units, amax_bits, unit_exponent, RULE, TOP_EXPONENT, ROUND_UP, DOUBLINGS, HALVINGS,
+                in_units, amax_bits, unit_exponent, RULE, TOP_EXPONENT, LARGEST_POWER, ROUND_UP, DOUBLINGS, HALVINGS,
                 KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
             )  # fmt: skip
         y = magnitude * power_of_two(-exponent)[:, None]

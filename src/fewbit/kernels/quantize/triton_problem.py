@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from ...array import Scheme
+from ...array.quantize import scale_limit
 from ...array.scales import MSE, MX, SNR, AbsMax, ScaleStore
 from ...array.scales.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
 from ...array.scales.mx import bits_added
@@ -140,7 +141,8 @@ class TileProblem:
     def scale_numbers(self) -> dict[str, Any]:
         """The constants of the scales."""
         held = self.scheme.scale
-        store = ScaleStore(held if isinstance(held, AbstractFormat) else np.dtype(held))  # type: ignore[arg-type]
+        holder = held if isinstance(held, AbstractFormat) else np.dtype(held)  # type: ignore[arg-type]
+        store = ScaleStore(holder, limit=scale_limit(self.scheme))
         kind = POWER if isinstance(held, E8M0) else SMALL_FLOAT if isinstance(held, Minifloat) else FLOAT
         return {
             "SCALE": kind,
@@ -177,6 +179,7 @@ class TileProblem:
             "BOUND": float(np.float32(fmt.bound)),
             "FACTOR": float(np.float32(calibration.factor)) if isinstance(calibration, AbsMax) else 1.0,
             "TOP_EXPONENT": int(top[1]) - 1,
+            "LARGEST_POWER": int(np.frexp(self.scale_numbers()["SCALE_HIGH"])[1]) - 1,
             "ROUND_UP": bits_added(calibration.rule if isinstance(calibration, MX) else "optimal", fmt),
             "RULE": SEARCH if is_search else FIXED,
             "DOUBLINGS": needed_doublings(fmt) if is_search and is_power else 0,

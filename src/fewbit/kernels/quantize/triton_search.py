@@ -72,6 +72,7 @@ def exponent_chosen(
     unit,
     RULE: tl.constexpr,
     TOP_EXPONENT: tl.constexpr,
+    LARGEST_POWER: tl.constexpr,
     ROUND_UP: tl.constexpr,
     DOUBLINGS: tl.constexpr,
     HALVINGS: tl.constexpr,
@@ -96,7 +97,7 @@ def exponent_chosen(
             is_lower = found < least * _TIE
             best = tl.where(is_lower, tried, best)
             least = tl.where(is_lower, found, least)
-    return tl.where(amax_bits == 0, 0, best)
+    return tl.where(amax_bits == 0, 0, tl.minimum(best, LARGEST_POWER))
 
 
 @triton.jit

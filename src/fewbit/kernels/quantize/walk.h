@@ -118,7 +118,7 @@ class Walk {
       int32_t bits = 0;
       for (int64_t i = 0; i < chunks; ++i) bits = Most(bits, largest[u * chunks + i]);
       const float unit = FloatOfBits((uint32_t)bits) / (job_.bound * job_.largest_scale);
-      const_cast<float*>(job_.units)[u] = unit < 1.17549435e-38f ? 1.0f : unit;
+      const_cast<float*>(job_.units)[u] = unit < 1.17549435e-38f ? 1.0f : unit < job_.largest_unit ? unit : job_.largest_unit;
     }
   }
 

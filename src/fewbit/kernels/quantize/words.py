@@ -7,8 +7,10 @@ from typing import Any
 import numpy as np
 
 from ...array import Scheme
+from ...array.quantize import scale_limit
 from ...array.scales import MSE, MX, AbsMax, MinMax, ScaleStore
 from ...array.scales.candidates import needed_halvings
+from ...array.scales.limits import LARGEST, OFFSET_END, largest_step, largest_unit
 from ...array.scales.signed_max import SignedMax
 from ...formats import E8M0, AbstractFormat, Binary, Codebook, Integer, Minifloat, Ternary
 
@@ -84,13 +86,15 @@ def rule_words(scheme: Scheme, tile_lengths: tuple[int, ...]) -> Words | None:
     if rule is None or isinstance(scheme.scale, Scheme):
         return None
     kind, bound, factor, halvings, is_windowed = rule
-    store = ScaleStore(scheme.scale)  # type: ignore[arg-type]
+    store = ScaleStore(scheme.scale, limit=scale_limit(scheme))  # type: ignore[arg-type]
     contains_zero = isinstance(scheme.calibration, MinMax) and bool(scheme.calibration.contains_zero)
     top = int(np.float32(fmt.max).view(np.int32))
     mantissa_bits = fmt.mantissa if isinstance(fmt, Minifloat) else fmt.bits - 2
     whole = (kind, contains_zero, mantissa_bits, (top >> 23) - 127, top & 0x7FFFFF, halvings, is_windowed)
     no_scale = 1.0 if 0.0 in fmt.values() else 0.0
-    return Words(whole, (factor, bound, store.smallest, store.largest, fmt.max - fmt.min, no_scale))
+    end = LARGEST if scheme.zero_point is None or isinstance(scheme.zero_point, AbstractFormat) else OFFSET_END
+    limits = (end, largest_step(fmt), largest_unit(fmt, store.largest) if scheme.tensor_scale else LARGEST)
+    return Words(whole, (factor, bound, store.smallest, store.largest, fmt.max - fmt.min, no_scale, *limits))
 
 
 def _rule(scheme: Scheme, tile_size: int) -> tuple[int, float, float, int, bool] | None:
