@@ -118,23 +118,42 @@ inline IntegerIsa BestIntegerIsa() {
 #endif
 }
 
+// The level of a number, where this machine runs it; else the best. -1 stands for the best.
+inline IntegerIsa IntegerIsaOf(int64_t level) {
+  return level >= 0 && static_cast<IntegerIsa>(level) < BestIntegerIsa() ? static_cast<IntegerIsa>(level) : BestIntegerIsa();
+}
+
 inline const char* NameOf(IntegerIsa isa) { return isa == IntegerIsa::kDotprod ? "dotprod" : FEWBIT_PORTABLE_NAME; }
 
 #define FEWBIT_AT(isa, call) (isa == IntegerIsa::kDotprod ? dotprod::call : portable::call)
 #else
 enum class IntegerIsa { kPortable = 0, kAvx2 = 1, kAvxVnni = 2, kAvx512 = 3 };
 
+// Machines with AVX-512 may lack the AVX2 form of VNNI: Ice Lake and Zen 4 do.
+inline bool HasAvxVnni() {
+#if FEWBIT_X86 && FEWBIT_KNOWS_VNNI
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+#else
+  return false;
+#endif
+}
+
 inline IntegerIsa BestIntegerIsa() {
   static const IntegerIsa best = [] {
     if (BestIsa() == Isa::kAvx512) return IntegerIsa::kAvx512;
     if (BestIsa() == Isa::kPortable) return IntegerIsa::kPortable;
-#if FEWBIT_X86 && FEWBIT_KNOWS_VNNI
-    unsigned a = 0, b = 0, c = 0, d = 0;
-    if (__get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4)) return IntegerIsa::kAvxVnni;
-#endif
-    return IntegerIsa::kAvx2;
+    return HasAvxVnni() ? IntegerIsa::kAvxVnni : IntegerIsa::kAvx2;
   }();
   return best;
+}
+
+// The level of a number, where this machine runs it; AVX2 in place of AVX-VNNI where that is missing; else the best.
+// -1 stands for the best.
+inline IntegerIsa IntegerIsaOf(int64_t level) {
+  if (level < 0 || static_cast<IntegerIsa>(level) >= BestIntegerIsa()) return BestIntegerIsa();
+  const IntegerIsa isa = static_cast<IntegerIsa>(level);
+  return isa == IntegerIsa::kAvxVnni && !HasAvxVnni() ? IntegerIsa::kAvx2 : isa;
 }
 
 inline const char* NameOf(IntegerIsa isa) {

@@ -147,7 +147,7 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::
   const auto w_zeros = StackedOf<int32_t>(w_zero, contracts_cols, output_tile);
   const std::vector<Segment> segments = SegmentsOf(job);
   const int64_t batch = x_shape[0], tiles = job.tiles();
-  const IntegerIsa isa = level >= 0 && level < static_cast<int64_t>(BestIntegerIsa()) ? static_cast<IntegerIsa>(level) : BestIntegerIsa();
+  const IntegerIsa isa = IntegerIsaOf(level);
   job.x_zero = x_zeros.At(0);
   const int64_t row = IntegerRowBytes(isa, job, segments);
   const CallMemory memory(job.M * (row + tiles * 4));  // rows are whole groups of four bytes, so that the sums are aligned
