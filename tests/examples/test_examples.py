@@ -101,8 +101,9 @@ def test_loss_curves(framework, monkeypatch):
     for run, curve in curves.items():
         (saved,) = [row for row in rows if (row["framework"], row["run"]) == (framework, run)]
         assert curve[0] == pytest.approx(saved["first"], rel=1e-4)
-        # Products in bfloat16 move this mean by 3e-5 of it; sums in another order, by another version of XLA, by less.
-        assert sum(curve) / 20 == pytest.approx(float(saved["losses"].split()[0]), rel=1e-4)
+        # Products in bfloat16 move this mean by 3e-5 of it. Sums in another order move it by less, but for codes of int4 weights
+        # that change: 1.2e-4 between two machines.
+        assert sum(curve) / 20 == pytest.approx(float(saved["losses"].split()[0]), rel=3e-4)
         assert curve[-1] < 0.75 * curve[0]
         assert run == "float" or curve != curves["float"]
         # The page: int8 and FP8 stay with the float run.
