@@ -33,6 +33,18 @@ NVFP4_RULES: dict[str, AbstractCalibration] = {
     "cheap6": NVFP4("cheap6"),
     "optimal": MSE(),
 }
+Cases = tuple[tuple[str, int], ...]
+"""Distributions, each with the elements of a tile."""
+
+NVFP4_CASES: Cases = (("gaussian", 16), ("laplace", 16), ("t5", 16), ("gaussian", 32))
+MX_CASES: Cases = (("gaussian", 16), ("gaussian", 32), ("laplace", 32))
+OTHER_CASES = (
+    *(("int4_narrow", tile, "e4m3fn") for tile in (16, 32)),
+    *(("int8_narrow", tile, "e4m3fn") for tile in (32, 64, 128, 256)),
+    *(("e2m1", 16, scale) for scale in ("ue5m3", "ue4m4")),
+)
+"""Formats of elements, the elements of a tile, and the format of the scales."""
+
 MX_RULES = {rule: MX(rule) for rule in ("floor", "rceil", "even", "threshold", "optimal")}
 PHASES = 8
 """How many magnitudes MX errors are averaged over: they depend on where in its octave the weights' spread lies."""
@@ -69,10 +81,10 @@ def drawn(kind: str, size: int) -> jax.Array:
     return jnp.asarray(draw[kind](shape), jnp.float32)
 
 
-def nvfp4_rows(size: int) -> list[dict[str, Any]]:
+def nvfp4_rows(size: int, cases: Cases = NVFP4_CASES) -> list[dict[str, Any]]:
     """NVFP4 by distribution, tile and rule; `continuous` is the least error that any float scale gives."""
     rows = []
-    for kind, tile in (("gaussian", 16), ("laplace", 16), ("t5", 16), ("gaussian", 32)):
+    for kind, tile in cases:
         x = drawn(kind, size)
         errors = {name: squared_error(x, blocks("e2m1", tile, rule)) for name, rule in NVFP4_RULES.items()}
         errors["continuous"] = squared_error(x, blocks("e2m1", tile, Exact(), scale="float32", tensor_scale=False))
@@ -91,10 +103,10 @@ def untensored_rows(size: int) -> list[dict[str, Any]]:
     return rows
 
 
-def mx_rows(size: int) -> list[dict[str, Any]]:
+def mx_rows(size: int, cases: Cases = MX_CASES) -> list[dict[str, Any]]:
     """MXFP4 by rule, averaged over an octave of magnitudes."""
     rows = []
-    for kind, tile in (("gaussian", 16), ("gaussian", 32), ("laplace", 32)):
+    for kind, tile in cases:
         phases = [drawn(kind, size // PHASES) * float(2 ** (p / PHASES)) for p in range(PHASES)]
         errors = {
             name: float(
@@ -106,13 +118,9 @@ def mx_rows(size: int) -> list[dict[str, Any]]:
     return rows
 
 
-def integer_rows(size: int) -> list[dict[str, Any]]:
+def other_rows(size: int, cases: tuple[tuple[str, int, str], ...] = OTHER_CASES) -> list[dict[str, Any]]:
     """Integers with E4M3 scales, and UE5M3 and UE4M4 scales under E2M1, on a Gaussian."""
     x = drawn("gaussian", size)
-    cases = [("int4_narrow", tile, "e4m3fn") for tile in (16, 32)] + [
-        ("int8_narrow", tile, "e4m3fn") for tile in (32, 64, 128, 256)
-    ]
-    cases += [("e2m1", 16, "ue5m3"), ("e2m1", 16, "ue4m4")]
     rules = {"naive": AbsMax(), "optimal": MSE()}
     return [
         {"table": "other", "format": fmt, "tile": tile, "scale": scale}
@@ -133,7 +141,7 @@ def learned_rows(size: int) -> list[dict[str, Any]]:
 
 def random_rows(size: int) -> Iterator[dict[str, Any]]:
     """Every row on random weights."""
-    for rows in (nvfp4_rows, untensored_rows, mx_rows, integer_rows, learned_rows):
+    for rows in (nvfp4_rows, untensored_rows, mx_rows, other_rows, learned_rows):
         yield from rows(size)
 
 

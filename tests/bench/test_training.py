@@ -1,4 +1,7 @@
-"""The losses of the example's runs: the page shows what the file says, and int8 and FP8 end near the float run in each framework."""
+"""The losses of the example's runs: the page shows what the file says, and int8 and FP8 end near the float run in each framework.
+
+tests/examples/test_examples.py trains the first 20 steps of these runs anew and compares their losses with the file.
+"""
 
 import json
 from pathlib import Path

@@ -293,8 +293,8 @@ def test_what_explain_says_with_several_devices():
     assert lines.pop(1).startswith("  time: ")
     assert lines == [
         "float32[2,70] @ nf4[70,200]: reference (plain JAX, which writes the decoded weight to memory before it multiplies)",
-        "  pallas_tpu: it runs on tpu, the device is cpu",
-        "  triton: it runs on cuda through jax-triton, which is not installed",
+        "  pallas_tpu (experimental): it runs on tpu, the device is cpu",
+        "  triton (experimental): it runs on cuda through jax-triton, which is not installed",
         "  cpu: JAX has 8 CPU devices, and XLA cannot split its calls over them; name it for arrays that are not sharded",
     ]
     assert "nf4[70,200]: cpu (compiled for" in fb.explain(jnp.ones((2, ROWS)), q, backend="cpu")

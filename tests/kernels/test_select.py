@@ -1,14 +1,20 @@
 """Choosing a backend: order, reasons, and a name that is never replaced."""
 
 import dataclasses
+from pathlib import Path
 from typing import ClassVar
 
 import jax.numpy as jnp
 import pytest
 
 import fewbit as fb
+from fewbit.kernels.attention.reference import BACKENDS as ATTENTION
 from fewbit.kernels.qmatmul import BACKENDS, Problem
+from fewbit.kernels.qmatmul.ragged import RAGGED
+from fewbit.kernels.quantize.backends import DEQUANTIZERS, QUANTIZERS
 from fewbit.kernels.select import AbstractBackend
+
+ROOT = Path(__file__).parent.parent.parent
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,3 +53,24 @@ def test_a_backend_is_one_class_and_one_line():
         "  only_int8: the weight is nf4, must be int8"
     )
     assert caught.value.reasons == {"only_int8": "the weight is nf4, must be int8"}
+
+
+@pytest.mark.finding(36)
+def test_backends_that_never_ran_on_their_hardware_are_experimental():
+    for backends in (BACKENDS, RAGGED, QUANTIZERS, DEQUANTIZERS, ATTENTION):
+        for backend in backends:
+            assert backend.experimental == (backend.platform in ("tpu", "cuda")), (backends.kind, backend.name)
+    x, q = jnp.ones((2, 64)), fb.quantize(jnp.ones((64, 8)), "int8", axis=-2)
+    names = [line.split(":")[0] for line in fb.explain(x, q).splitlines()]
+    assert "  pallas_tpu (experimental)" in names and "  triton (experimental)" in names
+    tested = "experimental: tested in an interpreter and cross-compiled, not yet run on a"
+    assert f"{tested} TPU" in fb.explain(x, q, backend="pallas_tpu")
+    assert f"{tested} GPU" in BACKENDS["triton"].about()
+
+
+@pytest.mark.finding(36)
+@pytest.mark.parametrize("page", ["README.md", "docs/kernels.md", "docs/torch.md"])
+def test_pages_say_which_kernels_never_ran_on_their_hardware(page: str):
+    words = " ".join((ROOT / page).read_text().split()).lower()
+    for device in ("GPU",) if page == "docs/torch.md" else ("GPU", "TPU"):
+        assert f"experimental: tested in an interpreter and cross-compiled, not yet run on a {device.lower()}" in words

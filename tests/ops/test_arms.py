@@ -138,6 +138,50 @@ def test_values_and_gradients_are_those_of_the_formulas(name, policy):
     np.testing.assert_allclose(right, want_right, rtol=2e-5, atol=5e-5)
 
 
+@pytest.mark.finding(34)
+def test_zero_points_enter_both_gradients():
+    """Each gradient is the sum of codes less zero points, times the scales: the formula in float64."""
+    case = CASES["matmul"]
+    # Of one sign, so that every zero point is at an end of the 256 codes: 0 or the middle in its place is far off.
+    lhs, rhs, g = jnp.abs(normal(*case.left)), -jnp.abs(normal(*case.right, seed=1)), normal(6, 16, seed=2)
+
+    @jax.jit
+    def both(lhs, rhs, g):
+        left, right = fb.quantize(lhs, "uint8", axis=1), fb.quantize(rhs, "uint8", axis=0)
+        scaled = fb.quantize(g * right.scale, "int8", axis=1), fb.quantize(g * left.scale, "int8", axis=0)
+        return jax.vjp(product(case, ASYMMETRIC), lhs, rhs)[1](g), (left, right), tuple(map(fb.dequantize, scaled))
+
+    found, operands, scaled = both(lhs, rhs, g)
+    (left, right), (to_left, to_right) = ([np.asarray(q.codes, np.float64) for q in operands], map(np.float64, scaled))
+    left, right = (c - np.asarray(q.zero_point, np.float64) for c, q in zip((left, right), operands, strict=True))
+    of_256 = 256 * np.abs(to_left).sum(1).max(), 256 * np.abs(to_right).sum(0).max()
+    for got, want, largest in zip(found, (to_left @ right.T, left.T @ to_right), of_256, strict=True):
+        # Sums of codes are exact in int32; two of them, of codes and of zero points within 256, are scaled and subtracted.
+        np.testing.assert_allclose(got, want, rtol=0, atol=2.0**-23 * largest)
+
+
+@pytest.mark.finding(34)
+def test_each_row_has_the_scales_of_its_own_group():
+    """The scales of the groups differ by factors of 100, so a row with those of a neighbouring group is off by as much."""
+    case, sizes = CASES["ragged"], (4, 0, 5)
+    lhs, g = normal(*case.left), normal(10, 8, seed=2)
+    rhs = normal(*case.right, seed=1) * jnp.array([1e-2, 1.0, 1e2])[:, None, None]
+
+    @jax.jit
+    def both(lhs, rhs, g):
+        out, pull = jax.vjp(product(case, INT8), lhs, rhs)
+        return out, pull(g)[0], fb.fake_quant(lhs, "int8", axis=1), fb.fake_quant(rhs, "int8", axis=1)
+
+    out, to_left, rows, experts = (np.asarray(a, np.float64) for a in both(lhs, rhs, g))
+    of_row = experts[np.repeat(np.arange(3), sizes)]
+    off = lambda got, want: (np.linalg.norm(got - want, axis=1) / np.linalg.norm(want, axis=1)).max()  # noqa: E731
+    # Each decoded element is rounded to float32 once: 2**-24 of it.
+    assert off(out[:9], np.einsum("mk,mkn->mn", rows[:9], of_row)) < 2.0**-21
+    # The gradient is rounded to int8: at most half a step of 127, of the largest of its 8 elements.
+    assert off(to_left[:9], np.einsum("mn,mkn->mk", np.asarray(g, np.float64)[:9], of_row)) < 0.02
+    assert not out[9].any() and not to_left[9].any()  # a row beyond all groups
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_eight_bits_lie_near_the_float_product_and_its_gradients(name):

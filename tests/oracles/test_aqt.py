@@ -56,3 +56,19 @@ def test_saturated_elements_take_the_last_code():
     largest = np.abs(x) == np.abs(x).max(1, keepdims=True)
     assert np.array_equal(np.asarray(other.qvalue)[largest].astype(int), ours[largest])
     assert (np.abs(ours[largest].astype(int)) == 127).all()
+
+
+def test_simulated_floats_round_ties_away_from_zero():
+    """Every number of E2M1, every midpoint and its neighbours: the same but for ties, which go to the even code here."""
+    numerics = pytest.importorskip("aqt.jax.v2.numerics.fp_numerics")
+    fmt = FORMATS["e2m1"]
+    numbers = np.unique(np.abs(fmt.values())).astype(np.float32)
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    x = np.concatenate([numbers, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(9)), ties])
+    with lenient_jax():
+        other = np.asarray(numerics.fp_round(jnp.asarray(x), cfg=numerics.e2m1_ocp, key=None, stochastic_rounding=False))
+    ours = np.asarray(fmt.nearest(jnp.asarray(x)))
+    np.testing.assert_array_equal(other[: -len(ties)], ours[: -len(ties)])
+    # 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5: AQT rounds up, but below 1 to even.
+    assert other[-len(ties) :].tolist() == [0, 1, 1.5, 2, 3, 4, 6]
+    assert ours[-len(ties) :].tolist() == [0, 1, 1, 2, 2, 4, 4]

@@ -107,8 +107,8 @@ def test_nan_always_makes_its_tile_nan_here(place: int):
     assert not (other & ~expected).any()
 
 
-def test_mxfp4_is_the_even_rule_or_the_older_rceil():
-    # Releases up to 0.1.8 round the exponent up; later ones double the scale at a mantissa of 1.75.
+def test_mxfp4_is_rceil_or_later_almost_the_even_rule():
+    # Releases up to 0.1.8 round the exponent up; later ones double the scale at a mantissa of 1.7466, "even" at 1.75.
     x = weights()
     other = theirs(x, "mxfp4", 32)
     scale = np.asarray(other.scale, np.float32).reshape(32, 4)

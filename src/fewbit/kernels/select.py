@@ -22,10 +22,12 @@ class AbstractBackend(abc.ABC, Generic[P]):
     Attributes:
         name: its name in the registry.
         platform: the one it runs on, as JAX's lowering names it ("cpu", "cuda", "rocm", "tpu"); None: all.
+        experimental: whether it never ran on its hardware, only in an interpreter and through the compiler.
     """
 
     name: ClassVar[str]
     platform: ClassVar[str | None] = None
+    experimental: ClassVar[bool] = False
 
     @abc.abstractmethod
     def unsupported(self, problem: P) -> str | None:

@@ -34,6 +34,7 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     Returns:
         A line that names the product and its backend, one with the time that it takes here beside the dense float32 product,
         which says so where it is slower or was not measured, and one for each backend that was asked and does not serve.
+        A backend that never ran on its hardware is marked `experimental`.
 
     Raises:
         QuantError: where neither operand is quantized, or their shapes do not meet.
@@ -43,8 +44,8 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     >>> print(explain(jnp.ones((2, 64)), q))  # doctest: +ELLIPSIS
     float32[2,64] @ nf4[64,8]: reference (plain JAX, which writes the decoded weight to memory before it multiplies)
       time: ...
-      pallas_tpu: it runs on tpu, the device is cpu
-      triton: it runs on cuda through jax-triton, which is not installed
+      pallas_tpu (experimental): it runs on tpu, the device is cpu
+      triton (experimental): it runs on cuda through jax-triton, which is not installed
       cpu: ...
     """
     if not (is_qarray(lhs) or is_qarray(rhs)):
@@ -58,7 +59,9 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     choice = select(BACKENDS, problem, backend)
     lines = [f"{shown}: {choice.backend.name} ({choice.backend.about()})"]
     lines.append(f"  time: {time_line(problem, choice.backend.name)}")
-    return "\n".join([*lines, *(f"  {name}: {reason}" for name, reason in choice.reasons.items())])
+    marks = {backend.name: " (experimental)" for backend in BACKENDS if backend.experimental}
+    lines += [f"  {name}{marks.get(name, '')}: {reason}" for name, reason in choice.reasons.items()]
+    return "\n".join(lines)
 
 
 def _entering(side: Operand, rules: Rules | None, is_left: bool, contracted: tuple[int, ...]) -> Operand:

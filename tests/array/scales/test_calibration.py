@@ -257,7 +257,7 @@ def test_a_scale_is_the_nearest_that_its_holder_has(holder: str):
         np.testing.assert_array_equal(np.asarray(q.scale), ideal.astype(jnp.dtype(holder)))
 
 
-def test_errors_equal_to_16_bits_are_a_tie():
+def test_errors_within_2_to_the_minus_16_are_a_tie():
     found = np.float32([1 - 2.0**-14, 1 - 2.0**-18, 1, 1 + 2.0**-18, 0, np.nan])
     assert is_lower(jnp.asarray(found), jnp.ones(6)).tolist() == [True, False, False, False, True, False]
     assert not is_lower(jnp.float32(0), jnp.float32(0))

@@ -84,7 +84,7 @@ def test_no_stored_scale_is_better(case: tuple[str, str, int], weighted: bool, b
     shown = np.abs(x).max(1) > 2.0**-100  # below, a tile is zero
     errors = every_error(x, scales, fmt, weights)
     best = chosen(q, holder, errors)
-    slack = 1 + (SLACK - 1) * max(1, tile / 64)
+    slack = 1 + 2.0**-16 + tile * 2.0**-23  # a tie, and the rounding of two sums, as `is_lower` says
     assert (best <= errors.min(1) * slack)[shown].all()
     assert (best <= chosen(naive, holder, errors) * slack)[shown].all()
 

@@ -227,7 +227,10 @@ def parse_calibration(text: str) -> AbstractCalibration:
 
 
 def is_lower(found: jax.Array, best: jax.Array) -> jax.Array:
-    """Whether an error is lower by more than its sum may be off by rounding.
+    """Whether an error is lower than the best so far by more than `2**-16` of that.
+
+    Both are float32 sums, each off by at most `n * 2**-24` of itself for n elements. So the error of the scale that a search
+    ends with is above the least by at most about `2**-16 + n * 2**-23` of it: 1.9e-5 for 32 elements, 4.6e-5 for 256.
 
     Two scales often give the very same error (the grid of one contains the other's). A plain comparison would choose
     between them by the order in which XLA adds, so by whether the program is jitted or the tile is on another axis.

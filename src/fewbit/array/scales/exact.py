@@ -40,7 +40,7 @@ class Exact(AbstractCalibration):
     rounding: up to elements times numbers passes over the array, where `mse` makes 64. For 4 bits and tiles up to 64 that is
     some hundred; tiles of more than 65536 breakpoints (rows of int8) are refused.
 
-    Errors equal to 16 bits count as equal, and absmax's scale wins a tie.
+    A tie, errors within `2**-16` of each other as float32 sums them, goes to absmax's scale.
     """
 
     name: ClassVar[str] = "exact"

@@ -26,8 +26,8 @@ class MSE(AbstractCalibration):
     - Float scales are searched on a grid of `steps` fractions of the absmax range, down to `low`; `exact` searches all.
     - Scale and offset of asymmetric schemes are searched together: fractions of either end of the range, then least squares.
 
-    The unclipped scale is always among the candidates, and ties (errors equal to 16 bits) go to it, so the error is never
-    above absmax's (min-max's).
+    The unclipped scale is always among the candidates, and ties (errors within `2**-16` of each other as float32 sums them)
+    go to it, so the error is not above absmax's (min-max's) but for the rounding of the two sums.
 
     Attributes:
         steps: how many fractions of the range a grid search tries.

@@ -39,7 +39,7 @@ class MX(AbstractCalibration):
       least squared error for tiles of 32, without a search.
     - "optimal": least (weighted) squared error among all powers of two, see `fewbit.array.scales.candidates`. E2M1 in tiles
       up to 145 elements needs two candidates, rceil and rceil / 2; with weights the search goes on for as long as any tile
-      can gain. A tie (errors equal to 16 bits) goes to the larger scale.
+      can gain. A tie goes to the larger scale, see `is_lower`.
 
     Attributes:
         rule: one of the above.

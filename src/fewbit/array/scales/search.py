@@ -6,7 +6,7 @@ saturates: the elements beyond the largest number cost at least their distance t
 smaller one, so a tile is done when that alone exceeds its best error. This holds for any tile length, any weights and any
 format; where a fixed number of candidates is proven to suffice, no bound is computed.
 
-A tie (errors equal to 16 bits) goes to the candidate tried first, and the naive scales are tried first.
+A tie (see `calibration.is_lower`) goes to the candidate tried first, and the naive scales are tried first.
 """
 
 import dataclasses

@@ -27,6 +27,7 @@ class TritonGPU(AbstractStackKernel):
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[str] = "cuda"
+    experimental: ClassVar[bool] = True
 
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
         return _refused(problem, x, stack)
@@ -35,7 +36,7 @@ class TritonGPU(AbstractStackKernel):
         return _cannot_split()
 
     def about(self) -> str:
-        return "Triton; not run on a GPU from JAX by anyone yet, checked in Triton's interpreter"
+        return "Triton; experimental: tested in an interpreter and cross-compiled, not yet run on a GPU"
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
         matrix = _matrix(q.scheme, q.shape[1], q.shape[2], contracts_cols=contracts_cols)
@@ -49,6 +50,7 @@ class TritonGPURagged(AbstractRaggedKernel):
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[str] = "cuda"
+    experimental: ClassVar[bool] = True
 
     def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
         return _refused(problem, problem.lhs, stack)

@@ -39,6 +39,7 @@ class PallasTPU(AbstractStackKernel):
 
     name: ClassVar[str] = "pallas_tpu"
     platform: ClassVar[str] = "tpu"
+    experimental: ClassVar[bool] = True
     config: Config = PLAIN
     pairs: Config = PAIRS
     interpret: bool = False
@@ -55,7 +56,7 @@ class PallasTPU(AbstractStackKernel):
         return split_refusal()
 
     def about(self) -> str:
-        return "Pallas; programs for other platforms take their own kernels, or the reference"
+        return "Pallas; experimental: tested in an interpreter and cross-compiled, not yet run on a TPU"
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
         from .pallas_tpu import stacked_product  # importing Pallas takes half a second
@@ -86,6 +87,7 @@ class PallasTPURagged(AbstractRaggedKernel):
 
     name: ClassVar[str] = "pallas_tpu"
     platform: ClassVar[str] = "tpu"
+    experimental: ClassVar[bool] = True
     config: Config | None = None
     interpret: bool = False
 

@@ -29,6 +29,7 @@ class TritonQuantizer(AbstractBackend[Quantization]):
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[str] = "cuda"
+    experimental: ClassVar[bool] = True
 
     def unsupported(self, problem: Quantization) -> str | None:
         if (refusal := _refusal(problem.dtype)) is not None:
@@ -53,6 +54,7 @@ class TritonDequantizer(AbstractBackend[Decoding]):
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[str] = "cuda"
+    experimental: ClassVar[bool] = True
 
     def unsupported(self, problem: Decoding) -> str | None:
         if (refusal := _refusal(problem.dtype)) is not None:
@@ -72,7 +74,7 @@ class TritonDequantizer(AbstractBackend[Decoding]):
         return _decoded(problem, operands[0])
 
 
-_ABOUT = "Triton; not run on a GPU from JAX by anyone yet, checked in Triton's interpreter"
+_ABOUT = "Triton; experimental: tested in an interpreter and cross-compiled, not yet run on a GPU"
 
 QUANTIZERS.add(TritonQuantizer.name, TritonQuantizer())
 DEQUANTIZERS.add(TritonDequantizer.name, TritonDequantizer())

@@ -33,6 +33,7 @@ class PallasTPUQuantizer(AbstractBackend[Quantization]):
 
     name: ClassVar[str] = "pallas_tpu"
     platform: ClassVar[str] = "tpu"
+    experimental: ClassVar[bool] = True
     interpret: bool = False
 
     def unsupported(self, problem: Quantization) -> str | None:

@@ -31,6 +31,7 @@ class PallasTPUDequantizer(AbstractBackend[Decoding]):
 
     name: ClassVar[str] = "pallas_tpu"
     platform: ClassVar[str] = "tpu"
+    experimental: ClassVar[bool] = True
     interpret: bool = False
 
     def unsupported(self, problem: Decoding) -> str | None:
