@@ -18,6 +18,7 @@ from ..._tiles import Tile, blocked, valid_elements
 from ...formats import AbstractFormat
 from ...formats.format import exponent_of, power_of_two, quotient, rough_quotient
 from .calibration import AbstractCalibration, Target, Tiles, is_lower
+from .limits import largest_unit
 from .store import ScaleStore
 
 SAMPLE = 2**18
@@ -49,17 +50,18 @@ def best_tensor_scale(
     """
     x, smallest = jax.lax.stop_gradient(x), jax.lax.stop_gradient(smallest)
     view, counts = _judged(x, weights, tiles)
-    inverse = quotient(jnp.ones_like(smallest), smallest).reshape(())
+    exponent = exponent_of(smallest).reshape(())  # errors are summed in units of the tensor: squares neither overflow nor vanish
 
     def total_error(unit: jax.Array) -> jax.Array:
         target = Target(fmt, ScaleStore(holder, unit.reshape((1,) * view.x.ndim)))
         scale = target.store.snapped(calibration.scale(view, target)[0])
         scale = jnp.where(scale > 0, scale, jnp.ones_like(scale))
-        error = (fmt.nearest(rough_quotient(view.x, scale)) * scale - view.x) * inverse
+        error = (fmt.nearest(rough_quotient(view.x, scale)) * scale - view.x) * power_of_two(-exponent)
         errors = jnp.where(view.is_finite, view.weighted_total(jnp.square(error)), 0)
         return _total(errors if counts is None else errors * counts)
 
-    units = _candidates(smallest.reshape(()))
+    largest = largest_unit(fmt, ScaleStore(holder).largest)
+    units = jnp.minimum(_candidates(smallest.reshape(())), jnp.float32(largest))
     errors = jax.lax.map(total_error, units)
     best = units[0], errors[0]
     for unit, error in zip(units[1:], errors[1:], strict=True):
