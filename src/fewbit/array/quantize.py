@@ -17,7 +17,7 @@ from ..formats import E8M0, AbstractFormat
 from ..formats.format import power_of_two, quotient, settled
 from .packing import code_capacity, pack, packed_length, unpack
 from .qarray import QArray
-from .scales import ScaleStore, Target, Tiles, unsaturated
+from .scales import ScaleStore, Target, Tiles, best_tensor_scale, unsaturated
 from .scales.limits import largest_scale, largest_unit
 from .scheme import Scheme
 from .scheme import scheme as as_scheme
@@ -130,8 +130,11 @@ def chosen_scales(
     counts = tile_counts(x.shape, tiles)
     view = _view(x, tiles, error_weights, bound)
     if scale is None:
-        largest = bound.format.max if is_widened else bound.format.bound
-        target = _target(bound, chosen_tensor_scale(view.x, largest, bound))
+        if is_widened:
+            unit = chosen_tensor_scale(view.x, bound.format.max, bound)
+        else:
+            unit = tensor_scale_of(x, bound, error_weights)
+        target = _target(bound, None if unit is None else unit.reshape((1,) * view.x.ndim))
         ideal, low = unsaturated(view, target, bound.calibration) if is_widened else bound.calibration.scale(view, target)
     else:
         ideal, low = (None if g is None else blocked_scale(_for_tiles(g, counts), tiles) for g in (scale, offset))
@@ -337,6 +340,22 @@ def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | 
     scale = quotient(jnp.max(magnitude, keepdims=True), jnp.float32(bound * largest))
     scale = jnp.minimum(scale, jnp.float32(largest_unit(scheme.format, ScaleStore(holder).largest)))
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
+
+
+def tensor_scale_of(x: Array, scheme: Scheme, error_weights: ArrayLike | None = None) -> Array | None:
+    """The tensor scale that the scheme's calibration chooses for an array, with one axis for each of its; None without one."""
+    x, calibration = x.astype(jnp.float32), scheme.calibration
+    smallest = chosen_tensor_scale(x, scheme.format.bound, scheme)
+    holder = scheme.scale
+    if (
+        smallest is None
+        or not calibration.searches_tensor_scale
+        or not isinstance(holder, AbstractFormat)
+        or isinstance(holder, E8M0)
+    ):
+        return smallest
+    weights = None if error_weights is None else jnp.broadcast_to(jnp.asarray(error_weights, jnp.float32), x.shape)
+    return best_tensor_scale(x, weights, scheme.tiles(x.ndim), smallest, scheme.format, holder, calibration)
 
 
 def _guarded(scale: Array, view: Tiles, fmt: AbstractFormat) -> Array:

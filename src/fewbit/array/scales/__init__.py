@@ -20,4 +20,5 @@ from .nvfp4 import NVFP4 as NVFP4
 from .percentile import Percentile as Percentile
 from .signed_max import SignedMax as SignedMax
 from .store import ScaleStore as ScaleStore
+from .tensor_scale import best_tensor_scale as best_tensor_scale
 from .unsaturated import unsaturated as unsaturated

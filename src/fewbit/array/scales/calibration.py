@@ -170,6 +170,11 @@ class AbstractCalibration(abc.ABC):
         """
         return False
 
+    @property
+    def searches_tensor_scale(self) -> bool:
+        """Whether the tensor scale of a two-level scheme is chosen by the error that it leaves, see `best_tensor_scale`."""
+        return False
+
     def largest_stored(self, holder: AbstractFormat | np.dtype) -> float | None:
         """What a tensor scale takes the largest scale to, in numbers of `holder`; None for the largest that it has."""
         return None

@@ -23,6 +23,7 @@ class MSE(AbstractCalibration):
     - Scales stored in a small format (E8M0, E4M3) are searched exactly: every candidate that can be optimal is tried, with
       the very value that will be stored. For NVFP4 (E2M1 codes, E4M3 scales, tiles up to 32, no weights) that is a proven
       window of 11 or 12 codes; otherwise the search goes on for as long as any tile can gain.
+    - The tensor scale of two-level schemes is the best of four candidates, each with the exact search of its tiles' scales.
     - Float scales are searched on a grid of `steps` fractions of the absmax range, down to `low`; `exact` searches all.
     - Scale and offset of asymmetric schemes are searched together: fractions of either end of the range, then least squares.
 
@@ -32,21 +33,30 @@ class MSE(AbstractCalibration):
     Attributes:
         steps: how many fractions of the range a grid search tries.
         low: the smallest of those fractions.
+        tensor: how a tensor scale is chosen: "search", see `best_tensor_scale`; or "amax", the smallest at which nothing
+            saturates, as most other packages have it.
     """
 
     name: ClassVar[str] = "mse"
     steps: float = 64
     low: float = 0.3
+    tensor: str = "search"
 
     def __post_init__(self) -> None:
         if not isinstance(self.steps, int | float) or self.steps % 1 or not 2 <= self.steps < float("inf"):
             raise QuantError(f"mse: steps is {self.steps!r}, must be a whole number of at least 2")
         if not isinstance(self.low, int | float) or not 0 < self.low < 1:
             raise QuantError(f"mse: low is {self.low!r}, must be a fraction between 0 and 1")
+        if self.tensor not in ("search", "amax"):
+            raise QuantError(f"mse: tensor is {self.tensor!r}, must be 'search' or 'amax'")
 
     @property
     def uses_error_weights(self) -> bool:
         return True
+
+    @property
+    def searches_tensor_scale(self) -> bool:
+        return self.tensor == "search"
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         fractions = np.linspace(1.0, self.low, int(self.steps))

@@ -35,6 +35,7 @@
 //
 // Measured: `python -m bench.quantize`, told in docs/kernels.md.
 #include <cstdint>
+#include <cstring>
 #include <vector>
 
 #include "../native/checks.h"
@@ -139,8 +140,8 @@ void CheckByTile(const char* what, const ffi::AnyBuffer& numbers, int64_t tiles,
   if (!may_be_absent || count != 0) checks.Equal(what, count, tiles);
 }
 
-ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::AnyBuffer> codes, ffi::Result<ffi::AnyBuffer> scale,
-                    ffi::Result<ffi::AnyBuffer> zero, ffi::Result<ffi::AnyBuffer> units, ffi::Span<const int64_t> tiles,
+ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer given_units, ffi::Result<ffi::AnyBuffer> codes,
+                    ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> zero, ffi::Result<ffi::AnyBuffer> units, ffi::Span<const int64_t> tiles,
                     ffi::Span<const int32_t> format, ffi::Span<const float> numbers, ffi::Span<const int32_t> scale_format,
                     ffi::Span<const float> scale_numbers, ffi::Span<const int32_t> zero_format,
                     ffi::Span<const float> zero_numbers, ffi::Span<const int32_t> rule, ffi::Span<const float> rule_numbers,
@@ -173,13 +174,17 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::Result<ffi::Any
     checks.That(zero_format[0] >= 0 && zero->element_type() == HolderOf((Kind)zero_format[0]), "zero points must have the dtype of their format");
   }
   checks.That(units->element_type() == ffi::F32 && (scales == 0 || job.batch % scales == 0), "tensor scales must be float32 and divide the batch");
+  checks.That(given_units.element_type() == ffi::F32, "given tensor scales must be float32");
+  const int64_t given = static_cast<int64_t>(given_units.element_count());
+  if (given != 0) checks.Equal("number of given tensor scales", given, scales);
   if (checks.failed()) return checks.error();
   if (x.element_count() == 0) return ffi::Error::Success();  // and so has every result but a tensor scale, which Python makes
   job.format = FormatOf(format, numbers);
   job.scale = FormatOf(scale_format, scale_numbers);
   job.zero = FormatOf(zero_format, zero_numbers);
   job.has_zero = zero->element_count() > 0, job.zero_is_whole = job.zero.kind == Kind::kInteger;
-  job.has_unit = units->element_count() > 0;
+  job.has_unit = units->element_count() > 0, job.unit_is_given = given != 0;
+  if (job.unit_is_given) std::memcpy(units->untyped_data(), given_units.untyped_data(), given * sizeof(float));
   job.calibration = (Calibration)rule[0], job.contains_zero = rule[1] != 0;
   job.mantissa_bits = rule[2], job.top_exponent = rule[3], job.top_mantissa = rule[4], job.halvings = rule[5];
   job.is_windowed = rule[6];
@@ -281,6 +286,7 @@ ffi::Error Dequantize(ffi::ThreadPool pool, ffi::AnyBuffer codes, ffi::AnyBuffer
 XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
                        ffi::Ffi::Bind()
                            .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()

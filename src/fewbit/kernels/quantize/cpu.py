@@ -11,7 +11,7 @@ import numpy as np
 
 from ..._tiles import tile_counts
 from ...array import QArray, Scheme
-from ...array.quantize import assembled, chosen_scales, dequantized, quantized, scale_factors
+from ...array.quantize import assembled, chosen_scales, dequantized, quantized, scale_factors, tensor_scale_of
 from ...formats import AbstractFormat, Integer
 from ..extension import device_refusal, extension
 from ..platforms import on_platform
@@ -148,8 +148,11 @@ def _in_one_call(backend: CpuQuantizer, problem: Quantization, words: dict[str, 
         _shaped((1, 1, 1) if scheme.tensor_scale else (1, 1, 0), "float32"),
     )
     call = jax.ffi.ffi_call("fewbit_quantize", results, vmap_method="broadcast_all")
+    given = jnp.zeros((1, 1, 0), jnp.float32)
+    if scheme.calibration.searches_tensor_scale and (unit := tensor_scale_of(x, scheme)) is not None:
+        given = unit.reshape(1, 1, 1)
     codes, scale, zero_point, unit = call(
-        x.reshape(cut.shape), tiles=_tile_words(cut), level=np.int64(_LEVELS[backend.isa]), **words
+        x.reshape(cut.shape), given, tiles=_tile_words(cut), level=np.int64(_LEVELS[backend.isa]), **words
     )
     counts = tile_counts(x.shape, tiles)
     packed = _packed(codes, x.shape, scheme)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ...array import QArray, Scheme
 from ...array.packing import packed_length
-from ...array.quantize import assembled, chosen_tensor_scale, dequantized, quantized
+from ...array.quantize import assembled, tensor_scale_of, dequantized, quantized
 from ...formats import AbstractFormat
 from ..devices import split_refusal
 from ..platforms import on_platform
@@ -117,7 +117,7 @@ def _quantized_by_kernel(scheme: Scheme, x: jax.Array) -> QArray:
     from . import triton  # it needs Triton
 
     problem, moved = _problem(x.shape, scheme), jnp.moveaxis(x, scheme.pack_axis, -1)
-    unit = chosen_tensor_scale(x.astype(jnp.float32), scheme.format.bound, scheme)
+    unit = tensor_scale_of(x, scheme)
     bytes_in_row = packed_length(problem.length, scheme.format.bits)
     held = jnp.uint8 if isinstance(scheme.scale, AbstractFormat) else scheme.scale
     shapes = (

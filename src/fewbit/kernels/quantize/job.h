@@ -51,7 +51,7 @@ struct Job {
   int64_t ahead;  // how many elements before it is read an element is called for; 0: it is not
 
   Format format, scale, zero;
-  bool has_zero, has_unit, zero_is_whole;
+  bool has_zero, has_unit, unit_is_given, zero_is_whole;
   Calibration calibration;
   float factor, bound, smallest_scale, largest_scale, range, no_scale;
   // So that every finite array decodes to finite numbers: the largest end of a range, the largest scale under which the whole range

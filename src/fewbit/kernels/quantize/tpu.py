@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from ..._tiles import Tile, tile_counts
 from ...array import QArray, Scheme
 from ...array.packing import Packing, codes_per_unit, packed_length
-from ...array.quantize import assembled, chosen_tensor_scale, quantized
+from ...array.quantize import assembled, tensor_scale_of, quantized
 from ...formats import AbstractFormat, Codebook, Integer, Minifloat
 from ..devices import split_refusal
 from ..platforms import on_platform
@@ -118,7 +118,7 @@ def _by_kernel(scheme: Scheme, interpret: bool, x: jax.Array) -> QArray:
     is_last, tile = axis == -1, tiles[axis] or x.shape[axis]
     batch = 1 if is_last else math.prod(x.shape[:-2])
     matrices = x.reshape(batch, -1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, 1, -1)
-    unit = chosen_tensor_scale(x.astype(jnp.float32), scheme.format.bound, scheme)
+    unit = tensor_scale_of(x, scheme)
     codes, scale, zero = quantized_tiles(matrices, scheme, tile, unit, is_last=is_last, interpret=interpret)
     packed, counts = list(x.shape), tile_counts(x.shape, tiles)
     packed[axis] = packed_length(x.shape[axis], scheme.format.bits)

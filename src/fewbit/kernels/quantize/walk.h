@@ -75,7 +75,7 @@ class Walk {
   }
 
   void Quantize() {
-    if (job_.has_unit) FindUnits();
+    if (job_.has_unit && !job_.unit_is_given) FindUnits();
     if (is_cached_) InOnePass();
     else InTwoPasses();
   }
