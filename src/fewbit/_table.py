@@ -124,7 +124,7 @@ def elided(name: str, length: int) -> str:
     """A name of at most `length` characters, its middle replaced by a mark where it is longer; of the end more is kept.
 
     >>> elided("model.layers.0.mlp.up_proj.weight", 20)
-    'model.…_proj.weight'
+    'model.…p_proj.weight'
     """
     if len(name) <= length:
         return name

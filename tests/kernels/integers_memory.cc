@@ -44,7 +44,7 @@ static int Failures(int number) {
   const std::vector<Segment> segments = SegmentsOf(job);
   int failures = 0;
   for (int level = 0; level <= static_cast<int>(BestIntegerIsa()); ++level) {
-    const IntegerIsa isa = static_cast<IntegerIsa>(level);
+    const IntegerIsa isa = IntegerIsaOf(level);
     std::vector<int8_t> laid(job.M * IntegerRowBytes(isa, job, segments));
     std::vector<int32_t> sums(job.M * tiles);
     std::vector<float> y(job.M * job.N, -1.0f);

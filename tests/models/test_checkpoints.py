@@ -116,5 +116,5 @@ def test_missing_keys_are_named():
         config_from_gguf({k: v for k, v in GGUF_FIELDS.items() if k != "llama.block_count"}, [])
     with pytest.raises(QuantError, match=r"config\.json lacks the field 'hidden_size'"):
         config_from_hf({k: v for k, v in HF_CONFIG.items() if k != "hidden_size"})
-    with pytest.raises(QuantError, match="__config__ has no 'd_model'"):
+    with pytest.raises(QuantError, match="__config__ lacks the field 'vocab_size'"):
         config_from_glassllm({})

@@ -166,5 +166,5 @@ def test_policy_json_and_messages():
     assert str(policy) == "nf4 x int8"
     with pytest.raises(fb.QuantError, match="did you mean 'weight'"):
         fb.Policy.from_json({"weigth": "nf4"})
-    with pytest.raises(fb.QuantError, match="needs a 'weight'"):
+    with pytest.raises(fb.QuantError, match="a policy lacks the field 'weight'"):
         fb.Policy.from_json({"activation": "int8"})

@@ -225,7 +225,8 @@ def storable(value: Any, name: str) -> Tensor:
         The array or QArray.
     """
     if not isinstance(value, QArray | np.ndarray | np.generic | jax.Array):
-        hint = "; import fewbit.torch first" if type(value).__module__.split(".")[0] == "torch" else ""
+        is_torch = type(value).__module__.split(".")[0] == "torch"
+        hint = "; import fewbit.torch first" if is_torch else ". fb.save writes any tree or module"
         raise QuantError(f"tensor {name!r} is a {type(value).__name__}; an array or a QArray is expected{hint}")
     found: Any = value
     return found

@@ -50,7 +50,9 @@ def best_tensor_scale(
     """
     x, smallest = jax.lax.stop_gradient(x), jax.lax.stop_gradient(smallest)
     view, counts = _judged(x, weights, tiles)
-    exponent = exponent_of(smallest).reshape(())  # errors are summed in units of the tensor: squares neither overflow nor vanish
+    exponent = exponent_of(smallest).reshape(
+        ()
+    )  # errors are summed in units of the tensor: squares neither overflow nor vanish
 
     def total_error(unit: jax.Array) -> jax.Array:
         target = Target(fmt, ScaleStore(holder, unit.reshape((1,) * view.x.ndim)))

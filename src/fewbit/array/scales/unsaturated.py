@@ -34,7 +34,7 @@ def unsaturated(tiles: Tiles, target: Target, calibration: AbstractCalibration) 
 
     >>> from fewbit.formats import FORMATS
     >>> from fewbit.array.scales import AbsMax, ScaleStore
-    >>> tile = Tiles(jnp.array([[7.0, -8.0, 1.0]]), within=(1,))
+    >>> tile = Tiles(jnp.array([[7.0, -7.0, 1.0]]), within=(1,))
     >>> target = Target(FORMATS["int4"], ScaleStore(np.dtype("float32")))
     >>> unsaturated(tile, target, AbsMax())[0].item()
     1.0

@@ -75,22 +75,25 @@ def _mixed(weights: Float[Array, "B K G T S"], block: Block, dtype: DTypeLike) -
     """The values in the mixture that the weights give, float32. What a token does not see adds nothing, be it NaN or infinite."""
     B, K, G, T, S = weights.shape
     values, unit, may_be_odd = _numbers(block.values, dtype), None, True
-    odd = values
+    odd: list[Array] = []
     if isinstance(block.values, QArray):
         scale = _beside(block.values)
         may_be_odd = not np.isfinite(block.values.scheme.format.values()).all()
         is_nan = ~jnp.isfinite(scale[:, :, 0, 0, :, None])  # [B, J, S, 1]
-        odd = jnp.where(is_nan, jnp.nan, values.astype(jnp.float32) if may_be_odd else 0.0)
+        odd.append(jnp.where(is_nan, jnp.nan, 0.0))
         scale = jnp.where(_counts(scale, block), scale, 0.0)
         # A power of two, so that it changes no rounding, and what is written later changes no bit of what is read now.
         unit = power_of_two(jnp.clip(exponent_of(jnp.max(scale, axis=-1, keepdims=True)), -126, 126))
         weights = weights * (scale / unit)
     if may_be_odd:
+        odd.insert(0, values.astype(jnp.float32))  # a scale that is NaN comes last, for it makes NaN of infinities too
         counts = _counts(values.swapaxes(-1, -2), block).swapaxes(-1, -2)
         values = jnp.where(counts, values, jnp.zeros_like(values))
     mixed = _product(weights.astype(dtype).reshape(B, K, G * T, S), values, 2)
     mixed = mixed if unit is None else mixed * unit[:, :, 0]
-    return mixed if T == 1 else _with_odd_values(mixed, odd, jnp.tile(block.seen, G))
+    for numbers in odd if T > 1 else ():
+        mixed = _with_odd_values(mixed, numbers, jnp.tile(block.seen, G))
+    return mixed
 
 
 def _counts(x: Float[Array, "*b S"], block: Block) -> Bool[Array, "*b S"]:

@@ -98,6 +98,7 @@ class GpuConfig:
         pairs: those of the one on tensor cores, likewise.
         dot: blocks on tensor cores, by rows of activations in ascending order.
         codes: the same for products of codes of 8 bits with such codes.
+        about: what a reader of the file should know.
     """
 
     device: str
@@ -110,6 +111,7 @@ class GpuConfig:
     pairs: dict[int, PairsConfig]
     dot: tuple[DotConfig, ...]
     codes: tuple[DotConfig, ...]
+    about: tuple[str, ...] = ()
 
     @classmethod
     def from_json(cls, form: dict[str, Any]) -> "GpuConfig":
@@ -119,7 +121,7 @@ class GpuConfig:
         gemv = {int(bits): GemvConfig(**blocks) for bits, blocks in form["gemv"].items()}
         pairs = {int(bits): PairsConfig(**blocks) for bits, blocks in form["pairs"].items()}
         dot, codes = (tuple(DotConfig(**blocks) for blocks in form[name]) for name in ("dot", "codes"))
-        return cls(**fields, gemv=gemv, pairs=pairs, dot=dot, codes=codes)
+        return cls(**fields, gemv=gemv, pairs=pairs, dot=dot, codes=codes, about=tuple(form.get("about", ())))
 
     def to_json(self) -> dict[str, Any]:
         """What `from_json` reads."""
@@ -138,6 +140,7 @@ _FORM = form_of(
     pairs=dict[str, form_of(PairsConfig)],
     dot=list[form_of(DotConfig)],
     codes=list[form_of(DotConfig)],
+    about=list[str],
 )
 
 
