@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ...array import QArray, Scheme
 from ...array.packing import packed_length
-from ...array.quantize import assembled, tensor_scale_of, dequantized, quantized
+from ...array.quantize import assembled, dequantized, quantized, tensor_scale_of
 from ...formats import AbstractFormat
 from ..devices import split_refusal
 from ..platforms import on_platform

@@ -6,12 +6,11 @@ import math
 from typing import Any, ClassVar
 
 import jax
-import jax.numpy as jnp
 
 from ..._tiles import Tile, tile_counts
 from ...array import QArray, Scheme
 from ...array.packing import Packing, codes_per_unit, packed_length
-from ...array.quantize import assembled, tensor_scale_of, quantized
+from ...array.quantize import assembled, quantized, tensor_scale_of
 from ...formats import AbstractFormat, Codebook, Integer, Minifloat
 from ..devices import split_refusal
 from ..platforms import on_platform
