@@ -21,7 +21,7 @@ from .calibration import AbstractCalibration, Target, Tiles, is_lower
 from .limits import largest_unit
 from .store import ScaleStore
 
-SAMPLE = 2**18
+SAMPLE = 2**20
 """Arrays of more elements are judged by a sample: the rows of largest magnitude, and rows in even steps, half of this each."""
 
 
