@@ -13,6 +13,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 import fewbit as fb
 from fewbit.errors import QuantError
 from tests.conformance import array_laws as laws
+from tests.conformance.test_schemes import schemes
 
 SHAPE = (64, 512)
 SPECS = [
@@ -56,7 +57,7 @@ def shards(q: fb.QArray, spec: P) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, -2], ids=["rows", "columns"])
-@pytest.mark.parametrize("name", [*fb.SCHEMES.names(), "int4_g32", "int3_g32"])
+@schemes([*fb.SCHEMES.names(), "int4_g32", "int3_g32"])
 def test_every_device_holds_the_qarray_of_its_part(name: str, axis: int):
     q, mesh = make(name, axis, SHAPE if axis == -1 else SHAPE[::-1]), mesh_of()
     dense = laws.numpy_dequantize(q)

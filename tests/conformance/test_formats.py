@@ -22,8 +22,15 @@ _FEW = ("int4", "e4m3fn", "e2m1", "e8m0", "nf4", "dynamic8", "ternary")
 # Of these, those that `make test` leaves out where every format is compiled or drawn from anew: `make test-long` has them all.
 _LONG = [pytest.mark.slow, pytest.mark.long]
 
+# An integer format is its width: of these, few are not left to `make test-long`.
+_NEAR = {"int2", "int7", "uint2", "uint8", "int3_narrow", "int8_narrow"}
+
 each_format = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n in _SIBLINGS else []) for n in FORMATS.names()]
+    "name",
+    [
+        pytest.param(n, marks=[] if n not in _SIBLINGS else [pytest.mark.slow] if n in _NEAR else _LONG)
+        for n in FORMATS.names()
+    ],
 )
 
 # What the docstring of each kind says of a tie between two neighbours: whether the upper one is taken.

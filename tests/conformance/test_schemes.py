@@ -23,13 +23,30 @@ SIBLINGS = _INTEGERS - {"int3", "int8", "int4_narrow", "uint4"} | {
     *("mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "nvfp4_absmax", "nvint4"),
     *("int4_aqt", "int8_aqt", "fp8_e5m2_tensor", "fp8_e4m3fnuz_tensor", "fp8_e5m2fnuz_tensor", "mxfp8_rceil"),
 }
+# Of these, those that `make test` leaves to `make test-long`: the same code as another sibling's, with another table.
+DISTANT = _INTEGERS - {
+    "int2",
+    "int3",
+    "int8",
+    "int8_narrow",
+    "int4_narrow",
+    "int5_narrow",
+    "int7",
+    "uint2",
+    "uint4",
+    "uint8",
+} | {
+    *("fp8_e5m2fnuz", "fp8_e5m2_tensor", "fp8_e4m3fnuz_tensor", "fp8_e5m2fnuz_tensor", "mxfp6_e3m2", "mxfp8_e5m2"),
+    *("mxfp8_rceil", "int4_aqt", "q5_0"),
+}
 _FEW = ("int8", "uint4", "nf4", "q4_1", "mxfp4", "nvfp4_16x16")
 
 
 def schemes(
     names: list[str], fast: Iterable[str] = frozenset(ALL) - SIBLINGS, *, long: Iterable[str] = ()
 ) -> pytest.MarkDecorator:
-    """A test for each of these schemes: a slow one for those that are not in `fast`, and for those in `long` one of `make test-long`."""
+    """A test for each of these schemes: slow for those that are not in `fast`, one of `make test-long` for distant siblings and `long`."""
+    long = DISTANT | set(long)
 
     def marks(name: str) -> list[pytest.MarkDecorator]:
         return [] if name in fast else [pytest.mark.slow, pytest.mark.long] if name in long else [pytest.mark.slow]

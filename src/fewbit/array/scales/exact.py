@@ -49,6 +49,10 @@ class Exact(AbstractCalibration):
     def uses_error_weights(self) -> bool:
         return True
 
+    @property
+    def searches_tensor_scale(self) -> bool:
+        return True
+
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if target.asymmetric:
             raise UnsupportedError("exact knows no scheme with a zero point, where scale and offset are searched; use mse")
