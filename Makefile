@@ -33,12 +33,12 @@ test: ## the fast tests on the newest JAX, then the whole suite but for the brut
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not long" && exit $$newest
 
 test-fast: $(VENV)/.ready-fast ## the tests that are quick and need no other quantization package
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not oracle"
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not long and not oracle"
 
 test-newest: newest-environment ## the fast tests with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
 	@[ -n "$$(.ci/newest-python)" ] || exit 0; \
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
-	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or oracle or once)"
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or long or oracle or once)"
 
 newest-environment:
 	@python=$$(.ci/newest-python); \

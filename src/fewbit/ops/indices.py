@@ -12,7 +12,6 @@ from typing import Any
 from jax.extend import core as jex_core
 
 from ..array.layout import regrouped
-from .rules.control import scan_counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,6 +134,18 @@ def _places(eqn: Any) -> dict[int, int] | None:
                 places[long[0]] = new_long[0]
         return places
     return None
+
+
+def scan_counts(eqn: Any) -> tuple[int, int]:
+    """How many operands of a scan are constants, and how many are carried.
+
+    Told from the shapes, since JAX's versions hold the numbers in different parameters: what is scanned has one axis more
+    outside the body than inside.
+    """
+    body = eqn.params["jaxpr"].jaxpr
+    carries = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
+    scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, body.invars, strict=True))
+    return len(eqn.invars) - scanned - carries, carries
 
 
 def open_jaxpr(closed: Any) -> Any:

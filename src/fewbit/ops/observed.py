@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..errors import UnsupportedError
+from .indices import scan_counts
 from .lookup import Lookup
-from .rules.control import scan_counts
 from .rules.parameters import MOVES, PRODUCTS
 from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound
 from .standin import StandIn

@@ -17,9 +17,8 @@ from jax.extend import source_info_util
 from ..array import is_qarray
 from ..array.layout import regrouped
 from .dot import in_order
-from .indices import Facts, inner_jaxpr, open_jaxpr
+from .indices import Facts, inner_jaxpr, open_jaxpr, scan_counts
 from .lookup import Lookup
-from .rules.control import scan_counts
 from .served import holds_numbers_of
 
 Path: TypeAlias = str

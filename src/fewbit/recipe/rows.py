@@ -4,10 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Self
 
+import jax.numpy as jnp
+
 from .._json import Count, checked, form_of
+from ..errors import QuantError
 from ..ops import Policy
 from ..ops.policy import POLICY
-from .roles import Role
+from .roles import Role, as_role
 from .sparsity import SPARSITY, Sparsity
 
 
@@ -76,7 +79,11 @@ class PlanRow:
     def from_json(cls, form: Mapping[str, Any]) -> Self:
         """The row of a JSON form; an unknown or missing key raises QuantError."""
         fields = _row_fields(form, PLAN_ROW, "a plan's row")
-        fields["role"] = Role(fields.get("role", Role.UNKNOWN))
+        fields["role"] = as_role(fields.get("role", Role.UNKNOWN))
+        if not _is_dtype(fields["dtype"]):
+            raise QuantError(
+                f"the row of {fields['path']!r} has the dtype {fields['dtype']!r}, which JAX does not have; write float32, say"
+            )
         if form.get("sparsity") is not None:
             fields["sparsity"] = Sparsity.from_json(form["sparsity"])
         return cls(**fields)
@@ -130,3 +137,8 @@ def _row_fields(form: Mapping[str, Any], schema: Any, what: str) -> dict[str, An
     form = checked(form, schema, what)
     fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in form.items()}
     return fields | {"policy": None if form["policy"] is None else Policy.from_json(form["policy"])}
+
+
+def _is_dtype(name: str) -> bool:
+    """Whether a name is that of a dtype of JAX, those of random keys included."""
+    return hasattr(getattr(jnp, name, None), "dtype") or (name.startswith("key<") and name.endswith(">"))

@@ -6,8 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
 
 from ...array import QArray, is_qarray
+from ..indices import open_jaxpr, scan_counts
 from ..standin import StandIn, stands_in
 from ..take import taken_rows
 from .joining import spread
@@ -74,18 +77,6 @@ def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     return [*carry, *ys]
 
 
-def scan_counts(eqn: Any) -> tuple[int, int]:
-    """How many operands of a scan are constants, and how many are carried.
-
-    Told from the shapes, since JAX's versions hold the numbers in different parameters: what is scanned has one axis more
-    outside the body than inside.
-    """
-    body = eqn.params["jaxpr"].jaxpr
-    carries = sum(o.aval.ndim == i.aval.ndim for o, i in zip(eqn.outvars, body.outvars, strict=True))
-    scanned = sum(o.aval.ndim != i.aval.ndim for o, i in zip(eqn.invars, body.invars, strict=True))
-    return len(eqn.invars) - scanned - carries, carries
-
-
 def stacked(q: QArray | StandIn) -> Any:
     """The array with a scale for each element of its first axis, so that a loop can take one at a time."""
     if isinstance(q, StandIn):
@@ -138,21 +129,55 @@ def _cond(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any
     index, *operands = values
     bodies = [evaluator.function(branch) for branch in eqn.params["branches"]]
     shapes = [jax.eval_shape(lambda *args, b=body: tuple(b(*args)), *operands) for body in bodies]
-    agree = [all(_is_alike(column[0], other) for other in column[1:]) for column in zip(*shapes, strict=True)]
+    blanks = [_blank_outputs(open_jaxpr(branch)) for branch in eqn.params["branches"]]
+    forms = [_common_form(*columns) for columns in zip(zip(*shapes, strict=True), zip(*blanks, strict=True), strict=True)]
 
-    def uniform(body: Callable[..., list[Any]]) -> Callable[..., tuple[Any, ...]]:
+    def uniform(body: Callable[..., list[Any]], are_blank: Sequence[bool]) -> Callable[..., tuple[Any, ...]]:
+        def in_form(output: Any, is_blank: bool, form: Any) -> Any:
+            if form is None:
+                return evaluator.decoded(eqn, output, "the branches give it back in different forms")
+            if is_blank and is_qarray(form):
+                return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form)
+            return output
+
         def run(*args: Any) -> tuple[Any, ...]:
-            reason = "the branches give it back in different forms"
-            outputs = body(*args)
-            return tuple(o if a else evaluator.decoded(eqn, o, reason) for o, a in zip(outputs, agree, strict=True))
+            return tuple(map(in_form, body(*args), are_blank, forms))
 
         return run
 
-    branches = [uniform(body) for body in bodies]
+    branches = list(map(uniform, bodies, blanks))
     platforms = eqn.params.get("branches_platforms")
     if platforms is None:
         return list(jax.lax.switch(index, branches, *operands))
     return list(_platform_dependent(platforms, branches, operands))
+
+
+def _common_form(outputs: Sequence[Any], are_blank: Sequence[bool]) -> Any:
+    """The abstract value that every branch can give for one output, or None where they differ."""
+    written = [output for output, is_blank in zip(outputs, are_blank, strict=True) if not is_blank] or list(outputs)
+    first, *others = written
+    is_common = all(_is_alike(first, other) for other in others)
+    return first if is_common and (is_qarray(first) or all(_is_alike(first, output) for output in outputs)) else None
+
+
+def _blank_outputs(jaxpr: Any) -> list[bool]:
+    """For each output of a branch, whether nothing reads it.
+
+    The gradient of a cond gives every branch the residuals of all of them; JAX fills those of the others with zeros or leaves
+    them uninitialized, by its version.
+    """
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def is_blank(atom: Any) -> bool:
+        eqn = None if isinstance(atom, jex_core.Literal) else makers.get(atom)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return False
+        filling = eqn.invars[0]
+        if isinstance(filling, jex_core.Literal):
+            return not np.any(filling.val)
+        return filling in makers and makers[filling].primitive.name in ("empty", "empty2")
+
+    return list(map(is_blank, jaxpr.outvars))
 
 
 def _platform_dependent(platforms: Any, branches: list[Callable[..., Any]], operands: list[Any]) -> Any:
