@@ -1,4 +1,4 @@
-"""Which numbers exist: integers, minifloats, codebooks, ternary and binary, and the powers of two of E8M0."""
+"""Number formats: integers, minifloats, codebooks, ternary, binary, E8M0."""
 
 from .codebook import Codebook as Codebook
 from .codebook import bnb_fp4 as bnb_fp4

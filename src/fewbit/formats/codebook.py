@@ -1,7 +1,9 @@
-"""Formats that are a table of numbers: NF4, bitsandbytes' FP4, IQ4_NL, and any table a user brings."""
+"""Lookup-table formats: NF4, bitsandbytes' FP4, IQ4_NL, custom tables."""
 
 import dataclasses
 import functools
+import operator
+from collections.abc import Callable
 from typing import ClassVar
 
 import jax
@@ -13,18 +15,17 @@ from jaxtyping import Array, Float, Key, UInt8
 from ..errors import QuantError
 from .format import FORMATS, AbstractFormat, looked_up, widened
 
-# Up to this many thresholds are counted one by one, which compiles to straight vector code; more are searched by halving.
+# Up to this many thresholds are compared one by one, which vectorizes; more are found by binary search.
 _COUNTED_THRESHOLDS = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Codebook(AbstractFormat):
-    """The numbers of a table: code `i` stands for `table[i]`, exactly.
+    """A lookup table: code `i` decodes to `table[i]`, exactly.
 
-    Encoding takes the nearest entry; a tie goes to the smaller number (bitsandbytes' rule). The decision is exact: each
-    threshold is the largest float32 not above the true midpoint. Beyond the table the end is taken. NaN encodes as the
-    entry nearest zero. Where a number stands twice (0 and -0), the first of its codes is used; the sign of -0 is kept when
-    the table has both zeros.
+    Encoding rounds to the nearest entry, ties to the smaller number (bitsandbytes' rule), exactly: each threshold is the
+    largest float32 not above the true midpoint. It saturates; NaN encodes as the entry nearest zero. Of equal entries the
+    first code is used; the sign of -0 is kept when the table has both zeros.
 
     Attributes:
         table: 2 to 256 finite numbers, in code order, not necessarily sorted.
@@ -43,7 +44,7 @@ class Codebook(AbstractFormat):
             raise QuantError(f"format {self.name!r}: every number of a table must be finite")
         if len(set(self.table)) < 2:
             raise QuantError(f"format {self.name!r}: a table needs at least two different numbers")
-        # A table given as float32 and one given in decimal must be the same format, so the numbers are held as float32.
+        # A table given as float32 and one given in decimal must be equal formats, so the numbers are rounded to float32.
         object.__setattr__(self, "table", tuple(float(np.float32(v)) for v in self.table))
 
     @property
@@ -60,12 +61,12 @@ class Codebook(AbstractFormat):
 
     @property
     def bound(self) -> float:
-        """The larger of the two ends' magnitudes: a symmetric scale maps the largest element there."""
+        """`max(abs(max), abs(min))`: a symmetric scale maps the largest element there."""
         return max(abs(self.max), abs(self.min))
 
     @functools.cached_property
     def sorted_numbers(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The different numbers in ascending order, the code of each, and the thresholds between them."""
+        """The distinct numbers in ascending order, the code of each, and the thresholds between them."""
         numbers, codes = np.unique(np.asarray(self.table, np.float64), return_index=True)
         middles = (numbers[1:] + numbers[:-1]) / 2
         thresholds = middles.astype(np.float32)
@@ -75,9 +76,11 @@ class Codebook(AbstractFormat):
 
     @property
     def zero_codes(self) -> tuple[int, int] | None:
-        """The codes of 0 and -0, where the table has both."""
-        is_negative = {bool(np.signbit(v)): i for i, v in reversed(list(enumerate(self.table))) if v == 0}
-        return (is_negative[False], is_negative[True]) if len(is_negative) == 2 else None
+        """The codes of 0 and -0 when the table has both, else None."""
+        code_of = {bool(np.signbit(v)): i for i, v in reversed(list(enumerate(self.table))) if v == 0}
+        if len(code_of) == 2:
+            return code_of[False], code_of[True]
+        return None
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
         numbers, codes, thresholds = self.sorted_numbers
@@ -87,11 +90,13 @@ class Codebook(AbstractFormat):
             rank = _count_below(x, thresholds)
         else:
             inside = jnp.clip(x, numbers[0], numbers[-1])
-            lower = _count_below(inside, numbers[1:-1], inclusive=True)
+            lower = _count_below(inside, numbers[1:-1], operator.ge)
             low, high = looked_up(numbers, lower), looked_up(numbers[1:], lower)
             noise = jax.random.uniform(key, x.shape, jnp.float32)
             rank = lower + (noise * (high - low) < inside - low).astype(jnp.uint8)
-        code = rank if np.array_equal(codes, np.arange(len(codes))) else looked_up(codes, rank)
+        code = rank
+        if not np.array_equal(codes, np.arange(len(codes))):
+            code = looked_up(codes, rank)
         if self.zero_codes is None:
             return code
         plus, minus = self.zero_codes
@@ -105,34 +110,28 @@ class Codebook(AbstractFormat):
         return np.asarray(self.table, np.float64)
 
 
-def _count_below(x: Float[Array, "*s"], thresholds: np.ndarray, *, inclusive: bool = False) -> UInt8[Array, "*s"]:
-    """How many of the ascending thresholds lie below `x` (with `inclusive`: at or below it)."""
-    if len(thresholds) > _COUNTED_THRESHOLDS:
-        return _searched(x, thresholds, inclusive)
-    count = jnp.zeros_like(x, jnp.uint8)
-    for threshold in thresholds:
-        passed = x >= jnp.float32(threshold) if inclusive else x > jnp.float32(threshold)
-        count = count + passed.astype(jnp.uint8)
-    return count
-
-
-def _searched(x: Float[Array, "*s"], thresholds: np.ndarray, inclusive: bool) -> UInt8[Array, "*s"]:
-    """The same by halving; `jnp.searchsorted` refuses arrays that carry an explicit sharding."""
+def _count_below(
+    x: Float[Array, "*s"], thresholds: np.ndarray, passes: Callable[..., jax.Array] = operator.gt
+) -> UInt8[Array, "*s"]:
+    """How many of the ascending thresholds each `x` passes."""
+    if len(thresholds) <= _COUNTED_THRESHOLDS:
+        count = jnp.zeros_like(x, jnp.uint8)
+        for threshold in thresholds:
+            count = count + passes(x, jnp.float32(threshold)).astype(jnp.uint8)
+        return count
+    # Binary search by hand: `jnp.searchsorted` refuses arrays with an explicit sharding.
     width = 2 ** len(thresholds).bit_length()
     table = np.append(thresholds, np.full(width - len(thresholds), np.inf)).astype(np.float32)
     count = jnp.zeros_like(x, jnp.int32)
     while width := width // 2:
         threshold = looked_up(table, count + (width - 1))
-        passed = x >= threshold if inclusive else x > threshold
-        count = count + jnp.where(passed, width, 0)
+        count = count + jnp.where(passes(x, threshold), width, 0)
     return count.astype(jnp.uint8)
 
 
 def _dynamic_map() -> tuple[float, ...]:
-    """bitsandbytes' signed 8-bit "dynamic" map: seven decades, each with twice the fractions of the one below it.
-
-    Computed in float32 from both ends towards the middle, as torch.linspace does, so that its numbers come out to the bit.
-    """
+    """bitsandbytes' signed 8-bit "dynamic" map: seven decades, each with twice the fractions of the one below it."""
+    # In float32 from both ends towards the middle, as torch.linspace does, so that the numbers are bit-exact.
     numbers = [0.0, 1.0]
     for decade in range(7):
         count = 2**decade
@@ -168,16 +167,16 @@ _bnb_fp4_twelfths = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _iq4_nl_table = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 
 nf4 = Codebook("nf4", _nf4_table)
-"""NormalFloat 4 of QLoRA (Dettmers et al., arXiv 2305.14314, appendix E): quantiles of a normal distribution, with 0."""
+"""NormalFloat 4: quantiles of a normal distribution, with 0. QLoRA (arXiv 2305.14314), appendix E."""
 
 bnb_fp4 = Codebook("bnb_fp4", tuple(sign * v / 12 for sign in (1, -1) for v in _bnb_fp4_twelfths))
-"""bitsandbytes' FP4: its own numbers in its own code order, not E2M1."""
+"""bitsandbytes' FP4, which is not E2M1."""
 
 iq4_nl = Codebook("iq4_nl", _iq4_nl_table)
 """The table of ggml's IQ4_NL and IQ4_XS."""
 
 dynamic8 = Codebook("dynamic8", _dynamic_map())
-"""bitsandbytes' dynamic 8-bit map (Dettmers, arXiv 1511.04561), which its nested quantization uses for scales."""
+"""bitsandbytes' dynamic 8-bit map (arXiv 1511.04561), for the scales of its double quantization."""
 
 for _codebook in (nf4, bnb_fp4, iq4_nl, dynamic8):
     FORMATS.add(_codebook.name, _codebook)

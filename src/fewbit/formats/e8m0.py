@@ -1,4 +1,4 @@
-"""E8M0: the 255 powers of two that OCP Microscaling formats take for scales."""
+"""E8M0: power-of-two scales of the OCP Microscaling formats."""
 
 import dataclasses
 from typing import ClassVar
@@ -14,15 +14,14 @@ from .format import FORMATS, AbstractFormat, exponent_of, widened
 
 @dataclasses.dataclass(frozen=True)
 class E8M0(AbstractFormat):
-    """The powers of two `2**(code - 127)` for codes 0 to 254, and NaN for 255. There is no zero, no sign, no infinity.
+    """Powers of two `2**(code - 127)` for codes 0 to 254; 255 is NaN. No zero, sign or infinity.
 
-    Encoding takes the nearest power of two, a tie (1.5 times a power) to the even code. Zero, negative numbers and all
-    below 2**-126 (subnormal in float32, so that devices may read them as zero) take code 0; infinity and what is above
-    2**127 take 254; NaN takes 255. Stochastic rounding chooses
-    between the two powers around the number so that the expectation is the number itself.
+    Encoding rounds to the nearest power of two, ties (1.5 times a power) to the even code. Zero, negative numbers and all
+    below 2**-126 (subnormal in float32, so devices may read them as zero) become code 0; infinity and numbers above
+    2**127 become 254; NaN becomes 255. Stochastic rounding chooses between the two nearest powers, without bias.
 
-    Code 0 stands for 2**-127, which is a subnormal float32: it is decoded from bits, and an arithmetic operation on it may
-    flush it to zero on devices that do so. `dequantize` multiplies in two steps for that reason.
+    Code 0 decodes, from its bits, to 2**-127: a subnormal float32, which devices may flush to zero. So `dequantize`
+    multiplies in two steps.
 
     Reference: OCP Microscaling Formats 1.0, section 5.4.1.
 

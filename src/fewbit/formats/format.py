@@ -1,4 +1,4 @@
-"""What a number format is: a finite set of numbers, each with a code of at most eight bits."""
+"""The interface of number formats, their registry, exact float32 arithmetic."""
 
 import abc
 import dataclasses
@@ -15,16 +15,14 @@ from .._registry import Registry
 
 @dataclasses.dataclass(frozen=True)
 class AbstractFormat(abc.ABC):
-    """A finite set of numbers with codes `0 .. 2**bits - 1`, each held in a `uint8`.
+    """A finite set of numbers with uint8 codes `0 .. 2**bits - 1`.
 
-    A subclass is a frozen dataclass that says how its numbers are encoded and decoded; registering an instance in
-    `FORMATS` is all that packing, scale searches, files and the conformance tests need.
-
-    Laws that the conformance tests walk, for every registered format:
+    Subclasses are frozen dataclasses. An instance registered in `FORMATS` works with packing, scale searches, files and
+    the conformance tests, which check for every registered format:
 
     - `decode(encode(v)) == v` for every value `v` between `min` and `max`;
-    - `encode` takes the nearest value; what happens at a tie is the subclass's to say;
-    - `encode` saturates: what lies beyond `max` (infinity too) becomes `max`, likewise `min`;
+    - `encode` takes the nearest value; the subclass defines ties;
+    - `encode` saturates: numbers beyond `max` (infinity too) become `max`, likewise `min`;
     - with a `key`, `encode` rounds stochastically: the mean of the decoded values is `x` between `min` and `max`.
 
     Attributes:
@@ -37,7 +35,7 @@ class AbstractFormat(abc.ABC):
     @property
     @abc.abstractmethod
     def bits(self) -> int:
-        """How many bits one code takes, 1 to 8."""
+        """Bits per code, 1 to 8."""
 
     @property
     @abc.abstractmethod
@@ -51,7 +49,7 @@ class AbstractFormat(abc.ABC):
 
     @property
     def bound(self) -> float:
-        """The magnitude that a symmetric scale maps the largest element to; `max` unless the format says otherwise."""
+        """The magnitude that a symmetric scale maps the largest element to; `max` by default."""
         return self.max
 
     @property
@@ -61,7 +59,7 @@ class AbstractFormat(abc.ABC):
 
     @property
     def has_nan(self) -> bool:
-        """Whether some code means NaN."""
+        """Whether some code is NaN."""
         return bool(np.isnan(self.values()).any())
 
     @property
@@ -72,49 +70,39 @@ class AbstractFormat(abc.ABC):
 
     @abc.abstractmethod
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
-        """The code of the format's number nearest to each element.
+        """The code of the nearest number, in the low `bits` bits.
 
         Args:
-            x: real floating numbers; they are widened to float32 first.
+            x: real floating numbers; converted to float32 first.
             key: a JAX random key for stochastic rounding; None rounds to the nearest.
-
-        Returns:
-            One code an element, in the low `bits` bits.
         """
 
     @abc.abstractmethod
     def decode(self, codes: UInt8[Array, "*s"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*s"]:
-        """The number that each code stands for, exact in float32 and rounded once when `dtype` is narrower."""
+        """The number of each code, exact in float32, rounded once when `dtype` is narrower."""
 
     def nearest(self, x: Float[Array, "*s"]) -> Float[Array, "*s"]:
-        """The format's number nearest to each element, `decode(encode(x))` but for NaN: what a search for scales tries.
-
-        Args:
-            x: as for `encode`.
-
-        Returns:
-            Float32 numbers of the format.
-        """
+        """The nearest number, float32: `decode(encode(x))` but for NaN. Scale searches use it."""
         return self.decode(self.encode(x))
 
     @abc.abstractmethod
     def values(self) -> np.ndarray:
-        """Every number in the order of its code, float64; NaN where a code means NaN."""
+        """The number of each code in code order, float64, NaN included."""
 
 
 FORMATS: Registry[AbstractFormat] = Registry("format")
-"""Every named format; `fb.FORMATS.names()` lists them, and `fb.FORMATS.add` takes a new one."""
+"""Every named format; `fb.FORMATS.names()` lists them, `fb.FORMATS.add` registers a new one."""
 
 
 def widened(x: jax.Array) -> Float[Array, "*s"]:
-    """The array in float32, in which every code and scale is computed."""
+    """The array as float32, the dtype of all code and scale arithmetic."""
     return jnp.asarray(x).astype(jnp.float32)
 
 
 def rounded(x: Float[Array, "*s"], key: Key[Array, ""] | None) -> Float[Array, "*s"]:
-    """Whole numbers: the nearest (ties to even) without a key, and with one the floor or the ceiling by chance.
+    """Rounds to integers: to nearest even without a key, stochastically with one.
 
-    With a key, `P(ceil(x)) = x - floor(x)`, so the expectation is `x`; the fraction is exact in float32, and the noise has
+    With a key, `P(ceil(x)) = x - floor(x)`, so the expectation is `x`; the fraction is exact in float32, the noise has
     23 bits.
     """
     if key is None:
@@ -125,46 +113,39 @@ def rounded(x: Float[Array, "*s"], key: Key[Array, ""] | None) -> Float[Array, "
 
 
 def quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*s"]:
-    """`x / divisor`, rounded once, as IEEE 754 has it, for finite `x`; NaN for an infinity or a NaN.
-
-    XLA turns a division by a broadcast divisor into a product with its reciprocal. That rounds twice, gives zeros for
-    divisors above 2**126, and happens in other places under jit than without. A divisor that differs from element to element
-    is left alone, so zero times the element is added to it here.
-    """
+    """`x / divisor`, correctly rounded, for finite `x`; NaN for infinity or NaN."""
+    # XLA turns a division by a broadcast divisor into a product with its reciprocal, which rounds twice, gives zeros for
+    # divisors above 2**126 and depends on jit. Adding `x * 0` makes the divisor differ per element, which prevents that.
     return x / (divisor + x * 0)
 
 
 def rough_quotient(x: Float[Array, "*s"], divisor: jax.Array) -> Float[Array, "*s"]:
-    """`x / divisor` by the divisor's reciprocal, which rounds twice: for searches, that compare errors of many candidates.
+    """`x * (1 / divisor)`, rounded twice: one division per tile instead of one per element.
 
-    A division for each element costs as much as all the rest of a search; one for each tile does not. It is exact for powers
-    of two. Divisors above 2**126, whose reciprocals are subnormal, are taken in two steps.
+    For scale searches, where dividing each element would double the cost. Exact for powers of two.
     """
-    largest = jnp.float32(2.0**126)
+    largest = jnp.float32(2.0**126)  # the reciprocals of larger divisors are subnormal: those take two steps
     reciprocal = 1 / jnp.minimum(divisor, largest)
     return x * reciprocal * (largest / jnp.maximum(divisor, largest))
 
 
 def looked_up(table: np.ndarray, index: Integer[Array, "*s"]) -> jax.Array:
-    """`table[index]`; an index beyond the table reads its last entry. The result is sharded as the index is."""
+    """`table[index]`, clipped to the last entry and sharded like the index."""
     return jnp.asarray(table).at[index].get(mode="clip", out_sharding=jax.typeof(index).sharding)
 
 
 def settled(product: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """The product, rounded before anything is added to it.
-
-    XLA may round a product and a sum once, as one fused operation, and does so under jit but not without; a lower bound
-    between the two, which nothing falls below, keeps them apart.
-    """
+    """The product, rounded before anything is added to it."""
+    # Under jit XLA may fuse product and sum into one FMA; a lower bound between the two, which changes nothing, prevents it.
     return jnp.maximum(product, jnp.finfo(jnp.float32).min)
 
 
 def power_of_two(exponent: jax.Array) -> Float[Array, "*s"]:
-    """`2.0 ** exponent` for int32 exponents in -126..127, built from the bits, since `jnp.exp2` is inexact on CPU."""
+    """`2.0 ** exponent`, exact, for int32 exponents in -126..127; `jnp.exp2` is inexact on CPU."""
     return jax.lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
 def exponent_of(x: Float[Array, "*s"]) -> jax.Array:
-    """`floor(log2(|x|))` as int32 from the bits; -127 for zero and the numbers below 2**-126, 128 for Inf and NaN."""
+    """`floor(log2(|x|))`, exact, int32; -127 below 2**-126 and for zero, 128 for Inf and NaN."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return ((bits >> 23) & 0xFF) - 127

@@ -1,4 +1,4 @@
-"""Whole numbers of 1 to 8 bits, signed and unsigned, in two's complement."""
+"""Integer formats of 1 to 8 bits, signed and unsigned."""
 
 import dataclasses
 from typing import ClassVar
@@ -14,23 +14,22 @@ from .format import FORMATS, AbstractFormat, rounded, widened
 
 @dataclasses.dataclass(frozen=True)
 class Integer(AbstractFormat):
-    """The integers of `width` bits, times `step`.
+    """Integers of `width` bits, times `step`.
 
-    A signed format's codes are two's complement. Its range is a matter of convention, and both are in use:
+    Signed codes are two's complement. Their range follows one of two conventions:
 
-    - "full": codes `-2**(b-1) .. 2**(b-1) - 1`, and a symmetric scale maps the largest element to `2**(b-1) - 0.5`
+    - "full": codes `-2**(b-1) .. 2**(b-1) - 1`; a symmetric scale maps the largest element to `2**(b-1) - 0.5`
       (Qwix, compressed-tensors), so that both ends of the range are used;
-    - "narrow": codes `-(2**(b-1) - 1) .. 2**(b-1) - 1`, the largest element at the largest code (AQT, eFormer, GGUF).
+    - "narrow": codes `-(2**(b-1) - 1) .. 2**(b-1) - 1`; the largest element maps to the largest code (AQT, eFormer, GGUF).
       The most negative code is never encoded, and decodes to its two's complement value.
 
-    Ties round to the even integer. Beyond the range (and at infinity) the nearest end is taken. NaN encodes as 0, and -0
-    as 0, since the format has neither.
+    Ties round to the even integer. Numbers beyond the range, infinity included, saturate. NaN and -0 encode as 0.
 
     Attributes:
-        width: bits a code, 1 to 8.
+        width: bits per code, 1 to 8.
         signed: whether negative numbers exist.
-        narrow: whether the range is "narrow"; a signed format of at least 2 bits.
-        step: the number that code 1 stands for: 2**-6 for the elements of MXINT8, else 1. A power of two.
+        narrow: whether the range is "narrow"; needs a signed format of at least 2 bits.
+        step: the number of code 1, a power of two: 2**-6 for the elements of MXINT8, else 1.
 
     >>> int4.encode(jnp.array([-9.0, -1.0, 0.5, 1.5, 7.4])).tolist()
     [8, 15, 0, 2, 7]
@@ -62,31 +61,32 @@ class Integer(AbstractFormat):
     def min(self) -> float:
         if not self.signed:
             return 0.0
-        return -self.max if self.narrow else -self.max - self.step
+        return -self.max - self.step * (not self.narrow)
 
     @property
     def bound(self) -> float:
         """`qmax + 0.5` for a full signed range, else `qmax` (times the step)."""
-        half = 0.5 if self.signed and not self.narrow else 0.0
-        return self.max + half * self.step
+        is_full = self.signed and not self.narrow
+        return self.max + 0.5 * is_full * self.step
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
-        x = widened(x) if self.step == 1 else widened(x) * jnp.float32(1 / self.step)
+        x = widened(x)
+        if self.step != 1:
+            x = x * jnp.float32(1 / self.step)
         x = jnp.clip(x, self.min / self.step, self.max / self.step)
         whole = rounded(jnp.where(jnp.isnan(x), 0.0, x), key).astype(jnp.int8 if self.signed else jnp.uint8)
         return whole.astype(jnp.uint8) & jnp.uint8(2**self.width - 1)
 
     def decode(self, codes: UInt8[Array, "*s"], dtype: DTypeLike = jnp.float32) -> Float[Array, "*s"]:
-        # The sign bit sits at the top of a byte after the left shift, and the arithmetic right shift extends it.
         spare = 8 - self.width
-        if self.signed:
+        if self.signed:  # the left shift moves the sign bit to the top, the arithmetic right shift extends it
             codes = (codes << spare).astype(jnp.int8) >> spare
         return (codes.astype(jnp.float32) * jnp.float32(self.step)).astype(dtype)
 
     def values(self) -> np.ndarray:
         codes = np.arange(2**self.width)
-        wrapped = codes - 2**self.width * (codes >= 2 ** (self.width - 1)) if self.signed else codes
-        return wrapped * self.step
+        is_negative = self.signed & (codes >= 2 ** (self.width - 1))
+        return (codes - 2**self.width * is_negative) * self.step
 
 
 for _bits in range(1, 9):

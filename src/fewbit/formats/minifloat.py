@@ -1,4 +1,4 @@
-"""Floating-point numbers of any split into exponent and mantissa, up to eight bits: e5m2, e4m3fn, e2m1 and the rest."""
+"""Floating-point formats of up to 8 bits: e5m2, e4m3fn, e2m1, ..."""
 
 import dataclasses
 from typing import ClassVar, Literal
@@ -17,23 +17,24 @@ Specials = Literal["ieee", "fn", "fnuz", "none"]
 
 @dataclasses.dataclass(frozen=True)
 class Minifloat(AbstractFormat):
-    """The numbers `(-1)**s * 2**(max(e, 1) - bias) * (m / 2**mantissa + (e > 0))` of codes `s, e, m`.
+    """Floating-point numbers with any split into exponent and mantissa bits.
 
-    `specials` says which codes are not numbers:
+    Code `s, e, m` decodes to `(-1)**s * 2**(max(e, 1) - bias) * (m / 2**mantissa + (e > 0))`. `specials` says which codes
+    are not numbers:
 
-    - "ieee": the topmost exponent holds infinity (mantissa 0) and NaN (e5m2, e4m3, e3m4);
+    - "ieee": the largest exponent encodes infinity (mantissa 0) and NaN (e5m2, e4m3, e3m4);
     - "fn": no infinity; the code of all ones is NaN (e4m3fn);
     - "fnuz": no infinity and no -0; the code of -0 is NaN (e4m3fnuz, e5m2fnuz, e4m3b11fnuz);
     - "none": every code is a finite number (e2m1, e2m3, e3m2 of the OCP MX specification).
 
-    Encoding rounds to the nearest number, ties to the even code, subnormals included. It saturates: beyond `max`, and at
-    infinity, the largest number is taken, never infinity (the rule of PTX's `satfinite`). NaN encodes as a NaN code (of
-    several always the same one), or as 0 where there is none. -0 is kept where the format has it. An unsigned format takes
-    negative numbers as 0. Float32 subnormals count as zero, as XLA flushes them.
+    Encoding rounds to the nearest number, ties to the even code, subnormals included. It saturates: numbers beyond `max`,
+    infinity included, become `max` (PTX's `satfinite`). NaN encodes as one fixed NaN code, or as 0 if there is none. -0 is
+    kept if the format has it. Unsigned formats encode negative numbers as 0. Float32 subnormals count as zero, as XLA
+    flushes them.
 
     Attributes:
-        exponent: bits of the exponent field, 1 to 8.
-        mantissa: bits of the mantissa field, 0 to 7.
+        exponent: exponent bits, 1 to 8.
+        mantissa: mantissa bits, 0 to 7.
         bias: the exponent bias; the smallest normal number is `2**(1 - bias)`.
         specials: which codes are not numbers, see above.
         signed: whether there is a sign bit.
@@ -60,11 +61,9 @@ class Minifloat(AbstractFormat):
         if self.specials not in ("ieee", "fn", "fnuz", "none"):
             raise QuantError(f"format {self.name!r}: specials is {self.specials!r}; must be ieee, fn, fnuz or none")
         if self.specials == "ieee" and not self.mantissa:
-            raise QuantError(
-                f"format {self.name!r}: ieee tells NaN from infinity by the mantissa, so it needs at least 1 bit"
-            )
+            raise QuantError(f"format {self.name!r}: ieee needs at least 1 mantissa bit, to distinguish NaN from infinity")
         if self.specials == "fnuz" and not self.signed:
-            raise QuantError(f"format {self.name!r}: fnuz puts NaN at -0, so it needs a sign")
+            raise QuantError(f"format {self.name!r}: fnuz encodes NaN as -0, so it needs a sign")
         largest_exponent = 2**self.exponent - 1 - self.bias
         if 1 - self.bias - self.mantissa < -126 or largest_exponent > min(127, 126 + self.mantissa) or self.bias < -80:
             raise QuantError(f"format {self.name!r}: its numbers must be normal float32 numbers; the bias is {self.bias}")
@@ -79,7 +78,9 @@ class Minifloat(AbstractFormat):
 
     @property
     def min(self) -> float:
-        return -self.max if self.signed else 0.0
+        if not self.signed:
+            return 0.0
+        return -self.max
 
     @property
     def max_code(self) -> int:
@@ -98,7 +99,10 @@ class Minifloat(AbstractFormat):
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
         x = widened(x)
         magnitude = jnp.minimum(jnp.abs(x), jnp.float32(self.max))
-        code = self._nearest_code(magnitude) if key is None else self._code_by_chance(magnitude, key)
+        if key is None:
+            code = self._nearest_code(magnitude)
+        else:
+            code = self._stochastic_code(magnitude, key)
         code = self._with_sign(jnp.minimum(code, self.max_code), x)
         return jnp.where(jnp.isnan(x), self.nan_code or 0, code).astype(jnp.uint8)
 
@@ -107,13 +111,16 @@ class Minifloat(AbstractFormat):
         magnitude = jnp.minimum(jnp.abs(x), jnp.float32(self.max))
         dropped = 23 - self.mantissa
         normal = jax.lax.bitcast_convert_type((self._rounded_bits(magnitude) >> dropped) << dropped, jnp.float32)
-        # XLA would cancel the shifter in floating point, so the steps are counted in whole numbers.
+        # XLA would cancel the shifter in floating point, so the steps are counted in integers.
         subnormal = self._steps(magnitude).astype(jnp.float32) * jnp.float32(2.0 ** (1 - self.bias - self.mantissa))
         value = jnp.where(magnitude < self._smallest_normal, subnormal, normal)
         value = jnp.minimum(value, jnp.float32(self.max))
         if not self.signed:
             return jnp.where(jnp.signbit(x), jnp.zeros_like(value), value)
-        return jnp.where(value == 0, value, jnp.copysign(value, x)) if self.specials == "fnuz" else jnp.copysign(value, x)
+        signed = jnp.copysign(value, x)
+        if self.specials == "fnuz":
+            return jnp.where(value == 0, value, signed)
+        return signed
 
     @property
     def _smallest_normal(self) -> np.float32:
@@ -121,43 +128,41 @@ class Minifloat(AbstractFormat):
 
     @property
     def _shifter(self) -> np.float32:
-        """The float32 number whose last place is the format's smallest step: adding it rounds a subnormal to whole steps."""
+        """The float32 whose last place is the smallest step: adding it rounds a subnormal to whole steps."""
         return np.float32(2.0 ** (1 - self.bias - self.mantissa + 23))
 
     def _nearest_code(self, magnitude: Float[Array, "*s"]) -> jax.Array:
-        """The code of the nearest number: the upper bits of the float32, or the whole steps below the normal numbers.
-
-        A carry of the rounding runs from the mantissa into the exponent by itself.
-        """
+        """The code of the nearest number: the float32's upper bits, or a count of steps for subnormals."""
         dropped = 23 - self.mantissa
+        # A carry of the rounding propagates from the mantissa into the exponent.
         normal = (self._rounded_bits(magnitude) >> dropped) - self._rebias
         return jnp.where(magnitude < self._smallest_normal, self._steps(magnitude), normal)
 
     def _steps(self, magnitude: Float[Array, "*s"]) -> jax.Array:
-        """How many of the format's smallest steps lie nearest, for magnitudes below the normal numbers."""
+        """The magnitude in units of the smallest step, rounded; for subnormals."""
         return jax.lax.bitcast_convert_type(magnitude + self._shifter, jnp.int32) - int(self._shifter.view(np.int32))
 
     @property
     def _rebias(self) -> int:
-        """What the upper bits of a float32 lose to become a code."""
+        """The difference of the exponent biases, in place: float32 bits minus this are a code."""
         return (127 - self.bias) << self.mantissa
 
     def _rounded_bits(self, magnitude: Float[Array, "*s"]) -> jax.Array:
-        """The bits of each float32 with half of the dropped ones added, so that cutting them rounds to nearest even."""
+        """The float32 bits plus half a unit of the last kept place: truncation then rounds to nearest even."""
         dropped = 23 - self.mantissa
         bits = jax.lax.bitcast_convert_type(magnitude, jnp.int32)
         is_odd = ((bits >> dropped) - self._rebias) & 1
         return bits + ((1 << (dropped - 1)) - 1) + is_odd
 
-    def _code_by_chance(self, magnitude: Float[Array, "*s"], key: Key[Array, ""]) -> jax.Array:
-        """The code of the number below or above, in units of the last place of the exponent at hand."""
+    def _stochastic_code(self, magnitude: Float[Array, "*s"], key: Key[Array, ""]) -> jax.Array:
+        """The code of the number below or above, chosen in units of the last place."""
         smallest_exponent = 1 - self.bias
         exponent = jnp.maximum(exponent_of(magnitude), smallest_exponent)
         steps = rounded(magnitude * power_of_two(self.mantissa - exponent), key).astype(jnp.int32)
         return ((exponent - smallest_exponent) << self.mantissa) + steps
 
     def _with_sign(self, code: jax.Array, x: jax.Array) -> jax.Array:
-        """The code with the sign of `x`; an unsigned format takes negative numbers as zero."""
+        """The code with the sign of `x`; 0 for negative numbers in an unsigned format."""
         negative = jnp.signbit(x)
         if not self.signed:
             return jnp.where(negative, 0, code)
@@ -170,7 +175,7 @@ class Minifloat(AbstractFormat):
         field = (code >> self.mantissa) & (2**self.exponent - 1)
         is_normal = field > 0
         significand = (code & (2**self.mantissa - 1)) + (is_normal.astype(jnp.int32) << self.mantissa)
-        # Subnormal float32 numbers never occur on the way, so a device that flushes them decodes the same.
+        # No intermediate is a subnormal float32, so a device that flushes them decodes the same.
         value = significand.astype(jnp.float32) * power_of_two(jnp.maximum(field, 1) - self.bias - self.mantissa)
         if self.signed:
             negative = (code >> (self.exponent + self.mantissa)) & 1 > 0
@@ -178,7 +183,7 @@ class Minifloat(AbstractFormat):
         return self._with_specials(value, code).astype(dtype)
 
     def _with_specials(self, value: jax.Array, code: jax.Array) -> jax.Array:
-        """The decoded values with NaN and infinity at the codes that mean them."""
+        """The decoded values with NaN and infinity at their codes."""
         unsigned = code & (2 ** (self.exponent + self.mantissa) - 1)
         if self.specials == "ieee":
             infinity = jnp.where(value < 0, -jnp.inf, jnp.inf)
@@ -186,7 +191,9 @@ class Minifloat(AbstractFormat):
             return jnp.where(unsigned > self.max_code + 1, jnp.nan, value)
         if self.specials == "fn":
             return jnp.where(unsigned > self.max_code, jnp.nan, value)
-        return jnp.where(code == self.nan_code, jnp.nan, value) if self.specials == "fnuz" else value
+        if self.specials == "fnuz":
+            return jnp.where(code == self.nan_code, jnp.nan, value)
+        return value
 
     def values(self) -> np.ndarray:
         code = np.arange(2 ** (self.exponent + self.mantissa))
@@ -196,7 +203,9 @@ class Minifloat(AbstractFormat):
             positive[self.max_code + 1 :] = np.nan
         if self.specials == "ieee":
             positive[self.max_code + 1] = np.inf
-        values = np.concatenate([positive, -positive]) if self.signed else positive
+        if not self.signed:
+            return positive
+        values = np.concatenate([positive, -positive])
         if self.specials == "fnuz":
             values[self.nan_code] = np.nan
         return values

@@ -1,4 +1,4 @@
-"""A format's rounding as a table, for code that is not JAX: numbers, codes, and the thresholds between them."""
+"""Rounding tables of formats, for kernels that are not JAX."""
 
 import dataclasses
 import functools
@@ -12,15 +12,14 @@ from .format import AbstractFormat
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RoundingTable:
-    """What `encode` does without a key: `codes[number of thresholds below x]`, with a rule for -0 and one for NaN.
+    """`encode` without a key as a table: `codes[number of thresholds below x]`, special codes for -0 and NaN.
 
     Attributes:
-        numbers: the numbers that `encode` yields, ascending, float32; 0 stands once.
+        numbers: the numbers that `encode` yields, ascending, distinct, float32.
         codes: the code of each, uint8.
-        thresholds: float32, one fewer. An element above `thresholds[i]` is nearer to `numbers[i + 1]`, or as near and a tie
-            goes there; one at it or below is not.
-        minus_zero: the code of -0, which an element with a sign that rounds to zero takes; None where there is none.
-        nan: the code that NaN takes.
+        thresholds: float32, one fewer. An element above `thresholds[i]` rounds to `numbers[i + 1]` or higher, ties included.
+        minus_zero: the code of negative elements that round to zero; None if the format has no -0.
+        nan: the code of NaN.
         values: the float32 number of every code.
     """
 
@@ -33,20 +32,13 @@ class RoundingTable:
 
     @property
     def zero(self) -> int | None:
-        """The code of 0, or None where the format has no zero."""
-        found = self.codes[self.numbers == 0]
-        return int(found[0]) if found.size else None
+        """The code of 0, or None if the format has no zero."""
+        return next(map(int, self.codes[self.numbers == 0]), None)
 
 
 @functools.lru_cache(maxsize=64)
 def rounding_table(fmt: AbstractFormat) -> RoundingTable:
-    """The table of a format. Nothing is restated: which way a tie goes, and what NaN becomes, is asked of its `encode`.
-
-    Args:
-        fmt: the format.
-
-    Returns:
-        Its table; the same object for an equal format.
+    """The rounding table of a format, cached; its ties and NaN come from `fmt.encode` itself.
 
     >>> from fewbit.formats import FORMATS
     >>> table = rounding_table(FORMATS["e2m1"])
@@ -62,15 +54,13 @@ def rounding_table(fmt: AbstractFormat) -> RoundingTable:
     low = np.where(low > middles, np.nextafter(low, np.float32(-np.inf)), low)
     goes_up = _encoded(fmt, low) != codes[:-1]
     thresholds = np.where(goes_up, np.nextafter(low, np.float32(-np.inf)), low)
-    minus_zero = int(_encoded(fmt, np.array([-0.0]))[0]) if 0 in numbers else None
-    has_minus_zero = minus_zero is not None and minus_zero != codes[numbers == 0][0]
-    nan = int(_encoded(fmt, np.array([np.nan]))[0])
-    return RoundingTable(
-        numbers.astype(np.float32), codes, thresholds, minus_zero if has_minus_zero else None, nan, values.astype(np.float32)
-    )
+    minus_zero, nan = _encoded(fmt, np.array([-0.0, np.nan])).tolist()
+    if 0 not in numbers or minus_zero == codes[numbers == 0][0]:
+        minus_zero = None
+    return RoundingTable(numbers.astype(np.float32), codes, thresholds, minus_zero, nan, values.astype(np.float32))
 
 
 def _encoded(fmt: AbstractFormat, numbers: np.ndarray) -> np.ndarray:
-    """The codes that the format gives to float32 numbers; now, also where a program is being traced."""
+    """The codes of the numbers, computed now even while JAX is tracing."""
     with jax.ensure_compile_time_eval():
         return np.asarray(fmt.encode(jnp.asarray(numbers, jnp.float32)))

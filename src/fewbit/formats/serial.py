@@ -1,4 +1,4 @@
-"""Formats in JSON: a registered one by its name, any other by its kind and fields."""
+"""JSON forms of number formats."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,28 +13,24 @@ from .minifloat import Minifloat
 from .ternary import Binary, Ternary
 
 KINDS: dict[str, type[AbstractFormat]] = {c.kind: c for c in (Integer, Minifloat, E8M0, Binary, Ternary, Codebook)}
-"""Every kind of format, by the word of its JSON form."""
+"""Every kind of format, by the `kind` field of its JSON form."""
 
 CUSTOM_FORMAT: Any = Union[tuple(form_of(cls, tag=kind) for kind, cls in KINDS.items())]  # noqa: UP007 - built of a table
-"""The JSON schema of a format that has no registered name."""
+"""The JSON schema of an unregistered format."""
 
 
 def format_to_json(fmt: AbstractFormat) -> str | dict[str, Any]:
-    """The JSON form of a format: its name when that is registered, else an object with its kind and fields.
-
-    Args:
-        fmt: any format of fewbit's own kinds, or a registered one.
-
-    Returns:
-        A name, or an object that `format_from_json` reads.
+    """The JSON form of a format: its registered name, or an object with its kind and fields.
 
     >>> format_to_json(FORMATS["nf4"])
     'nf4'
     """
     if fmt.name in FORMATS and FORMATS[fmt.name] == fmt:
         return fmt.name
-    fields = {f.name: getattr(fmt, f.name) for f in dataclasses.fields(fmt)}
-    return {"kind": fmt.kind, **{k: list(v) if isinstance(v, tuple) else v for k, v in fields.items()}}
+    form: dict[str, Any] = {"kind": fmt.kind} | {f.name: getattr(fmt, f.name) for f in dataclasses.fields(fmt)}
+    if isinstance(fmt, Codebook):
+        form["table"] = list(fmt.table)
+    return form
 
 
 def format_from_json(form: str | Mapping[str, Any]) -> AbstractFormat:
@@ -47,10 +43,12 @@ def format_from_json(form: str | Mapping[str, Any]) -> AbstractFormat:
         The format.
 
     Raises:
-        QuantError: for a name that is not registered, an unknown kind, or fields that do not make a format.
+        QuantError: for an unregistered name, an unknown kind, or invalid fields.
     """
     if isinstance(form, str):
         return FORMATS[form]
     fields = checked(form, CUSTOM_FORMAT, "a format")
-    arguments: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in fields.items() if k != "kind"}
-    return KINDS[fields["kind"]](**arguments)
+    kind = KINDS[fields.pop("kind")]
+    if "table" in fields:
+        fields["table"] = tuple(fields["table"])
+    return kind(**fields)

@@ -1,4 +1,4 @@
-"""Formats of two and three numbers: binary {-1, +1} and ternary {-1, 0, +1}."""
+"""Binary {-1, +1} and ternary {-1, 0, +1} formats."""
 
 import dataclasses
 from typing import ClassVar
@@ -16,7 +16,7 @@ from .format import FORMATS, AbstractFormat, rounded, widened
 class Binary(AbstractFormat):
     """The numbers -1 (code 0) and +1 (code 1), one bit each.
 
-    Zero and -0 encode as +1, NaN as +1. With a key the result is +1 with probability `(1 + x) / 2` for `x` in [-1, 1].
+    0, -0 and NaN encode as +1. With a key the result is +1 with probability `(1 + x) / 2` for `x` in [-1, 1].
 
     >>> binary.encode(jnp.array([-0.1, 0.0, 3.0])).tolist()
     [0, 1, 1]
@@ -52,9 +52,9 @@ class Binary(AbstractFormat):
 
 @dataclasses.dataclass(frozen=True)
 class Ternary(AbstractFormat):
-    """The numbers -1, 0 and +1 as codes 0, 1 and 2, two bits each; code 3 is never encoded and would decode to 2.
+    """The numbers -1, 0 and +1 (codes 0, 1, 2), two bits each.
 
-    The nearest number, ties to zero (0.5 and -0.5 give 0): `clip(round(x), -1, 1)`, BitNet b1.58's rule. NaN encodes as 0.
+    `clip(round(x), -1, 1)`, ties to zero, BitNet b1.58's rule. NaN encodes as 0. Code 3 is never encoded; it decodes to 2.
 
     Reference: Ma et al., The Era of 1-bit LLMs (arXiv 2402.17764), equation 1.
 
