@@ -23,8 +23,8 @@ from fewbit._json import (
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (b'{"a": 1, "a": 2}', "config.json: the key 'a' stands twice"),
-        (b'{"a": NaN}', "config.json: NaN is no JSON number"),
+        (b'{"a": 1, "a": 2}', "config.json: the key 'a' appears twice"),
+        (b'{"a": NaN}', "config.json: NaN is not a JSON number"),
         (b"\xff", "config.json is not UTF-8 text"),
         (b"{", "config.json is not valid JSON"),
         (b"", "config.json is not valid JSON"),
@@ -38,7 +38,7 @@ def test_what_is_not_json_is_one_clear_error(text, message):
 
 
 def test_an_object_is_asked_for():
-    with pytest.raises(QuantError, match=r"x\.json holds a JSON list, but an object is expected"):
+    with pytest.raises(QuantError, match=r"x\.json is a JSON list, but an object is expected"):
         parsed_object(b"[]", "x.json")
 
 
@@ -111,7 +111,7 @@ def test_a_schema_is_made_of_a_dataclass():
     ("text", "message"),
     [
         (b'{"a": ' * 65 + b"1" + b"}" * 65, "nested too deeply \\(65 levels, at most 64 are read\\)"),
-        (b"[" + b"0," * 4_000_000 + b"0]", "holds 4,000,002 values; at most 4,000,000 are read"),
+        (b"[" + b"0," * 4_000_000 + b"0]", "has 4,000,002 values; at most 4,000,000 are read"),
         (b" " * 100_000_001, "has 100,000,001 bytes of JSON; at most 100,000,000 are read"),
         (b"[1e999]", "1e999 is beyond the range of float64"),
         (b'["\\ud800"]', "half of a surrogate pair"),

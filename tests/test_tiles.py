@@ -88,13 +88,13 @@ def test_refusals(tile, message: str):
 @pytest.mark.usefixtures("unchecked")
 def test_axes_are_counted_from_the_front():
     assert [from_front(axis, 3) for axis in (0, -1, np.int64(-2))] == [0, 2, 1]
-    for axis, message in ((3, "axis is 3, but the array has 3 axes"), (None, "axis is None, must be a whole number")):
+    for axis, message in ((3, "axis is 3, but the array has 3 axes"), (None, "axis is None, must be an integer")):
         with pytest.raises(QuantError, match=message):
             from_front(axis, 3)
 
 
 def test_a_tile_on_an_axis_that_is_not_there():
-    with pytest.raises(QuantError, match="a tile lies on axis -3, but the array has 2 axes"):
+    with pytest.raises(QuantError, match="a tile is given on axis -3, but the array has 2 axes"):
         axis_tiles({-3: 4}, 2)
     assert axis_tiles({-3: None, -1: 4}, 2) == (None, 4)
 

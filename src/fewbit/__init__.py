@@ -1,4 +1,4 @@
-"""fewbit makes neural networks few-bit in JAX: one numerics from post-training quantization to training and serving.
+"""Quantizes neural networks in JAX to 1-8 bits: post-training, training, serving.
 
 >>> import fewbit as fb
 >>> q = fb.quantize(jnp.ones((64, 128)), "nf4")
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class _Package(types.ModuleType):
-    """The package, whose public names stand in `_api`: it imports JAX, which help and lists of the command line do without."""
+    """The package; imports `_api`, and so JAX, on first use of a public name, to keep the command line's help fast."""
 
     @property
     def recipe(self) -> Any:
-        """The function `fb.recipe`; importing the folder of the same name would put the module in its place."""
+        """The function `fb.recipe`, which importing the subpackage of the same name would replace."""
         return importlib.import_module("._api", __name__).recipe
 
     @recipe.setter
     def recipe(self, module: types.ModuleType) -> None:
-        """What the import system sets when it imports the folder is not wanted."""
+        """Ignores the subpackage that the import system sets."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

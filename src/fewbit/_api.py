@@ -1,4 +1,4 @@
-"""The public names of `fewbit`, imported when the first of them is used."""
+"""The public names of `fewbit`, imported on first use."""
 
 from . import array as array
 from . import formats as formats

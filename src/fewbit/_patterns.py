@@ -1,7 +1,7 @@
 """Regular expressions from recipes and files, matched in bounded time.
 
-The language is that of Python's `re`, whose matcher can take exponential time. It serves expressions whose repeats are few and
-not nested, where the time is at most quadratic; all others go to the package `regex`, which stops at a time limit.
+The syntax is that of Python's `re`, which can take exponential time. It matches expressions with few and no nested repeats, in
+at most quadratic time; all others go to the package `regex`, with a time limit.
 """
 
 import re
@@ -16,21 +16,21 @@ SECONDS = 0.5
 """How long one match may take; ordinary ones take microseconds."""
 
 _SPECIAL = set("\\.^$*+?{}[]|()")
-_MAX_REPEATS, _MAX_CHOICES, _MAX_TEXT = 2, 8, 1000  # what bounds the steps of `re`: MAX_TEXT**2 / 2 * 2**MAX_CHOICES
+_MAX_REPEATS, _MAX_CHOICES, _MAX_TEXT = 2, 8, 1000  # `re` then takes at most MAX_TEXT**2 / 2 * 2**MAX_CHOICES steps
 _NESTED = re.compile(r"\)[*+{]")
 # In `re` a brace that opens no repeat is a literal; in `regex` it may ask for approximate matching.
 _LITERAL_BRACE = re.compile(r"(\\.)|\{(?!(?:\d+(?:,\d*)?|,\d*)\})", re.DOTALL)
 
 
 class Pattern:
-    """A regular expression that whole texts are compared with.
+    """A regular expression for `fullmatch`.
 
     Args:
         text: the expression.
         what: what it is, for error messages: "rule path".
 
     Raises:
-        QuantError: for what is no regular expression of Python's `re`.
+        QuantError: for an invalid expression.
 
     >>> Pattern("layers/[0-9]+/.*", "rule path").fullmatch("layers/3/mlp")
     True
@@ -52,11 +52,7 @@ class Pattern:
             raise QuantError(f"{what} {text!r:.200} is not a regular expression: {error}") from error
 
     def fullmatch(self, name: str) -> bool:
-        """Whether the expression matches the whole of a text.
-
-        Raises:
-            QuantError: where that takes longer than `SECONDS`.
-        """
+        """Whether the expression matches the whole text; QuantError when that takes longer than `SECONDS`."""
         if self._plain is None:
             return name == self.text
         if len(name) <= _MAX_TEXT and self._is_quick:
@@ -73,7 +69,7 @@ class Pattern:
 
     @property
     def _is_quick(self) -> bool:
-        """Whether `re` compares in time at most quadratic in the text: few repeats, none of a group."""
+        """Whether `re` takes at most quadratic time: few repeats, none of a group."""
         count = self.text.count
         repeats = count("*") + count("+") + count("{")
         is_flat = repeats == 0 or not _NESTED.search(self.text)

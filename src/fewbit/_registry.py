@@ -1,8 +1,4 @@
-"""Named values: formats, schemes, calibrations and recipes are looked up here, and nowhere else.
-
-A registry is filled while its module is imported. A name is taken once; a name that is not there is answered with the
-names that are near it.
-"""
+"""Registries of named formats, schemes, calibrations and recipes, filled on import."""
 
 import difflib
 from collections.abc import Iterator
@@ -14,7 +10,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Names and their values, in the order of their registration.
+    """A mapping from unique names to values, in order of registration.
 
     >>> colours = Registry[int]("colour")
     >>> colours.add("red", 1)
@@ -30,14 +26,14 @@ class Registry(Generic[T]):
         self._values: dict[str, T] = {}
 
     def add(self, name: str, value: T) -> T:
-        """Registers `value` under `name` and returns it; a name that is taken raises QuantError."""
+        """Registers `value` under `name` and returns it; QuantError if the name exists."""
         if name in self._values:
             raise QuantError(f"{self.kind} {name!r} is registered already; choose another name")
         self._values[name] = value
         return value
 
     def remove(self, name: str) -> T:
-        """Takes `name` out again (a test that adds a format leaves nothing behind) and returns its value."""
+        """Removes `name` and returns its value; for tests that register formats."""
         self[name]
         return self._values.pop(name)
 
@@ -56,12 +52,12 @@ class Registry(Generic[T]):
         return len(self._values)
 
     def names(self) -> tuple[str, ...]:
-        """Every name, in the order of registration."""
+        """Every name, in order of registration."""
         return tuple(self._values)
 
 
 def near_names(name: str, known: tuple[str, ...]) -> str:
-    """The end of an error message: the known names near `name`, or all of them when none is.
+    """The end of an error message: the known names similar to `name`, else all of them.
 
     >>> near_names("int44", ("int4", "nf4"))
     "did you mean 'int4'?"

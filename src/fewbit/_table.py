@@ -1,14 +1,14 @@
-"""Tables of plain text that fit a width: numbers and shapes stay whole, names are elided in the middle, the rest moves down."""
+"""Plain-text tables that fit the terminal width."""
 
 import dataclasses
 import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 FILE_WIDTH = 160
-"""The width where output goes to a file or a pipe."""
+"""The width of output to a file or a pipe."""
 
 _GAP, _INDENT = "  ", "    "
 _MIN_NAME = 16
@@ -19,14 +19,12 @@ class Column:
     """One column of a table.
 
     Attributes:
-        key: which field of a record it shows.
-        title: its heading; None takes the key.
+        key: the field of a record that it shows.
+        title: its heading; None: the key.
         align: "right" for numbers.
-        kind: "exact" is never cut nor broken; a "name" is elided in the middle where it is too long; "words" go on in further
-            lines.
-        rank: 0 stays in the first line of a row as long as anything does; of the others the highest moves first to the lines
-            below, where there is not enough width.
-        narrowest: how narrow a column of words may become.
+        kind: "exact" is never shortened nor wrapped; a "name" is elided in the middle; "words" are wrapped.
+        rank: when the width is too small, the highest rank moves first to lines below the row, 0 last.
+        narrowest: the smallest width of a column of words.
     """
 
     key: str
@@ -38,44 +36,46 @@ class Column:
 
     @property
     def heading(self) -> str:
-        """What is written above it."""
-        return self.key if self.title is None else self.title
+        """The text above the column."""
+        if self.title is None:
+            return self.key
+        return self.title
 
 
 def output_width() -> int:
-    """The width of the terminal; `FILE_WIDTH` where the output is none."""
-    return shutil.get_terminal_size((FILE_WIDTH, 24)).columns if sys.stdout.isatty() else FILE_WIDTH
+    """The width of the terminal; `FILE_WIDTH` when the output is not a terminal."""
+    if not sys.stdout.isatty():
+        return FILE_WIDTH
+    return shutil.get_terminal_size((FILE_WIDTH, 24)).columns
 
 
 def table(
-    records: Sequence[Mapping[str, Any]],
+    records: Sequence[Mapping[str, object]],
     columns: Sequence[Column],
     *,
     width: int | None = None,
     title: str | None = None,
     footer: str | None = None,
 ) -> str:
-    """The text of a table with a row for each record.
+    """A table with a row for each record.
 
-    Columns that do not fit beside the others move to indented lines below each row, as `heading value`. A column without any
-    value is left out.
+    Columns that do not fit move to indented lines below each row, as `heading value`. Empty columns are left out. A number
+    or shape is never shortened, even if it is wider than the table.
 
     Args:
-        records: the rows; whole numbers get thousands separators, other floats four significant digits, None an empty cell.
-        columns: what to show of them, from left to right.
-        width: how many characters a line has; None takes `output_width()`.
+        records: the rows; integers get thousands separators, floats four significant digits, None an empty cell.
+        columns: the columns from left to right.
+        width: characters per line; None: `output_width()`.
         title: the line above the table.
-        footer: a sentence below the rows, set off by a line.
-
-    Returns:
-        The lines, joined. A single number or shape that is wider than the table still stays whole.
+        footer: a sentence below the rows, separated by a line.
 
     >>> columns = [Column("scheme", kind="name"), Column("bytes", align="right")]
     >>> print(table([{"scheme": "nf4", "bytes": 4608}], columns, width=40))
     scheme  bytes
     nf4     4,608
     """
-    width = output_width() if width is None else width
+    if width is None:
+        width = output_width()
     rows = [{column.key: cell(record.get(column.key)) for column in columns} for record in records]
     shown = [column for column in columns if any(row[column.key] for row in rows)] or list(columns)
     widths = {c.key: max([len(c.heading), *(len(row[c.key]) for row in rows)]) for c in shown}
@@ -83,20 +83,18 @@ def table(
     inline = _inline(shown, widths, narrowest, width)
     below = [column for column in shown if column not in inline]
     headings = {column.key: column.heading for column in inline}
-    lines = wrapped(title, width).splitlines() if title else []
+    lines = wrapped(title or "", width).splitlines()
     lines += _first_lines(headings, inline, widths)
     for row in rows:
         lines += [*_first_lines(row, inline, widths), *_lines_below(row, below, width)]
     if footer is not None:
-        lines += [
-            "-" * min(width, sum(widths[c.key] for c in inline) + len(_GAP) * (len(inline) - 1)),
-            wrapped(footer, width),
-        ]
+        rule = "-" * min(width, sum(widths[c.key] for c in inline) + len(_GAP) * (len(inline) - 1))
+        lines += [rule, wrapped(footer, width)]
     return "\n".join(lines)
 
 
-def cell(value: Any) -> str:
-    """A value as a cell shows it.
+def cell(value: object) -> str:
+    """The text of a cell.
 
     >>> cell(1234567), cell(5.3490684), cell(None), cell("nf4")
     ('1,234,567', '5.349', '', 'nf4')
@@ -105,11 +103,13 @@ def cell(value: Any) -> str:
         return ""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
-    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:.4g}"
 
 
 def wrapped(text: str, width: int) -> str:
-    """A line broken between words, further lines indented as the first; a number stays beside its error.
+    """The text wrapped between words, further lines indented like the first; "a ± b" is not broken.
 
     >>> print(wrapped("  perplexity 5.349 ± 0.002 of text", 20))
       perplexity
@@ -121,7 +121,7 @@ def wrapped(text: str, width: int) -> str:
 
 
 def elided(name: str, length: int) -> str:
-    """A name of at most `length` characters, its middle replaced by a mark where it is longer; of the end more is kept.
+    """A name shortened to `length` characters by an ellipsis in its first half.
 
     >>> elided("model.layers.0.mlp.up_proj.weight", 20)
     'model.…p_proj.weight'
@@ -133,7 +133,7 @@ def elided(name: str, length: int) -> str:
 
 
 def _narrowest(column: Column, texts: Sequence[str]) -> int:
-    """How narrow a column may become: words stay whole, and names that differ still do when they are elided."""
+    """The smallest width of a column: words are not broken, and elided names stay distinct."""
     if column.kind == "words":
         return max([column.narrowest, *(len(word) for text in texts for word in text.split())])
     different = set(texts)
@@ -143,7 +143,7 @@ def _narrowest(column: Column, texts: Sequence[str]) -> int:
 
 
 def _inline(columns: Sequence[Column], widths: dict[str, int], narrowest: Mapping[str, int], width: int) -> list[Column]:
-    """The columns of the first line; their widths are narrowed to what fits."""
+    """The columns of the first line of a row; reduces their `widths` until they fit."""
     inline = list(columns)
     while True:
         excess = sum(widths[c.key] for c in inline) + len(_GAP) * (len(inline) - 1) - width
@@ -168,47 +168,48 @@ def _inline(columns: Sequence[Column], widths: dict[str, int], narrowest: Mappin
 
 
 def _first_lines(row: Mapping[str, str], inline: Sequence[Column], widths: Mapping[str, int]) -> list[str]:
-    """The cells beside one another; words that go on take further lines."""
-    cells = []
+    """The lines of one row; columns of words may take several."""
+    cells: list[list[str]] = []
     for column in inline:
         text, width = row[column.key], widths[column.key]
         if column.kind == "words":
-            cells.append(list(_words_lines(text.split(), width, "")) or [""])
+            lines = list(_words_lines(text.split(), width, ""))
+        elif column.kind == "name":
+            lines = [elided(text, width)]
         else:
-            cells.append([elided(text, width) if column.kind == "name" else text])
-    lines = []
-    for place in range(max(map(len, cells))):
-        parts = [each[place] if place < len(each) else "" for each in cells]
-        padded = [
-            part.rjust(widths[c.key]) if c.align == "right" else part.ljust(widths[c.key])
-            for c, part in zip(inline, parts, strict=True)
-        ]
-        lines.append(_GAP.join(padded).rstrip())
-    return lines
+            lines = [text]
+        justified = {"left": str.ljust, "right": str.rjust}[column.align]
+        cells.append([justified(line, width) for line in lines])
+    for cell_lines, column in zip(cells, inline, strict=True):
+        cell_lines += [" " * widths[column.key]] * (max(1, *map(len, cells)) - len(cell_lines))
+    return [_GAP.join(parts).rstrip() for parts in zip(*cells, strict=True)]
 
 
 def _lines_below(row: Mapping[str, str], below: Sequence[Column], width: int) -> Iterator[str]:
-    """The cells of the other columns, each after its heading; only words are broken."""
+    """The cells of the other columns, each after its heading; only words are wrapped."""
     words: list[str] = []
     for column in below:
-        if text := row[column.key]:
-            room = width - len(_INDENT) - len(column.heading) - 2
-            text = elided(text, max(room, _MIN_NAME)) if column.kind == "name" else text
-            item = f"{column.heading} {text};"
-            words += item.split() if column.kind == "words" else [item]
+        text = row[column.key]
+        if not text:
+            continue
+        if column.kind == "words":
+            words += f"{column.heading} {text};".split()
+            continue
+        if column.kind == "name":
+            text = elided(text, max(width - len(_INDENT) - len(column.heading) - 2, _MIN_NAME))
+        words.append(f"{column.heading} {text};")
     if words:
         words[-1] = words[-1].removesuffix(";")
     return _words_lines(words, width, _INDENT)
 
 
 def _words_lines(words: Sequence[str], width: int, indent: str) -> Iterator[str]:
-    """The words in lines of a width, each after the indent; a word is never broken."""
+    """Lines of words, each after the indent; words are not broken."""
     line = ""
     for word in words:
         if line and len(indent) + len(line) + 1 + len(word) > width:
             yield indent + line
-            line = word
-        else:
-            line = f"{line} {word}" if line else word
+            line = ""
+        line = f"{line} {word}".removeprefix(" ")
     if line:
         yield indent + line

@@ -49,7 +49,7 @@ def test_weights_of_another_shape_are_refused():
 
 
 def test_a_tile_on_an_axis_that_is_not_there_is_refused():
-    with pytest.raises(QuantError, match="a tile lies on axis -2, but the array has 1 axes"):
+    with pytest.raises(QuantError, match="a tile is given on axis -2, but the array has 1 axes"):
         fb.quantize(jnp.ones(8), "fp8_block128")
 
 

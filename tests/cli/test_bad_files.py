@@ -55,8 +55,8 @@ RECIPES = {
     "a tile": (RULE % '{"weight": {"format": "int4", "tile": [32]}}', "weight.tile is [32]; expected object"),
     "a flag": ('{"rules": [{"path": ".*", "policy": null, "optional": 1}]}', "rules[0].optional is 1; expected bool"),
     "a surrogate": ('{"name": "\\ud800", "rules": []}', "half of a surrogate pair"),
-    "a constant": (RULE % "NaN", "NaN is no JSON number"),
-    "a key twice": ('{"rules": [], "rules": []}', "the key 'rules' stands twice"),
+    "a constant": (RULE % "NaN", "NaN is not a JSON number"),
+    "a key twice": ('{"rules": [], "rules": []}', "the key 'rules' appears twice"),
     "an expression": (RULE.replace(".*", "(") % "null", "rules[0]: rule path '(' is not a regular expression"),
     "an unknown scheme": (RULE % '"nf44"', "unknown scheme 'nf44'; did you mean 'nf4'"),
 }

@@ -121,8 +121,8 @@ BAD = {
         "begins at byte 4 of the data, expected 8",
     ),
     "gap": ({"w": F32 | {"data_offsets": [4, 12]}}, b"123456781234", "begins at byte 4 of the data, expected 0"),
-    "twice": (b'{"w":{},"w":{}}', b"", "the key 'w' stands twice"),
-    "list": (b"[]", b"", "holds a JSON list, but an object is expected"),
+    "twice": (b'{"w":{},"w":{}}', b"", "the key 'w' appears twice"),
+    "list": (b"[]", b"", "is a JSON list, but an object is expected"),
     "metadata": ({"__metadata__": {"a": 1}}, b"", "__metadata__ of the header: a is 1; expected str"),
 }
 
