@@ -70,7 +70,7 @@ def test_what_is_refused():
         (lambda: nm_mask(jnp.ones(8), 5, 4, axis=0), "n:m is 5:4; at least one and at most m weights"),
         (lambda: nm_mask(jnp.ones(8), 2, 4, axis=1), "axis is 1, but the array has 1 axes"),
         (lambda: nm_mask(jnp.ones((8, 8)), 2, 4, axis=(1, -1)), r"axis is \(1, -1\), but the array has 2 axes"),
-        (lambda: magnitude_mask(jnp.ones(8), 1.5), "density is 1.5, must lie between 0 and 1"),
+        (lambda: magnitude_mask(jnp.ones(8), 1.5), "density is 1.5, must be between 0 and 1"),
     ):
         with pytest.raises(QuantError, match=message):
             make()

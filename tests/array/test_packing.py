@@ -156,5 +156,5 @@ def test_refusals():
         pack(codes, 3, Packing(high_first=True))
     with pytest.raises(QuantError, match="8 bytes hold fewer than 17 codes of 4 bits"):
         unpack(codes, 4, 17)
-    with pytest.raises(QuantError, match=r"interleave \(0, 2\) must hold each of 0 .. 1 once"):
+    with pytest.raises(QuantError, match=r"interleave \(0, 2\) must contain each of 0 .. 1 once"):
         Packing((0, 2))

@@ -1,4 +1,4 @@
-"""How a tensor is stored: schemes, packing, scales, and the quantized array itself."""
+"""Quantized arrays: QArray, schemes, packing, scales, sharding."""
 
 from . import schemes as schemes
 from .hessian import hessian_blocks as hessian_blocks

@@ -1,16 +1,14 @@
-"""Scales and codes of least output error: the objective `r^T H r` of each tile, with `H = X^T X` of what the product sees.
+"""Hessian-weighted quantization: minimizes the output error `r^T H r`.
 
-An error `r` in a block of a weight's row costs `|X r|**2 = r^T H r` in the output. Errors of elements that occur together can
-cancel there, so no scale is better than another element by element, and none of the bounds of the squared error holds
-(`array/scales/candidates.py`). What is done here instead:
+An error `r` in a block of a weight's row costs `|X r|**2 = r^T H r` in the output, with `H = X^T X` of the activations. Errors
+of different elements can cancel, so the bounds of the squared error (`array/scales/candidates.py`) do not apply. Instead:
 
-1. **Scales.** Every number of the format that holds the scales is tried (126 for NVFP4, 254 for MX). Float scales: one
-   candidate for each breakpoint of the rounding, with the scale that fits its codes best, `x^T H q / q^T H q`.
-2. **Codes.** Coordinate descent: element by element the number that is best with all others held, which is the nearest to
-   `q_i + (H r)_i / (s H_ii)`; then the scale that fits the codes anew. Each round is kept where it lowers the error.
+1. **Scales.** Every positive number of the scale format is tried (126 for NVFP4, 254 for MX). Float scales: one candidate for
+   each breakpoint of the rounding, with the scale that fits its codes best, `x^T H q / q^T H q`.
+2. **Codes.** Coordinate descent: each element in turn takes the number nearest to `q_i + (H r)_i / (s H_ii)`, which is optimal
+   with all others fixed; then the scale is fitted again. Each tile keeps a round only if its error falls.
 
-Everything starts from the scale and the codes of `quantize`, in units in which neither the tile's magnitude nor that of `X`
-matters, and a tile changes only where its error falls.
+The start is the result of `quantize`. Tiles and `H` are normalized by powers of two.
 """
 
 import dataclasses
@@ -41,25 +39,26 @@ _MOST_BREAKPOINTS = 2**16
 
 
 def hessian_blocks(x: Float[Array, "*T K"], tile: int | None) -> Float[Array, "blocks tile tile"]:
-    """The matrix `X^T X` of each block of columns: what `quantize_with_hessian` weighs errors with.
+    """The Hessian `X^T X` of each block of columns, float32.
 
-    Sums of several batches are the blocks of all of them. Computed in float32.
+    Add the results of several batches to combine them.
 
     Args:
-        x: what the product multiplies with the weight, its contracted axis last.
-        tile: the tile of the weight's scheme on the contracted axis; None for one block.
+        x: activations, contraction axis last.
+        tile: the weight scheme's tile on the contraction axis; None for one block.
 
     Returns:
-        One symmetric matrix a block. A last block that `tile` does not divide is filled with zeros.
+        One symmetric matrix per block, the last zero-padded if `tile` does not divide K.
 
     >>> hessian_blocks(jnp.array([[1.0, 2.0, 3.0]]), 2).tolist()
     [[[1.0, 2.0], [2.0, 4.0]], [[9.0, 0.0], [0.0, 0.0]]]
     """
     width = x.shape[-1]
-    tile = width if tile is None else tile
+    if tile is None:
+        tile = width
     count = -(-width // tile)
     rows = jnp.pad(x.reshape(-1, width).astype(jnp.float32), ((0, 0), (0, count * tile - width)))
-    columns = rows.reshape(-1, count, tile)
+    columns = rows.reshape(-1, count, tile)  # [T, blocks, tile]
     return jnp.einsum("tni,tnj->nij", columns, columns, precision="highest")
 
 
@@ -68,28 +67,26 @@ def quantize_with_hessian(
 ) -> QArray:
     """Quantizes a weight for the least error of its product with given activations.
 
-    Minimizes `r^T H r` for each tile, where `r = x - dequantized`. The tensor scale, where there is one, is that of
-    `quantize`; no tile's error is above that of `quantize`. Scaling `hessian` by a power of two changes nothing.
-    Jit-compatible.
+    Minimizes `r^T H r` for each tile, where `r = x - dequantized`; no tile's error is above that of `quantize`. A tensor
+    scale is that of `quantize`. Scaling `hessian` by a power of two changes nothing. Jit-compatible.
 
     Args:
         x: the weight, as for `quantize`.
-        scheme: a symmetric scheme with tiles on `axis` alone, whose scales are plain (not quantized themselves).
-        hessian: one positive semidefinite matrix for each block of `axis`, as `hessian_blocks` gives them.
-        axis: the axis that the product contracts.
-        rounds: how many times codes and scale are improved in turn after the scale is found; 0 rounds every element to the
-            nearest.
+        scheme: a symmetric scheme with tiles on `axis` alone, without double quantization.
+        hessian: one positive semidefinite matrix for each block of `axis`, from `hessian_blocks`.
+        axis: the contraction axis.
+        rounds: how many times codes and scale are refined alternately; 0 rounds every element to the nearest.
 
     Returns:
         The QArray, of the shape and dtype of `x`.
 
     Raises:
         QuantError: for a Hessian of another shape, or a negative number of rounds.
-        UnsupportedError: for a scheme with a zero point, quantized scales or tiles on other axes; for float scales over
-            tiles that have more than 65536 breakpoints.
+        UnsupportedError: for a scheme with a zero point, quantized scales or tiles on other axes; for float scales of
+            tiles with more than 65536 breakpoints.
 
     >>> w = jnp.array([[0.9, 0.35, -0.2, 0.6]])
-    >>> activations = jnp.array([[1.0, 1.0, 1.0, 1.0]])  # errors of one sign and the other cancel
+    >>> activations = jnp.array([[1.0, 1.0, 1.0, 1.0]])  # positive and negative errors cancel
     >>> q = quantize_with_hessian(w, "int2", hessian_blocks(activations, None))
     >>> float(jnp.abs(activations @ (fb.dequantize(q) - w).T).max()) < 1e-6
     True
@@ -100,25 +97,25 @@ def quantize_with_hessian(
     tile = _tile_on(bound, x.ndim, axis, rounds) or x.shape[axis]
     expected = (-(-x.shape[axis] // tile), tile, tile)
     if hessian.shape != expected:
-        raise QuantError(f"the hessian has shape {hessian.shape}; {expected} is expected")
+        raise QuantError(f"hessian has shape {hessian.shape}, expected {expected}")
     return _quantized(x, hessian, as_scheme(scheme), axis, rounds)
 
 
 def _tile_on(scheme: Scheme, ndim: int, axis: int, rounds: int) -> Tile:
-    """The tile on the contracted axis; refuses what the objective is not defined for."""
+    """The tile on the contraction axis, after checks of scheme and rounds."""
     if rounds < 0:
         raise QuantError(f"rounds is {rounds}, must be 0 or more")
     if scheme.zero_point is not None or isinstance(scheme.scale, Scheme):
         raise UnsupportedError(f"quantize_with_hessian: scheme {scheme.name} has a zero point or quantized scales")
     tiles = scheme.tiles(ndim)
     if any(tile != 1 for other, tile in enumerate(tiles) if other != axis):
-        raise UnsupportedError(f"quantize_with_hessian: the tiles {tiles} of {scheme.name} do not lie on axis {axis} alone")
+        raise UnsupportedError(f"quantize_with_hessian: the tiles {tiles} of {scheme.name} are not on axis {axis} alone")
     return tiles[axis]
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3, 4))
 def _quantized(x: jax.Array, hessian: jax.Array, scheme: Scheme, axis: int, rounds: int) -> QArray:
-    """The result of `quantize_with_hessian`, in one compiled function."""
+    """The body of `quantize_with_hessian`, jitted."""
     start = quantize(x, scheme, axis=axis)
     problem = _Problem.of(x.astype(jnp.float32), hessian, start, axis)
     found = problem.best_scale(problem.start(start, axis))
@@ -130,7 +127,7 @@ def _quantized(x: jax.Array, hessian: jax.Array, scheme: Scheme, axis: int, roun
 
 @dataclasses.dataclass(frozen=True)
 class _Found:
-    """What has been found: for each tile a scale in units of the tile, the numbers of its elements, and the error."""
+    """A candidate solution: scale (in units of the tile), decoded codes and error of each tile."""
 
     scale: jax.Array  # [blocks, rows, 1]
     q: jax.Array  # [blocks, rows, tile]
@@ -142,7 +139,7 @@ jax.tree_util.register_dataclass(_Found, data_fields=["scale", "q", "error"], me
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """The tiles, blocks first, in units of powers of two, beside their Hessians."""
+    """The tiles, blocks first, and their Hessians, both normalized by powers of two."""
 
     x: jax.Array  # [blocks, rows, tile]
     unit: jax.Array  # [blocks, rows, 1]
@@ -158,11 +155,11 @@ class _Problem:
         hessian = jnp.where(is_real & is_real.mT, hessian.astype(jnp.float32), 0.0)
         hessian = hessian * _unit_of(jnp.abs(hessian).max((1, 2), keepdims=True))[1]
         unit, inverse = _unit_of(jnp.abs(blocks).max(-1, keepdims=True))
-        tensor = None if start.tensor_scale is None else start.tensor_scale.reshape(1, 1, 1)
+        tensor = jax.tree.map(lambda leaf: leaf.reshape(1, 1, 1), start.tensor_scale)
         return cls(blocks * inverse, unit, hessian, start.scheme.format, ScaleStore(start.scheme.scale, tensor))  # type: ignore[arg-type]
 
     def start(self, q: QArray, axis: int) -> _Found:
-        """What `quantize` found."""
+        """The result of `quantize`."""
         scheme, tile = q.scheme, self.x.shape[-1]
         codes = unpack(q.codes, scheme.format.bits, q.shape[scheme.pack_axis], scheme.packing, axis=scheme.pack_axis)
         scale = _blocks_first(scale_values(q), 1, axis) / self.unit
@@ -173,12 +170,12 @@ class _Problem:
         return jax.lax.dot_general(r, self.hessian, (((2,), (1,)), ((0,), (0,))), precision=jax.lax.Precision.HIGHEST)
 
     def measured(self, scale: jax.Array, q: jax.Array) -> _Found:
-        """A scale and numbers with their error."""
+        """A scale and decoded codes with their error."""
         r = self.x - scale * q
         return _Found(scale, q, (r * self.product(r)).sum(-1, keepdims=True))
 
     def kept(self, found: _Found, best: _Found) -> _Found:
-        """Tile by tile the one of lower error; a tie keeps `best`."""
+        """The candidate of lower error, per tile; a tie keeps `best`."""
         wins = is_lower(found.error, best.error)
         return jax.tree.map(lambda f, b: jnp.where(wins, f, b), found, best)
 
@@ -187,7 +184,7 @@ class _Problem:
         return self.format.nearest(self.x * (1 / jnp.maximum(scale, jnp.float32(SMALLEST))))
 
     def fitted(self, found: _Found) -> _Found:
-        """The same numbers with the stored scale that suits them best."""
+        """The same codes with the least-squares scale, rounded as it is stored."""
         weighted = self.product(found.q)
         products = (self.x * weighted).sum(-1, keepdims=True)
         squares = (found.q * weighted).sum(-1, keepdims=True)
@@ -196,7 +193,7 @@ class _Problem:
         return self.measured(self.store.snapped(scale * self.unit) / self.unit, found.q)
 
     def best_scale(self, best: _Found) -> _Found:
-        """The best of all scales that can be stored, every element rounded to the nearest."""
+        """The best of all storable scales, every element rounded to the nearest."""
         if isinstance(self.store.holder, AbstractFormat):
             return self._best_stored(best, self.store.holder)
         return self._best_fit(best)
@@ -204,7 +201,9 @@ class _Problem:
     def _best_stored(self, best: _Found, holder: AbstractFormat) -> _Found:
         grid = stored_scales(holder)
         grid = jnp.asarray(grid[grid >= np.finfo(np.float32).tiny], jnp.float32)
-        tensor = jnp.ones((1, 1, 1)) if self.store.unit is None else self.store.unit
+        tensor = self.store.unit
+        if tensor is None:
+            tensor = jnp.ones((1, 1, 1))
 
         def step(i: jax.Array, best: _Found) -> _Found:
             scale = jnp.maximum(grid[i] * tensor / self.unit, jnp.float32(SMALLEST))
@@ -231,7 +230,7 @@ class _Problem:
         return jax.lax.fori_loop(0, count, step, self.kept(self.fitted(best), best))
 
     def improved(self, found: _Found) -> _Found:
-        """One round of coordinate descent on the numbers, and the scale that suits them."""
+        """One round of coordinate descent on the codes, then a new scale."""
         scale = jnp.maximum(found.scale, jnp.float32(SMALLEST))[..., 0]  # [blocks, rows]
 
         def step(i: jax.Array, state: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -252,7 +251,7 @@ class _Problem:
         return self.kept(self.fitted(moved), moved)
 
     def result(self, found: _Found, shape: tuple[int, ...], axis: int) -> tuple[jax.Array, jax.Array]:
-        """The stored scales and the codes, in the layout of the array."""
+        """The stored scales and the unpacked codes, in the layout of the array."""
         scale = self.store.stored(found.scale * self.unit)
         lengths = [*shape[:axis], *shape[axis + 1 :]]
 
@@ -264,15 +263,15 @@ class _Problem:
 
 
 def _blocks_first(x: jax.Array, tile: int, axis: int) -> jax.Array:
-    """The array as `[blocks, rows, tile]`, filled with zeros to whole blocks."""
+    """The array as `[blocks, rows, tile]`, zero-padded to whole blocks."""
     x = jnp.moveaxis(x, axis, -1)
     rows = x.reshape(math.prod(x.shape[:-1]), -1)
-    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % tile)))
+    rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % tile)))  # [rows, blocks * tile]
     return rows.reshape(len(rows), -1, tile).swapaxes(0, 1)
 
 
 def _unit_of(magnitude: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """A power of two near each magnitude, and its inverse."""
+    """A power of two near each magnitude, and its reciprocal."""
     _, exponent = jnp.frexp(jnp.where(jnp.isfinite(magnitude) & (magnitude > 0), magnitude, jnp.ones_like(magnitude)))
     exponent = jnp.clip(exponent, -126, 126)
     return power_of_two(exponent), power_of_two(-exponent)

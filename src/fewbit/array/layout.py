@@ -1,7 +1,6 @@
-"""What transposing, reshaping and slicing do to the tiles of an array: algebra on shapes, no arrays.
+"""Shape arithmetic of transposes, reshapes and slices of tiled arrays.
 
-An axis is described by its length and its tile (None: one tile for the whole axis). Moving axes about never touches a code;
-it only has to be possible to say the result with one tile an axis.
+Codes never change; the result must be expressible with one tile per axis.
 """
 
 import dataclasses
@@ -18,7 +17,7 @@ class Axis:
     Attributes:
         length: how many elements it has.
         tile: how many of them share a scale; None: all.
-        unit: the codes at whose multiples the packed bytes can be cut; 1 for an axis that is not packed.
+        unit: the packed bytes can be cut at multiples of this many codes; 1 for an axis that is not packed.
         is_packed: whether codes share bytes along it.
     """
 
@@ -27,9 +26,16 @@ class Axis:
     unit: int = 1
     is_packed: bool = False
 
+    @property
+    def tile_length(self) -> int:
+        """The tile in elements."""
+        if self.tile is None:
+            return self.length
+        return self.tile
+
 
 def regrouped(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-    """The runs of old and new axes that a reshape turns into each other, in order.
+    """The groups of old and new axes that a reshape maps to each other, in order.
 
     >>> regrouped((6, 4, 5), (3, 2, 20))
     [([0], [0, 1]), ([1, 2], [2])]
@@ -49,7 +55,7 @@ def regrouped(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list
                 new_size *= new_shape[j]
                 new.append(j)
                 j += 1
-        # Axes of length 1 go with the axes beside them when one side would otherwise stay empty.
+        # Axes of length 1 join the neighbouring group when one side would otherwise stay empty.
         while i < len(shape) and shape[i] == 1 and (not old or j == len(new_shape)):
             old.append(i)
             i += 1
@@ -61,11 +67,7 @@ def regrouped(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list
 
 
 def merged(axes: Sequence[Axis]) -> Axis:
-    """The one axis that several adjacent axes become, the last running fastest.
-
-    Raises:
-        QuantError: when the elements of one scale, or the codes of one byte, would not lie in one run.
-    """
+    """Merges adjacent axes into one, row-major; QuantError if a tile or a byte would not stay contiguous."""
     axes = [a for a in axes if a.length != 1 or a.is_packed] or list(axes[:1])
     if not axes:
         return Axis(1, 1)
@@ -73,27 +75,24 @@ def merged(axes: Sequence[Axis]) -> Axis:
         return axes[0]
     length, tile = 1, 1
     for axis in reversed(axes):
-        own = axis.length if axis.tile is None else axis.tile
+        own = axis.tile_length
         if own != 1 and (tile != length or (own != axis.length and axis.length % own)):
             raise QuantError(f"axes of lengths {[a.length for a in axes]} with tiles {[a.tile for a in axes]} cannot merge")
         tile, length = tile * own, length * axis.length
     packed = [a for a in axes if a.is_packed]
     if packed and (packed[0] is not axes[-1] or packed[0].length % packed[0].unit):
         raise QuantError("the packed axis can merge only as the last of its group, and only whole bytes of it")
-    unit = packed[0].unit if packed else 1
-    return Axis(length, None if tile == length else tile, unit, bool(packed))
+    whole = None if tile == length else tile
+    return Axis(length, whole, max((a.unit for a in packed), default=1), bool(packed))
 
 
 def split(axis: Axis, lengths: Sequence[int]) -> list[Axis]:
-    """The axes of the given lengths that one axis becomes, the last running fastest.
-
-    Raises:
-        QuantError: when a tile or a byte would not lie within one of the new axes.
-    """
+    """Splits an axis into axes of these lengths, row-major; QuantError if a tile or a byte would span two of them."""
     if list(lengths).count(1) == len(lengths) - 1 and axis.length in lengths:
         place = len(lengths) - 1 - list(lengths)[::-1].index(axis.length)
-        return [axis if i == place else Axis(1, 1) for i in range(len(lengths))]
-    remaining = axis.length if axis.tile is None else axis.tile
+        unit_axes = [Axis(1, 1)] * (len(lengths) - 1)
+        return [*unit_axes[:place], axis, *unit_axes[place:]]
+    remaining = axis.tile_length
     if remaining != 1 and axis.length % remaining:
         raise QuantError(f"an axis of {axis.length} elements with a short last tile ({axis.tile}) cannot be split")
     result: list[Axis] = []
@@ -116,11 +115,7 @@ def split(axis: Axis, lengths: Sequence[int]) -> list[Axis]:
 
 
 def reshaped(axes: Sequence[Axis], new_shape: Sequence[int]) -> list[Axis]:
-    """The axes after a reshape.
-
-    Raises:
-        QuantError: when the shape has another size, or a tile or byte would be torn.
-    """
+    """The axes after a reshape; QuantError if the size differs, or a tile or a byte would be cut."""
     result: list[Axis] = []
     for old, new in regrouped([a.length for a in axes], new_shape):
         group = [axes[i] for i in old]

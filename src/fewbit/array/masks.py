@@ -1,4 +1,4 @@
-"""Masks that keep the largest weights: of every group of neighbours, or of a whole array."""
+"""Pruning masks: n:m and magnitude sparsity."""
 
 import math
 
@@ -9,40 +9,41 @@ from jaxtyping import Array, Bool, Float, Int
 from ..errors import QuantError
 
 _COUNTED = 32
-"""Up to this many elements those before each are counted, which is far faster than sorting them."""
+"""Up to this many elements are ranked by pairwise comparison, which is far faster than sorting."""
 
 
 def nm_mask(w: Float[Array, "*s"], n: int, m: int, *, axis: int | tuple[int, ...]) -> Bool[Array, "*s"]:
-    """Which weights are among the `n` of largest magnitude in their group of `m` neighbours along an axis.
+    """An n:m sparsity mask: True for the `n` largest magnitudes of every `m` neighbours.
 
-    Of equal magnitudes the first counts; a NaN counts as infinite, so it is kept and stays visible.
+    Of equal magnitudes the first wins; NaN counts as infinite, so it is kept.
 
     Args:
         w: the weights.
-        n: how many of each group are kept; 2 of 4 is what sparse tensor cores multiply.
-        m: how many weights make a group.
-        axis: the axis that groups run along: the one that the product contracts, where hardware wants them. Several are taken
-            as one, the last of them the fastest.
+        n: weights kept per group; sparse tensor cores need 2:4.
+        m: the group size.
+        axis: the axis of the groups, for hardware the contraction axis. Several axes are flattened, row-major.
 
     Returns:
         True where a weight is kept.
 
     Raises:
-        QuantError: for counts or axes that make no sense, or a length that `m` does not divide.
+        QuantError: for invalid counts or axes, or a length that `m` does not divide.
 
     >>> nm_mask(jnp.array([0.1, -3.0, 2.0, 0.5]), 2, 4, axis=-1).tolist()
     [False, True, True, False]
     """
     check_counts(n, m)
-    axes = (axis,) if isinstance(axis, int) else axis
+    axes = axis
+    if isinstance(axes, int):
+        axes = (axes,)
     if not axes or not all(-w.ndim <= a < w.ndim for a in axes) or len({a % w.ndim for a in axes}) < len(axes):
         raise QuantError(f"axis is {axis}, but the array has {w.ndim} axes")
     length = math.prod(w.shape[a] for a in axes)
     if length % m:
         fits = ", ".join(str(k) for k in range(2, min(length, 64) + 1) if length % k == 0) or "none up to 64"
         raise QuantError(
-            f"axis {axis} has {length} elements, which groups of m={m} do not divide; pad it to {-(-length // m) * m}, or take "
-            f"one of the groups that fit: {fits}"
+            f"axis {axis} has {length} elements, which groups of m={m} do not divide; pad it to {-(-length // m) * m}, or use "
+            f"a group size that fits: {fits}"
         )
     last = tuple(range(-len(axes), 0))
     moved = jnp.moveaxis(w, axes, last)
@@ -51,28 +52,20 @@ def nm_mask(w: Float[Array, "*s"], n: int, m: int, *, axis: int | tuple[int, ...
 
 
 def magnitude_mask(w: Float[Array, "*s"], density: float) -> Bool[Array, "*s"]:
-    """Which weights are among the largest magnitudes of the whole array.
+    """A magnitude-pruning mask: True for the `round(density * w.size)` largest magnitudes.
 
-    Args:
-        w: the weights.
-        density: the fraction that is kept, from 0 to 1: `round(density * w.size)` weights, the first of equal ones.
-
-    Returns:
-        True where a weight is kept; a NaN is.
-
-    Raises:
-        QuantError: for a density outside 0 .. 1.
+    Of equal magnitudes the first wins; NaN counts as infinite. QuantError for a density outside 0 .. 1.
 
     >>> magnitude_mask(jnp.array([[0.1, -3.0], [2.0, 0.5]]), 0.25).tolist()
     [[False, True], [False, False]]
     """
     if not 0 <= density <= 1:
-        raise QuantError(f"density is {density}, must lie between 0 and 1")
+        raise QuantError(f"density is {density}, must be between 0 and 1")
     return (_rank(w.reshape(-1)) < round(density * w.size)).reshape(w.shape)
 
 
 def _rank(w: Float[Array, "*s m"]) -> Int[Array, "*s m"]:
-    """The place of each element along the last axis when magnitudes are sorted, the largest and the first at 0."""
+    """The rank of each magnitude along the last axis, the largest 0, ties in order."""
     magnitude = jnp.where(jnp.isnan(w), jnp.inf, jnp.abs(w))
     if (m := w.shape[-1]) <= _COUNTED:
         this, other = magnitude[..., :, None], magnitude[..., None, :]
@@ -83,6 +76,6 @@ def _rank(w: Float[Array, "*s m"]) -> Int[Array, "*s m"]:
 
 
 def check_counts(n: int, m: int) -> None:
-    """Refuses counts of a group that make no sense."""
+    """Raises QuantError unless `1 <= n <= m`."""
     if not 1 <= n <= m:
         raise QuantError(f"n:m is {n}:{m}; at least one and at most m weights of each group are kept")

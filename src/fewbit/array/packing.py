@@ -1,12 +1,13 @@
-"""Codes of 1 to 8 bits in bytes, densely: 3 bits cost 3 bits.
+"""Dense bit packing of 1- to 8-bit codes into bytes.
 
-The codes along one axis form a stream of bits. By default code 0 takes the lowest bits of byte 0, the order of nearly every
-container. Two things vary between containers, and both are data here: which code stands first within a group
-(`interleave`), and whether a byte is filled from its low or its high bits (`high_first`).
+The codes along one axis form a bit stream; by default code 0 takes the lowest bits of byte 0, as in nearly every file format.
+`Packing` describes the others: the order within a group (`interleave`), and bytes filled from their high bits (`high_first`).
 """
 
 import dataclasses
+import functools
 import math
+import operator
 from typing import Any
 
 import jax
@@ -19,13 +20,13 @@ from ..errors import QuantError
 
 @dataclasses.dataclass(frozen=True)
 class Packing:
-    """The order of the codes in their bytes.
+    """The order of packed codes.
 
     Attributes:
-        interleave: within each group of `len(interleave)` codes, the code that stands at each place of the stream. Empty:
-            codes in order. A length that no group divides is filled up to a whole group.
-        high_first: whether the first code of a byte takes its high bits (bitsandbytes) instead of the low ones. Only for
-            1, 2, 4 and 8 bits, whose codes never straddle a byte.
+        interleave: the permutation of each group of `len(interleave)` codes: which code comes at each place. Empty: in order.
+            The last group is padded.
+        high_first: whether the first code of a byte takes its high bits (bitsandbytes). Only for 1, 2, 4 and 8 bits, whose
+            codes never straddle a byte.
 
     >>> ggml = Packing(interleave=paired(32))
     >>> pack(jnp.arange(32, dtype=jnp.uint8) % 16, 4, ggml)[:2].tolist()  # codes 0 and 16, then 1 and 17
@@ -37,7 +38,7 @@ class Packing:
 
     def __post_init__(self) -> None:
         if sorted(self.interleave) != list(range(len(self.interleave))):
-            raise QuantError(f"interleave {self.interleave} must hold each of 0 .. {len(self.interleave) - 1} once")
+            raise QuantError(f"interleave {self.interleave} must contain each of 0 .. {len(self.interleave) - 1} once")
 
     def to_json(self) -> dict[str, Any]:
         """The fields that differ from the default."""
@@ -49,8 +50,8 @@ class Packing:
         return fields
 
     @classmethod
-    def from_json(cls, form: Any) -> "Packing":
-        """The packing of a JSON form; an unknown key raises QuantError with the near name."""
+    def from_json(cls, form: object) -> "Packing":
+        """The packing of a JSON form; QuantError for an unknown key."""
         fields = checked(form, PACKING, "a packing")
         return cls(tuple(fields.get("interleave", ())), fields.get("high_first", False))
 
@@ -60,16 +61,13 @@ PACKING = form_of(Packing)
 
 
 def paired(group: int, apart: int = 2) -> tuple[int, ...]:
-    """The interleaving that puts codes of a group `group // apart` places apart side by side.
+    """The `Packing.interleave` that places code j next to code `j + group // apart`.
 
-    `paired(32)` is ggml's (j with j + 16); `paired(8, 4)` read across is AWQ's 0, 2, 4, 6, 1, 3, 5, 7.
+    `paired(32)` is ggml's order (j with j + 16); `paired(8, 4)` is AWQ's 0, 2, 4, 6, 1, 3, 5, 7.
 
     Args:
-        group: how many codes a group has.
-        apart: into how many runs it is cut; codes at the same place of each run come side by side.
-
-    Returns:
-        The permutation, as `Packing.interleave` takes it.
+        group: codes per group.
+        apart: runs per group; codes at the same place of each run become neighbours.
 
     >>> paired(8)
     (0, 4, 1, 5, 2, 6, 3, 7)
@@ -81,7 +79,7 @@ def paired(group: int, apart: int = 2) -> tuple[int, ...]:
 
 
 def packed_length(length: int, bits: int, packing: Packing = Packing()) -> int:
-    """How many bytes `length` codes take.
+    """The bytes of `length` packed codes.
 
     >>> packed_length(100, 3)
     38
@@ -91,29 +89,23 @@ def packed_length(length: int, bits: int, packing: Packing = Packing()) -> int:
 
 
 def code_capacity(byte_count: int, bits: int) -> int:
-    """How many codes fit in `byte_count` bytes."""
+    """The codes that fit in `byte_count` bytes."""
     return byte_count * 8 // bits
 
 
 def codes_per_unit(bits: int, packing: Packing = Packing()) -> int:
-    """The smallest number of codes that end at a byte's and a group's edge: slices must begin and end there."""
+    """The fewest codes that fill whole bytes and groups; slices must start and end at multiples of it."""
     return math.lcm(8 // math.gcd(bits, 8), len(packing.interleave) or 1)
 
 
 def pack(codes: UInt8[Array, "*s"], bits: int, packing: Packing = Packing(), *, axis: int = -1) -> UInt8[Array, "*p"]:
-    """Packs the codes along one axis.
-
-    Args:
-        codes: values below `2**bits`.
-        bits: 1 to 8.
-        packing: their order.
-        axis: the axis whose codes share bytes.
+    """Packs codes below `2**bits` along one axis.
 
     Returns:
         The bytes: the shape of `codes`, but `ceil(n * bits / 8)` along `axis` for its `n` codes.
 
     Raises:
-        QuantError: for bits outside 1..8, or `high_first` with bits that straddle bytes.
+        QuantError: for bits outside 1..8, or `high_first` with codes that straddle bytes.
     """
     _check_bits(bits, packing)
     if bits == 8 and not packing.interleave:
@@ -126,25 +118,16 @@ def pack(codes: UInt8[Array, "*s"], bits: int, packing: Packing = Packing(), *, 
         grouped = _permuted(grouped, packing.interleave, axis + 1)
     part = [jax.lax.index_in_dim(grouped, i, axis + 1, keepdims=False) for i in range(unit)]
     bytes_of_unit = [_byte(part, b, bits, packing.high_first) for b in range(unit * bits // 8)]
-    several = len(bytes_of_unit) > 1
-    merged = _ungrouped(jnp.stack(bytes_of_unit, axis + 1), axis) if several else bytes_of_unit[0]
+    merged = bytes_of_unit[0]
+    if len(bytes_of_unit) > 1:
+        merged = _ungrouped(jnp.stack(bytes_of_unit, axis + 1), axis)
     return jax.lax.slice_in_dim(merged, 0, length, axis=axis)
 
 
 def unpack(
     packed: UInt8[Array, "*p"], bits: int, length: int, packing: Packing = Packing(), *, axis: int = -1
 ) -> UInt8[Array, "*s"]:
-    """The `length` codes along `axis` that `pack` put there; each comes back in the low bits of a byte.
-
-    Args:
-        packed: the bytes.
-        bits: 1 to 8.
-        length: how many codes lie along `axis`.
-        packing: their order.
-        axis: the axis whose codes share bytes.
-
-    Returns:
-        The codes: the shape of `packed`, but `length` along `axis`.
+    """The inverse of `pack`: `length` codes along `axis`, one per byte.
 
     Raises:
         QuantError: for bits outside 1..8, or when the bytes are too few for `length` codes.
@@ -173,49 +156,53 @@ def _check_bits(bits: int, packing: Packing) -> None:
 
 
 def _grouped(x: jax.Array, group: int, axis: int) -> jax.Array:
-    """The axis split into whole groups, the last one filled with zeros."""
+    """The axis split into (groups, elements of a group), the last group zero-padded."""
     n = x.shape[axis]
-    count = -(-n // group)
-    if count * group != n:
-        x = jnp.pad(x, [(0, count * group - n if a == axis else 0) for a in range(x.ndim)])
-    return x.reshape(*x.shape[:axis], count, group, *x.shape[axis + 1 :])
+    if n % group:
+        padding = [(0, 0)] * x.ndim
+        padding[axis] = (0, -n % group)
+        x = jnp.pad(x, padding)
+    return x.reshape(*x.shape[:axis], -(-n // group), group, *x.shape[axis + 1 :])
 
 
 def _ungrouped(x: jax.Array, axis: int) -> jax.Array:
-    """Groups that lie along an axis, and the elements of each along the next, as one axis."""
+    """The inverse of `_grouped`, without removing its padding."""
     return x.reshape(*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
 
 
 def _permuted(x: jax.Array, interleave: tuple[int, ...], axis: int) -> jax.Array:
-    """Each run of `len(interleave)` elements along `axis` taken in the order that `interleave` gives."""
+    """Each run of `len(interleave)` elements along `axis`, permuted."""
     runs = x.shape[axis] // len(interleave)
     order = [run * len(interleave) + i for run in range(runs) for i in interleave]
     return jnp.take(x, jnp.asarray(order), axis=axis)
 
 
 def _shift(index: int, byte: int, bits: int, high_first: bool) -> int:
-    """By how many bits code `index` of a unit is moved left to meet byte `byte` (negative: right)."""
+    """The left shift of code `index` of a unit within byte `byte`; negative: right."""
     place = index * bits - byte * 8
-    return 8 - bits - place if high_first else place
+    if high_first:
+        return 8 - bits - place
+    return place
+
+
+def _shifted(x: jax.Array, left: int) -> jax.Array:
+    if left < 0:
+        return x >> -left
+    if left > 0:
+        return x << left
+    return x
 
 
 def _byte(codes: list[jax.Array], byte: int, bits: int, high_first: bool) -> jax.Array:
-    """Byte `byte` of a unit: the bits of every code that reaches into it."""
-    first, last = byte * 8 // bits, (byte * 8 + 7) // bits
-    out = None
-    for index in range(first, last + 1):
-        shift = _shift(index, byte, bits, high_first)
-        part = codes[index] << shift if shift >= 0 else codes[index] >> -shift
-        out = part if out is None else out | part
-    assert out is not None
-    return out
+    """Byte `byte` of a unit, from every code that overlaps it."""
+    indices = range(byte * 8 // bits, (byte * 8 + 7) // bits + 1)
+    return functools.reduce(operator.or_, (_shifted(codes[i], _shift(i, byte, bits, high_first)) for i in indices))
 
 
 def _code(part: list[jax.Array], index: int, bits: int, high_first: bool) -> jax.Array:
-    """Code `index` of a unit, from the one or two bytes that hold it."""
-    first, last = index * bits // 8, (index * bits + bits - 1) // 8
-    shift = _shift(index, first, bits, high_first)
-    code = part[first] >> shift if shift else part[first]
-    if last != first:
-        code = code | (part[last] << -_shift(index, last, bits, high_first))
-    return code & jnp.uint8(2**bits - 1) if bits < 8 else code
+    """Code `index` of a unit, from the one or two bytes that it overlaps."""
+    places = sorted({index * bits // 8, (index * bits + bits - 1) // 8})
+    code = functools.reduce(operator.or_, (_shifted(part[b], -_shift(index, b, bits, high_first)) for b in places))
+    if bits == 8:
+        return code
+    return code & jnp.uint8(2**bits - 1)
