@@ -130,7 +130,7 @@ def test_astype_changes_what_it_stands_for_only():
     np.testing.assert_array_equal(_dequantize(half), _dequantize(q).astype(jnp.bfloat16))
     for dtype in (jnp.int8, jnp.complex64, bool):
         with pytest.raises(
-            QuantError, match=r"a QArray stands for floating numbers; astype\(.*\) needs fb.dequantize first"
+            QuantError, match=r"a QArray has a floating dtype; astype\(.*\) needs fb.dequantize first"
         ):
             q.astype(dtype)
 
@@ -138,7 +138,7 @@ def test_astype_changes_what_it_stands_for_only():
 def test_dequantize_to_a_dtype():
     q = make("int4")
     np.testing.assert_array_equal(fb.dequantize(q, jnp.float16), _dequantize(q).astype(jnp.float16))
-    with pytest.raises(QuantError, match="dequantize gives floating numbers, not int32"):
+    with pytest.raises(QuantError, match="dequantize returns a floating dtype, not int32"):
         fb.dequantize(q, jnp.int32)
 
 

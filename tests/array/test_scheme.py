@@ -101,7 +101,7 @@ def test_names_and_json_are_refused(spec, message: str):
         ({"format": "nf4"}, "format is 'nf4'; pass a Format such as fb.formats.nf4"),
         ({"scale": np.int32}, "scale is int32; its dtype must be one of float32, bfloat16, float16"),
         ({"zero_point": np.int8}, "zero_point is int8; its dtype must be one of"),
-        ({"tensor_scale": True}, "a tensor scale needs scales held in a Format such as e4m3fn"),
+        ({"tensor_scale": True}, "a tensor scale needs scales stored in a Format such as e4m3fn"),
         ({"pack_axis": 0}, "pack_axis is 0, must be negative"),
         ({"calibration": "mse"}, r"calibration is 'mse'; pass an object: .*parse_calibration makes one of a text"),
         ({"scale": fb.SCHEMES["nf4"], "tensor_scale": True}, "take no tensor scale and no third level"),

@@ -157,7 +157,7 @@ def test_scales_that_are_quantized_are_checked_too():
 def test_quantizing_on_an_explicit_mesh_refuses_cut_tiles():
     x = jax.device_put(jnp.ones((64, 96)), NamedSharding(mesh_of(AxisType.Explicit), P(None, "model")))
     message = (
-        "x is sharded as P(None, 'model'), but int4_g32 cuts [64, 96] otherwise; jax.reshard it first: axis 1 over mesh axis "
+        "x is sharded as P(None, 'model'), which cuts tiles of int4_g32[64, 96]; jax.reshard it first: axis 1 over mesh axis "
         "'model' (size 4): shards of 24 elements cut tiles of 32. Specs that fit: P('model', None), P(None, None)"
     )
     with pytest.raises(QuantError, match=re.escape(message)):
@@ -175,7 +175,7 @@ def test_a_spec_without_a_mesh_is_refused():
 
 def test_specs_of_sums_are_refused():
     with pytest.raises(
-        QuantError, match="speaks of sums over mesh axes; codes are not summed, so only cut or replicate them"
+        QuantError, match="has unreduced or reduced axes; codes cannot be summed, so shard or replicate them"
     ):
         fb.specs_of(make("int8"), mesh_of(AxisType.Explicit), P("model", unreduced={"data"}))
 

@@ -1,4 +1,4 @@
-"""QArray: a stored quantized tensor, an array by its shape and dtype, a pytree of packed codes and scales."""
+"""QArray: a quantized array, a pytree of packed codes and scales."""
 
 import dataclasses
 import importlib
@@ -21,11 +21,11 @@ from .packing import code_capacity, codes_per_unit, packed_length
 from .scheme import Scheme
 
 PRODUCTS: Registry = Registry("product")
-"""The products that the operators of a QArray reach; `fewbit.ops` adds them when it is imported."""
+"""The functions behind the operators of a QArray; `fewbit.ops` registers them on import."""
 
 
 def _product(name: str) -> Any:
-    """A product of `fewbit.ops`, which may not be imported yet."""
+    """A product of `fewbit.ops`, imported if necessary."""
     if name not in PRODUCTS:
         importlib.import_module("fewbit.ops")
     return PRODUCTS[name]
@@ -34,23 +34,23 @@ def _product(name: str) -> Any:
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QArray:
-    """A quantized tensor: packed codes, a scale for each tile, and the Scheme that says what they mean.
+    """A quantized array: packed codes, one scale per tile (block), and their Scheme.
 
-    It has the shape and the dtype of the array that it stands for. `@` in both orders, `.T`, `.mT`, `.transpose`,
-    `.swapaxes`, `.reshape`, indexing and `.astype` work on it as it is, exactly: codes and scales move, nothing is quantized
-    anew. Anything else is for `fb.transparent`, which runs unchanged code on quantized leaves, or `fb.dequantize`.
+    It has the shape and dtype of the array that was quantized. `@` in both orders, `.T`, `.mT`, `.transpose`, `.swapaxes`,
+    `.reshape`, indexing and `.astype` work without dequantizing, exactly. For anything else use `fb.transparent`, which runs
+    unmodified code on quantized leaves, or `fb.dequantize`.
 
-    It is a pytree, so jit, vmap, scan, device_put, donation and checkpointers see its arrays. The shape is derived from
-    them: a slice of stacked leaves is a QArray of the sliced shape.
+    As a pytree it works with jit, vmap, scan, device_put, donation and checkpointers. The shape is derived from the leaves:
+    a slice of stacked leaves is a QArray of the sliced shape.
 
     Attributes:
-        codes: uint8, shaped like the array but for the packed axis, whose length is that of the bytes.
-        scale: one element a tile, with as many axes as the array; a QArray itself when the scales are quantized.
+        codes: uint8, shaped like the array, but the length of the packed axis is in bytes.
+        scale: one element per tile, with as many axes as the array; a QArray for double quantization.
         zero_point: like `scale`, or None.
         tensor_scale: float32, one element, with as many axes as the array; or None.
-        scheme: what the leaves mean. Static, like the fields that follow.
-        dtype: the floating dtype of the array, which `fb.dequantize` gives.
-        slack: how many codes the bytes of the packed axis could hold beyond its length.
+        scheme: how to decode the leaves. Static, like the following fields.
+        dtype: the floating dtype of the array and of `fb.dequantize`.
+        slack: padding codes at the end of the packed axis.
         policy: how products with this array are computed, None for weight-only; `fewbit.ops` reads it.
     """
 
@@ -63,33 +63,33 @@ class QArray:
     slack: int = 0
     policy: Hashable | None = None
 
-    __array_ufunc__ = None  # so that a numpy operand leaves the operation to us
+    __array_ufunc__ = None  # NumPy operands then call our operators
     __hash__ = object.__hash__
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The arrays, and what is static."""
+        """The arrays, and the static fields."""
         leaves = self.codes, self.scale, self.zero_point, self.tensor_scale
         return leaves, (self.scheme, self.dtype, self.slack, self.policy)
 
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], tuple[Any, ...]]:
-        """The arrays with their names, and what is static."""
+        """The arrays with their names, and the static fields."""
         leaves, static = self.tree_flatten()
         return list(zip(map(jax.tree_util.GetAttrKey, _LEAVES), leaves, strict=True)), static
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], leaves: Iterable[Any]) -> "QArray":
-        """The QArray of its leaves, which may be anything that JAX puts in their place."""
+        """The QArray of its leaves, unchecked: JAX may put any objects in their place."""
         q = object.__new__(cls)
         values = (*leaves, *static)
         for name, value in zip((*_LEAVES, "scheme", "dtype", "slack", "policy"), values, strict=True):
             object.__setattr__(q, name, value)
         return q
 
-    # --- what it is ---
+    # --- shape and size ---
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the array that this one stands for."""
+        """The shape of the dequantized array."""
         shape = list(self.codes.shape)
         axis = self.scheme.pack_axis
         shape[axis] = code_capacity(shape[axis], self.scheme.format.bits) - self.slack
@@ -97,35 +97,35 @@ class QArray:
 
     @property
     def ndim(self) -> int:
-        """How many axes it has."""
+        """The number of axes."""
         return self.codes.ndim
 
     @property
     def size(self) -> int:
-        """How many elements it has."""
+        """The number of elements."""
         return int(np.prod(self.shape))
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are really held: packed codes, scales, zero points and tensor scale."""
+        """Bytes of all leaves: packed codes, scales, zero points and tensor scale."""
         return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(self))
 
     @property
     def bits_per_weight(self) -> float:
-        """`8 * nbytes / size`; NaN for an array without elements."""
-        return 8 * self.nbytes / self.size if self.size else math.nan
+        """`8 * nbytes / size`; NaN for an empty array."""
+        if not self.size:
+            return math.nan
+        return 8 * self.nbytes / self.size
 
     @property
     def tiles(self) -> tuple[Tile, ...]:
-        """The tile of each axis as the scale has it: a length, or None for the whole axis."""
-        return tuple(
-            None if count == 1 and (tile is None or tile >= n) and n != 1 else 1 if count == n else tile
-            for count, tile, n in zip(self.scale.shape, self.scheme.tiles(self.ndim), self.shape, strict=True)
-        )
+        """The actual tile of each axis, from the scale's shape: a length, or None for the whole axis."""
+        axes = zip(self.scale.shape, self.scheme.tiles(self.ndim), self.shape, strict=True)
+        return tuple(_actual_tile(count, tile, n) for count, tile, n in axes)
 
     @property
     def _named_tiles(self) -> tuple[Tile, ...]:
-        """The tiles with the lengths that the scheme names, also where an axis is shorter than its tile."""
+        """The actual tiles, but the scheme's length on an axis that is shorter than its tile."""
         named = self.scheme.tiles(self.ndim)
         counts = tile_counts(self.shape, named)
         return tuple(t if n == m else own for t, own, n, m in zip(named, self.tiles, counts, self.scale.shape, strict=True))
@@ -159,9 +159,9 @@ class QArray:
         return self.transpose(*order)
 
     def transpose(self, *axes: int | tuple[int, ...] | None) -> "QArray":
-        """The array with its axes in the given order, reversed by default; codes and scales permute alike."""
-        given = _unwrapped(axes)
-        order = tuple(from_front(a, self.ndim) for a in given) if given else tuple(reversed(range(self.ndim)))
+        """The array with its axes in the given order, reversed by default."""
+        given = _unwrapped(axes) or range(self.ndim)[::-1]
+        order = tuple(from_front(a, self.ndim) for a in given)
         if sorted(order) != list(range(self.ndim)):
             raise QuantError(f"transpose axes {tuple(given)} must name each of the {self.ndim} axes once")
         tiles = tuple(self._named_tiles[a] for a in order)
@@ -173,19 +173,14 @@ class QArray:
 
     @property
     def untransposed(self) -> tuple["QArray", tuple[int, ...]]:
-        """The array that this one is a transpose of, and which of its axes each of ours is; else itself and its own axes.
+        """The array before `transpose`, and its axis for each of ours; the array itself if it was not transposed.
 
-        A product may as well read the one as the other, and need not wait for bytes to be moved. It is known where
-        `transpose` was called, and forgotten by whatever takes the array apart, as jit and vmap do.
+        Products read it to avoid moving bytes. Unflattening (jit, vmap, ...) forgets it.
         """
         return getattr(self, "_source", (self, tuple(range(self.ndim))))
 
     def reshape(self, *shape: int | tuple[int, ...]) -> "QArray":
-        """The array in another shape, as long as no tile and no byte is torn.
-
-        Raises:
-            QuantError: when the sizes differ, or a scale's elements would no longer lie in one run of one axis.
-        """
+        """The array in another shape; QuantError if the sizes differ, or a tile or a byte would be cut."""
         given = _unwrapped(shape)
         wanted = [operator.index(n) for n in given]
         if wanted.count(-1) == 1:
@@ -196,17 +191,17 @@ class QArray:
             return self
         if not self.size:
             raise QuantError(
-                f"cannot reshape {self.shape} into {given}: without elements nothing says the tiles of new axes"
+                f"cannot reshape {self.shape} into {given}: without elements the tiles of the new axes are undefined"
             )
         axes = reshaped(self._axes, wanted)
         scheme = self.scheme.with_tiles(tuple(a.tile for a in axes), _packed_axis(axes))
         return _from_reshaped_leaves(self, tuple(wanted), scheme)
 
     def astype(self, dtype: DTypeLike) -> "QArray":
-        """The same codes and scales, standing for an array of another floating dtype."""
+        """The same codes and scales with another floating dtype."""
         dtype = jnp.dtype(dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
-            raise QuantError(f"a QArray stands for floating numbers; astype({dtype.name}) needs fb.dequantize first")
+            raise QuantError(f"a QArray has a floating dtype; astype({dtype.name}) needs fb.dequantize first")
         result = dataclasses.replace(self, dtype=dtype)
         source, order = self.untransposed
         if source is not self:
@@ -219,11 +214,11 @@ class QArray:
     def __iter__(self) -> Iterator["QArray"]:
         return (self[i] for i in range(len(self)))
 
-    def __getitem__(self, index: Any) -> "QArray":
-        """The elements at integers, slices, `...` and None; slices of tiled and packed axes must keep tiles whole.
+    def __getitem__(self, index: object) -> "QArray":
+        """The elements at integers, slices, `...` and None, aligned with tiles.
 
         Raises:
-            QuantError: when a tile or a byte would be cut, or for an index array (that is `fb.take`).
+            QuantError: when a tile or a byte would be cut, or for an index array (use `fb.take`).
         """
         steps = _expanded_index(index, self.ndim)
         codes_index, scale_index, kept = [], [], []
@@ -238,32 +233,24 @@ class QArray:
             on_codes, on_scale, new_axis = _indexed(axis, count, step, self.scheme.format.bits)
             codes_index.append(on_codes)
             scale_index.append(on_scale)
-            kept += [] if new_axis is None else [new_axis]
+            if new_axis is not None:
+                kept.append(new_axis)
         if not kept:
-            raise QuantError("an integer for every axis leaves none; a QArray has at least one axis")
+            raise QuantError("an integer for every axis gives a scalar; a QArray has at least one axis")
         packed = _packed_axis(kept)
         scheme = self.scheme.with_tiles(tuple(a.tile for a in kept), packed)
         codes = self.codes[tuple(codes_index)]
         slack = code_capacity(codes.shape[packed], self.scheme.format.bits) - kept[packed].length
 
         def on_tiles(leaf: Any) -> Any:
-            fits = tuple(_on_unit_axis(i, n, m) for i, n, m in _beside(scale_index, leaf.shape, self.scale.shape))
-            return leaf[fits]
+            return leaf[_leaf_index(scale_index, leaf.shape, self.scale.shape)]
 
-        return QArray(
-            codes,
-            on_tiles(self.scale),
-            None if self.zero_point is None else on_tiles(self.zero_point),
-            None if self.tensor_scale is None else on_tiles(self.tensor_scale),
-            scheme,
-            self.dtype,
-            slack,
-            self.policy,
-        )
+        zero, tensor = jax.tree.map(on_tiles, (self.zero_point, self.tensor_scale))
+        return QArray(codes, on_tiles(self.scale), zero, tensor, scheme, self.dtype, slack, self.policy)
 
     @property
     def _axes(self) -> list[Axis]:
-        """The axes of the array, for the algebra of layouts."""
+        """The axes for the shape arithmetic of `layout`."""
         packed = self.scheme.pack_axis + self.ndim
         unit = codes_per_unit(self.scheme.format.bits, self.scheme.packing)
         return [
@@ -272,46 +259,46 @@ class QArray:
         ]
 
     def _moved(self, move: Callable[[Any], Any], scheme: Scheme) -> "QArray":
-        """The same arrays, each after `move`, under another scheme."""
-        zero = None if self.zero_point is None else move(self.zero_point)
-        tensor = None if self.tensor_scale is None else move(self.tensor_scale)
+        """Applies `move` to every leaf; `scheme` describes the result."""
+        zero, tensor = jax.tree.map(move, (self.zero_point, self.tensor_scale))
         return QArray(move(self.codes), move(self.scale), zero, tensor, scheme, self.dtype, self.slack, self.policy)
 
     # --- placement ---
 
     @property
     def sharding(self) -> Sharding | None:
-        """The sharding of the array that this one stands for; None when the leaves tell none, as under jit with an auto mesh."""
+        """The sharding of the array; None if unknown, as under jit with an auto mesh."""
         from .sharding import logical_sharding  # it needs this class
 
         return logical_sharding(self)
 
     def with_sharding(self, sharding: NamedSharding | tuple[Mesh | AbstractMesh, PartitionSpec]) -> "QArray":
-        """The same array laid over a mesh: codes take the spec, scales the part of it that they have more than one element for.
+        """Shards the array: codes and scales take its spec, axes of one element are replicated.
 
-        Outside jit the leaves are moved. Under jit they are constrained, or resharded on an explicit mesh: before a product
-        this gathers codes where XLA would gather decoded floats.
+        Outside jit the leaves are moved. Under jit they are constrained, or resharded on an explicit mesh; before a product
+        this all-gathers codes where XLA would gather dequantized floats.
 
         Args:
-            sharding: that of the array which this one stands for, or its mesh and spec.
+            sharding: of the array, or its mesh and spec.
 
         Raises:
             QuantError: when a shard would cut a tile or a byte.
         """
         from .sharding import placed  # it needs this class
 
-        is_pair = type(sharding) is tuple and len(sharding) == 2  # a PartitionSpec is no pair
-        return placed(self, NamedSharding(*sharding) if is_pair else sharding)  # type: ignore[arg-type]
+        if type(sharding) is tuple and len(sharding) == 2:  # not isinstance: a PartitionSpec may be a tuple
+            sharding = NamedSharding(*sharding)
+        return placed(self, sharding)  # type: ignore[arg-type]
 
-    # --- products, and what needs transparent ---
+    # --- products; other operations need transparent ---
 
-    def __matmul__(self, other: Any) -> Any:
+    def __matmul__(self, other: object) -> Any:
         return _product("matmul")(self, other)
 
-    def __rmatmul__(self, other: Any) -> Any:
+    def __rmatmul__(self, other: object) -> Any:
         return _product("matmul")(other, self)
 
-    def _refuse(self, *_: Any) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise TypeError(
             "a QArray has @, .T, .mT, .transpose, .swapaxes, .reshape, [...] and .astype; for other operations run the code "
             "through fb.transparent(fn), or call fb.dequantize(q) first"
@@ -325,52 +312,59 @@ class QArray:
 _LEAVES = ("codes", "scale", "zero_point", "tensor_scale")
 
 
-def is_qarray(x: Any) -> bool:
-    """Whether `x` is a QArray: the `is_leaf` of every tree walk that keeps them whole.
-
-    Args:
-        x: anything.
-
-    Returns:
-        True for a QArray.
-    """
+def is_qarray(x: object) -> bool:
+    """Whether `x` is a QArray; the `is_leaf` of tree functions that treat QArrays as leaves."""
     return isinstance(x, QArray)
 
 
+def _actual_tile(count: int, tile: Tile, length: int) -> Tile:
+    """The tile of an axis with `count` scales; stacking gives each element its own."""
+    if count == 1 and (tile is None or tile >= length) and length != 1:
+        return None
+    if count == length:
+        return 1
+    return tile
+
+
 def _from_reshaped_leaves(q: QArray, shape: tuple[int, ...], scheme: Scheme) -> QArray:
-    """The QArray of `shape` under `scheme`, every leaf reshaped to what they make of its shape."""
+    """Reshapes every leaf to its shape in a QArray of `shape` under `scheme`."""
     counts = tile_counts(shape, scheme.tiles(len(shape)))
     bytes_shape = list(shape)
     axis = scheme.pack_axis
     bytes_shape[axis] = packed_length(shape[axis], scheme.format.bits, scheme.packing)
     slack = code_capacity(bytes_shape[axis], scheme.format.bits) - shape[axis]
 
-    def on_tiles(leaf: Any) -> Any:
-        return leaf.reshape(counts if leaf.size == int(np.prod(counts)) else (1,) * len(counts))
+    if q.tensor_scale is not None and q.tensor_scale.size != 1:
+        raise QuantError("stacked arrays with a tensor scale each cannot be reshaped; slice or vmap over them")
 
-    zero = None if q.zero_point is None else on_tiles(q.zero_point)
-    tensor = q.tensor_scale
-    if tensor is not None:
-        if tensor.size != 1:
-            raise QuantError("stacked arrays with a tensor scale each cannot be reshaped; slice or vmap over them")
-        tensor = tensor.reshape((1,) * len(shape))
+    def on_tiles(leaf: Any) -> Any:
+        if leaf.size == int(np.prod(counts)):
+            return leaf.reshape(counts)
+        return leaf.reshape((1,) * len(counts))
+
+    zero, tensor = jax.tree.map(on_tiles, (q.zero_point, q.tensor_scale))
     return QArray(q.codes.reshape(bytes_shape), on_tiles(q.scale), zero, tensor, scheme, q.dtype, slack, q.policy)
 
 
 def _unwrapped(numbers: tuple[Any, ...]) -> Sequence[Any]:
-    """Numbers that were given one by one, or all as one sequence; a single None is none."""
-    single = numbers[0] if len(numbers) == 1 else numbers
-    return () if single is None else single if isinstance(single, Sequence) else numbers
+    """Integers given as `f(1, 2)` or `f((1, 2))`; empty for `f(None)`."""
+    if len(numbers) == 1 and numbers[0] is None:
+        return ()
+    if len(numbers) == 1 and isinstance(numbers[0], Sequence):
+        return numbers[0]
+    return numbers
 
 
 def _packed_axis(axes: list[Axis]) -> int:
-    """The axis whose codes share bytes; where each has its own byte any would do, and it is the last."""
+    """The axis whose codes share bytes; the last when each code has its own byte."""
     return next((i - len(axes) for i, axis in enumerate(axes) if axis.is_packed), -1)
 
 
-def _expanded_index(index: Any, ndim: int) -> list[Any]:
-    """The index as a list with one integer, slice or None for each step, `...` written out."""
-    steps = list(index) if isinstance(index, tuple) else [index]
+def _expanded_index(index: object, ndim: int) -> list[Any]:
+    """The index as a list of integers, slices and Nones, `...` expanded."""
+    if not isinstance(index, tuple):
+        index = (index,)
+    steps: list[Any] = list(index)
     for step in steps:
         if not (step is None or step is ... or isinstance(step, int | np.integer | slice)) or isinstance(step, bool):
             raise QuantError(
@@ -389,8 +383,8 @@ def _expanded_index(index: Any, ndim: int) -> list[Any]:
 
 
 def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any, Any, Axis | None]:
-    """What an index of one axis does to the codes and to the scales, and the axis that is left (None: dropped)."""
-    tile = axis.length if axis.tile is None else axis.tile
+    """One axis's index for the codes and for the scales, and the resulting axis (None: dropped)."""
+    tile = axis.tile_length
     if not isinstance(step, slice):
         at = int(step)
         if not -axis.length <= at < axis.length:
@@ -398,40 +392,41 @@ def _indexed(axis: Axis, count: int, step: int | slice, bits: int) -> tuple[Any,
         if axis.is_packed:
             raise QuantError(f"the integer {at} on the packed axis would cut bytes; fb.take(q, {at}, axis) decodes it")
         at %= axis.length
-        return at, 0 if count == 1 else at // tile, None
+        return at, min(at // tile, count - 1), None
     start, stop, stride = step.indices(axis.length)
-    whole = (start, stop, stride) == (0, axis.length, 1)
-    if whole:
+    if (start, stop, stride) == (0, axis.length, 1):
         return slice(None), slice(None), axis
     length = len(range(start, stop, stride))
     if not length:
-        raise QuantError(f"the slice {start}:{stop}:{stride} of an axis of {axis.length} leaves no element")
+        raise QuantError(f"the slice {start}:{stop}:{stride} of an axis of {axis.length} is empty")
     reaches_end = stop == axis.length
     fits_tiles = tile == 1 or count == 1 or (stride == 1 and start % tile == 0 and (stop % tile == 0 or reaches_end))
     if not fits_tiles:
         raise QuantError(f"the slice {start}:{stop}:{stride} cuts tiles of {tile}; slice at their multiples")
     strided = slice(start, stop if stop >= 0 else None, stride)
-    on_scale = slice(None) if count == 1 else strided if tile == 1 else slice(start // tile, -(-stop // tile))
-    left = dataclasses.replace(axis, length=length)
+    on_scale = slice(start // tile, -(-stop // tile))
+    if count == 1:
+        on_scale = slice(None)
+    elif tile == 1:
+        on_scale = strided
+    new_axis = dataclasses.replace(axis, length=length)
     if not axis.is_packed:
-        return strided, on_scale, left
+        return strided, on_scale, new_axis
     if stride != 1 or start % axis.unit or (stop % axis.unit and not reaches_end):
         raise QuantError(
             f"codes share bytes in runs of {axis.unit}; slice the packed axis at their multiples, by steps of 1"
         )
-    return slice(start * bits // 8, None if reaches_end else stop * bits // 8), on_scale, left
+    return slice(start * bits // 8, None if reaches_end else stop * bits // 8), on_scale, new_axis
 
 
-def _beside(index: list[Any], leaf_shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> Iterator[tuple[Any, int, int]]:
-    """Each step of an index with the lengths of the leaf's and the scale's axis that it meets."""
+def _leaf_index(index: list[Any], leaf_shape: tuple[int, ...], scale_shape: tuple[int, ...]) -> tuple[Any, ...]:
+    """The scale's index for a leaf, which may have one element along an axis where the scale has more."""
     lengths = iter(zip(leaf_shape, scale_shape, strict=True))
+    steps: list[Any] = []
     for step in index:
-        length, scale_length = (1, 1) if step is None else next(lengths)
-        yield step, length, scale_length
-
-
-def _on_unit_axis(step: Any, length: int, scale_length: int) -> Any:
-    """The step for a leaf whose axis has one element where the scale's has more."""
-    if step is None or length == scale_length:
-        return step
-    return slice(None) if isinstance(step, slice) else 0
+        if step is not None:
+            length, scale_length = next(lengths)
+            if length != scale_length:
+                step = slice(None) if isinstance(step, slice) else 0
+        steps.append(step)
+    return tuple(steps)

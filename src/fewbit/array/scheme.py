@@ -1,4 +1,4 @@
-"""How one tensor is quantized: format, tiles, scale, zero point and calibration, as one record."""
+"""Scheme: format, tiles, scale, zero point and calibration of a tensor."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,22 +27,20 @@ _SCALE_DTYPES = ("float32", "bfloat16", "float16")
 class Scheme:
     """How one tensor is quantized.
 
-    The element of a tile with code `c` stands for `decode(c) * scale`, with one scale a tile; with a whole zero point `z`
-    for `(decode(c) - z) * scale`; with a float offset `m` for `decode(c) * scale + m`. Where there is a tensor scale, each
-    scale is multiplied by it.
+    A code `c` decodes to `decode(c) * scale`, with one scale per tile (block); with an integer zero point `z` to
+    `(decode(c) - z) * scale`; with a float offset `m` to `decode(c) * scale + m`. A tensor scale multiplies each scale.
 
     Attributes:
         format: the format of the codes.
-        tile: for each axis, counted from the end, how many elements share a scale; 1: each its own, None: the whole axis.
-            The key `...` stands for all axes that are not named; without it they are whole. `{...: 1, -1: 32}` is blocks of
-            32 along the last axis, `{...: 1, -1: None}` one scale a row, `{}` one scale a tensor.
-        scale: what holds a scale: a dtype (float32, bfloat16, float16), a Format (E8M0, E4M3), or a Scheme when the scales
-            are quantized themselves (double quantization).
-        tensor_scale: whether there is one more float32 scale for the whole tensor (NVFP4's second level): the largest
-            magnitude over the largest product of a code and a scale.
-        zero_point: None; a Format for whole zero points, in units of codes; or a dtype for float offsets.
+        tile: the block (group) size of each axis, counted from the end: how many elements share a scale (1: none do); None:
+            the whole axis. The key `...` is for all other axes; without it they are whole. `{...: 1, -1: 32}` is blocks of 32
+            along the last axis, `{...: 1, -1: None}` per-channel (one scale per row), `{}` per-tensor.
+        scale: the storage of scales: a dtype (float32, bfloat16, float16), a Format (E8M0, E4M3), or a Scheme for double
+            quantization.
+        tensor_scale: whether a float32 scale of the tensor multiplies the tiles' scales (NVFP4's second level).
+        zero_point: None; a Format for integer zero points, in units of codes; or a dtype for float offsets.
         calibration: how scales are chosen.
-        packing: the order of the codes in their bytes.
+        packing: the order of packed codes.
         pack_axis: the axis whose codes share bytes.
 
     >>> SCHEMES["mxfp4"].scale
@@ -71,17 +69,17 @@ class Scheme:
         if isinstance(self.scale, Scheme) and (self.tensor_scale or isinstance(self.scale.scale, Scheme)):
             raise QuantError("scales that are quantized themselves take no tensor scale and no third level")
         if self.tensor_scale and not isinstance(self.scale, AbstractFormat):
-            raise QuantError("a tensor scale needs scales held in a Format such as e4m3fn")
+            raise QuantError("a tensor scale needs scales stored in a Format such as e4m3fn")
         if not isinstance(self.calibration, AbstractCalibration):
             raise QuantError(
-                f"calibration is {self.calibration!r}; pass an object: fewbit.array.scales.parse_calibration makes one of a text"
+                f"calibration is {self.calibration!r}; pass an object: fewbit.array.scales.parse_calibration parses a text"
             )
         if self.pack_axis >= 0:
             raise QuantError(f"pack_axis is {self.pack_axis}, must be negative (-1 is the last axis)")
 
     @property
     def name(self) -> str:
-        """The name that gives this scheme back through `fb.scheme`, or a description when there is none."""
+        """The name for `fb.scheme`, or a description if the scheme has none."""
         plain = dataclasses.replace(self, tile=self._tile_at_last, pack_axis=-1)
         for name in SCHEMES.names():
             preset = SCHEMES[name]
@@ -105,8 +103,10 @@ class Scheme:
 
     @property
     def zero_holder(self) -> AbstractFormat | np.dtype | None:
-        """What holds the zero points: a Format, the dtype of float offsets, or None for neither."""
-        return self.zero_point if isinstance(self.zero_point, AbstractFormat | None) else jnp.dtype(self.zero_point)
+        """The storage of zero points: a Format, the dtype of float offsets, or None."""
+        if isinstance(self.zero_point, AbstractFormat | None):
+            return self.zero_point
+        return jnp.dtype(self.zero_point)
 
     def tiles(self, ndim: int) -> tuple[Tile, ...]:
         """The tile of each axis of an array of `ndim` axes: a length, or None for the whole axis."""
@@ -117,18 +117,20 @@ class Scheme:
         return dataclasses.replace(self, tile=tile_map(tiles, self.tile.get(...)), pack_axis=pack_axis)
 
     def along(self, axis: int | tuple[int, ...], ndim: int) -> "Scheme":
-        """The scheme as it applies to an array of `ndim` axes whose tiles run along `axis` instead of the last axis.
+        """The scheme for an array of `ndim` axes, with tiles along `axis` instead of the last axis.
 
         Args:
             axis: the axis (negative or not) that takes the place of the last one; the others keep their order. Of several
-                axes, as when a product contracts more than one, the last takes that place; the ones before it become whole
-                if the last one's tile is the whole axis, else each element of theirs has its own tile.
-            ndim: how many axes the array has.
+                axes (a product with several contraction axes) the last takes that place; the ones before it become whole if
+                its tile is the whole axis, else keep their tiles.
+            ndim: the number of axes.
 
         >>> SCHEMES["mxfp4"].along(-2, 2).tile
         {...: 1, -2: 32}
         """
-        axes = tuple(from_front(a, ndim) - ndim for a in (axis if isinstance(axis, tuple | list) else (axis,)))
+        if not isinstance(axis, tuple | list):
+            axis = (axis,)
+        axes = tuple(from_front(a, ndim) - ndim for a in axis)
         if not axes:
             raise QuantError("axis is (), must name at least one axis")
         if len(set(axes)) < len(axes):
@@ -137,19 +139,20 @@ class Scheme:
         tiles = list(self.tiles(ndim))
         last = tiles.pop()
         tiles.insert(ndim + main, last)
-        for other in axes[:-1]:
-            tiles[other] = None if last is None else tiles[other]
+        if last is None:
+            for other in axes[:-1]:
+                tiles[other] = None
         return self.with_tiles(tuple(tiles), pack_axis=main)
 
     def with_tile(self, length: Tile) -> "Scheme":
-        """The same scheme with tiles of this length along the last axis (None: the whole axis), one row each."""
+        """The same scheme with tiles of this length along the last axis; None: one scale per row."""
         return dataclasses.replace(self, tile={...: 1, -1: length})
 
     def __hash__(self) -> int:
         return hash((self.format, self.tile, str(self.scale), self.tensor_scale, self.calibration, self.pack_axis))
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: every field that differs from its default, formats and calibrations by name."""
+        """The JSON form: the fields that differ from their defaults."""
         form: dict[str, Any] = {"format": format_to_json(self.format)}
         if self.tile:
             form["tile"] = {"*" if axis is ... else str(axis): length for axis, length in self.tile.items()}
@@ -167,7 +170,7 @@ class Scheme:
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> "Scheme":
-        """The scheme of a JSON form; an unknown key raises QuantError with the near name."""
+        """The scheme of a JSON form; QuantError for an unknown key."""
         fields = checked(form, SCHEME, "a scheme")
         fields["format"] = format_from_json(form["format"])
         if "tile" in form:
@@ -194,24 +197,24 @@ SCHEME = form_of(
     calibration=str,
     packing=PACKING,
 )
-"""The JSON schema of a scheme that has no name."""
+"""The JSON schema of an unnamed scheme."""
 
 SCHEMES: Registry[Scheme] = Registry("scheme")
-"""Every named scheme, its tiles on the last axis; `fb.SCHEMES.names()` lists them."""
+"""Every named scheme, with tiles on the last axis; `fb.SCHEMES.names()` lists them."""
 
 
 def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:
-    """The Scheme of a name, of a name with a tile length, of a JSON form, or itself.
+    """The Scheme of a name, a JSON form or a Scheme.
 
     Args:
-        spec: a registered name (`fb.SCHEMES.names()`); a name and `_g<length>`, which sets the tile along the last axis
-            (`"int4_g128"`); the object that `Scheme.to_json` gives; or a Scheme.
+        spec: a registered name (`fb.SCHEMES.names()`); a name and `_g<length>`, which sets the group size along the last axis
+            (`"int4_g128"`); the object of `Scheme.to_json`; or a Scheme.
 
     Returns:
         The scheme, with its tiles on the last axis.
 
     Raises:
-        QuantError: for a name that is not known, with the names near it; for what is neither of these.
+        QuantError: for an unknown name, or anything else.
 
     >>> scheme("int4_g64").tile
     {...: 1, -1: 64}
@@ -231,8 +234,8 @@ def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:
     return SCHEMES[spec]
 
 
-def _float_dtype(spec: Any, what: str) -> np.dtype:
-    """The dtype of a scale or offset, checked."""
+def _float_dtype(spec: DTypeLike | None, what: str) -> np.dtype:
+    """The checked dtype of a scale or offset."""
     if spec is None or (isinstance(spec, str) and spec not in _SCALE_DTYPES):
         raise QuantError(f"{what} is {spec!r}; pass one of {', '.join(_SCALE_DTYPES)}, or a Format object")
     dtype = jnp.dtype(spec)
@@ -244,11 +247,13 @@ def _float_dtype(spec: Any, what: str) -> np.dtype:
 def _holder_to_json(holder: Any) -> Any:
     if isinstance(holder, Scheme):
         return holder.to_json()
-    return format_to_json(holder) if isinstance(holder, AbstractFormat) else jnp.dtype(holder).name
+    if isinstance(holder, AbstractFormat):
+        return format_to_json(holder)
+    return jnp.dtype(holder).name
 
 
 def _axis_from_json(axis: str) -> Any:
-    """The axis of a tile's key: `"*"` stands for all others."""
+    """The axis of a tile's key; `"*"` is all others."""
     return ... if axis == "*" else int(axis)
 
 
@@ -257,4 +262,6 @@ def _holder_from_json(form: Any) -> Any:
         return Scheme.from_json(form)
     if isinstance(form, str) and form in FORMATS:
         return FORMATS[form]
-    return form if form is None or isinstance(form, str) else format_from_json(form)
+    if form is None or isinstance(form, str):
+        return form
+    return format_from_json(form)

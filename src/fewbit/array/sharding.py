@@ -1,7 +1,7 @@
-"""How a quantized array lies on a mesh: the specs of its codes and scales follow from the spec of the array it stands for.
+"""Sharding of quantized arrays: PartitionSpecs of codes and scales.
 
-Codes and scales have as many axes as the array, so each leaf takes the array's own entries; an axis along which a leaf has
-one element is replicated. What has to be checked is that every device gets whole tiles and whole bytes.
+Codes and scales have as many axes as the array, so each leaf takes the array's spec; axes of one element are replicated. Every
+shard must have whole tiles and whole bytes.
 """
 
 import math
@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.tree_util import KeyPath
+from jaxtyping import PyTree
 
 from ..errors import QuantError
 from .layout import Axis
@@ -20,30 +22,27 @@ from .scheme import Scheme
 
 AnyMesh: TypeAlias = Mesh | AbstractMesh
 Entries: TypeAlias = tuple[Any, ...]
-"""What a PartitionSpec says of each axis: None, the name of a mesh axis, or several."""
+"""The entries of a PartitionSpec: None, the name of a mesh axis, or several, for each axis."""
 Misfit: TypeAlias = tuple[int, str]
-"""The axis that would be cut wrongly, and how."""
+"""An axis that would be cut wrongly, and why."""
 
 
-def specs_of(tree: Any, mesh: AnyMesh, specs: Any) -> Any:
-    """The PartitionSpec of every leaf of a tree of arrays and QArrays: the `in_specs` of `jax.shard_map`.
+def specs_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
+    """The PartitionSpec of every leaf of a pytree with QArrays, for `jax.shard_map`.
 
-    Codes take the spec of the array. Scales, zero points and tensor scales take it too, but for the axes along which they
-    have one element, which every device holds: a scale of a whole axis was found before the array was sharded, so it is
-    right for every shard.
+    Codes, scales, zero points and tensor scales take the spec of the array; axes along which a leaf has one element are
+    replicated. Per-channel scales computed before sharding are thus right for every shard.
 
     Args:
-        tree: a QArray, or a tree of arrays and QArrays; `jax.ShapeDtypeStruct` leaves serve as well.
+        tree: a QArray, or a pytree of arrays and QArrays; leaves may be `jax.ShapeDtypeStruct`.
         mesh: the mesh whose axes the specs name.
-        specs: the PartitionSpec of the array that a QArray stands for, or a tree of them, which may be a prefix of `tree`;
-            None replicates.
+        specs: the PartitionSpec of the (dequantized) array, or a pytree of them, a prefix of `tree`; None replicates.
 
     Returns:
-        A tree of the structure of `tree`, with a PartitionSpec for every leaf.
+        A pytree of the structure of `tree`, with a PartitionSpec for every leaf.
 
     Raises:
-        QuantError: when a shard would cut a tile or a byte: the parameter, the axis, the tile, the mesh axis, and specs
-            that fit.
+        QuantError: when a shard would cut a tile or a byte; names the parameter, the axis and specs that fit.
 
     >>> q = fb.quantize(jnp.ones((64, 128)), "nf4")
     >>> specs_of(q, jax.make_mesh((2,), ("model",)), jax.P(None, "model")).scale
@@ -55,19 +54,8 @@ def specs_of(tree: Any, mesh: AnyMesh, specs: Any) -> Any:
     return jax.tree.map(lambda sharding: sharding.spec, shardings)
 
 
-def shardings_of(tree: Any, mesh: AnyMesh, specs: Any) -> Any:
-    """The NamedSharding of every leaf of a tree of arrays and QArrays: for `device_put`, `jit` and checkpointers.
-
-    Args:
-        tree: as in `specs_of`.
-        mesh: the mesh.
-        specs: as in `specs_of`.
-
-    Returns:
-        A tree of the structure of `tree`, with a NamedSharding for every leaf.
-
-    Raises:
-        QuantError: as in `specs_of`.
+def shardings_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
+    """`specs_of` as NamedShardings, for `device_put`, `jit` and checkpointers.
 
     >>> params = {"w": fb.quantize(jnp.ones((64, 128)), "nf4"), "b": jnp.ones(64)}
     >>> mesh = jax.make_mesh((2,), ("model",))
@@ -76,8 +64,10 @@ def shardings_of(tree: Any, mesh: AnyMesh, specs: Any) -> Any:
     (32, 64)
     """
 
-    def below(path: Any, spec: PartitionSpec | None, subtree: Any) -> Any:
-        sharding = NamedSharding(mesh, PartitionSpec() if spec is None else spec)
+    def below(path: KeyPath, spec: PartitionSpec | None, subtree: PyTree) -> PyTree:
+        if spec is None:
+            spec = PartitionSpec()
+        sharding = NamedSharding(mesh, spec)
         return jax.tree_util.tree_map_with_path(
             lambda rest, leaf: placement(leaf, sharding, (*path, *rest)), subtree, is_leaf=is_qarray
         )
@@ -86,18 +76,7 @@ def shardings_of(tree: Any, mesh: AnyMesh, specs: Any) -> Any:
 
 
 def placed(q: QArray, sharding: NamedSharding) -> QArray:
-    """The same array on the devices of a sharding; under jit, a constraint on every leaf, so that codes travel, not floats.
-
-    Args:
-        q: the array.
-        sharding: that of the array that it stands for.
-
-    Returns:
-        The array; its leaves' shardings are those of `shardings_of`.
-
-    Raises:
-        QuantError: when a shard would cut a tile or a byte, or `sharding` is none.
-    """
+    """Moves the leaves to the shardings of `shardings_of`; under jit, constrains them, so that codes are moved, not floats."""
     if not isinstance(sharding, NamedSharding):
         raise QuantError(f"sharding is {sharding!r}; pass a NamedSharding, or a mesh and a PartitionSpec as a tuple")
     shardings = placement(q, sharding)
@@ -109,37 +88,42 @@ def placed(q: QArray, sharding: NamedSharding) -> QArray:
 
 
 def logical_sharding(q: QArray) -> Sharding | None:
-    """The sharding of the array that `q` stands for, or None when its leaves do not tell one."""
+    """The sharding of a QArray as an array; None if its leaves' shardings are unknown or inconsistent."""
     leaves = jax.tree.leaves(q)
-    held = [held_sharding(leaf) for leaf in leaves]
-    codes = held[0]
-    if not isinstance(codes, NamedSharding):
-        return codes if all(h == codes for h in held) else None
-    is_told = all(
-        isinstance(h, NamedSharding)
-        and h.mesh == codes.mesh
-        and spec_entries(h.spec, leaf.ndim) == spec_entries(_leaf_spec(codes.spec, leaf.shape), leaf.ndim)
-        for h, leaf in zip(held, leaves, strict=True)
-    )
-    return codes if is_told else None
+    shardings = [held_sharding(leaf) for leaf in leaves]
+    codes = shardings[0]
+
+    def fits(sharding: Sharding | None, leaf: Any) -> bool:
+        if not isinstance(codes, NamedSharding):
+            return sharding == codes
+        return (
+            isinstance(sharding, NamedSharding)
+            and sharding.mesh == codes.mesh
+            and spec_entries(sharding.spec, leaf.ndim) == spec_entries(_leaf_spec(codes.spec, leaf.shape), leaf.ndim)
+        )
+
+    if all(map(fits, shardings, leaves)):
+        return codes
+    return None
 
 
-def held_sharding(x: Any) -> Sharding | None:
-    """The sharding that an array tells: one being traced has it in its type if its mesh is explicit, and else tells none."""
+def held_sharding(x: object) -> Sharding | None:
+    """The sharding of an array; of a tracer that of its type on an explicit mesh, else None."""
     if not isinstance(x, Tracer):
         return getattr(x, "sharding", None)
     sharding = jax.typeof(x).sharding
-    is_explicit = bool(sharding.mesh.axis_types) and all(t == AxisType.Explicit for t in sharding.mesh.axis_types)
-    return sharding if is_explicit else None
+    if sharding.mesh.axis_types and all(t == AxisType.Explicit for t in sharding.mesh.axis_types):
+        return sharding
+    return None
 
 
 def refuse_cut_tiles(x: jax.Array, scheme: Scheme) -> None:
-    """Raises QuantError for an array whose devices hold parts of tiles, where JAX leaves no freedom: on an explicit mesh."""
+    """Raises QuantError for an array on an explicit mesh whose shards cut tiles."""
     sharding = held_sharding(x)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return
     entries = spec_entries(sharding.spec, x.ndim)
-    what = f"x is sharded as {_written(entries)}, but {scheme.name} cuts {list(x.shape)} otherwise; jax.reshard it first"
+    what = f"x is sharded as {_written(entries)}, which cuts tiles of {scheme.name}{list(x.shape)}; jax.reshard it first"
     unit = codes_per_unit(scheme.format.bits, scheme.packing)
     axes = [
         Axis(n, None if t is None or t >= n else t, unit if i == scheme.pack_axis + x.ndim else 1)
@@ -149,26 +133,29 @@ def refuse_cut_tiles(x: jax.Array, scheme: Scheme) -> None:
 
 
 def axis_names(entry: Any) -> tuple[str, ...]:
-    """The mesh axes that one entry of a PartitionSpec names."""
+    """The mesh axes in one entry of a PartitionSpec."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    if isinstance(entry, tuple):
+        return entry
+    return (entry,)
 
 
 # --- the leaves of one array ---
 
 
-def placement(leaf: Any, sharding: NamedSharding, path: Any = ()) -> Any:
-    """The sharding of an array as it is, or those of the leaves of a QArray, checked."""
-    if not is_qarray(leaf):
+def placement(leaf: object, sharding: NamedSharding, path: KeyPath = ()) -> PyTree:
+    """The sharding itself for an array, a QArray of checked shardings for a QArray."""
+    if not isinstance(leaf, QArray):
         return sharding
     if sharding.spec.unreduced or sharding.spec.reduced:
         raise QuantError(
-            f"{sharding.spec} speaks of sums over mesh axes; codes are not summed, so only cut or replicate them"
+            f"{sharding.spec} has unreduced or reduced axes; codes cannot be summed, so shard or replicate them"
         )
     entries = spec_entries(sharding.spec, leaf.ndim)
-    name = jax.tree_util.keystr(path, simple=True, separator="/")
-    what = f"{name + ': ' if name else ''}{_written(entries)} does not fit {leaf.scheme.name}{list(leaf.shape)}"
+    what = f"{_written(entries)} does not fit {leaf.scheme.name}{list(leaf.shape)}"
+    if name := jax.tree_util.keystr(path, simple=True, separator="/"):
+        what = f"{name}: {what}"
     _refuse_misfit(what, entries, sharding.mesh, lambda near: _misfit(leaf, near, sharding.mesh))
 
     def of(part: Any) -> NamedSharding:
@@ -179,24 +166,29 @@ def placement(leaf: Any, sharding: NamedSharding, path: Any = ()) -> Any:
 
 
 def spec_entries(spec: PartitionSpec, ndim: int) -> Entries:
-    """An entry for each of `ndim` axes, alike entries written alike."""
+    """A normalized entry for each of `ndim` axes: `()` becomes None, `("a",)` becomes `"a"`."""
     if len(spec) > ndim:
         raise QuantError(f"{_written(tuple(spec))} has {len(spec)} entries, but the array has {ndim} axes")
-    short = (*spec, *[None] * (ndim - len(spec)))
-    return tuple(e if not isinstance(e, tuple) else None if not e else e[0] if len(e) == 1 else e for e in short)
+    entries = list(spec)
+    for i, entry in enumerate(entries):
+        if isinstance(entry, tuple) and len(entry) < 2:
+            entries[i] = next(iter(entry), None)
+    return (*entries, *[None] * (ndim - len(spec)))
 
 
 def _leaf_spec(spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
-    """The spec of codes or scales of this shape: axes of one element are replicated."""
+    """The spec of a leaf of this shape: axes of one element are replicated."""
     return PartitionSpec(*(None if n == 1 else e for e, n in zip(spec_entries(spec, len(shape)), shape, strict=True)))
 
 
 def _misfit(q: QArray, entries: Entries, mesh: AnyMesh) -> Misfit | None:
-    """The first axis that the entries would cut wrongly, and what would be cut; None when all is whole."""
+    """The first axis that the entries would cut wrongly, and why; None if the spec fits."""
     if (cut := _cut(q._axes, entries, mesh)) or not is_qarray(q.scale):
         return cut
     nested = _misfit(q.scale, spec_entries(_leaf_spec(PartitionSpec(*entries), q.scale.shape), q.ndim), mesh)
-    return nested and (nested[0], f"of its scales, which are quantized too, {nested[1]}")
+    if nested is None:
+        return None
+    return nested[0], f"of its scales, which are quantized too, {nested[1]}"
 
 
 def _cut(axes: Sequence[Axis], entries: Entries, mesh: AnyMesh) -> Misfit | None:
@@ -216,22 +208,22 @@ def _cut(axes: Sequence[Axis], entries: Entries, mesh: AnyMesh) -> Misfit | None
 
 
 def _refuse_misfit(what: str, entries: Entries, mesh: AnyMesh, misfit: Callable[[Entries], Misfit | None]) -> None:
-    """Raises QuantError when the entries do not fit, with the ones near them that do."""
+    """Raises QuantError if the entries do not fit, with similar ones that do."""
     if not (found := misfit(entries)):
         return
     axis, reason = found
     over = " and ".join(f"{n!r} (size {mesh.shape[n]})" for n in axis_names(entries[axis]))
     fitting = ", ".join(_written(near) for near in _near(entries, mesh, axis) if misfit(near) is None)
-    raise QuantError(f"{what}: axis {axis} over mesh axis {over}: {reason}. Specs that fit: {fitting or 'none near it'}")
+    raise QuantError(f"{what}: axis {axis} over mesh axis {over}: {reason}. Specs that fit: {fitting or 'no similar one'}")
 
 
 def _written(entries: Entries) -> str:
-    """A spec as one types it."""
+    """The source text of a spec."""
     return f"P({', '.join(map(repr, entries))})"
 
 
 def _near(entries: Entries, mesh: AnyMesh, axis: int) -> list[Entries]:
-    """Specs with the entry of an axis moved to a free one, with another mesh axis in its place, and without it."""
+    """Specs with one axis's entry moved to a free axis, replaced by another mesh axis, or removed."""
     without = _with(entries, axis, None)
     used = {name for e in without for name in axis_names(e)}
     moved = [_with(without, i, entries[axis]) for i, e in enumerate(entries) if e is None]
@@ -240,4 +232,4 @@ def _near(entries: Entries, mesh: AnyMesh, axis: int) -> list[Entries]:
 
 
 def _with(entries: Entries, axis: int, entry: Any) -> Entries:
-    return tuple(entry if i == axis else e for i, e in enumerate(entries))
+    return (*entries[:axis], entry, *entries[axis + 1 :])

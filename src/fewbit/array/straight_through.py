@@ -1,6 +1,4 @@
-"""Gradients that pass straight through a rounding, and which elements the numbers of their tile cover, where they may."""
-
-from typing import Any
+"""Straight-through gradients, and the mask of elements that do not saturate."""
 
 import jax
 import jax.numpy as jnp
@@ -13,20 +11,18 @@ from ..formats.format import quotient
 from .qarray import QArray
 from .quantize import scale_values
 from .scales import ScaleStore, Target
+from .scales.candidates import numbers_of
 
-# A scale and a quotient by it are rounded once each, so the edge of a range may come out two roundings beyond itself.
+# A scale and a quotient by it are rounded once each, so the end of a range may be off by two roundings.
 _EDGE = 1 + 2.0**-22
 
 
 def is_covered(x: Float[Array, "*s"], q: QArray) -> Bool[Array, "*s"]:
-    """Whether each element lies within half a step of the numbers that its tile can hold; NaN does.
+    """A mask of `x`: False where the code saturates, by more than half a step; True for NaN.
 
     Args:
-        x: the array that was quantized.
-        q: what it was quantized to.
-
-    Returns:
-        A mask of the shape of `x`: False where the code saturates and its error is larger than rounding makes it.
+        x: the array before quantization.
+        q: its quantized form.
     """
     tiles, fmt = q.tiles, q.scheme.format
     scale = blocked_scale(scale_values(q), tiles)
@@ -41,23 +37,16 @@ def is_covered(x: Float[Array, "*s"], q: QArray) -> Bool[Array, "*s"]:
 
 
 def _edges(fmt: AbstractFormat) -> tuple[float, float]:
-    """Half a step below the smallest number of a format, and half a step above its largest."""
-    values = fmt.values()
-    numbers = np.unique(values[(values >= fmt.min) & (values <= fmt.max)])
+    """The range of a format, extended by half a step at both ends."""
+    numbers = numbers_of(fmt)
     return float(1.5 * numbers[0] - 0.5 * numbers[1]), float(1.5 * numbers[-1] - 0.5 * numbers[-2])
 
 
 @jax.custom_jvp
 def passed_through(x: Float[Array, "*s"], value: Float[Array, "*s"], is_passed: Bool[Array, "*s"]) -> Float[Array, "*s"]:
-    """`value`, with the derivative of `x` where `is_passed` and zero elsewhere; linear, so every mode of JAX works.
+    """The straight-through estimator: `value`, with the derivative of `x` where `is_passed`, else zero.
 
-    Args:
-        x: what the derivative is taken of.
-        value: what is returned; it counts as a constant.
-        is_passed: where the derivative of `x` passes.
-
-    Returns:
-        `value`.
+    Linear in the tangent, so forward mode, reverse mode and their compositions work. `value` counts as a constant.
 
     >>> jax.grad(lambda x: passed_through(x, jnp.round(x), x > 0).sum())(jnp.array([-1.2, 3.4])).tolist()
     [0.0, 1.0]
@@ -66,6 +55,6 @@ def passed_through(x: Float[Array, "*s"], value: Float[Array, "*s"], is_passed: 
 
 
 @passed_through.defjvp
-def _passed_tangent(primals: tuple[Array, Array, Array], tangents: tuple[Any, Any, Any]) -> tuple[Array, Array]:
+def _passed_tangent(primals: tuple[Array, Array, Array], tangents: tuple[Array, object, object]) -> tuple[Array, Array]:
     x, value, is_passed = primals
     return passed_through(x, value, is_passed), jnp.where(is_passed, tangents[0], jnp.zeros_like(tangents[0]))

@@ -1,7 +1,7 @@
-"""Whether the leaves of a QArray fit its scheme: the one check of every entry that takes a QArray.
+"""Validation of QArrays: do the leaves fit the scheme?
 
-It reads shapes and dtypes only, so tracers and abstract arrays are checked like arrays. Unflattening does not check: JAX puts
-anything in place of leaves there.
+Reads only shapes and dtypes, so tracers and abstract arrays work too. Unflattening does not validate: JAX may put any objects
+in place of leaves.
 """
 
 from typing import Any
@@ -20,27 +20,16 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def refuse_invalid(q: QArray, what: str = "the QArray") -> None:
-    """Raises a QuantError unless the leaves of a QArray fit each other and its scheme.
-
-    Args:
-        q: the array.
-        what: how the message names it.
-    """
+    """Raises QuantError unless the leaves fit the scheme; `what` names the array in the message."""
     if reason := misfit(q):
         raise QuantError(f"{what} is not valid: {reason}; fb.quantize, slices and reshapes of a QArray make valid ones")
 
 
 def misfit(q: QArray) -> str | None:
-    """Why the leaves of a QArray do not fit each other and its scheme, or None when they do.
+    """Why the leaves of a QArray do not fit each other and its scheme; None if they do.
 
-    An axis may have a scale for each element where the scheme's tile is longer: stacked arrays have that. A zero point or a
-    tensor scale may have one element along an axis where the scale has more.
-
-    Args:
-        q: the array; its leaves may be tracers or abstract.
-
-    Returns:
-        The reason, or None.
+    Stacked arrays may have a scale for each element of an axis where the scheme's tile is longer. A zero point or a tensor
+    scale may have one element along an axis where the scale has more.
 
     >>> import dataclasses
     >>> q = fb.quantize(jnp.ones((4, 8)), "int8")
@@ -50,64 +39,76 @@ def misfit(q: QArray) -> str | None:
     scheme, codes = q.scheme, q.codes
     if (reason := _unlike("codes", codes, _BYTES)) is not None:
         return reason
-    held = tuple(codes.shape)
-    axis = scheme.pack_axis + len(held)
+    packed = tuple(codes.shape)
+    axis = scheme.pack_axis + len(packed)
     if axis < 0:
-        return f"codes have shape {held}, and the scheme packs axis {scheme.pack_axis}"
+        return f"codes have shape {packed}, and the scheme packs axis {scheme.pack_axis}"
     bits = scheme.format.bits
-    length = code_capacity(held[axis], bits) - q.slack
-    if q.slack < 0 or length < 0 or packed_length(length, bits, scheme.packing) != held[axis]:
-        return f"slack is {q.slack}, which {held[axis]} bytes of {bits}-bit codes along axis {scheme.pack_axis} cannot have"
-    shape = (*held[:axis], length, *held[axis + 1 :])
+    length = code_capacity(packed[axis], bits) - q.slack
+    if q.slack < 0 or length < 0 or packed_length(length, bits, scheme.packing) != packed[axis]:
+        return (
+            f"slack is {q.slack}, which {packed[axis]} bytes of {bits}-bit codes along axis {scheme.pack_axis} cannot have"
+        )
+    shape = (*packed[:axis], length, *packed[axis + 1 :])
     is_nested = isinstance(scheme.scale, Scheme)
     if is_nested != isinstance(q.scale, QArray):
-        found = type(q.scale).__name__
-        return (
-            f"scale is a {found}, expected {'a QArray' if is_nested else 'an array'}, as scheme {scheme.name} stores scales"
-        )
-    if not is_nested and (reason := _unlike("scale", q.scale, _stored_dtype(scheme.scale))) is not None:
+        expected = {True: "a QArray", False: "an array"}[is_nested]
+        return f"scale is a {type(q.scale).__name__}, expected {expected}, as scheme {scheme.name} stores scales"
+    if is_nested:
+        if (reason := misfit(q.scale)) is not None:
+            return f"its scale, a QArray, is not valid: {reason}"
+    elif (reason := _unlike("scale", q.scale, _stored_dtype(scheme.scale))) is not None:
         return reason
-    if (reason := misfit(q.scale) if is_nested else None) is not None:
-        return f"its scale, a QArray, is not valid: {reason}"
     counts = tuple(q.scale.shape)
     tiles = scheme.tiles(len(shape))
     expected = tile_counts(shape, tiles)
     if counts != expected and not _is_stacked(counts, expected, shape, tiles):
         return f"scale has shape {counts}, expected {expected} for an array of shape {shape} in tiles {scheme.tile!r}"
-    zero = None if scheme.zero_point is None else _stored_dtype(scheme.zero_point)
-    return _misfit_beside("zero_point", q.zero_point, zero, scheme, counts) or _misfit_beside(
-        "tensor_scale", q.tensor_scale, _FLOAT32 if scheme.tensor_scale else None, scheme, counts
+    zero = tensor = None
+    if scheme.zero_point is not None:
+        zero = _stored_dtype(scheme.zero_point)
+    if scheme.tensor_scale:
+        tensor = _FLOAT32
+    return _optional_misfit("zero_point", q.zero_point, zero, scheme, counts) or _optional_misfit(
+        "tensor_scale", q.tensor_scale, tensor, scheme, counts
     )
 
 
 def _is_stacked(counts: tuple[int, ...], expected: tuple[int, ...], shape: tuple[int, ...], tiles: tuple[Tile, ...]) -> bool:
-    """Whether each axis has the scales of its tiles, one for each element, or one for an axis that is no longer than a tile."""
+    """Whether each axis has one scale per tile, one per element, or one for an axis no longer than a tile."""
     return len(counts) == len(shape) and all(
         m in (n, k) or (m == 1 and (t is None or t >= k)) for m, n, k, t in zip(counts, expected, shape, tiles, strict=True)
     )
 
 
-def _misfit_beside(name: str, leaf: Any, dtype: Any, scheme: Scheme, counts: tuple[int, ...]) -> str | None:
-    """Why a zero point or a tensor scale does not fit a scale of a shape; `dtype` is None where the scheme has none."""
-    if (leaf is None) != (dtype is None):
-        return f"{name} is {'missing' if leaf is None else 'there'}, and scheme {scheme.name} has {'none' if dtype is None else 'one'}"
+def _optional_misfit(name: str, leaf: Any, dtype: np.dtype | None, scheme: Scheme, counts: tuple[int, ...]) -> str | None:
+    """Why a zero point or a tensor scale does not fit; `dtype` is None if the scheme has none."""
+    if dtype is None:
+        if leaf is None:
+            return None
+        return f"{name} is there, and scheme {scheme.name} has none"
     if leaf is None:
-        return None
+        return f"{name} is missing, and scheme {scheme.name} has one"
     if (reason := _unlike(name, leaf, dtype)) is not None:
         return reason
     shape = tuple(leaf.shape)
-    fits = len(shape) == len(counts) and all(n in (1, m) for n, m in zip(shape, counts, strict=True))
-    return None if fits else f"{name} has shape {shape}, expected {counts} as the scale, or 1 along an axis"
+    if len(shape) == len(counts) and all(n in (1, m) for n, m in zip(shape, counts, strict=True)):
+        return None
+    return f"{name} has shape {shape}, expected {counts} as the scale, or 1 along an axis"
 
 
-def _unlike(name: str, leaf: Any, dtype: np.dtype) -> str | None:
-    """Why a leaf is no array of a dtype, or None."""
+def _unlike(name: str, leaf: object, dtype: np.dtype) -> str | None:
+    """Why a leaf is not an array of a dtype, or None."""
     found = getattr(leaf, "dtype", None)
     if found is None or not hasattr(leaf, "shape"):
         return f"{name} is a {type(leaf).__name__}, expected an array of {dtype.name}"
-    return None if found == dtype else f"{name} is {found}, expected {dtype.name}"
+    if found != dtype:
+        return f"{name} is {found}, expected {dtype.name}"
+    return None
 
 
-def _stored_dtype(holder: Any) -> np.dtype:
-    """The dtype of what a format or a dtype holds."""
-    return _BYTES if isinstance(holder, AbstractFormat) else np.dtype(holder)
+def _stored_dtype(holder: object) -> np.dtype:
+    """The dtype of stored numbers: uint8 codes of a format, or the dtype itself."""
+    if isinstance(holder, AbstractFormat):
+        return _BYTES
+    return np.dtype(holder)  # type: ignore[call-overload]

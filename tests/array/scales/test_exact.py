@@ -102,7 +102,7 @@ def test_it_beats_the_grid_and_equals_mse_where_scales_are_few():
     [
         (
             fb.Scheme(FORMATS["uint4"], {}, zero_point="float32", calibration=Exact()),
-            "exact knows no scheme with a zero point",
+            "exact does not support schemes with a zero point",
         ),
         (
             scheme("int8", tile=1024),

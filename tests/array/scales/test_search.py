@@ -195,7 +195,7 @@ def test_without_a_tensor_scale():
     ("spec", "message"),
     [
         (scheme("int4", "e4m3fn", 16, NVFP4("four_over_six")), "nvfp4,four_over_six is a rule for e2m1, not int4"),
-        (scheme("e2m1", "e8m0", 16, NVFP4()), "nvfp4,cheap6 needs a symmetric scheme whose scales are held in E4M3"),
+        (scheme("e2m1", "e8m0", 16, NVFP4()), "nvfp4,cheap6 needs a symmetric scheme whose scales are stored in E4M3"),
         (scheme("e3m2", "e8m0", 16, MX("threshold")), "mx,threshold is known for e2m1 only, not e3m2"),
     ],
     ids=["format", "holder", "threshold"],

@@ -83,10 +83,10 @@ def test_what_is_clipped_on_purpose_saturates_and_the_rest_is_right_on_average()
 
 
 def test_arguments_that_stochastic_rounding_would_ignore_are_refused():
-    with pytest.raises(fb.QuantError, match="error_weights mean nothing with key"):
+    with pytest.raises(fb.QuantError, match="error_weights have no effect with key"):
         fb.quantize(jnp.ones((2, 32)), "mxfp4", key=jax.random.key(0), error_weights=jnp.ones(32))
     one_bit = fb.Scheme(fb.FORMATS["uint1"], {}, zero_point=fb.FORMATS["uint1"], calibration=parse_calibration("minmax"))
-    with pytest.raises(fb.UnsupportedError, match="whole zero point needs two bits or more, not uint1"):
+    with pytest.raises(fb.UnsupportedError, match="integer zero point needs two bits or more, not uint1"):
         fb.quantize(jnp.ones((2, 32)), one_bit, key=jax.random.key(0))
 
 

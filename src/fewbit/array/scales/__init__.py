@@ -1,4 +1,4 @@
-"""How scales are chosen: one rule a file, each a calibration with a text form such as `"absmax,0.9"`."""
+"""Calibrations: rules for choosing scales, such as `"absmax,0.9"`."""
 
 from .absmax import AbsMax as AbsMax
 from .calibration import CALIBRATIONS as CALIBRATIONS

@@ -1,4 +1,4 @@
-"""The largest magnitude of the tile, times a factor."""
+"""Absmax calibration."""
 
 import dataclasses
 from typing import ClassVar
@@ -8,12 +8,12 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class AbsMax(AbstractCalibration):
-    """`factor * max|x|` lands on the largest code: nothing saturates when the factor is at least 1.
+    """Maps `factor * max|x|` to the largest code; nothing saturates when the factor is at least 1.
 
     For an asymmetric target the range is `-max|x| .. max|x|`.
 
     Attributes:
-        factor: 1 keeps the whole range; smaller clips the outliers for finer steps.
+        factor: 1 keeps the full range; smaller values clip outliers.
     """
 
     name: ClassVar[str] = "absmax"

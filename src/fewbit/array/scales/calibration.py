@@ -1,4 +1,4 @@
-"""What a calibration is: the rule that chooses the scale of each tile, and the offset where the scheme has one."""
+"""The interface of calibrations, which choose the scale and offset of tiles."""
 
 import abc
 import dataclasses
@@ -23,13 +23,13 @@ Scale: TypeAlias = tuple[jax.Array, jax.Array | None]
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """An array cut into tiles, as calibrations see it.
+    """A blocked array, the input of calibrations.
 
     Attributes:
         x: float32, one axis (or two: tiles, elements) for each axis of the array, see `fewbit._tiles.blocked`.
-        within: the axes of `x` over which one tile extends. Every per-tile result keeps them, with length 1.
-        valid: which elements are real, where the last tile is short; None when all are.
-        weights: how much the squared error of each element counts, shaped like `x`; None when all count alike.
+        within: the axes of `x` over which one tile extends. Per-tile results keep them, with length 1.
+        valid: False for the padding of short tiles; None if there is none.
+        weights: weights of the squared errors, shaped like `x`; None: all equal.
     """
 
     x: jax.Array
@@ -38,73 +38,68 @@ class Tiles:
     weights: jax.Array | None = None
 
     def over(self, reduce: Callable[..., jax.Array], values: jax.Array) -> jax.Array:
-        """`reduce` (such as `jnp.max`) over each tile; what fills a short tile counts as 0."""
-        return reduce(self._filled(values), axis=self.within, keepdims=True)
+        """`reduce` (such as `jnp.max`) over each tile; padding counts as 0."""
+        return reduce(self.padded(values, 0), axis=self.within, keepdims=True)
 
-    def _filled(self, values: jax.Array) -> jax.Array:
-        """The values with zeros in what fills a short tile."""
-        return values if self.valid is None else jnp.where(self.valid, values, 0)
+    def padded(self, values: jax.Array, fill: int | float) -> jax.Array:
+        """The values with `fill` in the padding of short tiles."""
+        if self.valid is None:
+            return values
+        return jnp.where(self.valid, values, fill)
 
     @property
     def count(self) -> jax.Array:
-        """How many real elements each tile has, float32."""
+        """The number of elements of each tile without padding, float32."""
         return self.over(jnp.sum, jnp.ones_like(self.x))
 
     @property
     def amax(self) -> jax.Array:
-        """The largest magnitude of each tile; infinite where the tile has a NaN, which XLA's maximum may lose.
-
-        The maximum and the minimum of the bare array, because XLA on CPU reduces a fused expression such as `|x|` up to
-        ten times slower.
-        """
+        """The largest magnitude of each tile; infinite if the tile has a NaN."""
+        # XLA's maximum may lose NaN. Its CPU backend reduces a fused expression such as `|x|` up to ten times slower.
         largest = jnp.maximum(self.over(jnp.max, self.x), -self.over(jnp.min, self.x))
         return jnp.where(self.is_finite, largest, jnp.full_like(largest, jnp.inf))
 
     @property
     def is_finite(self) -> jax.Array:
-        """Whether each tile is free of NaN and infinity.
-
-        Told from the tile's sum in units of 2**64, which finite numbers cannot overflow.
-        """
-        return jnp.isfinite(self.total(self.x, 2.0**-64))
+        """Whether each tile is free of NaN and infinity."""
+        return jnp.isfinite(self.total(self.x, 2.0**-64))  # in units of 2**64 a sum of finite numbers cannot overflow
 
     def total(self, values: jax.Array, unit: float = 1.0) -> jax.Array:
-        """The sum of the values of each tile, times `unit`.
-
-        As a product with a vector, since that is a matrix product and takes no longer than reading the array.
-        """
+        """The sum of the values of each tile, times `unit`; a matrix-vector product, at memory speed."""
         units = jnp.full([self.x.shape[axis] for axis in self.within], unit, jnp.float32)
         numbers = ((self.within, tuple(range(len(self.within)))), ((), ()))
-        total = jax.lax.dot_general(self._filled(values), units, numbers, precision=jax.lax.Precision.HIGHEST)
+        total = jax.lax.dot_general(self.padded(values, 0), units, numbers, precision=jax.lax.Precision.HIGHEST)
         return jnp.expand_dims(total, self.within)
 
     @property
     def exponent(self) -> jax.Array:
-        """The exponent of the largest magnitude, int32: squares and sums in units of this power of two never overflow."""
+        """The exponent of `amax`, int32; squares and sums in units of `2**exponent` never overflow."""
         return jnp.clip(exponent_of(self.amax), -126, 126)
 
     def mean(self, values: jax.Array, exponent: jax.Array) -> jax.Array:
-        """The mean of each tile, summed in units of `2**exponent`, which loses nothing."""
+        """The mean of each tile, summed in units of `2**exponent` (exact)."""
         total = self.over(jnp.sum, values * power_of_two(-exponent))
         return quotient(total, self.count) * power_of_two(exponent)
 
     def error(self, approximation: jax.Array) -> jax.Array:
-        """The (weighted) sum of squared errors of each tile, in units of `4**exponent`."""
+        """The weighted sum of squared errors of each tile, in units of `4**exponent`."""
         return self.weighted_total(jnp.square((approximation - self.x) * power_of_two(-self.exponent)))
 
     def weighted_total(self, values: jax.Array) -> jax.Array:
-        """The sum of the values of each tile, each times its weight where there are weights."""
-        return self.total(values if self.weights is None else values * self.weights)
+        """The weighted sum of the values of each tile."""
+        if self.weights is not None:
+            values = values * self.weights
+        return self.total(values)
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What the scales are for.
+    """The formats of codes, scales and zero points that a calibration chooses scales for.
 
     Attributes:
         format: the format of the codes.
-        store: how the scales are held, so that a search can try the very scales that can be stored.
-        zero: how zero points are held: a format for whole zero points, a dtype for float offsets, None for neither.
+        store: the storage of scales, so that searches try exactly the storable ones.
+        zero: the storage of zero points: a format for integers, a dtype for float offsets, None for neither.
     """
 
     format: AbstractFormat
@@ -113,14 +108,14 @@ class Target:
 
     @property
     def asymmetric(self) -> bool:
-        """Whether the range need not be centred at zero."""
+        """Whether there are zero points or offsets."""
         return self.zero is not None
 
     def stored_zero(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
-        """The stored form of an offset: the code of `round(-offset / scale)`, or the offset itself as a float.
+        """The stored form of an offset: the code of `round(-offset / scale)`, or a float offset.
 
-        A whole zero point stays where no code stands for more than float32 holds, on either side of it; that changes nothing for
-        scales below `LARGEST / (max - min)`.
+        An integer zero point is clipped so that all codes decode to finite numbers; no change for scales below
+        `LARGEST / (max - min)`.
         """
         if isinstance(self.zero, AbstractFormat):
             return self.zero.encode(self._within_float32(quotient(-offset, scale), scale))
@@ -128,7 +123,7 @@ class Target:
         return jnp.clip(offset, -largest, largest).astype(self.zero)
 
     def stored_zero_up(self, offset: jax.Array, scale: jax.Array) -> jax.Array:
-        """The stored form of an offset, rounded so that no element below the range is cut: see `unsaturated`."""
+        """The stored form of an offset, rounded so that the range's lower end does not saturate; see `unsaturated`."""
         if isinstance(self.zero, AbstractFormat):
             return self.zero.encode(self._within_float32(jnp.ceil(quotient(-offset, scale)), scale))
         stored = self.stored_zero(offset, scale)
@@ -136,13 +131,13 @@ class Target:
         return jnp.where(stored.astype(jnp.float32) > offset, jnp.nextafter(stored, lowest), stored)
 
     def _within_float32(self, zero: jax.Array, scale: jax.Array) -> jax.Array:
-        """A whole zero point, kept where the codes on both sides of it are finite under the scale."""
+        """An integer zero point, clipped so that codes on both sides of it decode to finite numbers."""
         most = jnp.floor(jnp.minimum(quotient(jnp.full_like(scale, LARGEST), scale), jnp.float32(2.0**20)))
         side = jnp.where(most * scale > LARGEST, most - 1, most)
         return jnp.minimum(jnp.maximum(zero, self.format.max - side), self.format.min + side)
 
     def loaded_offset(self, stored: jax.Array, scale: jax.Array) -> jax.Array:
-        """The float32 offset, the number that code value 0 stands for, of its stored form."""
+        """The float32 offset (the value of code 0) of its stored form."""
         if isinstance(self.zero, AbstractFormat):
             return settled(-self.zero.decode(stored) * scale)
         return stored.astype(jnp.float32)
@@ -150,47 +145,42 @@ class Target:
 
 @dataclasses.dataclass(frozen=True)
 class AbstractCalibration(abc.ABC):
-    """A rule that chooses scales; a frozen dataclass whose fields are numbers or words.
+    """A rule that chooses scales; a frozen dataclass of numbers and words.
 
-    Its text form is the name and the fields that follow, as in `"absmax,0.9"`; `parse_calibration` reads it back.
+    Its text form is the name and the fields, as in `"absmax,0.9"`; `parse_calibration` reads it.
     """
 
     name: ClassVar[str]
 
     @property
     def uses_error_weights(self) -> bool:
-        """Whether the choice depends on error weights; passing them to a rule that ignores them is an error."""
+        """Whether the choice depends on error weights; if not, passing them is an error."""
         return False
 
     @property
     def clips(self) -> bool:
-        """Whether elements may be left outside the range on purpose.
-
-        A straight-through gradient stops there, and stochastic rounding does not widen the range for them.
-        """
+        """Whether elements are clipped on purpose: without straight-through gradient, saturated by stochastic rounding."""
         return False
 
     @property
     def searches_tensor_scale(self) -> bool:
-        """Whether the tensor scale of a two-level scheme is chosen by the error that it leaves, see `best_tensor_scale`."""
+        """Whether a tensor scale is searched, see `best_tensor_scale`."""
         return False
 
     def largest_stored(self, holder: AbstractFormat | np.dtype) -> float | None:
-        """What a tensor scale takes the largest scale to, in numbers of `holder`; None for the largest that it has."""
+        """The number of `holder` that a tensor scale maps the largest scale to; None: its largest."""
         return None
 
     @abc.abstractmethod
     def scale(self, tiles: Tiles, target: Target) -> Scale:
-        """The scale of each tile, and its offset.
+        """The scale of each tile, and its offset for an asymmetric target, else None.
 
-        Returns:
-            The scale, and for an asymmetric target the number that code 0 of an unsigned format stands for (the lower end
-            of the range), else None. Both float32 with the axes of `tiles.x`, those of `tiles.within` of length 1.
+        The offset is the value of code 0. Both are float32 with the axes of `tiles.x`, those of `tiles.within` of length 1.
         """
 
     @classmethod
     def parse(cls, words: tuple[str, ...]) -> Self:
-        """The calibration whose fields are `words`, in order; the numbers among them are read as numbers."""
+        """The calibration with these fields, in order; numbers are parsed."""
         fields = dataclasses.fields(cls)
         if len(words) > len(fields):
             names = ", ".join(f.name for f in fields) or "none"
@@ -209,20 +199,17 @@ class AbstractCalibration(abc.ABC):
 
 
 CALIBRATIONS: Registry[type[AbstractCalibration]] = Registry("calibration")
-"""Every calibration by the first word of its text form."""
+"""Every calibration by name."""
 
 
 def parse_calibration(text: str) -> AbstractCalibration:
-    """The calibration of a text such as `"absmax"`, `"absmax,0.9"` or `"fixed,-0.6,0.6"`.
+    """Parses a calibration such as `"absmax"`, `"absmax,0.9"` or `"fixed,-0.6,0.6"`.
 
     Args:
-        text: the name, and after commas the values of its fields in order; trailing ones may be left out.
-
-    Returns:
-        The calibration.
+        text: the name and, after commas, the values of its fields in order; trailing ones are optional.
 
     Raises:
-        QuantError: for an unknown name, too many values, or values that the calibration refuses.
+        QuantError: for an unknown name, too many values, or invalid values.
 
     >>> parse_calibration("fixed,-0.6,0.6")
     Fixed(low=-0.6, high=0.6)
@@ -232,23 +219,21 @@ def parse_calibration(text: str) -> AbstractCalibration:
 
 
 def is_lower(found: jax.Array, best: jax.Array) -> jax.Array:
-    """Whether an error is lower than the best so far by more than `2**-16` of that.
+    """Whether an error is lower than the best so far, by a relative `2**-16` or more.
 
-    Both are float32 sums, each off by at most `n * 2**-24` of itself for n elements. So the error of the scale that a search
-    ends with is above the least by at most about `2**-16 + n * 2**-23` of it: 1.9e-5 for 32 elements, 4.6e-5 for 256.
-
-    Two scales often give the very same error (the grid of one contains the other's). A plain comparison would choose
-    between them by the order in which XLA adds, so by whether the program is jitted or the tile is on another axis.
+    Two scales often give the same error (the grid of one contains the other's). Without the margin XLA's order of addition,
+    so jit or the tile's axis, would decide. Both are float32 sums with relative error of at most `n * 2**-24` for n elements,
+    so a search ends at most about `2**-16 + n * 2**-23` above the least error: 1.9e-5 for 32 elements, 4.6e-5 for 256.
     """
     return found < best * jnp.float32(1 - 2.0**-16)
 
 
 def symmetric_or_range(low: jax.Array, high: jax.Array, target: Target) -> Scale:
-    """The scale (and offset) that spreads the range from `low` to `high` over the codes of the target.
+    """The scale (and offset) that maps the range `low .. high` to the codes of the target.
 
-    Symmetric: `max(-low, high) / bound`. Asymmetric: `(high - low) / (max - min)`, and the offset is `low - min * scale`,
-    the number that the code of value 0 stands for. A range that exceeds float32 is divided by halves; `limits` says how its
-    scale and a float offset are kept where all codes are finite. A float offset of zero is +0.
+    Symmetric: `max(-low, high) / bound`. Asymmetric: `(high - low) / (max - min)`, with the offset `low - min * scale`, the
+    value of code 0. A range wider than float32 is computed in halves, and limited as `limits` describes. A float offset of
+    zero is +0.
     """
     fmt = target.format
     has_offset = target.asymmetric and not isinstance(target.zero, AbstractFormat)
@@ -270,13 +255,13 @@ def symmetric_or_range(low: jax.Array, high: jax.Array, target: Target) -> Scale
 
 
 def check_positive(name: str, field: str, value: object) -> None:
-    """Refuses a field that is not a positive finite number."""
+    """Raises QuantError for a field that is not a positive finite number."""
     if not isinstance(value, int | float) or not 0 < value < float("inf"):
         raise QuantError(f"{name}: {field} is {value!r}, must be a positive number")
 
 
 def _text(value: object) -> str:
-    """The shortest text that reads back as the same number."""
+    """The shortest text that parses to the same number."""
     return str(value).removesuffix(".0")
 
 

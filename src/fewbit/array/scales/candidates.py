@@ -1,12 +1,12 @@
-"""Which scales can be optimal at all: bounds that follow from a format's numbers, proven once and for every tile.
+"""Bounds on the scales that can minimize a tile's squared error.
 
-Everything here is about squared error. `G` is the set of the format's numbers; under a scale `s` the error `e_s(x)` of an
-element is its distance to `s G`. Between the points where rounding changes, `e_s(x)**2 - e_t(x)**2` is linear in `x` for any
-two scales (the squares cancel), so its extremes lie at those points, and a finite check proves a bound for all elements.
+`G` is the set of the format's numbers; under a scale `s` the error `e_s(x)` of an element is its distance to `s G`. Between the
+points where rounding changes, `e_s(x)**2 - e_t(x)**2` is linear in `x` for any two scales (the squares cancel), so its extremes
+are at those points, and a finite check proves a bound for all elements.
 
-**Upwards.** Where `2 G`, as far as `G` reaches, is a part of `G` (floats with subnormals, integers), doubling a scale that
-saturates nothing makes no element's error smaller: no scale from twice the smallest such scale on is needed, provided that
-its half can be stored. Otherwise scales are needed until every element is nearer to zero than to any other number.
+**Upwards.** If `2 G`, up to the largest number, is a subset of `G` (floats with subnormals, integers), doubling a scale that
+saturates nothing reduces no element's error: scales from twice the smallest such scale on are unnecessary if their half can be
+stored. Otherwise scales are tried until every element is nearer to zero than to any other number.
 
 **Downwards.** The largest element saturates. Halving a scale under which it already does costs it `b a - 3/4 b**2` (`a` its
 magnitude, `b` the number it saturates at, in units of the scale), while each of the other `K - 1` gains at most a constant.
@@ -19,19 +19,19 @@ import numpy as np
 from ...formats import AbstractFormat
 
 _ALL_EXPONENTS = 254
-"""How many powers of two E8M0 scales can be: what is tried where nothing is proven."""
+"""The number of E8M0 scales, all tried where no bound is proven."""
 
 
 @functools.cache
 def numbers_of(fmt: AbstractFormat) -> np.ndarray:
-    """The different numbers that codes can take, ascending, float64."""
+    """The distinct numbers that `encode` yields, ascending, float64."""
     values = fmt.values()
     return np.unique(values[(values >= fmt.min) & (values <= fmt.max)])
 
 
 @functools.cache
 def midpoints(fmt: AbstractFormat) -> np.ndarray:
-    """The magnitudes of the midpoints between numbers, `[side, j]`, those of positive numbers first; infinite ones fill up."""
+    """The magnitudes of midpoints, `[side, j]`, positive side first, padded with infinity."""
     numbers = numbers_of(fmt)
     middles = (numbers[1:] + numbers[:-1]) / 2
     sides = [np.sort(middles[middles > 0]), np.sort(-middles[middles < 0])]
@@ -48,7 +48,7 @@ def _squared_error(x: np.ndarray, numbers: np.ndarray) -> np.ndarray:
 
 
 def _largest_gain(fmt: AbstractFormat, factor: float) -> float:
-    """The most that the squared error of an element within the bound falls when its scale 1 is replaced by `factor`."""
+    """The largest decrease of an unsaturated element's squared error when scale 1 becomes `factor`."""
     numbers = numbers_of(fmt)
     points = np.concatenate([numbers, (numbers[1:] + numbers[:-1]) / 2])
     points = np.concatenate([points, points * factor, [fmt.bound]])
@@ -58,28 +58,32 @@ def _largest_gain(fmt: AbstractFormat, factor: float) -> float:
 
 @functools.cache
 def is_nested(fmt: AbstractFormat) -> bool:
-    """Whether doubling a scale that saturates nothing makes no element's error smaller."""
+    """Whether doubling a scale that saturates nothing reduces no element's error."""
     return _largest_gain(fmt, 2.0) <= 0
 
 
 @functools.cache
 def largest_useful_ratio(fmt: AbstractFormat) -> float:
-    """How many times the smallest scale that saturates nothing a scale need be at most, where every scale can be had."""
-    return 2.0 if is_nested(fmt) else 2 * fmt.bound / fmt.smallest
+    """The largest useful float scale, relative to the smallest that saturates nothing."""
+    if is_nested(fmt):
+        return 2.0
+    return 2 * fmt.bound / fmt.smallest
 
 
 @functools.cache
 def needed_doublings(fmt: AbstractFormat) -> int:
-    """How many doublings of the smallest power of two that saturates nothing can be optimal."""
-    return 0 if is_nested(fmt) else int(np.ceil(np.log2(largest_useful_ratio(fmt))))
+    """How often the smallest power of two that saturates nothing may have to be doubled."""
+    if is_nested(fmt):
+        return 0
+    return int(np.ceil(np.log2(largest_useful_ratio(fmt))))
 
 
 @functools.cache
 def needed_halvings(fmt: AbstractFormat, elements: int) -> int:
-    """How many halvings of the smallest power of two that saturates nothing can be optimal for tiles of so many elements.
+    """How often the smallest power of two that saturates nothing may have to be halved.
 
-    The smallest `J >= 1` with `(K - 1) g <= b a - 3/4 b**2` for `a = max 2**(J - 1)`, where `g` is the most that an element
-    gains by a halving and `b` either end of the format.
+    For tiles of `K` elements the smallest `J >= 1` with `(K - 1) g <= b a - 3/4 b**2` for `a = max 2**(J - 1)`, where `g` is
+    the largest gain of an element from halving, and `b` either end of the format.
 
     >>> e2m1 = fb.FORMATS["e2m1"]
     >>> [needed_halvings(e2m1, elements) for elements in (16, 32, 145, 146, 721, 722)]
@@ -95,14 +99,14 @@ def needed_halvings(fmt: AbstractFormat, elements: int) -> int:
 
 
 def stored_scales(holder: AbstractFormat) -> np.ndarray:
-    """The positive numbers of a format that holds scales, ascending, float64."""
+    """The positive numbers of a scale format, ascending, float64."""
     values = holder.values()
     return np.unique(values[np.isfinite(values) & (values > 0)])
 
 
 @functools.cache
 def last_useful_scale(fmt: AbstractFormat, holder: AbstractFormat) -> np.ndarray:
-    """For each stored scale, as the smallest that saturates nothing, the place of the largest that can be optimal.
+    """The index of the largest useful scale, for each stored scale as the smallest that saturates nothing.
 
     >>> last_useful_scale(fb.FORMATS["e2m1"], fb.FORMATS["e4m3fn"])[[0, 7, 20]].tolist()
     [14, 14, 27]

@@ -1,4 +1,4 @@
-"""bitsandbytes' rule for scales that are quantized themselves: the mean of the whole array is set apart."""
+"""Centred absmax calibration: bitsandbytes' rule for double-quantized scales."""
 
 import dataclasses
 from typing import ClassVar
@@ -12,7 +12,7 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class CentredAbsMax(AbstractCalibration):
-    """The offset is the mean of the whole array, and `max|x - mean|` of each tile lands on the largest code.
+    """The offset is the array's mean; `max|x - mean|` of each tile maps to the largest code.
 
     Reference: QLoRA (arXiv 2305.14314), section 3, double quantization.
     """

@@ -1,15 +1,13 @@
-"""The scale of least squared error for float scales, exactly: one candidate for every way in which the tile can be rounded.
+"""Exact search for the float scale of least squared error.
 
 As the scale falls, the codes of a tile change only where some `|x_i| / s` passes a midpoint `t_j` between two numbers of the
-format. Between two such breakpoints `s = |x_i| / t_j` the codes `q` are fixed, and the best scale for them is the least
-squares fit `sum(w x q) / sum(w q**2)`, whose error no scale between the breakpoints undercuts. So the best of one fit for
-each breakpoint is the optimum over all scales. Rounded to the dtype that holds it, the fit is the best scale that can be
-held for those codes, since the error is a parabola around it.
+format. Between two such breakpoints `s = |x_i| / t_j` the codes `q` are fixed, and their best scale is the least-squares fit
+`sum(w x q) / sum(w q**2)`. So the best fit over all breakpoints is the global optimum. The error is a parabola around the fit,
+so the fit rounded to the stored dtype is the best storable scale for those codes.
 
-All breakpoints of a tile at once would take as many arrays as the format has numbers times elements; they are taken one by
-one, in the order of the element's rank in its tile, so that those which no tile can use are passed over: scales from twice
-the smallest that saturates nothing on (see `candidates`), and scales under which one element alone, by saturating, costs
-more than the best error so far.
+Breakpoints are tried one by one, in the order of the element's rank in its tile. Those that no tile can use are skipped: scales
+from twice the smallest that saturates nothing on (see `candidates`), and scales under which the saturation of one element alone
+exceeds the best error so far.
 """
 
 import dataclasses
@@ -27,20 +25,20 @@ from .candidates import largest_useful_ratio, midpoints
 from .mx import best_mx
 from .search import SMALLEST, Best, Trials, best_stored
 
-# Codes just below a breakpoint: an element on a midpoint, or rounded onto it, has left it. Errors do not jump there.
+# Codes are taken just below a breakpoint, where no element rounds onto the midpoint; the error is continuous there.
 _JUST_BELOW = np.float32(1 - 2.0**-21)
 _MOST_BREAKPOINTS = 2**16
 
 
 @dataclasses.dataclass(frozen=True)
 class Exact(AbstractCalibration):
-    """The scale of least (weighted) squared error of the tile, proven for every symmetric scheme whose format has zero.
+    """The scale of least weighted squared error, proven for symmetric schemes whose format has zero.
 
-    Scales that a small format holds are searched as `mse` does. Float scales are found from all breakpoints of the
-    rounding: up to elements times numbers passes over the array, where `mse` makes 64. For 4 bits and tiles up to 64 that is
-    some hundred; tiles of more than 65536 breakpoints (rows of int8) are refused.
+    Scales stored in a small format are searched like `mse`. Float scales are found from all breakpoints of the rounding:
+    up to elements times numbers passes over the array, some hundred for 4 bits and tiles up to 64, where `mse` needs 64.
+    Tiles of more than 65536 breakpoints (rows of int8) are refused.
 
-    A tie, errors within `2**-16` of each other as float32 sums them, goes to absmax's scale.
+    Ties, errors within a relative `2**-16`, go to absmax's scale.
     """
 
     name: ClassVar[str] = "exact"
@@ -55,7 +53,7 @@ class Exact(AbstractCalibration):
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if target.asymmetric:
-            raise UnsupportedError("exact knows no scheme with a zero point, where scale and offset are searched; use mse")
+            raise UnsupportedError("exact does not support schemes with a zero point; use mse")
         if target.store.is_power_of_two:
             return best_mx(tiles, target.format), None
         if isinstance(target.store.holder, AbstractFormat):
@@ -79,7 +77,7 @@ def _best_fit(tiles: Tiles, target: Target) -> jax.Array:
     amax = trials.tiles.amax
     naive = target.store.snapped(quotient(amax, jnp.float32(fmt.bound)) * trials.unit)
     highest = quotient(amax, jnp.float32(fmt.bound)) * jnp.float32(largest_useful_ratio(fmt))
-    # The codes between two breakpoints are those just below the upper one, which may lie above the highest scale.
+    # The codes between two breakpoints are those just below the upper one, which may be above the highest scale.
     start = naive, trials.error(naive)
     for scale in (naive, highest * trials.unit):
         start = _fitted(trials, target, scale, start)
@@ -99,25 +97,27 @@ def _best_fit(tiles: Tiles, target: Target) -> jax.Array:
 
 
 def _ranked(tiles: Tiles) -> jax.Array:
-    """The elements of each tile in ascending order, the first axis, each with the axes of a per-tile result."""
+    """The elements of each tile in ascending order along a new first axis, before the axes of a per-tile result."""
     flat = jnp.moveaxis(tiles.x, tiles.within, range(len(tiles.within)))
     flat = flat.reshape(-1, *flat.shape[len(tiles.within) :])
     return jnp.sort(flat, axis=0).reshape(flat.shape[0], *tiles.amax.shape)
 
 
 def _smallest_possible(trials: Trials, error: jax.Array) -> jax.Array:
-    """What no better scale is below, in units of the tile: under it one element saturates at more than this error."""
+    """A lower bound for better scales, in units of the tile: below it one element alone saturates by more than `error`."""
     weights = trials.tiles.weights
-    allowed = error if weights is None else jnp.where(weights > 0, error / jnp.where(weights > 0, weights, 1), jnp.inf)
-    room = jnp.sqrt(allowed)
+    if weights is not None:
+        error = jnp.where(weights > 0, error / jnp.where(weights > 0, weights, 1), jnp.inf)
+    excess = jnp.sqrt(error)
     fmt, x = trials.format, trials.tiles.x
-    above = (x - room) / jnp.float32(fmt.max)
-    below = (-x - room) / jnp.float32(-fmt.min) if fmt.min < 0 else above
-    return jnp.maximum(trials.tiles.over(jnp.max, jnp.maximum(above, below)), 0)
+    bound = (x - excess) / jnp.float32(fmt.max)
+    if fmt.min < 0:
+        bound = jnp.maximum(bound, (-x - excess) / jnp.float32(-fmt.min))
+    return jnp.maximum(trials.tiles.over(jnp.max, bound), 0)
 
 
 def _fitted(trials: Trials, target: Target, scale: jax.Array, best: Best) -> Best:
-    """The better of `best` and the least squares fit to the codes that a scale gives."""
+    """The better of `best` and the least-squares fit to the codes under `scale`."""
     tiles, own = trials.tiles, jnp.maximum(scale * trials.inverse, jnp.float32(SMALLEST))
     q = trials.format.nearest(tiles.x * (1 / own))
     products, squares = tiles.weighted_total(tiles.x * q), tiles.weighted_total(q * q)

@@ -1,4 +1,4 @@
-"""A range that is known beforehand, the same for every tile."""
+"""Fixed-range calibration."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(AbstractCalibration):
-    """The range `low .. high`; in text `"fixed,m"` means `-m .. m`.
+    """The same range `low .. high` for every tile; the text `"fixed,m"` means `-m .. m`.
 
     Attributes:
         low: the lower end, at most 0.

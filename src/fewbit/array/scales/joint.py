@@ -1,14 +1,14 @@
-"""Scale and offset of asymmetric schemes together: a search, not a proof.
+"""Joint search for scale and offset of asymmetric schemes (heuristic).
 
-The codes of a tile change along lines in the plane of scale and offset, `K (numbers - 1)` of them, and each of their about
-`(K numbers)**2 / 2` regions has its own least squares fit: exact search is out of reach beyond a few elements. Instead:
+The codes of a tile change along `K (numbers - 1)` lines in the plane of scale and offset, with about `(K numbers)**2 / 2`
+regions, each with its own least-squares fit: too many for an exact search. Instead:
 
 1. both ends of the range shrink together, over the given fractions;
-2. then the lower end alone, then the upper end alone, then both once more from there;
-3. then least squares: scale and offset are fitted to the codes, the codes rounded anew, as long as the error falls.
+2. the lower end alone, then the upper end alone; twice;
+3. least squares: scale and offset are fitted to the codes, and the codes rounded again, while the error falls.
 
-The whole range is the first candidate and every step keeps the better one, tile by tile, so no tile is worse than with
-min-max. Each candidate is tried as it will be stored, whole zero points rounded.
+The full range is the first candidate and each tile keeps the better of each step, so no tile is worse than with min-max. Each
+candidate is tried as stored, with rounded zero points.
 """
 
 from collections.abc import Callable
@@ -21,23 +21,14 @@ from ...formats.format import power_of_two, rough_quotient
 from .calibration import Target, Tiles, is_lower, symmetric_or_range
 
 _FITS = 8
-"""Rounds of least squares; few tiles still improve after five."""
+"""Rounds of least squares; few tiles improve after five."""
 
 Candidate = tuple[jax.Array, ...]
 """Fractions of the lower and the upper end, scale, offset and error of each tile."""
 
 
 def best_range(tiles: Tiles, target: Target, fractions: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """The best scale and offset found for an asymmetric target.
-
-    Args:
-        tiles: what is quantized.
-        target: what the scales are for.
-        fractions: the fractions of the range that are tried, the first of them 1.
-
-    Returns:
-        The scale and the offset, as they are stored.
-    """
+    """The best scale and offset found for an asymmetric target, as stored; the first of the `fractions` must be 1."""
     low = tiles.over(jnp.min, jnp.minimum(tiles.x, 0))
     high = tiles.over(jnp.max, jnp.maximum(tiles.x, 0))
     tried = jnp.asarray(fractions, jnp.float32)
@@ -60,7 +51,7 @@ def best_range(tiles: Tiles, target: Target, fractions: np.ndarray) -> tuple[jax
 
 
 def _as_stored(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> Candidate:
-    """A scale and an offset as they will be read back, and their error."""
+    """A scale and an offset rounded as stored, and their error."""
     scale = target.store.snapped(scale)
     safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
     offset = target.loaded_offset(target.stored_zero(offset, safe), safe)
@@ -68,12 +59,12 @@ def _as_stored(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array
 
 
 def _decoded(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> jax.Array:
-    """The format's number for each element."""
+    """The decoded code of each element, without scale and offset."""
     return target.format.nearest(rough_quotient(tiles.x - offset, scale))
 
 
 def _fitted(tiles: Tiles, target: Target, best: Candidate) -> Candidate:
-    """Scale and offset by least squares, `x ~ scale q + offset`, for the numbers `q` that a candidate gives."""
+    """The least-squares scale and offset, `x ~ scale q + offset`, for the decoded codes `q` of a candidate."""
     below, above, scale, offset, _ = best
     safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
     unit = power_of_two(-tiles.exponent)
@@ -91,6 +82,6 @@ def _fitted(tiles: Tiles, target: Target, best: Candidate) -> Candidate:
 
 
 def _better(found: Candidate, best: Candidate) -> Candidate:
-    """Tile by tile the one of lower error (the last element); a tie keeps `best`."""
+    """The candidate of lower error (the last element), per tile; a tie keeps `best`."""
     wins = is_lower(found[-1], best[-1])
     return tuple(jnp.where(wins, f, b) for f, b in zip(found, best, strict=True))

@@ -1,4 +1,4 @@
-"""Codebooks learned from weights: the numbers of least squared error, for a search to put scales under."""
+"""Codebooks learned from weights by Lloyd's algorithm."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,27 +19,26 @@ def learned_codebook(
     name: str = "learned",
     rounds: int = 200,
 ) -> Codebook:
-    """The symmetric codebook of least squared error for the magnitudes of an array, each in units of its tile's largest.
+    """The symmetric codebook of least squared error under absmax scales.
 
-    Lloyd's algorithm on `|x| / amax` with weights `error_weights * amax**2`, so that what falls is the squared error of `x`
-    under absmax scales: each number moves to the weighted mean of the magnitudes nearest to it, zero stays. It starts from
-    quantiles of the weight and ends when nothing moves, so the same array gives the same codebook. All-zero tiles count
-    for nothing. Not jit-compatible: a format is static.
+    Lloyd's algorithm on `|x| / amax` with weights `error_weights * amax**2`: each number moves to the weighted mean of the
+    magnitudes nearest to it; zero is fixed. It starts from weighted quantiles and ends when nothing moves, so it is
+    deterministic. All-zero tiles have no effect. Not jit-compatible: a format is static.
 
     Args:
         x: floating array, finite.
         tile: how many elements along `axis` share a scale.
-        bits: of the codes; the codebook has `2**bits - 1` numbers: zero, and `2**(bits - 1) - 1` magnitudes of either sign.
+        bits: bits per code; the codebook has `2**bits - 1` numbers: zero, and `2**(bits - 1) - 1` magnitudes of either sign.
         axis: the axis of the tiles.
-        error_weights: how much each element's squared error counts, broadcast to `x`; None: all alike.
+        error_weights: weights of the squared errors, broadcast to `x`; None: all equal.
         name: the name of the format.
-        rounds: at most so many rounds.
+        rounds: the maximum number of rounds.
 
     Returns:
-        A Codebook whose largest number is 1. Give its Scheme a calibration that searches (`mse`).
+        A Codebook whose largest number is 1. Use it in a Scheme with a calibration that searches (`mse`).
 
     Raises:
-        QuantError: for bits outside 2..8, an array that is not finite, or one with fewer different magnitudes than numbers.
+        QuantError: for bits outside 2..8, an array that is not finite, or one with fewer distinct magnitudes than numbers.
 
     >>> w = np.random.default_rng(0).standard_normal((64, 64))
     >>> [round(v, 2) for v in learned_codebook(w, tile=16, bits=3).table]
@@ -55,7 +54,7 @@ def learned_codebook(
         weights = _tiled(jnp.broadcast_to(jnp.asarray(error_weights, jnp.float32), jnp.shape(x)), tile, axis)
     amax = magnitude.max(-1, keepdims=True)
     ratio, mass = magnitude / np.where(amax > 0, amax, 1), weights * amax**2
-    # Zeros are exact whatever the numbers are, what fills a short tile and all-zero tiles among them.
+    # Zeros, including padding and all-zero tiles, are exact whatever the numbers are.
     counts = ratio > 0
     numbers = _centres(ratio[counts], mass[counts], 2 ** (bits - 1) - 1, rounds)
     numbers = numbers / numbers[-1]
@@ -63,17 +62,17 @@ def learned_codebook(
 
 
 def _tiled(x: ArrayLike, tile: int, axis: int) -> np.ndarray:
-    """The array in tiles of its last axis, filled with zeros, float64."""
+    """The array in zero-padded tiles of its last axis, float64."""
     array = jnp.moveaxis(jnp.asarray(x).astype(jnp.float32), axis, -1)
     return np.asarray(blocked(array, (*(1,) * (array.ndim - 1), tile))[0], np.float64)
 
 
 def _centres(values: np.ndarray, weights: np.ndarray, count: int, rounds: int) -> np.ndarray:
-    """The `count` ascending positive numbers that, with zero, leave the least weighted squared error (a local minimum)."""
+    """The `count` ascending positive numbers that, with zero, have the least weighted squared error (a local minimum)."""
     order = np.argsort(values, kind="stable")
     values, weights = values[order], weights[order]
     if len(np.unique(values[weights > 0])) < count:
-        raise QuantError(f"x has fewer than {count} different magnitudes that count; take fewer bits")
+        raise QuantError(f"x has fewer than {count} different magnitudes of nonzero weight; use fewer bits")
     mass = np.concatenate([[0.0], np.cumsum(weights)])
     moment = np.concatenate([[0.0], np.cumsum(weights * values)])
     places = np.searchsorted(mass, mass[-1] * (np.arange(count) + 1) / (count + 0.5)) - 1
@@ -83,8 +82,8 @@ def _centres(values: np.ndarray, weights: np.ndarray, count: int, rounds: int) -
     for _ in range(rounds):
         middles = (np.concatenate([[0.0], centres[:-1]]) + centres) / 2
         edges = np.concatenate([np.searchsorted(values, middles), [len(values)]])
-        held = np.diff(mass[edges])
-        moved = np.where(held > 0, np.diff(moment[edges]) / np.where(held > 0, held, 1), centres)
+        own = np.diff(mass[edges])
+        moved = np.where(own > 0, np.diff(moment[edges]) / np.where(own > 0, own, 1), centres)
         if np.array_equal(moved, centres):
             break
         centres = moved

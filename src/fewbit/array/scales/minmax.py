@@ -1,4 +1,4 @@
-"""The smallest and the largest element of the tile, for asymmetric schemes."""
+"""Min-max calibration, for asymmetric schemes."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,14 +11,12 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class MinMax(AbstractCalibration):
-    """`factor * min(x) .. factor * max(x)`, stretched to contain 0 when the scheme needs an exact zero.
-
-    For a symmetric target the larger end's magnitude counts.
+    """The range `factor * min(x) .. factor * max(x)`; a symmetric target uses its larger magnitude.
 
     Attributes:
-        factor: 1 keeps the whole range; smaller clips both ends.
-        contains_zero: whether the range is stretched to contain 0; False is GGUF's rule for Q4_1 and Q5_1, whose offset
-            is a float number.
+        factor: 1 keeps the full range; smaller values clip both ends.
+        contains_zero: whether the range is extended to contain 0, so that zero is exact; 0 is GGUF's rule for Q4_1 and Q5_1,
+            whose offset is a float.
     """
 
     name: ClassVar[str] = "minmax"
@@ -38,7 +36,7 @@ class MinMax(AbstractCalibration):
         if self.contains_zero:
             low, high = jnp.minimum(tiles.over(jnp.min, tiles.x), 0), jnp.maximum(tiles.over(jnp.max, tiles.x), 0)
         else:
-            x = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, jnp.nan)
+            x = tiles.padded(tiles.x, jnp.nan)
             low = jnp.nanmin(x, axis=tiles.within, keepdims=True)
             high = jnp.nanmax(x, axis=tiles.within, keepdims=True)
         return symmetric_or_range(low * self.factor, high * self.factor, target)

@@ -1,4 +1,4 @@
-"""Ranges from averages over the tile: the root mean square and the mean magnitude."""
+"""RMS and mean-magnitude calibrations."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,10 +11,10 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class RMS(AbstractCalibration):
-    """`factor * sqrt(mean(x**2))` lands on the largest code.
+    """Maps `factor * sqrt(mean(x**2))` to the largest code.
 
     Attributes:
-        factor: how many root mean squares the range holds; what lies beyond saturates.
+        factor: the range in root mean squares; elements beyond it saturate.
     """
 
     name: ClassVar[str] = "rms"
@@ -36,13 +36,13 @@ class RMS(AbstractCalibration):
 
 @dataclasses.dataclass(frozen=True)
 class AbsMean(AbstractCalibration):
-    """`factor * mean|x|` lands on the largest code: BitNet b1.58's scale for ternary, XNOR-Net's for binary weights.
+    """Maps `factor * mean|x|` to the largest code: BitNet b1.58's ternary and XNOR-Net's binary scale.
 
-    For binary codes the mean magnitude is the scale of least squared error. It leaves elements beyond the range in any tile, and
-    they keep their gradients, as in BitNet.
+    For binary codes it has the least squared error. Elements beyond the range, which every tile has, keep their gradients, as
+    in BitNet.
 
     Attributes:
-        factor: how many mean magnitudes the largest code stands for.
+        factor: the largest code in mean magnitudes.
     """
 
     name: ClassVar[str] = "absmean"

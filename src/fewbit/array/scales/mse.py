@@ -1,4 +1,4 @@
-"""The scale of least (weighted) squared error, by search: exact for scales that have few values, by a grid for the rest."""
+"""Least-squared-error calibrations: MSE and SNR search."""
 
 import dataclasses
 from typing import ClassVar
@@ -18,23 +18,23 @@ from .search import best_stored
 
 @dataclasses.dataclass(frozen=True)
 class MSE(AbstractCalibration):
-    """The scale of least squared error of the tile.
+    """The scale of least (weighted) squared error of each tile.
 
-    - Scales stored in a small format (E8M0, E4M3) are searched exactly: every candidate that can be optimal is tried, with
-      the very value that will be stored. For NVFP4 (E2M1 codes, E4M3 scales, tiles up to 32, no weights) that is a proven
-      window of 11 or 12 codes; otherwise the search goes on for as long as any tile can gain.
+    - Scales stored in a small format (E8M0, E4M3) are searched exactly: every storable scale that can be optimal is tried.
+      For NVFP4 (E2M1 codes, E4M3 scales, tiles up to 32, no weights) that is a proven window of 11 or 12 codes; otherwise
+      the search continues while any tile can gain.
     - The tensor scale of two-level schemes is the best of four candidates, each with the exact search of its tiles' scales.
     - Float scales are searched on a grid of `steps` fractions of the absmax range, down to `low`; `exact` searches all.
-    - Scale and offset of asymmetric schemes are searched together: fractions of either end of the range, then least squares.
+    - Scale and offset of asymmetric schemes are searched together, see `joint`.
 
-    The unclipped scale is always among the candidates, and ties (errors within `2**-16` of each other as float32 sums them)
-    go to it, so the error is not above absmax's (min-max's) but for the rounding of the two sums.
+    The unclipped scale is always a candidate, and ties (errors within a relative `2**-16`) go to it, so the error is not
+    above absmax's (min-max's) except for the rounding of the two sums.
 
     Attributes:
-        steps: how many fractions of the range a grid search tries.
-        low: the smallest of those fractions.
+        steps: the number of fractions in a grid search.
+        low: the smallest fraction.
         tensor: how a tensor scale is chosen: "search", see `best_tensor_scale`; or "amax", the smallest at which nothing
-            saturates, as most other packages have it.
+            saturates, as in most other packages.
     """
 
     name: ClassVar[str] = "mse"
@@ -71,13 +71,13 @@ class MSE(AbstractCalibration):
 
 @dataclasses.dataclass(frozen=True)
 class SNR(AbstractCalibration):
-    """The clipping factor of highest signal-to-noise ratio on a grid, AQT's automatic clip search.
+    """The clipping factor of highest signal-to-noise ratio on a grid: AQT's automatic clip search.
 
-    Within one tile the signal is given, so this is the least squared error over `low .. 1` in steps of `step`.
+    Equivalent to the least squared error over `low .. 1` in steps of `step`.
 
     Attributes:
         low: the smallest factor.
-        step: the distance of the factors.
+        step: the grid step.
     """
 
     name: ClassVar[str] = "snr"
@@ -102,7 +102,7 @@ CALIBRATIONS.add("snr", SNR)
 
 
 def _best_fraction(tiles: Tiles, target: Target, fractions: np.ndarray) -> Scale:
-    """The best of the given fractions of the full range, scale and offset together."""
+    """The best of the given fractions of the full range."""
     low, high = _range(tiles, target)
 
     def at(fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -122,7 +122,9 @@ def _best_fraction(tiles: Tiles, target: Target, fractions: np.ndarray) -> Scale
     scale, offset = at(candidates[0])
     start = (scale, offset, _error(tiles, target, scale, offset))
     scale, offset, _ = jax.lax.fori_loop(1, len(fractions), step, start)
-    return scale, offset if target.asymmetric else None
+    if target.asymmetric:
+        return scale, offset
+    return scale, None
 
 
 def _range(tiles: Tiles, target: Target) -> tuple[jax.Array, jax.Array]:
@@ -133,12 +135,12 @@ def _range(tiles: Tiles, target: Target) -> tuple[jax.Array, jax.Array]:
 
 
 def _error(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> jax.Array:
-    """The error of each tile when it is quantized with this scale and offset."""
+    """The error of each tile under this scale and offset."""
     safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
     return tiles.error(target.format.nearest(rough_quotient(tiles.x - offset, safe)) * safe + offset)
 
 
 def _better(found: tuple[jax.Array, ...], best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """Tile by tile the one of lower error (the last element); a tie keeps `best`."""
+    """The candidate of lower error (the last element), per tile; a tie keeps `best`."""
     wins = is_lower(found[-1], best[-1])
     return tuple(jnp.where(wins, f, b) for f, b in zip(found, best, strict=True))

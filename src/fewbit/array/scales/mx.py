@@ -1,14 +1,13 @@
-"""Power-of-two scales of the OCP Microscaling formats: the rules in use, and the exact search.
+"""Power-of-two scales of the OCP Microscaling formats.
 
 Every rule starts from the largest magnitude `a = m * 2**E` of the tile (`1 <= m < 2`) and the largest number of the format,
-`f = g * 2**F` (`1 <= g < 2`). All of them work on the bits of the floats, so they are exact at powers of two.
+`f = g * 2**F` (`1 <= g < 2`). All work on the bits of the floats, so they are exact at powers of two.
 
-Why two candidates suffice for the optimum: doubling the scale of a float format with subnormals (or of an integer) gives a
-grid that is, up to the largest number, a part of the old one. So as long as nothing saturates, the smaller scale is at
-least as good for every element, and no scale above the smallest one that saturates nothing (rceil) can be better. Going
-down from there, the largest element saturates and pays more with every halving, while each of the others can gain at most
-a sixteenth of a squared scale: for E2M1 and tiles of at most 145 elements half of rceil can win, a quarter never. For other
-formats and longer tiles `candidates.needed_halvings` says how far to go.
+Why two candidates suffice for the optimum: doubling the scale of a float format with subnormals (or of an integer) gives, up
+to the largest number, a subset of the old grid. So no scale above the smallest that saturates nothing (rceil) can be better.
+Below it, the largest element saturates and costs more with every halving, while each of the others gains at most a sixteenth
+of a squared scale: for E2M1 and tiles of at most 145 elements half of rceil can win, a quarter never.
+`candidates.needed_halvings` has the bound for other formats and longer tiles.
 """
 
 import dataclasses
@@ -29,17 +28,17 @@ _RULES = ("floor", "rceil", "even", "threshold", "optimal")
 
 @dataclasses.dataclass(frozen=True)
 class MX(AbstractCalibration):
-    """A power of two for each tile, by one of five rules.
+    """A power-of-two scale for each tile, by one of five rules.
 
     - "floor": `2**(E - F)`, the OCP specification's rule; saturates up to a quarter of the largest element.
     - "rceil": the smallest power of two that saturates nothing, `2**ceil(log2(a / f))` (NVIDIA).
     - "even": the floor rule after `a` is rounded to the format's mantissa: up when `m` reaches the midpoint above `g`
       (torchao's EVEN, compressed-tensors; 1.75 for E2M1).
-    - "threshold": the floor rule, doubled when `m >= 1.8125`; E2M1 only. On weights it is within half a percent of the
-      least squared error for tiles of 32, without a search.
+    - "threshold": the floor rule, doubled when `m >= 1.8125`; E2M1 only. On weights in tiles of 32 its squared error is
+      within half a percent of the least, without a search.
     - "optimal": least (weighted) squared error among all powers of two, see `fewbit.array.scales.candidates`. E2M1 in tiles
-      up to 145 elements needs two candidates, rceil and rceil / 2; with weights the search goes on for as long as any tile
-      can gain. A tie goes to the larger scale, see `is_lower`.
+      up to 145 elements needs two candidates, rceil and rceil / 2; with weights the search continues while any tile can
+      gain. Ties go to the larger scale, see `is_lower`.
 
     Attributes:
         rule: one of the above.
@@ -71,14 +70,9 @@ CALIBRATIONS.add("mx", MX)
 
 
 def bits_added(rule: str, fmt: AbstractFormat) -> int:
-    """What a rule adds to the bits of the largest magnitude, so that its exponent, less that of `fmt.max`, is the scale's.
+    """The number below `2**23` that a rule adds to the bits of `amax` before it takes the exponent.
 
-    Args:
-        rule: one of the rules of MX; of "optimal", where the search begins: at "rceil".
-        fmt: the format of the codes.
-
-    Returns:
-        A number below `2**23`, the last place of a float32's exponent.
+    That exponent minus the exponent of `fmt.max` is the scale's. The rule "optimal" has its start, that of "rceil".
 
     >>> [bits_added(rule, fb.FORMATS["e2m1"]) / 2**23 for rule in ("floor", "even", "threshold", "rceil")]
     [0.0, 0.25, 0.1875, 0.49999988079071045]
@@ -91,7 +85,7 @@ def bits_added(rule: str, fmt: AbstractFormat) -> int:
         if fmt.name != "e2m1":
             raise UnsupportedError(f"mx,threshold is known for e2m1 only, not {fmt.name}; use mx,even")
         return int((2 - 1.8125) * 2**23)
-    # Every mantissa above that of the format's largest number carries over.
+    # Every mantissa above that of the format's largest number carries into the exponent.
     return (1 << 23) - 1 - (int(np.float32(fmt.max).view(np.int32)) & 0x7FFFFF)
 
 
@@ -103,14 +97,14 @@ def best_mx(tiles: Tiles, fmt: AbstractFormat) -> jax.Array:
 
 
 def _ruled_exponent(rule: str, amax: jax.Array, fmt: AbstractFormat) -> jax.Array:
-    """The exponent of the scale by a rule that does not search, int32."""
+    """The exponent of the scale by a rule without search, int32."""
     bits = jax.lax.bitcast_convert_type(amax, jnp.int32) + bits_added(rule, fmt)
     return exponent_of(jax.lax.bitcast_convert_type(bits, jnp.float32)) - _exponent(fmt)
 
 
 def _power(exponent: jax.Array, amax: jax.Array) -> jax.Array:
-    """`2**exponent` within float32's normal range; 0 for an all-zero tile, so that it is recognised as such."""
-    # 2**-126 is the smallest scale that is used: 2**-127 is subnormal, and dividing by it is not safe everywhere.
+    """`2**exponent` within float32's normal range; 0 for an all-zero tile, NaN for one that is not finite."""
+    # 2**-127 is subnormal, and dividing by it is not safe on all devices.
     power = power_of_two(jnp.clip(exponent, -126, 127))
     return jnp.where(amax > 0, jnp.where(jnp.isfinite(amax), power, jnp.nan), jnp.zeros_like(amax))
 
@@ -121,5 +115,7 @@ def _exponent(fmt: AbstractFormat) -> int:
 
 
 def _mantissa_bits(fmt: AbstractFormat) -> int:
-    """How many bits follow the leading one of the largest numbers."""
-    return fmt.mantissa if isinstance(fmt, Minifloat) else fmt.bits - 2
+    """The bits after the leading one of the largest numbers."""
+    if isinstance(fmt, Minifloat):
+        return fmt.mantissa
+    return fmt.bits - 2

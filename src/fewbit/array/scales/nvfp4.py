@@ -1,4 +1,4 @@
-"""Cheap choices of NVFP4's E4M3 scales: a few candidates in place of the exact search (which is `mse`)."""
+"""Fast NVFP4 calibrations: a few E4M3 scales instead of `mse`'s search."""
 
 import dataclasses
 from typing import ClassVar
@@ -21,16 +21,16 @@ _LARGEST_FOUR_OVER_SIX = 256.0
 
 @dataclasses.dataclass(frozen=True)
 class NVFP4(AbstractCalibration):
-    """A scale from a few candidates, for formats whose scales are held in E4M3, with or without a tensor scale.
+    """The best of a few E4M3 scales, with or without a tensor scale.
 
-    - "cheap6": the best of six scales: of the smallest that saturates nothing, the one itself, the two codes below it, and
-      the 3rd, 4th and 5th above it (which take the largest element to 4). Half the work of the exact search, and on weights
-      within half a percent of its squared error.
-    - "four_over_six": the largest element goes to 6 or to 4, whichever has the lower squared error: the scales
-      `amax / 6` and `1.5 amax / 6`, each rounded to the nearest E4M3. The tensor scale takes the tensor's largest element
-      to 256 times 6, since 1.5 times 448 is no E4M3 number. E2M1 only.
+    - "cheap6": the best of six scales: the smallest that saturates nothing, the two codes below it, and the 3rd, 4th and
+      5th above it (which map the largest element to 4). Half the work of the exact search; on weights within half a percent
+      of its squared error.
+    - "four_over_six": maps the largest element to 6 or to 4, whichever has the lower squared error: the scales `amax / 6`
+      and `1.5 amax / 6`, each rounded to the nearest E4M3. The tensor scale maps the tensor's largest element to 256 times
+      6, since 1.5 times 448 is not an E4M3 number. E2M1 only.
 
-    A tie keeps the candidate named first.
+    Ties go to the candidate named first.
 
     Attributes:
         rule: one of the above.
@@ -50,17 +50,21 @@ class NVFP4(AbstractCalibration):
         return True
 
     def largest_stored(self, holder: AbstractFormat | np.dtype) -> float | None:
-        return _LARGEST_FOUR_OVER_SIX if self.rule == "four_over_six" else None
+        return {"four_over_six": _LARGEST_FOUR_OVER_SIX}.get(self.rule)
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         fmt, holder = target.format, target.store.holder
         if target.asymmetric or not isinstance(holder, Minifloat) or holder.mantissa != 3:
-            raise UnsupportedError(f"nvfp4,{self.rule} needs a symmetric scheme whose scales are held in E4M3")
+            raise UnsupportedError(f"nvfp4,{self.rule} needs a symmetric scheme whose scales are stored in E4M3")
         if self.rule == "four_over_six" and fmt.name != "e2m1":
             raise UnsupportedError(f"nvfp4,four_over_six is a rule for e2m1, not {fmt.name}")
         trials = Trials.of(tiles, fmt)
         amax = jax.lax.stop_gradient(tiles.amax)
-        scales = _six(amax, target) if self.rule == "cheap6" else _four_and_six(amax, target)
+        if self.rule == "cheap6":
+            scales = _six(amax, target)
+        else:
+            six = quotient(amax, jnp.float32(fmt.bound))
+            scales = [target.store.snapped(scale) for scale in (six, six * 1.5)]
         best: Best = scales[0], trials.error(scales[0])
         for scale in scales[1:]:
             best = trials.better(scale, best)
@@ -77,10 +81,6 @@ def _six(amax: jax.Array, target: Target) -> list[jax.Array]:
     grid = stored_scales(holder).astype(np.float32)
     ceiling = first_unsaturated(amax, target, grid)
     scales = [looked_up(grid, jnp.clip(ceiling + offset, 0, len(grid) - 1)) for offset in _OFFSETS]
-    return scales if unit is None else [scale * unit for scale in scales]
-
-
-def _four_and_six(amax: jax.Array, target: Target) -> list[jax.Array]:
-    """The nearest scales that take the largest element to 6 and to 4."""
-    six = quotient(amax, jnp.float32(target.format.bound))
-    return [target.store.snapped(scale) for scale in (six, six * 1.5)]
+    if unit is None:
+        return scales
+    return [scale * unit for scale in scales]

@@ -1,4 +1,4 @@
-"""A range that leaves out the outermost elements of the tile."""
+"""Percentile calibration."""
 
 import dataclasses
 from typing import ClassVar
@@ -11,10 +11,10 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class Percentile(AbstractCalibration):
-    """The `percent`-th percentile of `|x|` lands on the largest code; what lies beyond saturates.
+    """Maps the `percent`-th percentile of `|x|` to the largest code; elements beyond it saturate.
 
-    For an asymmetric target the range leaves out as many elements at either end, and contains 0. Percentiles between two
-    elements are interpolated linearly, as `numpy.percentile` does.
+    For an asymmetric target the range clips equally many elements at both ends, and contains 0. Percentiles are linearly
+    interpolated, as in `numpy.percentile`.
 
     Attributes:
         percent: above 0, up to 100 (which is absmax).
@@ -32,7 +32,7 @@ class Percentile(AbstractCalibration):
         return True
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
-        x = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, jnp.nan)
+        x = tiles.padded(tiles.x, jnp.nan)
         fraction = self.percent / 100
         if not target.asymmetric:
             high = jnp.nanquantile(jnp.abs(x), fraction, axis=tiles.within, keepdims=True)

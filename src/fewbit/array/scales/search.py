@@ -1,12 +1,12 @@
-"""Least squared error among the scales that can be stored: powers of two, or the codes of a small float format.
+"""Exact search for the storable scale of least squared error.
 
-Every search starts from the smallest stored scale that saturates nothing, tries the candidates above it that
-`candidates` leaves, and goes down from it for as long as some tile can still gain. What a tile can gain is bounded by what
-saturates: the elements beyond the largest number cost at least their distance to it, under this scale and more under every
-smaller one, so a tile is done when that alone exceeds its best error. This holds for any tile length, any weights and any
-format; where a fixed number of candidates is proven to suffice, no bound is computed.
+Storable scales are powers of two, or the numbers of a small float format. Every search starts from the smallest one that
+saturates nothing, tries the candidates above it that `candidates` allows, and goes down while some tile can gain. Saturated
+elements bound the gain: they cost at least their distance to the largest number, and more under every smaller scale, so a tile
+is done when that alone exceeds its best error. This is valid for any tile length, weights and format; where a fixed number of
+candidates is proven to suffice, no bound is computed.
 
-A tie (see `calibration.is_lower`) goes to the candidate tried first, and the naive scales are tried first.
+Ties (see `calibration.is_lower`) go to the candidate tried first, the naive scale.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ from .calibration import Target, Tiles, is_lower
 from .candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
 
 SMALLEST = 2.0**-120
-"""The smallest scale, in units of its tile, that is told from zero; its reciprocal is a normal number."""
+"""The smallest nonzero scale, in units of its tile; its reciprocal is a normal number."""
 
 Best = tuple[jax.Array, jax.Array]
 """A scale for each tile, and its error."""
@@ -32,13 +32,13 @@ Best = tuple[jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Trials:
-    """Tiles in units of powers of two near their largest magnitudes, and the format whose scales are tried on them.
+    """Tiles normalized by powers of two near their amax, to try scales on.
 
-    Squares and sums in these units neither overflow nor vanish. A searched scale is a constant to derivatives.
+    Squares and sums then neither overflow nor underflow. Gradients treat a searched scale as a constant.
 
     Attributes:
-        tiles: the tiles in their units.
-        unit: the unit of each tile.
+        tiles: the normalized tiles.
+        unit: the power of two of each tile.
         inverse: 1 / unit.
         format: the format of the codes.
     """
@@ -50,34 +50,34 @@ class Trials:
 
     @classmethod
     def of(cls, tiles: Tiles, fmt: AbstractFormat) -> "Trials":
-        """The trials of tiles as they came."""
-        stopped = (None if a is None else jax.lax.stop_gradient(a) for a in (tiles.x, tiles.weights))
-        tiles = dataclasses.replace(tiles, **dict(zip(("x", "weights"), stopped, strict=True)))
+        """Normalizes tiles."""
+        x, weights = jax.lax.stop_gradient((tiles.x, tiles.weights))
+        tiles = dataclasses.replace(tiles, x=x, weights=weights)
         exponent = tiles.exponent
         inverse = power_of_two(-exponent)
         return cls(dataclasses.replace(tiles, x=tiles.x * inverse), power_of_two(exponent), inverse, fmt)
 
     def error(self, scale: jax.Array) -> jax.Array:
-        """The (weighted) squared error of each tile under a scale, in units of the tile."""
-        # A product with the reciprocal: it rounds twice, which is nothing to an error, and costs a division a tile only.
+        """The weighted squared error of each tile under a scale, in units of the tile."""
+        # A product with the reciprocal costs one division per tile; that it rounds twice does not matter here.
         scale = jnp.maximum(scale * self.inverse, jnp.float32(SMALLEST))
         x = self.tiles.x
         return self.tiles.weighted_total(jnp.square(self.format.nearest(x * (1 / scale)) * scale - x))
 
     def saturated(self, scale: jax.Array) -> jax.Array:
-        """The part of that error which every smaller scale has at least: that of elements beyond the largest numbers."""
+        """The error of saturated elements: a lower bound of the error of every smaller scale."""
         scale, x = scale * self.inverse, self.tiles.x
         excess = jnp.maximum(x - jnp.float32(self.format.max) * scale, jnp.float32(self.format.min) * scale - x)
         return self.tiles.weighted_total(jnp.square(jnp.maximum(excess, 0)))
 
     def better(self, scale: jax.Array, best: Best) -> Best:
-        """Tile by tile the scale of lower error; a tie keeps `best`."""
+        """The scale of lower error, per tile; a tie keeps `best`."""
         error = self.error(scale)
         wins = is_lower(error, best[1])
         return jnp.where(wins, scale, best[0]), jnp.where(wins, error, best[1])
 
     def lowered(self, scale_at: Callable[[jax.Array], jax.Array], steps: jax.Array | int, best: Best) -> Best:
-        """The best of `best` and `scale_at(1), scale_at(2), ..` (ever smaller), each tried while a tile can gain by it."""
+        """The best of `best` and the ever smaller `scale_at(1), scale_at(2), ..`, tried while any tile can gain."""
 
         def can_gain(state: tuple[jax.Array, Best]) -> jax.Array:
             step, best = state
@@ -91,24 +91,22 @@ class Trials:
 
 
 def best_power_of_two(tiles: Tiles, fmt: AbstractFormat, ceiling: jax.Array, power: Callable[..., jax.Array]) -> jax.Array:
-    """The power of two of least error.
+    """The power of two of least error for each tile.
 
     Args:
-        tiles: what is quantized.
+        tiles: the blocked array.
         fmt: the format of the codes.
         ceiling: the exponent of the smallest power that saturates nothing.
-        power: gives the power of an exponent, within what can be stored.
-
-    Returns:
-        A scale for each tile.
+        power: the storable power of two of an exponent.
     """
     trials = Trials.of(tiles, fmt)
     largest_tile = math.prod(tiles.x.shape[a] for a in tiles.within)
 
     def tried(first: int, last: int, best: Best) -> Best:
-        # A loop keeps many candidates from being fused into one huge body; one is faster without it.
-        step = lambda i, best: trials.better(power(ceiling + i), best)  # noqa: E731
-        return step(first, best) if last == first else jax.lax.fori_loop(first, last + 1, step, best)
+        if last == first:
+            return trials.better(power(ceiling + first), best)
+        # A loop, since XLA would fuse the unrolled candidates into one huge body.
+        return jax.lax.fori_loop(first, last + 1, lambda i, best: trials.better(power(ceiling + i), best), best)
 
     best = power(ceiling), trials.error(power(ceiling))
     if doublings := needed_doublings(fmt):
@@ -119,7 +117,7 @@ def best_power_of_two(tiles: Tiles, fmt: AbstractFormat, ceiling: jax.Array, pow
 
 
 def best_stored(tiles: Tiles, target: Target) -> jax.Array:
-    """The best scale among the numbers of the format that holds the scales; 0 for an all-zero tile."""
+    """The best scale among the numbers of the scale format; 0 for an all-zero tile."""
     holder, fmt = target.store.holder, target.format
     assert isinstance(holder, AbstractFormat)
     trials, unit = Trials.of(tiles, fmt), target.store.unit
@@ -129,9 +127,13 @@ def best_stored(tiles: Tiles, target: Target) -> jax.Array:
 
     def scale_at(index: jax.Array) -> jax.Array:
         scale = looked_up(grid, jnp.maximum(index, 0))
-        return scale if unit is None else scale * unit
+        if unit is None:
+            return scale
+        return scale * unit
 
-    proven = None if tiles.weights is not None else proven_window(fmt, holder, _tile_length(tiles))
+    proven = None
+    if tiles.weights is None:
+        proven = proven_window(fmt, holder, math.prod(tiles.x.shape[a] for a in tiles.within))
     first, last = proven or (np.arange(len(grid)), last_useful_scale(fmt, holder))
     first, last = (looked_up(ends.astype(np.int32), ceiling) for ends in (first, last))
     best = scale_at(ceiling), trials.error(scale_at(ceiling))
@@ -142,9 +144,10 @@ def best_stored(tiles: Tiles, target: Target) -> jax.Array:
 
 
 def first_unsaturated(amax: jax.Array, target: Target, grid: np.ndarray) -> jax.Array:
-    """The place in the grid of the smallest stored scale that saturates nothing, or the last."""
+    """The index in the grid of the smallest stored scale that saturates nothing, or the last."""
     needed = quotient(amax, jnp.float32(target.format.bound))
-    needed = needed if target.store.unit is None else quotient(needed, target.store.unit)
+    if target.store.unit is not None:
+        needed = quotient(needed, target.store.unit)
     holder = target.store.holder
     assert isinstance(holder, AbstractFormat)
     places = np.searchsorted(grid, np.nan_to_num(holder.values())).clip(0, len(grid) - 1).astype(np.int32)
@@ -152,22 +155,18 @@ def first_unsaturated(amax: jax.Array, target: Target, grid: np.ndarray) -> jax.
     return jnp.minimum(nearest + (looked_up(grid, nearest) < needed).astype(jnp.int32), len(grid) - 1)
 
 
-def _tile_length(tiles: Tiles) -> int:
-    return math.prod(tiles.x.shape[a] for a in tiles.within)
-
-
 @functools.cache
 def proven_window(fmt: AbstractFormat, holder: AbstractFormat, elements: int) -> tuple[np.ndarray, np.ndarray] | None:
-    """For each E4M3 scale that saturates nothing, the first and last that can be optimal for E2M1; None where not proven.
+    """The first and last E4M3 scale that can be optimal for E2M1, for each smallest one that saturates nothing.
 
-    Linear programs over all tiles (every distribution of the other elements against every largest one) leave, around the
-    smallest scale that saturates nothing, the codes -4..+6 for up to 16 elements and -5..+6 for up to 32; where that is
-    one of the lowest 8, where the steps are not in proportion, the lowest 15.
+    Linear programs over all tiles (every distribution of the other elements against every largest one) prove the codes
+    -4..+6 for up to 16 elements and -5..+6 for up to 32, relative to the smallest scale that saturates nothing; if that is
+    one of the lowest 8 (subnormal), the lowest 15. None where nothing is proven.
     """
     if (fmt.name, holder.name) not in (("e2m1", "e4m3fn"), ("e2m1", "ue4m3")) or elements > 32:
         return None
     codes = np.arange(len(stored_scales(holder)))
-    below, above = (4 if elements <= 16 else 5), 6
+    below, above = 4 + (elements > 16), 6
     low = codes < 8
     first = np.where(low, 0, codes - below)
     return first, np.where(low, 14, codes + above).clip(max=len(codes) - 1)

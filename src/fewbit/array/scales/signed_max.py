@@ -1,4 +1,4 @@
-"""ggml's rule for Q4_0 and Q5_0: the element of largest magnitude lands on the most negative code, sign and all."""
+"""ggml's calibration for Q4_0 and Q5_0."""
 
 import dataclasses
 from typing import ClassVar
@@ -12,10 +12,10 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class SignedMax(AbstractCalibration):
-    """`scale = m / min` where `m` is the element of largest magnitude and `min` the format's most negative number.
+    """Maps the element `m` of largest magnitude to the most negative number: `scale = m / min`.
 
-    The scale takes either sign, so the one code that a full signed range has more on its negative side is always put to
-    use. Of elements of equal magnitude the first counts, as in ggml.
+    The scale may be negative, so the extra negative code of a full signed range is always used. Of equal magnitudes the
+    first wins, as in ggml.
     """
 
     name: ClassVar[str] = "signed_max"
@@ -25,8 +25,8 @@ class SignedMax(AbstractCalibration):
             raise UnsupportedError(f"signed_max needs a signed format without a zero point, not {target.format.name}")
         if len(tiles.within) > 1:
             raise UnsupportedError("signed_max needs a tile on one axis only")
-        largest = tiles.x if tiles.valid is None else jnp.where(tiles.valid, tiles.x, 0)
-        for axis in tiles.within:  # none where each element is a tile
+        largest = tiles.padded(tiles.x, 0)
+        for axis in tiles.within:  # empty if each element is a tile
             where = jnp.argmax(jnp.abs(largest), axis=axis, keepdims=True)
             largest = jnp.take_along_axis(largest, where, axis=axis)
         return quotient(largest, jnp.float32(target.format.min)), None

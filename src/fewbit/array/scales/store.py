@@ -1,4 +1,4 @@
-"""How scales are held: as an array of a float dtype, as the codes of a format, or quantized themselves."""
+"""Storage of scales: float dtypes or codes of a format."""
 
 import dataclasses
 import functools
@@ -14,12 +14,12 @@ from ...formats.format import looked_up, quotient
 
 @dataclasses.dataclass(frozen=True)
 class ScaleStore:
-    """The numbers that a stored scale can be: those of a format or of a float dtype, times a unit.
+    """The storable scales: the numbers of a format or float dtype, times a unit.
 
     Attributes:
         holder: a format whose codes are stored, or a float dtype.
-        unit: what the number 1 of the holder stands for: the tensor scale where there is one, else 1. Float32.
-        limit: no number above it is stored; see `fewbit.array.scales.limits`.
+        unit: the tensor scale, float32; None: 1.
+        limit: the largest number to store; see `fewbit.array.scales.limits`.
     """
 
     holder: AbstractFormat | np.dtype
@@ -28,37 +28,41 @@ class ScaleStore:
 
     @property
     def smallest(self) -> float:
-        """The smallest positive number that the holder has (for a dtype of float32's exponent, the smallest normal one)."""
+        """The smallest positive number of the holder that is a normal float32."""
         if isinstance(self.holder, AbstractFormat):
-            return max(self.holder.smallest, float(jnp.finfo(jnp.float32).tiny))
-        return max(float(jnp.finfo(self.holder).smallest_subnormal), float(jnp.finfo(jnp.float32).tiny))
+            smallest = self.holder.smallest
+        else:
+            smallest = float(jnp.finfo(self.holder).smallest_subnormal)
+        return max(smallest, float(jnp.finfo(jnp.float32).tiny))
 
     @property
     def largest(self) -> float:
-        """The largest finite number that the holder has up to the limit."""
+        """The largest finite number of the holder up to the limit."""
         if isinstance(self.holder, AbstractFormat):
-            return self.holder.max if self.holder.max <= self.limit else _largest_value(self.holder, self.limit)
+            if self.holder.max <= self.limit:
+                return self.holder.max
+            values = self.holder.values()
+            return float(values[values <= self.limit].max())
         largest = float(jnp.finfo(self.holder).max)
         if largest <= self.limit:
             return largest
         near = np.float32(self.limit).astype(self.holder)
-        return float(near if float(near) <= self.limit else np.nextafter(near, np.zeros_like(near)))
+        if float(near) > self.limit:
+            near = np.nextafter(near, np.zeros_like(near))
+        return float(near)
 
     def stored(self, scale: jax.Array) -> jax.Array:
-        """The holder's form of each scale: the nearest number it has, never zero for a scale that is not.
-
-        NaN stays NaN where the holder has it.
-        """
-        scale = scale if self.unit is None else quotient(scale, self.unit)
+        """The stored form of each scale: the nearest number, nonzero for a nonzero scale; NaN if the holder has it."""
+        if self.unit is not None:
+            scale = quotient(scale, self.unit)
         magnitude = jnp.clip(jnp.abs(scale), self.smallest, self.largest)
-        held = jnp.where(scale == 0, 0.0, jnp.copysign(magnitude, scale))
-        return self.holder.encode(held) if isinstance(self.holder, AbstractFormat) else held.astype(self.holder)
+        number = jnp.where(scale == 0, 0.0, jnp.copysign(magnitude, scale))
+        if isinstance(self.holder, AbstractFormat):
+            return self.holder.encode(number)
+        return number.astype(self.holder)
 
     def stored_up(self, scale: jax.Array) -> jax.Array:
-        """The holder's form of each scale, rounded up in magnitude: the smallest number it has that is not below the scale.
-
-        Above the largest number it is the largest. NaN stays NaN where the holder has it.
-        """
+        """The stored form of each scale, rounded up in magnitude but not beyond `largest`; NaN if the holder has it."""
         stored = self.stored(scale)
         is_below = jnp.abs(self.loaded(stored)) < jnp.abs(scale)
         if isinstance(self.holder, AbstractFormat):
@@ -69,32 +73,30 @@ class ScaleStore:
 
     def loaded(self, stored: jax.Array) -> jax.Array:
         """The float32 scales of their stored form."""
-        holder = self.holder
-        scale = holder.decode(stored) if isinstance(holder, AbstractFormat) else stored.astype(jnp.float32)
-        return scale if self.unit is None else scale * self.unit
+        if isinstance(self.holder, AbstractFormat):
+            scale = self.holder.decode(stored)
+        else:
+            scale = stored.astype(jnp.float32)
+        if self.unit is None:
+            return scale
+        return scale * self.unit
 
     def snapped(self, scale: jax.Array) -> jax.Array:
-        """Each scale as it will be read back."""
+        """Each scale rounded to a storable one."""
         return self.loaded(self.stored(scale))
 
     @property
     def is_power_of_two(self) -> bool:
-        """Whether the holder has powers of two only."""
+        """Whether all storable scales are powers of two."""
         return isinstance(self.holder, E8M0)
 
 
 @functools.cache
 def _next_codes(holder: AbstractFormat) -> np.ndarray:
-    """For each code of a positive number the code of the next larger one; of the largest, and of all other codes, itself."""
+    """The code of the next larger number for codes of positive numbers; the largest and all others map to themselves."""
     values = np.nan_to_num(holder.values(), nan=0, posinf=0)
     order = np.argsort(values, kind="stable")
     order = order[values[order] > 0]
     codes = np.arange(len(values), dtype=np.uint8)
     codes[order[:-1]] = order[1:]
     return codes
-
-
-def _largest_value(holder: AbstractFormat, limit: float) -> float:
-    """The largest number of a format up to a limit."""
-    values = holder.values()
-    return float(values[values <= limit].max())

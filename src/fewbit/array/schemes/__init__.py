@@ -1,4 +1,4 @@
-"""The named schemes, as data; importing this package registers them."""
+"""The named schemes, registered on import."""
 
 from . import block as block
 from . import gguf as gguf

@@ -1,4 +1,4 @@
-"""Schemes of small floats and codebooks with float32 scales: fp8, fp4, NF4 and its double-quantized form."""
+"""FP8, FP4 and NF4 schemes with float32 scales; NF4 double-quantized."""
 
 from ...formats import FORMATS
 from ..scales import CentredAbsMax
@@ -20,7 +20,7 @@ SCHEMES.add("fp4", Scheme(FORMATS["e2m1"], _BLOCK_64))
 SCHEMES.add("nf4", Scheme(FORMATS["nf4"], _BLOCK_64))
 SCHEMES.add("bnb_fp4", Scheme(FORMATS["bnb_fp4"], _BLOCK_64))
 
-# QLoRA's double quantization: 8-bit scales around their mean. bitsandbytes takes runs of 256 of the flattened scales; one
-# range for all scales keeps them sliceable with the array and costs no more.
+# QLoRA's double quantization: 8-bit scales around their mean. bitsandbytes has a range for each 256 flattened scales; one
+# range for all of them can be sliced with the array, and the error is no larger.
 _nested = Scheme(FORMATS["dynamic8"], {}, zero_point="float32", calibration=CentredAbsMax())
 SCHEMES.add("nf4_dq", Scheme(FORMATS["nf4"], _BLOCK_64, scale=_nested))

@@ -1,4 +1,4 @@
-"""Integer schemes with float scales, one scale a row until a tile is named (`int4_g64`); ternary and binary."""
+"""Integer, ternary and binary schemes, per-channel unless grouped (`int4_g64`)."""
 
 from ...formats import FORMATS
 from ..scales import AbsMax, AbsMean, MinMax
@@ -12,7 +12,7 @@ for _bits in range(2, 9):
     _unsigned = FORMATS[f"uint{_bits}"]
     SCHEMES.add(f"uint{_bits}", Scheme(_unsigned, _ROW, zero_point=_unsigned, calibration=MinMax()))
 
-# AQT puts the largest element on the edge of the last code, and never uses the most negative one.
+# AQT maps the largest element to the edge of the last code, and never uses the most negative one.
 for _bits in (4, 8):
     _top = 2 ** (_bits - 1) - 1
     SCHEMES.add(f"int{_bits}_aqt", Scheme(FORMATS[f"int{_bits}_narrow"], _ROW, calibration=AbsMax(_top / (_top + 0.5))))

@@ -1,7 +1,7 @@
-"""Block schemes with scales of 8 bits: the OCP MX family (a power of two for 32 elements), NVFP4 and NVINT4.
+"""OCP MX, NVFP4 and NVINT4: block schemes with 8-bit scales.
 
-The MX presets choose each power of two by the exact search; any rule that the specification allows is one
-`calibration=MX("floor")` away. NVFP4 and NVINT4 have two levels: E4M3 scales for 16 elements, and a float32 for the tensor.
+MX: a power-of-two scale for 32 elements, found by exact search; `calibration=MX("floor")` selects another rule. NVFP4 and
+NVINT4: E4M3 scales for 16 elements and a float32 tensor scale.
 """
 
 from ...formats import FORMATS
