@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class _Package(types.ModuleType):
-    """The package; imports `_api`, and so JAX, on first use of a public name, to keep the command line's help fast."""
+    """The package, which imports `_api` (and JAX) on first use of a public name."""
 
     @property
     def recipe(self) -> Any:

@@ -1,7 +1,7 @@
 """JSON parsing with size limits and schema checks.
 
-Errors name the file and the field. Our own files have closed schemas (an unknown field is an error), others' open ones (it is
-ignored). Schemas are msgspec types: a `msgspec.Struct`, or `dict[str, X]`, `list[X]` and unions of them.
+Errors name the file and the field. Our own files have closed schemas (an unknown field is an error), others' open ones (it
+is ignored). Schemas are msgspec types: a `msgspec.Struct`, or `dict[str, X]`, `list[X]` and unions of them.
 """
 
 import inspect
@@ -52,8 +52,8 @@ def parsed(text: bytes, where: str) -> Any:
         where: what the text is, for the error message: a file, or a part of one.
 
     Raises:
-        QuantError: when the text is not UTF-8 or not JSON, repeats a key, contains NaN, infinity, a number beyond float64 or a
-            lone surrogate, or exceeds a limit of length, depth, count or digits.
+        QuantError: when the text is not UTF-8 or not JSON, repeats a key, contains NaN, infinity, a number beyond float64 or
+            a lone surrogate, or exceeds a limit of length, depth, count or digits.
 
     >>> parsed(b'{"a": [1, 2.5]}', "config.json")
     {'a': [1, 2.5]}
@@ -90,7 +90,7 @@ def parsed_object(text: bytes, where: str) -> dict[str, Any]:
 
 
 def file_text(path: pathlib.Path, what: str) -> bytes:
-    """The bytes of a JSON file; QuantError when it is missing, unreadable or longer than MAX_BYTES."""
+    """The bytes of a JSON file. QuantError when it is missing, unreadable or longer than MAX_BYTES."""
     try:
         if not path.exists():
             raise QuantError(f"{what} {path} does not exist")
@@ -176,7 +176,7 @@ def schema_document(schema: Any, title: str) -> dict[str, Any]:
 
 
 def dumped(value: object, where: str) -> bytes:
-    """Indented JSON text, keys in order; QuantError for what JSON cannot express, NaN and infinity included."""
+    """Indented JSON text, keys in order. QuantError for what JSON cannot express, NaN and infinity included."""
     try:
         return (json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode("utf-8")
     except (TypeError, ValueError, RecursionError) as error:
@@ -281,7 +281,7 @@ def _fault(message: str, value: Any, schema: object, where: str) -> str:
 
 
 def _alternatives(schema: object) -> list[Any]:
-    """The members of a union without `Annotated`; any other type as the only one."""
+    """The members of a union without `Annotated`; `[schema]` for another type."""
     origin = typing.get_origin(schema)
     if origin is Annotated:
         return _alternatives(typing.get_args(schema)[0])
@@ -291,7 +291,7 @@ def _alternatives(schema: object) -> list[Any]:
 
 
 def _object_schema(schema: object, value: object) -> Any:
-    """The alternative of a schema for a JSON object: the Struct with the object's tag, or the dict; None if neither."""
+    """The alternative of a schema for a JSON object: the Struct with the object's tag, or the dict. None if neither."""
     found = [each for each in _alternatives(schema) if _is_struct(each) or typing.get_origin(each) is dict]
     tagged = [each for each in found if _is_struct(each) and each.__struct_config__.tag is not None]
     if isinstance(value, Mapping) and tagged:

@@ -1,7 +1,7 @@
 """Regular expressions from recipes and files, matched in bounded time.
 
-The syntax is that of Python's `re`, which can take exponential time. It matches expressions with few and no nested repeats, in
-at most quadratic time; all others go to the package `regex`, with a time limit.
+The syntax is that of Python's `re`, which can take exponential time. It matches expressions with few and no nested repeats,
+in at most quadratic time; all others go to the package `regex`, with a time limit.
 """
 
 import re
@@ -52,7 +52,7 @@ class Pattern:
             raise QuantError(f"{what} {text!r:.200} is not a regular expression: {error}") from error
 
     def fullmatch(self, name: str) -> bool:
-        """Whether the expression matches the whole text; QuantError when that takes longer than `SECONDS`."""
+        """Whether the expression matches the whole text. QuantError when that takes longer than `SECONDS`."""
         if self._plain is None:
             return name == self.text
         if len(name) <= _MAX_TEXT and self._is_quick:

@@ -109,7 +109,7 @@ def cell(value: object) -> str:
 
 
 def wrapped(text: str, width: int) -> str:
-    """The text wrapped between words, further lines indented like the first; "a ± b" is not broken.
+    """The text wrapped between words, further lines indented like the first. "a ± b" is not broken.
 
     >>> print(wrapped("  perplexity 5.349 ± 0.002 of text", 20))
       perplexity
@@ -143,7 +143,7 @@ def _narrowest(column: Column, texts: Sequence[str]) -> int:
 
 
 def _inline(columns: Sequence[Column], widths: dict[str, int], narrowest: Mapping[str, int], width: int) -> list[Column]:
-    """The columns of the first line of a row; reduces their `widths` until they fit."""
+    """The columns of the first line of a row. Reduces their `widths` until they fit."""
     inline = list(columns)
     while True:
         excess = sum(widths[c.key] for c in inline) + len(_GAP) * (len(inline) - 1) - width
@@ -186,7 +186,7 @@ def _first_lines(row: Mapping[str, str], inline: Sequence[Column], widths: Mappi
 
 
 def _lines_below(row: Mapping[str, str], below: Sequence[Column], width: int) -> Iterator[str]:
-    """The cells of the other columns, each after its heading; only words are wrapped."""
+    """The cells of the other columns, each after its heading. Only words are wrapped."""
     words: list[str] = []
     for column in below:
         text = row[column.key]

@@ -59,7 +59,7 @@ class FrozenTileMap(Mapping[int | EllipsisType, Tile]):
 
 
 def from_front(axis: int, ndim: int) -> int:
-    """The axis counted from the front; QuantError unless it is an integer in `-ndim .. ndim - 1`.
+    """The axis counted from the front. QuantError unless it is an integer in `-ndim .. ndim - 1`.
 
     >>> from_front(-1, 3)
     2
@@ -74,7 +74,7 @@ def from_front(axis: int, ndim: int) -> int:
 
 
 def axis_tiles(tile: TileMap, ndim: int) -> tuple[Tile, ...]:
-    """The tile of each of `ndim` axes; absent axes take the map's `...`, else None.
+    """The tile of each of `ndim` axes. Absent axes take the map's `...`, else None.
 
     >>> axis_tiles({...: 1, -1: 32}, 3)
     (1, 1, 32)
@@ -112,7 +112,7 @@ def fitting_tiles(length: int) -> str:
 
 
 def blocked(x: jax.Array, tiles: Sequence[Tile]) -> tuple[jax.Array, tuple[int, ...]]:
-    """Splits each axis into (tiles, elements of a tile); also returns the axes over which a tile extends.
+    """Splits each axis into (tiles, elements of a tile). Also returns the axes over which a tile extends.
 
     An axis with tile 1 (all tiles) or None (all elements) is not split. A short last tile is padded with zeros.
 
@@ -156,7 +156,7 @@ def blocked_scale(scale: jax.Array, tiles: Sequence[Tile]) -> jax.Array:
 
 
 def valid_elements(shape: Sequence[int], tiles: Sequence[Tile]) -> jax.Array | None:
-    """A mask of the blocked array's elements that are not padding; None when there is no padding."""
+    """A mask of the blocked array's elements that are not padding. None when there is no padding."""
     if all(n % (t or 1) == 0 for n, t in zip(shape, tiles, strict=True)):
         return None
     return blocked(jnp.ones(tuple(shape), jnp.bool_), tiles)[0]

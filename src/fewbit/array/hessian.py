@@ -1,12 +1,13 @@
 """Hessian-weighted quantization: minimizes the output error `r^T H r`.
 
-An error `r` in a block of a weight's row costs `|X r|**2 = r^T H r` in the output, with `H = X^T X` of the activations. Errors
-of different elements can cancel, so the bounds of the squared error (`array/scales/candidates.py`) do not apply. Instead:
+An error `r` in a block of a weight's row costs `|X r|**2 = r^T H r` in the output, with `H = X^T X` of the activations.
+Errors of different elements can cancel, so the bounds of the squared error (`array/scales/candidates.py`) do not apply.
+Instead:
 
-1. **Scales.** Every positive number of the scale format is tried (126 for NVFP4, 254 for MX). Float scales: one candidate for
-   each breakpoint of the rounding, with the scale that fits its codes best, `x^T H q / q^T H q`.
-2. **Codes.** Coordinate descent: each element in turn takes the number nearest to `q_i + (H r)_i / (s H_ii)`, which is optimal
-   with all others fixed; then the scale is fitted again. Each tile keeps a round only if its error falls.
+1. **Scales.** Every positive number of the scale format is tried (126 for NVFP4, 254 for MX). Float scales: one candidate
+   for each breakpoint of the rounding, with the scale that fits its codes best, `x^T H q / q^T H q`.
+2. **Codes.** Coordinate descent: each element in turn takes the number nearest to `q_i + (H r)_i / (s H_ii)`, which is
+   optimal with all others fixed; then the scale is fitted again. Each tile keeps a round only if its error falls.
 
 The start is the result of `quantize`. Tiles and `H` are normalized by powers of two.
 """
@@ -125,6 +126,7 @@ def _quantized(x: jax.Array, hessian: jax.Array, scheme: Scheme, axis: int, roun
     return dataclasses.replace(start, codes=pack(codes, fmt.bits, start.scheme.packing, axis=along), scale=scale)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class _Found:
     """A candidate solution: scale (in units of the tile), decoded codes and error of each tile."""
@@ -132,9 +134,6 @@ class _Found:
     scale: jax.Array  # [blocks, rows, 1]
     q: jax.Array  # [blocks, rows, tile]
     error: jax.Array  # [blocks, rows, 1]
-
-
-jax.tree_util.register_dataclass(_Found, data_fields=["scale", "q", "error"], meta_fields=[])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -67,7 +67,7 @@ def regrouped(shape: Sequence[int], new_shape: Sequence[int]) -> list[tuple[list
 
 
 def merged(axes: Sequence[Axis]) -> Axis:
-    """Merges adjacent axes into one, row-major; QuantError if a tile or a byte would not stay contiguous."""
+    """Merges adjacent axes into one, row-major. QuantError if a tile or a byte would not stay contiguous."""
     axes = [a for a in axes if a.length != 1 or a.is_packed] or list(axes[:1])
     if not axes:
         return Axis(1, 1)
@@ -87,7 +87,7 @@ def merged(axes: Sequence[Axis]) -> Axis:
 
 
 def split(axis: Axis, lengths: Sequence[int]) -> list[Axis]:
-    """Splits an axis into axes of these lengths, row-major; QuantError if a tile or a byte would span two of them."""
+    """Splits an axis into axes of these lengths, row-major. QuantError if a tile or a byte would span two of them."""
     if list(lengths).count(1) == len(lengths) - 1 and axis.length in lengths:
         place = len(lengths) - 1 - list(lengths)[::-1].index(axis.length)
         unit_axes = [Axis(1, 1)] * (len(lengths) - 1)
@@ -115,7 +115,7 @@ def split(axis: Axis, lengths: Sequence[int]) -> list[Axis]:
 
 
 def reshaped(axes: Sequence[Axis], new_shape: Sequence[int]) -> list[Axis]:
-    """The axes after a reshape; QuantError if the size differs, or a tile or a byte would be cut."""
+    """The axes after a reshape. QuantError if the size differs, or a tile or a byte would be cut."""
     result: list[Axis] = []
     for old, new in regrouped([a.length for a in axes], new_shape):
         group = [axes[i] for i in old]

@@ -1,7 +1,8 @@
 """Dense bit packing of 1- to 8-bit codes into bytes.
 
-The codes along one axis form a bit stream; by default code 0 takes the lowest bits of byte 0, as in nearly every file format.
-`Packing` describes the others: the order within a group (`interleave`), and bytes filled from their high bits (`high_first`).
+The codes along one axis form a bit stream; by default code 0 takes the lowest bits of byte 0, as in nearly every file
+format. `Packing` describes the others: the order within a group (`interleave`), and bytes filled from their high bits
+(`high_first`).
 """
 
 import dataclasses
@@ -23,8 +24,8 @@ class Packing:
     """The order of packed codes.
 
     Attributes:
-        interleave: the permutation of each group of `len(interleave)` codes: which code comes at each place. Empty: in order.
-            The last group is padded.
+        interleave: the permutation of each group of `len(interleave)` codes: which code comes at each place. Empty: in
+            order. The last group is padded.
         high_first: whether the first code of a byte takes its high bits (bitsandbytes). Only for 1, 2, 4 and 8 bits, whose
             codes never straddle a byte.
 
@@ -94,7 +95,7 @@ def code_capacity(byte_count: int, bits: int) -> int:
 
 
 def codes_per_unit(bits: int, packing: Packing = Packing()) -> int:
-    """The fewest codes that fill whole bytes and groups; slices must start and end at multiples of it."""
+    """The fewest codes that fill whole bytes and groups. Slices must start and end at multiples of it."""
     return math.lcm(8 // math.gcd(bits, 8), len(packing.interleave) or 1)
 
 

@@ -173,14 +173,14 @@ class QArray:
 
     @property
     def untransposed(self) -> tuple["QArray", tuple[int, ...]]:
-        """The array before `transpose`, and its axis for each of ours; the array itself if it was not transposed.
+        """The array before `transpose`, and its axis for each of ours. The array itself if it was not transposed.
 
         Products read it to avoid moving bytes. Unflattening (jit, vmap, ...) forgets it.
         """
         return getattr(self, "_source", (self, tuple(range(self.ndim))))
 
     def reshape(self, *shape: int | tuple[int, ...]) -> "QArray":
-        """The array in another shape; QuantError if the sizes differ, or a tile or a byte would be cut."""
+        """The array in another shape. QuantError if the sizes differ, or a tile or a byte would be cut."""
         given = _unwrapped(shape)
         wanted = [operator.index(n) for n in given]
         if wanted.count(-1) == 1:
@@ -267,7 +267,7 @@ class QArray:
 
     @property
     def sharding(self) -> Sharding | None:
-        """The sharding of the array; None if unknown, as under jit with an auto mesh."""
+        """The sharding of the array. None if unknown, as under jit with an auto mesh."""
         from .sharding import logical_sharding  # it needs this class
 
         return logical_sharding(self)
@@ -313,12 +313,12 @@ _LEAVES = ("codes", "scale", "zero_point", "tensor_scale")
 
 
 def is_qarray(x: object) -> bool:
-    """Whether `x` is a QArray; the `is_leaf` of tree functions that treat QArrays as leaves."""
+    """Whether `x` is a QArray. The `is_leaf` of tree functions that treat QArrays as leaves."""
     return isinstance(x, QArray)
 
 
 def _actual_tile(count: int, tile: Tile, length: int) -> Tile:
-    """The tile of an axis with `count` scales; stacking gives each element its own."""
+    """The tile of an axis with `count` scales. Stacking gives each element its own."""
     if count == 1 and (tile is None or tile >= length) and length != 1:
         return None
     if count == length:
@@ -356,7 +356,7 @@ def _unwrapped(numbers: tuple[Any, ...]) -> Sequence[Any]:
 
 
 def _packed_axis(axes: list[Axis]) -> int:
-    """The axis whose codes share bytes; the last when each code has its own byte."""
+    """The axis whose codes share bytes. The last when each code has its own byte."""
     return next((i - len(axes) for i, axis in enumerate(axes) if axis.is_packed), -1)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,9 @@ from .scheme import scheme as as_scheme
 from .sharding import refuse_cut_tiles
 from .validity import refuse_invalid
 
+Given: TypeAlias = ArrayLike | None
+PRNGKey: TypeAlias = Key[Array, ""] | None
+
 _TINY = np.float32(np.finfo(np.float32).tiny)
 _FAR = np.float32(2.0**100)
 
@@ -33,10 +36,10 @@ def quantize(
     scheme: str | Scheme | Mapping[str, Any],
     *,
     axis: int | tuple[int, ...] = -1,
-    error_weights: ArrayLike | None = None,
-    key: Key[Array, ""] | None = None,
-    scale: ArrayLike | None = None,
-    offset: ArrayLike | None = None,
+    error_weights: Given = None,
+    key: PRNGKey = None,
+    scale: Given = None,
+    offset: Given = None,
     shared_noise: tuple[int, ...] = (),
 ) -> QArray:
     """`fb.quantize` in plain JAX; see `kernels.quantize` for arguments and errors.
@@ -52,9 +55,9 @@ def checked(
     x: ArrayLike,
     scheme: str | Scheme | Mapping[str, Any],
     axis: int | tuple[int, ...],
-    error_weights: ArrayLike | None,
-    scale: ArrayLike | None,
-    offset: ArrayLike | None,
+    error_weights: Given,
+    scale: Given,
+    offset: Given,
 ) -> tuple[Array, Scheme]:
     """The array, and the scheme bound to its axes; QuantError for invalid arguments."""
     x = _checked_array(x)
@@ -65,7 +68,7 @@ def checked(
 
 
 def laid_along(scheme: Scheme, axis: int | tuple[int, ...], shape: tuple[int, ...]) -> Scheme:
-    """`Scheme.along` for a shape; tiles run along the last of the axes with more than one element.
+    """`Scheme.along` for a shape. Tiles run along the last of the axes with more than one element.
 
     So a depthwise convolution's kernel, with one input channel, is tiled along its window.
 
@@ -98,13 +101,7 @@ class ChosenScales:
 
 @functools.partial(jax.jit, static_argnames=("bound", "shared"), inline=True)
 def quantized(
-    x: Array,
-    bound: Scheme,
-    error_weights: ArrayLike | None,
-    key: Key[Array, ""] | None,
-    scale: ArrayLike | None,
-    offset: ArrayLike | None,
-    shared: tuple[int, ...] = (),
+    x: Array, bound: Scheme, error_weights: Given, key: PRNGKey, scale: Given, offset: Given, shared: tuple[int, ...] = ()
 ) -> QArray:
     """`quantize` of checked arguments, jitted."""
     if not x.size:
@@ -122,13 +119,7 @@ def quantized(
 
 
 def chosen_scales(
-    x: Array,
-    bound: Scheme,
-    error_weights: ArrayLike | None,
-    scale: ArrayLike | None,
-    offset: ArrayLike | None,
-    *,
-    is_stochastic: bool = False,
+    x: Array, bound: Scheme, error_weights: Given, scale: Given, offset: Given, *, is_stochastic: bool = False
 ) -> ChosenScales:
     """The given scales, or those of the scheme's calibration, for checked arguments.
 
@@ -169,8 +160,8 @@ def chosen_scales(
     return ChosenScales(stored, zero, tensor_scale, divisor, loaded)
 
 
-def _empty(x: Array, bound: Scheme, scale: ArrayLike | None, offset: ArrayLike | None) -> QArray:
-    """The QArray of an empty array; whole-axis tiles get the given scale, else 1."""
+def _empty(x: Array, bound: Scheme, scale: Given, offset: Given) -> QArray:
+    """The QArray of an empty array. Whole-axis tiles get the given scale, else 1."""
     counts = tile_counts(x.shape, bound.tiles(x.ndim))
     if scale is None:
         scale = 1.0
@@ -210,7 +201,7 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None) -> Float[Array, "*s"]:
 
 
 def float_dtype(q: QArray, dtype: DTypeLike | None) -> np.dtype:
-    """The output dtype of `dequantize`; QuantError for one that is not floating, or an invalid QArray."""
+    """The output dtype of `dequantize`. QuantError for one that is not floating, or an invalid QArray."""
     if not isinstance(q, QArray):
         raise QuantError(f"dequantize takes a QArray, not {type(q).__name__}")
     refuse_invalid(q)
@@ -243,7 +234,7 @@ def dequantized(q: QArray, dtype: np.dtype) -> Array:
 
 
 def _checked_array(x: ArrayLike) -> Array:
-    """The argument as an array; QuantError unless it is floating and has an axis."""
+    """The argument as an array. QuantError unless it is floating and has an axis."""
     if isinstance(x, QArray):
         raise QuantError("x is quantized already; fb.dequantize it first to quantize it in another scheme")
     x = jnp.asarray(x)
@@ -254,7 +245,7 @@ def _checked_array(x: ArrayLike) -> Array:
     return x
 
 
-def _view(x: Array, tiles: tuple[Tile, ...], weights: ArrayLike | None, scheme: Scheme) -> Tiles:
+def _view(x: Array, tiles: tuple[Tile, ...], weights: Given, scheme: Scheme) -> Tiles:
     """The blocked array and its blocked error weights."""
     view, within = blocked(x.astype(jnp.float32), tiles)
     if weights is not None:
@@ -274,7 +265,7 @@ def _plain_holder(scheme: Scheme) -> AbstractFormat | np.dtype:
     return scheme.scale  # type: ignore[return-value]
 
 
-def _check_given(scale: ArrayLike | None, offset: ArrayLike | None, weights: ArrayLike | None, scheme: Scheme) -> None:
+def _check_given(scale: Given, offset: Given, weights: Given, scheme: Scheme) -> None:
     """Raises QuantError unless scale, offset and error weights go together."""
     if scale is None:
         if offset is not None:
@@ -288,7 +279,7 @@ def _check_given(scale: ArrayLike | None, offset: ArrayLike | None, weights: Arr
         raise QuantError("error_weights have no effect when scale is given")
 
 
-def _check_can_widen(scheme: Scheme, weights: ArrayLike | None) -> None:
+def _check_can_widen(scheme: Scheme, weights: Given) -> None:
     """Raises for arguments that stochastic rounding would ignore, or round with bias."""
     if weights is not None:
         raise QuantError(
@@ -301,7 +292,7 @@ def _check_can_widen(scheme: Scheme, weights: ArrayLike | None) -> None:
         )
 
 
-def shared_axes(axes: tuple[int, ...], ndim: int, key: Key[Array, ""] | None) -> tuple[int, ...]:
+def shared_axes(axes: tuple[int, ...], ndim: int, key: PRNGKey) -> tuple[int, ...]:
     """The axes that share random numbers, non-negative and sorted."""
     if axes and key is None:
         raise QuantError("shared_noise is given without key; stochastic rounding needs both")
@@ -310,7 +301,7 @@ def shared_axes(axes: tuple[int, ...], ndim: int, key: Key[Array, ""] | None) ->
     return tuple(sorted({a % ndim for a in axes}))
 
 
-def _shared_encode(fmt: AbstractFormat, key: Key[Array, ""] | None, axes: tuple[int, ...]) -> Callable[[Array], Array]:
+def _shared_encode(fmt: AbstractFormat, key: PRNGKey, axes: tuple[int, ...]) -> Callable[[Array], Array]:
     """The format's stochastic `encode`, with one random number for all elements along the axes."""
     encode = functools.partial(fmt.encode, key=key)
     for axis in axes:  # vmap without mapping the key: every element draws the same number
@@ -366,17 +357,14 @@ def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | 
     return jnp.where(scale < _TINY, jnp.ones_like(scale), scale)
 
 
-def tensor_scale_of(x: Array, scheme: Scheme, error_weights: ArrayLike | None = None) -> Array | None:
-    """The tensor scale of the scheme's calibration, with as many axes as `x`; None if the scheme has none."""
+def tensor_scale_of(x: Array, scheme: Scheme, error_weights: Given = None) -> Array | None:
+    """The tensor scale of the scheme's calibration, with as many axes as `x`. None if the scheme has none."""
     x, calibration = x.astype(jnp.float32), scheme.calibration
     smallest = chosen_tensor_scale(x, scheme.format.bound, scheme)
     holder = scheme.scale
-    if (
-        smallest is None
-        or not calibration.searches_tensor_scale
-        or not isinstance(holder, AbstractFormat)
-        or isinstance(holder, E8M0)
-    ):
+    if smallest is None or not calibration.searches_tensor_scale:
+        return smallest
+    if not isinstance(holder, AbstractFormat) or isinstance(holder, E8M0):
         return smallest
     weights = None
     if error_weights is not None:
@@ -404,7 +392,7 @@ def in_units(x: Array, divisor: Array, offset: Array | None) -> Array:
 
 
 def _bounded(units: Array, fmt: AbstractFormat) -> Array:
-    """The same units; for 8-bit formats with a lower bound that changes no code, for speed on CPU.
+    """Bounds the elements of 8-bit formats from below, for speed on CPU; no code changes.
 
     XLA on CPU fuses a division only into a single user, and `encode` has several; with the bound fp8 takes a third of the
     time. Narrower codes are fused with their packing, where writing the quotients to memory once is faster.

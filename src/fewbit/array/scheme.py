@@ -33,8 +33,8 @@ class Scheme:
     Attributes:
         format: the format of the codes.
         tile: the block (group) size of each axis, counted from the end: how many elements share a scale (1: none do); None:
-            the whole axis. The key `...` is for all other axes; without it they are whole. `{...: 1, -1: 32}` is blocks of 32
-            along the last axis, `{...: 1, -1: None}` per-channel (one scale per row), `{}` per-tensor.
+            the whole axis. The key `...` is for all other axes; without it they are whole. `{...: 1, -1: 32}` is blocks of
+            32 along the last axis, `{...: 1, -1: None}` per-channel (one scale per row), `{}` per-tensor.
         scale: the storage of scales: a dtype (float32, bfloat16, float16), a Format (E8M0, E4M3), or a Scheme for double
             quantization.
         tensor_scale: whether a float32 scale of the tensor multiplies the tiles' scales (NVFP4's second level).
@@ -145,7 +145,7 @@ class Scheme:
         return self.with_tiles(tuple(tiles), pack_axis=main)
 
     def with_tile(self, length: Tile) -> "Scheme":
-        """The same scheme with tiles of this length along the last axis; None: one scale per row."""
+        """The same scheme with tiles of this length along the last axis. None: one scale per row."""
         return dataclasses.replace(self, tile={...: 1, -1: length})
 
     def __hash__(self) -> int:
@@ -207,8 +207,8 @@ def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:
     """The Scheme of a name, a JSON form or a Scheme.
 
     Args:
-        spec: a registered name (`fb.SCHEMES.names()`); a name and `_g<length>`, which sets the group size along the last axis
-            (`"int4_g128"`); the object of `Scheme.to_json`; or a Scheme.
+        spec: a registered name (`fb.SCHEMES.names()`); a name and `_g<length>`, which sets the group size along the last
+            axis (`"int4_g128"`); the object of `Scheme.to_json`; or a Scheme.
 
     Returns:
         The scheme, with its tiles on the last axis.

@@ -1,7 +1,7 @@
 """Sharding of quantized arrays: PartitionSpecs of codes and scales.
 
-Codes and scales have as many axes as the array, so each leaf takes the array's spec; axes of one element are replicated. Every
-shard must have whole tiles and whole bytes.
+Codes and scales have as many axes as the array, so each leaf takes the array's spec; axes of one element are replicated.
+Every shard must have whole tiles and whole bytes.
 """
 
 import math
@@ -76,7 +76,7 @@ def shardings_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
 
 
 def placed(q: QArray, sharding: NamedSharding) -> QArray:
-    """Moves the leaves to the shardings of `shardings_of`; under jit, constrains them, so that codes are moved, not floats."""
+    """Moves the leaves to the shardings of `shardings_of`. Under jit it constrains them: codes are moved, not floats."""
     if not isinstance(sharding, NamedSharding):
         raise QuantError(f"sharding is {sharding!r}; pass a NamedSharding, or a mesh and a PartitionSpec as a tuple")
     shardings = placement(q, sharding)
@@ -88,7 +88,7 @@ def placed(q: QArray, sharding: NamedSharding) -> QArray:
 
 
 def logical_sharding(q: QArray) -> Sharding | None:
-    """The sharding of a QArray as an array; None if its leaves' shardings are unknown or inconsistent."""
+    """The sharding of a QArray as an array. None if its leaves' shardings are unknown or inconsistent."""
     leaves = jax.tree.leaves(q)
     shardings = [held_sharding(leaf) for leaf in leaves]
     codes = shardings[0]
@@ -108,7 +108,7 @@ def logical_sharding(q: QArray) -> Sharding | None:
 
 
 def held_sharding(x: object) -> Sharding | None:
-    """The sharding of an array; of a tracer that of its type on an explicit mesh, else None."""
+    """The sharding of an array; of a tracer only on an explicit mesh, else None."""
     if not isinstance(x, Tracer):
         return getattr(x, "sharding", None)
     sharding = jax.typeof(x).sharding
@@ -182,7 +182,7 @@ def _leaf_spec(spec: PartitionSpec, shape: tuple[int, ...]) -> PartitionSpec:
 
 
 def _misfit(q: QArray, entries: Entries, mesh: AnyMesh) -> Misfit | None:
-    """The first axis that the entries would cut wrongly, and why; None if the spec fits."""
+    """The first axis that the entries would cut wrongly, and why. None if the spec fits."""
     if (cut := _cut(q._axes, entries, mesh)) or not is_qarray(q.scale):
         return cut
     nested = _misfit(q.scale, spec_entries(_leaf_spec(PartitionSpec(*entries), q.scale.shape), q.ndim), mesh)

@@ -18,7 +18,7 @@ _EDGE = 1 + 2.0**-22
 
 
 def is_covered(x: Float[Array, "*s"], q: QArray) -> Bool[Array, "*s"]:
-    """A mask of `x`: False where the code saturates, by more than half a step; True for NaN.
+    """A mask of `x`: False where the code saturates, by more than half a step. True for NaN.
 
     Args:
         x: the array before quantization.

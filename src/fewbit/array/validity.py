@@ -1,7 +1,7 @@
 """Validation of QArrays: do the leaves fit the scheme?
 
-Reads only shapes and dtypes, so tracers and abstract arrays work too. Unflattening does not validate: JAX may put any objects
-in place of leaves.
+Reads only shapes and dtypes, so tracers and abstract arrays work too. Unflattening does not validate: JAX may put any
+objects in place of leaves.
 """
 
 from typing import Any
@@ -20,13 +20,13 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def refuse_invalid(q: QArray, what: str = "the QArray") -> None:
-    """Raises QuantError unless the leaves fit the scheme; `what` names the array in the message."""
+    """Raises QuantError unless the leaves fit the scheme. `what` names the array in the message."""
     if reason := misfit(q):
         raise QuantError(f"{what} is not valid: {reason}; fb.quantize, slices and reshapes of a QArray make valid ones")
 
 
 def misfit(q: QArray) -> str | None:
-    """Why the leaves of a QArray do not fit each other and its scheme; None if they do.
+    """Why the leaves of a QArray do not fit each other and its scheme. None if they do.
 
     Stacked arrays may have a scale for each element of an axis where the scheme's tile is longer. A zero point or a tensor
     scale may have one element along an axis where the scale has more.
@@ -82,7 +82,7 @@ def _is_stacked(counts: tuple[int, ...], expected: tuple[int, ...], shape: tuple
 
 
 def _optional_misfit(name: str, leaf: Any, dtype: np.dtype | None, scheme: Scheme, counts: tuple[int, ...]) -> str | None:
-    """Why a zero point or a tensor scale does not fit; `dtype` is None if the scheme has none."""
+    """Why a zero point or a tensor scale does not fit. `dtype` is None if the scheme has none."""
     if dtype is None:
         if leaf is None:
             return None

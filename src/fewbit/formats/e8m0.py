@@ -14,7 +14,7 @@ from .format import FORMATS, AbstractFormat, exponent_of, widened
 
 @dataclasses.dataclass(frozen=True)
 class E8M0(AbstractFormat):
-    """Powers of two `2**(code - 127)` for codes 0 to 254; 255 is NaN. No zero, sign or infinity.
+    """Powers of two `2**(code - 127)` for codes 0 to 254. 255 is NaN. No zero, sign or infinity.
 
     Encoding rounds to the nearest power of two, ties (1.5 times a power) to the even code. Zero, negative numbers and all
     below 2**-126 (subnormal in float32, so devices may read them as zero) become code 0; infinity and numbers above
@@ -30,18 +30,9 @@ class E8M0(AbstractFormat):
     """
 
     kind: ClassVar[str] = "e8m0"
-
-    @property
-    def bits(self) -> int:
-        return 8
-
-    @property
-    def max(self) -> float:
-        return 2.0**127
-
-    @property
-    def min(self) -> float:
-        return 2.0**-127
+    bits: ClassVar[int] = 8
+    max: ClassVar[float] = 2.0**127
+    min: ClassVar[float] = 2.0**-127
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
         x = widened(x)

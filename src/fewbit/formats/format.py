@@ -49,7 +49,7 @@ class AbstractFormat(abc.ABC):
 
     @property
     def bound(self) -> float:
-        """The magnitude that a symmetric scale maps the largest element to; `max` by default."""
+        """The magnitude that a symmetric scale maps the largest element to. `max` by default."""
         return self.max
 
     @property
@@ -141,11 +141,11 @@ def settled(product: Float[Array, "*s"]) -> Float[Array, "*s"]:
 
 
 def power_of_two(exponent: jax.Array) -> Float[Array, "*s"]:
-    """`2.0 ** exponent`, exact, for int32 exponents in -126..127; `jnp.exp2` is inexact on CPU."""
+    """`2.0 ** exponent`, exact, for int32 exponents in -126..127. `jnp.exp2` is inexact on CPU."""
     return jax.lax.bitcast_convert_type((exponent.astype(jnp.int32) + 127) << 23, jnp.float32)
 
 
 def exponent_of(x: Float[Array, "*s"]) -> jax.Array:
-    """`floor(log2(|x|))`, exact, int32; -127 below 2**-126 and for zero, 128 for Inf and NaN."""
+    """`floor(log2(|x|))`, exact, int32. -127 below 2**-126 and for zero, 128 for Inf and NaN."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return ((bits >> 23) & 0xFF) - 127

@@ -162,7 +162,7 @@ class Minifloat(AbstractFormat):
         return ((exponent - smallest_exponent) << self.mantissa) + steps
 
     def _with_sign(self, code: jax.Array, x: jax.Array) -> jax.Array:
-        """The code with the sign of `x`; 0 for negative numbers in an unsigned format."""
+        """The code with the sign of `x`. 0 for negative numbers in an unsigned format."""
         negative = jnp.signbit(x)
         if not self.signed:
             return jnp.where(negative, 0, code)

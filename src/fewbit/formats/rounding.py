@@ -38,7 +38,7 @@ class RoundingTable:
 
 @functools.lru_cache(maxsize=64)
 def rounding_table(fmt: AbstractFormat) -> RoundingTable:
-    """The rounding table of a format, cached; its ties and NaN come from `fmt.encode` itself.
+    """The rounding table of a format, cached. Its ties and NaN come from `fmt.encode` itself.
 
     >>> from fewbit.formats import FORMATS
     >>> table = rounding_table(FORMATS["e2m1"])

@@ -23,18 +23,9 @@ class Binary(AbstractFormat):
     """
 
     kind: ClassVar[str] = "binary"
-
-    @property
-    def bits(self) -> int:
-        return 1
-
-    @property
-    def max(self) -> float:
-        return 1.0
-
-    @property
-    def min(self) -> float:
-        return -1.0
+    bits: ClassVar[int] = 1
+    max: ClassVar[float] = 1.0
+    min: ClassVar[float] = -1.0
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
         x = widened(x)
@@ -63,18 +54,9 @@ class Ternary(AbstractFormat):
     """
 
     kind: ClassVar[str] = "ternary"
-
-    @property
-    def bits(self) -> int:
-        return 2
-
-    @property
-    def max(self) -> float:
-        return 1.0
-
-    @property
-    def min(self) -> float:
-        return -1.0
+    bits: ClassVar[int] = 2
+    max: ClassVar[float] = 1.0
+    min: ClassVar[float] = -1.0
 
     def encode(self, x: Float[Array, "*s"], *, key: Key[Array, ""] | None = None) -> UInt8[Array, "*s"]:
         x = jnp.clip(widened(x), -1.0, 1.0)

@@ -8,7 +8,7 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class AbsMax(AbstractCalibration):
-    """Maps `factor * max|x|` to the largest code; nothing saturates when the factor is at least 1.
+    """Maps `factor * max|x|` to the largest code. Nothing saturates when the factor is at least 1.
 
     For an asymmetric target the range is `-max|x| .. max|x|`.
 

@@ -1,12 +1,12 @@
 """Bounds on the scales that can minimize a tile's squared error.
 
-`G` is the set of the format's numbers; under a scale `s` the error `e_s(x)` of an element is its distance to `s G`. Between the
-points where rounding changes, `e_s(x)**2 - e_t(x)**2` is linear in `x` for any two scales (the squares cancel), so its extremes
-are at those points, and a finite check proves a bound for all elements.
+`G` is the set of the format's numbers; under a scale `s` the error `e_s(x)` of an element is its distance to `s G`. Between
+the points where rounding changes, `e_s(x)**2 - e_t(x)**2` is linear in `x` for any two scales (the squares cancel), so its
+extremes are at those points, and a finite check proves a bound for all elements.
 
 **Upwards.** If `2 G`, up to the largest number, is a subset of `G` (floats with subnormals, integers), doubling a scale that
-saturates nothing reduces no element's error: scales from twice the smallest such scale on are unnecessary if their half can be
-stored. Otherwise scales are tried until every element is nearer to zero than to any other number.
+saturates nothing reduces no element's error: scales from twice the smallest such scale on are unnecessary if their half can
+be stored. Otherwise scales are tried until every element is nearer to zero than to any other number.
 
 **Downwards.** The largest element saturates. Halving a scale under which it already does costs it `b a - 3/4 b**2` (`a` its
 magnitude, `b` the number it saturates at, in units of the scale), while each of the other `K - 1` gains at most a constant.

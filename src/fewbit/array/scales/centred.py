@@ -12,7 +12,7 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class CentredAbsMax(AbstractCalibration):
-    """The offset is the array's mean; `max|x - mean|` of each tile maps to the largest code.
+    """The offset is the array's mean. `max|x - mean|` of each tile maps to the largest code.
 
     Reference: QLoRA (arXiv 2305.14314), section 3, double quantization.
     """

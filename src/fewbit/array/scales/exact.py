@@ -2,12 +2,12 @@
 
 As the scale falls, the codes of a tile change only where some `|x_i| / s` passes a midpoint `t_j` between two numbers of the
 format. Between two such breakpoints `s = |x_i| / t_j` the codes `q` are fixed, and their best scale is the least-squares fit
-`sum(w x q) / sum(w q**2)`. So the best fit over all breakpoints is the global optimum. The error is a parabola around the fit,
-so the fit rounded to the stored dtype is the best storable scale for those codes.
+`sum(w x q) / sum(w q**2)`. So the best fit over all breakpoints is the global optimum. The error is a parabola around the
+fit, so the fit rounded to the stored dtype is the best storable scale for those codes.
 
-Breakpoints are tried one by one, in the order of the element's rank in its tile. Those that no tile can use are skipped: scales
-from twice the smallest that saturates nothing on (see `candidates`), and scales under which the saturation of one element alone
-exceeds the best error so far.
+Breakpoints are tried one by one, in the order of the element's rank in its tile. Those that no tile can use are skipped:
+scales from twice the smallest that saturates nothing on (see `candidates`), and scales under which the saturation of one
+element alone exceeds the best error so far.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 from ...errors import UnsupportedError
 from ...formats import AbstractFormat
 from ...formats.format import looked_up, quotient
-from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, is_lower
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, better
 from .candidates import largest_useful_ratio, midpoints
 from .mx import best_mx
 from .search import SMALLEST, Best, Trials, best_stored
@@ -42,14 +42,8 @@ class Exact(AbstractCalibration):
     """
 
     name: ClassVar[str] = "exact"
-
-    @property
-    def uses_error_weights(self) -> bool:
-        return True
-
-    @property
-    def searches_tensor_scale(self) -> bool:
-        return True
+    uses_error_weights: ClassVar[bool] = True
+    searches_tensor_scale: ClassVar[bool] = True
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         if target.asymmetric:
@@ -124,5 +118,4 @@ def _fitted(trials: Trials, target: Target, scale: jax.Array, best: Best) -> Bes
     fit = jnp.where((products > 0) & (squares > 0), products / jnp.where(squares > 0, squares, 1), own)
     fitted = target.store.snapped(fit * trials.unit)
     error = tiles.weighted_total(jnp.square(q * (fitted * trials.inverse) - tiles.x))
-    wins = is_lower(error, best[1])
-    return jnp.where(wins, fitted, best[0]), jnp.where(wins, error, best[1])
+    return better((fitted, error), best)

@@ -12,7 +12,7 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class Fixed(AbstractCalibration):
-    """The same range `low .. high` for every tile; the text `"fixed,m"` means `-m .. m`.
+    """The same range `low .. high` for every tile. The text `"fixed,m"` means `-m .. m`.
 
     Attributes:
         low: the lower end, at most 0.
@@ -20,6 +20,7 @@ class Fixed(AbstractCalibration):
     """
 
     name: ClassVar[str] = "fixed"
+    clips: ClassVar[bool] = True
     low: float
     high: float
 
@@ -37,10 +38,6 @@ class Fixed(AbstractCalibration):
         if len(words) != 2:
             raise QuantError(f"fixed takes one value (the magnitude) or two (low, high), got {len(words)}")
         return super().parse(words)
-
-    @property
-    def clips(self) -> bool:
-        return True
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         one = tiles.over(jnp.max, jnp.ones_like(tiles.x))

@@ -7,8 +7,8 @@ regions, each with its own least-squares fit: too many for an exact search. Inst
 2. the lower end alone, then the upper end alone; twice;
 3. least squares: scale and offset are fitted to the codes, and the codes rounded again, while the error falls.
 
-The full range is the first candidate and each tile keeps the better of each step, so no tile is worse than with min-max. Each
-candidate is tried as stored, with rounded zero points.
+The full range is the first candidate and each tile keeps the better of each step, so no tile is worse than with min-max.
+Each candidate is tried as stored, with rounded zero points.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...formats.format import power_of_two, rough_quotient
-from .calibration import Target, Tiles, is_lower, symmetric_or_range
+from .calibration import Scale, Target, Tiles, better, symmetric_or_range
 
 _FITS = 8
 """Rounds of least squares; few tiles improve after five."""
@@ -28,33 +28,34 @@ Candidate = tuple[jax.Array, ...]
 
 
 def best_range(tiles: Tiles, target: Target, fractions: np.ndarray) -> tuple[jax.Array, jax.Array]:
-    """The best scale and offset found for an asymmetric target, as stored; the first of the `fractions` must be 1."""
+    """The best scale and offset found for an asymmetric target, as stored. The first of the `fractions` must be 1."""
     low = tiles.over(jnp.min, jnp.minimum(tiles.x, 0))
     high = tiles.over(jnp.max, jnp.maximum(tiles.x, 0))
     tried = jnp.asarray(fractions, jnp.float32)
 
     def at(below: jax.Array, above: jax.Array) -> Candidate:
-        scale, offset = symmetric_or_range(low * below, high * above, target)
-        assert offset is not None
-        return (below, above, *_as_stored(tiles, target, scale, offset))
+        return (below, above, *as_stored(tiles, target, symmetric_or_range(low * below, high * above, target)))
 
     def sweep(best: Candidate, ends: Callable[[jax.Array, Candidate], Candidate]) -> Candidate:
-        return jax.lax.fori_loop(0, len(fractions), lambda i, best: _better(ends(tried[i], best), best), best)
+        return jax.lax.fori_loop(0, len(fractions), lambda i, best: better(ends(tried[i], best), best), best)
 
     one = jnp.ones_like(low)
     best = sweep(at(one, one), lambda f, best: at(one * f, one * f))
     for _ in range(2):
         best = sweep(best, lambda f, best: at(one * f, best[1]))
         best = sweep(best, lambda f, best: at(best[0], one * f))
-    best = jax.lax.fori_loop(0, _FITS, lambda _, best: _better(_fitted(tiles, target, best), best), best)
+    best = jax.lax.fori_loop(0, _FITS, lambda _, best: better(_fitted(tiles, target, best), best), best)
     return best[2], best[3]
 
 
-def _as_stored(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> Candidate:
-    """A scale and an offset rounded as stored, and their error."""
-    scale = target.store.snapped(scale)
+def as_stored(tiles: Tiles, target: Target, ideal: Scale) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The scale and the offset (0 if there is none) rounded as stored, and their error."""
+    scale, offset = target.store.snapped(ideal[0]), ideal[1]
     safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    offset = target.loaded_offset(target.stored_zero(offset, safe), safe)
+    if offset is None:
+        offset = jnp.zeros_like(scale)
+    else:
+        offset = target.loaded_offset(target.stored_zero(offset, safe), safe)
     return scale, offset, tiles.error(_decoded(tiles, target, safe, offset) * safe + offset)
 
 
@@ -78,10 +79,4 @@ def _fitted(tiles: Tiles, target: Target, best: Candidate) -> Candidate:
     slope = products / jnp.where(fits, squares, jnp.ones_like(squares))
     scale = jnp.where(fits, slope / unit, scale)
     offset = jnp.where(fits, (mean_x - slope * mean_q) / unit, offset)
-    return (below, above, *_as_stored(tiles, target, scale, offset))
-
-
-def _better(found: Candidate, best: Candidate) -> Candidate:
-    """The candidate of lower error (the last element), per tile; a tie keeps `best`."""
-    wins = is_lower(found[-1], best[-1])
-    return tuple(jnp.where(wins, f, b) for f, b in zip(found, best, strict=True))
+    return (below, above, *as_stored(tiles, target, (scale, offset)))

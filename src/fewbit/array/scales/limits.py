@@ -5,8 +5,9 @@ A code times its scale may exceed float32 although no element does: int8 maps th
 decodes to the largest float32. That affects only tiles near the end of float32's range, and clips no element.
 
 A range `low .. high` may be twice as wide as float32. With integer zero points, codes reach `zero` steps below zero and
-`max - zero` steps above: the scale is limited so that half of the codes fit on the longer side, and `Target.stored_zero` clips
-the zero point. Float offsets are added to `code * scale`, which must be finite itself: a wider range is narrowed about 0.
+`max - zero` steps above: the scale is limited so that half of the codes fit on the longer side, and `Target.stored_zero`
+clips the zero point. Float offsets are added to `code * scale`, which must be finite itself: a wider range is
+narrowed about 0.
 """
 
 import functools
@@ -19,7 +20,7 @@ LARGEST = float(np.finfo(np.float32).max)
 """The largest finite float32."""
 
 OFFSET_END = float(np.float32(0.99 * LARGEST))
-"""The end of a range with a float offset; the margin is for rounding scale and offset, in bfloat16 too."""
+"""The end of a range with a float offset. The margin is for rounding scale and offset, in bfloat16 too."""
 
 
 @functools.cache

@@ -11,7 +11,7 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class MinMax(AbstractCalibration):
-    """The range `factor * min(x) .. factor * max(x)`; a symmetric target uses its larger magnitude.
+    """The range `factor * min(x) .. factor * max(x)`. A symmetric target uses its larger magnitude.
 
     Attributes:
         factor: 1 keeps the full range; smaller values clip both ends.

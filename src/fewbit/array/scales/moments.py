@@ -18,14 +18,11 @@ class RMS(AbstractCalibration):
     """
 
     name: ClassVar[str] = "rms"
+    clips: ClassVar[bool] = True
     factor: float
 
     def __post_init__(self) -> None:
         check_positive(self.name, "factor", self.factor)
-
-    @property
-    def clips(self) -> bool:
-        return True
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         exponent = tiles.exponent
@@ -38,8 +35,8 @@ class RMS(AbstractCalibration):
 class AbsMean(AbstractCalibration):
     """Maps `factor * mean|x|` to the largest code: BitNet b1.58's ternary and XNOR-Net's binary scale.
 
-    For binary codes it has the least squared error. Elements beyond the range, which every tile has, keep their gradients, as
-    in BitNet.
+    For binary codes it has the least squared error. Elements beyond the range, which every tile has, keep their gradients,
+    as in BitNet.
 
     Attributes:
         factor: the largest code in mean magnitudes.

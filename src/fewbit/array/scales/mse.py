@@ -9,9 +9,8 @@ import numpy as np
 
 from ...errors import QuantError
 from ...formats import AbstractFormat
-from ...formats.format import rough_quotient
-from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, is_lower, symmetric_or_range
-from .joint import best_range
+from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, better, symmetric_or_range
+from .joint import as_stored, best_range
 from .mx import best_mx
 from .search import best_stored
 
@@ -38,6 +37,7 @@ class MSE(AbstractCalibration):
     """
 
     name: ClassVar[str] = "mse"
+    uses_error_weights: ClassVar[bool] = True
     steps: float = 64
     low: float = 0.3
     tensor: str = "search"
@@ -49,10 +49,6 @@ class MSE(AbstractCalibration):
             raise QuantError(f"mse: low is {self.low!r}, must be a fraction between 0 and 1")
         if self.tensor not in ("search", "amax"):
             raise QuantError(f"mse: tensor is {self.tensor!r}, must be 'search' or 'amax'")
-
-    @property
-    def uses_error_weights(self) -> bool:
-        return True
 
     @property
     def searches_tensor_scale(self) -> bool:
@@ -81,6 +77,7 @@ class SNR(AbstractCalibration):
     """
 
     name: ClassVar[str] = "snr"
+    uses_error_weights: ClassVar[bool] = True
     low: float = 0.5
     step: float = 0.05
 
@@ -88,10 +85,6 @@ class SNR(AbstractCalibration):
         numbers = all(isinstance(v, int | float) for v in (self.low, self.step))
         if not numbers or not 0 < self.low < 1 or not 0 < self.step < 1:
             raise QuantError(f"snr: low is {self.low!r} and step {self.step!r}; both must be fractions between 0 and 1")
-
-    @property
-    def uses_error_weights(self) -> bool:
-        return True
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         return _best_fraction(tiles, target, np.arange(1.0, self.low - self.step / 2, -self.step))
@@ -103,44 +96,15 @@ CALIBRATIONS.add("snr", SNR)
 
 def _best_fraction(tiles: Tiles, target: Target, fractions: np.ndarray) -> Scale:
     """The best of the given fractions of the full range."""
-    low, high = _range(tiles, target)
-
-    def at(fraction: jax.Array) -> tuple[jax.Array, jax.Array]:
-        scale, offset = symmetric_or_range(low * fraction, high * fraction, target)
-        scale = target.store.snapped(scale)
-        if offset is None:
-            return scale, jnp.zeros_like(scale)
-        safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
-        return scale, target.loaded_offset(target.stored_zero(offset, safe), safe)
-
+    low, high = -tiles.amax, tiles.amax
+    if target.asymmetric:
+        low, high = tiles.over(jnp.min, jnp.minimum(tiles.x, 0)), tiles.over(jnp.max, jnp.maximum(tiles.x, 0))
     candidates = jnp.asarray(fractions, jnp.float32)
 
-    def step(i: jax.Array, best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        scale, offset = at(candidates[i])
-        return _better((scale, offset, _error(tiles, target, scale, offset)), best)
+    def at(i: jax.Array | int) -> tuple[jax.Array, ...]:
+        return as_stored(tiles, target, symmetric_or_range(low * candidates[i], high * candidates[i], target))
 
-    scale, offset = at(candidates[0])
-    start = (scale, offset, _error(tiles, target, scale, offset))
-    scale, offset, _ = jax.lax.fori_loop(1, len(fractions), step, start)
+    scale, offset, _ = jax.lax.fori_loop(1, len(fractions), lambda i, best: better(at(i), best), at(0))
     if target.asymmetric:
         return scale, offset
     return scale, None
-
-
-def _range(tiles: Tiles, target: Target) -> tuple[jax.Array, jax.Array]:
-    """The ends of the unclipped range."""
-    if not target.asymmetric:
-        return -tiles.amax, tiles.amax
-    return tiles.over(jnp.min, jnp.minimum(tiles.x, 0)), tiles.over(jnp.max, jnp.maximum(tiles.x, 0))
-
-
-def _error(tiles: Tiles, target: Target, scale: jax.Array, offset: jax.Array) -> jax.Array:
-    """The error of each tile under this scale and offset."""
-    safe = jnp.where(scale > 0, scale, jnp.ones_like(scale))
-    return tiles.error(target.format.nearest(rough_quotient(tiles.x - offset, safe)) * safe + offset)
-
-
-def _better(found: tuple[jax.Array, ...], best: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-    """The candidate of lower error (the last element), per tile; a tie keeps `best`."""
-    wins = is_lower(found[-1], best[-1])
-    return tuple(jnp.where(wins, f, b) for f, b in zip(found, best, strict=True))

@@ -90,7 +90,7 @@ def bits_added(rule: str, fmt: AbstractFormat) -> int:
 
 
 def best_mx(tiles: Tiles, fmt: AbstractFormat) -> jax.Array:
-    """The power of two of least (weighted) squared error; 0 for an all-zero tile."""
+    """The power of two of least (weighted) squared error. 0 for an all-zero tile."""
     amax = jax.lax.stop_gradient(tiles.amax)
     ceiling = _ruled_exponent("rceil", amax, fmt)
     return best_power_of_two(tiles, fmt, ceiling, lambda exponent: _power(exponent, amax))
@@ -103,7 +103,7 @@ def _ruled_exponent(rule: str, amax: jax.Array, fmt: AbstractFormat) -> jax.Arra
 
 
 def _power(exponent: jax.Array, amax: jax.Array) -> jax.Array:
-    """`2**exponent` within float32's normal range; 0 for an all-zero tile, NaN for one that is not finite."""
+    """`2**exponent` within float32's normal range. 0 for an all-zero tile, NaN for one that is not finite."""
     # 2**-127 is subnormal, and dividing by it is not safe on all devices.
     power = power_of_two(jnp.clip(exponent, -126, 127))
     return jnp.where(amax > 0, jnp.where(jnp.isfinite(amax), power, jnp.nan), jnp.zeros_like(amax))

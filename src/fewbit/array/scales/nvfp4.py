@@ -39,15 +39,12 @@ class NVFP4(AbstractCalibration):
     """
 
     name: ClassVar[str] = "nvfp4"
+    uses_error_weights: ClassVar[bool] = True
     rule: str = "cheap6"
 
     def __post_init__(self) -> None:
         if self.rule not in _RULES:
             raise QuantError(f"nvfp4: rule is {self.rule!r}, must be one of {', '.join(_RULES)}; the exact search is mse")
-
-    @property
-    def uses_error_weights(self) -> bool:
-        return True
 
     def largest_stored(self, holder: AbstractFormat | np.dtype) -> float | None:
         return {"four_over_six": _LARGEST_FOUR_OVER_SIX}.get(self.rule)

@@ -11,7 +11,7 @@ from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 
 @dataclasses.dataclass(frozen=True)
 class Percentile(AbstractCalibration):
-    """Maps the `percent`-th percentile of `|x|` to the largest code; elements beyond it saturate.
+    """Maps the `percent`-th percentile of `|x|` to the largest code. Elements beyond it saturate.
 
     For an asymmetric target the range clips equally many elements at both ends, and contains 0. Percentiles are linearly
     interpolated, as in `numpy.percentile`.
@@ -21,15 +21,12 @@ class Percentile(AbstractCalibration):
     """
 
     name: ClassVar[str] = "percentile"
+    clips: ClassVar[bool] = True
     percent: float
 
     def __post_init__(self) -> None:
         if not isinstance(self.percent, int | float) or not 0 < self.percent <= 100:
             raise QuantError(f"percentile: percent is {self.percent!r}, must be above 0 and at most 100")
-
-    @property
-    def clips(self) -> bool:
-        return True
 
     def scale(self, tiles: Tiles, target: Target) -> Scale:
         x = tiles.padded(tiles.x, jnp.nan)

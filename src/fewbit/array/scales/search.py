@@ -2,9 +2,9 @@
 
 Storable scales are powers of two, or the numbers of a small float format. Every search starts from the smallest one that
 saturates nothing, tries the candidates above it that `candidates` allows, and goes down while some tile can gain. Saturated
-elements bound the gain: they cost at least their distance to the largest number, and more under every smaller scale, so a tile
-is done when that alone exceeds its best error. This is valid for any tile length, weights and format; where a fixed number of
-candidates is proven to suffice, no bound is computed.
+elements bound the gain: they cost at least their distance to the largest number, and more under every smaller scale, so a
+tile is done when that alone exceeds its best error. This is valid for any tile length, weights and format; where a fixed
+number of candidates is proven to suffice, no bound is computed.
 
 Ties (see `calibration.is_lower`) go to the candidate tried first, the naive scale.
 """
@@ -20,13 +20,13 @@ import numpy as np
 
 from ...formats import AbstractFormat
 from ...formats.format import looked_up, power_of_two, quotient
-from .calibration import Target, Tiles, is_lower
+from .calibration import Target, Tiles, better
 from .candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
 
 SMALLEST = 2.0**-120
-"""The smallest nonzero scale, in units of its tile; its reciprocal is a normal number."""
+"""The smallest nonzero scale, in units of its tile. Its reciprocal is a normal number."""
 
-Best = tuple[jax.Array, jax.Array]
+Best = tuple[jax.Array, ...]
 """A scale for each tile, and its error."""
 
 
@@ -72,9 +72,7 @@ class Trials:
 
     def better(self, scale: jax.Array, best: Best) -> Best:
         """The scale of lower error, per tile; a tie keeps `best`."""
-        error = self.error(scale)
-        wins = is_lower(error, best[1])
-        return jnp.where(wins, scale, best[0]), jnp.where(wins, error, best[1])
+        return better((scale, self.error(scale)), best)
 
     def lowered(self, scale_at: Callable[[jax.Array], jax.Array], steps: jax.Array | int, best: Best) -> Best:
         """The best of `best` and the ever smaller `scale_at(1), scale_at(2), ..`, tried while any tile can gain."""
@@ -117,7 +115,7 @@ def best_power_of_two(tiles: Tiles, fmt: AbstractFormat, ceiling: jax.Array, pow
 
 
 def best_stored(tiles: Tiles, target: Target) -> jax.Array:
-    """The best scale among the numbers of the scale format; 0 for an all-zero tile."""
+    """The best scale among the numbers of the scale format. 0 for an all-zero tile."""
     holder, fmt = target.store.holder, target.format
     assert isinstance(holder, AbstractFormat)
     trials, unit = Trials.of(tiles, fmt), target.store.unit

@@ -52,7 +52,7 @@ class ScaleStore:
         return float(near)
 
     def stored(self, scale: jax.Array) -> jax.Array:
-        """The stored form of each scale: the nearest number, nonzero for a nonzero scale; NaN if the holder has it."""
+        """The stored form of each scale: the nearest number, nonzero for a nonzero scale. NaN if the holder has it."""
         if self.unit is not None:
             scale = quotient(scale, self.unit)
         magnitude = jnp.clip(jnp.abs(scale), self.smallest, self.largest)
@@ -62,7 +62,7 @@ class ScaleStore:
         return number.astype(self.holder)
 
     def stored_up(self, scale: jax.Array) -> jax.Array:
-        """The stored form of each scale, rounded up in magnitude but not beyond `largest`; NaN if the holder has it."""
+        """The stored form of each scale, rounded up in magnitude but not beyond `largest`. NaN if the holder has it."""
         stored = self.stored(scale)
         is_below = jnp.abs(self.loaded(stored)) < jnp.abs(scale)
         if isinstance(self.holder, AbstractFormat):
@@ -93,7 +93,7 @@ class ScaleStore:
 
 @functools.cache
 def _next_codes(holder: AbstractFormat) -> np.ndarray:
-    """The code of the next larger number for codes of positive numbers; the largest and all others map to themselves."""
+    """The code of the next larger number for codes of positive numbers. The largest and all others map to themselves."""
     values = np.nan_to_num(holder.values(), nan=0, posinf=0)
     order = np.argsort(values, kind="stable")
     order = order[values[order] > 0]

@@ -1,10 +1,10 @@
 """Search for the tensor scale of two-level schemes such as NVFP4.
 
-The usual choice, `g = amax / (fmt.max * 448)`, gives the tile with the largest element the largest E4M3 scale. Tiles of similar
-amax then have no larger scale to choose, which costs up to a fifth of the error where few rows carry most of it. So `1.5 g` and
-`1.75 g` are tried too: 1.75 is 448 / 256, which provides six codes above the largest scale, as many as any tile can use. The
-fourth candidate is the smallest power of two from `1.75 g` on (at most 1 if `g` is): its scales include those of the scheme
-without tensor scale that any tile can use, so the result is never worse than one level of scales.
+The usual choice, `g = amax / (fmt.max * 448)`, gives the tile with the largest element the largest E4M3 scale. Tiles of
+similar amax then have no larger scale to choose, which costs up to a fifth of the error where few rows carry most of it. So
+`1.5 g` and `1.75 g` are tried too: 1.75 is 448 / 256, which provides six codes above the largest scale, as many as any tile
+can use. The fourth candidate is the smallest power of two from `1.75 g` on (at most 1 if `g` is): its scales include those
+of the scheme without tensor scale that any tile can use, so the result is never worse than one level of scales.
 
 Every candidate is judged by the exact search of its tiles' scales, whose windows are valid for any tensor scale from `g` on.
 """
@@ -16,7 +16,7 @@ import numpy as np
 from ..._tiles import Tile, blocked, valid_elements
 from ...formats import AbstractFormat
 from ...formats.format import exponent_of, power_of_two, quotient, rough_quotient
-from .calibration import AbstractCalibration, Target, Tiles, is_lower
+from .calibration import AbstractCalibration, Target, Tiles, better
 from .limits import largest_unit
 from .store import ScaleStore
 
@@ -66,10 +66,9 @@ def best_tensor_scale(
     largest = largest_unit(fmt, ScaleStore(holder).largest)
     units = jnp.minimum(_candidates(smallest.reshape(())), jnp.float32(largest))
     errors = jax.lax.map(total_error, units)
-    best = units[0], errors[0]
-    for unit, error in zip(units[1:], errors[1:], strict=True):
-        wins = is_lower(error, best[1])
-        best = jnp.where(wins, unit, best[0]), jnp.where(wins, error, best[1])
+    best: tuple[jax.Array, ...] = units[0], errors[0]
+    for candidate in zip(units[1:], errors[1:], strict=True):
+        best = better(candidate, best)
     return best[0].reshape(smallest.shape)
 
 
@@ -82,7 +81,7 @@ def _candidates(smallest: jax.Array) -> jax.Array:
 
 
 def _judged(x: jax.Array, weights: jax.Array | None, tiles: tuple[Tile, ...]) -> tuple[Tiles, jax.Array | None]:
-    """The sampled tiles, and how many tiles each represents; None if all tiles are used."""
+    """The sampled tiles, and how many tiles each represents. None if all tiles are used."""
     tiled = [axis for axis, tile in enumerate(tiles) if tile != 1]
     is_sharded = jax.typeof(x).sharding.spec != jax.P(*[None] * x.ndim)
     if x.size <= SAMPLE or len(tiled) != 1 or is_sharded or x.size // x.shape[tiled[0]] < 4:

@@ -1,8 +1,8 @@
 """Scales for stochastic rounding, under which no element saturates.
 
-With rounding to nearest, the largest element of a tile may be up to half a step beyond the last code, and a search may clip it.
-Rounded stochastically, such an element would have a biased mean. So with a key the scale is the smallest at which nothing
-saturates, and stored scales are rounded up.
+With rounding to nearest, the largest element of a tile may be up to half a step beyond the last code, and a search may clip
+it. Rounded stochastically, such an element would have a biased mean. So with a key the scale is the smallest at which
+nothing saturates, and stored scales are rounded up.
 
 A calibration that clips on purpose (`fixed`, `percentile`, `absmax,0.9`, ...) keeps its range, widened by the half step that
 rounding to nearest covers. Elements beyond that range saturate.

@@ -1,7 +1,7 @@
 """ggml's block types q8_0, q4_0, q5_0, q4_1, q5_1.
 
-Blocks of 32 elements with a float16 scale; the _1 types also have a float16 minimum. Codes are two's complement in order; ggml
-stores signed codes with an offset, and pairs element j with j + 16, so tensors convert without loss.
+Blocks of 32 elements with a float16 scale; the _1 types also have a float16 minimum. Codes are two's complement in order;
+ggml stores signed codes with an offset, and pairs element j with j + 16, so tensors convert without loss.
 """
 
 from ...formats import FORMATS
