@@ -103,7 +103,7 @@ def test_names_and_json_are_refused(spec, message: str):
         ({"zero_point": np.int8}, "zero_point is int8; its dtype must be one of"),
         ({"tensor_scale": True}, "a tensor scale needs scales stored in a Format such as e4m3fn"),
         ({"pack_axis": 0}, "pack_axis is 0, must be negative"),
-        ({"calibration": "mse"}, r"calibration is 'mse'; pass an object: .*parse_calibration makes one of a text"),
+        ({"calibration": "mse"}, r"calibration is 'mse'; pass an object: .*parse_calibration parses a text"),
         ({"scale": fb.SCHEMES["nf4"], "tensor_scale": True}, "take no tensor scale and no third level"),
         ({"scale": fb.SCHEMES["nf4_dq"]}, "take no tensor scale and no third level"),
     ],
