@@ -156,7 +156,7 @@ def test_sums_in_bfloat16():
             "decoded arrays are multiplied",
         ),
         ("conv", summed(None, "bfloat16"), "XLA has no product of e5m2 and e4m3fn here"),
-        ("ragged", fb.Policy("int8", dlhs=fb.Arm("fp8", "original", accumulator="bfloat16")), "an operand is floating"),
+        ("ragged", fb.Policy("int8", dlhs=fb.Arm("fp8", "original", accumulator="bfloat16")), "an operand is a float array"),
     ],
 )
 def test_sums_that_a_product_does_not_have_are_refused(name, policy, reason):
