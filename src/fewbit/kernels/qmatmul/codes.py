@@ -62,16 +62,10 @@ class Side:
 
 
 def code_product(meeting: Meeting, lhs: QArray, rhs: QArray, asked: str | None = None) -> jax.Array | None:
-    """Multiplies two quantized operands by their codes.
+    """Multiplies two quantized operands by their codes, in float32.
 
-    Args:
-        meeting: the product.
-        lhs: the left operand.
-        rhs: the right operand.
-        asked: the accumulator dtype; None takes int32 for integers and float32 for all others.
-
-    Returns:
-        The product in float32; None where scales vary along the contraction, or no accumulator is exact for these codes.
+    Returns None where scales vary along the contraction, or no accumulator is exact for these codes. The accumulator dtype
+    `asked` is int32 for integers and float32 for others if None.
 
     Raises:
         UnsupportedError: when these codes cannot be summed in `asked`.
@@ -145,7 +139,7 @@ def _granted(asked: str | None, possible: tuple[str, ...], reason: str) -> np.dt
 
 
 def side(q: QArray, dtype: DTypeLike, *, but: int | None = None) -> Side:
-    """An operand's arrays, with codes in a dtype of `sum_types`; scales along the axis `but` stay one per block."""
+    """An operand's arrays; scales along the axis `but` stay one per block."""
     zero = None
     if q.zero_point is not None:
         zero = expanded_zero_point(q, but=but) - shift(q.scheme)

@@ -120,7 +120,7 @@ def _refused_scheme(stack: Stack) -> str | None:
 
 
 def reads_packed_weights() -> bool:
-    """True on one CPU device with the extension built, where weights are better left packed than dequantized."""
+    """True where packed weights are faster: one CPU device with the extension built."""
     built = extension("fewbit.kernels.qmatmul._cpu").missing is None
     return built and jax.default_backend() == "cpu" and device_refusal() is None
 

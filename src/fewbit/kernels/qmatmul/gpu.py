@@ -116,8 +116,7 @@ def _matrix(scheme: Scheme, rows: int, columns: int, *, contracts_cols: bool) ->
 
 def _at(q: QArray, b: int) -> list[jax.Array | None]:
     """Codes, scales, zero points and tensor scale of one matrix of a stack, each `[R, C]`."""
-    leaves = (q.codes, q.scale, q.zero_point, q.tensor_scale)
-    return [None if leaf is None else leaf[min(b, len(leaf) - 1)] for leaf in leaves]
+    return jax.tree.map(lambda leaf: leaf[min(b, len(leaf) - 1)], [q.codes, q.scale, q.zero_point, q.tensor_scale])
 
 
 def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols: bool, precision: object) -> jax.Array:
@@ -153,12 +152,11 @@ def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols:
 def _called(
     launch: Any, matrix: Matrix, x: jax.Array, leaves: Sequence[jax.Array | None], sizes: jax.Array | None
 ) -> jax.Array:
-    """The result of a launch, `[splits, M, N]`: float32 partial sums, or one result of x's dtype."""
+    """Launches a kernel: float32 partial sums or one result, `[splits, M, N]`."""
     import jax_triton  # type: ignore[import-not-found]  # pyright: ignore
 
     codes, scale, zero, unit = leaves
-    table = matrix.table()
-    optional = [zero, unit, None if table is None else jnp.asarray(table)]
+    optional = jax.tree.map(jnp.asarray, [zero, unit, matrix.table()])
     if launch.takes_sizes:
         optional.append(sizes)
     # Any array can be passed for an absent one: the kernel does not read it.
@@ -192,10 +190,10 @@ def _strides(array: jax.Array, *, contracts_cols: bool) -> tuple[int, int]:
 
 def _scale_strides(scale: jax.Array, *, contracts_cols: bool) -> tuple[int, int]:
     """The strides of scales along K and N, 0 along an axis of length one."""
-    strides = _strides(scale, contracts_cols=contracts_cols)
-    k_axis = int(contracts_cols)
-    along_k, along_n = (stride if scale.shape[a] > 1 else 0 for stride, a in zip(strides, (k_axis, 1 - k_axis), strict=True))
-    return along_k, along_n
+    rows, columns = (0 if n == 1 else stride for n, stride in zip(scale.shape, (scale.shape[1], 1), strict=True))
+    if contracts_cols:
+        return columns, rows
+    return rows, columns
 
 
 def _stack_stride(leaf: jax.Array) -> int:
@@ -204,7 +202,7 @@ def _stack_stride(leaf: jax.Array) -> int:
 
 
 def _device() -> tuple[GpuConfig, Gpu]:
-    """The configuration and properties of the default device; JAX reports only 48 KiB of shared memory."""
-    device = jax.devices()[0]
+    """The configuration and properties of the default device."""
+    device = jax.devices()[0]  # JAX reports only 48 KiB of its shared memory
     sm = round(10 * float(getattr(device, "compute_capability", "8.0")))
     return gpu_config(device.device_kind), Gpu(int(getattr(device, "core_count", 108)), LEAST_SHARED, sm)

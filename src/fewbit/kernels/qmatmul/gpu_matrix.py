@@ -128,7 +128,7 @@ def _is_decodable(fmt: AbstractFormat) -> bool:
 
 
 def _is_known_scale(fmt: AbstractFormat) -> bool:
-    """True if the kernels decode scales of a format: E8M0, or E4M3 whose sign bit is unused."""
+    """True for decodable scales: E8M0, and E4M3 with an unused sign bit."""
     if isinstance(fmt, Minifloat):
         return fmt.specials in ("fn", "none") and fmt.mantissa in (3, 4)
     return fmt.name == "e8m0"

@@ -23,7 +23,7 @@ LEAST_SM_OF_E4M3 = 89
 
 
 def unsupported(fmt: AbstractFormat) -> str | None:
-    """Why a format is not decoded to bfloat16, in a sentence; None when it is, with PTX or without."""
+    """Why a format is not decoded to bfloat16; None when it is."""
     if isinstance(fmt, Integer):
         return None if fmt.step == 1 else "integers in steps other than 1"
     if fmt.name in ("e2m1", "e4m3fn") or (isinstance(fmt, Codebook) and fmt.bits == 4):

@@ -10,6 +10,7 @@ from ...array.packing import Packing
 from ...array.quantize import scale_values
 from ...formats import AbstractFormat, Integer
 from .codes import code_values, shift
+from .stack import contracted_axis
 
 TARGET = "fewbit_integers"
 
@@ -17,19 +18,12 @@ _LEVELS = ("portable", "avx2", "avxvnni", "avx512")
 
 
 def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, isa: str | None = None) -> jax.Array:
-    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T` for two quantized stacks of integers.
+    """`AbstractStackKernel.paired` for integers, with an instruction set (None: the best).
 
-    Args:
-        x: `[B, M, K]`, one code per byte, blocks along K only.
-        q: `[B, R, C]`. If scales vary along K on both sides, their block sizes are equal.
-        contracts_cols: whether K is C, or R.
-        dtype: that of the result.
-        isa: the instruction set to use, if the machine has it; None: the best.
-
-    Returns:
-        `[B, M, N]`, N being the other one of R and C. Sums are exact within a block; blocks are added in float32.
+    x `[B, M, K]` has one code per byte and blocks along K only; if scales vary along K on both sides, block sizes are equal.
+    Sums are exact within a block; blocks are added in float32.
     """
-    at = 2 if contracts_cols else 1
+    at = contracted_axis(contracts_cols)
     bits, offset, codes, zeros = _unsigned(q, at)
     result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - at]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
@@ -49,7 +43,7 @@ def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeL
 
 
 def _unsigned(q: QArray, at: int) -> tuple[int, int, jax.Array, jax.Array]:
-    """The bits of a code, the offset that makes it unsigned, the codes as C++ reads them, and their zero points.
+    """Bits, offset to unsigned, codes and zero points as C++ reads them.
 
     8-bit codes, and 4-bit codes packed along the contraction, are read in place; others are unpacked to bytes first.
     """

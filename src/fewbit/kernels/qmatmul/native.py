@@ -10,6 +10,7 @@ from ...array.packing import codes_per_unit
 from ...array.quantize import dequantize, scale_values
 from ...array.scheme import Scheme
 from ...formats import AbstractFormat, Integer
+from .stack import contracted_axis
 
 TARGET = "fewbit_qmatmul"
 
@@ -28,29 +29,25 @@ def native_product(
     isa: str | None = None,
     sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T` for a quantized stack `w`.
+    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, as `AbstractStackKernel.stacked`; x may be float16.
 
     Args:
-        x: `[B, M, K]`, float32, bfloat16 or float16.
+        x: `[B, M, K]`.
         q: `[B, R, C]`.
         picked: the index of the one matrix of `q` to multiply with (B of `x` is 1); None: matrix b with `x[b]`.
         contracts_cols: whether K is C, or R.
         dtype: that of the result.
         isa: the instruction set to use, if the machine has it; None: the best.
         sizes: rows of `x` (whose B is 1) per matrix of `q`, int32; rows beyond their sum give zeros.
-
-    Returns:
-        `[B, M, N]`, N being the other one of R and C. Sums are made in float32.
     """
-    scheme, (_, rows, cols) = q.scheme, q.shape
+    scheme, lengths = q.scheme, list(q.shape[1:])
     order = _stream_order(scheme)
-    lengths = [rows, cols]
     if order.size:
         lengths[scheme.pack_axis + 2] = -(-lengths[scheme.pack_axis + 2] // order.size) * order.size
     kind, values, unit = code_values(scheme)
     scale, scale_table = held_scales(q)
     role, zero, zero_table = _stored_zeros(q)
-    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], rows if contracts_cols else cols), dtype)
+    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - contracted_axis(contracts_cols)]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
         x,
         q.codes,
@@ -78,7 +75,7 @@ def native_product(
 
 
 def _stream_order(scheme: Scheme) -> np.ndarray:
-    """The index of the code at each position of a packed group; empty for codes in order."""
+    """The code at each position of a packed group; empty if in order."""
     packing, bits = scheme.packing, scheme.format.bits
     if not packing.interleave and not packing.high_first:
         return np.zeros(0, np.int32)
@@ -123,7 +120,7 @@ def held_scales(q: QArray) -> tuple[jax.Array, jax.Array]:
 
 
 def _stored_zeros(q: QArray) -> tuple[int, jax.Array, jax.Array]:
-    """The kind of the zero points, their stored form, and the table of their values if they are codes."""
+    """The kind of the zero points, their stored form, and their table."""
     empty = _flat(None, jnp.float32)
     if q.zero_point is None:
         return _NO_ZERO, jnp.zeros((1, 1, 1), jnp.float32), empty

@@ -21,7 +21,7 @@ from .codes import fits_int32, is_whole, native_float, side
 from .primitive import kernel_primitive, mapped_first
 from .problem import Operand, Problem, refused_precision
 from .reference import BACKENDS, Reference
-from .stack import Stack, stack_of
+from .stack import Stack, contracted_axis, folded_axes, stack_of
 
 Axes = tuple[int, ...]
 
@@ -30,7 +30,7 @@ LEAST_TILE = 8
 
 
 def pair_refusal(problem: Problem, *, floats: bool = False) -> str | None:
-    """Why two quantized operands cannot be multiplied by their codes; None if they can.
+    """Why two operands cannot be multiplied by their codes, or None.
 
     Args:
         problem: the product.
@@ -71,20 +71,12 @@ def _is_float(operand: Operand) -> bool:
 def paired_product(problem: Problem, lhs: QArray, rhs: QArray, kernels: tuple[Any, ...], *, is_named: bool) -> jax.Array:
     """Multiplies two operands that `pair_refusal` accepts.
 
-    Args:
-        problem: the product.
-        lhs: the left operand.
-        rhs: the right operand.
-        kernels: at most one kernel per platform; other platforms use the reference.
-        is_named: whether the caller named the backend, so that it is never replaced.
+    There is at most one kernel per platform; other platforms use the reference, unless the backend was named.
     """
     at, stack = weight_stack(problem)
     x, q = (lhs, rhs)[1 - at], (lhs, rhs)[at]
-    own, other = problem.dimension_numbers[0][at], problem.dimension_numbers[0][1 - at]
-    contracted = tuple(other[own.index(axis)] for axis in stack.contracted)
-    batch = problem.dimension_numbers[1][1 - at]
-    free = tuple(a for a in range(x.ndim) if a not in contracted and a not in batch)
-    groups = batch, free, contracted
+    groups = stack.groups_of(problem.dimension_numbers, 1 - at, x.ndim)
+    contracted = groups[2]
     axis = tile = None
     if len(contracted) == 1:
         axis = contracted[0]
@@ -97,7 +89,7 @@ def paired_product(problem: Problem, lhs: QArray, rhs: QArray, kernels: tuple[An
     zero = None
     if numbers.zero is not None:
         zero = _folded(numbers.zero, x.shape, groups, tile)
-    codes = jax.lax.bitcast_convert_type(_moved(numbers.values, groups), jnp.uint8)
+    codes = jax.lax.bitcast_convert_type(folded_axes(numbers.values, groups), jnp.uint8)
     x3 = _bytes_of(fmt, codes, _folded(numbers.scale, x.shape, groups, tile), zero, tile)
     y = _bind(
         x3,
@@ -107,15 +99,11 @@ def paired_product(problem: Problem, lhs: QArray, rhs: QArray, kernels: tuple[An
         kernels=kernels,
         is_named=is_named,
     )
-    lengths = [[x.shape[a] for a in group] for group in groups]
-    own_free = [q.shape[a] for a in stack.free]
-    if at == 0:
-        return jnp.swapaxes(y, 1, 2).reshape(*lengths[0], *own_free, *lengths[1])
-    return y.reshape(*lengths[0], *lengths[1], *own_free)
+    return stack.unfolded(y, x, q, groups, 1 - at)
 
 
 def weight_stack(problem: Problem) -> tuple[int, Stack]:
-    """The operand that is read in place as a stack: the right one if possible, else the left.
+    """The operand that is read in place: the right one if possible.
 
     Raises:
         QuantError: if neither operand can be viewed as a stack.
@@ -139,7 +127,7 @@ def _check_tiles(problem: Problem, at: int, stack: Stack) -> None:
     x = (problem.lhs, problem.rhs)[1 - at]
     assert x.scheme is not None
     axes, tiles = problem.dimension_numbers[0][1 - at], x.scheme.tiles(len(x.shape))
-    own = stack.merged[1 if stack.contracts_cols else 0]
+    own = stack.contraction
     cut = [tile for a in axes if (tile := tiles[a]) is not None and tile < x.shape[a]]
     if cut and len(axes) > 1:
         raise QuantError(f"the scales of {x} vary along one of several contracted axes")
@@ -155,14 +143,9 @@ def _check_tiles(problem: Problem, at: int, stack: Stack) -> None:
 
 
 def _bytes_of(fmt: AbstractFormat, codes: jax.Array, scale: jax.Array, zero: jax.Array | None, tile: int | None) -> QArray:
-    """A QArray of a stack with one code per byte.
+    """A QArray of uint8 codes `[B, M, K]` and scales `[B or 1, M or 1, tiles]`.
 
-    Args:
-        fmt: the format of the codes.
-        codes: `[B, M, K]`, uint8.
-        scale: float32, `[B or 1, M or 1, tiles]`.
-        zero: the zero points, integers that fit in int8, likewise; None: none.
-        tile: the block size along K; None: one scale for all.
+    Zero points, if any, are integers that fit in int8, shaped like scales; `tile` is the block size along K, or None.
     """
     free = (None if n == 1 else 1 for n in scale.shape[:2])
     scheme = Scheme(fmt).with_tiles((*free, tile), -1)
@@ -172,21 +155,14 @@ def _bytes_of(fmt: AbstractFormat, codes: jax.Array, scale: jax.Array, zero: jax
     return QArray(codes, scale, zero, None, scheme, np.dtype(np.float32))
 
 
-def _moved(a: jax.Array, groups: tuple[Axes, ...]) -> jax.Array:
-    """The array with each group of axes merged into one."""
-    return a.transpose([axis for group in groups for axis in group]).reshape(
-        [int(np.prod([a.shape[axis] for axis in group])) for group in groups]
-    )
-
-
 def _folded(a: jax.Array, shape: tuple[int, ...], groups: tuple[Axes, ...], tile: int | None) -> jax.Array:
-    """Scales or zero points with each group of axes merged; a group's length is 1 or the operand's."""
+    """Scales or zero points with each group of axes merged."""
     wide = list(a.shape)
     for group in groups if tile is None else groups[:2]:
         if any(a.shape[axis] != 1 for axis in group):
             for axis in group:
                 wide[axis] = shape[axis]
-    return _moved(jnp.broadcast_to(a, wide), groups)
+    return folded_axes(jnp.broadcast_to(a, wide), groups)
 
 
 def _bind(x: QArray, q: QArray, **settings: object) -> jax.Array:
@@ -198,7 +174,7 @@ def _bind(x: QArray, q: QArray, **settings: object) -> jax.Array:
 
 
 def _by_reference(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
-    numbers = (((2,), (2 if contracts_cols else 1,)), ((0,), (0,)))
+    numbers = (((2,), (contracted_axis(contracts_cols),)), ((0,), (0,)))
     return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, None, dtype), x, q)
 
 
@@ -207,7 +183,7 @@ def _by_kernel(kernel: Any, *operands: QArray, **settings: Any) -> jax.Array:
 
 
 def _shape(x: QArray, q: QArray, *, contracts_cols: bool) -> tuple[int, ...]:
-    return x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2]
+    return x.shape[0], x.shape[1], q.shape[3 - contracted_axis(contracts_cols)]
 
 
 def _mapped(

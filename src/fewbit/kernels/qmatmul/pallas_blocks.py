@@ -64,7 +64,7 @@ class Block:
 
 @dataclasses.dataclass(frozen=True)
 class Cut:
-    """A product split into blocks; the grid is (rows of activations, free axis of the weight, contraction).
+    """A product in blocks; its grid is (activation rows, free axis, contraction).
 
     Attributes:
         form: the product.
@@ -113,8 +113,8 @@ class Cut:
         return self.contracted % self.contracted_block > 0
 
     def activations(self) -> Block:
-        """The activations, one matrix per plane if the packed axis is contracted; padded to full blocks."""
-        planes = self.form.planes if self.form.contracts_rows else 1
+        """The padded activations, one matrix per plane if the packed axis is contracted."""
+        planes = self._swapped(self.form.planes, 1)[1]
         shape = (planes, self.form.m, self.grid[2] * self.contracted_block)
         return Block("x", shape, self.form.dtype, (planes, self.m, self.contracted_block), lambda i, j, k: (0, i, k))
 
@@ -129,12 +129,12 @@ class Cut:
         return Block("codes", shape, np.dtype(np.uint8), block, lambda i, j, k: self._swapped(j, k))
 
     def beside(self, name: str, dtype: np.dtype) -> Block:
-        """Scales, zero points or the tensor scale: one per tile of rows, and per column if columns differ."""
+        """Scales, zero points or tensor scale, per tile of rows and column."""
         shape = (self.form.tiles, self.form.scale_columns)
         if name == "tensor_scale":
             shape = (1, 1)
         full = (math.ceil(self.rows / (self.form.tile or 1)), self.columns)
-        block = tuple(size if n > 1 else 1 for size, n in zip(full, shape, strict=True))
+        block = tuple(map(min, full, shape))
 
         def index(_: T, j: T, k: T) -> tuple[T | int, ...]:
             return tuple(at if n > 1 else 0 for at, n in zip(self._swapped(j, k), shape, strict=True))
@@ -143,13 +143,13 @@ class Cut:
 
     def result(self) -> Block:
         """The result, one matrix per plane if the packed axis is not contracted."""
-        planes = 1 if self.form.contracts_rows else self.form.planes
+        planes = self._swapped(self.form.planes, 1)[0]
         shape = (planes, self.form.m, self._swapped(self.form.rows, self.form.columns)[0])
         block = (planes, self.m, self._swapped(self.rows, self.columns)[0])
         return Block("y", shape, self.form.result, block, lambda i, j, k: (0, i, j))
 
     def stream(self) -> tuple[tuple[int, int], ...]:
-        """Shapes of the scratch for codes that straddle bytes, one byte per 32-bit word; none for others.
+        """Shapes of the scratch for codes that straddle bytes; else none.
 
         Each has 128 columns, the widest that Mosaic reads with a stride.
         """
@@ -165,7 +165,7 @@ class Cut:
 
 
 def fitting(length: int, unit: int, wanted: int) -> int:
-    """The block length of an axis: all of a short one, else a multiple of `unit` near `wanted`.
+    """The block length of an axis: all, or a multiple of `unit` near `wanted`.
 
     Among the multiples from `wanted / 2` to `wanted`, the largest that divides the axis; if there is none the largest, whose last
     block extends past the end.
@@ -180,12 +180,7 @@ def fitting(length: int, unit: int, wanted: int) -> int:
 
 
 def bytes_moved(blocks: list[Block], grid: tuple[int, ...]) -> dict[str, int]:
-    """Bytes moved between HBM and VMEM, by array; a block is kept while consecutive steps use it.
-
-    Args:
-        blocks: the arrays' blocks.
-        grid: the lengths of the grid's axes; the last runs fastest.
-    """
+    """Bytes moved between HBM and VMEM by array; consecutive steps share blocks."""
     moved = dict.fromkeys((block.name for block in blocks), 0)
     for block in blocks:
         last = None

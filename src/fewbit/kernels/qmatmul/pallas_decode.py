@@ -52,16 +52,9 @@ def unit(fmt: AbstractFormat, shift: int) -> float:
 
 
 def plane_values(fmt: AbstractFormat, packed: jax.Array, shift: int, *, nf4_polynomial: bool = False) -> jax.Array:
-    """Decodes the codes at bit `shift` of each byte, in units of `unit(fmt, shift)`.
+    """Decodes the codes at bit `shift` of each byte to float32, in units of `unit(fmt, shift)`.
 
-    Args:
-        fmt: the format of the codes.
-        packed: bytes.
-        shift: the lowest bit of the code.
-        nf4_polynomial: whether NF4 is approximated by `NF4_POLYNOMIAL`.
-
-    Returns:
-        Float32 numbers of the shape of `packed`.
+    `nf4_polynomial` approximates NF4 by `NF4_POLYNOMIAL`.
     """
     if fmt.name in NATIVE:
         return jax.lax.bitcast_convert_type(packed, NATIVE[fmt.name]).astype(jnp.float32)
@@ -81,12 +74,9 @@ def plane_values(fmt: AbstractFormat, packed: jax.Array, shift: int, *, nf4_poly
 
 
 def group_values(fmt: AbstractFormat, group: list[jax.Array], plane: int) -> jax.Array:
-    """Decodes one code of each group of bytes, float32.
+    """Decodes the code at index `plane` of each group of bytes, float32.
 
-    Args:
-        fmt: the format of the codes.
-        group: the first byte of every group, the second, and so on, in 32-bit words.
-        plane: the index of the code in a group.
+    `group` has the first byte of every group, then the second, and so on, in 32-bit words.
     """
     byte, shift = divmod(plane * fmt.bits, 8)
     code = group[byte] >> shift
@@ -104,7 +94,7 @@ def group_values(fmt: AbstractFormat, group: list[jax.Array], plane: int) -> jax
 
 
 def _whole(fmt: Integer, word: jax.Array, shift: int) -> jax.Array:
-    """Integers at their position in the word; those at the top of a byte have its sign and need no shift."""
+    """Integers at their position in the word; the top ones need no shift."""
     is_top = shift + fmt.bits == 8
     if fmt.signed and not is_top:
         word = word << (32 - fmt.bits - shift)
@@ -116,7 +106,7 @@ def _whole(fmt: Integer, word: jax.Array, shift: int) -> jax.Array:
 
 
 def _doubled(fmt: AbstractFormat) -> int | None:
-    """Twice the magnitudes of a signed 4-bit float, four bits each in one word; None for other formats."""
+    """Twice the magnitudes of a signed 4-bit float, in one word, else None."""
     if not isinstance(fmt, Minifloat) or fmt.bits != 4 or not fmt.signed:
         return None
     twice = 2 * fmt.values()[:8]
@@ -127,7 +117,7 @@ def _doubled(fmt: AbstractFormat) -> int | None:
 
 
 def _signed_nibbles(word: jax.Array, shift: int, table: int) -> jax.Array:
-    """`table` indexed by the low three bits of each code, with the sign of its fourth bit."""
+    """`table` at the low three bits of each code, signed by its fourth."""
     place = (word << 2 if shift == 0 else word >> (shift - 2)) & 28  # four times the three bits
     number = jax.lax.shift_right_logical(jnp.full_like(word, table), place) & 15
     sign = (word << (28 - shift)) & np.int32(-(2**31))

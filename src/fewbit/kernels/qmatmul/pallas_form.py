@@ -20,7 +20,7 @@ from .pallas_decode import undecodable
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A product of activations `[M, C]` with a packed matrix of `rows x columns` bytes, contracting either axis.
+    """Activations `[M, C]` times a packed matrix `[rows, columns]`, contracting either axis.
 
     A row is one byte, or for codes that straddle bytes a group of `span` bytes (3 for 6-bit codes). It has `planes` codes that
     are adjacent along the packed axis: row `i` of a column has the elements `i * planes .. i * planes + planes - 1`, permuted by
@@ -121,7 +121,7 @@ class Form:
     @property
     def tiles(self) -> int:
         """The number of scales along the rows."""
-        return 1 if self.tile is None else math.ceil(self.rows / self.tile)
+        return math.ceil(self.rows / (self.tile or self.rows))
 
     @property
     def scale_columns(self) -> int:
@@ -130,7 +130,7 @@ class Form:
 
     @property
     def scale_sublanes(self) -> int:
-        """The sublane multiple for blocks of scales and zero points: 8 for four bytes, 32 for one."""
+        """Sublane multiple of scale blocks: 8 for four bytes, 32 for one."""
         sublanes = [8]
         for stored in (self.scheme.scale, self.scheme.zero_point):
             if isinstance(stored, AbstractFormat):
@@ -151,13 +151,9 @@ class Form:
 
 
 def refusal(scheme: Scheme, tile: int | None, *dtypes: DTypeLike, precision: object) -> str | None:
-    """Why the kernel does not support a stack of matrices of a scheme; None when it does.
+    """Why the kernel does not support a stack of a scheme, or None.
 
-    Args:
-        scheme: the scheme of the stack `[B, R, C]`.
-        tile: the block size along the packed axis; None: one scale for all.
-        dtypes: those of the operands and of the result.
-        precision: as in `lax.dot_general`.
+    `tile` is the block size along the packed axis, or None; `dtypes` are those of the operands and of the result.
     """
     for dtype in map(jnp.dtype, dtypes):
         if dtype not in (jnp.bfloat16, jnp.float32):
@@ -206,7 +202,7 @@ def _planes(scheme: Scheme, *, halves: bool) -> int:
 
 
 def _is_transposed(scheme: Scheme) -> bool:
-    """Whether the last axis is the packed one, or for 8-bit codes the one with tiles."""
+    """True if the last axis is packed (8-bit codes: has the tiles)."""
     if scheme.format.bits < 8:
         return scheme.pack_axis == -1
     _, rows, columns = scheme.tiles(3)

@@ -13,6 +13,7 @@ from ...formats import AbstractFormat
 from .codes import native_float
 from .pallas_blocks import LANES, PAIRS, Block, Config, fitting
 from .pallas_form import kernel_dtype
+from .stack import contracted_axis
 
 Index = int | jax.Array
 
@@ -48,7 +49,7 @@ class Pair:
     @classmethod
     def of(cls, x: QArray, q: QArray, *, contracts_last: bool, result: DTypeLike, config: Config = PAIRS) -> "Pair":
         """The product of `[B, M, K]` bytes with `[B, R, C]`, as `paired_product` passes them."""
-        k_axis, codes = 2 if contracts_last else 1, 8 // q.scheme.format.bits
+        k_axis, codes = contracted_axis(contracts_last), 8 // q.scheme.format.bits
         k, n = q.shape[k_axis], q.shape[3 - k_axis]
         tile = None
         if x.scale.shape[2] > 1:
@@ -56,8 +57,8 @@ class Pair:
         elif q.scale.shape[k_axis] > 1:
             tile = q.tiles[k_axis]
         packed = q.scheme.pack_axis + 3
-        units = [codes if packed == axis else 1 for axis in (k_axis, 3 - k_axis)]
-        whole_k, whole_n = (math.ceil(length / unit) * unit for length, unit in zip((k, n), units, strict=True))
+        units = {packed: codes}
+        whole_k, whole_n = (math.ceil(q.shape[a] / units.get(a, 1)) * units.get(a, 1) for a in (k_axis, 3 - k_axis))
         unit = LANES * codes
         if tile is not None:
             unit = math.lcm(unit, 8 * tile)
@@ -120,10 +121,10 @@ class Pair:
             return Block(name, (8, wide), dtype, (8, bk), lambda i, j, k: (0, k))
         if name == "codes":
             return self._stored(dtype)
-        rows = min(count, self.block_tiles)
-        if name.startswith("x_"):
-            return Block(name, (count, m), dtype, (rows, bm), lambda i, j, k: (k if count > 1 else 0, i))
-        return Block(name, (count, n), dtype, (rows, bn), lambda i, j, k: (k if count > 1 else 0, j))
+        of_x = name.startswith("x_")
+        length, block = (m, bm) if of_x else (n, bn)
+        shape, block = (count, length), (min(count, self.block_tiles), block)
+        return Block(name, shape, dtype, block, lambda i, j, k: (k if count > 1 else 0, (j, i)[of_x]))
 
     def _stored(self, dtype: np.dtype) -> Block:
         """The packed bytes, as stored."""

@@ -45,40 +45,28 @@ from ...formats import AbstractFormat
 from .codes import native_float
 from .pallas_blocks import PAIRS, Block, Config
 from .pallas_pair_blocks import Pair
-from .pallas_step import varying_axes
+from .pallas_step import over_stack, varying_axes
+from .stack import contracted_axis
 
 
 def paired_stacks(
     x: QArray, q: QArray, *, contracts_last: bool, result: DTypeLike, config: Config = PAIRS, interpret: bool = False
 ) -> jax.Array:
-    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T` for two quantized stacks.
+    """`AbstractStackKernel.paired`; other arguments as in `pallas_tpu.stacked_product`.
 
-    Args:
-        x: `[B, M, K]`, one code per byte, tiles along K only.
-        q: `[B, R, C]`. If scales vary along K on both sides, their tiles are equal.
-        contracts_last: whether K is C, or R.
-        result: the dtype of the result.
-        config: block sizes.
-        interpret: whether JAX interprets the kernel, on any device, instead of compiling it.
-
-    Returns:
-        `[B, M, N]`, N being the other one of R and C. Integer sums are exact within a tile; tiles are added in float32.
+    x `[B, M, K]` has one code per byte and tiles along K only; if scales vary along K on both sides, their tiles are equal.
+    Integer sums are exact within a tile; tiles are added in float32.
     """
     pair = Pair.of(x, q, contracts_last=contracts_last, result=result, config=config)
     arrays = arrays_of(pair, x, q)
     call = _call(pair, arrays, interpret, varying_axes(x, q))
-    if len(x.codes) == 1:
-        y = call(*(array[0] for array in arrays.values()))[None]
-    else:
-        mapped = [None if len(array) == 1 else 0 for array in arrays.values()]
-        shared = (array[0] if axis is None else array for array, axis in zip(arrays.values(), mapped, strict=True))
-        y = jax.vmap(call, mapped)(*shared)
+    y = over_stack(call, list(arrays.values()), len(x.codes))
     return y[..., : pair.n].astype(result)
 
 
 def arrays_of(pair: Pair, x: QArray, q: QArray) -> dict[str, jax.Array]:
-    """The kernel's inputs by name, stack axis first: bytes, float32 scales and int32 zero points."""
-    at, wide = 2 if pair.contracts_last else 1, pair.grid[2] * pair.blocks[1]
+    """The kernel's inputs: bytes, float32 scales and int32 zero points."""
+    at, wide = contracted_axis(pair.contracts_last), pair.grid[2] * pair.blocks[1]
     arrays = {"x": jnp.pad(_numbers(pair.left, x.codes), ((0, 0), (0, 0), (0, wide - pair.k))), "codes": q.codes}
     arrays["x_scale"] = _along(expanded_scale(x, but=2), 2, pair.lengths[0])
     arrays["scale"] = _along(expanded_scale(q, but=at), at, pair.lengths[2])
@@ -99,20 +87,14 @@ def arrays_of(pair: Pair, x: QArray, q: QArray) -> dict[str, jax.Array]:
 
 
 def blocks_of(pair: Pair, x: QArray, q: QArray) -> list[Block]:
-    """The blocks of every array of a product: the kernel's inputs and the result.
-
-    Args:
-        pair: the product.
-        x: the bytes, or their shapes.
-        q: the quantized stack, or its shapes.
-    """
+    """The blocks of every input and the result; operands may be shapes."""
     arrays = jax.eval_shape(functools.partial(arrays_of, pair), x, q)
     read = [pair.array(name, array.dtype, array.shape[1]) for name, array in arrays.items()]
     return [*read, pair.array("y", pair.result, 1)]
 
 
 def _along(scale: jax.Array, at: int, length: int) -> jax.Array:
-    """Scales or zero points of an operand contracted along `at`, as `[B, tiles, length]`, zero-padded."""
+    """Scales of an operand contracted along `at`, as zero-padded `[B, tiles, length]`."""
     if at == 2:
         scale = scale.swapaxes(1, 2)
     if scale.shape[2] == 1:
@@ -200,21 +182,21 @@ def _kernel(pair: Pair, names: tuple[str, ...], *refs: jax.Ref) -> None:
 
 
 def _columns(name: str, ref: jax.Ref) -> jax.Array:
-    """Scales per row of x as columns, scales per column of the result as they are."""
+    """Scales as they broadcast to the result; those of x as columns."""
     if name.startswith("x_"):
         return ref[...].T
     return ref[...]
 
 
 def _of_tile(name: str, scales: dict[str, jax.Array], tile: int) -> jax.Array:
-    """The scales of one tile of a block: a column for x, a row for the weight."""
+    """The scales of one tile: a column for x, a row else."""
     scale, axis = scales[name], int(name.startswith("x_"))
     at = min(tile, scale.shape[axis] - 1)
     return jax.lax.slice_in_dim(scale, at, at + 1, axis=axis)
 
 
 def _scaled(sums: jax.Array, scales: dict[str, jax.Array], tile: int, *, but_rows: bool = False) -> jax.Array:
-    """The sums of one tile, corrected for the weight's zero points and scaled; `but_rows`: not by x's scales."""
+    """Scales the sums of one tile (`but_rows`: not by x's scales), less zero points."""
     if "zero" in scales:
         sums = sums - _of_tile("x_sums", scales, tile) * _of_tile("zero", scales, tile)
     sums = sums.astype(jnp.float32)
@@ -237,7 +219,7 @@ def _decoded(pair: Pair, packed: jax.Array, step: jax.Array) -> tuple[jax.Array,
             packed = jnp.where(place < pair.k, packed.astype(jnp.int32), 0).astype(jnp.uint8)
         return _numbers(pair.right, packed), k_axis
     if pair.right.min == 0:
-        packed = packed ^ jnp.uint8(0x80 if pair.codes == 1 else 0x88)
+        packed = packed ^ jnp.uint8({1: 0x80, 2: 0x88}[pair.codes])
     if pair.codes == 1:
         return _numbers(pair.right, packed), k_axis
     if pair.packs_last:

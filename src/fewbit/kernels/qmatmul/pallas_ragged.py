@@ -84,21 +84,7 @@ def grouped_product(
     config: Config = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
-    """`y[i] = x[i] @ w[g]` or `x[i] @ w[g].T` for each row i of group g.
-
-    Args:
-        x: `[M, K]`, bfloat16 or float32.
-        q: `[G, R, C]`, likewise.
-        sizes: rows per group, `[G]`, int32; rows past their sum give zeros.
-        contracts_last: whether K is C, or R.
-        result: the dtype of the result, likewise.
-        precision: as in `lax.ragged_dot`; None computes float32 products in full precision.
-        config: block sizes.
-        interpret: whether JAX interprets the kernel, on any device, instead of compiling it.
-
-    Returns:
-        `[M, N]`, N being the other one of R and C. Sums are made in float32.
-    """
+    """`AbstractRaggedKernel.grouped`; other arguments as in `pallas_tpu.stacked_product`."""
     form = Form.of(x[None], q, contracts_last=contracts_last, result=result, precision=precision, halves=config.halves)
     cut = Cut.of(form, config)
     visits = Visits.of(sizes, form.m, cut.m)
@@ -111,34 +97,34 @@ def grouped_product(
 
 
 def grouped_blocks(cut: Cut, q: QArray) -> list[Block]:
-    """The blocks of every array: activations, codes, scales and the result.
+    """The blocks of every input and the result; `q` may be shapes.
 
     The grid is (free axis of the weight, visits, contraction). Index maps also take the visits' groups and row blocks, and the
     arrays of the weight have the group as first axis.
-
-    Args:
-        cut: the product of one group.
-        q: the matrices, or their shapes.
     """
     scales = jax.eval_shape(functools.partial(beside_codes, cut.form), q)
-    of_rows = functools.partial(_visited, count=0)
     blocks = [cut.codes(), *(cut.beside(name, array.dtype) for name, array in scales.items())]
     counts = [len(q.codes), *(len(array) for array in scales.values())]
-    stacked = [_visited(block, count=n) for block, n in zip(blocks, counts, strict=True)]
-    return [of_rows(cut.activations()), *stacked, of_rows(cut.result())]
+    stacked = [_of_group(block, n) for block, n in zip(blocks, counts, strict=True)]
+    return [_visited(cut.activations()), *stacked, _visited(cut.result())]
 
 
-def _visited(block: Block, *, count: int) -> Block:
-    """The block of a visit, of one of `count` matrices; 0: of the rows."""
+def _visited(block: Block) -> Block:
+    """The block of a visit's rows."""
 
-    def index(j: Any, visit: Any, k: Any, groups: jax.Ref, blocks: jax.Ref, *_: object) -> tuple[Any, ...]:
-        own = block.index(blocks[visit], j, k)
-        if not count:
-            return own
-        return groups[visit] if count > 1 else 0, *own
+    def index(j: Any, visit: Any, k: Any, _: object, blocks: jax.Ref, *__: object) -> tuple[Any, ...]:
+        return block.index(blocks[visit], j, k)
 
-    first = (count,) if count else ()
-    return Block(block.name, (*first, *block.shape), block.dtype, (*(1 for _ in first), *block.block), index)
+    return dataclasses.replace(block, index=index)
+
+
+def _of_group(block: Block, count: int) -> Block:
+    """The block of one of `count` matrices: that of the visit's group."""
+
+    def index(j: Any, visit: Any, k: Any, groups: jax.Ref, *_: object) -> tuple[Any, ...]:
+        return groups[visit] if count > 1 else 0, *block.index(0, j, k)
+
+    return Block(block.name, (count, *block.shape), block.dtype, (1, *block.block), index)
 
 
 def _call(
@@ -150,7 +136,7 @@ def _call(
     interpret: bool,
     varying: ManualAxisType,
 ) -> Callable[..., jax.Array]:
-    """The kernel as a function of the visits' groups, blocks and bounds, and of all arrays."""
+    """The kernel as a function of `Visits` arrays and one group's arrays."""
     *read, out = blocks
     x, *of_group = [pl.BlockSpec(block.block, block.index) for block in read]
     of_group = [pl.BlockSpec((None, *spec.block_shape[1:]), spec.index_map) for spec in of_group]  # type: ignore[index]
@@ -182,7 +168,7 @@ def _kernel(
     codes: jax.Ref,
     *refs: jax.Ref,
 ) -> None:
-    """One step of a visit; the last one writes the rows of its group and keeps those of others."""
+    """One step of a visit; the last one writes its group's rows."""
     scales, (y, *scratch) = refs[: len(names)], refs[len(names) :]
     visit = pl.program_id(1)
     first, end = bounds[groups[visit]], bounds[groups[visit] + 1]

@@ -94,7 +94,7 @@ def _plane(form: Form, group: list[jax.Array], plane: int, *, nf4_polynomial: bo
 
 
 def _split(packed: jax.Array, *, is_signed: bool) -> jax.Array:
-    """Both 4-bit integers of each byte, low half first, as float32; unsigned ones minus 8."""
+    """Both 4-bit integers of each byte as float32; unsigned ones minus 8."""
     if not is_signed:
         packed = packed ^ jnp.uint8(0x88)
     return pltpu.bitcast(packed, jnp.int4).astype(jnp.float32)
@@ -117,7 +117,7 @@ def _scale(scales: dict[str, jax.Array]) -> jax.Array:
 
 
 def _scaled(cut: Cut, values: jax.Array, own: float, scales: dict[str, jax.Array]) -> jax.Array:
-    """The values of a plane, in units of `own`, with zero point and scale applied, unless the sums are scaled."""
+    """Applies zero point and scale to a plane's values, in units of `own`."""
     form, offset = cut.form, 0.0
     if form.is_split and form.scheme.format.min == 0:
         offset = 8.0  # `_split` subtracted it
@@ -151,7 +151,7 @@ def _within(cut: Cut, values: jax.Array, step: jax.Array) -> jax.Array:
 
 
 def beside_codes(form: Form, q: QArray) -> dict[str, jax.Array]:
-    """Scales, zero points and tensor scale as the kernel reads them, the stack's axis first."""
+    """Scales, zero points and tensor scale as the kernel reads them."""
     scale = q.scale
     if is_qarray(scale):
         scale = dequantize(scale, jnp.float32)
@@ -207,3 +207,12 @@ def varying_axes(*operands: jax.Array | QArray) -> ManualAxisType:
     """The mesh axes along which the operands vary within `jax.shard_map`."""
     types = (jax.typeof(leaf).manual_axis_type for leaf in jax.tree.leaves(operands))
     return ManualAxisType(varying=frozenset().union(*(axes.varying for axes in types)))
+
+
+def over_stack(call: Callable[..., jax.Array], arrays: Sequence[jax.Array], batch: int) -> jax.Array:
+    """Maps a kernel over the first axis; arrays of length one are shared."""
+    if batch == 1:
+        return call(*(array[0] for array in arrays))[None]
+    mapped = [None if len(array) == 1 else 0 for array in arrays]
+    shared = (array[0] if axis is None else array for array, axis in zip(arrays, mapped, strict=True))
+    return jax.vmap(call, mapped)(*shared)

@@ -67,7 +67,7 @@ from jax.typing import DTypeLike
 from ...array import QArray
 from .pallas_blocks import PLAIN, Block, Config, Cut
 from .pallas_form import Form
-from .pallas_step import beside_codes, joined, planes_of, summed, varying_axes
+from .pallas_step import beside_codes, joined, over_stack, planes_of, summed, varying_axes
 
 
 def stacked_product(
@@ -80,32 +80,23 @@ def stacked_product(
     config: Config = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
-    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T` for a quantized stack `w`.
+    """`AbstractStackKernel.stacked` for bfloat16 or float32 x, q and result.
 
     Args:
-        x: `[B, M, K]`, bfloat16 or float32.
-        q: `[B, R, C]`, likewise.
+        x: `[B, M, K]`.
+        q: `[B, R, C]`.
         contracts_last: whether K is C, or R.
-        result: the dtype of the result, likewise.
+        result: the dtype of the result.
         precision: as in `lax.dot_general`; None computes float32 products in full precision.
         config: block sizes.
         interpret: whether JAX interprets the kernel, on any device, instead of compiling it.
-
-    Returns:
-        `[B, M, N]`, N being the other one of R and C. Sums are made in float32.
     """
     form = Form.of(x, q, contracts_last=contracts_last, result=result, precision=precision, halves=config.halves)
     cut = Cut.of(form, config)
     scales = beside_codes(form, q)
     call = _call(cut, config, {name: array.dtype for name, array in scales.items()}, interpret, varying_axes(x, q))
     arrays = (planes_of(cut, x.astype(form.dtype)), q.codes, *scales.values())
-    if len(x) == 1:
-        y = call(*(array[0] for array in arrays))[None]
-    else:
-        mapped = [None if array.shape[0] == 1 else 0 for array in arrays]
-        shared = (array[0] if axis is None else array for array, axis in zip(arrays, mapped, strict=True))
-        y = jax.vmap(call, mapped)(*shared)
-    return joined(form, y)
+    return joined(form, over_stack(call, arrays, len(x)))
 
 
 def _call(
@@ -127,12 +118,7 @@ def _call(
 
 
 def blocks_of(cut: Cut, q: QArray) -> list[Block]:
-    """The blocks of every array: activations, codes, scales and the result.
-
-    Args:
-        cut: the product.
-        q: the quantized stack, or its shapes.
-    """
+    """The blocks of every input and the result; `q` may be shapes."""
     scales = jax.eval_shape(functools.partial(beside_codes, cut.form), q)
     return _blocks(cut, {name: array.dtype for name, array in scales.items()})
 

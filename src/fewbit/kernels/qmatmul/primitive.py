@@ -6,11 +6,10 @@ operand has as VJP itself with the other axis of the weight contracted; other gr
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
@@ -21,14 +20,18 @@ from jax.typing import ArrayLike
 from ...errors import UnsupportedError
 from ..insist import PLATFORMS
 
+Product: TypeAlias = Callable[..., jax.Array]
+Shape: TypeAlias = Callable[..., tuple[int, ...]]
+Leaves: TypeAlias = Sequence[Any]
+
 
 def kernel_primitive(
     name: str,
     *,
     kind: str,
-    by_kernel: Callable[..., jax.Array],
-    by_reference: Callable[..., jax.Array],
-    shape: Callable[..., tuple[int, ...]],
+    by_kernel: Product,
+    by_reference: Product,
+    shape: Shape,
     mapped: Callable[..., tuple[jax.Array, int]],
     is_linear: bool,
 ) -> Primitive:
@@ -60,17 +63,10 @@ def kernel_primitive(
 
 
 def _on(
-    platform: str | None,
-    kind: str,
-    by_kernel: Callable[..., jax.Array],
-    by_reference: Callable[..., jax.Array],
-    *leaves: jax.Array,
-    kernels: tuple[Any, ...],
-    is_named: bool,
-    form: PyTreeDef,
-    **settings: object,
+    platform: str | None, kind: str, by_kernel: Product, by_reference: Product, *leaves: jax.Array, **settings: Any
 ) -> jax.Array:
-    """The product by the platform's kernel; without one, by the reference, unless a backend was named."""
+    """The product by the platform's kernel, else by the reference if none was named."""
+    kernels, is_named, form = (settings.pop(name) for name in ("kernels", "is_named", "form"))
     operands = jax.tree.unflatten(form, leaves)
     for kernel in kernels:
         if kernel.platform == platform:
@@ -93,12 +89,7 @@ def _run(primitive: Primitive, *leaves: ArrayLike, **settings: object) -> jax.Ar
 
 
 def _result(
-    shape: Callable[..., tuple[int, ...]],
-    *leaves: ShapedArray,
-    form: PyTreeDef,
-    contracts_cols: bool,
-    dtype: np.dtype,
-    **_: object,
+    shape: Shape, *leaves: ShapedArray, form: PyTreeDef, contracts_cols: bool, dtype: Any, **_: object
 ) -> ShapedArray:
     lengths = shape(*jax.tree.unflatten(form, leaves), contracts_cols=contracts_cols)
     varying = frozenset().union(*(leaf.manual_axis_type.varying for leaf in leaves))
@@ -107,28 +98,22 @@ def _result(
 
 
 def _tangent(
-    primitive: Primitive,
-    by_reference: Callable[..., jax.Array],
-    is_linear: bool,
-    leaves: Sequence[ArrayLike],
-    tangents: Sequence[object],
-    form: PyTreeDef,
-    **settings: object,
+    primitive: Primitive, by_reference: Product, is_linear: bool, leaves: Leaves, tangents: Leaves, **settings: Any
 ) -> tuple[jax.Array, Any]:
-    """The JVP: the product of the linear operand's tangent, plus the reference's JVP along scales."""
-    y = primitive.bind(*leaves, form=form, **settings)
+    """JVP: the primitive on the linear operand's tangent, the reference along scales."""
+    y = primitive.bind(*leaves, **settings)
     moved, parts = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero], []
     if is_linear and moved[:1] == [0]:
         moved = moved[1:]
-        parts.append(primitive.bind(tangents[0], *leaves[1:], form=form, **settings))
+        parts.append(primitive.bind(tangents[0], *leaves[1:], **settings))
     if moved:
-        plain = {name: setting for name, setting in settings.items() if name not in ("kernels", "is_named")}
+        plain = {name: setting for name, setting in settings.items() if name not in ("form", "kernels", "is_named")}
 
         def of_moved(*those: jax.Array) -> jax.Array:
             own = list(leaves)
             for i, leaf in zip(moved, those, strict=True):
                 own[i] = leaf
-            return by_reference(*jax.tree.unflatten(form, own), **plain)
+            return by_reference(*jax.tree.unflatten(settings["form"], own), **plain)
 
         parts.append(jax.jvp(of_moved, [leaves[i] for i in moved], [tangents[i] for i in moved])[1])
     if not parts:
@@ -137,13 +122,7 @@ def _tangent(
 
 
 def _transposed(
-    primitive: Primitive,
-    gradient: object,
-    x: ad.UndefinedPrimal,
-    *leaves: object,
-    contracts_cols: bool,
-    dtype: np.dtype,
-    **settings: object,
+    primitive: Primitive, gradient: Any, x: Any, *leaves: object, contracts_cols: bool, dtype: Any, **settings: Any
 ) -> list[Any]:
     """The cotangent of x, the only operand in which the product is linear."""
     if type(gradient) is ad.Zero:
@@ -153,7 +132,7 @@ def _transposed(
 
 
 def mapped_first(leaf: jax.Array, axis: int | None) -> jax.Array:
-    """The array with its mapped axis first; for None, with a new one of length one."""
+    """The array with its mapped axis (None: a new one) first."""
     if axis is None:
         return leaf[None]
     return jnp.moveaxis(leaf, axis, 0)

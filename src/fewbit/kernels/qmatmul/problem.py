@@ -49,7 +49,7 @@ class Operand:
 
 
 def _scheme_of(q: QArray) -> Scheme:
-    """The scheme of a QArray, with tile 1 along axes that were stacked with scales of their own."""
+    """The scheme of a QArray, with tile 1 along stacked axes."""
     named = q.scheme.tiles(q.ndim)
     tiles = tuple(1 if m == n != 1 else t for t, n, m in zip(named, q.shape, q.scale.shape, strict=True))
     return q.scheme if tiles == named else q.scheme.with_tiles(tiles, q.scheme.pack_axis)
@@ -91,7 +91,7 @@ class Problem:
 
 
 def refused_precision(precision: object) -> str | None:
-    """Why exact float32 products summed in float32 do not satisfy a `precision`; None if they do.
+    """Why exact products summed in float32 do not satisfy a `precision`, or None.
 
     They satisfy every `jax.lax.Precision`, and each `jax.lax.DotAlgorithm` or preset that sums in float32 or less.
 

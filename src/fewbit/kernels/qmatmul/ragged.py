@@ -24,7 +24,7 @@ from ...errors import QuantError
 from ..select import AbstractBackend, select
 from .primitive import kernel_primitive
 from .problem import Operand
-from .stack import Stack, stack_of
+from .stack import Stack, contracted_axis, stack_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RaggedProblem:
     preferred_element_type: DTypeLike | None = None
 
     def __str__(self) -> str:
-        return f"rows={self.lhs} matrices={self.rhs} over axes (1,) and ({2 if self.contracts_cols else 1},)"
+        return f"rows={self.lhs} matrices={self.rhs} over axes (1,) and ({contracted_axis(self.contracts_cols)},)"
 
     @property
     def result_dtype(self) -> np.dtype:
@@ -62,7 +62,7 @@ class RaggedProblem:
         Raises:
             QuantError: if they cannot be viewed as a stack of matrices.
         """
-        return stack_of(self.rhs, (2 if self.contracts_cols else 1,), (0,))
+        return stack_of(self.rhs, (contracted_axis(self.contracts_cols),), (0,))
 
 
 RAGGED: Registry[AbstractBackend[RaggedProblem]] = Registry("ragged_qmatmul")
@@ -88,7 +88,7 @@ RAGGED.add("reference", RaggedReference())
 @functools.partial(jax.jit, static_argnames="problem", inline=True)
 def _decoded_product(problem: RaggedProblem, x: jax.Array, q: QArray, sizes: jax.Array) -> jax.Array:
     """The product with dequantized matrices, which the backward pass dequantizes again."""
-    contracted = ((1,), (2 if problem.contracts_cols else 1,)), ((), ())
+    contracted = ((1,), (contracted_axis(problem.contracts_cols),)), ((), ())
     numbers = RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
     settings = {"precision": problem.precision, "preferred_element_type": problem.preferred_element_type}
 
@@ -164,8 +164,8 @@ def ragged_product(
 
 
 def _empty_product(problem: RaggedProblem) -> jax.Array:
-    """Zeros, as `lax.ragged_dot` gives for empty operands; but it needs at least one group."""
-    columns = problem.rhs.shape[1 if problem.contracts_cols else 2]
+    """Zeros for empty operands; `lax.ragged_dot` needs at least one group."""
+    columns = problem.rhs.shape[3 - contracted_axis(problem.contracts_cols)]
     return jnp.zeros((problem.lhs.shape[0], columns), problem.result_dtype)
 
 
@@ -206,13 +206,13 @@ def _by_kernel(kernel: AbstractRaggedKernel, *operands: Any, **settings: Any) ->
 
 
 def _shape(x: ShapedArray, q: QArray, _: object, *, contracts_cols: bool) -> tuple[int, ...]:
-    return x.shape[0], q.shape[1] if contracts_cols else q.shape[2]
+    return x.shape[0], q.shape[3 - contracted_axis(contracts_cols)]
 
 
 def _mapped(
     operands: Sequence[jax.Array], axes: Sequence[int | None], *, form: PyTreeDef, **settings: object
 ) -> tuple[jax.Array, int]:
-    """Batching: a mapped x adds rows to each group; mapped groups or matrices are computed in a loop."""
+    """Batching: a mapped x adds rows to groups; other mapped operands loop."""
     x_axis = axes[0]
     if x_axis is not None and all(axis is None for axis in axes[1:]):
         x, q, sizes = jax.tree.unflatten(form, operands)

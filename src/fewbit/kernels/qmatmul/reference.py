@@ -71,7 +71,7 @@ def _product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | jax.Array)
 
 
 def _decoded_product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | jax.Array) -> jax.Array:
-    """The product of dequantized operands, which the backward pass dequantizes again instead of keeping them."""
+    """The product of dequantized operands; the backward pass dequantizes again."""
 
     @jax.checkpoint
     def product(lhs: QArray | jax.Array, rhs: QArray | jax.Array) -> jax.Array:
@@ -119,7 +119,7 @@ def _tiled_product(problem: Problem, lhs: QArray, rhs: QArray) -> jax.Array | No
 
 
 def _tiled_axis(problem: Problem, lhs: QArray, rhs: QArray) -> tuple[tuple[int, int], int] | None:
-    """The one pair of contracted axes along which scales vary, and their common tile; None otherwise."""
+    """The one contracted pair of axes with several scales, and its tile."""
     pairs = [p for p in zip(*problem.dimension_numbers[0], strict=True) if not all(map(_is_constant, (lhs, rhs), p))]
     if len(pairs) != 1:
         return None
@@ -156,9 +156,9 @@ def _cut_side(operand: Side, axis: int, tile: int) -> Side:
 
 
 def _scale_of_result(problem: Problem, values: jax.Array, is_left: bool) -> jax.Array | None:
-    """One operand's scales, broadcastable to the result: batch, left free, then right free axes.
+    """Shapes one operand's scales to broadcast to the result.
 
-    None where they vary along the contraction.
+    Its axes are batch, left free and right free axes. None where scales vary along the contraction.
     """
     at = int(not is_left)
     contracted, batch = (axes[at] for axes in problem.dimension_numbers)

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,7 +13,7 @@ from ...array import QArray, Scheme
 from ...array.layout import Axis, merged
 from ...array.packing import code_capacity, codes_per_unit
 from ...errors import QuantError
-from .problem import Operand
+from .problem import DimensionNumbers, Operand
 
 Axes = tuple[int, ...]
 
@@ -51,6 +52,27 @@ class Stack:
             return self.rows
         return self.cols
 
+    @property
+    def contraction(self) -> Axis:
+        """The contracted axes as one axis."""
+        return self.merged[int(self.contracts_cols)]
+
+    def groups_of(self, numbers: DimensionNumbers, at: int, ndim: int) -> tuple[Axes, Axes, Axes]:
+        """Batch, free and contracted axes of the other operand, number `at`."""
+        contracting, batch = numbers[0], numbers[1][at]
+        contracted = tuple(contracting[at][contracting[1 - at].index(axis)] for axis in self.contracted)
+        return batch, tuple(a for a in range(ndim) if a not in contracted and a not in batch), contracted
+
+    def unfolded(
+        self, y: jax.Array, x: jax.Array | QArray, q: QArray, groups: tuple[Axes, Axes, Axes], at: int
+    ) -> jax.Array:
+        """The product `[B, M, N]` with the operands' axes; x is operand `at`."""
+        batch, free, _ = ([x.shape[a] for a in group] for group in groups)
+        own = [q.shape[a] for a in self.free]
+        if at == 1:
+            return jnp.swapaxes(y, 1, 2).reshape(*batch, *own, *free)
+        return y.reshape(*batch, *free, *own)
+
     def of(self, q: QArray) -> QArray:
         """Views a QArray as the stack, without moving codes."""
         full = tuple(n if a in self.batch else m for a, (n, m) in enumerate(zip(q.shape, q.scale.shape, strict=True)))
@@ -67,13 +89,19 @@ class Stack:
         return _replaced(q, folded, self, self.scheme)
 
 
-def stack_of(operand: Operand, contracted: Axes, batch: Axes) -> Stack:
-    """How a quantized operand is viewed as a stack of matrices.
+def folded_axes(a: jax.Array, groups: tuple[Axes, ...]) -> jax.Array:
+    """The array with each group of axes merged into one."""
+    shape = [int(np.prod([a.shape[axis] for axis in group])) for group in groups]
+    return a.transpose([axis for group in groups for axis in group]).reshape(shape)
 
-    Args:
-        operand: its description.
-        contracted: its contracted axes.
-        batch: its batch axes.
+
+def contracted_axis(contracts_cols: bool) -> int:
+    """The contracted axis of `[B, R, C]`; the free one is 3 minus it."""
+    return 2 if contracts_cols else 1
+
+
+def stack_of(operand: Operand, contracted: Axes, batch: Axes) -> Stack:
+    """Views an operand with these contracted and batch axes as `[B, R, C]`.
 
     Raises:
         QuantError: if that would move elements, or split a block or a byte.
@@ -115,7 +143,7 @@ def _axes(operand: Operand) -> list[Axis]:
 
 
 def _batch_tile(axes: list[Axis], scheme: Scheme) -> Tile:
-    """The tile of the merged batch axis: None if its matrices share scales, else 1.
+    """The tile of the merged batch axis: None (shared scales) or 1.
 
     Raises:
         QuantError: if some matrices of an axis share scales, but not all.
@@ -129,7 +157,7 @@ def _batch_tile(axes: list[Axis], scheme: Scheme) -> Tile:
 
 
 def _folded_shape(shape: tuple[int, ...], full: tuple[int, ...], stack: Stack) -> tuple[int, ...]:
-    """The shape that scales are broadcast to before folding: per group of axes, 1 or full."""
+    """The shape to which scales are broadcast before folding: per group of axes, 1 or full."""
     wide = list(shape)
     for group in (stack.batch, stack.rows, stack.cols):
         if any(shape[a] != 1 for a in group):
@@ -157,5 +185,5 @@ def _replaced(q: QArray, folded: Callable[[Any], Any], stack: Stack, scheme: Sch
     if scheme.format.bits < 8 or scheme.packing.interleave:
         length = q.shape[q.scheme.pack_axis] * (codes.shape[scheme.pack_axis] // q.codes.shape[q.scheme.pack_axis])
         slack = code_capacity(codes.shape[scheme.pack_axis], scheme.format.bits) - length
-    zero, tensor = (None if leaf is None else folded(leaf) for leaf in (q.zero_point, q.tensor_scale))
+    zero, tensor = jax.tree.map(folded, (q.zero_point, q.tensor_scale))
     return QArray(codes, folded(q.scale), zero, tensor, scheme, jnp.dtype(q.dtype), slack, None)

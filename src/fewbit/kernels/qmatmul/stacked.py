@@ -22,7 +22,7 @@ from .paired import paired_product
 from .primitive import kernel_primitive, mapped_first
 from .problem import DimensionNumbers, Operand, Problem
 from .reference import BACKENDS, Reference
-from .stack import Stack, stack_of
+from .stack import Stack, contracted_axis, folded_axes, stack_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class AbstractStackKernel(AbstractBackend[Problem]):
 
     @abc.abstractmethod
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
-        """Why this kernel does not support a float operand and a stack; None when it does."""
+        """Why this kernel does not support a product, or None."""
 
     def refused_pair(self, problem: Problem) -> str | None:
         """Why this kernel does not support two quantized operands; None when it does."""
@@ -125,7 +125,7 @@ def picked_product(
     precision: object,
     preferred: DTypeLike | None,
 ) -> jax.Array | None:
-    """Multiplies with one element of a stack, read in place; None if no kernel supports it.
+    """Multiplies with one element of a stack in place; None if unsupported.
 
     Args:
         x: the left operand.
@@ -156,18 +156,14 @@ def _by_kernels(
     is_named: bool,
     picked: jax.Array | None = None,
 ) -> jax.Array:
-    """Binds the primitive of the operands' stacks, or of one picked matrix of the right one."""
+    """Binds the primitive, of stacks or of one picked matrix."""
     if all(isinstance(operand, QArray) for operand in operands):
         return paired_product(problem, operands[0], operands[1], kernels, is_named=is_named)
     q_side = int(not isinstance(operands[0], QArray))
     x, q = operands[1 - q_side], operands[q_side]
-    stack, own = _stack(problem), problem.dimension_numbers[0][q_side]
-    other = problem.dimension_numbers[0][1 - q_side]
-    contracted = tuple(other[own.index(axis)] for axis in stack.contracted)
-    batch = problem.dimension_numbers[1][1 - q_side]
-    free = tuple(a for a in range(x.ndim) if a not in contracted and a not in batch)
-    lengths = [[x.shape[a] for a in group] for group in (batch, free, contracted)]
-    x3 = x.transpose(*batch, *free, *contracted).reshape([int(np.prod(group)) for group in lengths])  # [B, M, K]
+    stack = _stack(problem)
+    groups = stack.groups_of(problem.dimension_numbers, 1 - q_side, x.ndim)
+    x3 = folded_axes(x, groups)  # [B, M, K]
     leaves, form = jax.tree.flatten((x3, stack.of(q), picked))
     y = primitive.bind(
         *leaves,
@@ -178,10 +174,7 @@ def _by_kernels(
         kernels=kernels,
         is_named=is_named,
     )
-    own_free = [q.shape[a] for a in stack.free]
-    if q_side == 0:
-        return jnp.swapaxes(y, 1, 2).reshape(*lengths[0], *own_free, *lengths[1])
-    return y.reshape(*lengths[0], *lengths[1], *own_free)
+    return stack.unfolded(y, x, q, groups, 1 - q_side)
 
 
 def _sides(problem: Problem) -> tuple[Operand, Operand]:
@@ -206,7 +199,7 @@ def _by_reference(
 ) -> jax.Array:
     if picked is not None:
         q = element(q, picked, keepdims=True)
-    numbers = (((2,), (2 if contracts_cols else 1,)), ((0,), (0,)))
+    numbers = (((2,), (contracted_axis(contracts_cols),)), ((0,), (0,)))
     return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, precision, dtype), x, q)
 
 
@@ -217,7 +210,7 @@ def _by_kernel(kernel: AbstractStackKernel, x: jax.Array, q: QArray, picked: jax
 
 
 def _shape(x: ShapedArray, q: QArray, _: object, *, contracts_cols: bool) -> tuple[int, ...]:
-    return x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2]
+    return x.shape[0], x.shape[1], q.shape[3 - contracted_axis(contracts_cols)]
 
 
 def _mapped(

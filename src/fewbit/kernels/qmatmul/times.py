@@ -93,14 +93,7 @@ class Table:
     ) -> Expected | None:
         """Estimates a product's time; None if neither its scheme nor a similar one was measured.
 
-        Args:
-            backend: its name.
-            weight: the scheme of the weight.
-            layout: as in `Row`.
-            m: as in `Row`.
-            k: as in `Row`.
-            n: as in `Row`.
-            activation: the scheme to which x is quantized; None: none.
+        The arguments are as in `Row`; `activation` is the scheme to which x is quantized, or None.
         """
         candidates = [row for row in self.rows if (row.backend, row.layout) == (backend, layout)]
         x_name: str | None = ""
@@ -160,7 +153,7 @@ def _between(values: Mapping[int, float], at: int) -> float:
 
 
 def _nearest(wanted: Scheme, names: set[str]) -> str | None:
-    """The scheme itself if measured, else the closest of the same format family and bit width."""
+    """The closest measured scheme of the same format family and bit width."""
     if wanted.name in names:
         return wanted.name
     similar = {name: found for name in sorted(names) if (found := _known(name)) and _is_similar(found, wanted)}

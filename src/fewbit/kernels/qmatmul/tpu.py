@@ -127,7 +127,7 @@ def stack_dtype(problem: Problem) -> str:
 
 
 def _refused_codes(problem: Problem) -> str | None:
-    """Why the matrix unit does not support the codes of two operands; None when it does."""
+    """Why the matrix unit does not support two operands' codes, or None."""
     if (chip := _old_chip()) is not None:
         return f"the device is a {chip}, on which Mosaic has no int8 or FP8 matmul"
     stack = weight_stack(problem)[1]
@@ -136,12 +136,11 @@ def _refused_codes(problem: Problem) -> str | None:
         return f"the codes are {scheme.format.name}; integers, {' and '.join(NATIVE)} are supported"
     if scheme.format.bits not in (4, 8) or scheme.packing != Packing():
         return f"the codes are {scheme.format.name}; codes of 4 and 8 bits in order, low bits first, are supported"
-    own = stack.merged[1 if stack.contracts_cols else 0]
     packed = stack.merged[scheme.pack_axis + 2]
     if packed.tile is not None and packed.tile * scheme.format.bits % 8:
         return f"tiles of {packed.tile} along the packed axis split bytes of {8 // scheme.format.bits} codes"
-    if own.tile is not None and own.tile < LEAST_TILE:
-        return f"the block size along the contraction is {own.tile}; it must be at least {LEAST_TILE}"
+    if (tile := stack.contraction.tile) is not None and tile < LEAST_TILE:
+        return f"the block size along the contraction is {tile}; it must be at least {LEAST_TILE}"
     return None
 
 

@@ -134,7 +134,7 @@ def scale_of(stored, SCALE: tl.constexpr, SCALE_MAN: tl.constexpr, SCALE_BIAS: t
 @triton.jit
 @typing.no_type_check
 def zero_of(stored, ZERO: tl.constexpr, ZERO_SIGNED: tl.constexpr):
-    """Decodes zero points, in units of codes, or offsets, in units of the result, to float32."""
+    """Decodes zero points (units of codes) or offsets (units of values) to float32."""
     if ZERO == _ZERO_CODES and ZERO_SIGNED:
         zero = stored.to(tl.int8, bitcast=True).to(tl.float32)
     else:

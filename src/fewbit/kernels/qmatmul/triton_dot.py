@@ -144,7 +144,7 @@ def dot_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """`y[s, m, n] = sum_k x[m, k] w[k, n]` over the k of split s, for a block of m and n; GP > 0: w of m's group."""
+    """A block of `y[s, m, n] = sum_k x[m, k] w[k, n]`, k in split s; GP > 0: w of m's group."""
     scales_sums: tl.constexpr = TK == 0 and ZERO == _NO_ZERO
     blocks_m, blocks_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
     if GP > 0:

@@ -68,7 +68,7 @@ def gemv_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """`y[m, n] = sum_k x[m, k] w[n, k]` for BN of the n and all of the m."""
+    """`y[m, n] = sum_k x[m, k] w[n, k]` for BN of n, all m."""
     codes_in_word: tl.constexpr = 32 // BITS
     chunks: tl.constexpr = BW * codes_in_word // CHUNK
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)

@@ -17,7 +17,7 @@ import triton.language as tl
 @triton.jit
 @typing.no_type_check
 def turn_of(sizes_ptr, groups, m, turn, GP: tl.constexpr, BM: tl.constexpr):
-    """The group of a program (`turn`), its first row, and the end of the group; GP > groups."""
+    """The group, first row and end of a program; GP > groups."""
     g = tl.arange(0, GP)
     size = tl.load(sizes_ptr + g, mask=g < groups, other=0).to(tl.int32)
     sums = tl.cumsum(size, axis=0)
@@ -34,6 +34,6 @@ def turn_of(sizes_ptr, groups, m, turn, GP: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def matrix_of(group, groups, codes_ptr, scale_ptr, zero_ptr, unit_ptr, codes_g, scale_g, unit_g):
-    """Pointers to the arrays of a group's matrix; past the groups, of the last one."""
+    """Pointers to a group's matrix; past the groups, the last one."""
     held = tl.minimum(group, groups - 1).to(tl.int64)
     return codes_ptr + held * codes_g, scale_ptr + held * scale_g, zero_ptr + held * scale_g, unit_ptr + held * unit_g

@@ -42,7 +42,7 @@ class Launch:
 
     @property
     def takes_sizes(self) -> bool:
-        """Whether the last array is the sizes of groups; any array will do without groups."""
+        """Whether the last array is group sizes (any array without groups)."""
         return "GP" in self.constants
 
     def run(self, arrays: tuple[Any, ...], y: Any) -> None:
@@ -82,7 +82,7 @@ class Groups:
         return 1 << self.count.bit_length() if self.count else 0
 
     def blocks(self, m: int, block: int) -> int:
-        """The most blocks of rows: every group, and the rows past all, may end with a short one."""
+        """The most blocks of rows: every group may end with a short one."""
         if not self.count:
             return -(-m // block)
         return (m + min(self.count + 1, m) * (block - 1)) // block
@@ -199,7 +199,7 @@ def grouped_launch(
     precision: str,
     gpu: Gpu,
 ) -> Launch:
-    """The grouped product; group sizes are unknown here, so blocks are for the average size."""
+    """The grouped product, with blocks for the average group size."""
     rows = typical_rows(m, groups)
     if precision == "bf16" and rows <= config.pairs_rows and pairs_refuses(matrix, codes_strides) is None:
         few = config.pairs[matrix.bits]
@@ -225,7 +225,7 @@ def codes_launch(
     is_whole: bool,
     gpu: Gpu,
 ) -> Launch:
-    """The GEMM of 8-bit codes; `strides` are those of x along M and K, and of w along K and N."""
+    """The GEMM of 8-bit codes; `strides`: x along M, K, w along K, N."""
     blocks = {"BM": config.m, "BN": config.n, "BK": config.k, "GROUP": GROUP, "EVEN_K": k % config.k == 0, "WHOLE": is_whole}
     grid = (-(-m // config.m) * -(-n // config.n),)
     stages = stages_for(config, config.k * (config.m + config.n), gpu)
@@ -233,5 +233,5 @@ def codes_launch(
 
 
 def _tiles_in(block: int, tile: int) -> int:
-    """The tiles that a block of an axis overlaps; tiles and blocks are powers of two."""
+    """The tiles that a block overlaps; both are powers of two."""
     return max(1, block // (tile or block))

@@ -146,7 +146,7 @@ def pairs_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """`y[m, n] = sum_k x[m, k] w[n, k]` for BN of the n and BM of the m; GP > 0: w of m's group."""
+    """A BM x BN block of `y[m, n] = sum_k x[m, k] w[n, k]`; GP > 0: w of m's group."""
     of_chunk: tl.constexpr = CHUNK * BITS // 8
     is_short: tl.constexpr = TK > 0 and TK < CHUNK
     tiles: tl.constexpr = CHUNK // TK if is_short else 1
