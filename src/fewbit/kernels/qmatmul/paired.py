@@ -11,7 +11,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from ...array import QArray, Scheme
@@ -187,7 +186,7 @@ def _shape(x: QArray, q: QArray, *, contracts_cols: bool) -> tuple[int, ...]:
 
 
 def _mapped(
-    leaves: Sequence[jax.Array], axes: Sequence[int | None], *, form: PyTreeDef, **settings: object
+    leaves: Sequence[jax.Array], axes: Sequence[int | None], *, form: Any, **settings: object
 ) -> tuple[jax.Array, int]:
     """Batching: a mapped x alone adds rows (M); otherwise both batches (B) are extended."""
     count = next(a.shape[axis] for a, axis in zip(leaves, axes, strict=True) if axis is not None)

@@ -155,9 +155,9 @@ def refusal(scheme: Scheme, tile: int | None, *dtypes: DTypeLike, precision: obj
 
     `tile` is the block size along the packed axis, or None; `dtypes` are those of the operands and of the result.
     """
-    for dtype in map(jnp.dtype, dtypes):
-        if dtype not in (jnp.bfloat16, jnp.float32):
-            return f"it multiplies bfloat16 and float32, not {dtype.name}"
+    for dtype in dtypes:
+        if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+            return f"it multiplies bfloat16 and float32, not {jnp.dtype(dtype).name}"
     try:
         float32_precision(precision)
     except ValueError:

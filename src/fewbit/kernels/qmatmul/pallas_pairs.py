@@ -152,7 +152,7 @@ def _kernel(pair: Pair, names: tuple[str, ...], *refs: jax.Ref) -> None:
 
     @pl.when(step == 0)
     def _() -> None:
-        total[...] = jnp.zeros_like(total)
+        total[...] = jnp.zeros(total.shape, total.dtype)
 
     scales = {name: _columns(name, inputs[name]) for name in names if name not in ("x", "codes", "ones")}
     has_one_per_row = scales["x_scale"].shape[1] == 1  # then the total is scaled, and not the sums of each tile

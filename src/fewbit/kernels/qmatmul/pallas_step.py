@@ -47,7 +47,7 @@ def summed(
 
     @pl.when(step == 0)
     def _() -> None:
-        total[...] = jnp.zeros_like(total)
+        total[...] = jnp.zeros(total.shape, total.dtype)
 
     packed = codes[...].T if form.is_transposed else codes[...]
     decoded = {name: held_values(ref[...], _stored_as(form.scheme, name)) for name, ref in zip(names, scales, strict=True)}

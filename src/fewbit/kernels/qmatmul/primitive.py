@@ -14,7 +14,6 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, PartitionSpec
-from jax.tree_util import PyTreeDef
 from jax.typing import ArrayLike
 
 from ...errors import UnsupportedError
@@ -88,9 +87,7 @@ def _run(primitive: Primitive, *leaves: ArrayLike, **settings: object) -> jax.Ar
         return _compiled(primitive, **settings)(*leaves)
 
 
-def _result(
-    shape: Shape, *leaves: ShapedArray, form: PyTreeDef, contracts_cols: bool, dtype: Any, **_: object
-) -> ShapedArray:
+def _result(shape: Shape, *leaves: ShapedArray, form: Any, contracts_cols: bool, dtype: Any, **_: object) -> ShapedArray:
     lengths = shape(*jax.tree.unflatten(form, leaves), contracts_cols=contracts_cols)
     varying = frozenset().union(*(leaf.manual_axis_type.varying for leaf in leaves))
     plain = leaves[0].sharding.update(spec=PartitionSpec(*[None] * len(lengths)))

@@ -100,8 +100,10 @@ def refused_precision(precision: object) -> str | None:
     >>> refused_precision("F64_F64_F64")
     "precision is 'F64_F64_F64', which sums in float64; the kernel sums in float32"
     """
-    is_pair = isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm)
-    for side in precision if is_pair else (precision,):
+    sides: tuple[Any, ...] = (precision,)
+    if isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm):
+        sides = precision
+    for side in sides:
         algorithm = side
         if isinstance(side, str):
             algorithm = getattr(jax.lax.DotAlgorithmPreset, side, side)

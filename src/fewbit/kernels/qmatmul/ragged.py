@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
 from jax.lax import RaggedDotDimensionNumbers
-from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from ..._registry import Registry
@@ -22,7 +21,7 @@ from ...array import QArray
 from ...array.quantize import dequantize
 from ...errors import QuantError
 from ..select import AbstractBackend, select
-from .primitive import kernel_primitive
+from .primitive import kernel_primitive, mapped_first
 from .problem import Operand
 from .stack import Stack, contracted_axis, stack_of
 
@@ -210,7 +209,7 @@ def _shape(x: ShapedArray, q: QArray, _: object, *, contracts_cols: bool) -> tup
 
 
 def _mapped(
-    operands: Sequence[jax.Array], axes: Sequence[int | None], *, form: PyTreeDef, **settings: object
+    operands: Sequence[jax.Array], axes: Sequence[int | None], *, form: Any, **settings: object
 ) -> tuple[jax.Array, int]:
     """Batching: a mapped x adds rows to groups; other mapped operands loop."""
     x_axis = axes[0]
@@ -228,7 +227,7 @@ def _mapped(
             own[i] = part
         return primitive.bind(*own, form=form, **settings)
 
-    return jax.lax.map(one, [jnp.moveaxis(operands[i], axes[i], 0) for i in moved]), 0
+    return jax.lax.map(one, [mapped_first(operands[i], axes[i]) for i in moved]), 0
 
 
 primitive = kernel_primitive(

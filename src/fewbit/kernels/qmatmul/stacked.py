@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray
-from jax.tree_util import PyTreeDef
 from jax.typing import DTypeLike
 
 from ...array import QArray
@@ -214,7 +213,7 @@ def _shape(x: ShapedArray, q: QArray, _: object, *, contracts_cols: bool) -> tup
 
 
 def _mapped(
-    operands: Sequence[jax.Array], axes: Sequence[int | None], form: PyTreeDef, **settings: object
+    operands: Sequence[jax.Array], axes: Sequence[int | None], form: Any, **settings: object
 ) -> tuple[jax.Array, int]:
     """Batching: a mapped x adds rows (M); a mapped weight extends the batch (B)."""
     x, *leaves = operands
@@ -229,6 +228,7 @@ def _mapped(
     settings["form"] = form
     count = next(a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None)
     if all(axis is None for axis in leaf_axes):
+        assert x_axis is not None
         x = jnp.moveaxis(x, x_axis, 1)
         rows = x.shape[2]
         y = primitive.bind(x.reshape(x.shape[0], count * rows, x.shape[3]), *leaves, **settings)
