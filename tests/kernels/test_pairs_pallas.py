@@ -98,19 +98,19 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch):
 
     assert refusal("int8", "int4_g64") is None
     assert refusal("fp8", "fp8") is None
-    assert refusal("int8", "nf4") == "nf4[4,256] has no codes that are integers of at most 8 bits with whole zero points"
+    assert refusal("int8", "nf4") == "nf4[4,256] does not have integer codes of at most 8 bits with integer zero points"
     two = refusal("fp8", "fp8_e5m2")
-    assert two == "fp8[4,256] and fp8_e5m2[4,256] are floats of two formats; it multiplies those of one"
-    assert refusal("fp8", "fp8", accumulator="bfloat16") == "it sums in float32, and bfloat16 is asked for"
-    assert refusal("int8", "int8", accumulator="float32") == "it sums in int32, and float32 is asked for"
-    bits = "the codes of int2; those of 4 and 8 bits, low ones first, are read as they are packed"
+    assert two == "fp8[4,256] and fp8_e5m2[4,256] have different 8-bit float formats; both must have the same"
+    assert refusal("fp8", "fp8", accumulator="bfloat16") == "it sums in float32, but accumulator='bfloat16' was requested"
+    assert refusal("int8", "int8", accumulator="float32") == "it sums in int32, but accumulator='float32' was requested"
+    bits = "the codes are int2; codes of 4 and 8 bits in order, low bits first, are supported"
     assert refusal("int8", "int2") == bits
-    assert refusal("int8", "int8_g16") == "only 16 contracted codes share a scale; at least 32 are expected"
+    assert refusal("int8", "int8_g16") == "the block size along the contraction is 16; it must be at least 32"
     old = dataclasses.make_dataclass("Chip", [("device_kind", str)])
     for kind, without in (("TPU v4", True), ("TPU v5 lite", False)):
         monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
         monkeypatch.setattr(jax, "devices", lambda kind=kind: [old(kind)])
-        reason = "the device is a TPU v4, on which Mosaic has no products of bytes" if without else None
+        reason = "the device is a TPU v4, on which Mosaic has no int8 or FP8 matmul" if without else None
         assert refusal("int8", "int8") == reason
 
 

@@ -191,7 +191,9 @@ def test_batches_several_axes_and_either_side():
     check("adh,hdk->ak", (((2, 1), (0, 1)), ((), ())), (2, 6, 4))
     check("hmk,hdk->hmd", (((2,), (2,)), ((0,), (0,))), (4, 3, 32))
     check("hdk,mk->hdm", (((2,), (1,)), ((), ())), (3, 32), is_left=True)
-    with pytest.raises(fb.UnsupportedError, match=r"cpu: int4_g16.* is no stack of matrices: it contracts axes"):
+    with pytest.raises(
+        fb.UnsupportedError, match=r"cpu: int4_g16.* cannot be viewed as a stack of matrices: it contracts axes"
+    ):
         fb.dot_general(jnp.ones((2, 6)), q, (((1,), (1,)), ((), ())), backend="cpu")
 
 
@@ -232,7 +234,7 @@ def test_scales_that_some_matrices_of_a_stack_share(is_pair):
     numbers = (((1,), (2,)), ((0,), (0,)))
     with pytest.raises(fb.UnsupportedError, match="2 matrices of a batch axis share their scales"):
         fb.dot_general(rows, cases["two and two layers"][1], numbers, backend="cpu")
-    with pytest.raises(fb.UnsupportedError, match=r"its tensor scale varies along axes \(0,\), which are no batch axes"):
+    with pytest.raises(fb.UnsupportedError, match=r"its tensor scale varies along axes \(0,\), which are not batch axes"):
         fb.dot_general(rows, cases["nvfp4 of layers as rows"][1], (((1,), (2,)), ((), ())), backend="cpu")
 
 
@@ -365,10 +367,10 @@ HONOURED = [
     *(ALGORITHMS.BF16_BF16_BF16, ALGORITHMS.F32_F32_F32, jax.lax.DotAlgorithm(jnp.bfloat16, jnp.bfloat16, jnp.float32)),
 ]
 REFUSED = {
-    "F64_F64_F64": "precision is 'F64_F64_F64', which sums in float64; it sums in float32",
+    "F64_F64_F64": "precision is 'F64_F64_F64', which sums in float64; the kernel sums in float32",
     jax.lax.DotAlgorithm(jnp.float32, jnp.float32, jnp.float64): "which sums in float64",
-    "nonsense": "precision is 'nonsense', which jax.lax.dot_general does not know",
-    ("high", 3): "precision is 3, which jax.lax.dot_general does not know",
+    "nonsense": "precision is 'nonsense', which jax.lax.dot_general does not accept",
+    ("high", 3): "precision is 3, which jax.lax.dot_general does not accept",
 }
 
 

@@ -146,16 +146,16 @@ def test_refusals():
 
     x = quantized("int8", (3, 64))
     assert refusal(x, quantized("nf4", (2, 64))) == (
-        "nf4[2,64] has no codes that are integers of at most 8 bits with whole zero points"
+        "nf4[2,64] does not have integer codes of at most 8 bits with integer zero points"
     )
-    assert refusal(x, x, accumulator="float32") == "it sums in int32, and float32 is asked for"
+    assert refusal(x, x, accumulator="float32") == "it sums in int32, but accumulator='float32' was requested"
     other = fb.quantize(jnp.ones((2, 64)), "int8_g32")
     assert refusal(fb.quantize(jnp.ones((2, 64)), "int8_g16"), other) == (
-        "scales are one for 16 and for 32 contracted codes; equal tiles are expected"
+        "the block sizes along the contraction are 16 and 32; they must be equal"
     )
     inner = quantized("int8", (3, 64, 2))
     numbers = (((1,), (1,)), ((), ()))
-    assert "is no stack of matrices: it contracts axes (1,)" in str(refusal(inner, inner, numbers))
+    assert "cannot be viewed as a stack of matrices: it contracts axes (1,)" in str(refusal(inner, inner, numbers))
 
 
 def test_one_trace_serves_every_platform():

@@ -90,16 +90,16 @@ def test_which_schemes_are_refused():
 @pytest.mark.parametrize(
     ("scheme", "tile", "dtype", "precision", "message"),
     [
-        (fb.SCHEMES["int4"], 7, "float32", None, "tiles of 7 along the packed axis cut bytes of 2 codes"),
+        (fb.SCHEMES["int4"], 7, "float32", None, "tiles of 7 along the packed axis split bytes of 2 codes"),
         (fb.SCHEMES["int4"], None, "float16", None, "it multiplies bfloat16 and float32, not float16"),
         (fb.SCHEMES["int4"], None, "float32", "BF16_BF16_F32_X3", "precision is 'BF16_BF16_F32_X3'; None or a name of"),
         (
             fb.Scheme(fb.FORMATS["int8"], packing=fb.Packing(interleave=(1, 0))),
-            *(None, "float32", None, "its bytes are interleaved; bytes in order are read, and narrower codes in any"),
+            *(None, "float32", None, "its 8-bit codes are interleaved; only narrower codes may be"),
         ),
         (
             fb.Scheme(fb.FORMATS["int4"], packing=fb.Packing(interleave=paired(32))),
-            *(48, "float32", None, "tiles of 48 along the packed axis cut bytes of 32 codes"),
+            *(48, "float32", None, "tiles of 48 along the packed axis split bytes of 32 codes"),
         ),
     ],
 )

@@ -178,8 +178,8 @@ def test_pairs_of_odd_lengths(name: str, k: int, m: int) -> None:
 @pytest.mark.parametrize(
     ("name", "dim", "text"),
     [
-        ("int4_g32", 0, "do not follow each other along the contraction"), ("nf4_g16", -1, "tiles of 16"),
-        ("int8_g16", -1, "tiles of 16"), ("fp8_e5m2", -1, "numbers of e5m2 are not made"), ("mxint8", -1, "in steps other than 1"),
+        ("int4_g32", 0, "are not contiguous along the contraction"), ("nf4_g16", -1, "tiles of 16"),
+        ("int8_g16", -1, "tiles of 16"), ("fp8_e5m2", -1, "numbers of e5m2 are not decoded"), ("mxint8", -1, "in steps other than 1"),
     ],
 )  # fmt: skip
 def test_what_is_not_decoded_in_pairs_says_why(name: str, dim: int, text: str) -> None:
@@ -238,7 +238,7 @@ def test_codes_times_codes(name: str, dim: int) -> None:
     ("name", "text"),
     [
         ("int3", "3 bits"),
-        ("fp8_e4m3fnuz", "numbers of e4m3fnuz"),
+        ("fp8_e4m3fnuz", "codes of e4m3fnuz"),
         ("int4_g24", "tiles of 24"),
         ("nf4_dq", "quantized themselves"),
     ],

@@ -59,7 +59,7 @@ def test_between_the_points_and_beyond_them(m: int, k: int, n: int, ratio: float
     assert found.ms == pytest.approx(ratio * m * k * n * 1e-6)
 
 
-def test_a_scheme_that_was_not_measured_takes_the_likest():
+def test_a_scheme_that_was_not_measured_takes_the_closest():
     assert [told(name, 1, 64, 64).weight for name in ("int4_g128", "int4_narrow", "q4_0", "bnb_fp4")] == [
         *("int4_g64", "int4_g64", "int4_g64", "nf4")
     ]
@@ -92,7 +92,7 @@ def test_what_explain_tells(cache):
     assert time_line(x, q) == f"not measured on this device ({HERE}); run `fewbit bench --tune`"
     save(TABLE, cache)
     assert time_line(x, q) == "about 0.00205 ms, 0.50 of the dense float32 product (0.0041 ms); table of 2026-01-02"
-    assert time_line(x, quantized(jnp.ones((64, 64)), "int4").T).endswith("for int4_g64, the likest scheme in it")
+    assert time_line(x, quantized(jnp.ones((64, 64)), "int4").T).endswith("for int4_g64, the closest measured scheme")
     slow = time_line(jnp.ones((2, 8, 64)), q)
     assert slow == "about 0.262 ms, SLOWER than the dense float32 product: 4.00 times its 0.0655 ms; table of 2026-01-02"
     assert time_line(q.T, x.T) == time_line(x, q)

@@ -153,10 +153,10 @@ def test_sums_in_bfloat16():
         (
             "matmul",
             fb.Policy(fb.scheme("fp8").with_tile(16), "fp8", accumulator="bfloat16"),
-            "decoded arrays are multiplied",
+            "operands are dequantized to float32",
         ),
         ("conv", summed(None, "bfloat16"), "XLA has no product of e5m2 and e4m3fn here"),
-        ("ragged", fb.Policy("int8", dlhs=fb.Arm("fp8", "original", accumulator="bfloat16")), "an operand is floating"),
+        ("ragged", fb.Policy("int8", dlhs=fb.Arm("fp8", "original", accumulator="bfloat16")), "an operand is a float array"),
     ],
 )
 def test_sums_that_a_product_does_not_have_are_refused(name, policy, reason):

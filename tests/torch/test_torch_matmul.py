@@ -184,5 +184,5 @@ def test_blocks() -> None:
     blocks = DotConfig(None, 16, 64, 128, 4, 3)
     assert splits_for(blocks, 16, 64, 512, 132) == 1  # four steps at least each
     assert stages_for(blocks, 200_000, Gpu(132, 100_000)) == 1
-    with pytest.raises(fb.QuantError, match="blocks ascend"):
+    with pytest.raises(fb.QuantError, match="blocks must ascend"):
         dataclasses.replace(plain, dot=(DotConfig(16, 16, 64, 128, 4, 3),))

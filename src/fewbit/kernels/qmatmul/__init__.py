@@ -1,4 +1,4 @@
-"""Products of operands of which at least one is quantized: the general one, and that of rows in groups."""
+"""Matmul with quantized operands: dot_general and ragged_dot."""
 
 from .cpu import Cpu as Cpu
 from .cpu import CpuRagged as CpuRagged

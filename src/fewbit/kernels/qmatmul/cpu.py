@@ -1,15 +1,15 @@
-"""The product on CPUs by compiled kernels: one quantized operand, in any scheme, beside one of float32, bfloat16 or float16,
-or two of integers.
+"""CPU matmul backend: compiled kernels for quantized weights.
 
-The arithmetic is float32's: codes are decoded exactly, products summed in float32 (in an order of our own, the same for any
-number of threads), and the result rounded once to its dtype. Nothing is quantized that was not. Two operands of integers are
-multiplied as such: sums are exact int32, and take the scales afterwards.
+One operand is quantized, in any scheme, and the other is float32, bfloat16 or float16; or both have integer codes.
+Codes are decoded exactly, products summed in float32 (in a fixed order, independent of the number of threads), and the result
+is rounded once to its dtype. Two integer operands are summed exactly in int32 and scaled afterwards.
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
+from jax.typing import DTypeLike
 
 from ...array import QArray, Scheme
 from ...array.packing import codes_per_unit
@@ -31,7 +31,7 @@ class Cpu(AbstractStackKernel):
     """C++ kernels for AVX-512, AVX2, NEON, and any processor.
 
     Attributes:
-        isa: the instruction set to take, where the machine has it: avx512, avx2, portable (on arm64: NEON); None: the best.
+        isa: the instruction set to use, if the machine has it: avx512, avx2, portable (on arm64: NEON); None: the best.
     """
 
     name: ClassVar[str] = "cpu"
@@ -53,30 +53,28 @@ class Cpu(AbstractStackKernel):
 
     def about(self) -> str:
         isa = self.isa or extension("fewbit.kernels.qmatmul._cpu").isa
-        return f"compiled for {isa}; programs for other platforms take their own kernels, or the reference"
+        return f"compiled for {isa}; programs for other platforms use their own kernels, or the reference"
 
-    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
-        del (
-            precision
-        )  # `refused_precision` leaves those that float32 serves; it is the fastest: cpu.cc has what bfloat16 costs
+    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
+        del precision  # `refused_precision` accepts what float32 satisfies; a lower precision would not be faster (cpu.cc)
         return native_product(x, q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
     def picked(
-        self, x: jax.Array, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+        self, x: jax.Array, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
         del precision
         return native_product(x, q, index, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
-    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
         return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
 
 @dataclasses.dataclass(frozen=True)
 class CpuRagged(AbstractRaggedKernel):
-    """The same for rows in groups, each with a matrix of its own; the matrix of a group without rows is not read.
+    """The same for ragged_dot; the matrix of an empty group is not read.
 
     Attributes:
-        isa: as of `Cpu`.
+        isa: as in `Cpu`.
     """
 
     name: ClassVar[str] = "cpu"
@@ -94,24 +92,26 @@ class CpuRagged(AbstractRaggedKernel):
         return device_refusal()
 
     def grouped(
-        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
         del precision  # as in `Cpu`
         return native_product(x[None], q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa, sizes=sizes)[0]
 
 
 def _refused_dtypes(x: str, result: str) -> str | None:
-    """Why the kernels cannot multiply these dtypes, or None."""
+    """Why the kernels do not support these dtypes, or None."""
     if x in FLOATS and result in FLOATS:
         return None
     return f"it multiplies {x} into {result}; both must be one of {', '.join(FLOATS)}"
 
 
 def _refused_scheme(stack: Stack) -> str | None:
-    """Why the kernels cannot read a scheme, or None."""
+    """Why the kernels do not support a scheme, or None."""
     scheme = stack.scheme
     axis = stack.merged[scheme.pack_axis + 2]
-    group = codes_per_unit(scheme.format.bits, scheme.packing) if scheme.packing != type(scheme.packing)() else 1
+    group = 1
+    if scheme.packing != type(scheme.packing)():
+        group = codes_per_unit(scheme.format.bits, scheme.packing)
     if axis.tile is not None and axis.tile % group:
         return f"codes are permuted in groups of {group}, across tiles of {axis.tile}"
     if isinstance(scheme.scale, Scheme) and scheme.scale.format.bits != 8:
@@ -120,11 +120,7 @@ def _refused_scheme(stack: Stack) -> str | None:
 
 
 def reads_packed_weights() -> bool:
-    """Whether compiled kernels compute the products of this process, so that weights are better left packed than decoded.
-
-    Returns:
-        True on one CPU device with the extension built.
-    """
+    """True where packed weights are faster: one CPU device with the extension built."""
     built = extension("fewbit.kernels.qmatmul._cpu").missing is None
     return built and jax.default_backend() == "cpu" and device_refusal() is None
 

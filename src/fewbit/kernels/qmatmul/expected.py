@@ -1,4 +1,4 @@
-"""What `fb.explain` says about the time of a product: from the measured tables of this device, if there are any."""
+"""Expected times for `fb.explain`, from this device's measured tables."""
 
 import dataclasses
 import pathlib
@@ -17,15 +17,15 @@ SHIPPED = pathlib.Path(__file__).parent / "configs" / "times"
 
 
 def user_path(device: str) -> pathlib.Path:
-    """Where a user's own table of a device lies."""
+    """The path of the user's own table of a device."""
     return cache_directory() / "qmatmul" / file_name(device)
 
 
 def read_table(path: pathlib.Path) -> Table | None:
-    """The table of a file; None where there is no file.
+    """Reads a table; None if the file does not exist.
 
     Raises:
-        QuantError: where the file holds no table.
+        QuantError: if the file is not a table.
     """
     if not path.exists():
         return None
@@ -36,28 +36,32 @@ def read_table(path: pathlib.Path) -> Table | None:
 
 
 def tables(device: str) -> tuple[Table, ...]:
-    """The tables of a device: the user's own, which is asked first, and the one that comes with fewbit."""
+    """The tables of a device: the user's own first, then the one shipped with fewbit."""
     found = (read_table(directory) for directory in (user_path(device), SHIPPED / file_name(device)))
     return tuple(table for table in found if table is not None and table.device == device)
 
 
 def time_line(problem: Problem, backend: str) -> str:
-    """What a product takes on this device beside the dense float32 product, in a sentence for `fb.explain`."""
+    """The expected time of a product relative to dense float32, as a sentence for `fb.explain`."""
     device = device_name()
-    held = tables(device)
-    if not held:
+    known = tables(device)
+    if not known:
         return f"not measured on this device ({device}); run `fewbit bench --tune`"
-    q, x, side = (problem.lhs, problem.rhs, 0) if problem.rhs.scheme is None else (problem.rhs, problem.lhs, 1)
+    q, x, side = problem.rhs, problem.lhs, 1
+    if q.scheme is None:
+        q, x, side = problem.lhs, problem.rhs, 0
     assert q.scheme is not None
     try:
         shape = _shape(problem, q, x, side)
     except QuantError as refusal:
         return f"not measured: {refusal}"
     layout, batch, m, k, n = shape
-    for table in held:
+    for table in known:
         if found := table.expected(backend, q.scheme, layout, m, k, n, x.scheme):
             return _sentence(dataclasses.replace(found, ms=found.ms * batch), q.scheme.name)
-    what = q.scheme.name if x.scheme is None else f"{q.scheme.name} with {x.scheme.name} activations"
+    what = q.scheme.name
+    if x.scheme is not None:
+        what += f" with {x.scheme.name} activations"
     return f"not measured on this device for {what} by {backend}; run `fewbit bench --tune --schemes {q.scheme.name}`"
 
 
@@ -66,12 +70,14 @@ def _sentence(found: Expected, name: str) -> str:
     said = f"about {found.ms:.3g} ms, {found.ratio:.2f} of the dense float32 product ({dense:.3g} ms)"
     if found.ratio > 1:
         said = f"about {found.ms:.3g} ms, SLOWER than the dense float32 product: {found.ratio:.2f} times its {dense:.3g} ms"
-    like = "" if found.weight == name else f", for {found.weight}, the likest scheme in it"
-    return f"{said}; table of {found.date}{like}"
+    said = f"{said}; table of {found.date}"
+    if found.weight != name:
+        said += f", for {found.weight}, the closest measured scheme"
+    return said
 
 
 def _shape(problem: Problem, q: Operand, x: Operand, side: int) -> tuple[str, int, int, int, int]:
-    """The layout, the batch, and M, K and N of a product with one quantized operand."""
+    """The weight layout, the batch size, and M, K and N of a product."""
     contracted, batch = problem.dimension_numbers
     stack = stack_of(q, contracted[side], batch[side])
     count, k = (int(np.prod([q.shape[a] for a in axes])) for axes in (stack.batch, stack.contracted))

@@ -1,13 +1,15 @@
-"""The product on NVIDIA GPUs by the Triton kernels, called from JAX through jax-triton. PyTorch calls them without it."""
+"""NVIDIA GPU matmul backend: Triton kernels called through jax-triton."""
 
 import dataclasses
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
-from ...array import QArray
+from ...array import QArray, Scheme
 from .gpu_configs import Gpu, GpuConfig, blocks_for, gpu_config
 from .gpu_matrix import Matrix
 from .pallas_form import float32_precision
@@ -18,12 +20,12 @@ from .stack import Stack
 from .stacked import AbstractStackKernel
 
 LEAST_SHARED = 99 * 1024
-"""What every GPU since Ampere lets one program have."""
+"""Bytes of shared memory per program that every GPU since Ampere has."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonGPU(AbstractStackKernel):
-    """Packed bytes decoded in registers, where jax-triton is installed."""
+    """Decodes packed codes in registers; needs jax-triton."""
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[str] = "cuda"
@@ -38,7 +40,7 @@ class TritonGPU(AbstractStackKernel):
     def about(self) -> str:
         return "Triton; experimental: tested in an interpreter and cross-compiled, not yet run on a GPU"
 
-    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
+    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
         matrix = _matrix(q.scheme, q.shape[1], q.shape[2], contracts_cols=contracts_cols)
         each = [_product(matrix, x[b], _at(q, b), contracts_cols=contracts_cols, precision=precision) for b in range(len(x))]
         return jnp.stack(each).astype(dtype)
@@ -46,7 +48,7 @@ class TritonGPU(AbstractStackKernel):
 
 @dataclasses.dataclass(frozen=True)
 class TritonGPURagged(AbstractRaggedKernel):
-    """The same for rows in groups, each with a matrix of its own, in one launch."""
+    """The same for ragged_dot, in one launch."""
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[str] = "cuda"
@@ -59,13 +61,15 @@ class TritonGPURagged(AbstractRaggedKernel):
         return _cannot_split()
 
     def grouped(
-        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
         from . import triton_launch  # it needs Triton
 
         matrix = _matrix(q.scheme, q.shape[1], q.shape[2], contracts_cols=contracts_cols)
-        scale_g, unit_g = (_between(leaf) for leaf in (q.scale, q.scale if q.tensor_scale is None else q.tensor_scale))
-        groups = triton_launch.Groups(q.shape[0], _between(q.codes), scale_g, unit_g)
+        tensor = q.tensor_scale
+        if tensor is None:
+            tensor = q.scale  # the kernel does not read it
+        groups = triton_launch.Groups(q.shape[0], *map(_stack_stride, (q.codes, q.scale, tensor)))
         config, gpu = _device()
         launch = triton_launch.grouped_launch(
             *(matrix, len(x), x.shape[1], _strides(q.codes[0], contracts_cols=contracts_cols)),
@@ -82,11 +86,11 @@ RAGGED.add(TritonGPURagged.name, TritonGPURagged())
 
 
 def _refused(problem: Problem | RaggedProblem, x: Operand, stack: Stack) -> str | None:
-    """Why the kernels do not multiply an operand with a stack; None when they do."""
+    """Why the kernels do not support a product; None when they do."""
     if importlib.util.find_spec("jax_triton") is None:
         return "it runs on cuda through jax-triton, which is not installed"
     if x.dtype not in ("bfloat16", "float16", "float32"):
-        return f"it multiplies bfloat16, float16 and float32, not {x.dtype}"
+        return f"the activations are {x.dtype}; bfloat16, float16 and float32 are supported"
     try:
         float32_precision(problem.precision)
     except ValueError:
@@ -96,14 +100,14 @@ def _refused(problem: Problem | RaggedProblem, x: Operand, stack: Stack) -> str 
 
 
 def _cannot_split() -> str | None:
-    """Why the kernels are passed over where there are several devices; None where there is one."""
+    """Why the kernels are not chosen on several devices; None on one."""
     if jax.device_count() == 1:
         return None
-    return "there are several devices, and XLA splits no kernel over them; name it within jax.shard_map"
+    return "there are several devices, and XLA cannot partition the kernel; use it within jax.shard_map"
 
 
-def _matrix(scheme: Any, rows: int, columns: int, *, contracts_cols: bool) -> Matrix:
-    """One matrix of a stack as `[K, N]`."""
+def _matrix(scheme: Scheme, rows: int, columns: int, *, contracts_cols: bool) -> Matrix:
+    """One matrix of a stack, as `[K, N]`."""
     _, row_tile, column_tile = scheme.tiles(3)
     if contracts_cols:
         return Matrix(scheme.with_tiles((column_tile, row_tile), -3 - scheme.pack_axis), columns, rows)
@@ -112,12 +116,11 @@ def _matrix(scheme: Any, rows: int, columns: int, *, contracts_cols: bool) -> Ma
 
 def _at(q: QArray, b: int) -> list[jax.Array | None]:
     """Codes, scales, zero points and tensor scale of one matrix of a stack, each `[R, C]`."""
-    leaves = (q.codes, q.scale, q.zero_point, q.tensor_scale)
-    return [None if leaf is None else leaf[min(b, len(leaf) - 1)] for leaf in leaves]
+    return jax.tree.map(lambda leaf: leaf[min(b, len(leaf) - 1)], [q.codes, q.scale, q.zero_point, q.tensor_scale])
 
 
-def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols: bool, precision: Any) -> jax.Array:
-    """`[M, N]` of one matrix, float32 or as `x` is."""
+def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols: bool, precision: object) -> jax.Array:
+    """The product with one matrix, `[M, N]`, float32 or of x's dtype."""
     from . import triton_launch  # it needs Triton
 
     codes, scale, zero, unit = leaves
@@ -146,57 +149,60 @@ def _product(matrix: Matrix, x: jax.Array, leaves: list[Any], *, contracts_cols:
     return y.sum(0) if launch.splits > 1 else y[0]
 
 
-def _called(launch: Any, matrix: Matrix, x: jax.Array, leaves: Any, sizes: jax.Array | None) -> jax.Array:
-    """What a launch computes, `[splits, M, N]`: float32 sums, or the result as `x` is."""
+def _called(
+    launch: Any, matrix: Matrix, x: jax.Array, leaves: Sequence[jax.Array | None], sizes: jax.Array | None
+) -> jax.Array:
+    """Launches a kernel: float32 partial sums or one result, `[splits, M, N]`."""
     import jax_triton  # type: ignore[import-not-found]  # pyright: ignore
 
     codes, scale, zero, unit = leaves
-    table = matrix.table()
-    beside = [scale if leaf is None else leaf for leaf in (zero, unit, table if table is None else jnp.asarray(table))]
-    beside += [scale if sizes is None else sizes] if launch.takes_sizes else []
-    shape = jax.ShapeDtypeStruct((launch.splits, len(x), matrix.n), x.dtype if launch.splits == 1 else jnp.float32)
+    optional = jax.tree.map(jnp.asarray, [zero, unit, matrix.table()])
+    if launch.takes_sizes:
+        optional.append(sizes)
+    # Any array can be passed for an absent one: the kernel does not read it.
+    arrays = x, codes, scale, *(scale if array is None else array for array in optional)
+    dtype = x.dtype if launch.splits == 1 else jnp.float32
     return jax_triton.triton_call(
-        *(x, codes, scale, *beside, *launch.numbers),
+        *(*arrays, *launch.numbers),
         kernel=launch.kernel,
-        out_shape=shape,
+        out_shape=jax.ShapeDtypeStruct((launch.splits, len(x), matrix.n), dtype),
         grid=launch.grid,
         **launch.constants,
         **launch.settings,
     )
 
 
-def _passes(dtype: Any, precision: Any) -> str:
-    """How tensor cores multiply activations of a dtype."""
+def _passes(dtype: DTypeLike, precision: object) -> str:
+    """The tensor core precision for activations of a dtype."""
     if dtype == jnp.bfloat16:
         return "bf16"
-    is_one_pass = dtype == jnp.float16 or float32_precision(precision) == jax.lax.Precision.DEFAULT
-    return "tf32" if is_one_pass else "tf32x3"
-
-
-def _sides(array: jax.Array, *, contracts_cols: bool) -> tuple[tuple[int, int], tuple[int, int]]:
-    """Stride and length along K, and along N, of an array `[R, C]` whose elements follow each other."""
-    rows, columns = (array.shape[1], array.shape[0]), (1, array.shape[1])
-    return (columns, rows) if contracts_cols else (rows, columns)
+    if dtype == jnp.float16 or float32_precision(precision) == jax.lax.Precision.DEFAULT:
+        return "tf32"
+    return "tf32x3"
 
 
 def _strides(array: jax.Array, *, contracts_cols: bool) -> tuple[int, int]:
-    along_k, along_n = _sides(array, contracts_cols=contracts_cols)
-    return along_k[0], along_n[0]
+    """The strides along K and N of a contiguous array `[R, C]`."""
+    if contracts_cols:
+        return 1, array.shape[1]
+    return array.shape[1], 1
 
 
 def _scale_strides(scale: jax.Array, *, contracts_cols: bool) -> tuple[int, int]:
-    """Those of scales along K and N, 0 along an axis that has one."""
-    along_k, along_n = _sides(scale, contracts_cols=contracts_cols)
-    return along_k[0] if along_k[1] > 1 else 0, along_n[0] if along_n[1] > 1 else 0
+    """The strides of scales along K and N, 0 along an axis of length one."""
+    rows, columns = (0 if n == 1 else stride for n, stride in zip(scale.shape, (scale.shape[1], 1), strict=True))
+    if contracts_cols:
+        return columns, rows
+    return rows, columns
 
 
-def _between(leaf: jax.Array) -> int:
-    """How far each matrix of a stack lies from the one before; 0 where there is one for all."""
+def _stack_stride(leaf: jax.Array) -> int:
+    """The stride along the first axis, 0 if it has length one."""
     return leaf[0].size if len(leaf) > 1 else 0
 
 
 def _device() -> tuple[GpuConfig, Gpu]:
-    """The configuration of the device at hand, and what JAX tells of it; of shared memory it tells only of 48 KiB."""
-    device = jax.devices()[0]
+    """The configuration and properties of the default device."""
+    device = jax.devices()[0]  # JAX reports only 48 KiB of its shared memory
     sm = round(10 * float(getattr(device, "compute_capability", "8.0")))
     return gpu_config(device.device_kind), Gpu(int(getattr(device, "core_count", 108)), LEAST_SHARED, sm)

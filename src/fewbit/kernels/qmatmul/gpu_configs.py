@@ -1,6 +1,6 @@
-"""The blocks that the GPU's kernels take: a JSON file for each device, and one of reasoned defaults for all others.
+"""Block sizes of the GPU kernels, one JSON file per device.
 
-`python -m bench.qmatmul_gpu --tune --save` measures on the machine it runs on and writes the file of its device.
+Other devices use reasoned defaults. `python -m bench.qmatmul_gpu --tune --save` tunes them on its device and writes the file.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ DEFAULT = "gpu_default"
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """What the launches depend on of a device.
+    """The device properties that launches depend on.
 
     Attributes:
-        multiprocessors: how many it has.
-        shared: the bytes of shared memory that one program may have.
+        multiprocessors: their number.
+        shared: bytes of shared memory per program.
         sm: the compute capability, 90 for 9.0.
     """
 
@@ -32,12 +32,12 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class GemvConfig:
-    """The blocks of the product of a few rows.
+    """Block sizes of the float32 GEMV kernel.
 
     Attributes:
-        rows: how many rows of the matrix `[N, K]` a program has; fewer where there are more rows of activations.
-        words: how many words of 32 bits of each it reads in a step.
-        warps: how many warps it has.
+        rows: rows of the matrix `[N, K]` per program; fewer for several rows of activations.
+        words: 32-bit words of each row per step.
+        warps: warps per program.
     """
 
     rows: int
@@ -47,13 +47,13 @@ class GemvConfig:
 
 @dataclasses.dataclass(frozen=True)
 class PairsConfig:
-    """The blocks of the product of a few rows of bfloat16 on tensor cores.
+    """Block sizes of the bfloat16 GEMV kernel on tensor cores.
 
     Attributes:
-        rows: how many rows of the matrix `[N, K]` a program has.
-        step: the length of a step along the contraction.
-        warps: how many warps a program has.
-        stages: how many steps are loaded ahead.
+        rows: rows of the matrix `[N, K]` per program.
+        step: elements along the contraction per step.
+        warps: warps per program.
+        stages: pipeline stages (steps loaded ahead).
     """
 
     rows: int
@@ -64,15 +64,15 @@ class PairsConfig:
 
 @dataclasses.dataclass(frozen=True)
 class DotConfig:
-    """The blocks of a product on tensor cores.
+    """Block sizes of the GEMM kernel on tensor cores.
 
     Attributes:
-        up_to: how many rows of activations it is for; None: any number.
+        up_to: the largest number of rows of activations; None: any number.
         m: rows of activations in a block.
         n: columns of the result in a block.
-        k: the length of a step along the contraction.
-        warps: how many warps a program has.
-        stages: how many steps are loaded ahead.
+        k: elements along the contraction per step.
+        warps: warps per program.
+        stages: pipeline stages (steps loaded ahead).
     """
 
     up_to: int | None
@@ -85,20 +85,20 @@ class DotConfig:
 
 @dataclasses.dataclass(frozen=True)
 class GpuConfig:
-    """What is taken on one device.
+    """The kernel configuration of one device.
 
     Attributes:
         device: its name, as CUDA gives it; empty for the defaults.
-        measured: the date of the tuning; empty where nothing was measured.
-        gemv_rows: up to how many rows of activations the product of a few rows serves.
-        pairs_rows: up to how many rows of bfloat16 the product of a few rows on tensor cores serves, where it can.
-        ptx: whether it decodes by inline PTX, not by operations of Triton.
-        torch_from: from how many rows on torch's own product of the decoded weight is taken.
-        gemv: blocks of the product of a few rows, by the bits of a code.
-        pairs: those of the one on tensor cores, likewise.
-        dot: blocks on tensor cores, by rows of activations in ascending order.
-        codes: the same for products of codes of 8 bits with such codes.
-        about: what a reader of the file should know.
+        measured: the date of the tuning; empty for untuned defaults.
+        gemv_rows: the most rows of activations for the float32 GEMV kernel.
+        pairs_rows: the most rows of bfloat16 activations for the bfloat16 GEMV kernel, where it supports the weight.
+        ptx: whether that kernel decodes with inline PTX instead of Triton operations.
+        torch_from: the fewest rows for which torch multiplies the dequantized weight instead.
+        gemv: blocks of the float32 GEMV kernel, by the bits of a code.
+        pairs: blocks of the bfloat16 GEMV kernel, likewise.
+        dot: blocks of the GEMM kernel, by ascending rows of activations.
+        codes: blocks of the kernel for two 8-bit operands, likewise.
+        about: a comment for readers of the file.
     """
 
     device: str
@@ -115,7 +115,7 @@ class GpuConfig:
 
     @classmethod
     def from_json(cls, form: dict[str, Any]) -> "GpuConfig":
-        """The configuration of a file's contents."""
+        """The configuration from the parsed JSON."""
         form = checked(form, _FORM, "a GPU configuration")
         fields = {name: form[name] for name in ("device", "measured", "gemv_rows", "pairs_rows", "ptx", "torch_from")}
         gemv = {int(bits): GemvConfig(**blocks) for bits, blocks in form["gemv"].items()}
@@ -124,14 +124,14 @@ class GpuConfig:
         return cls(**fields, gemv=gemv, pairs=pairs, dot=dot, codes=codes, about=tuple(form.get("about", ())))
 
     def to_json(self) -> dict[str, Any]:
-        """What `from_json` reads."""
+        """The JSON form, as read by `from_json`."""
         return dataclasses.asdict(self)
 
     def __post_init__(self) -> None:
         for family in (self.dot, self.codes):
             ends = [blocks.up_to or 1 << 62 for blocks in family]
             if not family or ends != sorted(ends) or family[-1].up_to is not None:
-                raise QuantError("blocks ascend by up_to, and the last serve any number of rows")
+                raise QuantError("blocks must ascend by up_to, and the last must have up_to=None")
 
 
 _FORM = form_of(
@@ -145,7 +145,7 @@ _FORM = form_of(
 
 
 def blocks_for(family: tuple[DotConfig, ...], m: int) -> DotConfig:
-    """The blocks for a number of rows.
+    """The first block sizes that cover `m` rows.
 
     >>> blocks_for(gpu_config("").dot, 5).m
     16
@@ -154,7 +154,7 @@ def blocks_for(family: tuple[DotConfig, ...], m: int) -> DotConfig:
 
 
 def splits_for(blocks: DotConfig, m: int, n: int, k: int, multiprocessors: int) -> int:
-    """Into how many parts K is cut, so that each multiprocessor has a block; each part has four steps at least.
+    """The number of splits of K that fills the GPU, at least four steps each.
 
     >>> splits_for(DotConfig(16, 16, 64, 128, 4, 3), 16, 4096, 4096, 132)
     4
@@ -168,7 +168,7 @@ def splits_for(blocks: DotConfig, m: int, n: int, k: int, multiprocessors: int) 
 
 
 def stages_for(blocks: DotConfig | PairsConfig, step_bytes: int, gpu: Gpu) -> int:
-    """How many steps are loaded ahead: as many as the blocks say, or fit into the shared memory; one at least.
+    """The pipeline stages that fit in shared memory, at least one.
 
     >>> stages_for(DotConfig(None, 256, 128, 64, 8, 3), 36864, Gpu(128, 101376))
     2
@@ -177,17 +177,17 @@ def stages_for(blocks: DotConfig | PairsConfig, step_bytes: int, gpu: Gpu) -> in
 
 
 def file_name(device: str) -> str:
-    """The stem of a device's file.
+    """The file stem of a device.
 
     >>> file_name("NVIDIA H200")
     'nvidia_h200'
     """
-    return device.lower().replace(" ", "_") if device else DEFAULT
+    return device.lower().replace(" ", "_") or DEFAULT
 
 
 @functools.cache
 def gpu_config(device: str) -> GpuConfig:
-    """The configuration of a device, by the name that CUDA gives it; the defaults where nobody measured.
+    """The configuration of a device, or the defaults if it has none.
 
     Args:
         device: the name, as `torch.cuda.get_device_name()` gives it; empty for the defaults.
@@ -199,5 +199,6 @@ def gpu_config(device: str) -> GpuConfig:
     ''
     """
     path = FOLDER / f"{file_name(device)}.json"
-    path = path if path.exists() else FOLDER / f"{DEFAULT}.json"
+    if not path.exists():
+        path = FOLDER / f"{DEFAULT}.json"
     return GpuConfig.from_json(parsed_object(file_text(path, "GPU configuration"), str(path)))

@@ -1,38 +1,29 @@
-"""The call of the compiled product of integers: two stacks of codes, told to C++ as arrays and numbers."""
-
-from typing import Any
+"""The FFI call of the int8 CPU GEMM."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ...array import QArray
 from ...array.packing import Packing
 from ...array.quantize import scale_values
 from ...formats import AbstractFormat, Integer
 from .codes import code_values, shift
+from .stack import contracted_axis
 
 TARGET = "fewbit_integers"
 
 _LEVELS = ("portable", "avx2", "avxvnni", "avx512")
 
 
-def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any, isa: str | None = None) -> jax.Array:
-    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, for the matrices that two stacks of whole codes stand for.
+def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, isa: str | None = None) -> jax.Array:
+    """`AbstractStackKernel.paired` for integers, with an instruction set (None: the best).
 
-    Args:
-        x: `[B, M, K]`, of codes in bytes and tiles along K only.
-        q: `[B, R, C]`. Where scales vary along K on both sides, their tiles are equal.
-        contracts_cols: whether K is C, or R.
-        dtype: that of the result.
-        isa: the instruction set to take, where the machine has it; None: the best.
-
-    Returns:
-        `[B, M, N]`, N being the other one of R and C. The sums of a tile are exact; tiles are added in float32.
+    x `[B, M, K]` has one code per byte and blocks along K only; if scales vary along K on both sides, block sizes are equal.
+    Sums are exact within a block; blocks are added in float32.
     """
-    at = 2 if contracts_cols else 1
-    length = q.shape[at]
-    tiles = [t for t in (x.tiles[2], q.tiles[at]) if t is not None]
+    at = contracted_axis(contracts_cols)
     bits, offset, codes, zeros = _unsigned(q, at)
     result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - at]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
@@ -45,31 +36,28 @@ def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any, i
         contracts_cols=contracts_cols,
         bits=np.int64(bits),
         offset=np.int64(offset),
-        tile=np.int64(tiles[0] if tiles else length),
+        tile=np.int64(x.tiles[2] or q.tiles[at] or q.shape[at]),
         output_tile=np.int64(q.tiles[3 - at] or q.shape[3 - at]),
-        level=np.int64(-1 if isa is None else _LEVELS.index(isa)),
+        level=np.int64((None, *_LEVELS).index(isa) - 1),
     )
 
 
 def _unsigned(q: QArray, at: int) -> tuple[int, int, jax.Array, jax.Array]:
-    """The bits of a code, what makes its number unsigned, the codes as C++ reads them, and their zero points.
+    """Bits, offset to unsigned, codes and zero points as C++ reads them.
 
-    Codes of 8 bits, and of 4 that share bytes along the contraction, are read as they lie; others become bytes first.
+    8-bit codes, and 4-bit codes packed along the contraction, are read in place; others are unpacked to bytes first.
     """
-    fmt, scheme = q.scheme.format, q.scheme
+    fmt, scheme, tile = q.scheme.format, q.scheme, q.tiles[at]
     assert isinstance(fmt, Integer)
-    tile = q.tiles[at]
-    is_paired = (
-        fmt.bits == 4 and scheme.pack_axis + 3 == at and scheme.packing == Packing() and (tile is None or tile % 2 == 0)
-    )
-    if fmt.bits == 8 or is_paired:
+    is_paired = fmt.bits == 4 and scheme.pack_axis + 3 == at and scheme.packing == Packing()
+    if fmt.bits == 8 or (is_paired and (tile is None or tile % 2 == 0)):
         return fmt.bits, 2 ** (fmt.bits - 1) if fmt.signed else 0, q.codes, _zeros(q)
     values = code_values(q, jnp.int8)
     return 8, 128, jax.lax.bitcast_convert_type(values, jnp.uint8), _zeros(q) - shift(scheme)
 
 
 def _zeros(q: QArray) -> jax.Array:
-    """The zero points of a stack as int32; an empty array where it has none."""
+    """The zero points of a stack, int32; empty if it has none."""
     if q.zero_point is None:
         return jnp.zeros((1, 0, 0), jnp.int32)
     assert isinstance(q.scheme.zero_point, AbstractFormat)

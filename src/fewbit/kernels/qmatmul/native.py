@@ -1,16 +1,16 @@
-"""The call of the compiled kernel: what a stack of codes is, told to C++ as arrays and numbers."""
-
-from typing import Any
+"""The FFI call of the dequantizing CPU GEMM."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ...array import QArray
 from ...array.packing import codes_per_unit
 from ...array.quantize import dequantize, scale_values
 from ...array.scheme import Scheme
 from ...formats import AbstractFormat, Integer
+from .stack import contracted_axis
 
 TARGET = "fewbit_qmatmul"
 
@@ -25,34 +25,29 @@ def native_product(
     picked: jax.Array | None,
     *,
     contracts_cols: bool,
-    dtype: Any,
+    dtype: DTypeLike,
     isa: str | None = None,
     sizes: jax.Array | None = None,
 ) -> jax.Array:
-    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, for the matrices `w` that a stack of codes stands for.
+    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, as `AbstractStackKernel.stacked`; x may be float16.
 
     Args:
-        x: `[B, M, K]`, float32, bfloat16 or float16.
+        x: `[B, M, K]`.
         q: `[B, R, C]`.
-        picked: the matrix of `q` that `x`, whose B is 1, is multiplied with; None: each meets its own.
+        picked: the index of the one matrix of `q` to multiply with (B of `x` is 1); None: matrix b with `x[b]`.
         contracts_cols: whether K is C, or R.
         dtype: that of the result.
-        isa: the instruction set to take, where the machine has it; None: the best.
-        sizes: how many rows of `x`, whose B is 1, meet each matrix of `q`, int32; those beyond their sum give zeros.
-
-    Returns:
-        `[B, M, N]`, N being the other one of R and C. Sums are made in float32.
+        isa: the instruction set to use, if the machine has it; None: the best.
+        sizes: rows of `x` (whose B is 1) per matrix of `q`, int32; rows beyond their sum give zeros.
     """
-    scheme, (_, rows, cols) = q.scheme, q.shape
+    scheme, lengths = q.scheme, list(q.shape[1:])
     order = _stream_order(scheme)
-    lengths = [rows, cols]
     if order.size:
         lengths[scheme.pack_axis + 2] = -(-lengths[scheme.pack_axis + 2] // order.size) * order.size
     kind, values, unit = code_values(scheme)
     scale, scale_table = held_scales(q)
-    role, zero, zero_table = _held_zeros(q)
-    tensor = jnp.zeros(0, jnp.float32) if q.tensor_scale is None else q.tensor_scale.reshape(-1)
-    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], rows if contracts_cols else cols), dtype)
+    role, zero, zero_table = _stored_zeros(q)
+    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - contracted_axis(contracts_cols)]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
         x,
         q.codes,
@@ -60,10 +55,10 @@ def native_product(
         scale_table,
         zero,
         zero_table,
-        tensor,
+        _flat(q.tensor_scale, jnp.float32),
         jnp.asarray(values),
-        jnp.zeros(0, jnp.int32) if picked is None else picked.reshape(1),
-        jnp.zeros(0, jnp.int32) if sizes is None else sizes,
+        _flat(picked, jnp.int32),
+        _flat(sizes, jnp.int32),
         contracts_cols=contracts_cols,
         packed_cols=scheme.pack_axis == -1,
         rows=np.int64(lengths[0]),
@@ -74,13 +69,13 @@ def native_product(
         codes=np.int64(kind),
         role=np.int64(role),
         unit=np.float32(unit),
-        level=np.int64(-1 if isa is None else LEVELS.index(isa)),
+        level=np.int64((None, *LEVELS).index(isa) - 1),
         order=order,
     )
 
 
 def _stream_order(scheme: Scheme) -> np.ndarray:
-    """The code at each place of a group of the bits in memory; empty where codes lie in order."""
+    """The code at each position of a packed group; empty if in order."""
     packing, bits = scheme.packing, scheme.format.bits
     if not packing.interleave and not packing.high_first:
         return np.zeros(0, np.int32)
@@ -93,47 +88,51 @@ def _stream_order(scheme: Scheme) -> np.ndarray:
 
 
 def code_values(scheme: Scheme) -> tuple[int, np.ndarray, float]:
-    """How codes become numbers: the kind, the table, and the number that all are multiplied by."""
+    """How the kernels decode a scheme: the kind, the 256-entry table, and a common factor."""
     fmt = scheme.format
     if isinstance(fmt, Integer) and fmt.bits >= 4 and (fmt.step == 1 or scheme.zero_point is None):
         return (_SIGNED if fmt.signed else _UNSIGNED), _table(fmt) / np.float32(fmt.step), fmt.step
     if fmt.name in ("e4m3fn", "e5m2") and scheme.zero_point is None:
-        kind, factor = (_E4M3, 2.0**8) if fmt.name == "e4m3fn" else (_E5M2, 1.0)
+        kind, factor = {"e4m3fn": (_E4M3, 2.0**8), "e5m2": (_E5M2, 1.0)}[fmt.name]
         return kind, _table(fmt) / np.float32(factor), factor
     return _TABLE, _table(fmt), 1.0
 
 
 def _table(fmt: AbstractFormat) -> np.ndarray:
-    """The numbers of a format by code, 256 of them: those of narrower codes repeat."""
+    """The value of each of 256 codes; those of narrower formats repeat."""
     values = fmt.values().astype(np.float32)
     full = np.concatenate([values, np.repeat(values[-1:], 2**fmt.bits - len(values))])
     return np.tile(full, 256 // len(full))
 
 
 def held_scales(q: QArray) -> tuple[jax.Array, jax.Array]:
-    """The scales as they are stored, and the table of their numbers if they are stored as codes."""
-    holder = q.scheme.scale
-    if isinstance(holder, AbstractFormat):
-        return q.scale, jnp.asarray(_table(holder))
-    if not isinstance(holder, Scheme):
-        return q.scale, _nothing()
-    if holder.format.bits == 8 and q.scale.scale.size == 1 and q.scale.tensor_scale is None:
+    """The stored scales, and the table of their values if they are stored as codes."""
+    stored = q.scheme.scale
+    if isinstance(stored, AbstractFormat):
+        return q.scale, jnp.asarray(_table(stored))
+    if not isinstance(stored, Scheme):
+        return q.scale, _flat(None, jnp.float32)
+    if stored.format.bits == 8 and q.scale.scale.size == 1 and q.scale.tensor_scale is None:
         codes = jnp.arange(256, dtype=jnp.uint8).reshape(1, 1, 256)
-        every = QArray(codes, q.scale.scale, q.scale.zero_point, None, holder.with_tiles((None,) * 3, -1), q.scale.dtype)
+        every = QArray(codes, q.scale.scale, q.scale.zero_point, None, stored.with_tiles((None,) * 3, -1), q.scale.dtype)
         return q.scale.codes, dequantize(every, jnp.float32).reshape(256)
-    return scale_values(q), _nothing()
+    return scale_values(q), _flat(None, jnp.float32)
 
 
-def _held_zeros(q: QArray) -> tuple[int, jax.Array, jax.Array]:
-    """What zero points are, their stored form, and the table of their numbers if they are stored as codes."""
+def _stored_zeros(q: QArray) -> tuple[int, jax.Array, jax.Array]:
+    """The kind of the zero points, their stored form, and their table."""
+    empty = _flat(None, jnp.float32)
     if q.zero_point is None:
-        return _NO_ZERO, jnp.zeros((1, 1, 1), jnp.float32), _nothing()
-    # One zero point may serve all tiles of an axis; the kernel reads one where it reads a scale.
+        return _NO_ZERO, jnp.zeros((1, 1, 1), jnp.float32), empty
+    # One zero point may apply to all blocks of an axis; the kernel reads one for each scale.
     zero = jnp.broadcast_to(q.zero_point, (q.zero_point.shape[0], *q.scale.shape[1:]))
     if isinstance(q.scheme.zero_point, AbstractFormat):
         return _WHOLE, zero, jnp.asarray(_table(q.scheme.zero_point))
-    return _OFFSET, zero, _nothing()
+    return _OFFSET, zero, empty
 
 
-def _nothing() -> jax.Array:
-    return jnp.zeros(0, jnp.float32)
+def _flat(array: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """The array with one axis; an empty one of `dtype` for None."""
+    if array is None:
+        return jnp.zeros(0, dtype)
+    return array.reshape(-1)

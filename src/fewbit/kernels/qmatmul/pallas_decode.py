@@ -1,16 +1,16 @@
-"""Codes and scales to float32 by the operations that a TPU's vector unit has: no table in memory, no gather.
+"""Decodes codes and scales to float32 with TPU vector operations, without tables or gathers.
 
-A TPU computes on 32-bit lanes, and has no cheap look-up. So a byte is widened once, and each code in it (a *plane*: the low
-nibbles, the high nibbles) is cut out of the 32-bit word. What the numbers are comes from the format:
+A TPU computes on 32-bit lanes and has no cheap table lookup. So a byte is widened once, and each code in it (a *plane*: the low
+nibbles, the high nibbles) is extracted from the 32-bit word. The decoding depends on the format:
 
-- whole numbers: converted where they stand in the word, high nibbles as 16 times their value, signed low ones at the top of
-  the word as 2**28 times theirs, so that no shift has to bring them down; the scale takes the power of two back;
-- e2m1: twice its magnitudes are whole numbers below 16, which stand in one 32-bit constant, to be shifted to the code;
+- integers: converted at their position in the word, high nibbles as 16 times their value, signed low ones at the top of the
+  word as 2**28 times theirs, so that no shift is needed; the scale divides by the power of two;
+- e2m1: twice the magnitudes are integers below 16, packed in one 32-bit constant that is shifted by the code;
 - e4m3fn and e5m2: the compiler's own conversion;
-- tables of up to 16 numbers (NF4): a tree of selects, one level for each bit of the code, so exact for every table;
+- tables of up to 16 numbers (NF4): a tree of selects, one level per bit of the code, exact for every table;
 - other small floats: the format's arithmetic.
 
-Codes of 3, 5, 6 and 7 bits straddle bytes. Each byte is widened to a word of its own, and a code is put together from two.
+Codes of 3, 5, 6 and 7 bits straddle bytes. Each byte is widened to a word of its own, and a code is assembled from two.
 """
 
 import jax
@@ -21,49 +21,44 @@ from ...formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
 from ...formats.format import power_of_two
 
 NATIVE = {"e4m3fn": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
-"""The 8-bit floats that Mosaic converts by itself on every TPU."""
+"""The 8-bit floats that Mosaic converts on every TPU."""
 
 MOST_NUMBERS = 16
-"""The longest table that is decoded by selects."""
+"""The longest table decoded by selects."""
 
 NF4_POLYNOMIAL = (0.03660897, 0.68031098, -0.04181319, -0.17091401, 0.01408488, 0.49060303)
-"""The polynomial of degree 5 in `(code - 7.5) / 7.5` whose largest error over the 16 numbers of NF4 is the smallest."""
+"""The minimax polynomial of degree 5 in `(code - 7.5) / 7.5` for the 16 numbers of NF4."""
 
 NF4_ERROR = 0.0089
-"""That error. Its decoded zero is not zero."""
+"""The polynomial's largest error. It does not decode zero to zero."""
 
 
 def undecodable(fmt: AbstractFormat) -> str | None:
-    """Why the codes of a format cannot be decoded here; None when they can."""
+    """Why the codes of a format are not supported; None when they are."""
     if isinstance(fmt, Codebook) and len(fmt.table) > MOST_NUMBERS:
         return f"{fmt.name} is a table of {len(fmt.table)} numbers; {MOST_NUMBERS} are decoded without a gather"
     return None
 
 
 def unit(fmt: AbstractFormat, shift: int) -> float:
-    """What `plane_values` leaves to the scale to multiply by."""
+    """The factor by which `plane_values` must be multiplied."""
     if isinstance(fmt, Integer):
         is_top = shift + fmt.bits == 8
-        place = shift if is_top or not fmt.signed else 32 - fmt.bits
+        place = shift
+        if fmt.signed and not is_top:
+            place = 32 - fmt.bits
         return fmt.step * 2.0**-place
     return 0.5 if _doubled(fmt) is not None else 1.0
 
 
 def plane_values(fmt: AbstractFormat, packed: jax.Array, shift: int, *, nf4_polynomial: bool = False) -> jax.Array:
-    """The numbers, in units of `unit(fmt, shift)`, of the codes that begin at bit `shift` of each byte.
+    """Decodes the codes at bit `shift` of each byte to float32, in units of `unit(fmt, shift)`.
 
-    Args:
-        fmt: the format of the codes.
-        packed: bytes.
-        shift: the lowest bit of the code.
-        nf4_polynomial: whether NF4 is approximated by `NF4_POLYNOMIAL`.
-
-    Returns:
-        Float32 numbers of the shape of `packed`.
+    `nf4_polynomial` approximates NF4 by `NF4_POLYNOMIAL`.
     """
     if fmt.name in NATIVE:
         return jax.lax.bitcast_convert_type(packed, NATIVE[fmt.name]).astype(jnp.float32)
-    # As signed bytes: unsigned ones are widened as signed ones, too, and masked afterwards.
+    # As signed bytes: unsigned ones would be widened as signed ones and then masked.
     word = jax.lax.bitcast_convert_type(packed, jnp.int8).astype(jnp.int32)
     if isinstance(fmt, Integer):
         return _whole(fmt, word, shift)
@@ -73,42 +68,45 @@ def plane_values(fmt: AbstractFormat, packed: jax.Array, shift: int, *, nf4_poly
     if isinstance(fmt, Codebook) and not (nf4_polynomial and fmt.name == "nf4"):
         return _selected(word, shift, fmt.table)
     code = (word >> shift) & (2**fmt.bits - 1)
-    return _polynomial(code.astype(jnp.float32)) if isinstance(fmt, Codebook) else fmt.decode(code.astype(jnp.uint8))
+    if isinstance(fmt, Codebook):
+        return _polynomial(code.astype(jnp.float32))
+    return fmt.decode(code.astype(jnp.uint8))
 
 
 def group_values(fmt: AbstractFormat, group: list[jax.Array], plane: int) -> jax.Array:
-    """The numbers of the codes that stand at one place of each group of bytes, float32.
+    """Decodes the code at index `plane` of each group of bytes, float32.
 
-    Args:
-        fmt: the format of the codes.
-        group: the bytes of the groups in order, each array one of every group, in 32-bit words.
-        plane: which code of a group.
+    `group` has the first byte of every group, then the second, and so on, in 32-bit words.
     """
     byte, shift = divmod(plane * fmt.bits, 8)
     code = group[byte] >> shift
     if shift + fmt.bits > 8:
         code = code | (group[byte + 1] << (8 - shift))
     if isinstance(fmt, Integer):
-        top = 32 - fmt.bits
-        whole = (code << top) >> top if fmt.signed else code & (2**fmt.bits - 1)
-        return whole.astype(jnp.float32) * jnp.float32(fmt.step)
+        if fmt.signed:
+            code = (code << (32 - fmt.bits)) >> (32 - fmt.bits)
+        else:
+            code = code & (2**fmt.bits - 1)
+        return code.astype(jnp.float32) * jnp.float32(fmt.step)
     if isinstance(fmt, Codebook):
         return _selected(code, 0, fmt.table)
     return fmt.decode((code & (2**fmt.bits - 1)).astype(jnp.uint8))
 
 
 def _whole(fmt: Integer, word: jax.Array, shift: int) -> jax.Array:
-    """Integers where they stand in the word: those at the top of a byte need no shift, since the byte's sign is theirs."""
+    """Integers at their position in the word; the top ones need no shift."""
     is_top = shift + fmt.bits == 8
     if fmt.signed and not is_top:
         word = word << (32 - fmt.bits - shift)
-        return (word if shift == 0 else word & -(2 ** (32 - fmt.bits))).astype(jnp.float32)
+        if shift:
+            word = word & -(2 ** (32 - fmt.bits))
+        return word.astype(jnp.float32)
     mask = -(2**shift) if fmt.signed else (2**fmt.bits - 1) << shift
     return (word & mask).astype(jnp.float32)
 
 
 def _doubled(fmt: AbstractFormat) -> int | None:
-    """Twice the magnitudes of a signed 4-bit float, four bits each in one word; None for all other formats."""
+    """Twice the magnitudes of a signed 4-bit float, in one word, else None."""
     if not isinstance(fmt, Minifloat) or fmt.bits != 4 or not fmt.signed:
         return None
     twice = 2 * fmt.values()[:8]
@@ -119,7 +117,7 @@ def _doubled(fmt: AbstractFormat) -> int | None:
 
 
 def _signed_nibbles(word: jax.Array, shift: int, table: int) -> jax.Array:
-    """The entry of `table` for the low three bits of each code, with the sign of its fourth."""
+    """`table` at the low three bits of each code, signed by its fourth."""
     place = (word << 2 if shift == 0 else word >> (shift - 2)) & 28  # four times the three bits
     number = jax.lax.shift_right_logical(jnp.full_like(word, table), place) & 15
     sign = (word << (28 - shift)) & np.int32(-(2**31))
@@ -128,7 +126,7 @@ def _signed_nibbles(word: jax.Array, shift: int, table: int) -> jax.Array:
 
 
 def _selected(word: jax.Array, shift: int, table: tuple[float, ...]) -> jax.Array:
-    """`table[code]` by halving: each bit of the code leaves half of the numbers."""
+    """`table[code]` by selects: each bit of the code halves the candidates."""
     bits = (len(table) - 1).bit_length()
     left = [jnp.float32(number) for number in (*table, *table[-1:] * (2**bits - len(table)))]
     for bit in range(bits):
@@ -147,10 +145,10 @@ def _polynomial(code: jax.Array) -> jax.Array:
 
 
 def held_values(stored: jax.Array, holder: AbstractFormat | np.dtype) -> jax.Array:
-    """The float32 scales, zero points or offsets of their stored form.
+    """Decodes stored scales or zero points to float32.
 
-    E8M0's smallest scale, 2**-127, counts as zero, since TPUs flush subnormal numbers. Float16, which the vector unit does
-    not have, comes as its bits in uint16.
+    E8M0's smallest scale, 2**-127, becomes zero, since TPUs flush subnormal numbers. Float16, which the vector unit does not
+    support, is passed as its bits in uint16.
     """
     if isinstance(holder, E8M0):
         code = stored.astype(jnp.int32)
@@ -160,11 +158,13 @@ def held_values(stored: jax.Array, holder: AbstractFormat | np.dtype) -> jax.Arr
         return plane_values(holder, stored, 0) * jnp.float32(unit(holder, 0))
     if isinstance(holder, AbstractFormat):
         return holder.decode(stored)
-    return _from_half(stored) if stored.dtype == jnp.uint16 else stored.astype(jnp.float32)
+    if stored.dtype == jnp.uint16:
+        return _from_half(stored)
+    return stored.astype(jnp.float32)
 
 
 def _from_half(stored: jax.Array) -> jax.Array:
-    """The float32 numbers of float16 bits."""
+    """Float16 bits to float32."""
     word = stored.astype(jnp.int32)
     exponent, fraction = (word >> 10) & 31, word & 1023
     significand = fraction + jnp.where(exponent > 0, 1024, 0)

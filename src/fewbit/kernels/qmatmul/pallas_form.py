@@ -1,15 +1,16 @@
-"""A product as the TPU kernel sees it: activations, and a matrix of bytes with its scales, the axis of both first.
+"""The TPU kernel's view of a product: activations and a matrix of bytes.
 
-The bytes are not moved for it: a matrix that is stored the other way round is transposed block by block, in VMEM.
+The packed axis of the matrix is first. Bytes are not moved for it: a matrix stored `[columns, rows]` is transposed block by
+block in VMEM.
 """
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from ...array import QArray, Scheme
 from ...array.packing import codes_per_unit
@@ -19,24 +20,23 @@ from .pallas_decode import undecodable
 
 @dataclasses.dataclass(frozen=True)
 class Form:
-    """A product of activations `[M, C]` with a packed matrix of `rows x columns` bytes, contracting one of its axes.
+    """Activations `[M, C]` times a packed matrix `[rows, columns]`, contracting either axis.
 
-    A row is one byte, or of codes that straddle bytes a group of `span` bytes (3 of codes of 6 bits). It holds `planes` codes
-    that follow each other along the axis of the rows: row `i` of a column has the elements `i * planes .. i * planes +
-    planes - 1`, in the order of `Packing.interleave` where codes have another one. Of whole numbers of 4 bits a row is one
-    code, half a byte: the kernel has them in order without planes.
+    A row is one byte, or for codes that straddle bytes a group of `span` bytes (3 for 6-bit codes). It has `planes` codes that
+    are adjacent along the packed axis: row `i` of a column has the elements `i * planes .. i * planes + planes - 1`, permuted by
+    `Packing.interleave`. For 4-bit integers a row is one code, half a byte: the kernel reads them in order without planes.
 
     Attributes:
         m: rows of activations.
-        planes: how many codes a row holds.
-        rows: rows along the packed axis; of 8-bit codes, along the tiled one.
-        bytes_along: the bytes there; the last row may be short of some.
+        planes: codes per row.
+        rows: rows along the packed axis; for 8-bit codes, along the tiled one.
+        bytes_along: bytes along it; the last row may be incomplete.
         columns: elements along the other axis.
-        length: elements along the packed axis; the last row may hold fewer than `planes`.
+        length: elements along the packed axis; the last row may have fewer than `planes`.
         contracts_rows: whether the packed axis is contracted, or the other one.
         is_transposed: whether the bytes are stored `[columns, rows]`.
-        tile: how many rows share a scale; None: all.
-        column_tile: how many columns share a scale; None: all.
+        tile: rows per scale; None: all.
+        column_tile: columns per scale; None: all.
         scheme: the scheme of the matrix.
         dtype: of the operands of the products, bfloat16 or float32.
         result: the dtype of the result, likewise.
@@ -65,11 +65,11 @@ class Form:
         q: QArray,
         *,
         contracts_last: bool,
-        result: Any,
-        precision: Any = None,
+        result: DTypeLike,
+        precision: object = None,
         halves: bool = True,
     ) -> "Form":
-        """The form of `x @ w` or `x @ w.T` for each matrix of a stack.
+        """The form of `x @ w` or `x @ w.T` for the matrices of a stack.
 
         Args:
             x: `[B, M, K]`.
@@ -83,7 +83,9 @@ class Form:
         row_axis, column_axis = (-1, -2) if is_transposed else (-2, -1)
         tiles, counts = q.scheme.tiles(3), q.scale.shape
         row_tile, column_tile = tiles[row_axis], tiles[column_axis]
-        is_bfloat16 = x.dtype == q.dtype == jnp.bfloat16
+        dtype = kernel_dtype(x.dtype)
+        if x.dtype != q.dtype:
+            dtype = np.dtype(np.float32)
         planes, bytes_along = _planes(q.scheme, halves=halves), q.codes.shape[row_axis]
         return cls(
             m=x.shape[1],
@@ -97,97 +99,110 @@ class Form:
             tile=None if counts[row_axis] == 1 else (row_tile or 1) // planes,
             column_tile=None if counts[column_axis] == 1 else column_tile or 1,
             scheme=q.scheme,
-            dtype=np.dtype(jnp.bfloat16 if is_bfloat16 else np.float32),
-            result=np.dtype(jnp.bfloat16 if result == jnp.bfloat16 else np.float32),
-            precision=None if is_bfloat16 else float32_precision(precision),
+            dtype=dtype,
+            result=kernel_dtype(result),
+            precision=None if dtype == jnp.bfloat16 else float32_precision(precision),
         )
 
     @property
     def is_split(self) -> bool:
-        """Whether a byte is two rows."""
+        """Whether a byte has two rows."""
         return self.planes == 1 and self.scheme.format.bits == 4
 
     @property
     def span(self) -> int:
-        """How many bytes a row has; of rows that are half a byte, one."""
+        """Bytes per row; one for rows of half a byte."""
         return self.in_bytes(1) or 1
 
     def in_bytes(self, rows: int) -> int:
-        """The bytes of so many rows."""
+        """The bytes of a number of rows."""
         return rows * self.planes * self.scheme.format.bits // 8
 
     @property
     def tiles(self) -> int:
-        """How many scales there are along the rows."""
-        return 1 if self.tile is None else math.ceil(self.rows / self.tile)
+        """The number of scales along the rows."""
+        return math.ceil(self.rows / (self.tile or self.rows))
 
     @property
     def scale_columns(self) -> int:
-        """How many scales there are along the columns; those of longer tiles are repeated."""
+        """The number of scales along the columns; those of longer tiles are repeated."""
         return 1 if self.column_tile is None else self.columns
 
     @property
     def scale_sublanes(self) -> int:
-        """How many rows of scales, and of zero points, a block must have a multiple of: 8 of four bytes, 32 of one."""
-        kept = [h for h in (self.scheme.scale, self.scheme.zero_point) if h is not None and not isinstance(h, Scheme)]
-        return max((32 if isinstance(h, AbstractFormat) else 32 // np.dtype(h).itemsize for h in kept), default=8)
+        """Sublane multiple of scale blocks: 8 for four bytes, 32 for one."""
+        sublanes = [8]
+        for stored in (self.scheme.scale, self.scheme.zero_point):
+            if isinstance(stored, AbstractFormat):
+                sublanes.append(32)
+            elif stored is not None and not isinstance(stored, Scheme):
+                sublanes.append(32 // np.dtype(stored).itemsize)
+        return max(sublanes)
 
     @property
     def has_offsets(self) -> bool:
-        """Whether the zero points are float numbers that are added after the scale, and not codes."""
+        """Whether zero points are floats added after scaling, instead of codes."""
         return self.scheme.zero_point is not None and not isinstance(self.scheme.zero_point, AbstractFormat)
 
     @property
     def scales_sums(self) -> bool:
-        """Whether one scale serves the whole contraction, so that the sums take it, and not each number."""
+        """Whether the sums are scaled instead of each weight: one scale along the contraction."""
         return self.contracts_rows and self.tiles == 1 and not self.has_offsets
 
 
-def refusal(scheme: Scheme, tile: int | None, *dtypes: Any, precision: Any) -> str | None:
-    """Why the kernel cannot compute with a stack of matrices of a scheme; None when it can.
+def refusal(scheme: Scheme, tile: int | None, *dtypes: DTypeLike, precision: object) -> str | None:
+    """Why the kernel does not support a stack of a scheme, or None.
 
-    Args:
-        scheme: the scheme of the stack `[B, R, C]`.
-        tile: how many elements share a scale along the packed axis; None: all.
-        dtypes: those of the operands and of the result.
-        precision: as in `lax.dot_general`.
+    `tile` is the block size along the packed axis, or None; `dtypes` are those of the operands and of the result.
     """
-    if (wrong := next((d for d in map(jnp.dtype, dtypes) if d not in (jnp.bfloat16, jnp.float32)), None)) is not None:
-        return f"it multiplies bfloat16 and float32, not {wrong.name}"
+    for dtype in dtypes:
+        if jnp.dtype(dtype) not in (jnp.bfloat16, jnp.float32):
+            return f"it multiplies bfloat16 and float32, not {jnp.dtype(dtype).name}"
     try:
         float32_precision(precision)
     except ValueError:
         return f"precision is {precision!r}; None or a name of jax.lax.Precision is expected"
     planes = codes_per_unit(scheme.format.bits, scheme.packing)
-    holders = [h for h in (scheme.format, scheme.scale, scheme.zero_point) if isinstance(h, AbstractFormat)]
-    if (reason := next(filter(None, map(undecodable, holders)), None)) is not None:
-        return reason
+    for fmt in (scheme.format, scheme.scale, scheme.zero_point):
+        if isinstance(fmt, AbstractFormat) and (reason := undecodable(fmt)) is not None:
+            return reason
     if scheme.packing.interleave and scheme.format.bits == 8:
-        return "its bytes are interleaved; bytes in order are read, and narrower codes in any"
+        return "its 8-bit codes are interleaved; only narrower codes may be"
     if tile is not None and tile % planes:
-        return f"tiles of {tile} along the packed axis cut bytes of {planes} codes"
+        return f"tiles of {tile} along the packed axis split bytes of {planes} codes"
     return None
 
 
-def float32_precision(precision: Any) -> jax.lax.Precision:
-    """The precision of float32 products: the highest, but where `Precision.DEFAULT` is named, one pass in bfloat16.
+def kernel_dtype(dtype: DTypeLike) -> np.dtype:
+    """bfloat16 if the dtype is, else float32."""
+    if dtype == jnp.bfloat16:
+        return np.dtype(jnp.bfloat16)
+    return np.dtype(np.float32)
+
+
+def float32_precision(precision: object) -> jax.lax.Precision:
+    """The precision of float32 products: HIGHEST unless DEFAULT (one bfloat16 pass) is named.
 
     >>> float32_precision(None).name, float32_precision("default").name
     ('HIGHEST', 'DEFAULT')
     """
-    sides = precision if isinstance(precision, tuple) else (precision,)
-    named = {None if side is None else jax.lax.Precision(side) for side in sides}
-    return jax.lax.Precision.DEFAULT if named == {jax.lax.Precision.DEFAULT} else jax.lax.Precision.HIGHEST
+    if not isinstance(precision, tuple):
+        precision = (precision,)
+    named = {None if side is None else jax.lax.Precision(side) for side in precision}
+    if named == {jax.lax.Precision.DEFAULT}:
+        return jax.lax.Precision.DEFAULT
+    return jax.lax.Precision.HIGHEST
 
 
 def _planes(scheme: Scheme, *, halves: bool) -> int:
-    """How many codes a row holds."""
-    is_split = halves and isinstance(scheme.format, Integer) and scheme.format.bits == 4 and not scheme.packing.high_first
-    return 1 if is_split else codes_per_unit(scheme.format.bits)
+    """Codes per row."""
+    if halves and isinstance(scheme.format, Integer) and scheme.format.bits == 4 and not scheme.packing.high_first:
+        return 1
+    return codes_per_unit(scheme.format.bits)
 
 
 def _is_transposed(scheme: Scheme) -> bool:
-    """Whether bytes and scales run along the last axis: the packed one, or of 8-bit codes the one with tiles."""
+    """True if the last axis is packed (8-bit codes: has the tiles)."""
     if scheme.format.bits < 8:
         return scheme.pack_axis == -1
     _, rows, columns = scheme.tiles(3)

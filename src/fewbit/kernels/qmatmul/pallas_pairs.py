@@ -1,35 +1,35 @@
-"""Two quantized operands on TPUs: their codes meet in the matrix unit, as int8 or as 8-bit floats, and the sums take the scales.
+"""TPU kernel for two quantized operands: int8 or FP8 matmul, then scaling.
 
-**What bounds it.** One row or a few: the bytes of the weight, each read once as it is stored. Many rows: the matrix unit, which
-multiplies int8 twice as fast as bfloat16 on v5e, v5p and v6e. Codes become bytes in VMEM, and nothing becomes a float before
-it is summed, so decoding is cheap: by the compiler's schedules for v5e a block of 1024 x 512 int4 codes in tiles of 64 takes
-467 cycles for 16 rows, where decoding them to scaled bfloat16 takes 708 (`pallas_tpu.py`), and their bytes take 530 to arrive.
+**Bound.** Decode: the bytes of the weight, each read once as stored. Prefill: the matrix unit, which multiplies int8 twice as fast
+as bfloat16 on v5e, v5p and v6e. Codes are unpacked to bytes in VMEM and never converted to float before they are summed, so
+decoding is cheap: by the compiler's schedules for v5e a block of 1024 x 512 int4 codes in tiles of 64 takes 467 cycles for 16
+rows, where decoding them to scaled bfloat16 takes 708 (`pallas_tpu.py`), and loading their bytes 530.
 
-**Bytes from nibbles without planes.** A register's bytes are stacked along sublanes, and two nibbles of a byte as two rows of
-an int4 register are: byte i holds the rows 2i (low) and 2i + 1 (high), which is fewbit's packing. So `pltpu.bitcast` makes
-`[K, N]` numbers of `[K/2, N]` bytes without an operation, and one conversion makes bytes of them; the activations stay in
-order. Bytes that are packed along lanes are transposed first. Unsigned codes lose half of their range by one exclusive or of
-the byte, and their zero points lose as much.
+**Bytes from nibbles without planes.** The bytes of a register are stacked along sublanes, and so are the two nibbles of a byte in
+an int4 register: byte i has the rows 2i (low) and 2i + 1 (high), which is fewbit's packing. So `pltpu.bitcast` gives
+`[K, N]` numbers from `[K/2, N]` bytes without an operation, and one conversion makes bytes of them; the activations stay in
+order. Bytes packed along lanes are transposed first. Unsigned codes are shifted by half their range with one XOR of the byte,
+and so are their zero points.
 
-**Scales along the contraction.** The product of each tile is summed alone, exactly, then scaled and added in float32. A tile
-shorter than the matrix unit is deep wastes the rest of it (128 codes on v5e, 256 on v6e). For many rows the vector unit, which
-scales and adds `M x N` sums a tile, bounds the product; so one scale for a row of x is left to the total. Scales come as
-float32, laid as the result is: one for each tile and column of it, one for each tile and row of x.
+**Scales along the contraction.** The product of each tile is summed exactly, then scaled and accumulated in float32. Tiles shorter
+than the matrix unit is deep waste the rest of it (128 codes on v5e, 256 on v6e). For many rows the vector unit, which
+scales and adds `M x N` sums per tile, is the bound; so per-row scales of x are applied to the total. Scales are passed as
+float32, laid out like the result: one per tile and column of it, one per tile and row of x.
 
 **Zero points.** With codes c and d and zero points z and w, `sum((c - z) (d - w)) = sum(c d) - w sum(c - z) - z sum(d)`. The
-sums of x's numbers are made before the kernel, which has x anyway; those of the weight's codes by a product with ones, which
-are zero beyond the contraction. All of it is exact in int32.
+sums of x are computed before the kernel; those of the weight's codes by a product with ones, which are zero past the
+contraction. All of it is exact in int32.
 
-**Any shape.** x is filled with zero bytes up to whole blocks, so what lies beyond the weight's end counts for nothing: an integer
-times zero is zero. Of floats, which may be NaN there, the bytes beyond are replaced.
+**Any shape.** x is zero-padded to full blocks, so that the values past the weight's end do not count: an integer times zero is zero.
+FP8 bytes, which may be NaN there, are replaced.
 
-**What was not kept.** A product of int8 with int4 codes as they are: Mosaic has none of two types. Nibbles cut out by masks,
-two planes, x cut apart for them: as fast without tiles, but a tile then has half its depth in each plane. v4 is refused, since
-Mosaic has no int8 product there.
+**Rejected.** A product of int8 with int4: Mosaic has none of mixed types. Nibbles extracted by masks, as two planes with x split
+for them: as fast without tiles, but a tile then has half its depth in each plane. v4 is not supported, since Mosaic has no int8
+matmul there.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
+from jax.typing import DTypeLike
 
 from ...array import QArray
 from ...array.quantize import expanded_scale, expanded_zero_point
@@ -44,109 +45,93 @@ from ...formats import AbstractFormat
 from .codes import native_float
 from .pallas_blocks import PAIRS, Block, Config
 from .pallas_pair_blocks import Pair
-from .pallas_step import varying_axes
+from .pallas_step import over_stack, varying_axes
+from .stack import contracted_axis
 
 
 def paired_stacks(
-    x: QArray, q: QArray, *, contracts_last: bool, result: Any, config: Config = PAIRS, interpret: bool = False
+    x: QArray, q: QArray, *, contracts_last: bool, result: DTypeLike, config: Config = PAIRS, interpret: bool = False
 ) -> jax.Array:
-    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, for the matrices that two stacks of codes stand for.
+    """`AbstractStackKernel.paired`; other arguments as in `pallas_tpu.stacked_product`.
 
-    Args:
-        x: `[B, M, K]`, of codes in bytes and tiles along K only.
-        q: `[B, R, C]`. Where scales vary along K on both sides, their tiles are equal.
-        contracts_last: whether K is C, or R.
-        result: the dtype of the result.
-        config: the sizes of blocks.
-        interpret: whether JAX evaluates the kernel step by step, on any device, instead of compiling it.
-
-    Returns:
-        `[B, M, N]`, N being the other one of R and C. Sums of whole codes are exact within a tile; tiles are added in float32.
+    x `[B, M, K]` has one code per byte and tiles along K only; if scales vary along K on both sides, their tiles are equal.
+    Integer sums are exact within a tile; tiles are added in float32.
     """
     pair = Pair.of(x, q, contracts_last=contracts_last, result=result, config=config)
     arrays = arrays_of(pair, x, q)
-    call = _call(pair, list(arrays), [a.dtype for a in arrays.values()], counts_of(arrays), interpret, varying_axes(x, q))
-    mapped = [None if len(array) == 1 and len(x.codes) > 1 else 0 for array in arrays.values()]
-    alone = (array[0] if axis is None else array for array, axis in zip(arrays.values(), mapped, strict=True))
-    if len(x.codes) == 1:
-        y = call(*(array[0] for array in arrays.values()))[None]
-    else:
-        y = jax.vmap(call, mapped)(*alone)
+    call = _call(pair, arrays, interpret, varying_axes(x, q))
+    y = over_stack(call, list(arrays.values()), len(x.codes))
     return y[..., : pair.n].astype(result)
 
 
 def arrays_of(pair: Pair, x: QArray, q: QArray) -> dict[str, jax.Array]:
-    """What the kernel reads, by name, each with the axis of the stack first: bytes, float32 scales and int32 zero points."""
-    at, wide = 2 if pair.contracts_last else 1, pair.grid[2] * pair.blocks[1]
+    """The kernel's inputs: bytes, float32 scales and int32 zero points."""
+    at, wide = contracted_axis(pair.contracts_last), pair.grid[2] * pair.blocks[1]
     arrays = {"x": jnp.pad(_numbers(pair.left, x.codes), ((0, 0), (0, 0), (0, wide - pair.k))), "codes": q.codes}
     arrays["x_scale"] = _along(expanded_scale(x, but=2), 2, pair.lengths[0])
     arrays["scale"] = _along(expanded_scale(q, but=at), at, pair.lengths[2])
-    x_zero = None if x.zero_point is None else expanded_zero_point(x, but=2)
-    less = 2 ** (q.scheme.format.bits - 1) if pair.is_whole and q.scheme.format.min == 0 else 0
-    zero = jnp.zeros((1, 1, 1), jnp.int32) if q.zero_point is None else expanded_zero_point(q, but=at)
-    if q.zero_point is not None or less:
+    x_zero, zero, offset = None, jnp.zeros((1, 1, 1), jnp.int32), 0
+    if x.zero_point is not None:
+        x_zero = expanded_zero_point(x, but=2)
+    if pair.is_whole and q.scheme.format.min == 0:
+        offset = 2 ** (q.scheme.format.bits - 1)  # `_decoded` subtracts it
+    if q.zero_point is not None:
+        zero = expanded_zero_point(q, but=at)
+    if q.zero_point is not None or offset:
         arrays["x_sums"] = _along(_sums(pair, x.codes, x_zero), 2, pair.lengths[0])
-        arrays["zero"] = _along(zero - less, at, pair.lengths[2])
+        arrays["zero"] = _along(zero - offset, at, pair.lengths[2])
     if x_zero is not None:
         arrays["x_zero"] = _along(x_zero, 2, pair.lengths[0])
         arrays["ones"] = jnp.broadcast_to((jnp.arange(wide, dtype=jnp.int32) < pair.k).astype(jnp.int8), (1, 8, wide))
     return arrays
 
 
-def counts_of(arrays: dict[str, jax.Array]) -> list[int]:
-    """How many elements each array has along the contraction, for what lies beside the codes."""
-    return [array.shape[1] for array in arrays.values()]
-
-
 def blocks_of(pair: Pair, x: QArray, q: QArray) -> list[Block]:
-    """Every array of a product as it is cut: what the kernel reads, and the result.
-
-    Args:
-        pair: the product.
-        x: the bytes, or their shapes.
-        q: the stack of codes, or its shapes.
-    """
+    """The blocks of every input and the result; operands may be shapes."""
     arrays = jax.eval_shape(functools.partial(arrays_of, pair), x, q)
     read = [pair.array(name, array.dtype, array.shape[1]) for name, array in arrays.items()]
     return [*read, pair.array("y", pair.result, 1)]
 
 
-def _along(beside: jax.Array, at: int, length: int) -> jax.Array:
-    """What lies beside an operand whose contracted axis is `at`, as `[B, tiles, length]`, filled with zeros beyond its end."""
-    beside = beside.swapaxes(1, 2) if at == 2 else beside
-    if beside.shape[2] == 1:
-        return jnp.broadcast_to(beside, (*beside.shape[:2], length))
-    return jnp.pad(beside, ((0, 0), (0, 0), (0, length - beside.shape[2])))
+def _along(scale: jax.Array, at: int, length: int) -> jax.Array:
+    """Scales of an operand contracted along `at`, as zero-padded `[B, tiles, length]`."""
+    if at == 2:
+        scale = scale.swapaxes(1, 2)
+    if scale.shape[2] == 1:
+        return jnp.broadcast_to(scale, (*scale.shape[:2], length))
+    return jnp.pad(scale, ((0, 0), (0, 0), (0, length - scale.shape[2])))
 
 
 def _sums(pair: Pair, codes: jax.Array, zero: jax.Array | None) -> jax.Array:
-    """The sums of x's numbers, less their zero points, in each tile, `[B, M, tiles]`."""
+    """The sums of x's codes minus zero points in each tile, `[B, M, tiles]`."""
     tile = pair.tile or pair.k
     numbers = jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32)
     cut = jnp.pad(numbers, ((0, 0), (0, 0), (0, -pair.k % tile))).reshape(*numbers.shape[:2], -1, tile)
     lengths = np.minimum(tile, pair.k - tile * np.arange(pair.tiles, dtype=np.int32)).astype(np.int32)
-    sums = cut.sum(3)
-    return sums if zero is None else sums - zero * jnp.asarray(lengths)[None, None]
+    sums = cut.sum(3)  # [B, M, tiles]
+    if zero is not None:
+        sums = sums - zero * jnp.asarray(lengths)[None, None]
+    return sums
 
 
 def _numbers(fmt: AbstractFormat, codes: jax.Array) -> jax.Array:
-    """Bytes as the matrix unit takes them."""
-    native = native_float(fmt)
-    return jax.lax.bitcast_convert_type(codes, jnp.int8 if native is None else native)
+    """Bytes as int8 or an 8-bit float."""
+    dtype = native_float(fmt)
+    if dtype is None:
+        dtype = jnp.int8
+    return jax.lax.bitcast_convert_type(codes, dtype)
 
 
 # --- the kernel ---
 
 
-def _call(
-    pair: Pair, names: list[str], dtypes: list[Any], counts: list[int], interpret: bool, varying: ManualAxisType
-) -> Any:
+def _call(pair: Pair, arrays: dict[str, jax.Array], interpret: bool, varying: ManualAxisType) -> Callable[..., jax.Array]:
     """The kernel as a function of one matrix's arrays."""
-    read = [pair.array(*those) for those in zip(names, dtypes, counts, strict=True)]
+    read = [pair.array(name, array.dtype, array.shape[1]) for name, array in arrays.items()]
     out = pair.array("y", pair.result, 1)
     sums = jnp.int32 if pair.is_whole and pair.tiles == 1 else jnp.float32
     return pl.pallas_call(
-        functools.partial(_kernel, pair, tuple(names)),
+        functools.partial(_kernel, pair, tuple(arrays)),
         grid=pair.grid,
         in_specs=[pl.BlockSpec(block.block, block.index) for block in read],
         out_specs=pl.BlockSpec(out.block, out.index),
@@ -160,73 +145,73 @@ def _call(
     )
 
 
-def _kernel(pair: Pair, names: tuple[str, ...], *refs: Any) -> None:
-    """One step of the grid: the products of the tiles of a block."""
+def _kernel(pair: Pair, names: tuple[str, ...], *refs: jax.Ref) -> None:
+    """One grid step: the products of the tiles of a block."""
     *read, y, total = refs
-    held, step = dict(zip(names, read, strict=True)), pl.program_id(2)
+    inputs, step = dict(zip(names, read, strict=True)), pl.program_id(2)
 
     @pl.when(step == 0)
     def _() -> None:
-        total[...] = jnp.zeros_like(total)
+        total[...] = jnp.zeros(total.shape, total.dtype)
 
-    beside = {name: _columns(name, held[name]) for name in names if name not in ("x", "codes", "ones")}
-    codes, axis = _decoded(pair, held["codes"][...], step)
-    for turn in range(pair.block_tiles):
-        place = slice(turn * (pair.tile or 0), min((turn + 1) * (pair.tile or pair.blocks[1]), pair.blocks[1]))
-        own = jax.lax.slice_in_dim(codes, place.start, place.stop, axis=axis)
-        sums = _dot(held["x"][:, place], own, axis)
-        if "x_zero" in held:
-            sums = sums - _of_tile("x_zero", beside, turn) * _dot(held["ones"][:, place], own, axis)[:1]
+    scales = {name: _columns(name, inputs[name]) for name in names if name not in ("x", "codes", "ones")}
+    has_one_per_row = scales["x_scale"].shape[1] == 1  # then the total is scaled, and not the sums of each tile
+    codes, axis = _decoded(pair, inputs["codes"][...], step)
+    for i in range(pair.block_tiles):
+        tile = slice(i * (pair.tile or 0), min((i + 1) * (pair.tile or pair.blocks[1]), pair.blocks[1]))
+        own = jax.lax.slice_in_dim(codes, tile.start, tile.stop, axis=axis)
+        sums = _dot(inputs["x"][:, tile], own, axis)  # [M, N]
+        if "x_zero" in inputs:
+            sums = sums - _of_tile("x_zero", scales, i) * _dot(inputs["ones"][:, tile], own, axis)[:1]
         if pair.tiles == 1:
             total[...] += sums
         else:
-            scaled = _scaled(sums, beside, turn, but_rows=_is_one_a_row(beside))
-            is_tile = step * pair.block_tiles + turn < pair.tiles
-            total[...] += scaled if pair.tiles % pair.block_tiles == 0 else jnp.where(is_tile, scaled, 0.0)
+            scaled = _scaled(sums, scales, i, but_rows=has_one_per_row)
+            if pair.tiles % pair.block_tiles:
+                scaled = jnp.where(step * pair.block_tiles + i < pair.tiles, scaled, 0.0)
+            total[...] += scaled
 
     @pl.when(step == pair.grid[2] - 1)
     def _() -> None:
         sums = total[...]
         if pair.tiles == 1:
-            sums = _scaled(sums, beside, 0)
-        elif _is_one_a_row(beside):
-            sums = sums * beside["x_scale"]
+            sums = _scaled(sums, scales, 0)
+        elif has_one_per_row:
+            sums = sums * scales["x_scale"]
         y[...] = sums.astype(y.dtype)
 
 
-def _columns(name: str, ref: Any) -> jax.Array:
-    """What lies beside the rows of x, as columns; what lies beside the result's columns, as it is."""
-    return ref[...].T if name.startswith("x_") else ref[...]
+def _columns(name: str, ref: jax.Ref) -> jax.Array:
+    """Scales as they broadcast to the result; those of x as columns."""
+    if name.startswith("x_"):
+        return ref[...].T
+    return ref[...]
 
 
-def _of_tile(name: str, beside: dict[str, jax.Array], turn: int) -> jax.Array:
-    """What lies beside one tile of a block: a column of numbers for x, a row for the result's columns."""
-    numbers, axis = beside[name], 1 if name.startswith("x_") else 0
-    at = min(turn, numbers.shape[axis] - 1)
-    return jax.lax.slice_in_dim(numbers, at, at + 1, axis=axis)
+def _of_tile(name: str, scales: dict[str, jax.Array], tile: int) -> jax.Array:
+    """The scales of one tile: a column for x, a row else."""
+    scale, axis = scales[name], int(name.startswith("x_"))
+    at = min(tile, scale.shape[axis] - 1)
+    return jax.lax.slice_in_dim(scale, at, at + 1, axis=axis)
 
 
-def _is_one_a_row(beside: dict[str, jax.Array]) -> bool:
-    """Whether one scale serves a row of x, which the total can take, and not each tile's sums."""
-    return beside["x_scale"].shape[1] == 1
-
-
-def _scaled(sums: jax.Array, beside: dict[str, jax.Array], turn: int, *, but_rows: bool = False) -> jax.Array:
-    """The sums of one tile, less what the zero points of the weight add, times the scales; or those of the weight alone."""
-    if "zero" in beside:
-        sums = sums - _of_tile("x_sums", beside, turn) * _of_tile("zero", beside, turn)
-    wide = sums.astype(jnp.float32)
-    wide = wide if but_rows else wide * _of_tile("x_scale", beside, turn)
-    return wide * _of_tile("scale", beside, turn)
+def _scaled(sums: jax.Array, scales: dict[str, jax.Array], tile: int, *, but_rows: bool = False) -> jax.Array:
+    """Scales the sums of one tile (`but_rows`: not by x's scales), less zero points."""
+    if "zero" in scales:
+        sums = sums - _of_tile("x_sums", scales, tile) * _of_tile("zero", scales, tile)
+    sums = sums.astype(jnp.float32)
+    if not but_rows:
+        sums = sums * _of_tile("x_scale", scales, tile)
+    return sums * _of_tile("scale", scales, tile)
 
 
 def _dot(x: jax.Array, codes: jax.Array, axis: int) -> jax.Array:
-    kind = jnp.int32 if codes.dtype == jnp.int8 else jnp.float32
-    return jax.lax.dot_general(x, codes, (((1,), (axis,)), ((), ())), preferred_element_type=kind)
+    dtype = jnp.int32 if codes.dtype == jnp.int8 else jnp.float32
+    return jax.lax.dot_general(x, codes, (((1,), (axis,)), ((), ())), preferred_element_type=dtype)
 
 
-def _decoded(pair: Pair, packed: jax.Array, step: Any) -> tuple[jax.Array, int]:
-    """The numbers of a block of bytes, and their contracted axis."""
+def _decoded(pair: Pair, packed: jax.Array, step: jax.Array) -> tuple[jax.Array, int]:
+    """The unpacked codes of a block of bytes, and their contracted axis."""
     k_axis = int(pair.contracts_last)
     if not pair.is_whole:
         if pair.grid[2] * pair.blocks[1] > pair.lengths[1]:
@@ -234,7 +219,7 @@ def _decoded(pair: Pair, packed: jax.Array, step: Any) -> tuple[jax.Array, int]:
             packed = jnp.where(place < pair.k, packed.astype(jnp.int32), 0).astype(jnp.uint8)
         return _numbers(pair.right, packed), k_axis
     if pair.right.min == 0:
-        packed = packed ^ jnp.uint8(0x80 if pair.codes == 1 else 0x88)
+        packed = packed ^ jnp.uint8({1: 0x80, 2: 0x88}[pair.codes])
     if pair.codes == 1:
         return _numbers(pair.right, packed), k_axis
     if pair.packs_last:

@@ -1,13 +1,12 @@
-"""Products as primitives of JAX: a kernel on each platform that has one, the reference elsewhere.
+"""Matmuls as JAX primitives, lowered to one kernel per platform or the reference.
 
-A traced program holds the product once, with the kernels that can compute it; which of them does is settled where the program
-is compiled, by the platform that it is compiled for. The gradient of one that is linear in a float operand is itself with the
-other axis of the weight contracted; what else is differentiated, the reference differentiates.
+The kernel is chosen when the program is lowered, for the platform that it is compiled for. A product that is linear in a float
+operand has as VJP itself with the other axis of the weight contracted; other gradients are the reference's.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -15,34 +14,39 @@ from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, PartitionSpec
+from jax.typing import ArrayLike
 
 from ...errors import UnsupportedError
 from ..insist import PLATFORMS
+
+Product: TypeAlias = Callable[..., jax.Array]
+Shape: TypeAlias = Callable[..., tuple[int, ...]]
+Leaves: TypeAlias = Sequence[Any]
 
 
 def kernel_primitive(
     name: str,
     *,
     kind: str,
-    by_kernel: Callable[..., jax.Array],
-    by_reference: Callable[..., jax.Array],
-    shape: Callable[..., tuple[int, ...]],
+    by_kernel: Product,
+    by_reference: Product,
+    shape: Shape,
     mapped: Callable[..., tuple[jax.Array, int]],
     is_linear: bool,
 ) -> Primitive:
-    """A primitive whose operands are the leaves of arrays and QArrays that meet in a product.
+    """Registers a matmul primitive whose operands are the leaves of arrays and QArrays.
 
-    Its parameters are `form`, the structure of those leaves; `contracts_cols`, `dtype` of the result and what else the product
-    takes; the `kernels`, one for each platform that has one; and `is_named`, whether the caller insists on them.
+    Its parameters are `form`, the tree structure of those leaves; `contracts_cols`, the result's `dtype` and further settings of
+    the product; the `kernels`, at most one per platform; and `is_named`, whether the caller named the backend.
 
     Args:
         name: of the primitive.
         kind: of the product, for errors.
         by_kernel: the product `(kernel, *operands, contracts_cols, dtype, ...)`.
         by_reference: the product `(*operands, contracts_cols, dtype, ...)`.
-        shape: of the result, from `(*operands, contracts_cols)`.
+        shape: the result's shape, from `(*operands, contracts_cols)`.
         mapped: the batching rule.
-        is_linear: whether the first operand is a float array, in which the product is linear.
+        is_linear: whether the first operand is a float array in which the product is linear.
     """
     primitive = Primitive(name)
     primitive.def_impl(functools.partial(_run, primitive))
@@ -57,33 +61,33 @@ def kernel_primitive(
     return primitive
 
 
-def _on(platform: str | None, kind: str, by_kernel: Any, by_reference: Any, *leaves: Any, **settings: Any) -> jax.Array:
-    """The product by the kernel of a platform, by the reference where it has none and none was named."""
+def _on(
+    platform: str | None, kind: str, by_kernel: Product, by_reference: Product, *leaves: jax.Array, **settings: Any
+) -> jax.Array:
+    """The product by the platform's kernel, else by the reference if none was named."""
     kernels, is_named, form = (settings.pop(name) for name in ("kernels", "is_named", "form"))
     operands = jax.tree.unflatten(form, leaves)
     for kernel in kernels:
         if kernel.platform == platform:
             return by_kernel(kernel, *operands, **settings)
     if is_named:
-        where = "another platform" if platform is None else platform
-        reasons = {
-            kernel.name: f"it runs on {kernel.platform}, and the program is compiled for {where}" for kernel in kernels
-        }
+        where = f"the program is compiled for {platform or 'another platform'}"
+        reasons = {kernel.name: f"it runs on {kernel.platform}, and {where}" for kernel in kernels}
         raise UnsupportedError(f"{kind} cannot run here", reasons)
     return by_reference(*operands, **settings)
 
 
 @functools.cache
-def _compiled(primitive: Primitive, **settings: Any) -> Any:
+def _compiled(primitive: Primitive, **settings: object) -> Any:
     return jax.jit(functools.partial(primitive.bind, **settings))
 
 
-def _run(primitive: Primitive, *leaves: Any, **settings: Any) -> jax.Array:
-    with jax.disable_jit(False):  # else the compiled function would bind the primitive again, without end
+def _run(primitive: Primitive, *leaves: ArrayLike, **settings: object) -> jax.Array:
+    with jax.disable_jit(False):  # else the compiled function would bind the primitive again, endlessly
         return _compiled(primitive, **settings)(*leaves)
 
 
-def _result(shape: Any, *leaves: Any, form: Any, contracts_cols: bool, dtype: Any, **_: Any) -> ShapedArray:
+def _result(shape: Shape, *leaves: ShapedArray, form: Any, contracts_cols: bool, dtype: Any, **_: object) -> ShapedArray:
     lengths = shape(*jax.tree.unflatten(form, leaves), contracts_cols=contracts_cols)
     varying = frozenset().union(*(leaf.manual_axis_type.varying for leaf in leaves))
     plain = leaves[0].sharding.update(spec=PartitionSpec(*[None] * len(lengths)))
@@ -91,32 +95,41 @@ def _result(shape: Any, *leaves: Any, form: Any, contracts_cols: bool, dtype: An
 
 
 def _tangent(
-    primitive: Primitive, by_reference: Any, is_linear: bool, leaves: Any, tangents: Any, form: Any, **settings: Any
+    primitive: Primitive, by_reference: Product, is_linear: bool, leaves: Leaves, tangents: Leaves, **settings: Any
 ) -> tuple[jax.Array, Any]:
-    """The derivative along the linear operand is the product of the tangent; that along scales is the reference's."""
-    y = primitive.bind(*leaves, form=form, **settings)
+    """JVP: the primitive on the linear operand's tangent, the reference along scales."""
+    y = primitive.bind(*leaves, **settings)
     moved, parts = [i for i, t in enumerate(tangents) if type(t) is not ad.Zero], []
     if is_linear and moved[:1] == [0]:
         moved = moved[1:]
-        parts.append(primitive.bind(tangents[0], *leaves[1:], form=form, **settings))
+        parts.append(primitive.bind(tangents[0], *leaves[1:], **settings))
     if moved:
-        plain = {name: setting for name, setting in settings.items() if name not in ("kernels", "is_named")}
+        plain = {name: setting for name, setting in settings.items() if name not in ("form", "kernels", "is_named")}
 
         def of_moved(*those: jax.Array) -> jax.Array:
-            held = list(leaves)
+            own = list(leaves)
             for i, leaf in zip(moved, those, strict=True):
-                held[i] = leaf
-            return by_reference(*jax.tree.unflatten(form, held), **plain)
+                own[i] = leaf
+            return by_reference(*jax.tree.unflatten(settings["form"], own), **plain)
 
         parts.append(jax.jvp(of_moved, [leaves[i] for i in moved], [tangents[i] for i in moved])[1])
-    return y, functools.reduce(jnp.add, parts) if parts else ad.Zero.from_primal_value(y)  # type: ignore[attr-defined]
+    if not parts:
+        return y, ad.Zero.from_primal_value(y)  # type: ignore[attr-defined]
+    return y, functools.reduce(jnp.add, parts)
 
 
 def _transposed(
-    primitive: Primitive, gradient: Any, x: Any, *leaves: Any, contracts_cols: bool, dtype: Any, **settings: Any
+    primitive: Primitive, gradient: Any, x: Any, *leaves: object, contracts_cols: bool, dtype: Any, **settings: Any
 ) -> list[Any]:
-    """The gradient of x, the only operand that the product is linear in."""
+    """The cotangent of x, the only operand in which the product is linear."""
     if type(gradient) is ad.Zero:
         return [None] * (1 + len(leaves))
     of_x = primitive.bind(gradient, *leaves, contracts_cols=not contracts_cols, dtype=x.aval.dtype, **settings)
     return [of_x, *([None] * len(leaves))]
+
+
+def mapped_first(leaf: jax.Array, axis: int | None) -> jax.Array:
+    """The array with its mapped axis (None: a new one) first."""
+    if axis is None:
+        return leaf[None]
+    return jnp.moveaxis(leaf, axis, 0)

@@ -1,4 +1,4 @@
-"""What varies between products of quantized operands: all that a backend needs to say whether it can compute one."""
+"""Problem: a dot_general of quantized operands, described for backends."""
 
 import dataclasses
 from typing import Any, Self, TypeAlias
@@ -16,13 +16,13 @@ DimensionNumbers: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], tup
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """One side of a product.
+    """The description of one operand.
 
     Attributes:
         shape: its logical shape.
         dtype: the name of its logical dtype.
-        scheme: its Scheme, with the tiles that its scales have, or None for an array.
-        stacked: its axes along which the tensor scale varies: several arrays were stacked that have one each.
+        scheme: its Scheme, with the tiles of its scales; None for an array.
+        stacked: axes along which the tensor scale varies, because arrays with one each were stacked.
     """
 
     shape: tuple[int, ...]
@@ -32,23 +32,27 @@ class Operand:
 
     @classmethod
     def of(cls, x: "QArray | jax.Array") -> Self:
-        """The description of an operand."""
+        """Describes an operand."""
         shape, dtype = tuple(x.shape), jnp.dtype(x.dtype).name
         if not isinstance(x, QArray):
             return cls(shape, dtype, None)
-        tensor = () if x.tensor_scale is None else x.tensor_scale.shape
-        return cls(shape, dtype, _held_scheme(x), tuple(a for a, n in enumerate(tensor) if n != 1))
+        stacked = ()
+        if x.tensor_scale is not None:
+            stacked = tuple(a for a, n in enumerate(x.tensor_scale.shape) if n != 1)
+        return cls(shape, dtype, _scheme_of(x), stacked)
 
     def __str__(self) -> str:
-        kind = self.dtype if self.scheme is None else self.scheme.name
+        kind = self.dtype
+        if self.scheme is not None:
+            kind = self.scheme.name
         return f"{kind}[{','.join(map(str, self.shape))}]"
 
 
-def _held_scheme(q: QArray) -> Scheme:
-    """The scheme of a QArray; where stacking gave each element of an axis scales of its own, the tile there is 1."""
+def _scheme_of(q: QArray) -> Scheme:
+    """The scheme of a QArray, with tile 1 along stacked axes."""
     named = q.scheme.tiles(q.ndim)
-    held = tuple(1 if m == n != 1 else t for t, n, m in zip(named, q.shape, q.scale.shape, strict=True))
-    return q.scheme if held == named else q.scheme.with_tiles(held, q.scheme.pack_axis)
+    tiles = tuple(1 if m == n != 1 else t for t, n, m in zip(named, q.shape, q.scale.shape, strict=True))
+    return q.scheme if tiles == named else q.scheme.with_tiles(tiles, q.scheme.pack_axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,7 @@ class Problem:
         dimension_numbers: as in `lax.dot_general`: contracting axes of both sides, batch axes of both sides.
         precision: as in `lax.dot_general`.
         preferred_element_type: the result's dtype, or None for the operands' common one.
-        accumulator: the dtype that a product of codes must be summed in, or None for int32 or float32 as they need.
+        accumulator: the dtype in which a product of codes is summed; None for int32 or float32, by format.
         out_sharding: as in `lax.dot_general`.
     """
 
@@ -86,27 +90,30 @@ class Problem:
         return jnp.promote_types(self.lhs.dtype, self.rhs.dtype)
 
 
-def refused_precision(precision: Any) -> str | None:
-    """Why exact float32 products summed in float32 do not honour a precision of `lax.dot_general`; None where they do.
+def refused_precision(precision: object) -> str | None:
+    """Why exact products summed in float32 do not satisfy a `precision`, or None.
 
-    They honour whatever they are at least as exact as: every `jax.lax.Precision`, and each `jax.lax.DotAlgorithm` or preset that
-    sums in float32 or less.
+    They satisfy every `jax.lax.Precision`, and each `jax.lax.DotAlgorithm` or preset that sums in float32 or less.
 
     >>> refused_precision("high"), refused_precision(jax.lax.DotAlgorithmPreset.BF16_BF16_F32)
     (None, None)
     >>> refused_precision("F64_F64_F64")
-    "precision is 'F64_F64_F64', which sums in float64; it sums in float32"
+    "precision is 'F64_F64_F64', which sums in float64; the kernel sums in float32"
     """
-    is_pair = isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm)
-    for side in precision if is_pair else (precision,):
-        algorithm = getattr(jax.lax.DotAlgorithmPreset, side, side) if isinstance(side, str) else side
+    sides: tuple[Any, ...] = (precision,)
+    if isinstance(precision, tuple) and not isinstance(precision, jax.lax.DotAlgorithm):
+        sides = precision
+    for side in sides:
+        algorithm = side
+        if isinstance(side, str):
+            algorithm = getattr(jax.lax.DotAlgorithmPreset, side, side)
         if isinstance(algorithm, jax.lax.DotAlgorithm | jax.lax.DotAlgorithmPreset):
             summed = algorithm.accumulation_type
             if summed is not None and jnp.finfo(summed).bits > 32:
-                return f"precision is {side!r}, which sums in {jnp.dtype(summed).name}; it sums in float32"
+                return f"precision is {side!r}, which sums in {jnp.dtype(summed).name}; the kernel sums in float32"
             continue
         try:
             jax.lax.Precision(side)
         except ValueError:
-            return f"precision is {side!r}, which jax.lax.dot_general does not know"
+            return f"precision is {side!r}, which jax.lax.dot_general does not accept"
     return None

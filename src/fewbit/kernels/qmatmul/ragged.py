@@ -1,16 +1,18 @@
-"""The product of rows in groups with a quantized matrix for each group: its problem, its backends, and one primitive of JAX.
+"""ragged_dot with one quantized matrix per group: problem, backends and JAX primitive.
 
-It is what a mixture of experts computes: the rows of all experts, one group after the other, and the experts' matrices.
+This is the matmul of a mixture of experts: the rows are sorted by expert, and each group of rows uses its expert's matrix.
 """
 
 import abc
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
 from jax.lax import RaggedDotDimensionNumbers
 from jax.typing import DTypeLike
 
@@ -19,14 +21,14 @@ from ...array import QArray
 from ...array.quantize import dequantize
 from ...errors import QuantError
 from ..select import AbstractBackend, select
-from .primitive import kernel_primitive
+from .primitive import kernel_primitive, mapped_first
 from .problem import Operand
-from .stack import Stack, stack_of
+from .stack import Stack, contracted_axis, stack_of
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedProblem:
-    """Rows in groups, each multiplied with the matrix of its group.
+    """A `lax.ragged_dot` with quantized matrices.
 
     Attributes:
         lhs: the rows, `[M, K]`.
@@ -43,7 +45,7 @@ class RaggedProblem:
     preferred_element_type: DTypeLike | None = None
 
     def __str__(self) -> str:
-        return f"rows={self.lhs} matrices={self.rhs} over axes (1,) and ({2 if self.contracts_cols else 1},)"
+        return f"rows={self.lhs} matrices={self.rhs} over axes (1,) and ({contracted_axis(self.contracts_cols)},)"
 
     @property
     def result_dtype(self) -> np.dtype:
@@ -54,21 +56,21 @@ class RaggedProblem:
 
     @property
     def stack(self) -> Stack:
-        """The matrices as native kernels take them.
+        """The matrices, viewed as `[B, R, C]`.
 
         Raises:
-            QuantError: where they are no stack of matrices.
+            QuantError: if they cannot be viewed as a stack of matrices.
         """
-        return stack_of(self.rhs, (2 if self.contracts_cols else 1,), (0,))
+        return stack_of(self.rhs, (contracted_axis(self.contracts_cols),), (0,))
 
 
 RAGGED: Registry[AbstractBackend[RaggedProblem]] = Registry("ragged_qmatmul")
-"""The backends of the product in groups; the last that can compute a problem is taken, the reference when no other can."""
+"""The backends of ragged_dot; the last one that supports a problem is used, the reference if no other does."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RaggedReference(AbstractBackend[RaggedProblem]):
-    """JAX's own product of the decoded matrices, on any device, for any problem."""
+    """`lax.ragged_dot_general` with dequantized matrices, on any device."""
 
     name: ClassVar[str] = "reference"
 
@@ -83,22 +85,22 @@ RAGGED.add("reference", RaggedReference())
 
 
 @functools.partial(jax.jit, static_argnames="problem", inline=True)
-def _decoded_product(problem: RaggedProblem, x: Any, q: QArray, sizes: Any) -> jax.Array:
-    """JAX's product of the decoded matrices; what is decoded is not kept for the gradient, but decoded again there."""
-    contracted = ((1,), (2 if problem.contracts_cols else 1,)), ((), ())
+def _decoded_product(problem: RaggedProblem, x: jax.Array, q: QArray, sizes: jax.Array) -> jax.Array:
+    """The product with dequantized matrices, which the backward pass dequantizes again."""
+    contracted = ((1,), (contracted_axis(problem.contracts_cols),)), ((), ())
     numbers = RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
-    how = {"precision": problem.precision, "preferred_element_type": problem.preferred_element_type}
+    settings = {"precision": problem.precision, "preferred_element_type": problem.preferred_element_type}
 
     @jax.checkpoint
-    def product(x: Any, q: QArray, sizes: Any) -> jax.Array:
-        return jax.lax.ragged_dot_general(x, dequantize(q), sizes, numbers, **how)
+    def product(x: jax.Array, q: QArray, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot_general(x, dequantize(q), sizes, numbers, **settings)
 
     return product(x, q, sizes)
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRaggedKernel(AbstractBackend[RaggedProblem]):
-    """A backend of one platform, which multiplies rows in groups with quantized matrices."""
+    """A ragged_dot backend of one platform."""
 
     platform: ClassVar[str]
 
@@ -106,22 +108,22 @@ class AbstractRaggedKernel(AbstractBackend[RaggedProblem]):
         try:
             return self.refused(problem, problem.stack)
         except QuantError as refusal:
-            return f"{problem.rhs} is no stack of matrices: {refusal}"
+            return f"{problem.rhs} cannot be viewed as a stack of matrices: {refusal}"
 
     @abc.abstractmethod
     def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
-        """Why this kernel cannot multiply with a stack; None when it can."""
+        """Why this kernel does not support a stack; None when it does."""
 
     @abc.abstractmethod
     def grouped(
-        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
-        """`y[i] = x[i] @ w[g]` or `x[i] @ w[g].T` for each row i of group g, for the matrices `w` that codes stand for.
+        """`y[i] = x[i] @ w[g]` or `x[i] @ w[g].T` for each row i of group g.
 
         Args:
             x: `[M, K]`.
             q: `[G, R, C]`.
-            sizes: how many rows each group has, `[G]`, int32; rows beyond their sum give zeros.
+            sizes: rows per group, `[G]`, int32; rows beyond their sum give zeros.
             contracts_cols: whether K is C, or R.
             dtype: that of the result.
             precision: as in `lax.ragged_dot`.
@@ -134,45 +136,47 @@ class AbstractRaggedKernel(AbstractBackend[RaggedProblem]):
         return _by_kernels(problem, operands, (self,), is_named=True)
 
 
-def ragged_product(problem: RaggedProblem, x: Any, q: QArray, sizes: Any, backend: str | None = None) -> jax.Array:
-    """The product by the backend that the problem, and the platform it is compiled for, select.
+def ragged_product(
+    problem: RaggedProblem, x: jax.Array, q: QArray, sizes: jax.Array, backend: str | None = None
+) -> jax.Array:
+    """Computes ragged_dot with the backend selected for the problem and the platform.
 
     Args:
-        problem: what is to be computed.
+        problem: the product.
         x: the rows.
         q: the matrices.
-        sizes: how many rows each group has.
-        backend: a name, when the caller insists on one; it is never replaced by another.
+        sizes: rows per group.
+        backend: a backend's name, which is never replaced by another; None: chosen automatically.
 
     Returns:
         The product.
 
     Raises:
-        UnsupportedError: when the named backend cannot compute the problem, or not on the platform it is compiled for.
+        UnsupportedError: if the named backend does not support the problem, or the platform that the program is compiled for.
     """
     chosen = select(RAGGED, problem, backend).backend
     if 0 in (*problem.lhs.shape, *problem.rhs.shape):
-        return _without_elements(problem)
-    kernels = _kernels_of(problem) if backend is None else ()
-    operands = x, q, sizes
-    return _by_kernels(problem, operands, kernels, is_named=False) if kernels else chosen.run(problem, *operands)
+        return _empty_product(problem)
+    if backend is None and (kernels := _kernels_of(problem)):
+        return _by_kernels(problem, (x, q, sizes), kernels, is_named=False)
+    return chosen.run(problem, x, q, sizes)
 
 
-def _without_elements(problem: RaggedProblem) -> jax.Array:
-    """The product where an operand is empty: zeros, as JAX's product has them, which cannot do without a group."""
-    columns = problem.rhs.shape[1 if problem.contracts_cols else 2]
+def _empty_product(problem: RaggedProblem) -> jax.Array:
+    """Zeros for empty operands; `lax.ragged_dot` needs at least one group."""
+    columns = problem.rhs.shape[3 - contracted_axis(problem.contracts_cols)]
     return jnp.zeros((problem.lhs.shape[0], columns), problem.result_dtype)
 
 
 def _kernels_of(problem: RaggedProblem) -> tuple[AbstractRaggedKernel, ...]:
-    """The kernels that compute a problem where nobody names one: the one registered last for each platform."""
+    """The kernels used when no backend is named: per platform, the last one registered."""
     kernels = [backend for backend in RAGGED if isinstance(backend, AbstractRaggedKernel)]
-    serving = [k for k in kernels if k.unsupported(problem) is None and k.passed_over(problem) is None]
-    return tuple({kernel.platform: kernel for kernel in serving}.values())
+    usable = [k for k in kernels if k.unsupported(problem) is None and k.passed_over(problem) is None]
+    return tuple({kernel.platform: kernel for kernel in usable}.values())
 
 
 def _by_kernels(
-    problem: RaggedProblem, operands: Any, kernels: tuple[AbstractRaggedKernel, ...], *, is_named: bool
+    problem: RaggedProblem, operands: Sequence[Any], kernels: tuple[AbstractRaggedKernel, ...], *, is_named: bool
 ) -> jax.Array:
     x, q, sizes = operands
     leaves, form = jax.tree.flatten((x, problem.stack.of(q), sizes.astype(jnp.int32)))
@@ -190,7 +194,9 @@ def _by_kernels(
 # --- the primitive ---
 
 
-def _by_reference(x: Any, q: QArray, sizes: Any, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
+def _by_reference(
+    x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
+) -> jax.Array:
     return RaggedReference().run(RaggedProblem(Operand.of(x), Operand.of(q), contracts_cols, precision, dtype), x, q, sizes)
 
 
@@ -198,28 +204,30 @@ def _by_kernel(kernel: AbstractRaggedKernel, *operands: Any, **settings: Any) ->
     return kernel.grouped(*operands, **settings)
 
 
-def _shape(x: Any, q: QArray, _: Any, *, contracts_cols: bool) -> tuple[int, ...]:
-    return x.shape[0], q.shape[1] if contracts_cols else q.shape[2]
+def _shape(x: ShapedArray, q: QArray, _: object, *, contracts_cols: bool) -> tuple[int, ...]:
+    return x.shape[0], q.shape[3 - contracted_axis(contracts_cols)]
 
 
-def _mapped(operands: Any, axes: Any, *, form: Any, **settings: Any) -> tuple[jax.Array, int]:
-    """A mapped x has more rows in each group; products of mapped groups or matrices are made one after the other."""
-    x_axis, *met_axes = axes
-    if all(axis is None for axis in met_axes):
+def _mapped(
+    operands: Sequence[jax.Array], axes: Sequence[int | None], *, form: Any, **settings: object
+) -> tuple[jax.Array, int]:
+    """Batching: a mapped x adds rows to groups; other mapped operands loop."""
+    x_axis = axes[0]
+    if x_axis is not None and all(axis is None for axis in axes[1:]):
         x, q, sizes = jax.tree.unflatten(form, operands)
         x, count = jnp.moveaxis(x, x_axis, 1), x.shape[x_axis]
-        leaves = jax.tree.leaves((x.reshape(-1, x.shape[2]), q, sizes * count))
+        leaves = jax.tree.leaves((x.reshape(-1, x.shape[2]), q, sizes * count))  # x: [M count, K]
         y = primitive.bind(*leaves, form=form, **settings)
         return y.reshape(-1, count, y.shape[1]), 1
     moved = [i for i, axis in enumerate(axes) if axis is not None]
 
-    def one(turn: list[jax.Array]) -> jax.Array:
+    def one(parts: list[jax.Array]) -> jax.Array:
         own = list(operands)
-        for i, part in zip(moved, turn, strict=True):
+        for i, part in zip(moved, parts, strict=True):
             own[i] = part
         return primitive.bind(*own, form=form, **settings)
 
-    return jax.lax.map(one, [jnp.moveaxis(operands[i], axes[i], 0) for i in moved]), 0
+    return jax.lax.map(one, [mapped_first(operands[i], axes[i]) for i in moved]), 0
 
 
 primitive = kernel_primitive(

@@ -1,29 +1,32 @@
-"""The product of a stack of float matrices and a stack of quantized ones: one primitive of JAX, a kernel on each platform.
+"""The JAX primitive that multiplies float matrices by a stack of quantized ones.
 
-`vmap` makes rows of x, or a longer stack, of the axis it maps.
+Batching: a mapped x adds rows (M); a mapped weight extends the batch (B).
 """
 
 import abc
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import ShapedArray
+from jax.typing import DTypeLike
 
 from ...array import QArray
 from ...errors import QuantError, UnsupportedError
 from ..select import AbstractBackend, select
 from .paired import paired_product
-from .primitive import kernel_primitive
-from .problem import Operand, Problem
+from .primitive import kernel_primitive, mapped_first
+from .problem import DimensionNumbers, Operand, Problem
 from .reference import BACKENDS, Reference
-from .stack import Stack, stack_of
+from .stack import Stack, contracted_axis, folded_axes, stack_of
 
 
 @dataclasses.dataclass(frozen=True)
 class AbstractStackKernel(AbstractBackend[Problem]):
-    """A backend of one platform, which multiplies an array with a quantized stack of matrices."""
+    """A dot_general backend of one platform, for one quantized operand and optionally two."""
 
     platform: ClassVar[str]
 
@@ -31,30 +34,30 @@ class AbstractStackKernel(AbstractBackend[Problem]):
         if problem.lhs.scheme is not None and problem.rhs.scheme is not None:
             return self.refused_pair(problem)
         if problem.accumulator is not None:
-            return f"it sums in float32, and {problem.accumulator} is asked for"
+            return f"it sums in float32, but accumulator={problem.accumulator!r} was requested"
         if problem.out_sharding is not None:
-            return "out_sharding is for XLA's own products"
+            return "out_sharding is supported by XLA's own products only"
         try:
             stack = _stack(problem)
         except QuantError as refusal:
-            return f"{_sides(problem)[1]} is no stack of matrices: {refusal}"
+            return f"{_sides(problem)[1]} cannot be viewed as a stack of matrices: {refusal}"
         return self.refused(problem, _sides(problem)[0], stack)
 
     @abc.abstractmethod
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
-        """Why this kernel cannot multiply an operand with a stack; None when it can."""
+        """Why this kernel does not support a product, or None."""
 
     def refused_pair(self, problem: Problem) -> str | None:
-        """Why this kernel cannot multiply two quantized operands; None when it can."""
-        return "both operands are quantized; it takes one"
+        """Why this kernel does not support two quantized operands; None when it does."""
+        return "both operands are quantized; it supports one"
 
-    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
-        """The product of two quantized stacks, of which the first has whole codes in bytes, as `stacked` has it."""
-        raise UnsupportedError("a product of two quantized operands", {self.name: "it takes one"})
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
+        """`stacked` for two quantized stacks, the first with one code per byte."""
+        raise UnsupportedError("a product of two quantized operands", {self.name: "it supports one"})
 
     @abc.abstractmethod
-    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
-        """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, for the matrices `w` that a stack of codes stands for.
+    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
+        """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T` for a quantized stack `w`.
 
         Args:
             x: `[B, M, K]`.
@@ -68,9 +71,9 @@ class AbstractStackKernel(AbstractBackend[Problem]):
         """
 
     def picked(
-        self, x: jax.Array, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+        self, x: jax.Array, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
-        """`stacked` with one matrix of `q`, the index-th, for an `x` whose B is 1."""
+        """`stacked` with the matrix at `index` of `q`, for an `x` whose B is 1."""
         settings = {"contracts_cols": contracts_cols, "dtype": dtype, "precision": precision}
         return self.stacked(x, element(q, index, keepdims=True), **settings)
 
@@ -78,66 +81,67 @@ class AbstractStackKernel(AbstractBackend[Problem]):
         return _by_kernels(problem, operands, (self,), is_named=True)
 
 
-def product(problem: Problem, lhs: Any, rhs: Any, backend: str | None = None) -> jax.Array:
-    """The product by the backend that the problem, and the platform it is compiled for, select.
+def product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | jax.Array, backend: str | None = None) -> jax.Array:
+    """Computes a product with the backend selected for the problem and the platform.
 
     Args:
-        problem: what is to be computed.
+        problem: the product.
         lhs: the left operand.
         rhs: the right operand.
-        backend: a name, when the caller insists on one; it is never replaced by another.
+        backend: a backend's name, which is never replaced by another; None: chosen automatically.
 
     Returns:
         The product.
 
     Raises:
-        UnsupportedError: when the named backend cannot compute the problem, or not on the platform it is compiled for.
+        UnsupportedError: if the named backend does not support the problem, or the platform that the program is compiled for.
     """
     chosen = select(BACKENDS, problem, backend).backend
     if 0 in (*problem.lhs.shape, *problem.rhs.shape):
-        return BACKENDS["reference"].run(
-            problem, lhs, rhs
-        )  # sums of nothing, or no sums: there is nothing for a kernel to do
-    kernels = kernels_of(problem) if backend is None and isinstance(chosen, Reference | AbstractStackKernel) else ()
-    return _by_kernels(problem, (lhs, rhs), kernels, is_named=False) if kernels else chosen.run(problem, lhs, rhs)
+        return BACKENDS["reference"].run(problem, lhs, rhs)  # nothing to sum, or no elements: no kernel is needed
+    if backend is None and isinstance(chosen, Reference | AbstractStackKernel) and (kernels := kernels_of(problem)):
+        return _by_kernels(problem, (lhs, rhs), kernels, is_named=False)
+    return chosen.run(problem, lhs, rhs)
 
 
 def kernels_of(problem: Problem) -> tuple[AbstractStackKernel, ...]:
-    """The kernels that compute a problem where nobody names one: the one registered last for each platform."""
-    serving = [
-        backend
-        for backend in BACKENDS
-        if isinstance(backend, AbstractStackKernel)
-        and backend.unsupported(problem) is None
-        and backend.passed_over(problem) is None
-    ]
-    return tuple({backend.platform: backend for backend in serving}.values())
+    """The kernels used when no backend is named: per platform, the last one registered."""
+    kernels = [backend for backend in BACKENDS if isinstance(backend, AbstractStackKernel)]
+    usable = [k for k in kernels if k.unsupported(problem) is None and k.passed_over(problem) is None]
+    return tuple({kernel.platform: kernel for kernel in usable}.values())
 
 
 def element(q: QArray, index: jax.Array | int, *, keepdims: bool = False) -> QArray:
-    """One element of a stack along the first axis, of which every leaf has its part: its bytes are copied."""
+    """Copies one element of a stack along the first axis of every leaf."""
     return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, jnp.int32(index), keepdims=keepdims), q)
 
 
 def picked_product(
-    x: jax.Array, q: QArray, index: jax.Array, numbers: Any, precision: Any, preferred: Any
+    x: jax.Array,
+    q: QArray,
+    index: jax.Array,
+    numbers: DimensionNumbers,
+    precision: object,
+    preferred: DTypeLike | None,
 ) -> jax.Array | None:
-    """The product with one element of a stack by a kernel that reads it where it lies; None where no kernel does.
+    """Multiplies with one element of a stack in place; None if unsupported.
 
     Args:
         x: the left operand.
-        q: arrays stacked along the first axis, each with leaves of its own.
-        index: which of them is the right operand.
-        numbers: the dimension numbers of the product with one of them; without batch axes.
+        q: arrays stacked along the first axis of every leaf.
+        index: the element that is the right operand.
+        numbers: the dimension numbers of the product with one element; without batch axes.
         precision: as in `lax.dot_general`.
         preferred: as in `lax.dot_general`.
     """
     (left, right), batch = numbers
+    if any(batch):
+        return None
     one = Operand(tuple(q.shape[1:]), jnp.dtype(q.dtype).name, q.scheme)
     problem = Problem(Operand.of(x), one, numbers, precision, preferred)
     many = ((tuple(a + 1 for a in left), tuple(a + 1 for a in right)), ((0,), (0,)))
     stack = Problem(Operand((1, *x.shape), problem.lhs.dtype, None), Operand.of(q), many, precision, problem.result_dtype)
-    kernels = () if any(batch) else kernels_of(problem)
+    kernels = kernels_of(problem)
     if not kernels or any(kernel.unsupported(stack) for kernel in kernels):
         return None
     return _by_kernels(stack, (x[None], q), kernels, is_named=False, picked=index)[0]
@@ -145,24 +149,20 @@ def picked_product(
 
 def _by_kernels(
     problem: Problem,
-    operands: Any,
+    operands: Sequence[Any],
     kernels: tuple[AbstractStackKernel, ...],
     *,
     is_named: bool,
     picked: jax.Array | None = None,
 ) -> jax.Array:
-    """The product as one of stacks; or, where a matrix of the right one is picked, with that one alone."""
+    """Binds the primitive, of stacks or of one picked matrix."""
     if all(isinstance(operand, QArray) for operand in operands):
         return paired_product(problem, operands[0], operands[1], kernels, is_named=is_named)
-    q_side = 0 if isinstance(operands[0], QArray) else 1
+    q_side = int(not isinstance(operands[0], QArray))
     x, q = operands[1 - q_side], operands[q_side]
-    stack, own = _stack(problem), problem.dimension_numbers[0][q_side]
-    met = problem.dimension_numbers[0][1 - q_side]
-    contracted = tuple(met[own.index(axis)] for axis in stack.contracted)
-    batch = problem.dimension_numbers[1][1 - q_side]
-    free = tuple(a for a in range(x.ndim) if a not in contracted and a not in batch)
-    lengths = [[x.shape[a] for a in group] for group in (batch, free, contracted)]
-    x3 = x.transpose(*batch, *free, *contracted).reshape([int(np.prod(group)) for group in lengths])
+    stack = _stack(problem)
+    groups = stack.groups_of(problem.dimension_numbers, 1 - q_side, x.ndim)
+    x3 = folded_axes(x, groups)  # [B, M, K]
     leaves, form = jax.tree.flatten((x3, stack.of(q), picked))
     y = primitive.bind(
         *leaves,
@@ -173,20 +173,19 @@ def _by_kernels(
         kernels=kernels,
         is_named=is_named,
     )
-    own_free = [q.shape[a] for a in (stack.rows if stack.contracts_cols else stack.cols)]
-    if q_side == 0:
-        return jnp.swapaxes(y, 1, 2).reshape(*lengths[0], *own_free, *lengths[1])
-    return y.reshape(*lengths[0], *lengths[1], *own_free)
+    return stack.unfolded(y, x, q, groups, 1 - q_side)
 
 
 def _sides(problem: Problem) -> tuple[Operand, Operand]:
     """The float operand, and the quantized one."""
-    return (problem.lhs, problem.rhs) if problem.lhs.scheme is None else (problem.rhs, problem.lhs)
+    if problem.lhs.scheme is None:
+        return problem.lhs, problem.rhs
+    return problem.rhs, problem.lhs
 
 
 def _stack(problem: Problem) -> Stack:
     """The quantized operand as a stack."""
-    side = 0 if problem.lhs.scheme is not None else 1
+    side = int(problem.lhs.scheme is None)
     q = (problem.lhs, problem.rhs)[side]
     return stack_of(q, problem.dimension_numbers[0][side], problem.dimension_numbers[1][side])
 
@@ -195,47 +194,52 @@ def _stack(problem: Problem) -> Stack:
 
 
 def _by_reference(
-    x: jax.Array, q: QArray, picked: jax.Array | None, *, contracts_cols: bool, dtype: Any, precision: Any
+    x: jax.Array, q: QArray, picked: jax.Array | None, *, contracts_cols: bool, dtype: DTypeLike, precision: object
 ) -> jax.Array:
-    q = q if picked is None else element(q, picked, keepdims=True)
-    numbers = (((2,), (2 if contracts_cols else 1,)), ((0,), (0,)))
+    if picked is not None:
+        q = element(q, picked, keepdims=True)
+    numbers = (((2,), (contracted_axis(contracts_cols),)), ((0,), (0,)))
     return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, precision, dtype), x, q)
 
 
 def _by_kernel(kernel: AbstractStackKernel, x: jax.Array, q: QArray, picked: jax.Array | None, **settings: Any) -> jax.Array:
-    return kernel.stacked(x, q, **settings) if picked is None else kernel.picked(x, q, picked, **settings)
+    if picked is None:
+        return kernel.stacked(x, q, **settings)
+    return kernel.picked(x, q, picked, **settings)
 
 
-def _shape(x: Any, q: QArray, picked: Any, *, contracts_cols: bool) -> tuple[int, ...]:
-    del picked
-    return x.shape[0], x.shape[1], q.shape[1] if contracts_cols else q.shape[2]
+def _shape(x: ShapedArray, q: QArray, _: object, *, contracts_cols: bool) -> tuple[int, ...]:
+    return x.shape[0], x.shape[1], q.shape[3 - contracted_axis(contracts_cols)]
 
 
-def _mapped(operands: Any, axes: Any, form: Any, **settings: Any) -> tuple[jax.Array, int]:
-    """A mapped x has more rows; a mapped weight makes the stack longer."""
+def _mapped(
+    operands: Sequence[jax.Array], axes: Sequence[int | None], form: Any, **settings: object
+) -> tuple[jax.Array, int]:
+    """Batching: a mapped x adds rows (M); a mapped weight extends the batch (B)."""
     x, *leaves = operands
     x_axis, *leaf_axes = axes
     if any(axis is not None for axis in leaf_axes) and jax.tree.unflatten(form, operands)[2] is not None:
         own = jax.tree.structure(jax.tree.unflatten(form, operands)[1:])
-        alone = jax.vmap(lambda *those: element(*jax.tree.unflatten(own, those), keepdims=True), in_axes=tuple(leaf_axes))
-        operands, form = jax.tree.flatten((x, alone(*leaves), None))
+        picked = jax.vmap(lambda *those: element(*jax.tree.unflatten(own, those), keepdims=True), in_axes=tuple(leaf_axes))
+        operands, form = jax.tree.flatten((x, picked(*leaves), None))
         x, *leaves = operands
         leaf_axes = [0] * len(leaves)
         axes = [x_axis, *leaf_axes]
     settings["form"] = form
     count = next(a.shape[axis] for a, axis in zip(operands, axes, strict=True) if axis is not None)
     if all(axis is None for axis in leaf_axes):
+        assert x_axis is not None
         x = jnp.moveaxis(x, x_axis, 1)
         rows = x.shape[2]
         y = primitive.bind(x.reshape(x.shape[0], count * rows, x.shape[3]), *leaves, **settings)
         return y.reshape(y.shape[0], count, rows, y.shape[2]), 1
-    batch = (x if x_axis is None else jnp.moveaxis(x, x_axis, 0)[0]).shape[0]
+    first = list(map(mapped_first, operands, axes))
+    batch = first[0].shape[1]
 
-    def longer(a: jax.Array, axis: int | None) -> jax.Array:
-        a = a[None] if axis is None else jnp.moveaxis(a, axis, 0)
+    def longer(a: jax.Array) -> jax.Array:
         return jnp.broadcast_to(a, (count, batch, *a.shape[2:])).reshape(count * batch, *a.shape[2:])
 
-    y = primitive.bind(*map(longer, operands, axes), **settings)
+    y = primitive.bind(*map(longer, first), **settings)
     return y.reshape(count, batch, *y.shape[1:]), 0
 
 

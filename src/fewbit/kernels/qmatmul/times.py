@@ -1,10 +1,9 @@
-"""Measured times of products, by device: what `fb.explain` expects of one that is not measured itself.
+"""Measured latencies per device, from which `fb.explain` estimates others.
 
-A table holds, for a backend, a scheme and a layout of the weight, the time of `x @ w` at a few numbers of rows M and sizes
-K x N, beside the dense float32 product of the same layout, which took turns with it. Between the sizes two numbers are read
-off, both straight in logarithms: the ratio to the dense product, and the dense product's time for one multiplication with
-its addition. They are linear in log(K N), the bytes of the weight, at each measured M, and then in log(M), the operations for
-each of these bytes. Beyond what was measured they stay what they are at its edge: time grows with M K N.
+A table has, for a backend, a scheme and a weight layout, the time of `x @ w` for a few numbers of rows M and sizes K x N, and its
+ratio to the dense float32 product of the same layout, measured in alternation. Two numbers are interpolated in log-log space: the
+ratio to the dense product, and the dense product's time per multiply-add. They are linear in log(K N), the size of the weight, at
+each measured M, and then in log(M). Beyond the measured range they are constant: time grows with M K N.
 
 `fewbit bench --tune` measures a table for the machine it runs on.
 """
@@ -21,7 +20,7 @@ from ...array import Scheme, scheme
 from ...errors import QuantError
 
 DENSE = "dense"
-"""The backend of products of floats, in a table."""
+"""The backend name of float products in a table."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,16 +28,16 @@ class Row:
     """One measured product.
 
     Attributes:
-        backend: what computed it; `DENSE` for a product of floats.
+        backend: its name; `DENSE` for a product of floats.
         weight: the name of the weight's scheme, or its dtype.
         layout: "[N, K]" for `x @ w.T`, "[K, N]" for `x @ w`; tiles run along K.
-        m: rows of x, which is float32 unless the weight is a dense one of another dtype.
-        k: how long the contraction is.
+        m: rows of x, which is float32 unless the weight is dense and of another dtype.
+        k: length of the contraction.
         n: columns of the result.
         ms: median milliseconds.
-        ratio: the lowest, median and highest ratio to the dense float32 product of the same layout, turn by turn.
+        ratio: the lowest, median and highest ratio to the dense float32 product of the same layout, measured in pairs.
         date: when it was measured, as ISO 8601 writes it.
-        activation: the name of the scheme that x is quantized to within the product; empty: it stays a float.
+        activation: the scheme to which x is quantized within the product; empty: none.
     """
 
     backend: str
@@ -54,19 +53,19 @@ class Row:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """What is measured: two rows with one key are two measurements of the same."""
+        """Identifies what was measured; rows with equal keys are repetitions."""
         return self.backend, self.weight, self.activation, self.layout, self.m, self.k, self.n
 
 
 @dataclasses.dataclass(frozen=True)
 class Expected:
-    """What a table lets expect of a product.
+    """The estimated time of a product.
 
     Attributes:
         ms: milliseconds.
         ratio: to the dense float32 product.
-        weight: the scheme that was measured: the product's own, or the likest one.
-        date: when that was.
+        weight: the measured scheme: the product's own, or the closest one.
+        date: of the measurement.
     """
 
     ms: float
@@ -81,7 +80,7 @@ class Table:
 
     Attributes:
         device: its name.
-        facts: what else is to be known of the last measurement: versions, rates of the machine.
+        facts: of the last measurement: versions, bandwidth and rates of the machine.
         rows: the measurements.
     """
 
@@ -92,30 +91,26 @@ class Table:
     def expected(
         self, backend: str, weight: Scheme, layout: str, m: int, k: int, n: int, activation: Scheme | None = None
     ) -> Expected | None:
-        """What a product takes, as the file's first lines say; None where neither its scheme nor a like one was measured.
+        """Estimates a product's time; None if neither its scheme nor a similar one was measured.
 
-        Args:
-            backend: what computes it.
-            weight: the scheme of the weight.
-            layout: as of a `Row`.
-            m: likewise.
-            k: likewise.
-            n: likewise.
-            activation: the scheme that x is quantized to; None: it stays a float.
+        The arguments are as in `Row`; `activation` is the scheme to which x is quantized, or None.
         """
-        held = [row for row in self.rows if (row.backend, row.layout) == (backend, layout)]
-        met = "" if activation is None else _nearest(activation, {row.activation for row in held if row.activation})
-        name = _nearest(weight, {row.weight for row in held if row.activation == met})
+        candidates = [row for row in self.rows if (row.backend, row.layout) == (backend, layout)]
+        x_name: str | None = ""
+        if activation is not None:
+            x_name = _nearest(activation, {row.activation for row in candidates if row.activation})
+        candidates = [row for row in candidates if row.activation == x_name]
+        name = _nearest(weight, {row.weight for row in candidates})
         dense = [row for row in self.rows if (row.backend, row.weight, row.layout) == (DENSE, "float32", layout)]
         if name is None or not dense or not m * k * n:
             return None
-        rows = [row for row in held if (row.weight, row.activation) == (name, met)]
+        rows = [row for row in candidates if row.weight == name]
         ratio = _read({row.key: row.ratio[1] for row in rows}, m, k * n)
         per_operation = _read({row.key: row.ms / (row.m * row.k * row.n) for row in dense}, m, k * n)
         return Expected(ratio * per_operation * m * k * n, ratio, name, max(row.date for row in rows))
 
     def with_rows(self, rows: tuple[Row, ...], facts: Mapping[str, Any]) -> Self:
-        """The table with more rows; those that were measured again are replaced."""
+        """Adds rows; repeated measurements replace older ones."""
         merged = {row.key: row for row in (*self.rows, *rows)}
         return dataclasses.replace(self, facts=facts, rows=tuple(merged[key] for key in sorted(merged)))
 
@@ -126,10 +121,10 @@ class Table:
 
     @classmethod
     def from_json(cls, form: Any) -> Self:
-        """The table of a JSON form.
+        """Reads a table from its JSON form.
 
         Raises:
-            QuantError: for what is none.
+            QuantError: if it is not a table.
         """
         converted(form, _TABLE, "a table of measured times")
         rows = tuple(Row(**{**row, "ratio": tuple(row["ratio"])}) for row in form["rows"])
@@ -143,7 +138,7 @@ _TABLE = msgspec.defstruct("_TABLE", [("device", str), ("rows", _ROWS)])
 
 
 def _read(values: Mapping[tuple[Any, ...], float], m: int, elements: int) -> float:
-    """A number between the measured ones, by rows of x and elements of the weight; keys are those of `Row`."""
+    """Interpolates by rows of x and elements of the weight; keys are those of `Row`."""
     by_rows: dict[int, dict[int, float]] = {}
     for (*_, rows, k, n), value in values.items():
         by_rows.setdefault(rows, {})[k * n] = value
@@ -151,34 +146,34 @@ def _read(values: Mapping[tuple[Any, ...], float], m: int, elements: int) -> flo
     return _between(at, m)
 
 
-def _between(values: Mapping[int, float], place: int) -> float:
-    """Interpolates in logarithms; beyond the ends, the end's value."""
-    places = sorted(values)
-    return float(np.exp(np.interp(np.log(place), np.log(places), [np.log(values[p]) for p in places])))
+def _between(values: Mapping[int, float], at: int) -> float:
+    """Interpolates in log-log space; constant beyond the ends."""
+    known = sorted(values)
+    return float(np.exp(np.interp(np.log(at), np.log(known), [np.log(values[n]) for n in known])))
 
 
 def _nearest(wanted: Scheme, names: set[str]) -> str | None:
-    """The measured scheme that a scheme is, or the likest one whose codes are decoded alike."""
+    """The closest measured scheme of the same format family and bit width."""
     if wanted.name in names:
         return wanted.name
-    like = {name: found for name in sorted(names) if (found := _known(name)) and _decoded_alike(found, wanted)}
+    similar = {name: found for name in sorted(names) if (found := _known(name)) and _is_similar(found, wanted)}
 
     def differences(name: str) -> tuple[bool, ...]:
-        other = like[name]
+        other = similar[name]
         fields = ("format", "scale", "tensor_scale")
         has_zero = (other.zero_point is None) != (wanted.zero_point is None)
         return has_zero, *(getattr(other, field) != getattr(wanted, field) for field in fields)
 
-    return min(like, key=differences, default=None)
+    return min(similar, key=differences, default=None)
 
 
-def _decoded_alike(one: Scheme, other: Scheme) -> bool:
-    """Whether the codes of two schemes are of one kind and of as many bits."""
+def _is_similar(one: Scheme, other: Scheme) -> bool:
+    """True for schemes of one format family and bit width."""
     return type(one.format) is type(other.format) and one.format.bits == other.format.bits
 
 
 def _known(name: str) -> Scheme | None:
-    """The scheme of a name; None for one that this process does not have."""
+    """The scheme of a name; None for an unknown one."""
     try:
         return scheme(name)
     except QuantError:

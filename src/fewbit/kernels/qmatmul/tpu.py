@@ -1,9 +1,10 @@
-"""The products on TPUs by Pallas kernels. The kernels, and why they are as they are, stand in `pallas_*.py`."""
+"""TPU matmul backends: Pallas kernels, described in `pallas_*.py`."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
+from jax.typing import DTypeLike
 
 from ...array import QArray
 from ...array.packing import Packing
@@ -20,20 +21,20 @@ from .stack import Stack
 from .stacked import AbstractStackKernel
 
 LEAST_TILE = 32
-"""The shortest tile along the contraction that is summed by itself: shorter ones leave more than 3/4 of the matrix unit idle."""
+"""The smallest block size along the contraction; shorter blocks leave more than 3/4 of the matrix unit idle."""
 
 OLD = ("TPU v2", "TPU v3", "TPU v4")
-"""The TPUs that Mosaic multiplies no bytes on, and turns int4 into floats by many operations."""
+"""TPUs on which Mosaic has no int8 or FP8 matmul and a slow int4 to float conversion."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PallasTPU(AbstractStackKernel):
-    """Packed bytes decoded in VMEM, beside the matrix unit.
+    """Decodes packed codes in VMEM.
 
     Attributes:
-        config: the sizes of blocks. Another one is another backend:
+        config: block sizes. Other settings are registered as another backend:
             `BACKENDS.add("nf4_polynomial", PallasTPU(Config(nf4_polynomial=True)))`.
-        pairs: the sizes of blocks where both operands are quantized.
+        pairs: block sizes for two quantized operands.
         interpret: whether JAX evaluates the kernel step by step instead of compiling it; for tests, on any platform.
     """
 
@@ -58,7 +59,7 @@ class PallasTPU(AbstractStackKernel):
     def about(self) -> str:
         return "Pallas; experimental: tested in an interpreter and cross-compiled, not yet run on a TPU"
 
-    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: Any, precision: Any) -> jax.Array:
+    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
         from .pallas_tpu import stacked_product  # importing Pallas takes half a second
 
         return stacked_product(
@@ -70,7 +71,7 @@ class PallasTPU(AbstractStackKernel):
             interpret=self.interpret,
         )
 
-    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: Any) -> jax.Array:
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
         from .pallas_pairs import paired_stacks
 
         return paired_stacks(x, q, contracts_last=contracts_cols, result=dtype, config=self.pairs, interpret=self.interpret)
@@ -78,10 +79,10 @@ class PallasTPU(AbstractStackKernel):
 
 @dataclasses.dataclass(frozen=True)
 class PallasTPURagged(AbstractRaggedKernel):
-    """The same for rows in groups, each with a matrix of its own; what it decodes are the matrices of groups that have rows.
+    """The same for ragged_dot; matrices of empty groups are not decoded.
 
     Attributes:
-        config: the sizes of blocks, as of `PallasTPU`; None: those made for groups.
+        config: block sizes, as in `PallasTPU`; None: the defaults for groups.
         interpret: whether JAX evaluates the kernel step by step instead of compiling it; for tests, on any platform.
     """
 
@@ -100,7 +101,7 @@ class PallasTPURagged(AbstractRaggedKernel):
         return split_refusal()
 
     def grouped(
-        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: Any, precision: Any
+        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
         from .pallas_ragged import PLAIN, grouped_product
 
@@ -120,40 +121,39 @@ RAGGED.add(PallasTPURagged.name, PallasTPURagged())
 
 def stack_dtype(problem: Problem) -> str:
     """The logical dtype of the quantized operand."""
-    return problem.lhs.dtype if problem.lhs.scheme is not None else problem.rhs.dtype
+    if problem.lhs.scheme is not None:
+        return problem.lhs.dtype
+    return problem.rhs.dtype
 
 
 def _refused_codes(problem: Problem) -> str | None:
-    """Why the matrix unit does not take the codes of two operands; None when it does."""
-    if (without := _without_bytes()) is not None:
-        return without
+    """Why the matrix unit does not support two operands' codes, or None."""
+    if (chip := _old_chip()) is not None:
+        return f"the device is a {chip}, on which Mosaic has no int8 or FP8 matmul"
     stack = weight_stack(problem)[1]
     scheme = stack.scheme
     if not is_whole(scheme) and scheme.format.name not in NATIVE:
-        return f"it multiplies integers, or floats of {' or '.join(NATIVE)}, not {scheme.format.name}"
+        return f"the codes are {scheme.format.name}; integers, {' and '.join(NATIVE)} are supported"
     if scheme.format.bits not in (4, 8) or scheme.packing != Packing():
-        return f"the codes of {scheme.format.name}; those of 4 and 8 bits, low ones first, are read as they are packed"
-    own = stack.merged[1 if stack.contracts_cols else 0]
+        return f"the codes are {scheme.format.name}; codes of 4 and 8 bits in order, low bits first, are supported"
     packed = stack.merged[scheme.pack_axis + 2]
     if packed.tile is not None and packed.tile * scheme.format.bits % 8:
-        return f"tiles of {packed.tile} along the packed axis cut bytes of {8 // scheme.format.bits} codes"
-    if own.tile is not None and own.tile < LEAST_TILE:
-        return f"only {own.tile} contracted codes share a scale; at least {LEAST_TILE} are expected"
+        return f"tiles of {packed.tile} along the packed axis split bytes of {8 // scheme.format.bits} codes"
+    if (tile := stack.contraction.tile) is not None and tile < LEAST_TILE:
+        return f"the block size along the contraction is {tile}; it must be at least {LEAST_TILE}"
     return None
 
 
-def _without_bytes() -> str | None:
-    """Why the TPU at hand has no products of bytes; None where it has, or where there is none."""
-    old = _old_chip()
-    return None if old is None else f"the device is a {old}, on which Mosaic has no products of bytes"
-
-
 def _of_chip(config: Config) -> Config:
-    """The configuration as it serves the TPU at hand."""
-    return config if _old_chip() is None else dataclasses.replace(config, halves=False)
+    """The configuration for the current TPU."""
+    if _old_chip() is None:
+        return config
+    return dataclasses.replace(config, halves=False)
 
 
 def _old_chip() -> str | None:
-    """The TPU at hand where it is one of `OLD`."""
-    kind = jax.devices()[0].device_kind if jax.default_backend() == "tpu" else ""
+    """The current TPU if it is one of `OLD`, else None."""
+    if jax.default_backend() != "tpu":
+        return None
+    kind = jax.devices()[0].device_kind
     return next((chip for chip in OLD if kind == chip or kind.startswith(chip + " ")), None)

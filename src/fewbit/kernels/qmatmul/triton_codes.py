@@ -1,11 +1,11 @@
-"""Codes of 8 bits times codes of 8 bits on a GPU's tensor cores: int8 to int32 sums, 8-bit floats to float32 sums.
+"""Triton GEMM of 8-bit codes: int8 to int32, FP8 to float32.
 
-Both operands have scales that do not vary along K, so the sums take them: `y = (x_codes @ w_codes) * x_scale * w_scale`. Hopper adds
-products of 8-bit floats with about 14 bits of its accumulator; every 128 of them the sum is added to one in full float32.
+Scales of both operands are constant along K, so the sums are scaled: `y = (x_codes @ w_codes) * x_scale * w_scale`. Hopper
+accumulates FP8 products with about 14 bits; every 128 of them the sum is added to one in full float32.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
-# (a launch takes settings that are no parameters of the kernel)
+# (a launch takes settings that are not parameters of the kernel)
 
 import typing
 
@@ -37,7 +37,7 @@ def codes_kernel(
     EVEN_K: tl.constexpr,
     WHOLE: tl.constexpr,
 ):
-    """A block of `y[m, n]`; WHOLE: whether codes are whole numbers."""
+    """A block of `y[m, n]`; WHOLE: whether codes are integers."""
     exact_after: tl.constexpr = 128 if BK > 128 else BK
     blocks_m, blocks_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
     group = tl.program_id(0) // (GROUP * blocks_n)

@@ -1,14 +1,14 @@
-"""Codes and scales to float32 in the registers of a GPU, without tables but for codebooks.
+"""Decodes codes and scales to float32 in GPU registers.
 
-Whole numbers are put into the mantissa of a float32 whose exponent makes its last place 1, and the number that this adds is
-subtracted: two instructions, where the conversion of an integer costs as much as four. Small floats are shifted up to the sign
-of a float32, and down, with copies of the sign, to its exponent and mantissa: so one mask leaves sign and magnitude, which is
-their number times a power of two, subnormals included. The sixteen numbers of a codebook are read from memory: they lie in one
-line of the first cache, and fifteen selects a code would take longer.
+Integers are inserted into the mantissa of a float32 whose exponent makes its last place 1, and the number that this adds is
+subtracted: two instructions, where an integer conversion costs as much as four. Small floats are shifted up to the sign of a
+float32, then down, with copies of the sign, to its exponent and mantissa: so one mask keeps sign and magnitude, which is their
+value times a power of two, subnormals included. The sixteen numbers of a codebook are loaded from memory: they fit in one L1
+cache line, and fifteen selects per code would take longer.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
-# (a launch takes settings that are no parameters of the kernel)
+# (a launch takes settings that are not parameters of the kernel)
 
 import typing
 
@@ -30,7 +30,7 @@ _WHOLE_BITS = tl.constexpr(0x4B000000)
 @triton.jit
 @typing.no_type_check
 def whole_number(code, BITS: tl.constexpr, SIGNED: tl.constexpr):
-    """The number of each code of an integer format, whose other bits are zero."""
+    """Decodes integer codes, whose other bits are zero."""
     half: tl.constexpr = (1 << (BITS - 1)) if SIGNED else 0
     return as_float((code ^ half) | _WHOLE_BITS) - (_WHOLE + half)
 
@@ -38,9 +38,9 @@ def whole_number(code, BITS: tl.constexpr, SIGNED: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def small_float(top, BITS: tl.constexpr, MAN: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr, SPECIALS: tl.constexpr):
-    """The number of each code of a minifloat, which stands in the upper bits of an int32; the others may be anything."""
+    """Decodes minifloat codes in the upper bits of an int32; the other bits are ignored."""
     kept: tl.constexpr = -0x80000000 | (((1 << (BITS - 1)) - 1) << (23 - MAN))
-    bits = (top >> (9 - BITS + MAN)) & kept  # the sign fills what the shift frees, and stays where it is
+    bits = (top >> (9 - BITS + MAN)) & kept  # an arithmetic shift: copies of the sign fill the top
     value = as_float(bits) * (2.0 ** (127 - BIAS))
     if SPECIALS != _FINITE:
         beyond: tl.constexpr = HIGH
@@ -66,7 +66,7 @@ def number_of(
     SIGNED: tl.constexpr,
     SPECIALS: tl.constexpr,
 ):
-    """The float32 number of each code, an int32 whose other bits are zero."""
+    """Decodes int32 codes, whose other bits are zero, to float32."""
     if KIND == _MINIFLOAT:
         value = small_float(code << (32 - BITS), BITS, MAN, BIAS, HIGH, SPECIALS)
     elif KIND == _INTEGER:
@@ -92,9 +92,9 @@ def numbers_in(
     SIGNED: tl.constexpr,
     SPECIALS: tl.constexpr,
 ):
-    """The float32 numbers of the codes in words of 32 bits: `[R, W]` to `[R, W, 32 / BITS]`.
+    """Decodes the codes in 32-bit words to float32: `[R, W]` to `[R, W, 32 / BITS]`.
 
-    Whole numbers are decoded where they stand in the word, under an exponent that makes their lowest place 1; those that
+    Integers are decoded at their position in the word, under an exponent that makes their lowest place 1; those that
     would reach into the exponent are shifted down, several by one shift.
     """
     place = (tl.arange(0, 32 // BITS) * BITS)[None, None, :]
@@ -119,7 +119,7 @@ def numbers_in(
 @triton.jit
 @typing.no_type_check
 def scale_of(stored, SCALE: tl.constexpr, SCALE_MAN: tl.constexpr, SCALE_BIAS: tl.constexpr, SCALE_HIGH: tl.constexpr):
-    """The float32 scale of its stored form, without the tensor scale."""
+    """Decodes stored scales to float32, without the tensor scale."""
     if SCALE == _POWER:
         scale = power_of_two(stored.to(tl.int32) - 127)
         scale = tl.where(stored == 255, float("nan"), scale)
@@ -134,7 +134,7 @@ def scale_of(stored, SCALE: tl.constexpr, SCALE_MAN: tl.constexpr, SCALE_BIAS: t
 @triton.jit
 @typing.no_type_check
 def zero_of(stored, ZERO: tl.constexpr, ZERO_SIGNED: tl.constexpr):
-    """The float32 zero point, in units of codes, or offset, in those of the result."""
+    """Decodes zero points (units of codes) or offsets (units of values) to float32."""
     if ZERO == _ZERO_CODES and ZERO_SIGNED:
         zero = stored.to(tl.int8, bitcast=True).to(tl.float32)
     else:

@@ -1,24 +1,24 @@
-"""Rows times a packed matrix on a GPU's tensor cores: the codes are decoded in registers, and the weight is never written out.
+"""Triton GEMM of packed weights on tensor cores, decoded in registers.
 
 **Layout.** A program computes the transpose of its block, `[BN, BM] = w^T [BN, BK] x^T [BK, BM]`: so the decoded weight is
-the left operand of the matrix instructions, which Hopper reads from registers, and BM may be as short as 16, up to which
-fewer rows are padded. Codes are read with the strides that they have: as `[N, K]`, as `[K, N]`, and packed along either; so
-the gradient with respect to x is this kernel with the strides exchanged. Pairs of 4-bit codes become neighbours by
+the left operand of the matrix instructions, which Hopper reads from registers, and BM may be as small as 16, to which
+fewer rows are padded. Codes are read with their strides: as `[N, K]`, as `[K, N]`, and packed along either; so
+the gradient with respect to x is this kernel with the strides exchanged. Pairs of 4-bit codes become adjacent by
 `tl.join`.
 
-**Scales.** One a tile, loaded once and repeated in registers, whatever the tiles' lengths are beside BN and BK; a scale that
-serves all of K is taken by the sums. The product of number and scale is made in float32, and rounded once to the type of the
-matrix instructions: bfloat16 for bfloat16 activations; for float16, whose exponents are too few for scales, and float32, the
-tensor cores' 32-bit types (one pass of TF32, which holds every float16, and three passes).
+**Scales.** One per tile, loaded once and repeated in registers, for any tile lengths relative to BN and BK; a scale that
+covers all of K is applied to the sums. The product of value and scale is made in float32, and rounded once to the type of the
+matrix instructions: bfloat16 for bfloat16 activations; for float16, whose exponent range is too small for scales, and float32,
+the tensor cores' 32-bit types (one pass of TF32, which represents every float16, and three passes).
 
-**Splits.** Where the blocks are fewer than the multiprocessors, K is split among programs; each writes its float32 sums, and
-they are added in order, not by atomic operations, so that the same inputs give the same bytes.
+**Splits.** If there are fewer blocks than multiprocessors, K is split among programs; each writes its float32 sums, and
+they are added in order, not by atomic operations, so that equal inputs give equal bytes.
 
-**Groups.** Where rows in groups meet a matrix each, the programs of one launch find theirs by themselves (`triton_groups.py`).
+**Groups.** With one matrix per group of rows, the programs of one launch find their group on the device (`triton_groups.py`).
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
-# (a launch takes settings that are no parameters of the kernel)
+# (a launch takes settings that are not parameters of the kernel)
 
 import typing
 
@@ -32,7 +32,7 @@ from .triton_groups import matrix_of, turn_of
 @triton.jit
 @typing.no_type_check
 def block_of(first, B: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr):
-    """Which tiles of an axis a block of B elements from `first` on lies in; COUNT of them."""
+    """The COUNT tiles of an axis that B elements from `first` on overlap."""
     if TILE == 0:
         tile = tl.zeros([COUNT], tl.int32)
     elif TILE >= B:
@@ -45,7 +45,7 @@ def block_of(first, B: tl.constexpr, TILE: tl.constexpr, COUNT: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def spread(tiles, BN: tl.constexpr, BK: tl.constexpr, CN: tl.constexpr, CK: tl.constexpr):
-    """One number a tile, `[CN, CK]`, as one an element or as what broadcasts to it."""
+    """Repeats one number per tile, `[CN, CK]`, to what broadcasts to `[BN, BK]`."""
     if CN == 1 or CN == BN:
         if CK == 1 or CK == BK:
             out = tiles
@@ -144,7 +144,7 @@ def dot_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """`y[s, m, n] = sum_k x[m, k] w[k, n]` over the k of split s, for a block of m and n; GP not 0: w is that of m's group."""
+    """A block of `y[s, m, n] = sum_k x[m, k] w[k, n]`, k in split s; GP > 0: w of m's group."""
     scales_sums: tl.constexpr = TK == 0 and ZERO == _NO_ZERO
     blocks_m, blocks_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
     if GP > 0:

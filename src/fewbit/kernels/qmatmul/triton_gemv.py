@@ -1,25 +1,25 @@
-"""A few rows times a packed matrix on a GPU, in float32: each program reads whole rows of words, and nothing is read twice.
+"""Triton GEMV of packed weights, in float32, for a few rows of activations.
 
-**Layout.** The matrix is stored `[N, K]`, its codes packed along K, so that 32 bits hold 8 codes (or 4) which follow each other
-along K. A program has BN of the N, and its warps lie along K: K is split among the threads of a program and never among
-programs, so that there is no second pass and no atomic sum, and the same numbers are added in the same order at each call.
-A thread reads 128 bits at a time of each of its BN rows; the activations that meet them are read once for all BN.
+**Layout.** The matrix is stored `[N, K]`, its codes packed along K, so that 32 bits contain 8 codes (or 4) adjacent along K. A
+program has BN of the N, and its warps are laid out along K: K is split among the threads of a program and never among
+programs, so there is no second pass and no atomic sum, and the order of summation is fixed. A thread reads 128 bits at a time
+of each of its BN rows; their activations are read once for all BN.
 
-**Sums.** The products of a chunk (32 codes at most, one tile at least) are summed in the thread, take their scale once, and
-join the thread's sum; the threads' sums are added at the end. Zero points leave the inner loop, too: what they
-take off is the zero point times the sum of the chunk's activations.
+**Sums.** The products of a chunk (at most 32 codes, at most one tile) are summed in the thread, scaled once, and added to the
+thread's sum; the threads' sums are added at the end. Zero points are applied outside the inner loop, too: the zero point
+times the sum of the chunk's activations is subtracted.
 
-**The bound** is memory as long as a weight costs few instructions: a GPU such as the H200 has about 3.5 of them for each 4-bit
-weight that it can read in the time, 7 for each of 8 bits. Whole numbers take a mask, a subtraction and a product; e2m1 two
-shifts, a mask and two products. What they come to is in `bench/results/triton.json`: 5 to 10, so in 4 bits decoding is the
-bound. Rows of bfloat16 therefore take `triton_pairs.py`, which makes two numbers at a time; this kernel is for float32 and
-float16, whose sums of products no matrix instruction makes in full, and for what is not decoded in pairs.
+**The bound** is memory as long as a weight costs few instructions: a GPU such as the H200 executes about 3.5 of them for each
+4-bit weight that it reads, 7 for each of 8 bits. Integers take a mask, a subtraction and a product; e2m1 two shifts, a mask and two
+products. Their totals are in `bench/results/triton.json`: 5 to 10, so for 4 bits decoding is the bound. Rows of bfloat16
+therefore use `triton_pairs.py`, which decodes two numbers at a time; this kernel is for float32 and float16, for which no
+matrix instruction sums in full precision, and for formats that are not decoded in pairs.
 
-Activations' layout is changed once a step through shared memory, which a step of 4096 weights a row makes cheap.
+The layout of the activations is changed once per step through shared memory, which is cheap for steps of 4096 weights per row.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
-# (a launch takes settings that are no parameters of the kernel)
+# (a launch takes settings that are not parameters of the kernel)
 
 import typing
 
@@ -68,7 +68,7 @@ def gemv_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """`y[m, n] = sum_k x[m, k] w[n, k]` for BN of the n and all of the m."""
+    """`y[m, n] = sum_k x[m, k] w[n, k]` for BN of n, all m."""
     codes_in_word: tl.constexpr = 32 // BITS
     chunks: tl.constexpr = BW * codes_in_word // CHUNK
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)

@@ -1,12 +1,12 @@
-"""Which rows a program of a product in groups takes: settled on the device, from the sizes of the groups, by each program for itself.
+"""Assigns programs of a grouped GEMM to groups and row blocks, on the device.
 
-The rows of each group are cut into blocks from its first row on, so that a block never meets two matrices; the last one of a group
-may be short. The rows beyond all groups are those of one group more, whose product is zero. How many blocks there are is known on
-the device only; the grid has as many turns as there can be, and those beyond the last block do nothing.
+The rows of each group are split into blocks from its first row, so that a block never has rows of two groups; the last one of a
+group may be short. Rows past all groups form one more group, whose product is zero. The number of blocks is only known on the
+device; the grid has as many programs as there can be, and those past the last block do nothing.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
-# (a launch takes settings that are no parameters of the kernel)
+# (a launch takes settings that are not parameters of the kernel)
 
 import typing
 
@@ -17,7 +17,7 @@ import triton.language as tl
 @triton.jit
 @typing.no_type_check
 def turn_of(sizes_ptr, groups, m, turn, GP: tl.constexpr, BM: tl.constexpr):
-    """The group of a turn, the first row of its block, and the end of the group's rows; GP is more than there are groups."""
+    """The group, first row and end of a program; GP > groups."""
     g = tl.arange(0, GP)
     size = tl.load(sizes_ptr + g, mask=g < groups, other=0).to(tl.int32)
     sums = tl.cumsum(size, axis=0)
@@ -34,6 +34,6 @@ def turn_of(sizes_ptr, groups, m, turn, GP: tl.constexpr, BM: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def matrix_of(group, groups, codes_ptr, scale_ptr, zero_ptr, unit_ptr, codes_g, scale_g, unit_g):
-    """Where the codes, scales, zero points and tensor scale of a group's matrix begin; beyond the groups, those of the last."""
+    """Pointers to a group's matrix; past the groups, the last one."""
     held = tl.minimum(group, groups - 1).to(tl.int64)
     return codes_ptr + held * codes_g, scale_ptr + held * scale_g, zero_ptr + held * scale_g, unit_ptr + held * unit_g

@@ -1,4 +1,4 @@
-"""How the GPU's kernels are started for a product: the grid, the numbers and the constants of each family."""
+"""Launch parameters of the GPU kernels: grid, arguments and constants."""
 
 import dataclasses
 from typing import Any
@@ -13,23 +13,23 @@ from .triton_gemv import gemv_kernel
 from .triton_pairs import pairs_kernel
 
 GROUP = 8
-"""How many blocks of one axis follow each other, so that they share what the second cache holds."""
+"""Consecutive blocks of one axis per group, for reuse in the L2 cache."""
 
 CHUNK = 32
 
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
-    """One call of a kernel; it takes the arrays, these numbers, and the result. Without groups, any array stands for their sizes.
+    """One kernel launch: its arguments are the arrays, `numbers` and the result.
 
     Attributes:
         kernel: the Triton function.
-        grid: how many programs there are.
+        grid: the number of programs.
         numbers: lengths and strides.
-        constants: what it is compiled for.
-        warps: of a program.
-        stages: steps that are loaded ahead.
-        splits: how many sums the result has; 1: it is the result.
+        constants: compile-time constants.
+        warps: per program.
+        stages: pipeline stages.
+        splits: partial sums in the output; 1: it is the result.
     """
 
     kernel: Any
@@ -42,27 +42,27 @@ class Launch:
 
     @property
     def takes_sizes(self) -> bool:
-        """Whether the sizes of groups are the last of the arrays."""
+        """Whether the last array is group sizes (any array without groups)."""
         return "GP" in self.constants
 
     def run(self, arrays: tuple[Any, ...], y: Any) -> None:
-        """Runs it on torch tensors."""
+        """Launches the kernel on torch tensors."""
         self.kernel[self.grid](*arrays, *self.numbers, y, **self.constants, **self.settings)
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What the compiler is told."""
+        """Compiler options."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
 
 @dataclasses.dataclass(frozen=True)
 class Groups:
-    """A matrix for each group of rows, as kernels are told of them.
+    """The strides of matrices, one per group of rows.
 
     Attributes:
-        count: how many; 0: one matrix for all rows, and no groups.
-        codes: the stride from the codes of one matrix to those of the next.
-        scale: likewise of scales and zero points; 0 where all share them.
+        count: their number; 0: no groups, one matrix for all rows.
+        codes: the stride between the codes of matrices.
+        scale: likewise of scales and zero points; 0 if shared.
         unit: likewise of tensor scales.
     """
 
@@ -73,17 +73,19 @@ class Groups:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """What kernels take of it."""
+        """The kernel arguments."""
         return self.count, self.codes, self.scale, self.unit
 
     @property
     def padded(self) -> int:
-        """A power of two that is more than there are groups; 0 where there are none."""
+        """The smallest power of two above `count`; 0 without groups."""
         return 1 << self.count.bit_length() if self.count else 0
 
     def blocks(self, m: int, block: int) -> int:
-        """How many blocks of rows there can be: every group, and the rows beyond all, may end with a short one."""
-        return (m + min(self.count + 1, m) * (block - 1)) // block if self.count else -(-m // block)
+        """The most blocks of rows: every group may end with a short one."""
+        if not self.count:
+            return -(-m // block)
+        return (m + min(self.count + 1, m) * (block - 1)) // block
 
 
 ONE = Groups()
@@ -92,7 +94,7 @@ ONE = Groups()
 def gemv_launch(
     matrix: Matrix, m: int, x_stride: int, word_stride: int, scale_strides: tuple[int, int], config: GemvConfig
 ) -> Launch:
-    """The product of a few rows, for a matrix stored `[N, K]` in words along K."""
+    """The float32 GEMV, for a matrix stored `[N, K]` in words along K."""
     rows_of_x = 1 << (m - 1).bit_length()
     rows = max(1, config.rows // rows_of_x)
     codes_in_word = 32 // matrix.bits
@@ -104,11 +106,11 @@ def gemv_launch(
 
 
 def gemv_refuses(matrix: Matrix, codes_strides: tuple[int, int], address: int) -> str | None:
-    """Why the kernel of a few rows does not read the codes; None when it does."""
+    """Why the float32 GEMV kernel does not support the codes; None when it does."""
     if not matrix.packs_k or codes_strides[0] != 1:
-        return "its bytes do not follow each other along the contraction"
+        return "its bytes are not contiguous along the contraction"
     if codes_strides[1] % 4 or address % 4 or -(-matrix.k * matrix.bits // 8) % 4:
-        return "its rows of bytes are no words of 32 bits"
+        return "its rows are not aligned to 32 bits"
     if matrix.tile_k and matrix.tile_k < 32 // matrix.bits:
         return f"tiles of {matrix.tile_k} are shorter than a word"
     return None
@@ -126,13 +128,16 @@ def pairs_launch(
     gpu: Gpu,
     groups: Groups = ONE,
 ) -> Launch:
-    """The product of a few rows of bfloat16 on tensor cores, for a matrix stored `[N, K]` in bytes along K."""
-    rows_of_x, chunk = 8 if typical_rows(m, groups) <= 8 else 16, max(32, min(64, matrix.tile_k or 64))
+    """The bfloat16 GEMV on tensor cores, for a matrix stored `[N, K]` in bytes along K."""
+    rows_of_x = 8 if typical_rows(m, groups) <= 8 else 16
+    chunk = max(32, min(64, matrix.tile_k or 64))
     step = max(chunk, min(config.step, 1 << (matrix.k - 1).bit_length()))
     blocks = {"BM": rows_of_x, "BN": config.rows, "KS": step // chunk, "CHUNK": chunk, "EVEN_K": matrix.k % step == 0}
     blocks["GP"] = groups.padded
     blocks["FOLDED"] = ptx and 0 < matrix.tile_k < chunk and matrix.scheme.format.name == "e2m1"
-    blocks["PTX"] = gpu_pairs.ptx(matrix.scheme.format, gpu.sm, is_raw=blocks["FOLDED"]) if ptx else ""
+    blocks["PTX"] = ""
+    if ptx:
+        blocks["PTX"] = gpu_pairs.ptx(matrix.scheme.format, gpu.sm, is_raw=blocks["FOLDED"])
     numbers = (m, matrix.n, matrix.k, x_stride, codes_stride, *scale_strides, *groups.numbers)
     grid = (-(-matrix.n // config.rows), groups.blocks(m, rows_of_x))
     stages = stages_for(config, step * (2 * rows_of_x + config.rows * matrix.bits // 8), gpu)
@@ -140,17 +145,17 @@ def pairs_launch(
 
 
 def pairs_refuses(matrix: Matrix, codes_strides: tuple[int, int]) -> str | None:
-    """Why the kernel of a few rows on tensor cores does not read the codes; None when it does."""
+    """Why the bfloat16 GEMV kernel does not support the codes; None when it does."""
     scheme = matrix.scheme
     if (reason := gpu_pairs.unsupported(scheme.format)) is not None:
-        return f"{reason} are not made in bfloat16"
+        return f"{reason} are not decoded to bfloat16"
     if not matrix.packs_k or codes_strides[0] != 1:
-        return "its bytes do not follow each other along the contraction"
+        return "its bytes are not contiguous along the contraction"
     if 0 < matrix.tile_k < 32:
-        held = scheme.scale
-        is_exact = isinstance(held, Minifloat) and held.mantissa == 3 and not isinstance(scheme.format, Codebook)
+        scale = scheme.scale
+        is_exact = isinstance(scale, Minifloat) and scale.mantissa == 3 and not isinstance(scheme.format, Codebook)
         if matrix.tile_k < 16 or matrix.bits == 8 or not is_exact or matrix.constants()["ZERO"] != NO_ZERO:
-            return f"tiles of {matrix.tile_k} are shorter than a chunk, and bfloat16 does not hold what they stand for"
+            return f"tiles of {matrix.tile_k} are shorter than a chunk, and scaled codes are not exact in bfloat16"
     return None
 
 
@@ -166,15 +171,18 @@ def dot_launch(
     gpu: Gpu,
     groups: Groups = ONE,
 ) -> Launch:
-    """The product on tensor cores."""
-    splits = 1 if groups.count else splits_for(config, m, matrix.n, matrix.k, gpu.multiprocessors)
-    n, k = config.n, config.k if precision == "bf16" else max(16, config.k // 2)
+    """The GEMM on tensor cores."""
+    splits, n, k, bytes_of_x = 1, config.n, config.k, 2
+    if not groups.count:
+        splits = splits_for(config, m, matrix.n, matrix.k, gpu.multiprocessors)
+    if precision != "bf16":
+        k, bytes_of_x = max(16, k // 2), 4
     blocks = {"BM": config.m, "BN": n, "BK": k, "SPLITS": splits, "GROUP": GROUP, "EVEN_K": matrix.k % k == 0}
     blocks |= {"GP": groups.padded, "PACKS_K": matrix.packs_k, "PRECISION": precision}
     blocks |= {"CN": _tiles_in(n, matrix.tile_n), "CK": _tiles_in(k, matrix.tile_k)}
     grid = (groups.blocks(m, config.m) * -(-matrix.n // n), splits)
     numbers = (m, matrix.n, matrix.k, x_stride, *codes_strides, *scale_strides, *groups.numbers)
-    step_bytes = k * (config.m * (2 if precision == "bf16" else 4) + n * matrix.bits // 8)
+    step_bytes = k * (config.m * bytes_of_x + n * matrix.bits // 8)
     stages = stages_for(config, step_bytes, gpu)
     return Launch(dot_kernel, grid, numbers, blocks | matrix.constants(), config.warps, stages, splits)
 
@@ -191,19 +199,18 @@ def grouped_launch(
     precision: str,
     gpu: Gpu,
 ) -> Launch:
-    """The product of rows in groups; how long groups are is not known here, so blocks are those of the average."""
+    """The grouped product, with blocks for the average group size."""
     rows = typical_rows(m, groups)
-    is_few = precision == "bf16" and rows <= config.pairs_rows
-    if is_few and pairs_refuses(matrix, codes_strides) is None:
-        blocks = config.pairs[matrix.bits]
-        how: Any = {"ptx": config.ptx, "gpu": gpu, "groups": groups}
-        return pairs_launch(matrix, m, x_stride, codes_strides[1], scale_strides, blocks, **how)
-    how = {"precision": precision, "gpu": gpu, "groups": groups}
-    return dot_launch(matrix, m, x_stride, codes_strides, scale_strides, blocks_for(config.dot, rows), **how)
+    if precision == "bf16" and rows <= config.pairs_rows and pairs_refuses(matrix, codes_strides) is None:
+        few = config.pairs[matrix.bits]
+        settings: Any = {"ptx": config.ptx, "gpu": gpu, "groups": groups}
+        return pairs_launch(matrix, m, x_stride, codes_strides[1], scale_strides, few, **settings)
+    settings = {"precision": precision, "gpu": gpu, "groups": groups}
+    return dot_launch(matrix, m, x_stride, codes_strides, scale_strides, blocks_for(config.dot, rows), **settings)
 
 
 def typical_rows(m: int, groups: Groups) -> int:
-    """How many rows a group has on the average, rounded up."""
+    """The average rows per group, rounded up."""
     return -(-m // max(1, groups.count))
 
 
@@ -218,7 +225,7 @@ def codes_launch(
     is_whole: bool,
     gpu: Gpu,
 ) -> Launch:
-    """The product of codes with codes; `strides` are those of x along M and K, and of w along K and N."""
+    """The GEMM of 8-bit codes; `strides`: x along M, K, w along K, N."""
     blocks = {"BM": config.m, "BN": config.n, "BK": config.k, "GROUP": GROUP, "EVEN_K": k % config.k == 0, "WHOLE": is_whole}
     grid = (-(-m // config.m) * -(-n // config.n),)
     stages = stages_for(config, config.k * (config.m + config.n), gpu)
@@ -226,5 +233,5 @@ def codes_launch(
 
 
 def _tiles_in(block: int, tile: int) -> int:
-    """How many tiles a block of an axis meets; tiles and blocks are powers of two."""
-    return 1 if tile == 0 else max(1, block // tile)
+    """The tiles that a block overlaps; both are powers of two."""
+    return max(1, block // (tile or block))

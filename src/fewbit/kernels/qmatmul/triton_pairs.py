@@ -1,28 +1,28 @@
-"""A few rows of bfloat16 times a packed matrix on tensor cores, from numbers that are decoded in pairs of 16 bits.
+"""Triton GEMV of packed weights in bfloat16 on tensor cores, decoded in pairs.
 
-**Why tensor cores for one row.** A GPU such as the H200 has about 3.5 instructions of a lane for each 4-bit weight that its memory
-delivers. In float32, one weight at a time, decoding and adding take 6 and more (`triton_gemv.py`). In pairs of bfloat16 decoding
-takes 1.5 to 2.6 (`gpu_pairs.py`), and a matrix instruction adds eight weights of a lane at once, to eight rows whether there
-are eight or one, in float32.
+**Why tensor cores for one row.** A GPU such as the H200 executes about 3.5 instructions per lane for each 4-bit weight that it
+reads. In float32, one weight at a time, decoding and adding take 6 and more (`triton_gemv.py`). In pairs of bfloat16 decoding
+takes 1.5 to 2.6 (`gpu_pairs.py`), and a matrix instruction adds eight weights of a lane at once, for up to eight rows, in
+float32.
 
-**Layout.** The matrix is stored `[N, K]`, its codes packed along K. A chunk is 32 to 64 codes of a row, one tile at most but
+**Layout.** The matrix is stored `[N, K]`, its codes packed along K. A chunk is 32 to 64 codes of a row, at most one tile except
 for tiles of 16. A step has KS chunks of each of BN rows: a product of KS pairs of matrices, which the warps share, so that K is
-split within the program and not among programs: no second pass, no atomic sums. The bytes go to shared memory as they are, and
-from there to the registers that the matrix instructions read them from, once decoded: four bytes of a row to a lane. That
-holds because nothing between load and product moves a number to another lane: the low codes of four bytes become four
-neighbours along K, then the high ones, and x is put into the same order.
+split within the program and not among programs: no second pass, no atomic sums. The bytes go to shared memory unchanged, and
+from there to the registers that the matrix instructions read them from once decoded: four bytes of a row per lane. That
+works because nothing between load and product moves a number to another lane: the low codes of four bytes become four
+neighbours along K, then the high ones, and x is permuted to the same order.
 
-**Scales** meet the sums of their chunk: so decoded numbers stay exact, and each costs no product of its own. Tiles of 16 are shorter
-than a chunk; their scales are E4M3, whose product with a 4-bit number bfloat16 holds, and bring E2M1's factor along. The sums of x
-that zero points take are made by the tensor cores, too, as products with ones: sums across lanes would cost more.
+**Scales** are applied to the sums of their chunk: so decoded numbers stay exact, without a product each. Tiles of 16 are shorter
+than a chunk; their scales are E4M3, whose product with a 4-bit number bfloat16 represents, and include E2M1's factor. The sums of
+x for zero points are computed by the tensor cores, too, as products with ones: sums across lanes would cost more.
 
-**What did not pay.** An order of K in which a byte's codes go to different lanes sent every decoded number through shared memory:
-3.9 instructions a weight where this order had 2.9, with 32 rows a program. Where scales meet the sums, they cannot bring E2M1's factor,
-`2**126`: the products before would be subnormal.
+**Rejected.** An order of K in which a byte's codes go to different lanes sent every decoded number through shared memory:
+3.9 instructions per weight instead of 2.9, with 32 rows per program. Scales of sums cannot include E2M1's factor, `2**126`: the
+products before would be subnormal.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
-# (a launch takes settings that are no parameters of the kernel)
+# (a launch takes settings that are not parameters of the kernel)
 
 import typing
 
@@ -37,7 +37,7 @@ from .triton_groups import matrix_of, turn_of
 @triton.jit
 @typing.no_type_check
 def in_order(low, high, R: tl.constexpr, BYTES: tl.constexpr):
-    """Codes `2i` and `2i + 1` of rows of bytes `[.., BYTES]` in the order of K that the product takes, `[R, 2 BYTES]`."""
+    """Codes `2i` and `2i + 1` of bytes `[.., BYTES]` in the product's order of K, `[R, 2 BYTES]`."""
     each = tl.reshape(tl.join(low, high), (R, BYTES // 4, 4, 2))
     return tl.reshape(tl.permute(each, (0, 1, 3, 2)), (R, 2 * BYTES))
 
@@ -58,7 +58,7 @@ def pairs_of(
     SIGNED: tl.constexpr,
     SPECIALS: tl.constexpr,
 ):
-    """The numbers of the codes in bytes, bfloat16 `[R, CHUNK]`."""
+    """Decodes bytes to bfloat16, `[R, CHUNK]`."""
     if BITS == 4:
         if PTX != "":
             low, high = tl.inline_asm_elementwise(
@@ -82,7 +82,7 @@ def pairs_of(
 @triton.jit
 @typing.no_type_check
 def scaled(number, scale, PTX: tl.constexpr):
-    """The product of bfloat16 numbers, which bfloat16 holds."""
+    """The product of bfloat16 numbers, exact in bfloat16."""
     if PTX != "":
         number, scale = tl.broadcast(number, scale)
         product = tl.inline_asm_elementwise(
@@ -146,7 +146,7 @@ def pairs_kernel(
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
-    """`y[m, n] = sum_k x[m, k] w[n, k]` for BN of the n and BM of the m; where GP is not 0, w is that of the group of the m."""
+    """A BM x BN block of `y[m, n] = sum_k x[m, k] w[n, k]`; GP > 0: w of m's group."""
     of_chunk: tl.constexpr = CHUNK * BITS // 8
     is_short: tl.constexpr = TK > 0 and TK < CHUNK
     tiles: tl.constexpr = CHUNK // TK if is_short else 1
