@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import importlib
 from pathlib import Path
-from types import ModuleType
 
 import jax
 
@@ -52,7 +51,7 @@ def extension(module: str) -> Extension:
         loaded = importlib.import_module(module)
     except ImportError as failure:
         return Extension(missing=f"its C++ extension is not built here ({failure}); {HOW_TO_BUILD}")
-    if _is_stale(loaded):
+    if _is_stale(Path(loaded.__file__ or ""), getattr(loaded, "SOURCES", None)):
         return Extension(
             missing=f"its C++ extension was built from other sources than those here; {HOW_TO_REBUILD}", is_stale=True
         )
@@ -61,11 +60,10 @@ def extension(module: str) -> Extension:
     return Extension(isa=loaded.ISA)
 
 
-def _is_stale(loaded: ModuleType) -> bool:
+def _is_stale(path: Path, built_from: str | None) -> bool:
     """Whether the module's source is in its folder and, with its headers, has changed since the build."""
-    path = Path(loaded.__file__ or "")
     source = path.with_name(path.name.partition(".")[0].removeprefix("_") + ".cc")
-    return source.exists() and fingerprint(source, Path(__file__).parent) != getattr(loaded, "SOURCES", None)
+    return source.exists() and fingerprint(source, Path(__file__).parent) != built_from
 
 
 def device_refusal() -> str | None:

@@ -13,9 +13,9 @@ from .reference import BACKENDS
 def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: str | None = None) -> Float[Array, "B H T h"]:
     """Grouped-query attention: `softmax(q k^T / sqrt(h)) v` over the positions of all blocks.
 
-    Products accumulate in float32 and softmax is float32. The reference multiplies the softmax weights by the values' scales,
-    relative to the largest of them so that float16 does not overflow, and rounds them to the dtype of `q`; the C++ kernel
-    rounds only the result. Derivatives are the reference's.
+    Products accumulate in float32 and softmax is float32. The reference multiplies the softmax weights by the values'
+    scales, relative to the largest of them so that float16 does not overflow, and rounds them to the dtype of `q`; the C++
+    kernel rounds only the result. Derivatives are the reference's.
 
     Args:
         q: the queries, `G = H / K` of them for each key head.
@@ -27,7 +27,7 @@ def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: s
         The attention output, in the dtype of `q`.
 
     Raises:
-        QuantError: when the key heads do not divide the heads, or the shapes of queries, keys, values and `seen` do not match.
+        QuantError: when the key heads do not divide the heads, or the shapes of the operands do not match.
         UnsupportedError: when the named backend does not support the operands or the platform.
 
     >>> k = jnp.ones((1, 1, 2, 4))

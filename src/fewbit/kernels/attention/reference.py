@@ -111,8 +111,8 @@ def _with_odd_values(
 ) -> Float[Array, "B K R h"]:
     """Adds the non-finite values, which the product had replaced by zeros, to the rows that attend to them.
 
-    A row attends to the first `seen` positions, so the first position of each kind decides: of values that give `+inf` or NaN,
-    and of values that give `-inf` or NaN. Where all heads or coordinates of a position share a scale, J or w is 1.
+    A row attends to the first `seen` positions, so the first position of each kind decides: of values that give `+inf` or
+    NaN, and of values that give `-inf` or NaN. Where all heads or coordinates of a position share a scale, J or w is 1.
     """
     S = values.shape[2]
     place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)

@@ -35,8 +35,8 @@ _LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, None: 2}
 class CpuQuantizer(AbstractBackend[Quantization]):
     """C++ for the CPU; gives the same bytes as the reference.
 
-    Scales that the kernels cannot compute (grid searches, percentiles, given scales) are computed in JAX; the C++ kernel then
-    only encodes.
+    Scales that the kernels cannot compute (grid searches, percentiles, given scales) are computed in JAX; the C++ kernel
+    then only encodes.
 
     Attributes:
         isa: the instruction set to use, if the machine has it: avx512, avx2, portable; None: the best.

@@ -30,9 +30,10 @@ def quantize(
     """Quantizes an array: one scale for each tile (block), one code for each element.
 
     `code = encode((x - offset) / scale)`, rounded to nearest and computed in float32 with the scale as stored. A tile whose
-    scale would be below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile decodes to exact
-    zeros. A NaN or an infinity makes every element of its tile NaN. Every finite array decodes to finite numbers: scales are
-    limited so that the largest code decodes to at most the largest float32. An empty array gives empty codes. Jit-compatible.
+    scale would be below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile decodes to
+    exact zeros. A NaN or an infinity makes every element of its tile NaN. Every finite array decodes to finite numbers:
+    scales are limited so that the largest code decodes to at most the largest float32. An empty array gives empty codes.
+    Jit-compatible.
 
     Args:
         x: floating array of at least one axis: float16, bfloat16, float32 or float64 (which is rounded to float32).
@@ -46,8 +47,8 @@ def quantize(
             scales are not searched, but chosen so that no element saturates. Calibrations that clip on purpose (`fixed`,
             `absmax,0.9`) keep their range, and elements beyond it, or beyond a given scale's, saturate.
         scale: the scale of each tile, float, in place of the scheme's calibration (static ranges, delayed scaling); it
-            broadcasts to the number of tiles on each axis, so a scalar is the scale of every tile. It is rounded to the scheme's
-            scale format; a tensor scale is chosen for the largest of them. None calibrates.
+            broadcasts to the number of tiles on each axis, so a scalar is the scale of every tile. It is rounded to the
+            scheme's scale format; a tensor scale is chosen for the largest of them. None calibrates.
         offset: the number that the code of value 0 decodes to, like `scale`; given with it if and only if the scheme has a
             zero point.
         shared_noise: the axes along which all elements are rounded with the same random number; with (), each has its own.

@@ -55,7 +55,7 @@ def unchosen(scheme: Scheme, tile: int) -> str | None:
     if isinstance(stored, Scheme):
         return "quantized scales: use backend='reference'"
     for holder in (stored, scheme.zero_point):
-        if holder is not None and not isinstance(holder, AbstractFormat) and np.dtype(holder).name == "float16":  # type: ignore[arg-type]
+        if not isinstance(holder, AbstractFormat | None) and np.dtype(holder).name == "float16":  # type: ignore[arg-type]
             return "scales or offsets are stored as float16, which TPUs do not compute with"
     if isinstance(stored, E8M0):
         is_supported = isinstance(calibration, MX) and not is_range

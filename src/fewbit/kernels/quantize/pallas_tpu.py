@@ -1,23 +1,24 @@
 """The quantize kernel for TPUs: scales, codes and packing in one read.
 
-**Layout.** A block has the tiled axis along sublanes: the amax of a tile is a maximum over registers, its scale a broadcast.
-If tiles run along the last axis, input blocks and packed codes are transposed in VMEM. Codes that share bytes are adjacent along
-the tiled axis, so codes are written to scratch and each *plane* (every second row, say) is read with a stride. With 3, 5, 6 and 7
-bits a group of codes fills several bytes (four 6-bit codes in three bytes), and each byte of the group is also a plane,
-written with a stride. Scales and zero points are written with the tiled axis first; they are a sixteenth to a hundredth of the
-array's bytes, and XLA transposes them.
+**Layout.** A block has the tiled axis along sublanes: the amax of a tile is a maximum over registers, its scale a
+broadcast. If tiles run along the last axis, input blocks and packed codes are transposed in VMEM. Codes that share bytes
+are adjacent along the tiled axis, so codes are written to scratch and each *plane* (every second row, say) is read with a
+stride. With 3, 5, 6 and 7 bits a group of codes fills several bytes (four 6-bit codes in three bytes), and each byte of the
+group is also a plane, written with a stride. Scales and zero points are written with the tiled axis first; they are a
+sixteenth to a hundredth of the array's bytes, and XLA transposes them.
 
-**Scales** are computed by `pallas_scales.py`. Codes come from the format's `encode`, except codebooks, whose code is the number of
-thresholds below the element. A tensor scale needs the amax of the whole array first: XLA reads the input once for it, the kernel
-again.
+**Scales** are computed by `pallas_scales.py`. Codes come from the format's `encode`, except codebooks, whose code is the
+number of thresholds below the element. A tensor scale needs the amax of the whole array first: XLA reads the input once for
+it, the kernel again.
 
-**A short last tile** is padded with zeros, as in the reference: in VMEM if the axis is one block; else the last block extends
-beyond the array, and its undefined values are replaced. Missing codes of a partial last byte are zero bits.
+**A short last tile** is padded with zeros, as in the reference: in VMEM if the axis is one block; else the last block
+extends beyond the array, and its undefined values are replaced. Missing codes of a partial last byte are zero bits.
 
 **Bound**: the input, read once, 4 or 2 bytes an element (twice with a tensor scale); codes and scales are written once.
 
-Experimental, not measured on a TPU: values are compared in interpret mode, the kernel is lowered in CI and compiled where libtpu is
-installed. TPU division may not round correctly, so a code may differ from the CPU's where a quotient is between two codes.
+Experimental, not measured on a TPU: values are compared in interpret mode, the kernel is lowered in CI and compiled where
+libtpu is installed. TPU division may not round correctly, so a code may differ from the CPU's where a quotient is between
+two codes.
 """
 
 import dataclasses
@@ -137,8 +138,8 @@ def quantized_tiles(
         interpret: whether to interpret the kernel, on any device, instead of compiling it.
 
     Returns:
-        Packed codes, uint8 of the shape of `x` with K in bytes; stored scales with K in tiles; stored zero points like scales,
-        or None if the scheme has none.
+        Packed codes, uint8 of the shape of `x` with K in bytes; stored scales with K in tiles; stored zero points like
+        scales, or None if the scheme has none.
     """
     batch, (length, others) = len(x), x.shape[:0:-1] if is_last else x.shape[1:]
     cut = Blocks.of(length, others, tile, scheme.format.bits, is_last=is_last)

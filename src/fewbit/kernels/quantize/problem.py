@@ -29,8 +29,8 @@ class Quantization:
     shared_noise: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        text = f"x={self.dtype}[{','.join(map(str, self.shape))}] to {self.scheme.name}"
-        return text + " with stochastic rounding" * self.is_stochastic
+        how = " with stochastic rounding" if self.is_stochastic else ""
+        return f"x={self.dtype}[{','.join(map(str, self.shape))}] to {self.scheme.name}{how}"
 
 
 @dataclasses.dataclass(frozen=True)

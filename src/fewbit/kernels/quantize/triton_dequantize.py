@@ -1,8 +1,8 @@
 """The Triton dequantize kernel, in the layout of `triton.py`.
 
-A minifloat code is shifted into the exponent and mantissa of a float32, which gives its number times `2**(bias - 127)`, subnormals
-included; codes beyond the largest number are NaN (or infinity, if the format has it). Numbers are multiplied by their scale in
-float32 and rounded once. Bound: memory, 0.53 bytes read and 2 written an element for 4.25 bits to bfloat16.
+A minifloat code is shifted into the exponent and mantissa of a float32, which gives its number times `2**(bias - 127)`,
+subnormals included; codes beyond the largest number are NaN (or infinity, if the format has it). Numbers are multiplied by
+their scale in float32 and rounded once. Bound: memory, 0.53 bytes read and 2 written an element for 4.25 bits to bfloat16.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false

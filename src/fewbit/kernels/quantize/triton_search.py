@@ -1,13 +1,13 @@
 """Triton scale searches: the candidate of least squared error for each tile.
 
-The candidates are those that `array.scales.candidates` and `array.scales.search` prove sufficient, unrolled: two for E2M1 under
-powers of two, eleven codes for NVFP4 (low codes need fifteen, in a branch that few programs take). Tiles are in units of a power
-of two near their amax, so nothing overflows, and are multiplied by reciprocals.
+The candidates are those that `array.scales.candidates` and `array.scales.search` prove sufficient, unrolled: two for E2M1
+under powers of two, eleven codes for NVFP4 (low codes need fifteen, in a branch that few programs take). Tiles are in units
+of a power of two near their amax, so nothing overflows, and are multiplied by reciprocals.
 
-**Five instructions** an element and candidate for minifloats: `x / scale 2**(bias - 127)` is a float32 whose upper bits are the
-code, subnormals included; adding half a unit in the last place as an integer and clearing the bits below rounds it; two FMAs
-compute the squared error and its sum. Ties round up instead of to even, which has the same error. Above the first scale that
-saturates nothing, clipping is skipped.
+**Five instructions** an element and candidate for minifloats: `x / scale 2**(bias - 127)` is a float32 whose upper bits are
+the code, subnormals included; adding half a unit in the last place as an integer and clearing the bits below rounds it; two
+FMAs compute the squared error and its sum. Ties round up instead of to even, which has the same error. Above the first
+scale that saturates nothing, clipping is skipped.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
@@ -222,7 +222,7 @@ def fraction_chosen(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """Each tile's best float scale, as stored, among fractions of the absmax scale; `inverse` converts to the units of `x`."""
+    """Each tile's best float scale, as stored, among fractions of the absmax scale; `inverse` converts to units of `x`."""
     best = tl.zeros_like(amax)
     least = tl.full(amax.shape, float("inf"), tl.float32)
     bound = tl.full(amax.shape, BOUND, tl.float32)
