@@ -139,7 +139,7 @@ def _product(x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: i
     is_plain = x.is_cpu and leaves[0].is_cpu and backend != "torch" and x.dtype in handover.FLOATS and x.numel() > 0
     if not is_plain or backend == "triton":
         q = form_of(form).qtensor(leaves)
-        w = permuted(q, (1, 0)) if axis else q
+        w = permuted(q, (axis, 1 - axis))
         if x.device != q.device:
             raise QuantError(f"x is on {x.device} and q on {q.device}; move one to the other")
         name, _ = _chosen(x, w, backend or None)

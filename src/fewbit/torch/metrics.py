@@ -72,4 +72,6 @@ def _square(x: torch.Tensor) -> float:
 
 def _ratio(off: float, whole: float) -> float:
     """The ratio of two norms, from their squares; 0 if `off` is 0."""
-    return (off / whole) ** 0.5 if off else 0.0
+    if not off:
+        return 0.0
+    return (off / whole) ** 0.5

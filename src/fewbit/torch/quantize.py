@@ -329,7 +329,7 @@ def taken(q: QTensor, at: torch.Tensor) -> QTensor:
             return leaf
         return taken(leaf, places) if isinstance(leaf, QTensor) else leaf[places]
 
-    tiles[0] = None if q.scale.shape[0] == 1 else 1
+    tiles[0] = 1 if q.scale.shape[0] > 1 else None
     scheme = q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis)
     parts = {"codes": q.codes[at], "scale": of(q.scale, of_tile)}
     parts |= {"zero_point": of(q.zero_point, of_tile), "tensor_scale": of(q.tensor_scale, of_tile)}

@@ -232,9 +232,9 @@ def _check_operands(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor) -> N
         shapes = f"{tuple(x.shape)}, {q.shape} and group_sizes {tuple(group_sizes.shape)}"
         raise QuantError(f"ragged_dot multiplies [M, K] with [G, K, N] in groups [G]; got shapes {shapes}")
     if x.shape[1] != q.shape[1]:
-        hint = ""
+        text = f"x has {x.shape[1]} columns and each matrix has {q.shape[1]} rows"
         if x.shape[1] == q.shape[2]:
-            hint = "; for matrices [G, N, K] use ragged_dot(x, q.mT, group_sizes)"
-        raise QuantError(f"x has {x.shape[1]} columns and each matrix has {q.shape[1]} rows{hint}")
+            text += "; for matrices [G, N, K] use ragged_dot(x, q.mT, group_sizes)"
+        raise QuantError(text)
     if not x.is_floating_point() or group_sizes.is_floating_point() or group_sizes.dtype == torch.bool:
         raise QuantError(f"x is {x.dtype} and group_sizes {group_sizes.dtype}; they must be floating and integers")

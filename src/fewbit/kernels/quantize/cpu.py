@@ -148,12 +148,10 @@ def _in_one_call(backend: CpuQuantizer, problem: Quantization, words: dict[str, 
     cut = _geometry(x.shape, tiles, scheme)
     assert cut is not None
     zero, none = scheme.zero_holder, (1, 1, 0)
-    results = (
-        _shaped(cut.packed(scheme.format.bits), jnp.uint8),
-        _shaped(cut.counts, scheme.scale),
-        _shaped(none, jnp.uint8) if zero is None else _shaped(cut.counts, zero),
-        _shaped((1, 1, int(scheme.tensor_scale)), jnp.float32),
-    )
+    zero_result = _shaped(none, jnp.uint8) if zero is None else _shaped(cut.counts, zero)
+    unit_result = _shaped((1, 1, int(scheme.tensor_scale)), jnp.float32)
+    codes_result = _shaped(cut.packed(scheme.format.bits), jnp.uint8)
+    results = (codes_result, _shaped(cut.counts, scheme.scale), zero_result, unit_result)
     call = jax.ffi.ffi_call("fewbit_quantize", results, vmap_method="broadcast_all")
     given = jnp.zeros(none, jnp.float32)
     if scheme.calibration.searches_tensor_scale and (unit := tensor_scale_of(x, scheme)) is not None:

@@ -82,12 +82,14 @@ class Blocks:
     def rows(self) -> int:
         """Elements along K in a block: whole tiles, and whole registers of bytes and of scales; or all of K."""
         unit = math.lcm(LANES * self.group, SUBLANES * self.tile)
-        return self.length if self.length <= max(ROWS, unit) else max(ROWS // unit, 1) * unit
+        if self.length <= max(ROWS, unit):
+            return self.length
+        return max(ROWS // unit, 1) * unit
 
     @property
     def filled(self) -> int:
         """`rows` with a full last tile."""
-        return self.tiles * self.tile if self.rows == self.length else self.rows
+        return -(-self.rows // self.tile) * self.tile
 
     @property
     def columns(self) -> int:

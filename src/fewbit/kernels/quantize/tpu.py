@@ -120,7 +120,7 @@ def _by_kernel(scheme: Scheme, interpret: bool, x: jax.Array) -> QArray:
     assert axis is not None
     is_last, tile = axis == -1, tiles[axis] or x.shape[axis]
     batch = 1 if is_last else math.prod(x.shape[:-2])
-    matrices = x.reshape(batch, -1, x.shape[-1]) if x.ndim > 1 else x.reshape(1, 1, -1)
+    matrices = x.reshape(batch, -1, x.shape[-1])
     unit = tensor_scale_of(x, scheme)
     codes, scale, zero = quantized_tiles(matrices, scheme, tile, unit, is_last=is_last, interpret=interpret)
     packed, counts = list(x.shape), tile_counts(x.shape, tiles)

@@ -2,11 +2,10 @@
 
 The error of a tile with residual r is `r^T H r`. A program loads one block of columns, its `H` (K x K) and R rows of the
 weight; for each candidate it rounds, computes the residual and multiplies it with `H` by `tl.dot`, so the weight and `H`
-are read once.
-Bound: the products, K multiply-adds an element and candidate, in full float32 ("ieee"), because residuals cancel and the rounding
-of TF32 (10-bit mantissas) would decide between scales. Tiles are in units of a power of two near their amax, `H` in units
-of one near its largest entry. A candidate wins only if its error is lower by 2**-16; the first is the caller's initial
-scale.
+are read once. Bound: the products, K multiply-adds an element and candidate, in full float32 ("ieee"), because residuals
+cancel and the rounding of TF32 (10-bit mantissas) would decide between scales. Tiles are in units of a power of two near
+their amax, `H` in units of one near its largest entry. A candidate wins only if its error is lower by 2**-16; the first is
+the caller's initial scale.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false

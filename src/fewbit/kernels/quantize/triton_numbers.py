@@ -3,9 +3,8 @@
 With `M = 2**(e + 23 - mantissa)`, e the exponent of y (at least that of the smallest normal), the unit in the last place of
 `y + M` is the format's, so `(y + M) - M` is y rounded to the format, ties to even: five instructions for any minifloat.
 Times `2**(bias - 127)` the number becomes a float32 whose exponent field is the format's, subnormals included, and its
-upper bits are
-the code. Integers use M = 1.5 2**23, where the low bits of the sum are the two's complement. NF4's 15 thresholds are compared in
-a tree of selects.
+upper bits are the code. Integers use M = 1.5 2**23, where the low bits of the sum are the two's complement. NF4's 15
+thresholds are compared in a tree of selects.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false

@@ -213,7 +213,7 @@ class TileProblem:
         return {"PTX_E2M1": is_e2m1, "PTX_E4M3": is_e4m3 and capability >= 89}
 
     def _window(self) -> tuple[int, int, int, int, bool]:
-        """Candidates below and above the first scale that saturates nothing; the number of low first indices, and their last."""
+        """Candidates below and above the first scale that saturates nothing; how many indices are low, and their last."""
         fmt, scale = self.scheme.format, self.scheme.scale
         assert isinstance(scale, AbstractFormat)
         places = np.arange(len(stored_scales(scale)))
