@@ -56,7 +56,7 @@ class Cpu(AbstractBackend[AttentionProblem]):
         def native(q: jax.Array, keys: Held, values: Held, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
             if layer is None:
                 keys, values = jax.tree.map(lambda a: a[None], (keys, values))  # [1, B, K, S, h]
-                layer = jnp.int32(0)
+                layer = jnp.zeros((), jnp.int32)
             key_buffers, key_words = _buffers("key", keys)
             value_buffers, value_words = _buffers("value", values)
             call = jax.ffi.ffi_call("fewbit_attention", jax.ShapeDtypeStruct(q.shape, q.dtype), vmap_method="sequential")

@@ -209,14 +209,14 @@ def _native_decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> ja
     scheme, shape = problem.scheme, problem.shape
     cut = _geometry(shape, problem.tiles, scheme)
     assert cut is not None
-    factors = scale_factors(q)
-    second_scale = factors[1] if len(factors) > 1 else None
+    scale, *more = scale_factors(q)
+    second_scale = more[0] if more else None
     zero_point, offset = None, q.zero_point
     if isinstance(scheme.zero_point, AbstractFormat) and offset is not None:
         zero_point, offset = scheme.zero_point.decode(offset), None
     result = jax.ShapeDtypeStruct(cut.shape, jnp.dtype(problem.dtype))
     call = jax.ffi.ffi_call("fewbit_dequantize", result, vmap_method="broadcast_all")
-    by_tile = [_by_tile(leaf, cut) for leaf in (factors[0], second_scale, zero_point, offset)]
+    by_tile = [_by_tile(leaf, cut) for leaf in (scale, second_scale, zero_point, offset)]
     codes = q.codes.reshape(cut.packed(scheme.format.bits))
     attributes = {"bits": scheme.format.bits, "whole_shift": _whole_shift(scheme.format), "level": _LEVELS[backend.isa]}
     words = {name: np.int64(number) for name, number in attributes.items()}
