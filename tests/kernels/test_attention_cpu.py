@@ -198,10 +198,10 @@ def test_a_layer_is_read_where_it_lies():
 def test_what_it_does_not_take_is_said(monkeypatch):
     q, block = cache("float32", "odd")
     pair = [block, dataclasses.replace(block)]
-    with pytest.raises(fb.UnsupportedError, match="stand in 2 blocks; it takes one"):
+    with pytest.raises(fb.UnsupportedError, match="come in 2 blocks; it takes one"):
         attention(q, pair, backend="cpu")
     problem = AttentionProblem.of(q, [block.of_layer()])
-    assert "no layer of a cache" in str(BACKENDS["cpu"].passed_over(problem))
+    assert "no layer of a KV cache" in str(BACKENDS["cpu"].passed_over(problem))
     assert "CPU devices" in str(BACKENDS["cpu"].passed_over(AttentionProblem.of(q, [block])))  # as many as the tests have
     monkeypatch.setattr("fewbit.kernels.attention.cpu.extension", lambda module: Extension(missing="it is not built"))
     with pytest.raises(fb.UnsupportedError, match="it is not built"):

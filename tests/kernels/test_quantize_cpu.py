@@ -294,7 +294,7 @@ def test_derivatives_are_the_references():
 
 def test_what_it_cannot_do_is_said():
     x = jnp.ones((4, 32))
-    with pytest.raises(fb.UnsupportedError, match="rounding by chance is left to the reference"):
+    with pytest.raises(fb.UnsupportedError, match="stochastic rounding: use backend='reference'"):
         quantize(x, "int8", key=jax.random.key(0), backend="cpu")
     with pytest.raises(fb.UnsupportedError, match="cannot encode dynamic8"):
         quantize(x, {"format": "dynamic8"}, backend="cpu")

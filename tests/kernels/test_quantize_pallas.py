@@ -113,12 +113,12 @@ def test_reasons():
     assert str(backend.passed_over(problem)).startswith("there are several devices")
     for changed, reason in (
         ({"dtype": "float16"}, "the array is float16, must be float32 or bfloat16"),
-        ({"is_stochastic": True}, "rounding by chance"),
-        ({"shape": (4, 8192), "scheme": fb.scheme("int8").along(-1, 2)}, "tiles of 8192; up to 4096 are held in VMEM"),
-        ({"scheme": fb.scheme("int3_g20").along(-1, 2)}, "tiles of 20 on axis -1 cut the bytes of 8 codes"),
-        ({"scheme": fb.scheme("q4_1").along(-1, 2)}, "scales or offsets are held as float16"),
-        ({"scheme": fb.scheme("nf4_dq").along(-1, 2)}, "scales that are quantized themselves"),
-        ({"scheme": dataclasses.replace(fb.scheme("int4"), packing=fb.Packing(high_first=True))}, "other orders of packing"),
+        ({"is_stochastic": True}, "stochastic rounding, given scales"),
+        ({"shape": (4, 8192), "scheme": fb.scheme("int8").along(-1, 2)}, "tiles of 8192; up to 4096 fit in VMEM"),
+        ({"scheme": fb.scheme("int3_g20").along(-1, 2)}, "tiles of 20 on axis -1; the length must be a multiple of 8"),
+        ({"scheme": fb.scheme("q4_1").along(-1, 2)}, "scales or offsets are stored as float16"),
+        ({"scheme": fb.scheme("nf4_dq").along(-1, 2)}, "quantized scales"),
+        ({"scheme": dataclasses.replace(fb.scheme("int4"), packing=fb.Packing(high_first=True))}, "high-first packing"),
         ({"scheme": dataclasses.replace(fb.scheme("int4_g32"), calibration=MSE()).along(-1, 2)}, "calibration mse with"),
         ({"scheme": fb.scheme("fp8_block128").along(-1, 2), "shape": (256, 256)}, "extend over several axes"),
     ):
@@ -155,7 +155,7 @@ def test_reasons_of_decoding():
     assert refusal("q8_0") is None  # scales in float16 come as their bits
     assert refusal("int4", dtype="float16") == "the array is float16, must be float32 or bfloat16"
     assert (
-        refusal("nf4_dq") == "other orders of packing, and scales that are quantized themselves, are left to the reference"
+        refusal("nf4_dq") == "interleaved or high-first packing, or quantized scales: use backend='reference'"
     )
     assert (
         refusal("fp8_block128", (256, 256)) == "tiles (128, 128) extend over several axes, or not along one of the last two"

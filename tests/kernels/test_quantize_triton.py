@@ -157,7 +157,7 @@ def test_other_dtypes_axes_and_the_largest_magnitude(dtype: torch.dtype) -> None
     ("name", "length", "text"),
     [
         ("bnb_fp4", 64, "numbers of bnb_fp4"), ("int3", 64, "3 bits"), ("int4_g17", 64, "tiles of 17"), ("nvfp4_16x16", 64, "several"),
-        ("int8", 20000, "held in registers"), ("uint8", 64, "numbers of uint8"), ("fp8_e4m3fnuz", 64, "numbers of e4m3fnuz"),
+        ("int8", 20000, "fit in registers"), ("uint8", 64, "numbers of uint8"), ("fp8_e4m3fnuz", 64, "numbers of e4m3fnuz"),
     ],
 )  # fmt: skip
 def test_what_no_kernel_serves_says_why(name: str, length: int, text: str) -> None:

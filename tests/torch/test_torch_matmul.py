@@ -80,7 +80,7 @@ def test_a_look_up_decodes_rows(q: "fbt.QTensor") -> None:
         torch.nn.functional.embedding(torch.tensor([12]), q)
     with pytest.raises(fb.UnsupportedError, match="max_norm"):
         torch.nn.functional.embedding(ids, q, max_norm=1.0)
-    with pytest.raises(fb.UnsupportedError, match="share bytes along the rows"):
+    with pytest.raises(fb.UnsupportedError, match="packed along the row axis"):
         torch.nn.functional.embedding(ids, q.T)
 
 
@@ -152,11 +152,11 @@ def test_rows_in_groups_are_those_of_jax() -> None:
 
 def test_what_rows_in_groups_refuse() -> None:
     q, sizes = weight("mxfp4", 3, 12, 64), torch.tensor([1, 1, 0])
-    with pytest.raises(fb.QuantError, match=r"are multiplied as ragged_dot\(x, q.mT, group_sizes\)"):
+    with pytest.raises(fb.QuantError, match=r"use ragged_dot\(x, q.mT, group_sizes\)"):
         fbt.ragged_dot(torch.ones(2, 64), q, sizes)
     with pytest.raises(fb.QuantError, match=r"in groups \[G\]; got shapes"):
         fbt.ragged_dot(torch.ones(2, 64), q.mT, sizes[:2])
-    with pytest.raises(fb.QuantError, match="a floating type and integers are expected"):
+    with pytest.raises(fb.QuantError, match="must be floating and integers"):
         fbt.ragged_dot(torch.ones(2, 64), q.mT, sizes.float())
     with pytest.raises(fb.UnsupportedError, match="need a CUDA device"):
         fbt.ragged_dot(torch.ones(2, 64), q.mT, sizes, backend="triton")
@@ -165,16 +165,16 @@ def test_what_rows_in_groups_refuse() -> None:
 def test_what_it_refuses() -> None:
     q = weight("mxfp4", 12, 64)
     with pytest.raises(
-        fb.QuantError, match=r"x has 64 columns and q has 12 rows; a matrix \[N, K\] is multiplied as x @ q.T"
+        fb.QuantError, match=r"x has 64 columns and q has 12 rows; for a matrix \[N, K\] use x @ q.T"
     ):
         fbt.matmul(torch.ones(2, 64), q)
-    with pytest.raises(fb.QuantError, match="floating activations"):
+    with pytest.raises(fb.QuantError, match="must be floating or a QTensor"):
         fbt.matmul(torch.ones(2, 64, dtype=torch.int32), q.T)
     with pytest.raises(fb.UnsupportedError, match="need a CUDA device"):
         fbt.matmul(torch.ones(2, 64), q.T, backend="triton")
-    with pytest.raises(fb.UnsupportedError, match=r"sums are made in float32; x\.float"):
+    with pytest.raises(fb.UnsupportedError, match=r"products accumulate in float32; pass x\.float"):
         torch.nn.functional.linear(torch.ones(2, 64).double(), q)
-    with pytest.raises(fb.QuantError, match="ragged_dot multiplies rows with a stack"):
+    with pytest.raises(fb.QuantError, match="for a stack of matrices use ragged_dot"):
         fbt.matmul(torch.ones(2, 64), weight("mxfp4", 3, 64, 12))
 
 

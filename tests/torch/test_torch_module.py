@@ -45,8 +45,8 @@ def test_the_plan_lists_every_parameter_and_why() -> None:
         "block.gate.weight": ("float32", (), "a router or gate of experts; no rule names the role router"),
         "block.conv.weight": ("int8", (-1, -2), ""),
         "block.conv.bias": ("float32", (), "a vector: no product contracts it"),
-        "block.attention.in_proj_weight": ("float32", (), "read by nn.MultiheadAttention, which takes no QTensor"),
-        "block.attention.out_proj.weight": ("float32", (), "read by nn.MultiheadAttention, which takes no QTensor"),
+        "block.attention.in_proj_weight": ("float32", (), "a parameter of nn.MultiheadAttention, which does not support QTensors"),
+        "block.attention.out_proj.weight": ("float32", (), "a parameter of nn.MultiheadAttention, which does not support QTensors"),
     }
     assert plan["embed.weight"].ops == ("take",) and "3 of 11 parameters quantized" in str(plan)
     assert not any(isinstance(p, fbt.QTensor) for p in net.parameters())
@@ -80,7 +80,7 @@ def test_nothing_changes_where_something_is_wrong() -> None:
     net = Net()
     with torch.no_grad():
         net.block.conv.weight[0, 0, 0] = torch.nan
-    with pytest.raises(fb.QuantError, match=r"block\.conv\.weight holds 1 values that are NaN or infinite"):
+    with pytest.raises(fb.QuantError, match=r"block\.conv\.weight has 1 NaN or infinite values"):
         fbt.quantize_(net, "int8")
     assert not any(isinstance(p, fbt.QTensor) for p in net.parameters())
     with pytest.raises(fb.QuantError, match="matches nothing"):

@@ -70,7 +70,7 @@ def test_a_state_dict_has_it() -> None:
     fresh = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4)).requires_grad_(False)
     fresh.load_state_dict(loaded, assign=True)
     assert same(state["0.weight"], fresh[0].weight) and isinstance(fresh[0].weight, nn.Parameter)
-    with pytest.raises(RuntimeError, match="quantize_ the module"):
+    with pytest.raises(RuntimeError, match="quantize_ on the module"):
         nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 4)).load_state_dict(reloaded(state))
 
 
@@ -114,7 +114,7 @@ def test_copies_never_write_into_memory_of_jax() -> None:
     assert t.dequantize().max() < -2.9 and fb.dequantize(known).min() > 0.9
     with pytest.raises(fb.QuantError, match="does not fit"):
         t.copy_(fbt.quantize(torch.ones(2, 32), "fp8"))
-    with pytest.raises(fb.QuantError, match="a QTensor takes a float tensor"):
+    with pytest.raises(fb.QuantError, match="copy_ into a QTensor from a float tensor"):
         t.copy_(torch.ones(2, 32))
 
 
@@ -129,7 +129,7 @@ def test_copies_never_write_into_memory_of_jax() -> None:
         (lambda q: q.zero_(), fb.UnsupportedError, "zero_ cannot take"),
         (lambda q: torch.bmm(torch.ones(3, 2, 64), q), fb.UnsupportedError, "bmm cannot take"),
         (lambda q: q.numpy(), RuntimeError, "not supported for tensor subclasses"),
-        (lambda q: q.to(torch.int8), fb.QuantError, "stands for floating numbers"),
+        (lambda q: q.to(torch.int8), fb.QuantError, "a QTensor has a floating dtype"),
         (lambda q: nn.Parameter(q), fb.QuantError, r"no gradient: nn.Parameter\(q, requires_grad=False\)"),
     ],
 )  # fmt: skip

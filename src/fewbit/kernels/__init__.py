@@ -1,1 +1,1 @@
-"""How fast: one folder a product, each with its problem, its reference and its backends; `select` chooses among them."""
+"""Kernels: for each product its problem, reference and backends."""

@@ -1,4 +1,4 @@
-"""What tables of measured times call this machine, and where they lie."""
+"""The device's name in latency tables, and their cache directory."""
 
 import os
 import pathlib
@@ -8,17 +8,20 @@ import re
 import jax
 
 CACHE_VARIABLE = "FEWBIT_CACHE_DIR"
-"""The environment variable that names the directory of what fewbit measured for this user."""
+"""The environment variable that names the cache directory."""
 
 
 def device_name() -> str:
-    """The name of JAX's default device: of an accelerator JAX's own, of a CPU the processor and its cores."""
+    """The name of JAX's default device: an accelerator's kind, or a CPU's model and core count."""
     device = jax.devices()[0]
-    return device.device_kind if device.platform != "cpu" else f"{_processor()}, {_cores()} cores"
+    if device.platform != "cpu":
+        return device.device_kind
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{_processor()}, {cores} cores"
 
 
 def cache_directory() -> pathlib.Path:
-    """Where a user's own measurements lie: `$FEWBIT_CACHE_DIR`, or `fewbit` in `$XDG_CACHE_HOME`, or `~/.cache/fewbit`."""
+    """The cache directory: `$FEWBIT_CACHE_DIR`, else `fewbit` in `$XDG_CACHE_HOME`, else `~/.cache/fewbit`."""
     if named := os.environ.get(CACHE_VARIABLE):
         return pathlib.Path(named)
     if base := os.environ.get("XDG_CACHE_HOME"):
@@ -27,7 +30,7 @@ def cache_directory() -> pathlib.Path:
 
 
 def file_name(device: str) -> str:
-    """The name of a device's file.
+    """The file name of a device's table.
 
     >>> file_name("Intel(R) Xeon(R) Processor (family 6, model 207), 2 cores")
     'intel-xeon-processor-family-6-model-207-2-cores.json'
@@ -37,7 +40,7 @@ def file_name(device: str) -> str:
 
 
 def _processor() -> str:
-    """The processor as Linux tells it; elsewhere as Python knows it."""
+    """The processor's model from /proc/cpuinfo, else from `platform`."""
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
     except OSError:
@@ -48,10 +51,3 @@ def _processor() -> str:
     if "CPU implementer" in facts:
         return f"{platform.machine()} (implementer {facts['CPU implementer']}, part {facts.get('CPU part', '?')})"
     return facts.get("model name") or platform.machine()
-
-
-def _cores() -> int:
-    """How many cores this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

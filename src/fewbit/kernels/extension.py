@@ -1,10 +1,9 @@
-"""The compiled part of a kernel: where it was built, its functions become targets of `jax.ffi`; where not, it says why."""
+"""Loads a C++ extension and registers its functions with `jax.ffi`."""
 
 import dataclasses
 import functools
 import importlib
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -13,7 +12,6 @@ from .fingerprint import fingerprint
 HOW_TO_BUILD = (
     "install a C++17 compiler and run `pip install --force-reinstall --no-deps fewbit` (in a checkout: `pip install -e .`)"
 )
-
 
 HOW_TO_REBUILD = "run `pip install -e .`, or `python setup.py build_ext --inplace`"
 
@@ -25,12 +23,12 @@ EXTENSIONS = tuple(
 
 @dataclasses.dataclass(frozen=True)
 class Extension:
-    """What came of loading one compiled module.
+    """The result of loading one compiled module.
 
     Attributes:
-        isa: the instruction set that it takes on this machine; empty where it did not load.
+        isa: the instruction set that it uses on this machine; empty if it did not load.
         missing: why it did not load and what to do, or None.
-        is_stale: whether it is there, and was built from other sources than lie beside it.
+        is_stale: whether it was built from other sources than those in its folder.
     """
 
     isa: str = ""
@@ -43,36 +41,35 @@ def extension(module: str) -> Extension:
     """Loads a compiled module and registers its functions for the CPU, once a process.
 
     Args:
-        module: its full name; the build leaves it beside its C++ source.
+        module: its full name; it is built into the folder of its C++ source.
 
     Returns:
-        What came of it. A module that is not there, does not fit this JAX, or was built from other sources than lie beside it
-        (in a checkout that was updated since) is no error: the reference serves.
+        The result. A module that is missing, does not fit this JAX, or is stale (a checkout that was updated since) is no
+        error: the reference runs instead.
     """
     try:
-        loaded: Any = importlib.import_module(module)
+        loaded = importlib.import_module(module)
     except ImportError as failure:
         return Extension(missing=f"its C++ extension is not built here ({failure}); {HOW_TO_BUILD}")
-    if _is_stale(loaded):
+    if _is_stale(Path(loaded.__file__ or ""), getattr(loaded, "SOURCES", None)):
         return Extension(
-            missing=f"its C++ extension was built from other sources than lie here; {HOW_TO_REBUILD}", is_stale=True
+            missing=f"its C++ extension was built from other sources than those here; {HOW_TO_REBUILD}", is_stale=True
         )
     for name, capsule in loaded.TARGETS.items():
         jax.ffi.register_ffi_target(name, capsule, platform="cpu")
     return Extension(isa=loaded.ISA)
 
 
-def _is_stale(loaded: Any) -> bool:
-    """Whether a compiled module has its source beside it, and was not built from that and the headers of today."""
-    path = Path(loaded.__file__)
+def _is_stale(path: Path, built_from: str | None) -> bool:
+    """Whether the module's source is in its folder and, with its headers, has changed since the build."""
     source = path.with_name(path.name.partition(".")[0].removeprefix("_") + ".cc")
-    return source.exists() and fingerprint(source, Path(__file__).parent) != getattr(loaded, "SOURCES", None)
+    return source.exists() and fingerprint(source, Path(__file__).parent) != built_from
 
 
 def device_refusal() -> str | None:
-    """Why a compiled kernel is not chosen by itself in this process, or None.
+    """Why a C++ kernel is not chosen automatically in this process, or None.
 
-    XLA splits no call of foreign code over devices: it gathers the operands on each, which would undo a sharding.
+    XLA cannot partition an FFI call: it would gather sharded operands on every device.
     """
     try:
         count = jax.device_count("cpu")

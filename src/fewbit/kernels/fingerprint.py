@@ -1,6 +1,6 @@
-"""What a compiled extension was built from, as a short text: two builds of the same sources have the same one.
+"""A hash of the sources of a compiled extension.
 
-`setup.py` runs this file by itself, before anything of the package can be imported: it needs nothing but Python.
+`setup.py` runs this file before the package can be imported, so it needs only the standard library.
 """
 
 import hashlib
@@ -8,14 +8,14 @@ from pathlib import Path
 
 
 def fingerprint(source: Path, folder: Path) -> str:
-    """The fingerprint of one C++ file and of every header that it could include.
+    """The hash of one C++ file and every header that it could include.
 
     Args:
         source: the C++ file.
-        folder: the folder of all kernels, of which every header counts.
+        folder: the folder of all kernels; every header in it is hashed.
 
     Returns:
-        Sixteen hexadecimal digits; others whenever a byte or a name of these files changes.
+        16 hexadecimal digits, which change with any byte or name of these files.
     """
     digest = hashlib.sha256()
     for path in (source, *sorted(folder.rglob("*.h"))):

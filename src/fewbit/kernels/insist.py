@@ -1,69 +1,76 @@
-"""A backend that was named is never replaced: the program is not compiled for a platform that the backend does not run on.
+"""Keeps a named backend: compiling for a platform that it does not support raises.
 
-For which platform is known where a program is lowered, not where it is traced; so the array passes an identity that only the
-backend's own platform lowers.
+The platform is known when a program is lowered, not when it is traced; so the array passes through an identity primitive
+whose lowering rule checks the platform.
 """
 
 import functools
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.typing import ArrayLike
 
 from ..errors import UnsupportedError
 from .select import AbstractBackend
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
+V = TypeVar("V")
+
 _primitive = Primitive("fewbit_insisted")
 
 
 def insisted(x: jax.Array, backend: AbstractBackend[Any], kind: str) -> jax.Array:
-    """The array, in programs that are compiled for the platform of a backend; for another one, compiling them raises.
+    """The array; compiling it for another platform than the backend's raises.
 
     Args:
         x: the array.
         backend: the backend that was named.
-        kind: what its registry holds, for errors.
+        kind: the kind of its registry, for errors.
 
     Returns:
         `x`.
 
     Raises:
-        UnsupportedError: on another platform; from a program that is traced, when it is compiled.
+        UnsupportedError: on another platform; for a traced program, when it is compiled.
     """
-    return x if backend.platform is None else _bound(x, platform=backend.platform, name=backend.name, kind=kind)
+    if backend.platform is None:
+        return x
+    return _bound(x, platform=backend.platform, name=backend.name, kind=kind)
 
 
-def _bound(x: Any, **settings: Any) -> jax.Array:
+def _bound(x: ArrayLike, **settings: str) -> jax.Array:
     y: jax.Array = _primitive.bind(x, **settings)
     return y
 
 
-def _lowered(here: str | None, _: Any, x: Any, *, platform: str, name: str, kind: str) -> list[Any]:
+def _lowered(here: str | None, _: object, x: V, *, platform: str, name: str, kind: str) -> list[V]:
     if here != platform:
-        where = "another platform" if here is None else here
-        raise UnsupportedError(
-            f"{kind} cannot run here", {name: f"it runs on {platform}, and the program is compiled for {where}"}
-        )
+        reason = f"it runs on {platform}, and the program is compiled for {here or 'another platform'}"
+        raise UnsupportedError(f"{kind} cannot run here", {name: reason})
     return [x]
 
 
 @functools.cache
-def _compiled(**settings: Any) -> Any:
+def _compiled(**settings: str) -> Callable[..., jax.Array]:
     return jax.jit(functools.partial(_bound, **settings))
 
 
-def _run(x: Any, **settings: Any) -> jax.Array:
+def _run(x: ArrayLike, **settings: str) -> jax.Array:
     with jax.disable_jit(False):  # else the compiled function would bind the primitive again, without end
-        y: jax.Array = _compiled(**settings)(x)
-        return y
+        return _compiled(**settings)(x)
 
 
-def _tangent(primals: Any, tangents: Any, **settings: Any) -> tuple[Any, Any]:
+def _tangent(
+    primals: Sequence[jax.Array], tangents: Sequence[jax.Array | ad.Zero], **settings: str
+) -> tuple[jax.Array, jax.Array | ad.Zero]:
     (x,), (t,) = primals, tangents
-    return _bound(x, **settings), t if type(t) is ad.Zero else _bound(t, **settings)
+    if not isinstance(t, ad.Zero):
+        t = _bound(t, **settings)
+    return _bound(x, **settings), t
 
 
 _primitive.def_impl(_run)

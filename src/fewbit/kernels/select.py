@@ -1,10 +1,11 @@
-"""Which backend computes a product: the first in order that can, or the one that was named."""
+"""Selects the backend of a product: the named one, or the first that supports it."""
 
 import abc
 import dataclasses
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
+from jaxtyping import PyTree
 
 from .._registry import Registry, near_names
 from ..errors import QuantError, UnsupportedError
@@ -16,13 +17,13 @@ P = TypeVar("P")
 class AbstractBackend(abc.ABC, Generic[P]):
     """One implementation of one product.
 
-    A backend lives in its own file, and joins its product's registry there. Later ones are asked first: the reference,
-    which can compute everything, is registered before all others.
+    Each backend is registered by its own file, and the last one registered is asked first: the reference, which supports
+    every problem, is registered before all others.
 
     Attributes:
         name: its name in the registry.
-        platform: the one it runs on, as JAX's lowering names it ("cpu", "cuda", "rocm", "tpu"); None: all.
-        experimental: whether it never ran on its hardware, only in an interpreter and through the compiler.
+        platform: the lowering platform that it runs on ("cpu", "cuda", "rocm", "tpu"); None: all.
+        experimental: whether it was only interpreted and compiled, never run on its hardware.
     """
 
     name: ClassVar[str]
@@ -31,19 +32,19 @@ class AbstractBackend(abc.ABC, Generic[P]):
 
     @abc.abstractmethod
     def unsupported(self, problem: P) -> str | None:
-        """Why this backend cannot compute the problem, in a sentence that says what would help; None when it can."""
+        """Why this backend cannot compute the problem, and what would help; None when it can."""
 
     def passed_over(self, problem: P) -> str | None:
-        """Why this backend leaves a problem that it can compute to another, unless it is named; None when it does not."""
+        """Why this backend is not chosen unless it is named, for a problem that it supports; None when it is."""
         return None
 
     def about(self) -> str:
-        """What it is on this machine, in a few words for `fb.explain`."""
+        """A short description for `fb.explain`."""
         return self.name
 
     @abc.abstractmethod
-    def run(self, problem: P, *operands: Any) -> jax.Array:
-        """The product of the operands. Called only where `unsupported` is None."""
+    def run(self, problem: P, *operands: PyTree) -> jax.Array:
+        """Computes the product; called only where `unsupported` is None."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Choice(Generic[P]):
     """The backend that computes a problem.
 
     Attributes:
-        backend: it.
-        reasons: for each backend that was asked before it, why it does not.
+        backend: the backend.
+        reasons: why each backend that was asked before it was not chosen.
     """
 
     backend: AbstractBackend[P]
@@ -60,23 +61,25 @@ class Choice(Generic[P]):
 
 
 def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | None = None) -> Choice[P]:
-    """The backend for a problem.
+    """Selects the backend for a problem.
 
     Args:
-        backends: the product's backends, in the order of registration; the last that can is taken.
-        problem: what is to be computed.
-        backend: a name, when the caller insists on one; it is never replaced by another.
+        backends: the product's backends; the last registered one that supports the problem is chosen.
+        problem: what to compute.
+        backend: the name of the only backend to use; None chooses.
 
     Returns:
-        The backend, and why those that were asked before it do not serve.
+        The backend, and why those that were asked before it were not chosen.
 
     Raises:
         UnsupportedError: when the named backend cannot compute the problem, or none can, with every reason.
-        QuantError: for a name that is not registered.
+        QuantError: for an unknown name.
     """
-    if backend is not None and backend not in backends:
-        raise QuantError(f"{backends.kind} has no backend {backend!r}; {near_names(backend, backends.names())}")
-    candidates = (backends[backend],) if backend is not None else tuple(backends)[::-1]
+    candidates = tuple(backends)[::-1]
+    if backend is not None:
+        if backend not in backends:
+            raise QuantError(f"{backends.kind} has no backend {backend!r}; {near_names(backend, backends.names())}")
+        candidates = (backends[backend],)
     reasons: dict[str, str] = {}
     for candidate in candidates:
         reason = candidate.unsupported(problem)
@@ -89,7 +92,8 @@ def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | No
 
 
 def _elsewhere(backend: AbstractBackend[Any]) -> str | None:
-    """Why a backend does not run on JAX's default devices; None when it does. JAX calls those of NVIDIA and AMD "gpu"."""
-    here = jax.default_backend()
-    held = ("cuda", "rocm") if here == "gpu" else (here,)
-    return None if backend.platform in (None, *held) else f"it runs on {backend.platform}, the device is {here}"
+    """Why a backend does not run on JAX's default devices; None when it does."""
+    here = jax.default_backend()  # "gpu" for both cuda and rocm
+    if backend.platform in (None, here) or (here == "gpu" and backend.platform in ("cuda", "rocm")):
+        return None
+    return f"it runs on {backend.platform}, the device is {here}"

@@ -1,7 +1,8 @@
-"""fewbit for PyTorch: quantized tensors as a subclass of torch.Tensor, of the same bytes as fewbit's in JAX.
+"""fewbit for PyTorch: QTensor, a torch.Tensor subclass with a QArray's bytes.
 
-On a CPU tensors are handed to JAX without a copy, so every scheme, calibration, search and kernel of fewbit serves torch too; on CUDA
-Triton's kernels do what they can (`fewbit.torch.explain` says). `import fewbit` alone never imports torch.
+CPU tensors are passed to JAX without a copy, so torch has every scheme, calibration, search and kernel of fewbit; CUDA
+tensors use the Triton kernels where they support the scheme (see `fewbit.torch.explain`). `import fewbit` alone never
+imports torch.
 """
 
 from . import convolution as convolution

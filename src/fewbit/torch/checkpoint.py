@@ -1,8 +1,8 @@
-"""QTensors in files: `fewbit.io.write` takes state dicts, and `load` reads directories and files into tensors."""
+"""Reads and writes checkpoints of QTensors."""
 
 import os
-from typing import Any
 
+import jax
 import numpy as np
 import torch
 
@@ -14,11 +14,11 @@ from .qtensor import QTensor, from_qarray, to_qarray
 
 
 def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Reads a model's file or directory as a state dict: QTensors where it is quantized, plain tensors elsewhere.
+    """Reads a model file or directory as a state dict of QTensors and plain tensors.
 
     Args:
-        path: whatever `fewbit.io.read` opens: a directory that fewbit wrote, safetensors, GGUF, `.npz`.
-        device: where the tensors are to be.
+        path: as for `fewbit.io.read`: a directory that fewbit wrote, safetensors, GGUF, `.npz`.
+        device: the device of the tensors.
 
     Returns:
         The tensors by name. `module.load_state_dict` takes them after `quantize_`, or with `assign=True`.
@@ -36,8 +36,8 @@ def load(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> di
     return {name: _tensor(tensors[name]).to(device) for name in tensors}
 
 
-def _tensor(value: Any) -> torch.Tensor:
-    """The tensor of what a file holds, in memory of its own."""
+def _tensor(value: QArray | jax.Array | np.ndarray) -> torch.Tensor:
+    """A copy of an array of a checkpoint as a tensor."""
     if isinstance(value, QArray):
         return from_qarray(value)
     if value.dtype in (np.dtype(np.float64), np.dtype(np.int64), np.dtype(np.uint64)):  # JAX would narrow them
@@ -48,8 +48,8 @@ def _tensor(value: Any) -> torch.Tensor:
 
 
 @storable.register
-def _(value: torch.Tensor, name: str) -> Any:
-    """A tensor as an array or QArray."""
+def _(value: torch.Tensor, name: str) -> QArray | np.ndarray | jax.Array:
+    """A tensor as a QArray or an array."""
     value = value.detach().cpu()
     if isinstance(value, QTensor):
         return to_qarray(value)

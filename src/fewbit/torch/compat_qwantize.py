@@ -1,4 +1,4 @@
-"""For code that was written for qwantize: blocks as an axis of their own, and float tensors instead of packed bytes."""
+"""qwantize's interface: blocks as an axis, and float tensors."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,18 +20,18 @@ def quantize_blocks(
     method: Method | None = None,
     X: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes a tensor that is cut into blocks already, and gives floats: qwantize's calling convention.
+    """Quantizes a tensor of blocks; returns float scales and numbers.
 
     Args:
-        W: floating, `[..., blocks, block]`, where JAX computes: the axis `dim` is one block.
-        scheme: as for `quantize`; its tile length is replaced by that of `dim`. `tensor_scale=False` in it is what qwantize does.
-        dim: the axis that is the block.
+        W: floating, `[..., blocks, block]`, on JAX's device; the axis `dim` is one block.
+        scheme: as for `quantize`; its tile length is replaced by that of `dim`. qwantize has `tensor_scale=False`.
+        dim: the axis of the block.
         method: as for `quantize`.
         X: activations `[samples, blocks * block]`, for the method "hessian" only.
 
     Returns:
-        `(scales, quants)`: float32 scales, of the shape of `W` without `dim`, and the float32 numbers of the format, of the
-        shape of `W`; `quants * scales.unsqueeze(dim)` is what they stand for.
+        `(scales, quants)`: float32 scales, of the shape of `W` without `dim`, and float32 numbers of the format, of the
+        shape of `W`; `quants * scales.unsqueeze(dim)` dequantizes.
 
     Raises:
         QuantError: as for `quantize`.
@@ -42,7 +42,7 @@ def quantize_blocks(
     ([[1.0, 0.25]], [[[6.0, -0.5], [0.0, 4.0]]])
     """
     blocks = W.movedim(dim, -1)
-    rows = blocks.flatten(-2) if blocks.ndim > 1 else blocks
+    rows = blocks.flatten(-min(2, blocks.ndim))  # [..., blocks * block]
     q = to_qarray(quantize(rows, as_scheme(scheme).with_tile(blocks.shape[-1]), -1, method, X))
     fmt = q.scheme.format
     numbers = handover.tensor(fmt.decode(unpack(q.codes, fmt.bits, q.shape[-1], q.scheme.packing)))
@@ -51,12 +51,12 @@ def quantize_blocks(
 
 
 def dequantize_blocks(scales: torch.Tensor, quants: torch.Tensor, dim: int = -1) -> torch.Tensor:
-    """`quants * scales`, one scale for each block.
+    """Dequantizes: `quants * scales`, one scale for each block.
 
     Args:
-        scales: as `quantize_blocks` gives them.
+        scales: as `quantize_blocks` returns them.
         quants: likewise.
-        dim: the axis that is the block.
+        dim: the axis of the block.
 
     Returns:
         A float32 tensor of the shape of `quants`.

@@ -1,8 +1,8 @@
-"""Convolutions of torch with quantized kernels: `F.conv1d`, `conv2d` and `conv3d`, by fewbit in JAX."""
+"""`F.conv1d`, `conv2d` and `conv3d` with quantized kernels, computed in JAX."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import torch
@@ -11,6 +11,9 @@ from ..errors import QuantError
 from ..ops import conv_general_dilated
 from . import handover
 from .qtensor import FUNCTIONS, QTensor, form_of
+
+Settings: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]
+"""Strides, padding before, padding after, dilations, groups."""
 
 
 def _convolved(
@@ -23,7 +26,7 @@ def _convolved(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
 ) -> torch.Tensor:
-    """`F.conv<spatial>d` with a quantized kernel; gradients reach `x` and the bias."""
+    """`F.conv<spatial>d` with a quantized kernel, differentiable in `x` and the bias."""
     if isinstance(x, QTensor) or not isinstance(q, QTensor):
         raise QuantError(f"conv{spatial}d takes a float tensor and a QTensor; got {type(x).__name__} and {type(q).__name__}")
     if x.ndim not in (spatial + 1, spatial + 2) or q.ndim != spatial + 2 or x.shape[-spatial - 1] != q.shape[1] * groups:
@@ -31,19 +34,25 @@ def _convolved(
         raise QuantError(f"conv{spatial}d takes [batch, in, ...] and a kernel [out, in / groups, ...]; got {shapes}")
     handover.check_device(f"conv{spatial}d", q.device)
     if x.dtype not in handover.FLOATS:
-        raise QuantError(f"x is {x.dtype}, and sums are made in float32; x.float()")
+        raise QuantError(f"x is {x.dtype}, and products accumulate in float32; pass x.float()")
     steps, spread = _each(stride, spatial), _each(dilation, spatial)
     low, high = _padding(padding, tuple(q.shape[2:]), steps, spread)
-    batch = x if x.ndim == spatial + 2 else x.unsqueeze(0)
-    y = torch.ops.fewbit.convolution(batch, q.leaves, q.form.text, steps, low, high, spread, groups)
-    y = y if x.ndim == spatial + 2 else y.squeeze(0)
-    return y if bias is None else y + bias.to(y.dtype).reshape(-1, *[1] * spatial)
+    is_batched = x.ndim == spatial + 2
+    if not is_batched:
+        x = x.unsqueeze(0)
+    y = torch.ops.fewbit.convolution(x, q.leaves, q.form.text, steps, low, high, spread, groups)
+    if not is_batched:
+        y = y.squeeze(0)
+    if bias is not None:
+        y = y + bias.to(y.dtype).reshape(-1, *[1] * spatial)
+    return y
 
 
 def _each(value: int | Sequence[int], spatial: int) -> list[int]:
     """One number for each spatial axis."""
-    given = [value] if isinstance(value, int) else list(value)
-    return given * spatial if len(given) == 1 else given
+    if isinstance(value, int):
+        return [value] * spatial
+    return list(value) * (spatial if len(value) == 1 else 1)
 
 
 def _padding(
@@ -57,14 +66,16 @@ def _padding(
         return [t // 2 for t in total], [t - t // 2 for t in total]
     if isinstance(padding, str) and padding != "valid":
         raise QuantError(f"padding is {padding!r}, must be same, valid or numbers")
-    both = [0] * len(window) if isinstance(padding, str) else _each(padding, len(window))
+    both = _each(0 if isinstance(padding, str) else padding, len(window))
     return both, both
 
 
-def _run(
-    x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, steps: Any, low: Any, high: Any, spread: Any, groups: int
-) -> torch.Tensor:
-    return handover.call(_compiled(form, tuple(steps), tuple(low), tuple(high), tuple(spread), groups), (x, *leaves))
+def _run(x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, *settings: Sequence[int] | int) -> torch.Tensor:
+    return handover.call(_compiled(form, *map(_hashable, settings)), (x, *leaves))
+
+
+def _hashable(setting: Sequence[int] | int) -> tuple[int, ...] | int:
+    return setting if isinstance(setting, int) else tuple(setting)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -78,14 +89,23 @@ def _compiled(form: str, *settings: Any) -> Callable[..., jax.Array]:
     return fn
 
 
-def _jax_convolution(form: str, settings: Any, x: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
+def _jax_convolution(form: str, settings: Settings, x: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
     steps, low, high, spread, groups = settings
     q = form_of(form).qarray(leaves).astype(x.dtype)
     padding = list(zip(low, high, strict=True))
     return conv_general_dilated(x, q, steps, padding, rhs_dilation=spread, feature_group_count=groups)
 
 
-def _empty(x: Any, leaves: Any, form: str, steps: Any, low: Any, high: Any, spread: Any, groups: int) -> torch.Tensor:
+def _empty(
+    x: torch.Tensor,
+    leaves: Sequence[torch.Tensor],
+    form: str,
+    steps: Sequence[int],
+    low: Sequence[int],
+    high: Sequence[int],
+    spread: Sequence[int],
+    groups: int,
+) -> torch.Tensor:
     outputs, _, *window = form_of(form).shape
     lengths = (
         (n + a + b - d * (k - 1) - 1) // s + 1
@@ -95,19 +115,10 @@ def _empty(x: Any, leaves: Any, form: str, steps: Any, low: Any, high: Any, spre
 
 
 def _run_gradient(
-    g: torch.Tensor,
-    x: torch.Tensor,
-    leaves: Sequence[torch.Tensor],
-    form: str,
-    steps: Any,
-    low: Any,
-    high: Any,
-    spread: Any,
-    groups: int,
+    g: torch.Tensor, x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, *settings: Sequence[int] | int
 ) -> torch.Tensor:
     """The gradient of `x`."""
-    fn = _compiled_gradient(form, tuple(steps), tuple(low), tuple(high), tuple(spread), groups)
-    return handover.call(fn, (g, x, *leaves))
+    return handover.call(_compiled_gradient(form, *map(_hashable, settings)), (g, x, *leaves))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -128,12 +139,12 @@ handover.operator(
 )
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, leaves, *ctx.settings = inputs
     ctx.save_for_backward(x, *leaves)
 
 
-def _backward(ctx: Any, g: torch.Tensor) -> Any:
+def _backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | list[None] | None, ...]:
     x, *leaves = ctx.saved_tensors
     of_x = torch.ops.fewbit.convolution_gradient(g, x, leaves, *ctx.settings)
     return of_x, [None] * len(leaves), *[None] * len(ctx.settings)

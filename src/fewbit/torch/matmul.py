@@ -1,7 +1,7 @@
-"""Products of torch tensors with quantized matrices: fewbit's kernels in JAX, Triton's on CUDA.
+"""Matmuls of QTensors: fewbit's kernels in JAX, or Triton's on CUDA.
 
-Every product is one operator of torch, `fewbit::product`, of plain tensors and the JSON of their form; so autograd and torch.compile
-take it like any other. On a CPU it calls the compiled JAX function of its form, which is cached: 30 us over the kernel itself.
+Every matmul is one torch operator, `fewbit::product`, of plain tensors and the JSON of their form, so autograd and
+torch.compile support it. On a CPU it calls the cached compiled JAX function of its form, 30 us more than the kernel.
 """
 
 import functools
@@ -23,28 +23,28 @@ from .quantize import decoded_leaves, dequantize
 Backend: TypeAlias = Literal["triton", "jax", "torch"]
 
 PRECISIONS = {torch.bfloat16: "bf16", torch.float16: "tf32", torch.float32: "tf32x3"}
-"""How tensor cores multiply activations of a dtype: float16 is exact in TF32, whose exponents hold every scale."""
+"""The tensor core precision of each activation dtype: float16 is exact in TF32, whose exponent range covers every scale."""
 
 
 def matmul(x: torch.Tensor | QTensor, q: torch.Tensor | QTensor, *, backend: Backend | None = None) -> torch.Tensor:
-    """`x @ q` with sums in float32, where one or both are quantized; `@`, `torch.matmul` and `F.linear` call it.
+    """`x @ q` with float32 accumulation, for one or two quantized operands.
 
-    `y[..., n] = sum_k x[..., k] q[k, n]`. A matrix `[N, K]`, as that of `torch.nn.Linear` is, is multiplied as `matmul(x, q.T)`:
-    nothing is moved. Gradients reach `x` through the same kernels; the quantized matrix has none.
+    `y[..., n] = sum_k x[..., k] q[k, n]`; `@`, `torch.matmul` and `F.linear` call it. For a matrix `[N, K]`, as of
+    `torch.nn.Linear`, use `matmul(x, q.T)`, which copies nothing. It is differentiable in `x`, by the same kernels.
 
     Args:
         x: floating `[..., K]`; or a QTensor `[M, K]`.
-        q: `[K, N]`, quantized; or floating `[K, N]` or `[K]` where `x` is a QTensor.
-        backend: "jax" for fewbit's kernels in JAX; "triton" for Triton's on CUDA; "torch" for torch's product of the decoded
-            matrix, also in float64. None takes JAX's on a CPU, and on CUDA Triton's where they serve, torch's product for so
-            many rows that it is faster (`explain_matmul` says). One that is named is never replaced.
+        q: `[K, N]`, quantized; or floating `[K, N]` or `[K]` if `x` is a QTensor.
+        backend: "jax" for fewbit's kernels in JAX; "triton" for Triton's on CUDA; "torch" for torch's matmul of the decoded
+            matrix, also in float64. None chooses: "jax" on a CPU; on CUDA "triton" if it supports the operands, and "torch"
+            for so many rows that it is faster (see `explain_matmul`).
 
     Returns:
         `[..., N]`, of the dtype of `x`.
 
     Raises:
-        QuantError: where the shapes do not fit, `x` is not floating, or it is float64 and the backend is not "torch".
-        UnsupportedError: when the named backend cannot, or none can, with the reasons.
+        QuantError: if the shapes do not match, `x` is not floating, or it is float64 and the backend is not "torch".
+        UnsupportedError: if the named backend, or every backend, does not support the operands, with the reasons.
 
     >>> import torch
     >>> from fewbit.torch import quantize
@@ -53,25 +53,27 @@ def matmul(x: torch.Tensor | QTensor, q: torch.Tensor | QTensor, *, backend: Bac
     [[6.5], [6.5]]
     """
     if not isinstance(q, QTensor):
-        return _from_left(x, q, backend)  # type: ignore[arg-type]  # pyright: ignore[reportArgumentType]
+        return _from_left(x, q, backend)
     _check_operands(x, q)
-    return _codes_product(x, q, backend) if isinstance(x, QTensor) else product(x, q, 0, backend)
+    if isinstance(x, QTensor):
+        return _codes_product(x, q, backend)
+    return product(x, q, 0, backend)
 
 
 def product(x: torch.Tensor, q: QTensor, axis: int, backend: Backend | None = None) -> torch.Tensor:
-    """The product of the last axis of `x` with one axis of a quantized matrix.
+    """The matmul of `x` with a quantized matrix, contracting the last axis of `x`.
 
     Args:
         x: floating `[..., K]`.
         q: `[K, N]` (axis 0) or `[N, K]` (axis 1).
-        axis: the one that is summed over.
+        axis: the contraction axis of `q`.
         backend: as for `matmul`.
 
     Returns:
         `[..., N]`, of the dtype of `x`.
     """
     if q.requires_grad:
-        raise QuantError("the QTensor requires a gradient, which codes do not have; requires_grad=False is expected")
+        raise QuantError("the QTensor requires a gradient, which codes do not have; set requires_grad=False")
     x = _autocast(x)
     stored, places = in_memory_order(q)
     rows = x.reshape(-1, x.shape[-1])
@@ -80,7 +82,7 @@ def product(x: torch.Tensor, q: QTensor, axis: int, backend: Backend | None = No
 
 
 def explain_matmul(x: torch.Tensor | QTensor, q: QTensor) -> str:
-    """Says which backend `matmul` takes, and why not those before it.
+    """The backend that `matmul` chooses, and the reasons against those before it.
 
     Args:
         x: as for `matmul`.
@@ -96,48 +98,51 @@ def explain_matmul(x: torch.Tensor | QTensor, q: QTensor) -> str:
     """
     _check_operands(x, q)
     chosen, reasons = _chosen(x, q, None)
-    return ", because ".join((chosen, "; ".join(f"{name}: {reason}" for name, reason in reasons.items()))).removesuffix(
-        ", because "
-    )
+    if not reasons:
+        return chosen
+    return f"{chosen}, because " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
 
 
-def _chosen(x: Any, q: QTensor, backend: Backend | None) -> tuple[str, dict[str, str]]:
-    """The backend of a product, and why those that were asked before it do not serve."""
+def _chosen(x: torch.Tensor | QTensor, q: QTensor, backend: str | None) -> tuple[str, dict[str, str]]:
+    """The backend of a matmul, and the reasons against those that were asked before it."""
     if backend not in ("triton", "jax", "torch", None):
         raise QuantError(f"backend is {backend!r}, must be triton, jax, torch or None")
-    refusals: dict[str, Callable[[], str | None]] = {
-        "triton": lambda: unsupported(x, q) or (None if backend or isinstance(x, QTensor) else passed_over(x, q)),
-        "jax": lambda: handover.refusal(q.device) or _refused_dtype(x),
-        "torch": lambda: decoded_leaves(q.form, q.device)[1],
-    }
-    order = (backend,) if backend else ("triton", "torch", "jax") if q.device.type == "cuda" else ("triton", "jax")
+    order = ("triton", "torch", "jax") if q.device.type == "cuda" else ("triton", "jax")
     reasons: dict[str, str] = {}
-    for name in order:
-        reason = refusals[name]()
+    for name in (backend,) if backend else order:
+        reason = _refusal(name, x, q, is_named=backend is not None)
         if reason is None:
             return name, reasons
         reasons[name] = reason
     raise UnsupportedError(f"x @ {q.scheme.name} of shape {tuple(q.shape)} cannot run here", reasons)
 
 
-def _refused_dtype(x: Any) -> str | None:
-    if isinstance(x, QTensor) or x.dtype in handover.FLOATS:
-        return None
-    return f"x is {x.dtype}, and sums are made in float32; x.float(), or backend='torch' for a product in {x.dtype}"
+def _refusal(name: str, x: torch.Tensor | QTensor, q: QTensor, *, is_named: bool) -> str | None:
+    """Why a backend does not compute `x @ q`; None when it does."""
+    if name == "torch":
+        return decoded_leaves(q.form, q.device)[1]
+    if name == "triton":
+        reason = unsupported(x, q)
+        if reason is None and not is_named and not isinstance(x, QTensor):
+            reason = passed_over(x, q)
+        return reason
+    if (reason := handover.refusal(q.device)) or isinstance(x, QTensor) or x.dtype in handover.FLOATS:
+        return reason
+    return f"x is {x.dtype}, and products accumulate in float32; pass x.float(), or backend='torch' for {x.dtype}"
 
 
 # --- the operator ---
 
 
 def _product(x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int, backend: str) -> torch.Tensor:
-    """`x [M, K]` with the matrix of a form, whose given axis is summed over."""
+    """`x [M, K]` times the matrix of a form, contracting the given axis of it."""
     is_plain = x.is_cpu and leaves[0].is_cpu and backend != "torch" and x.dtype in handover.FLOATS and x.numel() > 0
     if not is_plain or backend == "triton":
         q = form_of(form).qtensor(leaves)
-        w = permuted(q, (1, 0)) if axis else q
+        w = permuted(q, (axis, 1 - axis))
         if x.device != q.device:
             raise QuantError(f"x is on {x.device} and q on {q.device}; move one to the other")
-        name, _ = _chosen(x, w, backend or None)  # type: ignore[arg-type]
+        name, _ = _chosen(x, w, backend or None)
         if x.numel() == 0:
             return x.new_zeros((len(x), w.shape[1]))
         if name == "torch":
@@ -145,16 +150,16 @@ def _product(x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: i
         if name == "triton":
             return by_triton(x, w, config_of(q.device), gpu_of(q.device))
     count = len(x)
-    missing = padded_count(count) - count
-    x = torch.nn.functional.pad(x, (0, 0, 0, missing)) if missing else x
-    y = handover.call(_compiled(form, axis), (x, *leaves))
-    return y[:count].clone() if missing else y
+    if not (missing := padded_count(count) - count):
+        return handover.call(_compiled(form, axis), (x, *leaves))
+    x = torch.nn.functional.pad(x, (0, 0, 0, missing))
+    return handover.call(_compiled(form, axis), (x, *leaves))[:count].clone()
 
 
 def padded_count(rows: int) -> int:
-    """How many rows are computed for so many: every count up to 16 itself, above it up to an eighth more.
+    """The rows after padding: up to 16 unchanged, above at most an eighth more.
 
-    XLA compiles a program for each shape; so prompts of any length share eight programs an octave.
+    XLA compiles a program for each shape; with padding, prompts of all lengths share eight programs an octave.
 
     >>> padded_count(7), padded_count(100), padded_count(1000)
     (7, 104, 1024)
@@ -190,7 +195,7 @@ handover.operator("product(Tensor x, Tensor[] leaves, str form, int axis, str ba
 def _product_gradient(
     g: torch.Tensor, x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int
 ) -> torch.Tensor:
-    """The gradient of `x` in a product under a policy, as the policy's arms compute it."""
+    """The gradient of `x` in a matmul under a policy (its dgrad)."""
     rows = padded_count(len(x))
     if x.numel() == 0:
         return torch.zeros_like(x)
@@ -214,13 +219,13 @@ handover.operator(
 )
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, leaves, ctx.form, ctx.axis, ctx.backend = inputs
     ctx.has_policy = form_of(ctx.form).policy is not None
     ctx.save_for_backward(*leaves, *((x,) if ctx.has_policy else ()))
 
 
-def _backward(ctx: Any, g: torch.Tensor) -> Any:
+def _backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | list[None] | None, ...]:
     saved = list(ctx.saved_tensors)
     if ctx.has_policy:
         x = saved.pop()
@@ -233,32 +238,38 @@ def _backward(ctx: Any, g: torch.Tensor) -> Any:
 torch.library.register_autograd("fewbit::product", _backward, setup_context=_setup, lib=handover.LIBRARY)
 
 
-# --- functions of torch ---
+# --- torch functions ---
 
 
-def _linear(x: Any, q: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+def _linear(x: torch.Tensor, q: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x @ q.T + bias`."""
     if not isinstance(q, QTensor):
-        return _plus(_from_left(x, q.mT, None), bias)
-    _check_operands(x, q, axis=1)
-    y = _codes_product(x, permuted(q, (1, 0)), None) if isinstance(x, QTensor) else product(x, q, 1)
-    return _plus(y, bias)
+        y = _from_left(x, q.mT, None)
+    else:
+        _check_operands(x, q, axis=1)
+        if isinstance(x, QTensor):
+            y = _codes_product(x, permuted(q, (1, 0)), None)
+        else:
+            y = product(x, q, 1)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    return y
 
 
-def _addmm(bias: torch.Tensor, x: Any, q: Any, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
+def _addmm(bias: torch.Tensor, x: torch.Tensor, q: torch.Tensor, *, beta: float = 1, alpha: float = 1) -> torch.Tensor:
     y = _matrices(x, q)
-    return (y if alpha == 1 else y * alpha) + (bias if beta == 1 else bias * beta).to(y.dtype)
+    if alpha != 1:
+        y = y * alpha
+    if beta != 1:
+        bias = bias * beta
+    return y + bias.to(y.dtype)
 
 
-def _matrices(x: Any, q: Any) -> torch.Tensor:
+def _matrices(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """`torch.mm` and `mv`, which take matrices and vectors only."""
     if max(x.ndim, q.ndim) > 2:
         raise QuantError(f"mm multiplies matrices; got shapes {tuple(x.shape)} and {tuple(q.shape)}")
     return matmul(x, q)
-
-
-def _plus(y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return y if bias is None else y + bias.to(y.dtype)
 
 
 FUNCTIONS |= {
@@ -276,18 +287,19 @@ FUNCTIONS |= {
 }
 
 
-def _from_left(q: QTensor, w: torch.Tensor, backend: Backend | None) -> torch.Tensor:
+def _from_left(q: torch.Tensor, w: torch.Tensor, backend: Backend | None) -> torch.Tensor:
     """`q @ w` of a quantized matrix and a plain tensor: `(w.mT @ q.T).mT`."""
-    if q.ndim != 2 or w.ndim < 1:
+    if not isinstance(q, QTensor) or q.ndim != 2 or w.ndim < 1:
         raise QuantError(f"matmul multiplies [M, K] with [..., K, N]; got shapes {tuple(q.shape)} and {tuple(w.shape)}")
-    x = w if w.ndim == 1 else w.mT
-    _check_operands(x, q, axis=1)
-    y = product(x, q, 1, backend)
-    return y if w.ndim == 1 else y.mT
+    if w.ndim == 1:
+        _check_operands(w, q, axis=1)
+        return product(w, q, 1, backend)
+    _check_operands(w.mT, q, axis=1)
+    return product(w.mT, q, 1, backend).mT
 
 
 def _autocast(x: torch.Tensor) -> torch.Tensor:
-    """The operand in the dtype of `torch.autocast`, where that is on."""
+    """The operand in the dtype of `torch.autocast`, if it is on."""
     kind = x.device.type
     if x.dtype in handover.FLOATS and torch.is_autocast_enabled(kind):
         return x.to(torch.get_autocast_dtype(kind))
@@ -295,7 +307,7 @@ def _autocast(x: torch.Tensor) -> torch.Tensor:
 
 
 def _codes_product(x: QTensor, q: QTensor, backend: Backend | None) -> torch.Tensor:
-    """The product of two quantized matrices: codes with codes where no scale varies along the sum."""
+    """The matmul of two QTensors: of their codes if no scale varies along the contraction axis."""
     name, _ = _chosen(x, q, backend)
     if name == "triton":
         return codes_by_triton(x, q, config_of(q.device), gpu_of(q.device))
@@ -321,45 +333,49 @@ def _compiled_pair(left: str, right: str, of_left: int, of_right: int) -> Callab
 
 
 def unsupported(x: torch.Tensor | QTensor, q: QTensor) -> str | None:
-    """Why the kernels do not multiply these, in a sentence; None when they do."""
+    """Why the Triton kernels do not support the operands; None when they do."""
     device = q.codes.device
     if device.type != "cuda":
         return f"the tensor is on {device.type}; the kernels need a CUDA device"
     if not triton.is_installed():
         return "the package is not installed; pip install 'fewbit[triton]'"
     if q.policy is not None:
-        return "q has a policy, which the kernels do not follow"
+        return "q has a policy, which the kernels do not support"
     if isinstance(x, QTensor):
         return unsupported_codes(x, q, torch.cuda.get_device_capability(device))
     if x.dtype not in PRECISIONS:
-        return f"x is {x.dtype}; bfloat16, float16 and float32 are multiplied"
-    return Matrix(q.scheme, *_sides(q)).unsupported()
+        return f"x is {x.dtype}, must be bfloat16, float16 or float32"
+    return Matrix(q.scheme, *q.shape).unsupported()
 
 
 def unsupported_codes(x: QTensor, q: QTensor, capability: tuple[int, int]) -> str | None:
-    """Why codes are not multiplied with codes on a device of this compute capability; None when they are."""
+    """Why the kernels do not multiply codes with codes on this compute capability; None when they do."""
     fmt = x.scheme.format
     if fmt.bits != 8 or fmt.bits != q.scheme.format.bits or isinstance(fmt, Integer) != isinstance(q.scheme.format, Integer):
-        return f"codes of {fmt.name} and {q.scheme.format.name}; int8 with int8 and fp8 with fp8 are multiplied"
+        return f"codes of {fmt.name} and {q.scheme.format.name}, must be int8 and int8, or fp8 and fp8"
     names = {t.scheme.format.name for t in (x, q)}
     if not names <= {"int8", "int8_narrow", "e4m3fn", "e5m2"}:
-        return f"codes of {', '.join(sorted(names))}"
+        return f"codes of {', '.join(sorted(names))}, must be int8, int8_narrow, e4m3fn or e5m2"
     if not isinstance(fmt, Integer) and capability < (8, 9):
-        return f"tensor cores for 8-bit floats came with compute capability 8.9; this is {capability[0]}.{capability[1]}"
-    left, right = Matrix(permuted(x, (1, 0)).scheme, *x.shape[::-1]), Matrix(q.scheme, *_sides(q))
+        return f"compute capability {capability[0]}.{capability[1]} has no FP8 tensor cores; 8.9 is needed"
+    left, right = Matrix(permuted(x, (1, 0)).scheme, *x.shape[::-1]), Matrix(q.scheme, *q.shape)
     is_plain = all(t.scheme.zero_point is None and t.scale.is_floating_point() for t in (x, q))
     is_whole = left.tile_k == right.tile_k == 0 and {left.tile_n, right.tile_n} <= {0, 1}
-    return None if is_plain and is_whole else "the scales vary along the contraction, or are no floats a row"
+    if not (is_plain and is_whole):
+        return "the scales must be floats, one a row of x and one a column of q, without zero points"
+    return None
 
 
 def passed_over(x: torch.Tensor, q: QTensor) -> str | None:
-    """Why torch's product is taken though the kernels serve; None when it is not."""
+    """Why torch's matmul is preferred to the kernels; None when it is not."""
     m, limit = x.numel() // x.shape[-1], config_of(q.codes.device).torch_from
-    return f"from {limit} rows on, decoding once and torch's own product is faster" if m >= limit else None
+    if m < limit:
+        return None
+    return f"from {limit} rows on, dequantizing once and torch's own matmul is faster"
 
 
 def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch.Tensor:
-    """The product by the kernels, for what `unsupported` has nothing against.
+    """The matmul by the kernels, for operands that `unsupported` accepts.
 
     Args:
         x: floating `[..., K]`.
@@ -372,8 +388,9 @@ def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch
     """
     from ..kernels.qmatmul import triton_launch  # it needs Triton
 
-    matrix, rows = Matrix(q.scheme, *_sides(q)), x.reshape(-1, x.shape[-1])
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
+    matrix, rows = Matrix(q.scheme, *q.shape), x.reshape(-1, x.shape[-1])
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
     m, codes, table = len(rows), q.codes, table_of(matrix, q.codes.device)
     strides, x_stride, scale_strides = (codes.stride(0), codes.stride(1)), rows.stride(0), _scale_strides(q.scale)
     how: Any = {"ptx": config.ptx, "gpu": gpu}
@@ -386,18 +403,26 @@ def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch
     else:
         settings: Any = {"precision": PRECISIONS[x.dtype], "gpu": gpu}
         launch = triton_launch.dot_launch(matrix, m, x_stride, strides, scale_strides, blocks_for(config.dot, m), **settings)
-    zero = q.scale if q.zero_point is None else q.zero_point
-    unit = q.scale if q.tensor_scale is None else q.tensor_scale
-    splits, dtype = launch.splits, x.dtype if launch.splits == 1 else torch.float32
-    y = torch.empty((splits, m, matrix.n), dtype=dtype, device=x.device)
-    beside = (zero, unit, q.scale if table is None else table)
-    launch.run((rows, codes, q.scale, *beside) + ((q.scale,) if launch.takes_sizes else ()), y)
-    y = y[0] if splits == 1 else y.sum(0).to(x.dtype)
+    operands = [rows, codes, q.scale, *or_unread(q, table)]
+    if launch.takes_sizes:
+        operands.append(q.scale)
+    if launch.splits == 1:
+        y = torch.empty((1, m, matrix.n), dtype=x.dtype, device=x.device)
+        launch.run(tuple(operands), y)
+    else:  # split K
+        y = torch.empty((launch.splits, m, matrix.n), dtype=torch.float32, device=x.device)
+        launch.run(tuple(operands), y)
+        y = y.sum(0).to(x.dtype)
     return y.reshape(*x.shape[:-1], matrix.n)
 
 
+def or_unread(q: QTensor, table: torch.Tensor | None) -> list[torch.Tensor]:
+    """Zero point, tensor scale and codebook; the scale in place of absent ones, which the kernels do not read."""
+    return [q.scale if operand is None else operand for operand in (q.zero_point, q.tensor_scale, table)]
+
+
 def codes_by_triton(x: QTensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch.Tensor:
-    """The product of codes with codes, for what `unsupported_codes` has nothing against.
+    """The matmul of codes with codes, for operands that `unsupported_codes` accepts.
 
     Args:
         x: `[M, K]`.
@@ -426,42 +451,42 @@ def codes_by_triton(x: QTensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torc
 
 
 def gpu_of(device: torch.device) -> Gpu:
-    """What the launches depend on of a CUDA device."""
+    """The properties of a CUDA device that launches depend on."""
     properties = torch.cuda.get_device_properties(device)
     sm = 10 * properties.major + properties.minor
     return Gpu(properties.multi_processor_count, properties.shared_memory_per_block_optin, sm)
 
 
-def _sides(q: QTensor) -> tuple[int, int]:
-    """K and N."""
-    return q.shape[0], q.shape[1]
-
-
 def _scale_strides(scale: torch.Tensor) -> tuple[int, int]:
-    """The strides of scales along K and N, 0 along an axis that has one."""
-    strides = [stride if length > 1 else 0 for stride, length in zip(scale.stride(), scale.shape, strict=True)]
-    return strides[0], strides[1]
+    """The strides of scales along K and N, 0 along an axis of length 1."""
+    along_k, along_n = (stride * (length > 1) for stride, length in zip(scale.stride(), scale.shape, strict=True))
+    return along_k, along_n
 
 
 def config_of(device: torch.device) -> GpuConfig:
-    """The blocks of a CUDA device."""
+    """The block sizes for a CUDA device."""
     return gpu_config(torch.cuda.get_device_name(device))
 
 
 @functools.lru_cache(maxsize=64)
 def table_of(matrix: Matrix, device: torch.device) -> torch.Tensor | None:
-    """The numbers of a codebook on a device; None for formats whose numbers are computed."""
+    """The numbers of a codebook on a device; None for other formats."""
     table = matrix.table()
-    return None if table is None else torch.tensor(table, device=device)
+    if table is None:
+        return None
+    return torch.tensor(table, device=device)
 
 
 def _check_operands(x: torch.Tensor | QTensor, q: QTensor, axis: int = 0) -> None:
     if not isinstance(q, QTensor) or q.ndim != 2 or x.ndim < 1 or (isinstance(x, QTensor) and x.ndim != 2):
-        hint = "; ragged_dot multiplies rows with a stack of matrices" if q.ndim == 3 else ""
-        raise QuantError(f"matmul multiplies [..., K] with [K, N]; got shapes {tuple(x.shape)} and {tuple(q.shape)}{hint}")
+        shapes = f"{tuple(x.shape)} and {tuple(q.shape)}"
+        if q.ndim == 3:
+            shapes += "; for a stack of matrices use ragged_dot"
+        raise QuantError(f"matmul multiplies [..., K] with [K, N]; got shapes {shapes}")
     if x.shape[-1] != q.shape[axis]:
-        hint = "; a matrix [N, K] is multiplied as x @ q.T" if x.shape[-1] == q.shape[1] and axis == 0 else ""
-        side = "rows" if axis == 0 else "columns"
-        raise QuantError(f"x has {x.shape[-1]} columns and q has {q.shape[axis]} {side}{hint}")
+        side = ("rows", "columns")[axis]
+        if x.shape[-1] == q.shape[1] and axis == 0:
+            side += "; for a matrix [N, K] use x @ q.T"
+        raise QuantError(f"x has {x.shape[-1]} columns and q has {q.shape[axis]} {side}")
     if not x.dtype.is_floating_point:
-        raise QuantError(f"x is {x.dtype}; floating activations, or a QTensor of them, are multiplied")
+        raise QuantError(f"x is {x.dtype}, must be floating or a QTensor")

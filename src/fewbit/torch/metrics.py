@@ -1,4 +1,4 @@
-"""What quantization cost: the relative error of the weights, and of their product with activations."""
+"""Relative errors of quantized weights, and of their products with activations."""
 
 import dataclasses
 
@@ -9,7 +9,7 @@ from .qtensor import QTensor
 from .quantize import dequantize
 
 _ROWS = 4096
-"""How many rows of activations are multiplied at a time."""
+"""The rows of activations in one matmul."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,8 +17,8 @@ class Metrics:
     """Relative errors in the Frobenius norm; times 100 they are percent.
 
     Attributes:
-        weight_error: `||V - W|| / ||W||`, where `V` is the decoded tensor.
-        output_error: the same of the products with the activations; None without activations.
+        weight_error: `||V - W|| / ||W||`, where `V` is the dequantized tensor.
+        output_error: the error of the products with the activations; None without activations.
     """
 
     weight_error: float
@@ -29,18 +29,18 @@ class Metrics:
 def metrics(W: torch.Tensor, q: QTensor | torch.Tensor, X: torch.Tensor | None = None) -> Metrics:
     """The relative errors of a quantized tensor.
 
-    `||V - W|| / ||W||` and `||X (V - W)^T|| / ||X W^T||`, products and sums in float32 and float64.
+    `||V - W|| / ||W||` and `||X (V - W)^T|| / ||X W^T||`, products in float32, sums in float64.
 
     Args:
         W: the original tensor.
-        q: the quantized one, or its decoded tensor (then `X` is multiplied with its last axis).
+        q: the quantized tensor, or the dequantized one (then `X` is multiplied with its last axis).
         X: activations `[samples, n]`, where `n` is the length of the axis along which `q` was quantized.
 
     Returns:
-        The errors; 0 where nothing differs.
+        The errors; 0 if nothing differs.
 
     Raises:
-        QuantError: for shapes that do not go together.
+        QuantError: for shapes that do not match.
 
     >>> import torch
     >>> from fewbit.torch import quantize
@@ -48,9 +48,12 @@ def metrics(W: torch.Tensor, q: QTensor | torch.Tensor, X: torch.Tensor | None =
     >>> metrics(W, torch.tensor([[3.0, 4.5]])).weight_error
     0.1
     """
-    V, axis = (dequantize(q, torch.float32), q.scheme.pack_axis) if isinstance(q, QTensor) else (q.float(), -1)
+    if isinstance(q, QTensor):
+        V, axis = dequantize(q, torch.float32), q.scheme.pack_axis
+    else:
+        V, axis = q.float(), -1
     if V.shape != W.shape:
-        raise QuantError(f"q stands for shape {tuple(V.shape)}, but W has {tuple(W.shape)}")
+        raise QuantError(f"q has shape {tuple(V.shape)}, but W has {tuple(W.shape)}")
     off = V - W.float()
     weight_error = _ratio(_square(off), _square(W.float()))
     if X is None:
@@ -68,5 +71,7 @@ def _square(x: torch.Tensor) -> float:
 
 
 def _ratio(off: float, whole: float) -> float:
-    """The ratio of two norms from their squares."""
-    return (off / whole) ** 0.5 if off else 0.0
+    """The ratio of two norms, from their squares; 0 if `off` is 0."""
+    if not off:
+        return 0.0
+    return (off / whole) ** 0.5

@@ -1,6 +1,7 @@
-"""Quantizes the parameters of a torch module in place, by the same recipes and with the same plan as fewbit's in JAX."""
+"""Quantizes the parameters of a torch module in place, by a fewbit recipe."""
 
 import dataclasses
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,20 +25,21 @@ from .qtensor import QTensor, from_qarray
 from .quantize import quantize
 
 Rules = Sequence[Rule] | Mapping[str, str | Policy | None]
+RecipeLike = str | os.PathLike[str] | Recipe | Mapping[str, Any]
 
 
-def plan(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
-    """What `quantize_` does to each parameter of a module, and why.
+def plan(module: nn.Module, recipe: RecipeLike, *, rules: Rules = ()) -> Plan:
+    """Plans what `quantize_` does to each parameter of a module, and why.
 
-    The class of a module says what its parameter is: `nn.Linear` (and `Conv1D` of transformers), `nn.Embedding` and `nn.Conv1d`,
-    `2d`, `3d` have weights of products and look-ups. Parameters of all other classes stay as they are, and so do biases and
-    routers of experts, which names tell; a rule that names their role, or for an unknown one gives the axis, quantizes them.
+    The class of a module determines the role of its parameters: `nn.Linear` (and `Conv1D` of transformers), `nn.Embedding`
+    and `nn.Conv1d`, `2d`, `3d` have matmul, embedding and convolution weights. Parameters of other classes, biases and MoE
+    routers (recognized by name) are not quantized, unless a rule names their role or, for an unknown role, gives the axis.
 
     Args:
         module: the module.
         recipe: a Recipe, or anything that `fewbit.recipe` takes: a preset's name, a scheme's name, a JSON file.
-        rules: rules that come before the recipe's, or a mapping from a regular expression, which must match the whole name in
-            `named_parameters()`, to a scheme, a Policy or None (stays as it is).
+        rules: rules that come before the recipe's, or a mapping from a regular expression, matched against the full name in
+            `named_parameters()`, to a scheme, a Policy or None (not quantized).
 
     Returns:
         The plan, a row for each of `named_parameters()`.
@@ -56,7 +58,7 @@ def plan(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
     resolved = _with_rules(as_recipe(recipe), rules)
     if resolved.products:
         raise QuantError(
-            f"recipe {resolved.name!r} has rules for products without a parameter, which a torch module does not show"
+            f"recipe {resolved.name!r} has rules for products without a parameter, which torch modules do not support"
         )
     parameters = dict(module.named_parameters())
     roles, refused = _roles(module)
@@ -67,22 +69,22 @@ def plan(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
 
 
 @torch.no_grad()
-def quantize_(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
-    """Quantizes the parameters of a module in place: each becomes a QTensor without a gradient, the rest stays.
+def quantize_(module: nn.Module, recipe: RecipeLike | Plan, *, rules: Rules = ()) -> Plan:
+    """Replaces the planned parameters of a module by QTensors, in place.
 
-    Everything is checked before the first parameter changes. A parameter that several modules share stays shared.
+    They have no gradient. All checks precede the first replacement. Tied parameters stay tied.
 
     Args:
         module: the module, on a CPU or, for schemes with a Triton kernel, on CUDA.
         recipe: as for `plan`; or a Plan, such as an edited one.
-        rules: as for `plan`; not beside a Plan.
+        rules: as for `plan`; none with a Plan.
 
     Returns:
-        The plan; printed, it is a table of every parameter: quantized how, or left alone and why.
+        The plan; it prints as a table of every parameter and how it is quantized, or why not.
 
     Raises:
-        QuantError: as `plan`; for a plan of another module, or a parameter that is not finite: its name, and how many.
-        UnsupportedError: for a policy with delayed scaling, and where no backend quantizes on the module's device.
+        QuantError: as `plan`; for a plan of another module, or a parameter with NaN or infinite values.
+        UnsupportedError: for a policy with delayed scaling, or if no backend supports the module's device.
 
     >>> from torch import nn
     >>> model = nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8))
@@ -91,7 +93,7 @@ def quantize_(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
     QTensor(nvfp4, float32[8, 64], 292 bytes, 4.562 bits/weight)
     """
     if isinstance(recipe, Plan) and rules:
-        raise QuantError("rules come before those of a recipe; a Plan has none, so edit its rows instead")
+        raise QuantError("rules cannot be combined with a Plan; a Plan has none, so edit its rows instead")
     planned = recipe if isinstance(recipe, Plan) else plan(module, recipe, rules=rules)
     parameters = dict(module.named_parameters())
     _check(planned, parameters)
@@ -113,18 +115,18 @@ def quantize_(module: nn.Module, recipe: Any, *, rules: Rules = ()) -> Plan:
 def _with_rules(recipe: Recipe, rules: Rules) -> Recipe:
     if isinstance(rules, Mapping):
         rules = [Rule(path, Policy(spec) if isinstance(spec, str) else spec) for path, spec in rules.items()]
-    return dataclasses.replace(recipe, rules=(*rules, *recipe.rules)) if rules else recipe
+    return dataclasses.replace(recipe, rules=(*rules, *recipe.rules))
 
 
-def _abstract(parameter: torch.Tensor) -> Any:
-    """The shape and dtype of a parameter, or of the parts of a quantized one."""
+def _abstract(parameter: torch.Tensor) -> QArray | jax.ShapeDtypeStruct:
+    """The shape and dtype of a parameter, or of the leaves of a QTensor."""
     if isinstance(parameter, QTensor):
         return parameter.form.qarray(map(_abstract, parameter.leaves))
     return jax.ShapeDtypeStruct(tuple(parameter.shape), jnp.dtype(str(parameter.dtype).removeprefix("torch.")))
 
 
 def _roles(module: nn.Module) -> tuple[dict[str, TensorRole], dict[str, str]]:
-    """The roles of the parameters whose module is of a known class; and why some stay as they are whatever their class says."""
+    """The roles of parameters, and why some are never quantized."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     found: dict[str, TensorRole] = {}
     refused: dict[str, str] = {}
@@ -135,26 +137,28 @@ def _roles(module: nn.Module) -> tuple[dict[str, TensorRole], dict[str, str]]:
             name = names[id(parameter)]
             role = role_in_module(owner, own_name, tuple(parameter.shape))
             if isinstance(owner, nn.MultiheadAttention | NonDynamicallyQuantizableLinear) and own_name != "bias":
-                refused[name] = "read by nn.MultiheadAttention, which takes no QTensor"
+                refused[name] = "a parameter of nn.MultiheadAttention, which does not support QTensors"
             elif role is not None:
                 found.setdefault(name, dataclasses.replace(role, source=type(owner).__name__))
     final = refined(
         {name: role.role for name, role in found.items()} | dict.fromkeys(set(names.values()) - set(found), Role.UNKNOWN)
     )
-    roles = {
-        name: found[name] if name in found and found[name].role is role else TensorRole(role, source="its name")
-        for name, role in final.items()
-        if role is not Role.UNKNOWN
-    }
+    roles: dict[str, TensorRole] = {}
+    for name, role in final.items():
+        if role is Role.UNKNOWN:
+            continue
+        roles[name] = TensorRole(role, source="its name")
+        if name in found and found[name].role is role:
+            roles[name] = found[name]
     return roles, refused
 
 
 def _check(planned: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
-    """Raises before anything is changed, where the plan is for another module or a parameter cannot be quantized."""
+    """Raises if the plan is for another module or a parameter cannot be quantized."""
     rows = {row.path: row for row in planned}
     if set(rows) != set(parameters):
         missing, extra = sorted(set(parameters) - set(rows)), sorted(set(rows) - set(parameters))
-        raise QuantError(f"the plan is for another module: without {missing[:5]}, and with {extra[:5]} that are not here")
+        raise QuantError(f"the plan is for another module: it lacks {missing[:5]}, and the module lacks {extra[:5]}")
     check_storable(planned)
     for path, row in rows.items():
         if row.policy is None and row.sparsity is None:
@@ -164,19 +168,18 @@ def _check(planned: Plan, parameters: Mapping[str, torch.Tensor]) -> None:
             raise QuantError(f"{path} has shape {tuple(parameter.shape)}, but the plan was made for {row.shape}")
         if bad := int((~torch.isfinite(parameter)).sum()):
             raise QuantError(
-                f"{path} holds {bad} values that are NaN or infinite, of {parameter.numel()}; a tile with one decodes to NaN. "
-                "Repair the checkpoint, or leave the parameter out by a rule with None"
+                f"{path} has {bad} NaN or infinite values of {parameter.numel()}; their tiles would decode to NaN. "
+                "Repair the checkpoint, or exclude the parameter by a rule with None"
             )
 
 
 def _quantized(parameter: torch.Tensor, row: PlanRow) -> torch.Tensor:
-    """One parameter as its row says."""
+    """One parameter, quantized by its row of the plan."""
     if handover.refusal(parameter.device) is None:
         x = handover.array(parameter if parameter.dtype in handover.FLOATS else parameter.float())
         value = quantize_row(x, row)
         if isinstance(value, QArray):
-            q = from_qarray(value, parameter.device)
-            return q.to(parameter.dtype) if q.dtype != parameter.dtype else q
+            return from_qarray(value, parameter.device).to(parameter.dtype)
         return handover.tensor(value).to(parameter.device, parameter.dtype)
     if row.sparsity is not None or row.stacked or row.policy is None or not row.policy.is_weight_only:
         reason = handover.refusal(parameter.device) or ""

@@ -1,9 +1,9 @@
-"""QTensor: a quantized tensor as a subclass of torch.Tensor, of the same bytes as a QArray."""
+"""QTensor: a torch.Tensor subclass with the bytes of a QArray."""
 
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,24 +21,24 @@ from . import handover
 _aten = torch.ops.aten
 
 FUNCTIONS: dict[Any, Callable[..., Any]] = {}
-"""What functions of torch do with a QTensor among their arguments; `matmul` and its neighbours add to it when they are imported."""
+"""The torch functions that take a QTensor; `matmul.py` and others register theirs on import."""
 
 _PARTS = ("codes", "scale", "zero_point", "tensor_scale")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Form:
-    """What the tensors of a QTensor mean: everything about it but its numbers and its device.
+    """The static description of a QTensor: everything but its leaves and its device.
 
-    `Form.of` makes each form once, so that looking one up costs no comparison.
+    `Form.of` interns forms, so that a cache lookup needs no comparison.
 
     Attributes:
-        scheme: its tiles on the axis that was quantized.
-        shape: of the tensor that it stands for.
+        scheme: the scheme, with its tiles on the quantized axis.
+        shape: of the dequantized tensor.
         dtype: the name of its dtype.
-        parts: which of codes, scale, zero_point and tensor_scale there are.
-        scale: the form of scales that are quantized themselves; else None.
-        policy: how products with it are computed; None: weight-only.
+        parts: which of codes, scale, zero_point and tensor_scale are present.
+        scale: the form of quantized scales; else None.
+        policy: the policy of its products; None: weight-only.
     """
 
     scheme: Scheme
@@ -62,13 +62,13 @@ class Form:
 
     @property
     def slack(self) -> int:
-        """How many codes the bytes of the packed axis could hold beyond its length."""
+        """The unused code slots in the bytes of the packed axis."""
         bits, length = self.scheme.format.bits, self.shape[self.scheme.pack_axis]
         return code_capacity(packed_length(length, bits, self.scheme.packing), bits) - length
 
     @functools.cached_property
     def text(self) -> str:
-        """Its JSON, from which `form_of` makes it again."""
+        """Its JSON, the inverse of `form_of`."""
         return json.dumps(self._json(), separators=(",", ":"))
 
     def _json(self) -> dict[str, Any]:
@@ -81,28 +81,29 @@ class Form:
 
     def qarray(self, leaves: Iterable[Any]) -> QArray:
         """The QArray of this form with the given leaves, in the order of `QTensor.leaves`."""
-        leaves = iter(leaves)
-        found: dict[str, Any] = dict.fromkeys(_PARTS)
-        for part in self.parts:
-            found[part] = self.scale.qarray(leaves) if part == "scale" and self.scale is not None else next(leaves)
         static = (self.scheme, np.dtype(jnp.dtype(self.dtype)), self.slack, self.policy)
-        return QArray.tree_unflatten(static, found.values())
+        return QArray.tree_unflatten(static, self._parts(iter(leaves), Form.qarray).values())
 
     def qtensor(self, leaves: Iterable[torch.Tensor]) -> "QTensor":
-        """The QTensor of this form with the given leaves, which are taken to fit."""
-        leaves = iter(leaves)
+        """The QTensor of this form with the given leaves, which are not checked."""
+        return QTensor._unchecked(self._parts(iter(leaves), Form.qtensor), self)
+
+    def _parts(self, leaves: Iterator[Any], of_scale: Callable[["Form", Iterator[Any]], object]) -> dict[str, Any]:
         found: dict[str, Any] = dict.fromkeys(_PARTS)
         for part in self.parts:
-            found[part] = self.scale.qtensor(leaves) if part == "scale" and self.scale is not None else next(leaves)
-        return QTensor._unchecked(found, self)
+            if part == "scale" and self.scale is not None:
+                found[part] = of_scale(self.scale, leaves)
+            else:
+                found[part] = next(leaves)
+        return found
 
 
 @functools.lru_cache(maxsize=4096)
 def form_of(text: str) -> Form:
-    """The form of its JSON.
+    """The form of a JSON text.
 
     Raises:
-        QuantError: for JSON that `Form.text` does not give.
+        QuantError: for JSON that is not of `Form.text`.
     """
     try:
         return _form(json.loads(text))
@@ -111,44 +112,41 @@ def form_of(text: str) -> Form:
 
 
 def _form(form: dict[str, Any]) -> Form:
-    policy, scale = form.get("policy"), form.get("scale")
-    parts = tuple(form["parts"])
+    policy, scale, parts = form.get("policy"), form.get("scale"), tuple(form["parts"])
+    if scale is not None:
+        scale = _form(scale)
+    if policy is not None:
+        policy = Policy.from_json(policy)
     if form["dtype"] not in ("float64", "float32", "bfloat16", "float16") or set(parts) - set(_PARTS):
         raise QuantError(f"a QTensor has no dtype {form['dtype']!r} or parts {parts}")
-    return Form.of(
-        Scheme.from_json(form["scheme"]),
-        tuple(map(int, form["shape"])),
-        form["dtype"],
-        parts,
-        None if scale is None else _form(scale),
-        None if policy is None else Policy.from_json(policy),
-    )
+    shape = tuple(map(int, form["shape"]))
+    return Form.of(Scheme.from_json(form["scheme"]), shape, form["dtype"], parts, scale, policy)
 
 
 class QTensor(torch.Tensor):
-    """A quantized tensor: packed codes, a scale for each tile, and the Scheme that says what they mean.
+    """A quantized tensor: packed codes, a scale for each tile (block), and their Scheme.
 
-    It has the shape and dtype of the tensor that it stands for. Products (`@`, `torch.matmul`, `mm`, `mv`, `addmm`, `F.linear`,
-    convolutions), `F.embedding`, transposes, `.to`, `.detach`, `.clone` and `.copy_` work on it; it can be a parameter or a
-    buffer, and goes through `state_dict`, `torch.save`, `copy.deepcopy` and `torch.compile`. Every other operation raises
-    UnsupportedError with its name; `q.dequantize()` gives a plain tensor. It has no gradient.
+    It has the shape and dtype of the dequantized tensor. Matmuls (`@`, `torch.matmul`, `mm`, `mv`, `addmm`, `F.linear`),
+    convolutions, `F.embedding`, transposes, `.to`, `.detach`, `.clone` and `.copy_` work on it; it can be a parameter or a
+    buffer, and supports `state_dict`, `torch.save`, `copy.deepcopy` and `torch.compile`. Every other operation raises
+    UnsupportedError with its name; `q.dequantize()` returns a plain tensor. It has no gradient.
 
     Args:
-        codes: uint8, shaped like the tensor but for the packed axis (`scheme.pack_axis`), whose length is that of the bytes.
-        scale: one element a tile, with as many axes as the tensor: uint8 codes of `scheme.scale` where that is a Format, a
-            QTensor where it is a Scheme, else a float tensor.
-        scheme: what the leaves mean, its tiles on the axis that was quantized.
-        shape: the shape of the tensor that this one stands for.
-        dtype: its floating dtype, which `dequantize` gives.
+        codes: uint8, shaped like the tensor except that the packed axis (`scheme.pack_axis`) is counted in bytes.
+        scale: one element a tile, with as many axes as the tensor: uint8 codes if `scheme.scale` is a Format, a QTensor if
+            it is a Scheme, else a float tensor.
+        scheme: the scheme, with its tiles on the quantized axis.
+        shape: the shape of the dequantized tensor.
+        dtype: its floating dtype.
         zero_point: like `scale`, codes of `scheme.zero_point` or float offsets; or None.
-        tensor_scale: float32, one element, with as many axes as the tensor, which every scale is multiplied by; or None.
-        policy: how products with it are computed, as for a QArray; None: the other operand stays in floating point.
+        tensor_scale: float32, one element, with as many axes as the tensor, a factor of every scale; or None.
+        policy: the policy of its products, as for a QArray; None: weight-only.
 
     Attributes:
-        form: what its tensors mean: scheme, shape, dtype and policy in one object.
+        form: scheme, shape, dtype and policy in one object.
 
     Raises:
-        QuantError: where the parts do not fit each other and the scheme.
+        QuantError: if the parts do not match each other and the scheme.
     """
 
     codes: torch.Tensor
@@ -172,17 +170,16 @@ class QTensor(torch.Tensor):
     ) -> "QTensor":
         parts: dict[str, Any] = dict(zip(_PARTS, (codes, scale, zero_point, tensor_scale), strict=True))
         present = [name for name, part in parts.items() if part is not None]
-        of_scale = scale.form if isinstance(scale, QTensor) else None
-        q = cls._unchecked(parts, Form.of(scheme, shape, dtype, present, of_scale, policy))
+        q = cls._unchecked(parts, Form.of(scheme, shape, dtype, present, scale_form(scale), policy))
         _check(q)
         return q
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        super().__init__()  # all is done in __new__; type checkers would take torch.Tensor's arguments otherwise
+    def __init__(self, *_: object, **__: object) -> None:
+        super().__init__()  # __new__ does the work; this is the signature for type checkers
 
     @classmethod
     def _unchecked(cls, parts: dict[str, Any], form: Form) -> "QTensor":
-        """The QTensor of tensors that are known to fit."""
+        """The QTensor of parts that are not checked."""
         dtype = getattr(torch, form.dtype)
         q = torch.Tensor._make_wrapper_subclass(cls, form.shape, dtype=dtype, device=parts["codes"].device)
         for name, part in parts.items():
@@ -190,37 +187,38 @@ class QTensor(torch.Tensor):
         q.form = form
         return q
 
-    # --- what it is ---
+    # --- properties ---
 
     @property
     def scheme(self) -> Scheme:
-        """What its tensors mean, its tiles on the axis that was quantized."""
+        """Its scheme, with its tiles on the quantized axis."""
         return self.form.scheme
 
     @property
     def policy(self) -> Policy | None:
-        """How products with it are computed; None: weight-only."""
+        """The policy of its products; None: weight-only."""
         return self.form.policy
 
     @property
     def leaves(self) -> list[torch.Tensor]:
-        """Its plain tensors: codes, scale (of quantized scales theirs), zero point and tensor scale, where they are there."""
+        """Its plain tensors: codes, scale (the leaves of a quantized scale), zero point, tensor scale."""
         found: list[torch.Tensor] = []
-        for part in (getattr(self, name) for name in _PARTS):
-            found += part.leaves if isinstance(part, QTensor) else [] if part is None else [part]
+        for name in self.form.parts:
+            part = getattr(self, name)
+            found += part.leaves if isinstance(part, QTensor) else [part]
         return found
 
     @property
     def nbytes(self) -> int:
-        """The bytes that are really stored: packed codes, scales, zero points and tensor scale."""
+        """The stored bytes: packed codes, scales, zero points and tensor scale."""
         return sum(leaf.numel() * leaf.element_size() for leaf in self.leaves)
 
     @property
     def bits_per_weight(self) -> float:
-        """`8 * nbytes` over the number of elements."""
+        """`8 * nbytes / numel()`."""
         return 8 * self.nbytes / self.numel()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         shape = ", ".join(map(str, self.shape))
         place = "" if self.device.type == "cpu" else f", {self.device}"
         return (
@@ -228,13 +226,13 @@ class QTensor(torch.Tensor):
             f"{self.bits_per_weight:.3f} bits/weight{place})"
         )
 
-    # --- out of it ---
+    # --- conversions ---
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:  # type: ignore[override]
-        """The tensor that it stands for, as `fewbit.torch.dequantize` gives it.
+        """The plain tensor, by `fewbit.torch.dequantize`.
 
         Args:
-            dtype: the floating dtype of the result; None takes its own.
+            dtype: the floating dtype of the result; None: its own.
 
         Returns:
             A plain tensor.
@@ -244,57 +242,67 @@ class QTensor(torch.Tensor):
         return dequantize(self, dtype)
 
     def to_qarray(self) -> QArray:
-        """The QArray of the same bytes: `fewbit.torch.to_qarray`."""
+        """The QArray of the same bytes, by `fewbit.torch.to_qarray`."""
         return to_qarray(self)
 
     def requires_grad_(self, requires_grad: bool = True) -> "QTensor":
-        """Itself; a gradient is refused, since codes have none."""
+        """Itself; `True` raises, since codes have no gradient."""
         if requires_grad:
             raise QuantError(
-                "a QTensor has no gradient: nn.Parameter(q, requires_grad=False) makes a parameter of it, and before "
-                "load_state_dict(..., assign=True) the module needs requires_grad_(False)"
+                "a QTensor has no gradient: use nn.Parameter(q, requires_grad=False), and call requires_grad_(False) on the "
+                "module before load_state_dict(..., assign=True)"
             )
         return self
 
     def share_memory_(self) -> "QTensor":
-        """Itself, its tensors moved to memory that processes share."""
+        """Itself, with its tensors moved to shared memory."""
         for leaf in self.leaves:
             leaf.share_memory_()
         return self
 
-    # --- for torch ---
+    # --- torch protocols ---
 
     def __tensor_flatten__(self) -> tuple[list[str], str]:
-        """The names of its tensors, and what they mean, as JSON."""
+        """The names of its tensors, and the JSON of its form."""
         return list(self.form.parts), self.form.text
 
     def _stable_hash_for_caching(self) -> str:
-        """What compiled programs of torch depend on."""
+        """The cache key of torch.compile."""
         return self.form.text
 
     @staticmethod
-    def __tensor_unflatten__(inner: dict[str, Any], text: str, outer_size: Any, outer_stride: Any) -> "QTensor":
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], text: str, outer_size: object, outer_stride: object
+    ) -> "QTensor":
         return QTensor._unchecked(dict.fromkeys(_PARTS) | inner, form_of(text))
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        cls,
+        func: Callable[..., object],
+        types: object,
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> Any:
         if func in FUNCTIONS:
             return FUNCTIONS[func](*args, **(kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: object, args: Sequence[object] = (), kwargs: Mapping[str, object] | None = None
+    ) -> Any:
         if func not in _DISPATCHED:
-            # Under inference_mode composite operators arrive whole.
+            # Under inference_mode composite operators are not decomposed before the dispatch.
             if (parts := func.decompose(*args, **(kwargs or {}))) is not NotImplemented:
                 return parts
-            reason = f"it has no {func}; q.dequantize() gives a plain tensor, which has everything"
+            reason = f"it has no {func}; call q.dequantize() for a plain tensor"
             raise UnsupportedError(f"{func.overloadpacket.__name__} cannot take a QTensor", {"QTensor": reason})
         return _DISPATCHED[func](*args, **(kwargs or {}))
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Plain tensors and JSON, so that `torch.load(weights_only=True)` reads it."""
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Plain tensors and JSON, which `torch.load(weights_only=True)` accepts."""
         return restored, (self.form.text, self.leaves, isinstance(self, torch.nn.Parameter))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QTensor":
@@ -305,8 +313,8 @@ class QTensor(torch.Tensor):
         return copied
 
 
-def restored(text: str, leaves: list[torch.Tensor], is_parameter: bool) -> Any:
-    """The QTensor of what its pickle holds, checked like any other.
+def restored(text: str, leaves: list[torch.Tensor], is_parameter: bool) -> torch.Tensor:
+    """Unpickles and checks a QTensor.
 
     Args:
         text: the JSON of its form.
@@ -317,7 +325,7 @@ def restored(text: str, leaves: list[torch.Tensor], is_parameter: bool) -> Any:
         The QTensor.
 
     Raises:
-        QuantError: where they do not fit.
+        QuantError: if they do not match.
     """
     form = form_of(text)
     if not isinstance(leaves, list) or len(leaves) != _leaf_count(form):
@@ -336,7 +344,14 @@ def _interned(*fields: Any) -> Form:
 
 
 def _leaf_count(form: Form) -> int:
-    return len(form.parts) + (0 if form.scale is None else _leaf_count(form.scale) - 1)
+    if form.scale is None:
+        return len(form.parts)
+    return len(form.parts) - 1 + _leaf_count(form.scale)
+
+
+def scale_form(scale: object) -> Form | None:
+    """The form of a quantized scale; None for a plain tensor."""
+    return scale.form if isinstance(scale, QTensor) else None
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -344,12 +359,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _check(q: QTensor) -> None:
-    """Raises QuantError where the parts of a QTensor do not fit each other, its scheme and its shape."""
+    """Raises QuantError if the parts of a QTensor do not match each other, its scheme and its shape."""
     if not q.dtype.is_floating_point:
-        raise QuantError(f"a QTensor stands for floating numbers, not {q.dtype}")
+        raise QuantError(f"a QTensor has a floating dtype, not {q.dtype}")
     if len({leaf.device for leaf in q.leaves}) > 1:
         raise QuantError(
-            f"the parts of a QTensor are on {', '.join(sorted({str(t.device) for t in q.leaves}))}; move all to one"
+            f"the parts of a QTensor are on {', '.join(sorted({str(t.device) for t in q.leaves}))}; move all to one device"
         )
     if len(q.shape) < -q.scheme.pack_axis or q.codes.ndim != q.ndim:
         raise QuantError(f"codes of shape {tuple(q.codes.shape)} do not fit the shape {tuple(q.shape)}")
@@ -358,23 +373,23 @@ def _check(q: QTensor) -> None:
     if reason := misfit(arrays):
         raise QuantError(f"this is no QTensor of {q.scheme.name} and shape {tuple(q.shape)}: {reason}")
     if arrays.shape != tuple(q.shape):
-        raise QuantError(f"codes of shape {tuple(q.codes.shape)} stand for {arrays.shape}, not for {tuple(q.shape)}")
+        raise QuantError(f"codes of shape {tuple(q.codes.shape)} decode to shape {arrays.shape}, not {tuple(q.shape)}")
 
 
-# --- to JAX and back ---
+# --- conversion from and to QArrays ---
 
 
 def to_qarray(q: QTensor) -> QArray:
-    """The QArray of a QTensor: the same bytes, in the same memory where it is contiguous and aligned to 64 bytes.
+    """The QArray of a QTensor: the same bytes, not copied if contiguous and 64-byte aligned.
 
     Args:
-        q: the QTensor; on a CPU, or on a GPU that JAX uses too.
+        q: the QTensor, on a CPU or on a GPU that JAX uses.
 
     Returns:
-        The QArray. Where memory is shared, writing into `q.codes` or `q.scale` in place changes it; `q.copy_` does not.
+        The QArray. If it shares memory, in-place writes to `q.codes` or `q.scale` change it; `q.copy_` does not.
 
     Raises:
-        UnsupportedError: for a tensor on a device that JAX does not compute on.
+        UnsupportedError: for a tensor on a device that JAX does not use.
 
     >>> import torch
     >>> from fewbit.torch import quantize
@@ -383,23 +398,25 @@ def to_qarray(q: QTensor) -> QArray:
     """
     handover.check_device("to_qarray", q.device)
     stored, order = in_memory_order(q)
-    moved = stored.form.qarray(handover.array(leaf) for leaf in stored.leaves)
-    return moved if order == tuple(range(q.ndim)) else moved.transpose(order)
+    array = stored.form.qarray(handover.array(leaf) for leaf in stored.leaves)
+    if order == tuple(range(q.ndim)):
+        return array
+    return array.transpose(order)
 
 
 def from_qarray(q: QArray, device: torch.device | str = "cpu") -> QTensor:
-    """The QTensor of a QArray: the same bytes, in the same memory where `device` is where they are.
+    """The QTensor of a QArray: the same bytes, not copied if they are on `device`.
 
     Args:
-        q: the QArray, whatever its scheme and policy.
-        device: where the tensors are to be.
+        q: the QArray, of any scheme and policy.
+        device: the device of the tensors.
 
     Returns:
-        The QTensor. Where memory is shared its tensors must not be written into: JAX takes its arrays for constant.
-        `q.copy_` and `load_state_dict` never do that.
+        The QTensor. If it shares memory, its tensors must not be written in place, since JAX arrays are immutable;
+        `q.copy_` and `load_state_dict` do not write in place.
 
     Raises:
-        QuantError: for a QArray whose parts do not fit each other.
+        QuantError: for a QArray whose parts do not match.
 
     >>> import fewbit as fb
     >>> import jax.numpy as jnp
@@ -414,42 +431,50 @@ def from_qarray(q: QArray, device: torch.device | str = "cpu") -> QTensor:
 
 
 def _with_leaves(q: QArray, change: Callable[[Any], torch.Tensor]) -> QTensor:
-    leaves = {
-        name: None if part is None else _with_leaves(part, change) if isinstance(part, QArray) else change(part)
-        for name, part in ((name, getattr(q, name)) for name in _PARTS)
-    }
-    policy, scale = q.policy, leaves["scale"]
+    parts, policy = _mapped_parts(q, change, lambda scale: _with_leaves(scale, change)), q.policy
     if policy is not None and not isinstance(policy, Policy):
         raise QuantError(f"the QArray has a policy of type {type(policy).__name__}; a QTensor takes those of fb.Policy")
-    present = [name for name, part in leaves.items() if part is not None]
-    of_scale = scale.form if isinstance(scale, QTensor) else None
-    return QTensor._unchecked(leaves, Form.of(q.scheme, q.shape, np.dtype(q.dtype).name, present, of_scale, policy))
+    present = [name for name, part in parts.items() if part is not None]
+    form = Form.of(q.scheme, q.shape, np.dtype(q.dtype).name, present, scale_form(parts["scale"]), policy)
+    return QTensor._unchecked(parts, form)
 
 
-# --- operations that move or copy it, exactly ---
+def _mapped_parts(
+    q: QTensor | QArray, on_leaf: Callable[[Any], torch.Tensor], on_scale: Callable[[Any], QTensor]
+) -> dict[str, Any]:
+    """The parts of a QTensor or QArray, with `on_scale` applied to a quantized scale and `on_leaf` to all others."""
+    changed: dict[str, Any] = dict.fromkeys(_PARTS)
+    for name in _PARTS:
+        part = getattr(q, name)
+        if isinstance(part, QTensor | QArray):
+            changed[name] = on_scale(part)
+        elif part is not None:
+            changed[name] = on_leaf(part)
+    return changed
+
+
+# --- moves and copies, which are exact ---
 
 
 def _mapped(q: QTensor, change: Callable[[torch.Tensor], torch.Tensor], form: Form | None = None) -> QTensor:
     """The QTensor of changed leaves."""
-    changed = {
-        name: _mapped(part, change) if isinstance(part, QTensor) else None if part is None else change(part)
-        for name, part in ((name, getattr(q, name)) for name in _PARTS)
-    }
-    return QTensor._unchecked(changed, q.form if form is None else form)
+    return QTensor._unchecked(_mapped_parts(q, change, lambda scale: _mapped(scale, change)), form or q.form)
 
 
 def _retyped(q: QTensor, dtype: torch.dtype | None) -> Form:
-    """The form of the same codes standing for another dtype."""
+    """The form of `q` with another dtype."""
+    if dtype is None or dtype == q.dtype:
+        return q.form
     f = q.form
-    return f if dtype in (None, q.dtype) else Form.of(f.scheme, f.shape, dtype, f.parts, f.scale, f.policy)  # type: ignore[arg-type]
+    return Form.of(f.scheme, f.shape, dtype, f.parts, f.scale, f.policy)
 
 
 def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
-    """The QTensor with its axes in another order: views of the same bytes, under a scheme whose axes are moved.
+    """Permutes the axes: views of the same bytes, and a scheme with permuted axes.
 
     Args:
         q: the QTensor.
-        order: which of its axes each axis of the result is.
+        order: the axis of `q` for each axis of the result.
 
     Returns:
         The QTensor.
@@ -457,17 +482,13 @@ def permuted(q: QTensor, order: Sequence[int]) -> QTensor:
     order = tuple(a % q.ndim for a in order)
     if order == tuple(range(q.ndim)):
         return q
-    changed = {
-        name: permuted(part, order) if isinstance(part, QTensor) else None if part is None else part.permute(order)
-        for name, part in ((name, getattr(q, name)) for name in _PARTS)
-    }
-    of_scale = changed["scale"].form if isinstance(changed["scale"], QTensor) else None
-    return QTensor._unchecked(changed, _moved(q.form, tuple(q.scale.shape), order, of_scale))
+    parts = _mapped_parts(q, lambda leaf: leaf.permute(order), lambda scale: permuted(scale, order))
+    return QTensor._unchecked(parts, _moved(q.form, tuple(q.scale.shape), order, scale_form(parts["scale"])))
 
 
 @functools.lru_cache(maxsize=4096)
 def _moved(form: Form, scales: tuple[int, ...], order: tuple[int, ...], of_scale: Form | None) -> Form:
-    """The form of a tensor whose axes are moved; a tile that its scales contradict, as stacks have it, is taken from them."""
+    """The form after a permutation; where the scale shape contradicts a tile, as in stacks, it determines the tile."""
     named, ndim = form.scheme.tiles(len(form.shape)), len(form.shape)
     real = [_tile(*axis) for axis in zip(named, tile_counts(form.shape, named), scales, form.shape, strict=True)]
     scheme = form.scheme.with_tiles(tuple(real[a] for a in order), order.index(form.scheme.pack_axis + ndim) - ndim)
@@ -476,16 +497,16 @@ def _moved(form: Form, scales: tuple[int, ...], order: tuple[int, ...], of_scale
 
 
 def _tile(named: Tile, expected: int, count: int, length: int) -> Tile:
-    """The tile of an axis with this many scales."""
-    if count == expected:
+    """The tile of an axis with `count` scales."""
+    if count == expected or count not in (1, length):
         return named
-    return None if count == 1 else 1 if count == length else named
+    return None if count == 1 else 1
 
 
 def in_memory_order(q: QTensor) -> tuple[QTensor, tuple[int, ...]]:
-    """The QTensor with its axes as they are in memory, and where each axis of `q` is among them.
+    """The QTensor with its axes in memory order, and the position of each axis of `q` in it.
 
-    A transpose is a view of strided bytes, which kernels would have to copy; its source is not.
+    Kernels would have to copy a transposed view; they read the contiguous original instead.
     """
     if q.codes.is_contiguous():
         return q, tuple(range(q.ndim))
@@ -505,26 +526,28 @@ def _to_copy(
     *,
     dtype: torch.dtype | None = None,
     layout: torch.layout | None = None,
-    device: Any = None,
+    device: torch.device | str | None = None,
     pin_memory: bool | None = None,
     non_blocking: bool = False,
-    memory_format: Any = None,
+    memory_format: object = None,
 ) -> QTensor:
-    """The same codes and scales on a device, standing for numbers of a dtype."""
+    """A copy of the codes and scales on a device, with another dtype."""
     if (layout, pin_memory or None) not in ((None, None), (torch.strided, None)):
-        raise UnsupportedError("a QTensor cannot be moved so", {"QTensor": f"layout={layout}, pin_memory={pin_memory}"})
+        raise UnsupportedError("a QTensor cannot be moved", {"QTensor": f"layout={layout}, pin_memory={pin_memory}"})
     if dtype is not None and _name(dtype) not in ("float64", "float32", "bfloat16", "float16"):
-        raise QuantError(f"a QTensor stands for floating numbers; .to({dtype}) needs q.dequantize() first")
+        raise QuantError(f"a QTensor has a floating dtype; call q.dequantize() before .to({dtype})")
     return _mapped(q, lambda leaf: leaf.to(device=device, non_blocking=non_blocking, copy=True), _retyped(q, dtype))
 
 
-def _copy(target: Any, source: Any, non_blocking: bool = False) -> Any:
-    """Takes the bytes of another QTensor. They are copied into tensors of their own: memory shared with JAX stays as it is."""
+def _copy(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> QTensor:
+    """Copies another QTensor into new tensors: memory shared with JAX is not written."""
     if not isinstance(target, QTensor) or not isinstance(source, QTensor):
-        what = "a float tensor takes a QTensor" if isinstance(source, QTensor) else "a QTensor takes a float tensor"
-        fix = "q.dequantize() decodes and fewbit.torch.quantize encodes"
-        module = "fewbit.torch.quantize_ the module before load_state_dict of quantized tensors"
-        raise QuantError(f"copy_: {what}; {fix}; {module}")
+        kinds = ("a QTensor", "a float tensor")
+        into, out_of = kinds if isinstance(target, QTensor) else kinds[::-1]
+        raise QuantError(
+            f"copy_ into {into} from {out_of}: convert with q.dequantize() or fewbit.torch.quantize; call "
+            "fewbit.torch.quantize_ on the module before load_state_dict of quantized tensors"
+        )
     if _retyped(source, target.dtype).text != target.form.text:
         raise QuantError(f"copy_: {source!r} does not fit {target!r}; both need the same scheme and shape")
     moved = _mapped(source, lambda leaf: leaf.to(target.device, non_blocking=non_blocking, copy=True))
@@ -537,7 +560,7 @@ def _detached(q: QTensor) -> QTensor:
     return _mapped(q, lambda leaf: leaf.detach())
 
 
-# Under inference_mode torch's own detach cannot take what a dispatched one returns.
+# Under inference_mode torch's own detach rejects the result of a dispatched one.
 FUNCTIONS[torch.Tensor.detach] = _detached
 
 _DISPATCHED: dict[Any, Callable[..., Any]] = {
@@ -553,4 +576,4 @@ _DISPATCHED: dict[Any, Callable[..., Any]] = {
     _aten._to_copy.default: _to_copy,
     _aten.copy_.default: _copy,
 }
-"""The operations of torch's dispatcher that a QTensor has; products never come here, see `FUNCTIONS`."""
+"""The torch dispatcher operations of a QTensor; matmuls do not get here, see `FUNCTIONS`."""

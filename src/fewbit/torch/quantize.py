@@ -1,4 +1,4 @@
-"""Quantizes and dequantizes torch tensors: by fewbit in JAX, or by Triton's kernels on CUDA."""
+"""Quantizes and dequantizes torch tensors, in JAX or by Triton kernels on CUDA."""
 
 import dataclasses
 import functools
@@ -13,13 +13,13 @@ import torch
 from ..array import Scheme, quantize_with_hessian
 from ..array import scheme as as_scheme
 from ..array.quantize import laid_along
-from ..array.scales import MSE, MX, AbsMax
+from ..array.scales import MSE, MX, AbsMax, AbstractCalibration
 from ..errors import QuantError, UnsupportedError
 from ..formats import E8M0
 from ..kernels.quantize import dequantize as jax_dequantize
 from ..kernels.quantize import quantize as jax_quantize
 from . import handover, triton
-from .qtensor import FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order
+from .qtensor import FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order, scale_form
 
 Backend: TypeAlias = Literal["triton", "jax"]
 Method: TypeAlias = Literal["naive", "optimal", "hessian"]
@@ -37,31 +37,31 @@ def quantize(
     rounds: int = 0,
     backend: Backend | None = None,
 ) -> QTensor:
-    """Quantizes a tensor: `fewbit.quantize`, of the same bytes, for every scheme, calibration and search.
+    """Quantizes a tensor to the bytes of `fewbit.quantize`, for every scheme, calibration and search.
 
-    For each tile a scale, for each element the code of the number nearest to `element / scale`, all in float32. A tile with a
-    NaN or an infinity becomes NaN; an all-zero tile decodes to zeros; subnormal float32 numbers count as zero.
+    Each tile (block) has a scale, and each element the code of `element / scale` rounded to nearest, in float32. A tile
+    with a NaN or an infinity becomes NaN; an all-zero tile decodes to zeros; subnormal float32 numbers count as zero.
 
     Args:
         W: floating, of any shape with an axis.
         scheme: a Scheme, or anything that `fewbit.scheme` takes: `"mxfp4"`, `"nvfp4"`, `"int4_g64"`.
-        dim: the axis that takes the place of the scheme's last one, the axis that a product contracts; or several.
-        method: how scales are chosen. None: by the scheme's calibration. "naive": from the largest magnitude alone (OCP's floor
-            rule for powers of two, else absmax). "optimal": least squared error. "hessian": least error of the product
-            with `X`, by a full sweep over the scales that can be stored (`fewbit.quantize_with_hessian`).
+        dim: the contraction axis of the product, in place of the scheme's last axis; or several.
+        method: how scales are computed. None: by the scheme's calibration. "naive": from amax (OCP's floor rule for powers
+            of two, else absmax). "optimal": least squared error. "hessian": least error of the product with `X`, by a full
+            sweep over all scales of the scale format (`fewbit.quantize_with_hessian`).
         X: activations `[samples, W.shape[dim]]`, for the method "hessian" only.
-        error_weights: how much each element's squared error counts in a scale search, broadcast to `W`; None: all alike.
-        rounds: for "hessian", how many times codes and scale are then improved in turn; 0 rounds every element to the nearest.
-        backend: "jax" for fewbit's kernels in JAX, "triton" for Triton's on CUDA; None takes JAX's on a CPU, and on CUDA
-            Triton's where they serve (`explain` says whether). One that is named is never replaced by the other.
+        error_weights: the weight of each element's squared error in a scale search, broadcast to `W`; None: all equal.
+        rounds: for "hessian", the alternating updates of codes and scale after the sweep; 0 rounds every element to nearest.
+        backend: "jax" for fewbit's kernels in JAX, "triton" for Triton's on CUDA; None chooses "triton" on CUDA if it
+            supports the call (see `explain`), else "jax".
 
     Returns:
-        The QTensor. Its `scheme` has the calibration that the method stands for; with "hessian" the given one.
+        The QTensor. Its `scheme` has the calibration of the method; with "hessian" the given one.
 
     Raises:
-        QuantError: for a tensor that is not floating or has no element, an axis it does not have, a method that is not
-            known, or an `X` that the method does not use, that is not finite, or whose length is not that of the axis.
-        UnsupportedError: when no backend can, or the named one cannot, with every reason.
+        QuantError: for a tensor that is not floating or is empty, an axis it does not have, an unknown method, or an `X`
+            that the method does not use, that is not finite, or whose length is not that of the axis.
+        UnsupportedError: if the named backend, or every backend, does not support the call, with every reason.
 
     >>> import torch
     >>> q = quantize(torch.tensor([[6.0, -0.4, 0.0, 1.2]]), "mxfp4")
@@ -79,9 +79,8 @@ def quantize(
         return triton.quantized(W.detach(), bound, H)
     x = handover.array(W if W.dtype in handover.FLOATS else W.float())
     if X is not None:
-        axis = bound.pack_axis
         H = handover.array(hessian(X, bound, W.shape))
-        q = quantize_with_hessian(x, chosen(as_scheme(scheme), method), H, axis=axis, rounds=rounds)
+        q = quantize_with_hessian(x, chosen(as_scheme(scheme), method), H, axis=bound.pack_axis, rounds=rounds)
     else:
         weights = None if error_weights is None else handover.array(error_weights.float())
         q = jax_quantize(x, chosen(as_scheme(scheme), method), axis=dim, error_weights=weights)
@@ -90,13 +89,13 @@ def quantize(
 
 @torch.no_grad()
 def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend | None = None) -> torch.Tensor:
-    """The tensor that a QTensor stands for, `decode(code) * scale`, computed in float32 and rounded once.
+    """Dequantizes: `decode(code) * scale`, computed in float32 and rounded once.
 
-    With zero points it is `(decode(code) - zero) * scale`, with float offsets `decode(code) * scale + offset`.
+    With zero points `(decode(code) - zero) * scale`, with float offsets `decode(code) * scale + offset`.
 
     Args:
         q: the quantized tensor.
-        dtype: the floating dtype of the result; None takes `q.dtype`.
+        dtype: the floating dtype of the result; None: `q.dtype`.
         backend: as for `quantize`.
 
     Returns:
@@ -104,20 +103,22 @@ def dequantize(q: QTensor, dtype: torch.dtype | None = None, *, backend: Backend
 
     Raises:
         QuantError: for a dtype that is not floating.
-        UnsupportedError: when no backend can, or the named one cannot, with every reason.
+        UnsupportedError: if the named backend, or every backend, does not support the QTensor, with every reason.
     """
     dtype = dtype or q.dtype
     if not dtype.is_floating_point:
-        raise QuantError(f"dequantize gives floating numbers, not {dtype}")
+        raise QuantError(f"dequantize returns floating numbers, not {dtype}")
     stored, places = in_memory_order(q)
     y = torch.ops.fewbit.dequantize(stored.leaves, stored.form.text, dtype, backend or "")
-    return y if places == tuple(range(q.ndim)) else y.permute(places)
+    if places == tuple(range(q.ndim)):
+        return y
+    return y.permute(places)
 
 
 def _dequantize(leaves: Sequence[torch.Tensor], form: str, dtype: torch.dtype, backend: str) -> torch.Tensor:
-    """The tensor of a form."""
+    """Dequantizes the leaves of a form."""
     q = form_of(form).qtensor(leaves)
-    if _chosen(q.device, q.scheme, tuple(q.shape), backend or None, "decode")[0] == "triton":  # type: ignore[arg-type]
+    if _chosen(q.device, q.scheme, tuple(q.shape), backend or None, "decode")[0] == "triton":
         return triton.dequantized(q, dtype)
     by_jax = dtype if dtype in handover.FLOATS else torch.float32
     y = handover.call(_compiled(form, str(by_jax).removeprefix("torch.")), leaves)
@@ -133,7 +134,7 @@ handover.operator("dequantize(Tensor[] leaves, str form, ScalarType dtype, str b
 
 @functools.lru_cache(maxsize=4096)
 def _compiled(form: str, dtype: str) -> Callable[..., jax.Array]:
-    """The compiled decoder of a form."""
+    """The compiled dequantize function of a form."""
 
     @jax.jit
     def fn(*leaves: jax.Array) -> jax.Array:
@@ -143,7 +144,7 @@ def _compiled(form: str, dtype: str) -> Callable[..., jax.Array]:
 
 
 def decoded_leaves(form: Form, device: torch.device) -> tuple[str | None, str | None]:
-    """Which backend decodes a QTensor of a form, or else why none does."""
+    """The backend that dequantizes a form and None, or None and the reasons against all."""
     try:
         return _chosen(device, form.scheme, form.shape, None, "decode")[0], None
     except UnsupportedError as error:
@@ -151,11 +152,12 @@ def decoded_leaves(form: Form, device: torch.device) -> tuple[str | None, str | 
 
 
 def chosen(scheme: Scheme, method: Method | None) -> Scheme:
-    """The scheme whose calibration is what the method stands for."""
+    """The scheme with the calibration of the method."""
     if method is None or method == "hessian":
         return scheme
-    is_power = isinstance(scheme.scale, E8M0)
-    calibrations = {"naive": MX("floor") if is_power else AbsMax(), "optimal": MX("optimal") if is_power else MSE()}
+    calibrations: dict[str, AbstractCalibration] = {"naive": AbsMax(), "optimal": MSE()}
+    if isinstance(scheme.scale, E8M0):
+        calibrations = {"naive": MX("floor"), "optimal": MX("optimal")}
     if method not in calibrations:
         raise QuantError(f"method is {method!r}, must be one of naive, optimal, hessian, or None")
     return dataclasses.replace(scheme, calibration=calibrations[method])
@@ -164,7 +166,7 @@ def chosen(scheme: Scheme, method: Method | None) -> Scheme:
 def explain(
     W: torch.Tensor, scheme: str | Scheme | Mapping[str, Any], dim: int | tuple[int, ...] = -1, method: Method | None = None
 ) -> str:
-    """Says which backend `quantize` takes for a tensor, and why not Triton's kernels.
+    """The backend that `quantize` chooses, and the reason against Triton's kernels.
 
     Args:
         W: the tensor.
@@ -185,26 +187,25 @@ def explain(
 
 
 def hessian(X: torch.Tensor, scheme: Scheme, shape: Sequence[int]) -> torch.Tensor:
-    """`X^T X` of each block of columns, float32 `[blocks, tile, tile]`, in units of a power of two near its largest entry.
+    """`X^T X` of each block of columns, scaled so that its largest entry is near 1.
 
     Args:
         X: activations `[samples, n]`.
-        scheme: along the axes of the weight.
-        shape: the weight's.
+        scheme: the scheme, with its tiles on the axes of the weight.
+        shape: the shape of the weight.
 
     Returns:
-        The matrices; how `X` is scaled changes them by rounding alone.
+        Float32 `[blocks, tile, tile]`, divided by a power of two; the scale of `X` changes it by rounding only.
     """
     length = shape[scheme.pack_axis]
     if X.ndim != 2 or X.shape[1] != length or len(X) == 0:
         raise QuantError(f"method 'hessian' needs X of shape [samples, {length}]; got {tuple(X.shape)}")
     if not torch.isfinite(X).all():
-        raise QuantError("X has numbers that are not finite")
-    tile = scheme.tiles(len(shape))[scheme.pack_axis]
-    tile = length if tile is None else tile
+        raise QuantError("X has NaN or infinite values; it must be finite")
+    tile = scheme.tiles(len(shape))[scheme.pack_axis] or length
     blocks = -(-length // tile)
     columns = torch.nn.functional.pad(X.double(), (0, blocks * tile - length)).reshape(len(X), blocks, tile)
-    columns = columns.permute(1, 2, 0)
+    columns = columns.permute(1, 2, 0)  # [blocks, tile, samples]
     H = columns @ columns.mT
     largest = H.amax((1, 2), keepdim=True)
     return torch.ldexp(H, -torch.frexp(torch.where(largest > 0, largest, 1.0)).exponent).float()
@@ -214,47 +215,50 @@ def _chosen(
     device: torch.device,
     scheme: Scheme,
     shape: tuple[int, ...],
-    backend: Backend | None,
+    backend: str | None,
     work: triton.Work,
     is_plain: bool = True,
 ) -> tuple[str, dict[str, str]]:
-    """The backend that does the work, and why those that were asked before it do not."""
+    """The backend for the work, and the reasons against those that were asked before it."""
     if backend not in ("triton", "jax", None):
         raise QuantError(f"backend is {backend!r}, must be triton, jax or None")
-    order = (backend,) if backend else ("triton", "jax")
     reasons: dict[str, str] = {}
-    for name in order:
+    for name in (backend,) if backend else ("triton", "jax"):
         if name == "jax":
             reason = handover.refusal(device)
         else:
             reason = triton.unsupported(device, scheme, shape, work)
-            reason = reason or (None if is_plain else "error_weights and rounds have no kernel")
+            if reason is None and not is_plain:
+                reason = "the kernels do not support error_weights and rounds"
         if reason is None:
             return name, reasons
         reasons[name] = reason
     raise UnsupportedError(f"{scheme.name} of shape {shape} cannot run here", reasons)
 
 
-def _bound(W: torch.Tensor, scheme: Any, dim: int | tuple[int, ...], method: Method | None) -> Scheme:
-    """The scheme as it applies to the tensor's axes, with the calibration of the method."""
-    if not W.is_floating_point() or isinstance(W, QTensor):
-        what = "a QTensor already" if isinstance(W, QTensor) else str(W.dtype)
-        raise QuantError(f"W is {what}; only plain floating tensors are quantized")
+def _bound(
+    W: torch.Tensor, scheme: str | Scheme | Mapping[str, Any], dim: int | tuple[int, ...], method: Method | None
+) -> Scheme:
+    """The scheme with its tiles on the tensor's axes and the calibration of the method."""
+    if isinstance(W, QTensor):
+        raise QuantError("W is a QTensor already; only plain floating tensors are quantized")
+    if not W.is_floating_point():
+        raise QuantError(f"W is {W.dtype}; only plain floating tensors are quantized")
     if W.ndim == 0 or W.numel() == 0:
-        raise QuantError(f"W has shape {tuple(W.shape)}; a tensor of at least one axis and one element is expected")
+        raise QuantError(f"W has shape {tuple(W.shape)}, must have at least one axis and one element")
     return laid_along(chosen(as_scheme(scheme), method), dim, tuple(W.shape))
 
 
 def _check_arguments(W: torch.Tensor, method: Method | None, X: torch.Tensor | None, rounds: int) -> None:
     if X is not None and method != "hessian":
-        raise QuantError(f"X means nothing to method {method!r}; use method='hessian'")
+        raise QuantError(f"X is not used by method {method!r}; pass method='hessian'")
     if X is None and method == "hessian":
-        raise QuantError("method 'hessian' needs X of shape [samples, n], what the product multiplies with W")
+        raise QuantError("method 'hessian' needs X of shape [samples, n], the activations that W is multiplied with")
     if rounds and method != "hessian":
-        raise QuantError(f"rounds={rounds} means nothing to method {method!r}; use method='hessian'")
+        raise QuantError(f"rounds={rounds} is not used by method {method!r}; pass method='hessian'")
 
 
-# --- look-ups ---
+# --- embedding ---
 
 
 def _embedding(
@@ -266,20 +270,20 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """`F.embedding`: the rows of a quantized table, of which only those are decoded.
+    """`F.embedding` with a quantized table; dequantizes only the selected rows.
 
-    `padding_idx` and the two that follow `norm_type` change gradients of the table only, which a QTensor does not have.
+    `padding_idx`, `scale_grad_by_freq` and `sparse` affect only the table's gradient, which a QTensor does not have.
     """
     if max_norm is not None:
-        reason = "max_norm scales rows of the table in place, and codes cannot be scaled"
+        reason = "max_norm rescales rows of the table in place, which codes do not support"
         raise UnsupportedError("embedding cannot take a QTensor", {"QTensor": reason})
     if not isinstance(q, QTensor) or q.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise QuantError(f"embedding takes whole numbers and a table [rows, n], not {ids.dtype} and {tuple(q.shape)}")
+        raise QuantError(f"embedding takes int32 or int64 ids and a table [rows, n], not {ids.dtype} and {tuple(q.shape)}")
     return torch.ops.fewbit.rows(ids, q.leaves, q.form.text)
 
 
 def _rows(ids: torch.Tensor, leaves: Sequence[torch.Tensor], form: str) -> torch.Tensor:
-    """The rows of a table, decoded."""
+    """Dequantized rows of a table."""
     from .matmul import padded_count  # it needs this file
 
     q, flat = form_of(form).qtensor(leaves), ids.reshape(-1)
@@ -301,36 +305,36 @@ handover.operator("rows(Tensor ids, Tensor[] leaves, str form) -> Tensor", _rows
 
 
 def taken(q: QTensor, at: torch.Tensor) -> QTensor:
-    """The rows of a QTensor at places of its first axis, still quantized, each with its own scale.
+    """Selects rows (of the first axis) of a QTensor; they stay quantized, each with its own scale.
 
     Args:
-        q: the QTensor; its codes share no bytes along the first axis.
-        at: the places, of one axis, within bounds.
+        q: the QTensor; its codes are not packed along the first axis.
+        at: the row indices, one axis, within bounds.
 
     Returns:
         The QTensor.
 
     Raises:
-        UnsupportedError: where codes share bytes along the first axis.
+        UnsupportedError: if codes are packed along the first axis.
     """
     if q.scheme.pack_axis == -q.ndim:
-        reason = "its codes share bytes along the rows; quantize tables along their last axis (dim=-1)"
-        raise UnsupportedError("a look-up cannot take this QTensor", {"QTensor": reason})
+        reason = "its codes are packed along the row axis; quantize tables along their last axis (dim=-1)"
+        raise UnsupportedError("embedding cannot take this QTensor", {"QTensor": reason})
     tiles = list(q.scheme.tiles(q.ndim))
     tile = tiles[0] or q.shape[0]
     of_tile = at if q.scale.shape[0] == q.shape[0] else at // tile
 
-    def of(leaf: Any, places: torch.Tensor) -> Any:
+    def of(leaf: torch.Tensor | None, places: torch.Tensor) -> torch.Tensor | None:
         if leaf is None or leaf.shape[0] == 1:
             return leaf
         return taken(leaf, places) if isinstance(leaf, QTensor) else leaf[places]
 
-    tiles[0] = None if q.scale.shape[0] == 1 else 1
+    tiles[0] = 1 if q.scale.shape[0] > 1 else None
     scheme = q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis)
     parts = {"codes": q.codes[at], "scale": of(q.scale, of_tile)}
     parts |= {"zero_point": of(q.zero_point, of_tile), "tensor_scale": of(q.tensor_scale, of_tile)}
-    of_scale = parts["scale"].form if isinstance(parts["scale"], QTensor) else None
-    return QTensor._unchecked(parts, Form.of(scheme, (len(at), *q.shape[1:]), q.dtype, q.form.parts, of_scale, q.policy))
+    shape = (len(at), *q.shape[1:])
+    return QTensor._unchecked(parts, Form.of(scheme, shape, q.dtype, q.form.parts, scale_form(parts["scale"]), q.policy))
 
 
 FUNCTIONS |= {

@@ -1,4 +1,4 @@
-"""Products of torch rows in groups with a quantized matrix for each group: the experts of a mixture."""
+"""`ragged_dot` of torch tensors: one quantized matrix for each group of rows."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -13,31 +13,31 @@ from ..kernels.qmatmul.gpu_configs import Gpu, GpuConfig
 from ..kernels.qmatmul.gpu_matrix import Matrix
 from ..ops import ragged_dot as jax_ragged_dot
 from . import handover, triton
-from .matmul import PRECISIONS, config_of, gpu_of, padded_count, table_of
+from .matmul import PRECISIONS, config_of, gpu_of, or_unread, padded_count, table_of
 from .qtensor import QTensor, form_of, in_memory_order, permuted
 from .quantize import Backend
 
 
 def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backend: Backend | None = None) -> torch.Tensor:
-    """Each row times the matrix of its group, with sums in float32: `jax.lax.ragged_dot` with quantized matrices.
+    """`jax.lax.ragged_dot` (the grouped matmul of MoE experts) with quantized matrices.
 
-    `y[i] = x[i] @ q[g]` for each row i of group g; the rows of a group follow each other. Matrices `[G, N, K]` are multiplied as
-    `ragged_dot(x, q.mT, group_sizes)`: nothing is moved. Gradients reach `x` through the same kernels.
+    `y[i] = x[i] @ q[g]` for each row i of group g, with float32 accumulation; rows are sorted by group. For matrices `[G,
+    N, K]` use `ragged_dot(x, q.mT, group_sizes)`, which copies nothing. It is differentiable in `x`, by the same kernels.
 
     Args:
         x: floating `[M, K]`, the rows of all groups.
         q: `[G, K, N]`, quantized.
-        group_sizes: how many rows each group has, `[G]`, integers on the device of `q`; Triton's kernels read them there, and the
-            host does not wait for them. Rows beyond their sum give zeros.
-        backend: "jax" for fewbit's kernels in JAX, "triton" for Triton's on CUDA; None takes Triton's where they serve. One
-            that is named is never replaced.
+        group_sizes: the number of rows of each group, `[G]`, integers on the device of `q`; Triton's kernels read them there
+            without a host synchronization. Rows beyond their sum give zeros.
+        backend: "jax" for fewbit's kernels in JAX, "triton" for Triton's on CUDA; None chooses "triton" if it supports the
+            operands.
 
     Returns:
         `[M, N]`, of the dtype of `x`.
 
     Raises:
-        QuantError: where the shapes do not fit, `x` is not floating, or `group_sizes` are no integers.
-        UnsupportedError: when no backend can, or the named one cannot, with the reasons.
+        QuantError: if the shapes do not match, `x` is not floating, or `group_sizes` are not integers.
+        UnsupportedError: if the named backend, or every backend, does not support the operands, with the reasons.
 
     >>> import torch
     >>> from fewbit.torch import quantize
@@ -48,16 +48,17 @@ def ragged_dot(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, *, backen
     _check_operands(x, q, group_sizes)
     stored, places = in_memory_order(q)
     if places[0] != 0:
-        raise QuantError(f"the {q.shape[0]} matrices of q do not follow each other in memory; quantize them as [G, K, N]")
+        raise QuantError(f"the {q.shape[0]} matrices of q are not contiguous in memory; quantize them as [G, K, N]")
     return torch.ops.fewbit.ragged(x, stored.leaves, stored.form.text, places[1], group_sizes, backend or "")
 
 
 def _ragged(
     x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int, group_sizes: torch.Tensor, backend: str
 ) -> torch.Tensor:
-    """`x [M, K]` in groups with the matrices of a form, whose given axis is summed over."""
-    q = form_of(form).qtensor(leaves)
-    w = permuted(q, (0, 2, 1)) if axis == 2 else q
+    """`x [M, K]` in groups times the matrices of a form, contracting the given axis of them."""
+    q = w = form_of(form).qtensor(leaves)
+    if axis == 2:
+        w = permuted(q, (0, 2, 1))
     if x.device != q.device:
         raise QuantError(f"x is on {x.device} and q on {q.device}; move one to the other")
     if _chosen(x, w, group_sizes, backend) == "triton":
@@ -67,7 +68,9 @@ def _ragged(
     count = len(x)
     x = torch.nn.functional.pad(x, (0, 0, 0, padded_count(count) - count))
     y = handover.call(_compiled(form, axis), (x, group_sizes.to(torch.int32), *leaves))
-    return y if len(y) == count else y[:count].clone()
+    if len(y) > count:
+        y = y[:count].clone()
+    return y
 
 
 @functools.lru_cache(maxsize=1024)
@@ -83,7 +86,9 @@ def _compiled(form: str, axis: int) -> Callable[..., jax.Array]:
 
 def _jax_product(form: str, axis: int, x: jax.Array, group_sizes: jax.Array, leaves: Sequence[jax.Array]) -> jax.Array:
     q = form_of(form).qarray(leaves).astype(x.dtype)
-    return jax_ragged_dot(x, q.mT if axis == 2 else q, group_sizes)
+    if axis == 2:
+        q = q.mT
+    return jax_ragged_dot(x, q, group_sizes)
 
 
 handover.operator(
@@ -96,7 +101,7 @@ handover.operator(
 def _ragged_gradient(
     g: torch.Tensor, x: torch.Tensor, leaves: Sequence[torch.Tensor], form: str, axis: int, group_sizes: torch.Tensor
 ) -> torch.Tensor:
-    """The gradient of `x` in a product under a policy, as the policy's arms compute it."""
+    """The gradient of `x` in a product under a policy (its dgrad)."""
     count = len(x)
     g, rows = (torch.nn.functional.pad(t, (0, 0, 0, padded_count(count) - count)) for t in (g, x))
     return handover.call(_compiled_gradient(form, axis), (g, rows, group_sizes.to(torch.int32), *leaves))[:count].clone()
@@ -118,17 +123,16 @@ handover.operator(
 )
 
 
-def _setup(ctx: Any, inputs: Any, output: Any) -> None:
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, leaves, ctx.form, ctx.axis, group_sizes, ctx.backend = inputs
     ctx.has_policy = form_of(ctx.form).policy is not None
-    ctx.save_for_backward(*leaves, group_sizes, *((x,) if ctx.has_policy else ()))
+    ctx.save_for_backward(group_sizes, *leaves, *((x,) if ctx.has_policy else ()))
 
 
-def _backward(ctx: Any, g: torch.Tensor) -> Any:
-    saved = list(ctx.saved_tensors)
-    x = saved.pop() if ctx.has_policy else None
-    group_sizes = saved.pop()
-    if x is not None:
+def _backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor | list[None] | None, ...]:
+    group_sizes, *saved = ctx.saved_tensors
+    if ctx.has_policy:
+        x = saved.pop()
         of_x = torch.ops.fewbit.ragged_gradient(g, x, saved, ctx.form, ctx.axis, group_sizes)
     else:
         of_x = torch.ops.fewbit.ragged(g, saved, ctx.form, 3 - ctx.axis, group_sizes, ctx.backend)
@@ -144,44 +148,45 @@ def _chosen(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, backend: str
         raise QuantError(f"backend is {backend!r}, must be triton, jax or None")
     reasons = {}
     for name in (backend,) if backend else ("triton", "jax"):
-        reason = unsupported(x, q, group_sizes) if name == "triton" else handover.refusal(q.device) or _refused(x)
+        if name == "triton":
+            reason = unsupported(x, q, group_sizes)
+        else:
+            reason = handover.refusal(q.device)
+            if reason is None and x.dtype not in handover.FLOATS:
+                reason = f"x is {x.dtype}, and products accumulate in float32; pass x.float()"
         if reason is None:
             return name
         reasons[name] = reason
     raise UnsupportedError(f"ragged_dot with {q.scheme.name} of shape {tuple(q.shape)} cannot run here", reasons)
 
 
-def _refused(x: torch.Tensor) -> str | None:
-    return None if x.dtype in handover.FLOATS else f"x is {x.dtype}, and sums are made in float32; x.float()"
-
-
 def unsupported(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor) -> str | None:
-    """Why Triton's kernels do not multiply these, in a sentence; None when they do."""
+    """Why the Triton kernels do not support the operands; None when they do."""
     device = q.device
     if device.type != "cuda":
         return f"the tensor is on {device.type}; the kernels need a CUDA device"
     if not triton.is_installed():
         return "the package is not installed; pip install 'fewbit[triton]'"
     if x.dtype not in PRECISIONS:
-        return f"x is {x.dtype}; bfloat16, float16 and float32 are multiplied"
+        return f"x is {x.dtype}, must be bfloat16, float16 or float32"
     if x.device != device or group_sizes.device != device:
         return f"x is on {x.device}, group_sizes on {group_sizes.device}, and the matrices are on {device}"
     return unsupported_stack(q)
 
 
 def unsupported_stack(q: QTensor) -> str | None:
-    """Why the kernels do not read matrices, wherever they are; None when they do."""
+    """Why the kernels do not support a stack of matrices, on any device; None when they do."""
     if q.policy is not None:
-        return "the matrices have a policy, which the kernels do not follow"
+        return "the matrices have a policy, which the kernels do not support"
     if q.scheme.tiles(3)[0] not in (None, 1):
-        return "matrices share scales in tiles"
+        return "several matrices share a scale"
     if q.scheme.pack_axis == -3:
-        return "codes share bytes along the groups"
+        return "codes are packed along the axis of the groups"
     return Matrix(_scheme(q), *q.shape[1:]).unsupported()
 
 
 def ragged_by_triton(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, config: GpuConfig, gpu: Gpu) -> torch.Tensor:
-    """The product by the kernels, for what `unsupported` has nothing against.
+    """The product by the kernels, for operands that `unsupported` accepts.
 
     Args:
         x: floating `[M, K]`.
@@ -195,20 +200,19 @@ def ragged_by_triton(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, con
     """
     from ..kernels.qmatmul import triton_launch  # it needs Triton
 
-    matrix, x = Matrix(_scheme(q), *q.shape[1:]), x if x.stride(1) == 1 else x.contiguous()
-    table = table_of(matrix, q.codes.device)
+    matrix = Matrix(_scheme(q), *q.shape[1:])
+    if x.stride(1) != 1:
+        x = x.contiguous()
     (scale_g, scale_k, scale_n), (_, codes_k, codes_n) = _strides(q.scale), q.codes.stride()
-    unit = q.scale if q.tensor_scale is None else q.tensor_scale
+    zero, unit, table = or_unread(q, table_of(matrix, q.codes.device))
     groups = triton_launch.Groups(q.shape[0], _strides(q.codes)[0], scale_g, _strides(unit)[0])
     launch = triton_launch.grouped_launch(
         *(matrix, len(x), x.stride(0), (codes_k, codes_n), (scale_k, scale_n), config, groups),
         precision=PRECISIONS[x.dtype],
         gpu=gpu,
     )
-    zero = q.scale if q.zero_point is None else q.zero_point
     y = torch.empty((len(x), matrix.n), dtype=x.dtype, device=x.device)
-    sizes = group_sizes.to(torch.int32)
-    launch.run((x, q.codes, q.scale, zero, unit, q.scale if table is None else table, sizes), y)
+    launch.run((x, q.codes, q.scale, zero, unit, table, group_sizes.to(torch.int32)), y)
     return y
 
 
@@ -218,8 +222,8 @@ def _scheme(q: QTensor) -> Scheme:
 
 
 def _strides(t: torch.Tensor) -> tuple[int, int, int]:
-    """The strides of three axes, 0 along an axis that has one element."""
-    first, second, third = (s if length > 1 else 0 for s, length in zip(t.stride(), t.shape, strict=True))
+    """The strides of three axes, 0 along an axis of length 1."""
+    first, second, third = (stride * (length > 1) for stride, length in zip(t.stride(), t.shape, strict=True))
     return first, second, third
 
 
@@ -228,7 +232,9 @@ def _check_operands(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor) -> N
         shapes = f"{tuple(x.shape)}, {q.shape} and group_sizes {tuple(group_sizes.shape)}"
         raise QuantError(f"ragged_dot multiplies [M, K] with [G, K, N] in groups [G]; got shapes {shapes}")
     if x.shape[1] != q.shape[1]:
-        hint = "; matrices [G, N, K] are multiplied as ragged_dot(x, q.mT, group_sizes)" if x.shape[1] == q.shape[2] else ""
-        raise QuantError(f"x has {x.shape[1]} columns and each matrix has {q.shape[1]} rows{hint}")
+        text = f"x has {x.shape[1]} columns and each matrix has {q.shape[1]} rows"
+        if x.shape[1] == q.shape[2]:
+            text += "; for matrices [G, N, K] use ragged_dot(x, q.mT, group_sizes)"
+        raise QuantError(text)
     if not x.is_floating_point() or group_sizes.is_floating_point() or group_sizes.dtype == torch.bool:
-        raise QuantError(f"x is {x.dtype} and group_sizes {group_sizes.dtype}; a floating type and integers are expected")
+        raise QuantError(f"x is {x.dtype} and group_sizes {group_sizes.dtype}; they must be floating and integers")

@@ -1,8 +1,9 @@
-"""The Triton kernels on CUDA tensors: what they serve, and the tensors that they read and write."""
+"""Launches the Triton quantize and dequantize kernels on CUDA tensors."""
 
 import functools
 import importlib.util
 import math
+from types import ModuleType
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -21,8 +22,8 @@ Work: TypeAlias = Literal["quantize", "decode", "sweep"]
 _TINY = float(np.finfo(np.float32).tiny)
 
 
-def kernels() -> Any:
-    """The module of the quantizers, imported here because it needs Triton."""
+def kernels() -> ModuleType:
+    """The module of the quantize kernels, imported late because it needs Triton."""
     from ..kernels.quantize import triton
 
     return triton
@@ -34,35 +35,38 @@ def is_installed() -> bool:
 
 
 def unsupported(device: torch.device, scheme: Scheme, shape: tuple[int, ...], work: Work = "quantize") -> str | None:
-    """Why the Triton kernels do not do the work on a tensor, in a sentence; None when they do."""
+    """Why the Triton kernels do not support the work on a tensor; None when they do."""
     if device.type != "cuda":
         return f"the tensor is on {device.type}; the kernels need a CUDA device"
     if not is_installed():
         return "the package is not installed; pip install 'fewbit[triton]'"
     problem = problem_of(scheme, shape)
-    if work == "sweep" and not isinstance(scheme.scale, AbstractFormat):
-        return "a sweep over float scales has no kernel"
+    if work == "decode":
+        return problem.unsupported_layout()
     if work == "sweep":
+        if not isinstance(scheme.scale, AbstractFormat):
+            return "the sweep over float scales has no kernel"
         from ..kernels.quantize import triton_hessian  # it needs Triton
 
-        return triton_hessian.unsupported(problem) or problem.unsupported()
-    return problem.unsupported_layout() if work == "decode" else problem.unsupported()
+        if reason := triton_hessian.unsupported(problem):
+            return reason
+    return problem.unsupported()
 
 
 def problem_of(scheme: Scheme, shape: tuple[int, ...]) -> TileProblem:
-    """What the kernels are asked for a tensor of this shape: its rows along the packed axis."""
+    """The problem of a tensor of this shape: its rows along the packed axis."""
     length = shape[scheme.pack_axis]
     return TileProblem(scheme, length, math.prod(shape) // length)
 
 
 def quantized(W: torch.Tensor, scheme: Scheme, H: torch.Tensor | None = None) -> QTensor:
-    """A tensor quantized by the kernels, for what `unsupported` has nothing against.
+    """Quantizes a tensor that `unsupported` accepts.
 
     Args:
         W: floating.
-        scheme: along its axes.
-        H: float32 `[blocks, tile, tile]`, and every scale that can be stored is tried for the least `r^T H r`; None: scales are
-            chosen by the calibration.
+        scheme: the scheme, with its tiles on the axes of `W`.
+        H: float32 `[blocks, tile, tile]`: all scales of the scale format are tried for the least `r^T H r`; None: the
+            calibration computes the scales.
 
     Returns:
         The QTensor.
@@ -70,32 +74,33 @@ def quantized(W: torch.Tensor, scheme: Scheme, H: torch.Tensor | None = None) ->
     unit = tensor_scale(W, scheme)
     given = None if H is None else swept(W, scheme, H, unit)
     codes, scale = leaves_of(W, scheme, unit, given)
-    unit = None if unit is None else unit.reshape((1,) * W.ndim)
+    if unit is not None:
+        unit = unit.reshape((1,) * W.ndim)
     return QTensor(codes, scale, scheme, tuple(W.shape), W.dtype, tensor_scale=unit)
 
 
 def tensor_scale(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
-    """The scale that takes the largest finite magnitude to the largest product of a number and a scale; None without one."""
+    """The largest finite magnitude over the largest product of a number and a scale; None without a tensor scale."""
     if not scheme.tensor_scale:
         return None
     holder: Any = scheme.scale
     largest = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
     magnitude = largest_magnitude(W)
     magnitude = torch.where(magnitude < _TINY, 0.0, magnitude)
-    scale = magnitude / magnitude.new_tensor(scheme.format.bound * largest)  # a plain number would become its reciprocal
+    scale = magnitude / magnitude.new_tensor(scheme.format.bound * largest)  # a Python float would become its reciprocal
     return torch.where(scale < _TINY, 1.0, scale)
 
 
 def leaves_of(
     W: torch.Tensor, scheme: Scheme, unit: torch.Tensor | None, given: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The packed codes and the stored scales of a tensor, each with as many axes as it has.
+    """The packed codes and the stored scales of a tensor, with as many axes as it has.
 
     Args:
         W: the tensor.
-        scheme: along its axes.
+        scheme: the scheme, with its tiles on the axes of `W`.
         unit: the tensor scale, or None.
-        given: float32 `[rows, tiles]`, the scale of each tile; None: by the calibration.
+        given: float32 `[rows, tiles]`, the scale of each tile; None: the calibration computes them.
     """
     problem, axis = problem_of(scheme, tuple(W.shape)), scheme.pack_axis
     rows = W.movedim(axis, -1).contiguous()
@@ -124,7 +129,7 @@ def largest_magnitude(W: torch.Tensor) -> torch.Tensor:
 
 
 def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
-    """The scales `[rows, tiles]` of least `r^T H r`, from those of the calibration and every one that can be stored."""
+    """The scales `[rows, tiles]` of least `r^T H r`, among the calibration's and all of the scale format."""
     from ..kernels.quantize import triton_hessian  # it needs Triton
 
     problem, holder = problem_of(scheme, tuple(W.shape)), scheme.scale
@@ -132,12 +137,11 @@ def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, unit: torch.Tensor |
     rows = W.movedim(scheme.pack_axis, -1).reshape(problem.rows, problem.length).contiguous()
     stored = leaves_of(W, scheme, unit)[1].movedim(scheme.pack_axis, -1).reshape(problem.rows, -1)
     values = torch.tensor(rounding_table(holder).values, dtype=torch.float32, device=W.device)
-    scale, grid = (
-        values[stored.int()],
-        torch.unique(values[torch.isfinite(values) & (values >= ScaleStore(holder).smallest)]),
-    )
-    scale, grid = (scale, grid) if unit is None else (scale * unit, grid * unit)
-    # From the smallest scale under which everything rounds to zero on, all are alike; the first one is never above it.
+    grid = torch.unique(values[torch.isfinite(values) & (values >= ScaleStore(holder).smallest)])
+    scale = values[stored.int()]
+    if unit is not None:
+        scale, grid = scale * unit, grid * unit
+    # Above the smallest scale under which everything rounds to zero all errors are equal; the initial scales are below it.
     top = torch.nan_to_num(scale).amax() * (8 * scheme.format.bound / scheme.format.smallest)
     found = scale.contiguous()
     triton_hessian.sweep_rows(problem, rows, H.contiguous(), found, grid[(grid >= _TINY) & (grid <= top)].contiguous())
@@ -145,7 +149,7 @@ def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, unit: torch.Tensor |
 
 
 def dequantized(q: QTensor, dtype: torch.dtype) -> torch.Tensor:
-    """The tensor that a QTensor stands for."""
+    """Dequantizes a QTensor."""
     problem, axis = problem_of(q.scheme, tuple(q.shape)), q.scheme.pack_axis
     codes, scale = (t.movedim(axis, -1).contiguous() for t in (q.codes, q.scale))
     rows = torch.empty((problem.rows, problem.length), dtype=dtype, device=q.codes.device)

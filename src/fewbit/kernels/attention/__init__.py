@@ -1,4 +1,4 @@
-"""Attention over keys and values that are floating or quantized: the reference in plain JAX, C++ on CPU."""
+"""Attention over float or quantized keys and values: reference, C++ on CPU."""
 
 from .cpu import Cpu as Cpu
 from .dispatch import attention as attention

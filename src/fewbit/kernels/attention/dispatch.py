@@ -1,4 +1,4 @@
-"""Attention by the fastest backend that can, or by the one that is named."""
+"""Attention: selects the backend and calls it."""
 
 from collections.abc import Sequence
 
@@ -11,25 +11,24 @@ from .reference import BACKENDS
 
 
 def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: str | None = None) -> Float[Array, "B H T h"]:
-    """`softmax(q k^T / sqrt(h)) v` over the positions of all blocks together; heads in groups share a key head.
+    """Grouped-query attention: `softmax(q k^T / sqrt(h)) v` over the positions of all blocks.
 
-    Products accumulate in float32 and softmax is float32. The reference rounds the softmax weights to the dtype of `q` before
-    they meet the values, with the values' scales already in them, relative to the largest of these, so that float16 holds
-    them; the kernel on CPUs rounds the result alone. Derivatives are the reference's.
+    Products accumulate in float32 and softmax is float32. The reference multiplies the softmax weights by the values'
+    scales, relative to the largest of them so that float16 does not overflow, and rounds them to the dtype of `q`; the C++
+    kernel rounds only the result. Derivatives are the reference's.
 
     Args:
         q: the queries, `G = H / K` of them for each key head.
-        blocks: the positions to attend to. A token that sees none of them gets NaN.
-        backend: the name of a backend to insist on ("reference", "cpu"); it is never replaced. None chooses: the kernel for a
-            layer of a cache, plain JAX for keys and values at hand, whose products recipes may have rules for.
+        blocks: the positions to attend to. A token that attends to none of them gets NaN.
+        backend: the name of the only backend to use ("reference", "cpu"). None chooses: the C++ kernel for a layer of a KV
+            cache, plain JAX for other keys and values, for whose products a recipe may have rules.
 
     Returns:
-        The mixed values, in the dtype of `q`.
+        The attention output, in the dtype of `q`.
 
     Raises:
-        QuantError: when the key heads do not divide the heads, or the shapes of queries, keys, values and `seen` do not go
-            together.
-        UnsupportedError: when the named backend cannot, or not on the platform that the program is compiled for.
+        QuantError: when the key heads do not divide the heads, or the shapes of the operands do not match.
+        UnsupportedError: when the named backend does not support the operands or the platform.
 
     >>> k = jnp.ones((1, 1, 2, 4))
     >>> v = jnp.arange(8.0).reshape(1, 1, 2, 4)
@@ -39,4 +38,6 @@ def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: s
     """
     problem = AttentionProblem.of(q, blocks)
     chosen = select(BACKENDS, problem, backend).backend
-    return chosen.run(problem, q if backend is None else insisted(q, chosen, BACKENDS.kind), blocks)
+    if backend is not None:
+        q = insisted(q, chosen, BACKENDS.kind)
+    return chosen.run(problem, q, blocks)

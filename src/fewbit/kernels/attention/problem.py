@@ -1,4 +1,4 @@
-"""What attention is over: positions with their keys and values, and how many of them each new token sees."""
+"""The operands of attention: queries, and blocks of keys and values."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -19,13 +19,13 @@ H = TypeVar("H")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """Some positions with their keys and values, of which each new token sees the first few.
+    """The keys and values of some positions, and how many of them each new token attends to.
 
     Attributes:
         keys: `[B, K, S, h]`, floating or quantized by a scheme that `KVPolicy` takes; with `layer`, `[L, B, K, S, h]`.
         values: likewise.
         seen: for each new token how many of the positions it attends to, from the first on.
-        layer: which layer's keys and values are meant, of those of a whole cache; kernels read them where they lie.
+        layer: the layer to use of a cache of all layers; kernels read it in place.
     """
 
     keys: Held
@@ -34,11 +34,11 @@ class Block:
     layer: Int[Array, ""] | int | None = None
 
     def refuse_unless_it_fits(self, q: Float[Array, "B H T h"]) -> None:
-        """Raises a QuantError where queries cannot attend to these positions; a kernel would read beyond them."""
+        """Raises a QuantError where the shapes do not match; a kernel would read out of bounds."""
         for name in ("keys", "values"):
-            if isinstance(held := getattr(self, name), QArray):
-                refuse_invalid(held, f"the QArray of {name}")
-        keys = self.keys.shape if self.layer is None else self.keys.shape[1:]
+            if isinstance(value := getattr(self, name), QArray):
+                refuse_invalid(value, f"the QArray of {name}")
+        keys = self.keys.shape if self.layer is None else self.keys.shape[1:]  # [B, K, S, h]
         if len(keys) != 4 or keys[0] != q.shape[0] or not keys[1] or q.shape[1] % keys[1] or keys[-1] != q.shape[-1]:
             raise QuantError(
                 f"q has shape {q.shape} and the keys {keys}; the key heads must divide the heads, and the head widths and "
@@ -52,27 +52,27 @@ class Block:
             raise QuantError(f"seen has shape {self.seen.shape} and must have a number for each of {q.shape[2]} tokens")
 
     def of_layer(self) -> "Block":
-        """The same positions, those of the one layer taken out."""
+        """The same positions with the keys and values of its layer alone, `[B, K, S, h]`."""
         if self.layer is None:
             return self
         return Block(taken(self.keys, self.layer), taken(self.values, self.layer), self.seen)
 
 
-def taken(held: H, layer: Int[Array, ""] | int) -> H:
-    """What one layer holds, of arrays or quantized arrays with layers in front."""
+def taken(stack: H, layer: Int[Array, ""] | int) -> H:
+    """One layer of a stack of arrays or QArrays."""
     index = jnp.int32(layer)
-    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), held)
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, index, keepdims=False), stack)
 
 
 def seen_positions(start: Int[Array, ""] | int, count: int) -> Int[Array, " T"]:
-    """How many positions each new token sees: its own and those before it.
+    """The causal `seen`: each new token attends to itself and all positions before it.
 
     Args:
         start: the position of the first new token.
         count: how many new tokens there are (T).
 
     Returns:
-        For each new token the number of positions from the first on.
+        For each new token the number of positions.
 
     >>> seen_positions(4, 3).tolist()
     [5, 6, 7]
@@ -82,13 +82,13 @@ def seen_positions(start: Int[Array, ""] | int, count: int) -> Int[Array, " T"]:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
-    """Attention of some queries over some blocks: all that a backend needs to say whether it can compute it.
+    """What a backend needs to decide whether it supports an attention call.
 
     Attributes:
         q: the queries, `[B, H, T, h]`.
-        keys: those of each block.
-        values: likewise.
-        has_layers: for each block whether it names a layer of a whole cache.
+        keys: of each block.
+        values: of each block.
+        has_layers: for each block whether it is a layer of a cache.
     """
 
     q: Operand
@@ -98,10 +98,10 @@ class AttentionProblem:
 
     @classmethod
     def of(cls, q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> "AttentionProblem":
-        """The description of operands.
+        """The problem of these operands.
 
         Raises:
-            QuantError: when shapes do not go together.
+            QuantError: when shapes do not match.
         """
         for block in blocks:
             block.refuse_unless_it_fits(q)
@@ -109,5 +109,4 @@ class AttentionProblem:
         return cls(Operand.of(q), keys, values, tuple(b.layer is not None for b in blocks))
 
     def __str__(self) -> str:
-        held = ", ".join(f"keys={k} values={v}" for k, v in zip(self.keys, self.values, strict=True))
-        return f"q={self.q} {held}"
+        return f"q={self.q} " + ", ".join(f"keys={k} values={v}" for k, v in zip(self.keys, self.values, strict=True))

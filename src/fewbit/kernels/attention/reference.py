@@ -1,26 +1,26 @@
-"""Attention over keys and values that are floating or quantized; quantized ones are never multiplied out.
+"""Attention in plain JAX; quantized keys and values are not dequantized.
 
-A scale belongs to a token (and a head), so it leaves the sum over the head dimension, and enters the one over tokens with
-the weights:
+A scale is per token (and head), so it factors out of the product over the head dimension and is folded into the softmax
+weights of the product over tokens:
 
     q . (k_codes * k_scale)     = (q . k_codes) * k_scale            [B, K, G T, S]
     weights . (v_codes * v_scale) = (weights * v_scale) . v_codes    [B, K, G T, h]
 
-So a scale is multiplied once for each query and token, where the product is or where the weights are, instead of once for
-each coordinate of the cache. The codes are cast to the compute dtype, which holds integers and minifloats exactly.
+That is one multiplication for each query and token instead of one for each element of the cache. Codes are cast to the
+compute dtype, which represents integers and minifloats exactly.
 
 Dimension letters: B batch, H heads, K key heads, G = H / K, T new tokens, S positions of the cache, h head width.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from ..._registry import Registry
 from ...array import QArray, unpack
@@ -30,54 +30,55 @@ from ..select import AbstractBackend
 from .problem import AttentionProblem, Block, Held
 
 BACKENDS: Registry[AbstractBackend[AttentionProblem]] = Registry("attention")
-"""The backends of attention; the last that can is taken, the reference when no other can."""
+"""The backends of attention; the last that supports the problem is chosen."""
 
 
 class Reference(AbstractBackend[AttentionProblem]):
-    """Plain JAX, on any device, over any blocks."""
+    """Plain JAX, on any device, for any blocks."""
 
     name: ClassVar[str] = "reference"
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
         return None
 
-    def run(self, problem: AttentionProblem, *operands: Any) -> jax.Array:
+    def run(self, problem: AttentionProblem, *operands: PyTree) -> jax.Array:
         return attended(*operands)
 
 
 def attended(q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> Float[Array, "B H T h"]:
-    """`attention` by plain JAX, which takes a layer's keys and values out of a cache first."""
+    """`attention` in plain JAX; slices a layer out of a cache first."""
     blocks = [block.of_layer() for block in blocks]
     B, H, T, h = q.shape
     K = blocks[0].keys.shape[1]
     grouped = q.reshape(B, K, H // K * T, h)
     scores = [_scores(grouped, block, T) for block in blocks]
-    weights = jax.nn.softmax(scores[0] if len(scores) == 1 else jnp.concatenate(scores, axis=-1), axis=-1)
-    ends = [block.keys.shape[2] for block in blocks]
-    starts = [sum(ends[:i]) for i in range(len(ends))]
-    mixed = [
-        _mixed(lax.slice_in_dim(weights, start, start + S, axis=-1), block, q.dtype)
-        for start, S, block in zip(starts, ends, blocks, strict=True)
-    ]
+    weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)  # [B, K, G, T, S]
+    mixed, start = [], 0
+    for block in blocks:
+        end = start + block.keys.shape[2]
+        mixed.append(_mixed(lax.slice_in_dim(weights, start, end, axis=-1), block, q.dtype))
+        start = end
     return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(B, H, T, h)
 
 
 def _scores(grouped: Array, block: Block, T: int) -> Float[Array, "B K G T S"]:
-    """The scaled products of queries and keys, -inf where a position is not seen."""
+    """The scaled products of queries and keys, -inf at masked positions."""
     B, K, rows, h = grouped.shape
     product = _product(grouped, _numbers(block.keys, grouped.dtype), 3).reshape(B, K, rows // T, T, -1)
-    factor = h**-0.5 if not isinstance(block.keys, QArray) else _beside(block.keys) * h**-0.5
+    factor = h**-0.5
+    if isinstance(block.keys, QArray):
+        factor = _token_scales(block.keys) * factor
     is_seen = jnp.arange(product.shape[-1])[None, :] < block.seen[:, None]  # [T, S]
     return jnp.where(jnp.broadcast_to(is_seen, product.shape), product * factor, -jnp.inf)
 
 
 def _mixed(weights: Float[Array, "B K G T S"], block: Block, dtype: DTypeLike) -> Float[Array, "B K R h"]:
-    """The values in the mixture that the weights give, float32. What a token does not see adds nothing, be it NaN or infinite."""
+    """`weights . values` in float32; masked positions add nothing, even where they are NaN or infinite."""
     B, K, G, T, S = weights.shape
     values, unit, may_be_odd = _numbers(block.values, dtype), None, True
     odd: list[Array] = []
     if isinstance(block.values, QArray):
-        scale = _beside(block.values)
+        scale = _token_scales(block.values)
         may_be_odd = not np.isfinite(block.values.scheme.format.values()).all()
         is_nan = ~jnp.isfinite(scale[:, :, 0, 0, :, None])  # [B, J, S, 1]
         odd.append(jnp.where(is_nan, jnp.nan, 0.0))
@@ -90,14 +91,16 @@ def _mixed(weights: Float[Array, "B K G T S"], block: Block, dtype: DTypeLike) -
         counts = _counts(values.swapaxes(-1, -2), block).swapaxes(-1, -2)
         values = jnp.where(counts, values, jnp.zeros_like(values))
     mixed = _product(weights.astype(dtype).reshape(B, K, G * T, S), values, 2)
-    mixed = mixed if unit is None else mixed * unit[:, :, 0]
-    for numbers in odd if T > 1 else ():
-        mixed = _with_odd_values(mixed, numbers, jnp.tile(block.seen, G))
+    if unit is not None:
+        mixed = mixed * unit[:, :, 0]
+    if T > 1:
+        for numbers in odd:
+            mixed = _with_odd_values(mixed, numbers, jnp.tile(block.seen, G))
     return mixed
 
 
 def _counts(x: Float[Array, "*b S"], block: Block) -> Bool[Array, "*b S"]:
-    """Whether each number, positions last, enters the product: one that the only token sees; of several tokens, a finite one."""
+    """Which values `[..., S]` enter the product: for one token the unmasked ones, for several the finite ones."""
     if block.seen.shape[0] > 1:
         return jnp.isfinite(x)
     return jnp.broadcast_to(jnp.arange(x.shape[-1]) < block.seen[0], x.shape)
@@ -106,10 +109,10 @@ def _counts(x: Float[Array, "*b S"], block: Block) -> Bool[Array, "*b S"]:
 def _with_odd_values(
     mixed: Float[Array, "B K R h"], values: Float[Array, "B J S w"], seen: Int[Array, " R"]
 ) -> Float[Array, "B K R h"]:
-    """The mixture with NaN and infinities for the rows that see such values, of which it has zeros.
+    """Adds the non-finite values, which the product had replaced by zeros, to the rows that attend to them.
 
-    A row sees the first positions, so all that counts is where the first value of each kind stands: those that make `+inf` or
-    NaN, and those that make `-inf` or NaN. Where all heads or coordinates of a position share a scale, J or w is 1.
+    A row attends to the first `seen` positions, so the first position of each kind decides: of values that give `+inf` or
+    NaN, and of values that give `-inf` or NaN. Where all heads or coordinates of a position share a scale, J or w is 1.
     """
     S = values.shape[2]
     place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
@@ -125,24 +128,24 @@ def _with_odd_values(
     return jnp.where(rises | falls, odd, mixed)
 
 
-def _numbers(held: Held, dtype: DTypeLike) -> Float[Array, "B K S h"]:
-    """The keys or values, or the numbers that their codes stand for, without the scales."""
-    if not isinstance(held, QArray):
-        return held
-    fmt = held.scheme.format
-    return fmt.decode(unpack(held.codes, fmt.bits, held.shape[-1], held.scheme.packing), dtype)
+def _numbers(x: Held, dtype: DTypeLike) -> Float[Array, "B K S h"]:
+    """The keys or values, or their decoded codes without the scales."""
+    if not isinstance(x, QArray):
+        return x
+    fmt = x.scheme.format
+    return fmt.decode(unpack(x.codes, fmt.bits, x.shape[-1], x.scheme.packing), dtype)
 
 
-def _beside(held: QArray) -> Float[Array, "B J 1 1 S"]:
-    """The scales along the last axis, as they meet scores and weights; J is K, or 1 when all heads share them."""
-    scale = scale_values(held)  # [B, J, S, 1]
+def _token_scales(x: QArray) -> Float[Array, "B J 1 1 S"]:
+    """The scales in the layout of scores and weights; J is K, or 1 when all heads share them."""
+    scale = scale_values(x)  # [B, J, S, 1]
     return scale.reshape(*scale.shape[:2], 1, 1, scale.shape[2])
 
 
 def _product(lhs: Array, rhs: Array, over: int) -> Float[Array, "B K M N"]:
-    """A product for each batch row and key head over the last axis of `lhs` and axis `over` of `rhs`, float32.
+    """The batched product over the last axis of `lhs` and axis `over` of `rhs`, float32.
 
-    Float32 operands are not rounded first, as accelerators do by default.
+    Float32 operands are multiplied at the highest precision, which is not the default on accelerators.
     """
     precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
     numbers = (((3,), (over,)), ((0, 1), (0, 1)))

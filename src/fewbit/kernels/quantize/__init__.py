@@ -1,4 +1,4 @@
-"""Quantizing an array and decoding a quantized one: the reference in plain JAX, C++ on CPU, Pallas on TPU, Triton on CUDA."""
+"""Quantize and dequantize: reference, C++ on CPU, Pallas on TPU, Triton on CUDA."""
 
 from .backends import DEQUANTIZERS as DEQUANTIZERS
 from .backends import QUANTIZERS as QUANTIZERS

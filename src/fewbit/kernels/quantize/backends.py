@@ -1,20 +1,23 @@
-"""The backends of quantize and dequantize, and the first of each: `fewbit.array`'s own, in plain JAX."""
+"""The registries of quantize and dequantize, and their reference backends."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ..._registry import Registry
+from ...array import QArray
 from ...array.quantize import dequantized, quantized
 from ..select import AbstractBackend
 from .problem import Decoding, Quantization
 
 QUANTIZERS: Registry[AbstractBackend[Quantization]] = Registry("quantize")
-"""The backends of quantize; the last that can is taken, the reference when no other can."""
+"""The backends of quantize; the last that supports the problem is chosen."""
 
 DEQUANTIZERS: Registry[AbstractBackend[Decoding]] = Registry("dequantize")
-"""The backends of dequantize; the last that can is taken, the reference when no other can."""
+"""The backends of dequantize; the last that supports the problem is chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +29,7 @@ class ReferenceQuantizer(AbstractBackend[Quantization]):
     def unsupported(self, problem: Quantization) -> str | None:
         return None
 
-    def run(self, problem: Quantization, *operands: Any) -> Any:
+    def run(self, problem: Quantization, *operands: PyTree) -> QArray:
         x, weights, key, scale, offset = operands
         return quantized(x, problem.scheme, weights, key, scale, offset, problem.shared_noise)
 
@@ -40,7 +43,7 @@ class ReferenceDequantizer(AbstractBackend[Decoding]):
     def unsupported(self, problem: Decoding) -> str | None:
         return None
 
-    def run(self, problem: Decoding, *operands: Any) -> Any:
+    def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:
         return dequantized(*operands, jnp.dtype(problem.dtype))
 
 

@@ -1,4 +1,4 @@
-"""`fb.quantize` and `fb.dequantize`: by the fastest backend that can, or by the one that is named."""
+"""`fb.quantize` and `fb.dequantize`: select the backend and call it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -27,43 +27,43 @@ def quantize(
     shared_noise: tuple[int, ...] = (),
     backend: str | None = None,
 ) -> QArray:
-    """Quantizes an array: for each tile a scale, for each element the code of the nearest number.
+    """Quantizes an array: one scale for each tile (block), one code for each element.
 
-    `code = encode((x - offset) / scale)`, computed in float32 with the scale as it is stored. A tile whose scale would be
-    below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile decodes to exact zeros. A
-    NaN or an infinity makes its whole tile NaN. Every finite array decodes to finite numbers: scales end where the largest code
-    stands for the largest float32. An array without elements becomes one without codes. Jit-compatible.
+    `code = encode((x - offset) / scale)`, rounded to nearest and computed in float32 with the scale as stored. A tile whose
+    scale would be below the smallest normal float32 number gets scale 1 and codes of zero, so an all-zero tile decodes to
+    exact zeros. A NaN or an infinity makes every element of its tile NaN. Every finite array decodes to finite numbers:
+    scales are limited so that the largest code decodes to at most the largest float32. An empty array gives empty codes.
+    Jit-compatible.
 
     Args:
         x: floating array of at least one axis: float16, bfloat16, float32 or float64 (which is rounded to float32).
         scheme: a Scheme, or anything that `fb.scheme` takes: `"nf4"`, `"int4_g64"`, a JSON form.
-        axis: the axis that takes the place of the scheme's last one, the axis that a product contracts: -1 for weights
+        axis: the contraction axis of the product, along which tiles run in place of the scheme's last axis: -1 for weights
             `[out, in]`, -2 for `[in, out]`; several when a product contracts several: tiles run along the last of them that
             has more than one element.
-        error_weights: how much each element's squared error counts in a scale search, broadcast to `x`; None: all alike.
-            Refused by calibrations that do not search.
-        key: a JAX random key for stochastic rounding of the codes; None rounds to the nearest. With a key the mean over keys
-            is each element itself: scales are not searched, but chosen so that no element saturates. Calibrations that clip on
-            purpose (`fixed`, `absmax,0.9`) keep their range, and what lies beyond it, or beyond a given scale's, saturates.
-        scale: the scale of each tile, float, used in place of the scheme's calibration (static ranges, delayed scaling); it
-            broadcasts to the number of tiles on each axis, so one number serves every tile. It is stored as the scheme
-            stores scales, rounded to what that can hold; a tensor scale is chosen for the largest of them. None calibrates.
-        offset: the number that the code of value 0 stands for, like `scale`; given with it if and only if the scheme has a
+        error_weights: the weight of each element's squared error in a scale search, broadcast to `x`; None: all equal.
+            An error for calibrations that do not search.
+        key: a JAX random key for stochastic rounding of the codes; None rounds to nearest. With a key rounding is unbiased:
+            scales are not searched, but chosen so that no element saturates. Calibrations that clip on purpose (`fixed`,
+            `absmax,0.9`) keep their range, and elements beyond it, or beyond a given scale's, saturate.
+        scale: the scale of each tile, float, in place of the scheme's calibration (static ranges, delayed scaling); it
+            broadcasts to the number of tiles on each axis, so a scalar is the scale of every tile. It is rounded to the
+            scheme's scale format; a tensor scale is chosen for the largest of them. None calibrates.
+        offset: the number that the code of value 0 decodes to, like `scale`; given with it if and only if the scheme has a
             zero point.
-        shared_noise: the axes along which all elements are rounded by the same random number; with (), each has its own.
-            Every element's expectation is the same either way, and a shared number costs less. Needs a key.
-        backend: the name of a backend to insist on ("reference", "cpu", "pallas_tpu", "triton"); it is never
-            replaced. None chooses. All give the same bytes, but for
-            scale searches where two scales are alike to 20 bits.
+        shared_noise: the axes along which all elements are rounded with the same random number; with (), each has its own.
+            Rounding is unbiased either way, and shared numbers are cheaper. Needs a key.
+        backend: the name of the only backend to use ("reference", "cpu", "pallas_tpu", "triton"); None chooses. All give the
+            same bytes, except for scale searches where the errors of two scales agree to 20 bits.
 
     Returns:
         The QArray, of the shape and dtype of `x`.
 
     Raises:
-        QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, or a
-            sharding on an explicit mesh that cuts tiles, a scale and an offset that do not go with the tiles and the
-            scheme, or noise to share without a key.
-        UnsupportedError: when the named backend cannot, or not on the platform that the program is compiled for.
+        QuantError: for an array that is not floating or has no axis, an axis it does not have, an unknown scheme, a
+            sharding on an explicit mesh that cuts tiles, a scale or an offset that does not match the tiles and the
+            scheme, or shared noise without a key.
+        UnsupportedError: when the named backend does not support the array or the platform.
 
     >>> quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8")
     QArray(int8, float32[1, 4], 8 bytes, 16.000 bits/weight)
@@ -79,28 +79,29 @@ def quantize(
     chosen = select(QUANTIZERS, problem, backend).backend
     if not x.size:  # nothing to compute
         return quantized(x, bound, *given, problem.shared_noise)
-    q: Any = chosen.run(problem, x if backend is None else insisted(x, chosen, QUANTIZERS.kind), *given)
+    if backend is not None:
+        x = insisted(x, chosen, QUANTIZERS.kind)
+    q: Any = chosen.run(problem, x, *given)
     return q
 
 
 def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None = None) -> Float[Array, "*s"]:
-    """The array that a QArray stands for: `(decode(code) - zero_point) * scale`, or `decode(code) * scale + offset`.
+    """Dequantizes: `(decode(code) - zero_point) * scale`, or `decode(code) * scale + offset`.
 
-    Computed in float32 from exact decoded values, and rounded once to `dtype`. Jit-compatible and differentiable in the
-    scales.
+    Computed in float32 and rounded once to `dtype`. Jit-compatible and differentiable in the scales.
 
     Args:
         q: the quantized array.
         dtype: the floating dtype of the result; None takes `q.dtype`.
-        backend: the name of a backend to insist on ("reference", "cpu", "triton"); it is never replaced. None
-            chooses. All give the same numbers.
+        backend: the name of the only backend to use ("reference", "cpu", "pallas_tpu", "triton"); None chooses. All give the
+            same numbers.
 
     Returns:
         An array of the shape of `q`.
 
     Raises:
         QuantError: for a dtype that is not floating, and for a QArray whose leaves do not fit its scheme.
-        UnsupportedError: when the named backend cannot, or not on the platform that the program is compiled for.
+        UnsupportedError: when the named backend does not support the array or the platform.
 
     >>> dequantize(quantize(jnp.array([[6.0, -0.4, 0.0]]), "mxfp4")).tolist()
     [[6.0, -0.5, 0.0]]

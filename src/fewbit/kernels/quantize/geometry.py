@@ -1,4 +1,4 @@
-"""An array and its tiles as the C++ kernels see them: [batch, rows, columns], tiles over rows and columns."""
+"""The three-dimensional view of an array and its tiles for the C++ kernels."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -8,15 +8,15 @@ from ..._tiles import Tile
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
-    """Three axes in place of any number.
+    """An array as [batch, rows, columns], with tiles over rows and columns.
 
     Attributes:
-        batch: how many matrices; no tile reaches over two.
+        batch: how many matrices; no tile spans two.
         rows: of each.
         columns: of each.
         tile_rows: rows of a tile; the last tile may be short.
         tile_columns: columns of a tile.
-        packs_rows: whether codes share bytes along the rows' axis (one above the other) and not along the columns'.
+        packs_rows: whether codes are packed along the row axis, not along the column axis.
     """
 
     batch: int
@@ -33,11 +33,11 @@ class Geometry:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """How many tiles lie along each axis."""
+        """The number of tiles along each axis."""
         return self.batch, -(-self.rows // self.tile_rows), -(-self.columns // self.tile_columns)
 
     def packed(self, bits: int) -> tuple[int, int, int]:
-        """The shape of the codes' bytes."""
+        """The shape of the packed codes."""
         if self.packs_rows:
             return self.batch, -(-self.rows * bits // 8), self.columns
         return self.batch, self.rows, -(-self.columns * bits // 8)
@@ -45,7 +45,7 @@ class Geometry:
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """One axis, or several that lie side by side and are cut alike."""
+    """One axis, or several adjacent axes that were merged."""
 
     length: int
     tile: int
@@ -53,12 +53,12 @@ class _Run:
 
 
 def geometry(shape: Sequence[int], tiles: Sequence[Tile], packed_axis: int | None) -> Geometry | None:
-    """The three axes, by merging neighbours that are cut alike; None where three do not suffice.
+    """Merges adjacent axes into [batch, rows, columns]; None where that is not possible.
 
     Args:
         shape: the array's shape.
         tiles: the tile of each axis, None for the whole axis.
-        packed_axis: the axis along which codes share bytes, None where each has its own.
+        packed_axis: the axis along which codes are packed, None for codes of 8 bits.
 
     >>> geometry((8, 4, 64), (1, 1, 32), 2)
     Geometry(batch=1, rows=32, columns=64, tile_rows=1, tile_columns=32, packs_rows=False)
@@ -70,11 +70,10 @@ def geometry(shape: Sequence[int], tiles: Sequence[Tile], packed_axis: int | Non
         run = _Run(n, n if tile is None else min(tile, n), axis == packed_axis)
         if n == 1 and not run.is_packed:
             continue
-        merged = _merged(runs[-1], run) if runs else None
-        if merged is None:
-            runs.append(run)
-        else:
+        if runs and (merged := _merged(runs[-1], run)):
             runs[-1] = merged
+        else:
+            runs.append(run)
     while len(runs) < 3:
         runs.insert(0, _Run(1, 1, False))
     batch, rows, columns = runs[:3]
@@ -84,7 +83,7 @@ def geometry(shape: Sequence[int], tiles: Sequence[Tile], packed_axis: int | Non
 
 
 def _merged(left: _Run, right: _Run) -> _Run | None:
-    """Two neighbouring axes as one, where one says all that both do."""
+    """Two adjacent axes as one, if both have tiles of one element or of their full length."""
     if left.is_packed or right.is_packed:
         return None
     length = left.length * right.length

@@ -1,13 +1,19 @@
-"""Quantize and dequantize on NVIDIA GPUs by the Triton kernels, called from JAX through jax-triton. PyTorch calls them without it."""
+"""Quantize and dequantize on NVIDIA GPUs by Triton kernels, through jax-triton.
+
+`fewbit.torch` launches the same kernels without jax-triton.
+"""
 
 import dataclasses
 import functools
 import importlib.util
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ...array import QArray, Scheme
 from ...array.packing import packed_length
@@ -25,7 +31,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True)
 class TritonQuantizer(AbstractBackend[Quantization]):
-    """The Triton kernel, where jax-triton is installed; of the same bytes as the reference."""
+    """A Triton kernel, if jax-triton is installed; gives the same bytes as the reference."""
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[str] = "cuda"
@@ -35,7 +41,7 @@ class TritonQuantizer(AbstractBackend[Quantization]):
         if (refusal := _refusal(problem.dtype)) is not None:
             return refusal
         if problem.is_stochastic or problem.is_given or problem.is_weighted:
-            return "rounding by chance, given scales and weighted errors are left to the reference"
+            return "stochastic rounding, given scales and weighted errors: use backend='reference'"
         return _problem(problem.shape, problem.scheme).unsupported()
 
     def passed_over(self, problem: Quantization) -> str | None:
@@ -44,13 +50,13 @@ class TritonQuantizer(AbstractBackend[Quantization]):
     def about(self) -> str:
         return _ABOUT
 
-    def run(self, problem: Quantization, *operands: Any) -> QArray:
+    def run(self, problem: Quantization, *operands: PyTree) -> QArray:
         return _quantized(problem, operands[0])
 
 
 @dataclasses.dataclass(frozen=True)
 class TritonDequantizer(AbstractBackend[Decoding]):
-    """The Triton kernel, where jax-triton is installed; of the same numbers as the reference."""
+    """A Triton kernel, if jax-triton is installed; gives the same numbers as the reference."""
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[str] = "cuda"
@@ -61,7 +67,7 @@ class TritonDequantizer(AbstractBackend[Decoding]):
             return refusal
         tiles = problem.scheme.tiles(len(problem.shape))
         if any(min(a or n, n) != min(b or n, n) for a, b, n in zip(problem.tiles, tiles, problem.shape, strict=True)):
-            return f"its tiles are {problem.tiles}, where the scheme has {tiles}"
+            return f"its tiles are {problem.tiles}, and the scheme's are {tiles}; they must agree"
         return _problem(problem.shape, problem.scheme).unsupported_layout()
 
     def passed_over(self, problem: Decoding) -> str | None:
@@ -70,7 +76,7 @@ class TritonDequantizer(AbstractBackend[Decoding]):
     def about(self) -> str:
         return _ABOUT
 
-    def run(self, problem: Decoding, *operands: Any) -> jax.Array:
+    def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:
         return _decoded(problem, operands[0])
 
 
@@ -83,7 +89,9 @@ DEQUANTIZERS.add(TritonDequantizer.name, TritonDequantizer())
 def _refusal(dtype: str) -> str | None:
     if importlib.util.find_spec("jax_triton") is None:
         return "it runs on cuda through jax-triton, which is not installed"
-    return None if dtype in _DTYPES else f"the array is {dtype}, must be one of {', '.join(_DTYPES)}"
+    if dtype not in _DTYPES:
+        return f"the array is {dtype}, must be one of {', '.join(_DTYPES)}"
+    return None
 
 
 def _problem(shape: tuple[int, ...], scheme: Scheme) -> TileProblem:
@@ -119,20 +127,23 @@ def _quantized_by_kernel(scheme: Scheme, x: jax.Array) -> QArray:
     problem, moved = _problem(x.shape, scheme), jnp.moveaxis(x, scheme.pack_axis, -1)
     unit = tensor_scale_of(x, scheme)
     bytes_in_row = packed_length(problem.length, scheme.format.bits)
-    held = jnp.uint8 if isinstance(scheme.scale, AbstractFormat) else scheme.scale
+    stored = jnp.uint8 if isinstance(scheme.scale, AbstractFormat) else scheme.scale
     shapes = (
         jax.ShapeDtypeStruct((problem.rows, bytes_in_row), jnp.uint8),
-        jax.ShapeDtypeStruct((problem.rows, problem.tiles_in_row), held),  # type: ignore[arg-type]
+        jax.ShapeDtypeStruct((problem.rows, problem.tiles_in_row), stored),  # type: ignore[arg-type]
     )
     rows = moved.reshape(problem.rows, problem.length)
-    # What is not read can be anything.
-    beside = [rows if unit is None else unit, jnp.asarray(problem.fractions) if problem.fractions.size else rows]
-    leaves = _called(problem, triton.quantize_kernel, shapes, problem.encoding(), bytes_in_row, rows, *beside)
+    unread = rows  # any array, in place of one that the kernel does not read
+    fractions = jnp.asarray(problem.fractions) if problem.fractions.size else unread
+    operands = (rows, unread if unit is None else unit, fractions)
+    leaves = _called(problem, triton.quantize_kernel, shapes, problem.encoding(), bytes_in_row, *operands)
     codes, scale = (jnp.moveaxis(leaf.reshape(*moved.shape[:-1], -1), -1, scheme.pack_axis) for leaf in leaves)
-    return assembled(x, scheme, codes, scale, None, None if unit is None else unit.reshape((1,) * x.ndim))
+    if unit is not None:
+        unit = unit.reshape((1,) * x.ndim)
+    return assembled(x, scheme, codes, scale, None, unit)
 
 
-def _decoded_by_kernel(dtype: Any, q: QArray) -> jax.Array:
+def _decoded_by_kernel(dtype: DTypeLike, q: QArray) -> jax.Array:
     from . import triton_dequantize  # it needs Triton
 
     axis, problem = q.scheme.pack_axis, _problem(q.shape, q.scheme)
@@ -146,9 +157,14 @@ def _decoded_by_kernel(dtype: Any, q: QArray) -> jax.Array:
 
 
 def _called(
-    problem: TileProblem, kernel: Any, shapes: Any, constants: dict[str, Any], bytes_in_row: int, *arrays: jax.Array
+    problem: TileProblem,
+    kernel: object,
+    shapes: Sequence[jax.ShapeDtypeStruct],
+    constants: dict[str, Any],
+    bytes_in_row: int,
+    *arrays: jax.Array,
 ) -> tuple[jax.Array, ...]:
-    """What a kernel writes; under `vmap` one array after the other."""
+    """The outputs of a kernel; under `vmap` it is launched for one array after the other."""
     import jax_triton  # type: ignore[import-not-found]  # pyright: ignore
 
     numbers = (problem.rows * problem.tiles_in_row, problem.length, problem.tiles_in_row, bytes_in_row)

@@ -1,11 +1,10 @@
-"""The scales of tiles, chosen in VMEM on TPUs: the largest magnitude's, the range's, powers of two, and NVFP4's searches.
+"""Computes the scales of tiles inside the TPU kernel: amax, range, MX, NVFP4 searches.
 
-A search tries the candidates that `array.scales` proves sufficient, unrolled, in units of a power of two near the largest
-magnitude; ties go as they go there. An E4M3 scale is its code, so a candidate is the code some steps further.
+A search tries the candidates that `array.scales` proves sufficient, unrolled, in units of a power of two near amax; ties
+are resolved as there. Candidates for an E4M3 scale are offsets from the smallest code that saturates nothing.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,13 +17,14 @@ from ...array.scales.calibration import symmetric_or_range
 from ...array.scales.candidates import needed_doublings, needed_halvings
 from ...array.scales.mx import bits_added
 from ...array.scales.search import SMALLEST, proven_window
+from ...array.scheme import ScaleHolder
 from ...formats import E8M0, FORMATS, AbstractFormat, Minifloat
 from ...formats.format import power_of_two, quotient
 
 TINY = np.float32(np.finfo(np.float32).tiny)
 TIE = np.float32(1 - 2.0**-16)
 OFFSETS = (0, -1, -2, 3, 4, 5)
-"""What "cheap6" tries, in codes from the smallest scale that saturates nothing."""
+"""The candidates of "cheap6", in codes from the smallest scale that saturates nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Chosen:
     """The scales of tiles `[T, K, N]`, each array `[T, 1, N]`.
 
     Attributes:
-        stored: as they are stored.
-        divisor: float32, what the elements are divided by; NaN for a tile that is not finite.
-        zero: the zero points as they are stored, or None.
-        offset: float32, what is subtracted from the elements first, or None.
+        stored: in the scheme's scale format.
+        divisor: float32, the elements' divisor; NaN for a tile with a non-finite element.
+        zero: the stored zero points, or None.
+        offset: float32, subtracted from the elements before the division, or None.
     """
 
     stored: jax.Array
@@ -45,54 +45,57 @@ class Chosen:
 
 
 def unchosen(scheme: Scheme, tile: int) -> str | None:
-    """Why the scales of a scheme are not chosen here; None when they are.
+    """Why the kernel cannot compute the scales of a scheme; None when it can.
 
     Args:
         scheme: the scheme.
-        tile: how many elements share a scale.
+        tile: the tile (block) size.
     """
-    held, calibration, is_range = scheme.scale, scheme.calibration, scheme.zero_point is not None
-    if isinstance(held, Scheme):
-        return "scales that are quantized themselves are left to the reference"
-    for holder in (held, scheme.zero_point):
-        if holder is not None and not isinstance(holder, AbstractFormat) and np.dtype(holder).name == "float16":  # type: ignore[arg-type]
-            return "scales or offsets are held as float16, which TPUs do not compute with"
-    if isinstance(held, E8M0):
-        kinds: tuple[type, ...] = () if is_range else (MX,)
-    elif is_range:
-        kinds = (AbsMax, MinMax)
+    stored, calibration, is_range = scheme.scale, scheme.calibration, scheme.zero_point is not None
+    if isinstance(stored, Scheme):
+        return "quantized scales: use backend='reference'"
+    for holder in (stored, scheme.zero_point):
+        if not isinstance(holder, AbstractFormat | None) and np.dtype(holder).name == "float16":  # type: ignore[arg-type]
+            return "scales or offsets are stored as float16, which TPUs do not compute with"
+    if isinstance(stored, E8M0):
+        is_supported = isinstance(calibration, MX) and not is_range
     else:
-        kinds = (AbsMax, MinMax, *((MSE, NVFP4) if _is_searched(scheme, tile) else ()))
-    return None if isinstance(calibration, kinds) else f"calibration {calibration} with scales held as {_text(held)}"
+        is_search = isinstance(calibration, MSE | NVFP4) and not is_range and _is_searched(scheme, tile)
+        is_supported = is_search or isinstance(calibration, AbsMax | MinMax)
+    if is_supported:
+        return None
+    return f"calibration {calibration} with scales stored as {_text(stored)}"
 
 
-def _text(held: Any) -> str:
-    return held.name if isinstance(held, AbstractFormat) else np.dtype(held).name
+def _text(holder: ScaleHolder) -> str:
+    if isinstance(holder, AbstractFormat):
+        return holder.name
+    return np.dtype(holder).name  # type: ignore[arg-type]
 
 
 def _is_searched(scheme: Scheme, tile: int) -> bool:
-    """Whether scales are held in E4M3, and few of them can be the best."""
-    held, rule = scheme.scale, scheme.calibration
-    if not isinstance(held, Minifloat) or held.mantissa != 3:
+    """Whether scales are E4M3, and only a few of them can be optimal."""
+    stored, rule = scheme.scale, scheme.calibration
+    if not isinstance(stored, Minifloat) or stored.mantissa != 3:
         return False
     if isinstance(rule, NVFP4) and rule.rule == "four_over_six":
         return scheme.format.name == "e2m1"
-    return isinstance(rule, NVFP4) or proven_window(scheme.format, held, tile) is not None
+    return isinstance(rule, NVFP4) or proven_window(scheme.format, stored, tile) is not None
 
 
 def chosen(tiles: jax.Array, valid: jax.Array | None, scheme: Scheme, unit: jax.Array | None) -> Chosen:
     """The scales of tiles.
 
     Args:
-        tiles: `[T, K, N]`, float32, with zeros where the last tile is short.
-        valid: which elements are real; None: all.
-        scheme: how they are quantized; `unchosen` says which can be.
+        tiles: `[T, K, N]`, float32, zero-padded where the last tile is short.
+        valid: which values are elements of the array; None: all.
+        scheme: a scheme that `unchosen` accepts.
         unit: the tensor scale, `[1, 1, 1]`, or None.
     """
     bits = jax.lax.bitcast_convert_type(tiles, jnp.int32) & 0x7FFFFFFF
     magnitude = jax.lax.bitcast_convert_type(jnp.where(bits < 0x00800000, 0, bits), jnp.float32)
     magnitude = jnp.where(bits < 0x7F800000, magnitude, jnp.float32(jnp.inf))
-    amax = jnp.max(magnitude, axis=1, keepdims=True)
+    amax = jnp.max(magnitude, axis=1, keepdims=True)  # [T, 1, N]
     is_finite = amax < jnp.float32(jnp.inf)
     amax = jnp.where(is_finite, amax, 0.0)
     if isinstance(scheme.calibration, MX):
@@ -107,7 +110,8 @@ def chosen(tiles: jax.Array, valid: jax.Array | None, scheme: Scheme, unit: jax.
     divisor = _or_nan(jnp.where(used == 0, jnp.ones_like(used), used), is_finite)
     if low is None:
         return Chosen(stored, divisor)
-    low = low if isinstance(target.zero, AbstractFormat) else _or_nan(low, is_finite)
+    if not isinstance(target.zero, AbstractFormat):
+        low = _or_nan(low, is_finite)
     zero = target.stored_zero(low, divisor)
     return Chosen(stored, divisor, zero, target.loaded_offset(zero, divisor))
 
@@ -115,14 +119,16 @@ def chosen(tiles: jax.Array, valid: jax.Array | None, scheme: Scheme, unit: jax.
 def _ideal(
     tiles: jax.Array, valid: jax.Array | None, amax: jax.Array, scheme: Scheme, target: Target
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The scale of each tile before it is stored, and the lower end of its range where the scheme has one."""
+    """The scale of each tile before rounding, and the lower end of its range if the scheme has a zero point."""
     calibration = scheme.calibration
     if isinstance(calibration, MSE | NVFP4):
         return _searched(tiles, amax, scheme, target.store), None
     assert isinstance(calibration, AbsMax | MinMax)
     low, high = -amax, amax
     if isinstance(calibration, MinMax):
-        is_real = ~jnp.isnan(tiles) if valid is None else valid & ~jnp.isnan(tiles)
+        is_real = ~jnp.isnan(tiles)
+        if valid is not None:
+            is_real &= valid
         low = jnp.min(jnp.where(is_real, tiles, jnp.float32(jnp.inf)), axis=1, keepdims=True)
         high = jnp.max(jnp.where(is_real, tiles, jnp.float32(-jnp.inf)), axis=1, keepdims=True)
         if calibration.contains_zero:
@@ -165,11 +171,11 @@ def _power_error(x: jax.Array, exponent: jax.Array, fmt: AbstractFormat) -> jax.
     return jnp.sum(off * off, axis=1, keepdims=True)
 
 
-# --- scales held in E4M3 ---
+# --- E4M3 scales ---
 
 
 def _searched(tiles: jax.Array, amax: jax.Array, scheme: Scheme, store: ScaleStore) -> jax.Array:
-    """The scale of least error among the candidates of a calibration, 0 for an all-zero tile; ties go to the first."""
+    """The candidate of least squared error, 0 for an all-zero tile; ties go to the first."""
     fmt = scheme.format
     exponent = jnp.clip((jax.lax.bitcast_convert_type(amax, jnp.int32) >> 23) - 127, -126, 126)
     inverse = power_of_two(-exponent)
@@ -189,24 +195,25 @@ def _searched(tiles: jax.Array, amax: jax.Array, scheme: Scheme, store: ScaleSto
 
 
 def _candidates(amax: jax.Array, scheme: Scheme, store: ScaleStore, length: int) -> list[jax.Array]:
-    """The scales that are tried on tiles of a length."""
-    held, rule = store.holder, scheme.calibration
-    assert isinstance(held, Minifloat)
+    """The candidates for tiles of a length."""
+    fmt, rule = store.holder, scheme.calibration
+    assert isinstance(fmt, Minifloat)
     needed = quotient(amax, jnp.float32(scheme.format.bound))
     if isinstance(rule, NVFP4) and rule.rule == "four_over_six":
         return [store.snapped(needed), store.snapped(needed * 1.5)]
 
     def at(code: jax.Array) -> jax.Array:
-        return store.loaded(jnp.clip(code, 1, held.max_code).astype(jnp.uint8))
+        return store.loaded(jnp.clip(code, 1, fmt.max_code).astype(jnp.uint8))
 
-    of_holder = needed if store.unit is None else quotient(needed, store.unit)
-    nearest = jnp.clip(held.encode(of_holder).astype(jnp.int32), 1, held.max_code)
-    ceiling = jnp.minimum(nearest + jnp.where(held.decode(nearest.astype(jnp.uint8)) < of_holder, 1, 0), held.max_code)
+    if store.unit is not None:
+        needed = quotient(needed, store.unit)
+    nearest = jnp.clip(fmt.encode(needed).astype(jnp.int32), 1, fmt.max_code)
+    ceiling = jnp.minimum(nearest + jnp.where(fmt.decode(nearest.astype(jnp.uint8)) < needed, 1, 0), fmt.max_code)
     if isinstance(rule, NVFP4):
         return [at(ceiling + offset) for offset in OFFSETS]
-    window = proven_window(scheme.format, held, length)
+    window = proven_window(scheme.format, fmt, length)
     assert window is not None
-    # A scale's place in the window's table is one less than its code; the lowest places all begin with the first.
+    # A scale's index in the window's table is its code - 1; the windows of the lowest indices all begin at the first scale.
     (first, last), steps = window, len(window[0]) - 1
     begin = jnp.where(ceiling <= int((first == 0).sum()), 1, ceiling - int(steps - first[-1]))
     return [at(ceiling), *(at(begin + step) for step in range(int((last - first).max()) + 1))]

@@ -1,25 +1,24 @@
-"""Quantizing on TPUs: scales, codes and packing in one read of the input, in VMEM.
+"""The quantize kernel for TPUs: scales, codes and packing in one read.
 
-**Layout.** A block has the tiles' axis along sublanes: a tile's maximum is one of registers, and its scale a broadcast of them.
-An array whose tiles lie along its last axis comes by blocks that are transposed in VMEM, and its codes are transposed back as
-bytes. Codes that share bytes are neighbours along the tiles' axis, so they are written to scratch, from where each *plane*
-(every second row, say) is read with a stride. Of 3, 5, 6 and 7 bits several bytes hold a group of codes (three bytes four codes
-of 6 bits), and each byte of the group is a plane, too, written with a stride. Scales and zero points leave with the tiles' axis
-first, whatever the array's order; they are a sixteenth to a hundredth of its bytes, and XLA turns them.
+**Layout.** A block has the tiled axis along sublanes: the amax of a tile is a maximum over registers, its scale a
+broadcast. If tiles run along the last axis, input blocks and packed codes are transposed in VMEM. Codes that share bytes
+are adjacent along the tiled axis, so codes are written to scratch and each *plane* (every second row, say) is read with a
+stride. With 3, 5, 6 and 7 bits a group of codes fills several bytes (four 6-bit codes in three bytes), and each byte of the
+group is also a plane, written with a stride. Scales and zero points are written with the tiled axis first; they are a
+sixteenth to a hundredth of the array's bytes, and XLA transposes them.
 
-**Scales** are chosen by `pallas_scales.py`. Codes are the format's own `encode`, but for tables, whose thresholds are counted. A
-tensor scale needs the largest magnitude of all before the first code: XLA reads the input once for it, and the kernel
-again; a single number goes in beside the blocks.
+**Scales** are computed by `pallas_scales.py`. Codes come from the format's `encode`, except codebooks, whose code is the
+number of thresholds below the element. A tensor scale needs the amax of the whole array first: XLA reads the input once for
+it, the kernel again.
 
-**A short last tile** is filled with zeros, as the reference does: where the axis is one block, in VMEM; where it is several, the
-last one reaches beyond the array, and what lies there, which may be anything, is replaced. Of a last byte that is not
-full, the codes that are not there are zero bits.
+**A short last tile** is padded with zeros, as in the reference: in VMEM if the axis is one block; else the last block
+extends beyond the array, and its undefined values are replaced. Missing codes of a partial last byte are zero bits.
 
-**What bounds it**: the input, read once, 4 or 2 bytes an element (twice with a tensor scale); codes and scales are written once.
+**Bound**: the input, read once, 4 or 2 bytes an element (twice with a tensor scale); codes and scales are written once.
 
-Nothing here was measured on a TPU: values are compared in interpret mode, the kernel is lowered in CI, and compiled by libtpu where
-it is installed. A TPU's division is not said to round correctly, so that its codes may differ from a CPU's where a quotient lies
-at the border between two.
+Experimental, not measured on a TPU: values are compared in interpret mode, the kernel is lowered in CI and compiled where
+libtpu is installed. TPU division may not round correctly, so a code may differ from the CPU's where a quotient is between
+two codes.
 """
 
 import dataclasses
@@ -36,6 +35,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ...array import Scheme
 from ...array.packing import codes_per_unit, packed_length
 from ...array.quantize import in_units
+from ...array.scheme import ScaleHolder
 from ...formats import AbstractFormat, Codebook
 from .pallas_scales import chosen
 
@@ -44,12 +44,12 @@ LANES, SUBLANES, ROWS = 128, 32, 2048
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How matrices `[B, K, N]`, or `[B, N, K]`, with tiles along K are cut.
+    """The blocks of matrices `[B, K, N]` or `[B, N, K]` with tiles along K.
 
     Attributes:
         length: K.
         others: N.
-        tile: how many elements share a scale; whole bytes of codes.
+        tile: the tile (block) size, a multiple of the codes that fill whole bytes.
         bits: of a code.
         is_last: whether K is the last axis.
     """
@@ -62,39 +62,43 @@ class Blocks:
 
     @classmethod
     def of(cls, length: int, others: int, tile: int, bits: int, *, is_last: bool) -> "Blocks":
-        """The blocks of tiles; a tile that is not shorter than the axis has its length, in whole bytes of codes."""
-        group = codes_per_unit(bits)
-        return cls(length, others, tile if tile < length else -(-length // group) * group, bits, is_last)
+        """The blocks; a tile not shorter than the axis is the axis, rounded up to whole bytes of codes."""
+        if tile >= length:
+            group = codes_per_unit(bits)
+            tile = -(-length // group) * group
+        return cls(length, others, tile, bits, is_last)
 
     @property
     def group(self) -> int:
-        """How many codes fill whole bytes."""
+        """The number of codes that fill whole bytes."""
         return codes_per_unit(self.bits)
 
     @property
     def tiles(self) -> int:
-        """How many scales lie along K."""
+        """The number of scales along K."""
         return -(-self.length // self.tile)
 
     @property
     def rows(self) -> int:
-        """Elements along K in a block: whole tiles, whole registers of bytes and of scales; or all."""
+        """Elements along K in a block: whole tiles, and whole registers of bytes and of scales; or all of K."""
         unit = math.lcm(LANES * self.group, SUBLANES * self.tile)
-        return self.length if self.length <= max(ROWS, unit) else max(ROWS // unit, 1) * unit
+        if self.length <= max(ROWS, unit):
+            return self.length
+        return max(ROWS // unit, 1) * unit
 
     @property
     def filled(self) -> int:
-        """The same with the last tile full."""
-        return self.tiles * self.tile if self.rows == self.length else self.rows
+        """`rows` with a full last tile."""
+        return -(-self.rows // self.tile) * self.tile
 
     @property
     def columns(self) -> int:
-        """Elements along N in a block: as wide as what Mosaic reads with a stride, so that a small N lies in part of a block."""
+        """Elements along N in a block: the width that Mosaic reads with a stride, also for a smaller N."""
         return LANES
 
     @property
     def grid(self) -> tuple[int, int]:
-        """How many blocks lie along N and along K."""
+        """The number of blocks along N and along K."""
         return -(-self.others // self.columns), -(-self.length // self.rows)
 
     @property
@@ -108,77 +112,90 @@ class Blocks:
         return self.filled // self.tile
 
     def spec(self, rows: int, *, is_last: bool) -> pl.BlockSpec:
-        """The blocks of an array with so many elements of a block along K."""
-        columns = self.columns
+        """The block spec of an array with this many elements along K in a block."""
         if is_last:
-            return pl.BlockSpec((None, columns, rows), lambda b, n, k: (b, n, k))
-        return pl.BlockSpec((None, rows, columns), lambda b, n, k: (b, k, n))
+            return pl.BlockSpec((None, self.columns, rows), lambda b, n, k: (b, n, k))
+        return pl.BlockSpec((None, rows, self.columns), lambda b, n, k: (b, k, n))
+
+    def shape(self, batch: int, along: int, *, is_last: bool) -> tuple[int, int, int]:
+        """The shape of an array with this many elements along K."""
+        return (batch, self.others, along) if is_last else (batch, along, self.others)
+
+    def turned(self, x: jax.Array) -> jax.Array:
+        """A block with K first from one of the array, or the reverse."""
+        return x.T if self.is_last else x
 
 
 def quantized_tiles(
     x: jax.Array, scheme: Scheme, tile: int, unit: jax.Array | None = None, *, is_last: bool, interpret: bool = False
 ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-    """Packed codes, stored scales and stored zero points of matrices.
+    """Quantizes matrices.
 
     Args:
         x: `[B, N, K]` with tiles along its last axis, or `[B, K, N]`.
-        scheme: how it is quantized; `PallasTPUQuantizer.unsupported` says which can be.
-        tile: how many elements share a scale; the last tile may be short.
-        unit: the tensor scale, one float32, where the scheme has one.
-        is_last: whether tiles lie along the last axis.
-        interpret: whether JAX evaluates the kernel step by step, on any device, instead of compiling it.
+        scheme: a scheme that `PallasTPUQuantizer.unsupported` accepts.
+        tile: the tile (block) size; the last tile may be short.
+        unit: the tensor scale, one float32, if the scheme has one.
+        is_last: whether tiles run along the last axis.
+        interpret: whether to interpret the kernel, on any device, instead of compiling it.
 
     Returns:
-        Codes, uint8 of the shape of `x` with K in bytes, and scales likewise with K in tiles; zero points like scales, or
-        None where the scheme has none.
+        Packed codes, uint8 of the shape of `x` with K in bytes; stored scales with K in tiles; stored zero points like
+        scales, or None if the scheme has none.
     """
     batch, (length, others) = len(x), x.shape[:0:-1] if is_last else x.shape[1:]
     cut = Blocks.of(length, others, tile, scheme.format.bits, is_last=is_last)
-    (bytes_along, bytes_in_block), beside = cut.in_bytes, cut.spec(cut.in_tiles, is_last=False)
-    held = [scheme.scale] if scheme.zero_point is None else [scheme.scale, scheme.zero_point]
-    out_shape = [
-        jax.ShapeDtypeStruct((batch, others, bytes_along) if is_last else (batch, bytes_along, others), np.uint8),
-        *(jax.ShapeDtypeStruct((batch, cut.tiles, others), _stored_dtype(holder)) for holder in held),
-    ]
-    units = [] if unit is None else [unit.reshape(1, 1)]
+    bytes_along, bytes_in_block = cut.in_bytes
+    operands, in_specs = [x], [cut.spec(cut.rows, is_last=is_last)]
+    if unit is not None:
+        operands.append(unit.reshape(1, 1))
+        in_specs.append(pl.BlockSpec((1, 1), lambda b, n, k: (0, 0)))
+    holders = [holder for holder in (scheme.scale, scheme.zero_point) if holder is not None]
+    codes_shape = jax.ShapeDtypeStruct(cut.shape(batch, bytes_along, is_last=is_last), np.uint8)
+    scales_shape = (batch, cut.tiles, others)
     codes, *rest = pl.pallas_call(
         functools.partial(_kernel, cut, scheme),
         grid=(batch, *cut.grid),
-        in_specs=[cut.spec(cut.rows, is_last=is_last), *(pl.BlockSpec((1, 1), lambda b, n, k: (0, 0)) for _ in units)],
-        out_specs=[cut.spec(bytes_in_block, is_last=is_last), *(beside for _ in held)],
-        out_shape=out_shape,
+        in_specs=in_specs,
+        out_specs=[cut.spec(bytes_in_block, is_last=is_last), *[cut.spec(cut.in_tiles, is_last=False)] * len(holders)],
+        out_shape=[codes_shape, *(jax.ShapeDtypeStruct(scales_shape, _stored_dtype(holder)) for holder in holders)],
         scratch_shapes=[pltpu.VMEM((cut.filled, cut.columns), jnp.int32)],
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel",) * 3, vmem_limit_bytes=64 << 20),
         interpret=interpret,
         name="fewbit_quantize",
-    )(x, *units)
-    scale, *zeros = (a.swapaxes(1, 2) if is_last else a for a in rest)
-    return codes, scale, zeros[0] if zeros else None
+    )(*operands)
+    if is_last:
+        rest = [a.swapaxes(1, 2) for a in rest]
+    return codes, rest[0], rest[1] if len(rest) > 1 else None
 
 
-def _stored_dtype(holder: Any) -> np.dtype:
-    return np.dtype(np.uint8) if isinstance(holder, AbstractFormat) else np.dtype(holder)
+def _stored_dtype(holder: ScaleHolder) -> np.dtype:
+    if isinstance(holder, AbstractFormat):
+        return np.dtype(np.uint8)
+    return np.dtype(holder)  # type: ignore[arg-type]
 
 
 def _kernel(cut: Blocks, scheme: Scheme, x: Any, *refs: Any) -> None:
     """Quantizes one block."""
-    unit = refs[0][...].reshape(1, 1, 1) if scheme.tensor_scale else None
-    codes, *beside, scratch = refs[1:] if scheme.tensor_scale else refs
-    values = x[...].astype(jnp.float32)
-    values, is_real = _filled(cut, values.T if cut.is_last else values)
-    tiles = values.reshape(-1, cut.tile, cut.columns)
+    unit = None
+    if scheme.tensor_scale:
+        unit, refs = refs[0][...].reshape(1, 1, 1), refs[1:]
+    codes, *scales, scratch = refs
+    values, is_real = _filled(cut, cut.turned(x[...].astype(jnp.float32)))
+    tiles = values.reshape(-1, cut.tile, cut.columns)  # [tiles, K, columns]
     found = chosen(tiles, None if is_real is None else _is_real(cut, tiles.shape), scheme, unit)
-    beside[0][...] = found.stored.reshape(beside[0].shape)
+    scales[0][...] = found.stored.reshape(scales[0].shape)
     if found.zero is not None:
-        beside[1][...] = found.zero.reshape(beside[1].shape)
+        scales[1][...] = found.zero.reshape(scales[1].shape)
     made = _codes(in_units(tiles, found.divisor, found.offset), scheme.format).reshape(scratch.shape)
-    scratch[...] = made if is_real is None else jnp.where(is_real, made, 0)
-    packed = _packed(cut, scratch)[: cut.in_bytes[1]]
-    codes[...] = (packed.T if cut.is_last else packed).astype(jnp.uint8)
+    if is_real is not None:
+        made = jnp.where(is_real, made, 0)
+    scratch[...] = made
+    codes[...] = cut.turned(_packed(cut, scratch)[: cut.in_bytes[1]]).astype(jnp.uint8)
 
 
 def _filled(cut: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array | None]:
-    """The values with zeros beyond the array's end, and which of them are real; None: all."""
+    """The values, padded with zeros, and which of them are elements of the array; None: all."""
     if cut.length % cut.filled == 0:
         return values, None
     if cut.filled > cut.rows:
@@ -189,15 +206,17 @@ def _filled(cut: Blocks, values: jax.Array) -> tuple[jax.Array, jax.Array | None
 
 
 def _is_real(cut: Blocks, shape: tuple[int, ...]) -> jax.Array:
-    """Which elements of a block's tiles are real."""
+    """Which values of a block's tiles are elements of the array."""
     tile, within = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
     return tile * cut.tile + within + pl.program_id(2) * cut.rows < cut.length
 
 
 def _packed(cut: Blocks, scratch: Any) -> jax.Array:
-    """The bytes of the codes in scratch, int32; byte b of a group holds the bits from `8 b` on of its codes' stream."""
+    """Packs the codes in scratch, int32; byte b of a group has the bits from `8 b` on of its codes' bit stream."""
+    if cut.group == 1:
+        return scratch[...]
     count = cut.filled // cut.group
-    part = [scratch[pl.ds(i, count, stride=cut.group), :] if cut.group > 1 else scratch[...] for i in range(cut.group)]
+    part = [scratch[pl.ds(i, count, stride=cut.group), :] for i in range(cut.group)]
     made = []
     for byte in range(cut.group * cut.bits // 8):
         first, last = 8 * byte // cut.bits, (8 * byte + 7) // cut.bits
@@ -212,7 +231,7 @@ def _packed(cut: Blocks, scratch: Any) -> jax.Array:
 
 
 def _codes(y: jax.Array, fmt: AbstractFormat) -> jax.Array:
-    """The code of each element in units of its scale, int32."""
+    """The codes of elements divided by their scales, int32."""
     if not isinstance(fmt, Codebook):
         return fmt.encode(y).astype(jnp.int32)
     thresholds = fmt.sorted_numbers[2].tolist()

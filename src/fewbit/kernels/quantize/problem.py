@@ -1,4 +1,4 @@
-"""What varies between quantizations: all that a backend needs to say whether it can compute one."""
+"""What a backend needs to decide whether it supports a call."""
 
 import dataclasses
 
@@ -8,16 +8,16 @@ from ...array import Scheme
 
 @dataclasses.dataclass(frozen=True)
 class Quantization:
-    """An array to be quantized.
+    """A call of `quantize`.
 
     Attributes:
         shape: its shape.
         dtype: the name of its dtype.
-        scheme: the scheme as it applies to its axes.
-        is_stochastic: whether codes are rounded by chance.
-        is_given: whether the scales come with the call.
-        is_weighted: whether errors of elements count differently.
-        shared_noise: the axes along which one random number rounds all elements, counted from the front and in order.
+        scheme: the scheme, with its tiles on the axes of the array.
+        is_stochastic: whether codes are rounded stochastically.
+        is_given: whether the scales are arguments.
+        is_weighted: whether the errors of elements are weighted.
+        shared_noise: the axes along which elements share a random number, non-negative and ascending.
     """
 
     shape: tuple[int, ...]
@@ -29,19 +29,19 @@ class Quantization:
     shared_noise: tuple[int, ...] = ()
 
     def __str__(self) -> str:
-        how = " rounding by chance" if self.is_stochastic else ""
+        how = " with stochastic rounding" if self.is_stochastic else ""
         return f"x={self.dtype}[{','.join(map(str, self.shape))}] to {self.scheme.name}{how}"
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoding:
-    """A quantized array to be decoded.
+    """A call of `dequantize`.
 
     Attributes:
         shape: its shape.
         dtype: the name of the result's dtype.
         scheme: its scheme.
-        tiles: its tiles as its scales have them.
+        tiles: its tiles, derived from the shape of its scales.
     """
 
     shape: tuple[int, ...]

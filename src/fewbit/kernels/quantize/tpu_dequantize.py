@@ -1,12 +1,14 @@
-"""Dequantize on TPUs by a Pallas kernel, which stands in `pallas_dequantize.py`, inside the program that JAX compiles."""
+"""Dequantize on TPUs by the Pallas kernel in `pallas_dequantize.py`."""
 
 import dataclasses
 import functools
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
 from ..._tiles import tile_counts
 from ...array import QArray, Scheme
@@ -23,7 +25,7 @@ from .tpu import tile_length, tile_refusal, tiled_axis
 
 @dataclasses.dataclass(frozen=True)
 class PallasTPUDequantizer(AbstractBackend[Decoding]):
-    """A Pallas kernel for TPUs, of the same numbers as the reference but for E8M0 scales of 2**-127, which it takes as 0.
+    """A Pallas kernel for TPUs; gives the numbers of the reference, except that E8M0 scales of 2**-127 count as 0.
 
     Attributes:
         interpret: whether JAX evaluates the kernel step by step instead of compiling it; for tests, on any platform.
@@ -39,18 +41,18 @@ class PallasTPUDequantizer(AbstractBackend[Decoding]):
         if problem.dtype not in ("float32", "bfloat16"):
             return f"the array is {problem.dtype}, must be float32 or bfloat16"
         if scheme.packing != Packing() or isinstance(scheme.scale, Scheme):
-            return "other orders of packing, and scales that are quantized themselves, are left to the reference"
+            return "interleaved or high-first packing, or quantized scales: use backend='reference'"
         if isinstance(scheme.format, Codebook) and len(scheme.format.table) > 16:
-            return f"{scheme.format.name} is a table of {len(scheme.format.table)} numbers; 16 are decoded without a gather"
+            return f"{scheme.format.name} is a codebook of {len(scheme.format.table)} numbers; up to 16 are decoded"
         tiles = scheme.tiles(len(shape))
         if any(min(a or n, n) != min(b or n, n) for a, b, n in zip(problem.tiles, tiles, shape, strict=True)):
-            return f"its tiles are {problem.tiles}, where the scheme has {tiles}"
+            return f"its tiles are {problem.tiles}, and the scheme's are {tiles}; they must agree"
         return tile_refusal(shape, scheme)
 
     def passed_over(self, problem: Decoding) -> str | None:
         return split_refusal()
 
-    def run(self, problem: Decoding, *operands: Any) -> jax.Array:
+    def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:
         return _decoded(self, problem, operands[0])
 
 
@@ -66,10 +68,12 @@ def _decoded(backend: PallasTPUDequantizer, problem: Decoding, q: QArray) -> jax
         return dequantized(q, dtype)
 
     native = functools.partial(_by_kernel, dtype, backend.interpret)
-    return native(q) if backend.interpret else on_platform("tpu", native, reference)(q)
+    if backend.interpret:
+        return native(q)
+    return on_platform("tpu", native, reference)(q)
 
 
-def _by_kernel(dtype: Any, interpret: bool, q: QArray) -> jax.Array:
+def _by_kernel(dtype: DTypeLike, interpret: bool, q: QArray) -> jax.Array:
     from .pallas_dequantize import decoded_tiles  # importing Pallas takes half a second
 
     scheme, tiles = q.scheme, q.scheme.tiles(q.ndim)
@@ -81,18 +85,20 @@ def _by_kernel(dtype: Any, interpret: bool, q: QArray) -> jax.Array:
     def matrices(leaf: jax.Array) -> jax.Array:
         return leaf.reshape(batch, -1, leaf.shape[-1])
 
-    def beside(leaf: jax.Array) -> jax.Array:
-        """With the tiles' axis first; float16, which TPUs lack, as its bits."""
+    def by_tile(leaf: jax.Array) -> jax.Array:  # [batch, tiles, others]
         wide = matrices(jnp.broadcast_to(leaf, counts))
-        wide = wide.swapaxes(1, 2) if is_last else wide
-        return jax.lax.bitcast_convert_type(wide, jnp.uint16) if wide.dtype == jnp.float16 else wide
+        if is_last:
+            wide = wide.swapaxes(1, 2)
+        if wide.dtype == jnp.float16:  # TPUs have no float16: its bits
+            wide = jax.lax.bitcast_convert_type(wide, jnp.uint16)
+        return wide
 
     assert not isinstance(q.scale, QArray)
-    held = {"scale": beside(q.scale)}
+    scales = {"scale": by_tile(q.scale)}
     if q.zero_point is not None:
-        held["zero_point"] = beside(q.zero_point)
+        scales["zero_point"] = by_tile(q.zero_point)
     if q.tensor_scale is not None:
-        held["tensor_scale"] = q.tensor_scale.reshape(1, 1)
+        scales["tensor_scale"] = q.tensor_scale.reshape(1, 1)
     length, tile = q.shape[axis], tile_length(q.shape, scheme)
-    rows = decoded_tiles(matrices(q.codes), held, scheme, length, tile, dtype, is_last=is_last, interpret=interpret)
+    rows = decoded_tiles(matrices(q.codes), scales, scheme, length, tile, dtype, is_last=is_last, interpret=interpret)
     return rows.reshape(q.shape)

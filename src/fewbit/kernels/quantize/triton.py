@@ -1,32 +1,33 @@
-"""Quantizing rows on a GPU: amax, scale search, codes and packing in one read of the input.
+"""The Triton quantize kernel: amax, scale search, codes and packing in one read.
 
-**Layout.** The input is `[rows, n]`, contiguous; a row is cut into tiles of K. A program holds R tiles as a matrix `[R, KP]`
-(KP: K up to a power of two) in registers, R KP = 2048 for 4 warps: 16 elements a thread, read as two loads of 128 bits in
-bfloat16. Where tiles divide the row the addresses are those of a flat array, and loads and stores are vectors; else every
-element is masked, which is slower and as right. Codes leave packed: of 4 bits as pairs (`tl.split`), of 6 as four codes in
-three bytes. A tile longer than 16384 does not fit and is refused.
+**Layout.** The input is `[rows, n]`, contiguous, in tiles (blocks) of K along the rows. A program keeps R tiles as a matrix
+`[R, KP]` in registers (KP: K rounded up to a power of two), R KP = 2048 for 4 warps: 16 elements a thread, two 128-bit loads
+in bfloat16.
+If K divides the row and is a power of two, addresses are those of a flat array and loads and stores are vectorized; else
+every element is masked, which is slower. Codes are stored packed: 4-bit codes as pairs (`tl.split`), 6-bit codes four in
+three bytes. A tile longer than 16384 is refused.
 
-A tile of 16 is read as two halves by one thread: nothing is exchanged between threads, and what is computed once a tile is
-computed once (NVFP4 naive from 51 to 46 instructions an element; `triton_numbers.py` says how numbers are rounded).
+A tile of 16 is read as two halves by one thread: no exchange between threads, and per-tile values are computed once (naive
+NVFP4 from 51 to 46 instructions an element). `triton_numbers.py` describes the rounding.
 
-**Scales.** All from the bits of the largest magnitude: the maximum is taken over integers, so a NaN or an infinity wins and its
-tile becomes NaN. Powers of two: an addition of a constant below the exponent is the rule (floor, rceil, even). Searches stand in
-`triton_search.py`; whatever they choose, codes are taken with one division that rounds as IEEE 754 says, so they are the
-reference's to the bit.
+**Scales** are computed from the bits of amax, an integer maximum, so a NaN or an infinity wins and makes its tile NaN. For
+powers of two the rule (floor, rceil, even) is the addition of a constant below the exponent. Searches are in
+`triton_search.py`; codes always come from one correctly rounded (IEEE 754) division, so they are the reference's bit for
+bit.
 
-**The bound** is memory: 2.53 bytes an element for bfloat16 to 4.25 bits. Instructions an element are in `bench/results/triton.json`;
-a test fails when they grow by a tenth.
+**Bound**: memory, 2.53 bytes an element for bfloat16 to 4.25 bits. Instructions an element are in
+`bench/results/triton.json`; a test fails when they grow by 10 %.
 
-**Inline PTX**, an option that nothing takes by itself: pairs of E2M1 codes by `cvt.rn.satfinite.e2m1x2` on sm_100, E4M3 scales by
-`cvt.rn.satfinite.e4m3x2` from sm_89 on. Both round as the portable path does; no interpreter runs them, so CI compiles them only.
-For powers of two there is nothing to gain: the portable path takes their codes from the bits as it is.
+**Inline PTX**, off by default: pairs of E2M1 codes by `cvt.rn.satfinite.e2m1x2` on sm_100, E4M3 scales by
+`cvt.rn.satfinite.e4m3x2` from sm_89 on. Both round like the portable path; no interpreter runs them, so CI only compiles
+them. Powers of two gain nothing: the portable path extracts their codes from the bits.
 
-Codes by a division that rounds correctly cost about a dozen instructions an element, the larger part of what the naive NVFP4 kernel
-takes over the naive MXFP4 one. A reciprocal once a tile and two corrections by fused operations would take five; Triton's
-interpreter does not fuse, so that no test could tell without a GPU whether the quotients are still the right ones.
+The correctly rounded division takes about 12 instructions an element, most of the difference between naive NVFP4 and naive
+MXFP4. A reciprocal a tile and two FMA corrections would take five; Triton's interpreter does not fuse, so no test without a
+GPU could check them.
 
-**Not done.** Sorting and prefix sums (fewer candidates' arithmetic, but gathers cost more than rounding); pruning by the clip sum inside
-the NVFP4 window (threads diverge).
+**Not done.** Sorting and prefix sums (less arithmetic a candidate, but gathers cost more than rounding); pruning by the
+clip sum inside the NVFP4 window (threads diverge).
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
@@ -89,7 +90,7 @@ def float_chosen(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """Each tile's scale before it is rounded to what holds it; `inverse` takes it to the units of `x`.
+    """Each tile's scale before rounding to the scale format; `inverse` converts it to the units of `x`.
 
     Under the rule GIVEN `amax` is that scale.
     """
@@ -130,7 +131,7 @@ def stored_float(
     SCALE_NAN: tl.constexpr,
     PTX_E4M3: tl.constexpr,
 ):
-    """Stores each tile's scale, and gives back the number that is stored."""
+    """Stores each tile's scale and returns the stored number."""
     if SCALE == _SMALL_FLOAT:
         if PTX_E4M3:
             code = e4m3_code_by_ptx(held)
@@ -195,7 +196,7 @@ def quantize_kernel(
     PTX_E2M1: tl.constexpr,
     PTX_E4M3: tl.constexpr,
 ):
-    """Quantizes R tiles. What is written comes after what is read, as jax-triton wants it."""
+    """Quantizes R tiles. Outputs follow inputs in the signature, as jax-triton requires."""
     tile = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     loaded, row, column, is_tile, is_element = loaded_tiles(x_ptr, tile, tiles, length, tiles_in_row, K, KP, R, EVEN)
     bits = as_bits(loaded)
@@ -206,7 +207,7 @@ def quantize_kernel(
     is_finite = amax_bits < 0x7F800000
     magnitude, amax = as_float(magnitude_bits), as_float(amax_bits)
 
-    # For searches the tile in units of a power of two 16 to 32 times its largest magnitude.
+    # Searches use the tile in units of a power of two 16 to 32 times its amax.
     unit_exponent = tl.minimum(tl.maximum((amax_bits >> 23) - 122, -126), 127)
     inverse = power_of_two(-unit_exponent)
     in_units = magnitude * inverse[:, None]
@@ -252,7 +253,7 @@ def quantize_kernel(
 @triton.jit
 @typing.no_type_check
 def amax_kernel(x_ptr, amax_ptr, size, BLOCK: tl.constexpr):
-    """Raises the int32 at `amax_ptr` to the bits of the largest finite magnitude."""
+    """Updates the int32 at `amax_ptr` with the bits of the largest finite magnitude."""
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     bits = as_bits(tl.load(x_ptr + place, mask=place < size, other=0.0).to(tl.float32)) & 0x7FFFFFFF
     tl.atomic_max(amax_ptr, tl.max(tl.where(bits < 0x7F800000, bits, 0), axis=0))
@@ -269,22 +270,23 @@ def quantize_rows(
     given: typing.Any = None,
     capability: int = 0,
 ) -> None:
-    """Quantizes rows into tensors that the caller made.
+    """Quantizes rows into the given tensors.
 
     Args:
-        problem: what is asked; `problem.unsupported()` must be None.
+        problem: a problem whose `unsupported()` is None.
         x: floating `[rows, length]`, contiguous.
         codes: uint8 `[rows, bytes]`, written.
-        scale: `[rows, tiles]`, uint8 or floating as the scheme holds its scales, written.
-        unit: float32 of one element, the tensor scale; or None without one.
-        fractions: float32, `problem.fractions` on the device; or None without any.
-        given: float32 `[rows, tiles]`, the scale of each tile, in place of the calibration's; or None.
-        capability: 10 times the device's compute capability, to use its own conversions by inline PTX; 0 for the portable path.
+        scale: `[rows, tiles]`, uint8 or floating as the scheme stores its scales, written.
+        unit: float32 of one element, the tensor scale; or None.
+        fractions: float32, `problem.fractions` on the device; or None.
+        given: float32 `[rows, tiles]`, the scale of each tile in place of the calibration's; or None.
+        capability: 10 times the device's compute capability, to convert by inline PTX; 0 for the portable path.
     """
     tiles = problem.rows * problem.tiles_in_row
-    constants = problem.encoding(capability) | ({} if given is None else {"RULE": GIVEN})
-    fractions = fractions if given is None else given
-    unit, fractions = (scale if read is None else read for read in (unit, fractions))  # what is not read can be anything
+    constants = problem.encoding(capability)
+    if given is not None:
+        constants, fractions = constants | {"RULE": GIVEN}, given
+    unit, fractions = (scale if read is None else read for read in (unit, fractions))  # any tensor, if it is not read
     quantize_kernel[(problem.programs,)](
         x, unit, fractions, tiles, problem.length, problem.tiles_in_row, codes.shape[-1], codes, scale,
         **constants, num_warps=problem.warps, enable_fp_fusion=True,
@@ -292,6 +294,6 @@ def quantize_rows(
 
 
 def raise_to_amax(x: typing.Any, amax: typing.Any) -> None:
-    """Raises `amax`, the bits of a float32 as an int32 of one element, to the largest finite magnitude of a contiguous tensor."""
+    """Updates `amax`, the bits of a float32 as int32 `[]`, with the largest finite magnitude of a contiguous tensor."""
     block = 8192
     amax_kernel[(triton.cdiv(x.numel(), block),)](x, amax, x.numel(), BLOCK=block, num_warps=8, enable_fp_fusion=True)

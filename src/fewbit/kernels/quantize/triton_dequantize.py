@@ -1,12 +1,12 @@
-"""Decoding on a GPU: packed codes and scales to floats, in one pass; the layout is that of `triton.py`.
+"""The Triton dequantize kernel, in the layout of `triton.py`.
 
-A code is shifted to where the exponent and mantissa of a float32 stand, which is its number times `2**(bias - 127)`, subnormals
-included; codes beyond the largest number are NaN (or infinity, where the format has it). Numbers are multiplied by their scale in
-float32 and rounded once. The bound is memory: 0.53 bytes read and 2 written for 4.25 bits to bfloat16.
+A minifloat code is shifted into the exponent and mantissa of a float32, which gives its number times `2**(bias - 127)`,
+subnormals included; codes beyond the largest number are NaN (or infinity, if the format has it). Numbers are multiplied by
+their scale in float32 and rounded once. Bound: memory, 0.53 bytes read and 2 written an element for 4.25 bits to bfloat16.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
-# (pyright takes `import triton` for the file beside this one; a launch takes settings that are no parameters of the kernel.)
+# (pyright takes `import triton` for this folder's own file; a launch takes settings that are no parameters of the kernel.)
 
 import typing
 
@@ -36,7 +36,7 @@ def loaded_codes(
     KP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """The codes of tiles `[R, KP]`, what `store_codes` stored; int32."""
+    """The codes of tiles `[R, KP]`, int32: the inverse of `store_codes`."""
     if BITS == 8:
         k = tl.arange(0, KP)[None, :]
         is_code = is_tile[:, None] if EVEN else is_tile[:, None] & (k < K) & (column[:, None] + k < length)
@@ -117,7 +117,7 @@ def dequantize_kernel(
     SCALE_HIGH: tl.constexpr,
     HAS_UNIT: tl.constexpr,
 ):
-    """Decodes R tiles."""
+    """Dequantizes R tiles."""
     tile = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     is_tile = tile < tiles
     k = tl.arange(0, KP)[None, :]
@@ -148,13 +148,13 @@ def dequantize_kernel(
 
 
 def dequantize_rows(problem: TileProblem, codes: typing.Any, scale: typing.Any, unit: typing.Any, out: typing.Any) -> None:
-    """Decodes rows into a tensor that the caller made.
+    """Dequantizes rows into a given tensor.
 
     Args:
-        problem: what was quantized; `problem.unsupported_layout()` must be None.
+        problem: a problem whose `unsupported_layout()` is None.
         codes: uint8 `[rows, bytes]`, contiguous.
         scale: `[rows, tiles]`, contiguous.
-        unit: float32 of one element, the tensor scale; or None without one.
+        unit: float32 of one element, the tensor scale; or None.
         out: floating `[rows, length]`, written.
     """
     where = (codes, scale, scale if unit is None else unit, problem.rows * problem.tiles_in_row)

@@ -1,14 +1,15 @@
-"""The sweep over every scale for the least error of a product, fused: `r^T H r` of each tile in one kernel.
+"""A Triton kernel that sweeps all scales for the least Hessian-weighted error.
 
-A program holds one block of columns, its `H` (K x K) and R rows of the weight; for each candidate it rounds, takes the residual and
-multiplies it with `H` by `tl.dot`, so the weight and `H` are read once for all candidates. The bound is the products: K
-multiply-adds an element and candidate, in full float32 ("ieee"): residuals cancel, and the tensor cores' 10-bit mantissas would decide
-between scales by their own rounding. Tiles are in units of a power of two near their largest magnitude, `H` in those of its largest
-entry. A candidate wins only when its error is lower by 2**-16, and the first is the one that the caller starts from.
+The error of a tile with residual r is `r^T H r`. A program loads one block of columns, its `H` (K x K) and R rows of the
+weight; for each candidate it rounds, computes the residual and multiplies it with `H` by `tl.dot`, so the weight and `H`
+are read once. Bound: the products, K multiply-adds an element and candidate, in full float32 ("ieee"), because residuals
+cancel and the rounding of TF32 (10-bit mantissas) would decide between scales. Tiles are in units of a power of two near
+their amax, `H` in units of one near its largest entry. A candidate wins only if its error is lower by 2**-16; the first is
+the caller's initial scale.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
-# (pyright takes `import triton` for the file beside this one; a launch takes settings that are no parameters of the kernel.)
+# (pyright takes `import triton` for this folder's own file; a launch takes settings that are no parameters of the kernel.)
 
 import typing
 
@@ -41,7 +42,7 @@ def product_error(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """`r^T H r` of each row; of minifloats `x` are magnitudes."""
+    """`r^T H r` of each row; for minifloats `x` are magnitudes."""
     y = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
     off = nearest(y, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE) * scale[:, None] - x
     if KIND == _MINIFLOAT:
@@ -72,7 +73,7 @@ def sweep_kernel(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """Replaces the scales of R rows in one block of columns by the best of the candidates, where that is better."""
+    """Replaces the scales of R rows in one block of columns by the best candidates that are better."""
     block = tl.program_id(1)
     row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
     k = tl.arange(0, KP)
@@ -105,14 +106,14 @@ def sweep_kernel(
 
 
 def unsupported(problem: TileProblem) -> str | None:
-    """Why the sweep has no kernel for this, in a sentence; None when it has."""
+    """Why the kernel does not support the problem; None when it does."""
     if not 16 <= problem.padded_tile <= LONGEST_TILE:
-        return f"tiles of {problem.tile}; a block of columns of 9 to {LONGEST_TILE} is held in registers"
+        return f"tiles of {problem.tile}; blocks of 9 to {LONGEST_TILE} columns fit in registers"
     return problem.unsupported_layout()
 
 
 def constants(problem: TileProblem) -> dict[str, typing.Any]:
-    """What the kernel is compiled for."""
+    """The constants that the kernel is compiled with."""
     names = ("KIND", "MAN", "BIAS", "LOW", "HIGH", "STEP", "THRESHOLDS", "TABLE")
     numbers = problem.numbers()
     return {"K": problem.tile, "KP": problem.padded_tile, "R": ROWS} | {name: numbers[name] for name in names}
@@ -122,10 +123,10 @@ def sweep_rows(problem: TileProblem, x: typing.Any, H: typing.Any, scale: typing
     """Improves the scales of rows.
 
     Args:
-        problem: what is quantized; `unsupported(problem)` must be None.
+        problem: a problem whose `unsupported(problem)` is None.
         x: floating `[rows, length]`, contiguous.
         H: float32 `[tiles, K, K]`, contiguous, its largest entry near 1.
-        scale: float32 `[rows, tiles]`, the scales to start from; overwritten.
+        scale: float32 `[rows, tiles]`, the initial scales; overwritten.
         candidates: float32, the scales to try.
     """
     grid = (triton.cdiv(problem.rows, ROWS), problem.tiles_in_row)

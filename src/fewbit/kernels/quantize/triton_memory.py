@@ -1,4 +1,4 @@
-"""What Triton's quantizers read and write: tiles in registers, packed codes, and the conversions that have instructions of their own."""
+"""Loads and stores of the Triton quantizers, and conversions by inline PTX."""
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
 # (pyright takes `import triton` for this folder's own file)
@@ -24,7 +24,7 @@ def loaded_tiles(
     R: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Tiles `[R, KP]` as float32, the row and first column of each, which tiles there are, and which elements."""
+    """Tiles `[R, KP]` as float32, the row and first column of each, and the masks of tiles and elements."""
     is_tile = tile < tiles
     k = tl.arange(0, KP)[None, :]
     if EVEN:
@@ -61,7 +61,7 @@ def store_codes(
     KP: tl.constexpr,
     EVEN: tl.constexpr,
 ):
-    """Packs the codes of tiles `[R, KP]` and stores them at the tiles' rows and first columns."""
+    """Packs the codes of tiles `[R, KP]` and stores them."""
     if BITS == 8:
         k = tl.arange(0, KP)[None, :]
         is_code = is_tile[:, None] if EVEN else is_tile[:, None] & (k < K) & (column[:, None] + k < length)
@@ -96,7 +96,7 @@ def store_pairs_by_ptx(
     R: tl.constexpr,
     KP: tl.constexpr,
 ):
-    """Encodes pairs of E2M1 codes by one instruction of sm_100 and stores them; for rows that tiles divide."""
+    """Encodes pairs of E2M1 codes by one instruction of sm_100 and stores them; needs EVEN."""
     even, odd = tl.split(tl.reshape(as_float(as_bits(y) | sign), (R, KP // 2, 2)))
     pair = tl.inline_asm_elementwise(
         "{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }",
@@ -113,7 +113,7 @@ def store_pairs_by_ptx(
 @triton.jit
 @typing.no_type_check
 def e4m3_code_by_ptx(held):
-    """The E4M3 code of each magnitude up to 448 by the instruction of sm_89 and later."""
+    """The E4M3 code of each magnitude up to 448, by an instruction of sm_89 and later."""
     return tl.inline_asm_elementwise(
         "{ .reg .b16 pair; .reg .f32 zero; mov.f32 zero, 0f00000000; "
         "cvt.rn.satfinite.e4m3x2.f32 pair, zero, $1; cvt.u32.u16 $0, pair; }",

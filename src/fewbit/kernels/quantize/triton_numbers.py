@@ -1,10 +1,10 @@
-"""Numbers of small formats in Triton: from float32 to the nearest one, to its code, and back.
+"""Rounding, encoding and decoding of small formats in Triton.
 
-With `M = 2**(e + 23 - mantissa)`, e the exponent of y (at least that of the smallest normal), the sum `y + M` has the format's last
-place as its own, so `(y + M) - M` is the nearest number of the format, ties to even, by the adder: five instructions for any
-minifloat. Its code: times `2**(bias - 127)` the number becomes a float32 whose exponent field is the format's, subnormals
-included, and the code is its upper bits. Integers take M = 1.5 2**23, whose low bits are the two's complement. NF4 walks its 15
-thresholds as a tree of selects.
+With `M = 2**(e + 23 - mantissa)`, e the exponent of y (at least that of the smallest normal), the unit in the last place of
+`y + M` is the format's, so `(y + M) - M` is y rounded to the format, ties to even: five instructions for any minifloat.
+Times `2**(bias - 127)` the number becomes a float32 whose exponent field is the format's, subnormals included, and its
+upper bits are the code. Integers use M = 1.5 2**23, where the low bits of the sum are the two's complement. NF4's 15
+thresholds are compared in a tree of selects.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
@@ -24,7 +24,7 @@ _TINY = tl.constexpr(2.0**-126)
 @triton.jit
 @typing.no_type_check
 def as_float(bits):
-    """The float32 of its bits."""
+    """The float32 with these bits."""
     return bits.to(tl.float32, bitcast=True)
 
 
@@ -45,38 +45,38 @@ def power_of_two(exponent):
 @triton.jit
 @typing.no_type_check
 def flushed(x):
-    """Magnitudes with zero in place of subnormals."""
+    """Magnitudes with subnormals flushed to zero."""
     return tl.where(x < _TINY, 0.0, x)
 
 
 @triton.jit
 @typing.no_type_check
 def nearest_magnitude(y, MAN: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr):
-    """The number of a minifloat nearest to each magnitude, ties to even, saturated."""
+    """Each magnitude rounded to a minifloat, ties to even, saturated."""
     y = tl.minimum(y, HIGH)
     exponent = tl.maximum(as_bits(y) & 0x7F800000, (128 - BIAS) << 23)
-    shifter = as_float(exponent) * 2.0 ** (23 - MAN)  # a fused operation's factor, both times
+    shifter = as_float(exponent) * 2.0 ** (23 - MAN)  # a factor that is fused into both additions
     return (y + shifter) - shifter
 
 
 @triton.jit
 @typing.no_type_check
 def minifloat_code(number, MAN: tl.constexpr, BIAS: tl.constexpr):
-    """The code, without a sign, of each number of a minifloat."""
+    """The unsigned code of each non-negative minifloat number."""
     return as_bits(number * (2.0 ** (BIAS - 127))) >> (23 - MAN)
 
 
 @triton.jit
 @typing.no_type_check
 def minifloat_value(code, MAN: tl.constexpr, BIAS: tl.constexpr):
-    """The number of each code without a sign."""
+    """The number of each unsigned code."""
     return as_float(code << (23 - MAN)) * (2.0 ** (127 - BIAS))
 
 
 @triton.jit
 @typing.no_type_check
 def codebook_code(y, T: tl.constexpr):
-    """How many of 15 ascending thresholds lie below each element: a tree of four comparisons."""
+    """How many of 15 ascending thresholds are below each element: a tree of four comparisons."""
     a = y > T[7]
     b = y > tl.where(a, T[11], T[3])
     c = y > tl.where(a, tl.where(b, T[13], T[9]), tl.where(b, T[5], T[1]))
@@ -89,7 +89,7 @@ def codebook_code(y, T: tl.constexpr):
 @triton.jit
 @typing.no_type_check
 def codebook_value(code, V: tl.constexpr):
-    """The number of each code of a table of 16."""
+    """The number of each code of a 16-entry codebook."""
     value = tl.full(code.shape, V[0], tl.float32)
     for i in tl.static_range(1, 16):
         value = tl.where(code == i, V[i], value)
@@ -109,7 +109,7 @@ def nearest(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """The format's number nearest to each element; of minifloats the elements are magnitudes."""
+    """Each element rounded to the format; for minifloats elements are magnitudes."""
     if KIND == _MINIFLOAT:
         number = nearest_magnitude(y, MAN, BIAS, HIGH)
     elif KIND == _INTEGER:
@@ -134,7 +134,7 @@ def encode(
     STEP: tl.constexpr,
     THRESHOLDS: tl.constexpr,
 ):
-    """The code of each element, given as magnitude and sign bit."""
+    """The code of each element, given as a magnitude and a sign bit."""
     if KIND == _MINIFLOAT:
         code = minifloat_code(nearest_magnitude(y, MAN, BIAS, HIGH), MAN, BIAS)
         code = code | ((sign >> (32 - BITS)) & (1 << (BITS - 1)))

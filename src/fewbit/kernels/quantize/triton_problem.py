@@ -1,4 +1,4 @@
-"""What the Triton quantizers are told of a scheme: the numbers that a kernel is compiled for, read off its formats."""
+"""The compile-time constants and launch sizes of the Triton quantizers."""
 
 import dataclasses
 from typing import Any
@@ -15,10 +15,10 @@ from ...formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
 from ...formats.rounding import rounding_table
 
 LARGEST_TILE = 16384
-"""A tile is held in the registers of one program."""
+"""The longest tile that fits in the registers of one program."""
 
 ELEMENTS = 2048
-"""How many elements a program of four warps holds, unless one tile is longer: 16 a thread, two loads of 128 bits in bfloat16."""
+"""Elements of a program of four warps, unless a tile is longer: 16 a thread, two 128-bit loads in bfloat16."""
 
 MINIFLOAT, INTEGER, CODEBOOK = 0, 1, 2
 POWER, SMALL_FLOAT, FLOAT = 0, 1, 2
@@ -27,12 +27,12 @@ FIXED, SEARCH, GIVEN = 0, 1, 2
 
 @dataclasses.dataclass(frozen=True)
 class TileProblem:
-    """Rows of numbers to be cut into tiles of one length, by a scheme.
+    """Rows to quantize or dequantize in tiles (blocks) along them.
 
     Attributes:
         scheme: the scheme; its tiles are along the rows.
-        length: how many numbers a row has.
-        rows: how many rows there are.
+        length: elements a row.
+        rows: the number of rows.
     """
 
     scheme: Scheme
@@ -41,51 +41,53 @@ class TileProblem:
 
     @property
     def tile(self) -> int:
-        """The length of a tile."""
+        """The tile (block) size."""
         tile = self.scheme.tile.get(self.scheme.pack_axis, self.scheme.tile.get(...))
-        return self.length if tile is None else min(tile, self.length)
+        return min(tile or self.length, self.length)
 
     @property
     def tiles_in_row(self) -> int:
-        """How many tiles a row has."""
+        """The number of tiles a row."""
         return -(-self.length // self.tile)
 
     @property
     def padded_tile(self) -> int:
-        """The power of two that a tile is held in."""
+        """The tile size rounded up to a power of two."""
         return 1 << (self.tile - 1).bit_length()
 
     @property
     def tiles_in_program(self) -> int:
-        """How many tiles one program takes."""
+        """The number of tiles a program."""
         return max(1, ELEMENTS // self.padded_tile)
 
     @property
     def warps(self) -> int:
-        """How many warps one program has."""
+        """The number of warps a program."""
         return min(16, max(4, self.padded_tile // 1024))
 
     @property
     def programs(self) -> int:
-        """How many programs there are."""
+        """The number of programs."""
         return -(-self.rows * self.tiles_in_row // self.tiles_in_program)
 
     def unsupported(self) -> str | None:
-        """Why no Triton kernel quantizes this, in a sentence; None when one does."""
-        reason = self.unsupported_layout()
+        """Why the kernels cannot quantize this; None when they can."""
         scheme, calibration = self.scheme, self.scheme.calibration
-        if reason is not None:
+        if reason := self.unsupported_layout():
             return reason
-        if isinstance(calibration, MX) != isinstance(scheme.scale, E8M0) and not isinstance(calibration, MSE | SNR):
-            return f"calibration {calibration} with scales held as {scheme.scale}"
+        is_matched = isinstance(calibration, MSE) or isinstance(calibration, MX) == isinstance(scheme.scale, E8M0)
+        if isinstance(calibration, SNR):
+            is_matched = not isinstance(scheme.scale, AbstractFormat)
+        if not is_matched:
+            return f"calibration {calibration} with scales stored as {scheme.scale}"
         if calibration == MX("threshold") and scheme.format.name != "e2m1":
-            return "the rule mx,threshold is known for e2m1 only"
-        if isinstance(calibration, SNR) and isinstance(scheme.scale, AbstractFormat):
-            return f"calibration {calibration} with scales held as {scheme.scale}"
-        return None if isinstance(calibration, MX | MSE | SNR | AbsMax) else f"calibration {calibration}"
+            return "the rule mx,threshold is defined for e2m1 only"
+        if not isinstance(calibration, MX | MSE | SNR | AbsMax):
+            return f"calibration {calibration}; mx, mse, snr and absmax are supported"
+        return None
 
     def unsupported_layout(self) -> str | None:
-        """Why no kernel reads or writes these codes and scales; None when one does."""
+        """Why the kernels do not support these codes and scales; None when they do."""
         scheme, fmt = self.scheme, self.scheme.format
         whole_codes = {4: 2, 6: 4, 8: 1}.get(fmt.bits)
         is_ordered = isinstance(fmt, Codebook) and list(fmt.table) == sorted(fmt.table) and len(fmt.table) == 16
@@ -97,17 +99,19 @@ class TileProblem:
         if any(length != 1 for axis, length in scheme.tile.items() if axis != scheme.pack_axis):
             return f"tiles on several axes, {scheme.tile}"
         if self.padded_tile > LARGEST_TILE:
-            return f"tiles of {self.tile}; up to {LARGEST_TILE} are held in registers"
-        held = scheme.scale
-        is_e4m3 = isinstance(held, Minifloat) and held.specials in ("fn", "none") and held.mantissa in (3, 4)
-        is_plain = scheme.zero_point is None and not isinstance(held, Scheme) and not scheme.packing.to_json()
-        if not is_plain or (isinstance(held, AbstractFormat) and not (isinstance(held, E8M0) or is_e4m3)):
-            return f"scales held as {held}, zero points and other orders of packing"
-        return "a tensor scale over powers of two" if scheme.tensor_scale and isinstance(held, E8M0) else None
+            return f"tiles of {self.tile}; up to {LARGEST_TILE} fit in registers"
+        scale = scheme.scale
+        is_e4m3 = isinstance(scale, Minifloat) and scale.specials in ("fn", "none") and scale.mantissa in (3, 4)
+        is_plain = scheme.zero_point is None and not isinstance(scale, Scheme) and not scheme.packing.to_json()
+        if not is_plain or (isinstance(scale, AbstractFormat) and not (isinstance(scale, E8M0) or is_e4m3)):
+            return f"scales stored as {scale}, zero points, or interleaved or high-first packing"
+        if scheme.tensor_scale and isinstance(scale, E8M0):
+            return "a tensor scale over powers of two"
+        return None
 
     @property
     def fractions(self) -> np.ndarray:
-        """The fractions of the largest scale that a search of float scales tries, float32; empty for other choices."""
+        """The fractions of the absmax scale that a search of float scales tries, float32; empty without one."""
         calibration = self.scheme.calibration
         found = np.empty(0)
         if isinstance(calibration, MSE) and not isinstance(self.scheme.scale, AbstractFormat):
@@ -124,8 +128,13 @@ class TileProblem:
     def numbers(self) -> dict[str, Any]:
         """The constants of the format of the codes."""
         fmt = self.scheme.format
-        kind = MINIFLOAT if isinstance(fmt, Minifloat) else INTEGER if isinstance(fmt, Integer) else CODEBOOK
-        is_codebook = isinstance(fmt, Codebook)
+        kind, thresholds, table = CODEBOOK, (), ()
+        if isinstance(fmt, Minifloat):
+            kind = MINIFLOAT
+        elif isinstance(fmt, Integer):
+            kind = INTEGER
+        elif isinstance(fmt, Codebook):
+            thresholds, table = tuple(rounding_table(fmt).thresholds.tolist()), fmt.table
         return {
             "KIND": kind,
             "BITS": fmt.bits,
@@ -134,32 +143,37 @@ class TileProblem:
             "LOW": fmt.min,
             "HIGH": fmt.max,
             "STEP": getattr(fmt, "step", 1.0),
-            "THRESHOLDS": tuple(rounding_table(fmt).thresholds.tolist()) if is_codebook else (),
-            "TABLE": fmt.table if is_codebook else (),
+            "THRESHOLDS": thresholds,
+            "TABLE": table,
         }
 
     def scale_numbers(self) -> dict[str, Any]:
         """The constants of the scales."""
-        held = self.scheme.scale
-        holder = held if isinstance(held, AbstractFormat) else np.dtype(held)  # type: ignore[arg-type]
+        scale, kind, nan = self.scheme.scale, FLOAT, 0
+        holder: Any = scale
+        if isinstance(scale, AbstractFormat):
+            kind, nan = SMALL_FLOAT, rounding_table(scale).nan
+        else:
+            holder = np.dtype(holder)
+        if isinstance(scale, E8M0):
+            kind = POWER
         store = ScaleStore(holder, limit=scale_limit(self.scheme))
-        kind = POWER if isinstance(held, E8M0) else SMALL_FLOAT if isinstance(held, Minifloat) else FLOAT
         return {
             "SCALE": kind,
-            "SCALE_MAN": getattr(held, "mantissa", 0),
-            "SCALE_BIAS": getattr(held, "bias", 0),
+            "SCALE_MAN": getattr(scale, "mantissa", 0),
+            "SCALE_BIAS": getattr(scale, "bias", 0),
             "SCALE_LOW": store.smallest,
             "SCALE_HIGH": store.largest,
-            "SCALE_NAN": rounding_table(held).nan if isinstance(held, AbstractFormat) else 0,
+            "SCALE_NAN": nan,
             "HAS_UNIT": self.scheme.tensor_scale,
         }
 
     def encoding(self, capability: int = 0) -> dict[str, Any]:
-        """The constants of a quantization; `capability` as for `ptx`."""
+        """The constants of quantize; `capability` as for `ptx`."""
         return self.layout() | self.numbers() | self.scale_numbers() | self.choice() | self.ptx(capability)
 
     def decoding(self) -> dict[str, Any]:
-        """The constants of a decoding."""
+        """The constants of dequantize."""
         numbers, scales = self.numbers(), self.scale_numbers()
         used = ("KIND", "BITS", "MAN", "BIAS", "HIGH", "STEP", "TABLE")
         has_inf = getattr(self.scheme.format, "specials", "") == "ieee"
@@ -168,41 +182,44 @@ class TileProblem:
         return self.layout() | parts | {"HAS_INF": has_inf}
 
     def choice(self) -> dict[str, Any]:
-        """The constants of how scales are chosen."""
+        """The constants of the scale computation."""
         scheme, fmt, calibration = self.scheme, self.scheme.format, self.scheme.calibration
-        top = np.frexp(fmt.max)
-        is_search = isinstance(calibration, MSE | SNR) or calibration == MX("optimal")
-        is_power = isinstance(scheme.scale, E8M0)
-        window = self._window() if is_search and isinstance(scheme.scale, Minifloat) else (0, 0, 0, 0, False)
+        rule, doublings, halvings, window = FIXED, 0, 0, (0, 0, 0, 0, False)
+        if isinstance(calibration, MSE | SNR) or calibration == MX("optimal"):
+            rule = SEARCH
+            if isinstance(scheme.scale, E8M0):
+                doublings, halvings = needed_doublings(fmt), needed_halvings(fmt, self.tile)
+            elif isinstance(scheme.scale, Minifloat):
+                window = self._window()
         return {
             "NAN": rounding_table(fmt).nan,
             "BOUND": float(np.float32(fmt.bound)),
             "FACTOR": float(np.float32(calibration.factor)) if isinstance(calibration, AbsMax) else 1.0,
-            "TOP_EXPONENT": int(top[1]) - 1,
+            "TOP_EXPONENT": int(np.frexp(fmt.max)[1]) - 1,
             "LARGEST_POWER": int(np.frexp(self.scale_numbers()["SCALE_HIGH"])[1]) - 1,
             "ROUND_UP": bits_added(calibration.rule if isinstance(calibration, MX) else "optimal", fmt),
-            "RULE": SEARCH if is_search else FIXED,
-            "DOUBLINGS": needed_doublings(fmt) if is_search and is_power else 0,
-            "HALVINGS": needed_halvings(fmt, self.tile) if is_search and is_power else 0,
+            "RULE": rule,
+            "DOUBLINGS": doublings,
+            "HALVINGS": halvings,
             **dict(zip(("BELOW", "ABOVE", "LOW_PLACES", "LOW_LAST", "PROVEN"), window, strict=True)),
             "FRACTIONS": len(self.fractions),
         }
 
     def ptx(self, capability: int) -> dict[str, bool]:
-        """Which conversions inline PTX makes on a device of this compute capability (times 10); 0: none."""
-        held, is_even = self.scheme.scale, self.layout()["EVEN"]
-        is_e4m3 = isinstance(held, Minifloat) and held.name in ("e4m3fn", "ue4m3")
+        """The conversions by inline PTX on a device of this compute capability (times 10); 0: none."""
+        scale, is_even = self.scheme.scale, self.layout()["EVEN"]
+        is_e4m3 = isinstance(scale, Minifloat) and scale.name in ("e4m3fn", "ue4m3")
         is_e2m1 = self.scheme.format.name == "e2m1" and is_even and capability in (100, 103)
         return {"PTX_E2M1": is_e2m1, "PTX_E4M3": is_e4m3 and capability >= 89}
 
     def _window(self) -> tuple[int, int, int, int, bool]:
-        """Candidates below and above the first scale that saturates nothing; how many first places are low, and their last."""
-        fmt, held = self.scheme.format, self.scheme.scale
-        assert isinstance(held, AbstractFormat)
-        places = np.arange(len(stored_scales(held)))
-        proven = proven_window(fmt, held, self.tile)
+        """Candidates below and above the first scale that saturates nothing; how many indices are low, and their last."""
+        fmt, scale = self.scheme.format, self.scheme.scale
+        assert isinstance(scale, AbstractFormat)
+        places = np.arange(len(stored_scales(scale)))
+        proven = proven_window(fmt, scale, self.tile)
         if proven is None:
-            return 0, int((last_useful_scale(fmt, held) - places).max()), 0, 0, False
+            return 0, int((last_useful_scale(fmt, scale) - places).max()), 0, 0, False
         first, last = proven
-        low = int(np.argmax((first != 0) | (last != last[0])))  # the first places, which all have the same window
+        low = int(np.argmax((first != 0) | (last != last[0])))  # the first indices, which share a window
         return int((places - first)[low:].max()), int((last - places)[low:].max()), low, int(last[0]), True

@@ -1,13 +1,13 @@
-"""The search for the scale of each tile, in Triton: every candidate's squared error, the least one wins.
+"""Triton scale searches: the candidate of least squared error for each tile.
 
-The candidates are those that `array.scales.candidates` and `array.scales.search` prove sufficient, unrolled: two for E2M1 under
-powers of two, eleven codes for NVFP4 (the low codes, which need fifteen, in a branch that few programs take). Tiles come in units
-of a power of two near their largest magnitude, where nothing overflows, and are multiplied by reciprocals.
+The candidates are those that `array.scales.candidates` and `array.scales.search` prove sufficient, unrolled: two for E2M1
+under powers of two, eleven codes for NVFP4 (low codes need fifteen, in a branch that few programs take). Tiles are in units
+of a power of two near their amax, so nothing overflows, and are multiplied by reciprocals.
 
-**Five instructions** an element and candidate, for minifloats: `x / scale 2**(bias - 127)` is a float32 whose upper bits are the
-code, subnormals included; adding half a last place to them as an integer, and clearing those below, rounds it; twice a fused
-multiplication and addition make the square of the error and its sum. Ties go up and not to even, which the error does not
-tell. Above the first scale that saturates nothing, nothing is clipped.
+**Five instructions** an element and candidate for minifloats: `x / scale 2**(bias - 127)` is a float32 whose upper bits are
+the code, subnormals included; adding half a unit in the last place as an integer and clearing the bits below rounds it; two
+FMAs compute the squared error and its sum. Ties round up instead of to even, which has the same error. Above the first
+scale that saturates nothing, clipping is skipped.
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
@@ -48,11 +48,11 @@ def error(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """The squared error of each tile under a scale; without CLIPS nothing is saturated, so nothing may have to be."""
+    """The squared error of each tile under a scale; without CLIPS no element may need saturation."""
     if KIND == _MINIFLOAT:
         raised = scale * (
             2.0 ** (127 - BIAS)
-        )  # infinite only where all of the tile rounds to zero: its error is NaN, never less
+        )  # infinite only where the whole tile rounds to zero: its error is NaN, never less
         bits = as_bits(x * (1 / raised)[:, None])
         bits = (bits + (1 << (22 - MAN))) & -(1 << (23 - MAN))
         if CLIPS:
@@ -103,7 +103,7 @@ def exponent_chosen(
 @triton.jit
 @typing.no_type_check
 def first_place(needed, MAN: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr):
-    """The place, among the positive numbers of a minifloat, of the smallest that is not below; or the last."""
+    """The index, among the positive numbers of a minifloat, of the smallest that is >= `needed`; or the last."""
     steps: tl.constexpr = 2.0 ** (BIAS - 1 + MAN)
     low = tl.ceil(needed * steps).to(tl.int32)
     high = ((as_bits(needed) + ((1 << (23 - MAN)) - 1)) >> (23 - MAN)) - ((127 - BIAS) << MAN)
@@ -137,7 +137,7 @@ def place_chosen(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """The code of each tile's best scale among those of a small float format; `factor` takes them to the units of `x`."""
+    """The code of each tile's best minifloat scale; `factor` converts scales to the units of `x`."""
     last = first_place(tl.full(needed.shape, SCALE_HIGH, tl.float32), SCALE_MAN, SCALE_BIAS, SCALE_HIGH)
     ceiling = first_place(needed, SCALE_MAN, SCALE_BIAS, SCALE_HIGH)
     best = ceiling
@@ -149,7 +149,7 @@ def place_chosen(
             place = tl.minimum(ceiling + (i - BELOW), last) if i > BELOW else tl.maximum(ceiling + (i - BELOW), 0)
             scale = minifloat_value(place + 1, SCALE_MAN, SCALE_BIAS) * factor
             found = error(x, scale, i < BELOW, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
-            # At the last place some may be saturated, which an error without clipping does not tell.
+            # At the last index elements may saturate, which the error without clipping ignores.
             is_lower = (found < least * _TIE) & (place != ceiling)
             best = tl.where(is_lower, place, best)
             least = tl.where(is_lower, found, least)
@@ -191,7 +191,7 @@ def low_place_chosen(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """The best of the places 0 to LAST, starting from one whose error is known."""
+    """The best of the indices 0 to LAST, starting from one whose error is known."""
     for place in range(LAST + 1):
         scale = minifloat_value(tl.zeros_like(best) + place + 1, SCALE_MAN, SCALE_BIAS) * factor
         found = error(x, scale, True, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
@@ -222,7 +222,7 @@ def fraction_chosen(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """Each tile's best float scale among fractions of the largest, as it will be stored; `inverse` takes it to units of `x`."""
+    """Each tile's best float scale, as stored, among fractions of the absmax scale; `inverse` converts to units of `x`."""
     best = tl.zeros_like(amax)
     least = tl.full(amax.shape, float("inf"), tl.float32)
     bound = tl.full(amax.shape, BOUND, tl.float32)
