@@ -32,8 +32,8 @@ from .stepped import StepScales, largest_magnitude, seen_with
 
 Axes = tuple[int, ...]
 ArrayOrQArray: TypeAlias = jax.Array | QArray
-Extra: TypeAlias = tuple[Any, ...]
-"""The operands in which a product is not linear, such as group sizes; mostly none."""
+Extra: TypeAlias = PyTree
+"""The operands in which a product is not linear, such as group sizes; mostly None."""
 
 _CODES = Scheme(FORMATS["int8"])
 """The scheme of bare int8 codes, whose scale is 1."""
@@ -49,7 +49,7 @@ class AbstractBilinear(abc.ABC):
 
     @abc.abstractmethod
     def forward(
-        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = (), accumulator: str | None = None
+        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
     ) -> jax.Array:
         """The product of operands that may be quantized; codes are summed in `accumulator`, if given."""
 
@@ -137,7 +137,9 @@ class Rules:
         """The delayed scale of an operand; None where the scale comes from the operand itself."""
         if scales is None:
             return None
-        return scales.weight if is_left == self.weight_is_left else scales.activation
+        if is_left == self.weight_is_left:
+            return scales.weight
+        return scales.activation
 
 
 @jax.tree_util.register_dataclass
@@ -163,7 +165,7 @@ def quantized_product(
     rules: Rules,
     lhs: ArrayOrQArray,
     rhs: ArrayOrQArray,
-    extra: Extra = (),
+    extra: Extra = None,
     key: jax.Array | None = None,
 ) -> jax.Array:
     """The product under a policy, with the policy's gradients as its custom VJP.
@@ -185,9 +187,11 @@ def quantized_product(
         lhs: ArrayOrQArray, rhs: ArrayOrQArray, scales: StepScales | None, held: QArray | None
     ) -> tuple[ArrayOrQArray, ArrayOrQArray]:
         left, right = _entering(bilinear, rules, lhs, True, scales), _entering(bilinear, rules, rhs, False, scales)
-        if held is None:
-            return left, right
-        return (held, right) if rules.weight_is_left else (left, held)
+        if held is not None and rules.weight_is_left:
+            left = held
+        elif held is not None:
+            right = held
+        return left, right
 
     @jax.custom_vjp
     def product(
@@ -204,7 +208,7 @@ def quantized_product(
 
     def backward(saved: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
         (left, right), (lhs, rhs), key, extra, scales, seen = saved
-        scale = None if scales is None else scales.gradient
+        scale = getattr(scales, "gradient", None)
         to_left = _operand_gradient(bilinear, rules.arm(True), gradient, True, left, right, extra, key, scale)
         to_right = _operand_gradient(bilinear, rules.arm(False), gradient, False, right, left, extra, key, scale)
         if scale is not None:
@@ -222,7 +226,7 @@ def _entering(
     scheme = rules.scheme(is_left)
     if scheme is None or isinstance(x, QArray):
         return x
-    axes = _some(bilinear.contracted[0 if is_left else 1])
+    axes = _some(bilinear.contracted[int(not is_left)])
     if rules.served is not None and is_left == rules.weight_is_left:
         return rules.served.quantized(x, scheme, axes)
     return quantize(x, scheme, axis=axes, scale=rules.scale(scales, is_left))
@@ -232,7 +236,9 @@ def _seen(rules: Rules, scales: StepScales | None, lhs: ArrayOrQArray, rhs: Arra
     """The amax of both operands, under delayed scaling; 0 for a QArray."""
     if scales is None:
         return None
-    weight, activation = (lhs, rhs) if rules.weight_is_left else (rhs, lhs)
+    weight, activation = rhs, lhs
+    if rules.weight_is_left:
+        weight, activation = lhs, rhs
 
     def seen(x: ArrayOrQArray, scale: jax.Array | None) -> jax.Array | None:
         if scale is None:
@@ -278,7 +284,9 @@ def _operand_gradient(
     `scale` is the delayed scale of the incoming gradient, or None.
     """
     if arm.gradient is None:
-        operand = other.forward if arm.operand == "forward" else other.original
+        operand = other.original
+        if arm.operand == "forward":
+            operand = other.forward
         result = bilinear.transposed(is_left, g, operand, own.like, extra)
     else:
         if arm.needs_key:
@@ -354,8 +362,8 @@ def _folded(
     shape = list(q.shape)
     if not bilinear.is_grouped:
         summed = bilinear.contracted_backward(is_left)[1]
-        for axis in bilinear.contracted[1 if is_left else 0]:
-            shape[axis] = shape[axis] if axis in summed else 1
+        for axis in set(bilinear.contracted[int(is_left)]).difference(summed):
+            shape[axis] = 1
     zeros = jnp.broadcast_to(both.zero, shape).astype(jnp.int8)
     codes, zeros = (
         QArray(jax.lax.bitcast_convert_type(x, jnp.uint8), ones, None, None, _CODES, np.dtype(np.float32))
@@ -389,7 +397,9 @@ def _own_key(key: jax.Array, is_left: bool, g: jax.Array) -> jax.Array:
 
 def _cotangent(x: QArray | None, gradient: jax.Array) -> PyTree:
     """The cotangent of an operand: of a QArray, the gradient of its scales."""
-    return gradient if x is None else jax.vjp(dequantize, x)[1](gradient)[0]
+    if x is None:
+        return gradient
+    return jax.vjp(dequantize, x)[1](gradient)[0]
 
 
 def floating(x: ArrayOrQArray) -> jax.Array:

@@ -114,11 +114,11 @@ class Conv(AbstractBilinear):
     precision: Any
     preferred: Any
 
-    def values(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = ()) -> jax.Array:
+    def values(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None) -> jax.Array:
         return self._convolved(floating(lhs), floating(rhs), self.preferred)
 
     def forward(
-        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = (), accumulator: str | None = None
+        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
     ) -> jax.Array:
         if not (is_qarray(lhs) or is_qarray(rhs)):
             refuse_accumulator(accumulator)

@@ -1,6 +1,7 @@
 """The gradients of a convolution as convolutions of arrays in any dtype.
 
-So codes are convolved in the backward pass, too. For one group and one spatial axis, with stride `t`, dilations `l` of the images and `r` of the kernel, and padding from `a`,
+So codes are convolved in the backward pass, too. For one group and one spatial axis,
+with stride `t`, dilations `l` of the images and `r` of the kernel, and padding from `a`,
 
     out[n, o, s] = sum over i, k    lhs[n, i, p] rhs[o, i, k]     where s t + k r = p l + a
 

@@ -77,7 +77,8 @@ def dot_general(
     """
     left, right, rules, key = resolved(lhs, rhs, policy, key)
     numbers = _normalized(dimension_numbers, left.ndim, right.ndim)
-    dot = Dot(left.ndim, right.ndim, numbers, _hashable(precision), preferred_element_type, backend, out_sharding)
+    hashable = tuple(precision) if isinstance(precision, list) else precision
+    dot = Dot(left.ndim, right.ndim, numbers, hashable, preferred_element_type, backend, out_sharding)
     if rules is None:
         return dot.forward(left, right)
     return quantized_product(dot, rules, left, right, key=key)
@@ -105,12 +106,12 @@ class Dot(AbstractBilinear):
     backend: str | None
     out_sharding: NamedSharding | PartitionSpec | None = None
 
-    def values(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = ()) -> jax.Array:
+    def values(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None) -> jax.Array:
         left, right = map(floating, with_gathered_codes(lhs, rhs, self.numbers))
         return jax.lax.dot_general(left, right, self.numbers, self.precision, self.preferred, out_sharding=self.out_sharding)
 
     def forward(
-        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = (), accumulator: str | None = None
+        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
     ) -> jax.Array:
         return self._product(lhs, rhs, self.numbers, self.preferred, accumulator, self.out_sharding)
 
@@ -199,9 +200,9 @@ class Dot(AbstractBilinear):
         return (*self.numbers[1][side], *self._free(is_left), *(own[i] for i in np.argsort(others)))
 
     def _free(self, is_left: bool) -> Axes:
-        side, ndim = (0, self.left_ndim) if is_left else (1, self.right_ndim)
+        side = int(not is_left)
         taken = (*self.numbers[0][side], *self.numbers[1][side])
-        return tuple(a for a in range(ndim) if a not in taken)
+        return tuple(a for a in range((self.left_ndim, self.right_ndim)[side]) if a not in taken)
 
     @property
     def _result_axes(self) -> tuple[Axes, Axes, Axes]:
@@ -254,10 +255,6 @@ def matmul_numbers(left: tuple[int, ...], right: tuple[int, ...]) -> DimensionNu
     if left[-1] != right[inner]:
         raise QuantError(f"matmul cannot contract shapes {left} and {right}: the inner lengths differ")
     return ((len(left) - 1,), (inner,)), (batch, batch)
-
-
-def _hashable(precision: object) -> object:
-    return tuple(precision) if isinstance(precision, list) else precision
 
 
 def _normalized(numbers: tuple[Any, Any], left_ndim: int, right_ndim: int) -> DimensionNumbers:

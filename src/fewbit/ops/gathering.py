@@ -48,10 +48,11 @@ def _gathered(q: QArray, other: jax.Array | QArray, paired: Mapping[int, int]) -
     other_names = [axis_names(entry) for entry in spec_entries(others.spec, other.ndim)]
     used = {name for names in other_names for name in names}
     entries = [axis_names(entry) for entry in spec_entries(own.spec, q.ndim)]
-    kept = []
-    for axis, names in enumerate(entries):
-        shared = other_names[paired[axis]] if axis in paired else ()
-        kept.append(tuple(name for name in names if name in shared or name not in used))
+    shared = {axis: other_names[place] for axis, place in paired.items()}
+    kept = [
+        tuple(name for name in names if name in shared.get(axis, ()) or name not in used)
+        for axis, names in enumerate(entries)
+    ]
     if kept == entries:
         return q
     return q.with_sharding((own.mesh, PartitionSpec(*(names or None for names in kept))))

@@ -69,7 +69,9 @@ class Facts:
                 self.of_variable[variable] = before.both(fact)
 
         def read(atom: Atom) -> Fact:
-            return _CONSTANT if isinstance(atom, jex_core.Literal) else own[atom]
+            if isinstance(atom, jex_core.Literal):
+                return _CONSTANT
+            return own[atom]
 
         note(jaxpr.constvars, [_CONSTANT] * len(jaxpr.constvars))
         note(jaxpr.invars, inputs)
@@ -163,7 +165,7 @@ def scan_counts(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
 
 def open_jaxpr(closed: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> jex_core.Jaxpr:
     """The jaxpr of a closed jaxpr."""
-    return getattr(closed, "jaxpr", closed)
+    return closed.jaxpr if isinstance(closed, jex_core.ClosedJaxpr) else closed
 
 
 def inner_jaxpr(eqn: jex_core.JaxprEqn) -> jex_core.Jaxpr | None:

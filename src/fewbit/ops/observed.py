@@ -80,7 +80,7 @@ class Notes:
 
     def of(self, body: Callable[..., list[Any]], values: list[Any], arrays: list[Any]) -> tuple[list[Any], dict[str, Any]]:
         """The results of a body and its measurements; `values` says which of `arrays` are observed."""
-        inside = [dataclasses.replace(v, value=a) if _is_observed(v) else a for v, a in zip(values, arrays, strict=True)]
+        inside = _with_arrays(values, arrays)
         outside, self.found = self.found, {}
         try:
             outputs = [_array(out) for out in body(*inside)]
@@ -134,6 +134,11 @@ def _array(x: PyTree) -> PyTree:
     return x.value if isinstance(x, Observed) else x
 
 
+def _with_arrays(values: list[Any], arrays: list[Any]) -> list[Any]:
+    """The arrays, observed where the values are."""
+    return [dataclasses.replace(v, value=a) if _is_observed(v) else a for v, a in zip(values, arrays, strict=True)]
+
+
 def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
@@ -167,7 +172,7 @@ def _moved(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
         return outputs
     if len(values) != len(outputs):
         values = [values[0]] * len(outputs)
-    return [dataclasses.replace(s, value=out) if _is_observed(s) else out for s, out in zip(values, outputs, strict=True)]
+    return _with_arrays(values, outputs)
 
 
 def _call(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:

@@ -99,7 +99,9 @@ class Arm:
         if accumulator is not None:
             _check_words(accumulator=accumulator)
         object.__setattr__(self, "gradient", _optional_scheme(gradient))
-        object.__setattr__(self, "operand", operand if operand in _RESIDUALS else as_scheme(operand))
+        if operand not in _RESIDUALS:
+            operand = as_scheme(operand)
+        object.__setattr__(self, "operand", operand)
         object.__setattr__(self, "rounding", rounding)
         object.__setattr__(self, "tiled_axis", tiled_axis)
         object.__setattr__(self, "hadamard", hadamard)

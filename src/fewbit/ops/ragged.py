@@ -158,7 +158,7 @@ class RaggedDot(AbstractBilinear):
         return self._product(floating(lhs), floating(rhs), extra, self.preferred)
 
     def forward(
-        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = (), accumulator: str | None = None
+        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
     ) -> jax.Array:
         has_kernels = self._has_kernels(lhs, rhs, extra)
         if is_qarray(lhs) and is_qarray(rhs):
@@ -221,7 +221,9 @@ class RaggedDot(AbstractBilinear):
             return x if is_gradient else self._of_rows(x[:, :, 0], extra)
 
         def of_experts(x: jax.Array, is_gradient: bool) -> jax.Array | None:
-            return None if x.shape[0] != 1 else jnp.expand_dims(x, 2 - is_gradient)
+            if x.shape[0] != 1:
+                return None
+            return jnp.expand_dims(x, 1 if is_gradient else 2)
 
         def rows(g: jax.Array, experts: jax.Array, dtype: DTypeLike) -> jax.Array:
             return self._product(g, experts, extra, dtype, _OVER_COLUMNS)
@@ -239,12 +241,12 @@ class RaggedDot(AbstractBilinear):
         return (1,), (1,)
 
     def contracted_backward(self, is_left: bool) -> tuple[Axes, Axes]:
-        return ((1,), (2,)) if is_left else ((0,), (0,))
+        if is_left:
+            return (1,), (2,)
+        return (0,), (0,)
 
     def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
-        if scale.shape[1] != 1:
-            return None
-        return self._of_rows(scale[:, 0], extra) if is_left else scale
+        return self._meeting(extra).placed(scale, not is_left)
 
     def _of_rows(self, scale: jax.Array, extra: Extra) -> jax.Array:
         """Gathers each row's scales from its group's, `[G or 1, N or 1]`; rows beyond all groups get the last group's."""

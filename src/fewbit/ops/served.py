@@ -165,7 +165,7 @@ class Served:
             packed = axis[-1]
         else:
             tiled = [a for a, (t, n) in enumerate(zip(self.tiles, x.shape, strict=True)) if _normalized(t, n) != 1]
-            packed = tiled[-1] if tiled else x.ndim - 1
+            packed = max(tiled, default=x.ndim - 1)
         tiles = list(self.tiles)
         tiles.append(tiles.pop(packed))  # `quantize` takes its axis's tile from the last
         return quantize(x, scheme.with_tiles(tuple(tiles), -1), axis=packed)

@@ -84,4 +84,6 @@ def _is_kind(kind: type) -> bool:
 
 def array_of(x: QArray | StandIn) -> jax.Array:
     """The array that a proxy replaces."""
-    return x.array() if isinstance(x, StandIn) else dequantize(x)
+    if isinstance(x, StandIn):
+        return x.array()
+    return dequantize(x)

@@ -247,7 +247,9 @@ class _Evaluator(AbstractEvaluator):
 
     def inside(self) -> list[StandIn]:
         """The proxies (without array) of the chosen products in the body of the equation."""
-        return [] if self.chosen is None else [self.chosen.operands[place] for place in self._places_inside()]
+        if self.chosen is None:
+            return []
+        return [self.chosen.operands[place] for place in self._places_inside()]
 
     def with_inside(self, stand_ins: Sequence[Any]) -> "_Evaluator":
         """An evaluator with other proxies for those products."""
@@ -312,9 +314,10 @@ class _Evaluator(AbstractEvaluator):
 
     def _rule_of(self, name: str, values: Sequence[Any]) -> Rule | None:
         """The rule of a primitive: a StandIn's own, or that of every operand kind (control flow)."""
-        plain = RULES if any(map(stands_in, values)) else self.rules
-        own = next((value.rules for value in values if isinstance(value, StandIn)), plain)
-        return own.get(name, SHARED.get(name))
+        rules = self.rules
+        if any(map(stands_in, values)):
+            rules = next((value.rules for value in values if isinstance(value, StandIn)), RULES)
+        return rules.get(name, SHARED.get(name))
 
     def decoded(self, eqn: jex_core.JaxprEqn, value: PyTree, reason: str) -> Any:
         """The decoded value, where the fallback allows it."""

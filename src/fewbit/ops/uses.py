@@ -90,7 +90,9 @@ class _Found:
         named = []
         for scope, (eqn, *_) in self.products:
             count = counts[scope] = counts.get(scope, 0) + 1
-            name = f"{scope}#{count}" if count > 1 or not scope else scope
+            name = scope
+            if count > 1 or not scope:
+                name += f"#{count}"
             shapes = tuple(tuple(shape_of(atom)) for atom in eqn.invars[:2])
             named.append(Product(name, _PRODUCTS[eqn.primitive.name], shapes, _source(eqn)))
         return tuple(named)
@@ -335,7 +337,7 @@ def _follow_scan(
             taken = (*operand.stacked, *operand.axes[0])
             inside[i] = dataclasses.replace(operand, axes=operand.axes[1:], stacked=taken)
     outputs = _follow(open_jaxpr(eqn.params["jaxpr"]), inside, found, scope)
-    carried = [o if o == i else None for o, i in zip(outputs[:carries], inside[constants:], strict=False)]
+    carried = _unchanged(inside[constants : constants + carries], outputs[:carries])
     return [*carried, *([None] * (len(eqn.outvars) - carries))]
 
 
@@ -346,6 +348,11 @@ def _follow_while(
     carry = operands[in_cond + in_body :]
     _follow(open_jaxpr(eqn.params["cond_jaxpr"]), [*operands[:in_cond], *carry], found, scope)
     outputs = _follow(open_jaxpr(eqn.params["body_jaxpr"]), [*operands[in_cond : in_cond + in_body], *carry], found, scope)
+    return _unchanged(carry, outputs)
+
+
+def _unchanged(carry: Sequence[_Traced | None], outputs: Sequence[_Traced | None]) -> list[_Traced | None]:
+    """The carry of a loop, without parameters that an iteration changes."""
     return [o if o == i else None for o, i in zip(outputs, carry, strict=True)]
 
 

@@ -47,7 +47,7 @@ def _scan(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any
     constants, carries = scan_counts(eqn)
     consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
     body = evaluator.function(params["jaxpr"])
-    xs = [stacked(x) if stands_in(x) else x for x in xs]
+    xs = list(map(stacked, xs))
     stacks = {i: x for i, x in enumerate(xs) if left_in_place(x)}  # sliced lazily, in the body
     xs = [None if i in stacks else x for i, x in enumerate(xs)]
 
@@ -80,26 +80,24 @@ def _scan(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any
     return [*carry, *ys]
 
 
-def stacked(q: QArray | StandIn) -> Any:
-    """The array with separate scales per element of its first axis, so that a loop can slice it."""
+def stacked(q: PyTree) -> PyTree:
+    """A value with leaves per element of its first axis, so that a loop can slice it; separate scales, for a QArray."""
     if isinstance(q, StandIn):
         return q.stacked()
+    if not isinstance(q, QArray):
+        return q
     if q.ndim == 1 or q.scheme.pack_axis == -q.ndim:
         raise NoRuleError("the loop runs along the packed axis")
     length = q.shape[0]
     if q.scale.shape[0] not in (1, length):
         q = taken_rows(q, jnp.arange(length), 0)
 
-    def repeated(leaf: jax.Array | QArray) -> jax.Array | QArray:
-        leaf = spread(leaf, 0, length)
-        return stacked(leaf) if isinstance(leaf, QArray) else leaf
-
     # An element has no such axis, so its scheme must not name a tile there.
     tile = {axis: n for axis, n in q.scheme.tile.items() if axis != -q.ndim}
     scheme = q.scheme
     if len(tile) < len(scheme.tile):
         scheme = dataclasses.replace(scheme, tile=tile)
-    return with_leaves(q, repeated, scheme=scheme)
+    return with_leaves(q, lambda leaf: stacked(spread(leaf, 0, length)), scheme=scheme)
 
 
 def _stable_carry(
@@ -111,7 +109,9 @@ def _stable_carry(
     after = jax.eval_shape(lambda *c: tuple(step(*c)), *carry)
     stays = [_is_alike(a, b) for a, b in zip(carry, after, strict=True)]
     decoded = [c if s else evaluator.decoded(eqn, c, "the loop changes it") for c, s in zip(carry, stays, strict=True)]
-    return decoded if all(stays) else _stable_carry(evaluator, eqn, step, decoded)
+    if all(stays):
+        return decoded
+    return _stable_carry(evaluator, eqn, step, decoded)
 
 
 def _is_alike(before: PyTree, after: PyTree) -> bool:
@@ -166,7 +166,9 @@ def _common_form(outputs: Sequence[Any], are_blank: Sequence[bool]) -> Any:
     first = written[0]
     if not is_qarray(first):
         written = outputs  # only a QArray can be filled in for a blank output
-    return first if all(_is_alike(first, other) for other in written) else None
+    if not all(_is_alike(first, other) for other in written):
+        return None
+    return first
 
 
 def _blank_outputs(jaxpr: jex_core.Jaxpr) -> list[bool]:

@@ -79,8 +79,9 @@ def _logical_tangent(primal: PyTree, tangent: PyTree) -> PyTree:
 def _instantiated(tangent: PyTree) -> PyTree:
     if not _is_zero(tangent):
         return tangent
-    zeros = np.zeros if tangent.dtype == jax.dtypes.float0 else jnp.zeros
-    return zeros(tangent.shape, tangent.dtype)
+    if tangent.dtype == jax.dtypes.float0:
+        return np.zeros(tangent.shape, tangent.dtype)
+    return jnp.zeros(tangent.shape, tangent.dtype)
 
 
 def _custom_vjp(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -112,7 +113,7 @@ def _custom_vjp(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: li
     return list(call(*values))
 
 
-def _pulled(evaluator: AbstractEvaluator, treedef: jax.tree_util.PyTreeDef, *leaves_and_gradients: PyTree) -> PyTree:
+def _pulled(evaluator: AbstractEvaluator, treedef: Any, *leaves_and_gradients: PyTree) -> PyTree:
     *leaves, gradients = leaves_and_gradients
 
     def pull(leaves: list[Any], gradients: PyTree) -> PyTree:
@@ -123,7 +124,9 @@ def _pulled(evaluator: AbstractEvaluator, treedef: jax.tree_util.PyTreeDef, *lea
 
 def _cotangent(x: PyTree, gradient: PyTree) -> PyTree:
     """The cotangent of a value: of a QArray that of its scales, through its decoded array."""
-    return jax.vjp(array_of, x)[1](gradient)[0] if stands_in(x) else gradient
+    if not stands_in(x):
+        return gradient
+    return jax.vjp(array_of, x)[1](gradient)[0]
 
 
 DERIVATIVES: dict[str, Rule] = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}

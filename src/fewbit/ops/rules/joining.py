@@ -24,7 +24,9 @@ def spread(leaf: Any, axis: int, count: int) -> Any:
     shape = (*leaf.shape[:axis], count, *leaf.shape[axis + 1 :])
     if leaf.shape == shape:
         return leaf
-    return broadcasted(leaf, shape) if isinstance(leaf, QArray) else jnp.broadcast_to(leaf, shape)
+    if isinstance(leaf, QArray):
+        return broadcasted(leaf, shape)
+    return jnp.broadcast_to(leaf, shape)
 
 
 def is_packed_along(q: QArray, axis: int) -> bool:
@@ -66,7 +68,9 @@ def joined(parts: Sequence[QArray], axis: int, join: Callable[[list[Any]], Any],
         raise NoRuleError("a byte would contain codes of two parts")
     total = times * sum(part.shape[axis] for part in parts)
     tiles: list[Tile] = list(first.tiles)
-    tiles[axis] = None if length == total and length > 1 else length
+    tiles[axis] = length
+    if length == total > 1:
+        tiles[axis] = None
 
     def leaf(name: str) -> Any:
         leaves = [getattr(part, name) for part in parts]
@@ -135,7 +139,9 @@ def _reversed(q: QArray, axis: int) -> QArray:
     def flipped(leaf: jax.Array | QArray) -> jax.Array | QArray:
         if leaf.shape[axis] == 1:
             return leaf
-        return _reversed(leaf, axis) if isinstance(leaf, QArray) else jnp.flip(leaf, axis)
+        if isinstance(leaf, QArray):
+            return _reversed(leaf, axis)
+        return jnp.flip(leaf, axis)
 
     if is_packed_along(q, axis):
         codes = _packed(jnp.flip(_unpacked(q), axis), q, axis)

@@ -129,7 +129,9 @@ def _dynamic_slice(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[An
         # Like lax, clip the start so that the slice is within the array.
         start = jnp.clip(starts[axis], 0, q.shape[axis] - sizes[axis])
         q = taken_rows(q, start + jnp.arange(sizes[axis], dtype=start.dtype), axis)
-    return [q if Lookup.of(eqn) is None else dequantize(q)]  # a looked-up row is no weight any more
+    if Lookup.of(eqn) is not None:
+        return [dequantize(q)]  # a looked-up row is no weight any more
+    return [q]
 
 
 def _all_quantized(values: Sequence[Any]) -> None:

@@ -129,16 +129,20 @@ def _looked_up(latent: Latent, eqn: jex_core.JaxprEqn) -> jax.Array:
     lookup = Lookup.of(eqn)
     assert lookup is not None
     fixed = jax.lax.stop_gradient(latent.value)
-    scale = None if latent.scales is None else widest(latent.scales).weight
+    scale = None
+    if latent.scales is not None:
+        scale = widest(latent.scales).weight
     q = latent.quantized()
     if q is None:
-        axis = lookup.whole[-1] if lookup.whole else latent.ndim - 1
+        axis = max(lookup.whole, default=latent.ndim - 1)
         q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))
     passes = jnp.ones(q.shape, jnp.bool_)
     if latent.policy.clips_gradient and latent.policy.weight.calibration.clips:
         passes = is_covered(fixed, q)
     table = passed_through(latent.value, dequantize(q), passes)
-    return table if scale is None else noted(table, fixed, scale)
+    if scale is None:
+        return table
+    return noted(table, fixed, scale)
 
 
 PARAMETER_RULES |= {name: PRODUCT[name] for name in PRODUCTS} | dict.fromkeys(MOVES, _moved)

@@ -1,7 +1,7 @@
 """Rules of products and look-ups with quantized operands."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -28,8 +28,7 @@ def _dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: l
     names = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
     numbers, *settings = (eqn.params[name] for name in names)
     lhs, rhs, numbers = untransposed(values[0], values[1], numbers)  # here, because a jitted product has leaves only
-    product = _jitted_dot_general if evaluator.is_traced else quantized_dot_general
-    return [product(lhs, rhs, numbers, *settings)]
+    return [_compiled(quantized_dot_general, evaluator.is_traced)(lhs, rhs, numbers, *settings)]
 
 
 def quantized_dot_general(
@@ -52,8 +51,8 @@ _CONV_SETTINGS = (
 
 def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _refuse_out_sharding(eqn.params)
-    product = _jitted_conv if evaluator.is_traced else quantized_conv
-    return [product(*values, *(eqn.params[name] for name in _CONV_SETTINGS))]
+    settings = (eqn.params[name] for name in _CONV_SETTINGS)
+    return [_compiled(quantized_conv, evaluator.is_traced)(*values, *settings)]
 
 
 def quantized_conv(lhs: PyTree, rhs: PyTree, *settings: Any) -> jax.Array:
@@ -70,7 +69,7 @@ def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, va
     settings = [params[name] for name in ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")]
     offset = params["group_offset"]
     # An offset may be an array, which cannot be static.
-    product = _jitted_ragged_dot if evaluator.is_traced and offset is None else quantized_ragged_dot
+    product = _compiled(quantized_ragged_dot, evaluator.is_traced and offset is None)
     return [product(lhs, rhs, group_sizes, *settings, offset)]
 
 
@@ -80,9 +79,15 @@ def quantized_ragged_dot(lhs: PyTree, rhs: PyTree, group_sizes: ArrayLike, *sett
 
 
 # One function for all evaluations, so that JAX traces each product once for operands of equal shapes and schemes.
-_jitted_dot_general = jax.jit(quantized_dot_general, static_argnums=(2, 3, 4, 5))
-_jitted_conv = jax.jit(quantized_conv, static_argnums=tuple(range(2, 2 + len(_CONV_SETTINGS))))
-_jitted_ragged_dot = jax.jit(quantized_ragged_dot, static_argnums=(3, 4, 5, 6))
+_JITTED: dict[Callable[..., jax.Array], Callable[..., jax.Array]] = {
+    quantized_dot_general: jax.jit(quantized_dot_general, static_argnums=(2, 3, 4, 5)),
+    quantized_conv: jax.jit(quantized_conv, static_argnums=tuple(range(2, 2 + len(_CONV_SETTINGS)))),
+    quantized_ragged_dot: jax.jit(quantized_ragged_dot, static_argnums=(3, 4, 5, 6)),
+}
+
+
+def _compiled(product: Callable[..., jax.Array], is_traced: bool) -> Callable[..., jax.Array]:
+    return _JITTED[product] if is_traced else product
 
 
 def _refuse_out_sharding(params: Mapping[str, object]) -> None:
@@ -176,7 +181,9 @@ def filled(eqn: jex_core.JaxprEqn, rows: jax.Array, indices: jax.Array) -> jax.A
     is_inside = jnp.all((indices >= 0) & (indices <= jnp.broadcast_to(last, indices.shape)), axis=-1)
     is_inside = jnp.expand_dims(is_inside, tuple(map(int, numbers.offset_dims)))
     fill = eqn.params.get("fill_value")
-    return jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan if fill is None else fill))
+    if fill is None:
+        fill = jnp.nan
+    return jnp.where(is_inside, rows, jnp.full_like(rows, fill))
 
 
 PRODUCT: dict[str, Rule] = {

@@ -62,7 +62,9 @@ def bound(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """The equation as JAX computes it."""
     primitive = eqn.primitive
     outputs = primitive.bind(*values, **primitive.get_bind_params(eqn.params))
-    return list(outputs) if primitive.multiple_results else [outputs]
+    if primitive.multiple_results:
+        return list(outputs)
+    return [outputs]
 
 
 def logical(x: PyTree) -> PyTree:

@@ -126,7 +126,7 @@ def _cut_ready(q: QArray, axis: int, parts: int) -> QArray:
         return _cut_ready(leaf, axis, parts) if isinstance(leaf, QArray) else leaf
 
     tiles = list(q.tiles)
-    tiles[axis] = part if count == 1 else n // count
+    tiles[axis] = n // max(count, parts)
     return with_leaves(q, ready, scheme=q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis))
 
 

@@ -61,7 +61,9 @@ class Turn(StandIn):
     def alone(self) -> QArray:
         """The element as a QArray."""
         x = element(self.stack, self.index)
-        return x.T if self.is_transposed else x
+        if self.is_transposed:
+            return x.T
+        return x
 
     def array(self) -> jax.Array:
         return dequantize(self.alone())
