@@ -39,7 +39,7 @@ WHOLE_INT8 = fb.Scheme(fb.FORMATS["int8"], {})
         (lambda: fb.Policy("ternary", delayed={}), "weight is ternary"),
         (
             lambda: fb.Policy("fp8_tensor", dlhs=fb.Arm(WHOLE_INT8, rounding="stochastic"), delayed={}),
-            "stochastic rounding is biased; take a narrow range, such as int8_narrow",
+            "stochastic rounding is biased; use a narrow range, such as int8_narrow",
         ),
         (
             lambda: fb.Policy("fp8_tensor", delayed={"lenght": 3}),

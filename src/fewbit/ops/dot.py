@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, PyTree
 
 from .._tiles import from_front
 from ..array import PRODUCTS, QArray
@@ -281,9 +281,7 @@ def in_order(left: Sequence[int], right: Sequence[int]) -> tuple[Axes, Axes]:
     return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
 
 
-def untransposed(
-    lhs: ArrayOrQArray, rhs: ArrayOrQArray, numbers: DimensionNumbers
-) -> tuple[ArrayOrQArray, ArrayOrQArray, DimensionNumbers]:
+def untransposed(lhs: PyTree, rhs: PyTree, numbers: DimensionNumbers) -> tuple[PyTree, PyTree, DimensionNumbers]:
     """The same product on the arrays before a transpose, where the result's axes keep their order."""
     operands, axes = [lhs, rhs], [[numbers[0][side], numbers[1][side]] for side in (0, 1)]
     for side, q in enumerate(operands):
