@@ -32,14 +32,14 @@ WHOLE_INT8 = fb.Scheme(fb.FORMATS["int8"], {})
         (lambda: fb.DelayedScaling(length=0), "length is 0, must be at least 1 step"),
         (
             lambda: fb.Policy("fp8", delayed={}),
-            "needs one float32 scale a tensor.* weight is fp8. Take a scheme such as fp8_tensor",
+            "needs one float32 scale per tensor.* weight is fp8. Use a scheme such as fp8_tensor",
         ),
         (lambda: fb.Policy("fp8_tensor", "mxfp8", delayed={}), "activation is mxfp8"),
         (lambda: fb.Policy("fp8_tensor", drhs="fp8_e5m2", delayed={}), "drhs is fp8_e5m2"),
         (lambda: fb.Policy("ternary", delayed={}), "weight is ternary"),
         (
             lambda: fb.Policy("fp8_tensor", dlhs=fb.Arm(WHOLE_INT8, rounding="stochastic"), delayed={}),
-            "stochastic rounding is biased; take a narrow range, such as int8_narrow",
+            "stochastic rounding is biased; use a narrow range, such as int8_narrow",
         ),
         (
             lambda: fb.Policy("fp8_tensor", delayed={"lenght": 3}),

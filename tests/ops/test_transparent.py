@@ -232,7 +232,7 @@ UNSUPPORTED = {
     "add": (lambda w, x: w + 1.0, "add decodes"),
     "sum": (lambda w, x: w.sum(), "reduce_sum decodes"),
     "cut tile": (lambda w, x: x[:, :32] @ w[:, 3:35].T, "cuts tiles of 64"),
-    "convert to int": (lambda w, x: w.astype(jnp.int32), "stands for floating numbers, not int32"),
+    "convert to int": (lambda w, x: w.astype(jnp.int32), "a quantized array is floating point, not int32"),
     "torn reshape": (lambda w, x: w.reshape(-1, 3), "gather|reshape"),
 }
 

@@ -188,7 +188,7 @@ def test_a_stack_inside_a_stack_is_taken_apart_along_both_axes():
 
 @pytest.mark.parametrize("ask", [ASKING["plan"], ASKING["train"]], ids=["plan", "train"])
 def test_the_axis_of_a_rule_is_one_that_tiles_can_run_along(ask):
-    stacked = r"w \(64, 2, 64\): axis -2 cannot hold tiles: a loop takes one element of it at a time"
+    stacked = r"w \(64, 2, 64\): axis -2 cannot be tiled: a loop takes one element of it at a time"
     with pytest.raises(fb.QuantError, match=stacked):
         ask(layers, {"w": STACK}, X, weight_only("int8", axis=1))
     with pytest.raises(fb.QuantError, match=r"w \(64, 32\): axis is 5, must be from -2 to 1"):

@@ -1,4 +1,4 @@
-"""Products of operands that may be quantized, and the transformation that brings them to unchanged code."""
+"""Products on quantized operands, and `transparent` for unchanged model code."""
 
 from .conv import conv_general_dilated as conv_general_dilated
 from .delayed import DelayedScaling as DelayedScaling

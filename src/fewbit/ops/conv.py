@@ -1,4 +1,4 @@
-"""`conv_general_dilated` on operands that may be quantized, or that a policy quantizes."""
+"""`conv_general_dilated` on quantized operands, or under a policy."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from jaxtyping import Array, Key
 
 from ..array import QArray, is_qarray
 from ..kernels.qmatmul.codes import Meeting, refuse_accumulator
-from .arms import AbstractBilinear, Axes, floating, met_product, quantized_product, weight_only
+from .arms import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, met_product, quantized_product, weight_only
 from .conv_gradients import Window
 from .latent import Latent
 from .operands import resolved
@@ -26,24 +26,24 @@ def conv_general_dilated(
     padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None = None,
     rhs_dilation: Sequence[int] | None = None,
-    dimension_numbers: Any = None,
+    dimension_numbers: jax.lax.ConvGeneralDilatedDimensionNumbers = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     *,
     policy: Policy | None = None,
     key: Key[Array, ""] | None = None,
 ) -> jax.Array:
-    """`jax.lax.conv_general_dilated` for operands that are QArrays, or that a policy quantizes; any layout, any groups.
+    """`jax.lax.conv_general_dilated` for QArrays, or under a policy; any layout, any groups.
 
-    Weight-only: the result is that of `lax.conv_general_dilated` on the decoded operand. Under a policy, activations take one
-    scale a sample and kernels one an output channel, unless their schemes have finer tiles, which run along the input
-    channels, or along the window of a kernel that has one. Where no scale varies along what the convolution sums, the codes
-    are convolved, integers into int32.
+    Weight-only: the result is that of `lax.conv_general_dilated` on the decoded operand. Under a policy, activations have one
+    scale per sample and kernels one per output channel, unless their schemes have smaller tiles (blocks); those run along the
+    input channels, or along the window where there is one input channel. Where scales are constant along the contraction
+    axes, the codes are convolved, integers into int32.
 
     Args:
-        lhs: the images, or whatever the kernel slides over.
+        lhs: the images.
         rhs: the kernel.
         window_strides: as in `lax.conv_general_dilated`, and so are the arguments up to `preferred_element_type`.
         padding: likewise.
@@ -54,15 +54,14 @@ def conv_general_dilated(
         batch_group_count: likewise.
         precision: likewise.
         preferred_element_type: likewise.
-        policy: how to compute; None takes the policy of the operand that carries one.
+        policy: how to compute; None takes the policy that an operand carries.
         key: a JAX random key, for policies whose backward pass draws random numbers.
 
     Returns:
         The convolution.
 
     Raises:
-        QuantError: when two operands carry different policies and none is given; in the backward pass, when a policy needs a
-            key.
+        QuantError: when operands carry different policies and none is given; in the backward pass, when a policy needs a key.
         UnsupportedError: for a policy with delayed scaling.
 
     >>> from fewbit.kernels.quantize import quantize
@@ -71,18 +70,22 @@ def conv_general_dilated(
     (1, 4, 4, 4)
     """
     left, right, rules, key = resolved(lhs, rhs, policy, key)
+    if not isinstance(padding, str):
+        padding = tuple((int(a), int(b)) for a, b in padding)
     conv = Conv(
         tuple(window_strides),
-        padding if isinstance(padding, str) else tuple((int(a), int(b)) for a, b in padding),
-        None if lhs_dilation is None else tuple(lhs_dilation),
-        None if rhs_dilation is None else tuple(rhs_dilation),
+        padding,
+        _dilation(lhs_dilation),
+        _dilation(rhs_dilation),
         jax.lax.conv_dimension_numbers(left.shape, right.shape, dimension_numbers),
         feature_group_count,
         batch_group_count,
         precision,
         preferred_element_type,
     )
-    return conv.forward(left, right, None) if rules is None else quantized_product(conv, rules, left, right, key=key)
+    if rules is None:
+        return conv.forward(left, right)
+    return quantized_product(conv, rules, left, right, key=key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +93,14 @@ class Conv(AbstractBilinear):
     """`conv_general_dilated` with its settings.
 
     Attributes:
-        strides: as in `lax.conv_general_dilated`, and so are the others.
-        padding: a word, or the elements before and after each spatial axis.
-        lhs_dilation: for each spatial axis, or None.
-        rhs_dilation: for each spatial axis, or None.
+        strides: as in `lax.conv_general_dilated`, like the rest.
+        padding: "SAME", "VALID" or the elements before and after each spatial axis.
+        lhs_dilation: of each spatial axis; None: 1.
+        rhs_dilation: of each spatial axis; None: 1.
         numbers: the dimension numbers, resolved.
-        feature_groups: how many groups of input channels.
-        batch_groups: how many groups of samples.
-        precision: of products in floating point.
+        feature_groups: the number of groups of input channels.
+        batch_groups: the number of groups of samples.
+        precision: of floating-point products.
         preferred: the dtype of the result, or None.
     """
 
@@ -111,25 +114,30 @@ class Conv(AbstractBilinear):
     precision: Any
     preferred: Any
 
-    def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+    def values(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None) -> jax.Array:
         return self._convolved(floating(lhs), floating(rhs), self.preferred)
 
-    def forward(self, lhs: Any, rhs: Any, extra: Any, accumulator: str | None = None) -> jax.Array:
+    def forward(
+        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
+    ) -> jax.Array:
+        if not (is_qarray(lhs) or is_qarray(rhs)):
+            refuse_accumulator(accumulator)
+            return self.values(lhs, rhs)
         if not (is_qarray(lhs) and is_qarray(rhs)):
             refuse_accumulator(accumulator)
-            return weight_only(self, lhs, rhs, extra) if is_qarray(lhs) or is_qarray(rhs) else self.values(lhs, rhs, extra)
+            return weight_only(self, lhs, rhs, extra)
         dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
         return met_product(self._meeting(), lhs, rhs, accumulator).astype(dtype)
 
     def _meeting(self) -> Meeting:
-        """The convolution as codes meet in it."""
+        """The convolution, described for products of codes."""
         left, kernel, out = self._specs
 
         def placed(x: jax.Array, is_left: bool) -> jax.Array | None:
             if not is_left:
                 return _along(x, kernel[0], out[1])
             # With groups of samples the result has fewer samples than the images.
-            return _along(x, left[0], out[0]) if self.batch_groups == 1 or x.size == 1 else None
+            return _along_if(self.batch_groups == 1, x, left[0], out[0])
 
         thin = ((), ()) if self.is_grouped else ((left[0],), (kernel[0],))
         return Meeting(self._convolved, placed, self.contracted, thin, takes_two_types=False)
@@ -137,46 +145,50 @@ class Conv(AbstractBilinear):
     def backward(
         self,
         is_left: bool,
-        gradient: Any,
-        other: Any,
+        gradient: ArrayOrQArray,
+        other: ArrayOrQArray,
         like: jax.ShapeDtypeStruct,
-        extra: Any,
+        extra: Extra,
         accumulator: str | None = None,
     ) -> jax.Array:
-        return met_product(self._meeting_backward(is_left, like, extra), gradient, other, accumulator)
+        return met_product(self._meeting_backward(is_left, like), gradient, other, accumulator)
 
-    def _meeting_backward(self, is_left: bool, like: jax.ShapeDtypeStruct, extra: Any) -> Meeting:
+    def _meeting_backward(self, is_left: bool, like: jax.ShapeDtypeStruct) -> Meeting:
         """The gradient of one operand as a product of the incoming gradient, on the left, and the other operand."""
         left, kernel, out = self._specs
 
-        def product(g: jax.Array, other: jax.Array, dtype: Any) -> jax.Array:
-            window = self._window(like.shape, other.shape) if is_left else self._window(other.shape, like.shape)
-            gradient = window.images_gradient if is_left else window.kernel_gradient
-            return gradient(g, other, like.shape, dtype)
+        def product(g: jax.Array, other: jax.Array, dtype: DTypeLike) -> jax.Array:
+            if is_left:
+                return self._window(like.shape, other.shape).images_gradient(g, other, like.shape, dtype)
+            return self._window(other.shape, like.shape).kernel_gradient(g, other, like.shape, dtype)
 
         def of_images(x: jax.Array, is_gradient: bool) -> jax.Array | None:
             if is_gradient:
-                return _along(x, out[0], left[0]) if self.batch_groups == 1 or x.size == 1 else None
+                return _along_if(self.batch_groups == 1, x, out[0], left[0])
             scale = _along(x, kernel[1], left[1])
-            return scale if scale is None or scale.size == 1 else jnp.concatenate([scale] * self.feature_groups, left[1])
+            if scale is None or scale.size == 1:
+                return scale
+            return jnp.concatenate([scale] * self.feature_groups, left[1])
 
         def of_kernel(x: jax.Array, is_gradient: bool) -> jax.Array | None:
             if is_gradient:
                 return _along(x, out[1], kernel[0])
             # Each group of outputs has other input channels.
-            return _along(x, left[1], kernel[1]) if self.feature_groups == 1 or x.size == 1 else None
+            return _along_if(self.feature_groups == 1, x, left[1], kernel[1])
 
-        free = (out[0], kernel[1]) if is_left else (out[1], left[1])
-        thin = ((), ()) if self.is_grouped else ((free[0],), (free[1],))
-        placed = of_images if is_left else of_kernel
-        return Meeting(product, placed, self.contracted_backward(is_left), thin, takes_two_types=False)
+        free, placed = ((out[0],), (kernel[1],)), of_images
+        if not is_left:
+            free, placed = ((out[1],), (left[1],)), of_kernel
+        if self.is_grouped:
+            free = ((), ())
+        return Meeting(product, placed, self.contracted_backward(is_left), free, takes_two_types=False)
 
     @property
     def is_grouped(self) -> bool:
         return self.feature_groups != 1 or self.batch_groups != 1
 
     def _window(self, lhs: Axes, rhs: Axes) -> Window:
-        """The settings written out, for images and a kernel of these shapes."""
+        """The settings with explicit padding and dilations, for images and a kernel of these shapes."""
         left, kernel, out = self._specs
         ones = (1,) * (len(lhs) - 2)
         dilations = self.lhs_dilation or ones, self.rhs_dilation or ones
@@ -199,14 +211,10 @@ class Conv(AbstractBilinear):
             return (*out[2:], out[1]), (*kernel[2:], kernel[0])
         return (*out[2:], out[0]), (*left[2:], left[0])
 
-    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Any) -> jax.Array | None:
-        left, kernel, out = self._specs
-        if is_left:
-            return _along(scale, kernel[0], out[1])
-        # With groups of samples the result has fewer samples than the operand.
-        return _along(scale, left[0], out[0]) if self.batch_groups == 1 or scale.size == 1 else None
+    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
+        return self._meeting().placed(scale, not is_left)
 
-    def _convolved(self, lhs: jax.Array, rhs: jax.Array, preferred: Any) -> jax.Array:
+    def _convolved(self, lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None) -> jax.Array:
         return jax.lax.conv_general_dilated(
             lhs,
             rhs,
@@ -223,12 +231,23 @@ class Conv(AbstractBilinear):
 
     @property
     def _specs(self) -> tuple[Axes, Axes, Axes]:
-        """Batch, feature and spatial axes of the left; output, input and spatial axes of the kernel; and of the result."""
+        """Batch, feature and spatial axes of images and result; output, input and spatial axes of the kernel."""
         return tuple(self.numbers.lhs_spec), tuple(self.numbers.rhs_spec), tuple(self.numbers.out_spec)
 
 
+def _dilation(given: Sequence[int] | None) -> tuple[int, ...] | None:
+    return None if given is None else tuple(given)
+
+
 def _along(scale: jax.Array, axis: int, place: int) -> jax.Array | None:
-    """A scale that varies along one axis only, moved to another place; None for any other."""
+    """A scale that varies along one axis only, moved to another axis; None for any other."""
     if any(n != 1 for a, n in enumerate(scale.shape) if a != axis):
         return None
-    return scale.reshape([-1 if a == place else 1 for a in range(scale.ndim)])
+    shape = [1] * scale.ndim
+    shape[place] = -1
+    return scale.reshape(shape)
+
+
+def _along_if(is_ungrouped: bool, scale: jax.Array, axis: int, place: int) -> jax.Array | None:
+    """`_along` where the axis is not cut into groups, or there is one scale; else None."""
+    return _along(scale, axis, place) if is_ungrouped or scale.size == 1 else None

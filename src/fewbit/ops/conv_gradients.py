@@ -1,11 +1,12 @@
-"""The gradients of a convolution as convolutions, of arrays in any dtype: so that codes are convolved backwards, too.
+"""The gradients of a convolution as convolutions of arrays in any dtype.
 
-In the letters of one group and one axis, with stride `t`, dilations `l` of the images and `r` of the kernel, and padding from `a`,
+So codes are convolved in the backward pass, too. For one group and one spatial axis,
+with stride `t`, dilations `l` of the images and `r` of the kernel, and padding from `a`,
 
     out[n, o, s] = sum over i, k    lhs[n, i, p] rhs[o, i, k]     where s t + k r = p l + a
 
-The gradient of `lhs` slides the kernel, turned round, over `g` dilated by `t`; that of `rhs` slides `g`, dilated by `t`, over
-the images, with samples in the place of channels. Groups of channels of the one are groups of samples of the other.
+The gradient of `lhs` slides the reversed kernel over `g` dilated by `t`; that of `rhs` slides `g`, dilated by `t`, over the
+images, with samples and channels exchanged: groups of channels become groups of samples.
 """
 
 import dataclasses
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.lax import ConvDimensionNumbers
+from jax.typing import DTypeLike
 
 Axes = tuple[int, ...]
 
@@ -23,16 +25,16 @@ class Window:
     """How a kernel slides over images.
 
     Attributes:
-        strides: for each spatial axis, and so are the next three.
-        padding: the elements before and after.
-        lhs_dilation: the distance of the images' elements.
-        rhs_dilation: the distance of the kernel's elements.
+        strides: of each spatial axis.
+        padding: the elements before and after each spatial axis.
+        lhs_dilation: of the images, for each spatial axis.
+        rhs_dilation: of the kernel, for each spatial axis.
         left: the batch, feature and spatial axes of the images.
         kernel: the output, input and spatial axes of the kernel.
         out: the batch, feature and spatial axes of the result.
-        feature_groups: how many groups of input channels.
-        batch_groups: how many groups of samples.
-        precision: of products in floating point.
+        feature_groups: the number of groups of input channels.
+        batch_groups: the number of groups of samples.
+        precision: of floating-point products.
     """
 
     strides: Axes
@@ -46,16 +48,16 @@ class Window:
     batch_groups: int
     precision: Any
 
-    def images_gradient(self, g: jax.Array, rhs: jax.Array, shape: Axes, dtype: Any) -> jax.Array:
-        """The gradient of images of `shape` from that of the result and the kernel, summed in a dtype.
+    def images_gradient(self, g: jax.Array, rhs: jax.Array, shape: Axes, dtype: DTypeLike) -> jax.Array:
+        """The gradient of images of `shape` from the incoming gradient and the kernel, summed in `dtype`.
 
-        Axes of channels of which the kernel has one element have one in the gradient as well.
+        A channel axis of length 1 in the kernel has length 1 in the gradient.
         """
         groups = self.feature_groups * self.batch_groups  # one of them is 1
-        turned = regrouped(jax.lax.rev(rhs, self.kernel[2:]), self.kernel[0], self.kernel[1], groups)
+        reversed_kernel = regrouped(jax.lax.rev(rhs, self.kernel[2:]), self.kernel[0], self.kernel[1], groups)
         result = self._convolved(
             g,
-            turned,
+            reversed_kernel,
             strides=self.lhs_dilation,
             padding=self._padding_of_images(g, rhs, shape),
             dilations=(self.strides, self.rhs_dilation),
@@ -65,8 +67,8 @@ class Window:
         )
         return regrouped(result, self.left[1], self.left[0], self.batch_groups)
 
-    def kernel_gradient(self, g: jax.Array, lhs: jax.Array, shape: Axes, dtype: Any) -> jax.Array:
-        """The gradient of a kernel of `shape` from that of the result and the images, summed in a dtype."""
+    def kernel_gradient(self, g: jax.Array, lhs: jax.Array, shape: Axes, dtype: DTypeLike) -> jax.Array:
+        """The gradient of a kernel of `shape` from the incoming gradient and the images, summed in `dtype`."""
         return self._convolved(
             lhs,
             g,
@@ -79,7 +81,7 @@ class Window:
         )
 
     def _padding_of_images(self, g: jax.Array, rhs: jax.Array, shape: Axes) -> list[tuple[int, int]]:
-        """What is put around the result's gradient so that each element of the images gets its own."""
+        """The padding of the incoming gradient for a result of the images' shape."""
         found = []
         for i, (before, _) in enumerate(self.padding):
             images = _reach(shape[self.left[2 + i]], self.lhs_dilation[i])
@@ -89,7 +91,7 @@ class Window:
         return found
 
     def _padding_of_kernel(self, g: jax.Array, lhs: jax.Array, shape: Axes) -> list[tuple[int, int]]:
-        """What is put around the images so that each element of the kernel gets its own gradient."""
+        """The padding of the images for a result of the kernel's shape."""
         found = []
         for i, (before, _) in enumerate(self.padding):
             images = _reach(lhs.shape[self.left[2 + i]], self.lhs_dilation[i])
@@ -98,7 +100,16 @@ class Window:
         return found
 
     def _convolved(
-        self, a: jax.Array, b: jax.Array, *, strides: Axes, padding: Any, dilations: Any, specs: Any, groups: Any, dtype: Any
+        self,
+        a: jax.Array,
+        b: jax.Array,
+        *,
+        strides: Axes,
+        padding: list[tuple[int, int]],
+        dilations: tuple[Axes, Axes],
+        specs: tuple[Axes, ...],
+        groups: tuple[int, int],
+        dtype: DTypeLike,
     ) -> jax.Array:
         return jax.lax.conv_general_dilated(
             a,
@@ -115,7 +126,7 @@ class Window:
 
 
 def regrouped(x: jax.Array, source: int, target: int, groups: int) -> jax.Array:
-    """The array with the groups that an axis begins with made the beginning of another axis.
+    """Moves the leading groups of one axis to the front of another.
 
     >>> regrouped(jnp.arange(8).reshape(4, 2), 0, 1, 2).tolist()
     [[0, 1, 4, 5], [2, 3, 6, 7]]
@@ -130,5 +141,5 @@ def regrouped(x: jax.Array, source: int, target: int, groups: int) -> jax.Array:
 
 
 def _reach(length: int, dilation: int) -> int:
-    """How many places the elements of an axis take when they stand apart."""
+    """The length of a dilated axis."""
     return (length - 1) * dilation + 1

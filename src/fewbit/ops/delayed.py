@@ -1,4 +1,4 @@
-"""Delayed scaling as a policy asks for it: how long a history is, and how much room it leaves."""
+"""The configuration of delayed scaling: amax history length and margin."""
 
 import dataclasses
 from typing import Any, Self
@@ -11,14 +11,14 @@ from ..errors import QuantError
 
 @dataclasses.dataclass(frozen=True)
 class DelayedScaling:
-    """Scales that come from the largest magnitudes of the steps before: one state for each operand and for the gradient.
+    """Scales computed from the amax of earlier steps, for each operand and the gradient.
 
-    It is a wish and holds no state: `fewbit.training.DelayedScale` is the state, and the training transform carries it. The
-    gradient's magnitudes are those of the gradient as it comes in, before any scale is folded into it.
+    Configuration only; the state is `fewbit.training.DelayedScale`, which the training transform carries. The gradient's amax
+    is that of the incoming gradient, before any scale is folded into it.
 
     Attributes:
-        length: how many steps a history holds.
-        margin: a scale is `2**margin` times wider than its history asks for.
+        length: the number of steps in the amax history.
+        margin: scales are `2**margin` times larger than the history's amax requires.
 
     Reference: NVIDIA Transformer Engine, DelayedScaling; flax.linen.fp8_ops.
 
@@ -34,14 +34,14 @@ class DelayedScaling:
             raise QuantError(f"delayed scaling: length is {self.length}, must be at least 1 step")
 
     def check(self, what: str, scheme: Scheme | None) -> None:
-        """Refuses a scheme whose scale cannot come from a history: it must be one float32 number a tensor, by absmax."""
+        """Raises QuantError unless the scheme has one float32 scale per tensor, by absmax."""
         if scheme is None:
             return
         has_one_scale = not scheme.tile and scheme.scale == "float32" and not scheme.tensor_scale
         if not has_one_scale or scheme.zero_point is not None or scheme.calibration != AbsMax():
             raise QuantError(
-                f"delayed scaling needs one float32 scale a tensor, by absmax and without zero point; {what} is {scheme.name}. "
-                "Take a scheme such as fp8_tensor"
+                f"delayed scaling needs one float32 scale per tensor, by absmax and without zero point; {what} is {scheme.name}. "
+                "Use a scheme such as fp8_tensor"
             )
 
     def to_json(self) -> dict[str, Any]:
@@ -49,8 +49,8 @@ class DelayedScaling:
         return dataclasses.asdict(self)
 
     @classmethod
-    def from_json(cls, form: Any) -> Self:
-        """What a JSON form asks for; an unknown key raises QuantError with the near name."""
+    def from_json(cls, form: object) -> Self:
+        """The configuration of a JSON form; an unknown key raises QuantError with the nearest name."""
         if isinstance(form, cls):
             return form
         return cls(**checked(form, DELAYED, "delayed scaling"))

@@ -1,4 +1,4 @@
-"""Which backend computes a product here, how long it takes, and why no other."""
+"""Explains which backend computes a product, and why not another."""
 
 import dataclasses
 
@@ -17,27 +17,26 @@ from .operands import resolved
 
 
 def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | None = None) -> str:
-    """Says how `lhs @ rhs` is computed in this process: by which backend, and why not by those that are asked before it.
+    """Says which backend computes `lhs @ rhs` here, and why earlier backends refuse.
 
     Nothing is computed. The time is read off a table that was measured on this device, fewbit's own or one of
-    `fewbit bench --tune`, for the scheme or for the likest one whose codes are of its kind and bits. Two numbers are
-    interpolated, straight in the logarithms of the rows of `lhs` and of the weight's elements: the ratio to the dense float32
-    product, and the time of that for one multiplication with its addition. Beyond what was measured they stay as they are at
-    the edge. The time is that of one product within a program, with weights that come from memory and float32 activations,
-    which are quantized within it where both operands are.
+    `fewbit bench --tune`, for the scheme or the nearest measured one of the same format family and bit width. Two numbers are
+    interpolated linearly in the logarithms of the rows of `lhs` and the weight's elements, and constant beyond the measured
+    range: the ratio to the dense float32 product, and that product's time per multiply-add. The time is that of one product
+    within a program, with weights read from memory and float32 activations, which are quantized within it where both
+    operands are.
 
     Args:
         lhs: the left operand, `[..., M, K]` or `[K]`.
         rhs: the right operand, `[..., K, N]` or `[K]`; at least one of the two is a QArray.
-        backend: the name of a backend to insist on, as in `fb.dot_general`.
+        backend: the name of the backend that must compute it, as in `fb.dot_general`.
 
     Returns:
-        A line that names the product and its backend, one with the time that it takes here beside the dense float32 product,
-        which says so where it is slower or was not measured, and one for each backend that was asked and does not serve.
-        A backend that never ran on its hardware is marked `experimental`.
+        A line with the product and its backend, one with its time relative to the dense float32 product (or that it was not
+        measured), and one for each backend that refuses. A backend that never ran on its hardware is marked `experimental`.
 
     Raises:
-        QuantError: where neither operand is quantized, or their shapes do not meet.
+        QuantError: where neither operand is quantized, or their shapes do not match.
         UnsupportedError: where the named backend cannot compute it.
 
     >>> q = fb.quantize(jnp.ones((64, 8)), "nf4", axis=-2)
@@ -65,8 +64,10 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
 
 
 def _entering(side: Operand, rules: Rules | None, is_left: bool, contracted: tuple[int, ...]) -> Operand:
-    """An operand as its policy lets it enter the product."""
-    scheme = None if rules is None else rules.scheme(is_left)
-    if scheme is None or side.scheme is not None:
+    """An operand with the scheme that its policy quantizes it in."""
+    if rules is None or side.scheme is not None:
+        return side
+    scheme = rules.scheme(is_left)
+    if scheme is None:
         return side
     return dataclasses.replace(side, scheme=laid_along(scheme, contracted, side.shape))

@@ -1,4 +1,4 @@
-"""Float arrays that carry a policy: what a parameter is while it is trained."""
+"""Latent: a float weight that carries a Policy during training."""
 
 import dataclasses
 import math
@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from ..array import QArray
-from ..array.sharding import spec_entries
+from ..array.sharding import axis_names, spec_entries
 from ..errors import UnsupportedError
 from .policy import Policy
 from .served import Served
@@ -19,23 +20,23 @@ from .standin import StandIn
 from .stepped import StepScales, copies, forked
 
 PARAMETER_RULES: dict[str, Any] = {}
-"""For primitives by name, how an equation with a Latent is computed; `fewbit.ops.rules.parameters` fills it at import."""
+"""The rule of each primitive with a Latent operand, by name; `fewbit.ops.rules.parameters` fills it at import."""
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Latent(StandIn):
-    """A floating array whose products follow a policy: quantized on the way in, with the policy's gradients.
+    """A float array whose products follow a policy; everywhere else it is the array.
 
-    Everywhere else it is the array. `fb.train` makes one of each parameter that a rule matches.
+    Its products quantize it and have the policy's gradients. `fb.train` wraps each parameter that a rule matches.
 
     Attributes:
         value: the array.
-        key: a JAX random key for arms that draw random numbers; None where there is none.
+        key: a JAX random key for gradients that draw random numbers; or None.
         policy: how its products are computed.
-        scales: those that earlier steps decided, for a policy with delayed scaling; None for every other.
-        held: the array quantized, where code took away elements that share scales with those that are left; None elsewhere.
-        served: the tiles that it has where it is served; None: those that each product asks for.
+        scales: the scales from earlier steps, for a policy with delayed scaling; else None.
+        held: the quantized array, once slicing removed elements that share scales with the remaining ones; else None.
+        served: its tiles at serving time; None: those that each product asks for.
     """
 
     rules: ClassVar[Mapping[str, Any]] = PARAMETER_RULES
@@ -57,7 +58,7 @@ class Latent(StandIn):
 
     @property
     def ndim(self) -> int:
-        """How many axes the array has."""
+        """The number of axes."""
         return self.value.ndim
 
     def __repr__(self) -> str:
@@ -69,11 +70,14 @@ class Latent(StandIn):
     def stacked(self) -> "Latent":
         from .rules.control import stacked  # it needs this class
 
-        length = self.shape[0]
-        key = None if self.key is None else jax.random.split(self.key, length)
-        scales = copies(self.scales, length) if self.scales is not None and not self.scales.ndim else self.scales
-        held = None if self.held is None else stacked(self.held)
-        return dataclasses.replace(self, key=key, scales=scales, held=held)
+        length, changes = self.shape[0], {}
+        if self.key is not None:
+            changes["key"] = jax.random.split(self.key, length)
+        if self.scales is not None and not self.scales.ndim:
+            changes["scales"] = copies(self.scales, length)
+        if self.held is not None:
+            changes["held"] = stacked(self.held)
+        return dataclasses.replace(self, **changes)
 
     def forked(self) -> tuple["Latent", "Latent"]:
         if self.scales is None:
@@ -81,21 +85,25 @@ class Latent(StandIn):
         one, other = forked(self.scales)
         return dataclasses.replace(self, scales=one), dataclasses.replace(self, scales=other)
 
-    def turns(self, length: int) -> Any:
+    def turns(self, length: int) -> PyTree:
         return () if self.scales is None else copies(self.scales, length)
 
-    def in_turn(self, own: Any) -> "Latent":
+    def in_turn(self, own: PyTree) -> "Latent":
         return self if self.scales is None else dataclasses.replace(self, scales=own)
 
     def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple["Latent", "Latent"]:
-        along = [] if self.scales is None or not self.scales.ndim else spec_entries(spec, self.ndim)[: self.scales.ndim]
-        used = [name for entry in along for name in (entry if isinstance(entry, tuple) else (entry,))]
-        others = tuple(name for name in mesh if name not in used)
-        key = None if self.key is None else jnp.broadcast_to(self.key, (math.prod(mesh.values()),))
-        scales = None if self.scales is None else copies(self.scales, math.prod(mesh[name] for name in others))
         if self.held is not None:
-            reason = "it shares scales with elements that were sliced away before; slice it inside"
-            raise UnsupportedError("a part of a trained parameter cannot be cut by shard_map", {repr(self): reason})
+            reason = "its quantization tiles extend beyond this slice; slice it inside shard_map"
+            raise UnsupportedError("a slice of a trained parameter cannot be cut by shard_map", {repr(self): reason})
+        key, scales, along = self.key, self.scales, ()
+        if scales is not None and scales.ndim:
+            along = spec_entries(spec, self.ndim)[: scales.ndim]
+        used = [name for entry in along for name in axis_names(entry)]
+        others = tuple(name for name in mesh if name not in used)
+        if key is not None:
+            key = jnp.broadcast_to(key, (math.prod(mesh.values()),))
+        if scales is not None:
+            scales = copies(scales, math.prod(mesh[name] for name in others))
         specs = Latent(
             spec, PartitionSpec(tuple(mesh)), self.policy, PartitionSpec(others or None, *along), None, self.served
         )
@@ -105,23 +113,23 @@ class Latent(StandIn):
         key, scales = jax.tree.map(lambda leaf: leaf[0], (self.key, self.scales))
         return dataclasses.replace(self, key=key, scales=scales)
 
-    def moved(self, value: Any, scales: StepScales | None, served: Served | None) -> "Latent":
-        """The same parameter after its array, and its scales with it, was moved about: transposed, cast, sliced."""
+    def moved(self, value: jax.Array, scales: StepScales | None, served: Served | None) -> "Latent":
+        """The parameter after a layout operation on its array and scales: a transpose, cast or slice."""
         return dataclasses.replace(self, value=value, scales=scales, served=served)
 
     def quantized(self, axis: tuple[int, ...] | None = None) -> QArray | None:
-        """The array as it is served, for a product that contracts `axis`; None where nothing but the product says how."""
+        """The array quantized as at serving time, for contraction `axis`; None where each product decides."""
         if self.held is not None or self.served is None:
             return self.held
         value = jax.lax.stop_gradient(self.value)
         return self.served.on_last(self.ndim).quantized(value, self.policy.weight, axis)
 
 
-def is_latent(x: Any) -> TypeGuard[Latent]:
+def is_latent(x: object) -> TypeGuard[Latent]:
     """Whether a value is a Latent."""
     return isinstance(x, Latent)
 
 
-def plain(x: Any) -> Any:
+def plain(x: PyTree) -> PyTree:
     """The array of a Latent; anything else as it is."""
     return x.value if is_latent(x) else x

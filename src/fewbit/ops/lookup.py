@@ -1,21 +1,24 @@
-"""Which axes of an array a look-up indexes, and which it takes whole: one rule for plans, training and serving."""
+"""Which axes of an array a look-up (gather) indexes, and which it keeps."""
 
 import dataclasses
-from typing import Any
+
+from jax.extend import core as jex_core
+
+from .indices import shape_of
 
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """A look-up: a `gather`, or a `dynamic_slice` of which one row is left.
+    """A look-up: a `gather`, or a `dynamic_slice` that takes one row.
 
-    A row is what has one axis of more than one element. A `dynamic_slice` that leaves more than one takes an element of a stack,
-    such as the matrix of a layer, and is no look-up; nor is one that leaves several rows.
+    A row has one axis of more than one element. A `dynamic_slice` with more such axes takes an element of a stack, such as the
+    matrix of a layer, and is no look-up; nor is one that takes several rows.
 
     Attributes:
-        indexed: the axes of which elements are taken at indices.
-        batch: the axes of which each element has indices of its own, as under `jax.vmap` of the table.
-        whole: the axes of more than one element that are taken whole. Tiles run along the last: a row has scales of its own.
-        places: for each axis of the array that the result has, where it has it.
+        indexed: the axes that the indices select from.
+        batch: the axes along which each element has its own indices, as under `jax.vmap` of the table.
+        whole: the axes of more than one element that are kept in full. Tiles run along the last: each row has its own scales.
+        places: the result's axis of each kept axis.
     """
 
     indexed: tuple[int, ...]
@@ -24,19 +27,19 @@ class Lookup:
     places: dict[int, int]
 
     @classmethod
-    def of(cls, eqn: Any) -> "Lookup | None":
-        """The look-up that an equation is, or None."""
+    def of(cls, eqn: jex_core.JaxprEqn) -> "Lookup | None":
+        """The look-up of an equation, or None."""
         name = eqn.primitive.name
         if name not in ("gather", "dynamic_slice"):
             return None
-        shape, sizes = eqn.invars[0].aval.shape, eqn.params["slice_sizes"]
+        shape, sizes = shape_of(eqn.invars[0]), eqn.params["slice_sizes"]
         batch: tuple[int, ...] = ()
         dropped: tuple[int, ...] = ()
         places = {axis: axis for axis in range(len(shape))}
         if name == "gather":
             numbers = eqn.params["dimension_numbers"]
             batch, dropped = tuple(map(int, numbers.operand_batching_dims)), tuple(map(int, numbers.collapsed_slice_dims))
-            offset, ndim = tuple(map(int, numbers.offset_dims)), len(eqn.outvars[0].aval.shape)
+            offset, ndim = tuple(map(int, numbers.offset_dims)), len(shape_of(eqn.outvars[0]))
             kept = (axis for axis in range(len(shape)) if axis not in (*batch, *dropped))
             of_indices = [place for place in range(ndim) if place not in offset]
             places = dict(zip(kept, offset, strict=True))

@@ -1,9 +1,7 @@
-"""Parameters that note what they meet: the other operand of each of their products is measured while a trace is evaluated.
+"""Calibration proxies: measure the other operand of each product with a parameter.
 
-So are both operands of chosen products without a parameter.
-
-Nothing but the forward pass runs, and no callback. What is measured in a loop or a branch comes out as one more of its
-results, so it may be jitted like any other code.
+Chosen products without a parameter have both operands measured. Only the forward pass runs, without callbacks: measurements
+in a loop or branch are extra results of it, so the code may be jitted.
 """
 
 import abc
@@ -15,6 +13,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend import core as jex_core
+from jaxtyping import PyTree
 
 from ..errors import UnsupportedError
 from .indices import scan_counts
@@ -28,12 +28,12 @@ _OBSERVED_RULES: dict[str, Any] = {}
 
 @dataclasses.dataclass(frozen=True)
 class Met:
-    """What a parameter met in a product.
+    """The other operand of a product with a parameter.
 
     Attributes:
-        x: the other operand.
-        contracted: its axes that the product sums over; None for a convolution, which sums over windows.
-        batch: its axes that run beside the parameter's, such as experts; None where groups of rows meet different parts.
+        x: the operand.
+        contracted: its contraction axes; None for a convolution, which sums over windows.
+        batch: its batch axes, such as experts; None for a ragged product.
     """
 
     x: jax.Array
@@ -42,43 +42,45 @@ class Met:
 
 
 class AbstractMeasure(abc.ABC):
-    """What is measured: of one product, and of several together. A measurement of zeros is one of no product."""
+    """A statistic of a product's operands that can be accumulated; zeros are the empty one."""
 
     @abc.abstractmethod
-    def of(self, met: Met) -> Any:
+    def of(self, met: Met) -> PyTree:
         """The measurement of one product of a parameter: a pytree of arrays."""
 
     @abc.abstractmethod
-    def of_both(self, left: jax.Array, right: jax.Array) -> Any:
+    def of_both(self, left: jax.Array, right: jax.Array) -> PyTree:
         """The measurement of one product without a parameter: a pytree of arrays."""
 
     @abc.abstractmethod
-    def joined(self, earlier: Any, later: Any) -> Any:
-        """The measurement of both; those of a stack one by one."""
+    def joined(self, earlier: PyTree, later: PyTree) -> PyTree:
+        """The accumulated measurement; elements of a stack stay separate."""
 
 
 @dataclasses.dataclass(eq=False)
 class Notes:
-    """What was measured so far in the body of code that is being evaluated.
+    """The measurements of the body that is being evaluated.
 
     Attributes:
         measure: what is measured.
-        found: the measurements by parameter, and by product without one.
+        found: the measurements so far, by parameter or product name.
     """
 
     measure: AbstractMeasure
     found: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-    def add(self, path: str, measurement: Any) -> None:
-        """Adds what a parameter met later than everything before."""
+    def add(self, path: str, measurement: PyTree) -> None:
+        """Accumulates a measurement."""
         before = self.found.get(path)
-        if before is not None and _shapes(before) != _shapes(measurement):
-            raise UnsupportedError(f"{path} is taken apart by a loop and used in another way beside; it cannot be observed")
-        self.found[path] = measurement if before is None else self.measure.joined(before, measurement)
+        if before is not None:
+            if _shapes(before) != _shapes(measurement):
+                raise UnsupportedError(f"{path} is sliced by a loop and also used in another way; it cannot be observed")
+            measurement = self.measure.joined(before, measurement)
+        self.found[path] = measurement
 
     def of(self, body: Callable[..., list[Any]], values: list[Any], arrays: list[Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The results of a body, and what was measured in it; `values` says which of `arrays` are observed."""
-        inside = [dataclasses.replace(v, value=a) if _is_observed(v) else a for v, a in zip(values, arrays, strict=True)]
+        """The results of a body and its measurements; `values` says which of `arrays` are observed."""
+        inside = _with_arrays(values, arrays)
         outside, self.found = self.found, {}
         try:
             outputs = [_array(out) for out in body(*inside)]
@@ -90,13 +92,13 @@ class Notes:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Observed(StandIn):
-    """A parameter that notes what its products meet; everywhere it is the array.
+    """A parameter whose products are measured; everywhere else it is the array.
 
     Attributes:
         value: the array.
-        path: the parameter; or the name of the one product that this is the right operand of.
-        notes: where it is noted.
-        is_parameter: whether it is one; the right operand of a product without a parameter is measured itself, too.
+        path: the parameter; or the name of a product without one, whose right operand this is.
+        notes: where measurements go.
+        is_parameter: whether it is a parameter; otherwise both operands of the product are measured.
     """
 
     rules: ClassVar[Mapping[str, Any]] = _OBSERVED_RULES
@@ -124,15 +126,20 @@ class Observed(StandIn):
         return self
 
 
-def _is_observed(x: Any) -> bool:
+def _is_observed(x: object) -> bool:
     return isinstance(x, Observed)
 
 
-def _array(x: Any) -> Any:
+def _array(x: PyTree) -> PyTree:
     return x.value if isinstance(x, Observed) else x
 
 
-def _shapes(tree: Any) -> list[tuple[int, ...]]:
+def _with_arrays(values: list[Any], arrays: list[Any]) -> list[Any]:
+    """The arrays, observed where the values are."""
+    return [dataclasses.replace(v, value=a) if _is_observed(v) else a for v, a in zip(values, arrays, strict=True)]
+
+
+def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
@@ -140,9 +147,9 @@ def _notes(values: list[Any]) -> Notes:
     return next(value.notes for value in values if isinstance(value, Observed))
 
 
-def _product(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A product as it is, of which the operand is measured that is not the weight; of two parameters the right one is."""
-    side = 0 if _is_observed(values[1]) else 1
+def _product(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """The unchanged product; measures the operand that is not the weight (of two parameters, the right one is the weight)."""
+    side = int(not _is_observed(values[1]))
     x, contracted, batch = _array(values[side]), None, None
     if eqn.primitive.name == "dot_general":
         contracted, batch = (numbers[side] for numbers in eqn.params["dimension_numbers"])
@@ -151,52 +158,55 @@ def _product(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
     if _is_observed(values[0]) or _is_observed(values[1]):
         weight = values[1 - side]
         measure = weight.notes.measure
-        found = measure.of(Met(x, contracted, batch)) if weight.is_parameter else measure.of_both(x, weight.value)
-        weight.notes.add(weight.path, found)
+        if weight.is_parameter:
+            weight.notes.add(weight.path, measure.of(Met(x, contracted, batch)))
+        else:
+            weight.notes.add(weight.path, measure.of_both(x, weight.value))
     return bound(eqn, list(map(_array, values)))
 
 
-def _moved(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A move of the array; its results are the parameter still, but for a row that was looked up."""
+def _moved(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A layout operation; its results are still the parameter, except a looked-up row."""
     outputs = bound(eqn, list(map(_array, values)))
     if Lookup.of(eqn) is not None:
         return outputs
-    sources = values if len(values) == len(outputs) else [values[0]] * len(outputs)
-    return [dataclasses.replace(s, value=out) if _is_observed(s) else out for s, out in zip(sources, outputs, strict=True)]
+    if len(values) != len(outputs):
+        values = [values[0]] * len(outputs)
+    return _with_arrays(values, outputs)
 
 
-def _call(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """The body of a call, in its place: it is not differentiated, and all of it is compiled together."""
-    inner = eqn.params.get("call_jaxpr", eqn.params.get("jaxpr"))
+def _call(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Inlines the body of a call: it is not differentiated, and compiled with the rest."""
+    inner = eqn.params.get("call_jaxpr") or eqn.params["jaxpr"]
     return evaluator.function(inner)(*values)
 
 
-def _scan(evaluator: AbstractEvaluator, eqn: Any, values: list[Any], notes: Notes | None = None) -> list[Any]:
-    """A loop: of a parameter that it takes apart there is one measurement a turn, of others one of all turns together."""
+def _scan(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Notes | None = None) -> list[Any]:
+    """A loop: a parameter that it slices has one measurement per iteration, others accumulate over all iterations."""
     params, (constants, carries), notes = eqn.params, scan_counts(eqn), notes or _notes(values)
     body, arrays = evaluator.function(params["jaxpr"]), list(map(_array, values))
     consts, carry, xs = arrays[:constants], arrays[constants : constants + carries], arrays[constants + carries :]
 
-    def step(carry: Any, x: Any) -> tuple[Any, Any]:
+    def step(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         outputs, found = notes.of(body, values, [*consts, *carry, *x])
         return tuple(outputs[:carries]), (tuple(outputs[carries:]), found)
 
     settings = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, (ys, found) = jax.lax.scan(step, tuple(carry), tuple(xs), **settings)
-    taken_apart = {value.path for value in values[constants + carries :] if isinstance(value, Observed)}
+    sliced = {value.path for value in values[constants + carries :] if isinstance(value, Observed)}
     for path, stack in found.items():
-        notes.add(path, stack if path in taken_apart else folded(notes.measure, stack))
+        notes.add(path, stack if path in sliced else folded(notes.measure, stack))
     return [*carry, *ys]
 
 
-def folded(measure: AbstractMeasure, stack: Any) -> Any:
-    """The measurement of all elements of a stack together."""
+def folded(measure: AbstractMeasure, stack: PyTree) -> PyTree:
+    """The accumulated measurement of all elements of a stack."""
     none = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), stack)
     return jax.lax.scan(lambda before, one: (measure.joined(before, one), None), none, stack)[0]
 
 
-def _cond(evaluator: AbstractEvaluator, eqn: Any, values: list[Any], notes: Notes | None = None) -> list[Any]:
-    """A choice; a branch that does not use a parameter has measured nothing of it."""
+def _cond(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Notes | None = None) -> list[Any]:
+    """A `cond`; a branch without a parameter's product gives zeros for it."""
     index, *operands = values
     if eqn.params.get("branches_platforms") is not None:
         raise NoRuleError("the platform decides between branches")
@@ -208,7 +218,7 @@ def _cond(evaluator: AbstractEvaluator, eqn: Any, values: list[Any], notes: Note
     none = {path: jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes) for path, shapes in every.items()}
 
     def filled(branch: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def run(*arrays: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
             outputs, found = branch(*arrays)
             return outputs, none | found
 
@@ -221,15 +231,15 @@ def _cond(evaluator: AbstractEvaluator, eqn: Any, values: list[Any], notes: Note
 
 
 def _branch(notes: Notes, body: Callable[..., list[Any]], values: list[Any]) -> Callable[..., Any]:
-    def run(*arrays: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def run(*arrays: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         outputs, found = notes.of(body, values, list(arrays))
         return tuple(outputs), found
 
     return run
 
 
-def _unseen(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    raise NoRuleError("what is measured inside cannot come out of it")
+def _unseen(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    raise NoRuleError("measurements inside it cannot be returned")
 
 
 _CALLS = (
@@ -248,10 +258,10 @@ _OBSERVED_RULES |= _RULES | {"scan": _scan, "cond": _cond} | dict.fromkeys(("whi
 
 
 def rules_around(notes: Notes) -> dict[str, Rule]:
-    """The rules of equations with a measured product in their bodies and no observed parameter among their operands.
+    """The rules of equations whose bodies have a measured product, without an observed operand.
 
     Args:
-        notes: where it is noted.
+        notes: where measurements go.
 
     Returns:
         Rules, by primitive.

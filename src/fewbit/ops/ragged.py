@@ -1,4 +1,4 @@
-"""`ragged_dot` on operands that may be quantized, or that a policy quantizes: the products of a mixture of experts."""
+"""`ragged_dot` on quantized operands, or under a policy (mixture of experts)."""
 
 import dataclasses
 from typing import Any
@@ -14,7 +14,7 @@ from ..errors import UnsupportedError
 from ..kernels.qmatmul import RaggedProblem, ragged_product
 from ..kernels.qmatmul.codes import Meeting, refuse_accumulator
 from ..kernels.qmatmul.problem import Operand
-from .arms import AbstractBilinear, Axes, floating, met_product, quantized_product, weight_only
+from .arms import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, met_product, quantized_product, weight_only
 from .latent import Latent
 from .operands import resolved
 from .policy import Policy
@@ -27,7 +27,7 @@ def ragged_dot(
     lhs: ArrayLike | QArray | Latent,
     rhs: ArrayLike | QArray | Latent,
     group_sizes: Int[ArrayLike, " G"],
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: Array | None = None,
     *,
@@ -37,8 +37,8 @@ def ragged_dot(
 ) -> jax.Array:
     """`jax.lax.ragged_dot` for operands that are QArrays, or that a policy quantizes.
 
-    Each row of the left operand is multiplied with the matrix of its group. Under a policy a row takes one scale, and each
-    column of each expert's matrix its own, unless their schemes have finer tiles.
+    Each row of the left operand is multiplied by the matrix of its group. Under a policy, rows have one scale each (per-token)
+    and so have the columns of each expert's matrix (per-channel), unless their schemes have smaller tiles (blocks).
 
     Args:
         lhs: the rows of all groups, `[M, K]`.
@@ -47,15 +47,15 @@ def ragged_dot(
         precision: as in `lax.ragged_dot`.
         preferred_element_type: as in `lax.ragged_dot`.
         group_offset: as in `lax.ragged_dot`, which has no use for it yet.
-        policy: how to compute; None takes the policy of the operand that carries one.
+        policy: how to compute; None takes the policy that an operand carries.
         key: a JAX random key, for policies whose backward pass draws random numbers.
-        backend: the name of the kernel to take, for products of an array with quantized matrices; None takes the best.
+        backend: the name of the backend, for products of an array with quantized matrices; None chooses.
 
     Returns:
         The products, `[M, N]`.
 
     Raises:
-        QuantError: when two operands carry different policies and none is given, or a policy needs a key.
+        QuantError: when operands carry different policies and none is given, or a policy needs a key.
         UnsupportedError: where the named backend cannot compute it.
 
     >>> from fewbit.kernels.quantize import quantize
@@ -82,7 +82,7 @@ def ragged_dot_general(
     rhs: ArrayLike | QArray | Latent,
     group_sizes: Int[ArrayLike, " G"],
     ragged_dot_dimension_numbers: RaggedDotDimensionNumbers,
-    precision: Any = None,
+    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     group_offset: Array | None = None,
     *,
@@ -103,15 +103,15 @@ def ragged_dot_general(
         precision: as in `lax.ragged_dot_general`.
         preferred_element_type: as in `lax.ragged_dot_general`.
         group_offset: as in `lax.ragged_dot_general`, which has no use for it yet.
-        policy: how to compute; None takes the policy of the operand that carries one.
+        policy: how to compute; None takes the policy that an operand carries.
         key: a JAX random key, for policies whose backward pass draws random numbers.
-        backend: the name of the kernel to take, for products of an array with quantized matrices; None takes the best.
+        backend: the name of the backend, for products of an array with quantized matrices; None chooses.
 
     Returns:
         The products.
 
     Raises:
-        QuantError: when two operands carry different policies and none is given, or a policy needs a key.
+        QuantError: when operands carry different policies and none is given, or a policy needs a key.
         UnsupportedError: where the named backend cannot compute it, and for a policy with dimension numbers other than
             those of `ragged_dot`.
 
@@ -141,11 +141,11 @@ class RaggedDot(AbstractBilinear):
     """`ragged_dot_general` with its settings; `extra` is the group sizes and the group offset.
 
     Attributes:
-        numbers: the dimension numbers, as `_hashable` has them.
+        numbers: the dimension numbers, from `_hashable`.
         rows: the length of the ragged axis of `ragged_dot`.
         precision: as in `lax.ragged_dot_general`.
         preferred: the dtype of the result, or None.
-        backend: the name of the kernel to take for an array and quantized matrices, or None.
+        backend: the backend of an array times quantized matrices, or None.
     """
 
     numbers: tuple[Any, Any, Any]
@@ -154,40 +154,44 @@ class RaggedDot(AbstractBilinear):
     preferred: Any
     backend: str | None = None
 
-    def values(self, lhs: Any, rhs: Any, extra: Any) -> jax.Array:
+    def values(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra) -> jax.Array:
         return self._product(floating(lhs), floating(rhs), extra, self.preferred)
 
-    def forward(self, lhs: Any, rhs: Any, extra: Any, accumulator: str | None = None) -> jax.Array:
+    def forward(
+        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
+    ) -> jax.Array:
         has_kernels = self._has_kernels(lhs, rhs, extra)
-        if not (is_qarray(lhs) and is_qarray(rhs)):
-            refuse_accumulator(accumulator)
-            if has_kernels:
-                sides, over_columns = (Operand.of(lhs), Operand.of(rhs)), self.numbers == _OVER_COLUMNS
-                problem = RaggedProblem(*sides, over_columns, self.precision, self.preferred)
-                return ragged_product(problem, lhs, rhs, extra[0], self.backend)
-            return weight_only(self, lhs, rhs, extra) if is_qarray(lhs) or is_qarray(rhs) else self.values(lhs, rhs, extra)
-        dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
-        return met_product(self._meeting(extra), lhs, rhs, accumulator).astype(dtype)
+        if is_qarray(lhs) and is_qarray(rhs):
+            dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
+            return met_product(self._meeting(extra), lhs, rhs, accumulator).astype(dtype)
+        refuse_accumulator(accumulator)
+        if has_kernels and isinstance(rhs, QArray):
+            over_columns = self.numbers == _OVER_COLUMNS
+            problem = RaggedProblem(Operand.of(lhs), Operand.of(rhs), over_columns, self.precision, self.preferred)
+            return ragged_product(problem, lhs, rhs, extra[0], self.backend)
+        if is_qarray(lhs) or is_qarray(rhs):
+            return weight_only(self, lhs, rhs, extra)
+        return self.values(lhs, rhs, extra)
 
-    def _has_kernels(self, lhs: Any, rhs: Any, extra: Any) -> bool:
-        """Whether the product is one that kernels may have: rows of an array in groups, and quantized matrices.
+    def _has_kernels(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra) -> bool:
+        """Whether kernels may compute it: an array's rows in groups, and quantized matrices.
 
         Raises:
-            UnsupportedError: where it is not, and a backend is named.
+            UnsupportedError: where not, and a backend is named.
         """
         is_rows = self.numbers in (_hashable(PLAIN), _OVER_COLUMNS) and extra[1] is None
         if is_rows and is_qarray(rhs) and not is_qarray(lhs):
             return True
         if self.backend not in (None, "reference"):
             reason = "it takes the rows of an array in groups, and quantized matrices [G, K, N] or [G, N, K]"
-            raise UnsupportedError("ragged_dot cannot take a kernel", {str(self.backend): reason})
+            raise UnsupportedError("ragged_dot cannot run on this backend", {str(self.backend): reason})
         return False
 
-    def _meeting(self, extra: Any) -> Meeting:
-        """The product as codes meet in it."""
+    def _meeting(self, extra: Extra) -> Meeting:
+        """The product, described for products of codes."""
         is_plain = self.numbers == _hashable(PLAIN)
 
-        def product(rows: jax.Array, experts: jax.Array, dtype: Any) -> jax.Array:
+        def product(rows: jax.Array, experts: jax.Array, dtype: DTypeLike) -> jax.Array:
             return self._product(rows, experts, extra, dtype)
 
         def placed(x: jax.Array, is_left: bool) -> jax.Array | None:
@@ -200,29 +204,31 @@ class RaggedDot(AbstractBilinear):
     def backward(
         self,
         is_left: bool,
-        gradient: Any,
-        other: Any,
+        gradient: ArrayOrQArray,
+        other: ArrayOrQArray,
         like: jax.ShapeDtypeStruct,
-        extra: Any,
+        extra: Extra,
         accumulator: str | None = None,
     ) -> jax.Array:
-        return met_product(self._meeting_backward(is_left, like, extra), gradient, other, accumulator)
+        return met_product(self._meeting_backward(is_left, extra), gradient, other, accumulator)
 
-    def _meeting_backward(self, is_left: bool, like: jax.ShapeDtypeStruct, extra: Any) -> Meeting:
+    def _meeting_backward(self, is_left: bool, extra: Extra) -> Meeting:
         """The gradient of one operand as a product of the incoming gradient, on the left, and the other operand."""
 
         def of_rows(x: jax.Array, is_gradient: bool) -> jax.Array | None:
-            if x.shape[1 if is_gradient else 2] != 1:
+            if x.shape[-1] != 1:
                 return None
             return x if is_gradient else self._of_rows(x[:, :, 0], extra)
 
         def of_experts(x: jax.Array, is_gradient: bool) -> jax.Array | None:
-            return None if x.shape[0] != 1 else jnp.expand_dims(x, 1 if is_gradient else 2)
+            if x.shape[0] != 1:
+                return None
+            return jnp.expand_dims(x, 1 if is_gradient else 2)
 
-        def rows(g: jax.Array, experts: jax.Array, dtype: Any) -> jax.Array:
+        def rows(g: jax.Array, experts: jax.Array, dtype: DTypeLike) -> jax.Array:
             return self._product(g, experts, extra, dtype, _OVER_COLUMNS)
 
-        def experts(g: jax.Array, rows: jax.Array, dtype: Any) -> jax.Array:
+        def experts(g: jax.Array, rows: jax.Array, dtype: DTypeLike) -> jax.Array:
             return self._product(rows, g, extra, dtype, _OVER_ROWS)
 
         contracted = self.contracted_backward(is_left)
@@ -235,35 +241,42 @@ class RaggedDot(AbstractBilinear):
         return (1,), (1,)
 
     def contracted_backward(self, is_left: bool) -> tuple[Axes, Axes]:
-        return ((1,), (2,)) if is_left else ((0,), (0,))
-
-    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Any) -> jax.Array | None:
         if is_left:
-            return None if scale.shape[1] != 1 else self._of_rows(scale[:, 0], extra)
-        return scale if scale.shape[1] == 1 else None
+            return (1,), (2,)
+        return (0,), (0,)
 
-    def _of_rows(self, scale: jax.Array, extra: Any) -> jax.Array:
-        """Each group's scales, `[G or 1, N or 1]`, for each row of the group; for rows beyond all groups those of the last."""
+    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
+        return self._meeting(extra).placed(scale, not is_left)
+
+    def _of_rows(self, scale: jax.Array, extra: Extra) -> jax.Array:
+        """Gathers each row's scales from its group's, `[G or 1, N or 1]`; rows beyond all groups get the last group's."""
         if scale.shape[0] == 1:
             return scale
         ends = jnp.cumsum(extra[0])
         group = jnp.searchsorted(ends, jnp.arange(self.rows, dtype=ends.dtype), side="right")
         return scale.at[group].get(mode="clip")
 
-    def _product(self, lhs: jax.Array, rhs: jax.Array, extra: Any, preferred: Any, numbers: Any = None) -> jax.Array:
+    def _product(
+        self,
+        lhs: jax.Array,
+        rhs: jax.Array,
+        extra: Extra,
+        preferred: DTypeLike | None,
+        numbers: tuple[Any, ...] | None = None,
+    ) -> jax.Array:
         sizes, offset = extra
         contracting, ragged, group = numbers or self.numbers
-        numbers = RaggedDotDimensionNumbers(contracting, lhs_ragged_dimensions=ragged, rhs_group_dimensions=group)
+        ragged_numbers = RaggedDotDimensionNumbers(contracting, lhs_ragged_dimensions=ragged, rhs_group_dimensions=group)
         return jax.lax.ragged_dot_general(
-            lhs, rhs, sizes, numbers, precision=self.precision, preferred_element_type=preferred, group_offset=offset
+            lhs, rhs, sizes, ragged_numbers, precision=self.precision, preferred_element_type=preferred, group_offset=offset
         )
 
 
 _OVER_COLUMNS = (((1,), (2,)), ((), ())), (0,), (0,)
-"""The numbers of the gradient of the rows: `g [M, N]` with each group's `[K, N]`."""
+"""The dimension numbers of the gradient of the rows: `g [M, N]` with each group's `[K, N]`."""
 
 _OVER_ROWS = (((0,), (0,)), ((), ())), (0,), ()
-"""The numbers of the gradient of the matrices: `[M, K]` with `g [M, N]`, the rows of each group by themselves."""
+"""The dimension numbers of the gradient of the matrices: `[M, K]` with `g [M, N]`, summed over each group's rows."""
 
 
 def _hashable(numbers: RaggedDotDimensionNumbers) -> tuple[Any, Any, Any]:

@@ -1,4 +1,4 @@
-"""Random Hadamard rotations: two operands turned alike along what their product contracts, which leaves the product as it is."""
+"""Random Hadamard rotations of two operands along their contraction axis."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from ..errors import QuantError
 
 
 def hadamard(rows: int) -> np.ndarray:
-    """The orthogonal Hadamard matrix of a power of two of rows, float32; Sylvester's construction, divided by sqrt(rows)."""
+    """The orthogonal float32 Hadamard matrix of `rows` (a power of two); Sylvester's construction, divided by sqrt(rows)."""
     matrix = np.ones((1, 1), np.float32)
     while len(matrix) < rows:
         matrix = np.block([[matrix, matrix], [matrix, -matrix]])
@@ -19,16 +19,17 @@ def hadamard(rows: int) -> np.ndarray:
 def rotated(
     a: Float[Array, "..."], b: Float[Array, "..."], a_axis: int, b_axis: int, rows: int, key: Key[Array, ""]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Both arrays, each run of `rows` elements along its axis multiplied by the same random signs and a Hadamard matrix.
+    """Rotates both arrays in blocks of `rows` elements along their axes.
 
-    Outliers are spread over their run, so that few-bit codes lose less; a product that contracts the two axes is the same.
+    Each block is multiplied by the same random signs and a Hadamard matrix. This spreads outliers over the block, so that
+    low-bit codes lose less; a product that contracts the two axes is unchanged.
 
     Args:
         a: an array.
         b: another, of the same length along its axis.
         a_axis: the axis of `a`.
         b_axis: the axis of `b`.
-        rows: the length of a run, a power of two that divides the axes.
+        rows: the block length, a power of two that divides the axes.
         key: a JAX random key for the signs.
 
     Returns:
@@ -42,16 +43,16 @@ def rotated(
     length = a.shape[a_axis]
     if length % rows:
         raise QuantError(
-            f"an arm's hadamard={rows} must divide the axis that its gradient sums over, and {length} elements are summed, in the "
+            f"hadamard={rows} must divide the contraction axis of the gradient, and {length} elements are summed, in the "
             f"product of the incoming gradient {a.shape} and the other operand {b.shape}; pad the batch, or set hadamard to null"
         )
     signs = jax.random.rademacher(key, (rows,), jnp.float32)
-    turn = signs[:, None] * hadamard(rows)
+    rotation = signs[:, None] * hadamard(rows)
 
-    def turned(x: jax.Array, axis: int) -> jax.Array:
+    def rotate(x: jax.Array, axis: int) -> jax.Array:
         last = jnp.moveaxis(x.astype(jnp.float32), axis, -1)
-        runs = last.reshape(*last.shape[:-1], length // rows, rows)
-        product = jnp.matmul(runs, turn, precision=jax.lax.Precision.HIGHEST)
+        runs = last.reshape(*last.shape[:-1], length // rows, rows)  # [..., K/rows, rows]
+        product = jnp.matmul(runs, rotation, precision=jax.lax.Precision.HIGHEST)
         return jnp.moveaxis(product.reshape(last.shape), -1, axis)
 
-    return turned(a, a_axis), turned(b, b_axis)
+    return rotate(a, a_axis), rotate(b, b_axis)

@@ -1,15 +1,15 @@
-"""How a parameter is quantized where it is served: the tiles that its plan gives it, followed while code moves its axes about.
+"""Serving tiles: a parameter's quantization tiles, tracked through layout operations.
 
-A stored weight is quantized once, as it lies, and then reshaped, transposed and sliced. A trained one is a float array that is
-moved first and quantized in its product. Both have the same codes because the tiles move along here.
+A stored weight is quantized once, then reshaped, transposed and sliced. A trained one is a float array that is moved first and
+quantized in its product. Both have the same codes because its tiles (the blocks that share a scale) are moved here.
 """
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex_core
 from jax.typing import DTypeLike
 
 from .._tiles import Tile
@@ -18,6 +18,7 @@ from ..array.layout import Axis, reshaped
 from ..array.quantize import laid_along
 from ..errors import QuantError
 from ..kernels.quantize import quantize
+from .indices import shape_of
 
 _UNMOVED = (
     *("copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
@@ -27,14 +28,14 @@ _UNMOVED = (
 
 @dataclasses.dataclass(frozen=True)
 class Served:
-    """The tiles of a parameter on the axes that it has by now.
+    """Quantization tiles per current axis, after layout operations.
 
     Attributes:
-        tiles: for each axis, how many elements share a scale; None: all of it.
-        apart: the axes, negative, that a loop takes one element of at a time and along which each is quantized on its own;
-            none for schemes whose scales hang on their own tiles alone.
-        dtype: the dtype whose numbers it holds by now.
-        casts: the dtypes, of fewer numbers, that it is cast to before it is quantized, those left of them.
+        tiles: for each axis, how many elements share a scale; None: the whole axis.
+        apart: the axes, negative, that a loop slices and along which each element is quantized separately; empty for schemes
+            whose scales depend on their own tiles only.
+        dtype: the dtype whose precision it has now.
+        casts: the remaining dtypes, of lower precision, that it is cast to before it is quantized.
     """
 
     tiles: tuple[Tile, ...]
@@ -51,32 +52,35 @@ class Served:
         stacked: tuple[int, ...] = (),
         casts: tuple[str, ...] = (),
     ) -> "Served":
-        """The tiles that a scheme has along axes, negative, of an array of which a loop takes elements of other axes.
+        """The tiles of a scheme along `axis` (negative), of an array whose `stacked` axes a loop slices.
 
         Raises:
-            QuantError: where an axis is one of those of the loop.
+            QuantError: where an axis is one of `stacked`.
         """
         shape = tuple(like.shape)
         inner = tuple(n for a, n in zip(range(-len(shape), 0), shape, strict=True) if a not in stacked)
         within = iter(laid_along(scheme, axis_within(axis, stacked, len(shape)), inner).tiles(len(inner)))
         tiles = tuple(1 if a in stacked else next(within) for a in range(-len(shape), 0))
-        return cls(tiles, () if _is_local(scheme) else stacked, like.dtype.name, casts)
+        if _is_local(scheme):
+            stacked = ()
+        return cls(tiles, stacked, like.dtype.name, casts)
 
     def on_last(self, ndim: int) -> "Served":
-        """The tiles of an array without the first axes: what a loop left of it."""
+        """The tiles of the last `ndim` axes, after a loop sliced the first ones."""
         gone = len(self.tiles) - ndim
-        apart = tuple(a for a in self.apart if a >= -ndim)
-        return self if not gone else dataclasses.replace(self, tiles=self.tiles[gone:], apart=apart)
+        if not gone:
+            return self
+        return dataclasses.replace(self, tiles=self.tiles[gone:], apart=tuple(a for a in self.apart if a >= -ndim))
 
-    def after(self, eqn: Any, scheme: Scheme) -> "Served":
-        """The tiles after an equation that moves the array.
+    def after(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "Served":
+        """The tiles after a layout equation.
 
         Raises:
-            QuantError: where a scale serves elements that the equation takes away, or that tiles could no longer name; and for
-                a cast that changes numbers after those that the array is quantized after.
+            QuantError: where the equation removes elements that share a scale with others, or tiles cannot describe the
+                result; and for a lossy cast later than those before quantization.
         """
         name, params = eqn.primitive.name, eqn.params
-        shape, new = tuple(eqn.invars[0].aval.shape), tuple(eqn.outvars[0].aval.shape)
+        shape, new = tuple(shape_of(eqn.invars[0])), tuple(shape_of(eqn.outvars[0]))
         if name in _UNMOVED or (name == "all_gather" and params["tiled"]):
             return self
         if name == "convert_element_type":
@@ -86,7 +90,7 @@ class Served:
         if name in ("squeeze", "expand_dims") or (name == "reshape" and params["dimensions"] is None):
             return self._reshaped(shape, new, scheme)
         if isinstance(scheme.scale, Scheme) or (self.apart and name != "transpose"):
-            raise QuantError(f"its scales are no longer those of a tile after {name}")
+            raise QuantError(f"tiles cannot describe its scales after {name}")
         if name == "transpose":
             order = params["permutation"]
             apart = tuple(sorted(order.index(a + len(order)) - len(order) for a in self.apart))
@@ -99,7 +103,7 @@ class Served:
             return dataclasses.replace(self, tiles=tiles)
         if name == "rev" and all(shape[a] % (self.tiles[a] or shape[a]) == 0 for a in params["dimensions"]):
             return self
-        raise QuantError(f"its tiles cannot be followed through {name}")
+        raise QuantError(f"its tiles cannot be tracked through {name}")
 
     def _cast(self, dtype: DTypeLike) -> "Served":
         if holds_numbers_of(dtype, self.dtype):
@@ -112,23 +116,23 @@ class Served:
     def _reshaped(self, shape: tuple[int, ...], new: tuple[int, ...], scheme: Scheme) -> "Served":
         first = len(self.apart)
         if self.apart != tuple(range(-len(shape), first - len(shape))):
-            raise QuantError("a loop takes elements of an axis that is not the first")
+            raise QuantError("a loop slices an axis that is not the first")
         lost = next((k for k in range(first + 1) if shape[k:first] == new[: first - k]), None)
         if lost is None or any(n != 1 for n in shape[:lost]):
-            raise QuantError("the reshape reaches over axes that a loop takes apart")
+            raise QuantError("the reshape merges axes that a loop slices")
         kept, rest, new_rest = first - lost, shape[first:], new[first - lost :]
         if isinstance(scheme.scale, Scheme) and rest != new_rest:
-            raise QuantError("its scales are quantized, in tiles of the array as it was")
+            raise QuantError("its scales are quantized, in tiles of the array before the reshape")
         tiles = zip(rest, self.tiles[first:], strict=True)
-        axes = reshaped([Axis(n, _held(tile, n)) for n, tile in tiles], new_rest)
+        axes = reshaped([Axis(n, _normalized(tile, n)) for n, tile in tiles], new_rest)
         apart = tuple(range(-len(new), kept - len(new)))
         return dataclasses.replace(self, tiles=(1,) * kept + tuple(axis.tile for axis in axes), apart=apart)
 
-    def _cut(self, eqn: Any, scheme: Scheme) -> "Served":
-        shape, params = eqn.invars[0].aval.shape, eqn.params
+    def _cut(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "Served":
+        shape, params = shape_of(eqn.invars[0]), eqn.params
         for axis, n in enumerate(shape):
-            tile = _held(self.tiles[axis], n)
-            lengths = [out.aval.shape[axis] for out in eqn.outvars]
+            tile = _normalized(self.tiles[axis], n)
+            lengths = [shape_of(out)[axis] for out in eqn.outvars]
             if lengths == [n] or (tile == 1 and (_is_local(scheme) or axis - len(shape) in self.apart)):
                 continue
             starts, strides = [0], None
@@ -139,37 +143,41 @@ class Served:
             is_known = eqn.primitive.name != "dynamic_slice" and (strides is None or strides[axis] == 1)
             ends = [start + length for start, length in zip(starts, lengths, strict=True)]
             if not is_known or tile is None or not _is_local(scheme):
-                raise QuantError(f"a scale serves more of axis {axis} than {eqn.primitive.name} leaves")
+                raise QuantError(f"its tiles on axis {axis} extend beyond the result of {eqn.primitive.name}")
             if any(start % tile or (end % tile and end != n) for start, end in zip(starts, ends, strict=True)):
                 raise QuantError(f"{eqn.primitive.name} cuts tiles of {tile} on axis {axis}")
         return self
 
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...] | None = None) -> QArray:
-        """The array quantized with these tiles; where a product contracts axes, with codes that share bytes along the last."""
+        """The array quantized with these tiles, packed along the last contraction axis of `axis`."""
         if self.casts:
             uncast = dataclasses.replace(self, casts=())
             return uncast.quantized(cast(x, self.casts), scheme, axis).astype(x.dtype)
         if self.apart:
             inner = tuple(a for a in range(-x.ndim, 0) if a not in self.apart)
             within = Served(tuple(self.tiles[a] for a in inner))
-            inward = None if axis is None else axis_within(tuple(a % x.ndim - x.ndim for a in axis), self.apart, x.ndim)
-            return for_each(self.apart, lambda x: within.quantized(x, scheme, inward), x)
+            if axis is not None:
+                axis = axis_within(tuple(a % x.ndim - x.ndim for a in axis), self.apart, x.ndim)
+            return for_each(self.apart, lambda x: within.quantized(x, scheme, axis), x)
         if axis is not None and self._is_along(scheme, axis, x.shape):
             return quantize(x, scheme, axis=axis)
-        tiled = [a for a, (t, n) in enumerate(zip(self.tiles, x.shape, strict=True)) if _held(t, n) != 1]
-        packed = axis[-1] if axis is not None else tiled[-1] if tiled else x.ndim - 1
+        if axis is not None:
+            packed = axis[-1]
+        else:
+            tiled = [a for a, (t, n) in enumerate(zip(self.tiles, x.shape, strict=True)) if _normalized(t, n) != 1]
+            packed = max(tiled, default=x.ndim - 1)
         tiles = list(self.tiles)
-        tiles.append(tiles.pop(packed))  # where `quantize` takes that of its axis from
+        tiles.append(tiles.pop(packed))  # `quantize` takes its axis's tile from the last
         return quantize(x, scheme.with_tiles(tuple(tiles), -1), axis=packed)
 
     def _is_along(self, scheme: Scheme, axis: tuple[int, ...], shape: tuple[int, ...]) -> bool:
         along = laid_along(scheme, axis, shape).tiles(len(shape))
         pairs = zip(self.tiles, along, shape, strict=True)
-        return all(_held(own, n) == _held(other, n) for own, other, n in pairs)
+        return all(_normalized(own, n) == _normalized(other, n) for own, other, n in pairs)
 
 
 def axis_within(axis: tuple[int, ...], stacked: tuple[int, ...], ndim: int) -> tuple[int, ...]:
-    """The axes, negative, of an array of `ndim` axes as those of one element of its stacked ones.
+    """Maps negative axes of an array to those of one element of its stacked axes.
 
     Raises:
         QuantError: where an axis is stacked.
@@ -178,13 +186,13 @@ def axis_within(axis: tuple[int, ...], stacked: tuple[int, ...], ndim: int) -> t
     (-2, -1)
     """
     if both := [a for a in axis if a in stacked]:
-        raise QuantError(f"axis {both[0]} cannot hold tiles: a loop takes one element of it at a time; name another axis")
+        raise QuantError(f"axis {both[0]} cannot be tiled: a loop takes one element of it at a time; name another axis")
     inner = [a for a in range(-ndim, 0) if a not in stacked]
     return tuple(inner.index(a) - len(inner) if a in inner else a for a in axis)
 
 
 def for_each(stacked: tuple[int, ...], one: Callable[[jax.Array], QArray], x: jax.Array) -> QArray:
-    """What a function makes of each element of the stacked axes, negative, with these axes where they were."""
+    """Maps a function over the stacked axes (negative), which keep their places."""
     order = [a % x.ndim for a in (*stacked, *(a for a in range(-x.ndim, 0) if a not in stacked))]
     for _ in stacked:
         one = jax.vmap(one)
@@ -201,7 +209,7 @@ def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
 
 
 def holds_numbers_of(dtype: DTypeLike, other: DTypeLike) -> bool:
-    """Whether every number of another floating dtype is one of `dtype`; so it is where the other is not floating.
+    """Whether a cast to `dtype` is exact for every number of `other`; True where `other` is not floating.
 
     >>> holds_numbers_of("float32", "bfloat16"), holds_numbers_of("bfloat16", "float16")
     (True, False)
@@ -212,11 +220,13 @@ def holds_numbers_of(dtype: DTypeLike, other: DTypeLike) -> bool:
     return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
 
 
-def _held(tile: Tile, length: int) -> Tile:
-    """The tile of an axis by one name: 1 where it has one element, None where it is the whole of it."""
-    return 1 if length == 1 else None if tile is None or tile >= length else tile
+def _normalized(tile: Tile, length: int) -> Tile:
+    """The tile of an axis: 1 for an axis of one element, None for the whole axis."""
+    if length == 1:
+        return 1
+    return None if tile is None or tile >= length else tile
 
 
 def _is_local(scheme: Scheme) -> bool:
-    """Whether every scale hangs on the elements of its own tile alone."""
+    """Whether every scale depends on its own tile only."""
     return not scheme.tensor_scale and not isinstance(scheme.scale, Scheme)

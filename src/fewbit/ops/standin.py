@@ -1,4 +1,4 @@
-"""Operands that stand for an array while a function is evaluated: stored ones, QArrays, and those that a transform makes."""
+"""Array proxies: pytrees that replace an array inside the interpreter."""
 
 import abc
 import functools
@@ -8,20 +8,21 @@ from typing import Any, ClassVar, Self, TypeGuard
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from ..array import QArray
 from ..kernels.quantize import dequantize
 
 
 class StandIn(abc.ABC):
-    """A pytree that takes an array's place while a function is evaluated, such as a weight with an adapter beside it.
+    """A pytree that replaces an array during evaluation, such as a weight with a LoRA adapter.
 
-    Traced code sees its shape and dtype. `transparent` takes it as it takes a QArray: calls, loops, branches and derivative
-    rules carry it; every other equation that meets it goes to `rules`, and where they have none, or raise NoRuleError, it
-    is decoded as the fallback says.
+    Traced code sees its shape and dtype. `transparent` treats it like a QArray: calls, loops, branches and derivative rules
+    carry it; any other equation with it among the operands goes to `rules`, and where they have none, or raise NoRuleError,
+    it is decoded as the fallback says.
 
     Attributes:
-        rules: for primitives by name, how an equation with it among its operands is computed (`fewbit.ops.rules.Rule`).
+        rules: the rule of each primitive, by name (`fewbit.ops.rules.Rule`).
     """
 
     rules: ClassVar[Mapping[str, Any]]
@@ -38,49 +39,51 @@ class StandIn(abc.ABC):
 
     @abc.abstractmethod
     def array(self) -> jax.Array:
-        """The array that it stands for."""
+        """The array that it replaces."""
 
     @abc.abstractmethod
     def stacked(self) -> Self:
-        """The same with leaves of which each has the array's first axis, so that a loop can take one element at a time."""
+        """The proxy with the array's first axis on every leaf, so that `scan` can slice it."""
 
     def forked(self) -> tuple[Self, Self]:
-        """The same twice: one for an equation that reads it, one for those after; where JAX's sum of their derivatives is right."""
+        """Two copies, one for one equation and one for later ones; by default JAX adds their cotangents."""
         return self, self
 
-    def turns(self, length: int) -> Any:
-        """What each turn of a loop takes of its own of a stand-in that all turns read: leaves with a new first axis."""
+    def turns(self, length: int) -> PyTree:
+        """Leaves with a new first axis that `scan` slices, for a proxy that the loop closes over."""
         return ()
 
-    def in_turn(self, own: Any) -> Self:
-        """The stand-in in one turn, which took `own`."""
+    def in_turn(self, own: PyTree) -> Self:
+        """The proxy within one iteration, given its slice of `turns`."""
         return self
 
     def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[Any, Any]:
-        """The stand-in, ready to be cut for the devices of a mesh, and the specs that cut it: a tree of its structure, or a prefix.
+        """The proxy prepared for `shard_map`, and its specs: a tree of its structure, or a prefix.
 
         Args:
-            spec: how the array is sharded.
-            mesh: how many devices there are along each axis of the mesh.
+            spec: the PartitionSpec of the array.
+            mesh: the number of devices along each mesh axis.
         """
         return self, spec
 
     def on_device(self) -> Self:
-        """The stand-in of one device's part, of what `shards` made and its specs cut."""
+        """The proxy of one device's shard, inside `shard_map`."""
         return self
 
 
-def stands_in(x: Any) -> TypeGuard[QArray | StandIn]:
-    """Whether a value stands for an array without being one: the `is_leaf` of walks in the evaluator."""
+def stands_in(x: object) -> TypeGuard[QArray | StandIn]:
+    """True for array proxies (QArray, StandIn): the `is_leaf` of the evaluator's tree walks."""
     return _is_kind(type(x))
 
 
 @functools.cache
 def _is_kind(kind: type) -> bool:
-    """Asked once of each class: a trace asks of every variable, and `isinstance` of an abstract class is slow."""
+    """Cached per class: a trace asks for every variable, and `isinstance` of an abstract class is slow."""
     return issubclass(kind, QArray | StandIn)
 
 
 def array_of(x: QArray | StandIn) -> jax.Array:
-    """The array that an operand stands for."""
-    return x.array() if isinstance(x, StandIn) else dequantize(x)
+    """The array that a proxy replaces."""
+    if isinstance(x, StandIn):
+        return x.array()
+    return dequantize(x)

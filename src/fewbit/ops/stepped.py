@@ -1,9 +1,8 @@
-"""The scales that earlier steps decided, as they go through a trace: what is read goes in, what was seen comes out backwards.
+"""Delayed scales; the VJP returns each tensor's amax as the cotangent of its scale.
 
-A product that takes its scales from earlier steps must tell the largest magnitudes of this one. They come out as the
-cotangents of the scales, so `jax.grad` collects them through loops, branches and rematerialization. JAX adds the cotangents
-of a value that is used in several places; magnitudes of several places join by maximum. So no value is used twice here: it
-is copied first, by functions whose derivative rule takes the maximum.
+So `jax.grad` collects amax through loops, branches and rematerialization. JAX adds the cotangents of a value that is used in
+several places, but amax values combine by maximum. So no scale is used twice: it is copied first, by functions whose VJP
+takes the maximum.
 """
 
 import dataclasses
@@ -11,16 +10,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class StepScales:
-    """The scales of one product for this step; their cotangents are the largest magnitudes that the step saw.
+    """The delayed scales of one product; their cotangents are this step's amax.
 
     Attributes:
-        weight: float32: a scalar, or one for each element of a parameter's leading axes.
+        weight: float32: a scalar, or one scale per element of a parameter's leading axes.
         activation: likewise; None where it is not quantized.
         gradient: likewise.
     """
@@ -31,18 +30,18 @@ class StepScales:
 
     @property
     def ndim(self) -> int:
-        """How many leading axes of the parameter have scales of their own."""
+        """The number of the parameter's leading axes with separate scales."""
         return self.weight.ndim
 
 
 def largest_magnitude(x: Float[Array, "*s"]) -> Float[Array, ""]:
-    """The largest magnitude of an array, float32, and 0 where an element is not finite.
+    """The amax of an array in float32; 0 where an element is not finite.
 
     Args:
         x: the array. It is not differentiated.
 
     Returns:
-        The magnitude, which says nothing about the steps to come where it is 0.
+        The amax; 0 carries no information about later steps.
     """
     magnitude = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
     # XLA's maximum may lose a NaN, so what is not finite is found before it.
@@ -50,27 +49,27 @@ def largest_magnitude(x: Float[Array, "*s"]) -> Float[Array, ""]:
 
 
 @jax.custom_vjp
-def forked(tree: Any) -> tuple[Any, Any]:
-    """The values twice; their cotangents join by maximum."""
+def forked(tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Two copies of the values; the cotangent is the maximum of theirs."""
     return tree, tree
 
 
 forked.defvjp(lambda tree: ((tree, tree), None), lambda _, seen: (jax.tree.map(jnp.maximum, *seen),))
 
 
-def copies(tree: Any, count: int) -> Any:
-    """The values `count` times along a new leading axis; their cotangents join by maximum.
+def copies(tree: PyTree, count: int) -> PyTree:
+    """Repeats the values along a new leading axis; the cotangent is the maximum along it.
 
     Args:
         tree: the values.
-        count: how many turns of a loop, or devices, take one each.
+        count: the number of loop iterations or devices that take one each.
 
     Returns:
         A tree of the same structure.
     """
 
     @jax.custom_vjp
-    def copied(tree: Any) -> Any:
+    def copied(tree: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (count, *leaf.shape)), tree)
 
     copied.defvjp(
@@ -80,7 +79,7 @@ def copies(tree: Any, count: int) -> Any:
 
 
 def widest(scales: StepScales) -> StepScales:
-    """The scales for a parameter that is used whole: the largest of its elements; every element sees what is seen."""
+    """The largest scale over a parameter's leading axes; every element gets the cotangent."""
     if not scales.ndim:
         return scales
     shape = scales.weight.shape
@@ -98,19 +97,21 @@ def widest(scales: StepScales) -> StepScales:
 
 @jax.custom_batching.custom_vmap
 def seen_with(magnitude: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
-    """A magnitude as the cotangent of its scale: under `jax.vmap` the largest of all, where they share the scale."""
+    """The amax as the cotangent of its scale; under `jax.vmap` the maximum, where the scale is shared."""
     return magnitude
 
 
 @seen_with.def_vmap
 def _seen_by_all(_: int, are_batched: list[bool], magnitude: Array, scale: Array) -> tuple[Array, bool]:
     has_many, has_own_scales = are_batched
-    return (jnp.max(magnitude, axis=0), False) if has_many and not has_own_scales else (magnitude, has_many)
+    if has_many and not has_own_scales:
+        return jnp.max(magnitude, axis=0), False
+    return magnitude, has_many
 
 
 @jax.custom_vjp
 def noted(y: Float[Array, "*s"], x: Float[Array, "*s"], scale: Float[Array, ""]) -> Float[Array, "*s"]:
-    """`y` as it is; what made it of `x` with a scale was no product, and the scale sees the largest magnitude of `x`."""
+    """`y` unchanged; the scale's cotangent is the amax of `x`, for operations other than products."""
     return y
 
 
@@ -118,7 +119,7 @@ def _noted_forward(y: Array, x: Array, scale: Array) -> tuple[Array, Any]:
     return y, (seen_with(largest_magnitude(x), scale), jax.tree.map(jnp.zeros_like, x))
 
 
-def _noted_backward(saved: Any, gradient: Array) -> tuple[Array, Array, Array]:
+def _noted_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array, Array]:
     seen, zeros = saved
     return gradient, zeros, seen
 

@@ -1,10 +1,11 @@
-"""Gathering from a quantized array: only the rows that are taken are decoded."""
+"""`take` from a quantized array; decodes only the taken rows."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from .._tiles import Tile, from_front
@@ -16,14 +17,14 @@ _MODES = (None, "fill", "clip", "wrap")
 
 
 def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | None = None) -> jax.Array:
-    """`jnp.take` from an array that may be quantized, as an embedding does: `q[indices]` along one axis, decoded.
+    """`jnp.take` from an array that may be quantized, decoded: an embedding look-up.
 
-    Only the rows taken are decoded, unless `axis` is the packed one (whose bytes hold several codes), which decodes all.
+    Only the taken rows are decoded, unless `axis` is the packed one (whose bytes hold several codes): then all are.
 
     Args:
-        q: the array; one that is not quantized goes to `jnp.take`.
-        indices: whole numbers of any shape.
-        axis: the axis that they index.
+        q: the array; a float array goes to `jnp.take`.
+        indices: integers of any shape.
+        axis: the axis to index.
         mode: as in `jnp.take`: None or "fill" gives NaN for indices out of bounds, "clip" the nearest row, "wrap" counts
             from the other end.
 
@@ -50,28 +51,36 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
         return jnp.take(dequantize(q), indices, axis=axis, mode=mode)
     length = q.shape[axis]
     flat = indices.reshape(-1).astype(jnp.int32)
-    at = flat % length if mode == "wrap" else jnp.where(flat < 0, flat + length, flat) if mode != "clip" else flat
+    at = flat
+    if mode == "wrap":
+        at = flat % length
+    elif mode != "clip":
+        at = jnp.where(flat < 0, flat + length, flat)
     rows = dequantize(taken_rows(q, jnp.clip(at, 0, length - 1), axis))
     if mode in (None, "fill"):
-        is_inside = ((at >= 0) & (at < length)).reshape([-1 if a == axis else 1 for a in range(q.ndim)])
+        is_inside = jnp.expand_dims((at >= 0) & (at < length), [a for a in range(q.ndim) if a != axis])
         rows = jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan))
     return rows.reshape(*q.shape[:axis], *indices.shape, *q.shape[axis + 1 :])
 
 
 def taken_rows(q: QArray, at: jax.Array, axis: int) -> QArray:
-    """The rows at indices within bounds along an axis that is not packed, still quantized, each with its own scale."""
-    tile = q.tiles[axis] or 1
+    """The rows at in-bounds indices along an axis that is not packed, still quantized, each with its own scale."""
+    place = at // (q.tiles[axis] or 1)
 
-    def on_tiles(leaf: Any) -> Any:
+    def on_tiles(leaf: jax.Array | QArray) -> jax.Array | QArray:
         if leaf.shape[axis] == 1:
             return leaf
-        place = at // tile
-        return taken_rows(leaf, place, axis) if isinstance(leaf, QArray) else jnp.take(leaf, place, axis=axis)
+        if isinstance(leaf, QArray):
+            return taken_rows(leaf, place, axis)
+        return jnp.take(leaf, place, axis=axis)
 
-    zero = None if q.zero_point is None else on_tiles(q.zero_point)
-    tensor = None if q.tensor_scale is None else on_tiles(q.tensor_scale)
     tiles: list[Tile] = list(q.tiles)
     tiles[axis] = None if q.scale.shape[axis] == 1 else 1
     scheme = q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis)
-    codes = jnp.take(q.codes, at, axis=axis)
-    return QArray(codes, on_tiles(q.scale), zero, tensor, scheme, np.dtype(q.dtype), q.slack, q.policy)
+    return with_leaves(q, on_tiles, codes=jnp.take(q.codes, at, axis=axis), scheme=scheme)
+
+
+def with_leaves(q: QArray, of_leaf: Callable[[Any], Any], **changes: Any) -> QArray:
+    """The array with a function applied to its scale, zero point and tensor scale, and other fields replaced."""
+    leaves = {"scale": q.scale, "zero_point": q.zero_point, "tensor_scale": q.tensor_scale}
+    return dataclasses.replace(q, **{name: of_leaf(leaf) for name, leaf in leaves.items() if leaf is not None}, **changes)

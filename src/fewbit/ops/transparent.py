@@ -1,10 +1,9 @@
-"""Unchanged code on quantized leaves: trace it as if they were plain arrays, then evaluate the trace with rules for them.
+"""`transparent`: a jaxpr interpreter that runs unchanged code on quantized leaves.
 
-`transparent(fn)` traces `fn` with the logical shape and dtype of every leaf, so the code under it sees ordinary arrays, and
-evaluates the jaxpr. An equation without quantized operands is bound as it is. One with quantized operands goes to the rule
-of its primitive, in `fewbit.ops.rules`: products to `fewbit.ops`, layout operations to the QArray, and control flow to itself
-with a body that is evaluated in the same way, so `jit` stays jitted and `scan` stays a loop. A primitive without a rule
-follows `fallback`.
+`transparent(fn)` traces `fn` with the shape and dtype of every leaf, so its code sees ordinary arrays, and evaluates the jaxpr.
+An equation without quantized operands is bound unchanged. One with quantized operands goes to the rule of its primitive, in
+`fewbit.ops.rules`: products to `fewbit.ops`, layout operations to the QArray; control flow is rebuilt around a body that is
+evaluated in the same way, so `jit` stays jitted and `scan` stays a loop. A primitive without a rule follows `fallback`.
 """
 
 import dataclasses
@@ -17,8 +16,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jaxtyping import PyTree
 
 from ..errors import QuantError, UnsupportedError
+from .indices import Atom, open_jaxpr, shape_of
 from .latent import Latent
 from .observed import Observed
 from .rules import RULES, SHARED
@@ -32,16 +33,16 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Choice: TypeAlias = Callable[[tuple[Product, ...]], Mapping[str, Latent | Observed]]
-"""Given the products without a parameter, those that are to be changed, by name: what their right operand becomes, without its array."""
+"""Maps the products without a parameter to proxies (without array) for the right operands of those to change, by name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Decoded:
-    """One place where a quantized array was decoded because its primitive has no rule.
+    """One place where a quantized array was decoded for lack of a rule.
 
     Attributes:
         primitive: the name of the primitive.
-        array: which array, by its shape and scheme.
+        array: the array's shape and scheme.
         source: the file and line of the user's code.
         reason: why it could not stay quantized.
     """
@@ -61,23 +62,23 @@ def transparent(
     fallback: Literal["error", "dequantize"] = "error",
     report: Callable[[Decoded], None] | None = None,
 ) -> Callable[P, R]:
-    """Makes a function take quantized leaves anywhere in its arguments, without changing its code.
+    """Makes a function accept quantized leaves in its arguments, without changing its code.
 
-    Matrix products, einsums and embedding look-ups compute from the QArrays; transposes, reshapes, casts and slices that
-    keep tiles whole stay quantized; jit, scan, while, cond, remat, vmap and grad with respect to the float arguments work as
-    ever. Leaves that are not arrays are passed as they are.
+    Matrix products, einsums and embedding look-ups compute from the QArrays; transposes, reshapes, casts and slices that do not
+    cut a tile (block) stay quantized; jit, scan, while, cond, remat, vmap and grad with respect to float arguments work
+    unchanged. Leaves that are not arrays are passed through.
 
     Args:
         fn: any function of pytrees that JAX can trace.
-        fallback: what happens to a quantized operand of a primitive without a rule: "error" raises, naming the primitive
-            and the line; "dequantize" decodes it there.
-        report: called with each place where an array is decoded by the fallback, while tracing.
+        fallback: what to do with a quantized operand of a primitive without a rule: "error" raises, naming the primitive and
+            the line; "dequantize" decodes it there.
+        report: called for each array that the fallback decodes, while tracing.
 
     Returns:
-        A function of the same arguments. Outputs that are quantized arrays come out as QArrays.
+        A function of the same arguments. Quantized outputs are QArrays.
 
     Raises:
-        UnsupportedError: under "error", for the first operation that would need the decoded array.
+        UnsupportedError: under "error", for the first operation that needs a decoded array.
 
     >>> from fewbit.kernels.quantize import quantize
     >>> def layer(w, x):
@@ -96,20 +97,20 @@ def evaluated(
     chosen: Choice | None,
     around: Mapping[str, Rule] = RULES,
 ) -> Callable[P, R]:
-    """`transparent`, with policies for products without a parameter.
+    """`transparent` with policies for products without a parameter.
 
     Args:
         fn: as in `transparent`; its first argument is the tree of parameters.
         fallback: as in `transparent`.
         report: as in `transparent`.
         chosen: which products without a parameter follow a policy; None: none.
-        around: the rules of equations with such a product in their bodies, where no operand brings its own.
+        around: the rules of equations with such a product in their bodies, where no operand has its own.
 
     Returns:
         As `transparent`.
 
     Raises:
-        UnsupportedError: as `transparent`, and for a product with a policy in a place where it cannot be followed.
+        UnsupportedError: as `transparent`, and for a product whose place does not allow a policy.
     """
     if fallback not in ("error", "dequantize"):
         raise QuantError(f"fallback is {fallback!r}; must be 'error' or 'dequantize'")
@@ -123,7 +124,7 @@ def evaluated(
             return fn(*args, **kwargs)
         out_tree = None
 
-        def flat(*arrays: Any) -> list[Any]:
+        def flat(*arrays: PyTree) -> list[Any]:
             nonlocal out_tree
             filled = list(leaves)
             for place, array in zip(places, arrays, strict=True):
@@ -136,7 +137,9 @@ def evaluated(
         closed = jax.make_jaxpr(flat)(*map(logical, dynamic))
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
         count = len(jax.tree.leaves(args[:1], is_leaf=stands_in))
-        products = None if chosen is None else _chosen(chosen, closed.jaxpr, [place < count for place in places])
+        products = None
+        if chosen is not None:
+            products = _chosen(chosen, closed.jaxpr, [place < count for place in places])
         evaluator = _Evaluator(fallback, report, pieces, is_traced, around, products)
         outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)
         assert out_tree is not None
@@ -152,15 +155,15 @@ class _Chosen:
     """Products without a parameter that follow a policy.
 
     Attributes:
-        operands: for each, by the identities of its equation and those around it, what its right operand becomes, without array.
-        around: the identities of the equations that have one in their bodies, with those around them.
+        operands: the proxy (without array) of each right operand, by the ids of its equation and those around it.
+        around: the ids of the equations that have one in their bodies, with those around them.
     """
 
     operands: Mapping[tuple[int, ...], Latent | Observed]
     around: frozenset[tuple[int, ...]]
 
 
-def _chosen(chosen: Choice, jaxpr: Any, are_parameters: Sequence[bool]) -> _Chosen:
+def _chosen(chosen: Choice, jaxpr: jex_core.Jaxpr, are_parameters: Sequence[bool]) -> _Chosen:
     """The products of a trace that follow a policy."""
     found = weightless_products(jaxpr, are_parameters)
     latents = chosen(tuple(product for product, _ in found))
@@ -180,24 +183,24 @@ def _chosen(chosen: Choice, jaxpr: Any, are_parameters: Sequence[bool]) -> _Chos
     return _Chosen(operands, frozenset(around))
 
 
-def _is_array(x: Any) -> bool:
-    """Whether a leaf is traced: arrays and numpy scalars are, Python scalars and everything else are not."""
+def _is_array(x: object) -> bool:
+    """Whether a leaf is traced: an array or numpy scalar."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
-_PIECES = 1024  # how many jitted pieces a transparent function keeps; code that makes new ones at each call fills it in vain
+_PIECES = 1024  # the size of a transparent function's cache of jitted pieces; code with new bodies in each call fills it
 
 
 @dataclasses.dataclass(frozen=True)
 class _Evaluator(AbstractEvaluator):
-    """Evaluates jaxprs whose variables may hold QArrays.
+    """Evaluates jaxprs whose variables may be QArrays and other proxies.
 
     Attributes:
         fallback: as in `transparent`.
         report: as in `transparent`.
-        pieces: the jitted functions that evaluate inner `jit`s and products, kept with what they were made from, so that
-            JAX's own cache serves the next equation or call that is alike.
-        is_traced: whether JAX is tracing what is evaluated.
+        pieces: a cache of the jitted functions of inner `jit`s, with the jaxprs they were made from, so that JAX's own cache
+            hits for the next equal equation or call.
+        is_traced: whether the evaluation is being traced.
         rules: as `around` in `evaluated`.
         chosen: the products without a parameter that follow a policy; None where there are none.
         around: the equations whose bodies are being evaluated, the innermost first.
@@ -211,11 +214,11 @@ class _Evaluator(AbstractEvaluator):
     chosen: _Chosen | None = None
     around: tuple[Any, ...] = ()
 
-    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The outputs of a jaxpr for values that may be QArrays."""
-        env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    def evaluate(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The outputs of a jaxpr for values that may be proxies."""
+        env: dict[jex_core.Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
 
-        def read(atom: Any) -> Any:
+        def read(atom: Atom) -> Any:
             if isinstance(atom, jex_core.Literal):
                 return atom.val
             value = env[atom]
@@ -229,43 +232,44 @@ class _Evaluator(AbstractEvaluator):
                 for eqn in eqns:
                     values = [read(atom) for atom in eqn.invars]
                     info = eqn.source_info
-                    names = outer + info.name_stack if outer else info.name_stack
-                    with source_info_util.user_context(info.traceback, name_stack=names):
+                    with source_info_util.user_context(info.traceback, name_stack=outer + info.name_stack):
                         if eqn.primitive.name == "select_n" and any(map(stands_in, values)):
                             values[0] = _as_made(eqn.invars[0], jaxpr, read)
                         outputs = self.equation(eqn, values)
                     env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
 
-    def function(self, inner: Any) -> Callable[..., list[Any]]:
-        """The body of an equation, a jaxpr, as a function of values that may be QArrays."""
+    def function(self, inner: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
+        """An equation's body as a function of values that may be proxies."""
         within = dataclasses.replace(self, is_traced=True)
-        jaxpr, consts = getattr(inner, "jaxpr", inner), getattr(inner, "consts", ())
+        jaxpr, consts = open_jaxpr(inner), getattr(inner, "consts", ())
         return lambda *args: within.evaluate(jaxpr, consts, args)
 
     def inside(self) -> list[StandIn]:
-        """The stand-ins, without their arrays, that products in the body of the equation will make of their right operands."""
-        return [] if self.chosen is None else [self.chosen.operands[place] for place in self._places_inside()]
+        """The proxies (without array) of the chosen products in the body of the equation."""
+        if self.chosen is None:
+            return []
+        return [self.chosen.operands[place] for place in self._places_inside()]
 
     def with_inside(self, stand_ins: Sequence[Any]) -> "_Evaluator":
-        """An evaluator with others in their places."""
+        """An evaluator with other proxies for those products."""
         if self.chosen is None or not stand_ins:
             return self
         operands = {**self.chosen.operands, **dict(zip(self._places_inside(), stand_ins, strict=True))}
         return dataclasses.replace(self, chosen=dataclasses.replace(self.chosen, operands=operands))
 
     def _places_inside(self) -> list[tuple[int, ...]]:
-        """Where the chosen products are that stand in the body of the equation whose rule is running."""
+        """The places of the chosen products in the body of the equation whose rule is running."""
         assert self.chosen is not None
         around = tuple(map(id, self.around))
         return [place for place in self.chosen.operands if place[-len(around) :] == around and len(place) > len(around)]
 
-    def jitted(self, eqn: Any) -> Callable[..., list[Any]]:
-        """The body of an inner `jit`, jitted, and the same function whenever the same body comes again."""
+    def jitted(self, eqn: jex_core.JaxprEqn) -> Callable[..., list[Any]]:
+        """The jitted body of an inner `jit`; the same function for the same body."""
         params = eqn.params
         body, closed = self.function(params["jaxpr"]), params["jaxpr"]
 
-        def inner(*args: Any) -> list[Any]:
+        def inner(*args: PyTree) -> list[Any]:
             outputs = body(*map(_placed, args, params["in_shardings"]))
             return list(map(_placed, outputs, params["out_shardings"]))
 
@@ -284,8 +288,8 @@ class _Evaluator(AbstractEvaluator):
             self.pieces[key] = (closed, jax.jit(inner, **settings))
         return self.pieces[key][1]
 
-    def equation(self, eqn: Any, values: list[Any]) -> list[Any]:
-        """The results of one equation, by the rule of its primitive where a value stands for an array."""
+    def equation(self, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+        """The results of one equation, by the rule of its primitive where an operand is a proxy."""
         has_stand_in = any(map(stands_in, values))
         is_around = False
         if self.chosen is not None and not has_stand_in:
@@ -305,17 +309,18 @@ class _Evaluator(AbstractEvaluator):
                 reason = str(error)
         values = [self.decoded(eqn, value, reason) for value in values]
         if eqn.primitive.name == "select_n":
-            values[0] = jnp.broadcast_to(values[0], eqn.invars[0].aval.shape)  # as it was before `_as_made`
+            values[0] = jnp.broadcast_to(values[0], shape_of(eqn.invars[0]))  # as it was before `_as_made`
         return bound(eqn, values)
 
     def _rule_of(self, name: str, values: Sequence[Any]) -> Rule | None:
-        """The rule of a primitive: a stand-in brings its own; equations that only carry their operands have one for all."""
-        plain = RULES if any(map(stands_in, values)) else self.rules
-        own = next((value.rules for value in values if isinstance(value, StandIn)), plain)
-        return own.get(name, SHARED.get(name))
+        """The rule of a primitive: a StandIn's own, or that of every operand kind (control flow)."""
+        rules = self.rules
+        if any(map(stands_in, values)):
+            rules = next((value.rules for value in values if isinstance(value, StandIn)), RULES)
+        return rules.get(name, SHARED.get(name))
 
-    def decoded(self, eqn: Any, value: Any, reason: str) -> Any:
-        """The array that a value stands for, where the fallback allows it."""
+    def decoded(self, eqn: jex_core.JaxprEqn, value: PyTree, reason: str) -> Any:
+        """The decoded value, where the fallback allows it."""
         if not stands_in(value):
             return value
         place = Decoded(eqn.primitive.name, repr(value), _source_of(eqn, *self.around), reason)
@@ -326,13 +331,13 @@ class _Evaluator(AbstractEvaluator):
         return array_of(value)
 
 
-def _placed(x: Any, sharding: Any) -> Any:
-    """A value as an inner `jit` wants it sharded, where it says so."""
+def _placed(x: PyTree, sharding: object) -> PyTree:
+    """A value with the sharding that an inner `jit` asks for, if any."""
     return constrained(x, sharding) if isinstance(sharding, jax.sharding.Sharding) else x
 
 
-def _as_made(predicate: Any, jaxpr: Any, read: Callable[[Any], Any]) -> Any:
-    """A predicate before it was broadcast, with axes of length 1 where it was: `vmap` of `cond` makes such."""
+def _as_made(predicate: Atom, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]) -> Any:
+    """A predicate before its broadcast, with axes of length 1 instead: `vmap` of `cond` broadcasts it."""
     for eqn in jaxpr.eqns:
         if predicate in eqn.outvars and eqn.primitive.name == "broadcast_in_dim":
             value, places = read(eqn.invars[0]), eqn.params["broadcast_dimensions"]
@@ -341,6 +346,6 @@ def _as_made(predicate: Any, jaxpr: Any, read: Callable[[Any], Any]) -> Any:
     return read(predicate)
 
 
-def _source_of(*eqns: Any) -> str:
-    """The file and line of an equation; where JAX knows none outside itself, of the equations around it."""
+def _source_of(*eqns: jex_core.JaxprEqn) -> str:
+    """The file and line of an equation, or of the nearest one around it with a line outside JAX."""
     return next(filter(None, (source_info_util.summarize(eqn.source_info) for eqn in eqns)), "within JAX")

@@ -1,4 +1,4 @@
-"""What each JAX primitive does with a quantized operand: one file a kind of primitive, `RULES` for all of them."""
+"""The rule of each JAX primitive with a quantized operand."""
 
 from . import parameters as parameters
 from .control import CONTROL
@@ -9,7 +9,7 @@ from .rule import Rule
 from .sharding import SHARDING
 
 SHARED: dict[str, Rule] = CONTROL | DERIVATIVES
-"""The rules of equations that carry operands of every kind to the equations of their bodies."""
+"""The rules of equations with bodies, for operands of every kind."""
 
 RULES: dict[str, Rule] = PRODUCT | LAYOUT | SHARDING | SHARED
-"""For each primitive, by its name, how an equation with quantized operands is computed."""
+"""The rule of each primitive with quantized operands, by name."""

@@ -1,10 +1,11 @@
-"""What each primitive does with a parameter in training: products follow its policy, moves keep it, tables are fake-quantized."""
+"""Training rules: products of a Latent, layout operations, fake-quantized look-ups."""
 
 import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex_core
 
 from ...array import is_qarray
 from ...array.straight_through import is_covered, passed_through
@@ -26,7 +27,7 @@ MOVES = (
     *("sharding_constraint", "reshard", "all_gather", "pvary"),
     *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split", "rev"),
 )
-"""The primitives whose result is the parameter still, moved about."""
+"""The layout primitives, whose result is still the parameter."""
 
 
 _STILL = (
@@ -35,10 +36,12 @@ _STILL = (
 )
 
 
-def _moved(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A move of the array; its results are the parameter still."""
+def _moved(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A layout operation; its results are still the parameter."""
     outputs = bound(eqn, list(map(plain, values)))
-    sources = list(values) if len(values) == len(outputs) else [values[0]] * len(outputs)
+    sources = list(values)
+    if len(values) != len(outputs):
+        sources = [values[0]] * len(outputs)
     for i, source in enumerate(sources):
         if is_latent(source) and source.scales is not None:
             sources[i], rest = source.forked()
@@ -48,15 +51,18 @@ def _moved(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[An
     for i, (source, out) in enumerate(zip(sources, outputs, strict=True)):
         if is_latent(source):
             out = source.moved(out, _scales_after(eqn, source, values), served[i])
-            out = out if held[i] is None else _held(out, held[i])
+            if is_qarray(held[i]):
+                out = dataclasses.replace(out, held=held[i])
+            elif held[i] is not None:  # it had to be decoded: the values it had, straight-through
+                out = passed_through(out.value, held[i], jnp.ones(held[i].shape, jnp.bool_))
         moved.append(out)
     return moved
 
 
 def _served_after(
-    evaluator: AbstractEvaluator, eqn: Any, values: list[Any], count: int
+    evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], count: int
 ) -> tuple[list[Served | None], list[Any]]:
-    """What the results of a move are served as: tiles, or, where no tiles say it, quantized arrays that were moved."""
+    """The serving tiles of the results, or, where tiles cannot describe them, their quantized arrays."""
     if eqn.primitive.name == "optimization_barrier":
         return [getattr(value, "served", None) for value in values], [getattr(value, "held", None) for value in values]
     latent, *others = values
@@ -71,22 +77,16 @@ def _served_after(
     return [None] * count, evaluator.equation(eqn, [latent.quantized(), *map(plain, others)])
 
 
-def _held(latent: Latent, held: Any) -> Any:
-    """A moved parameter whose quantized array was moved, too; where that had to be decoded, the numbers that it had."""
-    if is_qarray(held):
-        return dataclasses.replace(latent, held=held)
-    return passed_through(latent.value, held, jnp.ones(held.shape, jnp.bool_))
-
-
-def _scales_after(eqn: Any, latent: Latent, values: list[Any]) -> StepScales | None:
-    """The scales of a parameter's leading axes after a move: cut where those axes are cut, one for all where they are lost."""
+def _scales_after(eqn: jex_core.JaxprEqn, latent: Latent, values: list[Any]) -> StepScales | None:
+    """The delayed scales of a parameter's leading axes after a layout operation; their maximum where axes are lost."""
     scales, name, params = latent.scales, eqn.primitive.name, eqn.params
     if scales is None or not scales.ndim or name in _STILL:
         return scales
     n = scales.ndim
     if name == "slice":
         start, limit, strides = params["start_indices"][:n], params["limit_indices"][:n], params["strides"]
-        strides = None if strides is None else strides[:n]
+        if strides is not None:
+            strides = strides[:n]
         return jax.tree.map(lambda leaf: jax.lax.slice(leaf, start, limit, strides), scales)
     if name == "dynamic_slice":
         return jax.tree.map(lambda leaf: jax.lax.dynamic_slice(leaf, values[1 : n + 1], params["slice_sizes"][:n]), scales)
@@ -96,42 +96,53 @@ def _scales_after(eqn: Any, latent: Latent, values: list[Any]) -> StepScales | N
     return widest(scales)
 
 
-def _derivative(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A function with a derivative rule of its own, which knows of no magnitudes that it should show."""
-    delayed = {repr(v): "its products there would not be seen" for v in values if is_latent(v) and v.scales is not None}
+def _derivative(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A function with a custom JVP or VJP, which cannot return the amax of delayed scaling."""
+    delayed = {
+        repr(v): "its amax cannot come out of a custom derivative rule"
+        for v in values
+        if is_latent(v) and v.scales is not None
+    }
     if delayed:
         raise UnsupportedError(f"delayed scaling cannot follow a parameter into {eqn.primitive.name}", delayed)
     return DERIVATIVES[eqn.primitive.name](evaluator, eqn, values)
 
 
-def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A look-up in a table as it will be served, straight through."""
+def _gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A look-up in the table quantized as at serving time, straight-through."""
     table, *others = values
     if not is_latent(table):
         raise NoRuleError("the indices are a parameter")
     return bound(eqn, [_looked_up(table, eqn), *map(plain, others)])
 
 
-def _dynamic_slice(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A row that is looked up, as it will be served; what takes more than a row is a move."""
+def _dynamic_slice(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A looked-up row, quantized as at serving time; a larger slice is a layout operation."""
     moved = _moved(evaluator, eqn, values)
-    return [_looked_up(moved[0], eqn)] if Lookup.of(eqn) is not None and is_latent(moved[0]) else moved
+    if Lookup.of(eqn) is None or not is_latent(moved[0]):
+        return moved
+    return [_looked_up(moved[0], eqn)]
 
 
-def _looked_up(latent: Latent, eqn: Any) -> jax.Array:
-    """The array quantized and decoded, with a gradient that passes straight through; rows have scales of their own."""
+def _looked_up(latent: Latent, eqn: jex_core.JaxprEqn) -> jax.Array:
+    """The fake-quantized array with a straight-through gradient; each row has its own scales."""
     lookup = Lookup.of(eqn)
     assert lookup is not None
     fixed = jax.lax.stop_gradient(latent.value)
-    scale = None if latent.scales is None else widest(latent.scales).weight
+    scale = None
+    if latent.scales is not None:
+        scale = widest(latent.scales).weight
     q = latent.quantized()
     if q is None:
-        axis = lookup.whole[-1] if lookup.whole else latent.ndim - 1
+        axis = max(lookup.whole, default=latent.ndim - 1)
         q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))
-    clips = latent.policy.clips_gradient and latent.policy.weight.calibration.clips
-    passes = is_covered(fixed, q) if clips else jnp.ones(q.shape, jnp.bool_)
+    passes = jnp.ones(q.shape, jnp.bool_)
+    if latent.policy.clips_gradient and latent.policy.weight.calibration.clips:
+        passes = is_covered(fixed, q)
     table = passed_through(latent.value, dequantize(q), passes)
-    return table if scale is None else noted(table, fixed, scale)
+    if scale is None:
+        return table
+    return noted(table, fixed, scale)
 
 
 PARAMETER_RULES |= {name: PRODUCT[name] for name in PRODUCTS} | dict.fromkeys(MOVES, _moved)

@@ -1,33 +1,45 @@
-"""Products and look-ups: the equations that compute from a quantized operand."""
+"""Rules of products and look-ups with quantized operands."""
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex_core
+from jax.typing import ArrayLike, DTypeLike
+from jaxtyping import PyTree
 
 from ..._tiles import Tile
 from ...array import QArray, is_qarray
 from ...kernels.quantize import dequantize
 from ..conv import conv_general_dilated
 from ..dot import dot_general, untransposed
+from ..indices import shape_of
 from ..lookup import Lookup
 from ..ragged import ragged_dot_general
 from ..standin import stands_in
-from .joining import is_packed_along
+from ..take import with_leaves
+from .joining import is_packed_along, spread
 from .rule import AbstractEvaluator, NoRuleError, Rule, bound
 
 
-def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     names = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
     numbers, *settings = (eqn.params[name] for name in names)
     lhs, rhs, numbers = untransposed(values[0], values[1], numbers)  # here, because a jitted product has leaves only
-    product = _jitted_dot_general if evaluator.is_traced else quantized_dot_general
-    return [product(lhs, rhs, numbers, *settings)]
+    return [_compiled(quantized_dot_general, evaluator.is_traced)(lhs, rhs, numbers, *settings)]
 
 
-def quantized_dot_general(lhs: Any, rhs: Any, numbers: Any, precision: Any, preferred: Any, sharding: Any) -> jax.Array:
-    """`fb.dot_general` with settings by place, which `jax.jit` takes as static."""
+def quantized_dot_general(
+    lhs: PyTree,
+    rhs: PyTree,
+    numbers: tuple[Any, ...],
+    precision: jax.lax.PrecisionLike,
+    preferred: DTypeLike | None,
+    sharding: Any,
+) -> jax.Array:
+    """`fb.dot_general` with positional settings, so that `jax.jit` can take them as static."""
     return dot_general(lhs, rhs, numbers, precision, preferred, out_sharding=sharding)
 
 
@@ -37,18 +49,18 @@ _CONV_SETTINGS = (
 )
 
 
-def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _refuse_out_sharding(eqn.params)
-    product = _jitted_conv if evaluator.is_traced else quantized_conv
-    return [product(*values, *(eqn.params[name] for name in _CONV_SETTINGS))]
+    settings = (eqn.params[name] for name in _CONV_SETTINGS)
+    return [_compiled(quantized_conv, evaluator.is_traced)(*values, *settings)]
 
 
-def quantized_conv(lhs: Any, rhs: Any, *settings: Any) -> jax.Array:
-    """`fb.conv_general_dilated` with settings by place, which `jax.jit` takes as static."""
+def quantized_conv(lhs: PyTree, rhs: PyTree, *settings: Any) -> jax.Array:
+    """`fb.conv_general_dilated` with positional settings, so that `jax.jit` can take them as static."""
     return conv_general_dilated(lhs, rhs, *settings)
 
 
-def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params = eqn.params
     _refuse_out_sharding(params)
     lhs, rhs, group_sizes = values
@@ -57,75 +69,81 @@ def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any
     settings = [params[name] for name in ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")]
     offset = params["group_offset"]
     # An offset may be an array, which cannot be static.
-    product = _jitted_ragged_dot if evaluator.is_traced and offset is None else quantized_ragged_dot
+    product = _compiled(quantized_ragged_dot, evaluator.is_traced and offset is None)
     return [product(lhs, rhs, group_sizes, *settings, offset)]
 
 
-def quantized_ragged_dot(lhs: Any, rhs: Any, group_sizes: Any, *settings: Any) -> jax.Array:
-    """`fb.ops.ragged_dot_general` with settings by place, which `jax.jit` takes as static."""
+def quantized_ragged_dot(lhs: PyTree, rhs: PyTree, group_sizes: ArrayLike, *settings: Any) -> jax.Array:
+    """`fb.ops.ragged_dot_general` with positional settings, so that `jax.jit` can take them as static."""
     return ragged_dot_general(lhs, rhs, group_sizes, *settings)
 
 
-# One function for every evaluation, so that JAX traces each product once for operands that are alike.
-_jitted_dot_general = jax.jit(quantized_dot_general, static_argnums=(2, 3, 4, 5))
-_jitted_conv = jax.jit(quantized_conv, static_argnums=tuple(range(2, 2 + len(_CONV_SETTINGS))))
-_jitted_ragged_dot = jax.jit(quantized_ragged_dot, static_argnums=(3, 4, 5, 6))
+# One function for all evaluations, so that JAX traces each product once for operands of equal shapes and schemes.
+_JITTED: dict[Callable[..., jax.Array], Callable[..., jax.Array]] = {
+    quantized_dot_general: jax.jit(quantized_dot_general, static_argnums=(2, 3, 4, 5)),
+    quantized_conv: jax.jit(quantized_conv, static_argnums=tuple(range(2, 2 + len(_CONV_SETTINGS)))),
+    quantized_ragged_dot: jax.jit(quantized_ragged_dot, static_argnums=(3, 4, 5, 6)),
+}
 
 
-def _refuse_out_sharding(params: Any) -> None:
+def _compiled(product: Callable[..., jax.Array], is_traced: bool) -> Callable[..., jax.Array]:
+    return _JITTED[product] if is_traced else product
+
+
+def _refuse_out_sharding(params: Mapping[str, object]) -> None:
     if params.get("out_sharding") is not None:
-        raise NoRuleError("an out_sharding is asked of the product")
+        raise NoRuleError("an out_sharding is requested for the product")
 
 
-def _gather(_: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
-    """A look-up: only the rows taken are decoded, unless it takes elements of an axis along which codes share bytes."""
+def _gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A look-up; only the taken rows are decoded, unless it indexes the packed axis."""
     q, indices = values
     if not is_qarray(q):
-        raise NoRuleError("the indices stand for an array")
+        raise NoRuleError("the indices are quantized")
     lookup = Lookup.of(eqn)
     assert lookup is not None
-    if any(is_packed_along(q, axis) for axis in (*lookup.indexed, *lookup.batch)) or not eqn.outvars[0].aval.shape:
+    if any(is_packed_along(q, axis) for axis in (*lookup.indexed, *lookup.batch)) or not shape_of(eqn.outvars[0]):
         return bound(eqn, [dequantize(q), indices])
     return [filled(eqn, dequantize(_rows(eqn, lookup, q, indices)), indices)]
 
 
-def _rows(eqn: Any, lookup: Lookup, q: QArray, indices: jax.Array) -> QArray:
-    """What a look-up takes, still quantized, indices out of bounds like the nearest."""
+def _rows(eqn: jex_core.JaxprEqn, lookup: Lookup, q: QArray, indices: jax.Array) -> QArray:
+    """The taken rows, still quantized; out-of-bounds indices are clipped."""
 
-    def on_tiles(leaf: Any) -> Any:
-        return _rows(eqn, lookup, leaf, indices) if is_qarray(leaf) else gathered(eqn, leaf, indices, q.tiles)
+    def on_tiles(leaf: jax.Array | QArray) -> jax.Array | QArray:
+        if isinstance(leaf, QArray):
+            return _rows(eqn, lookup, leaf, indices)
+        return gathered(eqn, leaf, indices, q.tiles)
 
-    codes, scale = gathered(eqn, q.codes, indices, (1,) * q.ndim), on_tiles(q.scale)
-    kept = {place: axis for axis, place in lookup.places.items() if axis in lookup.whole}
-    tiles = [
-        q.tiles[kept[place]] if place in kept else None if scale.shape[place] == 1 else 1 for place in range(codes.ndim)
-    ]
-    packed = q.scheme.pack_axis + q.ndim
-    # An axis whose codes have bytes of their own may be gone; any other is as good then.
-    pack_axis = lookup.places[packed] - codes.ndim if packed in lookup.whole else -1
-    zero = None if q.zero_point is None else on_tiles(q.zero_point)
-    tensor = None if q.tensor_scale is None else on_tiles(q.tensor_scale)
-    scheme = q.scheme.with_tiles(tuple(tiles), pack_axis)
-    return QArray(codes, scale, zero, tensor, scheme, q.dtype, q.slack, q.policy)
+    rows = with_leaves(q, on_tiles, codes=gathered(eqn, q.codes, indices, (1,) * q.ndim))
+    tiles: list[Tile] = [None if count == 1 else 1 for count in rows.scale.shape]
+    for axis in lookup.whole:
+        tiles[lookup.places[axis]] = q.tiles[axis]
+    # An axis whose codes are one per byte may be removed; any other serves as the packed axis then.
+    packed, pack_axis = q.scheme.pack_axis + q.ndim, -1
+    if packed in lookup.whole:
+        pack_axis = lookup.places[packed] - len(tiles)
+    return dataclasses.replace(rows, scheme=q.scheme.with_tiles(tuple(tiles), pack_axis))
 
 
-def gathered(eqn: Any, leaf: jax.Array, indices: jax.Array, tiles: Sequence[Tile]) -> jax.Array:
-    """What a gather takes of an array that has an element for each tile of the one that it is for.
+def gathered(eqn: jex_core.JaxprEqn, leaf: jax.Array, indices: jax.Array, tiles: Sequence[Tile]) -> jax.Array:
+    """Gathers from a leaf (such as the scales) that has one element per tile of the indexed array.
 
     Args:
         eqn: the gather.
-        leaf: the array: its axes, some 1 long for all of the other's elements, and perhaps more behind them.
+        leaf: the leaf: the array's axes, some of length 1 (one element for the axis), and perhaps trailing ones.
         indices: the indices.
-        tiles: for each axis how many elements of the other array an element of this one is for.
+        tiles: for each axis, the number of the array's elements per element of the leaf.
 
     Returns:
-        The elements, indices out of bounds like the nearest; 1 long along the axes of the indices where these do not matter.
+        The elements, with out-of-bounds indices clipped; of length 1 along the axes of indices that do not matter.
 
     Raises:
-        NoRuleError: for parts of an axis that are neither one element nor all, and for tiles along an axis of the batch.
+        NoRuleError: for slices of an axis that are neither one element nor all, and for tiles along a batch axis.
     """
-    numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.invars[0].aval.shape
-    behind = range(len(eqn.outvars[0].aval.shape), len(eqn.outvars[0].aval.shape) + leaf.ndim - len(shape))
+    numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], shape_of(eqn.invars[0])
+    ndim = len(shape_of(eqn.outvars[0]))
+    behind = range(ndim, ndim + leaf.ndim - len(shape))
     own = list(leaf.shape)
     for axis in numbers.operand_batching_dims:
         if tiles[axis] not in (None, 1):
@@ -142,29 +160,30 @@ def gathered(eqn: Any, leaf: jax.Array, indices: jax.Array, tiles: Sequence[Tile
     at = []
     for place, axis in enumerate(numbers.start_index_map):
         start = jnp.clip(indices[..., place], 0, shape[axis] - sizes[axis])
-        at.append(
-            start // (tiles[axis] or shape[axis]) if axis in indexed and leaf.shape[axis] > 1 else jnp.zeros_like(start)
-        )
+        if axis in indexed and leaf.shape[axis] > 1:
+            at.append(start // (tiles[axis] or shape[axis]))
+        else:
+            at.append(jnp.zeros_like(start))
     for axis, at_axis in zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True):
-        if indices.shape[at_axis] != leaf.shape[axis]:
-            leaf = jnp.broadcast_to(leaf, [indices.shape[at_axis] if a == axis else n for a, n in enumerate(leaf.shape)])
+        leaf = spread(leaf, axis, indices.shape[at_axis])
     numbers = numbers._replace(offset_dims=(*numbers.offset_dims, *behind))
     mode = jax.lax.GatherScatterMode.PROMISE_IN_BOUNDS
     return jax.lax.gather(leaf, jnp.stack(at, -1), numbers, tuple(own), mode=mode)
 
 
-def filled(eqn: Any, rows: jax.Array, indices: jax.Array) -> jax.Array:
-    """The rows that a gather takes, with its fill value where an index is out of bounds, if it asks for one."""
+def filled(eqn: jex_core.JaxprEqn, rows: jax.Array, indices: jax.Array) -> jax.Array:
+    """The rows of a gather, with its fill value (if any) for out-of-bounds indices."""
     if eqn.params["mode"] not in (None, jax.lax.GatherScatterMode.FILL_OR_DROP):
         return rows
-    numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], eqn.invars[0].aval.shape
+    numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], shape_of(eqn.invars[0])
     last = jnp.asarray([shape[axis] - sizes[axis] for axis in numbers.start_index_map], indices.dtype)
-    is_inside = jnp.all(
-        (indices >= 0) & (indices <= jnp.broadcast_to(last, indices.shape)), axis=-1
-    )  # lax counts no negative index from the end
+    # In lax, a negative index does not count from the end.
+    is_inside = jnp.all((indices >= 0) & (indices <= jnp.broadcast_to(last, indices.shape)), axis=-1)
     is_inside = jnp.expand_dims(is_inside, tuple(map(int, numbers.offset_dims)))
     fill = eqn.params.get("fill_value")
-    return jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan if fill is None else fill))
+    if fill is None:
+        fill = jnp.nan
+    return jnp.where(is_inside, rows, jnp.full_like(rows, fill))
 
 
 PRODUCT: dict[str, Rule] = {

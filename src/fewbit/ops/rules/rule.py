@@ -1,74 +1,77 @@
-"""What a rule is: a function of the evaluator, an equation and its operands, which gives the equation's results."""
+"""The interface of rules, and of the evaluator that calls them."""
 
 import abc
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+from jax.extend import core as jex_core
 from jax.sharding import AxisType
+from jaxtyping import PyTree
 
-from ...array import QArray
 from ..standin import StandIn, stands_in
 
 
 class NoRuleError(Exception):
-    """Why a rule cannot keep the result of an equation quantized; the evaluator then follows the fallback."""
+    """Why a rule cannot keep a result quantized; the evaluator then follows the fallback."""
 
 
 class AbstractEvaluator(abc.ABC):
-    """What rules ask of the evaluator of `fewbit.ops.transparent`.
+    """The evaluator of `fewbit.ops.transparent`, as rules use it.
 
     Attributes:
-        is_traced: whether JAX is tracing what is evaluated.
+        is_traced: whether the evaluation is being traced.
     """
 
     is_traced: bool
 
     @abc.abstractmethod
-    def evaluate(self, jaxpr: Any, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The outputs of a jaxpr for values that may be QArrays."""
+    def evaluate(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
+        """The outputs of a jaxpr for values that may be proxies."""
 
     @abc.abstractmethod
-    def function(self, inner: Any) -> Callable[..., list[Any]]:
-        """The body of an equation, a jaxpr, as a function of values that may be QArrays."""
+    def function(self, inner: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
+        """An equation's body as a function of values that may be proxies."""
 
     @abc.abstractmethod
-    def decoded(self, eqn: Any, value: Any, reason: str) -> Any:
-        """The array that a value stands for, where the fallback allows it."""
+    def decoded(self, eqn: jex_core.JaxprEqn, value: PyTree, reason: str) -> Any:
+        """The decoded value, where the fallback allows it."""
 
     @abc.abstractmethod
-    def equation(self, eqn: Any, values: Sequence[Any]) -> list[Any]:
-        """The results of one equation, by the rule of its primitive where a value stands for an array."""
+    def equation(self, eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+        """The results of one equation, by the rule of its primitive where an operand is a proxy."""
 
     @abc.abstractmethod
     def inside(self) -> list[StandIn]:
-        """The stand-ins, without their arrays, that products in the body of the equation will make of their right operands."""
+        """The proxies (without array) of the chosen products in the body of the equation."""
 
     @abc.abstractmethod
     def with_inside(self, stand_ins: Sequence[Any]) -> "AbstractEvaluator":
-        """An evaluator with others in their places."""
+        """An evaluator with other proxies for those products."""
 
     @abc.abstractmethod
-    def jitted(self, eqn: Any) -> Callable[..., list[Any]]:
-        """The body of an inner `jit`, jitted, and the same function whenever the same body comes again."""
+    def jitted(self, eqn: jex_core.JaxprEqn) -> Callable[..., list[Any]]:
+        """The jitted body of an inner `jit`; the same function for the same body."""
 
 
 Rule: TypeAlias = Callable[[Any, Any, list[Any]], list[Any]]
-"""The evaluator, the equation and the values of its operands, at least one of which stands for an array, to its results."""
+"""From the evaluator, an equation and its operands, at least one of them a proxy, to the results."""
 
 
-def bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
+def bound(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     """The equation as JAX computes it."""
     primitive = eqn.primitive
     outputs = primitive.bind(*values, **primitive.get_bind_params(eqn.params))
-    return list(outputs) if primitive.multiple_results else [outputs]
+    if primitive.multiple_results:
+        return list(outputs)
+    return [outputs]
 
 
-def logical(x: Any) -> Any:
-    """What traced code sees of a value: of a QArray its shape, dtype, and sharding where JAX keeps it in the type."""
+def logical(x: PyTree) -> PyTree:
+    """What traced code sees of a value: of a proxy its shape, dtype, and sharding if JAX has it in the type."""
     if not stands_in(x):
         return x
-    leaf = jax.typeof(x.codes if isinstance(x, QArray) else jax.tree.leaves(x)[0])  # it has the axes of the array
+    leaf = jax.typeof(jax.tree.leaves(x)[0])  # of a QArray the codes; it has the axes of the array
     where = {}
     if AxisType.Explicit in leaf.sharding.mesh.axis_types:
         where["sharding"] = leaf.sharding

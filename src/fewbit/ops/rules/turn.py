@@ -1,8 +1,7 @@
-"""One element of a stack of quantized arrays, as a turn of a loop meets it: products read it where it lies.
+"""A lazily sliced element of a scanned QArray; kernels index the stack instead of copying the slice.
 
-A loop over stacked layers takes a slice of every leaf at each turn, and a kernel that is called with the slice needs it as an
-array of its own: on a CPU copying it costs more than the product with one row. So the loop's body gets the whole stack and
-the index. Every operation that is no product copies the slice then, as it would have been anyway.
+A scan over stacked layers slices every leaf in each iteration, and a kernel that is called with the slice needs a copy of it:
+on a CPU the copy costs more than a GEMV. So the loop's body gets the stack and the index. Any other operation slices first.
 """
 
 import dataclasses
@@ -12,7 +11,8 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int
+from jax.extend import core as jex_core
+from jaxtyping import Array, Int, PyTree
 
 from ...array import QArray
 from ...array.scheme import Scheme
@@ -24,10 +24,12 @@ from .rule import AbstractEvaluator, Rule
 
 
 class _Rules(dict[str, Rule]):
-    """Rules of a few primitives; calls keep theirs, and everything else takes the element by itself."""
+    """Rules of a few primitives; calls have their own rules, and all others slice the stack."""
 
-    def get(self, key: str, default: Any = None) -> Any:
-        return super().get(key, default if key in ("jit", "pjit", "closed_call") else _by_itself)
+    def get(self, key: str, default: Rule | None = None) -> Any:
+        if key not in ("jit", "pjit", "closed_call"):
+            default = _sliced
+        return super().get(key, default)
 
 
 @jax.tree_util.register_dataclass
@@ -36,9 +38,9 @@ class Turn(StandIn):
     """The index-th array of a stack.
 
     Attributes:
-        stack: the arrays, stacked along the first axis, each with leaves of its own.
-        index: which of them.
-        is_transposed: whether its transpose is meant, whose axes a product takes in the other order. Static.
+        stack: the arrays, stacked along the first axis of every leaf.
+        index: the element.
+        is_transposed: whether this is the element's transpose. Static.
     """
 
     stack: QArray
@@ -57,55 +59,59 @@ class Turn(StandIn):
         return np.dtype(self.stack.dtype)
 
     def alone(self) -> QArray:
-        """The array by itself."""
+        """The element as a QArray."""
         x = element(self.stack, self.index)
-        return x.T if self.is_transposed else x
+        if self.is_transposed:
+            return x.T
+        return x
 
     def array(self) -> jax.Array:
         return dequantize(self.alone())
 
     def stacked(self) -> Any:
-        raise AssertionError("loops take the element by itself")
+        raise AssertionError("loops slice the stack first")
 
 
-def left_in_place(x: Any) -> bool:
-    """Whether a loop should take the elements of a stack as Turns: compiled kernels read them where they lie."""
+def left_in_place(x: object) -> bool:
+    """Whether a loop should slice a stack lazily: compiled kernels can index it."""
     if not isinstance(x, QArray) or x.ndim != 3 or x.policy is not None or isinstance(x.scheme.scale, Scheme):
         return False
     return reads_packed_weights()
 
 
-def alone(value: Any) -> Any:
-    """A value, a Turn's as the QArray that it stands for."""
+def alone(value: PyTree) -> PyTree:
+    """A value; a Turn is sliced to a QArray."""
     return value.alone() if isinstance(value, Turn) else value
 
 
-def _by_itself(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _sliced(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     return evaluator.equation(eqn, [alone(value) for value in values])
 
 
-def _dot_general(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     lhs, rhs = values
     params = eqn.params
     if not isinstance(rhs, Turn) or stands_in(lhs) or params["out_sharding"] is not None:
-        return _by_itself(evaluator, eqn, values)
+        return _sliced(evaluator, eqn, values)
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     if rhs.is_transposed:
         right, right_batch = (tuple(1 - axis for axis in axes) for axes in (right, right_batch))
     numbers = ((left, right), (left_batch, right_batch))
     settings = (numbers, params["precision"], params["preferred_element_type"])
     result = picked_product(jnp.asarray(lhs), rhs.stack, rhs.index, *settings)
-    return _by_itself(evaluator, eqn, values) if result is None else [result]
+    if result is None:
+        return _sliced(evaluator, eqn, values)
+    return [result]
 
 
-def _convert_element_type(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _convert_element_type(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     dtype = eqn.params["new_dtype"]
     if eqn.params["sharding"] is not None or not jnp.issubdtype(dtype, jnp.floating):
-        return _by_itself(evaluator, eqn, values)
+        return _sliced(evaluator, eqn, values)
     return [dataclasses.replace(values[0], stack=values[0].stack.astype(dtype))]
 
 
-def _transpose(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+def _transpose(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     swaps = tuple(eqn.params["permutation"]) == (1, 0)
     return [dataclasses.replace(values[0], is_transposed=values[0].is_transposed != swaps)]
 
