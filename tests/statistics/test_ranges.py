@@ -152,7 +152,7 @@ def test_poison_is_not_lost(rule: AbstractRange, poison: float):
     batches[2, 3, 1] = poison
     state = after(rule, batches)
     assert not np.isfinite([state.low, state.high]).all()
-    with pytest.raises(QuantError, match="the range is not finite: a batch held a NaN or an infinity"):
+    with pytest.raises(QuantError, match="the range is not finite: a batch had a NaN or an infinity"):
         state.scale("int8")
 
 

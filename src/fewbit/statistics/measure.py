@@ -72,16 +72,16 @@ class Measure(AbstractMeasure):
         if not self.collect:
             raise QuantError(f"collect is empty; take some of {', '.join(STATISTICS)}")
 
-    def of(self, met: Met) -> Observation:
-        x = jax.lax.stop_gradient(met.x).astype(jnp.float32)
+    def of(self, operand: Met) -> Observation:
+        x = jax.lax.stop_gradient(operand.x).astype(jnp.float32)
         found: dict[str, Any] = {"range": None, "absmax": None, "hessian": None, "count": None}
         if "range" in self.collect:
             found["range"] = self.rule.init(x.shape).update(x)
         if "absmax" in self.collect:
-            vectors = _vectors(met, x, "absmax")
+            vectors = _vectors(operand, x, "absmax")
             found["absmax"] = jnp.max(jnp.abs(vectors), axis=tuple(range(vectors.ndim - 1)))  # [K]
         if "hessian" in self.collect:
-            vectors = _vectors(met, x, "hessian")
+            vectors = _vectors(operand, x, "hessian")
             found["hessian"] = jnp.einsum("...tk,...tl->...kl", vectors, vectors, precision="highest")  # [*B, K, K]
             found["count"] = jnp.float32(vectors.shape[-2])
         return Observation(**found)
@@ -100,15 +100,15 @@ class Measure(AbstractMeasure):
         )
 
 
-def _vectors(met: Met, x: jax.Array, statistic: Statistic) -> jax.Array:
+def _vectors(operand: Met, x: jax.Array, statistic: Statistic) -> jax.Array:
     """The vectors that the product contracts."""
-    if met.contracted is None or (met.batch is None and statistic == "hessian"):
+    if operand.contracted is None or (operand.batch is None and statistic == "hessian"):
         kinds = {"absmax": "a convolution", "hessian": "a convolution or a ragged product"}
         raise UnsupportedError(
             f"{statistic} is not collected for {kinds[statistic]}; remove it from collect, or exclude the parameter"
         )
-    batch = met.batch or ()
-    others = [axis for axis in range(x.ndim) if axis not in (*batch, *met.contracted)]
+    batch = operand.batch or ()
+    others = [axis for axis in range(x.ndim) if axis not in (*batch, *operand.contracted)]
     lengths = [x.shape[axis] for axis in batch]
-    size = math.prod(x.shape[axis] for axis in met.contracted)
-    return x.transpose(*batch, *others, *met.contracted).reshape(*lengths, -1, size)  # [*B, T, K]
+    size = math.prod(x.shape[axis] for axis in operand.contracted)
+    return x.transpose(*batch, *others, *operand.contracted).reshape(*lengths, -1, size)  # [*B, T, K]
