@@ -78,9 +78,6 @@ class QuantizedCache:
             keys: of the T new tokens, in any floating dtype.
             values: as `keys`.
 
-        Returns:
-            The new cache.
-
         Raises:
             QuantError: when the shapes are not those of the cache, and when layer or length are concrete (not traced) and
                 the layer does not exist or the tokens do not fit. Inside `jit` the length is not known: tokens beyond the
@@ -175,9 +172,6 @@ def empty_quantized_cache(
         heads: the number of KV heads (K).
         head_dim: the head width (h).
         room: the max length (S).
-
-    Returns:
-        The cache.
 
     Raises:
         QuantError: when a number is not positive.

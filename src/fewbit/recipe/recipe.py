@@ -108,9 +108,6 @@ def recipe(spec: RecipeLike) -> Recipe:
         spec: a registered name (`fb.RECIPES.names()`); a path that ends in `.json`; a scheme's name, such as `"int4_g64"`,
             which makes `weight_only` of it; the object that `Recipe.to_json` gives; or a Recipe.
 
-    Returns:
-        The recipe.
-
     Raises:
         QuantError: for an unknown name, with the names near it; for a file that cannot be read or is not a recipe.
 
@@ -163,9 +160,7 @@ def weight_only(
         The recipe, of two rules: embedding tables, then matmul weights, convolution kernels and expert stacks.
     """
     scheme = as_scheme(scheme)
-    table = None
-    if embedding is not None:
-        table = Policy(as_scheme(embedding))
+    table = None if embedding is None else Policy(as_scheme(embedding))
     rules = Rule(".*", table, roles=(Role.EMBEDDING,), optional=True), Rule(".*", Policy(scheme), roles=WEIGHT_ROLES)
     return Recipe(rules, name or scheme.name, description)
 

@@ -61,9 +61,7 @@ class Resolved:
     @property
     def policy(self) -> Policy | None:
         """The policy of its products and look-ups; None where it is not quantized."""
-        if self.rule is None or self.axis is None:
-            return None
-        return self.rule.policy
+        return None if self.rule is None or self.axis is None else self.rule.policy
 
     @property
     def served(self) -> Served | None:
@@ -100,9 +98,6 @@ class Resolution:
             inputs: example inputs, likewise.
             kwargs: keyword arguments, which are not traced.
 
-        Returns:
-            The resolution.
-
         Raises:
             QuantError: when a rule that is not optional matches nothing, when uses of a parameter want tiles along different
                 axes and its rule names none, and for groups of a sparsity that do not fit a parameter.
@@ -126,9 +121,6 @@ class Resolution:
             params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
             inputs: example inputs of `fn`.
             roles: the roles of parameters, by path. Where `fn` is given they override its roles, not its axes.
-
-        Returns:
-            The resolution.
 
         Raises:
             QuantError: as `of`; without code for a recipe with rules for products without a parameter.

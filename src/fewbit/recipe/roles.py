@@ -141,9 +141,7 @@ def _role_of_uses(uses: tuple[Use, ...]) -> Role:
         return Role.CONVOLUTION
     if "ragged_dot" in ops or any(use.op == "dot_general" and use.batch for use in uses):
         return Role.EXPERTS
-    if "dot_general" in ops:
-        return Role.MATMUL
-    return Role.OTHER
+    return Role.MATMUL if "dot_general" in ops else Role.OTHER
 
 
 _LEAVES = ("weight", "kernel", "value", "w", "embedding", "scale")
@@ -174,9 +172,6 @@ def refined(roles: Mapping[str, Role]) -> dict[str, Role]:
 
     Args:
         roles: the roles so far, by path; the parts of a path are separated by `.` or `/`.
-
-    Returns:
-        The roles.
 
     >>> paths = ("moe.gate.weight", "moe.experts.w1", "mlp.gate.weight")
     >>> [str(role) for role in refined(dict.fromkeys(paths, Role.MATMUL)).values()]

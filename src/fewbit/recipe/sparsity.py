@@ -97,9 +97,6 @@ class Sparsity:
 
         Args:
             w: the weights; their shape counts.
-
-        Returns:
-            The state of step 0.
         """
         return SparsityState(jnp.ones(jnp.shape(w), jnp.bool_), jnp.zeros((), jnp.int32))
 
@@ -113,16 +110,11 @@ class Sparsity:
             w: the weights. They are not differentiated.
             step: the number of this step; None counts the updates from 0.
 
-        Returns:
-            The state with the mask for this step.
-
         Raises:
             QuantError: without an axis, and for a length along it that `m` does not divide.
         """
         axes = self._axes
-        now = state.step
-        if step is not None:
-            now = jnp.asarray(step, jnp.int32)
+        now = state.step if step is None else jnp.asarray(step, jnp.int32)
         since = now - self.start_step
         is_due = (since >= 0) & (since % self.update_step == 0)
         w = jax.lax.stop_gradient(w)
@@ -167,9 +159,6 @@ class Sparsity:
         Args:
             w: the weights.
             state: the state with the mask.
-
-        Returns:
-            A float32 number.
         """
         pruned = jnp.where(state.mask, jnp.zeros_like(w), w).astype(jnp.float32)
         return jnp.sum(jnp.square(pruned)) / 2

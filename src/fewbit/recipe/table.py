@@ -27,9 +27,6 @@ def plan_text(plan: "Plan", groups: Iterable[tuple[str, int, PlanRow]], *, width
         plan: the plan.
         groups: the rows to show: a name, the number of parameters that the row summarises, and the row.
         width: how many characters a line has; None takes the terminal's width, or 160 without a terminal.
-
-    Returns:
-        The text.
     """
     quantized = sum(row.policy is not None for row in plan)
     footer = (

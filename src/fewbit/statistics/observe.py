@@ -89,9 +89,7 @@ def observe(
         return notes.found
 
     for batch in batches:
-        inputs = (batch,)
-        if isinstance(batch, tuple):
-            inputs = batch
+        inputs = batch if isinstance(batch, tuple) else (batch,)
         if found is None:
             plan = Resolution.of(resolved, fn, params, *inputs, **kwargs)
             uses = {path: one.uses for path, one in plan.parameters.items()}
@@ -101,9 +99,7 @@ def observe(
                 products = tuple(product for product in plan.products if product.name in quantized)
         now = measured(*_split((params, inputs)))
         _refuse_missing(set(paths) - set(now), {_label(product.name) for product in products} - set(now), decoded)
-        earlier, found = found, now
-        if earlier is not None:
-            found = joined(earlier, now)
+        found = now if found is None else joined(found, now)
     if found is None:
         raise QuantError("batches is empty; pass at least one batch")
     ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found if path in uses)

@@ -52,9 +52,6 @@ class AbstractRange(abc.ABC):
 
         Args:
             shape: the shape of the arrays to observe; only the lengths of `axes` are read, so it is optional without them.
-
-        Returns:
-            A state of count 0.
         """
         depth = self.depth
         if len(shape) < depth:
@@ -93,9 +90,6 @@ class RangeState:
 
         Args:
             x: a floating array of any shape that has the rule's axes. It is not differentiated.
-
-        Returns:
-            The new state.
         """
         x = jax.lax.stop_gradient(jnp.asarray(x)).astype(jnp.float32)
         depth = self.rule.depth
@@ -119,9 +113,6 @@ class RangeState:
 
         Args:
             later: a state of the same rule; both may be stacked.
-
-        Returns:
-            The state of all batches.
         """
         if later.rule != self.rule:
             raise QuantError(f"states of two rules cannot be merged: {self.rule} and {later.rule}")

@@ -54,9 +54,6 @@ class DelayedScale:
             margin: the scale is `2**margin` times what the history requires, so that values may grow by as much before they
                 saturate.
 
-        Returns:
-            The state.
-
         Raises:
             QuantError: for an unknown format or a length below 1.
         """
@@ -74,9 +71,6 @@ class DelayedScale:
 
         Args:
             x: the floating array of this step. It is not differentiated.
-
-        Returns:
-            The state of the next step.
         """
         if self.scale.ndim:
             raise QuantError(f"the state is stacked (its scale has shape {self.scale.shape}); update it under jax.vmap")
@@ -87,9 +81,6 @@ class DelayedScale:
 
         Args:
             amax: the amax; of a stacked state one for each element.
-
-        Returns:
-            The state of the next step.
         """
         amax = jnp.asarray(amax, jnp.float32)
         amax = jnp.where(jnp.isfinite(amax), amax, jnp.zeros_like(amax))
@@ -103,9 +94,6 @@ class DelayedScale:
 
         Args:
             other: the state of another part, of the same format, margin and length; both may be stacked.
-
-        Returns:
-            The state of the full step.
 
         Raises:
             QuantError: for a state of another format, margin or length.

@@ -38,14 +38,11 @@ class ProductScales:
 
     @classmethod
     def init(cls, policy: Policy, stack: tuple[int, ...] = ()) -> Self:
-        """The state before the first step.
+        """The state before the first step: empty histories, and scales of 1.
 
         Args:
             policy: the policy, with delayed scaling.
             stack: the lengths of leading axes of which each element has a state of its own.
-
-        Returns:
-            Empty histories, and scales of 1.
         """
         config = policy.delayed
         assert config is not None
@@ -88,9 +85,6 @@ class DelayedState:
 
         Args:
             seen: the gradient of the loss with respect to this state, or several of them `merge`d.
-
-        Returns:
-            The state of the next step.
         """
         is_history = {"is_leaf": lambda x: isinstance(x, DelayedScale)}
         return jax.tree.map(lambda state, amax: state.advance(amax.scale), self, seen, **is_history)
@@ -102,9 +96,6 @@ class DelayedState:
 
         Args:
             other: the gradient with respect to the state of another part of the step.
-
-        Returns:
-            The merged gradient.
         """
         return jax.tree.map(jnp.maximum, self, other)
 
@@ -167,15 +158,12 @@ def _delayed(policies: Mapping[str, Policy]) -> dict[str, Policy]:
 def step_scales(
     state: DelayedState | None, policies: Mapping[str, Policy], weightless: Mapping[str, Policy]
 ) -> tuple[dict[str, StepScales], dict[str, StepScales]]:
-    """The scales of this step by parameter, and by product without one.
+    """The delayed scales of this step, by parameter and by product without one.
 
     Args:
         state: the state; None where the caller has none.
         policies: the policies of the parameters that are trained.
         weightless: the policies of products without a parameter.
-
-    Returns:
-        The scales of the parameters, and of the products, whose policies have delayed scaling.
 
     Raises:
         QuantError: when the state is for other parameters or products.
@@ -184,9 +172,7 @@ def step_scales(
     need = _labels(_delayed(policies), _delayed(weightless))
     have = _labels(given.products, given.weightless)
     if need != have:
-        what = f"delayed= has them for {sorted(have)[:5]}"
-        if state is None:
-            what = "there is no delayed="
+        what = "there is no delayed=" if state is None else f"delayed= has them for {sorted(have)[:5]}"
         raise QuantError(
             f"delayed scaling takes the scales of {sorted(need)[:5]} from earlier steps, and {what}; start with delayed_state "
             "of the same function, parameters and recipe, imported from where train is (fb, frameworks.nnx or "

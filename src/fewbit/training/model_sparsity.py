@@ -44,15 +44,11 @@ class ModelSparsity:
             params: the parameters, dense. They are not differentiated.
             step: the number of this step; None counts the updates from 0.
 
-        Returns:
-            The state for this step.
-
         Raises:
             QuantError: when the parameters are others than the state's.
         """
-        leaves, now = self._leaves(params), self.step
-        if step is not None:
-            now = jnp.asarray(step, jnp.int32)
+        leaves = self._leaves(params)
+        now = self.step if step is None else jnp.asarray(step, jnp.int32)
         renewed = {path: rule.update(self._state(path), leaves[path], now).mask for path, rule in self.rules}
         return dataclasses.replace(self, masks=renewed, step=now + 1)
 
@@ -75,13 +71,10 @@ class ModelSparsity:
         return jax.tree.unflatten(treedef, list(leaves.values()))
 
     def penalty(self, params: PyTree) -> Float[Array, ""]:
-        """Half the sum of squares of all pruned weights, the decay of SR-STE (`Sparsity.penalty`).
+        """Half the sum of squares of all pruned weights, float32: `Sparsity.penalty`.
 
         Args:
             params: the parameters.
-
-        Returns:
-            A float32 number.
 
         Raises:
             QuantError: when the parameters are others than the state's.
@@ -142,25 +135,16 @@ def masked(params: PyTree, state: ModelSparsity | None, rules: Mapping[str, Spar
         state: the state; None where the caller has none.
         rules: the sparsities of the recipe.
 
-    Returns:
-        The tree with zeros where the masks prune it.
-
     Raises:
         QuantError: when the state is not one of those sparsities.
     """
-    own: dict[str, Sparsity] = {}
-    if state is not None:
-        own = dict(state.rules)
+    own = {} if state is None else dict(state.rules)
     if dict(rules) != own:
         asked, given = ({f"{path} {rule.to_json()}" for path, rule in some.items()} for some in (rules, own))
-        what = f"sparsity= has {sorted(given - asked)[:5]} instead"
-        if state is None:
-            what = "there is no sparsity="
+        what = "there is no sparsity=" if state is None else f"sparsity= has {sorted(given - asked)[:5]} instead"
         raise QuantError(
             f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {what}; start with sparsity_state of the same "
             "function, parameters and recipe, imported from where train is (fb, frameworks.nnx or frameworks.linen), update it "
             "in each step, and pass it as sparsity="
         )
-    if state is None:
-        return params
-    return state.apply(params)
+    return params if state is None else state.apply(params)

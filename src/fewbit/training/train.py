@@ -79,9 +79,7 @@ def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded
         scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
         params = masked(params, sparsity, found.sparsities)
         chosen = chosen_products(found.product_policies, key, product_scales)
-        run = kept
-        if chosen is not None:
-            run = evaluated(fn, "dequantize", report, chosen)
+        run = kept if chosen is None else evaluated(fn, "dequantize", report, chosen)
         return run(_latents(params, found, key, scales), *args, **kwargs)
 
     trained.__name__ = getattr(fn, "__name__", "trained")

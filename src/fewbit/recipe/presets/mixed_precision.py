@@ -40,10 +40,8 @@ class _Layer:
             if self.a_bits is not None:
                 raise UnsupportedError(f"entry {key!r} quantizes the activation alone; it must have w_bits, too")
             return None
-        weight, activation = self._scheme(key, self.w_bits, self.w_scale), None
-        if self.a_bits is not None:
-            activation = self._scheme(key, self.a_bits, self.a_scale)
-        return Policy(weight, activation, clips_gradient=False)
+        activation = None if self.a_bits is None else self._scheme(key, self.a_bits, self.a_scale)
+        return Policy(self._scheme(key, self.w_bits, self.w_scale), activation, clips_gradient=False)
 
     def _scheme(self, key: str, bits: int, clip: float) -> Scheme:
         """AQT's integers: `clip * amax` is the upper edge of the largest code."""
@@ -77,9 +75,6 @@ def maxtext_mixed_precision(
         name: the recipe's name.
         path: the parameters that follow `"__default__"` where no key matches.
         description: one line about it.
-
-    Returns:
-        The recipe.
 
     Raises:
         QuantError: for an unknown field, bits outside 2 to 8, or a file that cannot be read.

@@ -60,9 +60,7 @@ class Adapted(StandIn):
         return self.a, self.b, self.keys
 
     def __repr__(self) -> str:
-        kind = f"{self.dtype.name}{list(self.shape)}"
-        if is_qarray(self.base):
-            kind = repr(self.base)
+        kind = repr(self.base) if is_qarray(self.base) else f"{self.dtype.name}{list(self.shape)}"
         return f"{kind} with an adapter of rank {self.a.shape[-1]}"
 
     def moved(self, base: object, move: Callable[[Array], Array]) -> "Adapted":
@@ -72,9 +70,8 @@ class Adapted(StandIn):
         return dataclasses.replace(self, base=base, **factors)
 
     def stacked(self) -> "Adapted":
-        base, length = self.base, self.shape[0]
-        if is_qarray(base):
-            base = stacked(base)
+        length = self.shape[0]
+        base = stacked(self.base) if is_qarray(self.base) else self.base
         return self.moved(base, lambda factor: jnp.broadcast_to(factor, (length, *factor.shape[1:])))
 
     def array(self) -> Array:

@@ -148,15 +148,10 @@ def init(
     others = [path for path in matched if path not in fit]
     if others and (without_product == "error" or not fit):
         reasons = "; ".join(f"{path} {_without_product(leaves[path], uses.get(path, ()))}" for path in others[:8])
-        remedy = "match the weights of products"
-        if fit:
-            remedy = "narrow match, or pass without_product='skip'"
+        remedy = "narrow match, or pass without_product='skip'" if fit else "match the weights of products"
         raise QuantError(f"match {match!r} matches {len(others)} parameters that no adapter fits: {reasons}; {remedy}")
-    if alpha is None:
-        alpha = rank
-    return {
-        path: _fresh(path_key(key, path), leaves[path].shape, *axes, rank, float(alpha), dtype) for path, axes in fit.items()
-    }
+    alpha = float(rank if alpha is None else alpha)
+    return {path: _fresh(path_key(key, path), leaves[path].shape, *axes, rank, alpha, dtype) for path, axes in fit.items()}
 
 
 def path_key(key: Key[Array, ""], path: str) -> Key[Array, ""]:

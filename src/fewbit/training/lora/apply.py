@@ -81,12 +81,9 @@ def apply(
             raise QuantError(f"a function adapted with dropout={dropout} takes no dropout_key")
 
         def with_adapter(path: str, w: Weight, adapter: Adapter) -> Adapted:
-            keys = None
-            if dropout_key is not None:
-                keys = _keys(path_key(dropout_key, path), w.shape, adapter.stacked)
-            if not isinstance(w, QArray):
-                w = jnp.asarray(w)
-            return Adapted(w, *adapter.aligned(), keys, adapter.scale, dropout)
+            keys = None if dropout_key is None else _keys(path_key(dropout_key, path), w.shape, adapter.stacked)
+            base = w if isinstance(w, QArray) else jnp.asarray(w)
+            return Adapted(base, *adapter.aligned(), keys, adapter.scale, dropout)
 
         return inner(with_adapters(params, adapters, with_adapter), *args, **kwargs)
 

@@ -50,9 +50,6 @@ def contracted(
         out: the numbers of the result's axes, of length 1 where neither array has one. Axes not in `out` are summed over.
         precision: as in `jax.lax.dot_general`.
         dtype: the dtype of the accumulator and the result.
-
-    Returns:
-        The contraction.
     """
     (x, of_x), (y, of_y) = (_without_units(*operand) for operand in (left, right))
     lone = [i for i, n in enumerate(of_x) if n not in out and n not in of_y]

@@ -67,9 +67,7 @@ def _as_base(x: jax.Array, base: QArray, adapter: Adapter) -> QArray:
         back = sorted(range(base.ndim), key=lambda i: order[i])
         return dataclasses.replace(q.transpose(*back), policy=base.policy)
 
-    if adapter.stacked:
-        base = stacked(base)
-    return _for_each(one, adapter)(x, base)
+    return _for_each(one, adapter)(x, stacked(base) if adapter.stacked else base)
 
 
 def _for_each(one: Callable[..., QArray], adapter: Adapter) -> Callable[..., QArray]:
