@@ -107,8 +107,9 @@ def _refusal(rule: Rule, refused: Mapping[str, Role]) -> str:
 
 
 def _few(paths: list[str]) -> str:
-    more = [f" and {len(paths) - 8} more"] if len(paths) > 8 else []
-    return "".join([", ".join(paths[:8]), *more])
+    if len(paths) <= 8:
+        return ", ".join(paths)
+    return f"{', '.join(paths[:8])} and {len(paths) - 8} more"
 
 
 def stacked_axes(uses: tuple[Use, ...]) -> tuple[int, ...]:

@@ -61,7 +61,9 @@ class Resolved:
     @property
     def policy(self) -> Policy | None:
         """The policy of its products and look-ups; None where it is not quantized."""
-        return None if self.rule is None or self.axis is None else self.rule.policy
+        if self.rule is None or self.axis is None:
+            return None
+        return self.rule.policy
 
     @property
     def served(self) -> Served | None:

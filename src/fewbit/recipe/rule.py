@@ -111,15 +111,11 @@ class Rule:
         """The roles that the rule matches: those it names, or the default ones."""
         if self.roles or not self.changes:
             return self.roles or tuple(Role)
-        if self.axis is None:
-            return QUANTIZED_ROLES
-        return (*QUANTIZED_ROLES, Role.UNKNOWN)
+        return QUANTIZED_ROLES if self.axis is None else (*QUANTIZED_ROLES, Role.UNKNOWN)
 
     def matches_path(self, path: str) -> bool:
         """Whether the rule's path matches this one in full."""
-        if self.literal is not None:
-            return path == self.literal
-        return self._pattern.fullmatch(path)
+        return self._pattern.fullmatch(path) if self.literal is None else path == self.literal
 
     def matches(self, path: str, ops: tuple[str, ...], role: Role | None = None) -> bool:
         """Whether a parameter with this path, used by these operations, follows this rule.

@@ -76,12 +76,8 @@ class Sparsity:
             raise QuantError(f"start_step is {start_step} and update_step {update_step}; must be at least 0 and at least 1")
         if gradient not in ("identity", "masked"):
             raise QuantError(f"gradient is {gradient!r}, must be identity or masked")
-        object.__setattr__(self, "n", n)
-        object.__setattr__(self, "m", m)
-        object.__setattr__(self, "axis", as_axes(axis))
-        object.__setattr__(self, "start_step", start_step)
-        object.__setattr__(self, "update_step", update_step)
-        object.__setattr__(self, "gradient", gradient)
+        fields = {"n": n, "m": m, "axis": as_axes(axis), "start_step": start_step, "update_step": update_step}
+        vars(self).update(fields, gradient=gradient)
 
     def __str__(self) -> str:
         return f"{self.n}:{self.m} sparse"

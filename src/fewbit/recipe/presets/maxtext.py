@@ -100,9 +100,7 @@ def maxtext_recipe(
         if quant_cfg_path is None:
             raise QuantError("quantization 'intmp' needs quant_cfg_path, a JSON of bits by layer")
         return maxtext_mixed_precision(quant_cfg_path, name=name, path=path, description=text)
-    ops = ["dot_general"]
-    if quantization == "fp8_full":
-        ops.append("ragged_dot")
+    ops = ("dot_general", "ragged_dot") if quantization == "fp8_full" else ("dot_general",)
     return Recipe((Rule(path, make(fields), ops=ops, sparsity=_sparsity(fields)),), name, text)
 
 
@@ -119,11 +117,11 @@ def _sparsity(fields: Mapping[str, Any]) -> Sparsity | None:
 def _in_qwix(quantization: str, asked: bool | None) -> bool:
     """Whether Qwix computes a value."""
     can = {place for place, values in ((True, _QWIX), (False, _OWN)) if quantization in values}
-    if asked is not None and asked not in can:
+    if asked is None:
+        return False not in can
+    if asked not in can:
         raise QuantError(f"quantization {quantization!r} needs {_QWIX_FLAG}={not asked}")
-    if asked is not None:
-        return asked
-    return False not in can
+    return asked
 
 
 # --- the numerics, each a Policy from the given fields ---
@@ -132,9 +130,7 @@ def _in_qwix(quantization: str, asked: bool | None) -> bool:
 def _aqt_int8(fields: Mapping[str, Any]) -> Policy:
     """AQT's config_v3: all int8, gradients rounded stochastically; dgrad and wgrad quantize the float operands."""
     arm = Arm("int8_aqt", operand="int8_aqt", rounding="stochastic", tiled_axis="first")
-    drhs = arm
-    if _shards(fields, allowed=(0, 1)) == 0:
-        drhs = Arm(operand="original")
+    drhs = arm if _shards(fields, allowed=(0, 1)) else Arm(operand="original")
     return Policy("int8_aqt", "int8_aqt", arm, drhs, clips_gradient=False)
 
 

@@ -4,6 +4,7 @@ Aligned factors have the weight's axes, of length 1 where a factor does not depe
 """
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,9 @@ from jaxtyping import Array
 
 from ...array import QArray
 from ...kernels.quantize import dequantize
+
+Operand: TypeAlias = tuple[Array, Sequence[int]]
+"""An array and the numbers of its axes."""
 
 
 def updated(base: Array | np.ndarray | QArray, a: Array, b: Array, scale: float) -> Array:
@@ -30,22 +34,16 @@ def updated(base: Array | np.ndarray | QArray, a: Array, b: Array, scale: float)
 
 def accumulator(dtype: np.dtype) -> DTypeLike:
     """The accumulation dtype of products: float32, or a wider `dtype`."""
-    if dtype.itemsize > 4:
-        return dtype
-    return jnp.float32
+    return dtype if dtype.itemsize > 4 else jnp.float32
 
 
 def contracted(
-    left: tuple[Array, Sequence[int]],
-    right: tuple[Array, Sequence[int]],
-    out: Sequence[int],
-    precision: jax.lax.PrecisionLike,
-    dtype: DTypeLike,
+    left: Operand, right: Operand, out: Sequence[int], precision: jax.lax.PrecisionLike, dtype: DTypeLike
 ) -> Array:
     """An einsum of two arrays over numbered axes, broadcast along axes of length 1.
 
     Args:
-        left: an array and the numbers of its axes.
+        left: an operand.
         right: another.
         out: the numbers of the result's axes, of length 1 where neither array has one. Axes not in `out` are summed over.
         precision: as in `jax.lax.dot_general`.
