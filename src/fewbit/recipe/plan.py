@@ -267,8 +267,9 @@ def recounted(row: PlanRow) -> PlanRow:
     if row.policy is None and row.sparsity is None:
         return dataclasses.replace(row, bytes_after=row.bytes_before)
     if not jnp.issubdtype(jnp.dtype(row.dtype), jnp.floating) or not row.shape:
-        what = "prunes" if row.policy is None else "quantizes"
-        raise QuantError(f"the plan {what} {row.path}, which is {row.dtype} of shape {row.shape}; set its policy to null")
+        raise QuantError(
+            f"the plan quantizes or prunes {row.path}, which is {row.dtype} of shape {row.shape}; set its policy and sparsity to null"
+        )
     if row.policy is not None and not row.axis:
         raise QuantError(
             f'the plan\'s row of {row.path} has a policy but no axis; write the contracted axis, as in "axis": [-1]'

@@ -141,7 +141,9 @@ def _role_of_uses(uses: tuple[Use, ...]) -> Role:
         return Role.CONVOLUTION
     if "ragged_dot" in ops or any(use.op == "dot_general" and use.batch for use in uses):
         return Role.EXPERTS
-    return Role.MATMUL if "dot_general" in ops else Role.OTHER
+    if "dot_general" in ops:
+        return Role.MATMUL
+    return Role.OTHER
 
 
 _LEAVES = ("weight", "kernel", "value", "w", "embedding", "scale")

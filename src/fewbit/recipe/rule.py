@@ -115,7 +115,9 @@ class Rule:
 
     def matches_path(self, path: str) -> bool:
         """Whether the rule's path matches this one in full."""
-        return self._pattern.fullmatch(path) if self.literal is None else path == self.literal
+        if self.literal is None:
+            return self._pattern.fullmatch(path)
+        return path == self.literal
 
     def matches(self, path: str, ops: tuple[str, ...], role: Role | None = None) -> bool:
         """Whether a parameter with this path, used by these operations, follows this rule.

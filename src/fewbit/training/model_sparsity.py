@@ -138,7 +138,7 @@ def masked(params: PyTree, state: ModelSparsity | None, rules: Mapping[str, Spar
     Raises:
         QuantError: when the state is not one of those sparsities.
     """
-    own = dict(state.rules if state else ())
+    own = dict((state or ModelSparsity({}, 0, ())).rules)
     if dict(rules) != own:
         asked, given = ({f"{path} {rule.to_json()}" for path, rule in some.items()} for some in (rules, own))
         what = "there is no sparsity=" if state is None else f"sparsity= has {sorted(given - asked)[:5]} instead"

@@ -46,11 +46,11 @@ def merge(
     def merged(path: str, w: Weight, adapter: Adapter) -> jax.Array | QArray:
         total = updated(w, *adapter.aligned(), adapter.scale)
         try:
-            if scheme == "base":
-                return _as_base(total, w, adapter) if isinstance(w, QArray) else total
-            if scheme is not None:
-                return _for_each(lambda x: quantize(x, scheme, axis=adapter.inputs), adapter)(total)
-            return total
+            if scheme == "base" and isinstance(w, QArray):
+                return _as_base(total, w, adapter)
+            if scheme is None or scheme == "base":
+                return total
+            return _for_each(lambda x: quantize(x, scheme, axis=adapter.inputs), adapter)(total)
         except QuantError as error:
             raise QuantError(f"{path}: {error}") from error
 
