@@ -28,8 +28,8 @@ class QuantizedCache:
     Each token is quantized once, when it is written: prefilling a prompt at once or token by token gives the same bytes.
     All-zero keys come back as exact zeros; NaN or infinity makes all elements with its scale NaN.
 
-    The codes are plain arrays here, and QArrays in the result of `layer`, so that `fb.transparent` does not take a cache among
-    its arguments for weights.
+    The codes are plain arrays here, and QArrays in the result of `layer`, so that `fb.transparent` does not take a cache
+    among its arguments for weights.
 
     Attributes:
         key_codes: the codes of `h` coordinates, packed in `p` bytes.
@@ -127,7 +127,8 @@ class QuantizedCache:
         """Raises QuantError when the length is concrete and `count` more tokens do not fit."""
         if not isinstance(self.length, Tracer) and (filled := int(np.max(self.length))) + count > self.room:
             raise QuantError(
-                f"{count} more tokens do not fit: {filled} of {self.room} positions are filled; make the cache with a larger room="
+                f"{count} more tokens do not fit: {filled} of {self.room} positions are filled; make the cache with a "
+                "larger room="
             )
 
     def layer(self, layer: Int[Array, ""] | int) -> tuple[QArray, QArray]:

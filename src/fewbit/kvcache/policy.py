@@ -19,15 +19,15 @@ _FOLDABLE = {(1, 1, 1, None): "head", (1, None, 1, None): "token"}  # the tiles 
 class KVPolicy:
     """The schemes of keys and values `[B, K, S, h]` in a cache.
 
-    Scales must not vary along the head dimension, which attention contracts, nor be shared between tokens, so that a token can
-    be appended without changing the others.
+    Scales must not vary along the head dimension, which attention contracts, nor be shared between tokens, so that a token
+    can be appended without changing the others.
 
     Attributes:
         keys: the scheme of the keys: symmetric, one scale for each token and head, or for each token.
         values: the scheme of the values, with the same limits.
         sees_raw: whether tokens of one call attend to each other's unquantized keys and values (MaxText's prefill), and to
-            earlier calls' quantized ones. False: always to quantized ones, so that the result does not depend on how a prompt
-            is split into calls.
+            earlier calls' quantized ones. False: always to quantized ones, so that the result does not depend on how a
+            prompt is split into calls.
 
     Raises:
         QuantError: for a scheme whose scales cannot be folded, or that needs more than codes and scales.
@@ -65,8 +65,8 @@ def kv_policy(
     """The policy of a format; scales map amax to the format's largest number.
 
     Args:
-        keys: the format of the keys. `"int2"` to `"int8"` mean the narrow (symmetric) range, in which `-x` is quantized to the
-            negative of `x`, and `"fp8"` means e4m3fn; any other name is that of `fb.FORMATS`. A Format is used as it is.
+        keys: the format of the keys. `"int2"` to `"int8"` mean the narrow (symmetric) range, in which `-x` is quantized to
+            the negative of `x`, and `"fp8"` means e4m3fn; any other name is that of `fb.FORMATS`. A Format is used as it is.
         values: the format of the values; None: that of the keys.
         per: `"head"`: a scale for each token and head (MaxText's `dkv`); `"token"`: for each token (`heads_and_dkv`).
         scale: the dtype of the scales: float32, bfloat16, float16, or a Format.

@@ -31,8 +31,8 @@ def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
 
     Args:
         params: the tree of arrays; other leaves are left as they are.
-        plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: what its rules give a path
-            and an axis is quantized. Presets need the roles of the parameters, which `fb.plan` finds in the model's function.
+        plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: what its rules give a
+            path and an axis is quantized. Presets need roles, which `fb.plan` finds in the model's function.
 
     Returns:
         A tree of the same structure, with QArrays for the quantized leaves and all others unchanged.
@@ -40,8 +40,8 @@ def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
     Raises:
         QuantError: when the plan and the tree do not have the same parameters and shapes, or a parameter that the plan
             quantizes is a QArray already or, not traced, contains NaN or infinity; it names the parameter and counts them.
-        UnsupportedError: for a policy with delayed scaling, whose scales come from training, and for a plan that gives products
-            without a parameter a policy, which no parameter can carry.
+        UnsupportedError: for a policy with delayed scaling, whose scales come from training, and for a plan that gives
+            products without a parameter a policy, which no parameter can carry.
 
     >>> recipe = fb.Recipe((fb.Rule("w", "int8", axis=-1),))
     >>> tree = quantize_params({"w": jnp.ones((4, 64)), "b": jnp.ones(4)}, recipe)
@@ -85,7 +85,8 @@ def check_storable(plan: Plan) -> None:
 def _check_row(row: PlanRow) -> None:
     if row.policy is not None and row.policy.delayed is not None:
         raise UnsupportedError(
-            f"{row.path}: policy {row.policy} uses delayed scaling, whose scales come from earlier training steps, and there are "
+            f"{row.path}: policy {row.policy} uses delayed scaling, whose scales come from earlier training steps, and "
+            "there are "
             "none outside training; use a recipe with current scaling, such as te_fp8_currentscaling"
         )
 
@@ -111,7 +112,8 @@ def quantize_row(leaf: Leaf, row: PlanRow) -> Any:
         raise QuantError(f"{row.path} has shape {tuple(leaf.shape)}, but the plan was made for {row.shape}")
     if isinstance(leaf, QArray):
         raise QuantError(
-            f"{row.path} is quantized already, as {leaf.scheme.name}, and the plan is for the float parameter; plan the tree as "
+            f"{row.path} is quantized already, as {leaf.scheme.name}, and the plan is for the float parameter; plan the "
+            "tree as "
             "it is, which leaves QArrays unchanged, or decode it by fb.dequantize"
         )
     x = jnp.asarray(leaf)

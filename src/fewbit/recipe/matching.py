@@ -55,8 +55,8 @@ def _matching(
 ) -> dict[str, Rule | None]:
     """The first rule that matches each name; QuantError for a rule without effect.
 
-    A rule that matches no name must be optional. So must one whose names all follow earlier rules, unless these are optional:
-    an optional rule says which names are special, and all of them may be.
+    A rule that matches no name must be optional. So must one whose names all follow earlier rules, unless these are
+    optional: an optional rule says which names are special, and all of them may be.
     """
     found: dict[str, int | None] = dict.fromkeys(used_by)
     for index, rule in enumerate(rules):
@@ -82,7 +82,8 @@ def _matching(
         if refused:
             raise QuantError(f"{where} quantizes nothing: {_refusal(rule, refused)}")
         raise QuantError(
-            f"{where} matches nothing; the {things} are {_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
+            f"{where} matches nothing; the {things} are {_few(list(used_by)) or 'none'}. Correct its path, or mark it "
+            "optional"
         )
     return dict.fromkeys(used_by) | {name: rules[index] for name, index in found.items() if index is not None}
 
@@ -135,8 +136,8 @@ def tile_axes(
 ) -> tuple[int, ...] | None:
     """The axes that the tiles (blocks with one scale) of a parameter run along.
 
-    Its products contract these axes; look-ups take rows along them. Tied embeddings have both uses, and they agree where both
-    want the same tiles: `e[ids]` and `h @ e.T` do.
+    Its products contract these axes; look-ups take rows along them. Tied embeddings have both uses, and they agree where
+    both want the same tiles: `e[ids]` and `h @ e.T` do.
 
     Args:
         path: the parameter.

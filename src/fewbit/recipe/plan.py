@@ -143,9 +143,9 @@ def plan(
     """Resolves a recipe against a model, parameter by parameter.
 
     Args:
-        fn: the function whose products decide roles and axes, `fn(params, *inputs)`; it is traced with shapes only. None when
-            there is no code: roles that `roles` lacks are then unknown, and a parameter of unknown role stays float unless a rule
-            gives its path and an axis.
+        fn: the function whose products decide roles and axes, `fn(params, *inputs)`; it is traced with shapes only. None
+            when there is no code: roles that `roles` lacks are then unknown, and a parameter of unknown role stays float
+            unless a rule gives its path and an axis.
         params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s. Leaves that are neither have no row.
         inputs: example inputs of `fn`, likewise.
         recipe: a Recipe, or anything that `fb.recipe` takes.
@@ -157,7 +157,7 @@ def plan(
 
     Raises:
         QuantError: when a rule that is not optional matches or changes nothing, when the products of a parameter contract
-            different axes and its rule names none, when a tile does not fit, or when `roles` has a path that is no parameter.
+            different axes and its rule names none, when a tile does not fit, or when `roles` has an unknown path.
 
     >>> def fn(params, x):
     ...     return x @ params["w"]
@@ -196,7 +196,8 @@ def _check_effect(recipe: Recipe, rules: Mapping[str, Rule | None], rows: Sequen
         if same and not any(row.reason.startswith("quantized already") for row in same):
             reasons = ", ".join(f"{row.path} ({row.reason})" for row in same[:8])
             raise QuantError(
-                f"rule {index + 1} of recipe {recipe.name!r} ({rule}) changes nothing: it matches only {reasons}. Correct its path, "
+                f"rule {index + 1} of recipe {recipe.name!r} ({rule}) changes nothing: it matches only {reasons}. Correct "
+                "its path, "
                 "or mark it optional"
             )
 
@@ -268,7 +269,8 @@ def recounted(row: PlanRow) -> PlanRow:
         return dataclasses.replace(row, bytes_after=row.bytes_before)
     if not jnp.issubdtype(jnp.dtype(row.dtype), jnp.floating) or not row.shape:
         raise QuantError(
-            f"the plan quantizes or prunes {row.path}, which is {row.dtype} of shape {row.shape}; set its policy and sparsity to null"
+            f"the plan quantizes or prunes {row.path}, which is {row.dtype} of shape {row.shape}; set its policy and "
+            "sparsity to null"
         )
     if row.policy is not None and not row.axis:
         raise QuantError(

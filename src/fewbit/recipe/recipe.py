@@ -27,8 +27,8 @@ class Recipe:
         rules: the rules; a parameter that none matches is left as it is.
         name: its name in reports.
         description: one line: what it does, and which system's numerics it follows.
-        products: rules for products without a parameter, such as attention's; their paths match the products' names in the plan.
-            A product that none matches stays in floating point.
+        products: rules for products without a parameter, such as attention's; their paths match the products' names in the
+            plan. A product that none matches stays in floating point.
 
     >>> print(Recipe((Rule("embed", None), Rule(".*", "nf4"))))
     recipe
@@ -172,7 +172,8 @@ def _from_file(path: pathlib.Path) -> Recipe:
         if "rules" not in form and any(isinstance(one, dict) and {"w_bits", "a_bits"} & one.keys() for one in form.values()):
             raise QuantError(
                 "it is a mixed-precision file of MaxText (its entries have 'w_bits'), which "
-                f"fb.maxtext_mixed_precision({os.fspath(path)!r}) reads. For the command line, write its rules to a file first: "
+                f"fb.maxtext_mixed_precision({os.fspath(path)!r}) reads. For the command line, write its rules to a file "
+                "first: "
                 "json.dump(fb.maxtext_mixed_precision(...).to_json(), open('rules.json', 'w'))"
             )
         return Recipe.from_json({"name": path.stem, **form})

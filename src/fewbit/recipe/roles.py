@@ -1,7 +1,7 @@
 """Roles: what a parameter does in its model; they decide what is quantized.
 
-A role comes from the trace (`traced_roles`), or from knowledge of the architecture (`fewbit.models.checkpoint_roles`). Names only
-remove a parameter from the quantized roles (`refined`): a router is a matrix product in the trace, and a position table a look-up.
+A role comes from the trace (`traced_roles`), or from knowledge of the architecture (`fewbit.models.checkpoint_roles`). Names
+only remove a parameter from the quantized roles (`refined`): in the trace, a router is a matmul and a position table a look-up.
 """
 
 import dataclasses
@@ -80,8 +80,8 @@ class TensorRole:
 
     Attributes:
         role: the role, or its name.
-        axis: the contracted axes, negative; blocks run along the last of them. Of an embedding table the axis of its features.
-            An int is one axis. Empty for roles that no product contracts.
+        axis: the contracted axes, negative; blocks run along the last of them. Of an embedding table the axis of its
+            features. An int is one axis. Empty for roles that no product contracts.
         source: where the role comes from, for the plan: "trace", "transformers: Linear", ...
 
     >>> TensorRole("matmul", -1).axis
@@ -120,8 +120,8 @@ class TensorRole:
 def traced_roles(uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Role]:
     """The roles of traced parameters, by the equations that use each, refined by names.
 
-    A table that is looked up and contracted (tied embeddings) is an embedding table. Stacked matrices with a batch axis in their
-    product are an expert stack.
+    A table that is looked up and contracted (tied embeddings) is an embedding table. Stacked matrices with a batch axis in
+    their product are an expert stack.
 
     Args:
         uses: the uses of each parameter, by its path.

@@ -84,7 +84,8 @@ class PlanRow:
         fields["role"] = as_role(fields.get("role", Role.UNKNOWN))
         if not _is_dtype(fields["dtype"]):
             raise QuantError(
-                f"the row of {fields['path']!r} has the dtype {fields['dtype']!r}, which JAX does not have; write one such as float32"
+                f"the row of {fields['path']!r} has the dtype {fields['dtype']!r}, which JAX does not have; write one "
+                "such as float32"
             )
         if form.get("sparsity") is not None:
             fields["sparsity"] = Sparsity.from_json(form["sparsity"])

@@ -26,9 +26,9 @@ OPS = (*PRODUCT_OPS, "take")
 class Rule:
     """Gives a policy to the parameters whose path matches a regular expression.
 
-    A rule without `roles` matches matmul weights, embedding tables, convolution kernels and expert stacks, or any role if it has
-    neither policy nor sparsity. With an `axis` it also matches parameters of unknown role, for which only the axis was missing. All
-    other roles (routers, norms, position tables, ...) are matched only by rules that name them.
+    A rule without `roles` matches matmul weights, embedding tables, convolution kernels and expert stacks, or any role if it
+    has neither policy nor sparsity. With an `axis` it also matches parameters of unknown role, for which only the axis was
+    missing. All other roles (routers, norms, position tables, ...) are matched only by rules that name them.
 
     Among the `products` of a recipe, a rule is for products without a parameter, and its path matches their names.
 
@@ -40,8 +40,8 @@ class Rule:
         axis: the axis or axes along which tiles run, where the uses of a parameter disagree or no code can be traced;
             None takes what its products contract.
         optional: whether the rule may match nothing, or match everything that later rules would.
-        sparsity: N:M sparsity of the parameters, with or without a policy: products use, and `fb.quantize_params` stores, zeros
-            for the pruned weights. None keeps every weight.
+        sparsity: N:M sparsity of the parameters, with or without a policy: products use, and `fb.quantize_params` stores,
+            zeros for the pruned weights. None keeps every weight.
         roles: match only parameters of these roles, by `fewbit.recipe.Role` or its name; empty: see above.
 
     >>> Rule("layers/.*", "nf4").policy.weight.name

@@ -149,8 +149,8 @@ class Sparsity:
     def penalty(self, w: Float[Array, "*s"], state: SparsityState) -> Float[Array, ""]:
         """Half the sum of the squares of the pruned weights, float32.
 
-        Added to the loss with a factor `f`, it adds `f * w` to the gradient of each pruned weight: the decay of SR-STE (2e-4 in
-        the paper).
+        Added to the loss with a factor `f`, it adds `f * w` to the gradient of each pruned weight: the decay of SR-STE (2e-4
+        in the paper).
 
         Args:
             w: the weights.

@@ -44,8 +44,8 @@ def observe(
     Args:
         fn: any function that JAX can trace whose first argument is the tree of parameters.
         params: the parameters, floating.
-        batches: for each batch the tuple of `fn`'s other arguments, or the one other argument; leaves that are no arrays must
-            be hashable. At least one batch.
+        batches: for each batch the tuple of `fn`'s other arguments, or the one other argument; leaves that are no arrays
+            must be hashable. At least one batch.
         recipe: a Recipe, or anything that `fb.recipe` takes; it selects the parameters and the products.
         rule: how ranges are estimated; the default is the amax of all batches.
         collect: "range"; "absmax", the amax of each channel, for AWQ and SmoothQuant; "hessian", the sum of `x x^T` over all

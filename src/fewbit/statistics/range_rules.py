@@ -61,7 +61,7 @@ class MeanRange(AbstractRange):
 class EMARange(AbstractRange):
     """`-a .. a` for the exponential moving average `a` of the batches' amax.
 
-    The weights of the last batch, the one before it, .. are `1, decay, decay**2, ..` over their sum, so it is not biased to 0.
+    The weights of the last batch, the one before it, .. are `1, decay, decay**2, ..` over their sum, without bias to 0.
 
     Attributes:
         decay: above 0 and below 1; larger forgets more slowly.

@@ -129,8 +129,8 @@ class RangeState:
             scheme: a Scheme, or anything that `fb.scheme` takes; ranges on axes need tiles of 1 there.
 
         Returns:
-            The scale and the offset (None for symmetric schemes), float32. Under jit, where the count is not known, the scale
-            is NaN if no batch was seen.
+            The scale and the offset (None for symmetric schemes), float32. Under jit, where the count is not known, the
+            scale is NaN if no batch was seen.
 
         Raises:
             QuantError: outside jit, when no batch was seen or the range is not finite.

@@ -46,8 +46,8 @@ class Stats:
         """A recipe with static activation ranges in place of dynamic ones.
 
         Each observed parameter whose policy quantizes activations gets its own rule before the others, with the calibration
-        `fixed,low,high`; the rest of its policy is unchanged. Stacked layers are one parameter with one policy, so it has the
-        widest of their ranges. Of a product without a parameter the right operand's range is static, too.
+        `fixed,low,high`; the rest of its policy is unchanged. Stacked layers are one parameter with one policy, so it has
+        the widest of their ranges. Of a product without a parameter the right operand's range is static, too.
 
         Args:
             recipe: a Recipe, or anything that `fb.recipe` takes; that of `fb.observe`, or another one.
@@ -96,7 +96,8 @@ def _fixed(what: str, state: RangeState | None) -> Fixed:
         raise QuantError(f"{what}: no range was collected; observe with collect=('range',)")
     if state.rule.axes:
         raise QuantError(
-            f"{what}: a recipe takes per-tensor ranges, and these have axes {state.rule.axes}; observe without axes, or pass "
+            f"{what}: a recipe takes per-tensor ranges, and these have axes {state.rule.axes}; observe without axes, or "
+            "pass "
             "their scales to fb.quantize"
         )
     low, high = float(np.min(state.low)), float(np.max(state.high))

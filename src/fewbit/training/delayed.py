@@ -19,9 +19,9 @@ from ..ops.stepped import largest_magnitude
 class DelayedScale:
     """The current scale of one tensor and its amax history; a pytree.
 
-    A step quantizes with `state.scale`, which depends on earlier steps only, so that the product does not wait for the amax of
-    the array; then it keeps `state.update(x)`. One state is for one tensor (weight, activation or gradient). Do not pass it to
-    the optimizer: it is replaced, never averaged, clipped or decayed.
+    A step quantizes with `state.scale`, which depends on earlier steps only, so that the product does not wait for the amax
+    of the array; then it keeps `state.update(x)`. One state is for one tensor (weight, activation or gradient). Do not pass
+    it to the optimizer: it is replaced, never averaged, clipped or decayed.
 
     Attributes:
         amax_history: float32, the amax of each of the last steps; 0 where there was none.
@@ -29,7 +29,8 @@ class DelayedScale:
         format: the format of the codes: E4M3 for weights and activations, E5M2 for gradients. Static.
         margin: the scale is `2**margin` times what the history requires. Static.
 
-    Reference: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; NVIDIA Transformer Engine, DelayedScaling.
+    Reference: Micikevicius et al., FP8 Formats for Deep Learning, arXiv 2209.05433; NVIDIA Transformer Engine,
+        DelayedScaling.
 
     >>> state = DelayedScale.init().update(jnp.array([1.75, -7.0]))
     >>> float(state.scale)
@@ -66,8 +67,8 @@ class DelayedScale:
     def update(self, x: ArrayLike) -> Self:
         """The state after a step that quantized `x`, whose amax replaces the oldest one.
 
-        The new scale is `2**margin * max(history) / format.bound`, unchanged while the history is all zero. An amax that is not
-        finite enters as 0.
+        The new scale is `2**margin * max(history) / format.bound`, unchanged while the history is all zero. An amax that is
+        not finite enters as 0.
 
         Args:
             x: the floating array of this step. It is not differentiated.
@@ -89,8 +90,8 @@ class DelayedScale:
     def merge(self, other: "DelayedScale") -> Self:
         """Merges the states of one step computed in parts, such as micro-batches or pipeline stages.
 
-        Every part is `update`d from the state before the step; each entry of the history becomes the maximum of both, and the
-        scale follows from it. A part with zeros only changes nothing.
+        Every part is `update`d from the state before the step; each entry of the history becomes the maximum of both, and
+        the scale follows from it. A part with zeros only changes nothing.
 
         Args:
             other: the state of another part, of the same format, margin and length; both may be stacked.

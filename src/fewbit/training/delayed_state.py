@@ -106,10 +106,10 @@ def delayed_state(
     """The state of delayed scaling before the first step.
 
     A parameter with delayed scaling has one history for itself, one for the activations of its products, and one for their
-    incoming gradients. Layers stacked for a `scan` along the parameter's first axis have them each; those stacked along another
-    axis share them. Where several products use a parameter, or a loop uses all of it in each iteration, they share its
-    histories, with the maximum of their amax. A product without a parameter, such as attention's, has histories of its own,
-    shared by the iterations of a loop around it.
+    incoming gradients. Layers stacked for a `scan` along the parameter's first axis have them each; those stacked along
+    another axis share them. Where several products use a parameter, or a loop uses all of it in each iteration, they share
+    its histories, with the maximum of their amax. A product without a parameter, such as attention's, has histories of its
+    own, shared by the iterations of a loop around it.
 
     Args:
         fn: the function that `fb.train` is given. It is traced with shapes only.
@@ -174,7 +174,8 @@ def step_scales(
     if need != have:
         what = "there is no delayed=" if state is None else f"delayed= has them for {sorted(have)[:5]}"
         raise QuantError(
-            f"delayed scaling takes the scales of {sorted(need)[:5]} from earlier steps, and {what}; start with delayed_state "
+            f"delayed scaling takes the scales of {sorted(need)[:5]} from earlier steps, and {what}; start with "
+            "delayed_state "
             "of the same function, parameters and recipe, imported from where train is (fb, frameworks.nnx or "
             "frameworks.linen), and pass it as delayed="
         )

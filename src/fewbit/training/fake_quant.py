@@ -30,15 +30,15 @@ def fake_quant(
 ) -> Float[Array, "*s"]:
     """Quantizes and dequantizes an array; the gradient passes straight through.
 
-    The value is `dequantize(quantize(x, scheme, axis=axis, key=key, scale=scale, offset=offset))`, bit for bit, with the same
-    zeros, NaN tiles and short last tiles. The derivative is not that of the value, which is zero almost everywhere, but
+    The value is `dequantize(quantize(x, scheme, axis=axis, key=key, scale=scale, offset=offset))`, bit for bit, with the
+    same zeros, NaN tiles and short last tiles. The derivative is not that of the value, which is zero almost everywhere, but
 
         dy = dx                                      gradient="identity"
         dy = dx where low <= x <= high, 0 elsewhere  gradient="clipped"
 
     where `low` and `high` are half a step beyond the outermost numbers of the element's tile; outside, codes saturate. Where
-    the calibration covers its tile (absmax, minmax), the two are the same. A NaN passes its gradient. Scale, offset and mask are
-    constants; forward and reverse mode agree to every order.
+    the calibration covers its tile (absmax, minmax), the two are the same. A NaN passes its gradient. Scale, offset and mask
+    are constants; forward and reverse mode agree to every order.
 
     Args:
         x: floating array of at least one axis.

@@ -23,8 +23,8 @@ from ..recipe.resolution import Resolution
 class ModelSparsity:
     """The masks of a model's sparse parameters, by path. A pytree.
 
-    Do not pass it to the optimizer. A step starts with `update`, computes with a function of `fb.train` that takes the state as
-    `sparsity=`, and returns the state; `apply` gives the masked parameters, for inference.
+    Do not pass it to the optimizer. A step starts with `update`, computes with a function of `fb.train` that takes the state
+    as `sparsity=`, and returns the state; `apply` gives the masked parameters, for inference.
 
     Attributes:
         masks: by the parameter's path, True where a weight is kept.
@@ -143,8 +143,10 @@ def masked(params: PyTree, state: ModelSparsity | None, rules: Mapping[str, Spar
         asked, given = ({f"{path} {rule.to_json()}" for path, rule in some.items()} for some in (rules, own))
         what = "there is no sparsity=" if state is None else f"sparsity= has {sorted(given - asked)[:5]} instead"
         raise QuantError(
-            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {what}; start with sparsity_state of the same "
-            "function, parameters and recipe, imported from where train is (fb, frameworks.nnx or frameworks.linen), update it "
+            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {what}; start with sparsity_state of "
+            "the same "
+            "function, parameters and recipe, imported from where train is (fb, frameworks.nnx or frameworks.linen), "
+            "update it "
             "in each step, and pass it as sparsity="
         )
     return params if state is None else state.apply(params)

@@ -25,14 +25,14 @@ R = TypeVar("R")
 def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., R]:
     """Trains a function of float parameters under a recipe, forward and backward.
 
-    The parameters stay float arrays in a tree of the same structure, so optimizers, checkpoints and shardings are those of the
-    float model. Products quantize the parameters that a rule matches, and the policy computes dgrad and wgrad.
+    The parameters stay float arrays in a tree of the same structure, so optimizers, checkpoints and shardings are those of
+    the float model. Products quantize the parameters that a rule matches, and the policy computes dgrad and wgrad.
     `fb.quantize_params` with a plan of the same recipe gives the same codes as the forward pass, also where the code casts,
-    reshapes or slices a parameter before its product: a parameter that every use casts to bfloat16 first is quantized after the
-    cast, here and by the plan.
+    reshapes or slices a parameter before its product: a parameter that every use casts to bfloat16 first is quantized after
+    the cast, here and by the plan.
 
-    The recipe's rules for products quantize both operands of products without a parameter, such as attention's, the right one
-    as the policy's `weight`, and their gradients.
+    The recipe's rules for products quantize both operands of products without a parameter, such as attention's, the right
+    one as the policy's `weight`, and their gradients.
 
     Sparse parameters are masked first, with gradients as their sparsity says.
 
@@ -44,15 +44,15 @@ def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded
             and for each QArray that is decoded.
 
     Returns:
-        `fn` with three more arguments. `key=`: a JAX random key, required when a policy rounds stochastically or rotates; use
-        a new one for each step. `delayed=`: the state of `fb.delayed_state`, required for delayed scaling; its gradient has the
-        amax of the step, for `delayed.advance`. `sparsity=`: the state of `fb.sparsity_state`, updated for this step, required
-        when a rule has a sparsity.
+        `fn` with three more arguments. `key=`: a JAX random key, required when a policy rounds stochastically or rotates;
+        use a new one for each step. `delayed=`: the state of `fb.delayed_state`, required for delayed scaling; its gradient
+        has the amax of the step, for `delayed.advance`. `sparsity=`: the state of `fb.sparsity_state`, updated for this
+        step, required when a rule has a sparsity.
 
     Raises:
-        QuantError: when a rule that is not optional matches nothing; for a parameter that `fb.plan` refuses, because its uses
-            want tiles along different axes and its rule names none; when `delayed` or `sparsity` is required and missing or for
-            other parameters; in the backward pass when a policy needs a key and there is none.
+        QuantError: when a rule that is not optional matches nothing; for a parameter that `fb.plan` refuses, because its
+            uses want tiles along different axes and its rule names none; when `delayed` or `sparsity` is required and
+            missing or for other parameters; in the backward pass when a policy needs a key and there is none.
         UnsupportedError: for a product without a parameter that has a policy, or a parameter with delayed scaling, inside a
             function with its own derivative rule (`custom_jvp`, `custom_vjp`).
 

@@ -1,8 +1,8 @@
 """Recipes with the numerics of each value of MaxText's `quantization`.
 
-`fb.recipe("maxtext/<value>")` is the value with MaxText's other settings at their defaults. `int8` and `fp8` are ambiguous in
-MaxText; with `use_qwix_quantization` they are `maxtext/int8_qwix` and `maxtext/fp8_qwix`. The plain names `int8`, `int4`, `fp8`
-and `fp4` are weight-only recipes of fewbit, for inference.
+`fb.recipe("maxtext/<value>")` is the value with MaxText's other settings at their defaults. `int8` and `fp8` are ambiguous
+in MaxText; with `use_qwix_quantization` they are `maxtext/int8_qwix` and `maxtext/fp8_qwix`. The plain names `int8`, `int4`,
+`fp8` and `fp4` are weight-only recipes of fewbit, for inference.
 """
 
 import os
@@ -49,25 +49,25 @@ def maxtext_recipe(
 ) -> Recipe:
     """The recipe of MaxText's `quantization` and its related fields.
 
-    A field that a value does not read in MaxText is refused. Accumulation and scales are float32 here, in MaxText they have the
-    activation's dtype. Products are selected by the parameter they use, so attention's scores stay float.
+    A field that a value does not read in MaxText is refused. Accumulation and scales are float32 here, in MaxText they have
+    the activation's dtype. Products are selected by the parameter they use, so attention's scores stay float.
 
     Args:
-        quantization: the value: int8, int4, intmp, fp8, fp8_e4m3, fp8_e5m2, fp8_full, fp8_gpu, fp8_nanoo, nanoo_fp8, fp4, aqt_fp8,
-            aqt_fp8_full, serve_fp8_weight, te_fp8_delayedscaling, te_fp8_currentscaling, te_mxfp8, te_nvfp4, te_nvfp4_no_rht or
-            te_no_quant.
+        quantization: the value: int8, int4, intmp, fp8, fp8_e4m3, fp8_e5m2, fp8_full, fp8_gpu, fp8_nanoo, nanoo_fp8, fp4,
+            aqt_fp8, aqt_fp8_full, serve_fp8_weight, te_fp8_delayedscaling, te_fp8_currentscaling, te_mxfp8, te_nvfp4,
+            te_nvfp4_no_rht or te_no_quant.
         use_qwix_quantization: whether Qwix computes it; None: as the value implies, with AQT for int8 and Flax for fp8.
-        quantization_local_shard_count: for int8, int4, fp4, fp8_e4m3, fp8_e5m2: the number of parts of the contraction of wgrad.
-            None is 1; 0 computes wgrad in floating point (AQT's int8 only).
-        weight_quantization_calibration_method: for fp8_full: "absmax", "absmax,0.9", "rms,7" or "fixed,max"; None is "absmax".
+        quantization_local_shard_count: for int8, int4, fp4, fp8_e4m3, fp8_e5m2: the number of parts of the contraction of
+            wgrad. None is 1; 0 computes wgrad in floating point (AQT's int8 only).
+        weight_quantization_calibration_method: for fp8_full: "absmax", "absmax,0.9", "rms,7" or "fixed,max"; None: "absmax".
         act_quantization_calibration_method: the same for activations; also for serve_fp8_weight.
         bwd_quantization_calibration_method: for fp8_full, the same for gradients.
         drhs_grad_quantization_calibration_method: for fp8_full, the gradient's calibration in wgrad.
         constant_bound_config: for aqt_fp8_full, six amax: activation, weight in the forward pass; gradient, weight in dgrad;
             gradient, activation in wgrad. None for one, or for all, takes them from the array.
         quant_cfg_path: for intmp, the JSON or its file, see `maxtext_mixed_precision`.
-        weight_block_size: for serve_fp8_weight: None: per-tensor scales; n: weights in n x n blocks, activations in blocks of n.
-        weight_sparsity_n: for fp8_full, how many of each `weight_sparsity_m` weights along the contracted axis are kept; None: all.
+        weight_block_size: for serve_fp8_weight: None: per-tensor scales; n: weights in n x n blocks, activations in n.
+        weight_sparsity_n: for fp8_full, how many of `weight_sparsity_m` weights along the contracted axis are kept; None: all.
         weight_sparsity_m: the group size of the sparsity.
         weight_sparsity_start_step: the step of the first mask; None is 50.
         weight_sparsity_update_step: the number of steps between masks; None is 10.
@@ -208,7 +208,8 @@ def _shards(fields: Mapping[str, Any], allowed: tuple[int, ...]) -> int:
     count = fields.get(_SHARDS, 1)
     if count not in allowed:
         raise UnsupportedError(
-            f"{_SHARDS}={count}: tiles have a fixed length here, and that of {count} shards of wgrad's contraction depends on the "
+            f"{_SHARDS}={count}: tiles have a fixed length here, and that of {count} shards of wgrad's contraction "
+            "depends on the "
             f"batch. Pass {' or '.join(map(str, allowed))}, or write a recipe whose drhs schemes have that tile"
         )
     return count
@@ -267,7 +268,8 @@ _QWIX: dict[str, _Value] = {
     "fp8_full": (
         _fp8_full,
         (*_CALIBRATIONS, *_SPARSITY),
-        "E4M3 weights and activations, E5M2 gradients, MoE's ragged products too: MaxText's Qwix rule with selectable calibrations.",
+        "E4M3 weights and activations, E5M2 gradients, MoE's ragged products too: MaxText's Qwix rule with selectable "
+        "calibrations.",
     ),
     "fp8_gpu": (_OWN["fp8"][0], (), "maxtext/fp8 through Qwix: the same operation in Flax."),
     "fp8_nanoo": (_OWN["nanoo_fp8"][0], (), "maxtext/nanoo_fp8 through Qwix: the same operation in Flax."),

@@ -62,13 +62,13 @@ def maxtext_mixed_precision(
 ) -> Recipe:
     """The recipe of a MaxText mixed-precision JSON (`quantization="intmp"`, `quant_cfg_path`).
 
-    A key is a regular expression for a full module path, such as `".*/query"`, and selects the module's kernel. As in MaxText the
-    last matching key decides, missing fields come from `"__default__"`, and parameters without a matching key follow
-    `"__default__"`. Unlike in MaxText, a key that matches nothing is an error once the recipe is applied to a model.
+    A key is a regular expression for a full module path, such as `".*/query"`, and selects the module's kernel. As in
+    MaxText the last matching key decides, missing fields come from `"__default__"`, and parameters without a matching key
+    follow `"__default__"`. Unlike in MaxText, a key that matches nothing is an error once the recipe is applied to a model.
 
     The fields: `w_bits`, `a_bits` (2 to 8; null: not quantized), `w_scale`, `a_scale` (the fraction of amax that the range
-    keeps), `tile_size` (group size along the contraction; -1: all). Gradients are floating point, computed from the quantized
-    operands, straight through the rounding and not masked.
+    keeps), `tile_size` (group size along the contraction; -1: all). Gradients are floating point, computed from the
+    quantized operands, straight through the rounding and not masked.
 
     Args:
         config: the JSON object, or its file.
@@ -122,7 +122,8 @@ SHIPPED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dense_llm_subchannel": (
         {_DEFAULT: {"w_bits": 8, "a_bits": 8}, **{key: {**entry, **_tiled.get(key, {})} for key, entry in _four.items()}},
-        "int8 weights and activations; int4 weights in attention, wi_0 and wo, with group sizes 128 and 256 for queries and keys",
+        "int8 weights and activations; int4 weights in attention, wi_0 and wo, with group sizes 128 and 256 for queries "
+        "and keys",
     ),
 }
 """MaxText's files in `configs/quantization`, each with a description."""

@@ -44,7 +44,8 @@ _matrices("fp8_w8a8", Policy("fp8", "fp8"), f"E4M3 weights and activations, {_BO
 _matrices(
     "ternary",
     Policy("ternary", "int8_narrow"),
-    "BitNet b1.58: weights -1, 0, 1 times their mean magnitude, int8 activations with per-token scales; embedding tables stay float.",
+    "BitNet b1.58: weights -1, 0, 1 times their mean magnitude, int8 activations with per-token scales; embedding tables "
+    "stay float.",
 )
 
 # The value and output projections and the MLP's down projection lose most at 4 bits in small Llamas, so they have 8.

@@ -28,12 +28,14 @@ TE_POLICIES: dict[str, tuple[Policy, str]] = {
     ),
     "te_mxfp8": (
         Policy("mxfp8_rceil", "mxfp8_rceil", _MX_ARM, _MX_ARM),
-        "MXFP8 (E4M3, E8M0 scales, block size 32) in forward, dgrad and wgrad, each operand quantized along each contraction axis: "
+        "MXFP8 (E4M3, E8M0 scales, block size 32) in forward, dgrad and wgrad, each operand quantized along each "
+        "contraction axis: "
         "TE's MXFP8BlockScaling().",
     ),
     "te_nvfp4": (
         Policy("nvfp4_16x16", "nvfp4_absmax", _NV_DGRAD, _nv_wgrad(16)),
-        "NVFP4 in forward, dgrad and wgrad: weights in 16 x 16 blocks, gradients rounded stochastically, a random Hadamard rotation "
+        "NVFP4 in forward, dgrad and wgrad: weights in 16 x 16 blocks, gradients rounded stochastically, a random "
+        "Hadamard rotation "
         "of 16 in wgrad: TE's NVFP4BlockScaling().",
     ),
     "te_nvfp4_no_rht": (

@@ -29,8 +29,8 @@ class Adapted(StandIn):
         a: the factor of the contracted axes: it has the weight's axes, of length 1 where it does not depend on one, and the
             rank's.
         b: the factor of the other axes, in the same layout.
-        keys: random keys for dropout: the weight's axes, of length 1 except the stacked ones, and one of length 1; None without
-            dropout.
+        keys: random keys for dropout: the weight's axes, of length 1 except the stacked ones, and one of length 1; None
+            without dropout.
         scale: the factor of the update.
         dropout: the fraction of the operand's elements that are dropped for the factors.
     """

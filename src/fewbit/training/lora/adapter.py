@@ -25,9 +25,9 @@ from ...recipe.sparsity import as_axes
 class Adapter:
     """A low-rank update of one weight, `w + (alpha / r) a b`.
 
-    Products are computed as `x w + (alpha / r) (x a) b`. The axes of the weight are of three kinds, which are static: contracted
-    ones are the rows of `a`, loop and batch axes (layers, experts) have factors for each of their elements, and all others are
-    the columns of `b`. Within a kind they have the order of the weight.
+    Products are computed as `x w + (alpha / r) (x a) b`. The axes of the weight are of three kinds, which are static:
+    contracted ones are the rows of `a`, loop and batch axes (layers, experts) have factors for each of their elements, and
+    all others are the columns of `b`. Within a kind they have the order of the weight.
 
     Attributes:
         a: `[*stacked, *inputs, r]`.
@@ -104,9 +104,9 @@ def init(
     """Makes adapters, without effect at first, for the weights whose path matches.
 
     `a` is uniform within `sqrt(6 / n)`, n being the product of the contracted lengths (He's bound), and `b` is zero. The
-    products of `fn` determine which axes are contracted and which are stacked. The `a` of a convolution kernel has its window
-    and input channels, and `b` its output channels, as in PEFT; each expert of a `ragged_dot` has its own factors. The factors
-    of a path depend only on the key and the path, so that dictionaries of different ranks can be joined:
+    products of `fn` determine which axes are contracted and which are stacked. The `a` of a convolution kernel has its
+    window and input channels, and `b` its output channels, as in PEFT; each expert of a `ragged_dot` has its own factors.
+    The factors of a path depend only on the key and the path, so that dictionaries of different ranks can be joined:
     `init(..., rank=4) | init(..., rank=16)`.
 
     Args:
@@ -127,8 +127,8 @@ def init(
         The adapters by path: a pytree for an optimizer.
 
     Raises:
-        QuantError: when no parameter matches, or none that an adapter fits; under "error", when any matched parameter does not;
-            for a weight whose products contract different axes, without `axis`; for a rank below 1.
+        QuantError: when no parameter matches, or none that an adapter fits; under "error", when any matched parameter does
+            not; for a weight whose products contract different axes, without `axis`; for a rank below 1.
 
     >>> def fn(params, x):
     ...     return x @ params["up"] @ params["down"]

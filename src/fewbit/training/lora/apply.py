@@ -30,26 +30,27 @@ def apply(
 ) -> Callable[..., Any]:
     """Makes a function take adapters after its parameters, without changing its code.
 
-    The product of an operand `x` with an adapted weight becomes `x w + (alpha / r) (x a) b`, where `x w` is computed as without
-    an adapter, quantized or not. The other weights may be QArrays too, as for `fb.transparent`. Transposes, reshapes, casts,
-    slices and scans over stacked layers act on weight and factors alike, and embedding look-ups add the update to their rows.
-    The factors are cast to the dtype of `x`, products accumulate in float32, and the sum is rounded once. While `b` is zero the
-    result is that of the base.
+    The product of an operand `x` with an adapted weight becomes `x w + (alpha / r) (x a) b`, where `x w` is computed as
+    without an adapter, quantized or not. The other weights may be QArrays too, as for `fb.transparent`. Transposes,
+    reshapes, casts, slices and scans over stacked layers act on weight and factors alike, and embedding look-ups add the
+    update to their rows. The factors are cast to the dtype of `x`, products accumulate in float32, and the sum is rounded
+    once. While `b` is zero the result is that of the base.
 
-    `jax.grad(loss, argnums=1)` gives the gradient of the adapters only; the frozen weights can be shared by several adapters.
+    `jax.grad(loss, argnums=1)` gives the gradient of the adapters only; the frozen weights can be shared by several
+    adapters.
 
     Args:
         fn: any function `fn(params, *args, **kwargs)` that JAX can trace.
         dropout: the fraction of the elements of `x` that are dropped for the second term, from 0 to below 1; the others are
             scaled by `1 / (1 - dropout)`. A weight that is used several times drops the same elements of operands of one
             shape each time; each of stacked layers drops its own.
-        fallback: for a weight, quantized or adapted, that an operation needs as an array: "error" raises; "dequantize" decodes
-            it and adds the update, which gives the same numbers and takes more memory.
+        fallback: for a weight, quantized or adapted, that an operation needs as an array: "error" raises; "dequantize"
+            decodes it and adds the update, which gives the same numbers and takes more memory.
         report: called while tracing for each place where "dequantize" does so.
 
     Returns:
-        A function `(params, adapters, *args, dropout_key=None, **kwargs)`, where `adapters` is a dictionary by path like that
-        of `init`. With dropout it requires the key.
+        A function `(params, adapters, *args, dropout_key=None, **kwargs)`, where `adapters` is a dictionary by path like
+        that of `init`. With dropout it requires the key.
 
     Raises:
         QuantError: for a dropout outside [0, 1); when called, for adapters that do not fit the parameters, and for a key

@@ -27,8 +27,8 @@ def merge(
     Args:
         params: the tree that the adapters were trained with.
         adapters: by path, like those of `init`.
-        scheme: of the adapted weights: None, float arrays; "base", each as before: quantized in its own scheme with new scales,
-            or float; or anything that `fb.scheme` takes, with tiles along the contracted axes.
+        scheme: of the adapted weights: None, float arrays; "base", each as before: quantized in its own scheme with new
+            scales, or float; or anything that `fb.scheme` takes, with tiles along the contracted axes.
 
     Returns:
         A tree of the same structure; weights without an adapter are the same objects.

@@ -1,7 +1,7 @@
 """Products with an adapted weight: `x w + scale (x a) b`.
 
-A convolution with `a b` is one with `a`, which has the weight's window and `r` output channels, and then a 1x1 convolution with
-`b`. A ragged product is one with each group's `a`, and then one with its `b`.
+A convolution with `a b` is one with `a`, which has the weight's window and `r` output channels, and then a 1x1 convolution
+with `b`. A ragged product is one with each group's `a`, and then one with its `b`.
 """
 
 from collections.abc import Callable, Mapping
