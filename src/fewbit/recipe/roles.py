@@ -1,7 +1,7 @@
 """Roles: what a parameter does in its model; they decide what is quantized.
 
 A role comes from the trace (`traced_roles`), or from knowledge of the architecture (`fewbit.models.checkpoint_roles`). Names
-only remove a parameter from the quantized roles (`refined`): in the trace, a router is a matmul and a position table a look-up.
+only remove a parameter from the quantized roles (`refined`): a router is traced as a matmul, a position table as a look-up.
 """
 
 import dataclasses

@@ -67,7 +67,7 @@ def maxtext_recipe(
             gradient, activation in wgrad. None for one, or for all, takes them from the array.
         quant_cfg_path: for intmp, the JSON or its file, see `maxtext_mixed_precision`.
         weight_block_size: for serve_fp8_weight: None: per-tensor scales; n: weights in n x n blocks, activations in n.
-        weight_sparsity_n: for fp8_full, how many of `weight_sparsity_m` weights along the contracted axis are kept; None: all.
+        weight_sparsity_n: for fp8_full, how many of `weight_sparsity_m` weights along the contraction are kept (None: all).
         weight_sparsity_m: the group size of the sparsity.
         weight_sparsity_start_step: the step of the first mask; None is 50.
         weight_sparsity_update_step: the number of steps between masks; None is 10.
