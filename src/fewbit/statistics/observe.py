@@ -122,7 +122,7 @@ class _Static:
         leaves: the leaves that are not arrays, by their places.
     """
 
-    treedef: jax.tree_util.PyTreeDef
+    treedef: Any
     leaves: tuple[tuple[int, Any], ...]
 
     def merged(self, arrays: Sequence[Any]) -> PyTree:

@@ -1,6 +1,7 @@
 """Merges adapters into their weights."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -50,7 +51,7 @@ def merge(
                 return _as_base(total, w, adapter)
             if scheme is None or scheme == "base":
                 return total
-            return _for_each(lambda x: quantize(x, scheme, axis=adapter.inputs), adapter)(total)
+            return _for_each(functools.partial(quantize, scheme=scheme, axis=adapter.inputs), adapter)(total)
         except QuantError as error:
             raise QuantError(f"{path}: {error}") from error
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def _weight(values: list[Any]) -> "Adapted":
     """The first operand, from which elements are moved or taken."""
     if not isinstance(values[0], StandIn):
         raise NoRuleError("the index is no plain array")
-    return values[0]
+    return cast("Adapted", values[0])
 
 
 # --- layout ops ---
@@ -69,7 +69,8 @@ def _transposed(eqn: jex_core.JaxprEqn, w: "Adapted") -> Move:
 def _reshaped(eqn: jex_core.JaxprEqn, w: "Adapted") -> Move:
     if eqn.primitive.name == "reshape" and eqn.params.get("dimensions") is not None:
         raise NoRuleError("the reshape permutes axes")
-    shape = eqn.outvars[0].aval.shape
+    aval: Any = eqn.outvars[0].aval
+    shape = aval.shape
     groups = [([w.shape[i] for i in old], old, [shape[j] for j in new]) for old, new in regrouped(w.shape, shape)]
 
     def lengths(factor: Array) -> list[int]:
