@@ -182,7 +182,7 @@ def test_a_cache_of_nothing_is_refused(name: str):
         ({"values": (B, K, 3, 7)}, "keys has 2 tokens and values 3"),
         ({"layer": 5}, "layer is 5, but the cache has 2 layers"),
         ({"layer": -3}, "layer is -3, but the cache has 2 layers"),
-        ({"keys": (B, K, 10, 7), "values": (B, K, 10, 7)}, "10 tokens do not fit a cache with room for 9"),
+        ({"keys": (B, K, 10, 7), "values": (B, K, 10, 7)}, "10 tokens do not fit a cache of 9 positions"),
         ({"filled": 8}, "2 more tokens do not fit: 8 of 9 positions are filled"),
     ],
     ids=["head_dim", "batch", "heads", "tokens", "layer", "negative-layer", "too-long", "full"],

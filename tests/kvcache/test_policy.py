@@ -21,7 +21,7 @@ def test_every_format_with_both_signs_is_taken(name: str):
 
 @pytest.mark.parametrize("name", [f.name for f in FORMATS if f.name not in SYMMETRIC])
 def test_every_other_format_is_refused(name: str):
-    with pytest.raises(QuantError, match=f"the keys has format {name}, whose numbers do not lie on both sides of zero"):
+    with pytest.raises(QuantError, match=f"the keys has format {name}, which lacks negative or positive numbers"):
         kv_policy(name)
 
 
@@ -54,7 +54,7 @@ def test_a_search_for_scales_is_named():
     [
         ("int44", "head", "unknown cache format 'int44'; did you mean 'int4'"),
         ("fp9", "head", "unknown cache format 'fp9'; did you mean 'fp8'"),
-        ("int8", "heads", "unknown sharing of scales 'heads'; did you mean 'head'"),
+        ("int8", "heads", "unknown per 'heads'; did you mean 'head'"),
     ],
 )
 def test_unknown_names_are_answered_with_near_ones(name: str, per: str, message: str):
@@ -66,9 +66,9 @@ def test_unknown_names_are_answered_with_near_ones(name: str, per: str, message:
     ("scheme", "message"),
     [
         ("uint8", "the scheme of the values has format uint8"),
-        ("nvfp4", "the scheme of the values has scales of two levels"),
-        ("int8_g32", r"the scheme of the values has tiles .*; take \{...: 1, -1: None\}"),
-        (fb.Scheme(FORMATS["int8"]), "has tiles {}; take"),
+        ("nvfp4", "the scheme of the values has two levels of scales"),
+        ("int8_g32", r"the scheme of the values has tiles .*; use \{...: 1, -1: None\}"),
+        (fb.Scheme(FORMATS["int8"]), "has tiles {}; use"),
         (
             fb.Scheme(FORMATS["int8"], {...: 1, -1: None}, zero_point="float32"),
             "has zero points; attention folds scales only",

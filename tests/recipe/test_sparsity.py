@@ -84,7 +84,7 @@ def test_a_rule_refuses_a_scheme_without_exact_zeros(name: str):
     if can:
         assert make().sparsity == Sparsity(2, 4)
     else:
-        with pytest.raises(QuantError, match="has no exact zero for what is pruned; take a symmetric scheme"):
+        with pytest.raises(QuantError, match="has no exact zero for pruned weights; use a symmetric scheme"):
             make()
 
 
@@ -103,7 +103,7 @@ def test_what_is_refused():
     for make, message in (
         (lambda: Sparsity(0, 4), "n:m is 0:4"),
         (lambda: Sparsity(2, 4, update_step=0), "start_step is 0 and update_step 0; must be at least 0 and at least 1"),
-        (lambda: Sparsity(2, 4).pruned(jnp.ones((4, 4))), "2:4 sparse: outside a recipe .* says the axis; pass axis="),
+        (lambda: Sparsity(2, 4).pruned(jnp.ones((4, 4))), "2:4 sparse has no axis, .*; pass axis="),
         (lambda: Sparsity.from_json({"n": 2}), "sparsity lacks the field 'm'"),
         (
             lambda: fb.Recipe((fb.Rule(".*", None),), products=(fb.Rule("a", None, sparsity=Sparsity(2, 4)),)),

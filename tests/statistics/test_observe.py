@@ -144,10 +144,11 @@ def test_what_cannot_be_observed_is_refused():
 
     w, x = {"w": normal(8, 8)}, normal(5, 8)
     with pytest.raises(
-        fb.UnsupportedError, match=r"cannot see every product(.|\n)*w: .*while decodes w \(what is measured inside"
+        fb.UnsupportedError,
+        match=r"cannot collect statistics of every product(.|\n)*w: .*while decodes w \(what is measured inside",
     ):
         fb.observe(looping, w, [x], RECIPE)
-    with pytest.raises(fb.QuantError, match="there is no batch"):
+    with pytest.raises(fb.QuantError, match="batches is empty"):
         fb.observe(scanned, w, [], RECIPE)
 
     def product(params, x):
@@ -155,11 +156,11 @@ def test_what_cannot_be_observed_is_refused():
 
     with pytest.raises(fb.QuantError, match=r"w: its activations were all zero"):
         fb.observe(product, w, [0 * x], RECIPE).recipe(RECIPE)
-    with pytest.raises(fb.QuantError, match=r"w: its activations held a NaN"):
+    with pytest.raises(fb.QuantError, match=r"w: its activations have a NaN"):
         fb.observe(product, w, [x / 0], RECIPE).recipe(RECIPE)
-    with pytest.raises(fb.QuantError, match=r"these are kept on axes \(-1,\)"):
+    with pytest.raises(fb.QuantError, match=r"these have axes \(-1,\)"):
         fb.observe(product, w, [x], RECIPE, rule=PercentileRange(99.0, axes=(-1,))).recipe(RECIPE)
-    with pytest.raises(fb.QuantError, match=r"nothing was observed of 'v'"):
+    with pytest.raises(fb.QuantError, match=r"there are no statistics of 'v'"):
         fb.observe(product, w, [x], RECIPE)["v"]
 
 

@@ -140,7 +140,7 @@ def test_a_range_of_zeros_quantizes_to_zeros():
 
 def test_no_batch_raises_outside_jit_and_is_nan_inside():
     for rule in RULES:
-        with pytest.raises(QuantError, match="the range has seen no batch; update it before asking for its scale"):
+        with pytest.raises(QuantError, match="the range has no batch; call update before scale"):
             rule.init().scale("int8")
     assert jnp.isnan(jax.jit(lambda s: s.scale("int8")[0])(AbsMaxRange().init()))
 
@@ -152,7 +152,7 @@ def test_poison_is_not_lost(rule: AbstractRange, poison: float):
     batches[2, 3, 1] = poison
     state = after(rule, batches)
     assert not np.isfinite([state.low, state.high]).all()
-    with pytest.raises(QuantError, match="the range is not finite: a batch held a NaN or an infinity"):
+    with pytest.raises(QuantError, match="the range is not finite: a batch had a NaN or an infinity"):
         state.scale("int8")
 
 
@@ -167,7 +167,7 @@ def test_what_is_refused():
     for make, message in (
         (lambda: AbsMaxRange(axes=(0,)), r"axes is \(0,\), must be different negative axes"),
         (lambda: MeanRange(axes=(-1, -1)), "must be different negative axes"),
-        (lambda: EMARange(1.0), r"decay is 1.0, must lie between 0 and 1 \(MeanRange weighs all batches alike\)"),
+        (lambda: EMARange(1.0), r"decay is 1.0, must be between 0 and 1 \(MeanRange weighs all batches equally\)"),
         (lambda: PercentileRange(0.0), r"percent is 0.0, must be above 0 and at most 100"),
         (lambda: AbsMaxRange(axes=(-1,)).init(), r"init needs the shape of the arrays, got \(\)"),
         (lambda: AbsMaxRange(axes=(-2,)).init((3, 4)).update(jnp.ones(4)), r"x has shape \(4,\); the range needs elements"),

@@ -261,7 +261,7 @@ def test_what_does_not_go_together_is_refused():
     params, x = {"w": normal(8, 8)}, normal(4, 8)
     trained = fb.train(product, recipe())
     with pytest.raises(
-        fb.QuantError, match=r"of \['w'\] from earlier steps, and there is no delayed=; begin with delayed_state"
+        fb.QuantError, match=r"of \['w'\] from earlier steps, and there is no delayed=; start with delayed_state"
     ):
         trained(params, x)
     with pytest.raises(fb.QuantError, match=r"delayed= has them for \['v'\]"):

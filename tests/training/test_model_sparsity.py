@@ -83,7 +83,7 @@ def test_what_does_not_go_together_is_refused():
     state = fb.sparsity_state(net, PARAMS, X, recipe=RECIPE)
     trained = fb.train(net, RECIPE)
     with pytest.raises(
-        fb.QuantError, match=r"makes parameters sparse, \[.out .*stack .*there is no sparsity=; begin with spars"
+        fb.QuantError, match=r"makes parameters sparse, \[.out .*stack .*there is no sparsity=; start with spars"
     ):
         trained(PARAMS, X)
     twice = fb.Recipe((fb.Rule("stack", INT8, sparsity=fb.Sparsity(1, 4)), fb.Rule("out", None)))
@@ -91,9 +91,11 @@ def test_what_does_not_go_together_is_refused():
         fb.train(net, twice)(PARAMS, X, sparsity=state)
     with pytest.raises(fb.QuantError, match=r"sparse, \[\], and sparsity= has"):
         fb.train(net, fb.Recipe((fb.Rule(".*", None),)))(PARAMS, X, sparsity=state)
-    with pytest.raises(fb.QuantError, match=r"its mask of out has \(8, 16\), the parameter \(4, 16\)"):
+    with pytest.raises(fb.QuantError, match=r"a mask of shape \(8, 16\) for out, whose shape is \(4, 16\)"):
         state.update(PARAMS | {"out": PARAMS["out"][:4]})
-    with pytest.raises(fb.QuantError, match=r"its mask of out has \(8, 16\), the parameter none among \['bias', 'stack'\]"):
+    with pytest.raises(
+        fb.QuantError, match=r"a mask of shape \(8, 16\) for out, which is not among the parameters \['bias', 'stack'\]"
+    ):
         state.apply({key: PARAMS[key] for key in ("stack", "bias")})
 
 

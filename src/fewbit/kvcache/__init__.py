@@ -1,4 +1,4 @@
-"""The keys and values of a decoder in few bits: how they are kept, and attention that reads them as they are."""
+"""Quantized KV caches, and attention that reads them in place."""
 
 from ..kernels.attention import Block as Block
 from ..kernels.attention import attention as attention

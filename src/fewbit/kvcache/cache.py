@@ -1,4 +1,4 @@
-"""A cache of keys and values as packed codes and scales, of a fixed room."""
+"""A quantized KV cache of fixed length: packed codes and scales."""
 
 import dataclasses
 
@@ -21,23 +21,23 @@ from .policy import KVPolicy
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class QuantizedCache:
-    """Room for `S` positions in every layer, of which the first `length` are filled. A frozen pytree.
+    """A quantized KV cache with a max length of `S` positions. A frozen pytree.
 
-    Several caches stacked for `vmap` or `scan` have axes in front (`*N`).
+    The first `length` positions are filled. Caches stacked for `vmap` or `scan` have leading axes (`*N`).
 
-    Each token is quantized by itself when it is written and never again: reading a prompt at once or token by token gives
-    the same bytes. All-zero keys come back as exact zeros; NaN or infinity makes what shares its scale NaN.
+    Each token is quantized once, when it is written: prefilling a prompt at once or token by token gives the same bytes.
+    All-zero keys come back as exact zeros; NaN or infinity makes all elements with its scale NaN.
 
-    The codes stand here as plain arrays, and as a QArray in what `layer` gives, so that `fb.transparent` takes a cache among
-    its arguments for what it is and not for weights.
+    The codes are plain arrays here, and QArrays in the result of `layer`, so that `fb.transparent` does not take a cache
+    among its arguments for weights.
 
     Attributes:
-        key_codes: `p` bytes hold the codes of `h` coordinates.
+        key_codes: the codes of `h` coordinates, packed in `p` bytes.
         key_scale: J is K, or 1 when all heads of a token share a scale.
-        value_codes: likewise.
-        value_scale: likewise.
-        length: how many positions are filled, for every row of the batch alike.
-        policy: how keys and values are kept. Static.
+        value_codes: as `key_codes`.
+        value_scale: as `key_scale`.
+        length: the number of filled positions, the same for every row of the batch.
+        policy: the schemes of keys and values. Static.
         head_dim: the head width (h). Static.
 
     >>> from fewbit.kvcache import kv_policy
@@ -59,39 +59,36 @@ class QuantizedCache:
 
     @property
     def room(self) -> int:
-        """The positions that there is room for (S)."""
+        """The max length (S)."""
         return self.key_codes.shape[-2]
 
     @property
     def nbytes(self) -> int:
-        """The bytes that codes and scales take."""
-        held = (self.key_codes, self.key_scale, self.value_codes, self.value_scale)
-        return sum(a.size * a.dtype.itemsize for a in held)
+        """The bytes of codes and scales."""
+        arrays = (self.key_codes, self.key_scale, self.value_codes, self.value_scale)
+        return sum(a.size * a.dtype.itemsize for a in arrays)
 
     def written(
         self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
     ) -> "QuantizedCache":
-        """Writes the keys and values of new tokens of one layer after the `length` tokens of the cache; `length` stays.
+        """Writes one layer's keys and values of new tokens at `length`, which is unchanged.
 
         Args:
             layer: which layer, from 0; a negative one counts from the end.
             keys: of the T new tokens, in any floating dtype.
-            values: likewise.
-
-        Returns:
-            The new cache.
+            values: as `keys`.
 
         Raises:
             QuantError: when the shapes are not those of the cache, and when layer or length are concrete (not traced) and
                 the layer does not exist or the tokens do not fit. Inside `jit` the length is not known: tokens beyond the
-                room then overwrite the last ones, so check the total before the loop.
+                max length then overwrite the last ones, so check the total before the loop.
         """
         self._check_new_tokens(layer, keys, values)
         k, v = quantize(keys, self.policy.keys), quantize(values, self.policy.values)
 
-        def put(held: Array, new: Array) -> Array:
+        def put(cached: Array, new: Array) -> Array:
             zero = jnp.int32(0)
-            return lax.dynamic_update_slice(held, new[None], (jnp.int32(layer), zero, zero, self.length, zero))
+            return lax.dynamic_update_slice(cached, new[None], (jnp.int32(layer), zero, zero, self.length, zero))
 
         return dataclasses.replace(
             self,
@@ -102,16 +99,16 @@ class QuantizedCache:
         )
 
     def advanced(self, count: int) -> "QuantizedCache":
-        """The cache with `count` more positions filled: what every layer has written.
+        """The cache with `count` more filled positions, after every layer has written them.
 
         Raises:
-            QuantError: when the length is concrete and there is no room for so many.
+            QuantError: when the length is concrete and they do not fit.
         """
         self._check_room(count)
         return dataclasses.replace(self, length=self.length + count)
 
     def _check_new_tokens(self, layer: Array | int, keys: Array, values: Array) -> None:
-        """Raises a QuantError unless new keys and values fit this cache."""
+        """Raises QuantError unless new keys and values fit this cache."""
         L, B, K, S, _ = self.key_codes.shape
         for name, x in (("keys", keys), ("values", values)):
             if len(x.shape) != 4 or (x.shape[0], x.shape[1], x.shape[3]) != (B, K, self.head_dim):
@@ -119,22 +116,23 @@ class QuantizedCache:
                     f"{name} has shape {x.shape}; this cache takes [batch={B}, heads={K}, tokens, head_dim={self.head_dim}]"
                 )
         if keys.shape != values.shape:
-            raise QuantError(f"keys has {keys.shape[2]} tokens and values {values.shape[2]}; they must have as many")
+            raise QuantError(f"keys has {keys.shape[2]} tokens and values {values.shape[2]}; they must have the same")
         if keys.shape[2] > S:
-            raise QuantError(f"{keys.shape[2]} tokens do not fit a cache with room for {S}; make it with a larger room")
+            raise QuantError(f"{keys.shape[2]} tokens do not fit a cache of {S} positions; make it with a larger room=")
         if not isinstance(layer, Tracer) and not -L <= int(layer) < L:
             raise QuantError(f"layer is {int(layer)}, but the cache has {L} layers")
         self._check_room(keys.shape[2])
 
     def _check_room(self, count: int) -> None:
-        """Raises a QuantError when the length is concrete and `count` more tokens do not fit."""
+        """Raises QuantError when the length is concrete and `count` more tokens do not fit."""
         if not isinstance(self.length, Tracer) and (filled := int(np.max(self.length))) + count > self.room:
             raise QuantError(
-                f"{count} more tokens do not fit: {filled} of {self.room} positions are filled; make the cache with a larger room"
+                f"{count} more tokens do not fit: {filled} of {self.room} positions are filled; make the cache with a "
+                "larger room="
             )
 
     def layer(self, layer: Int[Array, ""] | int) -> tuple[QArray, QArray]:
-        """The keys and values of one layer, all positions of it, `[B, K, S, h]`; decoded zeros where nothing is written."""
+        """The keys and values of one layer, `[B, K, S, h]`; zeros where nothing is written."""
         keys, values = self.layers()
         return taken(keys, layer), taken(values, layer)
 
@@ -152,7 +150,10 @@ class QuantizedCache:
     def blocks(
         self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
     ) -> tuple[Block, ...]:
-        """What new tokens attend to, after `written` and before `advanced`: the cache, and their raw selves if they see them."""
+        """The blocks that new tokens attend to, after `written` and before `advanced`.
+
+        They are the cache, and under `sees_raw` the unquantized new tokens.
+        """
         T = keys.shape[-2]
         if not self.policy.sees_raw:
             return (Block(*self.layers(), seen_positions(self.length, T), layer),)
@@ -163,18 +164,15 @@ class QuantizedCache:
 def empty_quantized_cache(
     policy: KVPolicy, *, layers: int, batch: int, heads: int, head_dim: int, room: int
 ) -> QuantizedCache:
-    """A cache that holds nothing yet.
+    """An empty cache.
 
     Args:
-        policy: how keys and values are kept.
-        layers: how many layers write to it (L).
-        batch: how many sequences (B).
-        heads: key heads (K).
+        policy: the schemes of keys and values.
+        layers: the number of layers (L).
+        batch: the number of sequences (B).
+        heads: the number of KV heads (K).
         head_dim: the head width (h).
-        room: how many positions there is room for (S).
-
-    Returns:
-        The cache.
+        room: the max length (S).
 
     Raises:
         QuantError: when a number is not positive.

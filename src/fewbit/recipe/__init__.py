@@ -1,4 +1,4 @@
-"""Which parameters are quantized and how: rules, recipes, and the plan that a recipe makes of one model."""
+"""Recipes: rules that choose parameters and policies, and the plan for one model."""
 
 from . import presets as presets
 from .apply import check_storable as check_storable

@@ -1,4 +1,4 @@
-"""Quantizing a tree of parameters by a plan or a recipe."""
+"""Quantizes a tree of parameters by a plan or a recipe."""
 
 import dataclasses
 import re
@@ -7,58 +7,65 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jaxtyping import PyTree
 
-from ..array import is_qarray
+from ..array import QArray, is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..ops.uses import array_paths, parameter_paths
+from .matching import Leaf
 from .plan import Plan, quantized_leaf
 from .plan import plan as make_plan
+from .recipe import RecipeLike
 from .rows import PlanRow
 
 
-def quantize_params(params: Any, plan: Any) -> Any:
-    """The tree with the parameters quantized that a plan names, and pruned where it says so.
+def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
+    """Quantizes and prunes the parameters that a plan names.
 
-    A sparse parameter keeps the largest of its weights as they are now, whatever the schedule of its training; one that is
-    masked already, such as by `fewbit.training.ModelSparsity.apply`, keeps those that its mask left.
+    A sparse parameter keeps its largest weights as they are now, whatever the schedule of its training; one that is masked
+    already, such as by `fewbit.training.ModelSparsity.apply`, keeps those that its mask left.
 
-    It can be traced: under `jax.jit`, with `out_shardings`, parameters are initialised, quantized and sharded in one program;
-    `jax.eval_shape` gives the tree to restore a checkpoint into. A traced array has no values to look at: nothing is
-    refused then, and a NaN or an infinity makes its tile NaN, as in `fb.quantize`.
+    It can be traced: under `jax.jit` with `out_shardings`, parameters are initialised, quantized and sharded in one program;
+    `jax.eval_shape` gives the tree to restore a checkpoint into. Traced arrays have no values to check: a NaN or an infinity
+    makes its tile NaN, as in `fb.quantize`.
 
     Args:
         params: the tree of arrays; other leaves are left as they are.
-        plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: what its rules give a path
-            and an axis is quantized. Presets need the roles of the parameters, which `fb.plan` finds in the model's function.
+        plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: what its rules give a
+            path and an axis is quantized. Presets need roles, which `fb.plan` finds in the model's function.
 
     Returns:
-        A tree of the same structure, QArrays in the place of quantized leaves and all others as they were.
+        A tree of the same structure, with QArrays for the quantized leaves and all others unchanged.
 
     Raises:
-        QuantError: when the plan and the tree do not have the same parameters and shapes, a parameter that the plan quantizes
-            is a QArray already, or an array, not traced, holds NaN or infinity: its name, and how many.
-        UnsupportedError: for a policy with delayed scaling, whose scales come from training, and for a plan that gives products
-            without a parameter a policy, which no parameter can carry.
+        QuantError: when the plan and the tree do not have the same parameters and shapes, or a parameter that the plan
+            quantizes is a QArray already or, not traced, contains NaN or infinity; it names the parameter and counts them.
+        UnsupportedError: for a policy with delayed scaling, whose scales come from training, and for a plan that gives
+            products without a parameter a policy, which no parameter can carry.
 
     >>> recipe = fb.Recipe((fb.Rule("w", "int8", axis=-1),))
     >>> tree = quantize_params({"w": jnp.ones((4, 64)), "b": jnp.ones(4)}, recipe)
     >>> tree["w"]
     QArray(int8, float32[4, 64], 272 bytes, 8.500 bits/weight)
     """
-    resolved = plan if isinstance(plan, Plan) else make_plan(None, params, recipe=plan)
+    if not isinstance(plan, Plan):
+        plan = make_plan(None, params, recipe=plan)
     leaves = array_paths(params)
-    check_storable(resolved)
-    rows = {row.path: row for row in resolved}
+    check_storable(plan)
+    rows = {row.path: row for row in plan}
     if set(rows) != set(leaves):
         missing, extra = sorted(set(leaves) - set(rows)), sorted(set(rows) - set(leaves))
-        raise QuantError(f"the plan is for another tree: without {missing[:5]}, and with {extra[:5]} that are not here")
+        raise QuantError(
+            f"the plan is for another tree: it has no row for {missing[:5]}, and the tree does not have {extra[:5]}; "
+            "plan this tree with fb.plan"
+        )
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    every = parameter_paths(params).items()
-    return jax.tree.unflatten(treedef, [quantize_row(x, rows[path]) if path in rows else x for path, x in every])
+    every = parameter_paths(params) | {path: quantize_row(leaves[path], row) for path, row in rows.items()}
+    return jax.tree.unflatten(treedef, list(every.values()))
 
 
 def check_storable(plan: Plan) -> None:
-    """Refuses a plan that quantized parameters cannot carry out on their own.
+    """Refuses a plan that quantized parameters alone cannot carry out.
 
     Args:
         plan: the plan.
@@ -78,20 +85,21 @@ def check_storable(plan: Plan) -> None:
 def _check_row(row: PlanRow) -> None:
     if row.policy is not None and row.policy.delayed is not None:
         raise UnsupportedError(
-            f"{row.path}: policy {row.policy} takes its scales from the steps before, and there are none outside training; "
-            "take a recipe with scales of the array at hand, such as te_fp8_currentscaling"
+            f"{row.path}: policy {row.policy} uses delayed scaling, whose scales come from earlier training steps, and "
+            "there are "
+            "none outside training; use a recipe with current scaling, such as te_fp8_currentscaling"
         )
 
 
-def quantize_row(leaf: Any, row: PlanRow) -> Any:
-    """One parameter as its row says: pruned and quantized after a check that it is finite, or as it is.
+def quantize_row(leaf: Leaf, row: PlanRow) -> Any:
+    """Quantizes and prunes one parameter as its row of a plan says.
 
     Args:
-        leaf: the parameter.
+        leaf: the parameter; it must be finite where it is quantized or pruned.
         row: its row of a plan.
 
     Returns:
-        A QArray, a pruned array where the row has a sparsity only, or `leaf` where it has none of the two.
+        A QArray, a pruned array where the row has a sparsity only, or `leaf` where it has neither.
 
     Raises:
         QuantError: for another shape than the plan's, a QArray, or values that are not finite, unless they are traced.
@@ -102,17 +110,17 @@ def quantize_row(leaf: Any, row: PlanRow) -> Any:
     _check_row(row)
     if tuple(leaf.shape) != row.shape:
         raise QuantError(f"{row.path} has shape {tuple(leaf.shape)}, but the plan was made for {row.shape}")
-    if is_qarray(leaf):
+    if isinstance(leaf, QArray):
         raise QuantError(
-            f"{row.path} is quantized already, as {leaf.scheme.name}, and the plan is for the float parameter; plan the tree as "
-            "it is, which leaves QArrays as they are, or decode it by fb.dequantize"
+            f"{row.path} is quantized already, as {leaf.scheme.name}, and the plan is for the float parameter; plan the "
+            "tree as "
+            "it is, which leaves QArrays unchanged, or decode it by fb.dequantize"
         )
     x = jnp.asarray(leaf)
-    bad = 0 if isinstance(x, Tracer) else int(jnp.sum(~jnp.isfinite(x)))  # a traced array has no values yet
-    if bad:
+    if not isinstance(x, Tracer) and (bad := int(jnp.sum(~jnp.isfinite(x)))):  # a traced array has no values yet
         raise QuantError(
             f"{row.path} holds {bad} values that are NaN or infinite, of {x.size}; a tile with one decodes to NaN. "
-            f"Repair the checkpoint, or leave the parameter out of recipe by a rule with policy null"
+            f"Repair the checkpoint, or exclude the parameter by a rule with policy null"
         )
     # Rows of alike layers are made equal, so that they compile once.
     alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="", sites=())

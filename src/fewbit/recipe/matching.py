@@ -1,14 +1,15 @@
-"""Which rule of a recipe each parameter follows, and each product without one; and along which axes."""
+"""Matches rules to parameters and products, and finds the axes of tiles."""
 
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from ..array import is_qarray
+from ..array import QArray
 from ..errors import QuantError
 from ..ops.uses import Product, Use
 from .recipe import Recipe
@@ -16,9 +17,12 @@ from .roles import QUANTIZED_ROLES, Role
 from .rule import OPS, PRODUCT_OPS, Rule
 from .sparsity import Sparsity
 
+Leaf: TypeAlias = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | QArray
+"""A parameter: an array, quantized or not, or the shape and dtype of one."""
+
 
 def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]], roles: Mapping[str, Role]) -> dict[str, Rule | None]:
-    """For each parameter, by its path, the first rule that matches it, or None.
+    """The first rule that matches each parameter, by path; None where none does.
 
     Args:
         recipe: the recipe.
@@ -33,7 +37,7 @@ def matched_rules(recipe: Recipe, uses: Mapping[str, tuple[Use, ...]], roles: Ma
 
 
 def matched_product_rules(recipe: Recipe, products: tuple[Product, ...]) -> dict[str, Rule | None]:
-    """For each product without a parameter, by its name, the first rule that matches it, or None.
+    """The first rule that matches each product without a parameter, by name, or None.
 
     Args:
         recipe: the recipe.
@@ -49,14 +53,16 @@ def matched_product_rules(recipe: Recipe, products: tuple[Product, ...]) -> dict
 def _matching(
     rules: tuple[Rule, ...], used_by: Mapping[str, tuple[tuple[str, ...], Role | None]], recipe: str, what: str, things: str
 ) -> dict[str, Rule | None]:
-    """The first rule that matches each name; a rule that matches none must be optional.
+    """The first rule that matches each name; QuantError for a rule without effect.
 
-    So must one that matches only what rules before it take, unless these are optional: they say which names are special, and
-    all of them may be.
+    A rule that matches no name must be optional. So must one whose names all follow earlier rules, unless these are
+    optional: an optional rule says which names are special, and all of them may be.
     """
     found: dict[str, int | None] = dict.fromkeys(used_by)
     for index, rule in enumerate(rules):
-        names = used_by if rule.literal is None else {rule.literal} & used_by.keys()
+        names = used_by.keys()
+        if rule.literal is not None:
+            names = {rule.literal} & names
         matching = [name for name in names if rule.matches(name, *used_by[name])]
         taken = {name: earlier for name in matching if (earlier := found[name]) is not None}
         found.update((name, index) for name in matching if name not in taken)
@@ -66,8 +72,8 @@ def _matching(
         if taken:
             earlier = ", ".join(f"rule {i + 1} ({rules[i]})" for i in sorted(set(taken.values())))
             raise QuantError(
-                f"{where} matches only what rules before it take: {_few(list(taken))}, by {earlier}. Put it first, or mark it "
-                "optional"
+                f"{where} has no effect: earlier rules match all of its {things}: {_few(list(taken))}, by {earlier}. "
+                "Move it before them, or mark it optional"
             )
         refused = {name: role for name, (_, role) in used_by.items() if role is not None and rule.matches_path(name)}
         before = [found[name] for name in refused if found[name] is not None]
@@ -76,13 +82,14 @@ def _matching(
         if refused:
             raise QuantError(f"{where} quantizes nothing: {_refusal(rule, refused)}")
         raise QuantError(
-            f"{where} matches nothing; the {things} are {_few(list(used_by)) or 'none'}. Correct its path, or mark it optional"
+            f"{where} matches nothing; the {things} are {_few(list(used_by)) or 'none'}. Correct its path, or mark it "
+            "optional"
         )
-    return {name: None if index is None else rules[index] for name, index in found.items()}
+    return dict.fromkeys(used_by) | {name: rules[index] for name, index in found.items() if index is not None}
 
 
 def _refusal(rule: Rule, refused: Mapping[str, Role]) -> str:
-    """Why a rule takes none of the parameters that its path matches, and what to do."""
+    """Why a rule quantizes no parameter that its path matches, and what to do."""
     paths = {role: [path for path, own in refused.items() if own is role] for role in dict.fromkeys(refused.values())}
     listed = "; ".join(f"{_few(own)} ({role.words})" for role, own in paths.items())
     if all(role in rule.taken_roles for role in paths):
@@ -96,24 +103,26 @@ def _refusal(rule: Rule, refused: Mapping[str, Role]) -> str:
             'contracted axis: {"path": "...", "policy": "nf4", "axis": -1}'
         )
     if not rule.roles and (named := [str(role) for role in paths if role not in (Role.UNKNOWN, *QUANTIZED_ROLES)]):
-        remedies.append(f"name roles={named} in the rule to quantize these all the same")
+        remedies.append(f"name roles={named} in the rule to quantize these")
     return f"its path matches {listed}. {'; '.join((*remedies, 'correct its path; or mark it optional')).capitalize()}"
 
 
 def _few(paths: list[str]) -> str:
-    return ", ".join(paths[:8]) + (f" and {len(paths) - 8} more" if len(paths) > 8 else "")
+    if len(paths) <= 8:
+        return ", ".join(paths)
+    return f"{', '.join(paths[:8])} and {len(paths) - 8} more"
 
 
 def stacked_axes(uses: tuple[Use, ...]) -> tuple[int, ...]:
-    """The axes of a parameter, negative, that a loop takes one element of at a time before a product or a look-up."""
+    """The axes, negative, that a loop runs over before a product or look-up."""
     return tuple(sorted({a for use in uses if use.op in OPS for a in use.stacked}))
 
 
 def common_casts(uses: tuple[Use, ...]) -> tuple[str, ...]:
-    """The casts that all products and look-ups of a parameter begin with; the parameter is quantized after them.
+    """The casts shared by all products and look-ups of a parameter; it is quantized after them.
 
-    Where one use reads it as it is, or two cast it to different dtypes, there are none: one set of codes serves all uses, and
-    each casts the numbers that these codes stand for.
+    Where one use reads it uncast, or two cast it to different dtypes, there are none: all uses share one set of codes, and
+    each casts the decoded numbers.
     """
     each = [use.casts for use in uses if use.op in OPS]
     return tuple(column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, zip(*each, strict=False)))
@@ -122,19 +131,19 @@ def common_casts(uses: tuple[Use, ...]) -> tuple[str, ...]:
 def tile_axes(
     path: str,
     uses: tuple[Use, ...],
-    tiles: Callable[[tuple[int, ...]], Any] = lambda axes: axes,
+    tiles: Callable[[tuple[int, ...]], tuple[int, ...]] = lambda axes: axes,
     remedy: str = "give its rule an axis",
 ) -> tuple[int, ...] | None:
-    """The axes that tiles of a parameter run along: what its products contract, the rows that its look-ups take.
+    """The axes that the tiles (blocks with one scale) of a parameter run along.
 
-    A table that is also a product's weight, as where embeddings are tied, has one answer when both want the same tiles: `e[ids]`
-    and `h @ e.T` do.
+    Its products contract these axes; look-ups take rows along them. Tied embeddings have both uses, and they agree where
+    both want the same tiles: `e[ids]` and `h @ e.T` do.
 
     Args:
         path: the parameter.
         uses: its uses.
-        tiles: what tiles along axes are like. Uses that want different axes agree where the tiles are the same.
-        remedy: what the error tells the caller to do.
+        tiles: the tile lengths along axes. Uses that want different axes agree where these are the same.
+        remedy: what the error says to do.
 
     Returns:
         The axes, negative; None where no product contracts it, and no look-up takes rows of it.
@@ -146,25 +155,22 @@ def tile_axes(
     axes = list(dict.fromkeys(use.tiled for use in wanting))
     if len(axes) > 1 and len(set(map(tiles, axes))) > 1:
         places = "; ".join(f"{use.op} over {use.tiled} at {use.source}" for use in wanting)
-        is_products = all(use.op in PRODUCT_OPS for use in wanting)
-        what = (
-            "its products contract different axes"
-            if is_products
-            else "its products and look-ups want tiles along different axes"
-        )
+        what = "its products and look-ups want tiles along different axes"
+        if all(use.op in PRODUCT_OPS for use in wanting):
+            what = "its products contract different axes"
         raise QuantError(f"{path}: {what} ({places}); {remedy}")
-    return axes[0] if axes else None
+    return next(iter(axes), None)
 
 
-def resolved_sparsity(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | None) -> Sparsity | None:
-    """The sparsity of one parameter under the rule that matches it, with its axes, negative; None where it stays dense."""
+def resolved_sparsity(path: str, leaf: Leaf, uses: tuple[Use, ...], rule: Rule | None) -> Sparsity | None:
+    """The sparsity of one parameter with its axes, negative; None where it stays dense."""
     if rule is None or rule.sparsity is None or why_whole(leaf) is not None:
         return None
     axis = rule.sparsity.axis or rule.axis
     if axis is None and (contracted := tile_axes(path, uses)) is not None:
-        # A convolution's axes are its window, which is no neighbourhood of channels, and then its input channels.
-        is_window = any(use.op == "conv_general_dilated" for use in uses)
-        axis = contracted[-1:] if is_window else tuple(sorted(contracted))
+        axis = tuple(sorted(contracted))
+        if any(use.op == "conv_general_dilated" for use in uses):
+            axis = contracted[-1:]  # the input channels, which follow the axes of the window
     if axis is None:
         return None
     ndim = len(leaf.shape)
@@ -176,12 +182,17 @@ def resolved_sparsity(path: str, leaf: Any, uses: tuple[Use, ...], rule: Rule | 
     return sparsity
 
 
-def why_whole(leaf: Any) -> str | None:
+def why_whole(leaf: Leaf) -> str | None:
     """Why a parameter can be neither quantized nor pruned, or None."""
-    if is_qarray(leaf):
+    if isinstance(leaf, QArray):
         return f"quantized already, as {leaf.scheme.name}"
     if not jnp.issubdtype(leaf.dtype, jnp.floating):
         return f"{jnp.dtype(leaf.dtype).name} is not floating"
-    if len(leaf.shape) < 2:
-        return "a vector: no product contracts it" if leaf.shape else "a scalar"
-    return "no elements" if 0 in leaf.shape else None
+    match leaf.shape:
+        case ():
+            return "a scalar"
+        case (_,):
+            return "a vector: no product contracts it"
+        case shape if 0 in shape:
+            return "no elements"
+    return None

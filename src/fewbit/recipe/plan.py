@@ -1,4 +1,4 @@
-"""Plans: a recipe resolved against one model, a row for every parameter and for every product without one."""
+"""Plans: a recipe resolved against one model."""
 
 import dataclasses
 import json
@@ -9,15 +9,17 @@ from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from .._json import checked, converted, file_text, form_of, parsed
 from .._registry import near_names
-from ..array import Scheme, is_qarray
+from ..array import QArray, Scheme
 from ..errors import QuantError
 from ..kernels.quantize import quantize
 from ..ops.served import axis_within, cast, for_each
 from ..ops.uses import Product, array_paths
-from .recipe import Recipe
+from .matching import Leaf
+from .recipe import Recipe, RecipeLike
 from .recipe import recipe as as_recipe
 from .resolution import Resolution, Resolved
 from .roles import QUANTIZED_ROLES, Role, TensorRole
@@ -30,13 +32,13 @@ _UNKNOWN_ROLE = "role unknown, so it stays float"
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """A recipe resolved against one model; printable, saved as JSON, edited there and loaded again.
+    """A recipe resolved against one model; printable, and editable as JSON.
 
     Attributes:
         rows: one for every parameter, in the order of the tree.
         recipe: the name of the recipe.
         products: one for every product without a parameter, in the order of the trace; none when no code was traced.
-        notes: sentences that the user should see, such as where the roles come from.
+        notes: sentences for the user, such as where the roles come from.
     """
 
     rows: tuple[PlanRow, ...]
@@ -55,7 +57,7 @@ class Plan:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """The parameters that stay as they are because nothing says their role, and no rule decides."""
+        """The parameters that stay float because their role is unknown and no rule decides."""
         return tuple(row.path for row in self.rows if row.reason.startswith(_UNKNOWN_ROLE))
 
     @property
@@ -80,7 +82,7 @@ class Plan:
         """The table of all rows, and a line for each product without a parameter.
 
         Args:
-            width: how many characters a line has; None takes the terminal's width, or 160 where the output is none.
+            width: how many characters a line has; None takes the terminal's width, or 160 without a terminal.
         """
         lines = [plan_text(self, [(row.path, 1, row) for row in self.rows], width=width)]
         for row in self.products:
@@ -89,14 +91,16 @@ class Plan:
         return "\n".join(lines)
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: the recipe's name, the rows, the products, and where there are any the notes."""
+        """The JSON form; the notes only where there are any."""
         rows = [row.to_json() for row in self.rows]
         form = {"recipe": self.recipe, "rows": rows, "products": [row.to_json() for row in self.products]}
-        return form | ({"notes": list(self.notes)} if self.notes else {})
+        if self.notes:
+            form["notes"] = list(self.notes)
+        return form
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """The plan of a JSON form, its bytes counted anew, since it may have been edited.
+        """The plan of a JSON form; its bytes are counted again, since it may have been edited.
 
         Raises:
             QuantError: for an unknown or missing key, and for a row whose parameter cannot be quantized as it says.
@@ -115,7 +119,7 @@ class Plan:
         """Reads a plan that `save` wrote, perhaps edited since.
 
         Raises:
-            QuantError: when the file cannot be read, or does not hold a plan.
+            QuantError: when the file cannot be read, or is not a plan.
         """
         where = f"plan file {os.fspath(path)}"
         form = converted(parsed(file_text(pathlib.Path(path), "plan file"), where), dict[str, Any], where)
@@ -131,30 +135,29 @@ PLAN = form_of(Plan, rows=list[PLAN_ROW], recipe=str, products=list[PRODUCT_ROW]
 
 def plan(
     fn: Callable[..., Any] | None,
-    params: Any,
-    *inputs: Any,
-    recipe: Any,
+    params: PyTree,
+    *inputs: PyTree,
+    recipe: RecipeLike,
     roles: Mapping[str, TensorRole] | None = None,
 ) -> Plan:
-    """Resolves a recipe against a model: what happens to every parameter, and why.
+    """Resolves a recipe against a model, parameter by parameter.
 
     Args:
-        fn: the function whose products decide roles and axes, `fn(params, *inputs)`; it is traced with shapes only. None when
-            there is no code: what `roles` does not say is then unknown, and a parameter of unknown role stays as it is unless a rule
-            gives its path and an axis.
+        fn: the function whose products decide roles and axes, `fn(params, *inputs)`; it is traced with shapes only. None
+            when there is no code: roles that `roles` lacks are then unknown, and a parameter of unknown role stays float
+            unless a rule gives its path and an axis.
         params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s. Leaves that are neither have no row.
         inputs: example inputs of `fn`, likewise.
         recipe: a Recipe, or anything that `fb.recipe` takes.
-        roles: what is known of parameters besides the trace, by path: their roles, and without code the contracted axes. Where
-            there is code it overrules the role that the trace gives; the axes stay the trace's.
+        roles: the roles of parameters by path, and without `fn` their contracted axes. With `fn` they override the roles
+            that the trace gives; the axes are the trace's.
 
     Returns:
         The plan, with a row for every parameter and, where there is code, for every product without one.
 
     Raises:
         QuantError: when a rule that is not optional matches or changes nothing, when the products of a parameter contract
-            different axes and its rule names none, when a tile does not fit where it must, or when `roles` has a path that is no
-            parameter's.
+            different axes and its rule names none, when a tile does not fit, or when `roles` has an unknown path.
 
     >>> def fn(params, x):
     ...     return x @ params["w"]
@@ -173,12 +176,14 @@ def plan(
 
 def _product_row(product: Product, rule: Rule | None) -> ProductRow:
     """The row of one product under the rule that matches it."""
-    policy, path = (None, "") if rule is None else (rule.policy, rule.path)
-    return ProductRow(product.name, product.op, product.shapes, policy, path, product.source)
+    row = ProductRow(product.name, product.op, product.shapes, None, "", product.source)
+    if rule is None:
+        return row
+    return dataclasses.replace(row, policy=rule.policy, rule=rule.path)
 
 
 def _check_effect(recipe: Recipe, rules: Mapping[str, Rule | None], rows: Sequence[PlanRow]) -> None:
-    """Refuses a rule that is not optional, and matches parameters but changes none of them.
+    """Refuses a rule that is not optional and changes none of the parameters it matches.
 
     Parameters that are quantized already do not count: planning a quantized tree again changes nothing.
     """
@@ -191,72 +196,68 @@ def _check_effect(recipe: Recipe, rules: Mapping[str, Rule | None], rows: Sequen
         if same and not any(row.reason.startswith("quantized already") for row in same):
             reasons = ", ".join(f"{row.path} ({row.reason})" for row in same[:8])
             raise QuantError(
-                f"rule {index + 1} of recipe {recipe.name!r} ({rule}) changes nothing: it matches only {reasons}. Correct its path, "
+                f"rule {index + 1} of recipe {recipe.name!r} ({rule}) changes nothing: it matches only {reasons}. Correct "
+                "its path, "
                 "or mark it optional"
             )
 
 
-def _row(found: Resolved, leaf: Any, *, is_traced: bool) -> PlanRow:
+def _nbytes(x: Leaf) -> int:
+    if isinstance(x, QArray):
+        return x.nbytes
+    return x.size * jnp.dtype(x.dtype).itemsize
+
+
+def _row(found: Resolved, leaf: Leaf, *, is_traced: bool) -> PlanRow:
     """The row of one parameter under the rule that matches it."""
-    path, shape, dtype = found.path, found.shape.shape, jnp.dtype(leaf.dtype)
-    before = leaf.nbytes if is_qarray(leaf) else leaf.size * dtype.itemsize
+    dtype, before = jnp.dtype(leaf.dtype), _nbytes(leaf)
     ops = tuple(dict.fromkeys(use.op for use in found.uses))
     sites = tuple(dict.fromkeys(f"{use.op} at {use.source}" for use in found.uses if use.source))
-    left = PlanRow(
-        path,
-        shape,
-        dtype.name,
-        None,
-        (),
-        (),
-        ops,
-        before,
-        before,
-        sites=sites,
-        role=found.role,
-        role_source=found.role_source,
-    )
+    row = PlanRow(found.path, found.shape.shape, dtype.name, None, (), (), ops, before, before, "", sites)
+    row = dataclasses.replace(row, role=found.role, role_source=found.role_source, sparsity=found.sparsity)
     rule, why_not = found.rule, _why_not(leaf, found, is_traced=is_traced)
     if why_not is not None or rule is None:
-        return dataclasses.replace(left, reason=why_not or "")
+        return dataclasses.replace(row, reason=why_not or "")
     if found.axis is None:
-        why = "nothing says which axis is contracted; give its rule an axis"
-        if is_traced:
-            why = "look-ups take single elements of it" if "take" in ops else "no product contracts it"
-        return dataclasses.replace(left, sparsity=found.sparsity, reason="" if found.sparsity else why)
-    row = dataclasses.replace(
-        left,
-        policy=found.policy,
-        axis=found.axis,
-        stacked=found.stacked,
-        sparsity=found.sparsity,
-        casts=found.casts,
-    )
-    after = _planned_bytes(row)
-    cast_first = f"cast to {' and '.join(found.casts)} first, as its uses do" if found.casts else ""
-    larger = "" if after <= before else "takes more bytes than before: few elements share a scale"
-    return dataclasses.replace(row, bytes_after=after, reason="; ".join(filter(None, (cast_first, larger))))
+        if found.sparsity is not None:
+            return row
+        why = "no product contracts it"
+        if not is_traced:
+            why = "nothing says which axis is contracted; give its rule an axis"
+        elif "take" in ops:
+            why = "look-ups take single elements of it"
+        return dataclasses.replace(row, reason=why)
+    row = dataclasses.replace(row, policy=found.policy, axis=found.axis, stacked=found.stacked, casts=found.casts)
+    reasons, after = [], _planned_bytes(row)
+    if found.casts:
+        reasons.append(f"cast to {' and '.join(found.casts)} first, as its uses do")
+    if after > before:
+        reasons.append("takes more bytes than before: few elements share a scale")
+    return dataclasses.replace(row, bytes_after=after, reason="; ".join(reasons))
 
 
-def _why_not(leaf: Any, found: Resolved, *, is_traced: bool) -> str | None:
+def _why_not(leaf: Leaf, found: Resolved, *, is_traced: bool) -> str | None:
     """Why a parameter stays as it is, or None."""
     rule, role, uses = found.rule, found.role, found.uses
-    if is_qarray(leaf) or (rule is not None and rule.changes):
+    if isinstance(leaf, QArray) or (rule is not None and rule.changes):
         return found.whole
     if rule is not None:
         return f"rule {rule.path!r} leaves it"
-    if is_traced and (role in QUANTIZED_ROLES or not any(use.op in OPS for use in uses)):
-        why = "no rule matches it" if role in QUANTIZED_ROLES else "no product contracts it"
-        return f"{why}; used by {', '.join(dict.fromkeys(use.op for use in uses))}" if uses else "nothing uses it"
+    is_weight = role in QUANTIZED_ROLES
+    if is_traced and (is_weight or not any(use.op in OPS for use in uses)):
+        if not uses:
+            return "nothing uses it"
+        why = "no rule matches it" if is_weight else "no product contracts it"
+        return f"{why}; used by {', '.join(dict.fromkeys(use.op for use in uses))}"
     if found.whole is not None and not is_traced:
         return found.whole
     if role is Role.UNKNOWN:
         return f"{_UNKNOWN_ROLE}; a rule with its path and an axis quantizes it"
-    return "no rule matches it" if role in QUANTIZED_ROLES else f"{role.words}; no rule names the role {role}"
+    return "no rule matches it" if is_weight else f"{role.words}; no rule names the role {role}"
 
 
 def recounted(row: PlanRow) -> PlanRow:
-    """The row with its bytes as planned counted from its shape and policy.
+    """The row with its planned bytes counted from its shape and policy.
 
     Args:
         row: the row, perhaps edited.
@@ -268,8 +269,8 @@ def recounted(row: PlanRow) -> PlanRow:
         return dataclasses.replace(row, bytes_after=row.bytes_before)
     if not jnp.issubdtype(jnp.dtype(row.dtype), jnp.floating) or not row.shape:
         raise QuantError(
-            f"the plan {'prunes' if row.policy is None else 'quantizes'} {row.path}, which is {row.dtype} of shape {row.shape}; "
-            "set its policy to null"
+            f"the plan quantizes or prunes {row.path}, which is {row.dtype} of shape {row.shape}; set its policy and "
+            "sparsity to null"
         )
     if row.policy is not None and not row.axis:
         raise QuantError(
@@ -279,22 +280,24 @@ def recounted(row: PlanRow) -> PlanRow:
 
 
 def _planned_bytes(row: PlanRow) -> int:
-    """The bytes of the parameter as planned, from shapes alone."""
+    """The planned bytes of the parameter, from shapes alone."""
     # A float64 parameter is rounded to float32 before it is quantized.
-    x = jax.ShapeDtypeStruct(row.shape, jnp.float32 if row.dtype == "float64" else row.dtype)
+    x = jax.ShapeDtypeStruct(row.shape, {"float64": "float32"}.get(row.dtype, row.dtype))
     try:
-        after = jax.eval_shape(lambda x: quantized_leaf(x, row), x)
-        return after.nbytes if is_qarray(after) else after.size * after.dtype.itemsize
+        return _nbytes(jax.eval_shape(lambda x: quantized_leaf(x, row), x))
     except QuantError as error:
         raise QuantError(f"{row.path} {row.shape}: {error}") from error
 
 
-def quantized_leaf(x: Any, row: PlanRow) -> Any:
-    """The parameter pruned, cast and quantized as its row says: each element of its stacked axes on its own."""
-    x = x if row.sparsity is None else row.sparsity.pruned(x)
+def quantized_leaf(x: jax.Array, row: PlanRow) -> jax.Array | QArray:
+    """Prunes, casts and quantizes a parameter, each element of its stacked axes on its own."""
+    if row.sparsity is not None:
+        x = row.sparsity.pruned(x)
     if row.policy is None:
         return x
     scheme: Scheme = row.policy.weight
     axis = axis_within(row.axis, row.stacked, len(row.shape))
     q = for_each(row.stacked, lambda x: quantize(x, scheme, axis=axis), cast(x, row.casts)).astype(x.dtype)
-    return q if row.policy.is_weight_only else dataclasses.replace(q, policy=row.policy)
+    if row.policy.is_weight_only:
+        return q
+    return dataclasses.replace(q, policy=row.policy)

@@ -1,11 +1,11 @@
-"""Recipes: ordered rules, the first match decides; in JSON both ways, and by name."""
+"""Recipes: ordered rules of which the first match decides."""
 
 import dataclasses
 import difflib
 import os
 import pathlib
 from collections.abc import Mapping
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeAlias
 
 import msgspec
 
@@ -21,14 +21,14 @@ from .rule import RULE, Rule
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Ordered rules; each parameter follows the first that matches it, and is left as it is when none does.
+    """Ordered rules; each parameter follows the first that matches it.
 
     Attributes:
-        rules: the rules.
-        name: what to call it in reports.
-        description: one line: what it does, and whose numbers it gives.
-        products: rules for products without a parameter, such as attention's; their paths match the products' names in the plan.
-            A product that none matches stays as it is.
+        rules: the rules; a parameter that none matches is left as it is.
+        name: its name in reports.
+        description: one line: what it does, and which system's numerics it follows.
+        products: rules for products without a parameter, such as attention's; their paths match the products' names in the
+            plan. A product that none matches stays in floating point.
 
     >>> print(Recipe((Rule("embed", None), Rule(".*", "nf4"))))
     recipe
@@ -47,30 +47,29 @@ class Recipe:
         object.__setattr__(self, "rules", tuple(self.rules))
         object.__setattr__(self, "products", tuple(self.products))
         for rule in self.products:
+            where = f"recipe {self.name!r}: a product's rule ({rule})"
             if rule.axis is not None:
-                raise QuantError(
-                    f"recipe {self.name!r}: a product's rule ({rule}) takes no axis; its product says what it sums"
-                )
+                raise QuantError(f"{where} takes no axis; the product itself says which axes it contracts")
             if rule.sparsity is not None:
-                raise QuantError(
-                    f"recipe {self.name!r}: a product's rule ({rule}) takes no sparsity, which is a parameter's"
-                )
+                raise QuantError(f"{where} takes no sparsity; only parameters can be sparse")
             if rule.roles:
-                raise QuantError(f"recipe {self.name!r}: a product's rule ({rule}) takes no roles, which are parameters'")
+                raise QuantError(f"{where} takes no roles; only parameters have roles")
 
     def __str__(self) -> str:
         return "\n  ".join([self.name, *map(str, self.rules), *(f"product {rule}" for rule in self.products)])
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON form: the name, the rules, and where there are any the description and the products' rules."""
+        """The JSON form; the description and the products' rules only where there are any."""
         form: dict[str, Any] = {"name": self.name, "rules": [rule.to_json() for rule in self.rules]}
         if self.description:
             form["description"] = self.description
-        return form | {"products": [rule.to_json() for rule in self.products]} if self.products else form
+        if self.products:
+            form["products"] = [rule.to_json() for rule in self.products]
+        return form
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
-        """The recipe of a JSON form; an unknown key raises QuantError with the near name."""
+        """The recipe of a JSON form; an unknown key raises QuantError with the nearest name."""
         fields = checked(form, RECIPE, "a recipe")
         for key in ("rules", "products"):
             if key in fields:
@@ -79,17 +78,20 @@ class Recipe:
 
     @staticmethod
     def json_schema() -> dict[str, Any]:
-        """The JSON schema of the JSON form; it is published as `docs/schemas/recipe.schema.json`."""
+        """The JSON schema, published as `docs/schemas/recipe.schema.json`."""
         return schema_document(RECIPE, "fewbit recipe")
 
 
 def _rule(form: Mapping[str, Any], place: str) -> Rule:
-    """The rule of a checked form; what is wrong in its schemes and expressions is reported with its place."""
+    """The rule of a checked form; errors in its schemes and expressions name their place."""
     try:
         return Rule.from_json(form)
     except QuantError as error:
         raise QuantError(f"{place}: {error}") from error
 
+
+RecipeLike: TypeAlias = str | os.PathLike | Recipe | Mapping[str, Any]
+"""What `fb.recipe` takes."""
 
 RECIPE = form_of(Recipe, rules=Annotated[list[RULE], msgspec.Meta(min_length=1)], products=list[RULE])
 """The JSON schema of a recipe."""
@@ -99,15 +101,12 @@ RECIPES: Registry[Recipe] = Registry("recipe")
 """Every named recipe; `fb.RECIPES.names()` lists them."""
 
 
-def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
-    """The Recipe of a name, of a JSON file, of a JSON form, of a scheme, or itself.
+def recipe(spec: RecipeLike) -> Recipe:
+    """The Recipe of a name, a scheme, a JSON file or a JSON form.
 
     Args:
         spec: a registered name (`fb.RECIPES.names()`); a path that ends in `.json`; a scheme's name, such as `"int4_g64"`,
             which makes `weight_only` of it; the object that `Recipe.to_json` gives; or a Recipe.
-
-    Returns:
-        The recipe.
 
     Raises:
         QuantError: for an unknown name, with the names near it; for a file that cannot be read or is not a recipe.
@@ -132,7 +131,7 @@ def recipe(spec: str | os.PathLike | Recipe | Mapping[str, Any]) -> Recipe:
 
 
 def _near(spec: str) -> str:
-    """The names that `spec` is a part of (`maxtext/fp8_full` for `fp8_full`), or else the nearest ones, and how to list all."""
+    """The names that contain `spec` (`maxtext/fp8_full` for `fp8_full`), or else the nearest."""
     listed = "`fewbit recipes` and fb.RECIPES.names() list them all"
     if whole := [name for name in RECIPES.names() if f"/{spec}/" in f"/{name}/"]:
         return f"did you mean {' or '.join(map(repr, whole))}? {listed}"
@@ -146,10 +145,10 @@ def _near(spec: str) -> str:
 def weight_only(
     scheme: str | Scheme, *, embedding: str | Scheme | None = "q8_0", name: str | None = None, description: str = ""
 ) -> Recipe:
-    """The recipe that quantizes every weight that a product contracts in one scheme: matrices, kernels of convolutions, experts.
+    """Weight-only quantization of all matmul weights, convolution kernels and experts.
 
-    Embedding tables, tied heads among them, are looked up by rows and are more sensitive; they take a scheme of their own. No other
-    parameter is quantized: `fewbit.recipe.Role` lists what these are.
+    Embedding tables, tied heads included, are more sensitive and have their own scheme. No other parameter is quantized;
+    `fewbit.recipe.Role` lists the roles.
 
     Args:
         scheme: the scheme of these weights.
@@ -162,10 +161,7 @@ def weight_only(
     """
     scheme = as_scheme(scheme)
     table = None if embedding is None else Policy(as_scheme(embedding))
-    rules = (
-        Rule(".*", table, roles=(Role.EMBEDDING,), optional=True),
-        Rule(".*", Policy(scheme), roles=WEIGHT_ROLES),
-    )
+    rules = Rule(".*", table, roles=(Role.EMBEDDING,), optional=True), Rule(".*", Policy(scheme), roles=WEIGHT_ROLES)
     return Recipe(rules, name or scheme.name, description)
 
 
@@ -175,8 +171,9 @@ def _from_file(path: pathlib.Path) -> Recipe:
     try:
         if "rules" not in form and any(isinstance(one, dict) and {"w_bits", "a_bits"} & one.keys() for one in form.values()):
             raise QuantError(
-                f"it is a mixed-precision file of MaxText (its entries have 'w_bits'), which "
-                f"fb.maxtext_mixed_precision({os.fspath(path)!r}) reads. For the command line, write its rules to a file first: "
+                "it is a mixed-precision file of MaxText (its entries have 'w_bits'), which "
+                f"fb.maxtext_mixed_precision({os.fspath(path)!r}) reads. For the command line, write its rules to a file "
+                "first: "
                 "json.dump(fb.maxtext_mixed_precision(...).to_json(), open('rules.json', 'w'))"
             )
         return Recipe.from_json({"name": path.stem, **form})

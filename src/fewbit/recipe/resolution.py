@@ -1,10 +1,11 @@
-"""Resolutions: the rules of a recipe matched once against one traced function; plans and training read them."""
+"""Matches the rules of a recipe against one traced function."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import jax
+from jaxtyping import PyTree
 
 from ..array.quantize import laid_along
 from ..errors import QuantError
@@ -12,6 +13,7 @@ from ..ops.policy import Policy
 from ..ops.served import Served, axis_within
 from ..ops.uses import Product, Use, array_paths, parameter_uses
 from .matching import (
+    Leaf,
     common_casts,
     matched_product_rules,
     matched_rules,
@@ -33,14 +35,14 @@ class Resolved:
     Attributes:
         path: the parameter.
         shape: its shape, dtype and sharding.
-        role: what it does in the network.
-        role_source: what says so, see `TensorRole`.
+        role: what it does in the model.
+        role_source: where the role comes from, see `TensorRole`.
         uses: what uses it.
         rule: the first rule that matches it, or None.
         whole: why it can be neither quantized nor pruned, or None.
-        axis: the axes along which its tiles run, negative; None where no use says it, or it has no policy.
-        stacked: the axes, negative, that a loop takes one element of at a time; each element is quantized on its own.
-        casts: the dtypes, of fewer numbers, that every use casts it to first; it is quantized after these casts.
+        axis: the axes along which its tiles run, negative; None where no use determines it, or it has no policy.
+        stacked: the axes, negative, that a loop runs over; each element is quantized on its own.
+        casts: the narrower dtypes that every use casts it to first; it is quantized after these casts.
         sparsity: which of its weights are pruned, along which axes; None: none.
     """
 
@@ -58,12 +60,14 @@ class Resolved:
 
     @property
     def policy(self) -> Policy | None:
-        """The policy of its products and look-ups; None where its rule has none, or nothing of it can be quantized."""
-        return None if self.rule is None or self.axis is None else self.rule.policy
+        """The policy of its products and look-ups; None where it is not quantized."""
+        if self.rule is None or self.axis is None:
+            return None
+        return self.rule.policy
 
     @property
     def served(self) -> Served | None:
-        """How it is quantized where a plan serves it; None where no plan does."""
+        """How `fb.quantize_params` quantizes it; None where it does not."""
         if self.policy is None or self.axis is None or self.policy.delayed is not None:
             return None
         return Served.along(self.policy.weight, self.axis, self.shape, self.stacked, self.casts)
@@ -86,8 +90,8 @@ class Resolution:
     product_rules: Mapping[str, Rule | None]
 
     @classmethod
-    def of(cls, recipe: Recipe, fn: Callable[..., Any], params: Any, *inputs: Any, **kwargs: Any) -> Self:
-        """The recipe resolved against `fn(params, *inputs, **kwargs)`, which is traced with shapes only.
+    def of(cls, recipe: Recipe, fn: Callable[..., Any], params: PyTree, *inputs: PyTree, **kwargs: object) -> Self:
+        """Resolves a recipe against `fn(params, *inputs, **kwargs)`, traced with shapes only.
 
         Args:
             recipe: the recipe.
@@ -95,9 +99,6 @@ class Resolution:
             params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
             inputs: example inputs, likewise.
             kwargs: keyword arguments, which are not traced.
-
-        Returns:
-            The resolution.
 
         Raises:
             QuantError: when a rule that is not optional matches nothing, when uses of a parameter want tiles along different
@@ -110,21 +111,18 @@ class Resolution:
         cls,
         recipe: Recipe,
         fn: Callable[..., Any] | None,
-        params: Any,
-        inputs: tuple[Any, ...],
+        params: PyTree,
+        inputs: tuple[PyTree, ...],
         roles: Mapping[str, TensorRole],
     ) -> Self:
-        """The recipe resolved with roles that are known besides the trace, or without one.
+        """Resolves a recipe with given roles, with or without a trace.
 
         Args:
             recipe: the recipe.
-            fn: the function, `fn(params, *inputs)`; None: the roles alone decide.
+            fn: the function, `fn(params, *inputs)`; None: only the roles decide.
             params: the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
             inputs: example inputs of `fn`.
-            roles: the roles of parameters, by path. Where there is code they overrule the trace, and its axes stay.
-
-        Returns:
-            The resolution.
+            roles: the roles of parameters, by path. Where `fn` is given they override its roles, not its axes.
 
         Raises:
             QuantError: as `of`; without code for a recipe with rules for products without a parameter.
@@ -134,7 +132,8 @@ class Resolution:
             raise QuantError(f"recipe {recipe.name!r} has rules for products, which only traced code has; pass fn")
         if fn is None:
             known = dict.fromkeys(leaves, (Role.UNKNOWN, ""))
-            uses = {path: roles[path].uses(len(leaf.shape)) if path in roles else () for path, leaf in leaves.items()}
+            uses: dict[str, tuple[Use, ...]] = dict.fromkeys(leaves, ())
+            uses |= {path: one.uses(len(leaves[path].shape)) for path, one in roles.items() if path in leaves}
         else:
             uses, products = parameter_uses(fn, params, *inputs)
             known = {path: (role, "trace") for path, role in traced_roles(uses).items()}
@@ -148,14 +147,12 @@ class Resolution:
     @property
     def policies(self) -> dict[str, Policy]:
         """The policies of the parameters that have one, by path."""
-        return {path: one.policy for path, one in self.parameters.items() if one.policy is not None}
+        return {path: policy for path, one in self.parameters.items() if (policy := one.policy) is not None}
 
     @property
     def product_policies(self) -> dict[str, Policy]:
         """The policies of the products without a parameter that have one, by name."""
-        return {
-            name: rule.policy for name, rule in self.product_rules.items() if rule is not None and rule.policy is not None
-        }
+        return {name: rule.policy for name, rule in self.product_rules.items() if rule and rule.policy is not None}
 
     @property
     def sparsities(self) -> dict[str, Sparsity]:
@@ -163,24 +160,25 @@ class Resolution:
         return {path: one.sparsity for path, one in self.parameters.items() if one.sparsity is not None}
 
 
-def _of_parameter(path: str, leaf: Any, role: Role, source: str, uses: tuple[Use, ...], rule: Rule | None) -> Resolved:
+def _of_parameter(path: str, leaf: Leaf, role: Role, source: str, uses: tuple[Use, ...], rule: Rule | None) -> Resolved:
     """One parameter under the rule that matches it."""
     like = jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
     whole, stacked, axis = why_whole(leaf), stacked_axes(uses), None
     sparsity = resolved_sparsity(path, leaf, uses, rule)
     if rule is not None and rule.policy is not None and whole is None:
         policy = rule.policy
-        axis = rule.axis or tile_axes(path, uses, lambda axis: _tiles(policy, like, axis, stacked))
-        axis = None if axis is None else _negative(axis, path, like.shape, stacked)
+        axis = rule.axis or tile_axes(path, uses, lambda axis: _tiles(policy, like.shape, axis, stacked))
+        if axis is not None:
+            axis = _negative(axis, path, like.shape, stacked)
     return Resolved(path, like, role, source, uses, rule, whole, axis, stacked, common_casts(uses), sparsity)
 
 
 def _negative(axis: tuple[int, ...], path: str, shape: tuple[int, ...], stacked: tuple[int, ...]) -> tuple[int, ...]:
-    """The axes counted from the end; QuantError for one that the parameter does not have, or that a loop runs over."""
+    """The axes counted from the end; QuantError for an axis out of range or one that a loop runs over."""
     for a in axis:
         if not -len(shape) <= a < len(shape):
             raise QuantError(f"{path} {shape}: axis is {a}, must be from {-len(shape)} to {len(shape) - 1}")
-    axis = tuple(a if a < 0 else a - len(shape) for a in axis)
+    axis = tuple(range(-len(shape), 0)[a] for a in axis)
     try:
         axis_within(axis, stacked, len(shape))
     except QuantError as error:
@@ -188,8 +186,9 @@ def _negative(axis: tuple[int, ...], path: str, shape: tuple[int, ...], stacked:
     return axis
 
 
-def _tiles(policy: Policy, like: Any, axis: tuple[int, ...], stacked: tuple[int, ...]) -> tuple[int, ...]:
-    """The lengths of the tiles along axes; a scheme with one scale for all of an array has the same along any."""
-    shape = tuple(n for a, n in zip(range(-len(like.shape), 0), like.shape, strict=True) if a not in stacked)
-    tiles = laid_along(policy.weight, axis_within(axis, stacked, len(like.shape)), shape).tiles(len(shape))
+def _tiles(policy: Policy, shape: tuple[int, ...], axis: tuple[int, ...], stacked: tuple[int, ...]) -> tuple[int, ...]:
+    """The tile lengths along axes; per-tensor schemes have the same along any."""
+    axis = axis_within(axis, stacked, len(shape))
+    shape = tuple(n for a, n in zip(range(-len(shape), 0), shape, strict=True) if a not in stacked)
+    tiles = laid_along(policy.weight, axis, shape).tiles(len(shape))
     return tuple(n if tile is None else min(tile, n) for tile, n in zip(tiles, shape, strict=True))

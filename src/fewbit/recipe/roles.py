@@ -1,7 +1,7 @@
-"""Roles: what a parameter does in its network, which decides what a recipe may quantize.
+"""Roles: what a parameter does in its model; they decide what is quantized.
 
-A role comes from the trace (`traced_roles`), or from whoever knows the architecture (`fewbit.models.checkpoint_roles`). Names only ever
-take a parameter out of the quantized roles (`refined`): a router is a matrix product in the trace, and a position table a look-up.
+A role comes from the trace (`traced_roles`), or from knowledge of the architecture (`fewbit.models.checkpoint_roles`). Names
+only remove a parameter from the quantized roles (`refined`): a router is traced as a matmul, a position table as a look-up.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from ..ops.uses import Use
 
 
 class Role(enum.StrEnum):
-    """What a parameter does in its network.
+    """What a parameter does in its model.
 
     >>> Role("router").words
     'a router or gate of experts'
@@ -38,7 +38,7 @@ class Role(enum.StrEnum):
 
     @property
     def words(self) -> str:
-        """The role in a sentence."""
+        """The role as a noun phrase."""
         return _WORDS[self]
 
 
@@ -63,7 +63,7 @@ WEIGHT_ROLES = (Role.MATMUL, Role.CONVOLUTION, Role.EXPERTS)
 """The roles that a product contracts."""
 
 QUANTIZED_ROLES = (*WEIGHT_ROLES, Role.EMBEDDING)
-"""The roles that a rule takes when it names none."""
+"""The roles that a rule without roles quantizes."""
 
 
 def as_role(name: str, what: str = "role") -> Role:
@@ -76,13 +76,13 @@ def as_role(name: str, what: str = "role") -> Role:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRole:
-    """The role of one parameter, and the axes that its product contracts.
+    """The role of a parameter, and the axes that its product contracts.
 
     Attributes:
-        role: the role; its name is taken, too.
-        axis: the contracted axes, negative; of several the last is the one that blocks run along. Of an embedding table the axis of
-            its features. An int stands for one. Empty for roles that no product contracts.
-        source: who says so, for the plan: "trace", "transformers: Linear", ...
+        role: the role, or its name.
+        axis: the contracted axes, negative; blocks run along the last of them. Of an embedding table the axis of its
+            features. An int is one axis. Empty for roles that no product contracts.
+        source: where the role comes from, for the plan: "trace", "transformers: Linear", ...
 
     >>> TensorRole("matmul", -1).axis
     (-1,)
@@ -97,12 +97,12 @@ class TensorRole:
         object.__setattr__(self, "axis", (axis,) if isinstance(axis, int) else tuple(axis))
         object.__setattr__(self, "source", source)
         if any(a >= 0 for a in self.axis):
-            raise QuantError(f"the axes of a role are {self.axis}; they count from the end, as -1 does")
+            raise QuantError(f"the axes of a role are {self.axis}; they must be negative, since they count from the end")
         if self.role in QUANTIZED_ROLES and not self.axis:
             raise QuantError(f"{self.role.words} needs the axis that its product contracts, such as -1 of [out, in]")
 
     def uses(self, ndim: int) -> tuple[Use, ...]:
-        """The use of a parameter of so many axes that its role implies, as a trace would find it."""
+        """The use that the role implies for a parameter of `ndim` axes, as a trace would find it."""
         if any(a < -ndim for a in self.axis):
             raise QuantError(f"{self.role.words} of axis {self.axis} has {ndim} axes only")
         match self.role:
@@ -112,15 +112,16 @@ class TensorRole:
                 return (Use("conv_general_dilated", self.axis, tiled=self.axis),)
             case Role.EXPERTS:
                 return (Use("ragged_dot", self.axis, batch=(-ndim,), tiled=self.axis),)
-            case _:
-                return (Use("dot_general", self.axis, tiled=self.axis),) if self.axis else ()
+            case _ if self.axis:
+                return (Use("dot_general", self.axis, tiled=self.axis),)
+        return ()
 
 
 def traced_roles(uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Role]:
-    """The roles of traced parameters: by the equations that use each, refined by names.
+    """The roles of traced parameters, by the equations that use each, refined by names.
 
-    A table that is looked up and contracted, such as a tied head, is an embedding table. A stack of matrices with a batch axis in its
-    product is an expert stack.
+    A table that is looked up and contracted (tied embeddings) is an embedding table. Stacked matrices with a batch axis in
+    their product are an expert stack.
 
     Args:
         uses: the uses of each parameter, by its path.
@@ -132,7 +133,7 @@ def traced_roles(uses: Mapping[str, tuple[Use, ...]]) -> dict[str, Role]:
 
 
 def _role_of_uses(uses: tuple[Use, ...]) -> Role:
-    """The role that the equations give that use a parameter."""
+    """The role that follows from the equations that use a parameter."""
     ops = {use.op for use in uses}
     if "take" in ops:
         return Role.EMBEDDING
@@ -140,13 +141,15 @@ def _role_of_uses(uses: tuple[Use, ...]) -> Role:
         return Role.CONVOLUTION
     if "ragged_dot" in ops or any(use.op == "dot_general" and use.batch for use in uses):
         return Role.EXPERTS
-    return Role.MATMUL if "dot_general" in ops else Role.OTHER
+    if "dot_general" in ops:
+        return Role.MATMUL
+    return Role.OTHER
 
 
 _LEAVES = ("weight", "kernel", "value", "w", "embedding", "scale")
-"""Names of a parameter within its module that say nothing of its role."""
+"""Names of a parameter within its module that do not show its role."""
 
-# What names tell, as patterns of one part of a path.
+# Patterns of one part of a path that show a role.
 _EXPERTS = re.compile(r"(?:local_)?experts?(?:_\d+)?", re.IGNORECASE)
 _MIXTURE = re.compile(r"\w*moe(?:block)?(?:_\w+)?", re.IGNORECASE)
 _ROUTER = re.compile(r"routers?|router_gate|shared_expert_gate|ffn_gate_inp(?:_shexp)?", re.IGNORECASE)
@@ -164,16 +167,13 @@ _NORM = re.compile(r"\w*norm(?:_\w+|\d+)?|ln(?:_\w+|\d+)?|\w+_ln", re.IGNORECASE
 
 
 def refined(roles: Mapping[str, Role]) -> dict[str, Role]:
-    """The roles with those corrected that only names tell: routers among matrices, position tables among tables.
+    """Corrects roles by names: routers among matrices, position tables among tables.
 
-    A name never makes a parameter one that recipes quantize. `gate` alone is a router only in a module that has experts, since the
-    gate of a gated MLP has that name, too; `conv1d` is a state space's only in a module with an `A_log` or a `dt_bias`.
+    A name never makes a parameter one that recipes quantize. `gate` is a router only in a module that has experts, since the
+    gate of a gated MLP has the same name; `conv1d` is a state space's only in a module with an `A_log` or a `dt_bias`.
 
     Args:
         roles: the roles so far, by path; the parts of a path are separated by `.` or `/`.
-
-    Returns:
-        The roles.
 
     >>> paths = ("moe.gate.weight", "moe.experts.w1", "mlp.gate.weight")
     >>> [str(role) for role in refined(dict.fromkeys(paths, Role.MATMUL)).values()]
@@ -191,14 +191,14 @@ def refined(roles: Mapping[str, Role]) -> dict[str, Role]:
 
 @dataclasses.dataclass(frozen=True)
 class _Modules:
-    """The modules, by the parts of their paths, that have experts, and those that are state spaces."""
+    """The modules, by the parts of their paths, that have experts or are state spaces."""
 
     experts: frozenset[tuple[str, ...]]
     state_spaces: frozenset[tuple[str, ...]]
 
 
 def _expert_modules(parts: tuple[str, ...], role: Role) -> Iterator[tuple[str, ...]]:
-    """The modules that a parameter shows to have experts."""
+    """The modules that have experts, as one parameter shows."""
     yield from (parts[:i] for i, part in enumerate(parts) if _EXPERTS.fullmatch(part))
     yield from (parts[: i + 1] for i, part in enumerate(parts) if _MIXTURE.fullmatch(part))
     if role is Role.EXPERTS:
@@ -207,7 +207,7 @@ def _expert_modules(parts: tuple[str, ...], role: Role) -> Iterator[tuple[str, .
 
 
 def _refined_role(parts: tuple[str, ...], role: Role, modules: _Modules) -> Role:
-    """The role of one parameter, whose path has these parts."""
+    """The role of the parameter whose path has these parts."""
 
     def has_part(pattern: re.Pattern[str], of: frozenset[tuple[str, ...]] | None = None) -> bool:
         """Whether a part matches, directly in one of the modules where they are given."""

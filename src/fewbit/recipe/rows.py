@@ -1,10 +1,12 @@
-"""The rows of a plan: what happens to one parameter, and to one product without a parameter."""
+"""The rows of a plan: one parameter, or one product without a parameter."""
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Self
 
 import jax.numpy as jnp
+import msgspec
 
 from .._json import Count, checked, form_of
 from ..errors import QuantError
@@ -22,19 +24,18 @@ class PlanRow:
         path: the parameter.
         shape: its shape.
         dtype: its dtype's name.
-        policy: how it is quantized; None: it stays as it is.
-        axis: the axes along which its tiles run, negative; empty for one that stays.
-        stacked: the axes, negative, that a loop takes one element of at a time; each element is quantized on its own.
+        policy: how it is quantized; None: it is not.
+        axis: the axes along which its tiles (blocks with one scale) run, negative; empty for one that is not quantized.
+        stacked: the axes, negative, that a loop runs over; each element is quantized on its own.
         ops: what uses it.
-        bytes_before: its bytes as it is.
-        bytes_after: its bytes as planned, scales included.
-        reason: why it stays as it is, or what should be known about it; else empty.
+        bytes_before: its bytes now.
+        bytes_after: its planned bytes, scales included.
+        reason: why it stays as it is, or a note about it; else empty.
         sites: where in the code it is used, an operation and its file and line each.
         sparsity: which of its weights are pruned, along which axes; None: none.
-        casts: the dtypes that it is cast to before it is quantized, because its products and look-ups cast it to them; none
-            quantizes the numbers as they are.
-        role: what it does in the network, by `fewbit.recipe.Role`.
-        role_source: what says so: "trace", "transformers: Linear", "names: llama", or empty where the role is unknown.
+        casts: the dtypes that it is cast to before it is quantized, because its products and look-ups cast it to them.
+        role: what it does in the model, by `fewbit.recipe.Role`.
+        role_source: where the role comes from: "trace", "transformers: Linear", "names: llama"; empty where it is unknown.
     """
 
     path: str
@@ -55,25 +56,26 @@ class PlanRow:
 
     @property
     def kind(self) -> str:
-        """What it is planned as, in words: its policy or its dtype, and its sparsity."""
-        kind = self.dtype if self.policy is None else str(self.policy)
-        return kind if self.sparsity is None else f"{kind}, {self.sparsity}"
+        """Its policy or its dtype, and its sparsity, in words."""
+        kinds = self.policy or self.dtype, self.sparsity
+        return ", ".join(str(kind) for kind in kinds if kind is not None)
 
     @property
     def size(self) -> int:
         """How many elements it has."""
-        size = 1
-        for n in self.shape:
-            size *= n
-        return size
+        return math.prod(self.shape)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form; the sparsity and the casts only where there are some."""
         form: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)} | {"role": str(self.role)}
-        for name in ("policy", "sparsity"):
-            form[name] = None if form[name] is None else form[name].to_json()
-        form = {key: value for key, value in form.items() if value or key not in ("sparsity", "casts")}
-        return {key: list(value) if isinstance(value, tuple) else value for key, value in form.items()}
+        for key, value in tuple(form.items()):
+            if isinstance(value, tuple):
+                form[key] = list(value)
+            elif isinstance(value, Policy | Sparsity):
+                form[key] = value.to_json()
+            if key in ("sparsity", "casts") and not value:
+                del form[key]
+        return form
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
@@ -82,7 +84,8 @@ class PlanRow:
         fields["role"] = as_role(fields.get("role", Role.UNKNOWN))
         if not _is_dtype(fields["dtype"]):
             raise QuantError(
-                f"the row of {fields['path']!r} has the dtype {fields['dtype']!r}, which JAX does not have; write float32, say"
+                f"the row of {fields['path']!r} has the dtype {fields['dtype']!r}, which JAX does not have; write one "
+                "such as float32"
             )
         if form.get("sparsity") is not None:
             fields["sparsity"] = Sparsity.from_json(form["sparsity"])
@@ -91,13 +94,13 @@ class PlanRow:
 
 @dataclasses.dataclass(frozen=True)
 class ProductRow:
-    """What happens to one product of which no operand is a parameter: attention's scores, its mean of values.
+    """One product (matmul or convolution) without a parameter, such as attention's.
 
     Attributes:
-        name: the names of `jax.named_scope` around it, or its place in the trace, see `fewbit.ops.uses.Product`.
+        name: the `jax.named_scope` around it, or its place in the trace, see `fewbit.ops.uses.Product`.
         op: "dot_general", "conv_general_dilated" or "ragged_dot".
         shapes: of the left and the right operand.
-        policy: how it is computed, its `weight` being the scheme of the right operand; None: in floating point.
+        policy: how it is computed; its `weight` is the scheme of the right operand. None: in floating point.
         rule: the path of the rule that matched its name; empty when none did.
         site: where in the code it is.
     """
@@ -112,7 +115,7 @@ class ProductRow:
     def to_json(self) -> dict[str, Any]:
         """The JSON form."""
         form = dataclasses.asdict(self) | {"shapes": [list(shape) for shape in self.shapes]}
-        return form | {"policy": None if self.policy is None else self.policy.to_json()}
+        return form | {"policy": self.policy and self.policy.to_json()}
 
     @classmethod
     def from_json(cls, form: Mapping[str, Any]) -> Self:
@@ -132,13 +135,15 @@ PRODUCT_ROW = form_of(ProductRow, policy=_POLICY, shapes=list[_SHAPE])
 """The JSON schema of a product's row."""
 
 
-def _row_fields(form: Mapping[str, Any], schema: Any, what: str) -> dict[str, Any]:
+def _row_fields(form: Mapping[str, Any], schema: type[msgspec.Struct], what: str) -> dict[str, Any]:
     """The fields of a row from its JSON form: lists as tuples, and the policy as a Policy."""
-    form = checked(form, schema, what)
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in form.items()}
-    return fields | {"policy": None if form["policy"] is None else Policy.from_json(form["policy"])}
+    fields = checked(form, schema, what)
+    fields |= {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+    if fields["policy"] is not None:
+        fields["policy"] = Policy.from_json(fields["policy"])
+    return fields
 
 
 def _is_dtype(name: str) -> bool:
-    """Whether a name is that of a dtype of JAX, those of random keys included."""
+    """Whether a name is a dtype of JAX, those of random keys included."""
     return hasattr(getattr(jnp, name, None), "dtype") or (name.startswith("key<") and name.endswith(">"))

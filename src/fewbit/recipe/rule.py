@@ -1,4 +1,4 @@
-"""A rule of a recipe: which parameters, by their path, or which products, by their name, and what happens to them."""
+"""A rule of a recipe: which parameters or products follow which policy."""
 
 import dataclasses
 import functools
@@ -13,35 +13,35 @@ from ..errors import QuantError
 from ..ops import Policy
 from ..ops.policy import POLICY
 from .roles import QUANTIZED_ROLES, Role, as_role
-from .sparsity import AXES, SPARSITY, Sparsity
+from .sparsity import AXES, SPARSITY, Sparsity, as_axes
 
 PRODUCT_OPS = ("dot_general", "conv_general_dilated", "ragged_dot")
 """The products that contract a parameter; `@` and einsums are `dot_general`s."""
 
 OPS = (*PRODUCT_OPS, "take")
-"""What uses a parameter in a way that a rule can ask for."""
+"""The uses of a parameter that a rule can select."""
 
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Rule:
-    """Parameters whose whole path matches a regular expression follow a policy, or stay as they are.
+    """Gives a policy to the parameters whose path matches a regular expression.
 
-    A rule that names no role takes matmul weights, embedding tables, convolution kernels and expert stacks, or where it leaves
-    parameters as they are, any. With an `axis` it takes parameters of unknown role, too: the axis is what was not known of them. Every
-    other role (routers, norms, position tables, ...) is taken by a rule that names it, only.
+    A rule without `roles` matches matmul weights, embedding tables, convolution kernels and expert stacks, or any role if it
+    has neither policy nor sparsity. With an `axis` it also matches parameters of unknown role, for which only the axis was
+    missing. All other roles (routers, norms, position tables, ...) are matched only by rules that name them.
 
-    Among the `products` of a recipe, a rule is for products without a parameter, and its path for their names.
+    Among the `products` of a recipe, a rule is for products without a parameter, and its path matches their names.
 
     Attributes:
-        path: a regular expression that must match the whole path: `"layers/[0-9]+/mlp/.*"`; `".*"` is every one.
-        policy: what happens to them; None leaves them as they are. A scheme's name is taken as weight-only.
-        ops: match only parameters of which some use is one of these ("dot_general", "take" for look-ups,
-            "conv_general_dilated", "ragged_dot"); empty: whatever uses them.
+        path: a regular expression that must match the full path: `"layers/[0-9]+/mlp/.*"`; `".*"` matches every one.
+        policy: how they are quantized; None leaves them as they are. A scheme's name is a weight-only policy.
+        ops: match only parameters with one of these uses ("dot_general", "take" for look-ups, "conv_general_dilated",
+            "ragged_dot"); empty: any use.
         axis: the axis or axes along which tiles run, where the uses of a parameter disagree or no code can be traced;
             None takes what its products contract.
-        optional: whether it is fine that the rule matches nothing, and that it leaves nothing to rules after it.
-        sparsity: N:M sparsity of the parameters, beside the policy or alone: products see, and `fb.quantize_params` stores, zeros
-            for what it prunes. None keeps every weight.
+        optional: whether the rule may match nothing, or match everything that later rules would.
+        sparsity: N:M sparsity of the parameters, with or without a policy: products use, and `fb.quantize_params` stores,
+            zeros for the pruned weights. None keeps every weight.
         roles: match only parameters of these roles, by `fewbit.recipe.Role` or its name; empty: see above.
 
     >>> Rule("layers/.*", "nf4").policy.weight.name
@@ -68,28 +68,32 @@ class Rule:
         sparsity: Sparsity | Mapping[str, Any] | None = None,
         roles: str | Sequence[str] = (),
     ):
-        ops = (ops,) if isinstance(ops, str) else tuple(ops)
+        if isinstance(ops, str):
+            ops = (ops,)
         for op in ops:
             if op not in OPS:
                 raise QuantError(f"rule {path!r}: unknown op {op!r}; {near_names(op, OPS)}")
         object.__setattr__(self, "path", path)
         if self.literal is None:
             self._pattern  # noqa: B018 - refuses what is no regular expression
-        is_form = policy is not None and not isinstance(policy, Policy)
-        object.__setattr__(self, "policy", Policy.from_json(policy) if is_form else policy)
-        object.__setattr__(self, "ops", ops)
-        object.__setattr__(self, "axis", (axis,) if isinstance(axis, int) else None if axis is None else tuple(axis))
+        if policy is not None and not isinstance(policy, Policy):
+            policy = Policy.from_json(policy)
+        object.__setattr__(self, "policy", policy)
+        object.__setattr__(self, "ops", tuple(ops))
+        object.__setattr__(self, "axis", as_axes(axis))
         object.__setattr__(self, "optional", optional)
-        is_form = sparsity is not None and not isinstance(sparsity, Sparsity)
-        object.__setattr__(self, "sparsity", Sparsity.from_json(sparsity) if is_form else sparsity)
-        if self.sparsity is not None and self.policy is not None:
-            self.sparsity.check(self.policy.weight)
-        names = (roles,) if isinstance(roles, str) else tuple(roles)
-        object.__setattr__(self, "roles", tuple(as_role(name, f"role of rule {path!r}:") for name in names))
+        if sparsity is not None and not isinstance(sparsity, Sparsity):
+            sparsity = Sparsity.from_json(sparsity)
+        object.__setattr__(self, "sparsity", sparsity)
+        if sparsity is not None and policy is not None:
+            sparsity.check(policy.weight)
+        if isinstance(roles, str):
+            roles = (roles,)
+        object.__setattr__(self, "roles", tuple(as_role(name, f"role of rule {path!r}:") for name in roles))
 
     @functools.cached_property
     def literal(self) -> str | None:
-        """The one path that the rule matches, where its path is no pattern; else None."""
+        """The one path that the rule matches if its path is no pattern; else None."""
         return _literal(self.path)
 
     @functools.cached_property
@@ -104,14 +108,16 @@ class Rule:
 
     @property
     def taken_roles(self) -> tuple[Role, ...]:
-        """The roles that the rule takes: those it names, or those of a rule that names none."""
+        """The roles that the rule matches: those it names, or the default ones."""
         if self.roles or not self.changes:
             return self.roles or tuple(Role)
         return QUANTIZED_ROLES if self.axis is None else (*QUANTIZED_ROLES, Role.UNKNOWN)
 
     def matches_path(self, path: str) -> bool:
-        """Whether the rule's path matches the whole of this one."""
-        return path == self.literal if self.literal is not None else self._pattern.fullmatch(path)
+        """Whether the rule's path matches this one in full."""
+        if self.literal is None:
+            return self._pattern.fullmatch(path)
+        return path == self.literal
 
     def matches(self, path: str, ops: tuple[str, ...], role: Role | None = None) -> bool:
         """Whether a parameter with this path, used by these operations, follows this rule.
@@ -126,13 +132,16 @@ class Rule:
         return not self.ops or any(op in self.ops for op in ops)
 
     def __str__(self) -> str:
-        ops = f" used by {' or '.join(self.ops)}" if self.ops else ""
-        ops += f" of role {' or '.join(self.roles)}" if self.roles else ""
-        return f"{self.path}{ops} -> {', '.join(map(str, filter(None, (self.policy, self.sparsity)))) or 'left as it is'}"
+        text = self.path
+        if self.ops:
+            text += f" used by {' or '.join(self.ops)}"
+        if self.roles:
+            text += f" of role {' or '.join(self.roles)}"
+        return f"{text} -> {', '.join(map(str, filter(None, (self.policy, self.sparsity)))) or 'left as it is'}"
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form: the fields that differ from their defaults, and the policy."""
-        form: dict[str, Any] = {"path": self.path, "policy": None if self.policy is None else self.policy.to_json()}
+        form: dict[str, Any] = {"path": self.path, "policy": self.policy and self.policy.to_json()}
         if self.ops:
             form["ops"] = list(self.ops)
         if self.axis is not None:
@@ -146,8 +155,8 @@ class Rule:
         return form
 
     @classmethod
-    def from_json(cls, form: Any) -> Self:
-        """The rule of a JSON form; an unknown key raises QuantError with the near name."""
+    def from_json(cls, form: object) -> Self:
+        """The rule of a JSON form; an unknown key raises QuantError with the nearest name."""
         return cls(**checked(form, RULE, "a rule"))
 
 

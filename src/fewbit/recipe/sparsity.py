@@ -1,4 +1,4 @@
-"""N:M sparsity on a schedule: a field of a rule, and a building block for a training step of one's own."""
+"""N:M sparsity of weights, with masks renewed on a schedule."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from ..formats import AbstractFormat
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SparsityState:
-    """The mask in force and the number of the next step: a pytree to carry from step to step.
+    """The current mask and the number of the next step; a pytree.
 
     Attributes:
         mask: True where a weight is kept.
@@ -34,17 +34,17 @@ class SparsityState:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class Sparsity:
-    """N:M sparsity on a schedule: a mask of the largest weights, renewed now and then, that products see.
+    """N:M sparsity: the `n` largest weights of every `m` are kept.
 
     Attributes:
         n: how many weights of each group are kept.
         m: how many weights make a group.
-        axis: the axis or axes that groups run along; None takes, in a rule, what the products of the parameter contract (of a
-            convolution its input channels), which is where sparse hardware wants them. -2 is that of a kernel `[in, out]`.
-        start_step: the step that makes the first mask; before it everything is kept.
-        update_step: how many steps later each next mask is made.
-        gradient: "identity": pruned weights learn as if they were not, and may come back (straight-through); "masked": the
-            gradient of the masked weight, zero where it is pruned.
+        axis: the axis or axes that groups run along; None takes, in a rule, the contracted axes of the parameter (of a
+            convolution its input channels), as sparse hardware needs. It is -2 for a kernel `[in, out]`.
+        start_step: the step of the first mask; before it everything is kept.
+        update_step: the number of steps between masks.
+        gradient: "identity": straight-through, so that pruned weights learn and may come back; "masked": the gradient of the
+            masked weight, zero where it is pruned.
 
     Reference: Zhou et al., Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch, arXiv 2102.04010.
 
@@ -76,12 +76,8 @@ class Sparsity:
             raise QuantError(f"start_step is {start_step} and update_step {update_step}; must be at least 0 and at least 1")
         if gradient not in ("identity", "masked"):
             raise QuantError(f"gradient is {gradient!r}, must be identity or masked")
-        object.__setattr__(self, "n", n)
-        object.__setattr__(self, "m", m)
-        object.__setattr__(self, "axis", (axis,) if isinstance(axis, int) else None if axis is None else tuple(axis))
-        object.__setattr__(self, "start_step", start_step)
-        object.__setattr__(self, "update_step", update_step)
-        object.__setattr__(self, "gradient", gradient)
+        fields = {"n": n, "m": m, "axis": as_axes(axis), "start_step": start_step, "update_step": update_step}
+        vars(self).update(fields, gradient=gradient)
 
     def __str__(self) -> str:
         return f"{self.n}:{self.m} sparse"
@@ -89,7 +85,7 @@ class Sparsity:
     @property
     def _axes(self) -> tuple[int, ...]:
         if self.axis is None:
-            raise QuantError(f"{self}: outside a recipe there is no product that says the axis; pass axis=")
+            raise QuantError(f"{self} has no axis, and outside a recipe no product determines it; pass axis=")
         return self.axis
 
     def init(self, w: ArrayLike) -> SparsityState:
@@ -97,22 +93,18 @@ class Sparsity:
 
         Args:
             w: the weights; their shape counts.
-
-        Returns:
-            The state of step 0.
         """
         return SparsityState(jnp.ones(jnp.shape(w), jnp.bool_), jnp.zeros((), jnp.int32))
 
     def update(self, state: SparsityState, w: Float[Array, "*s"], step: Int[ArrayLike, ""] | None = None) -> SparsityState:
-        """The state after one step; the mask is made anew at `start_step` and every `update_step` steps from there.
+        """The state after one step, with a new mask where the schedule has one.
+
+        The mask is renewed at `start_step` and every `update_step` steps from there.
 
         Args:
             state: the state before.
             w: the weights. They are not differentiated.
             step: the number of this step; None counts the updates from 0.
-
-        Returns:
-            The state with the mask for this step.
 
         Raises:
             QuantError: without an axis, and for a length along it that `m` does not divide.
@@ -126,23 +118,25 @@ class Sparsity:
         return SparsityState(mask, now + 1)
 
     def apply(self, w: Float[Array, "*s"], state: SparsityState) -> Float[Array, "*s"]:
-        """The weights with exact zeros where the mask prunes them; the gradient is as the field `gradient` says.
+        """The weights, exact zeros where the mask prunes; its gradient is as `gradient` says.
 
         Args:
             w: the weights.
-            state: the state that holds the mask.
+            state: the state with the mask.
 
         Returns:
             An array of the shape and dtype of `w`.
         """
         kept = jnp.where(state.mask, w, jnp.zeros_like(w))
-        return kept if self.gradient == "masked" else passed_through(w, kept, jnp.ones_like(state.mask))
+        if self.gradient == "masked":
+            return kept
+        return passed_through(w, kept, jnp.ones_like(state.mask))
 
     def pruned(self, w: Float[Array, "*s"]) -> Float[Array, "*s"]:
-        """The weights with exact zeros where a mask of their own magnitudes prunes them, whatever the schedule.
+        """The weights pruned by their own magnitudes, whatever the schedule.
 
         Args:
-            w: the weights. What `apply` gave by a mask comes back as it is.
+            w: the weights. The result of `apply` comes back unchanged.
 
         Returns:
             An array of the shape and dtype of `w`.
@@ -155,21 +149,18 @@ class Sparsity:
     def penalty(self, w: Float[Array, "*s"], state: SparsityState) -> Float[Array, ""]:
         """Half the sum of the squares of the pruned weights, float32.
 
-        Added to the loss with a factor `f`, it adds `f * w` to the gradient of each pruned weight, which is the decay of SR-STE
-        (2e-4 in the paper); without it pruned weights are not decayed.
+        Added to the loss with a factor `f`, it adds `f * w` to the gradient of each pruned weight: the decay of SR-STE (2e-4
+        in the paper).
 
         Args:
             w: the weights.
-            state: the state that holds the mask.
-
-        Returns:
-            A float32 number.
+            state: the state with the mask.
         """
         pruned = jnp.where(state.mask, jnp.zeros_like(w), w).astype(jnp.float32)
         return jnp.sum(jnp.square(pruned)) / 2
 
     def check(self, scheme: Scheme) -> None:
-        """Refuses a scheme that cannot hold what is pruned: exact zeros.
+        """Refuses a scheme that cannot represent exact zeros, the pruned weights.
 
         Args:
             scheme: the scheme of the sparse parameter.
@@ -179,7 +170,7 @@ class Sparsity:
         """
         is_offset = scheme.zero_point is not None and not isinstance(scheme.zero_point, AbstractFormat)
         if is_offset or 0.0 not in scheme.format.values():
-            raise QuantError(f"{self}, but {scheme.name} has no exact zero for what is pruned; take a symmetric scheme")
+            raise QuantError(f"{self}, but {scheme.name} has no exact zero for pruned weights; use a symmetric scheme")
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form: `n`, `m`, and the fields that differ from their defaults."""
@@ -187,12 +178,23 @@ class Sparsity:
         form: dict[str, Any] = {"n": self.n, "m": self.m}
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         form |= {name: value for name, value in fields.items() if value != getattr(plain, name)}
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in form.items()}
+        if self.axis is not None:
+            form["axis"] = list(self.axis)
+        return form
 
     @classmethod
-    def from_json(cls, form: Any) -> Self:
+    def from_json(cls, form: object) -> Self:
         """The sparsity of a JSON form; an unknown or missing key raises QuantError."""
         return cls(**checked(form, SPARSITY, "sparsity"))
+
+
+def as_axes(axis: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    """One axis or several as a tuple; None stays None."""
+    if isinstance(axis, int):
+        return (axis,)
+    if axis is not None:
+        return tuple(axis)
+    return None
 
 
 AXES = int | list[int] | None

@@ -1,4 +1,4 @@
-"""The table of a plan as text, for `print(plan)` and the command line."""
+"""The table of a plan, for `print(plan)` and the command line."""
 
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -25,11 +25,8 @@ def plan_text(plan: "Plan", groups: Iterable[tuple[str, int, PlanRow]], *, width
 
     Args:
         plan: the plan.
-        groups: the rows to show: a name, for how many parameters the row stands, and the row.
-        width: how many characters a line has; None takes the terminal's width, or 160 where the output is none.
-
-    Returns:
-        The text.
+        groups: the rows to show: a name, the number of parameters that the row summarises, and the row.
+        width: how many characters a line has; None takes the terminal's width, or 160 without a terminal.
     """
     quantized = sum(row.policy is not None for row in plan)
     footer = (
@@ -46,7 +43,10 @@ def shape_text(shape: tuple[int, ...], count: int = 1) -> str:
     >>> shape_text((4, 256, 128), 2)
     '2 x 4x256x128'
     """
-    return ("" if count == 1 else f"{count} x ") + ("x".join(map(str, shape)) or "scalar")
+    text = "x".join(map(str, shape)) or "scalar"
+    if count == 1:
+        return text
+    return f"{count} x {text}"
 
 
 def _record(name: str, count: int, row: PlanRow) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What parameters meet while a model runs: ranges of activations, their second moments, and recipes with static ranges."""
+"""Calibration: activation ranges, channel amax, second moments, and static-range recipes."""
 
 from .measure import Observation as Observation
 from .measure import ProductObservation as ProductObservation

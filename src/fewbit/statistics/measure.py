@@ -1,7 +1,8 @@
-"""What is measured of the operand that a parameter meets: its range, its channels, its second moments."""
+"""Statistics of activations: their range, channel amax and second moments."""
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import jax
@@ -19,15 +20,16 @@ STATISTICS = ("range", "absmax", "hessian")
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Observation:
-    """What the products of one parameter met. What was not asked for is None; of a stack of layers all have a leading axis.
+    """The statistics of the other operand in the products of one parameter.
 
-    With the vectors `x` that the product contracts, `K` elements each:
+    Statistics that were not collected are None; stacked layers add a leading axis. With the vectors `x` that the product
+    contracts, `K` elements each:
 
     Attributes:
         range: the range of all elements.
-        absmax: `[K]`, the largest magnitude of each element.
-        hessian: `[*B, K, K]`, the sum of `x x^T`, float32, with an axis for each that runs beside the parameter's.
-        count: how many vectors there were for each such axis, float32; None without `hessian`.
+        absmax: `[K]`, the amax of each element (channel).
+        hessian: `[*B, K, K]`, the sum of `x x^T`, float32, with an axis for each batch axis of the product.
+        count: the number of vectors for each element of these axes, float32; None without `hessian`.
     """
 
     # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
@@ -53,7 +55,7 @@ class ProductObservation:
 
 @dataclasses.dataclass(frozen=True)
 class Measure(AbstractMeasure):
-    """What `observe` measures.
+    """The statistics that `observe` collects.
 
     Attributes:
         rule: how ranges are estimated.
@@ -70,46 +72,43 @@ class Measure(AbstractMeasure):
         if not self.collect:
             raise QuantError(f"collect is empty; take some of {', '.join(STATISTICS)}")
 
-    def of(self, met: Met) -> Observation:
-        x = jax.lax.stop_gradient(met.x).astype(jnp.float32)
-        seen = self.rule.init(x.shape).update(x) if "range" in self.collect else None
-        absmax = self._vectors(met, x, "absmax")
-        hessian = self._vectors(met, x, "hessian")
-        return Observation(
-            seen,
-            None if absmax is None else jnp.max(jnp.abs(absmax), axis=tuple(range(absmax.ndim - 1))),
-            None if hessian is None else jnp.einsum("...tk,...tl->...kl", hessian, hessian, precision="highest"),
-            None if hessian is None else jnp.float32(hessian.shape[-2]),
-        )
+    def of(self, operand: Met) -> Observation:
+        x = jax.lax.stop_gradient(operand.x).astype(jnp.float32)
+        found: dict[str, Any] = {"range": None, "absmax": None, "hessian": None, "count": None}
+        if "range" in self.collect:
+            found["range"] = self.rule.init(x.shape).update(x)
+        if "absmax" in self.collect:
+            vectors = _vectors(operand, x, "absmax")
+            found["absmax"] = jnp.max(jnp.abs(vectors), axis=tuple(range(vectors.ndim - 1)))  # [K]
+        if "hessian" in self.collect:
+            vectors = _vectors(operand, x, "hessian")
+            found["hessian"] = jnp.einsum("...tk,...tl->...kl", vectors, vectors, precision="highest")  # [*B, K, K]
+            found["count"] = jnp.float32(vectors.shape[-2])
+        return Observation(**found)
 
     def of_both(self, left: jax.Array, right: jax.Array) -> ProductObservation:
         return ProductObservation(*(self.rule.init(x.shape).update(x) for x in (left, right)))
 
-    def joined(self, earlier: Any, later: Any) -> Any:
-        if isinstance(earlier, ProductObservation):
-            return ProductObservation(earlier.left.merge(later.left), earlier.right.merge(later.right))
-
-        def of_both(join: Any, a: Any, b: Any) -> Any:
-            return None if a is None else join(a, b)
-
-        return Observation(
-            of_both(RangeState.merge, earlier.range, later.range),
-            of_both(jnp.maximum, earlier.absmax, later.absmax),
-            of_both(jnp.add, earlier.hessian, later.hessian),
-            of_both(jnp.add, earlier.count, later.count),
+    def joined(
+        self, earlier: Observation | ProductObservation, later: Observation | ProductObservation
+    ) -> Observation | ProductObservation:
+        joins: dict[str, Callable[..., object]] = dict.fromkeys(("range", "left", "right"), RangeState.merge)
+        joins |= {"absmax": jnp.maximum, "hessian": jnp.add, "count": jnp.add}
+        states = vars(earlier).items()
+        return dataclasses.replace(
+            earlier, **{name: joins[name](x, getattr(later, name)) for name, x in states if x is not None}
         )
 
-    def _vectors(self, met: Met, x: jax.Array, statistic: Statistic) -> jax.Array | None:
-        """The operand as `[*B, T, K]`; None where the statistic is not asked for."""
-        if statistic not in self.collect:
-            return None
-        if met.contracted is None or (met.batch is None and statistic == "hessian"):
-            reason = "a convolution or a ragged product" if statistic == "hessian" else "a convolution"
-            raise UnsupportedError(
-                f"{statistic} is not collected of {reason}; leave it out of collect, or the parameter out"
-            )
-        batch = met.batch or ()
-        others = [axis for axis in range(x.ndim) if axis not in (*batch, *met.contracted)]
-        lengths = [x.shape[axis] for axis in batch]
-        size = math.prod(x.shape[axis] for axis in met.contracted)
-        return x.transpose(*batch, *others, *met.contracted).reshape(*lengths, -1, size)
+
+def _vectors(operand: Met, x: jax.Array, statistic: Statistic) -> jax.Array:
+    """The vectors that the product contracts."""
+    if operand.contracted is None or (operand.batch is None and statistic == "hessian"):
+        kinds = {"absmax": "a convolution", "hessian": "a convolution or a ragged product"}
+        raise UnsupportedError(
+            f"{statistic} is not collected for {kinds[statistic]}; remove it from collect, or exclude the parameter"
+        )
+    batch = operand.batch or ()
+    others = [axis for axis in range(x.ndim) if axis not in (*batch, *operand.contracted)]
+    lengths = [x.shape[axis] for axis in batch]
+    size = math.prod(x.shape[axis] for axis in operand.contracted)
+    return x.transpose(*batch, *others, *operand.contracted).reshape(*lengths, -1, size)  # [*B, T, K]

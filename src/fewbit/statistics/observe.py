@@ -1,4 +1,4 @@
-"""Observing what the parameters of unchanged code meet, over calibration batches."""
+"""Collects activation statistics of unchanged code over calibration batches."""
 
 import dataclasses
 import functools
@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jaxtyping import PyTree
 
 from ..array import is_qarray
 from ..errors import QuantError, UnsupportedError
@@ -13,6 +14,7 @@ from ..ops.observed import Notes, Observed, rules_around
 from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import Product, Use, parameter_paths
 from ..recipe import recipe as as_recipe
+from ..recipe.recipe import RecipeLike
 from ..recipe.resolution import Resolution
 from ..recipe.rule import PRODUCT_OPS
 from .measure import Measure, Statistic
@@ -23,42 +25,41 @@ from .stats import Stats
 
 def observe(
     fn: Callable[..., Any],
-    params: Any,
-    batches: Iterable[Any],
-    recipe: Any,
+    params: PyTree,
+    batches: Iterable[PyTree],
+    recipe: RecipeLike,
     *,
     rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
     collect: Sequence[Statistic] = ("range",),
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Stats:
-    """Runs a function over batches, and measures what each parameter that a recipe quantizes meets in its products.
+    """Collects activation statistics of the parameters that a recipe quantizes.
 
-    The float function runs forwards, compiled once for each shape of the batches; nothing is differentiated and nothing calls
-    back. A parameter that a loop takes apart (layers in a `scan`) has a measurement for each layer; where several products use
-    one, or one in a loop takes it whole, each use counts like another batch.
+    The float function runs forward only, compiled once for each shape of the batches, without gradients or callbacks. Layers
+    stacked for a `scan` have statistics each; where several products use one parameter, or a loop uses all of it in each
+    iteration, each use counts like another batch.
 
-    Of a product without a parameter that the recipe's rules for products quantize, the ranges of both operands are measured.
+    Of products without a parameter that the recipe quantizes, the ranges of both operands are collected.
 
     Args:
         fn: any function that JAX can trace whose first argument is the tree of parameters.
         params: the parameters, floating.
-        batches: for each batch the tuple of `fn`'s other arguments, or the one other argument; leaves that are no arrays must
-            be hashable. At least one batch.
-        recipe: a Recipe, or anything that `fb.recipe` takes: it says which parameters, and which products without one.
-        rule: how ranges are estimated; the default takes the largest magnitude of all batches.
-        collect: "range"; "absmax", the largest magnitude of each channel, for AWQ and SmoothQuant; "hessian", the sum of
-            `x x^T` over all vectors that a product contracts, for GPTQ.
+        batches: for each batch the tuple of `fn`'s other arguments, or the one other argument; leaves that are no arrays
+            must be hashable. At least one batch.
+        recipe: a Recipe, or anything that `fb.recipe` takes; it selects the parameters and the products.
+        rule: how ranges are estimated; the default is the amax of all batches.
+        collect: "range"; "absmax", the amax of each channel, for AWQ and SmoothQuant; "hessian", the sum of `x x^T` over all
+            vectors that a product contracts, for GPTQ.
         kwargs: keyword arguments of `fn`.
 
     Returns:
-        The statistics of every such parameter that a product contracts, and of every such product; `stats.recipe(recipe)` makes
-        the ranges static.
+        The statistics of every such parameter and product; `stats.recipe(recipe)` makes the ranges static.
 
     Raises:
         QuantError: without batches, for an unknown statistic, when a rule that is not optional matches nothing, and for a
             parameter that `fb.plan` refuses.
-        UnsupportedError: for a parameter or a product of which something measured cannot come out: it stands in a `while` loop or
-            a `shard_map`, or is of a kind of which a statistic is not collected.
+        UnsupportedError: for a product inside a `while` loop or a `shard_map`, from which no statistics can be returned, and
+            for a kind of product that has no such statistic.
 
     >>> batches = [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 0.5]])]
     >>> stats = observe(lambda params, x: x @ params["w"], {"w": jnp.eye(2)}, batches, "w8a8", collect=("range", "absmax"))
@@ -75,12 +76,12 @@ def observe(
     joined = jax.jit(lambda earlier, later: {path: measure.joined(earlier[path], later[path]) for path in earlier})
 
     @functools.partial(jax.jit, static_argnums=0)
-    def measured(others: _Others, arrays: list[Any]) -> dict[str, Any]:
-        params, inputs = others.among(arrays)
+    def measured(others: _Static, arrays: list[Any]) -> dict[str, Any]:
+        params, inputs = others.merged(arrays)
         notes = Notes(measure)
         chosen = {p.name: Observed(None, _label(p.name), notes, is_parameter=False) for p in products}
 
-        def called(params: Any, *inputs: Any) -> Any:
+        def called(params: PyTree, *inputs: PyTree) -> PyTree:
             return fn(params, *inputs, **kwargs)
 
         run = evaluated(called, "dequantize", decoded.append, lambda _: chosen, rules_around(notes))
@@ -93,13 +94,14 @@ def observe(
             plan = Resolution.of(resolved, fn, params, *inputs, **kwargs)
             uses = {path: one.uses for path, one in plan.parameters.items()}
             paths = [path for path in plan.policies if any(use.op in PRODUCT_OPS for use in uses[path])]
-            quantized = plan.product_policies if "range" in collect else {}
-            products = tuple(product for product in plan.products if product.name in quantized)
-        now = measured(*_apart((params, inputs)))
-        _refuse_unseen(set(paths) - set(now), {_label(product.name) for product in products} - set(now), decoded)
+            if "range" in collect:
+                quantized = plan.product_policies
+                products = tuple(product for product in plan.products if product.name in quantized)
+        now = measured(*_split((params, inputs)))
+        _refuse_missing(set(paths) - set(now), {_label(product.name) for product in products} - set(now), decoded)
         found = now if found is None else joined(found, now)
     if found is None:
-        raise QuantError("there is no batch to observe")
+        raise QuantError("batches is empty; pass at least one batch")
     ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found if path in uses)
     pairs = {product.name: found[_label(product.name)] for product in products}
     own = tuple(plan.parameters[path].role for path, _ in ops)
@@ -107,50 +109,56 @@ def observe(
 
 
 def _label(name: str) -> str:
-    """What a product without a parameter is called among parameters."""
+    """The name of a product without a parameter among parameters."""
     return f"product {name}"
 
 
 @dataclasses.dataclass(frozen=True)
-class _Others:
-    """A tree without its arrays, for `jit` to compare: modules of some frameworks have functions and numbers beside them.
+class _Static:
+    """A tree without its arrays: functions, numbers and the like, which `jit` compares.
 
     Attributes:
         treedef: the structure of the tree; a QArray is one leaf.
-        leaves: for each leaf whether it is an array, and what else it is.
+        leaves: the leaves that are not arrays, by their places.
     """
 
     treedef: Any
-    leaves: tuple[tuple[bool, Any], ...]
+    leaves: tuple[tuple[int, Any], ...]
 
-    def among(self, arrays: Sequence[Any]) -> Any:
-        """The tree with arrays in their places."""
-        rest = iter(arrays)
-        return jax.tree.unflatten(self.treedef, [next(rest) if is_array else leaf for is_array, leaf in self.leaves])
+    def merged(self, arrays: Sequence[Any]) -> PyTree:
+        """The tree with its arrays."""
+        leaves = list(arrays)
+        for place, leaf in self.leaves:  # ascending
+            leaves.insert(place, leaf)
+        return jax.tree.unflatten(self.treedef, leaves)
 
 
-def _apart(tree: Any) -> tuple[_Others, list[Any]]:
+def _split(tree: PyTree) -> tuple[_Static, list[Any]]:
     """A tree without its arrays, and the arrays."""
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_qarray)
-    are_arrays = [hasattr(leaf, "shape") and hasattr(leaf, "dtype") for leaf in leaves]
-    others = tuple((is_array, None if is_array else leaf) for is_array, leaf in zip(are_arrays, leaves, strict=True))
-    return _Others(treedef, others), [leaf for is_array, leaf in zip(are_arrays, leaves, strict=True) if is_array]
+    arrays, static = [], []
+    for place, leaf in enumerate(leaves):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            arrays.append(leaf)
+        else:
+            static.append((place, leaf))
+    return _Static(treedef, tuple(static)), arrays
 
 
-def _observed(params: Any, paths: Sequence[str], notes: Notes) -> Any:
-    """The tree with an Observed in the place of each parameter of `paths`."""
+def _observed(params: PyTree, paths: Sequence[str], notes: Notes) -> PyTree:
+    """The tree with each parameter of `paths` as an Observed."""
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    leaves = [Observed(x, path, notes) if path in paths else x for path, x in parameter_paths(params).items()]
-    return jax.tree.unflatten(treedef, leaves)
+    leaves = parameter_paths(params)
+    leaves |= {path: Observed(leaves[path], path, notes) for path in paths}
+    return jax.tree.unflatten(treedef, list(leaves.values()))
 
 
-def _refuse_unseen(paths: set[str], products: set[str], decoded: Sequence[Decoded]) -> None:
-    """Refuses parameters whose products were not seen, with what hid them, and products without a parameter."""
-    hidden = {
-        path: next((str(d) for d in decoded if d.array == path), "its products were not reached") for path in sorted(paths)
-    }
-    hidden |= dict.fromkeys(
-        sorted(products), "it stands in a while loop or a shard_map, and what is measured cannot come out"
+def _refuse_missing(paths: set[str], products: set[str], decoded: Sequence[Decoded]) -> None:
+    """Refuses parameters and products of which no statistics were collected."""
+    reasons = {d.array: str(d) for d in reversed(decoded)}
+    missing = {path: reasons.get(path, "its products were not reached") for path in sorted(paths)}
+    missing |= dict.fromkeys(
+        sorted(products), "it is inside a while loop or a shard_map, from which no statistics can be returned"
     )
-    if hidden:
-        raise UnsupportedError("observe cannot see every product", hidden)
+    if missing:
+        raise UnsupportedError("observe cannot collect statistics of every product", missing)

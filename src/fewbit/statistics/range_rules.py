@@ -1,4 +1,4 @@
-"""The rules that estimate a range over batches: outermost ends, means, moving averages and percentiles."""
+"""Range estimators: amax, min-max, mean, moving average, percentile."""
 
 import dataclasses
 
@@ -7,12 +7,12 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from ..errors import QuantError
-from .ranges import AbstractRange, RangeState, beside
+from .ranges import AbstractRange, RangeState, with_unit_axes
 
 
 @dataclasses.dataclass(frozen=True)
 class AbsMaxRange(AbstractRange):
-    """`-a .. a` for the largest magnitude `a` of all batches.
+    """`-a .. a` for the amax `a` of all batches.
 
     Attributes:
         axes: the axes whose elements keep a range each.
@@ -27,7 +27,7 @@ class AbsMaxRange(AbstractRange):
 
 @dataclasses.dataclass(frozen=True)
 class MinMaxRange(AbstractRange):
-    """The smallest and the largest element of all batches, stretched to contain 0; for schemes with zero points.
+    """The minimum and maximum of all batches, extended to include 0; for zero points.
 
     Attributes:
         axes: the axes whose elements keep a range each.
@@ -44,7 +44,7 @@ class MinMaxRange(AbstractRange):
 
 @dataclasses.dataclass(frozen=True)
 class MeanRange(AbstractRange):
-    """`-a .. a` for the arithmetic mean `a` of the batches' largest magnitudes (Qwix's simple moving average).
+    """`-a .. a` for the mean `a` of the batches' amax (Qwix's SimpleMovingAverage).
 
     Attributes:
         axes: the axes whose elements keep a range each.
@@ -59,10 +59,9 @@ class MeanRange(AbstractRange):
 
 @dataclasses.dataclass(frozen=True)
 class EMARange(AbstractRange):
-    """`-a .. a` for the exponential moving average `a` of the batches' largest magnitudes.
+    """`-a .. a` for the exponential moving average `a` of the batches' amax.
 
-    The weights of the last batch, the one before it, .. are `1, decay, decay**2, ..` over their sum, so the first batch counts
-    in full and nothing leans to zero.
+    The weights of the last batch, the one before it, .. are `1, decay, decay**2, ..` over their sum, without bias to 0.
 
     Attributes:
         decay: above 0 and below 1; larger forgets more slowly.
@@ -74,7 +73,7 @@ class EMARange(AbstractRange):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 < self.decay < 1:
-            raise QuantError(f"decay is {self.decay}, must lie between 0 and 1 (MeanRange weighs all batches alike)")
+            raise QuantError(f"decay is {self.decay}, must be between 0 and 1 (MeanRange weighs all batches equally)")
 
     def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
         return _magnitude(x, within)
@@ -85,7 +84,7 @@ class EMARange(AbstractRange):
 
 @dataclasses.dataclass(frozen=True)
 class PercentileRange(AbstractRange):
-    """`-a .. a` for the mean `a` over batches of the `percent`-th percentile of each batch's magnitudes.
+    """`-a .. a` for the mean `a` of each batch's `percent`-th percentile of magnitudes.
 
     Attributes:
         percent: above 0, up to 100; interpolated linearly, as `numpy.percentile` does.
@@ -110,7 +109,7 @@ class PercentileRange(AbstractRange):
 
 
 def _magnitude(x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
-    """The largest magnitude to either side; infinite where there is a NaN, which XLA's maximum may lose."""
+    """`-amax, amax`; infinite where there is a NaN, which XLA's maximum may drop."""
     high = jnp.max(jnp.where(jnp.isnan(x), jnp.inf, jnp.abs(x)), axis=within, keepdims=True)
     return -high, high
 
@@ -120,10 +119,10 @@ def _outermost(earlier: RangeState, later: RangeState) -> tuple[Array, Array]:
 
 
 def _averaged(earlier: RangeState, later: RangeState, decay: float) -> tuple[Array, Array]:
-    """The average of both; batches of `earlier` have aged by those of `later`."""
+    """The weighted average of both; `later` decays the weights of `earlier`."""
     old = _weight(earlier.count, decay) * jnp.float32(decay) ** later.count.astype(jnp.float32)
     new = _weight(later.count, decay)
-    share = beside(new / jnp.maximum(old + new, jnp.finfo(jnp.float32).tiny), earlier.low)
+    share = with_unit_axes(new / jnp.maximum(old + new, jnp.finfo(jnp.float32).tiny), earlier.low)
 
     def mean(a: Array, b: Array) -> Array:
         return jnp.where(share == 0, a, jnp.where(share == 1, b, a + share * (b - a)))
@@ -134,4 +133,6 @@ def _averaged(earlier: RangeState, later: RangeState, decay: float) -> tuple[Arr
 def _weight(count: Array, decay: float) -> Array:
     """`1 + decay + decay**2 + ..`, a term for each batch."""
     n = count.astype(jnp.float32)
-    return n if decay == 1 else -jnp.expm1(n * np.float32(np.log(decay))) / np.float32(1 - decay)
+    if decay == 1:
+        return n
+    return -jnp.expm1(n * np.float32(np.log(decay))) / np.float32(1 - decay)

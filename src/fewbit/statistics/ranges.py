@@ -1,4 +1,4 @@
-"""Static ranges: the range of an activation, estimated over batches, and the scale that it gives."""
+"""Static activation ranges, estimated over batches, and their scales."""
 
 import abc
 import dataclasses
@@ -21,11 +21,11 @@ from ..errors import QuantError
 
 @dataclasses.dataclass(frozen=True)
 class AbstractRange(abc.ABC):
-    """A rule that estimates a range over batches: what one batch tells, and how batches are joined.
+    """A range estimator: the range of one batch, and the merge of two.
 
     Attributes:
-        axes: the axes, counted from the end, whose elements keep a range each; `(-1,)` is one a channel. Empty: one for the
-            whole tensor, so that arrays of any shape can be observed.
+        axes: the axes, counted from the end, whose elements have a range each; `(-1,)` is per-channel. Empty: per-tensor, so
+            that arrays of any shape can be observed.
     """
 
     axes: tuple[int, ...] = dataclasses.field(default=(), kw_only=True)
@@ -36,25 +36,22 @@ class AbstractRange(abc.ABC):
 
     @property
     def depth(self) -> int:
-        """How many axes the ends have: those from the first of `axes` to the last axis."""
+        """The number of axes of the ends: those from the first of `axes` to the last axis."""
         return -min(self.axes, default=0)
 
     @abc.abstractmethod
     def ends(self, x: Float[Array, "*s"], within: tuple[int, ...]) -> tuple[Array, Array]:
-        """The lower and the upper end of one batch over the axes `within`, which are kept with length 1."""
+        """The lower and upper end of one batch over the axes `within`, kept with length 1."""
 
     @abc.abstractmethod
     def joined(self, earlier: "RangeState", later: "RangeState") -> tuple[Array, Array]:
-        """The ends that all batches of both states give, those of `earlier` first."""
+        """The ends over the batches of both states, those of `earlier` first."""
 
     def init(self, shape: Sequence[int] = ()) -> "RangeState":
         """The state before the first batch.
 
         Args:
-            shape: the shape of the arrays to observe; only the lengths of `axes` count, so it may be left out without them.
-
-        Returns:
-            A state of count 0.
+            shape: the shape of the arrays to observe; only the lengths of `axes` are read, so it is optional without them.
         """
         depth = self.depth
         if len(shape) < depth:
@@ -69,12 +66,12 @@ class AbstractRange(abc.ABC):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RangeState:
-    """The range seen so far: a pytree, to carry through jit, scan and vmap.
+    """The range so far: a pytree to carry through jit, scan and vmap.
 
     Attributes:
         low: the lower end, float32: scalar, or one for each element of the rule's axes.
         high: the upper end, likewise.
-        count: how many batches were seen, int32.
+        count: the number of batches, int32.
         rule: how the range is estimated; static.
 
     >>> state = fb.statistics.AbsMaxRange().init().update(jnp.array([1.0, -3.0])).update(jnp.array([2.0]))
@@ -89,13 +86,10 @@ class RangeState:
     rule: AbstractRange = dataclasses.field(metadata={"static": True})
 
     def update(self, x: ArrayLike) -> Self:
-        """The state after one more batch; a NaN or an infinity in it makes the range NaN or infinite, for good.
+        """The state after one more batch; NaN or infinity makes the range non-finite for good.
 
         Args:
             x: a floating array of any shape that has the rule's axes. It is not differentiated.
-
-        Returns:
-            The state of one batch more.
         """
         x = jax.lax.stop_gradient(jnp.asarray(x)).astype(jnp.float32)
         depth = self.rule.depth
@@ -112,16 +106,13 @@ class RangeState:
         return self.merge(dataclasses.replace(self, low=low, high=high, count=jnp.ones_like(self.count)))
 
     def merge(self, later: "RangeState") -> Self:
-        """The state of both: as if the batches of `later` had followed those of this state.
+        """The state after the batches of both, those of `later` last.
 
-        Outermost ends join by maximum, means by the number of their batches, moving averages by what is left of their
-        weights. It is associative, so accumulated, scanned and parallel parts may be merged in any grouping.
+        Amax and min-max merge by maximum, means by their numbers of batches, moving averages by their decayed weights. It is
+        associative, so accumulated, scanned and parallel parts may be merged in any grouping.
 
         Args:
             later: a state of the same rule; both may be stacked.
-
-        Returns:
-            The state of all batches.
         """
         if later.rule != self.rule:
             raise QuantError(f"states of two rules cannot be merged: {self.rule} and {later.rule}")
@@ -129,41 +120,43 @@ class RangeState:
         return dataclasses.replace(self, low=low, high=high, count=self.count + later.count)
 
     def scale(self, scheme: str | Scheme | Mapping[str, Any]) -> tuple[Float[Array, "*c"], Float[Array, "*c"] | None]:
-        """The scale that spreads the range over the codes of a scheme, and the offset where it has zero points.
+        """The scale that maps the range onto the codes of a scheme, and the offset.
 
-        Both go to `fb.quantize` and `fb.fake_quant` as `scale=` and `offset=`. Scales held as powers of two are rounded up,
-        so that nothing in the range saturates. A range of zero gives scale 0, which quantizes to zeros.
+        Both go to `fb.quantize` and `fb.fake_quant` as `scale=` and `offset=`. Power-of-two scales are rounded up, so that
+        nothing in the range saturates. A range of zero gives scale 0, which quantizes to zeros.
 
         Args:
             scheme: a Scheme, or anything that `fb.scheme` takes; ranges on axes need tiles of 1 there.
 
         Returns:
-            The scale and the offset (None for symmetric schemes), float32. Under jit, where the count is not known, the scale
-            is NaN if no batch was seen.
+            The scale and the offset (None for symmetric schemes), float32. Under jit, where the count is not known, the
+            scale is NaN if no batch was seen.
 
         Raises:
             QuantError: outside jit, when no batch was seen or the range is not finite.
         """
         self._check_seen()
         bound = as_scheme(scheme)
-        holder = np.dtype(np.float32) if isinstance(bound.scale, Scheme) else bound.scale
+        holder = bound.scale
+        if isinstance(holder, Scheme):
+            holder = np.dtype(np.float32)
         target = Target(bound.format, ScaleStore(holder), bound.zero_holder)  # type: ignore[arg-type]
         if target.store.is_power_of_two:
             scale, offset = MX("rceil").scale(Tiles(jnp.maximum(-self.low, self.high), ()), target)
         else:
             scale, offset = symmetric_or_range(jnp.minimum(self.low, 0.0), jnp.maximum(self.high, 0.0), target)
-        return jnp.where(beside(self.count, scale) > 0, scale, jnp.nan), offset
+        return jnp.where(with_unit_axes(self.count, scale) > 0, scale, jnp.nan), offset
 
     def _check_seen(self) -> None:
-        """Refuses an empty or poisoned range where the values are known."""
+        """Refuses an empty or non-finite range where the values are known."""
         if any(isinstance(leaf, Tracer) for leaf in (self.low, self.high, self.count)):
             return
         if not np.all(np.asarray(self.count) > 0):
-            raise QuantError("the range has seen no batch; update it before asking for its scale")
+            raise QuantError("the range has no batch; call update before scale")
         if not np.isfinite([self.low, self.high]).all():
-            raise QuantError("the range is not finite: a batch held a NaN or an infinity; find it, and start the range anew")
+            raise QuantError("the range is not finite: a batch had a NaN or an infinity; find it, and start again from init")
 
 
-def beside(count: Array, ends: Array) -> Array:
-    """A number for each state with as many axes as the ends, which have more where the rule has axes."""
+def with_unit_axes(count: Array, ends: Array) -> Array:
+    """The count of each state with as many axes as its ends, which have more."""
     return count.reshape(count.shape + (1,) * (ends.ndim - count.ndim))

@@ -1,9 +1,8 @@
-"""Statistics by parameter, and the recipe with static ranges that they give."""
+"""Calibration statistics, and the recipe with their static ranges."""
 
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +13,7 @@ from ..errors import QuantError
 from ..ops import Policy
 from ..recipe import Recipe, Role, Rule
 from ..recipe import recipe as as_recipe
+from ..recipe.recipe import RecipeLike
 from .measure import Observation, ProductObservation
 from .ranges import RangeState
 
@@ -21,14 +21,14 @@ from .ranges import RangeState
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Stats:
-    """What the parameters of a model met over calibration batches. A pytree, to checkpoint as such.
+    """Activation statistics by parameter. A pytree, to checkpoint as such.
 
     Attributes:
         observations: by the parameter's path.
-        ops: what uses each parameter, by its path, as rules ask for it. Static.
+        ops: the operations that use each parameter, by its path. Static.
         roles: the role of each of these parameters, in the same order. Static.
         products: the ranges of the operands of products without a parameter, by the product's name.
-        product_ops: what each of these products is, by its name. Static.
+        product_ops: the operation of each of these products, by its name. Static.
     """
 
     observations: Mapping[str, Observation]
@@ -39,15 +39,15 @@ class Stats:
 
     def __getitem__(self, path: str) -> Observation:
         if path not in self.observations:
-            raise QuantError(f"nothing was observed of {path!r}; {near_names(path, tuple(self.observations))}")
+            raise QuantError(f"there are no statistics of {path!r}; {near_names(path, tuple(self.observations))}")
         return self.observations[path]
 
-    def recipe(self, recipe: Any) -> Recipe:
-        """A recipe with the activations' ranges that were observed: static, in the place of those of the arrays at hand.
+    def recipe(self, recipe: RecipeLike) -> Recipe:
+        """A recipe with static activation ranges in place of dynamic ones.
 
-        Each parameter that was observed, and whose policy quantizes activations, gets a rule of its own before the others, with
-        the calibration `fixed,low,high`; nothing else of its policy changes. Layers that a loop stacks are one parameter with
-        one policy, so their ranges join to the widest. Of a product without a parameter the right operand's range is static, too.
+        Each observed parameter whose policy quantizes activations gets its own rule before the others, with the calibration
+        `fixed,low,high`; the rest of its policy is unchanged. Stacked layers are one parameter with one policy, so it has
+        the widest of their ranges. Of a product without a parameter the right operand's range is static, too.
 
         Args:
             recipe: a Recipe, or anything that `fb.recipe` takes; that of `fb.observe`, or another one.
@@ -56,7 +56,7 @@ class Stats:
             The recipe, for `fb.plan`, `fb.quantize_params` and `fb.train`, and for JSON.
 
         Raises:
-            QuantError: for ranges that are kept for each channel, empty, or not finite: the parameter, and what to do.
+            QuantError: for per-channel, empty, or non-finite ranges; it names the parameter.
         """
         plain = as_recipe(recipe)
         used = [(path, ops, role) for (path, ops), role in zip(self.ops, self.roles, strict=True)]
@@ -68,7 +68,7 @@ class Stats:
         return dataclasses.replace(plain, rules=(*own, *rules), products=(*products, *product_rules))
 
     def _static(self, path: str, ops: tuple[str, ...], role: Role, recipe: Recipe) -> Rule | None:
-        """The rule of one parameter; None where its activations are not quantized."""
+        """The rule of one parameter; None where its activations stay float."""
         rule = next((rule for rule in recipe.rules if rule.matches(path, ops, role)), None)
         if rule is None or rule.policy is None or rule.policy.activation is None or rule.policy.delayed is not None:
             return None
@@ -91,17 +91,18 @@ class Stats:
 
 
 def _fixed(what: str, state: RangeState | None) -> Fixed:
-    """The calibration of the range that was observed."""
+    """The calibration with the observed range."""
     if state is None:
         raise QuantError(f"{what}: no range was collected; observe with collect=('range',)")
     if state.rule.axes:
         raise QuantError(
-            f"{what}: a recipe holds one range for a tensor, and these are kept on axes {state.rule.axes}; observe without "
-            "axes, or give their scales to fb.quantize"
+            f"{what}: a recipe takes per-tensor ranges, and these have axes {state.rule.axes}; observe without axes, or "
+            "pass "
+            "their scales to fb.quantize"
         )
     low, high = float(np.min(state.low)), float(np.max(state.high))
     if not np.isfinite([low, high]).all():
-        raise QuantError(f"{what}: its activations held a NaN or an infinity")
+        raise QuantError(f"{what}: its activations have a NaN or an infinity; check the batches")
     if low == high == 0:
         raise QuantError(f"{what}: its activations were all zero; observe other batches, or leave it out of the recipe")
     return Fixed(min(low, 0.0), max(high, 0.0))

@@ -1,4 +1,4 @@
-"""Building blocks of training: fake quantization, delayed scaling, N:M sparsity, LoRA."""
+"""Training: fake quantization, QAT, delayed scaling, N:M sparsity, LoRA."""
 
 from ..array.straight_through import is_covered as is_covered
 from ..array.straight_through import passed_through as passed_through

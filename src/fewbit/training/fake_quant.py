@@ -1,4 +1,4 @@
-"""Fake quantization: the values of a quantized array in the forward pass, a straight-through gradient in the backward."""
+"""Fake quantization with a straight-through gradient."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -30,15 +30,15 @@ def fake_quant(
 ) -> Float[Array, "*s"]:
     """Quantizes and dequantizes an array; the gradient passes straight through.
 
-    The value is `dequantize(quantize(x, scheme, axis=axis, key=key, scale=scale, offset=offset))`, bit for bit, with the same
-    zeros, NaN tiles and short last tiles. The derivative is not that of the value, which is zero almost everywhere, but
+    The value is `dequantize(quantize(x, scheme, axis=axis, key=key, scale=scale, offset=offset))`, bit for bit, with the
+    same zeros, NaN tiles and short last tiles. The derivative is not that of the value, which is zero almost everywhere, but
 
         dy = dx                                      gradient="identity"
         dy = dx where low <= x <= high, 0 elsewhere  gradient="clipped"
 
-    where `low` and `high` lie half a step beyond the outermost numbers of the element's tile: outside, a code saturates and
-    is further off than rounding can be. Where the calibration covers its tile (absmax, minmax), the two are the same. A NaN
-    passes its gradient on. Scale, offset and mask count as constants; forward and reverse mode agree to every order.
+    where `low` and `high` are half a step beyond the outermost numbers of the element's tile; outside, codes saturate. Where
+    the calibration covers its tile (absmax, minmax), the two are the same. A NaN passes its gradient. Scale, offset and mask
+    are constants; forward and reverse mode agree to every order.
 
     Args:
         x: floating array of at least one axis.
@@ -47,7 +47,7 @@ def fake_quant(
         key: a JAX random key for stochastic rounding; None rounds to the nearest.
         gradient: "identity", or "clipped" to stop the gradient of elements that saturate.
         scale: the scale of each tile in place of the calibration, as in `fb.quantize`: a static range, or delayed scaling.
-        offset: the number that the code of value 0 stands for, given with `scale` when the scheme has a zero point.
+        offset: the number that code value 0 decodes to, given with `scale` when the scheme has a zero point.
 
     Returns:
         An array of the shape and dtype of `x`.
@@ -65,14 +65,14 @@ def fake_quant(
     """
     if gradient not in _GRADIENTS:
         raise QuantError(f"gradient is {gradient!r}, must be one of {', '.join(_GRADIENTS)}")
-    # passed_through takes no derivative of the value anyway; stopped here, none of the search for scales is traced.
+    # passed_through takes no derivative of the value; stopping it here keeps the scale search out of the derivative's trace.
     constant, scale, offset = jax.lax.stop_gradient((x, scale, offset))
     q = quantize(constant, scheme, axis=axis, key=key, scale=scale, offset=offset)
     x = jnp.asarray(x)
-    is_passed = jnp.ones(q.shape, jnp.bool_) if gradient == "identity" else is_covered(jax.lax.stop_gradient(x), q)
-    return passed_through(x, _rounded_for_good(dequantize(q)), is_passed)
-
-
-def _rounded_for_good(x: Float[Array, "*s"]) -> Float[Array, "*s"]:
-    """The array, with a rounding to a narrow dtype that the compiler cannot take back when it is widened again."""
-    return x if x.dtype.itemsize > 2 else jax.lax.optimization_barrier(x)
+    is_passed = jnp.ones(q.shape, jnp.bool_)
+    if gradient == "clipped":
+        is_passed = is_covered(jax.lax.stop_gradient(x), q)
+    value = dequantize(q)
+    if value.dtype.itemsize <= 2:  # XLA would skip the rounding to a narrow dtype when the value is widened again
+        value = jax.lax.optimization_barrier(value)
+    return passed_through(x, value, is_passed)

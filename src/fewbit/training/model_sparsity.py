@@ -1,4 +1,4 @@
-"""N:M sparsity of a whole model: the masks of its parameters, as a pytree beside them."""
+"""N:M sparsity of a model: the masks of its parameters, as a pytree."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -7,28 +7,29 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..array import is_qarray
 from ..errors import QuantError
 from ..ops.uses import array_paths, parameter_paths
 from ..recipe import Sparsity, SparsityState
 from ..recipe import recipe as as_recipe
+from ..recipe.recipe import RecipeLike
 from ..recipe.resolution import Resolution
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class ModelSparsity:
-    """The sparsity of a model: for each sparse parameter, by its path, the mask in force. A plain pytree.
+    """The masks of a model's sparse parameters, by path. A pytree.
 
-    It goes around the optimizer. A step begins with `update`, computes with a function of `fb.train` that takes the state as
-    `sparsity=`, and hands the state on; `apply` gives the parameters as they were computed with, to serve them.
+    Do not pass it to the optimizer. A step starts with `update`, computes with a function of `fb.train` that takes the state
+    as `sparsity=`, and returns the state; `apply` gives the masked parameters, for inference.
 
     Attributes:
         masks: by the parameter's path, True where a weight is kept.
-        step: how many updates there were, int32.
-        rules: by the parameter's path its sparsity, with the axes that its groups run along. Static.
+        step: the number of updates, int32.
+        rules: by the parameter's path its sparsity, with the axes of its groups. Static.
     """
 
     # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
@@ -36,15 +37,12 @@ class ModelSparsity:
     step: Any
     rules: tuple[tuple[str, Sparsity], ...] = dataclasses.field(metadata={"static": True})
 
-    def update(self, params: Any, step: Int[ArrayLike, ""] | None = None) -> Self:
-        """The state with the masks for one step; each is made anew when its sparsity's schedule says so.
+    def update(self, params: PyTree, step: Int[ArrayLike, ""] | None = None) -> Self:
+        """The state with the masks for one step, renewed on the schedule of each sparsity.
 
         Args:
             params: the parameters, dense. They are not differentiated.
             step: the number of this step; None counts the updates from 0.
-
-        Returns:
-            The state for this step.
 
         Raises:
             QuantError: when the parameters are others than the state's.
@@ -54,8 +52,8 @@ class ModelSparsity:
         renewed = {path: rule.update(self._state(path), leaves[path], now).mask for path, rule in self.rules}
         return dataclasses.replace(self, masks=renewed, step=now + 1)
 
-    def apply(self, params: Any) -> Any:
-        """The parameters with exact zeros where the masks prune them; gradients are as each sparsity says.
+    def apply(self, params: PyTree) -> PyTree:
+        """The parameters, exact zeros where masks prune; gradients are as each sparsity says.
 
         Args:
             params: the parameters.
@@ -67,22 +65,16 @@ class ModelSparsity:
             QuantError: when the parameters are others than the state's.
         """
         self._leaves(params)
-        rules = dict(self.rules)
-
-        def applied(path: str, x: Any) -> Any:
-            return rules[path].apply(jnp.asarray(x), self._state(path)) if path in rules else x
-
+        leaves = parameter_paths(params)
+        leaves |= {path: rule.apply(jnp.asarray(leaves[path]), self._state(path)) for path, rule in self.rules}
         treedef = jax.tree.structure(params, is_leaf=is_qarray)
-        return jax.tree.unflatten(treedef, [applied(*leaf) for leaf in parameter_paths(params).items()])
+        return jax.tree.unflatten(treedef, list(leaves.values()))
 
-    def penalty(self, params: Any) -> Float[Array, ""]:
-        """Half the sum of the squares of all pruned weights, float32: `Sparsity.penalty`, the decay of SR-STE.
+    def penalty(self, params: PyTree) -> Float[Array, ""]:
+        """Half the sum of squares of all pruned weights, float32: `Sparsity.penalty`.
 
         Args:
             params: the parameters.
-
-        Returns:
-            A float32 number.
 
         Raises:
             QuantError: when the parameters are others than the state's.
@@ -93,30 +85,32 @@ class ModelSparsity:
     def _state(self, path: str) -> SparsityState:
         return SparsityState(self.masks[path], self.step)
 
-    def _leaves(self, params: Any) -> dict[str, Any]:
-        """The arrays of the tree by their paths, after a check that the masks fit them."""
+    def _leaves(self, params: PyTree) -> dict[str, Any]:
+        """The arrays of the tree by path, after a check that the masks fit them."""
         leaves = array_paths(params)
         for path, mask in self.masks.items():
-            if path not in leaves or leaves[path].shape != mask.shape:
-                got = f"{tuple(leaves[path].shape)}" if path in leaves else f"none among {sorted(leaves)[:5]}"
-                raise QuantError(
-                    f"the sparsity is of another model: its mask of {path} has {mask.shape}, the parameter {got}"
-                )
+            what = f"the sparsity is of another model: it has a mask of shape {mask.shape} for {path}"
+            if path not in leaves:
+                raise QuantError(f"{what}, which is not among the parameters {sorted(leaves)[:5]}")
+            if leaves[path].shape != mask.shape:
+                raise QuantError(f"{what}, whose shape is {tuple(leaves[path].shape)}")
         return leaves
 
 
-def sparsity_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> ModelSparsity:
-    """The sparsity of a model under a recipe before the first step: everything is kept.
+def sparsity_state(
+    fn: Callable[..., Any], params: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object
+) -> ModelSparsity:
+    """The sparsity of a model before the first step: everything is kept.
 
     Args:
-        fn: the function that `fb.train` is given; its products say which axes are contracted. It is traced with shapes only.
+        fn: the function that `fb.train` is given; its products determine the contracted axes. It is traced with shapes only.
         params: its first argument, the tree of parameters; arrays or `jax.ShapeDtypeStruct`s.
-        inputs: example inputs, likewise.
+        inputs: example inputs, arrays or shapes.
         recipe: a Recipe, or anything that `fb.recipe` takes.
         kwargs: keyword arguments of `fn`.
 
     Returns:
-        The state; without masks where no rule asks for sparsity.
+        The state; without masks where no rule has a sparsity.
 
     Raises:
         QuantError: when a rule that is not optional matches nothing, and for groups that do not fit a parameter.
@@ -133,27 +127,26 @@ def sparsity_state(fn: Callable[..., Any], params: Any, *inputs: Any, recipe: An
     return ModelSparsity(masks, jnp.zeros((), jnp.int32), tuple(rules.items()))
 
 
-def masked(params: Any, state: ModelSparsity | None, rules: Mapping[str, Sparsity]) -> Any:
-    """The parameters as a step computes with them.
+def masked(params: PyTree, state: ModelSparsity | None, rules: Mapping[str, Sparsity]) -> PyTree:
+    """The parameters that a step computes with: pruned where the masks say.
 
     Args:
         params: the parameters.
         state: the state; None where the caller has none.
-        rules: the sparsities that the recipe asks for.
-
-    Returns:
-        The tree with zeros where the masks prune it.
+        rules: the sparsities of the recipe.
 
     Raises:
         QuantError: when the state is not one of those sparsities.
     """
-    held = {} if state is None else dict(state.rules)
-    if dict(rules) != held:
-        asked, given = ({f"{path} {rule.to_json()}" for path, rule in some.items()} for some in (rules, held))
-        told = "there is no sparsity=" if state is None else f"sparsity= has {sorted(given - asked)[:5]} in their place"
+    own = dict((state or ModelSparsity({}, 0, ())).rules)
+    if dict(rules) != own:
+        asked, given = ({f"{path} {rule.to_json()}" for path, rule in some.items()} for some in (rules, own))
+        what = "there is no sparsity=" if state is None else f"sparsity= has {sorted(given - asked)[:5]} instead"
         raise QuantError(
-            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {told}; begin with "
-            "sparsity_state, from where train comes (fb, frameworks.nnx or frameworks.linen), of the same function, "
-            "parameters and recipe, update it in each step, and pass it as sparsity="
+            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {what}; start with sparsity_state of "
+            "the same "
+            "function, parameters and recipe, imported from where train is (fb, frameworks.nnx or frameworks.linen), "
+            "update it "
+            "in each step, and pass it as sparsity="
         )
     return params if state is None else state.apply(params)

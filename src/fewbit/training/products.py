@@ -1,9 +1,9 @@
-"""Which products without a parameter are trained under a policy."""
+"""Policies for products without a parameter in training."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
+from jaxtyping import Array, Key
 
 from ..ops.latent import Latent
 from ..ops.policy import Policy
@@ -11,19 +11,22 @@ from ..ops.stepped import StepScales
 from ..ops.transparent import Choice
 
 
-def chosen_products(policies: Mapping[str, Policy], key: Any, scales: Mapping[str, StepScales]) -> Choice | None:
-    """Which products without a parameter follow a policy.
+def chosen_products(
+    policies: Mapping[str, Policy], key: Key[Array, ""] | None, scales: Mapping[str, StepScales]
+) -> Choice | None:
+    """Selects the products without a parameter that follow a policy.
 
     Args:
         policies: their policies, by the product's name.
         key: the random key of the step, or None.
-        scales: the scales that earlier steps decided, by the product's name.
+        scales: the scales of delayed scaling, by the product's name.
 
     Returns:
-        What `fewbit.ops.transparent.evaluated` asks; None where no product has a policy.
+        The argument of `fewbit.ops.transparent.evaluated`; None where no product has a policy.
     """
     if not policies:
         return None
-    key = None if key is None else jax.random.fold_in(key, 1)
+    if key is not None:
+        key = jax.random.fold_in(key, 1)
     chosen = {name: Latent(None, key, policy, scales.get(name)) for name, policy in policies.items()}
     return lambda _: chosen

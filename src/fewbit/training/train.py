@@ -1,11 +1,11 @@
-"""Quantization-aware and fully quantized training of unchanged code, by a recipe."""
+"""Quantization-aware and fully quantized training of unchanged code."""
 
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+from jaxtyping import Array, Key, PyTree
 
 from ..array import is_qarray
 from ..ops.latent import Latent
@@ -13,6 +13,7 @@ from ..ops.stepped import StepScales
 from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import parameter_paths
 from ..recipe import recipe as as_recipe
+from ..recipe.recipe import RecipeLike
 from ..recipe.resolution import Resolution
 from .delayed_state import DelayedState, step_scales
 from .model_sparsity import ModelSparsity, masked
@@ -21,40 +22,39 @@ from .products import chosen_products
 R = TypeVar("R")
 
 
-def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., R]:
-    """Makes a function of float parameters compute its products as a recipe says, forwards and backwards.
+def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., R]:
+    """Trains a function of float parameters under a recipe, forward and backward.
 
-    The parameters stay float arrays, in a tree of the same structure, so optimizers, checkpoints and shardings are those of
-    the float model; each product of one that a rule matches quantizes it on the way in, and its gradients are computed by the
-    policy's arms. What was trained is what is served: `fb.quantize_params` with a plan of the same recipe gives the very
-    codes that the forward pass computes with, also where the code casts, reshapes or slices a parameter before its product:
-    a parameter that every use casts to bfloat16 first is quantized after the cast, here and by the plan.
+    The parameters stay float arrays in a tree of the same structure, so optimizers, checkpoints and shardings are those of
+    the float model. Products quantize the parameters that a rule matches, and the policy computes dgrad and wgrad.
+    `fb.quantize_params` with a plan of the same recipe gives the same codes as the forward pass, also where the code casts,
+    reshapes or slices a parameter before its product: a parameter that every use casts to bfloat16 first is quantized after
+    the cast, here and by the plan.
 
-    The recipe's rules for products quantize both operands of products without a parameter, such as attention's, the right one
-    as the policy's `weight`; their gradients follow the arms likewise.
+    The recipe's rules for products quantize both operands of products without a parameter, such as attention's, the right
+    one as the policy's `weight`, and their gradients.
 
-    Parameters that the recipe makes sparse are masked before anything else sees them, with gradients as their sparsity says.
+    Sparse parameters are masked first, with gradients as their sparsity says.
 
     Args:
-        fn: any function that JAX can trace whose first argument is the tree of parameters. Those of them that are QArrays stay
-            what they are: `fb.train` serves them, too, with the policies of products without a parameter.
-        recipe: a Recipe, or anything that `fb.recipe` takes. Rules are matched by parameter path and by what uses it.
-        report: called while tracing with each place where a parameter that a rule matches is read as the float array it is,
-            because its primitive is no product, and with each where a QArray among the arguments is decoded.
+        fn: any function that JAX can trace whose first argument is the tree of parameters. QArrays among them are computed
+            with as by `fb.transparent`, with the policies of products without a parameter.
+        recipe: a Recipe, or anything that `fb.recipe` takes. Rules are matched by parameter path and by use.
+        report: called while tracing for each use of a matched parameter as a float array, in a primitive that is no product,
+            and for each QArray that is decoded.
 
     Returns:
-        `fn` with three more arguments. `key=`: a JAX random key, needed when a policy rounds stochastically or rotates; take
-        another one for each step. `delayed=`: the state of `fb.delayed_state`, needed when a policy asks for delayed scaling;
-        its gradient is what the step saw, for `delayed.advance`. `sparsity=`: the state of `fb.sparsity_state`, updated for this
-        step, needed when a rule asks for sparsity.
+        `fn` with three more arguments. `key=`: a JAX random key, required when a policy rounds stochastically or rotates;
+        use a new one for each step. `delayed=`: the state of `fb.delayed_state`, required for delayed scaling; its gradient
+        has the amax of the step, for `delayed.advance`. `sparsity=`: the state of `fb.sparsity_state`, updated for this
+        step, required when a rule has a sparsity.
 
     Raises:
-        QuantError: when a rule that is not optional matches nothing; for a parameter that `fb.plan` refuses, because its uses
-            want tiles along different axes and its rule names none; when a policy asks for delayed scaling, or a rule for
-            sparsity, and `delayed` or `sparsity` is missing or for other parameters; in the backward pass when a policy needs a
-            key and there is none.
+        QuantError: when a rule that is not optional matches nothing; for a parameter that `fb.plan` refuses, because its
+            uses want tiles along different axes and its rule names none; when `delayed` or `sparsity` is required and
+            missing or for other parameters; in the backward pass when a policy needs a key and there is none.
         UnsupportedError: for a product without a parameter that has a policy, or a parameter with delayed scaling, inside a
-            function with a derivative rule of its own.
+            function with its own derivative rule (`custom_jvp`, `custom_vjp`).
 
     >>> import fewbit as fb
     >>> params = {"w": jnp.eye(4)}
@@ -68,12 +68,12 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     kept = evaluated(fn, "dequantize", report, None)
 
     def trained(
-        params: Any,
-        *args: Any,
+        params: PyTree,
+        *args: PyTree,
         key: Key[Array, ""] | None = None,
         delayed: DelayedState | None = None,
         sparsity: ModelSparsity | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> R:
         found = Resolution.of(resolved, fn, params, *args, **kwargs)
         scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
@@ -87,17 +87,15 @@ def train(fn: Callable[..., R], recipe: Any, *, report: Callable[[Decoded], None
     return trained
 
 
-def _latents(params: Any, found: Resolution, key: Any, scales: Mapping[str, StepScales]) -> Any:
-    """The tree with a Latent in the place of each parameter that has a policy."""
-    policies = found.policies
-    drawing = [path for path, policy in policies.items() if policy.needs_key]
-    keys = dict(zip(drawing, jax.random.split(key, len(drawing)), strict=True)) if drawing and key is not None else {}
-
-    def latent(path: str, x: Any) -> Any:
-        if path not in policies:
-            return x
+def _latents(params: PyTree, found: Resolution, key: Key[Array, ""] | None, scales: Mapping[str, StepScales]) -> PyTree:
+    """The tree with a Latent for each parameter that has a policy."""
+    policies, keys = found.policies, {}
+    random = [path for path, policy in policies.items() if policy.needs_key]
+    if random and key is not None:
+        keys = dict(zip(random, jax.random.split(key, len(random)), strict=True))
+    leaves = parameter_paths(params)
+    for path, policy in policies.items():
         served = found.parameters[path].served
-        return Latent(jnp.asarray(x), keys.get(path), policies[path], scales.get(path), None, served)
-
+        leaves[path] = Latent(jnp.asarray(leaves[path]), keys.get(path), policy, scales.get(path), None, served)
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    return jax.tree.unflatten(treedef, [latent(*leaf) for leaf in parameter_paths(params).items()])
+    return jax.tree.unflatten(treedef, list(leaves.values()))

@@ -113,7 +113,7 @@ def test_maxtexts_four_files():
     ("config", "message"),
     [
         ({"__default__": {"wbits": 8}}, r"entry '__default__' has no field 'wbits'; did you mean 'w_bits'"),
-        ({".*/query": {"w_bits": 9}}, r"entry '\.\*/query' asks for 9 bits; must be 2 to 8"),
+        ({".*/query": {"w_bits": 9}}, r"entry '\.\*/query' has 9 bits; must be 2 to 8"),
         ({".*/query": {"w_bits": 4, "tile_size": 0}}, r"tile_size is 0"),
         ({"(": {"w_bits": 4}}, r"entry '\(' is not a regular expression"),
         ({".*/query": 4}, r"entry '\.\*/query' is 4; expected object with the fields w_bits"),

@@ -1,4 +1,4 @@
-"""The named recipes, one file a family: plain ones, MaxText's, Transformer Engine's."""
+"""The named recipes: plain ones, MaxText's, Transformer Engine's."""
 
 from . import plain as plain
 from . import transformer_engine as transformer_engine

@@ -1,4 +1,4 @@
-"""MaxText's `quantization="intmp"`: bits by layer, from JSON in MaxText's layout; and the four files that MaxText ships."""
+"""MaxText's `quantization="intmp"`: bits by layer, from its JSON files."""
 
 import dataclasses
 import os
@@ -19,7 +19,7 @@ from ..roles import QUANTIZED_ROLES, Role
 from ..rule import Rule
 
 LAYERS = "(?!.*encoder/).*layers.*"
-"""The parameters of the decoder's layers, as MaxText's own rules pick them: no embedding, no logits, no vision encoder."""
+"""The parameters of the decoder's layers, as in MaxText: no embedding, logits or vision encoder."""
 
 _DEFAULT = "__default__"
 
@@ -38,20 +38,20 @@ class _Layer:
         """The policy of the entry; None where neither side has bits."""
         if self.w_bits is None:
             if self.a_bits is not None:
-                raise UnsupportedError(f"entry {key!r} quantizes the activation alone; give it w_bits, too")
+                raise UnsupportedError(f"entry {key!r} quantizes the activation alone; it must have w_bits, too")
             return None
         activation = None if self.a_bits is None else self._scheme(key, self.a_bits, self.a_scale)
         return Policy(self._scheme(key, self.w_bits, self.w_scale), activation, clips_gradient=False)
 
     def _scheme(self, key: str, bits: int, clip: float) -> Scheme:
-        """AQT's integers: the largest element, times the clip factor, on the edge of the last code."""
+        """AQT's integers: `clip * amax` is the upper edge of the largest code."""
         if bits not in range(2, 9):
-            raise QuantError(f"entry {key!r} asks for {bits!r} bits; must be 2 to 8, or null for floating point")
+            raise QuantError(f"entry {key!r} has {bits!r} bits; must be 2 to 8, or null for floating point")
         if self.tile_size != -1 and self.tile_size < 1:
             raise QuantError(f"entry {key!r}: tile_size is {self.tile_size}, must be a length or -1 for none")
         top = 2 ** (bits - 1) - 1
-        tile = {...: 1, -1: None if self.tile_size == -1 else self.tile_size}
-        return Scheme(FORMATS[f"int{bits}_narrow"], tile, calibration=AbsMax(clip * (top / (top + 0.5))))
+        length = None if self.tile_size == -1 else self.tile_size
+        return Scheme(FORMATS[f"int{bits}_narrow"], {...: 1, -1: length}, calibration=AbsMax(clip * (top / (top + 0.5))))
 
 
 _LAYER = form_of(_Layer)
@@ -60,24 +60,21 @@ _LAYER = form_of(_Layer)
 def maxtext_mixed_precision(
     config: str | os.PathLike | Mapping[str, Any], *, name: str = "maxtext/intmp", path: str = LAYERS, description: str = ""
 ) -> Recipe:
-    """The recipe of a mixed-precision JSON of MaxText (`quantization="intmp"`, `quant_cfg_path`).
+    """The recipe of a MaxText mixed-precision JSON (`quantization="intmp"`, `quant_cfg_path`).
 
-    A key is a regular expression for a whole module path, such as `".*/query"`; it stands for the module's kernel. As in MaxText the
-    last key that matches decides, fields that an entry lacks come from `"__default__"`, and what no key matches follows
-    `"__default__"` alone. Unlike MaxText, a key that matches nothing is an error once the recipe meets a model.
+    A key is a regular expression for a full module path, such as `".*/query"`, and selects the module's kernel. As in
+    MaxText the last matching key decides, missing fields come from `"__default__"`, and parameters without a matching key
+    follow `"__default__"`. Unlike in MaxText, a key that matches nothing is an error once the recipe is applied to a model.
 
-    The fields: `w_bits`, `a_bits` (2 to 8; null: not quantized), `w_scale`, `a_scale` (the fraction of the largest magnitude that
-    the range keeps), `tile_size` (how many elements along the contraction share a scale; -1: all). Gradients are floating
-    point, from the quantized operands, straight through the rounding and not masked.
+    The fields: `w_bits`, `a_bits` (2 to 8; null: not quantized), `w_scale`, `a_scale` (the fraction of amax that the range
+    keeps), `tile_size` (group size along the contraction; -1: all). Gradients are floating point, computed from the
+    quantized operands, straight through the rounding and not masked.
 
     Args:
-        config: the JSON's object, or its file.
+        config: the JSON object, or its file.
         name: the recipe's name.
         path: the parameters that follow `"__default__"` where no key matches.
         description: one line about it.
-
-    Returns:
-        The recipe.
 
     Raises:
         QuantError: for an unknown field, bits outside 2 to 8, or a file that cannot be read.
@@ -88,7 +85,11 @@ def maxtext_mixed_precision(
       (?:params/)?(?:.*/query)(?:/kernel)? used by dot_general -> int4_aqt
       (?!.*encoder/).*layers.* used by dot_general -> int8_aqt
     """
-    entries = config if isinstance(config, Mapping) else _read(pathlib.Path(config))
+    entries = config
+    if not isinstance(entries, Mapping):
+        file = pathlib.Path(entries)
+        where = f"mixed-precision file {file}"
+        entries = converted(parsed(file_text(file, "mixed-precision file"), where), dict[str, Any], where)
     for key, entry in entries.items():
         converted(entry, _LAYER, f"entry {key!r}")
     default = entries.get(_DEFAULT, {})
@@ -99,16 +100,13 @@ def maxtext_mixed_precision(
 
 
 def _rule(key: str, layer: _Layer) -> Rule:
-    """The rule of one key: the module's kernel, or a parameter of that very path."""
-    Pattern(key, "entry")  # refuses what is no regular expression by itself
-    # A rule takes routers where its key names them, such as ".*/gate", only.
-    roles = (*QUANTIZED_ROLES, Role.ROUTER) if re.search("gate|router", key) and layer.w_bits is not None else ()
+    """The rule of one key: the module's kernel, or the parameter of that path."""
+    Pattern(key, "entry")  # refuses a key that is no regular expression by itself
+    roles: tuple[Role, ...] = ()
+    # Routers are quantized only by keys that name them, such as ".*/gate".
+    if re.search("gate|router", key) and layer.w_bits is not None:
+        roles = (*QUANTIZED_ROLES, Role.ROUTER)
     return Rule(f"(?:params/)?(?:{key})(?:/kernel)?", layer.policy(key), ops=("dot_general",), roles=roles)
-
-
-def _read(path: pathlib.Path) -> Mapping[str, Any]:
-    where = f"mixed-precision file {path}"
-    return converted(parsed(file_text(path, "mixed-precision file"), where), dict[str, Any], where)
 
 
 _four = {f".*/{_module}": {"w_bits": 4} for _module in ("query", "key", "value", "out", "wi_0", "wo")}
@@ -124,10 +122,11 @@ SHIPPED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "dense_llm_subchannel": (
         {_DEFAULT: {"w_bits": 8, "a_bits": 8}, **{key: {**entry, **_tiled.get(key, {})} for key, entry in _four.items()}},
-        "int8 weights and activations; int4 weights in attention, wi_0 and wo, with tiles of 128 and 256 for queries and keys",
+        "int8 weights and activations; int4 weights in attention, wi_0 and wo, with group sizes 128 and 256 for queries "
+        "and keys",
     ),
 }
-"""MaxText's files in `configs/quantization` and what each does."""
+"""MaxText's files in `configs/quantization`, each with a description."""
 
 for _name, (_config, _text) in SHIPPED.items():
     _full = f"maxtext/intmp/{_name}"

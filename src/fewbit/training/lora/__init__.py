@@ -1,4 +1,4 @@
-"""LoRA: low-rank adapters beside frozen weights, quantized (QLoRA) or not."""
+"""LoRA: low-rank adapters on frozen weights, quantized (QLoRA) or not."""
 
 from .adapter import Adapter as Adapter
 from .adapter import init as init

@@ -1,4 +1,4 @@
-"""A weight with an adapter beside it, as the evaluator of unchanged code meets it."""
+"""An adapted weight: the array proxy that products of unchanged code read."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,7 +11,6 @@ from jaxtyping import Array
 
 from ...array import is_qarray
 from ...errors import UnsupportedError
-from ...kernels.quantize import dequantize
 from ...ops.rules.control import stacked
 from ...ops.standin import StandIn
 from .factors import updated
@@ -21,16 +20,19 @@ from .rules import ADAPTED
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class Adapted(StandIn):
-    """`base + scale * sum over r of a[..., r] * b[..., r]`, never computed as a whole where a product asks for it.
+    """The weight `base + scale * sum over r of a[..., r] * b[..., r]`.
+
+    Products never compute this sum.
 
     Attributes:
         base: the frozen weight, an array or a QArray.
-        a: the factor of the contracted axes: the weight's axes, 1 long where the factor has none of it, and the rank's.
-        b: the factor of the other axes, likewise.
-        keys: random keys for dropout, with the weight's axes, 1 long but for the stacked ones, and one of length 1; None
+        a: the factor of the contracted axes: it has the weight's axes, of length 1 where it does not depend on one, and the
+            rank's.
+        b: the factor of the other axes, in the same layout.
+        keys: random keys for dropout: the weight's axes, of length 1 except the stacked ones, and one of length 1; None
             without dropout.
         scale: the factor of the update.
-        dropout: the fraction of the operand's elements that the factors do not see.
+        dropout: the fraction of the operand's elements that are dropped for the factors.
     """
 
     rules = ADAPTED
@@ -52,17 +54,20 @@ class Adapted(StandIn):
 
     @property
     def factors(self) -> tuple[Any, ...]:
-        """What has the weight's axes and one more."""
-        return (self.a, self.b) if self.keys is None else (self.a, self.b, self.keys)
+        """The arrays with the weight's axes and one more."""
+        if self.keys is None:
+            return self.a, self.b
+        return self.a, self.b, self.keys
 
     def __repr__(self) -> str:
         kind = repr(self.base) if is_qarray(self.base) else f"{self.dtype.name}{list(self.shape)}"
         return f"{kind} with an adapter of rank {self.a.shape[-1]}"
 
-    def moved(self, base: Any, move: Callable[[Any], Any]) -> "Adapted":
-        """The weight with its axes moved: `base` is moved already, `move` does it to a factor."""
-        factors = [move(factor) for factor in self.factors]
-        return dataclasses.replace(self, base=base, a=factors[0], b=factors[1], keys=factors[2] if factors[2:] else None)
+    def moved(self, base: object, move: Callable[[Array], Array]) -> "Adapted":
+        """The weight after a layout op, which gave `base`; `move` applies it to a factor."""
+        names = ("a", "b", "keys")
+        factors = dict(zip(names, map(move, self.factors), strict=False))
+        return dataclasses.replace(self, base=base, **factors)
 
     def stacked(self) -> "Adapted":
         length = self.shape[0]
@@ -72,6 +77,6 @@ class Adapted(StandIn):
     def array(self) -> Array:
         if self.keys is not None:
             raise UnsupportedError(
-                f"{self!r} would be added up, and there is no dropout without a product; leave out dropout"
+                f"{self!r} is read outside a product, and there is no dropout without a product; pass dropout=0"
             )
-        return updated(dequantize(self.base) if is_qarray(self.base) else self.base, self.a, self.b, self.scale)
+        return updated(self.base, self.a, self.b, self.scale)

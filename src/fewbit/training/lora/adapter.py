@@ -1,4 +1,4 @@
-"""Adapters: two narrow factors beside a frozen weight, and which weights of a model have them."""
+"""Adapters: the two low-rank factors of a weight, and their initialization."""
 
 import dataclasses
 import difflib
@@ -10,30 +10,31 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, Key, PyTree
 
 from ..._patterns import Pattern
 from ...errors import QuantError
 from ...ops.uses import Use, parameter_paths, parameter_uses
 from ...recipe.matching import tile_axes
 from ...recipe.rule import PRODUCT_OPS
+from ...recipe.sparsity import as_axes
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """A low-rank update of one weight: products see `w + (alpha / r) a b` and are computed as `x w + (alpha / r) (x a) b`.
+    """A low-rank update of one weight, `w + (alpha / r) a b`.
 
-    The axes of the weight fall into three kinds, which are static: those that products contract are the rows of `a`, those
-    that a loop takes apart or that run beside the other operand's (layers, experts) have factors of their own, and all
-    others are the columns of `b`. Within a kind they keep the order that they have in the weight.
+    Products are computed as `x w + (alpha / r) (x a) b`. The axes of the weight are of three kinds, which are static:
+    contracted ones are the rows of `a`, loop and batch axes (layers, experts) have factors for each of their elements, and
+    all others are the columns of `b`. Within a kind they have the order of the weight.
 
     Attributes:
         a: `[*stacked, *inputs, r]`.
         b: `[*stacked, r, *outputs]`; zero at first.
         alpha: the numerator of the update's factor.
-        inputs: the weight's axes that products contract, negative, ascending.
-        stacked: the weight's axes of which each element has factors of its own, negative, ascending.
+        inputs: the contracted axes of the weight, negative, ascending.
+        stacked: the weight's loop and batch axes, negative, ascending.
 
     Reference: Hu et al., LoRA, arXiv 2106.09685; Dettmers et al., QLoRA, arXiv 2305.14314.
     """
@@ -57,12 +58,12 @@ class Adapter:
 
     @property
     def ndim(self) -> int:
-        """How many axes the weight has."""
+        """The number of the weight's axes."""
         return self.a.ndim + self.b.ndim - 2 - len(self.stacked)
 
     @property
     def outputs(self) -> tuple[int, ...]:
-        """The weight's axes that stay in the result of a product, negative, ascending."""
+        """The weight's axes that remain in the result of a product, negative, ascending."""
         return tuple(axis for axis in range(-self.ndim, 0) if axis not in self.inputs + self.stacked)
 
     @property
@@ -73,7 +74,7 @@ class Adapter:
         return tuple(lengths[axis] for axis in range(-self.ndim, 0))
 
     def aligned(self) -> tuple[Array, Array]:
-        """Both factors with the weight's axes, of length 1 where a factor has none of it, and the rank's behind them."""
+        """Both factors with the weight's axes, of length 1 where one is missing, and the rank's last."""
         b = jnp.moveaxis(self.b, len(self.stacked), -1)
         return self._aligned(self.a, self.stacked + self.inputs), self._aligned(b, self.stacked + self.outputs)
 
@@ -91,8 +92,8 @@ class Adapter:
 def init(
     key: Key[Array, ""],
     fn: Callable[..., Any],
-    params: Any,
-    *inputs: Any,
+    params: PyTree,
+    *inputs: PyTree,
     match: str,
     rank: int,
     alpha: float | None = None,
@@ -100,34 +101,34 @@ def init(
     without_product: Literal["error", "skip"] = "error",
     axis: int | tuple[int, ...] | None = None,
 ) -> dict[str, Adapter]:
-    """Adapters for the weights whose path matches, at first without effect.
+    """Makes adapters, without effect at first, for the weights whose path matches.
 
-    `a` is uniform within `sqrt(6 / n)`, n being the product of the contracted lengths (He's bound), and `b` is zero. Which
-    axes are contracted, and which are stacked, is read off the products of `fn`. The `a` of a convolution's kernel has its window and its input
-    channels, and `b` its output channels, as in PEFT; each expert of a `ragged_dot` has factors of its own. The factors of a
-    path depend on the key and the path alone, so that dictionaries made with different ranks can be joined:
+    `a` is uniform within `sqrt(6 / n)`, n being the product of the contracted lengths (He's bound), and `b` is zero. The
+    products of `fn` determine which axes are contracted and which are stacked. The `a` of a convolution kernel has its
+    window and input channels, and `b` its output channels, as in PEFT; each expert of a `ragged_dot` has its own factors.
+    The factors of a path depend only on the key and the path, so that dictionaries of different ranks can be joined:
     `init(..., rank=4) | init(..., rank=16)`.
 
     Args:
         key: a JAX random key.
         fn: the function whose products decide the axes, `fn(params, *inputs)`; it is traced with shapes only.
         params: the tree of parameters: arrays, QArrays or `jax.ShapeDtypeStruct`s.
-        inputs: example inputs of `fn`, likewise.
-        match: a regular expression that must match the whole path: `"layers/[0-9]+/attn/.*"`.
+        inputs: example inputs of `fn`, arrays or shapes.
+        match: a regular expression that must match the full path: `"layers/[0-9]+/attn/.*"`.
         rank: the columns of `a`.
         alpha: the numerator of the factor `alpha / rank`; None takes the rank, so that the factor is 1.
-        dtype: of the factors; products cast them to the dtype of the operand that they meet.
-        without_product: what happens when parameters match that have no product with an axis left over, such as vectors and
-            tables that are only looked up: "error" raises, naming them and what uses them; "skip" gives them no adapter.
-        axis: the axes, as one of its products contracts them, that are the inputs of each matched weight whose products contract
-            different ones; the update `a b` is the same for all of them. None refuses such weights.
+        dtype: of the factors; products cast them to the dtype of the other operand.
+        without_product: for matched parameters that no adapter fits, such as vectors and tables that are only looked up:
+            "error" raises and names them and their uses; "skip" gives them no adapter.
+        axis: the inputs of matched weights whose products contract different axes: the axes that one of these products
+            contracts; the update `a b` is the same for all of them. None refuses such weights.
 
     Returns:
-        The adapters by path: a pytree to hand to an optimizer.
+        The adapters by path: a pytree for an optimizer.
 
     Raises:
-        QuantError: when nothing matches, or nothing that has a product; under "error", when anything without one does; for a weight
-            whose products contract different axes, as in `fb.plan`, without `axis`; for a rank below 1.
+        QuantError: when no parameter matches, or none that an adapter fits; under "error", when any matched parameter does
+            not; for a weight whose products contract different axes, without `axis`; for a rank below 1.
 
     >>> def fn(params, x):
     ...     return x @ params["up"] @ params["down"]
@@ -164,7 +165,7 @@ def _matched(match: str, paths: list[str]) -> list[str]:
     if not matched:
         near = difflib.get_close_matches(match, paths, n=5, cutoff=0.0)
         raise QuantError(
-            f"match {match!r} matches no parameter; it must match a whole path. The nearest are {', '.join(near)}"
+            f"match {match!r} matches no parameter; it must match a full path. The nearest are {', '.join(near)}"
         )
     return matched
 
@@ -172,15 +173,15 @@ def _matched(match: str, paths: list[str]) -> list[str]:
 def _axes(
     path: str, leaf: Any, uses: tuple[Use, ...], axis: int | tuple[int, ...] | None
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The inputs and the stacked axes of a weight; None for what has no product with both kinds of axes."""
-    products = tuple(use for use in uses if use.op in PRODUCT_OPS and use.axes)  # the uses that an adapter can join
+    """The inputs and the stacked axes of a weight; None for one that no adapter fits."""
+    products = tuple(use for use in uses if use.op in PRODUCT_OPS and use.axes)
     if not products or not jnp.issubdtype(leaf.dtype, jnp.floating):
         return None
     use: Use | None = products[0]
     if axis is None:
         tile_axes(path, products, lambda axes: tuple(sorted(axes)), "pass axis=, as one of them contracts it")
     elif len({tuple(sorted(use.axes)) for use in products}) > 1:
-        ndim, given = len(leaf.shape), axis if isinstance(axis, tuple) else (axis,)
+        given, ndim = as_axes(axis) or (), len(leaf.shape)
         wanted = sorted(a if a < 0 else a - ndim for a in given)
         use = next((use for use in products if sorted(use.axes) == wanted), None)
     if use is None:
@@ -189,15 +190,19 @@ def _axes(
             f"axis is {axis}, and no product of {path} {tuple(leaf.shape)} contracts it; they contract {contracted}"
         )
     inputs, stacked = tuple(sorted(set(use.axes))), tuple(sorted({*use.stacked, *use.batch} - set(use.axes)))
-    return (inputs, stacked) if len(inputs) + len(stacked) < len(leaf.shape) else None
+    if len(inputs) + len(stacked) >= len(leaf.shape):
+        return None
+    return inputs, stacked
 
 
 def _without_product(leaf: Any, uses: tuple[Use, ...]) -> str:
-    """What a parameter is that no adapter fits, and what uses it."""
+    """The kind of a parameter that no adapter fits, and its uses."""
     if not hasattr(leaf, "shape"):
         return "is no array"
-    by = ", ".join(dict.fromkeys(use.op for use in uses))
-    return f"{leaf.dtype.name}{list(leaf.shape)}, " + (f"used by {by}" if by else "not used")
+    kind = f"{leaf.dtype.name}{list(leaf.shape)}"
+    if not uses:
+        return f"{kind}, not used"
+    return f"{kind}, used by {', '.join(dict.fromkeys(use.op for use in uses))}"
 
 
 def _fresh(
@@ -207,7 +212,7 @@ def _fresh(
     stacked: tuple[int, ...],
     rank: int,
     alpha: float,
-    dtype: Any,
+    dtype: DTypeLike,
 ) -> Adapter:
     """An adapter with a random `a` and a `b` of zeros."""
     outputs = [axis for axis in range(-len(shape), 0) if axis not in inputs + stacked]

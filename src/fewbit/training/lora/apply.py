@@ -1,20 +1,24 @@
-"""Running unchanged code with adapters beside its weights."""
+"""Runs unchanged code with adapted weights."""
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Key
+import numpy as np
+from jaxtyping import Array, Key, PyTree
 
 from ..._registry import near_names
-from ...array import is_qarray
+from ...array import QArray, is_qarray
 from ...errors import QuantError
 from ...ops import Decoded, transparent
 from ...ops.uses import parameter_paths
 from .adapted import Adapted
 from .adapter import Adapter, path_key
+
+Weight: TypeAlias = jax.Array | np.ndarray | QArray
+"""A frozen weight, quantized or not."""
 
 
 def apply(
@@ -24,29 +28,29 @@ def apply(
     fallback: Literal["error", "dequantize"] = "error",
     report: Callable[[Decoded], None] | None = None,
 ) -> Callable[..., Any]:
-    """Makes a function take adapters beside its parameters, without changing its code.
+    """Makes a function take adapters after its parameters, without changing its code.
 
-    The product of an operand `x` with an adapted weight becomes `x w + (alpha / r) (x a) b`, whatever the weight is held in:
-    the first term is computed as it would be alone, quantized or not. The other weights may be QArrays too, as for
-    `fb.transparent`. Transposes, reshapes, casts, slices and scans over stacked layers act on weight and factors alike, and
-    rows that are looked up are updated. The factors are cast to the dtype of `x`, products accumulate in float32, and the
-    sum is rounded once. While `b` is zero the result is that of the base.
+    The product of an operand `x` with an adapted weight becomes `x w + (alpha / r) (x a) b`, where `x w` is computed as
+    without an adapter, quantized or not. The other weights may be QArrays too, as for `fb.transparent`. Transposes,
+    reshapes, casts, slices and scans over stacked layers act on weight and factors alike, and embedding look-ups add the
+    update to their rows. The factors are cast to the dtype of `x`, products accumulate in float32, and the sum is rounded
+    once. While `b` is zero the result is that of the base.
 
-    What learns is what the caller differentiates by: `jax.grad(loss, argnums=1)` gives the gradient of the adapters, and
-    computes none of the weights, which every copy of the adapters can share.
+    `jax.grad(loss, argnums=1)` gives the gradient of the adapters only; the frozen weights can be shared by several
+    adapters.
 
     Args:
         fn: any function `fn(params, *args, **kwargs)` that JAX can trace.
-        dropout: the fraction of the elements of `x` that the second term does not see, from 0 to below 1; the others are
+        dropout: the fraction of the elements of `x` that are dropped for the second term, from 0 to below 1; the others are
             scaled by `1 / (1 - dropout)`. A weight that is used several times drops the same elements of operands of one
-            shape each time; stacked layers drop their own.
-        fallback: what happens to a weight, quantized or adapted, that an operation needs as an array: "error" raises;
-            "dequantize" decodes it and adds the update up, which gives the same numbers and takes the memory.
-        report: called with each place where the fallback does, while tracing.
+            shape each time; each of stacked layers drops its own.
+        fallback: for a weight, quantized or adapted, that an operation needs as an array: "error" raises; "dequantize"
+            decodes it and adds the update, which gives the same numbers and takes more memory.
+        report: called while tracing for each place where "dequantize" does so.
 
     Returns:
-        A function `(params, adapters, *args, dropout_key=None, **kwargs)`, where `adapters` is a dictionary by path like that
-        of `init`. With dropout it needs a key.
+        A function `(params, adapters, *args, dropout_key=None, **kwargs)`, where `adapters` is a dictionary by path like
+        that of `init`. With dropout it requires the key.
 
     Raises:
         QuantError: for a dropout outside [0, 1); when called, for adapters that do not fit the parameters, and for a key
@@ -66,29 +70,31 @@ def apply(
     inner = transparent(fn, fallback=fallback, report=report)
 
     def adapted(
-        params: Any,
+        params: PyTree,
         adapters: Mapping[str, Adapter],
-        *args: Any,
+        *args: PyTree,
         dropout_key: Key[Array, ""] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        if (dropout > 0) != (dropout_key is not None):
-            need = "needs a dropout_key" if dropout else "takes no dropout_key"
-            raise QuantError(f"a function adapted with dropout={dropout} {need}")
+        **kwargs: object,
+    ) -> PyTree:
+        if dropout and dropout_key is None:
+            raise QuantError(f"a function adapted with dropout={dropout} needs a dropout_key")
+        if not dropout and dropout_key is not None:
+            raise QuantError(f"a function adapted with dropout={dropout} takes no dropout_key")
 
-        def beside(path: str, w: Any, adapter: Adapter) -> Adapted:
+        def with_adapter(path: str, w: Weight, adapter: Adapter) -> Adapted:
             keys = None if dropout_key is None else _keys(path_key(dropout_key, path), w.shape, adapter.stacked)
-            return Adapted(w if is_qarray(w) else jnp.asarray(w), *adapter.aligned(), keys, adapter.scale, dropout)
+            base = w if isinstance(w, QArray) else jnp.asarray(w)
+            return Adapted(base, *adapter.aligned(), keys, adapter.scale, dropout)
 
-        return inner(with_adapters(params, adapters, beside), *args, **kwargs)
+        return inner(with_adapters(params, adapters, with_adapter), *args, **kwargs)
 
     adapted.__name__ = getattr(fn, "__name__", "adapted")
     adapted.__doc__ = fn.__doc__
     return adapted
 
 
-def with_adapters(params: Any, adapters: Mapping[str, Adapter], combine: Callable[[str, Any, Adapter], Any]) -> Any:
-    """The tree with `combine(path, weight, adapter)` in the place of every weight that has an adapter.
+def with_adapters(params: PyTree, adapters: Mapping[str, Adapter], combine: Callable[[str, Weight, Adapter], Any]) -> PyTree:
+    """The tree with `combine(path, weight, adapter)` for every adapted weight.
 
     Raises:
         QuantError: for an adapter of a parameter that is not there, or of another shape.
@@ -100,8 +106,8 @@ def with_adapters(params: Any, adapters: Mapping[str, Adapter], combine: Callabl
         if adapter.shape != tuple(leaves[path].shape):
             raise QuantError(f"the adapter of {path} is for shape {adapter.shape}, but the weight has {leaves[path].shape}")
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    combined = [combine(path, w, adapters[path]) if path in adapters else w for path, w in leaves.items()]
-    return jax.tree.unflatten(treedef, combined)
+    leaves |= {path: combine(path, leaves[path], adapter) for path, adapter in adapters.items()}
+    return jax.tree.unflatten(treedef, list(leaves.values()))
 
 
 def _keys(key: Array, shape: tuple[int, ...], stacked: tuple[int, ...]) -> Array:

@@ -1,40 +1,53 @@
-"""Arithmetic on the two factors of an adapter, which have the weight's axes, 1 long where a factor has none of it."""
+"""Arithmetic on the two factors of an adapter.
+
+Aligned factors have the weight's axes, of length 1 where a factor does not depend on one, and the rank's axis behind them.
+"""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array
 
+from ...array import QArray
+from ...kernels.quantize import dequantize
 
-def updated(base: Array, a: Array, b: Array, scale: float) -> Array:
-    """`base + scale a b` with aligned factors, computed in float32 or wider and rounded once, in the dtype of `base`."""
+Operand: TypeAlias = tuple[Array, Sequence[int]]
+"""An array and the numbers of its axes."""
+
+
+def updated(base: Array | np.ndarray | QArray, a: Array, b: Array, scale: float) -> Array:
+    """`base + scale a b` with aligned factors, in the dtype of `base`.
+
+    It is computed in float32 or wider and rounded once.
+    """
+    if isinstance(base, QArray):
+        base = dequantize(base)
     wide = accumulator(base.dtype)
     left, right = (a.astype(wide), range(a.ndim)), (b.astype(wide), range(b.ndim))
     update = contracted(left, right, range(a.ndim - 1), jax.lax.Precision.HIGHEST, wide)
-    return (base.astype(wide) + scale * update).astype(base.dtype)
+    return (jnp.asarray(base).astype(wide) + scale * update).astype(base.dtype)
 
 
-def accumulator(dtype: Any) -> Any:
-    """What products of a dtype are summed in: float32, or what is wider."""
+def accumulator(dtype: np.dtype) -> DTypeLike:
+    """The accumulation dtype of products: float32, or a wider `dtype`."""
     return dtype if dtype.itemsize > 4 else jnp.float32
 
 
 def contracted(
-    left: tuple[Array, Sequence[int]], right: tuple[Array, Sequence[int]], out: Sequence[int], precision: Any, dtype: Any
+    left: Operand, right: Operand, out: Sequence[int], precision: jax.lax.PrecisionLike, dtype: DTypeLike
 ) -> Array:
-    """An einsum of two arrays over numbered axes; an axis of length 1 counts as one that an array does not have.
+    """An einsum of two arrays over numbered axes, broadcast along axes of length 1.
 
     Args:
-        left: an array and the numbers of its axes.
+        left: an operand.
         right: another.
-        out: the numbers of the result's axes; one that neither has is 1 long. What `out` lacks is summed over.
+        out: the numbers of the result's axes, of length 1 where neither array has one. Axes not in `out` are summed over.
         precision: as in `jax.lax.dot_general`.
-        dtype: what is accumulated in, and the dtype of the result.
-
-    Returns:
-        The contraction.
+        dtype: the dtype of the accumulator and the result.
     """
     (x, of_x), (y, of_y) = (_without_units(*operand) for operand in (left, right))
     lone = [i for i, n in enumerate(of_x) if n not in out and n not in of_y]
@@ -42,8 +55,8 @@ def contracted(
     shared = [n for n in of_x if n in of_y]
     batch, summed = ([n for n in shared if (n in out) == is_kept] for is_kept in (True, False))
     contracting = tuple(map(of_x.index, summed)), tuple(map(of_y.index, summed))
-    beside = tuple(map(of_x.index, batch)), tuple(map(of_y.index, batch))
-    result = jax.lax.dot_general(x, y, (contracting, beside), precision=precision, preferred_element_type=dtype)
+    batches = tuple(map(of_x.index, batch)), tuple(map(of_y.index, batch))
+    result = jax.lax.dot_general(x, y, (contracting, batches), precision=precision, preferred_element_type=dtype)
     axes = [*batch, *(n for n in of_x if n not in shared), *(n for n in of_y if n not in shared)]
     order = sorted(range(len(axes)), key=lambda i: out.index(axes[i]))
     length = dict(zip(axes, result.shape, strict=True))
@@ -56,13 +69,18 @@ def _without_units(x: Array, axes: Sequence[int]) -> tuple[Array, list[int]]:
 
 
 def factored_product(
-    x: Array, factors: tuple[Array, Array], x_axes: Sequence[int], axes: Sequence[int], out: Sequence[int], precision: Any
+    x: Array,
+    factors: tuple[Array, Array],
+    x_axes: Sequence[int],
+    axes: Sequence[int],
+    out: Sequence[int],
+    precision: jax.lax.PrecisionLike,
 ) -> Array:
-    """The product of an operand with `a b`, by way of the rank: that with one factor first, and of the result with the other.
+    """The product of an operand with `a b`, one factor after the other.
 
     Args:
         x: the operand.
-        factors: `a` and `b`, the numbers of whose axes are `axes` and one more for the rank.
+        factors: `a` and `b`, whose axes have the numbers `axes` and one more for the rank.
         x_axes: the numbers of the axes of `x`.
         axes: the numbers of the weight's axes.
         out: the numbers of the result's axes.
@@ -75,7 +93,9 @@ def factored_product(
     rank = max((*x_axes, *axes)) + 1
     along = [*axes, rank]
     is_first = [any(f.shape[i] != 1 and n in x_axes and n not in out for i, n in enumerate(axes)) for f in factors]
-    first, second = factors if is_first[0] or not is_first[1] else factors[::-1]
+    first, second = factors
+    if is_first == [False, True]:
+        first, second = second, first
     kept = [n for n in dict.fromkeys((*x_axes, *along)) if n in out or second.shape[along.index(n)] != 1]
     middle = contracted((x, x_axes), (first.astype(x.dtype), along), kept, precision, wide).astype(x.dtype)
     return contracted((middle, kept), (second.astype(x.dtype), along), out, precision, wide)

@@ -1,32 +1,35 @@
-"""Adding adapters to their weights for good."""
+"""Merges adapters into their weights."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+from jaxtyping import PyTree
 
-from ...array import QArray, Scheme, is_qarray
+from ...array import QArray, Scheme
 from ...errors import QuantError
-from ...kernels.quantize import dequantize, quantize
+from ...kernels.quantize import quantize
 from ...ops.rules.control import stacked
 from .adapter import Adapter
-from .apply import with_adapters
+from .apply import Weight, with_adapters
 from .factors import updated
 
 
-def merge(params: Any, adapters: Mapping[str, Adapter], *, scheme: str | Scheme | Mapping[str, Any] | None = None) -> Any:
-    """The parameters with the update of every adapter added: `w + (alpha / r) a b`, computed in float32.
+def merge(
+    params: PyTree, adapters: Mapping[str, Adapter], *, scheme: str | Scheme | Mapping[str, Any] | None = None
+) -> PyTree:
+    """Adds every adapter to its weight: `w + (alpha / r) a b`, computed in float32.
 
-    Quantizing the sum anew moves weights by up to half a step, which can be more than the update: the merged model is
-    then another one than `apply` trained. So it is float unless a scheme is asked for; measure before you serve the other.
+    Quantizing the sum again moves weights by up to half a step, which can exceed the update, so the merged model can differ
+    from the one that `apply` trained. Results are float without a scheme; measure the quality of quantized ones.
 
     Args:
         params: the tree that the adapters were trained with.
         adapters: by path, like those of `init`.
-        scheme: how adapted weights are held: None, as float arrays; "base", each as it was: quantized in its own scheme
-            with scales chosen anew, or float; or anything that `fb.scheme` takes, its tiles along the contracted axes.
+        scheme: of the adapted weights: None, float arrays; "base", each as before: quantized in its own scheme with new
+            scales, or float; or anything that `fb.scheme` takes, with tiles along the contracted axes.
 
     Returns:
         A tree of the same structure; weights without an adapter are the same objects.
@@ -41,29 +44,22 @@ def merge(params: Any, adapters: Mapping[str, Adapter], *, scheme: str | Scheme 
     QArray(int8, float32[4, 8], 48 bytes, 12.000 bits/weight)
     """
 
-    def merged(path: str, w: Any, adapter: Adapter) -> Any:
-        total = updated(dequantize(w) if is_qarray(w) else jnp.asarray(w), *adapter.aligned(), adapter.scale)
-        if scheme is None or (scheme == "base" and not is_qarray(w)):
-            return total
+    def merged(path: str, w: Weight, adapter: Adapter) -> jax.Array | QArray:
+        total = updated(w, *adapter.aligned(), adapter.scale)
         try:
-            return _as_base(total, w, adapter) if scheme == "base" else _quantized(total, scheme, adapter)
+            if scheme == "base" and isinstance(w, QArray):
+                return _as_base(total, w, adapter)
+            if scheme is None or scheme == "base":
+                return total
+            return _for_each(functools.partial(quantize, scheme=scheme, axis=adapter.inputs), adapter)(total)
         except QuantError as error:
             raise QuantError(f"{path}: {error}") from error
 
     return with_adapters(params, adapters, merged)
 
 
-def _quantized(x: jax.Array, scheme: Any, adapter: Adapter) -> QArray:
-    """The weight quantized, each element of its leading stacked axes on its own."""
-
-    def one(x: jax.Array) -> QArray:
-        return quantize(x, scheme, axis=adapter.inputs)
-
-    return _for_each(one, adapter)(x)
-
-
 def _as_base(x: jax.Array, base: QArray, adapter: Adapter) -> QArray:
-    """The weight quantized as the base is: with its tiles, packed along its axis, under its policy."""
+    """The weight quantized like the base, with its tiles, pack axis and policy."""
 
     def one(x: jax.Array, base: QArray) -> QArray:
         packed = base.scheme.pack_axis + base.ndim
@@ -78,5 +74,6 @@ def _as_base(x: jax.Array, base: QArray, adapter: Adapter) -> QArray:
 def _for_each(one: Callable[..., QArray], adapter: Adapter) -> Callable[..., QArray]:
     """The function mapped over the stacked axes that come first."""
     for place, axis in enumerate(adapter.stacked):
-        one = jax.vmap(one) if axis + adapter.ndim == place else one
+        if axis + adapter.ndim == place:
+            one = jax.vmap(one)
     return one

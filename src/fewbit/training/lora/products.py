@@ -1,14 +1,15 @@
-"""Products with an adapted weight: `x w + scale (x a) b`, the second term by way of the rank, for each kind of product.
+"""Products with an adapted weight: `x w + scale (x a) b`.
 
-A convolution with `a b` is one with `a`, whose window is the weight's and whose output channels are the rank, and then one
-with `b`, whose window is a single element. A ragged product is one with each group's `a`, and then one with its `b`.
+A convolution with `a b` is one with `a`, which has the weight's window and `r` output channels, and then a 1x1 convolution
+with `b`. A ragged product is one with each group's `a`, and then one with its `b`.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.extend import core as jex_core
 from jaxtyping import Array
 
 from ...ops.ragged import PLAIN
@@ -16,53 +17,62 @@ from ...ops.rules.rule import AbstractEvaluator, NoRuleError, Rule
 from ...ops.standin import StandIn, stands_in
 from .factors import accumulator, factored_product
 
-LowRank: TypeAlias = Callable[[Array, Any, list[Any], Any, bool], Array]
-"""The second term without its scale, float32 or wider, of: the operand, the weight, all operands, the parameters, whether
-the weight is the right operand."""
+if TYPE_CHECKING:
+    from .adapted import Adapted
+
+LowRank: TypeAlias = Callable[[Array, "Adapted", list[Any], Mapping[str, Any], bool], Array]
+"""Computes the second term without its scale, in float32 or wider, from the other operand, the weight, all operands, the
+equation's parameters, and whether the weight is the right operand."""
 
 
 def _product(low_rank: LowRank) -> Rule:
-    """The rule of a product: the base product as it would be computed without an adapter, and the second term."""
+    """The rule of a product: the base product as without an adapter, plus the low-rank term."""
 
-    def rule(evaluator: AbstractEvaluator, eqn: Any, values: list[Any]) -> list[Any]:
+    def rule(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
         is_right = isinstance(values[1], StandIn)
-        x, w = values[:2] if is_right else reversed(values[:2])
+        w, x = values[is_right], values[not is_right]
         if any(stands_in(value) for value in values if value is not w):
-            raise NoRuleError("another operand stands for an array, and one has an adapter")
+            raise NoRuleError("another operand is no plain array, and one has an adapter")
         (product,) = evaluator.equation(eqn, [w.base if value is w else value for value in values])
-        x = _dropped(x if jnp.issubdtype(x.dtype, jnp.inexact) else x.astype(w.dtype), w)
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            x = x.astype(w.dtype)
+        x = _dropped(x, w)
         update = low_rank(x, w, values, eqn.params, is_right)
         return [(product.astype(update.dtype) + w.scale * update).astype(product.dtype)]
 
     return rule
 
 
-def _dropped(x: Array, w: Any) -> Array:
-    """The operand with elements dropped at random, and the others scaled so that the mean stays."""
+def _dropped(x: Array, w: "Adapted") -> Array:
+    """The operand with random elements dropped, and the others scaled to keep the mean."""
     if w.keys is None:
         return x
     is_kept = jax.random.bernoulli(w.keys.reshape(-1)[0], 1 - w.dropout, x.shape)
     return jnp.where(is_kept, x / (1 - w.dropout), jnp.zeros_like(x))
 
 
-def _dot(x: Array, w: Any, values: list[Any], params: Any, is_right: bool) -> Array:
+def _dot(x: Array, w: "Adapted", values: list[Any], params: Mapping[str, Any], is_right: bool) -> Array:
     """The product of the other operand with the factors, over axes numbered by the weight's."""
-    (contracting, beside), order = params["dimension_numbers"], (1, -1)[is_right]
-    (w_axes, x_axes), (w_batch, x_batch) = contracting[::order], beside[::order]
+    (contracting, batches), order = params["dimension_numbers"], (1, -1)[is_right]
+    (w_axes, x_axes), (w_batch, x_batch) = contracting[::order], batches[::order]
     names = dict(zip((*x_axes, *x_batch), (*w_axes, *w_batch), strict=True))
     of_x = [names.get(i, len(w.shape) + i) for i in range(x.ndim)]
     x_free = [n for i, n in enumerate(of_x) if i not in names]
     w_free = [i for i in range(len(w.shape)) if i not in (*w_axes, *w_batch)]
-    out = [*w_batch, *(x_free + w_free if is_right else w_free + x_free)]
-    return factored_product(x, (w.a, w.b), of_x, range(len(w.shape)), out, params["precision"])
+    free = w_free + x_free
+    if is_right:
+        free = x_free + w_free
+    return factored_product(x, (w.a, w.b), of_x, range(len(w.shape)), [*w_batch, *free], params["precision"])
 
 
-def _conv(x: Array, w: Any, values: list[Any], params: Any, is_right: bool) -> Array:
-    """Two convolutions; with groups of channels each group has the same `a`, and its own part of `b`."""
+def _conv(x: Array, w: "Adapted", values: list[Any], params: Mapping[str, Any], is_right: bool) -> Array:
+    """Two convolutions; channel groups share `a`, and each has its own part of `b`."""
     numbers, groups = params["dimension_numbers"], params["feature_group_count"]
     out, *window = numbers.rhs_spec  # the input channels first
-    if not is_right or params["batch_group_count"] != 1 or w.a.shape[out] != 1 or w.b.shape != _lone(w, out):
-        raise NoRuleError("its adapter is not one of a kernel's window and its output channels")
+    b_shape = [1] * w.b.ndim
+    b_shape[out], b_shape[-1] = w.shape[out], w.b.shape[-1]
+    if not is_right or params["batch_group_count"] != 1 or w.a.shape[out] != 1 or w.b.shape != tuple(b_shape):
+        raise NoRuleError("the a of its adapter must have the kernel's window and input channels, and b its output channels")
     a = jnp.moveaxis(jnp.tile(w.a.squeeze(out), groups), -1, out)
     b = jnp.moveaxis(w.b.squeeze(window[0]), -1, window[0])
     settings = {name: params[name] for name in ("window_strides", "padding", "lhs_dilation", "rhs_dilation", "precision")}
@@ -81,16 +91,11 @@ def _conv(x: Array, w: Any, values: list[Any], params: Any, is_right: bool) -> A
     )
 
 
-def _lone(w: Any, axis: int) -> tuple[int, ...]:
-    """The shape of a factor that has one of the weight's axes alone."""
-    return (*(n if i == axis else 1 for i, n in enumerate(w.shape)), w.b.shape[-1])
-
-
-def _ragged(x: Array, w: Any, values: list[Any], params: Any, is_right: bool) -> Array:
-    """Two ragged products, for rows `[M, K]` and a matrix `[G, K, N]` for each group."""
+def _ragged(x: Array, w: "Adapted", values: list[Any], params: Mapping[str, Any], is_right: bool) -> Array:
+    """Two ragged products, of rows `[M, K]` and the matrices of groups `[G, K, N]`."""
     numbers = params["ragged_dot_dimension_numbers"]
     if not is_right or not _is_plain(numbers) or w.a.shape[2] != 1 or w.b.shape[1] != 1:
-        raise NoRuleError("its adapter is not one of a matrix for each group")
+        raise NoRuleError("its adapter must have a matrix for each group")
     a, b = w.a.squeeze(2), w.b.squeeze(1).mT
     wide, sizes = accumulator(x.dtype), values[2]
 
@@ -103,14 +108,16 @@ def _ragged(x: Array, w: Any, values: list[Any], params: Any, is_right: bool) ->
     return product(product(x, a).astype(wide), b.astype(x.dtype))
 
 
-def _is_plain(numbers: Any) -> bool:
+def _is_plain(numbers: jax.lax.RaggedDotDimensionNumbers) -> bool:
     """Whether the dimension numbers are those of `jax.lax.ragged_dot`."""
     fields = ("dot_dimension_numbers", "lhs_ragged_dimensions", "rhs_group_dimensions")
     return all(_tuples(getattr(numbers, name)) == _tuples(getattr(PLAIN, name)) for name in fields)
 
 
-def _tuples(axes: Any) -> Any:
-    return tuple(map(_tuples, axes)) if isinstance(axes, list | tuple) else axes
+def _tuples(axes: object) -> object:
+    if isinstance(axes, list | tuple):
+        return tuple(map(_tuples, axes))
+    return axes
 
 
 PRODUCTS: dict[str, Rule] = {
