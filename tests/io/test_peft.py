@@ -101,7 +101,7 @@ def test_an_interrupted_write_leaves_what_stood(tmp_path, monkeypatch):
     with pytest.raises(QuantError, match="exists; choose another output"):
         write_adapters(path, {"w": plain()})
     monkeypatch.setattr("fewbit.io.peft.content", lambda path: b"")
-    with pytest.raises(QuantError, match="reads back other than it was written"):
+    with pytest.raises(QuantError, match="reads back differently from what was written"):
         write_adapters(path, {"w": plain(alpha=1.0)}, overwrite=True)
     monkeypatch.undo()
     assert read_adapters(path, {"w": plain()})["w"].alpha == 16
@@ -109,7 +109,7 @@ def test_an_interrupted_write_leaves_what_stood(tmp_path, monkeypatch):
     write_adapters(path, {"w": plain(alpha=1.0)}, overwrite=True)
     assert read_adapters(path, {"w": plain()})["w"].alpha == 1
     (path / "notes").write_text("mine")
-    with pytest.raises(QuantError, match=r"holds what fewbit did not write \(notes\), so it is not replaced"):
+    with pytest.raises(QuantError, match=r"contains files that fewbit did not write \(notes\), so it is not replaced"):
         write_adapters(path, {"w": plain()}, overwrite=True)
 
 

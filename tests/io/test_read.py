@@ -41,7 +41,9 @@ def test_a_missing_path(tmp_path):
 
 
 def test_a_directory_without_a_model(tmp_path):
-    with pytest.raises(QuantError, match=r"is no model directory: it has neither a fewbit manifest nor safetensors files$"):
+    with pytest.raises(
+        QuantError, match=r"is not a model directory: it has neither a fewbit manifest nor safetensors files$"
+    ):
         io.read(tmp_path)
 
 

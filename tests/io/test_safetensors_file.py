@@ -138,7 +138,7 @@ def test_an_impossible_header_is_refused(tmp_path, name):
 @pytest.mark.parametrize("data", [b"1234", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"])
 def test_an_impossible_length_is_refused(tmp_path, data):
     (tmp_path / "m.safetensors").write_bytes(data)
-    with pytest.raises(QuantError, match=r"m\.safetensors is no safetensors file"):
+    with pytest.raises(QuantError, match=r"m\.safetensors is not a safetensors file"):
         read_file(tmp_path / "m.safetensors")
 
 

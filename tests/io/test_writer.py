@@ -304,7 +304,7 @@ def test_a_disk_that_changes_bytes_is_caught(tmp_path, monkeypatch):
         return real(descriptor, bytes(data).replace(X.tobytes(), bytes(X.nbytes)))
 
     monkeypatch.setattr(os, "write", lying)
-    with pytest.raises(QuantError, match="tensor 'b' reads back other than it was written; the disk may be failing"):
+    with pytest.raises(QuantError, match="tensor 'b' reads back differently from what was written; the disk may be failing"):
         io.write(tmp_path / "m", TENSORS)
     assert os.listdir(tmp_path) == []
 

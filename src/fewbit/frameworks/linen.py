@@ -122,9 +122,7 @@ def apply(
     return transparent(module.apply, fallback=fallback, report=report)
 
 
-def train(
-    module: LinenModule, recipe: RecipeLike, *, report: Callable[[Decoded], None] | None = None
-) -> Callable[..., Any]:
+def train(module: LinenModule, recipe: RecipeLike, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., Any]:
     """`module.apply` with quantized forward and backward matmuls (QAT).
 
     Args:
@@ -214,9 +212,7 @@ def sparsity_state(
     return sparsity_of(_pure(module), *_split(variables), *inputs, recipe=recipe, **kwargs)
 
 
-def update_sparsity(
-    state: ModelSparsity, variables: PyTree, step: Int[ArrayLike, ""] | None = None
-) -> ModelSparsity:
+def update_sparsity(state: ModelSparsity, variables: PyTree, step: Int[ArrayLike, ""] | None = None) -> ModelSparsity:
     """Updates the sparsity masks for one step, as `ModelSparsity.update`.
 
     Args:

@@ -166,9 +166,7 @@ def train(
     return trained
 
 
-def delayed_state(
-    model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None
-) -> DelayedState:
+def delayed_state(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None) -> DelayedState:
     """The initial state of delayed scaling, for `train`.
 
     Args:

@@ -61,9 +61,7 @@ def _from_state_dict(target: QArray, state: object) -> QArray:
     parts["scale"] = flax("serialization").from_state_dict(target.scale, state["scale"])
     for part, value in parts.items():
         if np.shape(value) != getattr(target, part).shape:
-            raise QuantError(
-                f"the state's {part} has shape {np.shape(value)}, the target's {getattr(target, part).shape}"
-            )
+            raise QuantError(f"the state's {part} has shape {np.shape(value)}, the target's {getattr(target, part).shape}")
     return dataclasses.replace(target, **jax.tree.map(jnp.asarray, parts))
 
 

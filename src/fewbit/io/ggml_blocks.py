@@ -1,8 +1,8 @@
 """Lossless conversion of ggml blocks to QArrays.
 
-Codes, scales and minima stay the same, in our order. A block of 32 is a float16 scale (MXFP4: one exponent byte), for the _1 types a float16 minimum, for the 5-bit types four
-bytes with the fifth bit of each code, and the low four bits of codes j and j + 16 in byte j. ggml stores
-signed codes with an offset; flipping the sign bit gives two's complement.
+Codes, scales and minima stay the same, in our order. A block of 32 has a float16 scale (MXFP4: one exponent byte), for
+the _1 types a float16 minimum, for the 5-bit types four bytes with the fifth bit of each code, and the low four bits of codes
+j and j + 16 in byte j. ggml stores signed codes with an offset; flipping the sign bit gives two's complement.
 """
 
 import dataclasses

@@ -1,6 +1,7 @@
 """The manifest of a fewbit directory.
 
-It has the size and SHA-256 of every file and tensor, and a hash of itself. It has no time and no machine name, so the same inputs give the same bytes.
+It has the size and SHA-256 of every file and tensor, and a hash of itself. It has no time and no machine name, so the same
+inputs give the same bytes.
 """
 
 import dataclasses
@@ -113,9 +114,7 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
     if said.format != FORMAT or said.version < 1:
         raise QuantError(f"{path} is no manifest of fewbit: format {said.format!r}, version {said.version}")
     if said.version != VERSION:
-        advice = "quantize the checkpoint again"
-        if said.version > VERSION:
-            advice = "upgrade fewbit"
+        advice = "upgrade fewbit" if said.version > VERSION else "quantize the checkpoint again"
         raise UnsupportedError(
             f"{directory} has layout version {said.version}, this fewbit reads version {VERSION}; {advice}"
         )

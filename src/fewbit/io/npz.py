@@ -34,9 +34,7 @@ def read_npz(path: pathlib.Path) -> Checkpoint:
     """
     arrays = {name: _array(data, name, path) for name, data in _members(path).items()}
     config = arrays.pop(_CONFIG, None)
-    metadata = {}
-    if config is not None:
-        metadata = _metadata(config, path)
+    metadata = {} if config is None else _metadata(config, path)
     for name, array in arrays.items():
         if array.dtype.kind not in "fiubc" or array.dtype.itemsize > 16:
             raise QuantError(f"{path}: array {name!r} has dtype {array.dtype}; expected numbers")
@@ -112,9 +110,7 @@ def _array(data: bytes, name: str, path: pathlib.Path) -> np.ndarray:
     body = memoryview(data)[file.tell() :]
     if len(body) != math.prod(shape) * dtype.itemsize or dtype.itemsize == 0:
         raise QuantError(f"{path}: array {name!r} of {dtype} and shape {shape} has {len(body)} bytes of data")
-    if is_fortran:
-        return np.frombuffer(body, dtype).reshape(shape, order="F")
-    return np.frombuffer(body, dtype).reshape(shape)
+    return np.frombuffer(body, dtype).reshape(shape, order="F" if is_fortran else "C")
 
 
 def _metadata(config: np.ndarray, path: pathlib.Path) -> dict[str, Any]:

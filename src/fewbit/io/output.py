@@ -74,10 +74,7 @@ def _check_source(source: pathlib.Path, target: pathlib.Path) -> None:
         raise QuantError(f"{target} is the model itself; {advice}")
     if source.is_dir() and _is_within(target, source):
         raise QuantError(f"{target} is inside {source}, the model that is read; {advice}")
-    files = [source]
-    if source.is_dir():
-        files += source.iterdir()
-    for file in files:
+    for file in (source, *source.iterdir()) if source.is_dir() else (source,):
         if _is_within(file, target):
             raise QuantError(f"{target} contains {file}, which is read; {advice}")
 
@@ -95,9 +92,7 @@ def _check_replaceable(target: pathlib.Path, overwrite: bool, foreign: Callable[
     if not overwrite:
         raise QuantError(f"{target} exists; choose another output, or allow it to be replaced (overwrite=True, --overwrite)")
     if target.is_symlink() or not target.is_dir():
-        kind = "a file"
-        if target.is_symlink():
-            kind = "a symbolic link"
+        kind = "a symbolic link" if target.is_symlink() else "a file"
         raise QuantError(f"{target} is {kind}, so it is not replaced; choose another output or remove it yourself")
     try:
         names = foreign(target)
@@ -108,9 +103,7 @@ def _check_replaceable(target: pathlib.Path, overwrite: bool, foreign: Callable[
             f"{target} was not written by fewbit, so it is not replaced; choose another output or remove it yourself ({error})"
         ) from error
     if names:
-        more = ""
-        if len(names) > 3:
-            more = f" and {len(names) - 3} more"
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise QuantError(
             f"{target} contains files that fewbit did not write ({', '.join(names[:3])}{more}), so it is not replaced; move them "
             "elsewhere, or choose another output"

@@ -53,7 +53,5 @@ def _read_directory(path: pathlib.Path) -> Checkpoint:
     if (path / INDEX).is_file() or any(path.glob("*.safetensors")):
         return read_safetensors_directory(path)
     others = sorted(file.name for file in path.iterdir() if file.suffix in _SUFFIXES)
-    hint = ""
-    if others:
-        hint = f"; pass one of its files: {', '.join(others)}"
+    hint = f"; pass one of its files: {', '.join(others)}" if others else ""
     raise QuantError(f"{path} is not a model directory: it has neither a fewbit manifest nor safetensors files{hint}")

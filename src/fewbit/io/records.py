@@ -87,9 +87,7 @@ def record(q: QArray, schemes: Table, policies: Table, name: str) -> dict[str, A
 
 def leaf_names(name: str, form: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the component arrays of a record."""
-    scale = (f"{name}.scale",)
-    if "scale" in form:
-        scale = leaf_names(f"{name}.scale", form["scale"])
+    scale = leaf_names(f"{name}.scale", form["scale"]) if "scale" in form else (f"{name}.scale",)
     optional = tuple(f"{name}.{part}" for part in ("zero_point", "tensor_scale") if form.get(part))
     return (f"{name}.codes", *scale, *optional)
 
@@ -126,9 +124,7 @@ def qarray(name: str, form: Mapping[str, Any], load: Callable[[str], np.ndarray]
         return jnp.asarray(load(f"{name}.{which}"))
 
     def optional(which: str) -> jax.Array | None:
-        if form.get(which):
-            return part(which)
-        return None
+        return part(which) if form.get(which) else None
 
     scale = part("scale") if "scale" not in form else qarray(f"{name}.scale", form["scale"], load)
     static = form["scheme"], form["dtype"], form["slack"], form.get("policy")

@@ -71,9 +71,8 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
         stored, notes = _indexed(path)
     else:
         stored, _ = read_file(_only_file(path))
-    config, metadata = path / CONFIG, {}
-    if config.is_file():
-        metadata = parsed_object(file_text(config, "configuration"), str(config))
+    config = path / CONFIG
+    metadata = parsed_object(file_text(config, "configuration"), str(config)) if config.is_file() else {}
     files = {file.name: content(file) for file in sorted(path.iterdir()) if file.is_file() and _is_side_file(file.name)}
     if (path / _CHAT_TEMPLATES).is_dir():
         notes = (*notes, f"the directory {_CHAT_TEMPLATES} is not read; copy it by hand if you need it")

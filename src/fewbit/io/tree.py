@@ -128,9 +128,7 @@ class _Stored:
     def __init__(self, checkpoint: Checkpoint):
         where = f"{checkpoint.path}, section {_SECTION!r} of config.json"
         self.is_tree = _SECTION in checkpoint.metadata
-        section = _Section({}, {}, {})
-        if self.is_tree:
-            section = converted(checkpoint.metadata[_SECTION], _Section, where)
+        section = converted(checkpoint.metadata[_SECTION], _Section, where) if self.is_tree else _Section({}, {}, {})
         self._scalars, self._keys, self._dtypes = section.scalars, section.keys, section.dtypes
         self._tensors, self._where = checkpoint.tensors, where
         self.names = tuple(sorted({*self._tensors, *self._scalars}))
@@ -185,9 +183,7 @@ def _storable(name: str, leaf: PyTree, section: dict[str, dict[str, Any]]) -> An
             _check_readable(name, part)
         return leaf
     if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
-        kind = f"a {type(leaf).__name__}"
-        if hasattr(leaf, "dtype") or is_qarray(leaf):
-            kind = "an abstract array"
+        kind = "an abstract array" if hasattr(leaf, "dtype") or is_qarray(leaf) else f"a {type(leaf).__name__}"
         raise QuantError(
             f"leaf {name!r} is {kind}; fb.save writes arrays, QArrays, random keys, numbers and strings. "
             "Make it static in its module, or leave it out"
@@ -198,10 +194,7 @@ def _storable(name: str, leaf: PyTree, section: dict[str, dict[str, Any]]) -> An
         return jax.random.key_data(leaf)
     dtype = leaf.dtype.newbyteorder("=")
     if dtype in _NATIVE or dtype.hasobject or not jnp.issubdtype(dtype, jnp.number):
-        # The writer refuses what it cannot store.
-        if isinstance(leaf, np.generic):
-            return np.asarray(leaf)
-        return leaf
+        return np.asarray(leaf) if isinstance(leaf, np.generic) else leaf  # the writer refuses other dtypes
     section["dtypes"][name] = dtype.name
     return np.array(leaf, dtype, order="C")[..., None].view(np.uint8)
 
@@ -251,10 +244,8 @@ def _check_names(wanted: Mapping[str, Any], stored: tuple[str, ...], path: pathl
 
 
 def _shortened(items: list[str]) -> str:
-    text = ", ".join(items[:5])
-    if len(items) > 5:
-        text += f" and {len(items) - 5} more"
-    return text
+    more = f" and {len(items) - 5} more" if len(items) > 5 else ""
+    return ", ".join(items[:5]) + more
 
 
 def _misfit(value: object, like: PyTree) -> str | None:
@@ -322,9 +313,7 @@ def _unlike(value: object) -> Any:
     """A loaded leaf without `like`: a JAX array, unless JAX would narrow it."""
     if not isinstance(value, np.ndarray):
         return value
-    if _is_narrowed(value.dtype):
-        return np.array(value)
-    return jnp.asarray(value)
+    return np.array(value) if _is_narrowed(value.dtype) else jnp.asarray(value)
 
 
 def _is_narrowed(dtype: np.dtype) -> bool:

@@ -70,9 +70,7 @@ def verify(path: str | os.PathLike[str]) -> list[Finding]:
         checkpoint = read(path)
     except (QuantError, UnsupportedError) as error:
         return [Finding("error", str(path), str(error))]
-    findings = []
-    if checkpoint.kind == "fewbit":
-        findings += _file_findings(path)
+    findings = _file_findings(path) if checkpoint.kind == "fewbit" else []
     for name in checkpoint.tensors:
         findings += _loaded_findings(checkpoint, name)
     return findings
@@ -123,12 +121,12 @@ def _qarray_findings(q: QArray, name: str) -> list[Finding]:
     return findings
 
 
-def _numbers(stored: jax.Array, format: object) -> np.ndarray:  # noqa: A002 - as in Scheme
+def _numbers(stored: jax.Array, code_format: object) -> np.ndarray:
     """Decodes stored scales or zero points to float64 if they are codes of a format."""
     values = np.asarray(stored)
-    if not isinstance(format, AbstractFormat):
+    if not isinstance(code_format, AbstractFormat):
         return values
-    table = np.append(format.values(), np.nan)  # codes beyond the table are invalid
+    table = np.append(code_format.values(), np.nan)  # codes beyond the table are invalid
     return table[np.minimum(values.astype(np.intp), len(table) - 1)]
 
 

@@ -135,9 +135,7 @@ class DirectoryWriter:
         """
         assert self._staged
         value = storable(value, name)
-        arrays = {name: value}
-        if isinstance(value, QArray):
-            arrays = leaves(name, value)
+        arrays = leaves(name, value) if isinstance(value, QArray) else {name: value}
         for leaf in (name, *arrays):
             if not leaf or leaf == "__metadata__" or leaf in self._names:
                 raise QuantError(f"tensor name {leaf!r} is taken already, or reserved; choose another")
@@ -298,9 +296,7 @@ def _host_copy(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
         raise QuantError(
             f"tensor {name!r} is a {type(array).__name__}; expected an array or a QArray. fb.save writes any tree or module"
         )
-    dtype = array.dtype
-    if dtype.byteorder == ">":
-        dtype = dtype.newbyteorder("<")
+    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
     dtype_name(dtype, f"tensor {name!r}")
     return np.array(array, dtype, order="C")
 
