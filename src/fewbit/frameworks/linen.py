@@ -107,17 +107,9 @@ def apply(
     fallback: Literal["error", "dequantize"] = "error",
     report: Callable[[Decoded], None] | None = None,
 ) -> Callable[..., Any]:
-    """`module.apply` for quantized variables and any method.
+    """`module.apply` for quantized variables and any method; other arguments as for `fb.transparent`.
 
-    Create it once, outside the loop that calls it, and jit it like `module.apply`.
-
-    Args:
-        module: the Linen module.
-        fallback: as in `fb.transparent`.
-        report: as in `fb.transparent`.
-
-    Returns:
-        A function with the arguments of `module.apply`: the variables, the inputs, `method`, `rngs`, `mutable` and so on.
+    Create it once, outside the loop that calls it, and jit it like `module.apply`, whose arguments it takes.
     """
     return transparent(module.apply, fallback=fallback, report=report)
 
@@ -163,14 +155,7 @@ def train(module: LinenModule, recipe: RecipeLike, *, report: Callable[[Decoded]
 def delayed_state(
     module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object
 ) -> DelayedState:
-    """The initial state of delayed scaling, for `train`.
-
-    Args:
-        module: the Linen module.
-        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
-        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        kwargs: other arguments of `module.apply`: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+    """The initial state of delayed scaling, for `train`; arguments as for `plan`.
 
     Raises:
         QuantError: as `fb.delayed_state`.
@@ -186,17 +171,7 @@ def delayed_state(
 def sparsity_state(
     module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object
 ) -> ModelSparsity:
-    """The initial sparsity masks, for `train`.
-
-    Args:
-        module: the Linen module.
-        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
-        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        kwargs: other arguments of `module.apply`: `method`, `rngs`, `mutable`, and keyword arguments of the method.
-
-    Returns:
-        The state, with paths below `params`.
+    """The initial sparsity masks, for `train`; arguments as for `plan`.
 
     Raises:
         QuantError: as `fb.sparsity_state`.

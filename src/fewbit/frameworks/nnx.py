@@ -167,13 +167,7 @@ def train(
 
 
 def delayed_state(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None) -> DelayedState:
-    """The initial state of delayed scaling, for `train`.
-
-    Args:
-        model: the NNX model.
-        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
+    """The initial state of delayed scaling, for `train`; arguments as for `plan`.
 
     Raises:
         QuantError: as `fb.delayed_state`.
@@ -189,13 +183,7 @@ def delayed_state(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callab
 def sparsity_state(
     model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None
 ) -> ModelSparsity:
-    """The initial sparsity masks, for `train`.
-
-    Args:
-        model: the NNX model.
-        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
+    """The initial sparsity masks, for `train`; arguments as for `plan`.
 
     Raises:
         QuantError: as `fb.sparsity_state`.
@@ -318,7 +306,6 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     Raises:
         QuantError: as `fb.lora.apply`.
-        UnsupportedError: as `fb.lora.apply`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))

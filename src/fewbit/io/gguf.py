@@ -15,7 +15,7 @@ from ..array import SCHEMES, QArray
 from ..errors import QuantError, UnsupportedError
 from .checkpoint import Checkpoint, TensorInfo, Tensors
 from .ggml_blocks import LAYOUTS, is_lossless, qarray_from_blocks
-from .gguf_header import Header, TensorEntry, check_layout, read_header
+from .gguf_header import TensorEntry, check_layout, read_header
 from .mapped import mapped
 
 _PLAIN: dict[str, Any] = {
@@ -36,11 +36,7 @@ def read_gguf(path: pathlib.Path) -> Checkpoint:
     Tensors of type Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and MXFP4 load as QArrays with the dequantized values of ggml; F64, F32, F16,
     BF16 and integers unchanged; all other types as the float32 array that the gguf package decodes.
 
-    Args:
-        path: the file.
-
-    Returns:
-        The checkpoint; `metadata` holds every field, and `notes` names the tensors that were decoded.
+    `metadata` has every field, and `notes` names the decoded tensors.
 
     Raises:
         QuantError: when the file is damaged, or the gguf package is not installed.
@@ -54,7 +50,9 @@ def read_gguf(path: pathlib.Path) -> Checkpoint:
     types = {entry.name: _type_name(entry, package, path) for entry in header.entries}
     sizes = {entry.name: _byte_count(entry, package, path) for entry in header.entries}
     check_layout(header, sizes, data.size, str(path))
-    _check_not_split(header, path)
+    parts = header.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise QuantError(f"{path} is one of {parts} parts of a split GGUF file; merge them first (llama-gguf-split --merge)")
     stored = {e.name: data[header.data_start + e.offset :][: sizes[e.name]] for e in header.entries}
     info = {e.name: _info(stored[e.name], types[e.name], e.shape) for e in header.entries}
     _check_decodable(types, package, path)
@@ -95,12 +93,6 @@ def _byte_count(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> 
             f"not divide rows of {row}; the file is damaged"
         )
     return math.prod(entry.shape) // block * size
-
-
-def _check_not_split(header: Header, path: pathlib.Path) -> None:
-    parts = header.metadata.get("split.count", 1)
-    if parts not in (0, 1):
-        raise QuantError(f"{path} is one of {parts} parts of a split GGUF file; merge them first (llama-gguf-split --merge)")
 
 
 def _check_decodable(types: dict[str, str], package: ModuleType, path: pathlib.Path) -> None:

@@ -59,17 +59,21 @@ class Header:
 def read_header(data: np.ndarray, where: str) -> Header:
     """Parses the header of a little-endian GGUF file, version 2 or 3.
 
-    Args:
-        data: the bytes of the file.
-        where: its name, for error messages.
-
     Raises:
         QuantError: for another magic or version, a truncated header, a duplicate name, or impossible values.
     """
     cursor = _Cursor(data, where)
-    _check_magic(data, where)
+    magic = bytes(data[:4])
+    if magic != _MAGIC:
+        raise QuantError(f"{where} is not a GGUF file: it begins with {magic!r}, expected {_MAGIC!r}")
     cursor.position = 4
-    _check_version(cursor.scalar("I"), where)
+    version = cursor.scalar("I")
+    if version and version & 0xFFFF == 0:
+        raise QuantError(
+            f"{where} is a big-endian GGUF file (version field {version:#x}); convert it to little-endian first"
+        )
+    if version not in (2, 3):
+        raise QuantError(f"{where} has GGUF version {version}; fewbit reads 2 and 3")
     tensor_count, field_count = cursor.scalar("Q"), cursor.scalar("Q")
     cursor.require(field_count, 13, "metadata fields")
     metadata: dict[str, Any] = {}
@@ -93,9 +97,9 @@ def check_layout(header: Header, sizes: dict[str, int], total: int, where: str) 
 
     Args:
         header: the result of `read_header`.
-        sizes: the bytes of each tensor, from its type and shape.
-        total: the bytes of the file.
-        where: its name, for error messages.
+        sizes: the size of each tensor in bytes, from its type and shape.
+        total: the size of the file in bytes.
+        where: the file's name, for error messages.
 
     Raises:
         QuantError: naming the first tensor that overlaps, leaves a gap or is cut off, or bytes after the last.
@@ -188,21 +192,6 @@ class _Cursor:
             raise QuantError(
                 f"{self.where}: the metadata field {key!r} has a bool that is neither 0 nor 1; the file is damaged"
             )
-
-
-def _check_magic(data: np.ndarray, where: str) -> None:
-    magic = bytes(data[:4])
-    if magic != _MAGIC:
-        raise QuantError(f"{where} is not a GGUF file: it begins with {magic!r}, expected {_MAGIC!r}")
-
-
-def _check_version(version: int, where: str) -> None:
-    if version and version & 0xFFFF == 0:
-        raise QuantError(
-            f"{where} is a big-endian GGUF file (version field {version:#x}); convert it to little-endian first"
-        )
-    if version not in (2, 3):
-        raise QuantError(f"{where} has GGUF version {version}; fewbit reads 2 and 3")
 
 
 def _alignment(metadata: dict[str, Any], where: str) -> int:

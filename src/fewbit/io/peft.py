@@ -29,7 +29,7 @@ from ..training.lora import Adapter
 from .atomic import StagedDirectory
 from .mapped import content
 from .output import check_output
-from .safetensors_file import file_header, ordered, read_file
+from .safetensors_file import array_bytes, file_header, ordered, read_file
 
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
@@ -87,7 +87,7 @@ def write_adapters(
     modules = _modules(adapters, names)
     tensors = ordered({name: x for module in modules.values() for name, x in module.tensors().items()})
     header = file_header(tensors, {"format": "pt"})
-    files = {CONFIG: [dumped(_config(modules, base_model), CONFIG)], TENSORS: [header, *map(_bytes, tensors.values())]}
+    files = {CONFIG: [dumped(_config(modules, base_model), CONFIG)], TENSORS: [header, *map(array_bytes, tensors.values())]}
     with StagedDirectory(target, overwrite=overwrite) as staged:
         for name, parts in files.items():
             staged.write(name, parts, sum(len(part) for part in parts))
@@ -268,7 +268,3 @@ def _foreign_files(directory: pathlib.Path) -> list[str]:
     """The names in a directory that are not PEFT's two files."""
     with os.scandir(directory) as entries:
         return sorted(e.name for e in entries if e.name not in (CONFIG, TENSORS) or not e.is_file(follow_symlinks=False))
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)

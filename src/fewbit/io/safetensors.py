@@ -73,14 +73,14 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
         stored, _ = read_file(_only_file(path))
     config = path / CONFIG
     metadata = parsed_object(file_text(config, "configuration"), str(config)) if config.is_file() else {}
-    files = {file.name: content(file) for file in sorted(path.iterdir()) if file.is_file() and _is_side_file(file.name)}
+    files = {
+        file.name: content(file)
+        for file in sorted(path.iterdir())
+        if file.is_file() and any(fnmatch.fnmatchcase(file.name.lower(), pattern) for pattern in _SIDE_FILES)
+    }
     if (path / _CHAT_TEMPLATES).is_dir():
         notes = (*notes, f"the directory {_CHAT_TEMPLATES} is not read; copy it by hand if you need it")
     return Checkpoint(path, "safetensors", _tensors(stored), metadata, files, notes=notes)
-
-
-def _is_side_file(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _SIDE_FILES)
 
 
 def _tensors(stored: dict[str, StoredTensor]) -> Tensors:

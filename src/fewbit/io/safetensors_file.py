@@ -126,6 +126,11 @@ def file_header(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
     return struct.pack("<Q", len(text)) + text
 
 
+def array_bytes(array: np.ndarray) -> np.ndarray:
+    """The bytes of a contiguous array, without a copy."""
+    return array.reshape(-1).view(np.uint8)
+
+
 def ordered(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Sorts arrays by item size, widest first, so that each is aligned."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))

@@ -25,7 +25,7 @@ from .manifest import FORMAT, MANIFEST, VERSION, FileRecord, Manifest, TensorRec
 from .mapped import content
 from .output import check_output
 from .records import Table, leaves, record
-from .safetensors_file import dtype_name, file_header, ordered, read_file
+from .safetensors_file import array_bytes, dtype_name, file_header, ordered, read_file
 
 Progress = Callable[[str, str, int], None]
 
@@ -154,7 +154,7 @@ class DirectoryWriter:
         arrays = ordered(self._pending)
         header = file_header(arrays, _METADATA)
         name = _temporary_name(len(self._shards))
-        parts = [header, *(_bytes(array) for array in arrays.values())]
+        parts = [header, *map(array_bytes, arrays.values())]
         size = sum(len(part) for part in parts)
         self._staged.write(name, parts, size)
         self._verify(name, arrays)
@@ -170,7 +170,7 @@ class DirectoryWriter:
         """Compares a written file with its tensors, bit for bit."""
         stored, _ = read_file(self._staged.path / file)
         for name, array in arrays.items():
-            if not np.array_equal(stored[name].data, _bytes(array)):
+            if not np.array_equal(stored[name].data, array_bytes(array)):
                 raise QuantError(
                     f"{self.path}: tensor {name!r} reads back differently from what was written; the disk may be failing"
                 )
@@ -216,12 +216,7 @@ class DirectoryWriter:
 
 @functools.singledispatch
 def storable(value: object, name: str) -> Tensor:
-    """Converts a value to an array or QArray; `fewbit.torch` registers its tensors.
-
-    Args:
-        value: an array or a QArray.
-        name: its name, for errors.
-    """
+    """Converts a value to an array or QArray; `fewbit.torch` registers its tensors."""
     if not isinstance(value, QArray | np.ndarray | np.generic | jax.Array):
         hint = ". fb.save writes any tree or module"
         if type(value).__module__.split(".")[0] == "torch":
@@ -248,18 +243,13 @@ def write(
         path: the directory to create.
         tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors, such as those of a `state_dict()`. A lazy
             mapping is indexed one name at a time.
-        config: the model's configuration; this and the following arguments are those of `DirectoryWriter`.
-        files: tokenizer and other small files.
-        facts: JSON for the manifest.
-        max_shard_bytes: the maximum size of one tensor file.
-        overwrite: whether a directory that fewbit wrote may be replaced.
-        progress: called with (stage, name, bytes).
+        config: as for `DirectoryWriter`, like the other arguments.
 
     Returns:
         The directory.
 
     Raises:
-        QuantError: see `DirectoryWriter`; also for tensors that are a tree or a module.
+        QuantError: as `DirectoryWriter`, and for tensors that are a tree or a module.
     """
     if not isinstance(tensors, Mapping):
         raise QuantError(
@@ -301,16 +291,11 @@ def _host_copy(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
     return np.array(array, dtype, order="C")
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array, without a copy."""
-    return array.reshape(-1).view(np.uint8)
-
-
 def _hashes(header: bytes, arrays: Mapping[str, np.ndarray]) -> tuple[str, dict[str, str]]:
     """The SHA-256 of a tensor file and of each tensor, in one pass."""
     file, tensors = hashlib.sha256(header), {}
     for name, array in arrays.items():
-        data, tensor = _bytes(array), hashlib.sha256()
+        data, tensor = array_bytes(array), hashlib.sha256()
         for start in range(0, data.size, _CHUNK):
             chunk = data[start : start + _CHUNK].data
             file.update(chunk)
