@@ -66,7 +66,7 @@ def test_a_pickle_is_never_read(tmp_path):
 def test_a_torch_file_is_recognised(tmp_path):
     path = zipped(tmp_path / "model.bin", [("archive/data.pkl", b"x")])
     with pytest.raises(
-        QuantError, match=r"model\.bin is a zip archive, but no \.npz file: .* save the weights as safetensors"
+        QuantError, match=r"model\.bin is a zip archive, but not an \.npz file: .* save the weights as safetensors"
     ):
         io.read(path)
 

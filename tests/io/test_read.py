@@ -30,7 +30,7 @@ def test_what_is_no_model(tmp_path, suffix, data):
 def test_an_unknown_file_is_told_what_is_expected(tmp_path):
     (tmp_path / "m.bin").write_bytes(b"\x80\x02}q\x00.")
     with pytest.raises(
-        QuantError, match=r"begins with b'\\x80\\x02}q'. Expected is a GGUF, safetensors or \.npz file; pickles"
+        QuantError, match=r"begins with b'\\x80\\x02}q'. Expected a GGUF, safetensors or \.npz file; pickles"
     ):
         io.read(tmp_path / "m.bin")
 

@@ -14,8 +14,6 @@ from collections.abc import Iterable
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-
 from ..errors import QuantError
 from .lock import OutputLock
 
@@ -77,12 +75,12 @@ class StagedDirectory:
     ) -> None:
         self.close()
 
-    def write(self, name: str, parts: Iterable[bytes | np.ndarray], nbytes: int) -> None:
+    def write(self, name: str, parts: Iterable[bytes | memoryview], nbytes: int) -> None:
         """Writes and flushes one file of the directory.
 
         Args:
             name: the file's name.
-            parts: the content: `bytes`, or one-dimensional uint8 arrays.
+            parts: the content: `bytes`, or memoryviews of uint8.
             nbytes: the total size, for the message when the disk is full.
 
         Raises:

@@ -70,7 +70,7 @@ def read_directory(path: pathlib.Path) -> Checkpoint:
 
     def leaf(name: str) -> np.ndarray:
         entry = stored[name]
-        if sha256(entry.data) != manifest.tensors[name].sha256:
+        if sha256(entry.data.data) != manifest.tensors[name].sha256:
             file = path / manifest.tensors[name].file
             raise QuantError(
                 f"{file}: the bytes of tensor {name!r} were changed since they were written; copy the file again"

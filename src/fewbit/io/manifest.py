@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from .._json import Count, canonical, checked, converted, dumped, file_text, form_of, parsed_object
 from ..errors import QuantError, UnsupportedError
@@ -90,7 +89,7 @@ _MANIFEST = msgspec.defstruct(
 """JSON schema of a manifest of this version, without its hash."""
 
 
-def sha256(data: bytes | np.ndarray) -> str:
+def sha256(data: bytes | memoryview) -> str:
     """The SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 

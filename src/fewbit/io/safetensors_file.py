@@ -126,9 +126,9 @@ def file_header(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
     return struct.pack("<Q", len(text)) + text
 
 
-def array_bytes(array: np.ndarray) -> np.ndarray:
+def array_bytes(array: np.ndarray) -> memoryview:
     """The bytes of a contiguous array, without a copy."""
-    return array.reshape(-1).view(np.uint8)
+    return array.reshape(-1).view(np.uint8).data
 
 
 def ordered(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:

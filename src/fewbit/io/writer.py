@@ -296,8 +296,8 @@ def _hashes(header: bytes, arrays: Mapping[str, np.ndarray]) -> tuple[str, dict[
     file, tensors = hashlib.sha256(header), {}
     for name, array in arrays.items():
         data, tensor = array_bytes(array), hashlib.sha256()
-        for start in range(0, data.size, _CHUNK):
-            chunk = data[start : start + _CHUNK].data
+        for start in range(0, len(data), _CHUNK):
+            chunk = data[start : start + _CHUNK]
             file.update(chunk)
             tensor.update(chunk)
         tensors[name] = tensor.hexdigest()
