@@ -114,7 +114,7 @@ def test_attention_and_files_refuse(tmp_path):
     block = Block(k, dataclasses.replace(k, scale=k.scale[:, :, :1]), seen_positions(0, 1))
     with pytest.raises(fb.QuantError, match=r"the QArray of values is not valid: scale has shape \(1, 2, 1, 1\)"):
         attention(jnp.ones((1, 2, 1, 4)), [block])
-    with pytest.raises(fb.QuantError, match=r"tensor 'w' is no valid QArray: scale has shape \(1, 1\)"):
+    with pytest.raises(fb.QuantError, match=r"tensor 'w' is not a valid QArray: scale has shape \(1, 1\)"):
         write(tmp_path / "out", {"w": replaced("int8", scale=lambda q: q.scale[:1])})
 
 

@@ -97,7 +97,9 @@ def test_an_output_that_holds_its_source_or_foreign_files_is_refused_before_the_
     assert "out is inside" in fail("quantize", inner, "-o", inner / "out", "-r", "int8")
     assert "is the model itself" in fail("quantize", inner, "-o", inner, "-r", "int8", "--overwrite")
     (inner / "notes.txt").write_text("mine")
-    assert "holds what fewbit did not write (notes.txt)" in fail("quantize", flat, "-o", inner, "-r", "int8", "--overwrite")
+    assert "contains files that fewbit did not write (notes.txt)" in fail(
+        "quantize", flat, "-o", inner, "-r", "int8", "--overwrite"
+    )
     assert sorted(path.name for path in inner.iterdir()) == [
         "config.json", "fewbit.safetensors", "manifest.json", "notes.txt"
     ]  # fmt: skip

@@ -61,7 +61,7 @@ def test_without_donation_the_tree_stays():
 
 def test_a_plan_for_another_tree_frees_nothing():
     source, plan = params(), fb.plan(fn, {**params(), "layers": params()["layers"][:2]}, X, recipe="int8")
-    with pytest.raises(fb.QuantError, match="another tree: layers/2 stand in one"):
+    with pytest.raises(fb.QuantError, match="another tree: layers/2 exist in only one"):
         tree.quantize(fn, source, X, recipe=plan, donate=True)
     assert not any(w.is_deleted() for w in source["layers"])
 

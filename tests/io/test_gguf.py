@@ -140,7 +140,7 @@ def small(tmp_path) -> tuple[pathlib.Path, bytes]:
 def test_wrong_magic(small):
     path, data = small
     path.write_bytes(b"GGML" + data[4:])
-    with pytest.raises(QuantError, match=r"m\.gguf is no GGUF file: it begins with b'GGML', expected b'GGUF'"):
+    with pytest.raises(QuantError, match=r"m\.gguf is not a GGUF file: it begins with b'GGML', expected b'GGUF'"):
         io.read(path)
 
 

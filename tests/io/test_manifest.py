@@ -51,7 +51,7 @@ def test_every_truncation_is_found(tmp_path):
 
 
 def test_it_is_missing(tmp_path):
-    with pytest.raises(QuantError, match=r"manifest\.json is missing, though the directory was written by fewbit"):
+    with pytest.raises(QuantError, match=r"manifest\.json is missing, though fewbit wrote the directory"):
         read_manifest(tmp_path)
 
 
@@ -67,7 +67,7 @@ def test_a_newer_layout_is_unsupported(tmp_path):
         ({"format": "other"}, "is no manifest of fewbit: format 'other', version 2"),
         ({"version": 0}, "is no manifest of fewbit: format 'fewbit', version 0"),
         ({"files": {"../x": {"size": 1, "sha256": ""}}}, r"names the file '\.\./x'; only files of the directory itself"),
-        ({"files": {}}, r"tensor 'w' is in 'model\.safetensors', which is no file of the manifest"),
+        ({"files": {}}, r"tensor 'w' is in 'model\.safetensors', which is not a file of the manifest"),
         ({"files": []}, r"files is \[\]; expected object"),
         ({"facts": 3}, "facts is 3; expected object"),
     ],
@@ -81,7 +81,7 @@ def test_what_was_written_by_hand_is_checked_too(tmp_path, change, message):
 @pytest.mark.parametrize("text", [MANIFEST.text()[:-1], MANIFEST.text() + b" ", MANIFEST.text().replace(b"\n ", b"\n  ", 1)])
 def test_changed_white_space_is_found(tmp_path, text):
     (tmp_path / "manifest.json").write_bytes(text)
-    with pytest.raises(QuantError, match=r"manifest\.json is damaged: white space or number forms differ"):
+    with pytest.raises(QuantError, match=r"manifest\.json is damaged: its white space or number format was changed"):
         read_manifest(tmp_path)
 
 

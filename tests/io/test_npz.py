@@ -66,21 +66,21 @@ def test_a_pickle_is_never_read(tmp_path):
 def test_a_torch_file_is_recognised(tmp_path):
     path = zipped(tmp_path / "model.bin", [("archive/data.pkl", b"x")])
     with pytest.raises(
-        QuantError, match=r"model\.bin is a zip archive, but no \.npz file: .* save the weights as safetensors"
+        QuantError, match=r"model\.bin is a zip archive, but not an \.npz file: .* save the weights as safetensors"
     ):
         io.read(path)
 
 
 TEXT = npy(np.array(["a"]))
 BAD = {
-    "text": ([("a.npy", TEXT)], "array 'a' has dtype <U1; numbers are expected"),
+    "text": ([("a.npy", TEXT)], "array 'a' has dtype <U1; expected numbers"),
     "no magic": ([("a.npy", b"hello, this is not numpy")], "array 'a' has a damaged header"),
     "nothing": ([("a.npy", b"")], "array 'a' has a damaged header"),
     "version": ([("a.npy", npy(np.ones(3)).replace(b"NUMPY\x01", b"NUMPY\x09"))], "has a damaged header|has .npy version"),
     "short": ([("a.npy", npy(np.ones(3))[:-1])], r"of float64 and shape \(3,\) has 23 bytes of data"),
     "long": ([("a.npy", npy(np.ones(3)) + b"x")], r"of float64 and shape \(3,\) has 25 bytes of data"),
     "shape": ([("a.npy", npy(np.ones(3)).replace(b"(3,)", b"(9,)"))], r"of float64 and shape \(9,\) has 24 bytes of data"),
-    "config": ([("a.npy", npy(np.ones(3))), ("__config__.npy", npy(np.ones(3)))], "one text of JSON is expected"),
+    "config": ([("a.npy", npy(np.ones(3))), ("__config__.npy", npy(np.ones(3)))], "expected one JSON text"),
     "config text": ([("a.npy", npy(np.ones(3))), ("__config__.npy", TEXT)], "'__config__' is not valid JSON"),
     "none": ([], "holds no tensors"),
 }
@@ -104,7 +104,7 @@ def test_a_shape_is_not_believed(tmp_path):
 @pytest.mark.filterwarnings("ignore:Duplicate name")
 def test_a_name_that_stands_twice(tmp_path):
     path = zipped(tmp_path / "m.npz", [("a.npy", npy(np.ones(3))), ("a.npy", npy(np.ones(4)))])
-    with pytest.raises(QuantError, match=r"m\.npz: the array 'a' stands twice"):
+    with pytest.raises(QuantError, match=r"m\.npz: the array 'a' appears twice"):
         io.read(path)
 
 

@@ -30,11 +30,11 @@ def refused(path, match, **kwargs):
 def test_only_files_of_the_manifest_are_replaced(ours):
     assert check_output(ours, overwrite=True) == ours
     (ours / "notes.txt").write_text("mine")
-    refused(ours, r"m holds what fewbit did not write \(notes\.txt\), so it is not replaced; move that elsewhere")
+    refused(ours, r"m contains files that fewbit did not write \(notes\.txt\), so it is not replaced; move them elsewhere")
     (ours / "notes.txt").unlink()
     for i in range(5):
         (ours / f"d{i}").mkdir()
-    refused(ours, r"m holds what fewbit did not write \(d0, d1, d2 and 2 more\)")
+    refused(ours, r"m contains files that fewbit did not write \(d0, d1, d2 and 2 more\)")
 
 
 @pytest.mark.finding(3)
@@ -71,8 +71,8 @@ def test_a_source_inside_around_or_at_the_target_is_refused(ours, tmp_path):
     refused(ours, "m is the model itself", sources=[ours])
     refused(ours / "out", "out is inside .*m, the model that is read", sources=[ours])
     refused(ours / "a" / "b", "b is inside .*m, the model that is read", sources=[ours])
-    refused(tmp_path, "holds .*m, which is read", sources=[ours])
-    refused(ours, r"m holds .*fewbit\.safetensors, which is read", sources=[ours / "fewbit.safetensors"])
+    refused(tmp_path, "contains .*m, which is read", sources=[ours])
+    refused(ours, r"m contains .*fewbit\.safetensors, which is read", sources=[ours / "fewbit.safetensors"])
     assert check_output(tmp_path / "out", overwrite=True, sources=[ours, tmp_path / "no-such-thing"]) == tmp_path / "out"
     assert check_output(tmp_path / "n", overwrite=False, sources=[tmp_path / "m.gguf"]) == tmp_path / "n"
 
@@ -86,12 +86,12 @@ def test_links_between_source_and_target_are_followed(ours, tmp_path):
     cache = tmp_path / "cache"  # as the hub keeps models: a directory of links into a store
     cache.mkdir()
     (cache / "model.safetensors").symlink_to(ours / "fewbit.safetensors")
-    refused(ours, r"m holds .*cache.model\.safetensors, which is read", sources=[cache])
+    refused(ours, r"m contains .*cache.model\.safetensors, which is read", sources=[cache])
 
 
 def test_paths_that_cannot_be_written(tmp_path):
     refused("", "the output path is empty; name a directory")
-    refused("a\0b", "holds a zero byte")
+    refused("a\0b", "contains a zero byte")
     (tmp_path / "file").touch()
     refused(tmp_path / "file" / "m", "m cannot be written: .*file is not a directory")
     refused(tmp_path / "file", "file is a file, so it is not replaced")
@@ -109,7 +109,7 @@ def test_a_file_that_comes_while_the_model_is_written_stays(ours):
             writer.add("y", X)
             (ours / "notes.txt").write_text("mine")
 
-    with pytest.raises(QuantError, match=r"m holds what fewbit did not write \(notes\.txt\)"):
+    with pytest.raises(QuantError, match=r"m contains files that fewbit did not write \(notes\.txt\)"):
         run()
     assert (ours / "notes.txt").read_text() == "mine" and os.listdir(ours.parent) == ["m"]
     (ours / "notes.txt").unlink()

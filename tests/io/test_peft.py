@@ -101,7 +101,7 @@ def test_an_interrupted_write_leaves_what_stood(tmp_path, monkeypatch):
     with pytest.raises(QuantError, match="exists; choose another output"):
         write_adapters(path, {"w": plain()})
     monkeypatch.setattr("fewbit.io.peft.content", lambda path: b"")
-    with pytest.raises(QuantError, match="reads back other than it was written"):
+    with pytest.raises(QuantError, match="reads back differently from what was written"):
         write_adapters(path, {"w": plain(alpha=1.0)}, overwrite=True)
     monkeypatch.undo()
     assert read_adapters(path, {"w": plain()})["w"].alpha == 16
@@ -109,21 +109,21 @@ def test_an_interrupted_write_leaves_what_stood(tmp_path, monkeypatch):
     write_adapters(path, {"w": plain(alpha=1.0)}, overwrite=True)
     assert read_adapters(path, {"w": plain()})["w"].alpha == 1
     (path / "notes").write_text("mine")
-    with pytest.raises(QuantError, match=r"holds what fewbit did not write \(notes\), so it is not replaced"):
+    with pytest.raises(QuantError, match=r"contains files that fewbit did not write \(notes\), so it is not replaced"):
         write_adapters(path, {"w": plain()}, overwrite=True)
 
 
 def test_what_does_not_fit_is_refused(tmp_path):
     path = write_adapters(tmp_path / "out", {"w": plain(), "v": plain()})
     with pytest.raises(
-        QuantError, match=r"holds 2 tensors of no adapter in like, such as 'base_model.model.v.lora_A.weight'"
+        QuantError, match=r"has 2 tensors without an adapter in like, such as 'base_model.model.v.lora_A.weight'"
     ):
         read_adapters(path, {"w": plain()})
     with pytest.raises(QuantError, match=r"lacks 'base_model.model.u.lora_A.weight'; did you mean 'base_model"):
         read_adapters(path, {"u": plain()})
     with pytest.raises(QuantError, match=r"tensors of v have shapes \(2, 6\) and \(8, 2\) and alpha 16; expected \(2, 5\)"):
         read_adapters(path, {"w": plain(), "v": Adapter(normal(5, 2), normal(2, 8), 1.0, (-1,))})
-    with pytest.raises(QuantError, match="calls both"):
+    with pytest.raises(QuantError, match="gives both"):
         write_adapters(tmp_path / "other", {"w": plain(), "v": plain()}, names=lambda path: "same")
     with pytest.raises(QuantError, match="adapters is empty"):
         write_adapters(tmp_path / "other", {})

@@ -30,7 +30,7 @@ def test_what_is_no_model(tmp_path, suffix, data):
 def test_an_unknown_file_is_told_what_is_expected(tmp_path):
     (tmp_path / "m.bin").write_bytes(b"\x80\x02}q\x00.")
     with pytest.raises(
-        QuantError, match=r"begins with b'\\x80\\x02}q'. Expected is a GGUF, safetensors or \.npz file; pickles"
+        QuantError, match=r"begins with b'\\x80\\x02}q'. Expected a GGUF, safetensors or \.npz file; pickles"
     ):
         io.read(tmp_path / "m.bin")
 
@@ -41,7 +41,9 @@ def test_a_missing_path(tmp_path):
 
 
 def test_a_directory_without_a_model(tmp_path):
-    with pytest.raises(QuantError, match=r"is no model directory: it has neither a fewbit manifest nor safetensors files$"):
+    with pytest.raises(
+        QuantError, match=r"is not a model directory: it has neither a fewbit manifest nor safetensors files$"
+    ):
         io.read(tmp_path)
 
 

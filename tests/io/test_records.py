@@ -57,7 +57,7 @@ def test_a_policy_comes_back():
 
 def test_a_policy_of_another_kind_is_refused():
     q = dataclasses.replace(quantized("int8"), policy="mine")
-    with pytest.raises(QuantError, match=r"tensor 'w' has a policy of type str; files hold those of fb\.Policy"):
+    with pytest.raises(QuantError, match=r"tensor 'w' has a policy of type str; files store only fb\.Policy"):
         record(q, Table(), Table(), "w")
 
 
@@ -79,7 +79,7 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_parts_that_do_not_fit_are_refused(name):
     change, message = BAD[name]
-    with pytest.raises(QuantError, match=f"tensor 'w' is no valid QArray: {message}"):
+    with pytest.raises(QuantError, match=f"tensor 'w' is not a valid QArray: {message}"):
         record(dataclasses.replace(Q, **change), Table(), Table(), "w")
 
 
@@ -89,8 +89,8 @@ BAD_FORMS = {
     "unknown field": ({"scheme": 0, "dtype": "float32", "slack": 0, "more": 1}, "w has no field 'more'"),
     "no scheme": ({"dtype": "float32", "slack": 0}, "w lacks the field 'scheme'"),
     "no such scheme": ({"scheme": 1, "dtype": "float32", "slack": 0}, "names entry 1 of a table of 1"),
-    "dtype": ({"scheme": 0, "dtype": "float99", "slack": 0}, "'float99' is no dtype"),
-    "whole numbers": ({"scheme": 0, "dtype": "int8", "slack": 0}, "dtype is int8, but a QArray stands for floating"),
+    "dtype": ({"scheme": 0, "dtype": "float99", "slack": 0}, "'float99' is not a dtype"),
+    "whole numbers": ({"scheme": 0, "dtype": "int8", "slack": 0}, "dtype is int8; a QArray has a floating dtype"),
     "slack": ({"scheme": 0, "dtype": "float32", "slack": "0"}, "slack is '0'; expected int"),
     "nested": ({"scheme": 0, "dtype": "float32", "slack": 0, "scale": 3}, r"w: scale is 3; expected object"),
 }

@@ -69,7 +69,7 @@ def test_several_files_with_an_index(tmp_path):
 def test_tensors_beside_the_index_are_named_in_a_note(tmp_path):
     path = sharded(tmp_path)
     safetensors.numpy.save_file(X, path / "model-2.safetensors")
-    assert io.read(path).notes == ("1 tensors stand in the files but not in the index, and are left out: a.weight",)
+    assert io.read(path).notes == ("1 tensors are in the files but not in the index, and are left out: a.weight",)
 
 
 def test_a_missing_file(tmp_path):

@@ -90,7 +90,7 @@ def test_every_dtype_comes_back_bit_for_bit(tmp_path, name):
 
 
 def test_a_dtype_that_files_do_not_have():
-    with pytest.raises(QuantError, match="tensor 'x' has dtype complex128; a safetensors file holds"):
+    with pytest.raises(QuantError, match="tensor 'x' has dtype complex128; safetensors files store"):
         dtype_name(np.dtype(np.complex128), "tensor 'x'")
 
 
@@ -105,13 +105,13 @@ F32 = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 BAD = {
     "cut off": ({"w": F32}, b"1234567", "tensor 'w' is cut off, 1 bytes are missing"),
     "too long": ({"w": F32}, b"123456789", "1 bytes follow the last tensor"),
-    "shape": ({"w": F32 | {"shape": [3]}}, b"12345678", r"F32 of shape \(3,\) takes 12 bytes, but the file gives it 8"),
+    "shape": ({"w": F32 | {"shape": [3]}}, b"12345678", r"F32 of shape \(3,\) takes 12 bytes, but its data_offsets span 8"),
     "negative": ({"w": F32 | {"shape": [-2]}}, b"12345678", r"shape\[0\] is -2; expected int >= 0"),
     "fraction": ({"w": F32 | {"shape": [2.0]}}, b"12345678", r"shape\[0\] is 2.0; expected int"),
     "true": ({"w": F32 | {"shape": [True, 2]}}, b"12345678", r"shape\[0\] is True; expected int"),
     "huge": ({"w": F32 | {"shape": [2**62]}}, b"12345678", r"shape\[0\] is 4611686018427387904; expected int <="),
     "no list": ({"w": F32 | {"data_offsets": 8}}, b"12345678", "data_offsets is 8; expected array"),
-    "backwards": ({"w": F32 | {"data_offsets": [8, 0]}}, b"12345678", "takes 8 bytes, but the file gives it -8"),
+    "backwards": ({"w": F32 | {"data_offsets": [8, 0]}}, b"12345678", "takes 8 bytes, but its data_offsets span -8"),
     "dtype": ({"w": F32 | {"dtype": "F4"}}, b"12345678", "has dtype 'F4'; fewbit reads BOOL"),
     "field": ({"w": F32 | {"more": 1}}, b"12345678", "tensor 'w' has no field 'more'"),
     "no object": ({"w": 3}, b"", "tensor 'w' is 3; expected object with the fields dtype, shape, data_offsets"),
@@ -138,7 +138,7 @@ def test_an_impossible_header_is_refused(tmp_path, name):
 @pytest.mark.parametrize("data", [b"1234", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 3) + b"{}"])
 def test_an_impossible_length_is_refused(tmp_path, data):
     (tmp_path / "m.safetensors").write_bytes(data)
-    with pytest.raises(QuantError, match=r"m\.safetensors is no safetensors file"):
+    with pytest.raises(QuantError, match=r"m\.safetensors is not a safetensors file"):
         read_file(tmp_path / "m.safetensors")
 
 

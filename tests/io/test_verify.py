@@ -101,11 +101,13 @@ def test_nested_scales_are_looked_into(tmp_path):
 def test_codes_that_mean_no_number(tmp_path):
     q = quantized("ternary")
     codes = q.codes.at[0, 0].set(0b11_01_11_00)
-    assert findings(tmp_path, dataclasses.replace(q, codes=codes)) == ["error: w: 2 of 512 codes stand for no finite number"]
+    assert findings(tmp_path, dataclasses.replace(q, codes=codes)) == [
+        "error: w: 2 of 512 codes are invalid, NaN or infinite"
+    ]
     q = quantized("fp8")
     nan = dataclasses.replace(q, codes=q.codes.at[0, 0].set(0x7F))
     (tmp_path / "two").mkdir()
-    assert findings(tmp_path / "two", nan) == ["error: w: 1 of 512 codes stand for no finite number"]
+    assert findings(tmp_path / "two", nan) == ["error: w: 1 of 512 codes are invalid, NaN or infinite"]
 
 
 def test_a_scale_of_zero_in_a_gguf_file_is_a_warning(tmp_path):

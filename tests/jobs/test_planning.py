@@ -47,7 +47,7 @@ def test_flat_tensors_say_why_they_stay(odd):
 
 def test_a_dtype_that_files_cannot_hold_is_refused_before_anything_is_written(tmp_path):
     np.savez(tmp_path / "wide.npz", w=np.ones((2, 32), np.float32), wave=np.ones((2, 2), np.complex128))
-    with pytest.raises(QuantError, match=r"tensor 'wave' of .*wide.npz has dtype complex128; a safetensors file holds"):
+    with pytest.raises(QuantError, match=r"tensor 'wave' of .*wide.npz has dtype complex128; safetensors files store"):
         jobs.plan_model(jobs.load(tmp_path / "wide.npz"), recipe=last_axis("int8"))
 
 

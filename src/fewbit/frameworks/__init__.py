@@ -1,4 +1,4 @@
-"""Models of other libraries: plain trees and Equinox modules, Flax Linen, Flax NNX; each imports its library when it is used."""
+"""Adapters for plain trees, Equinox, Flax Linen and Flax NNX."""
 
 from . import linen as linen
 from . import nnx as nnx

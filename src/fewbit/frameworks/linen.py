@@ -1,14 +1,17 @@
-"""Flax Linen: a module's variables quantized in their collections, and its methods called on them, without changing the module.
+"""Quantized and quantization-aware Flax Linen modules.
 
-Rules match the paths below the collection `params`, `decoder/layers_0/mlp/wi/kernel`. Boxes of sharding metadata
-(`nn.Partitioned`, `nn.LogicallyPartitioned`) stay around what they describe, and no path mentions them.
+Rules match the paths below the collection `params`, such as `decoder/layers_0/mlp/wi/kernel`. Boxes of sharding metadata
+(`nn.Partitioned`, `nn.LogicallyPartitioned`) are kept and do not appear in paths. Every function raises UnsupportedError when
+flax is not installed, besides what its counterpart in `fb` raises.
 """
 
 from collections.abc import Callable, Iterable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Literal
 
 import jax
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, Key, PyTree
 
 from ..array import is_qarray
 from ..ops import transparent
@@ -23,25 +26,25 @@ from ..training import delayed_state as state_of
 from ..training import sparsity_state as sparsity_of
 from ..training import train as train_function
 from . import serialization, tree
-from ._flax import flax
+from ._flax import LinenModule, flax
+from .tree import RecipeLike
 
 
-def plan(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> Plan:
-    """Resolves a recipe against a module: what happens to every parameter, and why.
+def plan(module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object) -> Plan:
+    """Resolves a recipe against a module without running it.
 
     Args:
         module: the Linen module.
         variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
         inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
         recipe: a Recipe, or anything that `fb.recipe` takes.
-        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+        kwargs: other arguments of `module.apply`: `method`, `rngs`, `mutable`, and keyword arguments of the method.
 
     Returns:
-        The plan; its paths are those below `params`.
+        The plan of every parameter, with paths below `params`.
 
     Raises:
-        QuantError: for what `fb.plan` refuses.
-        UnsupportedError: when flax is not installed.
+        QuantError: as `fb.plan`.
 
     >>> from flax import linen
     >>> dense = linen.Dense(32)
@@ -51,32 +54,37 @@ def plan(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwargs: Any) 
     """
     params, boxed, others = _split(variables)
 
-    def fn(params: Any, others: Any, *inputs: Any) -> Any:
+    def fn(params: PyTree, others: PyTree, *inputs: PyTree) -> PyTree:
         return module.apply({**others, "params": boxed(params)}, *inputs, **kwargs)
 
     return make_plan(fn, params, others, *inputs, recipe=recipe)
 
 
 def quantize(
-    module: Any, variables: Any, *inputs: Any, recipe: Any, method: Any = None, donate: bool = False, **kwargs: Any
-) -> Any:
-    """Quantizes the parameters of a module; every other collection, and all metadata, stays as it is.
+    module: LinenModule,
+    variables: PyTree,
+    *inputs: PyTree,
+    recipe: RecipeLike | Plan,
+    method: Callable[..., Any] | str | None = None,
+    donate: bool = False,
+    **kwargs: object,
+) -> PyTree:
+    """Quantizes a module's parameters; keeps other collections and metadata.
 
     Args:
         module: the Linen module.
         variables: its variables, with the collection `params`.
         inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan, as `plan` gives it.
-        method: the method, or its name, whose products decide the axes; None is `__call__`.
-        donate: whether each float array is deleted as soon as its codes are there, as in `tree.quantize`.
-        kwargs: what else `module.apply` takes: `rngs`, `mutable`, and keyword arguments of the method.
+        recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of `plan`.
+        method: the method, or its name, whose matmuls decide the axes; None is `__call__`.
+        donate: whether each float array is deleted once it is quantized, as in `tree.quantize`.
+        kwargs: other arguments of `module.apply`: `rngs`, `mutable`, and keyword arguments of the method.
 
     Returns:
-        The variables with QArrays in the place of quantized arrays, inside the same boxes; for `apply`.
+        The variables with QArrays inside the same boxes, for `apply`.
 
     Raises:
-        QuantError: for what `fb.plan` and `fb.quantize_params` refuse.
-        UnsupportedError: when flax is not installed, and for what `fb.quantize_params` refuses.
+        QuantError: as `fb.plan` and `fb.quantize_params`.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
@@ -93,24 +101,21 @@ def quantize(
     return {**others, "params": boxed(tree.quantize(None, params, recipe=recipe, donate=donate))}
 
 
-def apply(module: Any, *, fallback: Any = "error", report: Callable[[Decoded], None] | None = None) -> Callable[..., Any]:
-    """Makes `module.apply` take quantized variables, for every method.
+def apply(
+    module: LinenModule,
+    *,
+    fallback: Literal["error", "dequantize"] = "error",
+    report: Callable[[Decoded], None] | None = None,
+) -> Callable[..., Any]:
+    """`module.apply` for quantized variables and any method; other arguments as for `fb.transparent`.
 
-    Make it once, outside the loop that calls it, and jit it like `module.apply`.
-
-    Args:
-        module: the Linen module.
-        fallback: as in `fb.transparent`.
-        report: as in `fb.transparent`.
-
-    Returns:
-        A function of the arguments of `module.apply`: the variables, the inputs, `method`, `rngs`, `mutable` and so on.
+    Create it once, outside the loop that calls it, and jit it like `module.apply`, whose arguments it takes.
     """
     return transparent(module.apply, fallback=fallback, report=report)
 
 
-def train(module: Any, recipe: Any, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., Any]:
-    """Makes `module.apply` compute its products as a recipe says, forwards and backwards, from float variables.
+def train(module: LinenModule, recipe: RecipeLike, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., Any]:
+    """`module.apply` with quantized forward and backward matmuls (QAT).
 
     Args:
         module: the Linen module.
@@ -118,14 +123,12 @@ def train(module: Any, recipe: Any, *, report: Callable[[Decoded], None] | None 
         report: as in `fb.train`.
 
     Returns:
-        A function of the arguments of `module.apply`, and `key=`: a JAX random key, needed when a policy rounds stochastically
-        or rotates; `delayed=`: the state of `delayed_state`, needed for delayed scaling; and `sparsity=`: the state of
-        `sparsity_state`, needed for sparsity. The variables, their gradients and so their checkpoints have the structure of
-        the float model.
+        A function with the arguments of `module.apply`, and `key=`: a JAX random key, required for stochastic rounding and
+        rotation; `delayed=`: the state of `delayed_state`, required for delayed scaling; `sparsity=`: the state of
+        `sparsity_state`, required for sparsity. Variables, gradients and checkpoints have the structure of the float model.
 
     Raises:
-        QuantError: for what `fb.train` refuses.
-        UnsupportedError: when flax is not installed, and for what `fb.train` refuses.
+        QuantError: as `fb.train`.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
@@ -134,33 +137,28 @@ def train(module: Any, recipe: Any, *, report: Callable[[Decoded], None] | None 
     >>> jax.tree.structure(gradient) == jax.tree.structure(variables)
     True
     """
-
     trained = train_function(_pure(module), recipe, report=report)
 
     def applied(
-        variables: Any, *args: Any, key: Any = None, delayed: Any = None, sparsity: Any = None, **kwargs: Any
+        variables: PyTree,
+        *args: PyTree,
+        key: Key[Array, ""] | None = None,
+        delayed: DelayedState | None = None,
+        sparsity: ModelSparsity | None = None,
+        **kwargs: object,
     ) -> Any:
         return trained(*_split(variables), *args, key=key, delayed=delayed, sparsity=sparsity, **kwargs)
 
     return applied
 
 
-def delayed_state(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> DelayedState:
-    """The state of delayed scaling before the first step of a module under a recipe, for what `train` gives.
-
-    Args:
-        module: the Linen module.
-        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
-        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
-
-    Returns:
-        The state, as `fb.delayed_state` gives it.
+def delayed_state(
+    module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object
+) -> DelayedState:
+    """The initial state of delayed scaling, for `train`; arguments as for `plan`.
 
     Raises:
-        QuantError: for what `fb.delayed_state` refuses.
-        UnsupportedError: when flax is not installed.
+        QuantError: as `fb.delayed_state`.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
@@ -170,22 +168,13 @@ def delayed_state(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwar
     return state_of(_pure(module), *_split(variables), *inputs, recipe=recipe, **kwargs)
 
 
-def sparsity_state(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwargs: Any) -> ModelSparsity:
-    """The sparsity of a module under a recipe before the first step, for what `train` gives.
-
-    Args:
-        module: the Linen module.
-        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
-        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
-
-    Returns:
-        The state, as `fb.sparsity_state` gives it; paths are those below `params`.
+def sparsity_state(
+    module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object
+) -> ModelSparsity:
+    """The initial sparsity masks, for `train`; arguments as for `plan`.
 
     Raises:
-        QuantError: for what `fb.sparsity_state` refuses.
-        UnsupportedError: when flax is not installed.
+        QuantError: as `fb.sparsity_state`.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
@@ -198,69 +187,60 @@ def sparsity_state(module: Any, variables: Any, *inputs: Any, recipe: Any, **kwa
     return sparsity_of(_pure(module), *_split(variables), *inputs, recipe=recipe, **kwargs)
 
 
-def update_sparsity(state: ModelSparsity, variables: Any, step: Any = None) -> ModelSparsity:
-    """The sparsity for one step, as `ModelSparsity.update` gives it.
+def update_sparsity(state: ModelSparsity, variables: PyTree, step: Int[ArrayLike, ""] | None = None) -> ModelSparsity:
+    """Updates the sparsity masks for one step, as `ModelSparsity.update`.
 
     Args:
-        state: the state before.
-        variables: the variables, dense.
+        state: the previous state.
+        variables: the dense variables.
         step: the number of this step; None counts the updates from 0.
 
-    Returns:
-        The state for this step.
-
     Raises:
-        QuantError: when the variables are another module's.
-        UnsupportedError: when flax is not installed.
+        QuantError: for variables of another module.
     """
     return state.update(_split(variables)[0], step)
 
 
-def pruned(variables: Any, state: ModelSparsity) -> Any:
-    """The variables with zeros where the masks prune them, as `train` computed with them: to quantize and to serve.
+def pruned(variables: PyTree, state: ModelSparsity) -> PyTree:
+    """Sets pruned weights to zero, to quantize and serve what `train` trained.
 
     Args:
-        variables: the variables.
+        variables: the dense variables; all but the sparse parameters are returned unchanged.
         state: the sparsity.
 
-    Returns:
-        The variables; all but the sparse parameters are those that came in.
-
     Raises:
-        QuantError: when the variables are another module's.
-        UnsupportedError: when flax is not installed.
+        QuantError: for variables of another module.
     """
     params, boxed, others = _split(variables)
     return {**others, "params": boxed(state.apply(params))}
 
 
 def observe(
-    module: Any,
-    variables: Any,
-    batches: Iterable[Any],
-    recipe: Any,
+    module: LinenModule,
+    variables: PyTree,
+    batches: Iterable[PyTree],
+    recipe: RecipeLike,
     *,
     rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
     collect: Sequence[Statistic] = ("range",),
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Stats:
-    """Runs a module over batches, and measures what each parameter that a recipe quantizes meets in its products.
+    """Collects activation statistics of a module over calibration batches.
 
     Args:
         module: the Linen module.
-        variables: its variables, with the collection `params`, floating.
-        batches: for each batch the tuple of the method's arguments, or the one argument.
+        variables: its float variables, with the collection `params`.
+        batches: for each batch the tuple of the method's arguments, or the single argument.
         recipe: a Recipe, or anything that `fb.recipe` takes.
         rule: how ranges are estimated, as in `fb.observe`.
         collect: the statistics, as in `fb.observe`.
-        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+        kwargs: other arguments of `module.apply`: `method`, `rngs`, `mutable`, and keyword arguments of the method.
 
     Returns:
-        The statistics, as `fb.observe` gives them; paths are those below `params`.
+        The statistics of the inputs of each parameter that the recipe quantizes, with paths below `params`.
 
     Raises:
-        QuantError: for what `fb.observe` refuses.
-        UnsupportedError: when flax is not installed, and for what `fb.observe` refuses.
+        QuantError: as `fb.observe`.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.full((1, 64), 3.0)
@@ -271,31 +251,31 @@ def observe(
     params, boxed, others = _split(variables)
     fn = _pure(module)
 
-    def called(params: Any, *inputs: Any) -> Any:
+    def called(params: PyTree, *inputs: PyTree) -> Any:
         return fn(params, boxed, others, *inputs, **kwargs)
 
     return observe_function(called, params, batches, recipe, rule=rule, collect=collect)
 
 
-def _pure(module: Any) -> Callable[..., Any]:
-    """`module.apply` as a function of what `_split` gives, and of the other arguments."""
+def _pure(module: LinenModule) -> Callable[..., Any]:
+    """`module.apply` as a function of the results of `_split`."""
 
-    def fn(params: Any, boxed: Callable[[Any], Any], others: Any, *args: Any, **kwargs: Any) -> Any:
+    def fn(params: PyTree, boxed: Callable[[Any], Any], others: PyTree, *args: PyTree, **kwargs: object) -> Any:
         return module.apply({**others, "params": boxed(params)}, *args, **kwargs)
 
     return fn
 
 
-def _split(variables: Any) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
-    """The parameters without boxes, the function that puts them back into theirs, and the other collections."""
+def _split(variables: PyTree) -> tuple[PyTree, Callable[[Any], Any], dict[str, Any]]:
+    """The unboxed parameters, the function that boxes them again, and the other collections."""
     meta = flax("core.meta")
 
-    def is_whole(x: Any) -> bool:
+    def is_leaf(x: object) -> bool:
         return is_qarray(x) or isinstance(x, meta.AxisMetadata)
 
-    leaves, treedef = jax.tree.flatten(variables.get("params", {}), is_leaf=is_whole)
+    leaves, treedef = jax.tree.flatten(variables.get("params", {}), is_leaf=is_leaf)
 
-    def boxed(params: Any) -> Any:
+    def boxed(params: PyTree) -> PyTree:
         values = treedef.flatten_up_to(params)
         return treedef.unflatten(
             x.replace_boxed(value) if isinstance(x, meta.AxisMetadata) else value
@@ -306,8 +286,10 @@ def _split(variables: Any) -> tuple[Any, Callable[[Any], Any], dict[str, Any]]:
     return treedef.unflatten(_unboxed(x, meta) for x in leaves), boxed, others
 
 
-def _unboxed(x: Any, meta: ModuleType) -> Any:
-    """What a box holds; its own `unbox` would constrain the sharding, which a QArray outside `transparent` cannot be."""
+def _unboxed(x: PyTree, meta: ModuleType) -> PyTree:
+    """The content of a box."""
     if isinstance(x, meta.Partitioned):
-        return x.value
-    return x.unbox() if isinstance(x, meta.AxisMetadata) else x
+        return x.value  # `unbox` would constrain the sharding, which a QArray outside `transparent` does not support
+    if isinstance(x, meta.AxisMetadata):
+        return x.unbox()
+    return x

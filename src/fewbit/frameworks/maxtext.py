@@ -1,4 +1,4 @@
-"""In the place of MaxText's own functions: its configuration gives the `quant` and `kv_quant` objects of its layers.
+"""Replacements of MaxText's quantization functions.
 
     from maxtext.layers import quantizations
     from fewbit.frameworks import maxtext
@@ -12,12 +12,15 @@ Rules by layer need `quantizations.maybe_quantize_model = maxtext.maybe_quantize
 import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from ..errors import QuantError, UnsupportedError
+from ..ops import Policy
 from ..recipe import Recipe, Rule, maxtext_recipe
 from ..recipe.presets.mixed_precision import LAYERS
 from ._flax import flax
@@ -28,6 +31,7 @@ from .maxtext_quant import OVERWRITTEN as OVERWRITTEN
 from .maxtext_quant import Quantization as Quantization
 from .maxtext_quant import QuantMode as QuantMode
 from .maxtext_quant import StoredWeight as StoredWeight
+from .tree import RecipeLike
 
 _SHARDS = "quantization_local_shard_count"
 _CALIBRATIONS = tuple(f"{who}_quantization_calibration_method" for who in ("weight", "act", "bwd", "drhs_grad"))
@@ -39,10 +43,10 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
     "weight_sparsity_n": (None,),
     "weight_sparsity_m": (None,),
 }
-"""The fields that a value of `quantization` may read, and what they hold where nobody set them."""
+"""The fields that a value of `quantization` may read, and their unset values."""
 
 _SCHEDULE = {"weight_sparsity_start_step": 50, "weight_sparsity_update_step": 10}
-"""MaxText's defaults of when the masks of sparsity are made."""
+"""MaxText's default schedule of sparsity masks."""
 
 _SHARDED = ("int8", "int4", "fp4", "fp8", "fp8_e4m3", "fp8_e5m2")
 """The values of `quantization` that read `quantization_local_shard_count`."""
@@ -63,33 +67,32 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     ),
     "unquantized_modules": (([], (), None), "it is for fp8 weight_dtype; write a rule with policy null for these modules"),
     "weight_block_size": ((None,), "it is for fp8 weight_dtype; take a recipe with blocks, such as deepseek_fp8"),
-    "te_comm_gemm_overlap": (
-        ("disabled", "", None),
-        "it overlaps Transformer Engine's own products; leave it at disabled",
-    ),
+    "te_comm_gemm_overlap": (("disabled", "", None), "it overlaps Transformer Engine's own products; leave it at disabled"),
     "te_moe_block": ((False, None), "that block calls Transformer Engine; leave it false"),
     "te_gmm_quantization": (("", None), "it is for Transformer Engine's block of experts; leave it empty"),
     "moe_quantize_token_all_gather": ((False, None), "it asks Qwix for its rule; leave it false"),
     "moe_quantize_combine_bwd_method": (("", None), "it asks Qwix for its rule; leave it empty"),
 }
-"""The fields that the object cannot honour: what they hold where nobody set them, and what to do."""
+"""The fields that the object cannot honour: their unset values, and advice."""
 
 
-def configure_quantization(config: Any, quant_mode_str: str = "train", *, recipe: Any = None) -> Quantization | None:
-    """The `quant` object for a MaxText configuration, in the place of MaxText's function of this name.
+def configure_quantization(
+    config: object, quant_mode_str: str = "train", *, recipe: RecipeLike | Policy | None = None
+) -> Quantization | None:
+    """The `quant` object of a configuration; replaces MaxText's function of this name.
 
     Args:
-        config: what has MaxText's fields; one that is absent counts as MaxText's default.
+        config: an object with MaxText's fields; absent ones have MaxText's default.
         quant_mode_str: "train", "convert" or "serve".
-        recipe: a Recipe, or anything that `fb.recipe` takes, in the place of that of `config.quantization`;
-            `functools.partial` binds it.
+        recipe: a Recipe, or anything that `fb.recipe` takes, instead of that of `config.quantization`; bind it with
+            `functools.partial`.
 
     Returns:
         The object; None without `quantization`, and for `te_no_quant`.
 
     Raises:
-        QuantError: for a value or a field that is not known, or that the value does not read.
-        UnsupportedError: for a field that the object cannot honour, with what to do.
+        QuantError: for an unknown value or field, or a field that the value does not read.
+        UnsupportedError: for a field that the object cannot honour, with advice.
 
     >>> import types
     >>> quant = configure_quantization(types.SimpleNamespace(quantization="int8", quantization_local_shard_count=-1), "serve")
@@ -101,21 +104,23 @@ def configure_quantization(config: Any, quant_mode_str: str = "train", *, recipe
     if recipe is None and not value:
         return None
     _refuse_fields(config, value, recipe is not None)
-    made = _recipe(config, value) if recipe is None else recipe
-    if isinstance(made, Recipe) and all(rule.policy is None and rule.sparsity is None for rule in made.rules):
+    shards = 1
+    if recipe is None:
+        recipe, shards = _recipe(config, value), _shards(config, value)
+    if isinstance(recipe, Recipe) and all(rule.policy is None and rule.sparsity is None for rule in recipe.rules):
         return None
-    quant = Quantization(made, quant_mode_str, shards=1 if recipe is not None else _shards(config, value))
+    quant = Quantization(recipe, quant_mode_str, shards=shards)
     _check_experts(config, quant)
     return quant
 
 
-def _text(value: Any) -> Any:
-    """The text of a member of one of MaxText's enumerations of texts; None as an empty one."""
+def _text(value: object) -> str:
+    """The text of a string or a member of MaxText's string enums; "" for None."""
     return str(getattr(value, "value", value) or "")
 
 
-def _refuse_fields(config: Any, value: str, has_recipe: bool) -> None:
-    """Refuses what a configuration asks for and the object cannot honour."""
+def _refuse_fields(config: object, value: str, has_recipe: bool) -> None:
+    """Refuses a configuration that the object cannot honour."""
     reasons = {}
     for field, (unset, advice) in _REFUSED.items():
         given = getattr(config, field, unset[0])
@@ -134,13 +139,13 @@ def _refuse_fields(config: Any, value: str, has_recipe: bool) -> None:
             "to convert and serve float weights"
         )
     if has_recipe and getattr(config, "use_qwix_quantization", False):
-        reasons["use_qwix_quantization=True"] = "recipe= says how; leave it false"
+        reasons["use_qwix_quantization=True"] = "recipe= replaces it; leave it false"
     if reasons:
         raise UnsupportedError("this MaxText configuration cannot be honoured", reasons)
 
 
-def _recipe(config: Any, value: str) -> Recipe:
-    """The recipe of `config.quantization`: one policy for every product that asks, or rules by layer."""
+def _recipe(config: object, value: str) -> Recipe:
+    """The recipe of `config.quantization`: one policy for every matmul, or rules by layer."""
     is_qwix = bool(getattr(config, "use_qwix_quantization", False))
     given = {field: getattr(config, field, unset[0]) for field, unset in _DEFAULTS.items()}
     fields = {field: x for field, x in given.items() if x not in _DEFAULTS[field]}
@@ -152,11 +157,13 @@ def _recipe(config: Any, value: str) -> Recipe:
         fields[_SHARDS] = 0
     if value in ("int8", "fp8") or is_qwix:
         fields["use_qwix_quantization"] = is_qwix
-    path = f"{LAYERS}|(?:.*/)?mtp_block/.*" if is_qwix and getattr(config, "quantize_mtp", False) else LAYERS
+    path = LAYERS
+    if is_qwix and getattr(config, "quantize_mtp", False):
+        path += "|(?:.*/)?mtp_block/.*"
     recipe = maxtext_recipe(value, path=path, **fields)
     rules = recipe.rules
     if not is_qwix and value != "intmp":
-        # There MaxText quantizes every layer that it hands the object to.
+        # In these cases MaxText quantizes every layer that has the object.
         rules = tuple(dataclasses.replace(rule, path=".*") for rule in rules)
     if value == "fp8_full" and getattr(config, "mtp_num_layers", 0) and not getattr(config, "quantize_mtp", False):
         rules = (Rule("(?:.*/)?mtp_block/.*", None, optional=True), *rules)
@@ -165,32 +172,35 @@ def _recipe(config: Any, value: str) -> Recipe:
     return dataclasses.replace(recipe, rules=rules)
 
 
-def _shards(config: Any, value: str) -> int:
-    """In how many parts the contraction of the weight's gradient is cut; -1 is one for each local device, as in MaxText."""
+def _shards(config: object, value: str) -> int:
+    """The number of parts of wgrad's contraction; -1 is one per local device, as in MaxText."""
     count = getattr(config, _SHARDS, -1)
     if value not in _SHARDED or count == 0:
         return 1
-    return jax.local_device_count() if count == -1 else count
+    if count == -1:
+        return jax.local_device_count()
+    return count
 
 
-def _check_experts(config: Any, quant: Quantization) -> None:
-    """Refuses what MaxText cannot do with experts, and warns of what it leaves in floating point."""
-    if getattr(config, "num_experts", 1) <= 1:
+def _check_experts(config: object, quant: Quantization) -> None:
+    """Refuses unsupported modes of experts, and warns of experts that stay in floating point."""
+    experts = getattr(config, "num_experts", 1)
+    if experts <= 1:
         return
     if quant.quant_mode != QuantMode.TRAIN:
         advice = (
-            "its layer-wise quantization copies no weights of experts, and its serving makes them anew; serve from the float "
+            "its layer-wise quantization copies no weights of experts, and its serving creates them again; serve from the float "
             "checkpoint (checkpoint_is_quantized=false), which quantizes in each product"
         )
         raise UnsupportedError(
-            f"MaxText cannot {quant.quant_mode.value} experts (num_experts={config.num_experts})", {"MaxText": advice}
+            f"MaxText cannot {quant.quant_mode.value} experts (num_experts={experts})", {"MaxText": advice}
         )
     if not getattr(config, "sparse_matmul", True):
         return
     if getattr(config, "use_qwix_quantization", False):
         if any("ragged_dot" in rule.ops for rule in quant.recipe.rules):
             advice = (
-                "MaxText's grouped matmul asks Qwix, which is not there, for its rule; set use_qwix_quantization=false or "
+                "MaxText's grouped matmul reads its rule from Qwix, which is not used here; set use_qwix_quantization=false or "
                 "sparse_matmul=false"
             )
             raise UnsupportedError(
@@ -200,27 +210,27 @@ def _check_experts(config: Any, quant: Quantization) -> None:
     has_kernel = any(getattr(config, field, default) for field, default in (("megablox", True), ("use_tokamax_gmm", False)))
     if not has_kernel:
         warnings.warn(
-            "sparse_matmul=true with megablox=false: MaxText multiplies experts by jax.lax.ragged_dot, which asks no quant object, "
+            "sparse_matmul=true with megablox=false: MaxText multiplies experts by jax.lax.ragged_dot, which uses no quant object, "
             "so they stay in floating point; set megablox=true or sparse_matmul=false to quantize them",
             stacklevel=3,
         )
 
 
-def maybe_quantize_model(model: Any, config: Any) -> Any:
-    """Tells each layer of a model its path, for rules by layer; in the place of MaxText's function of this name.
+def maybe_quantize_model(model: PyTree, config: object) -> PyTree:
+    """Sets the path of each layer, for rules by layer; replaces MaxText's function of this name.
 
-    MaxText calls it once a model is built. Its own rewrites the model by Qwix, where `use_qwix_quantization` is set; here
-    the object that `configure_quantization` gave computes what that flag means.
+    MaxText calls it on a new model. Its own rewrites the model by Qwix if `use_qwix_quantization` is set; here the object of
+    `configure_quantization` implements that flag.
 
     Args:
-        model: the model; other than an NNX module it comes back as it is: in Linen each module knows its path.
-        config: MaxText's configuration, which is not read: the object of the model has all of it.
+        model: an NNX model; a Linen model is returned unchanged, since its modules know their paths.
+        config: MaxText's configuration; unused, since the model's `quant` object has it.
 
     Returns:
         The same model.
 
     Raises:
-        QuantError: for a rule that no layer follows, unless it is optional.
+        QuantError: for a rule that matches no layer, unless it is optional.
         UnsupportedError: when flax is not installed.
     """
     nnx = flax("nnx")
@@ -248,8 +258,8 @@ def maybe_quantize_model(model: Any, config: Any) -> Any:
     return model
 
 
-def _fill(nnx: Any, node: Any, quant: Quantization, rule: Rule | None) -> None:
-    """Puts the variables that a rule keeps in the place of a module's placeholder, stacked as the layers are."""
+def _fill(nnx: ModuleType, node: PyTree, quant: Quantization, rule: Rule | None) -> None:
+    """Replaces a module's placeholder by the variables of its rule, stacked as the layers are."""
     names = [name for name in vars(node) if name.startswith(PLACEHOLDER)]
     for name in names:
         placeholder = vars(node)[name]
@@ -275,28 +285,29 @@ def _fill(nnx: Any, node: Any, quant: Quantization, rule: Rule | None) -> None:
 
 
 def _check_matched(quant: Quantization, sites: Mapping[str, Rule | None]) -> None:
-    """Refuses a rule that no layer follows."""
+    """Refuses a rule that matches no layer."""
     for number, rule in enumerate(quant.recipe.rules, 1):
         if rule in sites.values() or rule.optional or rule not in quant.rules:
             continue
+        more = " and more" if len(sites) > 8 else ""
         raise QuantError(
-            f"rule {number} of recipe {quant.recipe.name!r} ({rule}) decides about no layer; those that MaxText quantizes are "
-            f"{', '.join(list(sites)[:8])}{' and more' if len(sites) > 8 else ''}. Correct its path, or mark it optional"
+            f"rule {number} of recipe {quant.recipe.name!r} ({rule}) matches no layer; MaxText's quantized layers are "
+            f"{', '.join(list(sites)[:8])}{more}. Correct its path, or mark it optional"
         )
 
 
-def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
-    """The parameters without those whose stored weight is among the variables; in the place of MaxText's function of this name.
+def remove_quantized_params(params: PyTree, aqt_vars: PyTree) -> PyTree:
+    """Removes parameters that have a stored weight; replaces MaxText's function of this name.
 
     Args:
-        params: the tree of parameters, nested dictionaries.
-        aqt_vars: the collection `aqt` that a run in the mode "convert" filled.
+        params: the parameters, nested dictionaries.
+        aqt_vars: the collection `aqt` of a run in the mode "convert".
 
     Returns:
-        The tree with `{}` in the place of each parameter that is stored.
+        The tree with `{}` for each parameter that is stored.
 
     Raises:
-        QuantError: for a stored weight without a parameter, so that no float weight is kept in silence.
+        QuantError: for a stored weight without a parameter, so that no float weight is kept silently.
 
     >>> weight = StoredWeight(fb.quantize(jnp.ones((4, 32)), "int8"))
     >>> aqt = {"wi": {"AqtDotGeneral_0": {"qrhs": {"frozen": weight}}}}
@@ -311,36 +322,43 @@ def remove_quantized_params(params: Any, aqt_vars: Any) -> Any:
         name = "kernel" if "kernel" in of_shape else next((name for name in sorted(of_shape) if name != "bias"), None)
         if name is None:
             have = {name: _shape(x) for name, x in layer.items()}
-            raise QuantError(
-                f"{'/'.join(path)}: a weight {shape} is stored, and no parameter of that shape is there: {have}"
-            )
+            raise QuantError(f"{'/'.join(path)}: no parameter has the shape {shape} of the stored weight: {have}")
         removed.add((*path, name))
     return _without(params, removed, ())
 
 
-def _stored_weights(tree: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """The stored weights of a collection, in order, each with the path of its layer."""
+def _stored_weights(tree: PyTree, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """The stored weights of a collection in order, with the paths of their layers."""
     for name in sorted(tree):
         value = tree[name]
         if name == "qrhs" and isinstance(value, Mapping) and "frozen" in value:
-            layer = path[:-1] if len(path) < 2 or not path[-2].startswith("AqtEinsum_") else path[:-2]
+            layer = path[:-1]
+            if layer and layer[-1].startswith("AqtEinsum_"):
+                layer = layer[:-1]
             yield layer, value["frozen"].weight
         elif isinstance(value, Mapping):
             yield from _stored_weights(value, (*path, name))
 
 
-def _at(tree: Any, path: tuple[str, ...]) -> Mapping[str, Any]:
+def _at(tree: PyTree, path: tuple[str, ...]) -> Mapping[str, Any]:
+    """The subtree at a path; empty where there is none."""
     for name in path:
-        tree = tree.get(name, {}) if isinstance(tree, Mapping) else {}
+        if not isinstance(tree, Mapping):
+            return {}
+        tree = tree.get(name, {})
     return tree if isinstance(tree, Mapping) else {}
 
 
-def _shape(x: Any) -> tuple[int, ...] | None:
-    """The shape of a parameter, in its box of sharding metadata or not; None of a dictionary."""
-    return None if isinstance(x, Mapping) else tuple(jax.tree.leaves(x)[0].shape)
+def _shape(x: PyTree) -> tuple[int, ...] | None:
+    """The shape of a parameter, boxed or not; None of a dictionary."""
+    if isinstance(x, Mapping):
+        return None
+    return tuple(jax.tree.leaves(x)[0].shape)
 
 
-def _without(tree: Any, removed: set[tuple[str, ...]], path: tuple[str, ...]) -> Any:
+def _without(tree: PyTree, removed: set[tuple[str, ...]], path: tuple[str, ...]) -> PyTree:
+    if path in removed:
+        return {}
     if not isinstance(tree, Mapping):
-        return {} if path in removed else tree
+        return tree
     return {name: _without(value, removed, (*path, name)) for name, value in tree.items()}

@@ -1,9 +1,8 @@
-"""MaxText's `KVQuant` object: what its cache asks to store keys and values in few bits, and its attention to read them.
+"""Replacement of MaxText's `KVQuant` for quantized KV caches.
 
-MaxText's `KVCache` keeps two arrays for what `quantize` gives: the numbers, and a bfloat16 scale, which it divides by
-127.5, 7.5 or 448 when it reads. Its attention multiplies queries by keys, and weights by values, with what
-`einsum_fn_with_rhs_qtensor` and `einsum_fn_with_rhs_qtensor_and_dequant` give. Nothing of MaxText or AQT is imported here;
-its `configure_kv_quant` returns that of this file instead of its own.
+MaxText's `KVCache` stores the two arrays of `quantize`: the quantized numbers, and a bfloat16 scale, which it divides by 127.5, 7.5
+or 448 when it reads. Its attention computes QK and PV with the functions of `einsum_fn_with_rhs_qtensor` and
+`einsum_fn_with_rhs_qtensor_and_dequant`. `configure_kv_quant` replaces MaxText's. Nothing of MaxText or AQT is imported here.
 """
 
 import dataclasses
@@ -13,7 +12,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, BFloat16, Float
+from jaxtyping import Array, BFloat16, Float, PyTree
 
 from .._registry import near_names
 from ..errors import QuantError
@@ -21,24 +20,24 @@ from ..formats import AbstractFormat
 from ..kvcache import kv_policy
 
 _STORED = {"int8": (jnp.int8, 127.5), "int4": (jnp.int4, 7.5), "fp8": (jnp.float8_e4m3fn, 448.0)}
-"""For each `kv_quant_dtype` what holds the numbers, and what MaxText divides their scale by."""
+"""For each `kv_quant_dtype` the dtype of the numbers, and the divisor of their scale in MaxText."""
 _SHARING = {"dkv": ("cache_kv",), "heads_and_dkv": ("cache_heads", "cache_kv")}
 """For each `kv_quant_axis` the names of the axes whose elements share a scale."""
 
 
 @dataclasses.dataclass(frozen=True)
 class KVQuant:
-    """The `kv_quant` of MaxText's attention: symmetric numbers of one format with a scale for each token, or token and head.
+    """Symmetric KV quantization with a scale per token, or per token and head.
 
-    A number and its negative come back alike, the numbers are chosen for the scale that MaxText reads back (its own
-    are for one before two roundings to bfloat16), and a row of zeros comes back as zeros in every format.
+    `x` and `-x` dequantize to opposite values, the numbers are rounded for the scale that MaxText reads back (its own are rounded
+    before two roundings of the scale to bfloat16), and a row of zeros dequantizes to zeros in every format.
 
     Attributes:
         kv_quant_dtype: "int8" (-127 .. 127), "int4" (-7 .. 7) or "fp8" (e4m3fn).
-        axis_cfg: what shares a scale: "dkv", the coordinates of one head of a token; "heads_and_dkv", those of all heads.
+        axis_cfg: the axes that share a scale: "dkv", one head of a token; "heads_and_dkv", all heads of a token.
 
     Raises:
-        QuantError: for another name.
+        QuantError: for other names.
 
     >>> numbers, scale = KVQuant("int4", "dkv").quantize(jnp.array([[7.0, -7.0, 2.2], [0.0, 0.0, 0.0]]), ("s", "cache_kv"))
     >>> numbers.tolist(), (scale / 7.5).tolist()
@@ -60,14 +59,14 @@ class KVQuant:
 
     @property
     def format(self) -> AbstractFormat:
-        """The numbers that are stored."""
+        """The format of the stored numbers."""
         return kv_policy(self.kv_quant_dtype).keys.format
 
     def quantize(self, kv: Float[Array, "*s"], axis_names: Sequence[str]) -> tuple[Array, BFloat16[Array, "*t"]]:
-        """Keys or values as numbers of the format and their scales.
+        """Quantizes keys or values.
 
         With `S = max |kv| * d / format.max` in bfloat16 and `d` = 127.5, 7.5 or 448, the numbers are `round(kv / (S / d))`.
-        NaN or infinity makes what shares its scale NaN when it is read.
+        NaN or infinity makes every element of its scale NaN.
 
         Args:
             kv: keys or values in any order of axes.
@@ -77,7 +76,7 @@ class KVQuant:
             The numbers in `dtype`, and `S`, 1 long along the axes that share a scale.
 
         Raises:
-            QuantError: when the names do not fit the axes.
+            QuantError: for names that do not match the axes.
         """
         shared = _SHARING[self.axis_cfg]
         if len(axis_names) != kv.ndim or not set(shared) <= set(axis_names):
@@ -91,36 +90,36 @@ class KVQuant:
         return numbers.astype(self.dtype), scale
 
     def _step(self, scale: BFloat16[Array, "*t"]) -> Float[Array, "*t"]:
-        """What MaxText multiplies the numbers by, float32: its division is one of bfloat16 for integers, of float32 for fp8."""
+        """The step in float32; MaxText divides in bfloat16 for integers, in float32 for fp8."""
         divisor = _STORED[self.kv_quant_dtype][1]
         if self.kv_quant_dtype == "fp8":
             return scale.astype(jnp.float32) / divisor
         return (scale / jnp.asarray(divisor, scale.dtype)).astype(jnp.float32)
 
     def einsum_fn_with_rhs_qtensor(self) -> Callable[[str, Array, Any], Array]:
-        """What multiplies queries by keys: `einsum(equation, lhs, rhs)`, where `rhs` is an array or AQT's QTensor.
+        """The QK product: `einsum(equation, lhs, rhs)`, where `rhs` is an array or AQT's QTensor.
 
-        A scale goes to the result where the equation keeps its axes, and to `lhs` where it sums over them, so that nothing is
-        multiplied out. Sums are float32, the result is in the dtype of `lhs`.
+        The scale multiplies the result where the equation keeps its axes, and `lhs` where it sums over them, so that the cache is
+        not dequantized. Sums are float32, the result has the dtype of `lhs`.
         """
         return _einsum
 
     def einsum_fn_with_rhs_qtensor_and_dequant(self) -> Callable[[str, Array, Any], Array]:
-        """What multiplies attention weights by values: the same function, which finds from the equation where scales go."""
+        """The PV product; the same function."""
         return _einsum
 
 
 def configure_kv_quant(config: Any) -> KVQuant | None:
-    """The cache's quantizer for a MaxText configuration, in the place of MaxText's function of this name.
+    """The KV cache's quantizer; replaces MaxText's function of this name.
 
     Args:
-        config: what has MaxText's `quantize_kvcache`, `kv_quant_dtype` and `kv_quant_axis`.
+        config: an object with MaxText's `quantize_kvcache`, `kv_quant_dtype` and `kv_quant_axis`.
 
     Returns:
         The quantizer; None without `quantize_kvcache`.
 
     Raises:
-        QuantError: for a name that is not known.
+        QuantError: for an unknown name.
 
     >>> import types
     >>> configure_kv_quant(types.SimpleNamespace(quantize_kvcache=True, kv_quant_dtype="int8", kv_quant_axis="dkv"))
@@ -132,12 +131,14 @@ def configure_kv_quant(config: Any) -> KVQuant | None:
     return KVQuant(dtype, axis)  # type: ignore[arg-type]
 
 
-def _einsum(equation: str, lhs: Array, rhs: Any) -> Array:
-    """An einsum of an array and what a cache holds, in the dtype of `lhs`."""
+def _einsum(equation: str, lhs: Array, rhs: PyTree) -> Array:
+    """An einsum of an array with a cached array or QTensor, in the dtype of `lhs`."""
     if not hasattr(rhs, "qvalue"):
         return _product(equation, lhs, rhs.astype(lhs.dtype)).astype(lhs.dtype)
     if len(rhs.scale) != 1 or rhs.bias:
-        raise QuantError(f"a cached tensor has {len(rhs.scale)} scales and {len(rhs.bias)} biases; must have one scale only")
+        raise QuantError(
+            f"a cached tensor has {len(rhs.scale)} scales and {len(rhs.bias)} biases; expected one scale and no bias"
+        )
     (scale,) = rhs.scale
     left, right, out = equation.replace("->", ",").split(",")
     names = {name for name, n in zip(right, scale.shape, strict=True) if n != 1}
@@ -151,13 +152,13 @@ def _einsum(equation: str, lhs: Array, rhs: Any) -> Array:
 
 
 def _product(equation: str, lhs: Array, rhs: Array) -> Float[Array, "..."]:
-    """An einsum that sums in float32; float32 operands are not rounded first, as accelerators do by default."""
+    """An einsum with float32 sums; float32 operands keep full precision on accelerators."""
     precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
     return jnp.einsum(equation, lhs, rhs, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _along(scale: Array, names: str, target: str) -> Float[Array, "..."]:
-    """A scale with axes `names` as one with axes `target`, 1 long where it has none of it, float32."""
+    """Transposes and reshapes a scale from axes `names` to axes `target`, in float32."""
     length = {name: n for name, n in zip(names, scale.shape, strict=True) if n != 1}
     order = np.argsort([target.index(name) for name in length])
     long = scale.squeeze(tuple(i for i, n in enumerate(scale.shape) if n == 1))

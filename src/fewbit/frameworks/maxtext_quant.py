@@ -1,24 +1,27 @@
-"""The `quant` object of MaxText's layers: Linen modules that compute each product by a Policy or by a Recipe's rules.
+"""The `quant` object of MaxText's layers.
 
-Names are those that MaxText's own functions look for: a module `AqtDotGeneral_0` next to `kernel`, and the stored weight in it at
-`qrhs/frozen`. So `LayerwiseQuantization` drops the float kernels next to ours, and `from_pretrained` reads what it wrote.
+It creates Linen modules that compute each matmul by a Policy or by a Recipe's rules. Names are those that MaxText's own functions
+expect: a module `AqtDotGeneral_0` next to `kernel`, with the stored weight at `qrhs/frozen`. So `LayerwiseQuantization` drops the
+float kernels next to ours, and `from_pretrained` reads what it wrote.
 
-Inside Flax Linen a module knows its own path, and a Recipe's rules match it. MaxText's NNX layers call the modules outside of any
-tree: there `maybe_quantize_model` of `maxtext.py` sets each module's `site` once the model is built. Until then a module
-only makes a placeholder, which records the shape of its weight and the axes that its product contracts.
+In Flax Linen a module knows its path, which a Recipe's rules match. MaxText's NNX layers call the modules outside of any tree:
+there `maybe_quantize_model` of `maxtext.py` sets each module's `site` on the finished model. Until then a module only creates a
+placeholder, which records the shape of its weight and the contracted axes.
 """
 
 import dataclasses
 import enum
 import functools
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import PyTree
 
-from ..array import Scheme, is_qarray
+from ..array import QArray, Scheme, is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..kernels.quantize import quantize
 from ..ops import Policy, dot_general, einsum
@@ -29,25 +32,29 @@ from ..recipe import recipe as as_recipe
 from ..recipe.sparsity import Sparsity, SparsityState
 from ..training.delayed_state import ProductScales
 from ._flax import flax
+from .tree import RecipeLike
+
+Weight: TypeAlias = jax.Array | QArray | Latent
+"""The right operand of a matmul."""
 
 OVERWRITTEN = "_overwrite_with_gradient"
-"""The collection, by Flax's name for it, of variables whose gradient is their next value."""
+"""Flax's collection of variables whose gradient is their next value."""
 
 PLACEHOLDER = "unbound_"
-"""What the name of a placeholder begins with; the number of the weight's axes and those that the product contracts follow."""
+"""The prefix of a placeholder's name, before the weight's number of axes and the contracted axes."""
 
 CALLED = PLACEHOLDER + "called"
-"""The variable that says that MaxText has called a module that it builds."""
+"""The variable that marks a module that MaxText has called once to build it."""
 
 _GROUPED = {"int8": "int8", "int8_narrow": "int8", "int4": "int4", "int4_narrow": "int4"}
 _GROUPED |= {"e4m3fn": "float8_e4m3fn", "e5m2": "float8_e5m2", "e4m3fnuz": "float8_e4m3fnuz", "e5m2fnuz": "float8_e5m2fnuz"}
-"""The dtypes of MaxText's grouped matmul, by format."""
+"""The dtype of MaxText's grouped matmul for each format."""
 
 
 class QuantMode(enum.Enum):
-    """What a MaxText run does with its weights; equal to the member of AQT's QuantMode with that name.
+    """The mode of a MaxText run.
 
-    MaxText compares `quant.quant_mode` with AQT's members, and assigns them.
+    Members are equal to those of AQT's QuantMode with the same name, since MaxText compares and assigns these.
 
     >>> QuantMode("serve")
     <QuantMode.SERVE: 'serve'>
@@ -68,28 +75,27 @@ class QuantMode(enum.Enum):
 class Quantization:
     """The `quant` of MaxText's layers.
 
-    Under a policy with delayed scaling each module keeps the histories of its product in the collection `OVERWRITTEN`, as Flax's
-    fp8 modules do: the gradient of these variables is what they are in the next step. MaxText's train step, and Flax's
-    TrainState, put it there. As in Flax, layers that a scan stacks must have the collection stacked, too.
+    With delayed scaling each module keeps its amax histories in the collection `OVERWRITTEN`, as Flax's fp8 modules do: the
+    gradient of these variables is their next value, which MaxText's train step and Flax's TrainState assign. As in Flax, layers
+    that a scan stacks must have the collection stacked, too.
 
-    Under a rule with sparsity each module keeps its mask and the number of its training steps in `collection`, which the
-    train step must carry from step to step, as MaxText's does.
+    With sparsity each module keeps its mask and its step count in `collection`, which the train step must carry, as MaxText's does.
 
     Attributes:
         recipe: a Recipe, or anything that `fb.recipe` takes, whose rules match the path of each layer's kernel; or a Policy for
-            every product that the object is asked for.
-        quant_mode: "train" quantizes on the way in; "convert" does, and stores each weight in `collection`; "serve" computes from
-            what is stored there, whatever the parameter holds. Or a member of AQT's QuantMode. This field alone can be
-            assigned, as MaxText does.
+            every matmul of the object.
+        quant_mode: "train" quantizes float weights in each matmul; "convert" also stores each in `collection`; "serve" reads the
+            stored weights and ignores the parameters. Or a member of AQT's QuantMode. Only this field can be assigned, as
+            MaxText does.
         collection: the variable collection of stored weights; MaxText's layers make "aqt" mutable.
-        rng: the name of the RNG stream that stochastic rounding draws from.
-        shards: in how many parts the contraction of the weight's gradient is cut, each with scales of its own: MaxText's
-            `quantization_local_shard_count`. Parts of the first axis of the activation (AQT: the batch) or of the last one
-            before its features (Qwix: the sequence), as the arm's `tiled_axis` says.
-        site: the path of the experts that this copy of the object serves; `maybe_quantize_model` sets it.
+        rng: the name of the RNG stream for stochastic rounding.
+        shards: the number of parts of wgrad's contraction, each with its own scales: MaxText's
+            `quantization_local_shard_count`. Parts of the first axis of the activation (AQT: the batch) or of the last before its
+            features (Qwix: the sequence), by wgrad's `tiled_axis`.
+        site: the path of the experts of this copy; set by `maybe_quantize_model`.
 
     Raises:
-        QuantError: for an unknown mode, and for a recipe that `fb.recipe` refuses.
+        QuantError: for an unknown mode, and as `fb.recipe`.
         UnsupportedError: for delayed scaling in another mode than "train".
 
     >>> quant = Quantization(Policy("int8", "int8"))
@@ -107,7 +113,7 @@ class Quantization:
 
     def __init__(
         self,
-        recipe: Any,
+        recipe: RecipeLike | Policy,
         quant_mode: str | enum.Enum = "train",
         collection: str = "aqt",
         rng: str = "params",
@@ -121,71 +127,67 @@ class Quantization:
         self.__dict__.update(fields)
         self.quant_mode = _mode(quant_mode)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name != "quant_mode":
-            raise dataclasses.FrozenInstanceError(f"cannot assign to {name!r}; quant_mode alone can change")
+            raise dataclasses.FrozenInstanceError(f"cannot assign to {name!r}; only quant_mode can be assigned")
         mode = _mode(value)
         if mode != QuantMode.TRAIN and (delayed := [rule for rule in self.rules if _delayed(rule) is not None]):
-            reason = (
-                "its activations' scales belong to a training step; serve a policy without it, such as te_fp8_currentscaling"
-            )
+            reason = "its activation scales are training state; serve a policy without it, such as te_fp8_currentscaling"
             raise UnsupportedError(f"delayed scaling cannot {mode.value}", {str(rule): reason for rule in delayed})
         self.__dict__["quant_mode"] = mode
 
     @property
     def rules(self) -> tuple[Rule, ...]:
-        """The recipe's rules for products."""
+        """The recipe's rules for matmuls."""
         return tuple(rule for rule in self.recipe.rules if not rule.ops or "dot_general" in rule.ops)
 
     @property
     def needs_path(self) -> bool:
-        """Whether the path of a layer decides how it computes."""
+        """True if the matching rule depends on the layer's path."""
         return bool(self.rules) and self.rules[0].path != ".*"
 
     @property
     def needs_apply_rngs(self) -> bool:
-        """Whether products draw random numbers; if not, MaxText's layers keep no RNG state for them."""
+        """True if matmuls draw random numbers, so that MaxText's layers keep RNG state."""
         draws = any(rule.policy is not None and rule.policy.needs_key for rule in self.rules)
         return self.quant_mode == QuantMode.TRAIN and draws
 
     def rule(self, path: str | None) -> Rule | None:
-        """The rule that a layer follows; None where no rule matches it.
+        """The first rule that matches a layer, or None.
 
         Args:
-            path: the path of its kernel, `decoder/layers/mlp/wi_0/kernel`; None where it is not known.
-
-        Returns:
-            The first rule that matches.
+            path: the path of its kernel, `decoder/layers/mlp/wi_0/kernel`; None if unknown.
 
         Raises:
-            QuantError: where the rules need a path and there is none.
-            UnsupportedError: where the rule asks for tiles along an axis of its own.
+            QuantError: when the rules need a path and there is none.
+            UnsupportedError: for a rule with its own axis.
         """
         if self.needs_path and path is None:
             raise QuantError(
-                f"recipe {self.recipe.name!r} has rules by layer, and this layer's path is not known; besides configure_quantization, "
+                f"recipe {self.recipe.name!r} has rules by layer, and this layer's path is unknown; in addition to configure_quantization, "
                 "assign maxtext.layers.quantizations.maybe_quantize_model = fewbit.frameworks.maxtext.maybe_quantize_model (before MaxText "
                 "0.2.5 that needs pure_nnx=true)"
             )
         rule = next((rule for rule in self.recipe.rules if rule.matches(path or "", ("dot_general",))), None)
         if rule is not None and rule.axis is not None:
             raise UnsupportedError(
-                f"{path}: rule {rule} has an axis", {"MaxText": "tiles run along what the product contracts; leave axis out"}
+                f"{path}: rule {rule} has an axis",
+                {"MaxText": "tiles run along the contraction axes; remove axis from the rule"},
             )
         return rule
 
-    def dot_general_cls(self, mesh_axes: Any = ()) -> Any:
-        """What makes the module that a layer calls as `dot_general`; sharding needs no axes here.
+    def dot_general_cls(self, mesh_axes: object = ()) -> Any:
+        """The constructor of a layer's `dot_general` module; `mesh_axes` is unused.
 
         Raises:
             UnsupportedError: when flax is not installed.
         """
         return functools.partial(modules()[0], self)
 
-    def einsum(self, mesh_axes: Any = (), dtype: Any = None) -> Any:
-        """A module that a layer calls as `einsum(equation, lhs, rhs)`, with operands cast to `dtype` first unless it is None.
+    def einsum(self, mesh_axes: object = (), dtype: DTypeLike | None = None) -> Any:
+        """A layer's module `einsum(equation, lhs, rhs)`, which casts operands to `dtype` unless it is None.
 
-        Outside of a Flax module it computes as well, where the mode is "train" and its policy keeps no state.
+        Outside of a Flax module it works in the mode "train" if its rule keeps no state.
 
         Raises:
             UnsupportedError: when flax is not installed.
@@ -193,40 +195,42 @@ class Quantization:
         return modules()[1](self, dtype, self.site)
 
     def get_block_size(self) -> int:
-        """By what the batch of the shapes at initialization must be divisible: any will do."""
+        """1: the batch at initialization may have any size."""
         return 1
 
     @property
     def quant_dg(self) -> Any:
-        """What MaxText's grouped matmul reads: the dtypes of its operands, at `fwd.dg_quantizer.lhs.numerics.get_dtype()`.
+        """The operand dtypes of MaxText's grouped matmul, at `fwd.dg_quantizer.lhs.numerics.get_dtype()`.
 
-        MaxText computes that product itself, with one scale a row and an output channel, and float gradients.
+        MaxText computes it, with per-row and per-output-channel scales, and float gradients.
 
         Raises:
-            QuantError: where the rules need a path and there is none.
-            UnsupportedError: for schemes that this product cannot follow.
+            QuantError: when the rules need a path and there is none.
+            UnsupportedError: for unsupported schemes.
         """
         rule = self.rule(self.site)
-        policy = None if rule is None else rule.policy
         reasons: dict[str, str] = {}
+        schemes: dict[str, Scheme | None] = {"lhs": None, "rhs": None}
         if rule is not None and rule.sparsity is not None:
-            reasons["sparsity"] = f"{rule.sparsity} is not applied in it"
-        schemes = {"lhs": None, "rhs": None} if policy is None else {"lhs": policy.activation, "rhs": policy.weight}
+            reasons["sparsity"] = f"{rule.sparsity} is not supported"
+        if rule is not None and rule.policy is not None:
+            schemes = {"lhs": rule.policy.activation, "rhs": rule.policy.weight}
         for side, scheme in schemes.items():
             if scheme is not None and not _fits_grouped(scheme):
-                reasons[side] = f"{scheme.name} is not an 8- or 4-bit format with one scale a row or an output channel"
+                reasons[side] = f"{scheme.name} is not an 8- or 4-bit format with one scale per row or output channel"
         if reasons:
-            raise UnsupportedError("MaxText's grouped matmul cannot follow this rule; set sparse_matmul=false", reasons)
-        numerics = {side: types.SimpleNamespace(get_dtype=functools.partial(_dtype, s)) for side, s in schemes.items()}
+            raise UnsupportedError("MaxText's grouped matmul does not support this rule; set sparse_matmul=false", reasons)
+        numerics = {
+            side: types.SimpleNamespace(get_dtype=functools.partial(_grouped_dtype, s)) for side, s in schemes.items()
+        }
         sides = {side: types.SimpleNamespace(numerics=each) for side, each in numerics.items()}
         return types.SimpleNamespace(fwd=types.SimpleNamespace(dg_quantizer=types.SimpleNamespace(**sides)))
 
 
-def _mode(value: str | enum.Enum) -> QuantMode:
-    """The mode of a name or of a member of any enumeration of modes."""
-    name = value.name.lower() if isinstance(value, enum.Enum) else value
+def _mode(value: object) -> QuantMode:
+    """The mode of a name, or of an enum member with that name."""
     try:
-        return QuantMode(name)
+        return QuantMode(value.name.lower() if isinstance(value, enum.Enum) else value)
     except ValueError:
         known = ", ".join(mode.value for mode in QuantMode)
         raise QuantError(f"quant_mode is {value!r}; must be one of {known}") from None
@@ -237,28 +241,28 @@ def _delayed(rule: Rule) -> Any:
 
 
 def _keeps_state(rule: Rule | None) -> bool:
-    """Whether training by a rule keeps variables from step to step."""
+    """True if training by a rule keeps variables between steps."""
     return rule is not None and (_delayed(rule) is not None or rule.sparsity is not None)
 
 
 def _fits_grouped(scheme: Scheme) -> bool:
-    """Whether MaxText's grouped matmul has numbers of this format, and scales of this kind."""
+    """True if MaxText's grouped matmul supports a scheme's format and tile."""
     whole = {a: n for a, n in scheme.tile.items() if a is not ... and n is None}
     per_row = scheme.tile.get(...) == 1 and set(whole) == {-1} == set(scheme.tile) - {...}
     return scheme.format.name in _GROUPED and scheme.zero_point is None and (per_row or not scheme.tile)
 
 
-def _dtype(scheme: Scheme | None) -> Any:
+def _grouped_dtype(scheme: Scheme | None) -> Any:
     return None if scheme is None else jnp.dtype(_GROUPED[scheme.format.name])
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class StoredWeight:
-    """A stored weight as a value without a shape: MaxText's tools take what has one for a single array.
+    """A stored weight without a `shape`, since MaxText's tools treat values with a shape as arrays.
 
     Attributes:
-        weight: a QArray, or a float array where no rule quantizes it.
+        weight: a QArray, or a float array if no rule quantizes it.
     """
 
     weight: Any
@@ -266,14 +270,14 @@ class StoredWeight:
 
 @functools.cache
 def modules() -> tuple[Any, Any]:
-    """The two Linen modules; classes of Flax's can be made only where it is installed."""
+    """The two Linen module classes, created here because flax is optional."""
     nn = flax("linen")
 
     class Stored(nn.Module):
-        """Where a weight is stored: the variable `frozen`, as AQT's freezer has it."""
+        """Stores a weight in the variable `frozen`, as AQT's freezer does."""
 
         @nn.compact
-        def __call__(self, collection: str, make: Callable[[], Any], is_new: bool) -> Any:
+        def __call__(self, collection: str, make: Callable[[], StoredWeight], is_new: bool) -> StoredWeight:
             if self.is_initializing():
                 return self.variable(collection, "frozen", lambda: empty(make)).value
             if is_new or self.has_variable(collection, "frozen"):
@@ -283,7 +287,7 @@ def modules() -> tuple[Any, Any]:
                 return variable.value
             raise QuantError(
                 f"{'/'.join(self.path)}: quant_mode is 'serve' and no weight is stored in collection {collection!r}; run the model "
-                "in 'convert' first, and pass what that stored"
+                "in 'convert' first, and pass the collection that it returns"
             )
 
     class AqtDotGeneral(nn.Module):
@@ -293,7 +297,12 @@ def modules() -> tuple[Any, Any]:
         site: str | None = None
 
         def __call__(
-            self, lhs: Any, rhs: Any, dimension_numbers: Any, precision: Any = None, preferred_element_type: Any = None
+            self,
+            lhs: jax.Array,
+            rhs: jax.Array,
+            dimension_numbers: tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]],
+            precision: jax.lax.PrecisionLike = None,
+            preferred_element_type: DTypeLike | None = None,
         ) -> jax.Array:
             (axes, rhs_axes), (batch, _) = dimension_numbers
             weight = self.operand(rhs, tuple(sorted(rhs_axes)))  # in the order of the product itself
@@ -301,34 +310,40 @@ def modules() -> tuple[Any, Any]:
                 weight = jnp.asarray(weight, lhs.dtype)
                 return jax.lax.dot_general(lhs, weight, dimension_numbers, precision, preferred_element_type)
 
-            def product(lhs: Any, weight: Any) -> jax.Array:
+            def product(lhs: jax.Array, weight: Weight) -> jax.Array:
                 return dot_general(lhs, weight, dimension_numbers, precision, preferred_element_type)
 
             free = [a for a in range(lhs.ndim) if a not in {*axes, *batch}]
             places = {a: len(batch) + i for i, a in enumerate(free)}
             return in_parts(product, lhs, weight, places, self.quant.shards)
 
-        def operand(self, rhs: Any, axes: tuple[int, ...]) -> Any:
-            """The right operand of the product: a parameter in training, or what is stored for it; a mask of booleans as it is."""
+        def operand(self, rhs: jax.Array, axes: tuple[int, ...]) -> Weight:
+            """The parameter in training, or its stored weight; unchanged if not floating."""
             if not jnp.issubdtype(rhs.dtype, jnp.floating):
                 return rhs
-            return self._stateless(rhs) if self.scope is None else self._bound(rhs, axes)
+            if self.scope is None:
+                return self._stateless(rhs)
+            return self._bound(rhs, axes)
 
-        def _stateless(self, rhs: Any) -> Any:
-            """The weight outside of a Flax module, which could keep nothing."""
+        def _stateless(self, rhs: jax.Array) -> Weight:
+            """The weight outside of a Flax module, which keeps no state."""
             quant = self.quant
             rule = quant.rule(self.site)
             if quant.quant_mode != QuantMode.TRAIN or _keeps_state(rule):
                 asked = f"mode {quant.quant_mode.value!r} of rule {rule}"
                 raise UnsupportedError(
-                    "a product outside of a Flax module keeps no state", {asked: "call it as a submodule, or by apply"}
+                    "a matmul outside of a Flax module keeps no state", {asked: "call it as a submodule, or by apply"}
                 )
-            return rhs if rule is None or rule.policy is None else Latent(jnp.asarray(rhs), None, rule.policy, None)
+            if rule is None or rule.policy is None:
+                return rhs
+            return Latent(jnp.asarray(rhs), None, rule.policy, None)
 
         @nn.compact
-        def _bound(self, rhs: Any, axes: tuple[int, ...]) -> Any:
+        def _bound(self, rhs: jax.Array, axes: tuple[int, ...]) -> Weight:
             quant = self.quant
-            path = self.site or (f"{'/'.join(self.path[:-1])}/kernel".lstrip("/") if self.path else None)
+            path = self.site or None
+            if path is None and self.path:
+                path = f"{'/'.join(self.path[:-1])}/kernel".lstrip("/")
             if quant.needs_path and path is None and self._is_built(rhs, axes):
                 return rhs
             rule = quant.rule(path)
@@ -338,8 +353,8 @@ def modules() -> tuple[Any, Any]:
             mask = self.get_variable(quant.collection, "mask") if is_new else None
             return Stored(name="qrhs")(quant.collection, lambda: stored(rhs, axes, rule, mask), is_new).weight
 
-        def _is_built(self, rhs: Any, axes: tuple[int, ...]) -> bool:
-            """Whether MaxText builds the layer: it initializes the module and calls it once, before its path can be known."""
+        def _is_built(self, rhs: jax.Array, axes: tuple[int, ...]) -> bool:
+            """True while MaxText builds the layer: it initializes and calls the module once without a path."""
             collection, name = self.quant.collection, PLACEHOLDER + "_".join(map(str, (rhs.ndim, *axes)))
             if self.is_initializing():
                 self.variable(collection, name, lambda: jnp.zeros((*rhs.shape, 0), rhs.dtype))
@@ -349,8 +364,8 @@ def modules() -> tuple[Any, Any]:
             self.variable(collection, CALLED, lambda: jnp.zeros((0,)))
             return True
 
-        def _trained(self, rhs: Any, axes: tuple[int, ...], rule: Rule | None) -> Any:
-            """The weight as a parameter whose products follow the rule."""
+        def _trained(self, rhs: jax.Array, axes: tuple[int, ...], rule: Rule | None) -> Weight:
+            """The weight as a trained parameter with the rule's policy."""
             if rule is None:
                 return rhs
             if rule.sparsity is not None:
@@ -358,19 +373,20 @@ def modules() -> tuple[Any, Any]:
             policy = rule.policy
             if policy is None:
                 return rhs
-            has_key = policy.needs_key and self.has_rng(self.quant.rng)
-            scales = None
+            key = scales = None
+            if policy.needs_key and self.has_rng(self.quant.rng):
+                key = self.make_rng(self.quant.rng)
             if policy.delayed is not None:
                 first = scale_leaves(policy)
                 values = [self.variable(OVERWRITTEN, name, lambda x=x: x).value for name, x in first.items()]
                 scales = _overwriting(jax.tree.unflatten(jax.tree.structure(ProductScales.init(policy)), values))
-            return Latent(jnp.asarray(rhs), self.make_rng(self.quant.rng) if has_key else None, policy, scales)
+            return Latent(jnp.asarray(rhs), key, policy, scales)
 
         def _sparse(self, rhs: jax.Array, sparsity: Sparsity) -> jax.Array:
-            """The weight with zeros where its mask prunes it; a step that may write renews the mask when that is due."""
+            """The pruned weight; a step with mutable variables updates the mask on schedule."""
             collection, first = self.quant.collection, sparsity.init(rhs)
             mask = self.variable(collection, "mask", lambda: first.mask)
-            # Outside of a tree MaxText calls a layer once to build it, which is no step of training.
+            # Outside of a tree MaxText calls a layer once to build it, which is not a training step.
             step = self.variable(collection, "step", lambda: first.step - (0 if self.path else 1))
             state = SparsityState(mask.value, step.value)
             if self.is_mutable_collection(collection) and not self.is_initializing():
@@ -379,13 +395,13 @@ def modules() -> tuple[Any, Any]:
             return sparsity.apply(rhs, state)
 
     class AqtEinsum(nn.Module):
-        """`einsum` of two operands as a module, called with `(equation, lhs, rhs)`; the right one is the weight."""
+        """`einsum` as a module, called with `(equation, lhs, rhs)`; `rhs` is the weight."""
 
         quant: Quantization
         dtype: Any = None
         site: str | None = None
 
-        def __call__(self, equation: str, lhs: Any, rhs: Any) -> jax.Array:
+        def __call__(self, equation: str, lhs: jax.Array, rhs: jax.Array) -> jax.Array:
             if self.dtype is not None:
                 lhs, rhs = jnp.asarray(lhs, self.dtype), jnp.asarray(rhs, self.dtype)
             axes, places = contracted(equation, lhs.ndim, rhs.ndim)
@@ -398,7 +414,7 @@ def modules() -> tuple[Any, Any]:
             return in_parts(functools.partial(einsum, equation), lhs, weight, places, self.quant.shards)
 
         @nn.compact
-        def _bound(self, rhs: Any, axes: tuple[int, ...]) -> Any:
+        def _bound(self, rhs: jax.Array, axes: tuple[int, ...]) -> Weight:
             quant, site = self.quant, self.site or "/".join(self.path[:-1]) or None
             rule = quant.rule(site)
             if not self.path and self.is_initializing() and (quant.quant_mode == QuantMode.SERVE or _keeps_state(rule)):
@@ -407,7 +423,7 @@ def modules() -> tuple[Any, Any]:
                     "(checkpoint_is_quantized=false)"
                 )
                 raise UnsupportedError(
-                    "MaxText makes the module of an einsum at its first call, and what it keeps would start anew with it",
+                    "MaxText creates the module of an einsum at its first call, which would reset its state",
                     {f"mode {quant.quant_mode.value!r} of rule {rule}": advice},
                 )
             return AqtDotGeneral(quant, site or "einsum", name="AqtDotGeneral_0").operand(rhs, axes)
@@ -415,62 +431,49 @@ def modules() -> tuple[Any, Any]:
     return AqtDotGeneral, AqtEinsum
 
 
-def stored(rhs: Any, axes: tuple[int, ...], rule: Rule | None, mask: Any = None) -> StoredWeight:
-    """What is stored for a weight: pruned and quantized as its rule says, or the float array itself.
+def stored(rhs: jax.Array, axes: tuple[int, ...], rule: Rule | None, mask: jax.Array | None = None) -> StoredWeight:
+    """Prunes and quantizes a weight by its rule.
 
     Args:
-        rhs: the weight, in the dtype that the layer computes in.
-        axes: the axes that its product contracts.
-        rule: the rule; None stores it as it is.
-        mask: which elements training kept; None prunes by magnitude, where the rule is sparse.
-
-    Returns:
-        A QArray with the rule's policy, or an array, as a StoredWeight.
+        rhs: the weight, in the layer's compute dtype.
+        axes: the contracted axes.
+        rule: the rule; None stores the float array.
+        mask: the elements that training kept; None prunes by magnitude if the rule is sparse.
     """
     if rule is None:
         return StoredWeight(rhs)
     if rule.sparsity is not None:
-        rhs = jnp.where(mask, rhs, 0) if mask is not None else along(rule.sparsity, axes, rhs.ndim).pruned(rhs)
+        if mask is None:
+            rhs = along(rule.sparsity, axes, rhs.ndim).pruned(rhs)
+        else:
+            rhs = jnp.where(mask, rhs, 0)
     if rule.policy is None:
         return StoredWeight(rhs)
     return StoredWeight(dataclasses.replace(quantize(rhs, rule.policy.weight, axis=axes), policy=rule.policy))
 
 
-def empty(make: Callable[[], Any]) -> Any:
-    """Zeros in the place of every array that a function makes.
-
-    Args:
-        make: the function; it is traced only.
-
-    Returns:
-        A tree of the same structure.
-    """
+def empty(make: Callable[[], PyTree]) -> PyTree:
+    """Zeros of the structure that `make` returns; it is only traced."""
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make))
 
 
 def along(sparsity: Sparsity, axes: tuple[int, ...], ndim: int) -> Sparsity:
-    """The sparsity with groups along the axes that the product contracts, unless it names its own.
+    """The sparsity with groups along the contracted axes, as negative axes, unless it has its own.
 
     Args:
         sparsity: the rule's sparsity.
-        axes: the axes of the weight that its product contracts.
-        ndim: how many axes the weight has.
-
-    Returns:
-        The sparsity with negative axes.
+        axes: the contracted axes of the weight.
+        ndim: the number of axes of the weight.
     """
     return dataclasses.replace(sparsity, axis=sparsity.axis or tuple(a - ndim for a in axes))
 
 
 def scale_leaves(policy: Policy, stack: tuple[int, ...] = ()) -> dict[str, Any]:
-    """The variables of delayed scaling before the first step, by name: `weight_scale`, `weight_amax_history` and so on.
+    """The initial variables of delayed scaling: `weight_scale`, `weight_amax_history` and so on.
 
     Args:
         policy: the policy, with delayed scaling.
-        stack: the lengths of leading axes, such as that of stacked layers, of which each element has scales of its own.
-
-    Returns:
-        The arrays.
+        stack: the leading axes, such as stacked layers, of which each element has its own scales.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(ProductScales.init(policy, stack))
     return {"_".join(key.name for key in path): x for path, x in leaves}
@@ -478,12 +481,12 @@ def scale_leaves(policy: Policy, stack: tuple[int, ...] = ()) -> dict[str, Any]:
 
 @jax.custom_vjp
 def _overwriting(state: ProductScales) -> StepScales:
-    """The scales of a state, whose gradient is the state of the next step."""
+    """The scales of a state; the VJP returns the next state."""
     return state.scales
 
 
 def _next_state(state: ProductScales, seen: StepScales) -> tuple[ProductScales]:
-    """The state after a step that saw these magnitudes."""
+    """The state after a step with these amax."""
     pairs = ((state.weight, seen.weight), (state.activation, seen.activation), (state.gradient, seen.gradient))
     return (ProductScales(*(None if history is None else history.advance(amax) for history, amax in pairs)),)  # type: ignore[arg-type]
 
@@ -492,24 +495,23 @@ _overwriting.defvjp(lambda state: (state.scales, state), _next_state)
 
 
 def in_parts(
-    product: Callable[[Any, Any], jax.Array], lhs: Any, weight: Any, places: dict[int, int], shards: int
+    product: Callable[[jax.Array, Any], jax.Array], lhs: jax.Array, weight: Weight, places: dict[int, int], shards: int
 ) -> jax.Array:
-    """A product whose weight's gradient is one of `shards` parts of an axis of the activation, summed in floating point.
+    """A matmul whose wgrad contracts an activation axis in `shards` parts, summed in float.
 
     Args:
-        product: the product of an activation and the weight.
+        product: the matmul of an activation and the weight.
         lhs: the activation.
-        weight: the weight, a Latent where it is trained.
-        places: the axes of the activation that the weight's gradient sums, in order, and where each is in the result.
-        shards: how many parts.
+        weight: the weight, a Latent in training.
+        places: from the activation axes that wgrad contracts, in order, to their axes in the result.
+        shards: the number of parts.
 
     Returns:
-        The product. Where `shards` does not divide the axis its gradient is refused.
+        The matmul. Differentiating it raises QuantError if `shards` does not divide the axis.
     """
-    arm = weight.policy.drhs if isinstance(weight, Latent) else None
-    if shards == 1 or arm is None or arm.gradient is None or not places:
+    if shards == 1 or not places or not isinstance(weight, Latent) or weight.policy.drhs.gradient is None:
         return product(lhs, weight)
-    axis = list(places)[0 if arm.tiled_axis == "first" else -1]
+    axis = list(places)[0 if weight.policy.drhs.tiled_axis == "first" else -1]
     length, at = lhs.shape[axis], places[axis]
     if length % shards:
         reason = (
@@ -524,7 +526,7 @@ def in_parts(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _refusing(x: jax.Array, reason: str) -> jax.Array:
-    """The array itself, whose gradient is refused."""
+    """Identity whose VJP raises QuantError."""
     return x
 
 
@@ -536,19 +538,18 @@ _refusing.defvjp(lambda x, reason: (x, None), _refuse)
 
 
 def contracted(equation: str, left_ndim: int, right_ndim: int) -> tuple[tuple[int, ...], dict[int, int]]:
-    """What an equation says of a weight's product.
+    """The contracted axes of an einsum's weight, and those of its wgrad.
 
     Args:
-        equation: the einsum's equation, with both operands and the result named.
-        left_ndim: how many axes the activation has.
-        right_ndim: how many axes the weight has.
+        equation: the einsum's equation, which names both operands and the result.
+        left_ndim: the number of axes of the activation.
+        right_ndim: the number of axes of the weight.
 
     Returns:
-        The axes of the weight that are summed; and the axes of the activation that the weight's gradient sums, each with
-        its place in the result.
+        The contracted axes of the weight; and the activation axes that wgrad contracts, with their axes in the result.
 
     Raises:
-        QuantError: for an equation that leaves names out.
+        QuantError: for an equation that omits names.
     """
     operands, arrow, result = equation.replace(" ", "").partition("->")
     left, comma, right = operands.partition(",")

@@ -1,19 +1,21 @@
-"""Flax NNX: models with quantized arrays in their Variables, and functions of models that change them as they run.
+"""Quantized and quantization-aware Flax NNX models.
 
-Rules match the paths of the `nnx.Param`s of the model, `layers/0/mlp/wi/kernel`. What a function changes in its models (batch
-statistics, counters of random numbers, caches) is written back, as under `nnx.jit`.
+Rules match the paths of the `nnx.Param`s of the model, such as `layers/0/mlp/wi/kernel`. What a function changes in its models
+(batch statistics, RNG counters, caches) is written back, as under `nnx.jit`. Every function raises UnsupportedError when flax is
+not installed, besides what its counterpart in `fb` raises.
 """
 
 import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
-from jaxtyping import Array, Key
+from jax.typing import ArrayLike
+from jaxtyping import Array, Int, Key, PyTree
 
-from ..array import is_qarray
+from ..array import Scheme, is_qarray
 from ..ops import transparent as transparent_function
 from ..ops.transparent import Decoded
 from ..recipe import Plan
@@ -27,55 +29,54 @@ from ..training import sparsity_state as sparsity_of
 from ..training import train as train_function
 from . import serialization, tree
 from ._flax import flax
+from .tree import RecipeLike
 
 
-def plan(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> Plan:
-    """Resolves a recipe against a model: what happens to every parameter, and why.
+def plan(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None) -> Plan:
+    """Resolves a recipe against a model without running it.
 
     Args:
-        model: the NNX model. It is not changed.
+        model: the NNX model.
         inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
         recipe: a Recipe, or anything that `fb.recipe` takes.
-        fn: the function whose products decide the axes, `fn(model, *inputs)`; None calls the model.
+        fn: the function whose matmuls decide the axes, `fn(model, *inputs)`; None calls the model.
 
     Returns:
         The plan, with a row for every `nnx.Param`.
 
     Raises:
-        QuantError: for what `fb.plan` refuses.
-        UnsupportedError: when flax is not installed.
+        QuantError: as `fb.plan`.
 
     >>> from flax import nnx
     >>> model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
     >>> plan(model, jnp.ones((1, 64)), recipe="int8")["kernel"].axis
     (-2,)
     """
-    call = _called if fn is None else fn
-    graph = _Graph.of((model,))
-    params, rest = graph.values()
-    return make_plan(
-        lambda params, rest, *inputs: call(*graph.merged(params, rest), *inputs), params, rest, *inputs, recipe=recipe
-    )
+    return make_plan(*_functional(model, fn), *inputs, recipe=recipe)
 
 
-def quantize(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None, donate: bool = False) -> Any:
+def quantize(
+    model: PyTree,
+    *inputs: PyTree,
+    recipe: RecipeLike | Plan,
+    fn: Callable[..., Any] | None = None,
+    donate: bool = False,
+) -> PyTree:
     """Quantizes the parameters of a model.
 
     Args:
         model: the NNX model.
         inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan, as `plan` gives it.
-        fn: the function whose products decide the axes, `fn(model, *inputs)`; None calls the model.
-        donate: whether each float array is deleted as soon as its codes are there, as in `tree.quantize`, so that no more than
-            the model and one parameter are held. The model that was handed in cannot be used any more.
+        recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of `plan`.
+        fn: the function whose matmuls decide the axes, `fn(model, *inputs)`; None calls the model.
+        donate: whether each float array is deleted once it is quantized, as in `tree.quantize`, so that peak memory is the
+            model and one more parameter. `model` cannot be used afterwards.
 
     Returns:
-        A new model with QArrays in its Variables, whose metadata is kept; all other arrays are those of `model`, not copies.
-        Call it through `transparent`.
+        A new model with QArrays in its Variables, for `transparent`; metadata is kept and all other arrays are shared with `model`.
 
     Raises:
-        QuantError: for what `fb.plan` and `fb.quantize_params` refuse.
-        UnsupportedError: when flax is not installed, and for what `fb.quantize_params` refuses.
+        QuantError: as `fb.plan` and `fb.quantize_params`.
 
     >>> from flax import nnx
     >>> x = jnp.ones((1, 64))
@@ -88,18 +89,19 @@ def quantize(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | Non
     serialization.register()
     if not isinstance(recipe, Plan):
         recipe = plan(model, *inputs, recipe=recipe, fn=fn)
-    graph = _Graph.of((model,))
-    params, rest = graph.values()
-    return graph.merged(tree.quantize(None, params, recipe=recipe, donate=donate), rest)[0]
+    return _with_params(model, functools.partial(tree.quantize, None, recipe=recipe, donate=donate))
 
 
 def transparent(
-    fn: Callable[..., Any], *, fallback: Any = "error", report: Callable[[Decoded], None] | None = None
+    fn: Callable[..., Any],
+    *,
+    fallback: Literal["error", "dequantize"] = "error",
+    report: Callable[[Decoded], None] | None = None,
 ) -> Callable[..., Any]:
-    """Makes a function of a model take a quantized one; works inside and outside `nnx.jit` and `jax.jit`.
+    """Makes a function of a model accept a quantized model, with or without jit.
 
     Args:
-        fn: a function whose first argument is an NNX model; other arguments may be or hold NNX objects too, such as Rngs.
+        fn: a function whose first argument is an NNX model; other arguments may be or contain NNX objects too, such as Rngs.
         fallback: as in `fb.transparent`.
         report: as in `fb.transparent`.
 
@@ -107,7 +109,7 @@ def transparent(
         A function of the same arguments. The Variables that `fn` changes are changed in its arguments.
 
     Raises:
-        UnsupportedError: when flax is not installed, and as in `fb.transparent`.
+        UnsupportedError: as `fb.transparent`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -118,14 +120,16 @@ def transparent(
     pure = transparent_function(_pure(fn), fallback=fallback, report=report)
 
     @functools.wraps(fn)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
+    def wrapped(*args: PyTree, **kwargs: PyTree) -> Any:
         return _run(pure, args, kwargs)
 
     return wrapped
 
 
-def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., Any]:
-    """Makes a function of a float model compute its products as a recipe says, forwards and backwards.
+def train(
+    fn: Callable[..., Any], recipe: RecipeLike, *, report: Callable[[Decoded], None] | None = None
+) -> Callable[..., Any]:
+    """Makes a function of a float model quantize its forward and backward matmuls (QAT).
 
     Args:
         fn: a function whose first argument is an NNX model, such as the loss that `nnx.value_and_grad` takes.
@@ -133,15 +137,13 @@ def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], No
         report: as in `fb.train`.
 
     Returns:
-        A function of the same arguments, `key=`: a JAX random key, needed when a policy rounds stochastically or rotates;
-        `delayed=`: the state of `delayed_state`, needed for delayed scaling; and `sparsity=`: the state of `sparsity_state`,
-        needed for sparsity. `nnx.grad` passes no keyword that `fn` has not; give it
-        `lambda model, x, key: trained(model, x, key=key)`. The model, its gradients and its optimizer stay those of float
-        training.
+        A function of the same arguments, and `key=`: a JAX random key, required for stochastic rounding and rotation;
+        `delayed=`: the state of `delayed_state`, required for delayed scaling; `sparsity=`: the state of `sparsity_state`,
+        required for sparsity. `nnx.grad` passes only keywords that `fn` has; give it
+        `lambda model, x, key: trained(model, x, key=key)`. Model, gradients and optimizer stay those of float training.
 
     Raises:
-        QuantError: for what `fb.train` refuses.
-        UnsupportedError: when flax is not installed, and for what `fb.train` refuses.
+        QuantError: as `fb.train`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -152,62 +154,39 @@ def train(fn: Callable[..., Any], recipe: Any, *, report: Callable[[Decoded], No
     pure = train_function(_pure(fn), recipe, report=report)
 
     @functools.wraps(fn)  # nnx.grad reads the signature
-    def trained(*args: Any, key: Any = None, delayed: Any = None, sparsity: Any = None, **kwargs: Any) -> Any:
+    def trained(
+        *args: PyTree,
+        key: Key[Array, ""] | None = None,
+        delayed: DelayedState | None = None,
+        sparsity: ModelSparsity | None = None,
+        **kwargs: PyTree,
+    ) -> Any:
         return _run(pure, args, kwargs, key=key, delayed=delayed, sparsity=sparsity)
 
     return trained
 
 
-def _of_values(make: Callable[..., Any], model: Any, inputs: Any, recipe: Any, fn: Callable[..., Any] | None) -> Any:
-    """What `make` gives for the function of a model's parameters and its other values."""
-    call, graph = _called if fn is None else fn, _Graph.of((model,))
-    params, rest = graph.values()
-
-    def pure(params: Any, rest: Any, *inputs: Any) -> Any:
-        return call(*graph.merged(params, rest), *inputs)
-
-    return make(pure, params, rest, *inputs, recipe=recipe)
-
-
-def delayed_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> DelayedState:
-    """The state of delayed scaling before the first step of a model under a recipe, for what `train` gives.
-
-    Args:
-        model: the NNX model.
-        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
-
-    Returns:
-        The state, as `fb.delayed_state` gives it.
+def delayed_state(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None) -> DelayedState:
+    """The initial state of delayed scaling, for `train`; arguments as for `plan`.
 
     Raises:
-        QuantError: for what `fb.delayed_state` refuses.
-        UnsupportedError: when flax is not installed.
+        QuantError: as `fb.delayed_state`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
     >>> list(delayed_state(model, x, recipe="te_fp8_delayedscaling").products)
     ['kernel']
     """
-    return _of_values(state_of, model, inputs, recipe, fn)
+    return state_of(*_functional(model, fn), *inputs, recipe=recipe)
 
 
-def sparsity_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any] | None = None) -> ModelSparsity:
-    """The sparsity of a model under a recipe before the first step, for what `train` gives.
-
-    Args:
-        model: the NNX model.
-        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
-
-    Returns:
-        The state, as `fb.sparsity_state` gives it.
+def sparsity_state(
+    model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None
+) -> ModelSparsity:
+    """The initial sparsity masks, for `train`; arguments as for `plan`.
 
     Raises:
-        QuantError: for what `fb.sparsity_state` refuses.
-        UnsupportedError: when flax is not installed.
+        QuantError: as `fb.sparsity_state`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -216,123 +195,106 @@ def sparsity_state(model: Any, *inputs: Any, recipe: Any, fn: Callable[..., Any]
     >>> int(state.masks["kernel"].sum()), int((pruned(model, state).kernel[...] != 0).sum())
     (1024, 1024)
     """
-    return _of_values(sparsity_of, model, inputs, recipe, fn)
+    return sparsity_of(*_functional(model, fn), *inputs, recipe=recipe)
 
 
-def update_sparsity(state: ModelSparsity, model: Any, step: Any = None) -> ModelSparsity:
-    """The sparsity for one step, as `ModelSparsity.update` gives it.
+def update_sparsity(state: ModelSparsity, model: PyTree, step: Int[ArrayLike, ""] | None = None) -> ModelSparsity:
+    """Updates the sparsity masks for one step, as `ModelSparsity.update`.
 
     Args:
-        state: the state before.
-        model: the NNX model, dense.
+        state: the previous state.
+        model: the dense NNX model.
         step: the number of this step; None counts the updates from 0.
 
-    Returns:
-        The state for this step.
-
     Raises:
-        QuantError: when the model is another one.
-        UnsupportedError: when flax is not installed.
+        QuantError: for another model.
     """
     return state.update(_Graph.of((model,)).values()[0], step)
 
 
-def pruned(model: Any, state: ModelSparsity) -> Any:
-    """The model with zeros where the masks prune it, as `train` computed with it: to quantize and to serve.
+def pruned(model: PyTree, state: ModelSparsity) -> PyTree:
+    """Sets pruned weights to zero, to quantize and serve what `train` trained.
 
     Args:
-        model: the NNX model. It is not changed.
+        model: the NNX model.
         state: the sparsity.
 
     Returns:
-        A new model; all arrays but the sparse parameters are those of `model`, not copies.
+        A new model, which shares all arrays but the sparse parameters with `model`.
 
     Raises:
-        QuantError: when the model is another one.
-        UnsupportedError: when flax is not installed.
+        QuantError: for another model.
     """
-    graph = _Graph.of((model,))
-    params, rest = graph.values()
-    return graph.merged(state.apply(params), rest)[0]
+    return _with_params(model, state.apply)
 
 
 def observe(
-    model: Any,
-    batches: Iterable[Any],
-    recipe: Any,
+    model: PyTree,
+    batches: Iterable[PyTree],
+    recipe: RecipeLike,
     *,
     fn: Callable[..., Any] | None = None,
     rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
     collect: Sequence[Statistic] = ("range",),
 ) -> Stats:
-    """Runs a model over batches, and measures what each parameter that a recipe quantizes meets in its products.
+    """Collects activation statistics of a model over calibration batches.
 
     Args:
-        model: the NNX model, floating. What its methods change in it stays as it was.
-        batches: for each batch the tuple of the model's inputs, or the one input.
+        model: the float NNX model. What its methods change in it is discarded.
+        batches: for each batch the tuple of the model's inputs, or the single input.
         recipe: a Recipe, or anything that `fb.recipe` takes.
         fn: the function that runs it, `fn(model, *inputs)`; None calls the model.
         rule: how ranges are estimated, as in `fb.observe`.
         collect: the statistics, as in `fb.observe`.
 
     Returns:
-        The statistics, as `fb.observe` gives them.
+        The statistics of the inputs of each parameter that the recipe quantizes.
 
     Raises:
-        QuantError: for what `fb.observe` refuses.
-        UnsupportedError: when flax is not installed, and for what `fb.observe` refuses.
+        QuantError: as `fb.observe`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.full((1, 64), 3.0)
     >>> float(observe(model, [x, -2 * x], "w8a8")["kernel"].range.high)
     6.0
     """
-    call = _called if fn is None else fn
-    graph = _Graph.of((model,))
-    params, rest = graph.values()
+    pure, params, rest = _functional(model, fn)
 
-    def called(params: Any, *inputs: Any) -> Any:
-        return call(*graph.merged(params, rest), *inputs)
+    def called(params: PyTree, *inputs: PyTree) -> Any:
+        return pure(params, rest, *inputs)
 
     return observe_function(called, params, batches, recipe, rule=rule, collect=collect)
 
 
 def lora_init(
-    key: Key[Array, ""], model: Any, *inputs: Any, match: str, fn: Callable[..., Any] | None = None, **options: Any
+    key: Key[Array, ""], model: PyTree, *inputs: PyTree, match: str, fn: Callable[..., Any] | None = None, **options: Any
 ) -> dict[str, lora.Adapter]:
-    """LoRA adapters for the parameters of a model whose path matches, at first without effect.
+    """Initialises LoRA adapters (b = 0) for parameters whose path matches.
 
     Args:
         key: a JAX random key.
-        model: the NNX model, quantized or not. It is not changed.
+        model: the NNX model, quantized or not.
         inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        match: a regular expression for whole paths of the model's `nnx.Param`s, such as `"layers/[0-9]+/kernel"`.
-        fn: the function whose products decide the axes, `fn(model, *inputs)`; None calls the model.
+        match: a regular expression for full paths of the model's `nnx.Param`s, such as `"layers/[0-9]+/kernel"`.
+        fn: the function whose matmuls decide the axes, `fn(model, *inputs)`; None calls the model.
         options: `rank`, `alpha`, `dtype` and `without_product` of `fb.lora.init`.
 
     Returns:
-        The adapters by path, as `fb.lora.init` gives them.
+        The adapters by path.
 
     Raises:
-        QuantError: for what `fb.lora.init` refuses.
-        UnsupportedError: when flax is not installed.
+        QuantError: as `fb.lora.init`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
     >>> lora_init(jax.random.key(0), model, x, match="kernel", rank=4)
     {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
     """
-    call, graph = _called if fn is None else fn, _Graph.of((model,))
-    params, rest = graph.values()
-
-    def pure(params: Any, rest: Any, *inputs: Any) -> Any:
-        return call(*graph.merged(params, rest), *inputs)
-
-    return lora.init(key, pure, params, rest, *inputs, match=match, **options)
+    return lora.init(key, *_functional(model, fn), *inputs, match=match, **options)
 
 
 def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Makes a function of a model compute with adapters added to its parameters, without changing its code.
+    """Makes a function of a model add LoRA adapters to its parameters.
 
     Args:
         fn: a function whose first argument is an NNX model, quantized or not.
@@ -343,8 +305,7 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         `fn` changes are changed in its arguments.
 
     Raises:
-        QuantError: for what `fb.lora.apply` refuses.
-        UnsupportedError: when flax is not installed, and as in `fb.lora.apply`.
+        QuantError: as `fb.lora.apply`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -356,8 +317,14 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     pure = lora.apply(_pure(fn), **options)
 
     @functools.wraps(fn)
-    def adapted(model: Any, adapters: Mapping[str, lora.Adapter], *args: Any, dropout_key: Any = None, **kwargs: Any) -> Any:
-        def run(params: Any, *split: Any) -> Any:
+    def adapted(
+        model: PyTree,
+        adapters: Mapping[str, lora.Adapter],
+        *args: PyTree,
+        dropout_key: Key[Array, ""] | None = None,
+        **kwargs: PyTree,
+    ) -> Any:
+        def run(params: PyTree, *split: Any) -> Any:
             return pure(params, adapters, *split, dropout_key=dropout_key)
 
         return _run(run, (model, *args), kwargs)
@@ -365,37 +332,55 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     return adapted
 
 
-def lora_merge(model: Any, adapters: Mapping[str, lora.Adapter], *, scheme: Any = None) -> Any:
-    """A model with the update of every adapter added to its parameter.
+def lora_merge(
+    model: PyTree,
+    adapters: Mapping[str, lora.Adapter],
+    *,
+    scheme: str | Scheme | Mapping[str, Any] | None = None,
+) -> PyTree:
+    """Adds every adapter's update to its parameter.
 
     Args:
-        model: the NNX model. It is not changed.
+        model: the NNX model.
         adapters: by path, like those of `lora_init`.
         scheme: as in `fb.lora.merge`: None gives float arrays, "base" quantizes again as before, a scheme quantizes by it.
 
     Returns:
-        A new model; arrays without an adapter are those of `model`, not copies.
+        A new model, which shares arrays without an adapter with `model`.
 
     Raises:
-        QuantError: for what `fb.lora.merge` refuses.
-        UnsupportedError: when flax is not installed.
+        QuantError: as `fb.lora.merge`.
     """
+    return _with_params(model, functools.partial(lora.merge, adapters=adapters, scheme=scheme))
+
+
+def _functional(model: PyTree, fn: Callable[..., Any] | None) -> tuple[Callable[..., Any], dict[Any, Any], list[Any]]:
+    """`fn` as a function of the model's parameters and other values, and both of them."""
+    graph = _Graph.of((model,))
+
+    def pure(params: PyTree, rest: PyTree, *inputs: PyTree) -> Any:
+        (model,) = graph.merged(params, rest)
+        if fn is None:
+            return model(*inputs)
+        return fn(model, *inputs)
+
+    return pure, *graph.values()
+
+
+def _with_params(model: PyTree, fn: Callable[[Any], Any]) -> PyTree:
+    """A new model whose parameters are `fn` of the old ones."""
     graph = _Graph.of((model,))
     params, rest = graph.values()
-    return graph.merged(lora.merge(params, adapters, scheme=scheme), rest)[0]
-
-
-def _called(model: Any, *inputs: Any) -> Any:
-    return model(*inputs)
+    return graph.merged(fn(params), rest)[0]
 
 
 @dataclasses.dataclass(frozen=True)
 class _Graph:
-    """NNX objects taken apart; to JAX a leaf that is no array.
+    """The graph definition and Variables of NNX objects; a static leaf in JAX.
 
     Attributes:
-        definition: what the objects are, without their Variables.
-        variables: the Variables of the objects, and arrays beside them, by their paths.
+        definition: the graph definition.
+        variables: the Variables and plain arrays by path.
     """
 
     definition: Any
@@ -408,7 +393,7 @@ class _Graph:
         return cls(definition, dict(nnx.to_flat_state(state)))
 
     def values(self) -> tuple[dict[Any, Any], list[Any]]:
-        """The parameters of the first object, in nested dictionaries, and the values of all other Variables."""
+        """The nested parameters of the first object, and the values of all other Variables."""
         params: dict[Any, Any] = {}
         rest = []
         for path, variable in self.variables.items():
@@ -422,47 +407,46 @@ class _Graph:
         return params, rest
 
     def merged(self, params: dict[Any, Any], rest: Iterable[Any]) -> tuple[Any, ...]:
-        """The objects again, new ones, with other values in their Variables."""
+        """New objects with these values in their Variables."""
         nnx, others = flax("nnx"), iter(rest)
 
-        def filled(path: tuple[Any, ...], variable: Any) -> Any:
+        def filled(path: tuple[Any, ...], variable: PyTree) -> Any:
             if _is_param(path, variable):
                 value = functools.reduce(operator.getitem, path[1:], params)
             else:
                 value = next(others)
-            return variable.replace(value) if isinstance(variable, nnx.Variable) else value
+            if isinstance(variable, nnx.Variable):
+                return variable.replace(value)
+            return value
 
         state = nnx.from_flat_state([(path, filled(path, variable)) for path, variable in self.variables.items()])
         return nnx.merge(self.definition, state)
 
 
-def _is_param(path: tuple[Any, ...], variable: Any) -> bool:
+def _is_param(path: tuple[Any, ...], variable: object) -> bool:
     return path[0] == 0 and isinstance(variable, flax("nnx").Param)
 
 
-def _value(variable: Any) -> Any:
-    """The value of a Variable, whatever it is; an array that stands without one is its own."""
-    return variable.get_raw_value() if isinstance(variable, flax("nnx").Variable) else variable
-
-
-def _held(nodes: tuple[Any, ...]) -> dict[tuple[Any, ...], Any]:
-    """The value of each Variable of the objects at this moment, by its path."""
-    return {path: _value(variable) for path, variable in _Graph.of(nodes).variables.items()}
+def _value(variable: PyTree) -> PyTree:
+    """The raw value of a Variable, or a plain array."""
+    if isinstance(variable, flax("nnx").Variable):
+        return variable.get_raw_value()
+    return variable
 
 
 def _changed(nodes: tuple[Any, ...], before: dict[tuple[Any, ...], Any]) -> Any:
-    """The state of the Variables of the objects that are new, or hold another array than before."""
+    """The state of new Variables and of those with another array than before."""
     after = _Graph.of(nodes).variables
     new = [(path, x) for path, x in after.items() if path not in before or _value(x) is not before[path]]
     return flax("nnx").from_flat_state(new)
 
 
 def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` as a function of the values of its objects' Variables, which also gives the state that it changed."""
+    """`fn` as a function of its objects' values, which also returns the changed state."""
 
-    def pure(params: Any, rest: Any, graph: _Graph, filled: Callable[..., Any], leaves: Any) -> Any:
+    def pure(params: PyTree, rest: PyTree, graph: _Graph, filled: Callable[..., Any], leaves: PyTree) -> Any:
         nodes = graph.merged(params, rest)
-        before = _held(nodes)
+        before = {path: _value(variable) for path, variable in _Graph.of(nodes).variables.items()}
         args, kwargs = filled(nodes, leaves)
         return fn(*args, **kwargs), _changed(nodes, before)
 
@@ -470,10 +454,10 @@ def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
-    """Calls what became of `_pure(fn)` with the arguments of `fn`, and writes the changes into their objects."""
+    """Calls a transformed `_pure(fn)` with the arguments of `fn`; writes the changes into its objects."""
     nnx = flax("nnx")
 
-    def is_object(x: Any) -> bool:
+    def is_object(x: object) -> bool:
         return isinstance(x, nnx.Pytree | nnx.Variable)
 
     leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=lambda x: is_object(x) or is_qarray(x))

@@ -1,7 +1,7 @@
-"""QArrays in `flax.serialization`: `to_state_dict`, `to_bytes`, `from_bytes`.
+"""QArrays in `flax.serialization`.
 
 `linen.quantize` and `nnx.quantize` register them; a program that uses neither calls `register` once. Importing fewbit does not,
-since that would import flax.
+because that would import flax.
 """
 
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from ..array import QArray
 from ..errors import QuantError
@@ -26,8 +27,8 @@ _FORM = "form"
 def register() -> None:
     """Registers QArrays with `flax.serialization`; a second call does nothing.
 
-    The state of a QArray is a dict of its arrays, and of `form`: uint8, the JSON text of its scheme, dtype, slack and policy.
-    Restoring compares it with the target's, so that codes are never read by another scheme.
+    The state of a QArray is a dict of its arrays and of `form`, the JSON text of its scheme, dtype, slack and policy as uint8.
+    Restoring compares it with the target's, so that codes are never decoded by another scheme.
 
     Raises:
         UnsupportedError: when flax is not installed.
@@ -47,37 +48,31 @@ def _to_state_dict(q: QArray) -> dict[str, Any]:
     return {_FORM: _form(q)} | {part: to_state_dict(value) for part, value in parts.items() if value is not None}
 
 
-def _from_state_dict(target: QArray, state: Any) -> QArray:
+def _from_state_dict(target: QArray, state: object) -> QArray:
     expected = _to_state_dict(target)
     if not isinstance(state, dict) or set(state) != set(expected):
         found = sorted(state) if isinstance(state, dict) else f"a {type(state).__name__}"
-        raise QuantError(f"the state of a QArray in {target.scheme.name} has {sorted(expected)}; found is {found}")
+        raise QuantError(f"the state of a QArray in {target.scheme.name} has {sorted(expected)}; found {found}")
     if bytes(np.asarray(state[_FORM])) != bytes(expected[_FORM]):
         raise QuantError(
-            f"the state is that of another QArray than the target: {_text(state[_FORM])}; expected is {_text(expected[_FORM])}"
+            f"the state is not that of the target QArray: found {_text(state[_FORM])}, expected {_text(expected[_FORM])}"
         )
-    restore = flax("serialization").from_state_dict
-    parts = {
-        part: restore(getattr(target, part), state[part]) if part == "scale" else state[part]
-        for part in expected
-        if part != _FORM
-    }
+    parts = {part: state[part] for part in expected if part != _FORM}
+    parts["scale"] = flax("serialization").from_state_dict(target.scale, state["scale"])
     for part, value in parts.items():
         if np.shape(value) != getattr(target, part).shape:
-            raise QuantError(
-                f"the state's {part} has shape {np.shape(value)}, that of the target {getattr(target, part).shape}"
-            )
+            raise QuantError(f"the state's {part} has shape {np.shape(value)}, the target's {getattr(target, part).shape}")
     return dataclasses.replace(target, **jax.tree.map(jnp.asarray, parts))
 
 
 def _form(q: QArray) -> np.ndarray:
-    """What is static of a QArray, as the bytes of its JSON text: an array, as all of a state dict should be."""
+    """The static fields of a QArray as JSON text in a uint8 array, since state dicts contain arrays."""
     if not isinstance(q.policy, Policy | None):
-        raise QuantError(f"the QArray has a policy of type {type(q.policy).__name__}; files hold those of fb.Policy")
+        raise QuantError(f"the QArray has a policy of type {type(q.policy).__name__}; files store only fb.Policy")
     policy = None if q.policy is None else q.policy.to_json()
     form = {"scheme": q.scheme.to_json(), "dtype": q.dtype.name, "slack": q.slack, "policy": policy}
     return np.frombuffer(json.dumps(form, sort_keys=True).encode(), np.uint8)
 
 
-def _text(form: Any) -> str:
+def _text(form: ArrayLike) -> str:
     return bytes(np.asarray(form)).decode("utf-8", "replace")

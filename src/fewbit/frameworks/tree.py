@@ -1,39 +1,47 @@
-"""Plain trees of parameters, and modules that are such trees (Equinox, Penzai, dataclasses): planned and quantized in one step.
+"""Quantization of parameter pytrees and modules that are pytrees.
 
-`fb.transparent`, `fb.train` and `fb.plan` take them as they are, with leaves that are no arrays among the others.
+Those are Equinox, Penzai and dataclass modules; `fb.transparent`, `fb.train` and `fb.plan` take them directly, also with leaves
+that are not arrays.
 """
 
+import os
 from collections import Counter
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
 
 import jax
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from ..array import is_qarray
 from ..errors import QuantError
 from ..ops.uses import array_paths, parameter_paths
-from ..recipe import Plan, quantize_params
+from ..recipe import Plan, Recipe, quantize_params
 from ..recipe import plan as make_plan
 from ..recipe.apply import check_storable, quantize_row
 
+RecipeLike: TypeAlias = Recipe | str | os.PathLike[str] | Mapping[str, object]
+"""What `fb.recipe` takes."""
 
-def quantize(fn: Callable[..., Any] | None, tree: Any, *inputs: Any, recipe: Any, donate: bool = False) -> Any:
-    """Quantizes a tree of parameters as a recipe says for the products of a function.
 
-    Parameters are quantized one at a time. With `donate` each float array is freed as soon as its codes are there, so beside
-    the tree never more than one parameter is held.
+def quantize(
+    fn: Callable[..., Any] | None, tree: PyTree, *inputs: PyTree, recipe: RecipeLike | Plan, donate: bool = False
+) -> PyTree:
+    """Quantizes a parameter tree by a recipe.
+
+    Parameters are quantized one at a time. With `donate` each float array is freed once it is quantized, so peak memory is the
+    tree and one more parameter.
 
     Args:
-        fn: the function whose products decide the axes, `fn(tree, *inputs)`, as in `fb.plan`.
-        tree: the tree; an Equinox module is one.
+        fn: the function whose matmuls decide the axes, `fn(tree, *inputs)`, as in `fb.plan`.
+        tree: the parameters, such as an Equinox module.
         inputs: example inputs of `fn`; arrays or `jax.ShapeDtypeStruct`s.
         recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of this tree.
-        donate: whether the float arrays of the quantized parameters are deleted. The tree that was handed in cannot be used
-            any more; an array that stands at several places of it is kept.
+        donate: whether the float arrays of quantized parameters are deleted. `tree` cannot be used afterwards; an array that it
+            contains several times is kept.
 
     Returns:
-        A tree of the same structure with QArrays in the place of quantized leaves; call it with `fb.transparent(fn)`.
+        A tree of the same structure with QArrays for quantized leaves; call `fb.transparent(fn)` with it.
 
     Raises:
         QuantError: for what `fb.plan` and `fb.quantize_params` refuse, and for `donate` under a trace.
@@ -44,16 +52,19 @@ def quantize(fn: Callable[..., Any] | None, tree: Any, *inputs: Any, recipe: Any
     >>> quantize(fn, {"w": jnp.ones((64, 32))}, jnp.ones((1, 64)), recipe="int8")
     {'w': QArray(int8, float32[64, 32], 2,176 bytes, 8.500 bits/weight)}
     """
-    planned = recipe if isinstance(recipe, Plan) else make_plan(fn, tree, *inputs, recipe=recipe)
-    return _quantized_and_freed(tree, planned) if donate else quantize_params(tree, planned)
+    if not isinstance(recipe, Plan):
+        recipe = make_plan(fn, tree, *inputs, recipe=recipe)
+    if not donate:
+        return quantize_params(tree, recipe)
+    return _quantize_and_free(tree, recipe)
 
 
-def _quantized_and_freed(tree: Any, plan: Plan) -> Any:
-    """`quantize_params`, with each source freed before the next parameter is read."""
+def _quantize_and_free(tree: PyTree, plan: Plan) -> PyTree:
+    """`quantize_params` that frees each float array before it reads the next."""
     check_storable(plan)
     rows = {row.path: row for row in plan}
     if other := sorted(set(rows) ^ set(array_paths(tree))):
-        raise QuantError(f"the plan is for another tree: {', '.join(other[:5])} stand in one of the two only")
+        raise QuantError(f"the plan is for another tree: {', '.join(other[:5])} exist in only one of the two")
     leaves, treedef = jax.tree.flatten(tree, is_leaf=is_qarray)
     places = Counter(map(id, leaves))
     for i, path in enumerate(parameter_paths(tree)):

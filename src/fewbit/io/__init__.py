@@ -1,4 +1,4 @@
-"""Files: reads GGUF, safetensors and `.npz`; writes a directory of safetensors with a manifest, whole or not at all."""
+"""Reading and writing of checkpoint files."""
 
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import TensorInfo as TensorInfo

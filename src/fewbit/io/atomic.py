@@ -1,7 +1,7 @@
-"""A directory that appears whole or not at all.
+"""Atomic writing of a directory.
 
-It is staged in the target's parent, flushed to the disk, and renamed at the end. Whatever stops the process, what stood at the
-target before still stands; the next run removes what this one left.
+The directory is staged in the target's parent, flushed to disk, and renamed at the end. An interrupted process leaves an existing
+target unchanged; the next run removes the temporary files.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterable
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from ..errors import QuantError
 from .lock import OutputLock
@@ -23,17 +23,15 @@ _ATTEMPTS = 10
 
 
 class StagedDirectory:
-    """A directory under a temporary name, which `commit` gives its own.
+    """A temporary directory that `commit` renames to the target.
 
-    The temporary name is `.<name>.fewbit-partial`, in the target's parent so that the rename stays within one file system.
-    The lock of the target is taken first and released by `close`, after everything temporary is gone: no other writer can
-    be between the two. What is found under the temporary names was left by a run that died. Missing parent directories are
-    created, and removed again without a commit.
-
-    As a context manager it is closed at the end of the block.
+    Its name is `.<name>.fewbit-partial`, in the target's parent so that the rename stays within one file system. The lock of
+    the target is taken first and released by `close`, after the temporary files are gone, so whatever is found under the
+    temporary names was left by a process that died. Missing parent directories are created, and removed again without a commit.
+    Leaving the context manager closes it.
 
     Args:
-        target: the directory to be.
+        target: the directory to create.
         overwrite: whether `commit` may replace a directory at the target.
 
     Raises:
@@ -59,12 +57,12 @@ class StagedDirectory:
             raise
 
     def _locked(self) -> OutputLock:
-        """The lock of the target, in parents that may have to be created first."""
+        """Locks the target; creates missing parents first."""
         for attempt in range(_ATTEMPTS):
             self._created += _made_parents(self.target)
             try:
                 return OutputLock(self.target)
-            except FileNotFoundError:  # another writer has just removed the parents that it had created
+            except FileNotFoundError:  # another writer just removed the parents that it had created
                 if attempt == _ATTEMPTS - 1:
                     raise
         raise AssertionError
@@ -77,13 +75,13 @@ class StagedDirectory:
     ) -> None:
         self.close()
 
-    def write(self, name: str, parts: Iterable[Any], nbytes: int) -> None:
-        """Writes one file of the directory and flushes it to the disk.
+    def write(self, name: str, parts: Iterable[bytes | memoryview], nbytes: int) -> None:
+        """Writes and flushes one file of the directory.
 
         Args:
-            name: its name.
-            parts: its bytes: `bytes`, or one-dimensional uint8 arrays.
-            nbytes: how many they are, for the message when there is no space left.
+            name: the file's name.
+            parts: the content: `bytes`, or memoryviews of uint8.
+            nbytes: the total size, for the message when the disk is full.
 
         Raises:
             QuantError: when the file cannot be written.
@@ -100,17 +98,16 @@ class StagedDirectory:
             raise _write_error(self.target, nbytes, error) from error
 
     def rename(self, name: str, new_name: str) -> None:
-        """Gives a file of the directory another name."""
+        """Renames a file of the directory."""
         os.rename(self.path / name, self.path / new_name)
 
     def commit(self) -> None:
-        """Puts the directory in its place; until then nothing has changed there.
+        """Renames the staged directory to the target.
 
-        The names in the staged directory are flushed before the rename, and the names in the parents after it, so that a
-        power failure leaves the old directory or the new one.
+        File names are flushed before the rename and parents after it, so a power failure leaves the old directory or the new.
 
         Raises:
-            QuantError: when a directory has appeared at the target meanwhile, the lock file was removed, or the rename fails.
+            QuantError: when a directory appeared at the target, the lock file was removed, or the rename fails.
         """
         if self._lock is None or not self._lock.is_ours():
             raise QuantError(f"the lock file of {self.target} was removed while it was being written; nothing was replaced")
@@ -127,20 +124,19 @@ class StagedDirectory:
             for parent in dict.fromkeys([self.target.parent, *(made.parent for made in self._created)]):
                 _flush_directory(parent)
             if is_replaced:
-                shutil.rmtree(self.path)  # what stood at the target
+                shutil.rmtree(self.path)  # the replaced directory
         except OSError as error:
             if self.is_committed:
-                raise QuantError(f"{self.target} is written and in place, but then: {error.strerror or error}") from error
+                raise QuantError(
+                    f"{self.target} was written completely, but cleaning up failed: {error.strerror or error}"
+                ) from error
             raise _write_error(self.target, 0, error) from error
 
     def close(self) -> None:
-        """Removes what is temporary and releases the lock; a second call does nothing.
-
-        Only the holder of the lock removes anything: without it the temporary name may be another writer's.
-        """
+        """Removes temporary files and releases the lock; a second call does nothing."""
         lock, self._lock = self._lock, None
         try:
-            if lock is not None:
+            if lock is not None:  # without the lock the temporary directory may be another writer's
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
             if lock is not None:
@@ -151,10 +147,10 @@ class StagedDirectory:
 
 
 def exchange(staged: pathlib.Path, target: pathlib.Path) -> None:
-    """Swaps two directories, in one step where the system has one (Linux's renameat2).
+    """Swaps two directories, atomically on Linux (renameat2).
 
-    Elsewhere in two renames: a process killed between them leaves no directory at the target, and the old one under a name
-    that the next run recognises and puts back. That is the reason for the one step: a reader never finds the target missing.
+    Elsewhere by two renames: a process killed between them leaves no directory at the target, and the old one under a name
+    that the next run recognises and restores. With renameat2 a reader never finds the target missing.
     """
     if sys.platform == "linux" and _exchanged_at_once(staged, target):
         return
@@ -169,12 +165,12 @@ def exchange(staged: pathlib.Path, target: pathlib.Path) -> None:
 
 
 def old_name(target: pathlib.Path) -> pathlib.Path:
-    """Where the replaced directory is between the two renames."""
+    """The path of the replaced directory between the two renames."""
     return target.with_name(f".{target.name}.fewbit-old")
 
 
 def _exchanged_at_once(staged: pathlib.Path, target: pathlib.Path) -> bool:
-    """Whether renameat2 exchanged the two; not every C library and file system has it."""
+    """True if renameat2 swapped the two; not every C library and file system has it."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return False
@@ -187,7 +183,7 @@ def _exchanged_at_once(staged: pathlib.Path, target: pathlib.Path) -> bool:
 
 
 def _recover(target: pathlib.Path) -> None:
-    """Finishes an exchange in two renames that was killed midway: puts the old directory back, or removes it."""
+    """Restores or removes the old directory of an interrupted exchange."""
     old = old_name(target)
     if not old.exists():
         return
@@ -198,7 +194,7 @@ def _recover(target: pathlib.Path) -> None:
 
 
 def _made_parents(target: pathlib.Path) -> list[pathlib.Path]:
-    """Creates the missing parents of a path, and gives those that it created, the outermost first."""
+    """Creates missing parents; returns those it created, outermost first."""
     missing = [parent for parent in target.parents if not parent.exists()][::-1]
     created = []
     try:
@@ -206,7 +202,7 @@ def _made_parents(target: pathlib.Path) -> list[pathlib.Path]:
             parent.mkdir()
             created.append(parent)
     except FileExistsError as error:
-        if not parent.is_dir():  # another writer may have created it meanwhile
+        if not parent.is_dir():  # another writer may have created it
             _remove_empty(created)
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent)) from error
         return created + _made_parents(target)
@@ -217,12 +213,12 @@ def _made_parents(target: pathlib.Path) -> list[pathlib.Path]:
 
 
 def _remove_empty(created: list[pathlib.Path]) -> None:
-    """Removes directories that we created, the innermost first, as far as they are empty."""
+    """Removes the empty directories that we created, innermost first."""
     try:
         for parent in reversed(created):
             parent.rmdir()
     except OSError:
-        pass  # something was put into it meanwhile
+        pass  # no longer empty
 
 
 def _write_all(descriptor: int, data: memoryview) -> None:
@@ -232,7 +228,7 @@ def _write_all(descriptor: int, data: memoryview) -> None:
 
 
 def _flush_directory(path: pathlib.Path) -> None:
-    """Flushes the names of a directory to the disk."""
+    """Flushes the file names of a directory to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -241,15 +237,12 @@ def _flush_directory(path: pathlib.Path) -> None:
 
 
 def _write_error(target: pathlib.Path, nbytes: int, error: OSError) -> QuantError:
-    """The one sentence for a failed write."""
+    """The error for a failed write."""
     if error.errno not in (errno.ENOSPC, errno.EDQUOT):
         return QuantError(f"{target} cannot be written: {error.strerror or error}")
-    free = shutil.disk_usage(_existing_parent(target)).free
+    existing = next(parent for parent in target.absolute().parents if parent.exists())
+    free = shutil.disk_usage(existing).free
     return QuantError(
         f"no space left for {target}: the file being written needs {nbytes:,} bytes, {free:,} are free now; "
         "nothing was changed. Free some space, or choose another output"
     )
-
-
-def _existing_parent(path: pathlib.Path) -> pathlib.Path:
-    return next(parent for parent in path.absolute().parents if parent.exists())

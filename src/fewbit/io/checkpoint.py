@@ -1,4 +1,4 @@
-"""What every container is read as: named tensors that load when asked for, metadata, and the files beside them."""
+"""A checkpoint: named tensors, metadata and small files."""
 
 import dataclasses
 import pathlib
@@ -18,14 +18,14 @@ Kind: TypeAlias = Literal["gguf", "safetensors", "npz", "fewbit"]
 
 @dataclasses.dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor before it is loaded.
+    """Description of a tensor that is not loaded yet.
 
     Attributes:
-        shape: the shape of the array that loading gives; a linear weight is `[out, in]` in GGUF and Hugging Face files.
-        dtype: the name of its dtype; for a QArray that of the array it stands for.
-        stored: how the file holds it, in the file's own word: "Q4_1", "BF16", "<f2", or the name of a scheme.
-        nbytes: the bytes that it takes in the file.
-        scheme: the scheme of the QArray that loading gives, or None when it gives a plain array.
+        shape: the shape of the loaded array; a linear weight is `[out, in]` in GGUF and Hugging Face files.
+        dtype: the name of its dtype; for a QArray that of its dequantized values.
+        stored: the file's own name of its type: "Q4_1", "BF16", "<f2", or the name of a scheme.
+        nbytes: its size in the file.
+        scheme: the scheme of the loaded QArray, or None for a plain array.
     """
 
     shape: tuple[int, ...]
@@ -36,11 +36,11 @@ class TensorInfo:
 
 
 class Tensors(Mapping):
-    """Named tensors; indexing loads one from the file, each time anew, so that nothing is held that is not used.
+    """A mapping of named tensors; each indexing reads the file again, nothing is cached.
 
     Args:
-        info: what is known of each, in the order of the file.
-        load: gives the tensor of a name.
+        info: the description of each tensor, in the order of the file.
+        load: loads the tensor of a name.
     """
 
     def __init__(self, info: Mapping[str, TensorInfo], load: Callable[[str], np.ndarray | QArray]):
@@ -67,18 +67,18 @@ class Tensors(Mapping):
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """A model's file or directory, opened.
+    """An opened model file or directory.
 
     Attributes:
-        path: what was read.
-        kind: which container it is.
+        path: the file or directory.
+        kind: the container.
         tensors: the parameters by their names in the file.
-        metadata: GGUF: every metadata field as plain Python, the tokenizer's too. A directory: its `config.json`,
+        metadata: GGUF: every metadata field as plain Python, including the tokenizer. A directory: its `config.json`,
             without the section of fewbit. A single safetensors file: the `__metadata__` of its header. `.npz`: its
             `__config__`.
         files: tokenizer and other small files by name, as bytes.
-        facts: what the writer of a fewbit directory was told to remember; empty for the others.
-        notes: sentences that the user should see, such as which tensors were decoded to float.
+        facts: the JSON that was passed to the writer of a fewbit directory; empty for the others.
+        notes: sentences for the user, such as which tensors were decoded to float.
     """
 
     path: pathlib.Path

@@ -1,4 +1,4 @@
-"""Reads a directory that fewbit wrote; whatever is loaded is checked against the manifest's hashes first."""
+"""Reader of fewbit directories, checked against the manifest's hashes."""
 
 import os
 import pathlib
@@ -23,7 +23,7 @@ QUANT_METHOD = "fewbit"
 
 
 class _Section(msgspec.Struct):
-    """The JSON schema of our section of `config.json`."""
+    """JSON schema of the section of `config.json`."""
 
     schemes: list[Any]
     policies: list[Any]
@@ -31,16 +31,13 @@ class _Section(msgspec.Struct):
 
 
 def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
-    """Whether fewbit wrote a directory: its manifest, its config or the header of its tensors says so.
+    """True for a directory that fewbit wrote.
 
-    One of them is enough, so that a directory with one damaged file is reported as damaged, and not read as another
-    kind. What may be replaced is decided by `check_output`, which wants the manifest.
+    Its manifest, its config or the header of its tensors names fewbit; one is enough, so that a directory with one damaged file
+    is reported as damaged and not read as another kind. `check_output` decides what may be replaced, and requires the manifest.
 
     Args:
-        path: any path; where there is no directory the answer is no.
-
-    Returns:
-        Whether one of the three says so.
+        path: any path; False where there is no directory.
     """
     path = pathlib.Path(path)
     if not path.is_dir():
@@ -55,8 +52,8 @@ def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
 def read_directory(path: pathlib.Path) -> Checkpoint:
     """Opens a directory that fewbit wrote.
 
-    The manifest, `config.json`, the tokenizer files and the headers of the tensor files are checked at once; the bytes
-    of each tensor when it is loaded.
+    The manifest, `config.json`, the tokenizer files and the headers of the tensor files are checked here; the bytes of each
+    tensor when it is loaded.
 
     Raises:
         QuantError: when a file is missing or was changed, or the parts contradict each other.
@@ -73,7 +70,7 @@ def read_directory(path: pathlib.Path) -> Checkpoint:
 
     def leaf(name: str) -> np.ndarray:
         entry = stored[name]
-        if sha256(entry.data) != manifest.tensors[name].sha256:
+        if sha256(entry.data.data) != manifest.tensors[name].sha256:
             file = path / manifest.tensors[name].file
             raise QuantError(
                 f"{file}: the bytes of tensor {name!r} were changed since they were written; copy the file again"
@@ -81,28 +78,32 @@ def read_directory(path: pathlib.Path) -> Checkpoint:
         return entry.array()
 
     def load(name: str) -> np.ndarray | QArray:
-        return qarray(name, records[name], leaf) if name in records else leaf(name)
+        if name in records:
+            return qarray(name, records[name], leaf)
+        return leaf(name)
 
     info = {name: _info(name, records.get(name), stored) for name in names}
     return Checkpoint(path, "fewbit", Tensors(info, load), config, small, dict(manifest.facts))
 
 
 def _says(path: pathlib.Path, says: Callable[[dict[str, Any]], bool]) -> bool:
-    """What a JSON file says of itself; a file that is missing or damaged says nothing."""
+    """`says` of a JSON file; False for a missing or damaged file."""
     try:
         return path.is_file() and says(parsed_object(content(path), str(path)))
     except QuantError:
         return False
 
 
-def _method(config: dict[str, Any]) -> Any:
+def _method(config: dict[str, Any]) -> object:
     """The `quant_method` of a `config.json`."""
-    section = config.get(SECTION)
-    return section.get("quant_method") if isinstance(section, dict) else None
+    match config.get(SECTION):
+        case {"quant_method": method}:
+            return method
+    return None
 
 
 def _is_ours(path: pathlib.Path) -> bool:
-    """Whether the header of a file of tensors says that fewbit wrote it."""
+    """True if the header of a tensor file says that fewbit wrote it."""
     try:
         return read_file(path)[1].get("format") == FORMAT
     except QuantError:
@@ -110,13 +111,13 @@ def _is_ours(path: pathlib.Path) -> bool:
 
 
 def _checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:
-    """The bytes of the small files, which fit their hashes; of the tensor files only the size is checked."""
+    """The small files, checked by hash; tensor files are checked by size only."""
     shards = {entry.file for entry in manifest.tensors.values()}
     result = {}
     for name, entry in manifest.files.items():
         file = path / name
         if not file.is_file():
-            raise QuantError(f"{file} is missing; copy the directory again, whole")
+            raise QuantError(f"{file} is missing; copy the whole directory again")
         if file.stat().st_size != entry.size:
             raise QuantError(f"{file} has {file.stat().st_size} bytes, but {entry.size} were written; copy the file again")
         if name not in shards:
@@ -127,7 +128,7 @@ def _checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:
 
 
 def _stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredTensor]:
-    """The stored tensors of all files in the order of the manifest, each as the manifest says."""
+    """The stored tensors in the order of the manifest, checked against it."""
     found: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(entry.file for entry in manifest.tensors.values()):
         tensors, _ = read_file(path / file)
@@ -135,7 +136,7 @@ def _stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredT
             entry = manifest.tensors.get(name)
             if entry is None or (entry.file, entry.dtype, entry.shape) != (file, tensor.dtype, tensor.shape):
                 raise QuantError(
-                    f"{path / file}: tensor {name!r} ({tensor.dtype} {tensor.shape}) is not as the manifest says"
+                    f"{path / file}: tensor {name!r} ({tensor.dtype} {tensor.shape}) does not match the manifest"
                 )
         found |= tensors
     if absent := [name for name in manifest.tensors if name not in found]:
@@ -143,7 +144,7 @@ def _stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredT
     return {name: found[name] for name in manifest.tensors}
 
 
-def _records(section: Any, path: pathlib.Path) -> dict[str, dict[str, Any]]:
+def _records(section: object, path: pathlib.Path) -> dict[str, dict[str, Any]]:
     """The records of the quantized tensors, by name."""
     where = f"{path / CONFIG}, section {SECTION!r}"
     if not isinstance(section, dict) or section.get("quant_method") != QUANT_METHOD:

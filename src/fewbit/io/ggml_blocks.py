@@ -1,8 +1,8 @@
-"""ggml's simple blocks of 32 as QArrays, without loss: the same codes in our order, the same scales and minima.
+"""Lossless conversion of ggml blocks to QArrays.
 
-A block is a float16 scale (MXFP4: one exponent byte), for the _1 types a float16 minimum, for the 5-bit types four
-bytes with the fifth bit of each code, and the low four bits of codes j and j + 16 side by side in byte j. ggml stores
-signed codes with an offset; flipping the sign bit gives two's complement.
+Codes, scales and minima stay the same, in our order. A block of 32 has a float16 scale (MXFP4: one exponent byte), for
+the _1 types a float16 minimum, for the 5-bit types four bytes with the fifth bit of each code, and the low four bits of codes
+j and j + 16 in byte j. ggml stores signed codes with an offset; flipping the sign bit gives two's complement.
 """
 
 import dataclasses
@@ -18,12 +18,12 @@ _BLOCK = 32
 
 @dataclasses.dataclass(frozen=True)
 class Blocks:
-    """How one ggml type lays out a block of 32.
+    """Layout of a 32-element block of one ggml type.
 
     Attributes:
-        scheme: the name of the scheme that holds its numbers exactly.
+        scheme: the name of the scheme that represents it exactly.
         has_minimum: whether a float16 minimum follows the scale.
-        sign_bit: what the codes are flipped by to become ours.
+        sign_bit: the mask that is xored into the codes.
     """
 
     scheme: str
@@ -39,23 +39,23 @@ LAYOUTS = {
     "Q5_1": Blocks("q5_1", has_minimum=True),
     "MXFP4": Blocks("mxfp4"),
 }
-"""The ggml types that have a scheme, by their names."""
+"""The layout of each ggml type that has a scheme."""
 
 _NAN_EXPONENT = 255
 
 
 def is_lossless(data: np.ndarray, type_name: str) -> bool:
-    """Whether a QArray holds the numbers of these blocks: all but MXFP4 blocks of exponent byte 255.
+    """True if a QArray represents these blocks exactly.
 
-    ggml reads that byte as 2**128, halved; in E8M0 it is NaN.
+    MXFP4 blocks of exponent byte 255 are the exception: ggml reads that byte as 2**128, halved; in E8M0 it is NaN.
     """
     return type_name != "MXFP4" or not (data.reshape(-1, 17)[:, 0] == _NAN_EXPONENT).any()
 
 
 def qarray_from_blocks(data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> QArray:
-    """The QArray whose dequantized values are, bit for bit, those of the blocks.
+    """Converts ggml blocks to a QArray with bit-identical dequantized values.
 
-    Two codes of MXFP4 mean 0 to ggml, 0 and 8; E2M1 would read the second as -0, so it becomes the first. XLA flushes
+    In MXFP4 ggml reads codes 0 and 8 as 0; E2M1 would read 8 as -0, so it becomes 0. XLA flushes
     float32 numbers below 2**-126 to zero, so elements of MXFP4 blocks with exponent bytes 0 to 2 that are that small
     dequantize to 0 in JAX on CPU; the codes are as in the file.
 
@@ -70,28 +70,28 @@ def qarray_from_blocks(data: np.ndarray, type_name: str, shape: tuple[int, ...])
     layout = LAYOUTS[type_name]
     scheme = SCHEMES[layout.scheme]
     blocks = data.reshape(*shape[:-1], shape[-1] // _BLOCK, -1)  # [*rows, K/32, bytes]
-    scale_bytes = 1 if type_name == "MXFP4" else 2
-    scale, rest = blocks[..., :scale_bytes], blocks[..., scale_bytes:]
-    scale = scale[..., 0] if scale_bytes == 1 else _halves(scale)
+    if type_name == "MXFP4":
+        scale, rest = blocks[..., 0], blocks[..., 1:]  # [*rows, K/32]
+    else:
+        scale, rest = _halves(blocks[..., :2]), blocks[..., 2:]
     minimum = None
     if layout.has_minimum:
-        minimum, rest = _halves(rest[..., :2]), rest[..., 2:]
+        minimum, rest = jnp.asarray(_halves(rest[..., :2])), rest[..., 2:]
     codes = _codes(rest, scheme.format.bits) ^ np.uint8(layout.sign_bit)
     if type_name == "MXFP4":
         codes = np.where(codes == 8, np.uint8(0), codes)
     packed = pack(jnp.asarray(codes.reshape(shape)), scheme.format.bits, scheme.packing)
     slack = code_capacity(packed.shape[-1], scheme.format.bits) - shape[-1]
-    zero = None if minimum is None else jnp.asarray(minimum)
-    return QArray(packed, jnp.asarray(scale), zero, None, scheme, np.dtype(np.float32), slack)
+    return QArray(packed, jnp.asarray(scale), minimum, None, scheme, np.dtype(np.float32), slack)
 
 
 def _halves(pairs: np.ndarray) -> np.ndarray:
-    """The little-endian float16 of each two bytes of the last axis."""
+    """Reads pairs of bytes as little-endian float16."""
     return np.ascontiguousarray(pairs).view("<f2")[..., 0]
 
 
 def _codes(rest: np.ndarray, bits: int) -> np.ndarray:
-    """The 32 codes of each block, one a byte, as the file has them."""
+    """Unpacks the 32 codes of each block to one byte each."""
     if bits == 8:
         return rest
     nibbles = rest[..., -16:]

@@ -1,4 +1,7 @@
-"""Reads GGUF files: the simple block types become QArrays without loss, the other quantized types decode to float32."""
+"""Reader of GGUF files.
+
+The simple block types become QArrays without loss; the other quantized types decode to float32.
+"""
 
 import math
 import pathlib
@@ -12,7 +15,7 @@ from ..array import SCHEMES, QArray
 from ..errors import QuantError, UnsupportedError
 from .checkpoint import Checkpoint, TensorInfo, Tensors
 from .ggml_blocks import LAYOUTS, is_lossless, qarray_from_blocks
-from .gguf_header import Header, TensorEntry, check_layout, read_header
+from .gguf_header import TensorEntry, check_layout, read_header
 from .mapped import mapped
 
 _PLAIN: dict[str, Any] = {
@@ -30,15 +33,10 @@ _PLAIN: dict[str, Any] = {
 def read_gguf(path: pathlib.Path) -> Checkpoint:
     """Opens a GGUF file (version 2 or 3, little-endian, not split).
 
-    Tensors of type Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and MXFP4 load as QArrays whose dequantized values are those that ggml
-    reads; F64, F32, F16, BF16 and integers as they are; all other types as the float32 array that the gguf package
-    decodes.
+    Tensors of type Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and MXFP4 load as QArrays with the dequantized values of ggml; F64, F32, F16,
+    BF16 and integers unchanged; all other types as the float32 array that the gguf package decodes.
 
-    Args:
-        path: the file.
-
-    Returns:
-        The checkpoint; `metadata` holds every field, and `notes` names the tensors that were decoded.
+    `metadata` has every field, and `notes` names the decoded tensors.
 
     Raises:
         QuantError: when the file is damaged, or the gguf package is not installed.
@@ -52,7 +50,9 @@ def read_gguf(path: pathlib.Path) -> Checkpoint:
     types = {entry.name: _type_name(entry, package, path) for entry in header.entries}
     sizes = {entry.name: _byte_count(entry, package, path) for entry in header.entries}
     check_layout(header, sizes, data.size, str(path))
-    _check_not_split(header, path)
+    parts = header.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise QuantError(f"{path} is one of {parts} parts of a split GGUF file; merge them first (llama-gguf-split --merge)")
     stored = {e.name: data[header.data_start + e.offset :][: sizes[e.name]] for e in header.entries}
     info = {e.name: _info(stored[e.name], types[e.name], e.shape) for e in header.entries}
     _check_decodable(types, package, path)
@@ -83,10 +83,10 @@ def _type_name(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> s
 
 
 def _byte_count(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> int:
-    """The bytes of a tensor, from its type and shape."""
+    """The size of a tensor in bytes, from its type and shape."""
     kind = package.GGMLQuantizationType(entry.type_id)
     block, size = package.GGML_QUANT_SIZES[kind]
-    row = entry.shape[-1] if entry.shape else 1
+    (row,) = entry.shape[-1:] or (1,)
     if row % block:
         raise QuantError(
             f"{path}: tensor {entry.name!r} of shape {entry.shape} has type {kind.name}, whose blocks of {block} do "
@@ -95,14 +95,8 @@ def _byte_count(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> 
     return math.prod(entry.shape) // block * size
 
 
-def _check_not_split(header: Header, path: pathlib.Path) -> None:
-    parts = header.metadata.get("split.count", 1)
-    if parts not in (0, 1):
-        raise QuantError(f"{path} is one of {parts} parts of a split GGUF file; merge them first (llama-gguf-split --merge)")
-
-
 def _check_decodable(types: dict[str, str], package: ModuleType, path: pathlib.Path) -> None:
-    """Refuses a file with tensors that would be found undecodable only when they are loaded."""
+    """Refuses a file with a tensor type that cannot be decoded."""
     for type_name in {t for t in types.values() if t not in _PLAIN and t not in LAYOUTS}:
         kind = package.GGMLQuantizationType[type_name]
         _, size = package.GGML_QUANT_SIZES[kind]
@@ -128,14 +122,14 @@ def _loaded(
         return data.view(_PLAIN[type_name]).reshape(shape)
     kind = package.GGMLQuantizationType[type_name]
     block, size = package.GGML_QUANT_SIZES[kind]
-    # A scale of infinity times a code of 0 is NaN, in ggml too: that is for `verify` to find, not for numpy to warn of.
+    # An infinite scale times code 0 is NaN, as in ggml: `verify` reports it, numpy must not warn.
     with np.errstate(all="ignore"):
         decoded = package.quants.dequantize(data.reshape(*shape[:-1], shape[-1] // block * size), kind)
     return decoded.astype(np.float32, copy=False).reshape(shape)
 
 
 def _notes(info: dict[str, TensorInfo]) -> tuple[str, ...]:
-    """One sentence for each type whose tensors were decoded."""
+    """One sentence for each decoded type."""
     decoded: dict[str, list[str]] = {}
     for name, entry in info.items():
         if entry.scheme is None and entry.stored not in _PLAIN:

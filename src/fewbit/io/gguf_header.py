@@ -1,8 +1,7 @@
-"""The header of a GGUF file: metadata and the list of tensors, every count and length checked before it is trusted.
+"""Bounds-checked parser of GGUF headers.
 
-The gguf package's own reader believes the lengths it finds: on a damaged file it may loop for ever or read beyond the
-end. So the header is walked here; the package gives the table of tensor types, and decodes those that fewbit has no
-scheme for.
+The gguf package's own reader trusts the lengths it finds: on a damaged file it may loop forever or read beyond the end. So the
+header is parsed here; the package gives the table of tensor types, and decodes those without a scheme in fewbit.
 
 Reference: GGUF specification (ggml, docs/gguf.md).
 """
@@ -28,10 +27,10 @@ class TensorEntry:
     """One tensor of the header.
 
     Attributes:
-        name: its name.
+        name: the tensor's name.
         shape: in numpy's order, the slowest axis first (the file lists the fastest first).
         type_id: the number of its ggml type.
-        offset: where its bytes begin, counted from the beginning of the data.
+        offset: its first byte, from the beginning of the data.
     """
 
     name: str
@@ -47,8 +46,8 @@ class Header:
     Attributes:
         metadata: the fields, as plain Python.
         entries: the tensors in the order of the file.
-        data_start: where the data begins, a multiple of the alignment.
-        alignment: the power of two at whose multiples tensors begin.
+        data_start: the offset of the data, a multiple of the alignment.
+        alignment: the power of two that tensor offsets are multiples of.
     """
 
     metadata: dict[str, Any]
@@ -58,46 +57,49 @@ class Header:
 
 
 def read_header(data: np.ndarray, where: str) -> Header:
-    """The header of a GGUF file, version 2 or 3, little-endian.
-
-    Args:
-        data: the bytes of the file.
-        where: its name, for error messages.
+    """Parses the header of a little-endian GGUF file, version 2 or 3.
 
     Raises:
-        QuantError: for another magic or version, a header that is cut off, a name that stands twice, or values that
-            cannot be.
+        QuantError: for another magic or version, a truncated header, a duplicate name, or impossible values.
     """
     cursor = _Cursor(data, where)
-    _check_magic(data, where)
+    magic = bytes(data[:4])
+    if magic != _MAGIC:
+        raise QuantError(f"{where} is not a GGUF file: it begins with {magic!r}, expected {_MAGIC!r}")
     cursor.position = 4
-    _check_version(cursor.scalar("I"), where)
+    version = cursor.scalar("I")
+    if version and version & 0xFFFF == 0:
+        raise QuantError(
+            f"{where} is a big-endian GGUF file (version field {version:#x}); convert it to little-endian first"
+        )
+    if version not in (2, 3):
+        raise QuantError(f"{where} has GGUF version {version}; fewbit reads 2 and 3")
     tensor_count, field_count = cursor.scalar("Q"), cursor.scalar("Q")
     cursor.require(field_count, 13, "metadata fields")
     metadata: dict[str, Any] = {}
     for _ in range(field_count):
         key = cursor.text("a metadata key")
         if key in metadata:
-            raise QuantError(f"{where}: the metadata field {key!r} stands twice")
+            raise QuantError(f"{where}: the metadata field {key!r} appears twice")
         metadata[key] = cursor.value(cursor.scalar("I"), key)
     cursor.require(tensor_count, 24, "tensors")
     entries = tuple(_entry(cursor) for _ in range(tensor_count))
     names = [entry.name for entry in entries]
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
-        raise QuantError(f"{where}: the tensor {twice!r} stands twice")
+        raise QuantError(f"{where}: the tensor {twice!r} appears twice")
     alignment = _alignment(metadata, where)
     return Header(metadata, entries, _padded(cursor.position, alignment), alignment)
 
 
 def check_layout(header: Header, sizes: dict[str, int], total: int, where: str) -> None:
-    """Checks that the tensors follow one another, each at its aligned offset, and fill the file exactly.
+    """Checks that aligned tensors fill the file without gap or overlap.
 
     Args:
-        header: what `read_header` gave.
-        sizes: the bytes of each tensor, from its type and shape.
-        total: the bytes of the file.
-        where: its name, for error messages.
+        header: the result of `read_header`.
+        sizes: the size of each tensor in bytes, from its type and shape.
+        total: the size of the file in bytes.
+        where: the file's name, for error messages.
 
     Raises:
         QuantError: naming the first tensor that overlaps, leaves a gap or is cut off, or bytes after the last.
@@ -121,13 +123,13 @@ def check_layout(header: Header, sizes: dict[str, int], total: int, where: str) 
 
 
 class _Cursor:
-    """A place in the file that moves forward; whatever would reach beyond the end raises QuantError."""
+    """A bounds-checked read position; reading beyond the end raises QuantError."""
 
     def __init__(self, data: np.ndarray, where: str):
         self.data, self.where, self.position = data.data, where, 0
 
     def require(self, count: int, size: int, what: str) -> None:
-        """Refuses a count of things of at least `size` bytes each that the rest of the file cannot hold."""
+        """Refuses a count of items of at least `size` bytes that exceeds the file."""
         if count * size > len(self.data) - self.position:
             raise QuantError(
                 f"{self.where}: {count} {what} are announced at byte {self.position}, more than the file holds; "
@@ -135,7 +137,7 @@ class _Cursor:
             )
 
     def scalar(self, code: str) -> Any:
-        """The number of a struct code at the cursor."""
+        """Reads one number of a struct code."""
         size = struct.calcsize("<" + code)
         self.require(1, size, "values")
         (value,) = struct.unpack_from("<" + code, self.data, self.position)
@@ -143,7 +145,7 @@ class _Cursor:
         return value
 
     def text(self, what: str) -> str:
-        """The string at the cursor: its length, then UTF-8."""
+        """Reads a string: its length, then UTF-8."""
         length = self.scalar("Q")
         self.require(length, 1, f"bytes of {what}")
         start = self.position
@@ -156,13 +158,13 @@ class _Cursor:
             ) from error
 
     def value(self, kind: int, key: str, depth: int = 0) -> Any:
-        """The metadata value of a type number at the cursor."""
+        """Reads a metadata value of a GGUF type number."""
         if kind == _STRING:
             return self.text(f"the field {key!r}")
         if kind == _ARRAY:
             return self._array(key, depth)
         if kind not in _SCALARS:
-            raise QuantError(f"{self.where}: the metadata field {key!r} has type {kind}, which GGUF does not have")
+            raise QuantError(f"{self.where}: the metadata field {key!r} has the unknown type {kind}")
         if kind == 7:
             self._check_flags(1, key)
         return self.scalar(_SCALARS[kind])
@@ -173,7 +175,8 @@ class _Cursor:
         kind, count = self.scalar("I"), self.scalar("Q")
         if kind not in _SCALARS:
             # The shortest string takes the 8 bytes of its length, the shortest array the 12 of its type and count.
-            self.require(count, 8 if kind == _STRING else 12, f"elements of the field {key!r}")
+            shortest = {_STRING: 8}.get(kind, 12)
+            self.require(count, shortest, f"elements of the field {key!r}")
             return [self.value(kind, key, depth + 1) for _ in range(count)]
         dtype = np.dtype("<" + _SCALARS[kind].replace("?", "b1"))
         self.require(count, dtype.itemsize, f"elements of the field {key!r}")
@@ -187,23 +190,8 @@ class _Cursor:
         flags = np.frombuffer(self.data[self.position : self.position + count], np.uint8)
         if (flags > 1).any():
             raise QuantError(
-                f"{self.where}: the metadata field {key!r} holds a flag that is neither 0 nor 1; the file is damaged"
+                f"{self.where}: the metadata field {key!r} has a bool that is neither 0 nor 1; the file is damaged"
             )
-
-
-def _check_magic(data: np.ndarray, where: str) -> None:
-    magic = bytes(data[:4])
-    if magic != _MAGIC:
-        raise QuantError(f"{where} is no GGUF file: it begins with {magic!r}, expected {_MAGIC!r}")
-
-
-def _check_version(version: int, where: str) -> None:
-    if version and version & 0xFFFF == 0:
-        raise QuantError(
-            f"{where} is a big-endian GGUF file (version field {version:#x}); convert it to little-endian first"
-        )
-    if version not in (2, 3):
-        raise QuantError(f"{where} has GGUF version {version}; fewbit reads 2 and 3")
 
 
 def _alignment(metadata: dict[str, Any], where: str) -> int:

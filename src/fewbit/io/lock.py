@@ -1,13 +1,13 @@
-"""The lock file of an output directory: one writer at a time.
+"""A lock file that allows one writer per output directory.
 
-Of an output `m` it is the file `.m.fewbit-lock` in the same directory, with the process and the host of the writer as text.
-The operating system's lock of that file (`flock`) decides, so a process that dies releases it, however it dies, and the
-file that it leaves blocks nobody. The writer removes the file before it releases the lock; a process that then gets the lock
-of the removed file sees that the name no longer leads to it, and starts again.
+The lock file of an output `m` is `.m.fewbit-lock` in the same directory, with the process and host of the writer as text. The
+operating system's `flock` on it decides, so a process that dies releases the lock and the leftover file blocks nobody. The
+writer removes the file before it releases the lock; a process that then locks the removed file sees that the path no longer
+leads to it, and starts again.
 
-On NFS the server keeps `flock` locks of all hosts (unless the mount says `local_lock=flock` or `nolock`: then each host locks
-for itself). A file system without `flock`, or a system without it, such as Windows, is left with the exclusive creation of
-the file: there a crashed writer's file has to be removed by hand, and the message says which.
+On NFS the server keeps `flock` locks of all hosts (with the mount options `local_lock=flock` or `nolock` each host locks for
+itself). Without `flock`, such as on Windows, the exclusive creation of the file decides: a crashed writer's file has to be
+removed by hand, and the message says which.
 """
 
 import errno
@@ -24,12 +24,12 @@ except ImportError:  # not a POSIX system
     fcntl = None
 
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
-_NAMING_SECONDS = 0.1  # between the lock and the line that names its holder
+_NAMING_SECONDS = 0.1  # from locking to writing the holder's name
 _NAMING_STEP = 0.005
 
 
 class OutputLock:
-    """The lock of one output directory, from the constructor to `release`.
+    """Locks one output directory until `release`.
 
     Args:
         target: the output directory, which need not exist; its parent must.
@@ -44,7 +44,7 @@ class OutputLock:
         self._descriptor: int | None = _locked(self.path, target)
 
     def is_ours(self) -> bool:
-        """Whether the lock file is still the one that was locked: nobody removed it meanwhile."""
+        """True while the path still leads to the locked file."""
         return self._descriptor is not None and _is_named(self._descriptor, self.path)
 
     def release(self) -> None:
@@ -61,7 +61,7 @@ class OutputLock:
 
 
 def _locked(path: pathlib.Path, target: pathlib.Path) -> int:
-    """The descriptor of the locked file, which holds our process and host."""
+    """Locks the file and writes our process and host into it; returns its descriptor."""
     holder_known_by = time.monotonic() + _NAMING_SECONDS
     while True:
         opened = _opened(path)
@@ -77,7 +77,7 @@ def _locked(path: pathlib.Path, target: pathlib.Path) -> int:
             elif (holder := _holder(descriptor)) or time.monotonic() > holder_known_by:
                 raise QuantError(_refusal(target, path, holder or "another process", state))
             else:
-                time.sleep(_NAMING_STEP)  # it has the lock and is about to write its name
+                time.sleep(_NAMING_STEP)  # the holder is about to write its name
         except BaseException:
             os.close(descriptor)
             raise
@@ -85,7 +85,7 @@ def _locked(path: pathlib.Path, target: pathlib.Path) -> int:
 
 
 def _opened(path: pathlib.Path) -> tuple[int, bool] | None:
-    """A descriptor of the file and whether we created it; None when it was removed meanwhile."""
+    """Opens or creates the file; True with a new one, None if it was just removed."""
     try:
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
     except FileExistsError:
@@ -97,7 +97,7 @@ def _opened(path: pathlib.Path) -> tuple[int, bool] | None:
 
 
 def _try_flock(descriptor: int) -> str:
-    """`free`: it is ours now; `busy`: another one's; `unsupported`: the file system has no such locks."""
+    """Tries to lock: `free` (now ours), `busy` or `unsupported` by the file system."""
     if fcntl is None:
         return "unsupported"
     try:
@@ -112,7 +112,7 @@ def _try_flock(descriptor: int) -> str:
 
 
 def _unlock(descriptor: int) -> None:
-    """Releases the lock for every copy of the descriptor: a forked child's copy would keep it locked."""
+    """Releases the lock for all copies of the descriptor, including forked children's."""
     if fcntl is None:
         return
     try:
@@ -123,7 +123,7 @@ def _unlock(descriptor: int) -> None:
 
 
 def _is_named(descriptor: int, path: pathlib.Path) -> bool:
-    """Whether the path leads to the file of the descriptor."""
+    """True if the path leads to the file of the descriptor."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.stat(path))
     except FileNotFoundError:
@@ -131,7 +131,7 @@ def _is_named(descriptor: int, path: pathlib.Path) -> bool:
 
 
 def _name_holder(descriptor: int, path: pathlib.Path) -> None:
-    """Writes our process and host into the file that we locked."""
+    """Writes our process and host into the locked file."""
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -141,7 +141,7 @@ def _name_holder(descriptor: int, path: pathlib.Path) -> None:
 
 
 def _holder(descriptor: int) -> str:
-    """What the lock file, just opened, says of its holder: `process 123 on host`."""
+    """The text of a newly opened lock file: `process 123 on host`."""
     text = os.read(descriptor, 300).decode("utf-8", "replace").strip()
     return "".join(letter for letter in text if letter.isprintable())
 
@@ -150,6 +150,6 @@ def _refusal(target: pathlib.Path, path: pathlib.Path, holder: str, state: str) 
     if state == "busy":
         return f"{target} is being written by {holder}; wait until it has ended, or choose another output"
     return (
-        f"{target} is being written by {holder}, or was when that process died: this file system has no locks that would tell. "
+        f"{target} is being written by {holder}, or was when that process died; this file system has no flock to check it. "
         f"If the process is gone, remove {path}"
     )

@@ -1,6 +1,7 @@
-"""The manifest of a fewbit directory: the size and hash of every file and of every tensor, and a hash of itself.
+"""The manifest of a fewbit directory.
 
-It holds no time and no machine name, so the same inputs give the same bytes.
+It has the size and SHA-256 of every file and tensor, and a hash of itself. It has no time and no machine name, so the same
+inputs give the same bytes.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ class FileRecord:
 
 @dataclasses.dataclass(frozen=True)
 class TensorRecord:
-    """Where a stored tensor is, what it is, and the SHA-256 of its bytes."""
+    """The file, dtype, shape and SHA-256 of one stored tensor."""
 
     file: str
     dtype: str
@@ -39,12 +40,12 @@ class TensorRecord:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """What a fewbit directory holds.
+    """The content of a fewbit directory.
 
     Attributes:
         files: every file but the manifest itself.
         tensors: every stored tensor (`<name>.codes`, `<name>.scale`, ...), in the order in which they were added.
-        facts: what the writer was told to remember.
+        facts: the JSON that was passed to the writer.
     """
 
     files: Mapping[str, FileRecord]
@@ -67,7 +68,7 @@ class Manifest:
 
 
 class _Head(msgspec.Struct):
-    """What every version of a manifest has."""
+    """JSON schema of the fields of every manifest version."""
 
     format: str
     version: int
@@ -85,30 +86,30 @@ _MANIFEST = msgspec.defstruct(
     ],
     forbid_unknown_fields=True,
 )
-"""The JSON schema of a manifest of this version, but for its hash."""
+"""JSON schema of a manifest of this version, without its hash."""
 
 
-def sha256(data: Any) -> str:
+def sha256(data: bytes | memoryview) -> str:
     """The SHA-256 of bytes, in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def read_manifest(directory: pathlib.Path) -> Manifest:
-    """The manifest of a fewbit directory.
+    """Reads and checks the manifest of a fewbit directory.
 
     Raises:
-        QuantError: when it is missing or damaged; a single changed character is enough.
+        QuantError: when it is missing or damaged, even by one character.
         UnsupportedError: when a newer fewbit wrote it.
     """
     path = directory / MANIFEST
     if not path.is_file():
-        raise QuantError(f"{path} is missing, though the directory was written by fewbit; copy the directory again, whole")
+        raise QuantError(f"{path} is missing, though fewbit wrote the directory; copy the whole directory again")
     text = file_text(path, "manifest")
     form = parsed_object(text, str(path))
     said = converted(form, _Head, str(path))
     del form["sha256"]
     if sha256(canonical(form)) != said.sha256:
-        raise QuantError(f"{path} is damaged: its content does not fit its own hash; copy the directory again")
+        raise QuantError(f"{path} is damaged: its content does not match its own hash; copy the directory again")
     if said.format != FORMAT or said.version < 1:
         raise QuantError(f"{path} is no manifest of fewbit: format {said.format!r}, version {said.version}")
     if said.version != VERSION:
@@ -118,32 +119,30 @@ def read_manifest(directory: pathlib.Path) -> Manifest:
         )
     manifest = _manifest(form, str(path))
     if manifest.text() != text:
-        raise QuantError(
-            f"{path} is damaged: white space or number forms differ from what was written; copy the directory again"
-        )
+        raise QuantError(f"{path} is damaged: its white space or number format was changed; copy the directory again")
     return manifest
 
 
 def _manifest(form: Mapping[str, Any], where: str) -> Manifest:
-    """The manifest of JSON whose own hash was right: what fails here was written by hand, not damaged."""
+    """Builds the manifest from hash-checked JSON; errors here mean hand-written files."""
     fields = checked(form, _MANIFEST, where)
     files = {_plain_name(name, where): FileRecord(**entry) for name, entry in fields["files"].items()}
     tensors = {}
     for name, entry in fields["tensors"].items():
         tensors[name] = TensorRecord(**{**entry, "shape": tuple(entry["shape"])})
         if tensors[name].file not in files:
-            raise QuantError(f"{where}: tensor {name!r} is in {tensors[name].file!r}, which is no file of the manifest")
+            raise QuantError(f"{where}: tensor {name!r} is in {tensors[name].file!r}, which is not a file of the manifest")
     return Manifest(files, tensors, fields["facts"])
 
 
 def _plain_name(name: str, where: str) -> str:
-    """The name of a file in the directory, which must not lead out of it."""
+    """Checks a file name that must not lead out of the directory."""
     if not is_plain_name(name):
         raise QuantError(f"{where} names the file {name!r}; only files of the directory itself are expected")
     return name
 
 
 def is_plain_name(name: str) -> bool:
-    """Whether a name is that of a file in the directory at hand: no separators, no `..`, not too long."""
+    """True for a file name without separators, not `..`, not too long."""
     is_short = len(name.encode("utf-8", "replace")) <= 255  # what file systems allow
     return bool(name) and is_short and name not in (".", "..") and not set(name) & {"/", "\\", "\0", ":"}

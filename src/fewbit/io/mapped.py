@@ -1,4 +1,4 @@
-"""Files opened for reading: checked first, and mapped into memory instead of loaded."""
+"""Checked paths and memory-mapped files."""
 
 import os
 import pathlib
@@ -10,18 +10,18 @@ from .atomic import old_name
 
 
 def checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
-    """The path of an existing file or directory.
+    """Checks that a path is a file or directory.
 
     Raises:
-        QuantError: when the path is empty, or there is nothing at it, or something that is neither a file nor a directory.
+        QuantError: for an empty path, and one that does not exist or is neither a file nor a directory.
     """
     if not os.fspath(path):
         raise QuantError("the path is empty; pass a file or a model directory")
     path = pathlib.Path(path)
     try:
         exists, readable = path.exists(), path.is_file() or path.is_dir()
-    except (OSError, ValueError) as error:  # a name too long for the file system, or one that holds a zero byte
-        raise QuantError(f"{os.fspath(path)!r} is no usable path: {error}") from error
+    except (OSError, ValueError) as error:  # a name too long for the file system, or with a zero byte
+        raise QuantError(f"{os.fspath(path)!r} is not a usable path: {error}") from error
     if not exists and os.path.isdir(old := old_name(path)):
         raise QuantError(f"{path} was being replaced when its writer died; the old directory is {old}: run the writer again")
     if not exists:
@@ -32,14 +32,14 @@ def checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
 
 
 def mapped(path: pathlib.Path) -> np.ndarray:
-    """The bytes of a file as a read-only uint8 array that the system reads when they are touched.
+    """Memory-maps a file as a read-only uint8 array.
 
     Raises:
         QuantError: when the file is missing, empty or not readable.
     """
     try:
         if not checked_path(path).is_file():
-            raise QuantError(f"{path} is a directory, but a file is expected")
+            raise QuantError(f"{path} is a directory; pass a file")
         if path.stat().st_size == 0:
             raise QuantError(f"{path} is empty (0 bytes); fetch or write it again")
         return np.asarray(np.memmap(path, np.uint8, "r"))
@@ -48,7 +48,7 @@ def mapped(path: pathlib.Path) -> np.ndarray:
 
 
 def content(path: pathlib.Path) -> bytes:
-    """The bytes of a small file, empty or not.
+    """Reads a small file, which may be empty.
 
     Raises:
         QuantError: when the file is missing or not readable.

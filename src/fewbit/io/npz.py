@@ -1,4 +1,7 @@
-"""Reads `.npz` files of plain arrays; the JSON text of an entry `__config__` becomes the metadata. Never pickles."""
+"""Reader of `.npz` files of plain arrays; never unpickles.
+
+The JSON text of an entry `__config__` becomes the metadata.
+"""
 
 import io
 import lzma
@@ -17,39 +20,30 @@ from .checkpoint import Checkpoint, TensorInfo, Tensors
 
 _CONFIG = "__config__"
 _SUFFIX = ".npy"
-# Deflate cannot shrink data by more than this factor, so a larger announced size is a damaged or hostile file.
+# Deflate cannot compress more than this, so a larger announced size is a damaged or hostile file.
 _MAX_DEFLATE_RATIO = 1032
-# All that zipfile raises on damaged archives: it checks little itself and lets its parsers' errors through.
-_ZIP_ERRORS = (
-    zipfile.BadZipFile,
-    zlib.error,
-    lzma.LZMAError,
-    struct.error,
-    EOFError,
-    OSError,
-    RuntimeError,
-    ValueError,
-)
+# All that zipfile raises on damaged archives: it passes its parsers' errors on.
+_ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, RuntimeError, ValueError)
 
 
 def read_npz(path: pathlib.Path) -> Checkpoint:
-    """Opens an `.npz` file; its arrays are read at once, each checked against the archive's checksum.
+    """Reads an `.npz` file at once and checks the archive's checksums.
 
     Raises:
-        QuantError: when the archive is damaged, names an array twice, or holds something that is not a plain array.
+        QuantError: when the archive is damaged, names an array twice, or contains anything but plain arrays.
     """
     arrays = {name: _array(data, name, path) for name, data in _members(path).items()}
     config = arrays.pop(_CONFIG, None)
     metadata = {} if config is None else _metadata(config, path)
     for name, array in arrays.items():
         if array.dtype.kind not in "fiubc" or array.dtype.itemsize > 16:
-            raise QuantError(f"{path}: array {name!r} has dtype {array.dtype}; numbers are expected")
+            raise QuantError(f"{path}: array {name!r} has dtype {array.dtype}; expected numbers")
     info = {n: TensorInfo(a.shape, a.dtype.name, a.dtype.str, a.nbytes) for n, a in arrays.items()}
     return Checkpoint(path, "npz", Tensors(info, arrays.__getitem__), metadata)
 
 
 def _members(path: pathlib.Path) -> dict[str, bytes]:
-    """The bytes of every member, by the name without its suffix."""
+    """The content of every member, by the name without its suffix."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -59,7 +53,7 @@ def _members(path: pathlib.Path) -> dict[str, bytes]:
             names = [entry.filename.removesuffix(_SUFFIX) for entry in entries]
             if len(set(names)) < len(names):
                 twice = next(name for name in names if names.count(name) > 1)
-                raise QuantError(f"{path}: the array {twice!r} stands twice")
+                raise QuantError(f"{path}: the array {twice!r} appears twice")
             members = {name: archive.read(entry) for name, entry in zip(names, entries, strict=True)}
     except QuantError:
         raise
@@ -74,7 +68,7 @@ def _members(path: pathlib.Path) -> dict[str, bytes]:
 
 
 def _check_count(found: int, comment: int, path: pathlib.Path) -> None:
-    """Compares the number of members with that of the archive's last record: zipfile does not, and may skip some."""
+    """Checks the number of members in the archive's last record; zipfile does not."""
     with path.open("rb") as file:
         file.seek(-22 - comment, io.SEEK_END)
         mark, _, (announced,) = file.read(4), file.seek(6, io.SEEK_CUR), struct.unpack("<H", file.read(2))
@@ -83,23 +77,23 @@ def _check_count(found: int, comment: int, path: pathlib.Path) -> None:
 
 
 def _check_entry(entry: zipfile.ZipInfo, path: pathlib.Path) -> None:
-    """Refuses what numpy does not write, before anything is unpacked."""
+    """Refuses entries that numpy does not write, before unpacking."""
     if not entry.filename.endswith(_SUFFIX):
         raise QuantError(
-            f"{path} is a zip archive, but no .npz file: it holds {entry.filename!r}. fewbit reads no "
+            f"{path} is a zip archive, but not an .npz file: it contains {entry.filename!r}. fewbit reads no "
             "pickles (.pt, .pth, .bin); save the weights as safetensors"
         )
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise QuantError(f"{path}: {entry.filename!r} is compressed by method {entry.compress_type}; numpy writes 0 and 8")
-    ratio = 1 if entry.compress_type == zipfile.ZIP_STORED else _MAX_DEFLATE_RATIO
+    ratio = {zipfile.ZIP_STORED: 1}.get(entry.compress_type, _MAX_DEFLATE_RATIO)
     if entry.file_size > ratio * entry.compress_size or entry.compress_size > path.stat().st_size:
         raise QuantError(
-            f"{path} is a damaged .npz file: {entry.filename!r} announces {entry.file_size} bytes, which cannot be"
+            f"{path} is a damaged .npz file: {entry.filename!r} announces an impossible size of {entry.file_size} bytes"
         )
 
 
 def _array(data: bytes, name: str, path: pathlib.Path) -> np.ndarray:
-    """The array of an .npy member, whose shape is checked against its bytes before memory is taken for it."""
+    """Parses an .npy member; checks its shape against its size first."""
     file = io.BytesIO(data)
     try:
         version = np.lib.format.read_magic(file)
@@ -122,6 +116,8 @@ def _array(data: bytes, name: str, path: pathlib.Path) -> np.ndarray:
 def _metadata(config: np.ndarray, path: pathlib.Path) -> dict[str, Any]:
     where = f"{path}: array {_CONFIG!r}"
     if config.dtype.kind not in "US" or config.size != 1:
-        raise QuantError(f"{where} is {config.dtype}{list(config.shape)}; one text of JSON is expected")
+        raise QuantError(f"{where} is {config.dtype}{list(config.shape)}; expected one JSON text")
     text = config.reshape(-1)[0]
-    return parsed_object(bytes(text) if config.dtype.kind == "S" else str(text).encode("utf-8", "surrogatepass"), where)
+    if config.dtype.kind == "S":
+        return parsed_object(bytes(text), where)
+    return parsed_object(str(text).encode("utf-8", "surrogatepass"), where)

@@ -1,6 +1,6 @@
-"""The one check of where an output directory may be written.
+"""Check of an output directory before it is written.
 
-It runs before any work, again under the lock of the output, and again right before the rename.
+It runs before any work, again under the output's lock, and again right before the rename.
 """
 
 import os
@@ -12,16 +12,12 @@ from .manifest import MANIFEST, read_manifest
 
 
 def foreign_files(directory: pathlib.Path) -> list[str]:
-    """The names in a fewbit directory that its manifest does not list as files.
+    """The sorted names in a fewbit directory that its manifest does not list.
 
-    Args:
-        directory: an existing directory.
-
-    Returns:
-        The names, sorted; a listed name that is a symbolic link or a directory is among them.
+    A listed name that is a symbolic link or a directory is among them.
 
     Raises:
-        QuantError: when there is no manifest of ours that can be read.
+        QuantError: without a readable manifest of fewbit.
         UnsupportedError: when another version of fewbit wrote it.
     """
     ours = {MANIFEST, *read_manifest(directory).files}
@@ -36,21 +32,17 @@ def check_output(
     sources: Iterable[str | os.PathLike[str]] = (),
     foreign: Callable[[pathlib.Path], list[str]] = foreign_files,
 ) -> pathlib.Path:
-    """The absolute path of an output directory, when it may be written.
+    """The absolute path of an output directory that may be written.
 
     Args:
-        path: the directory to be; missing parents are no obstacle.
-        overwrite: whether a directory that fewbit wrote may be replaced: one whose manifest is ours and lists its every file.
+        path: the directory to create; missing parents are allowed.
+        overwrite: whether a directory that fewbit wrote may be replaced: its manifest is ours and lists its every file.
         sources: the files and directories that the output is made from.
-        foreign: gives the names in an existing directory that an overwrite must not remove; raises for a directory of
-            another kind.
-
-    Returns:
-        The path.
+        foreign: gives the names in an existing directory that an overwrite must not remove; raises for another kind of directory.
 
     Raises:
-        QuantError: for an empty path, one below a file, one that exists (without `overwrite`) or holds what fewbit did not
-            write (with it), and when a source is the output, inside it or around it, symbolic links followed.
+        QuantError: for an empty path, one below a file, one that exists (without `overwrite`) or contains files that fewbit did
+            not write (with it), and when a source is the output, inside it or around it, following symbolic links.
 
     >>> check_output("", overwrite=False)
     Traceback (most recent call last):
@@ -61,7 +53,7 @@ def check_output(
     if not text:
         raise QuantError("the output path is empty; name a directory")
     if "\0" in text:
-        raise QuantError(f"the output path {text!r} holds a zero byte")
+        raise QuantError(f"the output path {text!r} contains a zero byte")
     target = pathlib.Path(os.path.abspath(text))
     above = next((parent for parent in target.parents if os.path.lexists(parent)), target)
     if not above.is_dir():
@@ -74,7 +66,7 @@ def check_output(
 
 
 def _check_source(source: pathlib.Path, target: pathlib.Path) -> None:
-    """Refuses a target that is the source, is inside it, or holds any of its files."""
+    """Refuses a target that is, is inside, or contains the source."""
     if not source.exists():
         return
     advice = "choose another output"
@@ -82,14 +74,13 @@ def _check_source(source: pathlib.Path, target: pathlib.Path) -> None:
         raise QuantError(f"{target} is the model itself; {advice}")
     if source.is_dir() and _is_within(target, source):
         raise QuantError(f"{target} is inside {source}, the model that is read; {advice}")
-    files = [source, *source.iterdir()] if source.is_dir() else [source]
-    for file in files:
+    for file in (source, *source.iterdir()) if source.is_dir() else (source,):
         if _is_within(file, target):
-            raise QuantError(f"{target} holds {file}, which is read; {advice}")
+            raise QuantError(f"{target} contains {file}, which is read; {advice}")
 
 
 def _is_within(path: pathlib.Path, directory: pathlib.Path) -> bool:
-    """Whether a path is a directory or inside it, whatever links and other names lead there."""
+    """True if a path is a directory or inside it, following symbolic links."""
     if not directory.exists():
         return False
     real = pathlib.Path(os.path.realpath(path))
@@ -114,6 +105,6 @@ def _check_replaceable(target: pathlib.Path, overwrite: bool, foreign: Callable[
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         raise QuantError(
-            f"{target} holds what fewbit did not write ({', '.join(names[:3])}{more}), so it is not replaced; move that "
+            f"{target} contains files that fewbit did not write ({', '.join(names[:3])}{more}), so it is not replaced; move them "
             "elsewhere, or choose another output"
         )

@@ -1,8 +1,8 @@
-"""Adapters in the files of Hugging Face's PEFT: `adapter_model.safetensors` and `adapter_config.json`.
+"""LoRA adapters in the files of Hugging Face's PEFT.
 
-PEFT keeps `lora_A.weight` as `[r, in]` and `lora_B.weight` as `[out, r]`, under `base_model.model.` and the name of the module,
-and adds `lora_alpha / r` times their product to a weight. So the factors are transposed, several axes of one kind are one
-there, and each element of stacked axes is a module of its own.
+`adapter_model.safetensors` stores `lora_A.weight` as `[r, in]` and `lora_B.weight` as `[out, r]`, under `base_model.model.` and the
+name of the module; PEFT adds `lora_alpha / r` times their product to a weight. So the factors are transposed, several input or
+output axes are flattened into one, and each element of stacked axes is a separate module. `adapter_config.json` has the rest.
 
 Reference: PEFT, developer guide "Checkpoint format".
 """
@@ -29,21 +29,18 @@ from ..training.lora import Adapter
 from .atomic import StagedDirectory
 from .mapped import content
 from .output import check_output
-from .safetensors_file import file_header, ordered, read_file
+from .safetensors_file import array_bytes, file_header, ordered, read_file
 
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 
 
 def dotted(path: str, *index: int) -> str:
-    """The module's name that a path has by default: dots for slashes, then the place in the stacked axes.
+    """The default module name of a path: dots for slashes, then the stack index.
 
     Args:
         path: the path of a parameter.
-        index: which element of its stacked axes; none for a weight that is not stacked.
-
-    Returns:
-        The name.
+        index: the element of its stacked axes; none for a weight that is not stacked.
 
     >>> dotted("layers/attn/q", 3)
     'layers.attn.q.3'
@@ -59,27 +56,26 @@ def write_adapters(
     base_model: str | None = None,
     overwrite: bool = False,
 ) -> pathlib.Path:
-    """Writes adapters as PEFT does, whole or not at all; the file is read back before it is in place.
+    """Writes adapters in PEFT's format, atomically and verified.
 
     Ranks and alphas that differ from the most frequent one go to `rank_pattern` and `alpha_pattern`, whose keys PEFT matches
     against the end of a module's name: a key that would match several modules is anchored, `^x\\.up`. Every adapter is written
-    as one of a linear layer. PEFT has other names for tables that are looked up and other shapes for kernels of convolutions,
-    so it does not take adapters of those.
+    for a linear layer: PEFT has other names for embeddings and other shapes for convolutions, so it cannot load adapters of those.
 
     Args:
-        path: the directory to be.
+        path: the directory to create.
         adapters: by path, like those of `fb.lora.init`.
-        names: `names(path, *index)`, the name that the base model's module has: the index tells the element of stacked axes,
-            and there is none without them. A name may end in ".weight", so that a table of weights' names serves too.
-        base_model: what the config calls the base model.
+        names: `names(path, *index)`, the module's name in the base model; `index` is the element of stacked axes, and is left out
+            without them. A name may end in ".weight", so that a table of weight names can be used.
+        base_model: the name of the base model in the config.
         overwrite: whether a directory of adapters may be replaced.
 
     Returns:
         The directory.
 
     Raises:
-        QuantError: when there are no adapters, two have one name, `path` exists (without `overwrite`) or holds no adapters (with
-            it), or it cannot be written.
+        QuantError: without adapters, for duplicate names, when `path` exists (without `overwrite`) or has other files (with it),
+            or when it cannot be written.
 
     >>> import tempfile
     >>> adapter = Adapter(jnp.ones((4, 2)), jnp.zeros((2, 8)), alpha=4.0, inputs=(-2,))
@@ -91,12 +87,12 @@ def write_adapters(
     modules = _modules(adapters, names)
     tensors = ordered({name: x for module in modules.values() for name, x in module.tensors().items()})
     header = file_header(tensors, {"format": "pt"})
-    files = {CONFIG: [dumped(_config(modules, base_model), CONFIG)], TENSORS: [header, *map(_bytes, tensors.values())]}
+    files = {CONFIG: [dumped(_config(modules, base_model), CONFIG)], TENSORS: [header, *map(array_bytes, tensors.values())]}
     with StagedDirectory(target, overwrite=overwrite) as staged:
         for name, parts in files.items():
             staged.write(name, parts, sum(len(part) for part in parts))
             if content(staged.path / name) != b"".join(map(bytes, parts)):
-                raise QuantError(f"{target}: {name} reads back other than it was written; the disk may be failing")
+                raise QuantError(f"{target}: {name} reads back differently from what was written; the disk may be failing")
         check_output(path, overwrite=overwrite, foreign=_foreign_files)
         staged.commit()
     return target
@@ -109,16 +105,16 @@ def read_adapters(
 
     Args:
         path: the directory.
-        like: adapters of the same weights, which tell their axes: those of `fb.lora.init`, of any rank and alpha.
+        like: adapters of the same weights, for their axes: those of `fb.lora.init`, of any rank and alpha.
         names: as for `write_adapters`.
 
     Returns:
-        Adapters with the ranks, alphas and numbers of the files; those with `use_rslora`, whose factor is `alpha / sqrt(r)`,
-        get the alpha that means the same here.
+        Adapters with the ranks, alphas and values of the files; with `use_rslora`, whose factor is `alpha / sqrt(r)`, alpha is
+        converted to the factor `alpha / r`.
 
     Raises:
-        QuantError: when a file is missing or damaged, the config is of another kind than LoRA, tensors of `like` are missing
-            or others are left over, or shapes do not fit.
+        QuantError: for a missing or damaged file, another kind of adapter than LoRA, tensors that `like` lacks or that only it
+            has, or shapes that differ.
     """
     directory = pathlib.Path(path)
     form = parsed_object(file_text(directory / CONFIG, "adapter configuration"), str(directory / CONFIG))
@@ -136,7 +132,7 @@ def read_adapters(
     if missing := [name for name in wanted if name not in stored]:
         raise QuantError(f"{directory / TENSORS} lacks {missing[0]!r}; {near_names(missing[0], tuple(stored))}")
     if extra := [name for name in stored if name not in wanted]:
-        raise QuantError(f"{directory / TENSORS} holds {len(extra)} tensors of no adapter in like, such as {extra[0]!r}")
+        raise QuantError(f"{directory / TENSORS} has {len(extra)} tensors without an adapter in like, such as {extra[0]!r}")
 
     def element(module: _Module) -> tuple[np.ndarray, np.ndarray, tuple[float, bool]]:
         a, b = (stored[tensor].array() for tensor in _tensor_names(module.name))
@@ -149,7 +145,7 @@ def read_adapters(
 
 
 class _LoraConfig(msgspec.Struct):
-    """The JSON schema of what fewbit reads of `adapter_config.json`."""
+    """JSON schema of the fields that fewbit reads from `adapter_config.json`."""
 
     lora_alpha: float
     alpha_pattern: dict[str, float] | None = None
@@ -161,7 +157,7 @@ class _LoraConfig(msgspec.Struct):
 
 @dataclasses.dataclass(frozen=True)
 class _Module:
-    """One element of an adapter's stacked axes, which PEFT has as a module: the path, the module's name, the place."""
+    """One PEFT module: an adapter, or one element of its stacked axes."""
 
     path: str
     name: str
@@ -177,14 +173,14 @@ class _Module:
 
 
 def _modules(adapters: Mapping[str, Adapter], names: Callable[..., str]) -> dict[str, _Module]:
-    """Every element of every adapter by the name of its module."""
+    """The modules of all adapters by name."""
     modules: dict[str, _Module] = {}
     for path, adapter in adapters.items():
         for index in itertools.product(*map(range, adapter.a.shape[: len(adapter.stacked)])):
             name = names(path, *index).removesuffix(".weight")
             if name in modules:
                 raise QuantError(
-                    f"names calls both {modules[name].path} and {path} {name!r}; each element needs its own name"
+                    f"names gives both {modules[name].path} and {path} the name {name!r}; return a different one for each element"
                 )
             modules[name] = _Module(path, name, adapter, index)
     if not modules:
@@ -208,10 +204,10 @@ def _config(modules: Mapping[str, _Module], base_model: str | None) -> dict[str,
         "task_type": None,
         "inference_mode": True,
         "r": rank,
-        "lora_alpha": _whole(alpha),
+        "lora_alpha": _as_json_number(alpha),
         "target_modules": sorted(modules),
         "rank_pattern": {keys[name]: r for name, r in ranks.items() if r != rank},
-        "alpha_pattern": {keys[name]: _whole(a) for name, a in alphas.items() if a != alpha},
+        "alpha_pattern": {keys[name]: _as_json_number(a) for name, a in alphas.items() if a != alpha},
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,
@@ -221,33 +217,36 @@ def _config(modules: Mapping[str, _Module], base_model: str | None) -> dict[str,
 
 
 def _pattern_key(name: str, modules: tuple[str, ...]) -> str:
-    """The key of one module in `rank_pattern` and `alpha_pattern`: its name, anchored if that matches other modules too.
+    """The key of a module in `rank_pattern` and `alpha_pattern`.
 
-    PEFT before 0.14 does not know anchored keys, so a name that is unambiguous stays as it is.
+    Its name, anchored only if that matches other modules too: PEFT before 0.14 does not know anchored keys.
     """
-    is_ambiguous = sum(_is_key_of(name, module) for module in modules) > 1
-    return f"^{re.escape(name)}" if is_ambiguous else name
+    if sum(_is_key_of(name, module) for module in modules) > 1:
+        return f"^{re.escape(name)}"
+    return name
 
 
 def _is_key_of(key: str, module: str, where: str = "the name of a module") -> bool:
-    """Whether a key of a pattern applies to a module: a regular expression for the end of its name, from a dot on, as in PEFT."""
+    """True if a key matches the end of a module's name, from a dot on, as in PEFT."""
     return Pattern(rf"(.*\.)?({key})", where).fullmatch(module)
 
 
-def _whole(number: float) -> float | int:
-    """The number as PEFT writes it: without a point where it is whole."""
-    return int(number) if number == int(number) else number
+def _as_json_number(number: float) -> float | int:
+    """An integral number as int, as PEFT writes it."""
+    if number == int(number):
+        return int(number)
+    return number
 
 
 def _alpha(config: _LoraConfig, module: str, directory: pathlib.Path) -> tuple[float, bool]:
-    """The alpha of a module, and whether it is meant over the root of the rank."""
+    """The alpha of a module, and whether it is divided by sqrt(r)."""
     where = f"{directory / CONFIG}: alpha_pattern"
     found = (alpha for key, alpha in (config.alpha_pattern or {}).items() if _is_key_of(key, module, where))
     return next(found, config.lora_alpha), config.use_rslora
 
 
 def _joined(like: Adapter, parts: list[tuple[np.ndarray, np.ndarray, tuple[float, bool]]], path: str) -> Adapter:
-    """The adapter of the tensors of its elements."""
+    """Stacks the tensors of an adapter's modules."""
     stacked = like.a.shape[: len(like.stacked)]
     rows, columns = like.a.shape[len(stacked) : -1], like.b.shape[len(stacked) + 1 :]
     rank, (alpha, is_over_root) = parts[0][0].shape[0], parts[0][2]
@@ -258,17 +257,14 @@ def _joined(like: Adapter, parts: list[tuple[np.ndarray, np.ndarray, tuple[float
                 f"the tensors of {path} have shapes {a.shape} and {b.shape} and alpha {meant[0]:g}; expected "
                 f"{expected[0]} and {expected[1]} and alpha {alpha:g}"
             )
-    a = np.stack([a.T for a, _, _ in parts]).reshape(*stacked, *rows, rank)
-    b = np.stack([b.T for _, b, _ in parts]).reshape(*stacked, rank, *columns)
-    alpha = alpha * math.sqrt(rank) if is_over_root else alpha
+    a = np.stack([a.T for a, _, _ in parts]).reshape(*stacked, *rows, rank)  # [*stacked, *in, r]
+    b = np.stack([b.T for _, b, _ in parts]).reshape(*stacked, rank, *columns)  # [*stacked, r, *out]
+    if is_over_root:
+        alpha *= math.sqrt(rank)
     return Adapter(jnp.asarray(a), jnp.asarray(b), alpha, like.inputs, like.stacked)
 
 
 def _foreign_files(directory: pathlib.Path) -> list[str]:
-    """The names in a directory that `write_adapters` did not write."""
+    """The names in a directory that are not PEFT's two files."""
     with os.scandir(directory) as entries:
         return sorted(e.name for e in entries if e.name not in (CONFIG, TENSORS) or not e.is_file(follow_symlinks=False))
-
-
-def _bytes(array: np.ndarray) -> np.ndarray:
-    return array.reshape(-1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Opens any container that fewbit reads, recognised by its content and not by its name."""
+"""Opens any supported container, recognised by its content."""
 
 import os
 import pathlib
@@ -16,19 +16,12 @@ _SUFFIXES = {".gguf": read_gguf, ".npz": read_npz, ".safetensors": read_safetens
 
 
 def read(path: str | os.PathLike[str]) -> Checkpoint:
-    """Opens a model: a GGUF file, safetensors (file or directory), an `.npz` file, or a directory that fewbit wrote.
+    """Opens a GGUF, safetensors or `.npz` file, or a model directory.
 
-    Nothing large is loaded: the tensors load one by one when they are asked for.
-
-    Args:
-        path: the file or directory.
-
-    Returns:
-        The checkpoint.
+    Tensors are loaded one by one when they are indexed; only `.npz` is read at once.
 
     Raises:
-        QuantError: when there is nothing at the path, when it is no model, or when it is damaged; the message names the
-            file.
+        QuantError: when the path does not exist, is not a model, or is damaged; the message names the file.
         UnsupportedError: for a tensor type or layout version that fewbit lacks.
 
     >>> import os, tempfile
@@ -48,7 +41,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
         reader = read_safetensors_file
     if reader is None:
         raise QuantError(
-            f"{path} is no model that fewbit reads: it begins with {start[:4]!r}. Expected is a GGUF, safetensors or "
+            f"{path} is not a model that fewbit reads: it begins with {start[:4]!r}. Expected a GGUF, safetensors or "
             ".npz file; pickles (.pt, .bin) are never read, save the weights as safetensors"
         )
     return reader(path)
@@ -61,4 +54,4 @@ def _read_directory(path: pathlib.Path) -> Checkpoint:
         return read_safetensors_directory(path)
     others = sorted(file.name for file in path.iterdir() if file.suffix in _SUFFIXES)
     hint = f"; pass one of its files: {', '.join(others)}" if others else ""
-    raise QuantError(f"{path} is no model directory: it has neither a fewbit manifest nor safetensors files{hint}")
+    raise QuantError(f"{path} is not a model directory: it has neither a fewbit manifest nor safetensors files{hint}")

@@ -1,4 +1,4 @@
-"""QArrays in files: the arrays of which one is made, under names of their own, and a JSON record of what they mean."""
+"""QArrays in files: named component arrays and a JSON record."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from ..ops import Policy
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON schema of a record."""
+    """JSON schema of a record."""
 
     scheme: Count
     dtype: str
@@ -27,18 +27,18 @@ class _Record(msgspec.Struct, forbid_unknown_fields=True):
 
 
 LEAVES = ("codes", "scale", "zero_point", "tensor_scale")
-"""The parts of a QArray, which are the last words of their tensors' names."""
+"""The component arrays of a QArray; tensor names end in them."""
 
 
 class Table:
-    """JSON values, each once: a record names a scheme or policy by its place here."""
+    """A deduplicated list of JSON values; records refer to schemes and policies by index."""
 
     def __init__(self) -> None:
         self.values: list[Any] = []
         self._places: dict[bytes, int] = {}
 
-    def place(self, value: Any) -> int:
-        """The place of a value, which is added if it is new."""
+    def place(self, value: Mapping[str, object]) -> int:
+        """The index of a value; adds a new one."""
         key = canonical(value)
         if key not in self._places:
             self._places[key] = len(self.values)
@@ -47,7 +47,7 @@ class Table:
 
 
 def leaves(name: str, q: QArray) -> dict[str, jax.Array]:
-    """The arrays of a QArray by the names that files give them: `<name>.codes`, `<name>.scale`, ..."""
+    """The component arrays by their names in files: `<name>.codes`, `<name>.scale`, ..."""
     result: dict[str, jax.Array] = {}
     for part in LEAVES:
         value = getattr(q, part)
@@ -59,16 +59,18 @@ def leaves(name: str, q: QArray) -> dict[str, jax.Array]:
 
 
 def record(q: QArray, schemes: Table, policies: Table, name: str) -> dict[str, Any]:
-    """The JSON record of a QArray: scheme and policy by their places in the tables, dtype, slack, and optional parts.
+    """The JSON record of a QArray.
+
+    It has the indices of scheme and policy in their tables, dtype, slack, and the optional components.
 
     Raises:
-        QuantError: for a QArray whose parts do not fit each other, or whose scheme or policy has no JSON form.
+        QuantError: for a QArray with inconsistent components, or a scheme or policy without a JSON form.
     """
     if reason := misfit(q):
-        raise QuantError(f"tensor {name!r} is no valid QArray: {reason}")
+        raise QuantError(f"tensor {name!r} is not a valid QArray: {reason}")
     form = q.scheme.to_json()
     if Scheme.from_json(form).to_json() != form:
-        raise QuantError(f"tensor {name!r}: scheme {q.scheme.name} does not come back from its JSON form")
+        raise QuantError(f"tensor {name!r}: scheme {q.scheme.name} cannot be restored from its JSON form")
     result: dict[str, Any] = {"scheme": schemes.place(form), "dtype": q.dtype.name, "slack": q.slack}
     if q.zero_point is not None:
         result["zero_point"] = True
@@ -76,9 +78,7 @@ def record(q: QArray, schemes: Table, policies: Table, name: str) -> dict[str, A
         result["tensor_scale"] = True
     if q.policy is not None:
         if not isinstance(q.policy, Policy):
-            raise QuantError(
-                f"tensor {name!r} has a policy of type {type(q.policy).__name__}; files hold those of fb.Policy"
-            )
+            raise QuantError(f"tensor {name!r} has a policy of type {type(q.policy).__name__}; files store only fb.Policy")
         result["policy"] = policies.place(q.policy.to_json())
     if isinstance(q.scale, QArray):
         result["scale"] = record(q.scale, schemes, policies, f"{name}.scale")
@@ -86,17 +86,17 @@ def record(q: QArray, schemes: Table, policies: Table, name: str) -> dict[str, A
 
 
 def leaf_names(name: str, form: Mapping[str, Any]) -> tuple[str, ...]:
-    """The names of the arrays that a record needs."""
+    """The names of the component arrays of a record."""
     scale = leaf_names(f"{name}.scale", form["scale"]) if "scale" in form else (f"{name}.scale",)
     optional = tuple(f"{name}.{part}" for part in ("zero_point", "tensor_scale") if form.get(part))
     return (f"{name}.codes", *scale, *optional)
 
 
-def checked_record(form: Any, schemes: list[Any], policies: list[Any], where: str) -> dict[str, Any]:
-    """A record read from JSON, with objects in place of the numbers of its scheme and policy.
+def checked_record(form: object, schemes: list[Any], policies: list[Any], where: str) -> dict[str, Any]:
+    """Checks a JSON record and resolves its scheme and policy indices.
 
     Raises:
-        QuantError: for a record that `record` would not write.
+        QuantError: for a record that `record` does not write.
     """
     result = {name: value for name, value in checked(form, _Record, where).items() if value is not None}
     result["scheme"] = Scheme.from_json(_entry(schemes, result["scheme"], where))
@@ -109,30 +109,26 @@ def checked_record(form: Any, schemes: list[Any], policies: list[Any], where: st
 
 
 def qarray(name: str, form: Mapping[str, Any], load: Callable[[str], np.ndarray]) -> QArray:
-    """The QArray of a checked record.
+    """Loads the QArray of a checked record.
 
     Args:
         name: its name in the file.
-        form: what `checked_record` gave.
-        load: gives the array of a leaf's name.
+        form: the result of `checked_record`.
+        load: loads a component array by name.
 
     Raises:
-        QuantError: when the arrays do not fit each other.
+        QuantError: when the arrays are inconsistent.
     """
 
     def part(which: str) -> jax.Array:
         return jnp.asarray(load(f"{name}.{which}"))
 
-    q = QArray(
-        part("codes"),
-        qarray(f"{name}.scale", form["scale"], load) if "scale" in form else part("scale"),
-        part("zero_point") if form.get("zero_point") else None,
-        part("tensor_scale") if form.get("tensor_scale") else None,
-        form["scheme"],
-        form["dtype"],
-        form["slack"],
-        form.get("policy"),
-    )
+    def optional(which: str) -> jax.Array | None:
+        return part(which) if form.get(which) else None
+
+    scale = part("scale") if "scale" not in form else qarray(f"{name}.scale", form["scale"], load)
+    static = form["scheme"], form["dtype"], form["slack"], form.get("policy")
+    q = QArray(part("codes"), scale, optional("zero_point"), optional("tensor_scale"), *static)
     if reason := misfit(q):
         raise QuantError(f"tensor {name!r}: {reason}")
     return q
@@ -140,7 +136,7 @@ def qarray(name: str, form: Mapping[str, Any], load: Callable[[str], np.ndarray]
 
 def _entry(table: list[Any], place: int, where: str) -> Any:
     if not 0 <= place < len(table):
-        raise QuantError(f"{where} names entry {place} of a table of {len(table)}")
+        raise QuantError(f"{where} names entry {place} of a table of {len(table)} entries")
     return table[place]
 
 
@@ -148,7 +144,7 @@ def _dtype(name: str, where: str) -> np.dtype:
     try:
         dtype = np.dtype(jnp.dtype(name))
     except TypeError as error:
-        raise QuantError(f"{where}: {name!r:.40} is no dtype") from error
+        raise QuantError(f"{where}: {name!r:.40} is not a dtype") from error
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise QuantError(f"{where}: dtype is {name}, but a QArray stands for floating numbers")
+        raise QuantError(f"{where}: dtype is {name}; a QArray has a floating dtype")
     return dtype

@@ -1,4 +1,4 @@
-"""Reads safetensors as Hugging Face lays them out: one file, or a directory with a config and a tokenizer."""
+"""Reader of Hugging Face safetensors files and directories."""
 
 import fnmatch
 import pathlib
@@ -16,7 +16,7 @@ from .safetensors_file import DTYPES, StoredTensor, read_file
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-# Tokenizers, chat templates, how to generate, image and audio processors, licences: as patterns of lower-case names.
+# Tokenizers, chat templates, generation config, image and audio processors, licences: patterns of lower-case names.
 _SIDE_FILES = (
     "tokenizer*.json",
     "tokenizer*.model*",
@@ -41,7 +41,7 @@ _CHAT_TEMPLATES = "additional_chat_templates"
 
 
 class _Index(msgspec.Struct):
-    """The JSON schema of an index; the names of tensors and of the files that hold them."""
+    """JSON schema of an index, from tensor names to file names."""
 
     weight_map: dict[str, str]
 
@@ -54,29 +54,33 @@ def read_safetensors_file(path: pathlib.Path) -> Checkpoint:
     """
     tensors, metadata = read_file(path)
     if metadata.get("format") == FORMAT:
-        raise QuantError(f"{path} is a part of a directory that fewbit wrote; pass the directory {path.parent}")
+        raise QuantError(f"{path} is part of a directory that fewbit wrote; pass the directory {path.parent}")
     return Checkpoint(path, "safetensors", _tensors(tensors), dict(metadata))
 
 
 def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
-    """Opens a directory with `model.safetensors`, or with several files and `model.safetensors.index.json`.
+    """Opens a directory with one safetensors file, or several and an index.
 
-    Its `config.json` becomes the metadata; tokenizer, chat template, generation, processor and licence files are kept as bytes.
+    `config.json` becomes the metadata; tokenizer, chat template, generation, processor and licence files are kept as bytes.
 
     Raises:
-        QuantError: when a file is missing or damaged, or a tensor stands in two files.
+        QuantError: when a file is missing or damaged, or a tensor is in two files.
     """
-    stored, notes = _indexed(path) if (path / INDEX).is_file() else (read_file(_only_file(path))[0], ())
+    notes: tuple[str, ...] = ()
+    if (path / INDEX).is_file():
+        stored, notes = _indexed(path)
+    else:
+        stored, _ = read_file(_only_file(path))
     config = path / CONFIG
     metadata = parsed_object(file_text(config, "configuration"), str(config)) if config.is_file() else {}
-    files = {file.name: content(file) for file in sorted(path.iterdir()) if file.is_file() and _is_side_file(file.name)}
+    files = {
+        file.name: content(file)
+        for file in sorted(path.iterdir())
+        if file.is_file() and any(fnmatch.fnmatchcase(file.name.lower(), pattern) for pattern in _SIDE_FILES)
+    }
     if (path / _CHAT_TEMPLATES).is_dir():
-        notes = (*notes, f"the directory {_CHAT_TEMPLATES} is not read; copy it by hand where it is needed")
+        notes = (*notes, f"the directory {_CHAT_TEMPLATES} is not read; copy it by hand if you need it")
     return Checkpoint(path, "safetensors", _tensors(stored), metadata, files, notes=notes)
-
-
-def _is_side_file(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name.lower(), pattern) for pattern in _SIDE_FILES)
 
 
 def _tensors(stored: dict[str, StoredTensor]) -> Tensors:
@@ -89,7 +93,7 @@ def _tensors(stored: dict[str, StoredTensor]) -> Tensors:
 
 
 def _only_file(path: pathlib.Path) -> pathlib.Path:
-    """The one file of tensors in a directory without an index."""
+    """The only tensor file of a directory without an index."""
     if (path / _SINGLE).is_file():
         return path / _SINGLE
     found = sorted(path.glob("*.safetensors"))
@@ -100,7 +104,7 @@ def _only_file(path: pathlib.Path) -> pathlib.Path:
 
 
 def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The tensors of the index, from the files that it names, and a note on those that it leaves out."""
+    """The tensors of the index, and a note on tensors that it omits."""
     where = str(path / INDEX)
     weight_map = converted(parsed_object(file_text(path / INDEX, "index"), where), _Index, where).weight_map
     files = dict.fromkeys(weight_map.values())
@@ -108,11 +112,13 @@ def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[str, ..
         if not is_plain_name(file):
             raise QuantError(f"{where} names the file {file!r}; only files of the directory itself are expected")
         if not (path / file).is_file():
-            raise QuantError(f"{path / file} is missing, though {INDEX} names it; fetch it again")
+            raise QuantError(f"{path / file} is missing, though {INDEX} names it; download it again")
     by_file = {file: read_file(path / file)[0] for file in files}
     for name, file in weight_map.items():
         if name not in by_file[file]:
-            raise QuantError(f"{path / file} lacks tensor {name!r}, which {INDEX} places there")
+            raise QuantError(f"{path / file} lacks tensor {name!r}, which is there according to {INDEX}")
     extra = [name for file, tensors in by_file.items() for name in tensors if weight_map.get(name) != file]
-    note = f"{len(extra)} tensors stand in the files but not in the index, and are left out: {', '.join(extra)}"
-    return {name: by_file[file][name] for name, file in weight_map.items()}, (note,) if extra else ()
+    tensors = {name: by_file[file][name] for name, file in weight_map.items()}
+    if not extra:
+        return tensors, ()
+    return tensors, (f"{len(extra)} tensors are in the files but not in the index, and are left out: {', '.join(extra)}",)

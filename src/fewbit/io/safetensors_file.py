@@ -1,7 +1,7 @@
-"""One safetensors file: its header checked and its tensors mapped, and the bytes of a new one.
+"""Reader and writer of one safetensors file.
 
-Eight bytes with the length of a JSON header, the header with each tensor's dtype, shape and place, then the data. Read
-and written here directly: no framework is needed, and every dtype of ml_dtypes that the format names comes as it is.
+The file is eight bytes with the length of a JSON header, the header with each tensor's dtype, shape and offsets, then the data. It
+needs no framework here, and every dtype of ml_dtypes that the format names is read as it is.
 
 Reference: safetensors format (Hugging Face, safetensors README).
 """
@@ -49,13 +49,13 @@ DTYPES: dict[str, np.dtype] = {
         "F8_E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
     }.items()
 }
-"""The dtypes of the format that numpy and ml_dtypes have, by the format's names."""
+"""The format's dtypes that numpy and ml_dtypes have, by the format's names."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class _Entry(msgspec.Struct, forbid_unknown_fields=True):
-    """The JSON schema of a tensor in the header."""
+    """JSON schema of a tensor in the header."""
 
     dtype: str
     shape: Annotated[list[Count], msgspec.Meta(max_length=32)]
@@ -67,9 +67,9 @@ class StoredTensor:
     """One tensor of a file.
 
     Attributes:
-        dtype: the format's name of its dtype.
-        shape: its shape.
-        data: its bytes, mapped from the file.
+        dtype: the format's name of the dtype.
+        shape: the shape.
+        data: the bytes, mapped from the file.
     """
 
     dtype: str
@@ -85,19 +85,19 @@ def dtype_name(dtype: np.dtype, where: str) -> str:
     """The format's name of a dtype.
 
     Raises:
-        QuantError: for a dtype that safetensors files cannot hold.
+        QuantError: for a dtype that safetensors lacks.
     """
     if dtype not in _NAMES:
-        raise QuantError(f"{where} has dtype {dtype}; a safetensors file holds {', '.join(d.name for d in _NAMES)}")
+        raise QuantError(f"{where} has dtype {dtype}; safetensors files store {', '.join(d.name for d in _NAMES)}")
     return _NAMES[dtype]
 
 
 def read_file(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """The tensors of a safetensors file and the `__metadata__` of its header; the data is read when it is touched.
+    """Memory-maps the tensors of a safetensors file; also returns its `__metadata__`.
 
     Raises:
-        QuantError: when the header is cut off, is no JSON, names a tensor twice, or does not place the tensors one
-            after another so that they fill the file; or for a dtype that numpy does not have.
+        QuantError: for a header that is truncated, not JSON, names a tensor twice, or leaves gaps or overlaps between tensors;
+            and for a dtype that numpy does not have.
     """
     data = mapped(path)
     header, start = _header(data, path)
@@ -109,11 +109,13 @@ def read_file(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, st
 
 
 def file_header(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
-    """The first bytes of a file that holds these arrays in this order; the arrays' bytes follow.
+    """The header of a file with these arrays in this order.
 
-    The order must not let an array begin off its alignment: see `ordered`.
+    The order must keep arrays aligned: see `ordered`.
     """
-    form: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    form: dict[str, Any] = {}
+    if metadata:
+        form["__metadata__"] = dict(metadata)
     end = 0
     for name, array in tensors.items():
         begin, end = end, end + array.nbytes
@@ -124,41 +126,44 @@ def file_header(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) 
     return struct.pack("<Q", len(text)) + text
 
 
+def array_bytes(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array, without a copy."""
+    return array.reshape(-1).view(np.uint8).data
+
+
 def ordered(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays in the order of a file: wide dtypes first, so that each begins at a multiple of its item size."""
+    """Sorts arrays by item size, widest first, so that each is aligned."""
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
 def _header(data: np.ndarray, path: pathlib.Path) -> tuple[dict[str, Any], int]:
-    """The JSON of the header, and where the data begins."""
+    """The JSON of the header, and the offset of the data."""
     if data.size < 8:
-        raise QuantError(
-            f"{path} is no safetensors file: it has {data.size} bytes, and the length of the header alone takes 8"
-        )
+        raise QuantError(f"{path} is not a safetensors file: it has {data.size} bytes, and the header length alone takes 8")
     (length,) = struct.unpack("<Q", data[:8].tobytes())
     if length > _MAX_HEADER or length > data.size - 8:
         raise QuantError(
-            f"{path} is no safetensors file, or is cut off: its first 8 bytes announce a header of {length} bytes, "
+            f"{path} is not a safetensors file, or is cut off: its first 8 bytes announce a header of {length} bytes, "
             f"and {data.size - 8} follow"
         )
     return parsed_object(data[8 : 8 + length].tobytes(), f"the header of {path}"), 8 + length
 
 
-def _place(name: str, form: Any, path: pathlib.Path) -> tuple[str, tuple[int, ...], int, int]:
-    """Dtype, shape, first and last byte of a tensor, checked against one another."""
+def _place(name: str, form: object, path: pathlib.Path) -> tuple[str, tuple[int, ...], int, int]:
+    """Dtype, shape, begin and end of a tensor, checked for consistency."""
     where = f"{path}: tensor {name!r}"
     entry = converted(form, _Entry, where)
     dtype, shape, offsets = entry.dtype, entry.shape, entry.data_offsets
     if dtype not in DTYPES:
         raise QuantError(f"{where} has dtype {dtype!r:.40}; fewbit reads {', '.join(DTYPES)}")
-    needed, held = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
-    if needed != held:
-        raise QuantError(f"{where}: {dtype} of shape {tuple(shape)} takes {needed} bytes, but the file gives it {held}")
+    needed, found = math.prod(shape) * DTYPES[dtype].itemsize, offsets[1] - offsets[0]
+    if needed != found:
+        raise QuantError(f"{where}: {dtype} of shape {tuple(shape)} takes {needed} bytes, but its data_offsets span {found}")
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
 def _check_places(places: Mapping[str, tuple[str, tuple[int, ...], int, int]], size: int, path: pathlib.Path) -> None:
-    """Checks that the tensors follow one another without overlap or gap, and end with the file."""
+    """Checks that tensors fill the file without gap or overlap."""
     expected = 0
     for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
         if begin != expected:

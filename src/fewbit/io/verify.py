@@ -1,16 +1,19 @@
-"""Looks through a stored model for what is wrong: changed bytes, parts that do not fit, numbers that are not finite."""
+"""Integrity check of a stored model.
+
+Finds changed bytes, inconsistent components and numbers that are not finite.
+"""
 
 import dataclasses
 import hashlib
 import os
 import pathlib
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..array import QArray, Scheme, unpack
+from ..array import QArray, unpack
 from ..errors import QuantError, UnsupportedError
 from ..formats import AbstractFormat
 from ..kernels.quantize import dequantize
@@ -24,12 +27,12 @@ _CHUNK = 1 << 26
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing that `verify` found.
+    """One problem that `verify` found.
 
     Attributes:
-        severity: "error" for what makes results wrong, "warning" for what may be meant.
-        where: the file or the tensor.
-        message: what is wrong.
+        severity: "error" for wrong results, "warning" for what may be intended.
+        where: the file or tensor.
+        message: the problem.
     """
 
     severity: Literal["error", "warning"]
@@ -41,21 +44,20 @@ class Finding:
 
 
 def verify(path: str | os.PathLike[str]) -> list[Finding]:
-    """Reads every byte of a stored model and says what is wrong with it.
+    """Reads every byte of a stored model and reports problems.
 
-    Of a fewbit directory every file and tensor is hashed and compared with the manifest. Of every container each tensor
-    is
-    loaded: the parts of a quantized one must fit its scheme; NaN and infinity in scales, offsets and plain tensors are
-    errors, scales of zero (whose tiles are all zero) and files that the manifest does not know are warnings.
+    The files and tensors of a fewbit directory are compared with the hashes of its manifest. In every container each tensor is
+    loaded: the components of a quantized one must match its scheme; NaN and infinity in scales, offsets and plain tensors are
+    errors, zero scales (whose tiles are all zero) and files that are not in the manifest are warnings.
 
     Args:
         path: anything that `read` takes.
 
     Returns:
-        The findings; none when all is well. A model that cannot be opened gives one.
+        The findings, empty for a sound model. A model that cannot be opened gives one.
 
     Raises:
-        QuantError: when there is nothing at the path.
+        QuantError: when the path does not exist.
 
     >>> import os, tempfile
     >>> path = os.path.join(tempfile.mkdtemp(), "model.npz")
@@ -75,7 +77,7 @@ def verify(path: str | os.PathLike[str]) -> list[Finding]:
 
 
 def _file_findings(path: pathlib.Path) -> list[Finding]:
-    """What the manifest says of the files, and files that it does not know."""
+    """Changed files, and files that are not in the manifest."""
     manifest = read_manifest(path)
     findings = []
     for name, entry in manifest.files.items():
@@ -95,7 +97,7 @@ def _file_sha256(path: pathlib.Path) -> str:
 
 
 def _loaded_findings(checkpoint: Checkpoint, name: str) -> list[Finding]:
-    """What is wrong with one tensor."""
+    """The problems of one tensor."""
     try:
         value = checkpoint.tensors[name]
     except (QuantError, UnsupportedError) as error:
@@ -106,34 +108,30 @@ def _loaded_findings(checkpoint: Checkpoint, name: str) -> list[Finding]:
 
 
 def _qarray_findings(q: QArray, name: str) -> list[Finding]:
-    """What is wrong with the parts of a quantized tensor."""
-    findings = _code_findings(q, name)
-    if isinstance(q.scale, QArray):
-        findings += _qarray_findings(q.scale, f"{name}.scale")
-    holder = np.dtype(np.float32) if isinstance(q.scheme.scale, Scheme) else q.scheme.scale
-    scale = dequantize(q.scale) if isinstance(q.scale, QArray) else q.scale
-    findings += _number_findings(_numbers(scale, holder), name, "scales", zero_matters=True)
-    for part in ("zero_point", "tensor_scale"):
-        value = getattr(q, part)
-        if value is not None:
-            own = q.scheme.zero_point if part == "zero_point" else np.dtype(np.float32)
-            findings += _number_findings(
-                _numbers(value, own), name, part.replace("_", " ") + "s", zero_matters=part != "zero_point"
-            )
+    """The problems of a quantized tensor's components."""
+    findings, scale, scale_format = _code_findings(q, name), q.scale, q.scheme.scale
+    if isinstance(scale, QArray):
+        findings += _qarray_findings(scale, f"{name}.scale")
+        scale = dequantize(scale)
+    findings += _number_findings(_numbers(scale, scale_format), name, "scales", zero_matters=True)
+    if q.zero_point is not None:
+        findings += _number_findings(_numbers(q.zero_point, q.scheme.zero_point), name, "zero points")
+    if q.tensor_scale is not None:
+        findings += _number_findings(np.asarray(q.tensor_scale), name, "tensor scales", zero_matters=True)
     return findings
 
 
-def _numbers(stored: jax.Array, holder: Any) -> np.ndarray:
-    """What stored scales or offsets stand for, in float64 where a format holds them."""
+def _numbers(stored: jax.Array, code_format: object) -> np.ndarray:
+    """Decodes stored scales or zero points to float64 if they are codes of a format."""
     values = np.asarray(stored)
-    if not isinstance(holder, AbstractFormat):
+    if not isinstance(code_format, AbstractFormat):
         return values
-    table = np.append(holder.values(), np.nan)  # a code beyond the table means no number
+    table = np.append(code_format.values(), np.nan)  # codes beyond the table are invalid
     return table[np.minimum(values.astype(np.intp), len(table) - 1)]
 
 
 def _code_findings(q: QArray, name: str) -> list[Finding]:
-    """Codes that mean no number: beyond the table of the format, or its NaN and infinity."""
+    """Invalid codes: beyond the format's table, NaN or infinity."""
     values = q.scheme.format.values()
     is_number = np.zeros(2**q.scheme.format.bits, bool)
     is_number[: len(values)] = np.isfinite(values)
@@ -143,11 +141,13 @@ def _code_findings(q: QArray, name: str) -> list[Finding]:
         unpack(q.codes, q.scheme.format.bits, q.shape[q.scheme.pack_axis], q.scheme.packing, axis=q.scheme.pack_axis)
     )
     count = int(np.count_nonzero(~is_number[codes]))
-    return [Finding("error", name, f"{count} of {codes.size} codes stand for no finite number")] if count else []
+    if not count:
+        return []
+    return [Finding("error", name, f"{count} of {codes.size} codes are invalid, NaN or infinite")]
 
 
 def _number_findings(values: np.ndarray, name: str, what: str, *, zero_matters: bool = False) -> list[Finding]:
-    """NaN, infinities and, where they matter, zeros among numbers."""
+    """Counts NaN, infinity and, where they matter, zeros."""
     findings = []
     if jnp.issubdtype(values.dtype, jnp.inexact):
         count = int(values.size - np.count_nonzero(np.isfinite(values)))

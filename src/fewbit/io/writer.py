@@ -1,4 +1,7 @@
-"""Writes a fewbit directory: tensors one at a time, files of bounded size, all read back before it is in place."""
+"""Writer of fewbit directories.
+
+Tensors are added one at a time, files have a bounded size, and everything is read back before the directory is renamed.
+"""
 
 import dataclasses
 import functools
@@ -22,7 +25,7 @@ from .manifest import FORMAT, MANIFEST, VERSION, FileRecord, Manifest, TensorRec
 from .mapped import content
 from .output import check_output
 from .records import Table, leaves, record
-from .safetensors_file import dtype_name, file_header, ordered, read_file
+from .safetensors_file import array_bytes, dtype_name, file_header, ordered, read_file
 
 Progress = Callable[[str, str, int], None]
 
@@ -33,30 +36,26 @@ _CHUNK = 1 << 20
 
 
 class DirectoryWriter:
-    """Writes a model as a directory that holds nothing unless it holds everything.
+    """Writes a model directory atomically, tensor by tensor.
 
-    As a context manager: tensors are added within the block; leaving it normally puts the directory in place, leaving
-    it by an exception (Ctrl-C too) removes what was written, and what stood at `path` still stands. Tensors are held in
-    memory until they fill a file, so memory is bounded by `max_shard_bytes` and the largest tensor.
-
-    The same calls give the same bytes.
+    A context manager: tensors are added within the block; leaving it normally renames the directory to `path`, leaving it by an
+    exception (also Ctrl-C) removes it, and an existing `path` stays unchanged. Tensors stay in memory until they fill a file, so
+    memory is bounded by `max_shard_bytes` and the largest tensor. The same calls give the same bytes.
 
     Args:
-        path: the directory to be; missing parents are created.
+        path: the directory to create; missing parents are created.
         config: the model's configuration, which becomes `config.json` with a section `quantization_config` added.
         files: tokenizer and other small files, by name.
-        facts: JSON to remember in the manifest: the recipe, the source's hash. Not the time: files should reproduce.
-        max_shard_bytes: when the tensors exceed it they are spread over several files; a larger tensor has one of its
-            own.
-        overwrite: whether a directory that fewbit wrote earlier may be replaced, one that holds only files of its manifest;
-            that happens at the very end.
-        sources: files and directories that the tensors are read from, which the output must not be, hold or be inside of.
-        progress: called with ("write" or "verify", name of the tensor, its bytes in the file).
+        facts: JSON for the manifest: the recipe, the source's hash. Not the time: files should be reproducible.
+        max_shard_bytes: the maximum size of one tensor file; a larger tensor gets its own.
+        overwrite: whether a directory that fewbit wrote, with only the files of its manifest, may be replaced at the end.
+        sources: files and directories that the tensors are read from, which the output must not be, contain or be inside of.
+        progress: called with ("write" or "verify", name of the tensor, its size in the file).
 
     Raises:
-        QuantError: when `path` exists (without `overwrite`), or holds what fewbit did not write (with it); when another
-            process is writing it; for a config that has a section `quantization_config` already, or a file whose name is
-            taken or leads elsewhere; when there is no space left.
+        QuantError: when `path` exists (without `overwrite`), or contains files that fewbit did not write (with it); when another
+            process is writing it; for a config that has a section `quantization_config` already, or a file name that is taken or
+            leads elsewhere; when the disk is full.
 
     >>> import tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "model"
@@ -96,7 +95,7 @@ class DirectoryWriter:
     def __enter__(self) -> Self:
         self._staging = StagedDirectory(self.path, overwrite=self._overwrite)
         try:
-            self._check_output()  # again, now that nobody else writes it
+            self._check_output()  # again under the lock
         except BaseException:
             self._staging.close()
             raise
@@ -110,7 +109,7 @@ class DirectoryWriter:
                 self._finish()
         except KeyboardInterrupt as stop:
             if self._staged.is_committed:
-                raise type(stop)(f"interrupted when {self.path} was in place already; it is complete") from None
+                raise type(stop)(f"interrupted, but {self.path} is already complete") from None
             raise
         finally:
             self._staged.close()
@@ -124,38 +123,38 @@ class DirectoryWriter:
             raise QuantError("tensors are added within the block: with DirectoryWriter(...) as writer: writer.add(...)")
         return self._staging
 
-    def add(self, name: str, value: Any) -> None:
+    def add(self, name: str, value: object) -> None:
         """Adds one tensor.
 
         Args:
-            name: its name, which no other tensor has.
-            value: a QArray or an array; what it holds now is what is written. With `fewbit.torch` imported also a tensor.
+            name: its name, unique.
+            value: a QArray or an array, copied now. With `fewbit.torch` imported also a tensor.
 
         Raises:
-            QuantError: for a name that is taken, a dtype that files cannot hold, or a QArray whose parts do not fit.
+            QuantError: for a duplicate name, a dtype that safetensors lacks, or an inconsistent QArray.
         """
         assert self._staged
         value = storable(value, name)
-        arrays = {name: value} if not isinstance(value, QArray) else leaves(name, value)
+        arrays = leaves(name, value) if isinstance(value, QArray) else {name: value}
         for leaf in (name, *arrays):
             if not leaf or leaf == "__metadata__" or leaf in self._names:
                 raise QuantError(f"tensor name {leaf!r} is taken already, or reserved; choose another")
         if isinstance(value, QArray):
             self._records[name] = record(value, self._schemes, self._policies, name)
-        held = {leaf: _held(array, leaf) for leaf, array in arrays.items()}
-        nbytes = sum(array.nbytes for array in held.values())
+        copies = {leaf: _host_copy(array, leaf) for leaf, array in arrays.items()}
+        nbytes = sum(array.nbytes for array in copies.values())
         if self._pending and sum(a.nbytes for a in self._pending.values()) + nbytes > self._limit:
             self._flush()
-        self._names |= {name, *held}
-        self._pending |= held
+        self._names |= {name, *copies}
+        self._pending |= copies
         self._progress("write", name, nbytes)
 
     def _flush(self) -> None:
-        """Writes the tensors that are held as one file, and reads it back."""
+        """Writes the pending tensors as one file, and reads it back."""
         arrays = ordered(self._pending)
         header = file_header(arrays, _METADATA)
-        name = _unnumbered(len(self._shards))
-        parts = [header, *(_bytes(array) for array in arrays.values())]
+        name = _temporary_name(len(self._shards))
+        parts = [header, *map(array_bytes, arrays.values())]
         size = sum(len(part) for part in parts)
         self._staged.write(name, parts, size)
         self._verify(name, arrays)
@@ -168,19 +167,19 @@ class DirectoryWriter:
         self._pending = {}
 
     def _verify(self, file: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Compares a file on the disk with what was to be written, tensor by tensor, bit for bit."""
+        """Compares a written file with its tensors, bit for bit."""
         stored, _ = read_file(self._staged.path / file)
         for name, array in arrays.items():
-            if not np.array_equal(stored[name].data, _bytes(array)):
+            if not np.array_equal(stored[name].data, array_bytes(array)):
                 raise QuantError(
-                    f"{self.path}: tensor {name!r} reads back other than it was written; the disk may be failing"
+                    f"{self.path}: tensor {name!r} reads back differently from what was written; the disk may be failing"
                 )
             self._progress("verify", name, array.nbytes)
 
     def _finish(self) -> None:
-        """Writes the last tensors, the config and the manifest, opens the whole, and puts it in place."""
+        """Writes the last tensors, the config and the manifest, checks them all, and commits."""
         if not self._names:
-            raise QuantError(f"{self.path} would hold no tensors; add some before the end of the block")
+            raise QuantError(f"{self.path} would have no tensors; add some before the end of the block")
         if self._pending:
             self._flush()
         shards, tensors = self._numbered_shards()
@@ -190,44 +189,39 @@ class DirectoryWriter:
         for name, text in small.items():
             self._staged.write(name, [text], len(text))
             if content(self._staged.path / name) != text:
-                raise QuantError(f"{self.path}: {name} reads back other than it was written; the disk may be failing")
+                raise QuantError(
+                    f"{self.path}: {name} reads back differently from what was written; the disk may be failing"
+                )
         read_directory(self._staged.path)
-        self._check_output()  # files may have been put into the target meanwhile
+        self._check_output()  # files may have been added to the target
         self._staged.commit()
 
     def _numbered_shards(self) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
-        """The files of tensors and what is in them, under the names that count how many there are."""
+        """Renames the tensor files to `-00001-of-00002`; returns their records and tensors."""
         files: dict[str, FileRecord] = {}
         tensors: dict[str, TensorRecord] = {}
         for index, (file, entries) in enumerate(self._shards):
             name = _shard_name(index, len(self._shards))
-            self._staged.rename(_unnumbered(index), name)
+            self._staged.rename(_temporary_name(index), name)
             files[name] = file
             tensors |= {leaf: dataclasses.replace(entry, file=name) for leaf, entry in entries.items()}
         return files, tensors
 
     @property
     def _section(self) -> dict[str, Any]:
-        """The section of `config.json` that says how the stored tensors make QArrays."""
+        """The section of `config.json` with schemes, policies and QArray records."""
         tables = {"schemes": self._schemes.values, "policies": self._policies.values}
         return {"quant_method": QUANT_METHOD, "version": VERSION, **tables, "tensors": self._records}
 
 
 @functools.singledispatch
-def storable(value: Any, name: str) -> Tensor:
-    """What a file stores of a value; `fewbit.torch` registers its tensors when it is imported.
-
-    Args:
-        value: an array or a QArray.
-        name: its name, for errors.
-
-    Returns:
-        The array or QArray.
-    """
+def storable(value: object, name: str) -> Tensor:
+    """Converts a value to an array or QArray; `fewbit.torch` registers its tensors."""
     if not isinstance(value, QArray | np.ndarray | np.generic | jax.Array):
-        is_torch = type(value).__module__.split(".")[0] == "torch"
-        hint = "; import fewbit.torch first" if is_torch else ". fb.save writes any tree or module"
-        raise QuantError(f"tensor {name!r} is a {type(value).__name__}; an array or a QArray is expected{hint}")
+        hint = ". fb.save writes any tree or module"
+        if type(value).__module__.split(".")[0] == "torch":
+            hint = "; import fewbit.torch first"
+        raise QuantError(f"tensor {name!r} is a {type(value).__name__}; expected an array or a QArray{hint}")
     found: Any = value
     return found
 
@@ -243,24 +237,19 @@ def write(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> pathlib.Path:
-    """Writes named tensors as a fewbit directory, whole or not at all; `fb.save` writes trees.
+    """Writes named tensors as a fewbit directory, atomically; `fb.save` writes trees.
 
     Args:
-        path: the directory to be.
-        tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors, such as those of a `state_dict()`; a mapping
-            that loads its values when asked is asked for one at a time.
-        config: as for `DirectoryWriter`, like the arguments that follow.
-        files: tokenizer and other small files.
-        facts: JSON to remember in the manifest.
-        max_shard_bytes: the size of one file of tensors.
-        overwrite: whether a directory that fewbit wrote earlier may be replaced.
-        progress: called with (stage, name, bytes).
+        path: the directory to create.
+        tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors, such as those of a `state_dict()`. A lazy
+            mapping is indexed one name at a time.
+        config: as for `DirectoryWriter`, like the other arguments.
 
     Returns:
         The directory.
 
     Raises:
-        QuantError: see `DirectoryWriter`; also for tensors that are a tree or a module.
+        QuantError: as `DirectoryWriter`, and for tensors that are a tree or a module.
     """
     if not isinstance(tensors, Mapping):
         raise QuantError(
@@ -282,48 +271,45 @@ def write(
 
 def _check_config(config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
     if SECTION in config:
-        raise QuantError(f"config has a {SECTION!r} already, which the writer adds; remove it")
+        raise QuantError(f"config already has a {SECTION!r}, which the writer adds; remove it")
     parsed_object(dumped(config, "config"), "config")
     for name, data in files.items():
         if not isinstance(data, bytes):
-            raise QuantError(f"file {name!r} is a {type(data).__name__}; files are given as bytes")
+            raise QuantError(f"file {name!r} is a {type(data).__name__}; pass its content as bytes")
         if not is_plain_name(name) or name in (CONFIG, MANIFEST) or name.endswith(".safetensors"):
             raise QuantError(f"a file cannot be called {name!r}: a plain name that fewbit does not use itself is expected")
 
 
-def _held(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
-    """A copy of an array in the host's memory, little-endian and contiguous."""
+def _host_copy(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
+    """A little-endian, contiguous copy of an array in host memory."""
     if not isinstance(array, np.ndarray | np.generic | jax.Array):
         raise QuantError(
-            f"tensor {name!r} is a {type(array).__name__}; an array or a QArray is expected. fb.save writes any tree or module"
+            f"tensor {name!r} is a {type(array).__name__}; expected an array or a QArray. fb.save writes any tree or module"
         )
     dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
     dtype_name(dtype, f"tensor {name!r}")
     return np.array(array, dtype, order="C")
 
 
-def _bytes(array: np.ndarray) -> np.ndarray:
-    """The bytes of an array, not copied."""
-    return array.reshape(-1).view(np.uint8)
-
-
 def _hashes(header: bytes, arrays: Mapping[str, np.ndarray]) -> tuple[str, dict[str, str]]:
-    """The SHA-256 of a file of tensors and of each of its tensors, in one pass over the bytes."""
+    """The SHA-256 of a tensor file and of each tensor, in one pass."""
     file, tensors = hashlib.sha256(header), {}
     for name, array in arrays.items():
-        data, tensor = _bytes(array), hashlib.sha256()
-        for start in range(0, data.size, _CHUNK):
-            chunk = data[start : start + _CHUNK].data
+        data, tensor = array_bytes(array), hashlib.sha256()
+        for start in range(0, len(data), _CHUNK):
+            chunk = data[start : start + _CHUNK]
             file.update(chunk)
             tensor.update(chunk)
         tensors[name] = tensor.hexdigest()
     return file.hexdigest(), tensors
 
 
-def _unnumbered(index: int) -> str:
-    """The name of a file of tensors while it is not known how many there will be."""
+def _temporary_name(index: int) -> str:
+    """The name of a tensor file while their number is unknown."""
     return f"{STEM}-{index + 1:05d}.safetensors"
 
 
 def _shard_name(index: int, count: int) -> str:
-    return f"{STEM}.safetensors" if count == 1 else f"{STEM}-{index + 1:05d}-of-{count:05d}.safetensors"
+    if count == 1:
+        return f"{STEM}.safetensors"
+    return f"{STEM}-{index + 1:05d}-of-{count:05d}.safetensors"
