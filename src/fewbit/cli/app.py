@@ -60,9 +60,7 @@ def _interruption(error: KeyboardInterrupt) -> tuple[str, int]:
 
 def _system_message(error: OSError) -> str:
     """The system's message, with the file it is about."""
-    if error.filename is None:
-        return str(error)
-    return f"{error.filename}: {error.strerror}"
+    return str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
 app = typer.Typer(

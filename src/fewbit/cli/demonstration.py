@@ -90,7 +90,9 @@ def _show_start(started: Demo, *, full: bool) -> None:
     for line in source_notes(base.model):
         say(f"note: {line}")
     if quantized_source_note(base.model):
-        say("note: `fewbit demo --rotate` is the fair comparison: it rotates the weights, so that no recipe reproduces them.")
+        say(
+            "note: for a fair baseline, `fewbit demo --rotate` first rotates the weights of this quantized source."
+        )
     say(plan_table(plan_model(base.model, recipe=RECIPES[-1]), full=full))
     say(f"float model on {base.perplexity.tokens:,} tokens of {started.text}: perplexity {base.perplexity}")
     say(f"for {started.sample.prompt!r} (at most {SAMPLE_TOKENS} tokens) it generates: {one_line(started.sample.text)}")
@@ -104,10 +106,8 @@ def _show_end(started: Demo, done: list[DemoStep], output: Path, seconds: float)
         say(line)
     say(f"chart:     {output / CHART}")
     say(f"report:    {output / REPORT}")
-    memory, peak = "", peak_memory()
-    if peak is not None:
-        memory = f", peak memory {peak / 1e9:.2f} GB"
-    say(f"{seconds:.0f} seconds{memory}")
+    peak = peak_memory()
+    say(f"{seconds:.0f} seconds" + ("" if peak is None else f", peak memory {peak / 1e9:.2f} GB"))
 
 
 def _write_report(started: Demo, done: list[DemoStep], output: Path) -> None:

@@ -91,10 +91,7 @@ def show_sample(path: Path, prompt: str, *, kv: str | None, kv_scale: str | None
     if json:
         emit_json({"model": str(path), **vars(sample)})
         return
-    shown = sample.text
-    if not sample.is_chat:
-        shown = prompt + shown
-    say(shown)
+    say(sample.text if sample.is_chat else prompt + sample.text)
     note(sample.speed())
 
 

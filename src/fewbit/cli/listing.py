@@ -130,9 +130,7 @@ def _tile_text(scheme: Scheme) -> str:
 
 
 def _scale_text(form: str | Mapping[str, object]) -> str:
-    if isinstance(form, str):
-        return form
-    return f"{form['format']} of {form['scale']}"
+    return form if isinstance(form, str) else f"{form['format']} of {form['scale']}"
 
 
 if __name__ == "__main__":

@@ -71,9 +71,7 @@ class _PeakMemory(ProgressColumn):
         from ..jobs.memory import peak_memory
 
         peak = peak_memory()
-        if peak is None:
-            return Text()
-        return Text(f"peak {peak / 1e9:.2f} GB")
+        return Text("" if peak is None else f"peak {peak / 1e9:.2f} GB")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -143,6 +143,4 @@ def demo(
     from .demonstration import show_demo
 
     rotation = rotation_seed(rotate, seed)
-    show_demo(
-        model or Path("smollm2"), output, text=text, tokens=tokens, rotation_seed=rotation, full=full, json=json
-    )
+    show_demo(model or Path("smollm2"), output, text=text, tokens=tokens, rotation_seed=rotation, full=full, json=json)

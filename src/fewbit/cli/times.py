@@ -7,7 +7,7 @@ from typing import Any
 from .._table import Column, table
 from ..errors import QuantError
 from ..jobs.machine import circumstances, machine
-from ..jobs.speed import LAYOUTS, SCHEMES, Grid, bits_per_weight, fastest, measured
+from ..jobs.speed import LAYOUTS, Grid, bits_per_weight, fastest, measured
 from ..jobs.tune import GRID, keep, steps, table_path, tuned
 from ..kernels.qmatmul.times import DENSE, Row
 from .output import emit_json, plain, progress_bar, say

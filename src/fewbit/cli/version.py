@@ -51,7 +51,6 @@ def _instruction_set(source: Path) -> str | None:
                 spec.loader.exec_module(module)
             except ImportError:
                 return None
-            if fingerprint(source, source.parent.parent) == getattr(module, "SOURCES", None):
-                return str(module.ISA)
-            return None
+            is_current = fingerprint(source, source.parent.parent) == getattr(module, "SOURCES", None)
+            return str(module.ISA) if is_current else None
     return None

@@ -18,18 +18,16 @@ from ..recipe.table import plan_text, shape_text
 
 def plan_table(plan: Plan, *, full: bool, width: int | None = None) -> str:
     """The rows of a plan; without `full`, identical layers share one row."""
-    rows = [(row.path, 1, row) for row in plan]
-    if not full:
-        rows = folded(plan)
+    rows = [(row.path, 1, row) for row in plan] if full else folded(plan)
     return plan_text(plan, rows, width=width)
 
 
 def product_lines(plan: Plan, *, full: bool) -> list[str]:
-    """The matmuls without a parameter, counted by policy, and with `full` each one."""
+    """The products without a parameter, counted by policy, and with `full` each one."""
     if not plan.products:
         return []
     counts = collections.Counter(str(row.policy or "float") for row in plan.products)
-    lines = [f"matmuls without a parameter: {', '.join(f'{n} in {kind}' for kind, n in counts.items())}"]
+    lines = [f"products without a parameter: {', '.join(f'{n} in {kind}' for kind, n in counts.items())}"]
     if not full:
         return lines
     shapes = [" . ".join(map(shape_text, row.shapes)) for row in plan.products]
@@ -111,18 +109,14 @@ def percent(agreement: Estimate) -> str:
 
 
 def _decibel(value: float) -> str:
-    if value == math.inf:
-        return " exact   "
-    return f"{value:6.2f} dB"
+    return " exact   " if value == math.inf else f"{value:6.2f} dB"
 
 
 def command_lines(out: Path, source: Path, *, can_run: bool) -> list[str]:
     """The commands that use the directory that was written."""
     directory, original = shlex.quote(str(out)), shlex.quote(str(source))
     load = f"from fewbit import io; tensors = io.read({str(out)!r}).tensors"
-    quoted = f'"{load}"'
-    if set(str(out)) & set("\"'$`\\!"):
-        quoted = shlex.quote(load)
+    quoted = shlex.quote(load) if set(str(out)) & set("\"'$`\\!") else f'"{load}"'
     lines = [f"load:      python -c {quoted}", f"check:     fewbit verify {directory}"]
     if can_run:
         lines.append(f"evaluate:  fewbit eval {directory} --against {original}")

@@ -119,7 +119,5 @@ def steps(started: Demo) -> Iterator[DemoStep]:
 
 def _sample(base: Baseline, params: PyTree) -> Sample:
     """Generates text with `params`; None: with the float model."""
-    prompt = CHAT_PROMPT
-    if base.model.readable_tokenizer().chat_template is None:
-        prompt = PLAIN_PROMPT
+    prompt = PLAIN_PROMPT if base.model.readable_tokenizer().chat_template is None else CHAT_PROMPT
     return write_on(base.model, prompt, params=params, max_tokens=SAMPLE_TOKENS)

@@ -85,16 +85,13 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         QuantError: when the path does not exist or cannot be read.
     """
     model = load(path)
-    vocab = None
-    if model.tokenizer is not None:
-        vocab = model.tokenizer.vocab
     entries = tuple(_entry(path, info) for path, info in model.info.items())
     return Inspection(
         path=model.path,
         kind=model.kind,
         architecture=model.architecture,
         why_not_run=model.why_not_run,
-        tokenizer=vocab,
+        tokenizer=None if model.tokenizer is None else model.tokenizer.vocab,
         config=_shown_config(model),
         facts=dict(model.facts),
         tensors=entries,

@@ -84,9 +84,7 @@ def _llama(checkpoint: io.Checkpoint) -> Model:
     def load_path(path: str) -> Value:
         slot = by_path[path]
         value = checkpoint.tensors[slot.name]
-        if slot.is_transposed:
-            return value.T
-        return value
+        return value.T if slot.is_transposed else value
 
     info = {path: dataclasses.replace(checkpoint.tensors.info[s.name], shape=s.shape) for path, s in by_path.items()}
     model = _model(checkpoint, config, "", info, load_path)
@@ -100,15 +98,17 @@ def _config(checkpoint: io.Checkpoint) -> tuple[models.LlamaConfig, models.NameT
     metadata = checkpoint.metadata
     if checkpoint.kind == "gguf":
         return models.config_from_gguf(metadata, list(checkpoint.tensors)), models.GGUF
-    if checkpoint.kind == "fewbit" and metadata.get("architecture") == "llama" and isinstance(metadata.get("llama"), Mapping):
+    if (
+        checkpoint.kind == "fewbit"
+        and metadata.get("architecture") == "llama"
+        and isinstance(metadata.get("llama"), Mapping)
+    ):
         return models.LlamaConfig.from_json(metadata["llama"]), None
     if checkpoint.kind == "npz" and "d_model" in metadata:
         return models.config_from_glassllm(metadata), models.GLASSLLM
     if checkpoint.kind != "npz" and "model_type" in metadata:
         return models.config_from_hf(metadata), models.HUGGING_FACE
-    raise UnsupportedError(
-        "the architecture is unknown: no GGUF metadata, no config.json with a model_type, no __config__"
-    )
+    raise UnsupportedError("the architecture is unknown: no GGUF metadata, no config.json with a model_type, no __config__")
 
 
 def _checked_paths(slots: dict[str, _Slot], config: models.LlamaConfig) -> dict[str, _Slot]:

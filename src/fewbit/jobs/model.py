@@ -61,9 +61,7 @@ class Model:
     @property
     def architecture(self) -> str:
         """The architecture's family, or "unknown"."""
-        if self.config is None:
-            return "unknown"
-        return "llama"
+        return "unknown" if self.config is None else "llama"
 
     @property
     def size(self) -> int:
@@ -117,9 +115,7 @@ class Model:
 
 def decoded(value: Value) -> np.ndarray | jax.Array:
     """The parameter as a float array, dequantized if it is a QArray."""
-    if isinstance(value, QArray):
-        return _decode(value)
-    return value
+    return _decode(value) if isinstance(value, QArray) else value
 
 
 _decode = jax.jit(dequantize)

@@ -30,9 +30,7 @@ RecipeSpec: TypeAlias = str | os.PathLike[str] | Recipe | Mapping[str, Any]
 """Anything that `fb.recipe` takes."""
 
 
-def plan_model(
-    model: Model, *, recipe: RecipeSpec | None = None, plan: str | os.PathLike[str] | Plan | None = None
-) -> Plan:
+def plan_model(model: Model, *, recipe: RecipeSpec | None = None, plan: str | os.PathLike[str] | Plan | None = None) -> Plan:
     """Plans what happens to every parameter of a model.
 
     A model that can be run is traced, so its matmuls decide roles and contraction axes. For other architectures the module
@@ -177,7 +175,9 @@ def _with_file_sizes(row: PlanRow, info: TensorInfo) -> PlanRow:
     """Sets the bytes of the file, and says what happens to a parameter that is stored quantized."""
     row = dataclasses.replace(row, dtype=info.dtype, bytes_before=info.nbytes)
     if is_kept(row, info):
-        return dataclasses.replace(row, bytes_after=info.nbytes, reason=_joined(row, f"{info.stored} in the file, kept exactly"))
+        return dataclasses.replace(
+            row, bytes_after=info.nbytes, reason=_joined(row, f"{info.stored} in the file, kept exactly")
+        )
     if row.policy is None and row.sparsity is None:
         kept = ""
         if info.scheme is not None:

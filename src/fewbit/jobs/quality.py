@@ -80,9 +80,7 @@ def evaluate(
     windows = evaluation_windows(model, found.content, tokens=tokens, window=window)
     batch = batch_size(config, windows)
     candidate = logits_function(stacked(model.params()), config, kv)
-    kv_text = None
-    if kv is not None:
-        kv_text = str(kv)
+    kv_text = None if kv is None else str(kv)
     if against is None:
         result = perplexity(candidate, windows, batch_size=batch, progress=progress)
         return Quality(found.name, windows.shape[1] - 1, result, kv=kv_text)

@@ -151,9 +151,7 @@ def _facts(model: Model, plan: Plan) -> dict[str, Any]:
 
 def _hashes(path: Path) -> Mapping[str, str]:
     """The SHA-256 of the source's tensor files, by name."""
-    files = [path]
-    if path.is_dir():
-        files = sorted(path.glob("*.safetensors"))
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
     return {file.name: _sha256(file) for file in files}
 
 

@@ -141,9 +141,7 @@ def product(x: jax.Array, w: "jax.Array | QArray", axis: int, backend: str | Non
     numbers = (((1,), (axis % 2,)), ((), ()))
     if not isinstance(w, QArray):
         return jax.lax.dot_general(x, w, numbers)
-    policy = None
-    if activation:
-        policy = Policy(w.scheme.name, activation)
+    policy = Policy(w.scheme.name, activation) if activation else None
     return dot_general(x, w, numbers, backend=backend, policy=policy)
 
 
@@ -160,14 +158,12 @@ def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | No
         backend: the backend; None: the default of this machine.
         activation: the scheme that x is quantized to; empty: none.
     """
-    unit = {"cpu": 2.0**-24}.get(jax.default_backend(), 2.0**-8)
+    unit = 2.0**-24 if jax.default_backend() == "cpu" else 2.0**-8
     x = np.random.default_rng(1).normal(size=(3, q.shape[axis])).astype(np.float32)
     w = np.moveaxis(np.asarray(dequantize(q), np.float64), axis, 0)  # [K, N]
     magnitude = np.abs(w)
     allowed = unit * (w.shape[0] + 4) * (np.abs(x) @ magnitude + np.abs(x).sum(1, keepdims=True) * magnitude.max())
-    lhs = x
-    if activation:
-        lhs = np.asarray(dequantize(quantize(jnp.asarray(x), activation)))
+    lhs = np.asarray(dequantize(quantize(jnp.asarray(x), activation))) if activation else x
     exact, worst = lhs @ w, 0.0
     for m in rows:
         repeated = np.arange(m) % 3
@@ -232,9 +228,7 @@ def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid
     def row(contender: Contender) -> Row:
         low, middle, high = (float(f"{r:.4g}") for r in times[contender].ratio(times[DENSE, "float32", contender[2]]))
         ms = float(f"{times[contender].median / links:.4g}")
-        activation = grid.activation
-        if contender[0] == DENSE:
-            activation = ""
+        activation = "" if contender[0] == DENSE else grid.activation
         return Row(*contender, m, size, size, ms, (low, middle, high), today, activation)
 
     return [row(contender) for contender in contenders]
@@ -242,9 +236,7 @@ def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid
 
 def _chosen(m: int, q: QArray, axis: int, grid: Grid) -> str:
     """The name of the backend that computes a matmul."""
-    activation = None
-    if grid.activation:
-        activation = as_scheme(grid.activation).along(1, 2)
+    activation = as_scheme(grid.activation).along(1, 2) if grid.activation else None
     x = Operand((m, q.shape[axis]), "float32", activation)
     problem = Problem(x, Operand.of(q), dimension_numbers=(((1,), (axis % 2,)), ((), ())))
     return select(BACKENDS, problem, grid.backend).backend.name

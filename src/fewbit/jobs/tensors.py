@@ -43,9 +43,7 @@ class TensorResult:
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
-        quality = "unchanged"
-        if self.sqnr_db is not None:
-            quality = f"{self.sqnr_db:.2f} dB"
+        quality = "unchanged" if self.sqnr_db is None else f"{self.sqnr_db:.2f} dB"
         sizes = f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
         return f"{self.path}  {shape}  {self.scheme}  {quality}  {sizes}  {self.seconds:.2f} s"
 
@@ -73,9 +71,7 @@ def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorR
             raise QuantError(_non_finite_message(model, {row.path: bad} | _more_non_finite(model, rows)))
         value, sqnr = _converted(stored, row, model)
         seconds = time.perf_counter() - start
-        scheme = np.dtype(value.dtype).name
-        if isinstance(value, QArray):
-            scheme = value.scheme.name
+        scheme = value.scheme.name if isinstance(value, QArray) else np.dtype(value.dtype).name
         before = model.info[row.path].nbytes
         yield value, TensorResult(row.path, row.shape, scheme, sqnr is not None, sqnr, before, int(value.nbytes), seconds)
 
@@ -85,10 +81,7 @@ def _converted(stored: Value, row: PlanRow, model: Model) -> tuple[Value, float 
     if row.policy is None and row.sparsity is None:
         return stored, None
     if row.policy is not None and isinstance(stored, QArray) and is_kept(row, model.info[row.path]):
-        policy = row.policy
-        if policy.is_weight_only:
-            policy = None
-        return dataclasses.replace(stored, policy=policy), None
+        return dataclasses.replace(stored, policy=None if row.policy.is_weight_only else row.policy), None
     x = jnp.asarray(_float32(decoded(stored)))
     q = jax.block_until_ready(quantize_row(x, row))
     return q, sqnr_db(x, q)

@@ -80,9 +80,7 @@ def table_path(directory: pathlib.Path | None = None) -> pathlib.Path:
         QuantError: when the directory cannot be created, or the file is the table of another device.
     """
     device = device_name()
-    path = user_path(device)
-    if directory is not None:
-        path = directory / file_name(device)
+    path = user_path(device) if directory is None else directory / file_name(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

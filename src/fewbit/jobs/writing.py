@@ -96,18 +96,16 @@ def write_on(
         UnsupportedError: when the model cannot be run, or has no such template.
     """
     if seed is not None and not temperature > 0:
-        raise QuantError(f"seed is {seed}, but temperature is {temperature}: greedy decoding takes no seed; raise temperature")
+        raise QuantError(
+            f"seed is {seed}, but temperature is {temperature}: greedy decoding takes no seed; raise temperature"
+        )
     config, tokenizer = model.runnable_config(), model.readable_tokenizer()
     start = time.perf_counter()
     ids, is_chat = _prompt_ids(tokenizer, prompt, chat)
     if params is None:
         params = model.params()
     params, count = _decoded_weights(params)
-    key = kv_text = None
-    if temperature > 0:
-        key = jax.random.key(seed or 0)
-    if kv is not None:
-        kv_text = str(kv)
+    key = jax.random.key(seed or 0) if temperature > 0 else None
     tokens = jnp.asarray(ids[None, :], jnp.int32)
     writer = models.Writer(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv)
     params = stacked(params)
@@ -121,7 +119,7 @@ def write_on(
         tokens=len(row),
         seconds=time.perf_counter() - start,
         decoded=count,
-        kv=kv_text,
+        kv=None if kv is None else str(kv),
         cache_bytes=_cache_bytes(config, len(ids) + max_tokens, kv),
         prompt_tokens=len(ids),
         reading_seconds=prefill_seconds,

@@ -73,9 +73,7 @@ def config_from_hf(obj: Mapping[str, Any]) -> LlamaConfig:
     where = "config.json"
     model_type = converted(obj, _ModelType, where).model_type
     if model_type not in ("llama", "mistral"):
-        raise UnsupportedError(
-            f"config.json's model_type is {model_type!r}; supported architectures: llama, mistral"
-        )
+        raise UnsupportedError(f"config.json's model_type is {model_type!r}; supported architectures: llama, mistral")
     _only(obj, "hidden_act", ("silu", "swish"), where)
     _only(obj, "attention_bias", (False,), where)
     _only(obj, "mlp_bias", (False,), where)

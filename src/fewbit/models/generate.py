@@ -179,7 +179,7 @@ class Writer:
         if not temperature >= 0:
             raise QuantError(f"temperature is {temperature}, must be 0 (greedy decoding) or above")
         if (temperature > 0) != (key is not None):
-            given = {True: "no key", False: "a key"}[key is None]
+            given = "no key" if key is None else "a key"
             raise QuantError(
                 f"temperature is {temperature} and {given} is given; sampling needs both, greedy decoding neither"
             )

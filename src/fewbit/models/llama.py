@@ -190,7 +190,10 @@ def _hidden(
 
 
 def _through_layers(
-    block: Callable[..., tuple[Array, AnyCache | None]], x: Array, cache: AnyCache | None, layers: list[Any] | tuple[Any, ...]
+    block: Callable[..., tuple[Array, AnyCache | None]],
+    x: Array,
+    cache: AnyCache | None,
+    layers: list[Any] | tuple[Any, ...],
 ) -> tuple[Array, AnyCache | None]:
     """Runs the layers: a list unrolled, stacked segments by `lax.scan`."""
     if isinstance(layers, list):
@@ -218,9 +221,7 @@ def _heads_of(
 def _full_sequence(k: Array, v: Array, kv: KVPolicy | None) -> Block:
     """A full sequence under a causal mask."""
     seen = seen_positions(0, k.shape[-2])
-    if kv is None:
-        return Block(k, v, seen)
-    return Block(quantize(k, kv.keys), quantize(v, kv.values), seen)
+    return Block(k, v, seen) if kv is None else Block(quantize(k, kv.keys), quantize(v, kv.values), seen)
 
 
 def _mlp(x: Array, mlp: Params, config: LlamaConfig) -> Array:
@@ -240,7 +241,7 @@ def _logits(params: Params, x: Array, config: LlamaConfig) -> Array:
     return _linear(y, params.get("head", params["embed"]), dtype=jnp.float32)
 
 
-def _rms_norm(x: Array, gain: Array, config: LlamaConfig) -> Array:
+def _rms_norm(x: Array, gain: Any, config: LlamaConfig) -> Array:
     """`x / sqrt(mean(x ** 2) + eps) * gain`, computed in float32, in the dtype of `x`."""
     wide = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
@@ -253,10 +254,10 @@ def _heads(x: Array, count: int) -> Array:
     return x.reshape(B, T, count, -1).swapaxes(1, 2)
 
 
-def _linear(x: Array, weight: Array, dtype: DTypeLike | None = None) -> Array:
+def _linear(x: Array, weight: Any, dtype: DTypeLike | None = None) -> Array:
     """`x weight^T` of `[B, T, in]` and `[out, in]`, accumulated in float32, in `dtype` or that of `x`."""
     # Accelerators round float32 operands by default.
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     numbers = (((2,), (1,)), ((), ()))
     y = lax.dot_general(x, weight.astype(x.dtype), numbers, precision=precision, preferred_element_type=jnp.float32)
-    return y.astype(dtype or x.dtype)  # [B, T, out]
+    return y.astype(x.dtype if dtype is None else dtype)  # [B, T, out]

@@ -175,9 +175,7 @@ def role_in_module(module: Any, name: str, shape: Shape) -> TensorRole | None:
     if "Router" in kind or "TopK" in kind:
         return TensorRole(Role.ROUTER, source=source)
     if name == "weight" and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        if "Position" in kind:
-            return TensorRole(Role.POSITION, source=source)
-        return TensorRole(Role.EMBEDDING, -1, source)
+        return TensorRole(Role.POSITION, source=source) if "Position" in kind else TensorRole(Role.EMBEDDING, -1, source)
     if name == "weight" and isinstance(module, nn.Linear):
         return TensorRole(Role.MATMUL, -1, source)
     if name.endswith("proj_weight") and isinstance(module, nn.MultiheadAttention):
@@ -190,9 +188,7 @@ def role_in_module(module: Any, name: str, shape: Shape) -> TensorRole | None:
         return TensorRole(Role.CONVOLUTION, (*range(2 - len(shape), 0), -len(shape)), source)
     is_transposed = getattr(module, "is_transposed", None)
     if "Expert" in kind and len(shape) == 3 and isinstance(is_transposed, bool):
-        return TensorRole(Role.EXPERTS, {True: -2, False: -1}[is_transposed], source)
+        return TensorRole(Role.EXPERTS, -2 if is_transposed else -1, source)
     if name == "bias":
         return TensorRole(Role.BIAS, source=source)
-    if "Norm" in kind:
-        return TensorRole(Role.NORM, source=source)
-    return None
+    return TensorRole(Role.NORM, source=source) if "Norm" in kind else None
