@@ -79,7 +79,7 @@ def test_glassllm():
     [
         ({"general.architecture": "gemma3"}, "architecture is 'gemma3'; supported architectures: llama"),
         ({"llama.rope.scaling.type": "yarn"}, r"llama\.rope\.scaling\.type = 'yarn'"),
-        ({"llama.rope.dimension_count": 2}, r"llama\.rope\.dimension_count = 2; .* have 4"),
+        ({"llama.rope.dimension_count": 2}, r"llama\.rope\.dimension_count = 2; supported is 4"),
         ({"llama.expert_count": 8}, r"llama\.expert_count = 8"),
     ],
     ids=["architecture", "scaled", "partial", "experts"],
@@ -102,7 +102,7 @@ def test_gguf_refuses_frequencies_of_its_own():
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported is 'silu' or 'swish'"),
         ({"sliding_window": 4096}, "sliding_window = 4096"),
         ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling = {'rope_type': 'llama3'}"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters says rope_type = 'llama3'"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "rope_parameters has rope_type = 'llama3'"),
     ],
     ids=["type", "bias", "activation", "window", "scaled", "scaled-newer"],
 )

@@ -90,9 +90,7 @@ def _show_start(started: Demo, *, full: bool) -> None:
     for line in source_notes(base.model):
         say(f"note: {line}")
     if quantized_source_note(base.model):
-        say(
-            "note: for a fair baseline, `fewbit demo --rotate` first rotates the weights of this quantized source."
-        )
+        say("note: for a fair baseline, `fewbit demo --rotate` first rotates the weights of this quantized source.")
     say(plan_table(plan_model(base.model, recipe=RECIPES[-1]), full=full))
     say(f"float model on {base.perplexity.tokens:,} tokens of {started.text}: perplexity {base.perplexity}")
     say(f"for {started.sample.prompt!r} (at most {SAMPLE_TOKENS} tokens) it generates: {one_line(started.sample.text)}")

@@ -160,9 +160,11 @@ def _hidden(
 
     `memory` is a KV cache; or, without one, the policy that quantizes keys and values; None: they stay float.
     """
-    cache, kv = memory, None
+    cache, kv = None, None
     if isinstance(memory, KVPolicy):
-        cache, kv = None, memory
+        kv = memory
+    else:
+        cache = memory
     T = tokens.shape[1]
     if config.context < T:
         raise QuantError(
