@@ -170,8 +170,14 @@ def test_a_gguf_file(change, message, tmp_path):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("smollm3", "smollm3 does not exist, and is no model of an installed package; did you mean 'smollm2'?"),
-        ("whisper", "whisper does not exist, and is no model of an installed package; known: smollm2, glassllm, minilm"),
+        (
+            "smollm3",
+            "smollm3 does not exist, and no installed package provides a model of that name; did you mean 'smollm2'?",
+        ),
+        (
+            "whisper",
+            "whisper does not exist, and no installed package provides a model of that name; known: smollm2, glassllm, minilm",
+        ),
     ],
 )
 def test_a_model_that_is_not_there(model, message, tmp_path, monkeypatch):

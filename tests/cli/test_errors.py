@@ -120,7 +120,7 @@ def test_an_empty_path_is_refused(command):
     [
         ([], "exactly one of --recipe, --plan and --keep"),
         (["-r", "int8", "--keep"], "exactly one of --recipe, --plan and --keep"),
-        (["-r", "int8", "--seed", "1"], "--seed 1 draws the rotation; it needs --rotate"),
+        (["-r", "int8", "--seed", "1"], "--seed 1 is the seed of the rotation; it needs --rotate"),
         (["-r", "int8", "--rotate"], "cannot be run, only planned"),
         (["-r", "int8", "--text", "pydoc"], "cannot be run, only planned"),
         (["-r", "int8", "--text", "pydoc", "--no-check"], "drop one of the two"),
@@ -135,7 +135,7 @@ def test_options_that_do_not_go_together(flat, tmp_path, options, message):
 @pytest.mark.parametrize("command", [["eval"], ["generate", "Hello"], ["compare"], ["demo"]])
 def test_an_unknown_network_cannot_be_run(flat, command, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert "cannot be run, only planned, quantized, inspected and verified" in fail(command[0], flat, *command[1:])
+    assert "cannot be run, only planned, quantized, inspected or verified" in fail(command[0], flat, *command[1:])
 
 
 @needs_tokenizers
@@ -171,7 +171,7 @@ def test_a_usage_error_names_the_option(flat):
         (["--kv", "int8,"], "unknown cache format ''"),
         (["--kv", "uint8"], "format uint8, which lacks negative or positive numbers; use int8, int4 or e4m3fn"),
         (["--kv", "int8", "--kv-scale", "heads"], "unknown per 'heads'; did you mean 'head'?"),
-        (["--kv-scale", "token"], "--kv-scale token is about keys and values in few bits; it needs --kv"),
+        (["--kv-scale", "token"], "--kv-scale token is about a quantized KV cache; it needs --kv"),
     ],
     ids=["format", "values", "no-values", "unsigned", "scale", "scale-alone"],
 )

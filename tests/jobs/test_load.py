@@ -33,9 +33,9 @@ def test_an_unknown_network_loads_as_flat_tensors(tmp_path):
     model = jobs.load(tmp_path / "a.npz")
     assert model.config is None
     assert list(model.info) == ["weight"]
-    with pytest.raises(UnsupportedError, match=r"a\.npz cannot be run, only planned, .*does not say what network"):
+    with pytest.raises(UnsupportedError, match=r"a\.npz cannot be run, only planned, .*the architecture is unknown"):
         model.runnable_config()
-    with pytest.raises(UnsupportedError, match=r"cannot read text: the network is unknown"):
+    with pytest.raises(UnsupportedError, match=r"has no tokenizer: the architecture is unknown"):
         model.readable_tokenizer()
 
 

@@ -112,9 +112,9 @@ def test_what_the_file_holds_in_the_planned_scheme_is_kept(tmp_path):
     io.write(tmp_path / "q", {"same": q, "other": fb.quantize(np.ones((4, 64), np.float32), "nf4")})
     plan = jobs.plan_model(jobs.load(tmp_path / "q"), recipe=last_axis("q8_0"))
     assert "q8_0 in the file, kept exactly" in plan["same"].reason
-    assert "decoded from nf4 first" in plan["other"].reason
+    assert "dequantized from nf4 first" in plan["other"].reason
     left = jobs.plan_model(jobs.load(tmp_path / "q"), recipe={"rules": [{"path": ".*", "policy": None}]})
-    assert "stays nf4, as the file holds it" in left["other"].reason
+    assert "stays nf4, as stored in the file" in left["other"].reason
 
 
 def test_keep_leaves_everything(odd):

@@ -172,7 +172,7 @@ def test_parameters_that_are_not_finite_are_named_and_counted(tmp_path):
     bad[1, 2], bad[3, 4] = np.nan, np.inf
     np.savez(tmp_path / "a.npz", good=np.ones((2, 32), np.float32), w=bad, gain=np.array([1, np.nan], np.float32))
     model = jobs.load(tmp_path / "a.npz")
-    with pytest.raises(QuantError, match=r"NaN or infinite in w \(2 of 256\), gain \(1 of 2\); nothing was written"):
+    with pytest.raises(QuantError, match=r"NaN or infinite values in w \(2 of 256\), gain \(1 of 2\); nothing was written"):
         jobs.quantize(model, jobs.plan_model(model, recipe=last_axis("int8")), tmp_path / "q")
     assert [path.name for path in tmp_path.iterdir()] == ["a.npz"]
 

@@ -27,7 +27,7 @@ def test_gpt2_has_its_blocks_along_the_contracted_axis(tmp_path):
     stored, expected = io.read(tmp_path / "q").tensors[path], fb.quantize(np.asarray(model.load(path)), "int8", axis=-2)
     np.testing.assert_array_equal(stored.codes, expected.codes)
     np.testing.assert_array_equal(stored.scale, expected.scale)
-    assert plan.notes[0].startswith("the network cannot be traced (config.json's model_type is 'gpt2'")
+    assert plan.notes[0].startswith("the model cannot be traced (config.json's model_type is 'gpt2'")
     assert plan.notes[0].endswith("the roles of 16 tensors: 16 from transformers' module classes")
 
 

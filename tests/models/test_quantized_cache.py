@@ -74,7 +74,7 @@ def test_a_full_cache_gives_nan():
 
 @pytest.mark.parametrize("kv", [None, kv_policy("int8")], ids=["float", "int8"])
 def test_more_tokens_than_the_whole_room_are_refused(kv: KVPolicy | None):
-    with pytest.raises(QuantError, match="tokens has 13 positions, more than the cache has room for, 12"):
+    with pytest.raises(QuantError, match="tokens has 13 positions, more than the max length of the cache, 12"):
         prefill(PARAMS, TOKENS, empty_cache(SMALL, batch=2, room=12, kv=kv), SMALL)
 
 
@@ -117,5 +117,5 @@ def test_bfloat16_computes_near_float32():
 
 
 def test_a_policy_that_would_do_nothing_is_refused():
-    with pytest.raises(QuantError, match="sees_raw shows whole sequences unquantized"):
+    with pytest.raises(QuantError, match="sees_raw attends to unquantized keys and values"):
         forward(PARAMS, TOKENS, SMALL, kv=kv_policy("int8", sees_raw=True))

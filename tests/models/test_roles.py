@@ -75,7 +75,7 @@ def test_a_bare_file_has_the_roles_that_every_fitting_family_gives():
     """Without a config.json GPT-2's matrices and gpt-oss' stacks could be of either layout, since GPTBigCode and Qwen name theirs alike."""
     bare = models.checkpoint_roles(shapes_of("bert"))
     assert found_roles(bare) == expected_roles("bert")
-    assert bare.note.endswith("nothing names the architecture (no config.json with a model_type)")
+    assert bare.note.endswith("the architecture is unknown (no config.json with a model_type)")
     for family, axis in (("gpt2", (-2,)), ("gpt_oss", (-2,))):
         in_out = {name for name, (_, own) in expected_roles(family).items() if own == axis}
         assert set(models.checkpoint_roles(shapes_of(family)).unknown) == in_out

@@ -110,7 +110,7 @@ def test_glassllm_pieces():
 def test_refuses():
     with pytest.raises(UnsupportedError, match="tokenizer is of kind 'llama'"):
         tokenizer_from_gguf({**gguf_fields(), "tokenizer.ggml.model": "llama"})
-    with pytest.raises(UnsupportedError, match="splits text by the rule 'llama-bpe'; smollm, gpt-2 and default can be read"):
+    with pytest.raises(UnsupportedError, match="pre-tokenizer is 'llama-bpe'; supported are smollm, gpt-2 and default"):
         tokenizer_from_gguf(gguf_fields("llama-bpe"))
     with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'tokenizer\.ggml\.merges'"):
         tokenizer_from_gguf({k: v for k, v in gguf_fields().items() if not k.endswith("merges")})

@@ -1,6 +1,6 @@
-"""The command line: each command parses, calls a job, and prints.
+"""The command line: commands parse, call a job and print.
 
-This file imports nothing, so that Ctrl-C ends in one line while the rest is imported, too.
+This file imports nothing, so that Ctrl-C prints one line even while the rest is being imported.
 """
 
 import sys

@@ -1,8 +1,9 @@
-"""The application that the commands join, and how every failure ends: one message, and an exit status that says which."""
+"""The Typer application, its error messages and exit statuses."""
 
 import os
 import signal
 import sys
+from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -11,9 +12,9 @@ from typer.core import TyperGroup
 from ..errors import QuantError, UnsupportedError
 
 FOUND = 1
-"""The exit status of `verify` when it found errors, and of `plan --strict` when roles are unknown."""
+"""The exit status of `verify` with errors, and of `plan --strict` with unknown roles."""
 FAILED = 2
-"""The exit status when what was asked could not be done."""
+"""The exit status of a command that failed."""
 INTERRUPTED = 130
 """The exit status after Ctrl-C."""
 TERMINATED = 143
@@ -21,14 +22,14 @@ TERMINATED = 143
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM asked the process to end; what cleans up after Ctrl-C cleans up after it."""
+    """SIGTERM, as an exception that cleans up like Ctrl-C."""
 
 
 class Commands(TyperGroup):
-    """The commands, with what can go wrong turned into a message."""
+    """The commands, with errors turned into messages."""
 
     def make_context(self, *args: Any, **kwargs: Any) -> Any:
-        """Reads the arguments."""
+        """Parses the arguments."""
         try:
             return super().make_context(*args, **kwargs)
         except KeyboardInterrupt as error:
@@ -51,14 +52,14 @@ class Commands(TyperGroup):
 
 
 def _interruption(error: KeyboardInterrupt) -> tuple[str, int]:
-    """What to say of Ctrl-C or SIGTERM, and the exit status."""
-    is_terminated = isinstance(error, Terminated)
-    message = str(error) or ("terminated" if is_terminated else "interrupted")
-    return message, TERMINATED if is_terminated else INTERRUPTED
+    """The message and the exit status of Ctrl-C or SIGTERM."""
+    if isinstance(error, Terminated):
+        return str(error) or "terminated", TERMINATED
+    return str(error) or "interrupted", INTERRUPTED
 
 
 def _system_message(error: OSError) -> str:
-    """What the system said, with the file that it said it of."""
+    """The system's message, with the file it is about."""
     return str(error) if error.filename is None else f"{error.filename}: {error.strerror}"
 
 
@@ -88,23 +89,23 @@ def fewbit(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and the kernels.")
     ] = False,
 ) -> None:
-    """Makes neural networks few-bit: plans, quantizes, evaluates and runs checkpoints."""
+    """Quantizes neural networks to 1-8 bits: plans, quantizes, evaluates and runs checkpoints."""
 
 
 def run() -> None:
-    """Runs the command of the process's arguments."""
+    """Runs the command in `sys.argv`."""
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
         signal.signal(signal.SIGTERM, _terminate)
-    # transformers, which plans ask for module classes, fetches nothing from its hub.
+    # Plans look up module classes in transformers, which must not download anything.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     try:
         app()
-    except BrokenPipeError:  # the reader of our output, such as `head`, has gone
+    except BrokenPipeError:  # the reader of our output, such as `head`, has exited
         sys.stderr.close()
         sys.exit(FAILED)
 
 
-def _terminate(number: int, frame: Any) -> NoReturn:
-    """Ends the command as Ctrl-C does; a second SIGTERM does not cut the cleaning up short."""
+def _terminate(number: int, frame: FrameType | None) -> NoReturn:
+    """Ends the command as Ctrl-C does; a second SIGTERM does not interrupt the cleanup."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Terminated

@@ -1,4 +1,4 @@
-"""The command that measures this machine: bench."""
+"""The command `fewbit bench`."""
 
 from pathlib import Path
 from typing import Annotated
@@ -13,21 +13,19 @@ from .options import Json, path_argument
 def bench(
     schemes: Annotated[
         str | None,
-        typer.Option(
-            "--schemes", "-s", help="Schemes of the weight, separated by commas; those that kernels read when not given."
-        ),
+        typer.Option("--schemes", "-s", help="Weight schemes, comma-separated; by default those with fast kernels."),
     ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option("--sizes", help="Sizes of the square weight, separated by commas; 4096, with --tune 512,2048,4096."),
+        typer.Option("--sizes", help="Sizes K = N of the weight, comma-separated; default 4096, with --tune 512,2048,4096."),
     ] = None,
     rows: Annotated[
-        str | None, typer.Option("--rows", help="Rows of x, separated by commas; 1,256, with --tune 1,8,64,256.")
+        str | None, typer.Option("--rows", help="Rows M of x, comma-separated; default 1,256, with --tune 1,8,64,256.")
     ] = None,
     rounds: Annotated[
-        int | None, typer.Option("--rounds", min=1, help="How many times each product runs; 15, with --tune 7.")
+        int | None, typer.Option("--rounds", min=1, help="Runs of each matmul; default 15, with --tune 7.")
     ] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Keep the times of this machine, for fb.explain to tell.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Save the times of this machine, for fb.explain.")] = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -35,15 +33,15 @@ def bench(
             "-o",
             metavar="PATH",
             parser=path_argument,
-            help="The directory for the table of --tune; your cache when not given.",
+            help="The directory for the table of --tune; default your cache.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Measures products with quantized weights on this machine, and says which scheme is fastest.
+    """Benchmarks matmuls with quantized weights on this machine, and names the fastest scheme.
 
-    Copy bandwidth and rates of dense products come first. Each product is checked before any is timed, takes turns with the
-    dense float32 product, and reads its weight from memory.
+    Prints copy bandwidth and dense matmul rates first. Results are checked before any matmul is timed. Each is timed
+    interleaved with the dense float32 matmul, and reads its weight from memory.
     """
     from .times import show_times
 

@@ -49,7 +49,7 @@ def quantize(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
     overwrite: Annotated[
         bool,
-        typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote its every file; the old one stands until the end."),
+        typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote all its files; the old one is kept until the end."),
     ] = False,
     rotate: Rotate = False,
     seed: Seed = None,
@@ -62,13 +62,13 @@ def quantize(
     log: Annotated[
         Path | None,
         typer.Option(
-            "--log", metavar="PATH", parser=path_argument, help="Write the line of each tensor here instead of to stderr."
+            "--log", metavar="PATH", parser=path_argument, help="Write one line per tensor here instead of to stderr."
         ),
     ] = None,
     full: Full = False,
     json: Json = False,
 ) -> None:
-    """Quantizes a model into a directory of safetensors, tensor by tensor, and proves what that cost."""
+    """Quantizes a model into a directory of safetensors, tensor by tensor, and measures the loss."""
     from .quantizing import quantize_checkpoint
 
     quantize_checkpoint(
@@ -90,7 +90,7 @@ def quantize(
 
 @app.command()
 def inspect(path: ModelPath, json: Json = False) -> None:
-    """Shows what a model's file or directory holds: every tensor, how it is stored, its bytes."""
+    """Lists the tensors of a model's file or directory: how each is stored, and its bytes."""
     from .plans import show_inspection
 
     show_inspection(path, json=json)
@@ -98,7 +98,7 @@ def inspect(path: ModelPath, json: Json = False) -> None:
 
 @app.command()
 def verify(path: ModelPath, json: Json = False) -> None:
-    """Reads every byte of a stored model and says what is wrong. Exit status 1 when it finds errors."""
+    """Reads every byte of a stored model and reports errors. Exit status 1 when it finds errors."""
     from .. import io
     from .output import emit_json, say
 
@@ -109,6 +109,6 @@ def verify(path: ModelPath, json: Json = False) -> None:
     else:
         for finding in findings:
             say(str(finding))
-        say(f"{path}: {errors} errors, {len(findings) - errors} warnings" if findings else f"{path}: all well")
+        say(f"{path}: {errors} errors, {len(findings) - errors} warnings")
     if errors:
         raise typer.Exit(FOUND)

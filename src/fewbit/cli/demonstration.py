@@ -1,4 +1,4 @@
-"""What `fewbit demo` prints as it goes, and the report and the chart that it leaves."""
+"""Runs `fewbit demo`; prints results, writes the report and the chart."""
 
 import json as jsonlib
 import time
@@ -19,6 +19,7 @@ from .views import (
     plan_table,
     quantized_source_note,
     size_lines,
+    source_notes,
     worst_lines,
 )
 
@@ -30,8 +31,8 @@ def show_demo(
 ) -> None:
     """Runs the demo and prints it, as text or as one JSON object at the end."""
     start = time.perf_counter()
-    write = (lambda _="": None) if json else say
-    write(f"fewbit demo: {path}, {len(RECIPES)} recipes, one after another")
+    if not json:
+        say(f"fewbit demo: {path}, {len(RECIPES)} recipes, one after another")
     with progress_bar("float model", len(RECIPES) + 1) as bar:
         started = demo(path, output, text=text, tokens=tokens, rotation_seed=rotation_seed)
         check_chart_path(output / CHART)
@@ -42,9 +43,9 @@ def show_demo(
         for step in steps(started):
             done.append(step)
             bar.advance(1 + len(done), (*RECIPES, "")[len(done)])
-            for line in step_lines(step, started):
-                write(line)
-    _leave(started, done, output)
+            if not json:
+                say("\n".join(step_lines(step, started)))
+    _write_report(started, done, output)
     seconds = time.perf_counter() - start
     if json:
         emit_json({**report(started, done), "seconds": seconds})
@@ -53,27 +54,26 @@ def show_demo(
 
 
 def step_lines(step: DemoStep, started: Demo) -> list[str]:
-    """One recipe's result in lines."""
+    """The lines of one recipe's result."""
     candidate = step.candidate
     lines = ["", f"== {candidate.recipe} =="]
     if step.outcome is not None:
         lines += size_lines(step.outcome, started.base.model)
-        lines.append("  (all that follows is measured on the model read back from there)")
+        lines.append("  (the results below are of the model loaded from there)")
     else:
         lines.append(f"  arrays, in memory: {candidate.nbytes:,} bytes ({candidate.bits_per_weight:.3f} bits/weight)")
         lines += worst_lines(candidate.worst)
     lines += [f"  perplexity {candidate.quality.candidate}", *comparison_lines(candidate.quality)]
-    return [*lines, f"  writes: {one_line(step.sample.text)}"]
+    return [*lines, f"  generates: {one_line(step.sample.text)}"]
 
 
 def report(started: Demo, done: list[DemoStep]) -> dict[str, Any]:
-    """The results as JSON: without times, so that the report of the same run is the same."""
+    """The results as JSON, without times, so that the report is reproducible."""
     base = started.base
-    sentence = quantized_source_note(base.model)
     return {
         "model": base.model.name,
         "text": started.text,
-        "notes": [*base.model.notes, *([sentence] if sentence else [])],
+        "notes": source_notes(base.model),
         "prompt": started.sample.prompt,
         "float": {"perplexity": plain(base.perplexity), "sample": started.sample.text},
         "recipes": [_step_form(step) for step in done],
@@ -81,35 +81,34 @@ def report(started: Demo, done: list[DemoStep]) -> dict[str, Any]:
 
 
 def one_line(text: str) -> str:
-    """A text with its line ends made visible, to stand in one line."""
+    """Joins the words of a text by single spaces."""
     return " ".join(text.split())
 
 
 def _show_start(started: Demo, *, full: bool) -> None:
     base = started.base
-    sentence = quantized_source_note(base.model)
-    for line in [*base.model.notes, *([sentence] if sentence else [])]:
+    for line in source_notes(base.model):
         say(f"note: {line}")
-    if sentence:
-        say("note: `fewbit demo --rotate` gives the fair reference: a random rotation takes the weights off their grid.")
+    if quantized_source_note(base.model):
+        say("note: for a fair baseline, `fewbit demo --rotate` first rotates the weights of this quantized source.")
     say(plan_table(plan_model(base.model, recipe=RECIPES[-1]), full=full))
     say(f"float model on {base.perplexity.tokens:,} tokens of {started.text}: perplexity {base.perplexity}")
-    say(f"asked {started.sample.prompt!r} (at most {SAMPLE_TOKENS} tokens), it writes: {one_line(started.sample.text)}")
+    say(f"for {started.sample.prompt!r} (at most {SAMPLE_TOKENS} tokens) it generates: {one_line(started.sample.text)}")
 
 
 def _show_end(started: Demo, done: list[DemoStep], output: Path, seconds: float) -> None:
     say()
     say(comparison_table(started.base, [step.candidate for step in done]))
-    say(f"bytes are those of the arrays; {WRITTEN} is also written, in {output / f'model-{WRITTEN}'}")
+    say(f"bytes are those of the arrays; the {WRITTEN} model is written to {output / f'model-{WRITTEN}'}")
     for line in command_lines(output / f"model-{WRITTEN}", started.source, can_run=True):
         say(line)
     say(f"chart:     {output / CHART}")
     say(f"report:    {output / REPORT}")
     peak = peak_memory()
-    say(f"{seconds:.0f} seconds" + ("" if peak is None else f", at most {peak / 1e9:.2f} GB of memory"))
+    say(f"{seconds:.0f} seconds" + ("" if peak is None else f", peak memory {peak / 1e9:.2f} GB"))
 
 
-def _leave(started: Demo, done: list[DemoStep], output: Path) -> None:
+def _write_report(started: Demo, done: list[DemoStep], output: Path) -> None:
     """Writes the chart and the report."""
     title = f"{started.base.model.name} on {started.base.perplexity.tokens:,} tokens of {started.text}"
     save_chart(

@@ -1,4 +1,4 @@
-"""What `fewbit eval`, `compare` and `generate` do and print."""
+"""Runs and prints `fewbit eval`, `compare` and `generate`."""
 
 from pathlib import Path
 from typing import Any
@@ -9,7 +9,7 @@ from ..evaluate.chart import check_chart_path, save_chart
 from ..kvcache import KVPolicy, kv_policy
 from .demonstration import points
 from .output import emit_json, note, progress_bar, say
-from .views import candidate_record, comparison_table, quality_lines, quantized_source_note
+from .views import candidate_record, comparison_table, quality_lines, source_notes
 
 
 def show_quality(
@@ -23,16 +23,17 @@ def show_quality(
     kv_scale: str | None,
     json: bool,
 ) -> None:
-    """Measures a model on a text and prints its quality."""
+    """Evaluates a model on a text and prints its quality."""
     policy = _policy(kv, kv_scale)
-    model = jobs.load(path)
-    reference = None if against is None else jobs.load(against)
+    model, reference, against_text = jobs.load(path), None, None
+    if against is not None:
+        reference, against_text = jobs.load(against), str(against)
     with progress_bar("evaluating", 1) as bar:
         quality = jobs.evaluate(
             model, against=reference, text=text, tokens=tokens, window=window, kv=policy, progress=bar.windows
         )
     if json:
-        emit_json({"model": str(path), "against": None if against is None else str(against), "quality": quality})
+        emit_json({"model": str(path), "against": against_text, "quality": quality})
         return
     for line in quality_lines(quality):
         say(line, wrap=True)
@@ -49,15 +50,16 @@ def show_comparison(
     rotation_seed: int | None,
     json: bool,
 ) -> None:
-    """Quantizes a model in memory by several recipes and prints them side by side."""
+    """Quantizes a model in memory by several recipes and prints their results."""
     names = [name.strip() for name in recipes.split(",") if name.strip()]
     if not names or len(set(names)) < len(names):
         raise QuantError(f"--recipes is {recipes!r}; give at least one recipe, each once, separated by commas")
     if chart is not None:
         check_chart_path(chart)
-    opened = jobs.load(path)
-    opened.runnable_config()
-    source = opened if rotation_seed is None else jobs.rotated(opened, seed=rotation_seed)
+    source = jobs.load(path)
+    source.runnable_config()
+    if rotation_seed is not None:
+        source = jobs.rotated(source, seed=rotation_seed)
     plans = [jobs.plan_model(source, recipe=name) for name in names]
     found = models.find_text(text or models.default_text_name())
     windows = jobs.evaluation_windows(source, found.content, tokens=tokens, window=window)
@@ -67,15 +69,14 @@ def show_comparison(
         for plan in plans:
             bar.advance(1 + len(candidates), plan.recipe)
             candidates.append(jobs.released(jobs.compare(base, plan)))
-    title = f"{opened.name} on {base.perplexity.tokens:,} tokens of {found.name}"
+    title = f"{source.name} on {base.perplexity.tokens:,} tokens of {found.name}"
     if chart is not None:
         save_chart(chart, points(candidates), reference=base.perplexity.value, title=title)
-    sentence = quantized_source_note(source)
     if json:
-        form = {"model": str(path), "text": found.name, "notes": [*source.notes, *([sentence] if sentence else [])]}
+        form = {"model": str(path), "text": found.name, "notes": source_notes(source)}
         emit_json({**form, "float": base.perplexity, "recipes": [candidate_record(c) for c in candidates]})
         return
-    for line in [*source.notes, *([sentence] if sentence else [])]:
+    for line in source_notes(source):
         say(f"note: {line}", wrap=True)
     say(f"{title}; bytes and bits/weight are those of the arrays")
     say(comparison_table(base, candidates))
@@ -84,21 +85,21 @@ def show_comparison(
 
 
 def show_sample(path: Path, prompt: str, *, kv: str | None, kv_scale: str | None, json: bool, **options: Any) -> None:
-    """Prints what a model writes on from a prompt."""
+    """Generates text after a prompt and prints it; a chat prints the answer only."""
     policy = _policy(kv, kv_scale)
     sample = jobs.write_on(jobs.load(path), prompt, kv=policy, **options)
     if json:
         emit_json({"model": str(path), **vars(sample)})
-    else:
-        say(sample.text if sample.is_chat else prompt + sample.text)
-        note(sample.speed())
+        return
+    say(sample.text if sample.is_chat else prompt + sample.text)
+    note(sample.speed())
 
 
 def _policy(kv: str | None, per: str | None) -> KVPolicy | None:
-    """How keys and values are kept, as the two options say."""
+    """The KV cache's policy, from the two options."""
     if kv is None and per is not None:
-        raise QuantError(f"--kv-scale {per} is about keys and values in few bits; it needs --kv, such as --kv int8")
+        raise QuantError(f"--kv-scale {per} is about a quantized KV cache; it needs --kv, such as --kv int8")
     if kv is None:
         return None
-    keys, both, values = kv.partition(",")
-    return kv_policy(keys.strip(), values.strip() if both else None, per=per or "head")
+    schemes = [scheme.strip() for scheme in kv.split(",", 1)]
+    return kv_policy(*schemes, per=per or "head")

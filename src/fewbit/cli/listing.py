@@ -1,9 +1,10 @@
-"""The records of `fewbit formats`, `schemes` and `recipes`, and the rules of one recipe.
+"""Generates the lists of `fewbit formats`, `schemes` and `recipes`.
 
-The lists are printed from `catalogue.json`, since JAX takes seconds to import. `python -m fewbit.cli.listing` writes it anew.
+The lists are printed from `catalogue.json`, since JAX takes seconds to import. `python -m fewbit.cli.listing` rewrites it.
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +31,12 @@ def catalogue() -> dict[str, list[dict[str, Any]]]:
     return {
         "formats": [_format_record(fmt) for fmt in FORMATS],
         "schemes": [{"name": name, **_scheme_record(SCHEMES[name])} for name in SCHEMES.names()],
-        "recipes": [*recipes, {"name": KEEP, "description": "Every tensor as the file holds it (quantize --keep)."}],
+        "recipes": [*recipes, {"name": KEEP, "description": "Every tensor as stored in the file (quantize --keep)."}],
     }
 
 
 def rules_table(recipe: Recipe) -> str:
-    """The rules in order, with the three arms of each policy."""
+    """The rules in order, with forward, dgrad and wgrad of each policy."""
     named = [*(("", rule) for rule in recipe.rules), *(("product ", rule) for rule in recipe.products)]
     records = [{"path": f"{kind}{rule.path}", "takes": _takes_text(rule), **_rule_record(rule)} for kind, rule in named]
     columns = [
@@ -50,43 +51,53 @@ def rules_table(recipe: Recipe) -> str:
 
 
 def _takes_text(rule: Rule) -> str:
-    """The roles that a rule names, and the uses that it asks for."""
+    """The roles and the operations that a rule selects."""
     return " ".join((*rule.roles, *(f"used by {op}" for op in rule.ops)))
 
 
 def _rule_record(rule: Rule) -> dict[str, str]:
     """The schemes and the sparsity of a rule in words."""
     record = _policy_record(rule.policy)
-    return record if rule.sparsity is None else record | {"weight": f"{record['weight']}, {rule.sparsity}"}
+    if rule.sparsity is not None:
+        record["weight"] += f", {rule.sparsity}"
+    return record
 
 
 def _policy_record(policy: Policy | None) -> dict[str, str]:
     """The schemes of a policy in words."""
     if policy is None:
         return {"weight": "left as it is"}
-    record = {"weight": policy.weight.name, "activation": policy.activation.name if policy.activation else "float"}
+    record = {"weight": policy.weight.name, "activation": _scheme_name(policy.activation)}
     if policy.delayed is not None:
         record["weight"] += f", scales from {policy.delayed.length} steps before"
     return record | {"activation's gradient": _arm_text(policy.dlhs), "weight's gradient": _arm_text(policy.drhs)}
 
 
+def _scheme_name(scheme: Scheme | str | None) -> str:
+    if isinstance(scheme, Scheme):
+        return scheme.name
+    return scheme or "float"
+
+
 def _arm_text(arm: Arm) -> str:
-    """What a backward product contracts, in words."""
-    gradient = "float" if arm.gradient is None else arm.gradient.name
-    operand = arm.operand.name if isinstance(arm.operand, Scheme) else arm.operand
-    notes = [] if arm.rounding == "nearest" else ["stochastic"]
-    notes += [] if arm.hadamard is None else [f"Hadamard {arm.hadamard}"]
-    return f"{gradient} x {operand}" + (f" ({', '.join(notes)})" if notes else "")
+    """The operands of a backward matmul (dgrad or wgrad), in words."""
+    text, notes = f"{_scheme_name(arm.gradient)} x {_scheme_name(arm.operand)}", []
+    if arm.rounding != "nearest":
+        notes.append("stochastic")
+    if arm.hadamard is not None:
+        notes.append(f"Hadamard {arm.hadamard}")
+    if notes:
+        text += f" ({', '.join(notes)})"
+    return text
 
 
 def _format_record(fmt: AbstractFormat) -> dict[str, Any]:
     values = [float(v) for v in fmt.values()]
-    positive = [v for v in values if 0 < v < float("inf")]
     return {
         "name": fmt.name,
         "bits": fmt.bits,
         "values": len(set(values) - {float("nan")}),
-        "smallest": min(positive) if positive else None,
+        "smallest": min((v for v in values if 0 < v < float("inf")), default=None),
         "min": float(fmt.min),
         "max": float(fmt.max),
     }
@@ -98,25 +109,28 @@ def _scheme_record(scheme: Scheme) -> dict[str, Any]:
     return {
         "format": scheme.format.name,
         "tile": _tile_text(scheme),
-        "scale": _holder_text(form["scale"]),
+        "scale": _scale_text(form["scale"]),
         "tensor scale": "float32" if scheme.tensor_scale else "",
-        "zero point": _holder_text(form.get("zero_point", "")),
+        "zero point": _scale_text(form.get("zero_point", "")),
         "calibration": str(scheme.calibration),
         "bits per weight": round(jax.eval_shape(lambda x: quantize(x, scheme), x).bits_per_weight, 4),
     }
 
 
 def _tile_text(scheme: Scheme) -> str:
-    """The tile in words, for the axis that a product contracts and the one before it."""
+    """The group size along the contraction axis; blocks of two axes as `128x128`."""
     other, along = scheme.tiles(2)
     if other is None:
-        return "the tensor"
-    row = "a row" if along is None else str(along)
-    return row if other == 1 else f"{other}x{along}"
+        return "per-tensor"
+    if other != 1:
+        return f"{other}x{along}"
+    if along is None:
+        return "per-channel"
+    return str(along)
 
 
-def _holder_text(holder: Any) -> str:
-    return holder if isinstance(holder, str) else f"{holder['format']} of {holder['scale']}"
+def _scale_text(form: str | Mapping[str, object]) -> str:
+    return form if isinstance(form, str) else f"{form['format']} of {form['scale']}"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Options and arguments that several commands have."""
+"""Options and arguments shared by several commands."""
 
 import os
 from pathlib import Path
@@ -12,7 +12,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def path_argument(text: str | os.PathLike[str]) -> Path:
-    """The path of an argument; an empty one, which `Path` would take for the working directory, is refused."""
+    """The path; refuses an empty one, which `Path` would take for the working directory."""
     if not os.fspath(text):
         raise typer.BadParameter("the path is empty")
     return Path(text)
@@ -32,22 +32,24 @@ RecipeName = Annotated[
         "--recipe", "-r", help="A recipe's name, a scheme's name, or a .json file of rules; 'keep' changes nothing."
     ),
 ]
-Full = Annotated[bool, typer.Option("--full", help="Show every parameter, and not alike layers as one row.")]
+Full = Annotated[bool, typer.Option("--full", help="Show every parameter instead of one row for identical layers.")]
 Strict = Annotated[
-    bool, typer.Option("--strict", help="Refuse where the role of a tensor is unknown, instead of leaving it as it is.")
+    bool, typer.Option("--strict", help="Fail if the role of a tensor is unknown, instead of not quantizing it.")
 ]
 Rotate = Annotated[
     bool,
     typer.Option(
         "--rotate",
-        help="First rotate the residual stream at random: same function, weights off their old grid. Needs memory.",
+        help="First rotate the residual stream at random; the model's outputs stay the same. Needs memory.",
     ),
 ]
-Seed = Annotated[int | None, typer.Option("--seed", help="Draws the rotation; 0 when not given.")]
+Seed = Annotated[int | None, typer.Option("--seed", help="The seed of the rotation; default 0.")]
 
 
 def rotation_seed(rotate: bool, seed: int | None) -> int | None:
-    """What draws the rotation; None without one."""
-    if seed is not None and not rotate:
-        raise QuantError(f"--seed {seed} draws the rotation; it needs --rotate")
-    return (seed or 0) if rotate else None
+    """The seed of the rotation; None without one."""
+    if rotate:
+        return seed or 0
+    if seed is not None:
+        raise QuantError(f"--seed {seed} is the seed of the rotation; it needs --rotate")
+    return None

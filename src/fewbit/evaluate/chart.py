@@ -1,4 +1,4 @@
-"""A chart of quality against size: where each scheme stands, and the float model as a line."""
+"""Plots perplexity against model size."""
 
 import dataclasses
 import os
@@ -8,7 +8,8 @@ from types import ModuleType
 
 from ..errors import QuantError, UnsupportedError
 
-_SUFFIXES = (".svg", ".png")
+_METADATA = {".svg": {"Date": None}, ".png": {"Software": None}}
+"""The metadata of each file type that would differ between runs, left out."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,11 +17,11 @@ class Point:
     """One model in the chart.
 
     Attributes:
-        name: what stands beside it.
+        name: its label.
         nbytes: its bytes.
         perplexity: its perplexity.
-        error: the standard error of its distance from the float model's; not that of the perplexity itself, most of which
-            is the spread of the text, the same for all.
+        error: the standard error of the difference from the float model's perplexity; the perplexity's own error is mostly
+            the spread of the text, the same for all.
     """
 
     name: str
@@ -30,19 +31,19 @@ class Point:
 
 
 def save_chart(path: str | os.PathLike[str], points: Sequence[Point], *, reference: float, title: str) -> Path:
-    """Draws perplexity over size, and writes it as SVG or PNG, as the name ends. The same points give the same bytes.
+    """Writes a chart of perplexity over size as SVG or PNG, deterministically.
 
     Args:
-        path: the file to write.
+        path: the file to write, `.svg` or `.png`.
         points: the models.
         reference: the perplexity of the float model, drawn as a dashed line.
-        title: what stands above the chart.
+        title: the title of the chart.
 
     Returns:
         The path.
 
     Raises:
-        QuantError: when there are no points, the name ends otherwise, or the directory does not exist.
+        QuantError: when there are no points, the suffix is another one, or the directory does not exist.
         UnsupportedError: when matplotlib is not installed.
     """
     path = Path(path)
@@ -50,24 +51,23 @@ def save_chart(path: str | os.PathLike[str], points: Sequence[Point], *, referen
     if not points:
         raise QuantError("a chart needs at least one point")
     matplotlib = _matplotlib()
-    # Text stays text in the file, and the ids in it do not change from run to run.
+    # Text stays text in the SVG, and its ids are reproducible.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fewbit"}):
         figure = _figure(points, reference, title)
-        metadata = {"Date": None} if path.suffix == ".svg" else {"Software": None}
-        figure.savefig(path, metadata=metadata)
+        figure.savefig(path, metadata=_METADATA[path.suffix])
     return path
 
 
 def check_chart_path(path: str | os.PathLike[str]) -> None:
-    """Refuses a name that no chart can be written to, before the work that the chart would show is done.
+    """Checks a chart's path early, before the models are evaluated.
 
     Raises:
-        QuantError: when the name ends in neither .svg nor .png, or its directory does not exist.
+        QuantError: when the path ends in neither .svg nor .png, or its directory does not exist.
         UnsupportedError: when matplotlib is not installed.
     """
     path = Path(path)
-    if path.suffix not in _SUFFIXES:
-        raise QuantError(f"chart {path} must end in {' or '.join(_SUFFIXES)}")
+    if path.suffix not in _METADATA:
+        raise QuantError(f"chart {path} must end in {' or '.join(_METADATA)}")
     if not path.absolute().parent.is_dir():
         raise QuantError(f"chart {path} cannot be written: the directory {path.parent} does not exist")
     _matplotlib()
@@ -95,7 +95,7 @@ def _figure(points: Sequence[Point], reference: float, title: str):  # noqa: ANN
 
 
 def _lowered(points: Sequence[Point], reference: float) -> list[int]:
-    """For each point how many lines its name stands lower, because names of earlier points stand where it would."""
+    """The number of lines to lower each label by, so that it does not overlap earlier ones."""
     width = max(p.nbytes for p in points) - min(p.nbytes for p in points)
     shown = [reference, *(p.perplexity for p in points)]
     height = max(shown) - min(shown)

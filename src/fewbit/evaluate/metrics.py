@@ -1,4 +1,4 @@
-"""How far two results are apart: KL divergence and top-1 agreement of logits, signal-to-noise ratio of arrays."""
+"""KL divergence, top-1 agreement and SQNR."""
 
 import dataclasses
 import math
@@ -20,8 +20,7 @@ class Estimate:
 
     Attributes:
         value: the mean.
-        error: its standard error, `s / sqrt(n)` with the sample deviation `s`; NaN for a single token and for an
-            infinite mean.
+        error: its standard error, `s / sqrt(n)` with the sample deviation `s`; NaN for a single token or an infinite mean.
     """
 
     value: float
@@ -37,10 +36,10 @@ class Divergence:
 
     Attributes:
         mean: its mean with the standard error.
-        median: half of the tokens are at most there.
-        p90: nine tokens of ten are at most there.
-        p99: 99 of a hundred are at most there.
-        largest: the worst token.
+        median: the median.
+        p90: the 90th percentile.
+        p99: the 99th percentile.
+        largest: the largest value.
     """
 
     mean: Estimate
@@ -54,7 +53,7 @@ def estimate(samples: ArrayLike) -> Estimate:
     """The mean of samples with its standard error, in float64.
 
     Args:
-        samples: one number a token, of any shape.
+        samples: one number per token, of any shape.
 
     Returns:
         The mean and its standard error.
@@ -67,23 +66,26 @@ def estimate(samples: ArrayLike) -> Estimate:
     """
     flat = np.asarray(samples, np.float64).ravel()
     if not flat.size:
-        raise QuantError("an estimate needs at least one sample, and there are none; is the text long enough?")
+        raise QuantError("estimate got no samples, needs at least one; check that the text is long enough")
+    error = math.nan
     with np.errstate(invalid="ignore"):  # an infinite mean has the error NaN, without a warning
-        error = float(flat.std(ddof=1)) / math.sqrt(flat.size) if flat.size > 1 else math.nan
+        if flat.size > 1:
+            error = float(flat.std(ddof=1)) / math.sqrt(flat.size)
         return Estimate(float(flat.mean()), error)
 
 
 def kl_divergence(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Divergence:
-    """`KL(p || q) = sum_v p_v (log p_v - log q_v)` of each token, and how it is distributed over the tokens.
+    """The distribution over tokens of the KL divergence, in nats.
 
-    Exactly zero when the logits are the same; float32 rounding can make it as low as about -1e-7 otherwise.
+    `KL(p || q) = sum_v p_v (log p_v - log q_v)`. Exactly zero for equal logits; else float32 rounding can make it as low as
+    about -1e-7.
 
     Args:
-        p_logits: of the reference.
-        q_logits: of what is compared with it.
+        p_logits: the reference's logits.
+        q_logits: the candidate's logits.
 
     Returns:
-        The mean with its standard error, the percentiles and the largest.
+        The mean with its standard error, percentiles and maximum.
 
     Raises:
         QuantError: when there is no token.
@@ -97,7 +99,7 @@ def kl_divergence(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]
 
 
 def divergence(samples: ArrayLike) -> Divergence:
-    """How the divergences of single tokens are distributed.
+    """Mean, percentiles and maximum of per-token divergences.
 
     Args:
         samples: `KL(p || q)` of each token, of any shape.
@@ -113,11 +115,11 @@ def divergence(samples: ArrayLike) -> Divergence:
 
 
 def top1_agreement(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Estimate:
-    """The fraction of tokens whose likeliest next token is the same; logits with a NaN agree with nothing.
+    """The fraction of positions with the same argmax; NaN logits never agree.
 
     Args:
-        p_logits: of the reference.
-        q_logits: of what is compared with it.
+        p_logits: the reference's logits.
+        q_logits: the candidate's logits.
 
     Returns:
         The fraction and its standard error.
@@ -131,10 +133,8 @@ def top1_agreement(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"
 def sqnr_db(reference: ArrayLike, approx: ArrayLike | QArray) -> float:
     """The signal-to-quantization-noise ratio in decibels.
 
-    `10 log10(sum reference ** 2 / sum (reference - approx) ** 2)`.
-
-    Infinite when the two are equal, two arrays of zeros included; minus infinity when only the reference is zero; NaN
-    when either has a NaN. The rows are summed in float32, and the sums of rows in float64.
+    `10 log10(sum reference ** 2 / sum (reference - approx) ** 2)`; infinite for equal arrays, zeros included; minus infinity
+    if only the reference is zero; NaN if either has a NaN. Rows are summed in float32, their sums in float64.
 
     Args:
         reference: a floating array.
@@ -149,13 +149,16 @@ def sqnr_db(reference: ArrayLike, approx: ArrayLike | QArray) -> float:
     >>> round(sqnr_db(jnp.array([3.0, 4.0]), jnp.array([3.0, 3.5])), 6)
     20.0
     """
-    approx = dequantize(approx) if isinstance(approx, QArray) else approx
+    if isinstance(approx, QArray):
+        approx = dequantize(approx)
     if np.shape(reference) != np.shape(approx):
         raise QuantError(f"reference has shape {np.shape(reference)} and approx {np.shape(approx)}; they must be the same")
     signal, noise = (float(np.sum(np.asarray(rows, np.float64))) for rows in _row_energies(reference, approx))
     if noise == 0:
         return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf
+    if signal == 0:
+        return -math.inf
+    return 10 * math.log10(signal / noise)
 
 
 @jax.jit
@@ -175,13 +178,13 @@ def token_divergences(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b
 
 @jax.jit
 def tokens_agree(p_logits: Float[Array, "*b V"], q_logits: Float[Array, "*b V"]) -> Bool[Array, "*b"]:
-    """Whether the likeliest next token is the same."""
+    """Whether the argmax is the same."""
     has_nan = jnp.any(jnp.isnan(p_logits) | jnp.isnan(q_logits), axis=-1)
     return (jnp.argmax(p_logits, axis=-1) == jnp.argmax(q_logits, axis=-1)) & ~has_nan
 
 
 @jax.jit
 def _row_energies(reference: ArrayLike, approx: ArrayLike) -> tuple[Array, Array]:
-    """The sum of squares over the last axis, of the reference and of the difference."""
+    """Sums of squares over the last axis: of the reference, and of the difference."""
     wide, other = jnp.asarray(reference, jnp.float32), jnp.asarray(approx, jnp.float32)
     return jnp.sum(wide * wide, axis=-1), jnp.sum((wide - other) ** 2, axis=-1)

@@ -1,4 +1,4 @@
-"""Perplexity of a language model over windows of a text, alone and beside another model."""
+"""Perplexity of a language model, alone or against a reference."""
 
 import dataclasses
 import math
@@ -12,7 +12,7 @@ from ..errors import QuantError
 from .metrics import Divergence, Estimate, divergence, estimate, token_divergences, token_losses, tokens_agree
 
 LogitsFn = Callable[[Int[Array, "B T"]], Float[Array, "B T V"]]
-"""Tokens to the logits after each of them; the caller compiles it."""
+"""A compiled function from tokens to the logits after each token."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Perplexity:
     Attributes:
         value: the perplexity.
         error: its standard error, `value` times the standard error of the mean loss.
-        tokens: how many tokens were predicted.
+        tokens: the number of predicted tokens.
     """
 
     value: float
@@ -35,15 +35,15 @@ class Perplexity:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A candidate beside the reference that it should behave like, over the same tokens.
+    """A candidate model compared with a reference on the same tokens.
 
     Attributes:
         reference: the perplexity of the reference.
         candidate: the perplexity of the candidate.
-        log_ratio: the mean of `log p_reference - log p_candidate`, the logarithm of the ratio of the perplexities. The
-            text's own spread cancels in it, so its error is much smaller than those of the two perplexities.
+        log_ratio: the mean of `log p_reference - log p_candidate`, the logarithm of the perplexity ratio. The spread of the
+            text cancels, so its error is much smaller than those of the two perplexities.
         kl: `KL(reference || candidate)` of the tokens.
-        top1: how often the likeliest next token is the same.
+        top1: the fraction of positions with the same argmax.
     """
 
     reference: Perplexity
@@ -54,15 +54,15 @@ class Comparison:
 
 
 def token_windows(tokens: Sequence[int] | np.ndarray, *, length: int = 512, limit: int | None = None) -> np.ndarray:
-    """The tokens cut into windows `[N, length + 1]`: `length` tokens to read, and the next of each to predict.
+    """Cuts tokens into windows `[N, length + 1]` of inputs and next tokens.
 
-    The windows read disjoint tokens. The last token of one is the first of the next, so every token but the very first
-    is predicted once. Tokens that fill no window are left out.
+    The last token of a window is the first of the next, so every token but the very first is predicted once. Tokens that
+    fill no window are left out.
 
     Args:
         tokens: the ids of a text.
-        length: how many tokens a window reads.
-        limit: how many tokens are read at most, a multiple of `length`; None takes the whole text.
+        length: the number of input tokens of a window.
+        limit: the number of input tokens at most, a multiple of `length`; None takes the full text.
 
     Returns:
         The windows, int32.
@@ -98,9 +98,9 @@ def perplexity(
     Args:
         logits_fn: the model, compiled: `jax.jit(forward, static_argnames="config")` with its parameters bound by a
             lambda, say.
-        windows: what `token_windows` gives: all but the last token of each are read, all but the first predicted.
-        batch_size: how many windows go through the model at once.
-        progress: called with the windows that are done and all windows, after each batch.
+        windows: the result of `token_windows`: all but the last token are inputs, all but the first are predicted.
+        batch_size: the windows of a batch.
+        progress: called with the number of windows done and of all windows, after each batch.
 
     Returns:
         The perplexity with its standard error; NaN when the model gives NaN.
@@ -129,14 +129,14 @@ def compare_models(
 ) -> Comparison:
     """Both perplexities, their ratio, the KL divergence and the top-1 agreement in one pass.
 
-    Holds one batch of logits of each model at a time; what is kept of a token is four numbers.
+    One batch of logits of each model is in memory at a time; four numbers per token are kept.
 
     Args:
-        reference_fn: the model to be like, compiled.
-        candidate_fn: the model that is compared with it, compiled.
-        windows: what `token_windows` gives.
-        batch_size: how many windows go through the models at once.
-        progress: called with the windows that are done and all windows, after each batch.
+        reference_fn: the reference, compiled.
+        candidate_fn: the candidate, compiled.
+        windows: the result of `token_windows`.
+        batch_size: the windows of a batch.
+        progress: called with the number of windows done and of all windows, after each batch.
 
     Returns:
         The comparison.
@@ -154,16 +154,17 @@ def compare_models(
 
 
 def _perplexity(losses: np.ndarray) -> Perplexity:
-    """The perplexity of the losses of single tokens."""
-    mean = estimate(losses)
-    value = math.inf if mean.value > 700 else math.exp(mean.value)
+    """The perplexity of per-token losses."""
+    mean, value = estimate(losses), math.inf
+    if not mean.value > 700:  # exp overflows
+        value = math.exp(mean.value)
     return Perplexity(value, value * mean.error, losses.size)
 
 
 def _batches(
     windows: np.ndarray, batch_size: int, progress: Callable[[int, int], None] | None
 ) -> Iterator[tuple[Array, Array, int]]:
-    """Tokens, targets and how many windows count; the last batch is filled up, so that all have one shape."""
+    """Tokens, targets and the number of valid windows; the last batch is padded to the same shape."""
     count = len(windows)
     if windows.ndim != 2 or count < 1 or windows.shape[1] < 2:
         raise QuantError(f"windows has shape {windows.shape}, must be [N, length + 1] as token_windows makes it")

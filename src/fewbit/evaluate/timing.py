@@ -1,4 +1,4 @@
-"""Interleaved timing: every contender runs once a round, so that a slow moment of the machine slows them all."""
+"""Interleaved timing: every contender runs once per round."""
 
 import dataclasses
 import statistics
@@ -16,7 +16,7 @@ class Timing:
     """The seconds of one contender.
 
     Attributes:
-        seconds: one figure a round.
+        seconds: one figure per round.
     """
 
     seconds: tuple[float, ...]
@@ -40,15 +40,17 @@ def timed(
     pause: float = 0.0,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[Who, Timing]:
-    """The timings of all contenders after one warm-up call each.
+    """Times all contenders in interleaved rounds, after one warm-up call each.
+
+    A slow moment of the machine then slows all of them.
 
     Args:
-        contenders: for each of them a function without arguments; what it returns is waited for.
-        rounds: how many times each takes its turn.
-        calls: how many times it runs in a turn, one call after the other; a turn's figure is the mean of these.
-        pause: seconds to wait before each turn, until the threads of the contender before it sleep: those of torch look for work
-            for some milliseconds more, on a core that the next one needs.
-        clock: what time is; `time.process_time` on a machine that others use, too.
+        contenders: functions without arguments; their results are blocked on.
+        rounds: the number of rounds.
+        calls: the calls of each contender per round; the figure is their mean.
+        pause: seconds to sleep before each contender, until the threads of the previous one sleep: torch's spin for some
+            milliseconds on a core that the next one needs.
+        clock: the clock; `time.process_time` on a shared machine.
     """
     for run in contenders.values():
         jax.block_until_ready(run())

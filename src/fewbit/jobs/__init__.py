@@ -1,4 +1,4 @@
-"""The pipelines that the command line runs: load, plan, quantize, evaluate, compare, generate, inspect, and the demo."""
+"""The pipelines behind the commands of `fewbit`."""
 
 from .compare import Baseline as Baseline
 from .compare import Candidate as Candidate

@@ -1,4 +1,4 @@
-"""Several recipes on one model, in memory, side by side: bytes, bits per weight, quality."""
+"""Compares several recipes on one model, in memory."""
 
 import dataclasses
 import time
@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import PyTree
 
 from .. import models
 from ..evaluate import Comparison, Perplexity, compare_models, perplexity
@@ -19,16 +20,16 @@ from .tensors import TensorResult, quantized_tensors
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One recipe's model.
+    """A quantized model and its quality.
 
     Attributes:
-        recipe: its name.
+        recipe: the name of the recipe.
         plan: its plan.
-        params: the tree with quantized leaves; None when it was released.
-        tensors: what happened to each tensor.
+        params: the pytree with quantized leaves; None once released.
+        tensors: the result of each tensor.
         nbytes: the bytes of its arrays.
-        bits_per_weight: eight times these over the number of elements.
-        quality: it beside the float model.
+        bits_per_weight: `8 * nbytes` over the number of elements.
+        quality: its perplexity and divergence from the float model.
         seconds_to_quantize: how long quantizing took, compilation included.
         seconds_to_evaluate: how long evaluating took, the float model's part and compilation included.
     """
@@ -45,17 +46,17 @@ class Candidate:
 
     @property
     def worst(self) -> list[TensorResult]:
-        """The five tensors that lost most."""
+        """The five tensors of lowest SQNR."""
         return worst(self.tensors)
 
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """The float model, and what its logits on the windows of a text are.
+    """The float model, evaluated on the windows of a text.
 
     Attributes:
         model: the model.
-        params: its parameters, decoded, with alike layers stacked.
+        params: its dequantized parameters, with identical layers stacked.
         windows: the windows of the text.
         perplexity: its perplexity.
         logits: its logits for a batch of tokens.
@@ -68,19 +69,21 @@ class Baseline:
     logits: Callable[[Any], Any]
 
 
-_REMEMBERED_BYTES = 1 << 30
+_CACHED_BYTES = 1 << 30
 
 
 def baseline(model: Model, windows: np.ndarray, *, progress: Callable[[int, int], None] | None = None) -> Baseline:
-    """The float model on the windows. Its logits are kept when they take less than 1 GiB, else computed anew each time.
+    """Evaluates the float model on the windows.
+
+    Its logits are cached if they take less than 1 GiB, else recomputed for each candidate.
 
     Args:
         model: a model that can be run.
         windows: the windows of a text, from `evaluation_windows`.
-        progress: called with the windows that are done and all windows.
+        progress: called with the number of windows done and of all windows.
 
     Returns:
-        The float model, measured: what `compare` sets candidates beside.
+        The reference that `compare` takes.
 
     Raises:
         UnsupportedError: when the model cannot be run.
@@ -88,31 +91,31 @@ def baseline(model: Model, windows: np.ndarray, *, progress: Callable[[int, int]
     config = model.runnable_config()
     params = stacked(model.float_params())
     logits = logits_function(params, config)
-    if 4 * config.vocab * windows.shape[0] * (windows.shape[1] - 1) < _REMEMBERED_BYTES:
-        logits = _remembering(logits)
+    if 4 * config.vocab * windows.shape[0] * (windows.shape[1] - 1) < _CACHED_BYTES:
+        logits = _cached(logits)
     result = perplexity(logits, windows, batch_size=batch_size(config, windows), progress=progress)
     return Baseline(model, params, windows, result, logits)
 
 
-def _remembering(logits: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The same function, which computes each batch of tokens once."""
-    known: dict[bytes, jax.Array] = {}
+def _cached(logits: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Caches the logits of each batch of tokens."""
+    cache: dict[bytes, jax.Array] = {}
 
-    def remembered(tokens: Any) -> jax.Array:
+    def cached(tokens: jax.Array) -> jax.Array:
         key = np.asarray(tokens).tobytes()
-        if key not in known:
-            known[key] = logits(tokens)
-        return known[key]
+        if key not in cache:
+            cache[key] = logits(tokens)
+        return cache[key]
 
-    return remembered
+    return cached
 
 
 def compare(base: Baseline, plan: Plan, *, on_tensor: Callable[[TensorResult], None] | None = None) -> Candidate:
-    """A plan's model beside the float model, quantized in memory.
+    """Quantizes the model in memory and compares it with the float model.
 
     Args:
         base: the float model on its windows.
-        plan: a plan for it.
+        plan: a plan for the model.
         on_tensor: called after each tensor.
 
     Returns:
@@ -132,14 +135,14 @@ def compare(base: Baseline, plan: Plan, *, on_tensor: Callable[[TensorResult], N
     return measured(base, plan, params, tuple(results), time.perf_counter() - start)
 
 
-def measured(base: Baseline, plan: Plan, params: Any, results: tuple[TensorResult, ...], seconds: float) -> Candidate:
-    """The candidate of parameters that are quantized already.
+def measured(base: Baseline, plan: Plan, params: PyTree, results: tuple[TensorResult, ...], seconds: float) -> Candidate:
+    """Compares parameters that are already quantized with the float model.
 
     Args:
         base: the float model on its windows.
-        plan: the plan that they were quantized by.
-        params: the tree of parameters.
-        results: what happened to each tensor.
+        plan: the plan they were quantized by.
+        params: the pytree of parameters.
+        results: the result of each tensor.
         seconds: how long quantizing took.
     """
     start = time.perf_counter()
@@ -153,12 +156,12 @@ def measured(base: Baseline, plan: Plan, params: Any, results: tuple[TensorResul
 
 
 def released(candidate: Candidate) -> Candidate:
-    """The candidate without its parameters, so that their memory can be used for the next.
+    """Drops the candidate's parameters, to free their memory.
 
     Args:
-        candidate: what `compare` gave.
+        candidate: the result of `compare`.
 
     Returns:
-        The same, with None for its parameters.
+        The candidate with `params=None`.
     """
     return dataclasses.replace(candidate, params=None)

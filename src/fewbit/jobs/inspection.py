@@ -1,4 +1,4 @@
-"""What a stored model holds, tensor by tensor, without loading the tensors."""
+"""Inspects a stored model without loading its tensors."""
 
 import dataclasses
 import math
@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+from ..io import TensorInfo
 from .load import load
 from .model import Model
 
@@ -15,13 +16,13 @@ class TensorEntry:
     """One tensor of a stored model.
 
     Attributes:
-        path: the parameter's path, or its name in the file when the network is unknown.
+        path: the parameter's path, or its name in the file if the architecture is unknown.
         shape: its shape.
-        dtype: the dtype of the array that it stands for.
-        stored: how the file holds it.
-        is_quantized: whether it loads as a quantized array.
+        dtype: the dtype of the (dequantized) array.
+        stored: the storage type in the file.
+        is_quantized: whether it loads as a QArray.
         nbytes: its bytes in the file.
-        bits_per_weight: eight times these over its elements.
+        bits_per_weight: `8 * nbytes` over its number of elements.
     """
 
     path: str
@@ -38,18 +39,18 @@ class Inspection:
     """A stored model.
 
     Attributes:
-        path: where it is.
+        path: its path.
         kind: the container.
-        architecture: the network's family, or "unknown".
-        why_not_run: why it cannot be run; empty when it can.
-        tokenizer: the number of tokens of its tokenizer, or None.
-        config: the network's numbers, or what the checkpoint says of itself when the network is unknown.
-        facts: what the writer of a fewbit directory remembered.
+        architecture: the architecture's family, or "unknown".
+        why_not_run: why it cannot be run; empty if it can.
+        tokenizer: the vocabulary size of its tokenizer, or None.
+        config: the model's configuration, or the checkpoint's metadata if the architecture is unknown.
+        facts: provenance recorded in a fewbit directory.
         tensors: its tensors.
-        size: how many elements they have.
+        size: their number of elements.
         tensor_bytes: the bytes of the tensors.
         file_bytes: the bytes of the file, or of all files of the directory.
-        notes: sentences that the user should see.
+        notes: sentences for the user.
     """
 
     path: Path
@@ -67,21 +68,21 @@ class Inspection:
 
     @property
     def bits_per_weight(self) -> float:
-        """Eight times the bytes of the tensors over the number of elements."""
+        """`8 * tensor_bytes / size`."""
         return 8 * self.tensor_bytes / max(self.size, 1)
 
 
 def inspect(path: str | os.PathLike[str]) -> Inspection:
-    """What the model at a path holds.
+    """Lists the tensors and the metadata of a stored model.
 
     Args:
         path: anything that `load` takes.
 
     Returns:
-        What is known of it and of each tensor.
+        The model's metadata and one entry per tensor.
 
     Raises:
-        QuantError: when there is nothing at the path, or it cannot be read.
+        QuantError: when the path does not exist or cannot be read.
     """
     model = load(path)
     entries = tuple(_entry(path, info) for path, info in model.info.items())
@@ -91,7 +92,7 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         architecture=model.architecture,
         why_not_run=model.why_not_run,
         tokenizer=None if model.tokenizer is None else model.tokenizer.vocab,
-        config=_said(model),
+        config=_shown_config(model),
         facts=dict(model.facts),
         tensors=entries,
         size=model.size,
@@ -102,18 +103,19 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
 
 
 def file_bytes(path: Path) -> int:
-    """The bytes of a file, or of all files of a directory, as the file system counts them."""
-    files = [file for file in path.iterdir() if file.is_file()] if path.is_dir() else [path]
-    return sum(file.stat().st_size for file in files)
+    """The file size, or the sum of the file sizes of a directory."""
+    if not path.is_dir():
+        return path.stat().st_size
+    return sum(file.stat().st_size for file in path.iterdir() if file.is_file())
 
 
-def _entry(path: str, info: Any) -> TensorEntry:
+def _entry(path: str, info: TensorInfo) -> TensorEntry:
     bits = 8 * info.nbytes / max(math.prod(info.shape), 1)
     return TensorEntry(path, info.shape, info.dtype, info.stored, info.scheme is not None, info.nbytes, bits)
 
 
-def _said(model: Model) -> dict[str, Any]:
-    """The network's numbers, or the short ones of what the checkpoint says."""
+def _shown_config(model: Model) -> dict[str, Any]:
+    """The model's configuration, or the short entries of the checkpoint's metadata."""
     if model.config is not None:
         return model.config.to_json()
     return {k: v for k, v in model.metadata.items() if isinstance(v, str | int | float) and len(str(v)) < 200}

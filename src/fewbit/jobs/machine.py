@@ -1,4 +1,4 @@
-"""What this machine could do at best: its copy bandwidth and its rates of dense products, and what they were measured with."""
+"""Measures the machine's roofline: copy bandwidth and dense matmul rates."""
 
 import dataclasses
 import datetime
@@ -20,12 +20,12 @@ Spread = tuple[float, float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What a machine can do: of each rate the lowest, the median and the highest that was measured.
+    """The lowest, median and highest rates that were measured.
 
     Attributes:
-        copy: bytes read and written by an elementwise program in place, in GB/s.
-        float32: of a dense product, in GFLOP/s, two for a multiplication with its addition.
-        bfloat16: the same of bfloat16 operands.
+        copy: bytes read and written by an in-place elementwise program, in GB/s.
+        float32: dense float32 matmul, in GFLOP/s (a multiply-add counts as two).
+        bfloat16: the same for bfloat16 operands.
     """
 
     copy: Spread
@@ -37,9 +37,9 @@ def machine(*, nbytes: int = 1 << 28, size: int = 1024, rounds: int = 7) -> Mach
     """Measures the rates of JAX's default device.
 
     Args:
-        nbytes: how long the array is that is read and written.
-        size: of the square matrices that are multiplied.
-        rounds: how many times each.
+        nbytes: size of the copied array.
+        size: M = K = N of the matmul.
+        rounds: how many times each one runs.
     """
     times = timed(
         {"copy": _copy(nbytes), **{dtype: _dense(size, dtype) for dtype in ("float32", "bfloat16")}}, rounds=rounds
@@ -55,10 +55,10 @@ def machine(*, nbytes: int = 1 << 28, size: int = 1024, rounds: int = 7) -> Mach
 
 
 def circumstances(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """What a measurement was made on, as a record: date, device, instruction set of the kernels, versions.
+    """The date, device, kernel instruction set and versions of a measurement.
 
     Args:
-        packages: whose versions are told beside those of JAX, NumPy and fewbit.
+        packages: further packages to list versions of, besides fewbit, JAX and NumPy.
     """
     return {
         "date": datetime.date.today().isoformat(),
@@ -70,13 +70,13 @@ def circumstances(packages: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _copy(nbytes: int) -> Callable[[], Any]:
-    """A pass over an array in place, so that no fresh page costs a fault."""
-    held = [jnp.zeros(nbytes // 4, jnp.float32)]
+    """Increments an array in place (donated), so that no page faults are timed."""
+    buffer = [jnp.zeros(nbytes // 4, jnp.float32)]
     step = jax.jit(lambda a: a + jnp.float32(1), donate_argnums=0)
 
     def run() -> Any:
-        held[0] = step(held[0])
-        return held[0]
+        buffer[0] = step(buffer[0])
+        return buffer[0]
 
     return run
 

@@ -1,13 +1,15 @@
-"""How much memory this process has held at most."""
+"""Peak memory of this process."""
 
 import sys
 
 
 def peak_memory() -> int | None:
-    """The largest resident set so far, in bytes; None where the system does not tell (Windows)."""
+    """The peak resident set size in bytes; None where the system does not report it (Windows)."""
     try:
         import resource
     except ImportError:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    if sys.platform != "darwin":  # macOS counts bytes, all others KiB
+        peak *= 1024
+    return peak

@@ -1,4 +1,4 @@
-"""A model as the jobs see it: its parameters by path, each loaded when it is asked for, and what is known of the rest."""
+"""A loaded model: configuration, tokenizer and lazily loaded parameters."""
 
 import dataclasses
 import math
@@ -23,20 +23,20 @@ class Model:
     """An opened model.
 
     Attributes:
-        path: where it was read from.
+        path: the path it was read from.
         kind: the container: "gguf", "safetensors", "npz" or "fewbit".
-        config: the network, when it is one that can be run; else None.
-        why_not_run: why it cannot be run; empty when it can.
-        info: what is known of each parameter before it is loaded, by its path: that of our tree (`layers/3/attn/q`) for a
-            network that can be run, else the name in the file.
-        load: gives the parameter of a path, in the orientation of `info`.
+        config: the configuration of an architecture that can be run; else None.
+        why_not_run: why it cannot be run; empty if it can.
+        info: shape, dtype and bytes of each parameter by path: that of our pytree (`layers/3/attn/q`) for a model that can
+            be run, else the name in the file.
+        load: loads the parameter of a path, in the orientation of `info`.
         tokenizer: the checkpoint's tokenizer, or None.
-        why_no_tokenizer: why there is none; empty when there is.
-        files: tokenizer and other small files to pass on, by name.
-        metadata: what the checkpoint says of itself.
-        facts: what the writer of a fewbit directory remembered.
-        notes: sentences that the user should see.
-        names: the parameters' names in a Hugging Face checkpoint, by path, where they differ; what is written keeps them.
+        why_no_tokenizer: why there is none; empty if there is one.
+        files: tokenizer and other small files to copy, by name.
+        metadata: the checkpoint's own metadata.
+        facts: provenance recorded in a fewbit directory.
+        notes: sentences for the user.
+        names: the parameters' names in a Hugging Face checkpoint, by path, where they differ; writing keeps them.
     """
 
     path: Path
@@ -55,27 +55,27 @@ class Model:
 
     @property
     def name(self) -> str:
-        """The last part of its path."""
+        """The last component of its path."""
         return self.path.name
 
     @property
     def architecture(self) -> str:
-        """The network's family, or "unknown"."""
+        """The architecture's family, or "unknown"."""
         return "unknown" if self.config is None else "llama"
 
     @property
     def size(self) -> int:
-        """How many elements all parameters have."""
+        """The number of elements of all parameters."""
         return sum(math.prod(info.shape) for info in self.info.values())
 
     @property
     def nbytes(self) -> int:
-        """The bytes that all parameters take in the file."""
+        """The bytes of all parameters in the file."""
         return sum(info.nbytes for info in self.info.values())
 
     @property
     def quantized(self) -> dict[str, list[str]]:
-        """The paths of the parameters that the file holds quantized, by how it holds them."""
+        """The paths of the parameters that the file stores quantized, by storage type."""
         by_kind: dict[str, list[str]] = {}
         for path, info in self.info.items():
             if info.scheme is not None:
@@ -83,14 +83,14 @@ class Model:
         return by_kind
 
     def runnable_config(self) -> models.LlamaConfig:
-        """The network.
+        """The configuration.
 
         Raises:
             UnsupportedError: when the model cannot be run.
         """
         if self.config is None:
             raise UnsupportedError(
-                f"{self.path} cannot be run, only planned, quantized, inspected and verified: {self.why_not_run}"
+                f"{self.path} cannot be run, only planned, quantized, inspected or verified: {self.why_not_run}"
             )
         return self.config
 
@@ -101,20 +101,20 @@ class Model:
             UnsupportedError: when there is none.
         """
         if self.tokenizer is None:
-            raise UnsupportedError(f"{self.path} cannot read text: {self.why_no_tokenizer}")
+            raise UnsupportedError(f"{self.path} has no tokenizer: {self.why_no_tokenizer}")
         return self.tokenizer
 
     def params(self) -> dict[str, Any]:
-        """The tree of parameters as the file holds them, quantized leaves among them."""
+        """The pytree of parameters as stored, with quantized leaves as QArrays."""
         return models.params_from_paths({path: self.load(path) for path in self.info}, self.runnable_config())
 
     def float_params(self) -> dict[str, Any]:
-        """The tree of parameters, all decoded."""
+        """The pytree of parameters, all dequantized."""
         return models.params_from_paths({path: decoded(self.load(path)) for path in self.info}, self.runnable_config())
 
 
 def decoded(value: Value) -> np.ndarray | jax.Array:
-    """The array that a parameter stands for."""
+    """The parameter as a float array, dequantized if it is a QArray."""
     return _decode(value) if isinstance(value, QArray) else value
 
 

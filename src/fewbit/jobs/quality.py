@@ -1,4 +1,4 @@
-"""How good a model is on a text: perplexity, and its distance from another model, in outputs and in weights."""
+"""Evaluates a model on a text, alone or against a reference."""
 
 import dataclasses
 import functools
@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from .. import models
 from ..errors import QuantError
@@ -23,16 +24,16 @@ _LOGIT_BYTES = 1 << 28  # of one batch
 
 @dataclasses.dataclass(frozen=True)
 class Quality:
-    """What a model does on a text.
+    """The result of evaluating a model on a text.
 
     Attributes:
         text: the name of the text.
-        window: how many tokens a window reads.
+        window: the tokens of a window.
         perplexity: the model's perplexity.
-        against: it beside the reference, when there is one.
-        sqnr_db: for each parameter whose values differ from the reference's, the signal-to-noise ratio.
+        against: the comparison with the reference, if there is one.
+        sqnr_db: the SQNR of each parameter of two or more axes against the reference's.
         notes: what was left out, and why.
-        kv: how the model's keys and values were quantized; None: not at all.
+        kv: how keys and values were quantized; None: not at all.
     """
 
     text: str
@@ -54,48 +55,49 @@ def evaluate(
     kv: KVPolicy | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Quality:
-    """The quality of a model on a text, alone or against a reference.
+    """Measures perplexity, and the divergence from a reference if there is one.
 
-    The network runs with the leaves as they are, quantized ones through `fb.transparent`.
+    Quantized leaves stay quantized: the model runs through `fb.transparent`.
 
     Args:
         model: a model that can be run.
-        against: the reference, with the same tokens.
+        against: the reference, with the same vocabulary.
         text: as for `models.find_text`; None takes the default text.
-        tokens: how many tokens are read; None takes 2,048, or as many whole windows as a shorter text has.
-        window: how many tokens a window reads; None takes 512, or the model's context when it is shorter.
-        kv: how keys and values are quantized, as a cache would keep them; the reference keeps its own in float32.
-        progress: called with the windows that are done and all windows.
+        tokens: how many tokens are read; None takes 2,048, or the full windows of a shorter text.
+        window: the tokens of a window; None takes 512, or the model's context if that is shorter.
+        kv: how keys and values are quantized, as in a KV cache; the reference's stay float32.
+        progress: called with the number of windows done and of all windows.
 
     Returns:
         The quality; without a reference only the perplexity.
 
     Raises:
         UnsupportedError: when a model cannot be run, or has no tokenizer.
-        QuantError: when the text is too short, or the models do not have the same vocabulary.
+        QuantError: when the text is too short, or the vocabularies differ.
     """
     config = model.runnable_config()
     found = models.find_text(text or models.default_text_name())
     windows = evaluation_windows(model, found.content, tokens=tokens, window=window)
     batch = batch_size(config, windows)
-    candidate = logits_function(runnable_params(model), config, kv)
-    kept = None if kv is None else str(kv)
+    candidate = logits_function(stacked(model.params()), config, kv)
+    kv_text = None if kv is None else str(kv)
     if against is None:
         result = perplexity(candidate, windows, batch_size=batch, progress=progress)
-        return Quality(found.name, windows.shape[1] - 1, result, kv=kept)
+        return Quality(found.name, windows.shape[1] - 1, result, kv=kv_text)
     other = against.runnable_config()
     if other.vocab != config.vocab:
         raise QuantError(
-            f"{model.name} has {config.vocab} tokens and {against.name} {other.vocab}; only alike models can be compared"
+            f"{model.name} has a vocabulary of {config.vocab} tokens and {against.name} of {other.vocab}; "
+            "compare models of the same vocabulary"
         )
-    reference = logits_function(runnable_params(against), other)
+    reference = logits_function(stacked(against.params()), other)
     both = compare_models(reference, candidate, windows, batch_size=batch, progress=progress)
     sqnr, notes = weight_sqnr(model, against)
-    return Quality(found.name, windows.shape[1] - 1, both.candidate, both, sqnr, notes, kept)
+    return Quality(found.name, windows.shape[1] - 1, both.candidate, both, sqnr, notes, kv_text)
 
 
 def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, window: int | None = None) -> np.ndarray:
-    """The windows of a text that a model is evaluated on.
+    """Cuts a text into windows of token ids.
 
     Args:
         model: a model that can be run.
@@ -104,7 +106,7 @@ def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, wi
         window: as in `evaluate`.
 
     Returns:
-        Token ids `[windows, window + 1]`: what is read, and the token after it.
+        Token ids `[windows, window + 1]`: the inputs, and the token after them.
 
     Raises:
         QuantError: when the text is too short, or a window is longer than the model's context.
@@ -112,55 +114,49 @@ def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, wi
     context = model.runnable_config().context
     if window is not None and window > context:
         raise QuantError(f"window is {window} tokens, more than the context of {model.name}, {context}")
-    length = min(WINDOW, context) if window is None else window
+    if window is None:
+        window = min(WINDOW, context)
     ids = model.readable_tokenizer().encode(text)
     if tokens is not None:
-        return token_windows(ids, length=length, limit=tokens)
-    return token_windows(ids, length=length)[: max(TOKENS // length, 1)]
+        return token_windows(ids, length=window, limit=tokens)
+    return token_windows(ids, length=window)[: max(TOKENS // window, 1)]
 
 
 def batch_size(config: models.LlamaConfig, windows: np.ndarray) -> int:
-    """How many windows go through the model at once: as many as keep their logits within 256 MiB."""
+    """The windows of a batch: as many as keep the logits within 256 MiB, at most 16."""
     return min(max(_LOGIT_BYTES // (4 * config.vocab * (windows.shape[1] - 1)), 1), 16)
 
 
-def runnable_params(model: Model) -> Any:
-    """The parameters as jax arrays, alike layers stacked so that one of them is compiled."""
-    return stacked(model.params())
-
-
-def stacked(params: Any) -> Any:
-    """A tree of parameters as jax arrays, products with the same input joined where they are quantized, alike layers stacked."""
+def stacked(params: PyTree) -> PyTree:
+    """The parameters as JAX arrays, with q/k/v and gate/up fused where quantized, and identical layers stacked."""
     return models.stack_layers(models.join_products(jax.tree.map(jnp.asarray, params)))
 
 
-def logits_function(params: Any, config: models.LlamaConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:
-    """The model as a function of tokens, compiled once for all parameters of one structure."""
+def logits_function(params: PyTree, config: models.LlamaConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:
+    """The model as a function of tokens, compiled once per structure of the parameters."""
     return functools.partial(_logits, params, config=config, kv=kv)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kv"))
-def _logits(params: Any, tokens: Any, *, config: models.LlamaConfig, kv: KVPolicy | None) -> Any:
+def _logits(params: PyTree, tokens: jax.Array, *, config: models.LlamaConfig, kv: KVPolicy | None) -> jax.Array:
     return transparent(functools.partial(models.forward, kv=kv))(params, tokens, config)
 
 
 def weight_sqnr(model: Model, against: Model) -> tuple[dict[str, float], tuple[str, ...]]:
-    """The signal-to-noise ratio of each parameter of two or more axes, and why it was left out if it was.
+    """The SQNR of each parameter of two or more axes.
 
     Args:
         model: the model.
-        against: the model that its parameters are compared with.
+        against: the reference that its parameters are compared with.
 
     Returns:
-        Decibels by path, infinite where the two are equal, and the notes.
+        Decibels by path, infinite where the two are equal; and a note if the models cannot be compared.
     """
     if model.facts.get("rotation_seed") != against.facts.get("rotation_seed"):
-        return {}, (
-            "no signal-to-noise ratio of the weights: one model's residual stream is rotated and the other's is not",
-        )
+        return {}, ("no SQNR of the weights: one model's residual stream is rotated and the other's is not",)
     if {p: i.shape for p, i in model.info.items()} != {p: i.shape for p, i in against.info.items()}:
-        return {}, ("no signal-to-noise ratio of the weights: the models have different parameters",)
+        return {}, ("no SQNR of the weights: the models have different parameters",)
     if model.config != against.config:
-        return {}, ("no signal-to-noise ratio of the weights: the models order their rows differently",)
+        return {}, ("no SQNR of the weights: the models order their rows differently",)
     matrices = [path for path, info in model.info.items() if len(info.shape) >= 2]
     return {path: sqnr_db(decoded(against.load(path)), decoded(model.load(path))) for path in matrices}, ()

@@ -1,4 +1,4 @@
-"""Quantizes a checkpoint into a fewbit directory, tensor by tensor, and measures what came of it."""
+"""Quantizes a checkpoint into a fewbit directory, tensor by tensor."""
 
 import dataclasses
 import hashlib
@@ -20,14 +20,14 @@ _CHUNK = 1 << 24
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What quantizing a checkpoint gave.
+    """The result of quantizing a checkpoint.
 
     Attributes:
         path: the directory.
-        tensors: what happened to each tensor.
-        size: how many elements all parameters have.
-        file_bytes: the bytes of all files of the directory, as the file system counts them.
-        tensor_file_bytes: the bytes of the files that hold the tensors.
+        tensors: the result of each tensor.
+        size: the number of elements of all parameters.
+        file_bytes: the bytes of all files of the directory.
+        tensor_file_bytes: the bytes of its safetensors files.
         array_bytes: the bytes of the arrays.
         seconds: how long it took, reading back included.
     """
@@ -42,27 +42,27 @@ class Outcome:
 
     @property
     def file_bits_per_weight(self) -> float:
-        """Eight times the bytes of the files that hold the tensors, over the number of elements."""
+        """`8 * tensor_file_bytes / size`."""
         return 8 * self.tensor_file_bytes / self.size
 
     @property
     def array_bits_per_weight(self) -> float:
-        """Eight times the bytes of the arrays, over the number of elements."""
+        """`8 * array_bytes / size`."""
         return 8 * self.array_bytes / self.size
 
 
 def worst(tensors: tuple[TensorResult, ...], count: int = 5) -> list[TensorResult]:
-    """The tensors that lost most, by their signal-to-noise ratio.
+    """The tensors of lowest SQNR.
 
     Args:
-        tensors: what happened to each tensor.
-        count: how many to give.
+        tensors: the result of each tensor.
+        count: how many at most.
 
     Returns:
-        The worst first; fewer than `count` when fewer lost anything.
+        The worst first; lossless tensors are left out.
     """
     lossy = [t for t in tensors if t.sqnr_db is not None and math.isfinite(t.sqnr_db)]
-    return sorted(lossy, key=lambda t: t.sqnr_db if t.sqnr_db is not None else 0.0)[:count]
+    return sorted(lossy, key=lambda t: t.sqnr_db or 0.0)[:count]
 
 
 def quantize(
@@ -74,25 +74,24 @@ def quantize(
     on_tensor: Callable[[TensorResult], None] | None = None,
     on_verify: Callable[[str, int], None] | None = None,
 ) -> Outcome:
-    """Writes a model as its plan says; the directory appears whole or not at all.
+    """Writes the quantized model; the directory appears complete or not at all.
 
-    One tensor is loaded at a time; what is quantized is held until it fills a file of 1 GiB. The same model and plan give
-    the same bytes.
+    One tensor is loaded at a time; quantized tensors are buffered up to one file of 1 GiB. The output is deterministic.
 
     Args:
         model: the model.
         plan: its plan; see `plan_model`.
-        out: the directory to be.
+        out: the output directory.
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
         on_tensor: called after each tensor.
         on_verify: called with the name and the bytes of each stored array that was read back.
 
     Returns:
-        What was written, measured.
+        The directory and its sizes.
 
     Raises:
-        QuantError: when the directory may not be written (see `io.check_output`), a parameter is not finite, or the files
-            cannot be written.
+        QuantError: when the directory may not be written (see `io.check_output`), a parameter has NaN or infinity, or the
+            files cannot be written.
     """
     start = time.perf_counter()
 
@@ -124,7 +123,7 @@ def quantize(
 
 
 def _config(model: Model) -> dict[str, Any]:
-    """The `config.json` of the directory: a Hugging Face checkpoint's own; else our own for a network that can be run."""
+    """The `config.json` of the directory: a Hugging Face checkpoint's own; else ours, for a model that can be run."""
     if "model_type" in model.metadata:
         return dict(model.metadata)
     if model.config is not None:
@@ -132,13 +131,13 @@ def _config(model: Model) -> dict[str, Any]:
     return {key: value for key, value in model.metadata.items() if _is_small(value)}
 
 
-def _is_small(value: Any) -> bool:
-    """Whether a metadata value describes the network; a vocabulary, which GGUF keeps there too, does not."""
+def _is_small(value: object) -> bool:
+    """False for bytes and for a vocabulary, which GGUF stores in the metadata too."""
     return not isinstance(value, bytes) and not (isinstance(value, list) and len(value) > 1000)
 
 
 def _facts(model: Model, plan: Plan) -> dict[str, Any]:
-    """What the directory remembers of where it comes from."""
+    """The provenance recorded in the directory."""
     facts: dict[str, Any] = {
         "recipe": plan.recipe,
         "source": {"name": model.name, "kind": model.kind, "sha256": _hashes(model.path)},

@@ -1,4 +1,4 @@
-"""The same model with its residual stream rotated at random: weights off any grid that they lay on."""
+"""Rotates a model's residual stream at random (incoherence processing)."""
 
 import dataclasses
 import types
@@ -11,14 +11,16 @@ from .model import Model
 
 
 def rotated(model: Model, *, seed: int = 0) -> Model:
-    """The model, decoded and with its residual stream rotated. It is held in memory whole, in float32.
+    """Dequantizes the model and rotates its residual stream.
+
+    All parameters are in memory, as float32.
 
     Args:
         model: a model that can be run.
-        seed: draws the rotation.
+        seed: the seed of the rotation.
 
     Returns:
-        A model whose logits are those of the given one, to float32 rounding.
+        A model with the same logits, to float32 rounding.
 
     Raises:
         UnsupportedError: when the model cannot be run.
@@ -27,8 +29,10 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
     params, config = models.rotate_residual(model.float_params(), config, key=jax.random.key(seed))
     arrays = models.paths_of_params(params, config)
     info = {path: TensorInfo(a.shape, "float32", "F32", a.nbytes) for path, a in arrays.items()}
-    of_hugging_face = {path: models.HUGGING_FACE.name(path) for path in arrays} if model.names else {}
-    metadata = {**model.metadata, "tie_word_embeddings": config.tied} if model.names else model.metadata
+    metadata, names = model.metadata, {}
+    if model.names:
+        metadata = {**metadata, "tie_word_embeddings": config.tied}
+        names = {path: models.HUGGING_FACE.name(path) for path in arrays}
     note = f"the residual stream was rotated at random (seed {seed}); losses are relative to the rotated float32 weights"
     return dataclasses.replace(
         model,
@@ -38,5 +42,5 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
         facts={**model.facts, "rotation_seed": seed},
         notes=(*model.notes, note),
         metadata=metadata,
-        names=of_hugging_face,
+        names=names,
     )

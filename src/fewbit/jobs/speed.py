@@ -1,8 +1,7 @@
-"""How fast products with quantized weights are on this machine: a gate of correctness, and then the times.
+"""Benchmarks matmuls with quantized weights, after a check of their results.
 
-A product is timed in turns with the dense float32 product of the same layout. Weights rotate through copies, so that they
-come from memory, as those of a model do; where one product is short, a program holds several, one after another, so that
-they share what calling it costs.
+Each matmul is timed interleaved with the dense float32 matmul of the same layout. Weights cycle through copies, so that
+they are read from memory as in a model; short matmuls are chained in one program, to amortize the call overhead.
 """
 
 import dataclasses
@@ -28,32 +27,32 @@ from ..kernels.select import select
 from ..ops import Policy, dot_general
 
 LAYOUTS = {"[N, K]": -1, "[K, N]": -2}
-"""The contracted axis of a weight in each of its two layouts: that of `x @ w.T` and that of `x @ w`."""
+"""The contraction axis of a weight in each of its two layouts: `x @ w.T` and `x @ w`."""
 
 SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "q4_1", "uint4_g64", "int8", "q8_0", "fp8", "mxfp6", "int3_g64", "ternary")
-"""The schemes that are measured when none are named."""
+"""The schemes that are measured by default."""
 
 ROTATED_BYTES = 384 << 20
-"""How many bytes the copies of one weight take together: more than the last-level caches of common machines."""
+"""The total bytes of the copies of one weight: more than the last-level caches of common machines."""
 
 Contender: TypeAlias = tuple[str, str, str]
 
 _MOST_COPIES, _MOST_LINKS = 256, 4
-_LONG = 2**26  # multiplications, beside which the call of a program is short
+_LONG = 2**26  # multiplications that take much longer than the call of a program
 
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
-    """Which products are measured.
+    """The matmuls to benchmark.
 
     Attributes:
-        schemes: names of schemes.
-        sizes: K, which is N as well.
+        schemes: names of weight schemes.
+        sizes: K = N.
         rows: M, the rows of x.
-        rounds: how many times each product runs.
-        backend: what computes them; None: what is chosen here.
-        rotated_bytes: how many bytes the copies of one weight take together.
-        activation: the scheme that x, a float32 array, is quantized to within each product; empty: it is not.
+        rounds: how many times each matmul runs.
+        backend: the backend; None: the default of this machine.
+        rotated_bytes: the total bytes of the copies of one weight.
+        activation: the scheme that each matmul quantizes the float32 x to; empty: none.
     """
 
     schemes: tuple[str, ...] = SCHEMES
@@ -66,20 +65,20 @@ class Grid:
 
     @property
     def steps(self) -> int:
-        """How often `measured` says that something was done."""
+        """How often `measured` calls `done`."""
         return (len(LAYOUTS) + 1) * len(self.sizes) * len(self.schemes)
 
 
 def measured(grid: Grid, done: Callable[[str], None] = lambda _: None) -> tuple[Row, ...]:
-    """The times of a grid of products with quantized weights, and of the dense products in float32 and bfloat16.
+    """Times quantized matmuls, and dense float32 and bfloat16 ones.
 
     Args:
-        grid: which ones.
-        done: called with what was just checked or measured, as often as the grid has steps.
+        grid: the matmuls.
+        done: called with what was just checked or measured, `grid.steps` times.
 
     Raises:
-        UnsupportedError: where a product is further from that of the decoded weight than its sums may round; nothing is
-            timed then. Where the named backend cannot compute one.
+        UnsupportedError: when a result differs from the float64 product of the dequantized weight by more than rounding
+            explains (nothing is timed then), or the named backend cannot compute a matmul.
         QuantError: for an unknown scheme.
     """
     schemes = [as_scheme(name).name for name in grid.schemes]
@@ -90,12 +89,12 @@ def measured(grid: Grid, done: Callable[[str], None] = lambda _: None) -> tuple[
         error = beyond_rounding(q, axis, grid.rows, grid.backend, grid.activation)
         errors[f"{name} {layout}, {size} x {size}"] = error
         done(f"{name}, {size} x {size}: checked")
-    refuse_red(errors)
+    check_errors(errors)
     rows: list[Row] = []
     for size, w in weights.items():
         floats = {dtype: copies(w.astype(dtype), grid.rotated_bytes) for dtype in ("float32", "bfloat16")}
-        dense = {(DENSE, dtype, layout): held for dtype, held in floats.items() for layout in LAYOUTS}
-        if not grid.activation:  # where it is told, the grid is one beside another
+        dense = {(DENSE, dtype, layout): weights for dtype, weights in floats.items() for layout in LAYOUTS}
+        if not grid.activation:  # a grid with activations follows one without, which timed the dense matmuls
             rows += [row for m in grid.rows for row in _timed(dense, m, size, grid)]
         del dense, floats["bfloat16"]
         for name in schemes:
@@ -105,7 +104,7 @@ def measured(grid: Grid, done: Callable[[str], None] = lambda _: None) -> tuple[
 
 
 def fastest(rows: Sequence[Row], m: int, size: int) -> dict[int, Row]:
-    """For each number of bits of a code, the fastest product of that many rows and that size; the fastest of all comes first."""
+    """The fastest matmul per code width in bits, for M rows and one size; the fastest of all comes first."""
     found: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: row.ms):
         if row.backend != DENSE and not row.activation and (row.m, row.k) == (m, size):
@@ -114,84 +113,84 @@ def fastest(rows: Sequence[Row], m: int, size: int) -> dict[int, Row]:
 
 
 def bits_per_weight(name: str, size: int) -> float:
-    """How many bits a weight of a scheme takes for each of its elements."""
+    """The bits per element of a `[size, size]` weight, scales included."""
     x = jax.ShapeDtypeStruct((size, size), jnp.float32)
     return jax.eval_shape(lambda x: quantize(x, name), x).bits_per_weight
 
 
-def refuse_red(errors: dict[str, float]) -> None:
-    """Raises UnsupportedError where an error is not below 1, that is, beyond what rounding explains."""
-    red = {
-        name: f"its error is {error:.3g} of what its sums may round away" for name, error in errors.items() if not error < 1
-    }
-    if red:
-        raise UnsupportedError("the correctness gate is red, so no speed is told", red)
+def check_errors(errors: dict[str, float]) -> None:
+    """Raises UnsupportedError if an error is 1 or more (in rounding tolerances), or NaN."""
+    wrong = {name: f"its error is {error:.3g} times the tolerance" for name, error in errors.items() if not error < 1}
+    if wrong:
+        raise UnsupportedError("results exceed the rounding tolerance; not benchmarking", wrong)
 
 
 def random_weight(size: int) -> jax.Array:
-    """The weight that is measured, `[size, size]`."""
+    """A normally distributed weight `[size, size]`."""
     return jnp.asarray(np.random.default_rng(0).normal(size=(size, size)), jnp.float32)
 
 
 @functools.partial(jax.jit, static_argnames=("name", "axis"))
 def quantized(w: jax.Array, name: str, axis: int) -> QArray:
-    """A weight in a scheme, with its tiles along the last axis ([N, K]) or the one before it ([K, N])."""
+    """Quantizes a weight with groups along the last axis ([N, K]) or the one before it ([K, N])."""
     return quantize(w, name, axis=axis)
 
 
 def product(x: jax.Array, w: "jax.Array | QArray", axis: int, backend: str | None = None, activation: str = "") -> jax.Array:
-    """The product that contracts the last axis of x, quantized to `activation` if that is told, and one axis of the weight."""
+    """Contracts the last axis of x, quantized to `activation` if given, with one axis of the weight."""
     numbers = (((1,), (axis % 2,)), ((), ()))
     if not isinstance(w, QArray):
         return jax.lax.dot_general(x, w, numbers)
-    return dot_general(x, w, numbers, backend=backend, policy=Policy(w.scheme.name, activation) if activation else None)
+    policy = Policy(w.scheme.name, activation) if activation else None
+    return dot_general(x, w, numbers, backend=backend, policy=policy)
 
 
 def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | None = None, activation: str = "") -> float:
-    """The largest error of products, over what they may round away in K products and sums; NaN where one is NaN.
+    """The largest error over the rounding tolerance of K multiply-adds; NaN if a result is NaN.
 
-    They round to float32 on a CPU; elsewhere to bfloat16, as dense products may there. Every element of every product is
-    compared: the rows of x are three, again and again.
+    The rounding unit is float32's on a CPU, and bfloat16's elsewhere, where dense matmuls may use it. Every element of
+    every result is compared with float64; x repeats three rows.
 
     Args:
         q: the weight.
-        axis: its contracted axis.
-        rows: the numbers of rows of x.
-        backend: what computes them; None: what is chosen here.
-        activation: the scheme that x is quantized to; empty: it is not.
+        axis: its contraction axis.
+        rows: the values of M.
+        backend: the backend; None: the default of this machine.
+        activation: the scheme that x is quantized to; empty: none.
     """
     unit = 2.0**-24 if jax.default_backend() == "cpu" else 2.0**-8
     x = np.random.default_rng(1).normal(size=(3, q.shape[axis])).astype(np.float32)
-    w = np.asarray(dequantize(q), np.float64)
-    w = w.T if axis % 2 else w
+    w = np.moveaxis(np.asarray(dequantize(q), np.float64), axis, 0)  # [K, N]
     magnitude = np.abs(w)
     allowed = unit * (w.shape[0] + 4) * (np.abs(x) @ magnitude + np.abs(x).sum(1, keepdims=True) * magnitude.max())
-    met = np.asarray(dequantize(quantize(jnp.asarray(x), activation))) if activation else x
-    exact, worst = met @ w, 0.0
+    lhs = np.asarray(dequantize(quantize(jnp.asarray(x), activation))) if activation else x
+    exact, worst = lhs @ w, 0.0
     for m in rows:
-        taken = np.arange(m) % 3
-        y = np.asarray(chain(jnp.asarray(x[taken]), q, axis=axis, backend=backend, activation=activation))
-        worst = np.maximum(worst, np.max(np.abs(y - exact[taken]) / allowed[taken]))
+        repeated = np.arange(m) % 3
+        y = np.asarray(chain(jnp.asarray(x[repeated]), q, axis=axis, backend=backend, activation=activation))
+        worst = np.maximum(worst, np.max(np.abs(y - exact[repeated]) / allowed[repeated]))
     return float(worst)
 
 
-def copies(weight: Any, nbytes: int) -> list[Any]:
-    """Copies of a weight, which take so many bytes together: at least two."""
+def copies(weight: "jax.Array | QArray", nbytes: int) -> list[Any]:
+    """Copies of a weight that take `nbytes` together; at least two."""
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(weight))
     count = min(max(2, nbytes // size), _MOST_COPIES)
     return [jax.tree.map(lambda a: jnp.array(a, copy=True), weight) for _ in range(count)]
 
 
 def in_turn(run: Callable[..., Any], weights: Sequence[Any], links: int = 1) -> Callable[[], Any]:
-    """A function without arguments, which runs the next weights at each call, `links` of them."""
+    """A function without arguments that runs the next `links` weights at each call, cyclically."""
     sets = [tuple(weights[i : i + links]) for i in range(0, len(weights) - links + 1, links)]
-    turns = itertools.cycle(sets)
-    return lambda: run(*next(turns))
+    cycle = itertools.cycle(sets)
+    return lambda: run(*next(cycle))
 
 
 @functools.partial(jax.jit, static_argnames=("axis", "backend", "activation"))
-def chain(x: jax.Array, *weights: Any, axis: int, backend: str | None = None, activation: str = "") -> jax.Array:
-    """The products of x with one weight after another, of which the last is given: each waits for the one before."""
+def chain(
+    x: jax.Array, *weights: "jax.Array | QArray", axis: int, backend: str | None = None, activation: str = ""
+) -> jax.Array:
+    """Runs the matmuls of x with each weight, made to depend on each other, and returns the last."""
     for w in weights[:-1]:
         x = x + (jnp.max(product(x, w, axis, backend, activation)) * 1e-30).astype(x.dtype)
     return product(x, weights[-1], axis, backend, activation)
@@ -200,31 +199,30 @@ def chain(x: jax.Array, *weights: Any, axis: int, backend: str | None = None, ac
 def _of_scheme(name: str, w: jax.Array, floats: list[Any], grid: Grid) -> list[Row]:
     """The rows of one scheme and size."""
     weights = {layout: quantized(w, name, axis) for layout, axis in LAYOUTS.items()}
-    held = {layout: copies(q, grid.rotated_bytes) for layout, q in weights.items()}
+    copied = {layout: copies(q, grid.rotated_bytes) for layout, q in weights.items()}
     rows = []
     for m in grid.rows:
         contenders = {(DENSE, "float32", layout): floats for layout in LAYOUTS}
         for layout, q in weights.items():
-            contenders[_chosen(m, q, LAYOUTS[layout], grid), name, layout] = held[layout]
+            contenders[_chosen(m, q, LAYOUTS[layout], grid), name, layout] = copied[layout]
         rows += [row for row in _timed(contenders, m, len(w), grid) if row.backend != DENSE]
     return rows
 
 
 def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid) -> list[Row]:
-    """The rows of contenders that take turns: backend, name and layout of each, with the copies of its weight."""
+    """Times contenders (backend, name, layout) interleaved, each with the copies of its weight."""
     fewest = min(map(len, contenders.values()))
     links = max(1, min(_MOST_LINKS, _LONG // (m * size**2), fewest))
     x = jnp.asarray(np.random.default_rng(2).normal(size=(m, size)), jnp.float32)
 
     def run(contender: Contender, weights: list[Any]) -> Callable[[], Any]:
         backend, name, layout = contender
-        dtype = name if backend == DENSE else "float32"
-        ours = {} if backend == DENSE else {"backend": grid.backend, "activation": grid.activation}
-        options = {"axis": LAYOUTS[layout], **ours}
-        return in_turn(functools.partial(chain, x.astype(dtype), **options), weights, links)
+        lhs, options = x, {"backend": grid.backend, "activation": grid.activation}
+        if backend == DENSE:
+            lhs, options = x.astype(name), {}
+        return in_turn(functools.partial(chain, lhs, axis=LAYOUTS[layout], **options), weights, links)
 
     times = timed({contender: run(contender, weights) for contender, weights in contenders.items()}, rounds=grid.rounds)
-
     today = datetime.date.today().isoformat()
 
     def row(contender: Contender) -> Row:
@@ -237,8 +235,8 @@ def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid
 
 
 def _chosen(m: int, q: QArray, axis: int, grid: Grid) -> str:
-    """The name of the backend that computes a product."""
-    met = as_scheme(grid.activation).along(1, 2) if grid.activation else None
-    x = Operand((m, q.shape[axis]), "float32", met)
+    """The name of the backend that computes a matmul."""
+    activation = as_scheme(grid.activation).along(1, 2) if grid.activation else None
+    x = Operand((m, q.shape[axis]), "float32", activation)
     problem = Problem(x, Operand.of(q), dimension_numbers=(((1,), (axis % 2,)), ((), ())))
     return select(BACKENDS, problem, grid.backend).backend.name

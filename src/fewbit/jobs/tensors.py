@@ -1,9 +1,9 @@
-"""Quantizing a model tensor by tensor: each one is loaded, quantized, measured and handed on before the next."""
+"""Quantizes and measures a model's tensors one at a time."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +19,16 @@ from .planning import is_kept
 
 @dataclasses.dataclass(frozen=True)
 class TensorResult:
-    """What happened to one tensor.
+    """The result of one tensor.
 
     Attributes:
-        path: the parameter.
+        path: the parameter's path.
         shape: its shape.
-        scheme: the scheme that it has now, or its dtype.
-        is_quantized: whether it was quantized, or pruned, in this run; else it was handed on as it was.
-        sqnr_db: the signal-to-quantization-noise ratio against what the file holds; None when it was not quantized.
+        scheme: its new scheme, or its dtype.
+        is_quantized: whether it was quantized or pruned in this run; else it is unchanged.
+        sqnr_db: the signal-to-quantization-noise ratio against the file's values; None if it is unchanged.
         bytes_before: its bytes in the file.
-        bytes_after: its bytes now.
+        bytes_after: its new bytes.
         seconds: how long it took.
     """
 
@@ -43,24 +43,24 @@ class TensorResult:
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
-        quality = f"{self.sqnr_db:.2f} dB" if self.sqnr_db is not None else "unchanged"
+        quality = "unchanged" if self.sqnr_db is None else f"{self.sqnr_db:.2f} dB"
         sizes = f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
         return f"{self.path}  {shape}  {self.scheme}  {quality}  {sizes}  {self.seconds:.2f} s"
 
 
 def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorResult]]:
-    """The parameters of a model as its plan says, one after another, in the order of the plan.
+    """Quantizes the parameters of a model, in the order of the plan.
 
     Args:
         model: the model.
         plan: its plan; see `plan_model`.
 
     Returns:
-        An iterator of the values and what happened to each.
+        An iterator of the values and their results.
 
     Raises:
-        QuantError: when a parameter holds NaN or infinity; the message names every such parameter and how many.
-        UnsupportedError: for a plan that quantized parameters cannot carry out on their own.
+        QuantError: when a parameter has NaN or infinity; the message names each such parameter and the counts.
+        UnsupportedError: for a plan that stored parameters cannot express.
     """
     check_storable(plan)
     rows = iter(plan)
@@ -77,7 +77,7 @@ def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorR
 
 
 def _converted(stored: Value, row: PlanRow, model: Model) -> tuple[Value, float | None]:
-    """One parameter as its row says, and its signal-to-noise ratio when it was quantized or pruned."""
+    """One parameter as its row says, and its SQNR if it was quantized or pruned."""
     if row.policy is None and row.sparsity is None:
         return stored, None
     if row.policy is not None and isinstance(stored, QArray) and is_kept(row, model.info[row.path]):
@@ -87,39 +87,38 @@ def _converted(stored: Value, row: PlanRow, model: Model) -> tuple[Value, float 
     return q, sqnr_db(x, q)
 
 
-def _float32(x: Any) -> Any:
-    """float64 rounded to float32; all other arrays as they are."""
+def _float32(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Rounds float64 to float32; other dtypes are unchanged."""
     if x.dtype != np.float64:
         return x
-    with np.errstate(over="ignore"):  # what overflows is found as infinity and named
+    with np.errstate(over="ignore"):  # what overflows to infinity is counted and named
         return np.asarray(x, np.float32)
 
 
 def _non_finite(value: Value, row: PlanRow) -> int:
-    """How many elements are NaN or infinite, as the row takes them: decoded, and float64 rounded if it is quantized."""
+    """Counts NaN and infinity after dequantizing and, if the row quantizes, rounding to float32."""
     if not jnp.issubdtype(value.dtype, jnp.inexact):
         return 0
-    is_kept_whole = row.policy is None and row.sparsity is None
-    x = decoded(value) if is_kept_whole else _float32(decoded(value))
+    x = decoded(value)
+    if row.policy is not None or row.sparsity is not None:
+        x = _float32(x)
     if isinstance(x, np.ndarray) and x.dtype.kind in "fc":
         return int(x.size - np.count_nonzero(np.isfinite(x)))
     return int(jnp.sum(~jnp.isfinite(jnp.asarray(x))))
 
 
 def _more_non_finite(model: Model, rows: Iterator[PlanRow]) -> dict[str, int]:
-    """The other parameters that are not finite, so that one message names them all."""
+    """The NaN and infinity counts of the remaining parameters, so that one message names them all."""
     counts = {row.path: _non_finite(model.load(row.path), row) for row in rows}
     return {path: count for path, count in counts.items() if count}
 
 
 def _non_finite_message(model: Model, counts: dict[str, int]) -> str:
-    named = [f"{path} ({count:,} of {_size(model, path):,})" for path, count in counts.items()]
-    more = f" and {len(named) - 20} more parameters" if len(named) > 20 else ""
+    named = [f"{path} ({count:,} of {math.prod(model.info[path].shape):,})" for path, count in counts.items()]
+    listed = ", ".join(named[:20])
+    if len(named) > 20:
+        listed += f" and {len(named) - 20} more parameters"
     return (
-        f"{model.path} holds values that are NaN or infinite in {', '.join(named[:20])}{more}; nothing was written. "
-        "Repair the checkpoint: a tile with one such value decodes to NaN"
+        f"{model.path} has NaN or infinite values in {listed}; nothing was written. "
+        "Repair the checkpoint: a block with one such value dequantizes to NaN"
     )
-
-
-def _size(model: Model, path: str) -> int:
-    return int(np.prod(model.info[path].shape, dtype=np.int64))

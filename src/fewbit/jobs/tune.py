@@ -1,4 +1,4 @@
-"""The measured table of this machine: what `fb.explain` reads the time of a product off."""
+"""Measures the time table of this machine for `fb.explain`."""
 
 import dataclasses
 import json
@@ -17,16 +17,16 @@ from .machine import Machine, circumstances
 from .speed import SCHEMES, Grid, measured
 
 GRID = Grid(SCHEMES, sizes=(512, 2048, 4096), rows=(1, 8, 64, 256), rounds=7)
-"""What is measured by the backend that is chosen here."""
+"""The matmuls that the default backend is measured on."""
 
 PLAIN = Reference.name
 PLAIN_SIZE, PLAIN_ROWS = 2048, (1, 256)
 
 
 def plain_grid(grid: Grid) -> Grid:
-    """What is measured by the reference beside a grid: it serves where there are several devices, or no compiler.
+    """The reference backend's part of a grid; it runs on several devices, or without a compiler.
 
-    One size will do, since decoding and multiplying both grow as the weight does.
+    One size is enough: dequantizing and multiplying both scale with the weight.
     """
     near = min(grid.sizes, key=lambda size: abs(size - PLAIN_SIZE))
     rows = tuple(m for m in PLAIN_ROWS if m in grid.rows) or grid.rows[:1]
@@ -34,27 +34,27 @@ def plain_grid(grid: Grid) -> Grid:
 
 
 def paired_grid(grid: Grid) -> Grid:
-    """What is measured with activations of int8 beside a grid: weights of whole codes of 4 and 8 bits."""
+    """The part of a grid measured with int8 activations too: 4- and 8-bit integer weights."""
     schemes = map(as_scheme, grid.schemes)
     names = tuple(s.name for s in schemes if is_whole(s) and s.format.bits in (4, 8))
     return dataclasses.replace(grid, schemes=names, activation="int8")
 
 
 def steps(grid: Grid) -> int:
-    """How often `tuned` says at most that something was done."""
+    """How often `tuned` calls `done` at most."""
     return sum(each.steps for each in (grid, paired_grid(grid), plain_grid(grid), paired_grid(plain_grid(grid))))
 
 
 def tuned(grid: Grid = GRID, done: Callable[[str], None] = lambda _: None) -> tuple[Row, ...]:
-    """Measures what a table holds.
+    """Measures the rows of a table.
 
     Args:
-        grid: which products, by the backend that is chosen here.
-        done: called with what was just done, at most as often as `steps` says.
+        grid: the matmuls for the default backend.
+        done: called with what was just done, at most `steps(grid)` times.
 
     Raises:
         QuantError: for an unknown scheme.
-        UnsupportedError: where the correctness gate is red.
+        UnsupportedError: when results exceed the rounding tolerance.
     """
     rows = _measured_twice(grid, done)
     if any(row.backend == PLAIN for row in rows):
@@ -63,19 +63,21 @@ def tuned(grid: Grid = GRID, done: Callable[[str], None] = lambda _: None) -> tu
 
 
 def _measured_twice(grid: Grid, done: Callable[[str], None]) -> tuple[Row, ...]:
-    """The times of a grid, and of its products with activations of int8."""
-    pairs = paired_grid(grid)
-    return (*measured(grid, done), *(measured(pairs, done) if pairs.schemes else ()))
+    """The times of a grid, without and with int8 activations."""
+    rows, pairs = measured(grid, done), paired_grid(grid)
+    if pairs.schemes:
+        rows += measured(pairs, done)
+    return rows
 
 
 def table_path(directory: pathlib.Path | None = None) -> pathlib.Path:
-    """The file of this device's table, in a directory that is made where it is missing.
+    """The file of this device's table; its directory is created if missing.
 
     Args:
-        directory: where; None: where `fb.explain` looks for the user's own.
+        directory: the directory; None: the user's own, where `fb.explain` looks.
 
     Raises:
-        QuantError: where the directory cannot be made, or the file that is there is no table of this device.
+        QuantError: when the directory cannot be created, or the file is the table of another device.
     """
     device = device_name()
     path = user_path(device) if directory is None else directory / file_name(device)
@@ -83,25 +85,25 @@ def table_path(directory: pathlib.Path | None = None) -> pathlib.Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise QuantError(f"{path.parent} cannot be written: {error.strerror or error}; choose another --output") from error
-    held = read_table(path)
-    if held is not None and held.device != device:
-        raise QuantError(f"{path} holds the times of {held.device}, and this is {device}; choose another --output")
+    old = read_table(path)
+    if old is not None and old.device != device:
+        raise QuantError(f"{path} has the times of {old.device}, but this device is {device}; choose another --output")
     return path
 
 
 def keep(rows: tuple[Row, ...], rates: Machine, path: pathlib.Path) -> Table:
-    """Writes rows into a table, which keeps what it held of other products; the file is replaced at once.
+    """Merges rows into a table file; the file is replaced atomically.
 
     Args:
-        rows: what was measured.
-        rates: those of the machine.
+        rows: the measurements.
+        rates: the machine's roofline.
         path: the table's file.
 
     Returns:
         The table that was written.
 
     Raises:
-        QuantError: where it cannot be written.
+        QuantError: when it cannot be written.
     """
     facts = {**circumstances(), "machine": dataclasses.asdict(rates)}
     table = (read_table(path) or Table(str(facts.pop("device")), {}, ())).with_rows(rows, facts)
@@ -118,7 +120,7 @@ def keep(rows: tuple[Row, ...], rates: Machine, path: pathlib.Path) -> Table:
 
 
 def _text(table: Table) -> str:
-    """The JSON of a table, with a line for each fact and row."""
+    """The JSON of a table, one line per fact and row."""
     form = table.to_json()
     rows = ",\n".join(f"  {json.dumps(row)}" for row in form.pop("rows"))
     head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in form.items())

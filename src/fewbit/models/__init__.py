@@ -1,4 +1,4 @@
-"""Small reference networks in plain JAX over a tree of parameters: what the command line evaluates."""
+"""Reference models in plain JAX, for evaluation and generation."""
 
 from .cache import AnyCache as AnyCache
 from .cache import Cache as Cache

@@ -1,4 +1,4 @@
-"""The keys and values of the tokens that a decoder has already read."""
+"""The float KV cache of a decoder."""
 
 import dataclasses
 from typing import TypeAlias
@@ -17,12 +17,12 @@ from .config import LlamaConfig
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Room for `S` positions in every layer, of which the first `length` are filled. A frozen pytree.
+    """A KV cache of max length S, filled up to `length`. A frozen pytree.
 
     Attributes:
-        keys: after the rotary turn.
+        keys: after rotary embedding.
         values: as projected.
-        length: how many positions are filled, for every row of the batch alike.
+        length: the number of filled positions, the same for every row of the batch.
     """
 
     keys: Float[Array, "L B K S h"]
@@ -31,18 +31,18 @@ class Cache:
 
     @property
     def room(self) -> int:
-        """The positions that there is room for (S)."""
+        """The max length (S)."""
         return self.keys.shape[-2]
 
     @property
     def nbytes(self) -> int:
-        """The bytes that keys and values take."""
+        """The bytes of keys and values."""
         return sum(a.size * a.dtype.itemsize for a in (self.keys, self.values))
 
     def written(
         self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
     ) -> "Cache":
-        """The cache with the keys and values of one layer's new tokens after those that it holds; `length` stays."""
+        """Writes one layer's new keys and values at `length`, which does not change."""
         zero = jnp.int32(0)
         start = (jnp.int32(layer), zero, zero, self.length, zero)
         return dataclasses.replace(
@@ -52,31 +52,31 @@ class Cache:
         )
 
     def advanced(self, count: int) -> "Cache":
-        """The cache with `count` more positions filled: what every layer has written."""
+        """Increases `length` by `count`, after every layer has written its tokens."""
         return dataclasses.replace(self, length=self.length + count)
 
     def blocks(
         self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
     ) -> tuple[Block, ...]:
-        """What new tokens attend to, after `written` and before `advanced`: the cache, which holds them."""
+        """The blocks that new tokens attend to, between `written` and `advanced`."""
         return (Block(self.keys, self.values, seen_positions(self.length, keys.shape[-2]), layer),)
 
 
 AnyCache: TypeAlias = Cache | QuantizedCache
-"""A cache that `prefill` and `decode_step` read and write: of floating numbers, or of few bits."""
+"""A KV cache for `prefill` and `decode_step`: float or quantized."""
 
 
 def empty_cache(
     config: LlamaConfig, *, batch: int, room: int, dtype: DTypeLike = jnp.float32, kv: KVPolicy | None = None
 ) -> AnyCache:
-    """A cache that holds nothing yet.
+    """An empty KV cache.
 
     Args:
-        config: the network.
-        batch: how many sequences (B).
-        room: how many positions there is room for, at most `config.context` (S).
-        dtype: what keys and values are kept in: the compute dtype of the network. Without `kv` only.
-        kv: how keys and values are kept in few bits; None keeps them in `dtype`.
+        config: the configuration.
+        batch: the number of sequences (B).
+        room: the max length (S), at most `config.context`.
+        dtype: the dtype of keys and values: the compute dtype of the model. Without `kv` only.
+        kv: how keys and values are quantized; None keeps them in `dtype`.
 
     Returns:
         The cache.
@@ -85,7 +85,7 @@ def empty_cache(
         QuantError: when `room` is not between 1 and the context, or `batch` not positive.
     """
     if not 1 <= room <= config.context:
-        raise QuantError(f"room is {room} positions, must be from 1 to the context of the model, {config.context}")
+        raise QuantError(f"room (max length) is {room}, must be from 1 to the context of the model, {config.context}")
     if batch < 1:
         raise QuantError(f"batch is {batch}, must be at least 1")
     if kv is not None:

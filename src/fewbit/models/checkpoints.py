@@ -1,4 +1,4 @@
-"""The configuration of a Llama from what its checkpoint says of itself: GGUF fields, config.json, or glassllm's."""
+"""Reads a Llama's configuration from GGUF, Hugging Face or glassllm metadata."""
 
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
@@ -11,52 +11,54 @@ from .config import LlamaConfig
 
 
 def config_from_gguf(fields: Mapping[str, Any], names: Collection[str]) -> LlamaConfig:
-    """The configuration of a GGUF file of architecture `llama`.
+    """Reads the configuration of a GGUF file of architecture `llama`.
 
     Args:
-        fields: the metadata, by key, as plain Python values.
-        names: the names of its tensors; the head is tied when none is `output.weight`.
+        fields: the metadata by key, as plain Python values.
+        names: the names of its tensors; the head is tied if none is `output.weight`.
 
     Returns:
         A configuration with the "interleaved" layout: llama.cpp's converter orders the rows of q and k for it.
 
     Raises:
-        UnsupportedError: for another architecture, scaled rotary positions, or a rotary turn of a part of the head.
-        QuantError: for a key that is missing.
+        UnsupportedError: for another architecture, scaled rotary embedding, or rotary embedding of a part of the head.
+        QuantError: for a missing key.
     """
     where = "the GGUF metadata"
     architecture = converted(fields, _Architecture, where).name
     if architecture != "llama":
-        raise UnsupportedError(f"the GGUF file's architecture is {architecture!r}; the networks that can be run are: llama")
+        raise UnsupportedError(f"the GGUF file's architecture is {architecture!r}; supported architectures: llama")
     _only(fields, "llama.rope.scaling.type", ("none",), where)
     if "rope_freqs.weight" in names:
-        raise UnsupportedError("the GGUF file has rope_freqs.weight: scaled rotary positions are not built")
-    said = converted(fields, _Gguf, where)
-    head_dim = said.head_dim or said.width // said.heads
+        raise UnsupportedError("the GGUF file has rope_freqs.weight: scaled rotary embedding is not supported")
+    found = converted(fields, _Gguf, where)
+    head_dim = found.head_dim or found.width // found.heads
     _only(fields, "llama.attention.value_length", (head_dim,), where)
     _only(fields, "llama.rope.dimension_count", (head_dim,), where)
     _only(fields, "llama.expert_count", (0,), where)
-    vocab = len(said.tokens) or said.vocab
+    vocab = len(found.tokens) or found.vocab
     if vocab is None:
         raise QuantError(f"{where} has neither 'tokenizer.ggml.tokens' nor 'llama.vocab_size'")
     return LlamaConfig(
         vocab=vocab,
-        layers=said.layers,
-        width=said.width,
-        heads=said.heads,
-        kv_heads=said.kv_heads or said.heads,
+        layers=found.layers,
+        width=found.width,
+        heads=found.heads,
+        kv_heads=found.kv_heads or found.heads,
         head_dim=head_dim,
-        hidden=said.hidden,
-        norm_eps=said.norm_eps,
-        rope_theta=said.rope_theta,
+        hidden=found.hidden,
+        norm_eps=found.norm_eps,
+        rope_theta=found.rope_theta,
         rope="interleaved",
         tied="output.weight" not in names,
-        context=said.context,
+        context=found.context,
     )
 
 
 def config_from_hf(obj: Mapping[str, Any]) -> LlamaConfig:
-    """The configuration of a Hugging Face `config.json` of a Llama (or of a Mistral without a sliding window).
+    """Reads a Hugging Face `config.json` of a Llama.
+
+    A Mistral without a sliding window is one too.
 
     Args:
         obj: the JSON object.
@@ -65,43 +67,40 @@ def config_from_hf(obj: Mapping[str, Any]) -> LlamaConfig:
         A configuration with the "half" layout.
 
     Raises:
-        UnsupportedError: for another model type, biases, another activation, a sliding window, or scaled rotary
-            positions.
-        QuantError: for a key that is missing.
+        UnsupportedError: for another model type, biases, another activation, a sliding window, or scaled rotary embedding.
+        QuantError: for a missing key.
     """
     where = "config.json"
     model_type = converted(obj, _ModelType, where).model_type
     if model_type not in ("llama", "mistral"):
-        raise UnsupportedError(
-            f"config.json's model_type is {model_type!r}; the networks that can be run are: llama, mistral"
-        )
+        raise UnsupportedError(f"config.json's model_type is {model_type!r}; supported architectures: llama, mistral")
     _only(obj, "hidden_act", ("silu", "swish"), where)
     _only(obj, "attention_bias", (False,), where)
     _only(obj, "mlp_bias", (False,), where)
     _only(obj, "sliding_window", (None,), where)
     _only(obj, "rope_scaling", (None,), where)
-    said = converted(obj, _HuggingFace, where)
-    if said.rope_parameters is not None and said.rope_parameters.rope_type != "default":
+    found = converted(obj, _HuggingFace, where)
+    rope = found.rope_parameters or _RopeParameters()
+    if rope.rope_type != "default":
         _only(obj["rope_parameters"], "rope_type", ("default",), "config.json's rope_parameters")
-    rope_theta = said.rope_theta if said.rope_parameters is None else said.rope_parameters.rope_theta or said.rope_theta
     return LlamaConfig(
-        vocab=said.vocab_size,
-        layers=said.num_hidden_layers,
-        width=said.hidden_size,
-        heads=said.num_attention_heads,
-        kv_heads=said.num_key_value_heads or said.num_attention_heads,
-        head_dim=said.head_dim or said.hidden_size // said.num_attention_heads,
-        hidden=said.intermediate_size,
-        norm_eps=said.rms_norm_eps,
-        rope_theta=rope_theta,
+        vocab=found.vocab_size,
+        layers=found.num_hidden_layers,
+        width=found.hidden_size,
+        heads=found.num_attention_heads,
+        kv_heads=found.num_key_value_heads or found.num_attention_heads,
+        head_dim=found.head_dim or found.hidden_size // found.num_attention_heads,
+        hidden=found.intermediate_size,
+        norm_eps=found.rms_norm_eps,
+        rope_theta=rope.rope_theta or found.rope_theta,
         rope="half",
-        tied=said.tie_word_embeddings,
-        context=said.max_position_embeddings,
+        tied=found.tie_word_embeddings,
+        context=found.max_position_embeddings,
     )
 
 
 def config_from_glassllm(obj: Mapping[str, Any]) -> LlamaConfig:
-    """The configuration of the `__config__` object of a glassllm `.npz`.
+    """Reads the `__config__` object of a glassllm `.npz`.
 
     Args:
         obj: the JSON object.
@@ -110,33 +109,33 @@ def config_from_glassllm(obj: Mapping[str, Any]) -> LlamaConfig:
         The configuration.
 
     Raises:
-        QuantError: for a key that is missing.
+        QuantError: for a missing key.
     """
-    said = converted(obj, _Glassllm, "__config__")
+    found = converted(obj, _Glassllm, "__config__")
     return LlamaConfig(
-        vocab=said.vocab_size,
-        layers=said.n_layers,
-        width=said.d_model,
-        heads=said.n_heads,
-        kv_heads=said.n_kv_heads,
-        head_dim=said.d_model // said.n_heads,
-        hidden=8 * said.d_model // 3,
-        norm_eps=said.eps,
-        rope_theta=said.rope_base,
+        vocab=found.vocab_size,
+        layers=found.n_layers,
+        width=found.d_model,
+        heads=found.n_heads,
+        kv_heads=found.n_kv_heads,
+        head_dim=found.d_model // found.n_heads,
+        hidden=8 * found.d_model // 3,
+        norm_eps=found.eps,
+        rope_theta=found.rope_base,
         rope="interleaved",
         tied=True,
-        context=said.max_len,
+        context=found.max_len,
     )
 
 
-def _only(said: Mapping[str, Any], key: str, allowed: tuple[Any, ...], where: str) -> None:
-    """Refuses a key whose value would make another network than the one that is built."""
-    if key in said and said[key] not in allowed:
+def _only(metadata: Mapping[str, Any], key: str, allowed: tuple[object, ...], where: str) -> None:
+    """Refuses a key whose value selects an architecture that is not implemented."""
+    if key in metadata and metadata[key] not in allowed:
         wanted = " or ".join(repr(a) for a in allowed)
-        raise UnsupportedError(f"{where} says {key} = {said[key]!r:.80}; the networks that can be run have {wanted}")
+        raise UnsupportedError(f"{where} has {key} = {metadata[key]!r:.80}; supported is {wanted}")
 
 
-# The JSON schemas of what checkpoints say of themselves: others' files, so further fields are ignored.
+# The JSON schemas of checkpoints' metadata: others' files, so further fields are ignored.
 
 _Number = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
 

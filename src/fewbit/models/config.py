@@ -1,4 +1,4 @@
-"""The numbers that define a network of the Llama family, as one frozen value."""
+"""The configuration of a Llama model."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -8,29 +8,29 @@ from .._json import Positive, checked, form_of
 from ..errors import QuantError
 
 RopeLayout = Literal["interleaved", "half"]
-"""Which coordinates of a head turn together: `2i` and `2i + 1` (GGUF), or `i` and `i + head_dim / 2` (Hugging Face)."""
+"""The pairs of coordinates that rotate: `2i` and `2i + 1` (GGUF), or `i` and `i + head_dim / 2` (Hugging Face)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LlamaConfig:
-    """A decoder of the Llama family: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+    """A Llama decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
 
     Attributes:
-        vocab: how many tokens there are (V).
-        layers: how many blocks (L).
-        width: the width of the residual stream (D).
-        heads: attention heads of the queries (H).
-        kv_heads: heads of the keys and values (K); divides `heads`.
-        head_dim: the width of a head (h), even.
-        hidden: the width of the feed-forward block (F).
+        vocab: vocabulary size (V).
+        layers: number of layers (L).
+        width: width of the residual stream (D).
+        heads: query heads (H).
+        kv_heads: key and value heads (K); divides `heads`.
+        head_dim: width of a head (h), even.
+        hidden: width of the feed-forward block (F).
         norm_eps: added to the mean square before its root.
-        rope_theta: the base of the rotary frequencies, `rope_theta ** (-2 i / head_dim)`.
-        rope: which coordinates turn together; it follows from where the weights come from.
-        tied: whether the embedding is the output head too.
-        context: the longest sequence, in tokens.
+        rope_theta: base of the rotary frequencies, `rope_theta ** (-2 i / head_dim)`.
+        rope: the layout of the rotary pairs, which depends on the weights' container.
+        tied: whether the embedding is also the output head.
+        context: the max sequence length, in tokens.
 
     Raises:
-        QuantError: when a number is not positive, or the numbers do not fit together.
+        QuantError: when a number is not positive, or `kv_heads` or `head_dim` does not divide as it must.
 
     >>> LlamaConfig(vocab=64, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, hidden=24).group
     2
@@ -65,23 +65,23 @@ class LlamaConfig:
         if self.heads % self.kv_heads:
             raise QuantError(f"kv_heads is {self.kv_heads}, must divide heads, which is {self.heads}")
         if self.head_dim % 2:
-            raise QuantError(f"head_dim is {self.head_dim}, must be even: rotary positions turn pairs of coordinates")
+            raise QuantError(f"head_dim is {self.head_dim}, must be even: rotary embedding rotates pairs of coordinates")
 
     @property
     def group(self) -> int:
-        """How many query heads share one key head (G)."""
+        """The query heads per key head (G)."""
         return self.heads // self.kv_heads
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object, which `from_json` reads back."""
+        """The fields as a JSON object, for `from_json`."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, obj: Mapping[str, Any]) -> "LlamaConfig":
-        """The configuration of a JSON object of this class's fields.
+        """Reads the JSON object of `to_json`.
 
         Raises:
-            QuantError: for a field that it does not have, or one that is missing.
+            QuantError: for an unknown or missing field.
         """
         return cls(**checked(obj, _CONFIG, "a Llama configuration"))
 

@@ -1,4 +1,4 @@
-"""Roles from the names of tensors, by a table of families: `families.json`."""
+"""Infers tensor roles from their names, by the table `families.json`."""
 
 import dataclasses
 import functools
@@ -21,20 +21,20 @@ _LAYOUTS = {
     "convolution [out, in, ...]": (Role.CONVOLUTION, None),
     "embedding": (Role.EMBEDDING, -1),
 }
-"""What the lists of the table mean: a role, and the contracted axis; None: the window and the input channels."""
+"""The role and the contraction axis of each list of the table; None: the window and the input channels."""
 
 _RANKS = {Role.MATMUL: (2,), Role.EXPERTS: (3,), Role.CONVOLUTION: (3, 4, 5), Role.EMBEDDING: (2,)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """Architectures that name their parameters alike.
+    """Architectures with the same parameter names.
 
     Attributes:
-        name: what the family is called in plans.
-        model_types: the `model_type`s of config.json that belong to it; "gguf" stands for all GGUF files, since llama.cpp names the
-            tensors of every architecture alike.
-        patterns: for each layout of `_LAYOUTS`, the pattern of whole names.
+        name: the family's name in plans.
+        model_types: the `model_type`s of config.json that belong to it; "gguf" is all GGUF files, since llama.cpp uses the
+            same tensor names for every architecture.
+        patterns: for each layout of `_LAYOUTS`, the pattern of full names.
     """
 
     name: str
@@ -42,15 +42,16 @@ class Family:
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
 
     def role(self, name: str, shape: Shape) -> TensorRole | None:
-        """The role of a tensor by its name; None where the table does not have it, or not with so many axes."""
+        """The role of a tensor by its name; None if the table lacks the name, or has it with another rank."""
         layout = next((layout for layout, pattern in self.patterns if pattern.fullmatch(name)), None)
         if layout is None:
             return None
         role, axis = _LAYOUTS[layout]
         if len(shape) not in _RANKS[role]:
             return None
-        axes = (*range(2 - len(shape), 0), 1 - len(shape)) if axis is None else (axis,)
-        return TensorRole(role, axes, f"names: {self.name}")
+        if axis is None:
+            axis = (*range(2 - len(shape), 0), 1 - len(shape))
+        return TensorRole(role, axis, f"names: {self.name}")
 
 
 @functools.cache
@@ -66,18 +67,18 @@ def _family(form: Mapping[str, Any]) -> Family:
 
 
 def _pattern(ends: list[str]) -> re.Pattern[str]:
-    """The regular expression of names that end as one of the table's patterns."""
+    """The regular expression of names that end in one of the table's patterns."""
     marks = {"*": "[^.]+", "{": "(?:", "}": ")", ",": "|", ".": r"\."}
     return re.compile(r"(?:.+\.)?(?:" + "|".join("".join(marks.get(c, c) for c in end) for end in ends) + ")")
 
 
 def family_roles(shapes: Mapping[str, Shape], model_type: str | None) -> dict[str, TensorRole]:
-    """The roles of those tensors whose names the table has for the family of a checkpoint.
+    """The roles of the tensors that the table lists for a checkpoint's family.
 
     Args:
         shapes: the shape of each tensor, by name.
-        model_type: config.json's `model_type`, or "gguf" for a GGUF file. None where nothing says what the network is: then every
-            family counts that knows each of the matrices by its name, and a tensor has a role where all of them agree.
+        model_type: config.json's `model_type`, or "gguf" for a GGUF file. None if the architecture is unknown: then all
+            families that list every matrix count, and a tensor has a role if they agree.
 
     >>> family_roles({"model.layers.0.mlp.experts.down_proj": (4, 24, 16)}, "gpt_oss").popitem()[1].axis
     (-2,)
@@ -94,8 +95,8 @@ def family_roles(shapes: Mapping[str, Shape], model_type: str | None) -> dict[st
 
 
 def _agreed(fitting: list[Family], name: str, shape: Shape) -> TensorRole | None:
-    """The role that all of these families give a tensor, by the name of the first; None where they differ or none has it."""
-    roles = [family.role(name, shape) for family in fitting]
-    if len({None if role is None else (role.role, role.axis) for role in roles}) != 1:
+    """The role that all of these families give a tensor; None if they differ or have none."""
+    roles = [role for family in fitting if (role := family.role(name, shape)) is not None]
+    if len(roles) < len(fitting) or len({(role.role, role.axis) for role in roles}) != 1:
         return None
     return roles[0]

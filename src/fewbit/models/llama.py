@@ -1,18 +1,20 @@
-"""The Llama family as plain JAX over a tree of parameters: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
+"""The Llama decoder in plain JAX.
 
-The tree, with weights `[out, in]` as GGUF and Hugging Face keep them:
+RMSNorm, rotary embedding, grouped-query attention, SwiGLU. The pytree of parameters, with weights `[out, in]` as in GGUF
+and Hugging Face files:
 
     {"embed": [V, D],
      "layers": [{"attn": {"norm": [D], "q": [H h, D], "k": [K h, D], "v": [K h, D], "o": [D, H h]},
                  "mlp": {"norm": [D], "gate": [F, D], "up": [F, D], "down": [D, F]}}, ...],
      "norm": [D],
-     "head": [V, D]}                       only when `config.tied` is false
+     "head": [V, D]}                       only if `config.tied` is false
 
-so a path reads `layers/3/attn/q`. `join_products` makes one leaf of q, k and v, and of gate and up. The code knows nothing
-of quantization: through `fb.transparent` the same functions run with quantized leaves. Dimension letters: B batch, T tokens,
-V vocabulary, D width, H heads, K key heads, G = H / K, h head width, F hidden, S positions that are attended to.
+A path is `layers/3/attn/q`. `join_products` fuses q, k and v, and gate and up. With quantized leaves the same functions run
+through `fb.transparent`. Dimension letters: B batch, T tokens, V vocabulary, D width, H heads, K key heads, G = H / K,
+h head width, F hidden, S cache positions.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -41,26 +43,25 @@ def forward(
     dtype: DTypeLike = jnp.float32,
     kv: KVPolicy | None = None,
 ) -> Float[Array, "B T V"]:
-    """The logits of the next token after each token of whole sequences.
+    """The next-token logits after each token of full sequences.
 
     Args:
-        params: the tree above; `layers` may be the list, which is unrolled, or what `stack_layers` makes of it, which
-            is scanned.
+        params: the pytree above; `layers` may be the list, which is unrolled, or the result of `stack_layers`, which is
+            scanned.
         tokens: token ids from 0 to V - 1; another id makes all logits of its row NaN.
-        config: the network that the tree belongs to.
-        dtype: what products are computed from; they accumulate in float32, and norms and softmax are float32 always.
-        kv: when given, keys and values are quantized and read as a cache of this policy would: what a text costs that is
-            read token by token.
+        config: the configuration of the parameters.
+        dtype: the dtype of matmul operands; matmuls accumulate in float32, norms and softmax are always float32.
+        kv: if given, keys and values are quantized as in a KV cache of this policy, to measure its loss.
 
     Returns:
         Float32 logits.
 
     Raises:
-        QuantError: when the tokens are more than the context, the tree has no head of its own although `config.tied` is
-            false, or `kv.sees_raw` would leave nothing quantized.
+        QuantError: when there are more tokens than the context, `config.tied` contradicts the pytree's head, or
+            `kv.sees_raw` would leave nothing quantized.
     """
     if kv is not None and kv.sees_raw:
-        raise QuantError("kv.sees_raw shows whole sequences unquantized, so kv would do nothing; pass a policy without it")
+        raise QuantError("kv.sees_raw attends to unquantized keys and values, so kv has no effect; pass a policy without it")
     x, _ = _hidden(params, tokens, kv, config, dtype)
     return _logits(params, x, config)
 
@@ -69,28 +70,28 @@ def forward(
 def prefill(
     params: Params, tokens: Int[Array, "B T"], cache: AnyCache, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Float[Array, "B V"], AnyCache]:
-    """Reads tokens that follow those of the cache, and gives the logits after the last of them.
+    """Appends tokens to the KV cache and returns the logits after the last one.
 
-    The cache is donated: the one that is returned takes its memory. When it has no room left for the tokens, the logits are
-    NaN, since how full it is is not known while tracing.
+    The cache is donated: the returned one takes its memory. If the tokens exceed the max length of the cache, the logits
+    are NaN, since its length is not known while tracing.
 
     Args:
         params: as for `forward`.
-        tokens: the token ids, as many for every row.
-        cache: from `empty_cache` or from an earlier call, kept in `dtype` or in few bits.
-        config: the network.
+        tokens: token ids, the same number in every row.
+        cache: from `empty_cache` or from an earlier call, in `dtype` or quantized.
+        config: the configuration.
         dtype: as for `forward`.
 
     Returns:
-        Float32 logits, and the cache with the tokens in it.
+        Float32 logits, and the cache with the tokens.
 
     Raises:
-        QuantError: when the tokens are more than the whole room of the cache.
+        QuantError: when there are more tokens than the max length of the cache.
     """
     if cache.room < tokens.shape[1]:
         raise QuantError(
-            f"tokens has {tokens.shape[1]} positions, more than the cache has room for, {cache.room}; "
-            "give empty_cache more room"
+            f"tokens has {tokens.shape[1]} positions, more than the max length of the cache, {cache.room}; "
+            "pass a larger room to empty_cache"
         )
     x, cache = _hidden(params, tokens, cache, config, dtype)
     cache = cache.advanced(tokens.shape[1])
@@ -102,34 +103,33 @@ def prefill(
 def decode_step(
     params: Params, token: Int[Array, " B"], cache: AnyCache, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Float[Array, "B V"], AnyCache]:
-    """Reads one more token of each row: `prefill` with a single token.
+    """One decode step: `prefill` with a single token per row.
 
     Args:
         params: as for `forward`.
-        token: one token id a row.
+        token: one token id per row.
         cache: as for `prefill`.
-        config: the network.
+        config: the configuration.
         dtype: as for `forward`.
 
     Returns:
-        The logits of each row's next token, and the cache with the token in it.
+        The logits of each row's next token, and the cache with the token.
     """
     return prefill(params, token[:, None], cache, config, dtype=dtype)
 
 
 def stack_layers(params: Params) -> Params:
-    """The same parameters with runs of alike layers stacked, so that `forward` scans over each run.
+    """Stacks runs of identical layers, so that `forward` scans over each run.
 
-    A run compiles as one layer. On a CPU the unrolled list decodes faster once it is compiled, since there each step of
-    the scan copies its slice of the weights. Layers are alike when their trees have the same structure, static parts
-    included, and their leaves the same shapes and dtypes. So a model of one scheme becomes one segment, and layers in
-    another scheme begin a new one.
+    A run compiles as one layer. On a CPU the unrolled list decodes faster once compiled, since each step of the scan copies
+    its slice of the weights. Layers are identical if their pytrees have the same structure, static parts (schemes)
+    included, and their leaves the same shapes and dtypes; a layer of another scheme begins a new segment.
 
     Args:
-        params: a tree whose `layers` is a list.
+        params: a pytree whose `layers` is a list.
 
     Returns:
-        The tree with a tuple of segments for `layers`: layers whose leaves have one more axis in front.
+        The pytree with a tuple of segments for `layers`: layers whose leaves have a new leading axis.
 
     Raises:
         QuantError: when the layers are stacked already.
@@ -147,8 +147,8 @@ def stack_layers(params: Params) -> Params:
     return {**params, "layers": stacked}
 
 
-def _signature(layer: Any) -> tuple[Any, ...]:
-    """What two layers have in common when they can be stacked."""
+def _signature(layer: Params) -> tuple[Any, ...]:
+    """Structure, shapes and dtypes; equal for layers that can be stacked."""
     leaves, structure = jax.tree.flatten(layer)
     return structure, [(leaf.shape, leaf.dtype) for leaf in leaves]
 
@@ -158,10 +158,13 @@ def _hidden(
 ) -> tuple[Array, Any]:
     """The residual stream after the last layer `[B, T, D]`, and the cache with the tokens' keys and values.
 
-    The memory is a cache; without one, the policy by which keys and values are quantized, or None when they are not.
+    `memory` is a KV cache; or, without one, the policy that quantizes keys and values; None: they stay float.
     """
-    cache = None if isinstance(memory, KVPolicy) else memory
-    kv = memory if isinstance(memory, KVPolicy) else None
+    cache, kv = None, None
+    if isinstance(memory, KVPolicy):
+        kv = memory
+    else:
+        cache = memory
     T = tokens.shape[1]
     if config.context < T:
         raise QuantError(
@@ -173,10 +176,10 @@ def _hidden(
         every = turns(config, max(cache.room, T))
         cos, sin = (lax.dynamic_slice_in_dim(jnp.asarray(t), cache.length, T) for t in every)
 
-    def block(x: Array, cache: AnyCache | None, layer: Any, index: Array | int) -> tuple[Array, AnyCache | None]:
+    def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
         q, k, v = _heads_of(_rms_norm(x, layer["attn"]["norm"], config), layer["attn"], (cos, sin), config)
         if cache is None:
-            blocks = (_whole(k, v, kv),)
+            blocks = (_full_sequence(k, v, kv),)
         else:
             cache = cache.written(index, k, v)
             blocks = cache.blocks(index, k, v)
@@ -188,8 +191,13 @@ def _hidden(
     return _through_layers(block, x, cache, params["layers"])
 
 
-def _through_layers(block: Any, x: Array, cache: AnyCache | None, layers: Any) -> tuple[Array, AnyCache | None]:
-    """Runs the layers one after another: a list unrolled, segments each by a scan."""
+def _through_layers(
+    block: Callable[..., tuple[Array, AnyCache | None]],
+    x: Array,
+    cache: AnyCache | None,
+    layers: list[Any] | tuple[Any, ...],
+) -> tuple[Array, AnyCache | None]:
+    """Runs the layers: a list unrolled, stacked segments by `lax.scan`."""
     if isinstance(layers, list):
         for index, layer in enumerate(layers):
             x, cache = block(x, cache, layer, index)
@@ -203,23 +211,23 @@ def _through_layers(block: Any, x: Array, cache: AnyCache | None, layers: Any) -
 
 
 def _heads_of(
-    y: Array, attn: Any, positions: tuple[Any, Any], config: LlamaConfig
+    y: Array, attn: Params, positions: tuple[Any, Any], config: LlamaConfig
 ) -> tuple[Float[Array, "B H T h"], Float[Array, "B K T h"], Float[Array, "B K T h"]]:
-    """The queries, keys and values of normed tokens, queries and keys turned by their positions."""
+    """The queries, keys and values of normed tokens, with rotary embedding."""
     counts = (config.heads, config.kv_heads, config.kv_heads)
     flat = products(attn, JOINED["attn"], [n * config.head_dim for n in counts], partial(_linear, y))
     q, k, v = (_heads(part, count) for part, count in zip(flat, counts, strict=True))
     return turned(q, *positions, config.rope), turned(k, *positions, config.rope), v
 
 
-def _whole(k: Array, v: Array, kv: KVPolicy | None) -> Block:
-    """A whole sequence, each token of which sees itself and those before it."""
+def _full_sequence(k: Array, v: Array, kv: KVPolicy | None) -> Block:
+    """A full sequence under a causal mask."""
     seen = seen_positions(0, k.shape[-2])
     return Block(k, v, seen) if kv is None else Block(quantize(k, kv.keys), quantize(v, kv.values), seen)
 
 
-def _mlp(x: Array, mlp: Any, config: LlamaConfig) -> Array:
-    """What the feed-forward block adds to the residual stream: `down (silu(gate y) * up y)`."""
+def _mlp(x: Array, mlp: Params, config: LlamaConfig) -> Array:
+    """The feed-forward block: `down (silu(gate y) * up y)`."""
     y = _rms_norm(x, mlp["norm"], config)
     gate, up = products(mlp, JOINED["mlp"], [config.hidden] * 2, partial(_linear, y))
     return _linear(jax.nn.silu(gate) * up, mlp["down"])
@@ -227,12 +235,12 @@ def _mlp(x: Array, mlp: Any, config: LlamaConfig) -> Array:
 
 def _logits(params: Params, x: Array, config: LlamaConfig) -> Array:
     """The logits of the residual stream, float32."""
-    has_head = "head" in params
-    if has_head == config.tied:
-        have = "has" if has_head else "has no"
-        raise QuantError(f"config.tied is {config.tied}, but the tree {have} 'head'; make the two agree")
+    if config.tied and "head" in params:
+        raise QuantError("config.tied is True, but params has 'head'; make the two agree")
+    if not config.tied and "head" not in params:
+        raise QuantError("config.tied is False, but params has no 'head'; make the two agree")
     y = _rms_norm(x, params["norm"], config)
-    return _linear(y, params["embed" if config.tied else "head"], dtype=jnp.float32)
+    return _linear(y, params.get("head", params["embed"]), dtype=jnp.float32)
 
 
 def _rms_norm(x: Array, gain: Any, config: LlamaConfig) -> Array:
@@ -249,11 +257,9 @@ def _heads(x: Array, count: int) -> Array:
 
 
 def _linear(x: Array, weight: Any, dtype: DTypeLike | None = None) -> Array:
-    """`x weight^T` over the last axes `[B, T, in], [out, in]`, accumulated in float32, in `dtype` or that of `x`."""
-    return _dot(x, weight.astype(x.dtype), (((2,), (1,)), ((), ()))).astype(x.dtype if dtype is None else dtype)
-
-
-def _dot(lhs: Array, rhs: Any, dimension_numbers: Any) -> Array:
-    """A product with a float32 result; float32 operands are not rounded first, as accelerators do by default."""
-    precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
-    return lax.dot_general(lhs, rhs, dimension_numbers, precision=precision, preferred_element_type=jnp.float32)
+    """`x weight^T` of `[B, T, in]` and `[out, in]`, accumulated in float32, in `dtype` or that of `x`."""
+    # Accelerators round float32 operands by default.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    numbers = (((2,), (1,)), ((), ()))
+    y = lax.dot_general(x, weight.astype(x.dtype), numbers, precision=precision, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype if dtype is None else dtype)  # [B, T, out]

@@ -1,8 +1,8 @@
-"""Roles from the module classes of a checkpoint's own architecture, built by transformers without weights.
+"""Infers tensor roles from the module classes of transformers.
 
-The model is built on torch's `meta` device: no weight is allocated, read or downloaded. Each tensor of the checkpoint is traced to the module
-that owns it, through the renamings that transformers applies when it loads (experts of a Mixtral lie apart in its file and stacked in the
-module). The class of the module says what the tensor is, and in which layout.
+The model is built on torch's `meta` device: no weight is allocated, read or downloaded. Each tensor of the checkpoint is
+mapped to the module that owns it, through the renamings that transformers applies on loading (experts of a Mixtral are
+separate in its file and stacked in the module). The class of the module determines role and layout.
 """
 
 import itertools
@@ -17,19 +17,18 @@ Shape = tuple[int, ...]
 
 _MOST_EXPERTS = 4096
 _COUNT = re.compile(r"(?:num|n)_\w*(?:layers?|experts?|blocks?|stages?)|\w*_?(?:layers|depth|experts)")
-"""Counts of config.json that are larger than the number of tensors, and than this, are not built: they would make modules without end."""
+"""The counts of config.json that are limited by the number of tensors (or `_MOST_EXPERTS`), to bound the module count."""
 
 
 def module_roles(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict[str, TensorRole]:
-    """The roles of a checkpoint's tensors, by the classes of the modules that own them.
+    """The roles of a checkpoint's tensors, by the classes of their modules.
 
     Args:
         shapes: the shape of each tensor, by its name in the checkpoint.
         config: the checkpoint's `config.json`.
 
     Returns:
-        The roles of those tensors whose module is of a known class; names that the architecture lacks, shapes that differ from its own,
-        and parameters owned by classes of unknown meaning are left out.
+        The roles of tensors whose module has a known class, and whose name and shape match the architecture.
 
     Raises:
         UnsupportedError: when transformers is not installed, or cannot build the architecture.
@@ -39,13 +38,12 @@ def module_roles(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict
     found = {}
     for name, (own_name, operations) in _names_of_modules(model, shapes, owned).items():
         if own_name in owned:
-            role = _role(*owned[own_name], operations, shapes[name])
-            found |= {} if role is None else {name: role}
-    return found
+            found[name] = _role(*owned[own_name], operations, shapes[name])
+    return {name: role for name, role in found.items() if role is not None}
 
 
 def _built(config: Mapping[str, Any], tensors: int) -> Any:
-    """The model of a config.json, on the meta device."""
+    """Builds the model of a config.json on the meta device."""
     try:
         import torch
         import transformers
@@ -57,18 +55,20 @@ def _built(config: Mapping[str, Any], tensors: int) -> Any:
     _check_counts(config, tensors)
     form, logging = _plain(config), transformers.logging
     verbosity = logging.get_verbosity()
-    # What a stranger's config.json can make the constructors raise.
+    # An untrusted config.json can make the constructors raise any of these.
     faults = (
         *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError),
         *(RuntimeError, TypeError, ValueError, StrictDataclassError),
     )
     try:
-        logging.set_verbosity_error()  # its advice on the configuration is for who runs the model
+        logging.set_verbosity_error()  # its advice on the configuration is for those who run the model
         settings = transformers.CONFIG_MAPPING[form.get("model_type", "")].from_dict(form)
         named = [getattr(transformers, name, None) for name in form.get("architectures") or ()]
         cls = next((c for c in named if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel)), None)
         with torch.device("meta"):
-            return transformers.AutoModel.from_config(settings) if cls is None else cls._from_config(settings)
+            if cls is None:
+                return transformers.AutoModel.from_config(settings)
+            return cls._from_config(settings)
     except faults as error:
         first = str(error).strip().split("\n")[0][:200]
         raise UnsupportedError(f"transformers cannot build the architecture: {type(error).__name__}: {first}") from error
@@ -77,7 +77,7 @@ def _built(config: Mapping[str, Any], tensors: int) -> Any:
 
 
 def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
-    """Refuses counts that no checkpoint of so many tensors can have."""
+    """Refuses counts too large for the number of tensors."""
     for key, value in config.items():
         if isinstance(value, Mapping):
             _check_counts(value, tensors)
@@ -86,16 +86,15 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
 
 
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration without what makes constructors fetch weights, or need a kernel or a quantizer that may not be here."""
+    """The configuration without keys that make constructors download weights, or need other kernels or quantizers."""
     dropped = ("attn_implementation", "_attn_implementation", "auto_map", "quantization_config")
-    inner = {
-        key: _plain(value) if isinstance(value, Mapping) else value for key, value in config.items() if key not in dropped
-    }
-    return inner | {key: False for key in ("use_pretrained_backbone", "pretrained") if key in inner}
+    plain = {key: value for key, value in config.items() if key not in dropped}
+    plain |= {key: _plain(value) for key, value in plain.items() if isinstance(value, Mapping)}
+    return plain | {key: False for key in ("use_pretrained_backbone", "pretrained") if key in plain}
 
 
 def _owned(model: Any) -> dict[str, tuple[Any, str, Shape]]:
-    """For each parameter and buffer its module, its name in the module, and its shape."""
+    """The module, the name in it, and the shape of each parameter and buffer."""
     return {
         ".".join(filter(None, (path, name))): (module, name, tuple(value.shape))
         for path, module in model.named_modules(remove_duplicate=False)
@@ -106,14 +105,14 @@ def _owned(model: Any) -> dict[str, tuple[Any, str, Shape]]:
 
 
 def _names_of_modules(model: Any, names: Iterable[str], own: Collection[str]) -> dict[str, tuple[str, tuple[Any, ...]]]:
-    """For each name of the checkpoint the parameter that it becomes, and the operations that make it that."""
+    """For each checkpoint name, the parameter's name in the model, and the conversion operations."""
     prefix = f"{model.base_model_prefix}."
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import WeightConverter, WeightRenaming
     except ImportError as error:
         raise UnsupportedError(
-            f"the installed transformers does not say how it renames tensors ({error}); take 5.0 or later"
+            f"the installed transformers has no conversion mapping ({error}); install transformers 5.0 or later"
         ) from error
     transforms = get_model_conversion_mapping(model)
     renamings = [one for one in transforms if isinstance(one, WeightRenaming)]
@@ -131,18 +130,18 @@ def _names_of_modules(model: Any, names: Iterable[str], own: Collection[str]) ->
             if matched is not None:
                 operations = tuple(converter.operations)
                 break
-        # A model with a head loads a checkpoint of its body, and the other way round.
+        # A model with a head loads a checkpoint of its base model, and vice versa.
         return next((one for one in (new, prefix + new, new.removeprefix(prefix)) if one in own), new), operations
 
     return {name: resolved(name) for name in names}
 
 
-# Operations between checkpoint and module that keep which axis is contracted; a Transpose swaps the last two.
+# Conversion operations that preserve the contraction axis; a Transpose swaps the last two.
 _KEEPING = ("Chunk", "Concatenate", "Interleave", "MergeModulelist", "PermuteForRope", "Split", "SplitModulelist")
 
 
 def _role(module: Any, name: str, own_shape: Shape, operations: tuple[Any, ...], shape: Shape) -> TensorRole | None:
-    """The role of a tensor of the checkpoint that becomes this parameter of a module; None where the class does not say."""
+    """The role of a checkpoint tensor that is converted to this parameter; None if unknown."""
     role = role_in_module(module, name, own_shape)
     if role is None or (not operations and shape != own_shape):
         return None
@@ -159,7 +158,7 @@ def _role(module: Any, name: str, own_shape: Shape, operations: tuple[Any, ...],
 
 
 def role_in_module(module: Any, name: str, shape: Shape) -> TensorRole | None:
-    """The role of a parameter by the class of the module that owns it.
+    """The role of a parameter by the class of its module.
 
     Args:
         module: the torch module.
@@ -167,7 +166,7 @@ def role_in_module(module: Any, name: str, shape: Shape) -> TensorRole | None:
         shape: its shape.
 
     Returns:
-        The role; None where the class does not say.
+        The role; None if the class is unknown.
     """
     from torch import nn
 

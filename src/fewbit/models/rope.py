@@ -1,4 +1,4 @@
-"""Rotary positions in both layouts: pairs of a head's coordinates turn by an angle that grows with the position."""
+"""Rotary position embedding (RoPE) in both layouts."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from .config import LlamaConfig, RopeLayout
 
 
 def turns(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """The cosines and sines of `position * rope_theta ** (-2 i / head_dim)`, each `[length, head_dim / 2]`.
+    """Cosines and sines of the rotary angles, each `[length, head_dim / 2]`.
 
-    Computed in float64 and rounded once to float32: a float32 angle would be off by 5e-4 at position 8,000. They are
-    constants of the trace.
+    The angle is `position * rope_theta ** (-2 i / head_dim)`, in float64, rounded once to float32: a float32 angle would be
+    off by 5e-4 at position 8,000. They are constants of the trace.
 
     >>> cos, sin = turns(LlamaConfig(vocab=8, layers=1, width=4, heads=1, kv_heads=1, head_dim=4, hidden=8), 2)
     >>> cos.shape, float(sin[1, 0])
@@ -28,16 +28,16 @@ def turns(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
 def turned(
     x: Float[Array, "B n T h"], cos: Float[Any, "T p"], sin: Float[Any, "T p"], layout: RopeLayout
 ) -> Float[Array, "B n T h"]:
-    """The heads `x` with each pair `(a, b)` of coordinates turned to `(a cos - b sin, a sin + b cos)`.
+    """Applies rotary embedding: each pair `(a, b)` becomes `(a cos - b sin, a sin + b cos)`.
 
     Args:
-        x: queries or keys, of any floating dtype; the turn is computed in float32.
+        x: queries or keys, of any floating dtype; computed in float32.
         cos: the cosine for each position and pair.
         sin: the sine for each position and pair.
         layout: "interleaved" pairs coordinates `2i` and `2i + 1`, "half" pairs `i` and `i + h / 2`.
 
     Returns:
-        The turned heads, in the dtype of `x`.
+        The rotated heads, in the dtype of `x`.
     """
     cos, sin = (jnp.asarray(t)[None, None, :, :] for t in (cos, sin))  # [1, 1, T, h / 2]
     wide = x.astype(jnp.float32)

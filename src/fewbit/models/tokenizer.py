@@ -1,4 +1,4 @@
-"""Text to token ids and back, with the `tokenizers` package, from GGUF, `tokenizer.json` or glassllm."""
+"""Tokenizers of GGUF, Hugging Face and glassllm checkpoints."""
 
 import contextlib
 import dataclasses
@@ -20,12 +20,12 @@ _CONTROL = 3  # tokenizer.ggml.token_type of special tokens
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
-    """A tokenizer, the tokens that end a text, and how a chat is written.
+    """A tokenizer with its stop tokens and chat template.
 
     Attributes:
-        backend: the `tokenizers.Tokenizer` that does the work.
+        backend: the `tokenizers.Tokenizer`.
         stop_ids: the tokens that end a generation.
-        chat_template: the checkpoint's own Jinja template; None when it has none.
+        chat_template: the checkpoint's Jinja template, or None.
     """
 
     backend: Any
@@ -34,24 +34,24 @@ class Tokenizer:
 
     @property
     def vocab(self) -> int:
-        """How many tokens there are, special ones included."""
+        """The vocabulary size, special tokens included."""
         return self.backend.get_vocab_size()
 
     def encode(self, text: str) -> np.ndarray:
-        """The token ids of a text, int32. Nothing is added around it; special tokens in the text are recognised."""
+        """The int32 token ids of a text: special tokens in the text are recognised, none are added."""
         with _panics():
             return np.asarray(self.backend.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = False) -> str:
-        """The text of token ids; special tokens are left out unless they are asked for."""
+        """The text of token ids, without special tokens unless `keep_special`."""
         with _panics():
             return self.backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
 
     def chat(self, message: str) -> np.ndarray:
-        """The token ids of a question to an instruction-tuned model, up to where its answer begins.
+        """The token ids of a user message in the chat template, up to the answer.
 
-        Templates of the ChatML kind (`<|im_start|>role`, newline, content, `<|im_end|>`, newline) are written out as
-        they are meant, with the template's default system message if it has one. Jinja itself is not run.
+        ChatML templates (`<|im_start|>role`, newline, content, `<|im_end|>`, newline) are rendered without running Jinja,
+        with the template's default system message if it has one.
 
         Raises:
             UnsupportedError: when the checkpoint has no template, or one of another kind.
@@ -59,7 +59,7 @@ class Tokenizer:
         return self.encode(chat_text(message, self.chat_template))
 
     def files(self) -> dict[str, bytes]:
-        """What `tokenizer_from_files` reads back: `tokenizer.json`, and `tokenizer_config.json` beside it, by name."""
+        """`tokenizer.json` and `tokenizer_config.json` by name, for `tokenizer_from_files`."""
         stops = [self.backend.id_to_token(i) for i in self.stop_ids]
         config = {"eos_token": stops[0] if len(stops) == 1 else stops, "chat_template": self.chat_template}
         return {
@@ -68,36 +68,36 @@ class Tokenizer:
         }
 
     def save(self, directory: Path) -> None:
-        """Writes `files` into a directory that exists."""
+        """Writes `files` into an existing directory."""
         for name, content in self.files().items():
             (directory / name).write_bytes(content)
 
 
 def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer inside a GGUF file: byte-level BPE, with the digit rule that its `pre` asks for.
+    """Reads the byte-level BPE tokenizer of a GGUF file.
 
     Args:
         fields: the metadata by key, as plain Python values.
 
     Returns:
-        The tokenizer.
+        The tokenizer, with the digit rule of its `pre`.
 
     Raises:
         UnsupportedError: for another kind of tokenizer or another `pre`.
         QuantError: for a key that is missing or of another type, and for merges outside the vocabulary.
     """
     hf = _tokenizers()
-    said = converted(fields, _GgufKind, "the GGUF metadata")
-    kind, pre = said.kind, said.pre
+    found = converted(fields, _GgufKind, "the GGUF metadata")
+    kind, pre = found.kind, found.pre
     if kind != "gpt2":
-        raise UnsupportedError(f"the GGUF file's tokenizer is of kind {kind!r}; byte-level BPE ('gpt2') can be read")
+        raise UnsupportedError(f"the GGUF file's tokenizer is of kind {kind!r}; supported is byte-level BPE ('gpt2')")
     byte_level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pre == "smollm":
         splits = hf.pre_tokenizers.Sequence([hf.pre_tokenizers.Digits(individual_digits=True), byte_level])
     elif pre in ("gpt-2", "default"):
         splits = byte_level
     else:
-        raise UnsupportedError(f"the GGUF file splits text by the rule {pre!r}; smollm, gpt-2 and default can be read")
+        raise UnsupportedError(f"the GGUF file's pre-tokenizer is {pre!r}; supported are smollm, gpt-2 and default")
     found = converted(fields, _Gguf, "the GGUF metadata")
     if len(found.kinds) != len(found.tokens):
         raise QuantError(f"the GGUF metadata has {len(found.tokens)} tokens and {len(found.kinds)} token types")
@@ -109,14 +109,17 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     backend.pre_tokenizer, backend.decoder = splits, hf.decoders.ByteLevel()
     special = [t for t, token_kind in zip(found.tokens, found.kinds, strict=True) if token_kind == _CONTROL]
     backend.add_special_tokens([hf.AddedToken(t, special=True) for t in special])
-    return Tokenizer(backend, () if found.stop is None else (found.stop,), found.template)
+    stop_ids = ()
+    if found.stop is not None:
+        stop_ids = (found.stop,)
+    return Tokenizer(backend, stop_ids, found.template)
 
 
 def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
-    """The tokenizer of a checkpoint directory's `tokenizer.json`, with what `tokenizer_config.json` adds to it.
+    """Reads `tokenizer.json` and `tokenizer_config.json`.
 
     Args:
-        files: the directory's small files, by name.
+        files: the contents of a directory's small files, by name.
 
     Returns:
         The tokenizer.
@@ -126,7 +129,7 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     """
     hf = _tokenizers()
     if "tokenizer.json" not in files:
-        raise QuantError(f"no tokenizer.json among {', '.join(sorted(files)) or 'no files'}; copy it beside the checkpoint")
+        raise QuantError(f"no tokenizer.json among {', '.join(sorted(files)) or 'no files'}; copy it to the checkpoint")
     config_text = files.get("tokenizer_config.json", b"{}")
     config = converted(parsed(config_text, "tokenizer_config.json"), _Config, "tokenizer_config.json")
     try:
@@ -137,14 +140,19 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
         raise QuantError(f"the tokenizer's files cannot be read: {error}") from error
     backend.no_padding()
     backend.no_truncation()
-    stops = [t if isinstance(t, str) else t.content for t in _listed(config.eos_token)]
-    ids = tuple(i for i in (backend.token_to_id(t) for t in stops) if i is not None)
-    template = config.chat_template or jinja or None
-    return Tokenizer(backend, ids, template if isinstance(template, str) else None)
+    eos = config.eos_token or []
+    if not isinstance(eos, list):
+        eos = [eos]
+    stops = [token if isinstance(token, str) else token.content for token in eos]
+    ids = tuple(i for i in map(backend.token_to_id, stops) if i is not None)
+    template = config.chat_template or jinja
+    if not isinstance(template, str):  # a list of named templates
+        template = None
+    return Tokenizer(backend, ids, template or None)
 
 
 def tokenizer_from_directory(directory: Path) -> Tokenizer:
-    """`tokenizer_from_files` of the files in a directory.
+    """Reads the tokenizer files of a directory.
 
     Args:
         directory: the directory.
@@ -160,7 +168,9 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
 
 
 def tokenizer_from_glassllm(obj: Mapping[str, Any]) -> Tokenizer:
-    """The tokenizer of a glassllm `*.tokenizer.json`: characters merged into pieces, with the space as U+2581.
+    """Reads a glassllm `*.tokenizer.json`.
+
+    It is a BPE of characters, with the space as U+2581.
 
     Args:
         obj: the JSON object, with an alphabet and merges.
@@ -169,7 +179,7 @@ def tokenizer_from_glassllm(obj: Mapping[str, Any]) -> Tokenizer:
         The tokenizer.
 
     Raises:
-        QuantError: for a key that is missing.
+        QuantError: for a missing key.
     """
     hf = _tokenizers()
     found = converted(obj, _Glassllm, "the glassllm tokenizer")
@@ -189,7 +199,7 @@ def tokenizer_from_glassllm(obj: Mapping[str, Any]) -> Tokenizer:
 
 
 def chat_text(message: str, template: str | None) -> str:
-    """The text of a question to a model whose chats are ChatML, up to where its answer begins.
+    """A user message in a ChatML template, up to the answer.
 
     >>> print(chat_text("Hello", "{{'<|im_start|>' + role}}"))
     <|im_start|>user
@@ -197,17 +207,18 @@ def chat_text(message: str, template: str | None) -> str:
     <|im_start|>assistant
     <BLANKLINE>
     """
-    if template is None or "<|im_start|>" not in template:
-        what = "no chat template" if template is None else "a chat template that is not ChatML"
-        raise UnsupportedError(f"the checkpoint has {what}; give the prompt as plain text")
-    found = re.search(r"<\|im_start\|>system(?:\\n|\n)(.*?)<\|im_end\|>", template, re.DOTALL)
-    turns = [] if found is None else [("system", found.group(1))]
-    written = "".join(f"<|im_start|>{role}\n{content}<|im_end|>\n" for role, content in [*turns, ("user", message)])
-    return written + "<|im_start|>assistant\n"
+    if template is None:
+        raise UnsupportedError("the checkpoint has no chat template; give the prompt as plain text")
+    if "<|im_start|>" not in template:
+        raise UnsupportedError("the checkpoint has a chat template that is not ChatML; give the prompt as plain text")
+    text = f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n"
+    if system := re.search(r"<\|im_start\|>system(?:\\n|\n)(.*?)<\|im_end\|>", template, re.DOTALL):
+        text = f"<|im_start|>system\n{system.group(1)}<|im_end|>\n{text}"
+    return text
 
 
 def _merge(pair: Sequence[str], vocab: Mapping[str, int], where: str) -> tuple[str, str]:
-    """The two tokens of a merge, which must be in the vocabulary, and what they make."""
+    """The two tokens of a merge; they and their concatenation must be in the vocabulary."""
     if len(pair) != 2:
         raise QuantError(f"{where} is {' '.join(pair)!r:.80}; two tokens with a space between them are expected")
     left, right = pair
@@ -217,7 +228,7 @@ def _merge(pair: Sequence[str], vocab: Mapping[str, int], where: str) -> tuple[s
 
 
 class _GgufKind(msgspec.Struct):
-    """The JSON schema of which tokenizer a GGUF file has."""
+    """The JSON schema of a GGUF file's kind of tokenizer."""
 
     kind: str = msgspec.field(name="tokenizer.ggml.model")
     pre: str = msgspec.field(name="tokenizer.ggml.pre", default="default")
@@ -234,13 +245,13 @@ class _Gguf(msgspec.Struct):
 
 
 class _Token(msgspec.Struct):
-    """The JSON schema of a token that is written as an object."""
+    """The JSON schema of a token as an object."""
 
     content: str
 
 
 class _Config(msgspec.Struct):
-    """The JSON schema of what fewbit reads of `tokenizer_config.json`."""
+    """The JSON schema of `tokenizer_config.json`."""
 
     eos_token: str | _Token | list[str | _Token] | None = None
     chat_template: str | list[Any] | None = None
@@ -255,18 +266,13 @@ class _Glassllm(msgspec.Struct):
 
 @contextlib.contextmanager
 def _panics() -> Iterator[None]:
-    """Turns a panic of the Rust code of `tokenizers` into our error: its rules do not fit what they are applied to."""
+    """Turns a panic of the Rust code of `tokenizers` into QuantError."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":  # the class cannot be imported
             raise
         raise QuantError(f"tokenizer.json has rules that cannot be applied: {error}") from error
-
-
-def _listed(value: Any) -> list[Any]:
-    """A value that may stand alone, be absent, or be a list, as a list."""
-    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def _tokenizers() -> ModuleType:
