@@ -100,6 +100,12 @@
 // by scalar code: twice the time of the whole product. Panels [n][k], summed by lanes: each block streams from the second
 // cache, and 256 rows took 1.5 times as long. Loops over rows within registers without `unroll`: GCC leaves some of them
 // rolled, with their sums in memory, at 1.4 times the time.
+#define FEWBIT_UNITS 5  // the handler with plain C++, AVX2, and three for AVX-512 (choice.h)
+
+#include "levels.h"
+#include "units.h"
+
+#if FEWBIT_IN_UNIT(0)
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -108,7 +114,6 @@
 
 #include "buffers.h"
 #include "checks.h"
-#include "levels.h"
 #include "module.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -389,3 +394,4 @@ XLA_FFI_DEFINE_HANDLER(qmatmul, Qmatmul,
 }  // namespace fewbit
 
 FEWBIT_MODULE(_cpu, {"fewbit_qmatmul", reinterpret_cast<void*>(fewbit::qmatmul)})
+#endif

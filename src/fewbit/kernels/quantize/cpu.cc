@@ -34,6 +34,12 @@
 // Packing into 4 bits apart from encoding costs nothing that could be seen.
 //
 // Measured: `python -m bench.quantize`, told in docs/kernels.md.
+#define FEWBIT_UNITS 3  // the handlers with plain C++, AVX2, AVX-512
+
+#include "../native/units.h"
+#include "kernels.h"
+
+#if FEWBIT_IN_UNIT(0)
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -43,7 +49,6 @@
 #include "../native/pages.h"
 #include "../native/parallel.h"
 #include "job.h"
-#include "kernels.h"
 #include "walk.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -335,3 +340,4 @@ XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
 FEWBIT_MODULE(_cpu, {"fewbit_quantize", reinterpret_cast<void*>(fewbit::kQuantize)},
               {"fewbit_encode", reinterpret_cast<void*>(fewbit::kEncode)},
               {"fewbit_dequantize", reinterpret_cast<void*>(fewbit::kDequantize)})
+#endif
