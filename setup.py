@@ -84,6 +84,8 @@ class BuildKernels(build_ext):
 
     def build_extensions(self) -> None:
         """Builds what is older than its sources; says which unit is done, and how long it took."""
+        if self.editable_mode and not self.force:
+            self._take_those_in_place()
         outdated = [extension for extension in self.extensions if self.force or self._is_outdated(extension)]
         compiler = shlex.split(os.environ.get("CXX", "")) or getattr(self.compiler, "compiler_cxx", None) or ["c++"]
         if outdated and shutil.which(compiler[0]) is None:
@@ -102,9 +104,17 @@ class BuildKernels(build_ext):
                 with self._filter_build_errors(extension):  # reports the failure of an optional extension, and goes on
                     self._link(extension, units)
 
-    def _is_outdated(self, extension: Extension) -> bool:
-        """Whether an extension is older than one of its sources and headers."""
-        built = Path(self.get_ext_fullpath(extension.name))
+    def _take_those_in_place(self) -> None:
+        """Takes what `build_ext --inplace` has compiled, for an editable installation builds in an empty folder."""
+        for extension in self.extensions:
+            in_place, built = Path("src", self.get_ext_filename(extension.name)), Path(self.get_ext_fullpath(extension.name))
+            if not self._is_outdated(extension, in_place):
+                built.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(in_place, built)
+
+    def _is_outdated(self, extension: Extension, built: Path | None = None) -> bool:
+        """Whether a compiled extension is missing or older than one of its sources and headers."""
+        built = built or Path(self.get_ext_fullpath(extension.name))
         parts = [*extension.sources, *extension.depends, "setup.py"]
         return not built.exists() or any(Path(part).stat().st_mtime > built.stat().st_mtime for part in parts)
 
@@ -120,7 +130,10 @@ class BuildKernels(build_ext):
             extra_postargs=extension.extra_compile_args,
             depends=extension.depends,
         )
-        print(f"fewbit: compiled {extension.sources[0]} ({unit + 1} of {count}) in {time.monotonic() - start:.0f} s", flush=True)
+        print(
+            f"fewbit: compiled {extension.sources[0]} ({unit + 1} of {count}) in {time.monotonic() - start:.0f} s",
+            flush=True,
+        )
         return objects
 
     def _link(self, extension: Extension, units: "list[Future[list[str]]]") -> None:

@@ -1,7 +1,7 @@
 // Products where a scale belongs to places of the contraction rather than to outputs, or where the outputs' codes share bytes:
 // x @ w with a scale for each row of w, and every gradient. Included inside a level's namespace.
 //
-// Such a scale cannot wait until its tile's sum is made, for its tile is as short as one place. It meets x instead, once for
+// Such a scale cannot wait until its tile's sum is made, for its tile is as short as one place. It multiplies x instead, once for
 // all outputs of the tile: y[n] = sum over k of (x[k] s[k]) c[k][n]. That is one multiplication for the 4 or 8 vectors of a
 // lane's codes where rows are contracted, and a pass over x for each row of tiles where columns are. In panels, which are scaled
 // as they are filled, such scales are few to load.
@@ -135,7 +135,7 @@ static void SumRows(const Job& job, int m0, int64_t n0, int64_t width) {
   }
 }
 
-// A panel of rows k0 .., columns n0 .., decoded and scaled; the columns of a block apart.
+// A panel of rows k0 .., columns n0 .., decoded and scaled; the columns of a block are interleaved.
 template <class Decoder, bool kHasZero>
 static void FillRowsAcross(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
                            int64_t ldw) {
@@ -167,7 +167,7 @@ static void FillRowsAcross(const Weight& w, int64_t n0, int64_t outputs, int64_t
   }
 }
 
-// The scales or zero points of one row of tiles, a number for each column, those of a lane's places apart as BlockedX has x.
+// The scales or zero points of one row of tiles, a number for each column, in the order that BlockedX gives x.
 template <int kSub>
 static void BlockedScales(const Weight& w, const Held& held, int64_t row, int64_t blocks, float unit, float* plain, float* out) {
   const int64_t length = blocks * 16 * kSub;
@@ -180,11 +180,12 @@ static void BlockedScales(const Weight& w, const Held& held, int64_t row, int64_
   Apart<kSub>(plain, blocks, out);
 }
 
-// Columns are contracted, and the codes of a byte lie down a column: rows m0 and on of y, for rows [begin, end) of the weight.
+// Columns are contracted, and the codes of a byte follow each other down a column: rows m0 and on of y, for rows [begin, end)
+// of the weight.
 template <class Decoder, bool kSubtracts, int kM>
 static void DotScaled(const Job& job, int m0, int64_t begin, int64_t end) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub, kByteRows = Decoder::kByteRows;
-  constexpr int kR = kAlong * kM >= 8 ? 1 : kAlong * kM >= 4 ? 2 : 4;  // groups of kAlong rows that meet each vector of x
+  constexpr int kR = kAlong * kM >= 8 ? 1 : kAlong * kM >= 4 ? 2 : 4;  // groups of kAlong rows that share each load of x
   const Weight& w = job.w;
   const bool has_zero = w.role != Zero::kNone, has_offset = w.role == Zero::kOffset;
   const int64_t blocks = (w.cols + kBlock - 1) / kBlock, length = blocks * kBlock, byte_rows = ByteRows(w);
@@ -272,7 +273,7 @@ static void TurnedScales(const Weight& w, const Held& held, float unit, int64_t 
   for (int64_t t = 0; t < apart; t += 16) Turn(plain + t, apart, out + 16 * t, 16);
 }
 
-// The decoder of what lane `lane` of every vector held before they were turned, or of one of its parts.
+// The decoder of lane `lane` of every vector before the transposition, or of one of its parts.
 template <class Decoder>
 static inline Decoder TurnedLane(const __m512i (*raw)[16], int64_t lane, int part) {
   if constexpr (Decoder::kByteRows == 1) {
@@ -284,7 +285,8 @@ static inline Decoder TurnedLane(const __m512i (*raw)[16], int64_t lane, int par
   }
 }
 
-// A panel of rows n0 .., columns k0 .., whose bytes hold codes of several rows, decoded and scaled; the rows of a block apart.
+// A panel of rows n0 .., columns k0 .., whose bytes contain codes of several rows, decoded and scaled; the rows of a block are
+// interleaved.
 template <class Decoder, bool kHasZero>
 static void FillTurned(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
                        int64_t ldw) {
@@ -323,7 +325,7 @@ static void FillTurned(const Weight& w, int64_t n0, int64_t outputs, int64_t k0,
   }
 }
 
-// A few rows of x, two at a time: more of them, beside the sums of the outputs of a lane, would not stay in registers.
+// A few rows of x, two at a time: the sums of more would not fit in registers.
 template <class Decoder, bool kSubtracts>
 static void FewAcross(const Job& job, int64_t begin, int64_t count) {
   for (int m = 0; m + 1 < job.M; m += 2) SumRows<Decoder, kSubtracts, 2>(job, m, begin, count);

@@ -40,7 +40,7 @@ static Choice With(const Job& job) {
   const bool dots = job.contracts_cols, is_byte = w.bits == 8;
   const int64_t tile = dots ? w.col_tile : w.row_tile, other = dots ? w.row_tile : w.col_tile;
   const bool is_whole = tile >= job.contracted(), is_other_whole = other >= job.outputs();
-  // The codes of a lane, or of a byte, must share a scale, and lie along the contraction; or else lie along the outputs.
+  // The codes of a lane, or of a byte, must share a scale and be neighbours along the contraction, or else along the outputs.
   constexpr int64_t kDown = Column::kSteps / Column::kLaneBytes;
   const bool along = (is_byte || w.packed_cols == dots) && (is_whole || tile % (dots ? Row::kSteps : kDown) == 0);
   const int64_t shared = dots ? kDown : Across::kSteps;

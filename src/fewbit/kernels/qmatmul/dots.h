@@ -2,15 +2,15 @@
 
 #if FEWBIT_DECODES
 
-// Bytes of each row are asked for into the second cache, since the processor's own prefetching stops at each page; and where few
+// Bytes of each row are prefetched to L2, since the processor's own prefetching stops at each page; and where few
 // codes fill a line, into the first one later.
 constexpr int64_t kLater = 4096, kSoon = 1024;
 
-// Rows of the weight are taken RowsAtOnce(kM) at a time, which meet each vector of x together: it is loaded once, and the memory
+// Rows of the weight are taken RowsAtOnce(kM) at a time, which share each vector of x: it is loaded once, and the memory
 // of several rows is asked for at once. Where sixteen lanes are several registers, two rows have room for their sums.
 constexpr int RowsAtOnce(int m) { return kLanes == 16 ? 4 / m : 2; }
 
-// Scales or zero points of many short rows are widened together, where they lie one after the other.
+// Scales or zero points of many short rows are widened together, where they are contiguous.
 constexpr int64_t kHeldAtOnce = 256;
 
 // Elements [from, from + n) of scales or zero points; those that come after them are asked for.
@@ -22,12 +22,12 @@ static inline void LoadRun(const Held& held, int64_t from, int64_t n, float unit
 }
 
 // Where the lanes of a row's blocks find the scales of their tiles. A block's first tile is counted on from block to block, and
-// a pattern says how many tiles further each lane lies: the same for all blocks but the last, whose lanes may lie beyond the
+// a pattern says how many tiles further each lane is: the same for all blocks but the last, whose lanes may be beyond the
 // row, or one for each, where a block is neither whole tiles nor part of one.
 struct RowLanes {
   int64_t tile, per_block, beyond;  // codes of a tile; whole tiles of a block, and how many codes it has besides
   int64_t apart;                    // from a block's pattern to the next one's: 16 or 0
-  bool one, each;                   // whether a block lies in one tile; whether each has scales of its own
+  bool one, each;                   // whether a block is within one tile; whether each has scales of its own
   int32_t *patterns, *last;         // 16 numbers each
 
   static int64_t Room(int64_t cols, int64_t block) { return 16 * (cols / block + 2); }
@@ -143,7 +143,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
       row[j] = w.codes + here * w.row_stride, scales[j] = scale + at * tiles, zeros[j] = zero + at * tiles;
       for (int m = 0; m < kM; ++m) total[j][m] = waiting[j][m] = Same16(0.0f);
       if (w.role != Zero::kOffset) continue;
-      const V16 end = FirstOf(zeros[j] + whole, tiles - whole);  // a tile's offset meets the sum of x over the tile
+      const V16 end = FirstOf(zeros[j] + whole, tiles - whole);  // a tile's offset times the sum of x over the tile
       for (int m = 0; m < kM; ++m) {
         const float* sums = job.x_sums + m * job.ld_sums;
         for (int64_t t = 0; t < whole; t += 16) total[j][m] = MulAdd(Load16(zeros[j] + t), Load16(sums + t), total[j][m]);
@@ -152,7 +152,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
     }
     const float* x = job.x;
     const int32_t* pattern = lanes.patterns;
-    int64_t at = 0, left = lanes.tile;  // the first tile of a block, and how many codes of it lie from there on
+    int64_t at = 0, left = lanes.tile;  // the first tile of a block, and how many of its codes follow
     const auto add_scaled = [&](const W16& of_lanes, V16 (&sum)[kR][kM]) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {

@@ -104,7 +104,7 @@ static void Run(Isa isa, const Job& job, int64_t chunk) {
   portable::RunChunk(job, chunk);
 }
 
-// A row of x as the lanes of the kernel meet it: element i of lane j of a block comes i-th among the j-ths.
+// A row of x in the order of the kernel's lanes: element i of lane j of a block comes i-th among the j-ths.
 template <int kSteps>
 static void BlockedX(const float* x, int64_t length, float* out) {
   for (int64_t b = 0; b < length; b += 16 * kSteps) {

@@ -1,8 +1,8 @@
 // Codes to numbers within registers, for the formats and layouts where that is fast. Included inside a level's namespace.
 //
 // A lane of a block holds `kSteps` neighbouring codes, and step i decodes code i of every lane. Along contracted columns
-// x is laid out alike beforehand (BlockedX), and the scale of a lane is one number as long as its codes lie in one tile.
-// Along columns that are outputs, a lane's bytes are neighbouring outputs, and come apart: first those of all lanes' first
+// x is permuted to the same order beforehand (BlockedX), and a lane has one scale as long as its codes are in one tile.
+// Along columns that are outputs, a lane's bytes are neighbouring outputs, and are interleaved: first those of all lanes' first
 // bytes, then those of their second ones.
 //
 // First what is AVX-512's own; short_registers.h has that of the others. What follows serves all.
@@ -63,7 +63,7 @@ struct Float8 {
   }
 };
 
-// The number of the code that stands `shift` bits above the lowest of each lane, by a table: one permutation sees 16 of them, one
+// The number of the code `shift` bits above the lowest of each lane, by a table: one permutation sees 16 of them, one
 // of two registers 32. Bits above a code's own may be anything, since the permutations do not look at them, and a table of fewer
 // numbers repeats.
 template <int kBits>
@@ -122,8 +122,8 @@ struct WideRow {
 
 static inline int64_t ByteRows(const Weight& w) { return (w.rows * w.bits + 7) / 8; }
 
-// Of each of 16 lanes of `steps` codes, from code `begin` of a row on, how many tiles beyond the first lane's it lies, by
-// counting: a division for each took a tenth of a short product. Lanes beyond the row are said to lie in its last tile.
+// Of each of 16 lanes of `steps` codes, from code `begin` of a row on, how many tiles it is beyond the first lane's, by
+// counting, since divisions cost more. Lanes beyond the row count as its last tile.
 static inline void TilesOfLanes(int64_t tile, int64_t cols, int64_t begin, int64_t steps, int32_t* lane) {
   int64_t left = tile - begin % tile, all = cols - begin;
   int32_t place = 0;
@@ -200,7 +200,7 @@ static inline Vector Scaled(const Vector& value, const Vector& scale, const Vect
   return kHasZero ? Add(Mul(Sub(value, subtracted), scale), added) : Mul(value, scale);
 }
 
-// Blocks of 16 * kSub numbers, those of each lane's k-th place brought together.
+// Blocks of 16 * kSub numbers, de-interleaved: the k-th places of all lanes are contiguous.
 template <int kSub>
 static inline void Apart(const float* from, int64_t blocks, float* to) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
@@ -225,7 +225,7 @@ static inline void Apart(const float* from, int64_t blocks, float* to) {
 #endif
 }
 
-// The scales or zero points of `blocks` blocks of outputs from n0 on, in the order in which they come apart.
+// The scales or zero points of `blocks` blocks of outputs from n0 on, in their interleaved order.
 template <int kSub>
 static void ColumnScales(const Weight& w, const Held& held, int64_t tile_row, int64_t n0, int64_t outputs, int64_t blocks,
                          float unit, float* plain, float* out) {
@@ -241,7 +241,7 @@ static void ColumnScales(const Weight& w, const Held& held, int64_t tile_row, in
   }
 }
 
-// Elements [first, first + tiles) of the scales or zero points of 16 rows, those of a tile side by side.
+// Elements [first, first + tiles) of the scales or zero points of 16 rows, those of a tile contiguous.
 template <class RowAt>
 static void RowScales(const Weight& w, const Held& held, float unit, RowAt row_at, int64_t first, int64_t tiles, float* plain,
                       float* out) {
@@ -251,7 +251,7 @@ static void RowScales(const Weight& w, const Held& held, float unit, RowAt row_a
   }
 }
 
-// A panel of rows n0 .., columns k0 .., decoded and scaled. The bytes of 16 rows are turned before they are decoded, so that a
+// A panel of rows n0 .., columns k0 .., decoded and scaled. The bytes of 16 rows are transposed before they are decoded, so that a
 // vector of four bytes a row gives many vectors of one number a row.
 template <class Decoder, bool kHasZero>
 static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
@@ -287,7 +287,7 @@ static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, i
   }
 }
 
-// A panel of rows k0 .., columns n0 .., decoded and scaled; the columns of a block apart.
+// A panel of rows k0 .., columns n0 .., decoded and scaled; the columns of a block are interleaved.
 template <class Decoder, bool kHasZero>
 static void FillColumns(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
                         int64_t ldw) {

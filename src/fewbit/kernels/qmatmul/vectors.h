@@ -2,7 +2,7 @@
 
 #if FEWBIT_DECODES
 
-constexpr int64_t kFewRows = 4;     // of x, that meet a row of the weight together
+constexpr int64_t kFewRows = 4;     // of x that share one decoding of the weight
 constexpr int64_t kSeveral = 16;    // that are taken four at a time along a contraction; panels are faster for more
 constexpr int64_t kColumnRows = 8;  // rows of bytes that columns take at a time
 

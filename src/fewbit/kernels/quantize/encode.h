@@ -1,6 +1,6 @@
 // From elements in units of their scale to codes. Included in each level's namespace, after lanes.h.
 
-// Adding 1.5 * 2**23 to a float below 2**22 rounds it to the nearest even integer, which stands in the low bits.
+// Adding 1.5 * 2**23 to a float below 2**22 rounds it to the nearest even integer, which is in the low bits.
 constexpr float kRounder = 12582912.0f;
 constexpr int32_t kRounderBits = 0x4B400000;
 
@@ -16,7 +16,7 @@ struct IntegerCoder {
   }
 };
 
-// The number of steps, in the exponent at hand, that lie nearest; a carry runs on into the exponent field by itself.
+// The nearest number of steps of the current exponent; a carry runs on into the exponent field by itself.
 // `sign` gives the sign, which a quotient that underflows loses.
 struct MinifloatCoder {
   F max;
@@ -39,7 +39,7 @@ struct MinifloatCoder {
   }
 };
 
-// How many thresholds lie below: with AVX-512 by halving, where a table of 16 is one register; else added up one by one, in
+// How many thresholds are below: with AVX-512 by halving, where a table of 16 is one register; else added up one by one, in
 // steps of the code.
 struct CodebookCoder {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
@@ -190,7 +190,7 @@ INLINE void EncodeEach(const T* x, int64_t count, const Coder& coder, const floa
   __builtin_memcpy(out + count - left, rest_codes, left);
 }
 
-// Encodes columns `c .. end` of a row, which lie in up to W tiles from `tile` on; `scales` and `offsets` are those of the row.
+// Encodes columns `c .. end` of a row, of up to W tiles from `tile` on; `scales` and `offsets` are those of the row.
 template <Way way, bool has_offset, typename T, typename Coder>
 INLINE void EncodeTiles(const Job& job, const Coder& coder, const T* x, const float* scales, const float* reciprocals,
                         const float* offsets, int64_t tile, int64_t c, int64_t end, uint8_t* out) {
