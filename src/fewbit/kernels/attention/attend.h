@@ -1,6 +1,6 @@
 // Attention of some queries over some positions of one head. Included inside a level's namespace.
 
-constexpr int64_t kKeys = 64;         // positions that are met at once
+constexpr int64_t kKeys = 64;         // positions of one step
 constexpr int64_t kAtOnce = kAcross * kLanes;
 
 static int64_t UpTo(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
@@ -18,7 +18,7 @@ static void Widen(const uint16_t* from, Float kind, int64_t n, float* out) {
 
 // Positions [s, s + n) as float32, each in `ld` numbers, the last of which are zeros. `out` has room for a vector more.
 static void LoadPositions(const Numbers& of, int64_t s, int64_t n, int64_t width, float* rest, float* out, int64_t ld) {
-  const bool in_one = of.is_coded && of.codes.rows == 1;  // no bit lies between the codes of two positions
+  const bool in_one = of.is_coded && of.codes.rows == 1;  // no padding between the codes of two positions
   const int64_t room = (in_one ? n : 1) * width + 64;
   float *values = rest + room, *scale = values + room, *zero = scale + kKeys + 16, *row = ld == width ? out : zero + 16;
   RowScratch scratch{reinterpret_cast<uint8_t*>(rest), values, scale, zero, -1};
@@ -37,7 +37,7 @@ static void LoadPositions(const Numbers& of, int64_t s, int64_t n, int64_t width
   for (int64_t i = 0; i < n && ld > width; ++i) std::memset(out + i * ld + width, 0, (ld - width) * sizeof(float));
 }
 
-// `LoadPositions` into `memory`, or where the numbers lie already, in `ld` each: floats, of which `count` positions are there.
+// `LoadPositions` into `memory`, or in place, in `ld` each: floats, of which `count` positions are there.
 static const float* Positions(const Numbers& of, int64_t s, int64_t n, int64_t count, int64_t width, int64_t ld, float* rest,
                               float* memory) {
   const bool as_is = !of.is_coded && of.kind == Float::kF32 && ld == width && s + n <= count;
@@ -121,7 +121,8 @@ static void Attend(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64
     const float* values = Positions(head.values, s, n, head.positions, width, ld, rest, plain);
     int64_t least = n;  // positions that every row sees
     for (int64_t r = 0; r < rows; ++r) least = seen_of(r, s, n) < least ? seen_of(r, s, n) : least;
-    // A weight of zero takes nothing from a number, and makes NaN of an infinity or a NaN: then each row meets what it sees.
+    // A weight of zero takes nothing from a number, and makes NaN of an infinity or a NaN: then each row takes only the
+    // positions it sees.
     const bool by_row = least < n && !AreFinite(values + least * ld, (n - least) * ld);
     for (int64_t i = 0; i < ld; i += kAtOnce) {
       for (int64_t r = 0; r < rows; r += by_row ? 1 : kRows) {
@@ -132,7 +133,7 @@ static void Attend(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64
   }
 }
 
-// What was found of one row in several parts, one behind the other by `apart` rows, as one: the mixture of all values that it saw.
+// Joins the partial softmax sums of one row, which are `apart` rows from one another.
 // NaN where it saw none.
 static void Join(const Found& found, int64_t row, int64_t parts, int64_t apart, int64_t width, float* out) {
   const int64_t ld = UpTo(width, kAtOnce);

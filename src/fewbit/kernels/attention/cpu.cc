@@ -1,23 +1,20 @@
-// Attention over a cache of keys and values on CPUs: floats or packed codes, read where they lie.
+// Attention over a KV cache on CPUs: float or quantized, read in place.
 //
-// Layout. A cache is [L, B, K, S, width]; the layer is an index, so that a network's loop over layers copies nothing. 64
-// positions of a head are decoded to float32 and turned, so that vectors of positions meet one number of a query; weights then
-// meet vectors of the values. Both are the products of qmatmul's panels (outer.h): 6 rows by 4 vectors of sums in registers.
-// Queries that share a head of keys are rows of one product, so each position is read and decoded once for all of them.
+// Data layout. A cache is [L, B, K, S, width]; the layer is an index, so a loop over layers copies nothing. 64 positions of a
+// head are decoded to float32 and transposed, [width][position], so that vectors of positions are multiplied by one number of
+// a query; the weights of the softmax then multiply vectors of the values. Both products are qmatmul's micro-kernel (outer.h):
+// 6 rows by 4 vectors of sums in registers. Queries that share a KV head (GQA) are rows of one product: each position is read
+// and decoded once for all of them. Floats are transposed in place; the codes of 64 positions are decoded as one row
+// where no padding separates them.
 //
-// The softmax is made on the way (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): weights are taken
-// relative to the largest score so far, and what is summed is brought to a larger one. No score goes to memory beyond 64
-// positions of the rows at hand. Positions that no row at hand sees are not read: half of them when a prompt is read, and
-// all that is not written yet of a cache's room.
+// Online softmax (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): weights are relative to the running
+// maximum, and sums are rescaled when it grows. Scores of 64 positions at a time are in memory, no more. Positions masked for all
+// rows of a chunk are not read: half of them in prefill, and the unwritten part of the cache.
 //
-// Work is split by rows, and by runs of 512 positions where there are few rows; the runs are joined in order. How, hangs on
-// shapes and on what is seen, not on threads, so that any number of them gives the same bits.
+// Work is split by rows, and in runs of 512 positions where rows are few; runs are joined in order. The split depends on shapes
+// and masks, not on threads, so any number of threads gives the same bits.
 //
-// What was needed. Floats are turned where they lie, and the codes of 64 positions decoded as one row where no bits lie between
-// them. While each position was copied or decoded by itself, a token after 40 others took 6.1 us in place of 5.0 with floats (9
-// heads of width 64, three of keys) and 13.9 in place of 9.2 with int8, after 512 others 47 in place of 34 and 72 in place of 56.
-// XLA took 14, 11, 126 and 56 us, of which copies of the layer are a part. A prompt of 512 tokens is bound by
-// what is computed, long caches of floats by memory, and those of codes by decoding (bench/results/attention.json).
+// Bound: computation in prefill, memory for long float caches, decoding for quantized ones (docs/design/kernels-cpu.md).
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -35,12 +32,7 @@ namespace fewbit {
 
 #define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
 namespace portable {
-#include "lanes.h"
-#include "../qmatmul/decode.h"
-#include "../qmatmul/outer.h"
-#include "../qmatmul/turn.h"
-#include "exponential.h"
-#include "attend.h"
+#include "level.h"
 }  // namespace portable
 #undef FEWBIT_LEVEL
 
@@ -48,12 +40,7 @@ namespace portable {
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
 FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
 namespace avx2 {
-#include "lanes.h"
-#include "../qmatmul/decode.h"
-#include "../qmatmul/outer.h"
-#include "../qmatmul/turn.h"
-#include "exponential.h"
-#include "attend.h"
+#include "level.h"
 }  // namespace avx2
 FEWBIT_END
 #undef FEWBIT_LEVEL
@@ -61,12 +48,7 @@ FEWBIT_END
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX512
 FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
 namespace avx512 {
-#include "lanes.h"
-#include "../qmatmul/decode.h"
-#include "../qmatmul/outer.h"
-#include "../qmatmul/turn.h"
-#include "exponential.h"
-#include "attend.h"
+#include "level.h"
 }  // namespace avx512
 FEWBIT_END
 #undef FEWBIT_LEVEL

@@ -1,4 +1,4 @@
-// e**x in every lane, and what a softmax needs beside it. Included inside a level's namespace, after lanes.h.
+// e**x in every lane, and the maximum, for a softmax. Included inside a level's namespace, after lanes.h.
 
 typedef int32_t Whole32 __attribute__((vector_size(4 * kLanes)));
 

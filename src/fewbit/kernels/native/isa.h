@@ -64,7 +64,7 @@ inline Isa BestIsa() {
 #endif
 }
 
-// The level of a number, where this machine runs it; else the best. -1 stands for the best.
+// The level of a number, where this machine runs it; else the best. -1: the best.
 inline Isa IsaOf(int64_t level) {
   return level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
 }

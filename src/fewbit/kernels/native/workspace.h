@@ -1,4 +1,4 @@
-// Memory for what a chunk of work holds meanwhile.
+// Scratch memory of a chunk of work.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,7 @@
 // Products where a scale belongs to places of the contraction rather than to outputs, or where the outputs' codes share bytes:
 // x @ w with a scale for each row of w, and every gradient. Included inside a level's namespace.
 //
-// Such a scale cannot wait until its tile's sum is made, for its tile is as short as one place. It meets x instead, once for
+// Such a scale cannot wait until its tile's sum is made, for its tile is as short as one place. It multiplies x instead, once for
 // all outputs of the tile: y[n] = sum over k of (x[k] s[k]) c[k][n]. That is one multiplication for the 4 or 8 vectors of a
 // lane's codes where rows are contracted, and a pass over x for each row of tiles where columns are. In panels, which are scaled
 // as they are filled, such scales are few to load.
@@ -69,10 +69,11 @@ struct BlockTiles {
 };
 
 // Rows are contracted, and lanes hold neighbouring outputs: rows m0 and on of y, for outputs from n0 on.
-template <class Decoder, Zero kRole, int kM>
+template <class Decoder, bool kSubtracts, int kM>
 static void SumRows(const Job& job, int m0, int64_t n0, int64_t width) {
   constexpr int kSteps = Decoder::kSteps, kBlock = 16 * kSteps;
   const Weight& w = job.w;
+  const bool has_zero = w.role != Zero::kNone, has_offset = w.role == Zero::kOffset;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, blocks = (outputs + kBlock - 1) / kBlock;
   const int64_t padded = blocks * kBlock, first = n0 / w.col_tile, tiles = (n0 + outputs - 1) / w.col_tile - first + 1;
   const ColumnLanes lanes(w, kBlock, first);
@@ -84,7 +85,7 @@ static void SumRows(const Job& job, int m0, int64_t n0, int64_t width) {
   for (int64_t k0 = 0; k0 < w.rows; k0 += kDeep) {
     const int64_t deep = k0 + kDeep < w.rows ? kDeep : w.rows - k0;
     const HeldRows scale(w, w.scale, w.unit, k0, deep, first, tiles, scales);
-    const HeldRows zero = kRole == Zero::kNone ? scale : HeldRows(w, w.zero, 1.0f, k0, deep, first, tiles, zeros);
+    const HeldRows zero = !has_zero ? scale : HeldRows(w, w.zero, 1.0f, k0, deep, first, tiles, zeros);
     for (int64_t b = 0; b < blocks; ++b) {
       V sum[kM][kSteps], offset[kM];
 #pragma GCC unroll 2
@@ -99,18 +100,21 @@ static void SumRows(const Job& job, int m0, int64_t n0, int64_t width) {
       for (int64_t k = 0; k < deep; ++k, p += w.row_stride) {
         const Decoder codes(p, left, table);
         _mm_prefetch(reinterpret_cast<const char*>(p + kDeep * w.row_stride), _MM_HINT_T0);
-        const V s = place.Of(scale.at[k]), z = kRole == Zero::kNone ? s : place.Of(zero.at[k]);
+        const V s = place.Of(scale.at[k]), z = kSubtracts ? place.Of(zero.at[k]) : s;
         V a[kM];
 #pragma GCC unroll 2
         for (int m = 0; m < kM; ++m) {
-          const V here = Same(x[m * job.ldx + k0 + k]);
-          a[m] = Mul(here, s);
-          if (kRole == Zero::kOffset) offset[m] = MulAdd(here, z, offset[m]);
+          a[m] = Mul(Same(x[m * job.ldx + k0 + k]), s);
+        }
+        if (!kSubtracts && has_offset) {
+          const V added = place.Of(zero.at[k]);
+#pragma GCC unroll 2
+          for (int m = 0; m < kM; ++m) offset[m] = MulAdd(Same(x[m * job.ldx + k0 + k]), added, offset[m]);
         }
 #pragma GCC unroll 8
         for (int i = 0; i < kSteps; ++i) {
           V v = codes.At(i, table);
-          if (kRole == Zero::kWhole) v = Sub(v, z);
+          if (kSubtracts) v = Sub(v, z);
 #pragma GCC unroll 2
           for (int m = 0; m < kM; ++m) sum[m][i] = MulAdd(v, a[m], sum[m][i]);
         }
@@ -119,7 +123,7 @@ static void SumRows(const Job& job, int m0, int64_t n0, int64_t width) {
       for (int m = 0; m < kM; ++m) {
 #pragma GCC unroll 8
         for (int i = 0; i < kSteps; ++i) {
-          if (kRole == Zero::kOffset) sum[m][i] = Add(sum[m][i], offset[m]);
+          if (has_offset) sum[m][i] = Add(sum[m][i], offset[m]);
           Store(total + m * padded + b * kBlock + i * 16, sum[m][i]);
         }
       }
@@ -131,8 +135,8 @@ static void SumRows(const Job& job, int m0, int64_t n0, int64_t width) {
   }
 }
 
-// A panel of rows k0 .., columns n0 .., decoded and scaled; the columns of a block apart.
-template <class Decoder, Zero kRole>
+// A panel of rows k0 .., columns n0 .., decoded and scaled; the columns of a block are interleaved.
+template <class Decoder, bool kHasZero>
 static void FillRowsAcross(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
                            int64_t ldw) {
   constexpr int kSteps = Decoder::kSteps, kBlock = 16 * kSteps;
@@ -141,11 +145,12 @@ static void FillRowsAcross(const Weight& w, int64_t n0, int64_t outputs, int64_t
   const int64_t tiles = (n0 + outputs - 1) / w.col_tile - first + 1;
   const ColumnLanes lanes(w, kBlock, first);
   const auto table = Decoder::TableOf(w);
+  const ZeroParts parts(w.role);
   float *scales = rest, *zeros = rest + kRowsOfScales * tiles + 16;
   for (int64_t from = k0; from < k0 + count; from += kRowsOfScales) {
     const int64_t rows = k0 + count - from < kRowsOfScales ? k0 + count - from : kRowsOfScales;
     const HeldRows scale(w, w.scale, w.unit, from, rows, first, tiles, scales);
-    const HeldRows zero = kRole == Zero::kNone ? scale : HeldRows(w, w.zero, 1.0f, from, rows, first, tiles, zeros);
+    const HeldRows zero = !kHasZero ? scale : HeldRows(w, w.zero, 1.0f, from, rows, first, tiles, zeros);
     for (int64_t b = 0; b < blocks; ++b) {
       const int64_t at = n0 / kBlock + b;
       const BlockTiles place(lanes, at);
@@ -153,15 +158,16 @@ static void FillRowsAcross(const Weight& w, int64_t n0, int64_t outputs, int64_t
       float* to = panel + (from - k0) * ldw + b * kBlock;
       for (int64_t k = 0; k < rows; ++k, p += w.row_stride, to += ldw) {
         const Decoder codes(p, w.row_stride - at * Decoder::kBytes, table);
-        const V s = place.Of(scale.at[k]), z = kRole == Zero::kNone ? s : place.Of(zero.at[k]);
+        const V s = place.Of(scale.at[k]), z = kHasZero ? place.Of(zero.at[k]) : s;
+        const V before = parts.Subtracted(z), after = parts.Added(z);
 #pragma GCC unroll 8
-        for (int i = 0; i < kSteps; ++i) Store(to + i * 16, Scaled(kRole, codes.At(i, table), s, z));
+        for (int i = 0; i < kSteps; ++i) Store(to + i * 16, Scaled<kHasZero>(codes.At(i, table), s, before, after));
       }
     }
   }
 }
 
-// The scales or zero points of one row of tiles, a number for each column, those of a lane's places apart as BlockedX has x.
+// The scales or zero points of one row of tiles, a number for each column, in the order that BlockedX gives x.
 template <int kSub>
 static void BlockedScales(const Weight& w, const Held& held, int64_t row, int64_t blocks, float unit, float* plain, float* out) {
   const int64_t length = blocks * 16 * kSub;
@@ -174,12 +180,14 @@ static void BlockedScales(const Weight& w, const Held& held, int64_t row, int64_
   Apart<kSub>(plain, blocks, out);
 }
 
-// Columns are contracted, and the codes of a byte lie down a column: rows m0 and on of y, for rows [begin, end) of the weight.
-template <class Decoder, Zero kRole, int kM>
+// Columns are contracted, and the codes of a byte follow each other down a column: rows m0 and on of y, for rows [begin, end)
+// of the weight.
+template <class Decoder, bool kSubtracts, int kM>
 static void DotScaled(const Job& job, int m0, int64_t begin, int64_t end) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub, kByteRows = Decoder::kByteRows;
-  constexpr int kR = kAlong * kM >= 8 ? 1 : kAlong * kM >= 4 ? 2 : 4;  // groups of kAlong rows that meet each vector of x
+  constexpr int kR = kAlong * kM >= 8 ? 1 : kAlong * kM >= 4 ? 2 : 4;  // groups of kAlong rows that share each load of x
   const Weight& w = job.w;
+  const bool has_zero = w.role != Zero::kNone, has_offset = w.role == Zero::kOffset;
   const int64_t blocks = (w.cols + kBlock - 1) / kBlock, length = blocks * kBlock, byte_rows = ByteRows(w);
   const auto table = Decoder::TableOf(w);
   float* x = Workspace(length * (kM + 3) + 64);
@@ -189,16 +197,16 @@ static void DotScaled(const Job& job, int m0, int64_t begin, int64_t end) {
     const int64_t row = t0 / w.row_tile;
     t1 = (row + 1) * w.row_tile < end ? (row + 1) * w.row_tile : end;
     BlockedScales<kSub>(w, w.scale, row, blocks, w.unit, plain, scale);
-    if (kRole != Zero::kNone) BlockedScales<kSub>(w, w.zero, row, blocks, 1.0f, plain, zero);
+    if (has_zero) BlockedScales<kSub>(w, w.zero, row, blocks, 1.0f, plain, zero);
     float offset[kM];
     for (int m = 0; m < kM; ++m) {
       const float* from = job.x + (m0 + m) * job.ldx;
       V sum = Same(0.0f);
       for (int64_t c = 0; c < length; c += 16) {
         Store(x + m * length + c, Mul(Load(from + c), Load(scale + c)));
-        if (kRole == Zero::kOffset) sum = MulAdd(Load(from + c), Load(zero + c), sum);
+        if (has_offset) sum = MulAdd(Load(from + c), Load(zero + c), sum);
       }
-      offset[m] = kRole == Zero::kOffset ? SumOfLanes(sum) : 0.0f;
+      offset[m] = has_offset ? SumOfLanes(sum) : 0.0f;
     }
     for (int64_t r = t0; r < t1; r += kR * kAlong) {
       V sum[kR][kAlong][kM];
@@ -225,11 +233,11 @@ static void DotScaled(const Job& job, int m0, int64_t begin, int64_t end) {
           }
 #pragma GCC unroll 4
           for (int sub = 0; sub < kSub; ++sub) {
-            const V z = kRole == Zero::kWhole ? Load(zero_here + sub * 16) : Same(0.0f);
+            const V z = kSubtracts ? Load(zero_here + sub * 16) : Same(0.0f);
 #pragma GCC unroll 8
             for (int i = 0; i < kAlong; ++i) {
               V v = codes.At(sub * kAlong + i, table);
-              if (kRole == Zero::kWhole) v = Sub(v, z);
+              if (kSubtracts) v = Sub(v, z);
 #pragma GCC unroll 2
               for (int m = 0; m < kM; ++m) sum[j][i][m] = MulAdd(v, Load(x_here + m * length + sub * 16), sum[j][i][m]);
             }
@@ -265,7 +273,7 @@ static void TurnedScales(const Weight& w, const Held& held, float unit, int64_t 
   for (int64_t t = 0; t < apart; t += 16) Turn(plain + t, apart, out + 16 * t, 16);
 }
 
-// The decoder of what lane `lane` of every vector held before they were turned, or of one of its parts.
+// The decoder of lane `lane` of every vector before the transposition, or of one of its parts.
 template <class Decoder>
 static inline Decoder TurnedLane(const __m512i (*raw)[16], int64_t lane, int part) {
   if constexpr (Decoder::kByteRows == 1) {
@@ -277,17 +285,19 @@ static inline Decoder TurnedLane(const __m512i (*raw)[16], int64_t lane, int par
   }
 }
 
-// A panel of rows n0 .., columns k0 .., whose bytes hold codes of several rows, decoded and scaled; the rows of a block apart.
-template <class Decoder, Zero kRole>
+// A panel of rows n0 .., columns k0 .., whose bytes contain codes of several rows, decoded and scaled; the rows of a block are
+// interleaved.
+template <class Decoder, bool kHasZero>
 static void FillTurned(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
                        int64_t ldw) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kByteRows = Decoder::kByteRows;
   const int64_t first = k0 / w.col_tile, tiles = (k0 + count - 1) / w.col_tile - first + 1, room = (tiles + 15) / 16 * 16;
   const auto table = Decoder::TableOf(w);
+  const ZeroParts parts(w.role);
   float *plain = rest, *scale = plain + 16 * room, *zero = scale + 16 * room;
   for (int64_t n = 0; n < outputs; n += 16 * kAlong) {
     TurnedScales(w, w.scale, w.unit, n0 + n, kAlong, first, tiles, plain, scale);
-    if (kRole != Zero::kNone) TurnedScales(w, w.zero, 1.0f, n0 + n, kAlong, first, tiles, plain, zero);
+    if (kHasZero) TurnedScales(w, w.zero, 1.0f, n0 + n, kAlong, first, tiles, plain, zero);
     for (int64_t b = 0; b < count; b += 64) {
       __m512i raw[kByteRows][16];
       for (int j = 0; j < kByteRows; ++j) {
@@ -303,10 +313,11 @@ static void FillTurned(const Weight& w, int64_t n0, int64_t outputs, int64_t k0,
 #pragma GCC unroll 4
         for (int sub = 0; sub < kSub; ++sub) {
           if (k + sub >= next && tile + 1 < tiles) ++tile, next += w.col_tile;
-          const V s = Load(scale + 16 * tile), z = kRole == Zero::kNone ? s : Load(zero + 16 * tile);
+          const V s = Load(scale + 16 * tile), z = kHasZero ? Load(zero + 16 * tile) : s;
+          const V before = parts.Subtracted(z), after = parts.Added(z);
 #pragma GCC unroll 8
           for (int i = 0; i < kAlong; ++i) {
-            Store(panel + (k + sub) * ldw + n + i * 16, Scaled(kRole, codes.At(sub * kAlong + i, table), s, z));
+            Store(panel + (k + sub) * ldw + n + i * 16, Scaled<kHasZero>(codes.At(sub * kAlong + i, table), s, before, after));
           }
         }
       }
@@ -314,18 +325,18 @@ static void FillTurned(const Weight& w, int64_t n0, int64_t outputs, int64_t k0,
   }
 }
 
-// A few rows of x, two at a time: more of them, beside the sums of the outputs of a lane, would not stay in registers.
-template <class Decoder, Zero kRole>
+// A few rows of x, two at a time: the sums of more would not fit in registers.
+template <class Decoder, bool kSubtracts>
 static void FewAcross(const Job& job, int64_t begin, int64_t count) {
-  for (int m = 0; m + 1 < job.M; m += 2) SumRows<Decoder, kRole, 2>(job, m, begin, count);
-  if (job.M % 2 == 1) SumRows<Decoder, kRole, 1>(job, static_cast<int>(job.M) - 1, begin, count);
+  for (int m = 0; m + 1 < job.M; m += 2) SumRows<Decoder, kSubtracts, 2>(job, m, begin, count);
+  if (job.M % 2 == 1) SumRows<Decoder, kSubtracts, 1>(job, static_cast<int>(job.M) - 1, begin, count);
 }
 
-template <class Decoder, Zero kRole>
+template <class Decoder, bool kSubtracts>
 static void FewTurned(const Job& job, int64_t begin, int64_t count) {
   const int64_t end = begin + count < job.w.rows ? begin + count : job.w.rows;
-  for (int m = 0; m + 1 < job.M; m += 2) DotScaled<Decoder, kRole, 2>(job, m, begin, end);
-  if (job.M % 2 == 1) DotScaled<Decoder, kRole, 1>(job, static_cast<int>(job.M) - 1, begin, end);
+  for (int m = 0; m + 1 < job.M; m += 2) DotScaled<Decoder, kSubtracts, 2>(job, m, begin, end);
+  if (job.M % 2 == 1) DotScaled<Decoder, kSubtracts, 1>(job, static_cast<int>(job.M) - 1, begin, end);
 }
 
 #endif

@@ -1,105 +1,37 @@
-// The product of a float matrix and a quantized one on CPUs: y = x w, exact in what the codes mean, summed in float32.
+// GEMV and GEMM with float activations and quantized weights on CPUs: y = x w, exact in the decoded codes, sums in float32.
 //
-// Layout. A weight is a matrix of codes as it lies in memory, rows by columns, its codes packed along either axis, and either
-// axis contracted (job.h): [N, K] and [K, N], a product and its gradient, are all four the same call. Nothing is repacked.
-// Where a container permutes its codes, x or y is permuted instead. Scales are read in their stored form: float32, bfloat16,
-// float16, or bytes through a table of 256 numbers (E8M0, E4M3, scales that are quantized themselves).
+// Data layout. w is a matrix of codes [rows, cols], packed along either axis, of which either is contracted (job.h): [N, K],
+// [K, N], and the gradients of both are one call. Codes are never repacked; where a container permutes them, x or y is permuted.
+// Scales are read as stored: float32, bfloat16, float16, or bytes with a table of 256 numbers (E8M0, E4M3).
 //
-// A few rows of x (up to 4; dots.h, vectors.h). The weight is read once, so the bound is memory, and the aim is to decode as
-// fast as bytes come. 64 bytes are loaded as 16 lanes of 32 bits. Shifting all lanes by 4 i brings code i of each lane to the
-// low bits, and one permutation of 16 floats turns 16 of them into numbers, since it looks at four bits of each index only: two
-// instructions and a multiply-add for 16 weights, whatever the 4-bit format. So a lane holds 8 neighbouring codes. Along a
-// contraction x is laid out to match once a call (BlockedX), which is O(M K); each lane keeps its own sum, and takes its own
-// scale after 8 codes, so a tile may be any multiple of 8. Which tile each lane of a block lies in is a pattern of 16 places,
-// made once a chunk, so that one kernel serves tiles of any length; the sum of a tile of several blocks waits in its registers
-// until the tile ends. Offsets meet the sums of x over their tiles, which are made once a call. Along outputs a lane's bytes are
-// neighbouring outputs, put in order when they are stored; eight rows are taken at a time, in runs of up to 1 KiB, while the
-// next eight are prefetched. 1 and 2 bits go the same way. Bytes along a row: a permutation puts one of each lane into the low
-// bits of 2**23, a float from which a subtraction leaves the number; down columns a shift and a mask do (Whole). fp8 goes by way
-// of float16, whose bits hold theirs. Codes of 3, 5 and 6 bits are cut out of their bytes first, to a byte each: along a row
-// eight at a time by one instruction, down columns by two shifts where two bytes share a code. Then 5 bits are one permutation
-// of two registers, 6 bits two of them, and integers of 7 bits, whose table would be eight registers, become floats by their
-// bits, too. With one row of x four rows of the weight are taken together: x is loaded once for them.
+// Decoding (registers.h, short_registers.h). 64 bytes are 16 lanes of 32 bits, so a lane holds 8 neighbouring codes of 4 bits. A
+// shift brings code i of every lane to the low bits, and one permutation of a table in registers makes floats: two instructions
+// and an FMA for 16 weights. 3, 5 and 6 bits are first spread to bytes; integers become floats through the bits of 2**23; fp8
+// goes by float16. AVX2 and NEON use two and four registers for 16 lanes (sixteen.h).
 //
-// AVX2 and NEON go the same way with the same layout: sixteen lanes are two registers or four (sixteen.h), and only how a
-// code becomes a number is their own (short_registers.h). One row of x is all that has room for its sums there; two or more
-// meet panels, which are filled from the same registers. One core kept to AVX2, one row of x, 2048 x 2048 in tiles of 64
-// along rows, the least of two runs of seven on a busy machine, row by row and from registers: codes of 3 bits 7.3 and 0.32
-// ms, int4 3.9 and 0.60, nf4 3.6 and 0.70, int6 8.5 and 0.47, mxfp6 9.7 and 2.2, int7 8.8 and 0.51, int8 3.7 and 0.81, fp8
-// 3.5 and 1.1. A table of 6 bits is 8 permutations and 7 choices there. Sums have no room to wait for the end of a tile: with
-// that int8 took 1.3 times as long. On arm64 values are tested in an emulator; speed was not measured.
+// GEMV, memory bound (dots.h, vectors.h). Along the contraction x is permuted once to the order of the lanes (BlockedX), four
+// rows of w share each load of x, and a scale multiplies the sum of its block: a block is any multiple of 8 codes. Zero points
+// are subtracted from codes; offsets multiply the block sums of x. Where outputs are contiguous, 8 rows of w are read at a
+// time in runs of up to 1 KiB, and the next 8 are prefetched. 2 to 4 rows of x share the decoded weights (to 16 along the
+// contraction, four at a time).
 //
-// Short rows cost as much beside their codes as with them: 1536 rows of 576 codes of Q4_1 took 65 us of one core where 576 rows
-// of 1536 codes took 38. So the scales and zero points of many rows are widened together, the lanes of four rows are summed
-// together, whole blocks are loaded without a mask, and where the last block is filled by half or less, that of another row
-// comes into the other half. Up to 16 rows of x along a contraction are taken four at a time, while the rows of the weight lie
-// in the cache.
+// Scales that vary along the contraction (across.h), as in every gradient, multiply x instead of the sum: (x s) c.
 //
-// Scales that change along the contraction (across.h): x @ w with a scale for each row of w, tiles that run along the
-// outputs, and so every gradient, whose weight is read along its other axis. There a tile's sum is one product long, so the
-// scale meets x instead of the sum. Where rows are contracted, a lane holds 8 codes (4 of a byte) that are neighbouring
-// outputs, and one product of x and scale serves them all; where columns are, x is scaled once for each row of tiles, and
-// meets the bare codes of all its rows. A zero point is still subtracted from the codes, so that what is zero stays so;
-// offsets meet x alone. x times a scale is rounded once more than the decoded weight would be, and overflows where it exceeds
-// float32, whatever the code.
+// GEMM (panels.h, outer.h). Panels of 128 outputs by 128 contracted elements are decoded and scaled to float32, [k][n] for
+// either layout; the micro-kernel is 6 rows by 4 vectors: 24 FMA for 10 loads. Its part of a panel, 32 KiB, stays in L1 while it
+// walks down the rows of x. Along the contraction the packed bytes of 16 rows are transposed before decoding. Formats without
+// a register decoder are decoded row by row (decode.h).
 //
-// Rows in groups, each with a matrix of its own (a mixture of experts), are a job for each group, whose chunks all threads
-// share, as are those of a batch. How many rows a group has is read when the call is made: a few of them go the way of few
-// rows, and a matrix without rows is not read.
+// Threads take contiguous chunks of outputs; each output is summed in one order, so the bits do not depend on their number.
+// Groups of rows with a matrix each (mixture of experts) are jobs whose chunks all threads share.
 //
-// More rows (panels.h). 128 outputs by 128 places are decoded and scaled into float32, [k][n] whichever axis is contracted,
-// and multiplied by blocks of 6 x 4 vectors of registers, at 24 multiply-adds for 10 loads. A block of registers walks down
-// the rows of x while its part of the panel, 32 KiB, stays in the first cache; x streams past it, 24 bytes for 12 cycles.
-// Along a contraction the packed bytes of 16 rows are turned before they are decoded: 64 shuffles for 2048 codes of 4 bits,
-// an eighth of what turning the numbers would take. The decoding is that of vectors.h and across.h where there is one. Every
-// other case (tables of 7 bits, and of 5 with AVX2 and NEON; tiles that lanes do not fit; plain C++) is decoded row by row
-// (decode.h) and turned as numbers, for a few rows of x, too.
-//
-// Threads take chunks of outputs, and each output is summed in one order, whatever its chunk: the bits of the result are the
-// same for any number of threads. Each has a share of neighbouring chunks: what a thread asks for ahead reaches into the next
-// chunk, and would be read twice if that were another's. A network of many layers makes hundreds of calls of some
-// 10 us each, and to wake a sleeping thread for each took longer than it saved: 64 tokens of a 30-layer model were faster on
-// one core than on two. So a thread that has helped looks for the next call for 100 us before it sleeps (parallel.h). It is no
-// thread of XLA's pool: operations that XLA runs beside each other, such as the products of keys and values, waited for it
-// there.
-//
-// Layers that a loop runs over are one stack, of which a call takes one matrix by its index: XLA would copy it first.
-//
-// The bound. On a Sapphire Rapids core, which permutes on one port, 128 codes of 4 bits take 25 instructions on two ports:
-// 12.5 cycles; 13.0 are measured from the cache with four rows together. Measured on one core of a busy machine (processor
-// time, least of many, 4096 x 4096, weights that rotate, one run): one row of x with int4 in tiles of 64 along columns 0.82 ms
-// beside 0.85 of torch's kernel for 4 bits, int8 1.18 beside 1.50 of torch's; along rows 1.12 and 1.71; int3 0.82 and 0.87,
-// mxfp6 1.6 and 1.8. 256 rows, beside XLA's float32 product, 56 ms along columns and 58 along rows: int4 56 and 58, int3 55
-// and 55, mxfp6 56 and 58, int8 56 and 61. bench/results/qmatmul.json has a run of every scheme. Along rows one row of x
-// was behind, because the bytes of a tile lie on as many pages as it has rows, at a stride that the first cache maps to one
-// set of twelve lines. Eight rows at a time in runs of 1 KiB mended that: int8 1.45 to 0.93 ms, int4 0.95 to 0.60 (two
-// threads, beyond the cache, one run); runs of 512 bytes 1.3 and 0.8, and asking for bytes further along the same rows, in
-// place of the next rows, 1.6 and 1.0.
-//
-// Rows along the contraction, two cores, weights beyond the caches, medians of 12 rounds in turns with a plain read of the same
-// bytes: int8 4096 x 4096 0.65 ms beside 0.55 (26 GB/s; a copy of 64 MiB reads and writes 52), q8_0 0.70 and 0.59, int4 in
-// tiles of 64 0.45 and 0.32. SmolLM2's products for one token, 30 layers one after the other: q, k and v 0.74 ms and 0.45, the
-// output 0.49 and 0.29, gate and up 2.02 and 1.27, down 1.09 and 0.68; the head, 8 bits, 1.48 and 1.08. Before patterns, sums
-// that wait and bytes by permutation these took 1.04 to 1.11 times as long, tiles of 40 2.5 times, int4 and uint4 about as
-// long; int3 in tiles of 64 and mxfp6, whose blocks are short, 0.9 times. Bytes are asked for into the second cache, 4 KiB
-// ahead or as far as the next rows; where a block has 64 codes or fewer, into the first one 1 KiB ahead besides, which made
-// int8 faster by 5 in 100 and int4 slower by 8. Without any, products took 1.2 to 2 times as long. One thread takes as long
-// from memory as from the caches (gate and up, 13 GB/s): what it computes bounds it. Two would read 27 GB/s so, which is all
-// that plain reading gets, and read 16: near the limit each line comes later than it was asked for. That is what stands between
-// a token of SmolLM2 and twice the speed of llama.cpp: in the trace of one, 5.1 of 5.6 ms were products; in the rounds above
-// they took 5.8 ms for a token, and plain reading 3.8.
-//
-// What did not pay. Codes in natural order in the lanes: two more instructions on the port that permutes. Loads at each of the
-// four bytes of a lane, in place of more shifts: 12.0 cycles in place of 13.0 with four rows of the weight, but 16 and 19 with
-// one and two, since each such load crosses a cache line. To ask for the bytes of four rows as one run: 1.0 to 1.25 times the
-// time; rows from four places of a chunk: 1.5 times for short rows. More scales at once; a branch for blocks that lie in one
-// tile, with AVX-512. bfloat16 products, of x in three parts or where a lower precision is asked for: that instruction
-// (vdpbf16ps) makes 109 billion operations a second on one core of this processor, where multiply-adds in float32 make 217
-// (nothing else in the loop), those in float16 447 and pairs of 16-bit integers 460. Sums first and zero points afterwards,
-// which saves an instruction for 16 weights: a tile of zeros would no longer give exact zeros. Scales spread to one an output
-// by scalar code: twice the time of the whole product. Panels [n][k], summed by lanes: each block streams from the second
-// cache, and 256 rows took 1.5 times as long. Loops over rows within registers without `unroll`: GCC leaves some of them
-// rolled, with their sums in memory, at 1.4 times the time.
+// Measurements, and what did not pay: docs/design/kernels-cpu.md.
+#define FEWBIT_UNITS 5  // the handler with plain C++, AVX2, and three for AVX-512 (choice.h)
+
+#include "levels.h"
+#include "units.h"
+
+#if FEWBIT_IN_UNIT(0)
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -108,7 +40,6 @@
 
 #include "buffers.h"
 #include "checks.h"
-#include "levels.h"
 #include "module.h"
 #include "parallel.h"
 #include "xla/ffi/api/ffi.h"
@@ -142,12 +73,12 @@ static void PackRow(const void* x, Float kind, int64_t k, const int32_t* order, 
   }
 }
 
-// Rows of x that meet one matrix of the weight, one after the other in x and in y.
+// Contiguous rows of x and y that are multiplied by one matrix of the weight.
 struct Group {
   int64_t m0, rows, matrix;
 };
 
-// The groups of rows: those of given sizes, which meet one matrix each, or `batch` of equally many, which meet the matrices from
+// The groups of rows: of given sizes with a matrix each, or `batch` of equal size with the matrices from
 // `first` on. Groups without rows are left out.
 static std::vector<Group> GroupsOf(const ffi::BufferR1<ffi::S32>& sizes, int64_t batch, int64_t rows, int64_t first) {
   std::vector<Group> groups;
@@ -180,7 +111,7 @@ struct Matrices {
   }
 };
 
-// The shapes of a stack of codes and what lies with it.
+// The shapes of a stack of codes, scales and zero points.
 struct Stack {
   Dimensions codes, scale, zero;
   int64_t rows, cols, bits, row_tile, col_tile;
@@ -213,7 +144,7 @@ static void CheckOrder(ffi::Span<const int32_t> order, int64_t bits, int64_t pac
   for (const int32_t place : order) checks.Within("a place of the order", place, 0, group - 1);
 }
 
-// Rows of x and of the result for a weight of these lengths; an axis of codes in groups may be longer than what it stands for.
+// Rows of x and of the result for a weight of these lengths; an axis of codes in groups may be padded.
 static void CheckRows(Dimensions x, Dimensions y, int64_t contracted, int64_t outputs, ffi::Span<const int32_t> order,
                       bool is_contracted_packed, Checks& checks) {
   const int64_t spare = order.size() == 0 ? 0 : static_cast<int64_t>(order.size()) - 1;
@@ -274,7 +205,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
     std::memset(y->untyped_data(), 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  int64_t first = 0;  // the matrix of the stack that the first one of x meets
+  int64_t first = 0;  // the matrix of the stack for the first one of x
   if (picked.element_count() != 0) {
     const int64_t asked = picked.typed_data()[0];
     first = asked < 0 ? 0 : asked < stacked ? asked : stacked - 1;
@@ -370,8 +301,8 @@ XLA_FFI_DEFINE_HANDLER(qmatmul, Qmatmul,
                            .Arg<ffi::BufferR1<ffi::F32>>()
                            .Arg<ffi::BufferR1<ffi::F32>>()     // tensor scales, none or one or one a batch
                            .Arg<ffi::BufferR1<ffi::F32>>()     // the numbers of the format
-                           .Arg<ffi::BufferR1<ffi::S32>>()     // the matrix that x meets, of a stack; none: x has one for each
-                           .Arg<ffi::BufferR1<ffi::S32>>()     // how many rows of x meet each matrix; none: as x has them
+                           .Arg<ffi::BufferR1<ffi::S32>>()     // the index of x's matrix in a stack; none: x has one for each
+                           .Arg<ffi::BufferR1<ffi::S32>>()     // how many rows of x each matrix has; none: as x has them
                            .Ret<ffi::AnyBuffer>()              // y [B, M, N]
                            .Attr<bool>("contracts_cols")
                            .Attr<bool>("packed_cols")
@@ -389,3 +320,4 @@ XLA_FFI_DEFINE_HANDLER(qmatmul, Qmatmul,
 }  // namespace fewbit
 
 FEWBIT_MODULE(_cpu, {"fewbit_qmatmul", reinterpret_cast<void*>(fewbit::qmatmul)})
+#endif

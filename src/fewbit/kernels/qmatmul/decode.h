@@ -1,6 +1,6 @@
 // Rows of codes into float32. Included inside a level's namespace.
 
-// The codes of columns [c0, c0 + n) of row r, a byte each: where they lie, or in `out`, which has room for 64 more.
+// The codes of columns [c0, c0 + n) of row r, a byte each: in place, or in `out`, which has room for 64 more.
 static const uint8_t* CodesOfRow(const Weight& w, int64_t r, int64_t c0, int64_t n, uint8_t* out) {
   const int bits = w.bits;
   const uint8_t mask = static_cast<uint8_t>((1 << bits) - 1);
@@ -53,7 +53,7 @@ static const uint8_t* CodesOfRow(const Weight& w, int64_t r, int64_t c0, int64_t
   return out;
 }
 
-// The numbers that n codes stand for; `out` has room for 64 more.
+// The numbers of n codes; `out` has room for 64 more.
 static void ValuesOf(const Weight& w, const uint8_t* codes, int64_t n, float* out) {
   const int spare = 8 - w.bits;
   if (w.kind == Codes::kSigned) {
@@ -123,7 +123,7 @@ static inline Vector Scaled(Zero role, const Vector& value, const Vector& scale,
 struct RowScratch {
   uint8_t* codes;                // each with room for one block of columns and 64 more
   float *values, *scale, *zero;
-  int64_t loaded_row;            // of the scales that `scale` and `zero` hold; -1: none
+  int64_t loaded_row;            // whose scales are in `scale` and `zero`; -1: none
 };
 
 // Row r, columns [c0, c0 + n), as float32 in `out`, and zeros up to a multiple of the lanes; `out` has room for 64 more.

@@ -2,15 +2,15 @@
 
 #if FEWBIT_DECODES
 
-// Bytes of each row are asked for into the second cache, since the processor's own prefetching stops at each page; and where few
+// Bytes of each row are prefetched to L2, since the processor's own prefetching stops at each page; and where few
 // codes fill a line, into the first one later.
 constexpr int64_t kLater = 4096, kSoon = 1024;
 
-// Rows of the weight are taken RowsAtOnce(kM) at a time, which meet each vector of x together: it is loaded once, and the memory
+// Rows of the weight are taken RowsAtOnce(kM) at a time, which share each vector of x: it is loaded once, and the memory
 // of several rows is asked for at once. Where sixteen lanes are several registers, two rows have room for their sums.
 constexpr int RowsAtOnce(int m) { return kLanes == 16 ? 4 / m : 2; }
 
-// Scales or zero points of many short rows are widened together, where they lie one after the other.
+// Scales or zero points of many short rows are widened together, where they are contiguous.
 constexpr int64_t kHeldAtOnce = 256;
 
 // Elements [from, from + n) of scales or zero points; those that come after them are asked for.
@@ -22,12 +22,12 @@ static inline void LoadRun(const Held& held, int64_t from, int64_t n, float unit
 }
 
 // Where the lanes of a row's blocks find the scales of their tiles. A block's first tile is counted on from block to block, and
-// a pattern says how many tiles further each lane lies: the same for all blocks but the last, whose lanes may lie beyond the
+// a pattern says how many tiles further each lane is: the same for all blocks but the last, whose lanes may be beyond the
 // row, or one for each, where a block is neither whole tiles nor part of one.
 struct RowLanes {
   int64_t tile, per_block, beyond;  // codes of a tile; whole tiles of a block, and how many codes it has besides
   int64_t apart;                    // from a block's pattern to the next one's: 16 or 0
-  bool one, each;                   // whether a block lies in one tile; whether each has scales of its own
+  bool one, each;                   // whether a block is within one tile; whether each has scales of its own
   int32_t *patterns, *last;         // 16 numbers each
 
   static int64_t Room(int64_t cols, int64_t block) { return 16 * (cols / block + 2); }
@@ -49,12 +49,12 @@ struct RowLanes {
 constexpr bool kWaits = kLanes == 16;
 
 // Adds a block of kR rows of the weight, for kM rows of x, to sums that are yet to be scaled.
-template <Zero kRole, class Decoder, int kR, int kM, class XAt, class ZeroOf>
+template <bool kSubtracts, class Decoder, int kR, int kM, class XAt, class ZeroOf>
 static inline __attribute__((always_inline)) void AddBlock(const Decoder (&codes)[kR], const typename Decoder::Table& table,
                                                            const XAt& x_at, const ZeroOf& zero_of, V16 (&sum)[kR][kM]) {
   V16 z[kR];
 #pragma GCC unroll 4
-  for (int j = 0; j < kR; ++j) z[j] = kRole == Zero::kWhole ? zero_of(j) : Same16(0.0f);
+  for (int j = 0; j < kR; ++j) z[j] = kSubtracts ? zero_of(j) : Same16(0.0f);
 #pragma GCC unroll 32
   for (int i = 0; i < Decoder::kSteps; ++i) {
     V16 a[kM];
@@ -63,7 +63,7 @@ static inline __attribute__((always_inline)) void AddBlock(const Decoder (&codes
 #pragma GCC unroll 4
     for (int j = 0; j < kR; ++j) {
       V16 v = codes[j].At(i, table);
-      if (kRole == Zero::kWhole) v = Sub(v, z[j]);
+      if (kSubtracts) v = Sub(v, z[j]);
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) sum[j][m] = !kWaits && i == 0 ? Mul(v, a[m]) : MulAdd(v, a[m], sum[j][m]);
     }
@@ -86,7 +86,7 @@ static inline void StoreSums(const V (&row)[4][1], const V (&pairs)[2], float* t
 }
 
 // The last blocks of two rows each, which fill at most half of their lanes: both rows of a pair in one block.
-template <class Decoder, Zero kRole>
+template <class Decoder, bool kSubtracts>
 static inline void AddHalves(const uint8_t* const* row, int64_t from, int64_t bytes, const typename Decoder::Table& table,
                              const float* x, __m512i lanes, const float* const* scales, const float* const* zeros, int64_t at,
                              V (&of_pair)[2]) {
@@ -103,7 +103,7 @@ static inline void AddHalves(const uint8_t* const* row, int64_t from, int64_t by
     const __m256i high = _mm256_maskz_loadu_epi8(there, row[2 * pair + 1] + from);
     codes[pair] = Decoder(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), 0);
   }
-  AddBlock<kRole>(
+  AddBlock<kSubtracts>(
       codes, table, [&](int, int i) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(x + 16 * i)); },
       [&](int pair) { return lanes_of(zeros, pair); }, sum);
   for (int pair = 0; pair < 2; ++pair) of_pair[pair] = Mul(sum[pair][0], lanes_of(scales, pair));
@@ -111,7 +111,7 @@ static inline void AddHalves(const uint8_t* const* row, int64_t from, int64_t by
 
 #endif
 
-template <class Decoder, Zero kRole, int kM>
+template <class Decoder, bool kSubtracts, int kM>
 static void DotRows(const Job& job, int64_t r0, int64_t count) {
   constexpr int kSteps = Decoder::kSteps, kBlock = 16 * kSteps, kBytes = Decoder::kBytes, kR = RowsAtOnce(kM);
   constexpr bool kLoadsMore = kLanes < 16 && kBytes % 32 != 0;  // a decoder loads whole registers, as far as the row goes
@@ -125,13 +125,14 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
   const RowLanes lanes(w, kBlock, kSteps, reinterpret_cast<int32_t*>(zero + of_run));
   const int64_t ahead = kR * w.row_stride > kLater ? kR * w.row_stride : kLater;
   float y[kM][kFewOutputs + 4];
+  alignas(64) uint8_t part[kR][64] = {};
   int64_t loaded = 0;
   for (int64_t r = r0; r < r1; r += kR) {
     if ((r - r0) % run == 0) {
       loaded = r / w.row_tile;
       const int64_t n = ((r + run < r1 ? r + run : r1) - 1) / w.row_tile - loaded + 1;
       LoadRun(w.scale, loaded * tiles, n * tiles, w.unit, scale);
-      if (kRole != Zero::kNone) LoadRun(w.zero, loaded * tiles, n * tiles, 1.0f, zero);
+      if (w.role != Zero::kNone) LoadRun(w.zero, loaded * tiles, n * tiles, 1.0f, zero);
     }
     const uint8_t* row[kR];
     const float *scales[kR], *zeros[kR];
@@ -141,8 +142,8 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
       const int64_t here = r + j < r1 ? r + j : r1 - 1, at = (w.row_tile == 1 ? here : here / w.row_tile) - loaded;
       row[j] = w.codes + here * w.row_stride, scales[j] = scale + at * tiles, zeros[j] = zero + at * tiles;
       for (int m = 0; m < kM; ++m) total[j][m] = waiting[j][m] = Same16(0.0f);
-      if (kRole != Zero::kOffset) continue;
-      const V16 end = FirstOf(zeros[j] + whole, tiles - whole);  // a tile's offset meets the sum of x over the tile
+      if (w.role != Zero::kOffset) continue;
+      const V16 end = FirstOf(zeros[j] + whole, tiles - whole);  // a tile's offset times the sum of x over the tile
       for (int m = 0; m < kM; ++m) {
         const float* sums = job.x_sums + m * job.ld_sums;
         for (int64_t t = 0; t < whole; t += 16) total[j][m] = MulAdd(Load16(zeros[j] + t), Load16(sums + t), total[j][m]);
@@ -151,7 +152,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
     }
     const float* x = job.x;
     const int32_t* pattern = lanes.patterns;
-    int64_t at = 0, left = lanes.tile;  // the first tile of a block, and how many codes of it lie from there on
+    int64_t at = 0, left = lanes.tile;  // the first tile of a block, and how many of its codes follow
     const auto add_scaled = [&](const W16& of_lanes, V16 (&sum)[kR][kM]) __attribute__((always_inline)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
@@ -173,7 +174,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
       const auto x_at = [&](int m, int i) { return Load16(x + m * job.ldx + 16 * i); };
       const auto zero_of = [&](int j) { return Permuted(of_lanes, Load16(zeros[j] + at)); };
       if constexpr (kWaits) {
-        AddBlock<kRole>(codes, table, x_at, zero_of, waiting);
+        AddBlock<kSubtracts>(codes, table, x_at, zero_of, waiting);
         if (!ends) return;
         add_scaled(of_lanes, waiting);
 #pragma GCC unroll 4
@@ -182,32 +183,42 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
         }
       } else {
         V16 sum[kR][kM];
-        AddBlock<kRole>(codes, table, x_at, zero_of, sum);
+        AddBlock<kSubtracts>(codes, table, x_at, zero_of, sum);
         add_scaled(of_lanes, sum);
       }
     };
-    for (int64_t b = 0; b < last; ++b, x += kBlock, pattern += lanes.apart) {
+    const int64_t bytes = w.row_stride - last * kBytes;
+    bool is_added = false;  // the last block
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+    V of_pair[2] = {Same(0.0f), Same(0.0f)};
+#endif
+    for (int64_t b = 0; b <= last; ++b, x += kBlock, pattern += lanes.apart) {
       left -= lanes.beyond;
+      if (b == last) {
+        pattern = lanes.last, left = 0;
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+        if constexpr (kR == 4 && kSteps >= 8) {
+          is_added = lanes.each && w.cols - last * kBlock <= kBlock / 2;
+          if (is_added) AddHalves<Decoder, kSubtracts>(row, last * kBytes, bytes, table, x, Words16(pattern), scales, zeros, at, of_pair);
+        }
+#endif
+        if (is_added) break;
+        // A part of a block is copied to memory that has room for all of it: the loop loads whole blocks without a mask.
+        for (int j = 0; !kLoadsMore && bytes < kBytes && j < kR; ++j) {
+          __builtin_memcpy(part[j], row[j] + last * kBytes, bytes);
+          row[j] = part[j] - last * kBytes;
+        }
+      }
       add(b, kLoadsMore ? w.row_stride - b * kBytes : kBytes, pattern, lanes.each || left <= 0);
       at += lanes.per_block;
       if (left <= 0) ++at, left += lanes.tile;
     }
-    const int64_t bytes = w.row_stride - last * kBytes;
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
     if constexpr (kR == 4) {
-      V of_pair[2] = {Same(0.0f), Same(0.0f)};
-      bool in_halves = false;
-      if constexpr (kSteps >= 8) {
-        in_halves = lanes.each && w.cols - last * kBlock <= kBlock / 2;
-        const W16 pattern = Words16(lanes.last);
-        if (in_halves) AddHalves<Decoder, kRole>(row, last * kBytes, bytes, table, x, pattern, scales, zeros, at, of_pair);
-      }
-      if (!in_halves) add(last, bytes, lanes.last, true);
       StoreSums(total, of_pair, y[0] + r - r0);
       continue;
     }
 #endif
-    add(last, bytes, lanes.last, true);
     for (int j = 0; j < kR && r + j < r1; ++j) {
       for (int m = 0; m < kM; ++m) y[m][r + j - r0] = SumOfLanes(total[j][m]);
     }

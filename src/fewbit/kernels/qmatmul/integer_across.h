@@ -1,4 +1,4 @@
-// A few rows of x, and w in rows of outputs ([K, N]): four rows of w are put side by side in registers and meet x there. Included
+// A few rows of x, and w in rows of outputs ([K, N]): four rows of w are interleaved in registers and multiplied by x. Included
 // inside a level's namespace.
 //
 // It is the product by panels without the panel, which would go out to the second cache and come back: of a strip, the sums of

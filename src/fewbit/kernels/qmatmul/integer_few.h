@@ -1,4 +1,4 @@
-// A few rows of x, and whole rows of w: each row of w is read once, where it lies, and meets x in registers. Included inside a
+// A few rows of x, and whole rows of w: each row of w is read once, in place, and multiplied by x in registers. Included inside a
 // level's namespace.
 //
 // Nothing is laid out but x, once a call: 64 bytes of w are 64 or 128 codes of one output, those of 4 bits the even ones in

@@ -17,7 +17,7 @@ template <class Number>
 struct PerTile {
   const Number* data;  // null: none
   int64_t tile;        // rows that share one
-  int64_t by_row, by_tile;  // how far apart those of the next tile of rows, and of the contraction, lie
+  int64_t by_row, by_tile;  // strides to the next tile of rows, and of the contraction
 
   Number At(int64_t row, int64_t t) const { return data[(tile == 1 ? row : row / tile) * by_row + t * by_tile]; }
 };
@@ -51,7 +51,7 @@ struct Segment {
 
 constexpr int64_t kSegment = 256;
 
-// Several tiles lie in one segment where each of them fills whole groups.
+// Several tiles share one segment where each of them fills whole groups.
 inline std::vector<Segment> SegmentsOf(const IntegerJob& job) {
   std::vector<Segment> segments;
   const int64_t codes = 32 / job.bits;  // of four bytes of w

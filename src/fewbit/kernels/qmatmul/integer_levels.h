@@ -36,11 +36,7 @@ static void StoreRow(const IntegerJob& job, int64_t m, int64_t n0, int64_t count
 #define FEWBIT_VNNI 0
 #define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
 namespace portable {
-#include "lanes.h"
-#include "integer_lanes.h"
-#include "integer_few.h"
-#include "integer_panels.h"
-#include "integer_product.h"
+#include "integer_level.h"
 }  // namespace portable
 #undef FEWBIT_LEVEL
 
@@ -50,11 +46,7 @@ namespace portable {
 #define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
 FEWBIT_BEGIN("+dotprod")
 namespace dotprod {
-#include "lanes.h"
-#include "integer_lanes.h"
-#include "integer_few.h"
-#include "integer_panels.h"
-#include "integer_product.h"
+#include "integer_level.h"
 }  // namespace dotprod
 FEWBIT_END
 #undef FEWBIT_LEVEL
@@ -64,11 +56,7 @@ FEWBIT_END
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
 FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
 namespace avx2 {
-#include "lanes.h"
-#include "integer_lanes.h"
-#include "integer_few.h"
-#include "integer_panels.h"
-#include "integer_product.h"
+#include "integer_level.h"
 }  // namespace avx2
 FEWBIT_END
 #undef FEWBIT_VNNI
@@ -77,11 +65,7 @@ FEWBIT_END
 #if FEWBIT_KNOWS_VNNI
 FEWBIT_BEGIN("avx2,fma,f16c,avxvnni")
 namespace avxvnni {
-#include "lanes.h"
-#include "integer_lanes.h"
-#include "integer_few.h"
-#include "integer_panels.h"
-#include "integer_product.h"
+#include "integer_level.h"
 }  // namespace avxvnni
 FEWBIT_END
 #else
@@ -92,11 +76,7 @@ namespace avxvnni = avx2;
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX512
 FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
 namespace avx512 {
-#include "lanes.h"
-#include "integer_lanes.h"
-#include "integer_few.h"
-#include "integer_panels.h"
-#include "integer_product.h"
+#include "integer_level.h"
 }  // namespace avx512
 FEWBIT_END
 #undef FEWBIT_LEVEL
@@ -118,7 +98,7 @@ inline IntegerIsa BestIntegerIsa() {
 #endif
 }
 
-// The level of a number, where this machine runs it; else the best. -1 stands for the best.
+// The level of a number, where this machine runs it; else the best. -1: the best.
 inline IntegerIsa IntegerIsaOf(int64_t level) {
   return level >= 0 && static_cast<IntegerIsa>(level) < BestIntegerIsa() ? static_cast<IntegerIsa>(level) : BestIntegerIsa();
 }
@@ -149,7 +129,7 @@ inline IntegerIsa BestIntegerIsa() {
 }
 
 // The level of a number, where this machine runs it; AVX2 in place of AVX-VNNI where that is missing; else the best.
-// -1 stands for the best.
+// -1: the best.
 inline IntegerIsa IntegerIsaOf(int64_t level) {
   if (level < 0 || static_cast<IntegerIsa>(level) >= BestIntegerIsa()) return BestIntegerIsa();
   const IntegerIsa isa = static_cast<IntegerIsa>(level);

@@ -1,4 +1,4 @@
-// Both operands as the product meets them: in groups of four bytes that follow each other along the contraction. Included
+// Both operands packed as the micro-kernel reads them: in groups of four bytes that follow each other along the contraction. Included
 // inside a level's namespace.
 //
 // A panel of w holds strips of kIntWide outputs, and each strip its groups: four bytes of every output. Codes of 4 bits are
@@ -52,7 +52,7 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
   }
 }
 
-// Where a segment lies in the bytes of w, along the contraction.
+// Where a segment is in the bytes of w, along the contraction.
 struct Stretch {
   int64_t from, count, fours;  // bytes; groups of four of them
   Stretch(const IntegerJob& job, const Segment& segment)

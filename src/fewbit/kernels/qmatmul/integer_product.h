@@ -123,7 +123,7 @@ struct IntegerScratch {
   }
 };
 
-// Groups of a tile that lies in a segment with others, before `t` tiles of it or after all.
+// Groups of a tile that shares a segment, before `t` tiles of it or after all.
 static int64_t GroupsBefore(const IntegerJob& job, const Segment& segment, int64_t t) {
   return t < segment.tiles ? t * job.tile / 4 : segment.groups;
 }
@@ -181,7 +181,7 @@ struct BlockTile : Tile {
   }
 };
 
-// A block of rows of x from m on, of a segment that meets one strip: tile by tile.
+// A block of rows of x from m on, of a segment, times one strip: tile by tile.
 static void RunBlock(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t strip, int64_t m, int64_t block,
                      int64_t row, int64_t width) {
   const int8_t* x = job.x + 4 * (segment.at * job.M + m * segment.groups);

@@ -1,48 +1,27 @@
-// The product of two operands of integers on CPUs: exact sums in int32, times the scales of both.
+// GEMM and GEMV of integer activations and integer weights on CPUs: exact sums in int32, times the scales of both.
 //
-// One step. vpdpbusd multiplies four unsigned bytes with four signed ones and adds them up, in each lane of 32 bits. The weight
-// is the unsigned side: 8 or 128 is added to its numbers, which is one exclusive or where it is laid out. The signed side is x,
-// because that one may come from memory as one number for all lanes. What the addition brings in, 128 times the sum of
-// a row of x, depends on no weight: sums begin at its negative. So do the zero points of w; those of x need the sums of each
-// output's codes, which are the product with one more row of ones. Any step may wrap around, the result does not.
+// One step. vpdpbusd multiplies four unsigned bytes by four signed ones and adds them, in each lane of 32 bits. The weight is the
+// unsigned side: 8 or 128 is added by an exclusive or when it is packed. x is the signed side, because that operand can be a
+// broadcast from memory. The added 128 times the row sum of x does not depend on w: sums start at its negative. The zero points
+// of w join it; those of x need the sums of w, which are the product with one more row of ones. A step may wrap around,
+// the result does not. Without VNNI (AVX2, plain C++) a step is products of 16 bits, since the older byte instruction saturates.
+// On arm64 sdot takes signed bytes on both sides; processors without it widen products to 16 bits.
 //
-// Without VNNI (AVX2, plain C++) a step is made of products of 16 bits: the older instruction for bytes saturates at 2**15. On
-// arm64 sdot takes signed bytes on both sides, so there w is laid out signed; processors without it widen products to 16 bits.
+// Packing. Strips of 64 outputs by 256 contracted elements (16 KiB) are packed in groups of four bytes, from [N, K] by
+// transposing 16 x 16 words, from [K, N] by interleaving four rows. Low and high halves of 4-bit codes make two groups; x is
+// packed in the same order, block after block as it is read.
 //
-// Layout. Of a strip of 64 outputs, 256 contracted places (16 KiB) are laid out in groups of four bytes, from [N, K] by
-// transposing 16 x 16 words, from [K, N] by interleaving four rows; then blocks of 6 rows of x meet it, 24 sums in registers.
-// Codes of 4 bits are split only when they are laid out: their low halves make one group and their high halves the next, and
-// x, in the same order, costs nothing. x lies block after block in the order in which it is read. Where a tile of the contraction
-// ends, its sums leave the registers: they are multiplied with the scale of w and added in float32, which stays in the first
-// cache while the block meets the other tiles of its panel. A row of x that has one scale is multiplied with it at last.
+// Micro-kernel. 6 rows of x by 4 vectors of outputs: 24 sums in registers. At the end of a block of scales the sums are
+// multiplied by the scale of w and added in float32, which stays in L1 for the panel's other blocks. A row of x with one
+// scale is multiplied by it at the end.
 //
-// The order in which w is read decides. [K, N] one line of the cache wide, 256 rows down: 1.3 to 1.5 ms of a core for 16 MiB, and
-// 2.2 when the next 256 rows are asked for meanwhile. 16 rows, four lines wide: 0.6, for the processor foresees lines that
-// follow each other. To lay them out besides takes 2.5 ms, and 1.1 when the line 16 rows below is asked for: 8 rows take 0.9 while
-// the other core rests, but nothing is gained while it works, too, for then the processor looks only half as far ahead. Of
-// [N, K] 1.35, and 0.7 when the next line of each row is asked for. To ask between blocks of x for the next segment gained no more.
+// Order of reading w: 16 rows, four cache lines wide, with the line 16 rows below prefetched for [K, N]; the next line of each
+// row for [N, K].
 //
-// Up to 4 rows of x and whole rows of w along their bytes skip all this: w is read once and multiplied where it lies
-// (integer_few.h), and memory is the bound. One row of x, int8 and int4, 4096 x 4096, both cores, weights that rotate: 0.89 and
-// 0.57 ms, where panels had taken 1.97 and 1.33 and the kernels for x in float32 take 0.98 and 0.62. Up to 4 rows and w [K, N],
-// tiles or not, put rows of w side by side in registers and meet x there (integer_across.h): one row takes half to three quarters
-// of what panels take on a core (int8 1.0 to 1.7 ms of 2.1 to 2.8, int4_g64 0.5 of 0.8 to 1.0; others at work beside).
+// GEMV (up to 4 rows of x) does not pack: whole rows of w are multiplied in place (integer_few.h), memory bound; [K, N] and
+// blocks interleave rows of w in registers (integer_across.h).
 //
-// The bound. A block of registers reaches what the processor has: 863 billion operations a second on one core, where nothing
-// but vpdpbusd gives 870 (Sapphire Rapids, AVX-512, others at work beside, processor time). To lay out 16 MiB of weight takes
-// 0.7 to 1 ms of a core from the cache, a tenth of the product with 256 rows. Both cores through jit, 256 rows, 4096 x 4096,
-// with panels of 32 KiB: 0.33 of the time of XLA's int8 product along rows and 0.30 along columns, 1.14 and 1.09 of that of
-// torch._int_mm, which gives int32 and scales nothing. Panels of 16 KiB, of which two cores that share a first cache keep both,
-// took 0.26 of XLA's time where those of 32 KiB had taken 0.30. Before w was read as told above, along columns took 1.29 of
-// torch's time and tiles of 64 1.46 to 1.48; in the run after it 0.93 and 1.07 to 1.14 (docs/kernels.md has the last run).
-// Tiles of 64 in 4 bits take 1.3 times as long as whole rows, where the two operations on each of 24 sums beside its 16
-// products would make it 1.13; each tile in a panel of its own, its floats in the second cache, had taken 1.6. Blocks of 3
-// rows, whose floats stay in registers, take as long. A loop over tiles around the registers makes GCC move all of them in each
-// step (1.6 times).
-//
-// What was needed. torch's threads look for work for milliseconds after its product, so that whoever is timed right after it
-// has one core and a half: 12.2 ms in place of 8.8, of which no tuning found any. Without being asked to unroll the loops
-// over registers, GCC kept every sum in memory, too: 290 in place of 863.
+// Bound of the GEMM: vpdpbusd's own rate. Measurements, and what did not pay: docs/design/kernels-cpu.md.
 #include <cstring>
 #include <memory>
 

@@ -1,4 +1,4 @@
-// What one call computes: y[m, n] = sum over k of x[m, k] * w, where w is a matrix of codes, rows by columns, as it lies in
+// What one call computes: y[m, n] = sum over k of x[m, k] * w, where w is a matrix of codes, rows by columns, as stored in
 // memory. Either its columns or its rows are contracted; either may be the axis whose codes share bytes.
 //
 // The codes of the packed axis are taken in the order of their bits in memory (the stream). Where a container permutes them
@@ -69,7 +69,7 @@ struct Job {
   int64_t contracted() const { return contracts_cols ? w.cols : w.rows; }
   int64_t outputs() const { return contracts_cols ? w.rows : w.cols; }
 
-  // The output that place `i` of the axis that is not contracted stands for; N or more where it stands for none.
+  // The output at place `i` of the axis that is not contracted; N or more for padding.
   int64_t OutputAt(int64_t i) const { return order == nullptr ? i : i / group * group + order[i % group]; }
 };
 

@@ -8,6 +8,7 @@
 #include "halves.h"
 #include "isa.h"
 #include "job.h"
+#include "units.h"
 #include "workspace.h"
 
 namespace fewbit {
@@ -26,71 +27,56 @@ static void StoreOutputs(const Job& job, int64_t m, int64_t n0, int64_t count, c
   }
 }
 
-// Whether a level decodes codes within registers: where it has an instruction that looks up in a table.
+#if FEWBIT_IN_UNIT(0)
+#define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
 #if defined(__aarch64__)
 #define FEWBIT_DECODES 1
 #else
 #define FEWBIT_DECODES 0
 #endif
-#define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
 namespace portable {
-#include "lanes.h"
-#include "sixteen.h"
-#include "decode.h"
-#include "turn.h"
-#include "short_registers.h"
-#include "registers.h"
-#include "outer.h"
-#include "panels.h"
-#include "dots.h"
-#include "vectors.h"
-#include "across.h"
-#include "choice.h"
+#include "level.h"
 }  // namespace portable
 #undef FEWBIT_LEVEL
 #undef FEWBIT_DECODES
-#define FEWBIT_DECODES 1
+#endif
 
 #if FEWBIT_X86
+namespace avx2 {
+int64_t StepsOf(const Job& job);
+int64_t ChunksOf(const Job& job);
+void RunChunk(const Job& job, int64_t chunk);
+}  // namespace avx2
+namespace avx512 {
+int64_t StepsOf(const Job& job);
+int64_t ChunksOf(const Job& job);
+void RunChunk(const Job& job, int64_t chunk);
+}  // namespace avx512
+
+#define FEWBIT_DECODES 1
+#if FEWBIT_IN_UNIT(1)
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
 FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
 namespace avx2 {
-#include "lanes.h"
-#include "sixteen.h"
-#include "decode.h"
-#include "turn.h"
-#include "short_registers.h"
-#include "registers.h"
-#include "outer.h"
-#include "panels.h"
-#include "dots.h"
-#include "vectors.h"
-#include "across.h"
-#include "choice.h"
+#include "level.h"
 }  // namespace avx2
 FEWBIT_END
 #undef FEWBIT_LEVEL
+#endif
 
+#if FEWBIT_IN_UNIT(2) || FEWBIT_IN_UNIT(3) || FEWBIT_IN_UNIT(4)
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX512
 FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
 namespace avx512 {
-#include "lanes.h"
-#include "sixteen.h"
-#include "decode.h"
-#include "turn.h"
-#include "short_registers.h"
-#include "registers.h"
-#include "outer.h"
-#include "panels.h"
-#include "dots.h"
-#include "vectors.h"
-#include "across.h"
-#include "choice.h"
+#include "level.h"
 }  // namespace avx512
 FEWBIT_END
 #undef FEWBIT_LEVEL
 #endif
 #undef FEWBIT_DECODES
+#endif
+
+#if FEWBIT_IN_UNIT(0)
 
 // How many codes a lane of the kernel holds, which is how x must be laid out (BlockedX); 1: in order.
 static int64_t Steps(Isa isa, const Job& job) {
@@ -118,7 +104,7 @@ static void Run(Isa isa, const Job& job, int64_t chunk) {
   portable::RunChunk(job, chunk);
 }
 
-// A row of x as the lanes of the kernel meet it: element i of lane j of a block comes i-th among the j-ths.
+// A row of x in the order of the kernel's lanes: element i of lane j of a block comes i-th among the j-ths.
 template <int kSteps>
 static void BlockedX(const float* x, int64_t length, float* out) {
   for (int64_t b = 0; b < length; b += 16 * kSteps) {
@@ -153,5 +139,7 @@ static void TileSums(const float* x, const Weight& w, float* sums) {
     sums[t] = ((part[0] + part[4]) + (part[2] + part[6])) + ((part[1] + part[5]) + (part[3] + part[7]));
   }
 }
+
+#endif
 
 }  // namespace fewbit

@@ -1,4 +1,4 @@
-// A block of registers: rows of x meet vectors of outputs. Included inside a level's namespace.
+// The float32 micro-kernel: rows of x times vectors of outputs. Included inside a level's namespace.
 
 constexpr int kRows = 6;                       // rows of x in a block of registers
 constexpr int kAcross = kLanes == 16 ? 4 : 2;  // vectors of outputs in a block of registers

@@ -1,11 +1,11 @@
 // The product by panels: weights decoded into float32 that stays in cache, and multiplied by blocks of registers. For any
 // scheme and any number of rows of x. Included inside a level's namespace.
 //
-// A panel lies [k][n] whichever axis of the weight is contracted, so that one kernel multiplies all: vectors of outputs meet
+// A panel is [k][n] whichever axis of the weight is contracted, so one micro-kernel multiplies all: vectors of outputs times
 // one number of x, broadcast. A block of registers walks down the rows of x while its part of the panel, 128 by 64 numbers,
 // stays in the first-level cache.
 
-constexpr int64_t kPart = 128;                            // contracted places that a block of registers meets at once
+constexpr int64_t kPart = 128;                            // contracted elements of one call of the micro-kernel
 constexpr int64_t kPanelOutputs = 128, kSmallPanel = 64;  // outputs of a panel; of a weight that has few
 constexpr int64_t kSlack = 64;
 
@@ -30,7 +30,7 @@ static void FillRows(const Weight& w, bool dots, int64_t n0, int64_t outputs, in
   }
 }
 
-// Asks for the bytes of rows [r0, r1) and columns [c0, c1): those of the next panel, while this one is multiplied. They lie in
+// Asks for the bytes of rows [r0, r1) and columns [c0, c1): those of the next panel, while this one is multiplied. They are
 // short pieces on many pages, which the processor does not foresee.
 static void AskFor(const Weight& w, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
   const int64_t row_bits = w.packed_cols ? 8 : w.bits, col_bits = w.packed_cols ? w.bits : 8;
@@ -41,12 +41,13 @@ static void AskFor(const Weight& w, int64_t r0, int64_t r1, int64_t c0, int64_t 
 
 // Rows [m0, m1) of y for the outputs of one panel's width, from n0 on.
 //
-// Without `fill` the panel is decoded row by row. With it, it is filled `length` places at a time, and outputs come `apart`.
+// Without `fill` the panel is decoded row by row. With it, it is filled `length` places at a time, and outputs are interleaved
+// by `apart`.
 static void PanelProduct(const Job& job, Fill fill, int64_t length, int64_t width, int64_t apart, int64_t n0, int64_t m0,
                          int64_t m1) {
   const int64_t rows = m1 - m0, ldw = width + kLanes;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width;
-  const int64_t across = (outputs + 16 * apart - 1) / (16 * apart) * 16 * apart;  // where the last of them may stand
+  const int64_t across = (outputs + 16 * apart - 1) / (16 * apart) * 16 * apart;  // the end of their padded range
   float* floats = Workspace(ldw * length + kSlack + rows * width + (4 + kLanes) * (kPart + kSlack) + 32 * (length + kSlack));
   float *panel = floats, *c = panel + ldw * length + kSlack, *rest = c + rows * width;
   for (int64_t i = 0; i < rows * width; ++i) c[i] = 0.0f;

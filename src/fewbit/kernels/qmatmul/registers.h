@@ -1,8 +1,8 @@
 // Codes to numbers within registers, for the formats and layouts where that is fast. Included inside a level's namespace.
 //
 // A lane of a block holds `kSteps` neighbouring codes, and step i decodes code i of every lane. Along contracted columns
-// x is laid out alike beforehand (BlockedX), and the scale of a lane is one number as long as its codes lie in one tile.
-// Along columns that are outputs, a lane's bytes are neighbouring outputs, and come apart: first those of all lanes' first
+// x is permuted to the same order beforehand (BlockedX), and a lane has one scale as long as its codes are in one tile.
+// Along columns that are outputs, a lane's bytes are neighbouring outputs, and are interleaved: first those of all lanes' first
 // bytes, then those of their second ones.
 //
 // First what is AVX-512's own; short_registers.h has that of the others. What follows serves all.
@@ -63,7 +63,7 @@ struct Float8 {
   }
 };
 
-// The number of the code that stands `shift` bits above the lowest of each lane, by a table: one permutation sees 16 of them, one
+// The number of the code `shift` bits above the lowest of each lane, by a table: one permutation sees 16 of them, one
 // of two registers 32. Bits above a code's own may be anything, since the permutations do not look at them, and a table of fewer
 // numbers repeats.
 template <int kBits>
@@ -122,8 +122,8 @@ struct WideRow {
 
 static inline int64_t ByteRows(const Weight& w) { return (w.rows * w.bits + 7) / 8; }
 
-// Of each of 16 lanes of `steps` codes, from code `begin` of a row on, how many tiles beyond the first lane's it lies, by
-// counting: a division for each took a tenth of a short product. Lanes beyond the row are said to lie in its last tile.
+// Of each of 16 lanes of `steps` codes, from code `begin` of a row on, how many tiles it is beyond the first lane's, by
+// counting, since divisions cost more. Lanes beyond the row count as its last tile.
 static inline void TilesOfLanes(int64_t tile, int64_t cols, int64_t begin, int64_t steps, int32_t* lane) {
   int64_t left = tile - begin % tile, all = cols - begin;
   int32_t place = 0;
@@ -184,7 +184,23 @@ struct WideColumn {
   }
 };
 
-// Blocks of 16 * kSub numbers, those of each lane's k-th place brought together.
+// A zero point as the two numbers that the general formula (code - subtracted) * scale + added takes, of which one changes
+// nothing: x - 0 is x, and x + -0 is x.
+struct ZeroParts {
+  W16 subtracted, added, neutral;  // bits of the zero point that each part keeps
+  explicit ZeroParts(Zero role)
+      : subtracted(SameWord(role == Zero::kWhole ? ~0u : 0)), added(SameWord(role == Zero::kOffset ? ~0u : 0)),
+        neutral(SameWord(role == Zero::kOffset ? 0 : 0x80000000u)) {}
+  V16 Subtracted(const V16& zero) const { return AsFloats(And(AsWords(zero), subtracted)); }
+  V16 Added(const V16& zero) const { return AsFloats(Or(And(AsWords(zero), added), neutral)); }
+};
+
+template <bool kHasZero, class Vector>
+static inline Vector Scaled(const Vector& value, const Vector& scale, const Vector& subtracted, const Vector& added) {
+  return kHasZero ? Add(Mul(Sub(value, subtracted), scale), added) : Mul(value, scale);
+}
+
+// Blocks of 16 * kSub numbers, de-interleaved: the k-th places of all lanes are contiguous.
 template <int kSub>
 static inline void Apart(const float* from, int64_t blocks, float* to) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
@@ -209,7 +225,7 @@ static inline void Apart(const float* from, int64_t blocks, float* to) {
 #endif
 }
 
-// The scales or zero points of `blocks` blocks of outputs from n0 on, in the order in which they come apart.
+// The scales or zero points of `blocks` blocks of outputs from n0 on, in their interleaved order.
 template <int kSub>
 static void ColumnScales(const Weight& w, const Held& held, int64_t tile_row, int64_t n0, int64_t outputs, int64_t blocks,
                          float unit, float* plain, float* out) {
@@ -225,7 +241,7 @@ static void ColumnScales(const Weight& w, const Held& held, int64_t tile_row, in
   }
 }
 
-// Elements [first, first + tiles) of the scales or zero points of 16 rows, those of a tile side by side.
+// Elements [first, first + tiles) of the scales or zero points of 16 rows, those of a tile contiguous.
 template <class RowAt>
 static void RowScales(const Weight& w, const Held& held, float unit, RowAt row_at, int64_t first, int64_t tiles, float* plain,
                       float* out) {
@@ -235,19 +251,20 @@ static void RowScales(const Weight& w, const Held& held, float unit, RowAt row_a
   }
 }
 
-// A panel of rows n0 .., columns k0 .., decoded and scaled. The bytes of 16 rows are turned before they are decoded, so that a
+// A panel of rows n0 .., columns k0 .., decoded and scaled. The bytes of 16 rows are transposed before they are decoded, so that a
 // vector of four bytes a row gives many vectors of one number a row.
-template <class Decoder, Zero kRole>
+template <class Decoder, bool kHasZero>
 static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
                      int64_t ldw) {
   constexpr int kParts = 4 / Decoder::kLaneBytes, kSteps = kParts * Decoder::kSteps, kBlock = 16 * kSteps;
   const int64_t first = k0 / w.col_tile, tiles = (k0 + count - 1) / w.col_tile - first + 1;
   const auto table = Decoder::TableOf(w);
+  const ZeroParts parts(w.role);
   float *plain = rest, *scale = plain + tiles, *zero = scale + 16 * tiles;
   for (int64_t n = 0; n < outputs; n += 16) {
     const auto row_at = [&](int64_t i) { return n + i < outputs ? n0 + n + i : n0 + outputs - 1; };
     RowScales(w, w.scale, w.unit, row_at, first, tiles, plain, scale);
-    if (kRole != Zero::kNone) RowScales(w, w.zero, 1.0f, row_at, first, tiles, plain, zero);
+    if (kHasZero) RowScales(w, w.zero, 1.0f, row_at, first, tiles, plain, zero);
     for (int64_t b = 0; b < count; b += kBlock) {
       const int64_t at = (k0 + b) / kBlock * kParts * Decoder::kBytes;
       W16 raw[16];
@@ -255,13 +272,14 @@ static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, i
       TurnWords(raw);
       for (int64_t k = b; k < count && k < b + kBlock; k += kSteps) {
         const int64_t tile = (k0 + k) / w.col_tile - first;
-        const V16 s = Load16(scale + 16 * tile), z = kRole == Zero::kNone ? s : Load16(zero + 16 * tile);
+        const V16 s = Load16(scale + 16 * tile), z = kHasZero ? Load16(zero + 16 * tile) : s;
+        const V16 before = parts.Subtracted(z), after = parts.Added(z);
         float* to = panel + k * ldw + n;
         for (int part = 0; part < kParts; ++part) {
           const Decoder codes(raw[(k - b) / kSteps], part);
 #pragma GCC unroll 32
           for (int i = 0; i < Decoder::kSteps; ++i) {
-            Store16(to + (part * Decoder::kSteps + i) * ldw, Scaled(kRole, codes.At(i, table), s, z));
+            Store16(to + (part * Decoder::kSteps + i) * ldw, Scaled<kHasZero>(codes.At(i, table), s, before, after));
           }
         }
       }
@@ -269,21 +287,26 @@ static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, i
   }
 }
 
-// A panel of rows k0 .., columns n0 .., decoded and scaled; the columns of a block apart.
-template <class Decoder, Zero kRole>
+// A panel of rows k0 .., columns n0 .., decoded and scaled; the columns of a block are interleaved.
+template <class Decoder, bool kHasZero>
 static void FillColumns(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, int64_t count, float* rest, float* panel,
                         int64_t ldw) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub;
   const int64_t blocks = (outputs + kBlock - 1) / kBlock, padded = blocks * kBlock;
   const auto table = Decoder::TableOf(w);
-  float *plain = rest, *scale = rest + padded, *zero = scale + padded;
+  const ZeroParts parts(w.role);
+  float *plain = rest, *scale = rest + padded, *before = scale + padded, *after = before + padded;
   int64_t loaded = -1;
   for (int64_t k = 0; k < count; k += kAlong, panel += kAlong * ldw) {
     const int64_t tile_row = (k0 + k) / w.row_tile;
     if (tile_row != loaded) {
       loaded = tile_row;
       ColumnScales<kSub>(w, w.scale, tile_row, n0, outputs, blocks, w.unit, plain, scale);
-      if (kRole != Zero::kNone) ColumnScales<kSub>(w, w.zero, tile_row, n0, outputs, blocks, 1.0f, plain, zero);
+      if (kHasZero) ColumnScales<kSub>(w, w.zero, tile_row, n0, outputs, blocks, 1.0f, plain, before);
+      for (int64_t i = 0; kHasZero && i < padded; i += 16) {
+        const V16 zero = Load16(before + i);
+        Store16(before + i, parts.Subtracted(zero)), Store16(after + i, parts.Added(zero));
+      }
     }
     const int64_t row = (k0 + k) / kAlong * Decoder::kByteRows;
     const uint8_t* p = w.codes + row * w.row_stride + n0;
@@ -294,8 +317,9 @@ static void FillColumns(const Weight& w, int64_t n0, int64_t outputs, int64_t k0
 #pragma GCC unroll 4
         for (int place = 0; place < kSub; ++place) {
           const int64_t column = b * kBlock + place * 16;
-          const V16 s = Load16(scale + column), z = kRole == Zero::kNone ? s : Load16(zero + column);
-          Store16(panel + along * ldw + column, Scaled(kRole, codes.At(place * kAlong + along, table), s, z));
+          const V16 s = Load16(scale + column), v = codes.At(place * kAlong + along, table);
+          const V16 sub = kHasZero ? Load16(before + column) : s, add = kHasZero ? Load16(after + column) : s;
+          Store16(panel + along * ldw + column, Scaled<kHasZero>(v, s, sub, add));
         }
       }
     }

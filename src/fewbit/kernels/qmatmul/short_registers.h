@@ -1,4 +1,4 @@
-// Codes to numbers within registers of 32 bytes (AVX2) or 16 (NEON), as registers.h tells. Included inside a level's namespace.
+// Codes to numbers within registers of 32 bytes (AVX2) or 16 (NEON), as described in registers.h. Included inside a level's namespace.
 //
 // A table of 8 numbers is one register of AVX2 and one permutation, and each further bit of a code doubles the permutations and
 // adds a choice between two. NEON looks bytes up: a table is four tables of one byte of each number, 16 codes are looked up in
@@ -7,8 +7,8 @@
 
 #if FEWBIT_LEVEL != FEWBIT_LEVEL_AVX512 && FEWBIT_DECODES
 
-// The number of the code that stands `shift` bits above the lowest of each word; other bits may be anything. With NEON it must
-// lie within one byte.
+// The number of the code `shift` bits above the lowest of each word; other bits may be anything. With NEON it must
+// be within one byte.
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
 template <int kBits>
 static inline V Picked(const V* table, U code) {
@@ -111,7 +111,7 @@ struct Float8 {
 #endif
 };
 
-// Codes of 3, 5, 6 and 7 bits along a row. A lane takes the four bytes in which its four codes lie and shifts the first one to the
+// Codes of 3, 5, 6 and 7 bits along a row. A lane takes the four bytes that contain its four codes and shifts the first one to the
 // lowest bit; NEON, which shifts each byte by an amount of its own, gives each code its byte.
 template <int kBits, class Meaning = Numbers<kBits>>
 struct WideRow {

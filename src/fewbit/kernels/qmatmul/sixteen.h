@@ -15,7 +15,10 @@ static inline W16 ShiftLeft(const W16& w, int n) { return _mm512_slli_epi32(w, n
 static inline W16 Chosen(const W16& bits, const W16& a, const W16& b) { return _mm512_ternarylogic_epi32(bits, a, b, 0xCA); }
 // The bits of `kept`, those of `flip` flipped.
 static inline W16 Flipped(const W16& w, const W16& kept, const W16& flip) { return _mm512_ternarylogic_epi32(w, kept, flip, 0x6A); }
+static inline W16 And(const W16& a, const W16& b) { return _mm512_and_si512(a, b); }
+static inline W16 Or(const W16& a, const W16& b) { return _mm512_or_si512(a, b); }
 static inline V16 AsFloats(const W16& w) { return _mm512_castsi512_ps(w); }
+static inline W16 AsWords(const V16& v) { return _mm512_castps_si512(v); }
 // Element index[i] of 16 in each lane; bits above the four lowest may be anything.
 static inline V16 Permuted(const W16& index, const V16& of) { return _mm512_permutexvar_ps(index, of); }
 
@@ -102,6 +105,11 @@ static inline W16 And(const W16& a, const W16& b) {
   FEWBIT_EACH r.u[i] = a.u[i] & b.u[i];
   return r;
 }
+static inline W16 Or(const W16& a, const W16& b) {
+  W16 r;
+  FEWBIT_EACH r.u[i] = a.u[i] | b.u[i];
+  return r;
+}
 static inline W16 Xor(const W16& a, const W16& b) {
   W16 r;
   FEWBIT_EACH r.u[i] = a.u[i] ^ b.u[i];
@@ -116,6 +124,11 @@ static inline W16 Flipped(const W16& w, const W16& kept, const W16& flip) { retu
 static inline V16 AsFloats(const W16& w) {
   V16 r;
   FEWBIT_EACH r.v[i] = (V)w.u[i];
+  return r;
+}
+static inline W16 AsWords(const V16& v) {
+  W16 r;
+  FEWBIT_EACH r.u[i] = (U)v.v[i];
   return r;
 }
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2

@@ -1,4 +1,4 @@
-// A square of numbers turned: what lay along rows comes to lie along columns. Included inside a level's namespace.
+// Transposes squares of numbers. Included inside a level's namespace.
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 // Lane i of vector j becomes lane j of vector i: within quarters by pairs and fours, then quarters among themselves.

@@ -2,7 +2,7 @@
 
 #if FEWBIT_DECODES
 
-constexpr int64_t kFewRows = 4;     // of x, that meet a row of the weight together
+constexpr int64_t kFewRows = 4;     // of x that share one decoding of the weight
 constexpr int64_t kSeveral = 16;    // that are taken four at a time along a contraction; panels are faster for more
 constexpr int64_t kColumnRows = 8;  // rows of bytes that columns take at a time
 
@@ -10,11 +10,12 @@ constexpr int64_t kColumnRows = 8;  // rows of bytes that columns take at a time
 //
 // A few rows at a time, while the next ones are asked for: where rows are a page apart, all of them compete for one set of the
 // first cache, which keeps some twelve lines.
-template <class Decoder, Zero kRole, int kM>
+template <class Decoder, bool kSubtracts, int kM>
 static void SumColumns(const Job& job, int64_t n0, int64_t width) {
   constexpr int kSub = Decoder::kLaneBytes, kAlong = Decoder::kSteps / kSub, kBlock = 16 * kSub;
   constexpr int kByteRows = Decoder::kByteRows;
   const Weight& w = job.w;
+  const bool has_zero = w.role != Zero::kNone, has_offset = w.role == Zero::kOffset;
   const int64_t outputs = job.outputs() - n0 < width ? job.outputs() - n0 : width, blocks = (outputs + kBlock - 1) / kBlock;
   const int64_t padded = blocks * kBlock, together = (kByteRows > kColumnRows ? 1 : kColumnRows / kByteRows) * kAlong;
   const auto table = Decoder::TableOf(w);
@@ -29,19 +30,19 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
     if (loaded != k0 / w.row_tile) {
       loaded = k0 / w.row_tile;
       ColumnScales<kSub>(w, w.scale, loaded, n0, outputs, blocks, w.unit, plain, scale);
-      if (kRole != Zero::kNone) ColumnScales<kSub>(w, w.zero, loaded, n0, outputs, blocks, 1.0f, plain, zero);
+      if (has_zero) ColumnScales<kSub>(w, w.zero, loaded, n0, outputs, blocks, 1.0f, plain, zero);
     }
     float x_sum[kM];
     for (int m = 0; m < kM; ++m) {
       x_sum[m] = 0.0f;
-      for (int64_t k = k0; kRole == Zero::kOffset && k < k1; ++k) x_sum[m] += job.x[m * job.ldx + k];
+      for (int64_t k = k0; has_offset && k < k1; ++k) x_sum[m] += job.x[m * job.ldx + k];
     }
     for (int64_t b = 0; b < blocks; ++b) {
       const uint8_t* p = w.codes + n0 + b * kBlock;
       const int64_t left = w.cols - n0 - b * kBlock;
       V16 sum[kM][kSub], z[kSub];
       for (int k = 0; k < kSub; ++k) {
-        z[k] = Load16(zero + b * kBlock + k * 16);
+        z[k] = kSubtracts ? Load16(zero + b * kBlock + k * 16) : Same16(0.0f);
         for (int m = 0; m < kM; ++m) sum[m][k] = Same16(0.0f);
       }
       const int64_t ahead = (last - first) * kByteRows * w.row_stride;
@@ -57,7 +58,7 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
 #pragma GCC unroll 4
           for (int place = 0; place < kSub; ++place) {
             V16 v = codes.At(place * kAlong + along, table);
-            if (kRole == Zero::kWhole) v = Sub(v, z[place]);
+            if (kSubtracts) v = Sub(v, z[place]);
 #pragma GCC unroll 4
             for (int m = 0; m < kM; ++m) sum[m][place] = MulAdd(v, Same16(x[m * job.ldx + along]), sum[m][place]);
           }
@@ -67,7 +68,7 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
         for (int k = 0; k < kSub; ++k) {
           float* t = total + m * padded + b * kBlock + k * 16;
           V16 sum_here = MulAdd(sum[m][k], Load16(scale + b * kBlock + k * 16), Load16(t));
-          if (kRole == Zero::kOffset) sum_here = MulAdd(z[k], Same16(x_sum[m]), sum_here);
+          if (has_offset) sum_here = MulAdd(Load16(zero + b * kBlock + k * 16), Same16(x_sum[m]), sum_here);
           Store16(t, sum_here);
         }
       }

@@ -1,39 +1,32 @@
-// quantize and dequantize on CPUs, of the very bytes that the reference in plain JAX gives.
+// quantize and dequantize on CPUs, byte for byte as the reference in plain JAX.
 //
-// Layout. `geometry.py` merges the axes of an array, whatever their number, into [batch, rows, columns] with tiles of
-// tile_rows x tile_columns, and says along which of the two axes codes share bytes. Weights [out, in] have tiles of 1 x 32,
-// weights [in, out] of 32 x 1, DeepSeek's fp8 blocks 128 x 128, a scale per row 1 x columns, one per tensor rows x columns. A
-// batch is also what vmap adds. A scheme comes as data: a format is a clip, a shift and a mask (integers), an exponent and a
-// mantissa width (minifloats) or up to 16 thresholds (codebooks); so is what holds the scales, and the rule that finds them.
+// Data layout. `geometry.py` merges all axes into [batch, rows, columns] with tiles of tile_rows x tile_columns, and says which
+// axis is packed: weights [out, in] have tiles of 1 x 32, [in, out] of 32 x 1, DeepSeek's fp8 blocks 128 x 128, per-channel
+// scales 1 x columns, per-tensor rows x columns. vmap adds to the batch. Formats are data: clip, shift and mask (integers),
+// exponent and mantissa widths (minifloats), up to 16 thresholds (codebooks); so are the formats of scales and their rule.
 //
-// Passes. A row of tiles is read from memory once: its ranges, its scales (a vector of tiles at a time) and its codes follow
-// while it lies in the cache (`Walk::InOnePass` in walk.h). Tiles larger than that, a column or a tensor, are read twice, and
-// their ranges merged over the chunks (`InTwoPasses`); maxima and minima do not depend on the order. Every byte is written by
-// one task from what all tasks agree on, so the result does not depend on the number of threads. Scales that only JAX can
-// choose (percentiles, searches on a grid, given ones) come with the call to `Encode`.
+// Passes (walk.h). A row of tiles is read once: amax or range, scales (a vector of tiles at a time) and codes while it is in
+// cache (`InOnePass`). Larger tiles, a column or a tensor, are read twice and their ranges merged (`InTwoPasses`). Every byte
+// is written by one task from values that do not depend on the order, so any number of threads gives the same bytes. Scales
+// that only JAX computes (percentiles, grid searches) are arguments of `Encode`.
 //
-// The same bytes. The reference is IEEE arithmetic in float32 with subnormal numbers flushed, and so is this: the flags of
-// the thread are set while it works, nothing is contracted, and x / scale is the correctly rounded quotient (`Quotient`).
-// Only the searches add many numbers up, in an order of their own: their errors differ in the last places, and since a
-// scale must win by 2**-16 to replace another, the choice does not, unless two errors are apart by just that ratio.
+// Same bytes as the reference: float32 with subnormals flushed to zero, no contraction to FMA, x / scale correctly rounded
+// (`Quotient`). Only the scale searches sum in another order; a scale must win by 2**-16 to replace another, so the choice is
+// the same unless two errors differ by just that ratio.
 //
-// The bound is memory: 4 bytes read and 1/2 or 1 written for an element, 0.6 of the time of a copy. What stands between are
-// the searches, which try 3 (MXFP4) or 12 (NVFP4) scales for each tile at 4.5 cycles for 16 elements each.
+// Vectors. A lane is an element in encoding (encode.h), a tile in the scale searches (search.h). Amax of small tiles: one
+// vector for each tile, transposed and reduced at once (`MagnitudesOfTiles`); their reciprocals take one division (`EncodeRow`).
+// Elements are divided by a corrected reciprocal; codebooks are searched by four permutations. The next row is prefetched while
+// one is encoded; results get pages of 2 MiB.
 //
-// What paid: lanes that hold tiles in the searches (`search.h`), 12 candidates in place of the window's 15, for those eight
-// codes above another one that was tried cannot win; quotients by a corrected reciprocal (division took as long as all
-// the rest of NF4); four permutes through a register in place of 15 thresholds for codebooks. To read a row and then to encode
-// it took the sum of both times, since memory was idle meanwhile: now to encode a row calls for the next one (`Job::ahead`), a
-// tenth to a quarter less in all. Small tiles go by the lanes' number: their maxima are turned into one register and
-// compared together (`MagnitudesOfTiles`), and their reciprocals found by one division (`EncodeRow`); NVFP4 with the largest
-// magnitude's scale takes half the arithmetic. Tiles along columns are walked in panels of 256 KiB, at least 512 columns wide,
-// in place of 1 MiB (a quarter less), and divide once for all rows of a tile, not for each element. Fresh results get pages of
-// 2 MiB (`pages.h`), for a fault for each 4 KiB took longer than to decode what it holds.
-// What did not: panels of 64 columns for tiles that are whole columns; each row of a panel is a page of its own, and two
-// passes over whole rows are as fast. Non-temporal stores: the codes are small and are read next. To call ahead for panels.
-// Packing into 4 bits apart from encoding costs nothing that could be seen.
-//
-// Measured: `python -m bench.quantize`, told in docs/kernels.md.
+// Bound: memory, 4 bytes read and 1/2 or 1 written for an element, except the searches, which try 3 (MXFP4) or 12 (NVFP4)
+// scales for each tile. Measurements, and what did not pay: docs/design/kernels-cpu.md; `python -m bench.quantize` measures.
+#define FEWBIT_UNITS 3  // the handlers with plain C++, AVX2, AVX-512
+
+#include "../native/units.h"
+#include "kernels.h"
+
+#if FEWBIT_IN_UNIT(0)
 #include <cstdint>
 #include <cstring>
 #include <vector>
@@ -43,7 +36,6 @@
 #include "../native/pages.h"
 #include "../native/parallel.h"
 #include "job.h"
-#include "kernels.h"
 #include "walk.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -335,3 +327,4 @@ XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,
 FEWBIT_MODULE(_cpu, {"fewbit_quantize", reinterpret_cast<void*>(fewbit::kQuantize)},
               {"fewbit_encode", reinterpret_cast<void*>(fewbit::kEncode)},
               {"fewbit_dequantize", reinterpret_cast<void*>(fewbit::kDequantize)})
+#endif

@@ -1,6 +1,6 @@
 // From elements in units of their scale to codes. Included in each level's namespace, after lanes.h.
 
-// Adding 1.5 * 2**23 to a float below 2**22 rounds it to the nearest even integer, which stands in the low bits.
+// Adding 1.5 * 2**23 to a float below 2**22 rounds it to the nearest even integer, which is in the low bits.
 constexpr float kRounder = 12582912.0f;
 constexpr int32_t kRounderBits = 0x4B400000;
 
@@ -16,7 +16,7 @@ struct IntegerCoder {
   }
 };
 
-// The number of steps, in the exponent at hand, that lie nearest; a carry runs on into the exponent field by itself.
+// The nearest number of steps of the current exponent; a carry runs on into the exponent field by itself.
 // `sign` gives the sign, which a quotient that underflows loses.
 struct MinifloatCoder {
   F max;
@@ -39,7 +39,7 @@ struct MinifloatCoder {
   }
 };
 
-// How many thresholds lie below: with AVX-512 by halving, where a table of 16 is one register; else added up one by one, in
+// How many thresholds are below: with AVX-512 by halving, where a table of 16 is one register; else added up one by one, in
 // steps of the code.
 struct CodebookCoder {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
@@ -122,54 +122,76 @@ constexpr float kFar = 0x1p100f;
 
 INLINE bool IsFar(F offsets) { return IsAny(Abs(offsets) >= Splat(kFar)); }
 
-// Encodes a run of elements that share a scale, and calls for those that are `ahead` of them.
-template <Way way, typename T, typename Coder>
-INLINE void EncodeRun(const T* x, int64_t count, const Coder& coder, float scale, float reciprocal, const float* offset,
-                      int64_t ahead, uint8_t* out) {
-  const F by = Splat(scale), inverse = Splat(reciprocal), shift = Splat(offset == nullptr ? 0.0f : *offset);
+// Encodes a run of elements that share a scale, and prefetches those `ahead` elements later. What remains after the last whole
+// vector is copied to one of its own and takes the same loop once more, so that the loop's code exists once.
+template <Way way, bool has_offset, typename T, typename Coder>
+INLINE void EncodeRun(const T* x, int64_t count, const Coder& coder, float scale, float reciprocal, float offset, int64_t ahead,
+                      uint8_t* out) {
+  const F by = Splat(scale), inverse = Splat(reciprocal), shift = Splat(offset);
   const I scale_sign = SignBit(by);
-  const bool halves = way == Way::kDivide && offset != nullptr && (*offset >= kFar || *offset <= -kFar);
-  auto encode = [&](F v) {
-    if (offset != nullptr) v = halves ? v * 0.5f - shift * 0.5f : v - shift;
-    const F q = Quotient<way>(v, by, inverse);
-    return ToBytes(coder(halves ? q + q : q, (F)((I)v ^ scale_sign)));
-  };
-  int64_t i = 0;
-  for (; i + W <= count; i += W) {
-    Prefetch(x + i + ahead);
-    StoreSome(out + i, encode(Load(x + i)), W);
+  const bool halves = way == Way::kDivide && has_offset && (offset >= kFar || offset <= -kFar);
+  T rest[W] = {};
+  uint8_t rest_codes[W];
+  uint8_t* to = out;
+  const int64_t left = count % W;
+  for (int64_t whole = count - left;;) {
+    for (int64_t i = 0; i < whole; i += W) {
+      Prefetch(x + i + ahead);
+      F v = Load(x + i);
+      if (has_offset) v = halves ? v * 0.5f - shift * 0.5f : v - shift;
+      const F q = Quotient<way>(v, by, inverse);
+      StoreSome(to + i, ToBytes(coder(halves ? q + q : q, (F)((I)v ^ scale_sign))), W);
+    }
+    if (left == 0) return;
+    if (to == rest_codes) break;
+    __builtin_memcpy(rest, x + whole, left * sizeof(T));
+    x = rest, to = rest_codes, whole = W;
   }
-  if (i < count) StoreSome(out + i, encode(LoadSome(x + i, count - i)), count - i);
+  __builtin_memcpy(out + count - left, rest_codes, left);
 }
 
 // Encodes elements of one row that each have their own scale.
 template <Way way, typename T, typename Coder>
 INLINE void EncodeEach(const T* x, int64_t count, const Coder& coder, const float* scales, const float* reciprocals,
                        const float* offsets, int nan_code, int64_t ahead, uint8_t* out) {
-  for (int64_t i = 0; i < count; i += W) {
-    const int64_t some = count - i;
-    const F scale = LoadSome(scales + i, some);
-    Prefetch(x + i + ahead);
-    F v = LoadSome(x + i, some), factor = Splat(1.0f);
-    if (offsets != nullptr) {
-      const F shift = LoadSome(offsets + i, some);
-      if (way == Way::kDivide) {
-        const I is_far = Abs(shift) >= Splat(kFar);
-        v = is_far ? v * 0.5f - shift * 0.5f : v - shift, factor = is_far ? Splat(2.0f) : factor;
-      } else {
-        v -= shift;
+  T rest[W] = {};
+  float rest_scales[W] = {}, rest_reciprocals[W] = {}, rest_offsets[W] = {};
+  uint8_t rest_codes[W];
+  uint8_t* to = out;
+  const int64_t left = count % W;
+  for (int64_t whole = count - left;;) {
+    for (int64_t i = 0; i < whole; i += W) {
+      const F scale = Load(scales + i);
+      Prefetch(x + i + ahead);
+      F v = Load(x + i), factor = Splat(1.0f);
+      if (offsets != nullptr) {
+        const F shift = Load(offsets + i);
+        if (way == Way::kDivide) {
+          const I is_far = Abs(shift) >= Splat(kFar);
+          v = is_far ? v * 0.5f - shift * 0.5f : v - shift, factor = is_far ? Splat(2.0f) : factor;
+        } else {
+          v -= shift;
+        }
       }
+      F q = Quotient<way>(v, scale, Load(reciprocals + i));
+      if (way == Way::kDivide) q *= factor;
+      I code = coder(q, (F)((I)v ^ SignBit(scale)));
+      if (way == Way::kDivide) code = (scale != scale) ? Splat((int32_t)nan_code) : code;
+      StoreSome(to + i, ToBytes(code), W);
     }
-    F q = Quotient<way>(v, scale, LoadSome(reciprocals + i, some));
-    if (way == Way::kDivide) q *= factor;
-    I code = coder(q, (F)((I)v ^ SignBit(scale)));
-    if (way == Way::kDivide) code = (scale != scale) ? Splat((int32_t)nan_code) : code;
-    StoreSome(out + i, ToBytes(code), some);
+    if (left == 0) return;
+    if (to == rest_codes) break;
+    __builtin_memcpy(rest, x + whole, left * sizeof(T));
+    __builtin_memcpy(rest_scales, scales + whole, left * sizeof(float));
+    __builtin_memcpy(rest_reciprocals, reciprocals + whole, left * sizeof(float));
+    if (offsets != nullptr) __builtin_memcpy(rest_offsets, offsets + whole, left * sizeof(float)), offsets = rest_offsets;
+    x = rest, scales = rest_scales, reciprocals = rest_reciprocals, to = rest_codes, whole = W;
   }
+  __builtin_memcpy(out + count - left, rest_codes, left);
 }
 
-// Encodes columns `c .. end` of a row, which lie in up to W tiles from `tile` on; `scales` and `offsets` are those of the row.
-template <Way way, typename T, typename Coder>
+// Encodes columns `c .. end` of a row, of up to W tiles from `tile` on; `scales` and `offsets` are those of the row.
+template <Way way, bool has_offset, typename T, typename Coder>
 INLINE void EncodeTiles(const Job& job, const Coder& coder, const T* x, const float* scales, const float* reciprocals,
                         const float* offsets, int64_t tile, int64_t c, int64_t end, uint8_t* out) {
   for (int64_t k = 0; c < end; ++k) {
@@ -177,19 +199,19 @@ INLINE void EncodeTiles(const Job& job, const Coder& coder, const T* x, const fl
     const float scale = scales[tile + k];
     if (way == Way::kDivide && scale != scale) {
       __builtin_memset(out, job.format.nan_code, (size_t)(stop - c));
-    } else if (offsets == nullptr) {
-      EncodeRun<way>(x + c, stop - c, coder, scale, reciprocals[k], nullptr, job.ahead, out);
     } else {
-      EncodeRun<way>(x + c, stop - c, coder, scale, reciprocals[k], offsets + tile + k, job.ahead, out);
+      const float offset = has_offset ? offsets[tile + k] : 0.0f;
+      EncodeRun<way, has_offset>(x + c, stop - c, coder, scale, reciprocals[k], offset, job.ahead, out);
     }
     out += stop - c, c = stop;
   }
 }
 
-// The codes of columns `c0 .. c1` of a row, one a byte: W tiles at a time, whose reciprocals are found together.
+// The codes of columns `c0 .. c1` of a row, one a byte: W tiles at a time, whose reciprocals are computed together.
 template <typename T, typename Coder>
-INLINE void EncodeRow(const Job& job, const Coder& coder, const T* x, const float* scales, const float* offsets, int64_t c0,
-                      int64_t c1, uint8_t* out) {
+NO_INLINE void EncodeRow(const Job& job, const Coder& coder, const T* x, const float* scales, const float* offsets, int64_t c0,
+                         int64_t c1, uint8_t* out) {
+  constexpr Way kExact = FEWBIT_HAS_FMA ? Way::kCorrect : Way::kDivide;
   for (int64_t c = c0; c < c1;) {
     const int64_t tile = c / job.tile_columns, left = (c1 - 1) / job.tile_columns + 1 - tile;
     const int64_t end = left <= W ? c1 : (tile + W) * job.tile_columns;
@@ -199,14 +221,17 @@ INLINE void EncodeRow(const Job& job, const Coder& coder, const T* x, const floa
     const bool is_far = offsets != nullptr && IsFar(LoadSome(offsets + tile, left));
     const Way way = WayOf(scale, is_far || job.calibration == Calibration::kGiven);
     uint8_t* to = out + (c - c0);
-    if (way == Way::kMultiply) EncodeTiles<Way::kMultiply>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
-    else if (way == Way::kCorrect) EncodeTiles<Way::kCorrect>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
-    else EncodeTiles<Way::kDivide>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
+    // With offsets a power of two takes the general way, which rounds alike.
+    if (offsets != nullptr && way == Way::kDivide) EncodeTiles<Way::kDivide, true>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
+    else if (offsets != nullptr) EncodeTiles<kExact, true>(job, coder, x, scales, reciprocals, offsets, tile, c, end, to);
+    else if (way == Way::kMultiply) EncodeTiles<Way::kMultiply, false>(job, coder, x, scales, reciprocals, nullptr, tile, c, end, to);
+    else if (way == kExact) EncodeTiles<kExact, false>(job, coder, x, scales, reciprocals, nullptr, tile, c, end, to);
+    else EncodeTiles<Way::kDivide, false>(job, coder, x, scales, reciprocals, nullptr, tile, c, end, to);
     c = end;
   }
 }
 
-// The reciprocals of `count` scales, and the way that serves them all.
+// The reciprocals of `count` scales, and the way that is exact for all of them.
 INLINE Way ReciprocalsOf(const Job& job, const float* scales, const float* offsets, int64_t count, float* reciprocals) {
   Way way = Way::kMultiply;
   for (int64_t i = 0; i < count; i += W) {
@@ -220,13 +245,14 @@ INLINE Way ReciprocalsOf(const Job& job, const float* scales, const float* offse
 
 // The same of tiles that are one column wide; `way` and `reciprocals` are those of the columns' scales.
 template <typename T, typename Coder>
-INLINE void EncodeColumns(const Job& job, const Coder& coder, const T* x, const float* scales, const float* offsets,
-                          Way way, const float* reciprocals, int64_t c0, int64_t c1, uint8_t* out) {
+NO_INLINE void EncodeColumns(const Job& job, const Coder& coder, const T* x, const float* scales, const float* offsets,
+                             Way way, const float* reciprocals, int64_t c0, int64_t c1, uint8_t* out) {
+  constexpr Way kExact = FEWBIT_HAS_FMA ? Way::kCorrect : Way::kDivide;
   const float* shifts = offsets == nullptr ? nullptr : offsets + c0;
   const int nan_code = job.format.nan_code;
   x += c0, scales += c0;
   if (way == Way::kMultiply) EncodeEach<Way::kMultiply>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
-  else if (way == Way::kCorrect) EncodeEach<Way::kCorrect>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
+  else if (way == kExact) EncodeEach<kExact>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
   else EncodeEach<Way::kDivide>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
 }
 

@@ -1,4 +1,4 @@
-// What a call of the kernels is about: the array's geometry, its formats, and where everything lies. Plain data, shared by
+// The arguments of one call: the array's geometry, its formats, and its buffers. Plain data, shared by
 // the levels of instruction sets.
 #pragma once
 
@@ -70,7 +70,7 @@ struct Job {
   float* offsets;   // by tile, where there are zero points
 };
 
-// The bytes that a task needs beside the array to encode `width` columns: a reciprocal for each, and codes of eight rows.
+// The scratch bytes that a task needs to encode `width` columns: a reciprocal for each, and codes of eight rows.
 inline int64_t ScratchBytes(int64_t width) { return (4 + 8) * width + 64; }
 
 // What is known of a run of tiles before their scales: largest magnitude (its bits, above infinity's for NaN), range, and

@@ -5,6 +5,7 @@
 
 #include "../native/halves.h"
 #include "../native/isa.h"
+#include "../native/units.h"
 #include "job.h"
 
 #pragma GCC diagnostic ignored "-Wuninitialized"  // GCC says it of its own intrinsics
@@ -34,14 +35,23 @@ struct Kernels {
 
 #define INLINE_MEMBER inline __attribute__((always_inline))
 
+#if FEWBIT_IN_UNIT(0)
 #define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
 namespace portable {
 #include "level.h"
 }
 #undef FEWBIT_LEVEL
-#undef INLINE
-#undef FEWBIT_HAS_FMA
+#endif
+
 #if FEWBIT_X86
+namespace avx2 {
+Kernels KernelsFor(int element);
+}
+namespace avx512 {
+Kernels KernelsFor(int element);
+}
+
+#if FEWBIT_IN_UNIT(1)
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
 FEWBIT_BEGIN(FEWBIT_AVX2_FEATURES)
 namespace avx2 {
@@ -49,8 +59,9 @@ namespace avx2 {
 }
 FEWBIT_END
 #undef FEWBIT_LEVEL
-#undef INLINE
-#undef FEWBIT_HAS_FMA
+#endif
+
+#if FEWBIT_IN_UNIT(2)
 #define FEWBIT_LEVEL FEWBIT_LEVEL_AVX512
 FEWBIT_BEGIN(FEWBIT_AVX512_FEATURES)
 namespace avx512 {
@@ -58,9 +69,10 @@ namespace avx512 {
 }
 FEWBIT_END
 #undef FEWBIT_LEVEL
-#undef INLINE
-#undef FEWBIT_HAS_FMA
 #endif
+#endif
+
+#if FEWBIT_IN_UNIT(0)
 
 // The kernels of a level, or of the best one that the machine has below it.
 inline Kernels KernelsOf(int64_t wanted, int element) {
@@ -71,5 +83,7 @@ inline Kernels KernelsOf(int64_t wanted, int element) {
 #endif
   return portable::KernelsFor(element);
 }
+
+#endif
 
 }  // namespace fewbit

@@ -18,6 +18,7 @@ typedef uint16_t H __attribute__((vector_size(2 * W)));
 typedef uint8_t B __attribute__((vector_size(W)));
 
 #define INLINE static inline __attribute__((always_inline))
+#define NO_INLINE static __attribute__((noinline))
 #if FEWBIT_LEVEL != FEWBIT_LEVEL_PORTABLE || defined(__aarch64__)
 #define FEWBIT_HAS_FMA 1
 #else

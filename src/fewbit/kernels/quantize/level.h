@@ -17,9 +17,9 @@ struct Of {
     if (job.calibration < Calibration::kBestPower) {
       Scales(job, ranges, unit, (b * job.row_tiles + row_tile) * job.column_tiles + t0, count);
     } else if (job.format.kind == Kind::kInteger) {
-      SearchedScales<T>(job, IntegerGrid(job.format), b, row_tile, t0, count, unit, scratch);
+      SearchedScales(job, IntegerGrid(job.format), Gathered<T>, b, row_tile, t0, count, unit, scratch);
     } else {
-      SearchedScales<T>(job, MinifloatGrid(job.format), b, row_tile, t0, count, unit, scratch);
+      SearchedScales(job, MinifloatGrid(job.format), Gathered<T>, b, row_tile, t0, count, unit, scratch);
     }
   }
   static void Encode(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1, uint8_t* scratch) {
@@ -34,8 +34,12 @@ struct Of {
   static Kernels All() { return Kernels{W, Ranges_, Scales_, Encode, Largest, Decode}; }
 };
 
-static Kernels KernelsFor(int element) {
+Kernels KernelsFor(int element) {
   if (element == (int)Kind::kBfloat16) return Of<Brain>::All();
   if (element == (int)Kind::kFloat16) return Of<Half>::All();
   return Of<float>::All();
 }
+
+#undef INLINE
+#undef NO_INLINE
+#undef FEWBIT_HAS_FMA

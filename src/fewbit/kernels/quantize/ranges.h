@@ -1,4 +1,4 @@
-// What must be known of tiles before their scales. Included in each level's namespace.
+// Amax and ranges of tiles, from which their scales follow. Included in each level's namespace.
 
 template <typename T>
 INLINE void RangeOfRun(const Job& job, const T* x, int64_t count, int64_t at, const Ranges& ranges) {
@@ -58,7 +58,7 @@ INLINE void MagnitudesOfTiles(const T* x, int64_t width, int32_t* magnitudes) {
   StoreSome(magnitudes, largest, W);
 }
 
-// The magnitudes of tiles of one column, over four rows that are `stride` apart.
+// The magnitudes of tiles of one column, over four rows of this stride.
 template <typename T>
 INLINE void MagnitudesOfEach(const T* x, int64_t stride, int64_t count, int32_t* magnitudes) {
   for (int64_t i = 0; i < count; i += W) {

@@ -14,7 +14,7 @@ INLINE F MagnitudeOf(I bits) {
   return (F)Min(flushed, Splat(kInfinityBits));
 }
 
-// A held scale as it is stored, and as it is read back.
+// A scale as it is stored, and as it is read back.
 struct Held {
   I stored;  // the low bytes
   F loaded;
@@ -76,7 +76,7 @@ INLINE void StoreAs(Kind kind, void* out, int64_t at, I values, int64_t count) {
   else StoreSome((uint8_t*)out + at, ToBytes(values), count);
 }
 
-// The zero points of tiles whose range begins at `low`, stored, and the number that code 0 stands for.
+// The zero points of tiles whose range begins at `low`, stored, and the number of code 0.
 INLINE F StoredZero(const Job& job, F low, F divisor, int64_t at, int64_t count) {
   if (job.zero_is_whole) {
     const I is_nan = divisor != divisor;
@@ -129,7 +129,7 @@ INLINE void StoreScales(const Job& job, F ideal, F low, I bits, float unit, int6
   if (job.has_zero) StoreSome(job.offsets + at, StoredZero(job, low, divisor, at, count), count);
 }
 
-// The scales of tiles `at .. at + count`, whose ranges stand at the beginning of `ranges`, by every rule but the searches.
+// The scales of tiles `at .. at + count`, whose ranges are at the beginning of `ranges`, by every rule but the searches.
 static void Scales(const Job& job, const Ranges& ranges, float unit, int64_t at, int64_t count) {
   for (int64_t i = 0; i < count; i += W) {
     const int64_t some = count - i;

@@ -60,11 +60,11 @@ struct Best {
 template <typename Grid>
 INLINE F BestPower(const Job& job, const Grid& grid, const float* magnitudes, int64_t count, F largest, F unit_power) {
   const I ceiling = RuledExponent(job, largest);
-  const F start = ClippedPower(ceiling);
-  Best best{start, ErrorOf(magnitudes, count, grid, start * unit_power)};
-  for (int i = 1; i <= job.halvings; ++i) {
-    const F scale = ClippedPower(ceiling - i);
-    best.Offer(scale, ErrorOf(magnitudes, count, grid, scale * unit_power));
+  Best best;
+  for (int i = 0; i <= job.halvings; ++i) {
+    const F scale = ClippedPower(ceiling - i), error = ErrorOf(magnitudes, count, grid, scale * unit_power);
+    if (i == 0) best = {scale, error};
+    else best.Offer(scale, error);
   }
   return best.scale;
 }
@@ -81,25 +81,23 @@ INLINE F BestCode(const Job& job, const Grid& grid, const float* magnitudes, int
   I code = MinifloatCode(holder, needed);
   code -= (I)(MinifloatValue(holder, code) < needed);
   const I ceiling = Min(Max(code, Splat((int32_t)1)), Splat(top));
-  auto scale_of = [&](I c) {
-    const F value = MinifloatValue(holder, Min(Max(c, Splat((int32_t)1)), Splat(top)));
-    return job.has_unit ? value * unit : value;
-  };
-  const F start = scale_of(ceiling);
-  Best best{start, ErrorOf(magnitudes, count, grid, start * unit_power)};
-  auto offer = [&](I c) {
-    const F scale = scale_of(c);
-    best.Offer(scale, ErrorOf(magnitudes, count, grid, scale * unit_power));
-  };
-  if (!job.is_windowed) {
-    for (int32_t c = 1; c <= top; ++c) offer(Splat(c));
-  } else if (LargestLane((I)(ceiling < 9) & 1) == 0) {
-    for (int32_t i = -5; i <= 6; ++i) {
-      if (i != 0) offer(ceiling + i);
-    }
-  } else {
-    const I first = (ceiling < 9) ? Splat((int32_t)1) : ceiling - 5;
-    for (int32_t i = 0; i < 15; ++i) offer(first + i);
+  // The codes first .. first + tried - 1, but for the one at `start`, which is the ceiling and has been tried before.
+  I first = Splat((int32_t)1);
+  int32_t tried = top, start = -1;
+  if (job.is_windowed && LargestLane((I)(ceiling < 9) & 1) == 0) {
+    first = ceiling - 5, tried = 12, start = 5;
+  } else if (job.is_windowed) {
+    first = (ceiling < 9) ? first : ceiling - 5, tried = 15;
+  }
+  Best best;
+  for (int32_t i = -1; i < tried; ++i) {
+    if (i >= 0 && i == start) continue;
+    const I c = i < 0 ? ceiling : first + i;
+    F scale = MinifloatValue(holder, Min(Max(c, Splat((int32_t)1)), Splat(top)));
+    if (job.has_unit) scale = scale * unit;
+    const F error = ErrorOf(magnitudes, count, grid, scale * unit_power);
+    if (i < 0) best = {scale, error};
+    else best.Offer(scale, error);
   }
   return best.scale;
 }
@@ -107,7 +105,7 @@ INLINE F BestCode(const Job& job, const Grid& grid, const float* magnitudes, int
 // The bits of the largest magnitudes of W tiles from tile `t` of a row of tiles, and in `out` their magnitudes, element by
 // element; zeros where there is none. Returns how many elements a tile has.
 template <typename T>
-INLINE int64_t Gathered(const Job& job, int64_t b, int64_t row_tile, int64_t t, int64_t tiles, I* largest, float* out) {
+static int64_t Gathered(const Job& job, int64_t b, int64_t row_tile, int64_t t, int64_t tiles, I* largest, float* out) {
   const int64_t r0 = row_tile * job.tile_rows;
   const int64_t r1 = r0 + job.tile_rows < job.rows ? r0 + job.tile_rows : job.rows;
   const int64_t width = job.tile_columns, left = job.columns - t * width;
@@ -143,15 +141,16 @@ INLINE int64_t Gathered(const Job& job, int64_t b, int64_t row_tile, int64_t t, 
   return n;
 }
 
-// As `Scales`, for the rules that search. `scratch` holds the magnitudes of W tiles.
-template <typename T, typename Grid>
-static void SearchedScales(const Job& job, const Grid& grid, int64_t b, int64_t row_tile, int64_t t0, int64_t count,
-                           float unit, float* scratch) {
+// As `Scales`, for the rules that search, whatever the elements are: `gathered` reads them. `scratch` has room for the
+// magnitudes of W tiles.
+template <typename Grid>
+static void SearchedScales(const Job& job, const Grid& grid, decltype(&Gathered<float>) gathered, int64_t b, int64_t row_tile,
+                           int64_t t0, int64_t count, float unit, float* scratch) {
   const int64_t at = (b * job.row_tiles + row_tile) * job.column_tiles + t0;
   for (int64_t i = 0; i < count; i += W) {
     const int64_t some = count - i < W ? count - i : W;
     I bits;
-    const int64_t n = Gathered<T>(job, b, row_tile, t0 + i, some, &bits, scratch);
+    const int64_t n = gathered(job, b, row_tile, t0 + i, some, &bits, scratch);
     const F largest = MagnitudeOf(bits);
     const I exponent = Min(Max(ExponentOf(largest), Splat((int32_t)-126)), Splat((int32_t)126));
     const F unit_power = PowerOfTwo(-exponent);
