@@ -1,6 +1,6 @@
 """Runs every row of docs/migrating.md: our side always, their side where the package is installed, and compares the two.
 
-A row has the name, an expression of theirs, one of ours, and how far their numbers lie apart: `equal`, or the largest relative
+A row has the name, an expression of theirs, one of ours, and the largest relative difference: `equal`, or the largest relative
 difference (of norms) that may be measured. From a thousandth on at least a tenth of it must be there, so that no row claims a
 difference that is none. The page's blocks of code set up the expressions: `python` ours, `python no-run` theirs, section by section.
 """
@@ -24,7 +24,7 @@ import pytest
 import fewbit as fb
 
 PAGE = Path(__file__).parent.parent / "docs" / "migrating.md"
-HEADER = "| theirs | as it is called there | here | apart | |"
+HEADER = "| theirs | as it is called there | here | max. rel. diff. | |"
 PACKAGES = {"Qwix": "qwix", "AQT": "aqt", "MaxText": None, "eFormer": "eformer", "qwantize": "qwantize"}
 """The packages that stand behind the sections of the page; None where none can be installed here."""
 
@@ -37,7 +37,7 @@ class Row:
     called: str
     theirs: str
     ours: str
-    apart: str
+    difference: str
     remark: str
 
     @property
@@ -66,8 +66,8 @@ def rows() -> Iterator[Row]:
     for section, text in sections():
         for line in text.split(HEADER, 1)[-1].splitlines() if HEADER in text else ():
             if line.startswith("| `"):
-                names, theirs, ours, apart, remark = re.split(r"\s*\|\s*", line.strip("| "))
-                yield Row(section, names, code(theirs), code(ours), apart.strip("- "), remark)
+                names, theirs, ours, difference, remark = re.split(r"\s*\|\s*", line.strip("| "))
+                yield Row(section, names, code(theirs), code(ours), difference.strip("- "), remark)
 
 
 ROWS = list(rows())
@@ -147,7 +147,7 @@ def test_our_side_of_a_row_evaluates(row: Row, ours: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.oracle
 @pytest.mark.parametrize("row", [row for row in ROWS if row.theirs], ids=str)
-def test_both_sides_are_as_far_apart_as_the_row_says(
+def test_both_sides_are_differ_as_the_row_says(
     row: Row, ours: dict[str, Any], theirs: dict[str, dict[str, Any]]
 ) -> None:
     package = PACKAGES[row.section]
@@ -159,15 +159,15 @@ def test_both_sides_are_as_far_apart_as_the_row_says(
     with readers_rules():
         them = numbers(eval(row.theirs, theirs[row.section]))
         us = numbers(eval(row.ours, ours)) if row.ours else None
-    assert (them is not None and us is not None) == bool(row.apart), "a row says how far numbers lie apart, and only then"
+    assert (them is not None and us is not None) == bool(row.difference), "a row says how far numbers differ, and only then"
     if them is None or us is None:
         return
     assert [a.shape for a in us] == [a.shape for a in them]
     off, size = (np.sqrt(sum((x**2).sum() for x in part)) for part in ([a - b for a, b in zip(us, them, strict=True)], them))
-    if row.apart == "equal":
+    if row.difference == "equal":
         assert off == 0
     else:
-        allowed = float(row.apart)
+        allowed = float(row.difference)
         assert off <= allowed * size
         assert allowed < 1e-3 or off >= allowed * size / 10, "the numbers are nearer than the row says"
 
@@ -223,4 +223,4 @@ def test_what_is_not_here_is_said_so() -> None:
     assert len(ROWS) > 120
     silent = [str(row) for row in ROWS if not row.ours and not row.remark.startswith("Not here")]
     assert not silent
-    assert not [str(row) for row in ROWS if row.apart and not (row.ours and row.theirs)]
+    assert not [str(row) for row in ROWS if row.difference and not (row.ours and row.theirs)]
