@@ -147,9 +147,7 @@ def test_our_side_of_a_row_evaluates(row: Row, ours: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.oracle
 @pytest.mark.parametrize("row", [row for row in ROWS if row.theirs], ids=str)
-def test_both_sides_are_differ_as_the_row_says(
-    row: Row, ours: dict[str, Any], theirs: dict[str, dict[str, Any]]
-) -> None:
+def test_both_sides_are_differ_as_the_row_says(row: Row, ours: dict[str, Any], theirs: dict[str, dict[str, Any]]) -> None:
     package = PACKAGES[row.section]
     if package is not None:
         pytest.importorskip(package)

@@ -129,9 +129,7 @@ def test_astype_changes_what_it_stands_for_only():
     assert half.dtype == jnp.bfloat16 and half.codes is q.codes and q.dtype == jnp.float32
     np.testing.assert_array_equal(_dequantize(half), _dequantize(q).astype(jnp.bfloat16))
     for dtype in (jnp.int8, jnp.complex64, bool):
-        with pytest.raises(
-            QuantError, match=r"a QArray has a floating dtype; astype\(.*\) needs fb.dequantize first"
-        ):
+        with pytest.raises(QuantError, match=r"a QArray has a floating dtype; astype\(.*\) needs fb.dequantize first"):
             q.astype(dtype)
 
 
