@@ -65,4 +65,4 @@ def test_smollm2_is_imported_without_loss_and_quantized(tmp_path):
     # int8 rows on these weights cost 0.7 % of perplexity over 2,048 tokens; 512 tokens vary more.
     assert abs(quality.against.log_ratio.value) < 0.02
     assert quality.against.top1.value > 0.95
-    assert "Paris" in jobs.write_on(jobs.load(outcome.path), "What is the capital of France?", max_tokens=16).text
+    assert "Paris" in jobs.generate_text(jobs.load(outcome.path), "What is the capital of France?", max_tokens=16).text

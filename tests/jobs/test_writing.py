@@ -19,8 +19,8 @@ def model(tmp_path):
 def test_weights_are_decoded_once_and_write_what_packed_ones_write(model, tmp_path):
     jobs.quantize(model, jobs.plan_model(model, recipe="nf4"), tmp_path / "q")
     stored = jobs.load(tmp_path / "q")
-    sample = jobs.write_on(stored, "The quick ", max_tokens=8)
-    packed = jobs.write_on(model, "The quick ", params=stored.params(), max_tokens=8)
+    sample = jobs.generate_text(stored, "The quick ", max_tokens=8)
+    packed = jobs.generate_text(model, "The quick ", params=stored.params(), max_tokens=8)
     assert (sample.tokens, sample.decoded, sample.is_chat) == (8, 22, False)
     assert packed.text == sample.text
 
@@ -28,13 +28,13 @@ def test_weights_are_decoded_once_and_write_what_packed_ones_write(model, tmp_pa
 @pytest.mark.slow
 def test_weights_with_quantized_activations_stay_packed(model, tmp_path):
     jobs.quantize(model, jobs.plan_model(model, recipe="w8a8"), tmp_path / "q")
-    sample = jobs.write_on(jobs.load(tmp_path / "q"), "The quick ", max_tokens=4)
+    sample = jobs.generate_text(jobs.load(tmp_path / "q"), "The quick ", max_tokens=4)
     assert sample.decoded == 0
 
 
 @pytest.mark.slow
 def test_the_same_seed_draws_the_same(model):
-    a, b, c = (jobs.write_on(model, "Who ", max_tokens=12, temperature=2.0, seed=s).text for s in (1, 1, 2))
+    a, b, c = (jobs.generate_text(model, "Who ", max_tokens=12, temperature=2.0, seed=s).text for s in (1, 1, 2))
     assert a == b != c
 
 
@@ -50,7 +50,7 @@ def test_the_same_seed_draws_the_same(model):
 )
 def test_what_cannot_be_written_says_why(model, arguments, error, message):
     with pytest.raises(error, match=message):
-        jobs.write_on(model, **{"prompt": "Who ", "max_tokens": 4, **arguments})
+        jobs.generate_text(model, **{"prompt": "Who ", "max_tokens": 4, **arguments})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_what_cannot_be_written_says_why(model, arguments, error, message):
 )
 @pytest.mark.slow
 def test_the_cache_is_of_the_kind_that_was_asked_for(model, kv, of_token):
-    sample = jobs.write_on(model, "Who ", max_tokens=4, kv=kv)
+    sample = jobs.generate_text(model, "Who ", max_tokens=4, kv=kv)
     assert sample.kv == (None if kv is None else str(kv))
     assert sample.cache_bytes == 3 * (4 + 4) * of_token  # layers, positions
     assert sample.tokens == 4

@@ -201,8 +201,8 @@ def test_what_it_does_not_take_is_said(monkeypatch):
     with pytest.raises(fb.UnsupportedError, match="come in 2 blocks; it takes one"):
         attention(q, pair, backend="cpu")
     problem = AttentionProblem.of(q, [block.of_layer()])
-    assert "no layer of a KV cache" in str(BACKENDS["cpu"].passed_over(problem))
-    assert "CPU devices" in str(BACKENDS["cpu"].passed_over(AttentionProblem.of(q, [block])))  # as many as the tests have
+    assert "no layer of a KV cache" in str(BACKENDS["cpu"].not_chosen(problem))
+    assert "CPU devices" in str(BACKENDS["cpu"].not_chosen(AttentionProblem.of(q, [block])))  # as many as the tests have
     monkeypatch.setattr("fewbit.kernels.attention.cpu.extension", lambda module: Extension(missing="it is not built"))
     with pytest.raises(fb.UnsupportedError, match="it is not built"):
         attention(q, [block], backend="cpu")

@@ -9,7 +9,7 @@ from fewbit.array.packing import codes_per_unit
 from fewbit.kernels.qmatmul.pallas_decode import (
     NF4_ERROR,
     group_values,
-    held_values,
+    stored_values,
     plane_values,
     undecodable,
     unit,
@@ -60,21 +60,21 @@ def test_the_polynomial_of_nf4_errs_as_it_says():
 @pytest.mark.parametrize("name", ["e4m3fn", "ue5m3", "uint4", "int8"])
 def test_scales_and_zero_points_in_formats(name: str):
     codes = BYTES[: 2 ** fb.FORMATS[name].bits]
-    np.testing.assert_array_equal(held_values(codes, fb.FORMATS[name]), fb.FORMATS[name].decode(codes))
+    np.testing.assert_array_equal(stored_values(codes, fb.FORMATS[name]), fb.FORMATS[name].decode(codes))
 
 
 def test_e8m0_scales_are_exact_but_the_one_that_is_subnormal():
-    values = np.asarray(held_values(BYTES, fb.FORMATS["e8m0"]))
+    values = np.asarray(stored_values(BYTES, fb.FORMATS["e8m0"]))
     np.testing.assert_array_equal(values[1:], fb.FORMATS["e8m0"].values()[1:].astype(np.float32))
     assert values[0] == 0
 
 
 def test_float16_scales_come_as_bits():
     bits = np.arange(2**16, dtype=np.uint16)
-    values = np.asarray(held_values(jnp.asarray(bits), np.dtype(np.float16)))
+    values = np.asarray(stored_values(jnp.asarray(bits), np.dtype(np.float16)))
     np.testing.assert_array_equal(values, bits.view(np.float16).astype(np.float32))
 
 
 def test_bfloat16_scales():
     scales = jnp.asarray([0.5, -3.0, jnp.nan], jnp.bfloat16)
-    np.testing.assert_array_equal(held_values(scales, np.dtype(jnp.bfloat16)), [0.5, -3.0, np.nan])
+    np.testing.assert_array_equal(stored_values(scales, np.dtype(jnp.bfloat16)), [0.5, -3.0, np.nan])

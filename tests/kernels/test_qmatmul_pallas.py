@@ -240,7 +240,7 @@ def test_a_process_with_one_device_takes_the_kernel_where_a_program_is_compiled_
 
 def test_several_devices_leave_it_aside():
     problem = Problem(Operand((2, 32), "float32", None), Operand((4, 32), "float32", fb.SCHEMES["int8"]), NUMBERS)
-    assert str(BACKENDS["pallas_tpu"].passed_over(problem)).startswith("there are several devices")
+    assert str(BACKENDS["pallas_tpu"].not_chosen(problem)).startswith("there are several devices")
     assert select(BACKENDS, problem).reasons["pallas_tpu"] == "it runs on tpu, the device is cpu"
 
 

@@ -110,7 +110,7 @@ def test_reasons():
     problem = Quantization((4, 64), "float32", fb.scheme("mxfp4").along(-1, 2))
     backend = QUANTIZERS["pallas_tpu"]
     assert backend.unsupported(problem) is None
-    assert str(backend.passed_over(problem)).startswith("there are several devices")
+    assert str(backend.not_chosen(problem)).startswith("there are several devices")
     for changed, reason in (
         ({"dtype": "float16"}, "the array is float16, must be float32 or bfloat16"),
         ({"is_stochastic": True}, "stochastic rounding, given scales"),

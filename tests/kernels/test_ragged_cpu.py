@@ -79,7 +79,7 @@ def test_the_matrix_of_a_group_without_rows_is_not_met():
 def test_reasons():
     q, x = fb.quantize(jnp.asarray(random(3, 32, 16)), "int8", axis=-2), jnp.ones((5, 32), jnp.float32)
     problem = RaggedProblem(Operand.of(x), Operand.of(q))
-    assert "XLA cannot split its calls over them" in str(RAGGED["cpu"].passed_over(problem))
+    assert "XLA cannot split its calls over them" in str(RAGGED["cpu"].not_chosen(problem))
     assert RAGGED["cpu"].unsupported(problem) is None
     with pytest.raises(fb.UnsupportedError, match=r"cpu: it multiplies float32 into int32; both must be one of float32"):
         fb.ragged_dot(x, q, jnp.array([4, 0, 1]), preferred_element_type=jnp.int32, backend="cpu")

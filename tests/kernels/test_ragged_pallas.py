@@ -95,7 +95,7 @@ class OnCpu(PallasTPURagged):
     config: Config | None = Config(m=8, codes=64, columns=128)
     interpret: bool = True
 
-    def passed_over(self, problem: RaggedProblem) -> str | None:
+    def not_chosen(self, problem: RaggedProblem) -> str | None:
         return None
 
 

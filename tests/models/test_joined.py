@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.models import forward, join_products, stack_layers
+from fewbit.models import forward, fuse_weights, stack_layers
 from tests.nets.random_llama import SMALL, random_params, random_tokens
 
 quantize = jax.jit(fb.quantize, static_argnames="scheme")
@@ -30,7 +30,7 @@ ALIKE = {name: fb.scheme("q4_1") for name in ("q", "k", "v", "gate", "up")}
 @pytest.mark.slow
 def test_joined_matrices_compute_what_their_parts_do():
     params, tokens = quantized(ALIKE), random_tokens(SMALL, 2, 8)
-    joined = join_products(params)
+    joined = fuse_weights(params)
     layer, held = joined["layers"][1], params["layers"][1]
     assert set(layer["attn"]) == {"norm", "q+k+v", "o"} and set(layer["mlp"]) == {"norm", "gate+up", "down"}
     for part, names in (("attn", "qkv"), ("mlp", ("gate", "up"))):
@@ -48,5 +48,5 @@ def test_joined_matrices_compute_what_their_parts_do():
 )
 def test_other_matrices_stay_as_they_are(schemes):
     params = quantized(schemes)
-    joined = join_products(params)
+    joined = fuse_weights(params)
     assert jax.tree.structure(joined) == jax.tree.structure(params)

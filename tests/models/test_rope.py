@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from fewbit.models import LlamaConfig, forward
-from fewbit.models.rope import turned, turns
+from fewbit.models.rope import apply_rotary, rotary_tables
 from tests.nets.random_llama import SMALL, random_params, random_tokens
 
 HEAD = LlamaConfig(vocab=8, layers=1, width=8, heads=1, kv_heads=1, head_dim=64, hidden=8, context=8192)
@@ -20,9 +20,9 @@ def heads(seed: int) -> jnp.ndarray:
 
 
 def test_layouts_differ_by_the_permutation_of_rows_exactly():
-    x, (cos, sin) = heads(0), turns(HEAD, 16)
-    interleaved = turned(x, cos, sin, "interleaved")
-    half = turned(x[..., TO_INTERLEAVED], cos, sin, "half")
+    x, (cos, sin) = heads(0), rotary_tables(HEAD, 16)
+    interleaved = apply_rotary(x, cos, sin, "interleaved")
+    half = apply_rotary(x[..., TO_INTERLEAVED], cos, sin, "half")
     assert np.array_equal(np.asarray(interleaved)[..., TO_INTERLEAVED], np.asarray(half))
 
 
@@ -46,9 +46,9 @@ def test_layouts_make_the_same_network_when_the_rows_are_permuted():
 @pytest.mark.parametrize("layout", ["interleaved", "half"])
 def test_lengths_stay_and_products_depend_on_the_distance_alone(layout: str):
     x, y = heads(1), heads(2)
-    cos, sin = turns(HEAD, 8192)
-    near = [turned(a, cos[i : i + 16], sin[i : i + 16], layout) for a, i in ((x, 5), (y, 0))]
-    far = [turned(a, cos[i : i + 16], sin[i : i + 16], layout) for a, i in ((x, 8005), (y, 8000))]
+    cos, sin = rotary_tables(HEAD, 8192)
+    near = [apply_rotary(a, cos[i : i + 16], sin[i : i + 16], layout) for a, i in ((x, 5), (y, 0))]
+    far = [apply_rotary(a, cos[i : i + 16], sin[i : i + 16], layout) for a, i in ((x, 8005), (y, 8000))]
     # Angles are rounded from float64, so position 8000 is as exact as position 0: sums of 64 products of size 1.
     products = [np.sum(np.asarray(a, np.float64) * np.asarray(b, np.float64), axis=-1) for a, b in (near, far)]
     np.testing.assert_allclose(products[0], products[1], atol=64 * 6e-8 * 4)
@@ -56,11 +56,11 @@ def test_lengths_stay_and_products_depend_on_the_distance_alone(layout: str):
 
 
 def test_position_zero_does_not_turn():
-    x, (cos, sin) = heads(3)[:, :, :1], turns(HEAD, 1)
+    x, (cos, sin) = heads(3)[:, :, :1], rotary_tables(HEAD, 1)
     for layout in ("interleaved", "half"):
-        assert np.array_equal(np.asarray(turned(x, cos, sin, layout)), np.asarray(x))
+        assert np.array_equal(np.asarray(apply_rotary(x, cos, sin, layout)), np.asarray(x))
 
 
 def test_dtype_stays():
-    cos, sin = turns(HEAD, 16)
-    assert turned(heads(0).astype(jnp.bfloat16), cos, sin, "half").dtype == jnp.bfloat16
+    cos, sin = rotary_tables(HEAD, 16)
+    assert apply_rotary(heads(0).astype(jnp.bfloat16), cos, sin, "half").dtype == jnp.bfloat16

@@ -10,7 +10,7 @@ import pytest
 import fewbit as fb
 from fewbit.array.quantize import expanded_scale
 from fewbit.array.scales import Fixed
-from fewbit.ops.arms import AbstractBilinear, Rules, quantized_product
+from fewbit.ops.arms import AbstractBilinear, ProductConfig, quantized_product
 from fewbit.ops.conv import Conv
 from fewbit.ops.dot import Dot
 from fewbit.ops.ragged import PLAIN, RaggedDot, _hashable
@@ -68,7 +68,7 @@ def normal(*shape, seed=0):
 
 
 def product(case, policy, key=None):
-    return lambda a, b: quantized_product(case.bilinear, Rules(policy), a, b, case.extra, key)
+    return lambda a, b: quantized_product(case.bilinear, ProductConfig(policy), a, b, case.extra, key)
 
 
 def faked(x, scheme, axes):
@@ -88,7 +88,7 @@ def expected_gradient(case, arm, is_left, g, own, other, other_scheme):
         met, g = other, faked(g, arm.gradient, axes)
     else:
         q = fb.quantize(other, other_scheme, axis=forward_axes or (-1,))
-        scale = case.bilinear.beside_gradient(is_left, expanded_scale(q), case.extra)
+        scale = case.bilinear.scale_for_gradient(is_left, expanded_scale(q), case.extra)
         met = fb.dequantize(q)
         # Folding the scale in and taking it out again is the quantizer of the scaled gradient.
         g = faked(g, arm.gradient, axes) if scale is None else faked(g * scale, arm.gradient, axes) / scale

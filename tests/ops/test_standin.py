@@ -10,7 +10,7 @@ import pytest
 
 import fewbit as fb
 from fewbit import UnsupportedError
-from fewbit.ops.standin import StandIn, array_of, stands_in
+from fewbit.ops.standin import ArrayProxy, array_of, is_proxy
 
 
 def counted_product(evaluator, eqn, values):
@@ -21,7 +21,7 @@ def counted_product(evaluator, eqn, values):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Shifted(StandIn):
+class Shifted(ArrayProxy):
     """`base + shift`, which notes the products that it meets."""
 
     rules: ClassVar = {"dot_general": counted_product}
@@ -100,6 +100,6 @@ def test_without_a_rule_it_is_named():
     w, x = operands()
     with pytest.raises(UnsupportedError, match=r"test_standin.*slice decodes Shifted"):
         fb.transparent(PIECES["product"])(w, x)
-    assert stands_in(w)
-    assert not stands_in(x)
+    assert is_proxy(w)
+    assert not is_proxy(x)
     np.testing.assert_array_equal(array_of(w), w.base + 0.5)

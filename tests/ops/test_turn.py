@@ -8,7 +8,7 @@ from jax import lax
 
 import fewbit as fb
 from fewbit.kernels.extension import extension
-from fewbit.ops.rules.turn import Turn
+from fewbit.ops.rules.turn import ScanSlice
 
 pytestmark = pytest.mark.skipif(
     extension("fewbit.kernels.qmatmul._cpu").missing is not None, reason="the CPU kernels are not built"
@@ -84,5 +84,5 @@ def test_what_is_no_product_takes_the_array_by_itself():
     q = stack("int8")
     x, turned = jax.jit(fb.transparent(rows))(q, jnp.zeros((1, WIDTH)))
     np.testing.assert_allclose(x, fb.dequantize(q)[:, 3].sum(0, keepdims=True), atol=1e-6)
-    assert fb.is_qarray(turned) and not isinstance(turned, Turn)
+    assert fb.is_qarray(turned) and not isinstance(turned, ScanSlice)
     np.testing.assert_array_equal(fb.dequantize(turned), fb.dequantize(q).swapaxes(1, 2))

@@ -90,7 +90,7 @@ def placed(q: QArray, sharding: NamedSharding) -> QArray:
 def logical_sharding(q: QArray) -> Sharding | None:
     """The sharding of a QArray as an array. None if its leaves' shardings are unknown or inconsistent."""
     leaves = jax.tree.leaves(q)
-    shardings = [held_sharding(leaf) for leaf in leaves]
+    shardings = [known_sharding(leaf) for leaf in leaves]
     codes = shardings[0]
 
     def fits(sharding: Sharding | None, leaf: Any) -> bool:
@@ -107,7 +107,7 @@ def logical_sharding(q: QArray) -> Sharding | None:
     return None
 
 
-def held_sharding(x: object) -> Sharding | None:
+def known_sharding(x: object) -> Sharding | None:
     """The sharding of an array; of a tracer only on an explicit mesh, else None."""
     if not isinstance(x, Tracer):
         return getattr(x, "sharding", None)
@@ -119,7 +119,7 @@ def held_sharding(x: object) -> Sharding | None:
 
 def refuse_cut_tiles(x: jax.Array, scheme: Scheme) -> None:
     """Raises QuantError for an array on an explicit mesh whose shards cut tiles."""
-    sharding = held_sharding(x)
+    sharding = known_sharding(x)
     if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
         return
     entries = spec_entries(sharding.spec, x.ndim)

@@ -87,7 +87,7 @@ def show_comparison(
 def show_sample(path: Path, prompt: str, *, kv: str | None, kv_scale: str | None, json: bool, **options: Any) -> None:
     """Generates text after a prompt and prints it; a chat prints the answer only."""
     policy = _policy(kv, kv_scale)
-    sample = jobs.write_on(jobs.load(path), prompt, kv=policy, **options)
+    sample = jobs.generate_text(jobs.load(path), prompt, kv=policy, **options)
     if json:
         emit_json({"model": str(path), **vars(sample)})
         return

@@ -102,13 +102,13 @@ def _why_no_check(model: jobs.Model, check: bool, text: str | None) -> str | Non
 
 def _written(source: jobs.Model, made: Plan, output: Path, *, overwrite: bool, log: Path | None) -> Outcome:
     """Writes the directory, with progress and a log line per tensor."""
-    with progress_bar("quantizing", sum(row.bytes_before for row in made)) as bar, log_lines(log, bar) as write_line:
+    with progress_bar("quantizing", sum(row.bytes_before for row in made)) as bar, log_lines(log, bar) as log_line:
         written, read, count = 0, 0, len(made.rows)
 
         def on_tensor(result: jobs.TensorResult) -> None:
             nonlocal written, read
             written, read = written + 1, read + result.bytes_before
-            write_line(str(result))
+            log_line(str(result))
             bar.advance(read, f"{written}/{count} tensors, {read / 1e6:,.0f} MB")
 
         try:

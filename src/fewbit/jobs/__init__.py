@@ -24,4 +24,4 @@ from .rotation import rotated as rotated
 from .tensors import TensorResult as TensorResult
 from .tensors import quantized_tensors as quantized_tensors
 from .writing import Sample as Sample
-from .writing import write_on as write_on
+from .writing import generate_text as generate_text

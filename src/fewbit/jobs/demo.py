@@ -15,7 +15,7 @@ from .planning import plan_model
 from .quality import evaluation_windows
 from .quantize import Outcome, quantize
 from .rotation import rotated
-from .writing import Sample, write_on
+from .writing import Sample, generate_text
 
 RECIPES = ("int8", "nf4", "mxfp4", "nvfp4", "mixed")
 WRITTEN = "nf4"
@@ -120,4 +120,4 @@ def steps(started: Demo) -> Iterator[DemoStep]:
 def _sample(base: Baseline, params: PyTree) -> Sample:
     """Generates text with `params`; None: with the float model."""
     prompt = PLAIN_PROMPT if base.model.readable_tokenizer().chat_template is None else CHAT_PROMPT
-    return write_on(base.model, prompt, params=params, max_tokens=SAMPLE_TOKENS)
+    return generate_text(base.model, prompt, params=params, max_tokens=SAMPLE_TOKENS)

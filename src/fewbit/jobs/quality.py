@@ -129,7 +129,7 @@ def batch_size(config: models.LlamaConfig, windows: np.ndarray) -> int:
 
 def stacked(params: PyTree) -> PyTree:
     """The parameters as JAX arrays, with q/k/v and gate/up fused where quantized, and identical layers stacked."""
-    return models.stack_layers(models.join_products(jax.tree.map(jnp.asarray, params)))
+    return models.stack_layers(models.fuse_weights(jax.tree.map(jnp.asarray, params)))
 
 
 def logits_function(params: PyTree, config: models.LlamaConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:

@@ -34,8 +34,8 @@ class Sample:
         kv: how the KV cache was quantized; None: float32.
         cache_bytes: the bytes of the KV cache for prompt and new tokens.
         prompt_tokens: the tokens of the prompt.
-        reading_seconds: the time of prefill and the first new token, without compilation.
-        writing_seconds: the time of all decode steps, without compilation.
+        prefill_seconds: the time of prefill and the first new token, without compilation.
+        decode_seconds: the time of all decode steps, without compilation.
         steps: the number of decode steps, the stop token's included.
     """
 
@@ -48,20 +48,20 @@ class Sample:
     kv: str | None = None
     cache_bytes: int = 0
     prompt_tokens: int = 0
-    reading_seconds: float = 0.0
-    writing_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
     steps: int = 0
 
     def speed(self) -> str:
         """The tokens per second of prefill and decode, without compilation."""
-        text = f"prefill {self.prompt_tokens} tokens at {self.prompt_tokens / self.reading_seconds:,.0f} tokens/s"
+        text = f"prefill {self.prompt_tokens} tokens at {self.prompt_tokens / self.prefill_seconds:,.0f} tokens/s"
         if self.steps:
-            text += f", decode {self.steps} tokens at {self.steps / self.writing_seconds:,.0f} tokens/s"
-        compiled = self.seconds - self.reading_seconds - self.writing_seconds
+            text += f", decode {self.steps} tokens at {self.steps / self.decode_seconds:,.0f} tokens/s"
+        compiled = self.seconds - self.prefill_seconds - self.decode_seconds
         return f"{text}; loading and compiling took {compiled:.1f} s"
 
 
-def write_on(
+def generate_text(
     model: Model,
     prompt: str,
     *,
@@ -122,8 +122,8 @@ def write_on(
         kv=None if kv is None else str(kv),
         cache_bytes=_cache_bytes(config, len(ids) + max_tokens, kv),
         prompt_tokens=len(ids),
-        reading_seconds=prefill_seconds,
-        writing_seconds=decode_seconds,
+        prefill_seconds=prefill_seconds,
+        decode_seconds=decode_seconds,
         steps=min(len(row) + 1, max_tokens) - 1,
     )
 

@@ -23,7 +23,7 @@ V = TypeVar("V")
 _primitive = Primitive("fewbit_insisted")
 
 
-def insisted(x: jax.Array, backend: AbstractBackend[Any], kind: str) -> jax.Array:
+def require_platform(x: jax.Array, backend: AbstractBackend[Any], kind: str) -> jax.Array:
     """The array; compiling it for another platform than the backend's raises.
 
     Args:

@@ -34,7 +34,7 @@ class AbstractBackend(abc.ABC, Generic[P]):
     def unsupported(self, problem: P) -> str | None:
         """Why this backend cannot compute the problem, and what would help; None when it can."""
 
-    def passed_over(self, problem: P) -> str | None:
+    def not_chosen(self, problem: P) -> str | None:
         """Why this backend is not chosen unless it is named, for a problem that it supports; None when it is."""
         return None
 
@@ -84,7 +84,7 @@ def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | No
     for candidate in candidates:
         reason = candidate.unsupported(problem)
         if reason is None and backend is None:
-            reason = _elsewhere(candidate) or candidate.passed_over(problem)
+            reason = _elsewhere(candidate) or candidate.not_chosen(problem)
         if reason is None:
             return Choice(candidate, reasons)
         reasons[candidate.name] = reason

@@ -19,7 +19,7 @@ from .installed import is_installed as is_installed
 from .installed import minilm_directory as minilm_directory
 from .installed import smollm2_gguf as smollm2_gguf
 from .installed import speeches as speeches
-from .joined import join_products as join_products
+from .joined import fuse_weights as fuse_weights
 from .llama import decode_step as decode_step
 from .llama import forward as forward
 from .llama import prefill as prefill

@@ -15,7 +15,7 @@ JOINED = {"attn": ("q", "k", "v"), "mlp": ("gate", "up")}
 """The weights of a layer with the same input; fused they are one leaf, `q+k+v` and `gate+up`."""
 
 
-def join_products(params: Params) -> Params:
+def fuse_weights(params: Params) -> Params:
     """Concatenates quantized weights with the same input along their outputs, without loss.
 
     `x [q; k; v]^T = [x q^T, x k^T, x v^T]`: codes, scales and zero points are concatenated unchanged. So a layer has four

@@ -9,7 +9,7 @@ and Hugging Face files:
      "norm": [D],
      "head": [V, D]}                       only if `config.tied` is false
 
-A path is `layers/3/attn/q`. `join_products` fuses q, k and v, and gate and up. With quantized leaves the same functions run
+A path is `layers/3/attn/q`. `fuse_weights` fuses q, k and v, and gate and up. With quantized leaves the same functions run
 through `fb.transparent`. Dimension letters: B batch, T tokens, V vocabulary, D width, H heads, K key heads, G = H / K,
 h head width, F hidden, S cache positions.
 """
@@ -30,7 +30,7 @@ from ..kvcache import Block, KVPolicy, attention, seen_positions
 from .cache import AnyCache
 from .config import LlamaConfig
 from .joined import JOINED, products
-from .rope import turned, turns
+from .rope import apply_rotary, turns
 
 Params: TypeAlias = dict[str, Any]
 
@@ -217,7 +217,7 @@ def _heads_of(
     counts = (config.heads, config.kv_heads, config.kv_heads)
     flat = products(attn, JOINED["attn"], [n * config.head_dim for n in counts], partial(_linear, y))
     q, k, v = (_heads(part, count) for part, count in zip(flat, counts, strict=True))
-    return turned(q, *positions, config.rope), turned(k, *positions, config.rope), v
+    return apply_rotary(q, *positions, config.rope), apply_rotary(k, *positions, config.rope), v
 
 
 def _full_sequence(k: Array, v: Array, kv: KVPolicy | None) -> Block:

@@ -9,13 +9,13 @@ from jaxtyping import Array, Float
 from .config import LlamaConfig, RopeLayout
 
 
-def turns(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
+def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
     """Cosines and sines of the rotary angles, each `[length, head_dim / 2]`.
 
     The angle is `position * rope_theta ** (-2 i / head_dim)`, in float64, rounded once to float32: a float32 angle would be
     off by 5e-4 at position 8,000. They are constants of the trace.
 
-    >>> cos, sin = turns(LlamaConfig(vocab=8, layers=1, width=4, heads=1, kv_heads=1, head_dim=4, hidden=8), 2)
+    >>> cos, sin = rotary_tables(LlamaConfig(vocab=8, layers=1, width=4, heads=1, kv_heads=1, head_dim=4, hidden=8), 2)
     >>> cos.shape, float(sin[1, 0])
     ((2, 2), 0.8414709568023682)
     """
@@ -25,7 +25,7 @@ def turns(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
     return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
 
 
-def turned(
+def apply_rotary(
     x: Float[Array, "B n T h"], cos: Float[Any, "T p"], sin: Float[Any, "T p"], layout: RopeLayout
 ) -> Float[Array, "B n T h"]:
     """Applies rotary embedding: each pair `(a, b)` becomes `(a cos - b sin, a sin + b cos)`.

@@ -18,17 +18,17 @@ from jaxtyping import PyTree
 
 from ..array import QArray, Scheme, is_qarray
 from ..array.quantize import expanded_scale
-from ..array.sharding import held_sharding
+from ..array.sharding import known_sharding
 from ..array.straight_through import is_covered
 from ..errors import QuantError
 from ..formats import FORMATS, Integer
 from ..formats.format import settled
-from ..kernels.qmatmul.codes import Meeting, code_product, is_whole, refuse_accumulator, side
+from ..kernels.qmatmul.codes import CodeProduct, code_product, is_whole, refuse_accumulator, side
 from ..kernels.quantize import dequantize, quantize
 from .policy import Arm, Policy
 from .rotation import rotated
-from .served import Served
-from .stepped import StepScales, largest_magnitude, seen_with
+from .served import ServingTiles
+from .stepped import StepScales, largest_magnitude, amax_cotangent
 
 Axes = tuple[int, ...]
 ArrayOrQArray: TypeAlias = jax.Array | QArray
@@ -63,7 +63,7 @@ class AbstractBilinear(abc.ABC):
         """The contraction axes of an operand's gradient: those of the incoming gradient and of the other operand."""
 
     @abc.abstractmethod
-    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
+    def scale_for_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
         """The other operand's scale per element, broadcastable to the incoming gradient.
 
         None where it varies along an axis that the gradient does not have, so that it cannot be folded in.
@@ -104,7 +104,7 @@ class AbstractBilinear(abc.ABC):
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class ProductConfig:
     """A Policy applied to one product: which operand is the weight, and its scales.
 
     Attributes:
@@ -118,7 +118,7 @@ class Rules:
     policy: Policy
     weight_is_left: bool = False
     scales: StepScales | None = None
-    served: Served | None = None
+    served: ServingTiles | None = None
     held: Any = None
 
     def scheme(self, is_left: bool) -> Scheme | None:
@@ -162,7 +162,7 @@ class Residual:
 
 def quantized_product(
     bilinear: AbstractBilinear,
-    rules: Rules,
+    rules: ProductConfig,
     lhs: ArrayOrQArray,
     rhs: ArrayOrQArray,
     extra: Extra = None,
@@ -212,7 +212,7 @@ def quantized_product(
         to_left = _operand_gradient(bilinear, rules.arm(True), gradient, True, left, right, extra, key, scale)
         to_right = _operand_gradient(bilinear, rules.arm(False), gradient, False, right, left, extra, key, scale)
         if scale is not None:
-            seen = dataclasses.replace(seen, gradient=seen_with(largest_magnitude(gradient), scale))
+            seen = dataclasses.replace(seen, gradient=amax_cotangent(largest_magnitude(gradient), scale))
         return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None, seen, None
 
     product.defvjp(forward, backward)
@@ -220,7 +220,7 @@ def quantized_product(
 
 
 def _entering(
-    bilinear: AbstractBilinear, rules: Rules, x: ArrayOrQArray, is_left: bool, scales: StepScales | None
+    bilinear: AbstractBilinear, rules: ProductConfig, x: ArrayOrQArray, is_left: bool, scales: StepScales | None
 ) -> ArrayOrQArray:
     """An operand as it enters the product."""
     scheme = rules.scheme(is_left)
@@ -232,7 +232,7 @@ def _entering(
     return quantize(x, scheme, axis=axes, scale=rules.scale(scales, is_left))
 
 
-def _seen(rules: Rules, scales: StepScales | None, lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> StepScales | None:
+def _seen(rules: ProductConfig, scales: StepScales | None, lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> StepScales | None:
     """The amax of both operands, under delayed scaling; 0 for a QArray."""
     if scales is None:
         return None
@@ -244,12 +244,12 @@ def _seen(rules: Rules, scales: StepScales | None, lhs: ArrayOrQArray, rhs: Arra
         if scale is None:
             return None
         amax = jnp.zeros(()) if isinstance(x, QArray) else largest_magnitude(x)
-        return seen_with(amax, scale)
+        return amax_cotangent(amax, scale)
 
     return StepScales(seen(weight, scales.weight), seen(activation, scales.activation), scales.gradient)
 
 
-def _residual(rules: Rules, x: ArrayOrQArray, entered: ArrayOrQArray, is_left: bool) -> Residual:
+def _residual(rules: ProductConfig, x: ArrayOrQArray, entered: ArrayOrQArray, is_left: bool) -> Residual:
     """What the gradient of the other operand needs of this one, and the mask of this one's own gradient."""
     scheme, passes = rules.scheme(is_left), None
     clips = rules.policy.clips_gradient and scheme is not None and scheme.calibration.clips
@@ -262,7 +262,7 @@ def _residual(rules: Rules, x: ArrayOrQArray, entered: ArrayOrQArray, is_left: b
 
 def _form(x: ArrayOrQArray) -> jax.ShapeDtypeStruct:
     """The shape and dtype of an operand, and its sharding on an explicit mesh."""
-    sharding = x.sharding if is_qarray(x) else held_sharding(x)
+    sharding = x.sharding if is_qarray(x) else known_sharding(x)
     if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
@@ -349,7 +349,7 @@ def _folded(
     have one element along the other axes. Where the scale cannot be folded in, or only one side has integer codes, gradient
     and `q` come back as they are.
     """
-    scale = bilinear.beside_gradient(is_left, expanded_scale(q), extra)
+    scale = bilinear.scale_for_gradient(is_left, expanded_scale(q), extra)
     if scale is None or (q.zero_point is not None and not (is_whole(q.scheme) and isinstance(scheme.format, Integer))):
         return g, q, None
     g = g.astype(jnp.float32) * scale
@@ -372,7 +372,7 @@ def _folded(
     return g, codes, zeros
 
 
-def met_product(meeting: Meeting, lhs: ArrayOrQArray, rhs: ArrayOrQArray, accumulator: str | None) -> jax.Array:
+def coded_product(meeting: CodeProduct, lhs: ArrayOrQArray, rhs: ArrayOrQArray, accumulator: str | None) -> jax.Array:
     """The product of two operands in float32: of their codes where possible, else of the decoded arrays."""
     if isinstance(lhs, QArray) and isinstance(rhs, QArray):
         result = code_product(meeting, lhs, rhs, accumulator)

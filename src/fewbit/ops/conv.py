@@ -11,8 +11,8 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key
 
 from ..array import QArray, is_qarray
-from ..kernels.qmatmul.codes import Meeting, refuse_accumulator
-from .arms import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, met_product, quantized_product, weight_only
+from ..kernels.qmatmul.codes import CodeProduct, refuse_accumulator
+from .arms import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, coded_product, quantized_product, weight_only
 from .conv_gradients import Window
 from .latent import Latent
 from .operands import resolved
@@ -127,9 +127,9 @@ class Conv(AbstractBilinear):
             refuse_accumulator(accumulator)
             return weight_only(self, lhs, rhs, extra)
         dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
-        return met_product(self._meeting(), lhs, rhs, accumulator).astype(dtype)
+        return coded_product(self._code_product(), lhs, rhs, accumulator).astype(dtype)
 
-    def _meeting(self) -> Meeting:
+    def _code_product(self) -> CodeProduct:
         """The convolution, described for products of codes."""
         left, kernel, out = self._specs
 
@@ -140,7 +140,7 @@ class Conv(AbstractBilinear):
             return _along_if(self.batch_groups == 1, x, left[0], out[0])
 
         thin = ((), ()) if self.is_grouped else ((left[0],), (kernel[0],))
-        return Meeting(self._convolved, placed, self.contracted, thin, takes_two_types=False)
+        return CodeProduct(self._convolved, placed, self.contracted, thin, takes_two_types=False)
 
     def backward(
         self,
@@ -151,9 +151,9 @@ class Conv(AbstractBilinear):
         extra: Extra,
         accumulator: str | None = None,
     ) -> jax.Array:
-        return met_product(self._meeting_backward(is_left, like), gradient, other, accumulator)
+        return coded_product(self._code_product_backward(is_left, like), gradient, other, accumulator)
 
-    def _meeting_backward(self, is_left: bool, like: jax.ShapeDtypeStruct) -> Meeting:
+    def _code_product_backward(self, is_left: bool, like: jax.ShapeDtypeStruct) -> CodeProduct:
         """The gradient of one operand as a product of the incoming gradient, on the left, and the other operand."""
         left, kernel, out = self._specs
 
@@ -181,7 +181,7 @@ class Conv(AbstractBilinear):
             free, placed = ((out[1],), (left[1],)), of_kernel
         if self.is_grouped:
             free = ((), ())
-        return Meeting(product, placed, self.contracted_backward(is_left), free, takes_two_types=False)
+        return CodeProduct(product, placed, self.contracted_backward(is_left), free, takes_two_types=False)
 
     @property
     def is_grouped(self) -> bool:
@@ -211,8 +211,8 @@ class Conv(AbstractBilinear):
             return (*out[2:], out[1]), (*kernel[2:], kernel[0])
         return (*out[2:], out[0]), (*left[2:], left[0])
 
-    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
-        return self._meeting().placed(scale, not is_left)
+    def scale_for_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
+        return self._code_product().placed(scale, not is_left)
 
     def _convolved(self, lhs: jax.Array, rhs: jax.Array, preferred: DTypeLike | None) -> jax.Array:
         return jax.lax.conv_general_dilated(

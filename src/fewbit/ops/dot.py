@@ -123,7 +123,7 @@ class Dot(AbstractBilinear):
         _, left, right = self._result_axes
         return (right, self._free(False)) if is_left else (left, self._free(True))
 
-    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
+    def scale_for_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
         batch, own, new = self._result_axes  # the result's axes: batch, the other operand's, this one's
         if is_left:
             own, new = new, own

@@ -12,7 +12,7 @@ from ..array import QArray, is_qarray
 from ..errors import QuantError
 from .latent import Latent
 from .policy import Policy
-from .standin import stands_in
+from .standin import is_proxy
 from .transparent import transparent
 
 
@@ -48,7 +48,7 @@ def einsum(
         raise QuantError(f"subscripts is {type(subscripts).__name__}; pass a string such as 'bi,oi->bo'")
     if policy is not None:
         *others, last = operands
-        if stands_in(last) or any(map(is_qarray, others)):
+        if is_proxy(last) or any(map(is_qarray, others)):
             raise QuantError(
                 "policy= is given, but an operand is a QArray; pass float arrays, or let the QArray carry the policy"
             )

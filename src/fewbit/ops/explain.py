@@ -11,7 +11,7 @@ from ..kernels.qmatmul import BACKENDS, Problem
 from ..kernels.qmatmul.expected import time_line
 from ..kernels.qmatmul.problem import Operand
 from ..kernels.select import select
-from .arms import Rules
+from .arms import ProductConfig
 from .dot import matmul_numbers, untransposed
 from .operands import resolved
 
@@ -63,7 +63,7 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     return "\n".join(lines)
 
 
-def _entering(side: Operand, rules: Rules | None, is_left: bool, contracted: tuple[int, ...]) -> Operand:
+def _entering(side: Operand, rules: ProductConfig | None, is_left: bool, contracted: tuple[int, ...]) -> Operand:
     """An operand with the scheme that its policy quantizes it in."""
     if rules is None or side.scheme is not None:
         return side

@@ -12,7 +12,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..array import QArray, is_qarray
-from ..array.sharding import axis_names, held_sharding, spec_entries
+from ..array.sharding import axis_names, known_sharding, spec_entries
 from ..kernels.qmatmul.problem import DimensionNumbers
 
 
@@ -42,7 +42,7 @@ def with_gathered_codes(
 
 def _gathered(q: QArray, other: jax.Array | QArray, paired: Mapping[int, int]) -> QArray:
     """`q` without the mesh axes of `other`, except on the axes paired with the same axis (`paired`: own axis to the other's)."""
-    own, others = q.sharding, other.sharding if is_qarray(other) else held_sharding(other)
+    own, others = q.sharding, other.sharding if is_qarray(other) else known_sharding(other)
     if not isinstance(own, NamedSharding) or not isinstance(others, NamedSharding) or own.mesh != others.mesh:
         return q
     other_names = [axis_names(entry) for entry in spec_entries(others.spec, other.ndim)]

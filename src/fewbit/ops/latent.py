@@ -15,8 +15,8 @@ from ..array import QArray
 from ..array.sharding import axis_names, spec_entries
 from ..errors import UnsupportedError
 from .policy import Policy
-from .served import Served
-from .standin import StandIn
+from .served import ServingTiles
+from .standin import ArrayProxy
 from .stepped import StepScales, copies, forked
 
 PARAMETER_RULES: dict[str, Any] = {}
@@ -25,7 +25,7 @@ PARAMETER_RULES: dict[str, Any] = {}
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Latent(StandIn):
+class Latent(ArrayProxy):
     """A float array whose products follow a policy; everywhere else it is the array.
 
     Its products quantize it and have the policy's gradients. `fb.train` wraps each parameter that a rule matches.
@@ -46,7 +46,7 @@ class Latent(StandIn):
     policy: Policy = dataclasses.field(metadata={"static": True})
     scales: Any = None
     held: Any = None
-    served: Served | None = dataclasses.field(default=None, metadata={"static": True})
+    served: ServingTiles | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -113,7 +113,7 @@ class Latent(StandIn):
         key, scales = jax.tree.map(lambda leaf: leaf[0], (self.key, self.scales))
         return dataclasses.replace(self, key=key, scales=scales)
 
-    def moved(self, value: jax.Array, scales: StepScales | None, served: Served | None) -> "Latent":
+    def moved(self, value: jax.Array, scales: StepScales | None, served: ServingTiles | None) -> "Latent":
         """The parameter after a layout operation on its array and scales: a transpose, cast or slice."""
         return dataclasses.replace(self, value=value, scales=scales, served=served)
 

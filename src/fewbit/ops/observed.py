@@ -21,13 +21,13 @@ from .indices import scan_counts
 from .lookup import Lookup
 from .rules.parameters import MOVES, PRODUCTS
 from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound
-from .standin import StandIn
+from .standin import ArrayProxy
 
 _OBSERVED_RULES: dict[str, Any] = {}
 
 
 @dataclasses.dataclass(frozen=True)
-class Met:
+class ProductOperand:
     """The other operand of a product with a parameter.
 
     Attributes:
@@ -45,7 +45,7 @@ class AbstractMeasure(abc.ABC):
     """A statistic of a product's operands that can be accumulated; zeros are the empty one."""
 
     @abc.abstractmethod
-    def of(self, met: Met) -> PyTree:
+    def of(self, met: ProductOperand) -> PyTree:
         """The measurement of one product of a parameter: a pytree of arrays."""
 
     @abc.abstractmethod
@@ -58,7 +58,7 @@ class AbstractMeasure(abc.ABC):
 
 
 @dataclasses.dataclass(eq=False)
-class Notes:
+class Measurements:
     """The measurements of the body that is being evaluated.
 
     Attributes:
@@ -91,7 +91,7 @@ class Notes:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
-class Observed(StandIn):
+class Observed(ArrayProxy):
     """A parameter whose products are measured; everywhere else it is the array.
 
     Attributes:
@@ -105,7 +105,7 @@ class Observed(StandIn):
 
     value: Any
     path: str = dataclasses.field(metadata={"static": True})
-    notes: Notes = dataclasses.field(metadata={"static": True})
+    notes: Measurements = dataclasses.field(metadata={"static": True})
     is_parameter: bool = dataclasses.field(default=True, metadata={"static": True})
 
     @property
@@ -143,7 +143,7 @@ def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
     return [leaf.shape for leaf in jax.tree.leaves(tree)]
 
 
-def _notes(values: list[Any]) -> Notes:
+def _notes(values: list[Any]) -> Measurements:
     return next(value.notes for value in values if isinstance(value, Observed))
 
 
@@ -159,7 +159,7 @@ def _product(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) ->
         weight = values[1 - side]
         measure = weight.notes.measure
         if weight.is_parameter:
-            weight.notes.add(weight.path, measure.of(Met(x, contracted, batch)))
+            weight.notes.add(weight.path, measure.of(ProductOperand(x, contracted, batch)))
         else:
             weight.notes.add(weight.path, measure.of_both(x, weight.value))
     return bound(eqn, list(map(_array, values)))
@@ -181,7 +181,7 @@ def _call(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any
     return evaluator.function(inner)(*values)
 
 
-def _scan(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Notes | None = None) -> list[Any]:
+def _scan(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
     """A loop: a parameter that it slices has one measurement per iteration, others accumulate over all iterations."""
     params, (constants, carries), notes = eqn.params, scan_counts(eqn), notes or _notes(values)
     body, arrays = evaluator.function(params["jaxpr"]), list(map(_array, values))
@@ -205,7 +205,7 @@ def folded(measure: AbstractMeasure, stack: PyTree) -> PyTree:
     return jax.lax.scan(lambda before, one: (measure.joined(before, one), None), none, stack)[0]
 
 
-def _cond(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Notes | None = None) -> list[Any]:
+def _cond(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
     """A `cond`; a branch without a parameter's product gives zeros for it."""
     index, *operands = values
     if eqn.params.get("branches_platforms") is not None:
@@ -230,7 +230,7 @@ def _cond(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any
     return list(outputs)
 
 
-def _branch(notes: Notes, body: Callable[..., list[Any]], values: list[Any]) -> Callable[..., Any]:
+def _branch(notes: Measurements, body: Callable[..., list[Any]], values: list[Any]) -> Callable[..., Any]:
     def run(*arrays: jax.Array) -> tuple[tuple[Any, ...], dict[str, Any]]:
         outputs, found = notes.of(body, values, list(arrays))
         return tuple(outputs), found
@@ -257,7 +257,7 @@ _RULES: dict[str, Rule] = dict.fromkeys(PRODUCTS, _product) | dict.fromkeys(MOVE
 _OBSERVED_RULES |= _RULES | {"scan": _scan, "cond": _cond} | dict.fromkeys(("while", "shard_map"), _unseen)
 
 
-def rules_around(notes: Notes) -> dict[str, Rule]:
+def calibration_rules(notes: Measurements) -> dict[str, Rule]:
     """The rules of equations whose bodies have a measured product, without an observed operand.
 
     Args:

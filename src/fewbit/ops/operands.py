@@ -6,7 +6,7 @@ from jax.typing import ArrayLike
 
 from ..array import QArray, is_qarray, refuse_invalid
 from ..errors import QuantError, UnsupportedError
-from .arms import Rules
+from .arms import ProductConfig
 from .latent import Latent, is_latent, plain
 from .policy import FLOAT, Policy
 from .stepped import widest
@@ -14,7 +14,7 @@ from .stepped import widest
 
 def resolved(
     lhs: ArrayLike | QArray | Latent, rhs: ArrayLike | QArray | Latent, policy: Policy | None, key: jax.Array | None
-) -> tuple[jax.Array | QArray, jax.Array | QArray, Rules | None, jax.Array | None]:
+) -> tuple[jax.Array | QArray, jax.Array | QArray, ProductConfig | None, jax.Array | None]:
     """Both operands of a product as arrays or QArrays, and the policy applied to them.
 
     Args:
@@ -52,7 +52,7 @@ def resolved(
     if policy.delayed is not None and scales is None:
         reason = "its scales come from earlier steps; fb.train carries them, given delayed="
         raise UnsupportedError("a product cannot follow delayed scaling on its own", {str(policy): reason})
-    return left, right, Rules(policy, weight_is_left, scales, served, held), key
+    return left, right, ProductConfig(policy, weight_is_left, scales, served, held), key
 
 
 def operand(x: ArrayLike | QArray, what: str) -> jax.Array | QArray:

@@ -12,9 +12,9 @@ from jaxtyping import Array, Int, Key
 from ..array import QArray, is_qarray
 from ..errors import UnsupportedError
 from ..kernels.qmatmul import RaggedProblem, ragged_product
-from ..kernels.qmatmul.codes import Meeting, refuse_accumulator
+from ..kernels.qmatmul.codes import CodeProduct, refuse_accumulator
 from ..kernels.qmatmul.problem import Operand
-from .arms import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, met_product, quantized_product, weight_only
+from .arms import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, coded_product, quantized_product, weight_only
 from .latent import Latent
 from .operands import resolved
 from .policy import Policy
@@ -163,7 +163,7 @@ class RaggedDot(AbstractBilinear):
         has_kernels = self._has_kernels(lhs, rhs, extra)
         if is_qarray(lhs) and is_qarray(rhs):
             dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
-            return met_product(self._meeting(extra), lhs, rhs, accumulator).astype(dtype)
+            return coded_product(self._code_product(extra), lhs, rhs, accumulator).astype(dtype)
         refuse_accumulator(accumulator)
         if has_kernels and isinstance(rhs, QArray):
             over_columns = self.numbers == _OVER_COLUMNS
@@ -187,7 +187,7 @@ class RaggedDot(AbstractBilinear):
             raise UnsupportedError("ragged_dot cannot run on this backend", {str(self.backend): reason})
         return False
 
-    def _meeting(self, extra: Extra) -> Meeting:
+    def _code_product(self, extra: Extra) -> CodeProduct:
         """The product, described for products of codes."""
         is_plain = self.numbers == _hashable(PLAIN)
 
@@ -199,7 +199,7 @@ class RaggedDot(AbstractBilinear):
                 return None
             return x if is_left else self._of_rows(x[:, 0], extra)
 
-        return Meeting(product, placed, self.contracted, ((), (2,)))
+        return CodeProduct(product, placed, self.contracted, ((), (2,)))
 
     def backward(
         self,
@@ -210,9 +210,9 @@ class RaggedDot(AbstractBilinear):
         extra: Extra,
         accumulator: str | None = None,
     ) -> jax.Array:
-        return met_product(self._meeting_backward(is_left, extra), gradient, other, accumulator)
+        return coded_product(self._code_product_backward(is_left, extra), gradient, other, accumulator)
 
-    def _meeting_backward(self, is_left: bool, extra: Extra) -> Meeting:
+    def _code_product_backward(self, is_left: bool, extra: Extra) -> CodeProduct:
         """The gradient of one operand as a product of the incoming gradient, on the left, and the other operand."""
 
         def of_rows(x: jax.Array, is_gradient: bool) -> jax.Array | None:
@@ -233,8 +233,8 @@ class RaggedDot(AbstractBilinear):
 
         contracted = self.contracted_backward(is_left)
         if is_left:
-            return Meeting(rows, of_rows, contracted, ((), (1,)))
-        return Meeting(experts, of_experts, contracted, ((1,), (1,)))
+            return CodeProduct(rows, of_rows, contracted, ((), (1,)))
+        return CodeProduct(experts, of_experts, contracted, ((1,), (1,)))
 
     @property
     def contracted(self) -> tuple[Axes, Axes]:
@@ -245,8 +245,8 @@ class RaggedDot(AbstractBilinear):
             return (1,), (2,)
         return (0,), (0,)
 
-    def beside_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
-        return self._meeting(extra).placed(scale, not is_left)
+    def scale_for_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
+        return self._code_product(extra).placed(scale, not is_left)
 
     def _of_rows(self, scale: jax.Array, extra: Extra) -> jax.Array:
         """Gathers each row's scales from its group's, `[G or 1, N or 1]`; rows beyond all groups get the last group's."""

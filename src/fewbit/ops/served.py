@@ -27,7 +27,7 @@ _UNMOVED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Served:
+class ServingTiles:
     """Quantization tiles per current axis, after layout operations.
 
     Attributes:
@@ -51,7 +51,7 @@ class Served:
         like: jax.ShapeDtypeStruct,
         stacked: tuple[int, ...] = (),
         casts: tuple[str, ...] = (),
-    ) -> "Served":
+    ) -> "ServingTiles":
         """The tiles of a scheme along `axis` (negative), of an array whose `stacked` axes a loop slices.
 
         Raises:
@@ -65,14 +65,14 @@ class Served:
             stacked = ()
         return cls(tiles, stacked, like.dtype.name, casts)
 
-    def on_last(self, ndim: int) -> "Served":
+    def on_last(self, ndim: int) -> "ServingTiles":
         """The tiles of the last `ndim` axes, after a loop sliced the first ones."""
         gone = len(self.tiles) - ndim
         if not gone:
             return self
         return dataclasses.replace(self, tiles=self.tiles[gone:], apart=tuple(a for a in self.apart if a >= -ndim))
 
-    def after(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "Served":
+    def after(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "ServingTiles":
         """The tiles after a layout equation.
 
         Raises:
@@ -105,15 +105,15 @@ class Served:
             return self
         raise QuantError(f"its tiles cannot be tracked through {name}")
 
-    def _cast(self, dtype: DTypeLike) -> "Served":
-        if holds_numbers_of(dtype, self.dtype):
+    def _cast(self, dtype: DTypeLike) -> "ServingTiles":
+        if is_exact_cast(dtype, self.dtype):
             return self
         name = jnp.dtype(dtype).name
         if self.casts[:1] != (name,):
             raise QuantError(f"it is quantized before it is cast to {name}")
         return dataclasses.replace(self, dtype=name, casts=self.casts[1:])
 
-    def _reshaped(self, shape: tuple[int, ...], new: tuple[int, ...], scheme: Scheme) -> "Served":
+    def _reshaped(self, shape: tuple[int, ...], new: tuple[int, ...], scheme: Scheme) -> "ServingTiles":
         first = len(self.apart)
         if self.apart != tuple(range(-len(shape), first - len(shape))):
             raise QuantError("a loop slices an axis that is not the first")
@@ -128,7 +128,7 @@ class Served:
         apart = tuple(range(-len(new), kept - len(new)))
         return dataclasses.replace(self, tiles=(1,) * kept + tuple(axis.tile for axis in axes), apart=apart)
 
-    def _cut(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "Served":
+    def _cut(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "ServingTiles":
         shape, params = shape_of(eqn.invars[0]), eqn.params
         for axis, n in enumerate(shape):
             tile = _normalized(self.tiles[axis], n)
@@ -155,7 +155,7 @@ class Served:
             return uncast.quantized(cast(x, self.casts), scheme, axis).astype(x.dtype)
         if self.apart:
             inner = tuple(a for a in range(-x.ndim, 0) if a not in self.apart)
-            within = Served(tuple(self.tiles[a] for a in inner))
+            within = ServingTiles(tuple(self.tiles[a] for a in inner))
             if axis is not None:
                 axis = axis_within(tuple(a % x.ndim - x.ndim for a in axis), self.apart, x.ndim)
             return for_each(self.apart, lambda x: within.quantized(x, scheme, axis), x)
@@ -208,10 +208,10 @@ def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
     return x
 
 
-def holds_numbers_of(dtype: DTypeLike, other: DTypeLike) -> bool:
+def is_exact_cast(dtype: DTypeLike, other: DTypeLike) -> bool:
     """Whether a cast to `dtype` is exact for every number of `other`; True where `other` is not floating.
 
-    >>> holds_numbers_of("float32", "bfloat16"), holds_numbers_of("bfloat16", "float16")
+    >>> is_exact_cast("float32", "bfloat16"), is_exact_cast("bfloat16", "float16")
     (True, False)
     """
     if dtype == other or not jnp.issubdtype(other, jnp.floating):

@@ -14,7 +14,7 @@ from ..array import QArray
 from ..kernels.quantize import dequantize
 
 
-class StandIn(abc.ABC):
+class ArrayProxy(abc.ABC):
     """A pytree that replaces an array during evaluation, such as a weight with a LoRA adapter.
 
     Traced code sees its shape and dtype. `transparent` treats it like a QArray: calls, loops, branches and derivative rules
@@ -71,19 +71,19 @@ class StandIn(abc.ABC):
         return self
 
 
-def stands_in(x: object) -> TypeGuard[QArray | StandIn]:
-    """True for array proxies (QArray, StandIn): the `is_leaf` of the evaluator's tree walks."""
+def is_proxy(x: object) -> TypeGuard[QArray | ArrayProxy]:
+    """True for array proxies (QArray, ArrayProxy): the `is_leaf` of the evaluator's tree walks."""
     return _is_kind(type(x))
 
 
 @functools.cache
 def _is_kind(kind: type) -> bool:
     """Cached per class: a trace asks for every variable, and `isinstance` of an abstract class is slow."""
-    return issubclass(kind, QArray | StandIn)
+    return issubclass(kind, QArray | ArrayProxy)
 
 
-def array_of(x: QArray | StandIn) -> jax.Array:
+def array_of(x: QArray | ArrayProxy) -> jax.Array:
     """The array that a proxy replaces."""
-    if isinstance(x, StandIn):
+    if isinstance(x, ArrayProxy):
         return x.array()
     return dequantize(x)

@@ -96,12 +96,12 @@ def widest(scales: StepScales) -> StepScales:
 
 
 @jax.custom_batching.custom_vmap
-def seen_with(magnitude: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
+def amax_cotangent(magnitude: Float[Array, ""], scale: Float[Array, ""]) -> Float[Array, ""]:
     """The amax as the cotangent of its scale; under `jax.vmap` the maximum, where the scale is shared."""
     return magnitude
 
 
-@seen_with.def_vmap
+@amax_cotangent.def_vmap
 def _seen_by_all(_: int, are_batched: list[bool], magnitude: Array, scale: Array) -> tuple[Array, bool]:
     has_many, has_own_scales = are_batched
     if has_many and not has_own_scales:
@@ -116,7 +116,7 @@ def noted(y: Float[Array, "*s"], x: Float[Array, "*s"], scale: Float[Array, ""])
 
 
 def _noted_forward(y: Array, x: Array, scale: Array) -> tuple[Array, Any]:
-    return y, (seen_with(largest_magnitude(x), scale), jax.tree.map(jnp.zeros_like, x))
+    return y, (amax_cotangent(largest_magnitude(x), scale), jax.tree.map(jnp.zeros_like, x))
 
 
 def _noted_backward(saved: tuple[Array, Array], gradient: Array) -> tuple[Array, Array, Array]:

@@ -26,7 +26,7 @@ from .rules import RULES, SHARED
 from .rules.control import CONTROL
 from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound, logical
 from .rules.sharding import constrained
-from .standin import StandIn, array_of, stands_in
+from .standin import ArrayProxy, array_of, is_proxy
 from .uses import Product, weightless_products
 
 P = ParamSpec("P")
@@ -118,9 +118,9 @@ def evaluated(
     call: Callable[..., Any] = fn
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=stands_in)
-        places = [i for i, leaf in enumerate(leaves) if stands_in(leaf) or _is_array(leaf)]
-        if chosen is None and not any(stands_in(leaf) for leaf in leaves):
+        leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_proxy)
+        places = [i for i, leaf in enumerate(leaves) if is_proxy(leaf) or _is_array(leaf)]
+        if chosen is None and not any(is_proxy(leaf) for leaf in leaves):
             return fn(*args, **kwargs)
         out_tree = None
 
@@ -136,14 +136,14 @@ def evaluated(
         dynamic = [leaves[i] for i in places]
         closed = jax.make_jaxpr(flat)(*map(logical, dynamic))
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
-        count = len(jax.tree.leaves(args[:1], is_leaf=stands_in))
+        count = len(jax.tree.leaves(args[:1], is_leaf=is_proxy))
         products = None
         if chosen is not None:
             products = _chosen(chosen, closed.jaxpr, [place < count for place in places])
         evaluator = _Evaluator(fallback, report, pieces, is_traced, around, products)
         outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)
         assert out_tree is not None
-        return jax.tree.unflatten(out_tree, [x.array() if isinstance(x, StandIn) else x for x in outputs])
+        return jax.tree.unflatten(out_tree, [x.array() if isinstance(x, ArrayProxy) else x for x in outputs])
 
     wrapped.__name__ = getattr(fn, "__name__", "transparent")
     wrapped.__doc__ = fn.__doc__
@@ -222,7 +222,7 @@ class _Evaluator(AbstractEvaluator):
             if isinstance(atom, jex_core.Literal):
                 return atom.val
             value = env[atom]
-            if stands_in(value) and isinstance(value, StandIn):
+            if is_proxy(value) and isinstance(value, ArrayProxy):
                 value, env[atom] = value.forked()
             return value
 
@@ -233,7 +233,7 @@ class _Evaluator(AbstractEvaluator):
                     values = [read(atom) for atom in eqn.invars]
                     info = eqn.source_info
                     with source_info_util.user_context(info.traceback, name_stack=outer + info.name_stack):
-                        if eqn.primitive.name == "select_n" and any(map(stands_in, values)):
+                        if eqn.primitive.name == "select_n" and any(map(is_proxy, values)):
                             values[0] = _as_made(eqn.invars[0], jaxpr, read)
                         outputs = self.equation(eqn, values)
                     env.update(zip(eqn.outvars, outputs, strict=True))
@@ -245,7 +245,7 @@ class _Evaluator(AbstractEvaluator):
         jaxpr, consts = open_jaxpr(inner), getattr(inner, "consts", ())
         return lambda *args: within.evaluate(jaxpr, consts, args)
 
-    def inside(self) -> list[StandIn]:
+    def inside(self) -> list[ArrayProxy]:
         """The proxies (without array) of the chosen products in the body of the equation."""
         if self.chosen is None:
             return []
@@ -290,7 +290,7 @@ class _Evaluator(AbstractEvaluator):
 
     def equation(self, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
         """The results of one equation, by the rule of its primitive where an operand is a proxy."""
-        has_stand_in = any(map(stands_in, values))
+        has_stand_in = any(map(is_proxy, values))
         is_around = False
         if self.chosen is not None and not has_stand_in:
             place = (id(eqn), *map(id, self.around))
@@ -313,15 +313,15 @@ class _Evaluator(AbstractEvaluator):
         return bound(eqn, values)
 
     def _rule_of(self, name: str, values: Sequence[Any]) -> Rule | None:
-        """The rule of a primitive: a StandIn's own, or that of every operand kind (control flow)."""
+        """The rule of a primitive: a ArrayProxy's own, or that of every operand kind (control flow)."""
         rules = self.rules
-        if any(map(stands_in, values)):
-            rules = next((value.rules for value in values if isinstance(value, StandIn)), RULES)
+        if any(map(is_proxy, values)):
+            rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), RULES)
         return rules.get(name, SHARED.get(name))
 
     def decoded(self, eqn: jex_core.JaxprEqn, value: PyTree, reason: str) -> Any:
         """The decoded value, where the fallback allows it."""
-        if not stands_in(value):
+        if not is_proxy(value):
             return value
         place = Decoded(eqn.primitive.name, repr(value), _source_of(eqn, *self.around), reason)
         if self.fallback == "error":

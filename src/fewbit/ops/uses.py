@@ -21,7 +21,7 @@ from ..array.layout import regrouped
 from .dot import in_order
 from .indices import Atom, Facts, inner_jaxpr, open_jaxpr, scan_counts, shape_of
 from .lookup import Lookup
-from .served import holds_numbers_of
+from .served import is_exact_cast
 
 Path: TypeAlias = str
 Place: TypeAlias = tuple[Any, ...]
@@ -368,7 +368,7 @@ def _cast(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced | None:
     dtype = jnp.dtype(eqn.params["new_dtype"])
     if not jnp.issubdtype(dtype, jnp.floating):
         return None
-    if holds_numbers_of(dtype, operand.dtype):
+    if is_exact_cast(dtype, operand.dtype):
         return operand
     return dataclasses.replace(operand, dtype=dtype.name, casts=(*operand.casts, dtype.name))
 

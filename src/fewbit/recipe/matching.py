@@ -164,7 +164,7 @@ def tile_axes(
 
 def resolved_sparsity(path: str, leaf: Leaf, uses: tuple[Use, ...], rule: Rule | None) -> Sparsity | None:
     """The sparsity of one parameter with its axes, negative; None where it stays dense."""
-    if rule is None or rule.sparsity is None or why_whole(leaf) is not None:
+    if rule is None or rule.sparsity is None or why_unquantizable(leaf) is not None:
         return None
     axis = rule.sparsity.axis or rule.axis
     if axis is None and (contracted := tile_axes(path, uses)) is not None:
@@ -182,7 +182,7 @@ def resolved_sparsity(path: str, leaf: Leaf, uses: tuple[Use, ...], rule: Rule |
     return sparsity
 
 
-def why_whole(leaf: Leaf) -> str | None:
+def why_unquantizable(leaf: Leaf) -> str | None:
     """Why a parameter can be neither quantized nor pruned, or None."""
     if isinstance(leaf, QArray):
         return f"quantized already, as {leaf.scheme.name}"

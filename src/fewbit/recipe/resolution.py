@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from ..array.quantize import laid_along
 from ..errors import QuantError
 from ..ops.policy import Policy
-from ..ops.served import Served, axis_within
+from ..ops.served import ServingTiles, axis_within
 from ..ops.uses import Product, Use, array_paths, parameter_uses
 from .matching import (
     Leaf,
@@ -20,7 +20,7 @@ from .matching import (
     resolved_sparsity,
     stacked_axes,
     tile_axes,
-    why_whole,
+    why_unquantizable,
 )
 from .recipe import Recipe
 from .roles import Role, TensorRole, traced_roles
@@ -66,11 +66,11 @@ class Resolved:
         return self.rule.policy
 
     @property
-    def served(self) -> Served | None:
+    def served(self) -> ServingTiles | None:
         """How `fb.quantize_params` quantizes it; None where it does not."""
         if self.policy is None or self.axis is None or self.policy.delayed is not None:
             return None
-        return Served.along(self.policy.weight, self.axis, self.shape, self.stacked, self.casts)
+        return ServingTiles.along(self.policy.weight, self.axis, self.shape, self.stacked, self.casts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,7 +163,7 @@ class Resolution:
 def _of_parameter(path: str, leaf: Leaf, role: Role, source: str, uses: tuple[Use, ...], rule: Rule | None) -> Resolved:
     """One parameter under the rule that matches it."""
     like = jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype)
-    whole, stacked, axis = why_whole(leaf), stacked_axes(uses), None
+    whole, stacked, axis = why_unquantizable(leaf), stacked_axes(uses), None
     sparsity = resolved_sparsity(path, leaf, uses, rule)
     if rule is not None and rule.policy is not None and whole is None:
         policy = rule.policy

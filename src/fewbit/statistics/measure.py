@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
-from ..ops.observed import AbstractMeasure, Met
+from ..ops.observed import AbstractMeasure, ProductOperand
 from .ranges import AbstractRange, RangeState
 
 Statistic = Literal["range", "absmax", "hessian"]
@@ -72,7 +72,7 @@ class Measure(AbstractMeasure):
         if not self.collect:
             raise QuantError(f"collect is empty; take some of {', '.join(STATISTICS)}")
 
-    def of(self, operand: Met) -> Observation:
+    def of(self, operand: ProductOperand) -> Observation:
         x = jax.lax.stop_gradient(operand.x).astype(jnp.float32)
         found: dict[str, Any] = {"range": None, "absmax": None, "hessian": None, "count": None}
         if "range" in self.collect:
@@ -100,7 +100,7 @@ class Measure(AbstractMeasure):
         )
 
 
-def _vectors(operand: Met, x: jax.Array, statistic: Statistic) -> jax.Array:
+def _vectors(operand: ProductOperand, x: jax.Array, statistic: Statistic) -> jax.Array:
     """The vectors that the product contracts."""
     if operand.contracted is None or (operand.batch is None and statistic == "hessian"):
         kinds = {"absmax": "a convolution", "hessian": "a convolution or a ragged product"}

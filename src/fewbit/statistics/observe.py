@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 
 from ..array import is_qarray
 from ..errors import QuantError, UnsupportedError
-from ..ops.observed import Notes, Observed, rules_around
+from ..ops.observed import Measurements, Observed, calibration_rules
 from ..ops.transparent import Decoded, evaluated
 from ..ops.uses import Product, Use, parameter_paths
 from ..recipe import recipe as as_recipe
@@ -78,13 +78,13 @@ def observe(
     @functools.partial(jax.jit, static_argnums=0)
     def measured(others: _Static, arrays: list[Any]) -> dict[str, Any]:
         params, inputs = others.merged(arrays)
-        notes = Notes(measure)
+        notes = Measurements(measure)
         chosen = {p.name: Observed(None, _label(p.name), notes, is_parameter=False) for p in products}
 
         def called(params: PyTree, *inputs: PyTree) -> PyTree:
             return fn(params, *inputs, **kwargs)
 
-        run = evaluated(called, "dequantize", decoded.append, lambda _: chosen, rules_around(notes))
+        run = evaluated(called, "dequantize", decoded.append, lambda _: chosen, calibration_rules(notes))
         run(_observed(params, paths, notes), *inputs)
         return notes.found
 
@@ -145,7 +145,7 @@ def _split(tree: PyTree) -> tuple[_Static, list[Any]]:
     return _Static(treedef, tuple(static)), arrays
 
 
-def _observed(params: PyTree, paths: Sequence[str], notes: Notes) -> PyTree:
+def _observed(params: PyTree, paths: Sequence[str], notes: Measurements) -> PyTree:
     """The tree with each parameter of `paths` as an Observed."""
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
     leaves = parameter_paths(params)

@@ -124,7 +124,7 @@ def _refusal(name: str, x: torch.Tensor | QTensor, q: QTensor, *, is_named: bool
     if name == "triton":
         reason = unsupported(x, q)
         if reason is None and not is_named and not isinstance(x, QTensor):
-            reason = passed_over(x, q)
+            reason = not_chosen(x, q)
         return reason
     if (reason := handover.refusal(q.device)) or isinstance(x, QTensor) or x.dtype in handover.FLOATS:
         return reason
@@ -366,7 +366,7 @@ def unsupported_codes(x: QTensor, q: QTensor, capability: tuple[int, int]) -> st
     return None
 
 
-def passed_over(x: torch.Tensor, q: QTensor) -> str | None:
+def not_chosen(x: torch.Tensor, q: QTensor) -> str | None:
     """Why torch's matmul is preferred to the kernels; None when it is not."""
     m, limit = x.numel() // x.shape[-1], config_of(q.codes.device).torch_from
     if m < limit:

@@ -11,10 +11,10 @@ from jaxtyping import PyTree
 from ...array import QArray
 from ..extension import device_refusal, extension
 from ..platforms import on_platform
-from ..qmatmul.native import LEVELS, code_values, held_scales
+from ..qmatmul.native import LEVELS, code_values, scale_buffers
 from ..qmatmul.problem import Operand
 from ..select import AbstractBackend
-from .problem import AttentionProblem, Block, Held
+from .problem import AttentionProblem, Block, KVValues
 from .reference import BACKENDS, attended
 
 _FLOATS = ("float32", "bfloat16", "float16")
@@ -41,7 +41,7 @@ class Cpu(AbstractBackend[AttentionProblem]):
             return f"the queries are {problem.q.dtype}, must be one of {', '.join(_FLOATS)}"
         return _refused("keys", problem.keys[0]) or _refused("values", problem.values[0])
 
-    def passed_over(self, problem: AttentionProblem) -> str | None:
+    def not_chosen(self, problem: AttentionProblem) -> str | None:
         if not any(problem.has_layers):
             return "keys and values are no layer of a KV cache, and a recipe can have rules for the products of plain JAX"
         return device_refusal()
@@ -50,10 +50,10 @@ class Cpu(AbstractBackend[AttentionProblem]):
         q, (block,) = operands
         layer = None if block.layer is None else jnp.int32(block.layer)
 
-        def reference(q: jax.Array, keys: Held, values: Held, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
+        def reference(q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
             return attended(q, [Block(keys, values, seen, layer)])
 
-        def native(q: jax.Array, keys: Held, values: Held, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
+        def native(q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
             if layer is None:
                 keys, values = jax.tree.map(lambda a: a[None], (keys, values))  # [1, B, K, S, h]
                 layer = jnp.zeros((), jnp.int32)
@@ -76,12 +76,12 @@ def _refused(name: str, operand: Operand) -> str | None:
     return None
 
 
-def _buffers(name: str, values: Held) -> tuple[tuple[jax.Array, ...], dict[str, np.generic]]:
+def _buffers(name: str, values: KVValues) -> tuple[tuple[jax.Array, ...], dict[str, np.generic]]:
     """The buffers and attributes of keys or values `[L, B, K, S, h]`."""
     bits, kind, unit = 0, 0, 1.0
     if isinstance(values, QArray):
         kind, numbers, unit = code_values(values.scheme)
-        bits, buffers = values.scheme.format.bits, (values.codes, *held_scales(values), jnp.asarray(numbers))
+        bits, buffers = values.scheme.format.bits, (values.codes, *scale_buffers(values), jnp.asarray(numbers))
     else:
         nothing = jnp.zeros(0, jnp.float32)
         buffers = (values, nothing, nothing, nothing)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
-from ..insist import insisted
+from ..insist import require_platform
 from ..select import select
 from .problem import AttentionProblem, Block
 from .reference import BACKENDS
@@ -39,5 +39,5 @@ def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: s
     problem = AttentionProblem.of(q, blocks)
     chosen = select(BACKENDS, problem, backend).backend
     if backend is not None:
-        q = insisted(q, chosen, BACKENDS.kind)
+        q = require_platform(q, chosen, BACKENDS.kind)
     return chosen.run(problem, q, blocks)

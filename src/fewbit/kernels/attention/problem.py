@@ -13,7 +13,7 @@ from ...array import QArray, refuse_invalid
 from ...errors import QuantError
 from ..qmatmul.problem import Operand
 
-Held: TypeAlias = Float[Array, "*L B K S h"] | QArray
+KVValues: TypeAlias = Float[Array, "*L B K S h"] | QArray
 H = TypeVar("H")
 
 
@@ -28,8 +28,8 @@ class Block:
         layer: the layer to use of a cache of all layers; kernels read it in place.
     """
 
-    keys: Held
-    values: Held
+    keys: KVValues
+    values: KVValues
     seen: Int[Array, " T"]
     layer: Int[Array, ""] | int | None = None
 

@@ -27,7 +27,7 @@ from ...array import QArray, unpack
 from ...array.quantize import scale_values
 from ...formats.format import exponent_of, power_of_two
 from ..select import AbstractBackend
-from .problem import AttentionProblem, Block, Held
+from .problem import AttentionProblem, Block, KVValues
 
 BACKENDS: Registry[AbstractBackend[AttentionProblem]] = Registry("attention")
 """The backends of attention; the last that supports the problem is chosen."""
@@ -128,7 +128,7 @@ def _with_odd_values(
     return jnp.where(rises | falls, odd, mixed)
 
 
-def _numbers(x: Held, dtype: DTypeLike) -> Float[Array, "B K S h"]:
+def _numbers(x: KVValues, dtype: DTypeLike) -> Float[Array, "B K S h"]:
     """The keys or values, or their decoded codes without the scales."""
     if not isinstance(x, QArray):
         return x

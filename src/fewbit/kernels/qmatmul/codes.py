@@ -33,7 +33,7 @@ _NATIVE = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Meeting:
+class CodeProduct:
     """A bilinear op described for integer and FP8 code multiplication.
 
     Attributes:
@@ -53,7 +53,7 @@ class Meeting:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Side:
+class CodeOperand:
     """One operand as arrays: decoded codes, expanded scales, and zero points or None."""
 
     values: Any
@@ -61,7 +61,7 @@ class Side:
     zero: Any
 
 
-def code_product(meeting: Meeting, lhs: QArray, rhs: QArray, asked: str | None = None) -> jax.Array | None:
+def code_product(meeting: CodeProduct, lhs: QArray, rhs: QArray, asked: str | None = None) -> jax.Array | None:
     """Multiplies two quantized operands by their codes, in float32.
 
     Returns None where scales vary along the contraction, or no accumulator is exact for these codes. The accumulator dtype
@@ -79,7 +79,7 @@ def code_product(meeting: Meeting, lhs: QArray, rhs: QArray, asked: str | None =
     return scaled_sums(meeting, left, right, accumulator)
 
 
-def scaled_sums(meeting: Meeting, left: Side, right: Side, accumulator: np.dtype) -> jax.Array:
+def scaled_sums(meeting: CodeProduct, left: CodeOperand, right: CodeOperand, accumulator: np.dtype) -> jax.Array:
     """The product of codes, corrected for zero points and scaled; float32."""
     sums = meeting.product(left.values, right.values, accumulator)
     ones = [_ones(s.values, axes) for s, axes in zip((left, right), meeting.thin, strict=True)]
@@ -99,7 +99,7 @@ def scaled_sums(meeting: Meeting, left: Side, right: Side, accumulator: np.dtype
     return wide * meeting.placed(left.scale, True) * meeting.placed(right.scale, False)
 
 
-def sum_types(lhs: QArray, rhs: QArray, meeting: Meeting, asked: str | None) -> tuple[tuple[Any, Any], Any] | None:
+def sum_types(lhs: QArray, rhs: QArray, meeting: CodeProduct, asked: str | None) -> tuple[tuple[Any, Any], Any] | None:
     """The dtypes in which codes are multiplied and summed; None if none is exact.
 
     int8 represents every signed code, and every unsigned 8-bit code minus 128 if zero points are shifted too. Other integers
@@ -138,12 +138,12 @@ def _granted(asked: str | None, possible: tuple[str, ...], reason: str) -> np.dt
     return jnp.dtype(asked or possible[0])
 
 
-def side(q: QArray, dtype: DTypeLike, *, but: int | None = None) -> Side:
+def side(q: QArray, dtype: DTypeLike, *, but: int | None = None) -> CodeOperand:
     """An operand's arrays; scales along the axis `but` stay one per block."""
     zero = None
     if q.zero_point is not None:
         zero = expanded_zero_point(q, but=but) - shift(q.scheme)
-    return Side(code_values(q, dtype), expanded_scale(q, but=but), zero)
+    return CodeOperand(code_values(q, dtype), expanded_scale(q, but=but), zero)
 
 
 def code_values(q: QArray, dtype: DTypeLike) -> jax.Array:

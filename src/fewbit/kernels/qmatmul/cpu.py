@@ -48,7 +48,7 @@ class Cpu(AbstractStackKernel):
         wrong = _refused_dtypes(x.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
         return wrong or _refused_scheme(stack)
 
-    def passed_over(self, problem: Problem) -> str | None:
+    def not_chosen(self, problem: Problem) -> str | None:
         return device_refusal()
 
     def about(self) -> str:
@@ -88,7 +88,7 @@ class CpuRagged(AbstractRaggedKernel):
         wrong = _refused_dtypes(problem.lhs.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
         return wrong or _refused_scheme(stack)
 
-    def passed_over(self, problem: RaggedProblem) -> str | None:
+    def not_chosen(self, problem: RaggedProblem) -> str | None:
         return device_refusal()
 
     def grouped(

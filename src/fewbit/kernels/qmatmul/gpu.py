@@ -34,7 +34,7 @@ class TritonGPU(AbstractStackKernel):
     def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
         return _refused(problem, x, stack)
 
-    def passed_over(self, problem: Problem) -> str | None:
+    def not_chosen(self, problem: Problem) -> str | None:
         return _cannot_split()
 
     def about(self) -> str:
@@ -57,7 +57,7 @@ class TritonGPURagged(AbstractRaggedKernel):
     def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
         return _refused(problem, problem.lhs, stack)
 
-    def passed_over(self, problem: RaggedProblem) -> str | None:
+    def not_chosen(self, problem: RaggedProblem) -> str | None:
         return _cannot_split()
 
     def grouped(

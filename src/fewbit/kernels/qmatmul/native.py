@@ -45,7 +45,7 @@ def native_product(
     if order.size:
         lengths[scheme.pack_axis + 2] = -(-lengths[scheme.pack_axis + 2] // order.size) * order.size
     kind, values, unit = code_values(scheme)
-    scale, scale_table = held_scales(q)
+    scale, scale_table = scale_buffers(q)
     role, zero, zero_table = _stored_zeros(q)
     result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - contracted_axis(contracts_cols)]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
@@ -105,7 +105,7 @@ def _table(fmt: AbstractFormat) -> np.ndarray:
     return np.tile(full, 256 // len(full))
 
 
-def held_scales(q: QArray) -> tuple[jax.Array, jax.Array]:
+def scale_buffers(q: QArray) -> tuple[jax.Array, jax.Array]:
     """The stored scales, and the table of their values if they are stored as codes."""
     stored = q.scheme.scale
     if isinstance(stored, AbstractFormat):

@@ -144,7 +144,7 @@ def _polynomial(code: jax.Array) -> jax.Array:
     return total
 
 
-def held_values(stored: jax.Array, holder: AbstractFormat | np.dtype) -> jax.Array:
+def stored_values(stored: jax.Array, holder: AbstractFormat | np.dtype) -> jax.Array:
     """Decodes stored scales or zero points to float32.
 
     E8M0's smallest scale, 2**-127, becomes zero, since TPUs flush subnormal numbers. Float16, which the vector unit does not

@@ -31,7 +31,7 @@ from jax.typing import DTypeLike
 from ...array import QArray
 from .pallas_blocks import Block, Config, Cut
 from .pallas_form import Form
-from .pallas_step import beside_codes, joined, planes_of, summed, varying_axes
+from .pallas_step import scale_arrays, joined, planes_of, summed, varying_axes
 
 PLAIN = Config(m=128)
 """The default blocks: fewer rows than in a dot_general, since groups are short."""
@@ -88,7 +88,7 @@ def grouped_product(
     form = Form.of(x[None], q, contracts_last=contracts_last, result=result, precision=precision, halves=config.halves)
     cut = Cut.of(form, config)
     visits = Visits.of(sizes, form.m, cut.m)
-    scales = beside_codes(form, q)
+    scales = scale_arrays(form, q)
     call = _call(cut, config, grouped_blocks(cut, q), visits.count, tuple(scales), interpret, varying_axes(x, q, sizes))
     rows = planes_of(cut, x[None].astype(form.dtype))[0]
     y = call(visits.group, visits.block, visits.bounds, rows, q.codes, *scales.values())
@@ -102,7 +102,7 @@ def grouped_blocks(cut: Cut, q: QArray) -> list[Block]:
     The grid is (free axis of the weight, visits, contraction). Index maps also take the visits' groups and row blocks, and the
     arrays of the weight have the group as first axis.
     """
-    scales = jax.eval_shape(functools.partial(beside_codes, cut.form), q)
+    scales = jax.eval_shape(functools.partial(scale_arrays, cut.form), q)
     blocks = [cut.codes(), *(cut.beside(name, array.dtype) for name, array in scales.items())]
     counts = [len(q.codes), *(len(array) for array in scales.values())]
     stacked = [_of_group(block, n) for block, n in zip(blocks, counts, strict=True)]

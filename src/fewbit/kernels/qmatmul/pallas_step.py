@@ -16,7 +16,7 @@ from jax.sharding import ManualAxisType
 from ...array import QArray, Scheme, is_qarray
 from ...array.quantize import dequantize
 from .pallas_blocks import LANES, Config, Cut
-from .pallas_decode import group_values, held_values, plane_values, unit
+from .pallas_decode import group_values, stored_values, plane_values, unit
 from .pallas_form import Form
 
 
@@ -50,7 +50,7 @@ def summed(
         total[...] = jnp.zeros(total.shape, total.dtype)
 
     packed = codes[...].T if form.is_transposed else codes[...]
-    decoded = {name: held_values(ref[...], _stored_as(form.scheme, name)) for name, ref in zip(names, scales, strict=True)}
+    decoded = {name: stored_values(ref[...], _stored_as(form.scheme, name)) for name, ref in zip(names, scales, strict=True)}
     group = [packed]
     if stream:
         group = _group(cut, packed, stream)
@@ -150,7 +150,7 @@ def _within(cut: Cut, values: jax.Array, step: jax.Array) -> jax.Array:
     return jnp.where(place < cut.contracted, values, 0.0)
 
 
-def beside_codes(form: Form, q: QArray) -> dict[str, jax.Array]:
+def scale_arrays(form: Form, q: QArray) -> dict[str, jax.Array]:
     """Scales, zero points and tensor scale as the kernel reads them."""
     scale = q.scale
     if is_qarray(scale):

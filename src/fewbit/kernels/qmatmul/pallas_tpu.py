@@ -67,7 +67,7 @@ from jax.typing import DTypeLike
 from ...array import QArray
 from .pallas_blocks import PLAIN, Block, Config, Cut
 from .pallas_form import Form
-from .pallas_step import beside_codes, joined, over_stack, planes_of, summed, varying_axes
+from .pallas_step import scale_arrays, joined, over_stack, planes_of, summed, varying_axes
 
 
 def stacked_product(
@@ -93,7 +93,7 @@ def stacked_product(
     """
     form = Form.of(x, q, contracts_last=contracts_last, result=result, precision=precision, halves=config.halves)
     cut = Cut.of(form, config)
-    scales = beside_codes(form, q)
+    scales = scale_arrays(form, q)
     call = _call(cut, config, {name: array.dtype for name, array in scales.items()}, interpret, varying_axes(x, q))
     arrays = (planes_of(cut, x.astype(form.dtype)), q.codes, *scales.values())
     return joined(form, over_stack(call, arrays, len(x)))
@@ -119,7 +119,7 @@ def _call(
 
 def blocks_of(cut: Cut, q: QArray) -> list[Block]:
     """The blocks of every input and the result; `q` may be shapes."""
-    scales = jax.eval_shape(functools.partial(beside_codes, cut.form), q)
+    scales = jax.eval_shape(functools.partial(scale_arrays, cut.form), q)
     return _blocks(cut, {name: array.dtype for name, array in scales.items()})
 
 

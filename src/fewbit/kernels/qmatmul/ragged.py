@@ -171,7 +171,7 @@ def _empty_product(problem: RaggedProblem) -> jax.Array:
 def _kernels_of(problem: RaggedProblem) -> tuple[AbstractRaggedKernel, ...]:
     """The kernels used when no backend is named: per platform, the last one registered."""
     kernels = [backend for backend in RAGGED if isinstance(backend, AbstractRaggedKernel)]
-    usable = [k for k in kernels if k.unsupported(problem) is None and k.passed_over(problem) is None]
+    usable = [k for k in kernels if k.unsupported(problem) is None and k.not_chosen(problem) is None]
     return tuple({kernel.platform: kernel for kernel in usable}.values())
 
 

@@ -21,7 +21,7 @@ from ..._registry import Registry
 from ...array import QArray
 from ...array.quantize import dequantize
 from ..select import AbstractBackend
-from .codes import Meeting, Side, code_product, refuse_accumulator, scaled_sums, side, sum_types
+from .codes import CodeProduct, CodeOperand, code_product, refuse_accumulator, scaled_sums, side, sum_types
 from .problem import Problem
 
 BACKENDS: Registry[AbstractBackend[Problem]] = Registry("qmatmul")
@@ -61,7 +61,7 @@ def _product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | jax.Array)
     has_zeros = lhs.zero_point is not None or rhs.zero_point is not None
     result = None
     if is_free or not has_zeros:
-        result = code_product(_meeting(problem), lhs, rhs, problem.accumulator)
+        result = code_product(_code_product(problem), lhs, rhs, problem.accumulator)
     if result is None and is_free:
         result = _tiled_product(problem, lhs, rhs)
     if result is None:
@@ -81,12 +81,12 @@ def _decoded_product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | ja
     return product(lhs, rhs)
 
 
-def _meeting(problem: Problem) -> Meeting:
+def _code_product(problem: Problem) -> CodeProduct:
     """The product, described for code multiplication."""
     contracted, batch = problem.dimension_numbers
     ndims = len(problem.lhs.shape), len(problem.rhs.shape)
     free = [tuple(a for a in range(n) if a not in (*c, *b)) for n, c, b in zip(ndims, contracted, batch, strict=True)]
-    return Meeting(
+    return CodeProduct(
         product=lambda a, b, dtype: _dot(problem, a, b, preferred=dtype),
         placed=functools.partial(_scale_of_result, problem),
         contracted=contracted,
@@ -101,7 +101,7 @@ def _is_constant(q: QArray, axis: int) -> bool:
 
 def _tiled_product(problem: Problem, lhs: QArray, rhs: QArray) -> jax.Array | None:
     """The sum over blocks of scaled code products; None where dequantizing is faster."""
-    tiled, meeting = _tiled_axis(problem, lhs, rhs), _meeting(problem)
+    tiled, meeting = _tiled_axis(problem, lhs, rhs), _code_product(problem)
     if tiled is None or (types := sum_types(lhs, rhs, meeting, problem.accumulator)) is None:
         return None
     axes, tile = tiled
@@ -110,7 +110,7 @@ def _tiled_product(problem: Problem, lhs: QArray, rhs: QArray) -> jax.Array | No
     dtypes, accumulator = types
     left, right = (_cut_side(side(q, t, but=axis), axis, tile) for q, t, axis in zip((lhs, rhs), dtypes, axes, strict=True))
 
-    def add(total: jax.Array, block: tuple[Side, Side]) -> tuple[jax.Array, None]:
+    def add(total: jax.Array, block: tuple[CodeOperand, CodeOperand]) -> tuple[jax.Array, None]:
         return total + scaled_sums(meeting, block[0], block[1], accumulator), None
 
     first = jax.tree.map(lambda x: x[0], (left, right))
@@ -131,7 +131,7 @@ def _tiled_axis(problem: Problem, lhs: QArray, rhs: QArray) -> tuple[tuple[int, 
     return (left, right), tile
 
 
-def _cut_side(operand: Side, axis: int, tile: int) -> Side:
+def _cut_side(operand: CodeOperand, axis: int, tile: int) -> CodeOperand:
     """An operand split into blocks along an axis, which become the first axis.
 
     A short last block is padded with zeros, which add nothing to the sum.
@@ -152,7 +152,7 @@ def _cut_side(operand: Side, axis: int, tile: int) -> Side:
     zero = operand.zero
     if zero is not None:
         zero = by_block(zero)
-    return Side(values, by_block(operand.scale), zero)
+    return CodeOperand(values, by_block(operand.scale), zero)
 
 
 def _scale_of_result(problem: Problem, values: jax.Array, is_left: bool) -> jax.Array | None:

@@ -107,7 +107,7 @@ def product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | jax.Array, 
 def kernels_of(problem: Problem) -> tuple[AbstractStackKernel, ...]:
     """The kernels used when no backend is named: per platform, the last one registered."""
     kernels = [backend for backend in BACKENDS if isinstance(backend, AbstractStackKernel)]
-    usable = [k for k in kernels if k.unsupported(problem) is None and k.passed_over(problem) is None]
+    usable = [k for k in kernels if k.unsupported(problem) is None and k.not_chosen(problem) is None]
     return tuple({kernel.platform: kernel for kernel in usable}.values())
 
 

@@ -53,7 +53,7 @@ class PallasTPU(AbstractStackKernel):
         dtypes = x.dtype, stack_dtype(problem), problem.result_dtype
         return refusal(stack.scheme, tile, *dtypes, precision=problem.precision)
 
-    def passed_over(self, problem: Problem) -> str | None:
+    def not_chosen(self, problem: Problem) -> str | None:
         return split_refusal()
 
     def about(self) -> str:
@@ -97,7 +97,7 @@ class PallasTPURagged(AbstractRaggedKernel):
         dtypes = problem.lhs.dtype, problem.rhs.dtype, problem.result_dtype
         return refusal(stack.scheme, tile, *dtypes, precision=problem.precision)
 
-    def passed_over(self, problem: RaggedProblem) -> str | None:
+    def not_chosen(self, problem: RaggedProblem) -> str | None:
         return split_refusal()
 
     def grouped(

@@ -26,7 +26,7 @@ import triton
 import triton.language as tl
 
 from .triton_decode import _NO_ZERO, _ZERO_CODES, number_of, scale_of, zero_of
-from .triton_groups import matrix_of, turn_of
+from .triton_groups import group_pointers, group_of
 
 
 @triton.jit
@@ -155,9 +155,9 @@ def dot_kernel(
     n_first = (group * GROUP + within % width) * BN
     m_first, m_end, steps = within // width * BM, m, tl.cdiv(k, BK)
     if GP > 0:
-        own, m_first, m_end = turn_of(sizes_ptr, groups, m, within // width, GP, BM)
+        own, m_first, m_end = group_of(sizes_ptr, groups, m, within // width, GP, BM)
         steps = tl.where(own < groups, steps, 0)
-        codes_ptr, scale_ptr, zero_ptr, unit_ptr = matrix_of(
+        codes_ptr, scale_ptr, zero_ptr, unit_ptr = group_pointers(
             own, groups, codes_ptr, scale_ptr, zero_ptr, unit_ptr, codes_g, scale_g, unit_g
         )
     mi, ni = m_first + tl.arange(0, BM), n_first + tl.arange(0, BN)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 @triton.jit
 @typing.no_type_check
-def turn_of(sizes_ptr, groups, m, turn, GP: tl.constexpr, BM: tl.constexpr):
+def group_of(sizes_ptr, groups, m, turn, GP: tl.constexpr, BM: tl.constexpr):
     """The group, first row and end of a program; GP > groups."""
     g = tl.arange(0, GP)
     size = tl.load(sizes_ptr + g, mask=g < groups, other=0).to(tl.int32)
@@ -33,7 +33,7 @@ def turn_of(sizes_ptr, groups, m, turn, GP: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
-def matrix_of(group, groups, codes_ptr, scale_ptr, zero_ptr, unit_ptr, codes_g, scale_g, unit_g):
+def group_pointers(group, groups, codes_ptr, scale_ptr, zero_ptr, unit_ptr, codes_g, scale_g, unit_g):
     """Pointers to a group's matrix; past the groups, the last one."""
     held = tl.minimum(group, groups - 1).to(tl.int64)
     return codes_ptr + held * codes_g, scale_ptr + held * scale_g, zero_ptr + held * scale_g, unit_ptr + held * unit_g

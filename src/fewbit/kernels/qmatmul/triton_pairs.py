@@ -31,7 +31,7 @@ import triton.language as tl
 
 from .triton_decode import _NO_ZERO, _ZERO_CODES, number_of, scale_of, zero_of
 from .triton_dot import spread
-from .triton_groups import matrix_of, turn_of
+from .triton_groups import group_pointers, group_of
 
 
 @triton.jit
@@ -153,9 +153,9 @@ def pairs_kernel(
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     m_first, m_end, k_end = tl.program_id(1) * BM, m, k
     if GP > 0:
-        group, m_first, m_end = turn_of(sizes_ptr, groups, m, tl.program_id(1), GP, BM)
+        group, m_first, m_end = group_of(sizes_ptr, groups, m, tl.program_id(1), GP, BM)
         k_end = tl.where(group < groups, k, 0)
-        codes_ptr, scale_ptr, zero_ptr, unit_ptr = matrix_of(
+        codes_ptr, scale_ptr, zero_ptr, unit_ptr = group_pointers(
             group, groups, codes_ptr, scale_ptr, zero_ptr, unit_ptr, codes_g, scale_g, unit_g
         )
     mi = m_first + tl.arange(0, BM)

@@ -56,7 +56,7 @@ class CpuQuantizer(AbstractBackend[Quantization]):
             )
         return _refusal(problem.shape, problem.dtype, scheme, scheme.tiles(len(problem.shape)))
 
-    def passed_over(self, problem: Quantization) -> str | None:
+    def not_chosen(self, problem: Quantization) -> str | None:
         return device_refusal()
 
     def run(self, problem: Quantization, *operands: PyTree) -> QArray:
@@ -78,7 +78,7 @@ class CpuDequantizer(AbstractBackend[Decoding]):
     def unsupported(self, problem: Decoding) -> str | None:
         return _refusal(problem.shape, problem.dtype, problem.scheme, problem.tiles)
 
-    def passed_over(self, problem: Decoding) -> str | None:
+    def not_chosen(self, problem: Decoding) -> str | None:
         return device_refusal()
 
     def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Key
 
 from ...array import QArray, Scheme
 from ...array.quantize import checked, dequantized, float_dtype, quantized, shared_axes
-from ..insist import insisted
+from ..insist import require_platform
 from ..select import select
 from .backends import DEQUANTIZERS, QUANTIZERS
 from .problem import Decoding, Quantization
@@ -80,7 +80,7 @@ def quantize(
     if not x.size:  # nothing to compute
         return quantized(x, bound, *given, problem.shared_noise)
     if backend is not None:
-        x = insisted(x, chosen, QUANTIZERS.kind)
+        x = require_platform(x, chosen, QUANTIZERS.kind)
     q: Any = chosen.run(problem, x, *given)
     return q
 
@@ -112,5 +112,5 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
     if not q.size:  # nothing to compute
         return dequantized(q, dtype)
     if backend is not None:
-        q = dataclasses.replace(q, codes=insisted(q.codes, chosen, DEQUANTIZERS.kind))
+        q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, DEQUANTIZERS.kind))
     return chosen.run(problem, q)

@@ -44,7 +44,7 @@ class TritonQuantizer(AbstractBackend[Quantization]):
             return "stochastic rounding, given scales and weighted errors: use backend='reference'"
         return _problem(problem.shape, problem.scheme).unsupported()
 
-    def passed_over(self, problem: Quantization) -> str | None:
+    def not_chosen(self, problem: Quantization) -> str | None:
         return split_refusal()
 
     def about(self) -> str:
@@ -70,7 +70,7 @@ class TritonDequantizer(AbstractBackend[Decoding]):
             return f"its tiles are {problem.tiles}, and the scheme's are {tiles}; they must agree"
         return _problem(problem.shape, problem.scheme).unsupported_layout()
 
-    def passed_over(self, problem: Decoding) -> str | None:
+    def not_chosen(self, problem: Decoding) -> str | None:
         return split_refusal()
 
     def about(self) -> str:

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from ...array import Scheme
 from ...formats import AbstractFormat
 from ...formats.format import settled
-from ..qmatmul.pallas_decode import group_values, held_values, plane_values, unit
+from ..qmatmul.pallas_decode import group_values, stored_values, plane_values, unit
 from .pallas_tpu import Blocks
 
 
@@ -86,7 +86,7 @@ def _kernel(cut: Blocks, scheme: Scheme, names: tuple[str, ...], codes: Any, *re
         "zero_point": scheme.zero_holder,
         "tensor_scale": np.dtype(np.float32),
     }
-    scales = {name: held_values(ref[...], holders[name])[:, None] for name, ref in zip(names, scale_refs, strict=True)}
+    scales = {name: stored_values(ref[...], holders[name])[:, None] for name, ref in zip(names, scale_refs, strict=True)}
     values = _scaled(tiles, scheme, scales).reshape(cut.filled, cut.columns)[: cut.rows]
     y[...] = cut.turned(values).astype(y.dtype)
 

@@ -44,7 +44,7 @@ class PallasTPUQuantizer(AbstractBackend[Quantization]):
         refusal = _scheme_refusal(problem.scheme) or tile_refusal(problem.shape, problem.scheme)
         return refusal or unchosen(problem.scheme, tile_length(problem.shape, problem.scheme))
 
-    def passed_over(self, problem: Quantization) -> str | None:
+    def not_chosen(self, problem: Quantization) -> str | None:
         return split_refusal()
 
     def run(self, problem: Quantization, *operands: PyTree) -> QArray:

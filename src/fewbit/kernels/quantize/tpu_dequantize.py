@@ -49,7 +49,7 @@ class PallasTPUDequantizer(AbstractBackend[Decoding]):
             return f"its tiles are {problem.tiles}, and the scheme's are {tiles}; they must agree"
         return tile_refusal(shape, scheme)
 
-    def passed_over(self, problem: Decoding) -> str | None:
+    def not_chosen(self, problem: Decoding) -> str | None:
         return split_refusal()
 
     def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:

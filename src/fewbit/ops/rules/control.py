@@ -12,11 +12,11 @@ from jaxtyping import PyTree
 
 from ...array import QArray, is_qarray
 from ..indices import Atom, open_jaxpr, scan_counts
-from ..standin import StandIn, stands_in
+from ..standin import ArrayProxy, is_proxy
 from ..take import taken_rows, with_leaves
 from .joining import spread
 from .rule import AbstractEvaluator, NoRuleError, Rule
-from .turn import Turn, alone, left_in_place
+from .turn import ScanSlice, alone, is_sliced_lazily
 
 
 def _jit(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -48,25 +48,25 @@ def _scan(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any
     consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
     body = evaluator.function(params["jaxpr"])
     xs = list(map(stacked, xs))
-    stacks = {i: x for i, x in enumerate(xs) if left_in_place(x)}  # sliced lazily, in the body
+    stacks = {i: x for i, x in enumerate(xs) if is_sliced_lazily(x)}  # sliced lazily, in the body
     xs = [None if i in stacks else x for i, x in enumerate(xs)]
 
     # Proxies that every iteration reads, of constants and of products in the body, may have leaves to scan.
     hidden = evaluator.inside()
-    own = [c.turns(params["length"]) if isinstance(c, StandIn) else () for c in (*consts, *hidden)]
+    own = [c.turns(params["length"]) if isinstance(c, ArrayProxy) else () for c in (*consts, *hidden)]
 
     def scanned(x: Sequence[Any], index: jax.Array) -> list[Any]:
-        return [Turn(stacks[i], index) if i in stacks else a for i, a in enumerate(x)]
+        return [ScanSlice(stacks[i], index) if i in stacks else a for i, a in enumerate(x)]
 
     def step(carry: PyTree, sliced: tuple[Any, Any, Any]) -> tuple[PyTree, PyTree]:
         x, own, index = sliced
-        here = [c.in_turn(o) if isinstance(c, StandIn) else c for c, o in zip((*consts, *hidden), own, strict=True)]
+        here = [c.in_turn(o) if isinstance(c, ArrayProxy) else c for c, o in zip((*consts, *hidden), own, strict=True)]
         inner = evaluator.with_inside(here[constants:]).function(params["jaxpr"])
         outputs = list(map(alone, inner(*here[:constants], *carry, *scanned(x, index))))
         return tuple(outputs[:carries]), tuple(outputs[carries:])
 
     first = []
-    if any(map(stands_in, carry)):
+    if any(map(is_proxy, carry)):
         first = scanned(jax.tree.map(lambda leaf: leaf[0], xs), jnp.int32(0))
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*consts, *c, *first)[:carries], carry)
     carry, ys = jax.lax.scan(
@@ -82,7 +82,7 @@ def _scan(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any
 
 def stacked(q: PyTree) -> PyTree:
     """A value with leaves per element of its first axis, so that a loop can slice it; separate scales, for a QArray."""
-    if isinstance(q, StandIn):
+    if isinstance(q, ArrayProxy):
         return q.stacked()
     if not isinstance(q, QArray):
         return q
@@ -104,7 +104,7 @@ def _stable_carry(
     evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, step: Callable[..., Any], carry: Sequence[Any]
 ) -> list[Any]:
     """The carry of a loop; QArrays that one step returns in another form are decoded."""
-    if not any(map(stands_in, carry)):
+    if not any(map(is_proxy, carry)):
         return list(carry)
     after = jax.eval_shape(lambda *c: tuple(step(*c)), *carry)
     stays = [_is_alike(a, b) for a, b in zip(carry, after, strict=True)]
@@ -116,10 +116,10 @@ def _stable_carry(
 
 def _is_alike(before: PyTree, after: PyTree) -> bool:
     """Whether both are arrays, or proxies with the same structure and shapes of leaves."""
-    if jax.tree.structure(before) != jax.tree.structure(after) or stands_in(before) != stands_in(after):
+    if jax.tree.structure(before) != jax.tree.structure(after) or is_proxy(before) != is_proxy(after):
         return False
     leaves = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
-    return not stands_in(before) or all(a.shape == b.shape for a, b in leaves)
+    return not is_proxy(before) or all(a.shape == b.shape for a, b in leaves)
 
 
 def _while(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:

@@ -16,13 +16,13 @@ from jax.extend import core as jex_core
 from jax.tree_util import Partial
 from jaxtyping import PyTree
 
-from ..standin import array_of, stands_in
+from ..standin import array_of, is_proxy
 from .rule import AbstractEvaluator, Rule, bound, logical
 
 
 def _traced(evaluator: AbstractEvaluator, fn: Callable[..., Any], *args: PyTree) -> PyTree:
     """`fn` of values that may be proxies: traced on arrays, then evaluated with the rules. Returns any pytree."""
-    leaves, treedef = jax.tree.flatten(args, is_leaf=stands_in)
+    leaves, treedef = jax.tree.flatten(args, is_leaf=is_proxy)
     out_tree: Any = None
 
     def flat(*arrays: PyTree) -> list[Any]:
@@ -70,7 +70,7 @@ def _is_zero(x: object) -> bool:
 
 def _logical_tangent(primal: PyTree, tangent: PyTree) -> PyTree:
     """The tangent of a value; of a proxy, the tangent of its array."""
-    if not stands_in(primal):
+    if not is_proxy(primal):
         return tangent
     full = jax.tree.map(_instantiated, tangent, is_leaf=_is_zero)
     return jax.jvp(array_of, (primal,), (full,))[1]
@@ -101,7 +101,7 @@ def _custom_vjp(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: li
 
         outputs, pullback = _traced(evaluator, out_and_pullback, *args)
         # The rule's residuals may be QArrays; they are leaves of the pullback, and stay quantized until it is called.
-        leaves, treedef = jax.tree.flatten(pullback, is_leaf=stands_in)
+        leaves, treedef = jax.tree.flatten(pullback, is_leaf=is_proxy)
         return outputs, (args, Partial(functools.partial(_pulled, evaluator, treedef), *leaves))
 
     def backward(saved: tuple[Any, Any], gradients: PyTree) -> tuple[Any, ...]:
@@ -124,7 +124,7 @@ def _pulled(evaluator: AbstractEvaluator, treedef: Any, *leaves_and_gradients: P
 
 def _cotangent(x: PyTree, gradient: PyTree) -> PyTree:
     """The cotangent of a value: of a QArray that of its scales, through its decoded array."""
-    if not stands_in(x):
+    if not is_proxy(x):
         return gradient
     return jax.vjp(array_of, x)[1](gradient)[0]
 

@@ -13,7 +13,7 @@ from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize import dequantize, quantize
 from ..latent import PARAMETER_RULES, Latent, is_latent, plain
 from ..lookup import Lookup
-from ..served import Served
+from ..served import ServingTiles
 from ..stepped import StepScales, noted, widest
 from .derivatives import DERIVATIVES
 from .products import PRODUCT
@@ -61,7 +61,7 @@ def _moved(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[An
 
 def _served_after(
     evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], count: int
-) -> tuple[list[Served | None], list[Any]]:
+) -> tuple[list[ServingTiles | None], list[Any]]:
     """The serving tiles of the results, or, where tiles cannot describe them, their quantized arrays."""
     if eqn.primitive.name == "optimization_barrier":
         return [getattr(value, "served", None) for value in values], [getattr(value, "held", None) for value in values]

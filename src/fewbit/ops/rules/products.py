@@ -18,7 +18,7 @@ from ..dot import dot_general, untransposed
 from ..indices import shape_of
 from ..lookup import Lookup
 from ..ragged import ragged_dot_general
-from ..standin import stands_in
+from ..standin import is_proxy
 from ..take import with_leaves
 from .joining import is_packed_along, spread
 from .rule import AbstractEvaluator, NoRuleError, Rule, bound
@@ -64,7 +64,7 @@ def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, va
     params = eqn.params
     _refuse_out_sharding(params)
     lhs, rhs, group_sizes = values
-    if stands_in(group_sizes):
+    if is_proxy(group_sizes):
         raise NoRuleError("the group sizes are quantized")
     settings = [params[name] for name in ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")]
     offset = params["group_offset"]

@@ -9,7 +9,7 @@ from jax.extend import core as jex_core
 from jax.sharding import AxisType
 from jaxtyping import PyTree
 
-from ..standin import StandIn, stands_in
+from ..standin import ArrayProxy, is_proxy
 
 
 class NoRuleError(Exception):
@@ -42,7 +42,7 @@ class AbstractEvaluator(abc.ABC):
         """The results of one equation, by the rule of its primitive where an operand is a proxy."""
 
     @abc.abstractmethod
-    def inside(self) -> list[StandIn]:
+    def inside(self) -> list[ArrayProxy]:
         """The proxies (without array) of the chosen products in the body of the equation."""
 
     @abc.abstractmethod
@@ -69,7 +69,7 @@ def bound(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 def logical(x: PyTree) -> PyTree:
     """What traced code sees of a value: of a proxy its shape, dtype, and sharding if JAX has it in the type."""
-    if not stands_in(x):
+    if not is_proxy(x):
         return x
     leaf = jax.typeof(jax.tree.leaves(x)[0])  # of a QArray the codes; it has the axes of the array
     where = {}

@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 from ...array import QArray, is_qarray
 from ...array.sharding import axis_names, placement, spec_entries
 from ...errors import QuantError
-from ..standin import StandIn
+from ..standin import ArrayProxy
 from ..take import with_leaves
 from .joining import is_packed_along, joined, spread, tile_length, unit_of
 from .layout import reshaped
@@ -40,7 +40,7 @@ def leaf_shardings(q: QArray, sharding: object) -> PyTree:
 
 def constrained(x: PyTree, sharding: PyTree) -> PyTree:
     """A value with a sharding constraint, on every leaf of a QArray; other proxies are unchanged."""
-    if isinstance(x, StandIn):
+    if isinstance(x, ArrayProxy):
         return x
     if isinstance(x, QArray):
         sharding = leaf_shardings(x, sharding)
@@ -137,7 +137,7 @@ def _shard_map(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: lis
     lengths = {name: mesh.shape[name] for name in mesh.axis_names if name in names}
 
     def ready(value: PyTree, spec: PartitionSpec) -> tuple[Any, Any]:
-        if isinstance(value, StandIn):
+        if isinstance(value, ArrayProxy):
             return value.shards(spec, lengths)
         if isinstance(value, QArray):
             value = sharded_ready(value, spec, mesh)
@@ -149,7 +149,7 @@ def _shard_map(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: lis
 
     def mapped(*args: PyTree) -> tuple[Any, ...]:
         reason = "shard_map returns its results as arrays"
-        here = [x.on_device() if isinstance(x, StandIn) else x for x in args]
+        here = [x.on_device() if isinstance(x, ArrayProxy) else x for x in args]
         body = evaluator.with_inside(here[len(values) :]).function(params["jaxpr"])
         return tuple(evaluator.decoded(eqn, out, reason) for out in body(*here[: len(values)]))
 

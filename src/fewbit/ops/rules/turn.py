@@ -19,7 +19,7 @@ from ...array.scheme import Scheme
 from ...kernels.qmatmul import reads_packed_weights
 from ...kernels.qmatmul.stacked import element, picked_product
 from ...kernels.quantize import dequantize
-from ..standin import StandIn, stands_in
+from ..standin import ArrayProxy, is_proxy
 from .rule import AbstractEvaluator, Rule
 
 
@@ -34,7 +34,7 @@ class _Rules(dict[str, Rule]):
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Turn(StandIn):
+class ScanSlice(ArrayProxy):
     """The index-th array of a stack.
 
     Attributes:
@@ -72,7 +72,7 @@ class Turn(StandIn):
         raise AssertionError("loops slice the stack first")
 
 
-def left_in_place(x: object) -> bool:
+def is_sliced_lazily(x: object) -> bool:
     """Whether a loop should slice a stack lazily: compiled kernels can index it."""
     if not isinstance(x, QArray) or x.ndim != 3 or x.policy is not None or isinstance(x.scheme.scale, Scheme):
         return False
@@ -80,8 +80,8 @@ def left_in_place(x: object) -> bool:
 
 
 def alone(value: PyTree) -> PyTree:
-    """A value; a Turn is sliced to a QArray."""
-    return value.alone() if isinstance(value, Turn) else value
+    """A value; a ScanSlice is sliced to a QArray."""
+    return value.alone() if isinstance(value, ScanSlice) else value
 
 
 def _sliced(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -91,7 +91,7 @@ def _sliced(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[A
 def _dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     lhs, rhs = values
     params = eqn.params
-    if not isinstance(rhs, Turn) or stands_in(lhs) or params["out_sharding"] is not None:
+    if not isinstance(rhs, ScanSlice) or is_proxy(lhs) or params["out_sharding"] is not None:
         return _sliced(evaluator, eqn, values)
     (left, right), (left_batch, right_batch) = params["dimension_numbers"]
     if rhs.is_transposed:
@@ -116,4 +116,4 @@ def _transpose(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: lis
     return [dataclasses.replace(values[0], is_transposed=values[0].is_transposed != swaps)]
 
 
-Turn.rules.update(dot_general=_dot_general, convert_element_type=_convert_element_type, transpose=_transpose)  # type: ignore[attr-defined]
+ScanSlice.rules.update(dot_general=_dot_general, convert_element_type=_convert_element_type, transpose=_transpose)  # type: ignore[attr-defined]

@@ -12,14 +12,14 @@ from jaxtyping import Array
 from ...array import is_qarray
 from ...errors import UnsupportedError
 from ...ops.rules.control import stacked
-from ...ops.standin import StandIn
+from ...ops.standin import ArrayProxy
 from .factors import updated
 from .rules import ADAPTED
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
-class Adapted(StandIn):
+class Adapted(ArrayProxy):
     """The weight `base + scale * sum over r of a[..., r] * b[..., r]`.
 
     Products never compute this sum.

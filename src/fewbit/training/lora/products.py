@@ -14,7 +14,7 @@ from jaxtyping import Array
 
 from ...ops.ragged import PLAIN
 from ...ops.rules.rule import AbstractEvaluator, NoRuleError, Rule
-from ...ops.standin import StandIn, stands_in
+from ...ops.standin import ArrayProxy, is_proxy
 from .factors import accumulator, factored_product
 
 if TYPE_CHECKING:
@@ -29,9 +29,9 @@ def _product(low_rank: LowRank) -> Rule:
     """The rule of a product: the base product as without an adapter, plus the low-rank term."""
 
     def rule(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-        is_right = isinstance(values[1], StandIn)
+        is_right = isinstance(values[1], ArrayProxy)
         w, x = values[is_right], values[not is_right]
-        if any(stands_in(value) for value in values if value is not w):
+        if any(is_proxy(value) for value in values if value is not w):
             raise NoRuleError("another operand is no plain array, and one has an adapter")
         (product,) = evaluator.equation(eqn, [w.base if value is w else value for value in values])
         if not jnp.issubdtype(x.dtype, jnp.inexact):

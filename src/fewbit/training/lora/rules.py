@@ -15,7 +15,7 @@ from ...array.layout import regrouped
 from ...ops.rules.layout import LAYOUT
 from ...ops.rules.products import filled, gathered
 from ...ops.rules.rule import AbstractEvaluator, NoRuleError, Rule
-from ...ops.standin import StandIn
+from ...ops.standin import ArrayProxy
 from .factors import updated
 from .products import PRODUCTS
 
@@ -38,7 +38,7 @@ def _gather(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[A
 
 def _weight(values: list[Any]) -> "Adapted":
     """The first operand, from which elements are moved or taken."""
-    if not isinstance(values[0], StandIn):
+    if not isinstance(values[0], ArrayProxy):
         raise NoRuleError("the index is no plain array")
     return cast("Adapted", values[0])
 
