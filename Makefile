@@ -47,7 +47,7 @@ newest-environment:
 
 test-long: $(VENV)/.ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale, and what `make test` leaves out; half an hour
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --blocks 25000 tests/array/scales/test_search.py tests/array/scales/test_exact.py tests/array/test_hessian.py
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --blocks 25000 tests/array/scales/search/test_stored.py tests/array/scales/search/test_exact.py tests/array/test_hessian.py
 
 test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ## the CPU kernels, with the compiler watching every access and operation
 	@build/qmatmul_memory
@@ -56,7 +56,7 @@ test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ##
 	@CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g1" LDFLAGS="-fsanitize=address,undefined" \
 		$(BIN)/python setup.py -q build --build-lib build/sanitized --build-temp build/sanitized/objects
 	@LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" ASAN_OPTIONS=detect_leaks=0 \
-		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_qmatmul_cpu.py tests/kernels/test_quantize_cpu.py tests/kernels/test_attention_cpu.py \
+		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/qmatmul/cpu/test_backend.py tests/kernels/quantize/cpu/test_backend.py tests/kernels/attention/cpu/test_backend.py \
 		tests/kernels/test_wrong_buffers.py
 
 test-arm64: $(VENV)/.ready-fast ## the CPU kernels compiled for arm64, in an emulator (install qemu-user; the compiler comes from PyPI)

@@ -27,7 +27,7 @@ hypothesis.settings.load_profile("fewbit")
 # Sources that import an optional package at the top have no examples to run where it is missing.
 collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["src/fewbit/torch/*.py"]
 if not importlib.util.find_spec("triton"):
-    collect_ignore_glob += ["src/fewbit/kernels/*/triton*.py"]
+    collect_ignore_glob += ["src/fewbit/kernels/*/gpu/*.py", "src/fewbit/kernels/triton/*.py"]
 
 # Annotations are checked at every call. An int is a float here, as PEP 484 has it; `Self` goes unchecked, because
 # jaxtyping decorates method by method and beartype knows `Self` only where it decorates the class.

@@ -5,7 +5,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from fewbit.jobs.machine import circumstances
+from fewbit.workflows.bench.roofline import circumstances
 
 
 def save(name: str, packages: Sequence[str], **facts: Any) -> None:

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
-from fewbit import jobs, models
+from fewbit import models, workflows
 from fewbit.evaluate.timing import Timing, timed
-from fewbit.jobs.quality import stacked
+from fewbit.workflows.evaluate import stacked
 
 from .facts import save
 
@@ -41,7 +41,7 @@ def main() -> int:
     parser.add_argument("--no-float", action="store_true", help="leave out the time of the decoded network")
     parser.add_argument("--save", action="store_true", help="write bench/results/generation.json")
     options = parser.parse_args()
-    model = jobs.load("smollm2")
+    model = workflows.load("smollm2")
     config = model.runnable_config()
     prompt = np.random.default_rng(0).integers(0, config.vocab - 9000, (1, options.prompt)).astype(np.int32)
     tasks, written = {}, {}

@@ -8,7 +8,7 @@ import torch
 
 import fewbit as fb
 from fewbit import torch as fbt
-from fewbit.kernels.qmatmul.gpu_configs import Gpu
+from fewbit.kernels.qmatmul.gpu.config import Gpu
 from fewbit.torch.matmul import gpu_of
 
 

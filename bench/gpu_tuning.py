@@ -11,7 +11,7 @@ import torch
 import triton
 
 from fewbit import torch as fbt
-from fewbit.kernels.qmatmul.gpu_configs import DotConfig, GemvConfig, GpuConfig, PairsConfig
+from fewbit.kernels.qmatmul.gpu.config import DotConfig, GemvConfig, GpuConfig, PairsConfig
 from fewbit.torch.matmul import by_triton, codes_by_triton
 
 from .gpu_timing import gpu, timed, weight

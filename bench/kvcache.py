@@ -13,9 +13,9 @@ import jax.numpy as jnp
 
 from fewbit import models
 from fewbit.evaluate import compare_models
-from fewbit.jobs import evaluation_windows, load
-from fewbit.jobs.quality import logits_function, stacked
 from fewbit.kvcache import KVPolicy, kv_policy
+from fewbit.workflows import evaluation_windows, load
+from fewbit.workflows.evaluate import logits_function, stacked
 
 from .facts import save
 

@@ -15,8 +15,8 @@ import numpy as np
 import fewbit as fb
 from fewbit import models
 from fewbit.array.scales import MX, NVFP4, AbsMax
-from fewbit.jobs import evaluation_windows, load
-from fewbit.jobs.rotation import rotated
+from fewbit.workflows import evaluation_windows, load
+from fewbit.workflows.rotate import rotated
 
 from .whisper import SPEECH, whisper_layers
 

@@ -20,7 +20,7 @@ import numpy as np
 
 import fewbit as fb
 from fewbit.evaluate.timing import timed
-from fewbit.jobs.speed import LAYOUTS, ROTATED_BYTES, beyond_rounding, chain, copies, in_turn, random_weight
+from fewbit.workflows.bench.products import LAYOUTS, ROTATED_BYTES, beyond_rounding, chain, copies, in_turn, random_weight
 
 from .facts import save
 

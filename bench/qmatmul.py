@@ -22,8 +22,17 @@ import numpy as np
 
 import fewbit as fb
 from fewbit.evaluate.timing import Timing, timed
-from fewbit.jobs.machine import machine
-from fewbit.jobs.speed import LAYOUTS, ROTATED_BYTES, SCHEMES, beyond_rounding, copies, in_turn, product, quantized
+from fewbit.workflows.bench.products import (
+    LAYOUTS,
+    ROTATED_BYTES,
+    SCHEMES,
+    beyond_rounding,
+    copies,
+    in_turn,
+    product,
+    quantized,
+)
+from fewbit.workflows.bench.roofline import machine
 
 from .facts import headline, save
 from .peers import torch_products

@@ -23,7 +23,7 @@ import torch
 import triton
 
 from fewbit import torch as fbt
-from fewbit.kernels.qmatmul.gpu_configs import FOLDER, GpuConfig, file_name, gpu_config
+from fewbit.kernels.qmatmul.gpu.config import FOLDER, GpuConfig, file_name, gpu_config
 from fewbit.torch.matmul import by_triton, codes_by_triton
 from fewbit.torch.ragged import ragged_by_triton
 

@@ -24,12 +24,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import fewbit as fb
-from fewbit.kernels.qmatmul import pallas_pairs as pairs
-from fewbit.kernels.qmatmul import pallas_ragged as ragged
-from fewbit.kernels.qmatmul.pallas_blocks import PLAIN, Block, Cut, bytes_moved
-from fewbit.kernels.qmatmul.pallas_form import Form
-from fewbit.kernels.qmatmul.pallas_pair_blocks import Pair
-from fewbit.kernels.qmatmul.pallas_tpu import blocks_of, stacked_product
+from fewbit.kernels.qmatmul.tpu import int8_gemm as pairs
+from fewbit.kernels.qmatmul.tpu import ragged
+from fewbit.kernels.qmatmul.tpu.blocks import PLAIN, Block, Cut, bytes_moved
+from fewbit.kernels.qmatmul.tpu.gemm import blocks_of, stacked_product
+from fewbit.kernels.qmatmul.tpu.int8_blocks import Pair
+from fewbit.kernels.qmatmul.tpu.problem import Form
 
 from .facts import save
 

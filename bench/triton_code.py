@@ -25,12 +25,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 import fewbit as fb
-from fewbit.kernels.qmatmul import triton_launch
-from fewbit.kernels.qmatmul.gpu_configs import Gpu, blocks_for, gpu_config
-from fewbit.kernels.qmatmul.gpu_matrix import Matrix
-from fewbit.kernels.quantize import triton as kernels
-from fewbit.kernels.quantize import triton_dequantize, triton_hessian
-from fewbit.kernels.quantize.triton_problem import TileProblem
+from fewbit.kernels.qmatmul.gpu import launch as triton_launch
+from fewbit.kernels.qmatmul.gpu.config import Gpu, blocks_for, gpu_config
+from fewbit.kernels.qmatmul.gpu.weight import Matrix
+from fewbit.kernels.quantize.gpu import dequantize as triton_dequantize
+from fewbit.kernels.quantize.gpu import hessian as triton_hessian
+from fewbit.kernels.quantize.gpu import quantize as kernels
+from fewbit.kernels.quantize.gpu.problem import TileProblem
 from fewbit.torch.quantize import chosen
 
 from .facts import save

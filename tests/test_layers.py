@@ -24,11 +24,11 @@ LAYERS = (
     ("kernels",),
     ("ops",),
     ("recipe",),
-    ("statistics",),
+    ("calibration",),
     ("training", "kvcache", "methods"),
     ("frameworks", "io", "models"),
     ("evaluate", "torch"),
-    ("jobs",),
+    ("workflows",),
     ("cli",),
     ("_api",),  # collects the public names of every layer
 )
@@ -51,15 +51,14 @@ OPTIONAL = {
     "equinox",
 }
 # The packages of one-file faces, whose files may import theirs at the top: nothing else of fewbit imports those files there.
-QUANTIZERS = ("", "_numbers", "_search", "_memory", "_dequantize", "_hessian")
 FACES = (
     "frameworks/",
     "torch/",
-    *(f"kernels/quantize/triton{part}.py" for part in QUANTIZERS),
-    "kernels/qmatmul/triton_*.py",
+    "kernels/triton/*.py",
+    "kernels/*/gpu/*.py",
 )
 # The one place that may read JAX's private modules.
-PRIVATE_JAX = PACKAGE / "ops" / "transparent.py"
+PRIVATE_JAX = PACKAGE / "ops" / "interpret" / "transparent.py"
 
 
 def source_id(path: Path) -> str:

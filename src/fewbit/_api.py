@@ -1,9 +1,9 @@
 """The public names of `fewbit`, imported on first use."""
 
 from . import array as array
+from . import calibration as calibration
 from . import formats as formats
 from . import frameworks as frameworks
-from . import statistics as statistics
 from . import training as training
 from .array import SCHEMES as SCHEMES
 from .array import Packing as Packing
@@ -15,6 +15,8 @@ from .array import quantize_with_hessian as quantize_with_hessian
 from .array import scheme as scheme
 from .array import shardings_of as shardings_of
 from .array import specs_of as specs_of
+from .calibration import Stats as Stats
+from .calibration import observe as observe
 from .errors import QuantError as QuantError
 from .errors import UnsupportedError as UnsupportedError
 from .formats import FORMATS as FORMATS
@@ -46,8 +48,6 @@ from .recipe import plan as plan
 from .recipe import quantize_params as quantize_params
 from .recipe import recipe as recipe
 from .recipe import weight_only as weight_only
-from .statistics import Stats as Stats
-from .statistics import observe as observe
 from .training import DelayedState as DelayedState
 from .training import ModelSparsity as ModelSparsity
 from .training import delayed_state as delayed_state

@@ -12,7 +12,7 @@ import pytest
 
 import fewbit as fb
 from bench import accuracy, layers, whisper
-from fewbit.array.scales.candidates import needed_halvings
+from fewbit.array.scales.search.candidates import needed_halvings
 from fewbit.formats import FORMATS
 
 ROOT = Path(__file__).parent.parent.parent

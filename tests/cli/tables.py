@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from fewbit.cli.views import comparison_table, inspection_table, plan_table
+from fewbit.cli.render import comparison_table, inspection_table, plan_table
 from fewbit.evaluate import Comparison, Divergence, Estimate, Perplexity
 from fewbit.io import TensorInfo
-from fewbit.jobs import Candidate, Inspection, Model, TensorResult
-from fewbit.jobs.compare import Baseline
-from fewbit.jobs.inspection import TensorEntry
 from fewbit.models import HUGGING_FACE, LlamaConfig, shapes
 from fewbit.ops import Policy
 from fewbit.recipe import Plan, PlanRow
+from fewbit.workflows import Candidate, Inspection, Model, TensorResult
+from fewbit.workflows.compare import Baseline
+from fewbit.workflows.inspect import TensorEntry
 
 FOLDER = Path(__file__).parent / "tables"
 WIDTHS = (60, 80, 100, 160)

@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 import fewbit as fb
-from fewbit.cli import times
+from fewbit.cli import bench_report as times
 from fewbit.cli.commands import app
-from fewbit.jobs.machine import machine
-from fewbit.jobs.tune import table_path
+from fewbit.workflows.bench.roofline import machine
+from fewbit.workflows.bench.tune import table_path
 
 
 def run(*arguments, status=0):

@@ -9,8 +9,8 @@ from typer.testing import CliRunner
 from fewbit import FORMATS, RECIPES, SCHEMES, Recipe, io, recipe
 from fewbit.cli.commands import app
 from fewbit.models import is_installed
-from tests.jobs.checkpoints import llama_directory, needs_tokenizers, text_file
 from tests.nets.checkpoints import needs_glassllm
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 
 needs_matplotlib = pytest.mark.skipif(not is_installed("matplotlib"), reason="needs pip install fewbit[plot]")
 

@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from fewbit import io
 from fewbit.cli.commands import app
-from tests.jobs.checkpoints import llama_directory, needs_tokenizers
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
 
 def fail(*arguments, status=2):

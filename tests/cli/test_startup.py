@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 import fewbit as fb
 from fewbit import cli
 from fewbit.cli import commands
-from fewbit.cli.catalogue import _records
 from fewbit.cli.commands import app
+from fewbit.cli.commands.catalogue import _records
 from fewbit.cli.listing import catalogue
 from fewbit.cli.version import KERNELS, version_line
 
@@ -87,7 +87,7 @@ def test_ctrl_c_while_a_command_imports_or_reads_its_arguments(monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fewbit.cli.catalogue._records", interrupted)
+    monkeypatch.setattr("fewbit.cli.commands.catalogue._records", interrupted)
     done = CliRunner().invoke(app, ["formats"])
     assert (done.exit_code, done.stderr) == (130, "error: interrupted\n")
     monkeypatch.setattr("typer.core.TyperGroup.make_context", interrupted)

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from fewbit.cli.views import inspection_table, plan_table
+from fewbit.cli.render import inspection_table, plan_table
 from tests.cli.tables import FOLDER, WIDTHS, comparison_of, inspection_of, path_of, plan_of, texts
 
 TEXTS = {(name, width): text for name, width, text in texts()}

@@ -18,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import fewbit as fb
-from fewbit.ops.rules import RULES
+from fewbit.ops.interpret.rules import RULES
 
 # Made by public functions of both versions, though no public module has the primitive itself.
 BESIDE = {"composite", "name", "pvary", "ragged_dot_general", "reduce_scatter", "reshard", "shard_map"}

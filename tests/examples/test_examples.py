@@ -76,7 +76,7 @@ def test_qlora():
     assert losses["merged, int8"] < losses["nf4 base"] / 4
 
 
-# A run is compiled in some seconds, NVFP4's with its rotation and its noise in thirty: its arms are in tests/ops/test_arms.py.
+# A run is compiled in some seconds, NVFP4's with its rotation and its noise in thirty: its arms are in tests/ops/test_bilinear.py.
 RUNS = {
     "tree": ("float", "bfloat16", "int8"),
     "linen": ("float", "fp8"),

@@ -16,17 +16,19 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit import QuantError, UnsupportedError, io, jobs, models
+from fewbit import QuantError, UnsupportedError, io, models, workflows
 from fewbit._json import canonical, dumped
+from fewbit.io.native.manifest import sha256
 from fewbit.io.peft import read_adapters, write_adapters
-from fewbit.jobs.memory import peak_memory
+from fewbit.io.safetensors.file import file_header
 from fewbit.kernels.qmatmul.expected import read_table
 from fewbit.kernels.qmatmul.times import Row, Table
 from fewbit.models import GGUF, shapes
 from fewbit.training.lora import Adapter
-from tests.jobs.checkpoints import llama_directory, needs_tokenizers
+from fewbit.workflows.memory import peak_memory
 from tests.models.test_tokenizer import gguf_fields
 from tests.nets.random_llama import SMALL
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
 from .damage import content
 from .mutations import gguf_bytes, mutated_bytes, mutated_json
@@ -100,7 +102,7 @@ def hugging_face(name):
         (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "temperature": 0.5}))
 
         def read():
-            model = jobs.load(directory)
+            model = workflows.load(directory)
             if model.config is None:
                 raise QuantError(model.why_not_run)
 
@@ -129,9 +131,7 @@ def tokenizer(name, files=None):
 def index(directory):
     files = {"model-1.safetensors": {"a.weight": np.ones((2, 3), np.float32)}, "model-2.safetensors": {"b": np.ones(2)}}
     for name, tensors in files.items():
-        (directory / name).write_bytes(
-            io.safetensors_file.file_header(tensors, {}) + b"".join(t.tobytes() for t in tensors.values())
-        )
+        (directory / name).write_bytes(file_header(tensors, {}) + b"".join(t.tobytes() for t in tensors.values()))
     places = {tensor: name for name, tensors in files.items() for tensor in tensors}
     path = directory / "model.safetensors.index.json"
     path.write_text(json.dumps({"metadata": {"total_size": 40}, "weight_map": places}))
@@ -141,7 +141,7 @@ def index(directory):
 def safetensors(directory):
     """Half of the mutations are of the header's JSON, whose length is then right."""
     tensors = {"w": np.ones((2, 32), np.float32), "h": np.ones(3, np.float16)}
-    header = io.safetensors_file.file_header(tensors, {"format": "pt"})
+    header = file_header(tensors, {"format": "pt"})
     path = directory / "model.safetensors"
     path.write_bytes(header + b"".join(t.tobytes() for t in tensors.values()))
 
@@ -171,9 +171,9 @@ def fewbit_directory(name):
             try:
                 manifest = json.loads(changed if name == "manifest.json" else original["manifest.json"])
                 if name != "manifest.json":
-                    manifest["files"][name] = {"size": len(changed), "sha256": io.manifest.sha256(changed)}
+                    manifest["files"][name] = {"size": len(changed), "sha256": sha256(changed)}
                 manifest.pop("sha256")
-                manifest["sha256"] = io.manifest.sha256(canonical(manifest))
+                manifest["sha256"] = sha256(canonical(manifest))
                 text = dumped(manifest, "manifest.json")
             except (QuantError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
                 return changed
@@ -215,7 +215,7 @@ def gguf(directory):
         return gguf_bytes(changed if isinstance(changed, dict) else {"a": changed}, tensors)
 
     def read():
-        model = jobs.load(path)
+        model = workflows.load(path)
         if model.tokenizer is not None:
             model.tokenizer.decode(model.tokenizer.encode("hello"))
         return content(io.read(path))
@@ -247,7 +247,7 @@ def npz(directory):
         np.savez(scratch, w=np.ones((4, 8), np.float16), __config__=np.array(text))
         return scratch.read_bytes()
 
-    return Subject(path, mutated, lambda: (content(io.read(path)), jobs.load(path)))
+    return Subject(path, mutated, lambda: (content(io.read(path)), workflows.load(path)))
 
 
 def glassllm_tokenizer(directory):

@@ -9,7 +9,7 @@ import pytest
 
 from fewbit import QuantError, io
 from fewbit._json import canonical, dumped
-from fewbit.io.manifest import sha256
+from fewbit.io.native.manifest import sha256
 from fewbit.io.output import check_output, foreign_files
 
 X = np.ones(3, np.float32)

@@ -49,7 +49,7 @@ def main(sources: str) -> None:
     for name, folder in (("fewbit", "fewbit"), ("fewbit.io", "fewbit/io")):  # the packages without their __init__
         sys.modules[name] = types.ModuleType(name)
         sys.modules[name].__path__ = [str(pathlib.Path(sources) / folder)]
-    atomic, errors = importlib.import_module("fewbit.io.atomic"), importlib.import_module("fewbit.errors")
+    atomic, errors = importlib.import_module("fewbit.io.atomic_directory"), importlib.import_module("fewbit.errors")
     assert "jax" not in sys.modules
     at_once = atomic._exchanged_at_once
     count = stop = 0

@@ -15,7 +15,8 @@ import pytest
 from .ptx import evaluated
 
 MODULES = tuple(
-    f"fewbit.kernels.quantize.triton{part}" for part in ("_numbers", "_search", "_memory", "", "_dequantize", "_hessian")
+    f"fewbit.kernels.quantize.gpu.quantize{part}"
+    for part in ("_numbers", "_search", "_memory", "", "_dequantize", "_hessian")
 ) + tuple(
     f"fewbit.kernels.qmatmul.triton_{name}" for name in ("decode", "groups", "gemv", "dot", "pairs", "codes", "launch")
 )

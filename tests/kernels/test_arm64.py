@@ -7,14 +7,14 @@ import pytest
 
 from fewbit.kernels.attention import attention
 from fewbit.kernels.extension import extension
-from fewbit.kernels.qmatmul.integers import native_integers
-from fewbit.kernels.qmatmul.native import native_product
+from fewbit.kernels.qmatmul.cpu.ffi import native_product
+from fewbit.kernels.qmatmul.cpu.int8_ffi import native_integers
 from fewbit.kernels.quantize import dequantize, quantize
 from tests.conformance import array_laws as laws
 from tests.kernels import arm64
-from tests.kernels.test_attention_cpu import POLICIES, SHAPES, cache
-from tests.kernels.test_qmatmul_cpu import COLS, ROWS, activation, weight
-from tests.kernels.test_quantize_cpu import KINDS, hard
+from tests.kernels.attention.cpu.test_backend import POLICIES, SHAPES, cache
+from tests.kernels.qmatmul.cpu.test_backend import COLS, ROWS, activation, weight
+from tests.kernels.quantize.cpu.test_backend import KINDS, hard
 from tests.kvcache.formula import by_formula
 
 pytestmark = [

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 import fewbit as fb
-from fewbit.jobs.machine import Machine
-from fewbit.jobs.tune import keep
 from fewbit.kernels import device
 from fewbit.kernels.qmatmul import expected
 from fewbit.kernels.qmatmul.expected import SHIPPED, read_table
 from fewbit.kernels.qmatmul.times import DENSE, Row, Table
+from fewbit.workflows.bench.roofline import Machine
+from fewbit.workflows.bench.tune import keep
 
 HERE = "A processor (family 1), 2 cores"
 

@@ -13,12 +13,12 @@ import pytest
 
 import fewbit as fb
 from fewbit.formats import AbstractFormat
-from fewbit.kernels.attention import cpu as attention_cpu
+from fewbit.kernels.attention.cpu import backend as attention_cpu
 from fewbit.kernels.extension import extension
-from fewbit.kernels.qmatmul.integers import native_integers
-from fewbit.kernels.qmatmul.native import native_product
+from fewbit.kernels.qmatmul.cpu.ffi import native_product
+from fewbit.kernels.qmatmul.cpu.int8_ffi import native_integers
 from fewbit.kernels.quantize import CpuDequantizer, CpuQuantizer, Decoding, Quantization
-from fewbit.kernels.quantize import cpu as quantize_cpu
+from fewbit.kernels.quantize.cpu import backend as quantize_cpu
 from tests.conformance import array_laws as laws
 
 MODULES = ("qmatmul._cpu", "qmatmul._integers", "quantize._cpu", "attention._cpu")

@@ -52,7 +52,7 @@ def test_only_the_rows_are_decoded(table):
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
 def test_no_index_takes_no_row(table, backend, monkeypatch):
     if backend == "cpu":  # as in a process with one device, where the extension is there
-        monkeypatch.setattr("fewbit.kernels.quantize.cpu.device_refusal", lambda: None)
+        monkeypatch.setattr("fewbit.kernels.quantize.cpu.backend.device_refusal", lambda: None)
     assert fb.take(fb.quantize(table, "nf4"), jnp.zeros((0, 3), jnp.int32), 0).shape == (0, 3, 64)
 
 

@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 import fewbit as fb
-from tests.jobs.checkpoints import last_axis
+from tests.workflows.checkpoints import last_axis
 
 
 def normal(*shape, seed=0):

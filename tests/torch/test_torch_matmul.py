@@ -13,7 +13,7 @@ import fewbit as fb
 torch = pytest.importorskip("torch")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
-from fewbit.kernels.qmatmul.gpu_configs import DotConfig, Gpu, GpuConfig, gpu_config, splits_for, stages_for  # noqa: E402
+from fewbit.kernels.qmatmul.gpu.config import DotConfig, Gpu, GpuConfig, gpu_config, splits_for, stages_for  # noqa: E402
 
 
 def weight(name: str, *shape: int) -> "fbt.QTensor":

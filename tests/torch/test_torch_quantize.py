@@ -12,7 +12,7 @@ import fewbit as fb
 torch = pytest.importorskip("torch")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
-from fewbit.torch import handover  # noqa: E402
+from fewbit.torch import dlpack as handover  # noqa: E402
 from fewbit.torch.matmul import padded_count  # noqa: E402
 from fewbit.torch.quantize import chosen, hessian  # noqa: E402
 

@@ -1,7 +1,7 @@
 """Hessian-weighted quantization: minimizes the output error `r^T H r`.
 
 An error `r` in a block of a weight's row costs `|X r|**2 = r^T H r` in the output, with `H = X^T X` of the activations.
-Errors of different elements can cancel, so the bounds of the squared error (`array/scales/candidates.py`) do not apply.
+Errors of different elements can cancel, so the bounds of the squared error (`array/scales/search/candidates.py`) do not apply.
 Instead:
 
 1. **Scales.** Every positive number of the scale format is tried (126 for NVFP4, 254 for MX). Float scales: one candidate
@@ -31,8 +31,8 @@ from .qarray import QArray
 from .quantize import quantize, scale_values
 from .scales import ScaleStore
 from .scales.calibration import is_lower
-from .scales.candidates import midpoints, stored_scales
-from .scales.search import SMALLEST
+from .scales.search.candidates import midpoints, stored_scales
+from .scales.search.stored import SMALLEST
 from .scheme import Scheme
 from .scheme import scheme as as_scheme
 

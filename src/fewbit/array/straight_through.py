@@ -11,7 +11,7 @@ from ..formats.format import quotient
 from .qarray import QArray
 from .quantize import scale_values
 from .scales import ScaleStore, Target
-from .scales.candidates import numbers_of
+from .scales.search.candidates import numbers_of
 
 # A scale and a quotient by it are rounded once each, so the end of a range may be off by two roundings.
 _EDGE = 1 + 2.0**-22

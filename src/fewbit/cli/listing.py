@@ -14,10 +14,10 @@ import jax.numpy as jnp
 from .._table import Column, table
 from ..array import SCHEMES, Scheme
 from ..formats import FORMATS, AbstractFormat
-from ..jobs.planning import KEEP
 from ..kernels.quantize import quantize
 from ..ops import Arm, Policy
 from ..recipe import RECIPES, Recipe, Rule
+from ..workflows.plan import KEEP
 
 CATALOGUE = Path(__file__).with_name("catalogue.json")
 """The file of the lists."""

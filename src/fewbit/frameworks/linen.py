@@ -14,13 +14,13 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key, PyTree
 
 from ..array import is_qarray
+from ..calibration import AbsMaxRange, AbstractRange, Stats
+from ..calibration import observe as observe_function
+from ..calibration.measure import Statistic
 from ..ops import transparent
-from ..ops.transparent import Decoded
+from ..ops.interpret.transparent import Decoded
 from ..recipe import Plan
 from ..recipe import plan as make_plan
-from ..statistics import AbsMaxRange, AbstractRange, Stats
-from ..statistics import observe as observe_function
-from ..statistics.measure import Statistic
 from ..training import DelayedState, ModelSparsity
 from ..training import delayed_state as state_of
 from ..training import sparsity_state as sparsity_of

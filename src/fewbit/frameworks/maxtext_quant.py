@@ -25,8 +25,8 @@ from ..array import QArray, Scheme, is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..kernels.quantize import quantize
 from ..ops import Policy, dot_general, einsum
-from ..ops.latent import Latent
-from ..ops.stepped import StepScales
+from ..ops.qat.delayed_scales import StepScales
+from ..ops.qat.latent import Latent
 from ..recipe import Recipe, Rule
 from ..recipe import recipe as as_recipe
 from ..recipe.sparsity import Sparsity, SparsityState

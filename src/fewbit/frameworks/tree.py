@@ -15,7 +15,7 @@ from jaxtyping import PyTree
 
 from ..array import is_qarray
 from ..errors import QuantError
-from ..ops.uses import array_paths, parameter_paths
+from ..ops.interpret.parameter_uses import array_paths, parameter_paths
 from ..recipe import Plan, Recipe, quantize_params
 from ..recipe import plan as make_plan
 from ..recipe.apply import check_storable, quantize_row

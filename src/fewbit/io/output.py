@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Callable, Iterable
 
 from ..errors import QuantError, UnsupportedError
-from .manifest import MANIFEST, read_manifest
+from .native.manifest import MANIFEST, read_manifest
 
 
 def foreign_files(directory: pathlib.Path) -> list[str]:

@@ -26,10 +26,10 @@ from .._patterns import Pattern
 from .._registry import near_names
 from ..errors import QuantError
 from ..training.lora import Adapter
-from .atomic import StagedDirectory
-from .mapped import content
+from .atomic_directory import StagedDirectory
+from .files import content
 from .output import check_output
-from .safetensors_file import array_bytes, file_header, ordered, read_file
+from .safetensors.file import array_bytes, file_header, ordered, read_file
 
 TENSORS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"

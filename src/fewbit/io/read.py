@@ -5,11 +5,11 @@ import pathlib
 
 from ..errors import QuantError
 from .checkpoint import Checkpoint
-from .directory import is_fewbit_directory, read_directory
-from .gguf import read_gguf
-from .mapped import checked_path, mapped
+from .files import checked_path, mapped
+from .gguf.reader import read_gguf
+from .native.reader import is_fewbit_directory, read_directory
 from .npz import read_npz
-from .safetensors import INDEX, read_safetensors_directory, read_safetensors_file
+from .safetensors.reader import INDEX, read_safetensors_directory, read_safetensors_file
 
 _MAGICS = {b"GGUF": read_gguf, b"PK\x03\x04": read_npz, b"PK\x05\x06": read_npz}
 _SUFFIXES = {".gguf": read_gguf, ".npz": read_npz, ".safetensors": read_safetensors_file}

@@ -14,7 +14,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.typing import ArrayLike
 
 from ..errors import UnsupportedError
-from .select import AbstractBackend
+from .backend import AbstractBackend
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 

@@ -30,7 +30,7 @@ from ..kvcache import Block, KVPolicy, attention, seen_positions
 from .cache import AnyCache
 from .config import LlamaConfig
 from .joined import JOINED, products
-from .rope import apply_rotary, turns
+from .rope import apply_rotary, rotary_tables
 
 Params: TypeAlias = dict[str, Any]
 
@@ -171,9 +171,9 @@ def _hidden(
             f"tokens has {T} positions, more than the context of the model, {config.context}; cut it into windows"
         )
     if cache is None:
-        cos, sin = turns(config, T)
+        cos, sin = rotary_tables(config, T)
     else:
-        every = turns(config, max(cache.room, T))
+        every = rotary_tables(config, max(cache.room, T))
         cos, sin = (lax.dynamic_slice_in_dim(jnp.asarray(t), cache.length, T) for t in every)
 
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:

@@ -6,10 +6,10 @@ from .dot import dot_general as dot_general
 from .dot import matmul as matmul
 from .einsum import einsum as einsum
 from .explain import explain as explain
+from .interpret.transparent import Decoded as Decoded
+from .interpret.transparent import transparent as transparent
 from .policy import Arm as Arm
 from .policy import Policy as Policy
 from .ragged import ragged_dot as ragged_dot
 from .ragged import ragged_dot_general as ragged_dot_general
 from .take import take as take
-from .transparent import Decoded as Decoded
-from .transparent import transparent as transparent

@@ -11,12 +11,12 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key
 
 from ..array import QArray, is_qarray
-from ..kernels.qmatmul.codes import CodeProduct, refuse_accumulator
-from .arms import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, coded_product, quantized_product, weight_only
-from .conv_gradients import Window
-from .latent import Latent
-from .operands import resolved
+from ..kernels.qmatmul.code_product import CodeProduct, refuse_accumulator
+from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, coded_product, floating, quantized_product, weight_only
+from .conv_vjp import Window
 from .policy import Policy
+from .qat.latent import Latent
+from .resolve_policy import resolved
 
 
 def conv_general_dilated(

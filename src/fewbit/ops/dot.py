@@ -16,13 +16,13 @@ from ..array import PRODUCTS, QArray
 from ..array.sharding import spec_entries
 from ..errors import QuantError
 from ..kernels.qmatmul import Problem, product
-from ..kernels.qmatmul.codes import refuse_accumulator
+from ..kernels.qmatmul.code_product import refuse_accumulator
 from ..kernels.qmatmul.problem import DimensionNumbers, Operand
-from .arms import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, quantized_product
-from .gathering import with_gathered_codes
-from .latent import Latent
-from .operands import operand, resolved
+from .all_gather import with_gathered_codes
+from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, quantized_product
 from .policy import Policy
+from .qat.latent import Latent
+from .resolve_policy import operand, resolved
 
 
 def dot_general(

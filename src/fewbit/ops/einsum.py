@@ -10,10 +10,10 @@ from jaxtyping import Array, Key
 
 from ..array import QArray, is_qarray
 from ..errors import QuantError
-from .latent import Latent
+from .interpret.proxy import is_proxy
+from .interpret.transparent import transparent
 from .policy import Policy
-from .standin import is_proxy
-from .transparent import transparent
+from .qat.latent import Latent
 
 
 def einsum(

@@ -7,13 +7,13 @@ from jax.typing import ArrayLike
 from ..array import QArray, is_qarray
 from ..array.quantize import laid_along
 from ..errors import QuantError
+from ..kernels.backend import select
 from ..kernels.qmatmul import BACKENDS, Problem
 from ..kernels.qmatmul.expected import time_line
 from ..kernels.qmatmul.problem import Operand
-from ..kernels.select import select
-from .arms import ProductConfig
+from .bilinear import ProductConfig
 from .dot import matmul_numbers, untransposed
-from .operands import resolved
+from .resolve_policy import resolved
 
 
 def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | None = None) -> str:

@@ -12,12 +12,12 @@ from jaxtyping import Array, Int, Key
 from ..array import QArray, is_qarray
 from ..errors import UnsupportedError
 from ..kernels.qmatmul import RaggedProblem, ragged_product
-from ..kernels.qmatmul.codes import CodeProduct, refuse_accumulator
+from ..kernels.qmatmul.code_product import CodeProduct, refuse_accumulator
 from ..kernels.qmatmul.problem import Operand
-from .arms import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, coded_product, quantized_product, weight_only
-from .latent import Latent
-from .operands import resolved
+from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, coded_product, floating, quantized_product, weight_only
 from .policy import Policy
+from .qat.latent import Latent
+from .resolve_policy import resolved
 
 PLAIN = RaggedDotDimensionNumbers((((1,), (1,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
 """The dimension numbers of `ragged_dot`: rows `[M, K]` in groups, a matrix `[K, N]` for each group."""

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 
 from ..array import QArray, is_qarray
 from ..errors import QuantError, UnsupportedError
-from ..ops.uses import array_paths, parameter_paths
+from ..ops.interpret.parameter_uses import array_paths, parameter_paths
 from .matching import Leaf
 from .plan import Plan, quantized_leaf
 from .plan import plan as make_plan

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..array import QArray
 from ..errors import QuantError
-from ..ops.uses import Product, Use
+from ..ops.interpret.parameter_uses import Product, Use
 from .recipe import Recipe
 from .roles import QUANTIZED_ROLES, Role
 from .rule import OPS, PRODUCT_OPS, Rule

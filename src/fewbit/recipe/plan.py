@@ -16,8 +16,8 @@ from .._registry import near_names
 from ..array import QArray, Scheme
 from ..errors import QuantError
 from ..kernels.quantize import quantize
-from ..ops.served import axis_within, cast, for_each
-from ..ops.uses import Product, array_paths
+from ..ops.interpret.parameter_uses import Product, array_paths
+from ..ops.qat.serving_tiles import axis_within, cast, for_each
 from .matching import Leaf
 from .recipe import Recipe, RecipeLike
 from .recipe import recipe as as_recipe

@@ -9,9 +9,9 @@ from jaxtyping import PyTree
 
 from ..array.quantize import laid_along
 from ..errors import QuantError
+from ..ops.interpret.parameter_uses import Product, Use, array_paths, parameter_uses
 from ..ops.policy import Policy
-from ..ops.served import ServingTiles, axis_within
-from ..ops.uses import Product, Use, array_paths, parameter_uses
+from ..ops.qat.serving_tiles import ServingTiles, axis_within
 from .matching import (
     Leaf,
     common_casts,

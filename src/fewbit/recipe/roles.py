@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 
 from .._registry import near_names
 from ..errors import QuantError
-from ..ops.uses import Use
+from ..ops.interpret.parameter_uses import Use
 
 
 class Role(enum.StrEnum):

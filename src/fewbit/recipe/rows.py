@@ -97,7 +97,7 @@ class ProductRow:
     """One product (matmul or convolution) without a parameter, such as attention's.
 
     Attributes:
-        name: the `jax.named_scope` around it, or its place in the trace, see `fewbit.ops.uses.Product`.
+        name: the `jax.named_scope` around it, or its place in the trace, see `fewbit.ops.interpret.parameter_uses.Product`.
         op: "dot_general", "conv_general_dilated" or "ragged_dot".
         shapes: of the left and the right operand.
         policy: how it is computed; its `weight` is the scheme of the right operand. None: in floating point.

@@ -8,8 +8,8 @@ import torch
 
 from ..array import QArray
 from ..io import read
-from ..io.writer import storable
-from . import handover
+from ..io.native.writer import storable
+from . import dlpack as handover
 from .qtensor import QTensor, from_qarray, to_qarray
 
 

@@ -8,7 +8,7 @@ import torch
 from ..array import Scheme, unpack
 from ..array import scheme as as_scheme
 from ..array.quantize import scale_values
-from . import handover
+from . import dlpack as handover
 from .qtensor import to_qarray
 from .quantize import Method, quantize
 

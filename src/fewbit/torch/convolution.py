@@ -9,7 +9,7 @@ import torch
 
 from ..errors import QuantError
 from ..ops import conv_general_dilated
-from . import handover
+from . import dlpack as handover
 from .qtensor import FUNCTIONS, QTensor, form_of
 
 Settings: TypeAlias = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], tuple[int, ...], int]

@@ -13,10 +13,11 @@ import torch
 
 from ..errors import QuantError, UnsupportedError
 from ..formats import Integer
-from ..kernels.qmatmul.gpu_configs import Gpu, GpuConfig, blocks_for, gpu_config
-from ..kernels.qmatmul.gpu_matrix import Matrix
+from ..kernels.qmatmul.gpu.config import Gpu, GpuConfig, blocks_for, gpu_config
+from ..kernels.qmatmul.gpu.weight import Matrix
 from ..ops import dot_general
-from . import handover, triton
+from . import dlpack as handover
+from . import triton
 from .qtensor import FUNCTIONS, Form, QTensor, form_of, in_memory_order, permuted
 from .quantize import decoded_leaves, dequantize
 
@@ -386,7 +387,7 @@ def by_triton(x: torch.Tensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torch
     Returns:
         `[..., N]`, of the dtype of `x`.
     """
-    from ..kernels.qmatmul import triton_launch  # it needs Triton
+    from ..kernels.qmatmul.gpu import launch as triton_launch  # it needs Triton
 
     matrix, rows = Matrix(q.scheme, *q.shape), x.reshape(-1, x.shape[-1])
     if rows.stride(1) != 1:
@@ -433,7 +434,7 @@ def codes_by_triton(x: QTensor, q: QTensor, config: GpuConfig, gpu: Gpu) -> torc
     Returns:
         `[M, N]`, of the dtype of `x`.
     """
-    from ..kernels.qmatmul import triton_launch  # it needs Triton
+    from ..kernels.qmatmul.gpu import launch as triton_launch  # it needs Triton
 
     (m, k), n = x.shape, q.shape[1]
     types = {"e4m3fn": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}

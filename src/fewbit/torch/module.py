@@ -20,7 +20,7 @@ from ..recipe import plan as make_plan
 from ..recipe import recipe as as_recipe
 from ..recipe.apply import check_storable, quantize_row
 from ..recipe.roles import refined
-from . import handover
+from . import dlpack as handover
 from .qtensor import QTensor, from_qarray
 from .quantize import quantize
 

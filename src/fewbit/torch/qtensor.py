@@ -16,7 +16,7 @@ from ..array import QArray, Scheme, misfit
 from ..array.packing import code_capacity, packed_length
 from ..errors import QuantError, UnsupportedError
 from ..ops import Policy
-from . import handover
+from . import dlpack as handover
 
 _aten = torch.ops.aten
 

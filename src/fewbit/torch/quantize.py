@@ -18,7 +18,8 @@ from ..errors import QuantError, UnsupportedError
 from ..formats import E8M0
 from ..kernels.quantize import dequantize as jax_dequantize
 from ..kernels.quantize import quantize as jax_quantize
-from . import handover, triton
+from . import dlpack as handover
+from . import triton
 from .qtensor import FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order, scale_form
 
 Backend: TypeAlias = Literal["triton", "jax"]

@@ -9,10 +9,11 @@ import torch
 
 from ..array import Scheme
 from ..errors import QuantError, UnsupportedError
-from ..kernels.qmatmul.gpu_configs import Gpu, GpuConfig
-from ..kernels.qmatmul.gpu_matrix import Matrix
+from ..kernels.qmatmul.gpu.config import Gpu, GpuConfig
+from ..kernels.qmatmul.gpu.weight import Matrix
 from ..ops import ragged_dot as jax_ragged_dot
-from . import handover, triton
+from . import dlpack as handover
+from . import triton
 from .matmul import PRECISIONS, config_of, gpu_of, or_unread, padded_count, table_of
 from .qtensor import QTensor, form_of, in_memory_order, permuted
 from .quantize import Backend
@@ -198,7 +199,7 @@ def ragged_by_triton(x: torch.Tensor, q: QTensor, group_sizes: torch.Tensor, con
     Returns:
         `[M, N]`, of the dtype of `x`.
     """
-    from ..kernels.qmatmul import triton_launch  # it needs Triton
+    from ..kernels.qmatmul.gpu import launch as triton_launch  # it needs Triton
 
     matrix = Matrix(_scheme(q), *q.shape[1:])
     if x.stride(1) != 1:

@@ -14,7 +14,7 @@ from ..array.packing import packed_length
 from ..array.scales import ScaleStore
 from ..formats import AbstractFormat
 from ..formats.rounding import rounding_table
-from ..kernels.quantize.triton_problem import TileProblem
+from ..kernels.quantize.gpu.problem import TileProblem
 from .qtensor import QTensor
 
 Work: TypeAlias = Literal["quantize", "decode", "sweep"]
@@ -24,7 +24,7 @@ _TINY = float(np.finfo(np.float32).tiny)
 
 def kernels() -> ModuleType:
     """The module of the quantize kernels, imported late because it needs Triton."""
-    from ..kernels.quantize import triton
+    from ..kernels.quantize.gpu import quantize as triton
 
     return triton
 
@@ -46,7 +46,7 @@ def unsupported(device: torch.device, scheme: Scheme, shape: tuple[int, ...], wo
     if work == "sweep":
         if not isinstance(scheme.scale, AbstractFormat):
             return "the sweep over float scales has no kernel"
-        from ..kernels.quantize import triton_hessian  # it needs Triton
+        from ..kernels.quantize.gpu import hessian as triton_hessian  # it needs Triton
 
         if reason := triton_hessian.unsupported(problem):
             return reason
@@ -130,7 +130,7 @@ def largest_magnitude(W: torch.Tensor) -> torch.Tensor:
 
 def swept(W: torch.Tensor, scheme: Scheme, H: torch.Tensor, unit: torch.Tensor | None) -> torch.Tensor:
     """The scales `[rows, tiles]` of least `r^T H r`, among the calibration's and all of the scale format."""
-    from ..kernels.quantize import triton_hessian  # it needs Triton
+    from ..kernels.quantize.gpu import hessian as triton_hessian  # it needs Triton
 
     problem, holder = problem_of(scheme, tuple(W.shape)), scheme.scale
     assert isinstance(holder, AbstractFormat)
@@ -153,7 +153,7 @@ def dequantized(q: QTensor, dtype: torch.dtype) -> torch.Tensor:
     problem, axis = problem_of(q.scheme, tuple(q.shape)), q.scheme.pack_axis
     codes, scale = (t.movedim(axis, -1).contiguous() for t in (q.codes, q.scale))
     rows = torch.empty((problem.rows, problem.length), dtype=dtype, device=q.codes.device)
-    from ..kernels.quantize import triton_dequantize  # it needs Triton
+    from ..kernels.quantize.gpu import dequantize as triton_dequantize  # it needs Triton
 
     triton_dequantize.dequantize_rows(problem, codes, scale, q.tensor_scale, rows)
     return rows.reshape(*codes.shape[:-1], problem.length).movedim(-1, axis)

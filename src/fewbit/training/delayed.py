@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from ..errors import QuantError
 from ..formats import FORMATS, AbstractFormat
 from ..formats.format import quotient
-from ..ops.stepped import largest_magnitude
+from ..ops.qat.delayed_scales import largest_magnitude
 
 
 @jax.tree_util.register_dataclass

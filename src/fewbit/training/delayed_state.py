@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ..array import Scheme
 from ..errors import QuantError
 from ..ops.policy import Policy
-from ..ops.stepped import StepScales
+from ..ops.qat.delayed_scales import StepScales
 from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike
 from ..recipe.resolution import Resolution

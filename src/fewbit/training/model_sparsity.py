@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int, PyTree
 
 from ..array import is_qarray
 from ..errors import QuantError
-from ..ops.uses import array_paths, parameter_paths
+from ..ops.interpret.parameter_uses import array_paths, parameter_paths
 from ..recipe import Sparsity, SparsityState
 from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike

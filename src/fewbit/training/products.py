@@ -5,10 +5,10 @@ from collections.abc import Mapping
 import jax
 from jaxtyping import Array, Key
 
-from ..ops.latent import Latent
+from ..ops.interpret.transparent import Choice
 from ..ops.policy import Policy
-from ..ops.stepped import StepScales
-from ..ops.transparent import Choice
+from ..ops.qat.delayed_scales import StepScales
+from ..ops.qat.latent import Latent
 
 
 def chosen_products(
@@ -22,7 +22,7 @@ def chosen_products(
         scales: the scales of delayed scaling, by the product's name.
 
     Returns:
-        The argument of `fewbit.ops.transparent.evaluated`; None where no product has a policy.
+        The argument of `fewbit.ops.interpret.transparent.evaluated`; None where no product has a policy.
     """
     if not policies:
         return None

@@ -8,10 +8,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
 from ..array import is_qarray
-from ..ops.latent import Latent
-from ..ops.stepped import StepScales
-from ..ops.transparent import Decoded, evaluated
-from ..ops.uses import parameter_paths
+from ..ops.interpret.parameter_uses import parameter_paths
+from ..ops.interpret.transparent import Decoded, evaluated
+from ..ops.qat.delayed_scales import StepScales
+from ..ops.qat.latent import Latent
 from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike
 from ..recipe.resolution import Resolution

@@ -21,7 +21,7 @@ from ...errors import QuantError, UnsupportedError
 from ...formats import AbstractFormat, Minifloat
 from ...formats.format import exponent_of, power_of_two
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
-from .search import best_power_of_two
+from .search.stored import best_power_of_two
 
 _RULES = ("floor", "rceil", "even", "threshold", "optimal")
 
@@ -36,7 +36,7 @@ class MX(AbstractCalibration):
       (torchao's EVEN, compressed-tensors; 1.75 for E2M1).
     - "threshold": the floor rule, doubled when `m >= 1.8125`; E2M1 only. On weights in tiles of 32 its squared error is
       within half a percent of the least, without a search.
-    - "optimal": least (weighted) squared error among all powers of two, see `fewbit.array.scales.candidates`. E2M1 in tiles
+    - "optimal": least (weighted) squared error among all powers of two, see `fewbit.array.scales.search.candidates`. E2M1 in tiles
       up to 145 elements needs two candidates, rceil and rceil / 2; with weights the search continues while any tile can
       gain. Ties go to the larger scale, see `is_lower`.
 

@@ -11,8 +11,8 @@ from ...errors import QuantError, UnsupportedError
 from ...formats import AbstractFormat, Minifloat
 from ...formats.format import looked_up, quotient
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
-from .candidates import stored_scales
-from .search import Best, Trials, first_unsaturated
+from .search.candidates import stored_scales
+from .search.stored import Best, Trials, first_unsaturated
 
 _RULES = ("cheap6", "four_over_six")
 _OFFSETS = (0, -1, -2, 3, 4, 5)

@@ -15,7 +15,7 @@ from ...errors import UnsupportedError
 from ...formats import AbstractFormat
 from ...formats.format import quotient
 from .calibration import AbstractCalibration, Scale, Target, Tiles
-from .candidates import numbers_of
+from .search.candidates import numbers_of
 
 
 def unsaturated(tiles: Tiles, target: Target, calibration: AbstractCalibration) -> Scale:

@@ -1,6 +1,6 @@
 """Attention over float or quantized keys and values: reference, C++ on CPU."""
 
-from .cpu import Cpu as Cpu
+from .cpu.backend import Cpu as Cpu
 from .dispatch import attention as attention
 from .problem import AttentionProblem as AttentionProblem
 from .problem import Block as Block

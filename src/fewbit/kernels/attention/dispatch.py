@@ -4,8 +4,8 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
+from ..backend import select
 from ..insist import require_platform
-from ..select import select
 from .problem import AttentionProblem, Block
 from .reference import BACKENDS
 

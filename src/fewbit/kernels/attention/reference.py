@@ -26,7 +26,7 @@ from ..._registry import Registry
 from ...array import QArray, unpack
 from ...array.quantize import scale_values
 from ...formats.format import exponent_of, power_of_two
-from ..select import AbstractBackend
+from ..backend import AbstractBackend
 from .problem import AttentionProblem, Block, KVValues
 
 BACKENDS: Registry[AbstractBackend[AttentionProblem]] = Registry("attention")

@@ -8,8 +8,8 @@ import numpy as np
 from ..._json import file_text, parsed
 from ...errors import QuantError
 from ..device import cache_directory, device_name, file_name
+from .matrix_view import stack_of
 from .problem import Operand, Problem
-from .stack import stack_of
 from .times import Expected, Table
 
 SHIPPED = pathlib.Path(__file__).parent / "configs" / "times"

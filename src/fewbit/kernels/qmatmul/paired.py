@@ -16,11 +16,11 @@ from jax.typing import DTypeLike
 from ...array import QArray, Scheme
 from ...errors import QuantError
 from ...formats import FORMATS, AbstractFormat
-from .codes import fits_int32, is_whole, native_float, side
+from .code_product import fits_int32, is_whole, native_float, side
+from .matrix_view import Stack, contracted_axis, folded_axes, stack_of
 from .primitive import kernel_primitive, mapped_first
 from .problem import Operand, Problem, refused_precision
 from .reference import BACKENDS, Reference
-from .stack import Stack, contracted_axis, folded_axes, stack_of
 
 Axes = tuple[int, ...]
 

@@ -20,10 +20,10 @@ from ..._registry import Registry
 from ...array import QArray
 from ...array.quantize import dequantize
 from ...errors import QuantError
-from ..select import AbstractBackend, select
+from ..backend import AbstractBackend, select
+from .matrix_view import Stack, contracted_axis, stack_of
 from .primitive import kernel_primitive, mapped_first
 from .problem import Operand
-from .stack import Stack, contracted_axis, stack_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,8 +20,8 @@ from jax.typing import DTypeLike
 from ..._registry import Registry
 from ...array import QArray
 from ...array.quantize import dequantize
-from ..select import AbstractBackend
-from .codes import CodeProduct, CodeOperand, code_product, refuse_accumulator, scaled_sums, side, sum_types
+from ..backend import AbstractBackend
+from .code_product import CodeOperand, CodeProduct, code_product, refuse_accumulator, scaled_sums, side, sum_types
 from .problem import Problem
 
 BACKENDS: Registry[AbstractBackend[Problem]] = Registry("qmatmul")

@@ -16,12 +16,12 @@ from jax.typing import DTypeLike
 
 from ...array import QArray
 from ...errors import QuantError, UnsupportedError
-from ..select import AbstractBackend, select
+from ..backend import AbstractBackend, select
+from .matrix_view import Stack, contracted_axis, folded_axes, stack_of
 from .paired import paired_product
 from .primitive import kernel_primitive, mapped_first
 from .problem import DimensionNumbers, Operand, Problem
 from .reference import BACKENDS, Reference
-from .stack import Stack, contracted_axis, folded_axes, stack_of
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jaxtyping import PyTree
 from ..._registry import Registry
 from ...array import QArray
 from ...array.quantize import dequantized, quantized
-from ..select import AbstractBackend
+from ..backend import AbstractBackend
 from .problem import Decoding, Quantization
 
 QUANTIZERS: Registry[AbstractBackend[Quantization]] = Registry("quantize")

@@ -9,8 +9,8 @@ from jaxtyping import Array, Float, Key
 
 from ...array import QArray, Scheme
 from ...array.quantize import checked, dequantized, float_dtype, quantized, shared_axes
+from ..backend import select
 from ..insist import require_platform
-from ..select import select
 from .backends import DEQUANTIZERS, QUANTIZERS
 from .problem import Decoding, Quantization
 

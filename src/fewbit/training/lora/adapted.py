@@ -11,8 +11,8 @@ from jaxtyping import Array
 
 from ...array import is_qarray
 from ...errors import UnsupportedError
-from ...ops.rules.control import stacked
-from ...ops.standin import ArrayProxy
+from ...ops.interpret.proxy import ArrayProxy
+from ...ops.interpret.rules.control_flow import stacked
 from .factors import updated
 from .rules import ADAPTED
 

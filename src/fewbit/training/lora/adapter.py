@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Key, PyTree
 
 from ..._patterns import Pattern
 from ...errors import QuantError
-from ...ops.uses import Use, parameter_paths, parameter_uses
+from ...ops.interpret.parameter_uses import Use, parameter_paths, parameter_uses
 from ...recipe.matching import tile_axes
 from ...recipe.rule import PRODUCT_OPS
 from ...recipe.sparsity import as_axes

@@ -13,7 +13,7 @@ from ..._registry import near_names
 from ...array import QArray, is_qarray
 from ...errors import QuantError
 from ...ops import Decoded, transparent
-from ...ops.uses import parameter_paths
+from ...ops.interpret.parameter_uses import parameter_paths
 from .adapted import Adapted
 from .adapter import Adapter, path_key
 

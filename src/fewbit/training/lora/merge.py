@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from ...array import QArray, Scheme
 from ...errors import QuantError
 from ...kernels.quantize import quantize
-from ...ops.rules.control import stacked
+from ...ops.interpret.rules.control_flow import stacked
 from .adapter import Adapter
 from .apply import Weight, with_adapters
 from .factors import updated

@@ -12,9 +12,9 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jaxtyping import Array
 
+from ...ops.interpret.proxy import ArrayProxy, is_proxy
+from ...ops.interpret.rules.rule import AbstractEvaluator, NoRuleError, Rule
 from ...ops.ragged import PLAIN
-from ...ops.rules.rule import AbstractEvaluator, NoRuleError, Rule
-from ...ops.standin import ArrayProxy, is_proxy
 from .factors import accumulator, factored_product
 
 if TYPE_CHECKING:

@@ -12,10 +12,10 @@ from jax.extend import core as jex_core
 from jaxtyping import Array
 
 from ...array.layout import regrouped
-from ...ops.rules.layout import LAYOUT
-from ...ops.rules.products import filled, gathered
-from ...ops.rules.rule import AbstractEvaluator, NoRuleError, Rule
-from ...ops.standin import ArrayProxy
+from ...ops.interpret.proxy import ArrayProxy
+from ...ops.interpret.rules.layout import LAYOUT
+from ...ops.interpret.rules.products import filled, gathered
+from ...ops.interpret.rules.rule import AbstractEvaluator, NoRuleError, Rule
 from .factors import updated
 from .products import PRODUCTS
 

@@ -1,0 +1,1 @@
+"""Searches for the scale of least error."""

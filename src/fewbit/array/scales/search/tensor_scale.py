@@ -1,0 +1,107 @@
+"""Search for the tensor scale of two-level schemes such as NVFP4.
+
+The usual choice, `g = amax / (fmt.max * 448)`, gives the tile with the largest element the largest E4M3 scale. Tiles of
+similar amax then have no larger scale to choose, which costs up to a fifth of the error where few rows carry most of it. So
+`1.5 g` and `1.75 g` are tried too: 1.75 is 448 / 256, which provides six codes above the largest scale, as many as any tile
+can use. The fourth candidate is the smallest power of two from `1.75 g` on (at most 1 if `g` is): its scales include those
+of the scheme without tensor scale that any tile can use, so the result is never worse than one level of scales.
+
+Every candidate is judged by the exact search of its tiles' scales, whose windows are valid for any tensor scale from `g` on.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...._tiles import Tile, blocked, valid_elements
+from ....formats import AbstractFormat
+from ....formats.format import exponent_of, power_of_two, quotient, rough_quotient
+from ..calibration import AbstractCalibration, Target, Tiles, better
+from ..limits import largest_unit
+from ..store import ScaleStore
+
+SAMPLE = 2**20
+"""Larger arrays are judged by a sample: the rows of largest magnitude and equally spaced rows, half of this each."""
+
+
+def best_tensor_scale(
+    x: jax.Array,
+    weights: jax.Array | None,
+    tiles: tuple[Tile, ...],
+    smallest: jax.Array,
+    fmt: AbstractFormat,
+    holder: AbstractFormat,
+    calibration: AbstractCalibration,
+) -> jax.Array:
+    """The tensor scale of least weighted squared error among the four candidates.
+
+    Args:
+        x: the array, float32. Tiles that are not finite are ignored.
+        weights: of the squared errors, shaped like `x`; None: all equal.
+        tiles: the tile of each axis.
+        smallest: the smallest tensor scale at which no tile saturates, one element.
+        fmt: the format of the codes.
+        holder: the format of the tiles' scales.
+        calibration: the search of the tiles' scales.
+
+    Returns:
+        The scale, shaped like `smallest`. Ties (totals equal to 16 bits) go to the smallest.
+    """
+    x, smallest = jax.lax.stop_gradient(x), jax.lax.stop_gradient(smallest)
+    view, counts = _judged(x, weights, tiles)
+    exponent = exponent_of(smallest).reshape(())  # in these units squared errors neither overflow nor underflow
+
+    def total_error(unit: jax.Array) -> jax.Array:
+        target = Target(fmt, ScaleStore(holder, unit.reshape((1,) * view.x.ndim)))
+        scale = target.store.snapped(calibration.scale(view, target)[0])
+        scale = jnp.where(scale > 0, scale, jnp.ones_like(scale))
+        error = (fmt.nearest(rough_quotient(view.x, scale)) * scale - view.x) * power_of_two(-exponent)
+        errors = jnp.where(view.is_finite, view.weighted_total(jnp.square(error)), 0)
+        if counts is not None:
+            errors = errors * counts
+        for axis in reversed(range(errors.ndim)):  # many small sums round less than one long one
+            errors = jnp.sum(errors, axis=axis)
+        return errors
+
+    largest = largest_unit(fmt, ScaleStore(holder).largest)
+    units = jnp.minimum(_candidates(smallest.reshape(())), jnp.float32(largest))
+    errors = jax.lax.map(total_error, units)
+    best: tuple[jax.Array, ...] = units[0], errors[0]
+    for candidate in zip(units[1:], errors[1:], strict=True):
+        best = better(candidate, best)
+    return best[0].reshape(smallest.shape)
+
+
+def _candidates(smallest: jax.Array) -> jax.Array:
+    largest = smallest * 1.75
+    exponent = exponent_of(largest)
+    power = power_of_two(exponent + (power_of_two(exponent) < largest).astype(jnp.int32))
+    power = jnp.where(smallest <= 1, jnp.minimum(power, 1), power)
+    return jnp.stack([smallest, smallest * 1.5, largest, power])
+
+
+def _judged(x: jax.Array, weights: jax.Array | None, tiles: tuple[Tile, ...]) -> tuple[Tiles, jax.Array | None]:
+    """The sampled tiles, and how many tiles each represents. None if all tiles are used."""
+    tiled = [axis for axis, tile in enumerate(tiles) if tile != 1]
+    is_sharded = jax.typeof(x).sharding.spec != jax.P(*[None] * x.ndim)
+    if x.size <= SAMPLE or len(tiled) != 1 or is_sharded or x.size // x.shape[tiled[0]] < 4:
+        view, within = blocked(x, tiles)
+        if weights is not None:
+            weights = blocked(weights, tiles)[0]
+        return Tiles(view, within, valid_elements(x.shape, tiles), weights), None
+    length = x.shape[tiled[0]]
+    rows = jnp.moveaxis(x, tiled[0], -1).reshape(-1, length)
+    many = max(1, SAMPLE // 2 // length)
+    amax = jnp.maximum(jnp.max(rows, axis=1), -jnp.min(rows, axis=1))
+    amax = jnp.where(jnp.isfinite(amax), amax, 0)
+    largest, top = jax.lax.top_k(amax, many)
+    even = np.arange(many) * len(rows) // many
+    is_other = amax[even] < largest[-1]
+    share = quotient(jnp.float32(len(rows) - many), jnp.maximum(jnp.sum(is_other.astype(jnp.float32)), 1))
+    counts = jnp.concatenate([jnp.ones(many, jnp.float32), jnp.where(is_other, share, 0)])
+    picked = jnp.concatenate([top, jnp.asarray(even, top.dtype)])
+    view, within = blocked(rows[picked], (1, tiles[tiled[0]]))
+    if weights is not None:
+        weights = blocked(jnp.moveaxis(weights, tiled[0], -1).reshape(-1, length)[picked], (1, tiles[tiled[0]]))[0]
+    valid = valid_elements((len(picked), length), (1, tiles[tiled[0]]))
+    return Tiles(view, within, valid, weights), counts.reshape(-1, *[1] * (view.ndim - 1))

@@ -1,0 +1,114 @@
+"""Statistics of activations: their range, channel amax and second moments."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from .._registry import near_names
+from ..errors import QuantError, UnsupportedError
+from ..ops.interpret.observe import AbstractMeasure, ProductOperand
+from .ranges import AbstractRange, RangeState
+
+Statistic = Literal["range", "absmax", "hessian"]
+STATISTICS = ("range", "absmax", "hessian")
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Observation:
+    """The statistics of the other operand in the products of one parameter.
+
+    Statistics that were not collected are None; stacked layers add a leading axis. With the vectors `x` that the product
+    contracts, `K` elements each:
+
+    Attributes:
+        range: the range of all elements.
+        absmax: `[K]`, the amax of each element (channel).
+        hessian: `[*B, K, K]`, the sum of `x x^T`, float32, with an axis for each batch axis of the product.
+        count: the number of vectors for each element of these axes, float32; None without `hessian`.
+    """
+
+    # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
+    range: Any
+    absmax: Any
+    hessian: Any
+    count: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ProductObservation:
+    """The ranges of the operands of one product without a parameter.
+
+    Attributes:
+        left: of the left operand, which the policy's `activation` quantizes.
+        right: of the right operand, which its `weight` quantizes.
+    """
+
+    left: Any
+    right: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure(AbstractMeasure):
+    """The statistics that `observe` collects.
+
+    Attributes:
+        rule: how ranges are estimated.
+        collect: the statistics.
+    """
+
+    rule: AbstractRange
+    collect: tuple[Statistic, ...]
+
+    def __post_init__(self) -> None:
+        for word in self.collect:
+            if word not in STATISTICS:
+                raise QuantError(f"collect has {word!r}; {near_names(str(word), STATISTICS)}")
+        if not self.collect:
+            raise QuantError(f"collect is empty; take some of {', '.join(STATISTICS)}")
+
+    def of(self, operand: ProductOperand) -> Observation:
+        x = jax.lax.stop_gradient(operand.x).astype(jnp.float32)
+        found: dict[str, Any] = {"range": None, "absmax": None, "hessian": None, "count": None}
+        if "range" in self.collect:
+            found["range"] = self.rule.init(x.shape).update(x)
+        if "absmax" in self.collect:
+            vectors = _vectors(operand, x, "absmax")
+            found["absmax"] = jnp.max(jnp.abs(vectors), axis=tuple(range(vectors.ndim - 1)))  # [K]
+        if "hessian" in self.collect:
+            vectors = _vectors(operand, x, "hessian")
+            found["hessian"] = jnp.einsum("...tk,...tl->...kl", vectors, vectors, precision="highest")  # [*B, K, K]
+            found["count"] = jnp.float32(vectors.shape[-2])
+        return Observation(**found)
+
+    def of_both(self, left: jax.Array, right: jax.Array) -> ProductObservation:
+        return ProductObservation(*(self.rule.init(x.shape).update(x) for x in (left, right)))
+
+    def joined(
+        self, earlier: Observation | ProductObservation, later: Observation | ProductObservation
+    ) -> Observation | ProductObservation:
+        joins: dict[str, Callable[..., object]] = dict.fromkeys(("range", "left", "right"), RangeState.merge)
+        joins |= {"absmax": jnp.maximum, "hessian": jnp.add, "count": jnp.add}
+        states = vars(earlier).items()
+        return dataclasses.replace(
+            earlier, **{name: joins[name](x, getattr(later, name)) for name, x in states if x is not None}
+        )
+
+
+def _vectors(operand: ProductOperand, x: jax.Array, statistic: Statistic) -> jax.Array:
+    """The vectors that the product contracts."""
+    if operand.contracted is None or (operand.batch is None and statistic == "hessian"):
+        kinds = {"absmax": "a convolution", "hessian": "a convolution or a ragged product"}
+        raise UnsupportedError(
+            f"{statistic} is not collected for {kinds[statistic]}; remove it from collect, or exclude the parameter"
+        )
+    batch = operand.batch or ()
+    others = [axis for axis in range(x.ndim) if axis not in (*batch, *operand.contracted)]
+    lengths = [x.shape[axis] for axis in batch]
+    size = math.prod(x.shape[axis] for axis in operand.contracted)
+    return x.transpose(*batch, *others, *operand.contracted).reshape(*lengths, -1, size)  # [*B, T, K]

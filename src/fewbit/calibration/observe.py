@@ -1,0 +1,164 @@
+"""Collects activation statistics of unchanged code over calibration batches."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jaxtyping import PyTree
+
+from ..array import is_qarray
+from ..errors import QuantError, UnsupportedError
+from ..ops.interpret.observe import Measurements, Observed, calibration_rules
+from ..ops.interpret.parameter_uses import Product, Use, parameter_paths
+from ..ops.interpret.transparent import Decoded, evaluated
+from ..recipe import recipe as as_recipe
+from ..recipe.recipe import RecipeLike
+from ..recipe.resolution import Resolution
+from ..recipe.rule import PRODUCT_OPS
+from .measure import Measure, Statistic
+from .range_rules import AbsMaxRange
+from .ranges import AbstractRange
+from .stats import Stats
+
+
+def observe(
+    fn: Callable[..., Any],
+    params: PyTree,
+    batches: Iterable[PyTree],
+    recipe: RecipeLike,
+    *,
+    rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
+    collect: Sequence[Statistic] = ("range",),
+    **kwargs: object,
+) -> Stats:
+    """Collects activation statistics of the parameters that a recipe quantizes.
+
+    The float function runs forward only, compiled once for each shape of the batches, without gradients or callbacks. Layers
+    stacked for a `scan` have statistics each; where several products use one parameter, or a loop uses all of it in each
+    iteration, each use counts like another batch.
+
+    Of products without a parameter that the recipe quantizes, the ranges of both operands are collected.
+
+    Args:
+        fn: any function that JAX can trace whose first argument is the tree of parameters.
+        params: the parameters, floating.
+        batches: for each batch the tuple of `fn`'s other arguments, or the one other argument; leaves that are no arrays
+            must be hashable. At least one batch.
+        recipe: a Recipe, or anything that `fb.recipe` takes; it selects the parameters and the products.
+        rule: how ranges are estimated; the default is the amax of all batches.
+        collect: "range"; "absmax", the amax of each channel, for AWQ and SmoothQuant; "hessian", the sum of `x x^T` over all
+            vectors that a product contracts, for GPTQ.
+        kwargs: keyword arguments of `fn`.
+
+    Returns:
+        The statistics of every such parameter and product; `stats.recipe(recipe)` makes the ranges static.
+
+    Raises:
+        QuantError: without batches, for an unknown statistic, when a rule that is not optional matches nothing, and for a
+            parameter that `fb.plan` refuses.
+        UnsupportedError: for a product inside a `while` loop or a `shard_map`, from which no statistics can be returned, and
+            for a kind of product that has no such statistic.
+
+    >>> batches = [jnp.array([[1.0, -3.0]]), jnp.array([[2.0, 0.5]])]
+    >>> stats = observe(lambda params, x: x @ params["w"], {"w": jnp.eye(2)}, batches, "w8a8", collect=("range", "absmax"))
+    >>> float(stats["w"].range.high), stats["w"].absmax.tolist()
+    (3.0, [2.0, 3.0])
+    >>> str(stats.recipe("w8a8").rules[0].policy.activation.calibration)
+    'fixed,-3,3'
+    """
+    resolved, measure = as_recipe(recipe), Measure(rule, tuple(collect))
+    found: dict[str, Any] | None = None
+    uses: Mapping[str, tuple[Use, ...]] = {}
+    products: tuple[Product, ...] = ()
+    decoded: list[Decoded] = []
+    joined = jax.jit(lambda earlier, later: {path: measure.joined(earlier[path], later[path]) for path in earlier})
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def measured(others: _Static, arrays: list[Any]) -> dict[str, Any]:
+        params, inputs = others.merged(arrays)
+        notes = Measurements(measure)
+        chosen = {p.name: Observed(None, _label(p.name), notes, is_parameter=False) for p in products}
+
+        def called(params: PyTree, *inputs: PyTree) -> PyTree:
+            return fn(params, *inputs, **kwargs)
+
+        run = evaluated(called, "dequantize", decoded.append, lambda _: chosen, calibration_rules(notes))
+        run(_observed(params, paths, notes), *inputs)
+        return notes.found
+
+    for batch in batches:
+        inputs = batch if isinstance(batch, tuple) else (batch,)
+        if found is None:
+            plan = Resolution.of(resolved, fn, params, *inputs, **kwargs)
+            uses = {path: one.uses for path, one in plan.parameters.items()}
+            paths = [path for path in plan.policies if any(use.op in PRODUCT_OPS for use in uses[path])]
+            if "range" in collect:
+                quantized = plan.product_policies
+                products = tuple(product for product in plan.products if product.name in quantized)
+        now = measured(*_split((params, inputs)))
+        _refuse_missing(set(paths) - set(now), {_label(product.name) for product in products} - set(now), decoded)
+        found = now if found is None else joined(found, now)
+    if found is None:
+        raise QuantError("batches is empty; pass at least one batch")
+    ops = tuple((path, tuple(dict.fromkeys(use.op for use in uses[path]))) for path in found if path in uses)
+    pairs = {product.name: found[_label(product.name)] for product in products}
+    own = tuple(plan.parameters[path].role for path, _ in ops)
+    return Stats({path: found[path] for path, _ in ops}, ops, own, pairs, tuple((p.name, p.op) for p in products))
+
+
+def _label(name: str) -> str:
+    """The name of a product without a parameter among parameters."""
+    return f"product {name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Static:
+    """A tree without its arrays: functions, numbers and the like, which `jit` compares.
+
+    Attributes:
+        treedef: the structure of the tree; a QArray is one leaf.
+        leaves: the leaves that are not arrays, by their places.
+    """
+
+    treedef: Any
+    leaves: tuple[tuple[int, Any], ...]
+
+    def merged(self, arrays: Sequence[Any]) -> PyTree:
+        """The tree with its arrays."""
+        leaves = list(arrays)
+        for place, leaf in self.leaves:  # ascending
+            leaves.insert(place, leaf)
+        return jax.tree.unflatten(self.treedef, leaves)
+
+
+def _split(tree: PyTree) -> tuple[_Static, list[Any]]:
+    """A tree without its arrays, and the arrays."""
+    leaves, treedef = jax.tree.flatten(tree, is_leaf=is_qarray)
+    arrays, static = [], []
+    for place, leaf in enumerate(leaves):
+        if hasattr(leaf, "shape") and hasattr(leaf, "dtype"):
+            arrays.append(leaf)
+        else:
+            static.append((place, leaf))
+    return _Static(treedef, tuple(static)), arrays
+
+
+def _observed(params: PyTree, paths: Sequence[str], notes: Measurements) -> PyTree:
+    """The tree with each parameter of `paths` as an Observed."""
+    treedef = jax.tree.structure(params, is_leaf=is_qarray)
+    leaves = parameter_paths(params)
+    leaves |= {path: Observed(leaves[path], path, notes) for path in paths}
+    return jax.tree.unflatten(treedef, list(leaves.values()))
+
+
+def _refuse_missing(paths: set[str], products: set[str], decoded: Sequence[Decoded]) -> None:
+    """Refuses parameters and products of which no statistics were collected."""
+    reasons = {d.array: str(d) for d in reversed(decoded)}
+    missing = {path: reasons.get(path, "its products were not reached") for path in sorted(paths)}
+    missing |= dict.fromkeys(
+        sorted(products), "it is inside a while loop or a shard_map, from which no statistics can be returned"
+    )
+    if missing:
+        raise UnsupportedError("observe cannot collect statistics of every product", missing)

@@ -1,0 +1,135 @@
+"""Measures and prints `fewbit bench`."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from .._table import Column, table
+from ..errors import QuantError
+from ..kernels.qmatmul.times import DENSE, Row
+from ..workflows.bench.products import LAYOUTS, Grid, bits_per_weight, fastest, measured
+from ..workflows.bench.roofline import circumstances, machine
+from ..workflows.bench.tune import GRID, keep, steps, table_path, tuned
+from .console import emit_json, plain, progress_bar, say
+
+PRODUCTS = {"[N, K]": "x @ w.T", "[K, N]": "x @ w"}
+
+
+def show_times(
+    *,
+    schemes: str | None,
+    sizes: str | None,
+    rows: str | None,
+    rounds: int | None,
+    tune: bool,
+    output: Path | None,
+    json: bool,
+) -> None:
+    """Measures and prints; with `tune` also saves the times."""
+    if output is not None and not tune:
+        raise QuantError(f"--output {output} is for the table of --tune; it needs --tune")
+    grid, path, measure = Grid(), None, measured
+    if tune:
+        grid, path, measure = GRID, table_path(output), tuned
+    if schemes is not None:
+        grid = dataclasses.replace(grid, schemes=tuple(_words("--schemes", schemes)))
+    if sizes is not None:
+        grid = dataclasses.replace(grid, sizes=_numbers("--sizes", sizes))
+    if rows is not None:
+        grid = dataclasses.replace(grid, rows=_numbers("--rows", rows))
+    grid = dataclasses.replace(grid, rounds=rounds or grid.rounds)
+    with progress_bar("measuring", steps(grid) if tune else grid.steps) as bar:
+        done: list[str] = []
+        rates, facts = machine(), circumstances()
+
+        def step(what: str) -> None:
+            done.append(what)
+            bar.advance(len(done), what)
+
+        found = measure(grid, step)
+    shown_sizes = grid.sizes
+    if path is not None:
+        keep(found, rates, path)
+        shown_sizes = grid.sizes[-1:]
+    if json:
+        best = [_best_record(found, m, size) for size in grid.sizes for m in grid.rows]
+        emit_json({**facts, "machine": rates, "rows": found, "fastest": best, "table": path})
+        return
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
+    say(f"{facts['device']}; kernels: {facts['kernels']}; {versions}; {facts['date']}")
+    say(f"copy {_rate(rates.copy)} GB/s; dense float32 {_rate(rates.float32)} GFLOP/s, bfloat16 {_rate(rates.bfloat16)}")
+    for size in shown_sizes:
+        for m in grid.rows:
+            say()
+            say(_times_table(found, m, size))
+            say(_best_line(found, m, size))
+    if path is not None:
+        say(f"\nthe times of {len(found)} matmuls are saved in {path}")
+
+
+def _words(option: str, text: str) -> list[str]:
+    """Splits an option at commas."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words or len(set(words)) < len(words):
+        raise QuantError(f"{option} is {text!r}; give at least one, each once, separated by commas")
+    return words
+
+
+def _numbers(option: str, text: str) -> tuple[int, ...]:
+    words = _words(option, text)
+    if not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise QuantError(f"{option} is {text!r}; give whole numbers above 0, separated by commas")
+    return tuple(sorted(map(int, words)))
+
+
+def _times_table(rows: tuple[Row, ...], m: int, size: int) -> str:
+    """The times of all weights at M = `m`, the fastest first."""
+    by_weight: dict[tuple[str, str, str], dict[str, Any]] = {}
+    for row in sorted(rows, key=lambda row: row.ms):
+        if (row.m, row.k) == (m, size):
+            record = by_weight.setdefault((row.weight, row.activation, row.backend), _weight_record(row))
+            low, middle, high = row.ratio
+            record |= {f"{row.layout} ms": row.ms, f"{row.layout} ratio": f"{middle:.2f} ({low:.2f} to {high:.2f})"}
+    columns = [
+        Column("weight", kind="name"),
+        Column("by"),
+        Column("bits", "bits/weight", align="right"),
+        Column("rate", "weight GB/s", align="right"),
+    ]
+    for layout in LAYOUTS:
+        columns.append(Column(f"{layout} ms", f"{PRODUCTS[layout]}, ms", align="right"))
+        columns.append(Column(f"{layout} ratio", "of dense float32", "right", rank=1))
+    return table(list(by_weight.values()), columns, title=f"M = {m}, weight {size} x {size}")
+
+
+def _weight_record(row: Row) -> dict[str, Any]:
+    """The weight, its backend, bits per weight and bandwidth (of its faster layout)."""
+    weight = row.weight
+    if row.backend == DENSE:
+        bits = {"float32": 32.0, "bfloat16": 16.0}[row.weight]
+    else:
+        bits = bits_per_weight(row.weight, row.k)
+    if row.activation:
+        weight += f", {row.activation} x"
+    rate = 1e-6 * bits / 8 * row.k * row.n / row.ms
+    return {"weight": weight, "by": row.backend, "bits": round(bits, 3), "rate": round(rate, 1)}
+
+
+def _best_line(rows: tuple[Row, ...], m: int, size: int) -> str:
+    """The fastest scheme, and the fastest one of each other code width in bits."""
+    found = fastest(rows, m, size)
+    texts = [f"{row.weight} {row.ms:.3g} ms, {row.ratio[1]:.2f} of dense float32" for row in found.values()]
+    parts = [f"fastest at M = {m}: {texts[0]}"]
+    parts += [f"of {bits} bits: {text}" for bits, text in list(zip(found, texts, strict=True))[1:]]
+    if not any(row.ratio[1] < 1 for row in found.values()):
+        parts.append("NONE is faster than dense float32")
+    return "; ".join(parts)
+
+
+def _best_record(rows: tuple[Row, ...], m: int, size: int) -> dict[str, Any]:
+    return {"m": m, "size": size, "by_bits": {bits: plain(row) for bits, row in fastest(rows, m, size).items()}}
+
+
+def _rate(spread: tuple[float, float, float]) -> str:
+    low, middle, high = spread
+    return f"{middle:.3g} ({low:.3g} to {high:.3g})"

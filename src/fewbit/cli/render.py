@@ -1,0 +1,224 @@
+"""Formats plans, sizes and qualities as tables and lines."""
+
+import collections
+import math
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from .._table import Column, table
+from ..evaluate import Comparison, Estimate
+from ..recipe import Plan
+from ..recipe.table import plan_text, shape_text
+from ..workflows import Candidate, Inspection, Model, Quality, TensorResult, folded
+from ..workflows.compare import Baseline
+from ..workflows.quantize import Outcome, worst
+
+
+def plan_table(plan: Plan, *, full: bool, width: int | None = None) -> str:
+    """The rows of a plan; without `full`, identical layers share one row."""
+    rows = [(row.path, 1, row) for row in plan] if full else folded(plan)
+    return plan_text(plan, rows, width=width)
+
+
+def product_lines(plan: Plan, *, full: bool) -> list[str]:
+    """The products without a parameter, counted by policy, and with `full` each one."""
+    if not plan.products:
+        return []
+    counts = collections.Counter(str(row.policy or "float") for row in plan.products)
+    lines = [f"products without a parameter: {', '.join(f'{n} in {kind}' for kind, n in counts.items())}"]
+    if not full:
+        return lines
+    shapes = [" . ".join(map(shape_text, row.shapes)) for row in plan.products]
+    return lines + [f"  {row.name}  {s}  {row.policy or 'float'}" for row, s in zip(plan.products, shapes, strict=True)]
+
+
+def source_notes(model: Model) -> list[str]:
+    """The notes on a model, and the sentence on a quantized source."""
+    return [*model.notes, *filter(None, [quantized_source_note(model)])]
+
+
+def quantized_source_note(model: Model) -> str | None:
+    """A sentence that says that a checkpoint is already quantized; None if it is not."""
+    if not model.quantized or model.facts.get("rotation_seed") is not None:
+        return None
+    kinds = ", ".join(f"{len(paths)} tensor{'s' * (len(paths) > 1)} {kind}" for kind, paths in model.quantized.items())
+    bits = min(
+        8 * model.info[p].nbytes / max(math.prod(model.info[p].shape), 1)
+        for paths in model.quantized.values()
+        for p in paths
+    )
+    low = "4-bit" if bits < 6 else "8-bit"
+    return (
+        f"{model.name} is already quantized to {low} ({kinds}). Its weights are dequantized and quantized again, "
+        f"so every loss below is relative to that {low} model, not to the original one; tensors whose scheme does not change "
+        "are kept exactly."
+    )
+
+
+def size_lines(outcome: Outcome, model: Model) -> list[str]:
+    """The measured sizes, and the tensors of lowest SQNR."""
+    lines = [
+        f"wrote {outcome.path} in {outcome.seconds:.1f} s",
+        f"  files:  {outcome.file_bytes:,} bytes, of them {outcome.tensor_file_bytes:,} in tensor files "
+        f"({outcome.file_bits_per_weight:.3f} bits/weight, headers included)",
+        f"  arrays: {outcome.array_bytes:,} bytes ({outcome.array_bits_per_weight:.3f} bits/weight); "
+        f"in the source {model.nbytes:,} bytes ({8 * model.nbytes / model.size:.3f} bits/weight)",
+    ]
+    return lines + worst_lines(worst(outcome.tensors))
+
+
+def worst_lines(tensors: Sequence[TensorResult]) -> list[str]:
+    """The tensors of lowest SQNR, a line each."""
+    if not tensors:
+        return ["  all tensors are lossless"]
+    return ["  lowest signal-to-noise ratio:", *(f"    {t.sqnr_db:6.2f} dB  {t.path}  {t.scheme}" for t in tensors)]
+
+
+def quality_lines(quality: Quality) -> list[str]:
+    """Perplexity, and the divergence from the reference if there is one."""
+    lines = [f"quality on {quality.perplexity.tokens:,} tokens of {quality.text} (windows of {quality.window}):"]
+    lines.append(f"  perplexity {quality.perplexity}")
+    if quality.kv is not None:
+        lines.append(f"  keys and values quantized: {quality.kv}")
+    if quality.against is not None:
+        lines += comparison_lines(quality.against)
+    if quality.sqnr_db:
+        lines.append("  lowest signal-to-noise ratio of the weights:")
+        lowest = sorted(quality.sqnr_db.items(), key=lambda item: item[1])[:5]
+        lines += [f"    {_decibel(value)}  {path}" for path, value in lowest]
+    return lines + [f"  {text}" for text in quality.notes]
+
+
+def comparison_lines(both: Comparison) -> list[str]:
+    """The divergence of a model from its reference."""
+    ratio = both.candidate.value / both.reference.value
+    kl = both.kl
+    quantiles = f"median {kl.median:.4g}, 90% {kl.p90:.4g}, 99% {kl.p99:.4g}, largest {kl.largest:.4g}"
+    return [
+        f"  reference  {both.reference}; ratio {ratio:.4f} (log {both.log_ratio.value:+.4f} ± {both.log_ratio.error:.4f})",
+        f"  KL divergence {kl.mean} nats ({quantiles})",
+        f"  top-1 agreement {percent(both.top1)}",
+    ]
+
+
+def percent(agreement: Estimate) -> str:
+    """A fraction in percent, with its error."""
+    return f"{100 * agreement.value:.2f} ± {100 * agreement.error:.2f} %"
+
+
+def _decibel(value: float) -> str:
+    return " exact   " if value == math.inf else f"{value:6.2f} dB"
+
+
+def command_lines(out: Path, source: Path, *, can_run: bool) -> list[str]:
+    """The commands that use the directory that was written."""
+    directory, original = shlex.quote(str(out)), shlex.quote(str(source))
+    load = f"from fewbit import io; tensors = io.read({str(out)!r}).tensors"
+    quoted = shlex.quote(load) if set(str(out)) & set("\"'$`\\!") else f'"{load}"'
+    lines = [f"load:      python -c {quoted}", f"check:     fewbit verify {directory}"]
+    if can_run:
+        lines.append(f"evaluate:  fewbit eval {directory} --against {original}")
+        lines.append(f'generate:  fewbit generate {directory} "Once upon a time"')
+    return lines
+
+
+def candidate_record(candidate: Candidate) -> dict[str, Any]:
+    """The JSON of one candidate of a comparison."""
+    quality = candidate.quality
+    path, sqnr_db = _worst_layer(candidate)
+    return {
+        "recipe": candidate.recipe,
+        "bytes": candidate.nbytes,
+        "bits_per_weight": candidate.bits_per_weight,
+        "perplexity": quality.candidate.value,
+        "perplexity_error": quality.candidate.error,
+        "log_ratio": quality.log_ratio.value,
+        "log_ratio_error": quality.log_ratio.error,
+        "kl": quality.kl.mean.value,
+        "kl_error": quality.kl.mean.error,
+        "top1": quality.top1.value,
+        "top1_error": quality.top1.error,
+        "worst_layer": path,
+        "worst_sqnr_db": sqnr_db,
+        "seconds_to_quantize": candidate.seconds_to_quantize,
+        "seconds_to_evaluate": candidate.seconds_to_evaluate,
+    }
+
+
+def _worst_layer(candidate: Candidate) -> tuple[str | None, float | None]:
+    """The path and the SQNR of the tensor of lowest SQNR; None if all are lossless."""
+    for result in candidate.worst:
+        return result.path, result.sqnr_db
+    return None, None
+
+
+def comparison_table(base: Baseline, candidates: Sequence[Candidate], *, width: int | None = None) -> str:
+    """A row for the float model and for each candidate."""
+    model = base.model
+    first = {"recipe": "float", "bytes": 4 * model.size, "bits": "32.000", "ppl": str(base.perplexity)}
+    records = [first, *(_candidate_row(candidate) for candidate in candidates)]
+    columns = [
+        Column("recipe", kind="name"),
+        Column("bytes", align="right"),
+        Column("bits", "bits/weight", "right"),
+        Column("ppl", "perplexity", "right"),
+        Column("ratio", align="right", rank=2),
+        Column("kl", "KL, nats", "right"),
+        Column("top1", "same top-1", "right", rank=1),
+        Column("worst", "worst layer", kind="name", rank=4),
+        Column("sqnr", "its SQNR", "right", rank=3),
+    ]
+    return table(records, columns, width=width)
+
+
+def _candidate_row(candidate: Candidate) -> dict[str, Any]:
+    quality = candidate.quality
+    path, sqnr_db = _worst_layer(candidate)
+    return {
+        "recipe": candidate.recipe,
+        "bytes": candidate.nbytes,
+        "bits": f"{candidate.bits_per_weight:.3f}",
+        "ppl": str(quality.candidate),
+        "ratio": f"{quality.candidate.value / quality.reference.value:.4f}",
+        "kl": str(quality.kl.mean),
+        "top1": percent(quality.top1),
+        "worst": path,
+        "sqnr": None if sqnr_db is None else f"{sqnr_db:.1f} dB",
+    }
+
+
+def inspection_lines(found: Inspection) -> list[str]:
+    """The lines above the table of a stored model's tensors."""
+    lines = [f"{found.path}: {found.kind}, architecture {found.architecture}"]
+    if found.why_not_run:
+        lines.append(f"  cannot be run: {found.why_not_run}")
+    if found.config:
+        lines.append("  " + ", ".join(f"{key} {value}" for key, value in found.config.items()))
+    if found.tokenizer is not None:
+        lines.append(f"  tokenizer of {found.tokenizer:,} tokens")
+    if found.facts:
+        lines.append("  written " + ", ".join(f"{key} {value}" for key, value in found.facts.items() if key != "source"))
+        lines.append(f"  from {found.facts.get('source', {}).get('name', 'an unknown source')}")
+    return lines + [f"  note: {text}" for text in found.notes]
+
+
+def inspection_table(found: Inspection, *, width: int | None = None) -> str:
+    """The table of a stored model's tensors."""
+    records = [
+        {**vars(t), "tensor": t.path, "shape": shape_text(t.shape), "bytes": t.nbytes, "bits": f"{t.bits_per_weight:.3f}"}
+        for t in found.tensors
+    ]
+    columns = [
+        Column("tensor", kind="name"),
+        Column("shape", align="right"),
+        Column("stored", "stored as", kind="words", narrowest=12),
+        Column("bytes", align="right"),
+        Column("bits", "bits/weight", "right", rank=1),
+    ]
+    footer = (
+        f"{len(records)} tensors; {found.size:,} elements; {found.tensor_bytes:,} bytes; "
+        f"{found.bits_per_weight:.3f} bits/weight"
+    )
+    return table(records, columns, width=width, footer=footer)

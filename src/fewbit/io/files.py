@@ -1,0 +1,59 @@
+"""Checked paths and memory-mapped files."""
+
+import os
+import pathlib
+
+import numpy as np
+
+from ..errors import QuantError
+from .atomic_directory import old_name
+
+
+def checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
+    """Checks that a path is a file or directory.
+
+    Raises:
+        QuantError: for an empty path, and one that does not exist or is neither a file nor a directory.
+    """
+    if not os.fspath(path):
+        raise QuantError("the path is empty; pass a file or a model directory")
+    path = pathlib.Path(path)
+    try:
+        exists, readable = path.exists(), path.is_file() or path.is_dir()
+    except (OSError, ValueError) as error:  # a name too long for the file system, or with a zero byte
+        raise QuantError(f"{os.fspath(path)!r} is not a usable path: {error}") from error
+    if not exists and os.path.isdir(old := old_name(path)):
+        raise QuantError(f"{path} was being replaced when its writer died; the old directory is {old}: run the writer again")
+    if not exists:
+        raise QuantError(f"{path} does not exist; pass a .gguf, .safetensors or .npz file, or a model directory")
+    if not readable:
+        raise QuantError(f"{path} is neither a file nor a directory")
+    return path
+
+
+def mapped(path: pathlib.Path) -> np.ndarray:
+    """Memory-maps a file as a read-only uint8 array.
+
+    Raises:
+        QuantError: when the file is missing, empty or not readable.
+    """
+    try:
+        if not checked_path(path).is_file():
+            raise QuantError(f"{path} is a directory; pass a file")
+        if path.stat().st_size == 0:
+            raise QuantError(f"{path} is empty (0 bytes); fetch or write it again")
+        return np.asarray(np.memmap(path, np.uint8, "r"))
+    except OSError as error:
+        raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def content(path: pathlib.Path) -> bytes:
+    """Reads a small file, which may be empty.
+
+    Raises:
+        QuantError: when the file is missing or not readable.
+    """
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -1,0 +1,139 @@
+"""Reader of GGUF files.
+
+The simple block types become QArrays without loss; the other quantized types decode to float32.
+"""
+
+import math
+import pathlib
+from types import ModuleType
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ...array import SCHEMES, QArray
+from ...errors import QuantError, UnsupportedError
+from ..checkpoint import Checkpoint, TensorInfo, Tensors
+from ..files import mapped
+from .blocks import LAYOUTS, is_lossless, qarray_from_blocks
+from .header import TensorEntry, check_layout, read_header
+
+_PLAIN: dict[str, Any] = {
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": ml_dtypes.bfloat16,
+    "F64": np.float64,
+    "I8": np.int8,
+    "I16": np.int16,
+    "I32": np.int32,
+    "I64": np.int64,
+}
+
+
+def read_gguf(path: pathlib.Path) -> Checkpoint:
+    """Opens a GGUF file (version 2 or 3, little-endian, not split).
+
+    Tensors of type Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and MXFP4 load as QArrays with the dequantized values of ggml; F64, F32, F16,
+    BF16 and integers unchanged; all other types as the float32 array that the gguf package decodes.
+
+    `metadata` has every field, and `notes` names the decoded tensors.
+
+    Raises:
+        QuantError: when the file is damaged, or the gguf package is not installed.
+        UnsupportedError: for a tensor type that the gguf package cannot decode.
+
+    Reference: GGUF specification (ggml, docs/gguf.md).
+    """
+    package = _package(path)
+    data = mapped(path)
+    header = read_header(data, str(path))
+    types = {entry.name: _type_name(entry, package, path) for entry in header.entries}
+    sizes = {entry.name: _byte_count(entry, package, path) for entry in header.entries}
+    check_layout(header, sizes, data.size, str(path))
+    parts = header.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise QuantError(f"{path} is one of {parts} parts of a split GGUF file; merge them first (llama-gguf-split --merge)")
+    stored = {e.name: data[header.data_start + e.offset :][: sizes[e.name]] for e in header.entries}
+    info = {e.name: _info(stored[e.name], types[e.name], e.shape) for e in header.entries}
+    _check_decodable(types, package, path)
+    shapes = {entry.name: entry.shape for entry in header.entries}
+
+    def load(name: str) -> np.ndarray | QArray:
+        return _loaded(stored[name], types[name], shapes[name], package, info[name].scheme is not None)
+
+    return Checkpoint(path, "gguf", Tensors(info, load), header.metadata, notes=_notes(info))
+
+
+def _package(path: pathlib.Path) -> ModuleType:
+    try:
+        import gguf
+    except ImportError as error:
+        raise QuantError(f"reading {path} needs the gguf package: pip install fewbit[io]") from error
+    return gguf
+
+
+def _type_name(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> str:
+    known = {int(kind): kind.name for kind in package.GGMLQuantizationType}
+    if entry.type_id not in known:
+        raise QuantError(
+            f"{path}: tensor {entry.name!r} has ggml type {entry.type_id}, which the installed gguf package does not "
+            "know; the file is damaged, or needs a newer gguf"
+        )
+    return known[entry.type_id]
+
+
+def _byte_count(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> int:
+    """The size of a tensor in bytes, from its type and shape."""
+    kind = package.GGMLQuantizationType(entry.type_id)
+    block, size = package.GGML_QUANT_SIZES[kind]
+    (row,) = entry.shape[-1:] or (1,)
+    if row % block:
+        raise QuantError(
+            f"{path}: tensor {entry.name!r} of shape {entry.shape} has type {kind.name}, whose blocks of {block} do "
+            f"not divide rows of {row}; the file is damaged"
+        )
+    return math.prod(entry.shape) // block * size
+
+
+def _check_decodable(types: dict[str, str], package: ModuleType, path: pathlib.Path) -> None:
+    """Refuses a file with a tensor type that cannot be decoded."""
+    for type_name in {t for t in types.values() if t not in _PLAIN and t not in LAYOUTS}:
+        kind = package.GGMLQuantizationType[type_name]
+        _, size = package.GGML_QUANT_SIZES[kind]
+        try:
+            package.quants.dequantize(np.zeros((1, size), np.uint8), kind)
+        except NotImplementedError as error:
+            name = next(name for name, t in types.items() if t == type_name)
+            raise UnsupportedError(f"{path}: tensor {name!r} has type {type_name}", {"gguf": str(error)}) from error
+
+
+def _info(data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> TensorInfo:
+    if type_name in LAYOUTS and shape and is_lossless(data, type_name):
+        return TensorInfo(shape, "float32", type_name, data.size, SCHEMES[LAYOUTS[type_name].scheme])
+    return TensorInfo(shape, np.dtype(_PLAIN.get(type_name, np.float32)).name, type_name, data.size)
+
+
+def _loaded(
+    data: np.ndarray, type_name: str, shape: tuple[int, ...], package: ModuleType, is_quantized: bool
+) -> np.ndarray | QArray:
+    if is_quantized:
+        return qarray_from_blocks(data, type_name, shape)
+    if type_name in _PLAIN:
+        return data.view(_PLAIN[type_name]).reshape(shape)
+    kind = package.GGMLQuantizationType[type_name]
+    block, size = package.GGML_QUANT_SIZES[kind]
+    # An infinite scale times code 0 is NaN, as in ggml: `verify` reports it, numpy must not warn.
+    with np.errstate(all="ignore"):
+        decoded = package.quants.dequantize(data.reshape(*shape[:-1], shape[-1] // block * size), kind)
+    return decoded.astype(np.float32, copy=False).reshape(shape)
+
+
+def _notes(info: dict[str, TensorInfo]) -> tuple[str, ...]:
+    """One sentence for each decoded type."""
+    decoded: dict[str, list[str]] = {}
+    for name, entry in info.items():
+        if entry.scheme is None and entry.stored not in _PLAIN:
+            decoded.setdefault(entry.stored, []).append(name)
+    return tuple(
+        f"{len(names)} tensors of type {t} are decoded to float32: {', '.join(names)}" for t, names in decoded.items()
+    )

@@ -1,0 +1,169 @@
+"""Reader of fewbit directories, checked against the manifest's hashes."""
+
+import os
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..._json import converted, parsed_object
+from ...array import QArray
+from ...errors import QuantError
+from ..checkpoint import Checkpoint, TensorInfo, Tensors
+from ..files import content
+from ..safetensors.file import DTYPES, StoredTensor, read_file
+from .manifest import FORMAT, MANIFEST, Manifest, read_manifest, sha256
+from .records import checked_record, leaf_names, qarray
+
+CONFIG = "config.json"
+SECTION = "quantization_config"
+QUANT_METHOD = "fewbit"
+
+
+class _Section(msgspec.Struct):
+    """JSON schema of the section of `config.json`."""
+
+    schemes: list[Any]
+    policies: list[Any]
+    tensors: dict[str, Any]
+
+
+def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
+    """True for a directory that fewbit wrote.
+
+    Its manifest, its config or the header of its tensors names fewbit; one is enough, so that a directory with one damaged file
+    is reported as damaged and not read as another kind. `check_output` decides what may be replaced, and requires the manifest.
+
+    Args:
+        path: any path; False where there is no directory.
+    """
+    path = pathlib.Path(path)
+    if not path.is_dir():
+        return False
+    return (
+        _says(path / MANIFEST, lambda form: form.get("format") == FORMAT)
+        or _says(path / CONFIG, lambda form: _method(form) == QUANT_METHOD)
+        or any(_is_ours(file) for file in sorted(path.glob("*.safetensors"))[:1])
+    )
+
+
+def read_directory(path: pathlib.Path) -> Checkpoint:
+    """Opens a directory that fewbit wrote.
+
+    The manifest, `config.json`, the tokenizer files and the headers of the tensor files are checked here; the bytes of each
+    tensor when it is loaded.
+
+    Raises:
+        QuantError: when a file is missing or was changed, or the parts contradict each other.
+    """
+    manifest = read_manifest(path)
+    small = _checked_files(path, manifest)
+    stored = _stored_tensors(path, manifest)
+    config = parsed_object(small.pop(CONFIG, b"{}"), str(path / CONFIG))
+    records = _records(config.pop(SECTION, None), path)
+    owner = {leaf: name for name, form in records.items() for leaf in leaf_names(name, form)}
+    if absent := [leaf for leaf in owner if leaf not in stored]:
+        raise QuantError(f"{path}: tensor {absent[0]!r} is missing from its files")
+    names = dict.fromkeys(owner.get(leaf, leaf) for leaf in stored)
+
+    def leaf(name: str) -> np.ndarray:
+        entry = stored[name]
+        if sha256(entry.data.data) != manifest.tensors[name].sha256:
+            file = path / manifest.tensors[name].file
+            raise QuantError(
+                f"{file}: the bytes of tensor {name!r} were changed since they were written; copy the file again"
+            )
+        return entry.array()
+
+    def load(name: str) -> np.ndarray | QArray:
+        if name in records:
+            return qarray(name, records[name], leaf)
+        return leaf(name)
+
+    info = {name: _info(name, records.get(name), stored) for name in names}
+    return Checkpoint(path, "fewbit", Tensors(info, load), config, small, dict(manifest.facts))
+
+
+def _says(path: pathlib.Path, says: Callable[[dict[str, Any]], bool]) -> bool:
+    """`says` of a JSON file; False for a missing or damaged file."""
+    try:
+        return path.is_file() and says(parsed_object(content(path), str(path)))
+    except QuantError:
+        return False
+
+
+def _method(config: dict[str, Any]) -> object:
+    """The `quant_method` of a `config.json`."""
+    match config.get(SECTION):
+        case {"quant_method": method}:
+            return method
+    return None
+
+
+def _is_ours(path: pathlib.Path) -> bool:
+    """True if the header of a tensor file says that fewbit wrote it."""
+    try:
+        return read_file(path)[1].get("format") == FORMAT
+    except QuantError:
+        return False
+
+
+def _checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:
+    """The small files, checked by hash; tensor files are checked by size only."""
+    shards = {entry.file for entry in manifest.tensors.values()}
+    result = {}
+    for name, entry in manifest.files.items():
+        file = path / name
+        if not file.is_file():
+            raise QuantError(f"{file} is missing; copy the whole directory again")
+        if file.stat().st_size != entry.size:
+            raise QuantError(f"{file} has {file.stat().st_size} bytes, but {entry.size} were written; copy the file again")
+        if name not in shards:
+            result[name] = content(file)
+            if sha256(result[name]) != entry.sha256:
+                raise QuantError(f"{file} was changed since it was written (its SHA-256 differs); copy the file again")
+    return result
+
+
+def _stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredTensor]:
+    """The stored tensors in the order of the manifest, checked against it."""
+    found: dict[str, StoredTensor] = {}
+    for file in dict.fromkeys(entry.file for entry in manifest.tensors.values()):
+        tensors, _ = read_file(path / file)
+        for name, tensor in tensors.items():
+            entry = manifest.tensors.get(name)
+            if entry is None or (entry.file, entry.dtype, entry.shape) != (file, tensor.dtype, tensor.shape):
+                raise QuantError(
+                    f"{path / file}: tensor {name!r} ({tensor.dtype} {tensor.shape}) does not match the manifest"
+                )
+        found |= tensors
+    if absent := [name for name in manifest.tensors if name not in found]:
+        raise QuantError(f"{path}: tensor {absent[0]!r} of the manifest is missing from {manifest.tensors[absent[0]].file}")
+    return {name: found[name] for name in manifest.tensors}
+
+
+def _records(section: object, path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The records of the quantized tensors, by name."""
+    where = f"{path / CONFIG}, section {SECTION!r}"
+    if not isinstance(section, dict) or section.get("quant_method") != QUANT_METHOD:
+        raise QuantError(f"{path / CONFIG} has no {SECTION!r} of fewbit, though the manifest is of format {FORMAT!r}")
+    found = converted(section, _Section, where)
+    return {
+        name: checked_record(form, found.schemes, found.policies, f"{where}, tensor {name!r}")
+        for name, form in found.tensors.items()
+    }
+
+
+def _info(name: str, form: dict[str, Any] | None, stored: dict[str, StoredTensor]) -> TensorInfo:
+    if form is None:
+        tensor = stored[name]
+        return TensorInfo(tensor.shape, DTYPES[tensor.dtype].name, tensor.dtype, tensor.data.size)
+    names = leaf_names(name, form)
+    scheme, shape = form["scheme"], list(stored[f"{name}.codes"].shape)
+    if len(shape) < -scheme.pack_axis:
+        raise QuantError(f"tensor {name!r} has codes of shape {tuple(shape)}, which its scheme {scheme.name} does not fit")
+    shape[scheme.pack_axis] = shape[scheme.pack_axis] * 8 // scheme.format.bits - form["slack"]
+    nbytes = sum(stored[leaf].data.size for leaf in names)
+    return TensorInfo(tuple(shape), form["dtype"].name, scheme.name, nbytes, scheme)

@@ -1,0 +1,150 @@
+"""QArrays in files: named component arrays and a JSON record."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from ..._json import Count, canonical, checked
+from ...array import QArray, Scheme, misfit
+from ...errors import QuantError
+from ...ops import Policy
+
+
+class _Record(msgspec.Struct, forbid_unknown_fields=True):
+    """JSON schema of a record."""
+
+    scheme: Count
+    dtype: str
+    slack: int
+    zero_point: bool = False
+    tensor_scale: bool = False
+    policy: Count | None = None
+    scale: "_Record | None" = None
+
+
+LEAVES = ("codes", "scale", "zero_point", "tensor_scale")
+"""The component arrays of a QArray; tensor names end in them."""
+
+
+class Table:
+    """A deduplicated list of JSON values; records refer to schemes and policies by index."""
+
+    def __init__(self) -> None:
+        self.values: list[Any] = []
+        self._places: dict[bytes, int] = {}
+
+    def place(self, value: Mapping[str, object]) -> int:
+        """The index of a value; adds a new one."""
+        key = canonical(value)
+        if key not in self._places:
+            self._places[key] = len(self.values)
+            self.values.append(value)
+        return self._places[key]
+
+
+def leaves(name: str, q: QArray) -> dict[str, jax.Array]:
+    """The component arrays by their names in files: `<name>.codes`, `<name>.scale`, ..."""
+    result: dict[str, jax.Array] = {}
+    for part in LEAVES:
+        value = getattr(q, part)
+        if isinstance(value, QArray):
+            result |= leaves(f"{name}.{part}", value)
+        elif value is not None:
+            result[f"{name}.{part}"] = value
+    return result
+
+
+def record(q: QArray, schemes: Table, policies: Table, name: str) -> dict[str, Any]:
+    """The JSON record of a QArray.
+
+    It has the indices of scheme and policy in their tables, dtype, slack, and the optional components.
+
+    Raises:
+        QuantError: for a QArray with inconsistent components, or a scheme or policy without a JSON form.
+    """
+    if reason := misfit(q):
+        raise QuantError(f"tensor {name!r} is not a valid QArray: {reason}")
+    form = q.scheme.to_json()
+    if Scheme.from_json(form).to_json() != form:
+        raise QuantError(f"tensor {name!r}: scheme {q.scheme.name} cannot be restored from its JSON form")
+    result: dict[str, Any] = {"scheme": schemes.place(form), "dtype": q.dtype.name, "slack": q.slack}
+    if q.zero_point is not None:
+        result["zero_point"] = True
+    if q.tensor_scale is not None:
+        result["tensor_scale"] = True
+    if q.policy is not None:
+        if not isinstance(q.policy, Policy):
+            raise QuantError(f"tensor {name!r} has a policy of type {type(q.policy).__name__}; files store only fb.Policy")
+        result["policy"] = policies.place(q.policy.to_json())
+    if isinstance(q.scale, QArray):
+        result["scale"] = record(q.scale, schemes, policies, f"{name}.scale")
+    return result
+
+
+def leaf_names(name: str, form: Mapping[str, Any]) -> tuple[str, ...]:
+    """The names of the component arrays of a record."""
+    scale = leaf_names(f"{name}.scale", form["scale"]) if "scale" in form else (f"{name}.scale",)
+    optional = tuple(f"{name}.{part}" for part in ("zero_point", "tensor_scale") if form.get(part))
+    return (f"{name}.codes", *scale, *optional)
+
+
+def checked_record(form: object, schemes: list[Any], policies: list[Any], where: str) -> dict[str, Any]:
+    """Checks a JSON record and resolves its scheme and policy indices.
+
+    Raises:
+        QuantError: for a record that `record` does not write.
+    """
+    result = {name: value for name, value in checked(form, _Record, where).items() if value is not None}
+    result["scheme"] = Scheme.from_json(_entry(schemes, result["scheme"], where))
+    result["dtype"] = _dtype(result["dtype"], where)
+    if "policy" in result:
+        result["policy"] = Policy.from_json(_entry(policies, result["policy"], where))
+    if "scale" in result:
+        result["scale"] = checked_record(result["scale"], schemes, policies, f"{where}.scale")
+    return result
+
+
+def qarray(name: str, form: Mapping[str, Any], load: Callable[[str], np.ndarray]) -> QArray:
+    """Loads the QArray of a checked record.
+
+    Args:
+        name: its name in the file.
+        form: the result of `checked_record`.
+        load: loads a component array by name.
+
+    Raises:
+        QuantError: when the arrays are inconsistent.
+    """
+
+    def part(which: str) -> jax.Array:
+        return jnp.asarray(load(f"{name}.{which}"))
+
+    def optional(which: str) -> jax.Array | None:
+        return part(which) if form.get(which) else None
+
+    scale = part("scale") if "scale" not in form else qarray(f"{name}.scale", form["scale"], load)
+    static = form["scheme"], form["dtype"], form["slack"], form.get("policy")
+    q = QArray(part("codes"), scale, optional("zero_point"), optional("tensor_scale"), *static)
+    if reason := misfit(q):
+        raise QuantError(f"tensor {name!r}: {reason}")
+    return q
+
+
+def _entry(table: list[Any], place: int, where: str) -> Any:
+    if not 0 <= place < len(table):
+        raise QuantError(f"{where} names entry {place} of a table of {len(table)} entries")
+    return table[place]
+
+
+def _dtype(name: str, where: str) -> np.dtype:
+    try:
+        dtype = np.dtype(jnp.dtype(name))
+    except TypeError as error:
+        raise QuantError(f"{where}: {name!r:.40} is not a dtype") from error
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise QuantError(f"{where}: dtype is {name}; a QArray has a floating dtype")
+    return dtype

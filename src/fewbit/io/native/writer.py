@@ -1,0 +1,315 @@
+"""Writer of fewbit directories.
+
+Tensors are added one at a time, files have a bounded size, and everything is read back before the directory is renamed.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from ..._json import dumped, parsed_object
+from ...array import QArray
+from ...errors import QuantError
+from ..atomic_directory import StagedDirectory
+from ..checkpoint import Tensor
+from ..files import content
+from ..output import check_output
+from ..safetensors.file import array_bytes, dtype_name, file_header, ordered, read_file
+from .manifest import FORMAT, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord, is_plain_name, sha256
+from .reader import CONFIG, QUANT_METHOD, SECTION, read_directory
+from .records import Table, leaves, record
+
+Progress = Callable[[str, str, int], None]
+
+_METADATA = {"format": FORMAT}
+# Not "model": transformers would load model.safetensors, find none of its tensors, and return a random model.
+STEM = "fewbit"
+_CHUNK = 1 << 20
+
+
+class DirectoryWriter:
+    """Writes a model directory atomically, tensor by tensor.
+
+    A context manager: tensors are added within the block; leaving it normally renames the directory to `path`, leaving it by an
+    exception (also Ctrl-C) removes it, and an existing `path` stays unchanged. Tensors stay in memory until they fill a file, so
+    memory is bounded by `max_shard_bytes` and the largest tensor. The same calls give the same bytes.
+
+    Args:
+        path: the directory to create; missing parents are created.
+        config: the model's configuration, which becomes `config.json` with a section `quantization_config` added.
+        files: tokenizer and other small files, by name.
+        facts: JSON for the manifest: the recipe, the source's hash. Not the time: files should be reproducible.
+        max_shard_bytes: the maximum size of one tensor file; a larger tensor gets its own.
+        overwrite: whether a directory that fewbit wrote, with only the files of its manifest, may be replaced at the end.
+        sources: files and directories that the tensors are read from, which the output must not be, contain or be inside of.
+        progress: called with ("write" or "verify", name of the tensor, its size in the file).
+
+    Raises:
+        QuantError: when `path` exists (without `overwrite`), or contains files that fewbit did not write (with it); when another
+            process is writing it; for a config that has a section `quantization_config` already, or a file name that is taken or
+            leads elsewhere; when the disk is full.
+
+    >>> import tempfile
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "model"
+    >>> with DirectoryWriter(path, config={"model_type": "demo"}) as writer:
+    ...     writer.add("up.weight", fb.quantize(jnp.ones((4, 64)), "nf4"))
+    >>> read_directory(path).tensors["up.weight"]
+    QArray(nf4, float32[4, 64], 144 bytes, 4.500 bits/weight)
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        config: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        max_shard_bytes: int = 2**30,
+        overwrite: bool = False,
+        sources: Iterable[str | os.PathLike[str]] = (),
+        progress: Progress | None = None,
+    ):
+        self._overwrite, self._sources = overwrite, tuple(sources)
+        self.path = check_output(path, overwrite=overwrite, sources=self._sources)
+        self._config, self._files, self._facts = dict(config or {}), dict(files or {}), dict(facts or {})
+        _check_config(self._config, self._files)
+        dumped(self._facts, "facts")
+        if max_shard_bytes < 1:
+            raise QuantError(f"max_shard_bytes is {max_shard_bytes}, must be at least 1")
+        self._limit, self._progress = max_shard_bytes, progress or (lambda stage, name, nbytes: None)
+        self._schemes, self._policies = Table(), Table()
+        self._records: dict[str, Any] = {}
+        self._names: set[str] = set()
+        self._pending: dict[str, np.ndarray] = {}
+        self._shards: list[tuple[FileRecord, dict[str, TensorRecord]]] = []
+        self._staging: StagedDirectory | None = None
+
+    def __enter__(self) -> Self:
+        self._staging = StagedDirectory(self.path, overwrite=self._overwrite)
+        try:
+            self._check_output()  # again under the lock
+        except BaseException:
+            self._staging.close()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self._finish()
+        except KeyboardInterrupt as stop:
+            if self._staged.is_committed:
+                raise type(stop)(f"interrupted, but {self.path} is already complete") from None
+            raise
+        finally:
+            self._staged.close()
+
+    def _check_output(self) -> None:
+        check_output(self.path, overwrite=self._overwrite, sources=self._sources)
+
+    @property
+    def _staged(self) -> StagedDirectory:
+        if self._staging is None:
+            raise QuantError("tensors are added within the block: with DirectoryWriter(...) as writer: writer.add(...)")
+        return self._staging
+
+    def add(self, name: str, value: object) -> None:
+        """Adds one tensor.
+
+        Args:
+            name: its name, unique.
+            value: a QArray or an array, copied now. With `fewbit.torch` imported also a tensor.
+
+        Raises:
+            QuantError: for a duplicate name, a dtype that safetensors lacks, or an inconsistent QArray.
+        """
+        assert self._staged
+        value = storable(value, name)
+        arrays = leaves(name, value) if isinstance(value, QArray) else {name: value}
+        for leaf in (name, *arrays):
+            if not leaf or leaf == "__metadata__" or leaf in self._names:
+                raise QuantError(f"tensor name {leaf!r} is taken already, or reserved; choose another")
+        if isinstance(value, QArray):
+            self._records[name] = record(value, self._schemes, self._policies, name)
+        copies = {leaf: _host_copy(array, leaf) for leaf, array in arrays.items()}
+        nbytes = sum(array.nbytes for array in copies.values())
+        if self._pending and sum(a.nbytes for a in self._pending.values()) + nbytes > self._limit:
+            self._flush()
+        self._names |= {name, *copies}
+        self._pending |= copies
+        self._progress("write", name, nbytes)
+
+    def _flush(self) -> None:
+        """Writes the pending tensors as one file, and reads it back."""
+        arrays = ordered(self._pending)
+        header = file_header(arrays, _METADATA)
+        name = _temporary_name(len(self._shards))
+        parts = [header, *map(array_bytes, arrays.values())]
+        size = sum(len(part) for part in parts)
+        self._staged.write(name, parts, size)
+        self._verify(name, arrays)
+        file_sha256, hashes = _hashes(header, arrays)
+        tensors = {
+            leaf: TensorRecord(name, dtype_name(array.dtype, leaf), array.shape, hashes[leaf])
+            for leaf, array in self._pending.items()
+        }
+        self._shards.append((FileRecord(size, file_sha256), tensors))
+        self._pending = {}
+
+    def _verify(self, file: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Compares a written file with its tensors, bit for bit."""
+        stored, _ = read_file(self._staged.path / file)
+        for name, array in arrays.items():
+            if not np.array_equal(stored[name].data, array_bytes(array)):
+                raise QuantError(
+                    f"{self.path}: tensor {name!r} reads back differently from what was written; the disk may be failing"
+                )
+            self._progress("verify", name, array.nbytes)
+
+    def _finish(self) -> None:
+        """Writes the last tensors, the config and the manifest, checks them all, and commits."""
+        if not self._names:
+            raise QuantError(f"{self.path} would have no tensors; add some before the end of the block")
+        if self._pending:
+            self._flush()
+        shards, tensors = self._numbered_shards()
+        small = {CONFIG: dumped(self._config | {SECTION: self._section}, CONFIG), **self._files}
+        files = shards | {name: FileRecord(len(text), sha256(text)) for name, text in small.items()}
+        small[MANIFEST] = Manifest(files, tensors, self._facts).text()
+        for name, text in small.items():
+            self._staged.write(name, [text], len(text))
+            if content(self._staged.path / name) != text:
+                raise QuantError(
+                    f"{self.path}: {name} reads back differently from what was written; the disk may be failing"
+                )
+        read_directory(self._staged.path)
+        self._check_output()  # files may have been added to the target
+        self._staged.commit()
+
+    def _numbered_shards(self) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
+        """Renames the tensor files to `-00001-of-00002`; returns their records and tensors."""
+        files: dict[str, FileRecord] = {}
+        tensors: dict[str, TensorRecord] = {}
+        for index, (file, entries) in enumerate(self._shards):
+            name = _shard_name(index, len(self._shards))
+            self._staged.rename(_temporary_name(index), name)
+            files[name] = file
+            tensors |= {leaf: dataclasses.replace(entry, file=name) for leaf, entry in entries.items()}
+        return files, tensors
+
+    @property
+    def _section(self) -> dict[str, Any]:
+        """The section of `config.json` with schemes, policies and QArray records."""
+        tables = {"schemes": self._schemes.values, "policies": self._policies.values}
+        return {"quant_method": QUANT_METHOD, "version": VERSION, **tables, "tensors": self._records}
+
+
+@functools.singledispatch
+def storable(value: object, name: str) -> Tensor:
+    """Converts a value to an array or QArray; `fewbit.torch` registers its tensors."""
+    if not isinstance(value, QArray | np.ndarray | np.generic | jax.Array):
+        hint = ". fb.save writes any tree or module"
+        if type(value).__module__.split(".")[0] == "torch":
+            hint = "; import fewbit.torch first"
+        raise QuantError(f"tensor {name!r} is a {type(value).__name__}; expected an array or a QArray{hint}")
+    found: Any = value
+    return found
+
+
+def write(
+    path: str | os.PathLike[str],
+    tensors: Mapping[str, Any],
+    *,
+    config: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
+    facts: Mapping[str, Any] | None = None,
+    max_shard_bytes: int = 2**30,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> pathlib.Path:
+    """Writes named tensors as a fewbit directory, atomically; `fb.save` writes trees.
+
+    Args:
+        path: the directory to create.
+        tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors, such as those of a `state_dict()`. A lazy
+            mapping is indexed one name at a time.
+        config: as for `DirectoryWriter`, like the other arguments.
+
+    Returns:
+        The directory.
+
+    Raises:
+        QuantError: as `DirectoryWriter`, and for tensors that are a tree or a module.
+    """
+    if not isinstance(tensors, Mapping):
+        raise QuantError(
+            f"tensors is a {type(tensors).__name__}; io.write takes arrays and QArrays by name. fb.save writes any tree or module"
+        )
+    with DirectoryWriter(
+        path,
+        config=config,
+        files=files,
+        facts=facts,
+        max_shard_bytes=max_shard_bytes,
+        overwrite=overwrite,
+        progress=progress,
+    ) as writer:
+        for name in tensors:
+            writer.add(name, tensors[name])
+    return writer.path
+
+
+def _check_config(config: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    if SECTION in config:
+        raise QuantError(f"config already has a {SECTION!r}, which the writer adds; remove it")
+    parsed_object(dumped(config, "config"), "config")
+    for name, data in files.items():
+        if not isinstance(data, bytes):
+            raise QuantError(f"file {name!r} is a {type(data).__name__}; pass its content as bytes")
+        if not is_plain_name(name) or name in (CONFIG, MANIFEST) or name.endswith(".safetensors"):
+            raise QuantError(f"a file cannot be called {name!r}: a plain name that fewbit does not use itself is expected")
+
+
+def _host_copy(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
+    """A little-endian, contiguous copy of an array in host memory."""
+    if not isinstance(array, np.ndarray | np.generic | jax.Array):
+        raise QuantError(
+            f"tensor {name!r} is a {type(array).__name__}; expected an array or a QArray. fb.save writes any tree or module"
+        )
+    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
+    dtype_name(dtype, f"tensor {name!r}")
+    return np.array(array, dtype, order="C")
+
+
+def _hashes(header: bytes, arrays: Mapping[str, np.ndarray]) -> tuple[str, dict[str, str]]:
+    """The SHA-256 of a tensor file and of each tensor, in one pass."""
+    file, tensors = hashlib.sha256(header), {}
+    for name, array in arrays.items():
+        data, tensor = array_bytes(array), hashlib.sha256()
+        for start in range(0, len(data), _CHUNK):
+            chunk = data[start : start + _CHUNK]
+            file.update(chunk)
+            tensor.update(chunk)
+        tensors[name] = tensor.hexdigest()
+    return file.hexdigest(), tensors
+
+
+def _temporary_name(index: int) -> str:
+    """The name of a tensor file while their number is unknown."""
+    return f"{STEM}-{index + 1:05d}.safetensors"
+
+
+def _shard_name(index: int, count: int) -> str:
+    if count == 1:
+        return f"{STEM}.safetensors"
+    return f"{STEM}-{index + 1:05d}-of-{count:05d}.safetensors"

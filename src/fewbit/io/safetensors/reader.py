@@ -1,0 +1,124 @@
+"""Reader of Hugging Face safetensors files and directories."""
+
+import fnmatch
+import pathlib
+
+import msgspec
+import numpy as np
+
+from ..._json import converted, file_text, parsed_object
+from ...errors import QuantError
+from ..checkpoint import Checkpoint, TensorInfo, Tensors
+from ..files import content
+from ..native.manifest import FORMAT, is_plain_name
+from ..native.reader import CONFIG
+from .file import DTYPES, StoredTensor, read_file
+
+INDEX = "model.safetensors.index.json"
+_SINGLE = "model.safetensors"
+# Tokenizers, chat templates, generation config, image and audio processors, licences: patterns of lower-case names.
+_SIDE_FILES = (
+    "tokenizer*.json",
+    "tokenizer*.model*",
+    "*.tiktoken",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*.json",
+    "vocab*.txt",
+    "merges.txt",
+    "spiece.model",
+    "sentencepiece*.model",
+    "*.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "*processor_config.json",
+    "licen[cs]e*",
+    "notice*",
+    "copying*",
+    "use_policy*",
+)
+_CHAT_TEMPLATES = "additional_chat_templates"
+
+
+class _Index(msgspec.Struct):
+    """JSON schema of an index, from tensor names to file names."""
+
+    weight_map: dict[str, str]
+
+
+def read_safetensors_file(path: pathlib.Path) -> Checkpoint:
+    """Opens one safetensors file; its metadata is the `__metadata__` of its header.
+
+    Raises:
+        QuantError: when the file is damaged, or is one file of a fewbit directory.
+    """
+    tensors, metadata = read_file(path)
+    if metadata.get("format") == FORMAT:
+        raise QuantError(f"{path} is part of a directory that fewbit wrote; pass the directory {path.parent}")
+    return Checkpoint(path, "safetensors", _tensors(tensors), dict(metadata))
+
+
+def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
+    """Opens a directory with one safetensors file, or several and an index.
+
+    `config.json` becomes the metadata; tokenizer, chat template, generation, processor and licence files are kept as bytes.
+
+    Raises:
+        QuantError: when a file is missing or damaged, or a tensor is in two files.
+    """
+    notes: tuple[str, ...] = ()
+    if (path / INDEX).is_file():
+        stored, notes = _indexed(path)
+    else:
+        stored, _ = read_file(_only_file(path))
+    config = path / CONFIG
+    metadata = parsed_object(file_text(config, "configuration"), str(config)) if config.is_file() else {}
+    files = {
+        file.name: content(file)
+        for file in sorted(path.iterdir())
+        if file.is_file() and any(fnmatch.fnmatchcase(file.name.lower(), pattern) for pattern in _SIDE_FILES)
+    }
+    if (path / _CHAT_TEMPLATES).is_dir():
+        notes = (*notes, f"the directory {_CHAT_TEMPLATES} is not read; copy it by hand if you need it")
+    return Checkpoint(path, "safetensors", _tensors(stored), metadata, files, notes=notes)
+
+
+def _tensors(stored: dict[str, StoredTensor]) -> Tensors:
+    info = {name: TensorInfo(t.shape, DTYPES[t.dtype].name, t.dtype, t.data.size) for name, t in stored.items()}
+
+    def load(name: str) -> np.ndarray:
+        return stored[name].array()
+
+    return Tensors(info, load)
+
+
+def _only_file(path: pathlib.Path) -> pathlib.Path:
+    """The only tensor file of a directory without an index."""
+    if (path / _SINGLE).is_file():
+        return path / _SINGLE
+    found = sorted(path.glob("*.safetensors"))
+    if len(found) != 1:
+        names = ", ".join(file.name for file in found)
+        raise QuantError(f"{path} has {len(found)} safetensors files ({names}) and no {INDEX}; pass one of the files")
+    return found[0]
+
+
+def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
+    """The tensors of the index, and a note on tensors that it omits."""
+    where = str(path / INDEX)
+    weight_map = converted(parsed_object(file_text(path / INDEX, "index"), where), _Index, where).weight_map
+    files = dict.fromkeys(weight_map.values())
+    for file in files:
+        if not is_plain_name(file):
+            raise QuantError(f"{where} names the file {file!r}; only files of the directory itself are expected")
+        if not (path / file).is_file():
+            raise QuantError(f"{path / file} is missing, though {INDEX} names it; download it again")
+    by_file = {file: read_file(path / file)[0] for file in files}
+    for name, file in weight_map.items():
+        if name not in by_file[file]:
+            raise QuantError(f"{path / file} lacks tensor {name!r}, which is there according to {INDEX}")
+    extra = [name for file, tensors in by_file.items() for name in tensors if weight_map.get(name) != file]
+    tensors = {name: by_file[file][name] for name, file in weight_map.items()}
+    if not extra:
+        return tensors, ()
+    return tensors, (f"{len(extra)} tensors are in the files but not in the index, and are left out: {', '.join(extra)}",)

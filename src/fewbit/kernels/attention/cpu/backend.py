@@ -1,0 +1,91 @@
+"""Attention in C++ on CPU, an FFI call to `cpu.cc`."""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ....array import QArray
+from ...backend import AbstractBackend
+from ...extension import device_refusal, extension
+from ...platforms import on_platform
+from ...qmatmul.cpu.ffi import LEVELS, code_values, scale_buffers
+from ...qmatmul.problem import Operand
+from ..problem import AttentionProblem, Block, KVValues
+from ..reference import BACKENDS, attended
+
+_FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cpu(AbstractBackend[AttentionProblem]):
+    """C++ for the CPU; reads the KV cache in place and skips masked positions.
+
+    Attributes:
+        isa: the instruction set to use, if the machine has it: avx512, avx2, portable (on arm64: NEON); None: the best.
+    """
+
+    name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
+    isa: str | None = None
+
+    def unsupported(self, problem: AttentionProblem) -> str | None:
+        if missing := extension("fewbit.kernels.attention._cpu").missing:
+            return missing
+        if len(problem.keys) != 1:
+            return f"keys and values come in {len(problem.keys)} blocks; it takes one"
+        if problem.q.dtype not in _FLOATS:
+            return f"the queries are {problem.q.dtype}, must be one of {', '.join(_FLOATS)}"
+        return _refused("keys", problem.keys[0]) or _refused("values", problem.values[0])
+
+    def not_chosen(self, problem: AttentionProblem) -> str | None:
+        if not any(problem.has_layers):
+            return "keys and values are no layer of a KV cache, and a recipe can have rules for the products of plain JAX"
+        return device_refusal()
+
+    def run(self, problem: AttentionProblem, *operands: PyTree) -> jax.Array:
+        q, (block,) = operands
+        layer = None if block.layer is None else jnp.int32(block.layer)
+
+        def reference(q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
+            return attended(q, [Block(keys, values, seen, layer)])
+
+        def native(q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
+            if layer is None:
+                keys, values = jax.tree.map(lambda a: a[None], (keys, values))  # [1, B, K, S, h]
+                layer = jnp.zeros((), jnp.int32)
+            key_buffers, key_words = _buffers("key", keys)
+            value_buffers, value_words = _buffers("value", values)
+            call = jax.ffi.ffi_call("fewbit_attention", jax.ShapeDtypeStruct(q.shape, q.dtype), vmap_method="sequential")
+            level = np.int64(LEVELS.index(self.isa) if self.isa else -1)
+            return call(q, *key_buffers, *value_buffers, seen, layer.reshape(1), level=level, **key_words, **value_words)
+
+        return on_platform("cpu", native, reference)(q, block.keys, block.values, block.seen, layer)
+
+
+def _refused(name: str, operand: Operand) -> str | None:
+    """Why the kernel cannot read keys or values, or None."""
+    scheme = operand.scheme
+    if scheme is None and operand.dtype not in _FLOATS:
+        return f"the {name} are {operand.dtype}, must be one of {', '.join(_FLOATS)}"
+    if scheme is not None and (scheme.packing.interleave or scheme.packing.high_first):
+        return f"the codes of the {name} are interleaved or high bits first; it takes them in order, low bits first"
+    return None
+
+
+def _buffers(name: str, values: KVValues) -> tuple[tuple[jax.Array, ...], dict[str, np.generic]]:
+    """The buffers and attributes of keys or values `[L, B, K, S, h]`."""
+    bits, kind, unit = 0, 0, 1.0
+    if isinstance(values, QArray):
+        kind, numbers, unit = code_values(values.scheme)
+        bits, buffers = values.scheme.format.bits, (values.codes, *scale_buffers(values), jnp.asarray(numbers))
+    else:
+        nothing = jnp.zeros(0, jnp.float32)
+        buffers = (values, nothing, nothing, nothing)
+    return buffers, {f"{name}_bits": np.int64(bits), f"{name}_codes": np.int64(kind), f"{name}_unit": np.float32(unit)}
+
+
+BACKENDS.add("cpu", Cpu())

@@ -1,0 +1,1 @@
+"""Pallas code that several kernels share."""

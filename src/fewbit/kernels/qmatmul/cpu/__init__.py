@@ -1,0 +1,1 @@
+"""The CPU backends of qmatmul, in C++."""

@@ -1,0 +1,129 @@
+"""CPU matmul backend: compiled kernels for quantized weights.
+
+One operand is quantized, in any scheme, and the other is float32, bfloat16 or float16; or both have integer codes.
+Codes are decoded exactly, products summed in float32 (in a fixed order, independent of the number of threads), and the result
+is rounded once to its dtype. Two integer operands are summed exactly in int32 and scaled afterwards.
+"""
+
+import dataclasses
+from typing import ClassVar
+
+import jax
+from jax.typing import DTypeLike
+
+from ....array import QArray, Scheme
+from ....array.packing import codes_per_unit
+from ...extension import device_refusal, extension
+from ..matrix_view import Stack
+from ..paired import pair_refusal
+from ..problem import Operand, Problem, refused_precision
+from ..ragged import RAGGED, AbstractRaggedKernel, RaggedProblem
+from ..reference import BACKENDS
+from ..stacked import AbstractStackKernel
+from .ffi import native_product
+from .int8_ffi import native_integers
+
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cpu(AbstractStackKernel):
+    """C++ kernels for AVX-512, AVX2, NEON, and any processor.
+
+    Attributes:
+        isa: the instruction set to use, if the machine has it: avx512, avx2, portable (on arm64: NEON); None: the best.
+    """
+
+    name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
+    isa: str | None = None
+
+    def unsupported(self, problem: Problem) -> str | None:
+        return extension("fewbit.kernels.qmatmul._cpu").missing or super().unsupported(problem)
+
+    def refused_pair(self, problem: Problem) -> str | None:
+        return extension("fewbit.kernels.qmatmul._integers").missing or pair_refusal(problem)
+
+    def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
+        wrong = _refused_dtypes(x.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
+        return wrong or _refused_scheme(stack)
+
+    def not_chosen(self, problem: Problem) -> str | None:
+        return device_refusal()
+
+    def about(self) -> str:
+        isa = self.isa or extension("fewbit.kernels.qmatmul._cpu").isa
+        return f"compiled for {isa}; programs for other platforms use their own kernels, or the reference"
+
+    def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
+        del precision  # `refused_precision` accepts what float32 satisfies; a lower precision would not be faster (cpu.cc)
+        return native_product(x, q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
+
+    def picked(
+        self, x: jax.Array, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
+    ) -> jax.Array:
+        del precision
+        return native_product(x, q, index, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
+
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
+        return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuRagged(AbstractRaggedKernel):
+    """The same for ragged_dot; the matrix of an empty group is not read.
+
+    Attributes:
+        isa: as in `Cpu`.
+    """
+
+    name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
+    isa: str | None = None
+
+    def unsupported(self, problem: RaggedProblem) -> str | None:
+        return extension("fewbit.kernels.qmatmul._cpu").missing or super().unsupported(problem)
+
+    def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
+        wrong = _refused_dtypes(problem.lhs.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
+        return wrong or _refused_scheme(stack)
+
+    def not_chosen(self, problem: RaggedProblem) -> str | None:
+        return device_refusal()
+
+    def grouped(
+        self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
+    ) -> jax.Array:
+        del precision  # as in `Cpu`
+        return native_product(x[None], q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa, sizes=sizes)[0]
+
+
+def _refused_dtypes(x: str, result: str) -> str | None:
+    """Why the kernels do not support these dtypes, or None."""
+    if x in FLOATS and result in FLOATS:
+        return None
+    return f"it multiplies {x} into {result}; both must be one of {', '.join(FLOATS)}"
+
+
+def _refused_scheme(stack: Stack) -> str | None:
+    """Why the kernels do not support a scheme, or None."""
+    scheme = stack.scheme
+    axis = stack.merged[scheme.pack_axis + 2]
+    group = 1
+    if scheme.packing != type(scheme.packing)():
+        group = codes_per_unit(scheme.format.bits, scheme.packing)
+    if axis.tile is not None and axis.tile % group:
+        return f"codes are permuted in groups of {group}, across tiles of {axis.tile}"
+    if isinstance(scheme.scale, Scheme) and scheme.scale.format.bits != 8:
+        return f"its scales are {scheme.scale.name}; quantized scales must have 8 bits"
+    return None
+
+
+def reads_packed_weights() -> bool:
+    """True where packed weights are faster: one CPU device with the extension built."""
+    built = extension("fewbit.kernels.qmatmul._cpu").missing is None
+    return built and jax.default_backend() == "cpu" and device_refusal() is None
+
+
+BACKENDS.add("cpu", Cpu())
+RAGGED.add("cpu", CpuRagged())

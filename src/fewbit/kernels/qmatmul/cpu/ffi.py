@@ -1,0 +1,138 @@
+"""The FFI call of the dequantizing CPU GEMM."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ....array import QArray
+from ....array.packing import codes_per_unit
+from ....array.quantize import dequantize, scale_values
+from ....array.scheme import Scheme
+from ....formats import AbstractFormat, Integer
+from ..matrix_view import contracted_axis
+
+TARGET = "fewbit_qmatmul"
+
+_TABLE, _SIGNED, _UNSIGNED, _E4M3, _E5M2 = range(5)
+_NO_ZERO, _WHOLE, _OFFSET = range(3)
+LEVELS = ("portable", "avx2", "avx512")
+
+
+def native_product(
+    x: jax.Array,
+    q: QArray,
+    picked: jax.Array | None,
+    *,
+    contracts_cols: bool,
+    dtype: DTypeLike,
+    isa: str | None = None,
+    sizes: jax.Array | None = None,
+) -> jax.Array:
+    """`y[b] = x[b] @ w[b]` or `x[b] @ w[b].T`, as `AbstractStackKernel.stacked`; x may be float16.
+
+    Args:
+        x: `[B, M, K]`.
+        q: `[B, R, C]`.
+        picked: the index of the one matrix of `q` to multiply with (B of `x` is 1); None: matrix b with `x[b]`.
+        contracts_cols: whether K is C, or R.
+        dtype: that of the result.
+        isa: the instruction set to use, if the machine has it; None: the best.
+        sizes: rows of `x` (whose B is 1) per matrix of `q`, int32; rows beyond their sum give zeros.
+    """
+    scheme, lengths = q.scheme, list(q.shape[1:])
+    order = _stream_order(scheme)
+    if order.size:
+        lengths[scheme.pack_axis + 2] = -(-lengths[scheme.pack_axis + 2] // order.size) * order.size
+    kind, values, unit = code_values(scheme)
+    scale, scale_table = scale_buffers(q)
+    role, zero, zero_table = _stored_zeros(q)
+    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - contracted_axis(contracts_cols)]), dtype)
+    return jax.ffi.ffi_call(TARGET, result)(
+        x,
+        q.codes,
+        scale,
+        scale_table,
+        zero,
+        zero_table,
+        _flat(q.tensor_scale, jnp.float32),
+        jnp.asarray(values),
+        _flat(picked, jnp.int32),
+        _flat(sizes, jnp.int32),
+        contracts_cols=contracts_cols,
+        packed_cols=scheme.pack_axis == -1,
+        rows=np.int64(lengths[0]),
+        cols=np.int64(lengths[1]),
+        bits=np.int64(scheme.format.bits),
+        row_tile=np.int64(q.tiles[1] or lengths[0]),
+        col_tile=np.int64(q.tiles[2] or lengths[1]),
+        codes=np.int64(kind),
+        role=np.int64(role),
+        unit=np.float32(unit),
+        level=np.int64((None, *LEVELS).index(isa) - 1),
+        order=order,
+    )
+
+
+def _stream_order(scheme: Scheme) -> np.ndarray:
+    """The code at each position of a packed group; empty if in order."""
+    packing, bits = scheme.packing, scheme.format.bits
+    if not packing.interleave and not packing.high_first:
+        return np.zeros(0, np.int32)
+    unit = codes_per_unit(bits, packing)
+    group = packing.interleave or (0,)
+    places = np.arange(unit)
+    if packing.high_first:
+        places = places.reshape(-1, 8 // bits)[:, ::-1].reshape(-1)
+    return (places // len(group) * len(group) + np.asarray(group)[places % len(group)]).astype(np.int32)
+
+
+def code_values(scheme: Scheme) -> tuple[int, np.ndarray, float]:
+    """How the kernels decode a scheme: the kind, the 256-entry table, and a common factor."""
+    fmt = scheme.format
+    if isinstance(fmt, Integer) and fmt.bits >= 4 and (fmt.step == 1 or scheme.zero_point is None):
+        return (_SIGNED if fmt.signed else _UNSIGNED), _table(fmt) / np.float32(fmt.step), fmt.step
+    if fmt.name in ("e4m3fn", "e5m2") and scheme.zero_point is None:
+        kind, factor = {"e4m3fn": (_E4M3, 2.0**8), "e5m2": (_E5M2, 1.0)}[fmt.name]
+        return kind, _table(fmt) / np.float32(factor), factor
+    return _TABLE, _table(fmt), 1.0
+
+
+def _table(fmt: AbstractFormat) -> np.ndarray:
+    """The value of each of 256 codes; those of narrower formats repeat."""
+    values = fmt.values().astype(np.float32)
+    full = np.concatenate([values, np.repeat(values[-1:], 2**fmt.bits - len(values))])
+    return np.tile(full, 256 // len(full))
+
+
+def scale_buffers(q: QArray) -> tuple[jax.Array, jax.Array]:
+    """The stored scales, and the table of their values if they are stored as codes."""
+    stored = q.scheme.scale
+    if isinstance(stored, AbstractFormat):
+        return q.scale, jnp.asarray(_table(stored))
+    if not isinstance(stored, Scheme):
+        return q.scale, _flat(None, jnp.float32)
+    if stored.format.bits == 8 and q.scale.scale.size == 1 and q.scale.tensor_scale is None:
+        codes = jnp.arange(256, dtype=jnp.uint8).reshape(1, 1, 256)
+        every = QArray(codes, q.scale.scale, q.scale.zero_point, None, stored.with_tiles((None,) * 3, -1), q.scale.dtype)
+        return q.scale.codes, dequantize(every, jnp.float32).reshape(256)
+    return scale_values(q), _flat(None, jnp.float32)
+
+
+def _stored_zeros(q: QArray) -> tuple[int, jax.Array, jax.Array]:
+    """The kind of the zero points, their stored form, and their table."""
+    empty = _flat(None, jnp.float32)
+    if q.zero_point is None:
+        return _NO_ZERO, jnp.zeros((1, 1, 1), jnp.float32), empty
+    # One zero point may apply to all blocks of an axis; the kernel reads one for each scale.
+    zero = jnp.broadcast_to(q.zero_point, (q.zero_point.shape[0], *q.scale.shape[1:]))
+    if isinstance(q.scheme.zero_point, AbstractFormat):
+        return _WHOLE, zero, jnp.asarray(_table(q.scheme.zero_point))
+    return _OFFSET, zero, empty
+
+
+def _flat(array: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+    """The array with one axis; an empty one of `dtype` for None."""
+    if array is None:
+        return jnp.zeros(0, dtype)
+    return array.reshape(-1)

@@ -1,0 +1,1 @@
+"""The GPU backends of qmatmul, in Triton."""

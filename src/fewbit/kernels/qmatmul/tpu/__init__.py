@@ -1,0 +1,1 @@
+"""The TPU backends of qmatmul, in Pallas."""

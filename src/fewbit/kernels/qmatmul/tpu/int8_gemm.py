@@ -1,0 +1,227 @@
+"""TPU kernel for two quantized operands: int8 or FP8 matmul, then scaling.
+
+**Bound.** Decode: the bytes of the weight, each read once as stored. Prefill: the matrix unit, which multiplies int8 twice as fast
+as bfloat16 on v5e, v5p and v6e. Codes are unpacked to bytes in VMEM and never converted to float before they are summed, so
+decoding is cheap: by the compiler's schedules for v5e a block of 1024 x 512 int4 codes in tiles of 64 takes 467 cycles for 16
+rows, where decoding them to scaled bfloat16 takes 708 (`pallas_tpu.py`), and loading their bytes 530.
+
+**Bytes from nibbles without planes.** The bytes of a register are stacked along sublanes, and so are the two nibbles of a byte in
+an int4 register: byte i has the rows 2i (low) and 2i + 1 (high), which is fewbit's packing. So `pltpu.bitcast` gives
+`[K, N]` numbers from `[K/2, N]` bytes without an operation, and one conversion makes bytes of them; the activations stay in
+order. Bytes packed along lanes are transposed first. Unsigned codes are shifted by half their range with one XOR of the byte,
+and so are their zero points.
+
+**Scales along the contraction.** The product of each tile is summed exactly, then scaled and accumulated in float32. Tiles shorter
+than the matrix unit is deep waste the rest of it (128 codes on v5e, 256 on v6e). For many rows the vector unit, which
+scales and adds `M x N` sums per tile, is the bound; so per-row scales of x are applied to the total. Scales are passed as
+float32, laid out like the result: one per tile and column of it, one per tile and row of x.
+
+**Zero points.** With codes c and d and zero points z and w, `sum((c - z) (d - w)) = sum(c d) - w sum(c - z) - z sum(d)`. The
+sums of x are computed before the kernel; those of the weight's codes by a product with ones, which are zero past the
+contraction. All of it is exact in int32.
+
+**Any shape.** x is zero-padded to full blocks, so that the values past the weight's end do not count: an integer times zero is zero.
+FP8 bytes, which may be NaN there, are replaced.
+
+**Rejected.** A product of int8 with int4: Mosaic has none of mixed types. Nibbles extracted by masks, as two planes with x split
+for them: as fast without tiles, but a tile then has half its depth in each plane. v4 is not supported, since Mosaic has no int8
+matmul there.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import ManualAxisType
+from jax.typing import DTypeLike
+
+from ....array import QArray
+from ....array.quantize import expanded_scale, expanded_zero_point
+from ....formats import AbstractFormat
+from ..code_product import native_float
+from ..matrix_view import contracted_axis
+from .blocks import PAIRS, Block, Config
+from .int8_blocks import Pair
+from .kernel import over_stack, varying_axes
+
+
+def paired_stacks(
+    x: QArray, q: QArray, *, contracts_last: bool, result: DTypeLike, config: Config = PAIRS, interpret: bool = False
+) -> jax.Array:
+    """`AbstractStackKernel.paired`; other arguments as in `pallas_tpu.stacked_product`.
+
+    x `[B, M, K]` has one code per byte and tiles along K only; if scales vary along K on both sides, their tiles are equal.
+    Integer sums are exact within a tile; tiles are added in float32.
+    """
+    pair = Pair.of(x, q, contracts_last=contracts_last, result=result, config=config)
+    arrays = arrays_of(pair, x, q)
+    call = _call(pair, arrays, interpret, varying_axes(x, q))
+    y = over_stack(call, list(arrays.values()), len(x.codes))
+    return y[..., : pair.n].astype(result)
+
+
+def arrays_of(pair: Pair, x: QArray, q: QArray) -> dict[str, jax.Array]:
+    """The kernel's inputs: bytes, float32 scales and int32 zero points."""
+    at, wide = contracted_axis(pair.contracts_last), pair.grid[2] * pair.blocks[1]
+    arrays = {"x": jnp.pad(_numbers(pair.left, x.codes), ((0, 0), (0, 0), (0, wide - pair.k))), "codes": q.codes}
+    arrays["x_scale"] = _along(expanded_scale(x, but=2), 2, pair.lengths[0])
+    arrays["scale"] = _along(expanded_scale(q, but=at), at, pair.lengths[2])
+    x_zero, zero, offset = None, jnp.zeros((1, 1, 1), jnp.int32), 0
+    if x.zero_point is not None:
+        x_zero = expanded_zero_point(x, but=2)
+    if pair.is_whole and q.scheme.format.min == 0:
+        offset = 2 ** (q.scheme.format.bits - 1)  # `_decoded` subtracts it
+    if q.zero_point is not None:
+        zero = expanded_zero_point(q, but=at)
+    if q.zero_point is not None or offset:
+        arrays["x_sums"] = _along(_sums(pair, x.codes, x_zero), 2, pair.lengths[0])
+        arrays["zero"] = _along(zero - offset, at, pair.lengths[2])
+    if x_zero is not None:
+        arrays["x_zero"] = _along(x_zero, 2, pair.lengths[0])
+        arrays["ones"] = jnp.broadcast_to((jnp.arange(wide, dtype=jnp.int32) < pair.k).astype(jnp.int8), (1, 8, wide))
+    return arrays
+
+
+def blocks_of(pair: Pair, x: QArray, q: QArray) -> list[Block]:
+    """The blocks of every input and the result; operands may be shapes."""
+    arrays = jax.eval_shape(functools.partial(arrays_of, pair), x, q)
+    read = [pair.array(name, array.dtype, array.shape[1]) for name, array in arrays.items()]
+    return [*read, pair.array("y", pair.result, 1)]
+
+
+def _along(scale: jax.Array, at: int, length: int) -> jax.Array:
+    """Scales of an operand contracted along `at`, as zero-padded `[B, tiles, length]`."""
+    if at == 2:
+        scale = scale.swapaxes(1, 2)
+    if scale.shape[2] == 1:
+        return jnp.broadcast_to(scale, (*scale.shape[:2], length))
+    return jnp.pad(scale, ((0, 0), (0, 0), (0, length - scale.shape[2])))
+
+
+def _sums(pair: Pair, codes: jax.Array, zero: jax.Array | None) -> jax.Array:
+    """The sums of x's codes minus zero points in each tile, `[B, M, tiles]`."""
+    tile = pair.tile or pair.k
+    numbers = jax.lax.bitcast_convert_type(codes, jnp.int8).astype(jnp.int32)
+    cut = jnp.pad(numbers, ((0, 0), (0, 0), (0, -pair.k % tile))).reshape(*numbers.shape[:2], -1, tile)
+    lengths = np.minimum(tile, pair.k - tile * np.arange(pair.tiles, dtype=np.int32)).astype(np.int32)
+    sums = cut.sum(3)  # [B, M, tiles]
+    if zero is not None:
+        sums = sums - zero * jnp.asarray(lengths)[None, None]
+    return sums
+
+
+def _numbers(fmt: AbstractFormat, codes: jax.Array) -> jax.Array:
+    """Bytes as int8 or an 8-bit float."""
+    dtype = native_float(fmt)
+    if dtype is None:
+        dtype = jnp.int8
+    return jax.lax.bitcast_convert_type(codes, dtype)
+
+
+# --- the kernel ---
+
+
+def _call(pair: Pair, arrays: dict[str, jax.Array], interpret: bool, varying: ManualAxisType) -> Callable[..., jax.Array]:
+    """The kernel as a function of one matrix's arrays."""
+    read = [pair.array(name, array.dtype, array.shape[1]) for name, array in arrays.items()]
+    out = pair.array("y", pair.result, 1)
+    sums = jnp.int32 if pair.is_whole and pair.tiles == 1 else jnp.float32
+    return pl.pallas_call(
+        functools.partial(_kernel, pair, tuple(arrays)),
+        grid=pair.grid,
+        in_specs=[pl.BlockSpec(block.block, block.index) for block in read],
+        out_specs=pl.BlockSpec(out.block, out.index),
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=varying),
+        scratch_shapes=[pltpu.VMEM(out.block, sums)],
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=32 << 20
+        ),
+        interpret=interpret,
+        name="fewbit_paired_qmatmul",
+    )
+
+
+def _kernel(pair: Pair, names: tuple[str, ...], *refs: jax.Ref) -> None:
+    """One grid step: the products of the tiles of a block."""
+    *read, y, total = refs
+    inputs, step = dict(zip(names, read, strict=True)), pl.program_id(2)
+
+    @pl.when(step == 0)
+    def _() -> None:
+        total[...] = jnp.zeros(total.shape, total.dtype)
+
+    scales = {name: _columns(name, inputs[name]) for name in names if name not in ("x", "codes", "ones")}
+    has_one_per_row = scales["x_scale"].shape[1] == 1  # then the total is scaled, and not the sums of each tile
+    codes, axis = _decoded(pair, inputs["codes"][...], step)
+    for i in range(pair.block_tiles):
+        tile = slice(i * (pair.tile or 0), min((i + 1) * (pair.tile or pair.blocks[1]), pair.blocks[1]))
+        own = jax.lax.slice_in_dim(codes, tile.start, tile.stop, axis=axis)
+        sums = _dot(inputs["x"][:, tile], own, axis)  # [M, N]
+        if "x_zero" in inputs:
+            sums = sums - _of_tile("x_zero", scales, i) * _dot(inputs["ones"][:, tile], own, axis)[:1]
+        if pair.tiles == 1:
+            total[...] += sums
+        else:
+            scaled = _scaled(sums, scales, i, but_rows=has_one_per_row)
+            if pair.tiles % pair.block_tiles:
+                scaled = jnp.where(step * pair.block_tiles + i < pair.tiles, scaled, 0.0)
+            total[...] += scaled
+
+    @pl.when(step == pair.grid[2] - 1)
+    def _() -> None:
+        sums = total[...]
+        if pair.tiles == 1:
+            sums = _scaled(sums, scales, 0)
+        elif has_one_per_row:
+            sums = sums * scales["x_scale"]
+        y[...] = sums.astype(y.dtype)
+
+
+def _columns(name: str, ref: jax.Ref) -> jax.Array:
+    """Scales as they broadcast to the result; those of x as columns."""
+    if name.startswith("x_"):
+        return ref[...].T
+    return ref[...]
+
+
+def _of_tile(name: str, scales: dict[str, jax.Array], tile: int) -> jax.Array:
+    """The scales of one tile: a column for x, a row else."""
+    scale, axis = scales[name], int(name.startswith("x_"))
+    at = min(tile, scale.shape[axis] - 1)
+    return jax.lax.slice_in_dim(scale, at, at + 1, axis=axis)
+
+
+def _scaled(sums: jax.Array, scales: dict[str, jax.Array], tile: int, *, but_rows: bool = False) -> jax.Array:
+    """Scales the sums of one tile (`but_rows`: not by x's scales), less zero points."""
+    if "zero" in scales:
+        sums = sums - _of_tile("x_sums", scales, tile) * _of_tile("zero", scales, tile)
+    sums = sums.astype(jnp.float32)
+    if not but_rows:
+        sums = sums * _of_tile("x_scale", scales, tile)
+    return sums * _of_tile("scale", scales, tile)
+
+
+def _dot(x: jax.Array, codes: jax.Array, axis: int) -> jax.Array:
+    dtype = jnp.int32 if codes.dtype == jnp.int8 else jnp.float32
+    return jax.lax.dot_general(x, codes, (((1,), (axis,)), ((), ())), preferred_element_type=dtype)
+
+
+def _decoded(pair: Pair, packed: jax.Array, step: jax.Array) -> tuple[jax.Array, int]:
+    """The unpacked codes of a block of bytes, and their contracted axis."""
+    k_axis = int(pair.contracts_last)
+    if not pair.is_whole:
+        if pair.grid[2] * pair.blocks[1] > pair.lengths[1]:
+            place = jax.lax.broadcasted_iota(jnp.int32, packed.shape, k_axis) + step * pair.blocks[1]
+            packed = jnp.where(place < pair.k, packed.astype(jnp.int32), 0).astype(jnp.uint8)
+        return _numbers(pair.right, packed), k_axis
+    if pair.right.min == 0:
+        packed = packed ^ jnp.uint8({1: 0x80, 2: 0x88}[pair.codes])
+    if pair.codes == 1:
+        return _numbers(pair.right, packed), k_axis
+    if pair.packs_last:
+        packed, k_axis = packed.T, 1 - k_axis
+    return pltpu.bitcast(packed, jnp.int4).astype(jnp.int8), k_axis

@@ -1,0 +1,1 @@
+"""The CPU backend of quantize and dequantize, in C++."""

@@ -1,0 +1,266 @@
+"""Quantize and dequantize in C++ on CPU, FFI calls to `cpu.cc`."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import ClassVar, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import PyTree
+
+from ...._tiles import Tile, tile_counts
+from ....array import QArray, Scheme
+from ....array.quantize import assembled, chosen_scales, dequantized, quantized, scale_factors, tensor_scale_of
+from ....array.scheme import ScaleHolder
+from ....formats import AbstractFormat, Integer
+from ...backend import AbstractBackend
+from ...extension import device_refusal, extension
+from ...platforms import on_platform
+from ..backends import DEQUANTIZERS, QUANTIZERS
+from ..problem import Decoding, Quantization
+from .attributes import NOTHING, format_words, holder_words, rule_words
+from .view import Geometry, geometry
+
+Given: TypeAlias = jax.Array | None
+"""An optional array argument of `quantize`."""
+
+_DTYPES = ("float32", "bfloat16", "float16")
+_LEVELS = {"portable": 0, "avx2": 1, "avx512": 2, None: 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuQuantizer(AbstractBackend[Quantization]):
+    """C++ for the CPU; gives the same bytes as the reference.
+
+    Scales that the kernels cannot compute (grid searches, percentiles, given scales) are computed in JAX; the C++ kernel
+    then only encodes.
+
+    Attributes:
+        isa: the instruction set to use, if the machine has it: avx512, avx2, portable; None: the best.
+    """
+
+    name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
+    isa: str | None = None
+
+    def unsupported(self, problem: Quantization) -> str | None:
+        scheme = problem.scheme
+        if problem.is_stochastic:
+            return "stochastic rounding: use backend='reference', which draws JAX's random numbers"
+        if format_words(scheme.format) is None:
+            return (
+                f"it cannot encode {scheme.format.name}; it encodes integers, minifloats and codebooks of up to 16 numbers"
+            )
+        return _refusal(problem.shape, problem.dtype, scheme, scheme.tiles(len(problem.shape)))
+
+    def not_chosen(self, problem: Quantization) -> str | None:
+        return device_refusal()
+
+    def run(self, problem: Quantization, *operands: PyTree) -> QArray:
+        return _quantized(self, problem, *operands)
+
+
+@dataclasses.dataclass(frozen=True)
+class CpuDequantizer(AbstractBackend[Decoding]):
+    """C++ for the CPU; gives the same numbers as the reference.
+
+    Attributes:
+        isa: the instruction set to use, if the machine has it: avx512, avx2, portable; None: the best.
+    """
+
+    name: ClassVar[str] = "cpu"
+    platform: ClassVar[str] = "cpu"
+    isa: str | None = None
+
+    def unsupported(self, problem: Decoding) -> str | None:
+        return _refusal(problem.shape, problem.dtype, problem.scheme, problem.tiles)
+
+    def not_chosen(self, problem: Decoding) -> str | None:
+        return device_refusal()
+
+    def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:
+        return _decoded(self, problem, *operands)
+
+
+def _refusal(shape: tuple[int, ...], dtype: str, scheme: Scheme, tiles: Sequence[Tile]) -> str | None:
+    """Why the kernels do not support the array, or None."""
+    if missing := extension("fewbit.kernels.quantize._cpu").missing:
+        return missing
+    if dtype not in _DTYPES:
+        return f"the array is {dtype}, must be one of {', '.join(_DTYPES)}"
+    if scheme.packing.interleave or scheme.packing.high_first:
+        return "codes are interleaved or high bits first; the kernels take them in order, low bits first"
+    if _geometry(shape, tiles, scheme) is None:
+        return "its tiles extend over more than two axes, or over axes that are not adjacent"
+    return None
+
+
+def _geometry(shape: tuple[int, ...], tiles: Sequence[Tile], scheme: Scheme) -> Geometry | None:
+    packed_axis = len(shape) + scheme.pack_axis
+    return geometry(shape, tiles, packed_axis if scheme.format.bits < 8 else None)
+
+
+# --- quantize ---
+
+
+@functools.partial(jax.jit, static_argnames=("backend", "problem"), inline=True)
+def _quantized(backend: CpuQuantizer, problem: Quantization, *operands: jax.Array | None) -> QArray:
+    """The C++ kernels on CPU, the reference elsewhere; derivatives are the reference's."""
+
+    def reference(x: jax.Array, weights: Given, key: Given, scale: Given, offset: Given) -> QArray:
+        return quantized(x, problem.scheme, weights, key, scale, offset)
+
+    def native(x: jax.Array, weights: Given, _: Given, scale: Given, offset: Given) -> QArray:
+        if not (problem.is_given or problem.is_weighted) and (words := _words(problem)):
+            return _in_one_call(backend, problem, words, x)
+        return _with_chosen_scales(backend, problem, x, weights, scale, offset)
+
+    return on_platform("cpu", native, reference)(*operands)
+
+
+def _words(problem: Quantization) -> dict[str, np.ndarray] | None:
+    """The attributes of the kernel that also computes the scales; None where it does not support the calibration."""
+    scheme, zero_words = problem.scheme, NOTHING
+    tiles = scheme.tiles(len(problem.shape))
+    lengths = tuple(t or n for n, t in zip(problem.shape, tiles, strict=True) if t != 1)
+    fmt, holder, rule = format_words(scheme.format), holder_words(scheme.scale), rule_words(scheme, lengths)
+    if isinstance(zero := scheme.zero_holder, AbstractFormat):
+        zero_words = format_words(zero)
+    elif zero is not None:
+        zero_words = holder_words(zero)
+    if fmt is None or holder is None or rule is None or zero_words is None:
+        return None
+    return {
+        **fmt.attributes("format", "numbers"),
+        **holder.attributes("scale_format", "scale_numbers"),
+        **zero_words.attributes("zero_format", "zero_numbers"),
+        **rule.attributes("rule", "rule_numbers"),
+    }
+
+
+def _in_one_call(backend: CpuQuantizer, problem: Quantization, words: dict[str, np.ndarray], x: jax.Array) -> QArray:
+    """Scales and codes from one kernel."""
+    scheme = problem.scheme
+    tiles = scheme.tiles(x.ndim)
+    cut = _geometry(x.shape, tiles, scheme)
+    assert cut is not None
+    zero, none = scheme.zero_holder, (1, 1, 0)
+    zero_result = _shaped(none, jnp.uint8) if zero is None else _shaped(cut.counts, zero)
+    unit_result = _shaped((1, 1, int(scheme.tensor_scale)), jnp.float32)
+    codes_result = _shaped(cut.packed(scheme.format.bits), jnp.uint8)
+    results = (codes_result, _shaped(cut.counts, scheme.scale), zero_result, unit_result)
+    call = jax.ffi.ffi_call("fewbit_quantize", results, vmap_method="broadcast_all")
+    given = jnp.zeros(none, jnp.float32)
+    if scheme.calibration.searches_tensor_scale and (unit := tensor_scale_of(x, scheme)) is not None:
+        given = unit.reshape(1, 1, 1)
+    codes, scale, zero_point, unit = call(
+        x.reshape(cut.shape), given, tiles=_tile_words(cut), level=np.int64(_LEVELS[backend.isa]), **words
+    )
+    counts = tile_counts(x.shape, tiles)
+    stored_zero = zero_point.reshape(counts) if zero is not None else None
+    unit = unit.reshape((1,) * x.ndim) if scheme.tensor_scale else None
+    return assembled(x, scheme, _packed(codes, x.shape, scheme), scale.reshape(counts), stored_zero, unit)
+
+
+def _with_chosen_scales(
+    backend: CpuQuantizer, problem: Quantization, x: jax.Array, weights: Given, scale: Given, offset: Given
+) -> QArray:
+    """Scales from JAX, codes from a kernel."""
+    scheme = problem.scheme
+    cut = _geometry(x.shape, scheme.tiles(x.ndim), scheme)
+    words = format_words(scheme.format)
+    assert cut is not None
+    assert words is not None
+    chosen = chosen_scales(x, scheme, weights, scale, offset)
+    result = _shaped(cut.packed(scheme.format.bits), jnp.uint8)
+    call = jax.ffi.ffi_call("fewbit_encode", result, vmap_method="broadcast_all")
+    divisor, shift = (_by_tile(v, cut) for v in (chosen.divisor, chosen.offset))
+    attributes = words.attributes("format", "numbers")
+    codes = call(
+        x.reshape(cut.shape), divisor, shift, tiles=_tile_words(cut), level=np.int64(_LEVELS[backend.isa]), **attributes
+    )
+    return assembled(x, scheme, _packed(codes, x.shape, scheme), chosen.stored, chosen.zero_point, chosen.tensor_scale)
+
+
+def _packed(codes: jax.Array, shape: tuple[int, ...], scheme: Scheme) -> jax.Array:
+    """The codes in the shape of the QArray's."""
+    packed = list(shape)
+    packed[scheme.pack_axis] = -(-packed[scheme.pack_axis] * scheme.format.bits // 8)
+    return codes.reshape(packed)
+
+
+# --- dequantize ---
+
+
+@functools.partial(jax.jit, static_argnames=("backend", "problem"), inline=True)
+def _decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> jax.Array:
+    """The C++ kernel on CPU, the reference elsewhere; derivatives are the reference's."""
+
+    def reference(q: QArray) -> jax.Array:
+        return dequantized(q, jnp.dtype(problem.dtype))
+
+    return on_platform("cpu", functools.partial(_native_decoded, backend, problem), reference)(q)
+
+
+def _native_decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> jax.Array:
+    scheme, shape = problem.scheme, problem.shape
+    cut = _geometry(shape, problem.tiles, scheme)
+    assert cut is not None
+    scale, *more = scale_factors(q)
+    second_scale = more[0] if more else None
+    zero_point, offset = None, q.zero_point
+    if isinstance(scheme.zero_point, AbstractFormat) and offset is not None:
+        zero_point, offset = scheme.zero_point.decode(offset), None
+    result = jax.ShapeDtypeStruct(cut.shape, jnp.dtype(problem.dtype))
+    call = jax.ffi.ffi_call("fewbit_dequantize", result, vmap_method="broadcast_all")
+    by_tile = [_by_tile(leaf, cut) for leaf in (scale, second_scale, zero_point, offset)]
+    codes = q.codes.reshape(cut.packed(scheme.format.bits))
+    attributes = {"bits": scheme.format.bits, "whole_shift": _whole_shift(scheme.format), "level": _LEVELS[backend.isa]}
+    words = {name: np.int64(number) for name, number in attributes.items()}
+    return call(codes, *by_tile, tiles=_tile_words(cut), values=_values(scheme.format), **words).reshape(shape)
+
+
+def _whole_shift(fmt: AbstractFormat) -> int:
+    """By how many bits an integer's code is shifted to the top of 32 bits, 0 if unsigned; -1 for other formats."""
+    if not isinstance(fmt, Integer):
+        return -1
+    return 32 - fmt.bits if fmt.signed else 0
+
+
+@functools.cache
+def _values(fmt: AbstractFormat) -> np.ndarray:
+    """The number of each code, padded to 256."""
+    with jax.ensure_compile_time_eval():
+        values = np.asarray(fmt.decode(jnp.arange(2**fmt.bits, dtype=jnp.uint8)))
+    return np.pad(values, (0, 256 - len(values)))
+
+
+# --- arguments of both ---
+
+
+def _tile_words(cut: Geometry) -> np.ndarray:
+    return np.asarray((cut.tile_rows, cut.tile_columns, cut.packs_rows), np.int64)
+
+
+def _shaped(shape: tuple[int, ...], holder: ScaleHolder) -> jax.ShapeDtypeStruct:
+    """A result of a kernel: uint8 for the codes of a format, else of the dtype."""
+    if isinstance(holder, AbstractFormat):
+        return jax.ShapeDtypeStruct(shape, jnp.uint8)
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(holder))  # type: ignore[arg-type]
+
+
+def _by_tile(values: jax.Array | None, cut: Geometry) -> jax.Array:
+    """One float32 number a tile; an empty array for None."""
+    if values is None:
+        return jnp.zeros((1, 1, 0), jnp.float32)
+    values = values.astype(jnp.float32)
+    if values.size == math.prod(cut.counts):
+        return values.reshape(cut.counts)
+    return jnp.broadcast_to(values.reshape((1, 1, 1)), cut.counts)
+
+
+QUANTIZERS.add("cpu", CpuQuantizer())
+DEQUANTIZERS.add("cpu", CpuDequantizer())

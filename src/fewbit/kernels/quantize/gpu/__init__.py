@@ -1,0 +1,1 @@
+"""The GPU backend of quantize and dequantize, in Triton."""

@@ -1,0 +1,225 @@
+"""The compile-time constants and launch sizes of the Triton quantizers."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from ....array import Scheme
+from ....array.quantize import scale_limit
+from ....array.scales import MSE, MX, SNR, AbsMax, ScaleStore
+from ....array.scales.mx import bits_added
+from ....array.scales.search.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
+from ....array.scales.search.stored import proven_window
+from ....formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
+from ....formats.rounding import rounding_table
+
+LARGEST_TILE = 16384
+"""The longest tile that fits in the registers of one program."""
+
+ELEMENTS = 2048
+"""Elements of a program of four warps, unless a tile is longer: 16 a thread, two 128-bit loads in bfloat16."""
+
+MINIFLOAT, INTEGER, CODEBOOK = 0, 1, 2
+POWER, SMALL_FLOAT, FLOAT = 0, 1, 2
+FIXED, SEARCH, GIVEN = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class TileProblem:
+    """Rows to quantize or dequantize in tiles (blocks) along them.
+
+    Attributes:
+        scheme: the scheme; its tiles are along the rows.
+        length: elements a row.
+        rows: the number of rows.
+    """
+
+    scheme: Scheme
+    length: int
+    rows: int
+
+    @property
+    def tile(self) -> int:
+        """The tile (block) size."""
+        tile = self.scheme.tile.get(self.scheme.pack_axis, self.scheme.tile.get(...))
+        return min(tile or self.length, self.length)
+
+    @property
+    def tiles_in_row(self) -> int:
+        """The number of tiles a row."""
+        return -(-self.length // self.tile)
+
+    @property
+    def padded_tile(self) -> int:
+        """The tile size rounded up to a power of two."""
+        return 1 << (self.tile - 1).bit_length()
+
+    @property
+    def tiles_in_program(self) -> int:
+        """The number of tiles a program."""
+        return max(1, ELEMENTS // self.padded_tile)
+
+    @property
+    def warps(self) -> int:
+        """The number of warps a program."""
+        return min(16, max(4, self.padded_tile // 1024))
+
+    @property
+    def programs(self) -> int:
+        """The number of programs."""
+        return -(-self.rows * self.tiles_in_row // self.tiles_in_program)
+
+    def unsupported(self) -> str | None:
+        """Why the kernels cannot quantize this; None when they can."""
+        scheme, calibration = self.scheme, self.scheme.calibration
+        if reason := self.unsupported_layout():
+            return reason
+        is_matched = isinstance(calibration, MSE) or isinstance(calibration, MX) == isinstance(scheme.scale, E8M0)
+        if isinstance(calibration, SNR):
+            is_matched = not isinstance(scheme.scale, AbstractFormat)
+        if not is_matched:
+            return f"calibration {calibration} with scales stored as {scheme.scale}"
+        if calibration == MX("threshold") and scheme.format.name != "e2m1":
+            return "the rule mx,threshold is defined for e2m1 only"
+        if not isinstance(calibration, MX | MSE | SNR | AbsMax):
+            return f"calibration {calibration}; mx, mse, snr and absmax are supported"
+        return None
+
+    def unsupported_layout(self) -> str | None:
+        """Why the kernels do not support these codes and scales; None when they do."""
+        scheme, fmt = self.scheme, self.scheme.format
+        whole_codes = {4: 2, 6: 4, 8: 1}.get(fmt.bits)
+        is_ordered = isinstance(fmt, Codebook) and list(fmt.table) == sorted(fmt.table) and len(fmt.table) == 16
+        is_signed_float = isinstance(fmt, Minifloat) and fmt.signed and fmt.specials != "fnuz"
+        if not (is_signed_float or (isinstance(fmt, Integer) and fmt.signed) or is_ordered) or 0.0 not in fmt.values():
+            return f"the numbers of {fmt.name}"
+        if whole_codes is None or (self.tile % whole_codes and self.tiles_in_row > 1):
+            return f"codes of {fmt.bits} bits in tiles of {self.tile}"
+        if any(length != 1 for axis, length in scheme.tile.items() if axis != scheme.pack_axis):
+            return f"tiles on several axes, {scheme.tile}"
+        if self.padded_tile > LARGEST_TILE:
+            return f"tiles of {self.tile}; up to {LARGEST_TILE} fit in registers"
+        scale = scheme.scale
+        is_e4m3 = isinstance(scale, Minifloat) and scale.specials in ("fn", "none") and scale.mantissa in (3, 4)
+        is_plain = scheme.zero_point is None and not isinstance(scale, Scheme) and not scheme.packing.to_json()
+        if not is_plain or (isinstance(scale, AbstractFormat) and not (isinstance(scale, E8M0) or is_e4m3)):
+            return f"scales stored as {scale}, zero points, or interleaved or high-first packing"
+        if scheme.tensor_scale and isinstance(scale, E8M0):
+            return "a tensor scale over powers of two"
+        return None
+
+    @property
+    def fractions(self) -> np.ndarray:
+        """The fractions of the absmax scale that a search of float scales tries, float32; empty without one."""
+        calibration = self.scheme.calibration
+        found = np.empty(0)
+        if isinstance(calibration, MSE) and not isinstance(self.scheme.scale, AbstractFormat):
+            found = np.linspace(1.0, calibration.low, int(calibration.steps))
+        elif isinstance(calibration, SNR):
+            found = np.arange(1.0, calibration.low - calibration.step / 2, -calibration.step)
+        return found.astype(np.float32)
+
+    def layout(self) -> dict[str, Any]:
+        """The constants of the layout."""
+        is_even = self.length % self.tile == 0 and self.tile == self.padded_tile
+        return {"K": self.tile, "KP": self.padded_tile, "R": self.tiles_in_program, "EVEN": is_even}
+
+    def numbers(self) -> dict[str, Any]:
+        """The constants of the format of the codes."""
+        fmt = self.scheme.format
+        kind, thresholds, table = CODEBOOK, (), ()
+        if isinstance(fmt, Minifloat):
+            kind = MINIFLOAT
+        elif isinstance(fmt, Integer):
+            kind = INTEGER
+        elif isinstance(fmt, Codebook):
+            thresholds, table = tuple(rounding_table(fmt).thresholds.tolist()), fmt.table
+        return {
+            "KIND": kind,
+            "BITS": fmt.bits,
+            "MAN": getattr(fmt, "mantissa", 0),
+            "BIAS": getattr(fmt, "bias", 0),
+            "LOW": fmt.min,
+            "HIGH": fmt.max,
+            "STEP": getattr(fmt, "step", 1.0),
+            "THRESHOLDS": thresholds,
+            "TABLE": table,
+        }
+
+    def scale_numbers(self) -> dict[str, Any]:
+        """The constants of the scales."""
+        scale, kind, nan = self.scheme.scale, FLOAT, 0
+        holder: Any = scale
+        if isinstance(scale, AbstractFormat):
+            kind, nan = SMALL_FLOAT, rounding_table(scale).nan
+        else:
+            holder = np.dtype(holder)
+        if isinstance(scale, E8M0):
+            kind = POWER
+        store = ScaleStore(holder, limit=scale_limit(self.scheme))
+        return {
+            "SCALE": kind,
+            "SCALE_MAN": getattr(scale, "mantissa", 0),
+            "SCALE_BIAS": getattr(scale, "bias", 0),
+            "SCALE_LOW": store.smallest,
+            "SCALE_HIGH": store.largest,
+            "SCALE_NAN": nan,
+            "HAS_UNIT": self.scheme.tensor_scale,
+        }
+
+    def encoding(self, capability: int = 0) -> dict[str, Any]:
+        """The constants of quantize; `capability` as for `ptx`."""
+        return self.layout() | self.numbers() | self.scale_numbers() | self.choice() | self.ptx(capability)
+
+    def decoding(self) -> dict[str, Any]:
+        """The constants of dequantize."""
+        numbers, scales = self.numbers(), self.scale_numbers()
+        used = ("KIND", "BITS", "MAN", "BIAS", "HIGH", "STEP", "TABLE")
+        has_inf = getattr(self.scheme.format, "specials", "") == "ieee"
+        scales_used = ("SCALE", "SCALE_MAN", "SCALE_BIAS", "SCALE_HIGH", "HAS_UNIT")
+        parts = {name: numbers[name] for name in used} | {name: scales[name] for name in scales_used}
+        return self.layout() | parts | {"HAS_INF": has_inf}
+
+    def choice(self) -> dict[str, Any]:
+        """The constants of the scale computation."""
+        scheme, fmt, calibration = self.scheme, self.scheme.format, self.scheme.calibration
+        rule, doublings, halvings, window = FIXED, 0, 0, (0, 0, 0, 0, False)
+        if isinstance(calibration, MSE | SNR) or calibration == MX("optimal"):
+            rule = SEARCH
+            if isinstance(scheme.scale, E8M0):
+                doublings, halvings = needed_doublings(fmt), needed_halvings(fmt, self.tile)
+            elif isinstance(scheme.scale, Minifloat):
+                window = self._window()
+        return {
+            "NAN": rounding_table(fmt).nan,
+            "BOUND": float(np.float32(fmt.bound)),
+            "FACTOR": float(np.float32(calibration.factor)) if isinstance(calibration, AbsMax) else 1.0,
+            "TOP_EXPONENT": int(np.frexp(fmt.max)[1]) - 1,
+            "LARGEST_POWER": int(np.frexp(self.scale_numbers()["SCALE_HIGH"])[1]) - 1,
+            "ROUND_UP": bits_added(calibration.rule if isinstance(calibration, MX) else "optimal", fmt),
+            "RULE": rule,
+            "DOUBLINGS": doublings,
+            "HALVINGS": halvings,
+            **dict(zip(("BELOW", "ABOVE", "LOW_PLACES", "LOW_LAST", "PROVEN"), window, strict=True)),
+            "FRACTIONS": len(self.fractions),
+        }
+
+    def ptx(self, capability: int) -> dict[str, bool]:
+        """The conversions by inline PTX on a device of this compute capability (times 10); 0: none."""
+        scale, is_even = self.scheme.scale, self.layout()["EVEN"]
+        is_e4m3 = isinstance(scale, Minifloat) and scale.name in ("e4m3fn", "ue4m3")
+        is_e2m1 = self.scheme.format.name == "e2m1" and is_even and capability in (100, 103)
+        return {"PTX_E2M1": is_e2m1, "PTX_E4M3": is_e4m3 and capability >= 89}
+
+    def _window(self) -> tuple[int, int, int, int, bool]:
+        """Candidates below and above the first scale that saturates nothing; how many indices are low, and their last."""
+        fmt, scale = self.scheme.format, self.scheme.scale
+        assert isinstance(scale, AbstractFormat)
+        places = np.arange(len(stored_scales(scale)))
+        proven = proven_window(fmt, scale, self.tile)
+        if proven is None:
+            return 0, int((last_useful_scale(fmt, scale) - places).max()), 0, 0, False
+        first, last = proven
+        low = int(np.argmax((first != 0) | (last != last[0])))  # the first indices, which share a window
+        return int((places - first)[low:].max()), int((last - places)[low:].max()), low, int(last[0]), True

@@ -1,0 +1,1 @@
+"""The TPU backend of quantize and dequantize, in Pallas."""

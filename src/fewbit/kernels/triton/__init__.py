@@ -1,0 +1,1 @@
+"""Triton code that several kernels share."""

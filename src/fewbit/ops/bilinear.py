@@ -1,0 +1,412 @@
+"""Bilinear products under a Policy: quantized operands, and the custom VJP.
+
+A bilinear product has two more in its backward pass: the gradient of each operand contracts the incoming gradient with the
+other operand. `AbstractBilinear` says what the three contract; the rest is the same for matrix products, convolutions and
+ragged products.
+"""
+
+import abc
+import dataclasses
+import functools
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jaxtyping import PyTree
+
+from ..array import QArray, Scheme, is_qarray
+from ..array.quantize import expanded_scale
+from ..array.sharding import known_sharding
+from ..array.straight_through import is_covered
+from ..errors import QuantError
+from ..formats import FORMATS, Integer
+from ..formats.format import settled
+from ..kernels.qmatmul.code_product import CodeProduct, code_product, is_whole, refuse_accumulator, side
+from ..kernels.quantize import dequantize, quantize
+from .hadamard import rotated
+from .policy import Arm, Policy
+from .qat.delayed_scales import StepScales, amax_cotangent, largest_magnitude
+from .qat.serving_tiles import ServingTiles
+
+Axes = tuple[int, ...]
+ArrayOrQArray: TypeAlias = jax.Array | QArray
+Extra: TypeAlias = PyTree
+"""The operands in which a product is not linear, such as group sizes; mostly None."""
+
+_CODES = Scheme(FORMATS["int8"])
+"""The scheme of bare int8 codes, whose scale is 1."""
+
+
+@dataclasses.dataclass(frozen=True)
+class AbstractBilinear(abc.ABC):
+    """A product that is linear in its left and in its right operand."""
+
+    @abc.abstractmethod
+    def values(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra) -> jax.Array:
+        """JAX's own product of the decoded operands."""
+
+    @abc.abstractmethod
+    def forward(
+        self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
+    ) -> jax.Array:
+        """The product of operands that may be quantized; codes are summed in `accumulator`, if given."""
+
+    @property
+    @abc.abstractmethod
+    def contracted(self) -> tuple[Axes, Axes]:
+        """The contraction axes of the left and of the right operand; tiles run along the last."""
+
+    @abc.abstractmethod
+    def contracted_backward(self, is_left: bool) -> tuple[Axes, Axes]:
+        """The contraction axes of an operand's gradient: those of the incoming gradient and of the other operand."""
+
+    @abc.abstractmethod
+    def scale_for_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
+        """The other operand's scale per element, broadcastable to the incoming gradient.
+
+        None where it varies along an axis that the gradient does not have, so that it cannot be folded in.
+        """
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether groups of one operand multiply groups of the other, so that no axis may be shortened to one element."""
+        return False
+
+    @abc.abstractmethod
+    def backward(
+        self,
+        is_left: bool,
+        gradient: ArrayOrQArray,
+        other: ArrayOrQArray,
+        like: jax.ShapeDtypeStruct,
+        extra: Extra,
+        accumulator: str | None = None,
+    ) -> jax.Array:
+        """The gradient of one operand from the incoming gradient and the other operand, either possibly quantized.
+
+        An axis along which the other operand was shortened to one element has one in the gradient, too.
+        """
+
+    def transposed(
+        self, is_left: bool, gradient: jax.Array, other: ArrayOrQArray, like: jax.ShapeDtypeStruct, extra: Extra
+    ) -> jax.Array:
+        """JAX's own transpose of the product with respect to one operand."""
+
+        def of_one(x: jax.Array) -> jax.Array:
+            if is_left:
+                return self.values(x, other, extra)
+            return self.values(other, x, extra)
+
+        gradient = gradient.astype(jax.eval_shape(of_one, like).dtype)
+        return jax.linear_transpose(of_one, like)(gradient)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductConfig:
+    """A Policy applied to one product: which operand is the weight, and its scales.
+
+    Attributes:
+        policy: the policy.
+        weight_is_left: whether the left operand is the weight.
+        scales: the scales from earlier steps, for a policy with delayed scaling; else None.
+        served: the weight's tiles at serving time; None: those of its scheme along the contraction axes.
+        held: the weight quantized as at serving time, where tiles cannot describe it; else None.
+    """
+
+    policy: Policy
+    weight_is_left: bool = False
+    scales: StepScales | None = None
+    served: ServingTiles | None = None
+    held: Any = None
+
+    def scheme(self, is_left: bool) -> Scheme | None:
+        """The scheme of an operand."""
+        if is_left == self.weight_is_left:
+            return self.policy.weight
+        return self.policy.activation
+
+    def arm(self, is_left: bool) -> Arm:
+        """How the gradient of an operand is computed."""
+        if is_left == self.weight_is_left:
+            return self.policy.drhs
+        return self.policy.dlhs
+
+    def scale(self, scales: StepScales | None, is_left: bool) -> jax.Array | None:
+        """The delayed scale of an operand; None where the scale comes from the operand itself."""
+        if scales is None:
+            return None
+        if is_left == self.weight_is_left:
+            return scales.weight
+        return scales.activation
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Residual:
+    """What the forward pass saves of one operand for the backward pass.
+
+    Attributes:
+        forward: the operand as it entered the product; None where no gradient uses it.
+        original: the operand before quantization; None likewise.
+        passes: the mask of elements that get a gradient; None for all.
+        like: its shape and dtype.
+    """
+
+    forward: Any
+    original: Any
+    passes: Any
+    like: Any = dataclasses.field(metadata={"static": True})
+
+
+def quantized_product(
+    bilinear: AbstractBilinear,
+    rules: ProductConfig,
+    lhs: ArrayOrQArray,
+    rhs: ArrayOrQArray,
+    extra: Extra = None,
+    key: jax.Array | None = None,
+) -> jax.Array:
+    """The product under a policy, with the policy's gradients as its custom VJP.
+
+    Args:
+        bilinear: the product.
+        rules: the policy, and which operand is the weight.
+        lhs: the left operand; a QArray is used as it is.
+        rhs: the right operand, likewise.
+        extra: the operands in which the product is not linear.
+        key: a JAX random key for gradients that draw random numbers. The numbers depend on the gradient, too, so one key
+            may serve many products and every iteration of a loop.
+
+    Returns:
+        The product.
+    """
+
+    def entering(
+        lhs: ArrayOrQArray, rhs: ArrayOrQArray, scales: StepScales | None, held: QArray | None
+    ) -> tuple[ArrayOrQArray, ArrayOrQArray]:
+        left, right = _entering(bilinear, rules, lhs, True, scales), _entering(bilinear, rules, rhs, False, scales)
+        if held is not None and rules.weight_is_left:
+            left = held
+        elif held is not None:
+            right = held
+        return left, right
+
+    @jax.custom_vjp
+    def product(
+        lhs: ArrayOrQArray, rhs: ArrayOrQArray, key: PyTree, extra: Extra, scales: PyTree, held: PyTree
+    ) -> jax.Array:
+        return bilinear.forward(*entering(lhs, rhs, scales, held), extra, rules.policy.accumulator)
+
+    def forward(lhs: ArrayOrQArray, rhs: ArrayOrQArray, key: PyTree, extra: Extra, scales: PyTree, held: PyTree) -> PyTree:
+        left, right = entering(lhs, rhs, scales, held)
+        kept = _residual(rules, lhs, left, True), _residual(rules, rhs, right, False)
+        forms = tuple(x if is_qarray(x) else None for x in (lhs, rhs))  # a float operand is not kept for its form alone
+        seen = _seen(rules, scales, lhs, rhs)
+        return bilinear.forward(left, right, extra, rules.policy.accumulator), (kept, forms, key, extra, scales, seen)
+
+    def backward(saved: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
+        (left, right), (lhs, rhs), key, extra, scales, seen = saved
+        scale = getattr(scales, "gradient", None)
+        to_left = _operand_gradient(bilinear, rules.arm(True), gradient, True, left, right, extra, key, scale)
+        to_right = _operand_gradient(bilinear, rules.arm(False), gradient, False, right, left, extra, key, scale)
+        if scale is not None:
+            seen = dataclasses.replace(seen, gradient=amax_cotangent(largest_magnitude(gradient), scale))
+        return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None, seen, None
+
+    product.defvjp(forward, backward)
+    return product(lhs, rhs, key, extra, rules.scales, rules.held)
+
+
+def _entering(
+    bilinear: AbstractBilinear, rules: ProductConfig, x: ArrayOrQArray, is_left: bool, scales: StepScales | None
+) -> ArrayOrQArray:
+    """An operand as it enters the product."""
+    scheme = rules.scheme(is_left)
+    if scheme is None or isinstance(x, QArray):
+        return x
+    axes = _some(bilinear.contracted[int(not is_left)])
+    if rules.served is not None and is_left == rules.weight_is_left:
+        return rules.served.quantized(x, scheme, axes)
+    return quantize(x, scheme, axis=axes, scale=rules.scale(scales, is_left))
+
+
+def _seen(rules: ProductConfig, scales: StepScales | None, lhs: ArrayOrQArray, rhs: ArrayOrQArray) -> StepScales | None:
+    """The amax of both operands, under delayed scaling; 0 for a QArray."""
+    if scales is None:
+        return None
+    weight, activation = rhs, lhs
+    if rules.weight_is_left:
+        weight, activation = lhs, rhs
+
+    def seen(x: ArrayOrQArray, scale: jax.Array | None) -> jax.Array | None:
+        if scale is None:
+            return None
+        amax = jnp.zeros(()) if isinstance(x, QArray) else largest_magnitude(x)
+        return amax_cotangent(amax, scale)
+
+    return StepScales(seen(weight, scales.weight), seen(activation, scales.activation), scales.gradient)
+
+
+def _residual(rules: ProductConfig, x: ArrayOrQArray, entered: ArrayOrQArray, is_left: bool) -> Residual:
+    """What the gradient of the other operand needs of this one, and the mask of this one's own gradient."""
+    scheme, passes = rules.scheme(is_left), None
+    clips = rules.policy.clips_gradient and scheme is not None and scheme.calibration.clips
+    if clips and not isinstance(x, QArray) and isinstance(entered, QArray):
+        passes = is_covered(x, entered)
+    if rules.arm(not is_left).operand == "forward":
+        return Residual(entered, None, passes, _form(x))
+    return Residual(None, x, passes, _form(x))
+
+
+def _form(x: ArrayOrQArray) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of an operand, and its sharding on an explicit mesh."""
+    sharding = x.sharding if is_qarray(x) else known_sharding(x)
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def _operand_gradient(
+    bilinear: AbstractBilinear,
+    arm: Arm,
+    g: jax.Array,
+    is_left: bool,
+    own: Residual,
+    other: Residual,
+    extra: Extra,
+    key: jax.Array | None,
+    scale: jax.Array | None,
+) -> jax.Array:
+    """The gradient of one operand in its dtype, zero where the mask stops it.
+
+    `scale` is the delayed scale of the incoming gradient, or None.
+    """
+    if arm.gradient is None:
+        operand = other.original
+        if arm.operand == "forward":
+            operand = other.forward
+        result = bilinear.transposed(is_left, g, operand, own.like, extra)
+    else:
+        if arm.needs_key:
+            if key is None:
+                raise QuantError(
+                    f"the gradient is rounded or rotated at random (as {arm.gradient.name}); pass key=, one a step"
+                )
+            key = _own_key(key, is_left, g)
+        result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, key, scale)
+    result = result.astype(own.like.dtype)
+    if own.passes is None:
+        return result
+    return jnp.where(own.passes, result, jnp.zeros_like(result))
+
+
+def _quantized_gradient(
+    bilinear: AbstractBilinear,
+    arm: Arm,
+    g: jax.Array,
+    is_left: bool,
+    like: jax.ShapeDtypeStruct,
+    other: Residual,
+    extra: Extra,
+    key: jax.Array | None,
+    scale: jax.Array | None,
+) -> jax.Array:
+    """The gradient of one operand from the quantized incoming gradient."""
+    axes, other_axes = bilinear.contracted_backward(is_left)
+    if arm.tiled_axis == "first":
+        axes, other_axes = axes[::-1], other_axes[::-1]
+    operand, zeros, noise = other.forward, None, None
+    if operand is None:
+        operand = other.original
+    assert arm.gradient is not None
+    if arm.operand == "forward" and is_qarray(operand) and scale is None:
+        g, operand, zeros = _folded(bilinear, arm.gradient, g, is_left, operand, extra)
+    elif isinstance(arm.operand, Scheme):
+        operand = floating(operand)
+        if arm.hadamard is not None:
+            assert key is not None
+            g, operand = rotated(g, operand, axes[-1], other_axes[-1], arm.hadamard, jax.random.fold_in(key, 1))
+        operand = quantize(operand, arm.operand, axis=_some(other_axes))
+    if arm.rounding == "stochastic":
+        assert key is not None
+        noise = jax.random.fold_in(key, 2)
+    shared = {"element": (), "row": axes, "tensor": tuple(range(g.ndim))}[arm.noise]
+    codes = quantize(g, arm.gradient, axis=_some(axes), key=noise, scale=scale, shared_noise=shared)
+    result = bilinear.backward(is_left, codes, operand, like, extra, arm.accumulator)
+    if zeros is None:
+        return result
+    return settled(result) - settled(bilinear.backward(is_left, codes, zeros, like, extra, arm.accumulator))
+
+
+def _folded(
+    bilinear: AbstractBilinear, scheme: Scheme, g: jax.Array, is_left: bool, q: QArray, extra: Extra
+) -> tuple[jax.Array, QArray, QArray | None]:
+    """The gradient times the scale of `q`, the codes of `q` with scale 1, and its zero points or None.
+
+    Codes and zero points are two operands because zero points vary along the contraction of the gradient's product only, and
+    have one element along the other axes. Where the scale cannot be folded in, or only one side has integer codes, gradient
+    and `q` come back as they are.
+    """
+    scale = bilinear.scale_for_gradient(is_left, expanded_scale(q), extra)
+    if scale is None or (q.zero_point is not None and not (is_whole(q.scheme) and isinstance(scheme.format, Integer))):
+        return g, q, None
+    g = g.astype(jnp.float32) * scale
+    ones = jnp.ones((1,) * q.ndim, jnp.float32)
+    if q.zero_point is None:
+        tiles = q.scheme.with_tiles((None,) * q.ndim, q.scheme.pack_axis)
+        whole = dataclasses.replace(tiles, scale=np.dtype(np.float32), tensor_scale=False)
+        return g, QArray(q.codes, ones, None, None, whole, np.dtype(np.float32), q.slack), None
+    both = side(q, jnp.int8)
+    shape = list(q.shape)
+    if not bilinear.is_grouped:
+        summed = bilinear.contracted_backward(is_left)[1]
+        for axis in set(bilinear.contracted[int(is_left)]).difference(summed):
+            shape[axis] = 1
+    zeros = jnp.broadcast_to(both.zero, shape).astype(jnp.int8)
+    codes, zeros = (
+        QArray(jax.lax.bitcast_convert_type(x, jnp.uint8), ones, None, None, _CODES, np.dtype(np.float32))
+        for x in (both.values, zeros)
+    )
+    return g, codes, zeros
+
+
+def coded_product(meeting: CodeProduct, lhs: ArrayOrQArray, rhs: ArrayOrQArray, accumulator: str | None) -> jax.Array:
+    """The product of two operands in float32: of their codes where possible, else of the decoded arrays."""
+    if isinstance(lhs, QArray) and isinstance(rhs, QArray):
+        result = code_product(meeting, lhs, rhs, accumulator)
+        if result is not None:
+            return result
+    refuse_accumulator(accumulator)
+    left, right = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
+    return meeting.product(left, right, jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def weight_only(bilinear: AbstractBilinear, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra) -> jax.Array:
+    """JAX's own product of the decoded operands, which the backward pass decodes again instead of saving them."""
+    return jax.checkpoint(bilinear.values)(lhs, rhs, extra)
+
+
+def _own_key(key: jax.Array, is_left: bool, g: jax.Array) -> jax.Array:
+    """Folds the operand side and the gradient's sum into the key, so that each product draws its own noise."""
+    bits = jax.lax.bitcast_convert_type(jnp.sum(g.astype(jnp.float32)), jnp.uint32)
+    return jax.random.fold_in(jax.random.fold_in(key, int(is_left)), bits)
+
+
+def _cotangent(x: QArray | None, gradient: jax.Array) -> PyTree:
+    """The cotangent of an operand: of a QArray, the gradient of its scales."""
+    if x is None:
+        return gradient
+    return jax.vjp(dequantize, x)[1](gradient)[0]
+
+
+def floating(x: ArrayOrQArray) -> jax.Array:
+    """An operand as an array: a QArray is dequantized."""
+    return dequantize(x) if isinstance(x, QArray) else x
+
+
+def _some(axes: Axes) -> Axes:
+    """The contraction axes, or the last axis where there are none."""
+    return axes or (-1,)

@@ -1,0 +1,1 @@
+"""The jaxpr interpreter: unchanged model code on quantized arrays."""

@@ -1,0 +1,89 @@
+"""Array proxies: pytrees that replace an array inside the interpreter."""
+
+import abc
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self, TypeGuard
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from ...array import QArray
+from ...kernels.quantize import dequantize
+
+
+class ArrayProxy(abc.ABC):
+    """A pytree that replaces an array during evaluation, such as a weight with a LoRA adapter.
+
+    Traced code sees its shape and dtype. `transparent` treats it like a QArray: calls, loops, branches and derivative rules
+    carry it; any other equation with it among the operands goes to `rules`, and where they have none, or raise NoRuleError,
+    it is decoded as the fallback says.
+
+    Attributes:
+        rules: the rule of each primitive, by name (`fewbit.ops.interpret.rules.Rule`).
+    """
+
+    rules: ClassVar[Mapping[str, Any]]
+
+    @property
+    @abc.abstractmethod
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the array."""
+
+    @property
+    @abc.abstractmethod
+    def dtype(self) -> np.dtype:
+        """The dtype of the array."""
+
+    @abc.abstractmethod
+    def array(self) -> jax.Array:
+        """The array that it replaces."""
+
+    @abc.abstractmethod
+    def stacked(self) -> Self:
+        """The proxy with the array's first axis on every leaf, so that `scan` can slice it."""
+
+    def forked(self) -> tuple[Self, Self]:
+        """Two copies, one for one equation and one for later ones; by default JAX adds their cotangents."""
+        return self, self
+
+    def turns(self, length: int) -> PyTree:
+        """Leaves with a new first axis that `scan` slices, for a proxy that the loop closes over."""
+        return ()
+
+    def in_turn(self, own: PyTree) -> Self:
+        """The proxy within one iteration, given its slice of `turns`."""
+        return self
+
+    def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple[Any, Any]:
+        """The proxy prepared for `shard_map`, and its specs: a tree of its structure, or a prefix.
+
+        Args:
+            spec: the PartitionSpec of the array.
+            mesh: the number of devices along each mesh axis.
+        """
+        return self, spec
+
+    def on_device(self) -> Self:
+        """The proxy of one device's shard, inside `shard_map`."""
+        return self
+
+
+def is_proxy(x: object) -> TypeGuard[QArray | ArrayProxy]:
+    """True for array proxies (QArray, ArrayProxy): the `is_leaf` of the evaluator's tree walks."""
+    return _is_kind(type(x))
+
+
+@functools.cache
+def _is_kind(kind: type) -> bool:
+    """Cached per class: a trace asks for every variable, and `isinstance` of an abstract class is slow."""
+    return issubclass(kind, QArray | ArrayProxy)
+
+
+def array_of(x: QArray | ArrayProxy) -> jax.Array:
+    """The array that a proxy replaces."""
+    if isinstance(x, ArrayProxy):
+        return x.array()
+    return dequantize(x)

@@ -1,0 +1,15 @@
+"""The rule of each JAX primitive with a quantized operand."""
+
+from ...qat import rules as rules
+from .control_flow import CONTROL
+from .custom_derivatives import DERIVATIVES
+from .layout import LAYOUT
+from .products import PRODUCT
+from .rule import Rule
+from .sharding import SHARDING
+
+SHARED: dict[str, Rule] = CONTROL | DERIVATIVES
+"""The rules of equations with bodies, for operands of every kind."""
+
+RULES: dict[str, Rule] = PRODUCT | LAYOUT | SHARDING | SHARED
+"""The rule of each primitive with quantized operands, by name."""

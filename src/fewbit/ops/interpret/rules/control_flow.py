@@ -1,0 +1,220 @@
+"""Control flow: the same primitive around an interpreted body."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jaxtyping import PyTree
+
+from ....array import QArray, is_qarray
+from ...take import taken_rows, with_leaves
+from ..indices import Atom, open_jaxpr, scan_counts
+from ..proxy import ArrayProxy, is_proxy
+from .concatenate import spread
+from .rule import AbstractEvaluator, NoRuleError, Rule
+from .scan_slice import ScanSlice, alone, is_sliced_lazily
+
+
+def _jit(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    return evaluator.jitted(eqn)(*values)
+
+
+def _call(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Inlines the body of a call."""
+    inner = eqn.params.get("call_jaxpr") or eqn.params["jaxpr"]
+    return evaluator.function(inner)(*values)
+
+
+def _remat(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    body = evaluator.function(params["jaxpr"])
+
+    def recomputed(*args: PyTree) -> list[Any]:
+        if params["differentiated"] and params["prevent_cse"]:
+            # This is a recomputation; the barrier keeps XLA from merging it with the forward pass.
+            args = jax.lax.optimization_barrier(args)
+        return body(*args)
+
+    return jax.checkpoint(recomputed, prevent_cse=params["prevent_cse"], policy=params["policy"])(*values)
+
+
+def _scan(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    constants, carries = scan_counts(eqn)
+    consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
+    body = evaluator.function(params["jaxpr"])
+    xs = list(map(stacked, xs))
+    stacks = {i: x for i, x in enumerate(xs) if is_sliced_lazily(x)}  # sliced lazily, in the body
+    xs = [None if i in stacks else x for i, x in enumerate(xs)]
+
+    # Proxies that every iteration reads, of constants and of products in the body, may have leaves to scan.
+    hidden = evaluator.inside()
+    own = [c.turns(params["length"]) if isinstance(c, ArrayProxy) else () for c in (*consts, *hidden)]
+
+    def scanned(x: Sequence[Any], index: jax.Array) -> list[Any]:
+        return [ScanSlice(stacks[i], index) if i in stacks else a for i, a in enumerate(x)]
+
+    def step(carry: PyTree, sliced: tuple[Any, Any, Any]) -> tuple[PyTree, PyTree]:
+        x, own, index = sliced
+        here = [c.in_turn(o) if isinstance(c, ArrayProxy) else c for c, o in zip((*consts, *hidden), own, strict=True)]
+        inner = evaluator.with_inside(here[constants:]).function(params["jaxpr"])
+        outputs = list(map(alone, inner(*here[:constants], *carry, *scanned(x, index))))
+        return tuple(outputs[:carries]), tuple(outputs[carries:])
+
+    first = []
+    if any(map(is_proxy, carry)):
+        first = scanned(jax.tree.map(lambda leaf: leaf[0], xs), jnp.int32(0))
+    carry = _stable_carry(evaluator, eqn, lambda *c: body(*consts, *c, *first)[:carries], carry)
+    carry, ys = jax.lax.scan(
+        step,
+        tuple(carry),
+        (tuple(xs), tuple(own), jnp.arange(params["length"], dtype=jnp.int32)),
+        length=params["length"],
+        reverse=params["reverse"],
+        unroll=params["unroll"],
+    )
+    return [*carry, *ys]
+
+
+def stacked(q: PyTree) -> PyTree:
+    """A value with leaves per element of its first axis, so that a loop can slice it; separate scales, for a QArray."""
+    if isinstance(q, ArrayProxy):
+        return q.stacked()
+    if not isinstance(q, QArray):
+        return q
+    if q.ndim == 1 or q.scheme.pack_axis == -q.ndim:
+        raise NoRuleError("the loop runs along the packed axis")
+    length = q.shape[0]
+    if q.scale.shape[0] not in (1, length):
+        q = taken_rows(q, jnp.arange(length), 0)
+
+    # An element has no such axis, so its scheme must not name a tile there.
+    tile = {axis: n for axis, n in q.scheme.tile.items() if axis != -q.ndim}
+    scheme = q.scheme
+    if len(tile) < len(scheme.tile):
+        scheme = dataclasses.replace(scheme, tile=tile)
+    return with_leaves(q, lambda leaf: stacked(spread(leaf, 0, length)), scheme=scheme)
+
+
+def _stable_carry(
+    evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, step: Callable[..., Any], carry: Sequence[Any]
+) -> list[Any]:
+    """The carry of a loop; QArrays that one step returns in another form are decoded."""
+    if not any(map(is_proxy, carry)):
+        return list(carry)
+    after = jax.eval_shape(lambda *c: tuple(step(*c)), *carry)
+    stays = [_is_alike(a, b) for a, b in zip(carry, after, strict=True)]
+    decoded = [c if s else evaluator.decoded(eqn, c, "the loop changes it") for c, s in zip(carry, stays, strict=True)]
+    if all(stays):
+        return decoded
+    return _stable_carry(evaluator, eqn, step, decoded)
+
+
+def _is_alike(before: PyTree, after: PyTree) -> bool:
+    """Whether both are arrays, or proxies with the same structure and shapes of leaves."""
+    if jax.tree.structure(before) != jax.tree.structure(after) or is_proxy(before) != is_proxy(after):
+        return False
+    leaves = zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True)
+    return not is_proxy(before) or all(a.shape == b.shape for a, b in leaves)
+
+
+def _while(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    params = eqn.params
+    in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
+    cond_consts, body_consts, carry = values[:in_cond], values[in_cond : in_cond + in_body], values[in_cond + in_body :]
+    cond, body = evaluator.function(params["cond_jaxpr"]), evaluator.function(params["body_jaxpr"])
+    carry = _stable_carry(evaluator, eqn, lambda *c: body(*body_consts, *c), carry)
+    return list(
+        jax.lax.while_loop(lambda c: cond(*cond_consts, *c)[0], lambda c: tuple(body(*body_consts, *c)), tuple(carry))
+    )
+
+
+def _cond(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    index, *operands = values
+    bodies = [evaluator.function(branch) for branch in eqn.params["branches"]]
+    shapes = [jax.eval_shape(lambda *args, b=body: tuple(b(*args)), *operands) for body in bodies]
+    blanks = [_blank_outputs(open_jaxpr(branch)) for branch in eqn.params["branches"]]
+    forms = [_common_form(*columns) for columns in zip(zip(*shapes, strict=True), zip(*blanks, strict=True), strict=True)]
+
+    def uniform(body: Callable[..., list[Any]], are_blank: Sequence[bool]) -> Callable[..., tuple[Any, ...]]:
+        def in_form(output: PyTree, is_blank: bool, form: PyTree) -> PyTree:
+            if form is None:
+                return evaluator.decoded(eqn, output, "the branches return it in different forms")
+            if is_blank and is_qarray(form):
+                return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), form)
+            return output
+
+        def run(*args: PyTree) -> tuple[Any, ...]:
+            return tuple(map(in_form, body(*args), are_blank, forms))
+
+        return run
+
+    branches = list(map(uniform, bodies, blanks))
+    platforms = eqn.params.get("branches_platforms")
+    if platforms is None:
+        return list(jax.lax.switch(index, branches, *operands))
+    return list(_platform_dependent(platforms, branches, operands))
+
+
+def _common_form(outputs: Sequence[Any], are_blank: Sequence[bool]) -> Any:
+    """The abstract value that every branch can return for one output, or None where they differ."""
+    written = [output for output, is_blank in zip(outputs, are_blank, strict=True) if not is_blank] or list(outputs)
+    first = written[0]
+    if not is_qarray(first):
+        written = outputs  # only a QArray can be filled in for a blank output
+    if not all(_is_alike(first, other) for other in written):
+        return None
+    return first
+
+
+def _blank_outputs(jaxpr: jex_core.Jaxpr) -> list[bool]:
+    """For each output of a branch, whether it is an unused residual.
+
+    The gradient of a cond makes every branch return the residuals of all; JAX fills those of the others with zeros or leaves
+    them uninitialized, depending on its version.
+    """
+    makers = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+
+    def is_blank(atom: Atom) -> bool:
+        if isinstance(atom, jex_core.Literal):
+            return False
+        eqn = makers.get(atom)
+        if eqn is None or eqn.primitive.name != "broadcast_in_dim":
+            return False
+        filling = eqn.invars[0]
+        if isinstance(filling, jex_core.Literal):
+            return not np.any(filling.val)
+        return filling in makers and makers[filling].primitive.name in ("empty", "empty2")
+
+    return list(map(is_blank, jaxpr.outvars))
+
+
+def _platform_dependent(platforms: Sequence[Any], branches: list[Callable[..., Any]], operands: list[Any]) -> Any:
+    """The branch of the platform that the code is compiled for, by `jax.lax.platform_dependent`."""
+    named: dict[str, Any] = {}
+    default = None
+    for names, branch in zip(platforms, branches, strict=True):
+        if names is None:
+            default = branch
+        else:
+            named |= dict.fromkeys(names, branch)
+    return jax.lax.platform_dependent(*operands, default=default, **named)
+
+
+CONTROL: dict[str, Rule] = {
+    "jit": _jit,
+    "pjit": _jit,
+    "closed_call": _call,
+    "eval_jaxpr": _call,
+    "composite": _call,
+    "remat2": _remat,
+    "checkpoint": _remat,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}
+"""The rules of calls, loops and branches."""

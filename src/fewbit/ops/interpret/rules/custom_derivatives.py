@@ -1,0 +1,133 @@
+"""Custom JVPs and VJPs of user functions, evaluated on quantized operands.
+
+The function's equation is differentiated by JAX on plain arrays, and the trace of that is evaluated with the rules. A quantized
+operand has the derivative of its decoded array, propagated to its scales.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.extend import core as jex_core
+from jax.tree_util import Partial
+from jaxtyping import PyTree
+
+from ..proxy import array_of, is_proxy
+from .rule import AbstractEvaluator, Rule, bound, logical
+
+
+def _traced(evaluator: AbstractEvaluator, fn: Callable[..., Any], *args: PyTree) -> PyTree:
+    """`fn` of values that may be proxies: traced on arrays, then evaluated with the rules. Returns any pytree."""
+    leaves, treedef = jax.tree.flatten(args, is_leaf=is_proxy)
+    out_tree: Any = None
+
+    def flat(*arrays: PyTree) -> list[Any]:
+        nonlocal out_tree
+        outputs, out_tree = jax.tree.flatten(fn(*jax.tree.unflatten(treedef, arrays)))
+        return outputs
+
+    closed = jax.make_jaxpr(flat)(*map(logical, leaves))
+    return jax.tree.unflatten(out_tree, evaluator.evaluate(closed.jaxpr, closed.consts, leaves))
+
+
+def _merged(all_values: Sequence[Any], places: Sequence[int], values: Sequence[Any]) -> list[Any]:
+    merged = list(all_values)
+    for place, value in zip(places, values, strict=True):
+        merged[place] = value
+    return merged
+
+
+def _custom_jvp(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    body = evaluator.function(eqn.params["call_jaxpr"])
+
+    @jax.custom_jvp
+    def call(*args: PyTree) -> tuple[Any, ...]:
+        return tuple(body(*args))
+
+    def rule(primals: Sequence[Any], tangents: Sequence[Any]) -> PyTree:
+        moving = [i for i, t in enumerate(tangents) if not all(map(_is_zero, jax.tree.leaves(t, is_leaf=_is_zero)))]
+        tangents = [_logical_tangent(primals[i], tangents[i]) for i in moving]
+
+        def pushed(primals: tuple[Any, ...], tangents: list[Any]) -> PyTree:
+            def of(*args: PyTree) -> tuple[Any, ...]:
+                return tuple(bound(eqn, _merged(primals, moving, args)))
+
+            return jax.jvp(of, tuple(primals[i] for i in moving), tuple(tangents))
+
+        return _traced(evaluator, pushed, tuple(primals), tangents)
+
+    call.defjvp(rule, symbolic_zeros=True)
+    return list(call(*values))
+
+
+def _is_zero(x: object) -> bool:
+    return isinstance(x, SymbolicZero)
+
+
+def _logical_tangent(primal: PyTree, tangent: PyTree) -> PyTree:
+    """The tangent of a value; of a proxy, the tangent of its array."""
+    if not is_proxy(primal):
+        return tangent
+    full = jax.tree.map(_instantiated, tangent, is_leaf=_is_zero)
+    return jax.jvp(array_of, (primal,), (full,))[1]
+
+
+def _instantiated(tangent: PyTree) -> PyTree:
+    if not _is_zero(tangent):
+        return tangent
+    if tangent.dtype == jax.dtypes.float0:
+        return np.zeros(tangent.shape, tangent.dtype)
+    return jnp.zeros(tangent.shape, tangent.dtype)
+
+
+def _custom_vjp(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    body = evaluator.function(eqn.params["call_jaxpr"])
+    floats = [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
+
+    @jax.custom_vjp
+    def call(*args: PyTree) -> tuple[Any, ...]:
+        return tuple(body(*args))
+
+    def forward(*args: PyTree) -> PyTree:
+        def out_and_pullback(*arrays: PyTree) -> PyTree:
+            def of(*moving: PyTree) -> tuple[Any, ...]:
+                return tuple(bound(eqn, _merged(arrays, floats, moving)))
+
+            return jax.vjp(of, *(arrays[i] for i in floats))
+
+        outputs, pullback = _traced(evaluator, out_and_pullback, *args)
+        # The rule's residuals may be QArrays; they are leaves of the pullback, and stay quantized until it is called.
+        leaves, treedef = jax.tree.flatten(pullback, is_leaf=is_proxy)
+        return outputs, (args, Partial(functools.partial(_pulled, evaluator, treedef), *leaves))
+
+    def backward(saved: tuple[Any, Any], gradients: PyTree) -> tuple[Any, ...]:
+        args, pullback = saved
+        cotangents = [_cotangent(args[i], gradient) for i, gradient in zip(floats, pullback(gradients), strict=True)]
+        return tuple(_merged([None] * len(args), floats, cotangents))
+
+    call.defvjp(forward, backward)
+    return list(call(*values))
+
+
+def _pulled(evaluator: AbstractEvaluator, treedef: Any, *leaves_and_gradients: PyTree) -> PyTree:
+    *leaves, gradients = leaves_and_gradients
+
+    def pull(leaves: list[Any], gradients: PyTree) -> PyTree:
+        return jax.tree.unflatten(treedef, leaves)(gradients)
+
+    return _traced(evaluator, pull, leaves, gradients)
+
+
+def _cotangent(x: PyTree, gradient: PyTree) -> PyTree:
+    """The cotangent of a value: of a QArray that of its scales, through its decoded array."""
+    if not is_proxy(x):
+        return gradient
+    return jax.vjp(array_of, x)[1](gradient)[0]
+
+
+DERIVATIVES: dict[str, Rule] = {"custom_jvp_call": _custom_jvp, "custom_vjp_call": _custom_vjp}
+"""The rules of functions with a custom JVP or VJP."""

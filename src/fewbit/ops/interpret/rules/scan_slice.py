@@ -1,0 +1,119 @@
+"""A lazily sliced element of a scanned QArray; kernels index the stack instead of copying the slice.
+
+A scan over stacked layers slices every leaf in each iteration, and a kernel that is called with the slice needs a copy of it:
+on a CPU the copy costs more than a GEMV. So the loop's body gets the stack and the index. Any other operation slices first.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend import core as jex_core
+from jaxtyping import Array, Int, PyTree
+
+from ....array import QArray
+from ....array.scheme import Scheme
+from ....kernels.qmatmul import reads_packed_weights
+from ....kernels.qmatmul.stacked import element, picked_product
+from ....kernels.quantize import dequantize
+from ..proxy import ArrayProxy, is_proxy
+from .rule import AbstractEvaluator, Rule
+
+
+class _Rules(dict[str, Rule]):
+    """Rules of a few primitives; calls have their own rules, and all others slice the stack."""
+
+    def get(self, key: str, default: Rule | None = None) -> Any:
+        if key not in ("jit", "pjit", "closed_call"):
+            default = _sliced
+        return super().get(key, default)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class ScanSlice(ArrayProxy):
+    """The index-th array of a stack.
+
+    Attributes:
+        stack: the arrays, stacked along the first axis of every leaf.
+        index: the element.
+        is_transposed: whether this is the element's transpose. Static.
+    """
+
+    stack: QArray
+    index: Int[Array, ""]
+    is_transposed: bool = dataclasses.field(default=False, metadata={"static": True})
+
+    rules: ClassVar[Mapping[str, Any]] = _Rules()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        lengths = self.stack.shape[1:]
+        return lengths[::-1] if self.is_transposed else lengths
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(self.stack.dtype)
+
+    def alone(self) -> QArray:
+        """The element as a QArray."""
+        x = element(self.stack, self.index)
+        if self.is_transposed:
+            return x.T
+        return x
+
+    def array(self) -> jax.Array:
+        return dequantize(self.alone())
+
+    def stacked(self) -> Any:
+        raise AssertionError("loops slice the stack first")
+
+
+def is_sliced_lazily(x: object) -> bool:
+    """Whether a loop should slice a stack lazily: compiled kernels can index it."""
+    if not isinstance(x, QArray) or x.ndim != 3 or x.policy is not None or isinstance(x.scheme.scale, Scheme):
+        return False
+    return reads_packed_weights()
+
+
+def alone(value: PyTree) -> PyTree:
+    """A value; a ScanSlice is sliced to a QArray."""
+    return value.alone() if isinstance(value, ScanSlice) else value
+
+
+def _sliced(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    return evaluator.equation(eqn, [alone(value) for value in values])
+
+
+def _dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    lhs, rhs = values
+    params = eqn.params
+    if not isinstance(rhs, ScanSlice) or is_proxy(lhs) or params["out_sharding"] is not None:
+        return _sliced(evaluator, eqn, values)
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    if rhs.is_transposed:
+        right, right_batch = (tuple(1 - axis for axis in axes) for axes in (right, right_batch))
+    numbers = ((left, right), (left_batch, right_batch))
+    settings = (numbers, params["precision"], params["preferred_element_type"])
+    result = picked_product(jnp.asarray(lhs), rhs.stack, rhs.index, *settings)
+    if result is None:
+        return _sliced(evaluator, eqn, values)
+    return [result]
+
+
+def _convert_element_type(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    dtype = eqn.params["new_dtype"]
+    if eqn.params["sharding"] is not None or not jnp.issubdtype(dtype, jnp.floating):
+        return _sliced(evaluator, eqn, values)
+    return [dataclasses.replace(values[0], stack=values[0].stack.astype(dtype))]
+
+
+def _transpose(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    swaps = tuple(eqn.params["permutation"]) == (1, 0)
+    return [dataclasses.replace(values[0], is_transposed=values[0].is_transposed != swaps)]
+
+
+ScanSlice.rules.update(dot_general=_dot_general, convert_element_type=_convert_element_type, transpose=_transpose)  # type: ignore[attr-defined]

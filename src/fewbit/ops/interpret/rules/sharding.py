@@ -1,0 +1,177 @@
+"""Sharding and collectives on QArrays.
+
+The leaves have the array's axes, shorter where elements share a scale, so each leaf takes the array's PartitionSpec; one scale
+of a whole axis is first repeated for every shard.
+"""
+
+import math
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
+
+from ....array import QArray, is_qarray
+from ....array.sharding import axis_names, placement, spec_entries
+from ....errors import QuantError
+from ...take import with_leaves
+from ..proxy import ArrayProxy
+from .concatenate import is_packed_along, joined, spread, tile_length, unit_of
+from .layout import reshaped
+from .rule import AbstractEvaluator, NoRuleError, Rule, bound
+
+
+def leaf_shardings(q: QArray, sharding: object) -> PyTree:
+    """The sharding of each leaf, from that of the array, as in `fb.shardings_of`.
+
+    Raises:
+        NoRuleError: when the sharding has no spec or an unconstrained one, or would cut a tile or a byte.
+    """
+    if not isinstance(sharding, NamedSharding):
+        raise NoRuleError(f"its sharding is a {type(sharding).__name__}; only a NamedSharding names the axes")
+    if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec):
+        raise NoRuleError(f"{sharding.spec} is unconstrained, so the compiler would place codes and scales differently")
+    try:
+        return placement(q, sharding)
+    except QuantError as error:
+        raise NoRuleError(str(error)) from error
+
+
+def constrained(x: PyTree, sharding: PyTree) -> PyTree:
+    """A value with a sharding constraint, on every leaf of a QArray; other proxies are unchanged."""
+    if isinstance(x, ArrayProxy):
+        return x
+    if isinstance(x, QArray):
+        sharding = leaf_shardings(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def _sharding_constraint(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    if eqn.params.get("layout") is not None:
+        raise NoRuleError("a memory layout is requested")
+    return [constrained(values[0], eqn.params["sharding"])]
+
+
+def _reshard(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """`jax.reshard` of every leaf."""
+    q, target = values[0], eqn.params["dst_sharding"]
+    leaves, structure = jax.tree.flatten(q)
+    targets = jax.tree.leaves(leaf_shardings(q, target))
+    moved = [eqn.primitive.bind(x, **eqn.params | {"dst_sharding": to}) for x, to in zip(leaves, targets, strict=True)]
+    return [jax.tree.unflatten(structure, moved)]
+
+
+def _device_put(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """`jax.device_put` of every leaf of the operands."""
+    columns = list(zip(eqn.params["devices"], eqn.params["srcs"], eqn.params["copy_semantics"], strict=True))
+    leaves, places = [], []
+    for value, (device, source, copying) in zip(values, columns, strict=True):
+        parts = jax.tree.leaves(value)
+        targets = [device] * len(parts)
+        if is_qarray(value) and isinstance(device, jax.sharding.Sharding):
+            targets = jax.tree.leaves(leaf_shardings(value, device))
+        leaves += parts
+        places += [(target, source, copying) for target in targets]
+    devices, sources, copies = zip(*places, strict=True)
+    params = eqn.params | {"devices": devices, "srcs": sources, "copy_semantics": copies}
+    return jax.tree.unflatten(jax.tree.structure(values), eqn.primitive.bind(*leaves, **params))
+
+
+# --- within shard_map ---
+
+
+def _each_leaf(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A collective that permutes or keeps whole shards, bound for every leaf of the QArray."""
+    return [jax.tree.map(lambda leaf: bound(eqn, [leaf])[0], values[0])]
+
+
+def _all_gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    params, (q,) = eqn.params, values
+    axis = params["all_gather_dimension"]
+    if not params["tiled"]:
+        q = reshaped(q, (*q.shape[:axis], 1, *q.shape[axis:]))
+
+    def gathered(leaves: list[Any]) -> jax.Array:
+        groups = params["axis_index_groups"]
+        return jax.lax.all_gather(leaves[0], params["axis_name"], axis_index_groups=groups, axis=axis, tiled=True)
+
+    return [joined([q], axis, gathered, params["axis_size"])]
+
+
+def sharded_ready(q: QArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> QArray:
+    """The array with leaves that a PartitionSpec cuts exactly where it cuts the array.
+
+    Raises:
+        NoRuleError: when a tile or a byte would contain elements of two shards.
+    """
+    for axis, entry in enumerate(spec_entries(spec, q.ndim)):
+        parts = math.prod(mesh.shape[name] for name in axis_names(entry))
+        if parts > 1:
+            q = _cut_ready(q, axis, parts)
+    return q
+
+
+def _cut_ready(q: QArray, axis: int, parts: int) -> QArray:
+    n, count = q.shape[axis], q.scale.shape[axis]
+    part = n // parts
+    if n % parts or (count > 1 and part % tile_length(q, axis)):
+        raise NoRuleError(f"an axis of {n} with tiles of {tile_length(q, axis)} cannot be cut in {parts}")
+    if is_packed_along(q, axis) and (q.slack or part % unit_of(q)):
+        raise NoRuleError(f"codes share bytes in runs of {unit_of(q)}; {parts} shards would cut one")
+
+    def ready(leaf: jax.Array | QArray) -> jax.Array | QArray:
+        if leaf.shape[axis] == 1:
+            leaf = spread(leaf, axis, parts)
+        return _cut_ready(leaf, axis, parts) if isinstance(leaf, QArray) else leaf
+
+    tiles = list(q.tiles)
+    tiles[axis] = n // max(count, parts)
+    return with_leaves(q, ready, scheme=q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis))
+
+
+def _shard_map(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """`shard_map` over an interpreted body; quantized results are decoded inside."""
+    params = eqn.params
+    mesh, names = params["mesh"], set(params["newly_manual_axes"])
+    lengths = {name: mesh.shape[name] for name in mesh.axis_names if name in names}
+
+    def ready(value: PyTree, spec: PartitionSpec) -> tuple[Any, Any]:
+        if isinstance(value, ArrayProxy):
+            return value.shards(spec, lengths)
+        if isinstance(value, QArray):
+            value = sharded_ready(value, spec, mesh)
+        return value, spec
+
+    hidden = [(proxy, PartitionSpec()) for proxy in evaluator.inside()]
+    every = [*zip(values, params["in_specs"], strict=True), *hidden]
+    cut, specs = zip(*(ready(*pair) for pair in every), strict=True)
+
+    def mapped(*args: PyTree) -> tuple[Any, ...]:
+        reason = "shard_map returns its results as arrays"
+        here = [x.on_device() if isinstance(x, ArrayProxy) else x for x in args]
+        body = evaluator.with_inside(here[len(values) :]).function(params["jaxpr"])
+        return tuple(evaluator.decoded(eqn, out, reason) for out in body(*here[: len(values)]))
+
+    return list(
+        jax.shard_map(
+            mapped,
+            mesh=mesh if isinstance(mesh, Mesh) else None,
+            in_specs=tuple(specs),
+            out_specs=tuple(params["out_specs"]),
+            axis_names=names,
+            check_vma=params["check_vma"],
+        )(*cut)
+    )
+
+
+SHARDING: dict[str, Rule] = {
+    "sharding_constraint": _sharding_constraint,
+    "reshard": _reshard,
+    "device_put": _device_put,
+    "pvary": _each_leaf,
+    "ppermute": _each_leaf,
+    "all_gather": _all_gather,
+    "shard_map": _shard_map,
+}
+"""The rules of sharding and collectives."""

@@ -1,0 +1,1 @@
+"""Quantization-aware training inside the interpreter."""

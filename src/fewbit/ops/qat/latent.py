@@ -1,0 +1,135 @@
+"""Latent: a float weight that carries a Policy during training."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeGuard
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
+
+from ...array import QArray
+from ...array.sharding import axis_names, spec_entries
+from ...errors import UnsupportedError
+from ..interpret.proxy import ArrayProxy
+from ..policy import Policy
+from .delayed_scales import StepScales, copies, forked
+from .serving_tiles import ServingTiles
+
+PARAMETER_RULES: dict[str, Any] = {}
+"""The rule of each primitive with a Latent operand, by name; `fewbit.ops.qat.rules` fills it at import."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
+class Latent(ArrayProxy):
+    """A float array whose products follow a policy; everywhere else it is the array.
+
+    Its products quantize it and have the policy's gradients. `fb.train` wraps each parameter that a rule matches.
+
+    Attributes:
+        value: the array.
+        key: a JAX random key for gradients that draw random numbers; or None.
+        policy: how its products are computed.
+        scales: the scales from earlier steps, for a policy with delayed scaling; else None.
+        held: the quantized array, once slicing removed elements that share scales with the remaining ones; else None.
+        served: its tiles at serving time; None: those that each product asks for.
+    """
+
+    rules: ClassVar[Mapping[str, Any]] = PARAMETER_RULES
+
+    value: Any
+    key: Any
+    policy: Policy = dataclasses.field(metadata={"static": True})
+    scales: Any = None
+    held: Any = None
+    served: ServingTiles | None = dataclasses.field(default=None, metadata={"static": True})
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.value.shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.value.dtype
+
+    @property
+    def ndim(self) -> int:
+        """The number of axes."""
+        return self.value.ndim
+
+    def __repr__(self) -> str:
+        return f"{self.dtype.name}{list(self.shape)} trained as {self.policy}"
+
+    def array(self) -> jax.Array:
+        return self.value
+
+    def stacked(self) -> "Latent":
+        from ..interpret.rules.control_flow import stacked  # it needs this class
+
+        length, changes = self.shape[0], {}
+        if self.key is not None:
+            changes["key"] = jax.random.split(self.key, length)
+        if self.scales is not None and not self.scales.ndim:
+            changes["scales"] = copies(self.scales, length)
+        if self.held is not None:
+            changes["held"] = stacked(self.held)
+        return dataclasses.replace(self, **changes)
+
+    def forked(self) -> tuple["Latent", "Latent"]:
+        if self.scales is None:
+            return self, self
+        one, other = forked(self.scales)
+        return dataclasses.replace(self, scales=one), dataclasses.replace(self, scales=other)
+
+    def turns(self, length: int) -> PyTree:
+        return () if self.scales is None else copies(self.scales, length)
+
+    def in_turn(self, own: PyTree) -> "Latent":
+        return self if self.scales is None else dataclasses.replace(self, scales=own)
+
+    def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple["Latent", "Latent"]:
+        if self.held is not None:
+            reason = "its quantization tiles extend beyond this slice; slice it inside shard_map"
+            raise UnsupportedError("a slice of a trained parameter cannot be cut by shard_map", {repr(self): reason})
+        key, scales, along = self.key, self.scales, ()
+        if scales is not None and scales.ndim:
+            along = spec_entries(spec, self.ndim)[: scales.ndim]
+        used = [name for entry in along for name in axis_names(entry)]
+        others = tuple(name for name in mesh if name not in used)
+        if key is not None:
+            key = jnp.broadcast_to(key, (math.prod(mesh.values()),))
+        if scales is not None:
+            scales = copies(scales, math.prod(mesh[name] for name in others))
+        specs = Latent(
+            spec, PartitionSpec(tuple(mesh)), self.policy, PartitionSpec(others or None, *along), None, self.served
+        )
+        return dataclasses.replace(self, key=key, scales=scales), specs
+
+    def on_device(self) -> "Latent":
+        key, scales = jax.tree.map(lambda leaf: leaf[0], (self.key, self.scales))
+        return dataclasses.replace(self, key=key, scales=scales)
+
+    def moved(self, value: jax.Array, scales: StepScales | None, served: ServingTiles | None) -> "Latent":
+        """The parameter after a layout operation on its array and scales: a transpose, cast or slice."""
+        return dataclasses.replace(self, value=value, scales=scales, served=served)
+
+    def quantized(self, axis: tuple[int, ...] | None = None) -> QArray | None:
+        """The array quantized as at serving time, for contraction `axis`; None where each product decides."""
+        if self.held is not None or self.served is None:
+            return self.held
+        value = jax.lax.stop_gradient(self.value)
+        return self.served.on_last(self.ndim).quantized(value, self.policy.weight, axis)
+
+
+def is_latent(x: object) -> TypeGuard[Latent]:
+    """Whether a value is a Latent."""
+    return isinstance(x, Latent)
+
+
+def plain(x: PyTree) -> PyTree:
+    """The array of a Latent; anything else as it is."""
+    return x.value if is_latent(x) else x

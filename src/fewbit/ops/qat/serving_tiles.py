@@ -1,0 +1,232 @@
+"""Serving tiles: a parameter's quantization tiles, tracked through layout operations.
+
+A stored weight is quantized once, then reshaped, transposed and sliced. A trained one is a float array that is moved first and
+quantized in its product. Both have the same codes because its tiles (the blocks that share a scale) are moved here.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.extend import core as jex_core
+from jax.typing import DTypeLike
+
+from ..._tiles import Tile
+from ...array import QArray, Scheme
+from ...array.layout import Axis, reshaped
+from ...array.quantize import laid_along
+from ...errors import QuantError
+from ...kernels.quantize import quantize
+from ..interpret.indices import shape_of
+
+_UNMOVED = (
+    *("copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
+    *("sharding_constraint", "reshard", "pvary"),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class ServingTiles:
+    """Quantization tiles per current axis, after layout operations.
+
+    Attributes:
+        tiles: for each axis, how many elements share a scale; None: the whole axis.
+        apart: the axes, negative, that a loop slices and along which each element is quantized separately; empty for schemes
+            whose scales depend on their own tiles only.
+        dtype: the dtype whose precision it has now.
+        casts: the remaining dtypes, of lower precision, that it is cast to before it is quantized.
+    """
+
+    tiles: tuple[Tile, ...]
+    apart: tuple[int, ...] = ()
+    dtype: str = "float32"
+    casts: tuple[str, ...] = ()
+
+    @classmethod
+    def along(
+        cls,
+        scheme: Scheme,
+        axis: tuple[int, ...],
+        like: jax.ShapeDtypeStruct,
+        stacked: tuple[int, ...] = (),
+        casts: tuple[str, ...] = (),
+    ) -> "ServingTiles":
+        """The tiles of a scheme along `axis` (negative), of an array whose `stacked` axes a loop slices.
+
+        Raises:
+            QuantError: where an axis is one of `stacked`.
+        """
+        shape = tuple(like.shape)
+        inner = tuple(n for a, n in zip(range(-len(shape), 0), shape, strict=True) if a not in stacked)
+        within = iter(laid_along(scheme, axis_within(axis, stacked, len(shape)), inner).tiles(len(inner)))
+        tiles = tuple(1 if a in stacked else next(within) for a in range(-len(shape), 0))
+        if _is_local(scheme):
+            stacked = ()
+        return cls(tiles, stacked, like.dtype.name, casts)
+
+    def on_last(self, ndim: int) -> "ServingTiles":
+        """The tiles of the last `ndim` axes, after a loop sliced the first ones."""
+        gone = len(self.tiles) - ndim
+        if not gone:
+            return self
+        return dataclasses.replace(self, tiles=self.tiles[gone:], apart=tuple(a for a in self.apart if a >= -ndim))
+
+    def after(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "ServingTiles":
+        """The tiles after a layout equation.
+
+        Raises:
+            QuantError: where the equation removes elements that share a scale with others, or tiles cannot describe the
+                result; and for a lossy cast later than those before quantization.
+        """
+        name, params = eqn.primitive.name, eqn.params
+        shape, new = tuple(shape_of(eqn.invars[0])), tuple(shape_of(eqn.outvars[0]))
+        if name in _UNMOVED or (name == "all_gather" and params["tiled"]):
+            return self
+        if name == "convert_element_type":
+            return self._cast(params["new_dtype"])
+        if name in ("slice", "dynamic_slice", "split"):
+            return self._cut(eqn, scheme)
+        if name in ("squeeze", "expand_dims") or (name == "reshape" and params["dimensions"] is None):
+            return self._reshaped(shape, new, scheme)
+        if isinstance(scheme.scale, Scheme) or (self.apart and name != "transpose"):
+            raise QuantError(f"tiles cannot describe its scales after {name}")
+        if name == "transpose":
+            order = params["permutation"]
+            apart = tuple(sorted(order.index(a + len(order)) - len(order) for a in self.apart))
+            return dataclasses.replace(self, tiles=tuple(self.tiles[a] for a in order), apart=apart)
+        if name == "broadcast_in_dim":
+            of_axis = dict(zip(params["broadcast_dimensions"], shape, strict=True))
+            one = tuple(of_axis.get(a, 1) for a in range(len(new)))
+            tiles = self._reshaped(shape, one, scheme).tiles
+            tiles = tuple(1 if n != m else t for t, n, m in zip(tiles, one, new, strict=True))
+            return dataclasses.replace(self, tiles=tiles)
+        if name == "rev" and all(shape[a] % (self.tiles[a] or shape[a]) == 0 for a in params["dimensions"]):
+            return self
+        raise QuantError(f"its tiles cannot be tracked through {name}")
+
+    def _cast(self, dtype: DTypeLike) -> "ServingTiles":
+        if is_exact_cast(dtype, self.dtype):
+            return self
+        name = jnp.dtype(dtype).name
+        if self.casts[:1] != (name,):
+            raise QuantError(f"it is quantized before it is cast to {name}")
+        return dataclasses.replace(self, dtype=name, casts=self.casts[1:])
+
+    def _reshaped(self, shape: tuple[int, ...], new: tuple[int, ...], scheme: Scheme) -> "ServingTiles":
+        first = len(self.apart)
+        if self.apart != tuple(range(-len(shape), first - len(shape))):
+            raise QuantError("a loop slices an axis that is not the first")
+        lost = next((k for k in range(first + 1) if shape[k:first] == new[: first - k]), None)
+        if lost is None or any(n != 1 for n in shape[:lost]):
+            raise QuantError("the reshape merges axes that a loop slices")
+        kept, rest, new_rest = first - lost, shape[first:], new[first - lost :]
+        if isinstance(scheme.scale, Scheme) and rest != new_rest:
+            raise QuantError("its scales are quantized, in tiles of the array before the reshape")
+        tiles = zip(rest, self.tiles[first:], strict=True)
+        axes = reshaped([Axis(n, _normalized(tile, n)) for n, tile in tiles], new_rest)
+        apart = tuple(range(-len(new), kept - len(new)))
+        return dataclasses.replace(self, tiles=(1,) * kept + tuple(axis.tile for axis in axes), apart=apart)
+
+    def _cut(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "ServingTiles":
+        shape, params = shape_of(eqn.invars[0]), eqn.params
+        for axis, n in enumerate(shape):
+            tile = _normalized(self.tiles[axis], n)
+            lengths = [shape_of(out)[axis] for out in eqn.outvars]
+            if lengths == [n] or (tile == 1 and (_is_local(scheme) or axis - len(shape) in self.apart)):
+                continue
+            starts, strides = [0], None
+            if eqn.primitive.name == "split":
+                starts = [sum(lengths[:i]) for i in range(len(lengths))]
+            elif eqn.primitive.name == "slice":
+                starts, strides = [params["start_indices"][axis]], params["strides"]
+            is_known = eqn.primitive.name != "dynamic_slice" and (strides is None or strides[axis] == 1)
+            ends = [start + length for start, length in zip(starts, lengths, strict=True)]
+            if not is_known or tile is None or not _is_local(scheme):
+                raise QuantError(f"its tiles on axis {axis} extend beyond the result of {eqn.primitive.name}")
+            if any(start % tile or (end % tile and end != n) for start, end in zip(starts, ends, strict=True)):
+                raise QuantError(f"{eqn.primitive.name} cuts tiles of {tile} on axis {axis}")
+        return self
+
+    def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...] | None = None) -> QArray:
+        """The array quantized with these tiles, packed along the last contraction axis of `axis`."""
+        if self.casts:
+            uncast = dataclasses.replace(self, casts=())
+            return uncast.quantized(cast(x, self.casts), scheme, axis).astype(x.dtype)
+        if self.apart:
+            inner = tuple(a for a in range(-x.ndim, 0) if a not in self.apart)
+            within = ServingTiles(tuple(self.tiles[a] for a in inner))
+            if axis is not None:
+                axis = axis_within(tuple(a % x.ndim - x.ndim for a in axis), self.apart, x.ndim)
+            return for_each(self.apart, lambda x: within.quantized(x, scheme, axis), x)
+        if axis is not None and self._is_along(scheme, axis, x.shape):
+            return quantize(x, scheme, axis=axis)
+        if axis is not None:
+            packed = axis[-1]
+        else:
+            tiled = [a for a, (t, n) in enumerate(zip(self.tiles, x.shape, strict=True)) if _normalized(t, n) != 1]
+            packed = max(tiled, default=x.ndim - 1)
+        tiles = list(self.tiles)
+        tiles.append(tiles.pop(packed))  # `quantize` takes its axis's tile from the last
+        return quantize(x, scheme.with_tiles(tuple(tiles), -1), axis=packed)
+
+    def _is_along(self, scheme: Scheme, axis: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+        along = laid_along(scheme, axis, shape).tiles(len(shape))
+        pairs = zip(self.tiles, along, shape, strict=True)
+        return all(_normalized(own, n) == _normalized(other, n) for own, other, n in pairs)
+
+
+def axis_within(axis: tuple[int, ...], stacked: tuple[int, ...], ndim: int) -> tuple[int, ...]:
+    """Maps negative axes of an array to those of one element of its stacked axes.
+
+    Raises:
+        QuantError: where an axis is stacked.
+
+    >>> axis_within((-3, -1), (-2,), 3)
+    (-2, -1)
+    """
+    if both := [a for a in axis if a in stacked]:
+        raise QuantError(f"axis {both[0]} cannot be tiled: a loop takes one element of it at a time; name another axis")
+    inner = [a for a in range(-ndim, 0) if a not in stacked]
+    return tuple(inner.index(a) - len(inner) if a in inner else a for a in axis)
+
+
+def for_each(stacked: tuple[int, ...], one: Callable[[jax.Array], QArray], x: jax.Array) -> QArray:
+    """Maps a function over the stacked axes (negative), which keep their places."""
+    order = [a % x.ndim for a in (*stacked, *(a for a in range(-x.ndim, 0) if a not in stacked))]
+    for _ in stacked:
+        one = jax.vmap(one)
+    if order == sorted(order):
+        return one(x)
+    return one(x.transpose(order)).transpose(*map(order.index, range(x.ndim)))
+
+
+def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
+    """The array cast to each dtype in turn."""
+    for dtype in dtypes:
+        x = x.astype(dtype)
+    return x
+
+
+def is_exact_cast(dtype: DTypeLike, other: DTypeLike) -> bool:
+    """Whether a cast to `dtype` is exact for every number of `other`; True where `other` is not floating.
+
+    >>> is_exact_cast("float32", "bfloat16"), is_exact_cast("bfloat16", "float16")
+    (True, False)
+    """
+    if dtype == other or not jnp.issubdtype(other, jnp.floating):
+        return True
+    wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
+    return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
+
+
+def _normalized(tile: Tile, length: int) -> Tile:
+    """The tile of an axis: 1 for an axis of one element, None for the whole axis."""
+    if length == 1:
+        return 1
+    return None if tile is None or tile >= length else tile
+
+
+def _is_local(scheme: Scheme) -> bool:
+    """Whether every scale depends on its own tile only."""
+    return not scheme.tensor_scale and not isinstance(scheme.scale, Scheme)

@@ -1,0 +1,1 @@
+"""Benchmarks of products on this machine."""

@@ -1,0 +1,93 @@
+"""Measures the machine's roofline: copy bandwidth and dense matmul rates."""
+
+import dataclasses
+import datetime
+import importlib.metadata
+import platform
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...evaluate.timing import timed
+from ...kernels.device import device_name
+from ...kernels.extension import extension
+
+Spread = tuple[float, float, float]
+
+
+@dataclasses.dataclass(frozen=True)
+class Machine:
+    """The lowest, median and highest rates that were measured.
+
+    Attributes:
+        copy: bytes read and written by an in-place elementwise program, in GB/s.
+        float32: dense float32 matmul, in GFLOP/s (a multiply-add counts as two).
+        bfloat16: the same for bfloat16 operands.
+    """
+
+    copy: Spread
+    float32: Spread
+    bfloat16: Spread
+
+
+def machine(*, nbytes: int = 1 << 28, size: int = 1024, rounds: int = 7) -> Machine:
+    """Measures the rates of JAX's default device.
+
+    Args:
+        nbytes: size of the copied array.
+        size: M = K = N of the matmul.
+        rounds: how many times each one runs.
+    """
+    times = timed(
+        {"copy": _copy(nbytes), **{dtype: _dense(size, dtype) for dtype in ("float32", "bfloat16")}}, rounds=rounds
+    )
+    work = {"copy": 2 * nbytes, "float32": 2 * size**3, "bfloat16": 2 * size**3}
+
+    def rate(who: str) -> Spread:
+        slowest, middle, fastest = np.quantile(times[who].seconds, (1.0, 0.5, 0.0))
+        low, median, high = (float(f"{1e-9 * work[who] / s:.4g}") for s in (slowest, middle, fastest))
+        return low, median, high
+
+    return Machine(rate("copy"), rate("float32"), rate("bfloat16"))
+
+
+def circumstances(packages: Sequence[str] = ()) -> dict[str, Any]:
+    """The date, device, kernel instruction set and versions of a measurement.
+
+    Args:
+        packages: further packages to list versions of, besides fewbit, JAX and NumPy.
+    """
+    return {
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(),
+        "kernels": extension("fewbit.kernels.qmatmul._cpu").isa or "not built",
+        "python": platform.python_version(),
+        "versions": {package: _version(package) for package in ("fewbit", "jax", "jaxlib", "numpy", *packages)},
+    }
+
+
+def _copy(nbytes: int) -> Callable[[], Any]:
+    """Increments an array in place (donated), so that no page faults are timed."""
+    buffer = [jnp.zeros(nbytes // 4, jnp.float32)]
+    step = jax.jit(lambda a: a + jnp.float32(1), donate_argnums=0)
+
+    def run() -> Any:
+        buffer[0] = step(buffer[0])
+        return buffer[0]
+
+    return run
+
+
+def _dense(size: int, dtype: str) -> Callable[[], Any]:
+    matmul, a = jax.jit(jnp.matmul), jnp.ones((size, size), dtype)
+    return lambda: matmul(a, a)
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

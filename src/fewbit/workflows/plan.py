@@ -1,0 +1,231 @@
+"""Plans how a recipe quantizes each tensor of a checkpoint."""
+
+import dataclasses
+import functools
+import itertools
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from .. import models
+from .._registry import near_names
+from ..array.quantize import laid_along
+from ..errors import QuantError, UnsupportedError
+from ..io import TensorInfo
+from ..io.safetensors.file import dtype_name
+from ..recipe import Plan, PlanRow, Recipe
+from ..recipe import plan as make_plan
+from ..recipe.plan import recounted
+from .model import Model
+
+KEEP = "keep"
+"""The recipe that changes no tensor."""
+
+RecipeSpec: TypeAlias = str | os.PathLike[str] | Recipe | Mapping[str, Any]
+"""Anything that `fb.recipe` takes."""
+
+
+def plan_model(model: Model, *, recipe: RecipeSpec | None = None, plan: str | os.PathLike[str] | Plan | None = None) -> Plan:
+    """Plans what happens to every parameter of a model.
+
+    A model that can be run is traced, so its matmuls decide roles and contraction axes. For other architectures the module
+    classes decide if transformers is installed, else a table of names, see `fewbit.models.checkpoint_roles`; a tensor of
+    unknown role is not quantized unless a rule gives its path and an axis. Quantized tensors of the file are planned by
+    their dequantized values; one that already has the planned scheme is kept exactly.
+
+    Args:
+        model: the model.
+        recipe: anything that `fb.recipe` takes, or "keep", which changes no tensor.
+        plan: a plan or its file, perhaps edited; instead of a recipe.
+
+    Returns:
+        The plan; `bytes_before` is the size in the file.
+
+    Raises:
+        QuantError: when not exactly one of `recipe` and `plan` is given, a rule matches nothing, a block does not divide an
+            axis that it must, the plan is for another model, or a tensor has a dtype that files cannot store.
+        UnsupportedError: when the weights are codes of another quantizer.
+    """
+    if (recipe is None) == (plan is None):
+        raise QuantError("pass either a recipe or a plan: exactly one of the two")
+    _check_not_foreign(model)
+    for path, info in model.info.items():
+        if info.scheme is None:
+            dtype_name(jnp.dtype(info.dtype), f"tensor {path!r} of {model.path}")
+    if recipe == KEEP:
+        return Plan(tuple(_kept(path, info) for path, info in model.info.items()), KEEP)
+    if recipe is not None:
+        made = _resolved(model, recipe)
+    elif isinstance(plan, Plan):
+        made = _checked(plan, model)
+    else:
+        assert plan is not None
+        made = _checked(Plan.load(plan), model)
+    return dataclasses.replace(made, rows=tuple(_with_file_sizes(row, model.info[row.path]) for row in made))
+
+
+def unknown_roles(plan: Plan) -> str | None:
+    """A message that lists tensors of unknown role; None if there are none.
+
+    Args:
+        plan: the plan of a model.
+    """
+    if not plan.unknown:
+        return None
+    listed = ", ".join(plan.unknown[:8])
+    if len(plan.unknown) > 8:
+        listed += f" and {len(plan.unknown) - 8} more"
+    return (
+        f"the role of {listed} is unknown; {'; '.join(plan.notes)}. Add a rule for each: its path and the policy null to keep "
+        'it, or its path, a scheme and the contraction axis ("axis": -1 of [out, in]) to quantize it'
+    )
+
+
+def folded(rows: Iterable[PlanRow]) -> list[tuple[str, int, PlanRow]]:
+    """Groups rows that differ only in the layer and expert numbers of their paths.
+
+    Args:
+        rows: the rows of a plan.
+
+    Returns:
+        The name (`layers/0-29/experts/0-7/up`), the number of parameters and the first row of each group. A group has every
+        combination of its number ranges; otherwise it is split at the last number that differs.
+    """
+    groups: dict[Any, list[PlanRow]] = {}
+    for row in rows:
+        groups.setdefault((*_split_numbers(row.path)[0], dataclasses.replace(row, path="", sites=())), []).append(row)
+    complete = [part for group in groups.values() for part in _complete_groups(group)]
+    order = {row.path: i for i, row in enumerate(rows)}
+    return [(_group_name(group), len(group), group[0]) for group in sorted(complete, key=lambda group: order[group[0].path])]
+
+
+def _split_numbers(path: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """The text around the numbers of a path, and the numbers."""
+    parts = re.split(r"(?<=[/.])(\d+)(?=[/.])", path)
+    return tuple(parts[::2]), tuple(map(int, parts[1::2]))
+
+
+def _complete_groups(group: list[PlanRow]) -> Iterator[list[PlanRow]]:
+    """Splits the group until each part has every combination of the numbers in its paths."""
+    numbers = [_split_numbers(row.path)[1] for row in group]
+    places = [set(column) for column in zip(*numbers, strict=True)]
+    if math.prod(map(len, places)) == len(group):
+        yield group
+        return
+    last = max(i for i, column in enumerate(places) if len(column) > 1)
+    for number in sorted(places[last]):
+        yield from _complete_groups([row for row, own in zip(group, numbers, strict=True) if own[last] == number])
+
+
+def _group_name(group: list[PlanRow]) -> str:
+    texts, _ = _split_numbers(group[0].path)
+    columns = zip(*(_split_numbers(row.path)[1] for row in group), strict=True)
+    ranges = [",".join(_ranges(sorted(set(column)))) for column in columns]
+    return "".join(part for pair in itertools.zip_longest(texts, ranges, fillvalue="") for part in pair)
+
+
+def _ranges(numbers: list[int]) -> Iterator[str]:
+    """Ranges of consecutive numbers, as `first-last`."""
+    for _, run in itertools.groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0]):
+        values = [number for _, number in run]
+        yield "-".join(dict.fromkeys((str(values[0]), str(values[-1]))))
+
+
+def _check_not_foreign(model: Model) -> None:
+    """Refuses weights whose scales are separate tensors: they would be quantized as if codes were floats."""
+    foreign = model.metadata.get("quantization_config")
+    if foreign is not None:
+        method = "unknown"
+        if isinstance(foreign, dict):
+            method = foreign.get("quant_method", method)
+        raise UnsupportedError(
+            f"{model.path} is quantized already (config.json's quantization_config, method {method!r}), with scales in "
+            "tensors of their own; fewbit cannot dequantize that yet: start from the float checkpoint"
+        )
+
+
+def _resolved(model: Model, recipe: RecipeSpec) -> Plan:
+    """Resolves the recipe against the traced model, or against flat tensors; rows are in the order of the file."""
+    structs = {path: _struct(info) for path, info in model.info.items()}
+    config = model.config
+    if config is None:
+        shapes = {path: info.shape for path, info in model.info.items()}
+        known = models.checkpoint_roles(shapes, model.metadata, kind=model.kind)
+        plan = make_plan(None, structs, recipe=recipe, roles=known.roles)
+        plan = dataclasses.replace(plan, notes=(f"the model cannot be traced ({model.why_not_run}); {known.note}",))
+    else:
+        tokens = jax.ShapeDtypeStruct((1, min(8, config.context)), jnp.int32)
+        forward = functools.partial(models.forward, config=config)
+        plan = make_plan(forward, models.params_from_paths(structs, config), tokens, recipe=recipe)
+    rows = {row.path: row for row in plan}
+    return dataclasses.replace(plan, rows=tuple(rows[path] for path in model.info))
+
+
+def _struct(info: TensorInfo) -> jax.ShapeDtypeStruct:
+    """The parameter's shape and dtype; float64 is rounded to float32 before quantization."""
+    return jax.ShapeDtypeStruct(info.shape, jnp.dtype(info.dtype.replace("float64", "float32")))
+
+
+def _with_file_sizes(row: PlanRow, info: TensorInfo) -> PlanRow:
+    """Sets the bytes of the file, and says what happens to a parameter that is stored quantized."""
+    row = dataclasses.replace(row, dtype=info.dtype, bytes_before=info.nbytes)
+    if is_kept(row, info):
+        return dataclasses.replace(
+            row, bytes_after=info.nbytes, reason=_joined(row, f"{info.stored} in the file, kept exactly")
+        )
+    if row.policy is None and row.sparsity is None:
+        kept = ""
+        if info.scheme is not None:
+            kept = f"stays {info.stored}, as stored in the file"
+        return dataclasses.replace(row, bytes_after=info.nbytes, reason=_joined(row, kept))
+    if row.policy is None:
+        row = dataclasses.replace(row, bytes_after=row.size * _struct(info).dtype.itemsize)
+    if info.scheme is not None:
+        return dataclasses.replace(row, reason=_joined(row, f"dequantized from {info.stored} first"))
+    if info.dtype == "float64":
+        return dataclasses.replace(row, reason=_joined(row, "float64, rounded to float32 first"))
+    return row
+
+
+def _joined(row: PlanRow, reason: str) -> str:
+    """Adds a reason to the row's, unless it is there already (as in a saved plan)."""
+    parts = [part for part in (*row.reason.split("; "), *reason.split("; ")) if part]
+    return "; ".join(dict.fromkeys(parts))
+
+
+def is_kept(row: PlanRow, info: TensorInfo) -> bool:
+    """Whether the file already stores the parameter in the planned scheme, so that it is copied without loss."""
+    if row.policy is None or info.scheme is None or row.stacked or row.sparsity is not None:
+        return False
+    return laid_along(row.policy.weight, row.axis, row.shape) == info.scheme
+
+
+def _kept(path: str, info: TensorInfo) -> PlanRow:
+    return PlanRow(path, info.shape, info.dtype, None, (), (), (), info.nbytes, info.nbytes, "kept as it is")
+
+
+def _checked(plan: Plan, model: Model) -> Plan:
+    """Checks a (possibly edited) plan against the model, and recounts its bytes."""
+    rows = {row.path: row for row in plan}
+    known = tuple(model.info)
+    for path in rows:
+        if path not in model.info:
+            raise QuantError(
+                f"the plan has a row for {path!r}, which {model.name} does not have; {near_names(path, known[:400])}"
+            )
+    if missing := [path for path in known if path not in rows]:
+        raise QuantError(
+            f"the plan lacks {', '.join(missing[:5])} of {model.name} ({len(missing)} rows); make a new plan for the model"
+        )
+    return dataclasses.replace(plan, rows=tuple(_checked_row(rows[path], info) for path, info in model.info.items()))
+
+
+def _checked_row(row: PlanRow, info: TensorInfo) -> PlanRow:
+    if row.shape != info.shape:
+        raise QuantError(f"{row.path} has shape {info.shape}, but the plan was made for {row.shape}")
+    return recounted(dataclasses.replace(row, dtype=info.dtype, bytes_before=info.nbytes))

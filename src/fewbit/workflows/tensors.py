@@ -1,0 +1,124 @@
+"""Quantizes and measures a model's tensors one at a time."""
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..array import QArray
+from ..errors import QuantError
+from ..evaluate import sqnr_db
+from ..recipe import Plan, PlanRow, check_storable, quantize_row
+from .model import Model, Value, decoded
+from .plan import is_kept
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorResult:
+    """The result of one tensor.
+
+    Attributes:
+        path: the parameter's path.
+        shape: its shape.
+        scheme: its new scheme, or its dtype.
+        is_quantized: whether it was quantized or pruned in this run; else it is unchanged.
+        sqnr_db: the signal-to-quantization-noise ratio against the file's values; None if it is unchanged.
+        bytes_before: its bytes in the file.
+        bytes_after: its new bytes.
+        seconds: how long it took.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    scheme: str
+    is_quantized: bool
+    sqnr_db: float | None
+    bytes_before: int
+    bytes_after: int
+    seconds: float
+
+    def __str__(self) -> str:
+        shape = "x".join(map(str, self.shape)) or "scalar"
+        quality = "unchanged" if self.sqnr_db is None else f"{self.sqnr_db:.2f} dB"
+        sizes = f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
+        return f"{self.path}  {shape}  {self.scheme}  {quality}  {sizes}  {self.seconds:.2f} s"
+
+
+def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorResult]]:
+    """Quantizes the parameters of a model, in the order of the plan.
+
+    Args:
+        model: the model.
+        plan: its plan; see `plan_model`.
+
+    Returns:
+        An iterator of the values and their results.
+
+    Raises:
+        QuantError: when a parameter has NaN or infinity; the message names each such parameter and the counts.
+        UnsupportedError: for a plan that stored parameters cannot express.
+    """
+    check_storable(plan)
+    rows = iter(plan)
+    for row in rows:
+        start = time.perf_counter()
+        stored = model.load(row.path)
+        if bad := _non_finite(stored, row):
+            raise QuantError(_non_finite_message(model, {row.path: bad} | _more_non_finite(model, rows)))
+        value, sqnr = _converted(stored, row, model)
+        seconds = time.perf_counter() - start
+        scheme = value.scheme.name if isinstance(value, QArray) else np.dtype(value.dtype).name
+        before = model.info[row.path].nbytes
+        yield value, TensorResult(row.path, row.shape, scheme, sqnr is not None, sqnr, before, int(value.nbytes), seconds)
+
+
+def _converted(stored: Value, row: PlanRow, model: Model) -> tuple[Value, float | None]:
+    """One parameter as its row says, and its SQNR if it was quantized or pruned."""
+    if row.policy is None and row.sparsity is None:
+        return stored, None
+    if row.policy is not None and isinstance(stored, QArray) and is_kept(row, model.info[row.path]):
+        return dataclasses.replace(stored, policy=None if row.policy.is_weight_only else row.policy), None
+    x = jnp.asarray(_float32(decoded(stored)))
+    q = jax.block_until_ready(quantize_row(x, row))
+    return q, sqnr_db(x, q)
+
+
+def _float32(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
+    """Rounds float64 to float32; other dtypes are unchanged."""
+    if x.dtype != np.float64:
+        return x
+    with np.errstate(over="ignore"):  # what overflows to infinity is counted and named
+        return np.asarray(x, np.float32)
+
+
+def _non_finite(value: Value, row: PlanRow) -> int:
+    """Counts NaN and infinity after dequantizing and, if the row quantizes, rounding to float32."""
+    if not jnp.issubdtype(value.dtype, jnp.inexact):
+        return 0
+    x = decoded(value)
+    if row.policy is not None or row.sparsity is not None:
+        x = _float32(x)
+    if isinstance(x, np.ndarray) and x.dtype.kind in "fc":
+        return int(x.size - np.count_nonzero(np.isfinite(x)))
+    return int(jnp.sum(~jnp.isfinite(jnp.asarray(x))))
+
+
+def _more_non_finite(model: Model, rows: Iterator[PlanRow]) -> dict[str, int]:
+    """The NaN and infinity counts of the remaining parameters, so that one message names them all."""
+    counts = {row.path: _non_finite(model.load(row.path), row) for row in rows}
+    return {path: count for path, count in counts.items() if count}
+
+
+def _non_finite_message(model: Model, counts: dict[str, int]) -> str:
+    named = [f"{path} ({count:,} of {math.prod(model.info[path].shape):,})" for path, count in counts.items()]
+    listed = ", ".join(named[:20])
+    if len(named) > 20:
+        listed += f" and {len(named) - 20} more parameters"
+    return (
+        f"{model.path} has NaN or infinite values in {listed}; nothing was written. "
+        "Repair the checkpoint: a block with one such value dequantizes to NaN"
+    )

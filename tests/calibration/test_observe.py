@@ -1,0 +1,169 @@
+"""`fb.observe`: what parameters meet in every kind of code, and recipes with the ranges that it finds."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.calibration import EMARange, MinMaxRange, PercentileRange
+
+RECIPE = fb.Recipe((fb.Rule(".*", fb.Policy("int8", "int8")),))
+
+
+def normal(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+
+
+PARAMS = {"in": normal(8, 16), "out": normal(16, 4, seed=1)}
+BATCHES = [normal(3, 5, 8, seed=2), normal(3, 5, 8, seed=3)]
+
+
+def net(params, x):
+    return jnp.tanh(x @ params["in"]) @ params["out"]
+
+
+def amax(x, axis=None):
+    return np.abs(np.asarray(x)).max(axis)
+
+
+def test_ranges_and_recipe_are_those_computed_by_hand():
+    stats = fb.observe(net, PARAMS, BATCHES, RECIPE)
+    hidden = [jax.jit(lambda x: jnp.tanh(x @ PARAMS["in"]))(x) for x in BATCHES]
+    assert float(stats["in"].range.high) == amax(BATCHES) and int(stats["in"].range.count) == 2
+    np.testing.assert_allclose(stats["out"].range.high, amax(hidden), rtol=1e-6)
+    static = stats.recipe(RECIPE)
+    assert fb.Recipe.from_json(static.to_json()) == static
+    assert static.rules[0].policy.activation.calibration == fb.array.scales.Fixed(
+        -float(amax(BATCHES)), float(amax(BATCHES))
+    )
+
+    x = 3 * normal(2, 7, 8, seed=4)  # another length, and beyond the range
+    served = fb.quantize_params(PARAMS, fb.plan(net, PARAMS, x, recipe=static))
+    scales = [np.float32(stats[name].range.high) / np.float32(127.5) for name in ("in", "out")]
+
+    @jax.jit
+    def by_hand(x):
+        for name, scale in zip(("in", "out"), scales, strict=True):
+            w = fb.dequantize(fb.quantize(PARAMS[name], "int8", axis=0))
+            x = fb.fake_quant(x, "int8", scale=scale) @ w
+            x = jnp.tanh(x) if name == "in" else x
+        return x
+
+    # An element of the hidden layer that lies between two codes may take either, by the last bit of its sum.
+    step = float(scales[1]) * amax(PARAMS["out"]) * 1.01
+    np.testing.assert_allclose(jax.jit(fb.transparent(net))(served, x), by_hand(x), rtol=1e-5, atol=step)
+    assert np.abs(fb.transparent(net)(served, x) - net(PARAMS, x)).max() > 10 * step, "what is beyond the range is clipped"
+    trained = jax.jit(fb.train(net, static))(PARAMS, x)
+    assert np.array_equal(trained, jax.jit(fb.transparent(net))(served, x)), "what was trained is what is served"
+
+
+def scanned(params, x):
+    return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params["w"])[0]
+
+
+def test_stacked_layers_have_a_range_each_and_a_recipe_takes_the_widest():
+    w, x = {"w": normal(3, 8, 8)}, 4 * normal(5, 8, seed=1)
+    stats = fb.observe(scanned, w, [x, x / 8], RECIPE, collect=("range", "absmax", "hessian"))
+    inputs = [x]
+    for i in range(2):
+        inputs.append(jnp.tanh(inputs[-1] @ w["w"][i]))
+    seen = stats["w"]
+    np.testing.assert_allclose(seen.range.high, [amax(x) for x in inputs], rtol=1e-6)
+    assert seen.absmax.shape == (3, 8) and seen.hessian.shape == (3, 8, 8) and seen.count.tolist() == [10, 10, 10]
+    np.testing.assert_array_equal(seen.absmax[0], amax(x, 0))
+    assert stats.recipe(RECIPE).rules[0].policy.activation.calibration.high == float(amax(x))
+    jitted = jax.jit(fb.transparent(scanned))
+    assert jitted(fb.quantize_params(w, fb.plan(scanned, w, x, recipe=stats.recipe(RECIPE))), x).shape == (5, 8)
+
+
+def recurrent(params, x):
+    step = jax.checkpoint(lambda x, _: (jax.jit(jnp.tanh)(2 * x @ params["w"]), None))
+    x = jax.lax.scan(step, x, None, length=3)[0]
+    return jax.lax.cond(x[0, 0] > 9, lambda x: x @ params["w"].T, lambda x: x @ params["v"], x)
+
+
+def test_calls_loops_and_branches():
+    w, x = {"w": normal(8, 8), "v": normal(8, 8, seed=1)}, 4 * normal(5, 8, seed=2)
+    policy = fb.Policy("int8", "int8")
+    recipe = fb.Recipe((fb.Rule("w", policy, axis=-2), fb.Rule("v", policy)))  # the two branches contract other axes of w
+    stats = fb.observe(recurrent, w, [x], recipe, rule=EMARange(0.5))
+    inputs = [x]
+    for _ in range(3):
+        inputs.append(jnp.tanh(2 * inputs[-1] @ w["w"]))
+    state = EMARange(0.5).init()
+    for x in inputs[:3]:
+        state = state.update(2 * x)
+    assert int(stats["w"].range.count) == 3, "each turn counts; the branch that is not taken does not"
+    np.testing.assert_allclose(stats["w"].range.high, state.high, rtol=1e-6)
+    np.testing.assert_allclose(stats["v"].range.high, amax(inputs[3]), rtol=1e-6)
+
+
+def test_hessians_and_channels():
+    def experts(params, x):
+        return jnp.einsum("etk,ekn->etn", x, params["e"]), jnp.einsum("eab,abn->en", x[:, :2, :4], params["m"])
+
+    w, x = {"e": normal(2, 8, 4), "m": normal(2, 4, 3)}, normal(2, 6, 8, seed=1)
+    stats = fb.observe(experts, w, [x, x], RECIPE, collect=("hessian", "absmax"))
+    np.testing.assert_allclose(stats["e"].hessian, 2 * np.einsum("etk,etl->ekl", x, x), rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(stats["e"].absmax, amax(x, (0, 1)))
+    flat = np.asarray(x[:, :2, :4]).reshape(2, 8)
+    np.testing.assert_allclose(stats["m"].hessian, 2 * flat.T @ flat, rtol=1e-5, atol=1e-5)
+    assert stats["e"].range is None and stats["e"].count == 12
+    with pytest.raises(fb.QuantError, match=r"e: no range was collected"):
+        stats.recipe(RECIPE)
+
+
+def test_only_the_activations_scheme_changes():
+    rules = (fb.Rule("in", "nf4"), fb.Rule("out", fb.Policy("int4_g8", "uint8", dlhs="int8")))
+    assert rules[1].policy is not None
+    stats = fb.observe(net, PARAMS, BATCHES, fb.Recipe(rules), rule=MinMaxRange())
+    static = stats.recipe(fb.Recipe(rules))
+    policy = static.rules[0].policy
+    assert [rule.path for rule in static.rules] == ["out", "in", "out"] and all(rule.optional for rule in static.rules[1:])
+    assert (policy.weight, policy.dlhs) == (rules[1].policy.weight, rules[1].policy.dlhs)
+    assert policy.activation.calibration.low == float(stats["out"].range.low) > -1
+
+
+def test_leaves_that_are_no_arrays_and_arguments_by_keyword():
+    params = {"w": normal(8, 8), "activation": jnp.tanh, "depth": 2}
+
+    def called(params, x, is_doubled, *, scale):
+        for _ in range(params["depth"]):
+            x = params["activation"](scale * x @ params["w"])
+        return 2 * x if is_doubled else x
+
+    x = normal(5, 8, seed=1)
+    seen = fb.observe(called, params, [(x, True), (x, False)], RECIPE, scale=9.0)["w"].range
+    assert float(seen.high) == amax(9 * x) and int(seen.count) == 4
+
+
+def test_what_cannot_be_observed_is_refused():
+    def looping(params, x):
+        return jax.lax.while_loop(lambda x: x[0, 0] > 9, lambda x: x @ params["w"], x)
+
+    w, x = {"w": normal(8, 8)}, normal(5, 8)
+    with pytest.raises(
+        fb.UnsupportedError,
+        match=r"cannot collect statistics of every product(.|\n)*w: .*while decodes w \(what is measured inside",
+    ):
+        fb.observe(looping, w, [x], RECIPE)
+    with pytest.raises(fb.QuantError, match="batches is empty"):
+        fb.observe(scanned, w, [], RECIPE)
+
+    def product(params, x):
+        return x @ params["w"]
+
+    with pytest.raises(fb.QuantError, match=r"w: its activations were all zero"):
+        fb.observe(product, w, [0 * x], RECIPE).recipe(RECIPE)
+    with pytest.raises(fb.QuantError, match=r"w: its activations have a NaN"):
+        fb.observe(product, w, [x / 0], RECIPE).recipe(RECIPE)
+    with pytest.raises(fb.QuantError, match=r"these have axes \(-1,\)"):
+        fb.observe(product, w, [x], RECIPE, rule=PercentileRange(99.0, axes=(-1,))).recipe(RECIPE)
+    with pytest.raises(fb.QuantError, match=r"there are no statistics of 'v'"):
+        fb.observe(product, w, [x], RECIPE)["v"]
+
+
+def test_a_misspelt_statistic_is_refused_with_the_name_meant(unchecked):
+    with pytest.raises(fb.QuantError, match="collect has 'hesian'; did you mean 'hessian'"):
+        fb.observe(net, PARAMS, BATCHES, RECIPE, collect=("hesian",))  # type: ignore[arg-type]

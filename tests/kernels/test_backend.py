@@ -1,0 +1,76 @@
+"""Choosing a backend: order, reasons, and a name that is never replaced."""
+
+import dataclasses
+from pathlib import Path
+from typing import ClassVar
+
+import jax.numpy as jnp
+import pytest
+
+import fewbit as fb
+from fewbit.kernels.attention.reference import BACKENDS as ATTENTION
+from fewbit.kernels.backend import AbstractBackend
+from fewbit.kernels.qmatmul import BACKENDS, Problem
+from fewbit.kernels.qmatmul.ragged import RAGGED
+from fewbit.kernels.quantize.backends import DEQUANTIZERS, QUANTIZERS
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class OnlyInt8(AbstractBackend[Problem]):
+    """A backend that computes zeros, for int8 weights only: enough to see that it was asked."""
+
+    name: ClassVar[str] = "only_int8"
+
+    def unsupported(self, problem):
+        return None if problem.rhs.scheme.name == "int8" else f"the weight is {problem.rhs.scheme.name}, must be int8"
+
+    def run(self, problem, *operands):
+        return jnp.zeros((problem.lhs.shape[0], problem.rhs.shape[0]), problem.result_dtype)
+
+
+@pytest.fixture
+def backend():
+    BACKENDS.add(OnlyInt8.name, OnlyInt8())
+    yield
+    BACKENDS.remove(OnlyInt8.name)
+
+
+NUMBERS = (((1,), (1,)), ((), ()))
+
+
+@pytest.mark.usefixtures("backend")
+def test_a_backend_is_one_class_and_one_line():
+    x = jnp.ones((2, 32))
+    assert not fb.dot_general(x, fb.quantize(jnp.ones((4, 32)), "int8"), NUMBERS).any()
+    assert fb.dot_general(x, fb.quantize(jnp.ones((4, 32)), "nf4"), NUMBERS).all()
+    assert fb.dot_general(x, fb.quantize(jnp.ones((4, 32)), "int8"), NUMBERS, backend="reference").all()
+    with pytest.raises(fb.UnsupportedError) as caught:
+        fb.dot_general(x, fb.quantize(jnp.ones((4, 32)), "nf4"), NUMBERS, backend="only_int8")
+    assert str(caught.value) == (
+        "qmatmul cannot run lhs=float32[2,32] rhs=nf4[4,32] over axes (1,) and (1,):\n"
+        "  only_int8: the weight is nf4, must be int8"
+    )
+    assert caught.value.reasons == {"only_int8": "the weight is nf4, must be int8"}
+
+
+@pytest.mark.finding(36)
+def test_backends_that_never_ran_on_their_hardware_are_experimental():
+    for backends in (BACKENDS, RAGGED, QUANTIZERS, DEQUANTIZERS, ATTENTION):
+        for backend in backends:
+            assert backend.experimental == (backend.platform in ("tpu", "cuda")), (backends.kind, backend.name)
+    x, q = jnp.ones((2, 64)), fb.quantize(jnp.ones((64, 8)), "int8", axis=-2)
+    names = [line.split(":")[0] for line in fb.explain(x, q).splitlines()]
+    assert "  pallas_tpu (experimental)" in names and "  triton (experimental)" in names
+    tested = "experimental: tested in an interpreter and cross-compiled, not yet run on a"
+    assert f"{tested} TPU" in fb.explain(x, q, backend="pallas_tpu")
+    assert f"{tested} GPU" in BACKENDS["triton"].about()
+
+
+@pytest.mark.finding(36)
+@pytest.mark.parametrize("page", ["README.md", "docs/kernels.md", "docs/torch.md"])
+def test_pages_say_which_kernels_never_ran_on_their_hardware(page: str):
+    words = " ".join((ROOT / page).read_text().split()).lower()
+    for device in ("GPU",) if page == "docs/torch.md" else ("GPU", "TPU"):
+        assert f"experimental: tested in an interpreter and cross-compiled, not yet run on a {device.lower()}" in words

@@ -1,0 +1,65 @@
+"""Writing on from a prompt, with plain and with quantized parameters."""
+
+import pytest
+
+from fewbit import workflows
+from fewbit.errors import QuantError, UnsupportedError
+from fewbit.kvcache import kv_policy
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers
+
+pytestmark = needs_tokenizers
+
+
+@pytest.fixture
+def model(tmp_path):
+    return workflows.load(llama_directory(tmp_path / "hf"))
+
+
+@pytest.mark.slow
+def test_weights_are_decoded_once_and_write_what_packed_ones_write(model, tmp_path):
+    workflows.quantize(model, workflows.plan_model(model, recipe="nf4"), tmp_path / "q")
+    stored = workflows.load(tmp_path / "q")
+    sample = workflows.generate_text(stored, "The quick ", max_tokens=8)
+    packed = workflows.generate_text(model, "The quick ", params=stored.params(), max_tokens=8)
+    assert (sample.tokens, sample.decoded, sample.is_chat) == (8, 22, False)
+    assert packed.text == sample.text
+
+
+@pytest.mark.slow
+def test_weights_with_quantized_activations_stay_packed(model, tmp_path):
+    workflows.quantize(model, workflows.plan_model(model, recipe="w8a8"), tmp_path / "q")
+    sample = workflows.generate_text(workflows.load(tmp_path / "q"), "The quick ", max_tokens=4)
+    assert sample.decoded == 0
+
+
+@pytest.mark.slow
+def test_the_same_seed_draws_the_same(model):
+    a, b, c = (workflows.generate_text(model, "Who ", max_tokens=12, temperature=2.0, seed=s).text for s in (1, 1, 2))
+    assert a == b != c
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"prompt": ""}, QuantError, "the prompt is empty"),
+        ({"seed": 1}, QuantError, "seed is 1, but temperature is 0.0"),
+        ({"temperature": -1.0}, QuantError, "temperature is -1.0"),
+        ({"max_tokens": 40}, QuantError, "exceed the context of the model, 32"),
+        ({"chat": True}, UnsupportedError, "no chat template"),
+    ],
+)
+def test_what_cannot_be_written_says_why(model, arguments, error, message):
+    with pytest.raises(error, match=message):
+        workflows.generate_text(model, **{"prompt": "Who ", "max_tokens": 4, **arguments})
+
+
+@pytest.mark.parametrize(
+    ("kv", "of_token"),
+    [(None, 2 * 2 * 8 * 4), (kv_policy("int8"), 2 * 2 * (8 + 4)), (kv_policy("int4", per="token"), 2 * (2 * 4 + 4))],
+)
+@pytest.mark.slow
+def test_the_cache_is_of_the_kind_that_was_asked_for(model, kv, of_token):
+    sample = workflows.generate_text(model, "Who ", max_tokens=4, kv=kv)
+    assert sample.kv == (None if kv is None else str(kv))
+    assert sample.cache_bytes == 3 * (4 + 4) * of_token  # layers, positions
+    assert sample.tokens == 4

@@ -1,0 +1,63 @@
+"""Any checkpoint becomes a model: with its network where it is known, as flat tensors where not."""
+
+import numpy as np
+import pytest
+
+from fewbit import io, models, workflows
+from fewbit.errors import QuantError, UnsupportedError
+from tests.nets.checkpoints import needs_glassllm
+from tests.nets.random_llama import SMALL, random_params
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers
+
+
+@needs_tokenizers
+def test_a_hugging_face_directory_is_a_llama_under_our_paths(tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    assert (model.architecture, model.kind, model.config) == ("llama", "safetensors", SMALL)
+    assert list(model.info) == list(models.shapes(SMALL))
+    expected = models.paths_of_params(random_params(SMALL), SMALL)
+    for path, array in models.paths_of_params(model.params(), SMALL).items():
+        np.testing.assert_array_equal(array, expected[path])
+    assert model.readable_tokenizer().vocab == SMALL.vocab
+
+
+@needs_glassllm
+def test_glassllm_matrices_are_turned_to_out_in():
+    model = workflows.load("glassllm")
+    assert model.info["layers/0/mlp/down"].shape == (128, 341) == model.load("layers/0/mlp/down").shape
+    assert model.tokenizer is not None
+
+
+def test_an_unknown_network_loads_as_flat_tensors(tmp_path):
+    np.savez(tmp_path / "a.npz", weight=np.ones((4, 8), np.float32))
+    model = workflows.load(tmp_path / "a.npz")
+    assert model.config is None
+    assert list(model.info) == ["weight"]
+    with pytest.raises(UnsupportedError, match=r"a\.npz cannot be run, only planned, .*the architecture is unknown"):
+        model.runnable_config()
+    with pytest.raises(UnsupportedError, match=r"has no tokenizer: the architecture is unknown"):
+        model.readable_tokenizer()
+
+
+@needs_tokenizers
+def test_an_incomplete_llama_says_what_it_lacks(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    directory = llama_directory(tmp_path / "hf")
+    arrays = load_file(directory / "model.safetensors")
+    del arrays["model.layers.1.mlp.up_proj.weight"]
+    save_file(arrays, str(directory / "model.safetensors"))
+    model = workflows.load(directory)
+    assert model.config is None
+    assert "lacks model.layers.1.mlp.up_proj.weight" in model.why_not_run
+
+
+def test_a_fewbit_directory_with_other_tensors_than_its_network_is_flat(tmp_path):
+    config = {"architecture": "llama", "llama": SMALL.to_json()}
+    io.write(tmp_path / "q", {"embed": np.ones((3, 4), np.float32)}, config=config)
+    assert "the configuration has 3 layers, but the checkpoint has 1 tensors" in workflows.load(tmp_path / "q").why_not_run
+
+
+def test_a_missing_path_says_so(tmp_path):
+    with pytest.raises(QuantError, match=r"nothing\.gguf does not exist"):
+        workflows.load(tmp_path / "nothing.gguf")
