@@ -43,7 +43,7 @@ def nm_mask(w: Float[Array, "*s"], n: int, m: int, *, axis: int | tuple[int, ...
         fits = ", ".join(str(k) for k in range(2, min(length, 64) + 1) if length % k == 0) or "none up to 64"
         raise QuantError(
             f"axis {axis} has {length} elements, which groups of m={m} do not divide; pad it to {-(-length // m) * m}, "
-            f"or use a group size that fits: {fits}"
+            f"or use one of the group sizes that fit: {fits}"
         )
     last = tuple(range(-len(axes), 0))
     moved = jnp.moveaxis(w, axes, last)
