@@ -112,7 +112,7 @@ def grouped_blocks(cut: Cut, q: QArray) -> list[Block]:
 def _visited(block: Block) -> Block:
     """The block of a visit's rows."""
 
-    def index(j: Any, visit: Any, k: Any, _: object, blocks: jax.Ref, *__: object) -> tuple[Any, ...]:
+    def index(j: Any, visit: Any, k: Any, _: object, blocks: Any, *__: object) -> tuple[Any, ...]:
         return block.index(blocks[visit], j, k)
 
     return dataclasses.replace(block, index=index)
@@ -121,7 +121,7 @@ def _visited(block: Block) -> Block:
 def _of_group(block: Block, count: int) -> Block:
     """The block of one of `count` matrices: that of the visit's group."""
 
-    def index(j: Any, visit: Any, k: Any, groups: jax.Ref, *_: object) -> tuple[Any, ...]:
+    def index(j: Any, visit: Any, k: Any, groups: Any, *_: object) -> tuple[Any, ...]:
         return groups[visit] if count > 1 else 0, *block.index(0, j, k)
 
     return Block(block.name, (count, *block.shape), block.dtype, (1, *block.block), index)
