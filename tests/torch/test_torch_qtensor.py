@@ -121,7 +121,7 @@ def test_copies_never_write_into_memory_of_jax() -> None:
 @pytest.mark.parametrize(
     ("operation", "error", "text"),
     [
-        (lambda q: q + 1, fb.UnsupportedError, r"add cannot take a QTensor:\n.*aten.add.Tensor; q.dequantize\(\)"),
+        (lambda q: q + 1, fb.UnsupportedError, r"add cannot take a QTensor:\n.*aten.add.Tensor; call q.dequantize\(\)"),
         (lambda q: torch.nn.functional.softmax(q, -1), fb.UnsupportedError, "_softmax cannot take"),
         (lambda q: q[0], fb.UnsupportedError, "select cannot take"),
         (lambda q: q.reshape(-1), fb.UnsupportedError, "view cannot take"),
@@ -130,7 +130,7 @@ def test_copies_never_write_into_memory_of_jax() -> None:
         (lambda q: torch.bmm(torch.ones(3, 2, 64), q), fb.UnsupportedError, "bmm cannot take"),
         (lambda q: q.numpy(), RuntimeError, "not supported for tensor subclasses"),
         (lambda q: q.to(torch.int8), fb.QuantError, "a QTensor has a floating dtype"),
-        (lambda q: nn.Parameter(q), fb.QuantError, r"no gradient: nn.Parameter\(q, requires_grad=False\)"),
+        (lambda q: nn.Parameter(q), fb.QuantError, r"no gradient: use nn.Parameter\(q, requires_grad=False\)"),
     ],
 )  # fmt: skip
 def test_everything_else_is_refused_by_name(q: "fbt.QTensor", operation, error: type[Exception], text: str) -> None:
@@ -141,7 +141,7 @@ def test_everything_else_is_refused_by_name(q: "fbt.QTensor", operation, error: 
 def test_parts_that_do_not_fit_are_refused(q: "fbt.QTensor") -> None:
     for parts, text in (
         ((q.codes, q.scale[:1], q.scheme, q.shape, q.dtype), "scale has shape"),
-        ((q.codes, q.scale, q.scheme, (12, 60), q.dtype), "stand for"),
+        ((q.codes, q.scale, q.scheme, (12, 60), q.dtype), "decode to shape"),
         ((q.codes, q.scale, q.scheme, q.shape, torch.int32), "floating numbers"),
         ((q.codes.to("meta"), q.scale, q.scheme, q.shape, q.dtype), "move all to one"),
     ):

@@ -147,9 +147,10 @@ def _roles(module: nn.Module) -> tuple[dict[str, TensorRole], dict[str, str]]:
     for name, role in final.items():
         if role is Role.UNKNOWN:
             continue
-        roles[name] = TensorRole(role, source="its name")
         if name in found and found[name].role is role:
             roles[name] = found[name]
+        else:
+            roles[name] = TensorRole(role, source="its name")
     return roles, refused
 
 
