@@ -27,4 +27,4 @@ def flax(name: str) -> ModuleType:
     try:
         return importlib.import_module(f"flax.{name}")
     except ModuleNotFoundError as error:
-        raise UnsupportedError("flax is not installed; run: pip install fewbit[flax]") from error
+        raise UnsupportedError("flax is not installed; pip install fewbit[flax] brings it") from error
