@@ -180,7 +180,7 @@ def test_refuses_what_does_not_fit():
         forward(random_params(UNTIED), tokens[:, :3], dataclasses.replace(UNTIED, tied=True))
     with pytest.raises(QuantError, match="stacked already"):
         stack_layers(stack_layers(params))
-    with pytest.raises(QuantError, match="room \(max length\) is 33, must be from 1 to the context of the model, 32"):
+    with pytest.raises(QuantError, match=r"room \(max length\) is 33, must be from 1 to the context of the model, 32"):
         empty_cache(SMALL, batch=1, room=33)
     with pytest.raises(QuantError, match="batch is 0"):
         empty_cache(SMALL, batch=0, room=3)
