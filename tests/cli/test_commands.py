@@ -158,7 +158,7 @@ def test_a_rotated_model(model, tmp_path):
 def test_the_source_that_is_quantized_already_is_told(model, tmp_path):
     run("quantize", model, "-o", tmp_path / "out", "-r", "nf4", "--no-check")
     said = run("plan", tmp_path / "out", "-r", "int8").stdout
-    assert "is quantized already (1 tensor q8_0, 21 tensors nf4)" in said
+    assert "is already quantized to 4-bit (1 tensor q8_0, 21 tensors nf4)" in said
     assert "not to the original one" in said
     assert "q8_0 in the file, kept exactly" in said
 
@@ -229,5 +229,5 @@ def test_verify_finds_a_changed_byte(tmp_path):
     assert "was changed since it was written" in run("verify", tmp_path / "out", status=1).stdout
 
 
-def test_help_says_that_weights_are_decoded():
-    assert "they are decoded to float once" in " ".join(run("generate", "--help").stdout.replace("│", " ").split())
+def test_help_says_that_weights_are_dequantized():
+    assert "they are dequantized once" in " ".join(run("generate", "--help").stdout.replace("│", " ").split())
