@@ -21,7 +21,7 @@ TITLES = {
     "kernels": "Kernels",
     "ops": "Products",
     "recipe": "Recipes",
-    "statistics": "Statistics",
+    "calibration": "Calibration",
     "training": "Training",
     "kvcache": "Caches",
     "methods": "Methods",
@@ -30,7 +30,7 @@ TITLES = {
     "models": "Models",
     "evaluate": "Evaluation",
     "torch": "PyTorch",
-    "jobs": "Jobs",
+    "workflows": "Workflows",
     "cli": "Command line",
     "errors": "Errors",
 }
