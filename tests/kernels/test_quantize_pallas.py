@@ -154,9 +154,7 @@ def test_reasons_of_decoding():
 
     assert refusal("q8_0") is None  # scales in float16 come as their bits
     assert refusal("int4", dtype="float16") == "the array is float16, must be float32 or bfloat16"
-    assert (
-        refusal("nf4_dq") == "interleaved or high-first packing, or quantized scales: use backend='reference'"
-    )
+    assert refusal("nf4_dq") == "interleaved or high-first packing, or quantized scales: use backend='reference'"
     assert (
         refusal("fp8_block128", (256, 256)) == "tiles (128, 128) extend over several axes, or not along one of the last two"
     )

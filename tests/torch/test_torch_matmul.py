@@ -164,9 +164,7 @@ def test_what_rows_in_groups_refuse() -> None:
 
 def test_what_it_refuses() -> None:
     q = weight("mxfp4", 12, 64)
-    with pytest.raises(
-        fb.QuantError, match=r"x has 64 columns and q has 12 rows; for a matrix \[N, K\] use x @ q.T"
-    ):
+    with pytest.raises(fb.QuantError, match=r"x has 64 columns and q has 12 rows; for a matrix \[N, K\] use x @ q.T"):
         fbt.matmul(torch.ones(2, 64), q)
     with pytest.raises(fb.QuantError, match="must be floating or a QTensor"):
         fbt.matmul(torch.ones(2, 64, dtype=torch.int32), q.T)

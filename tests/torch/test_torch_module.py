@@ -45,8 +45,16 @@ def test_the_plan_lists_every_parameter_and_why() -> None:
         "block.gate.weight": ("float32", (), "a router or gate of experts; no rule names the role router"),
         "block.conv.weight": ("int8", (-1, -2), ""),
         "block.conv.bias": ("float32", (), "a vector: no product contracts it"),
-        "block.attention.in_proj_weight": ("float32", (), "a parameter of nn.MultiheadAttention, which does not support QTensors"),
-        "block.attention.out_proj.weight": ("float32", (), "a parameter of nn.MultiheadAttention, which does not support QTensors"),
+        "block.attention.in_proj_weight": (
+            "float32",
+            (),
+            "a parameter of nn.MultiheadAttention, which does not support QTensors",
+        ),
+        "block.attention.out_proj.weight": (
+            "float32",
+            (),
+            "a parameter of nn.MultiheadAttention, which does not support QTensors",
+        ),
     }
     assert plan["embed.weight"].ops == ("take",) and "3 of 11 parameters quantized" in str(plan)
     assert not any(isinstance(p, fbt.QTensor) for p in net.parameters())
