@@ -142,7 +142,7 @@ def test_parts_that_do_not_fit_are_refused(q: "fbt.QTensor") -> None:
     for parts, text in (
         ((q.codes, q.scale[:1], q.scheme, q.shape, q.dtype), "scale has shape"),
         ((q.codes, q.scale, q.scheme, (12, 60), q.dtype), "decode to shape"),
-        ((q.codes, q.scale, q.scheme, q.shape, torch.int32), "floating numbers"),
+        ((q.codes, q.scale, q.scheme, q.shape, torch.int32), "a floating dtype"),
         ((q.codes.to("meta"), q.scale, q.scheme, q.shape, q.dtype), "move all to one"),
     ):
         with pytest.raises(fb.QuantError, match=text):

@@ -165,7 +165,7 @@ class RaggedDot(AbstractBilinear):
             dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
             return coded_product(self._code_product(extra), lhs, rhs, accumulator).astype(dtype)
         refuse_accumulator(accumulator)
-        if has_kernels and isinstance(rhs, QArray):
+        if has_kernels and isinstance(rhs, QArray) and not isinstance(lhs, QArray):
             over_columns = self.numbers == _OVER_COLUMNS
             problem = RaggedProblem(Operand.of(lhs), Operand.of(rhs), over_columns, self.precision, self.preferred)
             return ragged_product(problem, lhs, rhs, extra[0], self.backend)
