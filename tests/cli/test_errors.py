@@ -93,7 +93,7 @@ def test_an_output_that_holds_its_source_or_foreign_files_is_refused_before_the_
     """The inspection lost a model and a note to `quantize ov/inner -o ov --overwrite`."""
     outer = io.write(tmp_path / "ov", {"x": np.ones(3, np.float32)})
     inner = io.write(outer / "inner", {"weight": np.ones((6, 40), np.float32)})
-    assert "ov holds" in fail("quantize", inner, "-o", outer, "-r", "int8", "--overwrite")
+    assert "ov contains" in fail("quantize", inner, "-o", outer, "-r", "int8", "--overwrite")
     assert "out is inside" in fail("quantize", inner, "-o", inner / "out", "-r", "int8")
     assert "is the model itself" in fail("quantize", inner, "-o", inner, "-r", "int8", "--overwrite")
     (inner / "notes.txt").write_text("mine")
