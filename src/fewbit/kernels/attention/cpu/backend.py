@@ -54,24 +54,13 @@ class Cpu(AbstractBackend[AttentionProblem]):
         def reference(q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
             return attended(q, [Block(keys, values, seen, layer)])
 
-<<<<<<< HEAD:src/fewbit/kernels/attention/cpu/backend.py
-        def native(q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
-            if layer is None:
-                keys, values = jax.tree.map(lambda a: a[None], (keys, values))  # [1, B, K, S, h]
-                layer = jnp.zeros((), jnp.int32)
-            key_buffers, key_words = _buffers("key", keys)
-            value_buffers, value_words = _buffers("value", values)
-            call = jax.ffi.ffi_call("fewbit_attention", jax.ShapeDtypeStruct(q.shape, q.dtype), vmap_method="sequential")
-            level = np.int64(LEVELS.index(self.isa) if self.isa else -1)
-            return call(q, *key_buffers, *value_buffers, seen, layer.reshape(1), level=level, **key_words, **value_words)
-
-=======
         native = functools.partial(_native, self)
->>>>>>> d56274ed939e67b2ed073729c295b5dd66a3241e:src/fewbit/kernels/attention/cpu.py
         return on_platform("cpu", native, reference)(q, block.keys, block.values, block.seen, layer)
 
 
-def _native(backend: Cpu, q: jax.Array, keys: Held, values: Held, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
+def _native(
+    backend: Cpu, q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None
+) -> jax.Array:
     if layer is None:
         keys, values = jax.tree.map(lambda a: a[None], (keys, values))  # [1, B, K, S, h]
         layer = jnp.zeros((), jnp.int32)
