@@ -15,10 +15,13 @@ import pytest
 from .ptx import evaluated
 
 MODULES = tuple(
-    f"fewbit.kernels.quantize.gpu.quantize{part}"
-    for part in ("_numbers", "_search", "_memory", "", "_dequantize", "_hessian")
-) + tuple(
-    f"fewbit.kernels.qmatmul.triton_{name}" for name in ("decode", "groups", "gemv", "dot", "pairs", "codes", "launch")
+    f"fewbit.kernels.{name}"
+    for name in (
+        *("triton.formats", "quantize.gpu.search", "quantize.gpu.memory"),
+        *("quantize.gpu.quantize", "quantize.gpu.dequantize", "quantize.gpu.hessian"),
+        *("triton.decode", "qmatmul.gpu.groups", "qmatmul.gpu.gemv", "qmatmul.gpu.gemm"),
+        *("qmatmul.gpu.gemv_bf16", "qmatmul.gpu.int8_gemm", "qmatmul.gpu.launch"),
+    )
 )
 
 
