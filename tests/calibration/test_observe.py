@@ -145,7 +145,7 @@ def test_what_cannot_be_observed_is_refused():
     w, x = {"w": normal(8, 8)}, normal(5, 8)
     with pytest.raises(
         fb.UnsupportedError,
-        match=r"cannot collect statistics of every product(.|\n)*w: .*while decodes w \(what is measured inside",
+        match=r"cannot collect statistics of every product(.|\n)*w: .*while decodes w \(measurements inside it",
     ):
         fb.observe(looping, w, [x], RECIPE)
     with pytest.raises(fb.QuantError, match="batches is empty"):

@@ -106,7 +106,7 @@ def test_on_an_auto_mesh_the_code_says_what_is_gathered():
 def test_arrays_that_are_there_tell_their_sharding(kind: AxisType):
     mesh = mesh_of(kind)
     q, x = weight("int8").with_sharding((mesh, P("data", "model"))), activation(mesh, P("data"))
-    gathered = fb.ops.gathering.with_gathered_codes(x, q, (((1,), (0,)), ((), ())))[1]
+    gathered = fb.ops.all_gather.with_gathered_codes(x, q, (((1,), (0,)), ((), ())))[1]
     assert gathered.sharding.spec == P(None, "model")
     assert_product(x @ q, x, q)
 
@@ -128,9 +128,9 @@ def test_the_quantized_operand_gives_way(q_spec: P, x_spec: P, expected: P, is_l
     mesh = mesh_of(AxisType.Auto)
     q, x = weight("int8").with_sharding((mesh, q_spec)), activation(mesh, x_spec)
     if is_left:
-        left, right = fb.ops.gathering.with_gathered_codes(q, x, (((0,), (1,)), ((), ())))
+        left, right = fb.ops.all_gather.with_gathered_codes(q, x, (((0,), (1,)), ((), ())))
     else:
-        right, left = fb.ops.gathering.with_gathered_codes(x, q, (((1,), (0,)), ((), ())))
+        right, left = fb.ops.all_gather.with_gathered_codes(x, q, (((1,), (0,)), ((), ())))
     assert right is x and left.sharding.is_equivalent_to(NamedSharding(mesh, expected), 2)
     assert left is q or q_spec != expected, "what is right already is not touched"
 

@@ -136,7 +136,7 @@ def edited(odd, path, edit):
         (lambda rows: rows.pop(5), r"the plan lacks bias of odd\.npz"),
         (lambda rows: rows[0].update(path="w65"), r"has a row for 'w65', which odd\.npz does not have; did you mean 'w64'"),
         (lambda rows: rows[0].update(shape=[2, 31]), r"w64 has shape \(2, 32\), but the plan was made for \(2, 31\)"),
-        (lambda rows: rows[2].update(policy="int8", axis=[-1]), r"quantizes ids, which is int32"),
+        (lambda rows: rows[2].update(policy="int8", axis=[-1]), r"quantizes or prunes ids, which is int32"),
         (lambda rows: rows[5].update(policy="int8"), r"row of bias has a policy but no axis"),
         (lambda rows: rows[0].update(policy="int9"), r"unknown scheme 'int9'"),
         (lambda rows: rows[0].update(axis=[-3]), r"w64 \(2, 32\): axis is -3, but the array has 2 axes"),

@@ -56,6 +56,13 @@ def magnitude_mask(w: Float[Array, "*s"], density: float) -> Bool[Array, "*s"]:
 
     Of equal magnitudes the first wins; NaN counts as infinite. QuantError for a density outside 0 .. 1.
 
+    Args:
+        w: the weights.
+        density: the fraction that is kept, from 0 to 1: `round(density * w.size)` weights, the first of equal ones.
+
+    Returns:
+        True where a weight is kept; a NaN is.
+
     >>> magnitude_mask(jnp.array([[0.1, -3.0], [2.0, 0.5]]), 0.25).tolist()
     [[False, True], [False, False]]
     """

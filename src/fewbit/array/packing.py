@@ -70,6 +70,9 @@ def paired(group: int, apart: int = 2) -> tuple[int, ...]:
         group: codes per group.
         apart: runs per group; codes at the same place of each run become neighbours.
 
+    Returns:
+        The permutation, as `Packing.interleave` takes it.
+
     >>> paired(8)
     (0, 4, 1, 5, 2, 6, 3, 7)
     >>> paired(8, 4)
@@ -102,6 +105,12 @@ def codes_per_unit(bits: int, packing: Packing = Packing()) -> int:
 def pack(codes: UInt8[Array, "*s"], bits: int, packing: Packing = Packing(), *, axis: int = -1) -> UInt8[Array, "*p"]:
     """Packs codes below `2**bits` along one axis.
 
+    Args:
+        codes: values below `2**bits`.
+        bits: 1 to 8.
+        packing: their order.
+        axis: the axis whose codes share bytes.
+
     Returns:
         The bytes: the shape of `codes`, but `ceil(n * bits / 8)` along `axis` for its `n` codes.
 
@@ -129,6 +138,16 @@ def unpack(
     packed: UInt8[Array, "*p"], bits: int, length: int, packing: Packing = Packing(), *, axis: int = -1
 ) -> UInt8[Array, "*s"]:
     """The inverse of `pack`: `length` codes along `axis`, one per byte.
+
+    Args:
+        packed: the bytes.
+        bits: 1 to 8.
+        length: how many codes lie along `axis`.
+        packing: their order.
+        axis: the axis whose codes share bytes.
+
+    Returns:
+        The codes: the shape of `packed`, but `length` along `axis`.
 
     Raises:
         QuantError: for bits outside 1..8, or when the bytes are too few for `length` codes.

@@ -313,7 +313,14 @@ _LEAVES = ("codes", "scale", "zero_point", "tensor_scale")
 
 
 def is_qarray(x: object) -> bool:
-    """Whether `x` is a QArray. The `is_leaf` of tree functions that treat QArrays as leaves."""
+    """Whether `x` is a QArray. The `is_leaf` of tree functions that treat QArrays as leaves.
+
+    Args:
+        x: anything.
+
+    Returns:
+        True for a QArray.
+    """
     return isinstance(x, QArray)
 
 

@@ -57,6 +57,14 @@ def specs_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
 def shardings_of(tree: PyTree, mesh: AnyMesh, specs: PyTree) -> PyTree:
     """`specs_of` as NamedShardings, for `device_put`, `jit` and checkpointers.
 
+    Args:
+        tree: as in `specs_of`.
+        mesh: the mesh.
+        specs: as in `specs_of`.
+
+    Returns:
+        A tree of the structure of `tree`, with a NamedSharding for every leaf.
+
     >>> params = {"w": fb.quantize(jnp.ones((64, 128)), "nf4"), "b": jnp.ones(64)}
     >>> mesh = jax.make_mesh((2,), ("model",))
     >>> placed = jax.device_put(params, shardings_of(params, mesh, {"w": jax.P("model"), "b": jax.P("model")}))

@@ -23,6 +23,9 @@ def is_covered(x: Float[Array, "*s"], q: QArray) -> Bool[Array, "*s"]:
     Args:
         x: the array before quantization.
         q: its quantized form.
+
+    Returns:
+        A mask of the shape of `x`: False where the code saturates and its error is larger than rounding makes it.
     """
     tiles, fmt = q.tiles, q.scheme.format
     scale = blocked_scale(scale_values(q), tiles)
@@ -47,6 +50,14 @@ def passed_through(x: Float[Array, "*s"], value: Float[Array, "*s"], is_passed: 
     """The straight-through estimator: `value`, with the derivative of `x` where `is_passed`, else zero.
 
     Linear in the tangent, so forward mode, reverse mode and their compositions work. `value` counts as a constant.
+
+    Args:
+        x: what is differentiated.
+        value: the result.
+        is_passed: where the gradient of the result goes to `x`.
+
+    Returns:
+        `value`.
 
     >>> jax.grad(lambda x: passed_through(x, jnp.round(x), x > 0).sum())(jnp.array([-1.2, 3.4])).tolist()
     [0.0, 1.0]

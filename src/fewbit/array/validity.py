@@ -20,7 +20,12 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 def refuse_invalid(q: QArray, what: str = "the QArray") -> None:
-    """Raises QuantError unless the leaves fit the scheme. `what` names the array in the message."""
+    """Raises QuantError unless the leaves fit the scheme. `what` names the array in the message.
+
+    Args:
+        q: the array.
+        what: how the message names it.
+    """
     if reason := misfit(q):
         raise QuantError(f"{what} is not valid: {reason}; fb.quantize, slices and reshapes of a QArray make valid ones")
 
@@ -30,6 +35,12 @@ def misfit(q: QArray) -> str | None:
 
     Stacked arrays may have a scale for each element of an axis where the scheme's tile is longer. A zero point or a tensor
     scale may have one element along an axis where the scale has more.
+
+    Args:
+        q: the array; its leaves may be tracers or abstract.
+
+    Returns:
+        The reason, or None.
 
     >>> import dataclasses
     >>> q = fb.quantize(jnp.ones((4, 8)), "int8")

@@ -74,7 +74,7 @@ class RangeState:
         count: the number of batches, int32.
         rule: how the range is estimated; static.
 
-    >>> state = fb.statistics.AbsMaxRange().init().update(jnp.array([1.0, -3.0])).update(jnp.array([2.0]))
+    >>> state = fb.calibration.AbsMaxRange().init().update(jnp.array([1.0, -3.0])).update(jnp.array([2.0]))
     >>> float(state.low), float(state.high), int(state.count)
     (-3.0, 3.0, 2)
     """

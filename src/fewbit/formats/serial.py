@@ -22,6 +22,12 @@ CUSTOM_FORMAT: Any = Union[tuple(form_of(cls, tag=kind) for kind, cls in KINDS.i
 def format_to_json(fmt: AbstractFormat) -> str | dict[str, Any]:
     """The JSON form of a format: its registered name, or an object with its kind and fields.
 
+    Args:
+        fmt: any format of fewbit's own kinds, or a registered one.
+
+    Returns:
+        A name, or an object that `format_from_json` reads.
+
     >>> format_to_json(FORMATS["nf4"])
     'nf4'
     """

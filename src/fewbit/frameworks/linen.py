@@ -110,6 +110,14 @@ def apply(
     """`module.apply` for quantized variables and any method; other arguments as for `fb.transparent`.
 
     Create it once, outside the loop that calls it, and jit it like `module.apply`, whose arguments it takes.
+
+    Args:
+        module: the Linen module.
+        fallback: as in `fb.transparent`.
+        report: as in `fb.transparent`.
+
+    Returns:
+        A function of the arguments of `module.apply`: the variables, the inputs, `method`, `rngs`, `mutable` and so on.
     """
     return transparent(module.apply, fallback=fallback, report=report)
 
@@ -157,6 +165,16 @@ def delayed_state(
 ) -> DelayedState:
     """The initial state of delayed scaling, for `train`; arguments as for `plan`.
 
+    Args:
+        module: the Linen module.
+        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
+        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+
+    Returns:
+        The state, as `fb.delayed_state` gives it.
+
     Raises:
         QuantError: as `fb.delayed_state`.
 
@@ -172,6 +190,16 @@ def sparsity_state(
     module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object
 ) -> ModelSparsity:
     """The initial sparsity masks, for `train`; arguments as for `plan`.
+
+    Args:
+        module: the Linen module.
+        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
+        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+
+    Returns:
+        The state, as `fb.sparsity_state` gives it; paths are those below `params`.
 
     Raises:
         QuantError: as `fb.sparsity_state`.
@@ -195,6 +223,9 @@ def update_sparsity(state: ModelSparsity, variables: PyTree, step: Int[ArrayLike
         variables: the dense variables.
         step: the number of this step; None counts the updates from 0.
 
+    Returns:
+        The state for this step.
+
     Raises:
         QuantError: for variables of another module.
     """
@@ -207,6 +238,9 @@ def pruned(variables: PyTree, state: ModelSparsity) -> PyTree:
     Args:
         variables: the dense variables; all but the sparse parameters are returned unchanged.
         state: the sparsity.
+
+    Returns:
+        The variables; all but the sparse parameters are those that came in.
 
     Raises:
         QuantError: for variables of another module.

@@ -439,6 +439,9 @@ def stored(rhs: jax.Array, axes: tuple[int, ...], rule: Rule | None, mask: jax.A
         axes: the contracted axes.
         rule: the rule; None stores the float array.
         mask: the elements that training kept; None prunes by magnitude if the rule is sparse.
+
+    Returns:
+        A QArray with the rule's policy, or an array, as a StoredWeight.
     """
     if rule is None:
         return StoredWeight(rhs)
@@ -453,7 +456,14 @@ def stored(rhs: jax.Array, axes: tuple[int, ...], rule: Rule | None, mask: jax.A
 
 
 def empty(make: Callable[[], PyTree]) -> PyTree:
-    """Zeros of the structure that `make` returns; it is only traced."""
+    """Zeros of the structure that `make` returns; it is only traced.
+
+    Args:
+        make: the function; it is traced only.
+
+    Returns:
+        A tree of the same structure.
+    """
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make))
 
 
@@ -464,6 +474,9 @@ def along(sparsity: Sparsity, axes: tuple[int, ...], ndim: int) -> Sparsity:
         sparsity: the rule's sparsity.
         axes: the contracted axes of the weight.
         ndim: the number of axes of the weight.
+
+    Returns:
+        The sparsity with negative axes.
     """
     return dataclasses.replace(sparsity, axis=sparsity.axis or tuple(a - ndim for a in axes))
 
@@ -474,6 +487,9 @@ def scale_leaves(policy: Policy, stack: tuple[int, ...] = ()) -> dict[str, Any]:
     Args:
         policy: the policy, with delayed scaling.
         stack: the leading axes, such as stacked layers, of which each element has its own scales.
+
+    Returns:
+        The arrays.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(ProductScales.init(policy, stack))
     return {"_".join(key.name for key in path): x for path, x in leaves}

@@ -169,6 +169,15 @@ def train(
 def delayed_state(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None) -> DelayedState:
     """The initial state of delayed scaling, for `train`; arguments as for `plan`.
 
+    Args:
+        model: the NNX model.
+        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
+
+    Returns:
+        The state, as `fb.delayed_state` gives it.
+
     Raises:
         QuantError: as `fb.delayed_state`.
 
@@ -184,6 +193,15 @@ def sparsity_state(
     model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None
 ) -> ModelSparsity:
     """The initial sparsity masks, for `train`; arguments as for `plan`.
+
+    Args:
+        model: the NNX model.
+        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
+        recipe: a Recipe, or anything that `fb.recipe` takes.
+        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
+
+    Returns:
+        The state, as `fb.sparsity_state` gives it.
 
     Raises:
         QuantError: as `fb.sparsity_state`.
@@ -205,6 +223,9 @@ def update_sparsity(state: ModelSparsity, model: PyTree, step: Int[ArrayLike, ""
         state: the previous state.
         model: the dense NNX model.
         step: the number of this step; None counts the updates from 0.
+
+    Returns:
+        The state for this step.
 
     Raises:
         QuantError: for another model.

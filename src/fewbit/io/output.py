@@ -40,6 +40,9 @@ def check_output(
         sources: the files and directories that the output is made from.
         foreign: gives the names in an existing directory that an overwrite must not remove; raises for another kind of directory.
 
+    Returns:
+        The path.
+
     Raises:
         QuantError: for an empty path, one below a file, one that exists (without `overwrite`) or contains files that fewbit did
             not write (with it), and when a source is the output, inside it or around it, following symbolic links.

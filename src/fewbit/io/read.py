@@ -20,6 +20,12 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
 
     Tensors are loaded one by one when they are indexed; only `.npz` is read at once.
 
+    Args:
+        path: the file or directory.
+
+    Returns:
+        The checkpoint.
+
     Raises:
         QuantError: when the path does not exist, is not a model, or is damaged; the message names the file.
         UnsupportedError: for a tensor type or layout version that fewbit lacks.

@@ -174,6 +174,9 @@ def empty_quantized_cache(
         head_dim: the head width (h).
         room: the max length (S).
 
+    Returns:
+        The cache.
+
     Raises:
         QuantError: when a number is not positive.
     """

@@ -72,6 +72,9 @@ def kv_policy(
         scale: the dtype of the scales: float32, bfloat16, float16, or a Format.
         sees_raw: as in `KVPolicy`.
 
+    Returns:
+        The policy.
+
     Raises:
         QuantError: for an unknown name, with the nearest ones, or for a format without negative and positive numbers.
 

@@ -29,7 +29,7 @@ def conv_general_dilated(
     dimension_numbers: jax.lax.ConvGeneralDilatedDimensionNumbers = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: jax.lax.PrecisionLike = None,
+    precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     *,
     policy: Policy | None = None,

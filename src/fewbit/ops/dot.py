@@ -29,7 +29,7 @@ def dot_general(
     lhs: ArrayLike | QArray | Latent,
     rhs: ArrayLike | QArray | Latent,
     dimension_numbers: tuple[tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]],
-    precision: jax.lax.PrecisionLike = None,
+    precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     *,
     policy: Policy | None = None,

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from .qat.latent import Latent
 def einsum(
     subscripts: str,
     *operands: ArrayLike | QArray | Latent,
-    precision: jax.lax.PrecisionLike = None,
+    precision: Any = None,
     preferred_element_type: DTypeLike | None = None,
     policy: Policy | None = None,
     key: Key[Array, ""] | None = None,
@@ -57,7 +58,7 @@ def einsum(
 
 
 @functools.lru_cache(maxsize=256)
-def _contraction(subscripts: str, precision: jax.lax.PrecisionLike, preferred: DTypeLike | None) -> Callable[..., jax.Array]:
+def _contraction(subscripts: str, precision: Any, preferred: DTypeLike | None) -> Callable[..., jax.Array]:
     """The contraction as a transparent function, cached so that eager calls compile once."""
 
     def contract(*arrays: jax.Array) -> jax.Array:

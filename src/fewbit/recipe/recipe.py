@@ -108,6 +108,9 @@ def recipe(spec: RecipeLike) -> Recipe:
         spec: a registered name (`fb.RECIPES.names()`); a path that ends in `.json`; a scheme's name, such as `"int4_g64"`,
             which makes `weight_only` of it; the object that `Recipe.to_json` gives; or a Recipe.
 
+    Returns:
+        The recipe.
+
     Raises:
         QuantError: for an unknown name, with the names near it; for a file that cannot be read or is not a recipe.
 

@@ -208,6 +208,9 @@ def parse_calibration(text: str) -> AbstractCalibration:
     Args:
         text: the name and, after commas, the values of its fields in order; trailing ones are optional.
 
+    Returns:
+        The calibration.
+
     Raises:
         QuantError: for an unknown name, too many values, or invalid values.
 

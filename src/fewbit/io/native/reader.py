@@ -38,6 +38,9 @@ def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
 
     Args:
         path: any path; False where there is no directory.
+
+    Returns:
+        Whether one of the three says so.
     """
     path = pathlib.Path(path)
     if not path.is_dir():

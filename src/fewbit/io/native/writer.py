@@ -240,10 +240,15 @@ def write(
     """Writes named tensors as a fewbit directory, atomically; `fb.save` writes trees.
 
     Args:
-        path: the directory to create.
-        tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors, such as those of a `state_dict()`. A lazy
-            mapping is indexed one name at a time.
-        config: as for `DirectoryWriter`, like the other arguments.
+        path: the directory to be.
+        tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors, such as those of a `state_dict()`; a mapping
+            that loads its values when asked is asked for one at a time.
+        config: as for `DirectoryWriter`, like the arguments that follow.
+        files: tokenizer and other small files.
+        facts: JSON to remember in the manifest.
+        max_shard_bytes: the size of one file of tensors.
+        overwrite: whether a directory that fewbit wrote earlier may be replaced.
+        progress: called with (stage, name, bytes).
 
     Returns:
         The directory.

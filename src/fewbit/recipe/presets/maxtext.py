@@ -73,6 +73,9 @@ def maxtext_recipe(
         weight_sparsity_update_step: the number of steps between masks; None is 10.
         path: which parameters; MaxText's are those of the decoder's layers.
 
+    Returns:
+        The recipe.
+
     Raises:
         QuantError: for an unknown value, and for a field that the value does not read.
         UnsupportedError: for more than one shard, whose tiles depend on the batch.

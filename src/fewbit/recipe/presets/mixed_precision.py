@@ -76,6 +76,9 @@ def maxtext_mixed_precision(
         path: the parameters that follow `"__default__"` where no key matches.
         description: one line about it.
 
+    Returns:
+        The recipe.
+
     Raises:
         QuantError: for an unknown field, bits outside 2 to 8, or a file that cannot be read.
         UnsupportedError: for an entry that quantizes activations alone.

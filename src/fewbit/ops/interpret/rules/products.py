@@ -35,7 +35,7 @@ def quantized_dot_general(
     lhs: PyTree,
     rhs: PyTree,
     numbers: tuple[Any, ...],
-    precision: jax.lax.PrecisionLike,
+    precision: Any,
     preferred: DTypeLike | None,
     sharding: Any,
 ) -> jax.Array:
