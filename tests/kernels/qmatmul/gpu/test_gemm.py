@@ -250,8 +250,8 @@ def test_what_no_kernel_reads_says_why(name: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("names", "capability", "text"),
     [
-        (("int8", "fp8"), (9, 0), "int8 with int8"), (("fp8", "fp8"), (8, 0), "capability 8.9; this is 8.0"),
-        (("mxfp8", "fp8"), (9, 0), "vary along"), (("int4", "int4"), (9, 0), "int4"),
+        (("int8", "fp8"), (9, 0), "must be int8 and int8"), (("fp8", "fp8"), (8, 0), "8.9 is needed"),
+        (("mxfp8", "fp8"), (9, 0), "one a row of x"), (("int4", "int4"), (9, 0), "int4"),
     ],
 )  # fmt: skip
 def test_codes_that_no_kernel_multiplies_say_why(names: tuple[str, str], capability: tuple[int, int], text: str) -> None:
