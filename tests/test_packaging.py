@@ -86,7 +86,8 @@ def test_a_cpp_file_becomes_an_extension_beside_it(tree: Path) -> None:
     with (tree / "built" / "fewbit" / "kernels" / "native" / "isa.h").open("a") as header:
         header.write("// one more line\n")
     assert reason_missing(tree / "built") == (
-        "its C++ extension was built from other sources than those here; run `pip install -e .`"
+        "its C++ extension was built from other sources than those here; "
+        "run `pip install -e .`, or `python setup.py build_ext --inplace`"
     )
     (tree / "built" / "fewbit" / "kernels" / "nothing" / "cpu.cc").unlink()  # without its source nothing is compared
     assert reason_missing(tree / "built") == "None"

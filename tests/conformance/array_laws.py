@@ -106,7 +106,7 @@ def random_qarray(scheme: fb.Scheme, shape: tuple[int, ...], seed: int = 0) -> f
     counts = tile_counts(shape, scheme.tiles(len(shape)))
     leaves = (
         rng.integers(0, 256, bytes_shape, np.uint8),
-        rng.integers(1, 99, counts).astype(np.uint8 if isinstance(scheme.scale, AbstractFormat) else np.float32),
+        rng.integers(1, 99, counts).astype(np.uint8 if isinstance(scheme.scale, AbstractFormat) else np.dtype(scheme.scale)),
         None if scheme.zero_point is None else rng.integers(0, 2**scheme.format.bits, counts).astype(np.uint8),
         np.full((1,) * len(shape), 0.5, np.float32) if scheme.tensor_scale else None,
     )

@@ -174,9 +174,9 @@ def test_refuses_what_does_not_fit():
     params, tokens = random_params(SMALL), random_tokens(SMALL, 1, SMALL.context + 1)
     with pytest.raises(QuantError, match="tokens has 33 positions, more than the context of the model, 32"):
         forward(params, tokens, SMALL)
-    with pytest.raises(QuantError, match=r"config\.tied is False, but the tree has no 'head'"):
+    with pytest.raises(QuantError, match=r"config\.tied is False, but params has no 'head'"):
         forward(params, tokens[:, :3], dataclasses.replace(SMALL, tied=False))
-    with pytest.raises(QuantError, match=r"config\.tied is True, but the tree has 'head'"):
+    with pytest.raises(QuantError, match=r"config\.tied is True, but params has 'head'"):
         forward(random_params(UNTIED), tokens[:, :3], dataclasses.replace(UNTIED, tied=True))
     with pytest.raises(QuantError, match="stacked already"):
         stack_layers(stack_layers(params))

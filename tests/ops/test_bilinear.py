@@ -355,7 +355,7 @@ def test_json_of_arms(unchecked):
         fb.Arm("int8", rounding="stochastik")
     with pytest.raises(fb.QuantError, match="an arm without a gradient scheme quantizes nothing"):
         fb.Arm(operand="int8")
-    with pytest.raises(fb.QuantError, match=r"noise is 'row', and rounding to the nearest draws none"):
+    with pytest.raises(fb.QuantError, match=r"noise is 'row', and rounding to the nearest draws no random numbers"):
         fb.Arm("int8", noise="row")
     with pytest.raises(fb.QuantError, match="accumulator is 'bfloat'; did you mean 'bfloat16'"):
         fb.Arm("int8", accumulator="bfloat")

@@ -150,7 +150,8 @@ def quantized(fn, params, name):
 
 def random_adapters(fn, params, match, rank=2):
     """Adapters that have an effect."""
-    adapters = fb.lora.init(jax.random.key(0), fn, params, X, match=match, rank=rank, alpha=3.0)
+    axis = -2 if fn is PIECES["both ways"][0] else None  # one of the axes that its products contract
+    adapters = fb.lora.init(jax.random.key(0), fn, params, X, match=match, rank=rank, alpha=3.0, axis=axis)
     return {
         path: dataclasses.replace(adapter, b=normal(*adapter.b.shape, seed=30 + i))
         for i, (path, adapter) in enumerate(adapters.items())

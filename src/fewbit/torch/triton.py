@@ -11,10 +11,12 @@ import torch
 
 from ..array import Scheme
 from ..array.packing import packed_length
+from ..array.quantize import tensor_scale_of
 from ..array.scales import ScaleStore
 from ..formats import AbstractFormat
 from ..formats.rounding import rounding_table
 from ..kernels.quantize.gpu.problem import TileProblem
+from .dlpack import array, tensor
 from .qtensor import QTensor
 
 Work: TypeAlias = Literal["quantize", "decode", "sweep"]
@@ -80,9 +82,15 @@ def quantized(W: torch.Tensor, scheme: Scheme, H: torch.Tensor | None = None) ->
 
 
 def tensor_scale(W: torch.Tensor, scheme: Scheme) -> torch.Tensor | None:
-    """The largest finite magnitude over the largest product of a number and a scale; None without a tensor scale."""
+    """The tensor scale of the scheme's calibration, as fewbit in JAX has it; None without one.
+
+    The largest finite magnitude over the largest product of a number and a scale, or, for a calibration that searches it, the best of
+    a few multiples of that; the search runs in JAX on the CPU.
+    """
     if not scheme.tensor_scale:
         return None
+    if scheme.calibration.searches_tensor_scale and (unit := tensor_scale_of(array(W.detach().cpu()), scheme)) is not None:
+        return tensor(unit).reshape(()).to(W.device)
     holder: Any = scheme.scale
     largest = scheme.calibration.largest_stored(holder) or ScaleStore(holder).largest
     magnitude = largest_magnitude(W)
