@@ -40,7 +40,10 @@ def error(
     THRESHOLDS: tl.constexpr,
     TABLE: tl.constexpr,
 ):
-    """The squared error of each tile under a scale; without CLIPS no element may need saturation."""
+    """The squared error of each tile under a scale; without CLIPS no element may need saturation.
+
+    Distances round once, as XLA's do: among scales that hold a tile nearly exactly, two roundings choose another one.
+    """
     if KIND == _MINIFLOAT:
         raised = scale * (
             2.0 ** (127 - BIAS)
@@ -49,10 +52,11 @@ def error(
         bits = (bits + (1 << (22 - MAN))) & -(1 << (23 - MAN))
         if CLIPS:
             bits = tl.minimum(bits, as_bits(tl.full((1, 1), HIGH, tl.float32) * (2.0 ** (BIAS - 127))))
-        off = as_float(bits) * raised[:, None] - x
+        off = tl.fma(as_float(bits), tl.broadcast_to(raised[:, None], x.shape), -x)
     else:
         y = x * (1 / scale)[:, None]
-        off = nearest(y, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE) * scale[:, None] - x
+        value = nearest(y, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+        off = tl.fma(value, tl.broadcast_to(scale[:, None], x.shape), -x)
     return tl.sum(off * off, axis=1)
 
 
