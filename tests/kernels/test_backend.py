@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import fewbit as fb
-from fewbit.kernels.attention.reference import BACKENDS as ATTENTION
-from fewbit.kernels.backend import AbstractBackend
-from fewbit.kernels.qmatmul import BACKENDS, Problem
-from fewbit.kernels.qmatmul.ragged import RAGGED
-from fewbit.kernels.quantize.backends import DEQUANTIZERS, QUANTIZERS
+from fewbit.kernels.attention.dispatch import BACKENDS as ATTENTION
+from fewbit.kernels.backend import AbstractBackend, Backends, select
+from fewbit.kernels.qmatmul import BACKENDS, Problem, dispatch
+from fewbit.kernels.quantize import DEQUANTIZERS, QUANTIZERS
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -30,24 +29,25 @@ class OnlyInt8(AbstractBackend[Problem]):
         return jnp.zeros((problem.lhs.shape[0], problem.rhs.shape[0]), problem.result_dtype)
 
 
-@pytest.fixture
-def backend():
-    BACKENDS.add(OnlyInt8.name, OnlyInt8())
-    yield
-    BACKENDS.remove(OnlyInt8.name)
-
-
 NUMBERS = (((1,), (1,)), ((), ()))
 
 
-@pytest.mark.usefixtures("backend")
-def test_a_backend_is_one_class_and_one_line():
-    x = jnp.ones((2, 32))
-    assert not fb.dot_general(x, fb.quantize(jnp.ones((4, 32)), "int8"), NUMBERS).any()
-    assert fb.dot_general(x, fb.quantize(jnp.ones((4, 32)), "nf4"), NUMBERS).all()
-    assert fb.dot_general(x, fb.quantize(jnp.ones((4, 32)), "int8"), NUMBERS, backend="reference").all()
+def test_a_backend_is_one_class_and_one_line(monkeypatch):
+    x, int8, nf4 = jnp.ones((2, 32)), fb.quantize(jnp.ones((4, 32)), "int8"), fb.quantize(jnp.ones((4, 32)), "nf4")
+    monkeypatch.setattr(dispatch, "BACKENDS", Backends("qmatmul", OnlyInt8(), *BACKENDS))
+    assert not fb.dot_general(x, int8, NUMBERS).any()
+    assert fb.dot_general(x, nf4, NUMBERS).all()
+    assert fb.dot_general(x, int8, NUMBERS, backend="reference").all()
+    assert not fb.dot_general(x, int8, NUMBERS, backend="only_int8").any()
+    with pytest.raises(fb.QuantError, match=r"qmatmul has no backend 'only_int9'; did you mean 'only_int8'\?"):
+        fb.dot_general(x, int8, NUMBERS, backend="only_int9")
+
+
+def test_a_backend_may_be_passed_as_an_object():
+    x, int8, nf4 = jnp.ones((2, 32)), fb.quantize(jnp.ones((4, 32)), "int8"), fb.quantize(jnp.ones((4, 32)), "nf4")
+    assert not fb.dot_general(x, int8, NUMBERS, backend=OnlyInt8()).any()
     with pytest.raises(fb.UnsupportedError) as caught:
-        fb.dot_general(x, fb.quantize(jnp.ones((4, 32)), "nf4"), NUMBERS, backend="only_int8")
+        fb.dot_general(x, nf4, NUMBERS, backend=OnlyInt8())
     assert str(caught.value) == (
         "qmatmul cannot run lhs=float32[2,32] rhs=nf4[4,32] over axes (1,) and (1,):\n"
         "  only_int8: the weight is nf4, must be int8"
@@ -55,9 +55,24 @@ def test_a_backend_is_one_class_and_one_line():
     assert caught.value.reasons == {"only_int8": "the weight is nf4, must be int8"}
 
 
+def test_each_backend_is_asked_once(monkeypatch):
+    asked = []
+
+    class Counted(OnlyInt8):
+        def unsupported(self, problem):
+            asked.append(problem)
+            return super().unsupported(problem)
+
+    monkeypatch.setattr(dispatch, "BACKENDS", Backends("qmatmul", Counted(), *BACKENDS))
+    fb.dot_general(jnp.ones((2, 32)), fb.quantize(jnp.ones((4, 32)), "nf4"), NUMBERS)
+    assert len(asked) == 1
+    choice = select(dispatch.BACKENDS, asked[0])
+    assert choice.reasons["only_int8"] == "the weight is nf4, must be int8"
+
+
 @pytest.mark.finding(36)
 def test_backends_that_never_ran_on_their_hardware_are_experimental():
-    for backends in (BACKENDS, RAGGED, QUANTIZERS, DEQUANTIZERS, ATTENTION):
+    for backends in (BACKENDS, QUANTIZERS, DEQUANTIZERS, ATTENTION):
         for backend in backends:
             assert backend.experimental == (backend.platform in ("tpu", "cuda")), (backends.kind, backend.name)
     x, q = jnp.ones((2, 64)), fb.quantize(jnp.ones((64, 8)), "int8", axis=-2)

@@ -202,8 +202,6 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None) -> Float[Array, "*s"]:
 
 def float_dtype(q: QArray, dtype: DTypeLike | None) -> np.dtype:
     """The output dtype of `dequantize`. QuantError for one that is not floating, or an invalid QArray."""
-    if not isinstance(q, QArray):
-        raise QuantError(f"dequantize takes a QArray, not {type(q).__name__}")
     refuse_invalid(q)
     if dtype is None:
         return q.dtype

@@ -1,13 +1,14 @@
-"""Selects the backend of a product: the named one, or the first that supports it."""
+"""Selects the backend of an operation: the named one, or the first that supports the problem."""
 
 import abc
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, ClassVar, Generic, TypeVar
 
 import jax
 from jaxtyping import PyTree
 
-from .._registry import Registry, near_names
+from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
 
 P = TypeVar("P")
@@ -15,13 +16,10 @@ P = TypeVar("P")
 
 @dataclasses.dataclass(frozen=True)
 class AbstractBackend(abc.ABC, Generic[P]):
-    """One implementation of one product.
-
-    Each backend is registered by its own file, and the last one registered is asked first: the reference, which supports
-    every problem, is registered before all others.
+    """One implementation of one operation.
 
     Attributes:
-        name: its name in the registry.
+        name: how `backend=` names it.
         platform: the lowering platform that it runs on ("cpu", "cuda", "rocm", "tpu"); None: all.
         experimental: whether it was only interpreted and compiled, never run on its hardware.
     """
@@ -47,6 +45,32 @@ class AbstractBackend(abc.ABC, Generic[P]):
         """Computes the product; called only where `unsupported` is None."""
 
 
+class Backends(Generic[P]):
+    """The backends of one operation, in the order in which they are asked; the last one supports every problem.
+
+    Args:
+        kind: the operation, for errors.
+        backends: the backends.
+    """
+
+    def __init__(self, kind: str, *backends: AbstractBackend[P]):
+        self.kind = kind
+        self._backends = backends
+
+    def __iter__(self) -> Iterator[AbstractBackend[P]]:
+        return iter(self._backends)
+
+    def __getitem__(self, name: str) -> AbstractBackend[P]:
+        for backend in self._backends:
+            if backend.name == name:
+                return backend
+        raise QuantError(f"{self.kind} has no backend {name!r}; {near_names(name, self.names())}")
+
+    def names(self) -> tuple[str, ...]:
+        """The name of each backend."""
+        return tuple(backend.name for backend in self._backends)
+
+
 @dataclasses.dataclass(frozen=True)
 class Choice(Generic[P]):
     """The backend that computes a problem.
@@ -54,41 +78,51 @@ class Choice(Generic[P]):
     Attributes:
         backend: the backend.
         reasons: why each backend that was asked before it was not chosen.
+        kernels: the first backend of each platform that would be chosen there; only the named one, where one is named.
     """
 
     backend: AbstractBackend[P]
     reasons: dict[str, str]
+    kernels: tuple[AbstractBackend[P], ...]
 
 
-def select(backends: Registry[AbstractBackend[P]], problem: P, backend: str | None = None) -> Choice[P]:
-    """Selects the backend for a problem.
+def select(backends: Backends[P], problem: P, backend: "str | AbstractBackend[P] | None" = None) -> Choice[P]:
+    """Selects the backend for a problem; each is asked once.
 
     Args:
-        backends: the product's backends; the last registered one that supports the problem is chosen.
+        backends: the operation's backends.
         problem: what to compute.
-        backend: the name of the only backend to use; None chooses.
+        backend: the only backend to use, or its name; None chooses.
 
     Returns:
-        The backend, and why those that were asked before it were not chosen.
+        The backend, why those that were asked before it were not chosen, and the backends of other platforms.
 
     Raises:
         UnsupportedError: when the named backend cannot compute the problem, or none can, with every reason.
         QuantError: for an unknown name.
     """
-    candidates = tuple(backends)[::-1]
     if backend is not None:
-        if backend not in backends:
-            raise QuantError(f"{backends.kind} has no backend {backend!r}; {near_names(backend, backends.names())}")
-        candidates = (backends[backend],)
+        named = backends[backend] if isinstance(backend, str) else backend
+        if reason := named.unsupported(problem):
+            raise UnsupportedError(f"{backends.kind} cannot run {problem}", {named.name: reason})
+        return Choice(named, {}, (named,))
     reasons: dict[str, str] = {}
-    for candidate in candidates:
+    usable: list[AbstractBackend[P]] = []
+    chosen = None
+    for candidate in backends:
         reason = candidate.unsupported(problem)
-        if reason is None and backend is None:
-            reason = _elsewhere(candidate) or candidate.not_chosen(problem)
-        if reason is None:
-            return Choice(candidate, reasons)
-        reasons[candidate.name] = reason
-    raise UnsupportedError(f"{backends.kind} cannot run {problem}", reasons)
+        hindrance = reason or candidate.not_chosen(problem)
+        if hindrance is None:
+            usable.append(candidate)
+        reason = reason or _elsewhere(candidate) or hindrance
+        if chosen is None and reason is None:
+            chosen = candidate
+        elif chosen is None:
+            reasons[candidate.name] = str(reason)
+    if chosen is None:
+        raise UnsupportedError(f"{backends.kind} cannot run {problem}", reasons)
+    by_platform = {kernel.platform: kernel for kernel in reversed(usable) if kernel.platform is not None}
+    return Choice(chosen, reasons, tuple(by_platform.values()))
 
 
 def _elsewhere(backend: AbstractBackend[Any]) -> str | None:

@@ -15,9 +15,11 @@ from .._tiles import from_front
 from ..array import PRODUCTS, QArray
 from ..array.sharding import spec_entries
 from ..errors import QuantError
-from ..kernels.qmatmul import Problem, product
+from ..kernels.backend import AbstractBackend
+from ..kernels.lowering import are_split
 from ..kernels.qmatmul.code_product import refuse_accumulator
-from ..kernels.qmatmul.problem import DimensionNumbers, Operand
+from ..kernels.qmatmul.dispatch import product
+from ..kernels.qmatmul.problem import DimensionNumbers, Operand, Problem
 from .all_gather import with_gathered_codes
 from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, quantized_product
 from .policy import Policy
@@ -34,7 +36,7 @@ def dot_general(
     *,
     policy: Policy | None = None,
     key: Key[Array, ""] | None = None,
-    backend: str | None = None,
+    backend: str | AbstractBackend[Problem] | None = None,
     out_sharding: NamedSharding | PartitionSpec | None = None,
 ) -> jax.Array:
     """`jax.lax.dot_general` for operands that are QArrays, or that a policy quantizes.
@@ -56,7 +58,7 @@ def dot_general(
         policy: how to compute; None takes the policy that an operand carries. The weight is the operand with the policy, or
             the quantized one; of two floating arrays, the right one.
         key: a JAX random key, for policies whose backward pass rounds stochastically or rotates.
-        backend: the name of the backend that must compute it; None chooses.
+        backend: the backend that must compute it, or its name; None chooses.
         out_sharding: of the result on an explicit mesh, as in `lax.dot_general`; required where a contraction axis is sharded.
 
     Returns:
@@ -75,13 +77,14 @@ def dot_general(
     >>> dot_general(x, w, (((1,), (1,)), ((), ())), policy=Policy("int8", "int8", dlhs="int8", drhs="int8")).shape
     (2, 4)
     """
+    if isinstance(precision, list):
+        precision = tuple(precision)
     left, right, rules, key = resolved(lhs, rhs, policy, key)
     numbers = _normalized(dimension_numbers, left.ndim, right.ndim)
-    hashable = tuple(precision) if isinstance(precision, list) else precision
-    dot = Dot(left.ndim, right.ndim, numbers, hashable, preferred_element_type, backend, out_sharding)
-    if rules is None:
-        return dot.forward(left, right)
-    return quantized_product(dot, rules, left, right, key=key)
+    dot = Dot(left.ndim, right.ndim, numbers, precision, preferred_element_type, backend, out_sharding)
+    if rules is not None:
+        return quantized_product(dot, rules, left, right, key=key)
+    return dot.forward(left, right)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +106,7 @@ class Dot(AbstractBilinear):
     numbers: DimensionNumbers
     precision: Any
     preferred: Any
-    backend: str | None
+    backend: str | AbstractBackend[Problem] | None
     out_sharding: NamedSharding | PartitionSpec | None = None
 
     def values(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None) -> jax.Array:
@@ -186,7 +189,7 @@ class Dot(AbstractBilinear):
         backend = self.backend
         if backend is None and (accumulator not in (None, "int32") or out_sharding is not None):
             backend = "reference"
-        return product(problem, lhs, rhs, backend)
+        return product(problem, lhs, rhs, backend=backend)
 
     def _numbers_backward(self, is_left: bool) -> DimensionNumbers:
         """The dimension numbers of the incoming gradient and the other operand."""
@@ -229,15 +232,23 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """
+    program = _matmul if are_split(*jax.tree.leaves((lhs, rhs))) else _jitted_matmul
+    return program(lhs, rhs)
+
+
+def _matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     left, right = operand(lhs, "lhs"), operand(rhs, "rhs")
-    batch = matmul_numbers(left.shape, right.shape)[1][0]
+    numbers = matmul_numbers(left.shape, right.shape)
     dtype = jnp.promote_types(left.dtype, right.dtype)
-    product = dot_general(left.astype(dtype), right.astype(dtype), matmul_numbers(left.shape, right.shape))
-    if batch or right.ndim <= 2 or left.ndim == 1:
+    product = dot_general(left.astype(dtype), right.astype(dtype), numbers)
+    if numbers[1][0] or right.ndim <= 2 or left.ndim == 1:
         return product
     # The product puts the left's free axis first; matmul wants it before the right's last one.
     return jnp.moveaxis(product, 0, -2)
 
+
+_jitted_matmul = jax.jit(_matmul, inline=True)
+"""One program for each pair of shapes, dtypes and schemes."""
 
 PRODUCTS.add("matmul", matmul)
 

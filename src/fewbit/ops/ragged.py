@@ -11,9 +11,10 @@ from jaxtyping import Array, Int, Key
 
 from ..array import QArray, is_qarray
 from ..errors import UnsupportedError
-from ..kernels.qmatmul import RaggedProblem, ragged_product
+from ..kernels.backend import AbstractBackend
 from ..kernels.qmatmul.code_product import CodeProduct, refuse_accumulator
-from ..kernels.qmatmul.problem import Operand
+from ..kernels.qmatmul.dispatch import product as selected_product
+from ..kernels.qmatmul.problem import Operand, Problem
 from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, coded_product, floating, quantized_product, weight_only
 from .policy import Policy
 from .qat.latent import Latent
@@ -33,7 +34,7 @@ def ragged_dot(
     *,
     policy: Policy | None = None,
     key: Key[Array, ""] | None = None,
-    backend: str | None = None,
+    backend: str | AbstractBackend[Problem] | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot` for operands that are QArrays, or that a policy quantizes.
 
@@ -49,7 +50,7 @@ def ragged_dot(
         group_offset: as in `lax.ragged_dot`, which has no use for it yet.
         policy: how to compute; None takes the policy that an operand carries.
         key: a JAX random key, for policies whose backward pass draws random numbers.
-        backend: the name of the backend, for products of an array with quantized matrices; None chooses.
+        backend: the backend or its name, for products of an array with quantized matrices; None chooses.
 
     Returns:
         The products, `[M, N]`.
@@ -88,7 +89,7 @@ def ragged_dot_general(
     *,
     policy: Policy | None = None,
     key: Key[Array, ""] | None = None,
-    backend: str | None = None,
+    backend: str | AbstractBackend[Problem] | None = None,
 ) -> jax.Array:
     """`jax.lax.ragged_dot_general` for operands that are QArrays, or that a policy quantizes.
 
@@ -105,7 +106,7 @@ def ragged_dot_general(
         group_offset: as in `lax.ragged_dot_general`, which has no use for it yet.
         policy: how to compute; None takes the policy that an operand carries.
         key: a JAX random key, for policies whose backward pass draws random numbers.
-        backend: the name of the backend, for products of an array with quantized matrices; None chooses.
+        backend: the backend or its name, for products of an array with quantized matrices; None chooses.
 
     Returns:
         The products.
@@ -152,7 +153,7 @@ class RaggedDot(AbstractBilinear):
     rows: int
     precision: Any
     preferred: Any
-    backend: str | None = None
+    backend: str | AbstractBackend[Problem] | None = None
 
     def values(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra) -> jax.Array:
         return self._product(floating(lhs), floating(rhs), extra, self.preferred)
@@ -167,8 +168,8 @@ class RaggedDot(AbstractBilinear):
         refuse_accumulator(accumulator)
         if has_kernels and isinstance(rhs, QArray) and not isinstance(lhs, QArray):
             over_columns = self.numbers == _OVER_COLUMNS
-            problem = RaggedProblem(Operand.of(lhs), Operand.of(rhs), over_columns, self.precision, self.preferred)
-            return ragged_product(problem, lhs, rhs, extra[0], self.backend)
+            problem = Problem.ragged(Operand.of(lhs), Operand.of(rhs), over_columns, self.precision, self.preferred)
+            return selected_product(problem, lhs, rhs, extra[0], backend=self.backend)
         if is_qarray(lhs) or is_qarray(rhs):
             return weight_only(self, lhs, rhs, extra)
         return self.values(lhs, rhs, extra)
@@ -184,7 +185,9 @@ class RaggedDot(AbstractBilinear):
             return True
         if self.backend not in (None, "reference"):
             reason = "it takes the rows of an array in groups, and quantized matrices [G, K, N] or [G, N, K]"
-            raise UnsupportedError("ragged_dot cannot run on this backend", {str(self.backend): reason})
+            raise UnsupportedError(
+                "ragged_dot cannot run on this backend", {getattr(self.backend, "name", str(self.backend)): reason}
+            )
         return False
 
     def _code_product(self, extra: Extra) -> CodeProduct:

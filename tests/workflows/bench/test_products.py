@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.kernels.qmatmul import BACKENDS
+from fewbit.kernels.backend import Backends
+from fewbit.kernels.qmatmul import BACKENDS, dispatch
 from fewbit.kernels.qmatmul.reference import Reference
 from fewbit.kernels.qmatmul.times import DENSE, Row
 from fewbit.workflows.bench import products as speed
@@ -56,12 +57,9 @@ class Poisoned(Reference):
 
 def test_a_wrong_product_is_not_timed(monkeypatch):
     monkeypatch.setattr(speed, "timed", None)
-    BACKENDS.add("poisoned", Poisoned())
-    try:
-        with pytest.raises(fb.UnsupportedError, match="results exceed the rounding tolerance; not benchmarking") as caught:
-            speed.measured(dataclasses.replace(TINY, rows=(2, 5), backend="poisoned"))
-    finally:
-        BACKENDS.remove("poisoned")
+    monkeypatch.setattr(dispatch, "BACKENDS", Backends("qmatmul", Poisoned(), *BACKENDS))
+    with pytest.raises(fb.UnsupportedError, match="results exceed the rounding tolerance; not benchmarking") as caught:
+        speed.measured(dataclasses.replace(TINY, rows=(2, 5), backend="poisoned"))
     assert list(caught.value.reasons) == ["int8 [N, K], 32 x 32", "int8 [K, N], 32 x 32"]
 
 

@@ -1,8 +1,8 @@
 """Attention over float or quantized keys and values: reference, C++ on CPU."""
 
 from .cpu.backend import Cpu as Cpu
+from .dispatch import BACKENDS as BACKENDS
 from .dispatch import attention as attention
 from .problem import AttentionProblem as AttentionProblem
 from .problem import Block as Block
 from .problem import seen_positions as seen_positions
-from .reference import BACKENDS as BACKENDS

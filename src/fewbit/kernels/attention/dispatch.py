@@ -4,13 +4,18 @@ from collections.abc import Sequence
 
 from jaxtyping import Array, Float
 
-from ..backend import select
-from ..insist import require_platform
+from ..backend import AbstractBackend, Backends, select
+from ..lowering import require_platform
+from .cpu.backend import Cpu
 from .problem import AttentionProblem, Block
-from .reference import BACKENDS
+from .reference import Reference
+
+BACKENDS = Backends("attention", Cpu(), Reference())
 
 
-def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: str | None = None) -> Float[Array, "B H T h"]:
+def attention(
+    q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: str | AbstractBackend[AttentionProblem] | None = None
+) -> Float[Array, "B H T h"]:
     """Grouped-query attention: `softmax(q k^T / sqrt(h)) v` over the positions of all blocks.
 
     Products accumulate in float32 and softmax is float32. The reference multiplies the softmax weights by the values'
@@ -20,7 +25,7 @@ def attention(q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: s
     Args:
         q: the queries, `G = H / K` of them for each key head.
         blocks: the positions to attend to. A token that attends to none of them gets NaN.
-        backend: the name of the only backend to use ("reference", "cpu"). None chooses: the C++ kernel for a layer of a KV
+        backend: the only backend to use, or its name ("reference", "cpu"). None chooses: the C++ kernel for a layer of a KV
             cache, plain JAX for other keys and values, for whose products a recipe may have rules.
 
     Returns:

@@ -22,15 +22,11 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ..._registry import Registry
 from ...array import QArray, unpack
 from ...array.quantize import scale_values
 from ...formats.format import exponent_of, power_of_two
 from ..backend import AbstractBackend
 from .problem import AttentionProblem, Block, KVValues
-
-BACKENDS: Registry[AbstractBackend[AttentionProblem]] = Registry("attention")
-"""The backends of attention; the last that supports the problem is chosen."""
 
 
 class Reference(AbstractBackend[AttentionProblem]):
@@ -150,6 +146,3 @@ def _product(lhs: Array, rhs: Array, over: int) -> Float[Array, "B K M N"]:
     precision = lax.Precision.HIGHEST if lhs.dtype == jnp.float32 else None
     numbers = (((3,), (over,)), ((0, 1), (0, 1)))
     return lax.dot_general(lhs, rhs, numbers, precision=precision, preferred_element_type=jnp.float32)
-
-
-BACKENDS.add("reference", Reference())

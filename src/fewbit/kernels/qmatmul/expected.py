@@ -8,7 +8,7 @@ import numpy as np
 from ..._json import file_text, parsed
 from ...errors import QuantError
 from ..device import cache_directory, device_name, file_name
-from .matrix_view import stack_of
+from .matrix_view import matrix_view
 from .problem import Operand, Problem
 from .times import Expected, Table
 
@@ -79,7 +79,7 @@ def _sentence(found: Expected, name: str) -> str:
 def _shape(problem: Problem, q: Operand, x: Operand, side: int) -> tuple[str, int, int, int, int]:
     """The weight layout, the batch size, and M, K and N of a product."""
     contracted, batch = problem.dimension_numbers
-    stack = stack_of(q, contracted[side], batch[side])
+    stack = matrix_view(q, contracted[side], batch[side])
     count, k = (int(np.prod([q.shape[a] for a in axes])) for axes in (stack.batch, stack.contracted))
     sizes = [int(np.prod(operand.shape)) // max(1, count * k) for operand in (x, q)]
     return "[N, K]" if stack.contracts_cols else "[K, N]", count, sizes[0], k, sizes[1]

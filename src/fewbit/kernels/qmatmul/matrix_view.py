@@ -13,13 +13,13 @@ from ...array import QArray, Scheme
 from ...array.layout import Axis, merged
 from ...array.packing import code_capacity, codes_per_unit
 from ...errors import QuantError
-from .problem import DimensionNumbers, Operand
+from .operand import DimensionNumbers, Operand
 
 Axes = tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Stack:
+class MatrixView:
     """How the axes of an operand become the batch, rows and columns of `[B, R, C]`.
 
     Attributes:
@@ -100,7 +100,7 @@ def contracted_axis(contracts_cols: bool) -> int:
     return 2 if contracts_cols else 1
 
 
-def stack_of(operand: Operand, contracted: Axes, batch: Axes) -> Stack:
+def matrix_view(operand: Operand, contracted: Axes, batch: Axes) -> MatrixView:
     """Views an operand with these contracted and batch axes as `[B, R, C]`.
 
     Raises:
@@ -123,7 +123,7 @@ def stack_of(operand: Operand, contracted: Axes, batch: Axes) -> Stack:
         raise QuantError(f"its tensor scale varies along axes {varying}, which are not batch axes")
     tiles: tuple[Tile, ...] = (_batch_tile([axes[a] for a in batch], operand.scheme), row.tile, col.tile)
     scheme = operand.scheme.with_tiles(tiles, -2 if row.is_packed else -1)
-    return Stack(batch, rows, cols, contracts_cols, (row, col), scheme)
+    return MatrixView(batch, rows, cols, contracts_cols, (row, col), scheme)
 
 
 def _axes(operand: Operand) -> list[Axis]:
@@ -156,32 +156,32 @@ def _batch_tile(axes: list[Axis], scheme: Scheme) -> Tile:
     return 1 if 1 in tiles else None
 
 
-def _folded_shape(shape: tuple[int, ...], full: tuple[int, ...], stack: Stack) -> tuple[int, ...]:
+def _folded_shape(shape: tuple[int, ...], full: tuple[int, ...], view: MatrixView) -> tuple[int, ...]:
     """The shape to which scales are broadcast before folding: per group of axes, 1 or full."""
     wide = list(shape)
-    for group in (stack.batch, stack.rows, stack.cols):
+    for group in (view.batch, view.rows, view.cols):
         if any(shape[a] != 1 for a in group):
             for axis in group:
                 wide[axis] = full[axis]
     return tuple(wide)
 
 
-def _stacked_tiles(scheme: Scheme, tiles: tuple[Tile, ...], stack: Stack) -> tuple[Tile, ...]:
+def _stacked_tiles(scheme: Scheme, tiles: tuple[Tile, ...], view: MatrixView) -> tuple[Tile, ...]:
     """The folded tiles of scales that are quantized themselves."""
     if all(t is None or t == 1 for t in tiles) and scheme.format.bits == 8:
-        return tuple(None if all(tiles[a] is None for a in group) else 1 for group in (stack.batch, stack.rows, stack.cols))
+        return tuple(None if all(tiles[a] is None for a in group) else 1 for group in (view.batch, view.rows, view.cols))
     raise QuantError("its scales are quantized in tiles")
 
 
-def _shape(shape: tuple[int, ...], stack: Stack) -> tuple[int, int, int]:
+def _shape(shape: tuple[int, ...], view: MatrixView) -> tuple[int, int, int]:
     """The shape of an array with folded axes, `[B, R, C]`."""
-    batch, rows, cols = (int(np.prod([shape[a] for a in group])) for group in (stack.batch, stack.rows, stack.cols))
+    batch, rows, cols = (int(np.prod([shape[a] for a in group])) for group in (view.batch, view.rows, view.cols))
     return batch, rows, cols
 
 
-def _replaced(q: QArray, folded: Callable[[Any], Any], stack: Stack, scheme: Scheme) -> QArray:
+def _replaced(q: QArray, folded: Callable[[Any], Any], view: MatrixView, scheme: Scheme) -> QArray:
     """The QArray with folded leaves and another scheme."""
-    codes, slack = q.codes.reshape(_shape(q.codes.shape, stack)), 0
+    codes, slack = q.codes.reshape(_shape(q.codes.shape, view)), 0
     if scheme.format.bits < 8 or scheme.packing.interleave:
         length = q.shape[q.scheme.pack_axis] * (codes.shape[scheme.pack_axis] // q.codes.shape[q.scheme.pack_axis])
         slack = code_capacity(codes.shape[scheme.pack_axis], scheme.format.bits) - length

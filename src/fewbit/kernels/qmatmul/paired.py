@@ -1,26 +1,25 @@
-"""The JAX primitive that multiplies two quantized stacks by their codes.
+"""Code x code products for kernels: which ones they compute, and the rows that they take.
 
-Both operands are integers or 8-bit floats. Unlike `stacked.py`, the product is linear in no operand: gradients with respect to
-the scales are the reference's.
+Both operands are integers or 8-bit floats. The product is linear in no operand: gradients with respect to the scales are the
+reference's.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import DTypeLike
 
-from ...array import QArray, Scheme
+from ...array.qarray import QArray
+from ...array.scheme import Scheme
 from ...errors import QuantError
 from ...formats import FORMATS, AbstractFormat
 from .code_product import fits_int32, is_whole, native_float, side
-from .matrix_view import Stack, contracted_axis, folded_axes, stack_of
-from .primitive import kernel_primitive, mapped_first
-from .problem import Operand, Problem, refused_precision
-from .reference import BACKENDS, Reference
+from .matrix_view import folded_axes
+from .operand import Operand
+from .problem import Problem, refused_precision
 
 Axes = tuple[int, ...]
 
@@ -54,8 +53,7 @@ def pair_refusal(problem: Problem, *, floats: bool = False) -> str | None:
     if reason := refused_precision(problem.precision):
         return reason
     try:
-        at, stack = weight_stack(problem)
-        _check_tiles(problem, at, stack)
+        _check_tiles(problem)
     except QuantError as refusal:
         return str(refusal)
     return None
@@ -67,14 +65,13 @@ def _is_float(operand: Operand) -> bool:
     return scheme is not None and scheme.zero_point is None and native_float(scheme.format) is not None
 
 
-def paired_product(problem: Problem, lhs: QArray, rhs: QArray, kernels: tuple[Any, ...], *, is_named: bool) -> jax.Array:
-    """Multiplies two operands that `pair_refusal` accepts.
+def code_rows(x: QArray, groups: tuple[Axes, Axes, Axes]) -> QArray:
+    """The operand that is not read in place, `[B, M, K]` with one code per byte.
 
-    There is at most one kernel per platform; other platforms use the reference, unless the backend was named.
+    Args:
+        x: the operand.
+        groups: its batch, free and contracted axes.
     """
-    at, stack = weight_stack(problem)
-    x, q = (lhs, rhs)[1 - at], (lhs, rhs)[at]
-    groups = stack.groups_of(problem.dimension_numbers, 1 - at, x.ndim)
     contracted = groups[2]
     axis = tile = None
     if len(contracted) == 1:
@@ -89,44 +86,30 @@ def paired_product(problem: Problem, lhs: QArray, rhs: QArray, kernels: tuple[An
     if numbers.zero is not None:
         zero = _folded(numbers.zero, x.shape, groups, tile)
     codes = jax.lax.bitcast_convert_type(folded_axes(numbers.values, groups), jnp.uint8)
-    x3 = _bytes_of(fmt, codes, _folded(numbers.scale, x.shape, groups, tile), zero, tile)
-    y = _bind(
-        x3,
-        stack.of(q),
-        contracts_cols=stack.contracts_cols,
-        dtype=np.dtype(problem.result_dtype),
-        kernels=kernels,
-        is_named=is_named,
-    )
-    return stack.unfolded(y, x, q, groups, 1 - at)
+    return _bytes_of(fmt, codes, _folded(numbers.scale, x.shape, groups, tile), zero, tile)
 
 
-def weight_stack(problem: Problem) -> tuple[int, Stack]:
-    """The operand that is read in place: the right one if possible.
-
-    Raises:
-        QuantError: if neither operand can be viewed as a stack.
-    """
-    refusals = []
-    for at in (1, 0):
-        operand = (problem.lhs, problem.rhs)[at]
-        try:
-            return at, stack_of(operand, problem.dimension_numbers[0][at], problem.dimension_numbers[1][at])
-        except QuantError as refusal:
-            refusals.append(f"{operand} cannot be viewed as a stack of matrices: {refusal}")
-    raise QuantError("; ".join(refusals))
+def refolded(x: Any, fold: Callable[[jax.Array], jax.Array]) -> Any:
+    """Applies `fold`, which merges a mapped axis into B or M, to rows: a float array, or those of `code_rows`."""
+    if not isinstance(x, QArray):
+        return fold(x)
+    zero = x.zero_point
+    if zero is not None:
+        zero = fold(jax.lax.bitcast_convert_type(zero, jnp.int8))
+    return _bytes_of(x.scheme.format, fold(x.codes), fold(x.scale), zero, x.scheme.tiles(3)[2])
 
 
-def _check_tiles(problem: Problem, at: int, stack: Stack) -> None:
+def _check_tiles(problem: Problem) -> None:
     """Checks that blocks along the contraction are equal on both sides and sum exactly.
 
     Raises:
         QuantError: if their sizes differ, they are too short, or their sums may overflow.
     """
+    at, view = problem.weight
     x = (problem.lhs, problem.rhs)[1 - at]
     assert x.scheme is not None
     axes, tiles = problem.dimension_numbers[0][1 - at], x.scheme.tiles(len(x.shape))
-    own = stack.contraction
+    own = view.contraction
     cut = [tile for a in axes if (tile := tiles[a]) is not None and tile < x.shape[a]]
     if cut and len(axes) > 1:
         raise QuantError(f"the scales of {x} vary along one of several contracted axes")
@@ -162,63 +145,3 @@ def _folded(a: jax.Array, shape: tuple[int, ...], groups: tuple[Axes, ...], tile
             for axis in group:
                 wide[axis] = shape[axis]
     return folded_axes(jnp.broadcast_to(a, wide), groups)
-
-
-def _bind(x: QArray, q: QArray, **settings: object) -> jax.Array:
-    leaves, form = jax.tree.flatten((x, q))
-    return primitive.bind(*leaves, form=form, **settings)
-
-
-# --- the primitive ---
-
-
-def _by_reference(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
-    numbers = (((2,), (contracted_axis(contracts_cols),)), ((0,), (0,)))
-    return Reference().run(Problem(Operand.of(x), Operand.of(q), numbers, None, dtype), x, q)
-
-
-def _by_kernel(kernel: Any, *operands: QArray, **settings: Any) -> jax.Array:
-    return kernel.paired(*operands, **settings)
-
-
-def _shape(x: QArray, q: QArray, *, contracts_cols: bool) -> tuple[int, ...]:
-    return x.shape[0], x.shape[1], q.shape[3 - contracted_axis(contracts_cols)]
-
-
-def _mapped(
-    leaves: Sequence[jax.Array], axes: Sequence[int | None], *, form: Any, **settings: object
-) -> tuple[jax.Array, int]:
-    """Batching: a mapped x alone adds rows (M); otherwise both batches (B) are extended."""
-    count = next(a.shape[axis] for a, axis in zip(leaves, axes, strict=True) if axis is not None)
-    x, q = jax.tree.unflatten(form, list(map(mapped_first, leaves, axes)))
-    batch, rows = x.codes.shape[1:3]
-    has_mapped_weight = any(axis is not None for axis in axes[-len(jax.tree.leaves(q)) :])
-
-    def longer(a: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(a, (count, batch, *a.shape[2:])).reshape(count * batch, *a.shape[2:])
-
-    def taller(a: jax.Array) -> jax.Array:
-        a = jnp.broadcast_to(a, (count, a.shape[1], rows, a.shape[3])).swapaxes(0, 1)
-        return a.reshape(a.shape[0], count * rows, a.shape[3])
-
-    fold = longer if has_mapped_weight else taller
-    zero = x.zero_point
-    if zero is not None:
-        zero = fold(jax.lax.bitcast_convert_type(zero, jnp.int8))
-    x = _bytes_of(x.scheme.format, fold(x.codes), fold(x.scale), zero, x.scheme.tiles(3)[2])
-    if has_mapped_weight:
-        y = _bind(x, jax.tree.map(longer, q), **settings)
-        return y.reshape(count, batch, *y.shape[1:]), 0
-    y = _bind(x, jax.tree.map(lambda a: a[0], q), **settings)
-    return y.reshape(batch, count, rows, y.shape[2]), 1
-
-
-primitive = kernel_primitive(
-    "fewbit_paired_qmatmul",
-    kind=BACKENDS.kind,
-    by_kernel=_by_kernel,
-    by_reference=_by_reference,
-    shape=_shape,
-    mapped=_mapped,
-    is_linear=False,
-)

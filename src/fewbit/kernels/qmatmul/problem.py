@@ -1,7 +1,8 @@
-"""Problem: a dot_general of quantized operands, described for backends."""
+"""Problem: a dot_general or ragged_dot of quantized operands, described for backends."""
 
 import dataclasses
-from typing import Any, Self, TypeAlias
+import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,55 +10,15 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from ...array import QArray, Scheme
-
-DimensionNumbers: TypeAlias = tuple[tuple[tuple[int, ...], tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Operand:
-    """The description of one operand.
-
-    Attributes:
-        shape: its logical shape.
-        dtype: the name of its logical dtype.
-        scheme: its Scheme, with the tiles of its scales; None for an array.
-        stacked: axes along which the tensor scale varies, because arrays with one each were stacked.
-    """
-
-    shape: tuple[int, ...]
-    dtype: str
-    scheme: Scheme | None
-    stacked: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, x: "QArray | jax.Array") -> Self:
-        """Describes an operand."""
-        shape, dtype = tuple(x.shape), jnp.dtype(x.dtype).name
-        if not isinstance(x, QArray):
-            return cls(shape, dtype, None)
-        stacked = ()
-        if x.tensor_scale is not None:
-            stacked = tuple(a for a, n in enumerate(x.tensor_scale.shape) if n != 1)
-        return cls(shape, dtype, _scheme_of(x), stacked)
-
-    def __str__(self) -> str:
-        kind = self.dtype
-        if self.scheme is not None:
-            kind = self.scheme.name
-        return f"{kind}[{','.join(map(str, self.shape))}]"
-
-
-def _scheme_of(q: QArray) -> Scheme:
-    """The scheme of a QArray, with tile 1 along stacked axes."""
-    named = q.scheme.tiles(q.ndim)
-    tiles = tuple(1 if m == n != 1 else t for t, n, m in zip(named, q.shape, q.scale.shape, strict=True))
-    return q.scheme if tiles == named else q.scheme.with_tiles(tiles, q.scheme.pack_axis)
+from ...errors import QuantError
+from .matrix_view import MatrixView, matrix_view
+from .operand import DimensionNumbers as DimensionNumbers
+from .operand import Operand as Operand
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A `lax.dot_general` of operands that may be quantized.
+    """A `lax.dot_general` or `lax.ragged_dot` of operands that may be quantized.
 
     Attributes:
         lhs: the left operand.
@@ -67,6 +28,8 @@ class Problem:
         preferred_element_type: the result's dtype, or None for the operands' common one.
         accumulator: the dtype in which a product of codes is summed; None for int32 or float32, by format.
         out_sharding: as in `lax.dot_general`.
+        is_ragged: whether the rows of `lhs`, `[M, K]`, are in groups, each multiplied by its own matrix of `rhs`, `[G, K, N]`
+            or `[G, N, K]`, as in `lax.ragged_dot`; axis 0 of `rhs` is its only batch axis.
     """
 
     lhs: Operand
@@ -76,9 +39,24 @@ class Problem:
     preferred_element_type: DTypeLike | None = None
     accumulator: str | None = None
     out_sharding: NamedSharding | PartitionSpec | None = None
+    is_ragged: bool = False
+
+    @classmethod
+    def ragged(
+        cls,
+        lhs: Operand,
+        rhs: Operand,
+        contracts_cols: bool = False,
+        precision: object = None,
+        preferred: DTypeLike | None = None,
+    ) -> "Problem":
+        """A ragged_dot that contracts the last axis of the matrices, or the one before it."""
+        return cls(lhs, rhs, (((1,), (1 + contracts_cols,)), ((), (0,))), precision, preferred, is_ragged=True)
 
     def __str__(self) -> str:
         (left, right), (left_batch, right_batch) = self.dimension_numbers
+        if self.is_ragged:
+            return f"rows={self.lhs} matrices={self.rhs} over axes {left} and {right}"
         batch = f", batch {left_batch} and {right_batch}" if left_batch else ""
         return f"lhs={self.lhs} rhs={self.rhs} over axes {left} and {right}{batch}"
 
@@ -88,6 +66,36 @@ class Problem:
         if self.preferred_element_type is not None:
             return np.dtype(self.preferred_element_type)
         return jnp.promote_types(self.lhs.dtype, self.rhs.dtype)
+
+    @property
+    def is_paired(self) -> bool:
+        """Whether both operands are quantized."""
+        return self.lhs.scheme is not None and self.rhs.scheme is not None
+
+    @functools.cached_property
+    def weight(self) -> tuple[int, MatrixView]:
+        """The quantized operand that a kernel reads in place, 1 for the right one, and its view as matrices.
+
+        Of two quantized operands it is the right one, unless only the left one can be viewed so.
+
+        Raises:
+            QuantError: if no quantized operand can be viewed as a stack of matrices.
+        """
+        refusals = []
+        for at in (1, 0):
+            operand = (self.lhs, self.rhs)[at]
+            if operand.scheme is None:
+                continue
+            try:
+                return at, matrix_view(operand, self.dimension_numbers[0][at], self.dimension_numbers[1][at])
+            except QuantError as refusal:
+                refusals.append(f"{operand} cannot be viewed as a stack of matrices: {refusal}")
+        raise QuantError("; ".join(refusals))
+
+    @property
+    def activation(self) -> Operand:
+        """The operand that is not `weight`."""
+        return (self.lhs, self.rhs)[1 - self.weight[0]]
 
 
 def refused_precision(precision: object) -> str | None:

@@ -7,6 +7,7 @@
 - The same with scales in blocks of at least `LEAST_TILE` along one contracted axis: the code products of each block are scaled
   and accumulated in float32. No float array of an operand's size is made.
 - Any other two quantized operands, and the last case with both an `out_sharding` and zero points: both are dequantized to float32.
+- A ragged product: `lax.ragged_dot_general` with dequantized matrices.
 """
 
 import dataclasses
@@ -15,17 +16,14 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+from jax.lax import RaggedDotDimensionNumbers
 from jax.typing import DTypeLike
 
-from ..._registry import Registry
-from ...array import QArray
+from ...array.qarray import QArray
 from ...array.quantize import dequantize
 from ..backend import AbstractBackend
 from .code_product import CodeOperand, CodeProduct, code_product, refuse_accumulator, scaled_sums, side, sum_types
 from .problem import Problem
-
-BACKENDS: Registry[AbstractBackend[Problem]] = Registry("qmatmul")
-"""The backends of dot_general; the last one that supports a problem is used, the reference if no other does."""
 
 LEAST_TILE = 128
 """The smallest block size along the contraction for block-wise code products; below, dequantizing is faster."""
@@ -44,10 +42,9 @@ class Reference(AbstractBackend[Problem]):
         return "plain JAX, which writes the decoded weight to memory before it multiplies"
 
     def run(self, problem: Problem, *operands: Any) -> jax.Array:
+        if problem.is_ragged:
+            return _ragged_product(problem, *operands)
         return _product(problem, *operands)
-
-
-BACKENDS.add("reference", Reference())
 
 
 @functools.partial(jax.jit, static_argnames="problem", inline=True)
@@ -81,6 +78,20 @@ def _decoded_product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | ja
     return product(lhs, rhs)
 
 
+@functools.partial(jax.jit, static_argnames="problem", inline=True)
+def _ragged_product(problem: Problem, x: jax.Array, q: QArray, sizes: jax.Array) -> jax.Array:
+    """`lax.ragged_dot_general` with dequantized matrices; the backward pass dequantizes again."""
+    contracted = (problem.dimension_numbers[0], ((), ()))
+    numbers = RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
+    settings = {"precision": problem.precision, "preferred_element_type": problem.preferred_element_type}
+
+    @jax.checkpoint
+    def product(x: jax.Array, q: QArray, sizes: jax.Array) -> jax.Array:
+        return jax.lax.ragged_dot_general(x, dequantize(q), sizes, numbers, **settings)
+
+    return product(x, q, sizes)
+
+
 def _code_product(problem: Problem) -> CodeProduct:
     """The product, described for code multiplication."""
     contracted, batch = problem.dimension_numbers
@@ -101,8 +112,8 @@ def _is_constant(q: QArray, axis: int) -> bool:
 
 def _tiled_product(problem: Problem, lhs: QArray, rhs: QArray) -> jax.Array | None:
     """The sum over blocks of scaled code products; None where dequantizing is faster."""
-    tiled, meeting = _tiled_axis(problem, lhs, rhs), _code_product(problem)
-    if tiled is None or (types := sum_types(lhs, rhs, meeting, problem.accumulator)) is None:
+    tiled, described = _tiled_axis(problem, lhs, rhs), _code_product(problem)
+    if tiled is None or (types := sum_types(lhs, rhs, described, problem.accumulator)) is None:
         return None
     axes, tile = tiled
     if (lhs.zero_point is not None or rhs.zero_point is not None) and lhs.shape[axes[0]] % tile:
@@ -111,10 +122,10 @@ def _tiled_product(problem: Problem, lhs: QArray, rhs: QArray) -> jax.Array | No
     left, right = (_cut_side(side(q, t, but=axis), axis, tile) for q, t, axis in zip((lhs, rhs), dtypes, axes, strict=True))
 
     def add(total: jax.Array, block: tuple[CodeOperand, CodeOperand]) -> tuple[jax.Array, None]:
-        return total + scaled_sums(meeting, block[0], block[1], accumulator), None
+        return total + scaled_sums(described, block[0], block[1], accumulator), None
 
     first = jax.tree.map(lambda x: x[0], (left, right))
-    shape = jax.eval_shape(lambda: scaled_sums(meeting, first[0], first[1], accumulator)).shape
+    shape = jax.eval_shape(lambda: scaled_sums(described, first[0], first[1], accumulator)).shape
     return jax.lax.scan(add, jnp.zeros(shape, jnp.float32), (left, right))[0]
 
 

@@ -1,9 +1,9 @@
 """Quantize and dequantize: reference, C++ on CPU, Pallas on TPU, Triton on CUDA."""
 
-from .backends import DEQUANTIZERS as DEQUANTIZERS
-from .backends import QUANTIZERS as QUANTIZERS
 from .cpu.backend import CpuDequantizer as CpuDequantizer
 from .cpu.backend import CpuQuantizer as CpuQuantizer
+from .dispatch import DEQUANTIZERS as DEQUANTIZERS
+from .dispatch import QUANTIZERS as QUANTIZERS
 from .dispatch import dequantize as dequantize
 from .dispatch import quantize as quantize
 from .gpu.backend import TritonDequantizer as TritonDequantizer

@@ -2,17 +2,32 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
+import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Key
 
-from ...array import QArray, Scheme
+from ...array.qarray import QArray
 from ...array.quantize import checked, dequantized, float_dtype, quantized, shared_axes
-from ..backend import select
-from ..insist import require_platform
-from .backends import DEQUANTIZERS, QUANTIZERS
+from ...array.scheme import Scheme
+from ...array.scheme import scheme as as_scheme
+from ...errors import QuantError
+from ..backend import AbstractBackend, Backends, select
+from ..lowering import are_split, require_platform
+from .cpu.backend import CpuDequantizer, CpuQuantizer
+from .gpu.backend import TritonDequantizer, TritonQuantizer
 from .problem import Decoding, Quantization
+from .reference import ReferenceDequantizer, ReferenceQuantizer
+from .tpu.backend import PallasTPUQuantizer
+from .tpu.dequantize_backend import PallasTPUDequantizer
+
+QUANTIZERS = Backends("quantize", PallasTPUQuantizer(), TritonQuantizer(), CpuQuantizer(), ReferenceQuantizer())
+DEQUANTIZERS = Backends("dequantize", PallasTPUDequantizer(), TritonDequantizer(), CpuDequantizer(), ReferenceDequantizer())
+
+Quantizer: TypeAlias = AbstractBackend[Quantization]
+Dequantizer: TypeAlias = AbstractBackend[Decoding]
 
 
 def quantize(
@@ -25,7 +40,7 @@ def quantize(
     scale: ArrayLike | None = None,
     offset: ArrayLike | None = None,
     shared_noise: tuple[int, ...] = (),
-    backend: str | None = None,
+    backend: str | Quantizer | None = None,
 ) -> QArray:
     """Quantizes an array: one scale for each tile (block), one code for each element.
 
@@ -53,7 +68,7 @@ def quantize(
             zero point.
         shared_noise: the axes along which all elements are rounded with the same random number; with (), each has its own.
             Rounding is unbiased either way, and shared numbers are cheaper. Needs a key.
-        backend: the name of the only backend to use ("reference", "cpu", "pallas_tpu", "triton"); None chooses. All give the
+        backend: the only backend to use, or its name ("reference", "cpu", "pallas_tpu", "triton"); None chooses. All give the
             same bytes, except for scale searches where the errors of two scales agree to 20 bits.
 
     Returns:
@@ -70,6 +85,25 @@ def quantize(
     >>> dequantize(quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8", scale=0.25)).tolist()
     [[1.0, -0.5, 0.25, 0.0]]
     """
+    if not isinstance(x, QArray):
+        x = jnp.asarray(x)
+    if isinstance(axis, list):
+        axis = tuple(axis)
+    program = _quantize if are_split(x) else _jitted_quantize
+    return program(x, error_weights, key, scale, offset, as_scheme(scheme), axis, tuple(shared_noise), backend)
+
+
+def _quantize(
+    x: jax.Array,
+    error_weights: ArrayLike | None,
+    key: jax.Array | None,
+    scale: ArrayLike | None,
+    offset: ArrayLike | None,
+    scheme: Scheme,
+    axis: int | tuple[int, ...],
+    shared_noise: tuple[int, ...],
+    backend: str | Quantizer | None,
+) -> QArray:
     x, bound = checked(x, scheme, axis, error_weights, scale, offset)
     given = (error_weights, key, scale, offset)
     is_weighted, is_stochastic, is_given, _ = (g is not None for g in given)
@@ -85,7 +119,11 @@ def quantize(
     return q
 
 
-def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None = None) -> Float[Array, "*s"]:
+_jitted_quantize = jax.jit(_quantize, static_argnums=(5, 6, 7, 8), inline=True)
+"""One program for each shape, dtype and scheme."""
+
+
+def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | Dequantizer | None = None) -> Float[Array, "*s"]:
     """Dequantizes: `(decode(code) - zero_point) * scale`, or `decode(code) * scale + offset`.
 
     Computed in float32 and rounded once to `dtype`. Jit-compatible and differentiable in the scales.
@@ -93,7 +131,7 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
     Args:
         q: the quantized array.
         dtype: the floating dtype of the result; None takes `q.dtype`.
-        backend: the name of the only backend to use ("reference", "cpu", "pallas_tpu", "triton"); None chooses. All give the
+        backend: the only backend to use, or its name ("reference", "cpu", "pallas_tpu", "triton"); None chooses. All give the
             same numbers.
 
     Returns:
@@ -106,6 +144,13 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
     >>> dequantize(quantize(jnp.array([[6.0, -0.4, 0.0]]), "mxfp4")).tolist()
     [[6.0, -0.5, 0.0]]
     """
+    if not isinstance(q, QArray):
+        raise QuantError(f"dequantize takes a QArray, not {type(q).__name__}")
+    program = _dequantize if are_split(q.codes) else _jitted_dequantize
+    return program(q, dtype, backend)
+
+
+def _dequantize(q: QArray, dtype: DTypeLike | None, backend: str | Dequantizer | None) -> jax.Array:
     dtype = float_dtype(q, dtype)
     problem = Decoding(q.shape, dtype.name, q.scheme, q.tiles)
     chosen = select(DEQUANTIZERS, problem, backend).backend
@@ -114,3 +159,6 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | None
     if backend is not None:
         q = dataclasses.replace(q, codes=require_platform(q.codes, chosen, DEQUANTIZERS.kind))
     return chosen.run(problem, q)
+
+
+_jitted_dequantize = jax.jit(_dequantize, static_argnums=(1, 2), inline=True)

@@ -7,7 +7,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.kernels.extension import extension
-from fewbit.kernels.qmatmul import RAGGED, CpuRagged, RaggedProblem
+from fewbit.kernels.qmatmul import BACKENDS, Cpu, Problem
 from fewbit.kernels.qmatmul.problem import Operand
 
 BUILT = extension("fewbit.kernels.qmatmul._cpu")
@@ -37,8 +37,8 @@ def test_values(name: str, dtype: str):
     for tiled, axis in ((-1, 1), (-1, 2), (-2, 1)):
         q = fb.quantize(jnp.asarray(random(4, 64, 96), dtype), name, axis=tiled)
         x = jnp.asarray(random(24, q.shape[axis]), dtype)
-        problem = RaggedProblem(Operand.of(x), Operand.of(q), axis == 2)
-        product = jax.jit(lambda x, q, sizes, problem=problem: CpuRagged().run(problem, x, q, sizes))
+        problem = Problem.ragged(Operand.of(x), Operand.of(q), axis == 2)
+        product = jax.jit(lambda x, q, sizes, problem=problem: Cpu().run(problem, x, q, sizes))
         for sizes in GROUPS:
             y = product(x, q, jnp.array(sizes))
             assert y.dtype == dtype
@@ -69,7 +69,7 @@ def test_gradients_and_vmap():
     assert (of_x[:, 10:] == 0).all()
 
 
-def test_the_matrix_of_a_group_without_rows_is_not_met():
+def test_the_matrix_of_a_group_without_rows_is_not_read():
     q = fb.quantize(jnp.asarray(random(3, 32, 16)), "int8", axis=-2)
     q = jax.tree.map(lambda leaf: leaf.at[1].set(jnp.nan) if leaf.dtype == jnp.float32 else leaf, q)
     y = fb.ragged_dot(jnp.asarray(random(9, 32)), q, jnp.array([4, 0, 5]), backend="cpu")
@@ -78,8 +78,8 @@ def test_the_matrix_of_a_group_without_rows_is_not_met():
 
 def test_reasons():
     q, x = fb.quantize(jnp.asarray(random(3, 32, 16)), "int8", axis=-2), jnp.ones((5, 32), jnp.float32)
-    problem = RaggedProblem(Operand.of(x), Operand.of(q))
-    assert "XLA cannot split its calls over them" in str(RAGGED["cpu"].not_chosen(problem))
-    assert RAGGED["cpu"].unsupported(problem) is None
+    problem = Problem.ragged(Operand.of(x), Operand.of(q))
+    assert "XLA cannot split its calls over them" in str(BACKENDS["cpu"].not_chosen(problem))
+    assert BACKENDS["cpu"].unsupported(problem) is None
     with pytest.raises(fb.UnsupportedError, match=r"cpu: it multiplies float32 into int32; both must be one of float32"):
         fb.ragged_dot(x, q, jnp.array([4, 0, 1]), preferred_element_type=jnp.int32, backend="cpu")

@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the Triton kernels need triton")
 
 from fewbit import torch as fbt  # noqa: E402 - it imports torch
-from fewbit.kernels.qmatmul import Problem, RaggedProblem, TritonGPU, TritonGPURagged  # noqa: E402
+from fewbit.kernels.qmatmul import Problem, TritonGPU  # noqa: E402
 from fewbit.kernels.qmatmul.gpu.config import DotConfig, GemvConfig, Gpu, GpuConfig, PairsConfig  # noqa: E402
 from fewbit.kernels.qmatmul.gpu.weight import Matrix  # noqa: E402
 from fewbit.kernels.qmatmul.problem import Operand  # noqa: E402
@@ -334,8 +334,8 @@ def test_jax_reaches_the_kernels_of_groups(monkeypatch: pytest.MonkeyPatch) -> N
     rng = np.random.default_rng(0)
     q = fb.quantize(jnp.asarray(rng.normal(size=(4, 24, 64)), jnp.float32), "uint4_g32", axis=-1)
     x, sizes = jnp.asarray(rng.normal(size=(12, 64)), jnp.float32), jnp.array([2, 0, 5, 3], jnp.int32)
-    assert TritonGPURagged().unsupported(RaggedProblem(Operand.of(x), Operand.of(q), contracts_cols=True)) is None
-    y = TritonGPURagged().grouped(x, q, sizes, contracts_cols=True, dtype=np.dtype(np.float32), precision=None)
+    assert TritonGPU().unsupported(Problem.ragged(Operand.of(x), Operand.of(q), contracts_cols=True)) is None
+    y = TritonGPU().grouped(x, q, sizes, contracts_cols=True, dtype=np.dtype(np.float32), precision=None)
     group = np.repeat(np.arange(4), [2, 0, 5, 3])
     exact = np.einsum("mk,mnk->mn", x[:10], fb.dequantize(q)[group])
     np.testing.assert_allclose(y, np.concatenate([exact, np.zeros((2, 24))]), atol=2e-4)

@@ -14,8 +14,8 @@ import pytest
 
 import fewbit as fb
 from fewbit.array.packing import paired
-from fewbit.kernels.backend import select
-from fewbit.kernels.qmatmul import BACKENDS, PallasTPU, Problem
+from fewbit.kernels.backend import Backends, select
+from fewbit.kernels.qmatmul import BACKENDS, PallasTPU, Problem, dispatch
 from fewbit.kernels.qmatmul.problem import Operand
 from fewbit.kernels.qmatmul.tpu.blocks import Block, Config, Cut, bytes_moved, fitting
 from fewbit.kernels.qmatmul.tpu.gemm import blocks_of, stacked_product
@@ -153,13 +153,13 @@ class OnCpu(PallasTPU):
 
 
 @pytest.fixture
-def on_cpu():
-    BACKENDS.add(OnCpu.name, OnCpu())
-    yield OnCpu.name
-    BACKENDS.remove(OnCpu.name)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> OnCpu:
+    backend = OnCpu()
+    monkeypatch.setattr(dispatch, "BACKENDS", Backends("qmatmul", backend, *dispatch.BACKENDS))
+    return backend
 
 
-def test_gradients_vmap_and_many_axes(on_cpu: str):
+def test_gradients_vmap_and_many_axes(on_cpu: OnCpu):
     rng = np.random.default_rng(2)
     q = fb.quantize(jnp.asarray(rng.normal(size=(64, 4, 8)), jnp.float32), "int4", axis=0)  # [in, heads, of a head]
     x = jnp.asarray(rng.normal(size=(2, 3, 64)), jnp.float32)

@@ -79,16 +79,12 @@ def test_the_packed_axis_that_is_not_contracted():
 
 @pytest.mark.slow
 def test_vmap_and_stacks():
-    BACKENDS.add(OnCpu.name, OnCpu())
-    try:
-        x, w = quantized("fp8", (2, 3, 40)), quantized("fp8", (2, 5, 40))
-        product = functools.partial(fb.dot_general, dimension_numbers=(((2,), (2,)), ((0,), (0,))), backend=OnCpu.name)
-        y = jax.vmap(functools.partial(fb.dot_general, dimension_numbers=LAST, backend=OnCpu.name))(x, w)
-        expected = fb.dot_general(x, w, (((2,), (2,)), ((0,), (0,))), backend="reference")
-        np.testing.assert_allclose(product(x, w), expected, rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
-    finally:
-        BACKENDS.remove(OnCpu.name)
+    x, w = quantized("fp8", (2, 3, 40)), quantized("fp8", (2, 5, 40))
+    product = functools.partial(fb.dot_general, dimension_numbers=(((2,), (2,)), ((0,), (0,))), backend=OnCpu())
+    y = jax.vmap(functools.partial(fb.dot_general, dimension_numbers=LAST, backend=OnCpu()))(x, w)
+    expected = fb.dot_general(x, w, (((2,), (2,)), ((0,), (0,))), backend="reference")
+    np.testing.assert_allclose(product(x, w), expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.kernels.qmatmul import RAGGED, PallasTPURagged, RaggedProblem
+from fewbit.kernels.backend import Backends
+from fewbit.kernels.qmatmul import PallasTPU, Problem, dispatch
 from fewbit.kernels.qmatmul.tpu.blocks import Block, Config, Cut, bytes_moved
 from fewbit.kernels.qmatmul.tpu.problem import Form
 from fewbit.kernels.qmatmul.tpu.ragged import PLAIN, Visits, grouped_blocks, grouped_product
@@ -87,23 +88,23 @@ def test_values(name: str, axis: int, contracts_last: bool, sizes: str, dtype: A
 
 
 @dataclasses.dataclass(frozen=True)
-class OnCpu(PallasTPURagged):
+class OnCpu(PallasTPU):
     """The backend in interpret mode as if it were made for CPUs, so that all that surrounds it can be run."""
 
     name: ClassVar[str] = "pallas_on_cpu"
     platform: ClassVar[str] = "cpu"
-    config: Config | None = Config(m=8, codes=64, columns=128)
+    groups: Config | None = Config(m=8, codes=64, columns=128)
     interpret: bool = True
 
-    def not_chosen(self, problem: RaggedProblem) -> str | None:
+    def not_chosen(self, problem: Problem) -> str | None:
         return None
 
 
 @pytest.fixture
-def on_cpu():
-    RAGGED.add(OnCpu.name, OnCpu())
-    yield OnCpu.name
-    RAGGED.remove(OnCpu.name)
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> OnCpu:
+    backend = OnCpu()
+    monkeypatch.setattr(dispatch, "BACKENDS", Backends("qmatmul", backend, *dispatch.BACKENDS))
+    return backend
 
 
 def experts(dtype: Any = jnp.float32) -> fb.QArray:
@@ -111,7 +112,7 @@ def experts(dtype: Any = jnp.float32) -> fb.QArray:
 
 
 @pytest.mark.slow
-def test_gradients_and_vmap(on_cpu: str):
+def test_gradients_and_vmap(on_cpu: OnCpu):
     q, sizes = experts(), jnp.array([2, 0, 5, 3], jnp.int32)
     x = jnp.asarray(np.random.default_rng(2).normal(size=(2, 12, 64)), jnp.float32)
 
@@ -133,7 +134,7 @@ def test_gradients_and_vmap(on_cpu: str):
 
 
 @pytest.mark.slow
-def test_mapped_matrices_and_sizes_take_turns(on_cpu: str):
+def test_mapped_matrices_and_sizes_take_turns(on_cpu: OnCpu):
     q = experts()
     x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 12, 64)), jnp.float32)
     sizes = jnp.array([[2, 0, 5, 3], [0, 12, 0, 0]], jnp.int32)
@@ -142,7 +143,7 @@ def test_mapped_matrices_and_sizes_take_turns(on_cpu: str):
         np.testing.assert_allclose(own, product(rows, q, groups, False), rtol=1e-4, atol=1e-4)
 
 
-def test_the_transposed_matrices_are_contracted_as_they_are_stored(on_cpu: str):
+def test_the_transposed_matrices_are_contracted_as_they_are_stored(on_cpu: OnCpu):
     q, x = experts(), jnp.ones((5, 32))
     contracted = ((1,), (2,)), ((), ())
     numbers = jax.lax.RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
@@ -150,11 +151,11 @@ def test_the_transposed_matrices_are_contracted_as_they_are_stored(on_cpu: str):
     np.testing.assert_allclose(y, product(x, q, [1, 2, 2, 0], True), rtol=1e-4, atol=1e-4)
 
 
-def test_a_model_takes_it_where_it_runs(on_cpu: str):
+def test_a_model_takes_it_where_it_runs(on_cpu: OnCpu):
     """Unchanged code with quantized experts, in one program for all platforms."""
     q, x, sizes = experts(), jnp.ones((5, 64)), jnp.array([1, 2, 2, 0])
     traced = jax.jit(fb.transparent(jax.lax.ragged_dot)).trace(x, q, sizes)
-    assert str(traced.jaxpr).count("fewbit_ragged_qmatmul") == 1
+    assert str(traced.jaxpr).count("fewbit_qmatmul") == 1
     assert "stablehlo.while" in traced.lower(lowering_platforms=("cpu",)).as_text()  # the steps of the interpreted kernel
     assert "stablehlo.while" not in traced.lower(lowering_platforms=("cuda",)).as_text()
 

@@ -12,11 +12,11 @@ from jaxtyping import PyTree
 from ....array import QArray
 from ...backend import AbstractBackend
 from ...extension import device_refusal, extension
-from ...platforms import on_platform
+from ...lowering import on_platform
 from ...qmatmul.cpu.ffi import LEVELS, code_values, scale_buffers
 from ...qmatmul.problem import Operand
 from ..problem import AttentionProblem, Block, KVValues
-from ..reference import BACKENDS, attended
+from ..reference import attended
 
 _FLOATS = ("float32", "bfloat16", "float16")
 
@@ -91,6 +91,3 @@ def _buffers(name: str, values: KVValues) -> tuple[tuple[jax.Array, ...], dict[s
         nothing = jnp.zeros(0, jnp.float32)
         buffers = (values, nothing, nothing, nothing)
     return buffers, {f"{name}_bits": np.int64(bits), f"{name}_codes": np.int64(kind), f"{name}_unit": np.float32(unit)}
-
-
-BACKENDS.add("cpu", Cpu())

@@ -14,12 +14,10 @@ from jax.typing import DTypeLike
 from ....array import QArray, Scheme
 from ....array.packing import codes_per_unit
 from ...extension import device_refusal, extension
-from ..matrix_view import Stack
+from ..kernel import AbstractKernel
+from ..matrix_view import MatrixView
 from ..paired import pair_refusal
-from ..problem import Operand, Problem, refused_precision
-from ..ragged import RAGGED, AbstractRaggedKernel, RaggedProblem
-from ..reference import BACKENDS
-from ..stacked import AbstractStackKernel
+from ..problem import Problem, refused_precision
 from .ffi import native_product
 from .int8_ffi import native_integers
 
@@ -27,8 +25,8 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True)
-class Cpu(AbstractStackKernel):
-    """C++ kernels for AVX-512, AVX2, NEON, and any processor.
+class Cpu(AbstractKernel):
+    """C++ kernels for AVX-512, AVX2, NEON, and any processor. In a ragged_dot the matrix of an empty group is not read.
 
     Attributes:
         isa: the instruction set to use, if the machine has it: avx512, avx2, portable (on arm64: NEON); None: the best.
@@ -44,9 +42,9 @@ class Cpu(AbstractStackKernel):
     def refused_pair(self, problem: Problem) -> str | None:
         return extension("fewbit.kernels.qmatmul._integers").missing or pair_refusal(problem)
 
-    def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
-        wrong = _refused_dtypes(x.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
-        return wrong or _refused_scheme(stack)
+    def refused(self, problem: Problem, weight: MatrixView) -> str | None:
+        wrong = _refused_dtypes(problem.activation.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
+        return wrong or _refused_scheme(weight)
 
     def not_chosen(self, problem: Problem) -> str | None:
         return device_refusal()
@@ -65,37 +63,14 @@ class Cpu(AbstractStackKernel):
         del precision
         return native_product(x, q, index, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
-    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
-        return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
-
-
-@dataclasses.dataclass(frozen=True)
-class CpuRagged(AbstractRaggedKernel):
-    """The same for ragged_dot; the matrix of an empty group is not read.
-
-    Attributes:
-        isa: as in `Cpu`.
-    """
-
-    name: ClassVar[str] = "cpu"
-    platform: ClassVar[str] = "cpu"
-    isa: str | None = None
-
-    def unsupported(self, problem: RaggedProblem) -> str | None:
-        return extension("fewbit.kernels.qmatmul._cpu").missing or super().unsupported(problem)
-
-    def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
-        wrong = _refused_dtypes(problem.lhs.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
-        return wrong or _refused_scheme(stack)
-
-    def not_chosen(self, problem: RaggedProblem) -> str | None:
-        return device_refusal()
-
     def grouped(
         self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
-        del precision  # as in `Cpu`
+        del precision
         return native_product(x[None], q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa, sizes=sizes)[0]
+
+    def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
+        return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
 
 def _refused_dtypes(x: str, result: str) -> str | None:
@@ -105,10 +80,10 @@ def _refused_dtypes(x: str, result: str) -> str | None:
     return f"it multiplies {x} into {result}; both must be one of {', '.join(FLOATS)}"
 
 
-def _refused_scheme(stack: Stack) -> str | None:
+def _refused_scheme(weight: MatrixView) -> str | None:
     """Why the kernels do not support a scheme, or None."""
-    scheme = stack.scheme
-    axis = stack.merged[scheme.pack_axis + 2]
+    scheme = weight.scheme
+    axis = weight.merged[scheme.pack_axis + 2]
     group = 1
     if scheme.packing != type(scheme.packing)():
         group = codes_per_unit(scheme.format.bits, scheme.packing)
@@ -123,7 +98,3 @@ def reads_packed_weights() -> bool:
     """True where packed weights are faster: one CPU device with the extension built."""
     built = extension("fewbit.kernels.qmatmul._cpu").missing is None
     return built and jax.default_backend() == "cpu" and device_refusal() is None
-
-
-BACKENDS.add("cpu", Cpu())
-RAGGED.add("cpu", CpuRagged())

@@ -10,11 +10,9 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from ....array import QArray, Scheme
-from ..matrix_view import Stack
-from ..problem import Operand, Problem
-from ..ragged import RAGGED, AbstractRaggedKernel, RaggedProblem
-from ..reference import BACKENDS
-from ..stacked import AbstractStackKernel
+from ..kernel import AbstractKernel
+from ..matrix_view import MatrixView
+from ..problem import Problem
 from ..tpu.problem import float32_precision
 from .config import Gpu, GpuConfig, blocks_for, gpu_config
 from .weight import Matrix
@@ -24,15 +22,25 @@ LEAST_SHARED = 99 * 1024
 
 
 @dataclasses.dataclass(frozen=True)
-class TritonGPU(AbstractStackKernel):
-    """Decodes packed codes in registers; needs jax-triton."""
+class TritonGPU(AbstractKernel):
+    """Decodes packed codes in registers; needs jax-triton. A ragged_dot is one launch."""
 
     name: ClassVar[str] = "triton"
     platform: ClassVar[str] = "cuda"
     experimental: ClassVar[bool] = True
 
-    def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
-        return _refused(problem, x, stack)
+    def refused(self, problem: Problem, weight: MatrixView) -> str | None:
+        if importlib.util.find_spec("jax_triton") is None:
+            return "it runs on cuda through jax-triton, which is not installed"
+        dtype = problem.activation.dtype
+        if dtype not in ("bfloat16", "float16", "float32"):
+            return f"the activations are {dtype}; bfloat16, float16 and float32 are supported"
+        try:
+            float32_precision(problem.precision)
+        except ValueError:
+            return f"precision is {problem.precision!r}; None or a name of jax.lax.Precision is expected"
+        rows, columns = (axis.length for axis in weight.merged)
+        return _matrix(weight.scheme, rows, columns, contracts_cols=weight.contracts_cols).unsupported()
 
     def not_chosen(self, problem: Problem) -> str | None:
         return _cannot_split()
@@ -45,25 +53,10 @@ class TritonGPU(AbstractStackKernel):
         each = [_product(matrix, x[b], _at(q, b), contracts_cols=contracts_cols, precision=precision) for b in range(len(x))]
         return jnp.stack(each).astype(dtype)
 
-
-@dataclasses.dataclass(frozen=True)
-class TritonGPURagged(AbstractRaggedKernel):
-    """The same for ragged_dot, in one launch."""
-
-    name: ClassVar[str] = "triton"
-    platform: ClassVar[str] = "cuda"
-    experimental: ClassVar[bool] = True
-
-    def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
-        return _refused(problem, problem.lhs, stack)
-
-    def not_chosen(self, problem: RaggedProblem) -> str | None:
-        return _cannot_split()
-
     def grouped(
         self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
-        from . import launch as triton_launch  # it needs Triton
+        from . import launch as triton_launch
 
         matrix = _matrix(q.scheme, q.shape[1], q.shape[2], contracts_cols=contracts_cols)
         tensor = q.tensor_scale
@@ -79,24 +72,6 @@ class TritonGPURagged(AbstractRaggedKernel):
         )
         leaves = q.codes, q.scale, q.zero_point, q.tensor_scale
         return _called(launch, matrix, x, leaves, sizes)[0].astype(dtype)
-
-
-BACKENDS.add(TritonGPU.name, TritonGPU())
-RAGGED.add(TritonGPURagged.name, TritonGPURagged())
-
-
-def _refused(problem: Problem | RaggedProblem, x: Operand, stack: Stack) -> str | None:
-    """Why the kernels do not support a product; None when they do."""
-    if importlib.util.find_spec("jax_triton") is None:
-        return "it runs on cuda through jax-triton, which is not installed"
-    if x.dtype not in ("bfloat16", "float16", "float32"):
-        return f"the activations are {x.dtype}; bfloat16, float16 and float32 are supported"
-    try:
-        float32_precision(problem.precision)
-    except ValueError:
-        return f"precision is {problem.precision!r}; None or a name of jax.lax.Precision is expected"
-    rows, columns = (axis.length for axis in stack.merged)
-    return _matrix(stack.scheme, rows, columns, contracts_cols=stack.contracts_cols).unsupported()
 
 
 def _cannot_split() -> str | None:

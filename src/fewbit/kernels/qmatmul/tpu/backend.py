@@ -8,15 +8,13 @@ from jax.typing import DTypeLike
 
 from ....array import QArray
 from ....array.packing import Packing
-from ...devices import split_refusal
+from ...lowering import split_refusal
 from ...pallas.decode import NATIVE
 from ..code_product import is_whole
-from ..matrix_view import Stack
-from ..paired import pair_refusal, weight_stack
-from ..problem import Operand, Problem
-from ..ragged import RAGGED, AbstractRaggedKernel, RaggedProblem
-from ..reference import BACKENDS
-from ..stacked import AbstractStackKernel
+from ..kernel import AbstractKernel
+from ..matrix_view import MatrixView
+from ..paired import pair_refusal
+from ..problem import Problem
 from .blocks import PAIRS, PLAIN, Config
 from .problem import refusal
 
@@ -28,13 +26,13 @@ OLD = ("TPU v2", "TPU v3", "TPU v4")
 
 
 @dataclasses.dataclass(frozen=True)
-class PallasTPU(AbstractStackKernel):
-    """Decodes packed codes in VMEM.
+class PallasTPU(AbstractKernel):
+    """Decodes packed codes in VMEM. In a ragged_dot the matrices of empty groups are not decoded.
 
     Attributes:
-        config: block sizes. Other settings are registered as another backend:
-            `BACKENDS.add("nf4_polynomial", PallasTPU(Config(nf4_polynomial=True)))`.
+        config: block sizes. Other settings are another backend: `backend=PallasTPU(Config(nf4_polynomial=True))`.
         pairs: block sizes for two quantized operands.
+        groups: block sizes for ragged_dot; None: the defaults.
         interpret: whether JAX evaluates the kernel step by step instead of compiling it; for tests, on any platform.
     """
 
@@ -43,15 +41,17 @@ class PallasTPU(AbstractStackKernel):
     experimental: ClassVar[bool] = True
     config: Config = PLAIN
     pairs: Config = PAIRS
+    groups: Config | None = None
     interpret: bool = False
 
     def refused_pair(self, problem: Problem) -> str | None:
         return pair_refusal(problem, floats=True) or _refused_codes(problem)
 
-    def refused(self, problem: Problem, x: Operand, stack: Stack) -> str | None:
-        tile = stack.merged[stack.scheme.pack_axis + 2].tile
-        dtypes = x.dtype, stack_dtype(problem), problem.result_dtype
-        return refusal(stack.scheme, tile, *dtypes, precision=problem.precision)
+    def refused(self, problem: Problem, weight: MatrixView) -> str | None:
+        tile = weight.merged[weight.scheme.pack_axis + 2].tile
+        at = problem.weight[0]
+        dtypes = problem.activation.dtype, (problem.lhs, problem.rhs)[at].dtype, problem.result_dtype
+        return refusal(weight.scheme, tile, *dtypes, precision=problem.precision)
 
     def not_chosen(self, problem: Problem) -> str | None:
         return split_refusal()
@@ -76,70 +76,35 @@ class PallasTPU(AbstractStackKernel):
 
         return paired_stacks(x, q, contracts_last=contracts_cols, result=dtype, config=self.pairs, interpret=self.interpret)
 
-
-@dataclasses.dataclass(frozen=True)
-class PallasTPURagged(AbstractRaggedKernel):
-    """The same for ragged_dot; matrices of empty groups are not decoded.
-
-    Attributes:
-        config: block sizes, as in `PallasTPU`; None: the defaults for groups.
-        interpret: whether JAX evaluates the kernel step by step instead of compiling it; for tests, on any platform.
-    """
-
-    name: ClassVar[str] = "pallas_tpu"
-    platform: ClassVar[str] = "tpu"
-    experimental: ClassVar[bool] = True
-    config: Config | None = None
-    interpret: bool = False
-
-    def refused(self, problem: RaggedProblem, stack: Stack) -> str | None:
-        tile = stack.merged[stack.scheme.pack_axis + 2].tile
-        dtypes = problem.lhs.dtype, problem.rhs.dtype, problem.result_dtype
-        return refusal(stack.scheme, tile, *dtypes, precision=problem.precision)
-
-    def not_chosen(self, problem: RaggedProblem) -> str | None:
-        return split_refusal()
-
     def grouped(
         self, x: jax.Array, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike, precision: object
     ) -> jax.Array:
-        from .ragged import PLAIN, grouped_product
+        from . import ragged
 
-        return grouped_product(
+        return ragged.grouped_product(
             *(x, q, sizes),
             contracts_last=contracts_cols,
             result=dtype,
             precision=precision,
-            config=_of_chip(self.config or PLAIN),
+            config=_of_chip(self.groups or ragged.PLAIN),
             interpret=self.interpret,
         )
-
-
-BACKENDS.add(PallasTPU.name, PallasTPU())
-RAGGED.add(PallasTPURagged.name, PallasTPURagged())
-
-
-def stack_dtype(problem: Problem) -> str:
-    """The logical dtype of the quantized operand."""
-    if problem.lhs.scheme is not None:
-        return problem.lhs.dtype
-    return problem.rhs.dtype
 
 
 def _refused_codes(problem: Problem) -> str | None:
     """Why the matrix unit does not support two operands' codes, or None."""
     if (chip := _old_chip()) is not None:
         return f"the device is a {chip}, on which Mosaic has no int8 or FP8 matmul"
-    stack = weight_stack(problem)[1]
-    scheme = stack.scheme
+    weight = problem.weight[1]
+    scheme = weight.scheme
     if not is_whole(scheme) and scheme.format.name not in NATIVE:
         return f"the codes are {scheme.format.name}; integers, {' and '.join(NATIVE)} are supported"
     if scheme.format.bits not in (4, 8) or scheme.packing != Packing():
         return f"the codes are {scheme.format.name}; codes of 4 and 8 bits in order, low bits first, are supported"
-    packed = stack.merged[scheme.pack_axis + 2]
+    packed = weight.merged[scheme.pack_axis + 2]
     if packed.tile is not None and packed.tile * scheme.format.bits % 8:
         return f"tiles of {packed.tile} along the packed axis split bytes of {8 // scheme.format.bits} codes"
-    if (tile := stack.contraction.tile) is not None and tile < LEAST_TILE:
+    if (tile := weight.contraction.tile) is not None and tile < LEAST_TILE:
         return f"the block size along the contraction is {tile}; it must be at least {LEAST_TILE}"
     return None
 

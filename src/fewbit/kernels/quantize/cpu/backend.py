@@ -18,8 +18,7 @@ from ....array.scheme import ScaleHolder
 from ....formats import AbstractFormat, Integer
 from ...backend import AbstractBackend
 from ...extension import device_refusal, extension
-from ...platforms import on_platform
-from ..backends import DEQUANTIZERS, QUANTIZERS
+from ...lowering import on_platform
 from ..problem import Decoding, Quantization
 from .attributes import NOTHING, format_words, holder_words, rule_words
 from .view import Geometry, geometry
@@ -260,7 +259,3 @@ def _by_tile(values: jax.Array | None, cut: Geometry) -> jax.Array:
     if values.size == math.prod(cut.counts):
         return values.reshape(cut.counts)
     return jnp.broadcast_to(values.reshape((1, 1, 1)), cut.counts)
-
-
-QUANTIZERS.add("cpu", CpuQuantizer())
-DEQUANTIZERS.add("cpu", CpuDequantizer())

@@ -20,9 +20,7 @@ from ....array.packing import packed_length
 from ....array.quantize import assembled, dequantized, quantized, tensor_scale_of
 from ....formats import AbstractFormat
 from ...backend import AbstractBackend
-from ...devices import split_refusal
-from ...platforms import on_platform
-from ..backends import DEQUANTIZERS, QUANTIZERS
+from ...lowering import on_platform, split_refusal
 from ..problem import Decoding, Quantization
 from .problem import TileProblem
 
@@ -81,9 +79,6 @@ class TritonDequantizer(AbstractBackend[Decoding]):
 
 
 _ABOUT = "Triton; experimental: tested in an interpreter and cross-compiled, not yet run on a GPU"
-
-QUANTIZERS.add(TritonQuantizer.name, TritonQuantizer())
-DEQUANTIZERS.add(TritonDequantizer.name, TritonDequantizer())
 
 
 def _refusal(dtype: str) -> str | None:

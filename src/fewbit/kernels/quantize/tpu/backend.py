@@ -14,9 +14,7 @@ from ....array.packing import Packing, codes_per_unit, packed_length
 from ....array.quantize import assembled, quantized, tensor_scale_of
 from ....formats import AbstractFormat, Codebook, Integer, Minifloat
 from ...backend import AbstractBackend
-from ...devices import split_refusal
-from ...platforms import on_platform
-from ..backends import QUANTIZERS
+from ...lowering import on_platform, split_refusal
 from ..problem import Quantization
 from .scales import unchosen
 
@@ -130,6 +128,3 @@ def _by_kernel(scheme: Scheme, interpret: bool, x: jax.Array) -> QArray:
     if unit is not None:
         unit = unit.reshape((1,) * x.ndim)
     return assembled(x, scheme, codes.reshape(packed), scale.reshape(counts), zero, unit)
-
-
-QUANTIZERS.add(PallasTPUQuantizer.name, PallasTPUQuantizer())

@@ -16,9 +16,7 @@ from ....array.packing import Packing
 from ....array.quantize import dequantized
 from ....formats import Codebook
 from ...backend import AbstractBackend
-from ...devices import split_refusal
-from ...platforms import on_platform
-from ..backends import DEQUANTIZERS
+from ...lowering import on_platform, split_refusal
 from ..problem import Decoding
 from .backend import tile_length, tile_refusal, tiled_axis
 
@@ -54,9 +52,6 @@ class PallasTPUDequantizer(AbstractBackend[Decoding]):
 
     def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:
         return _decoded(self, problem, operands[0])
-
-
-DEQUANTIZERS.add(PallasTPUDequantizer.name, PallasTPUDequantizer())
 
 
 @functools.partial(jax.jit, static_argnames=("backend", "problem"), inline=True)

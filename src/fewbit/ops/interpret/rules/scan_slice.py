@@ -17,7 +17,8 @@ from jaxtyping import Array, Int, PyTree
 from ....array import QArray
 from ....array.scheme import Scheme
 from ....kernels.qmatmul import reads_packed_weights
-from ....kernels.qmatmul.stacked import element, picked_product
+from ....kernels.qmatmul.dispatch import picked_product
+from ....kernels.qmatmul.kernel import element
 from ....kernels.quantize import dequantize
 from ..proxy import ArrayProxy, is_proxy
 from .rule import AbstractEvaluator, Rule

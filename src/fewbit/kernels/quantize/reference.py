@@ -1,4 +1,4 @@
-"""The registries of quantize and dequantize, and their reference backends."""
+"""The reference backends of quantize and dequantize."""
 
 import dataclasses
 from typing import ClassVar
@@ -7,17 +7,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..._registry import Registry
 from ...array import QArray
 from ...array.quantize import dequantized, quantized
 from ..backend import AbstractBackend
 from .problem import Decoding, Quantization
-
-QUANTIZERS: Registry[AbstractBackend[Quantization]] = Registry("quantize")
-"""The backends of quantize; the last that supports the problem is chosen."""
-
-DEQUANTIZERS: Registry[AbstractBackend[Decoding]] = Registry("dequantize")
-"""The backends of dequantize; the last that supports the problem is chosen."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +38,3 @@ class ReferenceDequantizer(AbstractBackend[Decoding]):
 
     def run(self, problem: Decoding, *operands: PyTree) -> jax.Array:
         return dequantized(*operands, jnp.dtype(problem.dtype))
-
-
-QUANTIZERS.add("reference", ReferenceQuantizer())
-DEQUANTIZERS.add("reference", ReferenceDequantizer())

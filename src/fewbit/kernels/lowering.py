@@ -1,8 +1,4 @@
-"""Keeps a named backend: compiling for a platform that it does not support raises.
-
-The platform is known when a program is lowered, not when it is traced; so the array passes through an identity primitive
-whose lowering rule checks the platform.
-"""
+"""Where a program runs: platform branches, named backends, and arrays on several devices."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -11,6 +7,7 @@ from typing import Any, TypeVar
 import jax
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 from jax.typing import ArrayLike
 
 from ..errors import UnsupportedError
@@ -18,13 +15,48 @@ from .backend import AbstractBackend
 
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 
-V = TypeVar("V")
+T = TypeVar("T")
 
-_primitive = Primitive("fewbit_insisted")
+
+def on_platform(platform: str, native: Callable[..., T], reference: Callable[..., T]) -> Callable[..., T]:
+    """`native` on one platform and `reference` on the others, with the JVP of the reference."""
+
+    @jax.custom_jvp
+    def either(*operands: object) -> T:
+        return jax.lax.platform_dependent(*operands, default=reference, **{platform: native})
+
+    @either.defjvp
+    def _(primals: Sequence[object], tangents: Sequence[object]) -> tuple[T, T]:
+        return jax.jvp(reference, primals, tangents)
+
+    return either
+
+
+def split_refusal() -> str | None:
+    """Why a Pallas or Triton kernel is not chosen on several devices; None on one, and inside `jax.shard_map` on TPUs."""
+    mesh = jax.sharding.get_abstract_mesh()
+    is_manual = not mesh.empty and all(kind == AxisType.Manual for kind in mesh.axis_types)
+    if jax.device_count() == 1 or (jax.default_backend() == "tpu" and is_manual):
+        return None
+    return "there are several devices, and XLA cannot partition this kernel; use jax.shard_map, or name the backend"
+
+
+def are_split(*arrays: object) -> bool:
+    """Whether an array is on several devices. Eager code knows how it is sharded; a jitted function, on an auto mesh, does not."""
+    concrete = (a for a in arrays if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer))
+    return any(len(a.sharding.device_set) > 1 for a in concrete)
+
+
+# --- a named backend ---
+
+_primitive = Primitive("fewbit_required_platform")
 
 
 def require_platform(x: jax.Array, backend: AbstractBackend[Any], kind: str) -> jax.Array:
     """The array; compiling it for another platform than the backend's raises.
+
+    The platform is known when a program is lowered, not when it is traced; so the array passes through an identity primitive
+    whose lowering rule checks the platform.
 
     Args:
         x: the array.
@@ -47,7 +79,7 @@ def _bound(x: ArrayLike, **settings: str) -> jax.Array:
     return y
 
 
-def _lowered(here: str | None, _: object, x: V, *, platform: str, name: str, kind: str) -> list[V]:
+def _lowered(here: str | None, _: object, x: T, *, platform: str, name: str, kind: str) -> list[T]:
     if here != platform:
         reason = f"it runs on {platform}, and the program is compiled for {here or 'another platform'}"
         raise UnsupportedError(f"{kind} cannot run here", {name: reason})

@@ -1,0 +1,89 @@
+"""Matmul with quantized operands: selects the kernels and calls them."""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from ...array.qarray import QArray
+from ..backend import AbstractBackend, Backends, select
+from .cpu.backend import Cpu
+from .gpu.backend import TritonGPU
+from .kernel import AbstractKernel
+from .primitive import bound
+from .problem import DimensionNumbers, Operand, Problem
+from .reference import Reference
+from .tpu.backend import PallasTPU
+
+BACKENDS = Backends("qmatmul", PallasTPU(), TritonGPU(), Cpu(), Reference())
+
+
+def product(
+    problem: Problem,
+    lhs: QArray | jax.Array,
+    rhs: QArray | jax.Array,
+    sizes: jax.Array | None = None,
+    *,
+    backend: str | AbstractBackend[Problem] | None = None,
+) -> jax.Array:
+    """Computes a product with the kernels selected for the problem.
+
+    Args:
+        problem: the product.
+        lhs: the left operand.
+        rhs: the right operand.
+        sizes: for ragged_dot the rows of each group, else None.
+        backend: a backend or its name, which is never replaced by another; None chooses one for each platform.
+
+    Returns:
+        The product.
+
+    Raises:
+        UnsupportedError: if the named backend does not support the problem, or the platform that the program is compiled for.
+    """
+    choice = select(BACKENDS, problem, backend)
+    operands = (lhs, rhs) if sizes is None else (lhs, rhs, sizes)
+    if 0 in (*problem.lhs.shape, *problem.rhs.shape):  # nothing to sum, or no elements: no kernel is needed
+        return _empty(problem, *operands)
+    kernels = [kernel for kernel in choice.kernels if isinstance(kernel, AbstractKernel)]
+    if kernels and isinstance(choice.backend, AbstractKernel | Reference):
+        return bound(problem, operands, kernels, is_named=backend is not None)
+    return choice.backend.run(problem, *operands)
+
+
+def picked_product(
+    x: jax.Array,
+    q: QArray,
+    index: jax.Array,
+    numbers: DimensionNumbers,
+    precision: object,
+    preferred: DTypeLike | None,
+) -> jax.Array | None:
+    """Multiplies with one element of a stack in place; None if unsupported.
+
+    Args:
+        x: the left operand.
+        q: arrays stacked along the first axis of every leaf.
+        index: the element that is the right operand.
+        numbers: the dimension numbers of the product with one element; without batch axes.
+        precision: as in `lax.dot_general`.
+        preferred: as in `lax.dot_general`.
+    """
+    (left, right), batch = numbers
+    if any(batch):
+        return None
+    one = Operand(tuple(q.shape[1:]), jnp.dtype(q.dtype).name, q.scheme)
+    problem = Problem(Operand.of(x), one, numbers, precision, preferred)
+    many = ((tuple(a + 1 for a in left), tuple(a + 1 for a in right)), ((0,), (0,)))
+    stack = Problem(Operand((1, *x.shape), problem.lhs.dtype, None), Operand.of(q), many, precision, problem.result_dtype)
+    kernels = [kernel for kernel in select(BACKENDS, problem).kernels if isinstance(kernel, AbstractKernel)]
+    if not kernels or any(kernel.unsupported(stack) for kernel in kernels):
+        return None
+    return bound(stack, (x[None], q), kernels, is_named=False, index=index)[0]
+
+
+def _empty(problem: Problem, *operands: QArray | jax.Array) -> jax.Array:
+    """The product where an operand has no elements."""
+    if problem.is_ragged:  # `lax.ragged_dot` needs at least one group
+        columns = problem.rhs.shape[3 - problem.dimension_numbers[0][1][0]]
+        return jnp.zeros((problem.lhs.shape[0], columns), problem.result_dtype)
+    return Reference().run(problem, *operands)
