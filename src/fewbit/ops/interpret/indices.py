@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from jax.extend import core as jex_core
 
-from ...array.layout import regrouped
+from ...array.axis_move import axis_moves
 
 Atom: TypeAlias = jex_core.Var | jex_core.Literal
 
@@ -105,11 +105,12 @@ class Facts:
             if left.is_counted == right.is_counted:
                 return [Fact(left.is_counted)]
             return [Fact(one_hot=left.iota | right.iota)]
-        places = _places(eqn)
-        if places is not None:
+        moves = axis_moves(eqn)
+        moved: list[frozenset[int]] = []
+        if moves and not moves[0].slices and not moves[0].flipped:
+            places = moves[0].places
             moved = [frozenset(places[a] for a in axes if a in places) for axes in (inputs[0].iota, inputs[0].one_hot)]
-            return [Fact(all(fact.is_counted for fact in inputs), *moved)] * count
-        return [Fact(all(fact.is_counted for fact in inputs))] * count
+        return [Fact(all(fact.is_counted for fact in inputs), *moved)] * count
 
     def _loop(self, body: jex_core.Jaxpr, inputs: list[Fact], constants: int, carries: int) -> list[Fact]:
         """The facts of a loop's outputs: a fixed point over its carry."""
@@ -121,26 +122,6 @@ class Facts:
             if after == carry:
                 return [*carry, *(Fact(fact.is_counted) for fact in outputs[carries:])]
             carry = after
-
-
-def _places(eqn: jex_core.JaxprEqn) -> dict[int, int] | None:
-    """The result's axis of each operand axis, for a layout operation; None for any other equation."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in ("convert_element_type", "copy", "copy_p", "stop_gradient", "sharding_constraint", "name"):
-        return {axis: axis for axis in range(len(shape_of(eqn.invars[0])))}
-    if name == "broadcast_in_dim":
-        return dict(enumerate(map(int, params["broadcast_dimensions"])))
-    if name == "transpose":
-        return {int(axis): place for place, axis in enumerate(params["permutation"])}
-    if name in ("reshape", "squeeze", "expand_dims"):
-        shape, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-        places: dict[int, int] = {}
-        for old, after in regrouped(shape, new):
-            long, new_long = [a for a in old if shape[a] > 1], [a for a in after if new[a] > 1]
-            if len(long) == len(new_long) == 1:
-                places[long[0]] = new_long[0]
-        return places
-    return None
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ from shapes. Products without a parameter are listed, too.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,7 +17,7 @@ from jax.extend import source_info_util
 from jaxtyping import PyTree
 
 from ...array import is_qarray
-from ...array.layout import regrouped
+from ...array.axis_move import axis_moves
 from ..dot import in_order
 from ..qat.serving_tiles import is_exact_cast
 from .indices import Atom, Facts, inner_jaxpr, open_jaxpr, scan_counts, shape_of
@@ -246,10 +246,8 @@ def _step(eqn: jex_core.JaxprEqn, operands: list[_Traced | None], found: _Found,
         lookup = Lookup.of(eqn)
         if lookup is not None and _is_counted(eqn, found.facts):
             return [_picked(eqn, operands[0], lookup)]
-        if lookup is None and name in _MOVES:
-            moved = _MOVES[name](eqn, operands[0])
-            if moved is not None:
-                return [moved] * len(eqn.outvars)
+        if lookup is None and (moved := _moved(eqn, operands[0])):
+            return [*moved]
     if name == "optimization_barrier":
         return list(operands)
     if name == "scan":
@@ -356,69 +354,23 @@ def _unchanged(carry: Sequence[_Traced | None], outputs: Sequence[_Traced | None
     return [o if o == i else None for o, i in zip(outputs, carry, strict=True)]
 
 
-# --- layout operations ---
+def _moved(eqn: jex_core.JaxprEqn, operand: _Traced) -> list[_Traced]:
+    """The parameter after a layout operation; empty for other primitives, and for casts to integers and booleans.
 
-
-def _kept(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    return operand
-
-
-def _cast(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced | None:
-    """A cast, recorded where it loses precision; integers and booleans are no parameter any more."""
-    dtype = jnp.dtype(eqn.params["new_dtype"])
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return None
-    if is_exact_cast(dtype, operand.dtype):
-        return operand
-    return dataclasses.replace(operand, dtype=dtype.name, casts=(*operand.casts, dtype.name))
-
-
-def _transposed(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    return dataclasses.replace(operand, axes=tuple(operand.axes[a] for a in eqn.params["permutation"]))
-
-
-def _regrouped(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    """A merged axis has all axes that were merged; each part of a split axis has that axis."""
-    shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    axes: list[tuple[int, ...]] = []
-    for old, new in regrouped(shape, new_shape):
-        along = [operand.axes[i] for i in old]
-        if [shape[i] for i in old] != [new_shape[j] for j in new]:
-            along = [tuple(a for group in along for a in group)] * len(new)
-        axes += along
-    return dataclasses.replace(operand, axes=tuple(axes))
-
-
-def _squeezed(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    dropped = {a % len(operand.axes) for a in eqn.params["dimensions"]}
-    return dataclasses.replace(operand, axes=tuple(a for i, a in enumerate(operand.axes) if i not in dropped))
-
-
-def _spread(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    """A broadcast: the axes that it adds or repeats are none of the parameter's."""
-    shape, places, before = eqn.params["shape"], eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0])
-    along = {p: axes for p, axes, n in zip(places, operand.axes, before, strict=True) if shape[p] == n}
-    return dataclasses.replace(operand, axes=tuple(along.get(i, ()) for i in range(len(shape))))
-
-
-def _row_taken(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    """A slice: axes that it reduces to one element count as sliced by a loop."""
-    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    taken = tuple(a for axes, n, m in zip(operand.axes, before, after, strict=True) if m == 1 and n != 1 for a in axes)
-    return dataclasses.replace(operand, stacked=(*operand.stacked, *(a for a in taken if a not in operand.stacked)))
-
-
-_UNMOVED = (
-    *("copy", "copy_p", "stop_gradient", "name", "stage", "rev", "split"),
-    *("sharding_constraint", "reshard", "all_gather", "ppermute", "pvary"),
-)
-_MOVES: Mapping[str, Callable[[jex_core.JaxprEqn, _Traced], _Traced | None]] = dict.fromkeys(_UNMOVED, _kept) | {
-    "convert_element_type": _cast,
-    "transpose": _transposed,
-    "reshape": _regrouped,
-    "squeeze": _squeezed,
-    "expand_dims": _regrouped,
-    "broadcast_in_dim": _spread,
-    "slice": _row_taken,
-    "dynamic_slice": _row_taken,
-}
+    Casts that lose precision are recorded. Axes that a slice reduces to one element count as sliced by a loop.
+    """
+    if eqn.primitive.name == "convert_element_type":
+        dtype = jnp.dtype(eqn.params["new_dtype"])
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return []
+        if not is_exact_cast(dtype, operand.dtype):
+            operand = dataclasses.replace(operand, dtype=dtype.name, casts=(*operand.casts, dtype.name))
+    results = []
+    for move in axis_moves(eqn):
+        taken: tuple[int, ...] = ()
+        if eqn.primitive.name != "split":
+            taken = tuple(a for axis in move.cut if move.lengths[axis] == 1 for a in operand.axes[axis])
+        axes = tuple(tuple(a for source in own for a in operand.axes[source]) for own in move.sources)
+        stacked = (*operand.stacked, *(a for a in taken if a not in operand.stacked))
+        results.append(dataclasses.replace(operand, axes=axes, stacked=stacked))
+    return results

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from ...array import is_qarray
+from ...array.axis_move import LAYOUT_PRIMITIVES, axis_moves
 from ...array.straight_through import is_covered, passed_through
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize import dequantize, quantize
@@ -22,18 +23,10 @@ from .serving_tiles import ServingTiles
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """The primitives that multiply a parameter."""
-MOVES = (
-    *("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
-    *("sharding_constraint", "reshard", "all_gather", "pvary"),
-    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split", "rev"),
-)
+MOVES = (*LAYOUT_PRIMITIVES, "optimization_barrier")
 """The layout primitives, whose result is still the parameter."""
-
-
-_STILL = (
-    *("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
-    *("sharding_constraint", "reshard", "pvary"),
-)
+_ON_LEADING_AXES = ("slice", "dynamic_slice", "squeeze")
+"""The layout primitives that delayed scales of leading axes follow."""
 
 
 def _moved(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -71,7 +64,7 @@ def _served_after(
     if latent.held is None:
         try:
             assert latent.served is not None
-            return [latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)] * count, [None] * count
+            return list(latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)), [None] * count
         except QuantError:
             pass
     return [None] * count, evaluator.equation(eqn, [latent.quantized(), *map(plain, others)])
@@ -79,21 +72,22 @@ def _served_after(
 
 def _scales_after(eqn: jex_core.JaxprEqn, latent: Latent, values: list[Any]) -> StepScales | None:
     """The delayed scales of a parameter's leading axes after a layout operation; their maximum where axes are lost."""
-    scales, name, params = latent.scales, eqn.primitive.name, eqn.params
-    if scales is None or not scales.ndim or name in _STILL:
+    scales, name = latent.scales, eqn.primitive.name
+    if scales is None or not scales.ndim or name == "optimization_barrier":
         return scales
-    n = scales.ndim
-    if name == "slice":
-        start, limit, strides = params["start_indices"][:n], params["limit_indices"][:n], params["strides"]
-        if strides is not None:
-            strides = strides[:n]
-        return jax.tree.map(lambda leaf: jax.lax.slice(leaf, start, limit, strides), scales)
-    if name == "dynamic_slice":
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice(leaf, values[1 : n + 1], params["slice_sizes"][:n]), scales)
-    if name == "squeeze":
-        dropped = [axis for axis in params["dimensions"] if axis < n]
-        return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, dropped), scales)
-    return widest(scales)
+    move, n = axis_moves(eqn)[0], scales.ndim
+    if move.is_identity and name != "all_gather":
+        return scales
+    if name not in _ON_LEADING_AXES:
+        return widest(scales)
+    rest = (1,) * (latent.ndim - n)
+    count = sum(len(new) for old, new in move.groups if old and old[0] < n)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        out = move(leaf.reshape(leaf.shape + rest), values[1:])
+        return out.reshape(out.shape[:count])
+
+    return jax.tree.map(moved, scales)
 
 
 def _derivative(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
