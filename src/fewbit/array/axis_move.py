@@ -95,12 +95,11 @@ class AxisMove:
     @property
     def places(self) -> dict[int, int]:
         """The result's axis of each operand axis that is neither merged, split, nor repeated."""
-        lengths, places = self.lengths, {}
-        for old, new in self.groups:
-            if len(old) != 1 or len(new) != 1:
-                old, new = [a for a in old if lengths[a] > 1], [a for a in new if self.units[a] > 1]
-            if len(old) == len(new) == 1 and self.units[new[0]] == self.result[new[0]]:
-                places[self.order[old[0]]] = new[0]
+        lengths, places = dict(zip(self.order, self.lengths, strict=True)), {}
+        for place, (own, n) in enumerate(zip(self.sources, self.result, strict=True)):
+            long = [a for a in own if lengths[a] > 1] or own
+            if len(long) == 1 and lengths[long[0]] == n:
+                places[long[0]] = place
         return places
 
     def __call__(self, x: Array, starts: Sequence[Any] = ()) -> Array:

@@ -21,6 +21,7 @@ from ..qat.rules import MOVES, PRODUCTS
 from .indices import scan_counts
 from .lookup import Lookup
 from .proxy import ArrayProxy
+from .rules.control_flow import inlined
 from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound
 
 _OBSERVED_RULES: dict[str, Any] = {}
@@ -175,12 +176,6 @@ def _moved(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
     return _with_arrays(values, outputs)
 
 
-def _call(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """Inlines the body of a call: it is not differentiated, and compiled with the rest."""
-    inner = eqn.params.get("call_jaxpr") or eqn.params["jaxpr"]
-    return evaluator.function(inner)(*values)
-
-
 def _scan(
     evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None
 ) -> list[Any]:
@@ -247,17 +242,10 @@ def _unseen(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> 
 
 
 _CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "eval_jaxpr",
-    "composite",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
+    *("jit", "pjit", "closed_call", "eval_jaxpr", "composite"),
+    *("remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
 )
-_RULES: dict[str, Rule] = dict.fromkeys(PRODUCTS, _product) | dict.fromkeys(MOVES, _moved) | dict.fromkeys(_CALLS, _call)
+_RULES: dict[str, Rule] = dict.fromkeys(PRODUCTS, _product) | dict.fromkeys(MOVES, _moved) | dict.fromkeys(_CALLS, inlined)
 _OBSERVED_RULES |= _RULES | {"scan": _scan, "cond": _cond} | dict.fromkeys(("while", "shard_map"), _unseen)
 
 

@@ -43,7 +43,8 @@ def _moved(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[An
     moved = []
     for i, (source, out) in enumerate(zip(sources, outputs, strict=True)):
         if is_latent(source):
-            out = source.moved(out, _scales_after(eqn, source, values), served[i])
+            scales = _scales_after(eqn, source, values)
+            out = dataclasses.replace(source, value=out, scales=scales, served=served[i])
             if is_qarray(held[i]):
                 out = dataclasses.replace(out, held=held[i])
             elif held[i] is not None:  # it had to be decoded: the values it had, straight-through

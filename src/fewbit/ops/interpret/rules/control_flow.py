@@ -23,7 +23,7 @@ def _jit(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]
     return evaluator.jitted(eqn)(*values)
 
 
-def _call(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def inlined(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """Inlines the body of a call."""
     inner = eqn.params.get("call_jaxpr") or eqn.params["jaxpr"]
     return evaluator.function(inner)(*values)
@@ -208,9 +208,9 @@ def _platform_dependent(platforms: Sequence[Any], branches: list[Callable[..., A
 CONTROL: dict[str, Rule] = {
     "jit": _jit,
     "pjit": _jit,
-    "closed_call": _call,
-    "eval_jaxpr": _call,
-    "composite": _call,
+    "closed_call": inlined,
+    "eval_jaxpr": inlined,
+    "composite": inlined,
     "remat2": _remat,
     "checkpoint": _remat,
     "scan": _scan,

@@ -15,7 +15,7 @@ from ....kernels.quantize import dequantize
 from ...take import taken_rows
 from ..lookup import Lookup
 from .concatenate import broadcasted, is_packed_along, joined, repacked, reversed_along, untiled
-from .rule import AbstractEvaluator, NoRuleError, Rule
+from .rule import AbstractEvaluator, NoRuleError, Rule, bound
 
 
 def _moved(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -78,9 +78,9 @@ def _convert(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) ->
     return [values[0].astype(dtype)]
 
 
-def _on_leaves(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """A primitive that returns its operand, bound for each leaf of the QArray."""
-    return [jax.tree.map(lambda leaf: eqn.primitive.bind(leaf, **eqn.params), values[0])]
+def on_leaves(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A primitive that returns its operand, or another device's, bound for each leaf of the QArray."""
+    return [jax.tree.map(lambda leaf: bound(eqn, [leaf])[0], values[0])]
 
 
 def _stop_gradient(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -164,7 +164,7 @@ def _select_n(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -
 
 LAYOUT: dict[str, Rule] = dict.fromkeys(LAYOUT_PRIMITIVES, _moved) | {
     "convert_element_type": _convert,
-    **dict.fromkeys(("copy", "copy_p", "name", "stage"), _on_leaves),
+    **dict.fromkeys(("copy", "copy_p", "name", "stage"), on_leaves),
     "stop_gradient": _stop_gradient,
     "optimization_barrier": _barrier,
     "unstack": _unstack,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ...._tiles import Tile
@@ -52,12 +52,7 @@ _CONV_SETTINGS = (
 def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _refuse_out_sharding(eqn.params)
     settings = (eqn.params[name] for name in _CONV_SETTINGS)
-    return [_compiled(quantized_conv, evaluator.is_traced)(*values, *settings)]
-
-
-def quantized_conv(lhs: PyTree, rhs: PyTree, *settings: Any) -> jax.Array:
-    """`fb.conv_general_dilated` with positional settings, so that `jax.jit` can take them as static."""
-    return conv_general_dilated(lhs, rhs, *settings)
+    return [_compiled(conv_general_dilated, evaluator.is_traced)(*values, *settings)]
 
 
 def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -69,20 +64,15 @@ def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, va
     settings = [params[name] for name in ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")]
     offset = params["group_offset"]
     # An offset may be an array, which cannot be static.
-    product = _compiled(quantized_ragged_dot, evaluator.is_traced and offset is None)
+    product = _compiled(ragged_dot_general, evaluator.is_traced and offset is None)
     return [product(lhs, rhs, group_sizes, *settings, offset)]
-
-
-def quantized_ragged_dot(lhs: PyTree, rhs: PyTree, group_sizes: ArrayLike, *settings: Any) -> jax.Array:
-    """`fb.ops.ragged_dot_general` with positional settings, so that `jax.jit` can take them as static."""
-    return ragged_dot_general(lhs, rhs, group_sizes, *settings)
 
 
 # One function for all evaluations, so that JAX traces each product once for operands of equal shapes and schemes.
 _JITTED: dict[Callable[..., jax.Array], Callable[..., jax.Array]] = {
     quantized_dot_general: jax.jit(quantized_dot_general, static_argnums=(2, 3, 4, 5)),
-    quantized_conv: jax.jit(quantized_conv, static_argnums=tuple(range(2, 2 + len(_CONV_SETTINGS)))),
-    quantized_ragged_dot: jax.jit(quantized_ragged_dot, static_argnums=(3, 4, 5, 6)),
+    conv_general_dilated: jax.jit(conv_general_dilated, static_argnums=tuple(range(2, 2 + len(_CONV_SETTINGS)))),
+    ragged_dot_general: jax.jit(ragged_dot_general, static_argnums=(3, 4, 5, 6)),
 }
 
 

@@ -18,8 +18,8 @@ from ....errors import QuantError
 from ...take import with_leaves
 from ..proxy import ArrayProxy
 from .concatenate import is_packed_along, joined, spread, tile_length, unit_of
-from .layout import reshaped
-from .rule import AbstractEvaluator, NoRuleError, Rule, bound
+from .layout import on_leaves, reshaped
+from .rule import AbstractEvaluator, NoRuleError, Rule
 
 
 def leaf_shardings(q: QArray, sharding: object) -> PyTree:
@@ -79,11 +79,6 @@ def _device_put(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any])
 
 
 # --- within shard_map ---
-
-
-def _each_leaf(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """A collective that permutes or keeps whole shards, bound for every leaf of the QArray."""
-    return [jax.tree.map(lambda leaf: bound(eqn, [leaf])[0], values[0])]
 
 
 def _all_gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -169,8 +164,8 @@ SHARDING: dict[str, Rule] = {
     "sharding_constraint": _sharding_constraint,
     "reshard": _reshard,
     "device_put": _device_put,
-    "pvary": _each_leaf,
-    "ppermute": _each_leaf,
+    "pvary": on_leaves,
+    "ppermute": on_leaves,
     "all_gather": _all_gather,
     "shard_map": _shard_map,
 }
