@@ -18,11 +18,11 @@ from jaxtyping import PyTree
 
 from ...errors import UnsupportedError
 from ..qat.rules import MOVES, PRODUCTS
+from .evaluator import Evaluator, NoRuleError, Rule, bound
 from .indices import scan_counts
 from .lookup import Lookup
 from .proxy import ArrayProxy
 from .rules.control_flow import inlined
-from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound
 
 _OBSERVED_RULES: dict[str, Any] = {}
 
@@ -148,7 +148,7 @@ def _notes(values: list[Any]) -> Measurements:
     return next(value.notes for value in values if isinstance(value, Observed))
 
 
-def _product(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """The unchanged product; measures the operand that is not the weight (of two parameters, the right one is the weight)."""
     side = int(not _is_observed(values[1]))
     x, contracted, batch = _array(values[side]), None, None
@@ -166,7 +166,7 @@ def _product(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) ->
     return bound(eqn, list(map(_array, values)))
 
 
-def _moved(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A layout operation; its results are still the parameter, except a looked-up row."""
     outputs = bound(eqn, list(map(_array, values)))
     if Lookup.of(eqn) is not None:
@@ -176,9 +176,7 @@ def _moved(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
     return _with_arrays(values, outputs)
 
 
-def _scan(
-    evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None
-) -> list[Any]:
+def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
     """A loop: a parameter that it slices has one measurement per iteration, others accumulate over all iterations."""
     params, (constants, carries), notes = eqn.params, scan_counts(eqn), notes or _notes(values)
     body, arrays = evaluator.function(params["jaxpr"]), list(map(_array, values))
@@ -202,9 +200,7 @@ def folded(measure: AbstractMeasure, stack: PyTree) -> PyTree:
     return jax.lax.scan(lambda before, one: (measure.joined(before, one), None), none, stack)[0]
 
 
-def _cond(
-    evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None
-) -> list[Any]:
+def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
     """A `cond`; a branch without a parameter's product gives zeros for it."""
     index, *operands = values
     if eqn.params.get("branches_platforms") is not None:
@@ -237,7 +233,7 @@ def _branch(notes: Measurements, body: Callable[..., list[Any]], values: list[An
     return run
 
 
-def _unseen(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _unseen(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     raise NoRuleError("measurements inside it cannot be returned")
 
 

@@ -7,10 +7,10 @@ from jax.extend import core as jex_core
 
 from ...array.axis_move import LAYOUT_PRIMITIVES, axis_moves
 from ...errors import QuantError
+from ...ops.interpret.evaluator import Evaluator, NoRuleError, Rule
 from ...ops.interpret.proxy import ArrayProxy
 from ...ops.interpret.rules.layout import LAYOUT
 from ...ops.interpret.rules.products import filled, gathered
-from ...ops.interpret.rules.rule import AbstractEvaluator, NoRuleError, Rule
 from .factors import updated
 from .products import PRODUCTS
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .adapted import Adapted
 
 
-def _gather(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _gather(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """Looked-up rows of the base plus their update; dropout is for products only."""
     w, indices = _weight(values), values[1]
     (base,) = evaluator.equation(eqn, [w.base, indices])
@@ -33,7 +33,7 @@ def _weight(values: list[Any]) -> "Adapted":
     return cast("Adapted", values[0])
 
 
-def _moved(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A layout op on the base and on each factor, which is constant along the weight's axes that it lacks."""
     w, starts = _weight(values), values[1:]
     try:
@@ -44,7 +44,7 @@ def _moved(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[An
     return [w.moved(base, own) for base, own in zip(bases, factors, strict=True)]
 
 
-def _convert(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _convert(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A cast of the weight; the factors are cast in the product."""
     if not jnp.issubdtype(eqn.params["new_dtype"], jnp.floating):
         raise NoRuleError(f"an adapted weight is floating and cannot be cast to {eqn.params['new_dtype'].name}")

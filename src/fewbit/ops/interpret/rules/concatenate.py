@@ -11,7 +11,7 @@ from ...._tiles import Tile
 from ....array import QArray
 from ....array.packing import code_capacity, codes_per_unit, pack, unpack
 from ...take import taken_rows, with_leaves
-from .rule import NoRuleError
+from ..evaluator import NoRuleError
 
 
 def tile_length(q: QArray, axis: int) -> int:

@@ -13,12 +13,12 @@ from ....array.axis_move import LAYOUT_PRIMITIVES, AxisMove, axis_moves
 from ....errors import QuantError
 from ....kernels.quantize import dequantize
 from ...take import taken_rows
+from ..evaluator import Evaluator, NoRuleError, Rule, bound
 from ..lookup import Lookup
 from .concatenate import broadcasted, is_packed_along, joined, repacked, reversed_along, untiled
-from .rule import AbstractEvaluator, NoRuleError, Rule, bound
 
 
-def _moved(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A layout operation that the QArray has itself."""
     _refuse_sharding(eqn)
     return [moved(values[0], move) for move in axis_moves(eqn)]
@@ -70,7 +70,7 @@ def _refuse_sharding(eqn: jex_core.JaxprEqn) -> None:
         raise NoRuleError("a sharding is requested for the result")
 
 
-def _convert(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _convert(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _refuse_sharding(eqn)
     dtype = eqn.params["new_dtype"]
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -78,20 +78,20 @@ def _convert(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) ->
     return [values[0].astype(dtype)]
 
 
-def on_leaves(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def on_leaves(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A primitive that returns its operand, or another device's, bound for each leaf of the QArray."""
     return [jax.tree.map(lambda leaf: bound(eqn, [leaf])[0], values[0])]
 
 
-def _stop_gradient(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _stop_gradient(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     return [jax.lax.stop_gradient(values[0])]
 
 
-def _barrier(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _barrier(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     return list(jax.lax.optimization_barrier(tuple(values)))
 
 
-def _unstack(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _unstack(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     q, before = values[0], (slice(None),) * eqn.params["axis"]
     try:
         return [q[(*before, i)] for i in range(q.shape[eqn.params["axis"]])]
@@ -99,7 +99,7 @@ def _unstack(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) ->
         raise NoRuleError(str(error)) from error
 
 
-def _dynamic_slice(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _dynamic_slice(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     q, *starts = values
     if not is_qarray(q):
         raise NoRuleError("the index is quantized")
@@ -121,20 +121,20 @@ def _all_quantized(values: Sequence[Any]) -> None:
         raise NoRuleError("one of the operands is not quantized")
 
 
-def _concatenate(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _concatenate(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _all_quantized(values)
     axis = eqn.params["dimension"]
     return [joined(values, axis, lambda leaves: jnp.concatenate(leaves, axis))]
 
 
-def _stack(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _stack(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _all_quantized(values)
     axis = eqn.params["axis"]
     parts = [reshaped(q, (*q.shape[:axis], 1, *q.shape[axis:])) for q in values]
     return [joined(parts, axis, lambda leaves: jnp.concatenate(leaves, axis))]
 
 
-def _tile(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _tile(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     q = values[0]
     for axis, times in enumerate(eqn.params["reps"]):
         if times > 1:
@@ -142,7 +142,7 @@ def _tile(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> li
     return [q]
 
 
-def _select_n(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _select_n(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """Selects whole tiles: the predicate is a scalar, or constant along tiled axes."""
     which, *cases = values
     _all_quantized(cases)

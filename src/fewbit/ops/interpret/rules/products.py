@@ -17,14 +17,14 @@ from ...conv import conv_general_dilated
 from ...dot import dot_general, untransposed
 from ...ragged import ragged_dot_general
 from ...take import with_leaves
+from ..evaluator import Evaluator, NoRuleError, Rule, bound
 from ..indices import shape_of
 from ..lookup import Lookup
 from ..proxy import is_proxy
 from .concatenate import is_packed_along, spread
-from .rule import AbstractEvaluator, NoRuleError, Rule, bound
 
 
-def _dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _dot_general(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     names = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
     numbers, *settings = (eqn.params[name] for name in names)
     lhs, rhs, numbers = untransposed(values[0], values[1], numbers)  # here, because a jitted product has leaves only
@@ -49,13 +49,13 @@ _CONV_SETTINGS = (
 )
 
 
-def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _conv_general_dilated(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _refuse_out_sharding(eqn.params)
     settings = (eqn.params[name] for name in _CONV_SETTINGS)
     return [_compiled(conv_general_dilated, evaluator.is_traced)(*values, *settings)]
 
 
-def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _ragged_dot_general(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params = eqn.params
     _refuse_out_sharding(params)
     lhs, rhs, group_sizes = values
@@ -85,7 +85,7 @@ def _refuse_out_sharding(params: Mapping[str, object]) -> None:
         raise NoRuleError("an out_sharding is requested for the product")
 
 
-def _gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A look-up; only the taken rows are decoded, unless it indexes the packed axis."""
     q, indices = values
     if not is_qarray(q):

@@ -16,10 +16,10 @@ from ....array import QArray, is_qarray
 from ....array.sharding import axis_names, placement, spec_entries
 from ....errors import QuantError
 from ...take import with_leaves
+from ..evaluator import Evaluator, NoRuleError, Rule
 from ..proxy import ArrayProxy
 from .concatenate import is_packed_along, joined, spread, tile_length, unit_of
 from .layout import on_leaves, reshaped
-from .rule import AbstractEvaluator, NoRuleError, Rule
 
 
 def leaf_shardings(q: QArray, sharding: object) -> PyTree:
@@ -47,13 +47,13 @@ def constrained(x: PyTree, sharding: PyTree) -> PyTree:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _sharding_constraint(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _sharding_constraint(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     if eqn.params.get("layout") is not None:
         raise NoRuleError("a memory layout is requested")
     return [constrained(values[0], eqn.params["sharding"])]
 
 
-def _reshard(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _reshard(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """`jax.reshard` of every leaf."""
     q, target = values[0], eqn.params["dst_sharding"]
     leaves, structure = jax.tree.flatten(q)
@@ -62,7 +62,7 @@ def _reshard(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) ->
     return [jax.tree.unflatten(structure, moved)]
 
 
-def _device_put(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _device_put(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """`jax.device_put` of every leaf of the operands."""
     columns = list(zip(eqn.params["devices"], eqn.params["srcs"], eqn.params["copy_semantics"], strict=True))
     leaves, places = [], []
@@ -81,7 +81,7 @@ def _device_put(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any])
 # --- within shard_map ---
 
 
-def _all_gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _all_gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params, (q,) = eqn.params, values
     axis = params["all_gather_dimension"]
     if not params["tiled"]:
@@ -125,7 +125,7 @@ def _cut_ready(q: QArray, axis: int, parts: int) -> QArray:
     return with_leaves(q, ready, scheme=q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis))
 
 
-def _shard_map(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _shard_map(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """`shard_map` over an interpreted body; quantized results are decoded inside."""
     params = eqn.params
     mesh, names = params["mesh"], set(params["newly_manual_axes"])
