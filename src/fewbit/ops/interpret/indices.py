@@ -6,13 +6,14 @@ as a layer. A product with a one-hot array is a look-up, too.
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from jax.extend import core as jex_core
 
 from ...array.axis_move import axis_moves
 
 Atom: TypeAlias = jex_core.Var | jex_core.Literal
+V = TypeVar("V")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,19 +59,26 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
     return atom.aval.shape  # type: ignore[attr-defined]
 
 
-def scan_counts(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
-    """The number of a scan's constants, and of its carries.
+def scan_operands(eqn: jex_core.JaxprEqn, values: Sequence[V]) -> tuple[list[V], list[V], list[V]]:
+    """The constants, the carry and the stacks among the values of a scan's operands.
 
-    Derived from the shapes, since JAX's versions store the numbers in different parameters: a scanned operand has one axis
-    more outside the body than inside.
+    Derived from the shapes, since JAX's versions store the numbers in different parameters: a stack has one axis more outside
+    the body than inside.
     """
     body = eqn.params["jaxpr"].jaxpr
 
-    def kept_axes(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
+    def same_rank(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
         return sum(len(shape_of(o)) == len(shape_of(i)) for o, i in zip(outer, inner, strict=True))
 
-    carries = kept_axes(eqn.outvars, body.outvars)
-    return kept_axes(eqn.invars, body.invars) - carries, carries
+    stacks, carries = same_rank(eqn.invars, body.invars), same_rank(eqn.outvars, body.outvars)
+    return list(values[: stacks - carries]), list(values[stacks - carries : stacks]), list(values[stacks:])
+
+
+def while_operands(eqn: jex_core.JaxprEqn, values: Sequence[V]) -> tuple[list[V], list[V], list[V]]:
+    """The condition's constants, the body's constants and the carry among the values of a while loop's operands."""
+    first = eqn.params["cond_nconsts"]
+    last = first + eqn.params["body_nconsts"]
+    return list(values[:first]), list(values[first:last]), list(values[last:])
 
 
 def open_jaxpr(closed: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> jex_core.Jaxpr:

@@ -19,7 +19,7 @@ from jaxtyping import PyTree
 from ...errors import UnsupportedError
 from ..qat.rules import MOVES, PRODUCTS
 from .evaluator import Evaluator, NoRuleError, Rule, bound
-from .indices import scan_counts
+from .indices import scan_operands
 from .lookup import Lookup
 from .proxy import ArrayProxy
 from .rules.control_flow import inlined
@@ -127,17 +127,13 @@ class Observed(ArrayProxy):
         return self
 
 
-def _is_observed(x: object) -> bool:
-    return isinstance(x, Observed)
-
-
 def _array(x: PyTree) -> PyTree:
     return x.value if isinstance(x, Observed) else x
 
 
 def _with_arrays(values: list[Any], arrays: list[Any]) -> list[Any]:
     """The arrays, observed where the values are."""
-    return [dataclasses.replace(v, value=a) if _is_observed(v) else a for v, a in zip(values, arrays, strict=True)]
+    return [dataclasses.replace(v, value=a) if isinstance(v, Observed) else a for v, a in zip(values, arrays, strict=True)]
 
 
 def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
@@ -150,13 +146,13 @@ def _notes(values: list[Any]) -> Measurements:
 
 def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """The unchanged product; measures the operand that is not the weight (of two parameters, the right one is the weight)."""
-    side = int(not _is_observed(values[1]))
+    side = int(not isinstance(values[1], Observed))
     x, contracted, batch = _array(values[side]), None, None
     if eqn.primitive.name == "dot_general":
         contracted, batch = (numbers[side] for numbers in eqn.params["dimension_numbers"])
     elif eqn.primitive.name == "ragged_dot_general":
         contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][side]
-    if _is_observed(values[0]) or _is_observed(values[1]):
+    if isinstance(values[0], Observed) or isinstance(values[1], Observed):
         weight = values[1 - side]
         measure = weight.notes.measure
         if weight.is_parameter:
@@ -178,9 +174,9 @@ def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]
 
 def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
     """A loop: a parameter that it slices has one measurement per iteration, others accumulate over all iterations."""
-    params, (constants, carries), notes = eqn.params, scan_counts(eqn), notes or _notes(values)
-    body, arrays = evaluator.function(params["jaxpr"]), list(map(_array, values))
-    consts, carry, xs = arrays[:constants], arrays[constants : constants + carries], arrays[constants + carries :]
+    params, notes, body = eqn.params, notes or _notes(values), evaluator.function(eqn.params["jaxpr"])
+    consts, carry, xs = scan_operands(eqn, list(map(_array, values)))
+    carries = len(carry)
 
     def step(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         outputs, found = notes.of(body, values, [*consts, *carry, *x])
@@ -188,7 +184,7 @@ def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes
 
     settings = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, (ys, found) = jax.lax.scan(step, tuple(carry), tuple(xs), **settings)
-    sliced = {value.path for value in values[constants + carries :] if isinstance(value, Observed)}
+    sliced = {value.path for value in scan_operands(eqn, values)[2] if isinstance(value, Observed)}
     for path, stack in found.items():
         notes.add(path, stack if path in sliced else folded(notes.measure, stack))
     return [*carry, *ys]
@@ -246,14 +242,7 @@ _OBSERVED_RULES |= _RULES | {"scan": _scan, "cond": _cond} | dict.fromkeys(("whi
 
 
 def calibration_rules(notes: Measurements) -> dict[str, Rule]:
-    """The rules of equations whose bodies have a measured product, without an observed operand.
-
-    Args:
-        notes: where measurements go.
-
-    Returns:
-        Rules, by primitive.
-    """
+    """The rules of equations whose bodies have a measured product, without an observed operand."""
     return _RULES | {
         "scan": functools.partial(_scan, notes=notes),
         "cond": functools.partial(_cond, notes=notes),

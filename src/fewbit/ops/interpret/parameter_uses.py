@@ -21,7 +21,7 @@ from ...array import is_qarray
 from ...array.axis_move import axis_moves
 from ..dot import in_order
 from ..qat.serving_tiles import is_exact_cast
-from .indices import CONSTANT, UNKNOWN, Atom, Fact, fact_of, inner_jaxpr, open_jaxpr, scan_counts, shape_of
+from .indices import CONSTANT, UNKNOWN, Atom, Fact, fact_of, inner_jaxpr, open_jaxpr, scan_operands, shape_of, while_operands
 from .lookup import Lookup
 
 Path: TypeAlias = str
@@ -173,16 +173,9 @@ def _is_array(leaf: object) -> bool:
 def parameter_uses(
     fn: Callable[..., Any], params: PyTree, *inputs: PyTree
 ) -> tuple[dict[Path, tuple[Use, ...]], tuple[Product, ...]]:
-    """The uses of each parameter in `fn(params, *inputs)`, and the products without a parameter.
+    """The uses of each array of `params` in `fn(params, *inputs)`, by path, and the products without a parameter.
 
-    Args:
-        fn: a function of a tree of parameters and further inputs.
-        params: the tree; arrays or `jax.ShapeDtypeStruct`s, of which only shapes and dtypes matter.
-        inputs: example inputs, likewise; leaves that are not arrays are passed through.
-
-    Returns:
-        The uses of every array of `params`, by its path (empty for unused ones), and the products in the order of the trace.
-        The body of a loop counts once.
+    Only shapes and dtypes matter; other leaves are passed through. The body of a loop counts once.
     """
     names = list(parameter_paths(params))
     leaves, treedef = jax.tree.flatten((params, inputs), is_leaf=is_qarray)
@@ -210,14 +203,9 @@ def parameter_uses(
 
 
 def weightless_products(jaxpr: jex_core.Jaxpr, are_parameters: Sequence[bool]) -> tuple[tuple[Product, Place], ...]:
-    """The products of a trace without a parameter among their operands, and their places.
+    """The products of a trace without a parameter, named as in `parameter_uses`, each with its equation and those around it.
 
-    Args:
-        jaxpr: the trace.
-        are_parameters: for each input of it, whether it is a parameter.
-
-    Returns:
-        The products in the order of the trace, named as in `parameter_uses`, each with its equation and those around it.
+    `are_parameters` says for each input of the trace whether it is a parameter.
     """
     start = [_Value() for _ in jaxpr.invars]
     for i, (var, is_parameter) in enumerate(zip(jaxpr.invars, are_parameters, strict=True)):
@@ -256,22 +244,21 @@ def _step(eqn: jex_core.JaxprEqn, inputs: list[_Value], found: _Found, scope: _S
     if name == "optimization_barrier":
         return inputs
     if name == "scan":
-        constants, carries = scan_counts(eqn)
-        consts, elements = inputs[:constants], list(map(_element, inputs[constants + carries :]))
+        consts, first, stacks = scan_operands(eqn, inputs)
+        elements = list(map(_element, stacks))
 
         def scanned(carry: list[_Value], found: _Found) -> list[_Value]:
             return _follow(open_jaxpr(params["jaxpr"]), [*consts, *carry, *elements], found, scope)
 
-        return _loop(scanned, inputs[constants : constants + carries], found)
+        return _loop(scanned, first, found)
     if name == "while":
-        in_cond = params["cond_nconsts"]
-        in_both = in_cond + params["body_nconsts"]
+        cond_consts, consts, first = while_operands(eqn, inputs)
 
         def repeated(carry: list[_Value], found: _Found) -> list[_Value]:
-            _follow(open_jaxpr(params["cond_jaxpr"]), [*inputs[:in_cond], *carry], found, scope)
-            return _follow(open_jaxpr(params["body_jaxpr"]), [*inputs[in_cond:in_both], *carry], found, scope)
+            _follow(open_jaxpr(params["cond_jaxpr"]), [*cond_consts, *carry], found, scope)
+            return _follow(open_jaxpr(params["body_jaxpr"]), [*consts, *carry], found, scope)
 
-        return _loop(repeated, inputs[in_both:], found)
+        return _loop(repeated, first, found)
     if name == "cond":
         outcomes = [_follow(open_jaxpr(branch), inputs[1:], found, scope) for branch in params["branches"]]
         return [_of_branches(inputs[0].fact, column) for column in zip(*outcomes, strict=True)]

@@ -73,20 +73,10 @@ def evaluated(
     chosen: Choice | None,
     around: Mapping[str, Rule] = RULES,
 ) -> Callable[P, R]:
-    """`transparent` with policies for products without a parameter.
+    """`transparent` of a function whose first argument is the parameters, with policies for products without one.
 
-    Args:
-        fn: as in `transparent`; its first argument is the tree of parameters.
-        fallback: as in `transparent`.
-        report: as in `transparent`.
-        chosen: which products without a parameter follow a policy; None: none.
-        around: the rules of equations with such a product in their bodies, where no operand has its own.
-
-    Returns:
-        As `transparent`.
-
-    Raises:
-        UnsupportedError: as `transparent`, and for a product whose place does not allow a policy.
+    `chosen` says which of them follow a policy; UnsupportedError where their place does not allow one. `around` has the rules
+    of equations with such a product in their bodies, where no operand has its own.
     """
     if fallback not in ("error", "dequantize"):
         raise QuantError(f"fallback is {fallback!r}; must be 'error' or 'dequantize'")

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 from ....array import QArray, is_qarray
 from ...take import taken_rows, with_leaves
 from ..evaluator import Evaluator, NoRuleError, Rule
-from ..indices import Atom, open_jaxpr, scan_counts
+from ..indices import Atom, open_jaxpr, scan_operands, while_operands
 from ..proxy import ArrayProxy, is_proxy
 from .concatenate import spread
 from .scan_slice import ScanSlice, alone, is_sliced_lazily
@@ -72,8 +72,8 @@ def _remat(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
 
 def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params = eqn.params
-    constants, carries = scan_counts(eqn)
-    consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
+    consts, carry, xs = scan_operands(eqn, values)
+    constants, carries = len(consts), len(carry)
     body = evaluator.function(params["jaxpr"])
     xs = list(map(stacked, xs))
     stacks = {i: x for i, x in enumerate(xs) if is_sliced_lazily(x)}  # sliced lazily, in the body
@@ -150,8 +150,7 @@ def _is_alike(before: PyTree, after: PyTree) -> bool:
 
 def _while(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params = eqn.params
-    in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts, carry = values[:in_cond], values[in_cond : in_cond + in_body], values[in_cond + in_body :]
+    cond_consts, body_consts, carry = while_operands(eqn, values)
     cond, body = evaluator.function(params["cond_jaxpr"]), evaluator.function(params["body_jaxpr"])
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*body_consts, *c), carry)
     return list(

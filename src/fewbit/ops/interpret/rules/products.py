@@ -119,17 +119,9 @@ def _rows(eqn: jex_core.JaxprEqn, lookup: Lookup, q: QArray, indices: jax.Array)
 def gathered(eqn: jex_core.JaxprEqn, leaf: jax.Array, indices: jax.Array, tiles: Sequence[Tile]) -> jax.Array:
     """Gathers from a leaf (such as the scales) that has one element per tile of the indexed array.
 
-    Args:
-        eqn: the gather.
-        leaf: the leaf: the array's axes, some of length 1 (one element for the axis), and perhaps trailing ones.
-        indices: the indices.
-        tiles: for each axis, the number of the array's elements per element of the leaf.
-
-    Returns:
-        The elements, with out-of-bounds indices clipped; of length 1 along the axes of indices that do not matter.
-
-    Raises:
-        NoRuleError: for slices of an axis that are neither one element nor all, and for tiles along a batch axis.
+    The leaf has the array's axes, some of length 1, and perhaps trailing ones. Out-of-bounds indices are clipped; the result
+    has length 1 along axes of indices that do not matter. NoRuleError for slices that take neither one element nor all of an
+    axis, and for tiles along a batch axis.
     """
     numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], shape_of(eqn.invars[0])
     ndim = len(shape_of(eqn.outvars[0]))

@@ -23,11 +23,7 @@ from .layout import on_leaves, reshaped
 
 
 def leaf_shardings(q: QArray, sharding: object) -> PyTree:
-    """The sharding of each leaf, from that of the array, as in `fb.shardings_of`.
-
-    Raises:
-        NoRuleError: when the sharding has no spec or an unconstrained one, or would cut a tile or a byte.
-    """
+    """The sharding of each leaf, from that of the array; NoRuleError without a definite spec, or when it cuts a tile or byte."""
     if not isinstance(sharding, NamedSharding):
         raise NoRuleError(f"its sharding is a {type(sharding).__name__}; only a NamedSharding names the axes")
     if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec):
@@ -95,11 +91,7 @@ def _all_gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list
 
 
 def sharded_ready(q: QArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> QArray:
-    """The array with leaves that a PartitionSpec cuts exactly where it cuts the array.
-
-    Raises:
-        NoRuleError: when a tile or a byte would contain elements of two shards.
-    """
+    """The array with leaves that a PartitionSpec cuts where it cuts the array; NoRuleError for a tile or byte of two shards."""
     for axis, entry in enumerate(spec_entries(spec, q.ndim)):
         parts = math.prod(mesh.shape[name] for name in axis_names(entry))
         if parts > 1:
