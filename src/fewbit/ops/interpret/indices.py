@@ -1,19 +1,19 @@
-"""Finds loop-counter indices and one-hot arrays in a jaxpr.
+"""Facts about loop-counter indices and one-hot arrays.
 
 An index that depends on the inputs looks up a row; one that only counts loop iterations selects an element of a stack, such
 as a layer. A product with a one-hot array is a look-up, too.
 """
 
 import dataclasses
-import functools
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from jax.extend import core as jex_core
 
-from ...array.layout import regrouped
+from ...array.axis_move import axis_moves
 
 Atom: TypeAlias = jex_core.Var | jex_core.Literal
+V = TypeVar("V")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,112 +35,23 @@ class Fact:
         return Fact(self.is_counted and other.is_counted, self.iota & other.iota, self.one_hot & other.one_hot)
 
 
-UNKNOWN, _CONSTANT = Fact(), Fact(is_counted=True)
+UNKNOWN, CONSTANT = Fact(), Fact(is_counted=True)
 
 
-@dataclasses.dataclass(frozen=True)
-class Facts:
-    """What is known about the variables of a jaxpr and its inner jaxprs.
-
-    Attributes:
-        of_variable: the facts; of a jaxpr that is called more than once, those true in every call.
-    """
-
-    of_variable: dict[jex_core.Var, Fact]
-
-    @classmethod
-    def of(cls, jaxpr: jex_core.Jaxpr) -> "Facts":
-        """The facts of a jaxpr with unknown inputs."""
-        facts = cls({})
-        facts._walk(jaxpr, [UNKNOWN] * len(jaxpr.invars))
-        return facts
-
-    def __getitem__(self, atom: Atom) -> Fact:
-        return _CONSTANT if isinstance(atom, jex_core.Literal) else self.of_variable.get(atom, UNKNOWN)
-
-    def _walk(self, jaxpr: jex_core.Jaxpr, inputs: Sequence[Fact]) -> list[Fact]:
-        """Records the facts of a jaxpr's variables, and returns those of its outputs."""
-        own: dict[jex_core.Var, Fact] = {}
-
-        def note(variables: Sequence[jex_core.Var], facts: Sequence[Fact]) -> None:
-            for variable, fact in zip(variables, facts, strict=True):
-                own[variable] = fact
-                before = self.of_variable.get(variable, fact)
-                self.of_variable[variable] = before.both(fact)
-
-        def read(atom: Atom) -> Fact:
-            if isinstance(atom, jex_core.Literal):
-                return _CONSTANT
-            return own[atom]
-
-        note(jaxpr.constvars, [_CONSTANT] * len(jaxpr.constvars))
-        note(jaxpr.invars, inputs)
-        for eqn in jaxpr.eqns:
-            note(eqn.outvars, self._outputs(eqn, [read(atom) for atom in eqn.invars]))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def _outputs(self, eqn: jex_core.JaxprEqn, inputs: list[Fact]) -> list[Fact]:
-        name, params, count = eqn.primitive.name, eqn.params, len(eqn.outvars)
-        if name == "scan":
-            return self._loop(open_jaxpr(params["jaxpr"]), inputs, *scan_counts(eqn))
-        if name == "while":
-            in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
-            consts, carry = inputs[in_cond : in_cond + in_body], inputs[in_cond + in_body :]
-            outputs = self._loop(open_jaxpr(params["body_jaxpr"]), [*consts, *carry], in_body, len(carry))
-            self._walk(open_jaxpr(params["cond_jaxpr"]), [*inputs[:in_cond], *outputs])
-            return outputs
-        if name == "cond":
-            which, *operands = inputs
-            branches = [self._walk(open_jaxpr(branch), operands) for branch in params["branches"]]
-            outputs = [functools.reduce(Fact.both, column) for column in zip(*branches, strict=True)]
-            if which.is_counted:
-                return outputs
-            return [UNKNOWN] * count
-        if (inner := inner_jaxpr(eqn)) is not None:
-            return self._walk(inner, inputs)
-        if name == "iota":
-            return [Fact(True, frozenset({params["dimension"]}))]
-        if name == "eq":
-            left, right = inputs
-            if left.is_counted == right.is_counted:
-                return [Fact(left.is_counted)]
-            return [Fact(one_hot=left.iota | right.iota)]
-        places = _places(eqn)
-        if places is not None:
-            moved = [frozenset(places[a] for a in axes if a in places) for axes in (inputs[0].iota, inputs[0].one_hot)]
-            return [Fact(all(fact.is_counted for fact in inputs), *moved)] * count
-        return [Fact(all(fact.is_counted for fact in inputs))] * count
-
-    def _loop(self, body: jex_core.Jaxpr, inputs: list[Fact], constants: int, carries: int) -> list[Fact]:
-        """The facts of a loop's outputs: a fixed point over its carry."""
-        consts, carry, scanned = inputs[:constants], inputs[constants : constants + carries], inputs[constants + carries :]
-        elements = [Fact(fact.is_counted) for fact in scanned]
-        while True:
-            outputs = self._walk(body, [*consts, *carry, *elements])
-            after = [before.both(out) for before, out in zip(carry, outputs[:carries], strict=True)]
-            if after == carry:
-                return [*carry, *(Fact(fact.is_counted) for fact in outputs[carries:])]
-            carry = after
-
-
-def _places(eqn: jex_core.JaxprEqn) -> dict[int, int] | None:
-    """The result's axis of each operand axis, for a layout operation; None for any other equation."""
-    name, params = eqn.primitive.name, eqn.params
-    if name in ("convert_element_type", "copy", "copy_p", "stop_gradient", "sharding_constraint", "name"):
-        return {axis: axis for axis in range(len(shape_of(eqn.invars[0])))}
-    if name == "broadcast_in_dim":
-        return dict(enumerate(map(int, params["broadcast_dimensions"])))
-    if name == "transpose":
-        return {int(axis): place for place, axis in enumerate(params["permutation"])}
-    if name in ("reshape", "squeeze", "expand_dims"):
-        shape, new = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-        places: dict[int, int] = {}
-        for old, after in regrouped(shape, new):
-            long, new_long = [a for a in old if shape[a] > 1], [a for a in after if new[a] > 1]
-            if len(long) == len(new_long) == 1:
-                places[long[0]] = new_long[0]
-        return places
-    return None
+def fact_of(eqn: jex_core.JaxprEqn, inputs: Sequence[Fact]) -> Fact:
+    """What is known about the results of an equation without a body."""
+    is_counted = all(fact.is_counted for fact in inputs)
+    if eqn.primitive.name == "iota":
+        return Fact(True, frozenset({eqn.params["dimension"]}))
+    if eqn.primitive.name == "eq" and inputs[0].is_counted != inputs[1].is_counted:
+        return Fact(one_hot=inputs[0].iota | inputs[1].iota)
+    if inputs and (inputs[0].iota or inputs[0].one_hot):
+        for move in axis_moves(eqn)[:1]:
+            if not move.slices and not move.flipped:
+                places = move.places
+                moved = [frozenset(places[a] for a in axes if a in places) for axes in (inputs[0].iota, inputs[0].one_hot)]
+                return Fact(is_counted, *moved)
+    return Fact(is_counted)
 
 
 def shape_of(atom: Atom) -> tuple[int, ...]:
@@ -148,19 +59,26 @@ def shape_of(atom: Atom) -> tuple[int, ...]:
     return atom.aval.shape  # type: ignore[attr-defined]
 
 
-def scan_counts(eqn: jex_core.JaxprEqn) -> tuple[int, int]:
-    """The number of a scan's constants, and of its carries.
+def scan_operands(eqn: jex_core.JaxprEqn, values: Sequence[V]) -> tuple[list[V], list[V], list[V]]:
+    """The constants, the carry and the stacks among the values of a scan's operands.
 
-    Derived from the shapes, since JAX's versions store the numbers in different parameters: a scanned operand has one axis
-    more outside the body than inside.
+    Derived from the shapes, since JAX's versions store the numbers in different parameters: a stack has one axis more outside
+    the body than inside.
     """
     body = eqn.params["jaxpr"].jaxpr
 
-    def kept_axes(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
+    def same_rank(outer: Sequence[Atom], inner: Sequence[Atom]) -> int:
         return sum(len(shape_of(o)) == len(shape_of(i)) for o, i in zip(outer, inner, strict=True))
 
-    carries = kept_axes(eqn.outvars, body.outvars)
-    return kept_axes(eqn.invars, body.invars) - carries, carries
+    stacks, carries = same_rank(eqn.invars, body.invars), same_rank(eqn.outvars, body.outvars)
+    return list(values[: stacks - carries]), list(values[stacks - carries : stacks]), list(values[stacks:])
+
+
+def while_operands(eqn: jex_core.JaxprEqn, values: Sequence[V]) -> tuple[list[V], list[V], list[V]]:
+    """The condition's constants, the body's constants and the carry among the values of a while loop's operands."""
+    first = eqn.params["cond_nconsts"]
+    last = first + eqn.params["body_nconsts"]
+    return list(values[:first]), list(values[first:last]), list(values[last:])
 
 
 def open_jaxpr(closed: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> jex_core.Jaxpr:

@@ -18,10 +18,11 @@ from jaxtyping import PyTree
 
 from ...errors import UnsupportedError
 from ..qat.rules import MOVES, PRODUCTS
-from .indices import scan_counts
+from .evaluator import Evaluator, NoRuleError, Rule, bound
+from .indices import scan_operands
 from .lookup import Lookup
 from .proxy import ArrayProxy
-from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound
+from .rules.control_flow import inlined
 
 _OBSERVED_RULES: dict[str, Any] = {}
 
@@ -126,17 +127,13 @@ class Observed(ArrayProxy):
         return self
 
 
-def _is_observed(x: object) -> bool:
-    return isinstance(x, Observed)
-
-
 def _array(x: PyTree) -> PyTree:
     return x.value if isinstance(x, Observed) else x
 
 
 def _with_arrays(values: list[Any], arrays: list[Any]) -> list[Any]:
     """The arrays, observed where the values are."""
-    return [dataclasses.replace(v, value=a) if _is_observed(v) else a for v, a in zip(values, arrays, strict=True)]
+    return [dataclasses.replace(v, value=a) if isinstance(v, Observed) else a for v, a in zip(values, arrays, strict=True)]
 
 
 def _shapes(tree: PyTree) -> list[tuple[int, ...]]:
@@ -147,15 +144,15 @@ def _notes(values: list[Any]) -> Measurements:
     return next(value.notes for value in values if isinstance(value, Observed))
 
 
-def _product(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """The unchanged product; measures the operand that is not the weight (of two parameters, the right one is the weight)."""
-    side = int(not _is_observed(values[1]))
+    side = int(not isinstance(values[1], Observed))
     x, contracted, batch = _array(values[side]), None, None
     if eqn.primitive.name == "dot_general":
         contracted, batch = (numbers[side] for numbers in eqn.params["dimension_numbers"])
     elif eqn.primitive.name == "ragged_dot_general":
         contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][side]
-    if _is_observed(values[0]) or _is_observed(values[1]):
+    if isinstance(values[0], Observed) or isinstance(values[1], Observed):
         weight = values[1 - side]
         measure = weight.notes.measure
         if weight.is_parameter:
@@ -165,7 +162,7 @@ def _product(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) ->
     return bound(eqn, list(map(_array, values)))
 
 
-def _moved(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A layout operation; its results are still the parameter, except a looked-up row."""
     outputs = bound(eqn, list(map(_array, values)))
     if Lookup.of(eqn) is not None:
@@ -175,19 +172,11 @@ def _moved(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
     return _with_arrays(values, outputs)
 
 
-def _call(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """Inlines the body of a call: it is not differentiated, and compiled with the rest."""
-    inner = eqn.params.get("call_jaxpr") or eqn.params["jaxpr"]
-    return evaluator.function(inner)(*values)
-
-
-def _scan(
-    evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None
-) -> list[Any]:
+def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
     """A loop: a parameter that it slices has one measurement per iteration, others accumulate over all iterations."""
-    params, (constants, carries), notes = eqn.params, scan_counts(eqn), notes or _notes(values)
-    body, arrays = evaluator.function(params["jaxpr"]), list(map(_array, values))
-    consts, carry, xs = arrays[:constants], arrays[constants : constants + carries], arrays[constants + carries :]
+    params, notes, body = eqn.params, notes or _notes(values), evaluator.function(eqn.params["jaxpr"])
+    consts, carry, xs = scan_operands(eqn, list(map(_array, values)))
+    carries = len(carry)
 
     def step(carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         outputs, found = notes.of(body, values, [*consts, *carry, *x])
@@ -195,7 +184,7 @@ def _scan(
 
     settings = {name: params[name] for name in ("length", "reverse", "unroll")}
     carry, (ys, found) = jax.lax.scan(step, tuple(carry), tuple(xs), **settings)
-    sliced = {value.path for value in values[constants + carries :] if isinstance(value, Observed)}
+    sliced = {value.path for value in scan_operands(eqn, values)[2] if isinstance(value, Observed)}
     for path, stack in found.items():
         notes.add(path, stack if path in sliced else folded(notes.measure, stack))
     return [*carry, *ys]
@@ -207,9 +196,7 @@ def folded(measure: AbstractMeasure, stack: PyTree) -> PyTree:
     return jax.lax.scan(lambda before, one: (measure.joined(before, one), None), none, stack)[0]
 
 
-def _cond(
-    evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None
-) -> list[Any]:
+def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any], notes: Measurements | None = None) -> list[Any]:
     """A `cond`; a branch without a parameter's product gives zeros for it."""
     index, *operands = values
     if eqn.params.get("branches_platforms") is not None:
@@ -242,34 +229,20 @@ def _branch(notes: Measurements, body: Callable[..., list[Any]], values: list[An
     return run
 
 
-def _unseen(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _unseen(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     raise NoRuleError("measurements inside it cannot be returned")
 
 
 _CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "eval_jaxpr",
-    "composite",
-    "remat2",
-    "checkpoint",
-    "custom_jvp_call",
-    "custom_vjp_call",
+    *("jit", "pjit", "closed_call", "eval_jaxpr", "composite"),
+    *("remat2", "checkpoint", "custom_jvp_call", "custom_vjp_call"),
 )
-_RULES: dict[str, Rule] = dict.fromkeys(PRODUCTS, _product) | dict.fromkeys(MOVES, _moved) | dict.fromkeys(_CALLS, _call)
+_RULES: dict[str, Rule] = dict.fromkeys(PRODUCTS, _product) | dict.fromkeys(MOVES, _moved) | dict.fromkeys(_CALLS, inlined)
 _OBSERVED_RULES |= _RULES | {"scan": _scan, "cond": _cond} | dict.fromkeys(("while", "shard_map"), _unseen)
 
 
 def calibration_rules(notes: Measurements) -> dict[str, Rule]:
-    """The rules of equations whose bodies have a measured product, without an observed operand.
-
-    Args:
-        notes: where measurements go.
-
-    Returns:
-        Rules, by primitive.
-    """
+    """The rules of equations whose bodies have a measured product, without an observed operand."""
     return _RULES | {
         "scan": functools.partial(_scan, notes=notes),
         "cond": functools.partial(_cond, notes=notes),

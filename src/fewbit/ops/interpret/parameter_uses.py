@@ -6,8 +6,9 @@ from shapes. Products without a parameter are listed, too.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,10 +18,10 @@ from jax.extend import source_info_util
 from jaxtyping import PyTree
 
 from ...array import is_qarray
-from ...array.layout import regrouped
+from ...array.axis_move import axis_moves
 from ..dot import in_order
 from ..qat.serving_tiles import is_exact_cast
-from .indices import Atom, Facts, inner_jaxpr, open_jaxpr, scan_counts, shape_of
+from .indices import CONSTANT, UNKNOWN, Atom, Fact, fact_of, inner_jaxpr, open_jaxpr, scan_operands, shape_of, while_operands
 from .lookup import Lookup
 
 Path: TypeAlias = str
@@ -75,14 +76,12 @@ class _Found:
     """The uses and products found so far.
 
     Attributes:
-        uses: the uses of each parameter.
+        uses: the uses of parameters.
         products: the products without a parameter: the names around each, and its place.
-        facts: loop-counter indices and one-hot arrays of the trace.
     """
 
-    uses: dict[Path, list[Use]]
-    products: list[tuple[str, Place]]
-    facts: Facts
+    uses: list[tuple[Path, Use]] = dataclasses.field(default_factory=list)
+    products: list[tuple[str, Place]] = dataclasses.field(default_factory=list)
 
     def named_products(self) -> tuple[Product, ...]:
         """The products, with unique names."""
@@ -141,6 +140,13 @@ class _Traced:
         return cls(path, tuple((axis,) for axis in range(-len(shape), 0)), dtype.name)
 
 
+class _Value(NamedTuple):
+    """What is known of a variable: the parameter that it is, if any, and facts for look-ups."""
+
+    parameter: _Traced | None = None
+    fact: Fact = UNKNOWN
+
+
 def parameter_paths(params: PyTree) -> dict[Path, Any]:
     """Every leaf of a tree by its path, such as `layers/3/attn/q`; a QArray is one leaf.
 
@@ -167,16 +173,9 @@ def _is_array(leaf: object) -> bool:
 def parameter_uses(
     fn: Callable[..., Any], params: PyTree, *inputs: PyTree
 ) -> tuple[dict[Path, tuple[Use, ...]], tuple[Product, ...]]:
-    """The uses of each parameter in `fn(params, *inputs)`, and the products without a parameter.
+    """The uses of each array of `params` in `fn(params, *inputs)`, by path, and the products without a parameter.
 
-    Args:
-        fn: a function of a tree of parameters and further inputs.
-        params: the tree; arrays or `jax.ShapeDtypeStruct`s, of which only shapes and dtypes matter.
-        inputs: example inputs, likewise; leaves that are not arrays are passed through.
-
-    Returns:
-        The uses of every array of `params`, by its path (empty for unused ones), and the products in the order of the trace.
-        The body of a loop counts once.
+    Only shapes and dtypes matter; other leaves are passed through. The body of a loop counts once.
     """
     names = list(parameter_paths(params))
     leaves, treedef = jax.tree.flatten((params, inputs), is_leaf=is_qarray)
@@ -191,81 +190,128 @@ def parameter_uses(
 
     shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in places]
     closed = jax.make_jaxpr(flat)(*shapes)
-    start: list[_Traced | None] = [None] * len(places)
+    start = [_Value() for _ in places]
     for i, (place, like) in enumerate(zip(places, shapes, strict=True)):
         if place < len(names):
-            start[i] = _Traced.whole(names[place], like.shape, like.dtype)
-    found = _Found({path: [] for path in array_paths(params)}, [], Facts.of(closed.jaxpr))
+            start[i] = _Value(_Traced.whole(names[place], like.shape, like.dtype))
+    found = _Found()
     _follow(closed.jaxpr, start, found, _Scope())
-    return {path: tuple(dict.fromkeys(uses)) for path, uses in found.uses.items()}, found.named_products()
+    uses: dict[Path, dict[Use, None]] = {path: {} for path in array_paths(params)}
+    for path, use in found.uses:
+        uses[path][use] = None
+    return {path: tuple(own) for path, own in uses.items()}, found.named_products()
 
 
 def weightless_products(jaxpr: jex_core.Jaxpr, are_parameters: Sequence[bool]) -> tuple[tuple[Product, Place], ...]:
-    """The products of a trace without a parameter among their operands, and their places.
+    """The products of a trace without a parameter, named as in `parameter_uses`, each with its equation and those around it.
 
-    Args:
-        jaxpr: the trace.
-        are_parameters: for each input of it, whether it is a parameter.
-
-    Returns:
-        The products in the order of the trace, named as in `parameter_uses`, each with its equation and those around it.
+    `are_parameters` says for each input of the trace whether it is a parameter.
     """
-    start: list[_Traced | None] = [None] * len(jaxpr.invars)
+    start = [_Value() for _ in jaxpr.invars]
     for i, (var, is_parameter) in enumerate(zip(jaxpr.invars, are_parameters, strict=True)):
         if is_parameter:
-            start[i] = _Traced.whole(str(i), shape_of(var), var.aval.dtype)  # type: ignore[attr-defined]
-    found = _Found({str(i): [] for i in range(len(start))}, [], Facts.of(jaxpr))
+            start[i] = _Value(_Traced.whole(str(i), shape_of(var), var.aval.dtype))  # type: ignore[attr-defined]
+    found = _Found()
     _follow(jaxpr, start, found, _Scope())
     return tuple(zip(found.named_products(), (place for _, place in found.products), strict=True))
 
 
-def _follow(jaxpr: jex_core.Jaxpr, values: Sequence[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
-    """Records the uses of the parameters among a jaxpr's inputs; returns which outputs are still parameters.
+def _follow(jaxpr: jex_core.Jaxpr, values: Sequence[_Value], found: _Found, scope: _Scope) -> list[_Value]:
+    """Records the uses of the parameters among a jaxpr's inputs; returns what is known of its outputs.
 
     `scope` is that of the equation that calls the jaxpr, to which the names of its own equations are appended.
     """
-    env: dict[jex_core.Var, _Traced | None] = dict(zip(jaxpr.invars, values, strict=True))
+    env: dict[jex_core.Var, _Value] = dict(zip(jaxpr.invars, values, strict=True))
 
-    def read(atom: Atom) -> _Traced | None:
-        return None if isinstance(atom, jex_core.Literal) else env.get(atom)
+    def read(atom: Atom) -> _Value:
+        if isinstance(atom, jex_core.Literal):
+            return _Value(fact=CONSTANT)
+        return env.get(atom, _Value(fact=CONSTANT))
 
     for eqn in jaxpr.eqns:
-        operands = [read(atom) for atom in eqn.invars]
+        inputs = [read(atom) for atom in eqn.invars]
         names = "/".join(filter(None, (scope.names, str(eqn.source_info.name_stack))))
         inside = _Scope(names, (eqn, *scope.around))
-        if eqn.primitive.name in _PRODUCTS and not any(operands[:2]):
+        if eqn.primitive.name in _PRODUCTS and not any(value.parameter for value in inputs[:2]):
             found.products.append((names, inside.around))
-        env.update(zip(eqn.outvars, _step(eqn, operands, found, inside), strict=True))
+        env.update(zip(eqn.outvars, _step(eqn, inputs, found, inside), strict=True))
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _step(eqn: jex_core.JaxprEqn, operands: list[_Traced | None], found: _Found, scope: _Scope) -> list[_Traced | None]:
-    """Records the uses of one equation; returns which outputs are still parameters."""
-    name = eqn.primitive.name
-    if operands and operands[0] is not None and not any(operands[1:]):
-        lookup = Lookup.of(eqn)
-        if lookup is not None and _is_counted(eqn, found.facts):
-            return [_picked(eqn, operands[0], lookup)]
-        if lookup is None and name in _MOVES:
-            moved = _MOVES[name](eqn, operands[0])
-            if moved is not None:
-                return [moved] * len(eqn.outvars)
+def _step(eqn: jex_core.JaxprEqn, inputs: list[_Value], found: _Found, scope: _Scope) -> list[_Value]:
+    """Records the uses of one equation; returns what is known of its outputs."""
+    name, params = eqn.primitive.name, eqn.params
     if name == "optimization_barrier":
-        return list(operands)
+        return inputs
     if name == "scan":
-        return _follow_scan(eqn, operands, found, scope)
+        consts, first, stacks = scan_operands(eqn, inputs)
+        elements = list(map(_element, stacks))
+
+        def scanned(carry: list[_Value], found: _Found) -> list[_Value]:
+            return _follow(open_jaxpr(params["jaxpr"]), [*consts, *carry, *elements], found, scope)
+
+        return _loop(scanned, first, found)
     if name == "while":
-        return _follow_while(eqn, operands, found, scope)
+        cond_consts, consts, first = while_operands(eqn, inputs)
+
+        def repeated(carry: list[_Value], found: _Found) -> list[_Value]:
+            _follow(open_jaxpr(params["cond_jaxpr"]), [*cond_consts, *carry], found, scope)
+            return _follow(open_jaxpr(params["body_jaxpr"]), [*consts, *carry], found, scope)
+
+        return _loop(repeated, first, found)
     if name == "cond":
-        outcomes = [_follow(open_jaxpr(branch), operands[1:], found, scope) for branch in eqn.params["branches"]]
-        return [column[0] if len(set(column)) == 1 else None for column in zip(*outcomes, strict=True)]
+        outcomes = [_follow(open_jaxpr(branch), inputs[1:], found, scope) for branch in params["branches"]]
+        return [_of_branches(inputs[0].fact, column) for column in zip(*outcomes, strict=True)]
     inner = inner_jaxpr(eqn)
     if inner is not None:
-        return _follow(inner, operands, found, scope)
-    for position, operand in enumerate(operands):
-        if operand is not None:
-            found.uses[operand.path].append(_use(eqn, position, operand, _source(eqn), found.facts))
-    return [None] * len(eqn.outvars)
+        return _follow(inner, inputs, found, scope)
+    fact = fact_of(eqn, [value.fact for value in inputs])
+    parameter = inputs[0].parameter if inputs else None
+    if parameter is not None and not any(value.parameter for value in inputs[1:]):
+        lookup = Lookup.of(eqn)
+        if lookup is not None and _is_counted(eqn, inputs):
+            return [_Value(_picked(eqn, parameter, lookup), fact)]
+        if lookup is None and (moved := _moved(eqn, parameter)):
+            return [_Value(one, fact) for one in moved]
+    for position, value in enumerate(inputs):
+        if value.parameter is not None:
+            found.uses.append((value.parameter.path, _use(eqn, position, inputs)))
+    return [_Value(fact=fact)] * len(eqn.outvars)
+
+
+def _loop(body: Callable[[list[_Value], _Found], list[_Value]], carry: list[_Value], found: _Found) -> list[_Value]:
+    """The outputs of a loop, whose body gives the carry first. The body is repeated until its facts hold in every iteration."""
+    while True:
+        inside = _Found()
+        outputs = body(carry, inside)
+        weaker = [_Value(one.parameter, one.fact.both(out.fact)) for one, out in zip(carry, outputs, strict=False)]
+        if weaker == carry:
+            break
+        carry = weaker
+    found.uses.extend(inside.uses)
+    found.products.extend(inside.products)
+    after = []
+    for one, out in zip(carry, outputs, strict=False):
+        # A parameter that an iteration changes is none any more.
+        after.append(one if one.parameter == out.parameter else _Value(fact=one.fact))
+    return [*after, *(_Value(fact=Fact(out.fact.is_counted)) for out in outputs[len(carry) :])]
+
+
+def _element(value: _Value) -> _Value:
+    """What is known of the element that a scan slices."""
+    parameter = value.parameter
+    if parameter is not None:
+        stacked = (*parameter.stacked, *parameter.axes[0])
+        parameter = dataclasses.replace(parameter, axes=parameter.axes[1:], stacked=stacked)
+    return _Value(parameter, Fact(value.fact.is_counted))
+
+
+def _of_branches(index: Fact, outcomes: Sequence[_Value]) -> _Value:
+    """What is known of a value that one of several branches gives."""
+    parameters, fact = {value.parameter for value in outcomes}, UNKNOWN
+    if index.is_counted:
+        fact = functools.reduce(Fact.both, (value.fact for value in outcomes))
+    return _Value(parameters.pop() if len(parameters) == 1 else None, fact)
 
 
 def _source(eqn: jex_core.JaxprEqn) -> str:
@@ -273,14 +319,15 @@ def _source(eqn: jex_core.JaxprEqn) -> str:
     return source_info_util.summarize(eqn.source_info)
 
 
-def _use(eqn: jex_core.JaxprEqn, position: int, operand: _Traced, source: str, facts: Facts) -> Use:
+def _use(eqn: jex_core.JaxprEqn, position: int, inputs: Sequence[_Value]) -> Use:
     """The use of the operand at a position of an equation."""
-    name, batch, tiled = eqn.primitive.name, (), None
+    name, batch, tiled, operand = eqn.primitive.name, (), None, inputs[position].parameter
+    assert operand is not None
     if name == "dot_general" and position < 2:
         contracting, batches = eqn.params["dimension_numbers"]
         axes, batch = in_order(*contracting)[position], batches[position]
         others = contracting[1 - position]
-        if len(others) == 1 and others[0] in facts[eqn.invars[1 - position]].one_hot:
+        if len(others) == 1 and others[0] in inputs[1 - position].fact.one_hot:
             shape = shape_of(eqn.invars[position])
             name, tiled = "take", [a for a, n in enumerate(shape) if a not in (*axes, *batch) and n > 1][-1:]
     elif position == 0 and (lookup := Lookup.of(eqn)) is not None:
@@ -296,21 +343,21 @@ def _use(eqn: jex_core.JaxprEqn, position: int, operand: _Traced, source: str, f
         axes = ()
     if operand.is_row and axes:
         # One row of a scanned stack, such as a layer's gain, is multiplied unquantized.
-        return Use("dynamic_slice", (), operand.stacked, source, (), operand.casts)
+        return Use("dynamic_slice", (), operand.stacked, _source(eqn), (), operand.casts)
     if tiled is None:
         tiled = axes
     # The parts of an axis that was split are that axis, once.
     own, batch, along = (
         tuple(dict.fromkeys(a for axis in group for a in operand.axes[axis])) for group in (axes, batch, tiled)
     )
-    return Use(name, own, operand.stacked, source, batch, operand.casts, along)
+    return Use(name, own, operand.stacked, _source(eqn), batch, operand.casts, along)
 
 
-def _is_counted(eqn: jex_core.JaxprEqn, facts: Facts) -> bool:
+def _is_counted(eqn: jex_core.JaxprEqn, inputs: Sequence[_Value]) -> bool:
     """Whether a look-up has one index, which depends on no input."""
     indices = eqn.invars[1:]
     one = eqn.primitive.name == "dynamic_slice" or all(n == 1 for n in shape_of(indices[0])[:-1])
-    return one and all(facts[index].is_counted for index in indices)
+    return one and all(index.fact.is_counted for index in inputs[1:])
 
 
 def _picked(eqn: jex_core.JaxprEqn, operand: _Traced, lookup: Lookup) -> _Traced:
@@ -326,99 +373,23 @@ def _picked(eqn: jex_core.JaxprEqn, operand: _Traced, lookup: Lookup) -> _Traced
     )
 
 
-def _follow_scan(
-    eqn: jex_core.JaxprEqn, operands: list[_Traced | None], found: _Found, scope: _Scope
-) -> list[_Traced | None]:
-    constants, carries = scan_counts(eqn)
-    inside = list(operands)
-    for i in range(constants + carries, len(operands)):
-        operand = operands[i]
-        if operand is not None:
-            taken = (*operand.stacked, *operand.axes[0])
-            inside[i] = dataclasses.replace(operand, axes=operand.axes[1:], stacked=taken)
-    outputs = _follow(open_jaxpr(eqn.params["jaxpr"]), inside, found, scope)
-    carried = _unchanged(inside[constants : constants + carries], outputs[:carries])
-    return [*carried, *([None] * (len(eqn.outvars) - carries))]
+def _moved(eqn: jex_core.JaxprEqn, operand: _Traced) -> list[_Traced]:
+    """The parameter after a layout operation; empty for other primitives, and for casts to integers and booleans.
 
-
-def _follow_while(
-    eqn: jex_core.JaxprEqn, operands: list[_Traced | None], found: _Found, scope: _Scope
-) -> list[_Traced | None]:
-    in_cond, in_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    carry = operands[in_cond + in_body :]
-    _follow(open_jaxpr(eqn.params["cond_jaxpr"]), [*operands[:in_cond], *carry], found, scope)
-    outputs = _follow(open_jaxpr(eqn.params["body_jaxpr"]), [*operands[in_cond : in_cond + in_body], *carry], found, scope)
-    return _unchanged(carry, outputs)
-
-
-def _unchanged(carry: Sequence[_Traced | None], outputs: Sequence[_Traced | None]) -> list[_Traced | None]:
-    """The carry of a loop, without parameters that an iteration changes."""
-    return [o if o == i else None for o, i in zip(outputs, carry, strict=True)]
-
-
-# --- layout operations ---
-
-
-def _kept(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    return operand
-
-
-def _cast(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced | None:
-    """A cast, recorded where it loses precision; integers and booleans are no parameter any more."""
-    dtype = jnp.dtype(eqn.params["new_dtype"])
-    if not jnp.issubdtype(dtype, jnp.floating):
-        return None
-    if is_exact_cast(dtype, operand.dtype):
-        return operand
-    return dataclasses.replace(operand, dtype=dtype.name, casts=(*operand.casts, dtype.name))
-
-
-def _transposed(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    return dataclasses.replace(operand, axes=tuple(operand.axes[a] for a in eqn.params["permutation"]))
-
-
-def _regrouped(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    """A merged axis has all axes that were merged; each part of a split axis has that axis."""
-    shape, new_shape = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    axes: list[tuple[int, ...]] = []
-    for old, new in regrouped(shape, new_shape):
-        along = [operand.axes[i] for i in old]
-        if [shape[i] for i in old] != [new_shape[j] for j in new]:
-            along = [tuple(a for group in along for a in group)] * len(new)
-        axes += along
-    return dataclasses.replace(operand, axes=tuple(axes))
-
-
-def _squeezed(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    dropped = {a % len(operand.axes) for a in eqn.params["dimensions"]}
-    return dataclasses.replace(operand, axes=tuple(a for i, a in enumerate(operand.axes) if i not in dropped))
-
-
-def _spread(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    """A broadcast: the axes that it adds or repeats are none of the parameter's."""
-    shape, places, before = eqn.params["shape"], eqn.params["broadcast_dimensions"], shape_of(eqn.invars[0])
-    along = {p: axes for p, axes, n in zip(places, operand.axes, before, strict=True) if shape[p] == n}
-    return dataclasses.replace(operand, axes=tuple(along.get(i, ()) for i in range(len(shape))))
-
-
-def _row_taken(eqn: jex_core.JaxprEqn, operand: _Traced) -> _Traced:
-    """A slice: axes that it reduces to one element count as sliced by a loop."""
-    before, after = shape_of(eqn.invars[0]), shape_of(eqn.outvars[0])
-    taken = tuple(a for axes, n, m in zip(operand.axes, before, after, strict=True) if m == 1 and n != 1 for a in axes)
-    return dataclasses.replace(operand, stacked=(*operand.stacked, *(a for a in taken if a not in operand.stacked)))
-
-
-_UNMOVED = (
-    *("copy", "copy_p", "stop_gradient", "name", "stage", "rev", "split"),
-    *("sharding_constraint", "reshard", "all_gather", "ppermute", "pvary"),
-)
-_MOVES: Mapping[str, Callable[[jex_core.JaxprEqn, _Traced], _Traced | None]] = dict.fromkeys(_UNMOVED, _kept) | {
-    "convert_element_type": _cast,
-    "transpose": _transposed,
-    "reshape": _regrouped,
-    "squeeze": _squeezed,
-    "expand_dims": _regrouped,
-    "broadcast_in_dim": _spread,
-    "slice": _row_taken,
-    "dynamic_slice": _row_taken,
-}
+    Casts that lose precision are recorded. Axes that a slice reduces to one element count as sliced by a loop.
+    """
+    if eqn.primitive.name == "convert_element_type":
+        dtype = jnp.dtype(eqn.params["new_dtype"])
+        if not jnp.issubdtype(dtype, jnp.floating):
+            return []
+        if not is_exact_cast(dtype, operand.dtype):
+            operand = dataclasses.replace(operand, dtype=dtype.name, casts=(*operand.casts, dtype.name))
+    results = []
+    for move in axis_moves(eqn):
+        taken: tuple[int, ...] = ()
+        if eqn.primitive.name != "split":
+            taken = tuple(a for axis in move.cut if move.lengths[axis] == 1 for a in operand.axes[axis])
+        axes = tuple(tuple(a for source in own for a in operand.axes[source]) for own in move.sources)
+        stacked = (*operand.stacked, *(a for a in taken if a not in operand.stacked))
+        results.append(dataclasses.replace(operand, axes=axes, stacked=stacked))
+    return results

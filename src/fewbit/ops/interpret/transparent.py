@@ -7,53 +7,29 @@ evaluated in the same way, so `jit` stays jitted and `scan` stays a loop. A prim
 """
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 from jax.extend import core as jex_core
-from jax.extend import source_info_util
 from jaxtyping import PyTree
 
 from ...errors import QuantError, UnsupportedError
 from ..qat.latent import Latent
-from .indices import Atom, open_jaxpr, shape_of
+from .evaluator import ChosenProducts, Evaluator, Rule, logical
+from .evaluator import Decoded as Decoded
 from .observe import Observed
 from .parameter_uses import Product, weightless_products
-from .proxy import ArrayProxy, array_of, is_proxy
+from .proxy import ArrayProxy, is_proxy
 from .rules import RULES, SHARED
 from .rules.control_flow import CONTROL
-from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound, logical
-from .rules.sharding import constrained
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 Choice: TypeAlias = Callable[[tuple[Product, ...]], Mapping[str, Latent | Observed]]
 """Maps the products without a parameter to proxies (without array) for the right operands of those to change, by name."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Decoded:
-    """One place where a quantized array was decoded for lack of a rule.
-
-    Attributes:
-        primitive: the name of the primitive.
-        array: the array's shape and scheme.
-        source: the file and line of the user's code.
-        reason: why it could not stay quantized.
-    """
-
-    primitive: str
-    array: str
-    source: str
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.source}: {self.primitive} decodes {self.array} ({self.reason})"
 
 
 def transparent(
@@ -97,20 +73,10 @@ def evaluated(
     chosen: Choice | None,
     around: Mapping[str, Rule] = RULES,
 ) -> Callable[P, R]:
-    """`transparent` with policies for products without a parameter.
+    """`transparent` of a function whose first argument is the parameters, with policies for products without one.
 
-    Args:
-        fn: as in `transparent`; its first argument is the tree of parameters.
-        fallback: as in `transparent`.
-        report: as in `transparent`.
-        chosen: which products without a parameter follow a policy; None: none.
-        around: the rules of equations with such a product in their bodies, where no operand has its own.
-
-    Returns:
-        As `transparent`.
-
-    Raises:
-        UnsupportedError: as `transparent`, and for a product whose place does not allow a policy.
+    `chosen` says which of them follow a policy; UnsupportedError where their place does not allow one. `around` has the rules
+    of equations with such a product in their bodies, where no operand has its own.
     """
     if fallback not in ("error", "dequantize"):
         raise QuantError(f"fallback is {fallback!r}; must be 'error' or 'dequantize'")
@@ -140,7 +106,7 @@ def evaluated(
         products = None
         if chosen is not None:
             products = _chosen(chosen, closed.jaxpr, [place < count for place in places])
-        evaluator = _Evaluator(fallback, report, pieces, is_traced, around, products)
+        evaluator = Evaluator(fallback, report, pieces, is_traced, RULES, SHARED, around, products)
         outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)
         assert out_tree is not None
         return jax.tree.unflatten(out_tree, [x.array() if isinstance(x, ArrayProxy) else x for x in outputs])
@@ -163,7 +129,7 @@ class _Chosen:
     around: frozenset[tuple[int, ...]]
 
 
-def _chosen(chosen: Choice, jaxpr: jex_core.Jaxpr, are_parameters: Sequence[bool]) -> _Chosen:
+def _chosen(chosen: Choice, jaxpr: jex_core.Jaxpr, are_parameters: Sequence[bool]) -> ChosenProducts:
     """The products of a trace that follow a policy."""
     found = weightless_products(jaxpr, are_parameters)
     latents = chosen(tuple(product for product, _ in found))
@@ -180,172 +146,9 @@ def _chosen(chosen: Choice, jaxpr: jex_core.Jaxpr, are_parameters: Sequence[bool
         ids = tuple(map(id, place))
         operands[ids] = latents[product.name]
         around |= {ids[i:] for i in range(1, len(ids))}
-    return _Chosen(operands, frozenset(around))
+    return ChosenProducts(operands, frozenset(around))
 
 
 def _is_array(x: object) -> bool:
     """Whether a leaf is traced: an array or numpy scalar."""
     return hasattr(x, "shape") and hasattr(x, "dtype")
-
-
-_PIECES = 1024  # the size of a transparent function's cache of jitted pieces; code with new bodies in each call fills it
-
-
-@dataclasses.dataclass(frozen=True)
-class _Evaluator(AbstractEvaluator):
-    """Evaluates jaxprs whose variables may be QArrays and other proxies.
-
-    Attributes:
-        fallback: as in `transparent`.
-        report: as in `transparent`.
-        pieces: a cache of the jitted functions of inner `jit`s, with the jaxprs they were made from, so that JAX's own cache
-            hits for the next equal equation or call.
-        is_traced: whether the evaluation is being traced.
-        rules: as `around` in `evaluated`.
-        chosen: the products without a parameter that follow a policy; None where there are none.
-        around: the equations whose bodies are being evaluated, the innermost first.
-    """
-
-    fallback: str
-    report: Callable[[Decoded], None] | None
-    pieces: dict[Hashable, tuple[Any, Callable[..., Any]]]
-    is_traced: bool
-    rules: Mapping[str, Rule]
-    chosen: _Chosen | None = None
-    around: tuple[Any, ...] = ()
-
-    def evaluate(self, jaxpr: jex_core.Jaxpr, consts: Sequence[Any], args: Sequence[Any]) -> list[Any]:
-        """The outputs of a jaxpr for values that may be proxies."""
-        env: dict[jex_core.Var, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-
-        def read(atom: Atom) -> Any:
-            if isinstance(atom, jex_core.Literal):
-                return atom.val
-            value = env[atom]
-            if is_proxy(value) and isinstance(value, ArrayProxy):
-                value, env[atom] = value.forked()
-            return value
-
-        outer = source_info_util.current_name_stack()
-        for ctx, eqns in itertools.groupby(jaxpr.eqns, key=lambda eqn: eqn.ctx):
-            with ctx.manager:
-                for eqn in eqns:
-                    values = [read(atom) for atom in eqn.invars]
-                    info = eqn.source_info
-                    with source_info_util.user_context(info.traceback, name_stack=outer + info.name_stack):
-                        if eqn.primitive.name == "select_n" and any(map(is_proxy, values)):
-                            values[0] = _as_made(eqn.invars[0], jaxpr, read)
-                        outputs = self.equation(eqn, values)
-                    env.update(zip(eqn.outvars, outputs, strict=True))
-        return [read(atom) for atom in jaxpr.outvars]
-
-    def function(self, inner: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
-        """An equation's body as a function of values that may be proxies."""
-        within = dataclasses.replace(self, is_traced=True)
-        jaxpr, consts = open_jaxpr(inner), getattr(inner, "consts", ())
-        return lambda *args: within.evaluate(jaxpr, consts, args)
-
-    def inside(self) -> list[ArrayProxy]:
-        """The proxies (without array) of the chosen products in the body of the equation."""
-        if self.chosen is None:
-            return []
-        return [self.chosen.operands[place] for place in self._places_inside()]
-
-    def with_inside(self, stand_ins: Sequence[Any]) -> "_Evaluator":
-        """An evaluator with other proxies for those products."""
-        if self.chosen is None or not stand_ins:
-            return self
-        operands = {**self.chosen.operands, **dict(zip(self._places_inside(), stand_ins, strict=True))}
-        return dataclasses.replace(self, chosen=dataclasses.replace(self.chosen, operands=operands))
-
-    def _places_inside(self) -> list[tuple[int, ...]]:
-        """The places of the chosen products in the body of the equation whose rule is running."""
-        assert self.chosen is not None
-        around = tuple(map(id, self.around))
-        return [place for place in self.chosen.operands if place[-len(around) :] == around and len(place) > len(around)]
-
-    def jitted(self, eqn: jex_core.JaxprEqn) -> Callable[..., list[Any]]:
-        """The jitted body of an inner `jit`; the same function for the same body."""
-        params = eqn.params
-        body, closed = self.function(params["jaxpr"]), params["jaxpr"]
-
-        def inner(*args: PyTree) -> list[Any]:
-            outputs = body(*map(_placed, args, params["in_shardings"]))
-            return list(map(_placed, outputs, params["out_shardings"]))
-
-        inner.__name__ = params["name"]
-        settings = {"inline": params["inline"], "keep_unused": params["keep_unused"]}
-        if options := dict(params["compiler_options_kvs"]):
-            settings["compiler_options"] = options
-
-        key = ("jit", id(closed), params["in_shardings"], params["out_shardings"], tuple(settings.items()))
-        has_own = closed.consts or options or (self.chosen is not None and tuple(map(id, self.around)) in self.chosen.around)
-        if has_own:
-            return jax.jit(inner, **settings)
-        if key not in self.pieces:
-            if len(self.pieces) >= _PIECES:
-                self.pieces.pop(next(iter(self.pieces)))
-            self.pieces[key] = (closed, jax.jit(inner, **settings))
-        return self.pieces[key][1]
-
-    def equation(self, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-        """The results of one equation, by the rule of its primitive where an operand is a proxy."""
-        has_stand_in = any(map(is_proxy, values))
-        is_around = False
-        if self.chosen is not None and not has_stand_in:
-            place = (id(eqn), *map(id, self.around))
-            if place in self.chosen.operands:
-                values = [values[0], dataclasses.replace(self.chosen.operands[place], value=values[1]), *values[2:]]
-                has_stand_in = True
-            is_around = place in self.chosen.around
-        if not has_stand_in and not is_around:
-            return bound(eqn, values)
-        rule = self._rule_of(eqn.primitive.name, values)
-        reason = "fewbit has no rule for it"
-        if rule is not None:
-            try:
-                return rule(dataclasses.replace(self, around=(eqn, *self.around)), eqn, values)
-            except NoRuleError as error:
-                reason = str(error)
-        values = [self.decoded(eqn, value, reason) for value in values]
-        if eqn.primitive.name == "select_n":
-            values[0] = jnp.broadcast_to(values[0], shape_of(eqn.invars[0]))  # as it was before `_as_made`
-        return bound(eqn, values)
-
-    def _rule_of(self, name: str, values: Sequence[Any]) -> Rule | None:
-        """The rule of a primitive: a ArrayProxy's own, or that of every operand kind (control flow)."""
-        rules = self.rules
-        if any(map(is_proxy, values)):
-            rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), RULES)
-        return rules.get(name, SHARED.get(name))
-
-    def decoded(self, eqn: jex_core.JaxprEqn, value: PyTree, reason: str) -> Any:
-        """The decoded value, where the fallback allows it."""
-        if not is_proxy(value):
-            return value
-        place = Decoded(eqn.primitive.name, repr(value), _source_of(eqn, *self.around), reason)
-        if self.fallback == "error":
-            raise UnsupportedError(f"{place}; pass fallback='dequantize' to allow it, or leave this parameter a plain array")
-        if self.report is not None:
-            self.report(place)
-        return array_of(value)
-
-
-def _placed(x: PyTree, sharding: object) -> PyTree:
-    """A value with the sharding that an inner `jit` asks for, if any."""
-    return constrained(x, sharding) if isinstance(sharding, jax.sharding.Sharding) else x
-
-
-def _as_made(predicate: Atom, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]) -> Any:
-    """A predicate before its broadcast, with axes of length 1 instead: `vmap` of `cond` broadcasts it."""
-    for eqn in jaxpr.eqns:
-        if predicate in eqn.outvars and eqn.primitive.name == "broadcast_in_dim":
-            value, places = read(eqn.invars[0]), eqn.params["broadcast_dimensions"]
-            lengths = dict(zip(places, value.shape, strict=True))
-            return value.reshape([lengths.get(axis, 1) for axis in range(len(eqn.params["shape"]))])
-    return read(predicate)
-
-
-def _source_of(*eqns: jex_core.JaxprEqn) -> str:
-    """The file and line of an equation, or of the nearest one around it with a line outside JAX."""
-    return next(filter(None, (source_info_util.summarize(eqn.source_info) for eqn in eqns)), "within JAX")

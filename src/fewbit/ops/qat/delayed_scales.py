@@ -35,14 +35,7 @@ class StepScales:
 
 
 def largest_magnitude(x: Float[Array, "*s"]) -> Float[Array, ""]:
-    """The amax of an array in float32; 0 where an element is not finite.
-
-    Args:
-        x: the array. It is not differentiated.
-
-    Returns:
-        The amax; 0 carries no information about later steps.
-    """
+    """The amax of an array in float32, without a gradient; 0, which later steps ignore, where an element is not finite."""
     magnitude = jnp.abs(jax.lax.stop_gradient(x).astype(jnp.float32))
     # XLA's maximum may lose a NaN, so what is not finite is found before it.
     return jnp.where(jnp.isfinite(magnitude).all(), jnp.max(magnitude, initial=0.0), 0.0)
@@ -58,15 +51,7 @@ forked.defvjp(lambda tree: ((tree, tree), None), lambda _, seen: (jax.tree.map(j
 
 
 def copies(tree: PyTree, count: int) -> PyTree:
-    """Repeats the values along a new leading axis; the cotangent is the maximum along it.
-
-    Args:
-        tree: the values.
-        count: the number of loop iterations or devices that take one each.
-
-    Returns:
-        A tree of the same structure.
-    """
+    """Repeats the values along a new leading axis, of loop iterations or devices; the cotangent is the maximum along it."""
 
     @jax.custom_vjp
     def copied(tree: PyTree) -> PyTree:

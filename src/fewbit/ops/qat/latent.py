@@ -16,7 +16,7 @@ from ...array.sharding import axis_names, spec_entries
 from ...errors import UnsupportedError
 from ..interpret.proxy import ArrayProxy
 from ..policy import Policy
-from .delayed_scales import StepScales, copies, forked
+from .delayed_scales import copies, forked
 from .serving_tiles import ServingTiles
 
 PARAMETER_RULES: dict[str, Any] = {}
@@ -112,10 +112,6 @@ class Latent(ArrayProxy):
     def on_device(self) -> "Latent":
         key, scales = jax.tree.map(lambda leaf: leaf[0], (self.key, self.scales))
         return dataclasses.replace(self, key=key, scales=scales)
-
-    def moved(self, value: jax.Array, scales: StepScales | None, served: ServingTiles | None) -> "Latent":
-        """The parameter after a layout operation on its array and scales: a transpose, cast or slice."""
-        return dataclasses.replace(self, value=value, scales=scales, served=served)
 
     def quantized(self, axis: tuple[int, ...] | None = None) -> QArray | None:
         """The array quantized as at serving time, for contraction `axis`; None where each product decides."""

@@ -8,13 +8,14 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 
 from ...array import is_qarray
+from ...array.axis_move import LAYOUT_PRIMITIVES, axis_moves
 from ...array.straight_through import is_covered, passed_through
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize import dequantize, quantize
+from ..interpret.evaluator import Evaluator, NoRuleError, bound
 from ..interpret.lookup import Lookup
 from ..interpret.rules.custom_derivatives import DERIVATIVES
 from ..interpret.rules.products import PRODUCT
-from ..interpret.rules.rule import AbstractEvaluator, NoRuleError, bound
 from ..interpret.rules.sharding import SHARDING
 from .delayed_scales import StepScales, noted, widest
 from .latent import PARAMETER_RULES, Latent, is_latent, plain
@@ -22,81 +23,61 @@ from .serving_tiles import ServingTiles
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 """The primitives that multiply a parameter."""
-MOVES = (
-    *("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
-    *("sharding_constraint", "reshard", "all_gather", "pvary"),
-    *("transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "slice", "dynamic_slice", "split", "rev"),
-)
+MOVES = (*LAYOUT_PRIMITIVES, "optimization_barrier")
 """The layout primitives, whose result is still the parameter."""
+_ON_LEADING_AXES = ("slice", "dynamic_slice", "squeeze")
+"""The layout primitives that delayed scales of leading axes follow."""
 
 
-_STILL = (
-    *("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
-    *("sharding_constraint", "reshard", "pvary"),
-)
-
-
-def _moved(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """A layout operation; its results are still the parameter."""
-    outputs = bound(eqn, list(map(plain, values)))
-    sources = list(values)
-    if len(values) != len(outputs):
-        sources = [values[0]] * len(outputs)
-    for i, source in enumerate(sources):
-        if is_latent(source) and source.scales is not None:
-            sources[i], rest = source.forked()
-            sources[i + 1 :] = [rest if later is source else later for later in sources[i + 1 :]]
-    served, held = _served_after(evaluator, eqn, values, len(outputs))
-    moved = []
-    for i, (source, out) in enumerate(zip(sources, outputs, strict=True)):
-        if is_latent(source):
-            out = source.moved(out, _scales_after(eqn, source, values), served[i])
-            if is_qarray(held[i]):
-                out = dataclasses.replace(out, held=held[i])
-            elif held[i] is not None:  # it had to be decoded: the values it had, straight-through
-                out = passed_through(out.value, held[i], jnp.ones(held[i].shape, jnp.bool_))
-        moved.append(out)
-    return moved
-
-
-def _served_after(
-    evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any], count: int
-) -> tuple[list[ServingTiles | None], list[Any]]:
-    """The serving tiles of the results, or, where tiles cannot describe them, their quantized arrays."""
+def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A layout operation; its results are still the parameter, with its serving tiles or as it is quantized by then."""
+    outputs, (latent, *others) = bound(eqn, list(map(plain, values))), values
     if eqn.primitive.name == "optimization_barrier":
-        return [getattr(value, "served", None) for value in values], [getattr(value, "held", None) for value in values]
-    latent, *others = values
-    if not is_latent(latent) or (latent.served is None and latent.held is None):
-        return [None] * count, [None] * count
-    if latent.held is None:
-        try:
-            assert latent.served is not None
-            return [latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)] * count, [None] * count
-        except QuantError:
-            pass
-    return [None] * count, evaluator.equation(eqn, [latent.quantized(), *map(plain, others)])
+        pairs = zip(values, outputs, strict=True)
+        return [dataclasses.replace(value, value=out) if is_latent(value) else out for value, out in pairs]
+    if not is_latent(latent):
+        return outputs
+    served: list[ServingTiles | None] = [None] * len(outputs)
+    held: list[Any] = [None] * len(outputs)
+    try:
+        if latent.served is not None and latent.held is None:
+            served[:] = latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)
+    except QuantError:
+        pass
+    if served[0] is None and (q := latent.quantized()) is not None:
+        held = evaluator.equation(eqn, [q, *map(plain, others)])
+    results = []
+    for out, tiles, q in zip(outputs, served, held, strict=True):
+        one, latent = latent.forked()
+        if q is None or is_qarray(q):
+            scales = _scales_after(eqn, one, values)
+            results.append(dataclasses.replace(one, value=out, scales=scales, served=tiles, held=q))
+        else:  # it had to be decoded: the values it had, straight-through
+            results.append(passed_through(out, q, jnp.ones(q.shape, jnp.bool_)))
+    return results
 
 
 def _scales_after(eqn: jex_core.JaxprEqn, latent: Latent, values: list[Any]) -> StepScales | None:
     """The delayed scales of a parameter's leading axes after a layout operation; their maximum where axes are lost."""
-    scales, name, params = latent.scales, eqn.primitive.name, eqn.params
-    if scales is None or not scales.ndim or name in _STILL:
+    scales, name = latent.scales, eqn.primitive.name
+    if scales is None or not scales.ndim:
         return scales
-    n = scales.ndim
-    if name == "slice":
-        start, limit, strides = params["start_indices"][:n], params["limit_indices"][:n], params["strides"]
-        if strides is not None:
-            strides = strides[:n]
-        return jax.tree.map(lambda leaf: jax.lax.slice(leaf, start, limit, strides), scales)
-    if name == "dynamic_slice":
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice(leaf, values[1 : n + 1], params["slice_sizes"][:n]), scales)
-    if name == "squeeze":
-        dropped = [axis for axis in params["dimensions"] if axis < n]
-        return jax.tree.map(lambda leaf: jax.lax.squeeze(leaf, dropped), scales)
-    return widest(scales)
+    move, n = axis_moves(eqn)[0], scales.ndim
+    if move.is_identity and name != "all_gather":
+        return scales
+    if name not in _ON_LEADING_AXES:
+        return widest(scales)
+    rest = (1,) * (latent.ndim - n)
+    count = sum(len(new) for old, new in move.groups if old and old[0] < n)
+
+    def moved(leaf: jax.Array) -> jax.Array:
+        out = move(leaf.reshape(leaf.shape + rest), values[1:])
+        return out.reshape(out.shape[:count])
+
+    return jax.tree.map(moved, scales)
 
 
-def _derivative(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _derivative(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A function with a custom JVP or VJP, which cannot return the amax of delayed scaling."""
     delayed = {
         repr(v): "its amax cannot come out of a custom derivative rule"
@@ -108,7 +89,7 @@ def _derivative(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: li
     return DERIVATIVES[eqn.primitive.name](evaluator, eqn, values)
 
 
-def _gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A look-up in the table quantized as at serving time, straight-through."""
     table, *others = values
     if not is_latent(table):
@@ -116,7 +97,7 @@ def _gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> 
     return bound(eqn, [_looked_up(table, eqn), *map(plain, others)])
 
 
-def _dynamic_slice(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _dynamic_slice(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A looked-up row, quantized as at serving time; a larger slice is a layout operation."""
     moved = _moved(evaluator, eqn, values)
     if Lookup.of(eqn) is None or not is_latent(moved[0]):

@@ -14,16 +14,11 @@ from jax.typing import DTypeLike
 
 from ..._tiles import Tile
 from ...array import QArray, Scheme
-from ...array.layout import Axis, reshaped
+from ...array.axis_move import AxisMove, axis_moves
+from ...array.layout import Axis
 from ...array.quantize import laid_along
 from ...errors import QuantError
 from ...kernels.quantize import quantize
-from ..interpret.indices import shape_of
-
-_UNMOVED = (
-    *("copy", "copy_p", "name", "stop_gradient", "stage", "optimization_barrier"),
-    *("sharding_constraint", "reshard", "pvary"),
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,38 +67,18 @@ class ServingTiles:
             return self
         return dataclasses.replace(self, tiles=self.tiles[gone:], apart=tuple(a for a in self.apart if a >= -ndim))
 
-    def after(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "ServingTiles":
-        """The tiles after a layout equation.
+    def after(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> list["ServingTiles"]:
+        """The tiles of each result of a layout equation.
 
         Raises:
             QuantError: where the equation removes elements that share a scale with others, or tiles cannot describe the
                 result; and for a lossy cast later than those before quantization.
         """
-        name, params = eqn.primitive.name, eqn.params
-        shape, new = tuple(shape_of(eqn.invars[0])), tuple(shape_of(eqn.outvars[0]))
-        if name in _UNMOVED or (name == "all_gather" and params["tiled"]):
-            return self
-        if name == "convert_element_type":
-            return self._cast(params["new_dtype"])
-        if name in ("slice", "dynamic_slice", "split"):
-            return self._cut(eqn, scheme)
-        if name in ("squeeze", "expand_dims") or (name == "reshape" and params["dimensions"] is None):
-            return self._reshaped(shape, new, scheme)
-        if isinstance(scheme.scale, Scheme) or (self.apart and name != "transpose"):
-            raise QuantError(f"tiles cannot describe its scales after {name}")
-        if name == "transpose":
-            order = params["permutation"]
-            apart = tuple(sorted(order.index(a + len(order)) - len(order) for a in self.apart))
-            return dataclasses.replace(self, tiles=tuple(self.tiles[a] for a in order), apart=apart)
-        if name == "broadcast_in_dim":
-            of_axis = dict(zip(params["broadcast_dimensions"], shape, strict=True))
-            one = tuple(of_axis.get(a, 1) for a in range(len(new)))
-            tiles = self._reshaped(shape, one, scheme).tiles
-            tiles = tuple(1 if n != m else t for t, n, m in zip(tiles, one, new, strict=True))
-            return dataclasses.replace(self, tiles=tiles)
-        if name == "rev" and all(shape[a] % (self.tiles[a] or shape[a]) == 0 for a in params["dimensions"]):
-            return self
-        raise QuantError(f"its tiles cannot be tracked through {name}")
+        if eqn.primitive.name == "convert_element_type":
+            return [self._cast(eqn.params["new_dtype"])]
+        if eqn.primitive.name == "all_gather" and not eqn.params["tiled"]:
+            raise QuantError("its tiles cannot be tracked through an all-gather that adds an axis")
+        return [self._moved(move, scheme) for move in axis_moves(eqn)]
 
     def _cast(self, dtype: DTypeLike) -> "ServingTiles":
         if is_exact_cast(dtype, self.dtype):
@@ -113,40 +88,25 @@ class ServingTiles:
             raise QuantError(f"it is quantized before it is cast to {name}")
         return dataclasses.replace(self, dtype=name, casts=self.casts[1:])
 
-    def _reshaped(self, shape: tuple[int, ...], new: tuple[int, ...], scheme: Scheme) -> "ServingTiles":
-        first = len(self.apart)
-        if self.apart != tuple(range(-len(shape), first - len(shape))):
-            raise QuantError("a loop slices an axis that is not the first")
-        lost = next((k for k in range(first + 1) if shape[k:first] == new[: first - k]), None)
-        if lost is None or any(n != 1 for n in shape[:lost]):
-            raise QuantError("the reshape merges axes that a loop slices")
-        kept, rest, new_rest = first - lost, shape[first:], new[first - lost :]
-        if isinstance(scheme.scale, Scheme) and rest != new_rest:
-            raise QuantError("its scales are quantized, in tiles of the array before the reshape")
-        tiles = zip(rest, self.tiles[first:], strict=True)
-        axes = reshaped([Axis(n, _normalized(tile, n)) for n, tile in tiles], new_rest)
-        apart = tuple(range(-len(new), kept - len(new)))
-        return dataclasses.replace(self, tiles=(1,) * kept + tuple(axis.tile for axis in axes), apart=apart)
-
-    def _cut(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> "ServingTiles":
-        shape, params = shape_of(eqn.invars[0]), eqn.params
-        for axis, n in enumerate(shape):
-            tile = _normalized(self.tiles[axis], n)
-            lengths = [shape_of(out)[axis] for out in eqn.outvars]
-            if lengths == [n] or (tile == 1 and (_is_local(scheme) or axis - len(shape) in self.apart)):
-                continue
-            starts, strides = [0], None
-            if eqn.primitive.name == "split":
-                starts = [sum(lengths[:i]) for i in range(len(lengths))]
-            elif eqn.primitive.name == "slice":
-                starts, strides = [params["start_indices"][axis]], params["strides"]
-            is_known = eqn.primitive.name != "dynamic_slice" and (strides is None or strides[axis] == 1)
-            ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-            if not is_known or tile is None or not _is_local(scheme):
-                raise QuantError(f"its tiles on axis {axis} extend beyond the result of {eqn.primitive.name}")
-            if any(start % tile or (end % tile and end != n) for start, end in zip(starts, ends, strict=True)):
-                raise QuantError(f"{eqn.primitive.name} cuts tiles of {tile} on axis {axis}")
-        return self
+    def _moved(self, move: AxisMove, scheme: Scheme) -> "ServingTiles":
+        if move.is_identity:
+            return self
+        ndim, places = len(move.shape), move.places
+        apart = {a + ndim for a in self.apart}
+        apart_after = {places[a] for a in apart if a in places}
+        if not _is_local(scheme):
+            inner = [n for a, n in enumerate(move.shape) if a not in apart]
+            inner_after = [n for a, n in enumerate(move.result) if a not in apart_after]
+            repeats = move.units != move.result or bool(move.flipped)
+            is_merged = any(a not in places and move.shape[a] != 1 for a in apart)
+            is_inner_moved = repeats or move.is_transposed or inner != inner_after
+            if not apart.issuperset(move.cut) or is_merged or (apart and repeats):
+                raise QuantError("the scale of the whole tensor is that of other elements")
+            if isinstance(scheme.scale, Scheme) and is_inner_moved:
+                raise QuantError("its scales are quantized, in tiles of the array before the operation")
+        axes = move.tiled([Axis(n, _normalized(tile, n)) for n, tile in zip(move.shape, self.tiles, strict=True)])
+        after = tuple(a - len(axes) for a in sorted(apart_after))
+        return dataclasses.replace(self, tiles=tuple(axis.tile for axis in axes), apart=after)
 
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...] | None = None) -> QArray:
         """The array quantized with these tiles, packed along the last contraction axis of `axis`."""

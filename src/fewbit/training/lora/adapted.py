@@ -1,7 +1,7 @@
 """An adapted weight: the array proxy that products of unchanged code read."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -63,16 +63,13 @@ class Adapted(ArrayProxy):
         kind = repr(self.base) if is_qarray(self.base) else f"{self.dtype.name}{list(self.shape)}"
         return f"{kind} with an adapter of rank {self.a.shape[-1]}"
 
-    def moved(self, base: object, move: Callable[[Array], Array]) -> "Adapted":
-        """The weight after a layout op, which gave `base`; `move` applies it to a factor."""
-        names = ("a", "b", "keys")
-        factors = dict(zip(names, map(move, self.factors), strict=False))
-        return dataclasses.replace(self, base=base, **factors)
+    def moved(self, base: object, factors: Sequence[Array]) -> "Adapted":
+        """The weight after a layout op, which gave `base` and `factors`."""
+        return dataclasses.replace(self, base=base, **dict(zip(("a", "b", "keys"), factors, strict=False)))
 
     def stacked(self) -> "Adapted":
-        length = self.shape[0]
         base = stacked(self.base) if is_qarray(self.base) else self.base
-        return self.moved(base, lambda factor: jnp.broadcast_to(factor, (length, *factor.shape[1:])))
+        return self.moved(base, [jnp.broadcast_to(f, (self.shape[0], *f.shape[1:])) for f in self.factors])
 
     def array(self) -> Array:
         if self.keys is not None:

@@ -40,14 +40,9 @@ def accumulator(dtype: np.dtype) -> DTypeLike:
 def contracted(
     left: Operand, right: Operand, out: Sequence[int], precision: jax.lax.PrecisionLike, dtype: DTypeLike
 ) -> Array:
-    """An einsum of two arrays over numbered axes, broadcast along axes of length 1.
+    """An einsum of two arrays over numbered axes, accumulated in `dtype` and broadcast along axes of length 1.
 
-    Args:
-        left: an operand.
-        right: another.
-        out: the numbers of the result's axes, of length 1 where neither array has one. Axes not in `out` are summed over.
-        precision: as in `jax.lax.dot_general`.
-        dtype: the dtype of the accumulator and the result.
+    The result has the axes `out`, of length 1 where neither array has one; all others are summed over.
     """
     (x, of_x), (y, of_y) = (_without_units(*operand) for operand in (left, right))
     lone = [i for i, n in enumerate(of_x) if n not in out and n not in of_y]
@@ -76,18 +71,10 @@ def factored_product(
     out: Sequence[int],
     precision: jax.lax.PrecisionLike,
 ) -> Array:
-    """The product of an operand with `a b`, one factor after the other.
+    """The product of an operand with `a b`, one factor after the other, in float32 or wider.
 
-    Args:
-        x: the operand.
-        factors: `a` and `b`, whose axes have the numbers `axes` and one more for the rank.
-        x_axes: the numbers of the axes of `x`.
-        axes: the numbers of the weight's axes.
-        out: the numbers of the result's axes.
-        precision: as in `jax.lax.dot_general`.
-
-    Returns:
-        The product in float32 or wider, with length 1 where neither operand has an axis of the result.
+    `x_axes`, `axes` and `out` are the numbers of the axes of `x`, of the weight and of the result, which has length 1 where
+    neither operand has an axis.
     """
     wide = accumulator(x.dtype)
     rank = max((*x_axes, *axes)) + 1

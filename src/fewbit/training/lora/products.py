@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jaxtyping import Array
 
+from ...ops.interpret.evaluator import Evaluator, NoRuleError, Rule
 from ...ops.interpret.proxy import ArrayProxy, is_proxy
-from ...ops.interpret.rules.rule import AbstractEvaluator, NoRuleError, Rule
 from ...ops.ragged import PLAIN
 from .factors import accumulator, factored_product
 
@@ -28,7 +28,7 @@ equation's parameters, and whether the weight is the right operand."""
 def _product(low_rank: LowRank) -> Rule:
     """The rule of a product: the base product as without an adapter, plus the low-rank term."""
 
-    def rule(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    def rule(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
         is_right = isinstance(values[1], ArrayProxy)
         w, x = values[is_right], values[not is_right]
         if any(is_proxy(value) for value in values if value is not w):

@@ -1,11 +1,11 @@
 """The rule of each JAX primitive with a quantized operand."""
 
 from ...qat import rules as rules
+from ..evaluator import Rule
 from .control_flow import CONTROL
 from .custom_derivatives import DERIVATIVES
 from .layout import LAYOUT
 from .products import PRODUCT
-from .rule import Rule
 from .sharding import SHARDING
 
 SHARED: dict[str, Rule] = CONTROL | DERIVATIVES

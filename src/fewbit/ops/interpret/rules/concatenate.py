@@ -11,7 +11,7 @@ from ...._tiles import Tile
 from ....array import QArray
 from ....array.packing import code_capacity, codes_per_unit, pack, unpack
 from ...take import taken_rows, with_leaves
-from .rule import NoRuleError
+from ..evaluator import NoRuleError
 
 
 def tile_length(q: QArray, axis: int) -> int:
@@ -40,19 +40,10 @@ def unit_of(q: QArray) -> int:
 
 
 def joined(parts: Sequence[QArray], axis: int, join: Callable[[list[Any]], Any], times: int = 1) -> QArray:
-    """Concatenates arrays of the same scheme; every part keeps its scales.
+    """Concatenates arrays of the same scheme along an axis; every part keeps its scales.
 
-    Args:
-        parts: the arrays. All but the last end at the end of a tile and of a byte.
-        axis: the axis to concatenate.
-        join: concatenates corresponding leaves.
-        times: how often the parts repeat in the result (once per device, for an all-gather).
-
-    Returns:
-        The array.
-
-    Raises:
-        NoRuleError: when schemes or tiles differ, or a tile or byte would contain elements of two parts.
+    `join` concatenates corresponding leaves; the parts repeat `times` times (once per device, for an all-gather). NoRuleError
+    when schemes or tiles differ, or a tile or byte would contain elements of two parts.
     """
     first, inner = parts[0], parts
     if times == 1:
@@ -110,11 +101,7 @@ def _refuse_other_scheme(part: QArray, first: QArray, axis: int) -> None:
 
 
 def broadcasted(q: QArray, shape: tuple[int, ...]) -> QArray:
-    """Broadcasts axes of length 1 to `shape`; the copies share their scale.
-
-    Raises:
-        NoRuleError: when codes share bytes along a broadcast axis.
-    """
+    """Broadcasts axes of length 1 to `shape`; the copies share their scale. NoRuleError along the packed axis."""
     grown = [a for a, (n, m) in enumerate(zip(q.shape, shape, strict=True)) if n != m]
     if any(is_packed_along(q, a) for a in grown):
         raise NoRuleError("codes share bytes along the axis that would be repeated")

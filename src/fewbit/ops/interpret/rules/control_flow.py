@@ -12,24 +12,52 @@ from jaxtyping import PyTree
 
 from ....array import QArray, is_qarray
 from ...take import taken_rows, with_leaves
-from ..indices import Atom, open_jaxpr, scan_counts
+from ..evaluator import Evaluator, NoRuleError, Rule
+from ..indices import Atom, open_jaxpr, scan_operands, while_operands
 from ..proxy import ArrayProxy, is_proxy
 from .concatenate import spread
-from .rule import AbstractEvaluator, NoRuleError, Rule
 from .scan_slice import ScanSlice, alone, is_sliced_lazily
+from .sharding import constrained
+
+_PIECES = 1024  # the size of a transparent function's cache of jitted pieces; code with new bodies in each call fills it
 
 
-def _jit(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    return evaluator.jitted(eqn)(*values)
+def _jit(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """An inner `jit`, which stays jitted; the same function for the same body."""
+    params, pieces = eqn.params, evaluator.pieces
+    body, closed = evaluator.function(params["jaxpr"]), params["jaxpr"]
+
+    def inner(*args: PyTree) -> list[Any]:
+        outputs = body(*map(_placed, args, params["in_shardings"]))
+        return list(map(_placed, outputs, params["out_shardings"]))
+
+    inner.__name__ = params["name"]
+    settings = {"inline": params["inline"], "keep_unused": params["keep_unused"]}
+    if options := dict(params["compiler_options_kvs"]):
+        settings["compiler_options"] = options
+
+    key = ("jit", id(closed), params["in_shardings"], params["out_shardings"], tuple(settings.items()))
+    if closed.consts or options or evaluator.has_chosen_inside():
+        return jax.jit(inner, **settings)(*values)
+    if key not in pieces:
+        if len(pieces) >= _PIECES:
+            pieces.pop(next(iter(pieces)))
+        pieces[key] = (closed, jax.jit(inner, **settings))
+    return pieces[key][1](*values)
 
 
-def _call(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _placed(x: PyTree, sharding: object) -> PyTree:
+    """A value with the sharding that an inner `jit` asks for, if any."""
+    return constrained(x, sharding) if isinstance(sharding, jax.sharding.Sharding) else x
+
+
+def inlined(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """Inlines the body of a call."""
     inner = eqn.params.get("call_jaxpr") or eqn.params["jaxpr"]
     return evaluator.function(inner)(*values)
 
 
-def _remat(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _remat(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params = eqn.params
     body = evaluator.function(params["jaxpr"])
 
@@ -42,10 +70,10 @@ def _remat(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[An
     return jax.checkpoint(recomputed, prevent_cse=params["prevent_cse"], policy=params["policy"])(*values)
 
 
-def _scan(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _scan(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params = eqn.params
-    constants, carries = scan_counts(eqn)
-    consts, carry, xs = values[:constants], values[constants : constants + carries], values[constants + carries :]
+    consts, carry, xs = scan_operands(eqn, values)
+    constants, carries = len(consts), len(carry)
     body = evaluator.function(params["jaxpr"])
     xs = list(map(stacked, xs))
     stacks = {i: x for i, x in enumerate(xs) if is_sliced_lazily(x)}  # sliced lazily, in the body
@@ -100,9 +128,7 @@ def stacked(q: PyTree) -> PyTree:
     return with_leaves(q, lambda leaf: stacked(spread(leaf, 0, length)), scheme=scheme)
 
 
-def _stable_carry(
-    evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, step: Callable[..., Any], carry: Sequence[Any]
-) -> list[Any]:
+def _stable_carry(evaluator: Evaluator, eqn: jex_core.JaxprEqn, step: Callable[..., Any], carry: Sequence[Any]) -> list[Any]:
     """The carry of a loop; QArrays that one step returns in another form are decoded."""
     if not any(map(is_proxy, carry)):
         return list(carry)
@@ -122,10 +148,9 @@ def _is_alike(before: PyTree, after: PyTree) -> bool:
     return not is_proxy(before) or all(a.shape == b.shape for a, b in leaves)
 
 
-def _while(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _while(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params = eqn.params
-    in_cond, in_body = params["cond_nconsts"], params["body_nconsts"]
-    cond_consts, body_consts, carry = values[:in_cond], values[in_cond : in_cond + in_body], values[in_cond + in_body :]
+    cond_consts, body_consts, carry = while_operands(eqn, values)
     cond, body = evaluator.function(params["cond_jaxpr"]), evaluator.function(params["body_jaxpr"])
     carry = _stable_carry(evaluator, eqn, lambda *c: body(*body_consts, *c), carry)
     return list(
@@ -133,7 +158,7 @@ def _while(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[An
     )
 
 
-def _cond(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _cond(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     index, *operands = values
     bodies = [evaluator.function(branch) for branch in eqn.params["branches"]]
     shapes = [jax.eval_shape(lambda *args, b=body: tuple(b(*args)), *operands) for body in bodies]
@@ -208,9 +233,9 @@ def _platform_dependent(platforms: Sequence[Any], branches: list[Callable[..., A
 CONTROL: dict[str, Rule] = {
     "jit": _jit,
     "pjit": _jit,
-    "closed_call": _call,
-    "eval_jaxpr": _call,
-    "composite": _call,
+    "closed_call": inlined,
+    "eval_jaxpr": inlined,
+    "composite": inlined,
     "remat2": _remat,
     "checkpoint": _remat,
     "scan": _scan,

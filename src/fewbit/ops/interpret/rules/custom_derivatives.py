@@ -16,11 +16,11 @@ from jax.extend import core as jex_core
 from jax.tree_util import Partial
 from jaxtyping import PyTree
 
+from ..evaluator import Evaluator, Rule, bound, logical
 from ..proxy import array_of, is_proxy
-from .rule import AbstractEvaluator, Rule, bound, logical
 
 
-def _traced(evaluator: AbstractEvaluator, fn: Callable[..., Any], *args: PyTree) -> PyTree:
+def _traced(evaluator: Evaluator, fn: Callable[..., Any], *args: PyTree) -> PyTree:
     """`fn` of values that may be proxies: traced on arrays, then evaluated with the rules. Returns any pytree."""
     leaves, treedef = jax.tree.flatten(args, is_leaf=is_proxy)
     out_tree: Any = None
@@ -41,7 +41,7 @@ def _merged(all_values: Sequence[Any], places: Sequence[int], values: Sequence[A
     return merged
 
 
-def _custom_jvp(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _custom_jvp(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     body = evaluator.function(eqn.params["call_jaxpr"])
 
     @jax.custom_jvp
@@ -84,7 +84,7 @@ def _instantiated(tangent: PyTree) -> PyTree:
     return jnp.zeros(tangent.shape, tangent.dtype)
 
 
-def _custom_vjp(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _custom_vjp(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     body = evaluator.function(eqn.params["call_jaxpr"])
     floats = [i for i, v in enumerate(values) if jnp.issubdtype(v.dtype, jnp.inexact)]
 
@@ -113,7 +113,7 @@ def _custom_vjp(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: li
     return list(call(*values))
 
 
-def _pulled(evaluator: AbstractEvaluator, treedef: Any, *leaves_and_gradients: PyTree) -> PyTree:
+def _pulled(evaluator: Evaluator, treedef: Any, *leaves_and_gradients: PyTree) -> PyTree:
     *leaves, gradients = leaves_and_gradients
 
     def pull(leaves: list[Any], gradients: PyTree) -> PyTree:

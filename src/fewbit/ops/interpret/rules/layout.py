@@ -1,28 +1,60 @@
 """Layout operations on QArrays, which stay quantized."""
 
 import dataclasses
-import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend import core as jex_core
 
 from ....array import QArray, is_qarray
-from ....array.layout import regrouped
+from ....array.axis_move import LAYOUT_PRIMITIVES, AxisMove, axis_moves
 from ....errors import QuantError
 from ....kernels.quantize import dequantize
 from ...take import taken_rows
-from ..indices import shape_of
+from ..evaluator import Evaluator, NoRuleError, Rule, bound
 from ..lookup import Lookup
 from .concatenate import broadcasted, is_packed_along, joined, repacked, reversed_along, untiled
-from .rule import AbstractEvaluator, NoRuleError, Rule
 
 
-def _transpose(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    return [values[0].transpose(*eqn.params["permutation"])]
+def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A layout operation that the QArray has itself."""
+    _refuse_sharding(eqn)
+    return [moved(values[0], move) for move in axis_moves(eqn)]
+
+
+def moved(q: QArray, move: AxisMove) -> QArray:
+    """The array after a layout operation; NoRuleError when a tile or a byte would be cut."""
+    try:
+        if move.is_transposed:
+            q = q.transpose(*move.order)
+        if move.slices:
+            q = q[move.slices]
+    except QuantError as error:
+        raise NoRuleError(str(error)) from error
+    q = _regrouped(q, move)
+    if move.result != move.units:
+        q = broadcasted(q, move.result)
+    return reversed_along(q, move.flipped)
+
+
+def _regrouped(q: QArray, move: AxisMove) -> QArray:
+    """A reshape; where it would cut bytes, the codes are packed along an axis that it keeps.
+
+    A reshape with a transpose is how JAX regroups the kernel for the gradient of a grouped convolution. It is not refused for
+    tiles: merged axes get a scale per element.
+    """
+    try:
+        return q.reshape(move.units)
+    except QuantError:
+        kept = [old[0] for old, new in move.groups if old and [q.shape[a] for a in old] == [move.units[a] for a in new]]
+    for axis in range(q.ndim):
+        if move.is_transposed and axis not in kept:
+            q = dataclasses.replace(untiled(q, axis), tensor_scale=q.tensor_scale)  # which stays one element
+    if kept:
+        q = repacked(q, max(kept, key=lambda axis: q.shape[axis]))
+    return reshaped(q, move.units)
 
 
 def reshaped(q: QArray, shape: Sequence[int]) -> QArray:
@@ -38,41 +70,7 @@ def _refuse_sharding(eqn: jex_core.JaxprEqn) -> None:
         raise NoRuleError("a sharding is requested for the result")
 
 
-def _reshape(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """A reshape; where it would cut bytes, the codes are packed along an axis that it keeps.
-
-    A reshape with a transpose is how JAX regroups the kernel for the gradient of a grouped convolution. It is not refused for
-    tiles: merged axes get a scale per element.
-    """
-    _refuse_sharding(eqn)
-    q, order, shape = values[0], eqn.params.get("dimensions"), shape_of(eqn.outvars[0])
-    if order is not None:
-        q = q.transpose(*order)
-    try:
-        return [q.reshape(shape)]
-    except QuantError:
-        groups = regrouped(q.shape, shape)
-    kept = [old[0] for old, new in groups if [q.shape[a] for a in old] == [shape[a] for a in new]]
-    for axis in range(q.ndim):
-        if order is not None and axis not in kept:
-            q = dataclasses.replace(untiled(q, axis), tensor_scale=q.tensor_scale)  # which stays one element
-    if kept:
-        q = repacked(q, max(kept, key=lambda axis: q.shape[axis]))
-    return [reshaped(q, shape)]
-
-
-def _unit_axes(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    return [reshaped(values[0], shape_of(eqn.outvars[0]))]
-
-
-def _broadcast_in_dim(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    _refuse_sharding(eqn)
-    q, shape, places = values[0], eqn.params["shape"], eqn.params["broadcast_dimensions"]
-    of_axis = dict(zip(places, q.shape, strict=True))
-    return [broadcasted(reshaped(q, [of_axis.get(a, 1) for a in range(len(shape))]), tuple(shape))]
-
-
-def _convert(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _convert(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _refuse_sharding(eqn)
     dtype = eqn.params["new_dtype"]
     if not jnp.issubdtype(dtype, jnp.floating):
@@ -80,44 +78,28 @@ def _convert(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) ->
     return [values[0].astype(dtype)]
 
 
-def _on_leaves(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """A primitive that returns its operand, bound for each leaf of the QArray."""
-    return [jax.tree.map(lambda leaf: eqn.primitive.bind(leaf, **eqn.params), values[0])]
+def on_leaves(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A primitive that returns its operand, or another device's, bound for each leaf of the QArray."""
+    return [jax.tree.map(lambda leaf: bound(eqn, [leaf])[0], values[0])]
 
 
-def _stop_gradient(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _stop_gradient(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     return [jax.lax.stop_gradient(values[0])]
 
 
-def _barrier(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _barrier(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     return list(jax.lax.optimization_barrier(tuple(values)))
 
 
-def _indexed(q: QArray, index: tuple[Any, ...]) -> QArray:
+def _unstack(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    q, before = values[0], (slice(None),) * eqn.params["axis"]
     try:
-        return q[index]
+        return [q[(*before, i)] for i in range(q.shape[eqn.params["axis"]])]
     except QuantError as error:
         raise NoRuleError(str(error)) from error
 
 
-def _slice(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    strides = eqn.params["strides"] or (1,) * values[0].ndim
-    steps = zip(eqn.params["start_indices"], eqn.params["limit_indices"], strides, strict=True)
-    return [_indexed(values[0], tuple(slice(*step) for step in steps))]
-
-
-def _split(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    before = (slice(None),) * eqn.params["axis"]
-    edges = [0, *(int(n) for n in np.cumsum(eqn.params["sizes"]))]
-    return [_indexed(values[0], (*before, slice(start, stop))) for start, stop in itertools.pairwise(edges)]
-
-
-def _unstack(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    before = (slice(None),) * eqn.params["axis"]
-    return [_indexed(values[0], (*before, i)) for i in range(values[0].shape[eqn.params["axis"]])]
-
-
-def _dynamic_slice(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _dynamic_slice(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     q, *starts = values
     if not is_qarray(q):
         raise NoRuleError("the index is quantized")
@@ -139,20 +121,20 @@ def _all_quantized(values: Sequence[Any]) -> None:
         raise NoRuleError("one of the operands is not quantized")
 
 
-def _concatenate(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _concatenate(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _all_quantized(values)
     axis = eqn.params["dimension"]
     return [joined(values, axis, lambda leaves: jnp.concatenate(leaves, axis))]
 
 
-def _stack(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _stack(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _all_quantized(values)
     axis = eqn.params["axis"]
     parts = [reshaped(q, (*q.shape[:axis], 1, *q.shape[axis:])) for q in values]
     return [joined(parts, axis, lambda leaves: jnp.concatenate(leaves, axis))]
 
 
-def _tile(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _tile(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     q = values[0]
     for axis, times in enumerate(eqn.params["reps"]):
         if times > 1:
@@ -160,11 +142,7 @@ def _tile(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> li
     return [q]
 
 
-def _rev(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    return [reversed_along(values[0], eqn.params["dimensions"])]
-
-
-def _select_n(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _select_n(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """Selects whole tiles: the predicate is a scalar, or constant along tiled axes."""
     which, *cases = values
     _all_quantized(cases)
@@ -184,27 +162,16 @@ def _select_n(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -
     return [jax.tree.map(chosen, *cases)]
 
 
-LAYOUT: dict[str, Rule] = {
-    "transpose": _transpose,
-    "reshape": _reshape,
-    "squeeze": _unit_axes,
-    "expand_dims": _unit_axes,
-    "broadcast_in_dim": _broadcast_in_dim,
+LAYOUT: dict[str, Rule] = dict.fromkeys(LAYOUT_PRIMITIVES, _moved) | {
     "convert_element_type": _convert,
-    "copy": _on_leaves,
-    "copy_p": _on_leaves,
-    "name": _on_leaves,
-    "stage": _on_leaves,
+    **dict.fromkeys(("copy", "copy_p", "name", "stage"), on_leaves),
     "stop_gradient": _stop_gradient,
     "optimization_barrier": _barrier,
-    "slice": _slice,
-    "split": _split,
     "unstack": _unstack,
     "dynamic_slice": _dynamic_slice,
     "concatenate": _concatenate,
     "stack": _stack,
     "tile": _tile,
-    "rev": _rev,
     "select_n": _select_n,
 }
 """The rules of layout operations."""

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ...._tiles import Tile
@@ -17,14 +17,14 @@ from ...conv import conv_general_dilated
 from ...dot import dot_general, untransposed
 from ...ragged import ragged_dot_general
 from ...take import with_leaves
+from ..evaluator import Evaluator, NoRuleError, Rule, bound
 from ..indices import shape_of
 from ..lookup import Lookup
 from ..proxy import is_proxy
 from .concatenate import is_packed_along, spread
-from .rule import AbstractEvaluator, NoRuleError, Rule, bound
 
 
-def _dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _dot_general(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     names = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
     numbers, *settings = (eqn.params[name] for name in names)
     lhs, rhs, numbers = untransposed(values[0], values[1], numbers)  # here, because a jitted product has leaves only
@@ -49,18 +49,13 @@ _CONV_SETTINGS = (
 )
 
 
-def _conv_general_dilated(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _conv_general_dilated(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     _refuse_out_sharding(eqn.params)
     settings = (eqn.params[name] for name in _CONV_SETTINGS)
-    return [_compiled(quantized_conv, evaluator.is_traced)(*values, *settings)]
+    return [_compiled(conv_general_dilated, evaluator.is_traced)(*values, *settings)]
 
 
-def quantized_conv(lhs: PyTree, rhs: PyTree, *settings: Any) -> jax.Array:
-    """`fb.conv_general_dilated` with positional settings, so that `jax.jit` can take them as static."""
-    return conv_general_dilated(lhs, rhs, *settings)
-
-
-def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _ragged_dot_general(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params = eqn.params
     _refuse_out_sharding(params)
     lhs, rhs, group_sizes = values
@@ -69,20 +64,15 @@ def _ragged_dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, va
     settings = [params[name] for name in ("ragged_dot_dimension_numbers", "precision", "preferred_element_type")]
     offset = params["group_offset"]
     # An offset may be an array, which cannot be static.
-    product = _compiled(quantized_ragged_dot, evaluator.is_traced and offset is None)
+    product = _compiled(ragged_dot_general, evaluator.is_traced and offset is None)
     return [product(lhs, rhs, group_sizes, *settings, offset)]
-
-
-def quantized_ragged_dot(lhs: PyTree, rhs: PyTree, group_sizes: ArrayLike, *settings: Any) -> jax.Array:
-    """`fb.ops.ragged_dot_general` with positional settings, so that `jax.jit` can take them as static."""
-    return ragged_dot_general(lhs, rhs, group_sizes, *settings)
 
 
 # One function for all evaluations, so that JAX traces each product once for operands of equal shapes and schemes.
 _JITTED: dict[Callable[..., jax.Array], Callable[..., jax.Array]] = {
     quantized_dot_general: jax.jit(quantized_dot_general, static_argnums=(2, 3, 4, 5)),
-    quantized_conv: jax.jit(quantized_conv, static_argnums=tuple(range(2, 2 + len(_CONV_SETTINGS)))),
-    quantized_ragged_dot: jax.jit(quantized_ragged_dot, static_argnums=(3, 4, 5, 6)),
+    conv_general_dilated: jax.jit(conv_general_dilated, static_argnums=tuple(range(2, 2 + len(_CONV_SETTINGS)))),
+    ragged_dot_general: jax.jit(ragged_dot_general, static_argnums=(3, 4, 5, 6)),
 }
 
 
@@ -95,7 +85,7 @@ def _refuse_out_sharding(params: Mapping[str, object]) -> None:
         raise NoRuleError("an out_sharding is requested for the product")
 
 
-def _gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A look-up; only the taken rows are decoded, unless it indexes the packed axis."""
     q, indices = values
     if not is_qarray(q):
@@ -129,17 +119,9 @@ def _rows(eqn: jex_core.JaxprEqn, lookup: Lookup, q: QArray, indices: jax.Array)
 def gathered(eqn: jex_core.JaxprEqn, leaf: jax.Array, indices: jax.Array, tiles: Sequence[Tile]) -> jax.Array:
     """Gathers from a leaf (such as the scales) that has one element per tile of the indexed array.
 
-    Args:
-        eqn: the gather.
-        leaf: the leaf: the array's axes, some of length 1 (one element for the axis), and perhaps trailing ones.
-        indices: the indices.
-        tiles: for each axis, the number of the array's elements per element of the leaf.
-
-    Returns:
-        The elements, with out-of-bounds indices clipped; of length 1 along the axes of indices that do not matter.
-
-    Raises:
-        NoRuleError: for slices of an axis that are neither one element nor all, and for tiles along a batch axis.
+    The leaf has the array's axes, some of length 1, and perhaps trailing ones. Out-of-bounds indices are clipped; the result
+    has length 1 along axes of indices that do not matter. NoRuleError for slices that take neither one element nor all of an
+    axis, and for tiles along a batch axis.
     """
     numbers, sizes, shape = eqn.params["dimension_numbers"], eqn.params["slice_sizes"], shape_of(eqn.invars[0])
     ndim = len(shape_of(eqn.outvars[0]))

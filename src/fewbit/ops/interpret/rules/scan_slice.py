@@ -20,8 +20,8 @@ from ....kernels.qmatmul import reads_packed_weights
 from ....kernels.qmatmul.dispatch import picked_product
 from ....kernels.qmatmul.kernel import element
 from ....kernels.quantize import dequantize
+from ..evaluator import Evaluator, Rule
 from ..proxy import ArrayProxy, is_proxy
-from .rule import AbstractEvaluator, Rule
 
 
 class _Rules(dict[str, Rule]):
@@ -85,11 +85,11 @@ def alone(value: PyTree) -> PyTree:
     return value.alone() if isinstance(value, ScanSlice) else value
 
 
-def _sliced(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _sliced(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     return evaluator.equation(eqn, [alone(value) for value in values])
 
 
-def _dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _dot_general(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     lhs, rhs = values
     params = eqn.params
     if not isinstance(rhs, ScanSlice) or is_proxy(lhs) or params["out_sharding"] is not None:
@@ -105,14 +105,14 @@ def _dot_general(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: l
     return [result]
 
 
-def _convert_element_type(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _convert_element_type(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     dtype = eqn.params["new_dtype"]
     if eqn.params["sharding"] is not None or not jnp.issubdtype(dtype, jnp.floating):
         return _sliced(evaluator, eqn, values)
     return [dataclasses.replace(values[0], stack=values[0].stack.astype(dtype))]
 
 
-def _transpose(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _transpose(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     swaps = tuple(eqn.params["permutation"]) == (1, 0)
     return [dataclasses.replace(values[0], is_transposed=values[0].is_transposed != swaps)]
 

@@ -16,18 +16,14 @@ from ....array import QArray, is_qarray
 from ....array.sharding import axis_names, placement, spec_entries
 from ....errors import QuantError
 from ...take import with_leaves
+from ..evaluator import Evaluator, NoRuleError, Rule
 from ..proxy import ArrayProxy
 from .concatenate import is_packed_along, joined, spread, tile_length, unit_of
-from .layout import reshaped
-from .rule import AbstractEvaluator, NoRuleError, Rule, bound
+from .layout import on_leaves, reshaped
 
 
 def leaf_shardings(q: QArray, sharding: object) -> PyTree:
-    """The sharding of each leaf, from that of the array, as in `fb.shardings_of`.
-
-    Raises:
-        NoRuleError: when the sharding has no spec or an unconstrained one, or would cut a tile or a byte.
-    """
+    """The sharding of each leaf, from that of the array; NoRuleError without a definite spec, or when it cuts a tile or byte."""
     if not isinstance(sharding, NamedSharding):
         raise NoRuleError(f"its sharding is a {type(sharding).__name__}; only a NamedSharding names the axes")
     if PartitionSpec.UNCONSTRAINED in tuple(sharding.spec):
@@ -47,13 +43,13 @@ def constrained(x: PyTree, sharding: PyTree) -> PyTree:
     return jax.lax.with_sharding_constraint(x, sharding)
 
 
-def _sharding_constraint(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _sharding_constraint(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     if eqn.params.get("layout") is not None:
         raise NoRuleError("a memory layout is requested")
     return [constrained(values[0], eqn.params["sharding"])]
 
 
-def _reshard(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _reshard(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """`jax.reshard` of every leaf."""
     q, target = values[0], eqn.params["dst_sharding"]
     leaves, structure = jax.tree.flatten(q)
@@ -62,7 +58,7 @@ def _reshard(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) ->
     return [jax.tree.unflatten(structure, moved)]
 
 
-def _device_put(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _device_put(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """`jax.device_put` of every leaf of the operands."""
     columns = list(zip(eqn.params["devices"], eqn.params["srcs"], eqn.params["copy_semantics"], strict=True))
     leaves, places = [], []
@@ -81,12 +77,7 @@ def _device_put(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any])
 # --- within shard_map ---
 
 
-def _each_leaf(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """A collective that permutes or keeps whole shards, bound for every leaf of the QArray."""
-    return [jax.tree.map(lambda leaf: bound(eqn, [leaf])[0], values[0])]
-
-
-def _all_gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _all_gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     params, (q,) = eqn.params, values
     axis = params["all_gather_dimension"]
     if not params["tiled"]:
@@ -100,11 +91,7 @@ def _all_gather(_: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any])
 
 
 def sharded_ready(q: QArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> QArray:
-    """The array with leaves that a PartitionSpec cuts exactly where it cuts the array.
-
-    Raises:
-        NoRuleError: when a tile or a byte would contain elements of two shards.
-    """
+    """The array with leaves that a PartitionSpec cuts where it cuts the array; NoRuleError for a tile or byte of two shards."""
     for axis, entry in enumerate(spec_entries(spec, q.ndim)):
         parts = math.prod(mesh.shape[name] for name in axis_names(entry))
         if parts > 1:
@@ -130,7 +117,7 @@ def _cut_ready(q: QArray, axis: int, parts: int) -> QArray:
     return with_leaves(q, ready, scheme=q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis))
 
 
-def _shard_map(evaluator: AbstractEvaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _shard_map(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """`shard_map` over an interpreted body; quantized results are decoded inside."""
     params = eqn.params
     mesh, names = params["mesh"], set(params["newly_manual_axes"])
@@ -169,8 +156,8 @@ SHARDING: dict[str, Rule] = {
     "sharding_constraint": _sharding_constraint,
     "reshard": _reshard,
     "device_put": _device_put,
-    "pvary": _each_leaf,
-    "ppermute": _each_leaf,
+    "pvary": on_leaves,
+    "ppermute": on_leaves,
     "all_gather": _all_gather,
     "shard_map": _shard_map,
 }
