@@ -44,6 +44,9 @@ class ModelSparsity:
             params: the parameters, dense. They are not differentiated.
             step: the number of this step; None counts the updates from 0.
 
+        Returns:
+            The state for this step.
+
         Raises:
             QuantError: when the parameters are others than the state's.
         """
