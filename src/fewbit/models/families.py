@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from importlib import resources
-from typing import Any
 
 from ..recipe import Role, TensorRole
 from ..recipe.roles import refined
@@ -58,12 +57,11 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Every family of the table."""
     table = json.loads(resources.files("fewbit.models").joinpath("families.json").read_text(encoding="utf-8"))
-    return tuple(_family(form) for form in table["families"])
-
-
-def _family(form: Mapping[str, Any]) -> Family:
-    patterns = tuple((layout, _pattern(form[layout])) for layout in _LAYOUTS if layout in form)
-    return Family(form["name"], tuple(form["model_types"]), patterns)
+    found = []
+    for form in table["families"]:
+        patterns = tuple((layout, _pattern(form[layout])) for layout in _LAYOUTS if layout in form)
+        found.append(Family(form["name"], tuple(form["model_types"]), patterns))
+    return tuple(found)
 
 
 def _pattern(ends: list[str]) -> re.Pattern[str]:
