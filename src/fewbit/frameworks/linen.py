@@ -144,7 +144,7 @@ def update_sparsity(state: ModelSparsity, variables: PyTree, step: Int[ArrayLike
 
 
 def pruned(variables: PyTree, state: ModelSparsity) -> PyTree:
-    """Sets pruned weights to zero, as `fb.ModelSparsity.apply`, to quantize and serve what `train` trained."""
+    """The sparse variables, to quantize and serve, as `fb.ModelSparsity.apply`."""
     return _split(variables).replaced(state.apply)
 
 

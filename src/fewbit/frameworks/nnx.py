@@ -171,7 +171,7 @@ def update_sparsity(state: ModelSparsity, model: PyTree, step: Int[ArrayLike, ""
 
 
 def pruned(model: PyTree, state: ModelSparsity) -> PyTree:
-    """A model with pruned weights set to zero, as `fb.ModelSparsity.apply`, to quantize and serve what `train` trained."""
+    """The sparse model, to quantize and serve, with shared other arrays, as `fb.ModelSparsity.apply`."""
     return _split(model).replaced(state.apply)
 
 
@@ -244,7 +244,7 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         dropout_key: Key[Array, ""] | None = None,
         **kwargs: PyTree,
     ) -> Any:
-        def run(params: PyTree, *split: Any) -> Any:
+        def run(params: PyTree, *split: PyTree) -> Any:
             return pure(params, adapters, *split, dropout_key=dropout_key)
 
         return _run(run, (model, *args), kwargs)
@@ -289,17 +289,9 @@ class _Graph:
 
     def values(self) -> tuple[dict[Any, Any], list[Any]]:
         """The nested parameters of the first object, and the values of all other Variables."""
-        params: dict[Any, Any] = {}
-        rest = []
-        for path, variable in self.variables.items():
-            if _is_param(path, variable):
-                place = params
-                for name in path[1:-1]:
-                    place = place.setdefault(name, {})
-                place[path[-1]] = _value(variable)
-            else:
-                rest.append(_value(variable))
-        return params, rest
+        params = {path[1:]: _value(x) for path, x in self.variables.items() if _is_param(path, x)}
+        rest = [_value(x) for path, x in self.variables.items() if not _is_param(path, x)]
+        return flax("traverse_util").unflatten_dict(params), rest
 
     def merged(self, params: dict[Any, Any], rest: Iterable[Any]) -> tuple[Any, ...]:
         """New objects with these values in their Variables."""
@@ -348,7 +340,7 @@ def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
     return pure
 
 
-def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: object) -> Any:
     """Calls a transformed `_pure(fn)` with the arguments of `fn`; writes the changes into its objects."""
     nnx = flax("nnx")
 

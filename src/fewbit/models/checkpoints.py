@@ -88,7 +88,7 @@ def config_from_glassllm(obj: Mapping[str, Any]) -> LlamaConfig:
     return _llama(found, hidden=8 * found.width // 3, rope="interleaved", tied=True)
 
 
-def _llama(found: msgspec.Struct, **settings: Any) -> LlamaConfig:
+def _llama(found: msgspec.Struct, **settings: object) -> LlamaConfig:
     """The configuration of metadata, whose fields have its names; `settings` come first."""
     form = {
         field.name: settings.get(field.name, getattr(found, field.name, None)) for field in dataclasses.fields(LlamaConfig)

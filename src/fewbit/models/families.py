@@ -41,7 +41,7 @@ class Family:
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
 
     def role(self, name: str, shape: Shape) -> TensorRole | None:
-        """The role of a tensor by its name; None if the table lacks the name, or has it with another rank."""
+        """The role of a tensor by name; None for an unknown name or rank."""
         layout = next((layout for layout, pattern in self.patterns if pattern.fullmatch(name)), None)
         if layout is None:
             return None
@@ -93,7 +93,7 @@ def family_roles(shapes: Mapping[str, Shape], model_type: str | None) -> dict[st
 
 
 def _agreed(fitting: list[Family], name: str, shape: Shape) -> TensorRole | None:
-    """The role that all of these families give a tensor; None if they differ or have none."""
+    """The role that these families agree on; None if they do not."""
     roles = [role for family in fitting if (role := family.role(name, shape)) is not None]
     if len(roles) < len(fitting) or len({(role.role, role.axis) for role in roles}) != 1:
         return None

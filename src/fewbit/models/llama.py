@@ -179,11 +179,13 @@ def _hidden(
 
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
         q, k, v = _heads_of(_rms_norm(x, layer["attn"]["norm"], config), layer["attn"], (cos, sin), config)
-        if cache is None:
-            blocks = (_full_sequence(k, v, kv),)
-        else:
+        if cache is not None:
             cache = cache.written(index, k, v)
             blocks = cache.blocks(index, k, v)
+        elif kv is not None:
+            blocks = (Block(quantize(k, kv.keys), quantize(v, kv.values), seen_positions(0, T)),)
+        else:
+            blocks = (Block(k, v, seen_positions(0, T)),)
         mixed = attention(q, blocks).swapaxes(1, 2).reshape(*x.shape[:2], -1)
         x = x + _linear(mixed, layer["attn"]["o"])
         return x + _mlp(x, layer["mlp"], config), cache
@@ -220,12 +222,6 @@ def _heads_of(
     B, T, _ = y.shape
     q, k, v = (part.reshape(B, T, count, -1).swapaxes(1, 2) for part, count in zip(flat, counts, strict=True))
     return apply_rotary(q, *positions, config.rope), apply_rotary(k, *positions, config.rope), v
-
-
-def _full_sequence(k: Array, v: Array, kv: KVPolicy | None) -> Block:
-    """A full sequence under a causal mask."""
-    seen = seen_positions(0, k.shape[-2])
-    return Block(k, v, seen) if kv is None else Block(quantize(k, kv.keys), quantize(v, kv.values), seen)
 
 
 def _mlp(x: Array, mlp: Params, config: LlamaConfig) -> Array:

@@ -1,4 +1,4 @@
-"""Delayed scaling of a model: the amax histories of its products, as a pytree."""
+"""Delayed scaling of a model: a pytree of amax histories."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping

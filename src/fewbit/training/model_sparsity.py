@@ -1,4 +1,4 @@
-"""N:M sparsity of a model: the masks of its parameters, as a pytree."""
+"""N:M sparsity of a model: a pytree of masks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
