@@ -2,19 +2,21 @@
 
 import ast
 import importlib
+import inspect
+import operator
 import re
 
 import pytest
 
+import fewbit
 from docs.api_pages import PublicName, commands_text, pages, public_names
 
 NAMES = public_names()
 
 
 def section(docstring: str, title: str) -> str | None:
-    """The lines of `Args:`, `Returns:` or `Attributes:`; None when there are none."""
-    found = re.search(rf"^{title}:\n((?:^[ \t]+\S.*\n?|^\s*\n)+)", docstring, re.MULTILINE)
-    return found and found.group(1)
+    """The lines of every `Args:`, `Returns:` or `Attributes:`; None when there are none."""
+    return "\n".join(re.findall(rf"^{title}:\n((?:^[ \t]+\S.*\n?|^\s*\n)+)", docstring, re.MULTILINE)) or None
 
 
 def documented(docstring: str, *titles: str) -> set[str]:
@@ -38,6 +40,16 @@ def fields(node: ast.ClassDef) -> set[str]:
     return {item.target.id for item in annotated if isinstance(item.target, ast.Name) and not item.target.id.startswith("_")}
 
 
+def whole_docstring(name: PublicName) -> str:
+    """The docstring; an adapter's "as `fb.name`" adds that function's, and its package documents the arguments they share."""
+    texts = [name.docstring or ""]
+    if name.layer == "frameworks":
+        counterparts = re.findall(r"\bas `fb\.([\w.]+)`", texts[0])
+        texts += [inspect.getdoc(operator.attrgetter(path)(fewbit)) or "" for path in counterparts]
+        texts += [inspect.getdoc(fewbit.frameworks) or ""]
+    return "\n\n".join(texts)
+
+
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
 def test_the_name_is_there(name: PublicName) -> None:
     if name.layer == "torch":
@@ -59,7 +71,7 @@ def test_the_first_paragraph_is_a_sentence(name: PublicName) -> None:
 @pytest.mark.once
 @pytest.mark.parametrize("name", NAMES, ids=lambda name: name.path)
 def test_what_it_takes_and_gives_is_said(name: PublicName) -> None:
-    node, text = name.node, name.docstring or ""
+    node, text = name.node, whole_docstring(name)
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         missing = arguments(node) - documented(text, "Args")
         gives = node.returns is not None and ast.unparse(node.returns) not in ("None", "NoReturn")

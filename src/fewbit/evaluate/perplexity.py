@@ -93,7 +93,7 @@ def perplexity(
     batch_size: int = 1,
     progress: Callable[[int, int], None] | None = None,
 ) -> Perplexity:
-    """The perplexity over windows, whose every prediction counts the same. Never holds more than one batch of logits.
+    """The perplexity over windows, with one batch of logits in memory at a time.
 
     Args:
         logits_fn: the model, compiled: `jax.jit(forward, static_argnames="config")` with its parameters bound by a

@@ -1,4 +1,20 @@
-"""Adapters for plain trees, Equinox, Flax Linen and Flax NNX."""
+"""Adapters for plain trees, Equinox, Flax Linen and Flax NNX.
+
+Functions of `linen` and `nnx` do what those of the same name in `fb` do, and raise what they raise; without flax they raise
+UnsupportedError. All share these arguments:
+
+Args:
+    module: a Linen module.
+    variables: the variables of a Linen module, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
+    model: an NNX model.
+    inputs: example inputs of the method or model; arrays or `jax.ShapeDtypeStruct`s.
+    fn: a function of an NNX model, `fn(model, *inputs)`; None calls the model.
+    recipe: a Recipe, or anything that `fb.recipe` takes; `quantize` takes a Plan, too.
+    kwargs: other arguments of `module.apply`: `method`, `rngs`, `mutable`, and keyword arguments of the method.
+    donate: whether each float array is deleted once it is quantized, as in `tree.quantize`.
+    state: the sparsity state of the model.
+    step: the number of this step; None counts the updates from 0.
+"""
 
 from . import linen as linen
 from . import nnx as nnx

@@ -1,8 +1,7 @@
 """Quantized and quantization-aware Flax Linen modules.
 
-Rules match the paths below the collection `params`, such as `decoder/layers_0/mlp/wi/kernel`. Boxes of sharding metadata
-(`nn.Partitioned`, `nn.LogicallyPartitioned`) are kept and do not appear in paths. Every function raises UnsupportedError when
-flax is not installed, besides what its counterpart in `fb` raises.
+Rules match the paths below the collection `params`, such as `decoder/layers_0/mlp/wi/kernel`; other collections are kept. Boxes
+of sharding metadata (`nn.Partitioned`, `nn.LogicallyPartitioned`) are kept and do not appear in paths.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -11,40 +10,30 @@ from typing import Any, Literal
 
 import jax
 from jax.typing import ArrayLike
-from jaxtyping import Array, Int, Key, PyTree
+from jaxtyping import Int, PyTree
 
-from ..array import is_qarray
-from ..calibration import AbsMaxRange, AbstractRange, Stats
-from ..calibration import observe as observe_function
+from ..array.qarray import is_qarray
 from ..calibration.measure import Statistic
-from ..ops import transparent
-from ..ops.interpret.transparent import Decoded
-from ..recipe import Plan
-from ..recipe import plan as make_plan
-from ..training import DelayedState, ModelSparsity
-from ..training import delayed_state as state_of
-from ..training import sparsity_state as sparsity_of
-from ..training import train as train_function
-from . import serialization, tree
+from ..calibration.observe import observe as observe_function
+from ..calibration.range_rules import AbsMaxRange
+from ..calibration.ranges import AbstractRange
+from ..calibration.stats import Stats
+from ..ops.interpret.transparent import Decoded, transparent
+from ..recipe.plan import Plan
+from ..recipe.plan import plan as make_plan
+from ..recipe.recipe import RecipeLike
+from ..training.delayed_state import DelayedState
+from ..training.delayed_state import delayed_state as state_of
+from ..training.model_sparsity import ModelSparsity
+from ..training.model_sparsity import sparsity_state as sparsity_of
+from ..training.train import train as train_function
+from . import serialization
 from ._flax import LinenModule, flax
-from .tree import RecipeLike
+from .adapter import SplitModel
 
 
 def plan(module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object) -> Plan:
-    """Resolves a recipe against a module without running it.
-
-    Args:
-        module: the Linen module.
-        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
-        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        kwargs: other arguments of `module.apply`: `method`, `rngs`, `mutable`, and keyword arguments of the method.
-
-    Returns:
-        The plan of every parameter, with paths below `params`.
-
-    Raises:
-        QuantError: as `fb.plan`.
+    """Resolves a recipe against a module without running it, as `fb.plan`.
 
     >>> from flax import linen
     >>> dense = linen.Dense(32)
@@ -52,12 +41,7 @@ def plan(module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: Recipe
     >>> plan(dense, variables, jnp.ones((1, 64)), recipe="int8")["kernel"].axis
     (-2,)
     """
-    params, boxed, others = _split(variables)
-
-    def fn(params: PyTree, others: PyTree, *inputs: PyTree) -> PyTree:
-        return module.apply({**others, "params": boxed(params)}, *inputs, **kwargs)
-
-    return make_plan(fn, params, others, *inputs, recipe=recipe)
+    return make_plan(*_split(variables).call(module.apply, **kwargs), *inputs, recipe=recipe)
 
 
 def quantize(
@@ -65,26 +49,13 @@ def quantize(
     variables: PyTree,
     *inputs: PyTree,
     recipe: RecipeLike | Plan,
-    method: Callable[..., Any] | str | None = None,
     donate: bool = False,
     **kwargs: object,
 ) -> PyTree:
-    """Quantizes a module's parameters; keeps other collections and metadata.
-
-    Args:
-        module: the Linen module.
-        variables: its variables, with the collection `params`.
-        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of `plan`.
-        method: the method, or its name, whose matmuls decide the axes; None is `__call__`.
-        donate: whether each float array is deleted once it is quantized, as in `tree.quantize`.
-        kwargs: other arguments of `module.apply`: `rngs`, `mutable`, and keyword arguments of the method.
+    """Quantizes a module's parameters, as `fb.quantize_params`.
 
     Returns:
         The variables with QArrays inside the same boxes, for `apply`.
-
-    Raises:
-        QuantError: as `fb.plan` and `fb.quantize_params`.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
@@ -95,10 +66,7 @@ def quantize(
     (1, 32)
     """
     serialization.register()
-    if not isinstance(recipe, Plan):
-        recipe = plan(module, variables, *inputs, recipe=recipe, method=method, **kwargs)
-    params, boxed, others = _split(variables)
-    return {**others, "params": boxed(tree.quantize(None, params, recipe=recipe, donate=donate))}
+    return _split(variables).quantize(module.apply, *inputs, recipe=recipe, donate=donate, **kwargs)
 
 
 def apply(
@@ -107,36 +75,19 @@ def apply(
     fallback: Literal["error", "dequantize"] = "error",
     report: Callable[[Decoded], None] | None = None,
 ) -> Callable[..., Any]:
-    """`module.apply` for quantized variables and any method; other arguments as for `fb.transparent`.
+    """`module.apply` for quantized variables, as `fb.transparent`.
 
     Create it once, outside the loop that calls it, and jit it like `module.apply`, whose arguments it takes.
-
-    Args:
-        module: the Linen module.
-        fallback: as in `fb.transparent`.
-        report: as in `fb.transparent`.
-
-    Returns:
-        A function of the arguments of `module.apply`: the variables, the inputs, `method`, `rngs`, `mutable` and so on.
     """
     return transparent(module.apply, fallback=fallback, report=report)
 
 
 def train(module: LinenModule, recipe: RecipeLike, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., Any]:
-    """`module.apply` with quantized forward and backward matmuls (QAT).
-
-    Args:
-        module: the Linen module.
-        recipe: a Recipe, or anything that `fb.recipe` takes. Rules match the paths below `params`.
-        report: as in `fb.train`.
+    """`module.apply` with quantized forward and backward matmuls (QAT), as `fb.train`.
 
     Returns:
-        A function with the arguments of `module.apply`, and `key=`: a JAX random key, required for stochastic rounding and
-        rotation; `delayed=`: the state of `delayed_state`, required for delayed scaling; `sparsity=`: the state of
-        `sparsity_state`, required for sparsity. Variables, gradients and checkpoints have the structure of the float model.
-
-    Raises:
-        QuantError: as `fb.train`.
+        A function with the arguments of `module.apply`, and `key=`, `delayed=` and `sparsity=` as for a function of
+        `fb.train`. Variables, gradients and checkpoints have the structure of the float model.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
@@ -145,17 +96,15 @@ def train(module: LinenModule, recipe: RecipeLike, *, report: Callable[[Decoded]
     >>> jax.tree.structure(gradient) == jax.tree.structure(variables)
     True
     """
-    trained = train_function(_pure(module), recipe, report=report)
 
-    def applied(
-        variables: PyTree,
-        *args: PyTree,
-        key: Key[Array, ""] | None = None,
-        delayed: DelayedState | None = None,
-        sparsity: ModelSparsity | None = None,
-        **kwargs: object,
-    ) -> Any:
-        return trained(*_split(variables), *args, key=key, delayed=delayed, sparsity=sparsity, **kwargs)
+    def joined(params: PyTree, rest: PyTree, rebuild: Callable[..., Any], *args: PyTree, **kwargs: object) -> Any:
+        return module.apply(rebuild(params, rest), *args, **kwargs)
+
+    trained = train_function(joined, recipe, report=report)
+
+    def applied(variables: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
+        split = _split(variables)
+        return trained(split.params, split.rest, split.rebuild, *args, **kwargs)
 
     return applied
 
@@ -163,46 +112,20 @@ def train(module: LinenModule, recipe: RecipeLike, *, report: Callable[[Decoded]
 def delayed_state(
     module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object
 ) -> DelayedState:
-    """The initial state of delayed scaling, for `train`; arguments as for `plan`.
-
-    Args:
-        module: the Linen module.
-        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
-        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
-
-    Returns:
-        The state, as `fb.delayed_state` gives it.
-
-    Raises:
-        QuantError: as `fb.delayed_state`.
+    """The initial state of delayed scaling, for `train`, as `fb.delayed_state`.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
     >>> list(delayed_state(dense, dense.init(jax.random.key(0), x), x, recipe="te_fp8_delayedscaling").products)
     ['kernel']
     """
-    return state_of(_pure(module), *_split(variables), *inputs, recipe=recipe, **kwargs)
+    return state_of(*_split(variables).call(module.apply, **kwargs), *inputs, recipe=recipe)
 
 
 def sparsity_state(
     module: LinenModule, variables: PyTree, *inputs: PyTree, recipe: RecipeLike, **kwargs: object
 ) -> ModelSparsity:
-    """The initial sparsity masks, for `train`; arguments as for `plan`.
-
-    Args:
-        module: the Linen module.
-        variables: its variables, with the collection `params`; arrays or `jax.ShapeDtypeStruct`s, boxed or not.
-        inputs: example inputs of the method; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        kwargs: what else `module.apply` takes: `method`, `rngs`, `mutable`, and keyword arguments of the method.
-
-    Returns:
-        The state, as `fb.sparsity_state` gives it; paths are those below `params`.
-
-    Raises:
-        QuantError: as `fb.sparsity_state`.
+    """The initial sparsity masks, for `train`, as `fb.sparsity_state`.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.ones((1, 64))
@@ -212,41 +135,17 @@ def sparsity_state(
     >>> int(state.masks["kernel"].sum()), int((pruned(variables, state)["params"]["kernel"] != 0).sum())
     (1024, 1024)
     """
-    return sparsity_of(_pure(module), *_split(variables), *inputs, recipe=recipe, **kwargs)
+    return sparsity_of(*_split(variables).call(module.apply, **kwargs), *inputs, recipe=recipe)
 
 
 def update_sparsity(state: ModelSparsity, variables: PyTree, step: Int[ArrayLike, ""] | None = None) -> ModelSparsity:
-    """Updates the sparsity masks for one step, as `ModelSparsity.update`.
-
-    Args:
-        state: the previous state.
-        variables: the dense variables.
-        step: the number of this step; None counts the updates from 0.
-
-    Returns:
-        The state for this step.
-
-    Raises:
-        QuantError: for variables of another module.
-    """
-    return state.update(_split(variables)[0], step)
+    """Updates the sparsity masks for one step, as `fb.ModelSparsity.update`."""
+    return state.update(_split(variables).params, step)
 
 
 def pruned(variables: PyTree, state: ModelSparsity) -> PyTree:
-    """Sets pruned weights to zero, to quantize and serve what `train` trained.
-
-    Args:
-        variables: the dense variables; all but the sparse parameters are returned unchanged.
-        state: the sparsity.
-
-    Returns:
-        The variables; all but the sparse parameters are those that came in.
-
-    Raises:
-        QuantError: for variables of another module.
-    """
-    params, boxed, others = _split(variables)
-    return {**others, "params": boxed(state.apply(params))}
+    """The sparse variables, to quantize and serve, as `fb.ModelSparsity.apply`."""
+    return _split(variables).replaced(state.apply)
 
 
 def observe(
@@ -259,22 +158,7 @@ def observe(
     collect: Sequence[Statistic] = ("range",),
     **kwargs: object,
 ) -> Stats:
-    """Collects activation statistics of a module over calibration batches.
-
-    Args:
-        module: the Linen module.
-        variables: its float variables, with the collection `params`.
-        batches: for each batch the tuple of the method's arguments, or the single argument.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        rule: how ranges are estimated, as in `fb.observe`.
-        collect: the statistics, as in `fb.observe`.
-        kwargs: other arguments of `module.apply`: `method`, `rngs`, `mutable`, and keyword arguments of the method.
-
-    Returns:
-        The statistics of the inputs of each parameter that the recipe quantizes, with paths below `params`.
-
-    Raises:
-        QuantError: as `fb.observe`.
+    """Collects activation statistics of a module over calibration batches, as `fb.observe`.
 
     >>> from flax import linen
     >>> dense, x = linen.Dense(32), jnp.full((1, 64), 3.0)
@@ -282,26 +166,14 @@ def observe(
     >>> float(stats["kernel"].range.high)
     6.0
     """
-    params, boxed, others = _split(variables)
-    fn = _pure(module)
-
-    def called(params: PyTree, *inputs: PyTree) -> Any:
-        return fn(params, boxed, others, *inputs, **kwargs)
-
-    return observe_function(called, params, batches, recipe, rule=rule, collect=collect)
+    called, params, rest = _split(variables).call(module.apply, **kwargs)
+    return observe_function(
+        lambda params, *inputs: called(params, rest, *inputs), params, batches, recipe, rule=rule, collect=collect
+    )
 
 
-def _pure(module: LinenModule) -> Callable[..., Any]:
-    """`module.apply` as a function of the results of `_split`."""
-
-    def fn(params: PyTree, boxed: Callable[[Any], Any], others: PyTree, *args: PyTree, **kwargs: object) -> Any:
-        return module.apply({**others, "params": boxed(params)}, *args, **kwargs)
-
-    return fn
-
-
-def _split(variables: PyTree) -> tuple[PyTree, Callable[[Any], Any], dict[str, Any]]:
-    """The unboxed parameters, the function that boxes them again, and the other collections."""
+def _split(variables: PyTree) -> SplitModel:
+    """The unboxed parameters and the other collections."""
     meta = flax("core.meta")
 
     def is_leaf(x: object) -> bool:
@@ -309,15 +181,16 @@ def _split(variables: PyTree) -> tuple[PyTree, Callable[[Any], Any], dict[str, A
 
     leaves, treedef = jax.tree.flatten(variables.get("params", {}), is_leaf=is_leaf)
 
-    def boxed(params: PyTree) -> PyTree:
+    def boxed(params: PyTree, others: dict[str, PyTree]) -> dict[str, PyTree]:
         values = treedef.flatten_up_to(params)
-        return treedef.unflatten(
+        params = treedef.unflatten(
             x.replace_boxed(value) if isinstance(x, meta.AxisMetadata) else value
             for x, value in zip(leaves, values, strict=True)
         )
+        return {**others, "params": params}
 
     others = {name: collection for name, collection in variables.items() if name != "params"}
-    return treedef.unflatten(_unboxed(x, meta) for x in leaves), boxed, others
+    return SplitModel(treedef.unflatten(_unboxed(x, meta) for x in leaves), others, boxed)
 
 
 def _unboxed(x: PyTree, meta: ModuleType) -> PyTree:

@@ -1,8 +1,7 @@
 """Quantized and quantization-aware Flax NNX models.
 
 Rules match the paths of the `nnx.Param`s of the model, such as `layers/0/mlp/wi/kernel`. What a function changes in its models
-(batch statistics, RNG counters, caches) is written back, as under `nnx.jit`. Every function raises UnsupportedError when flax is
-not installed, besides what its counterpart in `fb` raises.
+(batch statistics, RNG counters, caches) is written back, as under `nnx.jit`.
 """
 
 import dataclasses
@@ -15,44 +14,42 @@ import jax
 from jax.typing import ArrayLike
 from jaxtyping import Array, Int, Key, PyTree
 
-from ..array import Scheme, is_qarray
-from ..calibration import AbsMaxRange, AbstractRange, Stats
-from ..calibration import observe as observe_function
+from ..array.qarray import is_qarray
+from ..array.scheme import Scheme
 from ..calibration.measure import Statistic
-from ..ops import transparent as transparent_function
+from ..calibration.observe import observe as observe_function
+from ..calibration.range_rules import AbsMaxRange
+from ..calibration.ranges import AbstractRange
+from ..calibration.stats import Stats
 from ..ops.interpret.transparent import Decoded
-from ..recipe import Plan
-from ..recipe import plan as make_plan
-from ..training import DelayedState, ModelSparsity, lora
-from ..training import delayed_state as state_of
-from ..training import sparsity_state as sparsity_of
-from ..training import train as train_function
-from . import serialization, tree
+from ..ops.interpret.transparent import transparent as transparent_function
+from ..recipe.plan import Plan
+from ..recipe.plan import plan as make_plan
+from ..recipe.recipe import RecipeLike
+from ..training import lora
+from ..training.delayed_state import DelayedState
+from ..training.delayed_state import delayed_state as state_of
+from ..training.model_sparsity import ModelSparsity
+from ..training.model_sparsity import sparsity_state as sparsity_of
+from ..training.train import train as train_function
+from . import serialization
 from ._flax import flax
-from .tree import RecipeLike
+from .adapter import SplitModel
+
+
+def _call(model: Callable[..., Any], *inputs: PyTree) -> Any:
+    return model(*inputs)
 
 
 def plan(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None) -> Plan:
-    """Resolves a recipe against a model without running it.
-
-    Args:
-        model: the NNX model.
-        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        fn: the function whose matmuls decide the axes, `fn(model, *inputs)`; None calls the model.
-
-    Returns:
-        The plan, with a row for every `nnx.Param`.
-
-    Raises:
-        QuantError: as `fb.plan`.
+    """Resolves a recipe against a model without running it, as `fb.plan`.
 
     >>> from flax import nnx
     >>> model = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
     >>> plan(model, jnp.ones((1, 64)), recipe="int8")["kernel"].axis
     (-2,)
     """
-    return make_plan(*_functional(model, fn), *inputs, recipe=recipe)
+    return make_plan(*_split(model).call(fn or _call), *inputs, recipe=recipe)
 
 
 def quantize(
@@ -62,21 +59,10 @@ def quantize(
     fn: Callable[..., Any] | None = None,
     donate: bool = False,
 ) -> PyTree:
-    """Quantizes the parameters of a model.
-
-    Args:
-        model: the NNX model.
-        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes; or a Plan of `plan`.
-        fn: the function whose matmuls decide the axes, `fn(model, *inputs)`; None calls the model.
-        donate: whether each float array is deleted once it is quantized, as in `tree.quantize`, so that peak memory is the
-            model and one more parameter. `model` cannot be used afterwards.
+    """Quantizes the parameters of a model, as `fb.quantize_params`.
 
     Returns:
         A new model with QArrays in its Variables, for `transparent`; metadata is kept and all other arrays are shared with `model`.
-
-    Raises:
-        QuantError: as `fb.plan` and `fb.quantize_params`.
 
     >>> from flax import nnx
     >>> x = jnp.ones((1, 64))
@@ -87,9 +73,7 @@ def quantize(
     (1, 32)
     """
     serialization.register()
-    if not isinstance(recipe, Plan):
-        recipe = plan(model, *inputs, recipe=recipe, fn=fn)
-    return _with_params(model, functools.partial(tree.quantize, None, recipe=recipe, donate=donate))
+    return _split(model).quantize(fn or _call, *inputs, recipe=recipe, donate=donate)
 
 
 def transparent(
@@ -98,18 +82,13 @@ def transparent(
     fallback: Literal["error", "dequantize"] = "error",
     report: Callable[[Decoded], None] | None = None,
 ) -> Callable[..., Any]:
-    """Makes a function of a model accept a quantized model, with or without jit.
+    """Makes a function of a model accept a quantized model, as `fb.transparent`, with or without jit.
 
     Args:
         fn: a function whose first argument is an NNX model; other arguments may be or contain NNX objects too, such as Rngs.
-        fallback: as in `fb.transparent`.
-        report: as in `fb.transparent`.
 
     Returns:
         A function of the same arguments. The Variables that `fn` changes are changed in its arguments.
-
-    Raises:
-        UnsupportedError: as `fb.transparent`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -129,21 +108,15 @@ def transparent(
 def train(
     fn: Callable[..., Any], recipe: RecipeLike, *, report: Callable[[Decoded], None] | None = None
 ) -> Callable[..., Any]:
-    """Makes a function of a float model quantize its forward and backward matmuls (QAT).
+    """Makes a function of a float model quantize its forward and backward matmuls (QAT), as `fb.train`.
 
     Args:
         fn: a function whose first argument is an NNX model, such as the loss that `nnx.value_and_grad` takes.
-        recipe: a Recipe, or anything that `fb.recipe` takes. Rules match the paths of the model's `nnx.Param`s.
-        report: as in `fb.train`.
 
     Returns:
-        A function of the same arguments, and `key=`: a JAX random key, required for stochastic rounding and rotation;
-        `delayed=`: the state of `delayed_state`, required for delayed scaling; `sparsity=`: the state of `sparsity_state`,
-        required for sparsity. `nnx.grad` passes only keywords that `fn` has; give it
-        `lambda model, x, key: trained(model, x, key=key)`. Model, gradients and optimizer stay those of float training.
-
-    Raises:
-        QuantError: as `fb.train`.
+        A function of the same arguments, and `key=`, `delayed=` and `sparsity=` as for a function of `fb.train`. `nnx.grad`
+        passes only keywords that `fn` has; give it `lambda model, x, key: trained(model, x, key=key)`. Model, gradients and
+        optimizer stay those of float training.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -167,44 +140,20 @@ def train(
 
 
 def delayed_state(model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None) -> DelayedState:
-    """The initial state of delayed scaling, for `train`; arguments as for `plan`.
-
-    Args:
-        model: the NNX model.
-        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
-
-    Returns:
-        The state, as `fb.delayed_state` gives it.
-
-    Raises:
-        QuantError: as `fb.delayed_state`.
+    """The initial state of delayed scaling, for `train`, as `fb.delayed_state`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
     >>> list(delayed_state(model, x, recipe="te_fp8_delayedscaling").products)
     ['kernel']
     """
-    return state_of(*_functional(model, fn), *inputs, recipe=recipe)
+    return state_of(*_split(model).call(fn or _call), *inputs, recipe=recipe)
 
 
 def sparsity_state(
     model: PyTree, *inputs: PyTree, recipe: RecipeLike, fn: Callable[..., Any] | None = None
 ) -> ModelSparsity:
-    """The initial sparsity masks, for `train`; arguments as for `plan`.
-
-    Args:
-        model: the NNX model.
-        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        fn: the function that is trained, `fn(model, *inputs)`; None calls the model.
-
-    Returns:
-        The state, as `fb.sparsity_state` gives it.
-
-    Raises:
-        QuantError: as `fb.sparsity_state`.
+    """The initial sparsity masks, for `train`, as `fb.sparsity_state`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -213,40 +162,17 @@ def sparsity_state(
     >>> int(state.masks["kernel"].sum()), int((pruned(model, state).kernel[...] != 0).sum())
     (1024, 1024)
     """
-    return sparsity_of(*_functional(model, fn), *inputs, recipe=recipe)
+    return sparsity_of(*_split(model).call(fn or _call), *inputs, recipe=recipe)
 
 
 def update_sparsity(state: ModelSparsity, model: PyTree, step: Int[ArrayLike, ""] | None = None) -> ModelSparsity:
-    """Updates the sparsity masks for one step, as `ModelSparsity.update`.
-
-    Args:
-        state: the previous state.
-        model: the dense NNX model.
-        step: the number of this step; None counts the updates from 0.
-
-    Returns:
-        The state for this step.
-
-    Raises:
-        QuantError: for another model.
-    """
-    return state.update(_Graph.of((model,)).values()[0], step)
+    """Updates the sparsity masks for one step, as `fb.ModelSparsity.update`."""
+    return state.update(_split(model).params, step)
 
 
 def pruned(model: PyTree, state: ModelSparsity) -> PyTree:
-    """Sets pruned weights to zero, to quantize and serve what `train` trained.
-
-    Args:
-        model: the NNX model.
-        state: the sparsity.
-
-    Returns:
-        A new model, which shares all arrays but the sparse parameters with `model`.
-
-    Raises:
-        QuantError: for another model.
-    """
-    return _with_params(model, state.apply)
+    """The sparse model, to quantize and serve, with shared other arrays, as `fb.ModelSparsity.apply`."""
+    return _split(model).replaced(state.apply)
 
 
 def observe(
@@ -258,64 +184,40 @@ def observe(
     rule: AbstractRange = AbsMaxRange(),  # noqa: B008 - frozen
     collect: Sequence[Statistic] = ("range",),
 ) -> Stats:
-    """Collects activation statistics of a model over calibration batches.
+    """Collects activation statistics of a model over calibration batches, as `fb.observe`.
 
-    Args:
-        model: the float NNX model. What its methods change in it is discarded.
-        batches: for each batch the tuple of the model's inputs, or the single input.
-        recipe: a Recipe, or anything that `fb.recipe` takes.
-        fn: the function that runs it, `fn(model, *inputs)`; None calls the model.
-        rule: how ranges are estimated, as in `fb.observe`.
-        collect: the statistics, as in `fb.observe`.
-
-    Returns:
-        The statistics of the inputs of each parameter that the recipe quantizes.
-
-    Raises:
-        QuantError: as `fb.observe`.
+    What the model's methods change in it is discarded.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.full((1, 64), 3.0)
     >>> float(observe(model, [x, -2 * x], "w8a8")["kernel"].range.high)
     6.0
     """
-    pure, params, rest = _functional(model, fn)
-
-    def called(params: PyTree, *inputs: PyTree) -> Any:
-        return pure(params, rest, *inputs)
-
-    return observe_function(called, params, batches, recipe, rule=rule, collect=collect)
+    called, params, rest = _split(model).call(fn or _call)
+    return observe_function(
+        lambda params, *inputs: called(params, rest, *inputs), params, batches, recipe, rule=rule, collect=collect
+    )
 
 
 def lora_init(
     key: Key[Array, ""], model: PyTree, *inputs: PyTree, match: str, fn: Callable[..., Any] | None = None, **options: Any
 ) -> dict[str, lora.Adapter]:
-    """Initialises LoRA adapters (b = 0) for parameters whose path matches.
+    """Initialises LoRA adapters (b = 0) for parameters whose path matches, as `fb.lora.init`.
 
     Args:
-        key: a JAX random key.
-        model: the NNX model, quantized or not.
-        inputs: example inputs; arrays or `jax.ShapeDtypeStruct`s.
         match: a regular expression for full paths of the model's `nnx.Param`s, such as `"layers/[0-9]+/kernel"`.
-        fn: the function whose matmuls decide the axes, `fn(model, *inputs)`; None calls the model.
         options: `rank`, `alpha`, `dtype` and `without_product` of `fb.lora.init`.
-
-    Returns:
-        The adapters by path.
-
-    Raises:
-        QuantError: as `fb.lora.init`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
     >>> lora_init(jax.random.key(0), model, x, match="kernel", rank=4)
     {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
     """
-    return lora.init(key, *_functional(model, fn), *inputs, match=match, **options)
+    return lora.init(key, *_split(model).call(fn or _call), *inputs, match=match, **options)
 
 
 def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """Makes a function of a model add LoRA adapters to its parameters.
+    """Makes a function of a model add LoRA adapters to its parameters, as `fb.lora.apply`.
 
     Args:
         fn: a function whose first argument is an NNX model, quantized or not.
@@ -324,9 +226,6 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     Returns:
         A function `(model, adapters, *args, dropout_key=None, **kwargs)`; differentiate it by `adapters`. The Variables that
         `fn` changes are changed in its arguments.
-
-    Raises:
-        QuantError: as `fb.lora.apply`.
 
     >>> from flax import nnx
     >>> model, x = nnx.Linear(64, 32, rngs=nnx.Rngs(0)), jnp.ones((1, 64))
@@ -345,7 +244,7 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         dropout_key: Key[Array, ""] | None = None,
         **kwargs: PyTree,
     ) -> Any:
-        def run(params: PyTree, *split: Any) -> Any:
+        def run(params: PyTree, *split: PyTree) -> Any:
             return pure(params, adapters, *split, dropout_key=dropout_key)
 
         return _run(run, (model, *args), kwargs)
@@ -354,45 +253,20 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def lora_merge(
-    model: PyTree,
-    adapters: Mapping[str, lora.Adapter],
-    *,
-    scheme: str | Scheme | Mapping[str, Any] | None = None,
+    model: PyTree, adapters: Mapping[str, lora.Adapter], *, scheme: str | Scheme | Mapping[str, Any] | None = None
 ) -> PyTree:
-    """Adds every adapter's update to its parameter.
-
-    Args:
-        model: the NNX model.
-        adapters: by path, like those of `lora_init`.
-        scheme: as in `fb.lora.merge`: None gives float arrays, "base" quantizes again as before, a scheme quantizes by it.
+    """Adds every adapter's update to its parameter, as `fb.lora.merge`.
 
     Returns:
         A new model, which shares arrays without an adapter with `model`.
-
-    Raises:
-        QuantError: as `fb.lora.merge`.
     """
-    return _with_params(model, functools.partial(lora.merge, adapters=adapters, scheme=scheme))
+    return _split(model).replaced(functools.partial(lora.merge, adapters=adapters, scheme=scheme))
 
 
-def _functional(model: PyTree, fn: Callable[..., Any] | None) -> tuple[Callable[..., Any], dict[Any, Any], list[Any]]:
-    """`fn` as a function of the model's parameters and other values, and both of them."""
+def _split(model: PyTree) -> SplitModel:
+    """The values of the model's `nnx.Param`s and of its other Variables."""
     graph = _Graph.of((model,))
-
-    def pure(params: PyTree, rest: PyTree, *inputs: PyTree) -> Any:
-        (model,) = graph.merged(params, rest)
-        if fn is None:
-            return model(*inputs)
-        return fn(model, *inputs)
-
-    return pure, *graph.values()
-
-
-def _with_params(model: PyTree, fn: Callable[[Any], Any]) -> PyTree:
-    """A new model whose parameters are `fn` of the old ones."""
-    graph = _Graph.of((model,))
-    params, rest = graph.values()
-    return graph.merged(fn(params), rest)[0]
+    return SplitModel(*graph.values(), lambda params, rest: graph.merged(params, rest)[0])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -415,17 +289,9 @@ class _Graph:
 
     def values(self) -> tuple[dict[Any, Any], list[Any]]:
         """The nested parameters of the first object, and the values of all other Variables."""
-        params: dict[Any, Any] = {}
-        rest = []
-        for path, variable in self.variables.items():
-            if _is_param(path, variable):
-                place = params
-                for name in path[1:-1]:
-                    place = place.setdefault(name, {})
-                place[path[-1]] = _value(variable)
-            else:
-                rest.append(_value(variable))
-        return params, rest
+        params = {path[1:]: _value(x) for path, x in self.variables.items() if _is_param(path, x)}
+        rest = [_value(x) for path, x in self.variables.items() if not _is_param(path, x)]
+        return flax("traverse_util").unflatten_dict(params), rest
 
     def merged(self, params: dict[Any, Any], rest: Iterable[Any]) -> tuple[Any, ...]:
         """New objects with these values in their Variables."""
@@ -474,7 +340,7 @@ def _pure(fn: Callable[..., Any]) -> Callable[..., Any]:
     return pure
 
 
-def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: Any) -> Any:
+def _run(pure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], **settings: object) -> Any:
     """Calls a transformed `_pure(fn)` with the arguments of `fn`; writes the changes into its objects."""
     nnx = flax("nnx")
 

@@ -4,24 +4,21 @@ Those are Equinox, Penzai and dataclass modules; `fb.transparent`, `fb.train` an
 that are not arrays.
 """
 
-import os
 from collections import Counter
-from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from collections.abc import Callable
+from typing import Any
 
 import jax
 from jax.core import Tracer
 from jaxtyping import PyTree
 
-from ..array import is_qarray
+from ..array.qarray import is_qarray
 from ..errors import QuantError
 from ..ops.interpret.parameter_uses import array_paths, parameter_paths
-from ..recipe import Plan, Recipe, quantize_params
-from ..recipe import plan as make_plan
-from ..recipe.apply import check_storable, quantize_row
-
-RecipeLike: TypeAlias = Recipe | str | os.PathLike[str] | Mapping[str, object]
-"""What `fb.recipe` takes."""
+from ..recipe.apply import check_storable, quantize_params, quantize_row
+from ..recipe.plan import Plan
+from ..recipe.plan import plan as make_plan
+from ..recipe.recipe import RecipeLike
 
 
 def quantize(

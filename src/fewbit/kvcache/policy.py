@@ -1,4 +1,4 @@
-"""Schemes of a KV cache, with scales that attention can fold into its products."""
+"""Schemes of a KV cache whose scales attention can fold."""
 
 import dataclasses
 

@@ -1,5 +1,6 @@
 """Reads a Llama's configuration from GGUF, Hugging Face or glassllm metadata."""
 
+import dataclasses
 from collections.abc import Collection, Mapping
 from typing import Annotated, Any
 
@@ -39,20 +40,7 @@ def config_from_gguf(fields: Mapping[str, Any], names: Collection[str]) -> Llama
     vocab = len(found.tokens) or found.vocab
     if vocab is None:
         raise QuantError(f"{where} has neither 'tokenizer.ggml.tokens' nor 'llama.vocab_size'")
-    return LlamaConfig(
-        vocab=vocab,
-        layers=found.layers,
-        width=found.width,
-        heads=found.heads,
-        kv_heads=found.kv_heads or found.heads,
-        head_dim=head_dim,
-        hidden=found.hidden,
-        norm_eps=found.norm_eps,
-        rope_theta=found.rope_theta,
-        rope="interleaved",
-        tied="output.weight" not in names,
-        context=found.context,
-    )
+    return _llama(found, vocab=vocab, head_dim=head_dim, rope="interleaved", tied="output.weight" not in names)
 
 
 def config_from_hf(obj: Mapping[str, Any]) -> LlamaConfig:
@@ -75,28 +63,13 @@ def config_from_hf(obj: Mapping[str, Any]) -> LlamaConfig:
     if model_type not in ("llama", "mistral"):
         raise UnsupportedError(f"config.json's model_type is {model_type!r}; supported architectures: llama, mistral")
     _only(obj, "hidden_act", ("silu", "swish"), where)
-    _only(obj, "attention_bias", (False,), where)
-    _only(obj, "mlp_bias", (False,), where)
-    _only(obj, "sliding_window", (None,), where)
-    _only(obj, "rope_scaling", (None,), where)
+    for key, unset in (("attention_bias", False), ("mlp_bias", False), ("sliding_window", None), ("rope_scaling", None)):
+        _only(obj, key, (unset,), where)
     found = converted(obj, _HuggingFace, where)
     rope = found.rope_parameters or _RopeParameters()
     if rope.rope_type != "default":
         _only(obj["rope_parameters"], "rope_type", ("default",), "config.json's rope_parameters")
-    return LlamaConfig(
-        vocab=found.vocab_size,
-        layers=found.num_hidden_layers,
-        width=found.hidden_size,
-        heads=found.num_attention_heads,
-        kv_heads=found.num_key_value_heads or found.num_attention_heads,
-        head_dim=found.head_dim or found.hidden_size // found.num_attention_heads,
-        hidden=found.intermediate_size,
-        norm_eps=found.rms_norm_eps,
-        rope_theta=rope.rope_theta or found.rope_theta,
-        rope="half",
-        tied=found.tie_word_embeddings,
-        context=found.max_position_embeddings,
-    )
+    return _llama(found, rope_theta=rope.rope_theta or found.rope_theta, rope="half")
 
 
 def config_from_glassllm(obj: Mapping[str, Any]) -> LlamaConfig:
@@ -112,20 +85,17 @@ def config_from_glassllm(obj: Mapping[str, Any]) -> LlamaConfig:
         QuantError: for a missing key.
     """
     found = converted(obj, _Glassllm, "__config__")
-    return LlamaConfig(
-        vocab=found.vocab_size,
-        layers=found.n_layers,
-        width=found.d_model,
-        heads=found.n_heads,
-        kv_heads=found.n_kv_heads,
-        head_dim=found.d_model // found.n_heads,
-        hidden=8 * found.d_model // 3,
-        norm_eps=found.eps,
-        rope_theta=found.rope_base,
-        rope="interleaved",
-        tied=True,
-        context=found.max_len,
-    )
+    return _llama(found, hidden=8 * found.width // 3, rope="interleaved", tied=True)
+
+
+def _llama(found: msgspec.Struct, **settings: object) -> LlamaConfig:
+    """The configuration of metadata, whose fields have its names; `settings` come first."""
+    form = {
+        field.name: settings.get(field.name, getattr(found, field.name, None)) for field in dataclasses.fields(LlamaConfig)
+    }
+    form["kv_heads"] = form["kv_heads"] or form["heads"]
+    form["head_dim"] = form["head_dim"] or form["width"] // form["heads"]
+    return LlamaConfig(**form)
 
 
 def _only(metadata: Mapping[str, Any], key: str, allowed: tuple[object, ...], where: str) -> None:
@@ -168,26 +138,26 @@ class _RopeParameters(msgspec.Struct):
 
 
 class _HuggingFace(msgspec.Struct):
-    vocab_size: Positive
-    num_hidden_layers: Positive
-    hidden_size: Positive
-    num_attention_heads: Positive
-    intermediate_size: Positive
-    max_position_embeddings: Positive
-    num_key_value_heads: Positive | None = None
+    vocab: Positive = msgspec.field(name="vocab_size")
+    layers: Positive = msgspec.field(name="num_hidden_layers")
+    width: Positive = msgspec.field(name="hidden_size")
+    heads: Positive = msgspec.field(name="num_attention_heads")
+    hidden: Positive = msgspec.field(name="intermediate_size")
+    context: Positive = msgspec.field(name="max_position_embeddings")
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=None)
     head_dim: Positive | None = None
-    rms_norm_eps: _Number = 1e-6
+    norm_eps: _Number = msgspec.field(name="rms_norm_eps", default=1e-6)
     rope_theta: _Number = 10_000.0
     rope_parameters: _RopeParameters | None = None
-    tie_word_embeddings: bool = False
+    tied: bool = msgspec.field(name="tie_word_embeddings", default=False)
 
 
 class _Glassllm(msgspec.Struct):
-    vocab_size: Positive
-    n_layers: Positive
-    d_model: Positive
-    n_heads: Positive
-    n_kv_heads: Positive
-    max_len: Positive
-    eps: _Number
-    rope_base: _Number
+    vocab: Positive = msgspec.field(name="vocab_size")
+    layers: Positive = msgspec.field(name="n_layers")
+    width: Positive = msgspec.field(name="d_model")
+    heads: Positive = msgspec.field(name="n_heads")
+    kv_heads: Positive = msgspec.field(name="n_kv_heads")
+    context: Positive = msgspec.field(name="max_len")
+    norm_eps: _Number = msgspec.field(name="eps")
+    rope_theta: _Number = msgspec.field(name="rope_base")

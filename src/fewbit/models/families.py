@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from importlib import resources
-from typing import Any
 
 from ..recipe import Role, TensorRole
 from ..recipe.roles import refined
@@ -42,7 +41,7 @@ class Family:
     patterns: tuple[tuple[str, re.Pattern[str]], ...]
 
     def role(self, name: str, shape: Shape) -> TensorRole | None:
-        """The role of a tensor by its name; None if the table lacks the name, or has it with another rank."""
+        """The role of a tensor by name; None for an unknown name or rank."""
         layout = next((layout for layout, pattern in self.patterns if pattern.fullmatch(name)), None)
         if layout is None:
             return None
@@ -58,12 +57,11 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Every family of the table."""
     table = json.loads(resources.files("fewbit.models").joinpath("families.json").read_text(encoding="utf-8"))
-    return tuple(_family(form) for form in table["families"])
-
-
-def _family(form: Mapping[str, Any]) -> Family:
-    patterns = tuple((layout, _pattern(form[layout])) for layout in _LAYOUTS if layout in form)
-    return Family(form["name"], tuple(form["model_types"]), patterns)
+    found = []
+    for form in table["families"]:
+        patterns = tuple((layout, _pattern(form[layout])) for layout in _LAYOUTS if layout in form)
+        found.append(Family(form["name"], tuple(form["model_types"]), patterns))
+    return tuple(found)
 
 
 def _pattern(ends: list[str]) -> re.Pattern[str]:
@@ -95,7 +93,7 @@ def family_roles(shapes: Mapping[str, Shape], model_type: str | None) -> dict[st
 
 
 def _agreed(fitting: list[Family], name: str, shape: Shape) -> TensorRole | None:
-    """The role that all of these families give a tensor; None if they differ or have none."""
+    """The role that these families agree on; None if they do not."""
     roles = [role for family in fitting if (role := family.role(name, shape)) is not None]
     if len(roles) < len(fitting) or len({(role.role, role.axis) for role in roles}) != 1:
         return None

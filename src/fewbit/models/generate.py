@@ -157,10 +157,15 @@ class Writer:
         end = lax.while_loop(is_unfinished, read_and_write, writing)
         return Generation(end.tokens, end.counts)
 
-    def _written(self, writing: Writing, logits: Array, key: Array | None) -> Writing:
+    def _written(self, writing: Writing, logits: Float[Array, "B V"], key: Array | None) -> Writing:
         """Appends one token to each row."""
-        token = _sampled(logits, writing.step, key, self.temperature)
-        has_stopped = writing.has_stopped | _is_any(token, self.stop_ids)
+        if key is None:
+            token = _likeliest(logits)
+        else:
+            step_key = jax.random.fold_in(key, writing.step)
+            token = jax.random.categorical(step_key, logits / self.temperature, axis=-1).astype(jnp.int32)
+        stop_ids = jnp.asarray(self.stop_ids, jnp.int32)
+        has_stopped = writing.has_stopped | jnp.any(token[:, None] == stop_ids[None, :], axis=-1)
         kept = jnp.where(has_stopped, jnp.zeros_like(token), token)
         tokens = lax.dynamic_update_slice(writing.tokens, kept[:, None], (jnp.int32(0), writing.step))
         counts = writing.counts + (~has_stopped).astype(jnp.int32)
@@ -191,21 +196,9 @@ def _generate(params: Params, prompt: Array, key: Array | None, *, writer: Write
     return writer.finish(params, writer.begin(params, prompt, key), key)
 
 
-def _sampled(logits: Float[Array, "B V"], step: Int[Array, ""], key: Array | None, temperature: float) -> Int[Array, " B"]:
-    """The next token of each row."""
-    if key is None:
-        return _likeliest(logits)
-    return jax.random.categorical(jax.random.fold_in(key, step), logits / temperature, axis=-1).astype(jnp.int32)
-
-
 def _likeliest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:
     """`argmax` (the first of equals or NaNs) as two reductions, which XLA vectorizes on CPUs."""
     ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1)
     largest = jnp.max(logits, axis=-1, keepdims=True)
     found = jnp.where((logits == largest) | jnp.isnan(logits), ids, logits.shape[1])
     return jnp.min(found, axis=-1)
-
-
-def _is_any(token: Int[Array, " B"], ids: tuple[int, ...]) -> Bool[Array, " B"]:
-    """Whether each token is one of `ids`."""
-    return jnp.any(token[:, None] == jnp.asarray(ids, jnp.int32)[None, :], axis=-1)

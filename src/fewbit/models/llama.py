@@ -62,7 +62,7 @@ def forward(
     """
     if kv is not None and kv.sees_raw:
         raise QuantError("kv.sees_raw attends to unquantized keys and values, so kv has no effect; pass a policy without it")
-    x, _ = _hidden(params, tokens, kv, config, dtype)
+    x, _ = _hidden(params, tokens, config, dtype, kv=kv)
     return _logits(params, x, config)
 
 
@@ -93,7 +93,7 @@ def prefill(
             f"tokens has {tokens.shape[1]} positions, more than the max length of the cache, {cache.room}; "
             "pass a larger room to empty_cache"
         )
-    x, cache = _hidden(params, tokens, cache, config, dtype)
+    x, cache = _hidden(params, tokens, config, dtype, cache=cache)
     cache = cache.advanced(tokens.shape[1])
     logits = _logits(params, x[:, -1:], config)[:, 0]
     fits = jnp.broadcast_to(cache.length <= cache.room, logits.shape)
@@ -154,17 +154,18 @@ def _signature(layer: Params) -> tuple[Any, ...]:
 
 
 def _hidden(
-    params: Params, tokens: Array, memory: AnyCache | KVPolicy | None, config: LlamaConfig, dtype: DTypeLike
+    params: Params,
+    tokens: Array,
+    config: LlamaConfig,
+    dtype: DTypeLike,
+    *,
+    cache: AnyCache | None = None,
+    kv: KVPolicy | None = None,
 ) -> tuple[Array, Any]:
-    """The residual stream after the last layer `[B, T, D]`, and the cache with the tokens' keys and values.
+    """The residual stream after the last layer `[B, T, D]`, and the KV cache with the tokens' keys and values.
 
-    `memory` is a KV cache; or, without one, the policy that quantizes keys and values; None: they stay float.
+    `kv` quantizes keys and values where there is no cache; None: they stay float.
     """
-    cache, kv = None, None
-    if isinstance(memory, KVPolicy):
-        kv = memory
-    else:
-        cache = memory
     T = tokens.shape[1]
     if config.context < T:
         raise QuantError(
@@ -178,11 +179,13 @@ def _hidden(
 
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
         q, k, v = _heads_of(_rms_norm(x, layer["attn"]["norm"], config), layer["attn"], (cos, sin), config)
-        if cache is None:
-            blocks = (_full_sequence(k, v, kv),)
-        else:
+        if cache is not None:
             cache = cache.written(index, k, v)
             blocks = cache.blocks(index, k, v)
+        elif kv is not None:
+            blocks = (Block(quantize(k, kv.keys), quantize(v, kv.values), seen_positions(0, T)),)
+        else:
+            blocks = (Block(k, v, seen_positions(0, T)),)
         mixed = attention(q, blocks).swapaxes(1, 2).reshape(*x.shape[:2], -1)
         x = x + _linear(mixed, layer["attn"]["o"])
         return x + _mlp(x, layer["mlp"], config), cache
@@ -216,14 +219,9 @@ def _heads_of(
     """The queries, keys and values of normed tokens, with rotary embedding."""
     counts = (config.heads, config.kv_heads, config.kv_heads)
     flat = products(attn, JOINED["attn"], [n * config.head_dim for n in counts], partial(_linear, y))
-    q, k, v = (_heads(part, count) for part, count in zip(flat, counts, strict=True))
+    B, T, _ = y.shape
+    q, k, v = (part.reshape(B, T, count, -1).swapaxes(1, 2) for part, count in zip(flat, counts, strict=True))
     return apply_rotary(q, *positions, config.rope), apply_rotary(k, *positions, config.rope), v
-
-
-def _full_sequence(k: Array, v: Array, kv: KVPolicy | None) -> Block:
-    """A full sequence under a causal mask."""
-    seen = seen_positions(0, k.shape[-2])
-    return Block(k, v, seen) if kv is None else Block(quantize(k, kv.keys), quantize(v, kv.values), seen)
 
 
 def _mlp(x: Array, mlp: Params, config: LlamaConfig) -> Array:
@@ -248,12 +246,6 @@ def _rms_norm(x: Array, gain: Any, config: LlamaConfig) -> Array:
     wide = x.astype(jnp.float32)
     inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
     return (wide * inverse * gain.astype(jnp.float32)[None, None, :]).astype(x.dtype)
-
-
-def _heads(x: Array, count: int) -> Array:
-    """`[B, T, n h]` as `[B, n, T, h]`."""
-    B, T, _ = x.shape
-    return x.reshape(B, T, count, -1).swapaxes(1, 2)
 
 
 def _linear(x: Array, weight: Any, dtype: DTypeLike | None = None) -> Array:

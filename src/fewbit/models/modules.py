@@ -140,7 +140,7 @@ def _names_of_modules(model: Any, names: Iterable[str], own: Collection[str]) ->
 _KEEPING = ("Chunk", "Concatenate", "Interleave", "MergeModulelist", "PermuteForRope", "Split", "SplitModulelist")
 
 
-def _role(module: Any, name: str, own_shape: Shape, operations: tuple[Any, ...], shape: Shape) -> TensorRole | None:
+def _role(module: object, name: str, own_shape: Shape, operations: tuple[Any, ...], shape: Shape) -> TensorRole | None:
     """The role of a checkpoint tensor that is converted to this parameter; None if unknown."""
     role = role_in_module(module, name, own_shape)
     if role is None or (not operations and shape != own_shape):
@@ -157,7 +157,7 @@ def _role(module: Any, name: str, own_shape: Shape, operations: tuple[Any, ...],
     return role
 
 
-def role_in_module(module: Any, name: str, shape: Shape) -> TensorRole | None:
+def role_in_module(module: object, name: str, shape: Shape) -> TensorRole | None:
     """The role of a parameter by the class of its module.
 
     Args:

@@ -47,17 +47,11 @@ class NameTable:
         paths = {theirs: ours for ours, theirs in self.names.items()}
         return _translated(name, paths, f"{self.title} name of a Llama's parameter")
 
-    def is_derived(self, name: str) -> bool:
-        """Whether the name is a buffer computed from the configuration."""
-        return re.fullmatch(self.derived, name) is not None
-
-    def is_transposed(self, path: str) -> bool:
-        """Whether the weight of this path is stored `[in, out]`."""
-        return _pattern(path)[0] in self.transposed
-
     def oriented(self, path: str, array: Any) -> Any:
         """The array, transposed if it is stored `[in, out]`; its own inverse."""
-        return array.T if self.is_transposed(path) else array
+        if _pattern(path)[0] in self.transposed:
+            return array.T
+        return array
 
 
 _LAYER = ("attn/norm", "attn/q", "attn/k", "attn/v", "attn/o", "mlp/norm", "mlp/gate", "mlp/up", "mlp/down")
@@ -157,7 +151,7 @@ def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: Llama
     expected = shapes(config)
     flat: dict[str, Any] = {}
     for name, array in arrays.items():
-        if table.is_derived(name):
+        if re.fullmatch(table.derived, name):
             continue
         path = table.path(name)
         if path == "head" and config.tied:

@@ -1,4 +1,4 @@
-"""Delayed scaling of a model: the amax histories of its products, as a pytree."""
+"""Delayed scaling of a model: a pytree of amax histories."""
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ..array import Scheme
+from ..array.scheme import Scheme
 from ..errors import QuantError
 from ..ops.policy import Policy
 from ..ops.qat.delayed_scales import StepScales
-from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike
+from ..recipe.recipe import recipe as as_recipe
 from ..recipe.resolution import Resolution
 from ..recipe.rule import OPS
 from .delayed import DelayedScale
@@ -174,8 +174,7 @@ def step_scales(
     if need != have:
         what = "there is no delayed=" if state is None else f"delayed= has them for {sorted(have)[:5]}"
         raise QuantError(
-            f"delayed scaling takes the scales of {sorted(need)[:5]} from earlier steps, and {what}; start with "
-            "delayed_state "
+            f"delayed scaling takes the scales of {sorted(need)[:5]} from earlier steps, and {what}; start with delayed_state "
             "of the same function, parameters and recipe, imported from where train is (fb, frameworks.nnx or "
             "frameworks.linen), and pass it as delayed="
         )

@@ -1,4 +1,4 @@
-"""N:M sparsity of a model: the masks of its parameters, as a pytree."""
+"""N:M sparsity of a model: a pytree of masks."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,13 +9,13 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..array import is_qarray
+from ..array.qarray import is_qarray
 from ..errors import QuantError
 from ..ops.interpret.parameter_uses import array_paths, parameter_paths
-from ..recipe import Sparsity, SparsityState
-from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike
+from ..recipe.recipe import recipe as as_recipe
 from ..recipe.resolution import Resolution
+from ..recipe.sparsity import Sparsity, SparsityState
 
 
 @jax.tree_util.register_dataclass
@@ -30,6 +30,9 @@ class ModelSparsity:
         masks: by the parameter's path, True where a weight is kept.
         step: the number of updates, int32.
         rules: by the parameter's path its sparsity, with the axes of its groups. Static.
+
+    Raises:
+        QuantError: in every method, when the parameters are others than the state's.
     """
 
     # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
@@ -44,8 +47,8 @@ class ModelSparsity:
             params: the parameters, dense. They are not differentiated.
             step: the number of this step; None counts the updates from 0.
 
-        Raises:
-            QuantError: when the parameters are others than the state's.
+        Returns:
+            The state for this step.
         """
         leaves = self._leaves(params)
         now = self.step if step is None else jnp.asarray(step, jnp.int32)
@@ -60,9 +63,6 @@ class ModelSparsity:
 
         Returns:
             A tree of the same structure.
-
-        Raises:
-            QuantError: when the parameters are others than the state's.
         """
         self._leaves(params)
         leaves = parameter_paths(params)
@@ -75,9 +75,6 @@ class ModelSparsity:
 
         Args:
             params: the parameters.
-
-        Raises:
-            QuantError: when the parameters are others than the state's.
         """
         leaves = self._leaves(params)
         return sum((rule.penalty(leaves[path], self._state(path)) for path, rule in self.rules), jnp.float32(0))
@@ -143,10 +140,8 @@ def masked(params: PyTree, state: ModelSparsity | None, rules: Mapping[str, Spar
         asked, given = ({f"{path} {rule.to_json()}" for path, rule in some.items()} for some in (rules, own))
         what = "there is no sparsity=" if state is None else f"sparsity= has {sorted(given - asked)[:5]} instead"
         raise QuantError(
-            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {what}; start with sparsity_state of "
-            "the same "
-            "function, parameters and recipe, imported from where train is (fb, frameworks.nnx or frameworks.linen), "
-            "update it "
-            "in each step, and pass it as sparsity="
+            f"the recipe makes parameters sparse, {sorted(asked - given)[:5]}, and {what}; start with sparsity_state of the "
+            "same function, parameters and recipe, imported from where train is (fb, frameworks.nnx or frameworks.linen), "
+            "update it in each step, and pass it as sparsity="
         )
     return params if state is None else state.apply(params)

@@ -7,17 +7,16 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from ..array import is_qarray
+from ..array.qarray import is_qarray
 from ..ops.interpret.parameter_uses import parameter_paths
 from ..ops.interpret.transparent import Decoded, evaluated
 from ..ops.qat.delayed_scales import StepScales
 from ..ops.qat.latent import Latent
-from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike
+from ..recipe.recipe import recipe as as_recipe
 from ..recipe.resolution import Resolution
 from .delayed_state import DelayedState, step_scales
 from .model_sparsity import ModelSparsity, masked
-from .products import chosen_products
 
 R = TypeVar("R")
 
@@ -78,8 +77,14 @@ def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded
         found = Resolution.of(resolved, fn, params, *args, **kwargs)
         scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
         params = masked(params, sparsity, found.sparsities)
-        chosen = chosen_products(found.product_policies, key, product_scales)
-        run = kept if chosen is None else evaluated(fn, "dequantize", report, chosen)
+        run = kept
+        if found.product_policies:
+            product_key = None if key is None else jax.random.fold_in(key, 1)
+            chosen = {
+                name: Latent(None, product_key, policy, product_scales.get(name))
+                for name, policy in found.product_policies.items()
+            }
+            run = evaluated(fn, "dequantize", report, lambda _: chosen)
         return run(_latents(params, found, key, scales), *args, **kwargs)
 
     trained.__name__ = getattr(fn, "__name__", "trained")
