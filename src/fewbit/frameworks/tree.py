@@ -18,7 +18,8 @@ from ..errors import QuantError
 from ..ops.interpret.parameter_uses import array_paths, parameter_paths
 from ..recipe import Plan, Recipe, quantize_params
 from ..recipe import plan as make_plan
-from ..recipe.apply import check_storable, quantize_row
+from ..recipe.apply import check_storable
+from ..recipe.quantize_row import quantize_row
 
 RecipeLike: TypeAlias = Recipe | str | os.PathLike[str] | Mapping[str, object]
 """What `fb.recipe` takes."""
