@@ -1,12 +1,13 @@
 """Paths are checked before they are opened."""
 
+import hashlib
 import os
 
 import numpy as np
 import pytest
 
 from fewbit import QuantError, workflows
-from fewbit.io.files import checked_path, content, mapped
+from fewbit.io.files import check_spans, checked_path, content, file_sha256, mapped
 
 
 def test_the_bytes_of_a_file_are_mapped_read_only(tmp_path):
@@ -60,3 +61,30 @@ def test_a_directory_where_a_file_is_expected(tmp_path):
         mapped(tmp_path)
     with pytest.raises(QuantError, match="cannot be read: Is a directory"):
         content(tmp_path)
+
+
+def test_the_hash_of_a_file(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    assert file_sha256(tmp_path / "a") == hashlib.sha256(b"abc").hexdigest()
+    with pytest.raises(QuantError, match=r"none cannot be read: No such file or directory"):
+        file_sha256(tmp_path / "none")
+
+
+SPANS = {
+    "gap": ((0, 64), 108, "tensor 'b' begins at byte 64 of the data, expected 32"),
+    "overlap": ((0, 0), 108, "tensor 'b' begins at byte 0 of the data, expected 32"),
+    "cut off": ((0, 32), 43, "tensor 'b' is cut off, 1 bytes are missing"),
+    "too long": ((0, 32), 65, "1 bytes follow the last tensor"),
+}
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_tensors_must_follow_one_another(name):
+    begins, size, message = SPANS[name]
+    with pytest.raises(QuantError, match=message):
+        check_spans([(n, begin, begin + 12) for n, begin in zip("ab", begins, strict=True)], size, "m.gguf", alignment=32)
+
+
+@pytest.mark.parametrize("size", [44, 64], ids=["without padding at the end", "with it"])
+def test_the_padding_of_the_last_tensor_may_be_missing(size):
+    check_spans([("a", 0, 12), ("b", 32, 44)], size, "m.gguf", alignment=32)

@@ -100,7 +100,7 @@ def test_an_interrupted_write_leaves_what_stood(tmp_path, monkeypatch):
     path = write_adapters(tmp_path / "out", {"w": plain()})
     with pytest.raises(QuantError, match="exists; choose another output"):
         write_adapters(path, {"w": plain()})
-    monkeypatch.setattr("fewbit.io.peft.content", lambda path: b"")
+    monkeypatch.setattr("pathlib.Path.read_bytes", lambda path: b"")
     with pytest.raises(QuantError, match="reads back differently from what was written"):
         write_adapters(path, {"w": plain(alpha=1.0)}, overwrite=True)
     monkeypatch.undo()

@@ -13,7 +13,7 @@ import fewbit as fb
 from fewbit import io, workflows
 from fewbit.array import nm_mask
 from fewbit.errors import QuantError
-from fewbit.workflows.quantize import worst
+from fewbit.workflows.tensors import worst
 from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers
 
 
@@ -27,7 +27,7 @@ def test_what_is_read_back_is_what_was_quantized(tmp_path):
     model = workflows.load(llama_directory(tmp_path / "hf"))
     plan = workflows.plan_model(model, recipe="nvfp4")
     outcome = workflows.quantize(model, plan, tmp_path / "q")
-    expected = workflows.tensors.quantized_tensors(model, plan)
+    expected = workflows.quantized_tensors(model, plan)
     stored = workflows.load(outcome.path)
     for value, result in expected:
         back = stored.load(result.path)

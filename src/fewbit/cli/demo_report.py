@@ -5,14 +5,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from .. import workflows
-from ..evaluate.chart import Point, check_chart_path, save_chart
+from ..evaluate.chart import check_chart_path, save_chart
 from ..workflows.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, steps
 from ..workflows.memory import peak_memory
 from ..workflows.plan import plan_model
 from .console import emit_json, plain, progress_bar, say
 from .render import (
     candidate_record,
+    chart_points,
     command_lines,
     comparison_lines,
     comparison_table,
@@ -112,18 +112,10 @@ def _write_report(started: Demo, done: list[DemoStep], output: Path) -> None:
     """Writes the chart and the report."""
     title = f"{started.base.model.name} on {started.base.perplexity.tokens:,} tokens of {started.text}"
     save_chart(
-        output / CHART, points([step.candidate for step in done]), reference=started.base.perplexity.value, title=title
+        output / CHART, chart_points([step.candidate for step in done]), reference=started.base.perplexity.value, title=title
     )
     text = jsonlib.dumps(plain(report(started, done)), ensure_ascii=False, indent=1, allow_nan=False)
     (output / REPORT).write_text(text + "\n", encoding="utf-8")
-
-
-def points(candidates: list[workflows.Candidate]) -> list[Point]:
-    """The candidates as points of a chart."""
-    return [
-        Point(c.recipe, c.nbytes, c.quality.candidate.value, c.quality.candidate.value * c.quality.log_ratio.error)
-        for c in candidates
-    ]
 
 
 def _step_form(step: DemoStep) -> dict[str, Any]:

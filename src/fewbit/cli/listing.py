@@ -12,11 +12,12 @@ import jax
 import jax.numpy as jnp
 
 from .._table import Column, table
-from ..array import SCHEMES, Scheme
-from ..formats import FORMATS, AbstractFormat
-from ..kernels.quantize import quantize
-from ..ops import Arm, Policy
-from ..recipe import RECIPES, Recipe, Rule
+from ..array.scheme import SCHEMES, Scheme
+from ..formats.format import FORMATS, AbstractFormat
+from ..kernels.quantize.dispatch import quantize
+from ..ops.policy import Arm, Policy
+from ..recipe.recipe import RECIPES, Recipe
+from ..recipe.rule import Rule
 from ..workflows.plan import KEEP
 
 CATALOGUE = Path(__file__).with_name("catalogue.json")

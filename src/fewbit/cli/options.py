@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -16,6 +16,11 @@ def path_argument(text: str | os.PathLike[str]) -> Path:
     if not os.fspath(text):
         raise typer.BadParameter("the path is empty")
     return Path(text)
+
+
+def path_option(*names: str, help: str) -> Any:  # noqa: A002 - typer's word
+    """An option that is a path."""
+    return typer.Option(*names, metavar="PATH", parser=path_argument, help=help)
 
 
 ModelPath = Annotated[

@@ -8,12 +8,30 @@ from pathlib import Path
 from typing import Any
 
 from .._table import Column, table
-from ..evaluate import Comparison, Estimate
-from ..recipe import Plan
+from ..evaluate.chart import Point
+from ..evaluate.metrics import Estimate
+from ..evaluate.perplexity import Comparison
+from ..recipe.plan import Plan
 from ..recipe.table import plan_text, shape_text
-from ..workflows import Candidate, Inspection, Model, Quality, TensorResult, folded
-from ..workflows.compare import Baseline
-from ..workflows.quantize import Outcome, worst
+from ..workflows.compare import Baseline, Candidate
+from ..workflows.evaluate import Quality
+from ..workflows.inspect import Inspection, file_bytes
+from ..workflows.model import Model
+from ..workflows.plan import folded
+from ..workflows.quantize import Outcome
+from ..workflows.tensors import TensorResult, worst
+
+
+def plan_lines(model: Model, plan: Plan, *, full: bool) -> list[str]:
+    """The notes on the source, the plan table and its sizes."""
+    sizes = f"{model.name}: {file_bytes(model.path):,} bytes on disk; planned {plan.bytes_after:,} bytes of arrays"
+    notes = [f"note: {sentence}" for sentence in (*source_notes(model), *plan.notes)]
+    return [*notes, plan_table(plan, full=full), *product_lines(plan, full=full), sizes]
+
+
+def plan_totals(plan: Plan) -> dict[str, Any]:
+    """The bytes of a plan, before and after."""
+    return {"bytes_before": plan.bytes_before, "bytes_after": plan.bytes_after, "bits_per_weight": plan.bits_per_weight}
 
 
 def plan_table(plan: Plan, *, full: bool, width: int | None = None) -> str:
@@ -187,6 +205,14 @@ def _candidate_row(candidate: Candidate) -> dict[str, Any]:
         "worst": path,
         "sqnr": None if sqnr_db is None else f"{sqnr_db:.1f} dB",
     }
+
+
+def chart_points(candidates: Sequence[Candidate]) -> list[Point]:
+    """The candidates as points of a chart."""
+    return [
+        Point(c.recipe, c.nbytes, c.quality.candidate.value, c.quality.candidate.value * c.quality.log_ratio.error)
+        for c in candidates
+    ]
 
 
 def inspection_lines(found: Inspection) -> list[str]:

@@ -15,9 +15,10 @@ from jaxtyping import PyTree
 from ..array.qarray import is_qarray
 from ..errors import QuantError
 from ..ops.interpret.parameter_uses import array_paths, parameter_paths
-from ..recipe.apply import check_storable, quantize_params, quantize_row
+from ..recipe.apply import check_storable, quantize_params
 from ..recipe.plan import Plan
 from ..recipe.plan import plan as make_plan
+from ..recipe.quantize_row import quantize_row
 from ..recipe.recipe import RecipeLike
 
 

@@ -10,7 +10,7 @@ import os
 import pathlib
 import shutil
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
@@ -33,13 +33,16 @@ class StagedDirectory:
     Args:
         target: the directory to create.
         overwrite: whether `commit` may replace a directory at the target.
+        check: refuses a target that may not be replaced; called under the lock, and again right before the rename.
 
     Raises:
         QuantError: when the parent directory cannot be written, or another process is writing the same target.
     """
 
-    def __init__(self, target: pathlib.Path, *, overwrite: bool):
-        self.target, self.overwrite = target, overwrite
+    def __init__(
+        self, target: pathlib.Path, *, overwrite: bool, check: Callable[[pathlib.Path], object] = lambda target: None
+    ):
+        self.target, self.overwrite, self._check = target, overwrite, check
         self.path = target.with_name(f".{target.name}.fewbit-partial")
         self._created: list[pathlib.Path] = []
         self._lock: OutputLock | None = None
@@ -47,6 +50,7 @@ class StagedDirectory:
         try:
             self._lock = self._locked()
             _recover(target)
+            check(target)
             if self.path.exists():
                 shutil.rmtree(self.path)
             self.path.mkdir()
@@ -97,6 +101,20 @@ class StagedDirectory:
         except OSError as error:
             raise _write_error(self.target, nbytes, error) from error
 
+    def write_verified(self, name: str, content: bytes) -> None:
+        """Writes a small file and reads it back.
+
+        Raises:
+            QuantError: when the file cannot be written, or its content differs.
+        """
+        self.write(name, [content], len(content))
+        try:
+            is_same = (self.path / name).read_bytes() == content
+        except OSError as error:
+            raise _write_error(self.target, len(content), error) from error
+        if not is_same:
+            raise QuantError(f"{self.target}: {name} reads back differently from what was written; the disk may be failing")
+
     def rename(self, name: str, new_name: str) -> None:
         """Renames a file of the directory."""
         os.rename(self.path / name, self.path / new_name)
@@ -111,6 +129,7 @@ class StagedDirectory:
         """
         if self._lock is None or not self._lock.is_ours():
             raise QuantError(f"the lock file of {self.target} was removed while it was being written; nothing was replaced")
+        self._check(self.target)
         is_replaced = os.path.lexists(self.target)
         if is_replaced and not self.overwrite:
             raise QuantError(f"{self.target} has appeared while it was being written; nothing was replaced")

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from .._registry import near_names
-from ..array import QArray, Scheme
+from ..array.qarray import QArray
+from ..array.scheme import Scheme
 from ..errors import QuantError
 
 Tensor: TypeAlias = np.ndarray | jax.Array | QArray

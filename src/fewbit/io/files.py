@@ -1,7 +1,9 @@
-"""Checked paths and memory-mapped files."""
+"""Checked paths, memory-mapped files, their hashes and layout."""
 
+import hashlib
 import os
 import pathlib
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -57,3 +59,41 @@ def content(path: pathlib.Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def file_sha256(path: pathlib.Path) -> str:
+    """The SHA-256 of a file, in hexadecimal.
+
+    Raises:
+        QuantError: when the file is missing or not readable.
+    """
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def check_spans(spans: Iterable[tuple[str, int, int]], total: int, where: str, *, alignment: int = 1) -> None:
+    """Checks that the tensors of a file fill its data without gap or overlap.
+
+    Args:
+        spans: the name, first byte and end of each tensor, in order.
+        total: the bytes of the data.
+        where: the file's name, for error messages.
+        alignment: what each tensor's first byte is a multiple of.
+
+    Raises:
+        QuantError: naming the first tensor that overlaps, leaves a gap or is cut off, or bytes after the last.
+    """
+    expected = 0
+    for name, begin, end in spans:
+        if begin != expected:
+            raise QuantError(
+                f"{where}: tensor {name!r} begins at byte {begin} of the data, expected {expected}; the file is damaged"
+            )
+        if end > total:
+            raise QuantError(f"{where}: tensor {name!r} is cut off, {end - total} bytes are missing; fetch the file again")
+        expected = -(-end // alignment) * alignment
+    if total > expected:
+        raise QuantError(f"{where}: {total - expected} bytes follow the last tensor; the file is damaged")

@@ -9,6 +9,7 @@ Reference: PEFT, developer guide "Checkpoint format".
 
 import collections
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -25,9 +26,8 @@ from .._json import converted, dumped, file_text, parsed_object
 from .._patterns import Pattern
 from .._registry import near_names
 from ..errors import QuantError
-from ..training.lora import Adapter
+from ..training.lora.adapter import Adapter
 from .atomic_directory import StagedDirectory
-from .files import content
 from .output import check_output
 from .safetensors.file import array_bytes, file_header, ordered, read_file
 
@@ -83,17 +83,14 @@ def write_adapters(
     >>> read_adapters(path, {"up": adapter})
     {'up': Adapter(a=[4, 2], b=[2, 8], alpha=4)}
     """
-    target = check_output(path, overwrite=overwrite, foreign=_foreign_files)
+    check = functools.partial(check_output, overwrite=overwrite, foreign=_foreign_files)
+    target = check(path)
     modules = _modules(adapters, names)
     tensors = ordered({name: x for module in modules.values() for name, x in module.tensors().items()})
-    header = file_header(tensors, {"format": "pt"})
-    files = {CONFIG: [dumped(_config(modules, base_model), CONFIG)], TENSORS: [header, *map(array_bytes, tensors.values())]}
-    with StagedDirectory(target, overwrite=overwrite) as staged:
-        for name, parts in files.items():
-            staged.write(name, parts, sum(len(part) for part in parts))
-            if content(staged.path / name) != b"".join(map(bytes, parts)):
-                raise QuantError(f"{target}: {name} reads back differently from what was written; the disk may be failing")
-        check_output(path, overwrite=overwrite, foreign=_foreign_files)
+    content = [file_header(tensors, {"format": "pt"}), *map(array_bytes, tensors.values())]
+    with StagedDirectory(target, overwrite=overwrite, check=check) as staged:
+        staged.write_verified(CONFIG, dumped(_config(modules, base_model), CONFIG))
+        staged.write_verified(TENSORS, b"".join(content))
         staged.commit()
     return target
 

@@ -50,7 +50,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
             f"{path} is not a model that fewbit reads: it begins with {start[:4]!r}. Expected a GGUF, safetensors or "
             ".npz file; pickles (.pt, .bin) are never read, save the weights as safetensors"
         )
-    return reader(path)
+    return reader(path, data)
 
 
 def _read_directory(path: pathlib.Path) -> Checkpoint:

@@ -30,6 +30,7 @@ from .names import HUGGING_FACE as HUGGING_FACE
 from .names import NameTable as NameTable
 from .names import check_layers as check_layers
 from .names import named_from_params as named_from_params
+from .names import names_by_path as names_by_path
 from .names import params_from_named as params_from_named
 from .names import params_from_paths as params_from_paths
 from .names import paths_of_params as paths_of_params

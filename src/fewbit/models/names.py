@@ -133,6 +133,47 @@ def check_layers(config: LlamaConfig, count: int) -> None:
         )
 
 
+def names_by_path(stored: Mapping[str, tuple[int, ...]], table: NameTable, config: LlamaConfig) -> dict[str, str]:
+    """The tensor name of each parameter path, in the order of `shapes`.
+
+    Args:
+        stored: the shape of each tensor by the names of `table`.
+        table: their naming convention.
+        config: the configuration. If it is tied, a head among the tensors repeats the embedding and is dropped.
+
+    Returns:
+        The names by path.
+
+    Raises:
+        QuantError: for an unknown or missing name, or a shape that contradicts the configuration.
+    """
+    check_layers(config, len(stored))
+    expected = shapes(config)
+    found: dict[str, str] = {}
+    for name, shape in stored.items():
+        if table.is_derived(name):
+            continue
+        path = table.path(name)
+        if path == "head" and config.tied:
+            continue
+        if table.is_transposed(path):
+            shape = shape[::-1]
+        if path not in expected:
+            raise QuantError(
+                f"tensor {name!r} is {path}, but the model has {config.layers} layers; check that the configuration is its own"
+            )
+        if shape != expected[path]:
+            raise QuantError(f"tensor {name!r} ({path}) has shape {shape}, but the configuration makes it {expected[path]}")
+        found[path] = name
+    missing = [table.name(path) for path in expected if path not in found]
+    if missing:
+        listed = ", ".join(missing[:3])
+        if len(missing) > 3:
+            listed += f" and {len(missing) - 3} more"
+        raise QuantError(f"the {table.title} checkpoint lacks {listed}; check that it is complete")
+    return {path: found[path] for path in expected}
+
+
 def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: LlamaConfig) -> Params:
     """Builds the pytree of parameters from a checkpoint's arrays, and checks shapes.
 
@@ -147,32 +188,8 @@ def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: Llama
     Raises:
         QuantError: for an unknown or missing name, or a shape that contradicts the configuration.
     """
-    check_layers(config, len(arrays))
-    expected = shapes(config)
-    flat: dict[str, Any] = {}
-    for name, array in arrays.items():
-        if re.fullmatch(table.derived, name):
-            continue
-        path = table.path(name)
-        if path == "head" and config.tied:
-            continue
-        array = table.oriented(path, array)
-        if path not in expected:
-            raise QuantError(
-                f"tensor {name!r} is {path}, but the model has {config.layers} layers; check that the configuration is its own"
-            )
-        if tuple(array.shape) != expected[path]:
-            raise QuantError(
-                f"tensor {name!r} ({path}) has shape {tuple(array.shape)}, but the configuration makes it {expected[path]}"
-            )
-        flat[path] = array
-    missing = [table.name(path) for path in expected if path not in flat]
-    if missing:
-        listed = ", ".join(missing[:3])
-        if len(missing) > 3:
-            listed += f" and {len(missing) - 3} more"
-        raise QuantError(f"the {table.title} checkpoint lacks {listed}; check that it is complete")
-    return params_from_paths(flat, config)
+    names = names_by_path({name: tuple(array.shape) for name, array in arrays.items()}, table, config)
+    return params_from_paths({path: table.oriented(path, arrays[name]) for path, name in names.items()}, config)
 
 
 def named_from_params(params: Params, table: NameTable, config: LlamaConfig) -> dict[str, Any]:

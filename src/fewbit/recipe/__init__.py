@@ -3,11 +3,11 @@
 from . import presets as presets
 from .apply import check_storable as check_storable
 from .apply import quantize_params as quantize_params
-from .apply import quantize_row as quantize_row
 from .plan import Plan as Plan
 from .plan import plan as plan
 from .presets import maxtext_mixed_precision as maxtext_mixed_precision
 from .presets import maxtext_recipe as maxtext_recipe
+from .quantize_row import quantize_row as quantize_row
 from .recipe import RECIPES as RECIPES
 from .recipe import Recipe as Recipe
 from .recipe import recipe as recipe

@@ -1,22 +1,15 @@
 """Quantizes a tree of parameters by a plan or a recipe."""
 
-import dataclasses
-import re
-from typing import Any
-
 import jax
-import jax.numpy as jnp
-from jax.core import Tracer
 from jaxtyping import PyTree
 
-from ..array import QArray, is_qarray
+from ..array.qarray import is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.parameter_uses import array_paths, parameter_paths
-from .matching import Leaf
-from .plan import Plan, quantized_leaf
+from .plan import Plan
 from .plan import plan as make_plan
+from .quantize_row import check_row, quantize_row
 from .recipe import RecipeLike
-from .rows import PlanRow
 
 
 def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
@@ -79,49 +72,4 @@ def check_storable(plan: Plan) -> None:
             "carry that; set their policy to null"
         )
     for row in plan:
-        _check_row(row)
-
-
-def _check_row(row: PlanRow) -> None:
-    if row.policy is not None and row.policy.delayed is not None:
-        raise UnsupportedError(
-            f"{row.path}: policy {row.policy} uses delayed scaling, whose scales come from earlier training steps, and "
-            "there are "
-            "none outside training; use a recipe with current scaling, such as te_fp8_currentscaling"
-        )
-
-
-def quantize_row(leaf: Leaf, row: PlanRow) -> Any:
-    """Quantizes and prunes one parameter as its row of a plan says.
-
-    Args:
-        leaf: the parameter; it must be finite where it is quantized or pruned.
-        row: its row of a plan.
-
-    Returns:
-        A QArray, a pruned array where the row has a sparsity only, or `leaf` where it has neither.
-
-    Raises:
-        QuantError: for another shape than the plan's, a QArray, or values that are not finite, unless they are traced.
-        UnsupportedError: for a policy with delayed scaling.
-    """
-    if row.policy is None and row.sparsity is None:
-        return leaf
-    _check_row(row)
-    if tuple(leaf.shape) != row.shape:
-        raise QuantError(f"{row.path} has shape {tuple(leaf.shape)}, but the plan was made for {row.shape}")
-    if isinstance(leaf, QArray):
-        raise QuantError(
-            f"{row.path} is quantized already, as {leaf.scheme.name}, and the plan is for the float parameter; plan the "
-            "tree as "
-            "it is, which leaves QArrays unchanged, or decode it by fb.dequantize"
-        )
-    x = jnp.asarray(leaf)
-    if not isinstance(x, Tracer) and (bad := int(jnp.sum(~jnp.isfinite(x)))):  # a traced array has no values yet
-        raise QuantError(
-            f"{row.path} holds {bad} values that are NaN or infinite, of {x.size}; a tile with one decodes to NaN. "
-            f"Repair the checkpoint, or exclude the parameter by a rule with policy null"
-        )
-    # Rows of alike layers are made equal, so that they compile once.
-    alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="", sites=())
-    return jax.jit(quantized_leaf, static_argnums=1)(x, alike)
+        check_row(row)

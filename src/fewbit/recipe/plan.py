@@ -13,12 +13,11 @@ from jaxtyping import PyTree
 
 from .._json import checked, converted, file_text, form_of, parsed
 from .._registry import near_names
-from ..array import QArray, Scheme
+from ..array.qarray import QArray
 from ..errors import QuantError
-from ..kernels.quantize import quantize
 from ..ops.interpret.parameter_uses import Product, array_paths
-from ..ops.qat.serving_tiles import axis_within, cast, for_each
 from .matching import Leaf
+from .quantize_row import quantized_leaf
 from .recipe import Recipe, RecipeLike
 from .recipe import recipe as as_recipe
 from .resolution import Resolution, Resolved
@@ -287,17 +286,3 @@ def _planned_bytes(row: PlanRow) -> int:
         return _nbytes(jax.eval_shape(lambda x: quantized_leaf(x, row), x))
     except QuantError as error:
         raise QuantError(f"{row.path} {row.shape}: {error}") from error
-
-
-def quantized_leaf(x: jax.Array, row: PlanRow) -> jax.Array | QArray:
-    """Prunes, casts and quantizes a parameter, each element of its stacked axes on its own."""
-    if row.sparsity is not None:
-        x = row.sparsity.pruned(x)
-    if row.policy is None:
-        return x
-    scheme: Scheme = row.policy.weight
-    axis = axis_within(row.axis, row.stacked, len(row.shape))
-    q = for_each(row.stacked, lambda x: quantize(x, scheme, axis=axis), cast(x, row.casts)).astype(x.dtype)
-    if row.policy.is_weight_only:
-        return q
-    return dataclasses.replace(q, policy=row.policy)

@@ -18,7 +18,8 @@ from ..ops import Policy
 from ..recipe import Plan, PlanRow, Recipe, Role, Rule, TensorRole
 from ..recipe import plan as make_plan
 from ..recipe import recipe as as_recipe
-from ..recipe.apply import check_storable, quantize_row
+from ..recipe.apply import check_storable
+from ..recipe.quantize_row import quantize_row
 from ..recipe.roles import refined
 from . import dlpack as handover
 from .qtensor import QTensor, from_qarray

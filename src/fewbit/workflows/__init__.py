@@ -21,7 +21,7 @@ from .plan import folded as folded
 from .plan import plan_model as plan_model
 from .quantize import Outcome as Outcome
 from .quantize import quantize as quantize
-from .quantize import worst as worst
 from .rotate import rotated as rotated
 from .tensors import TensorResult as TensorResult
 from .tensors import quantized_tensors as quantized_tensors
+from .tensors import worst as worst

@@ -9,13 +9,12 @@ import jax
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import models
-from ..evaluate import Comparison, Perplexity, compare_models, perplexity
-from ..recipe import Plan
+from ..evaluate.perplexity import Comparison, Perplexity, compare_models, perplexity
+from ..models.names import params_from_paths
+from ..recipe.plan import Plan
 from .evaluate import batch_size, logits_function, stacked
 from .model import Model
-from .quantize import worst
-from .tensors import TensorResult, quantized_tensors
+from .tensors import TensorResult, quantized_tensors, worst
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Baseline:
-    """The float model, evaluated on the windows of a text.
+    """The float model, evaluated on a text.
 
     Attributes:
         model: the model.
@@ -131,20 +130,12 @@ def compare(base: Baseline, plan: Plan, *, on_tensor: Callable[[TensorResult], N
         results.append(result)
         if on_tensor is not None:
             on_tensor(result)
-    params = models.params_from_paths(values, base.model.runnable_config())
+    params = params_from_paths(values, base.model.runnable_config())
     return measured(base, plan, params, tuple(results), time.perf_counter() - start)
 
 
 def measured(base: Baseline, plan: Plan, params: PyTree, results: tuple[TensorResult, ...], seconds: float) -> Candidate:
-    """Compares parameters that are already quantized with the float model.
-
-    Args:
-        base: the float model on its windows.
-        plan: the plan they were quantized by.
-        params: the pytree of parameters.
-        results: the result of each tensor.
-        seconds: how long quantizing took.
-    """
+    """Compares parameters that `plan` quantized, in `seconds`, with the float model."""
     start = time.perf_counter()
     config = base.model.runnable_config()
     logits = logits_function(stacked(params), config)

@@ -10,11 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import models
 from ..errors import QuantError
-from ..evaluate import Comparison, Perplexity, compare_models, perplexity, sqnr_db, token_windows
-from ..kvcache import KVPolicy
-from ..ops import transparent
+from ..evaluate.metrics import sqnr_db
+from ..evaluate.perplexity import Comparison, Perplexity, compare_models, perplexity, token_windows
+from ..kvcache.policy import KVPolicy
+from ..models.config import LlamaConfig
+from ..models.installed import default_text_name, find_text
+from ..models.joined import fuse_weights
+from ..models.llama import forward, stack_layers
+from ..ops.interpret.transparent import transparent
 from .model import Model, decoded
 
 TOKENS = 2048
@@ -76,7 +80,7 @@ def evaluate(
         QuantError: when the text is too short, or the vocabularies differ.
     """
     config = model.runnable_config()
-    found = models.find_text(text or models.default_text_name())
+    found = find_text(text or default_text_name())
     windows = evaluation_windows(model, found.content, tokens=tokens, window=window)
     batch = batch_size(config, windows)
     candidate = logits_function(stacked(model.params()), config, kv)
@@ -122,24 +126,24 @@ def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, wi
     return token_windows(ids, length=window)[: max(TOKENS // window, 1)]
 
 
-def batch_size(config: models.LlamaConfig, windows: np.ndarray) -> int:
+def batch_size(config: LlamaConfig, windows: np.ndarray) -> int:
     """The windows of a batch: as many as keep the logits within 256 MiB, at most 16."""
     return min(max(_LOGIT_BYTES // (4 * config.vocab * (windows.shape[1] - 1)), 1), 16)
 
 
 def stacked(params: PyTree) -> PyTree:
     """The parameters as JAX arrays, with q/k/v and gate/up fused where quantized, and identical layers stacked."""
-    return models.stack_layers(models.fuse_weights(jax.tree.map(jnp.asarray, params)))
+    return stack_layers(fuse_weights(jax.tree.map(jnp.asarray, params)))
 
 
-def logits_function(params: PyTree, config: models.LlamaConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:
+def logits_function(params: PyTree, config: LlamaConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:
     """The model as a function of tokens, compiled once per structure of the parameters."""
     return functools.partial(_logits, params, config=config, kv=kv)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kv"))
-def _logits(params: PyTree, tokens: jax.Array, *, config: models.LlamaConfig, kv: KVPolicy | None) -> jax.Array:
-    return transparent(functools.partial(models.forward, kv=kv))(params, tokens, config)
+def _logits(params: PyTree, tokens: jax.Array, *, config: LlamaConfig, kv: KVPolicy | None) -> jax.Array:
+    return transparent(functools.partial(forward, kv=kv))(params, tokens, config)
 
 
 def weight_sqnr(model: Model, against: Model) -> tuple[dict[str, float], tuple[str, ...]]:

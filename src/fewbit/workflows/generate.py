@@ -10,12 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from .. import models
-from ..array import QArray, is_qarray
+from ..array.qarray import QArray, is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..kernels.qmatmul import reads_packed_weights
-from ..kvcache import KVPolicy
-from ..ops import transparent
+from ..kvcache.policy import KVPolicy
+from ..models.cache import empty_cache
+from ..models.generate import Writer
+from ..models.tokenizer import Tokenizer
+from ..ops.interpret.transparent import transparent
 from .evaluate import stacked
 from .model import Model, decoded
 
@@ -107,11 +109,12 @@ def generate_text(
     params, count = _decoded_weights(params)
     key = jax.random.key(seed or 0) if temperature > 0 else None
     tokens = jnp.asarray(ids[None, :], jnp.int32)
-    writer = models.Writer(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv)
+    writer = Writer(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv)
     params = stacked(params)
     state, prefill_seconds = _timed(writer.begin, params, tokens, key)
     written, decode_seconds = _timed(writer.finish, params, state, key)
     row = written.rows()[0]
+    cache = jax.eval_shape(lambda: jax.tree.leaves(empty_cache(config, batch=1, room=len(ids) + max_tokens, kv=kv)))
     return Sample(
         prompt=prompt,
         is_chat=is_chat,
@@ -120,7 +123,7 @@ def generate_text(
         seconds=time.perf_counter() - start,
         decoded=count,
         kv=None if kv is None else str(kv),
-        cache_bytes=_cache_bytes(config, len(ids) + max_tokens, kv),
+        cache_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in cache if leaf.ndim),  # all but its length
         prompt_tokens=len(ids),
         prefill_seconds=prefill_seconds,
         decode_seconds=decode_seconds,
@@ -141,13 +144,7 @@ def _timed(fn: Callable[..., Any], *args: PyTree) -> tuple[Any, float]:
     return result, time.perf_counter() - start
 
 
-def _cache_bytes(config: models.LlamaConfig, max_length: int, kv: KVPolicy | None) -> int:
-    """The bytes of a KV cache for one sequence."""
-    leaves = jax.eval_shape(lambda: jax.tree.leaves(models.empty_cache(config, batch=1, room=max_length, kv=kv)))
-    return sum(leaf.size * leaf.dtype.itemsize for leaf in leaves if leaf.ndim)  # all but its length
-
-
-def _prompt_ids(tokenizer: models.Tokenizer, prompt: str, chat: bool | None) -> tuple[np.ndarray, bool]:
+def _prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool | None) -> tuple[np.ndarray, bool]:
     """The tokens of the prompt, and whether the chat template formatted it."""
     if not prompt:
         raise QuantError("the prompt is empty; give some text to continue")

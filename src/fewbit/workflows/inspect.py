@@ -6,9 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ..io import TensorInfo
+from ..io.checkpoint import TensorInfo
 from .load import load
-from .model import Model
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,16 +84,20 @@ def inspect(path: str | os.PathLike[str]) -> Inspection:
         QuantError: when the path does not exist or cannot be read.
     """
     model = load(path)
-    entries = tuple(_entry(path, info) for path, info in model.info.items())
+    config: dict[str, Any]
+    if model.config is not None:
+        config = model.config.to_json()
+    else:  # the short entries of the checkpoint's metadata
+        config = {k: v for k, v in model.metadata.items() if isinstance(v, str | int | float) and len(str(v)) < 200}
     return Inspection(
         path=model.path,
         kind=model.kind,
         architecture=model.architecture,
         why_not_run=model.why_not_run,
         tokenizer=None if model.tokenizer is None else model.tokenizer.vocab,
-        config=_shown_config(model),
+        config=config,
         facts=dict(model.facts),
-        tensors=entries,
+        tensors=tuple(_entry(path, info) for path, info in model.info.items()),
         size=model.size,
         tensor_bytes=model.nbytes,
         file_bytes=file_bytes(model.path),
@@ -112,10 +115,3 @@ def file_bytes(path: Path) -> int:
 def _entry(path: str, info: TensorInfo) -> TensorEntry:
     bits = 8 * info.nbytes / max(math.prod(info.shape), 1)
     return TensorEntry(path, info.shape, info.dtype, info.stored, info.scheme is not None, info.nbytes, bits)
-
-
-def _shown_config(model: Model) -> dict[str, Any]:
-    """The model's configuration, or the short entries of the checkpoint's metadata."""
-    if model.config is not None:
-        return model.config.to_json()
-    return {k: v for k, v in model.metadata.items() if isinstance(v, str | int | float) and len(str(v)) < 200}

@@ -2,13 +2,19 @@
 
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
-from .. import io, models
 from .._json import file_text, parsed
 from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
+from ..io.checkpoint import Checkpoint
+from ..io.read import read
+from ..models.checkpoints import config_from_gguf, config_from_glassllm, config_from_hf
+from ..models.config import LlamaConfig
+from ..models.installed import glassllm_npz, minilm_directory, smollm2_gguf
+from ..models.names import GGUF, GLASSLLM, HUGGING_FACE, NameTable, check_layers, names_by_path, shapes
+from ..models.tokenizer import Tokenizer, tokenizer_from_files, tokenizer_from_gguf, tokenizer_from_glassllm
 from .model import Model, Value
 
 
@@ -28,15 +34,27 @@ def load(path: str | os.PathLike[str]) -> Model:
     Raises:
         QuantError: when the path does not exist or cannot be read.
     """
-    checkpoint = io.read(_resolved(path))
+    checkpoint = read(_resolved(path))
+    model = Model(
+        path=checkpoint.path,
+        kind=checkpoint.kind,
+        config=None,
+        why_not_run="",
+        info=checkpoint.tensors.info,
+        load=checkpoint.tensors.__getitem__,
+        why_no_tokenizer="the architecture is unknown",
+        files=checkpoint.files,
+        metadata=checkpoint.metadata,
+        facts=checkpoint.facts,
+        notes=checkpoint.notes,
+    )
     try:
-        model = _llama(checkpoint)
+        return _as_llama(model, checkpoint)
     except (QuantError, UnsupportedError) as error:
-        model = _model(checkpoint, None, str(error), checkpoint.tensors.info, checkpoint.tensors.__getitem__)
-    return _with_tokenizer(model, checkpoint)
+        return dataclasses.replace(model, why_not_run=str(error))
 
 
-INSTALLED = {"smollm2": models.smollm2_gguf, "glassllm": models.glassllm_npz, "minilm": models.minilm_directory}
+INSTALLED = {"smollm2": smollm2_gguf, "glassllm": glassllm_npz, "minilm": minilm_directory}
 """The models of installed packages, by the names that `load` takes."""
 
 
@@ -54,112 +72,70 @@ def _resolved(path: str | os.PathLike[str]) -> str:
     return name
 
 
-@dataclasses.dataclass(frozen=True)
-class _Slot:
-    """A parameter's name in the file, its shape and orientation; a placeholder while names and shapes are checked."""
-
-    name: str
-    shape: tuple[int, ...]
-    is_transposed: bool = False
-
-    @property
-    def T(self) -> "_Slot":
-        return _Slot(self.name, self.shape[::-1], not self.is_transposed)
-
-
-def _llama(checkpoint: io.Checkpoint) -> Model:
-    """Loads a checkpoint of the Llama family.
+def _as_llama(model: Model, checkpoint: Checkpoint) -> Model:
+    """The model with the configuration, paths and tokenizer of a Llama.
 
     Raises:
         QuantError: when its tensors do not match the configuration.
         UnsupportedError: when it has another architecture.
     """
     config, table = _config(checkpoint)
-    slots = {name: _Slot(name, info.shape) for name, info in checkpoint.tensors.info.items()}
-    if table is None:
-        by_path = _checked_paths(slots, config)
-    else:
-        by_path = models.paths_of_params(models.params_from_named(slots, table, config), config)
+    names, tensors = _names(checkpoint, table, config), checkpoint.tensors
 
     def load_path(path: str) -> Value:
-        slot = by_path[path]
-        value = checkpoint.tensors[slot.name]
-        return value.T if slot.is_transposed else value
+        if table is None:
+            return tensors[path]
+        return table.oriented(path, tensors[names[path]])
 
-    info = {path: dataclasses.replace(checkpoint.tensors.info[s.name], shape=s.shape) for path, s in by_path.items()}
-    model = _model(checkpoint, config, "", info, load_path)
-    if table is not models.HUGGING_FACE:
-        return model
-    return dataclasses.replace(model, names={path: slot.name for path, slot in by_path.items()})
-
-
-def _config(checkpoint: io.Checkpoint) -> tuple[models.LlamaConfig, models.NameTable | None]:
-    """The configuration in the checkpoint's metadata, and its naming scheme; None: our own paths."""
-    metadata = checkpoint.metadata
-    if checkpoint.kind == "gguf":
-        return models.config_from_gguf(metadata, list(checkpoint.tensors)), models.GGUF
-    if (
-        checkpoint.kind == "fewbit"
-        and metadata.get("architecture") == "llama"
-        and isinstance(metadata.get("llama"), Mapping)
-    ):
-        return models.LlamaConfig.from_json(metadata["llama"]), None
-    if checkpoint.kind == "npz" and "d_model" in metadata:
-        return models.config_from_glassllm(metadata), models.GLASSLLM
-    if checkpoint.kind != "npz" and "model_type" in metadata:
-        return models.config_from_hf(metadata), models.HUGGING_FACE
-    raise UnsupportedError("the architecture is unknown: no GGUF metadata, no config.json with a model_type, no __config__")
-
-
-def _checked_paths(slots: dict[str, _Slot], config: models.LlamaConfig) -> dict[str, _Slot]:
-    """The slots in the order of the architecture; refuses missing, extra or misshapen ones."""
-    models.check_layers(config, len(slots))
-    expected = models.shapes(config)
-    if odd := [p for p in {**expected, **slots} if p not in slots or slots[p].shape != expected.get(p)]:
-        raise QuantError(f"tensors are missing, unexpected or of another shape than config says: {', '.join(odd[:5])}")
-    return {path: slots[path] for path in expected}
-
-
-def _model(
-    checkpoint: io.Checkpoint,
-    config: models.LlamaConfig | None,
-    why: str,
-    info: Mapping[str, io.TensorInfo],
-    load_path: Callable[[str], Value],
-) -> Model:
-    return Model(
-        path=checkpoint.path,
-        kind=checkpoint.kind,
-        config=config,
-        why_not_run=why,
-        info=info,
-        load=load_path,
-        files=checkpoint.files,
-        metadata=checkpoint.metadata,
-        facts=checkpoint.facts,
-        notes=checkpoint.notes,
-    )
-
-
-def _with_tokenizer(model: Model, checkpoint: io.Checkpoint) -> Model:
-    """Adds the tokenizer, or the reason why there is none."""
-    if model.config is None:
-        return dataclasses.replace(model, why_no_tokenizer="the architecture is unknown")
+    info = {path: dataclasses.replace(tensors.info[names[path]], shape=shape) for path, shape in shapes(config).items()}
+    model = dataclasses.replace(model, config=config, info=info, load=load_path)
+    if table is HUGGING_FACE:
+        model = dataclasses.replace(model, names=names)
     try:
         tokenizer = _tokenizer(checkpoint)
     except (QuantError, UnsupportedError) as error:
         return dataclasses.replace(model, why_no_tokenizer=str(error))
     if "tokenizer.json" not in model.files:
         model = dataclasses.replace(model, files={**model.files, **tokenizer.files()})
-    return dataclasses.replace(model, tokenizer=tokenizer)
+    return dataclasses.replace(model, tokenizer=tokenizer, why_no_tokenizer="")
 
 
-def _tokenizer(checkpoint: io.Checkpoint) -> models.Tokenizer:
+def _config(checkpoint: Checkpoint) -> tuple[LlamaConfig, NameTable | None]:
+    """The configuration in the checkpoint's metadata, and its naming scheme; None: our own paths."""
+    metadata = checkpoint.metadata
     if checkpoint.kind == "gguf":
-        return models.tokenizer_from_gguf(checkpoint.metadata)
+        return config_from_gguf(metadata, list(checkpoint.tensors)), GGUF
+    if (
+        checkpoint.kind == "fewbit"
+        and metadata.get("architecture") == "llama"
+        and isinstance(metadata.get("llama"), Mapping)
+    ):
+        return LlamaConfig.from_json(metadata["llama"]), None
+    if checkpoint.kind == "npz" and "d_model" in metadata:
+        return config_from_glassllm(metadata), GLASSLLM
+    if checkpoint.kind != "npz" and "model_type" in metadata:
+        return config_from_hf(metadata), HUGGING_FACE
+    raise UnsupportedError("the architecture is unknown: no GGUF metadata, no config.json with a model_type, no __config__")
+
+
+def _names(checkpoint: Checkpoint, table: NameTable | None, config: LlamaConfig) -> dict[str, str]:
+    """The tensor name of each parameter path, in the order of the architecture; checks shapes."""
+    stored = {name: info.shape for name, info in checkpoint.tensors.info.items()}
+    if table is not None:
+        return names_by_path(stored, table, config)
+    check_layers(config, len(stored))
+    expected = shapes(config)
+    if odd := [path for path in {**expected, **stored} if stored.get(path) != expected.get(path)]:
+        raise QuantError(f"tensors are missing, unexpected or of another shape than config says: {', '.join(odd[:5])}")
+    return {path: path for path in expected}
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    if checkpoint.kind == "gguf":
+        return tokenizer_from_gguf(checkpoint.metadata)
     if checkpoint.kind != "npz":
-        return models.tokenizer_from_files(checkpoint.files)
+        return tokenizer_from_files(checkpoint.files)
     file = checkpoint.path.with_name(f"{checkpoint.path.stem}.tokenizer.json")
     if not file.is_file():
         raise QuantError(f"no tokenizer: {file.name} is missing next to {checkpoint.path.name}")
-    return models.tokenizer_from_glassllm(parsed(file_text(file, "tokenizer"), str(file)))
+    return tokenizer_from_glassllm(parsed(file_text(file, "tokenizer"), str(file)))

@@ -9,11 +9,15 @@ from typing import Any
 import jax
 import numpy as np
 
-from .. import models
-from ..array import QArray
+from ..array.qarray import QArray
+from ..array.quantize import laid_along
 from ..errors import UnsupportedError
-from ..io import TensorInfo
-from ..kernels.quantize import dequantize
+from ..io.checkpoint import TensorInfo
+from ..kernels.quantize.dispatch import dequantize
+from ..models.config import LlamaConfig
+from ..models.names import params_from_paths
+from ..models.tokenizer import Tokenizer
+from ..recipe.rows import PlanRow
 
 Value = np.ndarray | jax.Array | QArray
 
@@ -41,11 +45,11 @@ class Model:
 
     path: Path
     kind: str
-    config: models.LlamaConfig | None
+    config: LlamaConfig | None
     why_not_run: str
     info: Mapping[str, TensorInfo]
     load: Callable[[str], Value]
-    tokenizer: models.Tokenizer | None = None
+    tokenizer: Tokenizer | None = None
     why_no_tokenizer: str = ""
     files: Mapping[str, bytes] = dataclasses.field(default_factory=dict)
     metadata: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -82,7 +86,7 @@ class Model:
                 by_kind.setdefault(info.stored, []).append(path)
         return by_kind
 
-    def runnable_config(self) -> models.LlamaConfig:
+    def runnable_config(self) -> LlamaConfig:
         """The configuration.
 
         Raises:
@@ -94,7 +98,7 @@ class Model:
             )
         return self.config
 
-    def readable_tokenizer(self) -> models.Tokenizer:
+    def readable_tokenizer(self) -> Tokenizer:
         """The tokenizer.
 
         Raises:
@@ -106,11 +110,11 @@ class Model:
 
     def params(self) -> dict[str, Any]:
         """The pytree of parameters as stored, with quantized leaves as QArrays."""
-        return models.params_from_paths({path: self.load(path) for path in self.info}, self.runnable_config())
+        return params_from_paths({path: self.load(path) for path in self.info}, self.runnable_config())
 
     def float_params(self) -> dict[str, Any]:
         """The pytree of parameters, all dequantized."""
-        return models.params_from_paths({path: decoded(self.load(path)) for path in self.info}, self.runnable_config())
+        return params_from_paths({path: decoded(self.load(path)) for path in self.info}, self.runnable_config())
 
 
 def decoded(value: Value) -> np.ndarray | jax.Array:
@@ -119,3 +123,10 @@ def decoded(value: Value) -> np.ndarray | jax.Array:
 
 
 _decode = jax.jit(dequantize)
+
+
+def is_kept(row: PlanRow, info: TensorInfo) -> bool:
+    """Whether the file already stores the parameter in the planned scheme, so that it is copied without loss."""
+    if row.policy is None or info.scheme is None or row.stacked or row.sparsity is not None:
+        return False
+    return laid_along(row.policy.weight, row.axis, row.shape) == info.scheme

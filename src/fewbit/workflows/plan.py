@@ -1,7 +1,6 @@
 """Plans how a recipe quantizes each tensor of a checkpoint."""
 
 import dataclasses
-import functools
 import itertools
 import math
 import os
@@ -12,16 +11,18 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from .. import models
 from .._registry import near_names
-from ..array.quantize import laid_along
 from ..errors import QuantError, UnsupportedError
-from ..io import TensorInfo
+from ..io.checkpoint import TensorInfo
 from ..io.safetensors.file import dtype_name
-from ..recipe import Plan, PlanRow, Recipe
-from ..recipe import plan as make_plan
-from ..recipe.plan import recounted
-from .model import Model
+from ..models.llama import forward
+from ..models.names import params_from_paths
+from ..models.roles import checkpoint_roles
+from ..recipe.plan import Plan, recounted
+from ..recipe.plan import plan as make_plan
+from ..recipe.recipe import Recipe
+from ..recipe.rows import PlanRow
+from .model import Model, is_kept
 
 KEEP = "keep"
 """The recipe that changes no tensor."""
@@ -70,11 +71,7 @@ def plan_model(model: Model, *, recipe: RecipeSpec | None = None, plan: str | os
 
 
 def unknown_roles(plan: Plan) -> str | None:
-    """A message that lists tensors of unknown role; None if there are none.
-
-    Args:
-        plan: the plan of a model.
-    """
+    """A message that lists tensors of unknown role; None if there are none."""
     if not plan.unknown:
         return None
     listed = ", ".join(plan.unknown[:8])
@@ -155,13 +152,16 @@ def _resolved(model: Model, recipe: RecipeSpec) -> Plan:
     config = model.config
     if config is None:
         shapes = {path: info.shape for path, info in model.info.items()}
-        known = models.checkpoint_roles(shapes, model.metadata, kind=model.kind)
+        known = checkpoint_roles(shapes, model.metadata, kind=model.kind)
         plan = make_plan(None, structs, recipe=recipe, roles=known.roles)
         plan = dataclasses.replace(plan, notes=(f"the model cannot be traced ({model.why_not_run}); {known.note}",))
     else:
         tokens = jax.ShapeDtypeStruct((1, min(8, config.context)), jnp.int32)
-        forward = functools.partial(models.forward, config=config)
-        plan = make_plan(forward, models.params_from_paths(structs, config), tokens, recipe=recipe)
+
+        def logits(params: Mapping[str, jax.Array], tokens: jax.Array) -> jax.Array:
+            return forward(params_from_paths(params, config), tokens, config)
+
+        plan = make_plan(logits, structs, tokens, recipe=recipe)
     rows = {row.path: row for row in plan}
     return dataclasses.replace(plan, rows=tuple(rows[path] for path in model.info))
 
@@ -173,36 +173,23 @@ def _struct(info: TensorInfo) -> jax.ShapeDtypeStruct:
 
 def _with_file_sizes(row: PlanRow, info: TensorInfo) -> PlanRow:
     """Sets the bytes of the file, and says what happens to a parameter that is stored quantized."""
-    row = dataclasses.replace(row, dtype=info.dtype, bytes_before=info.nbytes)
+    row, reason = dataclasses.replace(row, dtype=info.dtype, bytes_before=info.nbytes), ""
+    after = info.nbytes
     if is_kept(row, info):
-        return dataclasses.replace(
-            row, bytes_after=info.nbytes, reason=_joined(row, f"{info.stored} in the file, kept exactly")
-        )
-    if row.policy is None and row.sparsity is None:
-        kept = ""
+        reason = f"{info.stored} in the file, kept exactly"
+    elif row.policy is not None or row.sparsity is not None:
+        after = row.bytes_after
+        if row.policy is None:
+            after = row.size * _struct(info).dtype.itemsize
         if info.scheme is not None:
-            kept = f"stays {info.stored}, as stored in the file"
-        return dataclasses.replace(row, bytes_after=info.nbytes, reason=_joined(row, kept))
-    if row.policy is None:
-        row = dataclasses.replace(row, bytes_after=row.size * _struct(info).dtype.itemsize)
-    if info.scheme is not None:
-        return dataclasses.replace(row, reason=_joined(row, f"dequantized from {info.stored} first"))
-    if info.dtype == "float64":
-        return dataclasses.replace(row, reason=_joined(row, "float64, rounded to float32 first"))
-    return row
-
-
-def _joined(row: PlanRow, reason: str) -> str:
-    """Adds a reason to the row's, unless it is there already (as in a saved plan)."""
-    parts = [part for part in (*row.reason.split("; "), *reason.split("; ")) if part]
-    return "; ".join(dict.fromkeys(parts))
-
-
-def is_kept(row: PlanRow, info: TensorInfo) -> bool:
-    """Whether the file already stores the parameter in the planned scheme, so that it is copied without loss."""
-    if row.policy is None or info.scheme is None or row.stacked or row.sparsity is not None:
-        return False
-    return laid_along(row.policy.weight, row.axis, row.shape) == info.scheme
+            reason = f"dequantized from {info.stored} first"
+        elif info.dtype == "float64":
+            reason = "float64, rounded to float32 first"
+    elif info.scheme is not None:
+        reason = f"stays {info.stored}, as stored in the file"
+    # A saved plan has the reason already.
+    parts = dict.fromkeys(part for part in (*row.reason.split("; "), *reason.split("; ")) if part)
+    return dataclasses.replace(row, bytes_after=after, reason="; ".join(parts))
 
 
 def _kept(path: str, info: TensorInfo) -> PlanRow:

@@ -1,21 +1,18 @@
 """Quantizes a checkpoint into a fewbit directory, tensor by tensor."""
 
 import dataclasses
-import hashlib
-import math
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from .. import io
-from ..recipe import Plan
+from ..io.files import file_sha256
+from ..io.native.writer import DirectoryWriter
+from ..recipe.plan import Plan
 from .model import Model
 from .plan import KEEP
 from .tensors import TensorResult, quantized_tensors
-
-_CHUNK = 1 << 24
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,20 +48,6 @@ class Outcome:
         return 8 * self.array_bytes / self.size
 
 
-def worst(tensors: tuple[TensorResult, ...], count: int = 5) -> list[TensorResult]:
-    """The tensors of lowest SQNR.
-
-    Args:
-        tensors: the result of each tensor.
-        count: how many at most.
-
-    Returns:
-        The worst first; lossless tensors are left out.
-    """
-    lossy = [t for t in tensors if t.sqnr_db is not None and math.isfinite(t.sqnr_db)]
-    return sorted(lossy, key=lambda t: t.sqnr_db or 0.0)[:count]
-
-
 def quantize(
     model: Model,
     plan: Plan,
@@ -93,14 +76,13 @@ def quantize(
         QuantError: when the directory may not be written (see `io.check_output`), a parameter has NaN or infinity, or the
             files cannot be written.
     """
-    start = time.perf_counter()
 
     def progress(stage: str, name: str, nbytes: int) -> None:
         if stage == "verify" and on_verify is not None:
             on_verify(name, nbytes)
 
-    results = []
-    writer = io.DirectoryWriter(
+    start, results = time.perf_counter(), []
+    writer = DirectoryWriter(
         out,
         config=_config(model),
         files=model.files,
@@ -128,36 +110,21 @@ def _config(model: Model) -> dict[str, Any]:
         return dict(model.metadata)
     if model.config is not None:
         return {"architecture": "llama", "llama": model.config.to_json()}
-    return {key: value for key, value in model.metadata.items() if _is_small(value)}
-
-
-def _is_small(value: object) -> bool:
-    """False for bytes and for a vocabulary, which GGUF stores in the metadata too."""
-    return not isinstance(value, bytes) and not (isinstance(value, list) and len(value) > 1000)
+    # Not bytes, nor a vocabulary, which GGUF stores in the metadata too.
+    vast = {key for key, value in model.metadata.items() if isinstance(value, list) and len(value) > 1000}
+    return {key: value for key, value in model.metadata.items() if key not in vast and not isinstance(value, bytes)}
 
 
 def _facts(model: Model, plan: Plan) -> dict[str, Any]:
     """The provenance recorded in the directory."""
+    files = sorted(model.path.glob("*.safetensors")) if model.path.is_dir() else [model.path]
+    hashes = {file.name: file_sha256(file) for file in files}
     facts: dict[str, Any] = {
         "recipe": plan.recipe,
-        "source": {"name": model.name, "kind": model.kind, "sha256": _hashes(model.path)},
+        "source": {"name": model.name, "kind": model.kind, "sha256": hashes},
     }
     if "rotation_seed" in model.facts:
         facts["rotation_seed"] = model.facts["rotation_seed"]
     if plan.recipe == KEEP and model.facts:
         facts["source"]["facts"] = dict(model.facts)
     return facts
-
-
-def _hashes(path: Path) -> Mapping[str, str]:
-    """The SHA-256 of the source's tensor files, by name."""
-    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
-    return {file.name: _sha256(file) for file in files}
-
-
-def _sha256(file: Path) -> str:
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(_CHUNK):
-            digest.update(chunk)
-    return digest.hexdigest()

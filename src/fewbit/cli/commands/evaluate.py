@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..app import app
-from ..options import Json, ModelPath, Rotate, Seed, path_argument, rotation_seed
+from ..options import Json, ModelPath, Rotate, Seed, path_argument, path_option, rotation_seed
 
 TextName = Annotated[
     str | None,
@@ -38,13 +38,7 @@ KVScale = Annotated[
 def evaluate(
     path: ModelPath,
     against: Annotated[
-        Path | None,
-        typer.Option(
-            "--against",
-            metavar="PATH",
-            parser=path_argument,
-            help="The reference: KL divergence, top-1 agreement, SQNR of the weights.",
-        ),
+        Path | None, path_option("--against", help="The reference: KL divergence, top-1 agreement, SQNR of the weights.")
     ] = None,
     text: TextName = None,
     tokens: Tokens = None,
@@ -54,9 +48,25 @@ def evaluate(
     json: Json = False,
 ) -> None:
     """Evaluates a model on a text: perplexity with its standard error, and its divergence from a reference."""
-    from ..run_report import show_quality
+    from ...workflows.evaluate import evaluate as evaluated
+    from ...workflows.load import load
+    from ..console import emit_json, progress_bar, say
+    from ..render import quality_lines
+    from ..run_report import cache_policy
 
-    show_quality(path, against=against, text=text, tokens=tokens, window=window, kv=kv, kv_scale=kv_scale, json=json)
+    policy = cache_policy(kv, kv_scale)
+    model, reference, against_text = load(path), None, None
+    if against is not None:
+        reference, against_text = load(against), str(against)
+    with progress_bar("evaluating", 1) as bar:
+        quality = evaluated(
+            model, against=reference, text=text, tokens=tokens, window=window, kv=policy, progress=bar.windows
+        )
+    if json:
+        emit_json({"model": str(path), "against": against_text, "quality": quality})
+        return
+    for line in quality_lines(quality):
+        say(line, wrap=True)
 
 
 @app.command()
@@ -70,10 +80,7 @@ def compare(
     window: Window = None,
     rotate: Rotate = False,
     seed: Seed = None,
-    chart: Annotated[
-        Path | None,
-        typer.Option("--chart", metavar="PATH", parser=path_argument, help="Draw quality against size here (.svg or .png)."),
-    ] = None,
+    chart: Annotated[Path | None, path_option("--chart", help="Draw quality against size here (.svg or .png).")] = None,
     json: Json = False,
 ) -> None:
     """Quantizes a model by several recipes in memory and compares them: bytes, perplexity, KL, top-1."""
@@ -106,10 +113,20 @@ def generate(
     Quantized weights stay packed if compiled kernels read them, on one CPU device. Elsewhere they are dequantized once,
     before the first token, except weights whose recipe quantizes activations too, since that would change the result.
     """
-    from ..run_report import show_sample
+    from ...workflows.generate import generate_text
+    from ...workflows.load import load
+    from ..console import emit_json, note, say
+    from ..run_report import cache_policy
 
-    options = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed, "chat": chat}
-    show_sample(path, prompt, kv=kv, kv_scale=kv_scale, json=json, **options)
+    policy = cache_policy(kv, kv_scale)
+    sample = generate_text(
+        load(path), prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, chat=chat, kv=policy
+    )
+    if json:
+        emit_json({"model": str(path), **vars(sample)})
+        return
+    say(sample.text if sample.is_chat else prompt + sample.text)
+    note(sample.speed())
 
 
 @app.command()
@@ -123,14 +140,7 @@ def demo(
         ),
     ] = None,
     output: Annotated[
-        Path,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH",
-            parser=path_argument,
-            help="The directory for the chart, the report and one quantized model.",
-        ),
+        Path, path_option("--output", "-o", help="The directory for the chart, the report and one quantized model.")
     ] = Path("fewbit-demo"),
     text: TextName = None,
     tokens: Tokens = None,

@@ -10,8 +10,9 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from ...array import SCHEMES, QArray, pack
-from ...array.packing import code_capacity
+from ...array.packing import code_capacity, pack
+from ...array.qarray import QArray
+from ...array.scheme import SCHEMES
 
 _BLOCK = 32
 

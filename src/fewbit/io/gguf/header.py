@@ -89,37 +89,8 @@ def read_header(data: np.ndarray, where: str) -> Header:
         twice = next(name for name in names if names.count(name) > 1)
         raise QuantError(f"{where}: the tensor {twice!r} appears twice")
     alignment = _alignment(metadata, where)
-    return Header(metadata, entries, _padded(cursor.position, alignment), alignment)
-
-
-def check_layout(header: Header, sizes: dict[str, int], total: int, where: str) -> None:
-    """Checks that aligned tensors fill the file without gap or overlap.
-
-    Args:
-        header: the result of `read_header`.
-        sizes: the size of each tensor in bytes, from its type and shape.
-        total: the size of the file in bytes.
-        where: the file's name, for error messages.
-
-    Raises:
-        QuantError: naming the first tensor that overlaps, leaves a gap or is cut off, or bytes after the last.
-    """
-    expected = end = 0
-    for entry in header.entries:
-        if entry.offset != expected:
-            raise QuantError(
-                f"{where}: tensor {entry.name!r} begins at byte {entry.offset} of the data, expected {expected} "
-                "from the shapes and types of the tensors before it; the file is damaged"
-            )
-        end = expected + sizes[entry.name]
-        if header.data_start + end > total:
-            missing = header.data_start + end - total
-            raise QuantError(f"{where}: tensor {entry.name!r} is cut off, {missing} bytes are missing; fetch the file again")
-        expected = _padded(end, header.alignment)
-    if total > header.data_start + expected:
-        raise QuantError(
-            f"{where}: {total - header.data_start - expected} bytes follow the last tensor; the file is damaged"
-        )
+    data_start = -(-cursor.position // alignment) * alignment
+    return Header(metadata, entries, data_start, alignment)
 
 
 class _Cursor:
@@ -212,7 +183,3 @@ def _entry(cursor: _Cursor) -> TensorEntry:
     if 0 in shape or math.prod(shape) >= 1 << 60:
         raise QuantError(f"{cursor.where}: tensor {name!r} has the impossible shape {shape}; the file is damaged")
     return TensorEntry(name, shape, cursor.scalar("I"), cursor.scalar("Q"))
-
-
-def _padded(position: int, alignment: int) -> int:
-    return -(-position // alignment) * alignment

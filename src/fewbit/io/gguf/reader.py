@@ -3,6 +3,7 @@
 The simple block types become QArrays without loss; the other quantized types decode to float32.
 """
 
+import enum
 import math
 import pathlib
 from types import ModuleType
@@ -11,12 +12,13 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from ...array import SCHEMES, QArray
+from ...array.qarray import QArray
+from ...array.scheme import SCHEMES
 from ...errors import QuantError, UnsupportedError
 from ..checkpoint import Checkpoint, TensorInfo, Tensors
-from ..files import mapped
+from ..files import check_spans
 from .blocks import LAYOUTS, is_lossless, qarray_from_blocks
-from .header import TensorEntry, check_layout, read_header
+from .header import TensorEntry, read_header
 
 _PLAIN: dict[str, Any] = {
     "F32": np.float32,
@@ -30,13 +32,16 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-def read_gguf(path: pathlib.Path) -> Checkpoint:
+def read_gguf(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
     """Opens a GGUF file (version 2 or 3, little-endian, not split).
 
     Tensors of type Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and MXFP4 load as QArrays with the dequantized values of ggml; F64, F32, F16,
-    BF16 and integers unchanged; all other types as the float32 array that the gguf package decodes.
+    BF16 and integers unchanged; all other types as the float32 array that the gguf package decodes. `metadata` has every field,
+    and `notes` names the decoded tensors.
 
-    `metadata` has every field, and `notes` names the decoded tensors.
+    Args:
+        path: the file.
+        data: its bytes, mapped.
 
     Raises:
         QuantError: when the file is damaged, or the gguf package is not installed.
@@ -45,21 +50,20 @@ def read_gguf(path: pathlib.Path) -> Checkpoint:
     Reference: GGUF specification (ggml, docs/gguf.md).
     """
     package = _package(path)
-    data = mapped(path)
     header = read_header(data, str(path))
-    types = {entry.name: _type_name(entry, package, path) for entry in header.entries}
-    sizes = {entry.name: _byte_count(entry, package, path) for entry in header.entries}
-    check_layout(header, sizes, data.size, str(path))
+    kinds = {entry.name: _kind(entry, package, path) for entry in header.entries}
+    sizes = {entry.name: _byte_count(entry, kinds[entry.name], package, path) for entry in header.entries}
+    spans = ((e.name, e.offset, e.offset + sizes[e.name]) for e in header.entries)
+    check_spans(spans, data.size - header.data_start, str(path), alignment=header.alignment)
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
         raise QuantError(f"{path} is one of {parts} parts of a split GGUF file; merge them first (llama-gguf-split --merge)")
     stored = {e.name: data[header.data_start + e.offset :][: sizes[e.name]] for e in header.entries}
-    info = {e.name: _info(stored[e.name], types[e.name], e.shape) for e in header.entries}
-    _check_decodable(types, package, path)
-    shapes = {entry.name: entry.shape for entry in header.entries}
+    info = {e.name: _info(stored[e.name], kinds[e.name].name, e.shape) for e in header.entries}
+    _check_decodable(kinds, package, path)
 
     def load(name: str) -> np.ndarray | QArray:
-        return _loaded(stored[name], types[name], shapes[name], package, info[name].scheme is not None)
+        return _loaded(stored[name], kinds[name], info[name], package)
 
     return Checkpoint(path, "gguf", Tensors(info, load), header.metadata, notes=_notes(info))
 
@@ -72,19 +76,19 @@ def _package(path: pathlib.Path) -> ModuleType:
     return gguf
 
 
-def _type_name(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> str:
-    known = {int(kind): kind.name for kind in package.GGMLQuantizationType}
-    if entry.type_id not in known:
+def _kind(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> enum.IntEnum:
+    """The gguf package's member of a tensor's type."""
+    try:
+        return package.GGMLQuantizationType(entry.type_id)
+    except ValueError as error:
         raise QuantError(
             f"{path}: tensor {entry.name!r} has ggml type {entry.type_id}, which the installed gguf package does not "
             "know; the file is damaged, or needs a newer gguf"
-        )
-    return known[entry.type_id]
+        ) from error
 
 
-def _byte_count(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> int:
+def _byte_count(entry: TensorEntry, kind: enum.IntEnum, package: ModuleType, path: pathlib.Path) -> int:
     """The size of a tensor in bytes, from its type and shape."""
-    kind = package.GGMLQuantizationType(entry.type_id)
     block, size = package.GGML_QUANT_SIZES[kind]
     (row,) = entry.shape[-1:] or (1,)
     if row % block:
@@ -95,16 +99,15 @@ def _byte_count(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> 
     return math.prod(entry.shape) // block * size
 
 
-def _check_decodable(types: dict[str, str], package: ModuleType, path: pathlib.Path) -> None:
+def _check_decodable(kinds: dict[str, enum.IntEnum], package: ModuleType, path: pathlib.Path) -> None:
     """Refuses a file with a tensor type that cannot be decoded."""
-    for type_name in {t for t in types.values() if t not in _PLAIN and t not in LAYOUTS}:
-        kind = package.GGMLQuantizationType[type_name]
+    for kind in {kind for kind in kinds.values() if kind.name not in _PLAIN and kind.name not in LAYOUTS}:
         _, size = package.GGML_QUANT_SIZES[kind]
         try:
             package.quants.dequantize(np.zeros((1, size), np.uint8), kind)
         except NotImplementedError as error:
-            name = next(name for name, t in types.items() if t == type_name)
-            raise UnsupportedError(f"{path}: tensor {name!r} has type {type_name}", {"gguf": str(error)}) from error
+            name = next(name for name, other in kinds.items() if other == kind)
+            raise UnsupportedError(f"{path}: tensor {name!r} has type {kind.name}", {"gguf": str(error)}) from error
 
 
 def _info(data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> TensorInfo:
@@ -113,14 +116,12 @@ def _info(data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> TensorInf
     return TensorInfo(shape, np.dtype(_PLAIN.get(type_name, np.float32)).name, type_name, data.size)
 
 
-def _loaded(
-    data: np.ndarray, type_name: str, shape: tuple[int, ...], package: ModuleType, is_quantized: bool
-) -> np.ndarray | QArray:
-    if is_quantized:
-        return qarray_from_blocks(data, type_name, shape)
-    if type_name in _PLAIN:
-        return data.view(_PLAIN[type_name]).reshape(shape)
-    kind = package.GGMLQuantizationType[type_name]
+def _loaded(data: np.ndarray, kind: enum.IntEnum, info: TensorInfo, package: ModuleType) -> np.ndarray | QArray:
+    shape = info.shape
+    if info.scheme is not None:
+        return qarray_from_blocks(data, kind.name, shape)
+    if kind.name in _PLAIN:
+        return data.view(_PLAIN[kind.name]).reshape(shape)
     block, size = package.GGML_QUANT_SIZES[kind]
     # An infinite scale times code 0 is NaN, as in ggml: `verify` reports it, numpy must not warn.
     with np.errstate(all="ignore"):

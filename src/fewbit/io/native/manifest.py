@@ -15,6 +15,7 @@ import msgspec
 from ..._json import Count, canonical, checked, converted, dumped, file_text, form_of, parsed_object
 from ...errors import QuantError, UnsupportedError
 
+CONFIG = "config.json"
 MANIFEST = "manifest.json"
 FORMAT = "fewbit"
 VERSION = 2

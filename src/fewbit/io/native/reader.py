@@ -9,15 +9,14 @@ import msgspec
 import numpy as np
 
 from ..._json import converted, parsed_object
-from ...array import QArray
+from ...array.qarray import QArray
 from ...errors import QuantError
 from ..checkpoint import Checkpoint, TensorInfo, Tensors
 from ..files import content
 from ..safetensors.file import DTYPES, StoredTensor, read_file
-from .manifest import FORMAT, MANIFEST, Manifest, read_manifest, sha256
+from .manifest import CONFIG, FORMAT, MANIFEST, Manifest, read_manifest, sha256
 from .records import checked_record, leaf_names, qarray
 
-CONFIG = "config.json"
 SECTION = "quantization_config"
 QUANT_METHOD = "fewbit"
 

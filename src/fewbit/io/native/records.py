@@ -9,9 +9,11 @@ import msgspec
 import numpy as np
 
 from ..._json import Count, canonical, checked
-from ...array import QArray, Scheme, misfit
+from ...array.qarray import QArray
+from ...array.scheme import Scheme
+from ...array.validity import misfit
 from ...errors import QuantError
-from ...ops import Policy
+from ...ops.policy import Policy
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):

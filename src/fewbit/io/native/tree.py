@@ -20,13 +20,12 @@ from jaxtyping import PyTree
 
 from ..._json import converted
 from ..._registry import near_names
-from ...array import QArray, is_qarray
+from ...array.qarray import QArray, is_qarray
 from ...errors import QuantError
 from ..checkpoint import Checkpoint
 from ..files import checked_path
-from ..read import read
 from ..safetensors.file import DTYPES
-from .reader import is_fewbit_directory
+from .reader import is_fewbit_directory, read_directory
 from .writer import DirectoryWriter
 
 _SECTION = "tree"
@@ -94,9 +93,10 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
     >>> fb.load(path, like)["b"]
     [Array([1., 1.], dtype=float32)]
     """
-    if not is_fewbit_directory(checked_path(path)):
+    directory = checked_path(path)
+    if not is_fewbit_directory(directory):
         raise QuantError(f"{path} is not a directory that fewbit wrote; fewbit.io.read opens other checkpoints")
-    checkpoint = read(path)
+    checkpoint = read_directory(directory)
     stored = _Stored(checkpoint)
     if like is None:
         return _nested({name: stored.value(name) for name in stored.names}, stored.is_tree, checkpoint.path)

@@ -4,7 +4,6 @@ Finds changed bytes, inconsistent components and numbers that are not finite.
 """
 
 import dataclasses
-import hashlib
 import os
 import pathlib
 from typing import Literal
@@ -13,16 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...array import QArray, unpack
+from ...array.packing import unpack
+from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
-from ...formats import AbstractFormat
-from ...kernels.quantize import dequantize
+from ...formats.format import AbstractFormat
+from ...kernels.quantize.dispatch import dequantize
 from ..checkpoint import Checkpoint
-from ..files import checked_path, mapped
+from ..files import checked_path, file_sha256
 from ..read import read
 from .manifest import MANIFEST, read_manifest
-
-_CHUNK = 1 << 26
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,19 +79,10 @@ def _file_findings(path: pathlib.Path) -> list[Finding]:
     manifest = read_manifest(path)
     findings = []
     for name, entry in manifest.files.items():
-        if _file_sha256(path / name) != entry.sha256:
+        if file_sha256(path / name) != entry.sha256:
             findings.append(Finding("error", str(path / name), "was changed since it was written (its SHA-256 differs)"))
     unknown = sorted(set(os.listdir(path)) - set(manifest.files) - {MANIFEST})
     return findings + [Finding("warning", str(path / name), "is not in the manifest") for name in unknown]
-
-
-def _file_sha256(path: pathlib.Path) -> str:
-    digest = hashlib.sha256()
-    if path.stat().st_size:
-        data = mapped(path)
-        for start in range(0, data.size, _CHUNK):
-            digest.update(data[start : start + _CHUNK].data)
-    return digest.hexdigest()
 
 
 def _loaded_findings(checkpoint: Checkpoint, name: str) -> list[Finding]:

@@ -5,7 +5,6 @@ Tensors are added one at a time, files have a bounded size, and everything is re
 
 import dataclasses
 import functools
-import hashlib
 import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping
@@ -16,15 +15,15 @@ import jax
 import numpy as np
 
 from ..._json import dumped, parsed_object
-from ...array import QArray
+from ...array.qarray import QArray
 from ...errors import QuantError
 from ..atomic_directory import StagedDirectory
 from ..checkpoint import Tensor
-from ..files import content
+from ..files import mapped
 from ..output import check_output
 from ..safetensors.file import array_bytes, dtype_name, file_header, ordered, read_file
-from .manifest import FORMAT, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord, is_plain_name, sha256
-from .reader import CONFIG, QUANT_METHOD, SECTION, read_directory
+from .manifest import CONFIG, FORMAT, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord, is_plain_name, sha256
+from .reader import QUANT_METHOD, SECTION, read_directory
 from .records import Table, leaves, record
 
 Progress = Callable[[str, str, int], None]
@@ -32,7 +31,6 @@ Progress = Callable[[str, str, int], None]
 _METADATA = {"format": FORMAT}
 # Not "model": transformers would load model.safetensors, find none of its tensors, and return a random model.
 STEM = "fewbit"
-_CHUNK = 1 << 20
 
 
 class DirectoryWriter:
@@ -77,8 +75,9 @@ class DirectoryWriter:
         sources: Iterable[str | os.PathLike[str]] = (),
         progress: Progress | None = None,
     ):
-        self._overwrite, self._sources = overwrite, tuple(sources)
-        self.path = check_output(path, overwrite=overwrite, sources=self._sources)
+        check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources))
+        self.path = check(path)
+        self._stage = functools.partial(StagedDirectory, self.path, overwrite=overwrite, check=check)
         self._config, self._files, self._facts = dict(config or {}), dict(files or {}), dict(facts or {})
         _check_config(self._config, self._files)
         dumped(self._facts, "facts")
@@ -89,16 +88,12 @@ class DirectoryWriter:
         self._records: dict[str, Any] = {}
         self._names: set[str] = set()
         self._pending: dict[str, np.ndarray] = {}
+        self._pending_bytes = 0
         self._shards: list[tuple[FileRecord, dict[str, TensorRecord]]] = []
         self._staging: StagedDirectory | None = None
 
     def __enter__(self) -> Self:
-        self._staging = StagedDirectory(self.path, overwrite=self._overwrite)
-        try:
-            self._check_output()  # again under the lock
-        except BaseException:
-            self._staging.close()
-            raise
+        self._staging = self._stage()
         return self
 
     def __exit__(
@@ -113,9 +108,6 @@ class DirectoryWriter:
             raise
         finally:
             self._staged.close()
-
-    def _check_output(self) -> None:
-        check_output(self.path, overwrite=self._overwrite, sources=self._sources)
 
     @property
     def _staged(self) -> StagedDirectory:
@@ -143,10 +135,11 @@ class DirectoryWriter:
             self._records[name] = record(value, self._schemes, self._policies, name)
         copies = {leaf: _host_copy(array, leaf) for leaf, array in arrays.items()}
         nbytes = sum(array.nbytes for array in copies.values())
-        if self._pending and sum(a.nbytes for a in self._pending.values()) + nbytes > self._limit:
+        if self._pending and self._pending_bytes + nbytes > self._limit:
             self._flush()
         self._names |= {name, *copies}
         self._pending |= copies
+        self._pending_bytes += nbytes
         self._progress("write", name, nbytes)
 
     def _flush(self) -> None:
@@ -157,24 +150,23 @@ class DirectoryWriter:
         parts = [header, *map(array_bytes, arrays.values())]
         size = sum(len(part) for part in parts)
         self._staged.write(name, parts, size)
-        self._verify(name, arrays)
-        file_sha256, hashes = _hashes(header, arrays)
+        data = mapped(self._staged.path / name)
+        if data[: len(header)].tobytes() != header:
+            raise self._changed(f"the header of {name}")
+        stored, _ = read_file(self._staged.path / name, data)
+        for leaf, array in arrays.items():
+            if not np.array_equal(stored[leaf].data, array_bytes(array)):
+                raise self._changed(f"tensor {leaf!r}")
+            self._progress("verify", leaf, array.nbytes)
         tensors = {
-            leaf: TensorRecord(name, dtype_name(array.dtype, leaf), array.shape, hashes[leaf])
+            leaf: TensorRecord(name, dtype_name(array.dtype, leaf), array.shape, sha256(array_bytes(array)))
             for leaf, array in self._pending.items()
         }
-        self._shards.append((FileRecord(size, file_sha256), tensors))
-        self._pending = {}
+        self._shards.append((FileRecord(size, sha256(data.data)), tensors))
+        self._pending, self._pending_bytes = {}, 0
 
-    def _verify(self, file: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Compares a written file with its tensors, bit for bit."""
-        stored, _ = read_file(self._staged.path / file)
-        for name, array in arrays.items():
-            if not np.array_equal(stored[name].data, array_bytes(array)):
-                raise QuantError(
-                    f"{self.path}: tensor {name!r} reads back differently from what was written; the disk may be failing"
-                )
-            self._progress("verify", name, array.nbytes)
+    def _changed(self, what: str) -> QuantError:
+        return QuantError(f"{self.path}: {what} reads back differently from what was written; the disk may be failing")
 
     def _finish(self) -> None:
         """Writes the last tensors, the config and the manifest, checks them all, and commits."""
@@ -183,17 +175,14 @@ class DirectoryWriter:
         if self._pending:
             self._flush()
         shards, tensors = self._numbered_shards()
-        small = {CONFIG: dumped(self._config | {SECTION: self._section}, CONFIG), **self._files}
+        tables = {"schemes": self._schemes.values, "policies": self._policies.values}
+        section = {"quant_method": QUANT_METHOD, "version": VERSION, **tables, "tensors": self._records}
+        small = {CONFIG: dumped(self._config | {SECTION: section}, CONFIG), **self._files}
         files = shards | {name: FileRecord(len(text), sha256(text)) for name, text in small.items()}
         small[MANIFEST] = Manifest(files, tensors, self._facts).text()
         for name, text in small.items():
-            self._staged.write(name, [text], len(text))
-            if content(self._staged.path / name) != text:
-                raise QuantError(
-                    f"{self.path}: {name} reads back differently from what was written; the disk may be failing"
-                )
+            self._staged.write_verified(name, text)
         read_directory(self._staged.path)
-        self._check_output()  # files may have been added to the target
         self._staged.commit()
 
     def _numbered_shards(self) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
@@ -206,12 +195,6 @@ class DirectoryWriter:
             files[name] = file
             tensors |= {leaf: dataclasses.replace(entry, file=name) for leaf, entry in entries.items()}
         return files, tensors
-
-    @property
-    def _section(self) -> dict[str, Any]:
-        """The section of `config.json` with schemes, policies and QArray records."""
-        tables = {"schemes": self._schemes.values, "policies": self._policies.values}
-        return {"quant_method": QUANT_METHOD, "version": VERSION, **tables, "tensors": self._records}
 
 
 @functools.singledispatch
@@ -294,19 +277,6 @@ def _host_copy(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
     dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
     dtype_name(dtype, f"tensor {name!r}")
     return np.array(array, dtype, order="C")
-
-
-def _hashes(header: bytes, arrays: Mapping[str, np.ndarray]) -> tuple[str, dict[str, str]]:
-    """The SHA-256 of a tensor file and of each tensor, in one pass."""
-    file, tensors = hashlib.sha256(header), {}
-    for name, array in arrays.items():
-        data, tensor = array_bytes(array), hashlib.sha256()
-        for start in range(0, len(data), _CHUNK):
-            chunk = data[start : start + _CHUNK]
-            file.update(chunk)
-            tensor.update(chunk)
-        tensors[name] = tensor.hexdigest()
-    return file.hexdigest(), tensors
 
 
 def _temporary_name(index: int) -> str:

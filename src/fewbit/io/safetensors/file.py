@@ -20,7 +20,7 @@ import numpy as np
 
 from ..._json import Count, converted, parsed_object
 from ...errors import QuantError
-from ..files import mapped
+from ..files import check_spans, mapped
 
 _MAX_HEADER = 100_000_000
 _ALIGNMENT = 8
@@ -92,18 +92,20 @@ def dtype_name(dtype: np.dtype, where: str) -> str:
     return _NAMES[dtype]
 
 
-def read_file(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Memory-maps the tensors of a safetensors file; also returns its `__metadata__`.
+def read_file(path: pathlib.Path, data: np.ndarray | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """Memory-maps the tensors of a safetensors file, unless `data` is its map; also returns its `__metadata__`.
 
     Raises:
         QuantError: for a header that is truncated, not JSON, names a tensor twice, or leaves gaps or overlaps between tensors;
             and for a dtype that numpy does not have.
     """
-    data = mapped(path)
+    if data is None:
+        data = mapped(path)
     header, start = _header(data, path)
     metadata = converted(header.pop("__metadata__", {}), dict[str, str], f"{path}: __metadata__ of the header")
     places = {name: _place(name, form, path) for name, form in header.items()}
-    _check_places(places, data.size - start, path)
+    spans = sorted(((name, begin, end) for name, (_, _, begin, end) in places.items()), key=lambda span: span[1:])
+    check_spans(spans, data.size - start, str(path))
     body = data[start:]
     return {name: StoredTensor(d, shape, body[begin:end]) for name, (d, shape, begin, end) in places.items()}, metadata
 
@@ -160,18 +162,3 @@ def _place(name: str, form: object, path: pathlib.Path) -> tuple[str, tuple[int,
     if needed != found:
         raise QuantError(f"{where}: {dtype} of shape {tuple(shape)} takes {needed} bytes, but its data_offsets span {found}")
     return dtype, tuple(shape), offsets[0], offsets[1]
-
-
-def _check_places(places: Mapping[str, tuple[str, tuple[int, ...], int, int]], size: int, path: pathlib.Path) -> None:
-    """Checks that tensors fill the file without gap or overlap."""
-    expected = 0
-    for name, (_, _, begin, end) in sorted(places.items(), key=lambda item: item[1][2:]):
-        if begin != expected:
-            raise QuantError(
-                f"{path}: tensor {name!r} begins at byte {begin} of the data, expected {expected}; the file is damaged"
-            )
-        if end > size:
-            raise QuantError(f"{path}: tensor {name!r} is cut off, {end - size} bytes are missing; fetch the file again")
-        expected = end
-    if expected != size:
-        raise QuantError(f"{path}: {size - expected} bytes follow the last tensor; the file is damaged")

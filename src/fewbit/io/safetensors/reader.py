@@ -10,8 +10,7 @@ from ..._json import converted, file_text, parsed_object
 from ...errors import QuantError
 from ..checkpoint import Checkpoint, TensorInfo, Tensors
 from ..files import content
-from ..native.manifest import FORMAT, is_plain_name
-from ..native.reader import CONFIG
+from ..native.manifest import CONFIG, FORMAT, is_plain_name
 from .file import DTYPES, StoredTensor, read_file
 
 INDEX = "model.safetensors.index.json"
@@ -46,13 +45,13 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def read_safetensors_file(path: pathlib.Path) -> Checkpoint:
+def read_safetensors_file(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
     """Opens one safetensors file; its metadata is the `__metadata__` of its header.
 
     Raises:
         QuantError: when the file is damaged, or is one file of a fewbit directory.
     """
-    tensors, metadata = read_file(path)
+    tensors, metadata = read_file(path, data)
     if metadata.get("format") == FORMAT:
         raise QuantError(f"{path} is part of a directory that fewbit wrote; pass the directory {path.parent}")
     return Checkpoint(path, "safetensors", _tensors(tensors), dict(metadata))

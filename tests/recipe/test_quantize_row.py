@@ -1,0 +1,48 @@
+"""One parameter and its row of a plan: checked, then quantized; identical layers compile once."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.errors import QuantError
+from fewbit.ops.policy import Policy
+from fewbit.recipe.quantize_row import quantize_finite, quantize_row, quantized_leaf
+from fewbit.recipe.rows import PlanRow
+
+X = jnp.asarray(np.random.default_rng(0).normal(size=(4, 32)), jnp.float32)
+ROW = PlanRow("layers/0/w", (4, 32), "float32", Policy("int8"), (-1,), (), (), 512, 144)
+
+
+def test_a_row_with_a_policy_quantizes():
+    np.testing.assert_array_equal(quantize_row(X, ROW).codes, fb.quantize(X, "int8").codes)
+    assert quantize_row(X, dataclasses.replace(ROW, policy=None)) is X
+
+
+@pytest.mark.parametrize(
+    ("leaf", "message"),
+    [
+        (X[:2], r"layers/0/w has shape \(2, 32\), but the plan was made for \(4, 32\)"),
+        (fb.quantize(X, "nf4"), "layers/0/w is quantized already, as nf4"),
+        (X.at[1, 2].set(jnp.nan), "layers/0/w holds 1 values that are NaN or infinite, of 128"),
+    ],
+    ids=["shape", "quantized", "NaN"],
+)
+def test_what_the_row_is_not_for_is_refused(leaf, message):
+    with pytest.raises(QuantError, match=message):
+        quantize_row(leaf, ROW)
+
+
+def test_identical_layers_compile_once(monkeypatch):
+    traced = []
+
+    def counted(x, row):
+        traced.append(row.path)
+        return quantized_leaf(x, row)
+
+    monkeypatch.setattr("fewbit.recipe.quantize_row.quantized_leaf", counted)
+    for layer in range(3):
+        quantize_finite(X, dataclasses.replace(ROW, path=f"layers/{layer}/w", reason=f"reason {layer}"))
+    assert traced == ["layers/*/w"]
