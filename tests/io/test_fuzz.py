@@ -21,8 +21,6 @@ from fewbit._json import canonical, dumped
 from fewbit.io.native.manifest import sha256
 from fewbit.io.peft import read_adapters, write_adapters
 from fewbit.io.safetensors.file import file_header
-from fewbit.kernels.qmatmul.expected import read_table
-from fewbit.kernels.qmatmul.times import Row, Table
 from fewbit.models import GGUF, shapes
 from fewbit.training.lora import Adapter
 from fewbit.workflows.memory import peak_memory
@@ -88,12 +86,6 @@ def mixed_precision(directory):
     path = directory / "mixed.json"
     path.write_text(json.dumps({"__default__": {"w_bits": 8, "a_bits": None}, ".*/query": {"w_bits": 4, "tile_size": 128}}))
     return Subject(path, mutated_json, lambda: fb.maxtext_mixed_precision(path))
-
-
-def times(directory):
-    row = Row("reference", "int8", "[N, K]", 1, 64, 64, 0.5, (0.1, 0.2, 0.3), "2026-01-02")
-    (directory / "times.json").write_text(json.dumps(Table("cpu", {"a": 1}, (row,)).to_json()))
-    return Subject(directory / "times.json", mutated_json, lambda: read_table(directory / "times.json"))
 
 
 def hugging_face(name):
@@ -279,7 +271,6 @@ SUBJECTS = {
     "recipe": recipe,
     "plan": plan,
     "mixed precision": mixed_precision,
-    "times": times,
     "config": hugging_face("config.json"),
     "generation_config": hugging_face("generation_config.json"),
     "tokenizer": tokenizer("tokenizer.json"),

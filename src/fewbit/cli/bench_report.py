@@ -1,15 +1,12 @@
 """Measures and prints `fewbit bench`."""
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 from .._table import Column, table
 from ..errors import QuantError
-from ..kernels.qmatmul.times import DENSE, Row
-from ..workflows.bench.products import LAYOUTS, Grid, bits_per_weight, fastest, measured
+from ..workflows.bench.products import DENSE, LAYOUTS, Grid, Row, bits_per_weight, fastest, measured
 from ..workflows.bench.roofline import circumstances, machine
-from ..workflows.bench.tune import GRID, keep, steps, table_path, tuned
 from .console import emit_json, plain, progress_bar, say
 
 PRODUCTS = {"[N, K]": "x @ w.T", "[K, N]": "x @ w"}
@@ -21,16 +18,10 @@ def show_times(
     sizes: str | None,
     rows: str | None,
     rounds: int | None,
-    tune: bool,
-    output: Path | None,
     json: bool,
 ) -> None:
-    """Measures and prints; with `tune` also saves the times."""
-    if output is not None and not tune:
-        raise QuantError(f"--output {output} is for the table of --tune; it needs --tune")
-    grid, path, measure = Grid(), None, measured
-    if tune:
-        grid, path, measure = GRID, table_path(output), tuned
+    """Measures and prints."""
+    grid = Grid()
     if schemes is not None:
         grid = dataclasses.replace(grid, schemes=tuple(_words("--schemes", schemes)))
     if sizes is not None:
@@ -38,7 +29,7 @@ def show_times(
     if rows is not None:
         grid = dataclasses.replace(grid, rows=_numbers("--rows", rows))
     grid = dataclasses.replace(grid, rounds=rounds or grid.rounds)
-    with progress_bar("measuring", steps(grid) if tune else grid.steps) as bar:
+    with progress_bar("measuring", grid.steps) as bar:
         done: list[str] = []
         rates, facts = machine(), circumstances()
 
@@ -46,25 +37,19 @@ def show_times(
             done.append(what)
             bar.advance(len(done), what)
 
-        found = measure(grid, step)
-    shown_sizes = grid.sizes
-    if path is not None:
-        keep(found, rates, path)
-        shown_sizes = grid.sizes[-1:]
+        found = measured(grid, step)
     if json:
         best = [_best_record(found, m, size) for size in grid.sizes for m in grid.rows]
-        emit_json({**facts, "machine": rates, "rows": found, "fastest": best, "table": path})
+        emit_json({**facts, "machine": rates, "rows": found, "fastest": best})
         return
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     say(f"{facts['device']}; kernels: {facts['kernels']}; {versions}; {facts['date']}")
     say(f"copy {_rate(rates.copy)} GB/s; dense float32 {_rate(rates.float32)} GFLOP/s, bfloat16 {_rate(rates.bfloat16)}")
-    for size in shown_sizes:
+    for size in grid.sizes:
         for m in grid.rows:
             say()
             say(_times_table(found, m, size))
             say(_best_line(found, m, size))
-    if path is not None:
-        say(f"\nthe times of {len(found)} matmuls are saved in {path}")
 
 
 def _words(option: str, text: str) -> list[str]:
@@ -87,7 +72,7 @@ def _times_table(rows: tuple[Row, ...], m: int, size: int) -> str:
     by_weight: dict[tuple[str, str, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row.ms):
         if (row.m, row.k) == (m, size):
-            record = by_weight.setdefault((row.weight, row.activation, row.backend), _weight_record(row))
+            record = by_weight.setdefault((row.weight, row.backend), _weight_record(row))
             low, middle, high = row.ratio
             record |= {f"{row.layout} ms": row.ms, f"{row.layout} ratio": f"{middle:.2f} ({low:.2f} to {high:.2f})"}
     columns = [
@@ -104,15 +89,12 @@ def _times_table(rows: tuple[Row, ...], m: int, size: int) -> str:
 
 def _weight_record(row: Row) -> dict[str, Any]:
     """The weight, its backend, bits per weight and bandwidth (of its faster layout)."""
-    weight = row.weight
     if row.backend == DENSE:
         bits = {"float32": 32.0, "bfloat16": 16.0}[row.weight]
     else:
         bits = bits_per_weight(row.weight, row.k)
-    if row.activation:
-        weight += f", {row.activation} x"
     rate = 1e-6 * bits / 8 * row.k * row.n / row.ms
-    return {"weight": weight, "by": row.backend, "bits": round(bits, 3), "rate": round(rate, 1)}
+    return {"weight": row.weight, "by": row.backend, "bits": round(bits, 3), "rate": round(rate, 1)}
 
 
 def _best_line(rows: tuple[Row, ...], m: int, size: int) -> str:

@@ -1,7 +1,10 @@
 """Explains which backend computes a product, and why not another."""
 
 import dataclasses
+import math
 
+import jax
+import numpy as np
 from jax.typing import ArrayLike
 
 from ..array import QArray, is_qarray
@@ -9,7 +12,6 @@ from ..array.quantize import laid_along
 from ..errors import QuantError
 from ..kernels.backend import select
 from ..kernels.qmatmul import BACKENDS, Problem
-from ..kernels.qmatmul.expected import time_line
 from ..kernels.qmatmul.problem import Operand
 from .bilinear import ProductConfig
 from .dot import matmul_numbers, untransposed
@@ -19,12 +21,8 @@ from .resolve_policy import resolved
 def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | None = None) -> str:
     """Says which backend computes `lhs @ rhs` here, and why earlier backends refuse.
 
-    Nothing is computed. The time is read off a table that was measured on this device, fewbit's own or one of
-    `fewbit bench --tune`, for the scheme or the nearest measured one of the same format family and bit width. Two numbers are
-    interpolated linearly in the logarithms of the rows of `lhs` and the weight's elements, and constant beyond the measured
-    range: the ratio to the dense float32 product, and that product's time per multiply-add. The time is that of one product
-    within a program, with weights read from memory and float32 activations, which are quantized within it where both
-    operands are.
+    Nothing is computed. The bytes are those that the product reads from memory: codes, scales and zero points of a QArray, the
+    elements of an array. `fewbit bench` measures times.
 
     Args:
         lhs: the left operand, `[..., M, K]` or `[K]`.
@@ -32,8 +30,8 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
         backend: the name of the backend that must compute it, as in `fb.dot_general`.
 
     Returns:
-        A line with the product and its backend, one with its time relative to the dense float32 product (or that it was not
-        measured), and one for each backend that refuses. A backend that never ran on its hardware is marked `experimental`.
+        A line with the product and its backend, one with the bytes it reads, and one for each backend that refuses. A backend that
+        never ran on its hardware is marked `experimental`.
 
     Raises:
         QuantError: where neither operand is quantized, or their shapes do not match.
@@ -42,7 +40,7 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     >>> q = fb.quantize(jnp.ones((64, 8)), "nf4", axis=-2)
     >>> print(explain(jnp.ones((2, 64)), q))  # doctest: +ELLIPSIS
     float32[2,64] @ nf4[64,8]: reference (plain JAX, which writes the decoded weight to memory before it multiplies)
-      time: ...
+      reads: float32[2,64] of 512 bytes, nf4[64,8] of 288 bytes (2,048 in float32)
       pallas_tpu (experimental): it runs on tpu, the device is cpu
       triton (experimental): it runs on cuda through jax-triton, which is not installed
       cpu: ...
@@ -52,15 +50,24 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     left, right, rules, _ = resolved(lhs, rhs, None, None)
     numbers = matmul_numbers(left.shape, right.shape)
     shown = f"{Operand.of(left)} @ {Operand.of(right)}"
+    reads = f"  reads: {_bytes_of(left)}, {_bytes_of(right)}"
     left, right, numbers = untransposed(left, right, numbers)
     entering = (_entering(Operand.of(x), rules, i == 0, numbers[0][i]) for i, x in enumerate((left, right)))
     problem = Problem(*entering, dimension_numbers=numbers)
     choice = select(BACKENDS, problem, backend)
-    lines = [f"{shown}: {choice.backend.name} ({choice.backend.about()})"]
-    lines.append(f"  time: {time_line(problem, choice.backend.name)}")
+    lines = [f"{shown}: {choice.backend.name} ({choice.backend.about()})", reads]
     marks = {backend.name: " (experimental)" for backend in BACKENDS if backend.experimental}
     lines += [f"  {name}{marks.get(name, '')}: {reason}" for name, reason in choice.reasons.items()]
     return "\n".join(lines)
+
+
+def _bytes_of(x: jax.Array | QArray) -> str:
+    """An operand and its bytes in memory."""
+    operand = Operand.of(x)
+    dense = math.prod(operand.shape) * np.dtype(operand.dtype).itemsize
+    if isinstance(x, QArray):
+        return f"{operand} of {x.nbytes:,} bytes ({dense:,} in {operand.dtype})"
+    return f"{operand} of {dense:,} bytes"
 
 
 def _entering(side: Operand, rules: ProductConfig | None, is_left: bool, contracted: tuple[int, ...]) -> Operand:

@@ -1,12 +1,11 @@
 """The command `fewbit bench`."""
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..app import app
-from ..options import Json, path_argument
+from ..options import Json
 
 
 @app.command()
@@ -17,25 +16,10 @@ def bench(
     ] = None,
     sizes: Annotated[
         str | None,
-        typer.Option("--sizes", help="Sizes K = N of the weight, comma-separated; default 4096, with --tune 512,2048,4096."),
+        typer.Option("--sizes", help="Sizes K = N of the weight, comma-separated; default 4096."),
     ] = None,
-    rows: Annotated[
-        str | None, typer.Option("--rows", help="Rows M of x, comma-separated; default 1,256, with --tune 1,8,64,256.")
-    ] = None,
-    rounds: Annotated[
-        int | None, typer.Option("--rounds", min=1, help="Runs of each matmul; default 15, with --tune 7.")
-    ] = None,
-    tune: Annotated[bool, typer.Option("--tune", help="Save the times of this machine, for fb.explain.")] = False,
-    output: Annotated[
-        Path | None,
-        typer.Option(
-            "--output",
-            "-o",
-            metavar="PATH",
-            parser=path_argument,
-            help="The directory for the table of --tune; default your cache.",
-        ),
-    ] = None,
+    rows: Annotated[str | None, typer.Option("--rows", help="Rows M of x, comma-separated; default 1,256.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Runs of each matmul; default 15.")] = None,
     json: Json = False,
 ) -> None:
     """Benchmarks matmuls with quantized weights on this machine, and names the fastest scheme.
@@ -45,4 +29,4 @@ def bench(
     """
     from ..bench_report import show_times
 
-    show_times(schemes=schemes, sizes=sizes, rows=rows, rounds=rounds, tune=tune, output=output, json=json)
+    show_times(schemes=schemes, sizes=sizes, rows=rows, rounds=rounds, json=json)

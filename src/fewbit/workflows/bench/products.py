@@ -15,16 +15,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...array import QArray
-from ...array import scheme as as_scheme
+from ...array.qarray import QArray
+from ...array.scheme import scheme as as_scheme
 from ...errors import UnsupportedError
 from ...evaluate.timing import timed
 from ...kernels.backend import select
 from ...kernels.qmatmul import BACKENDS, Problem
 from ...kernels.qmatmul.problem import Operand
-from ...kernels.qmatmul.times import DENSE, Row
 from ...kernels.quantize import dequantize, quantize
-from ...ops import Policy, dot_general
+from ...ops.dot import dot_general
+
+DENSE = "dense"
+"""The backend name of float products."""
 
 LAYOUTS = {"[N, K]": -1, "[K, N]": -2}
 """The contraction axis of a weight in each of its two layouts: `x @ w.T` and `x @ w`."""
@@ -42,6 +44,33 @@ _LONG = 2**26  # multiplications that take much longer than the call of a progra
 
 
 @dataclasses.dataclass(frozen=True)
+class Row:
+    """One measured product.
+
+    Attributes:
+        backend: its name; `DENSE` for a product of floats.
+        weight: the name of the weight's scheme, or its dtype.
+        layout: "[N, K]" for `x @ w.T`, "[K, N]" for `x @ w`; tiles run along K.
+        m: rows of x, which is float32 unless the weight is dense and of another dtype.
+        k: length of the contraction.
+        n: columns of the result.
+        ms: median milliseconds.
+        ratio: the lowest, median and highest ratio to the dense float32 product of the same layout, measured in pairs.
+        date: when it was measured, as ISO 8601 writes it.
+    """
+
+    backend: str
+    weight: str
+    layout: str
+    m: int
+    k: int
+    n: int
+    ms: float
+    ratio: tuple[float, float, float]
+    date: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Grid:
     """The matmuls to benchmark.
 
@@ -52,7 +81,6 @@ class Grid:
         rounds: how many times each matmul runs.
         backend: the backend; None: the default of this machine.
         rotated_bytes: the total bytes of the copies of one weight.
-        activation: the scheme that each matmul quantizes the float32 x to; empty: none.
     """
 
     schemes: tuple[str, ...] = SCHEMES
@@ -61,7 +89,6 @@ class Grid:
     rounds: int = 15
     backend: str | None = None
     rotated_bytes: int = ROTATED_BYTES
-    activation: str = ""
 
     @property
     def steps(self) -> int:
@@ -86,7 +113,7 @@ def measured(grid: Grid, done: Callable[[str], None] = lambda _: None) -> tuple[
     errors: dict[str, float] = {}
     for size, name, (layout, axis) in itertools.product(grid.sizes, schemes, LAYOUTS.items()):
         q = quantized(weights[size], name, axis)
-        error = beyond_rounding(q, axis, grid.rows, grid.backend, grid.activation)
+        error = beyond_rounding(q, axis, grid.rows, grid.backend)
         errors[f"{name} {layout}, {size} x {size}"] = error
         done(f"{name}, {size} x {size}: checked")
     check_errors(errors)
@@ -94,8 +121,7 @@ def measured(grid: Grid, done: Callable[[str], None] = lambda _: None) -> tuple[
     for size, w in weights.items():
         floats = {dtype: copies(w.astype(dtype), grid.rotated_bytes) for dtype in ("float32", "bfloat16")}
         dense = {(DENSE, dtype, layout): weights for dtype, weights in floats.items() for layout in LAYOUTS}
-        if not grid.activation:  # a grid with activations follows one without, which timed the dense matmuls
-            rows += [row for m in grid.rows for row in _timed(dense, m, size, grid)]
+        rows += [row for m in grid.rows for row in _timed(dense, m, size, grid)]
         del dense, floats["bfloat16"]
         for name in schemes:
             rows += _of_scheme(name, w, floats["float32"], grid)
@@ -107,7 +133,7 @@ def fastest(rows: Sequence[Row], m: int, size: int) -> dict[int, Row]:
     """The fastest matmul per code width in bits, for M rows and one size; the fastest of all comes first."""
     found: dict[int, Row] = {}
     for row in sorted(rows, key=lambda row: row.ms):
-        if row.backend != DENSE and not row.activation and (row.m, row.k) == (m, size):
+        if row.backend != DENSE and (row.m, row.k) == (m, size):
             found.setdefault(as_scheme(row.weight).format.bits, row)
     return found
 
@@ -136,16 +162,15 @@ def quantized(w: jax.Array, name: str, axis: int) -> QArray:
     return quantize(w, name, axis=axis)
 
 
-def product(x: jax.Array, w: "jax.Array | QArray", axis: int, backend: str | None = None, activation: str = "") -> jax.Array:
-    """Contracts the last axis of x, quantized to `activation` if given, with one axis of the weight."""
+def product(x: jax.Array, w: "jax.Array | QArray", axis: int, backend: str | None = None) -> jax.Array:
+    """Contracts the last axis of x with one axis of the weight."""
     numbers = (((1,), (axis % 2,)), ((), ()))
     if not isinstance(w, QArray):
         return jax.lax.dot_general(x, w, numbers)
-    policy = Policy(w.scheme.name, activation) if activation else None
-    return dot_general(x, w, numbers, backend=backend, policy=policy)
+    return dot_general(x, w, numbers, backend=backend)
 
 
-def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | None = None, activation: str = "") -> float:
+def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | None = None) -> float:
     """The largest error over the rounding tolerance of K multiply-adds; NaN if a result is NaN.
 
     The rounding unit is float32's on a CPU, and bfloat16's elsewhere, where dense matmuls may use it. Every element of
@@ -156,18 +181,16 @@ def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | No
         axis: its contraction axis.
         rows: the values of M.
         backend: the backend; None: the default of this machine.
-        activation: the scheme that x is quantized to; empty: none.
     """
     unit = 2.0**-24 if jax.default_backend() == "cpu" else 2.0**-8
     x = np.random.default_rng(1).normal(size=(3, q.shape[axis])).astype(np.float32)
     w = np.moveaxis(np.asarray(dequantize(q), np.float64), axis, 0)  # [K, N]
     magnitude = np.abs(w)
     allowed = unit * (w.shape[0] + 4) * (np.abs(x) @ magnitude + np.abs(x).sum(1, keepdims=True) * magnitude.max())
-    lhs = np.asarray(dequantize(quantize(jnp.asarray(x), activation))) if activation else x
-    exact, worst = lhs @ w, 0.0
+    exact, worst = x @ w, 0.0
     for m in rows:
         repeated = np.arange(m) % 3
-        y = np.asarray(chain(jnp.asarray(x[repeated]), q, axis=axis, backend=backend, activation=activation))
+        y = np.asarray(chain(jnp.asarray(x[repeated]), q, axis=axis, backend=backend))
         worst = np.maximum(worst, np.max(np.abs(y - exact[repeated]) / allowed[repeated]))
     return float(worst)
 
@@ -186,14 +209,12 @@ def in_turn(run: Callable[..., Any], weights: Sequence[Any], links: int = 1) -> 
     return lambda: run(*next(cycle))
 
 
-@functools.partial(jax.jit, static_argnames=("axis", "backend", "activation"))
-def chain(
-    x: jax.Array, *weights: "jax.Array | QArray", axis: int, backend: str | None = None, activation: str = ""
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("axis", "backend"))
+def chain(x: jax.Array, *weights: "jax.Array | QArray", axis: int, backend: str | None = None) -> jax.Array:
     """Runs the matmuls of x with each weight, made to depend on each other, and returns the last."""
     for w in weights[:-1]:
-        x = x + (jnp.max(product(x, w, axis, backend, activation)) * 1e-30).astype(x.dtype)
-    return product(x, weights[-1], axis, backend, activation)
+        x = x + (jnp.max(product(x, w, axis, backend)) * 1e-30).astype(x.dtype)
+    return product(x, weights[-1], axis, backend)
 
 
 def _of_scheme(name: str, w: jax.Array, floats: list[Any], grid: Grid) -> list[Row]:
@@ -217,10 +238,10 @@ def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid
 
     def run(contender: Contender, weights: list[Any]) -> Callable[[], Any]:
         backend, name, layout = contender
-        lhs, options = x, {"backend": grid.backend, "activation": grid.activation}
+        lhs, named = x, grid.backend
         if backend == DENSE:
-            lhs, options = x.astype(name), {}
-        return in_turn(functools.partial(chain, lhs, axis=LAYOUTS[layout], **options), weights, links)
+            lhs, named = x.astype(name), None
+        return in_turn(functools.partial(chain, lhs, axis=LAYOUTS[layout], backend=named), weights, links)
 
     times = timed({contender: run(contender, weights) for contender, weights in contenders.items()}, rounds=grid.rounds)
     today = datetime.date.today().isoformat()
@@ -228,15 +249,13 @@ def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid
     def row(contender: Contender) -> Row:
         low, middle, high = (float(f"{r:.4g}") for r in times[contender].ratio(times[DENSE, "float32", contender[2]]))
         ms = float(f"{times[contender].median / links:.4g}")
-        activation = "" if contender[0] == DENSE else grid.activation
-        return Row(*contender, m, size, size, ms, (low, middle, high), today, activation)
+        return Row(*contender, m, size, size, ms, (low, middle, high), today)
 
     return [row(contender) for contender in contenders]
 
 
 def _chosen(m: int, q: QArray, axis: int, grid: Grid) -> str:
     """The name of the backend that computes a matmul."""
-    activation = as_scheme(grid.activation).along(1, 2) if grid.activation else None
-    x = Operand((m, q.shape[axis]), "float32", activation)
+    x = Operand((m, q.shape[axis]), "float32", None)
     problem = Problem(x, Operand.of(q), dimension_numbers=(((1,), (axis % 2,)), ((), ())))
     return select(BACKENDS, problem, grid.backend).backend.name

@@ -3,6 +3,8 @@
 import dataclasses
 import datetime
 import importlib.metadata
+import os
+import pathlib
 import platform
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...evaluate.timing import timed
-from ...kernels.device import device_name
 from ...kernels.extension import extension
 
 Spread = tuple[float, float, float]
@@ -62,11 +63,34 @@ def circumstances(packages: Sequence[str] = ()) -> dict[str, Any]:
     """
     return {
         "date": datetime.date.today().isoformat(),
-        "device": device_name(),
+        "device": _device_name(),
         "kernels": extension("fewbit.kernels.qmatmul._cpu").isa or "not built",
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in ("fewbit", "jax", "jaxlib", "numpy", *packages)},
     }
+
+
+def _device_name() -> str:
+    """The name of JAX's default device: an accelerator's kind, or a CPU's model and core count."""
+    device = jax.devices()[0]
+    if device.platform != "cpu":
+        return device.device_kind
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return f"{_processor()}, {cores} cores"
+
+
+def _processor() -> str:
+    """The processor's model from /proc/cpuinfo, else from `platform`."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    facts = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in lines)}
+    if "model name" in facts and "cpu family" in facts:
+        return f"{facts['model name']} (family {facts['cpu family']}, model {facts.get('model', '?')})"
+    if "CPU implementer" in facts:
+        return f"{platform.machine()} (implementer {facts['CPU implementer']}, part {facts.get('CPU part', '?')})"
+    return facts.get("model name") or platform.machine()
 
 
 def _copy(nbytes: int) -> Callable[[], Any]:
