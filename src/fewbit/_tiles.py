@@ -73,6 +73,19 @@ def from_front(axis: int, ndim: int) -> int:
     return place % ndim
 
 
+def contraction_order(left: Sequence[int], right: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The contraction axes of both operands, sorted by the right operand's; tiles run along the last.
+
+    The product is the same in any order, and `jnp.einsum` orders by letter: without this, scales would depend on the letters
+    of an einsum.
+
+    >>> contraction_order((3, 2), (1, 0))
+    ((2, 3), (0, 1))
+    """
+    pairs = sorted(zip(left, right, strict=True), key=lambda pair: pair[1])
+    return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
+
+
 def axis_tiles(tile: TileMap, ndim: int) -> tuple[Tile, ...]:
     """The tile of each of `ndim` axes. Absent axes take the map's `...`, else None.
 

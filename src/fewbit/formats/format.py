@@ -149,3 +149,15 @@ def exponent_of(x: Float[Array, "*s"]) -> jax.Array:
     """`floor(log2(|x|))`, exact, int32. -127 below 2**-126 and for zero, 128 for Inf and NaN."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
     return ((bits >> 23) & 0xFF) - 127
+
+
+def is_exact_cast(dtype: DTypeLike, other: DTypeLike) -> bool:
+    """Whether a cast to `dtype` is exact for every number of `other`; True where `other` is not floating.
+
+    >>> is_exact_cast("float32", "bfloat16"), is_exact_cast("bfloat16", "float16")
+    (True, False)
+    """
+    if dtype == other or not jnp.issubdtype(other, jnp.floating):
+        return True
+    wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
+    return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp

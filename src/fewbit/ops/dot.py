@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key, PyTree
 
-from .._tiles import from_front
+from .._tiles import contraction_order, from_front
 from ..array import PRODUCTS, QArray
 from ..array.sharding import spec_entries
 from ..errors import QuantError
@@ -275,21 +275,8 @@ def _normalized(numbers: tuple[Any, Any], left_ndim: int, right_ndim: int) -> Di
     def axes(given: Sequence[int], ndim: int) -> tuple[int, ...]:
         return tuple(from_front(a, ndim) for a in given)
 
-    contracted = in_order(axes(left, left_ndim), axes(right, right_ndim))
+    contracted = contraction_order(axes(left, left_ndim), axes(right, right_ndim))
     return contracted, (axes(left_batch, left_ndim), axes(right_batch, right_ndim))
-
-
-def in_order(left: Sequence[int], right: Sequence[int]) -> tuple[Axes, Axes]:
-    """The contraction axes of both operands, sorted by the right operand's; tiles run along the last.
-
-    The product is the same in any order, and `jnp.einsum` orders by letter: without this, scales would depend on the letters
-    of an einsum.
-
-    >>> in_order((3, 2), (1, 0))
-    ((2, 3), (0, 1))
-    """
-    pairs = sorted(zip(left, right, strict=True), key=lambda pair: pair[1])
-    return tuple(pair[0] for pair in pairs), tuple(pair[1] for pair in pairs)
 
 
 def untransposed(lhs: PyTree, rhs: PyTree, numbers: DimensionNumbers) -> tuple[PyTree, PyTree, DimensionNumbers]:

@@ -17,10 +17,10 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jaxtyping import PyTree
 
+from ..._tiles import contraction_order
 from ...array import is_qarray
 from ...array.axis_move import axis_moves
-from ..dot import in_order
-from ..qat.serving_tiles import is_exact_cast
+from ...formats.format import is_exact_cast
 from .indices import CONSTANT, UNKNOWN, Atom, Fact, fact_of, inner_jaxpr, open_jaxpr, scan_operands, shape_of, while_operands
 from .lookup import Lookup
 
@@ -325,7 +325,7 @@ def _use(eqn: jex_core.JaxprEqn, position: int, inputs: Sequence[_Value]) -> Use
     assert operand is not None
     if name == "dot_general" and position < 2:
         contracting, batches = eqn.params["dimension_numbers"]
-        axes, batch = in_order(*contracting)[position], batches[position]
+        axes, batch = contraction_order(*contracting)[position], batches[position]
         others = contracting[1 - position]
         if len(others) == 1 and others[0] in inputs[1 - position].fact.one_hot:
             shape = shape_of(eqn.invars[position])

@@ -18,6 +18,7 @@ from ...array.axis_move import AxisMove, axis_moves
 from ...array.layout import Axis
 from ...array.quantize import laid_along
 from ...errors import QuantError
+from ...formats.format import is_exact_cast
 from ...kernels.quantize import quantize
 
 
@@ -166,18 +167,6 @@ def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
     for dtype in dtypes:
         x = x.astype(dtype)
     return x
-
-
-def is_exact_cast(dtype: DTypeLike, other: DTypeLike) -> bool:
-    """Whether a cast to `dtype` is exact for every number of `other`; True where `other` is not floating.
-
-    >>> is_exact_cast("float32", "bfloat16"), is_exact_cast("bfloat16", "float16")
-    (True, False)
-    """
-    if dtype == other or not jnp.issubdtype(other, jnp.floating):
-        return True
-    wide, narrow = jnp.finfo(dtype), jnp.finfo(other)
-    return wide.nmant >= narrow.nmant and wide.maxexp >= narrow.maxexp and wide.minexp <= narrow.minexp
 
 
 def _normalized(tile: Tile, length: int) -> Tile:
