@@ -47,9 +47,17 @@ class NameTable:
         paths = {theirs: ours for ours, theirs in self.names.items()}
         return _translated(name, paths, f"{self.title} name of a Llama's parameter")
 
+    def is_derived(self, name: str) -> bool:
+        """Whether the name is a buffer computed from the configuration."""
+        return re.fullmatch(self.derived, name) is not None
+
+    def is_transposed(self, path: str) -> bool:
+        """Whether the weight of this path is stored `[in, out]`."""
+        return _pattern(path)[0] in self.transposed
+
     def oriented(self, path: str, array: Any) -> Any:
         """The array, transposed if it is stored `[in, out]`; its own inverse."""
-        if _pattern(path)[0] in self.transposed:
+        if self.is_transposed(path):
             return array.T
         return array
 
