@@ -17,7 +17,7 @@ def fn(model, x, *, factor=1.0):
     return factor * (x @ model["w"]) + model["offset"]
 
 
-MODEL = {"w": jnp.full((64, 32), 0.5), "offset": jnp.ones(32)}
+MODEL = {"w": jnp.full((64, 32), 0.5), "offset": jnp.ones((1, 32))}
 
 
 def test_rules_match_the_parameters_only():
