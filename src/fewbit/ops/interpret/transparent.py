@@ -8,6 +8,7 @@ evaluated in the same way, so `jit` stays jitted and `scan` stays a loop. A prim
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -23,7 +24,7 @@ from ..qat.latent import Latent
 from .indices import Atom, open_jaxpr, shape_of
 from .observe import Observed
 from .parameter_uses import Product, weightless_products
-from .proxy import ArrayProxy, array_of, is_proxy
+from .proxy import ArrayProxy, array_of, is_proxy, is_proxy_type
 from .rules import RULES, SHARED
 from .rules.control_flow import CONTROL
 from .rules.rule import AbstractEvaluator, NoRuleError, Rule, bound, logical
@@ -136,9 +137,9 @@ def evaluated(
         dynamic = [leaves[i] for i in places]
         closed = jax.make_jaxpr(flat)(*map(logical, dynamic))
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
-        count = len(jax.tree.leaves(args[:1], is_leaf=is_proxy))
         products = None
         if chosen is not None:
+            count = len(jax.tree.leaves(args[:1], is_leaf=is_proxy))
             products = _chosen(chosen, closed.jaxpr, [place < count for place in places])
         evaluator = _Evaluator(fallback, report, pieces, is_traced, around, products)
         outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)
@@ -188,6 +189,8 @@ def _is_array(x: object) -> bool:
     return hasattr(x, "shape") and hasattr(x, "dtype")
 
 
+_SOURCE = operator.attrgetter("source_info.traceback", "source_info.name_stack")
+
 _PIECES = 1024  # the size of a transparent function's cache of jitted pieces; code with new bodies in each call fills it
 
 
@@ -222,22 +225,33 @@ class _Evaluator(AbstractEvaluator):
             if isinstance(atom, jex_core.Literal):
                 return atom.val
             value = env[atom]
-            if is_proxy(value) and isinstance(value, ArrayProxy):
+            if isinstance(value, ArrayProxy):
                 value, env[atom] = value.forked()
             return value
 
+        # Most equations have no proxy, and these loops are what tracing costs, so they make few calls.
         outer = source_info_util.current_name_stack()
-        for ctx, eqns in itertools.groupby(jaxpr.eqns, key=lambda eqn: eqn.ctx):
+        for ctx, in_context in itertools.groupby(jaxpr.eqns, key=operator.attrgetter("ctx")):
             with ctx.manager:
-                for eqn in eqns:
-                    values = [read(atom) for atom in eqn.invars]
-                    info = eqn.source_info
-                    with source_info_util.user_context(info.traceback, name_stack=outer + info.name_stack):
-                        if eqn.primitive.name == "select_n" and any(map(is_proxy, values)):
-                            values[0] = _as_made(eqn.invars[0], jaxpr, read)
-                        outputs = self.equation(eqn, values)
-                    env.update(zip(eqn.outvars, outputs, strict=True))
+                for (traceback, name_stack), eqns in itertools.groupby(in_context, key=_SOURCE):
+                    if outer.stack:
+                        name_stack = outer + name_stack
+                    with source_info_util.user_context(traceback, name_stack=name_stack):
+                        for eqn in eqns:
+                            values = [x.val if isinstance(x, jex_core.Literal) else env[x] for x in eqn.invars]
+                            if self.chosen is None and not any(map(is_proxy_type, map(type, values))):
+                                outputs = bound(eqn, values)
+                            else:
+                                outputs = self.equation(eqn, self._operands(eqn, jaxpr, read))
+                            env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _operands(self, eqn: jex_core.JaxprEqn, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]) -> list[Any]:
+        """The operands of an equation."""
+        values = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "select_n" and _has_proxy(values):
+            values[0] = _as_made(eqn.invars[0], jaxpr, read)
+        return values
 
     def function(self, inner: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
         """An equation's body as a function of values that may be proxies."""
@@ -290,7 +304,7 @@ class _Evaluator(AbstractEvaluator):
 
     def equation(self, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
         """The results of one equation, by the rule of its primitive where an operand is a proxy."""
-        has_stand_in = any(map(is_proxy, values))
+        has_stand_in = _has_proxy(values)
         is_around = False
         if self.chosen is not None and not has_stand_in:
             place = (id(eqn), *map(id, self.around))
@@ -315,7 +329,7 @@ class _Evaluator(AbstractEvaluator):
     def _rule_of(self, name: str, values: Sequence[Any]) -> Rule | None:
         """The rule of a primitive: a ArrayProxy's own, or that of every operand kind (control flow)."""
         rules = self.rules
-        if any(map(is_proxy, values)):
+        if _has_proxy(values):
             rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), RULES)
         return rules.get(name, SHARED.get(name))
 
@@ -329,6 +343,11 @@ class _Evaluator(AbstractEvaluator):
         if self.report is not None:
             self.report(place)
         return array_of(value)
+
+
+def _has_proxy(values: Sequence[Any]) -> bool:
+    """Whether an operand is a proxy; without a call for each."""
+    return any(map(is_proxy_type, map(type, values)))
 
 
 def _placed(x: PyTree, sharding: object) -> PyTree:

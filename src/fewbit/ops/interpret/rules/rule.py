@@ -6,7 +6,6 @@ from typing import Any, TypeAlias
 
 import jax
 from jax.extend import core as jex_core
-from jax.sharding import AxisType
 from jaxtyping import PyTree
 
 from ..proxy import ArrayProxy, is_proxy
@@ -68,13 +67,8 @@ def bound(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def logical(x: PyTree) -> PyTree:
-    """What traced code sees of a value: of a proxy its shape, dtype, and sharding if JAX has it in the type."""
+    """What traced code sees of a value: of a proxy its shape, dtype and sharding."""
     if not is_proxy(x):
         return x
     leaf = jax.typeof(jax.tree.leaves(x)[0])  # of a QArray the codes; it has the axes of the array
-    where = {}
-    if AxisType.Explicit in leaf.sharding.mesh.axis_types:
-        where["sharding"] = leaf.sharding
-    if leaf.manual_axis_type.varying:  # within shard_map
-        where |= {"sharding": leaf.sharding, "manual_axis_type": leaf.manual_axis_type}
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, **where)
+    return leaf.update(shape=x.shape, dtype=x.dtype)
