@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -9,12 +10,13 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
-from jax.sharding import AxisType
 from jaxtyping import PyTree
 
 from ...errors import UnsupportedError
 from .indices import Atom, open_jaxpr, shape_of
-from .proxy import ArrayProxy, array_of, is_proxy
+from .proxy import ArrayProxy, array_of, is_proxy, is_proxy_type
+
+_SOURCE = operator.attrgetter("source_info.traceback", "source_info.name_stack")
 
 
 class NoRuleError(Exception):
@@ -89,22 +91,33 @@ class Evaluator:
             if isinstance(atom, jex_core.Literal):
                 return atom.val
             value = env[atom]
-            if is_proxy(value) and isinstance(value, ArrayProxy):
+            if isinstance(value, ArrayProxy):
                 value, env[atom] = value.forked()
             return value
 
+        # Most equations have no proxy, and these loops are what tracing costs, so they make few calls.
         outer = source_info_util.current_name_stack()
-        for ctx, eqns in itertools.groupby(jaxpr.eqns, key=lambda eqn: eqn.ctx):
+        for ctx, in_context in itertools.groupby(jaxpr.eqns, key=operator.attrgetter("ctx")):
             with ctx.manager:
-                for eqn in eqns:
-                    values = [read(atom) for atom in eqn.invars]
-                    info = eqn.source_info
-                    with source_info_util.user_context(info.traceback, name_stack=outer + info.name_stack):
-                        if eqn.primitive.name == "select_n" and any(map(is_proxy, values)):
-                            values[0] = _as_made(eqn.invars[0], jaxpr, read)
-                        outputs = self.equation(eqn, values)
-                    env.update(zip(eqn.outvars, outputs, strict=True))
+                for (traceback, name_stack), eqns in itertools.groupby(in_context, key=_SOURCE):
+                    if outer.stack:
+                        name_stack = outer + name_stack
+                    with source_info_util.user_context(traceback, name_stack=name_stack):
+                        for eqn in eqns:
+                            values = [x.val if isinstance(x, jex_core.Literal) else env[x] for x in eqn.invars]
+                            if self.chosen is None and not _has_proxy(values):
+                                outputs = bound(eqn, values)
+                            else:
+                                outputs = self.equation(eqn, self._operands(eqn, jaxpr, read))
+                            env.update(zip(eqn.outvars, outputs, strict=True))
         return [read(atom) for atom in jaxpr.outvars]
+
+    def _operands(self, eqn: jex_core.JaxprEqn, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]) -> list[Any]:
+        """The operands of an equation."""
+        values = [read(atom) for atom in eqn.invars]
+        if eqn.primitive.name == "select_n" and _has_proxy(values):
+            values[0] = _as_made(eqn.invars[0], jaxpr, read)
+        return values
 
     def function(self, inner: jex_core.Jaxpr | jex_core.ClosedJaxpr) -> Callable[..., list[Any]]:
         """An equation's body as a function of values that may be proxies."""
@@ -137,7 +150,7 @@ class Evaluator:
 
     def equation(self, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
         """The results of one equation, by the rule of its primitive where an operand is a proxy."""
-        has_stand_in = any(map(is_proxy, values))
+        has_stand_in = _has_proxy(values)
         is_around = False
         if self.chosen is not None and not has_stand_in:
             place = (id(eqn), *map(id, self.around))
@@ -162,7 +175,7 @@ class Evaluator:
     def _rule_of(self, name: str, values: Sequence[Any]) -> "Rule | None":
         """The rule of a primitive: a ArrayProxy's own, or that of every operand kind (control flow)."""
         rules = self.rules_around
-        if any(map(is_proxy, values)):
+        if _has_proxy(values):
             rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), self.rules)
         return rules.get(name, self.shared.get(name))
 
@@ -192,16 +205,16 @@ def bound(eqn: jex_core.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
 
 def logical(x: PyTree) -> PyTree:
-    """What traced code sees of a value: of a proxy its shape, dtype, and sharding if JAX has it in the type."""
+    """What traced code sees of a value: of a proxy its shape, dtype and sharding."""
     if not is_proxy(x):
         return x
     leaf = jax.typeof(jax.tree.leaves(x)[0])  # of a QArray the codes; it has the axes of the array
-    where = {}
-    if AxisType.Explicit in leaf.sharding.mesh.axis_types:
-        where["sharding"] = leaf.sharding
-    if leaf.manual_axis_type.varying:  # within shard_map
-        where |= {"sharding": leaf.sharding, "manual_axis_type": leaf.manual_axis_type}
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, **where)
+    return leaf.update(shape=x.shape, dtype=x.dtype)
+
+
+def _has_proxy(values: Sequence[Any]) -> bool:
+    """Whether an operand is a proxy; without a call for each."""
+    return any(map(is_proxy_type, map(type, values)))
 
 
 def _as_made(predicate: Atom, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]) -> Any:

@@ -73,11 +73,11 @@ class ArrayProxy(abc.ABC):
 
 def is_proxy(x: object) -> TypeGuard[QArray | ArrayProxy]:
     """True for array proxies (QArray, ArrayProxy): the `is_leaf` of the evaluator's tree walks."""
-    return _is_kind(type(x))
+    return is_proxy_type(type(x))
 
 
 @functools.cache
-def _is_kind(kind: type) -> bool:
+def is_proxy_type(kind: type) -> bool:
     """Cached per class: a trace asks for every variable, and `isinstance` of an abstract class is slow."""
     return issubclass(kind, QArray | ArrayProxy)
 

@@ -102,9 +102,9 @@ def evaluated(
         dynamic = [leaves[i] for i in places]
         closed = jax.make_jaxpr(flat)(*map(logical, dynamic))
         is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
-        count = len(jax.tree.leaves(args[:1], is_leaf=is_proxy))
         products = None
         if chosen is not None:
+            count = len(jax.tree.leaves(args[:1], is_leaf=is_proxy))
             products = _chosen(chosen, closed.jaxpr, [place < count for place in places])
         evaluator = Evaluator(fallback, report, pieces, is_traced, RULES, SHARED, around, products)
         outputs = evaluator.evaluate(closed.jaxpr, closed.consts, dynamic)

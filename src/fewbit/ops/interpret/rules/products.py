@@ -1,6 +1,7 @@
 """Rules of products and look-ups with quantized operands."""
 
 import dataclasses
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ from ..lookup import Lookup
 from ..proxy import is_proxy
 from .concatenate import is_packed_along, spread
 
+_DOT_SETTINGS = operator.itemgetter("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
+
 
 def _dot_general(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    names = ("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
-    numbers, *settings = (eqn.params[name] for name in names)
+    numbers, *settings = _DOT_SETTINGS(eqn.params)
     lhs, rhs, numbers = untransposed(values[0], values[1], numbers)  # here, because a jitted product has leaves only
     return [_compiled(quantized_dot_general, evaluator.is_traced)(lhs, rhs, numbers, *settings)]
 
