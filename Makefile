@@ -52,9 +52,9 @@ test-long: $(VENV)/.ready-fast ## the scale searches against brute force over 10
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --blocks 25000 tests/array/scales/search/test_stored.py tests/array/scales/search/test_exact.py tests/array/test_hessian.py
 
-test-sanitize: $(VENV)/.ready-fast build/qmatmul_memory build/integers_memory ## the CPU kernels, with the compiler watching every access and operation
-	@build/qmatmul_memory
-	@build/integers_memory
+test-sanitize: $(VENV)/.ready-fast build/dequant_gemm_memory build/int8_gemm_memory ## the CPU kernels, with the compiler watching every access and operation
+	@build/dequant_gemm_memory
+	@build/int8_gemm_memory
 	@echo "Compiling the kernels with sanitizers ..."
 	@CFLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -g1" LDFLAGS="-fsanitize=address,undefined" \
 		$(BIN)/python setup.py -q build --build-lib build/sanitized --build-temp build/sanitized/objects
@@ -66,13 +66,13 @@ test-arm64: $(VENV)/.ready-fast ## the CPU kernels compiled for arm64, in an emu
 	@command -v aarch64-linux-gnu-g++ > /dev/null || $(BIN)/python $(INSTALL) $(ARM64_COMPILER)
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_arm64.py
 
-fuzz: build/qmatmul_memory ## random products under sanitizers, one seed after another, until one is wrong or SECONDS are over
-	@end=$$(( $$(date +%s) + $(SECONDS) )); while [ $$(date +%s) -lt $$end ]; do build/qmatmul_memory $$(od -An -N3 -tu4 /dev/urandom) || exit 1; done
+fuzz: build/dequant_gemm_memory ## random products under sanitizers, one seed after another, until one is wrong or SECONDS are over
+	@end=$$(( $$(date +%s) + $(SECONDS) )); while [ $$(date +%s) -lt $$end ]; do build/dequant_gemm_memory $$(od -An -N3 -tu4 /dev/urandom) || exit 1; done
 
-build/%_memory: tests/kernels/%_memory.cc $(wildcard src/fewbit/kernels/*/*.h)
+build/%_memory: tests/kernels/%_memory.cc $(shell find src/fewbit/kernels -name '*.h')
 	@mkdir -p build
 	@$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off -w \
-		-Isrc/fewbit/kernels/native -Isrc/fewbit/kernels/qmatmul $< -o $@
+		-Isrc/fewbit/kernels $< -o $@
 
 lint: $(VENV)/.ready-lint ## formatting, lint rules, types and the order of the layers
 	$(BIN)/ruff format --check

@@ -15,12 +15,12 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # A whole FFI kernel, so that the headers of jaxlib are compiled too.
 KERNEL = """
-#include "module.h"
+#include "cpp/python_module.h"
 #include "xla/ffi/api/ffi.h"
 namespace ffi = xla::ffi;
 static ffi::Error Nothing(ffi::Result<ffi::AnyBuffer>) { return ffi::Error::Success(); }
 XLA_FFI_DEFINE_HANDLER_SYMBOL(nothing, Nothing, ffi::Ffi::Bind().Ret<ffi::AnyBuffer>());
-FEWBIT_MODULE(_cpu, {"nothing", reinterpret_cast<void*>(nothing)})
+FEWBIT_MODULE(_nothing, {"nothing", reinterpret_cast<void*>(nothing)})
 """
 
 
@@ -50,10 +50,11 @@ def tree(tmp_path: Path) -> Path:
 
 def add_kernel(tree: Path) -> None:
     """Puts one C++ file where kernels stand."""
-    folder = tree / "src" / "fewbit" / "kernels" / "nothing"
+    folder = tree / "src" / "fewbit" / "kernels" / "nothing" / "cpu"
     folder.mkdir(parents=True)
-    (folder / "__init__.py").write_text('"""A kernel that does nothing."""\n')
-    (folder / "cpu.cc").write_text(KERNEL)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").write_text('"""A kernel that does nothing."""\n')
+    (folder / "nothing.cc").write_text(KERNEL)
 
 
 def extensions(names: list[str]) -> list[str]:
@@ -80,22 +81,22 @@ def test_a_cpp_file_becomes_an_extension_beside_it(tree: Path) -> None:
     add_kernel(tree)
     wheel = wheel_of(tree)
     (built,) = extensions(wheel.namelist())
-    assert built.startswith("fewbit/kernels/nothing/_cpu.")
+    assert built.startswith("fewbit/kernels/nothing/cpu/_nothing.")
     wheel.extractall(tree / "built")
     assert reason_missing(tree / "built") == "None"
-    with (tree / "built" / "fewbit" / "kernels" / "native" / "isa.h").open("a") as header:
+    with (tree / "built" / "fewbit" / "kernels" / "cpp" / "isa.h").open("a") as header:
         header.write("// one more line\n")
     assert reason_missing(tree / "built") == (
         "its C++ extension was built from other sources than those here; "
         "run `pip install -e .`, or `python setup.py build_ext --inplace`"
     )
-    (tree / "built" / "fewbit" / "kernels" / "nothing" / "cpu.cc").unlink()  # without its source nothing is compared
+    (tree / "built" / "fewbit" / "kernels" / "nothing" / "cpu" / "nothing.cc").unlink()  # without its source nothing is compared
     assert reason_missing(tree / "built") == "None"
 
 
 def reason_missing(folder: Path) -> str:
     """Why the package in a folder does not load its compiled kernel."""
-    code = "from fewbit.kernels.extension import extension; print(extension('fewbit.kernels.nothing._cpu').missing)"
+    code = "from fewbit.kernels.extension import extension; print(extension('fewbit.kernels.nothing.cpu._nothing').missing)"
     env = os.environ | {"PYTHONPATH": str(folder), "JAX_PLATFORMS": "cpu"}
     return subprocess.run([sys.executable, "-c", code], env=env, check=True, text=True, capture_output=True).stdout.strip()
 
@@ -104,7 +105,7 @@ def reason_missing(folder: Path) -> str:
 def test_without_a_compiler_the_package_installs_without_the_extension(tree: Path) -> None:
     add_kernel(tree)
     names = wheel_names(tree, CC="/nowhere/cc", CXX="/nowhere/c++")
-    assert "fewbit/kernels/nothing/__init__.py" in names
+    assert "fewbit/kernels/nothing/cpu/__init__.py" in names
     assert not extensions(names)
 
 

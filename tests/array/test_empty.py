@@ -10,7 +10,7 @@ from fewbit.array import misfit
 from fewbit.io import read, write
 from fewbit.kernels.extension import extension
 
-BACKENDS = ["reference"] + ["cpu"] * (extension("fewbit.kernels.quantize._cpu").missing is None)
+BACKENDS = ["reference"] + ["cpu"] * (extension("fewbit.kernels.quantize.cpu._quantize").missing is None)
 SHAPES = ((0, 64), (4, 0), (0, 0), (0,), (2, 0, 3))
 
 

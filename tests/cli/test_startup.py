@@ -42,11 +42,11 @@ def test_the_lists_are_those_of_the_registries():
 def test_the_version_names_the_kernels(tmp_path):
     said = CliRunner().invoke(app, ["--version"]).stdout
     assert said == version_line() + "\n" and said.startswith("fewbit 0.") and "C++ kernels: " in said
-    for source in ("qmatmul/cpu.cc", "quantize/cpu.cc"):
-        (tmp_path / source).parent.mkdir()
+    for source in ("qmatmul/cpu/int8_gemm.cc", "quantize/cpu/quantize.cc"):
+        (tmp_path / source).parent.mkdir(parents=True)
         shutil.copy(KERNELS / source, tmp_path / source)
     line = version_line(tmp_path)
-    assert "C++ kernels: none; NOT built for this Python or older than their sources: qmatmul, quantize" in line
+    assert "C++ kernels: none; NOT built for this Python or older than their sources: int8_gemm, quantize" in line
     assert "install a C++17 compiler" in line and "\n" not in line
 
 

@@ -50,7 +50,7 @@ def missing() -> str | None:
 
 def compiled(out: Path, *sources: Path, define: str | None = None, optimize: str = "-O2") -> Path:
     """A program for arm64, with the flags of setup.py that bear on values."""
-    folders = [REPLAY, KERNELS / "native", KERNELS / "qmatmul"]
+    folders = [REPLAY, KERNELS]
     flags = ["-std=c++17", optimize, "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-w", "-isystem"]
     flags += [jax.ffi.include_dir(), *(f"-I{folder}" for folder in folders), *([f"-D{define}"] if define else [])]
     subprocess.run([*compiler(), *flags, *map(str, sources), "-o", str(out)], check=True)

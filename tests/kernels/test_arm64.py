@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(arm64.missing() is not None, reason=str(arm64.missing())),
     *(
         pytest.mark.skipif(extension(f"fewbit.kernels.{name}").missing is not None, reason="the C++ extension is not built")
-        for name in ("quantize._cpu", "qmatmul._cpu", "qmatmul._integers", "attention._cpu")
+        for name in ("quantize.cpu._quantize", "qmatmul.cpu._dequant_gemm", "qmatmul.cpu._int8_gemm", "attention.cpu._attention")
     ),
 ]
 
@@ -51,7 +51,7 @@ def test_quantize_and_dequantize(monkeypatch, tmp_path):
             for dtype in ("float32", "bfloat16") if place % 4 == 0 else ("float32",):
                 dequantize(quantize(x.astype(dtype), scheme, axis=axis, backend="cpu"), backend="cpu")
     assert calls.count >= 2 * len(KINDS)
-    for got, expected in zip(replay(calls, "quantize/cpu.cc", tmp_path), calls.results, strict=True):
+    for got, expected in zip(replay(calls, "quantize/cpu/quantize.cc", tmp_path), calls.results, strict=True):
         if expected.dtype != np.uint8:
             np.testing.assert_array_equal(np.isnan(got), np.isnan(expected))
             got, expected = (np.where(np.isnan(a), np.zeros_like(a), a) for a in (got, expected))
@@ -78,7 +78,7 @@ def test_products(monkeypatch, tmp_path):
                 stack = jax.tree.map(lambda leaf: leaf[None], q)
                 native_product(jnp.asarray(x[None]), stack, None, contracts_cols=contracts_cols, dtype=jnp.float32)
                 bounds.append((x.shape[1] + 4) * 2.0**-23 * np.abs(x) @ (w.T if contracts_cols else w))
-    results = replay(calls, "qmatmul/cpu.cc", tmp_path)
+    results = replay(calls, "qmatmul/cpu/dequant_gemm.cc", tmp_path)
     for got, expected, bound in zip(results, calls.results, bounds, strict=True):
         assert np.all(np.abs(got[0] - expected[0]) <= bound + 1e-30)
 
@@ -94,7 +94,7 @@ def test_products_of_integers(monkeypatch, tmp_path):
             stacks = (jax.tree.map(lambda leaf: leaf[None], q) for q in (x, w))
             native_integers(*stacks, contracts_cols=contracts_cols, dtype=jnp.float32)
     for cpu in PROCESSORS:
-        for got, expected in zip(replay(calls, "qmatmul/integers.cc", tmp_path, cpu), calls.results, strict=True):
+        for got, expected in zip(replay(calls, "qmatmul/cpu/int8_gemm.cc", tmp_path, cpu), calls.results, strict=True):
             np.testing.assert_array_equal(as_bytes(got), as_bytes(expected))
 
 
@@ -106,11 +106,11 @@ def test_attention(monkeypatch, tmp_path):
             q, block = cache(policy, shape)
             attention(q, [block], backend="cpu")
             bounds.append(2 * by_formula(q, [block])[1])
-    for got, expected, bound in zip(replay(calls, "attention/cpu.cc", tmp_path), calls.results, bounds, strict=True):
+    for got, expected, bound in zip(replay(calls, "attention/cpu/attention.cc", tmp_path), calls.results, bounds, strict=True):
         assert np.all(np.abs(got - expected) <= bound)
 
 
-@pytest.mark.parametrize("name", ["qmatmul_memory", "integers_memory"])
+@pytest.mark.parametrize("name", ["dequant_gemm_memory", "int8_gemm_memory"])
 def test_random_products(name, tmp_path):
     """Beside plain loops in C++, which run on arm64, too."""
     program = arm64.compiled(tmp_path / name, arm64.Path(__file__).with_name(f"{name}.cc"), optimize="-O1")

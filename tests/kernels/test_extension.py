@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_header_and_every_name_counts(tmp_path):
-    source, near, far = tmp_path / "one" / "cpu.cc", tmp_path / "one" / "a.h", tmp_path / "native" / "b.h"
+    source, near, far = tmp_path / "one" / "cpu.cc", tmp_path / "one" / "a.h", tmp_path / "cpp" / "b.h"
     found = []
 
     def note():
@@ -24,7 +24,7 @@ def test_every_header_and_every_name_counts(tmp_path):
     for path in (source, near, far):
         path.write_text("//")
         note()
-    far.rename(tmp_path / "native" / "c.h")
+    far.rename(tmp_path / "cpp" / "c.h")
     note()
     assert len(set(found)) == 5
     assert fingerprint(source, tmp_path) == found[-1]
@@ -34,7 +34,9 @@ def test_every_source_is_listed():
     """What is compiled is what the tests ask for staleness."""
     folder = Path(extension.__file__).parent
     sources = sorted(path.relative_to(folder) for path in folder.rglob("*.cc"))
-    assert sorted(extension.EXTENSIONS) == sorted(f"fewbit.kernels.{path.parent.name}._{path.stem}" for path in sources)
+    assert sorted(extension.EXTENSIONS) == sorted(
+        ".".join(("fewbit.kernels", *path.parent.parts, f"_{path.stem}")) for path in sources
+    )
 
 
 def test_a_stale_extension_ends_the_tests(monkeypatch, pytestconfig):
@@ -45,7 +47,7 @@ def test_a_stale_extension_ends_the_tests(monkeypatch, pytestconfig):
     conftest.pytest_sessionstart(None)
     monkeypatch.setattr(extension, "extension", lambda name: extension.Extension(missing="stale", is_stale=True))
     with pytest.raises(
-        pytest.UsageError, match=r"qmatmul\._cpu, .*built from other C\+\+ sources than lie here; run `pip install"
+        pytest.UsageError, match=r"qmatmul\.cpu\._dequant_gemm, .*built from other C\+\+ sources than lie here; run `pip install"
     ):
         conftest.pytest_sessionstart(None)
 

@@ -16,7 +16,7 @@ from tests.kernels.one_device import CHECKS
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.skipif(
-    extension("fewbit.kernels.qmatmul._cpu").missing is not None, reason="the C++ extension is not built"
+    extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").missing is not None, reason="the C++ extension is not built"
 )
 
 

@@ -21,7 +21,7 @@ from fewbit.kernels.quantize import CpuDequantizer, CpuQuantizer, Decoding, Quan
 from fewbit.kernels.quantize.cpu import backend as quantize_cpu
 from tests.conformance import array_laws as laws
 
-MODULES = ("qmatmul._cpu", "qmatmul._integers", "quantize._cpu", "attention._cpu")
+MODULES = ("qmatmul.cpu._dequant_gemm", "qmatmul.cpu._int8_gemm", "quantize.cpu._quantize", "attention.cpu._attention")
 MISSING = [reason for name in MODULES if (reason := extension(f"fewbit.kernels.{name}").missing)]
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=str(MISSING[:1]))
 

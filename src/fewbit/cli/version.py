@@ -19,9 +19,9 @@ def version_line(kernels: Path = KERNELS) -> str:
         The line; it names extensions that are missing or older than their sources, and what to do.
     """
     version = f"fewbit {importlib.metadata.version('fewbit')}"
-    found = {source: _instruction_set(source) for source in sorted(kernels.glob("*/*.cc"))}
-    missing = [_name(source, kernels) for source, isa in found.items() if isa is None]
-    built = [f"{_name(source, kernels)} ({isa})" for source, isa in found.items() if isa is not None]
+    found = {source: _instruction_set(source, kernels) for source in sorted(kernels.glob("*/cpu/*.cc"))}
+    missing = [source.stem for source, isa in found.items() if isa is None]
+    built = [f"{source.stem} ({isa})" for source, isa in found.items() if isa is not None]
     kinds = f"{version}; C++ kernels: {', '.join(built) or 'none'}"
     if not missing:
         return kinds
@@ -31,12 +31,7 @@ def version_line(kernels: Path = KERNELS) -> str:
     )
 
 
-def _name(source: Path, kernels: Path) -> str:
-    """A kernel's name: its folder, and its file unless that is `cpu.cc`."""
-    return source.relative_to(kernels).with_suffix("").as_posix().removesuffix("/cpu")
-
-
-def _instruction_set(source: Path) -> str | None:
+def _instruction_set(source: Path, kernels: Path) -> str | None:
     """The instruction set of a source's extension here; None if it is not built, or from another source."""
     from ..kernels.fingerprint import fingerprint
 
@@ -51,6 +46,6 @@ def _instruction_set(source: Path) -> str | None:
                 spec.loader.exec_module(module)
             except ImportError:
                 return None
-            is_current = fingerprint(source, source.parent.parent) == getattr(module, "SOURCES", None)
+            is_current = fingerprint(source, kernels) == getattr(module, "SOURCES", None)
             return str(module.ISA) if is_current else None
     return None

@@ -15,8 +15,11 @@ HOW_TO_BUILD = (
 
 HOW_TO_REBUILD = "run `pip install -e .`, or `python setup.py build_ext --inplace`"
 
-EXTENSIONS = tuple(
-    f"fewbit.kernels.{name}" for name in ("qmatmul._cpu", "qmatmul._integers", "quantize._cpu", "attention._cpu")
+EXTENSIONS = (
+    "fewbit.kernels.qmatmul.cpu._dequant_gemm",
+    "fewbit.kernels.qmatmul.cpu._int8_gemm",
+    "fewbit.kernels.quantize.cpu._quantize",
+    "fewbit.kernels.attention.cpu._attention",
 )
 """Every compiled module."""
 

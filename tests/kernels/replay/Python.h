@@ -1,4 +1,4 @@
-// The few of CPython's functions that native/module.h calls, so that an extension can be linked into a program without Python:
+// The few of CPython's functions that cpp/python_module.h calls, so that an extension can be linked into a program without Python:
 // a dictionary of capsules is a list of names and handlers (replay.cc).
 #pragma once
 

@@ -14,7 +14,7 @@ from fewbit.kernels.extension import Extension, extension
 from fewbit.kvcache import kv_policy
 from tests.kvcache.formula import by_formula, draws
 
-BUILT = extension("fewbit.kernels.attention._cpu")
+BUILT = extension("fewbit.kernels.attention.cpu._attention")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason="the C++ extension is not built")
 LEVELS = ("portable", "avx2", "avx512")
 HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[:1]  # arm64 has one of its own

@@ -19,7 +19,7 @@ from fewbit.kernels.qmatmul import BACKENDS, Problem
 from fewbit.kernels.qmatmul.problem import Operand
 from tests.conformance import array_laws as laws
 
-BUILT = extension("fewbit.kernels.qmatmul._cpu")
+BUILT = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
 
 CPU = BACKENDS["cpu"] if "cpu" in BACKENDS.names() else None

@@ -13,7 +13,7 @@ from fewbit.kernels.qmatmul import BACKENDS, Problem
 from fewbit.kernels.qmatmul.problem import Operand
 from tests.conformance import array_laws as laws
 
-BUILT = extension("fewbit.kernels.qmatmul._integers")
+BUILT = extension("fewbit.kernels.qmatmul.cpu._int8_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
 
 LEVELS = ("portable", "avx2", "avxvnni", "avx512")

@@ -10,7 +10,7 @@ from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul import BACKENDS, Cpu, Problem
 from fewbit.kernels.qmatmul.problem import Operand
 
-BUILT = extension("fewbit.kernels.qmatmul._cpu")
+BUILT = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
 
 GROUPS = ([1, 0, 4, 19], [0, 0, 24, 0], [2, 3, 0, 4], [0, 0, 0, 0], [30, 0, 2, 9])

@@ -15,7 +15,7 @@ from fewbit.kernels.quantize.cpu.view import Geometry, geometry
 from tests.conformance import array_laws as laws
 
 pytestmark = pytest.mark.skipif(
-    extension("fewbit.kernels.quantize._cpu").missing is not None, reason="the C++ extension is not built"
+    extension("fewbit.kernels.quantize.cpu._quantize").missing is not None, reason="the C++ extension is not built"
 )
 
 # Each rule, each kind of format, each holder of scales; the other schemes differ from these in numbers only.

@@ -11,7 +11,7 @@ from fewbit.kernels.extension import extension
 from fewbit.ops.interpret.rules.scan_slice import ScanSlice
 
 pytestmark = pytest.mark.skipif(
-    extension("fewbit.kernels.qmatmul._cpu").missing is not None, reason="the CPU kernels are not built"
+    extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").missing is not None, reason="the CPU kernels are not built"
 )
 LAYERS, WIDTH = 3, 96
 

@@ -1,4 +1,4 @@
-"""Attention in C++ on CPU, an FFI call to `cpu.cc`."""
+"""Attention in C++ on CPU, an FFI call to `attention.cc`."""
 
 import dataclasses
 import functools
@@ -34,7 +34,7 @@ class Cpu(AbstractBackend[AttentionProblem]):
     isa: str | None = None
 
     def unsupported(self, problem: AttentionProblem) -> str | None:
-        if missing := extension("fewbit.kernels.attention._cpu").missing:
+        if missing := extension("fewbit.kernels.attention.cpu._attention").missing:
             return missing
         if len(problem.keys) != 1:
             return f"keys and values come in {len(problem.keys)} blocks; it takes one"

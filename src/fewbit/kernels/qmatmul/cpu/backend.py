@@ -37,10 +37,10 @@ class Cpu(AbstractKernel):
     isa: str | None = None
 
     def unsupported(self, problem: Problem) -> str | None:
-        return extension("fewbit.kernels.qmatmul._cpu").missing or super().unsupported(problem)
+        return extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").missing or super().unsupported(problem)
 
     def refused_pair(self, problem: Problem) -> str | None:
-        return extension("fewbit.kernels.qmatmul._integers").missing or pair_refusal(problem)
+        return extension("fewbit.kernels.qmatmul.cpu._int8_gemm").missing or pair_refusal(problem)
 
     def refused(self, problem: Problem, weight: MatrixView) -> str | None:
         wrong = _refused_dtypes(problem.activation.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
@@ -50,11 +50,11 @@ class Cpu(AbstractKernel):
         return device_refusal()
 
     def about(self) -> str:
-        isa = self.isa or extension("fewbit.kernels.qmatmul._cpu").isa
+        isa = self.isa or extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").isa
         return f"compiled for {isa}; programs for other platforms use their own kernels, or the reference"
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
-        del precision  # `refused_precision` accepts what float32 satisfies; a lower precision would not be faster (cpu.cc)
+        del precision  # `refused_precision` accepts what float32 satisfies; a lower precision would not be faster (dequant_gemm.cc)
         return native_product(x, q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
     def picked(
@@ -96,5 +96,5 @@ def _refused_scheme(weight: MatrixView) -> str | None:
 
 def reads_packed_weights() -> bool:
     """True where packed weights are faster: one CPU device with the extension built."""
-    built = extension("fewbit.kernels.qmatmul._cpu").missing is None
+    built = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").missing is None
     return built and jax.default_backend() == "cpu" and device_refusal() is None

@@ -1,4 +1,4 @@
-"""Quantize and dequantize in C++ on CPU, FFI calls to `cpu.cc`."""
+"""Quantize and dequantize in C++ on CPU, FFI calls to `quantize.cc`."""
 
 import dataclasses
 import functools
@@ -86,7 +86,7 @@ class CpuDequantizer(AbstractBackend[Decoding]):
 
 def _refusal(shape: tuple[int, ...], dtype: str, scheme: Scheme, tiles: Sequence[Tile]) -> str | None:
     """Why the kernels do not support the array, or None."""
-    if missing := extension("fewbit.kernels.quantize._cpu").missing:
+    if missing := extension("fewbit.kernels.quantize.cpu._quantize").missing:
         return missing
     if dtype not in _DTYPES:
         return f"the array is {dtype}, must be one of {', '.join(_DTYPES)}"

@@ -1,0 +1,44 @@
+// What one call computes: out[r] = sum over s of softmax(q[r] . keys / sqrt(width))[s] * values[s], for one head of keys and the
+// queries that share it, each of which sees the first positions only.
+#pragma once
+
+#include <cstdint>
+
+#include "cpp/weight.h"
+
+namespace fewbit {
+
+// The keys or values of one head, one position after the other: codes with a scale for each position, or floats.
+struct Numbers {
+  bool is_coded;
+  Weight codes;
+  const void* floats;
+  Float kind;
+};
+
+struct Head {
+  Numbers keys, values;
+  int64_t width, positions;
+  const void* queries;  // [rows, width]; row r is token r % tokens
+  Float kind;
+  int64_t tokens;
+  const int32_t* seen;  // how many positions each token sees
+
+  float Query(int64_t i) const {
+    if (kind == Float::kF32) return static_cast<const float*>(queries)[i];
+    const uint16_t half = static_cast<const uint16_t*>(queries)[i];
+    return kind == Float::kBF16 ? FloatOfBrain(half) : FloatOfHalf(half);
+  }
+  int64_t Seen(int64_t row) const {
+    const int64_t n = seen[row % tokens];
+    return n < 0 ? 0 : n < positions ? n : positions;
+  }
+};
+
+// What was found of rows in a run of positions: the largest score of each, the sum of the weights relative to it, and the sum of
+// the values with these weights.
+struct Found {
+  float *peak, *sum, *mixed;
+};
+
+}  // namespace fewbit

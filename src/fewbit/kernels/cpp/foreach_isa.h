@@ -1,0 +1,136 @@
+// Compiles the kernels of an extension once for each instruction set, and chooses among them at run time.
+//
+//   struct Kernels { ... };                                // in namespace fewbit: a table of functions
+//   #define FEWBIT_KERNELS "attention/cpu/kernels.h"       // defines `Kernels GetKernels()`
+//   #include "cpp/foreach_isa.h"                           // defines `Kernels KernelsFor(Isa)`
+//
+// FEWBIT_KERNELS is included in a namespace for each instruction set. It and what it includes have no include guard and ask
+// FEWBIT_LEVEL where instruction sets differ. They instantiate no template from outside their namespace: the linker keeps one copy
+// of such a template, and it could be one that the machine cannot run.
+//
+// With `#define FEWBIT_BYTE_DOT 1` before, the kernels are also compiled for AVX2 with VNNI and for arm64 with sdot, which
+// multiply bytes; FEWBIT_VNNI says whether the instruction is there.
+//
+// Translation units. setup.py compiles a source with `#define FEWBIT_UNITS n` n times at once, with FEWBIT_UNIT 0 to n - 1, and
+// links the objects: unit 0 is plain C++ and the handlers, 1 is AVX2, the others are AVX-512. Without FEWBIT_UNIT (tests, arm64,
+// small extensions) one object has all of it.
+#pragma once
+
+#include "isa.h"
+
+#if defined(FEWBIT_UNIT)
+#define FEWBIT_IN_UNIT(unit) (FEWBIT_UNIT == unit)
+#define FEWBIT_FROM_UNIT(unit) (FEWBIT_UNIT >= unit)
+#else
+#define FEWBIT_IN_UNIT(unit) 1
+#define FEWBIT_FROM_UNIT(unit) 1
+#endif
+
+#ifndef FEWBIT_BYTE_DOT
+#define FEWBIT_BYTE_DOT 0
+#endif
+
+#define FEWBIT_PRAGMA(text) _Pragma(#text)
+#if defined(__clang__)
+#define FEWBIT_BEGIN(features) FEWBIT_PRAGMA(clang attribute push(__attribute__((target(features))), apply_to = function))
+#define FEWBIT_END FEWBIT_PRAGMA(clang attribute pop)
+#else
+#define FEWBIT_BEGIN(features) FEWBIT_PRAGMA(GCC push_options) FEWBIT_PRAGMA(GCC target(features))
+#define FEWBIT_END FEWBIT_PRAGMA(GCC pop_options)
+#endif
+
+namespace fewbit {
+
+namespace portable {
+Kernels GetKernels();
+}
+#if FEWBIT_X86
+namespace avx2 {
+Kernels GetKernels();
+}
+namespace avxvnni {
+Kernels GetKernels();
+}
+namespace avx512 {
+Kernels GetKernels();
+}
+#endif
+#if FEWBIT_ARM64
+namespace dotprod {
+Kernels GetKernels();
+}
+#endif
+
+#define FEWBIT_LEVEL FEWBIT_LEVEL_PORTABLE
+#define FEWBIT_VNNI 0
+#if FEWBIT_IN_UNIT(0)
+namespace portable {
+#include FEWBIT_KERNELS
+}
+#endif
+#undef FEWBIT_VNNI
+#if FEWBIT_ARM64 && FEWBIT_BYTE_DOT && FEWBIT_IN_UNIT(0)
+#define FEWBIT_VNNI 1
+FEWBIT_BEGIN("+dotprod")
+namespace dotprod {
+#include FEWBIT_KERNELS
+}
+FEWBIT_END
+#undef FEWBIT_VNNI
+#endif
+#undef FEWBIT_LEVEL
+
+#if FEWBIT_X86
+#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX2
+#if FEWBIT_IN_UNIT(1)
+#define FEWBIT_VNNI 0
+FEWBIT_BEGIN("avx2,fma,f16c")
+namespace avx2 {
+#include FEWBIT_KERNELS
+}
+FEWBIT_END
+#undef FEWBIT_VNNI
+#endif
+#if FEWBIT_IN_UNIT(1) && FEWBIT_BYTE_DOT && FEWBIT_KNOWS_AVXVNNI
+#define FEWBIT_VNNI 1
+FEWBIT_BEGIN("avx2,fma,f16c,avxvnni")
+namespace avxvnni {
+#include FEWBIT_KERNELS
+}
+FEWBIT_END
+#undef FEWBIT_VNNI
+#endif
+#undef FEWBIT_LEVEL
+
+#if FEWBIT_FROM_UNIT(2)
+#define FEWBIT_LEVEL FEWBIT_LEVEL_AVX512
+#define FEWBIT_VNNI 1
+FEWBIT_BEGIN("avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi,avx512vnni")
+namespace avx512 {
+#include FEWBIT_KERNELS
+}
+FEWBIT_END
+#undef FEWBIT_VNNI
+#undef FEWBIT_LEVEL
+#endif
+#endif
+
+#if FEWBIT_IN_UNIT(0)
+
+// The kernels for an instruction set that this machine has.
+inline Kernels KernelsFor(Isa isa) {
+#if FEWBIT_X86
+  if (isa == Isa::kAvx512) return avx512::GetKernels();
+#if FEWBIT_BYTE_DOT && FEWBIT_KNOWS_AVXVNNI
+  if (isa == Isa::kAvxVnni) return avxvnni::GetKernels();
+#endif
+  if (isa != Isa::kPortable) return avx2::GetKernels();
+#elif FEWBIT_ARM64 && FEWBIT_BYTE_DOT
+  if (isa == Isa::kDotprod) return dotprod::GetKernels();
+#endif
+  return portable::GetKernels();
+}
+
+#endif
+
+}  // namespace fewbit

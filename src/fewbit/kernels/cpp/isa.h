@@ -1,0 +1,101 @@
+// The instruction sets of the kernels, of which the best is chosen at run time: one build serves every machine.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#define FEWBIT_X86 1
+#include <cpuid.h>
+#include <immintrin.h>
+#else
+#define FEWBIT_X86 0
+#endif
+#if defined(__aarch64__)
+#define FEWBIT_ARM64 1
+#include <arm_neon.h>
+#if defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#else
+#define FEWBIT_ARM64 0
+#endif
+
+#define FEWBIT_LEVEL_PORTABLE 0
+#define FEWBIT_LEVEL_AVX2 1
+#define FEWBIT_LEVEL_AVX512 2
+
+// Whether the instruction set that is compiled has fused multiply-add, and table lookups within registers. Every arm64 has both.
+#define FEWBIT_HAS_FMA (FEWBIT_LEVEL != FEWBIT_LEVEL_PORTABLE || FEWBIT_ARM64)
+#define FEWBIT_HAS_LOOKUP (FEWBIT_LEVEL != FEWBIT_LEVEL_PORTABLE || FEWBIT_ARM64)
+
+// Compilers that have VNNI without AVX-512.
+#if defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11
+#define FEWBIT_KNOWS_AVXVNNI 1
+#else
+#define FEWBIT_KNOWS_AVXVNNI 0
+#endif
+
+namespace fewbit {
+
+// Only kernels with FEWBIT_BYTE_DOT have the last two (foreach_isa.h).
+enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvxVnni = 3, kDotprod = 4 };
+
+// The best of plain C++, AVX2 and AVX-512 here. AVX-512 means that of Ice Lake and Zen 4, with VBMI and VNNI.
+inline Isa BestIsa() {
+#if FEWBIT_X86
+  static const Isa best = [] {
+    __builtin_cpu_init();
+    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                        __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+    return avx2 && avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kPortable;
+  }();
+  return best;
+#else
+  return Isa::kPortable;
+#endif
+}
+
+// The instruction set of a level (0: plain C++, 1: AVX2, 2: AVX-512), where this machine has it; else the best. -1: the best.
+inline Isa IsaOf(int64_t level) {
+  return level >= 0 && static_cast<Isa>(level) < BestIsa() ? static_cast<Isa>(level) : BestIsa();
+}
+
+// Whether AVX2 has VNNI. Machines with AVX-512 may lack that form of it: Ice Lake and Zen 4 do.
+inline bool HasAvxVnni() {
+#if FEWBIT_X86 && FEWBIT_KNOWS_AVXVNNI
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return BestIsa() != Isa::kPortable && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+#else
+  return false;
+#endif
+}
+
+// Whether an arm64 has sdot.
+inline bool HasDotprod() {
+#if FEWBIT_ARM64 && defined(__linux__)
+  return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP
+#elif FEWBIT_ARM64 && defined(__APPLE__)
+  return true;  // every Mac with arm64
+#else
+  return false;
+#endif
+}
+
+// As `IsaOf` for kernels with FEWBIT_BYTE_DOT, whose levels are plain C++, AVX2, AVX2 with VNNI and AVX-512; on arm64 NEON and sdot.
+inline Isa ByteDotIsaOf(int64_t level) {
+  if (FEWBIT_ARM64) return level != 0 && HasDotprod() ? Isa::kDotprod : Isa::kPortable;
+  if (BestIsa() == Isa::kPortable || level == 0) return Isa::kPortable;
+  if (level < 0 || level > 2) level = 3;
+  if (level == 3 && BestIsa() == Isa::kAvx512) return Isa::kAvx512;
+  return level >= 2 && HasAvxVnni() ? Isa::kAvxVnni : Isa::kAvx2;
+}
+
+// On arm64 plain C++ has NEON, which every arm64 has.
+inline const char* NameOf(Isa isa) {
+  static const char* const names[] = {FEWBIT_ARM64 ? "neon" : "portable", "avx2", "avx512", "avxvnni", "dotprod"};
+  return names[static_cast<int>(isa)];
+}
+
+}  // namespace fewbit

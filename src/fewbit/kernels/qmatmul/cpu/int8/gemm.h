@@ -1,0 +1,227 @@
+// The product of integers by panels. Included in the namespace of an instruction set.
+
+// What one tile makes of the sums of a block, where v[m][n] = sum - x_sum[m] * w_zero[n] - x_zero[m] * ones[n]: the first one
+// c[m][n] = v * x_scale[m] * w_scale[n], each other one adds its own to that. Without zero points of w, w_zero is null; without
+// those of x, ones is; x_scale is where the rows of x have one scale for all tiles, with which the caller multiplies at last.
+struct Tile {
+  const float *x_scale, *w_scale;
+  const int32_t *x_sum, *x_zero, *w_zero, *ones;
+  bool adds;
+  float* c;
+  int64_t ldc;
+};
+
+template <int kRowsHere>
+static inline void LessProducts(const int32_t* x, const int32_t* w, Words (&sum)[kRowsHere][kIntAcross]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < kRowsHere; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kIntAcross; ++n) sum[m][n] = SubI(sum[m][n], MulI(SameI(x[m]), LoadI(w + n * kIntLanes)));
+  }
+}
+
+template <int kRowsHere, bool kScalesRows>
+static inline void EndTile(const Tile& tile, Words (&sum)[kRowsHere][kIntAcross]) {
+#pragma GCC unroll 8
+  for (int m = 0; m < kRowsHere; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kIntAcross; ++n) {
+      const int at = n * kIntLanes;
+      V v = FloatI(sum[m][n]);
+      if (kScalesRows) v = Mul(v, Same(tile.x_scale[m]));
+      const V scale = Load(tile.w_scale + at);
+      float* c = tile.c + m * tile.ldc + at;
+      Store(c, tile.adds ? MulAdd(v, scale, Load(c)) : Mul(v, scale));
+    }
+  }
+}
+
+// The sums over groups of x[m] * w[n], for kRowsHere rows of x and one strip of w: begun at -added * x_sum[m], or where x_sum is
+// null at what `sums` holds; left there, or where a tile ends with them, scaled.
+template <int kRowsHere>
+static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, const int32_t* x_sum, int32_t added, int32_t* sums,
+                         int64_t ld_sums, const Tile* tile) {
+  Words sum[kRowsHere][kIntAcross];
+#pragma GCC unroll 8
+  for (int m = 0; m < kRowsHere; ++m) {
+#pragma GCC unroll 8
+    for (int n = 0; n < kIntAcross; ++n) {
+      sum[m][n] = x_sum == nullptr ? LoadI(sums + m * ld_sums + n * kIntLanes) : MulI(SameI(x_sum[m]), SameI(-added));
+    }
+  }
+  for (int64_t g = 0; g < groups; ++g) {
+    Words b[kIntAcross];
+#pragma GCC unroll 8
+    for (int n = 0; n < kIntAcross; ++n) b[n] = LoadI(w + 4 * (g * kIntWide + n * kIntLanes));
+#pragma GCC unroll 8
+    for (int m = 0; m < kRowsHere; ++m) {
+      int32_t four;
+      __builtin_memcpy(&four, x + 4 * (g * kRowsHere + m), 4);
+      const Words a = SameI(four);
+#pragma GCC unroll 8
+      for (int n = 0; n < kIntAcross; ++n) sum[m][n] = Dot4(sum[m][n], b[n], a);
+    }
+  }
+  if (tile == nullptr) {
+#pragma GCC unroll 8
+    for (int m = 0; m < kRowsHere; ++m) {
+#pragma GCC unroll 8
+      for (int n = 0; n < kIntAcross; ++n) StoreI(sums + m * ld_sums + n * kIntLanes, sum[m][n]);
+    }
+    return;
+  }
+  if (tile->w_zero != nullptr) LessProducts<kRowsHere>(tile->x_sum, tile->w_zero, sum);
+  if (tile->ones != nullptr) LessProducts<kRowsHere>(tile->x_zero, tile->ones, sum);
+  if (tile->x_scale == nullptr) EndTile<kRowsHere, false>(*tile, sum);
+  else EndTile<kRowsHere, true>(*tile, sum);
+}
+
+typedef void (*IntegerStep)(const int8_t*, const uint8_t*, int64_t, const int32_t*, int32_t, int32_t*, int64_t, const Tile*);
+
+static IntegerStep IntegerBlockOf(int64_t rows) {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_VNNI
+  static const IntegerStep blocks[] = {IntegerBlock<1>, IntegerBlock<2>, IntegerBlock<3>,
+                                       IntegerBlock<4>, IntegerBlock<5>, IntegerBlock<6>};
+#else
+  static const IntegerStep blocks[] = {IntegerBlock<1>, IntegerBlock<2>, IntegerBlock<3>};
+#endif
+  return blocks[(rows < kIntRows ? rows : kIntRows) - 1];
+}
+
+constexpr int64_t kIntTall = 384;  // rows of x that share one panel
+
+// Outputs of a chunk. Where they are columns, a row of w is another page for each, so more of it is read at a time.
+static int64_t IntegerWidth(const IntegerJob& job) { return job.contracts_cols || job.N < 2048 ? kIntWide : 256; }
+
+static int64_t IntegerChunks(const IntegerJob& job) {
+  if (IsFew(job)) return (job.N + kFewWide - 1) / kFewWide;
+  const int64_t width = IntegerWidth(job);
+  return (job.N + width - 1) / width * ((job.M + kIntTall - 1) / kIntTall);
+}
+
+// Whether rows of x are scaled only after all tiles are added.
+static bool ScalesLast(const IntegerJob& job) { return job.tiles() > 1 && job.x_scale.by_tile == 0; }
+
+// The memory of one chunk.
+struct IntegerScratch {
+  uint8_t* panel;     // a segment of each strip
+  int32_t* sums;      // [rows, width]
+  float* c;           // [rows, width]; where there is one tile, the memory of the sums
+  float* scale;       // [tiles of a segment, width], and likewise
+  int32_t *zero, *ones;
+  int8_t* every;      // a row of x that is one at each place of a segment
+  IntegerScratch(const IntegerJob& job, int64_t tiles, int64_t strips, int64_t rows, int64_t width) {
+    const int64_t size = strips * kSegment * kIntWide / 4, block = rows * width;
+    float* memory = Workspace(size + 2 * block + 3 * tiles * width + kSegment / 4);
+    panel = reinterpret_cast<uint8_t*>(memory);
+    sums = reinterpret_cast<int32_t*>(memory + size);
+    c = memory + size + (job.tiles() == 1 ? 0 : block);
+    scale = memory + size + 2 * block;
+    zero = reinterpret_cast<int32_t*>(scale + tiles * width);
+    ones = zero + tiles * width;
+    every = reinterpret_cast<int8_t*>(ones + tiles * width);
+  }
+};
+
+// Groups of a tile that shares a segment, before `t` tiles of it or after all.
+static int64_t GroupsBefore(const IntegerJob& job, const Segment& segment, int64_t t) {
+  return t < segment.tiles ? t * job.tile / 4 : segment.groups;
+}
+
+// The sums of the codes of each output, less its zero point, over a tile: the product with a row of x that is one everywhere.
+static void AddOnes(const IntegerJob& job, const Segment& segment, int64_t count, int64_t width, const IntegerScratch& s) {
+  const int64_t codes = 32 / job.bits;
+  for (int64_t k = 0; k < 4 * segment.groups; ++k) {
+    s.every[k] = (job.bits == 8 ? k : k / codes * codes + k % 4 * 2 + k % codes / 4) < segment.count;
+  }
+  const int32_t nothing = 0;
+  for (int64_t t = 0; t < segment.tiles; ++t) {
+    const int64_t g = GroupsBefore(job, segment, t), groups = GroupsBefore(job, segment, t + 1) - g;
+    for (int64_t i = 0; i * kIntWide < count; ++i) {
+      IntegerBlock<1>(s.every + 4 * g, s.panel + (i * kSegment + 4 * g) * kIntWide, groups, segment.first ? &nothing : nullptr, 0,
+                      s.ones + t * width + i * kIntWide, width, nullptr);
+    }
+    const int64_t from = (segment.tile + t) * job.tile, end = from + job.tile < job.K ? from + job.tile : job.K;
+    for (int64_t n = t * width; segment.last && n < t * width + count; ++n) {
+      s.ones[n] -= static_cast<int32_t>(end - from) *
+                   (static_cast<int32_t>(AddedTo(job)) + (job.w_zero.data == nullptr ? 0 : s.zero[n]));
+    }
+  }
+}
+
+// The numbers of the tiles of a segment, for outputs from n0 on.
+template <class Number>
+static void LoadTiles(const PerTile<Number>& from, const Segment& segment, int64_t n0, int64_t count, int64_t width,
+                      Number* to) {
+  const Number* data = from.data + segment.tile * from.by_tile;
+  if (from.tile == 1 && from.by_row == 1) {
+    for (int64_t t = 0; t < segment.tiles; ++t) std::memcpy(to + t * width, data + t * from.by_tile + n0, count * sizeof(Number));
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) {
+    const Number* number = data + (from.tile == 1 ? n0 + i : (n0 + i) / from.tile) * from.by_row;
+    for (int64_t t = 0; t < segment.tiles; ++t) to[t * width + i] = number[t * from.by_tile];
+  }
+}
+
+// What tile t of a segment makes of the sums of one strip with a block of rows of x, from row m of x and of the chunk's `row` on.
+struct BlockTile : Tile {
+  float scales[kIntRows];
+  int32_t zeros[kIntRows];
+  BlockTile(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t t, int64_t strip, int64_t m,
+            int64_t block, int64_t row, int64_t width) {
+    const int64_t n = strip * kIntWide, at = segment.tile + t;
+    x_scale = ScalesLast(job) ? nullptr : scales, w_scale = s.scale + t * width + n;
+    for (int64_t i = 0; x_scale != nullptr && i < block; ++i) scales[i] = job.x_scale.At(m + i, at);
+    x_zero = zeros, x_sum = job.x_sums + at * job.M + m;
+    for (int64_t i = 0; job.x_zero.data != nullptr && i < block; ++i) zeros[i] = job.x_zero.At(m + i, at);
+    w_zero = job.w_zero.data == nullptr ? nullptr : s.zero + t * width + n;
+    ones = job.x_zero.data == nullptr ? nullptr : s.ones + t * width + n;
+    adds = at > 0, c = s.c + row * width + n, ldc = width;
+  }
+};
+
+// A block of rows of x from m on, of a segment, times one strip: tile by tile.
+static void RunBlock(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t strip, int64_t m, int64_t block,
+                     int64_t row, int64_t width) {
+  const int8_t* x = job.x + 4 * (segment.at * job.M + m * segment.groups);
+  const uint8_t* w = s.panel + strip * kSegment * kIntWide;
+  const IntegerStep step = IntegerBlockOf(block);
+  for (int64_t t = 0; t < segment.tiles; ++t) {
+    const BlockTile tile(job, segment, s, t, strip, m, block, row, width);
+    const int64_t g = GroupsBefore(job, segment, t), groups = GroupsBefore(job, segment, t + 1) - g;
+    step(x + 4 * g * block, w + 4 * g * kIntWide, groups, segment.first ? tile.x_sum : nullptr, static_cast<int32_t>(AddedTo(job)),
+         s.sums + row * width + strip * kIntWide, width, segment.last ? &tile : nullptr);
+  }
+}
+
+#include "gemv_columns.h"
+
+static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segments, int64_t chunk) {
+  if (IsFew(job)) return RunFew(job, chunk);
+  const int64_t width = IntegerWidth(job), down = (job.M + kIntTall - 1) / kIntTall;
+  const int64_t n0 = chunk / down * width, m0 = chunk % down * kIntTall, rows = job.M - m0 < kIntTall ? job.M - m0 : kIntTall;
+  const int64_t count = job.N - n0 < width ? job.N - n0 : width, strips = (count + kIntWide - 1) / kIntWide;
+  const IntegerScratch s(job, segments.empty() ? 0 : segments[0].tiles, strips, rows, width);
+  for (const Segment& segment : segments) {
+    if (!IsAcross(job)) Pack(job, segment, n0, strips, s.panel);
+    if (segment.last) LoadTiles(job.w_scale, segment, n0, count, width, s.scale);
+    if (segment.last && job.w_zero.data != nullptr) LoadTiles(job.w_zero, segment, n0, count, width, s.zero);
+    if (job.x_zero.data != nullptr) AddOnes(job, segment, count, width, s);
+    if (IsAcross(job)) {
+      RunAcross(job, segment, s, n0, strips, width);
+      continue;
+    }
+    for (int64_t j = 0; j < strips; ++j) {
+      for (int64_t m = 0; m < rows; m += kIntRows) {
+        RunBlock(job, segment, s, j, m0 + m, rows - m < kIntRows ? rows - m : kIntRows, m, width);
+      }
+    }
+  }
+  for (int64_t m = 0; m < rows; ++m) {
+    float* c = s.c + m * width;
+    const float scale = ScalesLast(job) ? job.x_scale.At(m0 + m, 0) : 1;
+    for (int64_t n = 0; scale != 1 && n < count; ++n) c[n] *= scale;
+    StoreRow(job, m0 + m, n0, count, c);
+  }
+}

@@ -1,0 +1,33 @@
+// The int8 kernels of every instruction set, without anything of XLA: the handler and the tests of memory errors share them.
+#pragma once
+
+#include <cstring>
+
+#include "cpp/scratch.h"
+#include "problem.h"
+
+namespace fewbit {
+
+static void StoreRow(const IntegerJob& job, int64_t m, int64_t n0, int64_t count, const float* c) {
+  if (job.y_kind == Float::kF32) {
+    std::memcpy(static_cast<float*>(job.y) + m * job.N + n0, c, count * sizeof(float));
+    return;
+  }
+  uint16_t* y = static_cast<uint16_t*>(job.y) + m * job.N + n0;
+  for (int64_t n = 0; n < count; ++n) y[n] = job.y_kind == Float::kBF16 ? BrainOf(c[n]) : HalfOf(c[n]);
+}
+
+struct Kernels {
+  int64_t rows;                                     // of x that `prepare` lays out at once
+  int64_t (*chunks)(const IntegerJob& job);         // how many chunks a job has; any thread may run any of them
+  int64_t (*row_bytes)(const IntegerJob& job, const std::vector<Segment>& segments);  // of x as `prepare` lays it out: a multiple of 4
+  void (*prepare)(const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m, int8_t* out,
+                  int32_t* sums);
+  void (*run)(const IntegerJob& job, const std::vector<Segment>& segments, int64_t chunk);
+};
+
+}  // namespace fewbit
+
+#define FEWBIT_BYTE_DOT 1
+#define FEWBIT_KERNELS "qmatmul/cpu/int8/level.h"
+#include "cpp/foreach_isa.h"

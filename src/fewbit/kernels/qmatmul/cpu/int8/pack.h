@@ -1,0 +1,157 @@
+// Both operands packed as the micro-kernel reads them: in groups of four bytes that follow each other along the contraction. Included
+// in the namespace of an instruction set.
+//
+// A panel of w holds strips of kIntWide outputs, and each strip its groups: four bytes of every output. Codes of 4 bits are
+// taken four bytes at a time, too: their low halves make one group, their high halves the next, and x is laid out alike.
+
+// A row of x within a segment, in the order in which the codes of w come.
+static void Lay(int bits, const Segment& segment, const int8_t* from, int8_t* to) {
+  int64_t k = bits == 8 ? segment.count : segment.count / 8 * 8;
+  if (bits == 8) {
+    std::memcpy(to, from, segment.count);
+  } else {
+    for (int64_t i = 0; i < k; i += 8) {
+      for (int j = 0; j < 4; ++j) to[i + j] = from[i + 2 * j], to[i + 4 + j] = from[i + 2 * j + 1];
+    }
+  }
+  for (; k < 4 * segment.groups; ++k) {
+    const int64_t at = bits == 8 ? k : k / 8 * 8 + k % 4 * 2 + k % 8 / 4;
+    to[k] = at < segment.count ? from[at] : int8_t{0};
+  }
+}
+
+static int64_t IntegerRowBytes(const IntegerJob& job, const std::vector<Segment>& segments) {
+  if (IsFew(job)) return FewRow(job);
+  return segments.empty() ? 0 : 4 * (segments.back().at + segments.back().groups);
+}
+
+// A block of rows of x from row m on, the first group of each row, then the second ones; zeros where a segment fills no group.
+// And the sums of each row by tiles. `rows` are all rows of x, `out` its place for all of them.
+static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m, int8_t* out,
+                    int32_t* sums) {
+  const int64_t block = job.M - m < kIntRows ? job.M - m : kIntRows;
+  if (IsFew(job)) {
+    for (int64_t i = 0; i < block; ++i) PrepareFew(job, rows, m + i, out, sums);
+    return;
+  }
+  alignas(64) int8_t laid[kSegment];
+  for (const Segment& segment : segments) {
+    int8_t* to = out + 4 * (segment.at * job.M + m * segment.groups);
+    for (int64_t i = 0; i < block; ++i, to += 4) {
+      const int8_t* from = rows + (m + i) * job.K + segment.from;
+      for (int64_t t = 0, k = 0; t < segment.tiles; ++t) {
+        const int64_t end = t + 1 == segment.tiles ? segment.count : k + job.tile;
+        int32_t sum = 0;
+        for (; k < end; ++k) sum += from[k];
+        int32_t* of_tile = sums + (segment.tile + t) * job.M + m + i;
+        *of_tile = segment.first ? sum : *of_tile + sum;
+      }
+      Lay(job.bits, segment, from, laid);
+      for (int64_t g = 0; g < segment.groups; ++g) std::memcpy(to + 4 * g * block, laid + 4 * g, 4);
+    }
+  }
+}
+
+// Where a segment is in the bytes of w, along the contraction.
+struct Stretch {
+  int64_t from, count, fours;  // bytes; groups of four of them
+  Stretch(const IntegerJob& job, const Segment& segment)
+      : from(segment.from * job.bits / 8), count((segment.count * job.bits + 7) / 8), fours((count + 3) / 4) {}
+};
+
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+
+static inline __mmask64 FirstBytes(int64_t count) { return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1; }
+
+// Four bytes of 16 outputs as unsigned numbers: one group of 8 bits, or two of 4.
+static inline void StoreFours(int bits, Words fours, Words flip, uint8_t* out) {
+  if (bits == 8) return StoreI(out, _mm512_xor_si512(fours, flip));
+  const Words low = _mm512_set1_epi8(15);
+  StoreI(out, _mm512_xor_si512(_mm512_and_si512(fours, low), flip));
+  StoreI(out + 4 * kIntWide, _mm512_xor_si512(_mm512_and_si512(_mm512_srli_epi16(fours, 4), low), flip));
+}
+
+// 16 outputs from n0 on, from [N, K].
+static void PackOutputs(const IntegerJob& job, const Stretch& bytes, int64_t n0, uint8_t* out) {
+  const Words flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
+  const int64_t step = 4 * kIntWide * (8 / job.bits);  // bytes of a panel for four of w
+  for (int64_t b = 0; b < bytes.fours; b += 16) {
+    const __mmask64 there = FirstBytes(bytes.count - 4 * b);
+    Words rows[16];
+    for (int i = 0; i < 16; ++i) {
+      const uint8_t* p = job.w + (n0 + i) * job.row_stride + bytes.from + 4 * b;
+      _mm_prefetch(reinterpret_cast<const char*>(p + 64), _MM_HINT_T0);
+      rows[i] = n0 + i < job.N ? _mm512_maskz_loadu_epi8(there, p) : SameI(0);
+    }
+    TransposeWords(rows);
+    for (int i = 0; i < 16 && b + i < bytes.fours; ++i) StoreFours(job.bits, rows[i], flip, out + (b + i) * step);
+  }
+}
+
+// Bytes of four rows of [K, N] side by side, for 64 outputs from n0 on: those of outputs 16 * i + 4 * j and three more in part i of
+// the j-th vector, or where they come in order, those of 16 * j and 15 more in the j-th one.
+template <bool kInOrder>
+static inline void LoadFours(const IntegerJob& job, const Stretch& bytes, int64_t b, int64_t n0, Words (&fours)[4]) {
+  const Words order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  const __mmask64 there = FirstBytes(job.N - n0);
+  Words row[4];
+  for (int i = 0; i < 4; ++i) {
+    const bool within = 4 * b + i < bytes.count;
+    const uint8_t* p = job.w + (bytes.from + (within ? 4 * b + i : 0)) * job.row_stride + n0;
+    _mm_prefetch(reinterpret_cast<const char*>(p + 16 * job.row_stride), _MM_HINT_T0);
+    row[i] = _mm512_maskz_loadu_epi8(there, p);
+    if (kInOrder) row[i] = _mm512_permutexvar_epi32(order, row[i]);
+  }
+  const Words low01 = _mm512_unpacklo_epi8(row[0], row[1]), high01 = _mm512_unpackhi_epi8(row[0], row[1]);
+  const Words low23 = _mm512_unpacklo_epi8(row[2], row[3]), high23 = _mm512_unpackhi_epi8(row[2], row[3]);
+  fours[0] = _mm512_unpacklo_epi16(low01, low23), fours[1] = _mm512_unpackhi_epi16(low01, low23);
+  fours[2] = _mm512_unpacklo_epi16(high01, high23), fours[3] = _mm512_unpackhi_epi16(high01, high23);
+}
+
+constexpr int64_t kDeep = 4;  // groups of four rows of [K, N] that are read over all strips before the next ones
+
+// A segment of the strips from n0 on. Of [K, N], 16 rows are read over all strips before the next ones: 256 lines of the cache
+// below each other, each in a page of its own, take twice as long as 16 x 4, which the processor foresees.
+static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t strips, uint8_t* out) {
+  const Stretch bytes(job, segment);
+  if (job.contracts_cols) {
+    for (int64_t n = 0; n < strips * kIntWide; n += 16) {
+      PackOutputs(job, bytes, n0 + n, out + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
+    }
+    return;
+  }
+  const Words flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
+  const int64_t step = 4 * kIntWide * (8 / job.bits);
+  for (int64_t from = 0; from < bytes.fours; from += kDeep) {
+    for (int64_t i = 0; i < strips; ++i) {
+      for (int64_t b = from; b < bytes.fours && b < from + kDeep; ++b) {
+        Words fours[4];
+        LoadFours<true>(job, bytes, b, n0 + i * kIntWide, fours);
+        for (int j = 0; j < 4; ++j) StoreFours(job.bits, fours[j], flip, out + i * kSegment * kIntWide + b * step + 64 * j);
+      }
+    }
+  }
+}
+
+#else
+
+static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t strips, uint8_t* panel) {
+  const Stretch bytes(job, segment);
+  const uint32_t flip = Flipped(job) * 0x01010101u;
+  const int64_t step = 4 * kIntWide * (8 / job.bits);
+  const int64_t by_output = job.contracts_cols ? job.row_stride : 1, along = job.contracts_cols ? 1 : job.row_stride;
+  for (int64_t n = n0; n < n0 + strips * kIntWide; ++n) {
+    uint8_t* out = panel + (n - n0) / kIntWide * kSegment * kIntWide + (n - n0) % kIntWide * 4;
+    const uint8_t* p = job.w + (n < job.N ? n : 0) * by_output + bytes.from * along;
+    for (int64_t b = 0; b < bytes.fours; ++b) {
+      uint32_t fours = 0;
+      for (int64_t i = 0; i < 4 && 4 * b + i < bytes.count; ++i) fours |= static_cast<uint32_t>(p[(4 * b + i) * along]) << 8 * i;
+      const uint32_t low = job.bits == 8 ? fours : fours & 0x0F0F0F0Fu, high = fours >> 4 & 0x0F0F0F0Fu;
+      const uint32_t first = low ^ flip, second = high ^ flip;
+      std::memcpy(out + b * step, &first, 4);
+      if (job.bits == 4) std::memcpy(out + b * step + 4 * kIntWide, &second, 4);
+    }
+  }
+}
+
+#endif

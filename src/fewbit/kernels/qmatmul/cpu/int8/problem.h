@@ -1,0 +1,71 @@
+// What one product of integers computes, of codes that are numbers less a constant:
+//
+//   y[m, n] = sum over tiles t of x_scale[m, t] * w_scale[n, t] * sum over k in t of (x[m, k] - x_zero[m, t]) * (w[n, k] - w_zero[n, t])
+//
+// where the inner sum is an exact int32. Each of its steps may wrap around; what comes out does not.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "cpp/weight.h"
+
+namespace fewbit {
+
+// One number for each tile of an operand's rows (of x) or outputs (of w), and for each tile of the contraction.
+template <class Number>
+struct PerTile {
+  const Number* data;  // null: none
+  int64_t tile;        // rows that share one
+  int64_t by_row, by_tile;  // strides to the next tile of rows, and of the contraction
+
+  Number At(int64_t row, int64_t t) const { return data[(tile == 1 ? row : row / tile) * by_row + t * by_tile]; }
+};
+
+struct IntegerJob {
+  int64_t M, N, K;
+  int64_t tile;             // contracted places that share scales
+  bool contracts_cols;      // whether w is [N, K] in memory, or [K, N]
+  int bits;                 // of a code of w: 8, or 4 in pairs along the contraction
+  int64_t offset;           // what is added to the numbers of w to make them unsigned: 0, 8 or 128
+  const uint8_t* w;
+  int64_t row_stride, byte_rows, byte_cols;  // of w in memory
+  PerTile<float> w_scale, x_scale;
+  PerTile<int32_t> w_zero, x_zero;
+  const int8_t* x;          // as `Prepare` lays it out: for each segment, block after block of kIntRows rows
+  const int32_t* x_sums;    // [tiles, M]
+  void* y;                  // [M, N]
+  Float y_kind;
+
+  int64_t tiles() const { return (K + tile - 1) / tile; }
+};
+
+// Contracted places whose codes are laid out at once, few enough that the panel of w stays in the first cache: a part of one tile,
+// or several whole ones.
+struct Segment {
+  int64_t tile, tiles;  // its first tile, how many
+  int64_t from, count;  // its first place, how many
+  int64_t groups, at;   // of four bytes each that it takes in a row of x; those of all segments before it
+  bool first, last;     // whether its tiles begin, and end, in it
+};
+
+constexpr int64_t kSegment = 256;
+
+// Several tiles share one segment where each of them fills whole groups.
+inline std::vector<Segment> SegmentsOf(const IntegerJob& job) {
+  std::vector<Segment> segments;
+  const int64_t codes = 32 / job.bits;  // of four bytes of w
+  const int64_t together = job.tile % codes == 0 && job.tile <= kSegment ? kSegment / job.tile : 1;
+  for (int64_t t = 0, at = 0; t < job.tiles(); t += together) {
+    const int64_t tiles = job.tiles() - t < together ? job.tiles() - t : together;
+    const int64_t end = (t + tiles) * job.tile < job.K ? (t + tiles) * job.tile : job.K;
+    for (int64_t k = t * job.tile; k < end; k += kSegment) {
+      const int64_t count = end - k < kSegment ? end - k : kSegment, groups = (count + codes - 1) / codes * (codes / 4);
+      segments.push_back({t, tiles, k, count, groups, at, k == t * job.tile, k + kSegment >= end});
+      at += groups;
+    }
+  }
+  return segments;
+}
+
+}  // namespace fewbit

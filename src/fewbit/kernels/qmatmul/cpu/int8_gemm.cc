@@ -1,0 +1,178 @@
+// GEMM and GEMV of integer activations and integer weights on CPUs: exact sums in int32, times the scales of both.
+//
+// One step. vpdpbusd multiplies four unsigned bytes by four signed ones and adds them, in each lane of 32 bits. The weight is the
+// unsigned side: 8 or 128 is added by an exclusive or when it is packed. x is the signed side, because that operand can be a
+// broadcast from memory. The added 128 times the row sum of x does not depend on w: sums start at its negative. The zero points
+// of w join it; those of x need the sums of w, which are the product with one more row of ones. A step may wrap around,
+// the result does not. Without VNNI (AVX2, plain C++) a step is products of 16 bits, since the older byte instruction saturates.
+// On arm64 sdot takes signed bytes on both sides; processors without it widen products to 16 bits.
+//
+// Packing. Strips of 64 outputs by 256 contracted elements (16 KiB) are packed in groups of four bytes, from [N, K] by
+// transposing 16 x 16 words, from [K, N] by interleaving four rows. Low and high halves of 4-bit codes make two groups; x is
+// packed in the same order, block after block as it is read.
+//
+// Micro-kernel. 6 rows of x by 4 vectors of outputs: 24 sums in registers. At the end of a block of scales the sums are
+// multiplied by the scale of w and added in float32, which stays in L1 for the panel's other blocks. A row of x with one
+// scale is multiplied by it at the end.
+//
+// Order of reading w: 16 rows, four cache lines wide, with the line 16 rows below prefetched for [K, N]; the next line of each
+// row for [N, K].
+//
+// GEMV (up to 4 rows of x) does not pack: whole rows of w are multiplied in place (gemv_rows.h), memory bound; [K, N] and
+// blocks interleave rows of w in registers (gemv_columns.h).
+//
+// Bound of the GEMM: vpdpbusd's own rate. Measurements, and what did not pay: docs/design/kernels-cpu.md.
+#define FEWBIT_UNITS 3  // the handler with plain C++, AVX2, AVX-512
+
+#include "int8/kernels.h"
+
+#if FEWBIT_IN_UNIT(0)
+#include <cstring>
+#include <memory>
+
+#include "cpp/checks.h"
+#include "cpp/python_module.h"
+#include "cpp/thread_pool.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace fewbit {
+
+namespace ffi = xla::ffi;
+
+// The numbers of one matrix of a stack: `count` is 0 where there are none.
+template <class Number>
+struct Stacked {
+  PerTile<Number> first;
+  int64_t step;  // to those of the next matrix
+  PerTile<Number> At(int64_t b) const { return {first.data == nullptr ? nullptr : first.data + b * step, first.tile, first.by_row, first.by_tile}; }
+};
+
+// `rows_first`: whether the axis of rows (or outputs) comes before that of the contraction.
+template <class Number, class Buffer>
+static Stacked<Number> StackedOf(const Buffer& buffer, bool rows_first, int64_t row_tile) {
+  const auto shape = buffer.dimensions();
+  const int64_t rows = shape[rows_first ? 1 : 2], tiles = shape[rows_first ? 2 : 1];
+  const int64_t by_row = rows == 1 ? 0 : rows_first ? tiles : 1, by_tile = tiles == 1 ? 0 : rows_first ? 1 : rows;
+  const Number* data = buffer.element_count() == 0 ? nullptr : buffer.typed_data();
+  return {{data, row_tile, by_row, by_tile}, shape[0] == 1 ? 0 : rows * tiles};
+}
+
+// One number for each tile of rows (or outputs) and of the contraction, or one for all of an axis.
+static void CheckPerTile(const char* what, Dimensions shape, int64_t batch, int64_t rows, int64_t tiles, bool rows_first,
+                         Checks& checks) {
+  const std::string name(what);
+  checks.OneOf(("matrices of the " + name).c_str(), shape[0], {1, batch});
+  checks.OneOf(("rows of the " + name).c_str(), shape[rows_first ? 1 : 2], {1, rows});
+  checks.OneOf(("tiles of the " + name).c_str(), shape[rows_first ? 2 : 1], {1, tiles});
+}
+
+// The memory of a call that begins on this thread. The thread keeps it for the next one while it is small: the system takes
+// 1 ms of a core for each MiB of fresh pages, and to lay x out takes a seventh of that.
+class CallMemory {
+ public:
+  explicit CallMemory(int64_t bytes) {
+    constexpr int64_t kMost = 8 << 20;
+    thread_local std::vector<char> kept;
+    if (bytes > kMost) own_.reset(new char[bytes]);
+    else if (static_cast<int64_t>(kept.size()) < bytes) kept.resize(bytes);
+    data_ = bytes > kMost ? own_.get() : kept.data();
+  }
+  char* data() const { return data_; }
+
+ private:
+  std::unique_ptr<char[]> own_;
+  char* data_;
+};
+
+static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale,
+                           ffi::BufferR3<ffi::S32> x_zero, ffi::BufferR3<ffi::U8> w, ffi::BufferR3<ffi::F32> w_scale,
+                           ffi::BufferR3<ffi::S32> w_zero, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t bits,
+                           int64_t offset, int64_t tile, int64_t output_tile, int64_t level) {
+  IntegerJob job{};
+  const auto x_shape = x.dimensions(), w_shape = w.dimensions(), y_shape = y->dimensions();
+  const auto kind = y->element_type();
+  Checks checks("integers");
+  checks.That(kind == ffi::F32 || kind == ffi::BF16 || kind == ffi::F16, "the result must be float32, bfloat16 or float16");
+  checks.Equal("axes of the result", static_cast<int64_t>(y_shape.size()), 3);
+  checks.OneOf("bits of a code", bits, {4, 8});
+  checks.OneOf("offset", offset, {0, 8, 128});
+  checks.AtLeast("tile", tile, 1);
+  checks.AtLeast("tile of the outputs", output_tile, 1);
+  checks.Within("level", level, -1, 3);
+  if (checks.failed()) return checks.error();
+  checks.Equal("batch of the result", y_shape[0], x_shape[0]);
+  checks.Equal("rows of the result", y_shape[1], x_shape[1]);
+  checks.OneOf("matrices of the codes", w_shape[0], {1, x_shape[0]});
+  checks.Equal("outputs of the codes", w_shape[contracts_cols ? 1 : 2], y_shape[2]);
+  checks.Equal("contracted bytes of the codes", w_shape[contracts_cols ? 2 : 1], BytesOf(x_shape[2], bits));
+  checks.That(bits == 8 || tile % 2 == 0 || tile >= x_shape[2], "tiles must not cut bytes of two codes");
+  const int64_t row_count[] = {x_shape[1], TilesOf(y_shape[2], output_tile)}, tile_count = TilesOf(x_shape[2], tile);
+  CheckPerTile("scales of x", x_scale.dimensions(), x_shape[0], row_count[0], tile_count, true, checks);
+  CheckPerTile("scales of the codes", w_scale.dimensions(), x_shape[0], row_count[1], tile_count, contracts_cols, checks);
+  if (x_zero.element_count() != 0) {
+    CheckPerTile("zero points of x", x_zero.dimensions(), x_shape[0], row_count[0], tile_count, true, checks);
+  }
+  if (w_zero.element_count() != 0) {
+    CheckPerTile("zero points of the codes", w_zero.dimensions(), x_shape[0], row_count[1], tile_count, contracts_cols, checks);
+  }
+  if (checks.failed()) return checks.error();
+  if (y->element_count() == 0) return ffi::Error::Success();
+  if (x_shape[2] == 0) {  // a sum of nothing
+    std::memset(y->untyped_data(), 0, y->size_bytes());
+    return ffi::Error::Success();
+  }
+  job.y_kind = kind == ffi::F32 ? Float::kF32 : kind == ffi::BF16 ? Float::kBF16 : Float::kF16;
+  job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2], job.tile = tile;
+  job.contracts_cols = contracts_cols, job.bits = static_cast<int>(bits), job.offset = offset, job.row_stride = w_shape[2];
+  const auto x_scales = StackedOf<float>(x_scale, true, 1);
+  const auto x_zeros = StackedOf<int32_t>(x_zero, true, 1);
+  const auto w_scales = StackedOf<float>(w_scale, contracts_cols, output_tile);
+  const auto w_zeros = StackedOf<int32_t>(w_zero, contracts_cols, output_tile);
+  const std::vector<Segment> segments = SegmentsOf(job);
+  const int64_t batch = x_shape[0], tiles = job.tiles();
+  const Kernels kernels = KernelsFor(ByteDotIsaOf(level));
+  job.x_zero = x_zeros.At(0);
+  const int64_t row = kernels.row_bytes(job, segments);
+  const CallMemory memory(job.M * (row + tiles * 4));  // rows are whole groups of four bytes, so that the sums are aligned
+  int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
+  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
+  job.x = laid, job.x_sums = sums;
+  for (int64_t b = 0; b < batch; ++b) {
+    const int8_t* rows = x.typed_data() + b * job.M * job.K;
+    const int64_t block = kernels.rows;
+    const auto prepare = [&](int64_t i) { kernels.prepare(job, segments, rows, i * block, laid, sums); };
+    ParallelFor(pool, (job.M + block - 1) / block, prepare);
+    job.w = w.typed_data() + (w_shape[0] == 1 ? 0 : b * w_shape[1] * w_shape[2]);
+    job.x_scale = x_scales.At(b), job.x_zero = x_zeros.At(b), job.w_scale = w_scales.At(b), job.w_zero = w_zeros.At(b);
+    job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * (job.y_kind == Float::kF32 ? 4 : 2);
+    const auto run = [&](int64_t chunk) { kernels.run(job, segments, chunk); };
+    constexpr int64_t kWorthThreads = 1 << 19;  // multiply-adds that take longer, about 10 us, than waking a thread
+    const int64_t chunks = kernels.chunks(job);
+    if (job.M * job.N * job.K >= kWorthThreads) ParallelFor(pool, chunks, run);
+    else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(integers, Integers,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::BufferR3<ffi::S8>>()   // x [B, M, K]
+                           .Arg<ffi::BufferR3<ffi::F32>>()  // its scales [B or 1, M or 1, tiles or 1]
+                           .Arg<ffi::BufferR3<ffi::S32>>()  // its zero points, likewise; empty: none
+                           .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, rows, cols], the contracted axis in bytes
+                           .Arg<ffi::BufferR3<ffi::F32>>()  // their scales, by tiles of rows and columns
+                           .Arg<ffi::BufferR3<ffi::S32>>()  // their zero points, likewise; empty: none
+                           .Ret<ffi::AnyBuffer>()           // y [B, M, N]
+                           .Attr<bool>("contracts_cols")
+                           .Attr<int64_t>("bits")
+                           .Attr<int64_t>("offset")
+                           .Attr<int64_t>("tile")
+                           .Attr<int64_t>("output_tile")
+                           .Attr<int64_t>("level"));
+
+}  // namespace fewbit
+
+// ISA is avx2 with VNNI and without.
+FEWBIT_MODULE(_int8_gemm, {"fewbit_integers", reinterpret_cast<void*>(fewbit::integers)})
+#endif
