@@ -321,8 +321,9 @@ def _source(eqn: jex_core.JaxprEqn) -> str:
 
 def _use(eqn: jex_core.JaxprEqn, position: int, inputs: Sequence[_Value]) -> Use:
     """The use of the operand at a position of an equation."""
-    name, batch, tiled, operand = eqn.primitive.name, (), None, inputs[position].parameter
+    operand = inputs[position].parameter
     assert operand is not None
+    name, batch, tiled = eqn.primitive.name, (), None
     if name == "dot_general" and position < 2:
         contracting, batches = eqn.params["dimension_numbers"]
         axes, batch = contraction_order(*contracting)[position], batches[position]
@@ -333,8 +334,8 @@ def _use(eqn: jex_core.JaxprEqn, position: int, inputs: Sequence[_Value]) -> Use
     elif position == 0 and (lookup := Lookup.of(eqn)) is not None:
         name, axes, batch, tiled = "take", lookup.indexed, lookup.batch, lookup.whole[-1:]
     elif name == "conv_general_dilated" and position == 1:
-        _, inputs, *window = eqn.params["dimension_numbers"].rhs_spec
-        axes = (*window, inputs)
+        _, channels, *window = eqn.params["dimension_numbers"].rhs_spec
+        axes = (*window, channels)
     elif name in ("ragged_dot", "ragged_dot_general") and position == 1:
         numbers = eqn.params["ragged_dot_dimension_numbers"]
         contracting, batches = numbers.dot_dimension_numbers

@@ -38,16 +38,16 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
     if not is_latent(latent):
         return outputs
     served: list[ServingTiles | None] = [None] * len(outputs)
-    held: list[Any] = [None] * len(outputs)
+    quantized: list[Any] = [None] * len(outputs)
     try:
         if latent.served is not None and latent.held is None:
             served[:] = latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)
     except QuantError:
         pass
     if served[0] is None and (q := latent.quantized()) is not None:
-        held = evaluator.equation(eqn, [q, *map(plain, others)])
+        quantized = evaluator.equation(eqn, [q, *map(plain, others)])
     results = []
-    for out, tiles, q in zip(outputs, served, held, strict=True):
+    for out, tiles, q in zip(outputs, served, quantized, strict=True):
         one, latent = latent.forked()
         if q is None or is_qarray(q):
             scales = _scales_after(eqn, one, values)

@@ -28,14 +28,14 @@ class ServingTiles:
 
     Attributes:
         tiles: for each axis, how many elements share a scale; None: the whole axis.
-        apart: the axes, negative, that a loop slices and along which each element is quantized separately; empty for schemes
+        looped: the axes, negative, that a loop slices and along which each element is quantized separately; empty for schemes
             whose scales depend on their own tiles only.
         dtype: the dtype whose precision it has now.
         casts: the remaining dtypes, of lower precision, that it is cast to before it is quantized.
     """
 
     tiles: tuple[Tile, ...]
-    apart: tuple[int, ...] = ()
+    looped: tuple[int, ...] = ()
     dtype: str = "float32"
     casts: tuple[str, ...] = ()
 
@@ -66,7 +66,7 @@ class ServingTiles:
         gone = len(self.tiles) - ndim
         if not gone:
             return self
-        return dataclasses.replace(self, tiles=self.tiles[gone:], apart=tuple(a for a in self.apart if a >= -ndim))
+        return dataclasses.replace(self, tiles=self.tiles[gone:], looped=tuple(a for a in self.looped if a >= -ndim))
 
     def after(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> list["ServingTiles"]:
         """The tiles of each result of a layout equation.
@@ -93,33 +93,33 @@ class ServingTiles:
         if move.is_identity:
             return self
         ndim, places = len(move.shape), move.places
-        apart = {a + ndim for a in self.apart}
-        apart_after = {places[a] for a in apart if a in places}
+        looped = {a + ndim for a in self.looped}
+        looped_after = {places[a] for a in looped if a in places}
         if not _is_local(scheme):
-            inner = [n for a, n in enumerate(move.shape) if a not in apart]
-            inner_after = [n for a, n in enumerate(move.result) if a not in apart_after]
+            inner = [n for a, n in enumerate(move.shape) if a not in looped]
+            inner_after = [n for a, n in enumerate(move.result) if a not in looped_after]
             repeats = move.units != move.result or bool(move.flipped)
-            is_merged = any(a not in places and move.shape[a] != 1 for a in apart)
+            is_merged = any(a not in places and move.shape[a] != 1 for a in looped)
             is_inner_moved = repeats or move.is_transposed or inner != inner_after
-            if not apart.issuperset(move.cut) or is_merged or (apart and repeats):
+            if not looped.issuperset(move.cut) or is_merged or (looped and repeats):
                 raise QuantError("the scale of the whole tensor is that of other elements")
             if isinstance(scheme.scale, Scheme) and is_inner_moved:
                 raise QuantError("its scales are quantized, in tiles of the array before the operation")
         axes = move.tiled([Axis(n, _normalized(tile, n)) for n, tile in zip(move.shape, self.tiles, strict=True)])
-        after = tuple(a - len(axes) for a in sorted(apart_after))
-        return dataclasses.replace(self, tiles=tuple(axis.tile for axis in axes), apart=after)
+        after = tuple(a - len(axes) for a in sorted(looped_after))
+        return dataclasses.replace(self, tiles=tuple(axis.tile for axis in axes), looped=after)
 
     def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...] | None = None) -> QArray:
         """The array quantized with these tiles, packed along the last contraction axis of `axis`."""
         if self.casts:
             uncast = dataclasses.replace(self, casts=())
             return uncast.quantized(cast(x, self.casts), scheme, axis).astype(x.dtype)
-        if self.apart:
-            inner = tuple(a for a in range(-x.ndim, 0) if a not in self.apart)
+        if self.looped:
+            inner = tuple(a for a in range(-x.ndim, 0) if a not in self.looped)
             within = ServingTiles(tuple(self.tiles[a] for a in inner))
             if axis is not None:
-                axis = axis_within(tuple(a % x.ndim - x.ndim for a in axis), self.apart, x.ndim)
-            return for_each(self.apart, lambda x: within.quantized(x, scheme, axis), x)
+                axis = axis_within(tuple(a % x.ndim - x.ndim for a in axis), self.looped, x.ndim)
+            return for_each(self.looped, lambda x: within.quantized(x, scheme, axis), x)
         if axis is not None and self._is_along(scheme, axis, x.shape):
             return quantize(x, scheme, axis=axis)
         if axis is not None:
