@@ -1,6 +1,7 @@
 """One parameter and its row of a plan: checked, then quantized; identical layers compile once."""
 
 import dataclasses
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +43,7 @@ def test_identical_layers_compile_once(monkeypatch):
         traced.append(row.path)
         return quantized_leaf(x, row)
 
-    monkeypatch.setattr("fewbit.recipe.quantize_row.quantized_leaf", counted)
+    monkeypatch.setattr(sys.modules["fewbit.recipe.quantize_row"], "quantized_leaf", counted)
     for layer in range(3):
         quantize_finite(X, dataclasses.replace(ROW, path=f"layers/{layer}/w", reason=f"reason {layer}"))
     assert traced == ["layers/*/w"]

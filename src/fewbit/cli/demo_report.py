@@ -45,10 +45,16 @@ def show_demo(
             bar.advance(1 + len(done), (*RECIPES, "")[len(done)])
             if not json:
                 say("\n".join(step_lines(step, started)))
-    _write_report(started, done, output)
+    candidates = [step.candidate for step in done]
+    reference = started.base.perplexity
+    title = f"{started.base.model.name} on {reference.tokens:,} tokens of {started.text}"
+    save_chart(output / CHART, chart_points(candidates), reference=reference.value, title=title)
+    form = plain(report(started, done))
+    form_text = jsonlib.dumps(form, ensure_ascii=False, indent=1, allow_nan=False)
+    (output / REPORT).write_text(form_text + "\n", encoding="utf-8")
     seconds = time.perf_counter() - start
     if json:
-        emit_json({**report(started, done), "seconds": seconds})
+        emit_json({**form, "seconds": seconds})
         return
     _show_end(started, done, output, seconds)
 
@@ -106,16 +112,6 @@ def _show_end(started: Demo, done: list[DemoStep], output: Path, seconds: float)
     say(f"report:    {output / REPORT}")
     peak = peak_memory()
     say(f"{seconds:.0f} seconds" + ("" if peak is None else f", peak memory {peak / 1e9:.2f} GB"))
-
-
-def _write_report(started: Demo, done: list[DemoStep], output: Path) -> None:
-    """Writes the chart and the report."""
-    title = f"{started.base.model.name} on {started.base.perplexity.tokens:,} tokens of {started.text}"
-    save_chart(
-        output / CHART, chart_points([step.candidate for step in done]), reference=started.base.perplexity.value, title=title
-    )
-    text = jsonlib.dumps(plain(report(started, done)), ensure_ascii=False, indent=1, allow_nan=False)
-    (output / REPORT).write_text(text + "\n", encoding="utf-8")
 
 
 def _step_form(step: DemoStep) -> dict[str, Any]:

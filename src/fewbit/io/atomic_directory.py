@@ -25,10 +25,9 @@ _ATTEMPTS = 10
 class StagedDirectory:
     """A temporary directory that `commit` renames to the target.
 
-    Its name is `.<name>.fewbit-partial`, in the target's parent so that the rename stays within one file system. The lock of
-    the target is taken first and released by `close`, after the temporary files are gone, so whatever is found under the
-    temporary names was left by a process that died. Missing parent directories are created, and removed again without a commit.
-    Leaving the context manager closes it.
+    Its name is `.<name>.fewbit-partial`, in the target's parent so that the rename stays within one file system. The target stays
+    locked until `close`, so temporary files found at the start were left by a process that died. Missing parent directories
+    are created, and removed again without a commit. Leaving the context manager closes it.
 
     Args:
         target: the directory to create.
@@ -80,16 +79,7 @@ class StagedDirectory:
         self.close()
 
     def write(self, name: str, parts: Iterable[bytes | memoryview], nbytes: int) -> None:
-        """Writes and flushes one file of the directory.
-
-        Args:
-            name: the file's name.
-            parts: the content: `bytes`, or memoryviews of uint8.
-            nbytes: the total size, for the message when the disk is full.
-
-        Raises:
-            QuantError: when the file cannot be written.
-        """
+        """Writes and flushes one file; `nbytes` is its size, for the message when the disk is full."""
         try:
             descriptor = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             try:
@@ -102,11 +92,7 @@ class StagedDirectory:
             raise _write_error(self.target, nbytes, error) from error
 
     def write_verified(self, name: str, content: bytes) -> None:
-        """Writes a small file and reads it back.
-
-        Raises:
-            QuantError: when the file cannot be written, or its content differs.
-        """
+        """Writes a small file, reads it back, and refuses any difference."""
         self.write(name, [content], len(content))
         try:
             is_same = (self.path / name).read_bytes() == content
@@ -168,8 +154,7 @@ class StagedDirectory:
 def exchange(staged: pathlib.Path, target: pathlib.Path) -> None:
     """Swaps two directories, atomically on Linux (renameat2).
 
-    Elsewhere by two renames: a process killed between them leaves no directory at the target, and the old one under a name
-    that the next run recognises and restores. With renameat2 a reader never finds the target missing.
+    Elsewhere by two renames: a process killed between them leaves no target, and the old one where the next run restores it.
     """
     if sys.platform == "linux" and _exchanged_at_once(staged, target):
         return

@@ -74,9 +74,8 @@ class Checkpoint:
         path: the file or directory.
         kind: the container.
         tensors: the parameters by their names in the file.
-        metadata: GGUF: every metadata field as plain Python, including the tokenizer. A directory: its `config.json`,
-            without the section of fewbit. A single safetensors file: the `__metadata__` of its header. `.npz`: its
-            `__config__`.
+        metadata: GGUF: every metadata field, including the tokenizer. A directory: its `config.json` without the section of
+            fewbit. A single safetensors file: the `__metadata__` of its header. `.npz`: its `__config__`.
         files: tokenizer and other small files by name, as bytes.
         facts: the JSON that was passed to the writer of a fewbit directory; empty for the others.
         notes: sentences for the user, such as which tensors were decoded to float.

@@ -12,9 +12,7 @@ from .native.manifest import MANIFEST, read_manifest
 
 
 def foreign_files(directory: pathlib.Path) -> list[str]:
-    """The sorted names in a fewbit directory that its manifest does not list.
-
-    A listed name that is a symbolic link or a directory is among them.
+    """The sorted names in a fewbit directory that are not files of its manifest.
 
     Raises:
         QuantError: without a readable manifest of fewbit.
@@ -44,8 +42,8 @@ def check_output(
         The path.
 
     Raises:
-        QuantError: for an empty path, one below a file, one that exists (without `overwrite`) or contains files that fewbit did
-            not write (with it), and when a source is the output, inside it or around it, following symbolic links.
+        QuantError: for an empty path, one below a file, one that exists (without `overwrite`) or has files that fewbit did not
+            write (with it), and when a source is the output, inside it or around it, following symbolic links.
 
     >>> check_output("", overwrite=False)
     Traceback (most recent call last):

@@ -36,11 +36,7 @@ CONFIG = "adapter_config.json"
 
 
 def dotted(path: str, *index: int) -> str:
-    """The default module name of a path: dots for slashes, then the stack index.
-
-    Args:
-        path: the path of a parameter.
-        index: the element of its stacked axes; none for a weight that is not stacked.
+    """The default module name of a path: dots for slashes, then the index in its stacked axes.
 
     >>> dotted("layers/attn/q", 3)
     'layers.attn.q.3'
@@ -58,15 +54,13 @@ def write_adapters(
 ) -> pathlib.Path:
     """Writes adapters in PEFT's format, atomically and verified.
 
-    Ranks and alphas that differ from the most frequent one go to `rank_pattern` and `alpha_pattern`, whose keys PEFT matches
-    against the end of a module's name: a key that would match several modules is anchored, `^x\\.up`. Every adapter is written
-    for a linear layer: PEFT has other names for embeddings and other shapes for convolutions, so it cannot load adapters of those.
+    Ranks and alphas that differ from the most frequent one go to `rank_pattern` and `alpha_pattern`. Every adapter is written for
+    a linear layer: PEFT has other names for embeddings and other shapes for convolutions, so it cannot load adapters of those.
 
     Args:
         path: the directory to create.
         adapters: by path, like those of `fb.lora.init`.
-        names: `names(path, *index)`, the module's name in the base model; `index` is the element of stacked axes, and is left out
-            without them. A name may end in ".weight", so that a table of weight names can be used.
+        names: `names(path, *index)`, the module's name in the base model, perhaps ending in ".weight"; see `dotted`.
         base_model: the name of the base model in the config.
         overwrite: whether a directory of adapters may be replaced.
 
@@ -74,8 +68,7 @@ def write_adapters(
         The directory.
 
     Raises:
-        QuantError: without adapters, for duplicate names, when `path` exists (without `overwrite`) or has other files (with it),
-            or when it cannot be written.
+        QuantError: without adapters, for duplicate names, and when `check_output` refuses the path or it cannot be written.
 
     >>> import tempfile
     >>> adapter = Adapter(jnp.ones((4, 2)), jnp.zeros((2, 8)), alpha=4.0, inputs=(-2,))
@@ -106,12 +99,10 @@ def read_adapters(
         names: as for `write_adapters`.
 
     Returns:
-        Adapters with the ranks, alphas and values of the files; with `use_rslora`, whose factor is `alpha / sqrt(r)`, alpha is
-        converted to the factor `alpha / r`.
+        Adapters with the ranks, alphas and values of the files; the alpha of `use_rslora` is multiplied by `sqrt(r)`.
 
     Raises:
-        QuantError: for a missing or damaged file, another kind of adapter than LoRA, tensors that `like` lacks or that only it
-            has, or shapes that differ.
+        QuantError: for a missing or damaged file, another kind of adapter than LoRA, or other tensors or shapes than in `like`.
     """
     directory = pathlib.Path(path)
     form = parsed_object(file_text(directory / CONFIG, "adapter configuration"), str(directory / CONFIG))

@@ -77,8 +77,7 @@ def generate_text(
     """Generates text after a prompt.
 
     Quantized weights stay packed if compiled kernels read them: on one CPU device. Elsewhere weight-only ones are
-    dequantized once, before the loop; weights with quantized activations stay quantized, since dequantizing them would
-    change the result.
+    dequantized once, before the loop; dequantizing weights with quantized activations would change the result.
 
     Args:
         model: the model: configuration, tokenizer and parameters.

@@ -31,8 +31,7 @@ class Model:
         kind: the container: "gguf", "safetensors", "npz" or "fewbit".
         config: the configuration of an architecture that can be run; else None.
         why_not_run: why it cannot be run; empty if it can.
-        info: shape, dtype and bytes of each parameter by path: that of our pytree (`layers/3/attn/q`) for a model that can
-            be run, else the name in the file.
+        info: shape, dtype and bytes by path: `layers/3/attn/q` in a model that can be run, else the name in the file.
         load: loads the parameter of a path, in the orientation of `info`.
         tokenizer: the checkpoint's tokenizer, or None.
         why_no_tokenizer: why there is none; empty if there is one.

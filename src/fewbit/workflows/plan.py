@@ -34,10 +34,9 @@ RecipeSpec: TypeAlias = str | os.PathLike[str] | Recipe | Mapping[str, Any]
 def plan_model(model: Model, *, recipe: RecipeSpec | None = None, plan: str | os.PathLike[str] | Plan | None = None) -> Plan:
     """Plans what happens to every parameter of a model.
 
-    A model that can be run is traced, so its matmuls decide roles and contraction axes. For other architectures the module
-    classes decide if transformers is installed, else a table of names, see `fewbit.models.checkpoint_roles`; a tensor of
-    unknown role is not quantized unless a rule gives its path and an axis. Quantized tensors of the file are planned by
-    their dequantized values; one that already has the planned scheme is kept exactly.
+    A model that can be run is traced, so its matmuls decide roles and contraction axes. For other architectures
+    `fewbit.models.checkpoint_roles` decides; a tensor of unknown role is not quantized unless a rule gives its path and an
+    axis. A quantized tensor of the file that already has the planned scheme is kept exactly.
 
     Args:
         model: the model.
@@ -48,8 +47,8 @@ def plan_model(model: Model, *, recipe: RecipeSpec | None = None, plan: str | os
         The plan; `bytes_before` is the size in the file.
 
     Raises:
-        QuantError: when not exactly one of `recipe` and `plan` is given, a rule matches nothing, a block does not divide an
-            axis that it must, the plan is for another model, or a tensor has a dtype that files cannot store.
+        QuantError: when not exactly one of `recipe` and `plan` is given, the recipe or the plan does not fit the model, or a
+            tensor has a dtype that files cannot store.
         UnsupportedError: when the weights are codes of another quantizer.
     """
     if (recipe is None) == (plan is None):
@@ -90,8 +89,7 @@ def folded(rows: Iterable[PlanRow]) -> list[tuple[str, int, PlanRow]]:
         rows: the rows of a plan.
 
     Returns:
-        The name (`layers/0-29/experts/0-7/up`), the number of parameters and the first row of each group. A group has every
-        combination of its number ranges; otherwise it is split at the last number that differs.
+        The name (`layers/0-29/experts/0-7/up`), size and first row of each group, which has every combination of its numbers.
     """
     groups: dict[Any, list[PlanRow]] = {}
     for row in rows:

@@ -73,8 +73,7 @@ def quantize(
         The directory and its sizes.
 
     Raises:
-        QuantError: when the directory may not be written (see `io.check_output`), a parameter has NaN or infinity, or the
-            files cannot be written.
+        QuantError: when `io.check_output` refuses the directory, a parameter has NaN or infinity, or writing fails.
     """
 
     def progress(stage: str, name: str, nbytes: int) -> None:

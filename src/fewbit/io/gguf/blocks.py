@@ -56,9 +56,8 @@ def is_lossless(data: np.ndarray, type_name: str) -> bool:
 def qarray_from_blocks(data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> QArray:
     """Converts ggml blocks to a QArray with bit-identical dequantized values.
 
-    In MXFP4 ggml reads codes 0 and 8 as 0; E2M1 would read 8 as -0, so it becomes 0. XLA flushes
-    float32 numbers below 2**-126 to zero, so elements of MXFP4 blocks with exponent bytes 0 to 2 that are that small
-    dequantize to 0 in JAX on CPU; the codes are as in the file.
+    In MXFP4 ggml reads codes 0 and 8 as 0; E2M1 would read 8 as -0, so it becomes 0. XLA on CPU flushes numbers below 2**-126
+    to zero, which elements of MXFP4 blocks with exponent bytes 0 to 2 can be.
 
     Args:
         data: the bytes of the tensor.

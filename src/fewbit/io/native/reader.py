@@ -30,10 +30,9 @@ class _Section(msgspec.Struct):
 
 
 def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
-    """True for a directory that fewbit wrote.
+    """True for a directory whose manifest, config or tensor header names fewbit.
 
-    Its manifest, its config or the header of its tensors names fewbit; one is enough, so that a directory with one damaged file
-    is reported as damaged and not read as another kind. `check_output` decides what may be replaced, and requires the manifest.
+    One is enough, so that a directory with one damaged file is reported as damaged and not read as another kind.
 
     Args:
         path: any path; False where there is no directory.
@@ -54,8 +53,7 @@ def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
 def read_directory(path: pathlib.Path) -> Checkpoint:
     """Opens a directory that fewbit wrote.
 
-    The manifest, `config.json`, the tokenizer files and the headers of the tensor files are checked here; the bytes of each
-    tensor when it is loaded.
+    The small files and the headers of tensor files are checked here; the bytes of each tensor when it is loaded.
 
     Raises:
         QuantError: when a file is missing or was changed, or the parts contradict each other.

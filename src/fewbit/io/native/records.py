@@ -61,9 +61,7 @@ def leaves(name: str, q: QArray) -> dict[str, jax.Array]:
 
 
 def record(q: QArray, schemes: Table, policies: Table, name: str) -> dict[str, Any]:
-    """The JSON record of a QArray.
-
-    It has the indices of scheme and policy in their tables, dtype, slack, and the optional components.
+    """The JSON record of a QArray, with the indices of scheme and policy in their tables.
 
     Raises:
         QuantError: for a QArray with inconsistent components, or a scheme or policy without a JSON form.
@@ -111,16 +109,7 @@ def checked_record(form: object, schemes: list[Any], policies: list[Any], where:
 
 
 def qarray(name: str, form: Mapping[str, Any], load: Callable[[str], np.ndarray]) -> QArray:
-    """Loads the QArray of a checked record.
-
-    Args:
-        name: its name in the file.
-        form: the result of `checked_record`.
-        load: loads a component array by name.
-
-    Raises:
-        QuantError: when the arrays are inconsistent.
-    """
+    """Loads the QArray of a checked record; `load` gives a component array by name. QuantError if they are inconsistent."""
 
     def part(which: str) -> jax.Array:
         return jnp.asarray(load(f"{name}.{which}"))

@@ -49,8 +49,7 @@ def save(path: str | os.PathLike[str], tree: PyTree, *, overwrite: bool = False)
         The directory.
 
     Raises:
-        QuantError: for a leaf that cannot be stored, such as an abstract array or one with shards on other hosts; for duplicate
-            paths; for a tree without arrays; and as `io.DirectoryWriter`.
+        QuantError: for a leaf that cannot be stored, duplicate paths, a tree without arrays, and as `io.DirectoryWriter`.
 
     >>> import tempfile
     >>> path = tempfile.mkdtemp() + "/params"
@@ -84,8 +83,7 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> PyTree:
         functions are those of `like`. Without it JAX arrays, and numpy arrays for 64-bit dtypes that JAX would narrow.
 
     Raises:
-        QuantError: for a missing or changed directory; when the leaves of `like` differ from it in path, shape, dtype or scheme:
-            the message names them.
+        QuantError: for a missing or changed directory, and naming the leaves of `like` of other path, shape, dtype or scheme.
 
     >>> import tempfile
     >>> path = fb.save(tempfile.mkdtemp() + "/params", {"w": fb.quantize(jnp.ones((4, 64)), "int8"), "b": [jnp.ones(2)]})

@@ -44,9 +44,8 @@ class Finding:
 def verify(path: str | os.PathLike[str]) -> list[Finding]:
     """Reads every byte of a stored model and reports problems.
 
-    The files and tensors of a fewbit directory are compared with the hashes of its manifest. In every container each tensor is
-    loaded: the components of a quantized one must match its scheme; NaN and infinity in scales, offsets and plain tensors are
-    errors, zero scales (whose tiles are all zero) and files that are not in the manifest are warnings.
+    A fewbit directory is compared with the hashes of its manifest. Each tensor is loaded: components that do not match the scheme,
+    NaN and infinity are errors; zero scales (whose tiles are all zero) and files that are not in the manifest are warnings.
 
     Args:
         path: anything that `read` takes.

@@ -36,9 +36,8 @@ STEM = "fewbit"
 class DirectoryWriter:
     """Writes a model directory atomically, tensor by tensor.
 
-    A context manager: tensors are added within the block; leaving it normally renames the directory to `path`, leaving it by an
-    exception (also Ctrl-C) removes it, and an existing `path` stays unchanged. Tensors stay in memory until they fill a file, so
-    memory is bounded by `max_shard_bytes` and the largest tensor. The same calls give the same bytes.
+    A context manager: leaving the block renames the directory to `path`; leaving it by an exception (also Ctrl-C) removes it,
+    and an existing `path` stays unchanged. Tensors stay in memory until they fill a file. The same calls give the same bytes.
 
     Args:
         path: the directory to create; missing parents are created.
@@ -51,9 +50,8 @@ class DirectoryWriter:
         progress: called with ("write" or "verify", name of the tensor, its size in the file).
 
     Raises:
-        QuantError: when `path` exists (without `overwrite`), or contains files that fewbit did not write (with it); when another
-            process is writing it; for a config that has a section `quantization_config` already, or a file name that is taken or
-            leads elsewhere; when the disk is full.
+        QuantError: when `check_output` refuses the path, another process is writing it, or the disk is full; for a config that
+            has a section `quantization_config` already, or a file name that is taken or leads elsewhere.
 
     >>> import tempfile
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "model"
@@ -224,14 +222,8 @@ def write(
 
     Args:
         path: the directory to be.
-        tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors, such as those of a `state_dict()`; a mapping
-            that loads its values when asked is asked for one at a time.
-        config: as for `DirectoryWriter`, like the arguments that follow.
-        files: tokenizer and other small files.
-        facts: JSON to remember in the manifest.
-        max_shard_bytes: the size of one file of tensors.
-        overwrite: whether a directory that fewbit wrote earlier may be replaced.
-        progress: called with (stage, name, bytes).
+        tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors; they are read one at a time.
+        config, files, facts, max_shard_bytes, overwrite, progress: as for `DirectoryWriter`.
 
     Returns:
         The directory.
