@@ -24,7 +24,6 @@ from ..proxy import is_proxy
 from .concatenate import is_packed_along, spread
 from .rule import AbstractEvaluator, NoRuleError, Rule, bound
 
-
 _DOT_SETTINGS = operator.itemgetter("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
 
 
