@@ -388,9 +388,74 @@ def test_an_einsum_works_outside_of_a_module():
     for quant in (Quantization(SPARSE), Quantization(INT8, "convert")):
         with pytest.raises(fb.UnsupportedError, match="a matmul outside of a Flax module keeps no state"):
             quant.einsum()(equation, x, experts)
-    for quant in (Quantization(SPARSE), Quantization(INT8, "serve")):
+    for quant in (Quantization(SPARSE), Quantization(INT8, "convert"), Quantization(INT8, "serve")):
         with pytest.raises(fb.UnsupportedError, match="which would reset its state"):
             nnx.bridge.ToNNX(quant.einsum(), rngs=nnx.Rngs(0)).lazy_init(equation, x, experts)
+
+
+class Experts(nnx.Module):
+    """RoutedMoE of MaxText 0.2.5 with `sparse_matmul=false`: float weights of its own, zeros in their place where it serves."""
+
+    def __init__(self, quant, rngs):
+        self.quant, self.rngs, self.dtype = quant, rngs, jnp.bfloat16
+        for name, shape in (("wi_0", (3, 16, 32)), ("wi_1", (3, 16, 32)), ("wo", (3, 32, 16))):
+            is_served = quant.quant_mode == QuantMode.SERVE
+            setattr(self, name, jnp.zeros(shape) if is_served else nnx.Param(jax.random.normal(rngs.params(), shape)))
+        self.gate = Bridged(quant, (16, 3), rngs)
+
+    def get_einsum(self, einsum_name):
+        """`apply_einsum_in_nnx`."""
+
+        def einsum(*args):
+            attribute = f"quant_einsum_{einsum_name}"
+            if not hasattr(self, attribute):
+                setattr(self, attribute, nnx.bridge.ToNNX(self.quant.einsum(), rngs=self.rngs).lazy_init(*args))
+            return getattr(self, attribute)(*args, mutable=["aqt"])
+
+        return einsum
+
+    def __call__(self, x):
+        def expert(name, equation, x):
+            return self.get_einsum(name)(equation, x, getattr(self, name)[...].astype(self.dtype))
+
+        gated = expert("wi_0", "bsm,emh->bseh", x) * expert("wi_1", "bsm,emh->bseh", x)
+        return jnp.einsum(
+            "bsem,bse->bsm", expert("wo", "bseh,ehm->bsem", gated), self.gate(x.astype(jnp.float32)).astype(x.dtype)
+        )
+
+
+@pytest.mark.finding(29)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("recipe", [INT8, fb.Recipe((fb.Rule(".*gate/kernel", None), fb.Rule(".*experts", "int4")))])
+def test_experts_are_converted_and_served(recipe):
+    """MaxText's two static methods, replaced by ours: parameters copied, converted by a call, stripped, loaded, served."""
+
+    class Model(nnx.Module):
+        def __init__(self, mode, seed):
+            self.experts = Experts(Quantization(recipe, mode), nnx.Rngs(seed))
+
+        def __call__(self, x):
+            return self.experts(x)
+
+    def state(model):
+        return nnx.to_pure_dict(nnx.state(model, nnx.Not(nnx.RngState)))
+
+    trained, converted, served = (tell_paths(Model(*built)) for built in (("train", 0), ("convert", 1), ("serve", 2)))
+    x = X.reshape(2, 2, 16).astype(jnp.bfloat16)
+    with pytest.raises(fb.UnsupportedError, match="assign maybe_quantize_model, and copy_parameters and strip_quantized"):
+        converted(x)  # random values, as long as the parameters are not copied
+    maxtext.copy_parameters(converted, trained)
+    out = trained(x)
+    np.testing.assert_array_equal(converted(x), out)
+    saved = maxtext.strip_quantized(state(converted))
+    assert {name: saved["experts"][name].shape for name in ("wi_0", "wo")} == {"wi_0": (3, 1, 1), "wo": (3, 1, 1)}
+    leaves, structure = jax.tree.flatten(saved)
+    asked, structure_asked = jax.tree.flatten(state(served))  # what `from_pretrained` asks the checkpoint for
+    assert structure == structure_asked and list(map(jnp.shape, leaves)) == list(map(jnp.shape, asked))
+    weight = saved["experts"]["quant_einsum_wi_0"]["AqtDotGeneral_0"]["qrhs"]["frozen"].weight
+    assert weight.scheme.format.bits == (8 if recipe is INT8 else 4)
+    nnx.update(served, saved)
+    np.testing.assert_array_equal(served(x), out)
 
 
 @pytest.mark.finding(30)
@@ -596,8 +661,12 @@ def test_experts_are_trained_and_neither_dropped_nor_served_in_silence():
     maxtext.configure_quantization(config(num_experts=8, use_qwix_quantization=True))
     with pytest.raises(fb.UnsupportedError, match="set use_qwix_quantization=false or sparse_matmul=false"):
         maxtext.configure_quantization(config(quantization="fp8_full", num_experts=8, use_qwix_quantization=True))
-    with pytest.raises(fb.UnsupportedError, match="MaxText cannot serve experts"):
+    with pytest.raises(
+        fb.UnsupportedError, match=r"MaxText cannot serve experts[^$]*sparse_matmul=True[^$]*scan_layers=True"
+    ):
         maxtext.configure_quantization(experts, "serve")
+    unscanned = config(num_experts=8, sparse_matmul=False, scan_layers=False)
+    assert maxtext.configure_quantization(unscanned, "serve").quant_mode == maxtext.QuantMode.SERVE
     with pytest.raises(fb.UnsupportedError, match="delayed scaling cannot serve"):
         maxtext.configure_quantization(config(quantization="fp8"), "serve")
 

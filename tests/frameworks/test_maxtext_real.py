@@ -165,20 +165,46 @@ def test_experts_train(tmp_path, sparse):
     assert jnp.isfinite(value) and all(jnp.isfinite(g).all() for g in jax.tree.leaves(gradients))
 
 
+@pytest.mark.finding(29, 31)
+def test_experts_are_converted_and_served(tmp_path, monkeypatch):
+    for name, ours in (
+        ("_copy_kernel_leaves_", maxtext.copy_parameters),
+        ("_strip_kernels_at_quantized_paths", maxtext.strip_quantized),
+    ):
+        monkeypatch.setattr(layerwise.LayerwiseQuantization, name, staticmethod(ours))
+    config = configured(tmp_path, quantization="int8", sparse_matmul=False, scan_layers=False, **EXPERTS)
+    model = built(config)
+    source, target = (str(tmp_path / name) for name in ("float", "int8"))
+    save_float(model, source)
+    fields = {"quantization": "int8", "sparse_matmul": False, "scan_layers": False, **EXPERTS}
+    job = configured(tmp_path, **fields, load_parameters_path=source, save_quantized_params_path=target)
+    layerwise.LayerwiseQuantization(job, jax.random.PRNGKey(0)).load_and_quantize()
+    quantized = configured(tmp_path, **fields, load_parameters_path=target, checkpoint_is_quantized=True)
+    mesh = jax.sharding.Mesh(creation.maxtext_utils.create_device_mesh(config=quantized), quantized.mesh_axes)
+    served = creation.from_pretrained(quantized, mesh=mesh, quant_mode_str="serve")
+    np.testing.assert_array_equal(run(served, quantized)[0], run(model, config)[0])
+    experts = served.decoder.layers_0.MoeBlock_0
+    assert experts.wi_0.shape == (4, 1, 1)
+    assert experts.quant_einsum_wi_0.AqtDotGeneral_0["qrhs"]["frozen"].get_value().weight.shape == (4, 64, 128)
+
+
+def save_float(model, path):
+    """Writes a float checkpoint as MaxText does."""
+
+    def wrapped(tree):
+        return {name: wrapped(x) if isinstance(x, dict) else {"value": x} for name, x in tree.items()}
+
+    ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=False).save(path, wrapped(nnx.state(model, nnx.Param).to_pure_dict()))
+
+
 @pytest.mark.finding(24, 25)
 def test_a_checkpoint_is_quantized_layer_by_layer_and_the_engine_serves_it(tmp_path):
     fields = {"quantization": "int8", "quantize_kvcache": True}
     config = configured(tmp_path, **fields)
     model = built(config)
     logits = run(model, config)
-
-    def wrapped(tree):
-        return {name: wrapped(x) if isinstance(x, dict) else {"value": x} for name, x in tree.items()}
-
     source, target = (str(tmp_path / name) for name in ("float", "int8"))
-    ocp.PyTreeCheckpointer(use_ocdbt=False, use_zarr3=False).save(
-        source, wrapped(nnx.state(model, nnx.Param).to_pure_dict())
-    )
+    save_float(model, source)
     job = configured(tmp_path, **fields, load_parameters_path=source, save_quantized_params_path=target)
     layerwise.LayerwiseQuantization(job, jax.random.PRNGKey(0)).load_and_quantize()
     tree = ocp.PyTreeCheckpointer().metadata(target).item_metadata.tree

@@ -6,7 +6,8 @@
     quantizations.configure_quantization = maxtext.configure_quantization
     quantizations.configure_kv_quant = maxtext.configure_kv_quant
 
-Rules by layer need `quantizations.maybe_quantize_model = maxtext.maybe_quantize_model` as well. Nothing of MaxText is imported here.
+Rules by layer need `quantizations.maybe_quantize_model = maxtext.maybe_quantize_model` as well, and stored experts the two
+methods of `LayerwiseQuantization` that `docs/maxtext.md` names. Nothing of MaxText is imported here.
 """
 
 import dataclasses
@@ -47,6 +48,12 @@ _DEFAULTS: dict[str, tuple[Any, ...]] = {
 
 _SCHEDULE = {"weight_sparsity_start_step": 50, "weight_sparsity_update_step": 10}
 """MaxText's default schedule of sparsity masks."""
+
+EXPERTS = ("wi_0", "wi_1", "wo")
+"""The weights of a layer of experts."""
+
+EINSUM = "quant_einsum_"
+"""MaxText's prefix of the modules of a layer's einsums."""
 
 _SHARDED = ("int8", "int4", "fp4", "fp8", "fp8_e4m3", "fp8_e5m2")
 """The values of `quantization` that read `quantization_local_shard_count`."""
@@ -187,15 +194,27 @@ def _check_experts(config: object, quant: Quantization) -> None:
     experts = getattr(config, "num_experts", 1)
     if experts <= 1:
         return
+    is_sparse = getattr(config, "sparse_matmul", True)
     if quant.quant_mode != QuantMode.TRAIN:
-        advice = (
-            "its layer-wise quantization copies no weights of experts, and its serving creates them again; serve from the float "
-            "checkpoint (checkpoint_is_quantized=false), which quantizes in each product"
-        )
-        raise UnsupportedError(
-            f"MaxText cannot {quant.quant_mode.value} experts (num_experts={experts})", {"MaxText": advice}
-        )
-    if not getattr(config, "sparse_matmul", True):
+        reasons = {}
+        if is_sparse:
+            reasons["sparse_matmul=True"] = (
+                "MaxText's grouped matmul looks for stored weights where its NNX layers have none; set sparse_matmul=false"
+            )
+        if getattr(config, "scan_layers", True):
+            reasons["scan_layers=True"] = (
+                "MaxText cannot build scanned layers of experts without float weights; set scan_layers=false, with an "
+                "unscanned checkpoint"
+            )
+        if getattr(config, "prefuse_moe_weights", False):
+            reasons["prefuse_moe_weights=True"] = "MaxText has no fused weights in this mode; leave it false"
+        if reasons:
+            what = f"MaxText cannot {quant.quant_mode.value} experts (num_experts={experts})"
+            raise UnsupportedError(
+                f"{what}; or serve the float checkpoint (checkpoint_is_quantized=false), which quantizes in each product",
+                reasons,
+            )
+    if not is_sparse:
         return
     if getattr(config, "use_qwix_quantization", False):
         if any("ragged_dot" in rule.ops for rule in quant.recipe.rules):
@@ -253,6 +272,10 @@ def maybe_quantize_model(model: PyTree, config: object) -> PyTree:
         elif isinstance(quant, Quantization) and hasattr(node, "get_einsum"):
             node.quant = dataclasses.replace(quant, site=place)
             sites[place] = quant.rule(place)
+            if quant.quant_mode == QuantMode.SERVE:
+                _add_einsums(nnx, node)
+                for name in EXPERTS:
+                    setattr(node, name, _spared(getattr(node, name)))
     for quant in dict.fromkeys(quants):
         _check_matched(quant, sites)
     return model
@@ -282,6 +305,65 @@ def _fill(nnx: ModuleType, node: PyTree, quant: Quantization, rule: Rule | None)
             kind = nnx.variable_type_from_name(OVERWRITTEN, allow_register=True)
             for leaf, x in scale_leaves(rule.policy, stack).items():
                 setattr(node, leaf, kind(x, **placeholder.get_metadata()))
+
+
+def _add_einsums(nnx: ModuleType, node: Any) -> None:
+    """Gives a layer of experts the modules of its einsums, with zeros for the stored weights."""
+    rule = node.quant.rule(node.quant.site)
+    kind = nnx.variable_type_from_name(node.quant.collection, allow_register=True)
+    for name in EXPERTS:
+        like = jax.ShapeDtypeStruct(getattr(node, name).shape, node.dtype)  # [E, K, N]
+        weight = empty(lambda: stored(jnp.zeros(like.shape, like.dtype), (1,), rule))  # noqa: B023 - called at once
+        einsum = nnx.bridge.ToNNX(node.quant.einsum())
+        einsum.AqtDotGeneral_0 = nnx.data({"qrhs": {"frozen": kind(weight)}})
+        setattr(node, EINSUM + name, einsum)
+
+
+def _spared(weight: jax.Array) -> jax.Array:
+    """Zeros with the number of experts and of axes of a weight: what MaxText's layer hands to an einsum that has its own."""
+    return jnp.zeros((weight.shape[0], *[1] * (weight.ndim - 1)), weight.dtype)
+
+
+def copy_parameters(target: PyTree, source: PyTree) -> None:
+    """Copies every parameter to a model in the mode "convert"; replaces `LayerwiseQuantization._copy_kernel_leaves_`.
+
+    MaxText's own copies no weights of experts.
+
+    Args:
+        target: the NNX model that converts, of `maybe_quantize_model`.
+        source: the NNX model with the float parameters.
+
+    Raises:
+        UnsupportedError: when flax is not installed.
+    """
+    nnx = flax("nnx")
+    nnx.update(target, nnx.state(source, nnx.Param))
+    for _, node in list(nnx.iter_graph(target)):
+        if isinstance(node, nnx.Module) and hasattr(node, "get_einsum") and isinstance(node.quant, Quantization):
+            _add_einsums(nnx, node)
+
+
+def strip_quantized(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Removes float weights that are stored; replaces `LayerwiseQuantization._strip_kernels_at_quantized_paths`.
+
+    MaxText's own removes no weights of experts. A model that serves still has a parameter for each: zeros, one for an expert.
+
+    Args:
+        state: the variables of a model that has converted, nested dictionaries.
+
+    >>> sorted(strip_quantized({"wi": {"kernel": jnp.ones((4, 32)), "AqtDotGeneral_0": {}, "bias": jnp.ones(32)}})["wi"])
+    ['AqtDotGeneral_0', 'bias']
+    """
+    kept = {}
+    for name, value in state.items():
+        if name == "kernel" and "AqtDotGeneral_0" in state:
+            continue
+        if EINSUM + name in state:
+            value = _spared(value)
+        elif isinstance(value, Mapping):
+            value = strip_quantized(value)
+        kept[name] = value
+    return kept
 
 
 def _check_matched(quant: Quantization, sites: Mapping[str, Rule | None]) -> None:

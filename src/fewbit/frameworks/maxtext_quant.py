@@ -417,10 +417,10 @@ def modules() -> tuple[Any, Any]:
         def _bound(self, rhs: jax.Array, axes: tuple[int, ...]) -> Weight:
             quant, site = self.quant, self.site or "/".join(self.path[:-1]) or None
             rule = quant.rule(site)
-            if not self.path and self.is_initializing() and (quant.quant_mode == QuantMode.SERVE or _keeps_state(rule)):
+            if not self.path and self.is_initializing() and (quant.quant_mode != QuantMode.TRAIN or _keeps_state(rule)):
                 advice = (
-                    "train experts by a rule without delayed scaling or sparsity, and serve them from their float weights "
-                    "(checkpoint_is_quantized=false)"
+                    "train experts by a rule without delayed scaling or sparsity; to store and serve them, assign "
+                    "maybe_quantize_model, and copy_parameters and strip_quantized of fewbit.frameworks.maxtext as docs/maxtext.md shows"
                 )
                 raise UnsupportedError(
                     "MaxText creates the module of an einsum at its first call, which would reset its state",

@@ -1,4 +1,4 @@
-"""Recipes: rules that choose parameters and policies, and the plan for one model."""
+"""Recipes: rules that choose parameters and policies; plans for one model."""
 
 from . import presets as presets
 from .apply import check_storable as check_storable

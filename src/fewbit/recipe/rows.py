@@ -1,4 +1,4 @@
-"""The rows of a plan: one parameter, or one product without a parameter."""
+"""The rows of a plan: parameters, and products without a parameter."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Quantizes the parameters of a torch module in place, by a fewbit recipe."""
+"""Quantizes the parameters of a torch module in place, by a recipe."""
 
 import dataclasses
 import os

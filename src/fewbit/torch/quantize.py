@@ -1,4 +1,4 @@
-"""Quantizes and dequantizes torch tensors, in JAX or by Triton kernels on CUDA."""
+"""Quantizes and dequantizes torch tensors in JAX, or by Triton kernels."""
 
 import dataclasses
 import functools
