@@ -5,7 +5,6 @@ quantized in its product. Both have the same codes because its tiles (the blocks
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,12 @@ from jax.extend import core as jex_core
 from jax.typing import DTypeLike
 
 from ..._tiles import Tile
-from ...array import QArray, Scheme
+from ...array import Scheme
 from ...array.axis_move import AxisMove, axis_moves
 from ...array.layout import Axis
-from ...array.quantize import laid_along
+from ...array.scheme import laid_along
 from ...errors import QuantError
 from ...formats.format import is_exact_cast
-from ...kernels.quantize import quantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,14 +26,14 @@ class ServingTiles:
 
     Attributes:
         tiles: for each axis, how many elements share a scale; None: the whole axis.
-        apart: the axes, negative, that a loop slices and along which each element is quantized separately; empty for schemes
+        sliced: the axes, negative, that a loop slices and along which each element is quantized separately; empty for schemes
             whose scales depend on their own tiles only.
         dtype: the dtype whose precision it has now.
         casts: the remaining dtypes, of lower precision, that it is cast to before it is quantized.
     """
 
     tiles: tuple[Tile, ...]
-    apart: tuple[int, ...] = ()
+    sliced: tuple[int, ...] = ()
     dtype: str = "float32"
     casts: tuple[str, ...] = ()
 
@@ -66,7 +64,7 @@ class ServingTiles:
         gone = len(self.tiles) - ndim
         if not gone:
             return self
-        return dataclasses.replace(self, tiles=self.tiles[gone:], apart=tuple(a for a in self.apart if a >= -ndim))
+        return dataclasses.replace(self, tiles=self.tiles[gone:], sliced=tuple(a for a in self.sliced if a >= -ndim))
 
     def after(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> list["ServingTiles"]:
         """The tiles of each result of a layout equation.
@@ -93,48 +91,21 @@ class ServingTiles:
         if move.is_identity:
             return self
         ndim, places = len(move.shape), move.places
-        apart = {a + ndim for a in self.apart}
-        apart_after = {places[a] for a in apart if a in places}
+        sliced = {a + ndim for a in self.sliced}
+        sliced_after = {places[a] for a in sliced if a in places}
         if not _is_local(scheme):
-            inner = [n for a, n in enumerate(move.shape) if a not in apart]
-            inner_after = [n for a, n in enumerate(move.result) if a not in apart_after]
+            inner = [n for a, n in enumerate(move.shape) if a not in sliced]
+            inner_after = [n for a, n in enumerate(move.result) if a not in sliced_after]
             repeats = move.units != move.result or bool(move.flipped)
-            is_merged = any(a not in places and move.shape[a] != 1 for a in apart)
+            is_merged = any(a not in places and move.shape[a] != 1 for a in sliced)
             is_inner_moved = repeats or move.is_transposed or inner != inner_after
-            if not apart.issuperset(move.cut) or is_merged or (apart and repeats):
+            if not sliced.issuperset(move.cut) or is_merged or (sliced and repeats):
                 raise QuantError("the scale of the whole tensor is that of other elements")
             if isinstance(scheme.scale, Scheme) and is_inner_moved:
                 raise QuantError("its scales are quantized, in tiles of the array before the operation")
-        axes = move.tiled([Axis(n, _normalized(tile, n)) for n, tile in zip(move.shape, self.tiles, strict=True)])
-        after = tuple(a - len(axes) for a in sorted(apart_after))
-        return dataclasses.replace(self, tiles=tuple(axis.tile for axis in axes), apart=after)
-
-    def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...] | None = None) -> QArray:
-        """The array quantized with these tiles, packed along the last contraction axis of `axis`."""
-        if self.casts:
-            uncast = dataclasses.replace(self, casts=())
-            return uncast.quantized(cast(x, self.casts), scheme, axis).astype(x.dtype)
-        if self.apart:
-            inner = tuple(a for a in range(-x.ndim, 0) if a not in self.apart)
-            within = ServingTiles(tuple(self.tiles[a] for a in inner))
-            if axis is not None:
-                axis = axis_within(tuple(a % x.ndim - x.ndim for a in axis), self.apart, x.ndim)
-            return for_each(self.apart, lambda x: within.quantized(x, scheme, axis), x)
-        if axis is not None and self._is_along(scheme, axis, x.shape):
-            return quantize(x, scheme, axis=axis)
-        if axis is not None:
-            packed = axis[-1]
-        else:
-            tiled = [a for a, (t, n) in enumerate(zip(self.tiles, x.shape, strict=True)) if _normalized(t, n) != 1]
-            packed = max(tiled, default=x.ndim - 1)
-        tiles = list(self.tiles)
-        tiles.append(tiles.pop(packed))  # `quantize` takes its axis's tile from the last
-        return quantize(x, scheme.with_tiles(tuple(tiles), -1), axis=packed)
-
-    def _is_along(self, scheme: Scheme, axis: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        along = laid_along(scheme, axis, shape).tiles(len(shape))
-        pairs = zip(self.tiles, along, shape, strict=True)
-        return all(_normalized(own, n) == _normalized(other, n) for own, other, n in pairs)
+        axes = move.tiled([Axis(n, normalized(tile, n)) for n, tile in zip(move.shape, self.tiles, strict=True)])
+        after = tuple(a - len(axes) for a in sorted(sliced_after))
+        return dataclasses.replace(self, tiles=tuple(axis.tile for axis in axes), sliced=after)
 
 
 def axis_within(axis: tuple[int, ...], stacked: tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -152,16 +123,6 @@ def axis_within(axis: tuple[int, ...], stacked: tuple[int, ...], ndim: int) -> t
     return tuple(inner.index(a) - len(inner) if a in inner else a for a in axis)
 
 
-def for_each(stacked: tuple[int, ...], one: Callable[[jax.Array], QArray], x: jax.Array) -> QArray:
-    """Maps a function over the stacked axes (negative), which keep their places."""
-    order = [a % x.ndim for a in (*stacked, *(a for a in range(-x.ndim, 0) if a not in stacked))]
-    for _ in stacked:
-        one = jax.vmap(one)
-    if order == sorted(order):
-        return one(x)
-    return one(x.transpose(order)).transpose(*map(order.index, range(x.ndim)))
-
-
 def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
     """The array cast to each dtype in turn."""
     for dtype in dtypes:
@@ -169,7 +130,7 @@ def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
     return x
 
 
-def _normalized(tile: Tile, length: int) -> Tile:
+def normalized(tile: Tile, length: int) -> Tile:
     """The tile of an axis: 1 for an axis of one element, None for the whole axis."""
     if length == 1:
         return 1
