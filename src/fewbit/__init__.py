@@ -12,6 +12,7 @@ import types
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import frameworks as frameworks
     from ._api import *  # noqa: F403 - all of them
 
 
@@ -30,6 +31,8 @@ class _Package(types.ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "frameworks":  # on its own, because it imports everything else
+            return importlib.import_module(".frameworks", __name__)
         public = vars(importlib.import_module("._api", __name__))
         if name not in public and name not in vars(self):
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -37,7 +40,8 @@ class _Package(types.ModuleType):
         return vars(self)[name]
 
     def __dir__(self) -> list[str]:
-        return [name for name in vars(importlib.import_module("._api", __name__)) if not name.startswith("_")]
+        names = [name for name in vars(importlib.import_module("._api", __name__)) if not name.startswith("_")]
+        return [*names, "frameworks"]
 
 
 sys.modules[__name__].__class__ = _Package

@@ -3,7 +3,6 @@
 from . import array as array
 from . import calibration as calibration
 from . import formats as formats
-from . import frameworks as frameworks
 from . import training as training
 from .array import SCHEMES as SCHEMES
 from .array import Packing as Packing

@@ -61,14 +61,14 @@ PACKING = form_of(Packing)
 """The JSON schema of a packing."""
 
 
-def paired(group: int, apart: int = 2) -> tuple[int, ...]:
-    """The `Packing.interleave` that places code j next to code `j + group // apart`.
+def paired(group: int, runs: int = 2) -> tuple[int, ...]:
+    """The `Packing.interleave` that places code j next to code `j + group // runs`.
 
     `paired(32)` is ggml's order (j with j + 16); `paired(8, 4)` is AWQ's 0, 2, 4, 6, 1, 3, 5, 7.
 
     Args:
         group: codes per group.
-        apart: runs per group; codes at the same place of each run become neighbours.
+        runs: runs per group; codes at the same place of each run become neighbours.
 
     Returns:
         The permutation, as `Packing.interleave` takes it.
@@ -78,8 +78,8 @@ def paired(group: int, apart: int = 2) -> tuple[int, ...]:
     >>> paired(8, 4)
     (0, 2, 4, 6, 1, 3, 5, 7)
     """
-    step = group // apart
-    return tuple(plane * step + j for j in range(step) for plane in range(apart))
+    step = group // runs
+    return tuple(plane * step + j for j in range(step) for plane in range(runs))
 
 
 def packed_length(length: int, bits: int, packing: Packing = Packing()) -> int:

@@ -11,15 +11,15 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Float, Int32, Key
 
-from .._tiles import Tile, blocked, blocked_scale, from_front, tile_counts, unblocked, valid_elements
+from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid_elements
 from ..errors import QuantError, UnsupportedError
 from ..formats import E8M0, AbstractFormat
 from ..formats.format import power_of_two, quotient, settled
 from .packing import code_capacity, pack, packed_length, unpack
 from .qarray import QArray
 from .scales import ScaleStore, Target, Tiles, best_tensor_scale, unsaturated
-from .scales.limits import largest_scale, largest_unit
-from .scheme import Scheme
+from .scales.limits import largest_unit
+from .scheme import Scheme, laid_along
 from .scheme import scheme as as_scheme
 from .sharding import refuse_cut_tiles
 from .validity import refuse_invalid
@@ -65,19 +65,6 @@ def checked(
     refuse_cut_tiles(x, bound)
     _check_given(scale, offset, error_weights, bound)
     return x, bound
-
-
-def laid_along(scheme: Scheme, axis: int | tuple[int, ...], shape: tuple[int, ...]) -> Scheme:
-    """`Scheme.along` for a shape. Tiles run along the last of the axes with more than one element.
-
-    So a depthwise convolution's kernel, with one input channel, is tiled along its window.
-
-    >>> laid_along(as_scheme("mxfp8"), (0, 1, 2), (3, 3, 1, 8)).tile
-    {...: 1, -3: 32}
-    """
-    axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
-    ones = tuple(a for a in axes if shape[from_front(a, len(shape))] == 1)
-    return scheme.along((*ones, *(a for a in axes if a not in ones)), len(shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,20 +311,7 @@ def _broadcasts(shape: tuple[int, ...], onto: tuple[int, ...]) -> bool:
 
 def _target(scheme: Scheme, tensor_scale: Array | None) -> Target:
     """The calibration target of a scheme."""
-    return Target(scheme.format, ScaleStore(_plain_holder(scheme), tensor_scale, scale_limit(scheme)), scheme.zero_holder)
-
-
-def scale_limit(scheme: Scheme) -> float:
-    """The largest scale under which every code decodes to a finite float32.
-
-    Infinite with a tensor scale, which is limited instead.
-    """
-    if scheme.tensor_scale:
-        return np.inf
-    limit = largest_scale(scheme.format, isinstance(scheme.zero_point, AbstractFormat))
-    if isinstance(scheme.scale, Scheme):  # a quantized scale decodes to a sum of rounded numbers
-        return limit * (1 - 2.0**-20)
-    return limit
+    return Target(scheme.format, ScaleStore(_plain_holder(scheme), tensor_scale, scheme.scale_limit), scheme.zero_holder)
 
 
 def chosen_tensor_scale(values: Array, bound: float, scheme: Scheme) -> Array | None:

@@ -17,6 +17,7 @@ from ..formats import FORMATS, AbstractFormat, format_from_json, format_to_json
 from ..formats.serial import CUSTOM_FORMAT, KINDS
 from .packing import PACKING, Packing
 from .scales import AbsMax, AbstractCalibration, parse_calibration
+from .scales.limits import largest_scale
 
 ScaleHolder: TypeAlias = Union[AbstractFormat, DTypeLike, "Scheme"]
 
@@ -107,6 +108,19 @@ class Scheme:
         if isinstance(self.zero_point, AbstractFormat | None):
             return self.zero_point
         return jnp.dtype(self.zero_point)
+
+    @property
+    def scale_limit(self) -> float:
+        """The largest scale under which every code decodes to a finite float32.
+
+        Infinite with a tensor scale, which is limited instead.
+        """
+        if self.tensor_scale:
+            return np.inf
+        limit = largest_scale(self.format, isinstance(self.zero_point, AbstractFormat))
+        if isinstance(self.scale, Scheme):  # a quantized scale decodes to a sum of rounded numbers
+            return limit * (1 - 2.0**-20)
+        return limit
 
     def tiles(self, ndim: int) -> tuple[Tile, ...]:
         """The tile of each axis of an array of `ndim` axes: a length, or None for the whole axis."""
@@ -232,6 +246,19 @@ def scheme(spec: str | Scheme | Mapping[str, Any]) -> Scheme:
             raise QuantError(f"scheme {name!r} has no single tile along the last axis, so {spec!r} has no meaning")
         return preset.with_tile(int(length))
     return SCHEMES[spec]
+
+
+def laid_along(scheme: Scheme, axis: int | tuple[int, ...], shape: tuple[int, ...]) -> Scheme:
+    """`Scheme.along` for a shape. Tiles run along the last of the axes with more than one element.
+
+    So a depthwise convolution's kernel, with one input channel, is tiled along its window.
+
+    >>> laid_along(scheme("mxfp8"), (0, 1, 2), (3, 3, 1, 8)).tile
+    {...: 1, -3: 32}
+    """
+    axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    ones = tuple(a for a in axes if shape[from_front(a, len(shape))] == 1)
+    return scheme.along((*ones, *(a for a in axes if a not in ones)), len(shape))
 
 
 def _float_dtype(spec: DTypeLike | None, what: str) -> np.dtype:

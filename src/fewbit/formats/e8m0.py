@@ -30,6 +30,7 @@ class E8M0(AbstractFormat):
     """
 
     kind: ClassVar[str] = "e8m0"
+    is_power_of_two: ClassVar[bool] = True
     bits: ClassVar[int] = 8
     max: ClassVar[float] = 2.0**127
     min: ClassVar[float] = 2.0**-127

@@ -27,10 +27,12 @@ class AbstractFormat(abc.ABC):
 
     Attributes:
         name: the name in the registry, in JSON and on the command line.
+        is_power_of_two: whether all numbers are powers of two.
     """
 
     name: str
     kind: ClassVar[str]
+    is_power_of_two: ClassVar[bool] = False
 
     @property
     @abc.abstractmethod

@@ -26,9 +26,12 @@ from ..ops.interpret.transparent import transparent as transparent_function
 from ..recipe.plan import Plan
 from ..recipe.plan import plan as make_plan
 from ..recipe.recipe import RecipeLike
-from ..training import lora
 from ..training.delayed_state import DelayedState
 from ..training.delayed_state import delayed_state as state_of
+from ..training.lora.adapter import Adapter
+from ..training.lora.adapter import init as lora_adapters
+from ..training.lora.apply import apply as with_lora
+from ..training.lora.merge import merge as merged_lora
 from ..training.model_sparsity import ModelSparsity
 from ..training.model_sparsity import sparsity_state as sparsity_of
 from ..training.train import train as train_function
@@ -201,7 +204,7 @@ def observe(
 
 def lora_init(
     key: Key[Array, ""], model: PyTree, *inputs: PyTree, match: str, fn: Callable[..., Any] | None = None, **options: Any
-) -> dict[str, lora.Adapter]:
+) -> dict[str, Adapter]:
     """Initialises LoRA adapters (b = 0) for parameters whose path matches, as `fb.lora.init`.
 
     Args:
@@ -213,7 +216,7 @@ def lora_init(
     >>> lora_init(jax.random.key(0), model, x, match="kernel", rank=4)
     {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
     """
-    return lora.init(key, *_split(model).call(fn or _call), *inputs, match=match, **options)
+    return lora_adapters(key, *_split(model).call(fn or _call), *inputs, match=match, **options)
 
 
 def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -234,12 +237,12 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     >>> jax.grad(lambda adapters: adapted(model, adapters, x))(adapters)
     {'kernel': Adapter(a=[64, 4], b=[4, 32], alpha=4)}
     """
-    pure = lora.apply(_pure(fn), **options)
+    pure = with_lora(_pure(fn), **options)
 
     @functools.wraps(fn)
     def adapted(
         model: PyTree,
-        adapters: Mapping[str, lora.Adapter],
+        adapters: Mapping[str, Adapter],
         *args: PyTree,
         dropout_key: Key[Array, ""] | None = None,
         **kwargs: PyTree,
@@ -253,14 +256,14 @@ def lora_apply(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 
 def lora_merge(
-    model: PyTree, adapters: Mapping[str, lora.Adapter], *, scheme: str | Scheme | Mapping[str, Any] | None = None
+    model: PyTree, adapters: Mapping[str, Adapter], *, scheme: str | Scheme | Mapping[str, Any] | None = None
 ) -> PyTree:
     """Adds every adapter's update to its parameter, as `fb.lora.merge`.
 
     Returns:
         A new model, which shares arrays without an adapter with `model`.
     """
-    return _split(model).replaced(functools.partial(lora.merge, adapters=adapters, scheme=scheme))
+    return _split(model).replaced(functools.partial(merged_lora, adapters=adapters, scheme=scheme))
 
 
 def _split(model: PyTree) -> SplitModel:

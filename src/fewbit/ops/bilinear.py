@@ -17,18 +17,19 @@ from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from ..array import QArray, Scheme, is_qarray
+from ..array.covered import is_covered
 from ..array.quantize import expanded_scale
 from ..array.sharding import known_sharding
-from ..array.straight_through import is_covered
 from ..errors import QuantError
 from ..formats import FORMATS, Integer
 from ..formats.format import settled
 from ..kernels.qmatmul.code_product import CodeProduct, code_product, is_whole, refuse_accumulator, side
 from ..kernels.quantize import dequantize, quantize
 from .hadamard import rotated
-from .policy import Arm, Policy
+from .policy import Arm
 from .qat.delayed_scales import StepScales, amax_cotangent, largest_magnitude
-from .qat.serving_tiles import ServingTiles
+from .qat.serving_quantize import quantized_as_served
+from .resolve_policy import ProductConfig
 
 Axes = tuple[int, ...]
 ArrayOrQArray: TypeAlias = jax.Array | QArray
@@ -103,45 +104,6 @@ class AbstractBilinear(abc.ABC):
         return jax.linear_transpose(of_one, like)(gradient)[0]
 
 
-@dataclasses.dataclass(frozen=True)
-class ProductConfig:
-    """A Policy applied to one product: which operand is the weight, and its scales.
-
-    Attributes:
-        policy: the policy.
-        weight_is_left: whether the left operand is the weight.
-        scales: the scales from earlier steps, for a policy with delayed scaling; else None.
-        served: the weight's tiles at serving time; None: those of its scheme along the contraction axes.
-        held: the weight quantized as at serving time, where tiles cannot describe it; else None.
-    """
-
-    policy: Policy
-    weight_is_left: bool = False
-    scales: StepScales | None = None
-    served: ServingTiles | None = None
-    held: Any = None
-
-    def scheme(self, is_left: bool) -> Scheme | None:
-        """The scheme of an operand."""
-        if is_left == self.weight_is_left:
-            return self.policy.weight
-        return self.policy.activation
-
-    def arm(self, is_left: bool) -> Arm:
-        """How the gradient of an operand is computed."""
-        if is_left == self.weight_is_left:
-            return self.policy.drhs
-        return self.policy.dlhs
-
-    def scale(self, scales: StepScales | None, is_left: bool) -> jax.Array | None:
-        """The delayed scale of an operand; None where the scale comes from the operand itself."""
-        if scales is None:
-            return None
-        if is_left == self.weight_is_left:
-            return scales.weight
-        return scales.activation
-
-
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Residual:
@@ -184,23 +146,25 @@ def quantized_product(
     """
 
     def entering(
-        lhs: ArrayOrQArray, rhs: ArrayOrQArray, scales: StepScales | None, held: QArray | None
+        lhs: ArrayOrQArray, rhs: ArrayOrQArray, scales: StepScales | None, prequantized: QArray | None
     ) -> tuple[ArrayOrQArray, ArrayOrQArray]:
         left, right = _entering(bilinear, rules, lhs, True, scales), _entering(bilinear, rules, rhs, False, scales)
-        if held is not None and rules.weight_is_left:
-            left = held
-        elif held is not None:
-            right = held
+        if prequantized is not None and rules.weight_is_left:
+            left = prequantized
+        elif prequantized is not None:
+            right = prequantized
         return left, right
 
     @jax.custom_vjp
     def product(
-        lhs: ArrayOrQArray, rhs: ArrayOrQArray, key: PyTree, extra: Extra, scales: PyTree, held: PyTree
+        lhs: ArrayOrQArray, rhs: ArrayOrQArray, key: PyTree, extra: Extra, scales: PyTree, prequantized: PyTree
     ) -> jax.Array:
-        return bilinear.forward(*entering(lhs, rhs, scales, held), extra, rules.policy.accumulator)
+        return bilinear.forward(*entering(lhs, rhs, scales, prequantized), extra, rules.policy.accumulator)
 
-    def forward(lhs: ArrayOrQArray, rhs: ArrayOrQArray, key: PyTree, extra: Extra, scales: PyTree, held: PyTree) -> PyTree:
-        left, right = entering(lhs, rhs, scales, held)
+    def forward(
+        lhs: ArrayOrQArray, rhs: ArrayOrQArray, key: PyTree, extra: Extra, scales: PyTree, prequantized: PyTree
+    ) -> PyTree:
+        left, right = entering(lhs, rhs, scales, prequantized)
         kept = _residual(rules, lhs, left, True), _residual(rules, rhs, right, False)
         forms = tuple(x if is_qarray(x) else None for x in (lhs, rhs))  # a float operand is not kept for its form alone
         seen = _seen(rules, scales, lhs, rhs)
@@ -216,7 +180,7 @@ def quantized_product(
         return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None, seen, None
 
     product.defvjp(forward, backward)
-    return product(lhs, rhs, key, extra, rules.scales, rules.held)
+    return product(lhs, rhs, key, extra, rules.scales, rules.prequantized)
 
 
 def _entering(
@@ -228,7 +192,7 @@ def _entering(
         return x
     axes = _some(bilinear.contracted[int(not is_left)])
     if rules.served is not None and is_left == rules.weight_is_left:
-        return rules.served.quantized(x, scheme, axes)
+        return quantized_as_served(x, rules.served, scheme, axes)
     return quantize(x, scheme, axis=axes, scale=rules.scale(scales, is_left))
 
 

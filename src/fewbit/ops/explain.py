@@ -8,14 +8,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from ..array import QArray, is_qarray
-from ..array.quantize import laid_along
+from ..array.scheme import laid_along
 from ..errors import QuantError
 from ..kernels.backend import select
 from ..kernels.qmatmul import BACKENDS, Problem
 from ..kernels.qmatmul.problem import Operand
-from .bilinear import ProductConfig
 from .dot import matmul_numbers, untransposed
-from .resolve_policy import resolved
+from .resolve_policy import ProductConfig, resolved
 
 
 def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | None = None) -> str:

@@ -1,15 +1,59 @@
 """Resolves a product's operands: policy, weight side and random key."""
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from ..array import QArray, is_qarray, refuse_invalid
+from ..array.qarray import QArray, is_qarray
+from ..array.scheme import Scheme
+from ..array.validity import refuse_invalid
 from ..errors import QuantError, UnsupportedError
-from .bilinear import ProductConfig
-from .policy import FLOAT, Policy
-from .qat.delayed_scales import widest
+from .policy import FLOAT, Arm, Policy
+from .qat.delayed_scales import StepScales, widest
 from .qat.latent import Latent, is_latent, plain
+from .qat.serving_tiles import ServingTiles
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductConfig:
+    """A Policy applied to one product: which operand is the weight, and its scales.
+
+    Attributes:
+        policy: the policy.
+        weight_is_left: whether the left operand is the weight.
+        scales: the scales from earlier steps, for a policy with delayed scaling; else None.
+        served: the weight's tiles at serving time; None: those of its scheme along the contraction axes.
+        prequantized: the weight quantized as at serving time, where tiles cannot describe it; else None.
+    """
+
+    policy: Policy
+    weight_is_left: bool = False
+    scales: StepScales | None = None
+    served: ServingTiles | None = None
+    prequantized: Any = None
+
+    def scheme(self, is_left: bool) -> Scheme | None:
+        """The scheme of an operand."""
+        if is_left == self.weight_is_left:
+            return self.policy.weight
+        return self.policy.activation
+
+    def arm(self, is_left: bool) -> Arm:
+        """How the gradient of an operand is computed."""
+        if is_left == self.weight_is_left:
+            return self.policy.drhs
+        return self.policy.dlhs
+
+    def scale(self, scales: StepScales | None, is_left: bool) -> jax.Array | None:
+        """The delayed scale of an operand; None where the scale comes from the operand itself."""
+        if scales is None:
+            return None
+        if is_left == self.weight_is_left:
+            return scales.weight
+        return scales.activation
 
 
 def resolved(
@@ -42,9 +86,9 @@ def resolved(
     left, right = operand(plain(lhs), "lhs"), operand(plain(rhs), "rhs")
     if policy is None or not _is_needed(policy, left, right):
         return left, right, None, key
-    scales = served = held = None
+    scales = served = prequantized = None
     if is_latent(weight):
-        held = weight.held
+        prequantized = weight.prequantized
         if weight.served is not None:
             served = weight.served.on_last(weight.ndim)
         if policy.delayed is not None and weight.scales is not None:
@@ -52,7 +96,7 @@ def resolved(
     if policy.delayed is not None and scales is None:
         reason = "its scales come from earlier steps; fb.train carries them, given delayed="
         raise UnsupportedError("a product cannot follow delayed scaling on its own", {str(policy): reason})
-    return left, right, ProductConfig(policy, weight_is_left, scales, served, held), key
+    return left, right, ProductConfig(policy, weight_is_left, scales, served, prequantized), key
 
 
 def operand(x: ArrayLike | QArray, what: str) -> jax.Array | QArray:

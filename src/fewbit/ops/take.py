@@ -1,15 +1,13 @@
 """`take` from a quantized array; decodes only the taken rows."""
 
-import dataclasses
-from collections.abc import Callable
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from .._tiles import Tile, from_front
-from ..array import QArray, refuse_invalid
+from .._tiles import from_front
+from ..array.leaves import taken_rows
+from ..array.qarray import QArray
+from ..array.validity import refuse_invalid
 from ..errors import QuantError
 from ..kernels.quantize import dequantize
 
@@ -61,26 +59,3 @@ def take(q: QArray | ArrayLike, indices: ArrayLike, axis: int, *, mode: str | No
         is_inside = jnp.expand_dims((at >= 0) & (at < length), [a for a in range(q.ndim) if a != axis])
         rows = jnp.where(is_inside, rows, jnp.full_like(rows, jnp.nan))
     return rows.reshape(*q.shape[:axis], *indices.shape, *q.shape[axis + 1 :])
-
-
-def taken_rows(q: QArray, at: jax.Array, axis: int) -> QArray:
-    """The rows at in-bounds indices along an axis that is not packed, still quantized, each with its own scale."""
-    place = at // (q.tiles[axis] or 1)
-
-    def on_tiles(leaf: jax.Array | QArray) -> jax.Array | QArray:
-        if leaf.shape[axis] == 1:
-            return leaf
-        if isinstance(leaf, QArray):
-            return taken_rows(leaf, place, axis)
-        return jnp.take(leaf, place, axis=axis)
-
-    tiles: list[Tile] = list(q.tiles)
-    tiles[axis] = None if q.scale.shape[axis] == 1 else 1
-    scheme = q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis)
-    return with_leaves(q, on_tiles, codes=jnp.take(q.codes, at, axis=axis), scheme=scheme)
-
-
-def with_leaves(q: QArray, of_leaf: Callable[[Any], Any], **changes: Any) -> QArray:
-    """The array with a function applied to its scale, zero point and tensor scale, and other fields replaced."""
-    leaves = {"scale": q.scale, "zero_point": q.zero_point, "tensor_scale": q.tensor_scale}
-    return dataclasses.replace(q, **{name: of_leaf(leaf) for name, leaf in leaves.items() if leaf is not None}, **changes)

@@ -12,7 +12,8 @@ from ..array.qarray import QArray
 from ..array.scheme import Scheme
 from ..errors import QuantError, UnsupportedError
 from ..kernels.quantize.dispatch import quantize
-from ..ops.qat.serving_tiles import axis_within, cast, for_each
+from ..ops.qat.serving_quantize import for_each
+from ..ops.qat.serving_tiles import axis_within, cast
 from .matching import Leaf
 from .rows import PlanRow
 

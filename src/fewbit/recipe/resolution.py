@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 from jaxtyping import PyTree
 
-from ..array.quantize import laid_along
+from ..array.scheme import laid_along
 from ..errors import QuantError
 from ..ops.interpret.parameter_uses import Product, Use, array_paths, parameter_uses
 from ..ops.policy import Policy

@@ -12,8 +12,8 @@ import torch
 
 from ..array import Scheme, quantize_with_hessian
 from ..array import scheme as as_scheme
-from ..array.quantize import laid_along
 from ..array.scales import MSE, MX, AbsMax, AbstractCalibration
+from ..array.scheme import laid_along
 from ..errors import QuantError, UnsupportedError
 from ..formats import E8M0
 from ..kernels.quantize import dequantize as jax_dequantize

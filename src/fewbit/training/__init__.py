@@ -1,6 +1,6 @@
 """Training: fake quantization, QAT, delayed scaling, N:M sparsity, LoRA."""
 
-from ..array.straight_through import is_covered as is_covered
+from ..array.covered import is_covered as is_covered
 from ..array.straight_through import passed_through as passed_through
 from . import lora as lora
 from .delayed import DelayedScale as DelayedScale

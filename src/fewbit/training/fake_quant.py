@@ -9,7 +9,8 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key
 
 from ..array import Scheme
-from ..array.straight_through import is_covered, passed_through
+from ..array.covered import is_covered
+from ..array.straight_through import passed_through
 from ..errors import QuantError
 from ..kernels.quantize import dequantize, quantize
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from ..array.qarray import QArray
-from ..array.quantize import laid_along
+from ..array.scheme import laid_along
 from ..errors import UnsupportedError
 from ..io.checkpoint import TensorInfo
 from ..kernels.quantize.dispatch import dequantize

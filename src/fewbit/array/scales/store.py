@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...formats import E8M0, AbstractFormat
-from ...formats.format import looked_up, quotient
+from ...formats.format import AbstractFormat, looked_up, quotient
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ class ScaleStore:
     @property
     def is_power_of_two(self) -> bool:
         """Whether all storable scales are powers of two."""
-        return isinstance(self.holder, E8M0)
+        return isinstance(self.holder, AbstractFormat) and self.holder.is_power_of_two
 
 
 @functools.cache

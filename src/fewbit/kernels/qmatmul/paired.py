@@ -17,8 +17,7 @@ from ...array.scheme import Scheme
 from ...errors import QuantError
 from ...formats import FORMATS, AbstractFormat
 from .code_product import fits_int32, is_whole, native_float, side
-from .matrix_view import folded_axes
-from .operand import Operand
+from .matrix_view import Operand, folded_axes
 from .problem import Problem, refused_precision
 
 Axes = tuple[int, ...]

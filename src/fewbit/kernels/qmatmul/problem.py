@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from ...errors import QuantError
+from .matrix_view import DimensionNumbers as DimensionNumbers
 from .matrix_view import MatrixView, matrix_view
-from .operand import DimensionNumbers as DimensionNumbers
-from .operand import Operand as Operand
+from .matrix_view import Operand as Operand
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,15 +12,13 @@ from jax.extend import core as jex_core
 from jax.extend import source_info_util
 from jaxtyping import PyTree
 
+from ...array.qarray import QArray
 from ...errors import UnsupportedError
+from ...kernels.quantize.dispatch import dequantize
 from .indices import Atom, open_jaxpr, shape_of
-from .proxy import ArrayProxy, array_of, is_proxy, is_proxy_type
+from .proxy import ArrayProxy, NoRuleError, is_proxy, is_proxy_type
 
 _SOURCE = operator.attrgetter("source_info.traceback", "source_info.name_stack")
-
-
-class NoRuleError(Exception):
-    """Why a rule cannot keep a result quantized; the evaluator then follows the fallback."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,6 +208,13 @@ def logical(x: PyTree) -> PyTree:
         return x
     leaf = jax.typeof(jax.tree.leaves(x)[0])  # of a QArray the codes; it has the axes of the array
     return leaf.update(shape=x.shape, dtype=x.dtype)
+
+
+def array_of(x: QArray | ArrayProxy) -> jax.Array:
+    """The array that a proxy replaces."""
+    if isinstance(x, ArrayProxy):
+        return x.array()
+    return dequantize(x)
 
 
 def _has_proxy(values: Sequence[Any]) -> bool:

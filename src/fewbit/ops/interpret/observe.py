@@ -17,11 +17,11 @@ from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
 from ...errors import UnsupportedError
-from ..qat.rules import MOVES, PRODUCTS
-from .evaluator import Evaluator, NoRuleError, Rule, bound
+from ..qat.latent import MOVES, PRODUCTS
+from .evaluator import Evaluator, Rule, bound
 from .indices import scan_operands
 from .lookup import Lookup
-from .proxy import ArrayProxy
+from .proxy import ArrayProxy, NoRuleError
 from .rules.control_flow import inlined
 
 _OBSERVED_RULES: dict[str, Any] = {}

@@ -11,7 +11,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ...array import QArray
-from ...kernels.quantize import dequantize
+
+
+class NoRuleError(Exception):
+    """Why a rule cannot keep a result quantized; the evaluator then follows the fallback."""
 
 
 class ArrayProxy(abc.ABC):
@@ -80,10 +83,3 @@ def is_proxy(x: object) -> TypeGuard[QArray | ArrayProxy]:
 def is_proxy_type(kind: type) -> bool:
     """Cached per class: a trace asks for every variable, and `isinstance` of an abstract class is slow."""
     return issubclass(kind, QArray | ArrayProxy)
-
-
-def array_of(x: QArray | ArrayProxy) -> jax.Array:
-    """The array that a proxy replaces."""
-    if isinstance(x, ArrayProxy):
-        return x.array()
-    return dequantize(x)

@@ -16,6 +16,7 @@ from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
 from ...errors import QuantError, UnsupportedError
+from ..qat import rules as qat_rules  # noqa: F401 - it fills the rules of Latents
 from ..qat.latent import Latent
 from .evaluator import ChosenProducts, Evaluator, Rule, logical
 from .evaluator import Decoded as Decoded

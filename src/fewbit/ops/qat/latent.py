@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ...array import QArray
+from ...array.axis_move import LAYOUT_PRIMITIVES
 from ...array.sharding import axis_names, spec_entries
 from ...errors import UnsupportedError
 from ..interpret.proxy import ArrayProxy
@@ -19,6 +19,10 @@ from ..policy import Policy
 from .delayed_scales import copies, forked
 from .serving_tiles import ServingTiles
 
+PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
+"""The primitives that multiply a parameter."""
+MOVES = (*LAYOUT_PRIMITIVES, "optimization_barrier")
+"""The layout primitives, whose result is still the parameter."""
 PARAMETER_RULES: dict[str, Any] = {}
 """The rule of each primitive with a Latent operand, by name; `fewbit.ops.qat.rules` fills it at import."""
 
@@ -35,7 +39,7 @@ class Latent(ArrayProxy):
         key: a JAX random key for gradients that draw random numbers; or None.
         policy: how its products are computed.
         scales: the scales from earlier steps, for a policy with delayed scaling; else None.
-        held: the quantized array, once slicing removed elements that share scales with the remaining ones; else None.
+        prequantized: the quantized array, once slicing removed elements that share scales with the remaining ones; else None.
         served: its tiles at serving time; None: those that each product asks for.
     """
 
@@ -45,7 +49,7 @@ class Latent(ArrayProxy):
     key: Any
     policy: Policy = dataclasses.field(metadata={"static": True})
     scales: Any = None
-    held: Any = None
+    prequantized: Any = None
     served: ServingTiles | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
@@ -75,8 +79,8 @@ class Latent(ArrayProxy):
             changes["key"] = jax.random.split(self.key, length)
         if self.scales is not None and not self.scales.ndim:
             changes["scales"] = copies(self.scales, length)
-        if self.held is not None:
-            changes["held"] = stacked(self.held)
+        if self.prequantized is not None:
+            changes["prequantized"] = stacked(self.prequantized)
         return dataclasses.replace(self, **changes)
 
     def forked(self) -> tuple["Latent", "Latent"]:
@@ -92,7 +96,7 @@ class Latent(ArrayProxy):
         return self if self.scales is None else dataclasses.replace(self, scales=own)
 
     def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple["Latent", "Latent"]:
-        if self.held is not None:
+        if self.prequantized is not None:
             reason = "its quantization tiles extend beyond this slice; slice it inside shard_map"
             raise UnsupportedError("a slice of a trained parameter cannot be cut by shard_map", {repr(self): reason})
         key, scales, along = self.key, self.scales, ()
@@ -112,13 +116,6 @@ class Latent(ArrayProxy):
     def on_device(self) -> "Latent":
         key, scales = jax.tree.map(lambda leaf: leaf[0], (self.key, self.scales))
         return dataclasses.replace(self, key=key, scales=scales)
-
-    def quantized(self, axis: tuple[int, ...] | None = None) -> QArray | None:
-        """The array quantized as at serving time, for contraction `axis`; None where each product decides."""
-        if self.held is not None or self.served is None:
-            return self.held
-        value = jax.lax.stop_gradient(self.value)
-        return self.served.on_last(self.ndim).quantized(value, self.policy.weight, axis)
 
 
 def is_latent(x: object) -> TypeGuard[Latent]:

@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from ...array import is_qarray
-from ...array.axis_move import LAYOUT_PRIMITIVES, axis_moves
-from ...array.straight_through import is_covered, passed_through
+from ...array.axis_move import axis_moves
+from ...array.covered import is_covered
+from ...array.qarray import QArray, is_qarray
+from ...array.straight_through import passed_through
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize import dequantize, quantize
 from ..interpret.evaluator import Evaluator, NoRuleError, bound
@@ -18,13 +19,10 @@ from ..interpret.rules.custom_derivatives import DERIVATIVES
 from ..interpret.rules.products import PRODUCT
 from ..interpret.rules.sharding import SHARDING
 from .delayed_scales import StepScales, noted, widest
-from .latent import PARAMETER_RULES, Latent, is_latent, plain
+from .latent import MOVES, PARAMETER_RULES, PRODUCTS, Latent, is_latent, plain
+from .serving_quantize import quantized_as_served
 from .serving_tiles import ServingTiles
 
-PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
-"""The primitives that multiply a parameter."""
-MOVES = (*LAYOUT_PRIMITIVES, "optimization_barrier")
-"""The layout primitives, whose result is still the parameter."""
 _ON_LEADING_AXES = ("slice", "dynamic_slice", "squeeze")
 """The layout primitives that delayed scales of leading axes follow."""
 
@@ -38,23 +36,30 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
     if not is_latent(latent):
         return outputs
     served: list[ServingTiles | None] = [None] * len(outputs)
-    quantized: list[Any] = [None] * len(outputs)
+    prequantized: list[Any] = [None] * len(outputs)
     try:
-        if latent.served is not None and latent.held is None:
+        if latent.served is not None and latent.prequantized is None:
             served[:] = latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)
     except QuantError:
         pass
-    if served[0] is None and (q := latent.quantized()) is not None:
-        quantized = evaluator.equation(eqn, [q, *map(plain, others)])
+    if served[0] is None and (q := _quantized(latent)) is not None:
+        prequantized = evaluator.equation(eqn, [q, *map(plain, others)])
     results = []
-    for out, tiles, q in zip(outputs, served, quantized, strict=True):
+    for out, tiles, q in zip(outputs, served, prequantized, strict=True):
         one, latent = latent.forked()
         if q is None or is_qarray(q):
             scales = _scales_after(eqn, one, values)
-            results.append(dataclasses.replace(one, value=out, scales=scales, served=tiles, held=q))
+            results.append(dataclasses.replace(one, value=out, scales=scales, served=tiles, prequantized=q))
         else:  # it had to be decoded: the values it had, straight-through
             results.append(passed_through(out, q, jnp.ones(q.shape, jnp.bool_)))
     return results
+
+
+def _quantized(latent: Latent) -> QArray | None:
+    """The array quantized as at serving time; None where each product decides."""
+    if latent.prequantized is not None or latent.served is None:
+        return latent.prequantized
+    return quantized_as_served(jax.lax.stop_gradient(latent.value), latent.served.on_last(latent.ndim), latent.policy.weight)
 
 
 def _scales_after(eqn: jex_core.JaxprEqn, latent: Latent, values: list[Any]) -> StepScales | None:
@@ -113,7 +118,7 @@ def _looked_up(latent: Latent, eqn: jex_core.JaxprEqn) -> jax.Array:
     scale = None
     if latent.scales is not None:
         scale = widest(latent.scales).weight
-    q = latent.quantized()
+    q = _quantized(latent)
     if q is None:
         axis = max(lookup.whole, default=latent.ndim - 1)
         q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))

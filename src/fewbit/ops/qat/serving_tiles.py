@@ -1,11 +1,10 @@
 """Serving tiles: a parameter's quantization tiles, tracked through layout operations.
 
-A stored weight is quantized once, then reshaped, transposed and sliced. A trained one is a float array that is moved first and
+A stored weight is quantized once, then reshaped, transposed and looped. A trained one is a float array that is moved first and
 quantized in its product. Both have the same codes because its tiles (the blocks that share a scale) are moved here.
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -13,13 +12,12 @@ from jax.extend import core as jex_core
 from jax.typing import DTypeLike
 
 from ..._tiles import Tile
-from ...array import QArray, Scheme
+from ...array import Scheme
 from ...array.axis_move import AxisMove, axis_moves
 from ...array.layout import Axis
-from ...array.quantize import laid_along
+from ...array.scheme import laid_along
 from ...errors import QuantError
 from ...formats.format import is_exact_cast
-from ...kernels.quantize import quantize
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,7 @@ class ServingTiles:
         return cls(tiles, stacked, like.dtype.name, casts)
 
     def on_last(self, ndim: int) -> "ServingTiles":
-        """The tiles of the last `ndim` axes, after a loop sliced the first ones."""
+        """The tiles of the last `ndim` axes, after a loop looped the first ones."""
         gone = len(self.tiles) - ndim
         if not gone:
             return self
@@ -105,36 +103,9 @@ class ServingTiles:
                 raise QuantError("the scale of the whole tensor is that of other elements")
             if isinstance(scheme.scale, Scheme) and is_inner_moved:
                 raise QuantError("its scales are quantized, in tiles of the array before the operation")
-        axes = move.tiled([Axis(n, _normalized(tile, n)) for n, tile in zip(move.shape, self.tiles, strict=True)])
+        axes = move.tiled([Axis(n, normalized(tile, n)) for n, tile in zip(move.shape, self.tiles, strict=True)])
         after = tuple(a - len(axes) for a in sorted(looped_after))
         return dataclasses.replace(self, tiles=tuple(axis.tile for axis in axes), looped=after)
-
-    def quantized(self, x: jax.Array, scheme: Scheme, axis: tuple[int, ...] | None = None) -> QArray:
-        """The array quantized with these tiles, packed along the last contraction axis of `axis`."""
-        if self.casts:
-            uncast = dataclasses.replace(self, casts=())
-            return uncast.quantized(cast(x, self.casts), scheme, axis).astype(x.dtype)
-        if self.looped:
-            inner = tuple(a for a in range(-x.ndim, 0) if a not in self.looped)
-            within = ServingTiles(tuple(self.tiles[a] for a in inner))
-            if axis is not None:
-                axis = axis_within(tuple(a % x.ndim - x.ndim for a in axis), self.looped, x.ndim)
-            return for_each(self.looped, lambda x: within.quantized(x, scheme, axis), x)
-        if axis is not None and self._is_along(scheme, axis, x.shape):
-            return quantize(x, scheme, axis=axis)
-        if axis is not None:
-            packed = axis[-1]
-        else:
-            tiled = [a for a, (t, n) in enumerate(zip(self.tiles, x.shape, strict=True)) if _normalized(t, n) != 1]
-            packed = max(tiled, default=x.ndim - 1)
-        tiles = list(self.tiles)
-        tiles.append(tiles.pop(packed))  # `quantize` takes its axis's tile from the last
-        return quantize(x, scheme.with_tiles(tuple(tiles), -1), axis=packed)
-
-    def _is_along(self, scheme: Scheme, axis: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-        along = laid_along(scheme, axis, shape).tiles(len(shape))
-        pairs = zip(self.tiles, along, shape, strict=True)
-        return all(_normalized(own, n) == _normalized(other, n) for own, other, n in pairs)
 
 
 def axis_within(axis: tuple[int, ...], stacked: tuple[int, ...], ndim: int) -> tuple[int, ...]:
@@ -152,16 +123,6 @@ def axis_within(axis: tuple[int, ...], stacked: tuple[int, ...], ndim: int) -> t
     return tuple(inner.index(a) - len(inner) if a in inner else a for a in axis)
 
 
-def for_each(stacked: tuple[int, ...], one: Callable[[jax.Array], QArray], x: jax.Array) -> QArray:
-    """Maps a function over the stacked axes (negative), which keep their places."""
-    order = [a % x.ndim for a in (*stacked, *(a for a in range(-x.ndim, 0) if a not in stacked))]
-    for _ in stacked:
-        one = jax.vmap(one)
-    if order == sorted(order):
-        return one(x)
-    return one(x.transpose(order)).transpose(*map(order.index, range(x.ndim)))
-
-
 def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
     """The array cast to each dtype in turn."""
     for dtype in dtypes:
@@ -169,7 +130,7 @@ def cast(x: jax.Array, dtypes: tuple[str, ...]) -> jax.Array:
     return x
 
 
-def _normalized(tile: Tile, length: int) -> Tile:
+def normalized(tile: Tile, length: int) -> Tile:
     """The tile of an axis: 1 for an axis of one element, None for the whole axis."""
     if length == 1:
         return 1

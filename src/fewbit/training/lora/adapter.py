@@ -4,20 +4,26 @@ import dataclasses
 import difflib
 import math
 import zlib
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Key, PyTree
 
 from ..._patterns import Pattern
+from ..._registry import near_names
+from ...array.qarray import QArray, is_qarray
 from ...errors import QuantError
 from ...ops.interpret.parameter_uses import Use, parameter_paths, parameter_uses
 from ...recipe.matching import tile_axes
 from ...recipe.rule import PRODUCT_OPS
 from ...recipe.sparsity import as_axes
+
+Weight: TypeAlias = jax.Array | np.ndarray | QArray
+"""A frozen weight, quantized or not."""
 
 
 @jax.tree_util.register_dataclass
@@ -221,3 +227,20 @@ def _fresh(
     a: Float[Array, ...] = jax.random.uniform(key, (*each, *rows, rank), jnp.float32, -bound, bound)
     b = jnp.zeros((*each, rank, *columns), dtype)
     return Adapter(a.astype(dtype), b, alpha, inputs, stacked)
+
+
+def with_adapters(params: PyTree, adapters: Mapping[str, Adapter], combine: Callable[[str, Weight, Adapter], Any]) -> PyTree:
+    """The tree with `combine(path, weight, adapter)` for every adapted weight.
+
+    Raises:
+        QuantError: for an adapter of a parameter that is not there, or of another shape.
+    """
+    leaves = parameter_paths(params)
+    for path, adapter in adapters.items():
+        if path not in leaves:
+            raise QuantError(f"adapters has {path!r}, which is no parameter; {near_names(path, tuple(leaves))}")
+        if adapter.shape != tuple(leaves[path].shape):
+            raise QuantError(f"the adapter of {path} is for shape {adapter.shape}, but the weight has {leaves[path].shape}")
+    treedef = jax.tree.structure(params, is_leaf=is_qarray)
+    leaves |= {path: combine(path, leaves[path], adapter) for path, adapter in adapters.items()}
+    return jax.tree.unflatten(treedef, list(leaves.values()))

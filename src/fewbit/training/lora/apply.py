@@ -2,23 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Key, PyTree
 
-from ..._registry import near_names
-from ...array import QArray, is_qarray
+from ...array import QArray
 from ...errors import QuantError
 from ...ops import Decoded, transparent
-from ...ops.interpret.parameter_uses import parameter_paths
 from .adapted import Adapted
-from .adapter import Adapter, path_key
-
-Weight: TypeAlias = jax.Array | np.ndarray | QArray
-"""A frozen weight, quantized or not."""
+from .adapter import Adapter, Weight, path_key, with_adapters
 
 
 def apply(
@@ -91,23 +85,6 @@ def apply(
     adapted.__name__ = getattr(fn, "__name__", "adapted")
     adapted.__doc__ = fn.__doc__
     return adapted
-
-
-def with_adapters(params: PyTree, adapters: Mapping[str, Adapter], combine: Callable[[str, Weight, Adapter], Any]) -> PyTree:
-    """The tree with `combine(path, weight, adapter)` for every adapted weight.
-
-    Raises:
-        QuantError: for an adapter of a parameter that is not there, or of another shape.
-    """
-    leaves = parameter_paths(params)
-    for path, adapter in adapters.items():
-        if path not in leaves:
-            raise QuantError(f"adapters has {path!r}, which is no parameter; {near_names(path, tuple(leaves))}")
-        if adapter.shape != tuple(leaves[path].shape):
-            raise QuantError(f"the adapter of {path} is for shape {adapter.shape}, but the weight has {leaves[path].shape}")
-    treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    leaves |= {path: combine(path, leaves[path], adapter) for path, adapter in adapters.items()}
-    return jax.tree.unflatten(treedef, list(leaves.values()))
 
 
 def _keys(key: Array, shape: tuple[int, ...], stacked: tuple[int, ...]) -> Array:

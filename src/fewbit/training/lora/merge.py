@@ -12,8 +12,7 @@ from ...array import QArray, Scheme
 from ...errors import QuantError
 from ...kernels.quantize import quantize
 from ...ops.interpret.rules.control_flow import stacked
-from .adapter import Adapter
-from .apply import Weight, with_adapters
+from .adapter import Adapter, Weight, with_adapters
 from .factors import updated
 
 

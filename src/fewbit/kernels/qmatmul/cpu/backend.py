@@ -54,7 +54,9 @@ class Cpu(AbstractKernel):
         return f"compiled for {isa}; programs for other platforms use their own kernels, or the reference"
 
     def stacked(self, x: jax.Array, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, precision: object) -> jax.Array:
-        del precision  # `refused_precision` accepts what float32 satisfies; a lower precision would not be faster (dequant_gemm.cc)
+        del (
+            precision
+        )  # `refused_precision` accepts what float32 satisfies; a lower precision would not be faster (dequant_gemm.cc)
         return native_product(x, q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
     def picked(

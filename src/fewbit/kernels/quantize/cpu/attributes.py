@@ -6,7 +6,6 @@ import math
 import numpy as np
 
 from ....array import Scheme
-from ....array.quantize import scale_limit
 from ....array.scales import MSE, MX, AbsMax, MinMax, ScaleStore
 from ....array.scales.limits import LARGEST, OFFSET_END, largest_step, largest_unit
 from ....array.scales.search.candidates import needed_halvings
@@ -84,7 +83,7 @@ def rule_words(scheme: Scheme, tile_lengths: tuple[int, ...]) -> Words | None:
     if rule is None or isinstance(scheme.scale, Scheme):
         return None
     kind, bound, factor, halvings, is_windowed = rule
-    store = ScaleStore(scheme.scale, limit=scale_limit(scheme))  # type: ignore[arg-type]
+    store = ScaleStore(scheme.scale, limit=scheme.scale_limit)  # type: ignore[arg-type]
     contains_zero = isinstance(scheme.calibration, MinMax) and bool(scheme.calibration.contains_zero)
     top = int(np.float32(fmt.max).view(np.int32))
     mantissa_bits = fmt.mantissa if isinstance(fmt, Minifloat) else fmt.bits - 2

@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from ....array import Scheme
-from ....array.quantize import scale_limit
 from ....array.scales import MSE, MX, SNR, AbsMax, ScaleStore
 from ....array.scales.mx import bits_added
 from ....array.scales.search.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
@@ -157,7 +156,7 @@ class TileProblem:
             holder = np.dtype(holder)
         if isinstance(scale, E8M0):
             kind = POWER
-        store = ScaleStore(holder, limit=scale_limit(self.scheme))
+        store = ScaleStore(holder, limit=self.scheme.scale_limit)
         return {
             "SCALE": kind,
             "SCALE_MAN": getattr(scale, "mantissa", 0),

@@ -18,7 +18,7 @@ from ....formats import Codebook
 from ...backend import AbstractBackend
 from ...lowering import on_platform, split_refusal
 from ..problem import Decoding
-from .backend import tile_length, tile_refusal, tiled_axis
+from .tiles import tile_length, tile_refusal, tiled_axis
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....array import Scheme
-from ....array.quantize import scale_limit
 from ....array.scales import MSE, MX, NVFP4, AbsMax, MinMax, ScaleStore, Target
 from ....array.scales.calibration import symmetric_or_range
 from ....array.scales.mx import bits_added
@@ -102,7 +101,7 @@ def chosen(tiles: jax.Array, valid: jax.Array | None, scheme: Scheme, unit: jax.
         exponent = _exponents(tiles, amax, scheme)
         stored = jnp.where(is_finite, exponent + 127, 255).astype(jnp.uint8)
         return Chosen(stored, _or_nan(power_of_two(exponent), is_finite))
-    store = ScaleStore(scheme.scale, unit, scale_limit(scheme))  # type: ignore[arg-type]
+    store = ScaleStore(scheme.scale, unit, scheme.scale_limit)  # type: ignore[arg-type]
     target = Target(scheme.format, store, scheme.zero_holder)
     ideal, low = _ideal(tiles, valid, amax, scheme, target)
     stored = store.stored(_or_nan(jnp.where(ideal < TINY, jnp.ones_like(ideal), ideal), is_finite))
@@ -161,7 +160,7 @@ def _exponents(tiles: jax.Array, amax: jax.Array, scheme: Scheme) -> jax.Array:
             found = _power_error(x, tried - exponent, fmt)
             is_lower = found < least * TIE
             best, least = jnp.where(is_lower, tried, best), jnp.where(is_lower, found, least)
-    best = jnp.minimum(best, int(np.frexp(ScaleStore(FORMATS["e8m0"], limit=scale_limit(scheme)).largest)[1]) - 1)
+    best = jnp.minimum(best, int(np.frexp(ScaleStore(FORMATS["e8m0"], limit=scheme.scale_limit).largest)[1]) - 1)
     return jnp.where(amax > 0, best, 0)
 
 

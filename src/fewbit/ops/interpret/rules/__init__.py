@@ -1,6 +1,5 @@
 """The rule of each JAX primitive with a quantized operand."""
 
-from ...qat import rules as rules
 from ..evaluator import Rule
 from .control_flow import CONTROL
 from .custom_derivatives import DERIVATIVES

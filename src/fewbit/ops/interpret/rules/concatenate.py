@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from ...._tiles import Tile
 from ....array import QArray
+from ....array.leaves import taken_rows, with_leaves
 from ....array.packing import code_capacity, codes_per_unit, pack, unpack
-from ...take import taken_rows, with_leaves
-from ..evaluator import NoRuleError
+from ....errors import QuantError
+from ..proxy import NoRuleError
 
 
 def tile_length(q: QArray, axis: int) -> int:
@@ -135,6 +136,14 @@ def _reversed(q: QArray, axis: int) -> QArray:
     else:
         codes = jnp.flip(q.codes, axis)
     return with_leaves(q, flipped, codes=codes)
+
+
+def reshaped(q: QArray, shape: Sequence[int]) -> QArray:
+    """The array in another shape; NoRuleError when a tile or a byte would be cut."""
+    try:
+        return q.reshape(tuple(int(n) for n in shape))
+    except QuantError as error:
+        raise NoRuleError(str(error)) from error
 
 
 def repacked(q: QArray, axis: int) -> QArray:

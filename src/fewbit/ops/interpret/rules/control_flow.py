@@ -11,10 +11,10 @@ from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
 from ....array import QArray, is_qarray
-from ...take import taken_rows, with_leaves
-from ..evaluator import Evaluator, NoRuleError, Rule
+from ....array.leaves import taken_rows, with_leaves
+from ..evaluator import Evaluator, Rule
 from ..indices import Atom, open_jaxpr, scan_operands, while_operands
-from ..proxy import ArrayProxy, is_proxy
+from ..proxy import ArrayProxy, NoRuleError, is_proxy
 from .concatenate import spread
 from .scan_slice import ScanSlice, alone, is_sliced_lazily
 from .sharding import constrained

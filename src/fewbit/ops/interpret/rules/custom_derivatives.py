@@ -16,8 +16,8 @@ from jax.extend import core as jex_core
 from jax.tree_util import Partial
 from jaxtyping import PyTree
 
-from ..evaluator import Evaluator, Rule, bound, logical
-from ..proxy import array_of, is_proxy
+from ..evaluator import Evaluator, Rule, array_of, bound, logical
+from ..proxy import is_proxy
 
 
 def _traced(evaluator: Evaluator, fn: Callable[..., Any], *args: PyTree) -> PyTree:

@@ -10,12 +10,13 @@ from jax.extend import core as jex_core
 
 from ....array import QArray, is_qarray
 from ....array.axis_move import LAYOUT_PRIMITIVES, AxisMove, axis_moves
+from ....array.leaves import taken_rows
 from ....errors import QuantError
 from ....kernels.quantize import dequantize
-from ...take import taken_rows
-from ..evaluator import Evaluator, NoRuleError, Rule, bound
+from ..evaluator import Evaluator, Rule, bound
 from ..lookup import Lookup
-from .concatenate import broadcasted, is_packed_along, joined, repacked, reversed_along, untiled
+from ..proxy import NoRuleError
+from .concatenate import broadcasted, is_packed_along, joined, repacked, reshaped, reversed_along, untiled
 
 
 def _moved(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -57,14 +58,6 @@ def _regrouped(q: QArray, move: AxisMove) -> QArray:
     return reshaped(q, move.units)
 
 
-def reshaped(q: QArray, shape: Sequence[int]) -> QArray:
-    """The array in another shape; NoRuleError when a tile or a byte would be cut."""
-    try:
-        return q.reshape(tuple(int(n) for n in shape))
-    except QuantError as error:
-        raise NoRuleError(str(error)) from error
-
-
 def _refuse_sharding(eqn: jex_core.JaxprEqn) -> None:
     if eqn.params.get("sharding") is not None:
         raise NoRuleError("a sharding is requested for the result")
@@ -78,7 +71,7 @@ def _convert(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[An
     return [values[0].astype(dtype)]
 
 
-def on_leaves(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def _on_leaves(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A primitive that returns its operand, or another device's, bound for each leaf of the QArray."""
     return [jax.tree.map(lambda leaf: bound(eqn, [leaf])[0], values[0])]
 
@@ -164,7 +157,7 @@ def _select_n(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[A
 
 LAYOUT: dict[str, Rule] = dict.fromkeys(LAYOUT_PRIMITIVES, _moved) | {
     "convert_element_type": _convert,
-    **dict.fromkeys(("copy", "copy_p", "name", "stage"), on_leaves),
+    **dict.fromkeys(("copy", "copy_p", "name", "stage", "pvary", "ppermute"), _on_leaves),
     "stop_gradient": _stop_gradient,
     "optimization_barrier": _barrier,
     "unstack": _unstack,

@@ -13,15 +13,15 @@ from jaxtyping import PyTree
 
 from ...._tiles import Tile
 from ....array import QArray, is_qarray
+from ....array.leaves import with_leaves
 from ....kernels.quantize import dequantize
 from ...conv import conv_general_dilated
 from ...dot import dot_general, untransposed
 from ...ragged import ragged_dot_general
-from ...take import with_leaves
-from ..evaluator import Evaluator, NoRuleError, Rule, bound
+from ..evaluator import Evaluator, Rule, bound
 from ..indices import shape_of
 from ..lookup import Lookup
-from ..proxy import is_proxy
+from ..proxy import NoRuleError, is_proxy
 from .concatenate import is_packed_along, spread
 
 _DOT_SETTINGS = operator.itemgetter("dimension_numbers", "precision", "preferred_element_type", "out_sharding")

@@ -13,13 +13,12 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ....array import QArray, is_qarray
+from ....array.leaves import with_leaves
 from ....array.sharding import axis_names, placement, spec_entries
 from ....errors import QuantError
-from ...take import with_leaves
-from ..evaluator import Evaluator, NoRuleError, Rule
-from ..proxy import ArrayProxy
-from .concatenate import is_packed_along, joined, spread, tile_length, unit_of
-from .layout import on_leaves, reshaped
+from ..evaluator import Evaluator, Rule
+from ..proxy import ArrayProxy, NoRuleError
+from .concatenate import is_packed_along, joined, reshaped, spread, tile_length, unit_of
 
 
 def leaf_shardings(q: QArray, sharding: object) -> PyTree:
@@ -156,8 +155,6 @@ SHARDING: dict[str, Rule] = {
     "sharding_constraint": _sharding_constraint,
     "reshard": _reshard,
     "device_put": _device_put,
-    "pvary": on_leaves,
-    "ppermute": on_leaves,
     "all_gather": _all_gather,
     "shard_map": _shard_map,
 }
