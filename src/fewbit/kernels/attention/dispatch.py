@@ -11,6 +11,7 @@ from .problem import AttentionProblem, Block
 from .reference import Reference
 
 BACKENDS = Backends("attention", Cpu(), Reference())
+"""The backends of attention, in the order in which they are asked."""
 
 
 def attention(

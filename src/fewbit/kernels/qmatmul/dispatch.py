@@ -15,6 +15,7 @@ from .reference import Reference
 from .tpu.backend import PallasTPU
 
 BACKENDS = Backends("qmatmul", PallasTPU(), TritonGPU(), Cpu(), Reference())
+"""The backends of matmuls, in the order in which they are asked."""
 
 
 def product(

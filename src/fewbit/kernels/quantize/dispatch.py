@@ -24,7 +24,9 @@ from .tpu.backend import PallasTPUQuantizer
 from .tpu.dequantize_backend import PallasTPUDequantizer
 
 QUANTIZERS = Backends("quantize", PallasTPUQuantizer(), TritonQuantizer(), CpuQuantizer(), ReferenceQuantizer())
+"""The backends of quantize, in the order in which they are asked."""
 DEQUANTIZERS = Backends("dequantize", PallasTPUDequantizer(), TritonDequantizer(), CpuDequantizer(), ReferenceDequantizer())
+"""The backends of dequantize, in the order in which they are asked."""
 
 Quantizer: TypeAlias = AbstractBackend[Quantization]
 Dequantizer: TypeAlias = AbstractBackend[Decoding]

@@ -292,7 +292,7 @@ def test_nan_and_zero_tiles():
 def test_what_explain_says_with_several_devices():
     q = weight("nf4", -2)
     lines = fb.explain(jnp.ones((2, ROWS)), q).splitlines()
-    assert lines.pop(1).startswith("  time: ")
+    assert lines.pop(1).startswith("  reads: ")
     assert lines == [
         "float32[2,70] @ nf4[70,200]: reference (plain JAX, which writes the decoded weight to memory before it multiplies)",
         "  pallas_tpu (experimental): it runs on tpu, the device is cpu",
