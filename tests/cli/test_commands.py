@@ -121,6 +121,7 @@ def test_quantize_as_json(model, tmp_path):
     assert any("fewbit generate" in line for line in form["commands"])
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_a_log_file_takes_the_lines(model, tmp_path):
     done = run("quantize", model, "-o", tmp_path / "out", "-r", "int8", "--no-check", "--log", tmp_path / "log")
@@ -154,6 +155,7 @@ def test_a_rotated_model(model, tmp_path):
     assert run_json("inspect", tmp_path / "out")["facts"]["rotation_seed"] == 7
 
 
+@pytest.mark.slow
 @needs_tokenizers
 def test_the_source_that_is_quantized_already_is_told(model, tmp_path):
     run("quantize", model, "-o", tmp_path / "out", "-r", "nf4", "--no-check")

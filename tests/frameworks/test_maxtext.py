@@ -274,6 +274,7 @@ def tell_paths(model):
     return maxtext.maybe_quantize_model(model, None)
 
 
+@pytest.mark.slow
 @pytest.mark.finding(26, 27)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_rules_by_layer_in_nnx_and_in_stacked_layers():

@@ -174,6 +174,7 @@ def test_a_shared_variable_is_quantized_once():
     assert fx.transparent(call)(quantized, ids).shape == (4, 32)
 
 
+@pytest.mark.slow
 @pytest.mark.finding(40)
 def test_adapters_go_by_the_paths_of_params_and_learn():
     model = fx.quantize(serving(net()), X, recipe="nf4")

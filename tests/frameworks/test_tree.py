@@ -107,6 +107,7 @@ def test_an_equinox_module_is_trained_by_an_unchanged_optimizer(eqx):
     assert losses[-1] < losses[0] and jax.tree.structure(model) == structure
 
 
+@pytest.mark.slow
 def test_an_equinox_module_is_served_as_it_was_trained(eqx):
     """Paths are those of the fields; an optax step on the float module changes none of that."""
     optax = pytest.importorskip("optax")

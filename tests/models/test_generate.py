@@ -35,6 +35,7 @@ def test_greedy_is_the_repeated_full_forward():
     assert generate(PARAMS, PROMPT, SMALL, max_new_tokens=12).rows() == by_full_forwards(12)
 
 
+@pytest.mark.slow
 def test_a_row_ends_before_its_stop_token():
     expected = by_full_forwards(12)
     stop = expected[0][4]

@@ -128,6 +128,7 @@ def summed(accumulator, backward=None):
     return fb.Policy("fp8", "fp8", dlhs=arm, drhs=arm, accumulator=accumulator)
 
 
+@pytest.mark.slow
 def test_sums_in_bfloat16():
     assert [types[2] for types in traced("ragged", summed("bfloat16", "float32"))] == ["bfloat16", "float32", "float32"]
     case = CASES["matmul"]

@@ -23,6 +23,7 @@ def test_blocks_are_those_of_the_packed_form(name: str, dim: int) -> None:
     assert torch.equal((back if dim == -1 else back.mT).reshape(4, 64), fbt.dequantize(q))
 
 
+@pytest.mark.slow
 def test_activations_meet_the_blocks_in_a_row() -> None:
     rng = np.random.default_rng(1)
     W, X = torch.tensor(rng.normal(size=(4, 48))), torch.tensor(rng.normal(size=(64, 48)))

@@ -57,6 +57,7 @@ def test_uniform_weights_gain_most():
     assert float(_error(x, TWO_LEVELS)) < 0.82 * float(_error(x, OF_LARGEST))
 
 
+@pytest.mark.slow
 @pytest.mark.finding(39)
 @pytest.mark.parametrize("kind", ["gaussian", "lognormal rows, wider"])
 def test_a_sample_decides_for_large_arrays(kind: str, monkeypatch: pytest.MonkeyPatch):

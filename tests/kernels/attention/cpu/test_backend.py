@@ -164,6 +164,7 @@ def test_scores_far_apart_and_all_alike():
         assert beyond_rounding(by_kernel(scaled, block), scaled, block) < 1
 
 
+@pytest.mark.slow
 def test_derivatives_and_maps_are_the_references():
     q, block = cache("float32", "odd")
 

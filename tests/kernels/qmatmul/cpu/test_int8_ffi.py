@@ -70,6 +70,7 @@ def test_tiles_of_both_sides():
     np.testing.assert_allclose(y, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scheme", ["int8", "uint4", "int4_g64"])
 @pytest.mark.parametrize("numbers", [LAST, FIRST], ids=["last", "first"])
 def test_a_few_rows_have_the_bits_that_they_have_among_many(scheme, numbers):

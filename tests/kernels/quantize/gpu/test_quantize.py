@@ -132,6 +132,7 @@ def test_codes_under_given_scales(name: str) -> None:
     assert torch.equal(codes, q.codes) and torch.equal(scale, q.scale)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes_axes_and_the_largest_magnitude(dtype: torch.dtype) -> None:
     W = awkward(48).to(dtype)
@@ -163,6 +164,7 @@ def test_a_named_backend_is_never_replaced() -> None:
     assert fbt.explain(torch.ones(2, 32), "mxfp4").startswith("jax, because triton: the tensor is on cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "axis"), [("nvfp4", -1), ("int4_g32", -2)])
 def test_jax_reaches_the_kernels_through_jax_triton(name: str, axis: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the interpreter in the place of jax-triton, which needs a GPU; also of several arrays at once."""
