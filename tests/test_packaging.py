@@ -90,7 +90,9 @@ def test_a_cpp_file_becomes_an_extension_beside_it(tree: Path) -> None:
         "its C++ extension was built from other sources than those here; "
         "run `pip install -e .`, or `python setup.py build_ext --inplace`"
     )
-    (tree / "built" / "fewbit" / "kernels" / "nothing" / "cpu" / "nothing.cc").unlink()  # without its source nothing is compared
+    (
+        tree / "built" / "fewbit" / "kernels" / "nothing" / "cpu" / "nothing.cc"
+    ).unlink()  # without its source nothing is compared
     assert reason_missing(tree / "built") == "None"
 
 

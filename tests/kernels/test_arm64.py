@@ -22,7 +22,12 @@ pytestmark = [
     pytest.mark.skipif(arm64.missing() is not None, reason=str(arm64.missing())),
     *(
         pytest.mark.skipif(extension(f"fewbit.kernels.{name}").missing is not None, reason="the C++ extension is not built")
-        for name in ("quantize.cpu._quantize", "qmatmul.cpu._dequant_gemm", "qmatmul.cpu._int8_gemm", "attention.cpu._attention")
+        for name in (
+            "quantize.cpu._quantize",
+            "qmatmul.cpu._dequant_gemm",
+            "qmatmul.cpu._int8_gemm",
+            "attention.cpu._attention",
+        )
     ),
 ]
 
@@ -106,7 +111,9 @@ def test_attention(monkeypatch, tmp_path):
             q, block = cache(policy, shape)
             attention(q, [block], backend="cpu")
             bounds.append(2 * by_formula(q, [block])[1])
-    for got, expected, bound in zip(replay(calls, "attention/cpu/attention.cc", tmp_path), calls.results, bounds, strict=True):
+    for got, expected, bound in zip(
+        replay(calls, "attention/cpu/attention.cc", tmp_path), calls.results, bounds, strict=True
+    ):
         assert np.all(np.abs(got - expected) <= bound)
 
 

@@ -47,7 +47,8 @@ def test_a_stale_extension_ends_the_tests(monkeypatch, pytestconfig):
     conftest.pytest_sessionstart(None)
     monkeypatch.setattr(extension, "extension", lambda name: extension.Extension(missing="stale", is_stale=True))
     with pytest.raises(
-        pytest.UsageError, match=r"qmatmul\.cpu\._dequant_gemm, .*built from other C\+\+ sources than lie here; run `pip install"
+        pytest.UsageError,
+        match=r"qmatmul\.cpu\._dequant_gemm, .*built from other C\+\+ sources than lie here; run `pip install",
     ):
         conftest.pytest_sessionstart(None)
 

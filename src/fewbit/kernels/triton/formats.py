@@ -15,9 +15,6 @@ import typing
 import triton
 import triton.language as tl
 
-from ..quantize.gpu.problem import INTEGER, MINIFLOAT
-
-_MINIFLOAT, _INTEGER = tl.constexpr(MINIFLOAT), tl.constexpr(INTEGER)
 _TINY = tl.constexpr(2.0**-126)
 
 
@@ -51,32 +48,33 @@ def flushed(x):
 
 @triton.jit
 @typing.no_type_check
-def nearest_magnitude(y, MAN: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr):
+def nearest_magnitude(y, FMT: tl.constexpr):
     """Each magnitude rounded to a minifloat, ties to even, saturated."""
-    y = tl.minimum(y, HIGH)
-    exponent = tl.maximum(as_bits(y) & 0x7F800000, (128 - BIAS) << 23)
-    shifter = as_float(exponent) * 2.0 ** (23 - MAN)  # a factor that is fused into both additions
+    y = tl.minimum(y, FMT.high)
+    exponent = tl.maximum(as_bits(y) & 0x7F800000, (128 - FMT.bias) << 23)
+    shifter = as_float(exponent) * 2.0 ** (23 - FMT.mantissa)  # a factor that is fused into both additions
     return (y + shifter) - shifter
 
 
 @triton.jit
 @typing.no_type_check
-def minifloat_code(number, MAN: tl.constexpr, BIAS: tl.constexpr):
+def minifloat_code(number, FMT: tl.constexpr):
     """The unsigned code of each non-negative minifloat number."""
-    return as_bits(number * (2.0 ** (BIAS - 127))) >> (23 - MAN)
+    return as_bits(number * (2.0 ** (FMT.bias - 127))) >> (23 - FMT.mantissa)
 
 
 @triton.jit
 @typing.no_type_check
-def minifloat_value(code, MAN: tl.constexpr, BIAS: tl.constexpr):
+def minifloat_value(code, FMT: tl.constexpr):
     """The number of each unsigned code."""
-    return as_float(code << (23 - MAN)) * (2.0 ** (127 - BIAS))
+    return as_float(code << (23 - FMT.mantissa)) * (2.0 ** (127 - FMT.bias))
 
 
 @triton.jit
 @typing.no_type_check
-def codebook_code(y, T: tl.constexpr):
+def codebook_code(y, CODES: tl.constexpr):
     """How many of 15 ascending thresholds are below each element: a tree of four comparisons."""
+    T: tl.constexpr = CODES.thresholds
     a = y > T[7]
     b = y > tl.where(a, T[11], T[3])
     c = y > tl.where(a, tl.where(b, T[13], T[9]), tl.where(b, T[5], T[1]))
@@ -88,60 +86,39 @@ def codebook_code(y, T: tl.constexpr):
 
 @triton.jit
 @typing.no_type_check
-def codebook_value(code, V: tl.constexpr):
+def codebook_value(code, CODES: tl.constexpr):
     """The number of each code of a 16-entry codebook."""
-    value = tl.full(code.shape, V[0], tl.float32)
+    value = tl.full(code.shape, CODES.table[0], tl.float32)
     for i in tl.static_range(1, 16):
-        value = tl.where(code == i, V[i], value)
+        value = tl.where(code == i, CODES.table[i], value)
     return value
 
 
 @triton.jit
 @typing.no_type_check
-def nearest(
-    y,
-    KIND: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
-):
+def nearest(y, CODES: tl.constexpr):
     """Each element rounded to the format; for minifloats elements are magnitudes."""
-    if KIND == _MINIFLOAT:
-        number = nearest_magnitude(y, MAN, BIAS, HIGH)
-    elif KIND == _INTEGER:
-        shifter: tl.constexpr = 12582912.0 * STEP
-        number = (tl.minimum(tl.maximum(y, LOW), HIGH) + shifter) - shifter
+    if CODES.kind == "minifloat":
+        number = nearest_magnitude(y, CODES)
+    elif CODES.kind == "integer":
+        shifter: tl.constexpr = 12582912.0 * CODES.step
+        number = (tl.minimum(tl.maximum(y, CODES.low), CODES.high) + shifter) - shifter
     else:
-        number = codebook_value(codebook_code(y, THRESHOLDS), TABLE)
+        number = codebook_value(codebook_code(y, CODES), CODES)
     return number
 
 
 @triton.jit
 @typing.no_type_check
-def encode(
-    y,
-    sign,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-):
+def encode(y, sign, CODES: tl.constexpr):
     """The code of each element, given as a magnitude and a sign bit."""
-    if KIND == _MINIFLOAT:
-        code = minifloat_code(nearest_magnitude(y, MAN, BIAS, HIGH), MAN, BIAS)
-        code = code | ((sign >> (32 - BITS)) & (1 << (BITS - 1)))
-    elif KIND == _INTEGER:
+    if CODES.kind == "minifloat":
+        code = minifloat_code(nearest_magnitude(y, CODES), CODES)
+        code = code | ((sign >> (32 - CODES.bits)) & (1 << (CODES.bits - 1)))
+    elif CODES.kind == "integer":
         y = as_float(as_bits(y) | sign)
-        shifter: tl.constexpr = 12582912.0 * STEP
-        code = as_bits(tl.minimum(tl.maximum(y, LOW), HIGH) + shifter) & ((1 << BITS) - 1)
+        shifter: tl.constexpr = 12582912.0 * CODES.step
+        code = as_bits(tl.minimum(tl.maximum(y, CODES.low), CODES.high) + shifter) & ((1 << CODES.bits) - 1)
     else:
-        code = codebook_code(as_float(as_bits(y) | sign), THRESHOLDS)
+        code = codebook_code(as_float(as_bits(y) | sign), CODES)
     return code

@@ -25,7 +25,7 @@ import typing
 import triton
 import triton.language as tl
 
-from ...triton.decode import _NO_ZERO, _ZERO_CODES, number_of, scale_of, zero_of
+from ...triton.decode import number_of, scale_of, zero_of
 from .groups import group_of, group_pointers
 
 
@@ -126,26 +126,13 @@ def dot_kernel(
     CN: tl.constexpr,
     CK: tl.constexpr,
     PRECISION: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    SIGNED: tl.constexpr,
-    SPECIALS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALE_MAN: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    SCALE_HIGH: tl.constexpr,
-    HAS_UNIT: tl.constexpr,
-    ZERO: tl.constexpr,
-    ZERO_SIGNED: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
     """A block of `y[s, m, n] = sum_k x[m, k] w[k, n]`, k in split s; GP > 0: w of m's group."""
-    scales_sums: tl.constexpr = TK == 0 and ZERO == _NO_ZERO
+    scales_sums: tl.constexpr = TK == 0 and SCALES.zero == "none"
     blocks_m, blocks_n = tl.cdiv(m, BM), tl.cdiv(n, BN)
     if GP > 0:
         blocks_m = (m + tl.minimum(groups + 1, m) * (BM - 1)) // BM
@@ -175,19 +162,19 @@ def dot_kernel(
         ki = k_first + tl.arange(0, BK)
         is_x = is_m if EVEN_K else is_m & (ki < k)[None, :]
         x = tl.load(x_row + ki[None, :], mask=is_x, other=0.0)
-        code = loaded_codes(codes_ptr, n_first, k_first, n, k, codes_n, codes_k, BN, BK, BITS, PACKS_K, EVEN_K)
-        w = number_of(code, table_ptr, KIND, BITS, MAN, BIAS, HIGH, STEP, SIGNED, SPECIALS)
+        code = loaded_codes(codes_ptr, n_first, k_first, n, k, codes_n, codes_k, BN, BK, CODES.bits, PACKS_K, EVEN_K)
+        w = number_of(code, table_ptr, CODES)
         if not scales_sums:
             tile_k = block_of(k_first, BK, TK, CK)
             is_tile = is_tile_n & (tile_k * TK < k)[None, :]
             where = scale_row + tile_k[None, :] * scale_k
-            scale = scale_of(tl.load(scale_ptr + where, mask=is_tile, other=0), SCALE, SCALE_MAN, SCALE_BIAS, SCALE_HIGH)
+            scale = scale_of(tl.load(scale_ptr + where, mask=is_tile, other=0), SCALES)
             scale = spread(scale, BN, BK, CN, CK)
-            if ZERO == _NO_ZERO:
+            if SCALES.zero == "none":
                 w = w * scale
             else:
-                zero = spread(zero_of(tl.load(zero_ptr + where, mask=is_tile, other=0), ZERO, ZERO_SIGNED), BN, BK, CN, CK)
-                if ZERO == _ZERO_CODES:
+                zero = spread(zero_of(tl.load(zero_ptr + where, mask=is_tile, other=0), SCALES), BN, BK, CN, CK)
+                if SCALES.zero == "codes":
                     w = (w - zero) * scale
                 else:
                     w = w * scale + zero
@@ -198,8 +185,8 @@ def dot_kernel(
 
     if scales_sums:
         stored = tl.load(scale_ptr + (ni.to(tl.int64) // TN * scale_n if TN > 0 else ni * 0), mask=ni < n, other=0)
-        total = total * scale_of(stored, SCALE, SCALE_MAN, SCALE_BIAS, SCALE_HIGH)[:, None]
-    if HAS_UNIT:
+        total = total * scale_of(stored, SCALES)[:, None]
+    if SCALES.has_tensor_scale:
         total = total * tl.load(unit_ptr)
     y = tl.trans(total).to(y_ptr.dtype.element_ty)
     y_row = y_ptr + (split.to(tl.int64) * m + mi.to(tl.int64))[:, None] * n

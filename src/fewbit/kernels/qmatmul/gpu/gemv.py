@@ -26,7 +26,7 @@ import typing
 import triton
 import triton.language as tl
 
-from ...triton.decode import _NO_ZERO, _ZERO_CODES, numbers_in, scale_of, zero_of
+from ...triton.decode import numbers_in, scale_of, zero_of
 
 
 @triton.jit
@@ -50,26 +50,13 @@ def gemv_kernel(
     BN: tl.constexpr,
     BW: tl.constexpr,
     CHUNK: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    SIGNED: tl.constexpr,
-    SPECIALS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALE_MAN: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    SCALE_HIGH: tl.constexpr,
-    HAS_UNIT: tl.constexpr,
-    ZERO: tl.constexpr,
-    ZERO_SIGNED: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
     """`y[m, n] = sum_k x[m, k] w[n, k]` for BN of n, all m."""
-    codes_in_word: tl.constexpr = 32 // BITS
+    codes_in_word: tl.constexpr = 32 // CODES.bits
     chunks: tl.constexpr = BW * codes_in_word // CHUNK
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     is_row = row < n
@@ -80,7 +67,7 @@ def gemv_kernel(
         at = first // codes_in_word + tl.arange(0, BW)
         is_word = is_row[:, None] & (at * codes_in_word < k)[None, :]
         word = tl.load(words_ptr + (row * word_stride)[:, None] + at[None, :], mask=is_word, other=0)
-        value = numbers_in(word, table_ptr, KIND, BITS, MAN, BIAS, HIGH, STEP, SIGNED, SPECIALS)
+        value = numbers_in(word, table_ptr, CODES)
         ki = first + tl.arange(0, chunks)[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
         is_x = (mi < m) & (ki < k)[None, None, :, :]
         x = tl.load(x_ptr + mi * x_stride + ki[None, None, :, :], mask=is_x, other=0.0).to(tl.float32)
@@ -90,18 +77,18 @@ def gemv_kernel(
         is_scale = is_row[:, None] & (start < k)[None, :]
         tile = start // TK * scale_k if TK > 0 else start * 0
         where = scale_row[:, None] + tile[None, :]
-        scale = scale_of(tl.load(scale_ptr + where, mask=is_scale, other=0), SCALE, SCALE_MAN, SCALE_BIAS, SCALE_HIGH)
-        if ZERO == _NO_ZERO:
+        scale = scale_of(tl.load(scale_ptr + where, mask=is_scale, other=0), SCALES)
+        if SCALES.zero == "none":
             total += part * scale[None, :, :]
         else:
-            zero = zero_of(tl.load(zero_ptr + where, mask=is_scale, other=0), ZERO, ZERO_SIGNED)
+            zero = zero_of(tl.load(zero_ptr + where, mask=is_scale, other=0), SCALES)
             of_x = tl.sum(x, axis=3)  # [MP, 1, chunks]
-            if ZERO == _ZERO_CODES:
+            if SCALES.zero == "codes":
                 total += (part - of_x * zero[None, :, :]) * scale[None, :, :]
             else:
                 total += part * scale[None, :, :] + of_x * zero[None, :, :]
     y = tl.sum(total, axis=2)  # [MP, BN]
-    if HAS_UNIT:
+    if SCALES.has_tensor_scale:
         y = y * tl.load(unit_ptr)
     mo = tl.arange(0, MP)
     is_y = (mo < m)[:, None] & is_row[None, :]

@@ -29,7 +29,7 @@ import typing
 import triton
 import triton.language as tl
 
-from ...triton.decode import _NO_ZERO, _ZERO_CODES, number_of, scale_of, zero_of
+from ...triton.decode import number_of, scale_of, zero_of
 from .gemm import spread
 from .groups import group_of, group_pointers
 
@@ -50,31 +50,25 @@ def pairs_of(
     R: tl.constexpr,
     CHUNK: tl.constexpr,
     PTX: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    HIGH: tl.constexpr,
-    SIGNED: tl.constexpr,
-    SPECIALS: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Decodes bytes to bfloat16, `[R, CHUNK]`."""
-    if BITS == 4:
+    if CODES.bits == 4:
         if PTX != "":
             low, high = tl.inline_asm_elementwise(
                 PTX, "=r,=r,=r,=r,r", [byte], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
             )
         else:
             code = byte.to(tl.int32)
-            low = number_of(code & 15, table_ptr, KIND, BITS, MAN, BIAS, HIGH, 1.0, SIGNED, SPECIALS).to(tl.bfloat16)
-            high = number_of(code >> 4, table_ptr, KIND, BITS, MAN, BIAS, HIGH, 1.0, SIGNED, SPECIALS).to(tl.bfloat16)
+            low = number_of(code & 15, table_ptr, CODES).to(tl.bfloat16)
+            high = number_of(code >> 4, table_ptr, CODES).to(tl.bfloat16)
         number = in_order(low, high, R, CHUNK // 2)
     else:
         if PTX != "":
             number = tl.inline_asm_elementwise(PTX, "=r,=r,r", [byte], dtype=tl.bfloat16, is_pure=True, pack=4)
         else:
             code = byte.to(tl.int32)
-            number = number_of(code, table_ptr, KIND, BITS, MAN, BIAS, HIGH, 1.0, SIGNED, SPECIALS).to(tl.bfloat16)
+            number = number_of(code, table_ptr, CODES).to(tl.bfloat16)
         number = tl.reshape(number, (R, CHUNK))
     return number
 
@@ -128,26 +122,13 @@ def pairs_kernel(
     GP: tl.constexpr,
     PTX: tl.constexpr,
     FOLDED: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    SIGNED: tl.constexpr,
-    SPECIALS: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALE_MAN: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    SCALE_HIGH: tl.constexpr,
-    HAS_UNIT: tl.constexpr,
-    ZERO: tl.constexpr,
-    ZERO_SIGNED: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
     TK: tl.constexpr,
     TN: tl.constexpr,
 ):
     """A BM x BN block of `y[m, n] = sum_k x[m, k] w[n, k]`; GP > 0: w of m's group."""
-    of_chunk: tl.constexpr = CHUNK * BITS // 8
+    of_chunk: tl.constexpr = CHUNK * CODES.bits // 8
     is_short: tl.constexpr = TK > 0 and TK < CHUNK
     tiles: tl.constexpr = CHUNK // TK if is_short else 1
     row = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
@@ -166,15 +147,15 @@ def pairs_kernel(
     total = tl.zeros([KS, BN, BM], tl.float32)
     for first in range(0, k_end, KS * CHUNK):
         start = first + tl.arange(0, KS)[:, None, None] * CHUNK
-        at = start * BITS // 8 + tl.arange(0, of_chunk)[None, None, :]
-        is_byte = is_row[None, :, None] if EVEN_K else is_row[None, :, None] & (at * 8 // BITS < k)
+        at = start * CODES.bits // 8 + tl.arange(0, of_chunk)[None, None, :]
+        is_byte = is_row[None, :, None] if EVEN_K else is_row[None, :, None] & (at * 8 // CODES.bits < k)
         byte = tl.load(codes_row + at, mask=is_byte, other=0)
-        w = pairs_of(byte, table_ptr, KS * BN, CHUNK, PTX, KIND, BITS, MAN, BIAS, HIGH, SIGNED, SPECIALS)
+        w = pairs_of(byte, table_ptr, KS * BN, CHUNK, PTX, CODES)
 
         ki = start + tl.arange(0, CHUNK)[None, None, :]
         is_x = is_m[None, :, None] if EVEN_K else is_m[None, :, None] & (ki < k)
         x = tl.load(x_row + ki, mask=is_x, other=0.0)  # [KS, BM, CHUNK]
-        if BITS == 4:
+        if CODES.bits == 4:
             x = tl.reshape(x, (KS * BM, CHUNK // 8, 4, 2))
             x = tl.reshape(tl.permute(x, (0, 1, 3, 2)), (KS, BM, CHUNK))
         x = tl.permute(x, (0, 2, 1))
@@ -182,7 +163,7 @@ def pairs_kernel(
         tile = start // TK + tl.arange(0, tiles)[None, None, :] if TK > 0 else start * 0
         is_tile = is_row[None, :, None] if EVEN_K else is_row[None, :, None] & (tile * TK < k)
         stored = tl.load(scale_row + tile * scale_k, mask=is_tile, other=0)
-        scale = scale_of(stored, SCALE, SCALE_MAN, SCALE_BIAS, SCALE_HIGH)  # [KS, BN, tiles]
+        scale = scale_of(stored, SCALES)  # [KS, BN, tiles]
         if is_short:
             if FOLDED:
                 scale = scale * 2.0**118
@@ -191,20 +172,20 @@ def pairs_kernel(
         else:
             w = tl.reshape(w, (KS, BN, CHUNK))
             part = tl.dot(w, x)
-            if ZERO == _NO_ZERO:
+            if SCALES.zero == "none":
                 total += part * scale
             else:
                 of_x = tl.dot(tl.full([KS, BN, CHUNK], 1.0, tl.bfloat16), x)
                 zero_row = zero_ptr + (row // TN * scale_n if TN > 0 else row * 0)[None, :, None]
-                zero = zero_of(tl.load(zero_row + tile * scale_k, mask=is_tile, other=0), ZERO, ZERO_SIGNED)
-                if ZERO == _ZERO_CODES:
+                zero = zero_of(tl.load(zero_row + tile * scale_k, mask=is_tile, other=0), SCALES)
+                if SCALES.zero == "codes":
                     total += (part - of_x * zero) * scale
                 else:
                     total += part * scale + of_x * zero
     y = tl.sum(total, axis=0)  # [BN, BM]
     if FOLDED:
         y = y * 2.0**8
-    if HAS_UNIT:
+    if SCALES.has_tensor_scale:
         y = y * tl.load(unit_ptr)
     y_at = y_ptr + mi.to(tl.int64)[None, :] * n + row[:, None]
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=is_m[None, :] & is_row[:, None])

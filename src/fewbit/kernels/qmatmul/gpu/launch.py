@@ -10,7 +10,7 @@ from .gemm import dot_kernel
 from .gemv import gemv_kernel
 from .gemv_bf16 import pairs_kernel
 from .int8_gemm import codes_kernel
-from .weight import NO_ZERO, Matrix
+from .weight import Matrix
 
 GROUP = 8
 """Consecutive blocks of one axis per group, for reuse in the L2 cache."""
@@ -154,7 +154,7 @@ def pairs_refuses(matrix: Matrix, codes_strides: tuple[int, int]) -> str | None:
     if 0 < matrix.tile_k < 32:
         scale = scheme.scale
         is_exact = isinstance(scale, Minifloat) and scale.mantissa == 3 and not isinstance(scheme.format, Codebook)
-        if matrix.tile_k < 16 or matrix.bits == 8 or not is_exact or matrix.constants()["ZERO"] != NO_ZERO:
+        if matrix.tile_k < 16 or matrix.bits == 8 or not is_exact or scheme.zero_point is not None:
             return f"tiles of {matrix.tile_k} are shorter than a chunk, and scaled codes are not exact in bfloat16"
     return None
 

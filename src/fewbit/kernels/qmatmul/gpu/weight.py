@@ -8,14 +8,10 @@ import numpy as np
 from ...._tiles import Tile
 from ....array import Scheme
 from ....formats import AbstractFormat, Codebook, Integer, Minifloat
-from ...quantize.gpu.problem import CODEBOOK, INTEGER, MINIFLOAT, TileProblem
+from ...triton.constants import Codes, Scales
 
-NO_ZERO, ZERO_CODES, OFFSETS = 0, 1, 2
-FINITE, WITH_NAN, IEEE = 0, 1, 2
 LONGEST = 1 << 30
 """The longest axis: element indices are 32 bits, byte offsets 64."""
-
-_KINDS = {Minifloat: MINIFLOAT, Integer: INTEGER}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +61,7 @@ class Matrix:
             return f"scales stored as {scheme.scale.name}"
         if isinstance(scheme.zero_point, AbstractFormat) and not isinstance(scheme.zero_point, Integer):
             return f"zero points stored as {scheme.zero_point.name}"
-        if scheme.tensor_scale and self._zero() == OFFSETS:
+        if scheme.tensor_scale and scheme.zero_point is not None and not isinstance(scheme.zero_point, AbstractFormat):
             return "float zero points together with a tensor scale"
         if scheme.packing.to_json():
             return f"codes packed as {scheme.packing}; codes in order are supported"
@@ -78,25 +74,8 @@ class Matrix:
 
     def constants(self) -> dict[str, Any]:
         """The kernel's compile-time constants for the codes and the scales."""
-        fmt, problem = self.scheme.format, TileProblem(self.scheme, self.k, self.n)
-        scales = problem.scale_numbers()
-        used = ("SCALE", "SCALE_MAN", "SCALE_BIAS", "SCALE_HIGH", "HAS_UNIT")
-        specials = {"ieee": IEEE, "fn": WITH_NAN}.get(getattr(fmt, "specials", ""), FINITE)
-        return {
-            "KIND": next((kind for cls, kind in _KINDS.items() if isinstance(fmt, cls)), CODEBOOK),
-            "BITS": fmt.bits,
-            "MAN": getattr(fmt, "mantissa", 0),
-            "BIAS": getattr(fmt, "bias", 0),
-            "HIGH": float(fmt.max),
-            "STEP": float(getattr(fmt, "step", 1.0)),
-            "SIGNED": bool(getattr(fmt, "signed", True)),
-            "SPECIALS": specials,
-            **{name: scales[name] for name in used},
-            "ZERO": self._zero(),
-            "ZERO_SIGNED": bool(getattr(self.scheme.zero_point, "signed", False)),
-            "TK": self.tile_k,
-            "TN": self.tile_n,
-        }
+        scheme = self.scheme
+        return {"CODES": Codes.of(scheme.format), "SCALES": Scales.of(scheme), "TK": self.tile_k, "TN": self.tile_n}
 
     def table(self) -> np.ndarray | None:
         """A codebook's float32 values in code order; None for other formats."""
@@ -104,13 +83,6 @@ class Matrix:
         if not isinstance(fmt, Codebook):
             return None
         return np.asarray(fmt.values(), np.float32)
-
-    def _zero(self) -> int:
-        if self.scheme.zero_point is None:
-            return NO_ZERO
-        if isinstance(self.scheme.zero_point, AbstractFormat):
-            return ZERO_CODES
-        return OFFSETS
 
 
 def _tile(tile: Tile, length: int) -> int:

@@ -11,16 +11,16 @@ the caller's initial scale.
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
 # (pyright takes `import triton` for this folder's own file; a launch takes settings that are no parameters of the kernel.)
 
+import dataclasses
 import typing
 
 import triton
 import triton.language as tl
 
+from ...triton.constants import Codes
 from ...triton.formats import as_bits, as_float, nearest, power_of_two
-from .problem import MINIFLOAT, TileProblem
+from .problem import TileProblem
 from .search import _TIE
-
-_MINIFLOAT = tl.constexpr(MINIFLOAT)
 
 ROWS = 64
 LONGEST_TILE = 128
@@ -28,24 +28,11 @@ LONGEST_TILE = 128
 
 @triton.jit
 @typing.no_type_check
-def product_error(
-    x,
-    sign,
-    H,
-    scale,
-    KIND: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
-):
+def product_error(x, sign, H, scale, CODES: tl.constexpr):
     """`r^T H r` of each row; for minifloats `x` are magnitudes."""
     y = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    off = nearest(y, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE) * scale[:, None] - x
-    if KIND == _MINIFLOAT:
+    off = nearest(y, CODES) * scale[:, None] - x
+    if CODES.kind == "minifloat":
         off = as_float(as_bits(off) ^ sign)
     return tl.sum(tl.dot(off, H, input_precision="ieee") * off, axis=1)
 
@@ -61,22 +48,14 @@ def sweep_kernel(
     length,
     tiles_in_row,
     candidates,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    R: tl.constexpr,
-    KIND: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
+    TILES: tl.constexpr,
+    CODES: tl.constexpr,
 ):
-    """Replaces the scales of R rows in one block of columns by the best candidates that are better."""
+    """Replaces the scales of some rows in one block of columns by the best candidates that are better."""
+    K: tl.constexpr = TILES.length
     block = tl.program_id(1)
-    row = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    k = tl.arange(0, KP)
+    row = tl.program_id(0).to(tl.int64) * TILES.count + tl.arange(0, TILES.count)
+    k = tl.arange(0, TILES.padded)
     is_row = row < rows
     is_element = is_row[:, None] & ((k < K) & (block * K + k < length))[None, :]
     loaded = tl.load(x_ptr + (row * length + block * K)[:, None] + k[None, :], mask=is_element, other=0.0).to(tl.float32)
@@ -89,16 +68,16 @@ def sweep_kernel(
     exponent = tl.minimum(tl.maximum((tl.max(magnitude_bits, axis=1) >> 23) - 127, -126), 126)
     inverse = power_of_two(-exponent)
     x = as_float(magnitude_bits) * inverse[:, None]
-    if KIND != _MINIFLOAT:
+    if CODES.kind != "minifloat":
         x = as_float(as_bits(x) | sign)
 
     best = tl.load(scale_ptr + row * tiles_in_row + block, mask=is_row, other=1.0)
     tried = tl.maximum(best * inverse, 2.0**-120)
-    least = product_error(x, sign, H, tried, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+    least = product_error(x, sign, H, tried, CODES)
     for i in range(candidates):
         candidate = tl.load(candidates_ptr + i)
         tried = tl.maximum(candidate * inverse, 2.0**-120)
-        found = product_error(x, sign, H, tried, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+        found = product_error(x, sign, H, tried, CODES)
         is_lower = found < least * _TIE
         best = tl.where(is_lower, candidate, best)
         least = tl.where(is_lower, found, least)
@@ -114,9 +93,7 @@ def unsupported(problem: TileProblem) -> str | None:
 
 def constants(problem: TileProblem) -> dict[str, typing.Any]:
     """The constants that the kernel is compiled with."""
-    names = ("KIND", "MAN", "BIAS", "LOW", "HIGH", "STEP", "THRESHOLDS", "TABLE")
-    numbers = problem.numbers()
-    return {"K": problem.tile, "KP": problem.padded_tile, "R": ROWS} | {name: numbers[name] for name in names}
+    return {"TILES": dataclasses.replace(problem.tiles, count=ROWS), "CODES": Codes.of(problem.scheme.format)}
 
 
 def sweep_rows(problem: TileProblem, x: typing.Any, H: typing.Any, scale: typing.Any, candidates: typing.Any) -> None:

@@ -13,21 +13,13 @@ from ...triton.formats import as_bits, as_float
 
 @triton.jit
 @typing.no_type_check
-def loaded_tiles(
-    x_ptr,
-    tile,
-    tiles,
-    length,
-    tiles_in_row,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    R: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Tiles `[R, KP]` as float32, the row and first column of each, and the masks of tiles and elements."""
+def loaded_tiles(x_ptr, tile, tiles, length, tiles_in_row, TILES: tl.constexpr):
+    """Tiles `[count, padded]` as float32, the row and first column of each, and the masks of tiles and elements."""
+    K: tl.constexpr = TILES.length
+    KP: tl.constexpr = TILES.padded
     is_tile = tile < tiles
     k = tl.arange(0, KP)[None, :]
-    if EVEN:
+    if TILES.is_even:
         row, column = tile * 0, tile * K
         is_element = is_tile[:, None]
     else:
@@ -35,11 +27,11 @@ def loaded_tiles(
         column = (tile % tiles_in_row) * K
         is_element = is_tile[:, None] & (k < K) & (column[:, None] + k < length)
     start = x_ptr + (row * length + column)[:, None]
-    if EVEN and KP == 16:
+    if TILES.is_even and KP == 16:
         half = tl.arange(0, 8)[None, :]
         low = tl.load(start + half, mask=is_element, other=0.0)
         high = tl.load(start + 8 + half, mask=is_element, other=0.0)
-        loaded = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (R, KP))
+        loaded = tl.reshape(tl.permute(tl.join(low, high), (0, 2, 1)), (TILES.count, KP))
     else:
         loaded = tl.load(start + k, mask=is_element, other=0.0)
     return loaded.to(tl.float32), row, column, is_tile, is_element
@@ -47,29 +39,19 @@ def loaded_tiles(
 
 @triton.jit
 @typing.no_type_check
-def store_codes(
-    codes_ptr,
-    code,
-    row,
-    column,
-    is_tile,
-    length,
-    row_bytes,
-    BITS: tl.constexpr,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    EVEN: tl.constexpr,
-):
-    """Packs the codes of tiles `[R, KP]` and stores them."""
+def store_codes(codes_ptr, code, row, column, is_tile, length, row_bytes, BITS: tl.constexpr, TILES: tl.constexpr):
+    """Packs the codes of tiles `[count, padded]` and stores them."""
+    R: tl.constexpr = TILES.count
+    K: tl.constexpr = TILES.length
+    KP: tl.constexpr = TILES.padded
     if BITS == 8:
         k = tl.arange(0, KP)[None, :]
-        is_code = is_tile[:, None] if EVEN else is_tile[:, None] & (k < K) & (column[:, None] + k < length)
+        is_code = is_tile[:, None] if TILES.is_even else is_tile[:, None] & (k < K) & (column[:, None] + k < length)
         tl.store(codes_ptr + (row * row_bytes + column)[:, None] + k, code.to(tl.uint8), mask=is_code)
     elif BITS == 4:
         low, high = tl.split(tl.reshape(code.to(tl.uint8), (R, KP // 2, 2)))
         k = tl.arange(0, KP // 2)[None, :]
-        is_pair = is_tile[:, None] if EVEN else is_tile[:, None] & (2 * k < K) & (column[:, None] + 2 * k < length)
+        is_pair = is_tile[:, None] if TILES.is_even else is_tile[:, None] & (2 * k < K) & (column[:, None] + 2 * k < length)
         tl.store(codes_ptr + (row * row_bytes + column // 2)[:, None] + k, low | (high << 4), mask=is_pair)
     else:
         pairs = tl.reshape(code, (R, KP // 4, 2, 2))
@@ -80,23 +62,16 @@ def store_codes(
         start = (column * 3 // 4)[:, None] + 3 * tl.arange(0, KP // 4)[None, :]
         is_group = is_tile[:, None] & (4 * tl.arange(0, KP // 4) < K)[None, :]
         for byte in tl.static_range(3):
-            is_byte = is_group if EVEN else is_group & (start + byte < row_bytes)
+            is_byte = is_group if TILES.is_even else is_group & (start + byte < row_bytes)
             tl.store(codes_ptr + (row * row_bytes)[:, None] + start + byte, (word >> 8 * byte).to(tl.uint8), mask=is_byte)
 
 
 @triton.jit
 @typing.no_type_check
-def store_pairs_by_ptx(
-    codes_ptr,
-    y,
-    sign,
-    is_finite,
-    tile,
-    is_tile,
-    R: tl.constexpr,
-    KP: tl.constexpr,
-):
-    """Encodes pairs of E2M1 codes by one instruction of sm_100 and stores them; needs EVEN."""
+def store_pairs_by_ptx(codes_ptr, y, sign, is_finite, tile, is_tile, TILES: tl.constexpr):
+    """Encodes pairs of E2M1 codes by one instruction of sm_100 and stores them; needs whole tiles."""
+    R: tl.constexpr = TILES.count
+    KP: tl.constexpr = TILES.padded
     even, odd = tl.split(tl.reshape(as_float(as_bits(y) | sign), (R, KP // 2, 2)))
     pair = tl.inline_asm_elementwise(
         "{ .reg .b8 pair; cvt.rn.satfinite.e2m1x2.f32 pair, $2, $1; cvt.u32.u8 $0, pair; }",

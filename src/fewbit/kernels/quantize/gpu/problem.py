@@ -1,17 +1,17 @@
 """The compile-time constants and launch sizes of the Triton quantizers."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ....array import Scheme
-from ....array.scales import MSE, MX, SNR, AbsMax, ScaleStore
+from ....array.scales import MSE, MX, SNR, AbsMax
 from ....array.scales.mx import bits_added
 from ....array.scales.search.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
 from ....array.scales.search.stored import proven_window
 from ....formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
-from ....formats.rounding import rounding_table
+from ...triton.constants import Codes, Scales
 
 LARGEST_TILE = 16384
 """The longest tile that fits in the registers of one program."""
@@ -19,9 +19,59 @@ LARGEST_TILE = 16384
 ELEMENTS = 2048
 """Elements of a program of four warps, unless a tile is longer: 16 a thread, two 128-bit loads in bfloat16."""
 
-MINIFLOAT, INTEGER, CODEBOOK = 0, 1, 2
-POWER, SMALL_FLOAT, FLOAT = 0, 1, 2
-FIXED, SEARCH, GIVEN = 0, 1, 2
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The tiles of a program, a constant of its kernel.
+
+    Attributes:
+        length: elements of a tile.
+        padded: `length` rounded up to a power of two.
+        count: the number of tiles a program.
+        is_even: whether tiles divide the rows and need no padding.
+    """
+
+    length: int
+    padded: int
+    count: int
+    is_even: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """How the scale of a tile is computed, a constant of the quantize kernel.
+
+    Attributes:
+        kind: from the largest magnitude, by a search, or given by the caller.
+        bound: the magnitude that a scale of 1 maps the largest one to.
+        factor: a factor of the largest magnitude.
+        top_exponent: the exponent of the largest number of the codes.
+        largest_power: the largest exponent of a power of two that is stored.
+        round_up: added to the bits of the largest magnitude, below its exponent.
+        doublings: larger powers of two that a search tries.
+        halvings: smaller ones.
+        below: minifloat scales that a search tries below the first that saturates nothing.
+        above: scales above it.
+        low_places: how many of the smallest scales share one window of candidates.
+        low_last: the last scale of that window.
+        is_proven: whether the window is proven to contain the best scale; else all smaller ones are tried.
+        fractions: how many fractions of the float scale are tried.
+    """
+
+    kind: Literal["fixed", "search", "given"]
+    bound: float
+    factor: float
+    top_exponent: int
+    largest_power: int
+    round_up: int
+    doublings: int
+    halvings: int
+    below: int
+    above: int
+    low_places: int
+    low_last: int
+    is_proven: bool
+    fractions: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,97 +169,52 @@ class TileProblem:
             found = np.arange(1.0, calibration.low - calibration.step / 2, -calibration.step)
         return found.astype(np.float32)
 
-    def layout(self) -> dict[str, Any]:
+    @property
+    def tiles(self) -> Tiles:
         """The constants of the layout."""
         is_even = self.length % self.tile == 0 and self.tile == self.padded_tile
-        return {"K": self.tile, "KP": self.padded_tile, "R": self.tiles_in_program, "EVEN": is_even}
-
-    def numbers(self) -> dict[str, Any]:
-        """The constants of the format of the codes."""
-        fmt = self.scheme.format
-        kind, thresholds, table = CODEBOOK, (), ()
-        if isinstance(fmt, Minifloat):
-            kind = MINIFLOAT
-        elif isinstance(fmt, Integer):
-            kind = INTEGER
-        elif isinstance(fmt, Codebook):
-            thresholds, table = tuple(rounding_table(fmt).thresholds.tolist()), fmt.table
-        return {
-            "KIND": kind,
-            "BITS": fmt.bits,
-            "MAN": getattr(fmt, "mantissa", 0),
-            "BIAS": getattr(fmt, "bias", 0),
-            "LOW": fmt.min,
-            "HIGH": fmt.max,
-            "STEP": getattr(fmt, "step", 1.0),
-            "THRESHOLDS": thresholds,
-            "TABLE": table,
-        }
-
-    def scale_numbers(self) -> dict[str, Any]:
-        """The constants of the scales."""
-        scale, kind, nan = self.scheme.scale, FLOAT, 0
-        holder: Any = scale
-        if isinstance(scale, AbstractFormat):
-            kind, nan = SMALL_FLOAT, rounding_table(scale).nan
-        else:
-            holder = np.dtype(holder)
-        if isinstance(scale, E8M0):
-            kind = POWER
-        store = ScaleStore(holder, limit=self.scheme.scale_limit)
-        return {
-            "SCALE": kind,
-            "SCALE_MAN": getattr(scale, "mantissa", 0),
-            "SCALE_BIAS": getattr(scale, "bias", 0),
-            "SCALE_LOW": store.smallest,
-            "SCALE_HIGH": store.largest,
-            "SCALE_NAN": nan,
-            "HAS_UNIT": self.scheme.tensor_scale,
-        }
+        return Tiles(self.tile, self.padded_tile, self.tiles_in_program, is_even)
 
     def encoding(self, capability: int = 0) -> dict[str, Any]:
-        """The constants of quantize; `capability` as for `ptx`."""
-        return self.layout() | self.numbers() | self.scale_numbers() | self.choice() | self.ptx(capability)
+        """The constants of quantize, with inline PTX for a compute capability (times 10); 0: none."""
+        scale = self.scheme.scale
+        is_e4m3 = isinstance(scale, Minifloat) and scale.name in ("e4m3fn", "ue4m3")
+        is_e2m1 = self.scheme.format.name == "e2m1" and self.tiles.is_even and capability in (100, 103)
+        ptx = {"PTX_E2M1": is_e2m1, "PTX_E4M3": is_e4m3 and capability >= 89}
+        return self.decoding() | {"RULE": self.rule()} | ptx
 
     def decoding(self) -> dict[str, Any]:
         """The constants of dequantize."""
-        numbers, scales = self.numbers(), self.scale_numbers()
-        used = ("KIND", "BITS", "MAN", "BIAS", "HIGH", "STEP", "TABLE")
-        has_inf = getattr(self.scheme.format, "specials", "") == "ieee"
-        scales_used = ("SCALE", "SCALE_MAN", "SCALE_BIAS", "SCALE_HIGH", "HAS_UNIT")
-        parts = {name: numbers[name] for name in used} | {name: scales[name] for name in scales_used}
-        return self.layout() | parts | {"HAS_INF": has_inf}
+        return {"TILES": self.tiles, "CODES": Codes.of(self.scheme.format), "SCALES": Scales.of(self.scheme)}
 
-    def choice(self) -> dict[str, Any]:
+    def rule(self) -> Rule:
         """The constants of the scale computation."""
         scheme, fmt, calibration = self.scheme, self.scheme.format, self.scheme.calibration
-        rule, doublings, halvings, window = FIXED, 0, 0, (0, 0, 0, 0, False)
+        kind: Literal["fixed", "search"] = "fixed"
+        doublings, halvings, window = 0, 0, (0, 0, 0, 0, False)
         if isinstance(calibration, MSE | SNR) or calibration == MX("optimal"):
-            rule = SEARCH
+            kind = "search"
             if isinstance(scheme.scale, E8M0):
                 doublings, halvings = needed_doublings(fmt), needed_halvings(fmt, self.tile)
             elif isinstance(scheme.scale, Minifloat):
                 window = self._window()
-        return {
-            "NAN": rounding_table(fmt).nan,
-            "BOUND": float(np.float32(fmt.bound)),
-            "FACTOR": float(np.float32(calibration.factor)) if isinstance(calibration, AbsMax) else 1.0,
-            "TOP_EXPONENT": int(np.frexp(fmt.max)[1]) - 1,
-            "LARGEST_POWER": int(np.frexp(self.scale_numbers()["SCALE_HIGH"])[1]) - 1,
-            "ROUND_UP": bits_added(calibration.rule if isinstance(calibration, MX) else "optimal", fmt),
-            "RULE": rule,
-            "DOUBLINGS": doublings,
-            "HALVINGS": halvings,
-            **dict(zip(("BELOW", "ABOVE", "LOW_PLACES", "LOW_LAST", "PROVEN"), window, strict=True)),
-            "FRACTIONS": len(self.fractions),
-        }
-
-    def ptx(self, capability: int) -> dict[str, bool]:
-        """The conversions by inline PTX on a device of this compute capability (times 10); 0: none."""
-        scale, is_even = self.scheme.scale, self.layout()["EVEN"]
-        is_e4m3 = isinstance(scale, Minifloat) and scale.name in ("e4m3fn", "ue4m3")
-        is_e2m1 = self.scheme.format.name == "e2m1" and is_even and capability in (100, 103)
-        return {"PTX_E2M1": is_e2m1, "PTX_E4M3": is_e4m3 and capability >= 89}
+        below, above, low_places, low_last, is_proven = window
+        return Rule(
+            kind=kind,
+            bound=float(np.float32(fmt.bound)),
+            factor=float(np.float32(calibration.factor)) if isinstance(calibration, AbsMax) else 1.0,
+            top_exponent=int(np.frexp(fmt.max)[1]) - 1,
+            largest_power=int(np.frexp(Scales.of(scheme).high)[1]) - 1,
+            round_up=int(bits_added(calibration.rule if isinstance(calibration, MX) else "optimal", fmt)),
+            doublings=doublings,
+            halvings=halvings,
+            below=below,
+            above=above,
+            low_places=low_places,
+            low_last=low_last,
+            is_proven=is_proven,
+            fractions=len(self.fractions),
+        )
 
     def _window(self) -> tuple[int, int, int, int, bool]:
         """Candidates below and above the first scale that saturates nothing; how many indices are low, and their last."""

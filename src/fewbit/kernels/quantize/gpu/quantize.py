@@ -1,7 +1,7 @@
 """The Triton quantize kernel: amax, scale search, codes and packing in one read.
 
 **Layout.** The input is `[rows, n]`, contiguous, in tiles (blocks) of K along the rows. A program keeps R tiles as a matrix
-`[R, KP]` in registers (KP: K rounded up to a power of two), R KP = 2048 for 4 warps: 16 elements a thread, two 128-bit loads
+`[count, padded]` in registers (padded: K rounded up to a power of two), 2048 elements for 4 warps: 16 elements a thread, two 128-bit loads
 in bfloat16.
 If K divides the row and is a power of two, addresses are those of a flat array and loads and stores are vectorized; else
 every element is masked, which is slower. Codes are stored packed: 4-bit codes as pairs (`tl.split`), 6-bit codes four in
@@ -33,6 +33,7 @@ clip sum inside the NVFP4 window (threads diverge).
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false
 # (pyright takes `import triton` for this folder's own file; a launch takes settings that are no parameters of the kernel.)
 
+import dataclasses
 import typing
 
 import triton
@@ -49,11 +50,9 @@ from ...triton.formats import (
     power_of_two,
 )
 from .memory import e4m3_code_by_ptx, loaded_tiles, store_codes, store_pairs_by_ptx
-from .problem import FLOAT, GIVEN, MINIFLOAT, POWER, SEARCH, SMALL_FLOAT, TileProblem
+from .problem import TileProblem
 from .search import exponent_chosen, fraction_chosen, place_chosen
 
-_MINIFLOAT, _SEARCH, _GIVEN = tl.constexpr(MINIFLOAT), tl.constexpr(SEARCH), tl.constexpr(GIVEN)
-_POWER, _SMALL_FLOAT, _FLOAT = tl.constexpr(POWER), tl.constexpr(SMALL_FLOAT), tl.constexpr(FLOAT)
 _TINY = tl.constexpr(2.0**-126)
 
 
@@ -66,81 +65,43 @@ def float_chosen(
     inverse,
     fractions_ptr,
     scale_ptr,
-    SCALE: tl.constexpr,
-    SCALE_MAN: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    SCALE_LOW: tl.constexpr,
-    SCALE_HIGH: tl.constexpr,
-    HAS_UNIT: tl.constexpr,
-    BOUND: tl.constexpr,
-    FACTOR: tl.constexpr,
+    SCALES: tl.constexpr,
     RULE: tl.constexpr,
-    BELOW: tl.constexpr,
-    ABOVE: tl.constexpr,
-    LOW_PLACES: tl.constexpr,
-    LOW_LAST: tl.constexpr,
-    PROVEN: tl.constexpr,
-    FRACTIONS: tl.constexpr,
-    KIND: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
+    CODES: tl.constexpr,
 ):
     """Each tile's scale before rounding to the scale format; `inverse` converts it to the units of `x`.
 
-    Under the rule GIVEN `amax` is that scale.
+    Where scales are given, `amax` is that scale.
     """
-    if RULE == _SEARCH and SCALE == _FLOAT:
-        scale = fraction_chosen(
-            x, amax, inverse, fractions_ptr, scale_ptr, FRACTIONS, BOUND, SCALE_LOW, SCALE_HIGH,
-            KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
-        )  # fmt: skip
-    elif RULE == _SEARCH:
-        needed = flushed(tl.div_rn(amax, tl.full(amax.shape, BOUND, tl.float32)))
-        needed = flushed(tl.div_rn(needed, tl.zeros_like(needed) + unit)) if HAS_UNIT else needed
-        code = place_chosen(
-            x, needed, unit * inverse, SCALE_MAN, SCALE_BIAS, SCALE_HIGH,
-            BELOW, ABOVE, LOW_PLACES, LOW_LAST, PROVEN, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
-        )  # fmt: skip
-        scale = tl.where(amax > 0, minifloat_value(code, SCALE_MAN, SCALE_BIAS) * unit, 0.0)
-    elif RULE == _GIVEN:
+    if RULE.kind == "search" and SCALES.kind == "float":
+        scale = fraction_chosen(x, amax, inverse, fractions_ptr, scale_ptr, SCALES, RULE, CODES)
+    elif RULE.kind == "search":
+        needed = flushed(tl.div_rn(amax, tl.full(amax.shape, RULE.bound, tl.float32)))
+        needed = flushed(tl.div_rn(needed, tl.zeros_like(needed) + unit)) if SCALES.has_tensor_scale else needed
+        code = place_chosen(x, needed, unit * inverse, SCALES, RULE, CODES)
+        scale = tl.where(amax > 0, minifloat_value(code, SCALES) * unit, 0.0)
+    elif RULE.kind == "given":
         scale = amax
     else:
-        scale = tl.div_rn(amax * FACTOR, tl.full(amax.shape, BOUND, tl.float32))
+        scale = tl.div_rn(amax * RULE.factor, tl.full(amax.shape, RULE.bound, tl.float32))
     scale = tl.where(scale < _TINY, 1.0, scale)
-    scale = flushed(tl.div_rn(scale, tl.zeros_like(scale) + unit)) if HAS_UNIT else scale
-    return tl.where(scale == 0, 0.0, tl.minimum(tl.maximum(scale, SCALE_LOW), SCALE_HIGH))
+    scale = flushed(tl.div_rn(scale, tl.zeros_like(scale) + unit)) if SCALES.has_tensor_scale else scale
+    return tl.where(scale == 0, 0.0, tl.minimum(tl.maximum(scale, SCALES.low), SCALES.high))
 
 
 @triton.jit
 @typing.no_type_check
-def stored_float(
-    held,
-    is_finite,
-    scale_ptr,
-    tile,
-    is_tile,
-    SCALE: tl.constexpr,
-    SCALE_MAN: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    SCALE_HIGH: tl.constexpr,
-    SCALE_NAN: tl.constexpr,
-    PTX_E4M3: tl.constexpr,
-):
+def stored_float(scale, is_finite, scale_ptr, tile, is_tile, SCALES: tl.constexpr, PTX_E4M3: tl.constexpr):
     """Stores each tile's scale and returns the stored number."""
-    if SCALE == _SMALL_FLOAT:
+    if SCALES.kind == "minifloat":
         if PTX_E4M3:
-            code = e4m3_code_by_ptx(held)
+            code = e4m3_code_by_ptx(scale)
         else:
-            code = minifloat_code(nearest_magnitude(held, SCALE_MAN, SCALE_BIAS, SCALE_HIGH), SCALE_MAN, SCALE_BIAS)
-        used = minifloat_value(code, SCALE_MAN, SCALE_BIAS)
-        tl.store(scale_ptr + tile, tl.where(is_finite, code, SCALE_NAN).to(tl.uint8), mask=is_tile)
+            code = minifloat_code(nearest_magnitude(scale, SCALES), SCALES)
+        used = minifloat_value(code, SCALES)
+        tl.store(scale_ptr + tile, tl.where(is_finite, code, SCALES.nan).to(tl.uint8), mask=is_tile)
     else:
-        kept = tl.where(is_finite, held, float("nan")).to(scale_ptr.dtype.element_ty)
+        kept = tl.where(is_finite, scale, float("nan")).to(scale_ptr.dtype.element_ty)
         used = kept.to(tl.float32)
         tl.store(scale_ptr + tile, kept, mask=is_tile)
     return used
@@ -158,47 +119,16 @@ def quantize_kernel(
     row_bytes,
     codes_ptr,
     scale_ptr,
-    K: tl.constexpr,
-    KP: tl.constexpr,
-    R: tl.constexpr,
-    EVEN: tl.constexpr,
-    KIND: tl.constexpr,
-    BITS: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
-    SCALE: tl.constexpr,
-    SCALE_MAN: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    SCALE_LOW: tl.constexpr,
-    SCALE_HIGH: tl.constexpr,
-    SCALE_NAN: tl.constexpr,
-    HAS_UNIT: tl.constexpr,
-    NAN: tl.constexpr,
-    BOUND: tl.constexpr,
-    FACTOR: tl.constexpr,
-    TOP_EXPONENT: tl.constexpr,
-    LARGEST_POWER: tl.constexpr,
-    ROUND_UP: tl.constexpr,
+    TILES: tl.constexpr,
+    CODES: tl.constexpr,
+    SCALES: tl.constexpr,
     RULE: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    HALVINGS: tl.constexpr,
-    BELOW: tl.constexpr,
-    ABOVE: tl.constexpr,
-    LOW_PLACES: tl.constexpr,
-    LOW_LAST: tl.constexpr,
-    PROVEN: tl.constexpr,
-    FRACTIONS: tl.constexpr,
     PTX_E2M1: tl.constexpr,
     PTX_E4M3: tl.constexpr,
 ):
-    """Quantizes R tiles. Outputs follow inputs in the signature, as jax-triton requires."""
-    tile = tl.program_id(0).to(tl.int64) * R + tl.arange(0, R)
-    loaded, row, column, is_tile, is_element = loaded_tiles(x_ptr, tile, tiles, length, tiles_in_row, K, KP, R, EVEN)
+    """Quantizes the tiles of a program. Outputs follow inputs in the signature, as jax-triton requires."""
+    tile = tl.program_id(0).to(tl.int64) * TILES.count + tl.arange(0, TILES.count)
+    loaded, row, column, is_tile, is_element = loaded_tiles(x_ptr, tile, tiles, length, tiles_in_row, TILES)
     bits = as_bits(loaded)
     sign = bits & -0x80000000
     magnitude_bits = bits & 0x7FFFFFFF
@@ -211,43 +141,34 @@ def quantize_kernel(
     unit_exponent = tl.minimum(tl.maximum((amax_bits >> 23) - 122, -126), 127)
     inverse = power_of_two(-unit_exponent)
     in_units = magnitude * inverse[:, None]
-    if KIND != _MINIFLOAT:
+    if CODES.kind != "minifloat":
         in_units = as_float(as_bits(in_units) | sign)
 
-    if RULE == _GIVEN:
+    if RULE.kind == "given":
         amax = tl.load(fractions_ptr + tile, mask=is_tile, other=1.0)
-    if SCALE == _POWER:
-        if RULE == _GIVEN:
-            exponent = tl.minimum((as_bits(amax) >> 23) - 127, LARGEST_POWER)
+    if SCALES.kind == "power":
+        if RULE.kind == "given":
+            exponent = tl.minimum((as_bits(amax) >> 23) - 127, RULE.largest_power)
         else:
-            exponent = exponent_chosen(
-                in_units, amax_bits, unit_exponent, RULE, TOP_EXPONENT, LARGEST_POWER, ROUND_UP, DOUBLINGS, HALVINGS,
-                KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
-            )  # fmt: skip
+            exponent = exponent_chosen(in_units, amax_bits, unit_exponent, RULE, CODES)
         y = magnitude * power_of_two(-exponent)[:, None]
         stored = tl.where(is_finite, exponent + 127, 255)
         tl.store(scale_ptr + tile, stored.to(tl.uint8), mask=is_tile)
     else:
-        unit = tl.load(unit_ptr) if HAS_UNIT else 1.0
-        held = float_chosen(
-            in_units, amax, unit, inverse, fractions_ptr, scale_ptr, SCALE, SCALE_MAN, SCALE_BIAS, SCALE_LOW, SCALE_HIGH,
-            HAS_UNIT, BOUND, FACTOR, RULE, BELOW, ABOVE, LOW_PLACES, LOW_LAST, PROVEN, FRACTIONS,
-            KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
-        )  # fmt: skip
-        used = stored_float(
-            held, is_finite, scale_ptr, tile, is_tile, SCALE, SCALE_MAN, SCALE_BIAS, SCALE_HIGH, SCALE_NAN, PTX_E4M3
-        )
-        used = flushed(used * unit) if HAS_UNIT else used
+        unit = tl.load(unit_ptr) if SCALES.has_tensor_scale else 1.0
+        scale = float_chosen(in_units, amax, unit, inverse, fractions_ptr, scale_ptr, SCALES, RULE, CODES)
+        used = stored_float(scale, is_finite, scale_ptr, tile, is_tile, SCALES, PTX_E4M3)
+        used = flushed(used * unit) if SCALES.has_tensor_scale else used
         divisor = tl.where(used == 0, 1.0, used)
-        y = tl.div_rn(magnitude, tl.broadcast_to(divisor[:, None], (R, KP)))
+        y = tl.div_rn(magnitude, tl.broadcast_to(divisor[:, None], (TILES.count, TILES.padded)))
 
     if PTX_E2M1:
-        store_pairs_by_ptx(codes_ptr, y, sign, is_finite, tile, is_tile, R, KP)
+        store_pairs_by_ptx(codes_ptr, y, sign, is_finite, tile, is_tile, TILES)
     else:
-        code = encode(y, sign, KIND, BITS, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS)
-        code = tl.where(is_finite[:, None], code, NAN)
-        code = code if EVEN else tl.where(is_element, code, 0)
-        store_codes(codes_ptr, code, row, column, is_tile, length, row_bytes, BITS, R, K, KP, EVEN)
+        code = encode(y, sign, CODES)
+        code = tl.where(is_finite[:, None], code, CODES.nan)
+        code = code if TILES.is_even else tl.where(is_element, code, 0)
+        store_codes(codes_ptr, code, row, column, is_tile, length, row_bytes, CODES.bits, TILES)
 
 
 @triton.jit
@@ -285,7 +206,7 @@ def quantize_rows(
     tiles = problem.rows * problem.tiles_in_row
     constants = problem.encoding(capability)
     if given is not None:
-        constants, fractions = constants | {"RULE": GIVEN}, given
+        constants, fractions = constants | {"RULE": dataclasses.replace(constants["RULE"], kind="given")}, given
     unit, fractions = (scale if read is None else read for read in (unit, fractions))  # any tensor, if it is not read
     quantize_kernel[(problem.programs,)](
         x, unit, fractions, tiles, problem.length, problem.tiles_in_row, codes.shape[-1], codes, scale,

@@ -19,149 +19,94 @@ import triton
 import triton.language as tl
 
 from ...triton.formats import as_bits, as_float, flushed, minifloat_code, minifloat_value, nearest, power_of_two  # fmt: skip
-from .problem import MINIFLOAT, SEARCH
 
-_MINIFLOAT, _SEARCH = tl.constexpr(MINIFLOAT), tl.constexpr(SEARCH)
 _TIE = tl.constexpr(1 - 2.0**-16)
 
 
 @triton.jit
 @typing.no_type_check
-def error(
-    x,
-    scale,
-    CLIPS: tl.constexpr,
-    KIND: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
-):
+def error(x, scale, CLIPS: tl.constexpr, CODES: tl.constexpr):
     """The squared error of each tile under a scale; without CLIPS no element may need saturation.
 
     Distances round once, as XLA's do: among scales that hold a tile nearly exactly, two roundings choose another one.
     """
-    if KIND == _MINIFLOAT:
-        raised = scale * (
-            2.0 ** (127 - BIAS)
-        )  # infinite only where the whole tile rounds to zero: its error is NaN, never less
+    if CODES.kind == "minifloat":
+        # Infinite only where the whole tile rounds to zero: its error is NaN, never less.
+        raised = scale * (2.0 ** (127 - CODES.bias))
         bits = as_bits(x * (1 / raised)[:, None])
-        bits = (bits + (1 << (22 - MAN))) & -(1 << (23 - MAN))
+        bits = (bits + (1 << (22 - CODES.mantissa))) & -(1 << (23 - CODES.mantissa))
         if CLIPS:
-            bits = tl.minimum(bits, as_bits(tl.full((1, 1), HIGH, tl.float32) * (2.0 ** (BIAS - 127))))
+            bits = tl.minimum(bits, as_bits(tl.full((1, 1), CODES.high, tl.float32) * (2.0 ** (CODES.bias - 127))))
         off = tl.fma(as_float(bits), tl.broadcast_to(raised[:, None], x.shape), -x)
     else:
         y = x * (1 / scale)[:, None]
-        value = nearest(y, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+        value = nearest(y, CODES)
         off = tl.fma(value, tl.broadcast_to(scale[:, None], x.shape), -x)
     return tl.sum(off * off, axis=1)
 
 
 @triton.jit
 @typing.no_type_check
-def exponent_chosen(
-    x,
-    amax_bits,
-    unit,
-    RULE: tl.constexpr,
-    TOP_EXPONENT: tl.constexpr,
-    LARGEST_POWER: tl.constexpr,
-    ROUND_UP: tl.constexpr,
-    DOUBLINGS: tl.constexpr,
-    HALVINGS: tl.constexpr,
-    KIND: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
-):
+def exponent_chosen(x, amax_bits, unit, RULE: tl.constexpr, CODES: tl.constexpr):
     """The exponent of each tile's power of two; 0 for an all-zero tile."""
-    first = ((amax_bits + ROUND_UP) >> 23) - (127 + TOP_EXPONENT)
+    first = ((amax_bits + RULE.round_up) >> 23) - (127 + RULE.top_exponent)
     best = tl.minimum(tl.maximum(first, -126), 127)
-    if RULE == _SEARCH:
-        least = error(x, power_of_two(best - unit), True, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
-        for i in tl.static_range(DOUBLINGS + HALVINGS):
-            step = i + 1 if i < DOUBLINGS else i - DOUBLINGS - HALVINGS
+    if RULE.kind == "search":
+        least = error(x, power_of_two(best - unit), True, CODES)
+        tries: tl.constexpr = RULE.doublings + RULE.halvings
+        for i in tl.static_range(tries):
+            step = i + 1 if i < RULE.doublings else i - tries
             tried = tl.minimum(tl.maximum(first + step, -126), 127)
-            found = error(x, power_of_two(tried - unit), True, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+            found = error(x, power_of_two(tried - unit), True, CODES)
             is_lower = found < least * _TIE
             best = tl.where(is_lower, tried, best)
             least = tl.where(is_lower, found, least)
-    return tl.where(amax_bits == 0, 0, tl.minimum(best, LARGEST_POWER))
+    return tl.where(amax_bits == 0, 0, tl.minimum(best, RULE.largest_power))
 
 
 @triton.jit
 @typing.no_type_check
-def first_place(needed, MAN: tl.constexpr, BIAS: tl.constexpr, HIGH: tl.constexpr):
+def first_place(needed, FMT: tl.constexpr):
     """The index, among the positive numbers of a minifloat, of the smallest that is >= `needed`; or the last."""
-    steps: tl.constexpr = 2.0 ** (BIAS - 1 + MAN)
+    steps: tl.constexpr = 2.0 ** (FMT.bias - 1 + FMT.mantissa)
     low = tl.ceil(needed * steps).to(tl.int32)
-    high = ((as_bits(needed) + ((1 << (23 - MAN)) - 1)) >> (23 - MAN)) - ((127 - BIAS) << MAN)
-    last: tl.constexpr = HIGH
-    code = tl.where(needed < 2.0 ** (1 - BIAS), low, high)
-    return (
-        tl.where(needed >= last, minifloat_code(tl.full(needed.shape, last, tl.float32), MAN, BIAS), tl.maximum(code, 1)) - 1
-    )
+    high = ((as_bits(needed) + ((1 << (23 - FMT.mantissa)) - 1)) >> (23 - FMT.mantissa)) - ((127 - FMT.bias) << FMT.mantissa)
+    last = minifloat_code(tl.full(needed.shape, FMT.high, tl.float32), FMT)
+    code = tl.where(needed < 2.0 ** (1 - FMT.bias), low, high)
+    return tl.where(needed >= FMT.high, last, tl.maximum(code, 1)) - 1
 
 
 @triton.jit
 @typing.no_type_check
-def place_chosen(
-    x,
-    needed,
-    factor,
-    SCALE_MAN: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    SCALE_HIGH: tl.constexpr,
-    BELOW: tl.constexpr,
-    ABOVE: tl.constexpr,
-    LOW_PLACES: tl.constexpr,
-    LOW_LAST: tl.constexpr,
-    PROVEN: tl.constexpr,
-    KIND: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
-):
+def place_chosen(x, needed, factor, SCALES: tl.constexpr, RULE: tl.constexpr, CODES: tl.constexpr):
     """The code of each tile's best minifloat scale; `factor` converts scales to the units of `x`."""
-    last = first_place(tl.full(needed.shape, SCALE_HIGH, tl.float32), SCALE_MAN, SCALE_BIAS, SCALE_HIGH)
-    ceiling = first_place(needed, SCALE_MAN, SCALE_BIAS, SCALE_HIGH)
+    last = first_place(tl.full(needed.shape, SCALES.high, tl.float32), SCALES)
+    ceiling = first_place(needed, SCALES)
     best = ceiling
-    scale = minifloat_value(best + 1, SCALE_MAN, SCALE_BIAS) * factor
-    least = error(x, scale, True, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+    scale = minifloat_value(best + 1, SCALES) * factor
+    least = error(x, scale, True, CODES)
     first_error = least
-    for i in tl.static_range(BELOW + ABOVE + 1):
-        if i != BELOW:
-            place = tl.minimum(ceiling + (i - BELOW), last) if i > BELOW else tl.maximum(ceiling + (i - BELOW), 0)
-            scale = minifloat_value(place + 1, SCALE_MAN, SCALE_BIAS) * factor
-            found = error(x, scale, i < BELOW, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+    for i in tl.static_range(RULE.below + RULE.above + 1):
+        if i != RULE.below:
+            place = (
+                tl.minimum(ceiling + (i - RULE.below), last) if i > RULE.below else tl.maximum(ceiling + (i - RULE.below), 0)
+            )
+            scale = minifloat_value(place + 1, SCALES) * factor
+            found = error(x, scale, i < RULE.below, CODES)
             # At the last index elements may saturate, which the error without clipping ignores.
             is_lower = (found < least * _TIE) & (place != ceiling)
             best = tl.where(is_lower, place, best)
             least = tl.where(is_lower, found, least)
-    if PROVEN:
-        is_low = ceiling < LOW_PLACES
+    if RULE.is_proven:
+        is_low = ceiling < RULE.low_places
         if tl.max(is_low.to(tl.int32), axis=0) > 0:
-            low = low_place_chosen(
-                x, ceiling, first_error, factor, LOW_LAST, SCALE_MAN, SCALE_BIAS,
-                KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE,
-            )  # fmt: skip
+            low = low_place_chosen(x, ceiling, first_error, factor, SCALES, RULE, CODES)
             best = tl.where(is_low, low, best)
     else:
         for step in range(1, tl.max(ceiling, axis=0) + 1):
             lower = tl.maximum(ceiling - step, 0)
-            scale = minifloat_value(lower + 1, SCALE_MAN, SCALE_BIAS) * factor
-            found = error(x, scale, True, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+            scale = minifloat_value(lower + 1, SCALES) * factor
+            found = error(x, scale, True, CODES)
             is_lower = found < least * _TIE
             best = tl.where(is_lower, lower, best)
             least = tl.where(is_lower, found, least)
@@ -170,27 +115,11 @@ def place_chosen(
 
 @triton.jit
 @typing.no_type_check
-def low_place_chosen(
-    x,
-    best,
-    least,
-    factor,
-    LAST: tl.constexpr,
-    SCALE_MAN: tl.constexpr,
-    SCALE_BIAS: tl.constexpr,
-    KIND: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
-):
-    """The best of the indices 0 to LAST, starting from one whose error is known."""
-    for place in range(LAST + 1):
-        scale = minifloat_value(tl.zeros_like(best) + place + 1, SCALE_MAN, SCALE_BIAS) * factor
-        found = error(x, scale, True, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+def low_place_chosen(x, best, least, factor, SCALES: tl.constexpr, RULE: tl.constexpr, CODES: tl.constexpr):
+    """The best of the lowest indices, starting from one whose error is known."""
+    for place in range(RULE.low_last + 1):
+        scale = minifloat_value(tl.zeros_like(best) + place + 1, SCALES) * factor
+        found = error(x, scale, True, CODES)
         is_lower = found < least * _TIE
         best = tl.where(is_lower, place, best)
         least = tl.where(is_lower, found, least)
@@ -200,34 +129,18 @@ def low_place_chosen(
 @triton.jit
 @typing.no_type_check
 def fraction_chosen(
-    x,
-    amax,
-    inverse,
-    fractions_ptr,
-    scale_ptr,
-    FRACTIONS: tl.constexpr,
-    BOUND: tl.constexpr,
-    SCALE_LOW: tl.constexpr,
-    SCALE_HIGH: tl.constexpr,
-    KIND: tl.constexpr,
-    MAN: tl.constexpr,
-    BIAS: tl.constexpr,
-    LOW: tl.constexpr,
-    HIGH: tl.constexpr,
-    STEP: tl.constexpr,
-    THRESHOLDS: tl.constexpr,
-    TABLE: tl.constexpr,
+    x, amax, inverse, fractions_ptr, scale_ptr, SCALES: tl.constexpr, RULE: tl.constexpr, CODES: tl.constexpr
 ):
     """Each tile's best float scale, as stored, among fractions of the absmax scale; `inverse` converts to units of `x`."""
     best = tl.zeros_like(amax)
     least = tl.full(amax.shape, float("inf"), tl.float32)
-    bound = tl.full(amax.shape, BOUND, tl.float32)
-    for i in range(FRACTIONS):
+    bound = tl.full(amax.shape, RULE.bound, tl.float32)
+    for i in range(RULE.fractions):
         scale = flushed(tl.div_rn(amax * tl.load(fractions_ptr + i), bound))
-        scale = tl.where(scale == 0, 0.0, tl.minimum(tl.maximum(scale, SCALE_LOW), SCALE_HIGH))
+        scale = tl.where(scale == 0, 0.0, tl.minimum(tl.maximum(scale, SCALES.low), SCALES.high))
         scale = scale.to(scale_ptr.dtype.element_ty).to(tl.float32)
         tried = tl.maximum(scale * inverse, 2.0**-120)
-        found = error(x, tried, True, KIND, MAN, BIAS, LOW, HIGH, STEP, THRESHOLDS, TABLE)
+        found = error(x, tried, True, CODES)
         is_lower = found < least * _TIE
         best = tl.where(is_lower, scale, best)
         least = tl.where(is_lower, found, least)
