@@ -69,7 +69,7 @@ def _numbers(option: str, text: str) -> tuple[int, ...]:
 
 def _times_table(rows: tuple[Row, ...], m: int, size: int) -> str:
     """The times of all weights at M = `m`, the fastest first."""
-    by_weight: dict[tuple[str, str, str], dict[str, Any]] = {}
+    by_weight: dict[tuple[str, str], dict[str, Any]] = {}
     for row in sorted(rows, key=lambda row: row.ms):
         if (row.m, row.k) == (m, size):
             record = by_weight.setdefault((row.weight, row.backend), _weight_record(row))

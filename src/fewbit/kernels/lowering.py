@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+from jax.core import Tracer
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import AxisType
@@ -43,7 +44,7 @@ def split_refusal() -> str | None:
 
 def are_split(*arrays: object) -> bool:
     """Whether an array is on several devices. Eager code knows how it is sharded; a jitted function, on an auto mesh, does not."""
-    concrete = (a for a in arrays if isinstance(a, jax.Array) and not isinstance(a, jax.core.Tracer))
+    concrete = (a for a in arrays if isinstance(a, jax.Array) and not isinstance(a, Tracer))
     return any(len(a.sharding.device_set) > 1 for a in concrete)
 
 

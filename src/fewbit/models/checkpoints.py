@@ -90,7 +90,7 @@ def config_from_glassllm(obj: Mapping[str, Any]) -> LlamaConfig:
 
 def _llama(found: msgspec.Struct, **settings: object) -> LlamaConfig:
     """The configuration of metadata, whose fields have its names; `settings` come first."""
-    form = {
+    form: dict[str, Any] = {
         field.name: settings.get(field.name, getattr(found, field.name, None)) for field in dataclasses.fields(LlamaConfig)
     }
     form["kv_heads"] = form["kv_heads"] or form["heads"]

@@ -195,7 +195,8 @@ def _mapped(leaves: Leaves, axes: Sequence[int | None], *, form: Any, **settings
         return _looped(leaves, axes, {**settings, "form": form}), 0
     x, q, index = jax.tree.unflatten(form, list(map(_mapped_first, leaves, axes)))
     if is_shared:
-        return _with_more_rows(x, *jax.tree.map(lambda a: a[0], (q, index)), count, settings), 1
+        q, index = jax.tree.map(lambda a: a[0], (q, index))
+        return _with_more_rows(x, q, index, count, settings), 1
     if index is not None:  # each element takes its own matrix
         q, index = jax.tree.map(lambda a: jnp.broadcast_to(a, (count, *a.shape[1:])), (q, index))
         q = jax.vmap(functools.partial(element, keepdims=True))(q, index)

@@ -87,12 +87,13 @@ def quantize(
     >>> dequantize(quantize(jnp.array([[1.0, -0.5, 0.25, 0.0]]), "int8", scale=0.25)).tolist()
     [[1.0, -0.5, 0.25, 0.0]]
     """
+    array: Any = x
     if not isinstance(x, QArray):
-        x = jnp.asarray(x)
+        array = jnp.asarray(x)
     if isinstance(axis, list):
         axis = tuple(axis)
-    program = _quantize if are_split(x) else _jitted_quantize
-    return program(x, error_weights, key, scale, offset, as_scheme(scheme), axis, tuple(shared_noise), backend)
+    program = _quantize if are_split(array) else _jitted_quantize
+    return program(array, error_weights, key, scale, offset, as_scheme(scheme), axis, tuple(shared_noise), backend)
 
 
 def _quantize(
