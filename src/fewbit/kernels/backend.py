@@ -102,7 +102,9 @@ def select(backends: Backends[P], problem: P, backend: "str | AbstractBackend[P]
         QuantError: for an unknown name.
     """
     if backend is not None:
-        named = backends[backend] if isinstance(backend, str) else backend
+        named = backend
+        if isinstance(named, str):
+            named = backends[named]
         if reason := named.unsupported(problem):
             raise UnsupportedError(f"{backends.kind} cannot run {problem}", {named.name: reason})
         return Choice(named, {}, (named,))

@@ -232,8 +232,9 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """
-    program = _matmul if are_split(*jax.tree.leaves((lhs, rhs))) else _jitted_matmul
-    return program(lhs, rhs)
+    if are_split(*jax.tree.leaves((lhs, rhs))):
+        return _matmul(lhs, rhs)
+    return _jitted_matmul(lhs, rhs)
 
 
 def _matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:

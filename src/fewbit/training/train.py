@@ -76,7 +76,8 @@ def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded
     ) -> R:
         found = Resolution.of(resolved, fn, params, *args, **kwargs)
         scales, product_scales = step_scales(delayed, found.policies, found.product_policies)
-        params = masked(params, sparsity, found.sparsities)
+        if sparsity is not None or found.sparsities:
+            params = masked(params, sparsity, found.sparsities)
         run = kept
         if found.product_policies:
             product_key = None if key is None else jax.random.fold_in(key, 1)

@@ -125,7 +125,10 @@ def generate(
     if json:
         emit_json({"model": str(path), **vars(sample)})
         return
-    say(sample.text if sample.is_chat else prompt + sample.text)
+    if not sample.is_chat:
+        say(prompt + sample.text)
+    else:
+        say(sample.text)
     note(sample.speed())
 
 

@@ -42,7 +42,9 @@ def product(
         UnsupportedError: if the named backend does not support the problem, or the platform that the program is compiled for.
     """
     choice = select(BACKENDS, problem, backend)
-    operands = (lhs, rhs) if sizes is None else (lhs, rhs, sizes)
+    operands: tuple[QArray | jax.Array, ...] = (lhs, rhs)
+    if sizes is not None:
+        operands = (lhs, rhs, sizes)
     if 0 in (*problem.lhs.shape, *problem.rhs.shape):  # nothing to sum, or no elements: no kernel is needed
         return _empty(problem, *operands)
     kernels = [kernel for kernel in choice.kernels if isinstance(kernel, AbstractKernel)]

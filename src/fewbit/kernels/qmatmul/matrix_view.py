@@ -56,7 +56,9 @@ def _scheme_of(q: QArray) -> Scheme:
     """The scheme of a QArray, with tile 1 along stacked axes."""
     named = q.scheme.tiles(q.ndim)
     tiles = tuple(1 if m == n != 1 else t for t, n, m in zip(named, q.shape, q.scale.shape, strict=True))
-    return q.scheme if tiles == named else q.scheme.with_tiles(tiles, q.scheme.pack_axis)
+    if tiles == named:
+        return q.scheme
+    return q.scheme.with_tiles(tiles, q.scheme.pack_axis)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,7 @@ def folded_axes(a: jax.Array, groups: tuple[Axes, ...]) -> jax.Array:
 
 def contracted_axis(contracts_cols: bool) -> int:
     """The contracted axis of `[B, R, C]`; the free one is 3 minus it."""
-    return 2 if contracts_cols else 1
+    return 1 + contracts_cols
 
 
 def matrix_view(operand: Operand, contracted: Axes, batch: Axes) -> MatrixView:

@@ -69,7 +69,10 @@ def bound(
     if problem.is_ragged:
         return _bind((x, view.of(q), operands[2].astype(jnp.int32)), settings)
     groups = view.groups_of(problem.dimension_numbers, 1 - at, x.ndim)
-    rows = code_rows(x, groups) if isinstance(x, QArray) else folded_axes(x, groups)  # [B, M, K]
+    if isinstance(x, QArray):
+        rows: Any = code_rows(x, groups)
+    else:
+        rows = folded_axes(x, groups)  # [B, M, K]
     return view.unfolded(_bind((rows, view.of(q), index), settings), x, q, groups, 1 - at)
 
 
@@ -109,8 +112,9 @@ def _by_kernel(
         return kernel.paired(x, q, **settings)
     if index is None:
         return kernel.stacked(x, q, precision=precision, **settings)
-    product = kernel.grouped if is_ragged else kernel.picked
-    return product(x, q, index, precision=precision, **settings)
+    if is_ragged:
+        return kernel.grouped(x, q, index, precision=precision, **settings)
+    return kernel.picked(x, q, index, precision=precision, **settings)
 
 
 def _by_reference(
@@ -136,10 +140,10 @@ def _run(*leaves: ArrayLike, **settings: object) -> jax.Array:
         return _compiled(**settings)(*leaves)
 
 
-def _result(*leaves: ShapedArray, form: Any, contracts_cols: bool, dtype: Any, is_ragged: bool, **_: object) -> ShapedArray:
+def _result(*leaves: ShapedArray, form: Any, contracts_cols: bool, dtype: Any, **_: object) -> ShapedArray:
     x, q, _index = jax.tree.unflatten(form, leaves)
     columns = q.shape[3 - contracted_axis(contracts_cols)]
-    lengths = (x.shape[0], columns) if is_ragged else (*x.shape[:2], columns)
+    lengths = (*x.shape[:-1], columns)
     varying = frozenset().union(*(leaf.manual_axis_type.varying for leaf in leaves))
     plain = leaves[0].sharding.update(spec=PartitionSpec(*[None] * len(lengths)))
     return ShapedArray(lengths, dtype, sharding=plain, manual_axis_type=ManualAxisType(varying=varying))

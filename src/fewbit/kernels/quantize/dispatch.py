@@ -92,7 +92,9 @@ def quantize(
         array = jnp.asarray(x)
     if isinstance(axis, list):
         axis = tuple(axis)
-    program = _quantize if are_split(array) else _jitted_quantize
+    program = _jitted_quantize
+    if are_split(array):
+        program = _quantize
     return program(array, error_weights, key, scale, offset, as_scheme(scheme), axis, tuple(shared_noise), backend)
 
 
@@ -149,8 +151,9 @@ def dequantize(q: QArray, dtype: DTypeLike | None = None, *, backend: str | Dequ
     """
     if not isinstance(q, QArray):
         raise QuantError(f"dequantize takes a QArray, not {type(q).__name__}")
-    program = _dequantize if are_split(q.codes) else _jitted_dequantize
-    return program(q, dtype, backend)
+    if are_split(q.codes):
+        return _dequantize(q, dtype, backend)
+    return _jitted_dequantize(q, dtype, backend)
 
 
 def _dequantize(q: QArray, dtype: DTypeLike | None, backend: str | Dequantizer | None) -> jax.Array:

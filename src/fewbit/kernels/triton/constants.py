@@ -114,8 +114,10 @@ class Scales:
         if isinstance(stored, E8M0):
             kind = "power"
         zero: Literal["none", "codes", "offsets"] = "none"
-        if scheme.zero_point is not None:
-            zero = "codes" if isinstance(scheme.zero_point, AbstractFormat) else "offsets"
+        if isinstance(scheme.zero_point, AbstractFormat):
+            zero = "codes"
+        elif scheme.zero_point is not None:
+            zero = "offsets"
         assert not isinstance(stored, Scheme)
         store = ScaleStore(stored if isinstance(stored, AbstractFormat) else np.dtype(stored), limit=scheme.scale_limit)
         return cls(
