@@ -1,4 +1,4 @@
-"""The public names of `fewbit`, imported on first use."""
+"""The public names, imported on first use."""
 
 from . import array as array
 from . import calibration as calibration

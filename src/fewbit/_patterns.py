@@ -1,4 +1,4 @@
-"""Regular expressions from recipes and files, matched in bounded time.
+"""Regular expressions of recipes, matched in bounded time.
 
 The syntax is that of Python's `re`, which can take exponential time. It matches expressions with few and no nested repeats,
 in at most quadratic time; all others go to the package `regex`, with a time limit.

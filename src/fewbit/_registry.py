@@ -1,4 +1,4 @@
-"""Registries of named formats, schemes, calibrations and recipes, filled on import."""
+"""Registries of named formats, schemes, calibrations and recipes."""
 
 import difflib
 from collections.abc import Iterator

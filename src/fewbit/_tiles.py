@@ -1,4 +1,4 @@
-"""Tile (quantization block) arithmetic: tile maps, scale shapes, blocked views.
+"""Tile (quantization block) arithmetic: scale shapes, blocked views.
 
 A tile is a length per axis, or None for the whole axis. An axis of `n` elements has `ceil(n / tile)` tiles; the last may be
 short. A scale has one element per tile, so its shape follows from the array's shape and tiles.

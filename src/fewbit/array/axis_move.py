@@ -1,4 +1,4 @@
-"""AxisMove: what a layout operation does to the axes and tiles of an array."""
+"""AxisMove: how layout operations move axes and tiles."""
 
 import dataclasses
 import itertools

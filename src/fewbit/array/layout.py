@@ -1,4 +1,4 @@
-"""Shape arithmetic of transposes, reshapes and slices of tiled arrays.
+"""Shape arithmetic of tiled arrays.
 
 Codes never change; the result must be expressible with one tile per axis.
 """

@@ -1,4 +1,4 @@
-"""QArrays with a function applied to scale, zero point and tensor scale."""
+"""Functions of a QArray's scale-like leaves."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Dense bit packing of 1- to 8-bit codes into bytes.
+"""Bit packing of 1- to 8-bit codes.
 
 The codes along one axis form a bit stream; by default code 0 takes the lowest bits of byte 0, as in nearly every file
 format. `Packing` describes the others: the order within a group (`interleave`), and bytes filled from their high bits

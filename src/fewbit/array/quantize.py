@@ -1,4 +1,4 @@
-"""Reference implementation of quantize and dequantize in plain JAX."""
+"""Reference quantize and dequantize in plain JAX."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Sharding of quantized arrays: PartitionSpecs of codes and scales.
+"""Sharding of QArrays: PartitionSpecs of codes and scales.
 
 Codes and scales have as many axes as the array, so each leaf takes the array's spec; axes of one element are replicated.
 Every shard must have whole tiles and whole bytes.

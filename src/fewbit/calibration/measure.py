@@ -1,4 +1,4 @@
-"""Statistics of activations: their range, channel amax and second moments."""
+"""Statistics of activations: range, channel amax, second moments."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Collects activation statistics of unchanged code over calibration batches."""
+"""Collects activation statistics over calibration batches."""
 
 import dataclasses
 import functools

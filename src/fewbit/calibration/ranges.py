@@ -1,4 +1,4 @@
-"""Static activation ranges, estimated over batches, and their scales."""
+"""Static activation ranges over batches, and their scales."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""Calibration statistics, and the recipe with their static ranges."""
+"""Calibration statistics, and recipes of static ranges."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""The Typer application, its error messages and exit statuses."""
+"""The Typer application: errors and exit statuses."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Prints results to stdout, progress and the log to stderr."""
+"""Results go to stdout, progress and log to stderr."""
 
 import contextlib
 import dataclasses

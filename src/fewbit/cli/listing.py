@@ -1,4 +1,4 @@
-"""Generates the lists of `fewbit formats`, `schemes` and `recipes`.
+"""Lists formats, schemes and recipes.
 
 The lists are printed from `catalogue.json`, since JAX takes seconds to import. `python -m fewbit.cli.listing` rewrites it.
 """

@@ -1,4 +1,4 @@
-"""Formats plans, sizes and qualities as tables and lines."""
+"""Formats plans, sizes and qualities as tables."""
 
 import collections
 import math

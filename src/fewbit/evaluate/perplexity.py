@@ -1,4 +1,4 @@
-"""Perplexity of a language model, alone or against a reference."""
+"""Perplexity of a model, alone or against another."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""The interface of number formats, their registry, exact float32 arithmetic."""
+"""The interface of number formats, and their registry."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""Integer formats of 1 to 8 bits, signed and unsigned."""
+"""Integer formats, signed and unsigned, 1-8 bits."""
 
 import dataclasses
 from typing import ClassVar

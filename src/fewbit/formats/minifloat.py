@@ -1,4 +1,4 @@
-"""Floating-point formats of up to 8 bits: e5m2, e4m3fn, e2m1, ..."""
+"""Floating-point formats: e5m2, e4m3fn, e2m1, ..."""
 
 import dataclasses
 from typing import ClassVar, Literal

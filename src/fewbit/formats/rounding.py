@@ -1,4 +1,4 @@
-"""Rounding tables of formats, for kernels that are not JAX."""
+"""Rounding tables of formats, for kernels."""
 
 import dataclasses
 import functools

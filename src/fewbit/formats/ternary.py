@@ -1,4 +1,4 @@
-"""Binary {-1, +1} and ternary {-1, 0, +1} formats."""
+"""Binary {-1, +1} and ternary {-1, 0, +1}."""
 
 import dataclasses
 from typing import ClassVar

@@ -1,4 +1,4 @@
-"""A framework's model as a parameter tree and its other values."""
+"""SplitModel: a framework's model as parameters and rest."""
 
 import dataclasses
 from collections.abc import Callable

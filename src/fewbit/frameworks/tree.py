@@ -1,4 +1,4 @@
-"""Quantization of parameter pytrees and modules that are pytrees.
+"""Quantization of parameter pytrees and Equinox modules.
 
 Those are Equinox, Penzai and dataclass modules; `fb.transparent`, `fb.train` and `fb.plan` take them directly, also with leaves
 that are not arrays.

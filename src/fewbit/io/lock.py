@@ -1,4 +1,4 @@
-"""A lock file that allows one writer per output directory.
+"""A lock file: one writer per directory.
 
 The lock file of an output `m` is `.m.fewbit-lock` in the same directory, with the process and host of the writer as text. The
 operating system's `flock` on it decides, so a process that dies releases the lock and the leftover file blocks nobody. The

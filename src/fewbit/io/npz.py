@@ -1,4 +1,4 @@
-"""Reader of `.npz` files of plain arrays; never unpickles.
+"""Reader of `.npz` files; never unpickles.
 
 The JSON text of an entry `__config__` becomes the metadata.
 """

@@ -1,4 +1,4 @@
-"""Check of an output directory before it is written.
+"""Checks an output directory before writing.
 
 It runs before any work, again under the output's lock, and again right before the rename.
 """

@@ -1,4 +1,4 @@
-"""LoRA adapters in the files of Hugging Face's PEFT.
+"""LoRA adapters in PEFT's files.
 
 `adapter_model.safetensors` stores `lora_A.weight` as `[r, in]` and `lora_B.weight` as `[out, r]`, under `base_model.model.` and the
 name of the module; PEFT adds `lora_alpha / r` times their product to a weight. So the factors are transposed, several input or

@@ -1,4 +1,4 @@
-"""Selects the backend of an operation: the named one, or the first that supports the problem."""
+"""Backends of an operation, and their selection."""
 
 import abc
 import dataclasses

@@ -1,4 +1,4 @@
-"""Loads a C++ extension and registers its functions with `jax.ffi`."""
+"""Loads C++ extensions; registers their FFI functions."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""A hash of the sources of a compiled extension.
+"""A hash of an extension's sources.
 
 `setup.py` runs this file before the package can be imported, so it needs only the standard library.
 """

@@ -1,4 +1,4 @@
-"""Where a program runs: platform branches, named backends, and arrays on several devices."""
+"""Platform branches, named backends, arrays on several devices."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Schemes of a KV cache whose scales attention can fold."""
+"""Schemes of a KV cache, for keys and values."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Reads a Llama's configuration from GGUF, Hugging Face or glassllm metadata."""
+"""Llama configurations from GGUF, Hugging Face or glassllm."""
 
 import dataclasses
 from collections.abc import Collection, Mapping

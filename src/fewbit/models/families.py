@@ -1,4 +1,4 @@
-"""Infers tensor roles from their names, by the table `families.json`."""
+"""Tensor roles from names, by `families.json`."""
 
 import dataclasses
 import functools

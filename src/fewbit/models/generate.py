@@ -1,4 +1,4 @@
-"""Generates tokens: prefill and decode in one compiled call."""
+"""Generates tokens: prefill and decode, compiled."""
 
 import dataclasses
 from functools import partial

@@ -1,4 +1,4 @@
-"""Finds models and texts in installed packages, without importing them.
+"""Finds models and texts in installed packages.
 
 The packages are installed without their dependencies, so that importing some of them fails.
 """

@@ -1,4 +1,4 @@
-"""Fuses weights with a shared input (QKV, gate/up); small GEMVs are launch-bound."""
+"""Fuses weights with a shared input (QKV)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias

@@ -1,4 +1,4 @@
-"""Infers tensor roles from the module classes of transformers.
+"""Tensor roles from transformers' module classes.
 
 The model is built on torch's `meta` device: no weight is allocated, read or downloaded. Each tensor of the checkpoint is
 mapped to the module that owns it, through the renamings that transformers applies on loading (experts of a Mixtral are

@@ -1,4 +1,4 @@
-"""Maps checkpoint names of Llama parameters to pytree paths and back."""
+"""Maps checkpoint names to pytree paths and back."""
 
 import dataclasses
 import re

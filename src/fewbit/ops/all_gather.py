@@ -1,4 +1,4 @@
-"""All-gathers a quantized operand's codes before a product, not the decoded array.
+"""All-gathers a quantized operand's codes before a product.
 
 A fully-sharded layout shards a weight along the mesh axis that shards the batch, too. Every device needs the whole weight
 along that axis, and XLA gathers it after decoding: four or eight times the bytes. Here the codes are gathered first. The

@@ -1,4 +1,4 @@
-"""Explains which backend computes a product, and why not another."""
+"""Explains which backend computes a product."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Resolves a product's operands: policy, weight side and random key."""
+"""Resolves a product's policy, weight side and key."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Matches rules to parameters and products, and finds the axes of tiles."""
+"""Matches rules to parameters and products."""
 
 import dataclasses
 import itertools

@@ -1,4 +1,4 @@
-"""Quantizes one parameter as its row of a plan says."""
+"""Quantizes one parameter by its plan row."""
 
 import dataclasses
 import re

@@ -1,4 +1,4 @@
-"""Recipes: ordered rules of which the first match decides."""
+"""Recipe: ordered rules; the first match decides."""
 
 import dataclasses
 import difflib

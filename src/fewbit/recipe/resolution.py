@@ -1,4 +1,4 @@
-"""Matches the rules of a recipe against one traced function."""
+"""Resolution: a recipe matched against one traced function."""
 
 import dataclasses
 from collections.abc import Callable, Mapping

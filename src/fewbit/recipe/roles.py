@@ -1,4 +1,4 @@
-"""Roles of parameters in their model, which decide what is quantized.
+"""Roles of parameters, which decide what is quantized.
 
 A role comes from the trace (`traced_roles`), or from knowledge of the architecture (`fewbit.models.checkpoint_roles`). Names
 only remove a parameter from the quantized roles (`refined`): a router is traced as a matmul, a position table as a look-up.

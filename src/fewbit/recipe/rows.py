@@ -1,4 +1,4 @@
-"""The rows of a plan: parameters, and products without a parameter."""
+"""The rows of a plan: parameters and products."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""A rule of a recipe: which parameters or products follow which policy."""
+"""Rule: which parameters follow which policy."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Passes tensors between torch and JAX, without a copy where possible.
+"""Passes tensors between torch and JAX.
 
 On a CPU a compiled JAX function reads torch's memory through numpy's buffer protocol (5 us an array; a DLPack import takes
 30) if it is contiguous and aligned to 64 bytes; else JAX copies it. Results are returned by DLPack. CUDA tensors are passed

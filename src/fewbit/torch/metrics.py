@@ -1,4 +1,4 @@
-"""Relative errors of quantized weights, and of their products with activations."""
+"""Relative errors of quantized weights and products."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Quantizes the parameters of a torch module in place, by a recipe."""
+"""Quantizes a torch module in place."""
 
 import dataclasses
 import os

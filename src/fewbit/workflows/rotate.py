@@ -1,4 +1,4 @@
-"""Rotates a model's residual stream at random (incoherence processing)."""
+"""Rotates a model's residual stream at random."""
 
 import dataclasses
 import types

@@ -1,4 +1,4 @@
-"""The interface of calibrations, which choose the scale and offset of tiles."""
+"""The interface of calibrations, which choose scales."""
 
 import abc
 import dataclasses

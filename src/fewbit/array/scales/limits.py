@@ -1,4 +1,4 @@
-"""Upper limits of scales, so that finite arrays decode to finite numbers.
+"""Upper limits of scales: decoded numbers stay finite.
 
 A code times its scale may exceed float32 although no element does: int8 maps the largest magnitude to 127.5 steps, and code
 -128 decodes to more; a power-of-two scale is up to twice as large as needed. So scales are limited to where the largest code

@@ -1,4 +1,4 @@
-"""Storage of scales: float dtypes or codes of a format."""
+"""Storage of scales: floats or format codes."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Scales for stochastic rounding, under which no element saturates.
+"""Scales for stochastic rounding: no element saturates.
 
 With rounding to nearest, the largest element of a tile may be up to half a step beyond the last code, and a search may clip
 it. Rounded stochastically, such an element would have a biased mean. So with a key the scale is the smallest at which

@@ -1,4 +1,4 @@
-"""The commands that read and write checkpoints: plan, quantize, inspect, verify."""
+"""Commands for checkpoints: plan, quantize, inspect, verify."""
 
 from pathlib import Path
 from typing import Annotated

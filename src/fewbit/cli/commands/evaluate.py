@@ -1,4 +1,4 @@
-"""The commands that run a model: eval, compare, generate, demo."""
+"""Commands that run models: eval, compare, generate, demo."""
 
 from pathlib import Path
 from typing import Annotated

@@ -1,4 +1,4 @@
-"""Reader of fewbit directories, checked against the manifest's hashes."""
+"""Reader of fewbit directories, with hashes checked."""
 
 import os
 import pathlib

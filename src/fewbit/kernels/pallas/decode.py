@@ -1,4 +1,4 @@
-"""Decodes codes and scales to float32 with TPU vector operations, without tables or gathers.
+"""Decodes codes to float32 with TPU vector operations.
 
 A TPU computes on 32-bit lanes and has no cheap table lookup. So a byte is widened once, and each code in it (a *plane*: the low
 nibbles, the high nibbles) is extracted from the 32-bit word. The decoding depends on the format:

@@ -1,4 +1,4 @@
-"""Multiplies quantized operands by their integer or FP8 codes.
+"""Multiplies quantized operands by their codes.
 
 With codes `c` and `d`, zero points `z` and `w` and scales `s` and `t` that are constant along the contraction, a bilinear `P` is
 

@@ -1,4 +1,4 @@
-"""Matmul with quantized operands: selects the kernels and calls them."""
+"""Matmul with quantized operands: selects the kernels."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""AbstractKernel: a matmul backend whose kernels read packed weights as a stack of matrices."""
+"""AbstractKernel: a matmul backend on packed weights."""
 
 import abc
 import dataclasses

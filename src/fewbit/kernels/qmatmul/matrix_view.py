@@ -1,4 +1,4 @@
-"""Operands of products, and quantized ones viewed as matrices `[B, R, C]`."""
+"""Operands, and quantized ones viewed as `[B, R, C]`."""
 
 import dataclasses
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Code x code products for kernels: which ones they compute, and the rows that they take.
+"""Code x code products for kernels.
 
 Both operands are integers or 8-bit floats. The product is linear in no operand: gradients with respect to the scales are the
 reference's.

@@ -1,4 +1,4 @@
-"""The JAX primitive of matmuls with quantized weights, lowered to one kernel per platform or the reference.
+"""The JAX primitive of matmuls with quantized weights.
 
 Its operands are the leaves of `(x, q, index)`, its settings `form`, their tree structure, and
 

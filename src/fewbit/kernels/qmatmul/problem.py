@@ -1,4 +1,4 @@
-"""Problem: a dot_general or ragged_dot of quantized operands, described for backends."""
+"""Problem: a dot_general or ragged_dot, for backends."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Reference matmul in plain JAX, on any device and for any problem.
+"""Reference matmul in plain JAX, for any problem.
 
 - One operand quantized: it is dequantized to its dtype and multiplied by `lax.dot_general`, so precision and result dtype are
   those of float arrays.

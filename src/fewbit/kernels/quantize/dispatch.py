@@ -1,4 +1,4 @@
-"""`fb.quantize` and `fb.dequantize`: select the backend and call it."""
+"""`fb.quantize` and `fb.dequantize`: select the backend."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""What a backend needs to decide whether it supports a call."""
+"""Problems of quantize and dequantize, for backends."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""Decodes codes and scales to float32 in GPU registers.
+"""Decodes codes and scales in GPU registers.
 
 Integers are inserted into the mantissa of a float32 whose exponent makes its last place 1, and the number that this adds is
 subtracted: two instructions, where an integer conversion costs as much as four. Small floats are shifted up to the sign of a

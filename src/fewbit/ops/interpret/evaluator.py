@@ -1,4 +1,4 @@
-"""The evaluator of jaxprs whose variables may be QArrays and other array proxies."""
+"""The evaluator of jaxprs with array proxies."""
 
 import dataclasses
 import itertools

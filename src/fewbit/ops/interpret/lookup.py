@@ -1,4 +1,4 @@
-"""Which axes of an array a look-up (gather) indexes, and which it keeps."""
+"""Which axes a look-up (gather) indexes."""
 
 import dataclasses
 

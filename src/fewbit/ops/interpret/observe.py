@@ -1,4 +1,4 @@
-"""Calibration proxies: measure the other operand of each product with a parameter.
+"""Calibration proxies: measure operands of products.
 
 Chosen products without a parameter have both operands measured. Only the forward pass runs, without callbacks: measurements
 in a loop or branch are extra results of it, so the code may be jitted.

@@ -1,4 +1,4 @@
-"""Finds the uses of each parameter: which products contract it, over which axes.
+"""Finds the products that use each parameter.
 
 The function is traced with shapes only, and every parameter is followed through casts, transposes, reshapes, slices, loops and
 calls to the equations that use it. Their contraction axes decide the axis along which tiles (blocks) run; nothing is guessed

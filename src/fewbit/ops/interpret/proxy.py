@@ -1,4 +1,4 @@
-"""Array proxies: pytrees that replace an array inside the interpreter."""
+"""Array proxies inside the jaxpr interpreter."""
 
 import abc
 import functools

@@ -1,4 +1,4 @@
-"""`transparent`: a jaxpr interpreter that runs unchanged code on quantized leaves.
+"""`transparent`: runs unchanged code on quantized leaves.
 
 `transparent(fn)` traces `fn` with the shape and dtype of every leaf, so its code sees ordinary arrays, and evaluates the jaxpr.
 An equation without quantized operands is bound unchanged. One with quantized operands goes to the rule of its primitive, in

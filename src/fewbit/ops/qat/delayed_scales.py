@@ -1,4 +1,4 @@
-"""Delayed scales; the VJP returns each tensor's amax as the cotangent of its scale.
+"""Delayed scales; their cotangent is the step's amax.
 
 So `jax.grad` collects amax through loops, branches and rematerialization. JAX adds the cotangents of a value that is used in
 several places, but amax values combine by maximum. So no scale is used twice: it is copied first, by functions whose VJP

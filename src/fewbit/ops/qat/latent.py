@@ -1,4 +1,4 @@
-"""Latent: a float weight that carries a Policy during training."""
+"""Latent: a float weight that carries a Policy."""
 
 import dataclasses
 import math

@@ -1,4 +1,4 @@
-"""Training rules: products of a Latent, layout operations, fake-quantized look-ups."""
+"""Rules of primitives with a Latent operand."""
 
 import dataclasses
 from typing import Any

@@ -1,4 +1,4 @@
-"""Quantizes a parameter as at serving time, with its ServingTiles."""
+"""Quantizes a parameter as at serving."""
 
 import dataclasses
 from collections.abc import Callable

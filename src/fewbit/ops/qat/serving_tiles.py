@@ -1,4 +1,4 @@
-"""Serving tiles: a parameter's quantization tiles, tracked through layout operations.
+"""ServingTiles: quantization tiles after layout operations.
 
 A stored weight is quantized once, then reshaped, transposed and looped. A trained one is a float array that is moved first and
 quantized in its product. Both have the same codes because its tiles (the blocks that share a scale) are moved here.

@@ -1,4 +1,4 @@
-"""An adapted weight: the array proxy that products of unchanged code read."""
+"""Adapted: the proxy of a weight with LoRA."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Rules of primitives for adapted weights: low-rank products, layout ops on all factors."""
+"""Rules of primitives with an adapted weight."""
 
 from typing import TYPE_CHECKING, Any, cast
 

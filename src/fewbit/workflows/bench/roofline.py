@@ -1,4 +1,4 @@
-"""Measures the machine's roofline: copy bandwidth and dense matmul rates."""
+"""Measures copy bandwidth and matmul rates."""
 
 import dataclasses
 import datetime

@@ -1,4 +1,4 @@
-"""Bounds on the scales that can minimize a tile's squared error.
+"""Bounds on scales of least squared error.
 
 `G` is the set of the format's numbers; under a scale `s` the error `e_s(x)` of an element is its distance to `s G`. Between
 the points where rounding changes, `e_s(x)**2 - e_t(x)**2` is linear in `x` for any two scales (the squares cancel), so its

@@ -1,4 +1,4 @@
-"""Exact search for the float scale of least squared error.
+"""Exact search for the float scale.
 
 As the scale falls, the codes of a tile change only where some `|x_i| / s` passes a midpoint `t_j` between two numbers of the
 format. Between two such breakpoints `s = |x_i| / t_j` the codes `q` are fixed, and their best scale is the least-squares fit

@@ -1,4 +1,4 @@
-"""Joint search for scale and offset of asymmetric schemes (heuristic).
+"""Joint search for scale and offset (heuristic).
 
 The codes of a tile change along `K (numbers - 1)` lines in the plane of scale and offset, with about `(K numbers)**2 / 2`
 regions, each with its own least-squares fit: too many for an exact search. Instead:

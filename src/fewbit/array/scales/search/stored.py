@@ -1,4 +1,4 @@
-"""Exact search for the storable scale of least squared error.
+"""Exact search for the storable scale.
 
 Storable scales are powers of two, or the numbers of a small float format. Every search starts from the smallest one that
 saturates nothing, tries the candidates above it that `candidates` allows, and goes down while some tile can gain. Saturated

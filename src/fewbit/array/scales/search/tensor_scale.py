@@ -1,4 +1,4 @@
-"""Search for the tensor scale of two-level schemes such as NVFP4.
+"""Search for NVFP4's tensor scale.
 
 The usual choice, `g = amax / (fmt.max * 448)`, gives the tile with the largest element the largest E4M3 scale. Tiles of
 similar amax then have no larger scale to choose, which costs up to a fifth of the error where few rows carry most of it. So

@@ -1,4 +1,4 @@
-"""Block sizes of the GPU kernels, one JSON file per device.
+"""Block sizes of the GPU kernels, by device.
 
 Other devices use reasoned defaults. `python -m bench.qmatmul_gpu --tune --save` tunes them on its device and writes the file.
 """

@@ -1,4 +1,4 @@
-"""Assigns programs of a grouped GEMM to groups and row blocks, on the device.
+"""Assigns programs of a grouped GEMM to groups.
 
 The rows of each group are split into blocks from its first row, so that a block never has rows of two groups; the last one of a
 group may be short. Rows past all groups form one more group, whose product is zero. The number of blocks is only known on the

@@ -1,4 +1,4 @@
-"""Launch parameters of the GPU kernels: grid, arguments and constants."""
+"""Launch parameters of the GPU kernels."""
 
 import dataclasses
 from typing import Any

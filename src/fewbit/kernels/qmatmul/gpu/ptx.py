@@ -1,4 +1,4 @@
-"""PTX that decodes packed codes to pairs of bfloat16.
+"""PTX that decodes codes to bfloat16 pairs.
 
 A register contains four bytes: eight 4-bit codes, or four 8-bit ones. The outputs are registers of two bfloat16 each, so that one
 instruction processes two weights (`triton_pairs.py`):

@@ -1,4 +1,4 @@
-"""Block shapes and index maps of the TPU kernel, and the HBM bytes they move.
+"""Block shapes and index maps of TPU kernels.
 
 Everything here is arithmetic on shapes, so it can be tested without a TPU.
 """

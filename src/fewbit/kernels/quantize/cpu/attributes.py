@@ -1,4 +1,4 @@
-"""Formats and calibrations as FFI attributes of the C++ kernels."""
+"""Formats and calibrations as FFI attributes."""
 
 import dataclasses
 import math

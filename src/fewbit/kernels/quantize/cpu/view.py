@@ -1,4 +1,4 @@
-"""The three-dimensional view of an array and its tiles for the C++ kernels."""
+"""The 3-D view of a tiled array, for C++."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""The compile-time constants and launch sizes of the Triton quantizers."""
+"""Compile-time constants and launch sizes of Triton quantizers."""
 
 import dataclasses
 from typing import Any, Literal

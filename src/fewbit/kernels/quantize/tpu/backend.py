@@ -1,4 +1,4 @@
-"""Quantize on TPUs by the Pallas kernel in `pallas_tpu.py`."""
+"""Quantize on TPUs by a Pallas kernel."""
 
 import dataclasses
 import functools

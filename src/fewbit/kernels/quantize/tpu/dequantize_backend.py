@@ -1,4 +1,4 @@
-"""Dequantize on TPUs by the Pallas kernel in `pallas_dequantize.py`."""
+"""Dequantize on TPUs by a Pallas kernel."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Computes the scales of tiles inside the TPU kernel: amax, range, MX, NVFP4 searches.
+"""Scales of tiles inside the TPU kernel.
 
 A search tries the candidates that `array.scales` proves sufficient, unrolled, in units of a power of two near amax; ties
 are resolved as there. Candidates for an E4M3 scale are offsets from the smallest code that saturates nothing.

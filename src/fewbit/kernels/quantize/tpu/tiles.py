@@ -1,4 +1,4 @@
-"""The tiles that the Pallas quantize and dequantize kernels support."""
+"""The tiles that Pallas quantizers support."""
 
 from ...._tiles import Tile
 from ....array.packing import codes_per_unit

@@ -1,4 +1,4 @@
-"""Control flow: the same primitive around an interpreted body."""
+"""Control flow around an interpreted body."""
 
 import dataclasses
 from collections.abc import Callable, Sequence

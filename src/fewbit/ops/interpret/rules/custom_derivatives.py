@@ -1,4 +1,4 @@
-"""Custom JVPs and VJPs of user functions, evaluated on quantized operands.
+"""Custom JVPs and VJPs on quantized operands.
 
 The function's equation is differentiated by JAX on plain arrays, and the trace of that is evaluated with the rules. A quantized
 operand has the derivative of its decoded array, propagated to its scales.

@@ -1,4 +1,4 @@
-"""A lazily sliced element of a scanned QArray; kernels index the stack instead of copying the slice.
+"""A lazily sliced element of a scanned QArray.
 
 A scan over stacked layers slices every leaf in each iteration, and a kernel that is called with the slice needs a copy of it:
 on a CPU the copy costs more than a GEMV. So the loop's body gets the stack and the index. Any other operation slices first.
