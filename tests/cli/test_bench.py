@@ -9,6 +9,8 @@ from typer.testing import CliRunner
 import fewbit as fb
 from fewbit.cli import bench_report as times
 from fewbit.cli.commands import app
+from fewbit.kernels.extension import Extension
+from fewbit.workflows.bench import roofline
 from fewbit.workflows.bench.roofline import machine
 from fewbit.workflows.bench.tune import table_path
 
@@ -55,3 +57,9 @@ def test_what_cannot_be_measured(quick, arguments, message):
 def test_a_directory_that_cannot_be_written_is_said_before_anything_is_measured(quick, tmp_path):
     (tmp_path / "file").write_text("")
     assert "cannot be written" in run("--tune", "--output", tmp_path / "file", status=2).stderr
+
+
+@pytest.mark.slow
+def test_missing_kernels_are_named(quick, monkeypatch):
+    monkeypatch.setattr(roofline, "extension", lambda name: Extension(missing="not built"))
+    assert "kernels: not built, the slower reference computes; fewbit " in run(*quick).stdout
