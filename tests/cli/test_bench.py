@@ -7,6 +7,8 @@ from typer.testing import CliRunner
 
 from fewbit.cli import bench_report as times
 from fewbit.cli.commands import app
+from fewbit.kernels.extension import Extension
+from fewbit.workflows.bench import roofline
 from fewbit.workflows.bench.roofline import machine
 
 
@@ -43,3 +45,9 @@ def test_what_is_measured_is_printed(quick):
 )
 def test_what_cannot_be_measured(quick, arguments, message):
     assert message in run(*arguments, status=2).stderr
+
+
+@pytest.mark.slow
+def test_missing_kernels_are_named(quick, monkeypatch):
+    monkeypatch.setattr(roofline, "extension", lambda name: Extension(missing="not built"))
+    assert "kernels: not built, the slower reference computes; fewbit " in run(*quick).stdout

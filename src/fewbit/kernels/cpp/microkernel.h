@@ -7,19 +7,19 @@ constexpr int kAcross = kLanes == 16 ? 4 : 2;  // vectors of outputs in a block 
 template <int kRowsHere>
 static void OuterBlock(const float* x, int64_t ldx, const float* w, int64_t ldw, int64_t k, float* c, int64_t ldc) {
   V sum[kRowsHere][kAcross];
-  for (int m = 0; m < kRowsHere; ++m) {
-    for (int n = 0; n < kAcross; ++n) sum[m][n] = Load(c + m * ldc + n * kLanes);
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kAcross; ++n) sum[m][n] = Load(c + m * ldc + n * kLanes);
   }
   for (int64_t i = 0; i < k; ++i) {
     V b[kAcross];
-    for (int n = 0; n < kAcross; ++n) b[n] = Load(w + i * ldw + n * kLanes);
-    for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kAcross; ++n) b[n] = Load(w + i * ldw + n * kLanes);
+    UNROLL for (int m = 0; m < kRowsHere; ++m) {
       const V a = Same(x[m * ldx + i]);
-      for (int n = 0; n < kAcross; ++n) sum[m][n] = MulAdd(a, b[n], sum[m][n]);
+      UNROLL for (int n = 0; n < kAcross; ++n) sum[m][n] = MulAdd(a, b[n], sum[m][n]);
     }
   }
-  for (int m = 0; m < kRowsHere; ++m) {
-    for (int n = 0; n < kAcross; ++n) Store(c + m * ldc + n * kLanes, sum[m][n]);
+  UNROLL for (int m = 0; m < kRowsHere; ++m) {
+    UNROLL for (int n = 0; n < kAcross; ++n) Store(c + m * ldc + n * kLanes, sum[m][n]);
   }
 }
 

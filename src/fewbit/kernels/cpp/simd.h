@@ -4,6 +4,8 @@
 // and `mask ? a : b` selects lane by lane. The functions are what C++ has no operator for.
 // Included in the namespace of an instruction set (foreach_isa.h).
 
+// Before a loop over an array of vectors, which GCC else keeps in memory (-O2). At most 32 iterations.
+#define UNROLL _Pragma("GCC unroll 32")
 #define INLINE static inline __attribute__((always_inline))
 #define INLINE_MEMBER inline __attribute__((always_inline))
 #define NO_INLINE static __attribute__((noinline))

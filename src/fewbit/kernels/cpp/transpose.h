@@ -4,13 +4,13 @@
 // Lane i of vector j becomes lane j of vector i: within quarters by pairs and fours, then quarters among themselves.
 static inline void TransposeWords(__m512i* a) {
   __m512i b[16];
-  for (int i = 0; i < 16; i += 4) {
+  UNROLL for (int i = 0; i < 16; i += 4) {
     const __m512i p = _mm512_unpacklo_epi32(a[i], a[i + 1]), q = _mm512_unpackhi_epi32(a[i], a[i + 1]);
     const __m512i r = _mm512_unpacklo_epi32(a[i + 2], a[i + 3]), s = _mm512_unpackhi_epi32(a[i + 2], a[i + 3]);
     b[i] = _mm512_unpacklo_epi64(p, r), b[i + 1] = _mm512_unpackhi_epi64(p, r);
     b[i + 2] = _mm512_unpacklo_epi64(q, s), b[i + 3] = _mm512_unpackhi_epi64(q, s);
   }
-  for (int i = 0; i < 4; ++i) {
+  UNROLL for (int i = 0; i < 4; ++i) {
     const __m512i even = _mm512_shuffle_i32x4(b[i], b[4 + i], 0x88), odd = _mm512_shuffle_i32x4(b[i], b[4 + i], 0xDD);
     const __m512i even2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0x88), odd2 = _mm512_shuffle_i32x4(b[8 + i], b[12 + i], 0xDD);
     a[i] = _mm512_shuffle_i32x4(even, even2, 0x88), a[8 + i] = _mm512_shuffle_i32x4(even, even2, 0xDD);
@@ -20,21 +20,21 @@ static inline void TransposeWords(__m512i* a) {
 
 static inline void Transpose(const float* from, int64_t ld_from, float* to, int64_t ld_to) {
   __m512i a[16];
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * ld_from);
+  UNROLL for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_si512(from + i * ld_from);
   TransposeWords(a);
-  for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * ld_to, a[i]);
+  UNROLL for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * ld_to, a[i]);
 }
 #elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
 static inline void Transpose(const float* from, int64_t ld_from, float* to, int64_t ld_to) {
   V a[8], b[8];
-  for (int i = 0; i < 8; ++i) a[i] = Load(from + i * ld_from);
-  for (int i = 0; i < 8; i += 4) {
+  UNROLL for (int i = 0; i < 8; ++i) a[i] = Load(from + i * ld_from);
+  UNROLL for (int i = 0; i < 8; i += 4) {
     const V p = _mm256_unpacklo_ps(a[i], a[i + 1]), q = _mm256_unpackhi_ps(a[i], a[i + 1]);
     const V r = _mm256_unpacklo_ps(a[i + 2], a[i + 3]), s = _mm256_unpackhi_ps(a[i + 2], a[i + 3]);
     b[i] = _mm256_shuffle_ps(p, r, 0x44), b[i + 1] = _mm256_shuffle_ps(p, r, 0xEE);
     b[i + 2] = _mm256_shuffle_ps(q, s, 0x44), b[i + 3] = _mm256_shuffle_ps(q, s, 0xEE);
   }
-  for (int i = 0; i < 4; ++i) {
+  UNROLL for (int i = 0; i < 4; ++i) {
     Store(to + i * ld_to, _mm256_permute2f128_ps(b[i], b[4 + i], 0x20));
     Store(to + (4 + i) * ld_to, _mm256_permute2f128_ps(b[i], b[4 + i], 0x31));
   }
@@ -60,15 +60,15 @@ static inline void Transpose(const float* from, int64_t ld_from, float* to, int6
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 INLINE void Transpose(V (&v)[kLanes]) {
   __m512i a[kLanes];
-  for (int i = 0; i < kLanes; ++i) a[i] = (__m512i)v[i];
+  UNROLL for (int i = 0; i < kLanes; ++i) a[i] = (__m512i)v[i];
   TransposeWords(a);
-  for (int i = 0; i < kLanes; ++i) v[i] = (V)a[i];
+  UNROLL for (int i = 0; i < kLanes; ++i) v[i] = (V)a[i];
 }
 #else
 INLINE void Transpose(V (&v)[kLanes]) {
   float from[kLanes * kLanes], to[kLanes * kLanes];
-  for (int i = 0; i < kLanes; ++i) Store(from + i * kLanes, v[i]);
+  UNROLL for (int i = 0; i < kLanes; ++i) Store(from + i * kLanes, v[i]);
   Transpose(from, kLanes, to, kLanes);
-  for (int i = 0; i < kLanes; ++i) v[i] = Load(to + i * kLanes);
+  UNROLL for (int i = 0; i < kLanes; ++i) v[i] = Load(to + i * kLanes);
 }
 #endif

@@ -64,7 +64,7 @@ def circumstances(packages: Sequence[str] = ()) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "device": _device_name(),
-        "kernels": extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").isa or "not built",
+        "kernels": extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").isa or "not built, the slower reference computes",
         "python": platform.python_version(),
         "versions": {package: _version(package) for package in ("fewbit", "jax", "jaxlib", "numpy", *packages)},
     }

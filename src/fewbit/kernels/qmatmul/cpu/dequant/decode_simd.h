@@ -23,7 +23,7 @@ struct Bytes {
     t.flip = _mm512_set1_epi8(static_cast<char>(sign)), t.number = _mm512_set1_epi32(0x4B000000);
     t.bias = Same(8388608.0f + static_cast<float>(sign));
     alignas(64) uint8_t place[64];
-    for (int i = 0; i < 4; ++i) {
+    UNROLL for (int i = 0; i < 4; ++i) {
       for (int j = 0; j < 64; ++j) place[j] = static_cast<uint8_t>(j / 4 * 4 + i);
       t.place[i] = _mm512_load_si512(place);
     }
@@ -72,7 +72,7 @@ struct Numbers {
   V table[kTables];
   static Numbers Of(const Weight& w) {
     Numbers numbers;
-    for (int i = 0; i < kTables; ++i) numbers.table[i] = Load(w.values + 16 * i);
+    UNROLL for (int i = 0; i < kTables; ++i) numbers.table[i] = Load(w.values + 16 * i);
     return numbers;
   }
   V At(__m512i raw, int shift) const {
@@ -173,7 +173,7 @@ struct WideColumn {
   static Table TableOf(const Weight& w) { return Meaning::Of(w); }
   WideColumn() = default;
   WideColumn(const uint8_t* p, int64_t stride, int64_t rows, int64_t left) {
-    for (int j = 0; j < kBits; ++j) raw[j] = BytesAt(p + j * stride, j < rows ? left : 0);
+    UNROLL for (int j = 0; j < kBits; ++j) raw[j] = BytesAt(p + j * stride, j < rows ? left : 0);
   }
   V16 At(int i, const Table& table) const {
     const int column = i / 8, bit = i % 8 * kBits, row = bit / 8, shift = bit % 8;
@@ -210,7 +210,7 @@ static inline void Deinterleave(const float* from, int64_t blocks, float* to) {
   }
   for (int64_t b = 0; b < blocks; ++b, from += 16 * kSub, to += 16 * kSub) {
     const V a0 = Load(from), a1 = Load(from + 16), b0 = Load(from + 32 % (16 * kSub)), b1 = Load(from + 48 % (16 * kSub));
-    for (int k = 0; k < kSub; ++k) {
+    UNROLL for (int k = 0; k < kSub; ++k) {
       const __m512i at = _mm512_load_si512(index + 16 * k);
       const V low = _mm512_permutex2var_ps(a0, at, a1), high = _mm512_permutex2var_ps(b0, at, b1);
       Store(to + 16 * k, kSub == 2 ? low : _mm512_mask_mov_ps(low, 0xFF00, high));
@@ -275,7 +275,7 @@ static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, i
         const V16 s = Load16(scale + 16 * tile), z = kHasZero ? Load16(zero + 16 * tile) : s;
         const V16 before = parts.Subtracted(z), after = parts.Added(z);
         float* to = panel + k * ldw + n;
-        for (int part = 0; part < kParts; ++part) {
+        UNROLL for (int part = 0; part < kParts; ++part) {
           const Decoder codes(raw[(k - b) / kSteps], part);
 #pragma GCC unroll 32
           for (int i = 0; i < Decoder::kSteps; ++i) {

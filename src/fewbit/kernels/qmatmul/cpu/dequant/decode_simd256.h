@@ -26,7 +26,7 @@ struct Numbers {
   V table[kTables];
   static Numbers Of(const Weight& w) {
     Numbers numbers;
-    for (int i = 0; i < kTables; ++i) numbers.table[i] = Load(w.values + 8 * i);
+    UNROLL for (int i = 0; i < kTables; ++i) numbers.table[i] = Load(w.values + 8 * i);
     return numbers;
   }
   V16 At(const W16& raw, int shift) const {
@@ -43,9 +43,9 @@ struct Numbers {
   uint8x16_t plane[4][kTables];
   static Numbers Of(const Weight& w) {
     Numbers numbers;
-    for (int i = 0; i < kTables; ++i) {
+    UNROLL for (int i = 0; i < kTables; ++i) {
       const uint8x16x4_t bytes = vld4q_u8(reinterpret_cast<const uint8_t*>(w.values + 16 * i));
-      for (int b = 0; b < 4; ++b) numbers.plane[b][i] = bytes.val[b];
+      UNROLL for (int b = 0; b < 4; ++b) numbers.plane[b][i] = bytes.val[b];
     }
     return numbers;
   }
@@ -56,7 +56,7 @@ struct Numbers {
   }
   V16 At(const W16& raw, int shift) const {
     V16 r;
-    for (int i = 0; i < kPieces; ++i) {
+    UNROLL for (int i = 0; i < kPieces; ++i) {
       const uint8x16_t code = ((uint8x16_t)raw.u[i] >> shift % 8) & vdupq_n_u8((1 << kBits) - 1);
       const uint8x16_t a = Looked(plane[0], code), b = Looked(plane[1], code), c = Looked(plane[2], code), d = Looked(plane[3], code);
       // Of the numbers of all 16 bytes, those of one byte of each word: by pairs of bytes, then of pairs.
@@ -82,7 +82,7 @@ struct Float8 {
   static W16 Lanes(const uint8_t* p, int64_t left, Table) { return BytesAt(p, left); }
   Float8() = default;
   Float8(const W16& lanes, int half) {
-    for (int i = 0; i < kPieces; ++i) raw[i] = __builtin_convertvector(lanes.u[i] >> 16 * half, H);
+    UNROLL for (int i = 0; i < kPieces; ++i) raw[i] = __builtin_convertvector(lanes.u[i] >> 16 * half, H);
   }
   Float8(const uint8_t* p, int64_t, int64_t, int64_t left) : Float8(p, left, Table{}) {}
   Float8(const uint8_t* p, int64_t left, Table) {
@@ -95,7 +95,7 @@ struct Float8 {
   }
   V16 At(int i, Table) const {
     V16 r;
-    for (int j = 0; j < kPieces; ++j) {
+    UNROLL for (int j = 0; j < kPieces; ++j) {
       const H high = i == 0 ? raw[j] << 8 : raw[j] & 0xFF00;
       const H half = (H)((S)high >> 1) & 0xBF80, is_nan = (H)((half & 0x3FFF) == 0x3F80);
       r.v[j] = FloatsOfHalves(kIsE4M3 ? (half & ~is_nan) | (is_nan & 0x7E00) : high);
@@ -153,7 +153,7 @@ struct WideRow {
       p = there;
     }
     W16 r;
-    for (int i = 0; i < kPieces; ++i) {
+    UNROLL for (int i = 0; i < kPieces; ++i) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
       const __m128i* two = reinterpret_cast<const __m128i*>(p + 2 * i * kQuarter);
       const __m128i first = _mm_loadu_si128(two);

@@ -199,7 +199,7 @@ static void DotScaled(const Job& job, int m0, int64_t begin, int64_t end) {
     BlockedScales<kSub>(w, w.scale, row, blocks, w.unit, plain, scale);
     if (has_zero) BlockedScales<kSub>(w, w.zero, row, blocks, 1.0f, plain, zero);
     float offset[kM];
-    for (int m = 0; m < kM; ++m) {
+    UNROLL for (int m = 0; m < kM; ++m) {
       const float* from = job.x + (m0 + m) * job.ldx;
       V sum = Same(0.0f);
       for (int64_t c = 0; c < length; c += 16) {
@@ -244,9 +244,10 @@ static void DotScaled(const Job& job, int m0, int64_t begin, int64_t end) {
           }
         }
       }
-      for (int j = 0; j < kR; ++j) {
-        for (int i = 0; i < kAlong && r + j * kAlong + i < t1; ++i) {
-          for (int m = 0; m < kM; ++m) y[m][r + j * kAlong + i - begin] = SumOfLanes(sum[j][i][m]) + offset[m];
+      UNROLL for (int j = 0; j < kR; ++j) {
+        UNROLL for (int i = 0; i < kAlong; ++i) {
+          if (r + j * kAlong + i >= t1) continue;
+          UNROLL for (int m = 0; m < kM; ++m) y[m][r + j * kAlong + i - begin] = SumOfLanes(sum[j][i][m]) + offset[m];
         }
       }
     }
@@ -280,7 +281,7 @@ static inline Decoder TransposedLane(const __m512i (*raw)[16], int64_t lane, int
     return Decoder(raw[0][lane], part);
   } else {
     Decoder codes;
-    for (int j = 0; j < Decoder::kByteRows; ++j) codes.raw[j] = raw[j][lane];
+    UNROLL for (int j = 0; j < Decoder::kByteRows; ++j) codes.raw[j] = raw[j][lane];
     return codes;
   }
 }

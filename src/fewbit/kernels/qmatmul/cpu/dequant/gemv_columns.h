@@ -33,7 +33,7 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
       if (has_zero) ColumnScales<kSub>(w, w.zero, loaded, n0, outputs, blocks, 1.0f, plain, zero);
     }
     float x_sum[kM];
-    for (int m = 0; m < kM; ++m) {
+    UNROLL for (int m = 0; m < kM; ++m) {
       x_sum[m] = 0.0f;
       for (int64_t k = k0; has_offset && k < k1; ++k) x_sum[m] += job.x[m * job.ldx + k];
     }
@@ -41,9 +41,9 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
       const uint8_t* p = w.codes + n0 + b * kBlock;
       const int64_t left = w.cols - n0 - b * kBlock;
       V16 sum[kM][kSub], z[kSub];
-      for (int k = 0; k < kSub; ++k) {
+      UNROLL for (int k = 0; k < kSub; ++k) {
         z[k] = kSubtracts ? Load16(zero + b * kBlock + k * 16) : Same16(0.0f);
-        for (int m = 0; m < kM; ++m) sum[m][k] = Same16(0.0f);
+        UNROLL for (int m = 0; m < kM; ++m) sum[m][k] = Same16(0.0f);
       }
       const int64_t ahead = (last - first) * kByteRows * w.row_stride;
       for (int64_t r = first; r < last; ++r) {
@@ -64,8 +64,8 @@ static void SumColumns(const Job& job, int64_t n0, int64_t width) {
           }
         }
       }
-      for (int m = 0; m < kM; ++m) {
-        for (int k = 0; k < kSub; ++k) {
+      UNROLL for (int m = 0; m < kM; ++m) {
+        UNROLL for (int k = 0; k < kSub; ++k) {
           float* t = total + m * padded + b * kBlock + k * 16;
           V16 sum_here = MulAdd(sum[m][k], Load16(scale + b * kBlock + k * 16), Load16(t));
           if (has_offset) sum_here = MulAdd(Load16(zero + b * kBlock + k * 16), Same16(x_sum[m]), sum_here);

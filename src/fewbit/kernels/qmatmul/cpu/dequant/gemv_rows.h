@@ -75,7 +75,7 @@ static inline __attribute__((always_inline)) void AddBlock(const Decoder (&codes
 // Sums of the lanes of four rows. Each of `pairs` holds what is still to be added to two of them, a half for each.
 static inline void StoreSums(const V (&row)[4][1], const V (&pairs)[2], float* to) {
   V of_two[2];
-  for (int i = 0; i < 2; ++i) {
+  UNROLL for (int i = 0; i < 2; ++i) {
     const V a = row[2 * i][0], b = row[2 * i + 1][0];
     of_two[i] = Add(Add(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xEE)), pairs[i]);
   }
@@ -98,7 +98,7 @@ static inline void AddHalves(const uint8_t* const* row, int64_t from, int64_t by
   };
   V sum[2][1] = {{Same(0.0f)}, {Same(0.0f)}};
   Decoder codes[2];
-  for (int pair = 0; pair < 2; ++pair) {
+  UNROLL for (int pair = 0; pair < 2; ++pair) {
     const __m256i low = _mm256_maskz_loadu_epi8(there, row[2 * pair] + from);
     const __m256i high = _mm256_maskz_loadu_epi8(there, row[2 * pair + 1] + from);
     codes[pair] = Decoder(_mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1), 0);
@@ -106,7 +106,7 @@ static inline void AddHalves(const uint8_t* const* row, int64_t from, int64_t by
   AddBlock<kSubtracts>(
       codes, table, [&](int, int i) { return _mm512_broadcast_f32x8(_mm256_loadu_ps(x + 16 * i)); },
       [&](int pair) { return lanes_of(zeros, pair); }, sum);
-  for (int pair = 0; pair < 2; ++pair) of_pair[pair] = Mul(sum[pair][0], lanes_of(scales, pair));
+  UNROLL for (int pair = 0; pair < 2; ++pair) of_pair[pair] = Mul(sum[pair][0], lanes_of(scales, pair));
 }
 
 #endif
@@ -141,10 +141,10 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
     for (int j = 0; j < kR; ++j) {
       const int64_t here = r + j < r1 ? r + j : r1 - 1, at = (w.row_tile == 1 ? here : here / w.row_tile) - loaded;
       row[j] = w.codes + here * w.row_stride, scales[j] = scale + at * tiles, zeros[j] = zero + at * tiles;
-      for (int m = 0; m < kM; ++m) total[j][m] = waiting[j][m] = Same16(0.0f);
+      UNROLL for (int m = 0; m < kM; ++m) total[j][m] = waiting[j][m] = Same16(0.0f);
       if (w.role != Zero::kOffset) continue;
       const V16 end = FirstOf(zeros[j] + whole, tiles - whole);  // a tile's offset times the sum of x over the tile
-      for (int m = 0; m < kM; ++m) {
+      UNROLL for (int m = 0; m < kM; ++m) {
         const float* sums = job.x_sums + m * job.ld_sums;
         for (int64_t t = 0; t < whole; t += 16) total[j][m] = MulAdd(Load16(zeros[j] + t), Load16(sums + t), total[j][m]);
         total[j][m] = MulAdd(end, Load16(sums + whole), total[j][m]);
@@ -179,7 +179,7 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
         add_scaled(of_lanes, waiting);
 #pragma GCC unroll 4
         for (int j = 0; j < kR; ++j) {
-          for (int m = 0; m < kM; ++m) waiting[j][m] = Same16(0.0f);
+          UNROLL for (int m = 0; m < kM; ++m) waiting[j][m] = Same16(0.0f);
         }
       } else {
         V16 sum[kR][kM];
@@ -219,8 +219,9 @@ static void DotRows(const Job& job, int64_t r0, int64_t count) {
       continue;
     }
 #endif
-    for (int j = 0; j < kR && r + j < r1; ++j) {
-      for (int m = 0; m < kM; ++m) y[m][r + j - r0] = SumOfLanes(total[j][m]);
+    UNROLL for (int j = 0; j < kR; ++j) {
+      if (r + j >= r1) continue;
+      UNROLL for (int m = 0; m < kM; ++m) y[m][r + j - r0] = SumOfLanes(total[j][m]);
     }
   }
   for (int m = 0; m < kM; ++m) StoreOutputs(job, m, r0, r1 - r0, y[m]);

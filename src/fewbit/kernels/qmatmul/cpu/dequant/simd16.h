@@ -42,7 +42,7 @@ struct W16 {
   U u[kPieces];
 };
 
-#define FEWBIT_EACH _Pragma("GCC unroll 4") for (int i = 0; i < kPieces; ++i)
+#define FEWBIT_EACH UNROLL for (int i = 0; i < kPieces; ++i)
 static inline V16 Load16(const float* p) {
   V16 r;
   FEWBIT_EACH r.v[i] = Load(p + i * kLanes);
@@ -143,7 +143,7 @@ static inline V16 Permuted(const W16& index, const V16& of) {
 #else
 static inline V16 Permuted(const W16& index, const V16& of) {
   uint8x16x4_t bytes;
-  for (int i = 0; i < 4; ++i) bytes.val[i] = (uint8x16_t)of.v[i];
+  UNROLL for (int i = 0; i < 4; ++i) bytes.val[i] = (uint8x16_t)of.v[i];
   V16 r;
   FEWBIT_EACH r.v[i] = (V)vqtbl4q_u8(bytes, (uint8x16_t)(index.u[i] * 0x04040404u + 0x03020100u));
   return r;

@@ -78,7 +78,7 @@ static void PackOutputs(const IntegerJob& job, const Stretch& bytes, int64_t n0,
   for (int64_t b = 0; b < bytes.fours; b += 16) {
     const __mmask64 there = FirstBytes(bytes.count - 4 * b);
     Words rows[16];
-    for (int i = 0; i < 16; ++i) {
+    UNROLL for (int i = 0; i < 16; ++i) {
       const uint8_t* p = job.w + (n0 + i) * job.row_stride + bytes.from + 4 * b;
       _mm_prefetch(reinterpret_cast<const char*>(p + 64), _MM_HINT_T0);
       rows[i] = n0 + i < job.N ? _mm512_maskz_loadu_epi8(there, p) : SameI(0);
@@ -95,7 +95,7 @@ static inline void LoadFours(const IntegerJob& job, const Stretch& bytes, int64_
   const Words order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   const __mmask64 there = FirstBytes(job.N - n0);
   Words row[4];
-  for (int i = 0; i < 4; ++i) {
+  UNROLL for (int i = 0; i < 4; ++i) {
     const bool within = 4 * b + i < bytes.count;
     const uint8_t* p = job.w + (bytes.from + (within ? 4 * b + i : 0)) * job.row_stride + n0;
     _mm_prefetch(reinterpret_cast<const char*>(p + 16 * job.row_stride), _MM_HINT_T0);
@@ -127,7 +127,7 @@ static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int6
       for (int64_t b = from; b < bytes.fours && b < from + kDeep; ++b) {
         Words fours[4];
         LoadFours<true>(job, bytes, b, n0 + i * kIntWide, fours);
-        for (int j = 0; j < 4; ++j) StoreFours(job.bits, fours[j], flip, out + i * kSegment * kIntWide + b * step + 64 * j);
+        UNROLL for (int j = 0; j < 4; ++j) StoreFours(job.bits, fours[j], flip, out + i * kSegment * kIntWide + b * step + 64 * j);
       }
     }
   }
