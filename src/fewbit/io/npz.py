@@ -69,7 +69,7 @@ def _members(path: pathlib.Path, data: np.ndarray) -> dict[str, bytes]:
 
 def _check_count(found: int, comment: int, path: pathlib.Path, data: np.ndarray) -> None:
     """Checks the number of members in the archive's last record; zipfile does not."""
-    mark, announced = struct.unpack_from("<4s6xH", data, data.size - 22 - comment)
+    mark, announced = struct.unpack_from("<4s6xH", data.data, data.size - 22 - comment)
     if mark != b"PK\x05\x06" or announced != min(found, 0xFFFF):
         raise QuantError(f"{path} is a damaged .npz file: {found} members are found, {announced} are announced")
 
