@@ -81,11 +81,13 @@ def _as_llama(model: Model, checkpoint: Checkpoint) -> Model:
     """
     config, table = _config(checkpoint)
     names, tensors = _names(checkpoint, table, config), checkpoint.tensors
+    transposed = {path for path in names if table is not None and table.is_transposed(path)}
 
     def load_path(path: str) -> Value:
-        if table is None:
-            return tensors[path]
-        return table.oriented(path, tensors[names[path]])
+        value = tensors[names[path]]
+        if path in transposed:
+            return value.T
+        return value
 
     info = {path: dataclasses.replace(tensors.info[names[path]], shape=shape) for path, shape in shapes(config).items()}
     model = dataclasses.replace(model, config=config, info=info, load=load_path)
