@@ -8,11 +8,9 @@ import fewbit as fb
 from fewbit.array.packing import codes_per_unit
 from fewbit.kernels.pallas.decode import (
     NF4_ERROR,
-    group_values,
-    plane_values,
+    code_values,
     stored_values,
     undecodable,
-    unit,
 )
 
 BYTES = jnp.arange(256, dtype=jnp.uint8)
@@ -30,7 +28,8 @@ def test_which_formats_are_decoded():
 def test_every_plane_of_every_byte(name: str):
     fmt = fb.FORMATS[name]
     for shift in range(0, 8, fmt.bits):
-        values = np.asarray(plane_values(fmt, BYTES, shift)) * np.float32(unit(fmt, shift))
+        values, unit = code_values(fmt, [BYTES], shift // fmt.bits)
+        values = np.asarray(values) * np.float32(unit)
         codes = (np.arange(256) >> shift) % 2**fmt.bits
         expected = np.asarray(fmt.decode(jnp.asarray(codes, jnp.uint8)))
         np.testing.assert_array_equal(values, expected)
@@ -47,11 +46,12 @@ def test_every_code_at_every_place_of_a_group_of_bytes(name: str):
     group = [jnp.asarray(byte, jnp.int32) for byte in (stream << np.arange(8)).sum(2).T]
     for plane in range(count):
         expected = fmt.decode(jnp.asarray(codes[:, plane], jnp.uint8))
-        np.testing.assert_array_equal(group_values(fmt, group, plane), expected)
+        values, unit = code_values(fmt, group, plane)
+        np.testing.assert_array_equal(np.asarray(values) * np.float32(unit), expected)
 
 
 def test_the_polynomial_of_nf4_errs_as_it_says():
-    values = np.asarray(plane_values(fb.FORMATS["nf4"], BYTES[:16], 0, nf4_polynomial=True))
+    values = np.asarray(code_values(fb.FORMATS["nf4"], [BYTES[:16]], 0, nf4_polynomial=True)[0])
     error = np.abs(values - fb.FORMATS["nf4"].values())
     assert NF4_ERROR - 1e-4 < error.max() <= NF4_ERROR
     assert (np.diff(values) > 0).all()

@@ -40,69 +40,57 @@ def undecodable(fmt: AbstractFormat) -> str | None:
     return None
 
 
-def unit(fmt: AbstractFormat, shift: int) -> float:
-    """The factor by which `plane_values` must be multiplied."""
-    if isinstance(fmt, Integer):
-        is_top = shift + fmt.bits == 8
-        place = shift
-        if fmt.signed and not is_top:
-            place = 32 - fmt.bits
-        return fmt.step * 2.0**-place
-    return 0.5 if _doubled(fmt) is not None else 1.0
+def code_values(
+    fmt: AbstractFormat, group: list[jax.Array], plane: int, *, nf4_polynomial: bool = False
+) -> tuple[jax.Array, float]:
+    """Decodes one code of each byte, or of each group of bytes: float32 values, and their unit.
 
-
-def plane_values(fmt: AbstractFormat, packed: jax.Array, shift: int, *, nf4_polynomial: bool = False) -> jax.Array:
-    """Decodes the codes at bit `shift` of each byte to float32, in units of `unit(fmt, shift)`.
-
-    `nf4_polynomial` approximates NF4 by `NF4_POLYNOMIAL`.
+    Args:
+        fmt: the format.
+        group: the bytes; for codes that straddle bytes the first byte of every group, the second, and so on, in 32-bit words.
+        plane: which code.
+        nf4_polynomial: whether NF4 is approximated by `NF4_POLYNOMIAL`.
     """
     if fmt.name in NATIVE:
-        return jax.lax.bitcast_convert_type(packed, NATIVE[fmt.name]).astype(jnp.float32)
-    # As signed bytes: unsigned ones would be widened as signed ones and then masked.
-    word = jax.lax.bitcast_convert_type(packed, jnp.int8).astype(jnp.int32)
+        return jax.lax.bitcast_convert_type(group[0], NATIVE[fmt.name]).astype(jnp.float32), 1.0
+    word, shift = _words(fmt, group, plane)
     if isinstance(fmt, Integer):
         return _whole(fmt, word, shift)
     table = _doubled(fmt)
     if table is not None:
-        return _signed_nibbles(word, shift, table)
+        return _signed_nibbles(word, shift, table), 0.5
     if isinstance(fmt, Codebook) and not (nf4_polynomial and fmt.name == "nf4"):
-        return _selected(word, shift, fmt.table)
+        return _selected(word, shift, fmt.table), 1.0
     code = (word >> shift) & (2**fmt.bits - 1)
     if isinstance(fmt, Codebook):
-        return _polynomial(code.astype(jnp.float32))
-    return fmt.decode(code.astype(jnp.uint8))
+        return _polynomial(code.astype(jnp.float32)), 1.0
+    return fmt.decode(code.astype(jnp.uint8)), 1.0
 
 
-def group_values(fmt: AbstractFormat, group: list[jax.Array], plane: int) -> jax.Array:
-    """Decodes the code at index `plane` of each group of bytes, float32.
-
-    `group` has the first byte of every group, then the second, and so on, in 32-bit words.
-    """
+def _words(fmt: AbstractFormat, group: list[jax.Array], plane: int) -> tuple[jax.Array, int]:
+    """32-bit words, and the bit at which each has the code; higher bits are arbitrary."""
     byte, shift = divmod(plane * fmt.bits, 8)
-    code = group[byte] >> shift
+    if len(group) == 1:
+        # As signed bytes: unsigned ones would be widened as signed ones and then masked.
+        return jax.lax.bitcast_convert_type(group[0], jnp.int8).astype(jnp.int32), shift
+    word = group[byte] >> shift
     if shift + fmt.bits > 8:
-        code = code | (group[byte + 1] << (8 - shift))
-    if isinstance(fmt, Integer):
-        if fmt.signed:
-            code = (code << (32 - fmt.bits)) >> (32 - fmt.bits)
-        else:
-            code = code & (2**fmt.bits - 1)
-        return code.astype(jnp.float32) * jnp.float32(fmt.step)
-    if isinstance(fmt, Codebook):
-        return _selected(code, 0, fmt.table)
-    return fmt.decode((code & (2**fmt.bits - 1)).astype(jnp.uint8))
+        word = word | (group[byte + 1] << (8 - shift))
+    return word, 0
 
 
-def _whole(fmt: Integer, word: jax.Array, shift: int) -> jax.Array:
-    """Integers at their position in the word; the top ones need no shift."""
-    is_top = shift + fmt.bits == 8
-    if fmt.signed and not is_top:
-        word = word << (32 - fmt.bits - shift)
+def _whole(fmt: Integer, word: jax.Array, shift: int) -> tuple[jax.Array, float]:
+    """Integers at their position in the word, and their unit; those at the top of a byte need no shift."""
+    place = shift
+    if fmt.signed and shift + fmt.bits != 8:
+        place = 32 - fmt.bits
+        word = word << (place - shift)
         if shift:
-            word = word & -(2 ** (32 - fmt.bits))
-        return word.astype(jnp.float32)
-    mask = -(2**shift) if fmt.signed else (2**fmt.bits - 1) << shift
-    return (word & mask).astype(jnp.float32)
+            word = word & -(2**place)
+    else:
+        mask = -(2**shift) if fmt.signed else (2**fmt.bits - 1) << shift
+        word = word & mask
+    return word.astype(jnp.float32), fmt.step * 2.0**-place
 
 
 def _doubled(fmt: AbstractFormat) -> int | None:
@@ -155,7 +143,8 @@ def stored_values(stored: jax.Array, holder: AbstractFormat | np.dtype) -> jax.A
         power = jax.lax.bitcast_convert_type(code << 23, jnp.float32)
         return jnp.where(code == 255, jnp.full_like(power, jnp.nan), power)
     if isinstance(holder, Integer):
-        return plane_values(holder, stored, 0) * jnp.float32(unit(holder, 0))
+        values, own = code_values(holder, [stored], 0)
+        return values * jnp.float32(own)
     if isinstance(holder, AbstractFormat):
         return holder.decode(stored)
     if stored.dtype == jnp.uint16:

@@ -128,7 +128,7 @@ class Cut:
             return Block("codes", shape[::-1], np.dtype(np.uint8), block[::-1], lambda i, j, k: self._swapped(j, k)[::-1])
         return Block("codes", shape, np.dtype(np.uint8), block, lambda i, j, k: self._swapped(j, k))
 
-    def beside(self, name: str, dtype: np.dtype) -> Block:
+    def scales(self, name: str, dtype: np.dtype) -> Block:
         """Scales, zero points or tensor scale, per tile of rows and column."""
         shape = (self.form.tiles, self.form.scale_columns)
         if name == "tensor_scale":

@@ -54,19 +54,16 @@ by rule, since there was no TPU to measure on.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import ManualAxisType
 from jax.typing import DTypeLike
 
 from ....array import QArray
 from .blocks import PLAIN, Block, Config, Cut
-from .kernel import joined, over_stack, planes_of, scale_arrays, summed, varying_axes
+from .kernel import joined, launched, over_stack, planes_of, scale_arrays, summed, varying_axes
 from .problem import Form
 
 
@@ -94,37 +91,26 @@ def stacked_product(
     form = Form.of(x, q, contracts_last=contracts_last, result=result, precision=precision, halves=config.halves)
     cut = Cut.of(form, config)
     scales = scale_arrays(form, q)
-    call = _call(cut, config, {name: array.dtype for name, array in scales.items()}, interpret, varying_axes(x, q))
+    blocks = _blocks(cut, scales)
+    call = launched(
+        *(functools.partial(_kernel, cut, config, tuple(scales)), cut.grid, blocks),
+        scratch=(pltpu.VMEM(blocks[-1].block, jnp.float32), *(pltpu.VMEM(shape, jnp.int32) for shape in cut.stream())),
+        varying=varying_axes(x, q),
+        interpret=interpret,
+        name="fewbit_qmatmul",
+    )
     arrays = (planes_of(cut, x.astype(form.dtype)), q.codes, *scales.values())
     return joined(form, over_stack(call, arrays, len(x)))
 
 
-def _call(
-    cut: Cut, config: Config, scales: dict[str, np.dtype], interpret: bool, varying: ManualAxisType
-) -> Callable[..., jax.Array]:
-    """The kernel as a function of one matrix's arrays."""
-    *blocks, out = _blocks(cut, scales)
-    return pl.pallas_call(
-        functools.partial(_kernel, cut, config, tuple(scales)),
-        grid=cut.grid,
-        in_specs=[pl.BlockSpec(block.block, block.index) for block in blocks],
-        out_specs=pl.BlockSpec(out.block, out.index),
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=varying),
-        scratch_shapes=[pltpu.VMEM(out.block, jnp.float32), *(pltpu.VMEM(shape, jnp.int32) for shape in cut.stream())],
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "arbitrary")),
-        interpret=interpret,
-        name="fewbit_qmatmul",
-    )
-
-
 def blocks_of(cut: Cut, q: QArray) -> list[Block]:
     """The blocks of every input and the result; `q` may be shapes."""
-    scales = jax.eval_shape(functools.partial(scale_arrays, cut.form), q)
-    return _blocks(cut, {name: array.dtype for name, array in scales.items()})
+    return _blocks(cut, jax.eval_shape(functools.partial(scale_arrays, cut.form), q))
 
 
-def _blocks(cut: Cut, scales: dict[str, np.dtype]) -> list[Block]:
-    return [cut.activations(), cut.codes(), *(cut.beside(name, dtype) for name, dtype in scales.items()), cut.result()]
+def _blocks(cut: Cut, scales: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> list[Block]:
+    read = (cut.scales(name, array.dtype) for name, array in scales.items())
+    return [cut.activations(), cut.codes(), *read, cut.result()]
 
 
 def _kernel(cut: Cut, config: Config, names: tuple[str, ...], x: jax.Ref, codes: jax.Ref, *refs: jax.Ref) -> None:

@@ -29,14 +29,13 @@ matmul there.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import ManualAxisType
 from jax.typing import DTypeLike
 
 from ....array import QArray
@@ -46,7 +45,7 @@ from ..code_product import native_float
 from ..matrix_view import contracted_axis
 from .blocks import PAIRS, Block, Config
 from .int8_blocks import Pair
-from .kernel import over_stack, varying_axes
+from .kernel import launched, nibbles, over_stack, varying_axes
 
 
 def paired_stacks(
@@ -59,7 +58,16 @@ def paired_stacks(
     """
     pair = Pair.of(x, q, contracts_last=contracts_last, result=result, config=config)
     arrays = arrays_of(pair, x, q)
-    call = _call(pair, arrays, interpret, varying_axes(x, q))
+    blocks = _blocks(pair, arrays)
+    sums = jnp.int32 if pair.is_whole and pair.tiles == 1 else jnp.float32
+    call = launched(
+        *(functools.partial(_kernel, pair, tuple(arrays)), pair.grid, blocks),
+        scratch=[pltpu.VMEM(blocks[-1].block, sums)],
+        varying=varying_axes(x, q),
+        interpret=interpret,
+        name="fewbit_paired_qmatmul",
+        vmem_limit_bytes=32 << 20,
+    )
     y = over_stack(call, list(arrays.values()), len(x.codes))
     return y[..., : pair.n].astype(result)
 
@@ -88,8 +96,11 @@ def arrays_of(pair: Pair, x: QArray, q: QArray) -> dict[str, jax.Array]:
 
 def blocks_of(pair: Pair, x: QArray, q: QArray) -> list[Block]:
     """The blocks of every input and the result; operands may be shapes."""
-    arrays = jax.eval_shape(functools.partial(arrays_of, pair), x, q)
-    read = [pair.array(name, array.dtype, array.shape[1]) for name, array in arrays.items()]
+    return _blocks(pair, jax.eval_shape(functools.partial(arrays_of, pair), x, q))
+
+
+def _blocks(pair: Pair, arrays: Mapping[str, jax.Array | jax.ShapeDtypeStruct]) -> list[Block]:
+    read = (pair.array(name, array.dtype, array.shape[1]) for name, array in arrays.items())
     return [*read, pair.array("y", pair.result, 1)]
 
 
@@ -123,26 +134,6 @@ def _numbers(fmt: AbstractFormat, codes: jax.Array) -> jax.Array:
 
 
 # --- the kernel ---
-
-
-def _call(pair: Pair, arrays: dict[str, jax.Array], interpret: bool, varying: ManualAxisType) -> Callable[..., jax.Array]:
-    """The kernel as a function of one matrix's arrays."""
-    read = [pair.array(name, array.dtype, array.shape[1]) for name, array in arrays.items()]
-    out = pair.array("y", pair.result, 1)
-    sums = jnp.int32 if pair.is_whole and pair.tiles == 1 else jnp.float32
-    return pl.pallas_call(
-        functools.partial(_kernel, pair, tuple(arrays)),
-        grid=pair.grid,
-        in_specs=[pl.BlockSpec(block.block, block.index) for block in read],
-        out_specs=pl.BlockSpec(out.block, out.index),
-        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=varying),
-        scratch_shapes=[pltpu.VMEM(out.block, sums)],
-        compiler_params=pltpu.CompilerParams(
-            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=32 << 20
-        ),
-        interpret=interpret,
-        name="fewbit_paired_qmatmul",
-    )
 
 
 def _kernel(pair: Pair, names: tuple[str, ...], *refs: jax.Ref) -> None:
@@ -218,10 +209,9 @@ def _decoded(pair: Pair, packed: jax.Array, step: jax.Array) -> tuple[jax.Array,
             place = jax.lax.broadcasted_iota(jnp.int32, packed.shape, k_axis) + step * pair.blocks[1]
             packed = jnp.where(place < pair.k, packed.astype(jnp.int32), 0).astype(jnp.uint8)
         return _numbers(pair.right, packed), k_axis
-    if pair.right.min == 0:
-        packed = packed ^ jnp.uint8({1: 0x80, 2: 0x88}[pair.codes])
+    is_signed = pair.right.min < 0
     if pair.codes == 1:
-        return _numbers(pair.right, packed), k_axis
+        return _numbers(pair.right, packed if is_signed else packed ^ jnp.uint8(0x80)), k_axis
     if pair.packs_last:
         packed, k_axis = packed.T, 1 - k_axis
-    return pltpu.bitcast(packed, jnp.int4).astype(jnp.int8), k_axis
+    return nibbles(packed, is_signed=is_signed).astype(jnp.int8), k_axis

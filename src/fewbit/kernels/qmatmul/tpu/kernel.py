@@ -15,8 +15,8 @@ from jax.sharding import ManualAxisType
 
 from ....array import QArray, Scheme, is_qarray
 from ....array.quantize import dequantize
-from ...pallas.decode import group_values, plane_values, stored_values, unit
-from .blocks import LANES, Config, Cut
+from ...pallas.decode import code_values, stored_values
+from .blocks import LANES, Block, Config, Cut
 from .problem import Form
 
 
@@ -84,20 +84,17 @@ def _plane(form: Form, group: list[jax.Array], plane: int, *, nf4_polynomial: bo
     """One decoded code of each row, and the unit of the values."""
     fmt = form.scheme.format
     if form.is_split:
-        return _split(group[0], is_signed=fmt.min < 0), getattr(fmt, "step", 1.0)
-    if len(group) > 1:
-        return group_values(fmt, group, plane), 1.0
-    if form.scheme.packing.high_first:
+        return nibbles(group[0], is_signed=fmt.min < 0).astype(jnp.float32), getattr(fmt, "step", 1.0)
+    if len(group) == 1 and form.scheme.packing.high_first:
         plane = form.planes - 1 - plane
-    shift = fmt.bits * plane
-    return plane_values(fmt, group[0], shift, nf4_polynomial=nf4_polynomial), unit(fmt, shift)
+    return code_values(fmt, group, plane, nf4_polynomial=nf4_polynomial)
 
 
-def _split(packed: jax.Array, *, is_signed: bool) -> jax.Array:
-    """Both 4-bit integers of each byte as float32; unsigned ones minus 8."""
+def nibbles(packed: jax.Array, *, is_signed: bool) -> jax.Array:
+    """Both 4-bit integers of each byte, `[2 rows, columns]` int4; unsigned ones minus 8."""
     if not is_signed:
         packed = packed ^ jnp.uint8(0x88)
-    return pltpu.bitcast(packed, jnp.int4).astype(jnp.float32)
+    return pltpu.bitcast(packed, jnp.int4)
 
 
 def _stored_as(scheme: Scheme, name: str) -> Any:
@@ -120,7 +117,7 @@ def _scaled(cut: Cut, values: jax.Array, own: float, scales: dict[str, jax.Array
     """Applies zero point and scale to a plane's values, in units of `own`."""
     form, offset = cut.form, 0.0
     if form.is_split and form.scheme.format.min == 0:
-        offset = 8.0  # `_split` subtracted it
+        offset = 8.0  # `nibbles` subtracted it
     if "zero_point" in scales and not form.has_offsets:
         values = values - _spread(cut, scales["zero_point"] / jnp.float32(own) - offset)
     elif offset:
@@ -201,6 +198,34 @@ def joined(form: Form, y: jax.Array) -> jax.Array:
         whole = y.shape[2] // len(order) * len(order)  # beyond the last run is padding
         y = _permuted(y[..., :whole], tuple(order.index(place) for place in range(len(order))))
     return y[..., : form.length]
+
+
+def launched(
+    kernel: Callable[..., None],
+    grid: tuple[int, ...],
+    blocks: Sequence[Block],
+    scratch: Sequence[Any],
+    *,
+    varying: ManualAxisType,
+    interpret: bool,
+    name: str,
+    vmem_limit_bytes: int | None = None,
+) -> Callable[..., jax.Array]:
+    """A kernel as a function of one matrix's arrays; the last block is the result, the last grid axis the contraction."""
+    *read, out = blocks
+    return pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[pl.BlockSpec(block.block, block.index) for block in read],
+        out_specs=pl.BlockSpec(out.block, out.index),
+        out_shape=jax.ShapeDtypeStruct(out.shape, out.dtype, manual_axis_type=varying),
+        scratch_shapes=list(scratch),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel", "parallel", "arbitrary"), vmem_limit_bytes=vmem_limit_bytes
+        ),
+        interpret=interpret,
+        name=name,
+    )
 
 
 def varying_axes(*operands: jax.Array | QArray) -> ManualAxisType:

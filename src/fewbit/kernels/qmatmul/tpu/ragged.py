@@ -103,7 +103,7 @@ def grouped_blocks(cut: Cut, q: QArray) -> list[Block]:
     arrays of the weight have the group as first axis.
     """
     scales = jax.eval_shape(functools.partial(scale_arrays, cut.form), q)
-    blocks = [cut.codes(), *(cut.beside(name, array.dtype) for name, array in scales.items())]
+    blocks = [cut.codes(), *(cut.scales(name, array.dtype) for name, array in scales.items())]
     counts = [len(q.codes), *(len(array) for array in scales.values())]
     stacked = [_of_group(block, n) for block, n in zip(blocks, counts, strict=True)]
     return [_visited(cut.activations()), *stacked, _visited(cut.result())]

@@ -21,7 +21,7 @@ from jax.typing import DTypeLike
 from ....array import Scheme
 from ....formats import AbstractFormat
 from ....formats.format import settled
-from ...pallas.decode import group_values, plane_values, stored_values, unit
+from ...pallas.decode import code_values, stored_values
 from .quantize import Blocks
 
 
@@ -75,11 +75,10 @@ def decoded_tiles(
 def _kernel(cut: Blocks, scheme: Scheme, names: tuple[str, ...], codes: Any, *refs: Any) -> None:
     """Dequantizes one block."""
     scale_refs, (y, numbers, *stream) = refs[: len(names)], refs[len(names) :]
-    packed = cut.turned(codes[...])
+    group = [cut.turned(codes[...])]
     if stream:
-        _put_groups(cut, scheme.format, packed, stream[0], numbers)
-    else:
-        _put_planes(cut, scheme.format, packed, numbers)
+        group = _bytes_of_groups(cut, group[0], stream[0])
+    _put_values(cut, scheme.format, group, numbers)
     tiles = numbers[...].reshape(-1, cut.tile, cut.columns)  # [tiles, K, columns]
     holders: dict[str, Any] = {
         "scale": scheme.scale,
@@ -103,21 +102,21 @@ def _scaled(tiles: jax.Array, scheme: Scheme, scales: dict[str, jax.Array]) -> j
     return settled(tiles * scale) + scales["zero_point"]
 
 
-def _put_planes(cut: Blocks, fmt: AbstractFormat, packed: jax.Array, numbers: Any) -> None:
-    """Writes the decoded codes of each byte, in order."""
-    if cut.group == 1:
-        numbers[: packed.shape[0], :] = plane_values(fmt, packed, 0) * jnp.float32(unit(fmt, 0))
-        return
+def _put_values(cut: Blocks, fmt: AbstractFormat, group: list[jax.Array], numbers: Any) -> None:
+    """Writes the decoded codes of each byte or group of bytes, in order."""
+    count = group[0].shape[0]
     for plane in range(cut.group):
-        shift = plane * cut.bits
-        values = plane_values(fmt, packed, shift) * jnp.float32(unit(fmt, shift))
-        numbers[pl.ds(plane, packed.shape[0], stride=cut.group), :] = values
+        values, own = code_values(fmt, group, plane)
+        if own != 1:
+            values = values * jnp.float32(own)
+        if cut.group == 1:
+            numbers[:count, :] = values
+        else:
+            numbers[pl.ds(plane, count, stride=cut.group), :] = values
 
 
-def _put_groups(cut: Blocks, fmt: AbstractFormat, packed: jax.Array, stream: Any, numbers: Any) -> None:
-    """Writes the decoded codes of groups of bytes, for codes that straddle bytes."""
+def _bytes_of_groups(cut: Blocks, packed: jax.Array, stream: Any) -> list[jax.Array]:
+    """The first byte of every group, the second, and so on, for codes that straddle bytes."""
     stream[: packed.shape[0], :] = packed.astype(jnp.int32)
     count, size = cut.filled // cut.group, cut.group * cut.bits // 8
-    part = [stream[pl.ds(i, count, stride=size), :] for i in range(size)]
-    for plane in range(cut.group):
-        numbers[pl.ds(plane, count, stride=cut.group), :] = group_values(fmt, part, plane)
+    return [stream[pl.ds(i, count, stride=size), :] for i in range(size)]
