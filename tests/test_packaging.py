@@ -108,10 +108,24 @@ def test_without_a_compiler_the_package_installs_without_the_extension(tree: Pat
     """One line of the build says so; pip shows it with --verbose."""
     add_kernel(tree)
     environment = os.environ | {"CC": "/nowhere/cc", "CXX": "/nowhere/c++"}
-    command = [sys.executable, "-m", "pip", "wheel", "--verbose", "--no-build-isolation", "--no-deps", "--no-index", "-w", "out", "."]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--verbose",
+        "--no-build-isolation",
+        "--no-deps",
+        "--no-index",
+        "-w",
+        "out",
+        ".",
+    ]
     said = subprocess.run(command, cwd=tree, check=True, env=environment, text=True, capture_output=True).stdout
     lines = [line.strip() for line in said.splitlines() if "kernels are left out" in line]
-    assert lines == ["fewbit: the C++ kernels are left out, because /nowhere/c++ is not found; the reference kernels compute"]
+    assert lines == [
+        "fewbit: the C++ kernels are left out, because /nowhere/c++ is not found; the reference kernels compute"
+    ]
     (wheel,) = (tree / "out").glob("fewbit-*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert "fewbit/kernels/nothing/cpu/__init__.py" in names

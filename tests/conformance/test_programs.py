@@ -162,15 +162,9 @@ PIECES = {
     "shard_map of the batch": mapped_batch,
 }
 ONLY_FORWARD = ("while",)
-# JAX has no forward mode for a custom_vjp. TODO(issue 13): a gradient inside needs the weights of a shard_map back from it, which
-# come as arrays; and on an explicit mesh fb.plan traces without shardings, so that a loop which adds what is looked up is refused.
-# The branches of "cond" keep a weight and its transpose for the backward pass; JAX puts both in one output, of one form.
-REFUSED = {
-    "cond": ("grad",),
-    "custom_vjp": ("jvp",),
-    "shard_map of rows": ("grad", "jvp"),
-    "shard_map of the batch": ("grad", "jvp"),
-}
+# JAX has no forward mode for a custom_vjp. The branches of "cond" keep a weight and its transpose for the backward pass; JAX puts
+# both in one output, of one form.
+REFUSED = {"cond": ("grad",), "custom_vjp": ("jvp",)}
 
 # On an explicit mesh the activation is sharded by rows, and JAX asks where what is looked up goes.
 ON_MESH = {

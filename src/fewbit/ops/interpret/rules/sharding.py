@@ -116,8 +116,34 @@ def _cut_ready(q: QArray, axis: int, parts: int) -> QArray:
     return with_leaves(q, ready, scheme=q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis))
 
 
+def _joinable(q: QArray, spec: PartitionSpec) -> QArray:
+    """One shard with explicit tiles on the axes of a PartitionSpec, so that the shards' leaves make one array.
+
+    Raises:
+        NoRuleError: when a tile or a byte would contain elements of two shards.
+    """
+    for axis, entry in enumerate(spec_entries(spec, q.ndim)):
+        if axis_names(entry):
+            q = _joinable_along(q, axis)
+    return q
+
+
+def _joinable_along(q: QArray, axis: int) -> QArray:
+    n, length = q.shape[axis], tile_length(q, axis)
+    if n % length or (is_packed_along(q, axis) and (q.slack or n % unit_of(q))):
+        raise NoRuleError(f"a tile of {length} or a byte of codes would extend over two shards of {n}")
+
+    def joinable(leaf: jax.Array | QArray) -> jax.Array | QArray:
+        leaf = spread(leaf, axis, q.scale.shape[axis])
+        return _joinable_along(leaf, axis) if isinstance(leaf, QArray) else leaf
+
+    tiles = list(q.tiles)
+    tiles[axis] = length
+    return with_leaves(q, joinable, scheme=q.scheme.with_tiles(tuple(tiles), q.scheme.pack_axis))
+
+
 def _shard_map(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    """`shard_map` over an interpreted body; quantized results are decoded inside."""
+    """`shard_map` over an interpreted body; quantized results stay quantized, such as weights kept for a backward pass."""
     params = eqn.params
     mesh, names = params["mesh"], set(params["newly_manual_axes"])
     lengths = {name: mesh.shape[name] for name in mesh.axis_names if name in names}
@@ -133,11 +159,19 @@ def _shard_map(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) 
     every = [*zip(values, params["in_specs"], strict=True), *hidden]
     cut, specs = zip(*(ready(*pair) for pair in every), strict=True)
 
+    def returned(out: PyTree, spec: PartitionSpec) -> PyTree:
+        reason = "shard_map returns it as an array"
+        if isinstance(out, QArray):
+            try:
+                return _joinable(out, spec)
+            except NoRuleError as error:
+                reason = str(error)
+        return evaluator.decoded(eqn, out, reason)
+
     def mapped(*args: PyTree) -> tuple[Any, ...]:
-        reason = "shard_map returns its results as arrays"
         here = [x.on_device() if isinstance(x, ArrayProxy) else x for x in args]
         body = evaluator.with_inside(here[len(values) :]).function(params["jaxpr"])
-        return tuple(evaluator.decoded(eqn, out, reason) for out in body(*here[: len(values)]))
+        return tuple(map(returned, body(*here[: len(values)]), params["out_specs"]))
 
     return list(
         jax.shard_map(
