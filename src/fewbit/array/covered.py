@@ -5,12 +5,12 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from .._tiles import blocked, blocked_scale, unblocked
-from ..formats import AbstractFormat
-from ..formats.format import quotient
+from ..formats.format import AbstractFormat, quotient
 from .qarray import QArray
 from .quantize import scale_values
-from .scales import ScaleStore, Target
+from .scales.calibration import Target
 from .scales.search.candidates import numbers_of
+from .scales.store import ScaleStore
 
 # A scale and a quotient by it are rounded once each, so the end of a range may be off by two roundings.
 _EDGE = 1 + 2.0**-22

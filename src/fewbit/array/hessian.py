@@ -24,15 +24,14 @@ from jaxtyping import Array, Float
 
 from .._tiles import Tile
 from ..errors import QuantError, UnsupportedError
-from ..formats import AbstractFormat
-from ..formats.format import looked_up, power_of_two
+from ..formats.format import AbstractFormat, looked_up, power_of_two
 from .packing import pack, unpack
 from .qarray import QArray
 from .quantize import quantize, scale_values
-from .scales import ScaleStore
 from .scales.calibration import is_lower
 from .scales.search.candidates import midpoints, stored_scales
 from .scales.search.stored import SMALLEST
+from .scales.store import ScaleStore
 from .scheme import Scheme
 from .scheme import scheme as as_scheme
 

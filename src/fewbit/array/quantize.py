@@ -13,12 +13,15 @@ from jaxtyping import Array, Float, Int32, Key
 
 from .._tiles import Tile, blocked, blocked_scale, tile_counts, unblocked, valid_elements
 from ..errors import QuantError, UnsupportedError
-from ..formats import E8M0, AbstractFormat
-from ..formats.format import power_of_two, quotient, settled
+from ..formats.e8m0 import E8M0
+from ..formats.format import AbstractFormat, power_of_two, quotient, settled
 from .packing import code_capacity, pack, packed_length, unpack
 from .qarray import QArray
-from .scales import ScaleStore, Target, Tiles, best_tensor_scale, unsaturated
+from .scales import unsaturated
+from .scales.calibration import Target, Tiles
 from .scales.limits import largest_unit
+from .scales.search.tensor_scale import best_tensor_scale
+from .scales.store import ScaleStore
 from .scheme import Scheme, laid_along
 from .scheme import scheme as as_scheme
 from .sharding import refuse_cut_tiles

@@ -13,10 +13,11 @@ from .._json import Positive, checked, form_of
 from .._registry import Registry
 from .._tiles import FrozenTileMap, Tile, TileMap, axis_tiles, from_front, tile_map
 from ..errors import QuantError
-from ..formats import FORMATS, AbstractFormat, format_from_json, format_to_json
-from ..formats.serial import CUSTOM_FORMAT, KINDS
+from ..formats.format import FORMATS, AbstractFormat
+from ..formats.serial import CUSTOM_FORMAT, KINDS, format_from_json, format_to_json
 from .packing import PACKING, Packing
-from .scales import AbsMax, AbstractCalibration, parse_calibration
+from .scales.absmax import AbsMax
+from .scales.calibration import AbstractCalibration, parse_calibration
 from .scales.limits import largest_scale
 
 ScaleHolder: TypeAlias = Union[AbstractFormat, DTypeLike, "Scheme"]

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._tiles import Tile, tile_counts
 from ..errors import QuantError
-from ..formats import AbstractFormat
+from ..formats.format import AbstractFormat
 from .packing import code_capacity, packed_length
 from .qarray import QArray
 from .scheme import Scheme

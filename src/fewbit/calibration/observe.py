@@ -8,7 +8,7 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ..array import is_qarray
+from ..array.qarray import is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.observe import Measurements, Observed, calibration_rules
 from ..ops.interpret.parameter_uses import Product, Use, parameter_paths

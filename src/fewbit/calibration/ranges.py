@@ -12,10 +12,11 @@ from jax.core import Tracer
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
-from ..array import Scheme
 from ..array import scheme as as_scheme
-from ..array.scales import MX, ScaleStore, Target, Tiles
-from ..array.scales.calibration import symmetric_or_range
+from ..array.scales.calibration import Target, Tiles, symmetric_or_range
+from ..array.scales.mx import MX
+from ..array.scales.store import ScaleStore
+from ..array.scheme import Scheme
 from ..errors import QuantError
 
 

@@ -8,12 +8,13 @@ import jax
 import numpy as np
 
 from .._registry import near_names
-from ..array.scales import Fixed
+from ..array.scales.fixed import Fixed
 from ..errors import QuantError
-from ..ops import Policy
-from ..recipe import Recipe, Role, Rule
+from ..ops.policy import Policy
 from ..recipe import recipe as as_recipe
-from ..recipe.recipe import RecipeLike
+from ..recipe.recipe import Recipe, RecipeLike
+from ..recipe.roles import Role
+from ..recipe.rule import Rule
 from .measure import Observation, ProductObservation
 from .ranges import RangeState
 

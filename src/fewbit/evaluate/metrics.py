@@ -9,9 +9,9 @@ import numpy as np
 from jax.typing import ArrayLike
 from jaxtyping import Array, Bool, Float, Int
 
-from ..array import QArray
+from ..array.qarray import QArray
 from ..errors import QuantError
-from ..kernels.quantize import dequantize
+from ..kernels.quantize.dispatch import dequantize
 
 
 @dataclasses.dataclass(frozen=True)

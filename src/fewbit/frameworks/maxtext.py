@@ -21,9 +21,11 @@ import jax.numpy as jnp
 from jaxtyping import PyTree
 
 from ..errors import QuantError, UnsupportedError
-from ..ops import Policy
-from ..recipe import Recipe, Rule, maxtext_recipe
+from ..ops.policy import Policy
+from ..recipe.presets.maxtext import maxtext_recipe
 from ..recipe.presets.mixed_precision import LAYERS
+from ..recipe.recipe import Recipe
+from ..recipe.rule import Rule
 from ._flax import flax
 from .maxtext_kv import KVQuant as KVQuant
 from .maxtext_kv import configure_kv_quant as configure_kv_quant

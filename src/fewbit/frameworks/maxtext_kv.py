@@ -16,8 +16,8 @@ from jaxtyping import Array, BFloat16, Float, PyTree
 
 from .._registry import near_names
 from ..errors import QuantError
-from ..formats import AbstractFormat
-from ..kvcache import kv_policy
+from ..formats.format import AbstractFormat
+from ..kvcache.policy import kv_policy
 
 _STORED = {"int8": (jnp.int8, 127.5), "int4": (jnp.int4, 7.5), "fp8": (jnp.float8_e4m3fn, 448.0)}
 """For each `kv_quant_dtype` the dtype of the numbers, and the divisor of their scale in MaxText."""

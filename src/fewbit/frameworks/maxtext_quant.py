@@ -21,14 +21,18 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from ..array import QArray, Scheme, is_qarray
+from ..array.qarray import QArray, is_qarray
+from ..array.scheme import Scheme
 from ..errors import QuantError, UnsupportedError
-from ..kernels.quantize import quantize
-from ..ops import Policy, dot_general, einsum
+from ..kernels.quantize.dispatch import quantize
+from ..ops import einsum
+from ..ops.dot import dot_general
+from ..ops.policy import Policy
 from ..ops.qat.delayed_scales import StepScales
 from ..ops.qat.latent import Latent
-from ..recipe import Recipe, Rule
 from ..recipe import recipe as as_recipe
+from ..recipe.recipe import Recipe
+from ..recipe.rule import Rule
 from ..recipe.sparsity import Sparsity, SparsityState
 from ..training.delayed_state import ProductScales
 from ._flax import flax

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..array import QArray
+from ..array.qarray import QArray
 from ..errors import QuantError
-from ..ops import Policy
+from ..ops.policy import Policy
 from ._flax import flax
 
 _PARTS = ("codes", "scale", "zero_point", "tensor_scale")

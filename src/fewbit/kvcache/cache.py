@@ -9,12 +9,12 @@ from jax import lax
 from jax.core import Tracer
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from ..array import QArray, Scheme
 from ..array.packing import code_capacity
+from ..array.qarray import QArray
+from ..array.scheme import Scheme
 from ..errors import QuantError
-from ..kernels.attention import Block, seen_positions
-from ..kernels.attention.problem import taken
-from ..kernels.quantize import quantize
+from ..kernels.attention.problem import Block, seen_positions, taken
+from ..kernels.quantize.dispatch import quantize
 from .policy import KVPolicy
 
 

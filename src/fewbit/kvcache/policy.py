@@ -5,9 +5,9 @@ import dataclasses
 from jax.typing import DTypeLike
 
 from .._registry import near_names
-from ..array import Scheme
+from ..array.scheme import Scheme
 from ..errors import QuantError
-from ..formats import FORMATS, AbstractFormat
+from ..formats.format import FORMATS, AbstractFormat
 
 _TILES = {"head": {...: 1, -1: None}, "token": {...: 1, -3: None, -1: None}}
 """What shares a scale: one head of a token, or all its heads."""

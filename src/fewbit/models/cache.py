@@ -10,7 +10,9 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..errors import QuantError
-from ..kvcache import Block, KVPolicy, QuantizedCache, empty_quantized_cache, seen_positions
+from ..kernels.attention.problem import Block, seen_positions
+from ..kvcache.cache import QuantizedCache, empty_quantized_cache
+from ..kvcache.policy import KVPolicy
 from .config import LlamaConfig
 
 

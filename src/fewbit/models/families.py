@@ -7,8 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 
-from ..recipe import Role, TensorRole
-from ..recipe.roles import refined
+from ..recipe.roles import Role, TensorRole, refined
 
 Shape = tuple[int, ...]
 

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from ..errors import QuantError
-from ..kvcache import KVPolicy
+from ..kvcache.policy import KVPolicy
 from .cache import AnyCache, empty_cache
 from .config import LlamaConfig
 from .llama import Params, decode_step, prefill

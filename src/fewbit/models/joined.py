@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..array import QArray
+from ..array.qarray import QArray
 
 Params: TypeAlias = dict[str, Any]
 

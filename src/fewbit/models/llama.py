@@ -25,8 +25,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..errors import QuantError
-from ..kernels.quantize import quantize
-from ..kvcache import Block, KVPolicy, attention, seen_positions
+from ..kernels.attention.dispatch import attention
+from ..kernels.attention.problem import Block, seen_positions
+from ..kernels.quantize.dispatch import quantize
+from ..kvcache.policy import KVPolicy
 from .cache import AnyCache
 from .config import LlamaConfig
 from .joined import JOINED, products

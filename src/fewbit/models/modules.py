@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from ..errors import UnsupportedError
-from ..recipe import Role, TensorRole
+from ..recipe.roles import Role, TensorRole
 
 Shape = tuple[int, ...]
 

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import UnsupportedError
-from ..recipe import Role, TensorRole
-from ..recipe.roles import refined
+from ..recipe.roles import Role, TensorRole, refined
 from .families import Shape, family_roles
 from .modules import module_roles
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..array import QArray, is_qarray
+from ..array.qarray import QArray, is_qarray
 from ..array.sharding import axis_names, known_sharding, spec_entries
 from ..kernels.qmatmul.problem import DimensionNumbers
 

@@ -16,15 +16,16 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
-from ..array import QArray, Scheme, is_qarray
 from ..array.covered import is_covered
+from ..array.qarray import QArray, is_qarray
 from ..array.quantize import expanded_scale
+from ..array.scheme import Scheme
 from ..array.sharding import known_sharding
 from ..errors import QuantError
-from ..formats import FORMATS, Integer
-from ..formats.format import settled
+from ..formats.format import FORMATS, settled
+from ..formats.integer import Integer
 from ..kernels.qmatmul.code_product import CodeProduct, code_product, is_whole, refuse_accumulator, side
-from ..kernels.quantize import dequantize, quantize
+from ..kernels.quantize.dispatch import dequantize, quantize
 from .hadamard import rotated
 from .policy import Arm
 from .qat.delayed_scales import StepScales, amax_cotangent, largest_magnitude

@@ -10,7 +10,7 @@ from jax.lax import ConvDimensionNumbers
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key
 
-from ..array import QArray, is_qarray
+from ..array.qarray import QArray, is_qarray
 from ..kernels.qmatmul.code_product import CodeProduct, refuse_accumulator
 from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, coded_product, floating, quantized_product, weight_only
 from .conv_vjp import Window

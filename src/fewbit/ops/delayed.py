@@ -4,8 +4,8 @@ import dataclasses
 from typing import Any, Self
 
 from .._json import checked, form_of
-from ..array import Scheme
-from ..array.scales import AbsMax
+from ..array.scales.absmax import AbsMax
+from ..array.scheme import Scheme
 from ..errors import QuantError
 
 

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key, PyTree
 
 from .._tiles import contraction_order, from_front
-from ..array import PRODUCTS, QArray
+from ..array.qarray import PRODUCTS, QArray
 from ..array.sharding import spec_entries
 from ..errors import QuantError
 from ..kernels.backend import AbstractBackend

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Key
 
-from ..array import QArray, is_qarray
+from ..array.qarray import QArray, is_qarray
 from ..errors import QuantError
 from .interpret.proxy import is_proxy
 from .interpret.transparent import transparent

@@ -7,12 +7,12 @@ import jax
 import numpy as np
 from jax.typing import ArrayLike
 
-from ..array import QArray, is_qarray
+from ..array.qarray import QArray, is_qarray
 from ..array.scheme import laid_along
 from ..errors import QuantError
 from ..kernels.backend import select
-from ..kernels.qmatmul import BACKENDS, Problem
-from ..kernels.qmatmul.problem import Operand
+from ..kernels.qmatmul.dispatch import BACKENDS
+from ..kernels.qmatmul.problem import Operand, Problem
 from .dot import matmul_numbers, untransposed
 from .resolve_policy import ProductConfig, resolved
 

@@ -6,9 +6,8 @@ from typing import Any, Literal, Self, TypeAlias
 
 from .._json import checked, form_of
 from .._registry import near_names
-from ..array import Scheme
 from ..array import scheme as as_scheme
-from ..array.scheme import SCHEME
+from ..array.scheme import SCHEME, Scheme
 from ..errors import QuantError
 from .delayed import DELAYED, DelayedScaling
 

@@ -9,7 +9,7 @@ from jax.lax import RaggedDotDimensionNumbers
 from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, Int, Key
 
-from ..array import QArray, is_qarray
+from ..array.qarray import QArray, is_qarray
 from ..errors import UnsupportedError
 from ..kernels.backend import AbstractBackend
 from ..kernels.qmatmul.code_product import CodeProduct, refuse_accumulator

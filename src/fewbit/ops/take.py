@@ -9,7 +9,7 @@ from ..array.leaves import taken_rows
 from ..array.qarray import QArray
 from ..array.validity import refuse_invalid
 from ..errors import QuantError
-from ..kernels.quantize import dequantize
+from ..kernels.quantize.dispatch import dequantize
 
 _MODES = (None, "fill", "clip", "wrap")
 

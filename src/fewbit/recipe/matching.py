@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..array import QArray
+from ..array.qarray import QArray
 from ..errors import QuantError
 from ..ops.interpret.parameter_uses import Product, Use
 from .recipe import Recipe

@@ -11,10 +11,10 @@ import msgspec
 
 from .._json import checked, converted, file_text, form_of, parsed, schema_document
 from .._registry import Registry
-from ..array import SCHEMES, Scheme
 from ..array import scheme as as_scheme
+from ..array.scheme import SCHEMES, Scheme
 from ..errors import QuantError
-from ..ops import Policy
+from ..ops.policy import Policy
 from .roles import WEIGHT_ROLES, Role
 from .rule import RULE, Rule
 

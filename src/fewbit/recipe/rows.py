@@ -10,8 +10,7 @@ import msgspec
 
 from .._json import Count, checked, form_of
 from ..errors import QuantError
-from ..ops import Policy
-from ..ops.policy import POLICY
+from ..ops.policy import POLICY, Policy
 from .roles import Role, as_role
 from .sparsity import SPARSITY, Sparsity
 

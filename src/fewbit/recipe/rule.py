@@ -10,8 +10,7 @@ from .._json import checked, form_of
 from .._patterns import Pattern
 from .._registry import near_names
 from ..errors import QuantError
-from ..ops import Policy
-from ..ops.policy import POLICY
+from ..ops.policy import POLICY, Policy
 from .roles import QUANTIZED_ROLES, Role, as_role
 from .sparsity import AXES, SPARSITY, Sparsity, as_axes
 

@@ -10,11 +10,11 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from .._json import checked, form_of
-from ..array import Scheme
 from ..array.masks import check_counts, nm_mask
+from ..array.scheme import Scheme
 from ..array.straight_through import passed_through
 from ..errors import QuantError
-from ..formats import AbstractFormat
+from ..formats.format import AbstractFormat
 
 
 @jax.tree_util.register_dataclass

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import torch
 
-from ..array import QArray
+from ..array.qarray import QArray
 from ..io import read
 from ..io.native.writer import storable
 from . import dlpack as handover

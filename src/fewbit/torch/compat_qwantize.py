@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from ..array import Scheme, unpack
 from ..array import scheme as as_scheme
+from ..array.packing import unpack
 from ..array.quantize import scale_values
+from ..array.scheme import Scheme
 from . import dlpack as handover
 from .qtensor import to_qarray
 from .quantize import Method, quantize

@@ -8,7 +8,7 @@ import jax
 import torch
 
 from ..errors import QuantError
-from ..ops import conv_general_dilated
+from ..ops.conv import conv_general_dilated
 from . import dlpack as handover
 from .qtensor import FUNCTIONS, QTensor, form_of
 

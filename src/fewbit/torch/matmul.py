@@ -12,10 +12,10 @@ import jax
 import torch
 
 from ..errors import QuantError, UnsupportedError
-from ..formats import Integer
+from ..formats.integer import Integer
 from ..kernels.qmatmul.gpu.config import Gpu, GpuConfig, blocks_for, gpu_config
 from ..kernels.qmatmul.gpu.weight import Matrix
-from ..ops import dot_general
+from ..ops.dot import dot_general
 from . import dlpack as handover
 from . import triton
 from .qtensor import FUNCTIONS, Form, QTensor, form_of, in_memory_order, permuted

@@ -11,16 +11,19 @@ import torch
 from torch import nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from ..array import QArray
+from ..array.qarray import QArray
 from ..errors import QuantError, UnsupportedError
 from ..models.modules import role_in_module
-from ..ops import Policy
-from ..recipe import Plan, PlanRow, Recipe, Role, Rule, TensorRole
+from ..ops.policy import Policy
 from ..recipe import plan as make_plan
 from ..recipe import recipe as as_recipe
 from ..recipe.apply import check_storable
+from ..recipe.plan import Plan
 from ..recipe.quantize_row import quantize_row
-from ..recipe.roles import refined
+from ..recipe.recipe import Recipe
+from ..recipe.roles import Role, TensorRole, refined
+from ..recipe.rows import PlanRow
+from ..recipe.rule import Rule
 from . import dlpack as handover
 from .qtensor import QTensor, from_qarray
 from .quantize import quantize

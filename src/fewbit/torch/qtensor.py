@@ -12,10 +12,12 @@ import numpy as np
 import torch
 
 from .._tiles import Tile, tile_counts
-from ..array import QArray, Scheme, misfit
 from ..array.packing import code_capacity, packed_length
+from ..array.qarray import QArray
+from ..array.scheme import Scheme
+from ..array.validity import misfit
 from ..errors import QuantError, UnsupportedError
-from ..ops import Policy
+from ..ops.policy import Policy
 from . import dlpack as handover
 
 _aten = torch.ops.aten

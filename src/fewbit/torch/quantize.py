@@ -10,14 +10,17 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 
-from ..array import Scheme, quantize_with_hessian
 from ..array import scheme as as_scheme
-from ..array.scales import MSE, MX, AbsMax, AbstractCalibration
-from ..array.scheme import laid_along
+from ..array.hessian import quantize_with_hessian
+from ..array.scales.absmax import AbsMax
+from ..array.scales.calibration import AbstractCalibration
+from ..array.scales.mx import MX
+from ..array.scales.search.mse import MSE
+from ..array.scheme import Scheme, laid_along
 from ..errors import QuantError, UnsupportedError
-from ..formats import E8M0
-from ..kernels.quantize import dequantize as jax_dequantize
-from ..kernels.quantize import quantize as jax_quantize
+from ..formats.e8m0 import E8M0
+from ..kernels.quantize.dispatch import dequantize as jax_dequantize
+from ..kernels.quantize.dispatch import quantize as jax_quantize
 from . import dlpack as handover
 from . import triton
 from .qtensor import FUNCTIONS, Form, QTensor, form_of, from_qarray, in_memory_order, scale_form

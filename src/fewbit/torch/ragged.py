@@ -7,11 +7,11 @@ from typing import Any
 import jax
 import torch
 
-from ..array import Scheme
+from ..array.scheme import Scheme
 from ..errors import QuantError, UnsupportedError
 from ..kernels.qmatmul.gpu.config import Gpu, GpuConfig
 from ..kernels.qmatmul.gpu.weight import Matrix
-from ..ops import ragged_dot as jax_ragged_dot
+from ..ops.ragged import ragged_dot as jax_ragged_dot
 from . import dlpack as handover
 from . import triton
 from .matmul import PRECISIONS, config_of, gpu_of, or_unread, padded_count, table_of

@@ -9,11 +9,11 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 import torch
 
-from ..array import Scheme
 from ..array.packing import packed_length
 from ..array.quantize import tensor_scale_of
-from ..array.scales import ScaleStore
-from ..formats import AbstractFormat
+from ..array.scales.store import ScaleStore
+from ..array.scheme import Scheme
+from ..formats.format import AbstractFormat
 from ..formats.rounding import rounding_table
 from ..kernels.quantize.gpu.problem import TileProblem
 from .dlpack import array, tensor

@@ -9,8 +9,7 @@ from jax.typing import ArrayLike
 from jaxtyping import Array, Float
 
 from ..errors import QuantError
-from ..formats import FORMATS, AbstractFormat
-from ..formats.format import quotient
+from ..formats.format import FORMATS, AbstractFormat, quotient
 from ..ops.qat.delayed_scales import largest_magnitude
 
 

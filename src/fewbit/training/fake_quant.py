@@ -8,11 +8,11 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Key
 
-from ..array import Scheme
 from ..array.covered import is_covered
+from ..array.scheme import Scheme
 from ..array.straight_through import passed_through
 from ..errors import QuantError
-from ..kernels.quantize import dequantize, quantize
+from ..kernels.quantize.dispatch import dequantize, quantize
 
 Gradient = Literal["identity", "clipped"]
 

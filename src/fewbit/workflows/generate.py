@@ -12,7 +12,7 @@ from jaxtyping import PyTree
 
 from ..array.qarray import QArray, is_qarray
 from ..errors import QuantError, UnsupportedError
-from ..kernels.qmatmul import reads_packed_weights
+from ..kernels.qmatmul.cpu.backend import reads_packed_weights
 from ..kvcache.policy import KVPolicy
 from ..models.cache import empty_cache
 from ..models.generate import Writer

@@ -11,8 +11,7 @@ import numpy as np
 
 from ..._registry import Registry
 from ...errors import QuantError
-from ...formats import AbstractFormat
-from ...formats.format import exponent_of, power_of_two, quotient, settled
+from ...formats.format import AbstractFormat, exponent_of, power_of_two, quotient, settled
 from .limits import LARGEST, OFFSET_END, largest_step
 from .store import ScaleStore
 

@@ -14,7 +14,7 @@ import functools
 
 import numpy as np
 
-from ...formats import AbstractFormat
+from ...formats.format import AbstractFormat
 
 LARGEST = float(np.finfo(np.float32).max)
 """The largest finite float32."""

@@ -6,7 +6,7 @@ from jax.typing import ArrayLike
 
 from ..._tiles import blocked
 from ...errors import QuantError
-from ...formats import Codebook
+from ...formats.codebook import Codebook
 
 
 def learned_codebook(

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import QuantError, UnsupportedError
-from ...formats import AbstractFormat, Minifloat
-from ...formats.format import exponent_of, power_of_two
+from ...formats.format import AbstractFormat, exponent_of, power_of_two
+from ...formats.minifloat import Minifloat
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 from .search.stored import best_power_of_two
 

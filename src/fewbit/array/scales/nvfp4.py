@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import QuantError, UnsupportedError
-from ...formats import AbstractFormat, Minifloat
-from ...formats.format import looked_up, quotient
+from ...formats.format import AbstractFormat, looked_up, quotient
+from ...formats.minifloat import Minifloat
 from .calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles
 from .search.candidates import stored_scales
 from .search.stored import Best, Trials, first_unsaturated

@@ -12,8 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from ...errors import UnsupportedError
-from ...formats import AbstractFormat
-from ...formats.format import quotient
+from ...formats.format import AbstractFormat, quotient
 from .calibration import AbstractCalibration, Scale, Target, Tiles
 from .search.candidates import numbers_of
 

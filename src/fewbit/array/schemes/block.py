@@ -1,7 +1,7 @@
 """FP8, FP4 and NF4 schemes with float32 scales; NF4 double-quantized."""
 
-from ...formats import FORMATS
-from ..scales import CentredAbsMax
+from ...formats.format import FORMATS
+from ..scales.centred import CentredAbsMax
 from ..scheme import SCHEMES, Scheme
 
 _ROW = {...: 1, -1: None}

@@ -4,8 +4,10 @@ Blocks of 32 elements with a float16 scale; the _1 types also have a float16 min
 ggml stores signed codes with an offset, and pairs element j with j + 16, so tensors convert without loss.
 """
 
-from ...formats import FORMATS
-from ..scales import AbsMax, MinMax, SignedMax
+from ...formats.format import FORMATS
+from ..scales.absmax import AbsMax
+from ..scales.minmax import MinMax
+from ..scales.signed_max import SignedMax
 from ..scheme import SCHEMES, Scheme
 
 _BLOCK = {...: 1, -1: 32}

@@ -1,7 +1,9 @@
 """Integer, ternary and binary schemes, per-channel unless grouped (`int4_g64`)."""
 
-from ...formats import FORMATS
-from ..scales import AbsMax, AbsMean, MinMax
+from ...formats.format import FORMATS
+from ..scales.absmax import AbsMax
+from ..scales.minmax import MinMax
+from ..scales.moments import AbsMean
 from ..scheme import SCHEMES, Scheme
 
 _ROW = {...: 1, -1: None}

@@ -4,8 +4,10 @@ MX: a power-of-two scale for 32 elements, found by exact search; `calibration=MX
 NVINT4: E4M3 scales for 16 elements and a float32 tensor scale.
 """
 
-from ...formats import FORMATS
-from ..scales import MSE, MX, AbsMax
+from ...formats.format import FORMATS
+from ..scales.absmax import AbsMax
+from ..scales.mx import MX
+from ..scales.search.mse import MSE
 from ..scheme import SCHEMES, Scheme
 
 _BLOCK_32, _BLOCK_16 = {...: 1, -1: 32}, {...: 1, -1: 16}

@@ -50,7 +50,7 @@ def recipes(
     if schema and (name is not None or json):
         raise QuantError("--schema prints the schema of all recipes; leave out the name and --json")
     if schema:
-        from ...recipe import Recipe
+        from ...recipe.recipe import Recipe
 
         say(jsonlib.dumps(Recipe.json_schema(), indent=1))
     elif name is None:

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ...array import QArray, refuse_invalid
+from ...array.qarray import QArray
+from ...array.validity import refuse_invalid
 from ...errors import QuantError
 from ..qmatmul.problem import Operand
 

@@ -22,7 +22,8 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from ...array import QArray, unpack
+from ...array.packing import unpack
+from ...array.qarray import QArray
 from ...array.quantize import scale_values
 from ...formats.format import exponent_of, power_of_two
 from ..backend import AbstractBackend

@@ -17,8 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
-from ...formats.format import power_of_two
+from ...formats.codebook import Codebook
+from ...formats.e8m0 import E8M0
+from ...formats.format import AbstractFormat, power_of_two
+from ...formats.integer import Integer
+from ...formats.minifloat import Minifloat
 
 NATIVE = {"e4m3fn": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 """The 8-bit floats that Mosaic converts on every TPU."""

@@ -16,11 +16,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ...array import QArray, Scheme
 from ...array.packing import unpack
+from ...array.qarray import QArray
 from ...array.quantize import expanded_scale, expanded_zero_point
+from ...array.scheme import Scheme
 from ...errors import UnsupportedError
-from ...formats import AbstractFormat, Integer
+from ...formats.format import AbstractFormat
+from ...formats.integer import Integer
 
 Axes: TypeAlias = tuple[int, ...]
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..._tiles import Tile
-from ...array import QArray, Scheme
 from ...array.layout import Axis, merged
 from ...array.packing import code_capacity, codes_per_unit
+from ...array.qarray import QArray
+from ...array.scheme import Scheme
 from ...errors import QuantError
 
 Axes = tuple[int, ...]

@@ -15,7 +15,7 @@ import numpy as np
 from ...array.qarray import QArray
 from ...array.scheme import Scheme
 from ...errors import QuantError
-from ...formats import FORMATS, AbstractFormat
+from ...formats.format import FORMATS, AbstractFormat
 from .code_product import fits_int32, is_whole, native_float, side
 from .matrix_view import Operand, folded_axes
 from .problem import Problem, refused_precision

@@ -3,7 +3,7 @@
 import dataclasses
 
 from ..._tiles import Tile
-from ...array import Scheme
+from ...array.scheme import Scheme
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import PyTree
 
-from ...array import QArray
+from ...array.qarray import QArray
 from ...array.quantize import dequantized, quantized
 from ..backend import AbstractBackend
 from .problem import Decoding, Quantization

@@ -12,7 +12,11 @@ import numpy as np
 
 from ...array.scales.store import ScaleStore
 from ...array.scheme import Scheme
-from ...formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
+from ...formats.codebook import Codebook
+from ...formats.e8m0 import E8M0
+from ...formats.format import AbstractFormat
+from ...formats.integer import Integer
+from ...formats.minifloat import Minifloat
 from ...formats.rounding import rounding_table
 
 

@@ -18,8 +18,8 @@ from jax.extend import source_info_util
 from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
-from ...array import is_qarray
 from ...array.axis_move import axis_moves
+from ...array.qarray import is_qarray
 from ...formats.format import is_exact_cast
 from .indices import CONSTANT, UNKNOWN, Atom, Fact, fact_of, inner_jaxpr, open_jaxpr, scan_operands, shape_of, while_operands
 from .lookup import Lookup

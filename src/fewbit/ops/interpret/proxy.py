@@ -10,7 +10,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
-from ...array import QArray
+from ...array.qarray import QArray
 
 
 class NoRuleError(Exception):

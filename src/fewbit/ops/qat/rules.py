@@ -12,7 +12,7 @@ from ...array.covered import is_covered
 from ...array.qarray import QArray, is_qarray
 from ...array.straight_through import passed_through
 from ...errors import QuantError, UnsupportedError
-from ...kernels.quantize import dequantize, quantize
+from ...kernels.quantize.dispatch import dequantize, quantize
 from ..interpret.evaluator import Evaluator, NoRuleError, bound
 from ..interpret.lookup import Lookup
 from ..interpret.rules.custom_derivatives import DERIVATIVES

@@ -12,10 +12,9 @@ from jax.extend import core as jex_core
 from jax.typing import DTypeLike
 
 from ..._tiles import Tile
-from ...array import Scheme
 from ...array.axis_move import AxisMove, axis_moves
 from ...array.layout import Axis
-from ...array.scheme import laid_along
+from ...array.scheme import Scheme, laid_along
 from ...errors import QuantError
 from ...formats.format import is_exact_cast
 

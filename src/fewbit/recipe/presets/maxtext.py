@@ -10,13 +10,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..._registry import near_names
-from ...array import SCHEMES, Scheme
-from ...array.scales import AbsMax, Fixed, MinMax, parse_calibration
+from ...array.scales.absmax import AbsMax
+from ...array.scales.calibration import parse_calibration
+from ...array.scales.fixed import Fixed
+from ...array.scales.minmax import MinMax
+from ...array.scheme import SCHEMES, Scheme
 from ...errors import QuantError, UnsupportedError
-from ...formats import FORMATS
-from ...ops import Policy
+from ...formats.format import FORMATS
 from ...ops.delayed import DelayedScaling
-from ...ops.policy import Arm
+from ...ops.policy import Arm, Policy
 from ..recipe import RECIPES, Recipe
 from ..rule import Rule
 from ..sparsity import Sparsity

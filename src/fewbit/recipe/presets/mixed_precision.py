@@ -9,11 +9,11 @@ from typing import Any
 
 from ..._json import converted, file_text, form_of, parsed
 from ..._patterns import Pattern
-from ...array import Scheme
-from ...array.scales import AbsMax
+from ...array.scales.absmax import AbsMax
+from ...array.scheme import Scheme
 from ...errors import QuantError, UnsupportedError
-from ...formats import FORMATS
-from ...ops import Policy
+from ...formats.format import FORMATS
+from ...ops.policy import Policy
 from ..recipe import RECIPES, Recipe
 from ..roles import QUANTIZED_ROLES, Role
 from ..rule import Rule

@@ -1,6 +1,6 @@
 """Weight-only and weight-activation recipes in one scheme."""
 
-from ...ops import Policy
+from ...ops.policy import Policy
 from ..recipe import RECIPES, Recipe, weight_only
 from ..roles import WEIGHT_ROLES, Role
 from ..rule import Rule

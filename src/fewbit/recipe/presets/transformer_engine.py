@@ -1,8 +1,7 @@
 """Transformer Engine's training recipes with its defaults, by MaxText's names."""
 
-from ...ops import Policy
 from ...ops.delayed import DelayedScaling
-from ...ops.policy import Arm
+from ...ops.policy import Arm, Policy
 from ..recipe import RECIPES, Recipe
 from ..roles import Role
 from ..rule import Rule

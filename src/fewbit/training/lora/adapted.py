@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from ...array import is_qarray
+from ...array.qarray import is_qarray
 from ...errors import UnsupportedError
 from ...ops.interpret.proxy import ArrayProxy
 from ...ops.interpret.rules.control_flow import stacked

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
-from ...array import QArray
+from ...array.qarray import QArray
 from ...errors import QuantError
-from ...ops import Decoded, transparent
+from ...ops.interpret.evaluator import Decoded
+from ...ops.interpret.transparent import transparent
 from .adapted import Adapted
 from .adapter import Adapter, Weight, path_key, with_adapters
 

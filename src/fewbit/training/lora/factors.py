@@ -12,8 +12,8 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array
 
-from ...array import QArray
-from ...kernels.quantize import dequantize
+from ...array.qarray import QArray
+from ...kernels.quantize.dispatch import dequantize
 
 Operand: TypeAlias = tuple[Array, Sequence[int]]
 """An array and the numbers of its axes."""

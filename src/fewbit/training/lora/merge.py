@@ -8,9 +8,10 @@ from typing import Any
 import jax
 from jaxtyping import PyTree
 
-from ...array import QArray, Scheme
+from ...array.qarray import QArray
+from ...array.scheme import Scheme
 from ...errors import QuantError
-from ...kernels.quantize import quantize
+from ...kernels.quantize.dispatch import quantize
 from ...ops.interpret.rules.control_flow import stacked
 from .adapter import Adapter, Weight, with_adapters
 from .factors import updated

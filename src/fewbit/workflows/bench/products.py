@@ -20,9 +20,9 @@ from ...array.scheme import scheme as as_scheme
 from ...errors import UnsupportedError
 from ...evaluate.timing import timed
 from ...kernels.backend import select
-from ...kernels.qmatmul import BACKENDS, Problem
-from ...kernels.qmatmul.problem import Operand
-from ...kernels.quantize import dequantize, quantize
+from ...kernels.qmatmul.dispatch import BACKENDS
+from ...kernels.qmatmul.problem import Operand, Problem
+from ...kernels.quantize.dispatch import dequantize, quantize
 from ...ops.dot import dot_general
 
 DENSE = "dense"

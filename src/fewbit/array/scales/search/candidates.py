@@ -16,7 +16,7 @@ import functools
 
 import numpy as np
 
-from ....formats import AbstractFormat
+from ....formats.format import AbstractFormat
 
 _ALL_EXPONENTS = 254
 """The number of E8M0 scales, all tried where no bound is proven."""

@@ -18,8 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....errors import UnsupportedError
-from ....formats import AbstractFormat
-from ....formats.format import looked_up, quotient
+from ....formats.format import AbstractFormat, looked_up, quotient
 from ..calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, better
 from ..mx import best_mx
 from .candidates import largest_useful_ratio, midpoints

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ....errors import QuantError
-from ....formats import AbstractFormat
+from ....formats.format import AbstractFormat
 from ..calibration import CALIBRATIONS, AbstractCalibration, Scale, Target, Tiles, better, symmetric_or_range
 from ..mx import best_mx
 from .joint import as_stored, best_range

@@ -18,8 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....formats import AbstractFormat
-from ....formats.format import looked_up, power_of_two, quotient
+from ....formats.format import AbstractFormat, looked_up, power_of_two, quotient
 from ..calibration import Target, Tiles, better
 from .candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
 

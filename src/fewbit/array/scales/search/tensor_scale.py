@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...._tiles import Tile, blocked, valid_elements
-from ....formats import AbstractFormat
-from ....formats.format import exponent_of, power_of_two, quotient, rough_quotient
+from ....formats.format import AbstractFormat, exponent_of, power_of_two, quotient, rough_quotient
 from ..calibration import AbstractCalibration, Target, Tiles, better
 from ..limits import largest_unit
 from ..store import ScaleStore

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ....array import QArray
+from ....array.qarray import QArray
 from ...backend import AbstractBackend
 from ...extension import device_refusal, extension
 from ...lowering import on_platform

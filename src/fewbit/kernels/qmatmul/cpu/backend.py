@@ -11,8 +11,9 @@ from typing import ClassVar
 import jax
 from jax.typing import DTypeLike
 
-from ....array import QArray, Scheme
 from ....array.packing import codes_per_unit
+from ....array.qarray import QArray
+from ....array.scheme import Scheme
 from ...extension import device_refusal, extension
 from ..kernel import AbstractKernel
 from ..matrix_view import MatrixView

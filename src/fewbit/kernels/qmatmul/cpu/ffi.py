@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ....array import QArray
 from ....array.packing import codes_per_unit
+from ....array.qarray import QArray
 from ....array.quantize import dequantize, scale_values
 from ....array.scheme import Scheme
-from ....formats import AbstractFormat, Integer
+from ....formats.format import AbstractFormat
+from ....formats.integer import Integer
 from ..matrix_view import contracted_axis
 
 TARGET = "fewbit_qmatmul"

@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ....array import QArray
 from ....array.packing import Packing
+from ....array.qarray import QArray
 from ....array.quantize import scale_values
-from ....formats import AbstractFormat, Integer
+from ....formats.format import AbstractFormat
+from ....formats.integer import Integer
 from ..code_product import code_values, shift
 from ..matrix_view import contracted_axis
 

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from ....array import QArray, Scheme
+from ....array.qarray import QArray
+from ....array.scheme import Scheme
 from ..kernel import AbstractKernel
 from ..matrix_view import MatrixView
 from ..problem import Problem

@@ -3,7 +3,8 @@
 import dataclasses
 from typing import Any
 
-from ....formats import Codebook, Minifloat
+from ....formats.codebook import Codebook
+from ....formats.minifloat import Minifloat
 from . import ptx as gpu_pairs
 from .config import DotConfig, GemvConfig, Gpu, GpuConfig, PairsConfig, blocks_for, splits_for, stages_for
 from .gemm import dot_kernel

@@ -17,7 +17,10 @@ All are exact except codebooks, which are rounded to bfloat16. `tests/kernels/qm
 import ml_dtypes
 import numpy as np
 
-from ....formats import AbstractFormat, Codebook, Integer, Minifloat
+from ....formats.codebook import Codebook
+from ....formats.format import AbstractFormat
+from ....formats.integer import Integer
+from ....formats.minifloat import Minifloat
 
 LEAST_SM_OF_E4M3 = 89
 

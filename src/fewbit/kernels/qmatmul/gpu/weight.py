@@ -6,8 +6,11 @@ from typing import Any
 import numpy as np
 
 from ...._tiles import Tile
-from ....array import Scheme
-from ....formats import AbstractFormat, Codebook, Integer, Minifloat
+from ....array.scheme import Scheme
+from ....formats.codebook import Codebook
+from ....formats.format import AbstractFormat
+from ....formats.integer import Integer
+from ....formats.minifloat import Minifloat
 from ...triton.constants import Codes, Scales
 
 LONGEST = 1 << 30

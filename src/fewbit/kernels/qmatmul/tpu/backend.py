@@ -6,8 +6,8 @@ from typing import ClassVar
 import jax
 from jax.typing import DTypeLike
 
-from ....array import QArray
 from ....array.packing import Packing
+from ....array.qarray import QArray
 from ...lowering import split_refusal
 from ...pallas.decode import NATIVE
 from ..code_product import is_whole

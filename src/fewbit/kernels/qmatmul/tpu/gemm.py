@@ -61,7 +61,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from ....array import QArray
+from ....array.qarray import QArray
 from .blocks import PLAIN, Block, Config, Cut
 from .kernel import joined, launched, over_stack, planes_of, scale_arrays, summed, varying_axes
 from .problem import Form

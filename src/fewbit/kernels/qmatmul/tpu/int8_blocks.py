@@ -8,8 +8,8 @@ import jax
 import numpy as np
 from jax.typing import DTypeLike
 
-from ....array import QArray
-from ....formats import AbstractFormat
+from ....array.qarray import QArray
+from ....formats.format import AbstractFormat
 from ..code_product import native_float
 from ..matrix_view import contracted_axis
 from .blocks import LANES, PAIRS, Block, Config, fitting

@@ -38,9 +38,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from ....array import QArray
+from ....array.qarray import QArray
 from ....array.quantize import expanded_scale, expanded_zero_point
-from ....formats import AbstractFormat
+from ....formats.format import AbstractFormat
 from ..code_product import native_float
 from ..matrix_view import contracted_axis
 from .blocks import PAIRS, Block, Config

@@ -13,8 +13,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 
-from ....array import QArray, Scheme, is_qarray
+from ....array.qarray import QArray, is_qarray
 from ....array.quantize import dequantize
+from ....array.scheme import Scheme
 from ...pallas.decode import code_values, stored_values
 from .blocks import LANES, Block, Config, Cut
 from .problem import Form

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
-from ....array import QArray, Scheme
 from ....array.packing import codes_per_unit
-from ....formats import AbstractFormat, Integer
+from ....array.qarray import QArray
+from ....array.scheme import Scheme
+from ....formats.format import AbstractFormat
+from ....formats.integer import Integer
 from ...pallas.decode import undecodable
 
 

@@ -28,7 +28,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import ManualAxisType
 from jax.typing import DTypeLike
 
-from ....array import QArray
+from ....array.qarray import QArray
 from .blocks import Block, Config, Cut
 from .kernel import joined, planes_of, scale_arrays, summed, varying_axes
 from .problem import Form

@@ -5,13 +5,21 @@ import math
 
 import numpy as np
 
-from ....array import Scheme
-from ....array.scales import MSE, MX, AbsMax, MinMax, ScaleStore
+from ....array.scales.absmax import AbsMax
 from ....array.scales.limits import LARGEST, OFFSET_END, largest_step, largest_unit
+from ....array.scales.minmax import MinMax
+from ....array.scales.mx import MX
 from ....array.scales.search.candidates import needed_halvings
+from ....array.scales.search.mse import MSE
 from ....array.scales.signed_max import SignedMax
-from ....array.scheme import ScaleHolder
-from ....formats import E8M0, AbstractFormat, Binary, Codebook, Integer, Minifloat, Ternary
+from ....array.scales.store import ScaleStore
+from ....array.scheme import ScaleHolder, Scheme
+from ....formats.codebook import Codebook
+from ....formats.e8m0 import E8M0
+from ....formats.format import AbstractFormat
+from ....formats.integer import Integer
+from ....formats.minifloat import Minifloat
+from ....formats.ternary import Binary, Ternary
 
 _INTEGER, _MINIFLOAT, _CODEBOOK, _FLOAT32, _BFLOAT16, _FLOAT16, _E8M0 = range(7)
 _ABSENT = -1

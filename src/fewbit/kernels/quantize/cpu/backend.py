@@ -12,10 +12,11 @@ import numpy as np
 from jaxtyping import PyTree
 
 from ...._tiles import Tile, tile_counts
-from ....array import QArray, Scheme
+from ....array.qarray import QArray
 from ....array.quantize import assembled, chosen_scales, dequantized, quantized, scale_factors, tensor_scale_of
-from ....array.scheme import ScaleHolder
-from ....formats import AbstractFormat, Integer
+from ....array.scheme import ScaleHolder, Scheme
+from ....formats.format import AbstractFormat
+from ....formats.integer import Integer
 from ...backend import AbstractBackend
 from ...extension import device_refusal, extension
 from ...lowering import on_platform

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
-from ....array import QArray, Scheme
 from ....array.packing import packed_length
+from ....array.qarray import QArray
 from ....array.quantize import assembled, dequantized, quantized, tensor_scale_of
-from ....formats import AbstractFormat
+from ....array.scheme import Scheme
+from ....formats.format import AbstractFormat
 from ...backend import AbstractBackend
 from ...lowering import on_platform, split_refusal
 from ..problem import Decoding, Quantization

@@ -5,12 +5,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from ....array import Scheme
-from ....array.scales import MSE, MX, SNR, AbsMax
-from ....array.scales.mx import bits_added
+from ....array.scales.absmax import AbsMax
+from ....array.scales.mx import MX, bits_added
 from ....array.scales.search.candidates import last_useful_scale, needed_doublings, needed_halvings, stored_scales
+from ....array.scales.search.mse import MSE, SNR
 from ....array.scales.search.stored import proven_window
-from ....formats import E8M0, AbstractFormat, Codebook, Integer, Minifloat
+from ....array.scheme import Scheme
+from ....formats.codebook import Codebook
+from ....formats.e8m0 import E8M0
+from ....formats.format import AbstractFormat
+from ....formats.integer import Integer
+from ....formats.minifloat import Minifloat
 from ...triton.constants import Codes, Scales
 
 LARGEST_TILE = 16384

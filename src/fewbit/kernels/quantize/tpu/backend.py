@@ -9,10 +9,14 @@ import jax
 from jaxtyping import PyTree
 
 from ...._tiles import tile_counts
-from ....array import QArray, Scheme
 from ....array.packing import Packing, packed_length
+from ....array.qarray import QArray
 from ....array.quantize import assembled, quantized, tensor_scale_of
-from ....formats import AbstractFormat, Codebook, Integer, Minifloat
+from ....array.scheme import Scheme
+from ....formats.codebook import Codebook
+from ....formats.format import AbstractFormat
+from ....formats.integer import Integer
+from ....formats.minifloat import Minifloat
 from ...backend import AbstractBackend
 from ...lowering import on_platform, split_refusal
 from ..problem import Quantization

@@ -18,9 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.typing import DTypeLike
 
-from ....array import Scheme
-from ....formats import AbstractFormat
-from ....formats.format import settled
+from ....array.scheme import Scheme
+from ....formats.format import AbstractFormat, settled
 from ...pallas.decode import code_values, stored_values
 from .quantize import Blocks
 

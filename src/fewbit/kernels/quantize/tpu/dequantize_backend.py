@@ -11,10 +11,11 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ...._tiles import tile_counts
-from ....array import QArray, Scheme
 from ....array.packing import Packing
+from ....array.qarray import QArray
 from ....array.quantize import dequantized
-from ....formats import Codebook
+from ....array.scheme import Scheme
+from ....formats.codebook import Codebook
 from ...backend import AbstractBackend
 from ...lowering import on_platform, split_refusal
 from ..problem import Decoding

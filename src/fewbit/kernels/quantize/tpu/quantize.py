@@ -32,11 +32,11 @@ import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ....array import Scheme
 from ....array.packing import codes_per_unit, packed_length
 from ....array.quantize import in_units
-from ....array.scheme import ScaleHolder
-from ....formats import AbstractFormat, Codebook
+from ....array.scheme import ScaleHolder, Scheme
+from ....formats.codebook import Codebook
+from ....formats.format import AbstractFormat
 from .scales import chosen
 
 LANES, SUBLANES, ROWS = 128, 32, 2048

@@ -10,15 +10,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ....array import Scheme
-from ....array.scales import MSE, MX, NVFP4, AbsMax, MinMax, ScaleStore, Target
-from ....array.scales.calibration import symmetric_or_range
-from ....array.scales.mx import bits_added
+from ....array.scales.absmax import AbsMax
+from ....array.scales.calibration import Target, symmetric_or_range
+from ....array.scales.minmax import MinMax
+from ....array.scales.mx import MX, bits_added
+from ....array.scales.nvfp4 import NVFP4
 from ....array.scales.search.candidates import needed_doublings, needed_halvings
+from ....array.scales.search.mse import MSE
 from ....array.scales.search.stored import SMALLEST, proven_window
-from ....array.scheme import ScaleHolder
-from ....formats import E8M0, FORMATS, AbstractFormat, Minifloat
-from ....formats.format import power_of_two, quotient
+from ....array.scales.store import ScaleStore
+from ....array.scheme import ScaleHolder, Scheme
+from ....formats.e8m0 import E8M0
+from ....formats.format import FORMATS, AbstractFormat, power_of_two, quotient
+from ....formats.minifloat import Minifloat
 
 TINY = np.float32(np.finfo(np.float32).tiny)
 TIE = np.float32(1 - 2.0**-16)

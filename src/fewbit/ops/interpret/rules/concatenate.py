@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from ...._tiles import Tile
-from ....array import QArray
 from ....array.leaves import taken_rows, with_leaves
 from ....array.packing import code_capacity, codes_per_unit, pack, unpack
+from ....array.qarray import QArray
 from ....errors import QuantError
 from ..proxy import NoRuleError
 

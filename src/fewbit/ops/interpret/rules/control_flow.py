@@ -10,8 +10,8 @@ import numpy as np
 from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
-from ....array import QArray, is_qarray
 from ....array.leaves import taken_rows, with_leaves
+from ....array.qarray import QArray, is_qarray
 from ..evaluator import Evaluator, Rule
 from ..indices import Atom, open_jaxpr, scan_operands, while_operands
 from ..proxy import ArrayProxy, NoRuleError, is_proxy

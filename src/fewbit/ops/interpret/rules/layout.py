@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
 
-from ....array import QArray, is_qarray
 from ....array.axis_move import LAYOUT_PRIMITIVES, AxisMove, axis_moves
 from ....array.leaves import taken_rows
+from ....array.qarray import QArray, is_qarray
 from ....errors import QuantError
-from ....kernels.quantize import dequantize
+from ....kernels.quantize.dispatch import dequantize
 from ..evaluator import Evaluator, Rule, bound
 from ..lookup import Lookup
 from ..proxy import NoRuleError

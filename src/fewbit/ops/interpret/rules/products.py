@@ -12,9 +12,9 @@ from jax.typing import DTypeLike
 from jaxtyping import PyTree
 
 from ...._tiles import Tile
-from ....array import QArray, is_qarray
 from ....array.leaves import with_leaves
-from ....kernels.quantize import dequantize
+from ....array.qarray import QArray, is_qarray
+from ....kernels.quantize.dispatch import dequantize
 from ...conv import conv_general_dilated
 from ...dot import dot_general, untransposed
 from ...ragged import ragged_dot_general

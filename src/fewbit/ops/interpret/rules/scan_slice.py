@@ -14,12 +14,12 @@ import numpy as np
 from jax.extend import core as jex_core
 from jaxtyping import Array, Int, PyTree
 
-from ....array import QArray
+from ....array.qarray import QArray
 from ....array.scheme import Scheme
-from ....kernels.qmatmul import reads_packed_weights
+from ....kernels.qmatmul.cpu.backend import reads_packed_weights
 from ....kernels.qmatmul.dispatch import picked_product
 from ....kernels.qmatmul.kernel import element
-from ....kernels.quantize import dequantize
+from ....kernels.quantize.dispatch import dequantize
 from ..evaluator import Evaluator, Rule
 from ..proxy import ArrayProxy, is_proxy
 

@@ -12,8 +12,8 @@ from jax.extend import core as jex_core
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
-from ....array import QArray, is_qarray
 from ....array.leaves import with_leaves
+from ....array.qarray import QArray, is_qarray
 from ....array.sharding import axis_names, placement, spec_entries
 from ....errors import QuantError
 from ..evaluator import Evaluator, Rule
