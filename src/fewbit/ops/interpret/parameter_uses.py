@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from ...array import is_qarray
@@ -164,6 +165,19 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def _typed(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a leaf, and its sharding on an explicit mesh, where JAX has it in the type."""
+    like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    array = jax.tree.leaves(leaf)[0]  # of a QArray the codes, which have its axes
+    if isinstance(array, jax.Array):
+        sharding = jax.typeof(array).sharding
+    else:
+        sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        like = like.update(sharding=sharding)
+    return like
+
+
 def parameter_uses(
     fn: Callable[..., Any], params: PyTree, *inputs: PyTree
 ) -> tuple[dict[Path, tuple[Use, ...]], tuple[Product, ...]]:
@@ -189,7 +203,7 @@ def parameter_uses(
         inner_params, inner_inputs = jax.tree.unflatten(treedef, filled)
         return fn(inner_params, *inner_inputs)
 
-    shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in places]
+    shapes = [_typed(leaves[i]) for i in places]
     closed = jax.make_jaxpr(flat)(*shapes)
     start: list[_Traced | None] = [None] * len(places)
     for i, (place, like) in enumerate(zip(places, shapes, strict=True)):
