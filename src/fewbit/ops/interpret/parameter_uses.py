@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend import core as jex_core
 from jax.extend import source_info_util
+from jax.sharding import AxisType, NamedSharding
 from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
@@ -170,6 +171,19 @@ def _is_array(leaf: object) -> bool:
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype")
 
 
+def _typed(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape and dtype of a leaf, and its sharding on an explicit mesh, where JAX has it in the type."""
+    like = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+    array = jax.tree.leaves(leaf)[0]  # of a QArray the codes, which have its axes
+    if isinstance(array, jax.Array):
+        sharding = jax.typeof(array).sharding
+    else:
+        sharding = getattr(array, "sharding", None)
+    if isinstance(sharding, NamedSharding) and AxisType.Explicit in sharding.mesh.axis_types:
+        like = like.update(sharding=sharding)
+    return like
+
+
 def parameter_uses(
     fn: Callable[..., Any], params: PyTree, *inputs: PyTree
 ) -> tuple[dict[Path, tuple[Use, ...]], tuple[Product, ...]]:
@@ -188,7 +202,7 @@ def parameter_uses(
         inner_params, inner_inputs = jax.tree.unflatten(treedef, filled)
         return fn(inner_params, *inner_inputs)
 
-    shapes = [jax.ShapeDtypeStruct(leaves[i].shape, leaves[i].dtype) for i in places]
+    shapes = [_typed(leaves[i]) for i in places]
     closed = jax.make_jaxpr(flat)(*shapes)
     start = [_Value() for _ in places]
     for i, (place, like) in enumerate(zip(places, shapes, strict=True)):
