@@ -223,7 +223,12 @@ def write(
     Args:
         path: the directory to be.
         tensors: arrays and QArrays by name, and with `fewbit.torch` imported tensors; they are read one at a time.
-        config, files, facts, max_shard_bytes, overwrite, progress: as for `DirectoryWriter`.
+        config: as for `DirectoryWriter`.
+        files: as for `DirectoryWriter`.
+        facts: as for `DirectoryWriter`.
+        max_shard_bytes: as for `DirectoryWriter`.
+        overwrite: as for `DirectoryWriter`.
+        progress: as for `DirectoryWriter`.
 
     Returns:
         The directory.
