@@ -1,4 +1,4 @@
-"""Quantize on TPUs by the Pallas kernel in `pallas_tpu.py`."""
+"""Quantize on TPUs by the Pallas kernel in `quantize.py`."""
 
 import dataclasses
 import functools

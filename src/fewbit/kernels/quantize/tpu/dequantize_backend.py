@@ -1,4 +1,4 @@
-"""Dequantize on TPUs by the Pallas kernel in `pallas_dequantize.py`."""
+"""Dequantize on TPUs by the Pallas kernel in `dequantize.py`."""
 
 import dataclasses
 import functools
