@@ -99,6 +99,8 @@ def explain_matmul(x: torch.Tensor | QTensor, q: QTensor) -> str:
     """
     _check_operands(x, q)
     chosen, reasons = _chosen(x, q, None)
+    if chosen == "triton":
+        return triton.ABOUT
     if not reasons:
         return chosen
     return f"{chosen}, because " + "; ".join(f"{name}: {reason}" for name, reason in reasons.items())

@@ -187,6 +187,8 @@ def explain(
     """
     bound = _bound(W, scheme, dim, method)
     name, reasons = _chosen(W.device, bound, tuple(W.shape), None, "sweep" if method == "hessian" else "quantize")
+    if name == "triton":
+        return triton.ABOUT
     return ", because ".join([name, *(f"{other}: {reason}" for other, reason in reasons.items())])
 
 

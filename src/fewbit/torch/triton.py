@@ -21,6 +21,9 @@ from .qtensor import QTensor
 
 Work: TypeAlias = Literal["quantize", "decode", "sweep"]
 
+ABOUT = "triton (experimental: tested in an interpreter and cross-compiled, not yet run on a GPU)"
+"""What `explain` says where the kernels are chosen."""
+
 _TINY = float(np.finfo(np.float32).tiny)
 
 

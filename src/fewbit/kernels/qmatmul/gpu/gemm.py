@@ -14,7 +14,7 @@ the tensor cores' 32-bit types (one pass of TF32, which represents every float16
 **Splits.** If there are fewer blocks than multiprocessors, K is split among programs; each writes its float32 sums, and
 they are added in order, not by atomic operations, so that equal inputs give equal bytes.
 
-**Groups.** With one matrix per group of rows, the programs of one launch find their group on the device (`triton_groups.py`).
+**Groups.** With one matrix per group of rows, the programs of one launch find their group on the device (`groups.py`).
 """
 
 # pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportMissingImports=false, reportCallIssue=false

@@ -12,7 +12,7 @@ times the sum of the chunk's activations is subtracted.
 **The bound** is memory as long as a weight costs few instructions: a GPU such as the H200 executes about 3.5 of them for each
 4-bit weight that it reads, 7 for each of 8 bits. Integers take a mask, a subtraction and a product; e2m1 two shifts, a mask and two
 products. Their totals are in `bench/results/triton.json`: 5 to 10, so for 4 bits decoding is the bound. Rows of bfloat16
-therefore use `triton_pairs.py`, which decodes two numbers at a time; this kernel is for float32 and float16, for which no
+therefore use `gemv_bf16.py`, which decodes two numbers at a time; this kernel is for float32 and float16, for which no
 matrix instruction sums in full precision, and for formats that are not decoded in pairs.
 
 The layout of the activations is changed once per step through shared memory, which is cheap for steps of 4096 weights per row.

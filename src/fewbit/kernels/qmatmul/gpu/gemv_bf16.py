@@ -1,8 +1,8 @@
 """Triton GEMV of packed weights in bfloat16 on tensor cores, decoded in pairs.
 
 **Why tensor cores for one row.** A GPU such as the H200 executes about 3.5 instructions per lane for each 4-bit weight that it
-reads. In float32, one weight at a time, decoding and adding take 6 and more (`triton_gemv.py`). In pairs of bfloat16 decoding
-takes 1.5 to 2.6 (`gpu_pairs.py`), and a matrix instruction adds eight weights of a lane at once, for up to eight rows, in
+reads. In float32, one weight at a time, decoding and adding take 6 and more (`gemv.py`). In pairs of bfloat16 decoding
+takes 1.5 to 2.6 (`ptx.py`), and a matrix instruction adds eight weights of a lane at once, for up to eight rows, in
 float32.
 
 **Layout.** The matrix is stored `[N, K]`, its codes packed along K. A chunk is 32 to 64 codes of a row, at most one tile except

@@ -1,7 +1,7 @@
 """PTX that decodes codes to bfloat16 pairs.
 
 A register contains four bytes: eight 4-bit codes, or four 8-bit ones. The outputs are registers of two bfloat16 each, so that one
-instruction processes two weights (`triton_pairs.py`):
+instruction processes two weights (`gemv_bf16.py`):
 
 - Integers are inserted into the mantissa below an exponent that makes the last place 1, and the offset is subtracted by one
   FMA. Seven bits fit there; of 8-bit codes, bit 7 selects the offset: 128 or 256.

@@ -1,4 +1,4 @@
-"""TPU matmul backends: Pallas kernels, described in `pallas_*.py`."""
+"""TPU matmul backends: Pallas kernels, experimental."""
 
 import dataclasses
 from typing import ClassVar

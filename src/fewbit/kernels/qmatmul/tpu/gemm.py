@@ -31,7 +31,7 @@ it is a broadcast of registers. With bytes along lanes (`[N, K/2]`) it would be 
 *numbers*. So such a block is transposed first, as *bytes*: four to a lane, and both planes at once. Scales are transposed
 before the kernel; they are 1/8 to 1/128 of the bytes.
 
-**Decoding** (`pallas_decode.py`) has no gather: masks for integers, a 32-bit constant for e2m1, a tree of 15 selects for NF4.
+**Decoding** (`pallas/decode.py`) has no gather: masks for integers, a 32-bit constant for e2m1, a tree of 15 selects for NF4.
 By the compiler's schedules for v5e it is the bound of most 4-bit weights at few rows: for the same block, whose bytes take 530
 cycles to load, mxfp4 takes 1600, and nf4 3490, which is slower than dense bfloat16; int8 is bound by memory, and int4 nearly so
 (docs/kernels.md has the model). What helped: converting integers at their position in the word, and widening bytes as signed
@@ -46,7 +46,7 @@ the grid runs over the contraction, its last axis.
 contain anything, even NaN: so decoded values past the contraction are replaced by zeros, and x is zero-padded. Past the
 other axes the results are dropped. Weights are never padded, since that would copy them.
 
-**Rejected.** Scaling the sums of each tile, as `pallas_pairs.py` does: it takes 709 cycles for 16 rows of x where scaling the
+**Rejected.** Scaling the sums of each tile, as `int8_gemm.py` does: it takes 709 cycles for 16 rows of x where scaling the
 weights takes 604, and 3949 for 256 instead of 1782. Gathering scales along lanes (`take_along_axis`): its lowering queries the
 TPU, so a CPU cannot cross-compile it. `jnp.repeat` along lanes: 36 MiB of VMEM for a block of 256 x 2048, on a chip with 16.
 Scales padded to full float32 before the kernel: up to four times their bytes. A table of block sizes per device: they are chosen

@@ -3,7 +3,7 @@
 **Bound.** Decode: the bytes of the weight, each read once as stored. Prefill: the matrix unit, which multiplies int8 twice as fast
 as bfloat16 on v5e, v5p and v6e. Codes are unpacked to bytes in VMEM and never converted to float before they are summed, so
 decoding is cheap: by the compiler's schedules for v5e a block of 1024 x 512 int4 codes in tiles of 64 takes 467 cycles for 16
-rows, where decoding them to scaled bfloat16 takes 708 (`pallas_tpu.py`), and loading their bytes 530.
+rows, where decoding them to scaled bfloat16 takes 708 (`gemm.py`), and loading their bytes 530.
 
 **Bytes from nibbles without planes.** The bytes of a register are stacked along sublanes, and so are the two nibbles of a byte in
 an int4 register: byte i has the rows 2i (low) and 2i + 1 (high), which is fewbit's packing. So `pltpu.bitcast` gives
@@ -51,7 +51,7 @@ from .kernel import launched, nibbles, over_stack, varying_axes
 def paired_stacks(
     x: QArray, q: QArray, *, contracts_last: bool, result: DTypeLike, config: Config = PAIRS, interpret: bool = False
 ) -> jax.Array:
-    """`AbstractStackKernel.paired`; other arguments as in `pallas_tpu.stacked_product`.
+    """`AbstractStackKernel.paired`; other arguments as in `gemm.stacked_product`.
 
     x `[B, M, K]` has one code per byte and tiles along K only; if scales vary along K on both sides, their tiles are equal.
     Integer sums are exact within a tile; tiles are added in float32.

@@ -6,7 +6,7 @@ nonempty groups within a block. Their number depends on the sizes, so the grid's
 block of each visit are computed before the kernel from the sizes alone (`Visits`) and prefetched to scalar memory for the index
 maps. So empty groups cost nothing: neither a step nor a byte of their weights.
 
-**The product** of a visit is that of `pallas_tpu.py` with all rows of the block: bytes of the group's matrix, decoded in VMEM. Of
+**The product** of a visit is that of `gemm.py` with all rows of the block: bytes of the group's matrix, decoded in VMEM. Of
 its result only the rows of the group are written, to a block that stays in VMEM between its visits. Rows past all groups belong
 to no visit and are set to zero afterwards.
 
@@ -84,7 +84,7 @@ def grouped_product(
     config: Config = PLAIN,
     interpret: bool = False,
 ) -> jax.Array:
-    """`AbstractRaggedKernel.grouped`; other arguments as in `pallas_tpu.stacked_product`."""
+    """`AbstractRaggedKernel.grouped`; other arguments as in `gemm.stacked_product`."""
     form = Form.of(x[None], q, contracts_last=contracts_last, result=result, precision=precision, halves=config.halves)
     cut = Cut.of(form, config)
     visits = Visits.of(sizes, form.m, cut.m)

@@ -1,4 +1,4 @@
-"""The Triton dequantize kernel, in the layout of `triton.py`.
+"""The Triton dequantize kernel, in the layout of `quantize.py`.
 
 A minifloat code is shifted into the exponent and mantissa of a float32, which gives its number times `2**(bias - 127)`,
 subnormals included; codes beyond the largest number are NaN (or infinity, if the format has it). Numbers are multiplied by

@@ -8,11 +8,11 @@ every element is masked, which is slower. Codes are stored packed: 4-bit codes a
 three bytes. A tile longer than 16384 is refused.
 
 A tile of 16 is read as two halves by one thread: no exchange between threads, and per-tile values are computed once (naive
-NVFP4 from 51 to 46 instructions an element). `triton_numbers.py` describes the rounding.
+NVFP4 from 51 to 46 instructions an element). `triton/formats.py` describes the rounding.
 
 **Scales** are computed from the bits of amax, an integer maximum, so a NaN or an infinity wins and makes its tile NaN. For
 powers of two the rule (floor, rceil, even) is the addition of a constant below the exponent. Searches are in
-`triton_search.py`; codes always come from one correctly rounded (IEEE 754) division, so they are the reference's bit for
+`search.py`; codes always come from one correctly rounded (IEEE 754) division, so they are the reference's bit for
 bit.
 
 **Bound**: memory, 2.53 bytes an element for bfloat16 to 4.25 bits. Instructions an element are in

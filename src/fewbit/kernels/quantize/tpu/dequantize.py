@@ -1,8 +1,8 @@
 """The dequantize kernel for TPUs: one read, one write.
 
-**Layout.** The blocks are those of `pallas_tpu.py`: the tiled axis along sublanes; if it is the last axis, the packed bytes
+**Layout.** The blocks are those of `quantize.py`: the tiled axis along sublanes; if it is the last axis, the packed bytes
 and the result are transposed in VMEM. The codes of a byte, or of a group of bytes, are decoded plane by plane as in
-`qmatmul.pallas_decode` and written to scratch with a stride, which puts them in order. Then each tile is multiplied by its
+`pallas/decode.py` and written to scratch with a stride, which puts them in order. Then each tile is multiplied by its
 scale.
 
 **Bound**: the output, 4 or 2 bytes an element, written once. XLA's own program writes an array of unpacked codes first.
