@@ -48,7 +48,6 @@ def test_thresholds_are_exact():
 tables = st.lists(st.floats(-1000, 1000, width=32).filter(lambda v: v == 0 or abs(v) > 1e-30), min_size=2, max_size=256)
 
 
-@pytest.mark.slow
 @settings(max_examples=20)
 @given(tables.filter(lambda t: len(set(t)) > 1))
 def test_any_table(table: list[float]):
