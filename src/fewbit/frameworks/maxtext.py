@@ -353,6 +353,9 @@ def strip_quantized(state: Mapping[str, Any]) -> dict[str, Any]:
     Args:
         state: the variables of a model that has converted, nested dictionaries.
 
+    Returns:
+        The variables without those weights.
+
     >>> sorted(strip_quantized({"wi": {"kernel": jnp.ones((4, 32)), "AqtDotGeneral_0": {}, "bias": jnp.ones(32)}})["wi"])
     ['AqtDotGeneral_0', 'bias']
     """

@@ -10,7 +10,8 @@ import pytest
 
 import fewbit as fb
 from fewbit import UnsupportedError
-from fewbit.ops.interpret.proxy import ArrayProxy, array_of, is_proxy
+from fewbit.ops.interpret.evaluator import array_of
+from fewbit.ops.interpret.proxy import ArrayProxy, is_proxy
 
 
 def counted_product(evaluator, eqn, values):
