@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
+from fewbit.kernels.qmatmul import dispatch
 
 
 def normal(*shape, seed=0, dtype=jnp.float32):
@@ -168,3 +169,18 @@ def test_policy_json_and_messages():
         fb.Policy.from_json({"weigth": "nf4"})
     with pytest.raises(fb.QuantError, match="a policy lacks the field 'weight'"):
         fb.Policy.from_json({"activation": "int8"})
+
+
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_a_transpose_before_a_product_moves_no_codes(monkeypatch, is_traced):
+    read = []
+
+    def product(problem, lhs, rhs, **settings):
+        read.append(rhs.shape)
+        return dispatch.product(problem, lhs, rhs, **settings)
+
+    monkeypatch.setattr("fewbit.ops.dot.product", product)
+    x, q = normal(3, 64), fb.quantize(normal(8, 64), "int4")
+    multiplied = (lambda x, q: x @ q.T) if not is_traced else jax.jit(lambda x, q: x @ q.T)
+    np.testing.assert_allclose(multiplied(x, q), x @ fb.dequantize(q).T, rtol=1e-5, atol=1e-5)
+    assert read == [(8, 64)]

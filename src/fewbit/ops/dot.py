@@ -232,9 +232,14 @@ def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
     >>> matmul(jnp.ones((2, 4)), quantize(jnp.eye(4), "int8", axis=-2)).shape
     (2, 4)
     """
-    if are_split(*jax.tree.leaves((lhs, rhs))):
+    if _is_transposed(lhs) or _is_transposed(rhs) or are_split(*jax.tree.leaves((lhs, rhs))):
         return _matmul(lhs, rhs)
     return _jitted_matmul(lhs, rhs)
+
+
+def _is_transposed(x: object) -> bool:
+    """Whether the product reads the array before its transpose, which a jitted function does not see."""
+    return isinstance(x, QArray) and x.untransposed[0] is not x
 
 
 def _matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:
