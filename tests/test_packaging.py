@@ -121,7 +121,10 @@ def test_without_a_compiler_the_package_installs_without_the_extension(tree: Pat
         "out",
         ".",
     ]
-    said = subprocess.run(command, cwd=tree, check=True, env=environment, text=True, capture_output=True).stdout
+    run = subprocess.run(
+        command, cwd=tree, check=True, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    said = run.stdout
     lines = [line.strip() for line in said.splitlines() if "kernels are left out" in line]
     assert lines == [
         "fewbit: the C++ kernels are left out, because /nowhere/c++ is not found; the reference kernels compute"
