@@ -39,7 +39,9 @@ def ffi_include() -> str | None:
 def is_clang() -> bool:
     """Whether the C++ compiler is Clang, which has other names for GCC's passes."""
     command = [*shlex.split(os.environ.get("CXX", "c++")), "--version"]
-    return shutil.which(command[0]) is not None and b"clang" in subprocess.run(command, capture_output=True, check=False).stdout
+    return (
+        shutil.which(command[0]) is not None and b"clang" in subprocess.run(command, capture_output=True, check=False).stdout
+    )
 
 
 def extension(source: Path, include: str) -> Extension:

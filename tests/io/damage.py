@@ -13,7 +13,8 @@ Content = dict[str, list[tuple[str, tuple[int, ...], bytes]]]
 
 
 EVERY_BIT = pytest.mark.parametrize(
-    "bits", [pytest.param(1, id="one bit a byte"), pytest.param(8, id="every bit", marks=[pytest.mark.slow, pytest.mark.long])]
+    "bits",
+    [pytest.param(1, id="one bit a byte"), pytest.param(8, id="every bit", marks=[pytest.mark.slow, pytest.mark.long])],
 )
 """Runs a test on one bit of every byte, another one from byte to byte, and among the slow tests on all of them."""
 
