@@ -175,6 +175,7 @@ def test_experts_are_converted_and_served(tmp_path, monkeypatch):
     fields = {"quantization": "int8", "sparse_matmul": False, "scan_layers": False, **EXPERTS}
     # Layer-wise quantization runs the model on one sample, which a mesh that shards the batch cannot divide.
     fields |= {"ici_fsdp_parallelism": 1, "ici_autoregressive_parallelism": jax.device_count()}
+    fields |= {"base_num_query_heads": 8, "base_num_kv_heads": 8}
     config = configured(tmp_path, **fields)
     model = built(config)
     source, target = (str(tmp_path / name) for name in ("float", "int8"))
