@@ -172,11 +172,14 @@ def test_experts_are_converted_and_served(tmp_path, monkeypatch):
         ("_strip_kernels_at_quantized_paths", maxtext.strip_quantized),
     ):
         monkeypatch.setattr(layerwise.LayerwiseQuantization, name, staticmethod(ours))
-    config = configured(tmp_path, quantization="int8", sparse_matmul=False, scan_layers=False, **EXPERTS)
+    fields = {"quantization": "int8", "sparse_matmul": False, "scan_layers": False, **EXPERTS}
+    # Layer-wise quantization runs the model on one sample, which a mesh that shards the batch cannot divide.
+    fields |= {"ici_fsdp_parallelism": 1, "ici_autoregressive_parallelism": jax.device_count()}
+    fields |= {"base_num_query_heads": 8, "base_num_kv_heads": 8}
+    config = configured(tmp_path, **fields)
     model = built(config)
     source, target = (str(tmp_path / name) for name in ("float", "int8"))
     save_float(model, source)
-    fields = {"quantization": "int8", "sparse_matmul": False, "scan_layers": False, **EXPERTS}
     job = configured(tmp_path, **fields, load_parameters_path=source, save_quantized_params_path=target)
     layerwise.LayerwiseQuantization(job, jax.random.PRNGKey(0)).load_and_quantize()
     quantized = configured(tmp_path, **fields, load_parameters_path=target, checkpoint_is_quantized=True)

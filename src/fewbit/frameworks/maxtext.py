@@ -245,7 +245,7 @@ def maybe_quantize_model(model: PyTree, config: object) -> PyTree:
 
     Args:
         model: an NNX model; a Linen model is returned unchanged, since its modules know their paths.
-        config: MaxText's configuration; unused, since the model's `quant` object has it.
+        config: MaxText's configuration, of which only `scan_layers` is read: the model's `quant` object has the rest.
 
     Returns:
         The same model.
@@ -274,10 +274,14 @@ def maybe_quantize_model(model: PyTree, config: object) -> PyTree:
         elif isinstance(quant, Quantization) and hasattr(node, "get_einsum"):
             node.quant = dataclasses.replace(quant, site=place)
             sites[place] = quant.rule(place)
+            if quant.quant_mode == QuantMode.TRAIN and not getattr(config, "scan_layers", True):
+                # MaxText creates them at the first call, which its unscanned layers refuse.
+                for name in EXPERTS:
+                    setattr(node, EINSUM + name, nnx.data(nnx.bridge.ToNNX(node.quant.einsum(), rngs=node.rngs)))
             if quant.quant_mode == QuantMode.SERVE:
                 _add_einsums(nnx, node)
                 for name in EXPERTS:
-                    setattr(node, name, _spared(getattr(node, name)))
+                    setattr(node, name, nnx.data(nnx.Param(_spared(getattr(node, name)))))
     for quant in dict.fromkeys(quants):
         _check_matched(quant, sites)
     return model
@@ -318,7 +322,7 @@ def _add_einsums(nnx: ModuleType, node: Any) -> None:
         weight = empty(lambda: stored(jnp.zeros(like.shape, like.dtype), (1,), rule))  # noqa: B023 - called at once
         einsum = nnx.bridge.ToNNX(node.quant.einsum())
         einsum.AqtDotGeneral_0 = nnx.data({"qrhs": {"frozen": kind(weight)}})
-        setattr(node, EINSUM + name, einsum)
+        setattr(node, EINSUM + name, nnx.data(einsum))
 
 
 def _spared(weight: jax.Array) -> jax.Array:
