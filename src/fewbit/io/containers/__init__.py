@@ -1,0 +1,1 @@
+"""Layouts of quantized weights that other programs read."""
