@@ -5,6 +5,7 @@ import pathlib
 
 from ..errors import QuantError
 from .checkpoint import Checkpoint
+from .containers.reader import with_weights
 from .files import checked_path, mapped
 from .gguf.reader import read_gguf
 from .native.reader import is_fewbit_directory, read_directory
@@ -57,7 +58,7 @@ def _read_directory(path: pathlib.Path) -> Checkpoint:
     if is_fewbit_directory(path):
         return read_directory(path)
     if (path / INDEX).is_file() or any(path.glob("*.safetensors")):
-        return read_safetensors_directory(path)
+        return with_weights(read_safetensors_directory(path))
     others = sorted(file.name for file in path.iterdir() if file.suffix in _SUFFIXES)
     hint = f"; pass one of its files: {', '.join(others)}" if others else ""
     raise QuantError(f"{path} is not a model directory: it has neither a fewbit manifest nor safetensors files{hint}")

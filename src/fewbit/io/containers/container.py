@@ -64,6 +64,8 @@ class AbstractContainer(abc.ABC):
     """The name for `--to`."""
     schemes: ClassVar[tuple[str, ...]]
     """Schemes that it stores, by name, as examples in messages and tables."""
+    config_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
+    """The keys of `config.json` that describe the quantized weights."""
 
     @abc.abstractmethod
     def why_not(self, weight: Weight) -> str | None:

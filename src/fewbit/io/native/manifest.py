@@ -47,11 +47,13 @@ class Manifest:
         files: every file but the manifest itself.
         tensors: every stored tensor (`<name>.codes`, `<name>.scale`, ...), in the order in which they were added.
         facts: the JSON that was passed to the writer.
+        container: the layout of another program that the directory has; empty for our own.
     """
 
     files: Mapping[str, FileRecord]
     tensors: Mapping[str, TensorRecord]
     facts: Mapping[str, Any]
+    container: str = ""
 
     def text(self) -> bytes:
         """The bytes of `manifest.json`."""
@@ -64,6 +66,8 @@ class Manifest:
                 name: {**dataclasses.asdict(entry), "shape": list(entry.shape)} for name, entry in self.tensors.items()
             },
         }
+        if self.container:
+            form["container"] = self.container
         form["sha256"] = sha256(canonical(form))
         return dumped(form, MANIFEST)
 
@@ -84,6 +88,7 @@ _MANIFEST = msgspec.defstruct(
         ("files", dict[str, form_of(FileRecord, size=Count)]),
         ("tensors", dict[str, form_of(TensorRecord, shape=list[Count])]),
         ("facts", dict[str, Any]),
+        ("container", str, ""),
     ],
     forbid_unknown_fields=True,
 )
@@ -133,7 +138,7 @@ def _manifest(form: Mapping[str, Any], where: str) -> Manifest:
         tensors[name] = TensorRecord(**{**entry, "shape": tuple(entry["shape"])})
         if tensors[name].file not in files:
             raise QuantError(f"{where}: tensor {name!r} is in {tensors[name].file!r}, which is not a file of the manifest")
-    return Manifest(files, tensors, fields["facts"])
+    return Manifest(files, tensors, fields["facts"], fields.get("container", ""))
 
 
 def _plain_name(name: str, where: str) -> str:

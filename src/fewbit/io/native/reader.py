@@ -44,7 +44,7 @@ def is_fewbit_directory(path: str | os.PathLike[str]) -> bool:
     if not path.is_dir():
         return False
     return (
-        _says(path / MANIFEST, lambda form: form.get("format") == FORMAT)
+        _says(path / MANIFEST, lambda form: form.get("format") == FORMAT and not form.get("container"))
         or _says(path / CONFIG, lambda form: _method(form) == QUANT_METHOD)
         or any(_is_ours(file) for file in sorted(path.glob("*.safetensors"))[:1])
     )
@@ -59,8 +59,8 @@ def read_directory(path: pathlib.Path) -> Checkpoint:
         QuantError: when a file is missing or was changed, or the parts contradict each other.
     """
     manifest = read_manifest(path)
-    small = _checked_files(path, manifest)
-    stored = _stored_tensors(path, manifest)
+    small = checked_files(path, manifest)
+    stored = stored_tensors(path, manifest)
     config = parsed_object(small.pop(CONFIG, b"{}"), str(path / CONFIG))
     records = _records(config.pop(SECTION, None), path)
     owner = {leaf: name for name, form in records.items() for leaf in leaf_names(name, form)}
@@ -69,13 +69,7 @@ def read_directory(path: pathlib.Path) -> Checkpoint:
     names = dict.fromkeys(owner.get(leaf, leaf) for leaf in stored)
 
     def leaf(name: str) -> np.ndarray:
-        entry = stored[name]
-        if sha256(entry.data.data) != manifest.tensors[name].sha256:
-            file = path / manifest.tensors[name].file
-            raise QuantError(
-                f"{file}: the bytes of tensor {name!r} were changed since they were written; copy the file again"
-            )
-        return entry.array()
+        return checked_array(path, manifest, name, stored[name])
 
     def load(name: str) -> np.ndarray | QArray:
         if name in records:
@@ -110,7 +104,15 @@ def _is_ours(path: pathlib.Path) -> bool:
         return False
 
 
-def _checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:
+def checked_array(path: pathlib.Path, manifest: Manifest, name: str, entry: StoredTensor) -> np.ndarray:
+    """A stored array, its bytes compared with the hash of the manifest."""
+    if sha256(entry.data.data) != manifest.tensors[name].sha256:
+        file = path / manifest.tensors[name].file
+        raise QuantError(f"{file}: the bytes of tensor {name!r} were changed since they were written; copy the file again")
+    return entry.array()
+
+
+def checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:
     """The small files, checked by hash; tensor files are checked by size only."""
     shards = {entry.file for entry in manifest.tensors.values()}
     result = {}
@@ -127,7 +129,7 @@ def _checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:
     return result
 
 
-def _stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredTensor]:
+def stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredTensor]:
     """The stored tensors in the order of the manifest, checked against it."""
     found: dict[str, StoredTensor] = {}
     for file in dict.fromkeys(entry.file for entry in manifest.tensors.values()):

@@ -3,11 +3,10 @@
 Tensors are added one at a time, files have a bounded size, and everything is read back before the directory is renamed.
 """
 
-import dataclasses
 import functools
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -19,14 +18,11 @@ from ...array.qarray import QArray
 from ...errors import QuantError
 from ..atomic_directory import StagedDirectory
 from ..checkpoint import Tensor
-from ..files import mapped
 from ..output import check_output
-from ..safetensors.file import array_bytes, dtype_name, file_header, ordered, read_file
-from .manifest import CONFIG, FORMAT, MANIFEST, VERSION, FileRecord, Manifest, TensorRecord, is_plain_name, sha256
+from ..shards import Progress, ShardWriter, host_copy
+from .manifest import CONFIG, FORMAT, MANIFEST, VERSION, FileRecord, Manifest, is_plain_name, sha256
 from .reader import QUANT_METHOD, SECTION, read_directory
 from .records import Table, leaves, record
-
-Progress = Callable[[str, str, int], None]
 
 _METADATA = {"format": FORMAT}
 # Not "model": transformers would load model.safetensors, find none of its tensors, and return a random model.
@@ -85,33 +81,33 @@ class DirectoryWriter:
         self._schemes, self._policies = Table(), Table()
         self._records: dict[str, Any] = {}
         self._names: set[str] = set()
-        self._pending: dict[str, np.ndarray] = {}
-        self._pending_bytes = 0
-        self._shards: list[tuple[FileRecord, dict[str, TensorRecord]]] = []
-        self._staging: StagedDirectory | None = None
+        self._open: tuple[StagedDirectory, ShardWriter] | None = None
 
     def __enter__(self) -> Self:
-        self._staging = self._stage()
+        staged = self._stage()
+        self._open = staged, ShardWriter(staged, STEM, _METADATA, self._limit, self._progress)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        staged, _ = self._opened
         try:
             if error is None:
                 self._finish()
         except KeyboardInterrupt as stop:
-            if self._staged.is_committed:
+            if staged.is_committed:
                 raise type(stop)(f"interrupted, but {self.path} is already complete") from None
             raise
         finally:
-            self._staged.close()
+            staged.close()
 
     @property
-    def _staged(self) -> StagedDirectory:
-        if self._staging is None:
+    def _opened(self) -> tuple[StagedDirectory, ShardWriter]:
+        """The staged directory and the writer of its tensor files."""
+        if self._open is None:
             raise QuantError("tensors are added within the block: with DirectoryWriter(...) as writer: writer.add(...)")
-        return self._staging
+        return self._open
 
     def add(self, name: str, value: object) -> None:
         """Adds one tensor.
@@ -123,7 +119,7 @@ class DirectoryWriter:
         Raises:
             QuantError: for a duplicate name, a dtype that safetensors lacks, or an inconsistent QArray.
         """
-        assert self._staged
+        _, shards = self._opened
         value = storable(value, name)
         arrays = leaves(name, value) if isinstance(value, QArray) else {name: value}
         for leaf in (name, *arrays):
@@ -131,68 +127,26 @@ class DirectoryWriter:
                 raise QuantError(f"tensor name {leaf!r} is taken already, or reserved; choose another")
         if isinstance(value, QArray):
             self._records[name] = record(value, self._schemes, self._policies, name)
-        copies = {leaf: _host_copy(array, leaf) for leaf, array in arrays.items()}
-        nbytes = sum(array.nbytes for array in copies.values())
-        if self._pending and self._pending_bytes + nbytes > self._limit:
-            self._flush()
+        copies = {leaf: host_copy(array, leaf) for leaf, array in arrays.items()}
         self._names |= {name, *copies}
-        self._pending |= copies
-        self._pending_bytes += nbytes
-        self._progress("write", name, nbytes)
-
-    def _flush(self) -> None:
-        """Writes the pending tensors as one file, and reads it back."""
-        arrays = ordered(self._pending)
-        header = file_header(arrays, _METADATA)
-        name = _temporary_name(len(self._shards))
-        parts = [header, *map(array_bytes, arrays.values())]
-        size = sum(len(part) for part in parts)
-        self._staged.write(name, parts, size)
-        data = mapped(self._staged.path / name)
-        if data[: len(header)].tobytes() != header:
-            raise self._changed(f"the header of {name}")
-        stored, _ = read_file(self._staged.path / name, data)
-        for leaf, array in arrays.items():
-            if not np.array_equal(stored[leaf].data, array_bytes(array)):
-                raise self._changed(f"tensor {leaf!r}")
-            self._progress("verify", leaf, array.nbytes)
-        tensors = {
-            leaf: TensorRecord(name, dtype_name(array.dtype, leaf), array.shape, sha256(array_bytes(array)))
-            for leaf, array in self._pending.items()
-        }
-        self._shards.append((FileRecord(size, sha256(data.data)), tensors))
-        self._pending, self._pending_bytes = {}, 0
-
-    def _changed(self, what: str) -> QuantError:
-        return QuantError(f"{self.path}: {what} reads back differently from what was written; the disk may be failing")
+        shards.add(copies)
+        self._progress("write", name, sum(array.nbytes for array in copies.values()))
 
     def _finish(self) -> None:
         """Writes the last tensors, the config and the manifest, checks them all, and commits."""
         if not self._names:
             raise QuantError(f"{self.path} would have no tensors; add some before the end of the block")
-        if self._pending:
-            self._flush()
-        shards, tensors = self._numbered_shards()
+        staged, shards = self._opened
+        written, tensors = shards.finish()
         tables = {"schemes": self._schemes.values, "policies": self._policies.values}
         section = {"quant_method": QUANT_METHOD, "version": VERSION, **tables, "tensors": self._records}
         small = {CONFIG: dumped(self._config | {SECTION: section}, CONFIG), **self._files}
-        files = shards | {name: FileRecord(len(text), sha256(text)) for name, text in small.items()}
+        files = written | {name: FileRecord(len(text), sha256(text)) for name, text in small.items()}
         small[MANIFEST] = Manifest(files, tensors, self._facts).text()
         for name, text in small.items():
-            self._staged.write_verified(name, text)
-        read_directory(self._staged.path)
-        self._staged.commit()
-
-    def _numbered_shards(self) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
-        """Renames the tensor files to `-00001-of-00002`; returns their records and tensors."""
-        files: dict[str, FileRecord] = {}
-        tensors: dict[str, TensorRecord] = {}
-        for index, (file, entries) in enumerate(self._shards):
-            name = _shard_name(index, len(self._shards))
-            self._staged.rename(_temporary_name(index), name)
-            files[name] = file
-            tensors |= {leaf: dataclasses.replace(entry, file=name) for leaf, entry in entries.items()}
-        return files, tensors
+            staged.write_verified(name, text)
+        read_directory(staged.path)
+        staged.commit()
 
 
 @functools.singledispatch
@@ -263,25 +217,3 @@ def _check_config(config: Mapping[str, Any], files: Mapping[str, bytes]) -> None
             raise QuantError(f"file {name!r} is a {type(data).__name__}; pass its content as bytes")
         if not is_plain_name(name) or name in (CONFIG, MANIFEST) or name.endswith(".safetensors"):
             raise QuantError(f"a file cannot be called {name!r}: a plain name that fewbit does not use itself is expected")
-
-
-def _host_copy(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
-    """A little-endian, contiguous copy of an array in host memory."""
-    if not isinstance(array, np.ndarray | np.generic | jax.Array):
-        raise QuantError(
-            f"tensor {name!r} is a {type(array).__name__}; expected an array or a QArray. fb.save writes any tree or module"
-        )
-    dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
-    dtype_name(dtype, f"tensor {name!r}")
-    return np.array(array, dtype, order="C")
-
-
-def _temporary_name(index: int) -> str:
-    """The name of a tensor file while their number is unknown."""
-    return f"{STEM}-{index + 1:05d}.safetensors"
-
-
-def _shard_name(index: int, count: int) -> str:
-    if count == 1:
-        return f"{STEM}.safetensors"
-    return f"{STEM}-{index + 1:05d}-of-{count:05d}.safetensors"

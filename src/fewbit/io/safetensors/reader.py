@@ -2,6 +2,7 @@
 
 import fnmatch
 import pathlib
+from collections.abc import Mapping
 
 import msgspec
 import numpy as np
@@ -14,7 +15,7 @@ from ..native.manifest import CONFIG, FORMAT, is_plain_name
 from .file import DTYPES, StoredTensor, read_file
 
 INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
+SINGLE = "model.safetensors"
 # Tokenizers, chat templates, generation config, image and audio processors, licences: patterns of lower-case names.
 _SIDE_FILES = (
     "tokenizer*.json",
@@ -54,7 +55,7 @@ def read_safetensors_file(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
     tensors, metadata = read_file(path, data)
     if metadata.get("format") == FORMAT:
         raise QuantError(f"{path} is part of a directory that fewbit wrote; pass the directory {path.parent}")
-    return Checkpoint(path, "safetensors", _tensors(tensors), dict(metadata))
+    return Checkpoint(path, "safetensors", tensors_of(tensors), dict(metadata))
 
 
 def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
@@ -79,10 +80,11 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     }
     if (path / _CHAT_TEMPLATES).is_dir():
         notes = (*notes, f"the directory {_CHAT_TEMPLATES} is not read; copy it by hand if you need it")
-    return Checkpoint(path, "safetensors", _tensors(stored), metadata, files, notes=notes)
+    return Checkpoint(path, "safetensors", tensors_of(stored), metadata, files, notes=notes)
 
 
-def _tensors(stored: dict[str, StoredTensor]) -> Tensors:
+def tensors_of(stored: Mapping[str, StoredTensor]) -> Tensors:
+    """The stored arrays, read when they are indexed."""
     info = {name: TensorInfo(t.shape, DTYPES[t.dtype].name, t.dtype, t.data.size) for name, t in stored.items()}
 
     def load(name: str) -> np.ndarray:
@@ -93,8 +95,8 @@ def _tensors(stored: dict[str, StoredTensor]) -> Tensors:
 
 def _only_file(path: pathlib.Path) -> pathlib.Path:
     """The only tensor file of a directory without an index."""
-    if (path / _SINGLE).is_file():
-        return path / _SINGLE
+    if (path / SINGLE).is_file():
+        return path / SINGLE
     found = sorted(path.glob("*.safetensors"))
     if len(found) != 1:
         names = ", ".join(file.name for file in found)

@@ -1,0 +1,65 @@
+"""Opens directories of other programs, with quantized weights as QArrays."""
+
+import collections
+import dataclasses
+import pathlib
+
+import numpy as np
+
+from ..checkpoint import Checkpoint, Tensors
+from ..native.manifest import FORMAT, MANIFEST, read_manifest
+from ..native.reader import checked_array, checked_files, stored_tensors
+from ..safetensors.reader import tensors_of
+from .registry import CONTAINERS
+
+
+def with_weights(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the quantized weights of its container as QArrays.
+
+    `metadata` loses the section that describes them, and `notes` says which container it is. A directory without such a
+    section comes back unchanged.
+
+    Args:
+        checkpoint: a Hugging Face directory, its tensors as stored.
+
+    Raises:
+        QuantError: when the tensors of a weight do not fit together, or a file that fewbit wrote was changed.
+        UnsupportedError: for a variant of the container that has no scheme.
+    """
+    checkpoint = _with_hashes(checkpoint)
+    found = next((one for one in CONTAINERS if one.recognises(checkpoint.metadata, checkpoint.tensors)), None)
+    if found is None:
+        return checkpoint
+    tensors = found.decoded(checkpoint.metadata, checkpoint.tensors, str(checkpoint.path))
+    metadata = {key: value for key, value in checkpoint.metadata.items() if key not in found.config_keys}
+    notes = (*checkpoint.notes, f"{found.name}: {_counts(tensors)}")
+    return dataclasses.replace(checkpoint, tensors=tensors, metadata=metadata, notes=notes)
+
+
+def _counts(tensors: Tensors) -> str:
+    """The number of weights in each scheme."""
+    schemes = collections.Counter(info.scheme.name for info in tensors.info.values() if info.scheme is not None)
+    if not schemes:
+        return "no quantized weights"
+    return ", ".join(f"{count} weights in {name}" for name, count in schemes.items())
+
+
+def _with_hashes(checkpoint: Checkpoint) -> Checkpoint:
+    """Checks a directory that fewbit wrote against its manifest; each tensor's bytes when it is loaded."""
+    path = checkpoint.path
+    if not _is_ours(path):
+        return checkpoint
+    manifest = read_manifest(path)
+    checked_files(path, manifest)
+    stored = stored_tensors(path, manifest)
+
+    def load(name: str) -> np.ndarray:
+        return checked_array(path, manifest, name, stored[name])
+
+    return dataclasses.replace(checkpoint, tensors=Tensors(tensors_of(stored).info, load), facts=dict(manifest.facts))
+
+
+def _is_ours(path: pathlib.Path) -> bool:
+    """Whether fewbit wrote the directory: its manifest has our format."""
+    file = path / MANIFEST
+    return file.is_file() and f'"format": "{FORMAT}"'.encode() in file.read_bytes()[:4096]

@@ -1,0 +1,18 @@
+"""The containers, in the order in which a directory is compared with them."""
+
+from ...errors import QuantError
+from .container import AbstractContainer
+
+CONTAINERS: tuple[AbstractContainer, ...] = ()
+
+
+def container(name: str) -> AbstractContainer:
+    """The container of a name, as `--to` takes it.
+
+    Raises:
+        QuantError: for another name.
+    """
+    found = next((one for one in CONTAINERS if one.name == name), None)
+    if found is None:
+        raise QuantError(f"{name!r} is not a container; there are {', '.join(one.name for one in CONTAINERS)}")
+    return found
