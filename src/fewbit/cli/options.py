@@ -37,6 +37,15 @@ RecipeName = Annotated[
         "--recipe", "-r", help="A recipe's name, a scheme's name, or a .json file of rules; 'keep' changes nothing."
     ),
 ]
+To = Annotated[
+    str,
+    typer.Option(
+        "--to",
+        metavar="LAYOUT",
+        help="The layout of the files: fewbit, hf (dequantized to bfloat16), gguf, compressed-tensors, modelopt, gpt-oss, "
+        "torchao, bitsandbytes, gptq, awq or mlx. Weights are stored exactly, or the layout is refused.",
+    ),
+]
 Full = Annotated[bool, typer.Option("--full", help="Show every parameter instead of one row for identical layers.")]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Fail if the role of a tensor is unknown, instead of not quantizing it.")

@@ -45,7 +45,7 @@ def why_no_check(model: Model, check: bool, text: str | None) -> str | None:
     return None
 
 
-def written(source: Model, made: Plan, output: Path, *, overwrite: bool, log: Path | None) -> Outcome:
+def written(source: Model, made: Plan, output: Path, *, to: str, overwrite: bool, log: Path | None) -> Outcome:
     """Writes the directory, with progress and a log line per tensor."""
     with progress_bar("quantizing", sum(row.bytes_before for row in made)) as bar, log_lines(log, bar) as log_line:
         written, read, count = 0, 0, len(made.rows)
@@ -57,7 +57,7 @@ def written(source: Model, made: Plan, output: Path, *, overwrite: bool, log: Pa
             bar.advance(read, f"{written}/{count} tensors, {read / 1e6:,.0f} MB")
 
         try:
-            return quantize(source, made, output, overwrite=overwrite, on_tensor=on_tensor)
+            return quantize(source, made, output, to=to, overwrite=overwrite, on_tensor=on_tensor)
         except KeyboardInterrupt as error:
             raise type(error)(
                 str(error)

@@ -1,17 +1,17 @@
-"""Quantizes a checkpoint into a fewbit directory, tensor by tensor."""
+"""Quantizes a checkpoint into a directory, tensor by tensor."""
 
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ..io.files import file_sha256
-from ..io.native.writer import DirectoryWriter
 from ..recipe.plan import Plan
-from .model import Model
+from .model import Model, Value
 from .plan import KEEP
+from .targets import Job, check_target, write_tensors
 from .tensors import TensorResult, quantized_tensors
 
 
@@ -53,6 +53,7 @@ def quantize(
     plan: Plan,
     out: str | os.PathLike[str],
     *,
+    to: str = "fewbit",
     overwrite: bool = False,
     on_tensor: Callable[[TensorResult], None] | None = None,
     on_verify: Callable[[str, int], None] | None = None,
@@ -65,6 +66,7 @@ def quantize(
         model: the model.
         plan: its plan; see `plan_model`.
         out: the output directory.
+        to: the layout of the files: "fewbit", "hf" (dequantized to bfloat16), or the name of a container.
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
         on_tensor: called after each tensor.
         on_verify: called with the name and the bytes of each stored array that was read back.
@@ -74,33 +76,30 @@ def quantize(
 
     Raises:
         QuantError: when `io.check_output` refuses the directory, a parameter has NaN or infinity, or writing fails.
+        UnsupportedError: when the layout cannot store a planned weight exactly; before any work.
     """
+    check_target(to, model, plan)
 
     def progress(stage: str, name: str, nbytes: int) -> None:
         if stage == "verify" and on_verify is not None:
             on_verify(name, nbytes)
 
     start, results = time.perf_counter(), []
-    writer = DirectoryWriter(
-        out,
-        config=_config(model),
-        files=model.files,
-        facts=_facts(model, plan),
-        overwrite=overwrite,
-        sources=[model.path],
-        progress=progress,
-    )
-    with writer:
+
+    def tensors() -> Iterator[tuple[str, Value]]:
         for value, result in quantized_tensors(model, plan):
-            writer.add(model.names.get(result.path, result.path), value)
+            yield model.names.get(result.path, result.path), value
             results.append(result)
             if on_tensor is not None:
                 on_tensor(result)
-    sizes = {file.name: file.stat().st_size for file in sorted(writer.path.iterdir())}
+
+    job = Job(model, plan, out, _config(model), _facts(model, plan), overwrite, progress)
+    written = write_tensors(to, job, tensors())
+    sizes = {file.name: file.stat().st_size for file in sorted(written.iterdir())}
     in_tensors = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
     arrays = sum(result.bytes_after for result in results)
     seconds = time.perf_counter() - start
-    return Outcome(writer.path, tuple(results), model.size, sum(sizes.values()), in_tensors, arrays, seconds)
+    return Outcome(written, tuple(results), model.size, sum(sizes.values()), in_tensors, arrays, seconds)
 
 
 def _config(model: Model) -> dict[str, Any]:

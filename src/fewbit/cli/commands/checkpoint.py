@@ -1,4 +1,4 @@
-"""Commands for checkpoints: plan, quantize, inspect, verify."""
+"""Commands for checkpoints: plan, quantize, convert, inspect, verify."""
 
 from pathlib import Path
 from typing import Annotated
@@ -7,7 +7,7 @@ import typer
 
 from ...errors import QuantError
 from ..app import FOUND, app
-from ..options import Full, Json, ModelPath, RecipeName, Rotate, Seed, Strict, path_option, rotation_seed
+from ..options import Full, Json, ModelPath, RecipeName, Rotate, Seed, Strict, To, path_argument, path_option, rotation_seed
 
 
 @app.command()
@@ -58,6 +58,7 @@ def quantize(
         bool,
         typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote all its files; the old one is kept until the end."),
     ] = False,
+    to: To = "fewbit",
     rotate: Rotate = False,
     seed: Seed = None,
     check: Annotated[
@@ -73,6 +74,7 @@ def quantize(
     """Quantizes a model into a directory of safetensors, tensor by tensor, and measures the loss."""
     from ...io.output import check_output
     from ...workflows.load import load
+    from ...workflows.targets import check_target, fitted
     from ..console import emit_json, say
     from ..quantize_report import evaluated, outcome_record, planned, why_no_check, written
     from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
@@ -83,6 +85,8 @@ def quantize(
     opened = load(model)
     check_output(output, overwrite=overwrite, sources=[opened.path])
     source, made = planned(opened, recipe, plan, keep=keep, rotation_seed=rotation)
+    made = fitted(to, source, made)
+    check_target(to, source, made)
     if not json:
         say("\n".join(plan_lines(source, made, full=full)))
     if dry_run and json:
@@ -92,7 +96,7 @@ def quantize(
     if dry_run:
         return
     skipped = why_no_check(opened, check, text)
-    outcome = written(source, made, output, overwrite=overwrite, log=log)
+    outcome = written(source, made, output, to=to, overwrite=overwrite, log=log)
     quality, lines = None, [f"quality check skipped: {skipped}"]
     if skipped is None:
         quality = evaluated(outcome.path, source, text)
@@ -105,6 +109,36 @@ def quantize(
     for line in [*size_lines(outcome, opened), *lines]:
         say(line, wrap=True)
     say("\n".join(commands))
+
+
+@app.command()
+def convert(
+    model: ModelPath,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", parser=path_argument, help="The directory to write.")],
+    to: To = "fewbit",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote all its files.")] = False,
+    log: Annotated[Path | None, path_option("--log", help="Write one line per tensor here instead of to stderr.")] = None,
+    json: Json = False,
+) -> None:
+    """Writes a model in another layout; quantized weights stay as they are."""
+    from ...io.output import check_output
+    from ...workflows.load import load
+    from ...workflows.plan import KEEP, plan_model
+    from ...workflows.targets import check_target
+    from ..console import emit_json, say
+    from ..quantize_report import outcome_record, written
+    from ..render import size_lines, source_notes
+
+    opened = load(model)
+    check_output(output, overwrite=overwrite, sources=[opened.path])
+    made = plan_model(opened, recipe=KEEP)
+    check_target(to, opened, made)
+    outcome = written(opened, made, output, to=to, overwrite=overwrite, log=log)
+    if json:
+        emit_json({"model": str(model), "to": to, "outcome": outcome_record(outcome), "notes": source_notes(opened)})
+        return
+    for line in [*source_notes(opened), *size_lines(outcome, opened)]:
+        say(line, wrap=True)
 
 
 @app.command()

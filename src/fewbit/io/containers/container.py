@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...array.qarray import QArray
-from ...array.scheme import Scheme
+from ...array.scheme import Scheme, scheme
 from ...array.validity import misfit
 from ...errors import QuantError, UnsupportedError
+from ...recipe.roles import Role
 from ..checkpoint import Tensor, TensorInfo, Tensors
 
 
@@ -25,6 +26,7 @@ class Weight:
         dtype: the name of the dtype of its dequantized values.
         scheme: its scheme, with tiles along the contraction axis.
         activations: the scheme of the other operand of its products; None: it is not quantized.
+        role: what it does in the model.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Weight:
     dtype: str
     scheme: Scheme
     activations: Scheme | None = None
+    role: Role = Role.MATMUL
 
     @property
     def module(self) -> str:
@@ -66,6 +69,8 @@ class AbstractContainer(abc.ABC):
     """Schemes that it stores, by name, as examples in messages and tables."""
     config_keys: ClassVar[tuple[str, ...]] = ("quantization_config",)
     """The keys of `config.json` that describe the quantized weights."""
+    roles: ClassVar[tuple[Role, ...]] = (Role.MATMUL, Role.EXPERTS)
+    """The roles of weights that the other program expects quantized."""
 
     @abc.abstractmethod
     def why_not(self, weight: Weight) -> str | None:
@@ -106,11 +111,17 @@ class AbstractContainer(abc.ABC):
             UnsupportedError: for a variant of the layout that has no scheme.
         """
 
+    def refusal(self, weight: Weight) -> str | None:
+        """Why a weight cannot be stored, by its role or its scheme; None if it can."""
+        if weight.role not in self.roles:
+            return f"weights of role {weight.role} are not quantized in it"
+        return self.why_not(weight)
+
     def check(self, weights: Sequence[Weight]) -> None:
         """Refuses weights that the container cannot store exactly, with the nearest schemes that fit."""
         reasons: dict[str, list[Weight]] = {}
         for weight in weights:
-            if reason := self.why_not(weight):
+            if reason := self.refusal(weight):
                 reasons.setdefault(reason, []).append(weight)
         if not reasons:
             return
@@ -121,7 +132,7 @@ class AbstractContainer(abc.ABC):
     def _advice(self, weight: Weight) -> str:
         """A sentence with the schemes nearest in size that fit a refused weight."""
         bits = weight.scheme.format.bits
-        fitting = [name for name in self.schemes if self.why_not(_in_scheme(weight, name)) is None]
+        fitting = [name for name in self.schemes if self.refusal(_in_scheme(weight, name)) is None]
         fitting.sort(key=lambda name: abs(_in_scheme(weight, name).scheme.format.bits - bits))
         if not fitting:
             return f"No scheme of {self.name} fits a tensor of shape {weight.shape}: keep it in float"
@@ -130,8 +141,6 @@ class AbstractContainer(abc.ABC):
 
 def _in_scheme(weight: Weight, name: str) -> Weight:
     """The weight in a named scheme, along the same axis."""
-    from ...array.scheme import scheme
-
     axis = weight.scheme.pack_axis
     return dataclasses.replace(weight, scheme=scheme(name).along(axis, len(weight.shape)))
 

@@ -1,0 +1,201 @@
+"""The file layouts that a model can be written in."""
+
+import dataclasses
+import functools
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from .._registry import near_names
+from ..array.qarray import QArray
+from ..errors import QuantError, UnsupportedError
+from ..io.containers.container import Weight
+from ..io.containers.huggingface import HuggingFace
+from ..io.containers.registry import CONTAINERS, container
+from ..io.containers.writer import ContainerWriter
+from ..io.native.writer import DirectoryWriter
+from ..models.roles import checkpoint_roles
+from ..recipe.plan import Plan
+from ..recipe.quantize_row import quantized_leaf
+from ..recipe.roles import Role
+from ..recipe.rows import PlanRow
+from .model import Model, Value, decoded, is_kept
+
+Named = Iterable[tuple[str, Value]]
+"""The tensors of a model with their names in the file, one at a time."""
+Progress = Callable[[str, str, int], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A directory to be written.
+
+    Attributes:
+        model: the source.
+        plan: what happens to its parameters.
+        out: the path.
+        config: the `config.json`, without a section for quantized weights.
+        facts: JSON for the manifest.
+        overwrite: whether what fewbit wrote at the path may be replaced.
+        progress: called with ("write" or "verify", name of the tensor, its size in the file).
+    """
+
+    model: Model
+    plan: Plan
+    out: str | os.PathLike[str]
+    config: Mapping[str, Any]
+    facts: Mapping[str, Any]
+    overwrite: bool
+    progress: Progress
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that all writers take."""
+        return {
+            "config": self.config,
+            "files": self.model.files,
+            "facts": self.facts,
+            "overwrite": self.overwrite,
+            "sources": [self.model.path],
+            "progress": self.progress,
+        }
+
+
+def target_names() -> tuple[str, ...]:
+    """The names that `--to` takes."""
+    return ("fewbit", "hf", *(one.name for one in CONTAINERS))
+
+
+def check_target(to: str, model: Model, plan: Plan) -> None:
+    """Refuses a target that cannot store the planned weights exactly, before any work.
+
+    Args:
+        to: the name of a target.
+        model: the source.
+        plan: its plan.
+
+    Raises:
+        QuantError: for an unknown name.
+        UnsupportedError: when a weight does not fit, naming schemes that do.
+    """
+    if to not in target_names():
+        raise QuantError(f"--to {to!r} is not a file layout; {near_names(to, target_names())}")
+    if to == "fewbit":
+        return
+    _check_names(to, model)
+    if to != "hf":
+        found, (weights, kept) = container(to), planned_weights(model, plan)
+        found.check(weights)
+        found.files(weights, kept, model.metadata)
+
+
+def write_tensors(to: str, job: Job, tensors: Named) -> Path:
+    """Writes the tensors of a model in a target's layout; the directory appears complete or not at all.
+
+    Args:
+        to: the name of a target that passed `check_target`.
+        job: what is written, and where.
+        tensors: the tensors, in the order of the plan.
+
+    Returns:
+        The path.
+
+    Raises:
+        QuantError: when the output is refused, or writing fails.
+    """
+    writer = _writer(to, job)
+    with writer:
+        for name, value in tensors:
+            if to == "hf" and isinstance(value, QArray):
+                writer.add(name, np.asarray(decoded(value)).astype(ml_dtypes.bfloat16))
+            else:
+                writer.add(name, value)
+    return writer.path
+
+
+def _writer(to: str, job: Job) -> DirectoryWriter | ContainerWriter:
+    if to == "fewbit":
+        return DirectoryWriter(job.out, **job.options)
+    if to == "hf":
+        return ContainerWriter(job.out, HuggingFace(), weights=(), **job.options)
+    weights, kept = planned_weights(job.model, job.plan)
+    return ContainerWriter(job.out, container(to), weights=weights, kept=kept, **job.options)
+
+
+def _check_names(to: str, model: Model) -> None:
+    """Refuses a source whose names other programs would not find."""
+    if "model_type" not in model.metadata:
+        raise UnsupportedError(
+            f"{model.path} has no config.json with a model_type, and its tensors have the names of {model.kind}; "
+            f"{to} needs a Hugging Face checkpoint"
+        )
+
+
+def fitted(to: str, model: Model, plan: Plan) -> Plan:
+    """The plan with the embeddings in float that a target does not store quantized; their reason says so.
+
+    Args:
+        to: the name of a target.
+        model: the source.
+        plan: its plan.
+    """
+    if to not in (one.name for one in CONTAINERS):
+        return plan
+    weights = {weight.name: weight for weight in planned_weights(model, plan)[0]}
+    rows = []
+    for row in plan:
+        weight, reason = weights.get(model.names.get(row.path, row.path)), None
+        if row.policy is not None and weight is not None and weight.role is Role.EMBEDDING:
+            reason = container(to).refusal(weight)
+        if reason is not None:
+            row = dataclasses.replace(row, policy=None, axis=(), bytes_after=row.bytes_before, reason=f"{to}: {reason}")
+        rows.append(row)
+    return dataclasses.replace(plan, rows=tuple(rows))
+
+
+def planned_weights(model: Model, plan: Plan) -> tuple[list[Weight], list[str]]:
+    """The quantized weights of a plan and the names of the other tensors, before anything is computed.
+
+    Args:
+        model: the source.
+        plan: its plan.
+
+    Returns:
+        The weights, and the names of the tensors that stay arrays.
+    """
+    weights, kept, roles = [], [], _roles(model)
+    for row in plan:
+        name, info = model.names.get(row.path, row.path), model.info[row.path]
+        if row.policy is not None and not is_kept(row, info):
+            q = _planned(dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="", sites=()))
+            weights.append(Weight(name, q.shape, q.dtype.name, q.scheme, row.policy.activation, roles[name]))
+        elif info.scheme is not None and row.sparsity is None:
+            activation = None
+            if row.policy is not None:
+                activation = row.policy.activation
+            weights.append(Weight(name, info.shape, info.dtype, info.scheme, activation, roles[name]))
+        else:
+            kept.append(name)
+    return weights, kept
+
+
+def _roles(model: Model) -> dict[str, Role]:
+    """The role of each tensor by its name; one that no table has is a matmul's weight."""
+    shapes = {model.names.get(path, path): info.shape for path, info in model.info.items()}
+    found = checkpoint_roles(shapes, model.metadata, kind=model.kind, use_modules=False).roles
+    return {name: Role.MATMUL if one.role is Role.UNKNOWN else one.role for name, one in found.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _planned(row: PlanRow) -> QArray:
+    """The abstract QArray of a row."""
+    x = jax.ShapeDtypeStruct(row.shape, row.dtype.replace("float64", "float32"))
+    found: Any = jax.eval_shape(functools.partial(quantized_leaf, row=row), x)
+    assert isinstance(found, QArray)
+    return found

@@ -1,0 +1,56 @@
+"""Writing a model in another layout."""
+
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import io, workflows
+from fewbit.errors import QuantError, UnsupportedError
+from fewbit.io.containers import reader, registry
+from fewbit.workflows import targets
+from tests.io.containers.simple import Simple
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers
+
+
+@pytest.fixture
+def _simple(monkeypatch):
+    for module in (registry, reader, targets):
+        monkeypatch.setattr(module, "CONTAINERS", (Simple(),))
+
+
+@needs_tokenizers
+@pytest.mark.usefixtures("_simple")
+def test_a_quantized_model_keeps_its_names_config_and_files(tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    plan = targets.fitted("simple", model, workflows.plan_model(model, recipe="int8"))
+    assert plan["embed"].reason == "simple: weights of role embedding are not quantized in it"
+    out = workflows.quantize(model, plan, tmp_path / "q", to="simple").path
+    found, source = io.read(out), io.read(tmp_path / "hf")
+    assert set(found.tensors) == set(source.tensors)
+    assert {key: found.metadata[key] for key in source.metadata} == source.metadata and found.files == source.files
+    name = "model.layers.0.mlp.up_proj.weight"
+    np.testing.assert_array_equal(
+        fb.dequantize(found.tensors[name]), fb.dequantize(fb.quantize(jnp.asarray(source.tensors[name]), "int8"))
+    )
+    again = workflows.load(out)
+    assert again.config == model.config and again.tokenizer is not None
+    decoded = workflows.quantize(again, workflows.plan_model(again, recipe="keep"), tmp_path / "b", to="hf").path
+    expected = np.asarray(fb.dequantize(found.tensors[name])).astype(ml_dtypes.bfloat16)
+    np.testing.assert_array_equal(io.read(decoded).tensors[name], expected)
+
+
+@needs_tokenizers
+@pytest.mark.usefixtures("_simple")
+def test_what_does_not_fit_is_refused_before_work(tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    with pytest.raises(UnsupportedError, match="nf4 is not int8"):
+        workflows.quantize(model, workflows.plan_model(model, recipe="nf4"), tmp_path / "q", to="simple")
+    with pytest.raises(QuantError, match="--to 'simpel' is not a file layout; did you mean"):
+        workflows.quantize(model, workflows.plan_model(model, recipe="nf4"), tmp_path / "q", to="simpel")
+    np.savez(tmp_path / "w.npz", w=np.ones((4, 4), np.float32))
+    flat = workflows.load(tmp_path / "w.npz")
+    with pytest.raises(UnsupportedError, match=r"has no config\.json with a model_type"):
+        workflows.quantize(flat, workflows.plan_model(flat, recipe="keep"), tmp_path / "q", to="hf")
+    assert not (tmp_path / "q").exists()
