@@ -104,7 +104,7 @@ def test_announced_and_added_must_agree(tmp_path):
     with pytest.raises(QuantError, match="within the block"):
         ContainerWriter(tmp_path / "n", Simple(), weights=[UP]).add("bias", BIAS)
     with pytest.raises(QuantError, match="cannot be called"):
-        ContainerWriter(tmp_path / "m", Simple(), weights=[UP], files={"model.safetensors": b""})
+        ContainerWriter(tmp_path / "n", Simple(), weights=[UP], files={"model.safetensors": b""})
     assert [file.name for file in tmp_path.iterdir()] == ["m"]
 
 
