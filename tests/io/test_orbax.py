@@ -6,8 +6,11 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import fewbit as fb
+from fewbit import io
+from fewbit.errors import QuantError
+from fewbit.io.orbax import OrbaxWriter
 
-from .examples import quantized
+from .examples import X, quantized
 
 orbax = pytest.importorskip("orbax.checkpoint")
 
@@ -31,3 +34,58 @@ def test_a_tree_is_restored_into_an_abstract_tree_on_another_mesh(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, tree)
     assert found["w"].codes.sharding == NamedSharding(new, specs["w"]) == found["w"].scale.sharding
     assert found["b"].sharding == NamedSharding(new, specs["b"])
+
+
+TENSORS = {"layers/0/up": quantized("nvfp4"), "model.norm.weight": X, "model.down.weight": quantized("nf4_dq")}
+
+
+def write(path, **options):
+    with OrbaxWriter(path, config={"model_type": "demo"}, files={"tokenizer.json": b"{}"}, **options) as writer:
+        for name, value in TENSORS.items():
+            writer.add(name, value)
+    return path
+
+
+def test_weights_come_back_and_orbax_restores_their_components(tmp_path):
+    found = io.read(write(tmp_path / "m", facts={"recipe": "r"}))
+    assert (found.kind, found.metadata, found.facts) == ("orbax", {"model_type": "demo"}, {"recipe": "r"})
+    assert list(found.tensors) == list(TENSORS) and found.files == {"tokenizer.json": b"{}"}
+    for name, value in TENSORS.items():
+        assert jax.tree.structure(found.tensors[name]) == jax.tree.structure(value)
+        jax.tree.map(np.testing.assert_array_equal, found.tensors[name], value)
+    with orbax.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore(tmp_path / "m" / "params")
+    np.testing.assert_array_equal(tree["layers"]["0"]["up"]["codes"], TENSORS["layers/0/up"].codes)
+    assert io.verify(tmp_path / "m") == []
+
+
+def test_a_tree_that_others_wrote_is_read(tmp_path):
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "step", {"dense": {"kernel": X, "bias": np.arange(3, dtype=np.int64)}})
+    found = io.read(tmp_path / "step")
+    assert {name: info.dtype for name, info in found.tensors.info.items()} == {
+        "dense/bias": "int64",
+        "dense/kernel": "float32",
+    }
+    np.testing.assert_array_equal(found.tensors["dense/kernel"], X)
+
+
+def test_what_cannot_be_a_tree_or_was_changed_is_refused(tmp_path):
+    def tree_of(*names):
+        with OrbaxWriter(tmp_path / "a") as writer:
+            for name in names:
+                writer.add(name, X)
+
+    with pytest.raises(QuantError, match="taken already"):
+        tree_of("x", "x")
+    with pytest.raises(QuantError, match=r"'x\.y' is below another tensor"):
+        tree_of("x", "x.y")
+    assert not list(tmp_path.iterdir())
+    path = write(tmp_path / "m")
+    write(path, overwrite=True)
+    (path / "notes.txt").write_text("mine")
+    with pytest.raises(QuantError, match="contains files that fewbit did not write"):
+        write(path, overwrite=True)
+    data = next((path / "params").glob("ocdbt.process_0/d/*"))
+    data.write_bytes(data.read_bytes()[:-1] + b"?")
+    assert "was changed since it was written" in str(io.verify(path)[0])

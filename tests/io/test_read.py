@@ -42,7 +42,7 @@ def test_a_missing_path(tmp_path):
 
 def test_a_directory_without_a_model(tmp_path):
     with pytest.raises(
-        QuantError, match=r"is not a model directory: it has neither a fewbit manifest nor safetensors files$"
+        QuantError, match=r"is not a model directory: it has neither a fewbit manifest, safetensors files nor an Orbax tree$"
     ):
         io.read(tmp_path)
 

@@ -43,7 +43,7 @@ To = Annotated[
         "--to",
         metavar="LAYOUT",
         help="The layout of the files: fewbit, hf (dequantized to bfloat16), gguf, compressed-tensors, modelopt, gpt-oss, "
-        "torchao, bitsandbytes, gptq, awq or mlx. Weights are stored exactly, or the layout is refused.",
+        "torchao, bitsandbytes, gptq, awq, mlx or orbax. Weights are stored exactly, or the layout is refused.",
     ),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Show every parameter instead of one row for identical layers.")]

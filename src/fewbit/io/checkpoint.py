@@ -14,7 +14,7 @@ from ..array.scheme import Scheme
 from ..errors import QuantError
 
 Tensor: TypeAlias = np.ndarray | jax.Array | QArray
-Kind: TypeAlias = Literal["gguf", "safetensors", "npz", "fewbit"]
+Kind: TypeAlias = Literal["gguf", "safetensors", "npz", "fewbit", "orbax"]
 
 
 @dataclasses.dataclass(frozen=True)

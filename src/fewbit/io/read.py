@@ -10,6 +10,7 @@ from .files import checked_path, mapped
 from .gguf.reader import read_gguf
 from .native.reader import is_fewbit_directory, read_directory
 from .npz import read_npz
+from .orbax import is_orbax_directory, read_orbax
 from .safetensors.reader import INDEX, read_safetensors_directory, read_safetensors_file
 
 _MAGICS = {b"GGUF": read_gguf, b"PK\x03\x04": read_npz, b"PK\x05\x06": read_npz}
@@ -59,6 +60,10 @@ def _read_directory(path: pathlib.Path) -> Checkpoint:
         return read_directory(path)
     if (path / INDEX).is_file() or any(path.glob("*.safetensors")):
         return with_weights(read_safetensors_directory(path))
+    if is_orbax_directory(path):
+        return read_orbax(path)
     others = sorted(file.name for file in path.iterdir() if file.suffix in _SUFFIXES)
     hint = f"; pass one of its files: {', '.join(others)}" if others else ""
-    raise QuantError(f"{path} is not a model directory: it has neither a fewbit manifest nor safetensors files{hint}")
+    raise QuantError(
+        f"{path} is not a model directory: it has neither a fewbit manifest, safetensors files nor an Orbax tree{hint}"
+    )

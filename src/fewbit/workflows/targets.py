@@ -20,6 +20,7 @@ from ..io.containers.huggingface import HuggingFace
 from ..io.containers.registry import CONTAINERS, container
 from ..io.containers.writer import ContainerWriter
 from ..io.native.writer import DirectoryWriter
+from ..io.orbax import OrbaxWriter
 from ..models.roles import checkpoint_roles
 from ..recipe.plan import Plan
 from ..recipe.quantize_row import quantized_leaf
@@ -69,7 +70,7 @@ class Job:
 
 def target_names() -> tuple[str, ...]:
     """The names that `--to` takes."""
-    return ("fewbit", "hf", *(one.name for one in CONTAINERS))
+    return ("fewbit", "hf", "orbax", *(one.name for one in CONTAINERS))
 
 
 def check_target(to: str, model: Model, plan: Plan) -> None:
@@ -86,7 +87,7 @@ def check_target(to: str, model: Model, plan: Plan) -> None:
     """
     if to not in target_names():
         raise QuantError(f"--to {to!r} is not a file layout; {near_names(to, target_names())}")
-    if to == "fewbit":
+    if to in ("fewbit", "orbax"):
         return
     _check_names(to, model)
     if to != "hf":
@@ -119,9 +120,11 @@ def write_tensors(to: str, job: Job, tensors: Named) -> Path:
     return writer.path
 
 
-def _writer(to: str, job: Job) -> DirectoryWriter | ContainerWriter:
+def _writer(to: str, job: Job) -> DirectoryWriter | OrbaxWriter | ContainerWriter:
     if to == "fewbit":
         return DirectoryWriter(job.out, **job.options)
+    if to == "orbax":
+        return OrbaxWriter(job.out, **job.options)
     if to == "hf":
         return ContainerWriter(job.out, HuggingFace(), weights=(), **job.options)
     weights, kept = planned_weights(job.model, job.plan)

@@ -11,11 +11,12 @@ import numpy as np
 from ..._json import converted, parsed_object
 from ...array.qarray import QArray
 from ...errors import QuantError
-from ..checkpoint import Checkpoint, TensorInfo, Tensors
+from ..checkpoint import Checkpoint, Tensors
 from ..files import content
-from ..safetensors.file import DTYPES, StoredTensor, read_file
+from ..safetensors.file import StoredTensor, read_file
+from ..safetensors.reader import tensors_of
 from .manifest import CONFIG, FORMAT, MANIFEST, Manifest, read_manifest, sha256
-from .records import checked_record, leaf_names, qarray
+from .records import checked_record, leaf_names, qarray, weight_info
 
 SECTION = "quantization_config"
 QUANT_METHOD = "fewbit"
@@ -76,7 +77,8 @@ def read_directory(path: pathlib.Path) -> Checkpoint:
             return qarray(name, records[name], leaf)
         return leaf(name)
 
-    info = {name: _info(name, records.get(name), stored) for name in names}
+    plain = tensors_of(stored).info
+    info = {name: weight_info(name, records[name], plain) if name in records else plain[name] for name in names}
     return Checkpoint(path, "fewbit", Tensors(info, load), config, small, dict(manifest.facts))
 
 
@@ -156,16 +158,3 @@ def _records(section: object, path: pathlib.Path) -> dict[str, dict[str, Any]]:
         name: checked_record(form, found.schemes, found.policies, f"{where}, tensor {name!r}")
         for name, form in found.tensors.items()
     }
-
-
-def _info(name: str, form: dict[str, Any] | None, stored: dict[str, StoredTensor]) -> TensorInfo:
-    if form is None:
-        tensor = stored[name]
-        return TensorInfo(tensor.shape, DTYPES[tensor.dtype].name, tensor.dtype, tensor.data.size)
-    names = leaf_names(name, form)
-    scheme, shape = form["scheme"], list(stored[f"{name}.codes"].shape)
-    if len(shape) < -scheme.pack_axis:
-        raise QuantError(f"tensor {name!r} has codes of shape {tuple(shape)}, which its scheme {scheme.name} does not fit")
-    shape[scheme.pack_axis] = shape[scheme.pack_axis] * 8 // scheme.format.bits - form["slack"]
-    nbytes = sum(stored[leaf].data.size for leaf in names)
-    return TensorInfo(tuple(shape), form["dtype"].name, scheme.name, nbytes, scheme)

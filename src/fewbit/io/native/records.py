@@ -14,6 +14,7 @@ from ...array.scheme import Scheme
 from ...array.validity import misfit
 from ...errors import QuantError
 from ...ops.policy import Policy
+from ..checkpoint import TensorInfo
 
 
 class _Record(msgspec.Struct, forbid_unknown_fields=True):
@@ -140,3 +141,17 @@ def _dtype(name: str, where: str) -> np.dtype:
     if not jnp.issubdtype(dtype, jnp.floating):
         raise QuantError(f"{where}: dtype is {name}; a QArray has a floating dtype")
     return dtype
+
+
+def weight_info(name: str, form: Mapping[str, Any], stored: Mapping[str, TensorInfo]) -> TensorInfo:
+    """The description of the QArray of a checked record; `stored` describes its component arrays.
+
+    Raises:
+        QuantError: for codes with fewer axes than the scheme packs.
+    """
+    scheme, shape = form["scheme"], list(stored[f"{name}.codes"].shape)
+    if len(shape) < -scheme.pack_axis:
+        raise QuantError(f"tensor {name!r} has codes of shape {tuple(shape)}, which its scheme {scheme.name} does not fit")
+    shape[scheme.pack_axis] = shape[scheme.pack_axis] * 8 // scheme.format.bits - form["slack"]
+    nbytes = sum(stored[leaf].nbytes for leaf in leaf_names(name, form))
+    return TensorInfo(tuple(shape), form["dtype"].name, scheme.name, nbytes, scheme)

@@ -1,0 +1,296 @@
+"""Orbax checkpoints: trees of arrays, with quantized weights as their components.
+
+`OrbaxWriter` writes a directory with `params/`, which Orbax restores as nested dicts, `config.json` and other small files, and
+`fewbit.json`: the scheme of each weight, the name of each tensor, and the hash of each file.
+"""
+
+import functools
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Mapping
+from types import ModuleType, TracebackType
+from typing import Any, Self
+
+import jax
+import msgspec
+import numpy as np
+
+from .._json import converted, dumped, file_text, parsed_object
+from ..array.qarray import QArray
+from ..errors import QuantError
+from .atomic_directory import StagedDirectory
+from .checkpoint import Checkpoint, Tensor, TensorInfo, Tensors
+from .files import content, file_sha256
+from .native.manifest import CONFIG, is_plain_name
+from .native.records import Table, checked_record, leaf_names, leaves, qarray, record, weight_info
+from .native.writer import storable
+from .output import check_output
+from .shards import Progress, host_copy
+
+TREE = "params"
+RECORDS = "fewbit.json"
+_FORMAT = "fewbit orbax"
+_MARKS = ("_CHECKPOINT_METADATA", "_METADATA")
+
+
+class _Records(msgspec.Struct):
+    """JSON schema of `fewbit.json`."""
+
+    format: str
+    facts: dict[str, Any]
+    schemes: list[Any]
+    policies: list[Any]
+    weights: dict[str, Any]
+    names: dict[str, str]
+    files: dict[str, str]
+
+
+class OrbaxWriter:
+    """Writes a directory that Orbax restores, atomically. A context manager like `DirectoryWriter`.
+
+    All tensors stay in memory until the end, because Orbax writes a whole tree.
+
+    Args:
+        path: the directory to create; missing parents are created.
+        config: the model's `config.json`.
+        files: tokenizer and other small files, by name.
+        facts: JSON for `fewbit.json`.
+        overwrite: whether a directory that this class wrote, with only its files, may be replaced at the end.
+        sources: files and directories that the tensors are read from.
+        progress: called with ("write" or "verify", name of the tensor, its size).
+
+    Raises:
+        QuantError: when `check_output` refuses the path, orbax-checkpoint is not installed, or writing fails.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        config: Mapping[str, Any] | None = None,
+        files: Mapping[str, bytes] | None = None,
+        facts: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+        sources: Iterable[str | os.PathLike[str]] = (),
+        progress: Progress | None = None,
+    ):
+        _package(pathlib.Path(path))
+        check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources), foreign=_foreign_files)
+        self.path = check(path)
+        self._stage = functools.partial(StagedDirectory, self.path, overwrite=overwrite, check=check)
+        self._small = {CONFIG: dumped(dict(config or {}), CONFIG), **(files or {})}
+        for name in self._small:
+            if not is_plain_name(name) or name in (TREE, RECORDS):
+                raise QuantError(
+                    f"a file cannot be called {name!r}: a plain name that the directory does not use is expected"
+                )
+        self._facts, self._progress = dict(facts or {}), progress or (lambda stage, name, nbytes: None)
+        self._schemes, self._policies = Table(), Table()
+        self._weights: dict[str, Any] = {}
+        self._arrays: dict[str, np.ndarray] = {}
+        self._staged: StagedDirectory | None = None
+
+    def __enter__(self) -> Self:
+        self._staged = self._stage()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        assert self._staged is not None
+        with self._staged as staged:
+            if error is None:
+                self._finish(staged)
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Adds one tensor; QuantError for a name that is taken."""
+        value = storable(value, name)
+        arrays: Mapping[str, Any] = {name: value}
+        if isinstance(value, QArray):
+            self._weights[name] = record(value, self._schemes, self._policies, name)
+            arrays = leaves(name, value)
+        for leaf, array in arrays.items():
+            if leaf in self._arrays:
+                raise QuantError(f"tensor name {leaf!r} is taken already; choose another")
+            self._arrays[leaf] = host_copy(array, leaf)
+        self._progress("write", name, sum(self._arrays[leaf].nbytes for leaf in arrays))
+
+    def _finish(self, staged: StagedDirectory) -> None:
+        """Writes the tree, reads it back, and commits."""
+        names = {_joined(leaf): leaf for leaf in self._arrays}
+        if len(names) < len(self._arrays) or not names:
+            raise QuantError(f"{self.path} would have no tensors, or two whose names differ only in separators")
+        checkpointer = _package(self.path).StandardCheckpointer()
+        with checkpointer:
+            checkpointer.save(staged.path / TREE, _nested(self._arrays))
+        stored = _leaves_by_path(_restored(staged.path / TREE))
+        for key, leaf in names.items():
+            if key not in stored or not np.array_equal(_bytes(stored[key]), _bytes(self._arrays[leaf])):
+                raise QuantError(f"{self.path}: tensor {leaf!r} reads back differently from what was written")
+            self._progress("verify", leaf, self._arrays[leaf].nbytes)
+        for name, text in self._small.items():
+            staged.write_verified(name, text)
+        form = {
+            "format": _FORMAT,
+            "facts": self._facts,
+            "schemes": self._schemes.values,
+            "policies": self._policies.values,
+            "weights": self._weights,
+            "names": names,
+            "files": {name: file_sha256(staged.path / name) for name in _all_files(staged.path)},
+        }
+        staged.write_verified(RECORDS, dumped(form, RECORDS))
+        staged.commit()
+
+
+def is_orbax_directory(path: pathlib.Path) -> bool:
+    """Whether a directory is an Orbax checkpoint, or one that `OrbaxWriter` wrote."""
+    return (path / RECORDS).is_file() or any((path / mark).is_file() for mark in _MARKS)
+
+
+def read_orbax(path: pathlib.Path) -> Checkpoint:
+    """Opens an Orbax checkpoint; the tree is restored at once, when the first tensor is loaded.
+
+    A directory of `OrbaxWriter` gives the tensors under their names, with weights as QArrays, after its files are compared
+    with their hashes. Any other checkpoint of one tree gives its arrays under their paths, `layers/0/kernel`.
+
+    Raises:
+        QuantError: when orbax-checkpoint is not installed, or the checkpoint is damaged or not one tree of arrays.
+    """
+    if not (path / RECORDS).is_file():
+        found = _tree_tensors(path)
+        return Checkpoint(path, "orbax", found, {})
+    where = str(path / RECORDS)
+    records = converted(parsed_object(file_text(path / RECORDS, "records"), where), _Records, where)
+    if records.format != _FORMAT:
+        raise QuantError(f"{where} has the format {records.format!r}, expected {_FORMAT!r}")
+    _check_hashes(path, records.files)
+    stored = _tree_tensors(path / TREE)
+    keys = {leaf: key for key, leaf in records.names.items()}
+    forms = {n: checked_record(f, records.schemes, records.policies, f"{where}, {n!r}") for n, f in records.weights.items()}
+    owner = {leaf: name for name, form in forms.items() for leaf in leaf_names(name, form)}
+    if absent := [leaf for leaf in (*owner, *keys) if keys.get(leaf) not in stored]:
+        raise QuantError(f"{path}: tensor {absent[0]!r} is missing")
+
+    def leaf(name: str) -> np.ndarray:
+        return np.asarray(stored[keys[name]])
+
+    def load(name: str) -> np.ndarray | QArray:
+        return qarray(name, forms[name], leaf) if name in forms else leaf(name)
+
+    plain = {leaf: stored.info[key] for leaf, key in keys.items()}
+    names = dict.fromkeys(owner.get(leaf, leaf) for leaf in keys)
+    info = {name: weight_info(name, forms[name], plain) if name in forms else plain[name] for name in names}
+    small = {name: content(path / name) for name in records.files if "/" not in name}
+    config = parsed_object(small.pop(CONFIG, b"{}"), str(path / CONFIG))
+    return Checkpoint(path, "orbax", Tensors(info, load), config, small, dict(records.facts))
+
+
+def _package(path: pathlib.Path) -> ModuleType:
+    try:
+        import orbax.checkpoint
+    except ImportError as error:
+        raise QuantError(
+            f"{path} is an Orbax checkpoint, which needs orbax-checkpoint: pip install fewbit[orbax]"
+        ) from error
+    return orbax.checkpoint
+
+
+def _restored(path: pathlib.Path) -> Any:
+    """The whole tree as numpy arrays."""
+    import numpy
+
+    package = _package(path)
+    handler = package.PyTreeCheckpointHandler()
+    try:
+        with package.Checkpointer(handler) as checkpointer:
+            tree = checkpointer.metadata(path).item_metadata.tree
+            kinds = jax.tree.map(lambda leaf: package.RestoreArgs(restore_type=numpy.ndarray), tree)
+            return checkpointer.restore(path, args=package.args.PyTreeRestore(restore_args=kinds))
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, RuntimeError) as error:
+        raise QuantError(f"{path} cannot be restored by Orbax: {str(error).splitlines()[0]:.300}") from error
+
+
+def _tree_tensors(path: pathlib.Path) -> Tensors:
+    """The arrays of a checkpoint of one tree, by their paths; restored when the first is loaded."""
+    package = _package(path)
+    try:
+        with package.StandardCheckpointer() as checkpointer:
+            tree = checkpointer.metadata(path).item_metadata.tree
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, RuntimeError) as error:
+        raise QuantError(f"{path} is not an Orbax checkpoint of one tree: {str(error).splitlines()[0]:.300}") from error
+    info = {}
+    for key, leaf in _leaves_by_path(tree).items():
+        dtype = np.dtype(leaf.dtype)
+        nbytes = int(np.prod(leaf.shape, dtype=np.int64)) * dtype.itemsize
+        info[key] = TensorInfo(tuple(leaf.shape), dtype.name, dtype.name, nbytes)
+    arrays = functools.cache(lambda: _leaves_by_path(_restored(path)))
+    return Tensors(info, lambda name: np.asarray(arrays()[name]))
+
+
+def _leaves_by_path(tree: Any) -> dict[str, Any]:
+    """The leaves by their paths, with `/` between keys."""
+    found = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        found[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
+    return found
+
+
+def _joined(name: str) -> str:
+    """The path of a tensor in the tree: its name, with `/` between parts."""
+    return "/".join(_parts(name))
+
+
+def _parts(name: str) -> list[str]:
+    return [part for part in re.split(r"[./]", name) if part]
+
+
+def _nested(arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Nested dicts by the parts of names.
+
+    Raises:
+        QuantError: when a tensor has the name of another one's parent.
+    """
+    root: dict[str, Any] = {}
+    for name, array in arrays.items():
+        *parents, last = _parts(name)
+        place = root
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise QuantError(f"tensor {name!r} is below another tensor, which a tree of arrays cannot have")
+        if last in place:
+            raise QuantError(f"tensor {name!r} is above another tensor, which a tree of arrays cannot have")
+        place[last] = array
+    return root
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    """The bytes of an array, and of its shape and dtype."""
+    head = np.frombuffer(f"{array.dtype}{array.shape}".encode(), np.uint8)
+    return np.concatenate([head, np.ascontiguousarray(array).reshape(-1).view(np.uint8)])
+
+
+def _all_files(directory: pathlib.Path) -> list[str]:
+    """The relative paths of all files of a directory."""
+    return sorted(file.relative_to(directory).as_posix() for file in directory.rglob("*") if not file.is_dir())
+
+
+def _check_hashes(path: pathlib.Path, files: Mapping[str, str]) -> None:
+    """Compares every file with its hash."""
+    for name, expected in files.items():
+        file = path / name
+        if not file.resolve().is_relative_to(path.resolve()) or not file.is_file():
+            raise QuantError(f"{file} is missing; copy the whole directory again")
+        if file_sha256(file) != expected:
+            raise QuantError(f"{file} was changed since it was written (its SHA-256 differs); copy the file again")
+
+
+def _foreign_files(directory: pathlib.Path) -> list[str]:
+    """The names in a directory that `OrbaxWriter` wrote which are not its files."""
+    where = str(directory / RECORDS)
+    if not (directory / RECORDS).is_file():
+        raise QuantError(f"{where} is missing")
+    records = converted(parsed_object(file_text(directory / RECORDS, "records"), where), _Records, where)
+    return [name for name in _all_files(directory) if name not in records.files and name != RECORDS]
