@@ -71,7 +71,7 @@ def main() -> int:
     return 0
 
 
-def ours(params: Any, config: models.LlamaConfig, prompt: np.ndarray, count: int) -> dict[str, Callable[[], Any]]:
+def ours(params: Any, config: models.DecoderConfig, prompt: np.ndarray, count: int) -> dict[str, Callable[[], Any]]:
     """Reading the prompt, which gives the logits after it, and writing after its first tokens, each compiled."""
     room = prompt.shape[1]
     write = fb.transparent(functools.partial(models.generate, max_new_tokens=count))

@@ -63,7 +63,7 @@ def main() -> None:
         )
 
 
-def row(name: str, policy: KVPolicy | None, config: models.LlamaConfig, value: float, error: float) -> dict[str, Any]:
+def row(name: str, policy: KVPolicy | None, config: models.DecoderConfig, value: float, error: float) -> dict[str, Any]:
     """The bytes that a token takes in all layers, and the perplexity."""
     leaves = jax.eval_shape(
         lambda: jax.tree.leaves(models.empty_cache(config, batch=1, room=1, dtype=jnp.float32, kv=policy))

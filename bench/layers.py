@@ -119,7 +119,7 @@ def smollm2_layers(layers: tuple[int, ...] = (4, 20)) -> list[Layer]:
     return found
 
 
-def seen(params: Any, layers: list[Any], norm: Any, tokens: jax.Array, config: models.LlamaConfig) -> np.ndarray:
+def seen(params: Any, layers: list[Any], norm: Any, tokens: jax.Array, config: models.DecoderConfig) -> np.ndarray:
     """What a linear map behind `norm` after these layers sees: the logits of a net that ends there with an identity."""
     cut = dataclasses.replace(config, layers=max(len(layers), 1), tied=False)
     tree = {"embed": params["embed"], "layers": layers, "norm": norm, "head": jnp.eye(config.width)}

@@ -218,7 +218,7 @@ def test_the_page_shows_the_file():
 
 def test_inputs_of_layers_are_those_that_the_model_computes():
     """The activations of the second layer, by hand for a small Llama."""
-    config = fb.models.LlamaConfig(vocab=32, layers=2, width=16, heads=2, kv_heads=1, head_dim=8, hidden=24, tied=True)
+    config = fb.models.DecoderConfig(vocab=32, layers=2, width=16, heads=2, kv_heads=1, head_dim=8, hidden=24, tied=True)
     random = np.random.default_rng(0)
     shapes = fb.models.names.shapes(config)
     params = fb.models.params_from_paths(

@@ -13,7 +13,7 @@ import numpy as np
 from fewbit.cli.render import comparison_table, inspection_table, plan_table
 from fewbit.evaluate import Comparison, Divergence, Estimate, Perplexity
 from fewbit.io import TensorInfo
-from fewbit.models import HUGGING_FACE, LlamaConfig, shapes
+from fewbit.models import HUGGING_FACE, DecoderConfig, shapes
 from fewbit.ops import Policy
 from fewbit.recipe import Plan, PlanRow
 from fewbit.workflows import Candidate, Inspection, Model, TensorResult
@@ -22,7 +22,7 @@ from fewbit.workflows.inspect import TensorEntry
 
 FOLDER = Path(__file__).parent / "tables"
 WIDTHS = (60, 80, 100, 160)
-LLAMA = LlamaConfig(vocab=128_256, layers=8, width=4096, heads=32, kv_heads=8, head_dim=128, hidden=14_336, tied=False)
+LLAMA = DecoderConfig(vocab=128_256, layers=8, width=4096, heads=32, kv_heads=8, head_dim=128, hidden=14_336, tied=False)
 POLICIES = {"embed": Policy("q8_0"), "head": Policy("q8_0"), "down": Policy("mxfp4", "mxfp8", dlhs="mxfp8", drhs="mxfp8")}
 
 

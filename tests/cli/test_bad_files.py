@@ -10,7 +10,7 @@ from fewbit.cli.commands import app
 from fewbit.models import GGUF, shapes
 from tests.io.mutations import RAW, gguf_bytes
 from tests.models.test_tokenizer import gguf_fields
-from tests.nets.random_llama import SMALL
+from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
 pytestmark = [pytest.mark.finding(17, 18), pytest.mark.usefixtures("unchecked")]

@@ -25,7 +25,7 @@ from fewbit.models import GGUF, shapes
 from fewbit.training.lora import Adapter
 from fewbit.workflows.memory import peak_memory
 from tests.models.test_tokenizer import gguf_fields
-from tests.nets.random_llama import SMALL
+from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
 from .damage import content

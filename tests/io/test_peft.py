@@ -13,7 +13,7 @@ import pytest
 
 from fewbit import QuantError
 from fewbit.io import read_adapters, write_adapters
-from fewbit.models.names import HUGGING_FACE
+from fewbit.models import HUGGING_FACE
 from fewbit.training.lora import Adapter
 
 

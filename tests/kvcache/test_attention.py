@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal
 
-from fewbit.errors import QuantError
+from fewbit.errors import QuantError, UnsupportedError
+from fewbit.kernels.attention import window_start
 from fewbit.kvcache import Block, QuantizedCache, attention, empty_quantized_cache, kv_policy, seen_positions
 from tests.kvcache.formula import by_formula, decoded, draws
 
@@ -50,6 +51,49 @@ def test_floating_keys_and_values_are_taken_as_they_are():
     block = Block(k, v, seen_positions(0, 4))
     expected, bound = by_formula(q, [block])
     assert np.abs(np.asarray(attention(q, [block]), np.float64) - expected).max() < bound
+
+
+def test_windows_soft_caps_and_sinks():
+    q, k, v = draws(B, K * G, 3, 8), draws(B, K, S, 8, seed=1), draws(B, K, S, 8, seed=2)
+    seen, sinks = seen_positions(6, 3), draws(K * G, seed=3)
+    for settings in ({}, {"soft_cap": 0.5}, {"sinks": sinks}, {"sinks": sinks, "soft_cap": 0.5}):
+        block = Block(k, v, seen, first=window_start(seen, 4))
+        expected, bound = by_formula(q, [block], **settings)
+        assert np.abs(np.asarray(attention(q, [block], **settings), np.float64) - expected).max() < bound
+    with pytest.raises(UnsupportedError, match="sliding windows, sinks and soft caps are computed in plain JAX"):
+        attention(q, [Block(k, v, seen)], soft_cap=1.0, backend="cpu")
+
+
+@pytest.mark.usefixtures("unchecked")
+def test_windows_and_sinks_of_another_length_are_refused():
+    q, k, seen = draws(B, K * G, 3, 8), draws(B, K, S, 8, seed=1), seen_positions(6, 3)
+    with pytest.raises(QuantError, match=r"sinks has shape \(3,\) and must have a number for each of 6 heads"):
+        attention(q, [Block(k, k, seen)], sinks=draws(3))
+    with pytest.raises(QuantError, match=r"first has shape \(2,\) and must have a number for each of 3 tokens"):
+        attention(q, [Block(k, k, seen, first=seen[:2])])
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_positions_before_the_window_add_nothing_even_where_they_are_odd(tokens: int):
+    q, k, v = draws(B, K * G, tokens, 8), draws(B, K, S, 8, seed=1), draws(B, K, S, 8, seed=2)
+    seen = seen_positions(6, tokens)  # the windows are positions 3-6, 4-7, 5-8
+    block = Block(k, v.at[:, :, 2, 1].set(jnp.nan).at[:, :, 4, 5].set(jnp.inf), seen, first=window_start(seen, 4))
+    got = np.asarray(attention(q, [block]))
+    inf = np.zeros(got.shape, bool)
+    inf[:, :, : min(tokens, 2), 5] = True  # position 4 is in the first two windows
+    assert np.array_equal(np.isposinf(got), inf)
+    expected, bound = by_formula(q, [Block(k, v, seen, first=block.first)])
+    assert np.abs(np.where(inf, 0, got - expected)).max() < bound
+
+
+@pytest.mark.parametrize("sees_raw", [False, True])
+def test_a_window_over_a_quantized_cache(sees_raw: bool):
+    cache = filled(kv_policy("int8", sees_raw=sees_raw), 6, 8)
+    k, v, q = draws(B, K, 3, 8, seed=5), draws(B, K, 3, 8, seed=6), draws(B, K * G, 3, 8, seed=3)
+    blocks = cache.written(0, k, v).blocks(0, k, v, 4)
+    assert [b.first.tolist() for b in blocks] == ([[3, 4, 5], [0, 0, 0]] if sees_raw else [[3, 4, 5]])
+    expected, bound = by_formula(q, blocks)
+    assert np.abs(np.asarray(attention(q, blocks), np.float64) - expected).max() < bound
 
 
 @pytest.mark.slow

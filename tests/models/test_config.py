@@ -6,20 +6,27 @@ import json
 import pytest
 
 from fewbit.errors import QuantError
-from fewbit.models import LlamaConfig
-from tests.nets.random_llama import CONFIGS, SMALL
+from fewbit.models import DecoderConfig, Experts
+from tests.nets.random_decoder import CONFIGS, FEATURES, OTHERS, SMALL
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_json_reads_back(config: LlamaConfig):
-    assert LlamaConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+@pytest.mark.parametrize("config", [*CONFIGS.values(), FEATURES, OTHERS], ids=[*CONFIGS, "features", "others"])
+def test_json_reads_back(config: DecoderConfig):
+    assert DecoderConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
+
+
+def test_json_of_a_llama_without_the_other_features_reads():
+    form = {"vocab": 67, "layers": 3, "width": 24, "heads": 6, "kv_heads": 2, "head_dim": 8, "hidden": 40, "norm_eps": 1e-5}
+    form |= {"rope_theta": 10000.0, "rope": "half", "tied": True, "context": 32}
+    assert DecoderConfig.from_json(form) == SMALL
+    assert SMALL.to_json() == form
 
 
 def test_json_has_a_closed_schema():
-    with pytest.raises(QuantError, match=r"a Llama configuration has no field 'head'; did you mean 'heads'"):
-        LlamaConfig.from_json({**SMALL.to_json(), "head": 3})
+    with pytest.raises(QuantError, match=r"a decoder configuration has no field 'head'; did you mean 'heads'"):
+        DecoderConfig.from_json({**SMALL.to_json(), "head": 3})
     with pytest.raises(QuantError, match="lacks the field 'vocab'"):
-        LlamaConfig.from_json({k: v for k, v in SMALL.to_json().items() if k not in ("vocab", "hidden")})
+        DecoderConfig.from_json({k: v for k, v in SMALL.to_json().items() if k not in ("vocab", "hidden")})
 
 
 @pytest.mark.parametrize(
@@ -33,6 +40,12 @@ def test_json_has_a_closed_schema():
         ({"kv_heads": 4}, "kv_heads is 4, must divide heads, which is 6"),
         ({"head_dim": 7}, "head_dim is 7, must be even"),
         ({"tied": None}, "tied is None, must be true or false"),
+        ({"norms": "both"}, "norms is 'both', must be one of pre, post, sandwich"),
+        ({"window": -1}, "window is -1, must be a positive number, or 0 for none"),
+        ({"window_layers": (0,)}, "window_layers is given, but window is 0"),
+        ({"nope_layers": (3,)}, r"nope_layers is \(3,\), must be layers from 0 to 2"),
+        ({"rotary_dim": 10}, "rotary_dim is 10, must be even and no larger than the head"),
+        ({"fused": True, "mlp_bias": True}, "fused and mlp_bias are true"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -40,3 +53,13 @@ def test_json_has_a_closed_schema():
 def test_refuses(change: dict, message: str):
     with pytest.raises(QuantError, match=message):
         dataclasses.replace(SMALL, **change)
+
+
+def test_refuses_experts_that_do_not_fit():
+    with pytest.raises(QuantError, match=r"experts\.active is 5, more than experts\.count, 4"):
+        Experts(4, 5, 8)
+    with pytest.raises(QuantError, match=r"experts\.layers is \(7,\), must be layers from 0 to 2"):
+        dataclasses.replace(SMALL, experts=Experts(4, 2, 8, layers=(7,)))
+    form = {**FEATURES.to_json(), "rope_scaling": {"kind": "linaer", "factor": 2.0}}
+    with pytest.raises(QuantError, match=r"rope_scaling has kind 'linaer'; did you mean 'linear'"):
+        DecoderConfig.from_json(form)

@@ -11,7 +11,7 @@ import fewbit as fb
 from fewbit.errors import QuantError
 from fewbit.models import forward, generate, stack_layers
 from fewbit.models.generate import _likeliest
-from tests.nets.random_llama import SMALL, random_params, random_tokens
+from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
 PARAMS = stack_layers(random_params(SMALL))
 PROMPT = random_tokens(SMALL, 2, 5)

@@ -8,7 +8,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.models import forward, fuse_weights, stack_layers
-from tests.nets.random_llama import SMALL, random_params, random_tokens
+from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
 quantize = jax.jit(fb.quantize, static_argnames="scheme")
 dequantize = jax.jit(fb.dequantize)

@@ -19,7 +19,7 @@ from fewbit.models import (
     paths_of_params,
     shapes,
 )
-from tests.nets.random_llama import SMALL, UNTIED, random_params
+from tests.nets.random_decoder import SMALL, UNTIED, random_params
 
 TABLES = {table.title: table for table in (GGUF, HUGGING_FACE, GLASSLLM)}
 every_table = pytest.mark.parametrize("table", TABLES.values(), ids=TABLES)
@@ -85,7 +85,9 @@ def test_what_holds_nothing_of_its_own_is_left_out():
 
 def test_refuses_names_that_do_not_fit():
     named = named_from_params(random_params(SMALL), GGUF, SMALL)
-    with pytest.raises(QuantError, match=r"unknown GGUF name of a Llama's parameter 'blk\.0\.attn_q\.bias'; did you mean"):
+    with pytest.raises(QuantError, match=r"unknown GGUF name of a decoder's parameter 'blk\.0\.attn_w\.bias'; did you mean"):
+        params_from_named({**named, "blk.0.attn_w.bias": jnp.zeros(3)}, GGUF, SMALL)
+    with pytest.raises(QuantError, match=r"'blk\.0\.attn_q\.bias' is layers/0/attn/q_bias, but the .* such a parameter"):
         params_from_named({**named, "blk.0.attn_q.bias": jnp.zeros(3)}, GGUF, SMALL)
     with pytest.raises(QuantError, match=r"'blk\.3\.attn_q\.weight' is layers/3/attn/q, but the model has 3 layers"):
         params_from_named({**named, "blk.3.attn_q.weight": named["blk.0.attn_q.weight"]}, GGUF, SMALL)
@@ -93,7 +95,7 @@ def test_refuses_names_that_do_not_fit():
         params_from_named({**named, "blk.1.ffn_up.weight": jnp.zeros((3, 3))}, GGUF, SMALL)
     with pytest.raises(QuantError, match=r"the GGUF checkpoint lacks blk\.0\.attn_q\.weight, .* and 1 more"):
         params_from_named({k: v for k, v in named.items() if not k.startswith("blk.0.attn_") or "norm" in k}, GGUF, SMALL)
-    with pytest.raises(QuantError, match=r"unknown parameter path of a Llama \(to GGUF names\) 'layers/0/attn/w'"):
+    with pytest.raises(QuantError, match=r"unknown parameter path of a decoder \(to GGUF names\) 'layers/0/attn/w'"):
         GGUF.name("layers/0/attn/w")
 
 

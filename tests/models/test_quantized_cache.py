@@ -12,7 +12,7 @@ import fewbit as fb
 from fewbit.errors import QuantError
 from fewbit.kvcache import KVPolicy, QuantizedCache, kv_policy
 from fewbit.models import decode_step, empty_cache, forward, generate, prefill, stack_layers
-from tests.nets.random_llama import SMALL, random_params, random_tokens
+from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
 PARAMS = stack_layers(random_params(SMALL))
 TOKENS = random_tokens(SMALL, 2, 13)

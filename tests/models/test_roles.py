@@ -9,7 +9,7 @@ import pytest
 
 import fewbit as fb
 from fewbit import io, models
-from fewbit.models.families import families, family_roles
+from fewbit.models.families.name_roles import families, family_roles
 from fewbit.recipe import TensorRole
 from fewbit.recipe.roles import QUANTIZED_ROLES
 

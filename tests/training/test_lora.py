@@ -9,9 +9,9 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError
-from fewbit.models.llama import forward, stack_layers
+from fewbit.models.decoder import forward, stack_layers
 from fewbit.training.lora import Adapter
-from tests.nets.random_llama import SMALL, random_params, random_tokens
+from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
 
 def normal(*shape, seed=0):

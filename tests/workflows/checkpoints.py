@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from fewbit.models import HUGGING_FACE, is_installed, named_from_params
-from tests.nets.random_llama import SMALL, random_params
+from tests.nets.random_decoder import SMALL, random_params
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,?!"
 TEXT = "The quick brown fox, 42 years old, jumps over the lazy dog. What then? Nothing! " * 12

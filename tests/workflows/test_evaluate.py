@@ -8,7 +8,7 @@ import pytest
 from fewbit import evaluate, models, workflows
 from fewbit.errors import QuantError
 from fewbit.kvcache import kv_policy
-from tests.nets.random_llama import SMALL
+from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
 
 pytestmark = needs_tokenizers

@@ -6,7 +6,7 @@ import pytest
 from fewbit import io, models, workflows
 from fewbit.errors import QuantError, UnsupportedError
 from tests.nets.checkpoints import needs_glassllm
-from tests.nets.random_llama import SMALL, random_params
+from tests.nets.random_decoder import SMALL, random_params
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
 
@@ -52,8 +52,9 @@ def test_an_incomplete_llama_says_what_it_lacks(tmp_path):
     assert "lacks model.layers.1.mlp.up_proj.weight" in model.why_not_run
 
 
-def test_a_fewbit_directory_with_other_tensors_than_its_network_is_flat(tmp_path):
-    config = {"architecture": "llama", "llama": SMALL.to_json()}
+@pytest.mark.parametrize("name", ["decoder", "llama"])
+def test_a_fewbit_directory_with_other_tensors_than_its_network_is_flat(name, tmp_path):
+    config = {"architecture": name, name: SMALL.to_json()}
     io.write(tmp_path / "q", {"embed": np.ones((3, 4), np.float32)}, config=config)
     assert "the configuration has 3 layers, but the checkpoint has 1 tensors" in workflows.load(tmp_path / "q").why_not_run
 

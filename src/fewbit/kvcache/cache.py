@@ -13,7 +13,7 @@ from ..array.packing import code_capacity
 from ..array.qarray import QArray
 from ..array.scheme import Scheme
 from ..errors import QuantError
-from ..kernels.attention.problem import Block, seen_positions, taken
+from ..kernels.attention.problem import Block, seen_positions, taken, window_start
 from ..kernels.quantize.dispatch import quantize
 from .policy import KVPolicy
 
@@ -148,17 +148,27 @@ class QuantizedCache:
         return QArray(codes, scale, None, None, scheme, jnp.dtype(jnp.float32), slack)
 
     def blocks(
-        self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
+        self,
+        layer: Int[Array, ""] | int,
+        keys: Float[Array, "B K T h"],
+        values: Float[Array, "B K T h"],
+        window: Int[Array, ""] | int = 0,
     ) -> tuple[Block, ...]:
         """The blocks that new tokens attend to, after `written` and before `advanced`.
 
-        They are the cache, and under `sees_raw` the unquantized new tokens.
+        They are the cache, and under `sees_raw` the unquantized new tokens. `window` is the positions that a token attends
+        to, its own included; 0: all.
         """
         T = keys.shape[-2]
+        seen = seen_positions(self.length, T)
+        first = window_start(seen, window)
         if not self.policy.sees_raw:
-            return (Block(*self.layers(), seen_positions(self.length, T), layer),)
-        earlier = jnp.broadcast_to(self.length, (T,))
-        return Block(*self.layers(), earlier, layer), Block(keys, values, seen_positions(0, T))
+            return (Block(*self.layers(), seen, layer, first),)
+        earlier, new = jnp.broadcast_to(self.length, (T,)), seen_positions(0, T)
+        return (
+            Block(*self.layers(), earlier, layer, first),
+            Block(keys, values, new, first=window_start(new, window)),
+        )
 
 
 def empty_quantized_cache(

@@ -10,10 +10,10 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from ..errors import QuantError
-from ..kernels.attention.problem import Block, seen_positions
+from ..kernels.attention.problem import Block, seen_positions, window_start
 from ..kvcache.cache import QuantizedCache, empty_quantized_cache
 from ..kvcache.policy import KVPolicy
-from .config import LlamaConfig
+from .config import DecoderConfig
 
 
 @jax.tree_util.register_dataclass
@@ -58,10 +58,15 @@ class Cache:
         return dataclasses.replace(self, length=self.length + count)
 
     def blocks(
-        self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
+        self,
+        layer: Int[Array, ""] | int,
+        keys: Float[Array, "B K T h"],
+        values: Float[Array, "B K T h"],
+        window: Int[Array, ""] | int = 0,
     ) -> tuple[Block, ...]:
-        """The blocks that new tokens attend to, between `written` and `advanced`."""
-        return (Block(self.keys, self.values, seen_positions(self.length, keys.shape[-2]), layer),)
+        """The blocks that new tokens attend to, between `written` and `advanced`; `window` 0: all positions."""
+        seen = seen_positions(self.length, keys.shape[-2])
+        return (Block(self.keys, self.values, seen, layer, window_start(seen, window)),)
 
 
 AnyCache: TypeAlias = Cache | QuantizedCache
@@ -69,7 +74,7 @@ AnyCache: TypeAlias = Cache | QuantizedCache
 
 
 def empty_cache(
-    config: LlamaConfig, *, batch: int, room: int, dtype: DTypeLike = jnp.float32, kv: KVPolicy | None = None
+    config: DecoderConfig, *, batch: int, room: int, dtype: DTypeLike = jnp.float32, kv: KVPolicy | None = None
 ) -> AnyCache:
     """An empty KV cache.
 

@@ -1,4 +1,4 @@
-"""The configuration of a Llama model."""
+"""The configuration of a decoder: sizes, and the features of its family."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,14 +6,71 @@ from typing import Any, Literal, get_args
 
 from .._json import Positive, checked, form_of
 from ..errors import QuantError
+from .rope_scaling import RopeScaling, scaling_from_json, scaling_to_json
 
 RopeLayout = Literal["interleaved", "half"]
-"""The pairs of coordinates that rotate: `2i` and `2i + 1` (GGUF), or `i` and `i + head_dim / 2` (Hugging Face)."""
+"""The pairs of coordinates that rotate: `2i` and `2i + 1` (GGUF), or `i` and `i + rotary_dim / 2` (Hugging Face)."""
+
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+"""What the gate passes through; "clamped_swiglu" is gpt-oss's `clip(gate) sigmoid(1.702 clip(gate)) (clip(up) + 1)`."""
+
+Norms = Literal["pre", "post", "sandwich"]
+"""Where a block has RMSNorms: on its input, on its output (OLMo 2), or on both (Gemma 2)."""
+
+QKNorm = Literal["none", "head", "projection"]
+"""RMSNorm of queries and keys: over each head (Qwen3), or over the whole projection (OLMo 2)."""
+
+ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
+"""How a checkpoint stores experts, see `Experts`."""
 
 
 @dataclasses.dataclass(frozen=True)
-class LlamaConfig:
-    """A Llama decoder: RMSNorm, rotary embedding, grouped-query attention, SwiGLU.
+class Experts:
+    """The mixture of experts in place of a dense feed-forward block.
+
+    The weights of the `active` experts with the largest router logits are their softmax probabilities.
+
+    Attributes:
+        count: experts of a layer (E).
+        active: experts of each token.
+        hidden: width of an expert (F).
+        normalized: whether the weights of the active experts are divided by their sum.
+        layers: the layers that have experts; empty: all.
+        shared_hidden: width of an expert that every token passes, scaled by a sigmoid gate; 0: none.
+        bias: whether router and experts have biases.
+        layout: "separate": leaves `experts/3/gate [F, D]`; "stacked": `experts/gate [E, F, D]`; "joined": `experts/gate+up
+            [E, 2 F, D]`; "interleaved": `experts/gate+up [E, D, 2 F]`, gate and up in turn, and `experts/down [E, F, D]`
+            (gpt-oss).
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    count: int
+    active: int
+    hidden: int
+    normalized: bool = True
+    layers: tuple[int, ...] = ()
+    shared_hidden: int = 0
+    bias: bool = False
+    layout: ExpertLayout = "separate"
+
+    def __post_init__(self) -> None:
+        for name in ("count", "active", "hidden"):
+            _check_size(f"experts.{name}", getattr(self, name))
+        if self.active > self.count:
+            raise QuantError(f"experts.active is {self.active}, more than experts.count, {self.count}")
+        if self.shared_hidden:
+            _check_size("experts.shared_hidden", self.shared_hidden)
+        if self.layout not in get_args(ExpertLayout):
+            raise QuantError(f"experts.layout is {self.layout!r}, must be one of {', '.join(get_args(ExpertLayout))}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """A decoder: RMSNorm, rotary embedding, grouped-query attention, a gated feed-forward block or experts.
+
+    The defaults are Llama's.
 
     Attributes:
         vocab: vocabulary size (V).
@@ -24,15 +81,38 @@ class LlamaConfig:
         head_dim: width of a head (h), even.
         hidden: width of the feed-forward block (F).
         norm_eps: added to the mean square before its root.
-        rope_theta: base of the rotary frequencies, `rope_theta ** (-2 i / head_dim)`.
+        rope_theta: base of the rotary frequencies, `rope_theta ** (-2 i / rotary_dim)`.
         rope: the layout of the rotary pairs, which depends on the weights' container.
         tied: whether the embedding is also the output head.
         context: the max sequence length, in tokens.
+        rope_scaling: how the rotary frequencies are scaled for long contexts.
+        rotary_dim: the coordinates of a head that rotate, the first ones; 0: all.
+        nope_layers: the layers without rotary embedding (SmolLM3).
+        window: the positions that a layer of `window_layers` attends to, the token's own included; 0: no such layers.
+        window_layers: the layers with the sliding window; empty: all, if there is a window.
+        window_rope_theta: `rope_theta` of the layers with the window, without scaling (Gemma 3); 0: as the others.
+        qkv_bias: whether q, k and v have biases.
+        o_bias: whether the attention output has a bias.
+        mlp_bias: whether the feed-forward block has biases.
+        qk_norm: the RMSNorm of queries and keys.
+        norms: where a block has RMSNorms.
+        norm_offset: added to the gain of every RMSNorm (1 in Gemma).
+        sinks: whether each head's softmax has one more logit, without a value (gpt-oss).
+        activation: the activation of the gate.
+        activation_limit: the limit of "clamped_swiglu".
+        attention_scale: multiplies the products of queries and keys; 0: `head_dim ** -0.5`.
+        attention_cap: soft cap of attention logits, `cap tanh(x / cap)`; 0: none.
+        logit_cap: soft cap of the output logits; 0: none.
+        embed_scale: multiplies the embeddings.
+        residual_scale: multiplies the output of each block before it is added (Granite).
+        logit_scale: multiplies the output logits.
+        fused: whether the checkpoint has one leaf for q, k and v, and one for gate and up (Phi-3).
+        experts: the mixture of experts; None: every layer is dense.
 
     Raises:
-        QuantError: when a number is not positive, or `kv_heads` or `head_dim` does not divide as it must.
+        QuantError: when a number is out of range, or sizes do not divide as they must.
 
-    >>> LlamaConfig(vocab=64, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, hidden=24).group
+    >>> DecoderConfig(vocab=64, layers=2, width=16, heads=4, kv_heads=2, head_dim=4, hidden=24).group
     2
     """
 
@@ -48,43 +128,136 @@ class LlamaConfig:
     rope: RopeLayout = "half"
     tied: bool = True
     context: int = 2048
+    rope_scaling: RopeScaling | None = None
+    rotary_dim: int = 0
+    nope_layers: tuple[int, ...] = ()
+    window: int = 0
+    window_layers: tuple[int, ...] = ()
+    window_rope_theta: float = 0.0
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: QKNorm = "none"
+    norms: Norms = "pre"
+    norm_offset: float = 0.0
+    sinks: bool = False
+    activation: Activation = "silu"
+    activation_limit: float = 7.0
+    attention_scale: float = 0.0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    embed_scale: float = 1.0
+    residual_scale: float = 1.0
+    logit_scale: float = 1.0
+    fused: bool = False
+    experts: Experts | None = None
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
-                raise QuantError(f"{name} is {value!r}, must be a positive whole number below 2**40")
-        for name in ("norm_eps", "rope_theta"):
+            _check_size(name, getattr(self, name))
+        for name in ("norm_eps", "rope_theta", "activation_limit", "embed_scale", "residual_scale", "logit_scale"):
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value > 0:
                 raise QuantError(f"{name} is {value!r}, must be a positive number")
-        if not isinstance(self.tied, bool):
-            raise QuantError(f"tied is {self.tied!r}, must be true or false")
-        if self.rope not in get_args(RopeLayout):
-            raise QuantError(f"rope is {self.rope!r}, must be one of {', '.join(get_args(RopeLayout))}")
+        for name in ("attention_scale", "attention_cap", "logit_cap", "window_rope_theta", "window", "rotary_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not value >= 0:
+                raise QuantError(f"{name} is {value!r}, must be a positive number, or 0 for none")
+        for name in ("tied", "qkv_bias", "o_bias", "mlp_bias", "sinks", "fused"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise QuantError(f"{name} is {value!r}, must be true or false")
+        for name, kind in _CHOICES.items():
+            if getattr(self, name) not in get_args(kind):
+                raise QuantError(f"{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
         if self.heads % self.kv_heads:
             raise QuantError(f"kv_heads is {self.kv_heads}, must divide heads, which is {self.heads}")
-        if self.head_dim % 2:
-            raise QuantError(f"head_dim is {self.head_dim}, must be even: rotary embedding rotates pairs of coordinates")
+        if self.head_dim % 2 or self.rotary_dim % 2 or self.rotary_dim > self.head_dim:
+            name = "rotary_dim" if self.rotary_dim else "head_dim"
+            raise QuantError(
+                f"{name} is {getattr(self, name)}, must be even and no larger than the head: rotary embedding rotates pairs "
+                "of coordinates"
+            )
+        if self.fused and self.mlp_bias:
+            raise QuantError("fused and mlp_bias are true: biases of fused gate and up projections are not supported")
+        if self.window_layers and not self.window:
+            raise QuantError("window_layers is given, but window is 0")
+        of_experts = () if self.experts is None else self.experts.layers
+        for name, listed in (
+            ("window_layers", self.window_layers),
+            ("nope_layers", self.nope_layers),
+            ("experts.layers", of_experts),
+        ):
+            if any(not 0 <= layer < self.layers for layer in listed):
+                raise QuantError(f"{name} is {listed}, must be layers from 0 to {self.layers - 1}")
 
     @property
     def group(self) -> int:
         """The query heads per key head (G)."""
         return self.heads // self.kv_heads
 
+    @property
+    def rotated(self) -> int:
+        """The coordinates of a head that rotate."""
+        return self.rotary_dim or self.head_dim
+
+    def window_of(self, layer: int) -> int:
+        """The sliding window of a layer; 0: it attends to all positions."""
+        if self.window_layers and layer not in self.window_layers:
+            return 0
+        return self.window
+
+    def experts_of(self, layer: int) -> Experts | None:
+        """The mixture of experts of a layer; None: it is dense."""
+        if self.experts is None or (self.experts.layers and layer not in self.experts.layers):
+            return None
+        return self.experts
+
     def to_json(self) -> dict[str, Any]:
-        """The fields as a JSON object, for `from_json`."""
-        return dataclasses.asdict(self)
+        """The fields that differ from their default as a JSON object, for `from_json`."""
+        form: dict[str, Any] = {}
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.default is dataclasses.MISSING or field.name in _ALWAYS or value != field.default:
+                form[field.name] = value
+        for name in ("nope_layers", "window_layers"):
+            if name in form:
+                form[name] = list(form[name])
+        if self.experts is not None:
+            form["experts"] = {**dataclasses.asdict(self.experts), "layers": list(self.experts.layers)}
+        if self.rope_scaling is not None:
+            form["rope_scaling"] = scaling_to_json(self.rope_scaling)
+        return form
 
     @classmethod
-    def from_json(cls, obj: Mapping[str, Any]) -> "LlamaConfig":
+    def from_json(cls, obj: Mapping[str, Any]) -> "DecoderConfig":
         """Reads the JSON object of `to_json`.
 
         Raises:
             QuantError: for an unknown or missing field.
         """
-        return cls(**checked(obj, _CONFIG, "a Llama configuration"))
+        form = checked(obj, _CONFIG, "a decoder configuration")
+        for name in ("nope_layers", "window_layers"):
+            if name in form:
+                form[name] = tuple(form[name])
+        if form.get("experts") is not None:
+            experts = checked(form["experts"], _EXPERTS, "a decoder configuration: experts")
+            form["experts"] = Experts(**{**experts, "layers": tuple(experts.get("layers", ()))})
+        if form.get("rope_scaling") is not None:
+            form["rope_scaling"] = scaling_from_json(form["rope_scaling"], "a decoder configuration: rope_scaling")
+        return cls(**form)
+
+
+def _check_size(name: str, value: object) -> None:
+    """Refuses what is no positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < 1 << 40:
+        raise QuantError(f"{name} is {value!r}, must be a positive whole number below 2**40")
 
 
 _SIZES = ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "hidden", "context")
-_CONFIG = form_of(LlamaConfig, **dict.fromkeys(_SIZES, Positive))
+_ALWAYS = (*_SIZES, "norm_eps", "rope_theta", "rope", "tied")
+_CHOICES = {"rope": RopeLayout, "activation": Activation, "norms": Norms, "qk_norm": QKNorm}
+_LAYERS = dict.fromkeys(("nope_layers", "window_layers"), list[int])
+_OBJECTS = dict.fromkeys(("rope_scaling", "experts"), dict[str, Any] | None)
+_CONFIG = form_of(DecoderConfig, **dict.fromkeys(_SIZES, Positive), **_LAYERS, **_OBJECTS)
+_EXPERTS = form_of(Experts, layers=list[int])

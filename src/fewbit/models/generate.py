@@ -13,8 +13,8 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from ..errors import QuantError
 from ..kvcache.policy import KVPolicy
 from .cache import AnyCache, empty_cache
-from .config import LlamaConfig
-from .llama import Params, decode_step, prefill
+from .config import DecoderConfig
+from .decoder import Params, decode_step, prefill
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +39,7 @@ class Generation:
 def generate(
     params: Params,
     prompt: Int[Array, "B T"],
-    config: LlamaConfig,
+    config: DecoderConfig,
     *,
     max_new_tokens: int,
     key: Key[Array, ""] | None = None,
@@ -106,7 +106,7 @@ class Writer:
         kv: as for `generate`.
     """
 
-    config: LlamaConfig
+    config: DecoderConfig
     max_new_tokens: int
     temperature: float = 0.0
     stop_ids: tuple[int, ...] = ()

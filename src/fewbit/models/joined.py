@@ -1,4 +1,4 @@
-"""Fuses weights with a shared input (QKV)."""
+"""Fuses weights with a shared input (QKV), and stacks experts."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from ..array.qarray import QArray
+from ..array.qarray import QArray, is_qarray
 
 Params: TypeAlias = dict[str, Any]
 
@@ -31,6 +31,37 @@ def fuse_weights(params: Params) -> Params:
     return {**params, "layers": [_layer_joined(layer) for layer in params["layers"]]}
 
 
+def stack_experts(params: Params) -> Params:
+    """Stacks experts that are stored separately, so that a token passes its own experts only.
+
+    Experts are left alone if they are not all alike (scheme, shape, dtype), or quantize activations too.
+
+    Args:
+        params: a pytree whose `layers` is a list, as for `forward`.
+
+    Returns:
+        The pytree with `layers/0/mlp/experts/gate [E, F, D]` in place of `layers/0/mlp/experts/3/gate [F, D]`.
+    """
+    return {**params, "layers": [_with_stacked_experts(layer) for layer in params["layers"]]}
+
+
+def _with_stacked_experts(layer: Params) -> Params:
+    experts = layer["mlp"].get("experts")
+    if not isinstance(experts, list) or not _can_stack(experts):
+        return layer
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
+    return {**layer, "mlp": {**layer["mlp"], "experts": stacked}}
+
+
+def _can_stack(experts: list[Params]) -> bool:
+    """Whether all experts have the same leaves, and QArrays no policy of their own."""
+    leaves = [leaf for expert in experts for leaf in jax.tree.leaves(expert, is_leaf=is_qarray)]
+    if any(isinstance(leaf, QArray) and leaf.policy is not None for leaf in leaves):
+        return False
+    kinds = {(jax.tree.structure(expert), tuple((a.shape, a.dtype) for a in jax.tree.leaves(expert))) for expert in experts}
+    return len(kinds) == 1
+
+
 def products(tree: Params, names: tuple[str, ...], widths: Sequence[int], linear: Callable[[Any], Array]) -> list[Array]:
     """The matmuls of several weights of a layer with one input, fused or not.
 
@@ -52,7 +83,7 @@ def products(tree: Params, names: tuple[str, ...], widths: Sequence[int], linear
 def _layer_joined(layer: Params) -> Params:
     parts = {}
     for part, names in JOINED.items():
-        weights = [layer[part][name] for name in names]
+        weights = [layer[part].get(name) for name in names]
         if _can_join(weights):
             others = {name: leaf for name, leaf in layer[part].items() if name not in names}
             fused = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=0), *weights)

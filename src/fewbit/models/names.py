@@ -2,22 +2,22 @@
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .._registry import near_names
 from ..errors import QuantError
-from .config import LlamaConfig
-from .llama import Params
+from .config import DecoderConfig, Experts
+from .layer import Params
 
 
 @dataclasses.dataclass(frozen=True)
 class NameTable:
-    """A naming convention of a Llama's parameters.
+    """A naming convention of a decoder's parameters.
 
     Attributes:
         title: its name in messages.
-        names: our path -> their name; `{}` is the layer number in both.
+        names: our path -> their name; `{}` is the number of the layer, a second one that of the expert, in both.
         transposed: the paths whose weights are stored `[in, out]`.
         derived: a pattern of buffers that are computed from the configuration.
     """
@@ -33,19 +33,21 @@ class NameTable:
     def name(self, path: str) -> str:
         """Their name of one of our paths.
 
+        >>> from fewbit.models import HUGGING_FACE
         >>> HUGGING_FACE.name("layers/3/attn/q")
         'model.layers.3.self_attn.q_proj.weight'
         """
-        return _translated(path, self.names, f"parameter path of a Llama (to {self.title} names)")
+        return _translated(path, self.names, f"parameter path of a decoder (to {self.title} names)")
 
     def path(self, name: str) -> str:
         """Our path of one of their names.
 
+        >>> from fewbit.models import GGUF
         >>> GGUF.path("blk.3.attn_q.weight")
         'layers/3/attn/q'
         """
         paths = {theirs: ours for ours, theirs in self.names.items()}
-        return _translated(name, paths, f"{self.title} name of a Llama's parameter")
+        return _translated(name, paths, f"{self.title} name of a decoder's parameter")
 
     def is_derived(self, name: str) -> bool:
         """Whether the name is a buffer computed from the configuration."""
@@ -62,47 +64,7 @@ class NameTable:
         return array
 
 
-_LAYER = ("attn/norm", "attn/q", "attn/k", "attn/v", "attn/o", "mlp/norm", "mlp/gate", "mlp/up", "mlp/down")
-
-
-def _table(title: str, outside: dict[str, str], layer: str, parts: str, **options: Any) -> NameTable:
-    """A table of the names outside the layers, and of the parts of a layer in the order of `_LAYER`."""
-    in_layers = {
-        f"layers/{{}}/{ours}": layer.format("{}", theirs) for ours, theirs in zip(_LAYER, parts.split(), strict=True)
-    }
-    return NameTable(title, {"embed": outside["embed"], **in_layers, **outside}, **options)
-
-
-GGUF = _table(
-    "GGUF",
-    {"embed": "token_embd.weight", "norm": "output_norm.weight", "head": "output.weight"},
-    "blk.{}.{}.weight",
-    "attn_norm attn_q attn_k attn_v attn_output ffn_norm ffn_gate ffn_up ffn_down",
-)
-"""The names of a GGUF file. Its rows of q and k are ordered for the "interleaved" layout of rotary embedding."""
-
-HUGGING_FACE = _table(
-    "Hugging Face",
-    {"embed": "model.embed_tokens.weight", "norm": "model.norm.weight", "head": "lm_head.weight"},
-    "model.layers.{}.{}.weight",
-    "input_layernorm self_attn.q_proj self_attn.k_proj self_attn.v_proj self_attn.o_proj "
-    "post_attention_layernorm mlp.gate_proj mlp.up_proj mlp.down_proj",
-    derived=r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq",
-)
-"""The names of a `LlamaForCausalLM`, whose rotary embedding has the "half" layout."""
-
-GLASSLLM = _table(
-    "glassllm",
-    {"embed": "E", "norm": "norm_f.gamma"},
-    "blocks.{}.{}",
-    "norm1.gamma attn.W_Q attn.W_K attn.W_V attn.W_O norm2.gamma ffn.W1 ffn.W3 ffn.W2",
-    transposed=frozenset(f"layers/{{}}/{part}" for part in _LAYER if not part.endswith("norm")),
-    derived="__config__",
-)
-"""The names of a glassllm `.npz`: weights are `[in, out]`, rotary embedding is "interleaved"."""
-
-
-def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def shapes(config: DecoderConfig) -> dict[str, tuple[int, ...]]:
     """The shape of every parameter by path.
 
     Args:
@@ -111,37 +73,121 @@ def shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
     Returns:
         The shapes, in the order of the pytree.
 
-    >>> shapes(LlamaConfig(vocab=64, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, hidden=24))["layers/0/attn/k"]
+    >>> shapes(DecoderConfig(vocab=64, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, hidden=24))["layers/0/attn/k"]
     (8, 16)
     """
-    D, F = config.width, config.hidden
-    q, kv = config.heads * config.head_dim, config.kv_heads * config.head_dim
-    layer = ((D,), (q, D), (kv, D), (kv, D), (D, q), (D,), (F, D), (F, D), (D, F))
-    of_layers = {f"layers/{i}/{part}": s for i in range(config.layers) for part, s in zip(_LAYER, layer, strict=True)}
-    result = {"embed": (config.vocab, D), **of_layers, "norm": (D,)}
+    D = config.width
+    result: dict[str, tuple[int, ...]] = {"embed": (config.vocab, D)}
+    for i in range(config.layers):
+        for part, shape in (*_attention_shapes(config), *_mlp_shapes(config, i)):
+            result[f"layers/{i}/{part}"] = shape
+    result["norm"] = (D,)
     if not config.tied:
         result["head"] = (config.vocab, D)
     return result
 
 
-def check_layers(config: LlamaConfig, count: int) -> None:
-    """Refuses a configuration with more layers than the checkpoint has arrays.
+Shapes = Iterator[tuple[str, tuple[int, ...]]]
+
+
+def _attention_shapes(config: DecoderConfig) -> Shapes:
+    """The shapes of the attention's parameters, by the path within a layer."""
+    D, h = config.width, config.head_dim
+    widths = {"q": config.heads * h, "k": config.kv_heads * h, "v": config.kv_heads * h}
+    if config.norms != "post":
+        yield "attn/norm", (D,)
+    if config.fused:
+        yield "attn/q+k+v", (sum(widths.values()), D)
+    else:
+        yield from ((f"attn/{name}", (width, D)) for name, width in widths.items())
+    if config.qkv_bias:
+        yield from ((f"attn/{name}_bias", (width,)) for name, width in widths.items())
+    if config.qk_norm != "none":
+        by_head = config.qk_norm == "head"
+        yield from ((f"attn/{name}_norm", (h if by_head else widths[name],)) for name in ("q", "k"))
+    if config.sinks:
+        yield "attn/sinks", (config.heads,)
+    yield "attn/o", (D, widths["q"])
+    if config.o_bias:
+        yield "attn/o_bias", (D,)
+    if config.norms != "pre":
+        yield "attn/post_norm", (D,)
+
+
+def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
+    """The shapes of the feed-forward block's or the experts' parameters, by the path within a layer."""
+    D, F = config.width, config.hidden
+    experts = config.experts_of(layer)
+    if config.norms != "post":
+        yield "mlp/norm", (D,)
+    if experts is not None:
+        yield from _expert_shapes(experts, D)
+    elif config.fused:
+        yield from (("mlp/gate+up", (2 * F, D)), ("mlp/down", (D, F)))
+    else:
+        yield from _block_shapes("mlp", D, F)
+        if config.mlp_bias:
+            yield from (("mlp/gate_bias", (F,)), ("mlp/up_bias", (F,)), ("mlp/down_bias", (D,)))
+    if config.norms != "pre":
+        yield "mlp/post_norm", (D,)
+
+
+def _block_shapes(path: str, D: int, F: int) -> Shapes:
+    """The shapes of a feed-forward block."""
+    yield from ((f"{path}/gate", (F, D)), (f"{path}/up", (F, D)), (f"{path}/down", (D, F)))
+
+
+def _expert_shapes(experts: Experts, D: int) -> Shapes:
+    """The shapes of a mixture of experts, by its layout."""
+    E, F, path = experts.count, experts.hidden, "mlp/experts"
+    yield "mlp/router", (E, D)
+    if experts.bias:
+        yield "mlp/router_bias", (E,)
+    match experts.layout:
+        case "separate":
+            for e in range(E):
+                yield from _block_shapes(f"{path}/{e}", D, F)
+        case "stacked":
+            yield from ((name, (E, *shape)) for name, shape in _block_shapes(path, D, F))
+        case "joined":
+            yield from ((f"{path}/gate+up", (E, 2 * F, D)), (f"{path}/down", (E, D, F)))
+        case "interleaved":
+            yield from ((f"{path}/gate+up", (E, D, 2 * F)), (f"{path}/down", (E, F, D)))
+    if experts.bias:
+        joined = experts.layout in ("joined", "interleaved")
+        names = {"gate+up": 2 * F} if joined else {"gate": F, "up": F}
+        yield from ((f"{path}/{name}_bias", (E, width)) for name, width in {**names, "down": D}.items())
+    if experts.shared_hidden:
+        yield from _block_shapes("mlp/shared", D, experts.shared_hidden)
+        yield "mlp/shared_expert_gate", (1, D)
+
+
+def check_layers(config: DecoderConfig, count: int) -> None:
+    """Refuses a configuration with more layers, or experts with matrices of their own, than the checkpoint has arrays.
 
     Args:
         config: the configuration.
         count: the number of arrays.
 
     Raises:
-        QuantError: when there are fewer arrays than layers.
+        QuantError: when there are fewer arrays.
     """
-    if config.layers > count:
+    check_layer_count(config.layers, count)
+    experts = config.experts
+    if experts is not None and experts.layout == "separate":
+        check_layer_count(experts.count * (len(experts.layers) or config.layers), count, what="experts")
+
+
+def check_layer_count(layers: int, count: int, least: int = 0, *, what: str = "layers") -> None:
+    """Raises QuantError when there are more layers than `count` tensors, and than `least`."""
+    if layers > max(count, least):
         raise QuantError(
-            f"the configuration has {config.layers:,} layers, but the checkpoint has {count:,} tensors; check that it is "
+            f"the configuration has {layers:,} {what}, but the checkpoint has {count:,} tensors; check that it is "
             "complete and the configuration its own"
         )
 
 
-def names_by_path(stored: Mapping[str, tuple[int, ...]], table: NameTable, config: LlamaConfig) -> dict[str, str]:
+def names_by_path(stored: Mapping[str, tuple[int, ...]], table: NameTable, config: DecoderConfig) -> dict[str, str]:
     """The tensor name of each parameter path, in the order of `shapes`.
 
     Args:
@@ -168,7 +214,8 @@ def names_by_path(stored: Mapping[str, tuple[int, ...]], table: NameTable, confi
             shape = shape[::-1]
         if path not in expected:
             raise QuantError(
-                f"tensor {name!r} is {path}, but the model has {config.layers} layers; check that the configuration is its own"
+                f"tensor {name!r} is {path}, but the model has {config.layers} layers, and none with such a parameter; check "
+                "that the configuration is its own"
             )
         if shape != expected[path]:
             raise QuantError(f"tensor {name!r} ({path}) has shape {shape}, but the configuration makes it {expected[path]}")
@@ -182,7 +229,7 @@ def names_by_path(stored: Mapping[str, tuple[int, ...]], table: NameTable, confi
     return {path: found[path] for path in expected}
 
 
-def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: LlamaConfig) -> Params:
+def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: DecoderConfig) -> Params:
     """Builds the pytree of parameters from a checkpoint's arrays, and checks shapes.
 
     Args:
@@ -200,7 +247,7 @@ def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: Llama
     return params_from_paths({path: table.oriented(path, arrays[name]) for path, name in names.items()}, config)
 
 
-def named_from_params(params: Params, table: NameTable, config: LlamaConfig) -> dict[str, Any]:
+def named_from_params(params: Params, table: NameTable, config: DecoderConfig) -> dict[str, Any]:
     """The arrays of a pytree by the names of `table`; inverse of `params_from_named`.
 
     Args:
@@ -214,7 +261,7 @@ def named_from_params(params: Params, table: NameTable, config: LlamaConfig) -> 
     return {table.name(path): table.oriented(path, array) for path, array in paths_of_params(params, config).items()}
 
 
-def params_from_paths(flat: Mapping[str, Any], config: LlamaConfig) -> Params:
+def params_from_paths(flat: Mapping[str, Any], config: DecoderConfig) -> Params:
     """The pytree of arrays given by path, such as `layers/0/attn/q`.
 
     Args:
@@ -224,18 +271,26 @@ def params_from_paths(flat: Mapping[str, Any], config: LlamaConfig) -> Params:
     Returns:
         The pytree.
     """
-
-    def block(i: int, kind: str) -> dict[str, Any]:
-        return {part.split("/")[1]: flat[f"layers/{i}/{part}"] for part in _LAYER if part.startswith(kind)}
-
-    layers = [{"attn": block(i, "attn"), "mlp": block(i, "mlp")} for i in range(config.layers)]
-    params = {"embed": flat["embed"], "layers": layers, "norm": flat["norm"]}
-    if not config.tied:
-        params["head"] = flat["head"]
-    return params
+    tree: Params = {}
+    for path in shapes(config):
+        node, steps = tree, path.split("/")
+        for step in steps[:-1]:
+            node = node.setdefault(step, {})
+        node[steps[-1]] = flat[path]
+    return _with_lists(tree)
 
 
-def paths_of_params(params: Params, config: LlamaConfig) -> dict[str, Any]:
+def _with_lists(node: Any) -> Any:
+    """The tree with lists in place of dictionaries whose keys are numbers."""
+    if not isinstance(node, dict):
+        return node
+    children = {name: _with_lists(child) for name, child in node.items()}
+    if all(name.isdigit() for name in children):
+        return list(children.values())
+    return children
+
+
+def paths_of_params(params: Params, config: DecoderConfig) -> dict[str, Any]:
     """The arrays of a pytree by path, in the order of `shapes`.
 
     Args:
@@ -255,17 +310,17 @@ def paths_of_params(params: Params, config: LlamaConfig) -> dict[str, Any]:
     return {path: at(path) for path in shapes(config)}
 
 
-def _pattern(text: str) -> tuple[str, str]:
-    """The text with its layer number replaced by `{}`, and the number."""
-    found = re.search(r"(?<=[/.])\d+(?=[/.])", text)
-    if found is None:
-        return text, ""
-    return text[: found.start()] + "{}" + text[found.end() :], found.group()
+def _pattern(text: str) -> tuple[str, list[str]]:
+    """The text with its layer and expert numbers replaced by `{}`, and the numbers."""
+    return _NUMBER.sub("{}", text), _NUMBER.findall(text)
+
+
+_NUMBER = re.compile(r"(?<=[/.])\d+(?=[/.])")
 
 
 def _translated(text: str, table: Mapping[str, str], kind: str) -> str:
-    """The table's entry for the text, with its layer number filled in."""
-    pattern, number = _pattern(text)
+    """The table's entry for the text, with its numbers filled in."""
+    pattern, numbers = _pattern(text)
     if pattern not in table:
         raise QuantError(f"unknown {kind} {text!r}; {near_names(pattern, tuple(table))}")
-    return table[pattern].replace("{}", number)
+    return table[pattern].format(*numbers)

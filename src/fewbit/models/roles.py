@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import UnsupportedError
 from ..recipe.roles import Role, TensorRole, refined
-from .families import Shape, family_roles
+from .families.name_roles import Shape, family_roles
 from .modules import module_roles
 
 

@@ -4,25 +4,115 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jax import lax
+from jaxtyping import Array, Float, Int
 
-from .config import LlamaConfig, RopeLayout
+from .config import DecoderConfig, RopeLayout
+from .rope_scaling import RopeScaling
 
 
-def rotary_tables(config: LlamaConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of the rotary angles, each `[length, head_dim / 2]`.
+def rotary_tables(config: DecoderConfig, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of the rotary angles of positions 0 to `length - 1`, each `[length, rotary_dim / 2]`.
 
-    The angle is `position * rope_theta ** (-2 i / head_dim)`, in float64, rounded once to float32: a float32 angle would be
-    off by 5e-4 at position 8,000. They are constants of the trace.
+    The angle is `position * rope_theta ** (-2 i / rotary_dim)`, in float64, rounded once to float32: a float32 angle would
+    be off by 5e-4 at position 8,000. They are constants of the trace. Scaled frequencies are those of a sequence of
+    `length` tokens.
 
-    >>> cos, sin = rotary_tables(LlamaConfig(vocab=8, layers=1, width=4, heads=1, kv_heads=1, head_dim=4, hidden=8), 2)
+    >>> cos, sin = rotary_tables(DecoderConfig(vocab=8, layers=1, width=4, heads=1, kv_heads=1, head_dim=4, hidden=8), 2)
     >>> cos.shape, float(sin[1, 0])
     ((2, 2), 0.8414709568023682)
     """
-    pair = np.arange(config.head_dim // 2, dtype=np.float64)
-    frequency = float(config.rope_theta) ** (-2 * pair / config.head_dim)
-    angle = np.arange(length, dtype=np.float64)[:, None] * frequency[None, :]
-    return np.cos(angle).astype(np.float32), np.sin(angle).astype(np.float32)
+    return _tables(_frequencies(config, config.rope_theta, config.rope_scaling, length), length, config.rope_scaling)
+
+
+class LayerRotations:
+    """The rotary tables of every layer, for T tokens from a position on.
+
+    Layers share tables: those of `rope_theta`, of `window_rope_theta`, and the identity of layers without rotary embedding.
+    """
+
+    def __init__(self, config: DecoderConfig, start: Int[Array, ""] | int, tokens: int, room: int):
+        """The tables.
+
+        Args:
+            config: the configuration.
+            start: the position of the first token; traced in a KV cache.
+            tokens: how many tokens there are (T).
+            room: the max length of the sequence.
+        """
+        self.indices = tuple(_table_index(config, layer) for layer in range(config.layers))
+        used = sorted(set(self.indices))
+        self.indices = tuple(used.index(index) for index in self.indices)
+        self.tables = [_placed(config, index, start, tokens, room) for index in used]
+
+    def of_layer(self, layer: Int[Array, ""] | int) -> tuple[Any, Any]:
+        """Cosines and sines `[T, rotary_dim / 2]` of a layer, which `lax.scan` traces."""
+        if len(self.tables) == 1:
+            return self.tables[0]
+        if isinstance(layer, int):
+            return self.tables[self.indices[layer]]
+        index = jnp.asarray(self.indices, jnp.int32)[layer]
+        cos, sin = (jnp.stack(list(map(jnp.asarray, tables))) for tables in zip(*self.tables, strict=True))
+        return cos[index], sin[index]
+
+
+_MAIN, _WINDOW, _NONE = 0, 1, 2
+
+
+def _table_index(config: DecoderConfig, layer: int) -> int:
+    """Which rotary table a layer has."""
+    if layer in config.nope_layers:
+        return _NONE
+    if config.window_rope_theta and config.window_of(layer):
+        return _WINDOW
+    return _MAIN
+
+
+def _placed(config: DecoderConfig, index: int, start: Array | int, tokens: int, room: int) -> tuple[Any, Any]:
+    """The tables of T tokens from `start` on."""
+    if index == _NONE:
+        shape = (tokens, config.rotated // 2)
+        return np.ones(shape, np.float32), np.zeros(shape, np.float32)
+    theta, scaling = config.rope_theta, config.rope_scaling
+    if index == _WINDOW:
+        theta, scaling = config.window_rope_theta, None
+    if isinstance(start, int):
+        cos, sin = _tables(_frequencies(config, theta, scaling, start + tokens), start + tokens, scaling)
+        return cos[start:], sin[start:]
+    if scaling is not None and scaling.grows:
+        return _tables_by_length(config, scaling, start, tokens, room)
+    every = _tables(_frequencies(config, theta, scaling, room), room, scaling)
+    cos, sin = (lax.dynamic_slice_in_dim(jnp.asarray(table), start, tokens) for table in every)
+    return cos, sin
+
+
+def _tables_by_length(
+    config: DecoderConfig, scaling: RopeScaling, start: Array, tokens: int, room: int
+) -> tuple[Array, Array]:
+    """The tables where the frequencies depend on the traced length: angles are float32, as in transformers."""
+    rows = np.stack([_frequencies(config, config.rope_theta, scaling, length) for length in range(room + 1)])
+    frequencies = jnp.asarray(rows.astype(np.float32))[jnp.minimum(start + tokens, room)]
+    positions = (start + jnp.arange(tokens, dtype=jnp.int32)).astype(jnp.float32)
+    angle = positions[:, None] * frequencies[None, :]
+    return jnp.cos(angle) * scaling.gain, jnp.sin(angle) * scaling.gain
+
+
+def _frequencies(config: DecoderConfig, theta: float, scaling: RopeScaling | None, length: int) -> np.ndarray:
+    """The rotary frequencies of a sequence, float64."""
+    pair = np.arange(config.rotated // 2, dtype=np.float64)
+    plain = float(theta) ** (-2 * pair / config.rotated)
+    if scaling is None:
+        return plain
+    return scaling.frequencies(plain, float(theta), length)
+
+
+def _tables(frequencies: np.ndarray, length: int, scaling: RopeScaling | None) -> tuple[np.ndarray, np.ndarray]:
+    """Cosines and sines of positions 0 to `length - 1`, float32."""
+    angle = np.arange(length, dtype=np.float64)[:, None] * frequencies[None, :]
+    cos, sin = np.cos(angle), np.sin(angle)
+    if scaling is not None:
+        cos, sin = cos * scaling.gain, sin * scaling.gain
+    return cos.astype(np.float32), sin.astype(np.float32)
 
 
 def apply_rotary(
@@ -32,13 +122,17 @@ def apply_rotary(
 
     Args:
         x: queries or keys, of any floating dtype; computed in float32.
-        cos: the cosine for each position and pair.
+        cos: the cosine for each position and pair; coordinates after the first `2 p` stay as they are.
         sin: the sine for each position and pair.
-        layout: "interleaved" pairs coordinates `2i` and `2i + 1`, "half" pairs `i` and `i + h / 2`.
+        layout: "interleaved" pairs coordinates `2i` and `2i + 1`, "half" pairs `i` and `i + p`.
 
     Returns:
         The rotated heads, in the dtype of `x`.
     """
+    rotated = 2 * cos.shape[-1]
+    if rotated < x.shape[-1]:
+        first = apply_rotary(x[..., :rotated], cos, sin, layout)
+        return jnp.concatenate([first, x[..., rotated:]], axis=-1)
     cos, sin = (jnp.asarray(t)[None, None, :, :] for t in (cos, sin))  # [1, 1, T, h / 2]
     wide = x.astype(jnp.float32)
     if layout == "half":

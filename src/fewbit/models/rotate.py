@@ -1,4 +1,4 @@
-"""Rotates a Llama's residual stream by a random orthogonal matrix.
+"""Rotates a decoder's residual stream by a random orthogonal matrix.
 
 The model's function does not change. The rotation spreads outliers over all coordinates. It also makes an already
 quantized checkpoint a fair test: its weights are no longer values of the format that quantized them.
@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Key
 
-from ..errors import QuantError
-from .config import LlamaConfig
-from .llama import Params
+from ..errors import QuantError, UnsupportedError
+from .config import DecoderConfig
+from .layer import Params
 from .names import params_from_paths, paths_of_params
 
-_READERS = ("attn/q", "attn/k", "attn/v", "mlp/gate", "mlp/up")
-_WRITERS = ("attn/o", "mlp/down")
+_READERS = ("q", "k", "v", "q+k+v", "gate", "up", "gate+up", "router", "shared_expert_gate")
+_WRITERS = ("o", "down")
 
 
 def random_rotation(width: int, *, key: Key[Array, ""]) -> np.ndarray:
@@ -41,7 +41,7 @@ def random_rotation(width: int, *, key: Key[Array, ""]) -> np.ndarray:
     return q * np.sign(np.diag(r))[None, :]
 
 
-def rotate_residual(params: Params, config: LlamaConfig, *, key: Key[Array, ""]) -> tuple[Params, LlamaConfig]:
+def rotate_residual(params: Params, config: DecoderConfig, *, key: Key[Array, ""]) -> tuple[Params, DecoderConfig]:
     """Replaces the residual stream `x` by `x Q`, with unchanged logits.
 
     The norm gains are folded into the weights that read the normed stream, since only a norm without gains commutes with
@@ -63,33 +63,44 @@ def rotate_residual(params: Params, config: LlamaConfig, *, key: Key[Array, ""])
 
     Raises:
         QuantError: when the layers are stacked, or a parameter is not a floating array.
+        UnsupportedError: when blocks have norms on their outputs, or experts are interleaved.
     """
     if not isinstance(params["layers"], list):
         raise QuantError("rotate_residual needs params['layers'] to be a list of layers; rotate before stack_layers")
+    layout = "separate" if config.experts is None else config.experts.layout
+    if config.norms != "pre" or layout == "interleaved":
+        raise UnsupportedError(
+            "rotate_residual needs norms on the inputs of blocks only, and experts [out, in]; this model has norms "
+            f"{config.norms!r} and experts {layout!r}"
+        )
     old = {path: _wide(array, path) for path, array in paths_of_params(params, config).items()}
     q = random_rotation(config.width, key=key)
-    tied = config.tied and bool(np.all(old["norm"] == 1))
+    offset = config.norm_offset
+    tied = config.tied and bool(np.all(old["norm"] + offset == 1))
     new_config = dataclasses.replace(config, tied=tied)
-    new = {path: _rotated(path, old, q).astype(np.float32) for path in old}
+    new = {path: _rotated(path, old, q, offset).astype(np.float32) for path in old}
     if config.tied and not tied:
-        new["head"] = (old["embed"].astype(np.float64) * old["norm"][None, :] @ q).astype(np.float32)
+        new["head"] = (old["embed"].astype(np.float64) * (old["norm"] + offset)[None, :] @ q).astype(np.float32)
     return params_from_paths(new, new_config), new_config
 
 
-def _rotated(path: str, old: dict[str, np.ndarray], q: np.ndarray) -> np.ndarray:
+def _rotated(path: str, old: dict[str, np.ndarray], q: np.ndarray, offset: float) -> np.ndarray:
     """One rotated parameter, float64."""
-    array = old[path].astype(np.float64)
-    if path.endswith("norm"):
-        return np.ones_like(array)
+    array, name = old[path].astype(np.float64), path.rsplit("/", 1)[-1]
+    if name == "norm":
+        return np.full_like(array, 1 - offset)
     if path == "embed":
         return array @ q
     if path == "head":
-        return array * old["norm"][None, :] @ q
-    if path.endswith(_WRITERS):
+        return array * (old["norm"] + offset)[None, :] @ q
+    if name in _WRITERS:
         return q.T @ array
-    assert path.endswith(_READERS), path
-    gain = old[path.rsplit("/", 1)[0] + "/norm"]
-    return array * gain[None, :] @ q
+    if name.removesuffix("_bias") in _WRITERS:
+        return array @ q
+    if name in _READERS:
+        part = "/".join(path.split("/")[:3])  # layers/3/attn
+        return array * (old[f"{part}/norm"] + offset) @ q
+    return array  # the norms of q and k, biases and sinks do not touch the residual stream
 
 
 def _wide(array: object, path: str) -> np.ndarray:

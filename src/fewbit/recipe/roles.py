@@ -162,7 +162,7 @@ _TOKEN = re.compile(
 )
 _SINKS = re.compile(r"(?:attn_)?sinks?")
 _POSITION = re.compile(r"wpe|(?:\w+_)?pos(?:ition|itional|itions)?(?:_\w+)?", re.IGNORECASE)
-_BIAS = re.compile(r"(?:\w+_)?bias", re.IGNORECASE)
+_BIAS = re.compile(r"(?:[\w+]+_)?bias", re.IGNORECASE)
 _NORM = re.compile(r"\w*norm(?:_\w+|\d+)?|ln(?:_\w+|\d+)?|\w+_ln", re.IGNORECASE)
 
 
@@ -214,7 +214,7 @@ def _refined_role(parts: tuple[str, ...], role: Role, modules: _Modules) -> Role
         return any(pattern.fullmatch(part) and (of is None or parts[:i] in of) for i, part in enumerate(parts))
 
     if role is not Role.EMBEDDING:
-        if has_part(_ROUTER) or has_part(_GATE, modules.experts):
+        if has_part(_ROUTER) or (role is not Role.EXPERTS and has_part(_GATE, modules.experts)):
             return Role.ROUTER
         if has_part(_STATE_SPACE, modules.state_spaces):
             return Role.STATE_SPACE
@@ -222,7 +222,7 @@ def _refined_role(parts: tuple[str, ...], role: Role, modules: _Modules) -> Role
     is_open = role in (Role.OTHER, Role.UNKNOWN)
     named: tuple[tuple[re.Pattern[str], Role], ...] = ()
     if is_open or role is Role.EMBEDDING:
-        named = ((_RELATIVE, Role.RELATIVE_BIAS), (_POSITION, Role.POSITION))
+        named = ((_RELATIVE, Role.RELATIVE_BIAS), (_POSITION, Role.POSITION), (_BIAS, Role.BIAS))
     if is_open:
         named += ((_TOKEN, Role.CLASS_TOKEN), (_SINKS, Role.SINKS), (_BIAS, Role.BIAS), (_NORM, Role.NORM))
     names = (own, re.sub(r"(?<=[a-z])(?=[A-Z])", "_", own))

@@ -14,10 +14,10 @@ from ..errors import QuantError
 from ..evaluate.metrics import sqnr_db
 from ..evaluate.perplexity import Comparison, Perplexity, compare_models, perplexity, token_windows
 from ..kvcache.policy import KVPolicy
-from ..models.config import LlamaConfig
+from ..models.config import DecoderConfig
+from ..models.decoder import forward, stack_layers
 from ..models.installed import default_text_name, find_text
-from ..models.joined import fuse_weights
-from ..models.llama import forward, stack_layers
+from ..models.joined import fuse_weights, stack_experts
 from ..ops.interpret.transparent import transparent
 from .model import Model, decoded
 
@@ -126,23 +126,23 @@ def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, wi
     return token_windows(ids, length=window)[: max(TOKENS // window, 1)]
 
 
-def batch_size(config: LlamaConfig, windows: np.ndarray) -> int:
+def batch_size(config: DecoderConfig, windows: np.ndarray) -> int:
     """The windows of a batch: as many as keep the logits within 256 MiB, at most 16."""
     return min(max(_LOGIT_BYTES // (4 * config.vocab * (windows.shape[1] - 1)), 1), 16)
 
 
 def stacked(params: PyTree) -> PyTree:
-    """The parameters as JAX arrays, with q/k/v and gate/up fused where quantized, and identical layers stacked."""
-    return stack_layers(fuse_weights(jax.tree.map(jnp.asarray, params)))
+    """The parameters as JAX arrays, with q/k/v and gate/up fused where quantized, experts and identical layers stacked."""
+    return stack_layers(stack_experts(fuse_weights(jax.tree.map(jnp.asarray, params))))
 
 
-def logits_function(params: PyTree, config: LlamaConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:
+def logits_function(params: PyTree, config: DecoderConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:
     """The model as a function of tokens, compiled once per structure of the parameters."""
     return functools.partial(_logits, params, config=config, kv=kv)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kv"))
-def _logits(params: PyTree, tokens: jax.Array, *, config: LlamaConfig, kv: KVPolicy | None) -> jax.Array:
+def _logits(params: PyTree, tokens: jax.Array, *, config: DecoderConfig, kv: KVPolicy | None) -> jax.Array:
     return transparent(functools.partial(forward, kv=kv))(params, tokens, config)
 
 

@@ -10,10 +10,13 @@ from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
 from ..io.checkpoint import Checkpoint
 from ..io.read import read
-from ..models.checkpoints import config_from_gguf, config_from_glassllm, config_from_hf
-from ..models.config import LlamaConfig
+from ..models.config import DecoderConfig
+from ..models.families.gguf import config_from_gguf, gguf_table_of
+from ..models.families.glassllm import config_from_glassllm
+from ..models.families.table import family_of
+from ..models.families.tables import GLASSLLM
 from ..models.installed import glassllm_npz, minilm_directory, smollm2_gguf
-from ..models.names import GGUF, GLASSLLM, HUGGING_FACE, NameTable, check_layers, names_by_path, shapes
+from ..models.names import NameTable, check_layers, names_by_path, shapes
 from ..models.tokenizer import Tokenizer, tokenizer_from_files, tokenizer_from_gguf, tokenizer_from_glassllm
 from .model import Model, Value
 
@@ -21,8 +24,8 @@ from .model import Model, Value
 def load(path: str | os.PathLike[str]) -> Model:
     """Opens a model; its parameters are loaded lazily, one by one.
 
-    A GGUF file, a Hugging Face directory, a glassllm `.npz` or a fewbit directory of the Llama family can be run. Any
-    other architecture loads as flat tensors, which can be planned, quantized, inspected and verified.
+    A Hugging Face or fewbit directory of a family of `models.FAMILIES` can be run, and so can a GGUF file of a Llama and a
+    glassllm `.npz`. Any other architecture loads as flat tensors, which can be planned, quantized, inspected and verified.
 
     Args:
         path: the file or directory; or, if no such file exists, the name of a model from an installed package: "smollm2",
@@ -49,7 +52,7 @@ def load(path: str | os.PathLike[str]) -> Model:
         notes=checkpoint.notes,
     )
     try:
-        return _as_llama(model, checkpoint)
+        return _runnable(model, checkpoint)
     except (QuantError, UnsupportedError) as error:
         return dataclasses.replace(model, why_not_run=str(error))
 
@@ -72,8 +75,8 @@ def _resolved(path: str | os.PathLike[str]) -> str:
     return name
 
 
-def _as_llama(model: Model, checkpoint: Checkpoint) -> Model:
-    """The model with the configuration, paths and tokenizer of a Llama.
+def _runnable(model: Model, checkpoint: Checkpoint) -> Model:
+    """The model with its configuration, paths and tokenizer.
 
     Raises:
         QuantError: when its tensors do not match the configuration.
@@ -91,7 +94,7 @@ def _as_llama(model: Model, checkpoint: Checkpoint) -> Model:
 
     info = {path: dataclasses.replace(tensors.info[names[path]], shape=shape) for path, shape in shapes(config).items()}
     model = dataclasses.replace(model, config=config, info=info, load=load_path)
-    if table is HUGGING_FACE:
+    if "model_type" in checkpoint.metadata:
         model = dataclasses.replace(model, names=names)
     try:
         tokenizer = _tokenizer(checkpoint)
@@ -102,25 +105,27 @@ def _as_llama(model: Model, checkpoint: Checkpoint) -> Model:
     return dataclasses.replace(model, tokenizer=tokenizer, why_no_tokenizer="")
 
 
-def _config(checkpoint: Checkpoint) -> tuple[LlamaConfig, NameTable | None]:
+def _config(checkpoint: Checkpoint) -> tuple[DecoderConfig, NameTable | None]:
     """The configuration in the checkpoint's metadata, and its naming scheme; None: our own paths."""
     metadata = checkpoint.metadata
     if checkpoint.kind == "gguf":
-        return config_from_gguf(metadata, list(checkpoint.tensors)), GGUF
+        return config_from_gguf(metadata, checkpoint.tensors), gguf_table_of(metadata)
+    architecture = metadata.get("architecture")
     if (
         checkpoint.kind == "fewbit"
-        and metadata.get("architecture") == "llama"
-        and isinstance(metadata.get("llama"), Mapping)
+        and architecture in ("decoder", "llama")
+        and isinstance(metadata.get(architecture), Mapping)
     ):
-        return LlamaConfig.from_json(metadata["llama"]), None
+        return DecoderConfig.from_json(metadata[architecture]), None
     if checkpoint.kind == "npz" and "d_model" in metadata:
         return config_from_glassllm(metadata), GLASSLLM
     if checkpoint.kind != "npz" and "model_type" in metadata:
-        return config_from_hf(metadata), HUGGING_FACE
+        family = family_of(metadata)
+        return family.config(metadata, checkpoint.tensors.info), family.table
     raise UnsupportedError("the architecture is unknown: no GGUF metadata, no config.json with a model_type, no __config__")
 
 
-def _names(checkpoint: Checkpoint, table: NameTable | None, config: LlamaConfig) -> dict[str, str]:
+def _names(checkpoint: Checkpoint, table: NameTable | None, config: DecoderConfig) -> dict[str, str]:
     """The tensor name of each parameter path, in the order of the architecture; checks shapes."""
     stored = {name: info.shape for name, info in checkpoint.tensors.info.items()}
     if table is not None:

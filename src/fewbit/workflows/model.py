@@ -14,7 +14,7 @@ from ..array.scheme import laid_along
 from ..errors import UnsupportedError
 from ..io.checkpoint import TensorInfo
 from ..kernels.quantize.dispatch import dequantize
-from ..models.config import LlamaConfig
+from ..models.config import DecoderConfig
 from ..models.names import params_from_paths
 from ..models.tokenizer import Tokenizer
 from ..recipe.rows import PlanRow
@@ -44,7 +44,7 @@ class Model:
 
     path: Path
     kind: str
-    config: LlamaConfig | None
+    config: DecoderConfig | None
     why_not_run: str
     info: Mapping[str, TensorInfo]
     load: Callable[[str], Value]
@@ -63,8 +63,10 @@ class Model:
 
     @property
     def architecture(self) -> str:
-        """The architecture's family, or "unknown"."""
-        return "unknown" if self.config is None else "llama"
+        """The `model_type` of config.json, or "decoder" without one; "unknown" if the model cannot be run."""
+        if self.config is None:
+            return "unknown"
+        return str(self.metadata.get("model_type", "decoder"))
 
     @property
     def size(self) -> int:
@@ -85,7 +87,7 @@ class Model:
                 by_kind.setdefault(info.stored, []).append(path)
         return by_kind
 
-    def runnable_config(self) -> LlamaConfig:
+    def runnable_config(self) -> DecoderConfig:
         """The configuration.
 
         Raises:

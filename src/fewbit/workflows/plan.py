@@ -15,7 +15,7 @@ from .._registry import near_names
 from ..errors import QuantError, UnsupportedError
 from ..io.checkpoint import TensorInfo
 from ..io.safetensors.file import dtype_name
-from ..models.llama import forward
+from ..models.decoder import forward
 from ..models.names import params_from_paths
 from ..models.roles import checkpoint_roles
 from ..recipe.plan import Plan, recounted

@@ -107,7 +107,7 @@ def _config(model: Model) -> dict[str, Any]:
     if "model_type" in model.metadata:
         return dict(model.metadata)
     if model.config is not None:
-        return {"architecture": "llama", "llama": model.config.to_json()}
+        return {"architecture": "decoder", "decoder": model.config.to_json()}
     # Not bytes, nor a vocabulary, which GGUF stores in the metadata too.
     vast = {key for key, value in model.metadata.items() if isinstance(value, list) and len(value) > 1000}
     return {key: value for key, value in model.metadata.items() if key not in vast and not isinstance(value, bytes)}

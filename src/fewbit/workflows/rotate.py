@@ -6,7 +6,8 @@ import types
 import jax
 
 from ..io.checkpoint import TensorInfo
-from ..models.names import HUGGING_FACE, paths_of_params
+from ..models.families.table import family_of
+from ..models.names import paths_of_params
 from ..models.rotate import rotate_residual
 from .model import Model
 
@@ -33,7 +34,8 @@ def rotated(model: Model, *, seed: int = 0) -> Model:
     metadata, names = model.metadata, {}
     if model.names:
         metadata = {**metadata, "tie_word_embeddings": config.tied}
-        names = {path: HUGGING_FACE.name(path) for path in arrays}
+        table = family_of(metadata).table
+        names = {path: table.name(path) for path in arrays}
     note = f"the residual stream was rotated at random (seed {seed}); losses are relative to the rotated float32 weights"
     return dataclasses.replace(
         model,

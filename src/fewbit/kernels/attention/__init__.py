@@ -6,3 +6,4 @@ from .dispatch import attention as attention
 from .problem import AttentionProblem as AttentionProblem
 from .problem import Block as Block
 from .problem import seen_positions as seen_positions
+from .problem import window_start as window_start

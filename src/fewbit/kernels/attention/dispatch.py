@@ -15,7 +15,12 @@ BACKENDS = Backends("attention", Cpu(), Reference())
 
 
 def attention(
-    q: Float[Array, "B H T h"], blocks: Sequence[Block], *, backend: str | AbstractBackend[AttentionProblem] | None = None
+    q: Float[Array, "B H T h"],
+    blocks: Sequence[Block],
+    *,
+    sinks: Float[Array, " H"] | None = None,
+    soft_cap: float = 0.0,
+    backend: str | AbstractBackend[AttentionProblem] | None = None,
 ) -> Float[Array, "B H T h"]:
     """Grouped-query attention: `softmax(q k^T / sqrt(h)) v` over the positions of all blocks.
 
@@ -26,6 +31,8 @@ def attention(
     Args:
         q: the queries, `G = H / K` of them for each key head.
         blocks: the positions to attend to. A token that attends to none of them gets NaN.
+        sinks: for each head one more logit of its softmax, whose value is 0 (gpt-oss).
+        soft_cap: replaces logits by `soft_cap tanh(logits / soft_cap)` (Gemma 2); 0: none.
         backend: the only backend to use, or its name ("reference", "cpu"). None chooses: the C++ kernel for a layer of a KV
             cache, plain JAX for other keys and values, for whose products a recipe may have rules.
 
@@ -42,8 +49,8 @@ def attention(
     >>> attention(jnp.ones((1, 1, 2, 4)), [Block(k, v, seen_positions(0, 2))])[0, 0].tolist()
     [[0.0, 1.0, 2.0, 3.0], [2.0, 3.0, 4.0, 5.0]]
     """
-    problem = AttentionProblem.of(q, blocks)
+    problem = AttentionProblem.of(q, blocks, sinks, soft_cap)
     chosen = select(BACKENDS, problem, backend).backend
     if backend is not None:
         q = require_platform(q, chosen, BACKENDS.kind)
-    return chosen.run(problem, q, blocks)
+    return chosen.run(problem, q, blocks, sinks)

@@ -20,19 +20,21 @@ H = TypeVar("H")
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """The keys and values of some positions, and how many of them each new token attends to.
+    """The keys and values of some positions, and which of them each new token attends to: from `first` to before `seen`.
 
     Attributes:
         keys: `[B, K, S, h]`, floating or quantized by a scheme that `KVPolicy` takes; with `layer`, `[L, B, K, S, h]`.
         values: likewise.
-        seen: for each new token how many of the positions it attends to, from the first on.
+        seen: for each new token the end of the positions that it attends to.
         layer: the layer to use of a cache of all layers; kernels read it in place.
+        first: for each new token the first position that it attends to (a sliding window); None: position 0.
     """
 
     keys: KVValues
     values: KVValues
     seen: Int[Array, " T"]
     layer: Int[Array, ""] | int | None = None
+    first: Int[Array, " T"] | None = None
 
     def refuse_unless_it_fits(self, q: Float[Array, "B H T h"]) -> None:
         """Raises a QuantError where the shapes do not match; a kernel would read out of bounds."""
@@ -49,14 +51,17 @@ class Block:
             raise QuantError(
                 f"the keys have shape {self.keys.shape} and the values {self.values.shape}; they must be the same"
             )
-        if self.seen.shape != q.shape[2:3]:
-            raise QuantError(f"seen has shape {self.seen.shape} and must have a number for each of {q.shape[2]} tokens")
+        for name, positions in (("seen", self.seen), ("first", self.first)):
+            if positions is not None and positions.shape != q.shape[2:3]:
+                raise QuantError(
+                    f"{name} has shape {positions.shape} and must have a number for each of {q.shape[2]} tokens"
+                )
 
     def of_layer(self) -> "Block":
         """The same positions with the keys and values of its layer alone, `[B, K, S, h]`."""
         if self.layer is None:
             return self
-        return Block(taken(self.keys, self.layer), taken(self.values, self.layer), self.seen)
+        return Block(taken(self.keys, self.layer), taken(self.values, self.layer), self.seen, first=self.first)
 
 
 def taken(stack: H, layer: Int[Array, ""] | int) -> H:
@@ -66,7 +71,7 @@ def taken(stack: H, layer: Int[Array, ""] | int) -> H:
 
 
 def seen_positions(start: Int[Array, ""] | int, count: int) -> Int[Array, " T"]:
-    """The causal `seen`: each new token attends to itself and all positions before it.
+    """The causal `seen`: each new token attends to itself and positions before it.
 
     Args:
         start: the position of the first new token.
@@ -81,6 +86,17 @@ def seen_positions(start: Int[Array, ""] | int, count: int) -> Int[Array, " T"]:
     return jnp.int32(start) + jnp.arange(1, count + 1, dtype=jnp.int32)
 
 
+def window_start(seen: Int[Array, " T"], window: Int[Array, ""] | int) -> Int[Array, " T"] | None:
+    """The first position of a sliding window that ends before `seen`; None for `window` 0, which is no window.
+
+    >>> window_start(seen_positions(4, 3), 3).tolist()
+    [2, 3, 4]
+    """
+    if isinstance(window, int) and window == 0:
+        return None
+    return jnp.maximum(seen - jnp.int32(window), 0)
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionProblem:
     """What a backend needs to decide whether it supports an attention call.
@@ -90,24 +106,41 @@ class AttentionProblem:
         keys: of each block.
         values: of each block.
         has_layers: for each block whether it is a layer of a cache.
+        has_windows: for each block whether tokens attend to positions from `first` on only.
+        has_sinks: whether each head's softmax has one more logit.
+        soft_cap: the soft cap of the logits; 0: none.
     """
 
     q: Operand
     keys: tuple[Operand, ...]
     values: tuple[Operand, ...]
     has_layers: tuple[bool, ...]
+    has_windows: tuple[bool, ...] = (False,)
+    has_sinks: bool = False
+    soft_cap: float = 0.0
 
     @classmethod
-    def of(cls, q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> "AttentionProblem":
+    def of(
+        cls,
+        q: Float[Array, "B H T h"],
+        blocks: Sequence[Block],
+        sinks: Float[Array, " H"] | None = None,
+        soft_cap: float = 0.0,
+    ) -> "AttentionProblem":
         """The problem of these operands.
 
         Raises:
-            QuantError: when shapes do not match.
+            QuantError: when shapes do not match, or the soft cap is negative.
         """
+        if not soft_cap >= 0:
+            raise QuantError(f"soft_cap is {soft_cap}, must be positive, or 0 for none")
+        if sinks is not None and sinks.shape != q.shape[1:2]:
+            raise QuantError(f"sinks has shape {sinks.shape} and must have a number for each of {q.shape[1]} heads")
         for block in blocks:
             block.refuse_unless_it_fits(q)
         keys, values = (tuple(Operand.of(getattr(b, name)) for b in blocks) for name in ("keys", "values"))
-        return cls(Operand.of(q), keys, values, tuple(b.layer is not None for b in blocks))
+        layers, windows = (tuple(getattr(b, name) is not None for b in blocks) for name in ("layer", "first"))
+        return cls(Operand.of(q), keys, values, layers, windows, sinks is not None, soft_cap)
 
     def __str__(self) -> str:
         return f"q={self.q} " + ", ".join(f"keys={k} values={v}" for k, v in zip(self.keys, self.values, strict=True))

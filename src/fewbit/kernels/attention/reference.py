@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from ...array.packing import unpack
 from ...array.qarray import QArray
@@ -39,16 +39,25 @@ class Reference(AbstractBackend[AttentionProblem]):
         return None
 
     def run(self, problem: AttentionProblem, *operands: PyTree) -> jax.Array:
-        return attended(*operands)
+        return attended(*operands, soft_cap=problem.soft_cap)
 
 
-def attended(q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> Float[Array, "B H T h"]:
+def attended(
+    q: Float[Array, "B H T h"],
+    blocks: Sequence[Block],
+    sinks: Float[Array, " H"] | None = None,
+    *,
+    soft_cap: float = 0.0,
+) -> Float[Array, "B H T h"]:
     """`attention` in plain JAX; slices a layer out of a cache first."""
     blocks = [block.of_layer() for block in blocks]
     B, H, T, h = q.shape
     K = blocks[0].keys.shape[1]
     grouped = q.reshape(B, K, H // K * T, h)
-    scores = [_scores(grouped, block, T) for block in blocks]
+    scores = [_scores(grouped, block, T, soft_cap) for block in blocks]
+    if sinks is not None:
+        column = sinks.astype(jnp.float32).reshape(1, K, H // K, 1, 1)
+        scores.append(jnp.broadcast_to(column, (B, K, H // K, T, 1)))
     weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)  # [B, K, G, T, S]
     mixed, start = [], 0
     for block in blocks:
@@ -58,15 +67,26 @@ def attended(q: Float[Array, "B H T h"], blocks: Sequence[Block]) -> Float[Array
     return sum(mixed[1:], mixed[0]).astype(q.dtype).reshape(B, H, T, h)
 
 
-def _scores(grouped: Array, block: Block, T: int) -> Float[Array, "B K G T S"]:
-    """The scaled products of queries and keys, -inf at masked positions."""
+def _scores(grouped: Array, block: Block, T: int, soft_cap: float) -> Float[Array, "B K G T S"]:
+    """The scaled products of queries and keys, with the soft cap, -inf at masked positions."""
     B, K, rows, h = grouped.shape
     product = _product(grouped, _numbers(block.keys, grouped.dtype), 3).reshape(B, K, rows // T, T, -1)
     factor = h**-0.5
     if isinstance(block.keys, QArray):
         factor = _token_scales(block.keys) * factor
-    is_seen = jnp.arange(product.shape[-1])[None, :] < block.seen[:, None]  # [T, S]
-    return jnp.where(jnp.broadcast_to(is_seen, product.shape), product * factor, -jnp.inf)
+    logits = product * factor
+    if soft_cap:
+        logits = soft_cap * jnp.tanh(logits / soft_cap)
+    return jnp.where(jnp.broadcast_to(_is_seen(block, product.shape[-1]), product.shape), logits, -jnp.inf)
+
+
+def _is_seen(block: Block, S: int) -> Bool[Array, "T S"]:
+    """Which positions each new token attends to."""
+    place = jnp.arange(S)[None, :]
+    is_seen = place < block.seen[:, None]
+    if block.first is not None:
+        is_seen &= place >= block.first[:, None]
+    return is_seen
 
 
 def _mixed(weights: Float[Array, "B K G T S"], block: Block, dtype: DTypeLike) -> Float[Array, "B K R h"]:
@@ -92,7 +112,7 @@ def _mixed(weights: Float[Array, "B K G T S"], block: Block, dtype: DTypeLike) -
         mixed = mixed * unit[:, :, 0]
     if T > 1:
         for numbers in odd:
-            mixed = _with_odd_values(mixed, numbers, jnp.tile(block.seen, G))
+            mixed = _with_odd_values(mixed, numbers, block, G)
     return mixed
 
 
@@ -100,24 +120,30 @@ def _counts(x: Float[Array, "*b S"], block: Block) -> Bool[Array, "*b S"]:
     """Which values `[..., S]` enter the product: for one token the unmasked ones, for several the finite ones."""
     if block.seen.shape[0] > 1:
         return jnp.isfinite(x)
-    return jnp.broadcast_to(jnp.arange(x.shape[-1]) < block.seen[0], x.shape)
+    return jnp.broadcast_to(_is_seen(block, x.shape[-1])[0], x.shape)
 
 
 def _with_odd_values(
-    mixed: Float[Array, "B K R h"], values: Float[Array, "B J S w"], seen: Int[Array, " R"]
+    mixed: Float[Array, "B K R h"], values: Float[Array, "B J S w"], block: Block, G: int
 ) -> Float[Array, "B K R h"]:
     """Adds the non-finite values, which the product had replaced by zeros, to the rows that attend to them.
 
-    A row attends to the first `seen` positions, so the first position of each kind decides: of values that give `+inf` or
-    NaN, and of values that give `-inf` or NaN. Where all heads or coordinates of a position share a scale, J or w is 1.
+    Two kinds count: values that give `+inf` or NaN, and values that give `-inf` or NaN. Without a window, the first
+    position of a kind decides; with one, the last position before the row's end. Where all heads or coordinates of a
+    position share a scale, J or w is 1.
     """
     S = values.shape[2]
     place = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2)
     is_odd = ~jnp.isfinite(values)
+    seen = jnp.tile(block.seen, G)  # [R]
 
     def sees(kind: Bool[Array, "B J S w"]) -> Bool[Array, "B J R w"]:
-        first = jnp.min(jnp.where(kind, place, S), axis=2, keepdims=True, initial=S)
-        return first < seen.reshape(1, 1, -1, 1)
+        if block.first is None:
+            first = jnp.min(jnp.where(kind, place, S), axis=2, keepdims=True, initial=S)
+            return first < seen.reshape(1, 1, -1, 1)
+        last = lax.cummax(jnp.where(kind, place, -1), axis=2)
+        before = jnp.take(last, jnp.maximum(seen - 1, 0), axis=2, mode="clip")
+        return (before >= jnp.tile(block.first, G).reshape(1, 1, -1, 1)) & (seen > 0).reshape(1, 1, -1, 1)
 
     rises, falls = sees(is_odd & ~(values == -jnp.inf)), sees(is_odd & ~(values == jnp.inf))
     inf = jnp.float32(jnp.inf)

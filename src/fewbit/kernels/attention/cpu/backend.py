@@ -40,6 +40,8 @@ class Cpu(AbstractBackend[AttentionProblem]):
             return f"keys and values come in {len(problem.keys)} blocks; it takes one"
         if problem.q.dtype not in _FLOATS:
             return f"the queries are {problem.q.dtype}, must be one of {', '.join(_FLOATS)}"
+        if any(problem.has_windows) or problem.has_sinks or problem.soft_cap:
+            return "sliding windows, sinks and soft caps are computed in plain JAX"
         return _refused("keys", problem.keys[0]) or _refused("values", problem.values[0])
 
     def not_chosen(self, problem: AttentionProblem) -> str | None:
@@ -48,7 +50,7 @@ class Cpu(AbstractBackend[AttentionProblem]):
         return device_refusal()
 
     def run(self, problem: AttentionProblem, *operands: PyTree) -> jax.Array:
-        q, (block,) = operands
+        q, (block,), *_ = operands
         layer = None if block.layer is None else jnp.int32(block.layer)
 
         def reference(q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None) -> jax.Array:

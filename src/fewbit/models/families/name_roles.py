@@ -1,4 +1,4 @@
-"""Tensor roles from names, by `families.json`."""
+"""Tensor roles from names, by `roles.json`."""
 
 import dataclasses
 import functools
@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 
-from ..recipe.roles import Role, TensorRole, refined
+from ...recipe.roles import Role, TensorRole, refined
 
 Shape = tuple[int, ...]
 
@@ -25,7 +25,7 @@ _RANKS = {Role.MATMUL: (2,), Role.EXPERTS: (3,), Role.CONVOLUTION: (3, 4, 5), Ro
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
+class NameRoles:
     """Architectures with the same parameter names.
 
     Attributes:
@@ -53,13 +53,13 @@ class Family:
 
 
 @functools.cache
-def families() -> tuple[Family, ...]:
+def families() -> tuple[NameRoles, ...]:
     """Every family of the table."""
-    table = json.loads(resources.files("fewbit.models").joinpath("families.json").read_text(encoding="utf-8"))
+    table = json.loads(resources.files("fewbit.models.families").joinpath("roles.json").read_text(encoding="utf-8"))
     found = []
     for form in table["families"]:
         patterns = tuple((layout, _pattern(form[layout])) for layout in _LAYOUTS if layout in form)
-        found.append(Family(form["name"], tuple(form["model_types"]), patterns))
+        found.append(NameRoles(form["name"], tuple(form["model_types"]), patterns))
     return tuple(found)
 
 
@@ -91,7 +91,7 @@ def family_roles(shapes: Mapping[str, Shape], model_type: str | None) -> dict[st
     return {name: role for name, shape in shapes.items() if (role := _agreed(fitting, name, shape)) is not None}
 
 
-def _agreed(fitting: list[Family], name: str, shape: Shape) -> TensorRole | None:
+def _agreed(fitting: list[NameRoles], name: str, shape: Shape) -> TensorRole | None:
     """The role that these families agree on; None if they do not."""
     roles = [role for family in fitting if (role := family.role(name, shape)) is not None]
     if len(roles) < len(fitting) or len({(role.role, role.axis) for role in roles}) != 1:

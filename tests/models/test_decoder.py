@@ -11,8 +11,8 @@ import pytest
 
 import fewbit as fb
 from fewbit.errors import QuantError
-from fewbit.models import LlamaConfig, decode_step, empty_cache, forward, prefill, stack_layers
-from tests.nets.random_llama import CONFIGS, SMALL, UNTIED, logits_float64, random_params, random_tokens
+from fewbit.models import DecoderConfig, decode_step, empty_cache, forward, prefill, stack_experts, stack_layers
+from tests.nets.random_decoder import CONFIGS, FEATURES, OTHERS, SMALL, UNTIED, logits_float64, random_params, random_tokens
 
 # Logits are about 1 to 10 in size. A float32 forward of three layers carries an error of a few eps (6e-8) of the largest
 # term of each of some 20 sums on its way: 20 * 10 * 6e-8 is 1.2e-5.
@@ -38,7 +38,7 @@ def decoded(params: dict[str, Any]) -> dict[str, Any]:
 
 
 @every_config
-def test_logits_are_those_of_the_formula_in_float64(config: LlamaConfig):
+def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     logits = run(params, tokens, config)
     assert logits.shape == (2, 13, config.vocab)
@@ -46,8 +46,23 @@ def test_logits_are_those_of_the_formula_in_float64(config: LlamaConfig):
     np.testing.assert_allclose(logits, logits_float64(params, tokens, config), **ROUNDING)
 
 
+@pytest.mark.parametrize("config", [FEATURES, OTHERS], ids=["features", "others"])
+def test_every_feature_is_its_formula_in_float64(config: DecoderConfig):
+    """Whole and unrolled, and token by token with the layers in a scan, where a window and a rotary table are traced."""
+    params, tokens = random_params(config), random_tokens(config, 1, 9)
+    expected = logits_float64(params, tokens, config)
+    rounding = {"atol": 2e-6 * np.abs(expected).max(), "rtol": 0}
+    np.testing.assert_allclose(run(params, tokens, config), expected, **rounding)
+    stacked = stack_layers(stack_experts(params))
+    logits, cache = prefill(stacked, tokens[:, :7], empty_cache(config, batch=1, room=9), config)
+    np.testing.assert_allclose(logits, expected[:, 6], **rounding)
+    for t in (7, 8):
+        logits, cache = decode_step(stacked, tokens[:, t], cache, config)
+        np.testing.assert_allclose(logits, expected[:, t], **rounding)
+
+
 @every_config
-def test_stacked_layers_compute_the_same(config: LlamaConfig):
+def test_stacked_layers_compute_the_same(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     stacked = stack_layers(params)
     assert len(stacked["layers"]) == 1
@@ -57,7 +72,7 @@ def test_stacked_layers_compute_the_same(config: LlamaConfig):
 @pytest.mark.slow
 @every_config
 @pytest.mark.parametrize("is_stacked", [False, True], ids=["list", "stacked"])
-def test_reading_token_by_token_gives_the_logits_of_the_whole(config: LlamaConfig, is_stacked: bool):
+def test_reading_token_by_token_gives_the_logits_of_the_whole(config: DecoderConfig, is_stacked: bool):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     whole = run(params, tokens, config)
     params = stack_layers(params) if is_stacked else params

@@ -1,7 +1,7 @@
-"""The Llama decoder in plain JAX.
+"""A decoder in plain JAX, by its configuration: Llama, Qwen, Gemma, gpt-oss and others.
 
-RMSNorm, rotary embedding, grouped-query attention, SwiGLU. The pytree of parameters, with weights `[out, in]` as in GGUF
-and Hugging Face files:
+RMSNorm, rotary embedding, grouped-query attention, a gated feed-forward block or a mixture of experts. The pytree of
+parameters, with weights `[out, in]` as in GGUF and Hugging Face files; of a Llama:
 
     {"embed": [V, D],
      "layers": [{"attn": {"norm": [D], "q": [H h, D], "k": [K h, D], "v": [K h, D], "o": [D, H h]},
@@ -9,14 +9,14 @@ and Hugging Face files:
      "norm": [D],
      "head": [V, D]}                       only if `config.tied` is false
 
-A path is `layers/3/attn/q`. `fuse_weights` fuses q, k and v, and gate and up. With quantized leaves the same functions run
-through `fb.transparent`. Dimension letters: B batch, T tokens, V vocabulary, D width, H heads, K key heads, G = H / K,
-h head width, F hidden, S cache positions.
+`shapes` lists the leaves of any configuration. A path is `layers/3/attn/q`. `fuse_weights` fuses q, k and v, and gate and up.
+With quantized leaves the same functions run through `fb.transparent`. Dimension letters: B batch, T tokens, V vocabulary, D
+width, H heads, K key heads, G = H / K, h head width, F hidden, S cache positions, E experts.
 """
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,21 +26,20 @@ from jaxtyping import Array, Float, Int
 
 from ..errors import QuantError
 from ..kernels.attention.dispatch import attention
-from ..kernels.attention.problem import Block, seen_positions
+from ..kernels.attention.problem import Block, seen_positions, window_start
 from ..kernels.quantize.dispatch import quantize
 from ..kvcache.policy import KVPolicy
 from .cache import AnyCache
-from .config import LlamaConfig
-from .joined import JOINED, products
-from .rope import apply_rotary, rotary_tables
-
-Params: TypeAlias = dict[str, Any]
+from .config import DecoderConfig
+from .experts import mixture
+from .layer import Params, feed_forward, linear, plus_bias, queries_keys_values, rms_norm, scaled
+from .rope import LayerRotations
 
 
 def forward(
     params: Params,
     tokens: Int[Array, "B T"],
-    config: LlamaConfig,
+    config: DecoderConfig,
     *,
     dtype: DTypeLike = jnp.float32,
     kv: KVPolicy | None = None,
@@ -70,7 +69,7 @@ def forward(
 
 @partial(jax.jit, static_argnames=("config", "dtype"), donate_argnames="cache")
 def prefill(
-    params: Params, tokens: Int[Array, "B T"], cache: AnyCache, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
+    params: Params, tokens: Int[Array, "B T"], cache: AnyCache, config: DecoderConfig, *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Float[Array, "B V"], AnyCache]:
     """Appends tokens to the KV cache and returns the logits after the last one.
 
@@ -103,7 +102,7 @@ def prefill(
 
 
 def decode_step(
-    params: Params, token: Int[Array, " B"], cache: AnyCache, config: LlamaConfig, *, dtype: DTypeLike = jnp.float32
+    params: Params, token: Int[Array, " B"], cache: AnyCache, config: DecoderConfig, *, dtype: DTypeLike = jnp.float32
 ) -> tuple[Float[Array, "B V"], AnyCache]:
     """One decode step: `prefill` with a single token per row.
 
@@ -158,7 +157,7 @@ def _signature(layer: Params) -> tuple[Any, ...]:
 def _hidden(
     params: Params,
     tokens: Array,
-    config: LlamaConfig,
+    config: DecoderConfig,
     dtype: DTypeLike,
     *,
     cache: AnyCache | None = None,
@@ -174,26 +173,67 @@ def _hidden(
             f"tokens has {T} positions, more than the context of the model, {config.context}; cut it into windows"
         )
     if cache is None:
-        cos, sin = rotary_tables(config, T)
+        rotations = LayerRotations(config, 0, T, T)
     else:
-        every = rotary_tables(config, max(cache.room, T))
-        cos, sin = (lax.dynamic_slice_in_dim(jnp.asarray(t), cache.length, T) for t in every)
+        rotations = LayerRotations(config, cache.length, T, max(cache.room, T))
+    windows = _Windows(config)
 
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
-        q, k, v = _heads_of(_rms_norm(x, layer["attn"]["norm"], config), layer["attn"], (cos, sin), config)
+        attn, window = layer["attn"], windows.of_layer(index)
+        q, k, v = queries_keys_values(_before(x, attn, config), attn, rotations.of_layer(index), config)
         if cache is not None:
             cache = cache.written(index, k, v)
-            blocks = cache.blocks(index, k, v)
-        elif kv is not None:
-            blocks = (Block(quantize(k, kv.keys), quantize(v, kv.values), seen_positions(0, T)),)
+            blocks = cache.blocks(index, k, v, window)
         else:
-            blocks = (Block(k, v, seen_positions(0, T)),)
-        mixed = attention(q, blocks).swapaxes(1, 2).reshape(*x.shape[:2], -1)
-        x = x + _linear(mixed, layer["attn"]["o"])
-        return x + _mlp(x, layer["mlp"], config), cache
+            seen = seen_positions(0, T)
+            if kv is not None:
+                k, v = quantize(k, kv.keys), quantize(v, kv.values)
+            blocks = (Block(k, v, seen, first=window_start(seen, window)),)
+        mixed = attention(q, blocks, sinks=attn.get("sinks"), soft_cap=config.attention_cap)
+        mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], -1)
+        x = x + _after(plus_bias(linear(mixed, attn["o"]), attn, "o"), attn, config)
+        mlp = layer["mlp"]
+        y = _before(x, mlp, config)
+        if config.experts is not None and "experts" in mlp:
+            y = mixture(y, mlp, config, config.experts)
+        else:
+            y = feed_forward(y, mlp, config)
+        return x + _after(y, mlp, config), cache
 
-    x = jnp.take(params["embed"], tokens, axis=0).astype(dtype)
+    x = scaled(jnp.take(params["embed"], tokens, axis=0).astype(dtype), config.embed_scale)
     return _through_layers(block, x, cache, params["layers"])
+
+
+def _before(x: Array, part: Params, config: DecoderConfig) -> Array:
+    """The input of attention or the feed-forward block, with its norm if it has one."""
+    if config.norms == "post":
+        return x
+    return rms_norm(x, part["norm"], config)
+
+
+def _after(y: Array, part: Params, config: DecoderConfig) -> Array:
+    """The output of attention or the feed-forward block, with its norm if it has one, and scaled."""
+    if config.norms != "pre":
+        y = rms_norm(y, part["post_norm"], config)
+    return scaled(y, config.residual_scale)
+
+
+class _Windows:
+    """The sliding window of every layer; 0: all positions."""
+
+    def __init__(self, config: DecoderConfig):
+        self.sizes = [config.window_of(layer) for layer in range(config.layers)]
+
+    def of_layer(self, layer: Array | int) -> Array | int:
+        """The window of a layer, which `lax.scan` traces; then a layer without one has a window longer than any sequence."""
+        if len(set(self.sizes)) == 1:
+            return self.sizes[0]
+        if isinstance(layer, int):
+            return self.sizes[layer]
+        return jnp.asarray([size or _ALL for size in self.sizes], jnp.int32)[layer]
+
+
+_ALL = 1 << 30
 
 
 def _through_layers(
@@ -215,45 +255,14 @@ def _through_layers(
     return x, cache
 
 
-def _heads_of(
-    y: Array, attn: Params, positions: tuple[Any, Any], config: LlamaConfig
-) -> tuple[Float[Array, "B H T h"], Float[Array, "B K T h"], Float[Array, "B K T h"]]:
-    """The queries, keys and values of normed tokens, with rotary embedding."""
-    counts = (config.heads, config.kv_heads, config.kv_heads)
-    flat = products(attn, JOINED["attn"], [n * config.head_dim for n in counts], partial(_linear, y))
-    B, T, _ = y.shape
-    q, k, v = (part.reshape(B, T, count, -1).swapaxes(1, 2) for part, count in zip(flat, counts, strict=True))
-    return apply_rotary(q, *positions, config.rope), apply_rotary(k, *positions, config.rope), v
-
-
-def _mlp(x: Array, mlp: Params, config: LlamaConfig) -> Array:
-    """The feed-forward block: `down (silu(gate y) * up y)`."""
-    y = _rms_norm(x, mlp["norm"], config)
-    gate, up = products(mlp, JOINED["mlp"], [config.hidden] * 2, partial(_linear, y))
-    return _linear(jax.nn.silu(gate) * up, mlp["down"])
-
-
-def _logits(params: Params, x: Array, config: LlamaConfig) -> Array:
+def _logits(params: Params, x: Array, config: DecoderConfig) -> Array:
     """The logits of the residual stream, float32."""
     if config.tied and "head" in params:
         raise QuantError("config.tied is True, but params has 'head'; make the two agree")
     if not config.tied and "head" not in params:
         raise QuantError("config.tied is False, but params has no 'head'; make the two agree")
-    y = _rms_norm(x, params["norm"], config)
-    return _linear(y, params.get("head", params["embed"]), dtype=jnp.float32)
-
-
-def _rms_norm(x: Array, gain: Any, config: LlamaConfig) -> Array:
-    """`x / sqrt(mean(x ** 2) + eps) * gain`, computed in float32, in the dtype of `x`."""
-    wide = x.astype(jnp.float32)
-    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
-    return (wide * inverse * gain.astype(jnp.float32)[None, None, :]).astype(x.dtype)
-
-
-def _linear(x: Array, weight: Any, dtype: DTypeLike | None = None) -> Array:
-    """`x weight^T` of `[B, T, in]` and `[out, in]`, accumulated in float32, in `dtype` or that of `x`."""
-    # Accelerators round float32 operands by default.
-    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    numbers = (((2,), (1,)), ((), ()))
-    y = lax.dot_general(x, weight.astype(x.dtype), numbers, precision=precision, preferred_element_type=jnp.float32)
-    return y.astype(x.dtype if dtype is None else dtype)  # [B, T, out]
+    y = rms_norm(x, params["norm"], config)
+    logits = scaled(linear(y, params.get("head", params["embed"]), dtype=jnp.float32), config.logit_scale)
+    if config.logit_cap:
+        logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
+    return logits

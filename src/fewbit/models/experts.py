@@ -1,0 +1,89 @@
+"""The mixture of experts of a decoder layer.
+
+Experts stored separately are a list of feed-forward blocks, and each one computes every token; `stack_experts` stacks them, so
+that a token passes its own experts only. E experts, `k` of them active for a token, F their hidden width.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .config import DecoderConfig, Experts
+from .layer import Params, feed_forward, gated, linear, plus_bias
+
+_OVER_INPUTS = lax.RaggedDotDimensionNumbers((((1,), (2,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
+"""Rows `[M, in]` in groups, times matrices `[E, out, in]`."""
+
+
+def mixture(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig, experts: Experts) -> Float[Array, "B T D"]:
+    """The sum of a token's active experts by the router's weights, plus the shared expert."""
+    weights, chosen = _routed(y, mlp, experts)
+    if isinstance(mlp["experts"], list):
+        total = jnp.zeros(y.shape, jnp.float32)
+        for index, expert in enumerate(mlp["experts"]):
+            weight = jnp.sum(jnp.where(chosen == index, weights, 0.0), axis=-1, keepdims=True)
+            total = total + weight * feed_forward(y, expert, config).astype(jnp.float32)
+    else:
+        total = _ragged(y, weights, chosen, mlp["experts"], config, experts)
+    if "shared" in mlp:
+        gate = jax.nn.sigmoid(linear(y, mlp["shared_expert_gate"], dtype=jnp.float32))
+        total = total + gate * feed_forward(y, mlp["shared"], config).astype(jnp.float32)
+    return total.astype(y.dtype)
+
+
+def _routed(y: Array, mlp: Params, experts: Experts) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
+    """The weights and numbers of each token's active experts."""
+    logits = plus_bias(linear(y, mlp["router"], dtype=jnp.float32), mlp, "router")
+    largest, chosen = lax.top_k(logits, experts.active)
+    if experts.normalized:
+        return jax.nn.softmax(largest, axis=-1), chosen
+    return jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), chosen
+
+
+def _ragged(
+    y: Array, weights: Array, chosen: Array, stacks: Params, config: DecoderConfig, experts: Experts
+) -> Float[Array, "B T D"]:
+    """The weighted sum over stacked experts: tokens are sorted by expert for ragged products."""
+    B, T, D = y.shape
+    k = experts.active
+    flat = chosen.reshape(-1)  # [B T k]
+    order = jnp.argsort(flat, stable=True)
+    rows = jnp.take(y.reshape(-1, D), order // k, axis=0)  # [B T k, D]
+    sizes = jnp.sum(flat[None, :] == jnp.arange(experts.count, dtype=flat.dtype)[:, None], axis=1, dtype=jnp.int32)
+    of_row = flat[order]
+    hidden = gated(*_gate_and_up(rows, sizes, of_row, stacks, experts), config)
+    out = _product(hidden, sizes, of_row, stacks, "down", experts)
+    back = jnp.take(out.astype(jnp.float32), jnp.argsort(order), axis=0).reshape(B, T, k, D)
+    return jnp.sum(back * weights[..., None], axis=2)
+
+
+def _gate_and_up(rows: Array, sizes: Array, of_row: Array, stacks: Params, experts: Experts) -> tuple[Array, Array]:
+    """The gate and up projections of the rows, `[M, F]` each."""
+    if "gate+up" not in stacks:
+        gate = _product(rows, sizes, of_row, stacks, "gate", experts)
+        return gate, _product(rows, sizes, of_row, stacks, "up", experts)
+    both = _product(rows, sizes, of_row, stacks, "gate+up", experts)
+    if experts.layout == "interleaved":
+        return both[:, 0::2], both[:, 1::2]
+    gate, up = jnp.split(both, 2, axis=-1)
+    return gate, up
+
+
+def _product(
+    rows: Float[Array, "M K"], sizes: Array, of_row: Array, stacks: Params, name: str, experts: Experts
+) -> Float[Array, "M N"]:
+    """Each row times the matrix of its expert, plus the expert's bias."""
+    weight: Any = stacks[name].astype(rows.dtype)
+    precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
+    settings = {"precision": precision, "preferred_element_type": jnp.float32}
+    if experts.layout == "interleaved":
+        product = lax.ragged_dot(rows, weight, sizes, **settings)
+    else:
+        product = lax.ragged_dot_general(rows, weight, sizes, _OVER_INPUTS, **settings)
+    bias = stacks.get(f"{name}_bias")
+    if bias is not None:
+        product = product + jnp.take(bias, of_row, axis=0).astype(jnp.float32)
+    return product.astype(rows.dtype)

@@ -1,0 +1,213 @@
+"""A family of decoders: how its config.json and its parameter names map to ours."""
+
+import dataclasses
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from ..._json import Positive, converted
+from ...errors import UnsupportedError
+from ..config import DecoderConfig
+from ..names import NameTable, check_layer_count
+from .rope import rope_fields
+from .tables import GGUF, HUGGING_FACE
+
+MANY = 1 << 16
+"""Layers that a configuration without its checkpoint may have."""
+
+Number = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
+"""A positive number of a configuration."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """One `model_type` of Hugging Face that the decoder can run.
+
+    Attributes:
+        model_type: the `model_type` of config.json.
+        title: the family's name in the documentation.
+        config: the configuration of a config.json, given the names of the checkpoint's tensors.
+        table: the names of its parameters in Hugging Face files.
+        gguf: the architecture's name in GGUF files.
+        gguf_table: the names of its parameters in GGUF files.
+        permutes: whether llama.cpp's converter orders the rows of q and k for the "interleaved" rotary embedding.
+    """
+
+    model_type: str
+    title: str
+    config: Callable[[Mapping[str, Any], Collection[str]], DecoderConfig]
+    table: NameTable = HUGGING_FACE
+    gguf: str = ""
+    gguf_table: NameTable = GGUF
+    permutes: bool = False
+
+
+class Common(msgspec.Struct, kw_only=True):
+    """The schema of what every config.json has; families add fields and change defaults."""
+
+    model_type: str
+    vocab: Positive = msgspec.field(name="vocab_size")
+    layers: Positive = msgspec.field(name="num_hidden_layers")
+    width: Positive = msgspec.field(name="hidden_size")
+    heads: Positive = msgspec.field(name="num_attention_heads")
+    hidden: Positive = msgspec.field(name="intermediate_size")
+    context: Positive = msgspec.field(name="max_position_embeddings")
+    kv_heads: Positive | None = msgspec.field(name="num_key_value_heads", default=None)
+    head_dim: Positive | None = None
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-6)
+    act: str | None = msgspec.field(name="hidden_act", default=None)
+    tied: bool = msgspec.field(name="tie_word_embeddings", default=False)
+    rope_theta: Number | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None
+    partial_rotary: Number | None = msgspec.field(name="partial_rotary_factor", default=None)
+
+
+Fields = TypeVar("Fields", bound=Common)
+
+
+class Windowed(Common, kw_only=True):
+    """The schema of families with sliding windows."""
+
+    window: Positive | None = msgspec.field(name="sliding_window", default=None)
+    layer_types: list[str] | None = None
+
+
+def read_config(obj: Mapping[str, Any], schema: type[Fields], names: Collection[str]) -> Fields:
+    """Reads a config.json by its family's schema.
+
+    A key that the schema does not have is ignored if it does not concern the architecture, or is null, false, 0 or empty.
+
+    Raises:
+        UnsupportedError: for any other unknown key.
+        QuantError: for a missing field, one of another type, or more layers than tensors.
+    """
+    found = converted(obj, schema, "config.json")
+    check_layer_count(found.layers, len(names), MANY)
+    known = {field.encode_name for field in msgspec.structs.fields(schema)}
+    refuse_unknown(obj, known | _NO_ARCHITECTURE, "config.json")
+    return found
+
+
+def refuse_unknown(obj: Mapping[str, Any], known: Collection[str], where: str) -> None:
+    """Raises UnsupportedError for an unknown key that is set: it may be a feature that the decoder lacks."""
+    for key, value in obj.items():
+        if key not in known and not key.startswith("_") and value not in (None, False, 0, "", [], {}):
+            raise UnsupportedError(f"{where} has {key} = {value!r:.80}, which the decoder does not support")
+
+
+def refuse_unless(value: object, allowed: Sequence[object], key: str, where: str = "config.json") -> None:
+    """Raises UnsupportedError unless the value of a key is one of those allowed."""
+    if value not in allowed:
+        wanted = " or ".join(repr(a) for a in allowed)
+        raise UnsupportedError(f"{where} has {key} = {value!r:.80}; supported is {wanted}")
+
+
+def decoder_config(found: Common, *, theta: float = 10_000.0, **settings: Any) -> DecoderConfig:
+    """The configuration of the common fields; `settings` adds and replaces fields.
+
+    Args:
+        found: the fields of config.json.
+        theta: the family's default of `rope_theta`.
+        settings: further fields of `DecoderConfig`.
+    """
+    if "activation" not in settings:
+        settings["activation"] = activation(found.act or "silu", "hidden_act")
+    head_dim = found.head_dim or found.width // found.heads
+    fields = {
+        "vocab": found.vocab,
+        "layers": found.layers,
+        "width": found.width,
+        "heads": found.heads,
+        "kv_heads": found.kv_heads or found.heads,
+        "head_dim": head_dim,
+        "hidden": found.hidden,
+        "norm_eps": found.norm_eps,
+        "tied": found.tied,
+        "context": found.context,
+    }
+    if "rope_theta" not in settings:
+        rope = found.rope_scaling or found.rope_parameters or {}
+        plain = {"rope_theta": found.rope_theta or theta, "partial_rotary_factor": found.partial_rotary or 1.0}
+        original = getattr(found, "original_context", None)
+        fields |= rope_fields(rope, plain, head_dim=head_dim, context=found.context, original_context=original)
+    return DecoderConfig(**{**fields, **settings})
+
+
+def activation(name: str, key: str) -> str:
+    """Our name of an activation of Hugging Face."""
+    refuse_unless(name, tuple(_ACTIVATIONS), key)
+    return _ACTIVATIONS[name]
+
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+def window_fields(layer_types: Sequence[str], window: int | None) -> dict[str, Any]:
+    """The fields of the layers with a sliding window.
+
+    Args:
+        layer_types: "sliding_attention" or "full_attention" for each layer.
+        window: the positions of the window; None: there is none.
+    """
+    for kind in layer_types:
+        refuse_unless(kind, ("full_attention", "sliding_attention"), "layer_types")
+    sliding = tuple(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
+    if not sliding:
+        return {}
+    if window is None:
+        raise UnsupportedError("config.json has layers of type 'sliding_attention', but no sliding_window")
+    return {"window": window, "window_layers": sliding if len(sliding) < len(layer_types) else ()}
+
+
+_NO_ARCHITECTURE = frozenset(
+    (
+        "architectures",
+        "auto_map",
+        "torch_dtype",
+        "dtype",
+        "transformers_version",
+        "use_cache",
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "unk_token_id",
+        "sep_token_id",
+        "decoder_start_token_id",
+        "initializer_range",
+        "attention_dropout",
+        "hidden_dropout",
+        "resid_pdrop",
+        "embd_pdrop",
+        "output_router_logits",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        "pretraining_tp",
+        "quantization_config",
+        "task_specific_params",
+        "id2label",
+        "label2id",
+        "is_encoder_decoder",
+        "is_decoder",
+        "cache_implementation",
+        "attn_implementation",
+        "chunk_size_feed_forward",
+        "output_attentions",
+        "output_hidden_states",
+        "return_dict",
+        "problem_type",
+        "tokenizer_class",
+        "tie_encoder_decoder",
+        "finetuning_task",
+        "unsloth_version",
+        "unsloth_fixed",
+        "name_or_path",
+        "max_length",
+        "min_length",
+        "do_sample",
+        "num_return_sequences",
+        "generation_config",
+    )
+)
+"""Keys of config.json that do not change what the decoder computes."""

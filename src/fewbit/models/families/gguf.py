@@ -1,0 +1,321 @@
+"""The configuration of a GGUF file, of every architecture that the decoder can run."""
+
+import functools
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ..._json import Count, Positive, converted
+from ..._registry import near_names
+from ...array.qarray import QArray
+from ...errors import QuantError, UnsupportedError
+from ...kernels.quantize.dispatch import dequantize
+from ..config import DecoderConfig, Experts
+from ..names import NameTable, check_layer_count
+from ..rope_scaling import Linear, LongRope, RopeScaling, Yarn
+from .family import MANY, Number, refuse_unless
+from .table import FAMILIES
+from .tables import GGUF
+
+_WHERE = "the GGUF metadata"
+
+Fields = Mapping[str, Any]
+Tensors = Collection[str] | Mapping[str, Any]
+
+
+def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
+    """Reads the configuration of a GGUF file.
+
+    Args:
+        fields: the metadata by key, as plain Python values.
+        names: its tensors by name, or their names alone. The head is tied if none is `output.weight`. Factors of rotary
+            frequencies (`rope_freqs.weight` of Llama 3.1) are tensors, so they need the values.
+
+    Returns:
+        A configuration. Of Llama and its relatives it has the "interleaved" layout: llama.cpp's converter orders the rows of
+        q and k for it.
+
+    Raises:
+        UnsupportedError: for another architecture, or a feature that the decoder lacks.
+        QuantError: for a missing key.
+    """
+    architecture = gguf_architecture(fields)
+    found = _Gguf(**msgspec.structs.asdict(converted(fields, _schema(architecture), _WHERE)))
+    check_layer_count(found.layers, len(names), MANY)
+    head_dim = found.head_dim or found.width // found.heads
+    refuse_unless(found.value_length or head_dim, (head_dim,), f"{architecture}.attention.value_length", _WHERE)
+    vocab = len(found.tokens) or found.vocab
+    if vocab is None:
+        raise QuantError(f"{_WHERE} has neither 'tokenizer.ggml.tokens' nor '{architecture}.vocab_size'")
+    hidden = found.hidden or found.expert_hidden
+    if hidden is None:
+        raise QuantError(f"{_WHERE} lacks the field '{architecture}.feed_forward_length'")
+    rotary_dim = found.rotary_dim or head_dim
+    settings = {
+        "rope": "half",
+        "qkv_bias": "blk.0.attn_q.bias" in names,
+        "o_bias": "blk.0.attn_output.bias" in names,
+        "mlp_bias": "blk.0.ffn_gate.bias" in names,
+        "rope_scaling": _scaling(architecture, found, names),
+        "rotary_dim": 0 if rotary_dim == head_dim else rotary_dim,
+        "experts": _experts(architecture, found, names),
+        **ARCHITECTURES[architecture](found),
+    }
+    return DecoderConfig(
+        vocab=vocab,
+        layers=found.layers,
+        width=found.width,
+        heads=found.heads,
+        kv_heads=found.kv_heads or found.heads,
+        head_dim=head_dim,
+        hidden=hidden,
+        norm_eps=found.norm_eps,
+        rope_theta=found.rope_theta,
+        tied="output.weight" not in names,
+        context=found.context,
+        **settings,
+    )
+
+
+def gguf_architecture(fields: Fields) -> str:
+    """The architecture of a GGUF file.
+
+    Raises:
+        UnsupportedError: for one that the decoder cannot run.
+    """
+    architecture = converted(fields, _Architecture, _WHERE).name
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"the GGUF file's architecture is {architecture!r}, which the decoder cannot run; "
+            f"{near_names(architecture, tuple(ARCHITECTURES))}"
+        )
+    return architecture
+
+
+def gguf_table_of(fields: Fields) -> NameTable:
+    """The names of the parameters in a GGUF file."""
+    architecture = gguf_architecture(fields)
+    return next((family.gguf_table for family in FAMILIES.values() if family.gguf == architecture), GGUF)
+
+
+class _Architecture(msgspec.Struct):
+    name: str = msgspec.field(name="general.architecture")
+
+
+class _Gguf(msgspec.Struct):
+    """The metadata that configurations read."""
+
+    width: Positive
+    heads: Positive
+    layers: Positive
+    context: Positive
+    norm_eps: Number
+    hidden: Positive | None = None
+    kv_heads: Positive | None = None
+    head_dim: Positive | None = None
+    value_length: Positive | None = None
+    rope_theta: Number = 10_000.0
+    rotary_dim: Positive | None = None
+    scaling: str = "none"
+    scaling_factor: Number | None = None
+    original_context: Positive | None = None
+    attention_factor: Number | None = None
+    vocab: Positive | None = None
+    tokens: list[str] = []
+    experts: Count = 0
+    active: Positive | None = None
+    expert_hidden: Positive | None = None
+    shared_hidden: Count = 0
+    window: Count = 0
+    attention_cap: float = 0.0
+    logit_cap: float = 0.0
+    attention_scale: float = 0.0
+    embed_scale: Number = 1.0
+    residual_scale: Number = 1.0
+    logit_divisor: Number = 1.0
+
+
+_KEYS = {
+    "width": "embedding_length",
+    "heads": "attention.head_count",
+    "layers": "block_count",
+    "context": "context_length",
+    "norm_eps": "attention.layer_norm_rms_epsilon",
+    "hidden": "feed_forward_length",
+    "kv_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "value_length": "attention.value_length",
+    "rope_theta": "rope.freq_base",
+    "rotary_dim": "rope.dimension_count",
+    "scaling": "rope.scaling.type",
+    "scaling_factor": "rope.scaling.factor",
+    "original_context": "rope.scaling.original_context_length",
+    "attention_factor": "rope.scaling.attn_factor",
+    "vocab": "vocab_size",
+    "experts": "expert_count",
+    "active": "expert_used_count",
+    "expert_hidden": "expert_feed_forward_length",
+    "shared_hidden": "expert_shared_feed_forward_length",
+    "window": "attention.sliding_window",
+    "attention_cap": "attn_logit_softcapping",
+    "logit_cap": "final_logit_softcapping",
+    "attention_scale": "attention.scale",
+    "embed_scale": "embedding_scale",
+    "residual_scale": "residual_scale",
+    "logit_divisor": "logit_scale",
+}
+"""The key of each field of `_Gguf`, after the architecture."""
+
+
+@functools.cache
+def _schema(architecture: str) -> Any:
+    """`_Gguf` as the schema of an architecture's keys."""
+    names = {field: f"{architecture}.{key}" for field, key in _KEYS.items()} | {"tokens": "tokenizer.ggml.tokens"}
+    fields: list[Any] = []
+    for field in msgspec.structs.fields(_Gguf):
+        option = msgspec.field(name=names[field.name], default=field.default, default_factory=field.default_factory)
+        fields.append((field.name, field.type, option))
+    return msgspec.defstruct("Gguf", fields)
+
+
+def _scaling(architecture: str, found: _Gguf, names: Tensors) -> RopeScaling | None:
+    """The scaling of rotary frequencies."""
+    original = found.original_context or found.context
+    if "rope_freqs.weight" in names:
+        factors = _factors(names, "rope_freqs.weight")
+        return LongRope(factors, factors, found.context, 1.0)
+    if "rope_factors_long.weight" in names:
+        sets = [_factors(names, f"rope_factors_{length}.weight") for length in ("short", "long")]
+        return LongRope(*sets, original, found.attention_factor or 1.0)
+    key = f"{architecture}.rope.scaling.type"
+    refuse_unless(found.scaling, ("none", "linear", "yarn"), key, _WHERE)
+    if found.scaling == "none":
+        return None
+    if found.scaling_factor is None:
+        raise QuantError(f"{_WHERE} has {key} = {found.scaling!r}, but no '{architecture}.rope.scaling.factor'")
+    if found.scaling == "linear":
+        return Linear(found.scaling_factor)
+    # gpt-oss was trained without rounding the ends of the ramp.
+    return Yarn(found.scaling_factor, original, truncate=architecture != "gpt-oss")
+
+
+def _factors(names: Tensors, name: str) -> tuple[float, ...]:
+    """The factors of rotary frequencies that a file has as a tensor."""
+    if not isinstance(names, Mapping) or names[name] is None:
+        raise UnsupportedError(f"the GGUF file has {name}: pass its tensors, since these factors scale rotary embedding")
+    value = names[name]
+    if isinstance(value, QArray):
+        value = dequantize(value)
+    return tuple(float(x) for x in np.asarray(value, np.float64))
+
+
+def _experts(architecture: str, found: _Gguf, names: Tensors) -> Experts | None:
+    """The mixture of experts, whose matrices a GGUF file stacks."""
+    if not found.experts:
+        return None
+    if found.active is None:
+        raise QuantError(f"{_WHERE} lacks the field '{architecture}.expert_used_count'")
+    layers = tuple(i for i in range(found.layers) if f"blk.{i}.ffn_down_exps.weight" in names)
+    if not layers:
+        raise UnsupportedError(f"{_WHERE} has experts, but the file has no 'blk.0.ffn_down_exps.weight'")
+    hidden = found.expert_hidden or found.hidden
+    assert hidden is not None
+    return Experts(
+        found.experts,
+        found.active,
+        hidden,
+        normalized=architecture != "qwen2moe",
+        layers=layers if len(layers) < found.layers else (),
+        shared_hidden=found.shared_hidden,
+        bias="blk.0.ffn_gate_inp.bias" in names,
+        layout="stacked",
+    )
+
+
+def _llama(found: _Gguf) -> dict[str, Any]:
+    return {"rope": "interleaved"}
+
+
+def _smollm3(found: _Gguf) -> dict[str, Any]:
+    return {"rope": "interleaved", "nope_layers": tuple(range(3, found.layers, 4))}
+
+
+def _granite(found: _Gguf) -> dict[str, Any]:
+    return {
+        "rope": "interleaved",
+        "attention_scale": found.attention_scale,
+        "embed_scale": found.embed_scale,
+        "residual_scale": found.residual_scale,
+        "logit_scale": 1 / found.logit_divisor,
+    }
+
+
+def _plain(found: _Gguf) -> dict[str, Any]:
+    return {}
+
+
+def _qwen3(found: _Gguf) -> dict[str, Any]:
+    return {"qk_norm": "head"}
+
+
+def _olmo2(found: _Gguf) -> dict[str, Any]:
+    return {"norms": "post", "qk_norm": "projection"}
+
+
+def _phi3(found: _Gguf) -> dict[str, Any]:
+    return {"fused": True, "window": found.window}
+
+
+def _gemma(found: _Gguf, largest: int) -> dict[str, Any]:
+    """The fields of both Gemmas: converters have added 1 to the gains of norms."""
+    head_dim = found.head_dim or found.width // found.heads
+    if found.layers == largest:  # the 27B models, as in llama.cpp: query_pre_attn_scalar is not in the file
+        head_dim = found.width // found.heads
+    return {
+        "activation": "gelu_tanh",
+        "norms": "sandwich",
+        "attention_scale": head_dim**-0.5,
+        "embed_scale": found.width**0.5,
+        "window": found.window,
+        "logit_cap": found.logit_cap,
+    }
+
+
+def _gemma2(found: _Gguf) -> dict[str, Any]:
+    fields = _gemma(found, 46)
+    return {**fields, **_windows(found, 2), "attention_cap": found.attention_cap}
+
+
+def _gemma3(found: _Gguf) -> dict[str, Any]:
+    return {**_gemma(found, 62), **_windows(found, 6), "qk_norm": "head", "window_rope_theta": 10_000.0}
+
+
+def _gpt_oss(found: _Gguf) -> dict[str, Any]:
+    return {"sinks": True, "activation": "clamped_swiglu", **_windows(found, 2)}
+
+
+def _windows(found: _Gguf, period: int) -> dict[str, Any]:
+    """All layers but each `period`-th have the sliding window."""
+    if not found.window:
+        return {"window": 0}
+    layers = tuple(i for i in range(found.layers) if (i + 1) % period)
+    return {"window": found.window, "window_layers": layers if len(layers) < found.layers else ()}
+
+
+ARCHITECTURES: dict[str, Callable[[_Gguf], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _plain,
+    "qwen3": _qwen3,
+    "qwen2moe": _plain,
+    "qwen3moe": _qwen3,
+    "gemma2": _gemma2,
+    "gemma3": _gemma3,
+    "phi3": _phi3,
+    "olmo2": _olmo2,
+    "smollm3": _smollm3,
+    "granite": _granite,
+    "gpt-oss": _gpt_oss,
+}
+"""For each architecture the fields that differ from Llama's."""

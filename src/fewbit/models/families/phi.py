@@ -1,0 +1,32 @@
+"""Phi-3 and Phi-4 (fused projections, LongRoPE)."""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from ..._json import Positive
+from ..config import DecoderConfig
+from .family import Family, Number, Windowed, decoder_config, read_config
+from .tables import gguf_table, hf_table
+
+
+class _Phi3(Windowed, kw_only=True):
+    norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+    original_context: Positive = msgspec.field(name="original_max_position_embeddings", default=4096)
+
+
+def _phi3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _Phi3, names)
+    for name in ("rope_scaling", "rope_parameters"):
+        rope = getattr(found, name)
+        if rope and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+            kept = {key: value for key, value in rope.items() if key != "type"}
+            setattr(found, name, {**kept, "rope_type": "longrope"})
+    return decoder_config(found, fused=True, window=found.window or 0)
+
+
+_NAMES = {"attn/q+k+v": "self_attn.qkv_proj.weight", "mlp/gate+up": "mlp.gate_up_proj.weight"}
+_GGUF_NAMES = {"attn/q+k+v": "attn_qkv.weight", "mlp/gate+up": "ffn_up.weight"}
+
+FAMILIES = (Family("phi3", "Phi-3", _phi3, hf_table(_NAMES), gguf="phi3", gguf_table=gguf_table(_GGUF_NAMES)),)

@@ -1,0 +1,100 @@
+"""The parts of a decoder layer: projections, RMSNorm, gated feed-forward block.
+
+Dimension letters as in `decoder`.
+"""
+
+from functools import partial
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float
+
+from .config import DecoderConfig
+from .joined import JOINED, products
+from .rope import apply_rotary
+
+Params: TypeAlias = dict[str, Any]
+
+
+def queries_keys_values(
+    y: Float[Array, "B T D"], attn: Params, rotations: tuple[Any, Any], config: DecoderConfig
+) -> tuple[Float[Array, "B H T h"], Float[Array, "B K T h"], Float[Array, "B K T h"]]:
+    """The heads of normed tokens, with their norms and rotary embedding.
+
+    Attention divides by `sqrt(h)`; queries are multiplied by what `config.attention_scale` differs from that.
+    """
+    counts = (config.heads, config.kv_heads, config.kv_heads)
+    flat = products(attn, JOINED["attn"], [n * config.head_dim for n in counts], partial(linear, y))
+    flat = [plus_bias(part, attn, name) for part, name in zip(flat, JOINED["attn"], strict=True)]
+    B, T, _ = y.shape
+    if config.qk_norm == "projection":
+        flat = [rms_norm(flat[0], attn["q_norm"], config), rms_norm(flat[1], attn["k_norm"], config), flat[2]]
+    q, k, v = (part.reshape(B, T, count, -1) for part, count in zip(flat, counts, strict=True))
+    if config.qk_norm == "head":
+        q, k = rms_norm(q, attn["q_norm"], config), rms_norm(k, attn["k_norm"], config)
+    q, k, v = (part.swapaxes(1, 2) for part in (q, k, v))
+    q, k = apply_rotary(q, *rotations, config.rope), apply_rotary(k, *rotations, config.rope)
+    if config.attention_scale:
+        q = scaled(q, config.attention_scale * config.head_dim**0.5)
+    return q, k, v
+
+
+def feed_forward(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig) -> Float[Array, "B T D"]:
+    """The gated feed-forward block of normed tokens: `down (act(gate y) * up y)`."""
+    names = JOINED["mlp"]
+    gate, up = products(mlp, names, [mlp_width(mlp)] * 2, partial(linear, y))
+    gate, up = plus_bias(gate, mlp, "gate"), plus_bias(up, mlp, "up")
+    return plus_bias(linear(gated(gate, up, config), mlp["down"]), mlp, "down")
+
+
+def mlp_width(mlp: Params) -> int:
+    """The hidden width of a feed-forward block (F)."""
+    return mlp["down"].shape[-1]
+
+
+def gated(gate: Array, up: Array, config: DecoderConfig) -> Array:
+    """The activation of the gate times the up projection."""
+    if config.activation == "gelu_tanh":
+        return jax.nn.gelu(gate, approximate=True) * up
+    if config.activation == "clamped_swiglu":
+        limit = config.activation_limit
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1)
+    return jax.nn.silu(gate) * up
+
+
+def rms_norm(x: Float[Array, "*B n"], gain: Any, config: DecoderConfig) -> Float[Array, "*B n"]:
+    """`x / sqrt(mean(x ** 2) + eps) * (gain + norm_offset)`, computed in float32, in the dtype of `x`."""
+    wide = x.astype(jnp.float32)
+    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
+    factor = gain.astype(jnp.float32)
+    if config.norm_offset:
+        factor = factor + config.norm_offset
+    return (wide * inverse * factor.reshape((1,) * (x.ndim - 1) + (-1,))).astype(x.dtype)
+
+
+def linear(x: Float[Array, "B T K"], weight: Any, dtype: DTypeLike | None = None) -> Float[Array, "B T N"]:
+    """`x weight^T` of `[B, T, in]` and `[out, in]`, accumulated in float32, in `dtype` or that of `x`."""
+    # Accelerators round float32 operands by default.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    numbers = (((2,), (1,)), ((), ()))
+    y = lax.dot_general(x, weight.astype(x.dtype), numbers, precision=precision, preferred_element_type=jnp.float32)
+    return y.astype(x.dtype if dtype is None else dtype)  # [B, T, out]
+
+
+def plus_bias(y: Float[Array, "B T N"], tree: Params, name: str) -> Float[Array, "B T N"]:
+    """`y` plus the bias of a projection, if it has one."""
+    bias = tree.get(f"{name}_bias")
+    if bias is None:
+        return y
+    return (y.astype(jnp.float32) + bias.astype(jnp.float32)[None, None, :]).astype(y.dtype)
+
+
+def scaled(x: Array, factor: float) -> Array:
+    """`x` times a constant, computed in float32; `x` itself for 1."""
+    if factor == 1:
+        return x
+    return (x.astype(jnp.float32) * factor).astype(x.dtype)

@@ -1,0 +1,126 @@
+"""A config.json becomes a configuration, and every feature that the decoder lacks is refused by its key."""
+
+from typing import Any
+
+import pytest
+
+from fewbit.errors import QuantError, UnsupportedError
+from fewbit.models import FAMILIES, DecoderConfig, Experts, config_from_glassllm, config_from_hf
+from tests.nets.families import CASES
+
+HF_CONFIG = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 67,
+    "num_hidden_layers": 2,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "rope_scaling": None,
+    "torch_dtype": "bfloat16",
+    "unknown_but_unset": None,
+}
+EXPECTED = {
+    "vocab": 67,
+    "layers": 2,
+    "width": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "head_dim": 4,
+    "hidden": 40,
+    "norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "context": 64,
+}
+
+
+def test_llama():
+    assert config_from_hf(HF_CONFIG) == DecoderConfig(**EXPECTED, rope="half", tied=True)
+    newer = {k: v for k, v in HF_CONFIG.items() if not k.startswith("rope")}
+    newer["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    assert config_from_hf(newer) == config_from_hf(HF_CONFIG)
+    sparse = {k: v for k, v in HF_CONFIG.items() if k not in ("tie_word_embeddings", "num_key_value_heads", "head_dim")}
+    assert (config_from_hf(sparse).tied, config_from_hf(sparse).kv_heads) == (False, 6)
+    assert config_from_hf({**HF_CONFIG, "model_type": "mistral", "head_dim": 8, "sliding_window": None}).head_dim == 8
+
+
+def test_glassllm():
+    said = {"vocab_size": 64, "d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "max_len": 16}
+    config = config_from_glassllm({**said, "rope_base": 10000.0, "eps": 1e-6, "init_std": 0.02})
+    assert (config.hidden, config.head_dim, config.rope, config.tied, config.context) == (85, 8, "interleaved", True, 16)
+    with pytest.raises(QuantError, match="__config__ lacks the field 'vocab_size'"):
+        config_from_glassllm({})
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_older_and_the_newer_names_of_rotary_embedding_are_one(case: str):
+    settings = dict(CASES[case][1], model_type=case.split("-")[0])
+    rope = settings.pop("rope_parameters", None)
+    if not rope or "full_attention" in rope:
+        return
+    older = {**rope, "type": rope["rope_type"]}
+    for name in ("rope_type", "rope_theta", "partial_rotary_factor"):
+        if name in older:
+            settings[name] = older.pop(name)
+    del settings["rope_type"]
+    assert config_from_hf({**settings, "rope_scaling": older}) == config_from_hf({**settings, "rope_parameters": rope})
+
+
+def test_gemma_3_has_a_base_for_each_kind_of_layer():
+    config = config_from_hf({**CASES["gemma3_text"][1], "model_type": "gemma3_text"})
+    assert (config.rope_theta, config.window_rope_theta, config.window_layers) == (5000.0, 100.0, (0, 1))
+    older = {name: value for name, value in CASES["gemma3_text"][1].items() if not name.startswith(("rope", "layer"))}
+    config = config_from_hf({**older, "model_type": "gemma3_text", "sliding_window_pattern": 2, "rope_local_base_freq": 7.0})
+    assert (config.rope_theta, config.window_rope_theta, config.window_layers) == (1e6, 7.0, (0, 2))
+
+
+def test_experts():
+    config = config_from_hf({**CASES["qwen2_moe"][1], "model_type": "qwen2_moe"})
+    assert config.experts == Experts(4, 2, 24, normalized=False, layers=(0, 2), shared_hidden=20)
+    stacked = config_from_hf(
+        {**CASES["qwen3_moe"][1], "model_type": "qwen3_moe"}, ["model.layers.0.mlp.experts.gate_up_proj"]
+    )
+    assert stacked.experts == Experts(4, 2, 24, layout="joined")
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_an_unknown_feature_is_refused_by_its_key(model_type: str):
+    settings = {**CASES[model_type][1], "model_type": model_type}
+    with pytest.raises(UnsupportedError, match=r"config\.json has attn_temperature = 0\.1, which the decoder does not"):
+        config_from_hf({**settings, "attn_temperature": 0.1})
+    assert config_from_hf({**settings, "attn_temperature": None}) == config_from_hf(settings)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "qwen4"}, "model_type is 'qwen4', which the decoder cannot run; did you mean 'qwen"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu'; supported is 'silu' or 'swish'"),
+        ({"sliding_window": 4096}, "sliding_window = 4096, which the decoder does not support"),
+        ({"rope_scaling": {"rope_type": "mrope"}}, "rope_parameters has rope_type = 'mrope'; supported is 'default'"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0, "alpha": 3}},
+            "alpha = 3, which rotary embedding of type 'linear'",
+        ),
+        ({"model_type": "gemma2", "use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ({"model_type": "qwen3", "layer_types": ["chunked_attention"] * 2}, "layer_types = 'chunked_attention'"),
+    ],
+    ids=["type", "activation", "window", "rope", "rope-parameter", "bidirectional", "layer"],
+)
+def test_refuses(change: dict[str, Any], message: str):
+    with pytest.raises(UnsupportedError, match=message):
+        config_from_hf({**HF_CONFIG, **change})
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(QuantError, match=r"config\.json lacks the field 'hidden_size'"):
+        config_from_hf({k: v for k, v in HF_CONFIG.items() if k != "hidden_size"})
+    with pytest.raises(QuantError, match=r"rope_parameters lacks the field 'factor'"):
+        config_from_hf({**HF_CONFIG, "rope_scaling": {"type": "linear"}})

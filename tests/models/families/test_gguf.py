@@ -1,0 +1,223 @@
+"""A GGUF file's metadata becomes a configuration, and its tensors compute what the Hugging Face checkpoint does."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from fewbit.errors import QuantError, UnsupportedError
+from fewbit.models import (
+    FAMILIES,
+    DecoderConfig,
+    Family,
+    config_from_gguf,
+    config_from_hf,
+    forward,
+    params_from_named,
+    paths_of_params,
+)
+from tests.nets.families import CASES
+from tests.nets.random_decoder import random_params, random_tokens
+
+run = jax.jit(forward, static_argnums=2)
+
+GGUF_FIELDS = {
+    "general.architecture": "llama",
+    "llama.block_count": 2,
+    "llama.context_length": 64,
+    "llama.embedding_length": 24,
+    "llama.feed_forward_length": 40,
+    "llama.attention.head_count": 6,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 500.0,
+    "llama.rope.dimension_count": 4,
+    "llama.vocab_size": 67,
+}
+EXPECTED = {
+    "vocab": 67,
+    "layers": 2,
+    "width": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "head_dim": 4,
+    "hidden": 40,
+    "norm_eps": 1e-5,
+    "rope_theta": 500.0,
+    "context": 64,
+}
+
+
+def test_gguf():
+    assert config_from_gguf(GGUF_FIELDS, ["token_embd.weight"]) == DecoderConfig(**EXPECTED, rope="interleaved", tied=True)
+    untied = config_from_gguf({**GGUF_FIELDS, "tokenizer.ggml.tokens": ["a"] * 70}, ["output.weight"])
+    assert (untied.tied, untied.vocab) == (False, 70)  # the tokens say how long the embedding is, the field may be absent
+    wide = config_from_gguf({**GGUF_FIELDS, "llama.attention.key_length": 8, "llama.rope.dimension_count": 8}, [])
+    assert (wide.head_dim, wide.rotary_dim) == (8, 0)
+    assert config_from_gguf({**GGUF_FIELDS, "llama.rope.dimension_count": 2}, []).rotary_dim == 2
+
+
+def test_scaled_rotary_embedding():
+    fields = {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 4.0}
+    scaling = config_from_gguf({**GGUF_FIELDS, **fields}, []).rope_scaling
+    assert (scaling.kind, scaling.factor, scaling.original_context) == ("yarn", 4.0, 64)
+    factors = config_from_gguf(GGUF_FIELDS, {"rope_freqs.weight": np.array([1, 8], np.float32)}).rope_scaling
+    assert (factors.short, factors.long, factors.gain) == ((1.0, 8.0), (1.0, 8.0), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"general.architecture": "gemma4"}, "architecture is 'gemma4', which the decoder cannot run; did you mean 'gemma"),
+        ({"llama.rope.scaling.type": "su"}, r"llama\.rope\.scaling\.type = 'su'; supported is 'none' or 'linear'"),
+        ({"llama.attention.value_length": 2}, r"llama\.attention\.value_length = 2; supported is 4"),
+        ({"llama.expert_count": 8, "llama.expert_used_count": 2}, r"has experts, but the file has no 'blk\.0\.ffn_down"),
+    ],
+    ids=["architecture", "scaled", "values", "experts"],
+)
+def test_gguf_refuses(change: dict[str, Any], message: str):
+    with pytest.raises(UnsupportedError, match=message):
+        config_from_gguf({**GGUF_FIELDS, **change}, [])
+
+
+def test_factors_of_rotary_embedding_need_their_values():
+    with pytest.raises(UnsupportedError, match=r"rope_freqs\.weight: pass its tensors"):
+        config_from_gguf(GGUF_FIELDS, ["rope_freqs.weight"])
+
+
+def test_missing_keys_are_named():
+    with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'llama\.block_count'"):
+        config_from_gguf({k: v for k, v in GGUF_FIELDS.items() if k != "llama.block_count"}, [])
+    with pytest.raises(
+        QuantError, match=r"has llama\.rope\.scaling\.type = 'linear', but no 'llama\.rope\.scaling\.factor'"
+    ):
+        config_from_gguf({**GGUF_FIELDS, "llama.rope.scaling.type": "linear"}, [])
+    with pytest.raises(QuantError, match=r"lacks the field 'llama\.expert_used_count'"):
+        config_from_gguf({**GGUF_FIELDS, "llama.expert_count": 2}, [])
+
+
+KEYS = {
+    "block_count": "layers",
+    "context_length": "context",
+    "embedding_length": "width",
+    "feed_forward_length": "hidden",
+    "attention.head_count": "heads",
+    "attention.head_count_kv": "kv_heads",
+    "attention.key_length": "head_dim",
+    "attention.layer_norm_rms_epsilon": "norm_eps",
+    "rope.freq_base": "rope_theta",
+    "vocab_size": "vocab",
+    "attention.sliding_window": "window",
+    "attn_logit_softcapping": "attention_cap",
+    "final_logit_softcapping": "logit_cap",
+    "attention.scale": "attention_scale",
+    "embedding_scale": "embed_scale",
+    "residual_scale": "residual_scale",
+}
+"""The fields that llama.cpp's converter writes, and ours."""
+
+# What a GGUF file cannot say has the value that llama.cpp has for the architecture.
+CHANGED: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2": {"use_sliding_window": False},
+    "gemma2": {"query_pre_attn_scalar": 16},
+    "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": None, "rope_parameters": None, "rope_theta": 300.0},
+    "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
+    "gpt_oss": {"swiglu_limit": 7.0},
+}
+
+
+def as_gguf(params: dict[str, Any], config: DecoderConfig, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metadata and the arrays of a GGUF file, as llama.cpp's converter makes them of a Hugging Face checkpoint."""
+    arrays: dict[str, Any] = {}
+    for path, array in paths_of_params(params, config).items():
+        part = path.split("/", 2)[-1]
+        if family.permutes and part in ("attn/q", "attn/k", "attn/q_bias", "attn/k_bias"):
+            pairs = array.reshape(-1, 2, config.head_dim // 2, *array.shape[1:])
+            array = pairs.swapaxes(1, 2).reshape(array.shape)
+        if config.norm_offset and path.endswith("norm"):
+            array = array + config.norm_offset
+        arrays[path] = array
+    if config.experts is not None:
+        arrays = with_stacks(arrays, config)
+    named = {family.gguf_table.name(path): array for path, array in arrays.items()}
+    fields = {"general.architecture": family.gguf, **{f"{family.gguf}.{k}": getattr(config, v) for k, v in KEYS.items()}}
+    fields[f"{family.gguf}.rope.dimension_count"] = config.rotated
+    fields[f"{family.gguf}.logit_scale"] = 1 / config.logit_scale
+    if config.experts is not None:
+        of_experts = {"count": "expert_count", "active": "expert_used_count", "hidden": "expert_feed_forward_length"}
+        for name, key in {**of_experts, "shared_hidden": "expert_shared_feed_forward_length"}.items():
+            fields[f"{family.gguf}.{key}"] = getattr(config.experts, name)
+    if config.rope_scaling is not None:
+        fields[f"{family.gguf}.rope.scaling.type"] = "yarn"
+        fields[f"{family.gguf}.rope.scaling.factor"] = config.rope_scaling.factor
+        fields[f"{family.gguf}.rope.scaling.original_context_length"] = config.rope_scaling.original_context
+    return fields, named
+
+
+def with_stacks(arrays: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """The arrays with experts stacked, one stack for the gates and one for the up projections."""
+    found: dict[str, Any] = {}
+    for path, array in arrays.items():
+        head, _, name = path.partition("/experts/")
+        if not name:
+            found[path] = array
+        elif name[0].isdigit():
+            found.setdefault(f"{head}/experts/{name.split('/')[1]}", []).append(array)
+        else:  # interleaved, [E, in, out]
+            array = array.swapaxes(1, 2) if array.ndim == 3 else array
+            for i, part in enumerate(("gate", "up") if name.startswith("gate+up") else ()):
+                found[f"{head}/experts/{name.replace('gate+up', part)}"] = array[:, i::2]
+            if name.startswith("down"):
+                found[path] = array
+    return {path: jnp.stack(array) if isinstance(array, list) else array for path, array in found.items()}
+
+
+def converted(model_type: str) -> tuple[DecoderConfig, dict[str, Any], DecoderConfig, dict[str, Any]]:
+    """Configuration and parameters of a Hugging Face checkpoint, and of the GGUF file made of it."""
+    settings = {**CASES[model_type][1], **CHANGED.get(model_type, {}), "model_type": model_type}
+    config, family = config_from_hf(settings), FAMILIES[model_type]
+    params = random_params(config)
+    fields, arrays = as_gguf(params, config, family)
+    found = config_from_gguf(fields, arrays)
+    return config, params, found, params_from_named(arrays, family.gguf_table, found)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_type: str):
+    config, _, found, _ = converted(model_type)
+    same = {"rope": config.rope, "norm_offset": config.norm_offset, "experts": config.experts}
+    assert dataclasses.replace(found, **same) == config
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_gguf_file_computes_what_the_hugging_face_checkpoint_does(model_type: str):
+    config, params, found, again = converted(model_type)
+    tokens = random_tokens(config, 1, 9)
+    expected = np.asarray(run(params, tokens, config))
+    np.testing.assert_allclose(run(again, tokens, found), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_names_are_those_of_the_gguf_package(model_type: str):
+    gguf = pytest.importorskip("gguf")
+    config, family = config_from_hf({**CASES[model_type][1], "model_type": model_type}), FAMILIES[model_type]
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf)
+    names = gguf.get_tensor_name_map(number, config.layers)
+    for path in paths_of_params(random_params(config), config):
+        if "/experts/" in path and family.gguf != "gpt-oss":
+            layer, part = path.split("/")[1], path.rsplit("/", 1)[1]
+            theirs = names.get_name(f"model.layers.{layer}.mlp.experts.{part}_proj")
+            ours = family.gguf_table.name(f"layers/{layer}/mlp/experts/{part}")
+        elif "/experts/" in path:
+            continue  # the converter splits gate and up by hand
+        else:
+            theirs = names.get_name(family.table.name(path), try_suffixes=(".weight", ".bias"))
+            ours = family.gguf_table.name(path)
+        assert theirs is not None, path
+        assert ours.removesuffix(".weight") == theirs.removesuffix(".weight"), path

@@ -1,0 +1,158 @@
+"""A small random checkpoint of every family that the decoder runs, as transformers makes it."""
+
+import functools
+from typing import Any
+
+import numpy as np
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_WIDE = {name: value for name, value in _SIZES.items() if name != "head_dim"}  # heads of 8
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
+_NTK = {"rope_theta": 1000.0, "factor": 4.0}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaForCausalLM", {**_SIZES, "attention_bias": True, "mlp_bias": True}),
+    "llama-linear": ("LlamaForCausalLM", {**_SIZES, "rope_parameters": {"rope_type": "linear", **_NTK}}),
+    "llama-dynamic": (
+        "LlamaForCausalLM",
+        {**_SIZES, "rope_parameters": {"rope_type": "dynamic", **_NTK}, "max_position_embeddings": 12},
+    ),
+    "llama-llama3": (
+        "LlamaForCausalLM",
+        {
+            **_SIZES,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                **_NTK,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+        },
+    ),
+    "llama-yarn": (
+        "LlamaForCausalLM",
+        {**_SIZES, "rope_parameters": {"rope_type": "yarn", **_NTK, "original_max_position_embeddings": 16}},
+    ),
+    "mistral": ("MistralForCausalLM", {**_SIZES, "sliding_window": 7}),
+    "mixtral": ("MixtralForCausalLM", {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("Qwen2ForCausalLM", {**_WIDE, "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
+    "qwen3": ("Qwen3ForCausalLM", {**_SIZES, "tie_word_embeddings": True}),
+    "qwen2_moe": (
+        "Qwen2MoeForCausalLM",
+        {**_WIDE, **_EXPERTS, "shared_expert_intermediate_size": 20, "mlp_only_layers": [1]},
+    ),
+    "qwen3_moe": ("Qwen3MoeForCausalLM", {**_SIZES, **_EXPERTS, "norm_topk_prob": True}),
+    "gemma2": ("Gemma2ForCausalLM", {**_SIZES, "sliding_window": 6, "query_pre_attn_scalar": 24}),
+    "gemma3_text": (
+        "Gemma3ForCausalLM",
+        {
+            **_SIZES,
+            "sliding_window": 6,
+            "query_pre_attn_scalar": 24,
+            "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            },
+        },
+    ),
+    "phi3": ("Phi3ForCausalLM", {**_WIDE, "sliding_window": 9}),
+    "phi3-longrope": (
+        "Phi3ForCausalLM",
+        {
+            **_WIDE,
+            "hidden_size": 64,
+            "original_max_position_embeddings": 16,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.1, 1.2, 1.5],
+                "long_factor": [1.0, 2.0, 3.0, 4.0],
+            },
+        },
+    ),
+    "olmo2": ("Olmo2ForCausalLM", _WIDE),
+    "smollm3": ("SmolLM3ForCausalLM", {**_WIDE, "no_rope_layer_interval": 2}),
+    "granite": (
+        "GraniteForCausalLM",
+        {
+            **_WIDE,
+            "attention_bias": True,
+            "embedding_multiplier": 3.0,
+            "logits_scaling": 2.0,
+            "residual_multiplier": 0.5,
+            "attention_multiplier": 0.25,
+        },
+    ),
+    "gpt_oss": (
+        "GptOssForCausalLM",
+        {
+            **_SIZES,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 6,
+            "layer_types": _ALTERNATING,
+            "swiglu_limit": 1.5,
+        },
+    ),
+}
+"""For each case the class of transformers and its configuration."""
+
+
+@functools.cache
+def theirs(case: str) -> Any:
+    """The model of a case in transformers, with random weights, norms and biases; float32."""
+    import torch
+    import transformers
+
+    name, settings = CASES[case]
+    cls = getattr(transformers, name)
+    model = cls(cls.config_class(**settings, attn_implementation="eager")).eval()
+    draw = np.random.default_rng(0)
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            shape = tuple(parameter.shape)
+            if len(shape) > 1 and not path.endswith("bias"):
+                values = draw.normal(size=shape) * shape[-1] ** -0.5
+            else:
+                values = parameter.numpy() + 0.3 * draw.normal(size=shape)
+            parameter.copy_(torch.from_numpy(np.asarray(values, np.float32)))
+    return model
+
+
+def their_logits(model: Any, tokens: np.ndarray) -> np.ndarray:
+    """The logits of transformers; one thread, since more of them spin on a shared machine."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(np.asarray(tokens, np.int64))).logits.numpy()
+    torch.set_num_threads(threads)
+    return logits
+
+
+def their_tokens(model: Any, prompt: np.ndarray, count: int) -> np.ndarray:
+    """The tokens that transformers generates greedily, with its own KV cache."""
+    import torch
+
+    ids = torch.from_numpy(np.asarray(prompt, np.int64))
+    written = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False
+    )
+    return written[:, prompt.shape[1] :].numpy()

@@ -1,0 +1,198 @@
+"""Small decoders with random weights, and the formula of the network in float64 numpy to compare with."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fewbit.models import DecoderConfig, Experts, params_from_paths, paths_of_params, shapes
+from fewbit.models.rope_scaling import Linear
+
+SMALL = DecoderConfig(vocab=67, layers=3, width=24, heads=6, kv_heads=2, head_dim=8, hidden=40, context=32)
+UNTIED = dataclasses.replace(SMALL, tied=False, rope="interleaved", rope_theta=500.0)
+ONE_HEAD = DecoderConfig(
+    vocab=11, layers=1, width=7, heads=1, kv_heads=1, head_dim=2, hidden=5, context=16, rope="interleaved"
+)
+CONFIGS = {"half-tied": SMALL, "interleaved-untied": UNTIED, "one-head": ONE_HEAD}
+FEATURES = dataclasses.replace(
+    SMALL,
+    rope_scaling=Linear(2.0),
+    rotary_dim=4,
+    nope_layers=(1,),
+    window=5,
+    window_layers=(0, 1),
+    window_rope_theta=50.0,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    qk_norm="head",
+    norms="sandwich",
+    norm_offset=1.0,
+    sinks=True,
+    activation="gelu_tanh",
+    attention_scale=0.5,
+    attention_cap=2.0,
+    logit_cap=9.0,
+    embed_scale=3.0,
+    residual_scale=0.7,
+    logit_scale=0.8,
+    experts=Experts(4, 2, 12, normalized=False, layers=(2,), shared_hidden=10),
+)
+OTHERS = dataclasses.replace(
+    SMALL,
+    norms="post",
+    qk_norm="projection",
+    fused=True,
+    activation="clamped_swiglu",
+    activation_limit=1.0,
+    experts=Experts(3, 2, 12, bias=True, layout="interleaved", layers=(0, 1)),
+)
+
+
+def random_params(config: DecoderConfig, seed: int = 0) -> dict[str, Any]:
+    """Weights of deviation `1 / sqrt(in)`, so that every layer matters, and gains around 1."""
+    draw = np.random.default_rng(seed).normal
+    flat = {
+        path: jnp.asarray(
+            draw(size=s) * s[-1] ** -0.5 if len(s) > 1 and not path.endswith("bias") else 1 + 0.3 * draw(size=s), jnp.float32
+        )
+        for path, s in shapes(config).items()
+    }
+    return params_from_paths(flat, config)
+
+
+def random_tokens(config: DecoderConfig, batch: int, length: int, seed: int = 0) -> jax.Array:
+    """Token ids `[batch, length]`."""
+    return jnp.asarray(np.random.default_rng(seed).integers(config.vocab, size=(batch, length)), jnp.int32)
+
+
+def logits_float64(params: dict[str, Any], tokens: Any, config: DecoderConfig) -> np.ndarray:
+    """The network token by token and head by head, written from its formulas."""
+    w = {path: np.asarray(a, np.float64) for path, a in paths_of_params(params, config).items()}
+    return np.stack([_sequence(w, row, config) for row in np.asarray(tokens)])
+
+
+def _sequence(w: dict[str, np.ndarray], tokens: np.ndarray, c: DecoderConfig) -> np.ndarray:
+    x = w["embed"][tokens] * c.embed_scale
+    for i in range(c.layers):
+        layer = {path.split("/", 2)[2]: a for path, a in w.items() if path.startswith(f"layers/{i}/")}
+        for block, part in ((_attention, "attn"), (_mlp, "mlp")):
+            y = block(_normed(x, layer.get(f"{part}/norm"), c), _unfused(layer, c), i, c)
+            x = x + c.residual_scale * _normed(y, layer.get(f"{part}/post_norm"), c)
+    logits = c.logit_scale * (_normed(x, w["norm"], c) @ w["embed" if c.tied else "head"].T)
+    return c.logit_cap * np.tanh(logits / c.logit_cap) if c.logit_cap else logits
+
+
+def _normed(x: np.ndarray, gain: np.ndarray | None, c: DecoderConfig) -> np.ndarray:
+    if gain is None:
+        return x
+    return x / np.sqrt((x**2).mean(axis=1, keepdims=True) + c.norm_eps) * (gain + c.norm_offset)
+
+
+def _unfused(layer: dict[str, np.ndarray], c: DecoderConfig) -> dict[str, np.ndarray]:
+    """The parameters of a layer with a matrix for each projection."""
+    found = dict(layer)
+    if "attn/q+k+v" in layer:
+        ends = np.cumsum([c.heads * c.head_dim, c.kv_heads * c.head_dim])
+        found |= dict(zip(("attn/q", "attn/k", "attn/v"), np.split(layer["attn/q+k+v"], ends), strict=True))
+    if "mlp/gate+up" in layer:
+        found |= dict(zip(("mlp/gate", "mlp/up"), np.split(layer["mlp/gate+up"], 2), strict=True))
+    return found
+
+
+def _attention(y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) -> np.ndarray:
+    flat = {name: y @ layer[f"attn/{name}"].T + layer.get(f"attn/{name}_bias", 0.0) for name in ("q", "k", "v")}
+    if c.qk_norm == "projection":
+        flat |= {name: _normed(flat[name], layer[f"attn/{name}_norm"], c) for name in ("q", "k")}
+    mixed = np.concatenate([_head(flat, layer, h, i, c) for h in range(c.heads)], axis=1)
+    return mixed @ layer["attn/o"].T + layer.get("attn/o_bias", 0.0)
+
+
+def _head(flat: dict[str, np.ndarray], layer: dict[str, np.ndarray], h: int, i: int, c: DecoderConfig) -> np.ndarray:
+    """One query head over the key head that it shares."""
+
+    def columns(name: str, head: int) -> np.ndarray:
+        x = flat[name][:, head * c.head_dim : (head + 1) * c.head_dim]
+        if name == "v":
+            return x
+        if c.qk_norm == "head":
+            x = _normed(x, layer[f"attn/{name}_norm"], c)
+        return _turned(x, i, c)
+
+    shared = h // (c.heads // c.kv_heads)
+    q, k, v = columns("q", h), columns("k", shared), columns("v", shared)
+    out, window = np.zeros_like(q), c.window_of(i) or len(q)
+    for t in range(len(q)):
+        first = max(t + 1 - window, 0)
+        logits = k[first : t + 1] @ q[t] * (c.attention_scale or c.head_dim**-0.5)
+        if c.attention_cap:
+            logits = c.attention_cap * np.tanh(logits / c.attention_cap)
+        weights = np.exp(logits)
+        total = weights.sum() + (np.exp(layer["attn/sinks"][h]) if c.sinks else 0.0)
+        out[t] = (weights / total) @ v[first : t + 1]
+    return out
+
+
+def _turned(x: np.ndarray, i: int, c: DecoderConfig) -> np.ndarray:
+    """Each pair of coordinates as a complex number, times `exp(i position frequency)`."""
+    if i in c.nope_layers:
+        return x
+    x, rest = x[:, : c.rotated], x[:, c.rotated :]
+    half = c.rotated // 2
+    first, second = (x[:, :half], x[:, half:]) if c.rope == "half" else (x[:, 0::2], x[:, 1::2])
+    is_local = bool(c.window_rope_theta) and c.window_of(i) > 0
+    frequency = (c.window_rope_theta if is_local else c.rope_theta) ** (-2 * np.arange(half) / c.rotated)
+    if c.rope_scaling is not None and not is_local:
+        frequency = frequency / c.rope_scaling.factor
+    z = (first + 1j * second) * np.exp(1j * np.arange(len(x))[:, None] * frequency)
+    pairs = (z.real, z.imag)
+    turned = np.concatenate(pairs, axis=1) if c.rope == "half" else np.stack(pairs, axis=2).reshape(x.shape)
+    return np.concatenate([turned, rest], axis=1)
+
+
+def _mlp(y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) -> np.ndarray:
+    experts = c.experts_of(i)
+    if experts is None:
+        return _block(y, layer, "mlp", c)
+    logits = y @ layer["mlp/router"].T + layer.get("mlp/router_bias", 0.0)
+    weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+    weights = np.where(logits >= np.sort(logits, axis=1)[:, [-experts.active]], weights, 0.0)
+    if experts.normalized:
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    out = sum(weights[:, [e]] * _block(y, _expert(layer, e, experts), "mlp", c) for e in range(experts.count))
+    if experts.shared_hidden:
+        shared = {path.replace("/shared", ""): a for path, a in layer.items() if "/shared/" in path}
+        out = out + _block(y, shared, "mlp", c) / (1 + np.exp(-(y @ layer["mlp/shared_expert_gate"].T)))
+    return out
+
+
+def _expert(layer: dict[str, np.ndarray], e: int, experts: Experts) -> dict[str, np.ndarray]:
+    """One expert as a feed-forward block."""
+    if experts.layout == "separate":
+        return {f"mlp/{path.rsplit('/', 1)[1]}": a for path, a in layer.items() if f"/experts/{e}/" in path}
+    both, down = layer["mlp/experts/gate+up"][e].T, layer["mlp/experts/down"][e].T
+    bias = layer["mlp/experts/gate+up_bias"][e]
+    return {
+        "mlp/gate": both[0::2],
+        "mlp/up": both[1::2],
+        "mlp/gate_bias": bias[0::2],
+        "mlp/up_bias": bias[1::2],
+        "mlp/down": down,
+        "mlp/down_bias": layer["mlp/experts/down_bias"][e],
+    }
+
+
+def _block(y: np.ndarray, layer: dict[str, np.ndarray], part: str, c: DecoderConfig) -> np.ndarray:
+    gate, up = (y @ layer[f"{part}/{name}"].T + layer.get(f"{part}/{name}_bias", 0.0) for name in ("gate", "up"))
+    return _gated(gate, up, c) @ layer[f"{part}/down"].T + layer.get(f"{part}/down_bias", 0.0)
+
+
+def _gated(gate: np.ndarray, up: np.ndarray, c: DecoderConfig) -> np.ndarray:
+    if c.activation == "gelu_tanh":
+        return gate / 2 * (1 + np.tanh(np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3))) * up
+    if c.activation == "silu":
+        return gate / (1 + np.exp(-gate)) * up
+    gate, up = np.minimum(gate, c.activation_limit), np.clip(up, -c.activation_limit, c.activation_limit)
+    return gate / (1 + np.exp(-1.702 * gate)) * (up + 1)
