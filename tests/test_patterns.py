@@ -88,7 +88,7 @@ def test_both_engines_agree_with_re(pattern, name):
         return
     found = Pattern(pattern, "rule path")
     assert found.fullmatch(name) == expected
-    assert (found._with_limit().fullmatch(name) is not None) == expected
+    assert (found._limited.fullmatch(name) is not None) == expected
 
 
 def test_every_rule_of_a_preset_is_matched_alike_by_both():
@@ -103,4 +103,4 @@ def test_every_rule_of_a_preset_is_matched_alike_by_both():
         for name in names:
             expected = re.fullmatch(pattern, name) is not None
             assert Pattern(pattern, "p").fullmatch(name) == expected
-            assert (Pattern(pattern, "p")._with_limit().fullmatch(name) is not None) == expected
+            assert (Pattern(pattern, "p")._limited.fullmatch(name) is not None) == expected

@@ -292,6 +292,12 @@ def test_regrouped_pairs_axes_of_equal_size(shape: list[int], data: st.DataObjec
         assert np.prod([shape[i] for i in old]) == np.prod([new[j] for j in fresh])
 
 
+def test_regrouped_scalars_have_axes_of_one_element():
+    assert regrouped((), (1, 1)) == [([], [0, 1])]
+    assert regrouped((1, 1), ()) == [([0, 1], [])]
+    assert regrouped((), ()) == []
+
+
 def test_merging_and_splitting_are_inverse():
     axis = Axis(96, 16, 2, True)
     parts = split(axis, (6, 16))

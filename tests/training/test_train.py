@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 import fewbit as fb
 
@@ -151,6 +153,50 @@ def test_a_weight_that_code_reshapes_or_cuts_has_the_codes_that_are_served(name)
     np.testing.assert_allclose(got, served, atol=64 * 16 * 2.0**-24)
     # Weight-only: the product is linear, so the straight-through gradient is that of the float weight.
     np.testing.assert_allclose(gradient[0]["w"], float_gradient[0]["w"], rtol=1e-5, atol=1e-5)
+
+
+SHARDED = {"in": normal(64, 32, seed=7), "out": normal(64, 32, seed=8)}
+
+
+def sharded(w, x, kind=AxisType.Auto):
+    """A product whose contraction axis is cut, then one whose output axis is."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,), devices=jax.devices()[:4])
+
+    def over(fn, *specs):
+        return jax.shard_map(fn, mesh=mesh, in_specs=specs[:-1], out_specs=specs[-1])
+
+    hidden = over(lambda x, m: jax.lax.psum(x @ m, "d"), P(None, "d"), P("d"), P())(x, w["in"])
+    return over(lambda x, m: x @ m.T, P(), P("d"), P(None, "d"))(jnp.tanh(hidden), w["out"])
+
+
+def whole(w, x):
+    """The same on one device."""
+    return jnp.tanh(x @ w["in"]) @ w["out"].T
+
+
+@pytest.mark.finding(30)
+@pytest.mark.parametrize("scheme", ["fp8_tensor", *(pytest.param(s, marks=pytest.mark.slow) for s in ("nvfp4", "int8"))])
+def test_a_weight_that_shard_map_cuts_has_the_scales_that_are_served(scheme):
+    """Scales of the whole tensor, or of a whole contraction axis, are those of the whole parameter on every device."""
+    x, policy = normal(8, 64, seed=9), fb.Policy(scheme, drhs="fp8_e5m2")
+    served = fb.quantize_params(SHARDED, fb.plan(sharded, SHARDED, x, recipe=recipe(policy)))
+
+    def loss(fn):
+        return jax.jit(jax.value_and_grad(lambda w: (fb.train(fn, recipe(policy))(w, x) ** 2).mean()))(SHARDED)
+
+    (value, gradient), (expected, at_once) = loss(sharded), loss(whole)
+    for other in (expected, (jax.jit(fb.transparent(sharded))(served, x) ** 2).mean()):
+        np.testing.assert_allclose(value, other, rtol=1e-6)  # float32 sums in another order
+    for name in SHARDED:
+        np.testing.assert_allclose(gradient[name], at_once[name], rtol=0, atol=np.abs(at_once[name]).max() * 2**-3)
+
+
+@pytest.mark.finding(30)
+def test_a_tile_over_two_shards_is_refused_in_training_as_in_serving():
+    trained = fb.train(sharded, recipe(fb.Policy("int4_g32")))
+    message = r"(?s)shard_map cannot cut a trained parameter as .*an axis of 64 with tiles of 32 cannot be cut in 4"
+    with pytest.raises(fb.UnsupportedError, match=message):
+        jax.eval_shape(trained, SHARDED, normal(8, 64))
 
 
 def test_the_kernel_of_a_depthwise_convolution_has_tiles_along_its_window():

@@ -1,5 +1,6 @@
 """Matches rules to parameters and products."""
 
+import bisect
 import dataclasses
 import itertools
 from collections.abc import Callable, Mapping
@@ -59,11 +60,9 @@ def _matching(
     optional: an optional rule says which names are special, and all of them may be.
     """
     found: dict[str, int | None] = dict.fromkeys(used_by)
+    candidates = _candidates(list(used_by))
     for index, rule in enumerate(rules):
-        names = used_by.keys()
-        if rule.literal is not None:
-            names = {rule.literal} & names
-        matching = [name for name in names if rule.matches(name, *used_by[name])]
+        matching = [name for name in candidates(rule) if rule.matches(name, *used_by[name])]
         taken = {name: earlier for name in matching if (earlier := found[name]) is not None}
         found.update((name, index) for name in matching if name not in taken)
         if rule.optional or len(taken) < len(matching) or (taken and all(rules[i].optional for i in taken.values())):
@@ -86,6 +85,23 @@ def _matching(
             "optional"
         )
     return dict.fromkeys(used_by) | {name: rules[index] for name, index in found.items() if index is not None}
+
+
+def _candidates(names: list[str]) -> Callable[[Rule], list[str]]:
+    """A function of a rule that returns the names with the literal prefix of its path, in their order."""
+    places, ordered = {name: i for i, name in enumerate(names)}, sorted(names)
+
+    def of_rule(rule: Rule) -> list[str]:
+        literal, prefix = rule.pattern.literal, rule.pattern.prefix
+        if literal is not None:
+            return [literal] if literal in places else []
+        if not prefix:
+            return names
+        first = bisect.bisect_left(ordered, prefix)
+        last = bisect.bisect_right(ordered, prefix, lo=first, key=lambda name: name[: len(prefix)])
+        return sorted(ordered[first:last], key=places.__getitem__)
+
+    return of_rule
 
 
 def _refusal(rule: Rule, refused: Mapping[str, Role]) -> str:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -73,8 +72,7 @@ class Rule:
             if op not in OPS:
                 raise QuantError(f"rule {path!r}: unknown op {op!r}; {near_names(op, OPS)}")
         object.__setattr__(self, "path", path)
-        if self.literal is None:
-            self._pattern  # noqa: B018 - refuses what is no regular expression
+        self.pattern  # noqa: B018 - refuses what is no regular expression
         if policy is not None and not isinstance(policy, Policy):
             policy = Policy.from_json(policy)
         object.__setattr__(self, "policy", policy)
@@ -91,13 +89,8 @@ class Rule:
         object.__setattr__(self, "roles", tuple(as_role(name, f"role of rule {path!r}:") for name in roles))
 
     @functools.cached_property
-    def literal(self) -> str | None:
-        """The one path that the rule matches if its path is no pattern; else None."""
-        return _literal(self.path)
-
-    @functools.cached_property
-    def _pattern(self) -> Pattern:
-        """The expression of the path, compiled once."""
+    def pattern(self) -> Pattern:
+        """The expression of the path."""
         return Pattern(self.path, "rule path")
 
     @property
@@ -114,9 +107,7 @@ class Rule:
 
     def matches_path(self, path: str) -> bool:
         """Whether the rule's path matches this one in full."""
-        if self.literal is None:
-            return self._pattern.fullmatch(path)
-        return path == self.literal
+        return self.pattern.fullmatch(path)
 
     def matches(self, path: str, ops: tuple[str, ...], role: Role | None = None) -> bool:
         """Whether a parameter with this path, used by these operations, follows this rule.
@@ -157,13 +148,6 @@ class Rule:
     def from_json(cls, form: object) -> Self:
         """The rule of a JSON form; an unknown key raises QuantError with the nearest name."""
         return cls(**checked(form, RULE, "a rule"))
-
-
-def _literal(path: str) -> str | None:
-    """The text that a regular expression matches if it has no special character but escaped ones; else None."""
-    if re.fullmatch(r"(?:[\w/ :,-]|\\[^\w\s])*", path) is None:
-        return None
-    return re.sub(r"\\(.)", r"\1", path)
 
 
 _ROLES = Literal[tuple(map(str, Role))]  # type: ignore[valid-type]

@@ -103,11 +103,16 @@ class Evaluator:
                     with source_info_util.user_context(traceback, name_stack=name_stack):
                         for eqn in eqns:
                             values = [x.val if isinstance(x, jex_core.Literal) else env[x] for x in eqn.invars]
-                            if self.chosen is None and not _has_proxy(values):
-                                outputs = bound(eqn, values)
-                            else:
+                            if self.chosen is not None or any(map(is_proxy_type, map(type, values))):
                                 outputs = self.equation(eqn, self._operands(eqn, jaxpr, read))
-                            env.update(zip(eqn.outvars, outputs, strict=True))
+                                env.update(zip(eqn.outvars, outputs, strict=True))
+                                continue
+                            primitive = eqn.primitive
+                            outputs = primitive.bind(*values, **primitive.get_bind_params(eqn.params))
+                            if primitive.multiple_results:
+                                env.update(zip(eqn.outvars, outputs, strict=True))
+                            else:
+                                env[eqn.outvars[0]] = outputs
         return [read(atom) for atom in jaxpr.outvars]
 
     def _operands(self, eqn: jex_core.JaxprEqn, jaxpr: jex_core.Jaxpr, read: Callable[[Atom], Any]) -> list[Any]:
@@ -158,15 +163,19 @@ class Evaluator:
             is_around = place in self.chosen.around
         if not has_stand_in and not is_around:
             return bound(eqn, values)
-        rule = self._rule_of(eqn.primitive.name, values)
+        name = eqn.primitive.name
+        rule = self._rule_of(name, values)
         reason = "fewbit has no rule for it"
         if rule is not None:
+            within = self
+            if name in self.shared or name == "shard_map":  # it has a body
+                within = dataclasses.replace(self, around=(eqn, *self.around))
             try:
-                return rule(dataclasses.replace(self, around=(eqn, *self.around)), eqn, values)
+                return rule(within, eqn, values)
             except NoRuleError as error:
                 reason = str(error)
         values = [self.decoded(eqn, value, reason) for value in values]
-        if eqn.primitive.name == "select_n":
+        if name == "select_n":
             values[0] = jnp.broadcast_to(values[0], shape_of(eqn.invars[0]))  # as it was before `_as_made`
         return bound(eqn, values)
 
@@ -206,7 +215,7 @@ def logical(x: PyTree) -> PyTree:
     """What traced code sees of a value: of a proxy its shape, dtype and sharding."""
     if not is_proxy(x):
         return x
-    leaf = jax.typeof(jax.tree.leaves(x)[0])  # of a QArray the codes; it has the axes of the array
+    leaf = jax.typeof(x.codes if isinstance(x, QArray) else jax.tree.leaves(x)[0])  # codes have the axes of the array
     return leaf.update(shape=x.shape, dtype=x.dtype)
 
 

@@ -6,7 +6,6 @@ An equation without quantized operands is bound unchanged. One with quantized op
 evaluated in the same way, so `jit` stays jitted and `scan` stays a loop. A primitive without a rule follows `fallback`.
 """
 
-import dataclasses
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar
 
@@ -22,7 +21,7 @@ from .evaluator import ChosenProducts, Evaluator, Rule, logical
 from .evaluator import Decoded as Decoded
 from .observe import Observed
 from .parameter_uses import Product, weightless_products
-from .proxy import ArrayProxy, is_proxy
+from .proxy import ArrayProxy, is_proxy, is_proxy_type
 from .rules import RULES, SHARED
 from .rules.control_flow import CONTROL
 
@@ -86,9 +85,9 @@ def evaluated(
 
     def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
         leaves, treedef = jax.tree.flatten((args, kwargs), is_leaf=is_proxy)
-        places = [i for i, leaf in enumerate(leaves) if is_proxy(leaf) or _is_array(leaf)]
-        if chosen is None and not any(is_proxy(leaf) for leaf in leaves):
+        if chosen is None and not any(map(is_proxy_type, map(type, leaves))):
             return fn(*args, **kwargs)
+        places = [i for i, leaf in enumerate(leaves) if is_proxy_type(type(leaf)) or _is_array(leaf)]
         out_tree = None
 
         def flat(*arrays: PyTree) -> list[Any]:
@@ -102,7 +101,7 @@ def evaluated(
 
         dynamic = [leaves[i] for i in places]
         closed = jax.make_jaxpr(flat)(*map(logical, dynamic))
-        is_traced = any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(dynamic))
+        is_traced = _has_tracer(dynamic) or _has_tracer(jax.tree.leaves(dynamic))
         products = None
         if chosen is not None:
             count = len(jax.tree.leaves(args[:1], is_leaf=is_proxy))
@@ -115,19 +114,6 @@ def evaluated(
     wrapped.__name__ = getattr(fn, "__name__", "transparent")
     wrapped.__doc__ = fn.__doc__
     return wrapped
-
-
-@dataclasses.dataclass(frozen=True)
-class _Chosen:
-    """Products without a parameter that follow a policy.
-
-    Attributes:
-        operands: the proxy (without array) of each right operand, by the ids of its equation and those around it.
-        around: the ids of the equations that have one in their bodies, with those around them.
-    """
-
-    operands: Mapping[tuple[int, ...], Latent | Observed]
-    around: frozenset[tuple[int, ...]]
 
 
 def _chosen(chosen: Choice, jaxpr: jex_core.Jaxpr, are_parameters: Sequence[bool]) -> ChosenProducts:
@@ -148,6 +134,11 @@ def _chosen(chosen: Choice, jaxpr: jex_core.Jaxpr, are_parameters: Sequence[bool
         operands[ids] = latents[product.name]
         around |= {ids[i:] for i in range(1, len(ids))}
     return ChosenProducts(operands, frozenset(around))
+
+
+def _has_tracer(values: Sequence[object]) -> bool:
+    """Whether one of the values is being traced."""
+    return any(isinstance(value, Tracer) for value in values)
 
 
 def _is_array(x: object) -> bool:

@@ -12,11 +12,13 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ...array.axis_move import LAYOUT_PRIMITIVES
+from ...array.qarray import QArray
 from ...array.sharding import axis_names, spec_entries
 from ...errors import UnsupportedError
-from ..interpret.proxy import ArrayProxy
+from ..interpret.proxy import ArrayProxy, NoRuleError
 from ..policy import Policy
 from .delayed_scales import copies, forked
+from .serving_quantize import quantized_as_served
 from .serving_tiles import ServingTiles
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -39,7 +41,8 @@ class Latent(ArrayProxy):
         key: a JAX random key for gradients that draw random numbers; or None.
         policy: how its products are computed.
         scales: the scales from earlier steps, for a policy with delayed scaling; else None.
-        prequantized: the quantized array, once slicing removed elements that share scales with the remaining ones; else None.
+        prequantized: the quantized array, once slicing or sharding removed elements that share scales with the remaining ones;
+            else None.
         served: its tiles at serving time; None: those that each product asks for.
     """
 
@@ -95,10 +98,13 @@ class Latent(ArrayProxy):
     def in_turn(self, own: PyTree) -> "Latent":
         return self if self.scales is None else dataclasses.replace(self, scales=own)
 
+    def quantized(self) -> QArray | None:
+        """The array quantized as at serving time, without a gradient; None where each product decides."""
+        if self.prequantized is not None or self.served is None:
+            return self.prequantized
+        return quantized_as_served(jax.lax.stop_gradient(self.value), self.served.on_last(self.ndim), self.policy.weight)
+
     def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple["Latent", "Latent"]:
-        if self.prequantized is not None:
-            reason = "its quantization tiles extend beyond this slice; slice it inside shard_map"
-            raise UnsupportedError("a slice of a trained parameter cannot be cut by shard_map", {repr(self): reason})
         key, scales, along = self.key, self.scales, ()
         if scales is not None and scales.ndim:
             along = spec_entries(spec, self.ndim)[: scales.ndim]
@@ -109,9 +115,31 @@ class Latent(ArrayProxy):
         if scales is not None:
             scales = copies(scales, math.prod(mesh[name] for name in others))
         specs = Latent(
-            spec, PartitionSpec(tuple(mesh)), self.policy, PartitionSpec(others or None, *along), None, self.served
+            spec, PartitionSpec(tuple(mesh)), self.policy, PartitionSpec(others or None, *along), spec, self.served
         )
-        return dataclasses.replace(self, key=key, scales=scales), specs
+        return dataclasses.replace(self, key=key, scales=scales, prequantized=self._cut(spec, mesh)), specs
+
+    def _cut(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> QArray | None:
+        """The quantized array, ready for `shard_map`, where shards separate elements that share a scale; else None.
+
+        Raises:
+            UnsupportedError: where a tile or a byte of codes has elements of two shards.
+        """
+        from ..interpret.rules.sharding import sharded_ready  # it needs this class
+
+        q = self.prequantized
+        if q is None and self.served is not None:
+            parts = tuple(math.prod(mesh[name] for name in axis_names(entry)) for entry in spec_entries(spec, self.ndim))
+            if self.served.on_last(self.ndim).are_cut(self.policy.weight, self.shape, parts):
+                q = self.quantized()
+        if q is None:
+            return None
+        try:
+            return sharded_ready(q, spec, mesh)
+        except NoRuleError as error:
+            raise UnsupportedError(
+                f"shard_map cannot cut a trained parameter as {spec}", {repr(self): str(error)}
+            ) from error
 
     def on_device(self) -> "Latent":
         key, scales = jax.tree.map(lambda leaf: leaf[0], (self.key, self.scales))

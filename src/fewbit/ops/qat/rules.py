@@ -9,7 +9,7 @@ from jax.extend import core as jex_core
 
 from ...array.axis_move import axis_moves
 from ...array.covered import is_covered
-from ...array.qarray import QArray, is_qarray
+from ...array.qarray import is_qarray
 from ...array.straight_through import passed_through
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize, quantize
@@ -20,7 +20,6 @@ from ..interpret.rules.products import PRODUCT
 from ..interpret.rules.sharding import SHARDING
 from .delayed_scales import StepScales, noted, widest
 from .latent import MOVES, PARAMETER_RULES, PRODUCTS, Latent, is_latent, plain
-from .serving_quantize import quantized_as_served
 from .serving_tiles import ServingTiles
 
 _ON_LEADING_AXES = ("slice", "dynamic_slice", "squeeze")
@@ -42,7 +41,7 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
             served[:] = latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)
     except QuantError:
         pass
-    if served[0] is None and (q := _quantized(latent)) is not None:
+    if served[0] is None and (q := latent.quantized()) is not None:
         prequantized = evaluator.equation(eqn, [q, *map(plain, others)])
     results = []
     for out, tiles, q in zip(outputs, served, prequantized, strict=True):
@@ -53,13 +52,6 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
         else:  # it had to be decoded: the values it had, straight-through
             results.append(passed_through(out, q, jnp.ones(q.shape, jnp.bool_)))
     return results
-
-
-def _quantized(latent: Latent) -> QArray | None:
-    """The array quantized as at serving time; None where each product decides."""
-    if latent.prequantized is not None or latent.served is None:
-        return latent.prequantized
-    return quantized_as_served(jax.lax.stop_gradient(latent.value), latent.served.on_last(latent.ndim), latent.policy.weight)
 
 
 def _scales_after(eqn: jex_core.JaxprEqn, latent: Latent, values: list[Any]) -> StepScales | None:
@@ -118,7 +110,7 @@ def _looked_up(latent: Latent, eqn: jex_core.JaxprEqn) -> jax.Array:
     scale = None
     if latent.scales is not None:
         scale = widest(latent.scales).weight
-    q = _quantized(latent)
+    q = latent.quantized()
     if q is None:
         axis = max(lookup.whole, default=latent.ndim - 1)
         q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))

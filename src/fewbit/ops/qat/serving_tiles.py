@@ -65,6 +65,13 @@ class ServingTiles:
             return self
         return dataclasses.replace(self, tiles=self.tiles[gone:], looped=tuple(a for a in self.looped if a >= -ndim))
 
+    def are_cut(self, scheme: Scheme, shape: tuple[int, ...], parts: tuple[int, ...]) -> bool:
+        """Whether equal parts, so many along each axis of an array of `shape`, separate elements that share a scale."""
+        cut = [a for a, count in enumerate(parts) if count > 1 and a - len(shape) not in self.looped]
+        if not _is_local(scheme):
+            return bool(cut)
+        return any(shape[a] // parts[a] % (self.tiles[a] or shape[a]) for a in cut)
+
     def after(self, eqn: jex_core.JaxprEqn, scheme: Scheme) -> list["ServingTiles"]:
         """The tiles of each result of a layout equation.
 

@@ -5,11 +5,12 @@ of a whole axis is first repeated for every shard.
 """
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 from jax.extend import core as jex_core
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ....array.leaves import with_leaves
@@ -89,10 +90,16 @@ def _all_gather(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list
     return [joined([q], axis, gathered, params["axis_size"])]
 
 
-def sharded_ready(q: QArray, spec: PartitionSpec, mesh: Mesh | AbstractMesh) -> QArray:
-    """The array with leaves that a PartitionSpec cuts where it cuts the array; NoRuleError for a tile or byte of two shards."""
+def sharded_ready(q: QArray, spec: PartitionSpec, mesh: Mapping[str, int]) -> QArray:
+    """The array with leaves that a PartitionSpec cuts where it cuts the array; NoRuleError for a tile or byte of two shards.
+
+    Args:
+        q: the array.
+        spec: of the array.
+        mesh: the number of devices along each mesh axis.
+    """
     for axis, entry in enumerate(spec_entries(spec, q.ndim)):
-        parts = math.prod(mesh.shape[name] for name in axis_names(entry))
+        parts = math.prod(mesh[name] for name in axis_names(entry))
         if parts > 1:
             q = _cut_ready(q, axis, parts)
     return q
@@ -152,7 +159,7 @@ def _shard_map(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) 
         if isinstance(value, ArrayProxy):
             return value.shards(spec, lengths)
         if isinstance(value, QArray):
-            value = sharded_ready(value, spec, mesh)
+            value = sharded_ready(value, spec, lengths)
         return value, spec
 
     hidden = [(proxy, PartitionSpec()) for proxy in evaluator.inside()]
