@@ -16,9 +16,7 @@ _range = MinMax(1.0, 0)
 for _bits in (3, 4, 6, 8):
     _codes = FORMATS[f"uint{_bits}"]
     _tile = {...: 1, -1: 64}
-    SCHEMES.add(
-        f"affine{_bits}", Scheme(_codes, _tile, scale="bfloat16", zero_point="bfloat16", calibration=_range)
-    )
+    SCHEMES.add(f"affine{_bits}", Scheme(_codes, _tile, scale="bfloat16", zero_point="bfloat16", calibration=_range))
 
 # MLX's nvfp4 mode: one level of scales.
 SCHEMES.add("nvfp4_one_level", Scheme(FORMATS["e2m1"], {...: 1, -1: 16}, scale=FORMATS["e4m3fn"], calibration=MSE()))

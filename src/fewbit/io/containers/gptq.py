@@ -228,11 +228,10 @@ def _group_indices(layer: _Layer, order: np.ndarray, where: str) -> np.ndarray:
 def _group_length(layer: _Layer, settings: _Settings, order: np.ndarray | None) -> int | None:
     """The inputs of a group; None: all; 0: the groups are not runs of one length (act-order)."""
     rows = layer.shape[1]
-    lengths = [settings.group_size, -(-rows // layer.groups)]
-    for length in lengths:
+    for length in (settings.group_size, -(-rows // layer.groups)):
         is_count = length > 0 and -(-rows // length) == layer.groups
         if is_count and (order is None or np.array_equal(order, np.arange(rows) // length)):
-            return None if layer.groups == 1 and settings.group_size < 1 else length
+            return length if layer.groups > 1 or length == settings.group_size else None
     return 0
 
 

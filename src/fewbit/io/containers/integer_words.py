@@ -40,11 +40,11 @@ def packed(codes: np.ndarray, bits: int) -> np.ndarray:
     """The inverse of `unpacked`: int32 words. The codes along the last axis fill whole words."""
     if 8 % bits == 0:
         parts = codes.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 8, 8 // bits)
-        shifted = parts << np.arange(0, 8, bits, dtype=np.uint8)
-        return np.bitwise_or.reduce(shifted, axis=-1).view(np.int32)
+        data = np.bitwise_or.reduce(parts << np.arange(0, 8, bits, dtype=np.uint8), axis=-1)
+        return np.ascontiguousarray(data).view(np.int32)
     flags = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little")
-    flags = flags.reshape(*codes.shape[:-1], codes.shape[-1] * bits)
-    return np.packbits(flags, axis=-1, bitorder="little").view(np.int32)
+    data = np.packbits(flags.reshape(*codes.shape[:-1], codes.shape[-1] * bits), axis=-1, bitorder="little")
+    return np.ascontiguousarray(data).view(np.int32)
 
 
 def top_bits(bits: int, length: int) -> np.ndarray:

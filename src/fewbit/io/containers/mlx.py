@@ -26,6 +26,7 @@ from ...array.scheme import SCHEMES, Scheme
 from ...errors import QuantError
 from ...formats.format import FORMATS
 from ...formats.integer import Integer
+from ...recipe.roles import Role
 from ..checkpoint import TensorInfo, Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped
 from .integer_words import top_bits
@@ -71,6 +72,7 @@ class MLX(AbstractContainer):
         "nvfp4_one_level",
     )
     config_keys: ClassVar[tuple[str, ...]] = (_KEY, "quantization_config")
+    roles: ClassVar[tuple[Role, ...]] = (Role.MATMUL, Role.EXPERTS, Role.EMBEDDING)
 
     def why_not(self, weight: Weight) -> str | None:
         if not weight.name.endswith(".weight") or len(weight.shape) < 2:
@@ -87,6 +89,11 @@ class MLX(AbstractContainer):
 
     def encoded(self, weight: Weight, q: QArray) -> dict[str, np.ndarray]:
         form, scale = weight.scheme.format, np.asarray(q.scale)
+        group = weight.scheme.tiles(len(weight.shape))[-1]
+        if group is None or scale.shape != (*weight.shape[:-1], weight.shape[-1] // group):
+            raise QuantError(
+                f"{weight.name}: scales of shape {scale.shape} are not one per group of {group}; quantize it again"
+            )
         data = np.asarray(q.codes)
         arrays = {"scales": scale}
         if isinstance(form, Integer) and form.signed:
@@ -103,7 +110,7 @@ class MLX(AbstractContainer):
         ((usual, _),) = collections.Counter(modes.values()).most_common(1)
         others = {module: mode.form for module, mode in modes.items() if mode != usual}
         settings = {**usual.form, **others}
-        return Files({key: settings for key in self.config_keys}, metadata={"format": "mlx"})
+        return Files(dict.fromkeys(self.config_keys, settings), metadata={"format": "mlx"})
 
     def recognises(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         settings = config.get(_KEY)
@@ -196,7 +203,9 @@ def _group(module: str, mode: _Mode, tensors: Tensors, dtype: np.dtype, where: s
     group, bits = scheme.tile[-1], scheme.format.bits
     assert group is not None
     if len(weight.shape) < 2 or not is_stated:
-        raise QuantError(f"{where}: {module!r} has scales of {scales.dtype} and a weight {weight.shape}, not of mode {mode.mode}")
+        raise QuantError(
+            f"{where}: {module!r} has scales of {scales.dtype} and a weight {weight.shape}, not of mode {mode.mode}"
+        )
     *rows, words = weight.shape
     length = words * 32 // bits
     if length * bits != words * 32 or length % group or scales.shape != (*rows, length // group) or not words:
@@ -208,7 +217,9 @@ def _group(module: str, mode: _Mode, tensors: Tensors, dtype: np.dtype, where: s
     if shared in info and mode.mode == "nvfp4":
         names.append(shared)
         if info[shared].dtype != "float32" or info[shared].shape not in ((), (1,), (rows[0],)):
-            raise QuantError(f"{where}: {shared!r} is {info[shared].dtype}{info[shared].shape}, expected one float32 an expert")
+            raise QuantError(
+                f"{where}: {shared!r} is {info[shared].dtype}{info[shared].shape}, expected one float32 an expert"
+            )
         scheme = dataclasses.replace(scheme, tensor_scale=True)
     nbytes = sum(info[name].nbytes for name in names)
     entry = TensorInfo((*rows, length), dtype.name, f"MLX {mode.mode}", nbytes, scheme)
@@ -217,7 +228,9 @@ def _group(module: str, mode: _Mode, tensors: Tensors, dtype: np.dtype, where: s
 
 def _affine(bits: int, group: int, scale: np.dtype) -> Scheme:
     """The scheme of the affine mode."""
-    return dataclasses.replace(SCHEMES["affine4"], format=FORMATS[f"uint{bits}"], scale=scale, zero_point=scale).with_tile(group)
+    return dataclasses.replace(SCHEMES["affine4"], format=FORMATS[f"uint{bits}"], scale=scale, zero_point=scale).with_tile(
+        group
+    )
 
 
 def _qarray(names: tuple[str, ...], scheme: Scheme, dtype: np.dtype, arrays: Mapping[str, np.ndarray]) -> QArray:

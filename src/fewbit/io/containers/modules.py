@@ -17,17 +17,9 @@ def linear_misfit(weight: Weight) -> str | None:
         return "its name does not end in .weight, as that of a linear layer does"
     if len(weight.shape) != 2:
         return f"it has {len(weight.shape)} axes, and a linear layer has 2"
-    if is_embedding(weight.module):
-        return "it is an embedding, which this program keeps in float"
     if weight.activations is not None:
         return "its activations are quantized too, and this program quantizes weights only"
     return None
-
-
-def is_embedding(module: str) -> bool:
-    """Whether the usual names call a module an embedding."""
-    last = module.rpartition(".")[2]
-    return "embed" in last or last in ("wte", "wpe")
 
 
 def float_modules(weights: Sequence[Weight], kept: Sequence[str]) -> list[str]:
@@ -38,7 +30,7 @@ def float_modules(weights: Sequence[Weight], kept: Sequence[str]) -> list[str]:
     """
     quantized = {weight.module for weight in weights}
     modules = [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]
-    found = [m for m in modules if not is_embedding(m) and "norm" not in m.rpartition(".")[2]]
+    found = [m for m in modules if not any(word in m.rpartition(".")[2] for word in ("norm", "embed"))]
     return [module for module in dict.fromkeys((*found, "lm_head")) if module not in quantized]
 
 
