@@ -147,6 +147,8 @@ def four_bit_group(name: str, kind: str, tensors: Tensors, where: str) -> Group:
     if text.dtype != np.uint8:
         raise QuantError(f"{where}: tensor {key!r} is {text.dtype}, expected the bytes of a JSON object")
     state = converted(parsed(text.tobytes(), f"{where}: {key}"), _State, f"{where}: {key}")
+    if state.quant_type != kind:
+        raise QuantError(f"{where}: tensor {key!r} says {state.quant_type}")
     weight = _FourBit(name, state, f"{name}.nested_absmax" in tensors.info)
     parts = weight.parts
     for part, (length, dtype) in parts.items():
