@@ -156,14 +156,15 @@ class Group:
     """The stored arrays of one weight.
 
     Attributes:
-        info: the description of the QArray.
+        info: the description of the QArray; without a scheme if no QArray has the same values, and `load` decodes to float.
+            `stored` then says why, such as "GPTQ with act-order", for `notes_on_floats`.
         parts: the names of its stored arrays.
-        load: builds the QArray from the stored arrays, which it reads by name.
+        load: builds the QArray or the float array from the stored arrays, which it reads by name.
     """
 
     info: TensorInfo
     parts: tuple[str, ...]
-    load: Callable[[Mapping[str, np.ndarray]], QArray]
+    load: Callable[[Mapping[str, np.ndarray]], np.ndarray | QArray]
 
 
 def grouped(tensors: Tensors, groups: Mapping[str, Group], where: str) -> Tensors:
@@ -201,10 +202,19 @@ def _loaded(tensors: Tensors, groups: Mapping[str, Group], where: str, name: str
     if name not in groups:
         return tensors[name]
     group = groups[name]
-    q = group.load({part: plain_array(tensors[part]) for part in group.parts})
-    if reason := misfit(q):
+    value = group.load({part: plain_array(tensors[part]) for part in group.parts})
+    if isinstance(value, QArray) and (reason := misfit(value)):
         raise QuantError(f"{where}: the tensors of {name!r} do not fit together: {reason}")
-    return q
+    return value
+
+
+def notes_on_floats(stored: Tensors, decoded: Tensors) -> tuple[str, ...]:
+    """A sentence for each reason why `AbstractContainer.decoded` gives some quantized weights as float arrays."""
+    reasons: dict[str, list[str]] = {}
+    for name, info in decoded.info.items():
+        if info.scheme is None and stored.info.get(name) != info:
+            reasons.setdefault(info.stored, []).append(name)
+    return tuple(f"{len(names)} weights are decoded to float, {why}: {', '.join(names)}" for why, names in reasons.items())
 
 
 def plain_array(value: Tensor) -> np.ndarray:

@@ -10,6 +10,7 @@ from ..checkpoint import Checkpoint, Tensors
 from ..native.manifest import FORMAT, MANIFEST, read_manifest
 from ..native.reader import checked_array, checked_files, stored_tensors
 from ..safetensors.reader import tensors_of
+from .container import notes_on_floats
 from .registry import CONTAINERS
 
 
@@ -32,7 +33,8 @@ def with_weights(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     tensors = found.decoded(checkpoint.metadata, checkpoint.tensors, str(checkpoint.path))
     metadata = {key: value for key, value in checkpoint.metadata.items() if key not in found.config_keys}
-    notes = (*checkpoint.notes, f"{found.name}: {_counts(tensors)}")
+    floats = notes_on_floats(checkpoint.tensors, tensors)
+    notes = (*checkpoint.notes, f"{found.name}: {_counts(tensors)}", *floats)
     return dataclasses.replace(checkpoint, tensors=tensors, metadata=metadata, notes=notes)
 
 

@@ -1,9 +1,13 @@
 """The containers, in the order in which a directory is compared with them."""
 
 from ...errors import QuantError
+from .awq import AWQ
+from .bitsandbytes import BitsAndBytes
 from .container import AbstractContainer
+from .gptq import GPTQ
+from .mlx import MLX
 
-CONTAINERS: tuple[AbstractContainer, ...] = ()
+CONTAINERS: tuple[AbstractContainer, ...] = (GPTQ(), AWQ(), BitsAndBytes(), MLX())
 
 
 def container(name: str) -> AbstractContainer:
