@@ -42,10 +42,17 @@ class Tensors(Mapping):
     Args:
         info: the description of each tensor, in the order of the file.
         load: loads the tensor of a name.
+        metadata: the `__metadata__` of the safetensors files that they come from, in one mapping.
     """
 
-    def __init__(self, info: Mapping[str, TensorInfo], load: Callable[[str], np.ndarray | QArray]):
+    def __init__(
+        self,
+        info: Mapping[str, TensorInfo],
+        load: Callable[[str], np.ndarray | QArray],
+        metadata: Mapping[str, str] | None = None,
+    ):
         self.info = dict(info)
+        self.metadata = dict(metadata or {})
         self._load = load
 
     def __getitem__(self, name: str) -> np.ndarray | QArray:

@@ -9,7 +9,6 @@ import numpy as np
 from ..checkpoint import Checkpoint, Tensors
 from ..native.manifest import FORMAT, MANIFEST, read_manifest
 from ..native.reader import checked_array, checked_files, stored_tensors
-from ..safetensors.reader import tensors_of
 from .container import notes_on_floats
 from .registry import CONTAINERS
 
@@ -58,7 +57,8 @@ def _with_hashes(checkpoint: Checkpoint) -> Checkpoint:
     def load(name: str) -> np.ndarray:
         return checked_array(path, manifest, name, stored[name])
 
-    return dataclasses.replace(checkpoint, tensors=Tensors(tensors_of(stored).info, load), facts=dict(manifest.facts))
+    tensors = Tensors(checkpoint.tensors.info, load, checkpoint.tensors.metadata)
+    return dataclasses.replace(checkpoint, tensors=tensors, facts=dict(manifest.facts))
 
 
 def _is_ours(path: pathlib.Path) -> bool:

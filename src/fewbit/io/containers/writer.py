@@ -132,7 +132,8 @@ class ContainerWriter:
             raise QuantError(f"tensor {name!r} is {q!r}, which was not announced")
         arrays = self._container.encoded(weight, q)
         info = {name: TensorInfo(a.shape, a.dtype.name, a.dtype.name, a.nbytes) for name, a in arrays.items()}
-        again = self._container.decoded(self._config, Tensors(info, arrays.__getitem__), str(self.path))[weight.name]
+        stored = Tensors(info, arrays.__getitem__, self._added.metadata)
+        again = self._container.decoded(self._config, stored, str(self.path))[weight.name]
         if not np.array_equal(_values(again), _values(q), equal_nan=True):
             raise QuantError(
                 f"{self.path}: {weight.name!r} in scheme {weight.scheme.name} would not dequantize to the same numbers in "

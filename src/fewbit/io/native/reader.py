@@ -77,7 +77,7 @@ def read_directory(path: pathlib.Path) -> Checkpoint:
             return qarray(name, records[name], leaf)
         return leaf(name)
 
-    plain = tensors_of(stored).info
+    plain = tensors_of(stored, {}).info
     info = {name: weight_info(name, records[name], plain) if name in records else plain[name] for name in names}
     return Checkpoint(path, "fewbit", Tensors(info, load), config, small, dict(manifest.facts))
 

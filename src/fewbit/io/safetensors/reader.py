@@ -55,7 +55,7 @@ def read_safetensors_file(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
     tensors, metadata = read_file(path, data)
     if metadata.get("format") == FORMAT:
         raise QuantError(f"{path} is part of a directory that fewbit wrote; pass the directory {path.parent}")
-    return Checkpoint(path, "safetensors", tensors_of(tensors), dict(metadata))
+    return Checkpoint(path, "safetensors", tensors_of(tensors, metadata), dict(metadata))
 
 
 def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
@@ -68,9 +68,9 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     """
     notes: tuple[str, ...] = ()
     if (path / INDEX).is_file():
-        stored, notes = _indexed(path)
+        stored, header, notes = _indexed(path)
     else:
-        stored, _ = read_file(_only_file(path))
+        stored, header = read_file(_only_file(path))
     config = path / CONFIG
     metadata = parsed_object(file_text(config, "configuration"), str(config)) if config.is_file() else {}
     files = {
@@ -80,17 +80,17 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
     }
     if (path / _CHAT_TEMPLATES).is_dir():
         notes = (*notes, f"the directory {_CHAT_TEMPLATES} is not read; copy it by hand if you need it")
-    return Checkpoint(path, "safetensors", tensors_of(stored), metadata, files, notes=notes)
+    return Checkpoint(path, "safetensors", tensors_of(stored, header), metadata, files, notes=notes)
 
 
-def tensors_of(stored: Mapping[str, StoredTensor]) -> Tensors:
-    """The stored arrays, read when they are indexed."""
+def tensors_of(stored: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> Tensors:
+    """The stored arrays, read when they are indexed; `metadata` is that of their files."""
     info = {name: TensorInfo(t.shape, DTYPES[t.dtype].name, t.dtype, t.data.size) for name, t in stored.items()}
 
     def load(name: str) -> np.ndarray:
         return stored[name].array()
 
-    return Tensors(info, load)
+    return Tensors(info, load, metadata)
 
 
 def _only_file(path: pathlib.Path) -> pathlib.Path:
@@ -104,8 +104,8 @@ def _only_file(path: pathlib.Path) -> pathlib.Path:
     return found[0]
 
 
-def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
-    """The tensors of the index, and a note on tensors that it omits."""
+def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str], tuple[str, ...]]:
+    """The tensors of the index, the `__metadata__` of its files, and a note on tensors that it omits."""
     where = str(path / INDEX)
     weight_map = converted(parsed_object(file_text(path / INDEX, "index"), where), _Index, where).weight_map
     files = dict.fromkeys(weight_map.values())
@@ -114,12 +114,16 @@ def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], tuple[str, ..
             raise QuantError(f"{where} names the file {file!r}; only files of the directory itself are expected")
         if not (path / file).is_file():
             raise QuantError(f"{path / file} is missing, though {INDEX} names it; download it again")
-    by_file = {file: read_file(path / file)[0] for file in files}
+    by_file: dict[str, dict[str, StoredTensor]] = {}
+    header: dict[str, str] = {}
+    for file in files:
+        by_file[file], metadata = read_file(path / file)
+        header |= metadata
     for name, file in weight_map.items():
         if name not in by_file[file]:
             raise QuantError(f"{path / file} lacks tensor {name!r}, which is there according to {INDEX}")
     extra = [name for file, tensors in by_file.items() for name in tensors if weight_map.get(name) != file]
     tensors = {name: by_file[file][name] for name, file in weight_map.items()}
     if not extra:
-        return tensors, ()
-    return tensors, (f"{len(extra)} tensors are in the files but not in the index, and are left out: {', '.join(extra)}",)
+        return tensors, header, ()
+    return tensors, header, (f"{len(extra)} tensors are in the files but not in the index, and are left out: {', '.join(extra)}",)

@@ -1,0 +1,149 @@
+"""The section of compressed-tensors in config.json."""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import msgspec
+
+from ...._json import converted
+from ...._patterns import Pattern
+from ....errors import QuantError, UnsupportedError
+
+VERSION = "0.20.0"
+"""The version of compressed-tensors whose layout is written."""
+METHOD = "compressed-tensors"
+_SECTIONS = ("quantization_config", "compression_config")
+_DENSE = (None, "dense", "")
+_REGEX = "re:"
+
+Size = Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]
+
+
+class Arguments(msgspec.Struct, frozen=True):
+    """JSON schema of the quantization of weights or activations."""
+
+    num_bits: Annotated[int, msgspec.Meta(ge=1, le=64)] = 8
+    type: str = "int"
+    strategy: str | None = None
+    symmetric: bool = True
+    dynamic: bool | str = False
+    group_size: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None
+    block_structure: tuple[Size, Size] | str | None = None
+
+    def blocks(self, where: str) -> tuple[int, int] | None:
+        """The rows and columns of a block; None if the configuration does not say."""
+        structure = self.block_structure
+        if not isinstance(structure, str):
+            return structure
+        found = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", structure)
+        if found is None:
+            raise QuantError(f"{where}: block_structure is {structure!r:.40}, expected rows and columns")
+        return int(found[1]), int(found[2])
+
+
+class ConfigGroup(msgspec.Struct, frozen=True):
+    """JSON schema of the modules that are quantized alike."""
+
+    targets: list[str]
+    weights: Arguments | None = None
+    input_activations: Arguments | None = None
+
+
+class _Section(msgspec.Struct, frozen=True):
+    config_groups: dict[str, ConfigGroup | list[str]] | None = None
+    sparsity_config: dict[str, Any] | None = None
+    transform_config: dict[str, Any] | None = None
+    version: str = ""
+
+
+class Section:
+    """A checked section of a `config.json`.
+
+    Args:
+        config: the `config.json`.
+        where: the path, for messages.
+
+    Raises:
+        QuantError: for a malformed section.
+        UnsupportedError: for sparse or rotated weights, and for preset names in place of settings.
+    """
+
+    def __init__(self, config: Mapping[str, Any], where: str):
+        where = f"{where}: the quantization configuration in config.json"
+        form = converted(section_of(config), _Section, where)
+        self.version = form.version
+        if (form.sparsity_config or {}).get("format") not in _DENSE:
+            raise UnsupportedError(f"{where} has sparse weights; fewbit reads dense ones")
+        if (form.transform_config or {}).get("config_groups"):
+            raise UnsupportedError(
+                f"{where} has transforms: the weights are rotated, and fewbit would not rotate activations"
+            )
+        self.groups: list[ConfigGroup] = []
+        self._patterns: dict[str, Pattern] = {}
+        for name, group in (form.config_groups or {}).items():
+            if not isinstance(group, ConfigGroup):
+                raise UnsupportedError(f"{where} names the preset {name!r:.40}; fewbit reads the settings written out")
+            self.groups.append(group)
+            for target in group.targets:
+                if target.startswith(_REGEX):
+                    self._patterns[target] = Pattern(f"(?:{target[len(_REGEX) :]}).*", f"{where}: a target")
+
+    def group_of(self, module: str) -> ConfigGroup:
+        """The group of a quantized module: by its name, else by a pattern, else by its class."""
+        if len(self.groups) == 1:
+            return self.groups[0]
+        for fits in (self._is_name, self._is_pattern, self._is_class):
+            for group in self.groups:
+                if any(fits(target, module) for target in group.targets):
+                    return group
+        return ConfigGroup([])
+
+    def _is_name(self, target: str, module: str) -> bool:
+        return target == module
+
+    def _is_pattern(self, target: str, module: str) -> bool:
+        return target in self._patterns and self._patterns[target].fullmatch(module)
+
+    def _is_class(self, target: str, module: str) -> bool:
+        """Whether a target is the likely class of a module; only embeddings are not linear layers."""
+        return target == ("Embedding" if "embed" in module.rpartition(".")[2] else "Linear")
+
+
+def section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The section of compressed-tensors; None if there is none."""
+    for key in _SECTIONS:
+        section = config.get(key)
+        if isinstance(section, Mapping) and section.get("quant_method") == METHOD:
+            return section
+    return None
+
+
+def section(groups: Sequence[dict[str, Any]], modules: Sequence[Sequence[str]], kept: Iterable[str]) -> dict[str, Any]:
+    """The section for a directory.
+
+    Args:
+        groups: the distinct settings: `weights`, `input_activations` and `format`.
+        modules: the modules of each.
+        kept: the modules with a weight that is not quantized.
+    """
+    quantized = {module for group in modules for module in group}
+    ignored = [module for module in dict.fromkeys((*kept, "lm_head")) if module not in quantized]
+    formats = {group["format"] for group in groups}
+    is_linear = len(groups) == 1 and not any("embed" in module for module in quantized)
+    config_groups = {
+        f"group_{i}": {"targets": ["Linear"] if is_linear else list(names), "output_activations": None, **group}
+        for i, (group, names) in enumerate(zip(groups, modules, strict=True))
+    }
+    return {
+        "quant_method": METHOD,
+        "format": min(formats) if len(formats) == 1 else "mixed-precision",
+        "quantization_status": "compressed",
+        "config_groups": config_groups,
+        "ignore": ignored,
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+        "sparsity_config": {},
+        "transform_config": {},
+        "version": VERSION,
+    }
