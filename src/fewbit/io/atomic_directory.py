@@ -113,29 +113,52 @@ class StagedDirectory:
         Raises:
             QuantError: when a directory appeared at the target, the lock file was removed, or the rename fails.
         """
-        if self._lock is None or not self._lock.is_ours():
-            raise QuantError(f"the lock file of {self.target} was removed while it was being written; nothing was replaced")
-        self._check(self.target)
-        is_replaced = os.path.lexists(self.target)
-        if is_replaced and not self.overwrite:
-            raise QuantError(f"{self.target} has appeared while it was being written; nothing was replaced")
+        is_replaced = self._check_before_rename()
         try:
             _flush_directory(self.path)
             if is_replaced:
                 exchange(self.path, self.target)
             else:
                 os.rename(self.path, self.target)
-            self.is_committed = True
-            for parent in dict.fromkeys([self.target.parent, *(made.parent for made in self._created)]):
-                _flush_directory(parent)
+            self._flush_parents()
             if is_replaced:
                 shutil.rmtree(self.path)  # the replaced directory
         except OSError as error:
-            if self.is_committed:
-                raise QuantError(
-                    f"{self.target} was written completely, but cleaning up failed: {error.strerror or error}"
-                ) from error
-            raise _write_error(self.target, 0, error) from error
+            raise self._commit_error(error) from error
+
+    def commit_file(self, name: str) -> None:
+        """Renames one file of the staged directory to the target, which is a file or does not exist.
+
+        Raises:
+            QuantError: as `commit`.
+        """
+        self._check_before_rename()
+        try:
+            os.replace(self.path / name, self.target)
+            self._flush_parents()
+        except OSError as error:
+            raise self._commit_error(error) from error
+
+    def _check_before_rename(self) -> bool:
+        """Refuses to rename without the lock, or over what may not be replaced; True if a target is replaced."""
+        if self._lock is None or not self._lock.is_ours():
+            raise QuantError(f"the lock file of {self.target} was removed while it was being written; nothing was replaced")
+        self._check(self.target)
+        is_replaced = os.path.lexists(self.target)
+        if is_replaced and not self.overwrite:
+            raise QuantError(f"{self.target} has appeared while it was being written; nothing was replaced")
+        return is_replaced
+
+    def _flush_parents(self) -> None:
+        """Records the rename, and flushes it to disk."""
+        self.is_committed = True
+        for parent in dict.fromkeys([self.target.parent, *(made.parent for made in self._created)]):
+            _flush_directory(parent)
+
+    def _commit_error(self, error: OSError) -> QuantError:
+        if self.is_committed:
+            return QuantError(f"{self.target} was written completely, but cleaning up failed: {error.strerror or error}")
+        return _write_error(self.target, 0, error)
 
     def close(self) -> None:
         """Removes temporary files and releases the lock; a second call does nothing."""

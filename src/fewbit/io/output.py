@@ -50,6 +50,25 @@ def check_output(
     ...
     fewbit.errors.QuantError: the output path is empty; name a directory
     """
+    target = checked_target(path, sources)
+    if os.path.lexists(target):
+        _check_replaceable(target, overwrite, foreign)
+    return target
+
+
+def checked_target(path: str | os.PathLike[str], sources: Iterable[str | os.PathLike[str]]) -> pathlib.Path:
+    """The absolute path of an output, which may exist.
+
+    Args:
+        path: the file or directory to write.
+        sources: the files and directories that it is made from.
+
+    Returns:
+        The path.
+
+    Raises:
+        QuantError: for an empty path, one below a file, and when a source is the output, inside it or around it.
+    """
     text = os.fspath(path)
     if not text:
         raise QuantError("the output path is empty; name a directory")
@@ -61,8 +80,6 @@ def check_output(
         raise QuantError(f"{target} cannot be written: {above} is not a directory")
     for source in sources:
         _check_source(pathlib.Path(source), target)
-    if os.path.lexists(target):
-        _check_replaceable(target, overwrite, foreign)
     return target
 
 

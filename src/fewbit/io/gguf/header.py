@@ -45,12 +45,14 @@ class Header:
 
     Attributes:
         metadata: the fields, as plain Python.
+        encoded: the bytes of each field's type and value, in the order of the file.
         entries: the tensors in the order of the file.
         data_start: the offset of the data, a multiple of the alignment.
         alignment: the power of two that tensor offsets are multiples of.
     """
 
     metadata: dict[str, Any]
+    encoded: dict[str, bytes]
     entries: tuple[TensorEntry, ...]
     data_start: int
     alignment: int
@@ -77,11 +79,14 @@ def read_header(data: np.ndarray, where: str) -> Header:
     tensor_count, field_count = cursor.scalar("Q"), cursor.scalar("Q")
     cursor.require(field_count, 13, "metadata fields")
     metadata: dict[str, Any] = {}
+    encoded: dict[str, bytes] = {}
     for _ in range(field_count):
         key = cursor.text("a metadata key")
         if key in metadata:
             raise QuantError(f"{where}: the metadata field {key!r} appears twice")
+        start = cursor.position
         metadata[key] = cursor.value(cursor.scalar("I"), key)
+        encoded[key] = bytes(cursor.data[start : cursor.position])
     cursor.require(tensor_count, 24, "tensors")
     entries = tuple(_entry(cursor) for _ in range(tensor_count))
     names = [entry.name for entry in entries]
@@ -90,7 +95,7 @@ def read_header(data: np.ndarray, where: str) -> Header:
         raise QuantError(f"{where}: the tensor {twice!r} appears twice")
     alignment = _alignment(metadata, where)
     data_start = -(-cursor.position // alignment) * alignment
-    return Header(metadata, entries, data_start, alignment)
+    return Header(metadata, encoded, entries, data_start, alignment)
 
 
 class _Cursor:

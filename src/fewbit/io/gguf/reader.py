@@ -3,13 +3,12 @@
 The simple block types become QArrays without loss; the other quantized types decode to float32.
 """
 
+import dataclasses
 import enum
 import math
 import pathlib
 from types import ModuleType
-from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 from ...array.qarray import QArray
@@ -19,25 +18,16 @@ from ..checkpoint import Checkpoint, TensorInfo, Tensors
 from ..files import check_spans
 from .blocks import LAYOUTS, is_lossless, qarray_from_blocks
 from .header import TensorEntry, read_header
-
-_PLAIN: dict[str, Any] = {
-    "F32": np.float32,
-    "F16": np.float16,
-    "BF16": ml_dtypes.bfloat16,
-    "F64": np.float64,
-    "I8": np.int8,
-    "I16": np.int16,
-    "I32": np.int32,
-    "I64": np.int64,
-}
+from .stored import PLAIN
 
 
 def read_gguf(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
     """Opens a GGUF file (version 2 or 3, little-endian, not split).
 
-    Tensors of type Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and MXFP4 load as QArrays with the dequantized values of ggml; F64, F32, F16,
-    BF16 and integers unchanged; all other types as the float32 array that the gguf package decodes. `metadata` has every field,
-    and `notes` names the decoded tensors.
+    Tensors of the types of `LAYOUTS` (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, NVFP4, TQ1_0, TQ2_0) load as QArrays with the
+    dequantized values of ggml; F64, F32, F16, BF16 and integers unchanged; all other types as the float32 array that the gguf
+    package decodes. The tensor scale of an NVFP4 tensor, a tensor `.scale` in the file, is part of the QArray. `metadata` has
+    every field, and `notes` names the decoded tensors.
 
     Args:
         path: the file.
@@ -49,7 +39,7 @@ def read_gguf(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
 
     Reference: GGUF specification (ggml, docs/gguf.md).
     """
-    package = _package(path)
+    package = gguf_package(f"reading {path}")
     header = read_header(data, str(path))
     kinds = {entry.name: _kind(entry, package, path) for entry in header.entries}
     sizes = {entry.name: _byte_count(entry, kinds[entry.name], package, path) for entry in header.entries}
@@ -61,19 +51,37 @@ def read_gguf(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
     stored = {e.name: data[header.data_start + e.offset :][: sizes[e.name]] for e in header.entries}
     info = {e.name: _info(stored[e.name], kinds[e.name].name, e.shape) for e in header.entries}
     _check_decodable(kinds, package, path)
+    scales = {name: stored[scale].view(np.float32) for name, scale in _tensor_scales(info).items()}
+    for name in scales:
+        scale = info.pop(scale_name(name))
+        info[name] = dataclasses.replace(info[name], nbytes=info[name].nbytes + scale.nbytes)
 
     def load(name: str) -> np.ndarray | QArray:
-        return _loaded(stored[name], kinds[name], info[name], package)
+        return _loaded(stored[name], kinds[name], info[name], package, scales.get(name))
 
     return Checkpoint(path, "gguf", Tensors(info, load), header.metadata, notes=_notes(info))
 
 
-def _package(path: pathlib.Path) -> ModuleType:
+def gguf_package(what: str) -> ModuleType:
+    """The gguf package.
+
+    Args:
+        what: what needs it, for the message.
+    """
     try:
         import gguf
     except ImportError as error:
-        raise QuantError(f"reading {path} needs the gguf package: pip install fewbit[io]") from error
+        raise QuantError(f"{what} needs the gguf package: pip install fewbit[io]") from error
     return gguf
+
+
+def scale_name(name: str) -> str:
+    """The name of the tensor with the scale of an NVFP4 tensor.
+
+    >>> scale_name("blk.0.ffn_up.weight")
+    'blk.0.ffn_up.scale'
+    """
+    return name.removesuffix(".weight") + ".scale"
 
 
 def _kind(entry: TensorEntry, package: ModuleType, path: pathlib.Path) -> enum.IntEnum:
@@ -101,7 +109,7 @@ def _byte_count(entry: TensorEntry, kind: enum.IntEnum, package: ModuleType, pat
 
 def _check_decodable(kinds: dict[str, enum.IntEnum], package: ModuleType, path: pathlib.Path) -> None:
     """Refuses a file with a tensor type that cannot be decoded."""
-    for kind in {kind for kind in kinds.values() if kind.name not in _PLAIN and kind.name not in LAYOUTS}:
+    for kind in {kind for kind in kinds.values() if kind.name not in PLAIN and kind.name not in LAYOUTS}:
         _, size = package.GGML_QUANT_SIZES[kind]
         try:
             package.quants.dequantize(np.zeros((1, size), np.uint8), kind)
@@ -113,15 +121,29 @@ def _check_decodable(kinds: dict[str, enum.IntEnum], package: ModuleType, path: 
 def _info(data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> TensorInfo:
     if type_name in LAYOUTS and shape and is_lossless(data, type_name):
         return TensorInfo(shape, "float32", type_name, data.size, SCHEMES[LAYOUTS[type_name].scheme])
-    return TensorInfo(shape, np.dtype(_PLAIN.get(type_name, np.float32)).name, type_name, data.size)
+    return TensorInfo(shape, np.dtype(PLAIN.get(type_name, np.float32)).name, type_name, data.size)
 
 
-def _loaded(data: np.ndarray, kind: enum.IntEnum, info: TensorInfo, package: ModuleType) -> np.ndarray | QArray:
+def _tensor_scales(info: dict[str, TensorInfo]) -> dict[str, str]:
+    """The tensor with the scale of each NVFP4 tensor that has one: one number, or one for each expert."""
+    found: dict[str, str] = {}
+    for name, entry in info.items():
+        scale = info.get(scale_name(name))
+        if entry.stored != "NVFP4" or entry.scheme is None or scale is None or scale.stored != "F32":
+            continue
+        if scale.shape == (1,) or (len(entry.shape) == 3 and scale.shape == entry.shape[:1]):
+            found[name] = scale_name(name)
+    return found
+
+
+def _loaded(
+    data: np.ndarray, kind: enum.IntEnum, info: TensorInfo, package: ModuleType, tensor_scale: np.ndarray | None
+) -> np.ndarray | QArray:
     shape = info.shape
     if info.scheme is not None:
-        return qarray_from_blocks(data, kind.name, shape)
-    if kind.name in _PLAIN:
-        return data.view(_PLAIN[kind.name]).reshape(shape)
+        return qarray_from_blocks(data, kind.name, shape, tensor_scale)
+    if kind.name in PLAIN:
+        return data.view(PLAIN[kind.name]).reshape(shape)
     block, size = package.GGML_QUANT_SIZES[kind]
     # An infinite scale times code 0 is NaN, as in ggml: `verify` reports it, numpy must not warn.
     with np.errstate(all="ignore"):
@@ -133,7 +155,7 @@ def _notes(info: dict[str, TensorInfo]) -> tuple[str, ...]:
     """One sentence for each decoded type."""
     decoded: dict[str, list[str]] = {}
     for name, entry in info.items():
-        if entry.scheme is None and entry.stored not in _PLAIN:
+        if entry.scheme is None and entry.stored not in PLAIN:
             decoded.setdefault(entry.stored, []).append(name)
     return tuple(
         f"{len(names)} tensors of type {t} are decoded to float32: {', '.join(names)}" for t, names in decoded.items()

@@ -1,0 +1,170 @@
+"""The architectures that llama.cpp runs: metadata fields and conversions, as a table.
+
+Reference: llama.cpp, conversion/*.py and src/models/*.cpp (commit 0c1e570, 2026).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+Kind: TypeAlias = type[int] | type[float]
+FieldRow: TypeAlias = tuple[str, Kind, tuple[str, ...]]
+"""The key of a field without the architecture's name, its type, and the names in config.json, the first found counts."""
+
+COMMON: tuple[FieldRow, ...] = (
+    ("vocab_size", int, ("vocab_size",)),
+    ("block_count", int, ("num_hidden_layers",)),
+    ("context_length", int, ("max_position_embeddings",)),
+    ("embedding_length", int, ("hidden_size",)),
+    ("feed_forward_length", int, ("intermediate_size",)),
+    ("attention.head_count", int, ("num_attention_heads",)),
+    ("attention.head_count_kv", int, ("num_key_value_heads", "num_attention_heads")),
+    ("attention.layer_norm_rms_epsilon", float, ("rms_norm_eps",)),
+)
+"""The required fields of every architecture."""
+
+_HEAD = (("attention.key_length", int, ("head_dim",)), ("attention.value_length", int, ("head_dim",)))
+_EXPERTS = (
+    ("expert_count", int, ("num_local_experts", "num_experts")),
+    ("expert_used_count", int, ("num_experts_per_tok",)),
+)
+_EXPERT_WIDTH = ("expert_feed_forward_length", int, ("moe_intermediate_size",))
+_SHARED_WIDTH = ("expert_shared_feed_forward_length", int, ("shared_expert_intermediate_size",))
+_WINDOW = ("attention.sliding_window", int, ("sliding_window",))
+_FINAL_CAP = ("final_logit_softcapping", float, ("final_logit_softcapping",))
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """How llama.cpp runs one `model_type` of Hugging Face.
+
+    Attributes:
+        name: its name in GGUF.
+        fields: the optional fields that it reads besides `COMMON`.
+        is_permuted: whether rotary embedding rotates neighbours, so that the rows of q and k are permuted.
+        norm_offset: what transformers adds to the gain of a norm, and GGUF stores.
+        has_interleaved_experts: whether fused experts are stored `[E, in, out]`, gate and up alternating (gpt-oss); else
+            `[E, out, in]`, gate before up.
+        has_tensor_scales: whether llama.cpp applies the tensor scales of NVFP4 in all its products.
+        has_rope_factors: whether it reads the factors of "llama3" rope scaling.
+        window_pattern: n: every n-th layer has full attention, as llama.cpp has it built in; 0: it reads no windows.
+        defaults: values that config.json may omit.
+        assumed: the values of config.json that llama.cpp has built in.
+        large_layers: the number of layers with which it scales attention by `hidden_size / heads` instead of `head_dim`.
+    """
+
+    name: str
+    fields: tuple[FieldRow, ...] = _HEAD
+    is_permuted: bool = False
+    norm_offset: float = 0.0
+    has_interleaved_experts: bool = False
+    has_tensor_scales: bool = False
+    has_rope_factors: bool = False
+    window_pattern: int = 0
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    assumed: Mapping[str, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+    large_layers: int | None = None
+
+
+_SILU = {"hidden_act": ("silu", "swish")}
+_GELU = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)}
+_NO_WINDOW = {"use_sliding_window": (False,)}
+_EVERY_LAYER = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
+_TIED = {"tie_word_embeddings": True}
+
+_LLAMA = Architecture(
+    "llama",
+    (*_HEAD, *_EXPERTS),
+    is_permuted=True,
+    has_tensor_scales=True,
+    has_rope_factors=True,
+    defaults={"rms_norm_eps": 1e-6},
+    assumed=_SILU,
+)
+
+ARCHITECTURES = {
+    "llama": _LLAMA,
+    "mistral": dataclasses.replace(_LLAMA, defaults={"rms_norm_eps": 1e-6, "num_key_value_heads": 8}),
+    "mixtral": dataclasses.replace(_LLAMA, defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8}),
+    "qwen2": Architecture("qwen2", assumed={**_SILU, **_NO_WINDOW}),
+    "qwen3": Architecture(
+        "qwen3",
+        has_tensor_scales=True,
+        defaults={"head_dim": 128},
+        assumed={**_SILU, **_NO_WINDOW, "attention_bias": (False,)},
+    ),
+    "qwen2_moe": Architecture(
+        "qwen2moe",
+        (*_HEAD, *_EXPERTS, _EXPERT_WIDTH, _SHARED_WIDTH),
+        defaults={"norm_topk_prob": False},
+        assumed={**_SILU, **_NO_WINDOW, **_EVERY_LAYER, "norm_topk_prob": (False,)},
+    ),
+    "qwen3_moe": Architecture(
+        "qwen3moe",
+        (*_HEAD, *_EXPERTS, _EXPERT_WIDTH),
+        has_tensor_scales=True,
+        defaults={"norm_topk_prob": False},
+        assumed={**_SILU, **_NO_WINDOW, **_EVERY_LAYER, "norm_topk_prob": (True,)},
+    ),
+    "gemma2": Architecture(
+        "gemma2",
+        (*_HEAD, ("attn_logit_softcapping", float, ("attn_logit_softcapping",)), _FINAL_CAP, _WINDOW),
+        norm_offset=1.0,
+        window_pattern=2,
+        defaults={"head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096, **_TIED},
+        assumed={**_GELU, "tie_word_embeddings": (True,)},
+        large_layers=46,
+    ),
+    "gemma3_text": Architecture(
+        "gemma3",
+        (*_HEAD, _FINAL_CAP, _WINDOW),
+        norm_offset=1.0,
+        window_pattern=6,
+        defaults={
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "rms_norm_eps": 1e-6,
+            "query_pre_attn_scalar": 256,
+            "sliding_window": 4096,
+            "max_position_embeddings": 131072,
+            "rope_theta": 1e6,
+            "rope_local_base_freq": 1e4,
+            **_TIED,
+        },
+        assumed={**_GELU, "attn_logit_softcapping": (None,), "use_bidirectional_attention": (False, None)},
+        large_layers=62,
+    ),
+    "phi3": Architecture("phi3", (), assumed=_SILU),
+    "olmo2": Architecture("olmo2", (), assumed={**_SILU, "attention_bias": (False,)}),
+    "smollm3": Architecture(
+        "smollm3",
+        is_permuted=True,
+        has_rope_factors=True,
+        defaults=_TIED,
+        assumed={**_SILU, **_NO_WINDOW, "attention_bias": (False,), "mlp_bias": (False,)},
+    ),
+    "granite": Architecture(
+        "granite",
+        (
+            ("attention.scale", float, ("attention_multiplier",)),
+            ("embedding_scale", float, ("embedding_multiplier",)),
+            ("residual_scale", float, ("residual_multiplier",)),
+            ("logit_scale", float, ("logits_scaling",)),
+        ),
+        is_permuted=True,
+        defaults=dict.fromkeys(
+            ("attention_multiplier", "embedding_multiplier", "residual_multiplier", "logits_scaling"), 1.0
+        ),
+        assumed=_SILU,
+    ),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        (*_HEAD, *_EXPERTS, ("expert_feed_forward_length", int, ("intermediate_size",)), _WINDOW),
+        has_interleaved_experts=True,
+        window_pattern=2,
+        defaults={"head_dim": 64, "sliding_window": 128},
+        assumed={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+    ),
+}
+"""The architectures by `model_type` in config.json."""

@@ -1,0 +1,189 @@
+"""Tensors of a Hugging Face checkpoint under GGUF names, as llama.cpp expects them.
+
+Rows of q and k are permuted, experts stacked and separated, the offset of norms added: of bytes of rows, so that nothing is
+quantized again.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from types import ModuleType
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...array.qarray import QArray
+from ...errors import QuantError, UnsupportedError
+from .architectures import Architecture
+from .stored import Stored, stacked, stored
+
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_proj)(_bias|\.weight)?")
+_PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+_HEAD = "lm_head.weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """The conversion of one checkpoint.
+
+    Attributes:
+        architecture: its architecture.
+        config: the content of its config.json.
+        package: the gguf package, whose table of names is used.
+        is_permuted: whether the rows of q and k are in the order of Hugging Face and have to be permuted.
+    """
+
+    architecture: Architecture
+    config: Mapping[str, Any]
+    package: ModuleType
+    is_permuted: bool
+
+    def check_names(self, names: Iterable[str]) -> None:
+        """Refuses a checkpoint with a tensor that has no GGUF name.
+
+        Raises:
+            UnsupportedError: naming the first of them.
+        """
+        for name in names:
+            if not self._is_dropped(name) and not _EXPERT.fullmatch(name) and not _EXPERTS.fullmatch(name):
+                self._name(name)
+
+    def tensors(self, values: Iterable[tuple[str, np.ndarray | jax.Array | QArray]]) -> Iterator[tuple[str, Stored]]:
+        """Converts the tensors of a checkpoint, in any order.
+
+        Args:
+            values: their names in the checkpoint, and arrays or QArrays.
+
+        Returns:
+            An iterator of GGUF names and tensors; experts of a layer come together, after the last of them.
+
+        Raises:
+            QuantError: for a tensor that GGUF cannot store without loss, or missing experts.
+            UnsupportedError: for one that llama.cpp cannot run.
+        """
+        waiting: dict[str, dict[int, Stored]] = {}
+        for name, value in values:
+            if self._is_dropped(name):
+                continue
+            if found := _EXPERT.fullmatch(name):
+                layer, index, part = found.groups()
+                if part not in _PARTS:
+                    raise UnsupportedError(f"tensor {name!r} has no GGUF name")
+                target = f"blk.{layer}.ffn_{_PARTS[part]}_exps.weight"
+                experts = waiting.setdefault(target, {})
+                experts[int(index)] = stored(value, f"tensor {name!r}")
+                if len(experts) == self._expert_count:
+                    parts = waiting.pop(target)
+                    yield target, self._checked(target, stacked([parts[i] for i in sorted(parts)], f"tensor {target!r}"))
+            elif found := _EXPERTS.fullmatch(name):
+                for target, tensor in self._fused_experts(name, value, *found.groups()):
+                    yield target, self._checked(target, tensor)
+            else:
+                target = self._name(name)
+                yield target, self._checked(target, self._converted(target, stored(value, f"tensor {name!r}")))
+        if waiting:
+            target, experts = next(iter(waiting.items()))
+            raise QuantError(f"{target} needs {self._expert_count} experts, the checkpoint has {len(experts)}")
+
+    @functools.cached_property
+    def _names(self) -> Any:
+        """The gguf package's table of names."""
+        kind = next(k for k, text in self.package.MODEL_ARCH_NAMES.items() if text == self.architecture.name)
+        return self.package.get_tensor_name_map(kind, int(self.config["num_hidden_layers"]))
+
+    @property
+    def _expert_count(self) -> int:
+        return int(self.config.get("num_local_experts") or self.config.get("num_experts") or 0)
+
+    def _is_dropped(self, name: str) -> bool:
+        """Whether llama.cpp computes the tensor, or a tied head repeats the embedding."""
+        is_tied = {**self.architecture.defaults, **self.config}.get("tie_word_embeddings", False)
+        return _DERIVED.fullmatch(name) is not None or (name == _HEAD and bool(is_tied))
+
+    def _name(self, name: str) -> str:
+        """The GGUF name of a tensor."""
+        if name.endswith(".sinks"):
+            name += ".weight"
+        target = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if target is None:
+            raise UnsupportedError(f"tensor {name!r} has no GGUF name in architecture {self.architecture.name}")
+        return target
+
+    def _converted(self, name: str, tensor: Stored) -> Stored:
+        """One tensor that is neither an expert nor dropped."""
+        if self.is_permuted and (heads := self._heads(name)):
+            outputs = tensor.shape[0]
+            rows = tensor.data.reshape(heads, 2, outputs // heads // 2, -1)  # bytes of an output last, also of a bias
+            tensor = tensor.with_rows(rows.swapaxes(1, 2).reshape(tensor.data.shape))
+        if not _is_float32(name, tensor):
+            return tensor
+        if tensor.type_name not in ("F32", "F16", "BF16"):
+            raise QuantError(f"llama.cpp needs {name} in float32, but it is {tensor.type_name}; leave it float")
+        values = tensor.values().astype(np.float32)
+        if self.architecture.norm_offset and name.endswith("norm.weight"):
+            values = values + np.float32(self.architecture.norm_offset)
+        return stored(values, name)
+
+    def _heads(self, name: str) -> int:
+        """The heads whose rows are permuted; 0: none."""
+        heads = int(self.config["num_attention_heads"])
+        if re.fullmatch(r"blk\.\d+\.attn_q\.(weight|bias)", name):
+            return heads
+        if re.fullmatch(r"blk\.\d+\.attn_k\.(weight|bias)", name):
+            return int(self.config.get("num_key_value_heads") or heads)
+        return 0
+
+    def _fused_experts(
+        self, name: str, value: np.ndarray | jax.Array | QArray, layer: str, part: str, suffix: str | None
+    ) -> Iterator[tuple[str, Stored]]:
+        """The experts of a layer in one tensor: gate and up together, or down."""
+        if suffix == "_bias":
+            rows = np.asarray(value, np.float32)  # [E, out]
+            for kind, part_rows in self._separated(part, rows).items():
+                yield f"blk.{layer}.ffn_{kind}_exps.bias", stored(part_rows, name)
+            return
+        if self.architecture.has_interleaved_experts:
+            value = _contracted_last(value)
+        tensor = stored(value, f"tensor {name!r}")
+        for kind, part_rows in self._separated(part, tensor.data).items():  # [E, out, bytes]
+            yield f"blk.{layer}.ffn_{kind}_exps.weight", tensor.with_rows(part_rows)
+
+    def _separated(self, part: str, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """The rows `[E, out, ...]` of gate and up, or of down."""
+        if part == "down_proj":
+            return {"down": rows}
+        if self.architecture.has_interleaved_experts:
+            return {"gate": rows[:, 0::2], "up": rows[:, 1::2]}
+        half = rows.shape[1] // 2
+        return {"gate": rows[:, :half], "up": rows[:, half:]}
+
+    def _checked(self, name: str, tensor: Stored) -> Stored:
+        """The tensor with one tensor scale per expert; refused if llama.cpp would ignore the scale."""
+        if tensor.tensor_scale is None:
+            return tensor
+        is_applied = self.architecture.has_tensor_scales and name.startswith(("blk.", "output."))
+        if not is_applied and (tensor.tensor_scale != 1).any():
+            raise UnsupportedError(
+                f"llama.cpp ignores the tensor scale of NVFP4 in {name} of architecture {self.architecture.name}; keep it float, "
+                "or choose mxfp4"
+            )
+        if "_exps" not in name or tensor.tensor_scale.size == len(tensor.data):
+            return tensor
+        return dataclasses.replace(tensor, tensor_scale=np.repeat(tensor.tensor_scale, len(tensor.data)))
+
+
+def _contracted_last(value: np.ndarray | jax.Array | QArray) -> np.ndarray | jax.Array | QArray:
+    """Experts `[E, in, out]` with `in` last; a QArray says by its tiles which axis that is."""
+    if isinstance(value, QArray) and value.scheme.pack_axis == -1:
+        return value
+    return value.swapaxes(-1, -2)
+
+
+def _is_float32(name: str, tensor: Stored) -> bool:
+    """Whether llama.cpp needs a tensor in float32: norms, biases, routers and all vectors."""
+    is_matrix = len(tensor.shape) > 1 and name.endswith(".weight")
+    return not is_matrix or name.endswith("_norm.weight") or ".ffn_gate_inp" in name

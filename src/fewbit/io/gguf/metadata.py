@@ -1,0 +1,211 @@
+"""GGUF metadata fields of a Hugging Face config.json."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..._registry import near_names
+from ...errors import QuantError, UnsupportedError
+from .architectures import ARCHITECTURES, COMMON, Architecture, FieldRow
+from .fields import Field
+from .stored import Stored, stored
+
+_NO_ROPE_STEP = 4  # SmolLM3: llama.cpp rotates all but every fourth layer
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """The architecture of a config.json.
+
+    Raises:
+        UnsupportedError: for a `model_type` that is not in the table, or a value that llama.cpp cannot run.
+    """
+    kind = config.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise UnsupportedError(
+            f"model_type {kind!r} has no GGUF conversion in fewbit; {near_names(str(kind), tuple(ARCHITECTURES))}"
+        )
+    architecture = ARCHITECTURES[kind]
+    said = {**architecture.defaults, **config}
+    for key, accepted in architecture.assumed.items():
+        if key in said and said[key] not in accepted:
+            raise UnsupportedError(f"llama.cpp runs {kind} only with {key} {accepted[0]!r}, config.json has {said[key]!r}")
+    _check_layers(architecture, said)
+    return architecture
+
+
+def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Field]:
+    """The metadata fields of an architecture.
+
+    Args:
+        architecture: the architecture.
+        config: the content of config.json.
+
+    Returns:
+        The fields, with `general.architecture`.
+
+    Raises:
+        QuantError: for a value that is missing or of another type.
+        UnsupportedError: for a rope scaling that llama.cpp lacks.
+    """
+    said = {**architecture.defaults, **config}
+    fields: dict[str, Field] = {"general.architecture": architecture.name}
+    for row in COMMON:
+        fields[f"{architecture.name}.{row[0]}"] = _field(row, said, is_required=True)
+    for row in architecture.fields:
+        if any(said.get(name) is not None for name in row[2]):
+            fields[f"{architecture.name}.{row[0]}"] = _field(row, said, is_required=True)
+    for key, value in _rope_fields(architecture, said).items():
+        fields[f"{architecture.name}.rope.{key}"] = value
+    if architecture.name == "phi3":
+        # llama.cpp tells Phi-4 by a window of 0.
+        fields["phi3.attention.sliding_window"] = int(said.get("sliding_window") or 0)
+    return fields
+
+
+def extra_tensors(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Stored]:
+    """The tensors that GGUF has and the checkpoint has not: the factors of the rotary frequencies."""
+    said = {**architecture.defaults, **config}
+    rope = _rope(said)
+    kind = _rope_kind(rope)
+    if kind == "llama3":
+        return {"rope_freqs.weight": stored(_llama3_factors(rope, said), "rope_freqs.weight")}
+    if kind == "longrope":
+        names = {"rope_factors_long.weight": "long_factor", "rope_factors_short.weight": "short_factor"}
+        return {name: stored(_factors(rope, key, said), name) for name, key in names.items()}
+    return {}
+
+
+def head_dim(config: Mapping[str, Any]) -> int:
+    """The width of a head."""
+    given = config.get("head_dim")
+    if given is not None:
+        return int(given)
+    return int(config["hidden_size"]) // int(config["num_attention_heads"])
+
+
+def _field(row: FieldRow, config: Mapping[str, Any], *, is_required: bool) -> Field:
+    key, kind, names = row
+    value = next((config[name] for name in names if config.get(name) is not None), None)
+    if value is None and is_required:
+        raise QuantError(f"config.json lacks {names[0]!r}, which the GGUF field {key!r} needs")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not is_number or (kind is int and not (isinstance(value, int) and 0 <= value < 2**31)):
+        raise QuantError(f"config.json has {names[0]} {value!r:.60}; expected a {kind.__name__} for the GGUF field {key!r}")
+    return kind(value)
+
+
+def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:
+    """Refuses layers that differ from those that llama.cpp has built in."""
+    layers = int(config.get("num_hidden_layers") or 0)
+    name, step = architecture.name, architecture.window_pattern
+    if kinds := config.get("layer_types"):
+        full = [kind == "full_attention" for kind in kinds]
+        expected = [step == 0 or (i + 1) % step == 0 for i in range(len(full))]
+        if full != expected:
+            raise UnsupportedError(f"llama.cpp has its own pattern of sliding windows for {name}; layer_types is another")
+    if name == "smollm3":
+        rotated = config.get("no_rope_layers") or [bool((i + 1) % _NO_ROPE_STEP) for i in range(layers)]
+        if [bool(r) for r in rotated] != [bool((i + 1) % _NO_ROPE_STEP) for i in range(len(rotated))]:
+            raise UnsupportedError("llama.cpp rotates all but every fourth layer of smollm3; no_rope_layers is another")
+    if architecture.large_layers is not None:
+        expected_scale = head_dim(config)
+        if layers == architecture.large_layers:
+            expected_scale = int(config["hidden_size"]) // int(config["num_attention_heads"])
+        if config.get("query_pre_attn_scalar") != expected_scale:
+            raise UnsupportedError(
+                f"llama.cpp scales the attention of {name} by {expected_scale}; query_pre_attn_scalar is "
+                f"{config.get('query_pre_attn_scalar')}"
+            )
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The rope parameters of full attention, from either version of config.json."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    given = given.get("full_attention", given)
+    theta = config.get("rope_theta", 10000.0)
+    original = {}
+    if config.get("original_max_position_embeddings") is not None:
+        original["original_max_position_embeddings"] = config["original_max_position_embeddings"]
+    return {"rope_theta": theta, **original, **given}
+
+
+def _rope_kind(rope: Mapping[str, Any]) -> str:
+    kind = str(rope.get("rope_type", rope.get("type", "default"))).lower()
+    return {"su": "longrope"}.get(kind, kind)
+
+
+def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[str, Field]:
+    """The fields below `<architecture>.rope`."""
+    rope = _rope(config)
+    kind = _rope_kind(rope)
+    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
+    fields: dict[str, Field] = {
+        "dimension_count": int(share * head_dim(config)),
+        "freq_base": float(rope["rope_theta"]),
+    }
+    local = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    local_base = local.get("rope_theta", config.get("rope_local_base_freq"))
+    if local_base is not None:
+        fields["freq_base_swa"] = float(local_base)
+    accepted = {"default", "linear", "yarn"}
+    if architecture.has_rope_factors:
+        accepted |= {"llama3"}
+    if architecture.name == "phi3":
+        accepted |= {"longrope"}
+    if kind not in accepted:
+        raise UnsupportedError(
+            f"llama.cpp has no rope scaling {kind!r} for {architecture.name}; it has {', '.join(sorted(accepted))}"
+        )
+    if kind in ("linear", "yarn"):
+        fields["scaling.type"] = kind
+        fields["scaling.factor"] = float(rope["factor"])
+    if kind in ("yarn", "longrope"):
+        original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
+        fields["scaling.original_context_length"] = int(original)
+    if kind == "yarn":
+        _check_yarn(rope)
+        for key in ("beta_fast", "beta_slow"):
+            if rope.get(key) is not None:
+                fields[f"scaling.yarn_{key}"] = float(rope[key])
+    if kind == "longrope":
+        scale = config["max_position_embeddings"] / int(fields["scaling.original_context_length"])
+        fields["scaling.type"] = "longrope"
+        fields["scaling.attn_factor"] = _longrope_factor(scale, int(fields["scaling.original_context_length"]))
+    return fields
+
+
+def _check_yarn(rope: Mapping[str, Any]) -> None:
+    """Refuses an attention factor that differs from llama.cpp's own."""
+    own = 0.1 * math.log(float(rope["factor"])) + 1
+    given = rope.get("attention_factor")
+    if given is not None and abs(float(given) - own) > 1e-6:
+        raise UnsupportedError(f"llama.cpp computes the attention factor of yarn as {own:.6f}; config.json has {given}")
+
+
+def _longrope_factor(scale: float, original: int) -> float:
+    if scale <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(scale) / math.log(original))
+
+
+def _llama3_factors(rope: Mapping[str, Any], config: Mapping[str, Any]) -> np.ndarray:
+    """The divisor of each rotary frequency of Llama 3.1, `[head_dim / 2]`."""
+    low, high = float(rope.get("low_freq_factor", 1.0)), float(rope.get("high_freq_factor", 4.0))
+    factor, original = float(rope.get("factor", 8.0)), float(rope.get("original_max_position_embeddings", 8192))
+    exponent = np.arange(0, head_dim(config), 2, dtype=np.float32) / head_dim(config)
+    wavelength = 2 * np.pi * np.float32(rope["rope_theta"]) ** exponent
+    smooth = (original / wavelength - low) / (high - low)
+    between = 1 / ((1 - smooth) / factor + smooth)
+    short, long = wavelength < original / high, wavelength > original / low
+    return np.select([short, long], [np.ones_like(between), np.full_like(between, factor)], between).astype(np.float32)
+
+
+def _factors(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> np.ndarray:
+    share = float(rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0)
+    expected = int(share * head_dim(config)) // 2
+    values = rope.get(key)
+    if not isinstance(values, list) or len(values) != expected:
+        raise QuantError(f"config.json has {key} {values!r:.60}; expected {expected} numbers")
+    return np.asarray(values, np.float32)

@@ -1,0 +1,289 @@
+"""GGUF metadata fields of a Hugging Face tokenizer.
+
+Byte-level BPE becomes llama.cpp's type "gpt2" with the name of its rule for splitting text; BPE of SentencePiece becomes "llama",
+with the scores of `tokenizer.model`, or without it scores in the order of the merges.
+
+Reference: llama.cpp, src/llama-vocab.cpp and conversion/base.py.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ..._json import parsed
+from ...errors import QuantError, UnsupportedError
+from .fields import Field
+from .sentencepiece import pieces
+
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_REST_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+def _cased(ending: str) -> str:
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return f"{start}{_UPPER}*{_LOWER}+{ending}|{start}{_UPPER}+{_LOWER}*{ending}"
+
+
+SPLITS = {
+    ("bytes",): "gpt-2",
+    ("digits", "bytes"): "smollm",
+    (f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{{1,3}}{_REST}",): "dbrx",
+    (f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{_REST}",): "qwen2",
+    (f"{_cased('')}|\\p{{N}}{_REST_SLASH}",): "tekken",
+    (f"{_cased(_CONTRACTIONS + '?')}|\\p{{N}}{{1,3}}{_REST_SLASH}",): "gpt-4o",
+}
+"""llama.cpp's name of each rule of splitting: the regular expressions in order; GPT-2's own is "bytes"."""
+
+_WITHOUT_MERGES = {"dbrx": "llama-bpe"}
+"""The name of the same rule for a tokenizer that looks up whole words before it merges."""
+
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "mask")
+_SPECIAL_KEYS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
+
+
+def tokenizer_fields(files: Mapping[str, bytes], config: Mapping[str, Any], vocab: int) -> dict[str, Field]:
+    """The `tokenizer.*` fields of a checkpoint.
+
+    Args:
+        files: `tokenizer.json`, and as far as they exist `tokenizer.model`, `tokenizer_config.json`, `generation_config.json` and
+            `chat_template.jinja`.
+        config: the content of config.json.
+        vocab: the rows of the embedding; the list of tokens is padded or cut to it.
+
+    Returns:
+        The fields.
+
+    Raises:
+        QuantError: for a damaged file.
+        UnsupportedError: for a kind of tokenizer, or a rule of splitting text, that llama.cpp lacks.
+    """
+    if "tokenizer.json" not in files:
+        raise QuantError(f"no tokenizer.json among {', '.join(sorted(files)) or 'no files'}; copy it to the checkpoint")
+    tokenizer = _object(files, "tokenizer.json")
+    settings = _object(files, "tokenizer_config.json")
+    model = tokenizer.get("model")
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+        raise UnsupportedError(
+            "tokenizer.json is not a BPE; a GGUF tokenizer of fewbit is byte-level BPE or BPE of SentencePiece"
+        )
+    tokens, kinds = _tokens(tokenizer, vocab)
+    rules = list(_rules(tokenizer.get("pre_tokenizer")))
+    if "bytes" in rules:
+        fields = _byte_level(model, rules, settings, tokens, kinds)
+    elif model.get("byte_fallback"):
+        fields = _sentencepiece(tokenizer, files, tokens, kinds)
+    else:
+        raise UnsupportedError(
+            "tokenizer.json is neither a byte-level BPE nor one with byte fallback; llama.cpp has no such kind"
+        )
+    ids = {token: i for i, token in reversed(list(enumerate(tokens)))}
+    fields |= _special_ids(ids, settings, _object(files, "generation_config.json") | config)
+    fields |= _added(tokenizer, settings)
+    if template := _chat_template(files, settings):
+        fields["tokenizer.chat_template"] = template
+    return fields
+
+
+def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """A JSON file, or {}."""
+    value = parsed(files.get(name, b"{}"), name)
+    if not isinstance(value, dict):
+        raise QuantError(f"{name} is a {type(value).__name__}, expected an object")
+    return value
+
+
+def _tokens(tokenizer: Mapping[str, Any], vocab: int) -> tuple[list[str], list[int]]:
+    """The tokens by id, and their kinds."""
+    tokens: list[str | None] = [None] * vocab
+    kinds = [_UNUSED] * vocab
+    for token, index in tokenizer["model"]["vocab"].items():
+        if not isinstance(index, int) or index < 0:
+            raise QuantError(f"tokenizer.json gives token {token!r:.60} the id {index!r:.30}")
+        if index < vocab:
+            tokens[index], kinds[index] = token, _NORMAL
+    for added in tokenizer.get("added_tokens") or []:
+        index, token = added.get("id"), added.get("content")
+        if not isinstance(index, int) or not isinstance(token, str):
+            raise QuantError("tokenizer.json has an added token without id or content")
+        if 0 <= index < vocab:
+            is_control = bool(added.get("special")) or _looks_special(token)
+            kinds[index] = _CONTROL if is_control else _USER
+            tokens[index] = token if is_control else token.replace(_SPACE, " ")
+    named = [token if token else f"[PAD{i}]" for i, token in enumerate(tokens)]
+    if len(set(named)) < len(named):
+        twice = next(token for token in named if named.count(token) > 1)
+        raise QuantError(f"tokenizer.json has the token {twice!r:.60} twice; llama.cpp needs each once")
+    return named, kinds
+
+
+def _looks_special(token: str) -> bool:
+    """Whether llama.cpp's converter takes an added token for a control token though it is not marked as one."""
+    is_marked = (token.startswith("<|") and token.endswith("|>")) or (token.startswith("<unused") and token.endswith(">"))
+    return is_marked or token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
+
+
+def _rules(rule: Any) -> Iterator[str]:
+    """The splitting rules of a pre-tokenizer, in order: regular expressions, "digits", "bytes"."""
+    if not isinstance(rule, dict):
+        return
+    kind = rule.get("type")
+    if kind == "Sequence":
+        parts = list(rule.get("pretokenizers") or [])
+        for part in parts:
+            yield from _rules(part)
+    elif kind == "Split":
+        pattern = rule.get("pattern") or {}
+        yield str(pattern.get("Regex", pattern.get("String")))
+    elif kind == "Digits" and rule.get("individual_digits"):
+        yield "digits"
+    elif kind == "ByteLevel":
+        yield "bytes"
+        if rule.get("use_regex") is False:
+            yield "no regex"
+    elif kind != "Metaspace":
+        yield str(kind)
+
+
+def _byte_level(
+    model: Mapping[str, Any], rules: list[str], settings: Mapping[str, Any], tokens: list[str], kinds: list[int]
+) -> dict[str, Field]:
+    """The fields of a byte-level BPE."""
+    key = tuple(rules)
+    if rules[-2:] == ["bytes", "no regex"]:
+        key = tuple(rules[:-2])
+    name = SPLITS.get(key)
+    if name is None:
+        raise UnsupportedError(
+            f"tokenizer.json splits text by {' then '.join(rules)!r:.200}, which llama.cpp has no name for"
+        )
+    if model.get("ignore_merges"):
+        name = _WITHOUT_MERGES.get(name, name)
+    if name == "smollm" and settings.get("clean_up_tokenization_spaces"):
+        name = "refact"  # the same rule, but spaces before punctuation are removed when text is decoded
+    merges = [" ".join(merge) if isinstance(merge, list) else str(merge) for merge in model.get("merges") or []]
+    fields: dict[str, Field] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": name,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": kinds,
+    }
+    if merges:
+        fields["tokenizer.ggml.merges"] = merges
+    return fields
+
+
+def _sentencepiece(
+    tokenizer: Mapping[str, Any], files: Mapping[str, bytes], tokens: list[str], kinds: list[int]
+) -> dict[str, Field]:
+    """The fields of a BPE of SentencePiece."""
+    scores = [-10000.0 if kind == _UNUSED else -1000.0 for kind in kinds]
+    if "tokenizer.model" in files:
+        for i, piece in enumerate(pieces(files["tokenizer.model"])[: len(tokens)]):
+            if kinds[i] in (_NORMAL, _UNUSED):
+                tokens[i], scores[i], kinds[i] = piece.text, piece.score, piece.kind
+            elif kinds[i] == _CONTROL and piece.kind != _NORMAL:
+                kinds[i] = piece.kind
+    else:
+        ranks = _merge_ranks(tokenizer["model"])
+        unknown = tokenizer["model"].get("unk_token")
+        for i, token in enumerate(tokens):
+            if kinds[i] == _NORMAL and _is_byte(token):
+                kinds[i], scores[i] = _BYTE, 0.0
+            elif kinds[i] == _NORMAL:
+                scores[i] = -float(ranks.get(token, len(ranks)))
+            if token == unknown:
+                kinds[i] = _UNKNOWN
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.token_type": kinds,
+        "tokenizer.ggml.add_space_prefix": _adds_space(tokenizer),
+    }
+
+
+def _is_byte(token: str) -> bool:
+    return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
+
+
+def _merge_ranks(model: Mapping[str, Any]) -> dict[str, int]:
+    """The order in which merges first give each token."""
+    ranks: dict[str, int] = {}
+    for merge in model.get("merges") or []:
+        pair = merge if isinstance(merge, list) else str(merge).split(" ", 1)
+        ranks.setdefault("".join(pair), len(ranks))
+    return ranks
+
+
+def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
+    """Whether a space is put before the text."""
+    normalizer, splitter = tokenizer.get("normalizer") or {}, tokenizer.get("pre_tokenizer") or {}
+    parts = [normalizer, *(normalizer.get("normalizers") or [])]
+    if any(part.get("type") == "Prepend" for part in parts):
+        return True
+    if splitter.get("type") != "Metaspace":
+        return False
+    return splitter.get("prepend_scheme", "always") != "never" and splitter.get("add_prefix_space", True)
+
+
+def _special_ids(ids: Mapping[str, int], settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Field]:
+    """The ids of special tokens, from tokenizer_config.json, else from config.json."""
+    fields: dict[str, Field] = {}
+    for name in _SPECIAL:
+        token = settings.get(f"{name}_token")
+        if isinstance(token, dict):
+            token = token.get("content")
+        if isinstance(token, list):
+            token = token[0] if token else None
+        index = ids.get(token) if isinstance(token, str) else None
+        if index is None:
+            given = config.get(f"{name}_token_id")
+            index = given[0] if isinstance(given, list) and given else given
+        if isinstance(index, int) and 0 <= index < len(ids):
+            fields[f"tokenizer.ggml.{_SPECIAL_KEYS.get(name, name)}_token_id"] = index
+    return fields
+
+
+def _added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Field]:
+    """Whether the beginning and end tokens are added to a text."""
+    before, after = _template(tokenizer.get("post_processor"))
+    found = {"bos": before, "eos": after}
+    for name in found:
+        if isinstance(settings.get(f"add_{name}_token"), bool):
+            found[name] = settings[f"add_{name}_token"]
+    return {f"tokenizer.ggml.add_{name}_token": value for name, value in found.items()}
+
+
+def _template(processor: Any) -> tuple[bool, bool]:
+    """Whether a post-processor adds a token before and after a text."""
+    if not isinstance(processor, dict):
+        return False, False
+    if processor.get("type") == "Sequence":
+        found = [_template(part) for part in processor.get("processors") or []]
+        return any(before for before, _ in found), any(after for _, after in found)
+    if processor.get("type") != "TemplateProcessing":
+        return False, False
+    steps = [next(iter(step), "") for step in processor.get("single") or []]
+    if "Sequence" not in steps:
+        return False, False
+    return steps[0] == "SpecialToken", steps[-1] == "SpecialToken"
+
+
+def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str | None:
+    """The chat template, the one named "default" of several."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode("utf-8", "replace")
+    found = settings.get("chat_template")
+    if found is None and "chat_template.json" in files:
+        found = json.loads(files["chat_template.json"]).get("chat_template")
+    if isinstance(found, list):
+        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
+        found = named.get("default")
+    return found if isinstance(found, str) else None

@@ -1,0 +1,161 @@
+"""Writes a model as a GGUF file, for llama.cpp and the programs built on it."""
+
+import dataclasses
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ..errors import QuantError, UnsupportedError
+from ..io.files import mapped
+from ..io.gguf.blocks import why_not as why_not
+from ..io.gguf.conversion import Conversion
+from ..io.gguf.fields import Field
+from ..io.gguf.header import read_header
+from ..io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
+from ..io.gguf.reader import gguf_package
+from ..io.gguf.stored import Stored, stored
+from ..io.gguf.vocabulary import tokenizer_fields
+from ..io.gguf.writer import GGUFWriter
+from ..models.config import LlamaConfig
+from ..models.names import GGUF, HUGGING_FACE
+from .model import Model, Value
+
+_EMBEDDING = "model.embed_tokens.weight"
+
+
+def write_gguf(
+    model: Model,
+    tensors: Iterable[tuple[str, Value]],
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+    progress: Callable[[str, str, int], None] | None = None,
+) -> Path:
+    """Writes a model as a GGUF file; it appears complete or not at all.
+
+    A model of a GGUF file keeps its names, metadata and tokenizer. One of a Hugging Face checkpoint gets llama.cpp's names, row
+    orders and metadata, its tokenizer and its chat template. Nothing is quantized again, and no tensor is taken from `tensors`
+    before architecture, names and tokenizer were found to fit.
+
+    Args:
+        model: the model.
+        tensors: the paths of `model.info` in any order, and their arrays or QArrays.
+        out: the file to create.
+        overwrite: whether a GGUF file that fewbit wrote may be replaced.
+        progress: called with ("write" or "verify", name of the tensor, its size in the file).
+
+    Returns:
+        The file.
+
+    Raises:
+        QuantError: for a scheme that GGUF cannot store without loss, and as `GGUFWriter`.
+        UnsupportedError: for an architecture or tokenizer that llama.cpp lacks.
+    """
+    source = _source(model)
+    writer = GGUFWriter(
+        out, source.fields, alignment=source.alignment, overwrite=overwrite, sources=[model.path], progress=progress
+    )
+    with writer:
+        for name, tensor in source.converted(tensors):
+            writer.add(name, tensor)
+    return writer.path
+
+
+def why_not_model(model: Model) -> str | None:
+    """Why a model cannot be written as a GGUF file, whatever its schemes; None if it can.
+
+    Args:
+        model: the model.
+
+    Returns:
+        The reason.
+    """
+    try:
+        _source(model)
+    except (QuantError, UnsupportedError) as error:
+        return str(error)
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """What a GGUF file takes from a model.
+
+    Attributes:
+        fields: the metadata.
+        converted: gives the tensors of the file from those of the model.
+        alignment: of the tensors in the file.
+    """
+
+    fields: Mapping[str, Field]
+    converted: Callable[[Iterable[tuple[str, Value]]], Iterator[tuple[str, Stored]]]
+    alignment: int = 32
+
+
+def _source(model: Model) -> _Source:
+    if model.kind == "gguf":
+        return _from_gguf(model)
+    if "model_type" in model.metadata:
+        return _from_hugging_face(model, model.metadata, model.names, is_permuted=True)
+    config = model.config
+    if config is None or model.kind == "npz":
+        raise UnsupportedError(
+            f"{model.path} cannot become a GGUF file: it has neither GGUF metadata nor a config.json with a model_type"
+        )
+    names = {path: HUGGING_FACE.name(path) for path in model.info}
+    return _from_hugging_face(model, _llama_json(config), names, is_permuted=config.rope == "half")
+
+
+def _from_gguf(model: Model) -> _Source:
+    """Everything but the tensors as in the file that the model was read from."""
+    header = read_header(mapped(model.path), str(model.path))
+    names = {entry.name for entry in header.entries}
+    kinds = {name: info.stored for name, info in model.info.items()}
+
+    def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
+        for path, value in tensors:
+            name = path if path in names else GGUF.name(path)
+            type_name = "TQ1_0" if kinds.get(path) == "TQ1_0" else None
+            yield name, stored(value, f"tensor {name!r}", type_name)
+
+    return _Source(header.encoded, converted, header.alignment)
+
+
+def _from_hugging_face(model: Model, config: Mapping[str, Any], names: Mapping[str, str], *, is_permuted: bool) -> _Source:
+    """The metadata and conversions of a Hugging Face checkpoint; `names` are its names by path, where they differ."""
+    package = gguf_package(f"writing {model.path} as GGUF")
+    architecture = architecture_of(config)
+    by_name = {names.get(path, path): info for path, info in model.info.items()}
+    conversion = Conversion(architecture, config, package, is_permuted and architecture.is_permuted)
+    conversion.check_names(by_name)
+    if _EMBEDDING not in by_name:
+        raise QuantError(f"{model.path} has no tensor {_EMBEDDING!r}; a GGUF file of a language model needs it")
+    vocab = by_name[_EMBEDDING].shape[0]
+    fields = architecture_fields(architecture, {**config, "vocab_size": vocab})
+    fields |= {"general.type": "model", "general.name": model.name}
+    fields |= tokenizer_fields(model.files, config, vocab)
+
+    def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
+        yield from extra_tensors(architecture, config).items()
+        yield from conversion.tensors((names.get(path, path), value) for path, value in tensors)
+
+    return _Source(fields, converted)
+
+
+def _llama_json(config: LlamaConfig) -> dict[str, Any]:
+    """The config.json of a `LlamaForCausalLM`."""
+    return {
+        "model_type": "llama",
+        "vocab_size": config.vocab,
+        "num_hidden_layers": config.layers,
+        "hidden_size": config.width,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.hidden,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": config.rope_theta,
+        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": config.context,
+    }

@@ -1,0 +1,133 @@
+"""Tiny random checkpoints of the families that become GGUF files, written by transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.2,
+}
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+_LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0 + 0.3 * i for i in range(8)],
+    "original_max_position_embeddings": 128,
+}
+_GEMMA3_ROPE = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"attention_bias": True}),
+    "llama-3.1": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
+    "llama-yarn": ("llama", {"rope_parameters": YARN}),
+    "llama-linear": ("llama", {"rope_parameters": LINEAR}),
+    "mistral": ("mistral", {"head_dim": 32, "sliding_window": None}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "qwen2-moe": (
+        "qwen2_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64},
+    ),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16, "norm_topk_prob": True},
+    ),
+    "gemma2": (
+        "gemma2",
+        {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_embeddings": True},
+    ),
+    "gemma3": (
+        "gemma3_text",
+        {
+            "head_dim": 32,
+            "query_pre_attn_scalar": 32,
+            "sliding_window": 8,
+            "num_hidden_layers": 7,
+            "rope_parameters": _GEMMA3_ROPE,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "phi3": ("phi3", {"sliding_window": None}),
+    "phi3-long": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 128}),
+    "olmo2": ("olmo2", {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
+    "granite": (
+        "granite",
+        {"attention_multiplier": 0.2, "embedding_multiplier": 3.0, "residual_multiplier": 0.5, "logits_scaling": 4.0},
+    ),
+    "gpt-oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8, "rope_parameters": {
+            "rope_type": "default", "rope_theta": 10000.0}},
+    ),
+}
+"""The `model_type` of each case, and what differs from `COMMON`."""
+
+TEXT = "The quick brown fox, 42 years old, jumps over the lazy dog. What then? Nothing! It's 2025, and they've gone.\n\n  Yes." * 3
+
+
+def save_tokenizer(directory: Path, vocab: int = 300) -> None:
+    """A byte-level BPE with Qwen 2's rule of splitting."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    from fewbit.io.gguf.vocabulary import SPLITS
+
+    rule = next(rules[0] for rules, name in SPLITS.items() if name == "qwen2")
+    tokenizer = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(rule), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(False, use_regex=False)])
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, initial_alphabet=alphabet, special_tokens=[AddedToken("<|end|>", special=True)], show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT], trainer)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text(tokenizer.to_str())
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "bos_token": "<|end|>", "add_bos_token": False}
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def save_family(name: str, directory: Path) -> Any:
+    """Writes the random float32 checkpoint of a case; returns transformers' model."""
+    import torch
+    import transformers
+
+    kind, changed = FAMILIES[name]
+    save_tokenizer(directory)
+    vocab = 320 if name == "qwen2" else 300  # more rows than tokens
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, "vocab_size": vocab, **changed})
+    config._attn_implementation = "eager"
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for path, parameter in model.named_parameters():
+            if "norm" in path or "bias" in path or "sinks" in path:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(directory)
+    return model
