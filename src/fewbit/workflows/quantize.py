@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from ..io.files import file_sha256
+from ..io.orbax import TREE
 from ..recipe.plan import Plan
 from .model import Model, Value
 from .plan import KEEP
-from .targets import Job, check_target, write_tensors
+from .targets import Job, check_target, prepared, write_tensors
 from .tensors import TensorResult, quantized_tensors
 
 
@@ -65,8 +66,8 @@ def quantize(
     Args:
         model: the model.
         plan: its plan; see `plan_model`.
-        out: the output directory.
-        to: the layout of the files: "fewbit", "hf" (dequantized to bfloat16), or the name of a container.
+        out: the output directory, or the file of GGUF.
+        to: the layout of the files: "fewbit", "hf" (dequantized to bfloat16), "gguf", "orbax", or the name of a container.
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
         on_tensor: called after each tensor.
         on_verify: called with the name and the bytes of each stored array that was read back.
@@ -78,6 +79,7 @@ def quantize(
         QuantError: when `io.check_output` refuses the directory, a parameter has NaN or infinity, or writing fails.
         UnsupportedError: when the layout cannot store a planned weight exactly; before any work.
     """
+    model = prepared(to, model)
     check_target(to, model, plan)
 
     def progress(stage: str, name: str, nbytes: int) -> None:
@@ -88,18 +90,24 @@ def quantize(
 
     def tensors() -> Iterator[tuple[str, Value]]:
         for value, result in quantized_tensors(model, plan):
-            yield model.names.get(result.path, result.path), value
+            yield result.path, value
             results.append(result)
             if on_tensor is not None:
                 on_tensor(result)
 
     job = Job(model, plan, out, _config(model), _facts(model, plan), overwrite, progress)
     written = write_tensors(to, job, tensors())
-    sizes = {file.name: file.stat().st_size for file in sorted(written.iterdir())}
-    in_tensors = sum(size for name, size in sizes.items() if name.endswith(".safetensors"))
+    files = [file for file in (written, *written.rglob("*")) if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    in_tensors = sum(file.stat().st_size for file in files if _has_tensors(file.relative_to(written)))
     arrays = sum(result.bytes_after for result in results)
     seconds = time.perf_counter() - start
-    return Outcome(written, tuple(results), model.size, sum(sizes.values()), in_tensors, arrays, seconds)
+    return Outcome(written, tuple(results), model.size, size, in_tensors, arrays, seconds)
+
+
+def _has_tensors(file: Path) -> bool:
+    """Whether a file of the output has tensors: a GGUF file itself, safetensors, or a part of Orbax's tree."""
+    return not file.name or file.suffix == ".safetensors" or file.parts[0] == TREE
 
 
 def _config(model: Model) -> dict[str, Any]:

@@ -19,17 +19,22 @@ from ..io.containers.container import Weight
 from ..io.containers.huggingface import HuggingFace
 from ..io.containers.registry import CONTAINERS, container
 from ..io.containers.writer import ContainerWriter
+from ..io.gguf.blocks import why_not as why_not_type
+from ..io.gguf.writer import check_gguf_output
 from ..io.native.writer import DirectoryWriter
 from ..io.orbax import OrbaxWriter
+from ..io.output import check_output
 from ..models.roles import checkpoint_roles
 from ..recipe.plan import Plan
 from ..recipe.quantize_row import quantized_leaf
 from ..recipe.roles import Role
 from ..recipe.rows import PlanRow
 from .model import Model, Value, decoded, is_kept
+from .to_gguf import why_not_model, write_gguf
+from .to_hugging_face import as_hugging_face
 
-Named = Iterable[tuple[str, Value]]
-"""The tensors of a model with their names in the file, one at a time."""
+Values = Iterable[tuple[str, Value]]
+"""The parameters of a model by path, one at a time."""
 Progress = Callable[[str, str, int], None]
 
 
@@ -70,7 +75,7 @@ class Job:
 
 def target_names() -> tuple[str, ...]:
     """The names that `--to` takes."""
-    return ("fewbit", "hf", "orbax", *(one.name for one in CONTAINERS))
+    return ("fewbit", "hf", "gguf", "orbax", *(one.name for one in CONTAINERS))
 
 
 def check_target(to: str, model: Model, plan: Plan) -> None:
@@ -85,18 +90,22 @@ def check_target(to: str, model: Model, plan: Plan) -> None:
         QuantError: for an unknown name.
         UnsupportedError: when a weight does not fit, naming schemes that do.
     """
-    if to not in target_names():
-        raise QuantError(f"--to {to!r} is not a file layout; {near_names(to, target_names())}")
-    if to in ("fewbit", "orbax"):
-        return
-    _check_names(to, model)
-    if to != "hf":
+    model = prepared(to, model)
+    if to == "gguf":
+        _check_gguf(model, plan)
+    elif to in (one.name for one in CONTAINERS):
         found, (weights, kept) = container(to), planned_weights(model, plan)
         found.check(weights)
         found.files(weights, kept, model.metadata)
 
 
-def write_tensors(to: str, job: Job, tensors: Named) -> Path:
+def check_path(to: str, path: Path, model: Model, *, overwrite: bool) -> None:
+    """Refuses an output path that may not be written, before any work."""
+    check = check_gguf_output if to == "gguf" else check_output
+    check(path, overwrite=overwrite, sources=[model.path])
+
+
+def write_tensors(to: str, job: Job, tensors: Values) -> Path:
     """Writes the tensors of a model in a target's layout; the directory appears complete or not at all.
 
     Args:
@@ -110,9 +119,12 @@ def write_tensors(to: str, job: Job, tensors: Named) -> Path:
     Raises:
         QuantError: when the output is refused, or writing fails.
     """
+    if to == "gguf":
+        return write_gguf(job.model, tensors, job.out, overwrite=job.overwrite, progress=job.progress)
     writer = _writer(to, job)
     with writer:
-        for name, value in tensors:
+        for path, value in tensors:
+            name = job.model.names.get(path, path)
             if to == "hf" and isinstance(value, QArray):
                 writer.add(name, np.asarray(decoded(value)).astype(ml_dtypes.bfloat16))
             else:
@@ -131,13 +143,31 @@ def _writer(to: str, job: Job) -> DirectoryWriter | OrbaxWriter | ContainerWrite
     return ContainerWriter(job.out, container(to), weights=weights, kept=kept, **job.options)
 
 
-def _check_names(to: str, model: Model) -> None:
-    """Refuses a source whose names other programs would not find."""
-    if "model_type" not in model.metadata:
-        raise UnsupportedError(
-            f"{model.path} has no config.json with a model_type, and its tensors have the names of {model.kind}; "
-            f"{to} needs a Hugging Face checkpoint"
-        )
+def _check_gguf(model: Model, plan: Plan) -> None:
+    """Refuses a model that llama.cpp has no architecture for, and weights that GGUF has no type for."""
+    if (reason := why_not_model(model)) is not None:
+        raise UnsupportedError(reason)
+    for weight in planned_weights(model, plan)[0]:
+        if (reason := why_not_type(weight.scheme, weight.shape)) is not None:
+            raise UnsupportedError(f"{weight.name} cannot be stored exactly: {reason}")
+
+
+def prepared(to: str, model: Model) -> Model:
+    """The model as a target names its tensors: as a Hugging Face checkpoint for the containers.
+
+    Args:
+        to: the name of a target.
+        model: the source.
+
+    Raises:
+        QuantError: for an unknown name.
+        UnsupportedError: for a source of another kind that is not a Llama.
+    """
+    if to not in target_names():
+        raise QuantError(f"--to {to!r} is not a file layout; {near_names(to, target_names())}")
+    if to in ("fewbit", "gguf", "orbax"):
+        return model
+    return as_hugging_face(model)
 
 
 def fitted(to: str, model: Model, plan: Plan) -> Plan:

@@ -17,9 +17,10 @@ from ..io.gguf.reader import gguf_package
 from ..io.gguf.stored import Stored, stored
 from ..io.gguf.vocabulary import tokenizer_fields
 from ..io.gguf.writer import GGUFWriter
-from ..models.config import LlamaConfig
-from ..models.names import GGUF, HUGGING_FACE
+from ..models.families.gguf import gguf_table_of
+from ..models.families.tables import HUGGING_FACE
 from .model import Model, Value
+from .to_hugging_face import llama_json
 
 _EMBEDDING = "model.embed_tokens.weight"
 
@@ -104,7 +105,7 @@ def _source(model: Model) -> _Source:
             f"{model.path} cannot become a GGUF file: it has neither GGUF metadata nor a config.json with a model_type"
         )
     names = {path: HUGGING_FACE.name(path) for path in model.info}
-    return _from_hugging_face(model, _llama_json(config), names, is_permuted=config.rope == "half")
+    return _from_hugging_face(model, llama_json(config), names, is_permuted=config.rope == "half")
 
 
 def _from_gguf(model: Model) -> _Source:
@@ -112,10 +113,11 @@ def _from_gguf(model: Model) -> _Source:
     header = read_header(mapped(model.path), str(model.path))
     names = {entry.name for entry in header.entries}
     kinds = {name: info.stored for name, info in model.info.items()}
+    table = gguf_table_of(model.metadata) if model.config is not None else None
 
     def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
         for path, value in tensors:
-            name = path if path in names else GGUF.name(path)
+            name = path if path in names or table is None else table.name(path)
             type_name = "TQ1_0" if kinds.get(path) == "TQ1_0" else None
             yield name, stored(value, f"tensor {name!r}", type_name)
 
@@ -141,21 +143,3 @@ def _from_hugging_face(model: Model, config: Mapping[str, Any], names: Mapping[s
         yield from conversion.tensors((names.get(path, path), value) for path, value in tensors)
 
     return _Source(fields, converted)
-
-
-def _llama_json(config: LlamaConfig) -> dict[str, Any]:
-    """The config.json of a `LlamaForCausalLM`."""
-    return {
-        "model_type": "llama",
-        "vocab_size": config.vocab,
-        "num_hidden_layers": config.layers,
-        "hidden_size": config.width,
-        "num_attention_heads": config.heads,
-        "num_key_value_heads": config.kv_heads,
-        "head_dim": config.head_dim,
-        "intermediate_size": config.hidden,
-        "rms_norm_eps": config.norm_eps,
-        "rope_theta": config.rope_theta,
-        "tie_word_embeddings": config.tied,
-        "max_position_embeddings": config.context,
-    }

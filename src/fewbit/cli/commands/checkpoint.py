@@ -47,7 +47,7 @@ def plan(
 @app.command()
 def quantize(
     model: ModelPath,
-    output: Annotated[Path, path_option("--output", "-o", help="The directory to write.")],
+    output: Annotated[Path, path_option("--output", "-o", help="The directory to write, or the GGUF file.")],
     recipe: RecipeName = None,
     plan: Annotated[
         Path | None, path_option("--plan", help="A plan that `fewbit plan --save` wrote, perhaps edited.")
@@ -72,9 +72,8 @@ def quantize(
     json: Json = False,
 ) -> None:
     """Quantizes a model into a directory of safetensors, tensor by tensor, and measures the loss."""
-    from ...io.output import check_output
     from ...workflows.load import load
-    from ...workflows.targets import check_target, fitted
+    from ...workflows.targets import check_path, check_target, fitted, prepared
     from ..console import emit_json, say
     from ..quantize_report import evaluated, outcome_record, planned, why_no_check, written
     from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
@@ -83,8 +82,9 @@ def quantize(
     if text is not None and not check:
         raise QuantError("--text is the text of the quality check, but --no-check skips it; drop one of the two")
     opened = load(model)
-    check_output(output, overwrite=overwrite, sources=[opened.path])
+    check_path(to, output, opened, overwrite=overwrite)
     source, made = planned(opened, recipe, plan, keep=keep, rotation_seed=rotation)
+    source = prepared(to, source)
     made = fitted(to, source, made)
     check_target(to, source, made)
     if not json:
@@ -114,30 +114,31 @@ def quantize(
 @app.command()
 def convert(
     model: ModelPath,
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", parser=path_argument, help="The directory to write.")],
+    output: Annotated[
+        Path, typer.Argument(metavar="OUTPUT", parser=path_argument, help="The directory to write, or the GGUF file.")
+    ],
     to: To = "fewbit",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote all its files.")] = False,
     log: Annotated[Path | None, path_option("--log", help="Write one line per tensor here instead of to stderr.")] = None,
     json: Json = False,
 ) -> None:
     """Writes a model in another layout; quantized weights stay as they are."""
-    from ...io.output import check_output
     from ...workflows.load import load
     from ...workflows.plan import KEEP, plan_model
-    from ...workflows.targets import check_target
+    from ...workflows.targets import check_path, check_target
     from ..console import emit_json, say
     from ..quantize_report import outcome_record, written
-    from ..render import size_lines, source_notes
+    from ..render import size_lines
 
     opened = load(model)
-    check_output(output, overwrite=overwrite, sources=[opened.path])
+    check_path(to, output, opened, overwrite=overwrite)
     made = plan_model(opened, recipe=KEEP)
     check_target(to, opened, made)
     outcome = written(opened, made, output, to=to, overwrite=overwrite, log=log)
     if json:
-        emit_json({"model": str(model), "to": to, "outcome": outcome_record(outcome), "notes": source_notes(opened)})
+        emit_json({"model": str(model), "to": to, "outcome": outcome_record(outcome), "notes": opened.notes})
         return
-    for line in [*source_notes(opened), *size_lines(outcome, opened)]:
+    for line in [*opened.notes, *size_lines(outcome, opened)]:
         say(line, wrap=True)
 
 

@@ -3,11 +3,12 @@
 from ...errors import QuantError
 from .awq import AWQ
 from .bitsandbytes import BitsAndBytes
+from .compressed_tensors.container import CompressedTensors
 from .container import AbstractContainer
 from .gptq import GPTQ
 from .mlx import MLX
 
-CONTAINERS: tuple[AbstractContainer, ...] = (GPTQ(), AWQ(), BitsAndBytes(), MLX())
+CONTAINERS: tuple[AbstractContainer, ...] = (CompressedTensors(), GPTQ(), AWQ(), BitsAndBytes(), MLX())
 
 
 def container(name: str) -> AbstractContainer:
