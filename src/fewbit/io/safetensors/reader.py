@@ -124,4 +124,8 @@ def _indexed(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str
     tensors = {name: by_file[file][name] for name, file in weight_map.items()}
     if not extra:
         return tensors, header, ()
-    return tensors, header, (f"{len(extra)} tensors are in the files but not in the index, and are left out: {', '.join(extra)}",)
+    return (
+        tensors,
+        header,
+        (f"{len(extra)} tensors are in the files but not in the index, and are left out: {', '.join(extra)}",),
+    )
