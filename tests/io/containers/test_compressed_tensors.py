@@ -13,8 +13,10 @@ from fewbit.formats import FORMATS
 from fewbit.io.containers.compressed_tensors.container import CompressedTensors
 from fewbit.io.containers.compressed_tensors.global_scale import divisor_of, factor_of
 from fewbit.ops.policy import Policy
+from tests.conformance import array_laws as laws
 
 from .stored_weights import ROUNDS, example, fuzz, numbers, read_back, same, stored, tensors_of, weight
+from .torch_arrays import to_numpy, to_torch
 
 CT = CompressedTensors()
 NAME = "model.layers.0.mlp.up_proj.weight"
@@ -65,30 +67,6 @@ def theirs():
         compressors = pytest.importorskip("compressed_tensors.compressors")
         quantization = pytest.importorskip("compressed_tensors.quantization")
     return compressors.BaseCompressor, quantization
-
-
-def to_torch(array: np.ndarray):
-    """A tensor of an array, bfloat16 and float8 included."""
-    import torch
-
-    names = {"bfloat16": torch.bfloat16, "float8_e4m3fn": torch.float8_e4m3fn}
-    array = np.array(array)
-    if array.dtype.name in names:
-        flat = array.view(np.uint16 if array.dtype.name == "bfloat16" else np.uint8)
-        return torch.from_numpy(flat).view(names[array.dtype.name])
-    return torch.from_numpy(array)
-
-
-def to_numpy(tensor) -> np.ndarray:
-    """The array of a tensor."""
-    import torch
-
-    names = {torch.bfloat16: ml_dtypes.bfloat16, torch.float8_e4m3fn: ml_dtypes.float8_e4m3fn}
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype in names:
-        bits = torch.uint16 if tensor.dtype == torch.bfloat16 else torch.uint8
-        return tensor.view(bits).numpy().view(names[tensor.dtype])
-    return tensor.numpy()
 
 
 def decompressed(theirs, config, arrays) -> np.ndarray:
@@ -224,7 +202,8 @@ def their_module(theirs, settings, x):
     compressor = base.get_value_from_registry(fmt)
     state = compressor.compress(state, group)
     arrays = {f"{MODULE}.{name}": to_numpy(value) for name, value in state.items()}
-    config = {"dtype": "bfloat16", "quantization_config": form.model_dump(mode="json")}
+    section = form.model_dump(mode="json") | {"version": pytest.importorskip("compressed_tensors").__version__}
+    config = {"dtype": "bfloat16", "quantization_config": section}
     return config, arrays, to_numpy(compressor.decompress(state, group)["weight"])
 
 
@@ -247,16 +226,12 @@ def bits_of(codes, bits: int) -> str:
 
 
 def test_a_code_of_three_bits_straddles_words():
-    q = example("int3", (1, 64))
-    stream = bits_of((np.arange(64) * 5 + 3) % 8, 3)
-    codes = np.array([int(stream[i : i + 8][::-1], 2) for i in range(0, 192, 8)], np.uint8)[None]
-    q = dataclasses.replace(q, codes=fb.quantize(np.zeros((1, 64), np.float32), "int3").codes * 0 + codes)
-    words = stored(CT, {NAME: q}).arrays[f"{MODULE}.weight_packed"]
-    offset = bits_of(((np.arange(64) * 5 + 3) % 8) ^ 4, 3)
-    assert words.shape == (1, 6)
-    assert [format(int(word), "032b")[::-1] for word in words.view(np.uint32)[0]] == [
-        offset[i : i + 32] for i in range(0, 192, 32)
-    ]
+    q = example("int3", (2, 64))
+    words = stored(CT, {NAME: q}).arrays[f"{MODULE}.weight_packed"].view(np.uint32)
+    assert words.shape == (2, 6)
+    for row, codes in zip(words, laws.unpacked(q), strict=True):
+        stream = bits_of(codes ^ 4, 3)  # half of the range is added: the sign bit flips
+        assert [format(int(word), "032b")[::-1] for word in row] == [stream[i : i + 32] for i in range(0, 192, 32)]
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
@@ -307,7 +282,7 @@ def test_a_width_of_both_layouts_needs_the_version():
 
 
 def test_the_global_scale_is_a_divisor():
-    q = dataclasses.replace(example("nvfp4", (2, 32), "bfloat16"))
+    q = example("nvfp4", (2, 32), "bfloat16")
     found = stored(CT, {NAME: q})
     divisor = found.arrays[f"{MODULE}.weight_global_scale"]
     assert divisor.shape == (1,)

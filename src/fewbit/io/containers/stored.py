@@ -1,19 +1,21 @@
 """Arrays of quantized weights, as several containers store them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ..._tiles import tile_counts
+from ..._tiles import FrozenTileMap, Tile, tile_counts, tile_map
 from ...array.packing import Packing, code_capacity, pack, unpack
 from ...array.qarray import QArray
 from ...array.scheme import Scheme
 from ...errors import QuantError
 from ..checkpoint import TensorInfo, Tensors
 from .container import Weight
+from .packed_bits import unpacked_bits
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOATS = {dtype.name: dtype for dtype in map(np.dtype, (np.float32, np.float16, ml_dtypes.bfloat16))}
@@ -44,19 +46,34 @@ def why_not_matrix(weight: Weight) -> str | None:
     return None
 
 
+def linear_modules(kept: Sequence[str], quantized: Collection[str]) -> list[str]:
+    """The modules that an engine must leave in float.
+
+    Those with a weight among the tensors that are kept, but for norms and the input embedding, which are no linear layers; and
+    the output layer, which may be tied and have no tensor.
+
+    >>> linear_modules(["model.norm.weight", "m.gate.weight", "m.up.bias"], ["m.up"])
+    ['m.gate', 'lm_head']
+    """
+    owners = [name.removesuffix(".weight") for name in kept if name.endswith(".weight")]
+    owners = [owner for owner in owners if not owner.endswith(("norm", "embed_tokens"))]
+    return [owner for owner in dict.fromkeys((*owners, "lm_head")) if owner not in quantized]
+
+
 def packed_codes(q: QArray) -> np.ndarray:
     """The packed codes in the default order, code 0 in the lowest bits of byte 0."""
     if q.scheme.packing == Packing():
         return np.asarray(q.codes)
     bits, axis = q.scheme.format.bits, q.scheme.pack_axis
-    codes = unpack(q.codes, bits, q.shape[axis], q.scheme.packing, axis=axis)
+    codes = unpack(jnp.asarray(q.codes), bits, q.shape[axis], q.scheme.packing, axis=axis)
     return np.asarray(pack(codes, bits, axis=axis))
 
 
 def unpacked_codes(q: QArray) -> np.ndarray:
-    """The codes, one per byte."""
-    axis = q.scheme.pack_axis
-    return np.asarray(unpack(q.codes, q.scheme.format.bits, q.shape[axis], q.scheme.packing, axis=axis))
+    """The codes of an array that is packed along its last axis, one per byte."""
+    packed = packed_codes(q)
+    rows = packed.reshape(-1, packed.shape[-1])
+    return unpacked_bits(rows, q.shape[-1], q.scheme.format.bits).reshape(q.shape)
 
 
 def per_tile(leaf: Any, q: QArray) -> np.ndarray:
@@ -78,10 +95,10 @@ def built(
     tensor_scale: np.ndarray | None = None,
 ) -> QArray:
     """The QArray of packed codes, of which `length` lie along the packed axis."""
-    zero = None if zero_point is None else jnp.asarray(zero_point)
-    tensor = None if tensor_scale is None else jnp.asarray(tensor_scale)
     slack = code_capacity(codes.shape[scheme.pack_axis], scheme.format.bits) - length
-    return QArray(jnp.asarray(codes), jnp.asarray(scale), zero, tensor, scheme, dtype, slack)
+    # device_put, unlike jnp.asarray, compiles nothing for a new shape
+    leaves = jax.device_put((codes, scale, zero_point, tensor_scale))
+    return QArray(*leaves, scheme, dtype, slack)
 
 
 def described(
@@ -99,6 +116,13 @@ def checked_info(tensors: Tensors, name: str, where: str, dtypes: Sequence[str],
         raise QuantError(f"{where}: tensor {name!r} is missing")
     if info.dtype not in dtypes:
         raise QuantError(f"{where}: tensor {name!r} is {info.dtype}, expected {' or '.join(dtypes)}")
+    if 0 in info.shape:
+        raise QuantError(f"{where}: tensor {name!r} has shape {info.shape}, which has no elements")
     if ndim is not None and len(info.shape) != ndim:
         raise QuantError(f"{where}: tensor {name!r} has shape {info.shape}, expected {ndim} axes")
     return info
+
+
+def named_tiles(tiles: Sequence[Tile]) -> FrozenTileMap:
+    """The tiles of each axis, written as the presets are."""
+    return tile_map(tiles, None if set(tiles) == {None} else 1)

@@ -1,7 +1,7 @@
 """The section of compressed-tensors in config.json."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -9,6 +9,7 @@ import msgspec
 from ...._json import converted
 from ...._patterns import Pattern
 from ....errors import QuantError, UnsupportedError
+from ..stored import linear_modules
 
 VERSION = "0.20.0"
 """The version of compressed-tensors whose layout is written."""
@@ -119,16 +120,15 @@ def section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def section(groups: Sequence[dict[str, Any]], modules: Sequence[Sequence[str]], kept: Iterable[str]) -> dict[str, Any]:
+def section(groups: Sequence[dict[str, Any]], modules: Sequence[Sequence[str]], kept: Sequence[str]) -> dict[str, Any]:
     """The section for a directory.
 
     Args:
         groups: the distinct settings: `weights`, `input_activations` and `format`.
         modules: the modules of each.
-        kept: the modules with a weight that is not quantized.
+        kept: the names of the tensors that are not quantized.
     """
-    quantized = {module for group in modules for module in group}
-    ignored = [module for module in dict.fromkeys((*kept, "lm_head")) if module not in quantized]
+    quantized = [module for group in modules for module in group]
     formats = {group["format"] for group in groups}
     is_linear = len(groups) == 1 and not any("embed" in module for module in quantized)
     config_groups = {
@@ -140,7 +140,7 @@ def section(groups: Sequence[dict[str, Any]], modules: Sequence[Sequence[str]], 
         "format": min(formats) if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": config_groups,
-        "ignore": ignored,
+        "ignore": linear_modules(kept, quantized),
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "sparsity_config": {},

@@ -74,7 +74,7 @@ class CompressedTensors(AbstractContainer):
                 groups.append(settings)
                 modules.append([])
             modules[groups.index(settings)].append(weight.module)
-        return Files({"quantization_config": section(groups, modules, _modules(kept))})
+        return Files({"quantization_config": section(groups, modules, kept)})
 
     def recognises(self, config: Mapping[str, Any], tensors: Tensors) -> bool:
         return section_of(config) is not None
@@ -98,12 +98,6 @@ class CompressedTensors(AbstractContainer):
 def _layout(weight: Weight) -> AbstractLayout | None:
     """The format for a weight."""
     return next((layout for layout in _LAYOUTS.values() if layout.fits(weight)), None)
-
-
-def _modules(kept: Sequence[str]) -> list[str]:
-    """The modules of the weights among some tensors, without norms and the input embedding, which are no linear layers."""
-    owners = (name.rpartition(".")[0] for name in kept if name.endswith(".weight"))
-    return [owner for owner in dict.fromkeys(owners) if owner and not owner.endswith(("norm", "embed_tokens"))]
 
 
 def _stored_layout(module: Module) -> AbstractLayout:

@@ -14,10 +14,10 @@ from ....errors import UnsupportedError
 from ....formats.format import FORMATS
 from ....formats.integer import Integer
 from ..container import Group, Weight
-from ..stored import FLOATS, built, packed_codes, per_tile
+from ..packed_bits import packed_bits, unpacked_bits
+from ..stored import FLOATS, built, named_tiles, packed_codes, per_tile
 from .layout import AbstractLayout, Module
-from .packed_bits import packed_bits, unpacked_bits
-from .tiling import matrix_tiles, stored_tiles, strategy_of, why_not_integer, why_not_scaled
+from .tiling import stored_tiles, strategy_of, why_not_integer, why_not_scaled
 
 _WORD = 32
 _LAST_PADDED = (0, 12)  # the last version known to start a code only where it fits into the word
@@ -86,7 +86,7 @@ class PackedIntegers(AbstractLayout):
             _check_order(module, shape[1], tile[1])
             parts.append("weight_g_idx")
         fmt = FORMATS[f"{'uint' if has_zero else 'int'}{bits}"]
-        scheme = Scheme(fmt, matrix_tiles(tile), scale=scale.dtype, zero_point=fmt if has_zero else None)
+        scheme = Scheme(fmt, named_tiles(tile), scale=scale.dtype, zero_point=fmt if has_zero else None)
 
         def load(arrays: Mapping[str, np.ndarray]) -> QArray:
             codes = _stream(_codes(arrays["weight_packed"], shape[1], bits, is_dense), shape[1], fmt)

@@ -12,11 +12,11 @@ from ....errors import UnsupportedError
 from ....formats.format import FORMATS, AbstractFormat
 from ....formats.integer import Integer
 from ..container import Group, Weight
-from ..stored import E4M3, FLOATS, built, packed_codes, per_tile, unpacked_codes
+from ..packed_bits import packed_bits
+from ..stored import E4M3, FLOATS, built, named_tiles, packed_codes, per_tile, unpacked_codes
 from .activations import activation_name
 from .layout import AbstractLayout, Module
-from .packed_bits import packed_bits
-from .tiling import matrix_tiles, stored_tiles, strategy_of, why_not_integer, why_not_scaled
+from .tiling import stored_tiles, strategy_of, why_not_integer, why_not_scaled
 
 
 class PlainIntegers(AbstractLayout):
@@ -65,7 +65,7 @@ class PlainIntegers(AbstractLayout):
                 raise module.fault(f"has zero points of shape {zero.shape} for scales of shape {scale.shape}")
             parts = (*parts, "weight_zero_point")
         fmt = FORMATS[f"{'uint' if has_zero else 'int'}{bits}"]
-        scheme = Scheme(fmt, matrix_tiles(tile), scale=scale.dtype, zero_point=fmt if has_zero else None)
+        scheme = Scheme(fmt, named_tiles(tile), scale=scale.dtype, zero_point=fmt if has_zero else None)
 
         def codes_of(stored: np.ndarray) -> np.ndarray:
             half = 2 ** (bits - 1)
@@ -111,7 +111,7 @@ class PlainFloats(AbstractLayout):
             raise UnsupportedError(f"{module.where}: module {module.name!r} has floats with zero points")
         shape = (weight.shape[0], weight.shape[1])
         tile = stored_tiles(module, shape, scale.shape)
-        scheme = Scheme(FORMATS["e4m3fn"], matrix_tiles(tile), scale=scale.dtype)
+        scheme = Scheme(FORMATS["e4m3fn"], named_tiles(tile), scale=scale.dtype)
 
         def load(arrays: Mapping[str, np.ndarray]) -> QArray:
             codes = np.ascontiguousarray(arrays["weight"]).view(np.uint8)

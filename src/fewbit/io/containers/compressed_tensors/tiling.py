@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from ...._tiles import FrozenTileMap, Tile, tile_map
+from ...._tiles import Tile
 from ....array.scheme import Scheme
 from ....formats.format import AbstractFormat
 from ....formats.integer import Integer
@@ -60,8 +60,3 @@ def stored_tiles(module: Module, shape: tuple[int, int], counts: tuple[int, ...]
     if counts in ((1,), (), (1, 1)):
         return None, None
     raise module.fault(f"has scales of shape {counts} for a weight of shape {shape}")
-
-
-def matrix_tiles(tiles: tuple[Tile, Tile]) -> FrozenTileMap:
-    """The tiles of a matrix, written as the presets are."""
-    return tile_map(tiles, None if tiles == (None, None) else 1)
