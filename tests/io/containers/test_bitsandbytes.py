@@ -7,9 +7,11 @@ import numpy as np
 import pytest
 
 import fewbit as fb
+from fewbit import io
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.containers.bitsandbytes import BitsAndBytes
 from fewbit.io.containers.container import Weight, notes_on_floats
+from fewbit.io.containers.writer import ContainerWriter
 from tests.io.containers.stored import NAME, quantized, read_back, tensors, values
 
 SHAPE = (6, 128)
@@ -227,3 +229,46 @@ def test_int8_in_another_order_is_refused():
         BitsAndBytes().decoded(CONFIG, tensors(arrays | {f"{module}.weight_format": np.ones((), np.uint8)}), "here")
     with pytest.raises(QuantError, match=r"SCB' is float32\(5,\), expected float32\(6,\)"):
         BitsAndBytes().decoded(CONFIG, tensors(arrays | {f"{module}.SCB": np.ones(5, np.float32)}), "here")
+
+
+def llama(transformers):
+    """A small untrained Llama with a tied head and its configuration."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=True)
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize("scheme", ["nf4", "nf4_dq", "bnb_fp4_g32", "int8_narrow"])
+def test_transformers_loads_what_is_written(packages, scheme, tmp_path):
+    """Its logits are those of the float model with our decoded weights; in int8 it also rounds the activations."""
+    torch, bnb = packages
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    torch.manual_seed(0)
+    model = llama(transformers)
+    arrays = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    qs = {name: fb.quantize(jnp.asarray(a), scheme) for name, a in arrays.items() if "proj" in name}
+    weights = [Weight(name, q.shape, q.dtype.name, q.scheme) for name, q in qs.items()]
+    kept = [name for name in arrays if name not in qs]
+    config = json.loads(model.config.to_json_string(use_diff=False)) | {"architectures": ["LlamaForCausalLM"]}
+    with ContainerWriter(tmp_path / "m", BitsAndBytes(), weights=weights, kept=kept, config=config) as writer:
+        for name, array in arrays.items():
+            writer.add(name, qs.get(name, array))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32, device_map="cpu")
+    theirs.train(scheme != "int8_narrow")  # for inference bitsandbytes computes in bfloat16 where the CPU has AVX512-BF16
+    kind = bnb.nn.Linear8bitLt if scheme == "int8_narrow" else bnb.nn.Linear4bit
+    found = io.read(tmp_path / "m")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in qs:
+                assert isinstance(theirs.get_submodule(name.removesuffix(".weight")), kind)
+                parameter.copy_(torch.tensor(values(found.tensors[name])))
+        tokens = torch.arange(12)[None]
+        mine, wanted = model(tokens).logits.numpy(), theirs(tokens).logits.numpy()
+    assert type(theirs.lm_head) is torch.nn.Linear
+    if scheme == "int8_narrow":
+        assert (mine * wanted).sum() > 0.999 * np.linalg.norm(mine) * np.linalg.norm(wanted)
+    else:
+        np.testing.assert_allclose(wanted, mine, rtol=1e-5, atol=1e-5)

@@ -1,14 +1,18 @@
 """MLX weights: element for element those of mlx, both ways."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fewbit as fb
+from fewbit import io
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.containers.container import Weight
 from fewbit.io.containers.integer_words import unpacked
 from fewbit.io.containers.mlx import MLX
+from fewbit.io.containers.writer import ContainerWriter
 from tests.io.containers.stored import MODULE, NAME, quantized, read_back, tensors, values
 
 SHAPE = (3, 128)
@@ -183,3 +187,34 @@ def test_damaged_modules_are_refused(settings, change, message):
     arrays = {name: a for name, a in arrays.items() if a is not None}
     with pytest.raises(QuantError, match=message):
         MLX().decoded(config(**settings), tensors(arrays), "here")
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+def test_mlx_lm_loads_what_is_written(mx, tmp_path):
+    """Its logits are those of transformers with our decoded weights; four forms, the embedding and tied head included."""
+    transformers, utils = pytest.importorskip("transformers"), pytest.importorskip("mlx_lm.utils")
+    import torch
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).eval()
+    arrays = {name: tensor.detach().numpy() for name, tensor in model.named_parameters()}
+    # float32 scales, so that mlx computes in float32
+    affine = fb.scheme(fb.scheme("affine4").to_json() | {"scale": "float32", "zero_point": "float32"})
+    forms = {"embed": affine, "q_proj": "mxfp4", "down_proj": "mxfp8", "up_proj": "nvfp4_one_level", "gate_proj": affine}
+    qs = {n: fb.quantize(jnp.asarray(a), scheme) for n, a in arrays.items() for part, scheme in forms.items() if part in n}
+    weights = [Weight(n, q.shape, q.dtype.name, q.scheme) for n, q in qs.items()]
+    kept = [name for name in arrays if name not in qs]
+    settings = json.loads(config.to_json_string(use_diff=False)) | {"rope_theta": 10000.0}
+    with ContainerWriter(tmp_path / "m", MLX(), weights=weights, kept=kept, config=settings) as writer:
+        for name, value in arrays.items():
+            writer.add(name, qs.get(name, value))
+    theirs, _ = utils.load_model(tmp_path / "m")
+    found = io.read(tmp_path / "m").tensors
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(torch.tensor(values(found[name])))
+        mine = model(torch.arange(12)[None]).logits.numpy()
+    np.testing.assert_allclose(np.array(theirs(mx.arange(12)[None])), mine, rtol=2e-4, atol=2e-4)

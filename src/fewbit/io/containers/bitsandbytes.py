@@ -133,7 +133,8 @@ def _row_maxima(scale: np.ndarray, name: str) -> np.ndarray:
 
     Scales of int8_narrow are such quotients. Of other numbers one in 128 is none.
     """
-    near = (scale.astype(np.float64) * 127).astype(np.float32)
+    with np.errstate(over="ignore"):
+        near = (scale.astype(np.float64) * 127).astype(np.float32)
     result = near.copy()
     for candidate in (np.nextafter(near, np.float32(np.inf)), np.nextafter(near, np.float32(0)), near):
         result = np.where(candidate / np.float32(127) == scale, candidate, result)
@@ -163,7 +164,8 @@ def _int8(name: str, maxima: str, tensors: Tensors, dtype: np.dtype, where: str)
             )
 
     def load(arrays: Mapping[str, np.ndarray]) -> QArray:
-        scale = arrays[maxima][:, None] / np.float32(127)
+        with np.errstate(all="ignore"):  # a damaged number may be a signalling NaN
+            scale = arrays[maxima][:, None] / np.float32(127)
         return QArray(
             jnp.asarray(arrays[name].view(np.uint8)), jnp.asarray(scale), None, None, SCHEMES["int8_narrow"], dtype
         )

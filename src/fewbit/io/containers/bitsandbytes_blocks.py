@@ -217,8 +217,9 @@ def _floats(weight: _FourBit, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     data = _bytes(arrays[weight.name])
     codes = np.stack([data >> 4, data & 15], axis=-1).reshape(-1)[: weight.size]
     scale = np.repeat(_scales(weight, arrays), weight.state.blocksize)[: weight.size]
-    values = _table(FORMATS[weight.state.quant_type])[codes] * scale
-    return values.astype(jnp.dtype(weight.state.dtype)).reshape(weight.shape)
+    with np.errstate(all="ignore"):  # a damaged scale may be infinite
+        values = _table(FORMATS[weight.state.quant_type])[codes] * scale
+        return values.astype(jnp.dtype(weight.state.dtype)).reshape(weight.shape)
 
 
 def _scales(weight: _FourBit, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -228,7 +229,8 @@ def _scales(weight: _FourBit, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
         return absmax
     table, ranges = arrays[f"{weight.name}.nested_quant_map"], arrays[f"{weight.name}.nested_absmax"]
     spread = np.repeat(ranges, weight.state.nested_blocksize)[: absmax.size]
-    return table[absmax] * spread + np.float32(weight.state.nested_offset)
+    with np.errstate(all="ignore"):
+        return table[absmax] * spread + np.float32(weight.state.nested_offset)
 
 
 def _bytes(codes: np.ndarray) -> np.ndarray:

@@ -256,7 +256,8 @@ def _floats(layer: _Layer, settings: _Settings, order: np.ndarray, arrays: Mappi
     """The weight whose inputs are not in the order of their groups, as its program decodes it."""
     data, zeros, scale = _decoded_parts(layer, settings, arrays)
     codes = unpacked(data, layer.bits).astype(np.int16) - zeros[:, order]  # [out, in]
-    return (codes.astype(np.float32) * scale.astype(np.float32)[:, order]).astype(layer.dtype)
+    with np.errstate(all="ignore"):  # a damaged scale may be infinite
+        return (codes.astype(np.float32) * scale.astype(np.float32)[:, order]).astype(layer.dtype)
 
 
 def _decoded_parts(

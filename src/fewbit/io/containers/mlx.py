@@ -238,7 +238,8 @@ def _qarray(names: tuple[str, ...], scheme: Scheme, dtype: np.dtype, arrays: Map
     zero_point = tensor_scale = None
     if scheme.tensor_scale:
         shape = (rest[0].size,) + (1,) * (words.ndim - 1)
-        tensor_scale = jnp.asarray(rest[0].reshape(shape) / _GLOBAL)
+        with np.errstate(all="ignore"):  # a damaged number may be a signalling NaN
+            tensor_scale = jnp.asarray(rest[0].reshape(shape) / _GLOBAL)
     elif rest:
         zero_point = jnp.asarray(rest[0])
     codes = jnp.asarray(np.ascontiguousarray(words).view(np.uint8))
