@@ -81,7 +81,7 @@ def write_tokenizer(directory: Path) -> None:
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
 
     tokenizer = Tokenizer(models.WordLevel({letter: i for i, letter in enumerate(LETTERS)}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(?s)."), "isolated")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     special = [(letter, LETTERS.index(letter)) for letter in "[]"]
     tokenizer.post_processor = processors.TemplateProcessing(single="[ $A ]", special_tokens=special)
     (directory / "tokenizer.json").write_text(tokenizer.to_str())

@@ -12,7 +12,7 @@ from fewbit.evaluate.transformers_engine import transformers_engine
 from fewbit.kvcache import kv_policy
 from fewbit.models import is_installed
 from fewbit.workflows.engine import as_stored, choose_engine, transformers_of
-from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 from tests.workflows.families import TEXT, checkpoint, run_json, write_tokenizer
 
 pytestmark = needs_tokenizers
@@ -114,24 +114,23 @@ def test_the_error_of_a_block_is_that_of_its_hidden_state(found):
 
 @pytest.mark.oracle
 @needs_transformers
-def test_auto_is_the_decoder_on_a_llama_and_says_so(tmp_path, one_thread):
-    path, text = llama_directory(tmp_path / "hf"), text_file(tmp_path)
-    run_json("quantize", path, "-o", tmp_path / "q", "-r", "int8", "--no-check")
-    arguments = ("eval", tmp_path / "q", "--against", path, "--text", text, "--window", 16)
-    ours, theirs, auto = (run_json(*arguments, "--engine", name)["quality"] for name in ("fewbit", "transformers", "auto"))
-    assert auto == ours
-    assert (ours["engine"], theirs["engine"].split()[0]) == ("fewbit", "LlamaModel")
+def test_auto_is_the_decoder_on_a_llama_and_agrees_with_transformers(found):
+    of = found("llama")
+    arguments = ("eval", of.quantized, "--against", of.path, "--text", found.text, "--window", 8, "--tokens", 48)
+    ours, theirs = (run_json(*arguments, *engine)["quality"] for engine in ((), ("--engine", "transformers")))
+    assert (ours["engine"], theirs["engine"].split()[0]) == ("fewbit", "LlamaForCausalLM")
+    for key in ("reference", "candidate"):
+        assert theirs["against"][key]["value"] == pytest.approx(ours["against"][key]["value"], rel=1e-5)
+    assert theirs["against"]["kl"]["mean"]["value"] == pytest.approx(ours["against"]["kl"]["mean"]["value"], rel=1e-3)
 
 
 @pytest.mark.oracle
 @needs_transformers
-def test_perplexities_of_both_engines_agree_on_a_llama(found):
-    of = found("llama")
-    arguments = ("eval", of.quantized, "--against", of.path, "--text", found.text, "--window", 8)
-    ours, theirs = (run_json(*arguments, "--engine", name)["quality"]["against"] for name in ("fewbit", "transformers"))
-    for key in ("reference", "candidate"):
-        assert theirs[key]["value"] == pytest.approx(ours[key]["value"], rel=1e-5)
-    assert theirs["kl"]["mean"]["value"] == pytest.approx(ours["kl"]["mean"]["value"], rel=1e-3)
+def test_without_architectures_the_names_say_whether_there_is_a_head():
+    config = {"model_type": "llama", "num_hidden_layers": 1}
+    inside, alone = "model.embed_tokens.weight", "embed_tokens.weight"
+    found = [transformers_engine(config, [name], source="m").cls.__name__ for name in (inside, alone)]
+    assert found == ["LlamaForCausalLM", "LlamaModel"]
 
 
 @pytest.mark.oracle
@@ -226,8 +225,8 @@ def test_a_vocabulary_without_tokenizer_json_is_read_by_transformers(found, tmp_
 def test_the_context_ends_where_the_tokenizer_says():
     config = {"model_type": "roberta", "architectures": ["RobertaForCausalLM"], "max_position_embeddings": 514}
     files = {"tokenizer_config.json": b'{"model_max_length": 512}'}
-    assert transformers_engine(config, 200, source="m", files=files).context == 512
-    assert transformers_engine(config, 200, source="m").context == 514
+    assert transformers_engine(config, ["w"] * 12, source="m", files=files).context == 512
+    assert transformers_engine(config, ["w"] * 12, source="m").context == 514
 
 
 def test_auto_takes_the_decoder_where_it_runs_all_models(tmp_path):

@@ -8,7 +8,7 @@ stacked, names changed) one by one. Buffers that no file has, such as rotary fre
 import dataclasses
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -117,13 +117,13 @@ class TransformersEngine(Engine):
 
 
 def transformers_engine(
-    config: Mapping[str, Any], tensors: int, *, source: str, files: Mapping[str, bytes] | None = None
+    config: Mapping[str, Any], names: Collection[str], *, source: str, files: Mapping[str, bytes] | None = None
 ) -> TransformersEngine:
     """Finds the architecture of a config.json; no weight is read.
 
     Args:
         config: the checkpoint's `config.json`.
-        tensors: the number of its tensors.
+        names: the names of its tensors.
         source: its name, for messages.
         files: its small files by name; a tokenizer's `model_max_length` limits the context.
 
@@ -134,7 +134,7 @@ def transformers_engine(
         UnsupportedError: when transformers is not installed, or does not know the architecture.
     """
     with guarded():
-        cls, settings = architecture(config, tensors)
+        cls, settings = architecture(config, names)
         import torch
         import transformers
 

@@ -35,7 +35,7 @@ def module_roles(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict
     Raises:
         UnsupportedError: when transformers is not installed, or cannot build the architecture.
     """
-    model = _built(config, len(shapes))
+    model = _built(config, shapes)
     owned = _owned(model)
     found = {}
     for name, (own_name, operations) in _names_of_modules(model, shapes, owned).items():
@@ -44,40 +44,48 @@ def module_roles(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict
     return {name: role for name, role in found.items() if role is not None}
 
 
-def _built(config: Mapping[str, Any], tensors: int) -> Any:
+def _built(config: Mapping[str, Any], names: Collection[str]) -> Any:
     """Builds the model of a config.json on the meta device."""
     with guarded():
-        cls, settings = architecture(config, tensors)
+        cls, settings = architecture(config, names)
         import torch
 
         with torch.device("meta"):
             return cls._from_config(settings)
 
 
-def architecture(config: Mapping[str, Any], tensors: int) -> tuple[Any, Any]:
+def architecture(config: Mapping[str, Any], names: Collection[str]) -> tuple[Any, Any]:
     """The model class and the configuration of transformers for a config.json.
 
     Args:
         config: the checkpoint's `config.json`.
-        tensors: the number of tensors of the checkpoint, which limits the number of layers.
+        names: the names of its tensors; their number limits the number of layers.
 
     Returns:
-        The class that `architectures` names, or else the base model of the `model_type`; and its configuration object.
+        The class that `architectures` names. Without one the base model of the `model_type`, or the causal language model if
+        the names have the prefix of a base model inside another. And its configuration object.
 
     Raises:
-        UnsupportedError: when transformers is not installed or does not know the architecture. Call it within `guarded`.
+        UnsupportedError: when transformers is not installed, or a count is too large. Call it within `guarded`.
     """
     transformers = _transformers()
-    _check_counts(config, tensors)
+    _check_counts(config, len(names))
     form = _plain(config)
     settings = transformers.CONFIG_MAPPING[form.get("model_type", "")].from_dict(form)
     named = [getattr(transformers, name, None) for name in form.get("architectures") or ()]
-    cls = next((c for c in named if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel)), None)
-    if cls is None:
-        cls = transformers.MODEL_MAPPING[type(settings)]
-    if isinstance(cls, tuple):
-        cls = cls[0]
-    return cls, settings
+    for cls in named:
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls, settings
+    base = _first(transformers.MODEL_MAPPING[type(settings)])
+    prefix = f"{base.base_model_prefix}."
+    if type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and any(name.startswith(prefix) for name in names):
+        return _first(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]), settings
+    return base, settings
+
+
+def _first(found: Any) -> Any:
+    """A class, or the first of several."""
+    return found[0] if isinstance(found, tuple) else found
 
 
 @contextlib.contextmanager

@@ -65,7 +65,7 @@ def transformers_of(model: Model) -> TransformersEngine:
     Raises:
         UnsupportedError: when transformers does not know it.
     """
-    return transformers_engine(model.metadata, len(model.info), source=model.name, files=model.files)
+    return transformers_engine(model.metadata, model.info, source=model.name, files=model.files)
 
 
 def as_stored(model: Model) -> Model:
