@@ -18,6 +18,7 @@ from fewbit.ops import Policy
 from fewbit.recipe import Plan, PlanRow
 from fewbit.workflows import Candidate, Inspection, Model, TensorResult
 from fewbit.workflows.compare import Baseline
+from fewbit.workflows.evaluate import DecoderEngine
 from fewbit.workflows.inspect import TensorEntry
 
 FOLDER = Path(__file__).parent / "tables"
@@ -60,7 +61,8 @@ def comparison_of(names: str, width: int) -> str:
     perplexity = Perplexity(12.3456, 0.1234, 2048)
     info = {"w": TensorInfo((4096, 4096), "float32", "F32", 1 << 26)}
     model = Model(Path("m"), "gguf", None, "", info, lambda path: np.zeros(1))
-    base = Baseline(model, {}, np.zeros((1, 2), np.int32), perplexity, lambda tokens: tokens)
+    engine = DecoderEngine("fewbit", LLAMA.vocab, LLAMA.context, LLAMA)
+    base = Baseline(model, engine, np.zeros((1, 2), np.int32), perplexity, lambda tokens: tokens, {})
     candidates = []
     for i, recipe in enumerate(("int8", "nf4", "maxtext/intmp/dense_llm_weight_only_scale")):
         worst = "layers/7/mlp/down" if names == "paths" else "model.language_model.layers.7.mlp.down_proj.weight"

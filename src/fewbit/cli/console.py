@@ -90,6 +90,10 @@ class Bar:
         """Shows the number of windows done, on a bar of total 1."""
         self.advance(done / total, f"{done}/{total} windows")
 
+    def examples(self, done: int, total: int) -> None:
+        """Shows the number of examples done, on a bar of total 1."""
+        self.advance(done / total, f"{done}/{total} examples")
+
 
 @contextlib.contextmanager
 def progress_bar(title: str, total: float) -> Iterator[Bar]:

@@ -3,7 +3,7 @@
 import collections
 import math
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -97,16 +97,29 @@ def worst_lines(tensors: Sequence[TensorResult]) -> list[str]:
 def quality_lines(quality: Quality) -> list[str]:
     """Perplexity, and the divergence from the reference if there is one."""
     lines = [f"quality on {quality.perplexity.tokens:,} tokens of {quality.text} (windows of {quality.window}):"]
+    lines.append(f"  computed by {quality.engine}")
     lines.append(f"  perplexity {quality.perplexity}")
     if quality.kv is not None:
         lines.append(f"  keys and values quantized: {quality.kv}")
     if quality.against is not None:
         lines += comparison_lines(quality.against)
-    if quality.sqnr_db:
-        lines.append("  lowest signal-to-noise ratio of the weights:")
-        lowest = sorted(quality.sqnr_db.items(), key=lambda item: item[1])[:5]
-        lines += [f"    {_decibel(value)}  {path}" for path, value in lowest]
+    lines += block_lines(quality.blocks) + worst_weight_lines(quality.sqnr_db)
     return lines + [f"  {text}" for text in quality.notes]
+
+
+def block_lines(blocks: Mapping[str, float]) -> list[str]:
+    """The relative error of each block's output, a line each."""
+    if not blocks:
+        return []
+    return ["  relative error of each block's output:", *(f"    {error:9.3e}  {name}" for name, error in blocks.items())]
+
+
+def worst_weight_lines(sqnr_db: Mapping[str, float]) -> list[str]:
+    """The weights of lowest SQNR, a line each."""
+    if not sqnr_db:
+        return []
+    lowest = sorted(sqnr_db.items(), key=lambda item: item[1])[:5]
+    return ["  lowest signal-to-noise ratio of the weights:", *(f"    {_decibel(value)}  {path}" for path, value in lowest)]
 
 
 def comparison_lines(both: Comparison) -> list[str]:
@@ -160,6 +173,7 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "top1_error": quality.top1.error,
         "worst_layer": path,
         "worst_sqnr_db": sqnr_db,
+        "blocks": candidate.blocks,
         "seconds_to_quantize": candidate.seconds_to_quantize,
         "seconds_to_evaluate": candidate.seconds_to_evaluate,
     }

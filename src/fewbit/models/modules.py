@@ -5,12 +5,14 @@ mapped to the module that owns it, through the renamings that transformers appli
 separate in its file and stacked in the module). The class of the module determines role and layout.
 """
 
+import contextlib
 import itertools
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
-from ..errors import UnsupportedError
+from ..errors import QuantError, UnsupportedError
 from ..recipe.roles import Role, TensorRole
 
 Shape = tuple[int, ...]
@@ -33,7 +35,7 @@ def module_roles(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict
     Raises:
         UnsupportedError: when transformers is not installed, or cannot build the architecture.
     """
-    model = _built(config, len(shapes))
+    model = _built(config, shapes)
     owned = _owned(model)
     found = {}
     for name, (own_name, operations) in _names_of_modules(model, shapes, owned).items():
@@ -42,38 +44,91 @@ def module_roles(shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> dict
     return {name: role for name, role in found.items() if role is not None}
 
 
-def _built(config: Mapping[str, Any], tensors: int) -> Any:
+def _built(config: Mapping[str, Any], names: Collection[str]) -> Any:
     """Builds the model of a config.json on the meta device."""
-    try:
+    with guarded():
+        cls, settings = architecture(config, names)
         import torch
-        import transformers
-        from huggingface_hub.errors import StrictDataclassError
-    except ImportError as error:
-        raise UnsupportedError(
-            f"roles from module classes need transformers, which cannot be imported ({error}): pip install fewbit[transformers]"
-        ) from error
-    _check_counts(config, tensors)
-    form, logging = _plain(config), transformers.logging
-    verbosity = logging.get_verbosity()
-    # An untrusted config.json can make the constructors raise any of these.
+
+        with torch.device("meta"):
+            return cls._from_config(settings)
+
+
+def architecture(config: Mapping[str, Any], names: Collection[str]) -> tuple[Any, Any]:
+    """The model class and the configuration of transformers for a config.json.
+
+    Args:
+        config: the checkpoint's `config.json`.
+        names: the names of its tensors; their number limits the number of layers.
+
+    Returns:
+        The class that `architectures` names. Without one the base model of the `model_type`, or the causal language model if
+        the names have the prefix of a base model inside another. And its configuration object.
+
+    Raises:
+        UnsupportedError: when transformers is not installed, or a count is too large. Call it within `guarded`.
+    """
+    transformers = _transformers()
+    _check_counts(config, len(names))
+    form = _plain(config)
+    settings = transformers.CONFIG_MAPPING[form.get("model_type", "")].from_dict(form)
+    named = [getattr(transformers, name, None) for name in form.get("architectures") or ()]
+    for cls in named:
+        if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+            return cls, settings
+    base = _first(transformers.MODEL_MAPPING[type(settings)])
+    prefix = f"{base.base_model_prefix}."
+    if type(settings) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING and any(name.startswith(prefix) for name in names):
+        return _first(transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(settings)]), settings
+    return base, settings
+
+
+def _first(found: Any) -> Any:
+    """A class, or the first of several."""
+    return found[0] if isinstance(found, tuple) else found
+
+
+@contextlib.contextmanager
+def guarded(doing: str = "build the architecture") -> Iterator[None]:
+    """Silences transformers, and turns what untrusted files make it raise into UnsupportedError.
+
+    Args:
+        doing: what it cannot do, for the message.
+    """
+    logging = _transformers().utils.logging
+    from huggingface_hub.errors import StrictDataclassError
+
+    verbosity, shows_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     faults = (
         *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, OSError),
         *(RuntimeError, TypeError, ValueError, StrictDataclassError),
     )
     try:
-        logging.set_verbosity_error()  # its advice on the configuration is for those who run the model
-        settings = transformers.CONFIG_MAPPING[form.get("model_type", "")].from_dict(form)
-        named = [getattr(transformers, name, None) for name in form.get("architectures") or ()]
-        cls = next((c for c in named if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel)), None)
-        with torch.device("meta"):
-            if cls is None:
-                return transformers.AutoModel.from_config(settings)
-            return cls._from_config(settings)
+        logging.set_verbosity_error()  # its advice on the configuration is for those who train the model
+        logging.disable_progress_bar()
+        yield
+    except (QuantError, UnsupportedError):
+        raise
     except faults as error:
         first = str(error).strip().split("\n")[0][:200]
-        raise UnsupportedError(f"transformers cannot build the architecture: {type(error).__name__}: {first}") from error
+        raise UnsupportedError(f"transformers cannot {doing}: {type(error).__name__}: {first}") from error
     finally:
         logging.set_verbosity(verbosity)
+        if shows_bars:
+            logging.enable_progress_bar()
+
+
+def _transformers() -> ModuleType:
+    """The package transformers, with torch."""
+    try:
+        import torch  # noqa: F401 - transformers without it has no models
+        import transformers
+    except ImportError as error:
+        raise UnsupportedError(
+            f"transformers, which has the architecture's module classes, cannot be imported ({error}): "
+            "pip install fewbit[transformers]"
+        ) from error
+    return transformers
 
 
 def _check_counts(config: Mapping[str, Any], tensors: int) -> None:

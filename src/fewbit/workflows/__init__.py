@@ -7,6 +7,8 @@ from .compare import compare as compare
 from .compare import released as released
 from .demo import Demo as Demo
 from .demo import demo as demo
+from .engine import as_stored as as_stored
+from .engine import choose_engine as choose_engine
 from .evaluate import Quality as Quality
 from .evaluate import evaluate as evaluate
 from .evaluate import evaluation_windows as evaluation_windows
@@ -17,6 +19,11 @@ from .inspect import Inspection as Inspection
 from .inspect import inspect as inspect
 from .load import load as load
 from .model import Model as Model
+from .outputs import OutputCandidate as OutputCandidate
+from .outputs import compare_outputs as compare_outputs
+from .outputs import evaluate_outputs as evaluate_outputs
+from .outputs import model_inputs as model_inputs
+from .outputs import output_baseline as output_baseline
 from .plan import folded as folded
 from .plan import plan_model as plan_model
 from .quantize import Outcome as Outcome

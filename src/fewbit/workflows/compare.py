@@ -2,18 +2,27 @@
 
 import dataclasses
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import jax
 import numpy as np
-from jaxtyping import PyTree
 
-from ..evaluate.perplexity import Comparison, Perplexity, compare_models, perplexity
+from ..evaluate.engine import Engine
+from ..evaluate.outputs import Outputs, relative_errors
+from ..evaluate.perplexity import Comparison, LogitsFn, Perplexity, compare_models
 from ..models.names import params_from_paths
 from ..recipe.plan import Plan
-from .evaluate import batch_size, logits_function, stacked
-from .model import Model
+from .evaluate import (
+    DecoderEngine,
+    Progress,
+    batch_size,
+    block_outputs,
+    check_language_model,
+    checked_network,
+    engine_of,
+    recorded,
+)
+from .model import Model, Value, decoded
 from .tensors import TensorResult, quantized_tensors, worst
 
 
@@ -24,13 +33,14 @@ class Candidate:
     Attributes:
         recipe: the name of the recipe.
         plan: its plan.
-        params: the pytree with quantized leaves; None once released.
+        params: the pytree with quantized leaves, or for transformers the parameters by name; None once released.
         tensors: the result of each tensor.
         nbytes: the bytes of its arrays.
         bits_per_weight: `8 * nbytes` over the number of elements.
         quality: its perplexity and divergence from the float model.
         seconds_to_quantize: how long quantizing took, compilation included.
         seconds_to_evaluate: how long evaluating took, the float model's part and compilation included.
+        blocks: the relative error of each block's output on the first window, by module, if transformers ran the model.
     """
 
     recipe: str
@@ -42,6 +52,7 @@ class Candidate:
     quality: Comparison
     seconds_to_quantize: float
     seconds_to_evaluate: float
+    blocks: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def worst(self) -> list[TensorResult]:
@@ -55,58 +66,45 @@ class Baseline:
 
     Attributes:
         model: the model.
-        params: its dequantized parameters, with identical layers stacked.
+        engine: the program that runs it.
         windows: the windows of the text.
         perplexity: its perplexity.
         logits: its logits for a batch of tokens.
+        blocks: the output of each block for the first window, if transformers runs it.
     """
 
     model: Model
-    params: Any
+    engine: Engine
     windows: np.ndarray
     perplexity: Perplexity
-    logits: Callable[[Any], Any]
+    logits: LogitsFn
+    blocks: Outputs
 
 
-_CACHED_BYTES = 1 << 30
-
-
-def baseline(model: Model, windows: np.ndarray, *, progress: Callable[[int, int], None] | None = None) -> Baseline:
+def baseline(model: Model, windows: np.ndarray, *, engine: str = "fewbit", progress: Progress | None = None) -> Baseline:
     """Evaluates the float model on the windows.
 
-    Its logits are cached if they take less than 1 GiB, else recomputed for each candidate.
+    Its logits are kept if they take less than 1 GiB, and then its parameters are not; else they are recomputed for each
+    candidate.
 
     Args:
-        model: a model that can be run.
+        model: a model that the engine can run; for transformers as `as_stored` gives it.
         windows: the windows of a text, from `evaluation_windows`.
+        engine: the result of `choose_engine`.
         progress: called with the number of windows done and of all windows.
 
     Returns:
         The reference that `compare` takes.
 
     Raises:
-        UnsupportedError: when the model cannot be run.
+        UnsupportedError: when the engine cannot run the model, or it is no causal language model.
     """
-    config = model.runnable_config()
-    params = stacked(model.float_params())
-    logits = logits_function(params, config)
-    if 4 * config.vocab * windows.shape[0] * (windows.shape[1] - 1) < _CACHED_BYTES:
-        logits = _cached(logits)
-    result = perplexity(logits, windows, batch_size=batch_size(config, windows), progress=progress)
-    return Baseline(model, params, windows, result, logits)
-
-
-def _cached(logits: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Caches the logits of each batch of tokens."""
-    cache: dict[bytes, jax.Array] = {}
-
-    def cached(tokens: jax.Array) -> jax.Array:
-        key = np.asarray(tokens).tobytes()
-        if key not in cache:
-            cache[key] = logits(tokens)
-        return cache[key]
-
-    return cached
+    runs = engine_of(model, engine)
+    check_language_model(runs)
+    network = checked_network(runs, model.info, lambda path: decoded(model.load(path)))
+    blocks = block_outputs(network, windows)
+    logits, result = recorded(network, windows, vocab=runs.vocab, progress=progress)
+    return Baseline(model, runs, windows, result, logits, blocks)
 
 
 def compare(base: Baseline, plan: Plan, *, on_tensor: Callable[[TensorResult], None] | None = None) -> Candidate:
@@ -130,20 +128,25 @@ def compare(base: Baseline, plan: Plan, *, on_tensor: Callable[[TensorResult], N
         results.append(result)
         if on_tensor is not None:
             on_tensor(result)
-    params = params_from_paths(values, base.model.runnable_config())
-    return measured(base, plan, params, tuple(results), time.perf_counter() - start)
+    return measured(base, plan, values, tuple(results), time.perf_counter() - start)
 
 
-def measured(base: Baseline, plan: Plan, params: PyTree, results: tuple[TensorResult, ...], seconds: float) -> Candidate:
+def measured(
+    base: Baseline, plan: Plan, values: Mapping[str, Value], results: tuple[TensorResult, ...], seconds: float
+) -> Candidate:
     """Compares parameters that `plan` quantized, in `seconds`, with the float model."""
     start = time.perf_counter()
-    config = base.model.runnable_config()
-    logits = logits_function(stacked(params), config)
-    quality = compare_models(base.logits, logits, base.windows, batch_size=batch_size(config, base.windows))
+    params: Any = values
+    if isinstance(base.engine, DecoderEngine):
+        params = params_from_paths(values, base.engine.config)
+    network = base.engine.network(values, values.__getitem__)
+    batch = batch_size(base.engine.vocab, base.windows)
+    quality = compare_models(base.logits, network, base.windows, batch_size=batch)
+    blocks = relative_errors(base.blocks, block_outputs(network, base.windows))
     evaluated = time.perf_counter() - start
     nbytes = sum(result.bytes_after for result in results)
     bits = 8 * nbytes / base.model.size
-    return Candidate(plan.recipe, plan, params, results, nbytes, bits, quality, seconds, evaluated)
+    return Candidate(plan.recipe, plan, params, results, nbytes, bits, quality, seconds, evaluated, blocks)
 
 
 def released(candidate: Candidate) -> Candidate:

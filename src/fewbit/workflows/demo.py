@@ -100,8 +100,9 @@ def steps(started: Demo) -> Iterator[DemoStep]:
         outcome = None
         if recipe == WRITTEN:
             outcome = quantize(started.base.model, plan, started.directory / f"model-{recipe}", overwrite=True)
-            params = load(outcome.path).params()
-            candidate = measured(started.base, plan, params, outcome.tensors, outcome.seconds)
+            written = load(outcome.path)
+            values = {path: written.load(path) for path in written.info}
+            candidate = measured(started.base, plan, values, outcome.tensors, outcome.seconds)
         else:
             candidate = compare(started.base, plan)
         sample = _sample(started.base, candidate.params)

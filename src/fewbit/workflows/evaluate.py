@@ -1,8 +1,8 @@
-"""Evaluates a model on a text, alone or against a reference."""
+"""Evaluates a language model on a text, alone or against a reference."""
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -10,20 +10,29 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import PyTree
 
-from ..errors import QuantError
+from ..errors import QuantError, UnsupportedError
+from ..evaluate.engine import Engine
 from ..evaluate.metrics import sqnr_db
-from ..evaluate.perplexity import Comparison, Perplexity, compare_models, perplexity, token_windows
+from ..evaluate.outputs import Outputs, relative_errors
+from ..evaluate.perplexity import Comparison, LogitsFn, Perplexity, compare_models, perplexity, token_windows
+from ..evaluate.transformers_engine import TransformersEngine, TransformersNetwork
 from ..kvcache.policy import KVPolicy
 from ..models.config import DecoderConfig
 from ..models.decoder import forward, stack_layers
 from ..models.installed import default_text_name, find_text
 from ..models.joined import fuse_weights, stack_experts
+from ..models.names import params_from_paths
 from ..ops.interpret.transparent import transparent
-from .model import Model, decoded
+from .engine import as_stored, choose_engine, transformers_of
+from .model import Model, Value, decoded
 
 TOKENS = 2048
 WINDOW = 512
 _LOGIT_BYTES = 1 << 28  # of one batch
+_RECORDED_BYTES = 1 << 30
+
+Progress = Callable[[int, int], None]
+"""Called with the amount done and the total."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +47,8 @@ class Quality:
         sqnr_db: the SQNR of each parameter of two or more axes against the reference's.
         notes: what was left out, and why.
         kv: how keys and values were quantized; None: not at all.
+        engine: the program that ran the models.
+        blocks: the relative error of each block's output on the first window, by module, if transformers ran the models.
     """
 
     text: str
@@ -47,6 +58,50 @@ class Quality:
     sqnr_db: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     kv: str | None = None
+    engine: str = "fewbit"
+    blocks: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderEngine(Engine):
+    """fewbit's own decoder.
+
+    Attributes:
+        config: the model's configuration.
+        kv: how keys and values are quantized; None: not at all.
+    """
+
+    config: DecoderConfig
+    kv: KVPolicy | None = None
+
+    def network(self, paths: Iterable[str], load: Callable[[str], Value]) -> LogitsFn:
+        """The model with these weights; quantized ones run as they are, through `fb.transparent`."""
+        params = params_from_paths({path: load(path) for path in paths}, self.config)
+        return logits_function(stacked(params), self.config, self.kv)
+
+
+def engine_of(model: Model, name: str, kv: KVPolicy | None = None) -> Engine:
+    """The engine of that name for a model.
+
+    Args:
+        model: the model; for transformers as `as_stored` gives it.
+        name: the result of `choose_engine`.
+        kv: how keys and values are quantized.
+
+    Returns:
+        The engine; no weight is read.
+
+    Raises:
+        UnsupportedError: when the engine cannot run the model, or cannot quantize keys and values.
+    """
+    if name == "fewbit":
+        config = model.runnable_config()
+        return DecoderEngine("fewbit", config.vocab, config.context, config, kv)
+    if kv is not None:
+        raise UnsupportedError(
+            "only fewbit's own decoder quantizes keys and values: leave out --kv, or take --engine fewbit"
+        )
+    return transformers_of(model)
 
 
 def evaluate(
@@ -57,50 +112,136 @@ def evaluate(
     tokens: int | None = None,
     window: int | None = None,
     kv: KVPolicy | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    engine: str = "auto",
+    progress: Progress | None = None,
 ) -> Quality:
     """Measures perplexity, and the divergence from a reference if there is one.
 
-    Quantized leaves stay quantized: the model runs through `fb.transparent`.
+    In fewbit's decoder quantized leaves stay quantized: the model runs through `fb.transparent`. transformers runs the
+    decoded weights in float32. The reference is in memory first and then the model, unless the reference's logits take more
+    than 1 GiB; then both are.
 
     Args:
-        model: a model that can be run.
+        model: a causal language model that the engine can run.
         against: the reference, with the same vocabulary.
         text: as for `models.find_text`; None takes the default text.
         tokens: how many tokens are read; None takes 2,048, or the full windows of a shorter text.
         window: the tokens of a window; None takes 512, or the model's context if that is shorter.
         kv: how keys and values are quantized, as in a KV cache; the reference's stay float32.
+        engine: as for `choose_engine`.
         progress: called with the number of windows done and of all windows.
 
     Returns:
         The quality; without a reference only the perplexity.
 
     Raises:
-        UnsupportedError: when a model cannot be run, or has no tokenizer.
+        UnsupportedError: when a model cannot be run, has no tokenizer, or is no causal language model.
         QuantError: when the text is too short, or the vocabularies differ.
     """
-    config = model.runnable_config()
+    name = choose_engine(engine, model, against)
+    if name == "transformers":
+        model, against = as_stored(model), against and as_stored(against)
+    runs = engine_of(model, name, kv)
+    check_language_model(runs)
     found = find_text(text or default_text_name())
-    windows = evaluation_windows(model, found.content, tokens=tokens, window=window)
-    batch = batch_size(config, windows)
-    candidate = logits_function(stacked(model.params()), config, kv)
+    windows = evaluation_windows(model, found.content, tokens=tokens, window=window, engine=runs)
+    batch = batch_size(runs.vocab, windows)
     kv_text = None if kv is None else str(kv)
     if against is None:
-        result = perplexity(candidate, windows, batch_size=batch, progress=progress)
-        return Quality(found.name, windows.shape[1] - 1, result, kv=kv_text)
-    other = against.runnable_config()
-    if other.vocab != config.vocab:
+        network = checked_network(runs, model.info, model.load)
+        result = perplexity(network, windows, batch_size=batch, progress=progress)
+        return Quality(found.name, windows.shape[1] - 1, result, kv=kv_text, engine=runs.title)
+    other = engine_of(against, name)
+    if other.vocab != runs.vocab:
         raise QuantError(
-            f"{model.name} has a vocabulary of {config.vocab} tokens and {against.name} of {other.vocab}; "
+            f"{model.name} has a vocabulary of {runs.vocab} tokens and {against.name} of {other.vocab}; "
             "compare models of the same vocabulary"
         )
-    reference = logits_function(stacked(against.params()), other)
-    both = compare_models(reference, candidate, windows, batch_size=batch, progress=progress)
+    network = checked_network(other, against.info, against.load)
+    expected = block_outputs(network, windows)
+    reference, _ = recorded(network, windows, vocab=other.vocab, progress=part_of(progress, 0))
+    del network
+    candidate = checked_network(runs, model.info, model.load)
+    both = compare_models(reference, candidate, windows, batch_size=batch, progress=part_of(progress, 1))
+    blocks = relative_errors(expected, block_outputs(candidate, windows))
     sqnr, notes = weight_sqnr(model, against)
-    return Quality(found.name, windows.shape[1] - 1, both.candidate, both, sqnr, notes, kv_text)
+    return Quality(
+        found.name, windows.shape[1] - 1, both.candidate, both, sqnr, notes, kv_text, engine=runs.title, blocks=blocks
+    )
 
 
-def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, window: int | None = None) -> np.ndarray:
+def part_of(progress: Progress | None, part: int) -> Progress | None:
+    """The progress of one of two parts of equal length, as progress of both."""
+    if progress is None:
+        return None
+    return lambda done, total: progress(part * total + done, 2 * total)
+
+
+def check_language_model(engine: Engine) -> None:
+    """Checks that an engine's architecture predicts the next token.
+
+    Raises:
+        UnsupportedError: when it does not.
+    """
+    if isinstance(engine, TransformersEngine) and not engine.is_language_model:
+        raise UnsupportedError(
+            f"{engine.source} is a {engine.cls.__name__}, no causal language model, so it has no perplexity; compare its "
+            "outputs with those of the float model: --against"
+        )
+
+
+def checked_network(engine: Engine, paths: Iterable[str], load: Callable[[str], Value]) -> LogitsFn:
+    """The network of a language model; one that transformers runs is checked to be causal.
+
+    Raises:
+        QuantError: when the weights do not fit the architecture.
+        UnsupportedError: when logits depend on later tokens.
+    """
+    network = engine.network(paths, load)
+    if isinstance(network, TransformersNetwork) and engine.vocab is not None:
+        network.check_causal(engine.vocab)
+    return network
+
+
+def block_outputs(network: LogitsFn, windows: np.ndarray) -> Outputs:
+    """The output of each block for the first window, if transformers runs the network; else nothing."""
+    if not isinstance(network, TransformersNetwork):
+        return {}
+    return network.blocks({"input_ids": np.asarray(windows[:1, :-1], np.int64)})
+
+
+def recorded(
+    network: LogitsFn, windows: np.ndarray, *, vocab: int | None, progress: Progress | None = None
+) -> tuple[LogitsFn, Perplexity]:
+    """The logits of all windows as a function of the tokens, without the network if they take less than 1 GiB.
+
+    Args:
+        network: the network.
+        windows: the windows of the text.
+        vocab: the vocabulary size.
+        progress: called with the number of windows done and of all windows.
+
+    Returns:
+        The function, for batches of `batch_size` windows, and the perplexity.
+    """
+    cache: dict[bytes, jax.Array] = {}
+    fits = 4 * (vocab or 1) * windows.shape[0] * (windows.shape[1] - 1) < _RECORDED_BYTES
+
+    def kept(tokens: jax.Array) -> jax.Array:
+        logits = network(tokens)
+        if fits:
+            cache[np.asarray(tokens).tobytes()] = logits
+        return logits
+
+    result = perplexity(kept, windows, batch_size=batch_size(vocab, windows), progress=progress)
+    if fits:
+        return lambda tokens: cache[np.asarray(tokens).tobytes()], result
+    return network, result
+
+
+def evaluation_windows(
+    model: Model, text: str, *, tokens: int | None = None, window: int | None = None, engine: Engine | None = None
+) -> np.ndarray:
     """Cuts a text into windows of token ids.
 
     Args:
@@ -108,27 +249,32 @@ def evaluation_windows(model: Model, text: str, *, tokens: int | None = None, wi
         text: the text itself.
         tokens: as in `evaluate`.
         window: as in `evaluate`.
+        engine: the engine that runs the model; None: fewbit's decoder.
 
     Returns:
         Token ids `[windows, window + 1]`: the inputs, and the token after them.
 
     Raises:
-        QuantError: when the text is too short, or a window is longer than the model's context.
+        QuantError: when the text is too short, a window is longer than the model's context, or a token has no logit.
     """
-    context = model.runnable_config().context
-    if window is not None and window > context:
-        raise QuantError(f"window is {window} tokens, more than the context of {model.name}, {context}")
+    runs = engine or engine_of(model, "fewbit")
+    if window is not None and runs.context is not None and window > runs.context:
+        raise QuantError(f"window is {window} tokens, more than the context of {model.name}, {runs.context}")
     if window is None:
-        window = min(WINDOW, context)
+        window = min(WINDOW, runs.context or WINDOW)
     ids = model.readable_tokenizer().encode(text)
+    if runs.vocab is not None and ids.size and ids.max() >= runs.vocab:
+        raise QuantError(
+            f"the tokenizer of {model.name} gives token {ids.max()}, but its vocabulary has {runs.vocab} tokens"
+        )
     if tokens is not None:
         return token_windows(ids, length=window, limit=tokens)
     return token_windows(ids, length=window)[: max(TOKENS // window, 1)]
 
 
-def batch_size(config: DecoderConfig, windows: np.ndarray) -> int:
+def batch_size(vocab: int | None, windows: np.ndarray) -> int:
     """The windows of a batch: as many as keep the logits within 256 MiB, at most 16."""
-    return min(max(_LOGIT_BYTES // (4 * config.vocab * (windows.shape[1] - 1)), 1), 16)
+    return min(max(_LOGIT_BYTES // (4 * (vocab or 1) * (windows.shape[1] - 1)), 1), 16)
 
 
 def stacked(params: PyTree) -> PyTree:

@@ -33,6 +33,22 @@ KVScale = Annotated[
     typer.Option("--kv-scale", help="One scale per head of a token (head) or per token (token); default head. With --kv."),
 ]
 
+EngineName = Annotated[
+    str,
+    typer.Option(
+        "--engine",
+        help="fewbit (its own decoder), transformers (PyTorch, with the decoded weights), or auto: fewbit if it runs the model.",
+    ),
+]
+Inputs = Annotated[
+    Path | None,
+    path_option(
+        "--inputs",
+        help="Compare outputs instead of perplexity: an .npz of arguments by name, an .npy of the main one, or a text with one "
+        "input per line. With transformers.",
+    ),
+]
+
 
 @app.command("eval")
 def evaluate(
@@ -45,28 +61,21 @@ def evaluate(
     window: Window = None,
     kv: KV = None,
     kv_scale: KVScale = None,
+    engine: EngineName = "auto",
+    inputs: Inputs = None,
     json: Json = False,
 ) -> None:
-    """Evaluates a model on a text: perplexity with its standard error, and its divergence from a reference."""
-    from ...workflows.evaluate import evaluate as evaluated
-    from ...workflows.load import load
-    from ..console import emit_json, progress_bar, say
-    from ..render import quality_lines
-    from ..run_report import cache_policy
+    """Evaluates a model on a text: perplexity with its standard error, and its divergence from a reference.
+
+    Encoders, encoder-decoders, speech and vision models run through transformers (pip install fewbit[transformers]). Their
+    outputs are compared with the reference's: cosine similarity, relative error.
+    """
+    from ..run_report import cache_policy, show_evaluation
 
     policy = cache_policy(kv, kv_scale)
-    model, reference, against_text = load(path), None, None
-    if against is not None:
-        reference, against_text = load(against), str(against)
-    with progress_bar("evaluating", 1) as bar:
-        quality = evaluated(
-            model, against=reference, text=text, tokens=tokens, window=window, kv=policy, progress=bar.windows
-        )
-    if json:
-        emit_json({"model": str(path), "against": against_text, "quality": quality})
-        return
-    for line in quality_lines(quality):
-        say(line, wrap=True)
+    show_evaluation(
+        path, against, text=text, tokens=tokens, window=window, kv=policy, engine=engine, inputs=inputs, json=json
+    )
 
 
 @app.command()
@@ -81,13 +90,29 @@ def compare(
     rotate: Rotate = False,
     seed: Seed = None,
     chart: Annotated[Path | None, path_option("--chart", help="Draw quality against size here (.svg or .png).")] = None,
+    engine: EngineName = "auto",
+    inputs: Inputs = None,
     json: Json = False,
 ) -> None:
-    """Quantizes a model by several recipes in memory and compares them: bytes, perplexity, KL, top-1."""
+    """Quantizes a model by several recipes in memory and compares them: bytes, perplexity, KL, top-1.
+
+    A model without perplexity (an encoder, speech, vision) is compared by its outputs, through transformers.
+    """
     from ..run_report import show_comparison
 
     rotation = rotation_seed(rotate, seed)
-    show_comparison(model, recipes, text=text, tokens=tokens, window=window, chart=chart, rotation_seed=rotation, json=json)
+    show_comparison(
+        model,
+        recipes,
+        text=text,
+        tokens=tokens,
+        window=window,
+        chart=chart,
+        rotation_seed=rotation,
+        engine=engine,
+        inputs=inputs,
+        json=json,
+    )
 
 
 @app.command()

@@ -5,10 +5,22 @@ from .awq import AWQ
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors.container import CompressedTensors
 from .container import AbstractContainer
+from .gpt_oss import GptOss
 from .gptq import GPTQ
 from .mlx import MLX
+from .modelopt import ModelOpt
+from .torchao.container import TorchAO
 
-CONTAINERS: tuple[AbstractContainer, ...] = (CompressedTensors(), GPTQ(), AWQ(), BitsAndBytes(), MLX())
+CONTAINERS: tuple[AbstractContainer, ...] = (
+    CompressedTensors(),
+    ModelOpt(),
+    GptOss(),
+    TorchAO(),
+    GPTQ(),
+    AWQ(),
+    BitsAndBytes(),
+    MLX(),
+)
 
 
 def container(name: str) -> AbstractContainer:
