@@ -86,6 +86,7 @@ def weights(found: Scheme, dtype: str) -> Iterator[Weight]:
 
 
 def gguf_cell(found: Scheme) -> str:
+    """Whether GGUF stores a scheme exactly."""
     return "exact" if why_not_gguf(found, (256, 256)) is None else ""
 
 
