@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from ..._json import Positive, converted
+from ..._json import Count, Positive, converted
 from ...errors import UnsupportedError
 from ..config import DecoderConfig
 from ..names import NameTable, check_layer_count
@@ -70,7 +70,7 @@ Fields = TypeVar("Fields", bound=Common)
 class Windowed(Common, kw_only=True):
     """The schema of families with sliding windows."""
 
-    window: Positive | None = msgspec.field(name="sliding_window", default=None)
+    window: Count | None = msgspec.field(name="sliding_window", default=None)
     layer_types: list[str] | None = None
 
 
@@ -149,14 +149,14 @@ def window_fields(layer_types: Sequence[str], window: int | None) -> dict[str, A
 
     Args:
         layer_types: "sliding_attention" or "full_attention" for each layer.
-        window: the positions of the window; None: there is none.
+        window: the positions of the window; None or 0: there is none.
     """
     for kind in layer_types:
         refuse_unless(kind, ("full_attention", "sliding_attention"), "layer_types")
     sliding = tuple(i for i, kind in enumerate(layer_types) if kind == "sliding_attention")
     if not sliding:
         return {}
-    if window is None:
+    if not window:
         raise UnsupportedError("config.json has layers of type 'sliding_attention', but no sliding_window")
     return {"window": window, "window_layers": sliding if len(sliding) < len(layer_types) else ()}
 

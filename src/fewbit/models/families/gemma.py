@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Positive
+from ..._json import Count, Positive
 from ..config import DecoderConfig
 from .family import Family, Number, Windowed, activation, decoder_config, read_config, refuse_unless, window_fields
 from .rope import rope_fields
@@ -18,7 +18,7 @@ class _Gemma(Windowed, kw_only=True):
     activation: str | None = msgspec.field(name="hidden_activation", default="gelu_pytorch_tanh")
     attention_bias: bool = False
     query_scale: Number = msgspec.field(name="query_pre_attn_scalar", default=256)
-    window: Positive | None = msgspec.field(name="sliding_window", default=4096)
+    window: Count | None = msgspec.field(name="sliding_window", default=4096)
     bidirectional: bool | None = msgspec.field(name="use_bidirectional_attention", default=None)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Positive
+from ..._json import Count, Positive
 from ..config import DecoderConfig, Experts
 from .family import Family, Number, Windowed, decoder_config, read_config, refuse_unless, window_fields
 from .tables import gguf_table, hf_table
@@ -14,7 +14,7 @@ from .tables import gguf_table, hf_table
 class _GptOss(Windowed, kw_only=True):
     head_dim: Positive | None = 64
     norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
-    window: Positive | None = msgspec.field(name="sliding_window", default=128)
+    window: Count | None = msgspec.field(name="sliding_window", default=128)
     attention_bias: bool = True
     experts: Positive = msgspec.field(name="num_local_experts")
     active: Positive = msgspec.field(name="num_experts_per_tok", default=4)

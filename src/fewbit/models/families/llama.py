@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 
-from ..._json import Positive
+from ..._json import Count, Positive
 from ..config import DecoderConfig, ExpertLayout, Experts
 from .family import Common, Family, Number, Windowed, decoder_config, read_config
 from .tables import hf_table
@@ -17,7 +17,7 @@ class _Llama(Common, kw_only=True):
 
 
 class _Mistral(Windowed, kw_only=True):
-    window: Positive | None = msgspec.field(name="sliding_window", default=4096)
+    window: Count | None = msgspec.field(name="sliding_window", default=4096)
 
 
 class _Mixtral(Windowed, kw_only=True):

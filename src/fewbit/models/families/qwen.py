@@ -6,6 +6,7 @@ from typing import Any
 import msgspec
 
 from ..._json import Count, Positive
+from ...errors import QuantError
 from ..config import DecoderConfig, Experts
 from .family import Family, Windowed, decoder_config, read_config, window_fields
 from .llama import JOINED_EXPERTS, expert_layout
@@ -14,7 +15,7 @@ from .tables import hf_table
 
 class _Qwen2(Windowed, kw_only=True):
     use_window: bool = msgspec.field(name="use_sliding_window", default=False)
-    window: Positive | None = msgspec.field(name="sliding_window", default=4096)
+    window: Count | None = msgspec.field(name="sliding_window", default=4096)
     max_window_layers: Count = 28
 
 
@@ -24,7 +25,8 @@ class _Qwen3(_Qwen2, kw_only=True):
 
 
 class _Mixture(_Qwen2, kw_only=True):
-    experts: Positive = msgspec.field(name="num_experts")
+    experts: Positive | None = msgspec.field(name="num_experts", default=None)
+    local_experts: Positive | None = msgspec.field(name="num_local_experts", default=None)  # its other name
     active: Positive = msgspec.field(name="num_experts_per_tok")
     expert_hidden: Positive = msgspec.field(name="moe_intermediate_size")
     normalized: bool = msgspec.field(name="norm_topk_prob", default=False)
@@ -39,7 +41,6 @@ class _Qwen2Moe(_Mixture, kw_only=True):
 
 class _Qwen3Moe(_Mixture, kw_only=True):
     attention_bias: bool = False
-    num_local_experts: Positive | None = None
 
 
 def _qwen2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
@@ -81,6 +82,12 @@ def _last_layers(found: _Qwen2) -> dict[str, Any]:
 
 def _experts(found: _Mixture, names: Collection[str], shared_hidden: int = 0) -> Experts | None:
     """The mixture of experts; None if every layer is dense."""
+    count = found.experts or found.local_experts
+    if count is None or found.local_experts not in (None, count):
+        raise QuantError(
+            f"config.json has num_experts = {found.experts} and num_local_experts = {found.local_experts}; one number of "
+            "experts is expected"
+        )
     dense = found.dense or []
     layers = tuple(i for i in range(found.layers) if i not in dense and (i + 1) % found.step == 0)
     if not layers:
@@ -88,7 +95,7 @@ def _experts(found: _Mixture, names: Collection[str], shared_hidden: int = 0) ->
     if len(layers) == found.layers:
         layers = ()
     return Experts(
-        found.experts,
+        count,
         found.active,
         found.expert_hidden,
         normalized=found.normalized,

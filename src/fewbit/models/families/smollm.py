@@ -25,7 +25,7 @@ def _smollm3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     rotates = found.rotates or [int((i + 1) % found.interval != 0) for i in range(found.layers)]
     nope = tuple(i for i, rotated in enumerate(rotates[: found.layers]) if not rotated)
     windows: dict[str, Any] = {}
-    if found.use_window and found.window is not None:
+    if found.use_window and found.window:
         of_layers = ["full_attention" if rotated else "sliding_attention" for rotated in rotates[: found.layers]]
         windows = window_fields(found.layer_types or of_layers, found.window)
     bias = found.attention_bias
