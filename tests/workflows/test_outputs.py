@@ -17,7 +17,7 @@ pytest.importorskip("transformers")
 
 pytestmark = [needs_tokenizers, pytest.mark.oracle]
 
-RECIPES = {"bert": "int8", "t5": "nf4", "whisper": "int8", "vit": "nf4"}
+RECIPES = {"bert": "int8", "t5": "int8", "whisper": "int8", "vit": "nf4"}
 
 
 @pytest.fixture(scope="module")
