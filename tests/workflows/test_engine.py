@@ -24,7 +24,7 @@ RECIPES = {
     "gpt_neox": "nf4",
     "mamba": "int8",
     "gemma3_text": "int8",
-    "mixtral": "nf4",
+    "mixtral": "int8",
     "gpt_oss": "int8",
 }
 

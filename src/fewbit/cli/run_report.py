@@ -112,10 +112,11 @@ def show_comparison(
         source = rotated(source, seed=rotation_seed)
     if chosen == "transformers":
         source = as_stored(source)
+    has_outputs_only = _has_outputs_only(source, chosen, inputs)
+    if has_outputs_only and chart is not None:
+        raise QuantError("--chart draws perplexity, and outputs are compared here; leave it out")
     plans = [plan_model(source, recipe=name) for name in names]
-    if _has_outputs_only(source, chosen, inputs):
-        if chart is not None:
-            raise QuantError("--chart draws perplexity, which this model has not; leave it out")
+    if has_outputs_only:
         result = _compared_outputs(source, plans, inputs=inputs, text=text, tokens=tokens, window=window)
     else:
         result = _compared(source, plans, chosen, text=text, tokens=tokens, window=window, chart=chart)
