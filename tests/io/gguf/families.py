@@ -33,7 +33,7 @@ _LONG = {
     "rope_theta": 10000.0,
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.3 * i for i in range(8)],
-    "original_max_position_embeddings": 128,
+    "original_max_position_embeddings": 256,
 }
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -73,7 +73,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("phi3", {"sliding_window": None}),
-    "phi3-long": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 128}),
+    "phi3-long": (
+        "phi3",
+        {"rope_parameters": _LONG, "original_max_position_embeddings": 256, "max_position_embeddings": 1024},
+    ),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "granite": (
@@ -82,13 +85,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt-oss": (
         "gpt_oss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8, "rope_parameters": {
-            "rope_type": "default", "rope_theta": 10000.0}},
+        {
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "head_dim": 16,
+            "sliding_window": 8,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        },
     ),
 }
 """The `model_type` of each case, and what differs from `COMMON`."""
 
-TEXT = "The quick brown fox, 42 years old, jumps over the lazy dog. What then? Nothing! It's 2025, and they've gone.\n\n  Yes." * 3
+TEXT = (
+    "The quick brown fox, 42 years old, jumps over the lazy dog. What then? Nothing! It's 2025, and they've gone.\n\n  Yes."
+    * 3
+)
 
 
 def save_tokenizer(directory: Path, vocab: int = 300) -> None:
@@ -104,12 +115,20 @@ def save_tokenizer(directory: Path, vocab: int = 300) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, initial_alphabet=alphabet, special_tokens=[AddedToken("<|end|>", special=True)], show_progress=False
+        vocab_size=vocab,
+        initial_alphabet=alphabet,
+        special_tokens=[AddedToken("<|end|>", special=True)],
+        show_progress=False,
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text(tokenizer.to_str())
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|end|>", "bos_token": "<|end|>", "add_bos_token": False}
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|end|>",
+        "bos_token": "<|end|>",
+        "add_bos_token": False,
+    }
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
