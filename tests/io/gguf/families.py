@@ -33,7 +33,7 @@ _LONG = {
     "rope_theta": 10000.0,
     "short_factor": [1.0 + 0.1 * i for i in range(8)],
     "long_factor": [2.0 + 0.3 * i for i in range(8)],
-    "original_max_position_embeddings": 128,
+    "original_max_position_embeddings": 256,
 }
 _GEMMA3_ROPE = {
     "full_attention": {"rope_type": "default", "rope_theta": 1e6},
@@ -73,7 +73,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "phi3": ("phi3", {"sliding_window": None}),
-    "phi3-long": ("phi3", {"rope_parameters": _LONG, "original_max_position_embeddings": 128}),
+    "phi3-long": (
+        "phi3",
+        {"rope_parameters": _LONG, "original_max_position_embeddings": 256, "max_position_embeddings": 1024},
+    ),
     "olmo2": ("olmo2", {}),
     "smollm3": ("smollm3", {"num_hidden_layers": 5, "tie_word_embeddings": True}),
     "granite": (
