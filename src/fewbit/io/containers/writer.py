@@ -134,7 +134,7 @@ class ContainerWriter:
         info = {name: TensorInfo(a.shape, a.dtype.name, a.dtype.name, a.nbytes) for name, a in arrays.items()}
         stored = Tensors(info, arrays.__getitem__, self._added.metadata)
         again = self._container.decoded(self._config, stored, str(self.path))[weight.name]
-        if not np.array_equal(_values(again), _values(q), equal_nan=True):
+        if not np.array_equal(_values(again, q.dtype), _values(q, q.dtype), equal_nan=True):
             raise QuantError(
                 f"{self.path}: {weight.name!r} in scheme {weight.scheme.name} would not dequantize to the same numbers in "
                 f"{self._container.name}; nothing was written"
@@ -161,10 +161,10 @@ class ContainerWriter:
         staged.commit()
 
 
-def _values(value: Tensor) -> np.ndarray:
-    """The dequantized values in float32."""
+def _values(value: Tensor, dtype: np.dtype) -> np.ndarray:
+    """The dequantized values in the dtype of the weight."""
     assert isinstance(value, QArray)
-    return np.asarray(dequantize(value, np.float32))
+    return np.asarray(dequantize(value, dtype)).astype(np.float32)
 
 
 def _check_files(files: Mapping[str, bytes]) -> None:

@@ -142,6 +142,8 @@ def entry_of(weight: Weight) -> dict[str, Any]:
             data["kernel_preference"] = {"_type": "KernelPreference", "_data": "AUTO"}
         else:
             data |= {"target_dtype": _dtype(f"int{scheme.format.bits}"), "activation_quantization": None}
-        if kind == "IntxUnpackedToInt8Tensor" or scheme.zero_point is not None:
+        if kind == "IntxUnpackedToInt8Tensor":
             names = [*names, "zero_point"]
+        elif scheme.zero_point is not None:
+            names = ["zero_point", *names]
     return {"_type": kind, "_data": data, "_tensor_data_names": names}
