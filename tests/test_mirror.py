@@ -21,6 +21,7 @@ SUITES = {
     "evaluate/transformers_tokenizer": "workflows/test_engine.py",
     "frameworks/_flax": "frameworks/test_linen.py",
     "frameworks/maxtext_quant": "frameworks/test_maxtext.py",
+    "io/containers/bitsandbytes_blocks": "io/containers/test_bitsandbytes.py",
     "io/containers/huggingface": "workflows/test_targets.py",
     "io/containers/reader": "io/containers/test_writer.py",
     "io/shards": "io/native/test_writer.py",

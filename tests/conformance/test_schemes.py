@@ -24,6 +24,7 @@ SIBLINGS = _INTEGERS - {"int3", "int8", "int4_narrow", "uint4"} | {
     *("fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz", "fp8_tensor", "fp4", "bnb_fp4", "q8_0", "q5_0", "q5_1"),
     *("mxfp6", "mxfp6_e3m2", "mxfp8", "mxfp8_e5m2", "nvfp4_absmax", "nvint4"),
     *("int4_aqt", "int8_aqt", "fp8_e5m2_tensor", "fp8_e4m3fnuz_tensor", "fp8_e5m2fnuz_tensor", "mxfp8_rceil"),
+    *("int4_f16", "int8_f16", "uint4_f16", "affine8", "nvfp4_one_level"),
 }
 # Of these, those that `make test` leaves to `make test-long`: the same code as another sibling's, with another table.
 DISTANT = _INTEGERS - {
@@ -40,6 +41,7 @@ DISTANT = _INTEGERS - {
 } | {
     *("fp8_e5m2fnuz", "fp8_e5m2_tensor", "fp8_e4m3fnuz_tensor", "fp8_e5m2fnuz_tensor", "mxfp6_e3m2", "mxfp8_e5m2"),
     *("mxfp8_rceil", "int4_aqt", "q5_0"),
+    *("int8_f16", "affine8"),
 }
 _FEW = ("int8", "uint4", "nf4", "q4_1", "mxfp4", "nvfp4_16x16")
 
@@ -158,17 +160,24 @@ def test_denormals_become_zero(name: str):
     assert np.abs(dense["denormal"]).max() <= 2.0**-126
 
 
+def _has_narrow_scale(name: str) -> bool:
+    """Whether scales are float16, or E4M3 without a tensor scale."""
+    scheme = fb.SCHEMES[name]
+    if isinstance(scheme.scale, np.dtype):
+        return scheme.scale == np.float16
+    return scheme.scale == fb.FORMATS["e4m3fn"] and not scheme.tensor_scale
+
+
 @each_scheme
 def test_constant_huge_and_outlier_stay_finite(name: str):
     _, dense, each = laws.results(name)
-    holder = fb.SCHEMES[name].scale
     for case in ("constant", "huge", "outlier"):
         assert np.isfinite(dense[case]).all(), case
     assert (np.sign(dense["huge"]) * np.sign(laws.case("huge")) >= 0).all()
     # What a scale can hold is not saturated: the outlier and the huge numbers come back to within half a step.
     fmt, spot = fb.SCHEMES[name].format, laws.SPOT
     numbers = np.unique(np.abs(fmt.values()[np.isfinite(fmt.values())]))
-    if holder != np.float16 and name not in _SUMS and not isinstance(fb.SCHEMES[name].calibration, MX):
+    if not _has_narrow_scale(name) and name not in _SUMS and not isinstance(fb.SCHEMES[name].calibration, MX):
         for case, largest in (("huge", 1e38), ("outlier", 1000.0)):
             scale = np.abs(laws.spread(laws.scale_of(each[case]), each[case]))[spot]
             step = max(numbers[-1] - numbers[-2], 1) if len(numbers) > 1 else 1
@@ -188,8 +197,8 @@ def test_nan_and_infinity_make_exactly_their_tile_nan(name: str, case: str):
 
 @each_scheme
 def test_scaling_by_a_power_of_two_scales_the_result(name: str):
-    if isinstance(fb.SCHEMES[name].scale, np.dtype) and fb.SCHEMES[name].scale == np.float16:
-        pytest.skip("a float16 scale cannot hold 2**-60")
+    if _has_narrow_scale(name):
+        pytest.skip("a scale in float16 or E4M3 cannot be 2**-60")
     _, dense, each = laws.results(name)
     assert np.array_equal(each["scaled"].codes, each["normal"].codes)
     np.testing.assert_array_equal(dense["scaled"], dense["normal"] * np.float32(2.0**-60))

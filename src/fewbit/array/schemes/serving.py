@@ -13,7 +13,7 @@ for _name in ("int4", "int8", "uint4"):
 
 # MLX's affine mode: a scale and a float offset for 64 elements, in the dtype of the model.
 _range = MinMax(1.0, 0)
-for _bits in (3, 4, 6, 8):
+for _bits in (4, 8):
     _codes = FORMATS[f"uint{_bits}"]
     _tile = {...: 1, -1: 64}
     SCHEMES.add(f"affine{_bits}", Scheme(_codes, _tile, scale="bfloat16", zero_point="bfloat16", calibration=_range))

@@ -61,8 +61,6 @@ class MLX(AbstractContainer):
     schemes: ClassVar[tuple[str, ...]] = (
         "affine4",
         "affine8",
-        "affine6",
-        "affine3",
         "q4_1_g64",
         "int4_f16_g64",
         "q4_0",
