@@ -8,13 +8,13 @@ import pytest
 from bench import tracing
 
 ROOT = pathlib.Path(__file__).parents[2]
-BOUNDS = {"perceptron": 1.9, "transformer": 1.8}  # 1.79 and 1.72 on jax 0.10.2; others may call more functions
+BOUNDS = {"perceptron": 1.8, "transformer": 1.72}  # 1.79 and 1.70 on jax 0.10.2; others may call more functions
 
 
 @pytest.mark.finding(35)
 @pytest.mark.parametrize("is_named", [False, True], ids=["", "named"])
 @pytest.mark.parametrize("kind", tracing.LAYERS)
-def test_tracing_calls_at_most_twice_the_functions_of_the_float_model(kind, is_named):
+def test_tracing_calls_at_most_1_8_times_the_functions_of_the_float_model(kind, is_named):
     runs = tracing.contenders(kind, 3, is_named=is_named)
     for run in runs.values():
         run()  # what JAX and the first product keep for all models is paid once

@@ -289,6 +289,13 @@ def test_a_rotation_leaves_the_gradient_and_spreads_outliers():
         match=r"hadamard=16 must divide .* 6 elements are summed.*gradient \(6, 16\) and the other operand \(6, 32\)",
     ):
         gradient(w)
+    gradient = jax.grad(
+        lambda w: jnp.sum(fb.dot_general(normal(32), w, (((0,), (0,)), ((), ())), policy=policy, key=jax.random.key(0)))
+    )
+    with pytest.raises(
+        fb.QuantError, match=r"gradient \(16,\) and the other operand \(32,\) has none; set hadamard to null"
+    ):
+        gradient(w)
 
 
 @pytest.mark.slow

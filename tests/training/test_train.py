@@ -1,10 +1,12 @@
 """`fb.train`: unchanged code whose products follow a recipe, and what was trained is what is served."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import fewbit as fb
@@ -189,6 +191,18 @@ def test_a_weight_that_shard_map_cuts_has_the_scales_that_are_served(scheme):
         np.testing.assert_allclose(value, other, rtol=1e-6)  # float32 sums in another order
     for name in SHARDED:
         np.testing.assert_allclose(gradient[name], at_once[name], rtol=0, atol=np.abs(at_once[name]).max() * 2**-3)
+
+
+@pytest.mark.slow
+def test_scales_of_whole_axes_are_cut_on_an_explicit_mesh():
+    """There `shard_map` demands that every leaf lies as its spec says, in serving too."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,), devices=jax.devices()[:4])
+    params, x = jax.device_put((SHARDED, normal(8, 64, seed=9).T), NamedSharding(mesh, P("d")))
+    net = functools.partial(sharded, kind=AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        served = fb.quantize_params(params, fb.plan(net, params, x.T, recipe="int8"))
+        trained = jax.jit(fb.train(net, "int8"))(params, x.T)
+        np.testing.assert_allclose(trained, jax.jit(fb.transparent(net))(served, x.T), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.finding(30)

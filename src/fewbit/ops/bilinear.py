@@ -292,6 +292,11 @@ def _quantized_gradient(
         operand = floating(operand)
         if arm.hadamard is not None:
             assert key is not None
+            if not axes:
+                raise QuantError(
+                    f"hadamard={arm.hadamard} rotates along the contraction axis of the gradient, and the product of the incoming "
+                    f"gradient {g.shape} and the other operand {operand.shape} has none; set hadamard to null"
+                )
             g, operand = rotated(g, operand, axes[-1], other_axes[-1], arm.hadamard, jax.random.fold_in(key, 1))
         operand = quantize(operand, arm.operand, axis=_some(other_axes))
     if arm.rounding == "stochastic":

@@ -292,8 +292,10 @@ def untransposed(lhs: PyTree, rhs: PyTree, numbers: DimensionNumbers) -> tuple[P
         if not isinstance(q, QArray):
             continue
         source, order = q.untransposed
+        if source is q:
+            continue
         free = [order[a] for a in range(len(order)) if a not in axes[side][0] and a not in axes[side][1]]
-        if source is not q and free == sorted(free):
+        if free == sorted(free):
             operands[side] = source
             axes[side] = [tuple(order[a] for a in group) for group in axes[side]]
     (left, left_batch), (right, right_batch) = axes

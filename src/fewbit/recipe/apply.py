@@ -50,7 +50,7 @@ def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
         missing, extra = sorted(set(leaves) - set(rows)), sorted(set(rows) - set(leaves))
         raise QuantError(
             f"the plan is for another tree: it has no row for {missing[:5]}, and the tree does not have {extra[:5]}; "
-            "plan this tree with fb.plan"
+            "make a plan of this tree"
         )
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
     every = parameter_paths(params) | {path: quantize_row(leaves[path], row) for path, row in rows.items()}

@@ -163,8 +163,10 @@ class Evaluator:
             is_around = place in self.chosen.around
         if not has_stand_in and not is_around:
             return bound(eqn, values)
-        name = eqn.primitive.name
-        rule = self._rule_of(name, values)
+        name, rules = eqn.primitive.name, self.rules_around
+        if has_stand_in:  # an ArrayProxy has its own
+            rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), self.rules)
+        rule = rules.get(name, self.shared.get(name))
         reason = "fewbit has no rule for it"
         if rule is not None:
             within = self
@@ -178,13 +180,6 @@ class Evaluator:
         if name == "select_n":
             values[0] = jnp.broadcast_to(values[0], shape_of(eqn.invars[0]))  # as it was before `_as_made`
         return bound(eqn, values)
-
-    def _rule_of(self, name: str, values: Sequence[Any]) -> "Rule | None":
-        """The rule of a primitive: a ArrayProxy's own, or that of every operand kind (control flow)."""
-        rules = self.rules_around
-        if _has_proxy(values):
-            rules = next((value.rules for value in values if isinstance(value, ArrayProxy)), self.rules)
-        return rules.get(name, self.shared.get(name))
 
     def decoded(self, eqn: jex_core.JaxprEqn, value: PyTree, reason: str) -> Any:
         """The decoded value, where the fallback allows it."""

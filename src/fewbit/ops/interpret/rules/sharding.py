@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 from jax.extend import core as jex_core
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import PyTree
 
 from ....array.leaves import with_leaves
 from ....array.qarray import QArray, is_qarray
-from ....array.sharding import axis_names, placement, spec_entries
+from ....array.sharding import axis_names, known_sharding, placement, spec_entries
 from ....errors import QuantError
 from ..evaluator import Evaluator, Rule
 from ..proxy import ArrayProxy, NoRuleError
@@ -102,7 +102,15 @@ def sharded_ready(q: QArray, spec: PartitionSpec, mesh: Mapping[str, int]) -> QA
         parts = math.prod(mesh[name] for name in axis_names(entry))
         if parts > 1:
             q = _cut_ready(q, axis, parts)
-    return q
+    return jax.tree.map(lambda leaf: _on_explicit_axes(leaf, spec), q)
+
+
+def _on_explicit_axes(leaf: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """The leaf by the spec where `shard_map` demands it: on a mesh with explicit axes."""
+    sharding = known_sharding(leaf)
+    if not isinstance(sharding, NamedSharding) or AxisType.Explicit not in sharding.mesh.axis_types:
+        return leaf
+    return jax.reshard(leaf, NamedSharding(sharding.mesh, spec))
 
 
 def _cut_ready(q: QArray, axis: int, parts: int) -> QArray:
