@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fewbit.models import HUGGING_FACE, is_installed, named_from_params
+from fewbit.models import FAMILIES, HUGGING_FACE, config_from_hf, is_installed, named_from_params
 from tests.nets.random_decoder import SMALL, random_params
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,?!"
@@ -41,6 +41,20 @@ def llama_directory(directory: Path, *, changed: dict[str, Any] | None = None) -
         "max_position_embeddings": SMALL.context,
     }
     (directory / "config.json").write_text(json.dumps(config))
+    (directory / "tokenizer.json").write_text(_tokenizer_json())
+    return directory
+
+
+def family_directory(directory: Path, model_type: str, settings: dict[str, Any]) -> Path:
+    """A Hugging Face directory of another family with random float32 weights, and a tokenizer of characters."""
+    from safetensors.numpy import save_file
+
+    settings = {**settings, "model_type": model_type, "vocab_size": len(LETTERS)}
+    config, family = config_from_hf(settings), FAMILIES[model_type]
+    directory.mkdir(parents=True, exist_ok=True)
+    named = named_from_params(random_params(config), family.table, config)
+    save_file({name: np.array(array) for name, array in named.items()}, str(directory / "model.safetensors"))
+    (directory / "config.json").write_text(json.dumps(settings))
     (directory / "tokenizer.json").write_text(_tokenizer_json())
     return directory
 

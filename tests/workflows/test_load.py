@@ -6,8 +6,9 @@ import pytest
 from fewbit import io, models, workflows
 from fewbit.errors import QuantError, UnsupportedError
 from tests.nets.checkpoints import needs_glassllm
+from tests.nets.families import CASES
 from tests.nets.random_decoder import SMALL, random_params
-from tests.workflows.checkpoints import llama_directory, needs_tokenizers
+from tests.workflows.checkpoints import family_directory, llama_directory, needs_tokenizers, text_file
 
 
 @needs_tokenizers
@@ -57,6 +58,42 @@ def test_a_fewbit_directory_with_other_tensors_than_its_network_is_flat(name, tm
     config = {"architecture": name, name: SMALL.to_json()}
     io.write(tmp_path / "q", {"embed": np.ones((3, 4), np.float32)}, config=config)
     assert "the configuration has 3 layers, but the checkpoint has 1 tensors" in workflows.load(tmp_path / "q").why_not_run
+
+
+@needs_tokenizers
+@pytest.mark.parametrize(
+    ("model_type", "roles"),
+    [
+        ("gpt_oss", {"experts": {("experts", (-2,))}, "sinks": {("sinks", ())}, "bias": {("bias", ()), ("router", ())}}),
+        ("qwen2_moe", {"experts": {("matmul", (-1,))}, "shared_expert_gate": {("router", ())}, "bias": {("bias", ())}}),
+    ],
+    ids=["gpt_oss", "qwen2_moe"],
+)
+def test_the_trace_of_a_mixture_gives_the_roles_of_its_family(model_type, roles, tmp_path):
+    model = workflows.load(family_directory(tmp_path, model_type, CASES[model_type][1]))
+    assert (model.architecture, model.why_not_run) == (model_type, "")
+    assert model.names["layers/2/mlp/router"].startswith("model.layers.2.mlp.")
+    found = {}
+    for row in workflows.plan_model(model, recipe="nf4"):
+        parts = row.path.split("/")
+        kind = "bias" if row.path.endswith("bias") else next((part for part in parts if part in roles), parts[-1])
+        found.setdefault(kind, set()).add((str(row.role), row.axis))
+        assert (row.policy is not None) == (str(row.role) in ("matmul", "embedding", "experts"))
+    assert {kind: found[kind] for kind in roles} == roles
+    assert found["router"] == {("router", ())} and found["norm"] == {("norm", ())}
+
+
+@pytest.mark.slow
+@needs_tokenizers
+def test_a_qwen3_directory_is_quantized_evaluated_and_generates(tmp_path):
+    model = workflows.load(family_directory(tmp_path / "hf", "qwen3", CASES["qwen3"][1]))
+    workflows.quantize(model, workflows.plan_model(model, recipe="int8"), tmp_path / "q")
+    stored = workflows.load(tmp_path / "q")
+    assert (stored.config, stored.architecture, stored.names) == (model.config, "qwen3", model.names)
+    quality = workflows.evaluate(stored, against=model, text=str(text_file(tmp_path)), tokens=128, window=32)
+    assert 0 <= quality.against.kl.mean < 1e-2
+    sample = workflows.generate_text(stored, "The quick ", max_tokens=4)
+    assert sample.tokens == 4
 
 
 def test_a_missing_path_says_so(tmp_path):

@@ -87,7 +87,14 @@ def seen_positions(start: Int[Array, ""] | int, count: int) -> Int[Array, " T"]:
 
 
 def window_start(seen: Int[Array, " T"], window: Int[Array, ""] | int) -> Int[Array, " T"] | None:
-    """The first position of a sliding window that ends before `seen`; None for `window` 0, which is no window.
+    """The first positions of sliding windows.
+
+    Args:
+        seen: for each new token the end of its window, from `seen_positions`.
+        window: how many positions a token attends to; 0: all.
+
+    Returns:
+        For each new token the first position; None without a window.
 
     >>> window_start(seen_positions(4, 3), 3).tolist()
     [2, 3, 4]

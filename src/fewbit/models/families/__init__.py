@@ -3,7 +3,6 @@
 from .family import Family as Family
 from .gguf import config_from_gguf as config_from_gguf
 from .glassllm import config_from_glassllm as config_from_glassllm
-from .name_roles import family_roles as family_roles
 from .table import FAMILIES as FAMILIES
 from .table import config_from_hf as config_from_hf
 from .table import family_of as family_of

@@ -23,6 +23,12 @@ FAMILIES: Mapping[str, Family] = {
 def family_of(obj: Mapping[str, Any]) -> Family:
     """The family of a Hugging Face `config.json`.
 
+    Args:
+        obj: the JSON object.
+
+    Returns:
+        The family of its `model_type`.
+
     Raises:
         UnsupportedError: for a `model_type` that the decoder cannot run.
         QuantError: when there is none.
