@@ -7,9 +7,11 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError
+from fewbit.io.gguf.blocks import LAYOUTS, qarray_from_blocks
 from fewbit.io.gguf.conversion import Conversion
 from fewbit.io.gguf.metadata import architecture_of
 from fewbit.io.gguf.stored import Stored
+from tests.io.gguf.test_blocks import random_blocks
 from tests.io.gguf.test_metadata import config_of
 
 LAYER = "model.layers.1."
@@ -31,6 +33,16 @@ def values(tensor: Stored) -> np.ndarray:
     return gguf.dequantize(np.atleast_2d(tensor.data), kind).reshape(tensor.shape)
 
 
+def quantized(name: str, *shape: int, seed: int = 0, unit: float = 1.0) -> fb.QArray:
+    """A QArray of random blocks of a ggml type; of another seed, other blocks."""
+    rows, halves = int(np.prod(shape[:-1])), np.array([0.5, -2.0, 0.125], np.float16)
+    data = random_blocks(name, rows + seed, shape[-1] // LAYOUTS[name].length, halves)[seed:]
+    if name == "MXFP4":
+        data = np.where(np.arange(data.shape[1]) % 17 == 0, np.uint8(120), data)
+    scale = np.asarray([unit], np.float32) if name == "NVFP4" else None
+    return qarray_from_blocks(data, name, shape, scale)
+
+
 def converted(name: str, tensors: dict[str, object], **changed) -> dict[str, Stored]:
     return dict(conversion(name, **changed).tensors(tensors.items()))
 
@@ -41,12 +53,12 @@ def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     return np.stack([halves[:, 0], halves[:, 1]], axis=2).reshape(rows.shape)
 
 
-@pytest.mark.parametrize("form", ["float", "q4_0", "q4_1"])
+@pytest.mark.parametrize("form", ["float", "Q4_0", "Q5_1"])
 def test_rows_of_q_and_k_are_permuted_without_quantizing_again(form):
     weights = {f"{LAYER}self_attn.{part}_proj.weight": normal(rows, 64) for part, rows in (("q", 64), ("k", 32), ("v", 32))}
     tensors: dict[str, object] = dict(weights)
     if form != "float":
-        tensors = {name: fb.quantize(jnp.asarray(w), form) for name, w in weights.items()}
+        tensors = {name: quantized(form, *w.shape) for name, w in weights.items()}
     found = converted("llama", tensors)
     for part, heads in (("q", 4), ("k", 2), ("v", 0)):
         want = np.asarray(
@@ -56,7 +68,7 @@ def test_rows_of_q_and_k_are_permuted_without_quantizing_again(form):
         )
         got = values(found[f"blk.1.attn_{part}.weight"])
         np.testing.assert_array_equal(got, interleaved(want, heads) if heads else want)
-    assert {t.type_name for t in found.values()} == {"F32" if form == "float" else form.upper()}
+    assert {t.type_name for t in found.values()} == {"F32" if form == "float" else form}
 
 
 def test_biases_are_permuted_like_their_rows_and_float32():
@@ -97,7 +109,7 @@ def expert_names(block: str, parts: tuple[str, str, str]) -> list[tuple[str, int
     return [(f"{LAYER}{block}.experts.{e}.{part}.weight", e, part) for part in parts for e in (2, 0, 3, 1)]
 
 
-@pytest.mark.parametrize("scheme", [None, "q4_0"])
+@pytest.mark.parametrize("scheme", [None, "Q4_0"])
 @pytest.mark.parametrize(
     ("family", "block", "parts"),
     [
@@ -109,7 +121,9 @@ def test_experts_are_stacked_by_their_numbers(family, block, parts, scheme):
     """In any order of the file."""
     names = expert_names(block, parts)
     weights = {name: normal(6, 32, seed=i) for i, (name, _, _) in enumerate(names)}
-    tensors = {name: fb.quantize(jnp.asarray(w), scheme) if scheme else w for name, w in weights.items()}
+    tensors = dict(weights)
+    if scheme:
+        tensors = {name: quantized(scheme, 6, 32, seed=i) for i, name in enumerate(weights)}
     found = converted(family, tensors)
     for part, target in zip(parts, ("gate", "down", "up"), strict=True):
         got = found[f"blk.1.ffn_{target}_exps.weight"]
@@ -121,13 +135,13 @@ def test_experts_are_stacked_by_their_numbers(family, block, parts, scheme):
 
 def test_fused_experts_are_separated_in_halves_or_in_turns():
     w = normal(4, 12, 32)
-    for q in (w, fb.quantize(jnp.asarray(w), "q8_0")):
+    for q in (w, quantized("Q8_0", 4, 12, 32)):
         want = np.asarray(fb.dequantize(q)) if q is not w else w
         found = converted("qwen3-moe", {f"{LAYER}mlp.experts.gate_up_proj": q, f"{LAYER}mlp.experts.down_proj": q})
         np.testing.assert_array_equal(values(found["blk.1.ffn_gate_exps.weight"]), want[:, :6])
         np.testing.assert_array_equal(values(found["blk.1.ffn_up_exps.weight"]), want[:, 6:])
         np.testing.assert_array_equal(values(found["blk.1.ffn_down_exps.weight"]), want)
-    q = fb.quantize(jnp.asarray(w), "mxfp4")
+    q = quantized("MXFP4", 4, 12, 32)
     want = np.asarray(fb.dequantize(q))
     for given in (want.swapaxes(1, 2), q.swapaxes(1, 2), q):  # [E, in, out], and QArrays in both orders
         found = converted("gpt-oss", {f"{LAYER}mlp.experts.gate_up_proj": given})
@@ -163,17 +177,16 @@ def test_routers_are_float32_and_other_matrices_keep_their_type():
 
 def test_the_tensor_scale_of_nvfp4_is_one_for_each_expert():
     names = expert_names("mlp", ("up_proj", "up_proj", "up_proj"))[:4]
-    experts = {name: fb.quantize((1 + e) * jnp.asarray(normal(6, 64)), "nvfp4") for name, e, _ in names}
+    experts = {name: quantized("NVFP4", 6, 64, seed=e, unit=1.5**e) for name, e, _ in names}
     got = converted("qwen3-moe", experts)["blk.1.ffn_up_exps.weight"]
-    units = {e: float(experts[name].tensor_scale[0, 0]) for name, e, _ in names}
-    assert got.tensor_scale.tolist() == [units[e] for e in range(4)]
-    q = fb.quantize(jnp.asarray(normal(4, 6, 64)), "nvfp4")
+    assert got.tensor_scale.tolist() == [1.5**e for e in range(4)]
+    q = quantized("NVFP4", 4, 6, 64, unit=0.25)
     fused = converted("qwen3-moe", {f"{LAYER}mlp.experts.down_proj": q})["blk.1.ffn_down_exps.weight"]
-    assert fused.tensor_scale.tolist() == [float(q.tensor_scale[0, 0, 0])] * 4
+    assert fused.tensor_scale.tolist() == [0.25] * 4
 
 
 def test_a_tensor_scale_that_llama_cpp_ignores_is_refused():
-    q = fb.quantize(jnp.asarray(normal(64, 64)), "nvfp4")
+    q = quantized("NVFP4", 64, 64, unit=0.25)
     assert "blk.1.attn_v.weight" in converted("llama", {f"{LAYER}self_attn.v_proj.weight": q}, num_key_value_heads=4)
     for family, name in (("gemma2", f"{LAYER}mlp.up_proj.weight"), ("llama", "model.embed_tokens.weight")):
         with pytest.raises(
