@@ -31,6 +31,7 @@ def write_gguf(
     out: str | os.PathLike[str],
     *,
     overwrite: bool = False,
+    ternary: str = "TQ2_0",
     progress: Callable[[str, str, int], None] | None = None,
 ) -> Path:
     """Writes a model as a GGUF file; it appears complete or not at all.
@@ -44,6 +45,7 @@ def write_gguf(
         tensors: the paths of `model.info` in any order, and their arrays or QArrays.
         out: the file to create.
         overwrite: whether a GGUF file that fewbit wrote may be replaced.
+        ternary: the type of ternary tensors: "TQ2_0", two bits, or "TQ1_0", 1.6 bits and slower.
         progress: called with ("write" or "verify", name of the tensor, its size in the file).
 
     Returns:
@@ -53,7 +55,7 @@ def write_gguf(
         QuantError: for a scheme that GGUF cannot store without loss, and as `GGUFWriter`.
         UnsupportedError: for an architecture or tokenizer that llama.cpp lacks.
     """
-    source = _source(model)
+    source = _source(model, ternary)
     writer = GGUFWriter(
         out, source.fields, alignment=source.alignment, overwrite=overwrite, sources=[model.path], progress=progress
     )
@@ -73,7 +75,7 @@ def why_not_model(model: Model) -> str | None:
         The reason.
     """
     try:
-        _source(model)
+        _source(model, "TQ2_0")
     except (QuantError, UnsupportedError) as error:
         return str(error)
     return None
@@ -94,42 +96,42 @@ class _Source:
     alignment: int = 32
 
 
-def _source(model: Model) -> _Source:
+def _source(model: Model, ternary: str) -> _Source:
     if model.kind == "gguf":
-        return _from_gguf(model)
+        return _from_gguf(model, ternary)
     if "model_type" in model.metadata:
-        return _from_hugging_face(model, model.metadata, model.names, is_permuted=True)
+        return _from_hugging_face(model, model.metadata, model.names, ternary, is_permuted=True)
     config = model.config
     if config is None or model.kind == "npz":
         raise UnsupportedError(
             f"{model.path} cannot become a GGUF file: it has neither GGUF metadata nor a config.json with a model_type"
         )
     names = {path: HUGGING_FACE.name(path) for path in model.info}
-    return _from_hugging_face(model, llama_json(config), names, is_permuted=config.rope == "half")
+    return _from_hugging_face(model, llama_json(config), names, ternary, is_permuted=config.rope == "half")
 
 
-def _from_gguf(model: Model) -> _Source:
+def _from_gguf(model: Model, ternary: str) -> _Source:
     """Everything but the tensors as in the file that the model was read from."""
     header = read_header(mapped(model.path), str(model.path))
     names = {entry.name for entry in header.entries}
-    kinds = {name: info.stored for name, info in model.info.items()}
     table = gguf_table_of(model.metadata) if model.config is not None else None
 
     def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
         for path, value in tensors:
             name = path if path in names or table is None else table.name(path)
-            type_name = "TQ1_0" if kinds.get(path) == "TQ1_0" else None
-            yield name, stored(value, f"tensor {name!r}", type_name)
+            yield name, stored(value, f"tensor {name!r}", ternary)
 
     return _Source(header.encoded, converted, header.alignment)
 
 
-def _from_hugging_face(model: Model, config: Mapping[str, Any], names: Mapping[str, str], *, is_permuted: bool) -> _Source:
+def _from_hugging_face(
+    model: Model, config: Mapping[str, Any], names: Mapping[str, str], ternary: str, *, is_permuted: bool
+) -> _Source:
     """The metadata and conversions of a Hugging Face checkpoint; `names` are its names by path, where they differ."""
     package = gguf_package(f"writing {model.path} as GGUF")
     architecture = architecture_of(config)
     by_name = {names.get(path, path): info for path, info in model.info.items()}
-    conversion = Conversion(architecture, config, package, is_permuted and architecture.is_permuted)
+    conversion = Conversion(architecture, config, package, is_permuted and architecture.is_permuted, ternary)
     conversion.check_names(by_name)
     if _EMBEDDING not in by_name:
         raise QuantError(f"{model.path} has no tensor {_EMBEDDING!r}; a GGUF file of a language model needs it")

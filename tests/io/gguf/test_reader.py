@@ -16,9 +16,10 @@ from tests.io.damage import EVERY_BIT, flipped, outcome, truncated
 
 Kind = gguf.GGMLQuantizationType
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "MXFP4")
-# Types that decode through the package, with a block of bytes that is finite (zero scales for those gguf cannot encode).
+# Types that decode through the package: all K- and IQ-quants without a scheme.
 DECODED = [
-    kind.name for kind in (Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K, Kind.IQ4_NL, Kind.IQ4_XS, Kind.TQ1_0)
+    *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS"),
+    *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S"),
 ]
 
 
@@ -88,6 +89,31 @@ def test_other_types_are_decoded_as_the_package_does_and_named_in_a_note(tmp_pat
     got = checkpoint.tensors["w"]
     assert got.dtype == np.float32
     np.testing.assert_array_equal(got, gguf.dequantize(data, Kind[name]))
+
+
+@pytest.mark.parametrize(("shape", "scales"), [((3, 64), [0.25]), ((2, 3, 64), [0.25, 3.0])], ids=["matrix", "experts"])
+def test_the_tensor_scale_of_nvfp4_is_part_of_the_qarray(tmp_path, shape, scales):
+    data = np.random.default_rng(0).integers(0, 127, (*shape[:-1], 36), np.uint8)
+    unit = np.asarray(scales, np.float32)
+    path = written(tmp_path / "m.gguf", {"w.weight": (data, Kind.NVFP4), "w.scale": (unit, None)})
+    checkpoint = io.read(path)
+    assert list(checkpoint.tensors) == ["w.weight"]
+    q = checkpoint.tensors["w.weight"]
+    assert checkpoint.tensors.info["w.weight"].nbytes == q.nbytes == data.size + unit.nbytes
+    want = gguf.dequantize(data, Kind.NVFP4) * unit.reshape(-1, *(1,) * (len(shape) - 1))
+    np.testing.assert_allclose(np.asarray(fb.dequantize(q)), want, rtol=2**-23)
+
+
+def test_a_scale_that_belongs_to_no_nvfp4_tensor_stays(tmp_path):
+    path = written(tmp_path / "m.gguf", {"w.weight": quantized("Q4_0", 3, 64), "w.scale": (np.ones(1, np.float32), None)})
+    assert list(io.read(path).tensors) == ["w.weight", "w.scale"]
+
+
+def test_nvfp4_with_a_scale_that_e4m3_lacks_is_decoded(tmp_path):
+    data = np.full((2, 36), 0x7F, np.uint8)
+    checkpoint = io.read(written(tmp_path / "m.gguf", {"w": (data, Kind.NVFP4)}))
+    assert checkpoint.notes == ("1 tensors of type NVFP4 are decoded to float32: w",)
+    np.testing.assert_array_equal(checkpoint.tensors["w"], gguf.dequantize(data, Kind.NVFP4))
 
 
 def test_mxfp4_with_an_exponent_byte_that_e8m0_lacks_is_decoded(tmp_path):

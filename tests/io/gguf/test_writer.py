@@ -94,7 +94,7 @@ def test_ternary_codes_can_be_written_in_base_3(tmp_path):
     q = quantized_array("TQ1_0")
     path = tmp_path / "m.gguf"
     with GGUFWriter(path, FIELDS) as writer:
-        writer.add("w", q, type_name="TQ1_0")
+        writer.add("w", q, ternary="TQ1_0")
     tensor = gguf.GGUFReader(path).tensors[0]
     assert tensor.tensor_type == gguf.GGMLQuantizationType.TQ1_0
     np.testing.assert_array_equal(gguf.dequantize(tensor.data, tensor.tensor_type), np.asarray(fb.dequantize(q)))

@@ -161,13 +161,13 @@ def why_not(scheme: Scheme, shape: tuple[int, ...]) -> str | None:
     )
 
 
-def blocks_from_qarray(q: QArray, what: str, type_name: str | None = None) -> tuple[str, np.ndarray]:
+def blocks_from_qarray(q: QArray, what: str, ternary: str = "TQ2_0") -> tuple[str, np.ndarray]:
     """Converts a QArray to ggml blocks, without loss.
 
     Args:
         q: the array.
         what: its name, for messages.
-        type_name: the ggml type, where several store the scheme; None: the first of `LAYOUTS`.
+        ternary: the ggml type of ternary arrays, "TQ2_0" or "TQ1_0".
 
     Returns:
         The ggml type, and the bytes `[*rows, bytes of a row]`. The tensor scale of NVFP4 is not among them.
@@ -177,7 +177,9 @@ def blocks_from_qarray(q: QArray, what: str, type_name: str | None = None) -> tu
     """
     if reason := why_not(q.scheme, q.shape):
         raise QuantError(f"{what} cannot be written: {reason}")
-    name = type_name or type_of(q.scheme) or ""
+    name = type_of(q.scheme) or ""
+    if name == "TQ2_0":
+        name = ternary
     layout = LAYOUTS[name]
     codes = np.asarray(unpack(q.codes, q.scheme.format.bits, q.shape[-1], q.scheme.packing))
     if name in _ZERO_CODES:

@@ -35,12 +35,14 @@ class Conversion:
         config: the content of its config.json.
         package: the gguf package, whose table of names is used.
         is_permuted: whether the rows of q and k are in the order of Hugging Face and have to be permuted.
+        ternary: the type of ternary tensors, "TQ2_0" or "TQ1_0".
     """
 
     architecture: Architecture
     config: Mapping[str, Any]
     package: ModuleType
     is_permuted: bool
+    ternary: str = "TQ2_0"
 
     def check_names(self, names: Iterable[str]) -> None:
         """Refuses a checkpoint with a tensor that has no GGUF name.
@@ -75,7 +77,7 @@ class Conversion:
                     raise UnsupportedError(f"tensor {name!r} has no GGUF name")
                 target = f"blk.{layer}.ffn_{_PARTS[part]}_exps.weight"
                 experts = waiting.setdefault(target, {})
-                experts[int(index)] = stored(value, f"tensor {name!r}")
+                experts[int(index)] = stored(value, f"tensor {name!r}", self.ternary)
                 if len(experts) == self._expert_count:
                     parts = waiting.pop(target)
                     yield target, self._checked(target, stacked([parts[i] for i in sorted(parts)], f"tensor {target!r}"))
@@ -84,7 +86,7 @@ class Conversion:
                     yield target, self._checked(target, tensor)
             else:
                 target = self._name(name)
-                yield target, self._checked(target, self._converted(target, stored(value, f"tensor {name!r}")))
+                yield target, self._checked(target, self._converted(target, stored(value, f"tensor {name!r}", self.ternary)))
         if waiting:
             target, experts = next(iter(waiting.items()))
             raise QuantError(f"{target} needs {self._expert_count} experts, the checkpoint has {len(experts)}")
@@ -148,7 +150,7 @@ class Conversion:
             return
         if self.architecture.has_interleaved_experts:
             value = _contracted_last(value)
-        tensor = stored(value, f"tensor {name!r}")
+        tensor = stored(value, f"tensor {name!r}", self.ternary)
         for kind, part_rows in self._separated(part, tensor.data).items():  # [E, out, bytes]
             yield f"blk.{layer}.ffn_{kind}_exps.weight", tensor.with_rows(part_rows)
 

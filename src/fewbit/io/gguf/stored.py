@@ -64,13 +64,13 @@ class Stored:
         return np.ascontiguousarray(self.data).view(PLAIN[self.type_name])
 
 
-def stored(value: np.ndarray | jax.Array | QArray, what: str, type_name: str | None = None) -> Stored:
+def stored(value: np.ndarray | jax.Array | QArray, what: str, ternary: str = "TQ2_0") -> Stored:
     """Converts an array or QArray, without loss.
 
     Args:
         value: the array; its last axis is the contraction axis.
         what: its name, for messages.
-        type_name: the ggml type of a QArray, where several store its scheme.
+        ternary: the ggml type of ternary arrays, "TQ2_0" or "TQ1_0".
 
     Returns:
         The tensor.
@@ -81,7 +81,7 @@ def stored(value: np.ndarray | jax.Array | QArray, what: str, type_name: str | N
     if len(value.shape) > 4 or math.prod(value.shape) == 0:
         raise QuantError(f"{what} has shape {tuple(value.shape)}; GGUF stores tensors of 1 to 4 axes with elements")
     if isinstance(value, QArray):
-        name, data = blocks_from_qarray(value, what, type_name)
+        name, data = blocks_from_qarray(value, what, ternary)
         unit = None
         if value.tensor_scale is not None:
             unit = np.asarray(value.tensor_scale, np.float32).reshape(-1)

@@ -119,14 +119,14 @@ class GGUFWriter:
             raise QuantError("tensors are added within the block: with GGUFWriter(...) as writer: writer.add(...)")
         return self._staging
 
-    def add(self, name: str, value: object, *, type_name: str | None = None) -> None:
+    def add(self, name: str, value: object, *, ternary: str = "TQ2_0") -> None:
         """Adds one tensor.
 
         Args:
             name: its name, unique.
             value: a QArray or an array, copied now; with `fewbit.torch` imported also a tensor; or a `Stored`. The tensor scale
                 of NVFP4 becomes a tensor of its own, `.scale` instead of `.weight`.
-            type_name: the ggml type of a QArray, where several store its scheme: "TQ1_0" instead of "TQ2_0".
+            ternary: the type of a ternary QArray: "TQ2_0", two bits, or "TQ1_0", 1.6 bits.
 
         Raises:
             QuantError: for a duplicate name, or a dtype or scheme that GGUF cannot store without loss; the message names the
@@ -134,7 +134,7 @@ class GGUFWriter:
         """
         assert self._staged
         if not isinstance(value, Stored):
-            value = stored(storable(value, name), f"tensor {name!r}", type_name)
+            value = stored(storable(value, name), f"tensor {name!r}", ternary)
         if not name or name in self._entries:
             raise QuantError(f"tensor name {name!r} is taken already, or empty; choose another")
         kind = self._package.GGMLQuantizationType[value.type_name]

@@ -1,0 +1,118 @@
+"""Metadata fields of config.json, and what llama.cpp cannot run."""
+
+import math
+
+import numpy as np
+import pytest
+
+from fewbit import QuantError, UnsupportedError
+from fewbit.io.gguf.architectures import ARCHITECTURES
+from fewbit.io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
+from tests.io.gguf.families import COMMON, FAMILIES, LLAMA3_ROPE, YARN
+
+CONFIG = {**COMMON, "vocab_size": 300, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
+
+
+def config_of(name: str, **changed) -> dict:
+    kind, own = FAMILIES[name]
+    return {**CONFIG, "model_type": kind, **own, **changed}
+
+
+def test_every_family_of_the_table_has_a_case():
+    assert {kind for kind, _ in FAMILIES.values()} == set(ARCHITECTURES)
+
+
+def test_the_fields_of_a_llama():
+    config = config_of("llama", rope_theta=5e5)
+    assert architecture_fields(architecture_of(config), config) == {
+        "general.architecture": "llama",
+        "llama.vocab_size": 300,
+        "llama.block_count": 2,
+        "llama.context_length": 256,
+        "llama.embedding_length": 64,
+        "llama.feed_forward_length": 96,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.dimension_count": 16,
+        "llama.rope.freq_base": 5e5,
+    }
+
+
+def test_fields_of_other_families():
+    found = {name: architecture_fields(architecture_of(config_of(name)), config_of(name)) for name in FAMILIES}
+    assert found["qwen3"]["qwen3.attention.key_length"] == 32
+    assert found["mixtral"]["llama.expert_count"] == 4
+    assert found["qwen2-moe"]["qwen2moe.expert_shared_feed_forward_length"] == 64
+    assert found["gemma3"]["gemma3.rope.freq_base_swa"] == 1e4
+    assert found["gemma3"]["gemma3.rope.freq_base"] == 1e6
+    assert found["granite"]["granite.logit_scale"] == 4.0
+    assert found["gpt-oss"]["gpt-oss.attention.sliding_window"] == 8
+    assert found["llama-yarn"]["llama.rope.scaling.original_context_length"] == 64
+    assert found["phi3-long"]["phi3.rope.scaling.attn_factor"] == math.sqrt(1 + math.log(4) / math.log(256))
+    old = {key: value for key, value in config_of("gemma3").items() if key != "rope_parameters"}
+    assert architecture_fields(architecture_of(old), old) == found["gemma3"]
+
+
+def test_the_factors_of_llama_3():
+    config = config_of("llama-3.1")
+    factors = extra_tensors(architecture_of(config), config)["rope_freqs.weight"].values()
+    frequency = 10000.0 ** (-np.arange(0, 16, 2) / 16)
+    wavelength = 2 * np.pi / frequency
+    assert factors.dtype == np.float32
+    assert (factors[wavelength < 8] == 1).all()
+    assert (factors[wavelength > 32] == 8).all()
+    (between,) = np.nonzero((wavelength > 8) & (wavelength < 32))
+    smooth = (32 / wavelength[between] - 1) / 3
+    np.testing.assert_allclose(1 / factors[between], (1 - smooth) / 8 + smooth, rtol=1e-6)
+    assert between.size
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "message"),
+    [
+        ("llama", {"model_type": "t5"}, "model_type 't5' has no GGUF conversion in fewbit"),
+        ("llama", {"hidden_act": "relu"}, "llama.cpp runs llama only with hidden_act 'silu', config.json has 'relu'"),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "no rope scaling 'dynamic' for llama"),
+        ("qwen2", {"rope_parameters": LLAMA3_ROPE}, "no rope scaling 'llama3' for qwen2"),
+        (
+            "llama",
+            {"rope_parameters": {**YARN, "attention_factor": 2.0}},
+            "computes the attention factor of yarn as 1.138629",
+        ),
+        ("qwen3-moe", {"norm_topk_prob": False}, "only with norm_topk_prob True"),
+        ("qwen2-moe", {"norm_topk_prob": True}, "only with norm_topk_prob False"),
+        ("qwen2-moe", {"mlp_only_layers": [0]}, "only with mlp_only_layers"),
+        ("qwen2", {"use_sliding_window": True}, "only with use_sliding_window False"),
+        ("gemma2", {"query_pre_attn_scalar": 24}, "scales the attention of gemma2 by 32; query_pre_attn_scalar is 24"),
+        ("gemma2", {"layer_types": ["full_attention"] * 2}, "its own pattern of sliding windows for gemma2"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, "rotates all but every fourth layer"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "only with swiglu_limit 7.0"),
+    ],
+)
+def test_what_llama_cpp_cannot_run_is_refused(name, changed, message):
+    config = config_of(name, **changed)
+    with pytest.raises(UnsupportedError, match=message):
+        architecture_fields(architecture_of(config), config)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"hidden_size": None}, "lacks 'hidden_size', which the GGUF field 'embedding_length' needs"),
+        ({"hidden_size": "64"}, "has hidden_size '64'; expected a int"),
+        ({"hidden_size": -1}, "has hidden_size -1"),
+        ({"rms_norm_eps": float("nan")}, "has rms_norm_eps nan; expected a float"),
+    ],
+)
+def test_values_that_are_no_numbers_are_named(changed, message):
+    config = config_of("llama", head_dim=16, **changed)
+    with pytest.raises(QuantError, match=message):
+        architecture_fields(architecture_of(config), config)
+
+
+def test_factors_of_another_length_are_refused():
+    rope = FAMILIES["phi3-long"][1]["rope_parameters"]
+    config = config_of("phi3-long", rope_parameters={**rope, "long_factor": [1.0]})
+    with pytest.raises(QuantError, match=r"long_factor \[1.0\]; expected 8 numbers"):
+        extra_tensors(architecture_of(config), config)
