@@ -1,8 +1,10 @@
 """compressed-tensors: what we write decodes there to our numbers, and what it writes decodes here to its numbers."""
 
 import dataclasses
+import json
 import warnings
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from fewbit import QuantError, UnsupportedError
 from fewbit.formats import FORMATS
 from fewbit.io.containers.compressed_tensors.container import CompressedTensors
 from fewbit.io.containers.compressed_tensors.global_scale import divisor_of, factor_of
+from fewbit.io.containers.writer import ContainerWriter
 from fewbit.ops.policy import Policy
 from tests.conformance import array_laws as laws
 
@@ -464,6 +467,65 @@ def test_static_ranges_of_activations_are_not_tensors_of_the_model():
     again = CT.decoded(found.config, changed(found, input_scale=np.ones(1, np.float32)), "here")
     assert list(again) == [NAME]
     assert again[NAME].policy is None
+
+
+SERVED = {
+    "int4_g32": ("int4_g32", None, "float32"),
+    "uint3_g32": ("uint3_g32", None, "float32"),
+    "int8 x int8": ("int8", "int8", "float32"),
+    "fp8": ("fp8", None, "float32"),
+    "fp8_block128": ("fp8_block128", None, "float32"),
+    "nvfp4": ("nvfp4_absmax", None, "bfloat16"),
+    "mxfp4": ("mxfp4", None, "bfloat16"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", SERVED)
+def test_transformers_runs_what_is_written(case, theirs, tmp_path):
+    """Its logits are those of the float model with our decoded weights, bit for bit; one layer and a tied head stay float."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    scheme, activations, dtype = SERVED[case]
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+    arrays = {name: to_numpy(tensor) for name, tensor in model.named_parameters()}
+    names = [name for name in arrays if "proj" in name and "layers.1.mlp" not in name]
+    qs = {name: fb.quantize(jnp.asarray(arrays[name]), scheme) for name in names}
+    weights = [weight(q, name, activations) for name, q in qs.items()]
+    form = json.loads(config.to_json_string(use_diff=False)) | {"architectures": ["LlamaForCausalLM"], "dtype": dtype}
+    kept = [name for name in arrays if name not in qs]
+    with ContainerWriter(tmp_path / "m", CT, weights=weights, kept=kept, config=form) as writer:
+        for name, array in arrays.items():
+            writer.add(name, qs.get(name, array))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package, about its own arguments
+        served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=getattr(torch, dtype)).eval()
+    found = fb.io.read(tmp_path / "m")
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        wanted = served(tokens).logits.float().numpy()
+        for name, parameter in model.named_parameters():
+            if name in qs:
+                parameter.copy_(to_torch(np.asarray(fb.dequantize(found.tensors[name]))))
+                np.testing.assert_array_equal(
+                    np.asarray(fb.dequantize(qs[name])), np.asarray(fb.dequantize(found.tensors[name]))
+                )
+                np.testing.assert_array_equal(to_numpy(served.get_parameter(name)), to_numpy(parameter))
+        mine = model(tokens).logits.float().numpy()
+    modules = dict(served.named_modules())
+    assert hasattr(modules["model.layers.0.mlp.up_proj"], "quantization_scheme")
+    assert not hasattr(modules["model.layers.1.mlp.up_proj"], "quantization_scheme")
+    assert not hasattr(modules["lm_head"], "quantization_scheme")
+    if activations is None:
+        np.testing.assert_array_equal(wanted, mine)
+    else:  # it rounds the activations too, as the policy of the weights that are read says
+        assert found.tensors[names[0]].policy == Policy(found.tensors[names[0]].scheme, activations)
+        assert (mine * wanted).sum() > 0.999 * np.linalg.norm(mine) * np.linalg.norm(wanted)
 
 
 @pytest.mark.usefixtures("unchecked")

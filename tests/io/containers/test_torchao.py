@@ -93,6 +93,15 @@ def test_it_decodes_what_we_write(case, support):
         assert to_numpy(array).tobytes() == found.arrays[name].tobytes()
 
 
+@pytest.mark.oracle
+@pytest.mark.parametrize("scheme", ["mxfp4", "nvfp4", "int8", "int4_g32", "fp8"])
+def test_its_configuration_is_built(scheme, support):
+    section = stored(AO, {NAME: example(scheme, (4, 64))}, {"lm_head.weight": np.ones((2, 2))}).config["quantization_config"]
+    assert section["modules_to_not_convert"] == ["lm_head"]
+    form = section["quant_type"]["default"]
+    assert type(pytest.importorskip("torchao.core.config").config_from_dict(form)).__name__ == form["_type"]
+
+
 def their_tensors():
     """Weights in every class that they make on the CPU, by name."""
     import torch

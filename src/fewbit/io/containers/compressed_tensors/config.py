@@ -80,35 +80,32 @@ class Section:
             raise UnsupportedError(
                 f"{where} has transforms: the weights are rotated, and fewbit would not rotate activations"
             )
-        self.groups: list[ConfigGroup] = []
-        self._patterns: dict[str, Pattern] = {}
+        self._groups: list[ConfigGroup] = []
+        self._named: dict[str, ConfigGroup] = {}
+        self._patterns: list[tuple[Pattern, ConfigGroup]] = []
         for name, group in (form.config_groups or {}).items():
             if not isinstance(group, ConfigGroup):
                 raise UnsupportedError(f"{where} names the preset {name!r:.40}; fewbit reads the settings written out")
-            self.groups.append(group)
+            self._groups.append(group)
             for target in group.targets:
                 if target.startswith(_REGEX):
-                    self._patterns[target] = Pattern(f"(?:{target[len(_REGEX) :]}).*", f"{where}: a target")
+                    pattern = Pattern(f"(?:{target[len(_REGEX) :]}).*", f"{where}: a target")
+                    self._patterns.append((pattern, group))
+                else:
+                    self._named.setdefault(target, group)
 
     def group_of(self, module: str) -> ConfigGroup:
         """The group of a quantized module: by its name, else by a pattern, else by its class."""
-        if len(self.groups) == 1:
-            return self.groups[0]
-        for fits in (self._is_name, self._is_pattern, self._is_class):
-            for group in self.groups:
-                if any(fits(target, module) for target in group.targets):
-                    return group
-        return ConfigGroup([])
-
-    def _is_name(self, target: str, module: str) -> bool:
-        return target == module
-
-    def _is_pattern(self, target: str, module: str) -> bool:
-        return target in self._patterns and self._patterns[target].fullmatch(module)
-
-    def _is_class(self, target: str, module: str) -> bool:
-        """Whether a target is the likely class of a module; only embeddings are not linear layers."""
-        return target == ("Embedding" if "embed" in module.rpartition(".")[2] else "Linear")
+        if len(self._groups) == 1:
+            return self._groups[0]
+        if module in self._named:
+            return self._named[module]
+        for pattern, group in self._patterns:
+            if pattern.fullmatch(module):
+                return group
+        # Only embeddings are not linear layers.
+        likely = "Embedding" if "embed" in module.rpartition(".")[2] else "Linear"
+        return self._named.get(likely, ConfigGroup([]))
 
 
 def section_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -22,12 +22,13 @@ from .reader import READERS, Entry, StoredTensor
 _NAMES = "tensor_names"
 _PLAIN = "Tensor"
 _CONFIGS = {
-    "MXTensor": "MXDynamicActivationMXWeightConfig",
-    "NVFP4Tensor": "NVFP4WeightOnlyConfig",
-    "Int8Tensor": "Int8WeightOnlyConfig",
-    "IntxUnpackedToInt8Tensor": "IntxWeightOnlyConfig",
-    "Float8Tensor": "Float8WeightOnlyConfig",
+    "MXTensor": ("MXDynamicActivationMXWeightConfig", 1),
+    "NVFP4Tensor": ("NVFP4WeightOnlyConfig", 1),
+    "Int8Tensor": ("Int8WeightOnlyConfig", 2),
+    "IntxUnpackedToInt8Tensor": ("IntxWeightOnlyConfig", 2),
+    "Float8Tensor": ("Float8WeightOnlyConfig", 2),
 }
+"""torchao's configuration of each class, and its version. The header of a file decides; `config.json` must name one."""
 
 
 class TorchAO(AbstractContainer):
@@ -60,12 +61,11 @@ class TorchAO(AbstractContainer):
         entries |= {name: {"_type": _PLAIN} for name in kept}
         metadata = {"format": "pt", **{name: json.dumps(entry) for name, entry in entries.items()}}
         metadata[_NAMES] = json.dumps(list(entries))
-        kinds = dict.fromkeys(class_of(weight.scheme) for weight in weights)
-        kind = next(iter(kinds), "Int8Tensor")
-        assert kind is not None
+        kind = class_of(weights[0].scheme) if weights else None
+        config_name, version = _CONFIGS[kind or "Int8Tensor"]
         section = {
             "quant_method": "torchao",
-            "quant_type": {"default": {"_type": _CONFIGS[kind], "_version": 2, "_data": {}}},
+            "quant_type": {"default": {"_type": config_name, "_version": version, "_data": {}}},
             "modules_to_not_convert": linear_modules(kept, {weight.module for weight in weights}),
         }
         return Files({"quantization_config": section}, metadata=metadata)
@@ -81,15 +81,13 @@ class TorchAO(AbstractContainer):
         groups: dict[str, Group] = {}
         for name in names:
             place = f"{where} of {name!r:.200}"
+            stored = StoredTensor(name, tensors, place)
+            if name in tensors.info or not stored.has("qdata"):  # an array; one file of several has the metadata of all
+                continue
             if name not in tensors.metadata:
                 raise QuantError(f"{place} is missing, and {_NAMES} lists it")
-            form = parsed(tensors.metadata[name].encode(), place)
-            if isinstance(form, Mapping) and form.get("_type") == _PLAIN:
-                continue
-            entry = converted(form, Entry, place)
-            stored = StoredTensor(name, tensors, entry.data, place)
+            entry = converted(parsed(tensors.metadata[name].encode(), place), Entry, place)
             if entry.type not in READERS:
                 raise UnsupportedError(f"{place}: class {entry.type!r:.60}; fewbit reads {', '.join(READERS)}")
-            if stored.has("qdata"):  # one file of several has the metadata of all
-                groups[name] = READERS[entry.type](stored)
+            groups[name] = READERS[entry.type](stored, entry.data)
         return grouped(tensors, groups, where)

@@ -41,24 +41,27 @@ class Entry(msgspec.Struct, frozen=True):
 
 @dataclasses.dataclass(frozen=True)
 class StoredTensor:
-    """The stored arrays of one parameter, its attributes, and its place for messages."""
+    """The stored arrays of one parameter, and its place for messages."""
 
     name: str
     tensors: Tensors
-    data: Attributes
     where: str
 
     def path(self, part: str) -> str:
+        """The name of a part in the file."""
         owner, _, last = self.name.rpartition(".")
         return f"{owner}._{last}_{part}"
 
     def has(self, part: str) -> bool:
+        """Whether a part is stored."""
         return self.path(part) in self.tensors.info
 
     def shape(self, part: str, *dtypes: str) -> tuple[int, ...]:
+        """The shape of a part. QuantError if it is missing or has another dtype."""
         return checked_info(self.tensors, self.path(part), self.where, dtypes).shape
 
     def fault(self, text: str) -> QuantError:
+        """The error of arrays that do not fit together."""
         return QuantError(f"{self.where}: {text}")
 
     def dtype(self, given: Any) -> np.dtype:
@@ -69,6 +72,7 @@ class StoredTensor:
         return FLOATS[name]
 
     def group(self, parts: Sequence[str], shape: tuple[int, ...], dtype: np.dtype, scheme: Scheme, load: Any) -> Group:
+        """The group of a weight; `load` builds it from its arrays by part."""
         paths = {self.path(part): part for part in parts}
         info = described(self.tensors, tuple(paths), shape, dtype, scheme.name, scheme)
         return Group(info, tuple(paths), lambda arrays: load({paths[path]: array for path, array in arrays.items()}))
@@ -81,17 +85,17 @@ def _dtype_name(given: Any) -> str | None:
     return given if isinstance(given, str) else None
 
 
-def _mx_group(stored: StoredTensor) -> Group:
-    element = _dtype_name(stored.data.elem_dtype)
-    if element not in MX or stored.data.block_size != 32:
-        raise UnsupportedError(f"{stored.where}: blocks of {stored.data.block_size} elements of {element!r:.40}")
+def _mx_group(stored: StoredTensor, data: Attributes) -> Group:
+    element = _dtype_name(data.elem_dtype)
+    if element not in MX or data.block_size != 32:
+        raise UnsupportedError(f"{stored.where}: blocks of {data.block_size} elements of {element!r:.40}")
     scheme = SCHEMES[MX[element]]
     bits = scheme.format.bits
     fmt = scheme.format.name
     codes = stored.shape("qdata", FLOAT8[fmt].name if fmt in FLOAT8 else "uint8")
     shape = _logical(stored, codes, 2 if bits == 4 else 1, 32)
-    swizzled = _is_swizzled(stored, stored.shape("scale", E8M0_DTYPE.name), shape, 32)
-    dtype = stored.dtype(stored.data.orig_dtype)
+    swizzled = _is_swizzled(stored, data, stored.shape("scale", E8M0_DTYPE.name), shape, 32)
+    dtype = stored.dtype(data.orig_dtype)
 
     def load(arrays: Mapping[str, np.ndarray]) -> QArray:
         codes = np.ascontiguousarray(arrays["qdata"]).view(np.uint8)
@@ -105,12 +109,12 @@ def _mx_group(stored: StoredTensor) -> Group:
     return stored.group(("qdata", "scale"), shape, dtype, scheme, load)
 
 
-def _nvfp4_group(stored: StoredTensor) -> Group:
+def _nvfp4_group(stored: StoredTensor, data: Attributes) -> Group:
     scheme = SCHEMES["nvfp4"]
-    if stored.data.block_size != 16:
-        raise UnsupportedError(f"{stored.where}: blocks of {stored.data.block_size} elements, where NVFP4 has 16")
+    if data.block_size != 16:
+        raise UnsupportedError(f"{stored.where}: blocks of {data.block_size} elements, where NVFP4 has 16")
     shape = _logical(stored, stored.shape("qdata", "uint8"), 2, 16)
-    swizzled = _is_swizzled(stored, stored.shape("scale", E4M3.name), shape, 16)
+    swizzled = _is_swizzled(stored, data, stored.shape("scale", E4M3.name), shape, 16)
     parts = ["qdata", "scale"]
     has_factor = stored.has("per_tensor_scale")
     if has_factor:
@@ -119,7 +123,7 @@ def _nvfp4_group(stored: StoredTensor) -> Group:
             raise UnsupportedError(f"{stored.where}: a scale of each expert; fewbit has one of the tensor")
     if stored.has("act_per_tensor_scale"):
         parts.append("act_per_tensor_scale")
-    dtype = stored.dtype(stored.data.orig_dtype)
+    dtype = stored.dtype(data.orig_dtype)
 
     def load(arrays: Mapping[str, np.ndarray]) -> QArray:
         codes = np.ascontiguousarray(arrays["qdata"])
@@ -132,13 +136,13 @@ def _nvfp4_group(stored: StoredTensor) -> Group:
     return stored.group(parts, shape, dtype, scheme, load)
 
 
-def _integer_group(stored: StoredTensor) -> Group:
-    name = _dtype_name(stored.data.target_dtype) or "int8"
+def _integer_group(stored: StoredTensor, data: Attributes) -> Group:
+    name = _dtype_name(data.target_dtype) or "int8"
     if name not in {f"int{bits}" for bits in range(1, 9)}:
         raise stored.fault(f"its target_dtype is {name!r:.40}, expected int1 to int8")
     fmt = FORMATS[name]
     shape = stored.shape("qdata", "int8")
-    tiles, counts = _affine_tiles(stored, shape)
+    tiles, counts = _affine_tiles(stored, data, shape)
     parts = ["qdata", "scale"]
     scale_shape = stored.shape("scale", *FLOATS)
     has_zero = False
@@ -150,7 +154,7 @@ def _integer_group(stored: StoredTensor) -> Group:
     parts += [part for part in ("act_quant_scale", "act_quant_zero_point") if stored.has(part)]
     if stored.has("act_pre_scale"):
         raise UnsupportedError(f"{stored.where}: activations are multiplied by act_pre_scale, and no scheme has one")
-    dtype = stored.dtype(stored.data.dtype)
+    dtype = stored.dtype(data.dtype)
     scale_dtype = stored.tensors.info[stored.path("scale")].dtype
     scheme = Scheme(fmt, tiles, scale=scale_dtype, zero_point=fmt if has_zero else None)
     half = 2 ** (fmt.bits - 1)
@@ -169,14 +173,14 @@ def _integer_group(stored: StoredTensor) -> Group:
     return stored.group(parts, shape, dtype, scheme, load)
 
 
-def _float8_group(stored: StoredTensor) -> Group:
+def _float8_group(stored: StoredTensor, data: Attributes) -> Group:
     shape = stored.shape("qdata", E4M3.name, E5M2.name)
-    tiles, counts = _affine_tiles(stored, shape)
+    tiles, counts = _affine_tiles(stored, data, shape)
     stored.shape("scale", *FLOATS)
     is_e4m3 = stored.tensors.info[stored.path("qdata")].dtype == E4M3.name
     scale_dtype = stored.tensors.info[stored.path("scale")].dtype
     scheme = Scheme(FORMATS["e4m3fn" if is_e4m3 else "e5m2"], tiles, scale=scale_dtype)
-    dtype = stored.dtype(stored.data.dtype)
+    dtype = stored.dtype(data.dtype)
 
     def load(arrays: Mapping[str, np.ndarray]) -> QArray:
         codes = np.ascontiguousarray(arrays["qdata"]).view(np.uint8)
@@ -193,16 +197,16 @@ def _logical(stored: StoredTensor, codes: tuple[int, ...], per_byte: int, block:
     return shape
 
 
-def _is_swizzled(stored: StoredTensor, scale: tuple[int, ...], shape: tuple[int, ...], block: int) -> bool:
+def _is_swizzled(stored: StoredTensor, data: Attributes, scale: tuple[int, ...], shape: tuple[int, ...], block: int) -> bool:
     """Whether scales have the order of Blackwell's tensor cores; checks their shape."""
     expected = (*shape[:-1], shape[-1] // block)
-    if stored.data.is_swizzled_scales:
+    if data.is_swizzled_scales:
         if len(shape) != 2:
             raise UnsupportedError(f"{stored.where}: scales of a stack in the order of tensor cores")
         expected = (-(-shape[0] // 128) * 32, -(-shape[1] // block // 4) * 16)
     if scale != expected:
         raise stored.fault(f"scales have shape {scale}, expected {expected} for a tensor of shape {shape}")
-    return stored.data.is_swizzled_scales
+    return data.is_swizzled_scales
 
 
 def _in_order(scale: np.ndarray, shape: tuple[int, ...], block: int, is_swizzled: bool) -> np.ndarray:
@@ -214,9 +218,9 @@ def _in_order(scale: np.ndarray, shape: tuple[int, ...], block: int, is_swizzled
     return np.ascontiguousarray(tiles.reshape(rows * 128, columns * 4)[: shape[0], : shape[1] // block])
 
 
-def _affine_tiles(stored: StoredTensor, shape: tuple[int, ...]) -> tuple[FrozenTileMap, tuple[int, ...]]:
+def _affine_tiles(stored: StoredTensor, data: Attributes, shape: tuple[int, ...]) -> tuple[FrozenTileMap, tuple[int, ...]]:
     """The tiles of a tensor from its `block_size`, and how many there are along each axis."""
-    sizes = stored.data.block_size
+    sizes = data.block_size
     if len(shape) < 2 or not isinstance(sizes, list) or len(sizes) != len(shape):
         raise stored.fault(f"block_size is {sizes} for a tensor of shape {shape}")
     tiles: list[Tile] = [None if size == n and n > 1 else size for size, n in zip(sizes, shape, strict=True)]
@@ -227,7 +231,7 @@ def _affine_tiles(stored: StoredTensor, shape: tuple[int, ...]) -> tuple[FrozenT
     return named_tiles(tiles), counts
 
 
-READERS: dict[str, Callable[[StoredTensor], Group]] = {
+READERS: dict[str, Callable[[StoredTensor, Attributes], Group]] = {
     "MXTensor": _mx_group,
     "NVFP4Tensor": _nvfp4_group,
     "Int8Tensor": _integer_group,
