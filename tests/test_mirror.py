@@ -18,6 +18,7 @@ SUITES = {
     "cli": "cli/test_commands.py",
     "cli/commands": "cli/test_commands.py",
     "evaluate/engine": "workflows/test_engine.py",
+    "evaluate/transformers_engine": "workflows/test_engine.py",
     "evaluate/transformers_tokenizer": "workflows/test_engine.py",
     "frameworks/_flax": "frameworks/test_linen.py",
     "frameworks/maxtext_quant": "frameworks/test_maxtext.py",

@@ -106,7 +106,7 @@ def _show_end(started: Demo, done: list[DemoStep], output: Path, seconds: float)
     say()
     say(comparison_table(started.base, [step.candidate for step in done]))
     say(f"bytes are those of the arrays; the {WRITTEN} model is written to {output / f'model-{WRITTEN}'}")
-    for line in command_lines(output / f"model-{WRITTEN}", started.source, can_run=True):
+    for line in command_lines(output / f"model-{WRITTEN}", started.source, can_run=True, can_evaluate=True):
         say(line)
     say(f"chart:     {output / CHART}")
     say(f"report:    {output / REPORT}")

@@ -6,6 +6,7 @@ from typing import Any
 
 from ..errors import QuantError, UnsupportedError
 from ..recipe.plan import Plan
+from ..workflows.engine import choose_engine
 from ..workflows.evaluate import Quality, evaluate
 from ..workflows.load import load
 from ..workflows.model import Model
@@ -41,8 +42,18 @@ def why_no_check(model: Model, check: bool, text: str | None) -> str | None:
     except UnsupportedError as error:
         if text is not None:
             raise
+        if can_evaluate(model):
+            return f"fewbit's own decoder does not run it ({model.why_not_run or error}), but `fewbit eval` does, by transformers"
         return str(error)
     return None
+
+
+def can_evaluate(model: Model) -> bool:
+    """Whether transformers can run a model that fewbit's own decoder cannot."""
+    try:
+        return choose_engine("transformers", model) == "transformers"
+    except UnsupportedError:
+        return False
 
 
 def written(source: Model, made: Plan, output: Path, *, to: str, overwrite: bool, log: Path | None) -> Outcome:
@@ -69,7 +80,7 @@ def evaluated(path: Path, reference: Model, text: str | None) -> Quality:
     """Evaluates the directory that was written, loaded from disk."""
     try:
         with progress_bar("checking", 1) as bar:
-            return evaluate(load(path), against=reference, text=text, progress=bar.windows)
+            return evaluate(load(path), against=reference, text=text, engine="fewbit", progress=bar.windows)
     except KeyboardInterrupt as error:
         raise type(error)(
             f"interrupted in the quality check; {path} is written and complete: run `fewbit eval {path}`"

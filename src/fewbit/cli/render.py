@@ -143,14 +143,15 @@ def _decibel(value: float) -> str:
     return " exact   " if value == math.inf else f"{value:6.2f} dB"
 
 
-def command_lines(out: Path, source: Path, *, can_run: bool) -> list[str]:
+def command_lines(out: Path, source: Path, *, can_run: bool, can_evaluate: bool) -> list[str]:
     """The commands that use the directory that was written."""
     directory, original = shlex.quote(str(out)), shlex.quote(str(source))
     load = f"from fewbit import io; tensors = io.read({str(out)!r}).tensors"
     quoted = shlex.quote(load) if set(str(out)) & set("\"'$`\\!") else f'"{load}"'
     lines = [f"load:      python -c {quoted}", f"check:     fewbit verify {directory}"]
-    if can_run:
+    if can_evaluate:
         lines.append(f"evaluate:  fewbit eval {directory} --against {original}")
+    if can_run:
         lines.append(f'generate:  fewbit generate {directory} "Once upon a time"')
     return lines
 

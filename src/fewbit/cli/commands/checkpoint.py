@@ -75,7 +75,7 @@ def quantize(
     from ...workflows.load import load
     from ...workflows.targets import check_path, check_target, fitted, prepared
     from ..console import emit_json, say
-    from ..quantize_report import evaluated, outcome_record, planned, why_no_check, written
+    from ..quantize_report import can_evaluate, evaluated, outcome_record, planned, why_no_check, written
     from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
 
     rotation = rotation_seed(rotate, seed)
@@ -101,7 +101,8 @@ def quantize(
     if skipped is None:
         quality = evaluated(outcome.path, source, text)
         lines = quality_lines(quality)
-    commands = command_lines(output, model, can_run=opened.config is not None and opened.tokenizer is not None)
+    runs = opened.config is not None and opened.tokenizer is not None
+    commands = command_lines(output, model, can_run=runs, can_evaluate=runs or can_evaluate(opened))
     if json:
         form = {"model": str(model), "plan": made, "outcome": outcome_record(outcome), "quality": quality}
         emit_json({**form, "check_left_out": skipped, "notes": source_notes(source), "commands": commands})
