@@ -8,20 +8,32 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.errors import QuantError
-from fewbit.models import DecoderConfig, forward, paths_of_params, random_rotation, rotate_residual, stack_layers
-from tests.nets.random_decoder import CONFIGS, SMALL, UNTIED, random_params, random_tokens
+from fewbit.errors import QuantError, UnsupportedError
+from fewbit.models import DecoderConfig, Experts, forward, paths_of_params, random_rotation, rotate_residual, stack_layers
+from tests.nets.random_decoder import CONFIGS, FEATURES, SMALL, UNTIED, random_params, random_tokens
 
 KEY = jax.random.key(0)
 run = jax.jit(forward, static_argnums=2)
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+OTHER = dataclasses.replace(
+    SMALL,
+    layers=2,
+    qkv_bias=True,
+    o_bias=True,
+    mlp_bias=True,
+    qk_norm="head",
+    norm_offset=1.0,
+    experts=Experts(3, 2, 12, layers=(1,), shared_hidden=10),
+)
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), OTHER], ids=[*CONFIGS, "other"])
 def test_logits_stay_what_they_are(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     rotated, rotated_config = rotate_residual(params, config, key=KEY)
     assert rotated_config == dataclasses.replace(config, tied=False)
-    # Every weight is rounded to float32 once more: the rounding of the forward itself, as in test_llama.
+    # Every weight is rounded to float32 once more: the rounding of the forward itself, as in test_decoder.
     np.testing.assert_allclose(run(rotated, tokens, rotated_config), run(params, tokens, config), atol=4e-5)
 
 
@@ -67,3 +79,5 @@ def test_refuses():
         rotate_residual({**params, "embed": fb.quantize(params["embed"], "int8")}, UNTIED, key=KEY)
     with pytest.raises(QuantError, match="norm is ArrayImpl of int32"):
         rotate_residual({**params, "norm": jnp.ones(UNTIED.width, jnp.int32)}, UNTIED, key=KEY)
+    with pytest.raises(UnsupportedError, match="this model has norms 'sandwich' and experts 'separate'"):
+        rotate_residual(random_params(FEATURES), FEATURES, key=KEY)

@@ -98,6 +98,8 @@ def test_files_of_hugging_face():
     tokenizer = tokenizer_from_files(as_object)
     assert (tokenizer.stop_ids, tokenizer.chat_template) == ((1,), "t")
     assert tokenizer_from_files({"tokenizer.json": files["tokenizer.json"]}).stop_ids == ()
+    generation = {**as_object, "generation_config.json": b'{"eos_token_id": [0, 1, 999999]}'}
+    assert tokenizer_from_files(generation).stop_ids == (1, 0)
 
 
 def test_glassllm_pieces():

@@ -78,7 +78,7 @@ def _product(
     """Each row times the matrix of its expert, plus the expert's bias."""
     weight: Any = stacks[name].astype(rows.dtype)
     precision = lax.Precision.HIGHEST if rows.dtype == jnp.float32 else None
-    settings = {"precision": precision, "preferred_element_type": jnp.float32}
+    settings: dict[str, Any] = {"precision": precision, "preferred_element_type": jnp.float32}
     if experts.layout == "interleaved":
         product = lax.ragged_dot(rows, weight, sizes, **settings)
     else:

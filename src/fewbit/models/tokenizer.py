@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
@@ -116,7 +116,9 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
-    """Reads `tokenizer.json` and `tokenizer_config.json`.
+    """Reads `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`.
+
+    The stop tokens are the `eos_token` of the second and the `eos_token_id` of the third.
 
     Args:
         files: the contents of a directory's small files, by name.
@@ -144,7 +146,12 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     if not isinstance(eos, list):
         eos = [eos]
     stops = [token if isinstance(token, str) else token.content for token in eos]
-    ids = tuple(i for i in map(backend.token_to_id, stops) if i is not None)
+    where = "generation_config.json"
+    generation = converted(parsed(files.get(where, b"{}"), where), _Generation, where).eos_token_id or []
+    if not isinstance(generation, list):
+        generation = [generation]
+    known = [i for i in generation if backend.id_to_token(i) is not None]
+    ids = tuple(dict.fromkeys([*(i for i in map(backend.token_to_id, stops) if i is not None), *known]))
     template = config.chat_template or jinja
     if not isinstance(template, str):  # a list of named templates
         template = None
@@ -163,7 +170,7 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
     Raises:
         QuantError: when the directory has no `tokenizer.json`.
     """
-    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+    names = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja")
     return tokenizer_from_files({n: (directory / n).read_bytes() for n in names if (directory / n).is_file()})
 
 
@@ -250,11 +257,20 @@ class _Token(msgspec.Struct):
     content: str
 
 
+_Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
+
+
 class _Config(msgspec.Struct):
     """The JSON schema of `tokenizer_config.json`."""
 
     eos_token: str | _Token | list[str | _Token] | None = None
     chat_template: str | list[Any] | None = None
+
+
+class _Generation(msgspec.Struct):
+    """The JSON schema of `generation_config.json`."""
+
+    eos_token_id: _Id | list[_Id] | None = None
 
 
 class _Glassllm(msgspec.Struct):

@@ -24,7 +24,7 @@ from .model import Model, Value
 def load(path: str | os.PathLike[str]) -> Model:
     """Opens a model; its parameters are loaded lazily, one by one.
 
-    A Hugging Face or fewbit directory of a family of `models.FAMILIES` can be run, and so can a GGUF file of a Llama and a
+    A Hugging Face or fewbit directory of a family of `models.FAMILIES` can be run, a GGUF file of their architectures, and a
     glassllm `.npz`. Any other architecture loads as flat tensors, which can be planned, quantized, inspected and verified.
 
     Args:

@@ -26,6 +26,8 @@ HF_CONFIG = {
     "rope_scaling": None,
     "torch_dtype": "bfloat16",
     "unknown_but_unset": None,
+    "is_llama_config": True,
+    "transformers.js_config": {"dtype": "q4"},
 }
 EXPECTED = {
     "vocab": 67,

@@ -115,7 +115,7 @@ def decoder_config(found: Common, *, theta: float = 10_000.0, **settings: Any) -
     if "activation" not in settings:
         settings["activation"] = activation(found.act or "silu", "hidden_act")
     head_dim = found.head_dim or found.width // found.heads
-    fields = {
+    fields: dict[str, Any] = {
         "vocab": found.vocab,
         "layers": found.layers,
         "width": found.width,
@@ -208,6 +208,17 @@ _NO_ARCHITECTURE = frozenset(
         "do_sample",
         "num_return_sequences",
         "generation_config",
+        "quantization",
+        "is_llama_config",
+        "transformers.js_config",
+        "model_max_length",
+        "tokenizer_model_max_length",
+        "max_sequence_length",
+        "pad_token",
+        "bos_token",
+        "eos_token",
+        "hidden_dropout_prob",
+        "classifier_dropout",
     )
 )
 """Keys of config.json that do not change what the decoder computes."""

@@ -53,7 +53,7 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
     if hidden is None:
         raise QuantError(f"{_WHERE} lacks the field '{architecture}.feed_forward_length'")
     rotary_dim = found.rotary_dim or head_dim
-    settings = {
+    settings: dict[str, Any] = {
         "rope": "half",
         "qkv_bias": "blk.0.attn_q.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
@@ -187,8 +187,8 @@ def _scaling(architecture: str, found: _Gguf, names: Tensors) -> RopeScaling | N
         factors = _factors(names, "rope_freqs.weight")
         return LongRope(factors, factors, found.context, 1.0)
     if "rope_factors_long.weight" in names:
-        sets = [_factors(names, f"rope_factors_{length}.weight") for length in ("short", "long")]
-        return LongRope(*sets, original, found.attention_factor or 1.0)
+        short, long = (_factors(names, f"rope_factors_{length}.weight") for length in ("short", "long"))
+        return LongRope(short, long, original, found.attention_factor or 1.0)
     key = f"{architecture}.rope.scaling.type"
     refuse_unless(found.scaling, ("none", "linear", "yarn"), key, _WHERE)
     if found.scaling == "none":

@@ -7,17 +7,21 @@ import msgspec
 
 from ..._json import Positive
 from ..config import DecoderConfig
-from .family import Family, Number, Windowed, decoder_config, read_config
+from .family import Family, Number, Windowed, decoder_config, read_config, refuse_unless
 from .tables import gguf_table, hf_table
 
 
 class _Phi3(Windowed, kw_only=True):
     norm_eps: Number = msgspec.field(name="rms_norm_eps", default=1e-5)
+    full_attn_mod: int | None = None
+    interpolate_factor: int | None = None
     original_context: Positive = msgspec.field(name="original_max_position_embeddings", default=4096)
 
 
 def _phi3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _Phi3, names)
+    for name in ("full_attn_mod", "interpolate_factor"):
+        refuse_unless(getattr(found, name), (None, 1), name)
     for name in ("rope_scaling", "rope_parameters"):
         rope = getattr(found, name)
         if rope and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
