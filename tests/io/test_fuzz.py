@@ -17,13 +17,22 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError, io, models, workflows
-from fewbit._json import canonical, dumped
+from fewbit._json import canonical, dumped, parsed_object
+from fewbit.io.gguf.blocks import LAYOUTS
+from fewbit.io.gguf.fields import encoded
+from fewbit.io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
+from fewbit.io.gguf.stored import Stored
+from fewbit.io.gguf.vocabulary import tokenizer_fields
+from fewbit.io.gguf.writer import GGUFWriter
 from fewbit.io.native.manifest import sha256
 from fewbit.io.peft import read_adapters, write_adapters
 from fewbit.io.safetensors.file import file_header
 from fewbit.models import GGUF, shapes
 from fewbit.training.lora import Adapter
 from fewbit.workflows.memory import peak_memory
+from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
+from tests.io.gguf.test_sentencepiece import model as sentencepiece_model
+from tests.io.gguf.test_vocabulary import sentencepiece_json
 from tests.models.test_tokenizer import gguf_fields
 from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
@@ -215,6 +224,46 @@ def gguf(directory):
     return Subject(path, mutated, read)
 
 
+def gguf_blocks(directory):
+    """A tensor of every type that loads as a QArray."""
+    path = directory / "model.gguf"
+    draw = np.random.default_rng(0)
+    with GGUFWriter(path, {"general.architecture": "llama"}) as writer:
+        for name, layout in LAYOUTS.items():
+            scale = np.ones(1, np.float32) if name == "NVFP4" else None
+            writer.add(
+                f"{name}.weight", Stored(name, draw.integers(0, 120, (2, layout.nbytes), np.uint8), layout.length, scale)
+            )
+    return Subject(path, mutated_bytes, lambda: content(io.read(path)))
+
+
+def to_gguf(name, mutated=mutated_json):
+    """The metadata of a GGUF file, from the small files of a checkpoint."""
+
+    def subject(directory):
+        save_tokenizer(directory)
+        (directory / "tokenizer.model").write_bytes(sentencepiece_model())
+        kind, changed = FAMILIES["llama-3.1"]
+        config = {**COMMON, "model_type": kind, "vocab_size": 300, "rms_norm_eps": 1e-5, **changed}
+        (directory / "config.json").write_text(json.dumps(config))
+        if name == "tokenizer.model":
+            tokenizer = sentencepiece_json()
+            (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+
+        def read():
+            files = {file.name: file.read_bytes() for file in directory.iterdir()}
+            config = parsed_object(files["config.json"], "config.json")
+            architecture = architecture_of(config)
+            extra_tensors(architecture, config)
+            fields = architecture_fields(architecture, config) | tokenizer_fields(files, config, 300)
+            for key, value in fields.items():
+                encoded(value, key)
+
+        return Subject(directory / name, mutated, read)
+
+    return subject
+
+
 def npz(directory):
     """Half of the mutations are of the configuration's JSON, within a sound archive."""
     config = {
@@ -280,6 +329,11 @@ SUBJECTS = {
     "manifest": fewbit_directory("manifest.json"),
     "fewbit config": fewbit_directory("config.json"),
     "gguf": gguf,
+    "gguf blocks": gguf_blocks,
+    "to gguf: config": to_gguf("config.json"),
+    "to gguf: tokenizer": to_gguf("tokenizer.json"),
+    "to gguf: tokenizer_config": to_gguf("tokenizer_config.json"),
+    "to gguf: tokenizer.model": to_gguf("tokenizer.model", mutated_bytes),
     "npz": npz,
     "glassllm tokenizer": glassllm_tokenizer,
     "peft config": peft("adapter_config.json"),

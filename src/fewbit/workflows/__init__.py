@@ -32,3 +32,4 @@ from .rotate import rotated as rotated
 from .tensors import TensorResult as TensorResult
 from .tensors import quantized_tensors as quantized_tensors
 from .tensors import worst as worst
+from .to_gguf import write_gguf as write_gguf

@@ -216,5 +216,7 @@ def test_what_has_no_place_is_refused(tensors, error, message):
 
 def test_names_are_checked_before_any_tensor_is_read():
     conversion("gpt-oss").check_names([f"{LAYER}mlp.experts.gate_up_proj_bias", f"{LAYER}self_attn.sinks", "lm_head.weight"])
+    with pytest.raises(QuantError, match=r"config\.json has 2 layers, the checkpoint 1 tensors"):
+        conversion("llama").check_names(["model.norm.weight"])
     with pytest.raises(UnsupportedError, match=r"'visual\.patch\.weight' has no GGUF name"):
         conversion("llama").check_names(["model.norm.weight", "visual.patch.weight"])

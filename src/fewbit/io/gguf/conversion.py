@@ -7,7 +7,7 @@ quantized again.
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -44,12 +44,17 @@ class Conversion:
     is_permuted: bool
     ternary: str = "TQ2_0"
 
-    def check_names(self, names: Iterable[str]) -> None:
+    def check_names(self, names: Collection[str]) -> None:
         """Refuses a checkpoint with a tensor that has no GGUF name.
 
         Raises:
             UnsupportedError: naming the first of them.
+            QuantError: when there are fewer tensors than layers.
         """
+        if self.config["num_hidden_layers"] > len(names):
+            raise QuantError(
+                f"config.json has {self.config['num_hidden_layers']} layers, the checkpoint {len(names)} tensors"
+            )
         for name in names:
             if not self._is_dropped(name) and not _EXPERT.fullmatch(name) and not _EXPERTS.fullmatch(name):
                 self._name(name)

@@ -4,14 +4,17 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import numpy as np
 
+from ..._json import Count, Positive, converted
 from ..._registry import near_names
 from ...errors import QuantError, UnsupportedError
 from .architectures import ARCHITECTURES, COMMON, Architecture, FieldRow
 from .fields import Field
 from .stored import Stored, stored
 
+_LARGEST_HEAD = 65536
 _NO_ROPE_STEP = 4  # SmolLM3: llama.cpp rotates all but every fourth layer
 
 
@@ -21,7 +24,8 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     Raises:
         UnsupportedError: for a `model_type` that is not in the table, or a value that llama.cpp cannot run.
     """
-    kind = config.get("model_type")
+    converted(config, _Config, "config.json")
+    kind = config["model_type"]
     if kind not in ARCHITECTURES:
         raise UnsupportedError(
             f"model_type {kind!r} has no GGUF conversion in fewbit; {near_names(str(kind), tuple(ARCHITECTURES))}"
@@ -79,10 +83,13 @@ def extra_tensors(architecture: Architecture, config: Mapping[str, Any]) -> dict
 
 def head_dim(config: Mapping[str, Any]) -> int:
     """The width of a head."""
-    given = config.get("head_dim")
-    if given is not None:
-        return int(given)
-    return int(config["hidden_size"]) // int(config["num_attention_heads"])
+    if config.get("head_dim") is not None:
+        if config["head_dim"] > _LARGEST_HEAD:
+            raise QuantError(f"head_dim is {config['head_dim']}, more than {_LARGEST_HEAD}; config.json is damaged")
+        return config["head_dim"]
+    if not config.get("hidden_size") or not config.get("num_attention_heads"):
+        raise QuantError("config.json lacks 'hidden_size' or 'num_attention_heads'")
+    return config["hidden_size"] // config["num_attention_heads"]
 
 
 def _field(row: FieldRow, config: Mapping[str, Any], *, is_required: bool) -> Field:
@@ -98,7 +105,7 @@ def _field(row: FieldRow, config: Mapping[str, Any], *, is_required: bool) -> Fi
 
 def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuses layers that differ from those that llama.cpp has built in."""
-    layers = int(config.get("num_hidden_layers") or 0)
+    layers = config.get("num_hidden_layers") or 0
     name, step = architecture.name, architecture.window_pattern
     if kinds := config.get("layer_types"):
         full = [kind == "full_attention" for kind in kinds]
@@ -106,13 +113,13 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         if full != expected:
             raise UnsupportedError(f"llama.cpp has its own pattern of sliding windows for {name}; layer_types is another")
     if name == "smollm3":
-        rotated = config.get("no_rope_layers") or [bool((i + 1) % _NO_ROPE_STEP) for i in range(layers)]
+        rotated = config.get("no_rope_layers") or []
         if [bool(r) for r in rotated] != [bool((i + 1) % _NO_ROPE_STEP) for i in range(len(rotated))]:
             raise UnsupportedError("llama.cpp rotates all but every fourth layer of smollm3; no_rope_layers is another")
     if architecture.large_layers is not None:
         expected_scale = head_dim(config)
         if layers == architecture.large_layers:
-            expected_scale = int(config["hidden_size"]) // int(config["num_attention_heads"])
+            expected_scale = head_dim({**config, "head_dim": None})
         if config.get("query_pre_attn_scalar") != expected_scale:
             raise UnsupportedError(
                 f"llama.cpp scales the attention of {name} by {expected_scale}; query_pre_attn_scalar is "
@@ -124,11 +131,12 @@ def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
     """The rope parameters of full attention, from either version of config.json."""
     given = config.get("rope_parameters") or config.get("rope_scaling") or {}
     given = given.get("full_attention", given)
+    converted(given, _Rope, "the rope parameters of config.json")
     theta = config.get("rope_theta", 10000.0)
     original = {}
     if config.get("original_max_position_embeddings") is not None:
         original["original_max_position_embeddings"] = config["original_max_position_embeddings"]
-    return {"rope_theta": theta, **original, **given}
+    return {"rope_theta": theta, **original, **{key: value for key, value in given.items() if value is not None}}
 
 
 def _rope_kind(rope: Mapping[str, Any]) -> str:
@@ -145,7 +153,8 @@ def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[
         "dimension_count": int(share * head_dim(config)),
         "freq_base": float(rope["rope_theta"]),
     }
-    local = (config.get("rope_parameters") or {}).get("sliding_attention", {})
+    local = (config.get("rope_parameters") or {}).get("sliding_attention") or {}
+    converted(local, _Rope, "the rope parameters of config.json")
     local_base = local.get("rope_theta", config.get("rope_local_base_freq"))
     if local_base is not None:
         fields["freq_base_swa"] = float(local_base)
@@ -160,6 +169,8 @@ def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[
         )
     if kind in ("linear", "yarn"):
         fields["scaling.type"] = kind
+        if not rope.get("factor"):
+            raise QuantError(f"config.json has rope scaling {kind!r} without a factor")
         fields["scaling.factor"] = float(rope["factor"])
     if kind in ("yarn", "longrope"):
         original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
@@ -209,3 +220,44 @@ def _factors(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> np
     if not isinstance(values, list) or len(values) != expected:
         raise QuantError(f"config.json has {key} {values!r:.60}; expected {expected} numbers")
     return np.asarray(values, np.float32)
+
+
+class _Config(msgspec.Struct):
+    """The JSON schema of what is computed with of config.json; fields that are only copied are checked one by one."""
+
+    model_type: str
+    hidden_size: Positive | None = None
+    num_attention_heads: Positive | None = None
+    num_key_value_heads: Positive | None = None
+    num_hidden_layers: Positive | None = None
+    num_local_experts: Count | None = None
+    num_experts: Count | None = None
+    head_dim: Positive | None = None
+    max_position_embeddings: Positive | None = None
+    original_max_position_embeddings: Positive | None = None
+    sliding_window: Count | None = None
+    layer_types: list[str] | None = None
+    no_rope_layers: list[bool | int] | None = None
+    rope_theta: float | None = None
+    rope_local_base_freq: float | None = None
+    partial_rotary_factor: float | None = None
+    rope_parameters: dict[str, Any] | None = None
+    rope_scaling: dict[str, Any] | None = None
+
+
+class _Rope(msgspec.Struct):
+    """The JSON schema of rope parameters."""
+
+    rope_type: str | None = None
+    type: str | None = None
+    rope_theta: float | None = None
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: Positive | None = None
+    partial_rotary_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    long_factor: list[float] | None = None
+    short_factor: list[float] | None = None

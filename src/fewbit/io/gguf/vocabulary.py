@@ -6,11 +6,12 @@ with the scores of `tokenizer.model`, or without it scores in the order of the m
 Reference: llama.cpp, src/llama-vocab.cpp and conversion/base.py.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..._json import parsed
+import msgspec
+
+from ..._json import Count, converted, parsed
 from ...errors import QuantError, UnsupportedError
 from .fields import Field
 from .sentencepiece import pieces
@@ -67,11 +68,13 @@ def tokenizer_fields(files: Mapping[str, bytes], config: Mapping[str, Any], voca
         raise QuantError(f"no tokenizer.json among {', '.join(sorted(files)) or 'no files'}; copy it to the checkpoint")
     tokenizer = _object(files, "tokenizer.json")
     settings = _object(files, "tokenizer_config.json")
+    converted(settings, _Settings, "tokenizer_config.json")
     model = tokenizer.get("model")
-    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE" or not isinstance(model.get("vocab"), dict):
+    if not isinstance(model, dict) or model.get("type", "BPE") != "BPE":
         raise UnsupportedError(
             "tokenizer.json is not a BPE; a GGUF tokenizer of fewbit is byte-level BPE or BPE of SentencePiece"
         )
+    converted(tokenizer, _Tokenizer, "tokenizer.json")
     tokens, kinds = _tokens(tokenizer, vocab)
     rules = list(_rules(tokenizer.get("pre_tokenizer")))
     if "bytes" in rules:
@@ -103,15 +106,11 @@ def _tokens(tokenizer: Mapping[str, Any], vocab: int) -> tuple[list[str], list[i
     tokens: list[str | None] = [None] * vocab
     kinds = [_UNUSED] * vocab
     for token, index in tokenizer["model"]["vocab"].items():
-        if not isinstance(index, int) or index < 0:
-            raise QuantError(f"tokenizer.json gives token {token!r:.60} the id {index!r:.30}")
         if index < vocab:
             tokens[index], kinds[index] = token, _NORMAL
     for added in tokenizer.get("added_tokens") or []:
-        index, token = added.get("id"), added.get("content")
-        if not isinstance(index, int) or not isinstance(token, str):
-            raise QuantError("tokenizer.json has an added token without id or content")
-        if 0 <= index < vocab:
+        index, token = added["id"], added["content"]
+        if index < vocab:
             is_control = bool(added.get("special")) or _looks_special(token)
             kinds[index] = _CONTROL if is_control else _USER
             tokens[index] = token if is_control else token.replace(_SPACE, " ")
@@ -128,18 +127,22 @@ def _looks_special(token: str) -> bool:
     return is_marked or token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 
 
+def _objects(value: Any) -> list[dict[str, Any]]:
+    """The objects of a JSON array."""
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
 def _rules(rule: Any) -> Iterator[str]:
     """The splitting rules of a pre-tokenizer, in order: regular expressions, "digits", "bytes"."""
     if not isinstance(rule, dict):
         return
     kind = rule.get("type")
     if kind == "Sequence":
-        parts = list(rule.get("pretokenizers") or [])
-        for part in parts:
+        for part in _objects(rule.get("pretokenizers")):
             yield from _rules(part)
     elif kind == "Split":
-        pattern = rule.get("pattern") or {}
-        yield str(pattern.get("Regex", pattern.get("String")))
+        pattern = rule.get("pattern")
+        yield str(pattern.get("Regex", pattern.get("String")) if isinstance(pattern, dict) else pattern)
     elif kind == "Digits" and rule.get("individual_digits"):
         yield "digits"
     elif kind == "ByteLevel":
@@ -225,12 +228,12 @@ def _merge_ranks(model: Mapping[str, Any]) -> dict[str, int]:
 def _adds_space(tokenizer: Mapping[str, Any]) -> bool:
     """Whether a space is put before the text."""
     normalizer, splitter = tokenizer.get("normalizer") or {}, tokenizer.get("pre_tokenizer") or {}
-    parts = [normalizer, *(normalizer.get("normalizers") or [])]
+    parts = [normalizer, *_objects(normalizer.get("normalizers"))]
     if any(part.get("type") == "Prepend" for part in parts):
         return True
     if splitter.get("type") != "Metaspace":
         return False
-    return splitter.get("prepend_scheme", "always") != "never" and splitter.get("add_prefix_space", True)
+    return splitter.get("prepend_scheme", "always") != "never" and bool(splitter.get("add_prefix_space", True))
 
 
 def _special_ids(ids: Mapping[str, int], settings: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Field]:
@@ -241,12 +244,12 @@ def _special_ids(ids: Mapping[str, int], settings: Mapping[str, Any], config: Ma
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, list):
-            token = token[0] if token else None
+            token = next(iter(token), None)
         index = ids.get(token) if isinstance(token, str) else None
         if index is None:
             given = config.get(f"{name}_token_id")
             index = given[0] if isinstance(given, list) and given else given
-        if isinstance(index, int) and 0 <= index < len(ids):
+        if isinstance(index, int) and not isinstance(index, bool) and 0 <= index < len(ids):
             fields[f"tokenizer.ggml.{_SPECIAL_KEYS.get(name, name)}_token_id"] = index
     return fields
 
@@ -266,11 +269,11 @@ def _template(processor: Any) -> tuple[bool, bool]:
     if not isinstance(processor, dict):
         return False, False
     if processor.get("type") == "Sequence":
-        found = [_template(part) for part in processor.get("processors") or []]
+        found = [_template(part) for part in _objects(processor.get("processors"))]
         return any(before for before, _ in found), any(after for _, after in found)
     if processor.get("type") != "TemplateProcessing":
         return False, False
-    steps = [next(iter(step), "") for step in processor.get("single") or []]
+    steps = [next(iter(step), "") for step in _objects(processor.get("single"))]
     if "Sequence" not in steps:
         return False, False
     return steps[0] == "SpecialToken", steps[-1] == "SpecialToken"
@@ -282,8 +285,40 @@ def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> s
         return files["chat_template.jinja"].decode("utf-8", "replace")
     found = settings.get("chat_template")
     if found is None and "chat_template.json" in files:
-        found = json.loads(files["chat_template.json"]).get("chat_template")
+        found = _object(files, "chat_template.json").get("chat_template")
     if isinstance(found, list):
-        named = {each.get("name"): each.get("template") for each in found if isinstance(each, dict)}
-        found = named.get("default")
+        found = next((each.get("template") for each in _objects(found) if each.get("name") == "default"), None)
     return found if isinstance(found, str) else None
+
+
+class _Added(msgspec.Struct):
+    """The JSON schema of an added token."""
+
+    id: Count
+    content: str
+
+
+class _Bpe(msgspec.Struct):
+    """The JSON schema of a BPE."""
+
+    vocab: dict[str, Count]
+    merges: list[str | tuple[str, str]] = []
+    byte_fallback: bool | None = None
+    ignore_merges: bool | None = None
+    unk_token: str | None = None
+
+
+class _Tokenizer(msgspec.Struct):
+    """The JSON schema of what is read of `tokenizer.json`."""
+
+    model: _Bpe
+    added_tokens: list[_Added] | None = None
+    normalizer: dict[str, Any] | None = None
+    pre_tokenizer: dict[str, Any] | None = None
+    post_processor: dict[str, Any] | None = None
+
+
+class _Settings(msgspec.Struct):
+    """The JSON schema of what is read of `tokenizer_config.json`."""
+
+    clean_up_tokenization_spaces: bool | None = None

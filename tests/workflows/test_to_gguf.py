@@ -1,0 +1,171 @@
+"""Models become GGUF files: names, metadata and tokenizer, from each container that models come in."""
+
+import json
+import pathlib
+
+import gguf
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import QuantError, UnsupportedError, io, workflows
+from fewbit.io.gguf.header import read_header
+from fewbit.io.gguf.stored import stored
+from fewbit.workflows.to_gguf import why_not, why_not_model, write_gguf
+from tests.io.gguf.families import COMMON, save_tokenizer
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers
+
+pytestmark = needs_tokenizers
+CONFIG = {
+    **COMMON,
+    "model_type": "llama",
+    "vocab_size": 300,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e4,
+    "tie_word_embeddings": True,
+}
+
+
+def normal(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory) -> pathlib.Path:
+    """A Hugging Face directory of a Llama with a byte-level BPE."""
+    from safetensors.numpy import save_file
+
+    path = tmp_path_factory.mktemp("hf") / "tiny"
+    save_tokenizer(path)
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    (path / "chat_template.jinja").write_text("<|im_start|>{{ x }}")
+    arrays = {"model.embed_tokens.weight": normal(300, 64), "model.norm.weight": normal(64)}
+    for i in range(2):
+        layer = f"model.layers.{i}."
+        arrays |= {f"{layer}{part}layernorm.weight": normal(64) for part in ("input_", "post_attention_")}
+        rows = {"self_attn.q": (64, 64), "self_attn.k": (32, 64), "self_attn.v": (32, 64), "self_attn.o": (64, 64)}
+        rows |= {"mlp.gate": (96, 64), "mlp.up": (96, 64), "mlp.down": (64, 96)}
+        arrays |= {f"{layer}{part}_proj.weight": normal(*shape) for part, shape in rows.items()}
+    save_file(arrays, str(path / "model.safetensors"))
+    return path
+
+
+def unchanged(model):
+    return ((path, model.load(path)) for path in model.info)
+
+
+@pytest.fixture(scope="module")
+def written(directory, tmp_path_factory) -> pathlib.Path:
+    model = workflows.load(directory)
+    return write_gguf(model, unchanged(model), tmp_path_factory.mktemp("gguf") / "m.gguf")
+
+
+def test_a_hugging_face_directory_becomes_a_model_that_runs_the_same(directory, written):
+    one, other = workflows.load(directory), workflows.load(written)
+    assert other.why_not_run == ""
+    assert set(io.read(written).tensors) == set(gguf_names())
+    tokens = jnp.arange(20)[None]
+    logits = [fb.models.forward(m.params(), tokens, m.runnable_config()) for m in (one, other)]
+    np.testing.assert_allclose(*logits, rtol=0, atol=1e-5 * float(jnp.abs(logits[0]).max()))
+    fields = io.read(written).metadata
+    assert fields["general.name"] == "tiny"
+    assert fields["tokenizer.chat_template"] == "<|im_start|>{{ x }}"
+    assert fields["llama.rope.freq_base"] == 1e4
+
+
+def gguf_names():
+    yield from ("token_embd.weight", "output_norm.weight")
+    for i in range(2):
+        for part in ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]:
+            yield f"blk.{i}.{part}.weight"
+
+
+def test_a_gguf_file_passes_through(written, tmp_path):
+    """Names, metadata and tokenizer byte for byte; the file type follows the new tensors."""
+    model = workflows.load(written)
+    quantized = {}
+    for path in model.info:
+        value = model.load(path)
+        quantized[path] = value
+        if path.endswith("mlp/up"):
+            quantized[path] = fb.quantize(jnp.asarray(value), "q8_0")
+    out = write_gguf(model, reversed(quantized.items()), tmp_path / "n.gguf")
+    before, after = (read_header(np.fromfile(path, np.uint8), str(path)) for path in (written, out))
+    assert after.encoded == before.encoded
+    assert {e.name for e in after.entries} == {e.name for e in before.entries}
+    kinds = {t.name: t.tensor_type.name for t in gguf.GGUFReader(out).tensors}
+    assert {name for name, kind in kinds.items() if kind == "Q8_0"} == {f"blk.{i}.ffn_up.weight" for i in range(2)}
+    same = write_gguf(model, unchanged(model), tmp_path / "same.gguf")
+    assert same.read_bytes() == written.read_bytes()
+
+
+def test_a_fewbit_directory_of_a_gguf_model_becomes_the_same_file(written, tmp_path):
+    """Its rows are in GGUF's order already."""
+    model = workflows.load(written)
+    workflows.quantize(model, workflows.plan_model(model, recipe="keep"), tmp_path / "d")
+    again = workflows.load(tmp_path / "d")
+    out = write_gguf(again, unchanged(again), tmp_path / "n.gguf")
+    tensors = [{name: np.asarray(c.tensors[name]) for name in c.tensors} for c in (io.read(written), io.read(out))]
+    assert tensors[0].keys() == tensors[1].keys()
+    for name, value in tensors[0].items():
+        np.testing.assert_array_equal(tensors[1][name], value)
+    one, other = (io.read(path).metadata for path in (written, out))
+    changed = {key for key in one | other if one.get(key) != other.get(key)}
+    assert changed <= {
+        "general.name",
+        "tokenizer.ggml.bos_token_id",
+        "tokenizer.ggml.padding_token_id",
+        "tokenizer.ggml.add_bos_token",
+    }
+
+
+def test_a_fewbit_directory_of_a_hugging_face_model_becomes_the_same_file(directory, written, tmp_path):
+    model = workflows.load(directory)
+    workflows.quantize(model, workflows.plan_model(model, recipe="keep"), tmp_path / "tiny")
+    again = workflows.load(tmp_path / "tiny")
+    out = write_gguf(again, unchanged(again), tmp_path / "n.gguf")
+    assert {n: np.asarray(t).tobytes() for n, t in io.read(out).tensors.items()} == {
+        n: np.asarray(t).tobytes() for n, t in io.read(written).tensors.items()
+    }
+
+
+def test_what_cannot_become_a_gguf_file_is_refused_before_any_tensor_is_read(directory, tmp_path):
+    def never():
+        raise AssertionError("a tensor was read")
+        yield
+
+    other = llama_directory(tmp_path / "words")
+    model = workflows.load(other)
+    assert (
+        why_not_model(model)
+        == "tokenizer.json is not a BPE; a GGUF tokenizer of fewbit is byte-level BPE or BPE of SentencePiece"
+    )
+    with pytest.raises(UnsupportedError, match=r"tokenizer\.json is not a BPE"):
+        write_gguf(model, never(), tmp_path / "m.gguf")
+    np.savez(tmp_path / "a.npz", w=normal(4, 4))
+    assert "has neither GGUF metadata nor a config.json with a model_type" in why_not_model(
+        workflows.load(tmp_path / "a.npz")
+    )
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"model_type": "t5"}))
+    assert why_not_model(workflows.load(other)).startswith("model_type 't5' has no GGUF conversion in fewbit")
+    assert why_not_model(workflows.load(directory)) is None
+    assert not (tmp_path / "m.gguf").exists()
+
+
+def test_a_scheme_without_a_type_leaves_no_file(directory, tmp_path):
+    model = workflows.load(directory)
+    q = fb.quantize(jnp.ones((64, 64)), "nf4")
+    assert why_not(q.scheme, q.shape) == "GGUF has no type for nf4; the nearest schemes that fit are q4_0, q4_1, iq4_nl"
+    values = ((path, q if path.endswith("attn/q") else model.load(path)) for path in model.info)
+    with pytest.raises(QuantError, match=r"q_proj.* cannot be written: GGUF has no type for nf4"):
+        write_gguf(model, values, tmp_path / "m.gguf")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(QuantError, match="is the model itself"):
+        write_gguf(workflows.load(directory), [], directory, overwrite=True)
+
+
+def test_ternary_tensors_are_written_in_either_type(tmp_path):
+    q = fb.quantize(jnp.ones((2, 256)), "tq2_0")
+    assert [stored(q, "w", kind).type_name for kind in ("TQ2_0", "TQ1_0")] == ["TQ2_0", "TQ1_0"]
