@@ -29,7 +29,7 @@ class MXFloats(AbstractLayout):
         activations: the scheme that activations can have.
     """
 
-    name: str  # type: ignore[misc]
+    name: str
     scheme: str
     part: str
     activations: str
