@@ -492,7 +492,9 @@ def test_transformers_runs_what_is_written(case, theirs, tmp_path):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 40}
     config = transformers.LlamaConfig(**sizes, num_key_value_heads=2, initializer_range=0.2, tie_word_embeddings=True)
-    model = transformers.LlamaForCausalLM(config).to(getattr(torch, dtype)).eval()
+    model = transformers.LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():  # the frequencies of rotary embeddings stay float32
+        parameter.data = parameter.data.to(getattr(torch, dtype))
     arrays = {name: to_numpy(tensor) for name, tensor in model.named_parameters()}
     names = [name for name in arrays if "proj" in name and "layers.1.mlp" not in name]
     qs = {name: fb.quantize(jnp.asarray(arrays[name]), scheme) for name in names}
@@ -502,9 +504,14 @@ def test_transformers_runs_what_is_written(case, theirs, tmp_path):
     with ContainerWriter(tmp_path / "m", CT, weights=weights, kept=kept, config=form) as writer:
         for name, array in arrays.items():
             writer.add(name, qs.get(name, array))
+    loaded = transformers.AutoConfig.from_pretrained(tmp_path / "m")
+    has_zero_points = scheme.startswith("uint")  # transformers 5.23 expects them unpacked unless it decompresses at once
+    loaded.quantization_config["dequantize"] = has_zero_points
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the package, about its own arguments
-        served = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=getattr(torch, dtype)).eval()
+        served = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "m", config=loaded, dtype=getattr(torch, dtype)
+        ).eval()
     found = fb.io.read(tmp_path / "m")
     tokens = torch.arange(12)[None]
     with torch.no_grad():
@@ -518,7 +525,7 @@ def test_transformers_runs_what_is_written(case, theirs, tmp_path):
                 np.testing.assert_array_equal(to_numpy(served.get_parameter(name)), to_numpy(parameter))
         mine = model(tokens).logits.float().numpy()
     modules = dict(served.named_modules())
-    assert hasattr(modules["model.layers.0.mlp.up_proj"], "quantization_scheme")
+    assert hasattr(modules["model.layers.0.mlp.up_proj"], "quantization_scheme") != has_zero_points
     assert not hasattr(modules["model.layers.1.mlp.up_proj"], "quantization_scheme")
     assert not hasattr(modules["lm_head"], "quantization_scheme")
     if activations is None:

@@ -97,8 +97,9 @@ def built(
     """The QArray of packed codes, of which `length` lie along the packed axis."""
     slack = code_capacity(codes.shape[scheme.pack_axis], scheme.format.bits) - length
     # device_put, unlike jnp.asarray, compiles nothing for a new shape
-    leaves = jax.device_put((codes, scale, zero_point, tensor_scale))
-    return QArray(*leaves, scheme, dtype, slack)
+    leaves: Any = jax.device_put((codes, scale, zero_point, tensor_scale))
+    placed, scales, zero, tensor = leaves
+    return QArray(placed, scales, zero, tensor, scheme, dtype, slack)
 
 
 def described(

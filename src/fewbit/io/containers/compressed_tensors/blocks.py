@@ -29,7 +29,7 @@ class MXFloats(AbstractLayout):
         activations: the scheme that activations can have.
     """
 
-    name: str  # type: ignore[misc]
+    name: str
     scheme: str
     part: str
     activations: str
@@ -105,7 +105,7 @@ class NVFP4(AbstractLayout):
             raise module.fault("has more than one weight_global_scale")
 
         def load(arrays: Mapping[str, np.ndarray]) -> QArray:
-            divisor = arrays["weight_global_scale"].reshape(())[()]
+            divisor = np.float32(arrays["weight_global_scale"].item())
             factor = factor_of(divisor)
             if factor is None:
                 raise module.fault(f"has the weight_global_scale {divisor}, expected a positive number with a reciprocal")

@@ -129,4 +129,10 @@ def _with_policy(group: Group, activations: Arguments | None) -> Group:
     weight = group.info.scheme
     assert weight is not None
     policy = Policy(weight, scheme)
-    return dataclasses.replace(group, load=lambda arrays: dataclasses.replace(group.load(arrays), policy=policy))
+
+    def load(arrays: Mapping[str, np.ndarray]) -> QArray:
+        q = group.load(arrays)
+        assert isinstance(q, QArray)
+        return dataclasses.replace(q, policy=policy)
+
+    return dataclasses.replace(group, load=load)

@@ -3,7 +3,7 @@
 import abc
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -74,7 +74,7 @@ class Module:
 class AbstractLayout(abc.ABC):
     """One format of compressed-tensors."""
 
-    name: ClassVar[str]
+    name: str
     """Its name in `config.json`."""
 
     @abc.abstractmethod

@@ -191,7 +191,7 @@ def _float8_group(stored: StoredTensor, data: Attributes) -> Group:
 
 def _logical(stored: StoredTensor, codes: tuple[int, ...], per_byte: int, block: int) -> tuple[int, ...]:
     """The shape of a tensor from that of its codes; blocks divide the last axis."""
-    shape = (*codes[:-1], codes[-1] * per_byte) if codes else ()
+    shape = (*codes[:-1], *(n * per_byte for n in codes[-1:]))
     if len(shape) not in (2, 3) or shape[-1] % block:
         raise stored.fault(f"codes of shape {codes} are no rows of blocks of {block}")
     return shape
