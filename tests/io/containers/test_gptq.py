@@ -183,9 +183,7 @@ def test_what_does_not_fit_is_refused(scheme, shape, reason):
 
 
 def test_transposed_groups_and_activations_are_refused():
-    assert "along axis -2 here" in GPTQ().why_not(
-        Weight(NAME, (N, K), "float32", fb.scheme("int4_f16_g16").along(0, 2))
-    )
+    assert "along axis -2 here" in GPTQ().why_not(Weight(NAME, (N, K), "float32", fb.scheme("int4_f16_g16").along(0, 2)))
     assert "activations" in GPTQ().why_not(Weight(NAME, (N, K), "float32", fb.scheme("int4_f16"), fb.scheme("int8")))
 
 

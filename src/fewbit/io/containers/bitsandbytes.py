@@ -23,7 +23,7 @@ from ..checkpoint import TensorInfo, Tensors
 from .bitsandbytes_blocks import FORMATS, NESTED, STATE, four_bit_arrays, four_bit_group, kind_of
 from .container import AbstractContainer, Files, Group, Weight, grouped, plain_array
 from .integer_words import why_not_linear
-from .stored import config_dtype, linear_modules, per_tile
+from .stored import config_dtype, linear_modules, packed_codes, per_tile
 
 _KEY = "quantization_config"
 _FLOAT32 = np.dtype(np.float32)
@@ -49,6 +49,8 @@ class BitsAndBytes(AbstractContainer):
             known = SCHEMES["int8_narrow"]
             if (scheme.tile, scheme.scale, scheme.zero_point) != (known.tile, known.scale, None):
                 return "its 8-bit codes do not have one float32 scale a row, as int8_narrow does"
+            if scheme.calibration != known.calibration:
+                return f"its scales are chosen by {scheme.calibration}, and bitsandbytes stores absmax / 127 (int8_narrow)"
             return None
         if scheme.format not in FORMATS.values():
             return f"its codes are {scheme.format.name}; there are nf4, bnb_fp4 and int8_narrow"
@@ -122,7 +124,7 @@ def _form(scheme: Scheme) -> tuple[str, bool, int | None]:
 def _int8_arrays(weight: Weight, q: QArray) -> dict[str, np.ndarray]:
     scale = per_tile(q.scale, q)[:, 0]
     return {
-        weight.name: np.asarray(q.codes).view(np.int8),
+        weight.name: packed_codes(q).view(np.int8),
         f"{weight.module}.SCB": _row_maxima(scale, weight.name),
         f"{weight.module}.weight_format": np.zeros((), np.uint8),
     }
