@@ -77,7 +77,7 @@ class _FourBit:
     @property
     def parts(self) -> dict[str, tuple[int, np.dtype]]:
         """The length and dtype of each stored array, but for the codes."""
-        expected = {"absmax": (self.blocks, _FLOAT32), "quant_map": (16, _FLOAT32)}
+        expected: dict[str, tuple[int, np.dtype]] = {"absmax": (self.blocks, _FLOAT32), "quant_map": (16, _FLOAT32)}
         if self.is_nested:
             nested = -(-self.blocks // self.state.nested_blocksize)
             expected["absmax"] = (self.blocks, _BYTES)
