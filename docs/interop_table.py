@@ -18,9 +18,9 @@ ORACLES = {
     "gpt-oss": "transformers 5.23: `convert_moe_packed_tensors`",
     "torchao": "torchao 0.18: `unflatten_tensor_state_dict` and its tensors",
     "gptq": "AutoGPTQ's published formula in numpy",
-    "awq": "AutoAWQ's published formula in numpy",
+    "awq": "AutoAWQ's published formula in numpy; `dequantize_gemm` of autoawq 0.2.9",
     "bitsandbytes": "bitsandbytes 0.50 on CPU; transformers 5.23 runs it",
-    "mlx": "mlx 0.32 on CPU: `mx.dequantize`",
+    "mlx": "mlx 0.32 on CPU: `mx.dequantize`; mlx-lm 0.32 runs it",
     "gguf": "gguf 0.19; llama.cpp by llama-cpp-python 0.3 runs it",
     "orbax": "orbax-checkpoint 0.12",
     "hf": "safetensors 0.8, transformers 5.23",
@@ -39,7 +39,7 @@ def directions() -> Iterator[str]:
 READ = {
     "gguf": "exact; types without a scheme are decoded to float32",
     "gptq": "exact; act-order is decoded to float",
-    "bitsandbytes": "exact; nested scales are decoded to float32",
+    "bitsandbytes": "exact; nested scales of several ranges are decoded to float32, blocks that cross rows to float",
     "hf": "exact",
 }
 WRITTEN = {"hf": "dequantized to bfloat16, as asked"}

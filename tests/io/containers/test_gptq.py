@@ -11,7 +11,7 @@ from fewbit import io
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.containers.container import Weight, notes_on_floats
 from fewbit.io.containers.gptq import GPTQ
-from fewbit.io.containers.integer_words import unpacked
+from fewbit.io.containers.integer_words import codes_of_words
 from fewbit.io.containers.writer import ContainerWriter
 from tests.io.containers.stored import MODULE, NAME, quantized, read_back, tensors, values
 
@@ -104,7 +104,7 @@ def test_codes_of_three_bits_cross_words():
     words[0, 0], words[1, 0] = np.uint32(1 << 30).view(np.int32), 1  # code 10 is 0b101
     words[1, 1], words[2, 1] = np.uint32(1 << 31).view(np.int32), 3  # code 21 is 0b111
     q = GPTQ().decoded(config(checkpoint_format="gptq_v2"), tensors(arrays), "here")[NAME]
-    found = unpacked(np.asarray(q.codes), 3)
+    found = codes_of_words(np.asarray(q.codes), 3)
     assert found[0].nonzero()[0].tolist() == [10] and found[0, 10] == 5
     assert found[1].nonzero()[0].tolist() == [21] and found[1, 21] == 7
 
@@ -174,7 +174,7 @@ def test_other_modules_and_forms_are_patterns():
         ("nf4", (N, K), "its codes are nf4, not integers of 2 or 3 or 4 or 8 bits"),
         ("q4_1", (N, K), "its zero points are not integers"),
         ("int4_f16_g16", (N + 1, K), r"not in multiples of 8"),
-        ("int4_f16_g16", (2, N, K), "it has 3 axes"),
+        ("int4_f16_g16", (2, N, K), "it stores matrices, and the weight has 3 axes"),
     ],
 )
 def test_what_does_not_fit_is_refused(scheme, shape, reason):
@@ -183,9 +183,7 @@ def test_what_does_not_fit_is_refused(scheme, shape, reason):
 
 
 def test_transposed_groups_and_activations_are_refused():
-    assert "do not run along the rows" in GPTQ().why_not(
-        Weight(NAME, (N, K), "float32", fb.scheme("int4_f16_g16").along(0, 2))
-    )
+    assert "along axis -2 here" in GPTQ().why_not(Weight(NAME, (N, K), "float32", fb.scheme("int4_f16_g16").along(0, 2)))
     assert "activations" in GPTQ().why_not(Weight(NAME, (N, K), "float32", fb.scheme("int4_f16"), fb.scheme("int8")))
 
 

@@ -11,7 +11,7 @@ import fewbit as fb
 from fewbit import io
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.containers.container import Weight
-from fewbit.io.containers.integer_words import unpacked
+from fewbit.io.containers.integer_words import codes_of_words
 from fewbit.io.containers.mlx import MLX
 from fewbit.io.containers.writer import ContainerWriter
 from tests.io.containers.stored import MODULE, NAME, quantized, read_back, tensors, values
@@ -68,7 +68,7 @@ def test_affine_reads_as_mlx_computes(mx, bits, dtype):
     assert q.dtype.name == dtype and q.scheme.format.bits == bits
     np.testing.assert_array_equal(values(q), dequantized_by_mlx(mx, arrays, dtype=mx.float32, **form))
     scale, offset = (np.repeat(np.asarray(leaf, np.float32), 32, -1) for leaf in (q.scale, q.zero_point))
-    product = (unpacked(np.asarray(q.codes), bits) * scale).astype(q.dtype).astype(np.float32)
+    product = (codes_of_words(np.asarray(q.codes), bits) * scale).astype(q.dtype).astype(np.float32)
     np.testing.assert_array_equal((product + offset).astype(q.dtype), dequantized_by_mlx(mx, arrays, **form))
 
 

@@ -22,8 +22,16 @@ from ...array.scheme import Scheme
 from ...errors import QuantError, UnsupportedError
 from ..checkpoint import TensorInfo, Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped
-from .integer_words import integer_misfit, integer_scheme, packed, scales_of, unpacked, unsigned_bytes, unsigned_zero_points
-from .modules import float_modules, linear_misfit, model_dtype
+from .integer_words import (
+    codes_of_words,
+    integer_misfit,
+    integer_scheme,
+    unsigned_bytes,
+    unsigned_zero_points,
+    why_not_linear,
+    words_of_codes,
+)
+from .stored import config_dtype, linear_modules, per_tile
 
 _KEY = "quantization_config"
 _ORDER = paired(8, 4)
@@ -53,7 +61,7 @@ class AWQ(AbstractContainer):
     schemes: ClassVar[tuple[str, ...]] = ("uint4_f16_g128", "uint4_f16_g64", "uint4_f16_g32", "int4_f16_g128", "q4_0")
 
     def why_not(self, weight: Weight) -> str | None:
-        if reason := linear_misfit(weight) or integer_misfit(weight.scheme, (4,)):
+        if reason := why_not_linear(weight) or integer_misfit(weight.scheme, (4,)):
             return reason
         group = weight.scheme.tiles(2)[1] or weight.shape[1]
         if weight.shape[0] % 8 or weight.shape[1] % group:
@@ -63,11 +71,11 @@ class AWQ(AbstractContainer):
         return None
 
     def encoded(self, weight: Weight, q: QArray) -> dict[str, np.ndarray]:
-        codes = unpacked(unsigned_bytes(q), 4)  # [out, in]
+        codes = codes_of_words(unsigned_bytes(q), 4)  # [out, in]
         return {
             f"{weight.module}.qweight": _words(codes.T),
             f"{weight.module}.qzeros": _words(unsigned_zero_points(q).T),
-            f"{weight.module}.scales": np.ascontiguousarray(scales_of(q, weight.name).T),
+            f"{weight.module}.scales": np.ascontiguousarray(per_tile(q.scale, q).T),
         }
 
     def files(self, weights: Sequence[Weight], kept: Sequence[str], config: Mapping[str, Any]) -> Files:
@@ -80,7 +88,7 @@ class AWQ(AbstractContainer):
             "group_size": groups.pop(),
             "zero_point": True,
             "version": "gemm",
-            "modules_to_not_convert": float_modules(weights, kept),
+            "modules_to_not_convert": linear_modules(kept, {weight.module for weight in weights}),
         }
         return Files({_KEY: settings})
 
@@ -128,7 +136,7 @@ def _group(module: str, info: Mapping[str, TensorInfo], config: Mapping[str, Any
     group = rows // groups if groups > 1 or _has_groups(config) else None
     scale_dtype = np.dtype(jnp.dtype(scale))
     scheme = integer_scheme(4, False, group, scale_dtype)
-    dtype = model_dtype(config, scale_dtype)
+    dtype = config_dtype(config, scale)
     entry = TensorInfo((columns, rows), dtype.name, "AWQ", sum(e.nbytes for e in entries), scheme)
     return Group(entry, names, functools.partial(_qarray, names, scheme, dtype))
 
@@ -149,10 +157,10 @@ def _qarray(names: Sequence[str], scheme: Scheme, dtype: np.dtype, arrays: Mappi
 
 def _columns(words: np.ndarray) -> np.ndarray:
     """The codes of words, in the order of the columns."""
-    codes = unpacked(words, 4)
+    codes = codes_of_words(words, 4)
     return codes.reshape(*words.shape, 8)[..., _PLACE].reshape(codes.shape)
 
 
 def _words(codes: np.ndarray) -> np.ndarray:
     """The inverse of `_columns`."""
-    return packed(codes.reshape(len(codes), -1, 8)[..., _ORDER].reshape(codes.shape), 4)
+    return words_of_codes(codes.reshape(len(codes), -1, 8)[..., _ORDER].reshape(codes.shape), 4)

@@ -22,8 +22,8 @@ from ...formats.integer import Integer
 from ..checkpoint import TensorInfo, Tensors
 from .bitsandbytes_blocks import FORMATS, NESTED, STATE, four_bit_arrays, four_bit_group, kind_of
 from .container import AbstractContainer, Files, Group, Weight, grouped, plain_array
-from .integer_words import scales_of
-from .modules import float_modules, linear_misfit, model_dtype
+from .integer_words import why_not_linear
+from .stored import config_dtype, linear_modules, packed_codes, per_tile
 
 _KEY = "quantization_config"
 _FLOAT32 = np.dtype(np.float32)
@@ -41,7 +41,7 @@ class BitsAndBytes(AbstractContainer):
         plain = weight
         if is_int8 and weight.activations is not None and isinstance(weight.activations.format, Integer):
             plain = dataclasses.replace(weight, activations=None)  # the program quantizes them to int8 by itself
-        if reason := linear_misfit(plain):
+        if reason := why_not_linear(plain):
             return reason
         if scheme.pack_axis != -1 or scheme.tiles(2)[0] != 1:
             return "its blocks do not run along the rows"
@@ -49,6 +49,8 @@ class BitsAndBytes(AbstractContainer):
             known = SCHEMES["int8_narrow"]
             if (scheme.tile, scheme.scale, scheme.zero_point) != (known.tile, known.scale, None):
                 return "its 8-bit codes do not have one float32 scale a row, as int8_narrow does"
+            if scheme.calibration != known.calibration:
+                return f"its scales are chosen by {scheme.calibration}, and bitsandbytes stores absmax / 127 (int8_narrow)"
             return None
         if scheme.format not in FORMATS.values():
             return f"its codes are {scheme.format.name}; there are nf4, bnb_fp4 and int8_narrow"
@@ -76,7 +78,7 @@ class BitsAndBytes(AbstractContainer):
             "quant_method": "bitsandbytes",
             "load_in_8bit": kind == "int8",
             "load_in_4bit": kind != "int8",
-            "llm_int8_skip_modules": float_modules(weights, kept),
+            "llm_int8_skip_modules": linear_modules(kept, {weight.module for weight in weights}),
             "llm_int8_threshold": 6.0,
             "llm_int8_has_fp16_weight": False,
             "llm_int8_enable_fp32_cpu_offload": False,
@@ -95,7 +97,7 @@ class BitsAndBytes(AbstractContainer):
 
     def decoded(self, config: Mapping[str, Any], tensors: Tensors, where: str) -> Tensors:
         groups: dict[str, Group] = {}
-        dtype = model_dtype(config, np.dtype(np.float16))
+        dtype = config_dtype(config, "float16")
         for part in tensors.info:
             name, mark, kind = part.partition(STATE)
             if mark:
@@ -120,9 +122,9 @@ def _form(scheme: Scheme) -> tuple[str, bool, int | None]:
 
 
 def _int8_arrays(weight: Weight, q: QArray) -> dict[str, np.ndarray]:
-    scale = scales_of(q, weight.name)[:, 0]
+    scale = per_tile(q.scale, q)[:, 0]
     return {
-        weight.name: np.asarray(q.codes).view(np.int8),
+        weight.name: packed_codes(q).view(np.int8),
         f"{weight.module}.SCB": _row_maxima(scale, weight.name),
         f"{weight.module}.weight_format": np.zeros((), np.uint8),
     }

@@ -19,14 +19,13 @@ import msgspec
 import numpy as np
 
 from ..._json import Positive, converted, parsed
-from ...array.packing import Packing, pack, unpack
 from ...array.qarray import QArray
 from ...array.scheme import SCHEMES, Scheme
 from ...errors import QuantError, UnsupportedError
 from ...formats.codebook import Codebook, bnb_fp4, dynamic8, nf4
 from ..checkpoint import TensorInfo, Tensors
 from .container import Group, Weight, plain_array
-from .integer_words import scales_of
+from .stored import packed_codes, per_tile
 
 STATE = ".quant_state.bitsandbytes__"
 """What stands between the name of a weight and that of its codes."""
@@ -35,7 +34,6 @@ NESTED = SCHEMES["nf4_dq"].scale
 """The scheme of quantized scales."""
 
 _NESTED_BLOCK = 256
-_HIGH_FIRST = Packing(high_first=True)
 _BYTES, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
@@ -79,7 +77,7 @@ class _FourBit:
     @property
     def parts(self) -> dict[str, tuple[int, np.dtype]]:
         """The length and dtype of each stored array, but for the codes."""
-        expected = {"absmax": (self.blocks, _FLOAT32), "quant_map": (16, _FLOAT32)}
+        expected: dict[str, tuple[int, np.dtype]] = {"absmax": (self.blocks, _FLOAT32), "quant_map": (16, _FLOAT32)}
         if self.is_nested:
             nested = -(-self.blocks // self.state.nested_blocksize)
             expected["absmax"] = (self.blocks, _BYTES)
@@ -99,9 +97,12 @@ def four_bit_arrays(weight: Weight, q: QArray) -> dict[str, np.ndarray]:
         arrays["nested_quant_map"] = _table(dynamic8)
         state |= {"nested_blocksize": _NESTED_BLOCK, "nested_dtype": "float32", "nested_offset": float(offset)}
     else:
-        arrays["absmax"] = scales_of(q, weight.name).reshape(-1)
+        arrays["absmax"] = per_tile(q.scale, q).reshape(-1)
     arrays[f"quant_state.bitsandbytes__{kind}"] = np.frombuffer(json.dumps(state).encode(), np.uint8)
-    return {weight.name: _high_first(q).reshape(-1, 1), **{f"{weight.name}.{part}": a for part, a in arrays.items()}}
+    return {
+        weight.name: _swapped(packed_codes(q)).reshape(-1, 1),
+        **{f"{weight.name}.{part}": a for part, a in arrays.items()},
+    }
 
 
 def kind_of(scheme: Scheme) -> str:
@@ -111,17 +112,6 @@ def kind_of(scheme: Scheme) -> str:
 
 def _table(form: Codebook) -> np.ndarray:
     return np.asarray(form.table, np.float32)
-
-
-def _high_first(q: QArray) -> np.ndarray:
-    """The packed 4-bit codes with the first one of a byte in its high bits."""
-    scheme = q.scheme
-    if scheme.packing == _HIGH_FIRST:
-        return np.asarray(q.codes)
-    codes = q.codes
-    if scheme.packing != Packing():
-        codes = pack(unpack(codes, 4, q.shape[-1], scheme.packing), 4)
-    return _swapped(np.asarray(codes))
 
 
 def _swapped(data: np.ndarray) -> np.ndarray:

@@ -25,16 +25,16 @@ from ...errors import QuantError, UnsupportedError
 from ..checkpoint import TensorInfo, Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped, plain_array
 from .integer_words import (
+    codes_of_words,
     integer_misfit,
     integer_scheme,
-    packed,
-    scales_of,
     top_bits,
-    unpacked,
     unsigned_bytes,
     unsigned_zero_points,
+    why_not_linear,
+    words_of_codes,
 )
-from .modules import float_modules, linear_misfit, model_dtype
+from .stored import config_dtype, linear_modules, per_tile
 
 _BITS = (2, 3, 4, 8)
 _KEY = "quantization_config"
@@ -88,7 +88,7 @@ class GPTQ(AbstractContainer):
     schemes: ClassVar[tuple[str, ...]] = ("int4_f16_g128", "uint4_f16_g128", "int8_f16_g128", "int4_f16", "int8_f16", "q4_0")
 
     def why_not(self, weight: Weight) -> str | None:
-        if reason := linear_misfit(weight) or integer_misfit(weight.scheme, _BITS):
+        if reason := why_not_linear(weight) or integer_misfit(weight.scheme, _BITS):
             return reason
         bits = weight.scheme.format.bits
         # A word has whole codes, but for 3 bits: there 32 codes fill 3 words.
@@ -105,8 +105,8 @@ class GPTQ(AbstractContainer):
         group = weight.scheme.tiles(2)[1] or rows
         return {
             f"{weight.module}.qweight": np.ascontiguousarray(unsigned_bytes(q).view(np.int32).T),
-            f"{weight.module}.qzeros": packed(zeros.T, bits),
-            f"{weight.module}.scales": np.ascontiguousarray(scales_of(q, weight.name).T),
+            f"{weight.module}.qzeros": words_of_codes(zeros.T, bits),
+            f"{weight.module}.scales": np.ascontiguousarray(per_tile(q.scale, q).T),
             f"{weight.module}.g_idx": (np.arange(rows) // group).astype(np.int32),
         }
 
@@ -119,7 +119,9 @@ class GPTQ(AbstractContainer):
         forms = {weight.module: _form(weight.scheme) for weight in weights}
         usual = max(forms.values(), key=list(forms.values()).count)
         # A pattern "-:" names modules that are not quantized, "+:" modules in another form than the usual one.
-        dynamic: dict[str, dict[str, int]] = {_pattern("-", module): {} for module in float_modules(weights, kept)}
+        dynamic: dict[str, dict[str, int]] = {
+            _pattern("-", module): {} for module in linear_modules(kept, {weight.module for weight in weights})
+        }
         dynamic |= {_pattern("+", module): form for module, form in forms.items() if form != usual}
         is_symmetric = all(_is_symmetric(weight.scheme) for weight in weights)
         settings = {
@@ -190,7 +192,7 @@ def _layer(module: str, info: Mapping[str, TensorInfo], config: Mapping[str, Any
     if not 0 < groups <= rows:
         raise QuantError(f"{where}: {module!r} has {groups} groups for {rows} inputs")
     scale = np.dtype(jnp.dtype(info[f"{module}.scales"].dtype))
-    return _Layer(module, (columns, rows), bits, groups, scale, model_dtype(config, scale))
+    return _Layer(module, (columns, rows), bits, groups, scale, config_dtype(config, scale.name))
 
 
 def _group(layer: _Layer, settings: _Settings, tensors: Tensors, where: str) -> Group:
@@ -255,7 +257,7 @@ def _qarray(layer: _Layer, settings: _Settings, scheme: Scheme, where: str, arra
 def _floats(layer: _Layer, settings: _Settings, order: np.ndarray, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
     """The weight whose inputs are not in the order of their groups, as its program decodes it."""
     data, zeros, scale = _decoded_parts(layer, settings, arrays)
-    codes = unpacked(data, layer.bits).astype(np.int16) - zeros[:, order]  # [out, in]
+    codes = codes_of_words(data, layer.bits).astype(np.int16) - zeros[:, order]  # [out, in]
     with np.errstate(all="ignore"):  # a damaged scale may be infinite
         return (codes.astype(np.float32) * scale.astype(np.float32)[:, order]).astype(layer.dtype)
 
@@ -277,8 +279,8 @@ def _zero_points(qzeros: np.ndarray, bits: int, settings: _Settings) -> np.ndarr
     codes of a word at once, so that -1 borrows from the next code (but for 3 bits).
     """
     if settings.version == "gptq_v2":
-        return unpacked(qzeros, bits)
+        return codes_of_words(qzeros, bits)
     if settings.is_gptqmodel and bits != 3:
         ones = sum(1 << place for place in range(0, 32, bits))
-        return unpacked(np.ascontiguousarray(qzeros).view(np.uint32) + np.uint32(ones), bits)
-    return (unpacked(qzeros, bits) + np.uint8(1)) & np.uint8(2**bits - 1)
+        return codes_of_words(np.ascontiguousarray(qzeros).view(np.uint32) + np.uint32(ones), bits)
+    return (codes_of_words(qzeros, bits) + np.uint8(1)) & np.uint8(2**bits - 1)

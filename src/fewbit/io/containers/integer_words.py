@@ -9,42 +9,29 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from ...array.packing import Packing, pack, unpack
 from ...array.qarray import QArray
 from ...array.scheme import SCHEMES, Scheme
-from ...errors import QuantError
 from ...formats.integer import Integer
+from .container import Weight
+from .packed_bits import packed_bits, unpacked_bits
+from .stored import packed_codes, per_tile, why_not_matrix
 
 _HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 
 
-def unpacked(words: np.ndarray, bits: int) -> np.ndarray:
+def codes_of_words(words: np.ndarray, bits: int) -> np.ndarray:
     """The codes of words (or bytes) along the last axis, one per byte.
 
-    >>> unpacked(np.array([[0x76543210]], np.int32), 4).tolist()
+    >>> codes_of_words(np.array([[0x76543210]], np.int32), 4).tolist()
     [[0, 1, 2, 3, 4, 5, 6, 7]]
     """
     data = np.ascontiguousarray(words).view(np.uint8)
-    if bits == 8:
-        return data
-    if 8 % bits == 0:
-        shifts = np.arange(0, 8, bits, dtype=np.uint8)
-        codes = (data[..., None] >> shifts) & np.uint8(2**bits - 1)
-        return codes.reshape(*data.shape[:-1], data.shape[-1] * 8 // bits)
-    flags = np.unpackbits(data, axis=-1, bitorder="little")
-    flags = flags.reshape(*data.shape[:-1], data.shape[-1] * 8 // bits, bits)
-    return np.packbits(flags, axis=-1, bitorder="little")[..., 0]
+    return unpacked_bits(data, data.shape[-1] * 8 // bits, bits)
 
 
-def packed(codes: np.ndarray, bits: int) -> np.ndarray:
-    """The inverse of `unpacked`: int32 words. The codes along the last axis fill whole words."""
-    if 8 % bits == 0:
-        parts = codes.reshape(*codes.shape[:-1], codes.shape[-1] * bits // 8, 8 // bits)
-        data = np.bitwise_or.reduce(parts << np.arange(0, 8, bits, dtype=np.uint8), axis=-1)
-        return np.ascontiguousarray(data).view(np.int32)
-    flags = np.unpackbits(codes[..., None], axis=-1, count=bits, bitorder="little")
-    data = np.packbits(flags.reshape(*codes.shape[:-1], codes.shape[-1] * bits), axis=-1, bitorder="little")
-    return np.ascontiguousarray(data).view(np.int32)
+def words_of_codes(codes: np.ndarray, bits: int) -> np.ndarray:
+    """The inverse of `codes_of_words`: int32 words. The codes along the last axis fill whole words."""
+    return np.ascontiguousarray(packed_bits(codes, bits)).view(np.int32)
 
 
 def top_bits(bits: int, length: int) -> np.ndarray:
@@ -67,6 +54,13 @@ def integer_scheme(bits: int, is_symmetric: bool, group: int | None, scale: np.d
     """
     base = SCHEMES[f"{'' if is_symmetric else 'u'}int{bits}"]
     return dataclasses.replace(base, scale=scale).with_tile(group)
+
+
+def why_not_linear(weight: Weight) -> str | None:
+    """Why a weight is not that of a linear layer whose activations stay in float. None if it is."""
+    if weight.activations is not None:
+        return "its activations are quantized too, and this program quantizes weights only"
+    return why_not_matrix(weight)
 
 
 def integer_misfit(scheme: Scheme, bits: tuple[int, ...]) -> str | None:
@@ -92,11 +86,8 @@ def integer_misfit(scheme: Scheme, bits: tuple[int, ...]) -> str | None:
 
 def unsigned_bytes(q: QArray) -> np.ndarray:
     """The packed codes of a QArray without sign, the first code in the lowest bits."""
-    form, codes = q.scheme.format, q.codes
+    form, data = q.scheme.format, packed_codes(q)
     assert isinstance(form, Integer)
-    if q.scheme.packing != Packing():
-        codes = pack(unpack(codes, form.bits, q.shape[-1], q.scheme.packing), form.bits)
-    data = np.asarray(codes)
     if form.signed:
         data = data ^ top_bits(form.bits, data.shape[-1])
     return data
@@ -109,17 +100,7 @@ def unsigned_zero_points(q: QArray) -> np.ndarray:
     offset = np.uint8(2 ** (form.bits - 1) * form.signed)
     if q.zero_point is None:
         return np.full(q.scale.shape, offset)
-    return np.broadcast_to(np.asarray(q.zero_point), q.scale.shape) ^ offset
-
-
-def scales_of(q: QArray, name: str) -> np.ndarray:
-    """The scales, one per row and group. QuantError for a slice of stacked arrays with one per element."""
-    group = q.scheme.tiles(2)[1] or q.shape[1]
-    if q.scale.shape != (q.shape[0], -(-q.shape[1] // group)):
-        raise QuantError(
-            f"{name}: scales of shape {q.scale.shape} are not one per row and group of {group}; quantize it again"
-        )
-    return np.asarray(q.scale)
+    return per_tile(q.zero_point, q) ^ offset
 
 
 def _holder_name(scheme: Scheme) -> str:

@@ -15,12 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import jax.numpy as jnp
-import ml_dtypes
 import msgspec
 import numpy as np
 
 from ..._json import converted
-from ...array.packing import Packing
 from ...array.qarray import QArray
 from ...array.scheme import SCHEMES, Scheme
 from ...errors import QuantError
@@ -30,12 +28,11 @@ from ...recipe.roles import Role
 from ..checkpoint import TensorInfo, Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped
 from .integer_words import top_bits
-from .modules import model_dtype
+from .stored import FLOATS, config_dtype, packed_codes, per_tile
 
 _KEY = "quantization"
 _BITS = (1, 2, 3, 4, 5, 6, 8)
 _GROUPS = (32, 64, 128)
-_FLOATS = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 _BLOCKS = {"mxfp4": "mxfp4", "mxfp8": "mxfp8", "nvfp4": "nvfp4_one_level"}
 """The scheme of each mode with scales of one byte."""
 _GLOBAL = np.float32(2688)
@@ -86,20 +83,15 @@ class MLX(AbstractContainer):
         return None
 
     def encoded(self, weight: Weight, q: QArray) -> dict[str, np.ndarray]:
-        form, scale = weight.scheme.format, np.asarray(q.scale)
-        group = weight.scheme.tiles(len(weight.shape))[-1]
-        if group is None or scale.shape != (*weight.shape[:-1], weight.shape[-1] // group):
-            raise QuantError(
-                f"{weight.name}: scales of shape {scale.shape} are not one per group of {group}; quantize it again"
-            )
-        data = np.asarray(q.codes)
+        form, scale = weight.scheme.format, per_tile(q.scale, q)
+        data = packed_codes(q)
         arrays = {"scales": scale}
         if isinstance(form, Integer) and form.signed:
             # code * scale = (code + offset) * scale - offset * scale; a power of two times a number is exact
             data = data ^ top_bits(form.bits, data.shape[-1])
             arrays["biases"] = scale * scale.dtype.type(-(2 ** (form.bits - 1)))
         elif isinstance(form, Integer):
-            arrays["biases"] = np.broadcast_to(np.asarray(q.zero_point), scale.shape)
+            arrays["biases"] = per_tile(q.zero_point, q)
         arrays["weight"] = np.ascontiguousarray(data).view(np.uint32)
         return {f"{weight.module}.{part}": np.ascontiguousarray(arrays[part]) for part in sorted(arrays, reverse=True)}
 
@@ -122,7 +114,7 @@ class MLX(AbstractContainer):
             mode = usual
             if isinstance(settings.get(module), Mapping):
                 mode = converted(settings[module], _Mode, f"{where}: {module!r} in {_KEY} of config.json")
-            groups[f"{module}.weight"] = _group(module, mode, tensors, model_dtype(config, _dtype("bfloat16")), where)
+            groups[f"{module}.weight"] = _group(module, mode, tensors, config_dtype(config, "bfloat16"), where)
         return grouped(tensors, groups, where)
 
 
@@ -133,17 +125,11 @@ def _modules(tensors: Tensors) -> list[str]:
     return [module for module, weight in weights.items() if weight is not None and weight.dtype == "uint32"]
 
 
-def _dtype(name: str) -> np.dtype:
-    return np.dtype(_FLOATS[name])
-
-
 def _misfit(scheme: Scheme, ndim: int) -> str | None:
     """Why no mode stores a scheme. None if one does."""
     *others, group = scheme.tiles(ndim)
     if scheme.pack_axis != -1 or any(tile != 1 for tile in others) or group is None:
         return "its groups do not run along the rows"
-    if scheme.packing != Packing():
-        return "its codes are in another order"
     if scheme.tensor_scale:
         return "it has a tensor scale, which MLX's linear layers lack (nvfp4_one_level has none)"
     form = scheme.format
@@ -188,16 +174,16 @@ def _group(module: str, mode: _Mode, tensors: Tensors, dtype: np.dtype, where: s
     info = tensors.info
     names = [f"{module}.weight", f"{module}.scales"]
     weight, scales = (info[name] for name in names)
-    is_affine = scales.dtype in _FLOATS
+    is_affine = scales.dtype in FLOATS
     if is_affine:
         names.append(f"{module}.biases")
         biases = info.get(names[2])
         if biases is None or (biases.shape, biases.dtype) != (scales.shape, scales.dtype):
             raise QuantError(f"{where}: {names[2]!r} is missing, or not {scales.dtype}{scales.shape} like {names[1]!r}")
-        scheme, dtype = _affine(mode.bits, mode.group_size, _dtype(scales.dtype)), _dtype(scales.dtype)
+        scheme, dtype = _affine(mode.bits, mode.group_size, FLOATS[scales.dtype]), FLOATS[scales.dtype]
     else:
         scheme = SCHEMES[_BLOCKS.get(mode.mode, "mxfp4")]
-    is_stated = is_affine == (mode.mode == "affine") and scales.dtype in (*_FLOATS, "uint8")
+    is_stated = is_affine == (mode.mode == "affine") and scales.dtype in (*FLOATS, "uint8")
     group, bits = scheme.tile[-1], scheme.format.bits
     assert group is not None
     if len(weight.shape) < 2 or not is_stated:
