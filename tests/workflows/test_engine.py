@@ -2,6 +2,7 @@
 
 import json
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,7 +200,13 @@ def test_a_damaged_weight_is_reported_as_reading_it_does(found):
 def test_a_model_that_reads_later_tokens_has_no_perplexity(tmp_path, one_thread):
     import transformers
 
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 40}
+    sizes: dict[str, Any] = {
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "vocab_size": 40,
+    }
     transformers.BertLMHeadModel(transformers.BertConfig(**sizes)).save_pretrained(tmp_path)
     write_tokenizer(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT)
