@@ -64,7 +64,7 @@ def test_a_fewbit_directory_with_other_tensors_than_its_network_is_flat(name, tm
 @pytest.mark.parametrize(
     ("model_type", "roles"),
     [
-        ("gpt_oss", {"experts": {("experts", (-2,))}, "sinks": {("sinks", ())}, "bias": {("bias", ()), ("router", ())}}),
+        ("gpt_oss", {"experts": {("experts", (-2,))}, "sinks": {("sinks", ())}, "bias": {("bias", ())}}),
         ("qwen2_moe", {"experts": {("matmul", (-1,))}, "shared_expert_gate": {("router", ())}, "bias": {("bias", ())}}),
     ],
     ids=["gpt_oss", "qwen2_moe"],
@@ -91,7 +91,7 @@ def test_a_qwen3_directory_is_quantized_evaluated_and_generates(tmp_path):
     stored = workflows.load(tmp_path / "q")
     assert (stored.config, stored.architecture, stored.names) == (model.config, "qwen3", model.names)
     quality = workflows.evaluate(stored, against=model, text=str(text_file(tmp_path)), tokens=128, window=32)
-    assert 0 <= quality.against.kl.mean < 1e-2
+    assert 0 <= quality.against.kl.mean.value < 1e-2
     sample = workflows.generate_text(stored, "The quick ", max_tokens=4)
     assert sample.tokens == 4
 
