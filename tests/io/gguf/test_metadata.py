@@ -113,6 +113,12 @@ def test_values_that_are_no_numbers_are_named(changed, message):
         architecture_fields(architecture_of(config), config)
 
 
+def test_impossible_rope_factors_are_refused():
+    config = config_of("llama-3.1", rope_parameters={**LLAMA3_ROPE, "rope_theta": 0.0})
+    with pytest.raises(QuantError, match="factors that are not finite"):
+        extra_tensors(architecture_of(config), config)
+
+
 def test_factors_of_another_length_are_refused():
     rope = FAMILIES["phi3-long"][1]["rope_parameters"]
     config = config_of("phi3-long", rope_parameters={**rope, "long_factor": [1.0]})
