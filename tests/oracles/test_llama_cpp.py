@@ -157,7 +157,7 @@ def test_the_server_answers_with_the_text_that_we_generate(smollm2):
     command = [sys.executable, "-m", "llama_cpp.server", "--model", str(smollm2[1]), "--port", str(port), "--n_threads", "1"]
     server = subprocess.Popen([*command, "--type_k", "0", "--type_v", "0"], stderr=subprocess.DEVNULL, env=dict(os.environ))
     try:
-        body = json.dumps({"prompt": PROMPT, "max_tokens": 16, "temperature": 0.0}).encode()
+        body = json.dumps({"prompt": PROMPT, "max_tokens": 16, "temperature": 0.0, "repeat_penalty": 1.0}).encode()
         url = f"http://127.0.0.1:{port}/v1/completions"
         request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
         assert json.loads(answer(request, server))["choices"][0]["text"] == ours

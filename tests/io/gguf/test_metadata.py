@@ -102,7 +102,7 @@ def test_what_llama_cpp_cannot_run_is_refused(name, changed, message):
         ({"hidden_size": None}, "lacks 'hidden_size', which the GGUF field 'embedding_length' needs"),
         ({"hidden_size": "64"}, "hidden_size is '64'; expected int"),
         ({"hidden_size": -1}, "hidden_size is -1; expected int >= 1"),
-        ({"head_dim": 2**40}, "head_dim is 1099511627776, more than 65536"),
+        ({"head_dim": 2**20}, "head_dim is 1048576, more than 65536"),
         ({"vocab_size": 2**31}, "has vocab_size 2147483648; expected a int"),
         ({"rms_norm_eps": float("nan")}, "has rms_norm_eps nan; expected a float"),
     ],
@@ -111,6 +111,12 @@ def test_values_that_are_no_numbers_are_named(changed, message):
     config = config_of("llama", **{"head_dim": 16, **changed})
     with pytest.raises(QuantError, match=message):
         architecture_fields(architecture_of(config), config)
+
+
+def test_impossible_rope_factors_are_refused():
+    config = config_of("llama-3.1", rope_parameters={**LLAMA3_ROPE, "rope_theta": -1.0})
+    with pytest.raises(QuantError, match="factors that are not finite"):
+        extra_tensors(architecture_of(config), config)
 
 
 def test_factors_of_another_length_are_refused():

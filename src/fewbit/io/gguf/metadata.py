@@ -83,13 +83,14 @@ def extra_tensors(architecture: Architecture, config: Mapping[str, Any]) -> dict
 
 def head_dim(config: Mapping[str, Any]) -> int:
     """The width of a head."""
-    if config.get("head_dim") is not None:
-        if config["head_dim"] > _LARGEST_HEAD:
-            raise QuantError(f"head_dim is {config['head_dim']}, more than {_LARGEST_HEAD}; config.json is damaged")
-        return config["head_dim"]
-    if not config.get("hidden_size") or not config.get("num_attention_heads"):
-        raise QuantError("config.json lacks 'hidden_size' or 'num_attention_heads'")
-    return config["hidden_size"] // config["num_attention_heads"]
+    width = config.get("head_dim")
+    if width is None:
+        if not config.get("hidden_size") or not config.get("num_attention_heads"):
+            raise QuantError("config.json lacks 'hidden_size' or 'num_attention_heads'")
+        width = config["hidden_size"] // config["num_attention_heads"]
+    if width > _LARGEST_HEAD:
+        raise QuantError(f"head_dim is {width}, more than {_LARGEST_HEAD}; config.json is damaged")
+    return width
 
 
 def _field(row: FieldRow, config: Mapping[str, Any], *, is_required: bool) -> Field:
@@ -203,14 +204,18 @@ def _longrope_factor(scale: float, original: int) -> float:
 
 def _llama3_factors(rope: Mapping[str, Any], config: Mapping[str, Any]) -> np.ndarray:
     """The divisor of each rotary frequency of Llama 3.1, `[head_dim / 2]`."""
-    low, high = float(rope.get("low_freq_factor", 1.0)), float(rope.get("high_freq_factor", 4.0))
+    low, high = np.float64(rope.get("low_freq_factor", 1.0)), np.float64(rope.get("high_freq_factor", 4.0))
     factor, original = float(rope.get("factor", 8.0)), float(rope.get("original_max_position_embeddings", 8192))
     exponent = np.arange(0, head_dim(config), 2, dtype=np.float32) / head_dim(config)
-    wavelength = 2 * np.pi * np.float32(rope["rope_theta"]) ** exponent
-    smooth = (original / wavelength - low) / (high - low)
-    between = 1 / ((1 - smooth) / factor + smooth)
-    short, long = wavelength < original / high, wavelength > original / low
-    return np.select([short, long], [np.ones_like(between), np.full_like(between, factor)], between).astype(np.float32)
+    with np.errstate(all="ignore"):  # impossible numbers are refused below
+        wavelength = 2 * np.pi * np.float32(rope["rope_theta"]) ** exponent
+        smooth = (original / wavelength - low) / (high - low)
+        between = 1 / ((1 - smooth) / factor + smooth)
+        short, long = wavelength < original / high, wavelength > original / low
+    factors = np.select([short, long], [np.ones_like(between), np.full_like(between, factor)], between)
+    if not np.isfinite(factors).all():
+        raise QuantError("the rope parameters of config.json give factors that are not finite; check rope_scaling")
+    return factors.astype(np.float32)
 
 
 def _factors(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> np.ndarray:
