@@ -177,6 +177,7 @@ def test_what_does_not_fit_is_refused(scheme, shape, reason):
     ("settings", "change", "message"),
     [
         ({"bits": 8}, {}, "do not fit 8 bits in groups of 64"),
+        ({"group_size": 1}, {}, "do not fit 4 bits in groups of 1"),
         ({"mode": "mxfp4"}, {}, "not of mode mxfp4"),
         ({"mode": "nf4"}, {}, "mode"),
         ({MODULE: {"bits": 2}}, {}, "do not fit 2 bits"),

@@ -184,7 +184,7 @@ def _group(module: str, mode: _Mode, tensors: Tensors, dtype: np.dtype, where: s
     else:
         scheme = SCHEMES[_BLOCKS.get(mode.mode, "mxfp4")]
     is_stated = is_affine == (mode.mode == "affine") and scales.dtype in (*FLOATS, "uint8")
-    group, bits = scheme.tile[-1], scheme.format.bits
+    group, bits = scheme.tiles(2)[-1], scheme.format.bits
     assert group is not None
     if len(weight.shape) < 2 or not is_stated:
         raise QuantError(
