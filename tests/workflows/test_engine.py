@@ -229,11 +229,20 @@ def test_a_vocabulary_without_tokenizer_json_is_read_by_transformers(found, tmp_
 
 @pytest.mark.oracle
 @needs_transformers
-def test_the_context_ends_where_the_tokenizer_says():
+def test_the_context_ends_with_the_positions_or_where_the_tokenizer_says():
     config = {"model_type": "roberta", "architectures": ["RobertaForCausalLM"], "max_position_embeddings": 514}
-    files = {"tokenizer_config.json": b'{"model_max_length": 512}'}
-    assert transformers_engine(config, ["w"] * 12, source="m", files=files).context == 512
-    assert transformers_engine(config, ["w"] * 12, source="m").context == 514
+    files = {"tokenizer_config.json": b'{"model_max_length": 256}'}
+    assert transformers_engine(config, ["w"] * 12, source="m", files=files).context == 256
+    assert transformers_engine(config, ["w"] * 12, source="m").context == 512  # positions begin after the padding token's
+
+
+@pytest.mark.oracle
+@needs_transformers
+def test_an_infinite_number_of_a_configuration_is_read():
+    config = {"model_type": "mamba2", "time_step_limit": [0.0, {"__float__": "Infinity"}], "num_hidden_layers": 1}
+    sizes = {"hidden_size": 16, "num_heads": 4, "head_dim": 8}
+    engine = transformers_engine({**config, **sizes}, ["w"], source="m")
+    assert tuple(engine.settings.time_step_limit) == (0.0, float("inf"))
 
 
 def test_auto_takes_the_decoder_where_it_runs_all_models(tmp_path):

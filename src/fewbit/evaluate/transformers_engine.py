@@ -148,13 +148,33 @@ def transformers_engine(
     return TransformersEngine(title, vocabulary(settings), context, source, cls, settings)
 
 
-def _context(settings: Any, tokenizer_config: bytes) -> int | None:
-    """The most tokens of an input: by the configuration, and by the tokenizer, which knows of positions used for padding."""
-    limits = [
-        getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None),
-        parsed_object(tokenizer_config, "tokenizer_config.json").get("model_max_length"),
+_PADDED_POSITIONS = frozenset(
+    [
+        "camembert",
+        "data2vec-text",
+        "esm",
+        "ibert",
+        "layoutlmv3",
+        "longformer",
+        "luke",
+        "mpnet",
+        "roberta",
+        "roberta-prelayernorm",
+        "xlm-roberta",
+        "xlm-roberta-xl",
+        "xmod",
     ]
-    return min((limit for limit in limits if isinstance(limit, int) and 0 < limit < 10**9), default=None)
+)
+"""The model types whose positions begin after the padding token's id."""
+
+
+def _context(settings: Any, tokenizer_config: bytes) -> int | None:
+    """The most tokens of an input, by the configuration and by the tokenizer."""
+    positions = getattr(settings.get_text_config(decoder=True), "max_position_embeddings", None)
+    if isinstance(positions, int) and settings.model_type in _PADDED_POSITIONS:
+        positions -= (settings.pad_token_id or 0) + 1
+    longest = parsed_object(tokenizer_config, "tokenizer_config.json").get("model_max_length")
+    return min((limit for limit in (positions, longest) if isinstance(limit, int) and 0 < limit < 10**9), default=None)
 
 
 class TransformersNetwork:

@@ -143,9 +143,19 @@ def _check_counts(config: Mapping[str, Any], tensors: int) -> None:
 def _plain(config: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration without keys that make constructors download weights, or need other kernels or quantizers."""
     dropped = ("attn_implementation", "_attn_implementation", "auto_map", "quantization_config")
-    plain = {key: value for key, value in config.items() if key not in dropped}
-    plain |= {key: _plain(value) for key, value in plain.items() if isinstance(value, Mapping)}
+    plain = {key: _decoded(value) for key, value in config.items() if key not in dropped}
     return plain | {key: False for key in ("use_pretrained_backbone", "pretrained") if key in plain}
+
+
+def _decoded(value: Any) -> Any:
+    """A value of a configuration; transformers writes an infinite float as `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    if set(value) == {"__float__"}:
+        return float(value["__float__"])
+    return _plain(value)
 
 
 def _owned(model: Any) -> dict[str, tuple[Any, str, Shape]]:
