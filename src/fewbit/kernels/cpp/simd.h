@@ -92,12 +92,12 @@ INLINE V Min(V a, V b) { return a < b ? a : b; }
 INLINE V Max(V a, V b) { return a > b ? a : b; }
 INLINE I Min(I a, I b) { return a < b ? a : b; }
 INLINE I Max(I a, I b) { return a > b ? a : b; }
-INLINE V FromHalf(H h) {
+NO_INLINE V FromHalf(H h) {
   V x;
   for (int i = 0; i < kLanes; ++i) x[i] = FloatOfHalf(h[i]);
   return x;
 }
-INLINE H ToHalf(V x) {
+NO_INLINE H ToHalf(V x) {
   H h;
   for (int i = 0; i < kLanes; ++i) h[i] = HalfOf(x[i]);
   return h;

@@ -30,10 +30,6 @@ INLINE void UnpackRow(const uint8_t* in, int64_t stride, int64_t r, int64_t coun
   }
 }
 
-INLINE void StoreAs(float* out, V v, int64_t some) { StoreSome(out, v, some); }
-INLINE void StoreAs(Brain* out, V v, int64_t some) { StoreSome((uint16_t*)out, ToBrain(v), some); }
-INLINE void StoreAs(Half* out, V v, int64_t some) { StoreSome((uint16_t*)out, ToHalf(v), some); }
-
 // What a scale and its companions make of kLanes decoded numbers.
 struct Restored {
   V factor, more, zero, offset;
@@ -76,8 +72,7 @@ INLINE V NumbersOf(const Decoding& d, const uint8_t* codes, int64_t some) {
 #endif
 }
 
-template <typename T>
-INLINE void DecodeRow(const Decoding& d, const uint8_t* codes, int64_t tiles_at, T* out) {
+INLINE void DecodeRow(const Decoding& d, const uint8_t* codes, int64_t tiles_at, const Elements& out) {
   const float* more = d.more_factors == nullptr ? d.factors : d.more_factors;
   const float* zeros = d.zeros == nullptr ? d.factors : d.zeros;
   const float* offsets = d.offsets == nullptr ? d.factors : d.offsets;
@@ -87,7 +82,7 @@ INLINE void DecodeRow(const Decoding& d, const uint8_t* codes, int64_t tiles_at,
       const int64_t some = d.columns - c, at = tiles_at + c;
       const Restored restore{LoadSome(d.factors + at, some), LoadSome(more + at, some), LoadSome(zeros + at, some),
                              LoadSome(offsets + at, some), has_more, has_zero, has_offset};
-      StoreAs(out + c, restore(NumbersOf(d, codes + c, some)), some);
+      StoreSome(out.From(c), restore(NumbersOf(d, codes + c, some)), some);
     }
     return;
   }
@@ -95,12 +90,11 @@ INLINE void DecodeRow(const Decoding& d, const uint8_t* codes, int64_t tiles_at,
     const int64_t at = tiles_at + tile;
     const int64_t end = c + d.tile_columns < d.columns ? c + d.tile_columns : d.columns;
     const Restored restore{Same(d.factors[at]), Same(more[at]), Same(zeros[at]), Same(offsets[at]), has_more, has_zero, has_offset};
-    for (; c < end; c += kLanes) StoreAs(out + c, restore(NumbersOf(d, codes + c, end - c)), end - c);
+    for (; c < end; c += kLanes) StoreSome(out.From(c), restore(NumbersOf(d, codes + c, end - c)), end - c);
     c = end;
   }
 }
 
-template <typename T>
 static void DecodeRows(const Decoding& d, int64_t b, int64_t r0, int64_t r1, uint8_t* scratch) {
   for (int64_t r = r0; r < r1; ++r) {
     const uint8_t* codes = d.codes + b * d.packed_rows * d.packed_columns;
@@ -109,6 +103,6 @@ static void DecodeRows(const Decoding& d, int64_t b, int64_t r0, int64_t r1, uin
     else if (d.packs_rows) UnpackRow(codes, d.packed_columns, r, d.columns, d.bits, scratch);
     else UnpackRun(codes + r * d.packed_columns, d.columns, d.bits, scratch);
     const int64_t tiles_at = (b * d.row_tiles + r / d.tile_rows) * d.column_tiles;
-    DecodeRow(d, row, tiles_at, (T*)d.out + (b * d.rows + r) * d.columns);
+    DecodeRow(d, row, tiles_at, Elements{(char*)d.out, d.element}.From((b * d.rows + r) * d.columns));
   }
 }

@@ -124,46 +124,45 @@ INLINE bool IsFar(V offsets) { return IsAny(Abs(offsets) >= Same(kFar)); }
 
 // Encodes a run of elements that share a scale, and prefetches those `ahead` elements later. What remains after the last whole
 // vector is copied to one of its own and takes the same loop once more, so that the loop's code exists once.
-template <Way way, bool has_offset, typename T, typename Coder>
-INLINE void EncodeRun(const T* x, int64_t count, const Coder& coder, float scale, float reciprocal, float offset, int64_t ahead,
+template <Way way, bool has_offset, typename Coder>
+INLINE void EncodeRun(Elements x, int64_t count, const Coder& coder, float scale, float reciprocal, float offset, int64_t ahead,
                       uint8_t* out) {
   const V by = Same(scale), inverse = Same(reciprocal), shift = Same(offset);
   const I scale_sign = SignBit(by);
   const bool halves = way == Way::kDivide && has_offset && (offset >= kFar || offset <= -kFar);
-  T rest[kLanes] = {};
+  float rest[kLanes] = {};
   uint8_t rest_codes[kLanes];
   uint8_t* to = out;
-  const int64_t left = count % kLanes;
+  const int64_t left = count % kLanes, step = kLanes * x.size(), later = ahead * x.size();
   for (int64_t whole = count - left;;) {
-    for (int64_t i = 0; i < whole; i += kLanes) {
-      __builtin_prefetch(x + i + ahead, 0, 2);  // into L2: L1 has no room for what comes so much later
-      V v = Load(x + i);
+    for (int64_t i = 0; i < whole; i += kLanes, x.data += step) {
+      __builtin_prefetch(x.data + later, 0, 2);  // into L2: L1 has no room for what comes so much later
+      V v = Load(x);
       if (has_offset) v = halves ? v * 0.5f - shift * 0.5f : v - shift;
       const V q = Quotient<way>(v, by, inverse);
       StoreSome(to + i, ToBytes(coder(halves ? q + q : q, (V)((I)v ^ scale_sign))), kLanes);
     }
     if (left == 0) return;
     if (to == rest_codes) break;
-    __builtin_memcpy(rest, x + whole, left * sizeof(T));
-    x = rest, to = rest_codes, whole = kLanes;
+    __builtin_memcpy(rest, x.data, left * x.size());
+    x.data = (char*)rest, to = rest_codes, whole = kLanes;
   }
   __builtin_memcpy(out + count - left, rest_codes, left);
 }
 
 // Encodes elements of one row that each have their own scale.
-template <Way way, typename T, typename Coder>
-INLINE void EncodeEach(const T* x, int64_t count, const Coder& coder, const float* scales, const float* reciprocals,
+template <Way way, typename Coder>
+INLINE void EncodeEach(Elements x, int64_t count, const Coder& coder, const float* scales, const float* reciprocals,
                        const float* offsets, int nan_code, int64_t ahead, uint8_t* out) {
-  T rest[kLanes] = {};
-  float rest_scales[kLanes] = {}, rest_reciprocals[kLanes] = {}, rest_offsets[kLanes] = {};
+  float rest[kLanes] = {}, rest_scales[kLanes] = {}, rest_reciprocals[kLanes] = {}, rest_offsets[kLanes] = {};
   uint8_t rest_codes[kLanes];
   uint8_t* to = out;
-  const int64_t left = count % kLanes;
+  const int64_t left = count % kLanes, step = kLanes * x.size(), later = ahead * x.size();
   for (int64_t whole = count - left;;) {
-    for (int64_t i = 0; i < whole; i += kLanes) {
+    for (int64_t i = 0; i < whole; i += kLanes, x.data += step) {
       const V scale = Load(scales + i);
-      __builtin_prefetch(x + i + ahead, 0, 2);
-      V v = Load(x + i), factor = Same(1.0f);
+      __builtin_prefetch(x.data + later, 0, 2);
+      V v = Load(x), factor = Same(1.0f);
       if (offsets != nullptr) {
         const V shift = Load(offsets + i);
         if (way == Way::kDivide) {
@@ -181,18 +180,18 @@ INLINE void EncodeEach(const T* x, int64_t count, const Coder& coder, const floa
     }
     if (left == 0) return;
     if (to == rest_codes) break;
-    __builtin_memcpy(rest, x + whole, left * sizeof(T));
+    __builtin_memcpy(rest, x.data, left * x.size());
     __builtin_memcpy(rest_scales, scales + whole, left * sizeof(float));
     __builtin_memcpy(rest_reciprocals, reciprocals + whole, left * sizeof(float));
     if (offsets != nullptr) __builtin_memcpy(rest_offsets, offsets + whole, left * sizeof(float)), offsets = rest_offsets;
-    x = rest, scales = rest_scales, reciprocals = rest_reciprocals, to = rest_codes, whole = kLanes;
+    x.data = (char*)rest, scales = rest_scales, reciprocals = rest_reciprocals, to = rest_codes, whole = kLanes;
   }
   __builtin_memcpy(out + count - left, rest_codes, left);
 }
 
 // Encodes columns `c .. end` of a row, of up to kLanes tiles from `tile` on; `scales` and `offsets` are those of the row.
-template <Way way, bool has_offset, typename T, typename Coder>
-INLINE void EncodeTiles(const Job& job, const Coder& coder, const T* x, const float* scales, const float* reciprocals,
+template <Way way, bool has_offset, typename Coder>
+INLINE void EncodeTiles(const Job& job, const Coder& coder, const Elements& x, const float* scales, const float* reciprocals,
                         const float* offsets, int64_t tile, int64_t c, int64_t end, uint8_t* out) {
   for (int64_t k = 0; c < end; ++k) {
     const int64_t tile_end = (tile + k + 1) * job.tile_columns, stop = tile_end < end ? tile_end : end;
@@ -201,15 +200,15 @@ INLINE void EncodeTiles(const Job& job, const Coder& coder, const T* x, const fl
       __builtin_memset(out, job.format.nan_code, (size_t)(stop - c));
     } else {
       const float offset = has_offset ? offsets[tile + k] : 0.0f;
-      EncodeRun<way, has_offset>(x + c, stop - c, coder, scale, reciprocals[k], offset, job.ahead, out);
+      EncodeRun<way, has_offset>(x.From(c), stop - c, coder, scale, reciprocals[k], offset, job.ahead, out);
     }
     out += stop - c, c = stop;
   }
 }
 
 // The codes of columns `c0 .. c1` of a row, one a byte: kLanes tiles at a time, whose reciprocals are computed together.
-template <typename T, typename Coder>
-NO_INLINE void EncodeRow(const Job& job, const Coder& coder, const T* x, const float* scales, const float* offsets, int64_t c0,
+template <typename Coder>
+NO_INLINE void EncodeRow(const Job& job, const Coder& coder, const Elements& x, const float* scales, const float* offsets, int64_t c0,
                          int64_t c1, uint8_t* out) {
   constexpr Way kExact = FEWBIT_HAS_FMA ? Way::kCorrect : Way::kDivide;
   for (int64_t c = c0; c < c1;) {
@@ -244,13 +243,14 @@ INLINE Way ReciprocalsOf(const Job& job, const float* scales, const float* offse
 }
 
 // The same of tiles that are one column wide; `way` and `reciprocals` are those of the columns' scales.
-template <typename T, typename Coder>
-NO_INLINE void EncodeColumns(const Job& job, const Coder& coder, const T* x, const float* scales, const float* offsets,
+template <typename Coder>
+NO_INLINE void EncodeColumns(const Job& job, const Coder& coder, const Elements& row, const float* scales, const float* offsets,
                              Way way, const float* reciprocals, int64_t c0, int64_t c1, uint8_t* out) {
   constexpr Way kExact = FEWBIT_HAS_FMA ? Way::kCorrect : Way::kDivide;
   const float* shifts = offsets == nullptr ? nullptr : offsets + c0;
   const int nan_code = job.format.nan_code;
-  x += c0, scales += c0;
+  const Elements x = row.From(c0);
+  scales += c0;
   if (way == Way::kMultiply) EncodeEach<Way::kMultiply>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
   else if (way == kExact) EncodeEach<kExact>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
   else EncodeEach<Way::kDivide>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
@@ -293,11 +293,11 @@ INLINE void PackRows(const uint8_t* codes, int64_t stride, int row_count, int64_
   }
 }
 
-template <typename T, typename Coder>
+template <typename Coder>
 static void EncodeBlock(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1, uint8_t* scratch) {
   const Coder coder(job.format);
   const int bits = job.format.bits;
-  const T* x = (const T*)job.x + b * job.rows * job.columns;
+  const Elements x = Elements{(char*)job.x, job.element}.From(b * job.rows * job.columns);
   const int64_t width = c1 - c0;
   uint8_t* codes = job.codes + b * job.packed_rows * job.packed_columns;
   float* reciprocals = (float*)scratch;
@@ -308,12 +308,12 @@ static void EncodeBlock(const Job& job, int64_t b, int64_t r0, int64_t r1, int64
     const int64_t tile = (b * job.row_tiles + r / job.tile_rows) * job.column_tiles;
     const float *scales = job.divisors + tile, *offsets = job.has_zero ? job.offsets + tile : nullptr;
     if (job.tile_columns > 1) {
-      EncodeRow(job, coder, x + r * job.columns, scales, offsets, c0, c1, out);
+      EncodeRow(job, coder, x.From(r * job.columns), scales, offsets, c0, c1, out);
       return;
     }
     if (row_tile != r / job.tile_rows) way = ReciprocalsOf(job, scales + c0, offsets == nullptr ? nullptr : offsets + c0, width, reciprocals);
     row_tile = r / job.tile_rows;
-    EncodeColumns(job, coder, x + r * job.columns, scales, offsets, way, reciprocals, c0, c1, out);
+    EncodeColumns(job, coder, x.From(r * job.columns), scales, offsets, way, reciprocals, c0, c1, out);
   };
   if (bits == 8) {
     for (int64_t r = r0; r < r1; ++r) encode(r, codes + r * job.packed_columns + c0);

@@ -2,6 +2,7 @@
 
 #include "cpp/simd.h"
 #include "cpp/transpose.h"
+#include "elements.h"
 #include "encode.h"
 #include "scale.h"
 #include "ranges.h"
@@ -29,17 +30,10 @@ static void FindScales(const Job& job, int64_t b, int64_t row_tile, int64_t t0, 
   }
 }
 
-template <typename T>
-static void EncodeAs(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1, uint8_t* scratch) {
-  if (job.format.kind == Kind::kInteger) EncodeBlock<T, IntegerCoder>(job, b, r0, r1, c0, c1, scratch);
-  else if (job.format.kind == Kind::kMinifloat) EncodeBlock<T, MinifloatCoder>(job, b, r0, r1, c0, c1, scratch);
-  else EncodeBlock<T, CodebookCoder>(job, b, r0, r1, c0, c1, scratch);
-}
-
 static void Encode(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t c0, int64_t c1, uint8_t* scratch) {
-  if (job.element == (int)Kind::kBfloat16) EncodeAs<Brain>(job, b, r0, r1, c0, c1, scratch);
-  else if (job.element == (int)Kind::kFloat16) EncodeAs<Half>(job, b, r0, r1, c0, c1, scratch);
-  else EncodeAs<float>(job, b, r0, r1, c0, c1, scratch);
+  if (job.format.kind == Kind::kInteger) EncodeBlock<IntegerCoder>(job, b, r0, r1, c0, c1, scratch);
+  else if (job.format.kind == Kind::kMinifloat) EncodeBlock<MinifloatCoder>(job, b, r0, r1, c0, c1, scratch);
+  else EncodeBlock<CodebookCoder>(job, b, r0, r1, c0, c1, scratch);
 }
 
 static int32_t Largest(const Job& job, int64_t at, int64_t count) {
@@ -48,10 +42,4 @@ static int32_t Largest(const Job& job, int64_t at, int64_t count) {
   return LargestFinite((const float*)job.x + at, count);
 }
 
-static void Decode(const Decoding& d, int64_t b, int64_t r0, int64_t r1, uint8_t* scratch) {
-  if (d.element == (int)Kind::kBfloat16) DecodeRows<Brain>(d, b, r0, r1, scratch);
-  else if (d.element == (int)Kind::kFloat16) DecodeRows<Half>(d, b, r0, r1, scratch);
-  else DecodeRows<float>(d, b, r0, r1, scratch);
-}
-
-Kernels GetKernels() { return {kLanes, FindRanges, FindScales, Encode, Largest, Decode}; }
+Kernels GetKernels() { return {kLanes, FindRanges, FindScales, Encode, Largest, DecodeRows}; }

@@ -200,18 +200,28 @@ static inline Vector Scaled(const Vector& value, const Vector& scale, const Vect
   return kHasZero ? Add(Mul(Sub(value, subtracted), scale), added) : Mul(value, scale);
 }
 
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+// Where two vectors have the k-th place of each lane.
+template <int kSub>
+struct DeinterleaveIndex {
+  int32_t at[16 * kSub];
+  constexpr DeinterleaveIndex() : at{} {
+    for (int j = 0; j < 16; ++j) {
+      for (int k = 0; k < kSub; ++k) at[16 * k + j] = j * kSub % 32 + k;
+    }
+  }
+};
+#endif
+
 // Blocks of 16 * kSub numbers, de-interleaved: the k-th places of all lanes are contiguous.
 template <int kSub>
 static inline void Deinterleave(const float* from, int64_t blocks, float* to) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-  alignas(64) int32_t index[64];
-  for (int j = 0; j < 16; ++j) {
-    for (int k = 0; k < kSub; ++k) index[16 * k + j] = j * kSub % 32 + k;
-  }
+  alignas(64) static constexpr DeinterleaveIndex<kSub> index;
   for (int64_t b = 0; b < blocks; ++b, from += 16 * kSub, to += 16 * kSub) {
     const V a0 = Load(from), a1 = Load(from + 16), b0 = Load(from + 32 % (16 * kSub)), b1 = Load(from + 48 % (16 * kSub));
     UNROLL for (int k = 0; k < kSub; ++k) {
-      const __m512i at = _mm512_load_si512(index + 16 * k);
+      const __m512i at = _mm512_load_si512(index.at + 16 * k);
       const V low = _mm512_permutex2var_ps(a0, at, a1), high = _mm512_permutex2var_ps(b0, at, b1);
       Store(to + 16 * k, kSub == 2 ? low : _mm512_mask_mov_ps(low, 0xFF00, high));
     }
@@ -241,12 +251,13 @@ static void ColumnScales(const Weight& w, const StoredScales& stored, int64_t ti
   }
 }
 
-// Elements [first, first + tiles) of the scales or zero points of 16 rows, those of a tile contiguous.
-template <class RowAt>
-static void RowScales(const Weight& w, const StoredScales& stored, float unit, RowAt row_at, int64_t first, int64_t tiles, float* plain,
-                      float* out) {
-  for (int i = 0; i < 16; ++i) {
-    LoadScales(stored, row_at(i) / w.row_tile * w.tiles_per_row + first, tiles, unit, plain);
+// Elements [first, first + tiles) of the scales or zero points of 16 rows from `row` on, those of a tile contiguous. Rows after
+// `last` have those of `last`.
+static void RowScales(const Weight& w, const StoredScales& stored, float unit, int64_t row, int64_t last, int64_t first, int64_t tiles,
+                      float* plain, float* out) {
+  for (int64_t i = 0; i < 16; ++i) {
+    const int64_t here = row + i < last ? row + i : last;
+    LoadScales(stored, here / w.row_tile * w.tiles_per_row + first, tiles, unit, plain);
     for (int64_t t = 0; t < tiles; ++t) out[16 * t + i] = plain[t];
   }
 }
@@ -262,13 +273,16 @@ static void FillDots(const Weight& w, int64_t n0, int64_t outputs, int64_t k0, i
   const ZeroParts parts(w.role);
   float *plain = rest, *scale = plain + tiles, *zero = scale + 16 * tiles;
   for (int64_t n = 0; n < outputs; n += 16) {
-    const auto row_at = [&](int64_t i) { return n + i < outputs ? n0 + n + i : n0 + outputs - 1; };
-    RowScales(w, w.scale, w.unit, row_at, first, tiles, plain, scale);
-    if (kHasZero) RowScales(w, w.zero, 1.0f, row_at, first, tiles, plain, zero);
+    const int64_t last = n0 + outputs - 1;
+    RowScales(w, w.scale, w.unit, n0 + n, last, first, tiles, plain, scale);
+    if (kHasZero) RowScales(w, w.zero, 1.0f, n0 + n, last, first, tiles, plain, zero);
     for (int64_t b = 0; b < count; b += kBlock) {
       const int64_t at = (k0 + b) / kBlock * kParts * Decoder::kBytes;
       W16 raw[16];
-      for (int i = 0; i < 16; ++i) raw[i] = Decoder::Lanes(w.codes + row_at(i) * w.row_stride + at, w.row_stride - at, table);
+      for (int i = 0; i < 16; ++i) {
+        const int64_t row = n0 + n + i < last ? n0 + n + i : last;
+        raw[i] = Decoder::Lanes(w.codes + row * w.row_stride + at, w.row_stride - at, table);
+      }
       TransposeWords(raw);
       for (int64_t k = b; k < count && k < b + kBlock; k += kSteps) {
         const int64_t tile = (k0 + k) / w.col_tile - first;

@@ -6,6 +6,11 @@
 // loaded once for them and the memory of four rows is asked for at once; each lane keeps its own sum until a row ends.
 
 constexpr int64_t kFewIntRows = 4;            // of x
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_ARM64
+constexpr int kIntRowsAtOnce = 4;  // of x: those whose sums have room in registers
+#else
+constexpr int kIntRowsAtOnce = FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 ? 2 : 1;
+#endif
 constexpr int64_t kFewWide = 64;              // outputs of a chunk
 constexpr int64_t kIntBytes = 4 * kIntLanes;  // of a vector
 
@@ -60,9 +65,9 @@ static inline uint32_t SumOfInts(Words v) {
   return sum;
 }
 
-// The outputs [n0, n1) of kM rows.
+// The outputs [n0, n1) of rows m0 to m0 + kM of x.
 template <int kBits, int kM>
-static void FewOutputs(const IntegerJob& job, int64_t n0, int64_t n1) {
+static void FewOutputs(const IntegerJob& job, int64_t m0, int64_t n0, int64_t n1) {
   constexpr int kR = 4;
   constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
   const int64_t whole = BytesOfOutput(job) / kIntBytes, rest = BytesOfOutput(job) % kIntBytes, ldx = FewRow(job);
@@ -78,7 +83,7 @@ static void FewOutputs(const IntegerJob& job, int64_t n0, int64_t n1) {
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) sum[j][m] = SameI(0);
     }
-    const int8_t* x = job.x;
+    const int8_t* x = job.x + m0 * ldx;
     for (int64_t b = 0; b < whole; ++b, x += kIntBytes * (8 / kBits)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
@@ -97,19 +102,28 @@ static void FewOutputs(const IntegerJob& job, int64_t n0, int64_t n1) {
       const int32_t zero = static_cast<int32_t>(AddedTo(job)) + (job.w_zero.data == nullptr ? 0 : job.w_zero.At(n + j, 0));
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) {
-        const uint32_t of_zero = static_cast<uint32_t>(job.x_sums[m]) * static_cast<uint32_t>(zero);
+        const uint32_t of_zero = static_cast<uint32_t>(job.x_sums[m0 + m]) * static_cast<uint32_t>(zero);
         const float value = static_cast<float>(static_cast<int32_t>(SumOfInts(sum[j][m]) - of_zero));
-        c[m][n + j - n0] = value * job.x_scale.At(m, 0) * job.w_scale.At(n + j, 0);
+        c[m][n + j - n0] = value * job.x_scale.At(m0 + m, 0) * job.w_scale.At(n + j, 0);
       }
     }
   }
-  for (int m = 0; m < kM; ++m) StoreRow(job, m, n0, n1 - n0, c[m]);
+  for (int m = 0; m < kM; ++m) StoreRow(job, m0 + m, n0, n1 - n0, c[m]);
 }
 
 static void RunFew(const IntegerJob& job, int64_t chunk) {
-  typedef void (*Few)(const IntegerJob&, int64_t, int64_t);
+  typedef void (*Few)(const IntegerJob&, int64_t, int64_t, int64_t);
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_ARM64
   static const Few bytes[] = {FewOutputs<8, 1>, FewOutputs<8, 2>, FewOutputs<8, 3>, FewOutputs<8, 4>};
   static const Few halves[] = {FewOutputs<4, 1>, FewOutputs<4, 2>, FewOutputs<4, 3>, FewOutputs<4, 4>};
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+  static const Few bytes[] = {FewOutputs<8, 1>, FewOutputs<8, 2>}, halves[] = {FewOutputs<4, 1>, FewOutputs<4, 2>};
+#else
+  static const Few bytes[] = {FewOutputs<8, 1>}, halves[] = {FewOutputs<4, 1>};
+#endif
   const int64_t n0 = chunk * kFewWide, n1 = n0 + kFewWide < job.N ? n0 + kFewWide : job.N;
-  (job.bits == 8 ? bytes : halves)[job.M - 1](job, n0, n1);
+  for (int64_t m = 0; m < job.M; m += kIntRowsAtOnce) {
+    const int64_t rows = job.M - m < kIntRowsAtOnce ? job.M - m : kIntRowsAtOnce;
+    (job.bits == 8 ? bytes : halves)[rows - 1](job, m, n0, n1);
+  }
 }
