@@ -80,9 +80,84 @@ static int Failures(int number) {
   return 0;
 }
 
+static int BlockFailures(int number) {
+  BlockJob job{};
+  const bool is_byte = Any(0, 2) == 0, is_signed = Any(0, 1), is_tiled = Any(0, 1), is_ggml = !is_byte && Any(0, 2) == 0;
+  const int bits = is_byte ? 8 : 4;
+  const int64_t tile = is_ggml ? 32 * Any(1, 3) : 16 * Any(1, 6);
+  job.M = Any(0, 1) ? Any(1, 3) : Any(1, 20), job.N = number % 20 == 0 ? Any(100, 140) : Any(1, 40), job.K = Any(1, 700);
+  const int64_t cols = is_ggml ? (job.K + 31) / 32 * 32 : job.K, tiles = (cols - 1) / tile + 1, bytes = (cols * bits + 7) / 8;
+  std::vector<int32_t> order(32);
+  for (int i = 0; i < 32; ++i) order[i] = i / 2 + i % 2 * 16;
+  if (is_ggml) job.order = order.data(), job.group = 32;
+  job.w.rows = job.N, job.w.cols = cols, job.w.row_stride = bytes, job.w.bits = bits, job.w.packed_cols = true;
+  job.w.row_tile = Any(1, 3), job.w.col_tile = tile, job.w.tiles_per_row = tiles, job.w.unit = 0.5f;
+  job.w.role = static_cast<Zero>(Any(0, 2));
+  const int64_t row_tiles = (job.N - 1) / job.w.row_tile + 1;
+  std::vector<uint8_t> codes(bytes * job.N);
+  for (uint8_t& byte : codes) byte = static_cast<uint8_t>(Any(0, 255));
+  std::vector<int8_t> x(job.M * job.K), of_codes(16);
+  for (int8_t& code : x) code = static_cast<int8_t>(Any(-128, 127));
+  for (int8_t& value : of_codes) value = static_cast<int8_t>(Any(-31, 32));
+  std::vector<float> w_scale(row_tiles * tiles), w_zero(w_scale.size()), x_scale(job.M * (is_tiled ? tiles : 1));
+  for (float& scale : w_scale) scale = static_cast<float>(Any(1, 100)) / 64;
+  for (float& scale : x_scale) scale = static_cast<float>(Any(1, 100)) / 37;
+  for (float& zero : w_zero) zero = static_cast<float>(Any(-9, 9));
+  job.w.codes = codes.data();
+  job.w.scale = {ScaleType::kF32, w_scale.data(), nullptr}, job.w.zero = {ScaleType::kF32, w_zero.data(), nullptr};
+  job.x_scale = {x_scale.data(), 1, is_tiled ? tiles : 1, is_tiled};
+  if (is_byte) SetNumbers(is_signed, &job);
+  else SetNumbers(of_codes.data(), &job);
+  const auto number_at = [&](int64_t n, int64_t stream) {
+    if (is_byte) return is_signed ? static_cast<int8_t>(codes[n * bytes + stream]) : static_cast<int>(codes[n * bytes + stream]);
+    return static_cast<int>(of_codes[codes[n * bytes + stream / 2] >> stream % 2 * 4 & 15]);
+  };
+  for (int level = 0; level < 4; ++level) {
+    const Isa isa = ByteDotIsaOf(level);
+    const Kernels kernels = KernelsFor(isa);
+    std::vector<int8_t> laid(job.M * kernels.block_row_bytes(job));
+    std::vector<int32_t> sums(job.M * tiles);
+    std::vector<float> y(job.M * job.N, -1.0f);
+    for (int64_t m = 0; m < job.M; ++m) kernels.lay_blocks(job, x.data(), m, laid.data(), sums.data());
+    job.x = laid.data(), job.x_sums = sums.data(), job.y = y.data();
+    for (int64_t chunk = 0; chunk < kernels.block_chunks(job); ++chunk) kernels.run_blocks(job, chunk);
+    const bool scales_last = tiles > 1 && !is_tiled, fuses = !FEWBIT_X86 || level > 0;
+    const auto plus = [&](float a, float b, float c) { return fuses ? std::fma(a, b, c) : a * b + c; };
+    int failures = 0;
+    for (int64_t m = 0; m < job.M; ++m) {
+      for (int64_t n = 0; n < job.N; ++n) {
+        float total = 0;
+        for (int64_t t = 0; t < tiles; ++t) {
+          int32_t sum = 0, x_sum = 0;
+          const float zero = w_zero[n / job.w.row_tile * tiles + t], scale = w_scale[n / job.w.row_tile * tiles + t] * 0.5f;
+          for (int64_t place = t * tile; place < cols && place < (t + 1) * tile; ++place) {
+            const int64_t k = is_ggml ? place / 32 * 32 + order[place % 32] : place;
+            if (k >= job.K) continue;
+            const int less = job.w.role == Zero::kWhole ? static_cast<int>(zero) : 0;
+            sum += x[m * job.K + k] * (number_at(n, place) - less), x_sum += x[m * job.K + k];
+          }
+          const float row = job.x_scale.At(m, t), left = scales_last ? static_cast<float>(sum) : static_cast<float>(sum) * row;
+          total = t == 0 ? left * scale : plus(left, scale, total);
+          const float of_x = scales_last ? static_cast<float>(x_sum) : row * static_cast<float>(x_sum);
+          if (job.w.role == Zero::kOffset) total = plus(zero, of_x, total);
+        }
+        if (scales_last) total *= job.x_scale.At(m, 0);
+        failures += y[m * job.N + n] != total;
+      }
+    }
+    if (failures) {
+      std::printf("blocks %d, %s: %d wrong of %ld; bits %d role %d ggml %d tiled %d M %ld N %ld K %ld tile %ld\n", number, NameOf(isa),
+                  failures, static_cast<long>(job.M * job.N), bits, static_cast<int>(job.w.role), is_ggml, is_tiled,
+                  static_cast<long>(job.M), static_cast<long>(job.N), static_cast<long>(job.K), static_cast<long>(tile));
+      return 1;
+    }
+  }
+  return 0;
+}
+
 int main() {
   int failures = 0;
-  for (int number = 0; number < 120; ++number) failures += Failures(number);
-  std::printf("120 products of integers, %d of them wrong\n", failures);
+  for (int number = 0; number < 120; ++number) failures += Failures(number) + BlockFailures(number);
+  std::printf("240 products of integers, %d of them wrong\n", failures);
   return failures != 0;
 }

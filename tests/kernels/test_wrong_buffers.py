@@ -15,6 +15,7 @@ import fewbit as fb
 from fewbit.formats import AbstractFormat
 from fewbit.kernels.attention.cpu import backend as attention_cpu
 from fewbit.kernels.extension import extension
+from fewbit.kernels.qmatmul.cpu.block_ffi import native_blocks
 from fewbit.kernels.qmatmul.cpu.ffi import native_product
 from fewbit.kernels.qmatmul.cpu.int8_ffi import native_integers
 from fewbit.kernels.quantize import CpuDequantizer, CpuQuantizer, Decoding, Quantization
@@ -76,6 +77,12 @@ def pairs(axis: int) -> None:
     native_integers(x, q, contracts_cols=axis == -1, dtype=jnp.float32)
 
 
+def blocks(scheme: str) -> None:
+    """Products of integers with a weight in blocks of 32."""
+    q = stack(scheme, (3, 9, 96))
+    native_blocks(stack("int8_g32", (3, 5, 96)), q, dtype=jnp.float32)
+
+
 def attention(scheme: str | None) -> None:
     """One layer of two, two sequences, three heads of keys."""
     shape = (2, 2, 3, 7, 8)
@@ -108,6 +115,8 @@ CALLS = {
     "groups": lambda: product("mxfp8", -2, sizes=jnp.array([1, 0, 4], jnp.int32)),
     "pairs": lambda: pairs(-1),
     "pairs, [K, N]": lambda: pairs(-2),
+    "blocks, q4_1": lambda: blocks("q4_1"),
+    "blocks, uint8": lambda: blocks("uint8_g32"),
     "attention": lambda: attention(None),
     "attention, int4": lambda: attention("int4"),
     "quantize, uint3": lambda: quantized("uint3_g32"),
@@ -169,6 +178,7 @@ def test_a_cut_buffer_is_refused(call: Call):
                     "fewbit_quantize",
                     "fewbit_dequantize",
                     "fewbit_integers",
+                    "fewbit_integer_blocks",
                     "fewbit_qmatmul",
                 )
                 assert error is not None or optional, (at, axis, buffer.shape)

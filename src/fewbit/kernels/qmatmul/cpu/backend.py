@@ -15,14 +15,20 @@ from ....array.packing import codes_per_unit
 from ....array.qarray import QArray
 from ....array.scheme import Scheme
 from ...extension import device_refusal, extension
+from ..blocks import block_refusal, refused_weight
+from ..code_product import is_whole
 from ..kernel import AbstractKernel
 from ..matrix_view import MatrixView
 from ..paired import pair_refusal
 from ..problem import Problem, refused_precision
+from .block_ffi import native_blocks
 from .ffi import native_product
 from .int8_ffi import native_integers
 
 FLOATS = ("float32", "bfloat16", "float16")
+
+BLOCK_ROWS = 4
+"""The most rows of integer activations for which weights with blocks are read in place; for more they are packed in panels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +47,11 @@ class Cpu(AbstractKernel):
         return extension("fewbit.kernels.qmatmul.cpu._dequant_gemm").missing or super().unsupported(problem)
 
     def refused_pair(self, problem: Problem) -> str | None:
-        return extension("fewbit.kernels.qmatmul.cpu._int8_gemm").missing or pair_refusal(problem)
+        if missing := extension("fewbit.kernels.qmatmul.cpu._int8_gemm").missing:
+            return missing
+        if block_refusal(problem) is None:
+            return None
+        return pair_refusal(problem)
 
     def refused(self, problem: Problem, weight: MatrixView) -> str | None:
         wrong = _refused_dtypes(problem.activation.dtype, problem.result_dtype.name) or refused_precision(problem.precision)
@@ -73,6 +83,10 @@ class Cpu(AbstractKernel):
         return native_product(x[None], q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa, sizes=sizes)[0]
 
     def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
+        refusal = refused_weight(q.scheme, q.shape[2], q.tiles[2], x.tiles[2], contracts_cols=contracts_cols)
+        is_only_by_blocks = not is_whole(q.scheme)
+        if refusal is None and x.zero_point is None and (is_only_by_blocks or x.shape[1] <= BLOCK_ROWS):
+            return native_blocks(x, q, dtype=dtype, isa=self.isa)
         return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
 

@@ -42,12 +42,12 @@ def native_product(
         sizes: rows of `x` (whose B is 1) per matrix of `q`, int32; rows beyond their sum give zeros.
     """
     scheme, lengths = q.scheme, list(q.shape[1:])
-    order = _stream_order(scheme)
+    order = stream_order(scheme)
     if order.size:
         lengths[scheme.pack_axis + 2] = -(-lengths[scheme.pack_axis + 2] // order.size) * order.size
     kind, values, unit = code_values(scheme)
     scale, scale_table = scale_buffers(q)
-    role, zero, zero_table = _stored_zeros(q)
+    role, zero, zero_table = stored_zeros(q)
     result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - contracted_axis(contracts_cols)]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
         x,
@@ -56,10 +56,10 @@ def native_product(
         scale_table,
         zero,
         zero_table,
-        _flat(q.tensor_scale, jnp.float32),
+        flat(q.tensor_scale, jnp.float32),
         jnp.asarray(values),
-        _flat(picked, jnp.int32),
-        _flat(sizes, jnp.int32),
+        flat(picked, jnp.int32),
+        flat(sizes, jnp.int32),
         contracts_cols=contracts_cols,
         packed_cols=scheme.pack_axis == -1,
         rows=np.int64(lengths[0]),
@@ -75,7 +75,7 @@ def native_product(
     )
 
 
-def _stream_order(scheme: Scheme) -> np.ndarray:
+def stream_order(scheme: Scheme) -> np.ndarray:
     """The code at each position of a packed group; empty if in order."""
     packing, bits = scheme.packing, scheme.format.bits
     if not packing.interleave and not packing.high_first:
@@ -112,17 +112,17 @@ def scale_buffers(q: QArray) -> tuple[jax.Array, jax.Array]:
     if isinstance(stored, AbstractFormat):
         return q.scale, jnp.asarray(_table(stored))
     if not isinstance(stored, Scheme):
-        return q.scale, _flat(None, jnp.float32)
+        return q.scale, flat(None, jnp.float32)
     if stored.format.bits == 8 and q.scale.scale.size == 1 and q.scale.tensor_scale is None:
         codes = jnp.arange(256, dtype=jnp.uint8).reshape(1, 1, 256)
         every = QArray(codes, q.scale.scale, q.scale.zero_point, None, stored.with_tiles((None,) * 3, -1), q.scale.dtype)
         return q.scale.codes, dequantize(every, jnp.float32).reshape(256)
-    return scale_values(q), _flat(None, jnp.float32)
+    return scale_values(q), flat(None, jnp.float32)
 
 
-def _stored_zeros(q: QArray) -> tuple[int, jax.Array, jax.Array]:
+def stored_zeros(q: QArray) -> tuple[int, jax.Array, jax.Array]:
     """The kind of the zero points, their stored form, and their table."""
-    empty = _flat(None, jnp.float32)
+    empty = flat(None, jnp.float32)
     if q.zero_point is None:
         return _NO_ZERO, jnp.zeros((1, 1, 1), jnp.float32), empty
     # One zero point may apply to all blocks of an axis; the kernel reads one for each scale.
@@ -132,7 +132,7 @@ def _stored_zeros(q: QArray) -> tuple[int, jax.Array, jax.Array]:
     return _OFFSET, zero, empty
 
 
-def _flat(array: jax.Array | None, dtype: DTypeLike) -> jax.Array:
+def flat(array: jax.Array | None, dtype: DTypeLike) -> jax.Array:
     """The array with one axis; an empty one of `dtype` for None."""
     if array is None:
         return jnp.zeros(0, dtype)

@@ -15,7 +15,7 @@ from ..matrix_view import contracted_axis
 
 TARGET = "fewbit_integers"
 
-_LEVELS = ("portable", "avx2", "avxvnni", "avx512")
+LEVELS = ("portable", "avx2", "avxvnni", "avx512")
 
 
 def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, isa: str | None = None) -> jax.Array:
@@ -39,7 +39,7 @@ def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeL
         offset=np.int64(offset),
         tile=np.int64(x.tiles[2] or q.tiles[at] or q.shape[at]),
         output_tile=np.int64(q.tiles[3 - at] or q.shape[3 - at]),
-        level=np.int64((None, *_LEVELS).index(isa) - 1),
+        level=np.int64((None, *LEVELS).index(isa) - 1),
     )
 
 

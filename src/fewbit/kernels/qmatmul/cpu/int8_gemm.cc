@@ -30,6 +30,7 @@
 #include <cstring>
 #include <memory>
 
+#include "cpp/buffers.h"
 #include "cpp/checks.h"
 #include "cpp/python_module.h"
 #include "cpp/thread_pool.h"
@@ -171,8 +172,128 @@ XLA_FFI_DEFINE_HANDLER(integers, Integers,
                            .Attr<int64_t>("output_tile")
                            .Attr<int64_t>("level"));
 
+// The shapes of a stack of codes [B or 1, N, bytes of K], of its scales and of its zero points.
+static bool FitsBlocks(const BlockJob& job, int64_t batch, Dimensions codes, Dimensions scale, Dimensions zero, int64_t cols,
+                       Checks& checks) {
+  checks.OneOf("bits of a code", job.w.bits, {4, 8});
+  checks.AtLeast("rows of a tile", job.w.row_tile, 1);
+  checks.AtLeast("tile", job.w.col_tile, 1);
+  if (!checks.Within("columns of the codes", cols, job.K, job.K + (job.group == 0 ? 0 : job.group - 1))) return false;
+  checks.OneOf("matrices of the codes", codes[0], {1, batch});
+  checks.Equal("rows of the codes", codes[1], job.N);
+  checks.Equal("bytes of a row of codes", codes[2], BytesOf(cols, job.w.bits));
+  checks.That(job.w.col_tile % 16 == 0 || job.w.col_tile >= cols, "tiles must be whole groups of 16 codes");
+  const int64_t rows = TilesOf(job.N, job.w.row_tile), tiles = TilesOf(cols, job.w.col_tile);
+  checks.OneOf("matrices of the scales", scale[0], {1, batch});
+  checks.Equal("rows of the scales", scale[1], rows);
+  checks.Equal("tiles of the scales", scale[2], tiles);
+  if (job.w.role == Zero::kNone) return !checks.failed();
+  checks.OneOf("matrices of the zero points", zero[0], {1, batch});
+  checks.Equal("rows of the zero points", zero[1], rows);
+  return checks.Equal("tiles of the zero points", zero[2], tiles);
+}
+
+static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale, ffi::BufferR3<ffi::U8> codes,
+                         ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero,
+                         ffi::BufferR1<ffi::F32> zero_table, ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::S8> numbers,
+                         ffi::Result<ffi::AnyBuffer> y, int64_t cols, int64_t bits, int64_t row_tile, int64_t col_tile, int64_t role,
+                         float unit, bool is_signed, int64_t level, ffi::Span<const int32_t> order) {
+  BlockJob job{};
+  Checks checks("blocks of integers");
+  const auto x_shape = x.dimensions(), y_shape = y->dimensions(), shape = codes.dimensions();
+  const auto scale_shape = scale.dimensions(), zero_shape = zero.dimensions();
+  checks.That(FloatOf(y->element_type(), &job.y_kind), "the result must be float32, bfloat16 or float16");
+  checks.That(StoredScalesOf(scale, scale_table, &job.w.scale), "scales must be floats, or bytes with a table of 256 numbers");
+  checks.That(StoredScalesOf(zero, zero_table, &job.w.zero), "zero points must be floats, or bytes with a table of 256 numbers");
+  checks.Equal("axes of the result", static_cast<int64_t>(y_shape.size()), 3);
+  checks.Equal("axes of the scales", static_cast<int64_t>(scale_shape.size()), 3);
+  checks.Equal("axes of the zero points", static_cast<int64_t>(zero_shape.size()), 3);
+  checks.Within("role of the zero points", role, 0, 2);
+  checks.Within("level", level, -1, 3);
+  if (checks.failed()) return checks.error();
+  const int64_t batch = x_shape[0];
+  job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2];
+  job.w.bits = static_cast<int>(bits), job.w.row_tile = row_tile, job.w.col_tile = col_tile;
+  job.w.role = static_cast<Zero>(role), job.group = static_cast<int64_t>(order.size());
+  checks.Equal("batch of the result", y_shape[0], batch);
+  checks.Equal("rows of the result", y_shape[1], job.M);
+  if (!FitsBlocks(job, batch, shape, scale_shape, zero_shape, cols, checks)) return checks.error();
+  if (job.group != 0) {
+    checks.Equal("columns beyond whole groups of the order", cols % job.group, 0);
+    checks.That(col_tile % job.group == 0 || col_tile >= cols, "tiles must be whole groups of the order");
+    for (const int32_t place : order) checks.Within("a place of the order", place, 0, job.group - 1);
+  }
+  CheckPerTile("scales of x", x_scale.dimensions(), batch, job.M, scale_shape[2], true, checks);
+  const int64_t tensor_scales = static_cast<int64_t>(tensor_scale.element_count());
+  checks.OneOf("tensor scales", tensor_scales, {0, 1, batch});
+  checks.Equal("numbers of the codes", static_cast<int64_t>(numbers.element_count()), bits == 4 ? 16 : 0);
+  for (int64_t i = 0; !checks.failed() && bits == 4 && i < 16; ++i) checks.Within("a number", numbers.typed_data()[i], -31, 32);
+  if (checks.failed()) return checks.error();
+  if (y->element_count() == 0) return ffi::Error::Success();
+  if (job.K == 0) {  // a sum of nothing
+    std::memset(y->untyped_data(), 0, y->size_bytes());
+    return ffi::Error::Success();
+  }
+  if (bits == 4) SetNumbers(numbers.typed_data(), &job);
+  else SetNumbers(is_signed, &job);
+  job.order = job.group == 0 ? nullptr : order.begin();
+  job.w.rows = job.N, job.w.cols = cols, job.w.row_stride = shape[2], job.w.packed_cols = true, job.w.tiles_per_row = scale_shape[2];
+  const Kernels kernels = KernelsFor(ByteDotIsaOf(level));
+  const auto x_scales = StackedOf<float>(x_scale, true, 1);
+  const int64_t row = (kernels.block_row_bytes(job) + 3) / 4 * 4;
+  const CallMemory memory(job.M * (row + job.tiles() * 4));
+  int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
+  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
+  job.x = laid, job.x_sums = sums;
+  const Weight first = job.w;
+  const int64_t scales = scale_shape[0] == 1 ? 0 : scale_shape[1] * scale_shape[2];
+  const int64_t zeros = role == 0 || zero_shape[0] == 1 ? 0 : zero_shape[1] * zero_shape[2];
+  for (int64_t b = 0; b < batch; ++b) {
+    const int8_t* rows = x.typed_data() + b * job.M * job.K;
+    const auto lay = [&](int64_t m) { kernels.lay_blocks(job, rows, m, laid, sums); };
+    if (job.M < 8) for (int64_t m = 0; m < job.M; ++m) lay(m);
+    else ParallelFor(pool, job.M, lay);
+    job.w.codes = codes.typed_data() + (shape[0] == 1 ? 0 : b * shape[1] * shape[2]);
+    job.w.scale.data = static_cast<const char*>(first.scale.data) + b * scales * SizeOf(first.scale.type);
+    job.w.zero.data = static_cast<const char*>(first.zero.data) + b * zeros * SizeOf(first.zero.type);
+    job.w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : b];
+    job.x_scale = x_scales.At(b);
+    job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * SizeOf(job.y_kind);
+    const auto run = [&](int64_t chunk) { kernels.run_blocks(job, chunk); };
+    constexpr int64_t kWorthThreads = 1 << 18;  // multiply-adds that take longer than waking a thread
+    const int64_t chunks = kernels.block_chunks(job);
+    if (job.M * job.N * job.K >= kWorthThreads) ParallelFor(pool, chunks, run);
+    else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+  }
+  return ffi::Error::Success();
+}
+
+XLA_FFI_DEFINE_HANDLER(blocks, Blocks,
+                       ffi::Ffi::Bind()
+                           .Ctx<ffi::ThreadPool>()
+                           .Arg<ffi::BufferR3<ffi::S8>>()   // x [B, M, K]
+                           .Arg<ffi::BufferR3<ffi::F32>>()  // its scales [B or 1, M or 1, tiles or 1]
+                           .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, N, bytes]
+                           .Arg<ffi::AnyBuffer>()           // scales [B or 1, tiles of rows, tiles], as they are stored
+                           .Arg<ffi::BufferR1<ffi::F32>>()  // the numbers of stored scales, if they are bytes
+                           .Arg<ffi::AnyBuffer>()           // zero points, like scales
+                           .Arg<ffi::BufferR1<ffi::F32>>()
+                           .Arg<ffi::BufferR1<ffi::F32>>()  // tensor scales, none or one or one a batch
+                           .Arg<ffi::BufferR1<ffi::S8>>()   // the integer of each code of 4 bits; empty for codes of 8 bits
+                           .Ret<ffi::AnyBuffer>()           // y [B, M, N]
+                           .Attr<int64_t>("cols")
+                           .Attr<int64_t>("bits")
+                           .Attr<int64_t>("row_tile")
+                           .Attr<int64_t>("col_tile")
+                           .Attr<int64_t>("role")
+                           .Attr<float>("unit")
+                           .Attr<bool>("is_signed")
+                           .Attr<int64_t>("level")
+                           .Attr<ffi::Span<const int32_t>>("order"));
+
 }  // namespace fewbit
 
 // ISA is avx2 with VNNI and without.
-FEWBIT_MODULE(_int8_gemm, {"fewbit_integers", reinterpret_cast<void*>(fewbit::integers)})
+FEWBIT_MODULE(_int8_gemm, {"fewbit_integers", reinterpret_cast<void*>(fewbit::integers)},
+              {"fewbit_integer_blocks", reinterpret_cast<void*>(fewbit::blocks)})
 #endif

@@ -24,6 +24,11 @@ struct Kernels {
   void (*prepare)(const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m, int8_t* out,
                   int32_t* sums);
   void (*run)(const IntegerJob& job, const std::vector<Segment>& segments, int64_t chunk);
+  // The same of a BlockJob; rows of x are laid out one by one.
+  int64_t (*block_row_bytes)(const BlockJob& job);
+  int64_t (*block_chunks)(const BlockJob& job);
+  void (*lay_blocks)(const BlockJob& job, const int8_t* rows, int64_t m, int8_t* out, int32_t* sums);
+  void (*run_blocks)(const BlockJob& job, int64_t chunk);
 };
 
 }  // namespace fewbit
@@ -31,3 +36,25 @@ struct Kernels {
 #define FEWBIT_BYTE_DOT 1
 #define FEWBIT_KERNELS "qmatmul/cpu/int8/level.h"
 #include "cpp/foreach_isa.h"
+
+#if FEWBIT_IN_UNIT(0)
+
+namespace fewbit {
+
+// The numbers of a BlockJob's codes: integers of codes of 4 bits, or whether codes of 8 bits are signed. arm64 multiplies signed
+// bytes, the others unsigned ones of w.
+static void SetNumbers(const int8_t* of_codes, BlockJob* job) {
+  int8_t least = 0;
+  for (int i = 0; i < 16; ++i) least = of_codes[i] < least ? of_codes[i] : least;
+  for (int i = 0; i < 16; ++i) job->numbers[i] = static_cast<uint8_t>(of_codes[i] - least);
+  job->offset = -least, job->flip = 0;
+}
+
+static void SetNumbers(bool is_signed, BlockJob* job) {
+  job->offset = (is_signed ? 128 : 0) - (FEWBIT_ARM64 ? 128 : 0);
+  job->flip = static_cast<uint8_t>(job->offset);
+}
+
+}  // namespace fewbit
+
+#endif

@@ -68,4 +68,23 @@ inline std::vector<Segment> SegmentsOf(const IntegerJob& job) {
   return segments;
 }
 
+// The same product where w has blocks of 8 bytes or more along its rows: codes of 4 bits that a table makes small integers, or of 8,
+// and scales and zero points as they are stored.
+struct BlockJob {
+  Weight w;              // [N, K]; its codes of 4 or 8 bits, the columns packed
+  uint8_t numbers[16];   // of codes of 4 bits: their integers plus `offset`, at most 63
+  int32_t offset;
+  uint8_t flip;          // bits of a code of 8 bits that make it its integer plus `offset`
+  int64_t M, N, K;
+  const int32_t* order;  // the code at each place of a group of w's columns in memory; null: in order
+  int64_t group;
+  PerTile<float> x_scale;
+  const int8_t* x;       // as `LayBlocks` lays it out
+  const int32_t* x_sums; // [M, tiles]
+  void* y;               // [M, N]
+  Float y_kind;
+
+  int64_t tiles() const { return w.tiles_per_row; }
+};
+
 }  // namespace fewbit

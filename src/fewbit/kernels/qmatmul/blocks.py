@@ -1,0 +1,162 @@
+"""Products of int8 activations and small integers with block scales.
+
+With codes `c` of x, integers `d` of the weight, a zero point `z` and a float offset `o` for each block `t` of the contraction,
+
+    y[m, n] = sum over t of  s_x[m, t] (s_w[n, t] sum over k in t of c[m, k] (d[n, k] - z[n, t])  +  o[n, t] sum over k in t of c[m, k])
+
+The sums over k are exact in int32. Blocks are added in float32, from the first to the last.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ...array.packing import codes_per_unit, unpack
+from ...array.qarray import QArray
+from ...array.quantize import scale_values
+from ...array.scheme import Scheme
+from ...errors import QuantError
+from ...formats.format import AbstractFormat
+from ...formats.integer import Integer
+from .code_product import is_whole
+from .problem import Problem, refused_precision
+
+LARGEST_NUMBER = 31
+"""The largest magnitude of a 4-bit format's integers: pairs of their products with int8 fit in 16 bits."""
+
+
+def block_refusal(problem: Problem) -> str | None:
+    """Why two operands cannot be multiplied by blocks, or None."""
+    try:
+        at, view = problem.weight
+    except QuantError as refusal:
+        return str(refusal)
+    x = (problem.lhs, problem.rhs)[1 - at]
+    axes = problem.dimension_numbers[0][1 - at]
+    assert x.scheme is not None
+    tiles = x.scheme.tiles(len(x.shape))
+    if len(axes) > 1:
+        return f"{x} has several contracted axes"
+    if x.scheme.zero_point is not None or not is_whole(x.scheme):
+        return f"{x} does not have signed integer codes without zero points"
+    if problem.accumulator not in (None, "int32"):
+        return f"it sums in int32, but accumulator={problem.accumulator!r} was requested"
+    if problem.out_sharding is not None:
+        return "out_sharding is supported by XLA's own products only"
+    x_tile = tiles[axes[0]]
+    if x_tile is not None and x_tile >= x.shape[axes[0]]:
+        x_tile = None
+    own = view.contraction
+    return refused_precision(problem.precision) or refused_weight(
+        view.scheme, own.length, own.tile, x_tile, contracts_cols=view.contracts_cols
+    )
+
+
+def refused_weight(scheme: Scheme, length: int, tile: int | None, x_tile: int | None, *, contracts_cols: bool) -> str | None:
+    """Why a weight `[B, R, C]` is not multiplied by blocks, or None.
+
+    Args:
+        scheme: its scheme.
+        length: the length of the contraction.
+        tile: its block size along the contraction; None: one block.
+        x_tile: that of the activation.
+        contracts_cols: whether C is contracted.
+    """
+    bits = scheme.format.bits
+    if not contracts_cols or (bits < 8 and scheme.pack_axis != -1):
+        return "its rows are contracted, or its codes are packed along them; blocks are along packed columns"
+    numbers = block_numbers(scheme.format)
+    if numbers is None:
+        return f"the numbers of {scheme.format.name} are not small integers times one step"
+    if tile is None or tile >= length:
+        return "its scales do not vary along the contraction"
+    if x_tile is not None and x_tile != tile:
+        return f"the block sizes along the contraction are {x_tile} and {tile}; they must be equal"
+    group = 1
+    if scheme.packing != type(scheme.packing)():
+        group = codes_per_unit(bits, scheme.packing)
+    if tile % math.lcm(16, group):
+        return f"its block size is {tile}; it must be a multiple of {math.lcm(16, group)}"
+    if isinstance(scheme.scale, Scheme) and scheme.scale.format.bits != 8:
+        return f"its scales are {scheme.scale.name}; quantized scales must have 8 bits"
+    reach = int(np.abs(numbers[0]).max())
+    if isinstance(scheme.zero_point, AbstractFormat):
+        if numbers[1] != 1 or not isinstance(scheme.zero_point, Integer):
+            return "its zero points are not integers in units of its codes"
+        reach += int(np.abs(scheme.zero_point.values()).max())
+    if reach * 128 * tile >= 2**31:
+        return f"sums of {tile} products of its codes may not fit in int32"
+    return None
+
+
+def block_numbers(fmt: AbstractFormat) -> tuple[np.ndarray, float] | None:
+    """The integers of a format's codes and their step, `value == integer * step`; None without such integers.
+
+    >>> from fewbit.formats.format import FORMATS
+    >>> numbers, step = block_numbers(FORMATS["e2m1"])
+    >>> numbers[:8].tolist(), step
+    ([0, 1, 2, 3, 4, 6, 8, 12], 0.5)
+    """
+    if fmt.bits == 8 and isinstance(fmt, Integer):
+        return np.rint(fmt.values() / fmt.step).astype(np.int32), fmt.step
+    if fmt.bits != 4:
+        return None
+    values = fmt.values().astype(np.float64)
+    if len(values) != 16 or not np.isfinite(values).all():
+        return None
+    step = float(np.abs(values[values != 0]).min())
+    numbers = np.rint(values / step)
+    if (numbers * step != values).any() or np.abs(numbers).max() > LARGEST_NUMBER:
+        return None
+    return numbers.astype(np.int32), step
+
+
+def block_product(x: QArray, q: QArray) -> jax.Array:
+    """The product `[B, M, N]`, float32, in plain JAX.
+
+    Inside jit XLA may round a product and a sum at once (a fused multiply-add), as kernels do where the processor can.
+
+    Args:
+        x: `[B, M, K]`, one int8 code per byte.
+        q: `[B or 1, N, K]`, of a scheme that `refused_weight` accepts.
+    """
+    length, tile, fmt = q.shape[2], q.tiles[2], q.scheme.format
+    numbers = block_numbers(fmt)
+    assert numbers is not None
+    assert tile is not None
+    codes = unpack(q.codes, fmt.bits, length, q.scheme.packing, axis=-1)
+    d = jnp.asarray(numbers[0])[codes.astype(jnp.int32)]
+    c = jax.lax.bitcast_convert_type(x.codes, jnp.int8).astype(jnp.int32)
+    c, d = (jnp.pad(a, ((0, 0), (0, 0), (0, -length % tile))) for a in (c, d))
+    c, d = (a.reshape(*a.shape[:2], -1, tile) for a in (c, d))  # [B, M or N, t, k]
+    sums = jnp.sum(c[:, :, None] * d[:, None], axis=-1)  # [B, M, N, t]
+    of_x = jnp.sum(c, axis=-1)[:, :, None]  # [B, M, 1, t]
+    count = sums.shape[-1]
+    s_x = jnp.broadcast_to(scale_values(x), (*x.scale.shape[:2], count))[:, :, None]
+    s_w = _rows_of(scale_values(q) * np.float32(numbers[1]), q)[:, None]
+    zero = q.zero_point
+    if isinstance(q.scheme.zero_point, AbstractFormat):
+        sums = sums - _rows_of(q.scheme.zero_point.decode(zero), q)[:, None].astype(jnp.int32) * of_x
+        zero = None
+    is_one_scale = x.scale.shape[2] == 1
+    wide, of_x = sums.astype(jnp.float32), of_x.astype(jnp.float32)
+    if not is_one_scale:
+        wide, of_x = wide * s_x, of_x * s_x
+    total = wide[..., 0] * s_w[..., 0]
+    for t in range(count):
+        if t > 0:
+            total = total + wide[..., t] * s_w[..., t]
+        if zero is not None:
+            total = total + _rows_of(zero.astype(jnp.float32), q)[:, None, :, t] * of_x[..., t]
+    if is_one_scale:
+        total = total * s_x[..., 0]
+    return total
+
+
+def _rows_of(values: jax.Array, q: QArray) -> jax.Array:
+    """Scales or zero points `[B, N, t]`, one for each row."""
+    rows = q.shape[1]
+    wide = jnp.repeat(values, q.tiles[1] or rows, axis=1)[:, :rows]
+    return jnp.broadcast_to(wide, (*wide.shape[:2], q.scale.shape[2]))

@@ -1,0 +1,50 @@
+"""The FFI call of int8 activations by weights in blocks."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+
+from ....array.qarray import QArray
+from ....array.quantize import scale_values
+from ....formats.integer import Integer
+from ..blocks import block_numbers
+from .ffi import flat, scale_buffers, stored_zeros, stream_order
+from .int8_ffi import LEVELS
+
+TARGET = "fewbit_integer_blocks"
+
+
+def native_blocks(x: QArray, q: QArray, *, dtype: DTypeLike, isa: str | None = None) -> jax.Array:
+    """`blocks.block_product`, with an instruction set (None: the best), in a result's dtype."""
+    scheme, cols = q.scheme, q.shape[2]
+    order = stream_order(scheme)
+    if order.size:
+        cols = -(-cols // order.size) * order.size
+    found = block_numbers(scheme.format)
+    assert found is not None
+    numbers, step = found
+    is_byte = scheme.format.bits == 8
+    scale, scale_table = scale_buffers(q)
+    role, zero, zero_table = stored_zeros(q)
+    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[1]), dtype)
+    return jax.ffi.ffi_call(TARGET, result)(
+        jax.lax.bitcast_convert_type(x.codes, jnp.int8),
+        scale_values(x),
+        q.codes,
+        scale,
+        scale_table,
+        zero,
+        zero_table,
+        flat(q.tensor_scale, jnp.float32),
+        jnp.asarray(numbers[: 0 if is_byte else 16], jnp.int8),
+        cols=np.int64(cols),
+        bits=np.int64(scheme.format.bits),
+        row_tile=np.int64(q.tiles[1] or q.shape[1]),
+        col_tile=np.int64(q.tiles[2] or cols),
+        role=np.int64(role),
+        unit=np.float32(step),
+        is_signed=isinstance(scheme.format, Integer) and scheme.format.signed,
+        level=np.int64((None, *LEVELS).index(isa) - 1),
+        order=order,
+    )

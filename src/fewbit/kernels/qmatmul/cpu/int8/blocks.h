@@ -1,0 +1,241 @@
+// Rows of x times rows of w whose scales change every few places: each row of w is read once, in place. Included in the namespace of
+// an instruction set.
+//
+// A quarter of a register, 16 bytes of w, is a piece of one block, or of two where blocks are 8 bytes. Four rows of w are multiplied by
+// each vector of x, and a tree of additions turns their lanes into one sum for each row and quarter. As many rows as there are lanes
+// follow one another; then their sums change places, so that a vector has one block of all rows, and a block ends with one
+// conversion and one multiply-add. Codes of 4 bits are looked up in a register, which serves every format of small integers.
+//
+// Blocks are added in order, with the operations of the panels (gemm.h): an output has the same bits in both.
+
+constexpr int kQuarters = kIntLanes / 4;
+constexpr int64_t kBlockRows = 4;      // of x that share the decoded codes
+constexpr int64_t kBlockOutputs = 64;  // of a chunk
+
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+static inline Words AddI(Words a, Words b) { return _mm512_add_epi32(a, b); }
+static inline Words TableI(const uint8_t* numbers) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
+}
+static inline Words Looked(Words table, Words index) { return _mm512_shuffle_epi8(table, index); }
+static inline Words PairsI(Words a, Words b) {
+  const __m512 x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
+  return AddI(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xDD)));
+}
+static inline Words EvenI(Words a, Words b) {
+  return _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), 0x88));
+}
+static inline Words OddI(Words a, Words b) {
+  return _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), 0xDD));
+}
+// Quarter i of vector j becomes quarter j of vector i.
+static inline void TransposeQuarters(Words (&v)[4]) {
+  const Words a = _mm512_shuffle_i32x4(v[0], v[1], 0x88), b = _mm512_shuffle_i32x4(v[0], v[1], 0xDD);
+  const Words c = _mm512_shuffle_i32x4(v[2], v[3], 0x88), d = _mm512_shuffle_i32x4(v[2], v[3], 0xDD);
+  v[0] = _mm512_shuffle_i32x4(a, c, 0x88), v[2] = _mm512_shuffle_i32x4(a, c, 0xDD);
+  v[1] = _mm512_shuffle_i32x4(b, d, 0x88), v[3] = _mm512_shuffle_i32x4(b, d, 0xDD);
+}
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+static inline Words AddI(Words a, Words b) { return _mm256_add_epi32(a, b); }
+static inline Words TableI(const uint8_t* numbers) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
+}
+static inline Words Looked(Words table, Words index) { return _mm256_shuffle_epi8(table, index); }
+static inline Words EvenI(Words a, Words b) {
+  return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88));
+}
+static inline Words OddI(Words a, Words b) {
+  return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0xDD));
+}
+static inline Words PairsI(Words a, Words b) { return _mm256_hadd_epi32(a, b); }
+static inline void TransposeQuarters(Words (&v)[2]) {
+  const Words low = _mm256_permute2x128_si256(v[0], v[1], 0x20);
+  v[1] = _mm256_permute2x128_si256(v[0], v[1], 0x31), v[0] = low;
+}
+#else
+static inline Words AddI(Words a, Words b) { return a + b; }
+static inline Words TableI(const uint8_t* numbers) { return LoadI(numbers); }
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+static inline Words Looked(Words table, Words index) {
+#if FEWBIT_ARM64
+  return (Words)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
+#else
+  const Bytes16 from = (Bytes16)table, at = (Bytes16)index;
+  Bytes16 to;
+  for (int i = 0; i < 16; ++i) to[i] = from[at[i] & 15];
+  return (Words)to;
+#endif
+}
+static inline Words EvenI(Words a, Words b) { return Words{a[0], a[2], b[0], b[2]}; }
+static inline Words OddI(Words a, Words b) { return Words{a[1], a[3], b[1], b[3]}; }
+static inline Words PairsI(Words a, Words b) { return EvenI(a, b) + OddI(a, b); }
+static inline void TransposeQuarters(Words (&)[1]) {}
+#endif
+
+// The products of one vector of w's bytes with x, added in each lane. Numbers of 4 bits are so small that AVX2 needs no more than
+// its instruction for bytes, which saturates beyond 16 bits.
+template <int kBits>
+static inline Words BlockDot(const Words* w, const int8_t* x) {
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
+  if constexpr (kBits == 4) {
+    const Words low = _mm256_maddubs_epi16(w[0], LoadI(x)), high = _mm256_maddubs_epi16(w[1], LoadI(x + kIntBytes));
+    return _mm256_madd_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(1));
+  }
+#endif
+  const Words first = Dot4(SameI(0), w[0], LoadI(x));
+  if constexpr (kBits == 4) return Dot4(first, w[1], LoadI(x + kIntBytes));
+  return first;
+}
+
+// Bytes of a row of x as `LayBlocks` lays it out.
+static int64_t BlockRowBytes(const BlockJob& job) {
+  return (job.w.row_stride + kIntBytes - 1) / kIntBytes * kIntBytes * (8 / job.w.bits);
+}
+
+// Row m of x in the order of w's codes, vector by vector: of 4 bits those of the low halves, then those of the high halves; zeros
+// beyond K. And its sums by blocks.
+static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t* out, int32_t* sums) {
+  const int8_t* from = rows + m * job.K;
+  int8_t* to = out + m * BlockRowBytes(job);
+  const int halves = job.w.bits == 4;  // 1 where bytes have two codes
+  int64_t group = 0, place = 0;
+  for (int64_t begin = 0; begin < BlockRowBytes(job); begin += kIntBytes << halves) {
+    for (int64_t i = 0; i < kIntBytes << halves; ++i) {
+      const int64_t code = job.order == nullptr ? begin + i : group + job.order[place];
+      if (job.order != nullptr && ++place == job.group) place = 0, group += job.group;
+      to[begin + (i >> halves) + (i & halves) * kIntBytes] = code < job.K ? from[code] : int8_t{0};
+    }
+  }
+  for (int64_t t = 0; t < job.tiles(); ++t) {
+    const int64_t end = (t + 1) * job.w.col_tile < job.K ? (t + 1) * job.w.col_tile : job.K;
+    int32_t sum = 0;
+    for (int64_t k = t * job.w.col_tile; k < end; ++k) sum += from[k];
+    sums[m * job.tiles() + t] = sum;
+  }
+}
+
+// What the rows of w that are multiplied together have at each block: vectors of scales, and of zero points.
+struct BlockScales {
+  float *scale, *zero;
+
+  static int64_t Room(const BlockJob& job) { return (job.tiles() + kLanes - 1) / kLanes * kLanes; }
+
+  static void Load(const BlockJob& job, const StoredScales& stored, float unit, int64_t n0, float* rest, float* out) {
+    const int64_t tiles = job.tiles(), room = Room(job);
+    for (int64_t i = 0; i < kLanes; ++i) {
+      const int64_t n = n0 + i < job.N ? n0 + i : job.N - 1;
+      LoadScales(stored, n / job.w.row_tile * tiles, tiles, unit, rest + i * room);
+    }
+    for (int64_t t = 0; t < room; t += kLanes) Transpose(rest + t, room, out + t * kLanes, kLanes);
+  }
+};
+
+// Adds one block of the sums of row m of x.
+static inline void EndBlock(const BlockJob& job, const BlockScales& scales, int64_t m, int64_t t, bool scales_last, Words sum,
+                            V* total) {
+  const int32_t x_sum = job.x_sums[m * job.tiles() + t];
+  sum = SubI(sum, SameI(static_cast<int32_t>(static_cast<uint32_t>(x_sum) * static_cast<uint32_t>(job.offset))));
+  const V scale = Load(scales.scale + t * kLanes);
+  const float x_scale = scales_last ? 1.0f : job.x_scale.At(m, t);
+  if (job.w.role == Zero::kWhole) {
+    sum = SubI(sum, MulI(SameI(x_sum), (Words)__builtin_convertvector(Load(scales.zero + t * kLanes), I)));
+  }
+  const V v = Mul(FloatI(sum), Same(x_scale));
+  *total = t == 0 ? Mul(v, scale) : MulAdd(v, scale, *total);
+  if (job.w.role != Zero::kOffset) return;
+  *total = MulAdd(Load(scales.zero + t * kLanes), Same(x_scale * static_cast<float>(x_sum)), *total);
+}
+
+// Of four rows of w from n on and `rows` rows of x from m0 on: a sum for each quarter of each vector of bytes, and for each piece of
+// it, as vectors of [quarter][row of w]; `ld` vectors from one row of x to the next.
+template <int kBits, int kPieces>
+static void FourRows(const BlockJob& job, int64_t n, int64_t m0, int64_t rows, Words* sums, int64_t ld) {
+  constexpr int kVectors = 8 / kBits;
+  constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
+  const int64_t stride = job.w.row_stride, ldx = BlockRowBytes(job), next = 4 * stride > kAhead ? 4 * stride : kAhead;
+  const Words low = SameI(0x0F0F0F0F), table = TableI(job.numbers), flip = SameI(static_cast<int32_t>(job.flip * 0x01010101u));
+  const uint8_t* row[4];
+  UNROLL for (int j = 0; j < 4; ++j) row[j] = job.w.codes + (n + j < job.N ? n + j : job.N - 1) * stride;
+  const int8_t* x = job.x + m0 * ldx;
+  for (int64_t at = 0; at < stride; at += kIntBytes, x += kIntBytes * kVectors, sums += kPieces) {
+    uint8_t last[4][kIntBytes];
+    const bool is_last = stride - at < kIntBytes;
+    if (is_last) std::memset(last, 0, sizeof(last));
+    Words w[4][kVectors];
+    UNROLL for (int j = 0; j < 4; ++j) {
+      const uint8_t* p = row[j] + at;
+      if (is_last) p = static_cast<const uint8_t*>(std::memcpy(last[j], p, stride - at));
+      __builtin_prefetch(row[j] + at + next);
+      const Words bytes = LoadI(p);
+      if constexpr (kBits == 8) {
+        w[j][0] = XorI(bytes, flip);
+      } else {
+        w[j][0] = Looked(table, AndI(bytes, low)), w[j][1] = Looked(table, AndI(HighI(bytes), low));
+      }
+    }
+    for (int64_t m = 0; m < rows; ++m) {
+      Words v[4];
+      UNROLL for (int j = 0; j < 4; ++j) v[j] = BlockDot<kBits>(w[j], x + m * ldx);
+      const Words a = PairsI(v[0], v[1]), b = PairsI(v[2], v[3]);
+      if constexpr (kPieces == 1) sums[m * ld] = PairsI(a, b);
+      else sums[m * ld] = EvenI(a, b), sums[m * ld + 1] = OddI(a, b);
+    }
+  }
+}
+
+// kLanes outputs of row m of x from n0 on, of the sums of their rows of w: those of four rows are `ld` vectors after the last four's.
+template <int kBits, int kPieces>
+static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t n0, int64_t m, const Words* sums, int64_t ld) {
+  const bool scales_last = job.tiles() > 1 && job.x_scale.by_tile == 0;
+  const int64_t parts = job.w.col_tile * kBits * kPieces / 128;
+  int64_t tile = 0, left = parts;  // the current block, and how many of its parts are to come
+  V total = Same(0.0f);
+  Words block = SameI(0);
+  for (int64_t at = 0; at < job.w.row_stride; at += kIntBytes, sums += kPieces) {
+    Words of_quarter[kPieces][kQuarters];
+    UNROLL for (int piece = 0; piece < kPieces; ++piece) {
+      UNROLL for (int q = 0; q < kQuarters; ++q) of_quarter[piece][q] = sums[q * ld + piece];
+      TransposeQuarters(of_quarter[piece]);
+    }
+    UNROLL for (int i = 0; i < kQuarters * kPieces; ++i) {
+      if (tile >= job.tiles()) break;
+      block = AddI(block, of_quarter[i % kPieces][i / kPieces]);
+      if (--left > 0) continue;
+      EndBlock(job, scales, m, tile, scales_last, block, &total);
+      block = SameI(0), left = parts, ++tile;
+    }
+  }
+  if (tile < job.tiles()) EndBlock(job, scales, m, tile, scales_last, block, &total);  // a last block, shorter than the others
+  if (scales_last) total = Mul(total, Same(job.x_scale.At(m, 0)));
+  float y[kLanes];
+  Store(y, total);
+  for (int64_t i = 0; i < kLanes && n0 + i < job.N; ++i) StoreFloat(job.y, job.y_kind, m * job.N + n0 + i, y[i]);
+}
+
+// kPieces: blocks that a quarter of a register has a part of.
+template <int kBits, int kPieces>
+static void BlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t n0, Words* sums) {
+  const int64_t ld = (job.w.row_stride + kIntBytes - 1) / kIntBytes * kPieces;
+  for (int64_t m0 = 0; m0 < job.M; m0 += kBlockRows) {
+    const int64_t rows = job.M - m0 < kBlockRows ? job.M - m0 : kBlockRows;
+    for (int q = 0; q < kQuarters; ++q) FourRows<kBits, kPieces>(job, n0 + 4 * q, m0, rows, sums + q * ld, kQuarters * ld);
+    for (int64_t m = 0; m < rows; ++m) EndBlocks<kBits, kPieces>(job, scales, n0, m0 + m, sums + m * kQuarters * ld, ld);
+  }
+}
+
+static int64_t BlockChunks(const BlockJob& job) { return (job.N + kBlockOutputs - 1) / kBlockOutputs; }
+
+static void RunBlocks(const BlockJob& job, int64_t chunk) {
+  const int64_t room = BlockScales::Room(job) * kLanes, end = (chunk + 1) * kBlockOutputs;
+  const int64_t vectors = 2 * kBlockRows * kQuarters * ((job.w.row_stride + kIntBytes - 1) / kIntBytes);
+  float* rest = Workspace(3 * room + vectors * kIntLanes);
+  const BlockScales scales{rest + room, rest + 2 * room};
+  const auto outputs = job.w.bits == 8           ? BlockOutputs<8, 1>
+                       : job.w.col_tile % 32 != 0 ? BlockOutputs<4, 2>
+                                                  : BlockOutputs<4, 1>;
+  for (int64_t n0 = chunk * kBlockOutputs; n0 < end && n0 < job.N; n0 += kLanes) {
+    BlockScales::Load(job, job.w.scale, job.w.unit, n0, rest, scales.scale);
+    if (job.w.role != Zero::kNone) BlockScales::Load(job, job.w.zero, 1.0f, n0, rest, scales.zero);
+    outputs(job, scales, n0, reinterpret_cast<Words*>(rest + 3 * room));
+  }
+}

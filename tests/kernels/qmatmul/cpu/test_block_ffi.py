@@ -1,0 +1,130 @@
+"""int8 activations by weights in blocks on CPUs: the bits of the reference, at every instruction set and number of rows."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit.array.packing import Packing, paired
+from fewbit.kernels.extension import extension
+from fewbit.kernels.qmatmul.blocks import block_product
+from fewbit.kernels.qmatmul.cpu.block_ffi import native_blocks
+from fewbit.kernels.qmatmul.cpu.int8_ffi import LEVELS, native_integers
+from tests.conformance import array_laws as laws
+
+BUILT = extension("fewbit.kernels.qmatmul.cpu._int8_gemm")
+pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
+
+HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[:1]  # arm64 has one of its own
+FUSED = HERE[1:]  # a product and a sum are rounded at once
+GGML = Packing(interleave=paired(32))
+LAST = (((1,), (1,)), ((), ()))
+QUICK = ("uint4_g64", "q4_1", "nvfp4")
+# Neither vectors nor rows of registers divide the shapes; the last block is short where the format allows it.
+CASES = {
+    "int4_g64": ("int4_g64", 21, 328, None),
+    "uint4_g64": ("uint4_g64", 5, 200, None),
+    "q4_1": ("q4_1", 67, 96, None),
+    "q4_0 as ggml packs": ("q4_0", 18, 224, GGML),
+    "mxfp4": ("mxfp4", 16, 1056, None),
+    "nvfp4": ("nvfp4", 33, 112, None),
+    "nvfp4_16x16": ("nvfp4_16x16", 33, 112, None),
+    "q8_0": ("q8_0", 9, 160, None),
+    "uint8_g32": ("uint8_g32", 17, 100, None),
+}
+
+
+def weight(name: str, rows: int, length: int, packing: Packing | None) -> fb.QArray:
+    """A stack of one matrix with random codes, every code among them."""
+    scheme = fb.scheme(name).along(-1, 3)
+    if packing is not None:
+        scheme = dataclasses.replace(scheme, packing=packing)
+    rng = np.random.default_rng(rows)
+    q = fb.quantize(jnp.asarray(rng.normal(0.1, 1, (1, rows, length)), jnp.float32), scheme, backend="reference")
+    if q.slack or name == "q8_0":  # whose format has no -128
+        return q
+    return dataclasses.replace(q, codes=jnp.asarray(rng.integers(0, 256, q.codes.shape, np.uint8)))
+
+
+def activation(rows: int, length: int, tile: int | None) -> fb.QArray:
+    x = np.random.default_rng(rows).normal(size=(1, rows, length)) * np.arange(1, rows + 1)[:, None]
+    return fb.quantize(jnp.asarray(x, jnp.float32), "int8" if tile is None else f"int8_g{tile}", backend="reference")
+
+
+@pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES])
+def test_the_bits_of_the_reference(case):
+    q = weight(*CASES[case])
+    for tile in (q.tiles[2], None):
+        x = activation(11, q.shape[2], tile)  # more than are decoded for at once
+        with jax.disable_jit():
+            expected = np.asarray(block_product(x, q))
+        y = {isa: np.asarray(native_blocks(x, q, dtype=jnp.float32, isa=isa)) for isa in HERE}
+        if BUILT.isa in LEVELS:
+            np.testing.assert_array_equal(y["portable"], expected)
+        for isa in FUSED:
+            np.testing.assert_array_equal(y[isa], y[FUSED[0]], isa)
+        # One rounding less for each block.
+        size = np.abs(laws.numpy_dequantize(x)) @ np.abs(laws.numpy_dequantize(q)).swapaxes(1, 2)
+        for isa in HERE:
+            assert np.all(np.abs(y[isa] - expected) <= 2.0**-20 * size), isa
+        few = jax.tree.map(lambda leaf: leaf if leaf is None or leaf.shape[1] == 1 else leaf[:, :3], x)
+        np.testing.assert_array_equal(native_blocks(few, q, dtype=jnp.float32), y[HERE[-1]][:, :3])
+
+
+@pytest.mark.parametrize("case", ["int4_g64", pytest.param("uint4_g64", marks=pytest.mark.slow), "q8_0"])
+def test_the_bits_of_panels(case):
+    q = weight(*CASES[case])
+    for tile in (q.tiles[2], None):
+        x = activation(7, q.shape[2], tile)
+        for isa in HERE:
+            panels = native_integers(x, q, contracts_cols=True, dtype=jnp.float32, isa=isa)
+            np.testing.assert_array_equal(native_blocks(x, q, dtype=jnp.float32, isa=isa), panels, isa)
+
+
+def test_extreme_codes_and_results_of_16_bits():
+    """-128 times the largest integers of every format: nothing saturates on the way."""
+    for case in ("int4_g64", "mxfp4", "uint8_g32"):
+        q = weight(*CASES[case])
+        q = dataclasses.replace(q, codes=jnp.full_like(q.codes, {"mxfp4": 0x77, "int4_g64": 0x88}.get(case, 0xFF)))
+        x = activation(2, q.shape[2], q.tiles[2])
+        x = dataclasses.replace(x, codes=jnp.full_like(x.codes, 0x80))
+        with jax.disable_jit():
+            expected = np.asarray(block_product(x, q))
+        for isa in HERE:
+            y = native_blocks(x, q, dtype=jnp.float32, isa=isa)
+            np.testing.assert_allclose(y, expected, rtol=2.0**-20, atol=2.0**-20 * np.abs(expected).max())
+        for dtype in (jnp.bfloat16, jnp.float16):
+            np.testing.assert_array_equal(
+                native_blocks(x, q, dtype=dtype), native_blocks(x, q, dtype=jnp.float32).astype(dtype)
+            )
+
+
+@pytest.mark.parametrize(
+    ("name", "activations"),
+    [
+        ("q4_1", "int8_g32"),
+        *(pytest.param(*p, marks=pytest.mark.slow) for p in (("nvfp4", "int8_g16"), ("int4_g64", "int8"))),
+    ],
+)
+def test_a_policy_takes_the_kernel(name: str, activations: str):
+    rng = np.random.default_rng(0)
+    x, w = (jnp.asarray(rng.normal(size=(n, 128)), jnp.float32) for n in (2, 24))
+    policy = fb.Policy(name, activations)
+    product = jax.jit(lambda x, w: fb.dot_general(x, w, LAST, policy=policy, backend="cpu"))
+    assert "fewbit_integer_blocks" in product.lower(x, w).as_text()
+    expected = fb.dot_general(x, w, LAST, policy=policy, backend="reference")
+    np.testing.assert_allclose(product(x, w), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+def test_a_batch_of_matrices_with_their_own_tensor_scales():
+    rng = np.random.default_rng(1)
+    stack = [fb.quantize(jnp.asarray(rng.normal(size=(1, 20, 64)) * s, jnp.float32), "nvfp4") for s in (1, 7)]
+    q = jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *stack)
+    x = fb.quantize(jnp.asarray(rng.normal(size=(2, 3, 64)), jnp.float32), "int8_g16")
+    y = native_blocks(x, q, dtype=jnp.float32)
+    for b, one in enumerate(stack):
+        alone = native_blocks(jax.tree.map(lambda leaf: leaf[b : b + 1], x), one, dtype=jnp.float32)  # noqa: B023
+        np.testing.assert_array_equal(y[b : b + 1], alone)
