@@ -135,7 +135,9 @@ static void DecodeRow(const Weight& w, int64_t r, int64_t c0, int64_t n, RowScra
     if (w.role != Zero::kNone) LoadScales(w.zero, row * w.tiles_per_row + first, count, 1.0f, s.zero);
     s.loaded_row = row;
   }
-  if (w.col_tile == 1) {
+  if (w.col_tile == 1 && w.role == Zero::kNone) {  // -O2 does not move the question out of the loop
+    for (int64_t i = 0; i < n; i += kLanes) Store(out + i, Mul(Load(s.values + i), Load(s.scale + i)));
+  } else if (w.col_tile == 1) {
     for (int64_t i = 0; i < n; i += kLanes) Store(out + i, Scaled(w.role, Load(s.values + i), Load(s.scale + i), Load(s.zero + i)));
   } else {
     // A vector may reach beyond its tile; what it writes there is overwritten by the next tile.

@@ -37,8 +37,8 @@ def block_refusal(problem: Problem) -> str | None:
     axes = problem.dimension_numbers[0][1 - at]
     assert x.scheme is not None
     tiles = x.scheme.tiles(len(x.shape))
-    if len(axes) > 1:
-        return f"{x} has several contracted axes"
+    if len(axes) != 1:
+        return f"{x} has {len(axes)} contracted axes; one is expected"
     if x.scheme.zero_point is not None or not is_whole(x.scheme):
         return f"{x} does not have signed integer codes without zero points"
     if problem.accumulator not in (None, "int32"):
@@ -138,6 +138,7 @@ def block_product(x: QArray, q: QArray) -> jax.Array:
     s_w = _rows_of(scale_values(q) * np.float32(numbers[1]), q)[:, None]
     zero = q.zero_point
     if isinstance(q.scheme.zero_point, AbstractFormat):
+        assert zero is not None
         sums = sums - _rows_of(q.scheme.zero_point.decode(zero), q)[:, None].astype(jnp.int32) * of_x
         zero = None
     is_one_scale = x.scale.shape[2] == 1
