@@ -8,7 +8,6 @@ from collections.abc import Iterator
 # Processes that tests start inherit it, so it is set before JAX is imported.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
-# ruff: noqa: E402
 import beartype.typing  # noqa: F401 - the text of CHECKER names it
 import hypothesis
 import jax

@@ -5,8 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from fewbit.models.families.gguf import ARCHITECTURES
-from fewbit.models.families.name_roles import families
 from fewbit.models.families.table import FAMILIES
+from fewbit.models.roles.families import families
 
 PAGE = Path(__file__).parent / "models.md"
 

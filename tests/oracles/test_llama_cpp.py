@@ -22,8 +22,8 @@ import pytest
 import fewbit as fb
 from fewbit import workflows
 from fewbit.models import forward, is_installed, params_from_paths
+from fewbit.workflows.convert.gguf import write_gguf
 from fewbit.workflows.model import decoded
-from fewbit.workflows.to_gguf import write_gguf
 from tests.io.gguf.families import COMMON, FAMILIES, save_family, save_tokenizer
 
 llama_cpp = pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")

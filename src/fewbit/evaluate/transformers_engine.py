@@ -19,7 +19,7 @@ from .._json import parsed_object
 from ..array.qarray import QArray
 from ..errors import QuantError, UnsupportedError
 from ..kernels.quantize.dispatch import dequantize
-from ..models.modules import architecture, guarded
+from ..models.roles.modules import architecture, guarded
 from .engine import Engine, Value
 from .model_inputs import Signature, vocabulary
 from .outputs import Outputs

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..models.modules import guarded
+from ..models.roles.modules import guarded
 from ..models.tokenizer import Tokenizer
 
 

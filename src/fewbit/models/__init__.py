@@ -40,8 +40,8 @@ from .names import params_from_named as params_from_named
 from .names import params_from_paths as params_from_paths
 from .names import paths_of_params as paths_of_params
 from .names import shapes as shapes
-from .roles import CheckpointRoles as CheckpointRoles
-from .roles import checkpoint_roles as checkpoint_roles
+from .roles.checkpoint import CheckpointRoles as CheckpointRoles
+from .roles.checkpoint import checkpoint_roles as checkpoint_roles
 from .rotate import random_rotation as random_rotation
 from .rotate import rotate_residual as rotate_residual
 from .tokenizer import Tokenizer as Tokenizer

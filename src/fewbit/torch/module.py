@@ -13,7 +13,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from ..array.qarray import QArray
 from ..errors import QuantError, UnsupportedError
-from ..models.modules import role_in_module
+from ..models.roles.modules import role_in_module
 from ..ops.policy import Policy
 from ..recipe import plan as make_plan
 from ..recipe import recipe as as_recipe

@@ -5,6 +5,7 @@ from .compare import Candidate as Candidate
 from .compare import baseline as baseline
 from .compare import compare as compare
 from .compare import released as released
+from .convert.gguf import write_gguf as write_gguf
 from .demo import Demo as Demo
 from .demo import demo as demo
 from .engine import as_stored as as_stored
@@ -32,4 +33,3 @@ from .rotate import rotated as rotated
 from .tensors import TensorResult as TensorResult
 from .tensors import quantized_tensors as quantized_tensors
 from .tensors import worst as worst
-from .to_gguf import write_gguf as write_gguf

@@ -17,7 +17,7 @@ from ..io.checkpoint import TensorInfo
 from ..io.safetensors.file import dtype_name
 from ..models.decoder import forward
 from ..models.names import params_from_paths
-from ..models.roles import checkpoint_roles
+from ..models.roles.checkpoint import checkpoint_roles
 from ..recipe.plan import Plan, recounted
 from ..recipe.plan import plan as make_plan
 from ..recipe.recipe import Recipe

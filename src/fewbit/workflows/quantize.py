@@ -10,9 +10,9 @@ from typing import Any
 from ..io.files import file_sha256
 from ..io.orbax import TREE
 from ..recipe.plan import Plan
+from .convert.targets import Job, check_target, prepared, write_tensors
 from .model import Model, Value
 from .plan import KEEP
-from .targets import Job, check_target, prepared, write_tensors
 from .tensors import TensorResult, quantized_tensors
 
 

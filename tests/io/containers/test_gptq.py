@@ -10,8 +10,8 @@ import fewbit as fb
 from fewbit import io
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.containers.container import Weight, notes_on_floats
+from fewbit.io.containers.encodings.integer_words import codes_of_words
 from fewbit.io.containers.gptq import GPTQ
-from fewbit.io.containers.integer_words import codes_of_words
 from fewbit.io.containers.writer import ContainerWriter
 from tests.io.containers.stored import MODULE, NAME, quantized, read_back, tensors, values
 

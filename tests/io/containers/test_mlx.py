@@ -11,7 +11,7 @@ import fewbit as fb
 from fewbit import io
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.containers.container import Weight
-from fewbit.io.containers.integer_words import codes_of_words
+from fewbit.io.containers.encodings.integer_words import codes_of_words
 from fewbit.io.containers.mlx import MLX
 from fewbit.io.containers.writer import ContainerWriter
 from tests.io.containers.stored import MODULE, NAME, quantized, read_back, tensors, values

@@ -72,8 +72,8 @@ def quantize(
     json: Json = False,
 ) -> None:
     """Quantizes a model into a directory of safetensors, tensor by tensor, and measures the loss."""
+    from ...workflows.convert.targets import check_path, check_target, fitted, prepared
     from ...workflows.load import load
-    from ...workflows.targets import check_path, check_target, fitted, prepared
     from ..console import emit_json, say
     from ..quantize_report import can_evaluate, evaluated, outcome_record, planned, why_no_check, written
     from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
@@ -124,9 +124,9 @@ def convert(
     json: Json = False,
 ) -> None:
     """Writes a model in another layout; quantized weights stay as they are."""
+    from ...workflows.convert.targets import check_path, check_target
     from ...workflows.load import load
     from ...workflows.plan import KEEP, plan_model
-    from ...workflows.targets import check_path, check_target
     from ..console import emit_json, say
     from ..quantize_report import outcome_record, written
     from ..render import size_lines

@@ -22,7 +22,7 @@ from ...array.scheme import Scheme
 from ...errors import QuantError, UnsupportedError
 from ..checkpoint import TensorInfo, Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped
-from .integer_words import (
+from .encodings.integer_words import (
     codes_of_words,
     integer_misfit,
     integer_scheme,
@@ -31,7 +31,7 @@ from .integer_words import (
     why_not_linear,
     words_of_codes,
 )
-from .stored import config_dtype, linear_modules, per_tile
+from .encodings.stored import config_dtype, linear_modules, per_tile
 
 _KEY = "quantization_config"
 _ORDER = paired(8, 4)

@@ -14,7 +14,7 @@ from ...array.scheme import SCHEMES
 from ...errors import QuantError, UnsupportedError
 from ..checkpoint import Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped
-from .stored import NAN_SCALE, built, checked_info, config_dtype, described, packed_codes, per_tile
+from .encodings.stored import NAN_SCALE, built, checked_info, config_dtype, described, packed_codes, per_tile
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _NAMES = ("experts.gate_up_proj", "experts.down_proj")

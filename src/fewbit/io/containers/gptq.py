@@ -24,7 +24,7 @@ from ...array.scheme import Scheme
 from ...errors import QuantError, UnsupportedError
 from ..checkpoint import TensorInfo, Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped, plain_array
-from .integer_words import (
+from .encodings.integer_words import (
     codes_of_words,
     integer_misfit,
     integer_scheme,
@@ -34,7 +34,7 @@ from .integer_words import (
     why_not_linear,
     words_of_codes,
 )
-from .stored import config_dtype, linear_modules, per_tile
+from .encodings.stored import config_dtype, linear_modules, per_tile
 
 _BITS = (2, 3, 4, 8)
 _KEY = "quantization_config"

@@ -27,8 +27,8 @@ from ...formats.integer import Integer
 from ...recipe.roles import Role
 from ..checkpoint import TensorInfo, Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped
-from .integer_words import top_bits
-from .stored import FLOATS, config_dtype, packed_codes, per_tile
+from .encodings.integer_words import top_bits
+from .encodings.stored import FLOATS, config_dtype, packed_codes, per_tile
 
 _KEY = "quantization"
 _BITS = (1, 2, 3, 4, 5, 6, 8)

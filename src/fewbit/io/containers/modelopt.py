@@ -17,7 +17,7 @@ from ...errors import QuantError, UnsupportedError
 from ...formats.e8m0 import E8M0
 from ..checkpoint import Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped
-from .stored import (
+from .encodings.stored import (
     E4M3,
     NAN_SCALE,
     built,

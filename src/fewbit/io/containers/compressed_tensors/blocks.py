@@ -10,7 +10,7 @@ from ....array.qarray import QArray
 from ....array.scheme import SCHEMES, Scheme
 from ....errors import UnsupportedError
 from ..container import Group, Weight
-from ..stored import E4M3, FLOATS, NAN_SCALE, built, packed_codes, per_tile
+from ..encodings.stored import E4M3, FLOATS, NAN_SCALE, built, packed_codes, per_tile
 from .activations import activation_name
 from .global_scale import divisor_of, factor_of
 from .layout import AbstractLayout, Module

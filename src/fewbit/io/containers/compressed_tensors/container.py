@@ -11,7 +11,7 @@ from ....errors import UnsupportedError
 from ....ops.policy import Policy
 from ...checkpoint import Tensors
 from ..container import AbstractContainer, Files, Group, Weight, grouped
-from ..stored import E4M3, FLOATS, config_dtype, why_not_matrix
+from ..encodings.stored import E4M3, FLOATS, config_dtype, why_not_matrix
 from .activations import activation_arguments, activation_scheme
 from .blocks import NVFP4, MXFloats
 from .config import Arguments, Section, section, section_of

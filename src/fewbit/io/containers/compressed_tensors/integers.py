@@ -14,8 +14,8 @@ from ....errors import UnsupportedError
 from ....formats.format import FORMATS
 from ....formats.integer import Integer
 from ..container import Group, Weight
-from ..packed_bits import packed_bits, unpacked_bits
-from ..stored import FLOATS, built, named_tiles, packed_codes, per_tile
+from ..encodings.packed_bits import packed_bits, unpacked_bits
+from ..encodings.stored import FLOATS, built, named_tiles, packed_codes, per_tile
 from .layout import AbstractLayout, Module
 from .tiling import stored_tiles, strategy_of, why_not_integer, why_not_scaled
 

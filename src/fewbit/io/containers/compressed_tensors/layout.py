@@ -12,7 +12,7 @@ from ....array.scheme import Scheme
 from ....errors import QuantError
 from ...checkpoint import TensorInfo, Tensors
 from ..container import Group, Weight
-from ..stored import checked_info, described
+from ..encodings.stored import checked_info, described
 from .config import Arguments
 
 RANGES = ("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")

@@ -12,8 +12,8 @@ from ....errors import UnsupportedError
 from ....formats.format import FORMATS, AbstractFormat
 from ....formats.integer import Integer
 from ..container import Group, Weight
-from ..packed_bits import packed_bits
-from ..stored import E4M3, FLOATS, built, named_tiles, packed_codes, per_tile, unpacked_codes
+from ..encodings.packed_bits import packed_bits
+from ..encodings.stored import E4M3, FLOATS, built, named_tiles, packed_codes, per_tile, unpacked_codes
 from .activations import activation_name
 from .layout import AbstractLayout, Module
 from .tiling import stored_tiles, strategy_of, why_not_integer, why_not_scaled

@@ -13,7 +13,7 @@ from ....formats.e8m0 import E8M0
 from ....formats.format import AbstractFormat
 from ....formats.integer import Integer
 from ..container import Weight
-from ..stored import E4M3, packed_codes, per_tile, unpacked_codes
+from ..encodings.stored import E4M3, packed_codes, per_tile, unpacked_codes
 
 E8M0_DTYPE = np.dtype(ml_dtypes.float8_e8m0fnu)
 E5M2 = np.dtype(ml_dtypes.float8_e5m2)

@@ -16,8 +16,8 @@ from ....errors import QuantError, UnsupportedError
 from ....formats.format import FORMATS
 from ...checkpoint import Tensors
 from ..container import Group
-from ..packed_bits import packed_bits
-from ..stored import E4M3, FLOATS, built, checked_info, described, named_tiles
+from ..encodings.packed_bits import packed_bits
+from ..encodings.stored import E4M3, FLOATS, built, checked_info, described, named_tiles
 from .entries import E5M2, E8M0_DTYPE, FLOAT8, MX
 
 

@@ -5,7 +5,13 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.io.containers.integer_words import codes_of_words, top_bits, unsigned_bytes, unsigned_zero_points, words_of_codes
+from fewbit.io.containers.encodings.integer_words import (
+    codes_of_words,
+    top_bits,
+    unsigned_bytes,
+    unsigned_zero_points,
+    words_of_codes,
+)
 from tests.io.containers.stored import quantized
 
 

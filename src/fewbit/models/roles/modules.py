@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
-from ..errors import QuantError, UnsupportedError
-from ..recipe.roles import Role, TensorRole
+from ...errors import QuantError, UnsupportedError
+from ...recipe.roles import Role, TensorRole
 
 Shape = tuple[int, ...]
 

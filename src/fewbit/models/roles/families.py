@@ -1,4 +1,4 @@
-"""Tensor roles from names, by `roles.json`."""
+"""Tensor roles from names, by `families.json`."""
 
 import dataclasses
 import functools
@@ -55,7 +55,7 @@ class NameRoles:
 @functools.cache
 def families() -> tuple[NameRoles, ...]:
     """Every family of the table."""
-    table = json.loads(resources.files("fewbit.models.families").joinpath("roles.json").read_text(encoding="utf-8"))
+    table = json.loads(resources.files("fewbit.models.roles").joinpath("families.json").read_text(encoding="utf-8"))
     found = []
     for form in table["families"]:
         patterns = tuple((layout, _pattern(form[layout])) for layout in _LAYOUTS if layout in form)

@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from ..._tiles import FrozenTileMap, Tile, tile_counts, tile_map
-from ...array.packing import Packing, code_capacity, pack, unpack
-from ...array.qarray import QArray
-from ...array.scheme import Scheme
-from ...errors import QuantError
-from ..checkpoint import TensorInfo, Tensors
-from .container import Weight
+from ...._tiles import FrozenTileMap, Tile, tile_counts, tile_map
+from ....array.packing import Packing, code_capacity, pack, unpack
+from ....array.qarray import QArray
+from ....array.scheme import Scheme
+from ....errors import QuantError
+from ...checkpoint import TensorInfo, Tensors
+from ..container import Weight
 from .packed_bits import unpacked_bits
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)

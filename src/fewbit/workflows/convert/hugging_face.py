@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..array.qarray import QArray
-from ..errors import UnsupportedError
-from ..models.config import DecoderConfig
-from ..models.families.tables import HUGGING_FACE
-from .model import Model, Value, decoded
+from ...array.qarray import QArray
+from ...errors import UnsupportedError
+from ...models.config import DecoderConfig
+from ...models.families.tables import HUGGING_FACE
+from ..model import Model, Value, decoded
 
 
 def as_hugging_face(model: Model) -> Model:

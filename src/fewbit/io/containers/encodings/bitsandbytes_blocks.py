@@ -18,13 +18,13 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 
-from ..._json import Positive, converted, parsed
-from ...array.qarray import QArray
-from ...array.scheme import SCHEMES, Scheme
-from ...errors import QuantError, UnsupportedError
-from ...formats.codebook import Codebook, bnb_fp4, dynamic8, nf4
-from ..checkpoint import TensorInfo, Tensors
-from .container import Group, Weight, plain_array
+from ...._json import Positive, converted, parsed
+from ....array.qarray import QArray
+from ....array.scheme import SCHEMES, Scheme
+from ....errors import QuantError, UnsupportedError
+from ....formats.codebook import Codebook, bnb_fp4, dynamic8, nf4
+from ...checkpoint import TensorInfo, Tensors
+from ..container import Group, Weight, plain_array
 from .stored import packed_codes, per_tile
 
 STATE = ".quant_state.bitsandbytes__"

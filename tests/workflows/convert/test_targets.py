@@ -9,7 +9,7 @@ import fewbit as fb
 from fewbit import io, workflows
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.io.containers import reader, registry
-from fewbit.workflows import targets
+from fewbit.workflows.convert import targets
 from tests.io.containers.simple import Simple
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 

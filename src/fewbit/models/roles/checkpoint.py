@@ -4,9 +4,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import UnsupportedError
-from ..recipe.roles import Role, TensorRole, refined
-from .families.name_roles import Shape, family_roles
+from ...errors import UnsupportedError
+from ...recipe.roles import Role, TensorRole, refined
+from .families import Shape, family_roles
 from .modules import module_roles
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from fewbit.array.packing import pack
-from fewbit.io.containers.packed_bits import packed_bits, unpacked_bits
+from fewbit.io.containers.encodings.packed_bits import packed_bits, unpacked_bits
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -9,11 +9,11 @@ import pytest
 
 import fewbit as fb
 from fewbit import io, models
-from fewbit.models.families.name_roles import families, family_roles
+from fewbit.models.roles.families import families, family_roles
 from fewbit.recipe import TensorRole
 from fewbit.recipe.roles import QUANTIZED_ROLES
 
-FAMILIES = json.loads((Path(__file__).parent / "family_roles.json").read_text())
+FAMILIES = json.loads((Path(__file__).parent.parent / "family_roles.json").read_text())
 """For each family the class and the configuration of a tiny model, and of each tensor its shape, its role and the contracted axes."""
 
 

@@ -6,21 +6,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import QuantError, UnsupportedError
-from ..io.files import mapped
-from ..io.gguf.blocks import why_not as why_not
-from ..io.gguf.conversion import Conversion
-from ..io.gguf.fields import Field
-from ..io.gguf.header import read_header
-from ..io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
-from ..io.gguf.reader import gguf_package
-from ..io.gguf.stored import Stored, stored
-from ..io.gguf.vocabulary import tokenizer_fields
-from ..io.gguf.writer import GGUFWriter
-from ..models.families.gguf import gguf_table_of
-from ..models.families.tables import HUGGING_FACE
-from .model import Model, Value
-from .to_hugging_face import llama_json
+from ...errors import QuantError, UnsupportedError
+from ...io.files import mapped
+from ...io.gguf.blocks import why_not as why_not
+from ...io.gguf.conversion import Conversion
+from ...io.gguf.fields import Field
+from ...io.gguf.header import read_header
+from ...io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
+from ...io.gguf.reader import gguf_package
+from ...io.gguf.stored import Stored, stored
+from ...io.gguf.vocabulary import tokenizer_fields
+from ...io.gguf.writer import GGUFWriter
+from ...models.families.gguf import gguf_table_of
+from ...models.families.tables import HUGGING_FACE
+from ..model import Model, Value
+from .hugging_face import llama_json
 
 _EMBEDDING = "model.embed_tokens.weight"
 

@@ -9,10 +9,10 @@ import dataclasses
 import ml_dtypes
 import numpy as np
 
-from ...array.qarray import QArray
-from ...array.scheme import SCHEMES, Scheme
-from ...formats.integer import Integer
-from .container import Weight
+from ....array.qarray import QArray
+from ....array.scheme import SCHEMES, Scheme
+from ....formats.integer import Integer
+from ..container import Weight
 from .packed_bits import packed_bits, unpacked_bits
 from .stored import packed_codes, per_tile, why_not_matrix
 

@@ -15,8 +15,8 @@ from fewbit.io.checkpoint import TensorInfo
 from fewbit.models.decoder import forward
 from fewbit.models.families.table import config_from_hf
 from fewbit.models.names import shapes
+from fewbit.workflows.convert.hugging_face import as_hugging_face
 from fewbit.workflows.model import Model
-from fewbit.workflows.to_hugging_face import as_hugging_face
 from tests.nets.random_decoder import SMALL
 
 CONFIG = dataclasses.replace(SMALL, rope="interleaved")

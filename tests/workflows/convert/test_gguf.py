@@ -12,7 +12,7 @@ import fewbit as fb
 from fewbit import QuantError, UnsupportedError, io, workflows
 from fewbit.io.gguf.header import read_header
 from fewbit.io.gguf.stored import stored
-from fewbit.workflows.to_gguf import why_not, why_not_model, write_gguf
+from fewbit.workflows.convert.gguf import why_not, why_not_model, write_gguf
 from tests.io.gguf.families import COMMON, save_tokenizer
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 

@@ -12,26 +12,26 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from .._registry import near_names
-from ..array.qarray import QArray
-from ..errors import QuantError, UnsupportedError
-from ..io.containers.container import Weight
-from ..io.containers.huggingface import HuggingFace
-from ..io.containers.registry import CONTAINERS, container
-from ..io.containers.writer import ContainerWriter
-from ..io.gguf.blocks import why_not as why_not_type
-from ..io.gguf.writer import check_gguf_output
-from ..io.native.writer import DirectoryWriter
-from ..io.orbax import OrbaxWriter
-from ..io.output import check_output
-from ..models.roles import checkpoint_roles
-from ..recipe.plan import Plan
-from ..recipe.quantize_row import quantized_leaf
-from ..recipe.roles import Role
-from ..recipe.rows import PlanRow
-from .model import Model, Value, decoded, is_kept
-from .to_gguf import why_not_model, write_gguf
-from .to_hugging_face import as_hugging_face
+from ..._registry import near_names
+from ...array.qarray import QArray
+from ...errors import QuantError, UnsupportedError
+from ...io.containers.container import Weight
+from ...io.containers.huggingface import HuggingFace
+from ...io.containers.registry import CONTAINERS, container
+from ...io.containers.writer import ContainerWriter
+from ...io.gguf.blocks import why_not as why_not_type
+from ...io.gguf.writer import check_gguf_output
+from ...io.native.writer import DirectoryWriter
+from ...io.orbax import OrbaxWriter
+from ...io.output import check_output
+from ...models.roles.checkpoint import checkpoint_roles
+from ...recipe.plan import Plan
+from ...recipe.quantize_row import quantized_leaf
+from ...recipe.roles import Role
+from ...recipe.rows import PlanRow
+from ..model import Model, Value, decoded, is_kept
+from .gguf import why_not_model, write_gguf
+from .hugging_face import as_hugging_face
 
 Values = Iterable[tuple[str, Value]]
 """The parameters of a model by path, one at a time."""

@@ -1,0 +1,1 @@
+"""Encodings of codes and scales that containers share."""

@@ -1,0 +1,1 @@
+"""The roles of the tensors of a checkpoint."""

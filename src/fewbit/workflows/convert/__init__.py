@@ -1,0 +1,1 @@
+"""Writing a model in the layout of another program."""
