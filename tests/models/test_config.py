@@ -7,6 +7,7 @@ import pytest
 
 from fewbit.errors import QuantError
 from fewbit.models import DecoderConfig, Experts
+from fewbit.models.rope_scaling import Dynamic, Llama3, LongRope, Yarn
 from tests.nets.random_decoder import CONFIGS, FEATURES, OTHERS, SMALL
 
 
@@ -20,6 +21,12 @@ def test_json_of_a_llama_without_the_other_features_reads():
     form |= {"rope_theta": 10000.0, "rope": "half", "tied": True, "context": 32}
     assert DecoderConfig.from_json(form) == SMALL
     assert SMALL.to_json() == form
+
+
+def test_json_of_every_scaling_reads_back():
+    for scaling in (Dynamic(2.0, 16), Llama3(8.0, 1.0, 4.0, 16), Yarn(4.0, 16), LongRope((1.0,), (2.0,), 16, 1.2)):
+        config = dataclasses.replace(SMALL, rope_scaling=scaling)
+        assert DecoderConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
 
 def test_json_has_a_closed_schema():

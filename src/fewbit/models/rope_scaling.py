@@ -191,11 +191,13 @@ def scaling_from_json(obj: Mapping[str, Any], where: str) -> RopeScaling:
     if kind not in _KINDS:
         raise QuantError(f"{where} has kind {kind!r}; {near_names(str(kind), tuple(_KINDS))}")
     form = checked(fields, _FORMS[kind], where)
-    return _KINDS[kind](**{name: tuple(value) if isinstance(value, list) else value for name, value in form.items()})
+    for name in ("short", "long"):
+        if name in form:
+            form[name] = tuple(form[name])
+    return _KINDS[kind](**form)
 
 
 _KINDS = {cls.kind: cls for cls in (Linear, Dynamic, Llama3, Yarn, LongRope)}
-_FORMS = {
-    kind: form_of(cls, **(dict.fromkeys(("short", "long"), list[float]) if cls is LongRope else {}))
-    for kind, cls in _KINDS.items()
+_FORMS = {kind: form_of(cls) for kind, cls in _KINDS.items()} | {
+    LongRope.kind: form_of(LongRope, short=list[float], long=list[float])
 }

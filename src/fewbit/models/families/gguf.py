@@ -175,8 +175,8 @@ def _schema(architecture: str) -> Any:
     names = {field: f"{architecture}.{key}" for field, key in _KEYS.items()} | {"tokens": "tokenizer.ggml.tokens"}
     fields: list[Any] = []
     for field in msgspec.structs.fields(_Gguf):
-        option = msgspec.field(name=names[field.name], default=field.default, default_factory=field.default_factory)
-        fields.append((field.name, field.type, option))
+        option: dict[str, Any] = {"default": field.default, "default_factory": field.default_factory}
+        fields.append((field.name, field.type, msgspec.field(name=names[field.name], **option)))
     return msgspec.defstruct("Gguf", fields)
 
 
