@@ -28,6 +28,8 @@ SUITES = {
     "io/containers/reader": "io/containers/test_writer.py",
     "io/containers/torchao": "io/containers/test_torchao.py",
     "io/shards": "io/native/test_writer.py",
+    "io/gguf/architectures": "io/gguf/test_metadata.py",
+    "io/gguf/stored": "io/gguf/test_writer.py",
     "kernels/attention": "kernels/attention/cpu/test_backend.py",
     "kernels/fingerprint": "kernels/test_extension.py",
     "kernels/lowering": "kernels/test_backend.py",
