@@ -9,7 +9,7 @@ from fewbit import QuantError
 from fewbit.array.packing import Packing
 from fewbit.io.containers.encodings.stored import checked_info, config_dtype, linear_modules, packed_codes, per_tile
 
-from .stored_weights import example, tensors_of
+from ..stored_weights import example, tensors_of
 
 
 def test_the_dtype_of_a_configuration():
