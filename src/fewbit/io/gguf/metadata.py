@@ -98,8 +98,12 @@ def _field(row: FieldRow, config: Mapping[str, Any], *, is_required: bool) -> Fi
     value = next((config[name] for name in names if config.get(name) is not None), None)
     if value is None and is_required:
         raise QuantError(f"config.json lacks {names[0]!r}, which the GGUF field {key!r} needs")
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not is_number or (kind is int and not (isinstance(value, int) and 0 <= value < 2**31)):
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or (kind is int and not (isinstance(value, int) and 0 <= value < 2**31))
+    ):
         raise QuantError(f"config.json has {names[0]} {value!r:.60}; expected a {kind.__name__} for the GGUF field {key!r}")
     return kind(value)
 
@@ -182,9 +186,10 @@ def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[
             if rope.get(key) is not None:
                 fields[f"scaling.yarn_{key}"] = float(rope[key])
     if kind == "longrope":
-        scale = config["max_position_embeddings"] / int(fields["scaling.original_context_length"])
+        context = fields["scaling.original_context_length"]
+        assert isinstance(context, int)
         fields["scaling.type"] = "longrope"
-        fields["scaling.attn_factor"] = _longrope_factor(scale, int(fields["scaling.original_context_length"]))
+        fields["scaling.attn_factor"] = _longrope_factor(config["max_position_embeddings"] / context, context)
     return fields
 
 

@@ -85,7 +85,8 @@ def stored(value: np.ndarray | jax.Array | QArray, what: str, ternary: str = "TQ
         unit = None
         if value.tensor_scale is not None:
             unit = np.asarray(value.tensor_scale, np.float32).reshape(-1)
-        return Stored(name, data, value.shape[-1], unit)
+        shape: tuple[int, ...] = tuple(value.shape)
+        return Stored(name, data, shape[-1], unit)
     array = np.ascontiguousarray(value)
     name = _NAMES.get(array.dtype.newbyteorder("<"))
     if name is None:

@@ -86,7 +86,7 @@ def tokenizer_fields(files: Mapping[str, bytes], config: Mapping[str, Any], voca
             "tokenizer.json is neither a byte-level BPE nor one with byte fallback; llama.cpp has no such kind"
         )
     ids = {token: i for i, token in reversed(list(enumerate(tokens)))}
-    fields |= _special_ids(ids, settings, _object(files, "generation_config.json") | config)
+    fields |= _special_ids(ids, settings, {**_object(files, "generation_config.json"), **config})
     fields |= _added(tokenizer, settings)
     if template := _chat_template(files, settings):
         fields["tokenizer.chat_template"] = template

@@ -90,7 +90,7 @@ class GGUFWriter:
         self._entries: dict[str, TensorEntry] = {}
         self._hashes: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
-        self._pending: list[np.ndarray | bytes] = []
+        self._pending: list[np.ndarray] = []
         self._pending_bytes = 0
         self._parts: list[str] = []
         self._offset = 0
@@ -144,7 +144,7 @@ class GGUFWriter:
         padding = -data.size % self._alignment
         if self._pending and self._pending_bytes + data.size > self._limit:
             self._flush()
-        self._pending += [data, bytes(padding)]
+        self._pending += [data, np.zeros(padding, np.uint8)]
         self._pending_bytes += data.size + padding
         self._offset += data.size + padding
         self._progress("write", name, data.size)
@@ -154,7 +154,7 @@ class GGUFWriter:
     def _flush(self) -> None:
         """Writes the pending tensors to a temporary file."""
         name = f"part-{len(self._parts)}"
-        self._staged.write(name, map(memoryview, self._pending), self._pending_bytes)
+        self._staged.write(name, [part.data for part in self._pending], self._pending_bytes)
         self._parts.append(name)
         self._pending, self._pending_bytes = [], 0
 
@@ -164,7 +164,7 @@ class GGUFWriter:
             raise QuantError(f"{self.path} would have no tensors; add some before the end of the block")
         fields = self._fields | self._own_fields()
         header = file_header(fields, list(self._entries.values()), self._alignment)
-        parts = itertools.chain([memoryview(header)], self._written_parts(), map(memoryview, self._pending))
+        parts = itertools.chain([memoryview(header)], self._written_parts(), [part.data for part in self._pending])
         self._staged.write(_FILE, parts, len(header) + self._offset)
         self._verify(fields)
         self._staged.commit_file(_FILE)
