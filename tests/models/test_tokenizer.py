@@ -112,7 +112,7 @@ def test_glassllm_pieces():
 def test_refuses():
     with pytest.raises(UnsupportedError, match="tokenizer is of kind 'llama'"):
         tokenizer_from_gguf({**gguf_fields(), "tokenizer.ggml.model": "llama"})
-    with pytest.raises(UnsupportedError, match="pre-tokenizer is 'llama-bpe'; supported are smollm, gpt-2 and default"):
+    with pytest.raises(UnsupportedError, match="pre-tokenizer is 'falcon'; supported are dbrx, default, gpt-2"):
         tokenizer_from_gguf(gguf_fields("llama-bpe"))
     with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'tokenizer\.ggml\.merges'"):
         tokenizer_from_gguf({k: v for k, v in gguf_fields().items() if not k.endswith("merges")})
@@ -128,3 +128,30 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(UnsupportedError, match=r"tokenizers is not installed; pip install fewbit\[io\] brings it"):
         tokenizer_from_files({"tokenizer.json": b"{}"})
+
+
+@pytest.mark.parametrize("name", ["smollm", "dbrx", "qwen2", "tekken", "gpt-4o"])
+def test_a_gguf_tokenizer_splits_as_the_tokenizer_that_it_was_written_from(name):
+    from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
+
+    from fewbit.io.gguf.vocabulary import SPLITS, tokenizer_fields
+
+    rule = next(rule for rule, its_name in SPLITS.items() if its_name == name)
+    steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    if name != "smollm":
+        steps = [pre_tokenizers.Split(Regex(rule[0]), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    source = Tokenizer(models.BPE())
+    source.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    text = "It's 2025, they've gone to  SEE 'em.\n\n\tNaïve/Zürich? <tool>"
+    trainer = trainers.BpeTrainer(
+        vocab_size=320,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|end|>"],
+        show_progress=False,
+    )
+    source.train_from_iterator([text * 3], trainer)
+    source.add_tokens([AddedToken("<tool>", normalized=False)])
+    fields = tokenizer_fields({"tokenizer.json": source.to_str().encode()}, {}, source.get_vocab_size())
+    found = tokenizer_from_gguf({"tokenizer.ggml.eos_token_id": 0, **fields})
+    assert found.encode(text).tolist() == source.encode(text).ids
+    assert found.decode(found.encode(text)) == text and found.stop_ids == (0,)

@@ -14,8 +14,9 @@ import numpy as np
 
 from .._json import Count, converted, parsed
 from ..errors import QuantError, UnsupportedError
+from ..io.gguf.vocabulary import SPLITS
 
-_CONTROL = 3  # tokenizer.ggml.token_type of special tokens
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type of special and of added tokens
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -91,13 +92,11 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     kind, pre = found.kind, found.pre
     if kind != "gpt2":
         raise UnsupportedError(f"the GGUF file's tokenizer is of kind {kind!r}; supported is byte-level BPE ('gpt2')")
-    byte_level = hf.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    if pre == "smollm":
-        splits = hf.pre_tokenizers.Sequence([hf.pre_tokenizers.Digits(individual_digits=True), byte_level])
-    elif pre in ("gpt-2", "default"):
-        splits = byte_level
-    else:
-        raise UnsupportedError(f"the GGUF file's pre-tokenizer is {pre!r}; supported are smollm, gpt-2 and default")
+    rules = {name: rule for rule, name in SPLITS.items()}
+    name = _SAME_RULE.get(pre, pre)
+    if name not in rules:
+        known = ", ".join(sorted({*rules, *_SAME_RULE}))
+        raise UnsupportedError(f"the GGUF file's pre-tokenizer is {pre!r}; supported are {known}")
     found = converted(fields, _Gguf, "the GGUF metadata")
     if len(found.kinds) != len(found.tokens):
         raise QuantError(f"the GGUF metadata has {len(found.tokens)} tokens and {len(found.kinds)} token types")
@@ -105,14 +104,29 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
         raise QuantError(f"tokenizer.ggml.eos_token_id is {found.stop}, but there are {len(found.tokens)} tokens")
     vocab = {t: i for i, t in enumerate(found.tokens)}
     merges = [_merge(m.split(" "), vocab, f"tokenizer.ggml.merges[{i}]") for i, m in enumerate(found.merges)]
-    backend = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=merges))
-    backend.pre_tokenizer, backend.decoder = splits, hf.decoders.ByteLevel()
+    backend = hf.Tokenizer(hf.models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
+    backend.pre_tokenizer, backend.decoder = _pre_tokenizer(hf.pre_tokenizers, rules[name]), hf.decoders.ByteLevel()
+    added = [t for t, token_kind in zip(found.tokens, found.kinds, strict=True) if token_kind == _USER_DEFINED]
+    backend.add_tokens([hf.AddedToken(t, normalized=False) for t in added])
     special = [t for t, token_kind in zip(found.tokens, found.kinds, strict=True) if token_kind == _CONTROL]
     backend.add_special_tokens([hf.AddedToken(t, special=True) for t in special])
     stop_ids = ()
     if found.stop is not None:
         stop_ids = (found.stop,)
     return Tokenizer(backend, stop_ids, found.template)
+
+
+_SAME_RULE = {"default": "gpt-2", "refact": "smollm", "llama-bpe": "dbrx"}
+"""Names of rules that split text as another one does."""
+
+
+def _pre_tokenizer(steps: Any, rule: tuple[str, ...]) -> Any:
+    """The pre-tokenizer of a rule of `SPLITS`."""
+    if rule[-1] == "bytes":
+        digits = [steps.Digits(individual_digits=True)] if "digits" in rule else []
+        return steps.Sequence([*digits, steps.ByteLevel(add_prefix_space=False)])
+    patterns = [steps.Split(_tokenizers().Regex(pattern), "isolated") for pattern in rule]
+    return steps.Sequence([*patterns, steps.ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
 def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
