@@ -56,10 +56,10 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
     said = {**architecture.defaults, **config}
     fields: dict[str, Field] = {"general.architecture": architecture.name}
     for row in COMMON:
-        fields[f"{architecture.name}.{row[0]}"] = _field(row, said, is_required=True)
+        fields[f"{architecture.name}.{row[0]}"] = _field(row, said)
     for row in architecture.fields:
         if any(said.get(name) is not None for name in row[2]):
-            fields[f"{architecture.name}.{row[0]}"] = _field(row, said, is_required=True)
+            fields[f"{architecture.name}.{row[0]}"] = _field(row, said)
     for key, value in _rope_fields(architecture, said).items():
         fields[f"{architecture.name}.rope.{key}"] = value
     if architecture.name == "phi3":
@@ -93,19 +93,17 @@ def head_dim(config: Mapping[str, Any]) -> int:
     return width
 
 
-def _field(row: FieldRow, config: Mapping[str, Any], *, is_required: bool) -> Field:
+def _field(row: FieldRow, config: Mapping[str, Any]) -> Field:
     key, kind, names = row
     value = next((config[name] for name in names if config.get(name) is not None), None)
-    if value is None and is_required:
+    if value is None:
         raise QuantError(f"config.json lacks {names[0]!r}, which the GGUF field {key!r} needs")
-    if (
-        not isinstance(value, int | float)
-        or isinstance(value, bool)
-        or not math.isfinite(value)
-        or (kind is int and not (isinstance(value, int) and 0 <= value < 2**31))
-    ):
-        raise QuantError(f"config.json has {names[0]} {value!r:.60}; expected a {kind.__name__} for the GGUF field {key!r}")
-    return kind(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if kind is float:
+            return float(value)
+        if isinstance(value, int) and 0 <= value < 2**31:
+            return value
+    raise QuantError(f"config.json has {names[0]} {value!r:.60}; expected a {kind.__name__} for the GGUF field {key!r}")
 
 
 def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:
@@ -179,17 +177,15 @@ def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[
         fields["scaling.factor"] = float(rope["factor"])
     if kind in ("yarn", "longrope"):
         original = rope.get("original_max_position_embeddings") or config["max_position_embeddings"]
-        fields["scaling.original_context_length"] = int(original)
+        fields["scaling.original_context_length"] = original
+        if kind == "longrope":
+            fields["scaling.type"] = "longrope"
+            fields["scaling.attn_factor"] = _longrope_factor(config["max_position_embeddings"] / original, original)
     if kind == "yarn":
         _check_yarn(rope)
         for key in ("beta_fast", "beta_slow"):
             if rope.get(key) is not None:
                 fields[f"scaling.yarn_{key}"] = float(rope[key])
-    if kind == "longrope":
-        context = fields["scaling.original_context_length"]
-        assert isinstance(context, int)
-        fields["scaling.type"] = "longrope"
-        fields["scaling.attn_factor"] = _longrope_factor(config["max_position_embeddings"] / context, context)
     return fields
 
 
