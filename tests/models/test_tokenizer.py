@@ -113,7 +113,7 @@ def test_refuses():
     with pytest.raises(UnsupportedError, match="tokenizer is of kind 'llama'"):
         tokenizer_from_gguf({**gguf_fields(), "tokenizer.ggml.model": "llama"})
     with pytest.raises(UnsupportedError, match="pre-tokenizer is 'falcon'; supported are dbrx, default, gpt-2"):
-        tokenizer_from_gguf(gguf_fields("llama-bpe"))
+        tokenizer_from_gguf(gguf_fields("falcon"))
     with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'tokenizer\.ggml\.merges'"):
         tokenizer_from_gguf({k: v for k, v in gguf_fields().items() if not k.endswith("merges")})
     with pytest.raises(QuantError, match="the glassllm tokenizer lacks the field 'alphabet'"):
