@@ -18,6 +18,8 @@ JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels
 ARM64_COMPILER := ziglang==0.17.1
 # Programs that read our files in the tests, without what they need for GPUs and servers; their tests are skipped where they do not install.
 READERS := mlx==0.32.4 mlx-cpu==0.32.4 nvidia-modelopt==0.47.0 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 pulp==3.3.2 nvidia-ml-py==13.615.71 torchprofile==0.1.0
+# The compiler for TPUs that jax 0.10.2 asks for. It has a folder of its own, because JAX looks for a TPU where it is installed.
+LIBTPU := libtpu==0.0.42.1
 EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 
 .PHONY: help demo test test-all test-fast test-newest newest-environment test-long test-sanitize test-arm64 fuzz lint bench docs constraints clean
@@ -32,7 +34,7 @@ demo: $(VENV)/.ready-demo ## quantizes a real language model five ways and print
 test: $(VENV)/.ready-test ## the tests that protect each promise; at most 12 minutes on two cores, set-up included
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)"
 
-test-all: $(VENV)/.ready-test newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
+test-all: $(VENV)/.ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
 	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The slow tests follow; make test-all fails whatever they say."; \
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
@@ -130,7 +132,11 @@ $(VENV)/.ready-test: $(VENV)/.ready-fast
 	@$(BIN)/python $(INSTALL) --constraint constraints.txt torch
 	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,test,oracles]"
 	@$(BIN)/python $(INSTALL) --no-deps $(EFORMER)
+	@touch $@
+
+$(VENV)/.ready-all: $(VENV)/.ready-test
 	@$(BIN)/python $(INSTALL) --no-deps $(READERS) || echo "mlx and modelopt do not install here: the tests of their files are skipped."
+	@$(BIN)/python $(INSTALL) --no-deps --target $(VENV)/libtpu $(LIBTPU) || echo "libtpu does not install here: the TPU kernels are not compiled."
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready-fast

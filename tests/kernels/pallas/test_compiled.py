@@ -1,4 +1,7 @@
-"""The TPU kernels as libtpu compiles them, which needs no TPU: `pip install libtpu`. Left out where it is not installed."""
+"""The TPU kernels as libtpu compiles them, which needs no TPU. `make test-all` has libtpu in a folder of its own.
+
+Installed like any package it would be found by every JAX process of the environment, and searched for a TPU.
+"""
 
 import importlib.util
 import os
@@ -7,9 +10,25 @@ import sys
 
 import pytest
 
-SCHEMES = ("int4_g64", "uint4_g64", "q4_1", "nf4_dq", "mxfp8", "mxfp6", "nvfp4", "fp8_block128", "int8")
+OWN_FOLDER = os.path.join(sys.prefix, "libtpu")
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None and not os.path.isdir(OWN_FOLDER), reason="libtpu is not installed"
+)
 
-# In a process of its own: libtpu reads its settings when it is loaded, and stays.
+
+def run(program: str, *arguments: str) -> None:
+    """Runs a program in a process of its own: libtpu reads its settings when it is loaded, and stays."""
+    path = os.pathsep.join([*sys.path, OWN_FOLDER])
+    settings = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, env=settings)
+
+
+SCHEMES = ("int4_g64", "uint4_g64", "q4_1", "nf4_dq", "mxfp8", "mxfp6", "nvfp4", "fp8_block128", "int8")
+CHIPS = ("v4:2x2x1", "v5e:2x2", "v6e:2x2")
+SOME = (("int4_g64", "v4:2x2x1"), ("nvfp4", "v5e:2x2"), ("q4_1", "v6e:2x2"))
+REST = ((scheme, chip) for scheme in SCHEMES for chip in CHIPS if (scheme, chip) not in SOME)
+CASES = (*SOME, *(pytest.param(*case, marks=pytest.mark.long) for case in REST))
+
 COMPILES = """
 import sys
 import jax, jax.numpy as jnp
@@ -45,12 +64,10 @@ for axis, contracts_last in (-1, True), (-2, False):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-@pytest.mark.parametrize("chip", ["v4:2x2x1", "v5e:2x2", "v6e:2x2"])
-@pytest.mark.parametrize("scheme", SCHEMES)
+@needs_libtpu
+@pytest.mark.parametrize(("scheme", "chip"), CASES)
 def test_it_compiles_without_an_unpacked_copy(scheme: str, chip: str):
-    settings = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", COMPILES, scheme, chip], check=True, env=settings)
+    run(COMPILES, scheme, chip)
 
 
 MULTIPLIES_PAIRS = """
@@ -79,11 +96,10 @@ for left, right, axis, contracts_last, (rows, columns), m in [
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v6e:2x2"])
+@needs_libtpu
+@pytest.mark.parametrize("chip", ["v5e:2x2", pytest.param("v6e:2x2", marks=pytest.mark.long)])
 def test_pairs_compile_without_an_unpacked_copy(chip: str):
-    settings = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", MULTIPLIES_PAIRS, chip], check=True, env=settings)
+    run(MULTIPLIES_PAIRS, chip)
 
 
 QUANTIZES = """
@@ -116,8 +132,7 @@ for name, axis in ("mxfp6", -1), ("uint4_g64", -2), ("nvfp4", -1), ("int3_g64", 
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="libtpu is not installed")
-@pytest.mark.parametrize("chip", ["v5e:2x2", "v6e:2x2"])
+@needs_libtpu
+@pytest.mark.parametrize("chip", ["v5e:2x2", pytest.param("v6e:2x2", marks=pytest.mark.long)])
 def test_the_quantizer_compiles_and_makes_nothing_beside_its_results(chip: str):
-    settings = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", QUANTIZES, chip], check=True, env=settings)
+    run(QUANTIZES, chip)
