@@ -8,7 +8,7 @@ from fewbit.array.scheme import SCHEMES, Scheme, scheme
 from fewbit.io.containers.container import AbstractContainer, Weight
 from fewbit.io.containers.registry import CONTAINERS
 from fewbit.io.gguf.blocks import why_not as why_not_gguf
-from fewbit.recipe.roles import Role
+from fewbit.recipe.role import Role
 
 PAGE = Path(__file__).parent / "interop.md"
 

@@ -13,7 +13,7 @@ from ..errors import QuantError
 from ..ops.policy import Policy
 from ..recipe import recipe as as_recipe
 from ..recipe.recipe import Recipe, RecipeLike
-from ..recipe.roles import Role
+from ..recipe.role import Role
 from ..recipe.rule import Rule
 from .measure import Observation, ProductObservation
 from .ranges import RangeState

@@ -3,7 +3,7 @@
 import collections
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ..workflows.model import Model
 from ..workflows.plan import folded
 from ..workflows.quantize import Outcome
 from ..workflows.tensors import TensorResult, worst
+from .error_lines import block_lines, worst_weight_lines
 
 
 def plan_lines(model: Model, plan: Plan, *, full: bool) -> list[str]:
@@ -107,21 +108,6 @@ def quality_lines(quality: Quality) -> list[str]:
     return lines + [f"  {text}" for text in quality.notes]
 
 
-def block_lines(blocks: Mapping[str, float]) -> list[str]:
-    """The relative error of each block's output, a line each."""
-    if not blocks:
-        return []
-    return ["  relative error of each block's output:", *(f"    {error:9.3e}  {name}" for name, error in blocks.items())]
-
-
-def worst_weight_lines(sqnr_db: Mapping[str, float]) -> list[str]:
-    """The weights of lowest SQNR, a line each."""
-    if not sqnr_db:
-        return []
-    lowest = sorted(sqnr_db.items(), key=lambda item: item[1])[:5]
-    return ["  lowest signal-to-noise ratio of the weights:", *(f"    {_decibel(value)}  {path}" for path, value in lowest)]
-
-
 def comparison_lines(both: Comparison) -> list[str]:
     """The divergence of a model from its reference."""
     ratio = both.candidate.value / both.reference.value
@@ -137,10 +123,6 @@ def comparison_lines(both: Comparison) -> list[str]:
 def percent(agreement: Estimate) -> str:
     """A fraction in percent, with its error."""
     return f"{100 * agreement.value:.2f} ± {100 * agreement.error:.2f} %"
-
-
-def _decibel(value: float) -> str:
-    return " exact   " if value == math.inf else f"{value:6.2f} dB"
 
 
 def command_lines(out: Path, source: Path, *, can_run: bool, can_evaluate: bool) -> list[str]:

@@ -12,7 +12,7 @@ from .recipe import RECIPES as RECIPES
 from .recipe import Recipe as Recipe
 from .recipe import recipe as recipe
 from .recipe import weight_only as weight_only
-from .roles import Role as Role
+from .role import Role as Role
 from .roles import TensorRole as TensorRole
 from .rows import PlanRow as PlanRow
 from .rows import ProductRow as ProductRow

@@ -14,7 +14,7 @@ from ..array.qarray import QArray
 from ..errors import QuantError
 from ..ops.interpret.parameter_uses import Product, Use
 from .recipe import Recipe
-from .roles import QUANTIZED_ROLES, Role
+from .role import QUANTIZED_ROLES, Role
 from .rule import OPS, PRODUCT_OPS, Rule
 from .sparsity import Sparsity
 

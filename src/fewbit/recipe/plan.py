@@ -21,7 +21,8 @@ from .quantize_row import quantized_leaf
 from .recipe import Recipe, RecipeLike
 from .recipe import recipe as as_recipe
 from .resolution import Resolution, Resolved
-from .roles import QUANTIZED_ROLES, Role, TensorRole
+from .role import QUANTIZED_ROLES, Role
+from .roles import TensorRole
 from .rows import PLAN_ROW, PRODUCT_ROW, PlanRow, ProductRow
 from .rule import OPS, Rule
 from .table import plan_text, shape_text

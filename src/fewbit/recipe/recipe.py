@@ -15,7 +15,7 @@ from ..array import scheme as as_scheme
 from ..array.scheme import SCHEMES, Scheme
 from ..errors import QuantError
 from ..ops.policy import Policy
-from .roles import WEIGHT_ROLES, Role
+from .role import WEIGHT_ROLES, Role
 from .rule import RULE, Rule
 
 

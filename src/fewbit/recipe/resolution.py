@@ -23,7 +23,8 @@ from .matching import (
     why_unquantizable,
 )
 from .recipe import Recipe
-from .roles import Role, TensorRole, traced_roles
+from .role import Role
+from .roles import TensorRole, traced_roles
 from .rule import Rule
 from .sparsity import Sparsity
 

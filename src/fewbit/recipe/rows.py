@@ -11,7 +11,7 @@ import msgspec
 from .._json import Count, checked, form_of
 from ..errors import QuantError
 from ..ops.policy import POLICY, Policy
-from .roles import Role, as_role
+from .role import Role, as_role
 from .sparsity import SPARSITY, Sparsity
 
 

@@ -10,7 +10,7 @@ from .._patterns import Pattern
 from .._registry import near_names
 from ..errors import QuantError
 from ..ops.policy import POLICY, Policy
-from .roles import QUANTIZED_ROLES, Role, as_role
+from .role import QUANTIZED_ROLES, Role, as_role
 from .sparsity import AXES, SPARSITY, Sparsity, as_axes
 
 PRODUCT_OPS = ("dot_general", "conv_general_dilated", "ragged_dot")

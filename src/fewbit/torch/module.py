@@ -21,7 +21,8 @@ from ..recipe.apply import check_storable
 from ..recipe.plan import Plan
 from ..recipe.quantize_row import quantize_row
 from ..recipe.recipe import Recipe
-from ..recipe.roles import Role, TensorRole, refined
+from ..recipe.role import Role
+from ..recipe.roles import TensorRole, refined
 from ..recipe.rows import PlanRow
 from ..recipe.rule import Rule
 from . import dlpack as handover

@@ -11,7 +11,7 @@ import fewbit as fb
 from fewbit import io, models
 from fewbit.models.roles.families import families, family_roles
 from fewbit.recipe import TensorRole
-from fewbit.recipe.roles import QUANTIZED_ROLES
+from fewbit.recipe.role import QUANTIZED_ROLES
 
 FAMILIES = json.loads((Path(__file__).parent.parent / "family_roles.json").read_text())
 """For each family the class and the configuration of a tiny model, and of each tensor its shape, its role and the contracted axes."""

@@ -31,7 +31,8 @@ from .encodings.integer_words import (
     why_not_linear,
     words_of_codes,
 )
-from .encodings.stored import config_dtype, linear_modules, per_tile
+from .encodings.names import linear_modules
+from .encodings.stored import config_dtype, per_tile
 
 _KEY = "quantization_config"
 _ORDER = paired(8, 4)

@@ -23,7 +23,8 @@ from ..checkpoint import TensorInfo, Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped, plain_array
 from .encodings.bitsandbytes_blocks import FORMATS, NESTED, STATE, four_bit_arrays, four_bit_group, kind_of
 from .encodings.integer_words import why_not_linear
-from .encodings.stored import config_dtype, linear_modules, packed_codes, per_tile
+from .encodings.names import linear_modules
+from .encodings.stored import config_dtype, packed_codes, per_tile
 
 _KEY = "quantization_config"
 _FLOAT32 = np.dtype(np.float32)

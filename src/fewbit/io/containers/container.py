@@ -12,7 +12,7 @@ from ...array.qarray import QArray
 from ...array.scheme import Scheme, scheme
 from ...array.validity import misfit
 from ...errors import QuantError, UnsupportedError
-from ...recipe.roles import Role
+from ...recipe.role import Role
 from ..checkpoint import Tensor, TensorInfo, Tensors
 
 

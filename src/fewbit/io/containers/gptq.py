@@ -34,7 +34,8 @@ from .encodings.integer_words import (
     why_not_linear,
     words_of_codes,
 )
-from .encodings.stored import config_dtype, linear_modules, per_tile
+from .encodings.names import linear_modules
+from .encodings.stored import config_dtype, per_tile
 
 _BITS = (2, 3, 4, 8)
 _KEY = "quantization_config"

@@ -24,7 +24,7 @@ from ...array.scheme import SCHEMES, Scheme
 from ...errors import QuantError
 from ...formats.format import FORMATS
 from ...formats.integer import Integer
-from ...recipe.roles import Role
+from ...recipe.role import Role
 from ..checkpoint import TensorInfo, Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped
 from .encodings.integer_words import top_bits

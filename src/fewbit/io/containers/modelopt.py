@@ -17,6 +17,7 @@ from ...errors import QuantError, UnsupportedError
 from ...formats.e8m0 import E8M0
 from ..checkpoint import Tensors
 from .container import AbstractContainer, Files, Group, Weight, grouped
+from .encodings.names import linear_modules
 from .encodings.stored import (
     E4M3,
     NAN_SCALE,
@@ -24,7 +25,6 @@ from .encodings.stored import (
     checked_info,
     config_dtype,
     described,
-    linear_modules,
     packed_codes,
     per_tile,
     why_not_matrix,

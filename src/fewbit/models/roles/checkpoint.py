@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import UnsupportedError
-from ...recipe.roles import Role, TensorRole, refined
+from ...recipe.role import Role
+from ...recipe.roles import TensorRole, refined
 from .families import Shape, family_roles
 from .modules import module_roles
 

@@ -7,7 +7,8 @@ import re
 from collections.abc import Mapping
 from importlib import resources
 
-from ...recipe.roles import Role, TensorRole, refined
+from ...recipe.role import Role
+from ...recipe.roles import TensorRole, refined
 
 Shape = tuple[int, ...]
 

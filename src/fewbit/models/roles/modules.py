@@ -13,7 +13,8 @@ from types import ModuleType
 from typing import Any
 
 from ...errors import QuantError, UnsupportedError
-from ...recipe.roles import Role, TensorRole
+from ...recipe.role import Role
+from ...recipe.roles import TensorRole
 
 Shape = tuple[int, ...]
 

@@ -15,7 +15,7 @@ from ...errors import QuantError, UnsupportedError
 from ...formats.format import FORMATS
 from ...ops.policy import Policy
 from ..recipe import RECIPES, Recipe
-from ..roles import QUANTIZED_ROLES, Role
+from ..role import QUANTIZED_ROLES, Role
 from ..rule import Rule
 
 LAYERS = "(?!.*encoder/).*layers.*"

@@ -2,7 +2,7 @@
 
 from ...ops.policy import Policy
 from ..recipe import RECIPES, Recipe, weight_only
-from ..roles import WEIGHT_ROLES, Role
+from ..role import WEIGHT_ROLES, Role
 from ..rule import Rule
 
 _TABLES = "; embedding tables as q8_0"

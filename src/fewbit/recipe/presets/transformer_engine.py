@@ -3,7 +3,7 @@
 from ...ops.delayed import DelayedScaling
 from ...ops.policy import Arm, Policy
 from ..recipe import RECIPES, Recipe
-from ..roles import Role
+from ..role import Role
 from ..rule import Rule
 
 _HYBRID_ARM = Arm("fp8_e5m2_tensor")

@@ -27,7 +27,7 @@ from ...io.output import check_output
 from ...models.roles.checkpoint import checkpoint_roles
 from ...recipe.plan import Plan
 from ...recipe.quantize_row import quantized_leaf
-from ...recipe.roles import Role
+from ...recipe.role import Role
 from ...recipe.rows import PlanRow
 from ..model import Model, Value, decoded, is_kept
 from .gguf import why_not_model, write_gguf

@@ -7,7 +7,8 @@ import pytest
 
 from fewbit import QuantError
 from fewbit.array.packing import Packing
-from fewbit.io.containers.encodings.stored import checked_info, config_dtype, linear_modules, packed_codes, per_tile
+from fewbit.io.containers.encodings.names import linear_modules
+from fewbit.io.containers.encodings.stored import checked_info, config_dtype, packed_codes, per_tile
 
 from ..stored_weights import example, tensors_of
 

@@ -9,7 +9,7 @@ import msgspec
 from ...._json import converted
 from ...._patterns import Pattern
 from ....errors import QuantError, UnsupportedError
-from ..encodings.stored import linear_modules
+from ..encodings.names import linear_modules
 
 VERSION = "0.20.0"
 """The version of compressed-tensors whose layout is written."""

@@ -15,7 +15,7 @@ from ....array.qarray import QArray
 from ....errors import QuantError, UnsupportedError
 from ...checkpoint import Tensors
 from ..container import AbstractContainer, Files, Group, Weight, grouped
-from ..encodings.stored import linear_modules
+from ..encodings.names import linear_modules
 from .entries import MX, class_of, entry_of, parts_of, why_not_tiled
 from .reader import READERS, Entry, StoredTensor
 
