@@ -17,7 +17,7 @@ SOURCES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     ("errors",),
     ("_registry",),
-    ("_json", "_patterns", "_table"),
+    ("_json", "_patterns", "_pretokenizers", "_table"),
     ("_tiles",),
     ("formats",),
     ("array",),

@@ -7,6 +7,7 @@ SOURCES, TESTS = ROOT / "src" / "fewbit", ROOT / "tests"
 
 SUITES = {
     "_api": "test_public_names.py",
+    "_pretokenizers": "models/test_tokenizer.py",
     "errors": "test_public_names.py",
     "array/covered": "training/test_fake_quant.py",
     "array/leaves": "ops/test_take.py",
@@ -23,6 +24,7 @@ SUITES = {
     "frameworks/_flax": "frameworks/test_linen.py",
     "frameworks/maxtext_quant": "frameworks/test_maxtext.py",
     "io/containers/compressed_tensors": "io/containers/test_compressed_tensors.py",
+    "io/containers/encodings/names": "io/containers/encodings/test_stored.py",
     "io/containers/encodings/bitsandbytes_blocks": "io/containers/test_bitsandbytes.py",
     "io/containers/huggingface": "workflows/convert/test_targets.py",
     "io/containers/reader": "io/containers/test_writer.py",

@@ -134,7 +134,8 @@ def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
 def test_a_gguf_tokenizer_splits_as_the_tokenizer_that_it_was_written_from(name):
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers
 
-    from fewbit.io.gguf.vocabulary import SPLITS, tokenizer_fields
+    from fewbit._pretokenizers import SPLITS
+    from fewbit.io.gguf.vocabulary import tokenizer_fields
 
     rule = next(rule for rule, its_name in SPLITS.items() if its_name == name)
     steps = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 
 from .._json import Count, converted, parsed
+from .._pretokenizers import SPLITS
 from ..errors import QuantError, UnsupportedError
-from ..io.gguf.vocabulary import SPLITS
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type of special and of added tokens
 

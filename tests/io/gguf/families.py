@@ -106,7 +106,7 @@ def save_tokenizer(directory: Path, vocab: int = 300) -> None:
     """A byte-level BPE with Qwen 2's rule of splitting."""
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    from fewbit.io.gguf.vocabulary import SPLITS
+    from fewbit._pretokenizers import SPLITS
 
     rule = next(rules[0] for rules, name in SPLITS.items() if name == "qwen2")
     tokenizer = Tokenizer(models.BPE())

@@ -6,7 +6,8 @@ import gguf
 import pytest
 
 from fewbit import QuantError, UnsupportedError
-from fewbit.io.gguf.vocabulary import SPLITS, tokenizer_fields
+from fewbit._pretokenizers import SPLITS
+from fewbit.io.gguf.vocabulary import tokenizer_fields
 from tests.io.gguf.families import save_tokenizer
 from tests.io.gguf.test_sentencepiece import model as sentencepiece_model
 from tests.workflows.checkpoints import needs_tokenizers
