@@ -38,7 +38,7 @@ test: $(VENV)/.ready-test ## the tests that protect each promise; at most 12 min
 test-all: $(VENV)/.ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
 	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The slow tests follow; make test-all fails whatever they say."; \
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
+	JAX_DISABLE_MOST_OPTIMIZATIONS=0 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
 
 test-fast: $(VENV)/.ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" src/fewbit/formats src/fewbit/array tests/formats tests/array tests/ops tests/recipe

@@ -4,7 +4,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-# Compiling is most of the suite's time, and LLVM's optimizations a third of that; `make test-newest` runs the same tests with them.
+# Compiling is most of the suite's time, and LLVM's optimizations a third of that; `make test-all` runs with them.
 # Processes that tests start inherit it, so it is set before JAX is imported.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 

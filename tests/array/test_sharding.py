@@ -57,7 +57,9 @@ def shards(q: fb.QArray, spec: P) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", [-1, -2], ids=["rows", "columns"])
-@schemes([*fb.SCHEMES.names(), "int4_g32", "int3_g32"])
+@schemes(
+    [*(name for name in fb.SCHEMES.names() if name != "tq2_0"), "int4_g32", "int3_g32"]
+)  # its block is longer than a part
 def test_every_device_holds_the_qarray_of_its_part(name: str, axis: int):
     q, mesh = make(name, axis, SHAPE if axis == -1 else SHAPE[::-1]), mesh_of()
     dense = laws.numpy_dequantize(q)
