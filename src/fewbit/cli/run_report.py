@@ -1,4 +1,4 @@
-"""Runs and prints `fewbit eval` and `fewbit compare`; parses the options of the KV cache."""
+"""Runs `fewbit eval` and `fewbit compare`, and prints the results."""
 
 import dataclasses
 from pathlib import Path

@@ -16,7 +16,7 @@ Value: TypeAlias = np.ndarray | jax.Array | QArray
 
 @dataclasses.dataclass(frozen=True)
 class Engine(abc.ABC):
-    """A program that runs one architecture, whatever its weights.
+    """A program that runs one architecture with given weights.
 
     Attributes:
         title: the program and its version, for reports.

@@ -1,4 +1,4 @@
-"""Inputs of models that are not causal language models: files, texts, seeded random arrays."""
+"""Inputs of models that are not causal language models."""
 
 import dataclasses
 import zipfile

@@ -9,8 +9,8 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Mapping
-from types import ModuleType, TracebackType
-from typing import Any, Self
+from types import ModuleType
+from typing import Any
 
 import jax
 import msgspec
@@ -19,7 +19,6 @@ import numpy as np
 from .._json import converted, dumped, file_text, parsed_object
 from ..array.qarray import QArray
 from ..errors import QuantError
-from .atomic_directory import StagedDirectory
 from .checkpoint import Checkpoint, Tensor, TensorInfo, Tensors
 from .files import content, file_sha256
 from .native.manifest import CONFIG, is_plain_name
@@ -27,6 +26,7 @@ from .native.records import Table, checked_record, leaf_names, leaves, qarray, r
 from .native.writer import storable
 from .output import check_output
 from .shards import Progress, host_copy
+from .staged_writer import AbstractWriter
 
 TREE = "params"
 RECORDS = "fewbit.json"
@@ -46,7 +46,7 @@ class _Records(msgspec.Struct):
     files: dict[str, str]
 
 
-class OrbaxWriter:
+class OrbaxWriter(AbstractWriter):
     """Writes a directory that Orbax restores, atomically. A context manager like `DirectoryWriter`.
 
     All tensors stay in memory until the end, because Orbax writes a whole tree.
@@ -77,34 +77,21 @@ class OrbaxWriter:
     ):
         _package(pathlib.Path(path))
         check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources), foreign=_foreign_files)
-        self.path = check(path)
-        self._stage = functools.partial(StagedDirectory, self.path, overwrite=overwrite, check=check)
+        super().__init__(path, check, overwrite=overwrite, progress=progress)
         self._small = {CONFIG: dumped(dict(config or {}), CONFIG), **(files or {})}
         for name in self._small:
             if not is_plain_name(name) or name in (TREE, RECORDS):
                 raise QuantError(
                     f"a file cannot be called {name!r}: a plain name that the directory does not use is expected"
                 )
-        self._facts, self._progress = dict(facts or {}), progress or (lambda stage, name, nbytes: None)
+        self._facts = dict(facts or {})
         self._schemes, self._policies = Table(), Table()
         self._weights: dict[str, Any] = {}
         self._arrays: dict[str, np.ndarray] = {}
-        self._staged: StagedDirectory | None = None
-
-    def __enter__(self) -> Self:
-        self._staged = self._stage()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        assert self._staged is not None
-        with self._staged as staged:
-            if error is None:
-                self._finish(staged)
 
     def add(self, name: str, value: Tensor) -> None:
         """Adds one tensor; QuantError for a name that is taken."""
+        self._check_open()
         value = storable(value, name)
         arrays: Mapping[str, Any] = {name: value}
         if isinstance(value, QArray):
@@ -116,8 +103,9 @@ class OrbaxWriter:
             self._arrays[leaf] = host_copy(array, leaf)
         self._progress("write", name, sum(self._arrays[leaf].nbytes for leaf in arrays))
 
-    def _finish(self, staged: StagedDirectory) -> None:
+    def _finish(self) -> None:
         """Writes the tree, reads it back, and commits."""
+        staged = self._staged
         names = {_joined(leaf): leaf for leaf in self._arrays}
         if len(names) < len(self._arrays) or not names:
             raise QuantError(f"{self.path} would have no tensors, or two whose names differ only in separators")

@@ -1,4 +1,4 @@
-"""A decoder in plain JAX, by its configuration: Llama, Qwen, Gemma, gpt-oss and others.
+"""A decoder in plain JAX for Llama, Qwen, Gemma and others.
 
 RMSNorm, rotary embedding, grouped-query attention, a gated feed-forward block or a mixture of experts. The pytree of
 parameters, with weights `[out, in]` as in GGUF and Hugging Face files; of a Llama:

@@ -1,4 +1,4 @@
-"""bitsandbytes: NF4 and FP4 in blocks of the flattened weight, and int8 rows.
+"""bitsandbytes: NF4 and FP4 blocks of flattened weights, and int8 rows.
 
 4 bits: `weight`, uint8 `[n / 2, 1]`, the first code of a byte in its high bits; `weight.absmax`, one scale for each block (64
 elements) of the flattened tensor: float32, or uint8 in the "nested" form, whose scales are quantized to 8 bits around their

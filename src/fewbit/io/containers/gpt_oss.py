@@ -1,4 +1,4 @@
-"""gpt-oss: MXFP4 stacks of experts, as OpenAI's models have them in Hugging Face directories.
+"""gpt-oss: MXFP4 stacks of experts in Hugging Face directories.
 
 The parameter `experts.gate_up_proj`, `[E, in, out]` in transformers, is stored transposed: `gate_up_proj_blocks` is
 `[E, out, in / 32, 16]`, element 0 of a block in the low nibble of byte 0, and `gate_up_proj_scales` `[E, out, in / 32]`.

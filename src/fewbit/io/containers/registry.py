@@ -1,4 +1,4 @@
-"""The containers, in the order in which a directory is compared with them."""
+"""The containers, in the order in which they are tried."""
 
 from ...errors import QuantError
 from .awq import AWQ

@@ -3,8 +3,7 @@
 import functools
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
@@ -12,17 +11,17 @@ from ..._json import dumped
 from ...array.qarray import QArray
 from ...errors import QuantError
 from ...kernels.quantize.dispatch import dequantize
-from ..atomic_directory import StagedDirectory
 from ..checkpoint import Tensor, TensorInfo, Tensors
 from ..native.manifest import CONFIG, MANIFEST, FileRecord, Manifest, is_plain_name, sha256
 from ..output import check_output
 from ..safetensors.reader import INDEX, SINGLE, read_safetensors_directory
 from ..shards import Progress, ShardWriter, host_copy
+from ..staged_writer import AbstractWriter
 from .container import AbstractContainer, Weight
 from .reader import with_weights
 
 
-class ContainerWriter:
+class ContainerWriter(AbstractWriter):
     """Writes a Hugging Face directory in a container's layout, atomically, tensor by tensor.
 
     A context manager like `DirectoryWriter`. Each quantized weight is decoded again from the arrays that are written, and
@@ -64,8 +63,7 @@ class ContainerWriter:
     ):
         container.check(weights)
         check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources))
-        self.path = check(path)
-        self._stage = functools.partial(StagedDirectory, self.path, overwrite=overwrite, check=check)
+        super().__init__(path, check, overwrite=overwrite, progress=progress)
         self._container, self._facts = container, dict(facts or {})
         self._weights = {weight.name: weight for weight in weights}
         self._added = container.files(weights, kept, config or {})
@@ -73,33 +71,15 @@ class ContainerWriter:
         self._files = {**(files or {}), **self._added.small}
         _check_files(self._files)
         dumped(self._config, CONFIG)
-        self._limit, self._progress = max_shard_bytes, progress or (lambda stage, name, nbytes: None)
+        self._limit = max_shard_bytes
         self._names: set[str] = set()
         self._missing = set(self._weights)
         self._nbytes = 0
-        self._open: tuple[StagedDirectory, ShardWriter] | None = None
 
-    def __enter__(self) -> Self:
-        staged = self._stage()
-        self._open = staged, ShardWriter(staged, "model", self._added.metadata, self._limit, self._progress)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        staged, shards = self._opened
-        try:
-            if error is None:
-                self._finish(staged, shards)
-        finally:
-            staged.close()
-
-    @property
-    def _opened(self) -> tuple[StagedDirectory, ShardWriter]:
-        """The staged directory and the writer of its tensor files."""
-        if self._open is None:
-            raise QuantError("tensors are added within the block: with ContainerWriter(...) as writer: writer.add(...)")
-        return self._open
+    @functools.cached_property
+    def _shards(self) -> ShardWriter:
+        """The writer of the tensor files."""
+        return ShardWriter(self._staged, "model", self._added.metadata, self._limit, self._progress)
 
     def add(self, name: str, value: Tensor) -> None:
         """Adds one tensor: a QArray for a weight that was announced, else an array.
@@ -108,7 +88,7 @@ class ContainerWriter:
             QuantError: for a duplicate name, a QArray that was not announced or an array that was, and a QArray whose
                 dequantized values the container does not give back.
         """
-        _, shards = self._opened
+        self._check_open()
         if isinstance(value, QArray):
             arrays = self._encoded(name, value)
         elif name in self._weights:
@@ -120,7 +100,7 @@ class ContainerWriter:
             raise QuantError(f"tensor name {min(taken)!r} is taken already; choose another")
         self._names |= set(copies)
         self._missing.discard(name)
-        shards.add(copies)
+        self._shards.add(copies)
         nbytes = sum(array.nbytes for array in copies.values())
         self._nbytes += nbytes
         self._progress("write", name, nbytes)
@@ -141,11 +121,11 @@ class ContainerWriter:
             )
         return arrays
 
-    def _finish(self, staged: StagedDirectory, shards: ShardWriter) -> None:
+    def _finish(self) -> None:
         """Writes the last tensors and the small files, opens the directory once, and commits."""
         if self._missing:
             raise QuantError(f"{self.path}: the weight {min(self._missing)!r} was announced, but not added")
-        files, tensors = shards.finish()
+        files, tensors = self._shards.finish()
         small = {CONFIG: dumped(self._config, CONFIG), **self._files}
         if list(files) != [SINGLE]:
             index = {
@@ -156,9 +136,9 @@ class ContainerWriter:
         records = files | {name: FileRecord(len(text), sha256(text)) for name, text in small.items()}
         small[MANIFEST] = Manifest(records, tensors, self._facts, self._container.name).text()
         for name, text in small.items():
-            staged.write_verified(name, text)
-        with_weights(read_safetensors_directory(staged.path))
-        staged.commit()
+            self._staged.write_verified(name, text)
+        with_weights(read_safetensors_directory(self._staged.path))
+        self._staged.commit()
 
 
 def _values(value: Tensor, dtype: np.dtype) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Tensors of a Hugging Face checkpoint under GGUF names, as llama.cpp expects them.
+"""Tensors of a Hugging Face checkpoint as GGUF files have them.
 
 Rows of q and k are permuted, experts stacked and separated, the offset of norms added: of bytes of rows, so that nothing is
 quantized again.

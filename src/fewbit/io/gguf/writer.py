@@ -9,23 +9,20 @@ import importlib.metadata
 import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import TracebackType
-from typing import Self
+from collections.abc import Iterable, Iterator, Mapping
 
 import numpy as np
 
 from ...errors import QuantError
-from ..atomic_directory import StagedDirectory
 from ..files import mapped
 from ..native.writer import storable
 from ..output import checked_target
+from ..shards import Progress
+from ..staged_writer import AbstractWriter
 from .fields import Field, encoded, file_header
 from .header import TensorEntry, read_header
 from .reader import gguf_package, read_gguf, scale_name
 from .stored import Stored, stored
-
-Progress = Callable[[str, str, int], None]
 
 VERSION_FIELD = "fewbit.version"
 """The metadata field by which fewbit recognises its own files: the version that wrote it."""
@@ -34,7 +31,7 @@ _QUANTIZATION_VERSION = 2
 _FILE = "model.gguf"
 
 
-class GGUFWriter:
+class GGUFWriter(AbstractWriter):
     """Writes a GGUF file atomically, tensor by tensor.
 
     A context manager: leaving the block renames the file to `path`; leaving it by an exception (also Ctrl-C) removes it, and
@@ -77,16 +74,14 @@ class GGUFWriter:
         progress: Progress | None = None,
     ):
         check = functools.partial(check_gguf_output, overwrite=overwrite, sources=tuple(sources))
-        self.path = check(path)
+        super().__init__(path, check, overwrite=overwrite, progress=progress)
         self._package = gguf_package(f"writing {self.path}")
-        self._stage = functools.partial(StagedDirectory, self.path, overwrite=overwrite, check=check)
         if "general.architecture" not in fields:
             raise QuantError("the metadata lacks 'general.architecture'; name the architecture, such as 'llama'")
         self._fields = {key: encoded(value, key) for key, value in fields.items()}
         if alignment != 32:
             self._fields["general.alignment"] = encoded(alignment, "general.alignment")
         self._alignment, self._limit = alignment, max_buffer_bytes
-        self._progress = progress or (lambda stage, name, nbytes: None)
         self._entries: dict[str, TensorEntry] = {}
         self._hashes: dict[str, str] = {}
         self._sizes: dict[str, int] = {}
@@ -94,30 +89,6 @@ class GGUFWriter:
         self._pending_bytes = 0
         self._parts: list[str] = []
         self._offset = 0
-        self._staging: StagedDirectory | None = None
-
-    def __enter__(self) -> Self:
-        self._staging = self._stage()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        try:
-            if error is None:
-                self._finish()
-        except KeyboardInterrupt as stop:
-            if self._staged.is_committed:
-                raise type(stop)(f"interrupted, but {self.path} is already complete") from None
-            raise
-        finally:
-            self._staged.close()
-
-    @property
-    def _staged(self) -> StagedDirectory:
-        if self._staging is None:
-            raise QuantError("tensors are added within the block: with GGUFWriter(...) as writer: writer.add(...)")
-        return self._staging
 
     def add(self, name: str, value: object, *, ternary: str = "TQ2_0") -> None:
         """Adds one tensor.
@@ -132,7 +103,7 @@ class GGUFWriter:
             QuantError: for a duplicate name, or a dtype or scheme that GGUF cannot store without loss; the message names the
                 schemes that fit.
         """
-        assert self._staged
+        self._check_open()
         if not isinstance(value, Stored):
             value = stored(storable(value, name), f"tensor {name!r}", ternary)
         if not name or name in self._entries:

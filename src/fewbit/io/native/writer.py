@@ -7,8 +7,7 @@ import functools
 import os
 import pathlib
 from collections.abc import Iterable, Mapping
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,10 +15,10 @@ import numpy as np
 from ..._json import dumped, parsed_object
 from ...array.qarray import QArray
 from ...errors import QuantError
-from ..atomic_directory import StagedDirectory
 from ..checkpoint import Tensor
 from ..output import check_output
 from ..shards import Progress, ShardWriter, host_copy
+from ..staged_writer import AbstractWriter
 from .manifest import CONFIG, FORMAT, MANIFEST, VERSION, FileRecord, Manifest, is_plain_name, sha256
 from .reader import QUANT_METHOD, SECTION, read_directory
 from .records import Table, leaves, record
@@ -29,7 +28,7 @@ _METADATA = {"format": FORMAT}
 STEM = "fewbit"
 
 
-class DirectoryWriter:
+class DirectoryWriter(AbstractWriter):
     """Writes a model directory atomically, tensor by tensor.
 
     A context manager: leaving the block renames the directory to `path`; leaving it by an exception (also Ctrl-C) removes it,
@@ -70,44 +69,21 @@ class DirectoryWriter:
         progress: Progress | None = None,
     ):
         check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources))
-        self.path = check(path)
-        self._stage = functools.partial(StagedDirectory, self.path, overwrite=overwrite, check=check)
+        super().__init__(path, check, overwrite=overwrite, progress=progress)
         self._config, self._files, self._facts = dict(config or {}), dict(files or {}), dict(facts or {})
         _check_config(self._config, self._files)
         dumped(self._facts, "facts")
         if max_shard_bytes < 1:
             raise QuantError(f"max_shard_bytes is {max_shard_bytes}, must be at least 1")
-        self._limit, self._progress = max_shard_bytes, progress or (lambda stage, name, nbytes: None)
+        self._limit = max_shard_bytes
         self._schemes, self._policies = Table(), Table()
         self._records: dict[str, Any] = {}
         self._names: set[str] = set()
-        self._open: tuple[StagedDirectory, ShardWriter] | None = None
 
-    def __enter__(self) -> Self:
-        staged = self._stage()
-        self._open = staged, ShardWriter(staged, STEM, _METADATA, self._limit, self._progress)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        staged, _ = self._opened
-        try:
-            if error is None:
-                self._finish()
-        except KeyboardInterrupt as stop:
-            if staged.is_committed:
-                raise type(stop)(f"interrupted, but {self.path} is already complete") from None
-            raise
-        finally:
-            staged.close()
-
-    @property
-    def _opened(self) -> tuple[StagedDirectory, ShardWriter]:
-        """The staged directory and the writer of its tensor files."""
-        if self._open is None:
-            raise QuantError("tensors are added within the block: with DirectoryWriter(...) as writer: writer.add(...)")
-        return self._open
+    @functools.cached_property
+    def _shards(self) -> ShardWriter:
+        """The writer of the tensor files."""
+        return ShardWriter(self._staged, STEM, _METADATA, self._limit, self._progress)
 
     def add(self, name: str, value: object) -> None:
         """Adds one tensor.
@@ -119,7 +95,7 @@ class DirectoryWriter:
         Raises:
             QuantError: for a duplicate name, a dtype that safetensors lacks, or an inconsistent QArray.
         """
-        _, shards = self._opened
+        self._check_open()
         value = storable(value, name)
         arrays = leaves(name, value) if isinstance(value, QArray) else {name: value}
         for leaf in (name, *arrays):
@@ -129,15 +105,15 @@ class DirectoryWriter:
             self._records[name] = record(value, self._schemes, self._policies, name)
         copies = {leaf: host_copy(array, leaf) for leaf, array in arrays.items()}
         self._names |= {name, *copies}
-        shards.add(copies)
+        self._shards.add(copies)
         self._progress("write", name, sum(array.nbytes for array in copies.values()))
 
     def _finish(self) -> None:
         """Writes the last tensors, the config and the manifest, checks them all, and commits."""
         if not self._names:
             raise QuantError(f"{self.path} would have no tensors; add some before the end of the block")
-        staged, shards = self._opened
-        written, tensors = shards.finish()
+        staged = self._staged
+        written, tensors = self._shards.finish()
         tables = {"schemes": self._schemes.values, "policies": self._policies.values}
         section = {"quant_method": QUANT_METHOD, "version": VERSION, **tables, "tensors": self._records}
         small = {CONFIG: dumped(self._config | {SECTION: section}, CONFIG), **self._files}

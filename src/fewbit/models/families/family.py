@@ -1,4 +1,4 @@
-"""A family of decoders: how its config.json and its parameter names map to ours."""
+"""A family of decoders: its config.json and its parameter names."""
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence

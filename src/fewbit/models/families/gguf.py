@@ -1,4 +1,4 @@
-"""The configuration of a GGUF file, of every architecture that the decoder can run."""
+"""The configuration of a GGUF file of each architecture."""
 
 import functools
 from collections.abc import Callable, Collection, Mapping

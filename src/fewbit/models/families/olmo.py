@@ -1,4 +1,4 @@
-"""OLMo 2: norms on the outputs of blocks, and on whole projections of q and k."""
+"""OLMo 2: norms on the outputs of blocks and on whole projections."""
 
 from collections.abc import Collection, Mapping
 from typing import Any

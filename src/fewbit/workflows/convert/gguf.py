@@ -1,4 +1,4 @@
-"""Writes a model as a GGUF file, for llama.cpp and the programs built on it."""
+"""Writes a model as a GGUF file, as llama.cpp reads it."""
 
 import dataclasses
 import os
@@ -66,7 +66,7 @@ def write_gguf(
 
 
 def why_not_model(model: Model) -> str | None:
-    """Why a model cannot be written as a GGUF file, whatever its schemes; None if it can.
+    """Why a model cannot be written as a GGUF file in any scheme; None if it can.
 
     Args:
         model: the model.

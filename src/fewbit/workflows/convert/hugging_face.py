@@ -1,4 +1,4 @@
-"""A Llama of another container as a Hugging Face checkpoint: names, config.json, order of rows."""
+"""A Llama of another container as a Hugging Face checkpoint."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""Block shapes and index maps of the TPU kernel for two quantized operands."""
+"""Block shapes and index maps of the TPU's integer product."""
 
 import dataclasses
 import math
