@@ -4,10 +4,6 @@ import importlib.util
 import os
 from collections.abc import Iterator
 
-# Compiling is most of the suite's time, and LLVM's optimizations a third of that; `make test-all` runs with them.
-# Processes that tests start inherit it, so it is set before JAX is imported.
-os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-
 import beartype.typing  # noqa: F401 - the text of CHECKER names it
 import hypothesis
 import jax

@@ -24,7 +24,8 @@ from ..array.sharding import known_sharding
 from ..errors import QuantError
 from ..formats.format import FORMATS, settled
 from ..formats.integer import Integer
-from ..kernels.qmatmul.code_product import CodeProduct, code_product, is_whole, refuse_accumulator, side
+from ..kernels.qmatmul.code_product import CodeProduct, code_product, refuse_accumulator, side
+from ..kernels.qmatmul.integer_codes import is_whole
 from ..kernels.quantize.dispatch import dequantize, quantize
 from .hadamard import rotated
 from .policy import Arm

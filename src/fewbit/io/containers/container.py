@@ -221,3 +221,14 @@ def plain_array(value: Tensor) -> np.ndarray:
     """A stored array on the host; a QArray cannot be a part of another."""
     assert not isinstance(value, QArray)
     return np.asarray(value)
+
+
+def why_not_matrix(weight: Weight) -> str | None:
+    """Why a weight is not a matrix of a module, `[out, in]`, with its codes packed along the last axis."""
+    if not weight.name.endswith(".weight"):
+        return "it stores weights of modules, whose names end in .weight"
+    if len(weight.shape) != 2:
+        return f"it stores matrices, and the weight has {len(weight.shape)} axes"
+    if weight.scheme.pack_axis != -1:
+        return f"codes are packed along the last axis there, and along axis {weight.scheme.pack_axis} here"
+    return None

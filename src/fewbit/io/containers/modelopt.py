@@ -16,7 +16,7 @@ from ...array.scheme import SCHEMES, Scheme, scheme
 from ...errors import QuantError, UnsupportedError
 from ...formats.e8m0 import E8M0
 from ..checkpoint import Tensors
-from .container import AbstractContainer, Files, Group, Weight, grouped
+from .container import AbstractContainer, Files, Group, Weight, grouped, why_not_matrix
 from .encodings.names import linear_modules
 from .encodings.stored import (
     E4M3,
@@ -27,7 +27,6 @@ from .encodings.stored import (
     described,
     packed_codes,
     per_tile,
-    why_not_matrix,
 )
 
 VERSION = "0.47.0"

@@ -20,7 +20,7 @@ from ...array.scheme import Scheme
 from ...errors import QuantError
 from ...formats.format import AbstractFormat
 from ...formats.integer import Integer
-from .code_product import is_whole
+from .integer_codes import is_whole
 from .problem import Problem, refused_precision
 
 LARGEST_NUMBER = 31

@@ -16,7 +16,8 @@ from ...array.qarray import QArray
 from ...array.scheme import Scheme
 from ...errors import QuantError
 from ...formats.format import FORMATS, AbstractFormat
-from .code_product import fits_int32, is_whole, native_float, side
+from .code_product import native_float, side
+from .integer_codes import fits_int32, is_whole
 from .matrix_view import Operand, folded_axes
 from .problem import Problem, refused_precision
 

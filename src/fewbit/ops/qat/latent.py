@@ -12,13 +12,10 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ...array.axis_move import LAYOUT_PRIMITIVES
-from ...array.qarray import QArray
 from ...array.sharding import axis_names, spec_entries
-from ...errors import UnsupportedError
-from ..interpret.proxy import ArrayProxy, NoRuleError
+from ..interpret.proxy import ArrayProxy
 from ..policy import Policy
 from .delayed_scales import copies, forked
-from .serving_quantize import quantized_as_served
 from .serving_tiles import ServingTiles
 
 PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
@@ -98,13 +95,9 @@ class Latent(ArrayProxy):
     def in_turn(self, own: PyTree) -> "Latent":
         return self if self.scales is None else dataclasses.replace(self, scales=own)
 
-    def quantized(self) -> QArray | None:
-        """The array quantized as at serving time, without a gradient; None where each product decides."""
-        if self.prequantized is not None or self.served is None:
-            return self.prequantized
-        return quantized_as_served(jax.lax.stop_gradient(self.value), self.served.on_last(self.ndim), self.policy.weight)
-
     def shards(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> tuple["Latent", "Latent"]:
+        from .serving_quantize import cut_latent  # it needs this class
+
         key, scales, along = self.key, self.scales, ()
         if scales is not None and scales.ndim:
             along = spec_entries(spec, self.ndim)[: scales.ndim]
@@ -117,29 +110,7 @@ class Latent(ArrayProxy):
         specs = Latent(
             spec, PartitionSpec(tuple(mesh)), self.policy, PartitionSpec(others or None, *along), spec, self.served
         )
-        return dataclasses.replace(self, key=key, scales=scales, prequantized=self._cut(spec, mesh)), specs
-
-    def _cut(self, spec: PartitionSpec, mesh: Mapping[str, int]) -> QArray | None:
-        """The quantized array, ready for `shard_map`, where shards separate elements that share a scale; else None.
-
-        Raises:
-            UnsupportedError: where a tile or a byte of codes has elements of two shards.
-        """
-        from ..interpret.rules.sharding import sharded_ready  # it needs this class
-
-        q = self.prequantized
-        if q is None and self.served is not None:
-            parts = tuple(math.prod(mesh[name] for name in axis_names(entry)) for entry in spec_entries(spec, self.ndim))
-            if self.served.on_last(self.ndim).are_cut(self.policy.weight, self.shape, parts):
-                q = self.quantized()
-        if q is None:
-            return None
-        try:
-            return sharded_ready(q, spec, mesh)
-        except NoRuleError as error:
-            raise UnsupportedError(
-                f"shard_map cannot cut a trained parameter as {spec}", {repr(self): str(error)}
-            ) from error
+        return dataclasses.replace(self, key=key, scales=scales, prequantized=cut_latent(self, spec, mesh)), specs
 
     def on_device(self) -> "Latent":
         key, scales = jax.tree.map(lambda leaf: leaf[0], (self.key, self.scales))

@@ -20,6 +20,7 @@ from ..interpret.rules.products import PRODUCT
 from ..interpret.rules.sharding import SHARDING
 from .delayed_scales import StepScales, noted, widest
 from .latent import MOVES, PARAMETER_RULES, PRODUCTS, Latent, is_latent, plain
+from .serving_quantize import quantized_latent
 from .serving_tiles import ServingTiles
 
 _ON_LEADING_AXES = ("slice", "dynamic_slice", "squeeze")
@@ -41,7 +42,7 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
             served[:] = latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)
     except QuantError:
         pass
-    if served[0] is None and (q := latent.quantized()) is not None:
+    if served[0] is None and (q := quantized_latent(latent)) is not None:
         prequantized = evaluator.equation(eqn, [q, *map(plain, others)])
     results = []
     for out, tiles, q in zip(outputs, served, prequantized, strict=True):
@@ -110,7 +111,7 @@ def _looked_up(latent: Latent, eqn: jex_core.JaxprEqn) -> jax.Array:
     scale = None
     if latent.scales is not None:
         scale = widest(latent.scales).weight
-    q = latent.quantized()
+    q = quantized_latent(latent)
     if q is None:
         axis = max(lookup.whole, default=latent.ndim - 1)
         q = quantize(fixed, latent.policy.weight, axis=axis, scale=jax.lax.stop_gradient(scale))

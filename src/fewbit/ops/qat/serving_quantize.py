@@ -1,13 +1,19 @@
 """Quantizes a parameter as at serving."""
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 
 import jax
+from jax.sharding import PartitionSpec
 
 from ...array.qarray import QArray
 from ...array.scheme import Scheme, laid_along
+from ...array.sharding import axis_names, spec_entries
+from ...errors import UnsupportedError
 from ...kernels.quantize.dispatch import quantize
+from ..interpret.proxy import NoRuleError
+from .latent import Latent
 from .serving_tiles import ServingTiles, axis_within, cast, normalized
 
 
@@ -32,6 +38,42 @@ def quantized_as_served(x: jax.Array, tiles: ServingTiles, scheme: Scheme, axis:
     lengths = list(tiles.tiles)
     lengths.append(lengths.pop(packed))  # `quantize` takes its axis's tile from the last
     return quantize(x, scheme.with_tiles(tuple(lengths), -1), axis=packed)
+
+
+def quantized_latent(latent: Latent) -> QArray | None:
+    """A trained parameter quantized as at serving, without a gradient; None where each product decides."""
+    if latent.prequantized is not None or latent.served is None:
+        return latent.prequantized
+    return quantized_as_served(jax.lax.stop_gradient(latent.value), latent.served.on_last(latent.ndim), latent.policy.weight)
+
+
+def cut_latent(latent: Latent, spec: PartitionSpec, mesh: Mapping[str, int]) -> QArray | None:
+    """A trained parameter quantized for `shard_map`, where shards separate elements that share a scale; else None.
+
+    Args:
+        latent: the parameter.
+        spec: how it is cut.
+        mesh: the size of each axis of the mesh.
+
+    Returns:
+        The quantized parameter, with a scale for every shard.
+
+    Raises:
+        UnsupportedError: where a tile or a byte of codes has elements of two shards.
+    """
+    from ..interpret.rules.sharding import sharded_ready  # its package imports every rule
+
+    q = latent.prequantized
+    if q is None and latent.served is not None:
+        parts = tuple(math.prod(mesh[name] for name in axis_names(entry)) for entry in spec_entries(spec, latent.ndim))
+        if latent.served.on_last(latent.ndim).are_cut(latent.policy.weight, latent.shape, parts):
+            q = quantized_latent(latent)
+    if q is None:
+        return None
+    try:
+        return sharded_ready(q, spec, mesh)
+    except NoRuleError as error:
+        raise UnsupportedError(f"shard_map cannot cut a trained parameter as {spec}", {repr(latent): str(error)}) from error
 
 
 def _is_along(tiles: ServingTiles, scheme: Scheme, axis: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -12,7 +12,8 @@ from fewbit.array.packing import Packing, paired
 from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul.blocks import block_product
 from fewbit.kernels.qmatmul.cpu.block_ffi import native_blocks
-from fewbit.kernels.qmatmul.cpu.int8_ffi import LEVELS, native_integers
+from fewbit.kernels.qmatmul.cpu.ffi import INTEGER_LEVELS as LEVELS
+from fewbit.kernels.qmatmul.cpu.int8_ffi import native_integers
 from tests.conformance import array_laws as laws
 
 BUILT = extension("fewbit.kernels.qmatmul.cpu._int8_gemm")

@@ -10,8 +10,8 @@ from ....array.qarray import QArray
 from ....errors import UnsupportedError
 from ....ops.policy import Policy
 from ...checkpoint import Tensors
-from ..container import AbstractContainer, Files, Group, Weight, grouped
-from ..encodings.stored import E4M3, FLOATS, config_dtype, why_not_matrix
+from ..container import AbstractContainer, Files, Group, Weight, grouped, why_not_matrix
+from ..encodings.stored import E4M3, FLOATS, config_dtype
 from .activations import activation_arguments, activation_scheme
 from .blocks import NVFP4, MXFloats
 from .config import Arguments, Section, section, section_of

@@ -12,9 +12,9 @@ import numpy as np
 from ....array.qarray import QArray
 from ....array.scheme import SCHEMES, Scheme
 from ....formats.integer import Integer
-from ..container import Weight
+from ..container import Weight, why_not_matrix
 from .packed_bits import packed_bits, unpacked_bits
-from .stored import packed_codes, per_tile, why_not_matrix
+from .stored import packed_codes, per_tile
 
 _HALVES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))
 

@@ -14,7 +14,6 @@ from ....array.qarray import QArray
 from ....array.scheme import Scheme
 from ....errors import QuantError
 from ...checkpoint import TensorInfo, Tensors
-from ..container import Weight
 from .packed_bits import unpacked_bits
 
 E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -33,17 +32,6 @@ def config_dtype(config: Mapping[str, Any], default: str) -> np.dtype:
                 if name in FLOATS:
                     return FLOATS[name]
     return FLOATS[default]
-
-
-def why_not_matrix(weight: Weight) -> str | None:
-    """Why a weight is not a matrix of a module, `[out, in]`, with its codes packed along the last axis."""
-    if not weight.name.endswith(".weight"):
-        return "it stores weights of modules, whose names end in .weight"
-    if len(weight.shape) != 2:
-        return f"it stores matrices, and the weight has {len(weight.shape)} axes"
-    if weight.scheme.pack_axis != -1:
-        return f"codes are packed along the last axis there, and along axis {weight.scheme.pack_axis} here"
-    return None
 
 
 def packed_codes(q: QArray) -> np.ndarray:

@@ -22,7 +22,7 @@
 #include "cpp/buffers.h"
 #include "cpp/checks.h"
 #include "cpp/python_module.h"
-#include "cpp/scratch.h"
+#include "cpp/memory.h"
 #include "cpp/thread_pool.h"
 #include "problem.h"
 #include "xla/ffi/api/ffi.h"

@@ -16,7 +16,7 @@ from ....array.qarray import QArray
 from ....array.scheme import Scheme
 from ...extension import device_refusal, extension
 from ..blocks import block_refusal, refused_weight
-from ..code_product import is_whole
+from ..integer_codes import is_whole
 from ..kernel import AbstractKernel
 from ..matrix_view import MatrixView
 from ..paired import pair_refusal

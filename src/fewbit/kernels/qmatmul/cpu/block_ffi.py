@@ -9,8 +9,7 @@ from ....array.qarray import QArray
 from ....array.quantize import scale_values
 from ....formats.integer import Integer
 from ..blocks import block_numbers
-from .ffi import flat, scale_buffers, stored_zeros, stream_order
-from .int8_ffi import LEVELS
+from .ffi import INTEGER_LEVELS, flat, scale_buffers, stored_zeros, stream_order
 
 TARGET = "fewbit_integer_blocks"
 
@@ -45,6 +44,6 @@ def native_blocks(x: QArray, q: QArray, *, dtype: DTypeLike, isa: str | None = N
         role=np.int64(role),
         unit=np.float32(step),
         is_signed=isinstance(scheme.format, Integer) and scheme.format.signed,
-        level=np.int64((None, *LEVELS).index(isa) - 1),
+        level=np.int64((None, *INTEGER_LEVELS).index(isa) - 1),
         order=order,
     )

@@ -18,6 +18,8 @@ TARGET = "fewbit_qmatmul"
 _TABLE, _SIGNED, _UNSIGNED, _E4M3, _E5M2 = range(5)
 _NO_ZERO, _WHOLE, _OFFSET = range(3)
 LEVELS = ("portable", "avx2", "avx512")
+INTEGER_LEVELS = ("portable", "avx2", "avxvnni", "avx512")
+"""The instruction sets of integer products."""
 
 
 def native_product(

@@ -10,12 +10,12 @@ from ....array.qarray import QArray
 from ....array.quantize import scale_values
 from ....formats.format import AbstractFormat
 from ....formats.integer import Integer
-from ..code_product import code_values, shift
+from ..code_product import code_values
+from ..integer_codes import shift
 from ..matrix_view import contracted_axis
+from .ffi import INTEGER_LEVELS
 
 TARGET = "fewbit_integers"
-
-LEVELS = ("portable", "avx2", "avxvnni", "avx512")
 
 
 def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, isa: str | None = None) -> jax.Array:
@@ -39,7 +39,7 @@ def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeL
         offset=np.int64(offset),
         tile=np.int64(x.tiles[2] or q.tiles[at] or q.shape[at]),
         output_tile=np.int64(q.tiles[3 - at] or q.shape[3 - at]),
-        level=np.int64((None, *LEVELS).index(isa) - 1),
+        level=np.int64((None, *INTEGER_LEVELS).index(isa) - 1),
     )
 
 

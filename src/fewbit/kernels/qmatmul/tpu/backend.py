@@ -10,7 +10,7 @@ from ....array.packing import Packing
 from ....array.qarray import QArray
 from ...lowering import split_refusal
 from ...pallas.decode import NATIVE
-from ..code_product import is_whole
+from ..integer_codes import is_whole
 from ..kernel import AbstractKernel
 from ..matrix_view import MatrixView
 from ..paired import pair_refusal

@@ -31,9 +31,9 @@
 #include <vector>
 
 #include "cpp/checks.h"
+#include "cpp/memory.h"
 #include "cpp/python_module.h"
 #include "cpp/thread_pool.h"
-#include "hugepages.h"
 #include "passes.h"
 #include "problem.h"
 #include "xla/ffi/api/ffi.h"

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <vector>
 
-#include "cpp/scratch.h"
+#include "cpp/memory.h"
 #include "problem.h"
 
 namespace fewbit {

@@ -3,7 +3,7 @@
 
 #include <cstring>
 
-#include "cpp/scratch.h"
+#include "cpp/memory.h"
 #include "problem.h"
 
 namespace fewbit {
