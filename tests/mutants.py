@@ -4,13 +4,14 @@
 
 Each mutant changes one operator, comparison or number of one function, in a copy of the checkout, and runs the tests of
 `make test` that mirror the module's package, its doctests, and the conformance suites. A mutant that no test notices is
-printed with its line; some of them change nothing that can be observed (a bound that is never met, a faster path).
+printed as SURVIVED; some of them change nothing that can be observed (a bound that is never met, a faster path).
 """
 
 import argparse
 import ast
 import concurrent.futures
 import dataclasses
+import os
 import random
 import shutil
 import subprocess
@@ -98,9 +99,21 @@ def chosen(count: int, seed: int) -> list[Mutant]:
     return picked
 
 
-def is_noticed(mutant: Mutant) -> bool:
-    """Whether a test fails with the mutant."""
-    package = mutant.path.parts[2]
+def tests_of(path: Path) -> list[str]:
+    """What of `make test` may notice a change of a module: its own tests first, then those of its package."""
+    package = path.parts[2]
+    own = Path("tests", *path.parts[2:-1], f"test_{path.name}")
+    found = [str(own)] if (ROOT / own).is_file() else []
+    return [*found, str(path), f"tests/{package}", *(f"tests/{suite}" for suite in SUITES.get(package, ()))]
+
+
+def outcome(mutant: Mutant, cache: str) -> str:
+    """ "noticed" if a test fails with the mutant, "SURVIVED" if none does, or "TIMEOUT".
+
+    Args:
+        mutant: the mutant.
+        cache: a folder for compiled programs, which mutants share.
+    """
     with tempfile.TemporaryDirectory() as folder:
         for name in COPIED:
             source, target = ROOT / name, Path(folder) / name
@@ -112,28 +125,40 @@ def is_noticed(mutant: Mutant) -> bool:
         lines = path.read_text().splitlines(keepends=True)
         lines[mutant.line - 1] = mutant.after + "\n"
         path.write_text("".join(lines))
-        tests = [str(mutant.path), f"tests/{package}", *(f"tests/{suite}" for suite in SUITES.get(package, ()))]
         marks = "not (slow or long or oracle)"
-        command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, *tests]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-x",
+            "-q",
+            "-o",
+            f"cache_dir={cache}",
+            "-m",
+            marks,
+            *tests_of(mutant.path),
+        ]
+        variables = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
         try:
-            return subprocess.run(command, cwd=folder, capture_output=True, timeout=900).returncode != 0
+            code = subprocess.run(command, cwd=folder, env=variables, capture_output=True, timeout=3600).returncode
         except subprocess.TimeoutExpired:
-            return True  # a loop without end
+            return "TIMEOUT"
+        return "noticed" if code else "SURVIVED"
 
 
 def main() -> None:
-    """Runs the mutants and prints those that no test noticed."""
+    """Runs the mutants, and prints what became of each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=60)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     mutants = chosen(options.count, options.seed)
-    with concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
-        noticed = 0
-        for mutant, found in zip(mutants, pool.map(is_noticed, mutants), strict=True):
-            noticed += found
-            print("noticed" if found else "SURVIVED", mutant, flush=True)  # noqa: T201 - a script
+    noticed = 0
+    with tempfile.TemporaryDirectory() as cache, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        for mutant, found in zip(mutants, pool.map(lambda mutant: outcome(mutant, cache), mutants), strict=True):
+            noticed += found == "noticed"
+            print(found, mutant, flush=True)  # noqa: T201 - a script
     print(f"{noticed} of {len(mutants)} mutants are noticed")  # noqa: T201
 
 
