@@ -10,7 +10,8 @@ from typing import Any
 from ..io.files import file_sha256
 from ..io.orbax import TREE
 from ..recipe.plan import Plan
-from .convert.targets import Job, check_target, prepared, write_tensors
+from .convert.targets import Job, check_target, fused_modules, prepared, write_tensors
+from .fused import fused_rows
 from .model import Model, Value
 from .plan import KEEP
 from .tensors import TensorResult, quantized_tensors
@@ -89,7 +90,7 @@ def quantize(
     start, results = time.perf_counter(), []
 
     def tensors() -> Iterator[tuple[str, Value]]:
-        for value, result in quantized_tensors(model, plan):
+        for value, result in quantized_tensors(model, plan, fused_rows(model, plan, fused_modules(to))):
             yield result.path, value
             results.append(result)
             if on_tensor is not None:

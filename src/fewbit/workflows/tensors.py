@@ -3,7 +3,8 @@
 import dataclasses
 import math
 import time
-from collections.abc import Iterable, Iterator
+import types
+from collections.abc import Iterable, Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from ..recipe.apply import check_storable
 from ..recipe.plan import Plan
 from ..recipe.quantize_row import quantize_finite
 from ..recipe.rows import PlanRow
+from .fused import quantized_together
 from .model import Model, Value, decoded, is_kept
 
 
@@ -65,12 +67,15 @@ def worst(tensors: Iterable[TensorResult], count: int = 5) -> list[TensorResult]
     return sorted(lossy, key=lambda t: t.sqnr_db or 0.0)[:count]
 
 
-def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorResult]]:
+def quantized_tensors(
+    model: Model, plan: Plan, fused: Mapping[str, tuple[PlanRow, ...]] = types.MappingProxyType({})
+) -> Iterator[tuple[Value, TensorResult]]:
     """Quantizes the parameters of a model, in the order of the plan.
 
     Args:
         model: the model.
         plan: its plan; see `plan_model`.
+        fused: the rows that share a tensor scale, by the path of each; see `fused_rows`.
 
     Returns:
         An iterator of the values and their results.
@@ -80,14 +85,20 @@ def quantized_tensors(model: Model, plan: Plan) -> Iterator[tuple[Value, TensorR
         UnsupportedError: for a plan that stored parameters cannot express.
     """
     check_storable(plan)
-    rows = iter(plan)
+    rows, ready = iter(plan), {}
     for row in rows:
         start = time.perf_counter()
         stored = model.load(row.path)
         x = _float_values(stored, row)
         if bad := _non_finite(x):
             raise QuantError(_non_finite_message(model, {row.path: bad} | _more_non_finite(model, rows)))
-        value, sqnr = _converted(stored, x, row, model.info[row.path])
+        if row.path in fused and row.path not in ready:
+            ready |= quantized_together({r.path: _float_values(model.load(r.path), r) for r in fused[row.path]}, row)
+        if row.path in ready:
+            value = jax.block_until_ready(ready.pop(row.path))
+            sqnr = sqnr_db(jnp.asarray(x), value)
+        else:
+            value, sqnr = _converted(stored, x, row, model.info[row.path])
         seconds = time.perf_counter() - start
         scheme = value.scheme.name if isinstance(value, QArray) else np.dtype(value.dtype).name
         before = model.info[row.path].nbytes

@@ -57,6 +57,10 @@ class Files:
     metadata: Mapping[str, str] = dataclasses.field(default_factory=lambda: {"format": "pt"})
 
 
+SERVERS_FUSE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+"""What vLLM, SGLang and TensorRT-LLM multiply at once; they take one NVFP4 tensor scale for each of these."""
+
+
 class AbstractContainer(abc.ABC):
     """A layout of quantized weights in a Hugging Face directory.
 
@@ -71,6 +75,8 @@ class AbstractContainer(abc.ABC):
     """The keys of `config.json` that describe the quantized weights."""
     roles: ClassVar[tuple[Role, ...]] = (Role.MATMUL, Role.EXPERTS)
     """The roles of weights that the other program expects quantized."""
+    fused: ClassVar[tuple[tuple[str, ...], ...]] = ()
+    """The modules of one parent that its readers multiply at once, with one tensor scale; see `SERVERS_FUSE`."""
 
     @abc.abstractmethod
     def why_not(self, weight: Weight) -> str | None:

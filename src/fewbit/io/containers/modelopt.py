@@ -16,7 +16,7 @@ from ...array.scheme import SCHEMES, Scheme, scheme
 from ...errors import QuantError, UnsupportedError
 from ...formats.e8m0 import E8M0
 from ..checkpoint import Tensors
-from .container import AbstractContainer, Files, Group, Weight, grouped, why_not_matrix
+from .container import SERVERS_FUSE, AbstractContainer, Files, Group, Weight, grouped, why_not_matrix
 from .encodings.names import linear_modules
 from .encodings.stored import (
     E4M3,
@@ -53,6 +53,7 @@ class ModelOpt(AbstractContainer):
 
     name = "modelopt"
     schemes = tuple(_ALGORITHMS)
+    fused = SERVERS_FUSE
 
     def why_not(self, weight: Weight) -> str | None:
         if reason := why_not_matrix(weight):

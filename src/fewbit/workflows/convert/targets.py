@@ -170,6 +170,13 @@ def prepared(to: str, model: Model) -> Model:
     return as_hugging_face(model)
 
 
+def fused_modules(to: str) -> tuple[tuple[str, ...], ...]:
+    """The modules that the readers of a target multiply at once, by their names below one parent."""
+    if to in (one.name for one in CONTAINERS):
+        return container(to).fused
+    return ()
+
+
 def fitted(to: str, model: Model, plan: Plan) -> Plan:
     """The plan with the embeddings in float that a target does not store quantized; their reason says so.
 

@@ -10,7 +10,7 @@ from ....array.qarray import QArray
 from ....errors import UnsupportedError
 from ....ops.policy import Policy
 from ...checkpoint import Tensors
-from ..container import AbstractContainer, Files, Group, Weight, grouped, why_not_matrix
+from ..container import SERVERS_FUSE, AbstractContainer, Files, Group, Weight, grouped, why_not_matrix
 from ..encodings.stored import E4M3, FLOATS, config_dtype
 from .activations import activation_arguments, activation_scheme
 from .blocks import NVFP4, MXFloats
@@ -45,6 +45,7 @@ class CompressedTensors(AbstractContainer):
         *(f"uint{bits}{group}" for bits in (8, 4, 3, 2, 5, 6, 7) for group in ("", "_g128")),
         *("fp8", "fp8_tensor", "fp8_block128", "nvfp4", "mxfp4", "mxfp6", "mxfp8"),
     )
+    fused = SERVERS_FUSE
 
     def why_not(self, weight: Weight) -> str | None:
         if reason := why_not_matrix(weight):
