@@ -1,5 +1,7 @@
 """Codebooks: published tables, exact thresholds, doubled numbers, tables of users, refusals."""
 
+import hashlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,6 +33,8 @@ def test_bnb_fp4_is_twelfths_in_its_own_order():
 def test_iq4_nl_and_dynamic8_ends():
     assert (iq4_nl.min, iq4_nl.max, iq4_nl.bound) == (-127.0, 113.0, 127.0)
     assert (len(dynamic8.table), dynamic8.max, 0.0 in dynamic8.table) == (256, 1.0, True)
+    numbers = np.array(dynamic8.table, "<f4")  # a change of one bit is noticed
+    assert hashlib.sha256(numbers.tobytes()).hexdigest().startswith("e732639a65f497b4")
 
 
 def test_thresholds_are_exact():

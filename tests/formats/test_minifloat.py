@@ -111,6 +111,7 @@ def test_any_split_rounds_to_the_nearest(fmt: Minifloat):
         ((4, 3, 7, "fnuz", False), "fnuz encodes NaN as -0, so it needs a sign"),
         ((4, 0, 7, "ieee"), "ieee needs at least 1 mantissa bit"),
         ((4, 3, 130), "its numbers must be normal float32 numbers; the bias is 130"),
+        ((4, 3, 125), "its numbers must be normal float32 numbers; the bias is 125"),
         ((7, 0, -1), "its numbers must be normal float32 numbers; the bias is -1"),
     ],
     ids=str,

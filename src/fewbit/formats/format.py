@@ -156,8 +156,8 @@ def exponent_of(x: Float[Array, "*s"]) -> jax.Array:
 def is_exact_cast(dtype: DTypeLike, other: DTypeLike) -> bool:
     """Whether a cast to `dtype` is exact for every number of `other`; True where `other` is not floating.
 
-    >>> is_exact_cast("float32", "bfloat16"), is_exact_cast("bfloat16", "float16")
-    (True, False)
+    >>> is_exact_cast("float32", "bfloat16"), is_exact_cast("bfloat16", "float16"), is_exact_cast("bfloat16", "int32")
+    (True, False, True)
     """
     if dtype == other or not jnp.issubdtype(other, jnp.floating):
         return True
