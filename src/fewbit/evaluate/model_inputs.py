@@ -174,8 +174,9 @@ def default_inputs(takes: Signature) -> ModelInputs:
     elif "input_features" in takes.names and hasattr(settings, "max_source_positions"):
         arrays["input_features"] = _normal(random, (1, settings.num_mel_bins, 2 * settings.max_source_positions))
     elif "input_values" in takes.names:
-        is_spectrum = isinstance(getattr(settings, "num_mel_bins", None), int)
-        shape = (1, settings.max_length, settings.num_mel_bins) if is_spectrum else (1, _AUDIO_SAMPLES)
+        shape: tuple[int, ...] = (1, _AUDIO_SAMPLES)
+        if isinstance(getattr(settings, "num_mel_bins", None), int):  # a spectrum, not samples
+            shape = (1, settings.max_length, settings.num_mel_bins)
         arrays["input_values"] = _normal(random, shape)
     if "input_ids" in takes.names and (takes.has_text or not arrays) and takes.vocab:
         rows, length = _TEXT_EXAMPLES

@@ -134,6 +134,8 @@ def _relative(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def _ratio(difference: float, size: float) -> float:
+    if difference == 0:
+        return 0.0
     if size == 0:
-        return 0.0 if difference == 0 else math.inf
+        return math.inf
     return difference / size

@@ -10,8 +10,8 @@ from typing import Any
 from ..io.files import file_sha256
 from ..io.orbax import TREE
 from ..recipe.plan import Plan
+from .convert.fused import fused_rows
 from .convert.targets import Job, check_target, fused_modules, prepared, write_tensors
-from .fused import fused_rows
 from .model import Model, Value
 from .plan import KEEP
 from .tensors import TensorResult, quantized_tensors

@@ -18,7 +18,7 @@ from ..recipe.apply import check_storable
 from ..recipe.plan import Plan
 from ..recipe.quantize_row import quantize_finite
 from ..recipe.rows import PlanRow
-from .fused import quantized_together
+from .convert.fused import quantized_together
 from .model import Model, Value, decoded, is_kept
 
 

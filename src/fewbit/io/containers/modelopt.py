@@ -203,7 +203,9 @@ def _group(settings: Mapping[str, Any]) -> dict[str, Any]:
     numbers: dict[str, Any] = {"dynamic": False, "num_bits": 4 if "NVFP4" in algorithm else 8, "type": "float"}
     if "group_size" in settings:
         numbers["group_size"] = settings["group_size"]
-    weights = numbers | ({"strategy": "channel"} if algorithm == "FP8_PER_CHANNEL_PER_TOKEN" else {})
+    weights = dict(numbers)
+    if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
+        weights["strategy"] = "channel"
     if algorithm == "W4A16_NVFP4":
         return {"weights": weights}
     return {"input_activations": numbers, "weights": weights}

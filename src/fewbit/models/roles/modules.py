@@ -241,7 +241,9 @@ def role_in_module(module: object, name: str, shape: Shape) -> TensorRole | None
     if "Router" in kind or "TopK" in kind:
         return TensorRole(Role.ROUTER, source=source)
     if name == "weight" and isinstance(module, nn.Embedding | nn.EmbeddingBag):
-        return TensorRole(Role.POSITION, source=source) if "Position" in kind else TensorRole(Role.EMBEDDING, -1, source)
+        if "Position" in kind:
+            return TensorRole(Role.POSITION, source=source)
+        return TensorRole(Role.EMBEDDING, -1, source)
     if name == "weight" and isinstance(module, nn.Linear):
         return TensorRole(Role.MATMUL, -1, source)
     if name.endswith("proj_weight") and isinstance(module, nn.MultiheadAttention):
@@ -257,4 +259,6 @@ def role_in_module(module: object, name: str, shape: Shape) -> TensorRole | None
         return TensorRole(Role.EXPERTS, -2 if is_transposed else -1, source)
     if name == "bias":
         return TensorRole(Role.BIAS, source=source)
-    return TensorRole(Role.NORM, source=source) if "Norm" in kind else None
+    if "Norm" in kind:
+        return TensorRole(Role.NORM, source=source)
+    return None

@@ -114,7 +114,9 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
     """Everything but the tensors as in the file that the model was read from."""
     header = read_header(mapped(model.path), str(model.path))
     names = {entry.name for entry in header.entries}
-    table = gguf_table_of(model.metadata) if model.config is not None else None
+    table = None
+    if model.config is not None:
+        table = gguf_table_of(model.metadata)
 
     def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
         for path, value in tensors:

@@ -101,8 +101,10 @@ def check_target(to: str, model: Model, plan: Plan) -> None:
 
 def check_path(to: str, path: Path, model: Model, *, overwrite: bool) -> None:
     """Refuses an output path that may not be written, before any work."""
-    check = check_gguf_output if to == "gguf" else check_output
-    check(path, overwrite=overwrite, sources=[model.path])
+    if to == "gguf":
+        check_gguf_output(path, overwrite=overwrite, sources=[model.path])
+    else:
+        check_output(path, overwrite=overwrite, sources=[model.path])
 
 
 def write_tensors(to: str, job: Job, tensors: Values) -> Path:

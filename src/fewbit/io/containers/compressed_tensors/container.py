@@ -104,17 +104,20 @@ def _layout(weight: Weight) -> AbstractLayout | None:
 def _stored_layout(module: Module) -> AbstractLayout:
     """The format of a module, from the names and dtypes of its tensors."""
     scale = module.info(_SCALE, *FLOATS, "uint8", E4M3.name)
-    part = "weight_packed" if module.has("weight_packed") else "weight"
+    part = next((part for part in ("weight_packed", "weight") if module.has(part)), "weight")
     codes = module.info(part, "int32", "uint8", "int8", E4M3.name, ndim=2)
     if part == "weight_packed" and codes.dtype == "int32":
         return _LAYOUTS["pack-quantized"]
     if part == "weight_packed" and scale.dtype == E4M3.name:
         return _LAYOUTS["nvfp4-pack-quantized"]
     if part == "weight_packed" and scale.dtype == "uint8":
-        is_six_bits = len(scale.shape) == 2 and codes.shape[1] == scale.shape[1] * _FP6_BYTES
-        return _LAYOUTS["mxfp6-pack-quantized" if is_six_bits else "mxfp4-pack-quantized"]
+        if len(scale.shape) == 2 and codes.shape[1] == scale.shape[1] * _FP6_BYTES:
+            return _LAYOUTS["mxfp6-pack-quantized"]
+        return _LAYOUTS["mxfp4-pack-quantized"]
     if part == "weight" and codes.dtype == E4M3.name:
-        return _LAYOUTS["mxfp8-quantized" if scale.dtype == "uint8" else "float-quantized"]
+        if scale.dtype == "uint8":
+            return _LAYOUTS["mxfp8-quantized"]
+        return _LAYOUTS["float-quantized"]
     if part == "weight" and codes.dtype == "int8":
         return _LAYOUTS["int-quantized"]
     raise UnsupportedError(

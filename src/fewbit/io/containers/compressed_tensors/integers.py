@@ -9,13 +9,11 @@ import numpy as np
 from ...._tiles import tile_counts
 from ....array.packing import packed_length
 from ....array.qarray import QArray
-from ....array.scheme import Scheme
 from ....errors import UnsupportedError
-from ....formats.format import FORMATS
 from ....formats.integer import Integer
 from ..container import Group, Weight
 from ..encodings.packed_bits import packed_bits, unpacked_bits
-from ..encodings.stored import FLOATS, built, named_tiles, packed_codes, per_tile
+from ..encodings.stored import FLOATS, built, packed_codes, per_tile, stored_integers
 from .layout import AbstractLayout, Module
 from .tiling import stored_tiles, strategy_of, why_not_integer, why_not_scaled
 
@@ -85,11 +83,10 @@ class PackedIntegers(AbstractLayout):
         if module.has("weight_g_idx"):
             _check_order(module, shape[1], tile[1])
             parts.append("weight_g_idx")
-        fmt = FORMATS[f"{'uint' if has_zero else 'int'}{bits}"]
-        scheme = Scheme(fmt, named_tiles(tile), scale=scale.dtype, zero_point=fmt if has_zero else None)
+        scheme = stored_integers(bits, tile, scale.dtype, has_zero=has_zero)
 
         def load(arrays: Mapping[str, np.ndarray]) -> QArray:
-            codes = _stream(_codes(arrays["weight_packed"], shape[1], bits, is_dense), shape[1], fmt)
+            codes = _stream(_codes(arrays["weight_packed"], shape[1], bits, is_dense), shape[1], scheme.format)
             zero = None
             if has_zero:
                 packed = _codes(np.ascontiguousarray(arrays["weight_zero_point"].T), shape[0], bits, is_dense_zero)

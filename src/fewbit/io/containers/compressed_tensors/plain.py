@@ -13,7 +13,7 @@ from ....formats.format import FORMATS, AbstractFormat
 from ....formats.integer import Integer
 from ..container import Group, Weight
 from ..encodings.packed_bits import packed_bits
-from ..encodings.stored import E4M3, FLOATS, built, named_tiles, packed_codes, per_tile, unpacked_codes
+from ..encodings.stored import E4M3, FLOATS, built, named_tiles, packed_codes, per_tile, stored_integers, unpacked_codes
 from .activations import activation_name
 from .layout import AbstractLayout, Module
 from .tiling import stored_tiles, strategy_of, why_not_integer, why_not_scaled
@@ -64,19 +64,20 @@ class PlainIntegers(AbstractLayout):
             if zero.shape != scale.shape:
                 raise module.fault(f"has zero points of shape {zero.shape} for scales of shape {scale.shape}")
             parts = (*parts, "weight_zero_point")
-        fmt = FORMATS[f"{'uint' if has_zero else 'int'}{bits}"]
-        scheme = Scheme(fmt, named_tiles(tile), scale=scale.dtype, zero_point=fmt if has_zero else None)
+        scheme = stored_integers(bits, tile, scale.dtype, has_zero=has_zero)
+        half = 2 ** (bits - 1)
+        shift = np.uint8(half * has_zero)
 
         def codes_of(stored: np.ndarray) -> np.ndarray:
-            half = 2 ** (bits - 1)
             if stored.size and (stored.min() < -half or stored.max() >= half):
                 raise module.fault(f"has numbers beyond {bits} bits")
-            shift = np.uint8(half if has_zero else 0)
             return (stored.view(np.uint8) + shift) & np.uint8(2**bits - 1)
 
         def load(arrays: Mapping[str, np.ndarray]) -> QArray:
             codes = packed_bits(codes_of(arrays["weight"]), bits)
-            zero = codes_of(arrays["weight_zero_point"]).reshape(counts) if has_zero else None
+            zero = None
+            if has_zero:
+                zero = codes_of(arrays["weight_zero_point"]).reshape(counts)
             return built(codes, arrays["weight_scale"].reshape(counts), scheme, shape[1], module.dtype, zero)
 
         return module.group(parts, shape, module.dtype, self.name, scheme, load)

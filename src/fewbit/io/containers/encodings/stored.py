@@ -13,6 +13,7 @@ from ....array.packing import Packing, code_capacity, pack, unpack
 from ....array.qarray import QArray
 from ....array.scheme import Scheme
 from ....errors import QuantError
+from ....formats.format import FORMATS
 from ...checkpoint import TensorInfo, Tensors
 from .packed_bits import unpacked_bits
 
@@ -32,6 +33,14 @@ def config_dtype(config: Mapping[str, Any], default: str) -> np.dtype:
                 if name in FLOATS:
                     return FLOATS[name]
     return FLOATS[default]
+
+
+def stored_integers(bits: int, tiles: Sequence[Tile], scale: str, *, has_zero: bool) -> Scheme:
+    """Signed integers, or unsigned ones with a zero point of the same format for each scale."""
+    if not has_zero:
+        return Scheme(FORMATS[f"int{bits}"], named_tiles(tiles), scale=scale)
+    fmt = FORMATS[f"uint{bits}"]
+    return Scheme(fmt, named_tiles(tiles), scale=scale, zero_point=fmt)
 
 
 def packed_codes(q: QArray) -> np.ndarray:

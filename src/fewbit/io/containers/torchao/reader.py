@@ -167,7 +167,9 @@ def _integer_group(stored: StoredTensor, data: Attributes) -> Group:
     def load(arrays: Mapping[str, np.ndarray]) -> QArray:
         codes = codes_of(arrays["qdata"])
         codes = packed_bits(codes.reshape(-1, shape[-1]), fmt.bits).reshape(*shape[:-1], -1)
-        zero = codes_of(arrays["zero_point"]).reshape(counts) if has_zero else None
+        zero = None
+        if has_zero:
+            zero = codes_of(arrays["zero_point"]).reshape(counts)
         return built(codes, arrays["scale"].reshape(counts), scheme, shape[-1], dtype, zero)
 
     return stored.group(parts, shape, dtype, scheme, load)
@@ -177,9 +179,9 @@ def _float8_group(stored: StoredTensor, data: Attributes) -> Group:
     shape = stored.shape("qdata", E4M3.name, E5M2.name)
     tiles, counts = _affine_tiles(stored, data, shape)
     stored.shape("scale", *FLOATS)
-    is_e4m3 = stored.tensors.info[stored.path("qdata")].dtype == E4M3.name
-    scale_dtype = stored.tensors.info[stored.path("scale")].dtype
-    scheme = Scheme(FORMATS["e4m3fn" if is_e4m3 else "e5m2"], tiles, scale=scale_dtype)
+    names = {E4M3.name: "e4m3fn", E5M2.name: "e5m2"}
+    fmt = FORMATS[names[stored.tensors.info[stored.path("qdata")].dtype]]
+    scheme = Scheme(fmt, tiles, scale=stored.tensors.info[stored.path("scale")].dtype)
     dtype = stored.dtype(data.dtype)
 
     def load(arrays: Mapping[str, np.ndarray]) -> QArray:

@@ -7,11 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..array.qarray import QArray
-from ..recipe.plan import Plan
-from ..recipe.quantize_row import quantize_finite
-from ..recipe.rows import PlanRow
-from .model import Model, is_kept
+from ...array.qarray import QArray
+from ...recipe.plan import Plan
+from ...recipe.quantize_row import quantize_finite
+from ...recipe.rows import PlanRow
+from ..model import Model, is_kept
 
 
 def fused_rows(model: Model, plan: Plan, sets: Collection[tuple[str, ...]]) -> dict[str, tuple[PlanRow, ...]]:
