@@ -9,7 +9,7 @@ from fewbit.formats import FORMATS
 from fewbit.formats.rounding import rounding_table
 
 
-@pytest.mark.parametrize("name", ["e2m1", "e4m3fn", "nf4", "int4"])
+@pytest.mark.parametrize("name", ["e2m1", "e4m3fn", "nf4", "int4", "binary"])
 def test_a_table_made_while_a_program_is_traced_encodes_as_the_format(name: str):
     rounding_table.cache_clear()
     fmt = FORMATS[name]
