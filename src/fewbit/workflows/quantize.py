@@ -11,7 +11,7 @@ from ..io.files import file_sha256
 from ..io.orbax import TREE
 from ..recipe.plan import Plan
 from .convert.fused import fused_rows
-from .convert.targets import Job, check_target, fused_modules, prepared, write_tensors
+from .convert.targets import Job, check_target, fused_modules, prepared, representable, write_tensors
 from .model import Model, Value
 from .plan import KEEP
 from .tensors import TensorResult, quantized_tensors
@@ -91,7 +91,7 @@ def quantize(
 
     def tensors() -> Iterator[tuple[str, Value]]:
         for value, result in quantized_tensors(model, plan, fused_rows(model, plan, fused_modules(to))):
-            yield result.path, value
+            yield result.path, representable(to, value) if result.is_quantized else value
             results.append(result)
             if on_tensor is not None:
                 on_tensor(result)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import warnings
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -317,6 +318,20 @@ def test_every_factor_has_a_divisor_that_decodes_the_same_bfloat16():
     assert [divisor_of(np.float32(x)) for x in (0, -1, np.nan, np.inf)] == [None] * 4
 
 
+def test_a_factor_without_a_divisor_moves_before_it_is_used_and_is_refused_afterwards():
+    factor = np.float32(7 / 2048)  # 9.1875 / 2688; bfloat16 weights have such maxima
+    q = jax.tree.map(jnp.asarray, example("nvfp4", (2, 32), "bfloat16"))
+    q = dataclasses.replace(q, tensor_scale=jnp.full_like(q.tensor_scale, factor))
+    with pytest.raises(UnsupportedError, match="has no divisor for the tensor scale"):
+        stored(CT, {NAME: q})
+    moved = CT.representable(q)
+    assert np.asarray(moved.tensor_scale).item() == np.nextafter(factor, np.float32(1))
+    found = stored(CT, {NAME: moved})
+    np.testing.assert_array_equal(fb.dequantize(CT.decoded(found.config, found.tensors, "here")[NAME]), fb.dequantize(moved))
+    other = example("fp8", (2, 32))
+    assert CT.representable(other) is other
+
+
 def test_layers_that_are_not_quantized_are_ignored():
     kept = ("model.embed_tokens.weight", "model.norm.weight", "model.layers.0.mlp.gate.weight", f"{MODULE}.bias")
     found = stored(CT, {NAME: example("int4", (4, 64))}, {name: np.ones((2, 2), np.float32) for name in kept})
@@ -375,7 +390,7 @@ REFUSED = {
     "short last group": ("int4_g32", (4, 70), None, "groups must divide rows of 70"),
     "short last block": ("mxfp4", (4, 70), None, "no multiple of a block of 32"),
     "an expert stack": ("int4_g32", (2, 4, 64), None, "has 3 axes"),
-    "float32 NVFP4": ("nvfp4", (4, 64), None, "convert the model to bfloat16"),
+    "float32 NVFP4": ("nvfp4", (4, 64), None, "fewbit convert MODEL DIRECTORY --to hf"),
     "float16 offsets": ("q4_1", (4, 64), None, "zero points are integers"),
     "E4M3 scales": ("nvint4", (4, 64), None, "scales are floats"),
     "an MX integer": ("mxint8", (4, 64), None, "steps of 1"),

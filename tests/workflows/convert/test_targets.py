@@ -54,3 +54,13 @@ def test_what_does_not_fit_is_refused_before_work(tmp_path):
     with pytest.raises(UnsupportedError, match=r"has no config\.json with a model_type"):
         workflows.quantize(flat, workflows.plan_model(flat, recipe="keep"), tmp_path / "q", to="hf")
     assert not (tmp_path / "q").exists()
+
+
+@needs_tokenizers
+@pytest.mark.usefixtures("_simple")
+def test_a_weight_that_the_source_stores_quantized_is_refused_with_a_way_to_decode_it(tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    workflows.quantize(model, workflows.plan_model(model, recipe="nf4"), tmp_path / "q")
+    stored = workflows.load(tmp_path / "q")
+    with pytest.raises(UnsupportedError, match=r"is quantized in .* already; `fewbit convert .* DIRECTORY --to hf` decodes"):
+        workflows.quantize(stored, workflows.plan_model(stored, recipe="keep"), tmp_path / "out", to="simple")

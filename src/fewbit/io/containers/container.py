@@ -82,6 +82,10 @@ class AbstractContainer(abc.ABC):
     def why_not(self, weight: Weight) -> str | None:
         """Why the container cannot store a weight exactly; None if it can. Reads nothing but shapes and schemes."""
 
+    def representable(self, q: QArray) -> QArray:
+        """A weight that was just quantized, with scales that the layout can express; by default the weight itself."""
+        return q
+
     @abc.abstractmethod
     def encoded(self, weight: Weight, q: QArray) -> dict[str, np.ndarray]:
         """The arrays that store one weight, by their names in the files."""

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from ..._registry import near_names
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
-from ...io.containers.container import Weight
+from ...io.containers.container import AbstractContainer, Weight
 from ...io.containers.huggingface import HuggingFace
 from ...io.containers.registry import CONTAINERS, container
 from ...io.containers.writer import ContainerWriter
@@ -95,8 +95,21 @@ def check_target(to: str, model: Model, plan: Plan) -> None:
         _check_gguf(model, plan)
     elif to in (one.name for one in CONTAINERS):
         found, (weights, kept) = container(to), planned_weights(model, plan)
-        found.check(weights)
+        _check_container(found, weights, model)
         found.files(weights, kept, model.metadata)
+
+
+def _check_container(found: AbstractContainer, weights: Sequence[Weight], model: Model) -> None:
+    """Refuses weights that a container cannot store, with a way to decode those that are quantized in the source."""
+    schemes = {model.names.get(path, path): info.scheme for path, info in model.info.items()}
+    try:
+        found.check(weights)
+    except UnsupportedError as error:
+        stored = [weight.name for weight in weights if schemes[weight.name] == weight.scheme and found.refusal(weight)]
+        if not stored:
+            raise
+        way = f"`fewbit convert {model.name} DIRECTORY --to hf` decodes the model to bfloat16 first"
+        raise UnsupportedError(f"{error}. {stored[0]} is quantized in {model.name} already; {way}") from error
 
 
 def check_path(to: str, path: Path, model: Model, *, overwrite: bool) -> None:
@@ -177,6 +190,13 @@ def fused_modules(to: str) -> tuple[tuple[str, ...], ...]:
     if to in (one.name for one in CONTAINERS):
         return container(to).fused
     return ()
+
+
+def representable(to: str, value: Value) -> Value:
+    """A parameter that was just quantized, with scales that a target can express."""
+    if to in (one.name for one in CONTAINERS) and isinstance(value, QArray):
+        return container(to).representable(value)
+    return value
 
 
 def fitted(to: str, model: Model, plan: Plan) -> Plan:

@@ -79,7 +79,8 @@ class NVFP4(AbstractLayout):
 
     def why_not(self, weight: Weight) -> str | None:
         if weight.dtype != "bfloat16":
-            return f"NVFP4 decodes to bfloat16 there, and the weight is {weight.dtype}; convert the model to bfloat16 first"
+            way = "`fewbit convert MODEL DIRECTORY --to hf` makes it bfloat16"
+            return f"NVFP4 decodes to bfloat16 there, and the weight is {weight.dtype}; {way}"
         if weight.activations is not None:
             return f"NVFP4 activations need a static input_global_scale there, and {weight.activations.name} has none"
         return _why_not_blocked(weight, SCHEMES["nvfp4"])
@@ -91,7 +92,10 @@ class NVFP4(AbstractLayout):
         factor = np.asarray(q.tensor_scale).reshape(-1)
         divisor = divisor_of(factor[0]) if factor.size == 1 else None
         if divisor is None:
-            raise UnsupportedError(f"{self.name} has no divisor for the tensor scale {factor}")
+            raise UnsupportedError(
+                f"{self.name} has no divisor for the tensor scale {factor}, and other scales would change the numbers; quantize "
+                "the float model for this layout: fewbit quantize --to compressed-tensors"
+            )
         return {
             "weight_packed": packed_codes(q),
             "weight_scale": per_tile(q.scale, q).view(E4M3),

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
 from ....array.qarray import QArray
@@ -15,6 +16,7 @@ from ..encodings.stored import E4M3, FLOATS, config_dtype
 from .activations import activation_arguments, activation_scheme
 from .blocks import NVFP4, MXFloats
 from .config import Arguments, Section, section, section_of
+from .global_scale import with_divisor
 from .integers import PackedIntegers
 from .layout import AbstractLayout, Module
 from .plain import PlainFloats, PlainIntegers
@@ -54,6 +56,12 @@ class CompressedTensors(AbstractContainer):
         if layout is None:
             return f"it has no format for {weight.scheme.name}"
         return layout.why_not(weight)
+
+    def representable(self, q: QArray) -> QArray:
+        if q.tensor_scale is None or q.tensor_scale.size != 1:
+            return q
+        factor = np.float32(np.asarray(q.tensor_scale).item())
+        return dataclasses.replace(q, tensor_scale=jnp.full_like(q.tensor_scale, with_divisor(factor)))
 
     def encoded(self, weight: Weight, q: QArray) -> dict[str, np.ndarray]:
         layout = _layout(weight)

@@ -1,8 +1,9 @@
 """Global scales of NVFP4: factors in fewbit, divisors in compressed-tensors.
 
 fewbit decodes `code * (scale * factor)`, compressed-tensors `code * (scale / divisor)`, each in float32 and the result rounded to
-bfloat16. For most factors no float32 divisor gives the same float32 scales. Near the reciprocal there is one that gives the
-same bfloat16 values of every scale and code; it is searched here.
+bfloat16. For most factors no float32 divisor gives the same float32 scales. Near the reciprocal there nearly always is one that
+gives the same bfloat16 values of every scale and code; it is searched here. Where there is none, as for 7 / 2048, a value times
+a code lies between two bfloat16 numbers, and the factor moves before it is used.
 """
 
 from collections.abc import Callable
@@ -21,6 +22,20 @@ _STEPS = np.array([0, 1, -1, 2, -2, 3, -3, 4, -4], np.int32)  # in units of the 
 def divisor_of(factor: np.float32) -> np.float32 | None:
     """The divisor that decodes like a factor; None if there is none."""
     return _equivalent(factor, _SCALES * factor, lambda divisors: _SCALES / divisors)
+
+
+def with_divisor(factor: np.float32) -> np.float32:
+    """The nearest factor that has a divisor, at most 8 units in the last place away; 0, NaN and infinity as they are.
+
+    >>> bool(with_divisor(np.float32(7 / 2048)) == np.nextafter(np.float32(7 / 2048), np.float32(1)))
+    True
+    """
+    for step in range(9):
+        for near in (factor.view(np.int32) + np.int32(step), factor.view(np.int32) - np.int32(step)):
+            found = np.int32(near).view(np.float32)
+            if divisor_of(found) is not None:
+                return found
+    return factor
 
 
 def factor_of(divisor: np.float32) -> np.float32 | None:
