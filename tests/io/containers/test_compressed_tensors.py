@@ -315,6 +315,7 @@ def test_every_factor_has_a_divisor_that_decodes_the_same_bfloat16():
     assert 100 < exact < 300, "in float32 too, one factor of five"
     assert divisor_of(np.float32(0.25)) == 4
     assert factor_of(np.float32(np.inf)) == 0
+    assert factor_of(np.float32(1e-42)) is None  # its scales overflow
     assert [divisor_of(np.float32(x)) for x in (0, -1, np.nan, np.inf)] == [None] * 4
 
 

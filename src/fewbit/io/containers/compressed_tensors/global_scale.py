@@ -7,6 +7,7 @@ a code lies between two bfloat16 numbers, and the factor moves before it is used
 """
 
 from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +22,7 @@ _STEPS = np.array([0, 1, -1, 2, -2, 3, -3, 4, -4], np.int32)  # in units of the 
 
 def divisor_of(factor: np.float32) -> np.float32 | None:
     """The divisor that decodes like a factor; None if there is none."""
-    return _equivalent(factor, _SCALES * factor, lambda divisors: _SCALES / divisors)
+    return _equivalent(factor, lambda factor: _SCALES * factor, lambda divisors: _SCALES / divisors)
 
 
 def with_divisor(factor: np.float32) -> np.float32:
@@ -42,15 +43,18 @@ def factor_of(divisor: np.float32) -> np.float32 | None:
     """The factor that decodes like a divisor; None if there is none. An infinite divisor is the factor 0."""
     if divisor == np.inf:
         return np.float32(0)
-    return _equivalent(divisor, _SCALES / divisor, lambda factors: _SCALES * factors)
+    return _equivalent(divisor, lambda divisor: _SCALES / divisor, lambda factors: _SCALES * factors)
 
 
-def _equivalent(given: np.float32, scales: np.ndarray, scales_of: Callable[[np.ndarray], np.ndarray]) -> np.float32 | None:
-    """The number nearest to the reciprocal that gives these scales, or else the same bfloat16 products."""
+_ScalesOf: TypeAlias = Callable[[Any], np.ndarray]
+
+
+def _equivalent(given: np.float32, own_scales: _ScalesOf, scales_of: _ScalesOf) -> np.float32 | None:
+    """The number nearest to the reciprocal that gives the same scales, or else the same bfloat16 products."""
     if not (np.isfinite(given) and given > 0):
         return None
     with np.errstate(all="ignore"):
-        reciprocal = np.float32(1) / given
+        scales, reciprocal = own_scales(given), np.float32(1) / given
         near = (reciprocal.view(np.int32) + _STEPS).view(np.float32)
         near = near[np.isfinite(near) & (near > 0)]
         found = scales_of(near)  # [scales, candidates]
