@@ -46,6 +46,12 @@ def write(path, **options):
     return path
 
 
+def test_a_relative_path_is_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("m")
+    np.testing.assert_array_equal(io.read("m").tensors["model.norm.weight"], X)
+
+
 def test_weights_come_back_and_orbax_restores_their_components(tmp_path):
     found = io.read(write(tmp_path / "m", facts={"recipe": "r"}))
     assert (found.kind, found.metadata, found.facts) == ("orbax", {"model_type": "demo"}, {"recipe": "r"})

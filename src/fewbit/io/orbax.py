@@ -193,9 +193,9 @@ def _restored(path: pathlib.Path) -> Any:
     handler = package.PyTreeCheckpointHandler()
     try:
         with package.Checkpointer(handler) as checkpointer:
-            tree = checkpointer.metadata(path).item_metadata.tree
+            tree = checkpointer.metadata(path.absolute()).item_metadata.tree
             kinds = jax.tree.map(lambda leaf: package.RestoreArgs(restore_type=numpy.ndarray), tree)
-            return checkpointer.restore(path, args=package.args.PyTreeRestore(restore_args=kinds))
+            return checkpointer.restore(path.absolute(), args=package.args.PyTreeRestore(restore_args=kinds))
     except (ValueError, KeyError, OSError, TypeError, AttributeError, RuntimeError) as error:
         raise QuantError(f"{path} cannot be restored by Orbax: {str(error).splitlines()[0]:.300}") from error
 
@@ -205,7 +205,7 @@ def _tree_tensors(path: pathlib.Path) -> Tensors:
     package = _package(path)
     try:
         with package.StandardCheckpointer() as checkpointer:
-            tree = checkpointer.metadata(path).item_metadata.tree
+            tree = checkpointer.metadata(path.absolute()).item_metadata.tree  # Orbax takes no relative paths
     except (ValueError, KeyError, OSError, TypeError, AttributeError, RuntimeError) as error:
         raise QuantError(f"{path} is not an Orbax checkpoint of one tree: {str(error).splitlines()[0]:.300}") from error
     info = {}
