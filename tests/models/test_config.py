@@ -6,12 +6,14 @@ import json
 import pytest
 
 from fewbit.errors import QuantError
-from fewbit.models import DecoderConfig, Experts
+from fewbit.models import DecoderConfig, Experts, LatentAttention
 from fewbit.models.rope_scaling import Dynamic, Llama3, LongRope, Yarn
-from tests.nets.random_decoder import CONFIGS, FEATURES, OTHERS, SMALL
+from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, OTHERS, SMALL
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), FEATURES, OTHERS], ids=[*CONFIGS, "features", "others"])
+@pytest.mark.parametrize(
+    "config", [*CONFIGS.values(), FEATURES, OTHERS, LATENT], ids=[*CONFIGS, "features", "others", "latent"]
+)
 def test_json_reads_back(config: DecoderConfig):
     assert DecoderConfig.from_json(json.loads(json.dumps(config.to_json()))) == config
 
@@ -70,3 +72,42 @@ def test_refuses_experts_that_do_not_fit():
     form = {**FEATURES.to_json(), "rope_scaling": {"kind": "linaer", "factor": 2.0}}
     with pytest.raises(QuantError, match=r"rope_scaling has kind 'linaer'; did you mean 'linear'"):
         DecoderConfig.from_json(form)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scores": "tanh"}, r"experts\.scores is 'tanh', must be one of softmax, sigmoid"),
+        ({"scale": 0.0}, r"experts\.scale is 0\.0, must be a positive number"),
+        ({"groups": 3}, r"experts\.groups is 3, must divide experts\.count, 8"),
+        ({"active_groups": 5}, r"experts\.active_groups is 5, more than experts\.groups, 4"),
+        ({"active": 5}, r"experts\.active is 5, more than 2 groups of 2 experts have"),
+        ({"count": 4, "active": 2}, r"experts\.groups have one expert each"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+@pytest.mark.usefixtures("unchecked")
+def test_refuses_groups_of_experts_that_do_not_fit(change: dict, message: str):
+    assert LATENT.experts is not None
+    with pytest.raises(QuantError, match=message):
+        dataclasses.replace(LATENT.experts, **change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"kv_heads": 3}, "kv_heads is 3, must be heads, 6"),
+        ({"rotary_dim": 8}, "rotary_dim is 8, must be between 0 and head_dim, 8"),
+        ({"latent": LatentAttention(12, 9)}, r"latent\.value_dim is 9, more than head_dim, 8"),
+        ({"qk_norm": "head"}, "latent attention has neither fused projections nor norms"),
+        ({"extra_layers": -1}, "extra_layers is -1, must be a positive number, or 0 for none"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_refuses_latent_attention_that_does_not_fit(change: dict, message: str):
+    with pytest.raises(QuantError, match=message):
+        dataclasses.replace(LATENT, **change)
+    with pytest.raises(QuantError, match=r"latent\.rank is 0, must be a positive whole number"):
+        LatentAttention(0, 4)
+    with pytest.raises(QuantError, match=r"latent\.norm_eps is 0\.0, must be a positive number"):
+        LatentAttention(4, 4, norm_eps=0.0)

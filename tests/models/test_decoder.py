@@ -12,7 +12,17 @@ import pytest
 import fewbit as fb
 from fewbit.errors import QuantError
 from fewbit.models import DecoderConfig, decode_step, empty_cache, forward, prefill, stack_experts, stack_layers
-from tests.nets.random_decoder import CONFIGS, FEATURES, OTHERS, SMALL, UNTIED, logits_float64, random_params, random_tokens
+from tests.nets.random_decoder import (
+    CONFIGS,
+    FEATURES,
+    LATENT,
+    OTHERS,
+    SMALL,
+    UNTIED,
+    logits_float64,
+    random_params,
+    random_tokens,
+)
 
 # Logits are about 1 to 10 in size. A float32 forward of three layers carries an error of a few eps (6e-8) of the largest
 # term of each of some 20 sums on its way: 20 * 10 * 6e-8 is 1.2e-5.
@@ -46,7 +56,7 @@ def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
     np.testing.assert_allclose(logits, logits_float64(params, tokens, config), **ROUNDING)
 
 
-@pytest.mark.parametrize("config", [FEATURES, OTHERS], ids=["features", "others"])
+@pytest.mark.parametrize("config", [FEATURES, OTHERS, LATENT], ids=["features", "others", "latent"])
 def test_every_feature_is_its_formula_in_float64(config: DecoderConfig):
     """Whole and unrolled, and token by token with the layers in a scan, where a window and a rotary table are traced."""
     params, tokens = random_params(config), random_tokens(config, 1, 9)

@@ -10,7 +10,7 @@ import pytest
 import fewbit as fb
 from fewbit.errors import QuantError, UnsupportedError
 from fewbit.models import DecoderConfig, Experts, forward, paths_of_params, random_rotation, rotate_residual, stack_layers
-from tests.nets.random_decoder import CONFIGS, FEATURES, SMALL, UNTIED, random_params, random_tokens
+from tests.nets.random_decoder import CONFIGS, FEATURES, LATENT, SMALL, UNTIED, random_params, random_tokens
 
 KEY = jax.random.key(0)
 run = jax.jit(forward, static_argnums=2)
@@ -28,7 +28,7 @@ OTHER = dataclasses.replace(
 )
 
 
-@pytest.mark.parametrize("config", [*CONFIGS.values(), OTHER], ids=[*CONFIGS, "other"])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), OTHER, LATENT], ids=[*CONFIGS, "other", "latent"])
 def test_logits_stay_what_they_are(config: DecoderConfig):
     params, tokens = random_params(config), random_tokens(config, 2, 13)
     rotated, rotated_config = rotate_residual(params, config, key=KEY)

@@ -23,6 +23,24 @@ _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size":
 _ALTERNATING = ["sliding_attention", "full_attention", "sliding_attention"]
 _NTK = {"rope_theta": 1000.0, "factor": 4.0}
 
+_DEEPSEEK: dict[str, Any] = {
+    **_WIDE,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "rms_norm_eps": 1e-3,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaForCausalLM", {**_SIZES, "attention_bias": True, "mlp_bias": True}),
     "llama-linear": ("LlamaForCausalLM", {**_SIZES, "rope_parameters": {"rope_type": "linear", **_NTK}}),
@@ -110,13 +128,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "swiglu_limit": 1.5,
         },
     ),
+    "deepseek_v2": (
+        "DeepseekV2ForCausalLM",
+        {**_DEEPSEEK, "topk_method": "group_limited_greedy", "routed_scaling_factor": 4.0},
+    ),
+    "deepseek_v3": ("DeepseekV3ForCausalLM", {**_DEEPSEEK, "attention_bias": True, "num_nextn_predict_layers": 1}),
+    "deepseek_v3-yarn": (
+        "DeepseekV3ForCausalLM",
+        {
+            **_DEEPSEEK,
+            "q_lora_rank": None,
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+            "rope_interleave": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                **_NTK,
+                "original_max_position_embeddings": 16,
+                "mscale": 0.7,
+                "mscale_all_dim": 1.2,
+            },
+        },
+    ),
 }
 """For each case the class of transformers and its configuration."""
 
 
 @functools.cache
 def theirs(case: str) -> Any:
-    """The model of a case in transformers, with random weights, norms and biases; float32."""
+    """The model of a case in transformers, with random weights, norms, biases and router corrections; float32."""
     import torch
     import transformers
 
@@ -125,7 +166,8 @@ def theirs(case: str) -> Any:
     model = cls(cls.config_class(**settings, attn_implementation="eager")).eval()
     draw = np.random.default_rng(0)
     with torch.no_grad():
-        for path, parameter in model.named_parameters():
+        corrections = [(path, buffer) for path, buffer in model.named_buffers() if path.endswith("correction_bias")]
+        for path, parameter in [*model.named_parameters(), *corrections]:
             shape = tuple(parameter.shape)
             if len(shape) > 1 and not path.endswith("bias"):
                 values = draw.normal(size=shape) * shape[-1] ** -0.5

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fewbit.models import DecoderConfig, Experts, params_from_paths, paths_of_params, shapes
+from fewbit.models import DecoderConfig, Experts, LatentAttention, params_from_paths, paths_of_params, shapes
 from fewbit.models.rope_scaling import Linear
 
 SMALL = DecoderConfig(vocab=67, layers=3, width=24, heads=6, kv_heads=2, head_dim=8, hidden=40, context=32)
@@ -48,6 +48,20 @@ OTHERS = dataclasses.replace(
     activation="clamped_swiglu",
     activation_limit=1.0,
     experts=Experts(3, 2, 12, bias=True, layout="interleaved", layers=(0, 1)),
+)
+LATENT = dataclasses.replace(
+    SMALL,
+    kv_heads=6,
+    rope="interleaved",
+    norm_eps=0.01,
+    rotary_dim=2,
+    qkv_bias=True,
+    o_bias=True,
+    attention_scale=0.5,
+    experts=Experts(
+        8, 3, 12, layers=(1, 2), scores="sigmoid", groups=4, active_groups=2, scale=1.5, shared_hidden=10, shared_gate=False
+    ),
+    latent=LatentAttention(rank=12, value_dim=6, query_rank=9),
 )
 
 
@@ -103,6 +117,9 @@ def _unfused(layer: dict[str, np.ndarray], c: DecoderConfig) -> dict[str, np.nda
 
 
 def _attention(y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) -> np.ndarray:
+    if c.latent is not None:
+        mixed = np.concatenate([_latent_head(y, layer, h, i, c) for h in range(c.heads)], axis=1)
+        return mixed @ layer["attn/o"].T + layer.get("attn/o_bias", 0.0)
     flat = {name: y @ layer[f"attn/{name}"].T + layer.get(f"attn/{name}_bias", 0.0) for name in ("q", "k", "v")}
     if c.qk_norm == "projection":
         flat |= {name: _normed(flat[name], layer[f"attn/{name}_norm"], c) for name in ("q", "k")}
@@ -122,8 +139,28 @@ def _head(flat: dict[str, np.ndarray], layer: dict[str, np.ndarray], h: int, i: 
         return _turned(x, i, c)
 
     shared = h // (c.heads // c.kv_heads)
-    q, k, v = columns("q", h), columns("k", shared), columns("v", shared)
-    out, window = np.zeros_like(q), c.window_of(i) or len(q)
+    return _attended(columns("q", h), columns("k", shared), columns("v", shared), layer, h, i, c)
+
+
+def _latent_head(y: np.ndarray, layer: dict[str, np.ndarray], h: int, i: int, c: DecoderConfig) -> np.ndarray:
+    """One head of multi-head latent attention."""
+    assert c.latent is not None
+    plain, norm = c.head_dim - c.rotary_dim, dataclasses.replace(c, norm_eps=c.latent.norm_eps)
+    queries = _normed(y @ layer["attn/q_a"].T + layer["attn/q_a_bias"], layer["attn/q_a_norm"], norm) @ layer["attn/q_b"].T
+    q = queries[:, h * c.head_dim : (h + 1) * c.head_dim]
+    both = y @ layer["attn/kv_a"].T + layer["attn/kv_a_bias"]
+    latent = _normed(both[:, : c.latent.rank], layer["attn/kv_a_norm"], norm)
+    from_latent = layer["attn/kv_b"].reshape(c.heads, plain + c.latent.value_dim, c.latent.rank)[h]
+    q = np.concatenate([q[:, :plain], _turned(q[:, plain:], i, c)], axis=1)
+    k = np.concatenate([latent @ from_latent[:plain].T, _turned(both[:, c.latent.rank :], i, c)], axis=1)
+    return _attended(q, k, latent @ from_latent[plain:].T, layer, h, i, c)
+
+
+def _attended(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, layer: dict[str, np.ndarray], h: int, i: int, c: DecoderConfig
+) -> np.ndarray:
+    """The attention of one head."""
+    out, window = np.zeros((len(q), v.shape[1])), c.window_of(i) or len(q)
     for t in range(len(q)):
         first = max(t + 1 - window, 0)
         logits = k[first : t + 1] @ q[t] * (c.attention_scale or c.head_dim**-0.5)
@@ -157,15 +194,29 @@ def _mlp(y: np.ndarray, layer: dict[str, np.ndarray], i: int, c: DecoderConfig) 
     if experts is None:
         return _block(y, layer, "mlp", c)
     logits = y @ layer["mlp/router"].T + layer.get("mlp/router_bias", 0.0)
-    weights = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    weights = np.where(logits >= np.sort(logits, axis=1)[:, [-experts.active]], weights, 0.0)
+    if experts.scores == "sigmoid":
+        weights = 1 / (1 + np.exp(-logits))
+        choice = np.stack([_in_groups(row, experts) for row in weights + layer["mlp/router_correction_bias"]])
+    else:
+        weights, choice = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True), logits
+    weights = np.where(choice >= np.sort(choice, axis=1)[:, [-experts.active]], weights, 0.0)
     if experts.normalized:
         weights = weights / weights.sum(axis=1, keepdims=True)
+    weights = weights * experts.scale
     out = sum(weights[:, [e]] * _block(y, _expert(layer, e, experts), "mlp", c) for e in range(experts.count))
     if experts.shared_hidden:
         shared = {path.replace("/shared", ""): a for path, a in layer.items() if "/shared/" in path}
-        out = out + _block(y, shared, "mlp", c) / (1 + np.exp(-(y @ layer["mlp/shared_expert_gate"].T)))
+        gate = 1 / (1 + np.exp(-(y @ layer["mlp/shared_expert_gate"].T))) if experts.shared_gate else 1.0
+        out = out + _block(y, shared, "mlp", c) * gate
     return out
+
+
+def _in_groups(scores: np.ndarray, experts: Experts) -> np.ndarray:
+    """The scores of one token, -inf outside of the groups whose two largest have the largest sum."""
+    groups = np.split(scores, experts.groups)
+    sums = [sum(sorted(group)[-2:]) for group in groups]
+    best = sorted(range(experts.groups), key=lambda g: sums[g])[-experts.active_groups :]
+    return np.concatenate([group if g in best else np.full_like(group, -np.inf) for g, group in enumerate(groups)])
 
 
 def _expert(layer: dict[str, np.ndarray], e: int, experts: Experts) -> dict[str, np.ndarray]:

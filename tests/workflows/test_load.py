@@ -66,8 +66,9 @@ def test_a_fewbit_directory_with_other_tensors_than_its_network_is_flat(name, tm
     [
         ("gpt_oss", {"experts": {("experts", (-2,))}, "sinks": {("sinks", ())}, "bias": {("bias", ())}}),
         ("qwen2_moe", {"experts": {("matmul", (-1,))}, "shared_expert_gate": {("router", ())}, "bias": {("bias", ())}}),
+        ("deepseek_v3", {"experts": {("matmul", (-1,))}, "bias": {("bias", ())}}),
     ],
-    ids=["gpt_oss", "qwen2_moe"],
+    ids=["gpt_oss", "qwen2_moe", "deepseek_v3"],
 )
 def test_the_trace_of_a_mixture_gives_the_roles_of_its_family(model_type, roles, tmp_path):
     model = workflows.load(family_directory(tmp_path, model_type, CASES[model_type][1]))
@@ -94,6 +95,21 @@ def test_a_qwen3_directory_is_quantized_evaluated_and_generates(tmp_path):
     assert 0 <= quality.against.kl.mean.value < 1e-2
     sample = workflows.generate_text(stored, "The quick ", max_tokens=4)
     assert sample.tokens == 4
+
+
+@needs_tokenizers
+def test_layers_of_multi_token_prediction_are_left_out(tmp_path):
+    from safetensors.numpy import load_file, save_file
+
+    directory = family_directory(tmp_path, "deepseek_v3", CASES["deepseek_v3"][1])
+    file = str(directory / "model.safetensors")
+    extra = {f"model.layers.3.{name}": np.ones((2, 2), np.float32) for name in ("eh_proj.weight", "self_attn.o_proj.weight")}
+    save_file({**load_file(file), **extra}, file)
+    model = workflows.load(directory)
+    assert model.why_not_run == "" and list(model.info) == list(models.shapes(model.config))
+    assert model.notes == ("2 tensors of layers for multi-token prediction are not run, and left out of what is written",)
+    save_file({**load_file(file), "model.layers.4.enorm.weight": np.ones(2, np.float32)}, file)
+    assert "'model.layers.4.enorm.weight'" in workflows.load(directory).why_not_run
 
 
 def test_a_missing_path_says_so(tmp_path):

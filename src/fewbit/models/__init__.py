@@ -5,6 +5,7 @@ from .cache import Cache as Cache
 from .cache import empty_cache as empty_cache
 from .config import DecoderConfig as DecoderConfig
 from .config import Experts as Experts
+from .config import LatentAttention as LatentAttention
 from .decoder import decode_step as decode_step
 from .decoder import forward as forward
 from .decoder import prefill as prefill

@@ -23,12 +23,17 @@ QKNorm = Literal["none", "head", "projection"]
 ExpertLayout = Literal["separate", "stacked", "joined", "interleaved"]
 """How a checkpoint stores experts, see `Experts`."""
 
+RouterScores = Literal["softmax", "sigmoid"]
+"""The router's scores of experts; "sigmoid" is DeepSeek-V3's, see `Experts`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Experts:
     """The mixture of experts in place of a dense feed-forward block.
 
-    The weights of the `active` experts with the largest router logits are their softmax probabilities.
+    A token's active experts are those with the largest scores, and their weights the scores: softmax probabilities of the
+    router's logits, or their sigmoids. Sigmoids plus a correction of each expert decide which are the largest, but the
+    correction is no part of the weights (DeepSeek-V3).
 
     Attributes:
         count: experts of a layer (E).
@@ -36,7 +41,13 @@ class Experts:
         hidden: width of an expert (F).
         normalized: whether the weights of the active experts are divided by their sum.
         layers: the layers that have experts; empty: all.
-        shared_hidden: width of an expert that every token passes, scaled by a sigmoid gate; 0: none.
+        scores: the scores; "sigmoid" has a correction.
+        groups: groups of consecutive experts; divides `count`.
+        active_groups: the groups that a token's experts are chosen from, those with the largest score, or with "sigmoid"
+            the largest sum of two scores.
+        scale: multiplies the weights.
+        shared_hidden: width of an expert that every token passes; 0: none.
+        shared_gate: whether a sigmoid gate scales the shared expert.
         bias: whether router and experts have biases.
         layout: "separate": leaves `experts/3/gate [F, D]`; "stacked": `experts/gate [E, F, D]`; "joined": `experts/gate+up
             [E, 2 F, D]`; "interleaved": `experts/gate+up [E, D, 2 F]`, gate and up in turn, and `experts/down [E, F, D]`
@@ -51,19 +62,71 @@ class Experts:
     hidden: int
     normalized: bool = True
     layers: tuple[int, ...] = ()
+    scores: RouterScores = "softmax"
+    groups: int = 1
+    active_groups: int = 1
+    scale: float = 1.0
     shared_hidden: int = 0
+    shared_gate: bool = True
     bias: bool = False
     layout: ExpertLayout = "separate"
 
     def __post_init__(self) -> None:
-        for name in ("count", "active", "hidden"):
+        for name in ("count", "active", "hidden", "groups", "active_groups"):
             _check_size(f"experts.{name}", getattr(self, name))
         if self.active > self.count:
             raise QuantError(f"experts.active is {self.active}, more than experts.count, {self.count}")
         if self.shared_hidden:
             _check_size("experts.shared_hidden", self.shared_hidden)
-        if self.layout not in get_args(ExpertLayout):
-            raise QuantError(f"experts.layout is {self.layout!r}, must be one of {', '.join(get_args(ExpertLayout))}")
+        for name, kind in (("layout", ExpertLayout), ("scores", RouterScores)):
+            if getattr(self, name) not in get_args(kind):
+                raise QuantError(f"experts.{name} is {getattr(self, name)!r}, must be one of {', '.join(get_args(kind))}")
+        _check_positive("experts.scale", self.scale)
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        """Refuses groups without enough experts."""
+        if self.count % self.groups:
+            raise QuantError(f"experts.groups is {self.groups}, must divide experts.count, {self.count}")
+        if self.active_groups > self.groups:
+            raise QuantError(f"experts.active_groups is {self.active_groups}, more than experts.groups, {self.groups}")
+        size = self.count // self.groups
+        if self.active > self.active_groups * size:
+            raise QuantError(
+                f"experts.active is {self.active}, more than {self.active_groups} groups of {size} experts have"
+            )
+        if self.groups > 1 and self.scores == "sigmoid" and size < 2:
+            raise QuantError("experts.groups have one expert each; sigmoid scores of two are summed, so two are expected")
+
+
+@dataclasses.dataclass(frozen=True)
+class LatentAttention:
+    """Multi-head latent attention (MLA) of DeepSeek: keys and values are projected from a latent vector of each token.
+
+    The keys of all heads share their rotary coordinates, which come from the token itself. The rotary coordinates of queries
+    and keys are the last `rotary_dim` of a head's `head_dim`.
+
+    Attributes:
+        rank: width of the latent that keys and values share.
+        value_dim: width of a head's value, at most `head_dim`.
+        query_rank: width of the latent of queries; 0: they are projected from the token itself.
+        norm_eps: `norm_eps` of the RMSNorms of the latents.
+
+    Raises:
+        QuantError: for numbers that do not fit.
+    """
+
+    rank: int
+    value_dim: int
+    query_rank: int = 0
+    norm_eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "value_dim"):
+            _check_size(f"latent.{name}", getattr(self, name))
+        if self.query_rank:
+            _check_size("latent.query_rank", self.query_rank)
+        _check_positive("latent.norm_eps", self.norm_eps)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +171,8 @@ class DecoderConfig:
         logit_scale: multiplies the output logits.
         fused: whether the checkpoint has one leaf for q, k and v, and one for gate and up (Phi-3).
         experts: the mixture of experts; None: every layer is dense.
+        latent: multi-head latent attention; None: grouped-query attention.
+        extra_layers: layers of the checkpoint after the last, for multi-token prediction; the decoder does not run them.
 
     Raises:
         QuantError: when a number is out of range, or sizes do not divide as they must.
@@ -151,15 +216,15 @@ class DecoderConfig:
     logit_scale: float = 1.0
     fused: bool = False
     experts: Experts | None = None
+    latent: LatentAttention | None = None
+    extra_layers: int = 0
 
     def __post_init__(self) -> None:
         for name in _SIZES:
             _check_size(name, getattr(self, name))
         for name in ("norm_eps", "rope_theta", "activation_limit", "embed_scale", "residual_scale", "logit_scale"):
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not value > 0:
-                raise QuantError(f"{name} is {value!r}, must be a positive number")
-        for name in ("attention_scale", "attention_cap", "logit_cap", "window_rope_theta", "window", "rotary_dim"):
+            _check_positive(name, getattr(self, name))
+        for name in _POSITIVE_OR_NONE:
             value = getattr(self, name)
             if not isinstance(value, int | float) or not value >= 0:
                 raise QuantError(f"{name} is {value!r}, must be a positive number, or 0 for none")
@@ -180,6 +245,8 @@ class DecoderConfig:
             )
         if self.fused and self.mlp_bias:
             raise QuantError("fused and mlp_bias are true: biases of fused gate and up projections are not supported")
+        if self.latent is not None:
+            self._check_latent(self.latent)
         if self.window_layers and not self.window:
             raise QuantError("window_layers is given, but window is 0")
         of_experts = () if self.experts is None else self.experts.layers
@@ -190,6 +257,22 @@ class DecoderConfig:
         ):
             if any(not 0 <= layer < self.layers for layer in listed):
                 raise QuantError(f"{name} is {listed}, must be layers from 0 to {self.layers - 1}")
+
+    def _check_latent(self, latent: LatentAttention) -> None:
+        """Refuses what multi-head latent attention does not have."""
+        if self.kv_heads != self.heads:
+            raise QuantError(f"kv_heads is {self.kv_heads}, must be heads, {self.heads}: each head has its own keys")
+        if not 0 < self.rotary_dim < self.head_dim:
+            raise QuantError(f"rotary_dim is {self.rotary_dim}, must be between 0 and head_dim, {self.head_dim}")
+        if latent.value_dim > self.head_dim:
+            raise QuantError(f"latent.value_dim is {latent.value_dim}, more than head_dim, {self.head_dim}")
+        if self.fused or self.qk_norm != "none":
+            raise QuantError("latent attention has neither fused projections nor norms of queries and keys")
+
+    @property
+    def value_dim(self) -> int:
+        """The width of a head's value."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
     def group(self) -> int:
@@ -225,6 +308,8 @@ class DecoderConfig:
                 form[name] = list(form[name])
         if self.experts is not None:
             form["experts"] = {**dataclasses.asdict(self.experts), "layers": list(self.experts.layers)}
+        if self.latent is not None:
+            form["latent"] = dataclasses.asdict(self.latent)
         if self.rope_scaling is not None:
             form["rope_scaling"] = scaling_to_json(self.rope_scaling)
         return form
@@ -243,6 +328,8 @@ class DecoderConfig:
         if form.get("experts") is not None:
             experts = checked(form["experts"], _EXPERTS, "a decoder configuration: experts")
             form["experts"] = Experts(**{**experts, "layers": tuple(experts.get("layers", ()))})
+        if form.get("latent") is not None:
+            form["latent"] = LatentAttention(**checked(form["latent"], _LATENT, "a decoder configuration: latent"))
         if form.get("rope_scaling") is not None:
             form["rope_scaling"] = scaling_from_json(form["rope_scaling"], "a decoder configuration: rope_scaling")
         return cls(**form)
@@ -254,10 +341,26 @@ def _check_size(name: str, value: object) -> None:
         raise QuantError(f"{name} is {value!r}, must be a positive whole number below 2**40")
 
 
+def _check_positive(name: str, value: object) -> None:
+    """Refuses what is no positive number."""
+    if not isinstance(value, int | float) or not value > 0:
+        raise QuantError(f"{name} is {value!r}, must be a positive number")
+
+
 _SIZES = ("vocab", "layers", "width", "heads", "kv_heads", "head_dim", "hidden", "context")
 _ALWAYS = (*_SIZES, "norm_eps", "rope_theta", "rope", "tied")
+_POSITIVE_OR_NONE = (
+    "attention_scale",
+    "attention_cap",
+    "logit_cap",
+    "window_rope_theta",
+    "window",
+    "rotary_dim",
+    "extra_layers",
+)
 _CHOICES = {"rope": RopeLayout, "activation": Activation, "norms": Norms, "qk_norm": QKNorm}
 _LAYERS = dict.fromkeys(("nope_layers", "window_layers"), list[int])
-_OBJECTS = dict.fromkeys(("rope_scaling", "experts"), dict[str, Any] | None)
+_OBJECTS = dict.fromkeys(("rope_scaling", "experts", "latent"), dict[str, Any] | None)
 _CONFIG = form_of(DecoderConfig, **dict.fromkeys(_SIZES, Positive), **_LAYERS, **_OBJECTS)
 _EXPERTS = form_of(Experts, layers=list[int])
+_LATENT = form_of(LatentAttention)

@@ -1,6 +1,6 @@
 """A decoder in plain JAX for Llama, Qwen, Gemma and others.
 
-RMSNorm, rotary embedding, grouped-query attention, a gated feed-forward block or a mixture of experts. The pytree of
+RMSNorm, rotary embedding, grouped-query or latent attention, a gated feed-forward block or a mixture of experts. The pytree of
 parameters, with weights `[out, in]` as in GGUF and Hugging Face files; of a Llama:
 
     {"embed": [V, D],
@@ -32,6 +32,7 @@ from ..kvcache.policy import KVPolicy
 from .cache import AnyCache
 from .config import DecoderConfig
 from .experts import mixture
+from .latent import latent_queries_keys_values
 from .layer import Params, feed_forward, linear, plus_bias, queries_keys_values, rms_norm, scaled
 from .rope import LayerRotations
 
@@ -180,7 +181,7 @@ def _hidden(
 
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
         attn, window = layer["attn"], windows.of_layer(index)
-        q, k, v = queries_keys_values(_before(x, attn, config), attn, rotations.of_layer(index), config)
+        q, k, v = _heads(_before(x, attn, config), attn, rotations.of_layer(index), config)
         if cache is not None:
             cache = cache.written(index, k, v)
             blocks = cache.blocks(index, k, v, window)
@@ -190,7 +191,7 @@ def _hidden(
                 k, v = quantize(k, kv.keys), quantize(v, kv.values)
             blocks = (Block(k, v, seen, first=window_start(seen, window)),)
         mixed = attention(q, blocks, sinks=attn.get("sinks"), soft_cap=config.attention_cap)
-        mixed = mixed.swapaxes(1, 2).reshape(*x.shape[:2], -1)
+        mixed = mixed[..., : config.value_dim].swapaxes(1, 2).reshape(*x.shape[:2], -1)
         x = x + _after(plus_bias(linear(mixed, attn["o"]), attn, "o"), attn, config)
         mlp = layer["mlp"]
         y = _before(x, mlp, config)
@@ -202,6 +203,13 @@ def _hidden(
 
     x = scaled(jnp.take(params["embed"], tokens, axis=0).astype(dtype), config.embed_scale)
     return _through_layers(block, x, cache, params["layers"])
+
+
+def _heads(y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig) -> tuple[Array, Array, Array]:
+    """The queries, keys and values of normed tokens."""
+    if config.latent is not None:
+        return latent_queries_keys_values(y, attn, rotations, config, config.latent)
+    return queries_keys_values(y, attn, rotations, config)
 
 
 def _before(x: Array, part: Params, config: DecoderConfig) -> Array:

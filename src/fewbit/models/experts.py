@@ -29,18 +29,40 @@ def mixture(y: Float[Array, "B T D"], mlp: Params, config: DecoderConfig, expert
     else:
         total = _ragged(y, weights, chosen, mlp["experts"], config, experts)
     if "shared" in mlp:
-        gate = jax.nn.sigmoid(linear(y, mlp["shared_expert_gate"], dtype=jnp.float32))
-        total = total + gate * feed_forward(y, mlp["shared"], config).astype(jnp.float32)
+        shared = feed_forward(y, mlp["shared"], config).astype(jnp.float32)
+        if experts.shared_gate:
+            shared = jax.nn.sigmoid(linear(y, mlp["shared_expert_gate"], dtype=jnp.float32)) * shared
+        total = total + shared
     return total.astype(y.dtype)
 
 
 def _routed(y: Array, mlp: Params, experts: Experts) -> tuple[Float[Array, "B T k"], Int[Array, "B T k"]]:
     """The weights and numbers of each token's active experts."""
     logits = plus_bias(linear(y, mlp["router"], dtype=jnp.float32), mlp, "router")
-    largest, chosen = lax.top_k(logits, experts.active)
+    if experts.scores == "sigmoid":
+        scores = jax.nn.sigmoid(logits)
+        corrected = scores + mlp["router_correction_bias"].astype(jnp.float32)[None, None, :]
+        _, chosen = lax.top_k(_of_best_groups(corrected, experts, summed=2), experts.active)
+        weights = jnp.take_along_axis(scores, chosen, axis=-1)
+        if experts.normalized:
+            weights = weights / (jnp.sum(weights, axis=-1, keepdims=True) + 1e-20)
+        return weights * experts.scale, chosen
+    largest, chosen = lax.top_k(_of_best_groups(logits, experts, summed=1), experts.active)
     if experts.normalized:
-        return jax.nn.softmax(largest, axis=-1), chosen
-    return jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)), chosen
+        return jax.nn.softmax(largest, axis=-1) * experts.scale, chosen
+    return jnp.exp(largest - jax.nn.logsumexp(logits, axis=-1, keepdims=True)) * experts.scale, chosen
+
+
+def _of_best_groups(scores: Float[Array, "B T E"], experts: Experts, summed: int) -> Float[Array, "B T E"]:
+    """The scores, -inf outside of the active groups, which have the largest sum of their `summed` largest scores."""
+    if experts.active_groups == experts.groups:
+        return scores
+    grouped = scores.reshape(*scores.shape[:2], experts.groups, -1)  # [B, T, groups, E / groups]
+    best, _ = lax.top_k(grouped, summed)
+    _, chosen = lax.top_k(jnp.sum(best, axis=-1), experts.active_groups)
+    groups = jnp.arange(experts.groups, dtype=chosen.dtype)[None, None, :, None]
+    is_active = jnp.any(chosen[:, :, None, :] == groups, axis=-1, keepdims=True)  # [B, T, groups, 1]
+    return jnp.where(is_active, grouped, -jnp.inf).reshape(scores.shape)
 
 
 def _ragged(

@@ -66,10 +66,15 @@ def gated(gate: Array, up: Array, config: DecoderConfig) -> Array:
     return jax.nn.silu(gate) * up
 
 
-def rms_norm(x: Float[Array, "*B n"], gain: Any, config: DecoderConfig) -> Float[Array, "*B n"]:
-    """`x / sqrt(mean(x ** 2) + eps) * (gain + norm_offset)`, computed in float32, in the dtype of `x`."""
+def rms_norm(x: Float[Array, "*B n"], gain: Any, config: DecoderConfig, eps: float | None = None) -> Float[Array, "*B n"]:
+    """`x / sqrt(mean(x ** 2) + eps) * (gain + norm_offset)`, computed in float32, in the dtype of `x`.
+
+    `eps` is that of the configuration, unless another is given.
+    """
+    if eps is None:
+        eps = config.norm_eps
     wide = x.astype(jnp.float32)
-    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + config.norm_eps)
+    inverse = lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     factor = gain.astype(jnp.float32)
     if config.norm_offset:
         factor = factor + config.norm_offset

@@ -7,7 +7,7 @@ from typing import Any
 
 from .._registry import near_names
 from ..errors import QuantError
-from .config import DecoderConfig, Experts
+from .config import DecoderConfig, Experts, LatentAttention
 from .layer import Params
 
 
@@ -96,22 +96,40 @@ def _attention_shapes(config: DecoderConfig) -> Shapes:
     widths = {"q": config.heads * h, "k": config.kv_heads * h, "v": config.kv_heads * h}
     if config.norms != "post":
         yield "attn/norm", (D,)
-    if config.fused:
+    if config.latent is not None:
+        yield from _latent_shapes(config, config.latent)
+    elif config.fused:
         yield "attn/q+k+v", (sum(widths.values()), D)
     else:
         yield from ((f"attn/{name}", (width, D)) for name, width in widths.items())
-    if config.qkv_bias:
+    if config.qkv_bias and config.latent is None:
         yield from ((f"attn/{name}_bias", (width,)) for name, width in widths.items())
     if config.qk_norm != "none":
         by_head = config.qk_norm == "head"
         yield from ((f"attn/{name}_norm", (h if by_head else widths[name],)) for name in ("q", "k"))
     if config.sinks:
         yield "attn/sinks", (config.heads,)
-    yield "attn/o", (D, widths["q"])
+    yield "attn/o", (D, config.heads * config.value_dim)
     if config.o_bias:
         yield "attn/o_bias", (D,)
     if config.norms != "pre":
         yield "attn/post_norm", (D,)
+
+
+def _latent_shapes(config: DecoderConfig, latent: LatentAttention) -> Shapes:
+    """The shapes of the projections of multi-head latent attention."""
+    D, H, h, rotated = config.width, config.heads, config.head_dim, config.rotary_dim
+    if latent.query_rank:
+        yield from (("attn/q_a", (latent.query_rank, D)), ("attn/q_a_norm", (latent.query_rank,)))
+        yield "attn/q_b", (H * h, latent.query_rank)
+    else:
+        yield "attn/q", (H * h, D)
+    yield from (("attn/kv_a", (latent.rank + rotated, D)), ("attn/kv_a_norm", (latent.rank,)))
+    yield "attn/kv_b", (H * (h - rotated + latent.value_dim), latent.rank)
+    if config.qkv_bias:
+        if latent.query_rank:
+            yield "attn/q_a_bias", (latent.query_rank,)
+        yield "attn/kv_a_bias", (latent.rank + rotated,)
 
 
 def _mlp_shapes(config: DecoderConfig, layer: int) -> Shapes:
@@ -143,6 +161,8 @@ def _expert_shapes(experts: Experts, D: int) -> Shapes:
     yield "mlp/router", (E, D)
     if experts.bias:
         yield "mlp/router_bias", (E,)
+    if experts.scores == "sigmoid":
+        yield "mlp/router_correction_bias", (E,)
     match experts.layout:
         case "separate":
             for e in range(E):
@@ -159,7 +179,8 @@ def _expert_shapes(experts: Experts, D: int) -> Shapes:
         yield from ((f"{path}/{name}_bias", (E, width)) for name, width in {**names, "down": D}.items())
     if experts.shared_hidden:
         yield from _block_shapes("mlp/shared", D, experts.shared_hidden)
-        yield "mlp/shared_expert_gate", (1, D)
+        if experts.shared_gate:
+            yield "mlp/shared_expert_gate", (1, D)
 
 
 def check_layers(config: DecoderConfig, count: int) -> None:
@@ -205,7 +226,7 @@ def names_by_path(stored: Mapping[str, tuple[int, ...]], table: NameTable, confi
     expected = shapes(config)
     found: dict[str, str] = {}
     for name, shape in stored.items():
-        if table.is_derived(name):
+        if table.is_derived(name) or is_extra(name, config):
             continue
         path = table.path(name)
         if path == "head" and config.tied:
@@ -227,6 +248,17 @@ def names_by_path(stored: Mapping[str, tuple[int, ...]], table: NameTable, confi
             listed += f" and {len(missing) - 3} more"
         raise QuantError(f"the {table.title} checkpoint lacks {listed}; check that it is complete")
     return {path: found[path] for path in expected}
+
+
+def is_extra(name: str, config: DecoderConfig) -> bool:
+    """Whether a tensor belongs to a layer for multi-token prediction, after the last one that runs.
+
+    Args:
+        name: its name in the checkpoint.
+        config: the configuration.
+    """
+    _, numbers = _pattern(name)
+    return bool(numbers) and config.layers <= int(numbers[0]) < config.layers + config.extra_layers
 
 
 def params_from_named(arrays: Mapping[str, Any], table: NameTable, config: DecoderConfig) -> Params:

@@ -16,7 +16,7 @@ from .config import DecoderConfig
 from .layer import Params
 from .names import params_from_paths, paths_of_params
 
-_READERS = ("q", "k", "v", "q+k+v", "gate", "up", "gate+up", "router", "shared_expert_gate")
+_READERS = ("q", "k", "v", "q+k+v", "q_a", "kv_a", "gate", "up", "gate+up", "router", "shared_expert_gate")
 _WRITERS = ("o", "down")
 
 

@@ -16,7 +16,7 @@ from ..models.families.glassllm import config_from_glassllm
 from ..models.families.table import family_of
 from ..models.families.tables import GLASSLLM
 from ..models.installed import glassllm_npz, minilm_directory, smollm2_gguf
-from ..models.names import NameTable, check_layers, names_by_path, shapes
+from ..models.names import NameTable, check_layers, is_extra, names_by_path, shapes
 from ..models.tokenizer import Tokenizer, tokenizer_from_files, tokenizer_from_gguf, tokenizer_from_glassllm
 from .model import Model, Value
 
@@ -96,6 +96,9 @@ def _runnable(model: Model, checkpoint: Checkpoint) -> Model:
     model = dataclasses.replace(model, config=config, info=info, load=load_path)
     if "model_type" in checkpoint.metadata:
         model = dataclasses.replace(model, names=names)
+    if extra := sum(is_extra(name, config) for name in tensors.info):
+        note = f"{extra} tensors of layers for multi-token prediction are not run, and left out of what is written"
+        model = dataclasses.replace(model, notes=(*model.notes, note))
     try:
         tokenizer = _tokenizer(checkpoint)
     except (QuantError, UnsupportedError) as error:

@@ -100,6 +100,9 @@ def test_missing_keys_are_named():
         config_from_gguf({**GGUF_FIELDS, "llama.expert_count": 2}, [])
 
 
+IN_GGUF = [model_type for model_type, family in FAMILIES.items() if family.gguf]
+"""The families whose GGUF files the decoder runs."""
+
 KEYS = {
     "block_count": "layers",
     "context_length": "context",
@@ -187,7 +190,7 @@ def converted(model_type: str) -> tuple[DecoderConfig, dict[str, Any], DecoderCo
     return config, params, found, params_from_named(arrays, family.gguf_table, found)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", IN_GGUF)
 def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_type: str):
     config, _, found, _ = converted(model_type)
     same = {"rope": config.rope, "norm_offset": config.norm_offset, "experts": config.experts}
@@ -195,7 +198,7 @@ def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", IN_GGUF)
 def test_a_gguf_file_computes_what_the_hugging_face_checkpoint_does(model_type: str):
     config, params, found, again = converted(model_type)
     tokens = random_tokens(config, 1, 9)
@@ -204,7 +207,7 @@ def test_a_gguf_file_computes_what_the_hugging_face_checkpoint_does(model_type: 
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", IN_GGUF)
 def test_names_are_those_of_the_gguf_package(model_type: str):
     gguf = pytest.importorskip("gguf")
     settings = {**CASES[model_type][1], "model_type": model_type, "mlp_only_layers": None}  # which llama.cpp lacks

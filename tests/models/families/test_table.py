@@ -74,7 +74,9 @@ def test_logits_and_generated_tokens_are_those_of_transformers(case: str, opened
     assert np.array_equal(written.tokens, their_tokens(theirs(case), prompt, COUNT))
 
 
-@pytest.mark.parametrize(("case", "scheme"), [("gemma2", "int8"), ("qwen3_moe", "nf4"), ("gpt_oss", "int8")])
+@pytest.mark.parametrize(
+    ("case", "scheme"), [("gemma2", "int8"), ("qwen3_moe", "nf4"), ("gpt_oss", "int8"), ("deepseek_v3", "int8")]
+)
 def test_quantized_weights_compute_what_their_decoded_arrays_do(case: str, scheme: str, opened: Any):
     model = opened(case)
     config = model.runnable_config()

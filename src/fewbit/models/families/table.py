@@ -9,12 +9,12 @@ from ..._json import converted
 from ..._registry import near_names
 from ...errors import UnsupportedError
 from ..config import DecoderConfig
-from . import gemma, gpt_oss, granite, llama, olmo, phi, qwen, smollm
+from . import deepseek, gemma, gpt_oss, granite, llama, olmo, phi, qwen, smollm
 from .family import Family
 
 FAMILIES: Mapping[str, Family] = {
     family.model_type: family
-    for module in (llama, qwen, gemma, phi, olmo, smollm, granite, gpt_oss)
+    for module in (llama, qwen, gemma, phi, olmo, smollm, granite, gpt_oss, deepseek)
     for family in module.FAMILIES
 }
 """The families that the decoder can run."""

@@ -1,0 +1,136 @@
+"""DeepSeek-V2 and V3: latent attention (MLA), experts in groups."""
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import msgspec
+
+from ..._json import Count, Positive
+from ..config import DecoderConfig, Experts, LatentAttention
+from ..rope_scaling import Yarn, yarn_gain
+from .family import Common, Family, Number, decoder_config, read_config, refuse_unless
+from .llama import JOINED_EXPERTS, expert_layout
+from .tables import hf_table
+
+
+class _DeepSeek(Common, kw_only=True):
+    attention_bias: bool = False
+    rank: Positive = msgspec.field(name="kv_lora_rank")
+    query_rank: Positive | None = msgspec.field(name="q_lora_rank", default=None)
+    plain_dim: Positive = msgspec.field(name="qk_nope_head_dim")
+    rotary_dim: Positive = msgspec.field(name="qk_rope_head_dim")
+    value_dim: Positive = msgspec.field(name="v_head_dim")
+    head_width: Positive | None = msgspec.field(name="qk_head_dim", default=None)
+    experts: Positive = msgspec.field(name="n_routed_experts")
+    active: Positive = msgspec.field(name="num_experts_per_tok")
+    expert_hidden: Positive = msgspec.field(name="moe_intermediate_size")
+    shared: Count | None = msgspec.field(name="n_shared_experts", default=None)
+    groups: Positive | None = msgspec.field(name="n_group", default=None)
+    active_groups: Positive | None = msgspec.field(name="topk_group", default=None)
+    scale: Number = msgspec.field(name="routed_scaling_factor", default=1.0)
+    normalized: bool = msgspec.field(name="norm_topk_prob", default=False)
+    dense: Count = msgspec.field(name="first_k_dense_replace", default=0)
+    step: Positive = msgspec.field(name="moe_layer_freq", default=1)
+    scores: str = msgspec.field(name="scoring_func", default="")
+    method: str = msgspec.field(name="topk_method", default="")
+    ep_size: Positive | None = None  # devices of training, and losses
+    aux_loss_alpha: float | None = None
+    seq_aux: bool = True
+
+
+class _DeepSeekV3(_DeepSeek, kw_only=True):
+    normalized: bool = msgspec.field(name="norm_topk_prob", default=True)
+    scale: Number = msgspec.field(name="routed_scaling_factor", default=2.5)
+    dense: Count = msgspec.field(name="first_k_dense_replace", default=3)
+    interleaved: bool = msgspec.field(name="rope_interleave", default=True)
+    extra_layers: Count = msgspec.field(name="num_nextn_predict_layers", default=0)
+
+
+def _deepseek_v2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _DeepSeek, names)
+    refuse_unless(found.scores, ("", "softmax"), "scoring_func")
+    refuse_unless(found.method, ("", "greedy", "group_limited_greedy"), "topk_method")
+    refuse_unless(found.normalized, (False,), "norm_topk_prob")
+    if found.method != "group_limited_greedy":
+        found.groups, found.active_groups = None, None
+    return _config(found, _experts(found, names), rope="interleaved")
+
+
+def _deepseek_v3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
+    found = read_config(obj, _DeepSeekV3, names)
+    refuse_unless(found.scores, ("", "sigmoid"), "scoring_func")
+    refuse_unless(found.method, ("", "noaux_tc"), "topk_method")
+    rope = "interleaved" if found.interleaved else "half"
+    return _config(found, _experts(found, names, scores="sigmoid"), rope=rope, extra_layers=found.extra_layers)
+
+
+def _config(found: _DeepSeek, experts: Experts | None, **settings: Any) -> DecoderConfig:
+    """The configuration; YaRN's `mscale_all_dim` scales attention."""
+    head_dim = found.plain_dim + found.rotary_dim
+    rope = found.rope_scaling or found.rope_parameters or {}
+    refuse_unless(found.head_width, (None, head_dim), "qk_head_dim")
+    refuse_unless(found.partial_rotary, (None, 1.0), "partial_rotary_factor")
+    refuse_unless(rope.get("partial_rotary_factor"), (None, 1.0), "partial_rotary_factor")
+    found.head_dim = found.rotary_dim
+    config = decoder_config(
+        found,
+        head_dim=head_dim,
+        rotary_dim=found.rotary_dim,
+        latent=LatentAttention(found.rank, found.value_dim, found.query_rank or 0),
+        qkv_bias=found.attention_bias,
+        o_bias=found.attention_bias,
+        experts=experts,
+        **settings,
+    )
+    if not isinstance(config.rope_scaling, Yarn) or not rope.get("mscale_all_dim"):
+        return config
+    gain = yarn_gain(config.rope_scaling.factor, rope["mscale_all_dim"])
+    return dataclasses.replace(config, attention_scale=head_dim**-0.5 * gain**2)
+
+
+def _experts(found: _DeepSeek, names: Collection[str], **settings: Any) -> Experts | None:
+    """The mixture of experts; None if every layer is dense."""
+    refuse_unless(found.step, (1,), "moe_layer_freq")
+    layers = tuple(range(found.dense, found.layers))
+    if not layers:
+        return None
+    if len(layers) == found.layers:
+        layers = ()
+    return Experts(
+        found.experts,
+        found.active,
+        found.expert_hidden,
+        normalized=found.normalized,
+        layers=layers,
+        groups=found.groups or 1,
+        active_groups=found.active_groups or 1,
+        scale=found.scale,
+        shared_hidden=(found.shared or 0) * found.expert_hidden,
+        shared_gate=False,
+        layout=expert_layout(names),
+        **settings,
+    )
+
+
+_PROJECTIONS = ("gate", "up", "down")
+_NAMES = {
+    "attn/q_a": "self_attn.q_a_proj.weight",
+    "attn/q_a_bias": "self_attn.q_a_proj.bias",
+    "attn/q_a_norm": "self_attn.q_a_layernorm.weight",
+    "attn/q_b": "self_attn.q_b_proj.weight",
+    "attn/kv_a": "self_attn.kv_a_proj_with_mqa.weight",
+    "attn/kv_a_bias": "self_attn.kv_a_proj_with_mqa.bias",
+    "attn/kv_a_norm": "self_attn.kv_a_layernorm.weight",
+    "attn/kv_b": "self_attn.kv_b_proj.weight",
+    "mlp/router": "mlp.gate.weight",
+    "mlp/router_correction_bias": "mlp.gate.e_score_correction_bias",
+    **{f"mlp/experts/{{}}/{name}": f"mlp.experts.{{}}.{name}_proj.weight" for name in _PROJECTIONS},
+    **JOINED_EXPERTS,
+    **{f"mlp/shared/{name}": f"mlp.shared_experts.{name}_proj.weight" for name in _PROJECTIONS},
+}
+
+FAMILIES = (
+    Family("deepseek_v2", "DeepSeek-V2", _deepseek_v2, hf_table(_NAMES)),
+    Family("deepseek_v3", "DeepSeek-V3", _deepseek_v3, hf_table(_NAMES)),
+)
