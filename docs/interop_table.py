@@ -15,6 +15,7 @@ PAGE = Path(__file__).parent / "interop.md"
 ORACLES = {
     "compressed-tensors": "compressed-tensors 0.20 decodes what we write and we decode what it writes; transformers 5.23 runs it",
     "modelopt": "nvidia-modelopt 0.47: its `NVFP4QTensor` and its FP8 formula",
+    "fp8-blocks": "transformers 5.23: `Fp8Quantize`, `Fp8Dequantize` and its models on CPU, which dequantize whole blocks",
     "gpt-oss": "transformers 5.23: `convert_moe_packed_tensors`",
     "torchao": "torchao 0.18: `unflatten_tensor_state_dict` and its tensors",
     "gptq": "AutoGPTQ's published formula in numpy",

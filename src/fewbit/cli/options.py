@@ -42,8 +42,8 @@ To = Annotated[
     typer.Option(
         "--to",
         metavar="LAYOUT",
-        help="The layout of the files: fewbit, hf (dequantized to bfloat16), gguf, compressed-tensors, modelopt, gpt-oss, "
-        "torchao, bitsandbytes, gptq, awq, mlx or orbax. Weights are stored exactly, or the layout is refused.",
+        help="The layout of the files: fewbit, hf (dequantized to bfloat16), gguf, compressed-tensors, modelopt, "
+        "fp8-blocks, gpt-oss, torchao, bitsandbytes, gptq, awq, mlx or orbax. Weights are stored exactly, or the layout is refused.",
     ),
 ]
 Full = Annotated[bool, typer.Option("--full", help="Show every parameter instead of one row for identical layers.")]

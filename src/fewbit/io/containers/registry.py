@@ -5,6 +5,7 @@ from .awq import AWQ
 from .bitsandbytes import BitsAndBytes
 from .compressed_tensors.container import CompressedTensors
 from .container import AbstractContainer
+from .fp8_blocks import FP8Blocks
 from .gpt_oss import GptOss
 from .gptq import GPTQ
 from .mlx import MLX
@@ -14,6 +15,7 @@ from .torchao.container import TorchAO
 CONTAINERS: tuple[AbstractContainer, ...] = (
     CompressedTensors(),
     ModelOpt(),
+    FP8Blocks(),
     GptOss(),
     TorchAO(),
     GPTQ(),
