@@ -5,7 +5,15 @@ from typing import Any
 import pytest
 
 from fewbit.errors import QuantError, UnsupportedError
-from fewbit.models import FAMILIES, DecoderConfig, Experts, config_from_glassllm, config_from_hf
+from fewbit.models import (
+    FAMILIES,
+    DecoderConfig,
+    Experts,
+    LatentAttention,
+    config_from_glassllm,
+    config_from_hf,
+    shapes,
+)
 from tests.nets.families import CASES
 
 HF_CONFIG = {
@@ -90,6 +98,85 @@ def test_experts():
         {**CASES["qwen3_moe"][1], "model_type": "qwen3_moe"}, ["model.layers.0.mlp.experts.gate_up_proj"]
     )
     assert stacked.experts == Experts(4, 2, 24, layout="joined")
+
+
+DEEPSEEK_V3 = {
+    "model_type": "deepseek_v3",
+    "vocab_size": 129280,
+    "num_hidden_layers": 61,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 1,
+    "ep_size": 1,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "original_max_position_embeddings": 4096,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+    },
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}
+
+
+def test_the_configuration_that_deepseek_published():
+    config = config_from_hf(DEEPSEEK_V3)
+    assert config.latent == LatentAttention(rank=512, value_dim=128, query_rank=1536)
+    assert (config.head_dim, config.rotary_dim, config.rope, config.extra_layers) == (192, 64, "interleaved", 1)
+    assert config.experts is not None and config.experts.layers == tuple(range(3, 61))
+    assert (config.experts.groups, config.experts.active_groups, config.experts.scale) == (8, 4, 2.5)
+    assert config.rope_scaling is not None and config.rope_scaling.gain == 1
+    assert config.attention_scale == pytest.approx(0.1352337788)  # 192 ** -0.5 * (0.1 log(40) + 1) ** 2
+    expected = shapes(config)
+    assert expected["layers/0/attn/kv_a"] == (576, 7168) and expected["layers/0/attn/kv_b"] == (32768, 512)
+    assert expected["layers/2/mlp/down"] == (7168, 18432) and expected["layers/3/mlp/experts/255/down"] == (7168, 2048)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"scoring_func": "softmax"}, "scoring_func = 'softmax'; supported is None or 'sigmoid'"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy'; supported is None or 'noaux_tc'"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2; supported is 1"),
+        ({"qk_head_dim": 128}, "qk_head_dim = 128; supported is None or 192"),
+        ({"partial_rotary_factor": 0.5}, r"partial_rotary_factor = 0\.5; supported is None or 1"),
+        ({"model_type": "deepseek_v2", "scoring_func": None, "topk_method": "greedy"}, "norm_topk_prob = True; supported"),
+    ],
+    ids=["scores", "method", "step", "head", "rotary", "v2"],
+)
+def test_deepseek_refuses(change: dict[str, Any], message: str):
+    settings = {name: value for name, value in {**DEEPSEEK_V3, **change}.items() if value is not None}
+    if settings["model_type"] == "deepseek_v2":
+        del settings["num_nextn_predict_layers"]
+    with pytest.raises(UnsupportedError, match=message):
+        config_from_hf(settings)
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)

@@ -32,8 +32,8 @@ class _DeepSeek(Common, kw_only=True):
     normalized: bool = msgspec.field(name="norm_topk_prob", default=False)
     dense: Count = msgspec.field(name="first_k_dense_replace", default=0)
     step: Positive = msgspec.field(name="moe_layer_freq", default=1)
-    scores: str = msgspec.field(name="scoring_func", default="")
-    method: str = msgspec.field(name="topk_method", default="")
+    scores: str | None = msgspec.field(name="scoring_func", default=None)
+    method: str | None = msgspec.field(name="topk_method", default=None)
     ep_size: Positive | None = None  # devices of training, and losses
     aux_loss_alpha: float | None = None
     seq_aux: bool = True
@@ -49,8 +49,8 @@ class _DeepSeekV3(_DeepSeek, kw_only=True):
 
 def _deepseek_v2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _DeepSeek, names)
-    refuse_unless(found.scores, ("", "softmax"), "scoring_func")
-    refuse_unless(found.method, ("", "greedy", "group_limited_greedy"), "topk_method")
+    refuse_unless(found.scores, (None, "softmax"), "scoring_func")
+    refuse_unless(found.method, (None, "greedy", "group_limited_greedy"), "topk_method")
     refuse_unless(found.normalized, (False,), "norm_topk_prob")
     if found.method != "group_limited_greedy":
         found.groups, found.active_groups = None, None
@@ -59,8 +59,8 @@ def _deepseek_v2(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfi
 
 def _deepseek_v3(obj: Mapping[str, Any], names: Collection[str]) -> DecoderConfig:
     found = read_config(obj, _DeepSeekV3, names)
-    refuse_unless(found.scores, ("", "sigmoid"), "scoring_func")
-    refuse_unless(found.method, ("", "noaux_tc"), "topk_method")
+    refuse_unless(found.scores, (None, "sigmoid"), "scoring_func")
+    refuse_unless(found.method, (None, "noaux_tc"), "topk_method")
     rope = "interleaved" if found.interleaved else "half"
     return _config(found, _experts(found, names, scores="sigmoid"), rope=rope, extra_layers=found.extra_layers)
 
