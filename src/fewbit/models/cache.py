@@ -23,12 +23,12 @@ class Cache:
 
     Attributes:
         keys: after rotary embedding.
-        values: as projected.
+        values: as projected; None: the keys are the values too (latent attention).
         length: the number of filled positions, the same for every row of the batch.
     """
 
     keys: Float[Array, "L B K S h"]
-    values: Float[Array, "L B K S h"]
+    values: Float[Array, "L B K S h"] | None
     length: Int[Array, ""]
 
     @property
@@ -39,7 +39,7 @@ class Cache:
     @property
     def nbytes(self) -> int:
         """The bytes of keys and values."""
-        return sum(a.size * a.dtype.itemsize for a in (self.keys, self.values))
+        return sum(a.size * a.dtype.itemsize for a in (self.keys, self.values) if a is not None)
 
     def written(
         self, layer: Int[Array, ""] | int, keys: Float[Array, "B K T h"], values: Float[Array, "B K T h"]
@@ -47,11 +47,10 @@ class Cache:
         """Writes one layer's new keys and values at `length`, which does not change."""
         zero = jnp.int32(0)
         start = (jnp.int32(layer), zero, zero, self.length, zero)
-        return dataclasses.replace(
-            self,
-            keys=lax.dynamic_update_slice(self.keys, keys[None], start),
-            values=lax.dynamic_update_slice(self.values, values[None], start),
-        )
+        written = dataclasses.replace(self, keys=lax.dynamic_update_slice(self.keys, keys[None], start))
+        if self.values is None:
+            return written
+        return dataclasses.replace(written, values=lax.dynamic_update_slice(self.values, values[None], start))
 
     def advanced(self, count: int) -> "Cache":
         """Increases `length` by `count`, after every layer has written its tokens."""
@@ -66,7 +65,8 @@ class Cache:
     ) -> tuple[Block, ...]:
         """The blocks that new tokens attend to, between `written` and `advanced`; `window` 0: all positions."""
         seen = seen_positions(self.length, keys.shape[-2])
-        return (Block(self.keys, self.values, seen, layer, window_start(seen, window)),)
+        cached_values = self.keys if self.values is None else self.values
+        return (Block(self.keys, cached_values, seen, layer, window_start(seen, window)),)
 
 
 AnyCache: TypeAlias = Cache | QuantizedCache
@@ -96,7 +96,8 @@ def empty_cache(
     if batch < 1:
         raise QuantError(f"batch is {batch}, must be at least 1")
     if kv is not None:
-        sizes = {"layers": config.layers, "heads": config.kv_heads, "head_dim": config.head_dim}
+        sizes = {"layers": config.layers, "heads": config.cached_heads, "head_dim": config.cached_dim}
         return empty_quantized_cache(kv, batch=batch, room=room, **sizes)
-    shape = (config.layers, batch, config.kv_heads, room, config.head_dim)
-    return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.int32(0))
+    shape = (config.layers, batch, config.cached_heads, room, config.cached_dim)
+    values = jnp.zeros(shape, dtype) if config.latent is None else None
+    return Cache(jnp.zeros(shape, dtype), values, jnp.int32(0))

@@ -275,6 +275,16 @@ class DecoderConfig:
         return self.head_dim if self.latent is None else self.latent.value_dim
 
     @property
+    def cached_heads(self) -> int:
+        """The heads of a KV cache; latent attention caches one vector of each token."""
+        return self.kv_heads if self.latent is None else 1
+
+    @property
+    def cached_dim(self) -> int:
+        """The width of a head in a KV cache: of latent attention the latent and the rotary key."""
+        return self.head_dim if self.latent is None else self.latent.rank + self.rotary_dim
+
+    @property
     def group(self) -> int:
         """The query heads per key head (G)."""
         return self.heads // self.kv_heads

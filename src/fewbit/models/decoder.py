@@ -32,7 +32,7 @@ from ..kvcache.policy import KVPolicy
 from .cache import AnyCache
 from .config import DecoderConfig
 from .experts import mixture
-from .latent import latent_queries_keys_values
+from .latent import absorbed_heads, absorbed_values, expanded_heads
 from .layer import Params, feed_forward, linear, plus_bias, queries_keys_values, rms_norm, scaled
 from .rope import LayerRotations
 
@@ -177,11 +177,11 @@ def _hidden(
         rotations = LayerRotations(config, 0, T, T)
     else:
         rotations = LayerRotations(config, cache.length, T, max(cache.room, T))
-    windows = _Windows(config)
+    windows, is_cached = _Windows(config), cache is not None or kv is not None
 
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
         attn, window = layer["attn"], windows.of_layer(index)
-        q, k, v = _heads(_before(x, attn, config), attn, rotations.of_layer(index), config)
+        q, k, v = _heads(_before(x, attn, config), attn, rotations.of_layer(index), config, is_cached)
         if cache is not None:
             cache = cache.written(index, k, v)
             blocks = cache.blocks(index, k, v, window)
@@ -191,7 +191,7 @@ def _hidden(
                 k, v = quantize(k, kv.keys), quantize(v, kv.values)
             blocks = (Block(k, v, seen, first=window_start(seen, window)),)
         mixed = attention(q, blocks, sinks=attn.get("sinks"), soft_cap=config.attention_cap)
-        mixed = mixed[..., : config.value_dim].swapaxes(1, 2).reshape(*x.shape[:2], -1)
+        mixed = _values(mixed, attn, config, is_cached).swapaxes(1, 2).reshape(*x.shape[:2], -1)
         x = x + _after(plus_bias(linear(mixed, attn["o"]), attn, "o"), attn, config)
         mlp = layer["mlp"]
         y = _before(x, mlp, config)
@@ -205,11 +205,25 @@ def _hidden(
     return _through_layers(block, x, cache, params["layers"])
 
 
-def _heads(y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig) -> tuple[Array, Array, Array]:
-    """The queries, keys and values of normed tokens."""
-    if config.latent is not None:
-        return latent_queries_keys_values(y, attn, rotations, config, config.latent)
-    return queries_keys_values(y, attn, rotations, config)
+def _heads(
+    y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, is_cached: bool
+) -> tuple[Array, Array, Array]:
+    """The queries, keys and values of normed tokens; keys and values as a KV cache has them, or of every head."""
+    if config.latent is None:
+        return queries_keys_values(y, attn, rotations, config)
+    if not is_cached:
+        return expanded_heads(y, attn, rotations, config, config.latent)
+    q, cached = absorbed_heads(y, attn, rotations, config, config.latent)
+    return q, cached, cached
+
+
+def _values(mixed: Array, attn: Params, config: DecoderConfig, is_cached: bool) -> Array:
+    """The values of every head from the result of attention."""
+    if config.latent is None:
+        return mixed
+    if not is_cached:
+        return mixed[..., : config.latent.value_dim]
+    return absorbed_values(mixed, attn, config, config.latent)
 
 
 def _before(x: Array, part: Params, config: DecoderConfig) -> Array:
