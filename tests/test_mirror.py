@@ -7,7 +7,7 @@ SOURCES, TESTS = ROOT / "src" / "fewbit", ROOT / "tests"
 
 SUITES = {
     "_api": "test_public_names.py",
-    "_pretokenizers": "models/test_tokenizer.py",
+    "_pretokenizers": "models/tokenizers/test_gguf.py",
     "errors": "test_public_names.py",
     "array/covered": "training/test_fake_quant.py",
     "array/leaves": "ops/test_take.py",
@@ -47,6 +47,7 @@ SUITES = {
     "models": "models/test_decoder.py",
     "models/families": "models/families/test_table.py",
     "models/roles": "models/roles/test_checkpoint.py",
+    "models/tokenizers/merges": "models/tokenizers/test_gguf.py",
     "ops": "conformance/test_products.py",
     "ops/hadamard": "training/test_train.py",
     "ops/interpret": "ops/interpret/test_transparent.py",

@@ -33,7 +33,7 @@ from fewbit.workflows.memory import peak_memory
 from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
 from tests.io.gguf.test_sentencepiece import model as sentencepiece_model
 from tests.io.gguf.test_vocabulary import sentencepiece_json
-from tests.models.test_tokenizer import gguf_fields
+from tests.models.tokenizers.fields import gguf_fields
 from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 

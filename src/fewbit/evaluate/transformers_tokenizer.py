@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.roles.modules import guarded
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizers.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)

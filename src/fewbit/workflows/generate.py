@@ -16,7 +16,7 @@ from ..kernels.qmatmul.cpu.backend import reads_packed_weights
 from ..kvcache.policy import KVPolicy
 from ..models.cache import empty_cache
 from ..models.generate import Writer
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizers.tokenizer import Tokenizer
 from ..ops.interpret.transparent import transparent
 from .evaluate import stacked
 from .model import Model, decoded
