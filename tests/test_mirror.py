@@ -47,7 +47,6 @@ SUITES = {
     "models": "models/test_decoder.py",
     "models/families": "models/families/test_table.py",
     "models/roles": "models/roles/test_checkpoint.py",
-    "models/tokenizers/merges": "models/tokenizers/test_gguf.py",
     "ops": "conformance/test_products.py",
     "ops/hadamard": "training/test_train.py",
     "ops/interpret": "ops/interpret/test_transparent.py",
