@@ -114,14 +114,21 @@ def hugging_face(name):
 
 def tokenizer(name, files=None):
     def subject(directory):
-        found = files or models.tokenizer_from_gguf(gguf_fields()).files()
-        config = {"eos_token": {"content": "a"}, "chat_template": "{{'<|im_start|>'}}", "model_max_length": 10**30}
+        fields = {**gguf_fields(), "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}
+        found = files or models.tokenizer_from_gguf(fields).files()
+        config = {
+            "eos_token": {"content": "a"},
+            "bos_token": "a",
+            "add_bos_token": True,
+            "chat_template": "{{'<|im_start|>'}}",
+            "model_max_length": 10**30,
+        }
         for each, data in {**found, "tokenizer_config.json": json.dumps(config).encode()}.items():
             (directory / each).write_bytes(data)
 
         def read():
             found = models.tokenizer_from_directory(directory)
-            found.decode(found.encode("hello 12"))
+            found.decode(found.encode("hello 12", add_start=True))
             found.files()
 
         return Subject(directory / name, mutated_json, read)
@@ -219,7 +226,7 @@ def gguf(tokenizer):
         def read():
             model = workflows.load(path)
             if model.tokenizer is not None:
-                model.tokenizer.decode(model.tokenizer.encode("hello <s>\n"))
+                model.tokenizer.decode(model.tokenizer.encode("hello <s>\n", add_start=True))
             return content(io.read(path))
 
         return Subject(path, mutated, read)

@@ -136,6 +136,32 @@ def test_special_tokens_of_phi_3_take_the_space_after_them():
     assert pieces(TOKENIZERS["llama"], "the<|end|>\nthe") == ["▁the", "<|end|>", "▁\n", "the"]
 
 
+# --- start tokens ---
+
+
+@pytest.mark.parametrize(
+    ("fields", "changed", "start_ids"),
+    [
+        (sentencepiece_fields(), {}, (1,)),
+        (sentencepiece_fields(), {"tokenizer.ggml.bos_token_id": 6}, (6,)),
+        (sentencepiece_fields(), {"tokenizer.ggml.add_bos_token": False}, ()),
+        (gguf_fields(), {"tokenizer.ggml.bos_token_id": 0}, ()),
+        (gguf_fields(), {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}, (0,)),
+        (gguf_fields(), {"tokenizer.ggml.add_bos_token": True}, ()),
+        (gguf_fields("llama-bpe"), {"tokenizer.ggml.bos_token_id": 0}, (0,)),
+        (gguf_fields("tekken"), {"tokenizer.ggml.bos_token_id": 0}, (0,)),
+    ],
+)
+def test_start_tokens_are_those_of_llama_cpp(fields: dict[str, Any], changed: dict[str, Any], start_ids: tuple[int, ...]):
+    assert tokenizer_from_gguf({**fields, **changed}).start_ids == start_ids
+
+
+def test_sentencepiece_begins_with_token_1_where_the_file_says_nothing():
+    fields = sentencepiece_fields()
+    del fields["tokenizer.ggml.bos_token_id"]
+    assert tokenizer_from_gguf(fields).start_ids == (1,)
+
+
 # --- every family ---
 
 KINDS = {
@@ -180,6 +206,7 @@ def test_the_tokenizer_of_every_family_is_read(model: str, pre: str):
         ({"tokenizer.ggml.scores": None}, r"tokenizer\.ggml\.scores'?\]? is None"),
         ({"tokenizer.ggml.token_type": [1]}, "the GGUF metadata has 328 tokens and 1 token types"),
         ({"tokenizer.ggml.eos_token_id": 328}, r"tokenizer\.ggml\.eos_token_id is 328, but there are 328 tokens"),
+        ({"tokenizer.ggml.bos_token_id": 328}, r"tokenizer\.ggml\.bos_token_id is 328, but there are 328 tokens"),
         ({"tokenizer.ggml.eos_token_id": -1}, r"tokenizer\.ggml\.eos_token_id'?\]? is -1"),
         ({"tokenizer.ggml.tokens": ["a"] * 328}, r"tokenizer\.ggml\.tokens has 'a' twice, with the ids 0 and 1"),
     ],
@@ -200,3 +227,11 @@ def test_refuses():
         tokenizer_from_gguf({k: v for k, v in gguf_fields().items() if not k.endswith("merges")})
     with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'tokenizer\.ggml\.scores'"):
         tokenizer_from_gguf({k: v for k, v in FIELDS["llama"].items() if not k.endswith("scores")})
+    colon = {
+        "tokenizer.ggml.add_bos_token": True,
+        "tokenizer.ggml.bos_token_id": gguf_fields()["tokenizer.ggml.tokens"].index(":"),
+    }
+    with pytest.raises(
+        UnsupportedError, match="the beginning-of-text token is ':', which the package tokenizers cannot add"
+    ):
+        tokenizer_from_gguf({**gguf_fields(), **colon})

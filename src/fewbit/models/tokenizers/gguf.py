@@ -45,7 +45,8 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     """Reads the tokenizer of a GGUF file: byte-level BPE or BPE of SentencePiece.
 
     Text is split as llama.cpp does, at control and user-defined tokens first. Tokens of SentencePiece with equal scores are
-    merged in the order of their ids; llama.cpp merges the leftmost.
+    merged in the order of their ids; llama.cpp merges the leftmost. Without `add_bos_token` those begin a text with the
+    beginning-of-text token that do in llama.cpp: SentencePiece, Llama 3 and Tekken.
 
     Args:
         fields: the metadata by key, as plain Python values.
@@ -75,7 +76,13 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     stop_ids = ()
     if found.stop is not None:
         stop_ids = (found.stop,)
-    return Tokenizer(backend, stop_ids, found.template)
+    adds_start = found.adds_start
+    if adds_start is None:
+        adds_start = kind.model == "llama" or kind.pre in _WHOLE_WORDS
+    if not adds_start or found.start is None:
+        return Tokenizer(backend, stop_ids, found.template)
+    backend.post_processor = _start_processor(found.tokens[found.start], found.start)
+    return Tokenizer(backend, stop_ids, found.template, (found.start,))
 
 
 def _rule(pre: str) -> tuple[str, ...]:
@@ -130,8 +137,9 @@ def _vocab(found: "_Vocabulary") -> dict[str, int]:
     """The ids by token."""
     if len(found.kinds) != len(found.tokens):
         raise QuantError(f"{_WHERE} has {len(found.tokens)} tokens and {len(found.kinds)} token types")
-    if found.stop is not None and found.stop >= len(found.tokens):
-        raise QuantError(f"tokenizer.ggml.eos_token_id is {found.stop}, but there are {len(found.tokens)} tokens")
+    for name, index in (("bos", found.start), ("eos", found.stop)):
+        if index is not None and index >= len(found.tokens):
+            raise QuantError(f"tokenizer.ggml.{name}_token_id is {index}, but there are {len(found.tokens)} tokens")
     vocab: dict[str, int] = {}
     for i, token in enumerate(found.tokens):
         if vocab.setdefault(token, i) != i:
@@ -154,6 +162,13 @@ def _add_tokens(backend: Any, found: "_Vocabulary") -> None:
     backend.add_special_tokens(added((_UNKNOWN, _CONTROL), special=True))
 
 
+def _start_processor(token: str, index: int) -> Any:
+    """The post-processor that puts a token before a text."""
+    if ":" in token or token.startswith("$"):  # they have a meaning in templates
+        raise UnsupportedError(f"the beginning-of-text token is {token!r:.60}, which the package tokenizers cannot add")
+    return tokenizers_package().processors.TemplateProcessing(single=[token, "$A"], special_tokens=[(token, index)])
+
+
 class _Kind(msgspec.Struct):
     """The JSON schema of a GGUF file's kind of tokenizer."""
 
@@ -166,6 +181,8 @@ class _Vocabulary(msgspec.Struct, kw_only=True):
 
     tokens: list[str] = msgspec.field(name="tokenizer.ggml.tokens")
     kinds: list[int] = msgspec.field(name="tokenizer.ggml.token_type")
+    start: Count | None = msgspec.field(name="tokenizer.ggml.bos_token_id", default=None)
+    adds_start: bool | None = msgspec.field(name="tokenizer.ggml.add_bos_token", default=None)
     stop: Count | None = msgspec.field(name="tokenizer.ggml.eos_token_id", default=None)
     template: str | None = msgspec.field(name="tokenizer.chat_template", default=None)
     name: str = msgspec.field(name="general.name", default="")
@@ -184,5 +201,6 @@ class _ByteLevel(_Vocabulary, kw_only=True):
 class _SentencePiece(_Vocabulary, kw_only=True):
     """The JSON schema of a BPE of SentencePiece."""
 
+    start: Count | None = msgspec.field(name="tokenizer.ggml.bos_token_id", default=1)
     scores: list[float] = msgspec.field(name="tokenizer.ggml.scores")
     adds_space: bool = msgspec.field(name="tokenizer.ggml.add_space_prefix", default=True)
