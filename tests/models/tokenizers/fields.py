@@ -63,7 +63,7 @@ def pieces(tokenizer: Tokenizer, text: str) -> list[str]:
 
 def sentencepiece_source(*, adds_space: bool = True) -> Any:
     """The same tokenizer as Hugging Face has it, with a list of merges: of Llama with a space before the text, else of Gemma."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
     fields = sentencepiece_fields()
     tokens = [t.replace(" ", SPACE) for t in fields["tokenizer.ggml.tokens"] if t != "[PAD]"]
@@ -84,4 +84,5 @@ def sentencepiece_source(*, adds_space: bool = True) -> Any:
     added = [t for t in tokens if kinds[t] == 4 and not (adds_space and t in spaces)]
     source.add_tokens([AddedToken(t, normalized=False) for t in added])
     source.add_special_tokens([AddedToken(t, normalized=False) for t in tokens if kinds[t] in (2, 3)])
+    source.post_processor = processors.TemplateProcessing(single=["<s>", "$A"], special_tokens=[("<s>", 1)])
     return source
