@@ -7,7 +7,7 @@ SOURCES, TESTS = ROOT / "src" / "fewbit", ROOT / "tests"
 
 SUITES = {
     "_api": "test_public_names.py",
-    "_pretokenizers": "models/test_tokenizer.py",
+    "_pretokenizers": "models/tokenizers/test_gguf.py",
     "errors": "test_public_names.py",
     "array/covered": "training/test_fake_quant.py",
     "array/leaves": "ops/test_take.py",

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 from fewbit.cli.commands import app
 from fewbit.models import GGUF, shapes
 from tests.io.mutations import RAW, gguf_bytes
-from tests.models.test_tokenizer import gguf_fields
+from tests.models.tokenizers.fields import gguf_fields
 from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 

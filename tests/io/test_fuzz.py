@@ -33,7 +33,7 @@ from fewbit.workflows.memory import peak_memory
 from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
 from tests.io.gguf.test_sentencepiece import model as sentencepiece_model
 from tests.io.gguf.test_vocabulary import sentencepiece_json
-from tests.models.test_tokenizer import gguf_fields
+from tests.models.tokenizers.fields import gguf_fields, sentencepiece_fields
 from tests.nets.random_decoder import SMALL
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
@@ -114,14 +114,21 @@ def hugging_face(name):
 
 def tokenizer(name, files=None):
     def subject(directory):
-        found = files or models.tokenizer_from_gguf(gguf_fields()).files()
-        config = {"eos_token": {"content": "a"}, "chat_template": "{{'<|im_start|>'}}", "model_max_length": 10**30}
+        fields = {**gguf_fields(), "tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.add_bos_token": True}
+        found = files or models.tokenizer_from_gguf(fields).files()
+        config = {
+            "eos_token": {"content": "a"},
+            "bos_token": "a",
+            "add_bos_token": True,
+            "chat_template": "{{'<|im_start|>'}}",
+            "model_max_length": 10**30,
+        }
         for each, data in {**found, "tokenizer_config.json": json.dumps(config).encode()}.items():
             (directory / each).write_bytes(data)
 
         def read():
             found = models.tokenizer_from_directory(directory)
-            found.decode(found.encode("hello 12"))
+            found.decode(found.encode("hello 12", add_start=True))
             found.files()
 
         return Subject(directory / name, mutated_json, read)
@@ -188,40 +195,43 @@ def fewbit_directory(name):
     return subject
 
 
-def gguf(directory):
-    fields = {
-        "general.architecture": "llama",
-        "llama.block_count": SMALL.layers,
-        "llama.embedding_length": SMALL.width,
-        "llama.feed_forward_length": SMALL.hidden,
-        "llama.attention.head_count": SMALL.heads,
-        "llama.attention.head_count_kv": SMALL.kv_heads,
-        "llama.attention.key_length": SMALL.head_dim,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5,
-        "llama.context_length": SMALL.context,
-        **gguf_fields(),
-    }
-    tensors = {GGUF.name(path): shape for path, shape in shapes(SMALL).items()}
-    tensors["token_embd.weight"] = (len(fields["tokenizer.ggml.tokens"]), SMALL.width)
-    path = directory / "model.gguf"
-    path.write_bytes(gguf_bytes(fields, tensors))
+def gguf(tokenizer):
+    def subject(directory):
+        fields = {
+            "general.architecture": "llama",
+            "llama.block_count": SMALL.layers,
+            "llama.embedding_length": SMALL.width,
+            "llama.feed_forward_length": SMALL.hidden,
+            "llama.attention.head_count": SMALL.heads,
+            "llama.attention.head_count_kv": SMALL.kv_heads,
+            "llama.attention.key_length": SMALL.head_dim,
+            "llama.attention.layer_norm_rms_epsilon": 1e-5,
+            "llama.context_length": SMALL.context,
+            **tokenizer,
+        }
+        tensors = {GGUF.name(path): shape for path, shape in shapes(SMALL).items()}
+        tensors["token_embd.weight"] = (len(fields["tokenizer.ggml.tokens"]), SMALL.width)
+        path = directory / "model.gguf"
+        path.write_bytes(gguf_bytes(fields, tensors))
 
-    def mutated(data, draw):
-        if draw.random() < 0.5:
-            return mutated_bytes(data, draw)
-        try:
-            changed = json.loads(mutated_json(json.dumps(fields).encode(), draw))
-        except (ValueError, RecursionError):
-            return mutated_bytes(data, draw)
-        return gguf_bytes(changed if isinstance(changed, dict) else {"a": changed}, tensors)
+        def mutated(data, draw):
+            if draw.random() < 0.5:
+                return mutated_bytes(data, draw)
+            try:
+                changed = json.loads(mutated_json(json.dumps(fields).encode(), draw))
+            except (ValueError, RecursionError):
+                return mutated_bytes(data, draw)
+            return gguf_bytes(changed if isinstance(changed, dict) else {"a": changed}, tensors)
 
-    def read():
-        model = workflows.load(path)
-        if model.tokenizer is not None:
-            model.tokenizer.decode(model.tokenizer.encode("hello"))
-        return content(io.read(path))
+        def read():
+            model = workflows.load(path)
+            if model.tokenizer is not None:
+                model.tokenizer.decode(model.tokenizer.encode("hello <s>\n", add_start=True))
+            return content(io.read(path))
 
-    return Subject(path, mutated, read)
+        return Subject(path, mutated, read)
+
+    return subject
 
 
 def gguf_blocks(directory):
@@ -328,7 +338,8 @@ SUBJECTS = {
     "safetensors": safetensors,
     "manifest": fewbit_directory("manifest.json"),
     "fewbit config": fewbit_directory("config.json"),
-    "gguf": gguf,
+    "gguf": gguf(gguf_fields()),
+    "gguf: sentencepiece": gguf(sentencepiece_fields()),
     "gguf blocks": gguf_blocks,
     "to gguf: config": to_gguf("config.json"),
     "to gguf: tokenizer": to_gguf("tokenizer.json"),

@@ -45,17 +45,19 @@ def llama_directory(directory: Path, *, changed: dict[str, Any] | None = None) -
     return directory
 
 
-def family_directory(directory: Path, model_type: str, settings: dict[str, Any]) -> Path:
-    """A Hugging Face directory of another family with random float32 weights, and a tokenizer of characters."""
+def family_directory(directory: Path, model_type: str, settings: dict[str, Any], tokenizer: str | None = None) -> Path:
+    """A Hugging Face directory of another family with random float32 weights; the tokenizer is one of characters by default."""
     from safetensors.numpy import save_file
 
-    settings = {**settings, "model_type": model_type, "vocab_size": len(LETTERS)}
+    settings = {**settings, "model_type": model_type}
+    if tokenizer is None:
+        settings["vocab_size"] = len(LETTERS)
     config, family = config_from_hf(settings), FAMILIES[model_type]
     directory.mkdir(parents=True, exist_ok=True)
     named = named_from_params(random_params(config), family.table, config)
     save_file({name: np.array(array) for name, array in named.items()}, str(directory / "model.safetensors"))
     (directory / "config.json").write_text(json.dumps(settings))
-    (directory / "tokenizer.json").write_text(_tokenizer_json())
+    (directory / "tokenizer.json").write_text(tokenizer or _tokenizer_json())
     return directory
 
 

@@ -14,7 +14,7 @@ from fewbit.kvcache import kv_policy
 from fewbit.models import is_installed
 from fewbit.workflows.engine import as_stored, choose_engine, transformers_of
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
-from tests.workflows.families import TEXT, checkpoint, run_json, write_tokenizer
+from tests.workflows.families import LETTERS, TEXT, checkpoint, run_json, write_tokenizer
 
 pytestmark = needs_tokenizers
 needs_transformers = pytest.mark.skipif(not is_installed("transformers"), reason="needs pip install fewbit[transformers]")
@@ -79,6 +79,7 @@ def test_each_family_has_the_numbers_of_transformers_on_the_decoded_weights(foun
     quality = run_json("eval", of.quantized, "--against", of.path, *arguments)["quality"]
     tokens = np.asarray(as_stored(workflows.load(of.path)).readable_tokenizer().encode(TEXT))[:49]
     windows = np.stack([tokens[i : i + 9] for i in range(0, 48, 8)])
+    windows[:, 0] = LETTERS.index("[")  # the token that begins a text
     logits = [logits_of(of.theirs(decoded=decoded), windows[:, :-1]) for decoded in (False, True)]
     p, q = map(log_softmax, logits)
     losses = [-np.take_along_axis(log, windows[:, 1:, None], -1) for log in (p, q)]
@@ -107,6 +108,7 @@ def test_the_error_of_a_block_is_that_of_its_hidden_state(found):
     blocks = run_json("eval", of.quantized, "--against", of.path, *arguments)["quality"]["blocks"]
     assert list(blocks) == ["model.layers.0", "model.layers.1"]
     tokens = as_stored(workflows.load(of.path)).readable_tokenizer().encode(TEXT)[:8]
+    tokens[0] = LETTERS.index("[")
     ids = torch.from_numpy(tokens.astype(np.int64))[None]
     with torch.no_grad():
         p, q = (of.theirs(decoded=decoded)(ids, output_hidden_states=True).hidden_states[1] for decoded in (False, True))
@@ -117,7 +119,7 @@ def test_the_error_of_a_block_is_that_of_its_hidden_state(found):
 @needs_transformers
 def test_auto_is_the_decoder_on_a_llama_and_agrees_with_transformers(found):
     of = found("llama")
-    arguments = ("eval", of.quantized, "--against", of.path, "--text", found.text, "--window", 8, "--tokens", 48)
+    arguments = ("eval", of.quantized, "--against", of.path, "--text", found.text, "--window", 8, "--tokens", 80)
     ours, theirs = (run_json(*arguments, *engine)["quality"] for engine in ((), ("--engine", "transformers")))
     assert (ours["engine"], theirs["engine"].split()[0]) == ("fewbit", "LlamaForCausalLM")
     for key in ("reference", "candidate"):

@@ -1,5 +1,7 @@
 """Evaluating models: the same as the metrics on plain logits, with quantized leaves as with decoded ones."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,7 +11,7 @@ from fewbit import evaluate, models, workflows
 from fewbit.errors import QuantError
 from fewbit.kvcache import kv_policy
 from tests.nets.random_decoder import SMALL
-from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
+from tests.workflows.checkpoints import TEXT, llama_directory, needs_tokenizers, text_file
 
 pytestmark = needs_tokenizers
 
@@ -76,6 +78,24 @@ def test_a_rotated_model_can_be_written_and_remembers_its_seed(model, tmp_path):
     stored = workflows.load(tmp_path / "q")
     assert stored.facts["rotation_seed"] == 3
     assert not stored.config.tied
+
+
+def test_each_window_begins_with_the_start_tokens(model):
+    plain = workflows.evaluation_windows(model, TEXT, tokens=32, window=16)
+    begun = dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, start_ids=(66,)))
+    windows = workflows.evaluation_windows(begun, TEXT, tokens=32, window=16)
+    assert windows[:, 0].tolist() == [66, 66]
+    assert np.array_equal(windows[:, 1:], plain[:, 1:])
+
+
+@pytest.mark.parametrize(
+    ("start_ids", "message"),
+    [((1, 2, 3), "window is 2 tokens, but the tokenizer of hf begins every text with 3"), ((67,), "gives token 67, but")],
+)
+def test_start_tokens_that_do_not_fit_are_refused(model, start_ids, message):
+    begun = dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, start_ids=start_ids))
+    with pytest.raises(QuantError, match=message):
+        workflows.evaluation_windows(begun, TEXT, window=2)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..models.roles.modules import guarded
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizers.tokenizer import Tokenizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +59,10 @@ def transformers_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]
         import transformers
 
         tokenizer = transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    return Tokenizer(_Backend(tokenizer))
+        found = tokenizer("a", return_special_tokens_mask=True)
+    ids, is_special = found["input_ids"], found["special_tokens_mask"]
+    count = is_special.index(0) if 0 in is_special else 0
+    return Tokenizer(_Backend(tokenizer), start_ids=tuple(ids[:count]))
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from ..evaluate.transformers_engine import TransformersEngine, transformers_engi
 from ..evaluate.transformers_tokenizer import transformers_tokenizer
 from ..io.read import read
 from ..models.installed import is_installed
-from ..models.tokenizer import Tokenizer, tokenizer_from_files
+from ..models.tokenizers.hugging_face import tokenizer_from_files
+from ..models.tokenizers.tokenizer import Tokenizer
 from .model import Model
 
 ENGINES = ("auto", "fewbit", "transformers")

@@ -244,6 +244,9 @@ def evaluation_windows(
 ) -> np.ndarray:
     """Cuts a text into windows of token ids.
 
+    If the tokenizer has start tokens, such as a beginning-of-text token, they replace the first tokens of each window, as in
+    llama.cpp's perplexity.
+
     Args:
         model: a model that can be run.
         text: the text itself.
@@ -255,21 +258,28 @@ def evaluation_windows(
         Token ids `[windows, window + 1]`: the inputs, and the token after them.
 
     Raises:
-        QuantError: when the text is too short, a window is longer than the model's context, or a token has no logit.
+        QuantError: when the text is too short, a window is longer than the model's context or has no room for a token of the text,
+            or a token has no logit.
     """
     runs = engine or engine_of(model, "fewbit")
     if window is not None and runs.context is not None and window > runs.context:
         raise QuantError(f"window is {window} tokens, more than the context of {model.name}, {runs.context}")
     if window is None:
         window = min(WINDOW, runs.context or WINDOW)
-    ids = model.readable_tokenizer().encode(text)
-    if runs.vocab is not None and ids.size and ids.max() >= runs.vocab:
+    tokenizer = model.readable_tokenizer()
+    ids, start_ids = tokenizer.encode(text), tokenizer.start_ids
+    largest = max((*start_ids, ids.max(initial=0)))
+    if runs.vocab is not None and largest >= runs.vocab:
+        raise QuantError(f"the tokenizer of {model.name} gives token {largest}, but its vocabulary has {runs.vocab} tokens")
+    if len(start_ids) > window:
         raise QuantError(
-            f"the tokenizer of {model.name} gives token {ids.max()}, but its vocabulary has {runs.vocab} tokens"
+            f"window is {window} tokens, but the tokenizer of {model.name} begins every text with {len(start_ids)}"
         )
-    if tokens is not None:
-        return token_windows(ids, length=window, limit=tokens)
-    return token_windows(ids, length=window)[: max(TOKENS // window, 1)]
+    windows = token_windows(ids, length=window, limit=tokens)
+    if tokens is None:
+        windows = windows[: max(TOKENS // window, 1)]
+    windows[:, : len(start_ids)] = start_ids
+    return windows
 
 
 def batch_size(vocab: int | None, windows: np.ndarray) -> int:

@@ -16,7 +16,7 @@ from ..kernels.qmatmul.cpu.backend import reads_packed_weights
 from ..kvcache.policy import KVPolicy
 from ..models.cache import empty_cache
 from ..models.generate import Writer
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizers.tokenizer import Tokenizer
 from ..ops.interpret.transparent import transparent
 from .evaluate import stacked
 from .model import Model, decoded
@@ -81,7 +81,7 @@ def generate_text(
 
     Args:
         model: the model: configuration, tokenizer and parameters.
-        prompt: the text.
+        prompt: the text; the tokenizer's start tokens, such as a beginning-of-text token, are put before it.
         params: a pytree to use instead of the model's own parameters.
         max_tokens: the number of new tokens at most.
         temperature: 0 is greedy decoding; above 0 samples.
@@ -148,13 +148,13 @@ def _prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool | None) -> tuple[n
     if not prompt:
         raise QuantError("the prompt is empty; give some text to continue")
     if chat is False or (chat is None and tokenizer.chat_template is None):
-        return tokenizer.encode(prompt), False
+        return tokenizer.encode(prompt, add_start=True), False
     try:
         return tokenizer.chat(prompt), True
     except UnsupportedError:
         if chat:
             raise
-        return tokenizer.encode(prompt), False
+        return tokenizer.encode(prompt, add_start=True), False
 
 
 def _decoded_weights(params: PyTree) -> tuple[PyTree, int]:

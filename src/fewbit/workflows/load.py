@@ -12,12 +12,14 @@ from ..io.checkpoint import Checkpoint
 from ..io.read import read
 from ..models.config import DecoderConfig
 from ..models.families.gguf import config_from_gguf, gguf_table_of
-from ..models.families.glassllm import config_from_glassllm
+from ..models.families.glassllm import GLASSLLM, config_from_glassllm
 from ..models.families.table import family_of
-from ..models.families.tables import GLASSLLM
 from ..models.installed import glassllm_npz, minilm_directory, smollm2_gguf
 from ..models.names import NameTable, check_layers, is_extra, names_by_path, shapes
-from ..models.tokenizer import Tokenizer, tokenizer_from_files, tokenizer_from_gguf, tokenizer_from_glassllm
+from ..models.tokenizers.gguf import tokenizer_from_gguf
+from ..models.tokenizers.glassllm import tokenizer_from_glassllm
+from ..models.tokenizers.hugging_face import tokenizer_from_files
+from ..models.tokenizers.tokenizer import Tokenizer
 from .model import Model, Value
 
 

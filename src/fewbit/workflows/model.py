@@ -16,7 +16,7 @@ from ..io.checkpoint import TensorInfo
 from ..kernels.quantize.dispatch import dequantize
 from ..models.config import DecoderConfig
 from ..models.names import params_from_paths
-from ..models.tokenizer import Tokenizer
+from ..models.tokenizers.tokenizer import Tokenizer
 from ..recipe.rows import PlanRow
 
 Value = np.ndarray | jax.Array | QArray

@@ -44,6 +44,8 @@ def test_fields_of_other_families():
     assert found["qwen3"]["qwen3.attention.key_length"] == 32
     assert found["mixtral"]["llama.expert_count"] == 4
     assert found["qwen2-moe"]["qwen2moe.expert_shared_feed_forward_length"] == 64
+    caps = (found["gemma2"][f"gemma2.{kind}_logit_softcapping"] for kind in ("attn", "final"))
+    assert tuple(caps) == (50.0, 30.0)  # transformers' defaults
     assert found["gemma3"]["gemma3.rope.freq_base_swa"] == 1e4
     assert found["gemma3"]["gemma3.rope.freq_base"] == 1e6
     assert found["granite"]["granite.logit_scale"] == 4.0

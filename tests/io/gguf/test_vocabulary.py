@@ -139,6 +139,14 @@ def test_a_post_processor_says_what_is_added():
     assert found["tokenizer.ggml.add_bos_token"] is False
 
 
+def test_a_post_processor_says_which_token_begins_a_text():
+    step = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|end|>"}}, {"Sequence": {"id": "A"}}]}
+    tokenizer = byte_level() | {"post_processor": step}
+    assert fields(tokenizer, config={"bos_token_id": 3})["tokenizer.ggml.bos_token_id"] == 0
+    assert fields(tokenizer, tokenizer_config__json={"bos_token": "ab"})["tokenizer.ggml.bos_token_id"] == 3
+    assert "tokenizer.ggml.bos_token_id" not in fields(byte_level())
+
+
 @pytest.mark.parametrize(
     ("tokenizer", "error", "message"),
     [

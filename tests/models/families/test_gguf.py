@@ -69,6 +69,12 @@ def test_scaled_rotary_embedding():
     assert (factors.short, factors.long, factors.gain) == ((1.0, 8.0), (1.0, 8.0), 1.0)
 
 
+def test_gemma_2_has_the_soft_caps_of_llama_cpp_where_the_file_has_none():
+    fields = {key.replace("llama", "gemma2"): value for key, value in GGUF_FIELDS.items()}
+    config = config_from_gguf({**fields, "general.architecture": "gemma2"}, [])
+    assert (config.attention_cap, config.logit_cap) == (50.0, 30.0)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

@@ -14,7 +14,9 @@ from fewbit.io.gguf.header import read_header
 from fewbit.io.gguf.stored import stored
 from fewbit.workflows.convert.gguf import why_not, why_not_model, write_gguf
 from tests.io.gguf.families import COMMON, save_tokenizer
-from tests.workflows.checkpoints import llama_directory, needs_tokenizers
+from tests.models.tokenizers.fields import sentencepiece_source
+from tests.workflows.checkpoints import family_directory, llama_directory, needs_tokenizers
+from tests.workflows.families import run_json
 
 pytestmark = needs_tokenizers
 CONFIG = {
@@ -84,6 +86,71 @@ def gguf_names():
     for i in range(2):
         for part in ["attn_norm", "attn_q", "attn_k", "attn_v", "attn_output", "ffn_norm", "ffn_gate", "ffn_up", "ffn_down"]:
             yield f"blk.{i}.{part}.weight"
+
+
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GEMMA = {"query_pre_attn_scalar": 8, "sliding_window": 8, "hidden_activation": "gelu_pytorch_tanh"}
+TEXT = "the mother bathes them both; <s> then tea at 12. é\n"
+
+
+def text_directory(path: pathlib.Path, family: str) -> pathlib.Path:
+    """A random model of a family with the family's kind of tokenizer."""
+    if family == "qwen3":
+        save_tokenizer(path)
+        tokenizer, vocab = (path / "tokenizer.json").read_text(), 300
+    else:
+        source = sentencepiece_source(adds_space=family == "llama")
+        tokenizer, vocab = source.to_str(), source.get_vocab_size()
+    settings = {**SIZES, **(GEMMA if family == "gemma2" else {}), "vocab_size": vocab}
+    return family_directory(path, family, settings, tokenizer)
+
+
+@pytest.fixture(scope="module", params=["llama", "gemma2", "qwen3"])
+def both(request, tmp_path_factory) -> tuple[pathlib.Path, pathlib.Path]:
+    """The directory of a family and the GGUF file written from it."""
+    directory = text_directory(tmp_path_factory.mktemp("text") / request.param, request.param)
+    model = workflows.load(directory)
+    return directory, write_gguf(model, unchanged(model), directory.with_name("m.gguf"))
+
+
+def test_a_gguf_file_reads_text_as_its_directory_does(both):
+    one, other = map(workflows.load, both)
+    assert other.tokenizer is not None, other.why_no_tokenizer
+    assert one.tokenizer.start_ids == other.tokenizer.start_ids == (() if both[0].name == "qwen3" else (1,))
+    ids = [model.tokenizer.encode(TEXT, add_start=True) for model in (one, other)]
+    assert np.array_equal(*ids)
+    assert one.tokenizer.decode(ids[0]) == other.tokenizer.decode(ids[0])
+    windows = [workflows.evaluation_windows(model, TEXT * 2, tokens=32, window=16) for model in (one, other)]
+    assert np.array_equal(*windows)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_continues_a_prompt_as_its_directory_does(both):
+    samples = [run_json("generate", path, TEXT, "--max-tokens", 12) for path in both]
+    assert samples[0]["text"] == samples[1]["text"]
+    assert len(samples[0]["text"]) > 5
+    assert samples[0]["prompt_tokens"] == len(workflows.load(both[0]).tokenizer.encode(TEXT, add_start=True))
+
+
+@pytest.mark.oracle
+def test_transformers_reads_the_tokenizer_of_a_gguf_file(both):
+    """Without the blanks and special tokens that its class of Llama treats otherwise than SentencePiece."""
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.AutoTokenizer.from_pretrained(both[1].parent, gguf_file=both[1].name, local_files_only=True)
+    text = "the mother bathes them both; then tea at 12. é"
+    assert workflows.load(both[1]).tokenizer.encode(text, add_start=True).tolist() == theirs(text)["input_ids"]
 
 
 def test_a_gguf_file_passes_through(written, tmp_path):

@@ -65,8 +65,10 @@ def tokenizer_fields(files: Mapping[str, bytes], config: Mapping[str, Any], voca
             "tokenizer.json is neither a byte-level BPE nor one with byte fallback; llama.cpp has no such kind"
         )
     ids = {token: i for i, token in reversed(list(enumerate(tokens)))}
-    fields |= _special_ids(ids, settings, {**_object(files, "generation_config.json"), **config})
-    fields |= _added(tokenizer, settings)
+    before, after = _template(tokenizer.get("post_processor"))
+    said = {"bos_token": before, "eos_token": after, **settings}
+    fields |= _special_ids(ids, said, {**_object(files, "generation_config.json"), **config})
+    fields |= _added({"bos": before is not None, "eos": after is not None}, settings)
     if template := _chat_template(files, settings):
         fields["tokenizer.chat_template"] = template
     return fields
@@ -233,29 +235,35 @@ def _special_ids(ids: Mapping[str, int], settings: Mapping[str, Any], config: Ma
     return fields
 
 
-def _added(tokenizer: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str, Field]:
-    """Whether the beginning and end tokens are added to a text."""
-    before, after = _template(tokenizer.get("post_processor"))
-    found = {"bos": before, "eos": after}
-    for name in found:
-        if isinstance(settings.get(f"add_{name}_token"), bool):
-            found[name] = settings[f"add_{name}_token"]
-    return {f"tokenizer.ggml.add_{name}_token": value for name, value in found.items()}
+def _added(by_template: Mapping[str, bool], settings: Mapping[str, Any]) -> dict[str, Field]:
+    """Whether the beginning and end tokens are added to a text; tokenizer_config.json has the last word."""
+    found = {}
+    for name, is_added in by_template.items():
+        said = settings.get(f"add_{name}_token")
+        found[f"tokenizer.ggml.add_{name}_token"] = said if isinstance(said, bool) else is_added
+    return found
 
 
-def _template(processor: Any) -> tuple[bool, bool]:
-    """Whether a post-processor adds a token before and after a text."""
+def _template(processor: Any) -> tuple[str | None, str | None]:
+    """The tokens that a post-processor adds before and after a text; None: none."""
     if not isinstance(processor, dict):
-        return False, False
+        return None, None
     if processor.get("type") == "Sequence":
         found = [_template(part) for part in _objects(processor.get("processors"))]
-        return any(before for before, _ in found), any(after for _, after in found)
-    if processor.get("type") != "TemplateProcessing":
-        return False, False
-    steps = [next(iter(step), "") for step in _objects(processor.get("single"))]
-    if "Sequence" not in steps:
-        return False, False
-    return steps[0] == "SpecialToken", steps[-1] == "SpecialToken"
+        before, after = ([each[side] for each in found if each[side] is not None] for side in (0, 1))
+        return next(iter(before), None), next(iter(after), None)
+    steps = _objects(processor.get("single"))
+    if processor.get("type") != "TemplateProcessing" or not any("Sequence" in step for step in steps):
+        return None, None
+    return _special(steps[0]), _special(steps[-1])
+
+
+def _special(step: Mapping[str, Any]) -> str | None:
+    """The text of a template's special token; None for another step."""
+    if "SpecialToken" not in step:
+        return None
+    token = step["SpecialToken"]
+    return str(token.get("id", "")) if isinstance(token, dict) else ""
 
 
 def _chat_template(files: Mapping[str, bytes], settings: Mapping[str, Any]) -> str | None:

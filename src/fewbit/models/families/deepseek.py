@@ -9,9 +9,8 @@ import msgspec
 from ..._json import Count, Positive
 from ..config import DecoderConfig, Experts, LatentAttention
 from ..rope_scaling import Yarn, yarn_gain
-from .family import Common, Family, Number, decoder_config, read_config, refuse_unless
+from .family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless
 from .llama import JOINED_EXPERTS, expert_layout
-from .tables import hf_table
 
 
 class _DeepSeek(Common, kw_only=True):

@@ -7,9 +7,8 @@ import msgspec
 
 from ..._json import Count, Positive
 from ..config import DecoderConfig
-from .family import Family, Number, Windowed, activation, decoder_config, read_config, refuse_unless, window_fields
+from .family import Family, Number, Windowed, activation, decoder_config, hf_table, read_config, refuse_unless, window_fields
 from .rope import rope_fields
-from .tables import hf_table
 
 
 class _Gemma(Windowed, kw_only=True):

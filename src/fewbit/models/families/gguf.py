@@ -15,9 +15,8 @@ from ...kernels.quantize.dispatch import dequantize
 from ..config import DecoderConfig, Experts
 from ..names import NameTable, check_layer_count
 from ..rope_scaling import Linear, LongRope, RopeScaling, Yarn
-from .family import MANY, Number, refuse_unless
+from .family import GGUF, MANY, Number, refuse_unless
 from .table import FAMILIES
-from .tables import GGUF
 
 _WHERE = "the GGUF metadata"
 
@@ -284,8 +283,8 @@ def _gemma(found: _Gguf, largest: int) -> dict[str, Any]:
 
 
 def _gemma2(found: _Gguf) -> dict[str, Any]:
-    fields = _gemma(found, 46)
-    return {**fields, **_windows(found, 2), "attention_cap": found.attention_cap}
+    caps = {"attention_cap": found.attention_cap or 50.0, "logit_cap": found.logit_cap or 30.0}  # llama.cpp's defaults
+    return {**_gemma(found, 46), **_windows(found, 2), **caps}
 
 
 def _gemma3(found: _Gguf) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The configuration of a glassllm `.npz`."""
+"""The configuration and the names of a glassllm `.npz`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import msgspec
 
 from ..._json import Positive, converted
 from ..config import DecoderConfig
-from .family import Number
+from .family import Number, table
 
 
 def config_from_glassllm(obj: Mapping[str, Any]) -> DecoderConfig:
@@ -41,3 +41,18 @@ class _Glassllm(msgspec.Struct):
     context: Positive = msgspec.field(name="max_len")
     norm_eps: Number = msgspec.field(name="eps")
     rope_theta: Number = msgspec.field(name="rope_base")
+
+
+_GLASSLLM_MATRICES = {
+    **{f"attn/{name}": f"attn.W_{name.upper()}" for name in ("q", "k", "v", "o")},
+    **{f"mlp/{name}": f"ffn.{theirs}" for name, theirs in (("gate", "W1"), ("up", "W3"), ("down", "W2"))},
+}
+GLASSLLM = table(
+    "glassllm",
+    {"embed": "E", "norm": "norm_f.gamma"},
+    "blocks.{}.",
+    {"attn/norm": "norm1.gamma", "mlp/norm": "norm2.gamma", **_GLASSLLM_MATRICES},
+    transposed=frozenset(f"layers/{{}}/{part}" for part in _GLASSLLM_MATRICES),
+    derived="__config__",
+)
+"""The names of a glassllm `.npz`: weights are `[in, out]`, rotary embedding is "interleaved"."""

@@ -7,8 +7,7 @@ import msgspec
 
 from ..._json import Count, Positive
 from ..config import DecoderConfig, Experts
-from .family import Family, Number, Windowed, decoder_config, read_config, refuse_unless, window_fields
-from .tables import gguf_table, hf_table
+from .family import Family, Number, Windowed, decoder_config, gguf_table, hf_table, read_config, refuse_unless, window_fields
 
 
 class _GptOss(Windowed, kw_only=True):

@@ -7,8 +7,7 @@ import msgspec
 
 from ..._json import Count, Positive
 from ..config import DecoderConfig, ExpertLayout, Experts
-from .family import Common, Family, Number, Windowed, decoder_config, read_config
-from .tables import hf_table
+from .family import Common, Family, Number, Windowed, decoder_config, hf_table, read_config
 
 
 class _Llama(Common, kw_only=True):

@@ -6,8 +6,7 @@ from typing import Any
 import msgspec
 
 from ..config import DecoderConfig
-from .family import Common, Family, Number, decoder_config, read_config
-from .tables import hf_table
+from .family import Common, Family, Number, decoder_config, hf_table, read_config
 
 
 class _Olmo2(Common, kw_only=True):

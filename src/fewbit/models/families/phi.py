@@ -7,8 +7,7 @@ import msgspec
 
 from ..._json import Positive
 from ..config import DecoderConfig
-from .family import Family, Number, Windowed, decoder_config, read_config, refuse_unless
-from .tables import gguf_table, hf_table
+from .family import Family, Number, Windowed, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 
 
 class _Phi3(Windowed, kw_only=True):

@@ -8,9 +8,8 @@ import msgspec
 from ..._json import Count, Positive
 from ...errors import QuantError
 from ..config import DecoderConfig, Experts
-from .family import Family, Windowed, decoder_config, read_config, window_fields
+from .family import Family, Windowed, decoder_config, hf_table, read_config, window_fields
 from .llama import JOINED_EXPERTS, expert_layout
-from .tables import hf_table
 
 
 class _Qwen2(Windowed, kw_only=True):

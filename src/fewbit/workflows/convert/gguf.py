@@ -17,8 +17,8 @@ from ...io.gguf.reader import gguf_package
 from ...io.gguf.stored import Stored, stored
 from ...io.gguf.vocabulary import tokenizer_fields
 from ...io.gguf.writer import GGUFWriter
+from ...models.families.family import HUGGING_FACE
 from ...models.families.gguf import gguf_table_of
-from ...models.families.tables import HUGGING_FACE
 from ..model import Model, Value
 from .hugging_face import llama_json
 

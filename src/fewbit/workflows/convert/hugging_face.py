@@ -12,7 +12,7 @@ import numpy as np
 from ...array.qarray import QArray
 from ...errors import UnsupportedError
 from ...models.config import DecoderConfig
-from ...models.families.tables import HUGGING_FACE
+from ...models.families.family import HUGGING_FACE
 from ..model import Model, Value, decoded
 
 

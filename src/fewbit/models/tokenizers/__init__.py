@@ -1,0 +1,1 @@
+"""Tokenizers of GGUF, Hugging Face and glassllm checkpoints."""

@@ -1,0 +1,124 @@
+"""A tokenizer with its start and stop tokens and chat template."""
+
+import contextlib
+import dataclasses
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ...errors import QuantError, UnsupportedError
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """A tokenizer with its start and stop tokens and chat template.
+
+    Attributes:
+        backend: the `tokenizers.Tokenizer`.
+        stop_ids: the tokens that end a generation.
+        chat_template: the checkpoint's Jinja template, or None.
+        start_ids: the tokens that begin every text: the beginning-of-text token, or none.
+    """
+
+    backend: Any
+    stop_ids: tuple[int, ...] = ()
+    chat_template: str | None = None
+    start_ids: tuple[int, ...] = ()
+
+    @property
+    def vocab(self) -> int:
+        """The vocabulary size, special tokens included."""
+        return self.backend.get_vocab_size()
+
+    def encode(self, text: str, *, add_start: bool = False) -> np.ndarray:
+        """The int32 token ids of a text, in which special tokens are recognised.
+
+        Args:
+            text: the text.
+            add_start: whether `start_ids` are put before it, unless it begins with them.
+
+        Returns:
+            The ids.
+        """
+        with without_panics():
+            ids = self.backend.encode(text, add_special_tokens=False).ids
+        if add_start and tuple(ids[: len(self.start_ids)]) != self.start_ids:
+            ids = [*self.start_ids, *ids]
+        return np.asarray(ids, np.int32)
+
+    def decode(self, ids: Sequence[int] | np.ndarray, *, keep_special: bool = False) -> str:
+        """The text of token ids, without special tokens unless `keep_special`."""
+        with without_panics():
+            return self.backend.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
+
+    def chat(self, message: str) -> np.ndarray:
+        """The token ids of a user message in the chat template, up to the answer.
+
+        ChatML templates (`<|im_start|>role`, newline, content, `<|im_end|>`, newline) are rendered without running Jinja,
+        with the template's default system message if it has one, and with the start tokens if the template writes them.
+
+        Raises:
+            UnsupportedError: when the checkpoint has no template, or one of another kind.
+        """
+        text = chat_text(message, self.chat_template)
+        return self.encode(text, add_start="bos_token" in (self.chat_template or ""))
+
+    def files(self) -> dict[str, bytes]:
+        """`tokenizer.json` and `tokenizer_config.json` by name, for `tokenizer_from_files`."""
+        stops = [self.backend.id_to_token(i) for i in self.stop_ids]
+        config = {"eos_token": stops[0] if len(stops) == 1 else stops, "chat_template": self.chat_template}
+        if self.start_ids:
+            config |= {"bos_token": self.backend.id_to_token(self.start_ids[0]), "add_bos_token": True}
+        return {
+            "tokenizer.json": self.backend.to_str().encode(),
+            "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
+        }
+
+    def save(self, directory: Path) -> None:
+        """Writes `files` into an existing directory."""
+        for name, content in self.files().items():
+            (directory / name).write_bytes(content)
+
+
+def chat_text(message: str, template: str | None) -> str:
+    """A user message in a ChatML template, up to the answer.
+
+    >>> print(chat_text("Hello", "{{'<|im_start|>' + role}}"))
+    <|im_start|>user
+    Hello<|im_end|>
+    <|im_start|>assistant
+    <BLANKLINE>
+    """
+    if template is None:
+        raise UnsupportedError("the checkpoint has no chat template; give the prompt as plain text")
+    if "<|im_start|>" not in template:
+        raise UnsupportedError("the checkpoint has a chat template that is not ChatML; give the prompt as plain text")
+    text = f"<|im_start|>user\n{message}<|im_end|>\n<|im_start|>assistant\n"
+    if system := re.search(r"<\|im_start\|>system(?:\\n|\n)(.*?)<\|im_end\|>", template, re.DOTALL):
+        text = f"<|im_start|>system\n{system.group(1)}<|im_end|>\n{text}"
+    return text
+
+
+@contextlib.contextmanager
+def without_panics() -> Iterator[None]:
+    """Turns a panic of the Rust code of `tokenizers` into QuantError."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # the class cannot be imported
+            raise
+        raise QuantError(f"tokenizer.json has rules that cannot be applied: {error}") from error
+
+
+def tokenizers_package() -> ModuleType:
+    """The package `tokenizers`."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise UnsupportedError("tokenizers is not installed; pip install fewbit[io] brings it") from error
+    return tokenizers

@@ -1,0 +1,72 @@
+"""Tokenizers write chats, begin texts and decode as their checkpoints say."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("tokenizers")
+
+from fewbit.errors import UnsupportedError
+from fewbit.models import tokenizer_from_directory, tokenizer_from_files, tokenizer_from_gguf
+from fewbit.models.tokenizers.tokenizer import chat_text
+from tests.models.tokenizers.fields import CHATML, gguf_fields, sentencepiece_fields
+
+
+@pytest.mark.parametrize("text", ["hello  12\n\tx", "naïve 一 🙂", "", " ", "a\u0301"])
+def test_text_comes_back(text: str):
+    tokenizer = tokenizer_from_gguf(gguf_fields())
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_chat_is_written_with_the_templates_own_system_message():
+    expected = "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = tokenizer_from_gguf(gguf_fields())
+    assert tokenizer.decode(tokenizer.chat("hi"), keep_special=True) == expected
+    assert chat_text("hi", CHATML.replace("\n", "\\n")) == expected  # a template whose line ends are escaped
+
+
+@pytest.mark.parametrize("template", [None, "[INST] {{ content }} [/INST]"], ids=["none", "other"])
+def test_chat_refuses_what_it_cannot_write(template: str | None):
+    with pytest.raises(UnsupportedError, match=r"the checkpoint has .*chat template.*; give the prompt as plain text"):
+        chat_text("hi", template)
+
+
+def test_files_read_back(tmp_path: Path):
+    tokenizer = tokenizer_from_gguf(gguf_fields())
+    tokenizer.save(tmp_path)
+    for again in (tokenizer_from_directory(tmp_path), tokenizer_from_files(tokenizer.files())):
+        assert again.encode("hello 12").tolist() == tokenizer.encode("hello 12").tolist()
+        assert (again.stop_ids, again.chat_template) == (tokenizer.stop_ids, tokenizer.chat_template)
+        assert again.files() == tokenizer.files()
+
+
+def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(UnsupportedError, match=r"tokenizers is not installed; pip install fewbit\[io\] brings it"):
+        tokenizer_from_files({"tokenizer.json": b"{}"})
+
+
+def test_start_tokens_are_put_before_a_text_once():
+    tokenizer = tokenizer_from_gguf(sentencepiece_fields())
+    assert tokenizer.start_ids == (1,)
+    plain = tokenizer.encode("the")
+    assert tokenizer.encode("the", add_start=True).tolist() == [1, *plain]
+    assert tokenizer.encode("<s>the", add_start=True).tolist() == [1, *plain]
+    assert tokenizer.encode("", add_start=True).tolist() == [1]
+    without = tokenizer_from_gguf(gguf_fields())
+    assert without.encode("he", add_start=True).tolist() == without.encode("he").tolist()
+
+
+@pytest.mark.parametrize("writes", ["", "{{ bos_token }}"])
+def test_a_chat_begins_with_the_start_tokens_that_its_template_writes(writes: str):
+    fields = {**sentencepiece_fields(), "tokenizer.chat_template": writes + CHATML}
+    ids = tokenizer_from_gguf(fields).chat("hi").tolist()
+    assert (ids[0] == 1, 1 in ids[1:]) == (bool(writes), False)
+
+
+def test_start_tokens_read_back_from_files():
+    tokenizer = tokenizer_from_gguf(sentencepiece_fields())
+    again = tokenizer_from_files(tokenizer.files())
+    assert (again.start_ids, again.files()) == ((1,), tokenizer.files())
+    assert b"bos_token" not in tokenizer_from_gguf(gguf_fields()).files()["tokenizer_config.json"]
