@@ -120,6 +120,19 @@ def test_a_policy_takes_the_kernel(name: str, activations: str):
     np.testing.assert_allclose(product(x, w), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("name", ["nvfp4", pytest.param("q4_1", marks=pytest.mark.slow)])
+def test_one_matrix_of_a_stack(name):
+    rng = np.random.default_rng(2)
+    q = fb.quantize(jnp.asarray(rng.normal(size=(3, 20, 64)), jnp.float32), name)
+    if q.tensor_scale is not None:
+        q = dataclasses.replace(q, tensor_scale=q.tensor_scale * jnp.arange(1.0, 4.0).reshape(3, 1, 1))
+    x = activation(2, 64, q.tiles[2])
+    for index, taken in ((0, 0), (2, 2), (-1, 0), (7, 2)):  # beyond the stack: the nearest
+        one = jax.tree.map(lambda leaf: leaf[taken : taken + 1], q)  # noqa: B023
+        expected = native_blocks(x, one, dtype=jnp.float32)
+        np.testing.assert_array_equal(native_blocks(x, q, jnp.int32(index), dtype=jnp.float32), expected)
+
+
 def test_a_batch_of_matrices_with_their_own_tensor_scales():
     rng = np.random.default_rng(1)
     stack = [fb.quantize(jnp.asarray(rng.normal(size=(1, 20, 64)) * s, jnp.float32), "nvfp4") for s in (1, 7)]

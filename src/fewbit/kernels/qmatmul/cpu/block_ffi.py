@@ -14,8 +14,18 @@ from .ffi import INTEGER_LEVELS, flat, scale_buffers, stored_zeros, stream_order
 TARGET = "fewbit_integer_blocks"
 
 
-def native_blocks(x: QArray, q: QArray, *, dtype: DTypeLike, isa: str | None = None) -> jax.Array:
-    """`blocks.block_product`, with an instruction set (None: the best), in a result's dtype."""
+def native_blocks(
+    x: QArray, q: QArray, picked: jax.Array | None = None, *, dtype: DTypeLike, isa: str | None = None
+) -> jax.Array:
+    """`blocks.block_product`, with an instruction set (None: the best), in a result's dtype.
+
+    Args:
+        x: `[B, M, K]`.
+        q: `[B or 1, N, K]`; with `picked` a stack of any length.
+        picked: the index of the one matrix of `q` to multiply with (B of `x` is 1).
+        dtype: that of the result.
+        isa: the instruction set to use, if the machine has it; None: the best.
+    """
     scheme, cols = q.scheme, q.shape[2]
     order = stream_order(scheme)
     if order.size:
@@ -37,6 +47,7 @@ def native_blocks(x: QArray, q: QArray, *, dtype: DTypeLike, isa: str | None = N
         zero_table,
         flat(q.tensor_scale, jnp.float32),
         jnp.asarray(numbers[: 0 if is_byte else 16], jnp.int8),
+        flat(picked, jnp.int32),
         cols=np.int64(cols),
         bits=np.int64(scheme.format.bits),
         row_tile=np.int64(q.tiles[1] or q.shape[1]),
