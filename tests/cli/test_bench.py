@@ -35,9 +35,21 @@ def test_what_is_measured_is_printed(quick):
     assert form["fastest"][0]["by_bits"]["8"]["weight"] == "int8" and len(form["machine"]["copy"]) == 3
 
 
+@pytest.mark.slow
+def test_activations_are_quantized_where_it_is_asked_for(quick):
+    form = json.loads(run("--schemes", "int8,nf4", *quick[2:], "--activations", "int8", "--json").stdout)
+    assert {(row["weight"], row["activation"]) for row in form["rows"] if row["backend"] != "dense"} == {
+        ("int8", "int8"),
+        ("nf4", None),
+    }
+    assert set(form["float_activations"]) == {"nf4 [N, K]", "nf4 [K, N]"}
+    assert "in float32 for nf4 [N, K]: " in run("--schemes", "int8,nf4", *quick[2:], "--activations", "int8").stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--activations", "fp8"), "activations 'fp8' are unknown"),
         (("--sizes", "0"), "--sizes is '0'; give whole numbers above 0"),
         (("--rows", "1,1"), "--rows is '1,1'; give at least one, each once"),
         (("--schemes", "nf5"), "did you mean 'nf4'"),
