@@ -30,6 +30,9 @@ def native_blocks(
     order = stream_order(scheme)
     if order.size:
         cols = -(-cols // order.size) * order.size
+    tile = q.tiles[2]
+    if tile is None or tile >= cols:  # one block, of whole vectors
+        tile = -(-cols // 32) * 32
     found = block_numbers(scheme.format)
     assert found is not None
     numbers, step = found
@@ -46,12 +49,12 @@ def native_blocks(
         zero,
         zero_table,
         flat(q.tensor_scale, jnp.float32),
-        jnp.asarray(numbers[: 0 if is_byte else 16], jnp.int8),
+        jnp.asarray(numbers[:0] if is_byte else numbers, jnp.int8),
         flat(picked, jnp.int32),
         cols=np.int64(cols),
         bits=np.int64(scheme.format.bits),
         row_tile=np.int64(q.tiles[1] or q.shape[1]),
-        col_tile=np.int64(q.tiles[2] or cols),
+        col_tile=np.int64(tile),
         role=np.int64(role),
         unit=np.float32(step),
         is_signed=isinstance(scheme.format, Integer) and scheme.format.signed,

@@ -18,8 +18,8 @@
 // Order of reading w: 16 rows, four cache lines wide, with the line 16 rows below prefetched for [K, N]; the next line of each
 // row for [N, K].
 //
-// GEMV (up to 4 rows of x) does not pack: whole rows of w are multiplied in place (gemv_rows.h), memory bound; [K, N] and
-// blocks interleave rows of w in registers (gemv_columns.h).
+// GEMV (up to 4 rows of x) does not pack: whole rows of w are multiplied in place (gemv_rows.h), memory bound; [K, N] interleaves
+// rows of w in registers (gemv_columns.h). Weights with block scales and any table of int8 numbers: blocks.h.
 //
 // Bound of the GEMM: vpdpbusd's own rate. Measurements, and what did not pay: docs/design/kernels-cpu.md.
 #define FEWBIT_UNITS 3  // the handler with plain C++, AVX2, AVX-512
@@ -175,7 +175,7 @@ XLA_FFI_DEFINE_HANDLER(integers, Integers,
 // The shapes of a stack of codes [`stacked`, N, bytes of K], of its scales and of its zero points.
 static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, Dimensions scale, Dimensions zero, int64_t cols,
                        Checks& checks) {
-  checks.OneOf("bits of a code", job.w.bits, {4, 8});
+  checks.Within("bits of a code", job.w.bits, 1, 8);
   checks.AtLeast("rows of a tile", job.w.row_tile, 1);
   checks.AtLeast("tile", job.w.col_tile, 1);
   if (!checks.Within("columns of the codes", cols, job.K, job.K + (job.group == 0 ? 0 : job.group - 1))) return false;
@@ -228,15 +228,16 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   CheckPerTile("scales of x", x_scale.dimensions(), batch, job.M, scale_shape[2], true, checks);
   const int64_t tensor_scales = static_cast<int64_t>(tensor_scale.element_count());
   checks.OneOf("tensor scales", tensor_scales, {0, 1, stacked});
-  checks.Equal("numbers of the codes", static_cast<int64_t>(numbers.element_count()), bits == 4 ? 16 : 0);
-  for (int64_t i = 0; !checks.failed() && bits == 4 && i < 16; ++i) checks.Within("a number", numbers.typed_data()[i], -31, 32);
+  const int64_t count = static_cast<int64_t>(numbers.element_count());
+  checks.Equal("numbers of the codes", count, bits == 8 ? 0 : 1 << bits);
+  for (int64_t i = 0; !checks.failed() && i < count; ++i) checks.Within("a number", numbers.typed_data()[i], -127, 127);
   if (checks.failed()) return checks.error();
   if (y->element_count() == 0) return ffi::Error::Success();
   if (job.K == 0 || stacked == 0) {  // a sum of nothing
     std::memset(y->untyped_data(), 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  if (bits == 4) SetNumbers(numbers.typed_data(), &job);
+  if (bits != 8) SetNumbers(numbers.typed_data(), &job);
   else SetNumbers(is_signed, &job);
   job.order = job.group == 0 ? nullptr : order.begin();
   job.w.rows = job.N, job.w.cols = cols, job.w.row_stride = shape[2], job.w.packed_cols = true, job.w.tiles_per_row = scale_shape[2];
@@ -284,7 +285,7 @@ XLA_FFI_DEFINE_HANDLER(blocks, Blocks,
                            .Arg<ffi::AnyBuffer>()           // zero points, like scales
                            .Arg<ffi::BufferR1<ffi::F32>>()
                            .Arg<ffi::BufferR1<ffi::F32>>()  // tensor scales, none or one or one a matrix
-                           .Arg<ffi::BufferR1<ffi::S8>>()   // the integer of each code of 4 bits; empty for codes of 8 bits
+                           .Arg<ffi::BufferR1<ffi::S8>>()   // the integer of each code of fewer than 8 bits
                            .Arg<ffi::BufferR1<ffi::S32>>()  // the matrix of the stack; empty: b for b
                            .Ret<ffi::AnyBuffer>()           // y [B, M, N]
                            .Attr<int64_t>("cols")
