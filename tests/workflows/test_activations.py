@@ -9,6 +9,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.errors import QuantError
+from fewbit.formats.codebook import nf4
 from fewbit.workflows.activations import activation_kind, with_int8_activations
 
 
@@ -26,6 +27,15 @@ def test_activations_have_the_blocks_of_the_weight(name, activation):
     assert found.schemes == {"attn/o": activation} and not found.refusals
     assert params["attn"]["o"].policy == fb.Policy(name, activation)
     assert str(found) == f"{activation} with 1 weight"
+
+
+def test_tables_are_rounded_to_int8_and_it_is_said():
+    params, found = with_int8_activations({"o": weight("nf4", 128), "up": weight("iq4_nl")})
+    q = params["o"]
+    assert q.scheme.format == nf4.in_int8() and q.policy == fb.Policy(q.scheme, "int8_g64")
+    assert params["up"].scheme.format == fb.FORMATS["iq4_nl"]
+    assert set(found.rounded) == {"nf4"} and 0.003 < found.rounded["nf4"] <= 0.5 / 127
+    assert str(found).endswith("the table of nf4 rounded to int8, by 0.0037 at most")
 
 
 def test_the_others_stay_float_and_the_reason_is_said():

@@ -51,7 +51,8 @@ def show_times(
     say(f"copy {_rate(rates.copy)} GB/s; dense float32 {_rate(rates.float32)} GFLOP/s, bfloat16 {_rate(rates.bfloat16)}")
     if int8_activations:
         reasons = "; ".join(f"{product}: {reason}" for product, reason in float_activations(grid).items())
-        say(f"activations in int8, in the blocks of the weight, but in float32 for {reasons or 'none'}", wrap=True)
+        rounded = "tables of numbers that are no integers rounded to int8"
+        say(f"activations in int8, in the blocks of the weight, {rounded}; in float32 for {reasons or 'none'}", wrap=True)
     for size in grid.sizes:
         for m in grid.rows:
             say()

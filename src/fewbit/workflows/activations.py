@@ -4,6 +4,7 @@ import collections
 import dataclasses
 
 import jax
+import numpy as np
 from jaxtyping import PyTree
 
 from .._registry import near_names
@@ -11,7 +12,8 @@ from ..array.qarray import QArray, is_qarray
 from ..array.scheme import Scheme
 from ..array.scheme import scheme as as_scheme
 from ..errors import QuantError
-from ..kernels.qmatmul.blocks import block_refusal
+from ..formats.codebook import Codebook
+from ..kernels.qmatmul.blocks import block_numbers, block_refusal
 from ..kernels.qmatmul.integer_codes import is_whole
 from ..kernels.qmatmul.paired import pair_refusal
 from ..kernels.qmatmul.problem import Operand, Problem
@@ -28,16 +30,19 @@ class Activations:
     Attributes:
         schemes: the activation scheme of each weight whose product quantizes activations, by path.
         refusals: why the activations of the other quantized weights stay float, by path.
+        rounded: the largest error of each format whose table was rounded to int8, relative to its largest number.
     """
 
     schemes: dict[str, str]
     refusals: dict[str, str]
+    rounded: dict[str, float] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         counts = collections.Counter(self.schemes.values())
         parts = [f"{name} with {count} weight{'s' * (count > 1)}" for name, count in counts.items()]
         reasons = collections.Counter(self.refusals.values())
         parts += [f"float with {count} ({reason})" for reason, count in reasons.items()]
+        parts += [f"the table of {name} rounded to int8, by {error:.4f} at most" for name, error in self.rounded.items()]
         return "; ".join(parts) or "float, since no weight is quantized"
 
 
@@ -58,7 +63,8 @@ def with_int8_activations(params: PyTree) -> tuple[PyTree, Activations]:
     """Gives the quantized weights of a decoder policies with int8 activations, where kernels multiply integers.
 
     An activation has one scale for each block of the weight along the contraction; for a weight with one scale a row, one for
-    each token. A weight that has a policy keeps it. Experts, and an embedding beside a head of its own, stay as they are.
+    each token. Tables of numbers that are no integers (NF4) are rounded to int8: `Codebook.in_int8`. A weight that has a policy
+    keeps it. Experts, and an embedding beside a head of its own, stay as they are.
 
     Args:
         params: the pytree of a decoder, before layers are stacked.
@@ -68,6 +74,7 @@ def with_int8_activations(params: PyTree) -> tuple[PyTree, Activations]:
     """
     schemes: dict[str, str] = {}
     refusals: dict[str, str] = {}
+    rounded: dict[str, float] = {}
     has_head = "head" in params
 
     def given(keys: tuple[object, ...], leaf: object) -> object:
@@ -77,15 +84,25 @@ def with_int8_activations(params: PyTree) -> tuple[PyTree, Activations]:
         if isinstance(leaf.policy, Policy):
             schemes[path] = "float" if leaf.policy.activation is None else leaf.policy.activation.name
             return leaf
-        activation = int8_activation(leaf)
-        refusal = "experts are multiplied in groups of rows" if "experts" in path else activation_refusal(leaf, activation)
+        q, activation = with_int8_table(leaf), int8_activation(leaf)
+        refusal = "experts are multiplied in groups of rows" if "experts" in path else activation_refusal(q, activation)
         if refusal is not None:
             refusals[path] = refusal
             return leaf
-        schemes[path] = activation.name
-        return dataclasses.replace(leaf, policy=Policy(leaf.scheme, activation))
+        schemes[path], fmt = activation.name, leaf.scheme.format
+        if q is not leaf:
+            rounded[fmt.name] = float(np.abs(q.scheme.format.values() - fmt.values()).max() / fmt.bound)
+        return dataclasses.replace(q, policy=Policy(q.scheme, activation))
 
-    return jax.tree_util.tree_map_with_path(given, params, is_leaf=is_qarray), Activations(schemes, refusals)
+    return jax.tree_util.tree_map_with_path(given, params, is_leaf=is_qarray), Activations(schemes, refusals, rounded)
+
+
+def with_int8_table(q: QArray) -> QArray:
+    """The weight with its table of numbers rounded to int8, where it has one of up to 7 bits and kernels cannot multiply it."""
+    fmt = q.scheme.format
+    if not isinstance(fmt, Codebook) or fmt.bits == 8 or block_numbers(fmt) is not None:
+        return q
+    return dataclasses.replace(q, scheme=dataclasses.replace(q.scheme, format=fmt.in_int8()))
 
 
 def int8_activation(q: QArray, axis: int = -1) -> Scheme:

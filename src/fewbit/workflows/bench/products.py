@@ -26,7 +26,7 @@ from ...kernels.qmatmul.problem import Operand, Problem
 from ...kernels.quantize.dispatch import dequantize, quantize
 from ...ops.dot import dot_general
 from ...ops.policy import Policy
-from ..activations import activation_refusal, int8_activation
+from ..activations import activation_refusal, int8_activation, with_int8_table
 
 DENSE = "dense"
 """The backend name of float products."""
@@ -173,7 +173,7 @@ def float_activations(grid: Grid) -> dict[str, str]:
     """Why x stays float in products that `int8_activations` asks to quantize: a reason by scheme and layout."""
     x, reasons = jax.ShapeDtypeStruct((grid.sizes[0],) * 2, jnp.float32), {}
     for name, (layout, axis) in itertools.product(grid.schemes, LAYOUTS.items()):
-        q = jax.eval_shape(functools.partial(quantized, name=name, axis=axis), x)
+        q = jax.eval_shape(lambda x, name=name, axis=axis: with_int8_table(quantized(x, name, axis)), x)
         if reason := activation_refusal(q, int8_activation(q, axis), axis):
             reasons[f"{name} {layout}"] = reason
     return reasons
@@ -182,10 +182,10 @@ def float_activations(grid: Grid) -> dict[str, str]:
 def _weight(w: jax.Array, name: str, axis: int, grid: Grid) -> QArray:
     """A quantized weight, with a policy where x is quantized."""
     q = quantized(w, name, axis)
-    activation = int8_activation(q, axis)
-    if not grid.int8_activations or activation_refusal(q, activation, axis):
+    coded, activation = with_int8_table(q), int8_activation(q, axis)
+    if not grid.int8_activations or activation_refusal(coded, activation, axis):
         return q
-    return dataclasses.replace(q, policy=Policy(q.scheme, activation))
+    return dataclasses.replace(coded, policy=Policy(coded.scheme, activation))
 
 
 def _activation(q: QArray) -> Scheme | None:

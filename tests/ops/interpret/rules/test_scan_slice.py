@@ -67,8 +67,8 @@ def test_a_loop_reads_its_weights_where_they_lie(scheme, model):
 @pytest.mark.parametrize("scheme", ["q4_1", pytest.param("int8", marks=pytest.mark.slow)])
 def test_a_policy_reads_its_weights_where_they_lie(scheme):
     q, x = stack(scheme), jax.random.normal(jax.random.key(1), (2, WIDTH))
-    activation = "int8" if scheme == "int8" else "int8_g32"
-    policed = dataclasses.replace(q, policy=fb.Policy(q.scheme, activation))
+    policy = fb.Policy(q.scheme, "int8" if scheme == "int8" else "int8_g32")
+    policed = dataclasses.replace(q, policy=policy)
     fn = jax.jit(fb.transparent(through))
     last, every = fn(policed, x)
     if scheme == "q4_1":
@@ -76,7 +76,7 @@ def test_a_policy_reads_its_weights_where_they_lie(scheme):
         assert not any("dynamic-slice" in line and "= u8" in line for line in compiled.splitlines())
 
     def product(x, w):
-        return fb.dot_general(x, w, (((1,), (1,)), ((), ())), policy=policed.policy)
+        return fb.dot_general(x, w, (((1,), (1,)), ((), ())), policy=policy)
 
     def loss(fn, weights, x):
         return jnp.sum(fn(weights, x)[0] ** 2)
