@@ -15,7 +15,7 @@ from fewbit import models
 from fewbit.evaluate import compare_models
 from fewbit.kvcache import KVPolicy, kv_policy
 from fewbit.workflows import evaluation_windows, load
-from fewbit.workflows.evaluate import logits_function, stacked
+from fewbit.workflows.evaluate import DecoderNetwork, stacked
 
 from .facts import save
 
@@ -41,10 +41,10 @@ def main() -> None:
     config, params = model.runnable_config(), stacked(model.float_params())
     text = models.find_text(models.default_text_name())
     windows = evaluation_windows(model, text.content, tokens=options.tokens)
-    plain = logits_function(params, config)
+    plain = DecoderNetwork(params, config)
     rows: list[dict[str, Any]] = []
     for name, policy in POLICIES.items():
-        both = compare_models(plain, logits_function(params, config, policy), windows, batch_size=1)
+        both = compare_models(plain, DecoderNetwork(params, config, policy), windows, batch_size=1)
         if not rows:
             rows.append(row("float32", None, config, both.reference.value, both.reference.error))
         more = {"log_ratio": both.log_ratio.value, "log_ratio_error": both.log_ratio.error, "kl": both.kl.mean.value}

@@ -35,9 +35,25 @@ def test_what_is_measured_is_printed(quick):
     assert form["fastest"][0]["by_bits"]["8"]["weight"] == "int8" and len(form["machine"]["copy"]) == 3
 
 
+@pytest.mark.slow
+def test_activations_are_quantized_where_it_is_asked_for(quick):
+    arguments = ("--schemes", "int8,nf4", *quick[2:], "--activations", "int8")
+    form = json.loads(run(*arguments, "--json").stdout)
+    found = {(row["weight"], row["layout"], row["activation"]) for row in form["rows"] if row["backend"] != "dense"}
+    assert found == {
+        ("int8", "[N, K]", "int8"),
+        ("int8", "[K, N]", "int8"),
+        ("nf4", "[N, K]", "int8"),
+        ("nf4", "[K, N]", None),
+    }
+    assert list(form["float_activations"]) == ["nf4 [K, N]"]
+    assert "in float32 for nf4 [K, N]: " in run(*arguments).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--activations", "fp8"), "activations 'fp8' are unknown"),
         (("--sizes", "0"), "--sizes is '0'; give whole numbers above 0"),
         (("--rows", "1,1"), "--rows is '1,1'; give at least one, each once"),
         (("--schemes", "nf5"), "did you mean 'nf4'"),

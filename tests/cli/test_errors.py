@@ -172,8 +172,9 @@ def test_a_usage_error_names_the_option(flat):
         (["--kv", "uint8"], "format uint8, which lacks negative or positive numbers; use int8, int4 or e4m3fn"),
         (["--kv", "int8", "--kv-scale", "heads"], "unknown per 'heads'; did you mean 'head'?"),
         (["--kv-scale", "token"], "--kv-scale token is about a quantized KV cache; it needs --kv"),
+        (["--activations", "int4"], "activations 'int4' are unknown; did you mean 'int8'?"),
     ],
-    ids=["format", "values", "no-values", "unsigned", "scale", "scale-alone"],
+    ids=["format", "values", "no-values", "unsigned", "scale", "scale-alone", "activations"],
 )
-def test_caches_that_cannot_be_kept_are_refused_before_the_model_is_read(command, options, message, tmp_path):
+def test_what_cannot_be_quantized_is_refused_before_the_model_is_read(command, options, message, tmp_path):
     assert message in fail(command[0], tmp_path / "nothing", *command[1:], *options)

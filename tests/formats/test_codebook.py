@@ -30,6 +30,16 @@ def test_bnb_fp4_is_twelfths_in_its_own_order():
     assert bnb_fp4.encode(jnp.array([1.0, -1.0, 0.5, -0.0, 0.0])).tolist() == [3, 11, 5, 8, 0]
 
 
+def test_tables_in_int8():
+    for fmt in (nf4, bnb_fp4, iq4_nl):
+        rounded = fmt.in_int8()
+        steps = rounded.values() / rounded.bound * 127
+        np.testing.assert_allclose(steps, np.rint(steps), atol=1e-5)  # of float32
+        assert np.abs(rounded.values() - fmt.values()).max() <= fmt.bound * 0.5 / 127 * (1 + 1e-6)
+        assert rounded.bound == fmt.bound
+    assert iq4_nl.in_int8().table == iq4_nl.table
+
+
 def test_iq4_nl_and_dynamic8_ends():
     assert (iq4_nl.min, iq4_nl.max, iq4_nl.bound) == (-127.0, 113.0, 127.0)
     assert (len(dynamic8.table), dynamic8.max, 0.0 in dynamic8.table) == (256, 1.0, True)

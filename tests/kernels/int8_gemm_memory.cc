@@ -82,8 +82,9 @@ static int Failures(int number) {
 
 static int BlockFailures(int number) {
   BlockJob job{};
-  const bool is_byte = Any(0, 2) == 0, is_signed = Any(0, 1), is_tiled = Any(0, 1), is_ggml = !is_byte && Any(0, 2) == 0;
-  const int bits = is_byte ? 8 : 4;
+  const int bits = Any(0, 1) ? static_cast<int>(Any(1, 8)) : 4;
+  const bool is_byte = bits == 8, is_signed = Any(0, 1), is_tiled = Any(0, 1), is_ggml = !is_byte && Any(0, 2) == 0;
+  const bool is_wide = Any(0, 1), is_ordered = Any(0, 1);  // the table
   const int64_t tile = is_ggml ? 32 * Any(1, 3) : 16 * Any(1, 6);
   job.M = Any(0, 1) ? Any(1, 3) : Any(1, 20), job.N = number % 20 == 0 ? Any(100, 140) : Any(1, 40), job.K = Any(1, 700);
   const int64_t cols = is_ggml ? (job.K + 31) / 32 * 32 : job.K, tiles = (cols - 1) / tile + 1, bytes = (cols * bits + 7) / 8;
@@ -96,9 +97,11 @@ static int BlockFailures(int number) {
   const int64_t row_tiles = (job.N - 1) / job.w.row_tile + 1;
   std::vector<uint8_t> codes(bytes * job.N);
   for (uint8_t& byte : codes) byte = static_cast<uint8_t>(Any(0, 255));
-  std::vector<int8_t> x(job.M * job.K), of_codes(16);
+  std::vector<int8_t> x(job.M * job.K), of_codes(1 << bits);
   for (int8_t& code : x) code = static_cast<int8_t>(Any(-128, 127));
-  for (int8_t& value : of_codes) value = static_cast<int8_t>(Any(-31, 32));
+  for (int8_t& value : of_codes) value = static_cast<int8_t>(is_wide ? Any(-127, 127) : Any(-31, 32));
+  const int half = is_signed ? 1 << (bits - 1) : 0;  // numbers in the order of two's complement, or of the codes
+  for (int i = 0; is_ordered && !is_byte && i < 1 << bits; ++i) of_codes[i] = static_cast<int8_t>((i ^ half) - half);
   std::vector<float> w_scale(row_tiles * tiles), w_zero(w_scale.size()), x_scale(job.M * (is_tiled ? tiles : 1));
   for (float& scale : w_scale) scale = static_cast<float>(Any(1, 100)) / 64;
   for (float& scale : x_scale) scale = static_cast<float>(Any(1, 100)) / 37;
@@ -110,7 +113,12 @@ static int BlockFailures(int number) {
   else SetNumbers(of_codes.data(), &job);
   const auto number_at = [&](int64_t n, int64_t stream) {
     if (is_byte) return is_signed ? static_cast<int8_t>(codes[n * bytes + stream]) : static_cast<int>(codes[n * bytes + stream]);
-    return static_cast<int>(of_codes[codes[n * bytes + stream / 2] >> stream % 2 * 4 & 15]);
+    int code = 0;
+    for (int b = 0; b < bits; ++b) {
+      const int64_t at = stream * bits + b;
+      code |= (codes[n * bytes + at / 8] >> at % 8 & 1) << b;
+    }
+    return static_cast<int>(of_codes[code]);
   };
   for (int level = 0; level < 4; ++level) {
     const Isa isa = ByteDotIsaOf(level);

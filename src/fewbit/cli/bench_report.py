@@ -5,7 +5,7 @@ from typing import Any
 
 from .._table import Column, table
 from ..errors import QuantError
-from ..workflows.bench.products import DENSE, LAYOUTS, Grid, Row, bits_per_weight, fastest, measured
+from ..workflows.bench.products import DENSE, LAYOUTS, Grid, Row, bits_per_weight, fastest, float_activations, measured
 from ..workflows.bench.roofline import circumstances, machine
 from .console import emit_json, plain, progress_bar, say
 
@@ -18,10 +18,11 @@ def show_times(
     sizes: str | None,
     rows: str | None,
     rounds: int | None,
+    int8_activations: bool,
     json: bool,
 ) -> None:
     """Measures and prints."""
-    grid = Grid()
+    grid = Grid(int8_activations=int8_activations)
     if schemes is not None:
         grid = dataclasses.replace(grid, schemes=tuple(_words("--schemes", schemes)))
     if sizes is not None:
@@ -40,11 +41,18 @@ def show_times(
         found = measured(grid, step)
     if json:
         best = [_best_record(found, m, size) for size in grid.sizes for m in grid.rows]
-        emit_json({**facts, "machine": rates, "rows": found, "fastest": best})
+        form = {**facts, "machine": rates, "rows": found, "fastest": best}
+        if int8_activations:
+            form["float_activations"] = float_activations(grid)
+        emit_json(form)
         return
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items())
     say(f"{facts['device']}; kernels: {facts['kernels']}; {versions}; {facts['date']}")
     say(f"copy {_rate(rates.copy)} GB/s; dense float32 {_rate(rates.float32)} GFLOP/s, bfloat16 {_rate(rates.bfloat16)}")
+    if int8_activations:
+        reasons = "; ".join(f"{product}: {reason}" for product, reason in float_activations(grid).items())
+        rounded = "tables of numbers that are no integers rounded to int8"
+        say(f"activations in int8, in the blocks of the weight, {rounded}; in float32 for {reasons or 'none'}", wrap=True)
     for size in grid.sizes:
         for m in grid.rows:
             say()

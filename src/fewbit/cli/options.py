@@ -46,6 +46,14 @@ To = Annotated[
         "fp8-blocks, gpt-oss, torchao, bitsandbytes, gptq, awq, mlx or orbax. Weights are stored exactly, or the layout is refused.",
     ),
 ]
+ActivationKind = Annotated[
+    str | None,
+    typer.Option(
+        "--activations",
+        help="int8: quantize the activations of quantized weights, too, in the weight's blocks, where kernels multiply integers; "
+        "default float32.",
+    ),
+]
 Full = Annotated[bool, typer.Option("--full", help="Show every parameter instead of one row for identical layers.")]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Fail if the role of a tensor is unknown, instead of not quantizing it.")

@@ -102,6 +102,8 @@ def quality_lines(quality: Quality) -> list[str]:
     lines.append(f"  perplexity {quality.perplexity}")
     if quality.kv is not None:
         lines.append(f"  keys and values quantized: {quality.kv}")
+    if quality.activations is not None:
+        lines.append(f"  activations quantized: {quality.activations}")
     if quality.against is not None:
         lines += comparison_lines(quality.against)
     lines += block_lines(quality.blocks) + worst_weight_lines(quality.sqnr_db)
@@ -157,6 +159,7 @@ def candidate_record(candidate: Candidate) -> dict[str, Any]:
         "worst_layer": path,
         "worst_sqnr_db": sqnr_db,
         "blocks": candidate.blocks,
+        "activations": candidate.activations,
         "seconds_to_quantize": candidate.seconds_to_quantize,
         "seconds_to_evaluate": candidate.seconds_to_evaluate,
     }
@@ -202,6 +205,12 @@ def _candidate_row(candidate: Candidate) -> dict[str, Any]:
         "worst": path,
         "sqnr": None if sqnr_db is None else f"{sqnr_db:.1f} dB",
     }
+
+
+def activation_lines(candidates: Sequence[Candidate]) -> list[str]:
+    """The activations of each candidate, where they were quantized beyond what its recipe says."""
+    found = [candidate for candidate in candidates if candidate.activations is not None]
+    return [f"activations quantized, {candidate.recipe}: {candidate.activations}" for candidate in found]
 
 
 def chart_points(candidates: Sequence[Candidate]) -> list[Point]:

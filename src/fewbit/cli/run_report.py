@@ -18,7 +18,7 @@ from ..workflows.outputs import compare_outputs, evaluate_outputs, model_inputs,
 from ..workflows.plan import plan_model
 from ..workflows.rotate import rotated
 from .console import emit_json, progress_bar, say
-from .render import candidate_record, chart_points, comparison_table, quality_lines, source_notes
+from .render import activation_lines, candidate_record, chart_points, comparison_table, quality_lines, source_notes
 from .render_outputs import output_lines, output_record, output_table
 
 
@@ -30,6 +30,7 @@ def show_evaluation(
     tokens: int | None,
     window: int | None,
     kv: KVPolicy | None,
+    int8_activations: bool,
     engine: str,
     inputs: Path | None,
     json: bool,
@@ -42,6 +43,8 @@ def show_evaluation(
     if reference is not None and _has_outputs_only(model, name, inputs):
         if kv is not None:
             raise QuantError("--kv is about causal language models; leave it out")
+        if int8_activations:
+            raise QuantError("--activations is about causal language models; leave it out")
         with progress_bar("evaluating", 1) as bar:
             found = evaluate_outputs(
                 model, reference, inputs=inputs, text=text, tokens=tokens, window=window, progress=bar.examples
@@ -58,6 +61,7 @@ def show_evaluation(
                 tokens=tokens,
                 window=window,
                 kv=kv,
+                int8_activations=int8_activations,
                 engine=name,
                 progress=bar.windows,
             )
@@ -96,6 +100,7 @@ def show_comparison(
     window: int | None,
     chart: Path | None,
     rotation_seed: int | None,
+    int8_activations: bool,
     engine: str,
     inputs: Path | None,
     json: bool,
@@ -115,11 +120,22 @@ def show_comparison(
     has_outputs_only = _has_outputs_only(source, chosen, inputs)
     if has_outputs_only and chart is not None:
         raise QuantError("--chart draws perplexity, and outputs are compared here; leave it out")
+    if has_outputs_only and int8_activations:
+        raise QuantError("--activations is about causal language models; leave it out")
     plans = [plan_model(source, recipe=name) for name in names]
     if has_outputs_only:
         result = _compared_outputs(source, plans, inputs=inputs, text=text, tokens=tokens, window=window)
     else:
-        result = _compared(source, plans, chosen, text=text, tokens=tokens, window=window, chart=chart)
+        result = _compared(
+            source,
+            plans,
+            chosen,
+            text=text,
+            tokens=tokens,
+            window=window,
+            int8_activations=int8_activations,
+            chart=chart,
+        )
     if json:
         emit_json({"model": str(path), "notes": source_notes(source), **result.form})
         return
@@ -139,6 +155,7 @@ def _compared(
     text: str | None,
     tokens: int | None,
     window: int | None,
+    int8_activations: bool,
     chart: Path | None,
 ) -> _Comparison:
     """Compares recipes by perplexity, and draws the chart if it is asked for."""
@@ -146,7 +163,7 @@ def _compared(
     runs = engine_of(source, engine)
     windows = evaluation_windows(source, found.content, tokens=tokens, window=window, engine=runs)
     with progress_bar("comparing", len(plans) + 1) as bar:
-        base = baseline(source, windows, engine=engine)
+        base = baseline(source, windows, engine=engine, int8_activations=int8_activations)
         candidates = []
         for plan in plans:
             bar.advance(1 + len(candidates), plan.recipe)
@@ -158,7 +175,7 @@ def _compared(
     form["recipes"] = [candidate_record(c) for c in candidates]
     if engine != "fewbit":
         title += f", by {base.engine.title}"
-    return _Comparison(form, title, comparison_table(base, candidates))
+    return _Comparison(form, title, "\n".join([comparison_table(base, candidates), *activation_lines(candidates)]))
 
 
 def _compared_outputs(

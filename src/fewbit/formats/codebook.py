@@ -109,6 +109,15 @@ class Codebook(AbstractFormat):
     def values(self) -> np.ndarray:
         return np.asarray(self.table, np.float64)
 
+    def in_int8(self) -> "Codebook":
+        """The table with every number rounded to a 127th of the largest magnitude, so that kernels multiply int8 numbers.
+
+        >>> [round(127 * number) for number in nf4.in_int8().table[:4]]
+        [-127, -88, -67, -50]
+        """
+        steps = np.rint(self.values() / self.bound * 127)
+        return Codebook(f"{self.name}_int8", tuple((steps / 127 * self.bound).tolist()))
+
 
 def _count_below(
     x: Float[Array, "*s"], thresholds: np.ndarray, passes: Callable[..., jax.Array] = operator.gt

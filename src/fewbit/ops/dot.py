@@ -18,7 +18,8 @@ from ..errors import QuantError
 from ..kernels.backend import AbstractBackend
 from ..kernels.lowering import are_split
 from ..kernels.qmatmul.code_product import refuse_accumulator
-from ..kernels.qmatmul.dispatch import product
+from ..kernels.qmatmul.dispatch import picked_product, product
+from ..kernels.qmatmul.kernel import element
 from ..kernels.qmatmul.problem import DimensionNumbers, Operand, Problem
 from .all_gather import with_gathered_codes
 from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, quantized_product
@@ -89,7 +90,7 @@ def dot_general(
 
 @dataclasses.dataclass(frozen=True)
 class Dot(AbstractBilinear):
-    """`dot_general` with its settings.
+    """`dot_general` with its settings; `extra` is None, or the stack of which the right operand is one element, and its index.
 
     Attributes:
         left_ndim: the number of axes of the left operand.
@@ -116,6 +117,11 @@ class Dot(AbstractBilinear):
     def forward(
         self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
     ) -> jax.Array:
+        if extra is not None and accumulator in (None, "int32"):
+            stack, index = extra
+            result = picked_product(lhs, stack, index, self.numbers, self.precision, self.preferred)
+            if result is not None:
+                return result
         return self._product(lhs, rhs, self.numbers, self.preferred, accumulator, self.out_sharding)
 
     @property
@@ -213,6 +219,30 @@ class Dot(AbstractBilinear):
         batch, left = len(self.numbers[1][0]), len(self._free(True))
         ndim = batch + left + len(self._free(False))
         return tuple(range(batch)), tuple(range(batch, batch + left)), tuple(range(batch + left, ndim))
+
+
+def picked_dot(
+    x: jax.Array, stack: QArray, index: jax.Array, numbers: DimensionNumbers, precision: Any, preferred: DTypeLike | None
+) -> jax.Array:
+    """`dot_general` of an array and one element of a stack, under the policy of the stack if it has one.
+
+    Kernels read the element in place; where there is none for the product, it is copied.
+
+    Args:
+        x: the left operand.
+        stack: arrays stacked along the first axis of every leaf.
+        index: the element that is the right operand.
+        numbers: the dimension numbers of the product with one element.
+        precision: as in `lax.dot_general`.
+        preferred: as in `lax.dot_general`.
+    """
+    one = element(stack, index)
+    left, right, rules, key = resolved(x, one, None, None)
+    numbers = _normalized(numbers, left.ndim, right.ndim)
+    dot = Dot(left.ndim, right.ndim, numbers, precision, preferred, None)
+    if rules is None:
+        return dot.forward(left, right, (stack, index))
+    return quantized_product(dot, rules, left, right, (stack, index), key)
 
 
 def matmul(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray) -> jax.Array:

@@ -12,6 +12,7 @@ from ..evaluate.outputs import Outputs, relative_errors
 from ..evaluate.perplexity import Comparison, LogitsFn, Perplexity, compare_models
 from ..models.names import params_from_paths
 from ..recipe.plan import Plan
+from .activations import Activations
 from .evaluate import (
     DecoderEngine,
     Progress,
@@ -20,6 +21,7 @@ from .evaluate import (
     check_language_model,
     checked_network,
     engine_of,
+    quantized_activations,
     recorded,
 )
 from .model import Model, Value, decoded
@@ -41,6 +43,7 @@ class Candidate:
         seconds_to_quantize: how long quantizing took, compilation included.
         seconds_to_evaluate: how long evaluating took, the float model's part and compilation included.
         blocks: the relative error of each block's output on the first window, by module, if transformers ran the model.
+        activations: which activations were quantized to int8; None: none but those of the recipe.
     """
 
     recipe: str
@@ -53,6 +56,7 @@ class Candidate:
     seconds_to_quantize: float
     seconds_to_evaluate: float
     blocks: dict[str, float] = dataclasses.field(default_factory=dict)
+    activations: Activations | None = None
 
     @property
     def worst(self) -> list[TensorResult]:
@@ -81,7 +85,14 @@ class Baseline:
     blocks: Outputs
 
 
-def baseline(model: Model, windows: np.ndarray, *, engine: str = "fewbit", progress: Progress | None = None) -> Baseline:
+def baseline(
+    model: Model,
+    windows: np.ndarray,
+    *,
+    engine: str = "fewbit",
+    int8_activations: bool = False,
+    progress: Progress | None = None,
+) -> Baseline:
     """Evaluates the float model on the windows.
 
     Its logits are kept if they take less than 1 GiB, and then its parameters are not; else they are recomputed for each
@@ -91,6 +102,7 @@ def baseline(model: Model, windows: np.ndarray, *, engine: str = "fewbit", progr
         model: a model that the engine can run; for transformers as `as_stored` gives it.
         windows: the windows of a text, from `evaluation_windows`.
         engine: the result of `choose_engine`.
+        int8_activations: whether candidates quantize the activations of their quantized weights.
         progress: called with the number of windows done and of all windows.
 
     Returns:
@@ -99,7 +111,7 @@ def baseline(model: Model, windows: np.ndarray, *, engine: str = "fewbit", progr
     Raises:
         UnsupportedError: when the engine cannot run the model, or it is no causal language model.
     """
-    runs = engine_of(model, engine)
+    runs = engine_of(model, engine, int8_activations=int8_activations)
     check_language_model(runs)
     network = checked_network(runs, model.info, lambda path: decoded(model.load(path)))
     blocks = block_outputs(network, windows)
@@ -146,7 +158,8 @@ def measured(
     evaluated = time.perf_counter() - start
     nbytes = sum(result.bytes_after for result in results)
     bits = 8 * nbytes / base.model.size
-    return Candidate(plan.recipe, plan, params, results, nbytes, bits, quality, seconds, evaluated, blocks)
+    activations = quantized_activations(network)
+    return Candidate(plan.recipe, plan, params, results, nbytes, bits, quality, seconds, evaluated, blocks, activations)
 
 
 def released(candidate: Candidate) -> Candidate:

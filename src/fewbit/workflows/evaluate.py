@@ -3,12 +3,11 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Array, Float, Int, PyTree
 
 from ..errors import QuantError, UnsupportedError
 from ..evaluate.engine import Engine
@@ -23,6 +22,7 @@ from ..models.installed import default_text_name, find_text
 from ..models.joined import fuse_weights, stack_experts
 from ..models.names import params_from_paths
 from ..ops.interpret.transparent import transparent
+from .activations import Activations, with_int8_activations
 from .engine import as_stored, choose_engine, transformers_of
 from .model import Model, Value, decoded
 
@@ -47,6 +47,7 @@ class Quality:
         sqnr_db: the SQNR of each parameter of two or more axes against the reference's.
         notes: what was left out, and why.
         kv: how keys and values were quantized; None: not at all.
+        activations: which activations were quantized to int8; None: none but those of the model's own policies.
         engine: the program that ran the models.
         blocks: the relative error of each block's output on the first window, by module, if transformers ran the models.
     """
@@ -58,6 +59,7 @@ class Quality:
     sqnr_db: dict[str, float] = dataclasses.field(default_factory=dict)
     notes: tuple[str, ...] = ()
     kv: str | None = None
+    activations: Activations | None = None
     engine: str = "fewbit"
     blocks: dict[str, float] = dataclasses.field(default_factory=dict)
 
@@ -69,37 +71,67 @@ class DecoderEngine(Engine):
     Attributes:
         config: the model's configuration.
         kv: how keys and values are quantized; None: not at all.
+        int8_activations: whether the activations of quantized weights are quantized, too.
     """
 
     config: DecoderConfig
     kv: KVPolicy | None = None
+    int8_activations: bool = False
 
     def network(self, paths: Iterable[str], load: Callable[[str], Value]) -> LogitsFn:
         """The model with these weights; quantized ones run as they are, through `fb.transparent`."""
         params = params_from_paths({path: load(path) for path in paths}, self.config)
-        return logits_function(stacked(params), self.config, self.kv)
+        activations = None
+        if self.int8_activations:
+            params, activations = with_int8_activations(params)
+        return DecoderNetwork(stacked(params), self.config, self.kv, activations)
 
 
-def engine_of(model: Model, name: str, kv: KVPolicy | None = None) -> Engine:
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecoderNetwork:
+    """fewbit's own decoder with its weights, compiled once per structure of the parameters.
+
+    Attributes:
+        params: the parameters, as `stacked` gives them.
+        config: the model's configuration.
+        kv: how keys and values are quantized; None: not at all.
+        activations: which activations are quantized to int8; None: those of the weights' own policies.
+    """
+
+    params: PyTree
+    config: DecoderConfig
+    kv: KVPolicy | None = None
+    activations: Activations | None = None
+
+    def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        return _logits(self.params, tokens, config=self.config, kv=self.kv)
+
+
+def engine_of(model: Model, name: str, kv: KVPolicy | None = None, *, int8_activations: bool = False) -> Engine:
     """The engine of that name for a model.
 
     Args:
         model: the model; for transformers as `as_stored` gives it.
         name: the result of `choose_engine`.
         kv: how keys and values are quantized.
+        int8_activations: as in `DecoderEngine`.
 
     Returns:
         The engine; no weight is read.
 
     Raises:
-        UnsupportedError: when the engine cannot run the model, or cannot quantize keys and values.
+        UnsupportedError: when the engine cannot run the model, or cannot quantize keys and values or activations.
     """
     if name == "fewbit":
         config = model.runnable_config()
-        return DecoderEngine("fewbit", config.vocab, config.context, config, kv)
+        return DecoderEngine("fewbit", config.vocab, config.context, config, kv, int8_activations)
     if kv is not None:
         raise UnsupportedError(
             "only fewbit's own decoder quantizes keys and values: leave out --kv, or take --engine fewbit"
+        )
+    if int8_activations:
+        raise UnsupportedError(
+            "only fewbit's own decoder quantizes activations: leave out --activations, or take --engine fewbit"
         )
     return transformers_of(model)
 
@@ -112,6 +144,7 @@ def evaluate(
     tokens: int | None = None,
     window: int | None = None,
     kv: KVPolicy | None = None,
+    int8_activations: bool = False,
     engine: str = "auto",
     progress: Progress | None = None,
 ) -> Quality:
@@ -128,6 +161,7 @@ def evaluate(
         tokens: how many tokens are read; None takes 2,048, or the full windows of a shorter text.
         window: the tokens of a window; None takes 512, or the model's context if that is shorter.
         kv: how keys and values are quantized, as in a KV cache; the reference's stay float32.
+        int8_activations: whether the activations of the model's quantized weights are quantized, too; not the reference's.
         engine: as for `choose_engine`.
         progress: called with the number of windows done and of all windows.
 
@@ -141,7 +175,7 @@ def evaluate(
     name = choose_engine(engine, model, against)
     if name == "transformers":
         model, against = as_stored(model), against and as_stored(against)
-    runs = engine_of(model, name, kv)
+    runs = engine_of(model, name, kv, int8_activations=int8_activations)
     check_language_model(runs)
     found = find_text(text or default_text_name())
     windows = evaluation_windows(model, found.content, tokens=tokens, window=window, engine=runs)
@@ -150,7 +184,8 @@ def evaluate(
     if against is None:
         network = checked_network(runs, model.info, model.load)
         result = perplexity(network, windows, batch_size=batch, progress=progress)
-        return Quality(found.name, windows.shape[1] - 1, result, kv=kv_text, engine=runs.title)
+        own = quantized_activations(network)
+        return Quality(found.name, windows.shape[1] - 1, result, kv=kv_text, activations=own, engine=runs.title)
     other = engine_of(against, name)
     if other.vocab != runs.vocab:
         raise QuantError(
@@ -166,7 +201,16 @@ def evaluate(
     blocks = relative_errors(expected, block_outputs(candidate, windows))
     sqnr, notes = weight_sqnr(model, against)
     return Quality(
-        found.name, windows.shape[1] - 1, both.candidate, both, sqnr, notes, kv_text, engine=runs.title, blocks=blocks
+        text=found.name,
+        window=windows.shape[1] - 1,
+        perplexity=both.candidate,
+        against=both,
+        sqnr_db=sqnr,
+        notes=notes,
+        kv=kv_text,
+        activations=quantized_activations(candidate),
+        engine=runs.title,
+        blocks=blocks,
     )
 
 
@@ -208,6 +252,13 @@ def block_outputs(network: LogitsFn, windows: np.ndarray) -> Outputs:
     if not isinstance(network, TransformersNetwork):
         return {}
     return network.blocks({"input_ids": np.asarray(windows[:1, :-1], np.int64)})
+
+
+def quantized_activations(network: LogitsFn) -> Activations | None:
+    """Which activations a network quantizes to int8 beyond the weights' own policies; None: none."""
+    if not isinstance(network, DecoderNetwork):
+        return None
+    return network.activations
 
 
 def recorded(
@@ -290,11 +341,6 @@ def batch_size(vocab: int | None, windows: np.ndarray) -> int:
 def stacked(params: PyTree) -> PyTree:
     """The parameters as JAX arrays, with q/k/v and gate/up fused where quantized, experts and identical layers stacked."""
     return stack_layers(stack_experts(fuse_weights(jax.tree.map(jnp.asarray, params))))
-
-
-def logits_function(params: PyTree, config: DecoderConfig, kv: KVPolicy | None = None) -> Callable[[Any], Any]:
-    """The model as a function of tokens, compiled once per structure of the parameters."""
-    return functools.partial(_logits, params, config=config, kv=kv)
 
 
 @functools.partial(jax.jit, static_argnames=("config", "kv"))

@@ -18,6 +18,7 @@ from ..models.cache import empty_cache
 from ..models.generate import Writer
 from ..models.tokenizers.tokenizer import Tokenizer
 from ..ops.interpret.transparent import transparent
+from .activations import Activations, with_int8_activations
 from .evaluate import stacked
 from .model import Model, decoded
 
@@ -34,6 +35,7 @@ class Sample:
         seconds: total time, with loading, compilation and dequantizing weights.
         decoded: the number of quantized weights that were dequantized before the loop.
         kv: how the KV cache was quantized; None: float32.
+        activations: which activations were quantized to int8; None: none but those of the weights' own policies.
         cache_bytes: the bytes of the KV cache for prompt and new tokens.
         prompt_tokens: the tokens of the prompt.
         prefill_seconds: the time of prefill and the first new token, without compilation.
@@ -48,6 +50,7 @@ class Sample:
     seconds: float
     decoded: int = 0
     kv: str | None = None
+    activations: Activations | None = None
     cache_bytes: int = 0
     prompt_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -73,6 +76,7 @@ def generate_text(
     seed: int | None = None,
     chat: bool | None = None,
     kv: KVPolicy | None = None,
+    int8_activations: bool = False,
 ) -> Sample:
     """Generates text after a prompt.
 
@@ -88,6 +92,7 @@ def generate_text(
         seed: the seed of sampling; None is 0. Only with a temperature.
         chat: whether to format the prompt by the chat template; None: if the tokenizer has one.
         kv: how the KV cache is quantized; None keeps it in float32.
+        int8_activations: whether the activations of quantized weights are quantized, too.
 
     Returns:
         The text with its timings.
@@ -105,6 +110,9 @@ def generate_text(
     ids, is_chat = _prompt_ids(tokenizer, prompt, chat)
     if params is None:
         params = model.params()
+    activations = None
+    if int8_activations:
+        params, activations = with_int8_activations(params)
     params, count = _decoded_weights(params)
     key = jax.random.key(seed or 0) if temperature > 0 else None
     tokens = jnp.asarray(ids[None, :], jnp.int32)
@@ -122,6 +130,7 @@ def generate_text(
         seconds=time.perf_counter() - start,
         decoded=count,
         kv=None if kv is None else str(kv),
+        activations=activations,
         cache_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in cache if leaf.ndim),  # all but its length
         prompt_tokens=len(ids),
         prefill_seconds=prefill_seconds,

@@ -9,6 +9,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.array.packing import Packing, paired
+from fewbit.formats.codebook import nf4
 from fewbit.kernels.qmatmul.blocks import block_numbers, block_product, refused_weight
 from tests.conformance import array_laws as laws
 
@@ -17,16 +18,19 @@ def test_numbers_are_exact_and_small():
     for fmt in (fb.FORMATS[name] for name in fb.FORMATS.names()):
         found = block_numbers(fmt)
         if found is None:
-            assert fmt.bits not in (4, 8) or not isinstance(fmt, type(fb.FORMATS["int8"])), fmt.name
+            assert not isinstance(fmt, type(fb.FORMATS["int8"])), fmt.name
             continue
         numbers, step = found
-        np.testing.assert_array_equal(numbers * step, fmt.values())
-        assert fmt.bits == 8 or np.abs(numbers).max() <= 31
+        assert len(numbers) == 2**fmt.bits
+        np.testing.assert_array_equal(np.float32(numbers[: len(fmt.values())] * step), np.float32(fmt.values()))
+        assert fmt.bits == 8 or np.abs(numbers).max() <= 127
 
 
 def test_other_formats_have_no_numbers():
     assert block_numbers(fb.FORMATS["nf4"]) is None
-    assert block_numbers(fb.FORMATS["int3"]) is None
+    found = block_numbers(nf4.in_int8())
+    assert found is not None and np.abs(found[0]).max() == 127
+    assert block_numbers(fb.FORMATS["e3m2"]) is None  # 28 is 448 steps
     assert block_numbers(fb.FORMATS["e4m3fn"]) is None
 
 

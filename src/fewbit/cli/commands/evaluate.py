@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 
 from ..app import app
-from ..options import Json, ModelPath, Rotate, Seed, path_argument, path_option, rotation_seed
+from ..options import ActivationKind, Json, ModelPath, Rotate, Seed, path_argument, path_option, rotation_seed
 
 TextName = Annotated[
     str | None,
@@ -61,6 +61,7 @@ def evaluate(
     window: Window = None,
     kv: KV = None,
     kv_scale: KVScale = None,
+    activations: ActivationKind = None,
     engine: EngineName = "auto",
     inputs: Inputs = None,
     json: Json = False,
@@ -70,11 +71,20 @@ def evaluate(
     Encoders, encoder-decoders, speech and vision models run through transformers (pip install fewbit[transformers]). Their
     outputs are compared with the reference's: cosine similarity, relative error.
     """
+    from ...workflows.activations import activation_kind
     from ..run_report import cache_policy, show_evaluation
 
-    policy = cache_policy(kv, kv_scale)
     show_evaluation(
-        path, against, text=text, tokens=tokens, window=window, kv=policy, engine=engine, inputs=inputs, json=json
+        path,
+        against,
+        text=text,
+        tokens=tokens,
+        window=window,
+        kv=cache_policy(kv, kv_scale),
+        int8_activations=activation_kind(activations),
+        engine=engine,
+        inputs=inputs,
+        json=json,
     )
 
 
@@ -90,6 +100,7 @@ def compare(
     rotate: Rotate = False,
     seed: Seed = None,
     chart: Annotated[Path | None, path_option("--chart", help="Draw quality against size here (.svg or .png).")] = None,
+    activations: ActivationKind = None,
     engine: EngineName = "auto",
     inputs: Inputs = None,
     json: Json = False,
@@ -98,6 +109,7 @@ def compare(
 
     A model without perplexity (an encoder, speech, vision) is compared by its outputs, through transformers.
     """
+    from ...workflows.activations import activation_kind
     from ..run_report import show_comparison
 
     rotation = rotation_seed(rotate, seed)
@@ -109,6 +121,7 @@ def compare(
         window=window,
         chart=chart,
         rotation_seed=rotation,
+        int8_activations=activation_kind(activations),
         engine=engine,
         inputs=inputs,
         json=json,
@@ -131,6 +144,7 @@ def generate(
     ] = None,
     kv: KV = None,
     kv_scale: KVScale = None,
+    activations: ActivationKind = None,
     json: Json = False,
 ) -> None:
     """Generates text after a prompt.
@@ -138,14 +152,22 @@ def generate(
     Quantized weights stay packed if compiled kernels read them, on one CPU device. Elsewhere they are dequantized once,
     before the first token, except weights whose recipe quantizes activations too, since that would change the result.
     """
+    from ...workflows.activations import activation_kind
     from ...workflows.generate import generate_text
     from ...workflows.load import load
     from ..console import emit_json, note, say
     from ..run_report import cache_policy
 
-    policy = cache_policy(kv, kv_scale)
+    policy, int8_activations = cache_policy(kv, kv_scale), activation_kind(activations)
     sample = generate_text(
-        load(path), prompt, max_tokens=max_tokens, temperature=temperature, seed=seed, chat=chat, kv=policy
+        load(path),
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        seed=seed,
+        chat=chat,
+        kv=policy,
+        int8_activations=int8_activations,
     )
     if json:
         emit_json({"model": str(path), **vars(sample)})
@@ -154,6 +176,8 @@ def generate(
         say(prompt + sample.text)
     else:
         say(sample.text)
+    if sample.activations is not None:
+        note(f"activations quantized: {sample.activations}")
     note(sample.speed())
 
 

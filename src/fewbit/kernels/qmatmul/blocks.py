@@ -23,8 +23,8 @@ from ...formats.integer import Integer
 from .integer_codes import is_whole
 from .problem import Problem, refused_precision
 
-LARGEST_NUMBER = 31
-"""The largest magnitude of a 4-bit format's integers: pairs of their products with int8 fit in 16 bits."""
+LARGEST_NUMBER = 127
+"""The largest magnitude of the integers of a format of fewer than 8 bits, which kernels look up in int8."""
 
 
 def block_refusal(problem: Problem) -> str | None:
@@ -71,13 +71,15 @@ def refused_weight(scheme: Scheme, length: int, tile: int | None, x_tile: int | 
     if numbers is None:
         return f"the numbers of {scheme.format.name} are not small integers times one step"
     if tile is None or tile >= length:
-        return "its scales do not vary along the contraction"
+        if is_whole(scheme) and bits in (4, 8):
+            return "its scales do not vary along the contraction"
+        tile = None
     if x_tile is not None and x_tile != tile:
-        return f"the block sizes along the contraction are {x_tile} and {tile}; they must be equal"
+        return f"the block sizes along the contraction are {x_tile} and {tile or length}; they must be equal"
     group = 1
     if scheme.packing != type(scheme.packing)():
         group = codes_per_unit(bits, scheme.packing)
-    if tile % math.lcm(16, group):
+    if tile is not None and tile % math.lcm(16, group):
         return f"its block size is {tile}; it must be a multiple of {math.lcm(16, group)}"
     if isinstance(scheme.scale, Scheme) and scheme.scale.format.bits != 8:
         return f"its scales are {scheme.scale.name}; quantized scales must have 8 bits"
@@ -86,13 +88,15 @@ def refused_weight(scheme: Scheme, length: int, tile: int | None, x_tile: int | 
         if numbers[1] != 1 or not isinstance(scheme.zero_point, Integer):
             return "its zero points are not integers in units of its codes"
         reach += int(np.abs(scheme.zero_point.values()).max())
-    if reach * 128 * tile >= 2**31:
-        return f"sums of {tile} products of its codes may not fit in int32"
+    if reach * 128 * (tile or length) >= 2**31:
+        return f"sums of {tile or length} products of its codes may not fit in int32"
     return None
 
 
 def block_numbers(fmt: AbstractFormat) -> tuple[np.ndarray, float] | None:
-    """The integers of a format's codes and their step, `value == integer * step`; None without such integers.
+    """The integers of a format's codes and their step, `value == float32(integer * step)`; None without such integers.
+
+    The step is the smallest magnitude, or a 127th of the largest. Codes without a number repeat the last one.
 
     >>> from fewbit.formats.format import FORMATS
     >>> numbers, step = block_numbers(FORMATS["e2m1"])
@@ -101,16 +105,17 @@ def block_numbers(fmt: AbstractFormat) -> tuple[np.ndarray, float] | None:
     """
     if fmt.bits == 8 and isinstance(fmt, Integer):
         return np.rint(fmt.values() / fmt.step).astype(np.int32), fmt.step
-    if fmt.bits != 4:
-        return None
     values = fmt.values().astype(np.float64)
-    if len(values) != 16 or not np.isfinite(values).all():
+    if fmt.bits == 8 or not np.isfinite(values).all():
         return None
-    step = float(np.abs(values[values != 0]).min())
-    numbers = np.rint(values / step)
-    if (numbers * step != values).any() or np.abs(numbers).max() > LARGEST_NUMBER:
-        return None
-    return numbers.astype(np.int32), step
+    magnitudes = np.abs(values)
+    for step in (float(magnitudes[values != 0].min()), float(magnitudes.max()) / LARGEST_NUMBER):
+        numbers = np.rint(values / step)
+        is_exact = (np.float32(numbers * step) == np.float32(values)).all()
+        if is_exact and np.abs(numbers).max() <= LARGEST_NUMBER:
+            missing = 2**fmt.bits - len(numbers)
+            return np.append(numbers, np.repeat(numbers[-1:], missing)).astype(np.int32), step
+    return None
 
 
 def block_product(x: QArray, q: QArray) -> jax.Array:
@@ -122,10 +127,10 @@ def block_product(x: QArray, q: QArray) -> jax.Array:
         x: `[B, M, K]`, one int8 code per byte.
         q: `[B or 1, N, K]`, of a scheme that `refused_weight` accepts.
     """
-    length, tile, fmt = q.shape[2], q.tiles[2], q.scheme.format
+    length, fmt = q.shape[2], q.scheme.format
+    tile = q.tiles[2] or length
     numbers = block_numbers(fmt)
     assert numbers is not None
-    assert tile is not None
     codes = unpack(q.codes, fmt.bits, length, q.scheme.packing, axis=-1)
     d = jnp.asarray(numbers[0])[codes.astype(jnp.int32)]
     c = jax.lax.bitcast_convert_type(x.codes, jnp.int8).astype(jnp.int32)
@@ -141,7 +146,7 @@ def block_product(x: QArray, q: QArray) -> jax.Array:
         assert zero is not None
         sums = sums - _rows_of(q.scheme.zero_point.decode(zero), q)[:, None].astype(jnp.int32) * of_x
         zero = None
-    is_one_scale = x.scale.shape[2] == 1
+    is_one_scale = x.scale.shape[2] == 1 and count > 1
     wide, of_x = sums.astype(jnp.float32), of_x.astype(jnp.float32)
     if not is_one_scale:
         wide, of_x = wide * s_x, of_x * s_x

@@ -54,7 +54,7 @@ def product(
 
 
 def picked_product(
-    x: jax.Array,
+    x: jax.Array | QArray,
     q: QArray,
     index: jax.Array,
     numbers: DimensionNumbers,
@@ -64,7 +64,7 @@ def picked_product(
     """Multiplies with one element of a stack in place; None if unsupported.
 
     Args:
-        x: the left operand.
+        x: the left operand; a QArray's tiles are those of its last axes.
         q: arrays stacked along the first axis of every leaf.
         index: the element that is the right operand.
         numbers: the dimension numbers of the product with one element; without batch axes.
@@ -77,11 +77,12 @@ def picked_product(
     one = Operand(tuple(q.shape[1:]), jnp.dtype(q.dtype).name, q.scheme)
     problem = Problem(Operand.of(x), one, numbers, precision, preferred)
     many = ((tuple(a + 1 for a in left), tuple(a + 1 for a in right)), ((0,), (0,)))
-    stack = Problem(Operand((1, *x.shape), problem.lhs.dtype, None), Operand.of(q), many, precision, problem.result_dtype)
+    x = jax.tree.map(lambda leaf: leaf[None], x)
+    stack = Problem(Operand.of(x), Operand.of(q), many, precision, problem.result_dtype)
     kernels = [kernel for kernel in select(BACKENDS, problem).kernels if isinstance(kernel, AbstractKernel)]
     if not kernels or any(kernel.unsupported(stack) for kernel in kernels):
         return None
-    return bound(stack, (x[None], q), kernels, is_named=False, index=index)[0]
+    return bound(stack, (x, q), kernels, is_named=False, index=index)[0]
 
 
 def _empty(problem: Problem, *operands: QArray | jax.Array) -> jax.Array:

@@ -67,6 +67,10 @@ class AbstractKernel(AbstractBackend[Problem]):
         """`stacked` for two quantized stacks, the first with one code per byte."""
         raise UnsupportedError("a product of two quantized operands", {self.name: "it supports one"})
 
+    def picked_pair(self, x: QArray, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
+        """`paired` with the matrix at `index` of `q`, for an `x` whose B is 1."""
+        return self.paired(x, element(q, index, keepdims=True), contracts_cols=contracts_cols, dtype=dtype)
+
     def run(self, problem: Problem, *operands: Any) -> jax.Array:
         from .primitive import bound  # it needs this class
 

@@ -108,6 +108,8 @@ def _by_kernel(
     precision: object,
     **settings: Any,
 ) -> jax.Array:
+    if isinstance(x, QArray) and index is not None:
+        return kernel.picked_pair(x, q, index, **settings)
     if isinstance(x, QArray):
         return kernel.paired(x, q, **settings)
     if index is None:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...array.qarray import QArray
+from ...array.scheme import Scheme
 from ...array.scheme import scheme as as_scheme
 from ...errors import UnsupportedError
 from ...evaluate.timing import timed
@@ -24,6 +25,8 @@ from ...kernels.qmatmul.dispatch import BACKENDS
 from ...kernels.qmatmul.problem import Operand, Problem
 from ...kernels.quantize.dispatch import dequantize, quantize
 from ...ops.dot import dot_general
+from ...ops.policy import Policy
+from ..activations import activation_refusal, int8_activation, with_int8_table
 
 DENSE = "dense"
 """The backend name of float products."""
@@ -57,6 +60,7 @@ class Row:
         ms: median milliseconds.
         ratio: the lowest, median and highest ratio to the dense float32 product of the same layout, measured in pairs.
         date: when it was measured, as ISO 8601 writes it.
+        activation: the scheme in which each product quantizes x; None: x stays float.
     """
 
     backend: str
@@ -68,6 +72,7 @@ class Row:
     ms: float
     ratio: tuple[float, float, float]
     date: str
+    activation: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +86,7 @@ class Grid:
         rounds: how many times each matmul runs.
         backend: the backend; None: the default of this machine.
         rotated_bytes: the total bytes of the copies of one weight.
+        int8_activations: whether x is quantized to int8 in each product whose codes kernels multiply as integers.
     """
 
     schemes: tuple[str, ...] = SCHEMES
@@ -89,6 +95,7 @@ class Grid:
     rounds: int = 15
     backend: str | None = None
     rotated_bytes: int = ROTATED_BYTES
+    int8_activations: bool = False
 
     @property
     def steps(self) -> int:
@@ -112,7 +119,7 @@ def measured(grid: Grid, done: Callable[[str], None] = lambda _: None) -> tuple[
     weights = {size: random_weight(size) for size in grid.sizes}
     errors: dict[str, float] = {}
     for size, name, (layout, axis) in itertools.product(grid.sizes, schemes, LAYOUTS.items()):
-        q = quantized(weights[size], name, axis)
+        q = _weight(weights[size], name, axis, grid)
         error = beyond_rounding(q, axis, grid.rows, grid.backend)
         errors[f"{name} {layout}, {size} x {size}"] = error
         done(f"{name}, {size} x {size}: checked")
@@ -162,6 +169,30 @@ def quantized(w: jax.Array, name: str, axis: int) -> QArray:
     return quantize(w, name, axis=axis)
 
 
+def float_activations(grid: Grid) -> dict[str, str]:
+    """Why x stays float in products that `int8_activations` asks to quantize: a reason by scheme and layout."""
+    x, reasons = jax.ShapeDtypeStruct((grid.sizes[0],) * 2, jnp.float32), {}
+    for name, (layout, axis) in itertools.product(grid.schemes, LAYOUTS.items()):
+        q = jax.eval_shape(lambda x, name=name, axis=axis: with_int8_table(quantized(x, name, axis)), x)
+        if reason := activation_refusal(q, int8_activation(q, axis), axis):
+            reasons[f"{name} {layout}"] = reason
+    return reasons
+
+
+def _weight(w: jax.Array, name: str, axis: int, grid: Grid) -> QArray:
+    """A quantized weight, with a policy where x is quantized."""
+    q = quantized(w, name, axis)
+    coded, activation = with_int8_table(q), int8_activation(q, axis)
+    if not grid.int8_activations or activation_refusal(coded, activation, axis):
+        return q
+    return dataclasses.replace(coded, policy=Policy(coded.scheme, activation))
+
+
+def _activation(q: QArray) -> Scheme | None:
+    """The scheme in which products of a weight quantize x; None: none."""
+    return q.policy.activation if isinstance(q.policy, Policy) else None
+
+
 def product(x: jax.Array, w: "jax.Array | QArray", axis: int, backend: str | None = None) -> jax.Array:
     """Contracts the last axis of x with one axis of the weight."""
     numbers = (((1,), (axis % 2,)), ((), ()))
@@ -185,9 +216,11 @@ def beyond_rounding(q: QArray, axis: int, rows: Sequence[int], backend: str | No
     unit = 2.0**-24 if jax.default_backend() == "cpu" else 2.0**-8
     x = np.random.default_rng(1).normal(size=(3, q.shape[axis])).astype(np.float32)
     w = np.moveaxis(np.asarray(dequantize(q), np.float64), axis, 0)  # [K, N]
-    magnitude = np.abs(w)
+    magnitude, activation, decoded = np.abs(w), _activation(q), x
+    if activation is not None:
+        decoded = np.asarray(dequantize(quantize(x, activation)))
     allowed = unit * (w.shape[0] + 4) * (np.abs(x) @ magnitude + np.abs(x).sum(1, keepdims=True) * magnitude.max())
-    exact, worst = x @ w, 0.0
+    exact, worst = decoded.astype(np.float64) @ w, 0.0
     for m in rows:
         repeated = np.arange(m) % 3
         y = np.asarray(chain(jnp.asarray(x[repeated]), q, axis=axis, backend=backend))
@@ -219,7 +252,7 @@ def chain(x: jax.Array, *weights: "jax.Array | QArray", axis: int, backend: str 
 
 def _of_scheme(name: str, w: jax.Array, floats: list[Any], grid: Grid) -> list[Row]:
     """The rows of one scheme and size."""
-    weights = {layout: quantized(w, name, axis) for layout, axis in LAYOUTS.items()}
+    weights = {layout: _weight(w, name, axis, grid) for layout, axis in LAYOUTS.items()}
     copied = {layout: copies(q, grid.rotated_bytes) for layout, q in weights.items()}
     rows = []
     for m in grid.rows:
@@ -249,13 +282,16 @@ def _timed(contenders: dict[Contender, list[Any]], m: int, size: int, grid: Grid
     def row(contender: Contender) -> Row:
         low, middle, high = (float(f"{r:.4g}") for r in times[contender].ratio(times[DENSE, "float32", contender[2]]))
         ms = float(f"{times[contender].median / links:.4g}")
-        return Row(*contender, m, size, size, ms, (low, middle, high), today)
+        weight = contenders[contender][0]
+        activation = _activation(weight) if isinstance(weight, QArray) else None
+        quantized_x = None if activation is None else activation.name
+        return Row(*contender, m, size, size, ms, (low, middle, high), today, quantized_x)
 
     return [row(contender) for contender in contenders]
 
 
 def _chosen(m: int, q: QArray, axis: int, grid: Grid) -> str:
     """The name of the backend that computes a matmul."""
-    x = Operand((m, q.shape[axis]), "float32", None)
+    x = Operand((m, q.shape[axis]), "float32", _activation(q))
     problem = Problem(x, Operand.of(q), dimension_numbers=(((1,), (axis % 2,)), ((), ())))
     return select(BACKENDS, problem, grid.backend).backend.name

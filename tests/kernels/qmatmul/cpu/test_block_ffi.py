@@ -23,7 +23,7 @@ HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[
 FUSED = HERE[1:]  # a product and a sum are rounded at once
 GGML = Packing(interleave=paired(32))
 LAST = (((1,), (1,)), ((), ()))
-QUICK = ("uint4_g64", "q4_1", "nvfp4")
+QUICK = ("uint4_g64", "q4_1", "nvfp4", "q5_1", "iq4_nl", "mxfp6")
 # Neither vectors nor rows of registers divide the shapes; the last block is short where the format allows it.
 CASES = {
     "int4_g64": ("int4_g64", 21, 328, None),
@@ -35,6 +35,19 @@ CASES = {
     "nvfp4_16x16": ("nvfp4_16x16", 33, 112, None),
     "q8_0": ("q8_0", 9, 160, None),
     "uint8_g32": ("uint8_g32", 17, 100, None),
+    "binary": ("binary", 5, 100, None),
+    "ternary": ("ternary", 19, 200, None),
+    "tq2_0": ("tq2_0", 3, 512, None),
+    "uint2_g32": ("uint2_g32", 20, 136, None),
+    "int3_g64": ("int3_g64", 33, 200, None),
+    "uint3_g32": ("uint3_g32", 17, 72, None),
+    "q5_0": ("q5_0", 16, 224, None),
+    "q5_1": ("q5_1", 37, 160, None),
+    "int6_g32": ("int6_g32", 18, 360, None),
+    "mxfp6": ("mxfp6", 35, 224, None),
+    "uint7_g16": ("uint7_g16", 21, 168, None),
+    "int7": ("int7", 4, 200, None),
+    "iq4_nl": ("iq4_nl", 34, 96, None),
 }
 
 
@@ -45,7 +58,7 @@ def weight(name: str, rows: int, length: int, packing: Packing | None) -> fb.QAr
         scheme = dataclasses.replace(scheme, packing=packing)
     rng = np.random.default_rng(rows)
     q = fb.quantize(jnp.asarray(rng.normal(0.1, 1, (1, rows, length)), jnp.float32), scheme, backend="reference")
-    if q.slack or name == "q8_0":  # whose format has no -128
+    if q.slack or name in ("q8_0", "ternary", "tq2_0"):  # whose formats have fewer numbers than codes
         return q
     return dataclasses.replace(q, codes=jnp.asarray(rng.integers(0, 256, q.codes.shape, np.uint8)))
 
@@ -118,6 +131,19 @@ def test_a_policy_takes_the_kernel(name: str, activations: str):
     assert "fewbit_integer_blocks" in product.lower(x, w).as_text()
     expected = fb.dot_general(x, w, LAST, policy=policy, backend="reference")
     np.testing.assert_allclose(product(x, w), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", ["nvfp4", pytest.param("q4_1", marks=pytest.mark.slow)])
+def test_one_matrix_of_a_stack(name):
+    rng = np.random.default_rng(2)
+    q = fb.quantize(jnp.asarray(rng.normal(size=(3, 20, 64)), jnp.float32), name)
+    if q.tensor_scale is not None:
+        q = dataclasses.replace(q, tensor_scale=q.tensor_scale * jnp.arange(1.0, 4.0).reshape(3, 1, 1))
+    x = activation(2, 64, q.tiles[2])
+    for index, taken in ((0, 0), (2, 2), (-1, 0), (7, 2)):  # beyond the stack: the nearest
+        one = jax.tree.map(lambda leaf: leaf[taken : taken + 1], q)  # noqa: B023
+        expected = native_blocks(x, one, dtype=jnp.float32)
+        np.testing.assert_array_equal(native_blocks(x, q, jnp.int32(index), dtype=jnp.float32), expected)
 
 
 def test_a_batch_of_matrices_with_their_own_tensor_scales():

@@ -1,5 +1,7 @@
 """Loops over stacked quantized arrays, whose products read each array where it lies in the stack."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -60,6 +62,39 @@ def test_a_loop_reads_its_weights_where_they_lie(scheme, model):
     got, expected = jax.jit(fn)(q, x), through(fb.dequantize(q), x)
     # Sums of 96 products in another order, three times over; |x w| stays below 10.
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=96 * 10 * 2.0**-23), got, expected)
+
+
+@pytest.mark.parametrize("scheme", ["q4_1", pytest.param("int8", marks=pytest.mark.slow)])
+def test_a_policy_reads_its_weights_where_they_lie(scheme):
+    q, x = stack(scheme), jax.random.normal(jax.random.key(1), (2, WIDTH))
+    policy = fb.Policy(q.scheme, "int8" if scheme == "int8" else "int8_g32")
+    policed = dataclasses.replace(q, policy=policy)
+    fn = jax.jit(fb.transparent(through))
+    last, every = fn(policed, x)
+    if scheme == "q4_1":
+        compiled = fn.lower(policed, x).compile().as_text()  # XLA drops the slices that only a gradient would read
+        assert not any("dynamic-slice" in line and "= u8" in line for line in compiled.splitlines())
+
+    def product(x, w):
+        return fb.dot_general(x, w, (((1,), (1,)), ((), ())), policy=policy)
+
+    def loss(fn, weights, x):
+        return jnp.sum(fn(weights, x)[0] ** 2)
+
+    layers = [jax.tree.map(lambda leaf: leaf[i], q) for i in range(LAYERS)]  # noqa: B023
+
+    def unrolled(weights, x):
+        made = []
+        for w in reversed(weights):
+            made.append(product(x, w))
+            x = jnp.tanh(made[-1])
+        return x, jnp.stack(made[::-1])
+
+    expected, of_layers = jax.jit(unrolled)(layers, x)
+    np.testing.assert_array_equal(last, expected)
+    np.testing.assert_array_equal(every, of_layers)
+    got = jax.jit(jax.grad(lambda x: loss(fn, policed, x)))(x)
+    np.testing.assert_allclose(got, jax.jit(jax.grad(lambda x: loss(unrolled, layers, x)))(x), atol=1e-4)
 
 
 def test_gradients_and_vmap_are_those_of_slices():

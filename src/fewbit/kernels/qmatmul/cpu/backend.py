@@ -83,11 +83,22 @@ class Cpu(AbstractKernel):
         return native_product(x[None], q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa, sizes=sizes)[0]
 
     def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
-        refusal = refused_weight(q.scheme, q.shape[2], q.tiles[2], x.tiles[2], contracts_cols=contracts_cols)
-        is_only_by_blocks = not is_whole(q.scheme)
-        if refusal is None and x.zero_point is None and (is_only_by_blocks or x.shape[1] <= BLOCK_ROWS):
+        if _is_by_blocks(x, q, contracts_cols):
             return native_blocks(x, q, dtype=dtype, isa=self.isa)
         return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
+
+    def picked_pair(self, x: QArray, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
+        if _is_by_blocks(x, q, contracts_cols):
+            return native_blocks(x, q, index, dtype=dtype, isa=self.isa)
+        return super().picked_pair(x, q, index, contracts_cols=contracts_cols, dtype=dtype)
+
+
+def _is_by_blocks(x: QArray, q: QArray, contracts_cols: bool) -> bool:
+    """Whether a weight is read in place, block by block, and not packed in panels."""
+    refusal = refused_weight(q.scheme, q.shape[2], q.tiles[2], x.tiles[2], contracts_cols=contracts_cols)
+    if refusal is not None or x.zero_point is not None:
+        return False
+    return not is_whole(q.scheme) or x.shape[1] <= BLOCK_ROWS
 
 
 def _refused_dtypes(x: str, result: str) -> str | None:

@@ -14,12 +14,25 @@ from .ffi import INTEGER_LEVELS, flat, scale_buffers, stored_zeros, stream_order
 TARGET = "fewbit_integer_blocks"
 
 
-def native_blocks(x: QArray, q: QArray, *, dtype: DTypeLike, isa: str | None = None) -> jax.Array:
-    """`blocks.block_product`, with an instruction set (None: the best), in a result's dtype."""
+def native_blocks(
+    x: QArray, q: QArray, picked: jax.Array | None = None, *, dtype: DTypeLike, isa: str | None = None
+) -> jax.Array:
+    """`blocks.block_product`, with an instruction set (None: the best), in a result's dtype.
+
+    Args:
+        x: `[B, M, K]`.
+        q: `[B or 1, N, K]`; with `picked` a stack of any length.
+        picked: the index of the one matrix of `q` to multiply with (B of `x` is 1).
+        dtype: that of the result.
+        isa: the instruction set to use, if the machine has it; None: the best.
+    """
     scheme, cols = q.scheme, q.shape[2]
     order = stream_order(scheme)
     if order.size:
         cols = -(-cols // order.size) * order.size
+    tile = q.tiles[2]
+    if tile is None or tile >= cols:  # one block, of whole vectors
+        tile = -(-cols // 32) * 32
     found = block_numbers(scheme.format)
     assert found is not None
     numbers, step = found
@@ -36,11 +49,12 @@ def native_blocks(x: QArray, q: QArray, *, dtype: DTypeLike, isa: str | None = N
         zero,
         zero_table,
         flat(q.tensor_scale, jnp.float32),
-        jnp.asarray(numbers[: 0 if is_byte else 16], jnp.int8),
+        jnp.asarray(numbers[:0] if is_byte else numbers, jnp.int8),
+        flat(picked, jnp.int32),
         cols=np.int64(cols),
         bits=np.int64(scheme.format.bits),
         row_tile=np.int64(q.tiles[1] or q.shape[1]),
-        col_tile=np.int64(q.tiles[2] or cols),
+        col_tile=np.int64(tile),
         role=np.int64(role),
         unit=np.float32(step),
         is_signed=isinstance(scheme.format, Integer) and scheme.format.signed,

@@ -18,8 +18,8 @@
 // Order of reading w: 16 rows, four cache lines wide, with the line 16 rows below prefetched for [K, N]; the next line of each
 // row for [N, K].
 //
-// GEMV (up to 4 rows of x) does not pack: whole rows of w are multiplied in place (gemv_rows.h), memory bound; [K, N] and
-// blocks interleave rows of w in registers (gemv_columns.h).
+// GEMV (up to 4 rows of x) does not pack: whole rows of w are multiplied in place (gemv_rows.h), memory bound; [K, N] interleaves
+// rows of w in registers (gemv_columns.h). Weights with block scales and any table of int8 numbers: blocks.h.
 //
 // Bound of the GEMM: vpdpbusd's own rate. Measurements, and what did not pay: docs/design/kernels-cpu.md.
 #define FEWBIT_UNITS 3  // the handler with plain C++, AVX2, AVX-512
@@ -172,23 +172,22 @@ XLA_FFI_DEFINE_HANDLER(integers, Integers,
                            .Attr<int64_t>("output_tile")
                            .Attr<int64_t>("level"));
 
-// The shapes of a stack of codes [B or 1, N, bytes of K], of its scales and of its zero points.
-static bool FitsBlocks(const BlockJob& job, int64_t batch, Dimensions codes, Dimensions scale, Dimensions zero, int64_t cols,
+// The shapes of a stack of codes [`stacked`, N, bytes of K], of its scales and of its zero points.
+static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, Dimensions scale, Dimensions zero, int64_t cols,
                        Checks& checks) {
-  checks.OneOf("bits of a code", job.w.bits, {4, 8});
+  checks.Within("bits of a code", job.w.bits, 1, 8);
   checks.AtLeast("rows of a tile", job.w.row_tile, 1);
   checks.AtLeast("tile", job.w.col_tile, 1);
   if (!checks.Within("columns of the codes", cols, job.K, job.K + (job.group == 0 ? 0 : job.group - 1))) return false;
-  checks.OneOf("matrices of the codes", codes[0], {1, batch});
   checks.Equal("rows of the codes", codes[1], job.N);
   checks.Equal("bytes of a row of codes", codes[2], BytesOf(cols, job.w.bits));
   checks.That(job.w.col_tile % 16 == 0 || job.w.col_tile >= cols, "tiles must be whole groups of 16 codes");
   const int64_t rows = TilesOf(job.N, job.w.row_tile), tiles = TilesOf(cols, job.w.col_tile);
-  checks.OneOf("matrices of the scales", scale[0], {1, batch});
+  checks.OneOf("matrices of the scales", scale[0], {1, stacked});
   checks.Equal("rows of the scales", scale[1], rows);
   checks.Equal("tiles of the scales", scale[2], tiles);
   if (job.w.role == Zero::kNone) return !checks.failed();
-  checks.OneOf("matrices of the zero points", zero[0], {1, batch});
+  checks.OneOf("matrices of the zero points", zero[0], {1, stacked});
   checks.Equal("rows of the zero points", zero[1], rows);
   return checks.Equal("tiles of the zero points", zero[2], tiles);
 }
@@ -196,7 +195,7 @@ static bool FitsBlocks(const BlockJob& job, int64_t batch, Dimensions codes, Dim
 static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale, ffi::BufferR3<ffi::U8> codes,
                          ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero,
                          ffi::BufferR1<ffi::F32> zero_table, ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::S8> numbers,
-                         ffi::Result<ffi::AnyBuffer> y, int64_t cols, int64_t bits, int64_t row_tile, int64_t col_tile, int64_t role,
+                         ffi::BufferR1<ffi::S32> picked, ffi::Result<ffi::AnyBuffer> y, int64_t cols, int64_t bits, int64_t row_tile, int64_t col_tile, int64_t role,
                          float unit, bool is_signed, int64_t level, ffi::Span<const int32_t> order) {
   BlockJob job{};
   Checks checks("blocks of integers");
@@ -211,13 +210,16 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   checks.Within("role of the zero points", role, 0, 2);
   checks.Within("level", level, -1, 3);
   if (checks.failed()) return checks.error();
-  const int64_t batch = x_shape[0];
+  const int64_t batch = x_shape[0], stacked = shape[0], picks = static_cast<int64_t>(picked.element_count());
   job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2];
   job.w.bits = static_cast<int>(bits), job.w.row_tile = row_tile, job.w.col_tile = col_tile;
   job.w.role = static_cast<Zero>(role), job.group = static_cast<int64_t>(order.size());
   checks.Equal("batch of the result", y_shape[0], batch);
   checks.Equal("rows of the result", y_shape[1], job.M);
-  if (!FitsBlocks(job, batch, shape, scale_shape, zero_shape, cols, checks)) return checks.error();
+  checks.Within("number of picked matrices", picks, 0, 1);
+  if (picks == 0) checks.OneOf("matrices of the codes", stacked, {1, batch});
+  else checks.Equal("batch of x", batch, 1);
+  if (!FitsBlocks(job, stacked, shape, scale_shape, zero_shape, cols, checks)) return checks.error();
   if (job.group != 0) {
     checks.Equal("columns beyond whole groups of the order", cols % job.group, 0);
     checks.That(col_tile % job.group == 0 || col_tile >= cols, "tiles must be whole groups of the order");
@@ -225,16 +227,17 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   }
   CheckPerTile("scales of x", x_scale.dimensions(), batch, job.M, scale_shape[2], true, checks);
   const int64_t tensor_scales = static_cast<int64_t>(tensor_scale.element_count());
-  checks.OneOf("tensor scales", tensor_scales, {0, 1, batch});
-  checks.Equal("numbers of the codes", static_cast<int64_t>(numbers.element_count()), bits == 4 ? 16 : 0);
-  for (int64_t i = 0; !checks.failed() && bits == 4 && i < 16; ++i) checks.Within("a number", numbers.typed_data()[i], -31, 32);
+  checks.OneOf("tensor scales", tensor_scales, {0, 1, stacked});
+  const int64_t count = static_cast<int64_t>(numbers.element_count());
+  checks.Equal("numbers of the codes", count, bits == 8 ? 0 : 1 << bits);
+  for (int64_t i = 0; !checks.failed() && i < count; ++i) checks.Within("a number", numbers.typed_data()[i], -127, 127);
   if (checks.failed()) return checks.error();
   if (y->element_count() == 0) return ffi::Error::Success();
-  if (job.K == 0) {  // a sum of nothing
+  if (job.K == 0 || stacked == 0) {  // a sum of nothing
     std::memset(y->untyped_data(), 0, y->size_bytes());
     return ffi::Error::Success();
   }
-  if (bits == 4) SetNumbers(numbers.typed_data(), &job);
+  if (bits != 8) SetNumbers(numbers.typed_data(), &job);
   else SetNumbers(is_signed, &job);
   job.order = job.group == 0 ? nullptr : order.begin();
   job.w.rows = job.N, job.w.cols = cols, job.w.row_stride = shape[2], job.w.packed_cols = true, job.w.tiles_per_row = scale_shape[2];
@@ -248,15 +251,18 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   const Weight first = job.w;
   const int64_t scales = scale_shape[0] == 1 ? 0 : scale_shape[1] * scale_shape[2];
   const int64_t zeros = role == 0 || zero_shape[0] == 1 ? 0 : zero_shape[1] * zero_shape[2];
+  const int64_t asked = picks == 0 ? 0 : picked.typed_data()[0];
+  const int64_t first_matrix = asked < 0 ? 0 : asked < stacked ? asked : stacked - 1;
   for (int64_t b = 0; b < batch; ++b) {
+    const int64_t matrix = first_matrix + (stacked == 1 ? 0 : b);
     const int8_t* rows = x.typed_data() + b * job.M * job.K;
     const auto lay = [&](int64_t m) { kernels.lay_blocks(job, rows, m, laid, sums); };
     if (job.M < 8) for (int64_t m = 0; m < job.M; ++m) lay(m);
     else ParallelFor(pool, job.M, lay);
-    job.w.codes = codes.typed_data() + (shape[0] == 1 ? 0 : b * shape[1] * shape[2]);
-    job.w.scale.data = static_cast<const char*>(first.scale.data) + b * scales * SizeOf(first.scale.type);
-    job.w.zero.data = static_cast<const char*>(first.zero.data) + b * zeros * SizeOf(first.zero.type);
-    job.w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : b];
+    job.w.codes = codes.typed_data() + matrix * shape[1] * shape[2];
+    job.w.scale.data = static_cast<const char*>(first.scale.data) + matrix * scales * SizeOf(first.scale.type);
+    job.w.zero.data = static_cast<const char*>(first.zero.data) + matrix * zeros * SizeOf(first.zero.type);
+    job.w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : matrix];
     job.x_scale = x_scales.At(b);
     job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * SizeOf(job.y_kind);
     const auto run = [&](int64_t chunk) { kernels.run_blocks(job, chunk); };
@@ -273,13 +279,14 @@ XLA_FFI_DEFINE_HANDLER(blocks, Blocks,
                            .Ctx<ffi::ThreadPool>()
                            .Arg<ffi::BufferR3<ffi::S8>>()   // x [B, M, K]
                            .Arg<ffi::BufferR3<ffi::F32>>()  // its scales [B or 1, M or 1, tiles or 1]
-                           .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, N, bytes]
-                           .Arg<ffi::AnyBuffer>()           // scales [B or 1, tiles of rows, tiles], as they are stored
+                           .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, N, bytes]; of a stack that one is picked of, any number
+                           .Arg<ffi::AnyBuffer>()           // scales [stack or 1, tiles of rows, tiles], as they are stored
                            .Arg<ffi::BufferR1<ffi::F32>>()  // the numbers of stored scales, if they are bytes
                            .Arg<ffi::AnyBuffer>()           // zero points, like scales
                            .Arg<ffi::BufferR1<ffi::F32>>()
-                           .Arg<ffi::BufferR1<ffi::F32>>()  // tensor scales, none or one or one a batch
-                           .Arg<ffi::BufferR1<ffi::S8>>()   // the integer of each code of 4 bits; empty for codes of 8 bits
+                           .Arg<ffi::BufferR1<ffi::F32>>()  // tensor scales, none or one or one a matrix
+                           .Arg<ffi::BufferR1<ffi::S8>>()   // the integer of each code of fewer than 8 bits
+                           .Arg<ffi::BufferR1<ffi::S32>>()  // the matrix of the stack; empty: b for b
                            .Ret<ffi::AnyBuffer>()           // y [B, M, N]
                            .Attr<int64_t>("cols")
                            .Attr<int64_t>("bits")

@@ -17,9 +17,9 @@ from jaxtyping import Array, Int, PyTree
 from ....array.qarray import QArray
 from ....array.scheme import Scheme
 from ....kernels.qmatmul.cpu.backend import reads_packed_weights
-from ....kernels.qmatmul.dispatch import picked_product
 from ....kernels.qmatmul.kernel import element
 from ....kernels.quantize.dispatch import dequantize
+from ...dot import picked_dot
 from ..evaluator import Evaluator, Rule
 from ..proxy import ArrayProxy, is_proxy
 
@@ -75,7 +75,7 @@ class ScanSlice(ArrayProxy):
 
 def is_sliced_lazily(x: object) -> bool:
     """Whether a loop should slice a stack lazily: compiled kernels can index it."""
-    if not isinstance(x, QArray) or x.ndim != 3 or x.policy is not None or isinstance(x.scheme.scale, Scheme):
+    if not isinstance(x, QArray) or x.ndim != 3 or isinstance(x.scheme.scale, Scheme):
         return False
     return reads_packed_weights()
 
@@ -99,10 +99,7 @@ def _dot_general(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]
         right, right_batch = (tuple(1 - axis for axis in axes) for axes in (right, right_batch))
     numbers = ((left, right), (left_batch, right_batch))
     settings = (numbers, params["precision"], params["preferred_element_type"])
-    result = picked_product(jnp.asarray(lhs), rhs.stack, rhs.index, *settings)
-    if result is None:
-        return _sliced(evaluator, eqn, values)
-    return [result]
+    return [picked_dot(jnp.asarray(lhs), rhs.stack, rhs.index, *settings)]
 
 
 def _convert_element_type(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:

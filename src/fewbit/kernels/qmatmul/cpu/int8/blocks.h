@@ -4,7 +4,8 @@
 // A quarter of a register, 16 bytes of w, is a piece of one block, or of two where blocks are 8 bytes. Four rows of w are multiplied by
 // each vector of x, and a tree of additions turns their lanes into one sum for each row and quarter. As many rows as there are lanes
 // follow one another; then their sums change places, so that a vector has one block of all rows, and a block ends with one
-// conversion and one multiply-add. Codes of 4 bits are looked up in a register, which serves every format of small integers.
+// conversion and one multiply-add. Codes of 4 bits are looked up in a register, which serves every format of small integers. Codes of
+// other widths are decoded to bytes first, four rows at a time (decode_bytes.h), and those of 8 bits are multiplied as they are.
 //
 // Blocks are added in order, with the operations of the panels (gemm.h): an output has the same bits in both.
 
@@ -14,10 +15,6 @@ constexpr int64_t kBlockOutputs = 64;  // of a chunk
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 static inline Words AddI(Words a, Words b) { return _mm512_add_epi32(a, b); }
-static inline Words TableI(const uint8_t* numbers) {
-  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
-}
-static inline Words Looked(Words table, Words index) { return _mm512_shuffle_epi8(table, index); }
 static inline Words PairsI(Words a, Words b) {
   const __m512 x = _mm512_castsi512_ps(a), y = _mm512_castsi512_ps(b);
   return AddI(_mm512_castps_si512(_mm512_shuffle_ps(x, y, 0x88)), _mm512_castps_si512(_mm512_shuffle_ps(x, y, 0xDD)));
@@ -37,10 +34,6 @@ static inline void TransposeQuarters(Words (&v)[4]) {
 }
 #elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
 static inline Words AddI(Words a, Words b) { return _mm256_add_epi32(a, b); }
-static inline Words TableI(const uint8_t* numbers) {
-  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
-}
-static inline Words Looked(Words table, Words index) { return _mm256_shuffle_epi8(table, index); }
 static inline Words EvenI(Words a, Words b) {
   return _mm256_castps_si256(_mm256_shuffle_ps(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b), 0x88));
 }
@@ -54,32 +47,24 @@ static inline void TransposeQuarters(Words (&v)[2]) {
 }
 #else
 static inline Words AddI(Words a, Words b) { return a + b; }
-static inline Words TableI(const uint8_t* numbers) { return LoadI(numbers); }
-typedef uint8_t Bytes16 __attribute__((vector_size(16)));
-static inline Words Looked(Words table, Words index) {
-#if FEWBIT_ARM64
-  return (Words)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
-#else
-  const Bytes16 from = (Bytes16)table, at = (Bytes16)index;
-  Bytes16 to;
-  for (int i = 0; i < 16; ++i) to[i] = from[at[i] & 15];
-  return (Words)to;
-#endif
-}
 static inline Words EvenI(Words a, Words b) { return Words{a[0], a[2], b[0], b[2]}; }
 static inline Words OddI(Words a, Words b) { return Words{a[1], a[3], b[1], b[3]}; }
 static inline Words PairsI(Words a, Words b) { return EvenI(a, b) + OddI(a, b); }
 static inline void TransposeQuarters(Words (&)[1]) {}
 #endif
 
-// The products of one vector of w's bytes with x, added in each lane. Numbers of 4 bits are so small that AVX2 needs no more than
-// its instruction for bytes, which saturates beyond 16 bits.
+// The products of one vector of w's bytes with x, added in each lane. AVX2's instruction for bytes saturates beyond 16 bits. Numbers of
+// 4 bits are small enough for it (wide ones are decoded); decoded ones, from -127 to 127, are if x is the unsigned side.
 template <int kBits>
 static inline Words BlockDot(const Words* w, const int8_t* x) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
   if constexpr (kBits == 4) {
     const Words low = _mm256_maddubs_epi16(w[0], LoadI(x)), high = _mm256_maddubs_epi16(w[1], LoadI(x + kIntBytes));
     return _mm256_madd_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(1));
+  }
+  if constexpr (kBits == kDecoded) {
+    const Words pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(LoadI(x)), _mm256_sign_epi8(w[0], LoadI(x)));
+    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
   }
 #endif
   const Words first = Dot4(SameI(0), w[0], LoadI(x));
@@ -89,6 +74,7 @@ static inline Words BlockDot(const Words* w, const int8_t* x) {
 
 // Bytes of a row of x as `LayBlocks` lays it out.
 static int64_t BlockRowBytes(const BlockJob& job) {
+  if (IsDecoded(job)) return DecodedBytes(job);
   return (job.w.row_stride + kIntBytes - 1) / kIntBytes * kIntBytes * (8 / job.w.bits);
 }
 
@@ -97,7 +83,7 @@ static int64_t BlockRowBytes(const BlockJob& job) {
 static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t* out, int32_t* sums) {
   const int8_t* from = rows + m * job.K;
   int8_t* to = out + m * BlockRowBytes(job);
-  const int halves = job.w.bits == 4;  // 1 where bytes have two codes
+  const int halves = job.w.bits == 4 && !IsDecoded(job);  // 1 where bytes have two codes
   int64_t group = 0, place = 0;
   for (int64_t begin = 0; begin < BlockRowBytes(job); begin += kIntBytes << halves) {
     for (int64_t i = 0; i < kIntBytes << halves; ++i) {
@@ -114,9 +100,11 @@ static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t
   }
 }
 
-// What the rows of w that are multiplied together have at each block: vectors of scales, and of zero points.
+// What the rows of w that are multiplied together have at each block: vectors of scales, and of zero points. And what the bytes of w
+// have more than its numbers.
 struct BlockScales {
   float *scale, *zero;
+  uint32_t offset;
 
   static int64_t Room(const BlockJob& job) { return (job.tiles() + kLanes - 1) / kLanes * kLanes; }
 
@@ -134,7 +122,7 @@ struct BlockScales {
 static inline void EndBlock(const BlockJob& job, const BlockScales& scales, int64_t m, int64_t t, bool scales_last, Words sum,
                             V* total) {
   const int32_t x_sum = job.x_sums[m * job.tiles() + t];
-  sum = SubI(sum, SameI(static_cast<int32_t>(static_cast<uint32_t>(x_sum) * static_cast<uint32_t>(job.offset))));
+  sum = SubI(sum, SameI(static_cast<int32_t>(static_cast<uint32_t>(x_sum) * scales.offset)));
   const V scale = Load(scales.scale + t * kLanes);
   const float x_scale = scales_last ? 1.0f : job.x_scale.At(m, t);
   if (job.w.role == Zero::kWhole) {
@@ -146,31 +134,39 @@ static inline void EndBlock(const BlockJob& job, const BlockScales& scales, int6
   *total = MulAdd(Load(scales.zero + t * kLanes), Same(x_scale * static_cast<float>(x_sum)), *total);
 }
 
+// Where rows of w are read: in place, or decoded.
+struct BlockBytes {
+  const uint8_t* first;  // of row `n0`
+  int64_t n0, length, stride;
+};
+
 // Of four rows of w from n on and `rows` rows of x from m0 on: a sum for each quarter of each vector of bytes, and for each piece of
 // it, as vectors of [quarter][row of w]; `ld` vectors from one row of x to the next.
 template <int kBits, int kPieces>
-static void FourRows(const BlockJob& job, int64_t n, int64_t m0, int64_t rows, Words* sums, int64_t ld) {
-  constexpr int kVectors = 8 / kBits;
+static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, int64_t m0, int64_t rows, Words* sums, int64_t ld) {
+  constexpr int kVectors = kBits == 4 ? 2 : 1;
   constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
-  const int64_t stride = job.w.row_stride, ldx = BlockRowBytes(job), next = 4 * stride > kAhead ? 4 * stride : kAhead;
+  const int64_t stride = bytes.stride, ldx = BlockRowBytes(job), next = 4 * stride > kAhead ? 4 * stride : kAhead;
   const Words low = SameI(0x0F0F0F0F), table = TableI(job.numbers), flip = SameI(static_cast<int32_t>(job.flip * 0x01010101u));
   const uint8_t* row[4];
-  UNROLL for (int j = 0; j < 4; ++j) row[j] = job.w.codes + (n + j < job.N ? n + j : job.N - 1) * stride;
+  UNROLL for (int j = 0; j < 4; ++j) row[j] = bytes.first + ((n + j < job.N ? n + j : job.N - 1) - bytes.n0) * stride;
   const int8_t* x = job.x + m0 * ldx;
-  for (int64_t at = 0; at < stride; at += kIntBytes, x += kIntBytes * kVectors, sums += kPieces) {
+  for (int64_t at = 0; at < bytes.length; at += kIntBytes, x += kIntBytes * kVectors, sums += kPieces) {
     uint8_t last[4][kIntBytes];
-    const bool is_last = stride - at < kIntBytes;
+    const bool is_last = bytes.length - at < kIntBytes;
     if (is_last) std::memset(last, 0, sizeof(last));
     Words w[4][kVectors];
     UNROLL for (int j = 0; j < 4; ++j) {
       const uint8_t* p = row[j] + at;
-      if (is_last) p = static_cast<const uint8_t*>(std::memcpy(last[j], p, stride - at));
-      __builtin_prefetch(row[j] + at + next);
-      const Words bytes = LoadI(p);
+      if (is_last) p = static_cast<const uint8_t*>(std::memcpy(last[j], p, bytes.length - at));
+      if constexpr (kBits != kDecoded) __builtin_prefetch(row[j] + at + next);
+      const Words codes = LoadI(p);
       if constexpr (kBits == 8) {
-        w[j][0] = XorI(bytes, flip);
+        w[j][0] = XorI(codes, flip);
+      } else if constexpr (kBits == kDecoded) {
+        w[j][0] = codes;
       } else {
-        w[j][0] = Looked(table, AndI(bytes, low)), w[j][1] = Looked(table, AndI(HighI(bytes), low));
+        w[j][0] = Looked(table, AndI(codes, low)), w[j][1] = Looked(table, AndI(HighI(codes), low));
       }
     }
     for (int64_t m = 0; m < rows; ++m) {
@@ -185,13 +181,15 @@ static void FourRows(const BlockJob& job, int64_t n, int64_t m0, int64_t rows, W
 
 // kLanes outputs of row m of x from n0 on, of the sums of their rows of w: those of four rows are `ld` vectors after the last four's.
 template <int kBits, int kPieces>
-static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t n0, int64_t m, const Words* sums, int64_t ld) {
+static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t length, int64_t n0, int64_t m, const Words* sums,
+                      int64_t ld) {
   const bool scales_last = job.tiles() > 1 && job.x_scale.by_tile == 0;
-  const int64_t parts = job.w.col_tile * kBits * kPieces / 128;
+  constexpr int kCodeBits = kBits == kDecoded ? 8 : kBits;
+  const int64_t parts = job.w.col_tile * kCodeBits * kPieces / 128;
   int64_t tile = 0, left = parts;  // the current block, and how many of its parts are to come
   V total = Same(0.0f);
   Words block = SameI(0);
-  for (int64_t at = 0; at < job.w.row_stride; at += kIntBytes, sums += kPieces) {
+  for (int64_t at = 0; at < length; at += kIntBytes, sums += kPieces) {
     Words of_quarter[kPieces][kQuarters];
     UNROLL for (int piece = 0; piece < kPieces; ++piece) {
       UNROLL for (int q = 0; q < kQuarters; ++q) of_quarter[piece][q] = sums[q * ld + piece];
@@ -214,12 +212,21 @@ static void EndBlocks(const BlockJob& job, const BlockScales& scales, int64_t n0
 
 // kPieces: blocks that a quarter of a register has a part of.
 template <int kBits, int kPieces>
-static void BlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t n0, Words* sums) {
-  const int64_t ld = (job.w.row_stride + kIntBytes - 1) / kIntBytes * kPieces;
+static void BlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t n0, Words* sums, uint8_t* decoded) {
+  BlockBytes bytes{job.w.codes, 0, job.w.row_stride, job.w.row_stride};
+  if constexpr (kBits == kDecoded) bytes = {decoded, n0, DecodedBytes(job), DecodedStride(job)};
+  const int64_t ld = (bytes.length + kIntBytes - 1) / kIntBytes * kPieces;
   for (int64_t m0 = 0; m0 < job.M; m0 += kBlockRows) {
     const int64_t rows = job.M - m0 < kBlockRows ? job.M - m0 : kBlockRows;
-    for (int q = 0; q < kQuarters; ++q) FourRows<kBits, kPieces>(job, n0 + 4 * q, m0, rows, sums + q * ld, kQuarters * ld);
-    for (int64_t m = 0; m < rows; ++m) EndBlocks<kBits, kPieces>(job, scales, n0, m0 + m, sums + m * kQuarters * ld, ld);
+    for (int64_t q = 0; q < kQuarters; ++q) {
+      for (int64_t i = 4 * q; kBits == kDecoded && m0 == 0 && i < 4 * q + 4 && n0 + i < job.N; ++i) {
+        DecodeBytes(job, n0 + i, decoded + i * bytes.stride);
+      }
+      FourRows<kBits, kPieces>(job, bytes, n0 + 4 * q, m0, rows, sums + q * ld, kQuarters * ld);
+    }
+    for (int64_t m = 0; m < rows; ++m) {
+      EndBlocks<kBits, kPieces>(job, scales, bytes.length, n0, m0 + m, sums + m * kQuarters * ld, ld);
+    }
   }
 }
 
@@ -227,15 +234,22 @@ static int64_t BlockChunks(const BlockJob& job) { return (job.N + kBlockOutputs 
 
 static void RunBlocks(const BlockJob& job, int64_t chunk) {
   const int64_t room = BlockScales::Room(job) * kLanes, end = (chunk + 1) * kBlockOutputs;
-  const int64_t vectors = 2 * kBlockRows * kQuarters * ((job.w.row_stride + kIntBytes - 1) / kIntBytes);
-  float* rest = Workspace(3 * room + vectors * kIntLanes);
-  const BlockScales scales{rest + room, rest + 2 * room};
-  const auto outputs = job.w.bits == 8           ? BlockOutputs<8, 1>
+  const bool is_decoded = IsDecoded(job);
+  const int64_t length = is_decoded ? DecodedBytes(job) : job.w.row_stride, vector_count = (length + kIntBytes - 1) / kIntBytes;
+  const int64_t vectors = 2 * kBlockRows * kQuarters * vector_count;
+  const int64_t decoded_floats = is_decoded ? kLanes * DecodedStride(job) / 4 : 0;
+  float* rest = Workspace(3 * room + vectors * kIntLanes + decoded_floats);
+  const bool is_signed = is_decoded && kSignedBytes;
+  const BlockScales scales{rest + room, rest + 2 * room, is_signed ? 0 : static_cast<uint32_t>(job.offset)};
+  const auto outputs = is_decoded                 ? BlockOutputs<kDecoded, 1>
+                       : job.w.bits == 8          ? BlockOutputs<8, 1>
                        : job.w.col_tile % 32 != 0 ? BlockOutputs<4, 2>
                                                   : BlockOutputs<4, 1>;
+  float* sums = rest + 3 * room;
+  uint8_t* decoded = reinterpret_cast<uint8_t*>(sums + vectors * kIntLanes);
   for (int64_t n0 = chunk * kBlockOutputs; n0 < end && n0 < job.N; n0 += kLanes) {
     BlockScales::Load(job, job.w.scale, job.w.unit, n0, rest, scales.scale);
     if (job.w.role != Zero::kNone) BlockScales::Load(job, job.w.zero, 1.0f, n0, rest, scales.zero);
-    outputs(job, scales, n0, reinterpret_cast<Words*>(rest + 3 * room));
+    outputs(job, scales, n0, reinterpret_cast<Words*>(sums), decoded);
   }
 }

@@ -1,5 +1,5 @@
 // Vectors of 32-bit integers, and the step that the product is made of: in each lane, four unsigned bytes (on arm64: signed)
-// times four signed ones are added. Included in the namespace of an instruction set.
+// times four signed ones are added. Tables of 16 bytes. Included in the namespace of an instruction set.
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 constexpr int kIntLanes = 16, kIntAcross = 4, kIntRows = 6;  // lanes; vectors of outputs and rows of x in a block of registers
@@ -13,6 +13,10 @@ static inline Words XorI(Words a, Words b) { return _mm512_xor_si512(a, b); }
 static inline Words AndI(Words a, Words b) { return _mm512_and_si512(a, b); }
 static inline Words HighI(Words a) { return _mm512_srli_epi32(a, 4); }
 static inline V FloatI(Words a) { return _mm512_cvtepi32_ps(a); }
+static inline Words TableI(const uint8_t* numbers) {
+  return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
+}
+static inline Words Looked(Words table, Words index) { return _mm512_shuffle_epi8(table, index); }
 static inline Words Dot4(Words sum, Words u, Words s) { return _mm512_dpbusd_epi32(sum, u, s); }
 #elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
 constexpr int kIntLanes = 8, kIntAcross = 2, kIntRows = FEWBIT_VNNI ? 6 : 3;
@@ -26,6 +30,10 @@ static inline Words XorI(Words a, Words b) { return _mm256_xor_si256(a, b); }
 static inline Words AndI(Words a, Words b) { return _mm256_and_si256(a, b); }
 static inline Words HighI(Words a) { return _mm256_srli_epi32(a, 4); }
 static inline V FloatI(Words a) { return _mm256_cvtepi32_ps(a); }
+static inline Words TableI(const uint8_t* numbers) {
+  return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(numbers)));
+}
+static inline Words Looked(Words table, Words index) { return _mm256_shuffle_epi8(table, index); }
 #if FEWBIT_VNNI
 static inline Words Dot4(Words sum, Words u, Words s) { return _mm256_dpbusd_avx_epi32(sum, u, s); }
 #else
@@ -60,6 +68,18 @@ static inline Words XorI(Words a, Words b) { return a ^ b; }
 static inline Words AndI(Words a, Words b) { return a & b; }
 static inline Words HighI(Words a) { return a >> 4; }
 static inline V FloatI(Words a) { return __builtin_convertvector((SignedI)a, V); }
+static inline Words TableI(const uint8_t* numbers) { return LoadI(numbers); }
+typedef uint8_t Bytes16 __attribute__((vector_size(16)));
+static inline Words Looked(Words table, Words index) {
+#if FEWBIT_ARM64
+  return (Words)vqtbl1q_u8((uint8x16_t)table, (uint8x16_t)index);
+#else
+  const Bytes16 from = (Bytes16)table, at = (Bytes16)index;
+  Bytes16 to;
+  for (int i = 0; i < 16; ++i) to[i] = from[at[i] & 15];
+  return (Words)to;
+#endif
+}
 #if FEWBIT_VNNI
 static inline Words Dot4(Words sum, Words w, Words x) { return (Words)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x); }
 #elif defined(__aarch64__)

@@ -41,13 +41,19 @@ struct Kernels {
 
 namespace fewbit {
 
-// The numbers of a BlockJob's codes: integers of codes of 4 bits, or whether codes of 8 bits are signed. arm64 multiplies signed
-// bytes, the others unsigned ones of w.
+// The numbers of a BlockJob's codes: integers of codes of 1 to 7 bits, or whether codes of 8 bits are signed. arm64 multiplies signed
+// bytes, the others mostly unsigned ones of w.
 static void SetNumbers(const int8_t* of_codes, BlockJob* job) {
-  int8_t least = 0;
-  for (int i = 0; i < 16; ++i) least = of_codes[i] < least ? of_codes[i] : least;
-  for (int i = 0; i < 16; ++i) job->numbers[i] = static_cast<uint8_t>(of_codes[i] - least);
-  job->offset = -least, job->flip = 0;
+  const int count = 1 << job->w.bits;
+  int least = 0, most = 0;
+  for (int i = 0; i < count; ++i) {
+    least = of_codes[i] < least ? of_codes[i] : least;
+    most = of_codes[i] > most ? of_codes[i] : most;
+  }
+  for (int i = 0; i < 128; ++i) job->numbers[i] = static_cast<uint8_t>(of_codes[i % count] - least);
+  job->offset = -least, job->is_wide = most - least > 63;
+  job->flip = job->numbers[0], job->is_flipped = true;
+  for (int i = 0; i < count; ++i) job->is_flipped = job->is_flipped && job->numbers[i] == (i ^ job->flip);
 }
 
 static void SetNumbers(bool is_signed, BlockJob* job) {

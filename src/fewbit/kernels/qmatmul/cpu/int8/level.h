@@ -7,6 +7,7 @@
 #include "gemv_rows.h"
 #include "pack.h"
 #include "gemm.h"
+#include "decode_bytes.h"
 #include "blocks.h"
 
 Kernels GetKernels() {

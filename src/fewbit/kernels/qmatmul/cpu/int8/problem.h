@@ -68,13 +68,15 @@ inline std::vector<Segment> SegmentsOf(const IntegerJob& job) {
   return segments;
 }
 
-// The same product where w has blocks of 8 bytes or more along its rows: codes of 4 bits that a table makes small integers, or of 8,
-// and scales and zero points as they are stored.
+// The same product where w has blocks of whole groups of 16 codes along its rows: codes of 1 to 7 bits that a table makes integers
+// from -127 to 127, or of 8, and scales and zero points as they are stored.
 struct BlockJob {
-  Weight w;              // [N, K]; its codes of 4 or 8 bits, the columns packed
-  uint8_t numbers[16];   // of codes of 4 bits: their integers plus `offset`, at most 63
+  Weight w;              // [N, K]; the columns packed
+  uint8_t numbers[128];  // of codes of 1 to 7 bits: their integers plus `offset`
   int32_t offset;
-  uint8_t flip;          // bits of a code of 8 bits that make it its integer plus `offset`
+  bool is_wide;          // whether one of `numbers` is above 63
+  bool is_flipped;       // whether a code with the bits of `flip` flipped is its number
+  uint8_t flip;          // of codes of 8 bits: likewise
   int64_t M, N, K;
   const int32_t* order;  // the code at each place of a group of w's columns in memory; null: in order
   int64_t group;

@@ -1,0 +1,116 @@
+// Rows of codes into bytes that are multiplied: every width of 1 to 7 bits, every table of integers from -127 to 127. Included in the
+// namespace of an instruction set.
+
+// Whether the bytes are the numbers themselves, which takes instructions for signed bytes on both sides, or for 16 bits where x is the
+// unsigned side; else they are unsigned: the numbers plus the job's offset.
+#if FEWBIT_ARM64 || (FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI)
+constexpr bool kSignedBytes = true;
+#else
+constexpr bool kSignedBytes = false;
+#endif
+
+constexpr int kDecoded = 7;  // stands for the width of codes that are decoded first
+constexpr int64_t kRowsAhead = 4;  // are prefetched; the processor's own prefetching stops at each page
+
+// Codes of 8 bits, and those of 4 whose unsigned numbers fit the instruction, are multiplied without this.
+static inline bool IsDecoded(const BlockJob& job) {
+  return job.w.bits != 8 && (job.w.bits != 4 || (job.is_wide && kSignedBytes));
+}
+
+// Bytes of a decoded row that are multiplied, and to the next row: decoding takes room for 64 more.
+static inline int64_t DecodedBytes(const BlockJob& job) { return (job.w.cols + kIntBytes - 1) / kIntBytes * kIntBytes; }
+static inline int64_t DecodedStride(const BlockJob& job) { return DecodedBytes(job) + 64; }
+
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+
+// 64 codes at a time: each group of 8, `bits` bytes, goes to the start of 8 bytes, where one instruction cuts 8 fields.
+static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
+  const int bits = job.w.bits;
+  alignas(64) uint8_t spread[64], field[64];
+  for (int i = 0; i < 64; ++i) {
+    spread[i] = static_cast<uint8_t>(i / 8 * bits + (i % 8 < bits ? i % 8 : 0));
+    field[i] = static_cast<uint8_t>(i % 8 * bits);
+  }
+  const __m512i to = _mm512_load_si512(spread), at = _mm512_load_si512(field), mask = _mm512_set1_epi8(static_cast<char>((1 << bits) - 1));
+  const __m512i low = _mm512_loadu_si512(job.numbers), high = _mm512_loadu_si512(job.numbers + 64);
+  const uint8_t *p = job.w.codes + n * job.w.row_stride, *end = p + job.w.row_stride;
+  for (int64_t i = 0; i < job.w.cols; i += 64, p += 8 * bits) {
+    const __mmask64 there = FirstBytes(end - p);
+    __builtin_prefetch(p + kRowsAhead * job.w.row_stride);
+    const __m512i packed = _mm512_permutexvar_epi8(to, _mm512_maskz_loadu_epi8(there, p));
+    const __m512i codes = _mm512_and_si512(_mm512_multishift_epi64_epi8(at, packed), mask);
+    const __m512i numbers = bits < 7 ? _mm512_permutexvar_epi8(codes, low) : _mm512_permutex2var_epi8(low, codes, high);
+    _mm512_storeu_si512(out + i, numbers);
+  }
+}
+
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+
+// 32 codes from their 4 * `bits` bytes, of which 32 can be read: each goes to 16 bits with the byte that follows its first one, is
+// shifted to the top by a multiplication, and down from there.
+struct Unpacking {
+  __m256i first, second, factors;
+  __m128i down;
+  int64_t half;  // bytes of 16 codes
+
+  explicit Unpacking(int bits) : down(_mm_cvtsi32_si128(16 - bits)), half(2 * bits) {
+    alignas(32) uint8_t at[2][32];
+    alignas(32) uint16_t factor[16];
+    for (int j = 0; j < 8; ++j) {
+      const int byte = j * bits / 8;
+      for (int lane = 0; lane < 2; ++lane) {
+        for (int b = 0; b < 2; ++b) {
+          at[0][16 * lane + 2 * j + b] = static_cast<uint8_t>(byte + b);
+          at[1][16 * lane + 2 * j + b] = static_cast<uint8_t>(byte + b + bits);
+        }
+        factor[8 * lane + j] = static_cast<uint16_t>(1 << (16 - bits - j * bits % 8));
+      }
+    }
+    first = LoadI(at[0]), second = LoadI(at[1]), factors = LoadI(factor);
+  }
+
+  Words Codes(const uint8_t* p) const {
+    const __m128i low = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    const __m128i high = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p + half));
+    const Words both = _mm256_set_m128i(high, low);
+    const Words a = _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(both, first), factors), down);
+    const Words b = _mm256_srl_epi16(_mm256_mullo_epi16(_mm256_shuffle_epi8(both, second), factors), down);
+    return _mm256_packus_epi16(a, b);
+  }
+};
+
+// The numbers of 32 codes plus the job's offset.
+static inline Words NumbersOf(const BlockJob& job, Words codes) {
+  if (job.is_flipped) return XorI(codes, _mm256_set1_epi8(static_cast<char>(job.flip)));
+  Words numbers = Looked(TableI(job.numbers), codes);
+  for (int from = 16; from < 1 << job.w.bits; from += 16) {
+    const Words upper = AndI(codes, _mm256_set1_epi8(0x70)), here = _mm256_cmpeq_epi8(upper, _mm256_set1_epi8(static_cast<char>(from)));
+    numbers = _mm256_blendv_epi8(numbers, Looked(TableI(job.numbers + from), codes), here);
+  }
+  return numbers;
+}
+
+static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
+  const Unpacking unpacking(job.w.bits);
+  const uint8_t *p = job.w.codes + n * job.w.row_stride, *end = p + job.w.row_stride;
+  const Words offset = _mm256_set1_epi8(static_cast<char>(kSignedBytes ? job.offset : 0));
+  for (int64_t i = 0; i < job.w.cols; i += 32, p += 4 * job.w.bits) {
+    uint8_t last[32];
+    const bool is_last = end - p < 32;
+    if (is_last) std::memset(last, 0, sizeof(last));
+    __builtin_prefetch(p + kRowsAhead * job.w.row_stride);
+    const uint8_t* from = is_last ? static_cast<const uint8_t*>(std::memcpy(last, p, end - p)) : p;
+    StoreI(out + i, _mm256_sub_epi8(NumbersOf(job, unpacking.Codes(from)), offset));
+  }
+}
+
+#else
+
+static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
+  CodesOfRow(job.w, n, 0, job.w.cols, out);
+  const uint8_t offset = static_cast<uint8_t>(kSignedBytes ? job.offset : 0);
+  for (int64_t i = 0; i < job.w.cols; ++i) out[i] = static_cast<uint8_t>(job.numbers[out[i]] - offset);
+  std::memset(out + job.w.cols, 0, DecodedBytes(job) - job.w.cols);
+}
+
+#endif
