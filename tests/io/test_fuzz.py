@@ -18,6 +18,7 @@ import pytest
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError, io, models, workflows
 from fewbit._json import canonical, dumped, parsed_object
+from fewbit.cli.memory import peak_memory
 from fewbit.io.gguf.blocks import LAYOUTS
 from fewbit.io.gguf.fields import encoded
 from fewbit.io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
@@ -29,7 +30,6 @@ from fewbit.io.peft import read_adapters, write_adapters
 from fewbit.io.safetensors.file import file_header
 from fewbit.models import GGUF, shapes
 from fewbit.training.lora import Adapter
-from fewbit.workflows.memory import peak_memory
 from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
 from tests.io.gguf.test_sentencepiece import model as sentencepiece_model
 from tests.io.gguf.test_vocabulary import sentencepiece_json

@@ -68,7 +68,7 @@ class _PeakMemory(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """The column's text."""
-        from ..workflows.memory import peak_memory
+        from .memory import peak_memory
 
         peak = peak_memory()
         return Text("" if peak is None else f"peak {peak / 1e9:.2f} GB")

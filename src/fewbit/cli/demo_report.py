@@ -7,9 +7,9 @@ from typing import Any
 
 from ..evaluate.chart import check_chart_path, save_chart
 from ..workflows.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, steps
-from ..workflows.memory import peak_memory
 from ..workflows.plan import plan_model
 from .console import emit_json, plain, progress_bar, say
+from .memory import peak_memory
 from .render import (
     candidate_record,
     chart_points,

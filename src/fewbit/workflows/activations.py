@@ -64,7 +64,7 @@ def with_int8_activations(params: PyTree) -> tuple[PyTree, Activations]:
 
     An activation has one scale for each block of the weight along the contraction; for a weight with one scale a row, one for
     each token. Tables of numbers that are no integers (NF4) are rounded to int8: `Codebook.in_int8`. A weight that has a policy
-    keeps it. Experts, and an embedding beside a head of its own, stay as they are.
+    keeps it. Experts, and an embedding of a model with a separate head, stay as they are.
 
     Args:
         params: the pytree of a decoder, before layers are stacked.

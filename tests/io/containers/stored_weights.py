@@ -17,12 +17,12 @@ import numpy as np
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError
 from fewbit.array.packing import packed_length
+from fewbit.cli.memory import peak_memory
 from fewbit.formats import AbstractFormat
 from fewbit.io.checkpoint import TensorInfo, Tensors
 from fewbit.io.containers.container import AbstractContainer, Weight
 from fewbit.io.safetensors.file import array_bytes, file_header, ordered
 from fewbit.io.safetensors.reader import read_safetensors_directory
-from fewbit.workflows.memory import peak_memory
 from tests.conformance import array_laws as laws
 from tests.io.mutations import mutated_bytes, mutated_json
 

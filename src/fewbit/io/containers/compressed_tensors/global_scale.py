@@ -3,7 +3,7 @@
 fewbit decodes `code * (scale * factor)`, compressed-tensors `code * (scale / divisor)`, each in float32 and the result rounded to
 bfloat16. For most factors no float32 divisor gives the same float32 scales. Near the reciprocal there nearly always is one that
 gives the same bfloat16 values of every scale and code; it is searched here. Where there is none, as for 7 / 2048, a value times
-a code lies between two bfloat16 numbers, and the factor moves before it is used.
+a code is halfway between two bfloat16 numbers, and the factor moves before it is used.
 """
 
 from collections.abc import Callable

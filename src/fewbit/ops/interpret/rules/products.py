@@ -16,13 +16,14 @@ from ....array.leaves import with_leaves
 from ....array.qarray import QArray, is_qarray
 from ....kernels.quantize.dispatch import dequantize
 from ...conv import conv_general_dilated
-from ...dot import dot_general, untransposed
+from ...dot import dot_general, picked_dot, untransposed
 from ...ragged import ragged_dot_general
 from ..evaluator import Evaluator, Rule, bound
 from ..indices import shape_of
 from ..lookup import Lookup
 from ..proxy import NoRuleError, is_proxy
 from .concatenate import is_packed_along, spread
+from .scan_slice import ScanSlice, sliced
 
 _DOT_SETTINGS = operator.itemgetter("dimension_numbers", "precision", "preferred_element_type", "out_sharding")
 
@@ -31,6 +32,23 @@ def _dot_general(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]
     numbers, *settings = _DOT_SETTINGS(eqn.params)
     lhs, rhs, numbers = untransposed(values[0], values[1], numbers)  # here, because a jitted product has leaves only
     return [_compiled(quantized_dot_general, evaluator.is_traced)(lhs, rhs, numbers, *settings)]
+
+
+def _dot_general_of_slice(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """A product with one element of a stack, which kernels read in place."""
+    lhs, rhs = values
+    params = eqn.params
+    if not isinstance(rhs, ScanSlice) or is_proxy(lhs) or params["out_sharding"] is not None:
+        return sliced(evaluator, eqn, values)
+    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
+    if rhs.is_transposed:
+        right, right_batch = (tuple(1 - axis for axis in axes) for axes in (right, right_batch))
+    numbers = ((left, right), (left_batch, right_batch))
+    settings = (numbers, params["precision"], params["preferred_element_type"])
+    return [picked_dot(jnp.asarray(lhs), rhs.stack, rhs.index, *settings)]
+
+
+ScanSlice.rules.update(dot_general=_dot_general_of_slice)  # type: ignore[attr-defined]
 
 
 def quantized_dot_general(

@@ -19,17 +19,16 @@ from ....array.scheme import Scheme
 from ....kernels.qmatmul.cpu.backend import reads_packed_weights
 from ....kernels.qmatmul.kernel import element
 from ....kernels.quantize.dispatch import dequantize
-from ...dot import picked_dot
 from ..evaluator import Evaluator, Rule
-from ..proxy import ArrayProxy, is_proxy
+from ..proxy import ArrayProxy
 
 
 class _Rules(dict[str, Rule]):
-    """Rules of a few primitives; calls have their own rules, and all others slice the stack."""
+    """Rules of a few primitives, that of products from `products`; calls have their own rules, and all others slice the stack."""
 
     def get(self, key: str, default: Rule | None = None) -> Any:
         if key not in ("jit", "pjit", "closed_call"):
-            default = _sliced
+            default = sliced
         return super().get(key, default)
 
 
@@ -85,27 +84,15 @@ def alone(value: PyTree) -> PyTree:
     return value.alone() if isinstance(value, ScanSlice) else value
 
 
-def _sliced(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+def sliced(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
+    """An equation with its ScanSlices sliced to QArrays."""
     return evaluator.equation(eqn, [alone(value) for value in values])
-
-
-def _dot_general(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
-    lhs, rhs = values
-    params = eqn.params
-    if not isinstance(rhs, ScanSlice) or is_proxy(lhs) or params["out_sharding"] is not None:
-        return _sliced(evaluator, eqn, values)
-    (left, right), (left_batch, right_batch) = params["dimension_numbers"]
-    if rhs.is_transposed:
-        right, right_batch = (tuple(1 - axis for axis in axes) for axes in (right, right_batch))
-    numbers = ((left, right), (left_batch, right_batch))
-    settings = (numbers, params["precision"], params["preferred_element_type"])
-    return [picked_dot(jnp.asarray(lhs), rhs.stack, rhs.index, *settings)]
 
 
 def _convert_element_type(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     dtype = eqn.params["new_dtype"]
     if eqn.params["sharding"] is not None or not jnp.issubdtype(dtype, jnp.floating):
-        return _sliced(evaluator, eqn, values)
+        return sliced(evaluator, eqn, values)
     return [dataclasses.replace(values[0], stack=values[0].stack.astype(dtype))]
 
 
@@ -114,4 +101,4 @@ def _transpose(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) 
     return [dataclasses.replace(values[0], is_transposed=values[0].is_transposed != swaps)]
 
 
-ScanSlice.rules.update(dot_general=_dot_general, convert_element_type=_convert_element_type, transpose=_transpose)  # type: ignore[attr-defined]
+ScanSlice.rules.update(convert_element_type=_convert_element_type, transpose=_transpose)  # type: ignore[attr-defined]
