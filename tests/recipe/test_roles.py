@@ -10,7 +10,8 @@ import pytest
 
 import fewbit as fb
 from fewbit._patterns import Pattern
-from fewbit.recipe.roles import refined
+from fewbit.recipe.role import Role
+from fewbit.recipe.roles import TensorRole, refined
 
 
 def struct(*shape):
@@ -199,3 +200,11 @@ def test_most_of_many_rules_are_neither_compiled_nor_compared(path, monkeypatch)
     assert set(compiled) & set(paths) <= set(paths[:8])
     if path.startswith("layers"):
         assert len(compared) == 2 * len(params)
+
+
+def test_a_role_is_used_as_a_trace_would_find_it():
+    (use,) = TensorRole(Role.EMBEDDING, -1).uses(2)
+    assert (use.op, use.axes, use.tiled) == ("take", (-2,), (-1,))
+    (use,) = TensorRole(Role.EXPERTS, -1).uses(3)
+    assert (use.op, use.axes, use.batch, use.tiled) == ("ragged_dot", (-1,), (-3,), (-1,))
+    assert TensorRole(Role.NORM).uses(1) == ()

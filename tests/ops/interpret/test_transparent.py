@@ -292,6 +292,18 @@ def test_a_choice_by_rows_that_cannot_stay_quantized_is_decoded():
     np.testing.assert_allclose(found, fb.dequantize(q)[:3].sum(), rtol=1e-6)
 
 
+def test_a_choice_by_rows_of_bytes_stays_quantized():
+    one, other = (fb.quantize(jax.random.normal(jax.random.key(seed), (8, 8)), "int8") for seed in range(2))
+    mask = jnp.arange(8) < 3
+
+    def fn(a, b, mask):
+        return jnp.where(mask[:, None], a, b)
+
+    found = fb.transparent(fn)(one, other, mask)
+    assert isinstance(found, fb.QArray)
+    np.testing.assert_array_equal(fb.dequantize(found), fn(fb.dequantize(one), fb.dequantize(other), mask))
+
+
 @jax.custom_vjp
 def recomputing(x, w):
     return jnp.sin(x @ w)

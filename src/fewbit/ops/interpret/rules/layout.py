@@ -139,8 +139,6 @@ def _select_n(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[A
     """Selects whole tiles: the predicate is a scalar, or constant along tiled axes."""
     which, *cases = values
     _all_quantized(cases)
-    if which.ndim == 0:
-        which = which.reshape((1,) * cases[0].ndim)
     for axis in [a for a, n in enumerate(which.shape) if n > 1]:
         if any(is_packed_along(q, axis) for q in cases):
             raise NoRuleError("the predicate differs between codes that share bytes")
