@@ -88,6 +88,7 @@ def test_the_factors_of_llama_3():
         ("qwen2", {"use_sliding_window": True}, "only with use_sliding_window False"),
         ("gemma2", {"query_pre_attn_scalar": 24}, "scales the attention of gemma2 by 32; query_pre_attn_scalar is 24"),
         ("gemma2", {"layer_types": ["full_attention"] * 2}, "its own pattern of sliding windows for gemma2"),
+        ("gemma2", {"final_logit_softcapping": None}, "always caps the logits of gemma2"),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, "rotates all but every fourth layer"),
         ("gpt-oss", {"swiglu_limit": 5.0}, "only with swiglu_limit 7.0"),
     ],

@@ -119,6 +119,10 @@ def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None
         rotated = config.get("no_rope_layers") or []
         if [bool(r) for r in rotated] != [bool((i + 1) % _NO_ROPE_STEP) for i in range(len(rotated))]:
             raise UnsupportedError("llama.cpp rotates all but every fourth layer of smollm3; no_rope_layers is another")
+    if name == "gemma2":
+        for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+            if config[key] is None:
+                raise UnsupportedError(f"llama.cpp always caps the logits of gemma2; config.json has {key} null")
     if architecture.large_layers is not None:
         expected_scale = head_dim(config)
         if layers == architecture.large_layers:
