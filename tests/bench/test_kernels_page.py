@@ -133,11 +133,20 @@ def tpu_ragged() -> Iterator[Row]:
         yield str(m), str(old["experts"]), *map(str, (*of_v5e, pro["memory_us"], new["memory_us"], new["dense_memory_us"]))
 
 
+def activations() -> Iterator[Row]:
+    for r in saved("activations"):
+        cells = [f"{r[f'perplexity_{kind}']:.2f}" for kind in ("float32", "int8")]
+        cells += [f"{r[f'kl_{kind}']:.4f}" for kind in ("float32", "int8")]
+        cells += [f"{100 * r[f'same_top1_{kind}']:.1f} %" for kind in ("float32", "int8")]
+        yield r["recipe"], *cells
+
+
 FILES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
     "qmatmul": ("weight | 1 row, `x @ w.T` | 1 row, `x @ w` | 256 rows, `x @ w.T` | 256 rows, `x @ w`", qmatmul),
     "layouts": ("weight, tiles along the outputs", layouts),
     "experts": ("8 experts of 1024 x 1024, rows", experts),
     "integers": ("weight | 16 rows, of XLA's int8", integers),
+    "activations": ("recipe | perplexity, float32", activations),
     "attention": ("one layer", attention),
     "generation": ("work | fewbit, tokens/s", generation),
     "quantize": ("scheme | quantize, in copies in place", quantize),

@@ -56,7 +56,14 @@ def test_logits_are_those_of_the_formula_in_float64(config: DecoderConfig):
     np.testing.assert_allclose(logits, logits_float64(params, tokens, config), **ROUNDING)
 
 
-@pytest.mark.parametrize("config", [FEATURES, OTHERS, LATENT], ids=["features", "others", "latent"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(FEATURES, id="features"),
+        pytest.param(OTHERS, id="others"),
+        pytest.param(LATENT, id="latent", marks=pytest.mark.slow),
+    ],
+)
 def test_every_feature_is_its_formula_in_float64(config: DecoderConfig):
     """Whole and unrolled, and token by token with the layers in a scan, where a window and a rotary table are traced."""
     params, tokens = random_params(config), random_tokens(config, 1, 9)

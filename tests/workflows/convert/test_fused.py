@@ -9,6 +9,7 @@ from safetensors.numpy import load_file, save_file
 import fewbit as fb
 from fewbit import io, workflows
 from fewbit.workflows.convert import targets
+from fewbit.workflows.convert.fused import fused_rows, quantized_together
 from tests.workflows.checkpoints import family_directory, needs_tokenizers
 
 pytestmark = needs_tokenizers
@@ -44,6 +45,21 @@ def quantized(model, directory, to, recipe="nvfp4"):
     return io.read(workflows.quantize(model, targets.fitted(to, model, plan), directory / to, to=to).path).tensors
 
 
+def test_matrices_are_quantized_together(tmp_path):
+    model = source(tmp_path / "hf")
+    sets = fused_rows(model, workflows.plan_model(model, recipe="nvfp4"), targets.fused_modules("modelopt"))
+    assert {path: [row.path for row in rows] for path, rows in sets.items()} == {
+        **{f"layers/0/attn/{name}": [f"layers/0/attn/{n}" for n in "qkv"] for name in "qkv"},
+        **{f"layers/0/mlp/{name}": ["layers/0/mlp/gate", "layers/0/mlp/up"] for name in ("gate", "up")},
+    }
+    arrays = {name: model.load(f"layers/0/attn/{name}") for name in "kv"}
+    found = quantized_together(arrays, sets["layers/0/attn/k"][1])
+    together = fb.quantize(jnp.concatenate([jnp.asarray(x) for x in arrays.values()]), "nvfp4")
+    np.testing.assert_array_equal(np.concatenate([fb.dequantize(q) for q in found.values()]), fb.dequantize(together))
+    assert found["k"].tensor_scale == found["v"].tensor_scale
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["compressed-tensors", "modelopt"])
 def test_a_set_is_quantized_as_the_rows_of_one_matrix(to, tmp_path):
     model = source(tmp_path / "hf")
@@ -56,6 +72,7 @@ def test_a_set_is_quantized_as_the_rows_of_one_matrix(to, tmp_path):
     assert np.asarray(found[QKV[1]].tensor_scale) != np.asarray(alone.tensor_scale)
 
 
+@pytest.mark.slow
 def test_other_targets_and_schemes_are_quantized_alone(tmp_path):
     model = source(tmp_path / "hf")
     alone = fb.quantize(jnp.asarray(model.load("layers/0/attn/k")), "nvfp4")

@@ -23,7 +23,7 @@ HERE = LEVELS[: LEVELS.index(BUILT.isa) + 1] if BUILT.isa in LEVELS else LEVELS[
 FUSED = HERE[1:]  # a product and a sum are rounded at once
 GGML = Packing(interleave=paired(32))
 LAST = (((1,), (1,)), ((), ()))
-QUICK = ("uint4_g64", "q4_1", "nvfp4", "q5_1", "iq4_nl", "mxfp6")
+QUICK = ("uint4_g64", "q4_1", "nvfp4", "q5_1")
 # Neither vectors nor rows of registers divide the shapes; the last block is short where the format allows it.
 CASES = {
     "int4_g64": ("int4_g64", 21, 328, None),
