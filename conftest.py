@@ -29,13 +29,15 @@ collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["src/fewbit/
 if not importlib.util.find_spec("triton"):
     collect_ignore_glob += ["src/fewbit/kernels/*/gpu/*.py", "src/fewbit/kernels/triton/*.py"]
 
-# Annotations are checked at every call. An int is a float here, as PEP 484 has it; `Self` goes unchecked, because
-# jaxtyping decorates method by method and beartype knows `Self` only where it decorates the class.
+# Annotations are checked at every call, unless FEWBIT_CHECK_ANNOTATIONS is 0: that takes a third of the time of tracing, so
+# `make test` does it and the longer `make test-all`, of the same functions, does not. An int is a float here, as PEP 484 has it;
+# `Self` goes unchecked, because jaxtyping decorates method by method and beartype knows `Self` only where it decorates the class.
 CHECKER = """beartype.beartype(conf=beartype.BeartypeConf(
     is_pep484_tower=True,
     hint_overrides=beartype.FrozenDict({beartype.typing.Self: beartype.typing.Any}),
 ))"""
-install_import_hook("fewbit", CHECKER)
+if os.environ.get("FEWBIT_CHECK_ANNOTATIONS") != "0":
+    install_import_hook("fewbit", CHECKER)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
