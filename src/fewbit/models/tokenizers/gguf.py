@@ -86,7 +86,7 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
 
 
 def _rule(pre: str) -> tuple[str, ...]:
-    """The rule of `SPLITS` that a name stands for."""
+    """The regular expressions that split text for a pre-tokenizer, by its name in GGUF files."""
     rules = {name: rule for rule, name in SPLITS.items()}
     name = _SAME_RULE.get(pre, pre)
     if name not in rules:

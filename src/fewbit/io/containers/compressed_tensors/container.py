@@ -112,7 +112,9 @@ def _layout(weight: Weight) -> AbstractLayout | None:
 def _stored_layout(module: Module) -> AbstractLayout:
     """The format of a module, from the names and dtypes of its tensors."""
     scale = module.info(_SCALE, *FLOATS, "uint8", E4M3.name)
-    part = next((part for part in ("weight_packed", "weight") if module.has(part)), "weight")
+    part = "weight"
+    if module.has("weight_packed"):
+        part = "weight_packed"
     codes = module.info(part, "int32", "uint8", "int8", E4M3.name, ndim=2)
     if part == "weight_packed" and codes.dtype == "int32":
         return _LAYOUTS["pack-quantized"]

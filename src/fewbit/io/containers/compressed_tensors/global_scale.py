@@ -6,9 +6,6 @@ gives the same bfloat16 values of every scale and code; it is searched here. Whe
 a code is halfway between two bfloat16 numbers, and the factor moves before it is used.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
-
 import ml_dtypes
 import numpy as np
 
@@ -22,7 +19,9 @@ _STEPS = np.array([0, 1, -1, 2, -2, 3, -3, 4, -4], np.int32)  # in units of the 
 
 def divisor_of(factor: np.float32) -> np.float32 | None:
     """The divisor that decodes like a factor; None if there is none."""
-    return _equivalent(factor, lambda factor: _SCALES * factor, lambda divisors: _SCALES / divisors)
+    with np.errstate(all="ignore"):
+        divisors = _near_reciprocal(factor)
+        return _first_equivalent(divisors, _SCALES / divisors, _SCALES * factor)
 
 
 def with_divisor(factor: np.float32) -> np.float32:
@@ -43,27 +42,33 @@ def factor_of(divisor: np.float32) -> np.float32 | None:
     """The factor that decodes like a divisor; None if there is none. An infinite divisor is the factor 0."""
     if divisor == np.inf:
         return np.float32(0)
-    return _equivalent(divisor, lambda divisor: _SCALES / divisor, lambda factors: _SCALES * factors)
-
-
-_ScalesOf: TypeAlias = Callable[[Any], np.ndarray]
-
-
-def _equivalent(given: np.float32, own_scales: _ScalesOf, scales_of: _ScalesOf) -> np.float32 | None:
-    """The number nearest to the reciprocal that gives the same scales, or else the same bfloat16 products."""
-    if not (np.isfinite(given) and given > 0):
-        return None
     with np.errstate(all="ignore"):
-        scales, reciprocal = own_scales(given), np.float32(1) / given
-        near = (reciprocal.view(np.int32) + _STEPS).view(np.float32)
-        near = near[np.isfinite(near) & (near > 0)]
-        found = scales_of(near)  # [scales, candidates]
-        is_same = (found == scales).all(axis=0)
-        if not is_same.any():
-            is_same = (_products(found) == _products(scales)).all(axis=(0, 1))
+        factors = _near_reciprocal(divisor)
+        return _first_equivalent(factors, _SCALES * factors, _SCALES / divisor)
+
+
+def _near_reciprocal(number: np.float32) -> np.ndarray:
+    """The candidates, best first: [candidates]; none where the number has no reciprocal."""
+    if not (np.isfinite(number) and number > 0):
+        return np.zeros(0, np.float32)
+    near = ((np.float32(1) / number).view(np.int32) + _STEPS).view(np.float32)
+    return near[np.isfinite(near) & (near > 0)]
+
+
+def _first_equivalent(candidates: np.ndarray, found: np.ndarray, scales: np.ndarray) -> np.float32 | None:
+    """The first candidate that gives the same scales, or else the same bfloat16 products.
+
+    Args:
+        candidates: [candidates].
+        found: the scales that each gives, [scales, candidates].
+        scales: those to give, [scales, 1].
+    """
+    is_same = (found == scales).all(axis=0)
+    if not is_same.any():
+        is_same = (_products(found) == _products(scales)).all(axis=(0, 1))
     if not is_same.any():
         return None
-    return near[int(is_same.argmax())]
+    return candidates[int(is_same.argmax())]
 
 
 def _products(scales: np.ndarray) -> np.ndarray:

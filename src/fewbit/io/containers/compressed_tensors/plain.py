@@ -66,7 +66,9 @@ class PlainIntegers(AbstractLayout):
             parts = (*parts, "weight_zero_point")
         scheme = stored_integers(bits, tile, scale.dtype, has_zero=has_zero)
         half = 2 ** (bits - 1)
-        shift = np.uint8(half * has_zero)
+        shift = np.uint8(0)
+        if has_zero:
+            shift = np.uint8(half)
 
         def codes_of(stored: np.ndarray) -> np.ndarray:
             if stored.size and (stored.min() < -half or stored.max() >= half):

@@ -9,7 +9,7 @@ constexpr bool kSignedBytes = true;
 constexpr bool kSignedBytes = false;
 #endif
 
-constexpr int kDecoded = 7;  // stands for the width of codes that are decoded first
+constexpr int kDecoded = 7;  // the kBits of kernels whose codes DecodeBytes unpacks first
 constexpr int64_t kRowsAhead = 4;  // are prefetched; the processor's own prefetching stops at each page
 
 // Codes of 8 bits, and those of 4 whose unsigned numbers fit the instruction, are multiplied without this.
