@@ -41,6 +41,34 @@ def test_merges_and_special_tokens():
     assert tokenizer.vocab == len(gguf_fields()["tokenizer.ggml.tokens"])
 
 
+def with_control(*tokens: str, **ids: int) -> dict[str, Any]:
+    """The fields of a tokenizer with further control tokens; the ids are counted from the first of them."""
+    fields = gguf_fields()
+    first = len(fields["tokenizer.ggml.tokens"])
+    return {
+        **fields,
+        "tokenizer.ggml.tokens": [*fields["tokenizer.ggml.tokens"], *tokens],
+        "tokenizer.ggml.token_type": [*fields["tokenizer.ggml.token_type"], *[3] * len(tokens)],
+        **{f"tokenizer.ggml.{name}_token_id": first + i for name, i in ids.items()},
+    }
+
+
+def stops(fields: dict[str, Any]) -> list[str]:
+    return [fields["tokenizer.ggml.tokens"][i] for i in tokenizer_from_gguf(fields).stop_ids]
+
+
+def test_generations_end_where_llama_cpp_ends_them():
+    assert stops(with_control("<a>", "<b>", eot=0, eom=1)) == ["<|im_end|>", "<a>", "<b>"]
+    assert stops(with_control("<end_of_turn>", "<x>", eos=1)) == ["<x>", "<|im_end|>", "<end_of_turn>"]
+    assert stops(with_control("<|end|>")) == ["<|im_end|>", "<|end|>"]
+    assert stops(with_control("<|return|>", "<|call|>", "<|end|>", eos=0)) == ["<|return|>", "<|im_end|>", "<|call|>"]
+    ordinary = with_control("</s>")
+    ordinary["tokenizer.ggml.token_type"][-1] = 1
+    assert stops(ordinary) == ["<|im_end|>"]  # as in Gemma's vocabulary, where it is a tag of HTML
+    with pytest.raises(QuantError, match=r"tokenizer\.ggml\.eot_token_id is \d+, but there are"):
+        tokenizer_from_gguf(with_control("<a>", eot=1))
+
+
 @pytest.mark.parametrize("name", ["smollm", "dbrx", "qwen2", "tekken", "gpt-4o"])
 def test_a_gguf_tokenizer_splits_as_the_tokenizer_that_it_was_written_from(name):
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers, trainers

@@ -1,5 +1,7 @@
 """Tokenizers write chats, begin texts and decode as their checkpoints say."""
 
+import dataclasses
+import json
 import sys
 from pathlib import Path
 
@@ -39,6 +41,17 @@ def test_files_read_back(tmp_path: Path):
         assert again.encode("hello 12").tolist() == tokenizer.encode("hello 12").tolist()
         assert (again.stop_ids, again.chat_template) == (tokenizer.stop_ids, tokenizer.chat_template)
         assert again.files() == tokenizer.files()
+
+
+def test_further_stop_tokens_stand_in_the_generation_config():
+    """transformers reads one `eos_token`, and a list of ids there."""
+    tokenizer = dataclasses.replace(tokenizer_from_gguf(gguf_fields()), stop_ids=(1, 0))
+    files = tokenizer.files()
+    assert json.loads(files["tokenizer_config.json"])["eos_token"] == "<|im_end|>"
+    assert json.loads(files["generation_config.json"]) == {"eos_token_id": [1, 0]}
+    assert tokenizer_from_files(files).stop_ids == (1, 0)
+    without = dataclasses.replace(tokenizer, stop_ids=())
+    assert tokenizer_from_files(without.files()).stop_ids == ()
 
 
 def test_missing_package_names_the_extra(monkeypatch: pytest.MonkeyPatch):

@@ -40,13 +40,21 @@ _STRIPPING_MODELS = ("phi-3", "phi3")
 """Parts of the names of models whose added tokens take the white space after them, which no field says."""
 _NOT_STRIPPING = ("<unk>", "<s>", "<|endoftext|>")
 
+_ENDS = {
+    *("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|calls|>", "<|flush|>"),
+    *("<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>"),
+    *("<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
+}
+"""The control tokens at which llama.cpp ends a generation, whatever the fields say."""
+
 
 def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
     """Reads the tokenizer of a GGUF file: byte-level BPE or BPE of SentencePiece.
 
     Text is split as llama.cpp does, at control and user-defined tokens first. Tokens of SentencePiece with equal scores are
     merged in the order of their ids; llama.cpp merges the leftmost. Without `add_bos_token` those begin a text with the
-    beginning-of-text token that do in llama.cpp: SentencePiece, Llama 3 and Tekken.
+    beginning-of-text token that do in llama.cpp: SentencePiece, Llama 3 and Tekken. A generation ends at the end-of-text,
+    end-of-turn and end-of-message tokens, and at control tokens that llama.cpp knows by their text, as `<|im_end|>`.
 
     Args:
         fields: the metadata by key, as plain Python values.
@@ -73,9 +81,7 @@ def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
             "SentencePiece ('llama')"
         )
     _add_tokens(backend, found)
-    stop_ids = ()
-    if found.stop is not None:
-        stop_ids = (found.stop,)
+    stop_ids = _stop_ids(found)
     adds_start = found.adds_start
     if adds_start is None:
         adds_start = kind.model == "llama" or kind.pre in _WHOLE_WORDS
@@ -137,7 +143,8 @@ def _vocab(found: "_Vocabulary") -> dict[str, int]:
     """The ids by token."""
     if len(found.kinds) != len(found.tokens):
         raise QuantError(f"{_WHERE} has {len(found.tokens)} tokens and {len(found.kinds)} token types")
-    for name, index in (("bos", found.start), ("eos", found.stop)):
+    ids = {"bos": found.start, "eos": found.stop, "eot": found.end_of_turn, "eom": found.end_of_message}
+    for name, index in ids.items():
         if index is not None and index >= len(found.tokens):
             raise QuantError(f"tokenizer.ggml.{name}_token_id is {index}, but there are {len(found.tokens)} tokens")
     vocab: dict[str, int] = {}
@@ -145,6 +152,16 @@ def _vocab(found: "_Vocabulary") -> dict[str, int]:
         if vocab.setdefault(token, i) != i:
             raise QuantError(f"tokenizer.ggml.tokens has {token!r:.60} twice, with the ids {vocab[token]} and {i}")
     return vocab
+
+
+def _stop_ids(found: "_Vocabulary") -> tuple[int, ...]:
+    """The tokens that end a generation: those that the fields name, then those of `_ENDS`."""
+    named = [index for index in (found.stop, found.end_of_turn, found.end_of_message) if index is not None]
+    known = [i for i, (token, kind) in enumerate(found.pairs()) if kind == _CONTROL and token in _ENDS]
+    ids = dict.fromkeys([*named, *known])
+    if {"<|return|>", "<|call|>"} <= {found.tokens[i] for i in ids}:  # gpt-oss, where another message follows this token
+        ids = [i for i in ids if found.tokens[i] != "<|end|>"]
+    return tuple(ids)
 
 
 def _add_tokens(backend: Any, found: "_Vocabulary") -> None:
@@ -184,6 +201,8 @@ class _Vocabulary(msgspec.Struct, kw_only=True):
     start: Count | None = msgspec.field(name="tokenizer.ggml.bos_token_id", default=None)
     adds_start: bool | None = msgspec.field(name="tokenizer.ggml.add_bos_token", default=None)
     stop: Count | None = msgspec.field(name="tokenizer.ggml.eos_token_id", default=None)
+    end_of_turn: Count | None = msgspec.field(name="tokenizer.ggml.eot_token_id", default=None)
+    end_of_message: Count | None = msgspec.field(name="tokenizer.ggml.eom_token_id", default=None)
     template: str | None = msgspec.field(name="tokenizer.chat_template", default=None)
     name: str = msgspec.field(name="general.name", default="")
 

@@ -69,20 +69,29 @@ class Tokenizer:
         return self.encode(text, add_start="bos_token" in (self.chat_template or ""))
 
     def files(self) -> dict[str, bytes]:
-        """`tokenizer.json` and `tokenizer_config.json` by name, for `tokenizer_from_files`."""
-        stops = [self.backend.id_to_token(i) for i in self.stop_ids]
-        config = {"eos_token": stops[0] if len(stops) == 1 else stops, "chat_template": self.chat_template}
+        """The files by name that `tokenizer_from_files` reads.
+
+        They are `tokenizer.json`, `tokenizer_config.json` and, where more than one token stops, `generation_config.json`.
+        """
+        config: dict[str, Any] = {"chat_template": self.chat_template}
+        if self.stop_ids:
+            config["eos_token"] = self.backend.id_to_token(self.stop_ids[0])
         if self.start_ids:
             config |= {"bos_token": self.backend.id_to_token(self.start_ids[0]), "add_bos_token": True}
-        return {
-            "tokenizer.json": self.backend.to_str().encode(),
-            "tokenizer_config.json": json.dumps(config, ensure_ascii=False, indent=2).encode(),
-        }
+        files = {"tokenizer.json": self.backend.to_str().encode(), "tokenizer_config.json": _json_bytes(config)}
+        if len(self.stop_ids) > 1:
+            files["generation_config.json"] = _json_bytes({"eos_token_id": list(self.stop_ids)})
+        return files
 
     def save(self, directory: Path) -> None:
         """Writes `files` into an existing directory."""
         for name, content in self.files().items():
             (directory / name).write_bytes(content)
+
+
+def _json_bytes(value: dict[str, Any]) -> bytes:
+    """A JSON file's bytes, indented."""
+    return json.dumps(value, ensure_ascii=False, indent=2).encode()
 
 
 def chat_text(message: str, template: str | None) -> str:
