@@ -15,6 +15,7 @@ from fewbit.kernels.qmatmul.cpu.block_ffi import native_blocks
 from fewbit.kernels.qmatmul.cpu.ffi import INTEGER_LEVELS as LEVELS
 from fewbit.kernels.qmatmul.cpu.int8_ffi import native_integers
 from tests.conformance import array_laws as laws
+from tests.kernels.unfused import unfused
 
 BUILT = extension("fewbit.kernels.qmatmul.cpu._int8_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
@@ -73,8 +74,7 @@ def test_the_bits_of_the_reference(case):
     q = weight(*CASES[case])
     for tile in (q.tiles[2], None):
         x = activation(11, q.shape[2], tile)  # more than are decoded for at once
-        with jax.disable_jit():
-            expected = np.asarray(block_product(x, q))
+        expected = unfused(block_product)(x, q)
         y = {isa: np.asarray(native_blocks(x, q, dtype=jnp.float32, isa=isa)) for isa in HERE}
         if BUILT.isa in LEVELS:
             np.testing.assert_array_equal(y["portable"], expected)
@@ -105,8 +105,7 @@ def test_extreme_codes_and_results_of_16_bits():
         q = dataclasses.replace(q, codes=jnp.full_like(q.codes, {"mxfp4": 0x77, "int4_g64": 0x88}.get(case, 0xFF)))
         x = activation(2, q.shape[2], q.tiles[2])
         x = dataclasses.replace(x, codes=jnp.full_like(x.codes, 0x80))
-        with jax.disable_jit():
-            expected = np.asarray(block_product(x, q))
+        expected = unfused(block_product)(x, q)
         for isa in HERE:
             y = native_blocks(x, q, dtype=jnp.float32, isa=isa)
             np.testing.assert_allclose(y, expected, rtol=2.0**-20, atol=2.0**-20 * np.abs(expected).max())
