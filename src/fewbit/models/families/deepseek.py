@@ -10,7 +10,7 @@ from ..._json import Count, Positive
 from ..config import DecoderConfig, Experts, LatentAttention
 from ..rope_scaling import Yarn, yarn_gain
 from .family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless
-from .llama import JOINED_EXPERTS, expert_layout
+from .llama import expert_layout, expert_names
 
 
 class _DeepSeek(Common, kw_only=True):
@@ -112,7 +112,6 @@ def _experts(found: _DeepSeek, names: Collection[str], **settings: Any) -> Exper
     )
 
 
-_PROJECTIONS = ("gate", "up", "down")
 _NAMES = {
     "attn/q_a": "self_attn.q_a_proj.weight",
     "attn/q_a_bias": "self_attn.q_a_proj.bias",
@@ -122,11 +121,8 @@ _NAMES = {
     "attn/kv_a_bias": "self_attn.kv_a_proj_with_mqa.bias",
     "attn/kv_a_norm": "self_attn.kv_a_layernorm.weight",
     "attn/kv_b": "self_attn.kv_b_proj.weight",
-    "mlp/router": "mlp.gate.weight",
     "mlp/router_correction_bias": "mlp.gate.e_score_correction_bias",
-    **{f"mlp/experts/{{}}/{name}": f"mlp.experts.{{}}.{name}_proj.weight" for name in _PROJECTIONS},
-    **JOINED_EXPERTS,
-    **{f"mlp/shared/{name}": f"mlp.shared_experts.{name}_proj.weight" for name in _PROJECTIONS},
+    **expert_names("shared_experts"),
 }
 
 FAMILIES = (

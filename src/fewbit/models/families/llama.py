@@ -49,8 +49,17 @@ def expert_layout(names: Collection[str]) -> ExpertLayout:
     return "separate"
 
 
-JOINED_EXPERTS = {"mlp/experts/gate+up": "mlp.experts.gate_up_proj", "mlp/experts/down": "mlp.experts.down_proj"}
-"""The names of stacked experts."""
+def expert_names(shared: str) -> dict[str, str]:
+    """The names of a router, its experts, in separate matrices or stacks, and the shared expert, a module called `shared`."""
+    projections = ("gate", "up", "down")
+    return {
+        "mlp/router": "mlp.gate.weight",
+        **{f"mlp/experts/{{}}/{name}": f"mlp.experts.{{}}.{name}_proj.weight" for name in projections},
+        "mlp/experts/gate+up": "mlp.experts.gate_up_proj",
+        "mlp/experts/down": "mlp.experts.down_proj",
+        **{f"mlp/shared/{name}": f"mlp.{shared}.{name}_proj.weight" for name in projections},
+    }
+
 
 _MIXTRAL = {
     "mlp/router": "block_sparse_moe.gate.weight",

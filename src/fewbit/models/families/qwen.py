@@ -9,7 +9,7 @@ from ..._json import Count, Positive
 from ...errors import QuantError
 from ..config import DecoderConfig, Experts
 from .family import Family, Windowed, decoder_config, hf_table, read_config, window_fields
-from .llama import JOINED_EXPERTS, expert_layout
+from .llama import expert_layout, expert_names
 
 
 class _Qwen2(Windowed, kw_only=True):
@@ -104,14 +104,7 @@ def _experts(found: _Mixture, names: Collection[str], shared_hidden: int = 0) ->
     )
 
 
-_PROJECTIONS = ("gate", "up", "down")
-_EXPERTS = {
-    "mlp/router": "mlp.gate.weight",
-    **{f"mlp/experts/{{}}/{name}": f"mlp.experts.{{}}.{name}_proj.weight" for name in _PROJECTIONS},
-    **JOINED_EXPERTS,
-    **{f"mlp/shared/{name}": f"mlp.shared_expert.{name}_proj.weight" for name in _PROJECTIONS},
-    "mlp/shared_expert_gate": "mlp.shared_expert_gate.weight",
-}
+_EXPERTS = {**expert_names("shared_expert"), "mlp/shared_expert_gate": "mlp.shared_expert_gate.weight"}
 
 FAMILIES = (
     Family("qwen2", "Qwen2", _qwen2, gguf="qwen2"),

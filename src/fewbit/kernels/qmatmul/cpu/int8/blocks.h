@@ -83,13 +83,28 @@ static int64_t BlockRowBytes(const BlockJob& job) {
 static void LayBlocks(const BlockJob& job, const int8_t* rows, int64_t m, int8_t* out, int32_t* sums) {
   const int8_t* from = rows + m * job.K;
   int8_t* to = out + m * BlockRowBytes(job);
-  const int halves = job.w.bits == 4 && !IsDecoded(job);  // 1 where bytes have two codes
+  const bool is_split = job.w.bits == 4 && !IsDecoded(job);  // bytes have two codes
+  const int64_t step = is_split ? 2 * kIntBytes : kIntBytes;
   int64_t group = 0, place = 0;
-  for (int64_t begin = 0; begin < BlockRowBytes(job); begin += kIntBytes << halves) {
-    for (int64_t i = 0; i < kIntBytes << halves; ++i) {
-      const int64_t code = job.order == nullptr ? begin + i : group + job.order[place];
-      if (job.order != nullptr && ++place == job.group) place = 0, group += job.group;
-      to[begin + (i >> halves) + (i & halves) * kIntBytes] = code < job.K ? from[code] : int8_t{0};
+  for (int64_t begin = 0; begin < BlockRowBytes(job); begin += step, to += step) {
+    int8_t ordered[2 * kIntBytes];
+    const int8_t* codes = from + begin;
+    if (job.order != nullptr) {
+      for (int64_t i = 0; i < step; ++i) {
+        const int64_t code = group + job.order[place];
+        if (++place == job.group) place = 0, group += job.group;
+        ordered[i] = code < job.K ? from[code] : int8_t{0};
+      }
+      codes = ordered;
+    } else if (job.K - begin < step) {
+      std::memset(ordered, 0, sizeof(ordered));
+      if (begin < job.K) std::memcpy(ordered, codes, job.K - begin);
+      codes = ordered;
+    }
+    if (is_split) {
+      for (int64_t i = 0; i < kIntBytes; ++i) to[i] = codes[2 * i], to[kIntBytes + i] = codes[2 * i + 1];
+    } else {
+      std::memcpy(to, codes, kIntBytes);
     }
   }
   for (int64_t t = 0; t < job.tiles(); ++t) {
@@ -110,12 +125,40 @@ struct BlockScales {
 
   static void Load(const BlockJob& job, const StoredScales& stored, float unit, int64_t n0, float* rest, float* out) {
     const int64_t tiles = job.tiles(), room = Room(job);
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+    const bool is_half = stored.type == ScaleType::kF16 || stored.type == ScaleType::kBF16;
+    if (is_half && tiles <= 2 * kLanes) return LoadHalves(job, stored, unit, n0, out);
+#endif
     for (int64_t i = 0; i < kLanes; ++i) {
       const int64_t n = n0 + i < job.N ? n0 + i : job.N - 1;
       LoadScales(stored, n / job.w.row_tile * tiles, tiles, unit, rest + i * room);
     }
     for (int64_t t = 0; t < room; t += kLanes) Transpose(rest + t, room, out + t * kLanes, kLanes);
   }
+
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+  // At most 32, of 16 bits, of each row: those of two blocks change places as one word, and are converted afterwards. Of longer rows
+  // the loads of 16 rows at once take more time than that saves.
+  static void LoadHalves(const BlockJob& job, const StoredScales& stored, float unit, int64_t n0, float* out) {
+    const int64_t tiles = job.tiles();
+    const __mmask32 there = tiles < 32 ? (1u << tiles) - 1 : ~0u;
+    const auto converted = [&](__m512i halves) {
+      if (stored.type == ScaleType::kBF16) return (V)_mm512_slli_epi32(halves, 16);
+      return (V)_mm512_cvtph_ps(_mm512_cvtepi32_epi16(halves));
+    };
+    __m512i v[kLanes];
+    UNROLL for (int i = 0; i < kLanes; ++i) {
+      const int64_t n = n0 + i < job.N ? n0 + i : job.N - 1;
+      v[i] = _mm512_maskz_loadu_epi16(there, static_cast<const uint16_t*>(stored.data) + n / job.w.row_tile * tiles);
+    }
+    TransposeWords(v);
+    UNROLL for (int i = 0; i < kLanes; ++i) {
+      if (2 * i >= tiles) break;
+      Store(out + 2 * i * kLanes, Mul(converted(v[i]), Same(unit)));
+      Store(out + (2 * i + 1) * kLanes, Mul(converted(_mm512_srli_epi32(v[i], 16)), Same(unit)));
+    }
+  }
+#endif
 };
 
 // Adds one block of the sums of row m of x.
@@ -141,24 +184,23 @@ struct BlockBytes {
 };
 
 // Of four rows of w from n on and `rows` rows of x from m0 on: a sum for each quarter of each vector of bytes, and for each piece of
-// it, as vectors of [quarter][row of w]; `ld` vectors from one row of x to the next.
+// it, as vectors of [quarter][row of w]; `ld` vectors from one row of x to the next. The last vector of a row may have bytes of the
+// next one, where x is zero.
 template <int kBits, int kPieces>
 static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, int64_t m0, int64_t rows, Words* sums, int64_t ld) {
   constexpr int kVectors = kBits == 4 ? 2 : 1;
   constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
   const int64_t stride = bytes.stride, ldx = BlockRowBytes(job), next = 4 * stride > kAhead ? 4 * stride : kAhead;
   const Words low = SameI(0x0F0F0F0F), table = TableI(job.numbers), flip = SameI(static_cast<int32_t>(job.flip * 0x01010101u));
-  const uint8_t* row[4];
+  const uint8_t *row[4], *end = bytes.first + (job.N - bytes.n0) * stride;  // of the last row
   UNROLL for (int j = 0; j < 4; ++j) row[j] = bytes.first + ((n + j < job.N ? n + j : job.N - 1) - bytes.n0) * stride;
   const int8_t* x = job.x + m0 * ldx;
   for (int64_t at = 0; at < bytes.length; at += kIntBytes, x += kIntBytes * kVectors, sums += kPieces) {
-    uint8_t last[4][kIntBytes];
-    const bool is_last = bytes.length - at < kIntBytes;
-    if (is_last) std::memset(last, 0, sizeof(last));
     Words w[4][kVectors];
     UNROLL for (int j = 0; j < 4; ++j) {
       const uint8_t* p = row[j] + at;
-      if (is_last) p = static_cast<const uint8_t*>(std::memcpy(last[j], p, bytes.length - at));
+      uint8_t last[kIntBytes];
+      if (end - p < kIntBytes) p = static_cast<const uint8_t*>(std::memcpy(std::memset(last, 0, sizeof(last)), p, end - p));
       if constexpr (kBits != kDecoded) __builtin_prefetch(row[j] + at + next);
       const Words codes = LoadI(p);
       if constexpr (kBits == 8) {
