@@ -183,14 +183,17 @@ struct BlockBytes {
   int64_t n0, length, stride;
 };
 
+// How far ahead rows are prefetched, in bytes: whole groups of kLanes rows, at least 4 KiB; the processor's own prefetching stops at
+// each page. Into L2: what is fetched into L1 is gone before it is read, and its few buffers for misses stop the multiplications.
+static inline int64_t PrefetchDistance(int64_t stride) { return (4096 / (kLanes * stride) + 1) * kLanes * stride; }
+
 // Of four rows of w from n on and `rows` rows of x from m0 on: a sum for each quarter of each vector of bytes, and for each piece of
 // it, as vectors of [quarter][row of w]; `ld` vectors from one row of x to the next. The last vector of a row may have bytes of the
 // next one, where x is zero.
 template <int kBits, int kPieces>
 static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, int64_t m0, int64_t rows, Words* sums, int64_t ld) {
   constexpr int kVectors = kBits == 4 ? 2 : 1;
-  constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
-  const int64_t stride = bytes.stride, ldx = BlockRowBytes(job), next = 4 * stride > kAhead ? 4 * stride : kAhead;
+  const int64_t stride = bytes.stride, ldx = BlockRowBytes(job), distance = PrefetchDistance(stride);
   const Words low = SameI(0x0F0F0F0F), table = TableI(job.numbers), flip = SameI(static_cast<int32_t>(job.flip * 0x01010101u));
   const uint8_t *row[4], *end = bytes.first + (job.N - bytes.n0) * stride;  // of the last row
   UNROLL for (int j = 0; j < 4; ++j) row[j] = bytes.first + ((n + j < job.N ? n + j : job.N - 1) - bytes.n0) * stride;
@@ -201,7 +204,7 @@ static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, in
       const uint8_t* p = row[j] + at;
       uint8_t last[kIntBytes];
       if (end - p < kIntBytes) p = static_cast<const uint8_t*>(std::memcpy(std::memset(last, 0, sizeof(last)), p, end - p));
-      if constexpr (kBits != kDecoded) __builtin_prefetch(row[j] + at + next);
+      if constexpr (kBits != kDecoded) __builtin_prefetch(row[j] + distance + at, 0, 2);
       const Words codes = LoadI(p);
       if constexpr (kBits == 8) {
         w[j][0] = XorI(codes, flip);
