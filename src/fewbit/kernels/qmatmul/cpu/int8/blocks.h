@@ -183,10 +183,6 @@ struct BlockBytes {
   int64_t n0, length, stride;
 };
 
-// How far ahead rows are prefetched, in bytes: whole groups of kLanes rows, at least 4 KiB; the processor's own prefetching stops at
-// each page. Into L2: what is fetched into L1 is gone before it is read, and its few buffers for misses stop the multiplications.
-static inline int64_t PrefetchDistance(int64_t stride) { return (4096 / (kLanes * stride) + 1) * kLanes * stride; }
-
 // Of four rows of w from n on and `rows` rows of x from m0 on: a sum for each quarter of each vector of bytes, and for each piece of
 // it, as vectors of [quarter][row of w]; `ld` vectors from one row of x to the next. The last vector of a row may have bytes of the
 // next one, where x is zero.

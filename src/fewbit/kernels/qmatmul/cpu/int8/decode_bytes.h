@@ -10,7 +10,6 @@ constexpr bool kSignedBytes = false;
 #endif
 
 constexpr int kDecoded = 7;  // the kBits of kernels whose codes DecodeBytes unpacks first
-constexpr int64_t kRowsAhead = 4;  // are prefetched; the processor's own prefetching stops at each page
 
 // Codes of 8 bits, and those of 4 whose unsigned numbers fit the instruction, are multiplied without this.
 static inline bool IsDecoded(const BlockJob& job) {
@@ -36,7 +35,7 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
   const uint8_t *p = job.w.codes + n * job.w.row_stride, *end = p + job.w.row_stride;
   for (int64_t i = 0; i < job.w.cols; i += 64, p += 8 * bits) {
     const __mmask64 there = FirstBytes(end - p);
-    __builtin_prefetch(p + kRowsAhead * job.w.row_stride);
+    __builtin_prefetch(p + PrefetchDistance(job.w.row_stride), 0, 2);
     const __m512i packed = _mm512_permutexvar_epi8(to, _mm512_maskz_loadu_epi8(there, p));
     const __m512i codes = _mm512_and_si512(_mm512_multishift_epi64_epi8(at, packed), mask);
     const __m512i numbers = bits < 7 ? _mm512_permutexvar_epi8(codes, low) : _mm512_permutex2var_epi8(low, codes, high);
@@ -98,7 +97,7 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
     uint8_t last[32];
     const bool is_last = end - p < 32;
     if (is_last) std::memset(last, 0, sizeof(last));
-    __builtin_prefetch(p + kRowsAhead * job.w.row_stride);
+    __builtin_prefetch(p + PrefetchDistance(job.w.row_stride), 0, 2);
     const uint8_t* from = is_last ? static_cast<const uint8_t*>(std::memcpy(last, p, end - p)) : p;
     StoreI(out + i, _mm256_sub_epi8(NumbersOf(job, unpacking.Codes(from)), offset));
   }

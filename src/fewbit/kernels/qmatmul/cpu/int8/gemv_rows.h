@@ -69,9 +69,8 @@ static inline uint32_t SumOfInts(Words v) {
 template <int kBits, int kM>
 static void FewOutputs(const IntegerJob& job, int64_t m0, int64_t n0, int64_t n1) {
   constexpr int kR = 4;
-  constexpr int64_t kAhead = 4096;  // bytes; the processor's own prefetching stops at each page
   const int64_t whole = BytesOfOutput(job) / kIntBytes, rest = BytesOfOutput(job) % kIntBytes, ldx = FewRow(job);
-  const int64_t next = kR * job.row_stride > kAhead ? kR * job.row_stride : kAhead;
+  const int64_t distance = PrefetchDistance(job.row_stride);
   const Words flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
   float c[kM][kFewWide];
   for (int64_t n = n0; n < n1; n += kR) {
@@ -80,6 +79,7 @@ static void FewOutputs(const IntegerJob& job, int64_t m0, int64_t n0, int64_t n1
 #pragma GCC unroll 4
     for (int j = 0; j < kR; ++j) {
       row[j] = job.w + (n + j < n1 ? n + j : n1 - 1) * job.row_stride;
+      __builtin_prefetch(row[j] + distance + whole * kIntBytes, 0, 2);
 #pragma GCC unroll 4
       for (int m = 0; m < kM; ++m) sum[j][m] = SameI(0);
     }
@@ -87,7 +87,7 @@ static void FewOutputs(const IntegerJob& job, int64_t m0, int64_t n0, int64_t n1
     for (int64_t b = 0; b < whole; ++b, x += kIntBytes * (8 / kBits)) {
 #pragma GCC unroll 4
       for (int j = 0; j < kR; ++j) {
-        __builtin_prefetch(row[j] + b * kIntBytes + next);
+        __builtin_prefetch(row[j] + distance + b * kIntBytes, 0, 2);
         FewStep<kBits, kM>(LoadI(row[j] + b * kIntBytes), flip, x, ldx, sum[j]);
       }
     }
