@@ -152,8 +152,8 @@ $(VENV)/.packages-all: $(VENV)/.packages-test
 	@$(PIP) --no-deps --target $(VENV)/libtpu $(LIBTPU) || echo "libtpu does not install here: the TPU kernels are not compiled."
 	@touch $@
 
-$(VENV)/.packages-lint: $(VENV)/.packages-fast
-	@$(NEEDS) demo test lint | $(PINNED) --requirement /dev/stdin
+$(VENV)/.packages-lint: $(VENV)/.packages-test
+	@$(NEEDS) demo test oracles lint | $(PINNED) --requirement /dev/stdin
 	@touch $@
 
 $(VENV)/.packages-docs: $(VENV)/.packages-demo
