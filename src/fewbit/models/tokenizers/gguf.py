@@ -45,7 +45,7 @@ _ENDS = {
     *("<end_of_turn>", "<end_of_utterance>", "<turn|>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>"),
     *("<EOT>", "_<EOT>", "[EOT]", "[EOS]"),
 }
-"""The control tokens at which llama.cpp ends a generation, whatever the fields say."""
+"""The texts of end-of-generation tokens in llama.cpp, which it adds to the ids in the metadata."""
 
 
 def tokenizer_from_gguf(fields: Mapping[str, Any]) -> Tokenizer:
@@ -155,13 +155,16 @@ def _vocab(found: "_Vocabulary") -> dict[str, int]:
 
 
 def _stop_ids(found: "_Vocabulary") -> tuple[int, ...]:
-    """The tokens that end a generation: those that the fields name, then those of `_ENDS`."""
+    """The tokens that end a generation: the ids in the metadata, then the control tokens of `_ENDS`.
+
+    llama.cpp takes tokens of `_ENDS` of any kind; in Gemma's vocabulary `</s>` is a normal token, a tag of HTML.
+    """
     named = [index for index in (found.stop, found.end_of_turn, found.end_of_message) if index is not None]
     known = [i for i, (token, kind) in enumerate(found.pairs()) if kind == _CONTROL and token in _ENDS]
-    ids = dict.fromkeys([*named, *known])
-    if {"<|return|>", "<|call|>"} <= {found.tokens[i] for i in ids}:  # gpt-oss, where another message follows this token
-        ids = [i for i in ids if found.tokens[i] != "<|end|>"]
-    return tuple(ids)
+    texts = {i: found.tokens[i] for i in (*named, *known)}
+    if {"<|return|>", "<|call|>"} <= set(texts.values()):  # gpt-oss, where another message follows this token
+        return tuple(i for i, text in texts.items() if text != "<|end|>")
+    return tuple(texts)
 
 
 def _add_tokens(backend: Any, found: "_Vocabulary") -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._json import dumped
 from ...errors import QuantError, UnsupportedError
 
 
@@ -78,20 +78,18 @@ class Tokenizer:
             config["eos_token"] = self.backend.id_to_token(self.stop_ids[0])
         if self.start_ids:
             config |= {"bos_token": self.backend.id_to_token(self.start_ids[0]), "add_bos_token": True}
-        files = {"tokenizer.json": self.backend.to_str().encode(), "tokenizer_config.json": _json_bytes(config)}
+        written = {"tokenizer_config.json": config}
         if len(self.stop_ids) > 1:
-            files["generation_config.json"] = _json_bytes({"eos_token_id": list(self.stop_ids)})
-        return files
+            written["generation_config.json"] = {"eos_token_id": list(self.stop_ids)}
+        return {
+            "tokenizer.json": self.backend.to_str().encode(),
+            **{name: dumped(value, name) for name, value in written.items()},
+        }
 
     def save(self, directory: Path) -> None:
         """Writes `files` into an existing directory."""
         for name, content in self.files().items():
             (directory / name).write_bytes(content)
-
-
-def _json_bytes(value: dict[str, Any]) -> bytes:
-    """A JSON file's bytes, indented."""
-    return json.dumps(value, ensure_ascii=False, indent=2).encode()
 
 
 def chat_text(message: str, template: str | None) -> str:

@@ -33,9 +33,10 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
   const __m512i to = _mm512_load_si512(spread), at = _mm512_load_si512(field), mask = _mm512_set1_epi8(static_cast<char>((1 << bits) - 1));
   const __m512i low = _mm512_loadu_si512(job.numbers), high = _mm512_loadu_si512(job.numbers + 64);
   const uint8_t *p = job.w.codes + n * job.w.row_stride, *end = p + job.w.row_stride;
+  const int64_t distance = PrefetchDistance(job.w.row_stride);
   for (int64_t i = 0; i < job.w.cols; i += 64, p += 8 * bits) {
     const __mmask64 there = FirstBytes(end - p);
-    __builtin_prefetch(p + PrefetchDistance(job.w.row_stride), 0, 2);
+    __builtin_prefetch(p + distance, 0, 2);
     const __m512i packed = _mm512_permutexvar_epi8(to, _mm512_maskz_loadu_epi8(there, p));
     const __m512i codes = _mm512_and_si512(_mm512_multishift_epi64_epi8(at, packed), mask);
     const __m512i numbers = bits < 7 ? _mm512_permutexvar_epi8(codes, low) : _mm512_permutex2var_epi8(low, codes, high);
@@ -92,12 +93,13 @@ static inline Words NumbersOf(const BlockJob& job, Words codes) {
 static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
   const Unpacking unpacking(job.w.bits);
   const uint8_t *p = job.w.codes + n * job.w.row_stride, *end = p + job.w.row_stride;
+  const int64_t distance = PrefetchDistance(job.w.row_stride);
   const Words offset = _mm256_set1_epi8(static_cast<char>(kSignedBytes ? job.offset : 0));
   for (int64_t i = 0; i < job.w.cols; i += 32, p += 4 * job.w.bits) {
     uint8_t last[32];
     const bool is_last = end - p < 32;
     if (is_last) std::memset(last, 0, sizeof(last));
-    __builtin_prefetch(p + PrefetchDistance(job.w.row_stride), 0, 2);
+    __builtin_prefetch(p + distance, 0, 2);
     const uint8_t* from = is_last ? static_cast<const uint8_t*>(std::memcpy(last, p, end - p)) : p;
     StoreI(out + i, _mm256_sub_epi8(NumbersOf(job, unpacking.Codes(from)), offset));
   }
