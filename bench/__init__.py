@@ -1,1 +1,32 @@
-"""Our figures beside those of other packages, measured in one run: `python -m bench`."""
+"""Our figures beside those of other packages, measured in one run: `python -m bench`.
+
+`--isa avx2` limits every program to that instruction set, as far as it can be told to: this package, XLA, torch. It must be known
+before they are imported, so it is read here.
+"""
+
+import os
+import sys
+
+LIMITS = {
+    "avx2": {
+        "FEWBIT_ISA": "avx2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "XLA_FLAGS": "--xla_cpu_max_isa=AVX2",
+    },
+}
+"""The environment variables that limit programs to an instruction set."""
+
+
+def limit(arguments: list[str]) -> str | None:
+    """Sets the environment by `--isa NAME` among the arguments of a command; returns the name."""
+    if "--isa" not in arguments[:-1]:
+        return None
+    isa = arguments[arguments.index("--isa") + 1]
+    for name, value in LIMITS.get(isa, {}).items():
+        os.environ[name] = value
+    return isa
+
+
+ISA = limit(sys.argv)
+"""The instruction set that this run is limited to, or None."""

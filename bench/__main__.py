@@ -1,6 +1,6 @@
 """The tables of what is fast: quantizing, products, products of integers, attention, and generating text, each beside its peers.
 
-    python -m bench [--only SUBJECT ...] [--save]
+    python -m bench [--only SUBJECT ...] [--isa avx2] [--save]
 
 Each subject is a process of its own; `python -m bench.SUBJECT --help` lists its options. The exit status is that of the first
 that failed: one whose correctness gate is red prints no speed.
@@ -10,6 +10,8 @@ import argparse
 import subprocess
 import sys
 
+from . import LIMITS
+
 SUBJECTS = ("quantize", "qmatmul", "integers", "attention", "generation")
 
 
@@ -17,12 +19,14 @@ def main() -> int:
     """Runs the subjects one after another."""
     parser = argparse.ArgumentParser(prog="python -m bench", description="fewbit beside its peers on this machine")
     parser.add_argument("--only", nargs="+", choices=SUBJECTS, default=SUBJECTS, help="these subjects; all by default")
+    parser.add_argument("--isa", choices=LIMITS, help="limit all but llama.cpp to an instruction set")
     parser.add_argument("--save", action="store_true", help="write bench/results/SUBJECT.json")
     options = parser.parse_args()
+    limited = [] if options.isa is None else ["--isa", options.isa]
     status = 0
     for subject in options.only:
         print(f"\n{subject}", flush=True)
-        command = [sys.executable, "-m", f"bench.{subject}", *(["--save"] if options.save else [])]
+        command = [sys.executable, "-m", f"bench.{subject}", *limited, *(["--save"] if options.save else [])]
         failed = subprocess.run(command, check=False).returncode
         status = status or failed
     return status

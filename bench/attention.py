@@ -1,6 +1,6 @@
 """Attention over a cache on the CPU: our kernel beside the same computation by XLA, for floats and few bits.
 
-    python -m bench.attention [--rounds 9] [--save]
+    python -m bench.attention [--rounds 9] [--isa avx2] [--save]
 
 The heads are those of SmolLM2-135M: 9 of width 64, three of keys and values, caches of 8 layers. One token that is written, after
 64, 512 or 4096 others, and a prompt of 512 tokens, each by a compiled loop through the layers, which reads each layer of the cache
@@ -22,7 +22,7 @@ from fewbit.evaluate.timing import timed
 from fewbit.kernels.attention import Block, attention, seen_positions
 from fewbit.kvcache import kv_policy
 
-from .facts import save
+from .facts import add_isa, save
 
 LAYERS, HEADS, KEY_HEADS, WIDTH = 8, 9, 3, 64
 CACHES = ("float32", "bfloat16", "int8", "fp8", "int4")
@@ -34,6 +34,7 @@ def main() -> int:
     """Runs the comparison; the exit status is 1 when the gate is red."""
     parser = argparse.ArgumentParser(prog="python -m bench.attention", description="attention over a cache, beside XLA's")
     parser.add_argument("--rounds", type=int, default=9)
+    add_isa(parser)
     parser.add_argument("--save", action="store_true", help="write bench/results/attention.json")
     options = parser.parse_args()
     rows = []

@@ -1,5 +1,6 @@
 """What a measurement was made on, and the file that keeps it."""
 
+import argparse
 import json
 import pathlib
 from collections.abc import Sequence
@@ -7,16 +8,23 @@ from typing import Any
 
 from fewbit.workflows.bench.roofline import circumstances
 
+from . import ISA, LIMITS
+
+
+def add_isa(parser: argparse.ArgumentParser) -> None:
+    """Adds the option that `bench` reads before anything is imported."""
+    parser.add_argument("--isa", choices=LIMITS, help="limit fewbit, XLA and torch to an instruction set; saved apart")
+
 
 def save(name: str, packages: Sequence[str], **facts: Any) -> None:
     """Writes facts and the machine they were measured on to `bench/results/NAME.json`.
 
     Args:
-        name: the name of the file.
+        name: the name of the file; under `--isa` that is added to it.
         packages: whose versions are told, beside those of JAX and numpy.
         facts: the rest, the rows among them.
     """
-    path = pathlib.Path(__file__).parent / "results" / f"{name}.json"
+    path = pathlib.Path(__file__).parent / "results" / f"{name if ISA is None else f'{name}-{ISA}'}.json"
     path.write_text(json.dumps(circumstances(packages) | facts, indent=1) + "\n")
 
 

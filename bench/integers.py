@@ -1,6 +1,6 @@
 """Products of two operands of integers on the CPU, beside torch's and XLA's.
 
-    python -m bench.integers [--size 4096] [--rows 1 16 256] [--rounds 15] [--save]
+    python -m bench.integers [--size 4096] [--rows 1 16 256] [--rounds 15] [--isa avx2] [--save]
 
 Prints nothing about speed unless every product has the bits of the reference, or where tiles are added is within the
 rounding of float32, measured first. Run it on one JAX device, as `bench/qmatmul.py`.
@@ -19,7 +19,7 @@ import numpy as np
 import fewbit as fb
 from fewbit.evaluate.timing import timed
 
-from .facts import save
+from .facts import add_isa, save
 
 SCHEMES = ("int8", "int4", "int4_g64")
 CONTRACTS = {-1: (((1,), (1,)), ((), ())), -2: (((1,), (0,)), ((), ()))}
@@ -32,6 +32,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 16, 256])
     parser.add_argument("--rounds", type=int, default=15)
+    add_isa(parser)
     parser.add_argument("--save", action="store_true", help="write bench/results/integers.json")
     options = parser.parse_args()
     rng = np.random.default_rng(0)

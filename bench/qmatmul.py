@@ -1,11 +1,12 @@
 """Products with quantized weights on the CPU, beside torch's kernels, dense products and the copy bandwidth.
 
-    python -m bench.qmatmul [--size 4096] [--rows 1 256] [--rounds 15] [--save]
+    python -m bench.qmatmul [--size 4096] [--rows 1 256] [--rounds 15] [--isa avx2] [--save]
     taskset -c 0 python -m bench.qmatmul --processor-time    # one core of a machine that others use, too
 
-Weights rotate through enough copies to lie beyond the last-level cache. Prints nothing about speed unless every product is
-within the rounding of float32 of the decoded one, measured first. Run it on one JAX device: the kernels are not chosen by
-themselves where there are several.
+Weights rotate through enough copies to lie beyond the last-level cache. Activations are float32, and int8 in the blocks of the
+weight where there are kernels for that; the time to quantize them counts. A plain read sums the packed bytes. Prints nothing about
+speed unless every product is within the rounding of float32 of that of the decoded operands, measured first. Run it on one JAX
+device: the kernels are not chosen by themselves where there are several.
 """
 
 import argparse
@@ -31,13 +32,15 @@ from fewbit.workflows.bench.products import (
     in_turn,
     product,
     quantized,
+    with_int8_policy,
 )
 from fewbit.workflows.bench.roofline import machine
 
-from .facts import headline, save
+from .facts import add_isa, headline, save
 from .peers import torch_products
 
 PEERS = ("torch",)
+INT8 = "x int8"
 
 
 def main() -> int:
@@ -51,12 +54,16 @@ def main() -> int:
     )
     parser.add_argument("--schemes", nargs="+", default=SCHEMES)
     parser.add_argument("--processor-time", action="store_true", help="count it in place of the time on the wall")
+    add_isa(parser)
     parser.add_argument("--save", action="store_true", help="write bench/results/qmatmul.json")
     options = parser.parse_args()
     rng = np.random.default_rng(0)
     w = jnp.asarray(rng.normal(size=(options.size, options.size)), jnp.float32)
     weights = {(name, axis): quantized(w, name, axis) for name in options.schemes for axis in LAYOUTS.values()}
     errors = {key: beyond_rounding(q, key[1], options.rows, "cpu") for key, q in weights.items()}
+    for (name, axis), q in weights.items():
+        if (with_policy := with_int8_policy(q, axis)) is not None:
+            errors[f"{name} {INT8}", axis] = beyond_rounding(with_policy, axis, options.rows, "cpu")
     if red := {key: error for key, error in errors.items() if not error < 1}:
         print(f"the correctness gate is red, so no speed is printed: {red}", file=sys.stderr)
         return 1
@@ -88,14 +95,32 @@ def contenders(x: jax.Array, w: jax.Array, weights: dict[tuple[str, int], fb.QAr
     found: dict[str, Callable[[], Any]] = {"copy": lambda: copy(source)}
     found["XLA float32"] = rotating(w, lambda w: dense(x, w), x.shape[0])
     for (name, axis), q in weights.items():
-        run = jax.jit(lambda x, q, axis=axis: product(x, q, axis, "cpu"))
-        found[f"{name} {'[N, K]' if axis == -1 else '[K, N]'}"] = rotating(q, lambda q, run=run: run(x, q), x.shape[0])
+        run, layout = jax.jit(lambda x, q, axis=axis: product(x, q, axis, "cpu")), "[N, K]" if axis == -1 else "[K, N]"
+        held = rotated(q, x.shape[0])
+        found[f"{name} {layout}"] = in_turn(lambda q, run=run: run(x, q), held)
+        if with_int8_policy(q, axis) is not None:
+            with_policy = [with_int8_policy(each, axis) for each in held]
+            found[f"{name} {INT8} {layout}"] = in_turn(lambda q, run=run: run(x, q), with_policy)
+    for bits in (4, 8):
+        words = jnp.zeros((len(w), w.shape[1] * bits // 32), jnp.uint32)
+        found[f"plain read of {bits} bits"] = rotating(words, summed, x.shape[0])
     return found | torch_products(x, w, ROTATED_BYTES)
 
 
+@jax.jit
+def summed(words: jax.Array) -> jax.Array:
+    """The sum of each row, which takes as long as reading it."""
+    return jnp.sum(words, axis=1)
+
+
 def rotating(weight: Any, run: Callable[[Any], Any], rows: int) -> Callable[[], Any]:
-    """A contender that takes the next copy of the weight at each call; with many rows of x two copies do."""
-    return in_turn(run, copies(weight, ROTATED_BYTES if rows <= 16 else 0))
+    """A contender that takes the next copy of the weight at each call."""
+    return in_turn(run, rotated(weight, rows))
+
+
+def rotated(weight: Any, rows: int) -> list[Any]:
+    """Copies of a weight beyond the last-level cache; with many rows of x two do."""
+    return copies(weight, ROTATED_BYTES if rows <= 16 else 0)
 
 
 def row(m: int, name: str, times: dict[str, Timing]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Quantizing and dequantizing a 4096 x 4096 float32 array, beside other JAX packages and a copy of the array.
 
-    python -m bench.quantize [--size 4096] [--rounds 7] [--schemes int8 nf4] [--save]
+    python -m bench.quantize [--size 4096] [--rounds 7] [--schemes int8 nf4] [--isa avx2] [--save]
 
 Prints nothing about speed unless every scheme's error is what its numbers of bits allow, measured first. "plain" is fewbit
 without its C++ kernels: the reference in plain JAX.
@@ -23,7 +23,7 @@ import fewbit as fb
 from fewbit.array.scales import MX
 from fewbit.evaluate.timing import Timing, timed
 
-from .facts import headline, save
+from .facts import add_isa, headline, save
 from .peers import quantizers
 
 SCHEMES = {
@@ -49,6 +49,7 @@ def main() -> int:
     parser.add_argument("--size", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--schemes", nargs="*", choices=list(SCHEMES), help="only these; all by default")
+    add_isa(parser)
     parser.add_argument("--save", action="store_true", help="write bench/results/quantize.json")
     options = parser.parse_args()
     x = jnp.asarray(np.random.default_rng(0).normal(size=(options.size, options.size)) * 0.02, jnp.float32)

@@ -7,6 +7,7 @@ SOURCES, TESTS = ROOT / "src" / "fewbit", ROOT / "tests"
 
 SUITES = {
     "_api": "test_public_names.py",
+    "_merges": "models/tokenizers/test_merges.py",
     "_pretokenizers": "models/tokenizers/test_gguf.py",
     "errors": "test_public_names.py",
     "array/covered": "training/test_fake_quant.py",

@@ -18,7 +18,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 main()
 """
 COMMAND = [sys.executable, "-c", PROGRAM]
-ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu"}
+ENVIRONMENT = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_COMPILATION_CACHE": "0"}
 
 
 @pytest.mark.slow

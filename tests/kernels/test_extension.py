@@ -1,9 +1,13 @@
 """A compiled extension is told from one that was built of other sources; `tests/test_packaging.py` builds one."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from fewbit import QuantError
 from fewbit.kernels import extension
 from fewbit.kernels.fingerprint import fingerprint
 
@@ -65,3 +69,25 @@ def test_a_module_of_other_sources_is_stale(monkeypatch, tmp_path):
     found = extension.extension.__wrapped__("fewbit.kernels.nothing._cpu")
     assert found.is_stale
     assert "setup.py build_ext --inplace" in str(found.missing)
+
+
+def test_the_instruction_set_can_be_limited():
+    program = f"from fewbit.kernels.extension import extension; print(*(extension(n).isa for n in {extension.EXTENSIONS}))"
+    best = [extension.extension(name).isa for name in extension.EXTENSIONS]
+    for isa in ("portable", "avx2", "avx512"):
+        done = subprocess.run(
+            [sys.executable, "-c", program],
+            env={**os.environ, "FEWBIT_ISA": isa},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        order = ("portable", "avx2", "avx512")
+        expected = [best_isa if best_isa not in order else min(best_isa, isa, key=order.index) for best_isa in best]
+        assert done.stdout.split() == expected
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch):
+    monkeypatch.setenv("FEWBIT_ISA", "sse2")
+    with pytest.raises(QuantError, match="FEWBIT_ISA is 'sse2'; it must be one of portable, avx2"):
+        extension.extension.__wrapped__(extension.EXTENSIONS[0])

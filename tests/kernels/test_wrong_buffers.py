@@ -84,11 +84,11 @@ def blocks(scheme: str, picked: Any = None) -> None:
 
 
 def attention(scheme: str | None) -> None:
-    """One layer of two, two sequences, three heads of keys."""
+    """One layer of two, two sequences, three heads of keys, with a window, sinks and a soft cap."""
     shape = (2, 2, 3, 7, 8)
     held = [normal(*shape) if scheme is None else stack(scheme, shape) for _ in range(2)]
     seen = jnp.array([4, 5, 6, 7], jnp.int32)
-    attention_cpu._native(attention_cpu.Cpu(), normal(2, 6, 4, 8), held[0], held[1], seen, jnp.int32(1))
+    attention_cpu._native(attention_cpu.Cpu(), 2.0, normal(2, 6, 4, 8), *held, seen, seen - 3, normal(6), jnp.int32(1))
 
 
 def quantized(scheme: str) -> None:
@@ -211,7 +211,7 @@ def test_a_cut_buffer_is_refused(call: Call):
         ("groups", 9, lambda a: a[:2], "qmatmul: number of groups is 2, expected 3"),
         ("pairs", 4, lambda a: a[:, :, :3], "integers: tiles of the scales of the codes is 3, expected 1 or 4"),
         ("attention, int4", 2, lambda a: a[:, :, :, :3], "attention: positions of the scales is 3, expected 7"),
-        ("attention", 9, lambda a: a[:3], "attention: length of what each token sees is 3, expected 4"),
+        ("attention", 10, lambda a: a[:3], "attention: length of what each token sees is 3, expected 4"),
         ("decode, q5_1", 1, lambda a: a[:, :1], "dequantize: number of scales is 2, expected 24"),
     ],
     indirect=["call"],

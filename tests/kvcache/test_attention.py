@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.extend.core import Literal
 
-from fewbit.errors import QuantError, UnsupportedError
+from fewbit.errors import QuantError
 from fewbit.kernels.attention import window_start
 from fewbit.kvcache import Block, QuantizedCache, attention, empty_quantized_cache, kv_policy, seen_positions
 from tests.kvcache.formula import by_formula, decoded, draws
@@ -60,8 +60,6 @@ def test_windows_soft_caps_and_sinks():
         block = Block(k, v, seen, first=window_start(seen, 4))
         expected, bound = by_formula(q, [block], **settings)
         assert np.abs(np.asarray(attention(q, [block], **settings), np.float64) - expected).max() < bound
-    with pytest.raises(UnsupportedError, match="sliding windows, sinks and soft caps are computed in plain JAX"):
-        attention(q, [Block(k, v, seen)], soft_cap=1.0, backend="cpu")
 
 
 @pytest.mark.usefixtures("unchecked")

@@ -11,7 +11,9 @@ import pytest
 
 import fewbit as fb
 from fewbit.errors import QuantError
+from fewbit.kvcache import KVPolicy, kv_policy
 from fewbit.models import DecoderConfig, decode_step, empty_cache, forward, prefill, stack_experts, stack_layers
+from fewbit.models.rope_scaling import Dynamic
 from tests.nets.random_decoder import (
     CONFIGS,
     FEATURES,
@@ -101,6 +103,32 @@ def test_reading_token_by_token_gives_the_logits_of_the_whole(config: DecoderCon
         logits, cache = decode_step(params, tokens[:, t], cache, config)
         np.testing.assert_allclose(logits, whole[:, t], **ROUNDING)
     assert int(cache.length) == 13
+
+
+DYNAMIC = dataclasses.replace(SMALL, rope_scaling=Dynamic(2.0, 4))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", [SMALL, FEATURES, LATENT, DYNAMIC], ids=["plain", "features", "latent", "dynamic"])
+@pytest.mark.parametrize("kv", [None, kv_policy("int8")], ids=["float", "int8"])
+def test_padding_after_a_prompt_changes_nothing(config: DecoderConfig, kv: KVPolicy | None):
+    params, tokens = random_params(config), random_tokens(config, 2, 12)
+    exact, cache = prefill(params, tokens[:, :6], empty_cache(config, batch=2, room=16, kv=kv), config)
+    padded, room = jnp.concatenate([tokens[:, :6], tokens[:, :4]], axis=1), empty_cache(config, batch=2, room=16, kv=kv)
+    logits, filled = prefill(params, padded, room, config, length=jnp.int32(6))
+    np.testing.assert_allclose(logits, exact, **ROUNDING)
+    assert int(filled.length) == 6
+    for t in range(6, 12):
+        expected, cache = decode_step(params, tokens[:, t], cache, config)
+        logits, filled = decode_step(params, tokens[:, t], filled, config)
+        np.testing.assert_allclose(logits, expected, **ROUNDING)
+
+
+def test_padding_beyond_the_cache_gives_nan():
+    params, tokens = random_params(SMALL), random_tokens(SMALL, 1, 5)
+    _, cache = prefill(params, tokens, empty_cache(SMALL, batch=1, room=8), SMALL)
+    logits, _ = prefill(params, tokens, cache, SMALL, length=jnp.int32(2))
+    assert np.isnan(logits).all()
 
 
 def test_a_full_cache_gives_nan():

@@ -9,7 +9,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.errors import QuantError
-from fewbit.models import forward, generate, stack_layers
+from fewbit.models import TokenGenerator, forward, generate, stack_layers
 from fewbit.models.generate import _likeliest
 from tests.nets.random_decoder import SMALL, random_params, random_tokens
 
@@ -45,6 +45,24 @@ def test_a_row_ends_before_its_stop_token():
     assert np.asarray(result.counts).tolist() == ends
     assert result.rows() == [row[:end] for row, end in zip(expected, ends, strict=True)]
     assert not np.asarray(result.tokens)[0, ends[0] :].any()
+
+
+@pytest.mark.slow
+def test_single_steps_are_the_loop():
+    generator = TokenGenerator(SMALL, 12, room=24)
+    start, step = jax.jit(generator.start), jax.jit(generator.step)
+    padded = jnp.pad(PROMPT, ((0, 0), (0, 3)))
+    state = start(PARAMS, padded, length=jnp.int32(PROMPT.shape[1]))
+    for count in range(1, 13):
+        assert int(state.step) == count
+        assert state.tokens[:, :count].tolist() == [row[:count] for row in by_full_forwards(12)]
+        state = step(PARAMS, state) if count < 12 else state
+    assert state.tokens.shape == (2, 24) and not state.tokens[:, 12:].any()
+
+
+def test_a_cache_too_short_is_refused():
+    with pytest.raises(QuantError, match="a prompt of 5 tokens and 12 new ones exceed room, 16"):
+        TokenGenerator(SMALL, 12, room=16).start(PARAMS, PROMPT)
 
 
 def test_a_prompt_can_fill_the_context_with_its_continuation():

@@ -38,6 +38,30 @@ def test_the_same_seed_draws_the_same(model):
     assert a == b != c
 
 
+@pytest.mark.slow
+def test_text_comes_in_pieces_after_the_prompt(model):
+    pieces: list[str] = []
+    sample = workflows.generate_text(model, "The quick ", max_tokens=8, on_text=pieces.append)
+    assert pieces[0] == "The quick " and "".join(pieces[1:]) == sample.text and len(pieces) > 4
+    assert (sample.tokens, sample.steps) == (8, 7)
+
+
+@pytest.mark.slow
+def test_one_token_takes_no_decode_step(model):
+    sample = workflows.generate_text(model, "The quick ", max_tokens=1)
+    assert (sample.tokens, sample.steps, sample.decode_seconds) == (1, 0, 0.0)
+    assert "decode" not in sample.speed()
+
+
+@pytest.mark.slow
+def test_padding_and_rounding_change_no_token(model):
+    """The longest prompt and continuation that fit the context are neither padded nor rounded up."""
+    short = workflows.generate_text(model, "The quick ", max_tokens=8)
+    prompt = short.prompt_tokens
+    longest = workflows.generate_text(model, "The quick ", max_tokens=32 - prompt)
+    assert longest.text.startswith(short.text)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperGroup
 
 from ..errors import QuantError, UnsupportedError
+from .compiled import keep_compiled_programs
 
 FOUND = 1
 """The exit status of `verify` with errors, and of `plan --strict` with unknown roles."""
@@ -98,6 +99,7 @@ def run() -> None:
         signal.signal(signal.SIGTERM, _terminate)
     # Plans look up module classes in transformers, which must not download anything.
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    keep_compiled_programs()
     try:
         app()
     except BrokenPipeError:  # the reader of our output, such as `head`, has exited

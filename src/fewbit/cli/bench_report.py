@@ -7,7 +7,8 @@ from .._table import Column, table
 from ..errors import QuantError
 from ..workflows.bench.products import DENSE, LAYOUTS, Grid, Row, bits_per_weight, fastest, float_activations, measured
 from ..workflows.bench.roofline import circumstances, machine
-from .console import emit_json, plain, progress_bar, say
+from .console import emit_json, plain, say
+from .progress import progress_bar
 
 PRODUCTS = {"[N, K]": "x @ w.T", "[K, N]": "x @ w"}
 

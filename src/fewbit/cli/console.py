@@ -1,28 +1,15 @@
 """Results go to stdout, progress and log to stderr."""
 
-import contextlib
 import dataclasses
 import json
 import math
-import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
-from rich.text import Text
 
-from .._table import FILE_WIDTH, output_width, wrapped
-
-
-def console(*, stderr: bool = False) -> Console:
-    """A console without markup; in a file or a pipe, wide enough for tables."""
-    result = Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=False)
-    if not result.is_terminal:
-        result = Console(stderr=stderr, markup=False, highlight=False, emoji=False, width=FILE_WIDTH)
-    return result
+from .._table import output_width, wrapped
 
 
 def say(text: str = "", *, wrap: bool = False) -> None:
@@ -30,6 +17,11 @@ def say(text: str = "", *, wrap: bool = False) -> None:
     if wrap and sys.stdout.isatty():
         text = wrapped(text, output_width())
     typer.echo(text)
+
+
+def say_part(text: str) -> None:
+    """Prints a part of a line at once."""
+    typer.echo(text, nl=False)
 
 
 def note(text: str) -> None:
@@ -45,7 +37,8 @@ def emit_json(value: object) -> None:
 def plain(value: Any) -> Any:
     """The value as JSON types; NaN and infinity become null.
 
-    >>> plain({"sqnr_db": math.inf, "path": pathlib.PurePosixPath("a/b"), "shape": (2, 3)})
+    >>> from pathlib import PurePosixPath
+    >>> plain({"sqnr_db": math.inf, "path": PurePosixPath("a/b"), "shape": (2, 3)})
     {'sqnr_db': None, 'path': 'a/b', 'shape': [2, 3]}
     """
     if hasattr(value, "to_json"):
@@ -61,65 +54,3 @@ def plain(value: Any) -> Any:
     if value is None or isinstance(value, str | int | float):
         return value
     return str(value)
-
-
-class _PeakMemory(ProgressColumn):
-    """The peak memory of the process."""
-
-    def render(self, task: Task) -> Text:
-        """The column's text."""
-        from .memory import peak_memory
-
-        peak = peak_memory()
-        return Text("" if peak is None else f"peak {peak / 1e9:.2f} GB")
-
-
-@dataclasses.dataclass(frozen=True)
-class Bar:
-    """A progress bar.
-
-    Attributes:
-        advance: sets the amount done, of the bar's total, and the text at the bar's end.
-        log: prints a line above the bar.
-    """
-
-    advance: Callable[[float, str], None]
-    log: Callable[[str], None]
-
-    def windows(self, done: int, total: int) -> None:
-        """Shows the number of windows done, on a bar of total 1."""
-        self.advance(done / total, f"{done}/{total} windows")
-
-    def examples(self, done: int, total: int) -> None:
-        """Shows the number of examples done, on a bar of total 1."""
-        self.advance(done / total, f"{done}/{total} examples")
-
-
-@contextlib.contextmanager
-def progress_bar(title: str, total: float) -> Iterator[Bar]:
-    """A progress bar on stderr with remaining time and peak memory; log lines only if stderr is no terminal.
-
-    Args:
-        title: the task.
-        total: the amount of work, in any unit.
-    """
-    err = console(stderr=True)
-    title_column, detail_column = TextColumn("{task.description}"), TextColumn("{task.fields[detail]}")
-    columns = (title_column, BarColumn(), detail_column, TimeRemainingColumn(), _PeakMemory())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
-        task = progress.add_task(title, total=total, detail="")
-
-        def advance(done: float, detail: str) -> None:
-            progress.update(task, completed=done, detail=detail)
-
-        yield Bar(advance, lambda line: progress.console.print(line, soft_wrap=True))
-
-
-@contextlib.contextmanager
-def log_lines(file: pathlib.Path | None, bar: Bar) -> Iterator[Callable[[str], None]]:
-    """A function that writes a log line: to the file if given, else to stderr above the bar."""
-    if file is None:
-        yield bar.log
-        return
-    with file.open("w", encoding="utf-8") as stream:
-        yield lambda line: print(line, file=stream, flush=True)

@@ -14,7 +14,7 @@ from ..workflows.plan import KEEP, plan_model
 from ..workflows.quantize import Outcome, quantize
 from ..workflows.rotate import rotated
 from ..workflows.tensors import TensorResult
-from .console import log_lines, progress_bar
+from .progress import log_lines, progress_bar
 
 
 def planned(

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import QuantError
 from ..evaluate.chart import check_chart_path, save_chart
-from ..kvcache.policy import KVPolicy, kv_policy
+from ..kvcache.policy import KVPolicy
 from ..models.installed import default_text_name, find_text
 from ..recipe.plan import Plan
 from ..workflows.compare import baseline, compare, released
@@ -17,7 +17,8 @@ from ..workflows.model import Model
 from ..workflows.outputs import compare_outputs, evaluate_outputs, model_inputs, output_baseline
 from ..workflows.plan import plan_model
 from ..workflows.rotate import rotated
-from .console import emit_json, progress_bar, say
+from .console import emit_json, say
+from .progress import progress_bar
 from .render import activation_lines, candidate_record, chart_points, comparison_table, quality_lines, source_notes
 from .render_outputs import output_lines, output_record, output_table
 
@@ -193,13 +194,3 @@ def _compared_outputs(
     form = {"inputs": given.title, "engine": base.engine.title, "recipes": [output_record(c) for c in candidates]}
     title = f"{source.name} on {given.title}, by {base.engine.title}"
     return _Comparison(form, title, output_table(base, candidates))
-
-
-def cache_policy(kv: str | None, per: str | None) -> KVPolicy | None:
-    """The KV cache's policy, from the two options."""
-    if kv is None and per is not None:
-        raise QuantError(f"--kv-scale {per} is about a quantized KV cache; it needs --kv, such as --kv int8")
-    if kv is None:
-        return None
-    schemes = [scheme.strip() for scheme in kv.split(",", 1)]
-    return kv_policy(*schemes, per=per or "head")

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import importlib
+import os
 from pathlib import Path
 
 import jax
 
+from ..errors import QuantError
 from .fingerprint import fingerprint
 
 HOW_TO_BUILD = (
@@ -22,6 +24,9 @@ EXTENSIONS = (
     "fewbit.kernels.attention.cpu._attention",
 )
 """Every compiled module."""
+
+ISAS = ("portable", "avx2", "avxvnni", "avx512", "neon", "dotprod")
+"""What FEWBIT_ISA may name. On arm64 it changes nothing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +54,13 @@ def extension(module: str) -> Extension:
     Returns:
         The result. A module that is missing, does not fit this JAX, or is stale (a checkout that was updated since) is no
         error: the reference runs instead.
+
+    Raises:
+        QuantError: when the environment variable FEWBIT_ISA, the best instruction set to use, names none.
     """
+    limit = os.environ.get("FEWBIT_ISA")
+    if limit is not None and limit not in ISAS:
+        raise QuantError(f"the environment variable FEWBIT_ISA is {limit!r}; it must be one of {', '.join(ISAS)}")
     try:
         loaded = importlib.import_module(module)
     except ImportError as failure:

@@ -98,7 +98,7 @@ class QuantizedCache:
             value_scale=put(self.value_scale, v.scale),
         )
 
-    def advanced(self, count: int) -> "QuantizedCache":
+    def advanced(self, count: Int[Array, ""] | int) -> "QuantizedCache":
         """The cache with `count` more filled positions, after every layer has written them.
 
         Raises:
@@ -123,7 +123,7 @@ class QuantizedCache:
             raise QuantError(f"layer is {int(layer)}, but the cache has {L} layers")
         self._check_room(keys.shape[2])
 
-    def _check_room(self, count: int) -> None:
+    def _check_room(self, count: Array | int) -> None:
         """Raises QuantError when the length is concrete and `count` more tokens do not fit."""
         if not isinstance(self.length, Tracer) and (filled := int(np.max(self.length))) + count > self.room:
             raise QuantError(

@@ -20,8 +20,8 @@ from .families.table import FAMILIES as FAMILIES
 from .families.table import config_from_hf as config_from_hf
 from .families.table import family_of as family_of
 from .generate import Generation as Generation
-from .generate import Writer as Writer
-from .generate import Writing as Writing
+from .generate import GenerationState as GenerationState
+from .generate import TokenGenerator as TokenGenerator
 from .generate import generate as generate
 from .installed import Text as Text
 from .installed import default_text_name as default_text_name

@@ -52,7 +52,7 @@ class Cache:
             return written
         return dataclasses.replace(written, values=lax.dynamic_update_slice(self.values, values[None], start))
 
-    def advanced(self, count: int) -> "Cache":
+    def advanced(self, count: Int[Array, ""] | int) -> "Cache":
         """Increases `length` by `count`, after every layer has written its tokens."""
         return dataclasses.replace(self, length=self.length + count)
 

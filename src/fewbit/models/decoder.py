@@ -70,7 +70,13 @@ def forward(
 
 @partial(jax.jit, static_argnames=("config", "dtype"), donate_argnames="cache")
 def prefill(
-    params: Params, tokens: Int[Array, "B T"], cache: AnyCache, config: DecoderConfig, *, dtype: DTypeLike = jnp.float32
+    params: Params,
+    tokens: Int[Array, "B T"],
+    cache: AnyCache,
+    config: DecoderConfig,
+    *,
+    dtype: DTypeLike = jnp.float32,
+    length: Int[Array, ""] | None = None,
 ) -> tuple[Float[Array, "B V"], AnyCache]:
     """Appends tokens to the KV cache and returns the logits after the last one.
 
@@ -83,6 +89,8 @@ def prefill(
         cache: from `empty_cache` or from an earlier call, in `dtype` or quantized.
         config: the configuration.
         dtype: as for `forward`.
+        length: how many of the tokens count, from 1 to T; those after them are padding, with which prompts of different
+            lengths share one program. None: all.
 
     Returns:
         Float32 logits, and the cache with the tokens.
@@ -95,10 +103,15 @@ def prefill(
             f"tokens has {tokens.shape[1]} positions, more than the max length of the cache, {cache.room}; "
             "pass a larger room to empty_cache"
         )
-    x, cache = _hidden(params, tokens, config, dtype, cache=cache)
-    cache = cache.advanced(tokens.shape[1])
-    logits = _logits(params, x[:, -1:], config)[:, 0]
-    fits = jnp.broadcast_to(cache.length <= cache.room, logits.shape)
+    T = tokens.shape[1]
+    fits = cache.length + T <= cache.room
+    x, cache = _hidden(params, tokens, config, dtype, cache=cache, length=length)
+    if length is None:
+        cache, last = cache.advanced(T), x[:, -1:]
+    else:
+        cache, last = cache.advanced(length), lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
+    logits = _logits(params, last, config)[:, 0]
+    fits = jnp.broadcast_to(fits, logits.shape)
     return jnp.where(fits, logits, jnp.full_like(logits, jnp.nan)), cache
 
 
@@ -163,10 +176,11 @@ def _hidden(
     *,
     cache: AnyCache | None = None,
     kv: KVPolicy | None = None,
+    length: Array | None = None,
 ) -> tuple[Array, Any]:
     """The residual stream after the last layer `[B, T, D]`, and the KV cache with the tokens' keys and values.
 
-    `kv` quantizes keys and values where there is no cache; None: they stay float.
+    `kv` quantizes keys and values where there is no cache; None: they stay float. `length` is as for `prefill`.
     """
     T = tokens.shape[1]
     if config.context < T:
@@ -176,7 +190,7 @@ def _hidden(
     if cache is None:
         rotations = LayerRotations(config, 0, T, T)
     else:
-        rotations = LayerRotations(config, cache.length, T, max(cache.room, T))
+        rotations = LayerRotations(config, cache.length, T, max(cache.room, T), length)
     windows, is_cached = _Windows(config), cache is not None or kv is not None
 
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:

@@ -69,14 +69,14 @@ def generate(
     Raises:
         QuantError: for an empty prompt, a length that does not fit, a negative temperature, a missing or unused key.
     """
-    writer = Writer(config, max_new_tokens, temperature, tuple(stop_ids), jnp.dtype(dtype), kv)
-    return _generate(params, prompt, key, writer=writer)
+    generator = TokenGenerator(config, max_new_tokens, temperature, tuple(stop_ids), jnp.dtype(dtype), kv)
+    return _generate(params, prompt, key, generator=generator)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Writing:
-    """The state of the decode loop, after `step` generated tokens.
+class GenerationState:
+    """The state between two decode steps, after `step` generated tokens.
 
     Attributes:
         step: the number of generated tokens.
@@ -88,14 +88,14 @@ class Writing:
 
     step: Int[Array, ""]
     cache: AnyCache
-    tokens: Int[Array, "B N"]
+    tokens: Int[Array, "B S"]
     counts: Int[Array, " B"]
     has_stopped: Bool[Array, " B"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Writer:
-    """Prefill (`begin`) and decode (`finish`) as separate calls, for timing.
+class TokenGenerator:
+    """Prefill (`start`) and decode (`step`) as separate calls, to stream tokens or time them.
 
     Attributes:
         config: the configuration.
@@ -104,6 +104,7 @@ class Writer:
         stop_ids: as for `generate`.
         dtype: as for `generate`.
         kv: as for `generate`.
+        room: the max length of the KV cache; None: the prompt and the new tokens.
     """
 
     config: DecoderConfig
@@ -112,67 +113,93 @@ class Writer:
     stop_ids: tuple[int, ...] = ()
     dtype: DTypeLike = jnp.float32
     kv: KVPolicy | None = None
+    room: int | None = None
 
-    def begin(self, params: Params, prompt: Int[Array, "B T"], key: Key[Array, ""] | None = None) -> Writing:
+    def start(
+        self,
+        params: Params,
+        prompt: Int[Array, "B T"],
+        key: Key[Array, ""] | None = None,
+        length: Int[Array, ""] | None = None,
+    ) -> GenerationState:
         """Prefills the prompt and generates the first token.
 
         Args:
             params: as for `forward`.
             prompt: token ids, the same number in every row.
             key: as for `generate`.
+            length: as for `prefill`.
 
         Returns:
-            The state of the decode loop.
+            The state after the first token.
 
         Raises:
             QuantError: as `generate`.
         """
-        self._check(prompt.shape[1], key)
-        (B, T), count = prompt.shape, self.max_new_tokens
-        empty = empty_cache(self.config, batch=B, room=T + count, dtype=self.dtype, kv=self.kv)
-        logits, cache = prefill(params, prompt.astype(jnp.int32), empty, self.config, dtype=self.dtype)
-        nothing = Writing(jnp.int32(0), cache, jnp.zeros((B, count), jnp.int32), jnp.zeros(B, jnp.int32), jnp.zeros(B, bool))
-        return self._written(nothing, logits, key)
+        self.check(prompt.shape[1], key)
+        B, room = prompt.shape[0], self.room or prompt.shape[1] + self.max_new_tokens
+        empty = empty_cache(self.config, batch=B, room=room, dtype=self.dtype, kv=self.kv)
+        logits, cache = prefill(params, prompt.astype(jnp.int32), empty, self.config, dtype=self.dtype, length=length)
+        tokens, counts = jnp.zeros((B, room), jnp.int32), jnp.zeros(B, jnp.int32)
+        return self._appended(GenerationState(jnp.int32(0), cache, tokens, counts, jnp.zeros(B, bool)), logits, key)
 
-    def finish(self, params: Params, writing: Writing, key: Key[Array, ""] | None = None) -> Generation:
+    def step(self, params: Params, state: GenerationState, key: Key[Array, ""] | None = None) -> GenerationState:
+        """Generates one more token.
+
+        Args:
+            params: as for `start`.
+            state: the result of `start` or of the last step, after fewer than `max_new_tokens` tokens.
+            key: as for `start`.
+
+        Returns:
+            The state after the token.
+        """
+        last = lax.dynamic_index_in_dim(state.tokens, state.step - 1, axis=1, keepdims=False)
+        logits, cache = decode_step(params, last, state.cache, self.config, dtype=self.dtype)
+        return self._appended(dataclasses.replace(state, cache=cache), logits, key)
+
+    def finish(self, params: Params, state: GenerationState, key: Key[Array, ""] | None = None) -> Generation:
         """Generates the other tokens, in a loop on the device.
 
         Args:
-            params: as for `begin`.
-            writing: the result of `begin`.
-            key: as for `begin`.
+            params: as for `start`.
+            state: as for `step`.
+            key: as for `start`.
 
         Returns:
             The new tokens.
         """
 
-        def is_unfinished(writing: Writing) -> Array:
-            return (writing.step < self.max_new_tokens) & ~jnp.all(writing.has_stopped)
+        def is_unfinished(state: GenerationState) -> Array:
+            return (state.step < self.max_new_tokens) & ~jnp.all(state.has_stopped)
 
-        def read_and_write(writing: Writing) -> Writing:
-            last = lax.dynamic_index_in_dim(writing.tokens, writing.step - 1, axis=1, keepdims=False)
-            logits, cache = decode_step(params, last, writing.cache, self.config, dtype=self.dtype)
-            return self._written(dataclasses.replace(writing, cache=cache), logits, key)
+        end = lax.while_loop(is_unfinished, lambda state: self.step(params, state, key), state)
+        return Generation(end.tokens[:, : self.max_new_tokens], end.counts)
 
-        end = lax.while_loop(is_unfinished, read_and_write, writing)
-        return Generation(end.tokens, end.counts)
-
-    def _written(self, writing: Writing, logits: Float[Array, "B V"], key: Array | None) -> Writing:
+    def _appended(self, state: GenerationState, logits: Float[Array, "B V"], key: Array | None) -> GenerationState:
         """Appends one token to each row."""
         if key is None:
             token = _likeliest(logits)
         else:
-            step_key = jax.random.fold_in(key, writing.step)
+            step_key = jax.random.fold_in(key, state.step)
             token = jax.random.categorical(step_key, logits / self.temperature, axis=-1).astype(jnp.int32)
         stop_ids = jnp.asarray(self.stop_ids, jnp.int32)
-        has_stopped = writing.has_stopped | jnp.any(token[:, None] == stop_ids[None, :], axis=-1)
+        has_stopped = state.has_stopped | jnp.any(token[:, None] == stop_ids[None, :], axis=-1)
         kept = jnp.where(has_stopped, jnp.zeros_like(token), token)
-        tokens = lax.dynamic_update_slice(writing.tokens, kept[:, None], (jnp.int32(0), writing.step))
-        counts = writing.counts + (~has_stopped).astype(jnp.int32)
-        return Writing(writing.step + 1, writing.cache, tokens, counts, has_stopped)
+        tokens = lax.dynamic_update_slice(state.tokens, kept[:, None], (jnp.int32(0), state.step))
+        counts = state.counts + (~has_stopped).astype(jnp.int32)
+        return GenerationState(state.step + 1, state.cache, tokens, counts, has_stopped)
 
-    def _check(self, T: int, key: Array | None) -> None:
-        """Checks lengths, temperature and key."""
+    def check(self, T: int, key: Key[Array, ""] | None) -> None:
+        """Checks lengths, temperature and key, as `start` does.
+
+        Args:
+            T: the tokens of the prompt.
+            key: as for `generate`.
+
+        Raises:
+            QuantError: as `generate`.
+        """
         count, context, temperature = self.max_new_tokens, self.config.context, self.temperature
         if T < 1 or count < 1:
             raise QuantError(f"the prompt has {T} tokens and max_new_tokens is {count}; both must be at least 1")
@@ -181,6 +208,8 @@ class Writer:
                 f"a prompt of {T} tokens and {count} new ones exceed the context of the model, {context}; "
                 "shorten the prompt or lower max_new_tokens"
             )
+        if self.room is not None and T + count > self.room:
+            raise QuantError(f"a prompt of {T} tokens and {count} new ones exceed room, {self.room}")
         if not temperature >= 0:
             raise QuantError(f"temperature is {temperature}, must be 0 (greedy decoding) or above")
         if (temperature > 0) != (key is not None):
@@ -190,10 +219,10 @@ class Writer:
             )
 
 
-@partial(jax.jit, static_argnames="writer")
-def _generate(params: Params, prompt: Array, key: Array | None, *, writer: Writer) -> Generation:
+@partial(jax.jit, static_argnames="generator")
+def _generate(params: Params, prompt: Array, key: Array | None, *, generator: TokenGenerator) -> Generation:
     """`generate` as one compiled call."""
-    return writer.finish(params, writer.begin(params, prompt, key), key)
+    return generator.finish(params, generator.start(params, prompt, key), key)
 
 
 def _likeliest(logits: Float[Array, "B V"]) -> Int[Array, " B"]:

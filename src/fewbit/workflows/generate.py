@@ -1,9 +1,8 @@
-"""Generates text from a prompt, with a quantized or float model."""
+"""Generates text from a prompt, token by token, with a quantized or float model."""
 
 import dataclasses
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,10 @@ from ..errors import QuantError, UnsupportedError
 from ..kernels.qmatmul.cpu.backend import reads_packed_weights
 from ..kvcache.policy import KVPolicy
 from ..models.cache import empty_cache
-from ..models.generate import Writer
+from ..models.config import DecoderConfig
+from ..models.generate import GenerationState, TokenGenerator
+from ..models.rope_scaling import LongRope
+from ..models.tokenizers.text_stream import text_pieces
 from ..models.tokenizers.tokenizer import Tokenizer
 from ..ops.interpret.transparent import transparent
 from .activations import Activations, with_int8_activations
@@ -77,11 +79,15 @@ def generate_text(
     chat: bool | None = None,
     kv: KVPolicy | None = None,
     int8_activations: bool = False,
+    on_text: Callable[[str], None] | None = None,
 ) -> Sample:
     """Generates text after a prompt.
 
     Quantized weights stay packed if compiled kernels read them: on one CPU device. Elsewhere weight-only ones are
     dequantized once, before the loop; dequantizing weights with quantized activations would change the result.
+
+    The prompt is padded and the KV cache rounded up to a few lengths, so that a compiled program serves many prompts: with JAX's
+    compilation cache on disk, later calls compile nothing.
 
     Args:
         model: the model: configuration, tokenizer and parameters.
@@ -93,6 +99,8 @@ def generate_text(
         chat: whether to format the prompt by the chat template; None: if the tokenizer has one.
         kv: how the KV cache is quantized; None keeps it in float32.
         int8_activations: whether the activations of quantized weights are quantized, too.
+        on_text: called with the prompt, unless a chat template formats it, and with each piece of the text as soon as it is
+            generated.
 
     Returns:
         The text with its timings.
@@ -108,48 +116,122 @@ def generate_text(
     config, tokenizer = model.runnable_config(), model.readable_tokenizer()
     start = time.perf_counter()
     ids, is_chat = _prompt_ids(tokenizer, prompt, chat)
+    key = jax.random.key(seed or 0) if temperature > 0 else None
+    padded, room = _padded_lengths(len(ids), max_tokens, config)
+    generator = TokenGenerator(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv, room=room)
+    generator.check(padded, key)
     if params is None:
         params = model.params()
     activations = None
     if int8_activations:
         params, activations = with_int8_activations(params)
     params, count = _decoded_weights(params)
-    key = jax.random.key(seed or 0) if temperature > 0 else None
-    tokens = jnp.asarray(ids[None, :], jnp.int32)
-    writer = Writer(config, max_tokens, temperature, tuple(tokenizer.stop_ids), kv=kv)
-    params = stacked(params)
-    state, prefill_seconds = _timed(writer.begin, params, tokens, key)
-    written, decode_seconds = _timed(writer.finish, params, state, key)
-    row = written.rows()[0]
+    loop = _TokenLoop(generator, stacked(params), key)
+    if on_text is not None and not is_chat:
+        on_text(prompt)
+    text = ""
+    for piece in text_pieces(tokenizer, loop.tokens(ids, padded), before=ids):
+        text += piece
+        if on_text is not None:
+            on_text(piece)
     cache = jax.eval_shape(lambda: jax.tree.leaves(empty_cache(config, batch=1, room=len(ids) + max_tokens, kv=kv)))
     return Sample(
         prompt=prompt,
         is_chat=is_chat,
-        text=tokenizer.decode(row),
-        tokens=len(row),
+        text=text,
+        tokens=loop.count,
         seconds=time.perf_counter() - start,
         decoded=count,
         kv=None if kv is None else str(kv),
         activations=activations,
         cache_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in cache if leaf.ndim),  # all but its length
         prompt_tokens=len(ids),
-        prefill_seconds=prefill_seconds,
-        decode_seconds=decode_seconds,
-        steps=min(len(row) + 1, max_tokens) - 1,
+        prefill_seconds=loop.prefill_seconds,
+        decode_seconds=loop.decode_seconds,
+        steps=loop.steps,
     )
 
 
-def _timed(fn: Callable[..., Any], *args: PyTree) -> tuple[Any, float]:
-    """Compiles and runs a function of pytrees; returns its result and the time of the run."""
-    leaves, structure = jax.tree.flatten(args)
+class _TokenLoop:
+    """Generates the tokens after one prompt, one by one, by compiled calls.
 
-    def flat(*leaves: jax.Array) -> PyTree:
-        return transparent(fn)(*jax.tree.unflatten(structure, leaves))
+    Attributes:
+        prefill_seconds: the time of prefill and the first new token, without compilation.
+        decode_seconds: the time of the decode steps, without compilation.
+        steps: the number of decode steps.
+        count: the number of tokens.
+    """
 
-    compiled = jax.jit(flat).lower(*leaves).compile()
-    start = time.perf_counter()
-    result = jax.block_until_ready(compiled(*leaves))
-    return result, time.perf_counter() - start
+    def __init__(self, generator: TokenGenerator, params: PyTree, key: jax.Array | None):
+        self._generator, self._key = generator, key
+        self._leaves, self._structure = jax.tree.flatten(params)
+        self.prefill_seconds = self.decode_seconds = 0.0
+        self.steps = self.count = 0
+
+    def tokens(self, ids: np.ndarray, padded: int) -> Iterator[int]:
+        """The tokens after a prompt, which is padded to a length, up to a stop token or the generator's limit."""
+        prompt = jnp.asarray(np.pad(ids, (0, padded - len(ids)))[None, :], jnp.int32)
+        length = jnp.int32(len(ids))
+        prefill = self._compiled(self._generator.start, prompt, self._key, length)
+        start = time.perf_counter()
+        state, found = prefill(self._leaves, [prompt], self._key, length)
+        token = int(found)
+        self.prefill_seconds = time.perf_counter() - start
+        step = None
+        while token != _STOPPED:
+            self.count += 1
+            yield token
+            if self.count == self._generator.max_new_tokens:
+                return
+            if step is None:
+                step = self._compiled(self._generator.step, state, self._key, is_donated=True)
+            start = time.perf_counter()
+            state, found = step(self._leaves, jax.tree.leaves(state), self._key)
+            token = int(found)
+            self.decode_seconds += time.perf_counter() - start
+            self.steps += 1
+
+    def _compiled(
+        self, fn: Callable[..., GenerationState], given: PyTree, *arrays: jax.Array | None, is_donated: bool = False
+    ) -> Callable[..., tuple[GenerationState, jax.Array]]:
+        """A method of the generator, compiled, which returns the state and its last token.
+
+        It takes the leaves of the parameters, the leaves of what is given, and arrays. A state is donated: the next one is in
+        its memory, so that the KV cache is not copied at each step.
+        """
+        held, structure = jax.tree.flatten(given)
+
+        def of_leaves(
+            leaves: list[jax.Array], held: list[jax.Array], *arrays: jax.Array | None
+        ) -> tuple[GenerationState, jax.Array]:
+            params, given = jax.tree.unflatten(self._structure, leaves), jax.tree.unflatten(structure, held)
+            state = transparent(fn)(params, given, *arrays)
+            return state, jnp.where(state.has_stopped[0], _STOPPED, state.tokens[0, state.step - 1])
+
+        program = jax.jit(of_leaves, donate_argnums=1 if is_donated else ())
+        return program.lower(self._leaves, held, *arrays).compile()
+
+
+_STOPPED = -1
+"""Stands for a stop token."""
+
+
+def _padded_lengths(prompt: int, max_tokens: int, config: DecoderConfig) -> tuple[int, int]:
+    """The lengths of the padded prompt and of the KV cache.
+
+    They are few, so that programs are compiled for few: an eighth or 15 tokens more than the prompt, and multiples of 256.
+
+    >>> from fewbit.models import DecoderConfig
+    >>> config = DecoderConfig(vocab=8, layers=1, width=8, heads=1, kv_heads=1, head_dim=8, hidden=8, context=512)
+    >>> _padded_lengths(5, 64, config), _padded_lengths(300, 64, config), _padded_lengths(500, 12, config)
+    ((16, 256), (320, 512), (500, 512))
+    """
+    multiple = max(16, 1 << max(prompt.bit_length() - 4, 0))
+    padded = -(-prompt // multiple) * multiple
+    follows_room = isinstance(config.rope_scaling, LongRope)  # which has other factors for longer caches
+    if padded + max_tokens > config.context or follows_room:
+        return prompt, prompt + max_tokens
+    return padded, min(-(-(padded + max_tokens) // 256) * 256, config.context)
 
 
 def _prompt_ids(tokenizer: Tokenizer, prompt: str, chat: bool | None) -> tuple[np.ndarray, bool]:

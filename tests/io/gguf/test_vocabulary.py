@@ -93,6 +93,19 @@ def test_scores_follow_the_merges_without_tokenizer_model():
     assert found["tokenizer.ggml.add_space_prefix"] is True
 
 
+def test_merges_that_llama_cpp_would_apply_otherwise_are_refused():
+    tokenizer = sentencepiece_json()
+    model = tokenizer["model"]
+    model["merges"] = ["a b"]
+    with pytest.raises(UnsupportedError, match=f"does not merge '{SPACE}' and 'ab', though '{SPACE}ab' is a token"):
+        fields(tokenizer)
+    model["vocab"][f"{SPACE}a"] = 8
+    model["merges"] = [f"{SPACE} ab", f"{SPACE} a", "a b", f"{SPACE}a b"]
+    with pytest.raises(UnsupportedError, match="orders the merges of one token apart"):
+        fields(tokenizer, vocab=9)
+    assert fields(tokenizer, vocab=9, tokenizer__model=sentencepiece_model())["tokenizer.ggml.model"] == "llama"
+
+
 def test_tokenizer_model_gives_scores_and_kinds():
     found = fields(sentencepiece_json(), tokenizer__model=sentencepiece_model())
     assert found["tokenizer.ggml.tokens"][3] == f"{SPACE}the"

@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from fewbit import QuantError
-from fewbit.models.tokenizers.merges import merges_by_score
+from fewbit._merges import merges_by_score
 from tests.models.tokenizers.fields import sentencepiece_fields
 
 

@@ -72,7 +72,8 @@ def evaluate(
     outputs are compared with the reference's: cosine similarity, relative error.
     """
     from ...workflows.activations import activation_kind
-    from ..run_report import cache_policy, show_evaluation
+    from ..cache_policy import cache_policy
+    from ..run_report import show_evaluation
 
     show_evaluation(
         path,
@@ -147,7 +148,7 @@ def generate(
     activations: ActivationKind = None,
     json: Json = False,
 ) -> None:
-    """Generates text after a prompt.
+    """Generates text after a prompt and prints it as it comes.
 
     Quantized weights stay packed if compiled kernels read them, on one CPU device. Elsewhere they are dequantized once,
     before the first token, except weights whose recipe quantizes activations too, since that would change the result.
@@ -155,8 +156,8 @@ def generate(
     from ...workflows.activations import activation_kind
     from ...workflows.generate import generate_text
     from ...workflows.load import load
-    from ..console import emit_json, note, say
-    from ..run_report import cache_policy
+    from ..cache_policy import cache_policy
+    from ..console import emit_json, note, say, say_part
 
     policy, int8_activations = cache_policy(kv, kv_scale), activation_kind(activations)
     sample = generate_text(
@@ -168,14 +169,12 @@ def generate(
         chat=chat,
         kv=policy,
         int8_activations=int8_activations,
+        on_text=None if json else say_part,
     )
     if json:
         emit_json({"model": str(path), **vars(sample)})
         return
-    if not sample.is_chat:
-        say(prompt + sample.text)
-    else:
-        say(sample.text)
+    say()
     if sample.activations is not None:
         note(f"activations quantized: {sample.activations}")
     note(sample.speed())

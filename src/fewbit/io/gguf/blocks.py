@@ -8,6 +8,7 @@ complement. NVFP4 has the float32 scale of the tensor in a tensor of its own.
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -112,12 +113,15 @@ def qarray_from_blocks(
     codes = codes ^ np.uint8(layout.sign_bit)
     if type_name in _ZERO_CODES:
         codes = np.where(codes == 8, np.uint8(0), codes)
-    packed = pack(jnp.asarray(codes.reshape(shape)), scheme.format.bits, scheme.packing)
+    packed = _packed(codes.reshape(shape), scheme.format.bits, scheme.packing)
     slack = code_capacity(packed.shape[-1], scheme.format.bits) - shape[-1]
     unit = None
     if scheme.tensor_scale:
         unit = jnp.asarray(_tensor_scale(tensor_scale, len(shape)))
     return QArray(packed, jnp.asarray(scale), minimum, unit, scheme, np.dtype(np.float32), slack)
+
+
+_packed = jax.jit(pack, static_argnums=(1, 2))  # one program for a shape; op by op a small model takes a second
 
 
 def type_of(scheme: Scheme) -> str | None:

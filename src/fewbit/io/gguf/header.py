@@ -122,9 +122,13 @@ class _Cursor:
 
     def text(self, what: str) -> str:
         """Reads a string: its length, then UTF-8."""
-        length = self.scalar("Q")
-        self.require(length, 1, f"bytes of {what}")
-        start = self.position
+        if len(self.data) - self.position < 8:
+            self.require(1, 8, "values")
+        start = self.position + 8
+        length = int.from_bytes(self.data[self.position : start], "little")
+        self.position = start
+        if length > len(self.data) - start:
+            self.require(length, 1, f"bytes of {what}")
         self.position += length
         try:
             return str(self.data[start : self.position], "utf-8")
@@ -153,6 +157,9 @@ class _Cursor:
             # The shortest string takes the 8 bytes of its length, the shortest array the 12 of its type and count.
             shortest = {_STRING: 8}.get(kind, 12)
             self.require(count, shortest, f"elements of the field {key!r}")
+            if kind == _STRING:  # a vocabulary: 100,000 strings and more
+                what = f"the field {key!r}"
+                return [self.text(what) for _ in range(count)]
             return [self.value(kind, key, depth + 1) for _ in range(count)]
         dtype = np.dtype("<" + _SCALARS[kind].replace("?", "b1"))
         self.require(count, dtype.itemsize, f"elements of the field {key!r}")

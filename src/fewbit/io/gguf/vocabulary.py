@@ -6,12 +6,14 @@ with the scores of `tokenizer.model`, or without it scores in the order of the m
 Reference: llama.cpp, src/llama-vocab.cpp and conversion/base.py.
 """
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
 from ..._json import Count, converted, parsed
+from ..._merges import merges_by_score
 from ..._pretokenizers import SPLITS
 from ...errors import QuantError, UnsupportedError
 from .fields import Field
@@ -41,7 +43,7 @@ def tokenizer_fields(files: Mapping[str, bytes], config: Mapping[str, Any], voca
 
     Raises:
         QuantError: for a damaged file.
-        UnsupportedError: for a kind of tokenizer, or a rule of splitting text, that llama.cpp lacks.
+        UnsupportedError: for a kind of tokenizer, a rule of splitting text, or merges that llama.cpp lacks.
     """
     if "tokenizer.json" not in files:
         raise QuantError(f"no tokenizer.json among {', '.join(sorted(files)) or 'no files'}; copy it to the checkpoint")
@@ -174,7 +176,10 @@ def _sentencepiece(
             elif kinds[i] == _CONTROL and piece.kind != _NORMAL:
                 kinds[i] = piece.kind
     else:
-        ranks = _merge_ranks(tokenizer["model"])
+        merges = _merges(tokenizer["model"])
+        normal = {token for token, kind in zip(tokens, kinds, strict=True) if kind == _NORMAL and not _is_byte(token)}
+        _check_merges(merges, normal)
+        ranks = {token: rank for rank, token in enumerate(dict.fromkeys(left + right for left, right in merges))}
         unknown = tokenizer["model"].get("unk_token")
         for i, token in enumerate(tokens):
             if kinds[i] == _NORMAL and _is_byte(token):
@@ -197,13 +202,30 @@ def _is_byte(token: str) -> bool:
     return len(token) == 6 and token.startswith("<0x") and token.endswith(">")
 
 
-def _merge_ranks(model: Mapping[str, Any]) -> dict[str, int]:
-    """The order in which merges first give each token."""
-    ranks: dict[str, int] = {}
-    for merge in model.get("merges") or []:
-        pair = merge if isinstance(merge, list) else str(merge).split(" ", 1)
-        ranks.setdefault("".join(pair), len(ranks))
-    return ranks
+def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The merges of a BPE, in order."""
+    merges = model.get("merges") or []
+    pairs = (merge if isinstance(merge, list) else str(merge).split(" ", 1) for merge in merges)
+    return [(pair[0], pair[-1]) for pair in pairs]
+
+
+def _check_merges(merges: Sequence[tuple[str, str]], normal: Collection[str]) -> None:
+    """Refuses merges that llama.cpp would apply otherwise.
+
+    It merges every pair whose concatenation is a token, in the order of the tokens' scores, so that all pairs of a token have
+    one rank.
+    """
+    groups, known = [token for token, _ in itertools.groupby(left + right for left, right in merges)], set(merges)
+    missing = next((pair for pair in merges_by_score(dict.fromkeys(normal, 0.0)) if pair not in known), None)
+    if missing is None and len(set(groups)) == len(groups):
+        return
+    reason = "orders the merges of one token apart"
+    if missing is not None:
+        reason = f"does not merge {missing[0]!r:.40} and {missing[1]!r:.40}, though {''.join(missing)!r:.40} is a token"
+    raise UnsupportedError(
+        f"tokenizer.json {reason}, so llama.cpp would split text into other tokens: it merges every such pair, by the "
+        "tokens' scores. Copy the tokenizer.model that the scores come from to the checkpoint, if there is one"
+    )
 
 
 def _adds_space(tokenizer: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-// exp in every lane, and the largest lane, for a softmax. Included in the namespace of an instruction set, after simd.h.
+// exp and tanh in every lane, and the largest lane, for a softmax. Included in the namespace of an instruction set, after simd.h.
 
 static inline float LargestOfLanes(V v) {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
@@ -28,4 +28,16 @@ static inline V Exponential(V x) {
   p = MulAdd(p, r, Same(5.0000001201e-1f));
   const V y = Add(MulAdd(Mul(r, r), p, r), one), power = (V)(((I)rounded << 23) + (I)one);
   return (V)(~is_small & (I)Mul(y, power));
+}
+
+// tanh to 4 units in the last place: (1 - e**-2|x|) / (1 + e**-2|x|), and its series near 0, where that cancels.
+static inline V Tanh(V x) {
+  const V one = Same(1.0f), size = Max(x, Sub(Same(0.0f), x)), e = Exponential(Mul(size, Same(-2.0f))), square = Mul(x, x);
+  V p = Same(62.0f / 2835.0f);
+  p = MulAdd(p, square, Same(-17.0f / 315.0f));
+  p = MulAdd(p, square, Same(2.0f / 15.0f));
+  p = MulAdd(p, square, Same(-1.0f / 3.0f));
+  const I near = (I)MulAdd(Mul(p, square), size, size), far = (I)(Sub(one, e) / Add(one, e));
+  const I is_near = (I)(size < Same(0.25f)), sign = (I)x & (I)Same(-0.0f);
+  return (V)((is_near & near) | (~is_near & far) | sign);
 }

@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdlib>
+#include <cstring>
 
 #if defined(__x86_64__)
 #define FEWBIT_X86 1
@@ -40,13 +42,20 @@ namespace fewbit {
 // Only kernels with FEWBIT_BYTE_DOT have the last two (foreach_isa.h).
 enum class Isa { kPortable = 0, kAvx2 = 1, kAvx512 = 2, kAvxVnni = 3, kDotprod = 4 };
 
+// Whether the environment variable FEWBIT_ISA names an instruction set, which is then the best that is used.
+inline bool IsLimitedTo(const char* isa) {
+  const char* limit = std::getenv("FEWBIT_ISA");
+  return limit != nullptr && std::strcmp(limit, isa) == 0;
+}
+
 // The best of plain C++, AVX2 and AVX-512 here. AVX-512 means that of Ice Lake and Zen 4, with VBMI and VNNI.
 inline Isa BestIsa() {
 #if FEWBIT_X86
   static const Isa best = [] {
     __builtin_cpu_init();
-    const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+    const bool avx2 = !IsLimitedTo("portable") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = !IsLimitedTo("avx2") && !IsLimitedTo("avxvnni") && __builtin_cpu_supports("avx512f") &&
+                        __builtin_cpu_supports("avx512bw") &&
                         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
     return avx2 && avx512 ? Isa::kAvx512 : avx2 ? Isa::kAvx2 : Isa::kPortable;
@@ -66,7 +75,7 @@ inline Isa IsaOf(int64_t level) {
 inline bool HasAvxVnni() {
 #if FEWBIT_X86 && FEWBIT_KNOWS_AVXVNNI
   unsigned a = 0, b = 0, c = 0, d = 0;
-  return BestIsa() != Isa::kPortable && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
+  return BestIsa() != Isa::kPortable && !IsLimitedTo("avx2") && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & 1u << 4);
 #else
   return false;
 #endif

@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 
 from ..._json import Count, converted
+from ..._merges import checked_merge, merges_by_score
 from ..._pretokenizers import SPLITS
 from ...errors import QuantError, UnsupportedError
-from .merges import checked_merge, merges_by_score
 from .tokenizer import Tokenizer, tokenizers_package
 
 _WHERE = "the GGUF metadata"

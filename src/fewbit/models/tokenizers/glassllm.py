@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from ..._json import converted
-from .merges import checked_merge
+from ..._merges import checked_merge
 from .tokenizer import Tokenizer, tokenizers_package
 
 

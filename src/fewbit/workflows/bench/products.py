@@ -182,9 +182,17 @@ def float_activations(grid: Grid) -> dict[str, str]:
 def _weight(w: jax.Array, name: str, axis: int, grid: Grid) -> QArray:
     """A quantized weight, with a policy where x is quantized."""
     q = quantized(w, name, axis)
-    coded, activation = with_int8_table(q), int8_activation(q, axis)
-    if not grid.int8_activations or activation_refusal(coded, activation, axis):
+    if not grid.int8_activations:
         return q
+    with_policy = with_int8_policy(q, axis)
+    return q if with_policy is None else with_policy
+
+
+def with_int8_policy(q: QArray, axis: int) -> QArray | None:
+    """The weight with a policy that quantizes x to int8 in its blocks; None where kernels do not multiply its codes as integers."""
+    coded, activation = with_int8_table(q), int8_activation(q, axis)
+    if activation_refusal(coded, activation, axis):
+        return None
     return dataclasses.replace(coded, policy=Policy(coded.scheme, activation))
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.kernels.attention import BACKENDS, AttentionProblem, Block, Cpu, attention, seen_positions
+from fewbit.kernels.attention import BACKENDS, AttentionProblem, Block, Cpu, attention, seen_positions, window_start
 from fewbit.kernels.extension import Extension, extension
 from fewbit.kvcache import kv_policy
 from tests.kvcache.formula import by_formula, draws
@@ -49,21 +49,21 @@ def cache(policy: str, shape: str, dtype: str = "float32") -> tuple[jax.Array, B
     return draws(B, K * G, T, h, seed=3).astype(dtype), Block(k, v, seen_positions(start, T), jnp.int32(1))
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def attended(isa: str | None, q: jax.Array, keys, values, seen, layer) -> jax.Array:
-    backend, blocks = Cpu(isa), [Block(keys, values, seen, layer)]
-    problem = AttentionProblem.of(q, blocks)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def attended(isa: str | None, soft_cap: float, q: jax.Array, keys, values, seen, first, sinks, layer) -> jax.Array:
+    backend, blocks = Cpu(isa), [Block(keys, values, seen, layer, first)]
+    problem = AttentionProblem.of(q, blocks, sinks, soft_cap)
     assert backend.unsupported(problem) is None
-    return backend.run(problem, q, blocks)
+    return backend.run(problem, q, blocks, sinks)
 
 
-def by_kernel(q: jax.Array, block: Block, isa: str | None = None) -> jax.Array:
-    return attended(isa, q, block.keys, block.values, block.seen, block.layer)
+def by_kernel(q: jax.Array, block: Block, isa: str | None = None, sinks=None, soft_cap: float = 0.0) -> jax.Array:
+    return attended(isa, soft_cap, q, block.keys, block.values, block.seen, block.first, sinks, block.layer)
 
 
-def beyond_rounding(got: jax.Array, q: jax.Array, block: Block) -> float:
+def beyond_rounding(got: jax.Array, q: jax.Array, block: Block, sinks=None, soft_cap: float = 0.0) -> float:
     """The largest error in units of what rounding explains: float32's within, and that of the result."""
-    expected, bound = by_formula(q, [block])
+    expected, bound = by_formula(q, [block], sinks, soft_cap)
     last = float(jnp.finfo(got.dtype).eps) * np.abs(expected).max() if got.dtype != jnp.float32 else 0.0
     assert got.shape == q.shape
     assert got.dtype == q.dtype
@@ -83,6 +83,52 @@ def test_every_instruction_set_and_dtype(isa, dtype):
     for policy, shape in (("float32", "odd"), ("int4", "long"), ("int5 and mxfp6's", "prompt")):
         q, block = cache(policy, shape, dtype)
         assert beyond_rounding(by_kernel(q, block, isa), q, block) < 1
+
+
+WINDOWS = {"one token": (1, 17, 40), "odd": (1, 4), "one wide": (1,), "long": (100, 600, 1201), "prompt": (1, 64, 100)}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("policy", ["float32", "int4"])
+def test_windows_sinks_and_soft_caps(policy, shape):
+    q, block = cache(policy, shape)
+    sinks = draws(q.shape[1], seed=4, size=3.0)
+    for window in WINDOWS[shape]:
+        windowed = dataclasses.replace(block, first=window_start(block.seen, window))
+        assert beyond_rounding(by_kernel(q, windowed), q, windowed) < 1
+        for settings in ({"sinks": sinks}, {"soft_cap": 2.0}, {"sinks": sinks, "soft_cap": 0.5}):
+            assert beyond_rounding(by_kernel(q, windowed, **settings), q, windowed, **settings) < 1
+    assert beyond_rounding(by_kernel(8 * q, block, soft_cap=1.5), 8 * q, block, soft_cap=1.5) < 1
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_windows_sinks_and_soft_caps_by_every_instruction_set(isa, dtype):
+    for shape in ("odd", "prompt"):
+        q, block = cache("float32", shape, dtype)
+        windowed = dataclasses.replace(block, first=window_start(block.seen, 3))
+        settings = {"sinks": draws(q.shape[1], seed=4), "soft_cap": 4.0}
+        assert beyond_rounding(by_kernel(q, windowed, isa, **settings), q, windowed, **settings) < 1
+
+
+def test_what_is_before_a_window_does_not_reach_it():
+    """Positions before the window may hold NaN and infinities: where all tokens' windows begin later, and where some do."""
+    for shape in ("one token", "prompt"):
+        q, block = cache("float32", shape)
+        windowed = dataclasses.replace(block, first=window_start(block.seen, 20))
+        clean = np.asarray(by_kernel(q, windowed))
+        for bad, end in ((jnp.nan, int(windowed.first[0]) or 50), (jnp.inf, int(windowed.first[-1]))):
+            keys, values = (x.at[..., :end, :].set(bad) for x in (block.keys, block.values))
+            got = np.asarray(by_kernel(q, dataclasses.replace(windowed, keys=keys, values=values)))
+            untouched = np.asarray(windowed.first) >= end
+            np.testing.assert_array_equal(got[:, :, untouched], clean[:, :, untouched])
+            assert untouched.any() and not np.isfinite(got[:, :, ~untouched]).any()
+
+
+def test_a_sink_alone_gives_zeros():
+    q, block = cache("float32", "odd")
+    hidden = dataclasses.replace(block, seen=jnp.zeros_like(block.seen))
+    assert not np.asarray(by_kernel(q, hidden, sinks=jnp.zeros(q.shape[1]))).any()
 
 
 def test_a_token_that_sees_nothing_gets_nan_and_what_nobody_sees_is_not_read():

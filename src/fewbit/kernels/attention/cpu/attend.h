@@ -46,9 +46,10 @@ static const float* Positions(const Numbers& of, int64_t s, int64_t n, int64_t c
   return memory;
 }
 
-// One row's scores become weights, relative to the largest score so far; what was summed before is brought to it. Scores from
-// `seen` on count nothing.
-static void Weigh(float* score, int64_t seen, float* peak, float* sum, float* mixed, int64_t ld) {
+// One row's scores become weights, relative to the largest score so far; what was summed before is brought to it. Scores before
+// `first` and from `seen` on count nothing.
+static void Weigh(float* score, int64_t first, int64_t seen, float* peak, float* sum, float* mixed, int64_t ld) {
+  for (int64_t i = 0; i < first; ++i) score[i] = -INFINITY;
   for (int64_t i = seen; i < kKeys; ++i) score[i] = -INFINITY;
   V largest = Load(score);
   for (int64_t i = kLanes; i < kKeys; i += kLanes) largest = Max(Load(score + i), largest);
@@ -96,11 +97,11 @@ static void Attend(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64
   for (int64_t i = 0; i < rows * width; ++i) x[i] = head.Query(r0 * width + i) * factor;
   for (int64_t i = 0; i < rows * ld; ++i) mixed[i] = 0.0f;
   for (int64_t r = 0; r < rows; ++r) peak[r] = -INFINITY, sum[r] = 0.0f;
-  const auto seen_of = [&](int64_t r, int64_t s, int64_t n) {  // how many of n positions from s on a row sees
-    const int64_t left = head.Seen(r0 + r) - s;
-    return left < 0 ? 0 : left < n ? left : n;
-  };
-  for (int64_t s = s0; s < s1; s += kKeys) {
+  int64_t begin = s1;
+  for (int64_t r = 0; r < rows; ++r) begin = head.First(r0 + r) < begin ? head.First(r0 + r) : begin;
+  begin = begin > s0 ? s0 + (begin - s0) / kKeys * kKeys : s0;
+  const auto within = [](int64_t at, int64_t n) { return at < 0 ? 0 : at < n ? at : n; };
+  for (int64_t s = begin; s < s1; s += kKeys) {
     const int64_t n = s1 - s < kKeys ? s1 - s : kKeys;
     // Whole vectors of positions: what those beyond n score is not looked at.
     const float* numbers = Positions(head.keys, s, UpTo(n, kLanes), head.positions, width, ld, rest, plain);
@@ -113,32 +114,41 @@ static void Attend(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64
         BlockOf(rows - r)(x + r * width, width, keys + i, turned, width, score + r * kKeys + i, kKeys);
       }
     }
+    if (head.cap != 0.0f) {
+      const V cap = Same(head.cap), inverse = Same(1.0f / head.cap);
+      for (int64_t i = 0; i < rows * kKeys; i += kLanes) Store(score + i, Mul(Tanh(Mul(Load(score + i), inverse)), cap));
+    }
+    int64_t from = 0, to = n;  // positions that every row sees
     for (int64_t r = 0; r < rows; ++r) {
-      const int64_t seen = seen_of(r, s, n);
-      if (seen > 0) Weigh(score + r * kKeys, seen, peak + r, sum + r, mixed + r * ld, ld);
+      const int64_t first = within(head.First(r0 + r) - s, n), seen = within(head.Seen(r0 + r) - s, n);
+      from = first > from ? first : from, to = seen < to ? seen : to;
+      if (seen > first) Weigh(score + r * kKeys, first, seen, peak + r, sum + r, mixed + r * ld, ld);
       else std::memset(score + r * kKeys, 0, kKeys * sizeof(float));
     }
     const float* values = Positions(head.values, s, n, head.positions, width, ld, rest, plain);
-    int64_t least = n;  // positions that every row sees
-    for (int64_t r = 0; r < rows; ++r) least = seen_of(r, s, n) < least ? seen_of(r, s, n) : least;
     // A weight of zero takes nothing from a number, and makes NaN of an infinity or a NaN: then each row takes only the
     // positions it sees.
-    const bool by_row = least < n && !AreFinite(values + least * ld, (n - least) * ld);
+    const bool by_row = !AreFinite(values, from * ld) || !AreFinite(values + to * ld, (n - to) * ld);
     for (int64_t i = 0; i < ld; i += kAtOnce) {
       for (int64_t r = 0; r < rows; r += by_row ? 1 : kRows) {
-        const int64_t count = by_row ? seen_of(r, s, n) : n;
-        BlockOf(by_row ? 1 : rows - r)(score + r * kKeys, kKeys, values + i, ld, count, mixed + r * ld + i, ld);
+        const int64_t first = by_row ? within(head.First(r0 + r) - s, n) : 0;
+        const int64_t count = (by_row ? within(head.Seen(r0 + r) - s, n) : n) - first;
+        if (count <= 0) continue;
+        const float* weights = score + r * kKeys + first;
+        BlockOf(by_row ? 1 : rows - r)(weights, kKeys, values + first * ld + i, ld, count, mixed + r * ld + i, ld);
       }
     }
   }
 }
 
-// Joins the partial softmax sums of one row, which are `step` rows from one another; NaN where there are none.
-static void Join(const Found& found, int64_t row, int64_t parts, int64_t step, int64_t width, float* out) {
+// Joins the partial softmax sums of one row, which are `step` rows from one another, and its sink; NaN where there are none.
+static void Join(const Found& found, int64_t row, int64_t parts, int64_t step, int64_t width, float sink, float* out) {
   const int64_t ld = UpTo(width, kAtOnce);
-  float highest = -INFINITY, total = 0.0f, factor[kLanes];
+  float highest = sink, factor[kLanes];
   for (int64_t i = 0; i < parts; ++i) highest = found.peak[row + i * step] > highest ? found.peak[row + i * step] : highest;
   for (int64_t j = 0; j < width; ++j) out[j] = 0.0f;
+  Store(factor, Exponential(Same(sink - highest)));
+  float total = factor[0];
   for (int64_t i = 0, at = row; i < parts; ++i, at += step) {
     Store(factor, Exponential(Same(found.peak[at] - highest)));
     total += found.sum[at] * factor[0];

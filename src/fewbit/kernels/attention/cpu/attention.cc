@@ -9,7 +9,7 @@
 //
 // Online softmax (Milakov and Gimelshein, arXiv 1805.02867; Dao et al., arXiv 2205.14135): weights are relative to the running
 // maximum, and sums are rescaled when it grows. Scores of 64 positions at a time are in memory, no more. Positions masked for all
-// rows of a chunk are not read: half of them in prefill, and the unwritten part of the cache.
+// rows of a chunk are not read: half of them in prefill, the unwritten part of the cache, and what is before a sliding window.
 //
 // Work is split by rows, and in runs of 512 positions where rows are few; runs are joined in order. The split depends on shapes
 // and masks, not on threads, so any number of threads gives the same bits.
@@ -32,7 +32,7 @@ namespace fewbit {
 struct Kernels {
   void (*attend)(const Head& head, int64_t r0, int64_t rows, int64_t s0, int64_t s1, float* scratch, const Found& found);
   int64_t (*scratch)(int64_t width, int64_t rows);  // floats that `attend` needs
-  void (*join)(const Found& found, int64_t row, int64_t parts, int64_t step, int64_t width, float* out);
+  void (*join)(const Found& found, int64_t row, int64_t parts, int64_t step, int64_t width, float sink, float* out);
   int64_t unit;  // what the length of a row of sums is a multiple of
 };
 
@@ -102,8 +102,9 @@ struct Cache {
 static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuffer keys, ffi::AnyBuffer key_scale,
                             ffi::BufferR1<ffi::F32> key_table, ffi::BufferR1<ffi::F32> key_numbers, ffi::AnyBuffer values,
                             ffi::AnyBuffer value_scale, ffi::BufferR1<ffi::F32> value_table,
-                            ffi::BufferR1<ffi::F32> value_numbers, ffi::BufferR1<ffi::S32> seen, ffi::BufferR1<ffi::S32> layer,
-                            ffi::Result<ffi::AnyBuffer> out, int64_t key_bits, int64_t key_codes, float key_unit,
+                            ffi::BufferR1<ffi::F32> value_numbers, ffi::BufferR1<ffi::S32> first, ffi::BufferR1<ffi::S32> seen,
+                            ffi::BufferR1<ffi::F32> sinks, ffi::BufferR1<ffi::S32> layer, ffi::Result<ffi::AnyBuffer> out,
+                            float soft_cap, int64_t key_bits, int64_t key_codes, float key_unit,
                             int64_t value_bits, int64_t value_codes, float value_unit, int64_t level) {
   const auto shape = q.dimensions();
   Float kind;
@@ -124,7 +125,10 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   checks.AtLeast("number of layers", keys.dimensions()[0], 1);
   checks.Equal("batch of the keys", k.batch, batch);
   checks.That(k.heads > 0 && shape[1] % k.heads == 0, "the heads of the keys must divide those of the queries");
+  checks.OneOf("length of where each token's window begins", static_cast<int64_t>(first.element_count()), {0, tokens});
   checks.Equal("length of what each token sees", static_cast<int64_t>(seen.element_count()), tokens);
+  checks.OneOf("number of sinks", static_cast<int64_t>(sinks.element_count()), {0, shape[1]});
+  checks.That(soft_cap >= 0, "the soft cap must be positive, or 0");
   checks.Equal("number of layer indices", static_cast<int64_t>(layer.element_count()), 1);
   if (checks.failed()) return checks.error();
   if (out->element_count() == 0) return ffi::Error::Success();
@@ -133,12 +137,17 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   const int64_t at = wanted < 0 ? 0 : wanted < layers ? wanted : layers - 1, rows = shape[1] / heads * tokens;
   Head any{};
   any.width = width, any.positions = positions, any.kind = kind, any.tokens = tokens, any.seen = seen.typed_data();
-  int64_t most = 0;
-  for (int64_t t = 0; t < tokens; ++t) most = any.Seen(t) > most ? any.Seen(t) : most;
+  any.first = first.element_count() == 0 ? nullptr : first.typed_data(), any.cap = soft_cap;
+  int64_t begin = positions, most = 0;  // positions that some token sees
+  for (int64_t t = 0; t < tokens; ++t) {
+    begin = any.First(t) < begin ? any.First(t) : begin;
+    most = any.Seen(t) > most ? any.Seen(t) : most;
+  }
+  begin = begin < most ? begin : most;
 
   constexpr int64_t kRowsOfChunk = 96, kRun = 512;
   const int64_t blocks = (rows + kRowsOfChunk - 1) / kRowsOfChunk;
-  const int64_t parts = blocks == 1 && most > kRun ? (most + kRun - 1) / kRun : 1;
+  const int64_t parts = blocks == 1 && most - begin > kRun ? (most - begin + kRun - 1) / kRun : 1;
   const Kernels run = KernelsFor(IsaOf(level));
   const int64_t ld = (width + run.unit - 1) / run.unit * run.unit;
   const int64_t chunks = batch * heads * blocks * parts, step = parts > 1 ? rows : 0;
@@ -147,7 +156,8 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
   const auto found_in = [&](float* memory, int64_t count) { return Found{memory, memory + count, memory + 2 * count}; };
   const Found all = found_in(shared.get(), chunks * rows);
   const auto store = [&](const Found& found, int64_t row, int64_t to, float* joined) {
-    run.join(found, row, parts, step, width, joined);
+    const float sink = sinks.element_count() == 0 ? -INFINITY : sinks.typed_data()[to / tokens % shape[1]];
+    run.join(found, row, parts, step, width, sink, joined);
     for (int64_t j = 0; j < width; ++j) StoreFloat(out->untyped_data(), kind, to * width + j, joined[j]);
   };
   const auto attend = [&](int64_t chunk) {
@@ -158,16 +168,16 @@ static ffi::Error Attention(ffi::ThreadPool pool, ffi::AnyBuffer q, ffi::AnyBuff
     one.queries = static_cast<const char*>(q.untyped_data()) + head * rows * width * SizeOf(kind);
     int64_t end = 0;
     for (int64_t r = r0; r < r0 + count; ++r) end = one.Seen(r) > end ? one.Seen(r) : end;
-    if (parts > 1 && end > (part + 1) * kRun) end = (part + 1) * kRun;
+    if (parts > 1 && end > begin + (part + 1) * kRun) end = begin + (part + 1) * kRun;
     const int64_t scratch = run.scratch(width, count);
     float* memory = Workspace(scratch + count * (ld + 2) + width);
     const Found own = found_in(memory + scratch, count);
     const Found parted{all.peak + chunk * rows, all.sum + chunk * rows, all.mixed + chunk * rows * ld};
-    run.attend(one, r0, count, part * kRun, end, memory, parts > 1 ? parted : own);
+    run.attend(one, r0, count, begin + part * kRun, end, memory, parts > 1 ? parted : own);
     for (int64_t r = 0; parts == 1 && r < count; ++r) store(own, r, head * rows + r0 + r, own.mixed + count * ld);
   };
   constexpr int64_t kWorthThreads = 1 << 19;  // multiply-adds that take longer, about 10 us, than waking a thread
-  if (batch * heads * rows * most * width * 2 >= kWorthThreads) ParallelFor(pool, chunks, attend);
+  if (batch * heads * rows * (most - begin) * width * 2 >= kWorthThreads) ParallelFor(pool, chunks, attend);
   else for (int64_t chunk = 0; chunk < chunks; ++chunk) attend(chunk);
   std::unique_ptr<float[]> joined(new float[width]);
   for (int64_t i = 0; parts > 1 && i < batch * heads * rows; ++i) store(all, i / rows * parts * rows + i % rows, i, joined.get());
@@ -186,9 +196,12 @@ XLA_FFI_DEFINE_HANDLER(attention, Attention,
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::BufferR1<ffi::F32>>()
                            .Arg<ffi::BufferR1<ffi::F32>>()
-                           .Arg<ffi::BufferR1<ffi::S32>>()  // how many positions each token sees [T]
+                           .Arg<ffi::BufferR1<ffi::S32>>()  // the first position that each token sees [T], or none: 0
+                           .Arg<ffi::BufferR1<ffi::S32>>()  // the end of the positions that each token sees [T]
+                           .Arg<ffi::BufferR1<ffi::F32>>()  // the sink of each query head [H], or none
                            .Arg<ffi::BufferR1<ffi::S32>>()  // the layer [1]
                            .Ret<ffi::AnyBuffer>()           // [B, H, T, width]
+                           .Attr<float>("soft_cap")
                            .Attr<int64_t>("key_bits")
                            .Attr<int64_t>("key_codes")
                            .Attr<float>("key_unit")

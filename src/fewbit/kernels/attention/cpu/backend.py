@@ -40,8 +40,6 @@ class Cpu(AbstractBackend[AttentionProblem]):
             return f"keys and values come in {len(problem.keys)} blocks; it takes one"
         if problem.q.dtype not in _FLOATS:
             return f"the queries are {problem.q.dtype}, must be one of {', '.join(_FLOATS)}"
-        if any(problem.has_windows) or problem.has_sinks or problem.soft_cap:
-            return "sliding windows, sinks and soft caps are computed in plain JAX"
         return _refused("keys", problem.keys[0]) or _refused("values", problem.values[0])
 
     def not_chosen(self, problem: AttentionProblem) -> str | None:
@@ -50,18 +48,34 @@ class Cpu(AbstractBackend[AttentionProblem]):
         return device_refusal()
 
     def run(self, problem: AttentionProblem, *operands: PyTree) -> jax.Array:
-        q, (block,), *_ = operands
+        q, (block,), sinks = operands
         layer = None if block.layer is None else jnp.int32(block.layer)
 
-        def reference(q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None) -> jax.Array:
-            return attended(q, [Block(keys, values, seen, layer)])
+        def reference(
+            q: jax.Array,
+            keys: KVValues,
+            values: KVValues,
+            seen: jax.Array,
+            first: jax.Array | None,
+            sinks: jax.Array | None,
+            layer: jax.Array | None,
+        ) -> jax.Array:
+            return attended(q, [Block(keys, values, seen, layer, first)], sinks, soft_cap=problem.soft_cap)
 
-        native = functools.partial(_native, self)
-        return on_platform("cpu", native, reference)(q, block.keys, block.values, block.seen, layer)
+        native = functools.partial(_native, self, problem.soft_cap)
+        return on_platform("cpu", native, reference)(q, block.keys, block.values, block.seen, block.first, sinks, layer)
 
 
 def _native(
-    backend: Cpu, q: jax.Array, keys: KVValues, values: KVValues, seen: jax.Array, layer: jax.Array | None
+    backend: Cpu,
+    soft_cap: float,
+    q: jax.Array,
+    keys: KVValues,
+    values: KVValues,
+    seen: jax.Array,
+    first: jax.Array | None,
+    sinks: jax.Array | None,
+    layer: jax.Array | None,
 ) -> jax.Array:
     if layer is None:
         keys, values = jax.tree.map(lambda a: a[None], (keys, values))  # [1, B, K, S, h]
@@ -69,8 +83,10 @@ def _native(
     key_buffers, key_words = _buffers("key", keys)
     value_buffers, value_words = _buffers("value", values)
     call = jax.ffi.ffi_call("fewbit_attention", jax.ShapeDtypeStruct(q.shape, q.dtype), vmap_method="sequential")
-    level = np.int64(LEVELS.index(backend.isa) if backend.isa else -1)
-    return call(q, *key_buffers, *value_buffers, seen, layer.reshape(1), level=level, **key_words, **value_words)
+    first = jnp.zeros(0, jnp.int32) if first is None else first
+    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    words = {"soft_cap": np.float32(soft_cap), "level": np.int64(LEVELS.index(backend.isa) if backend.isa else -1)}
+    return call(q, *key_buffers, *value_buffers, first, seen, sinks, layer.reshape(1), **words, **key_words, **value_words)
 
 
 def _refused(name: str, operand: Operand) -> str | None:

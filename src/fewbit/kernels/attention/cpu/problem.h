@@ -1,5 +1,6 @@
 // What one call computes: out[r] = sum over s of softmax(q[r] . keys / sqrt(width))[s] * values[s], for one head of keys and the
-// queries that share it, each of which sees the first positions only.
+// queries that share it, each of which sees a run of positions only. The scores may have a soft cap, and each softmax a sink: one
+// more score, whose value is 0.
 #pragma once
 
 #include <cstdint>
@@ -22,17 +23,17 @@ struct Head {
   const void* queries;  // [rows, width]; row r is token r % tokens
   Float kind;
   int64_t tokens;
-  const int32_t* seen;  // how many positions each token sees
+  const int32_t *first, *seen;  // each token sees the positions from the first one to before `seen`; no `first`: from 0 on
+  float cap;                    // a score x becomes cap * tanh(x / cap); 0: it stays
 
   float Query(int64_t i) const {
     if (kind == Float::kF32) return static_cast<const float*>(queries)[i];
     const uint16_t half = static_cast<const uint16_t*>(queries)[i];
     return kind == Float::kBF16 ? FloatOfBrain(half) : FloatOfHalf(half);
   }
-  int64_t Seen(int64_t row) const {
-    const int64_t n = seen[row % tokens];
-    return n < 0 ? 0 : n < positions ? n : positions;
-  }
+  int64_t Seen(int64_t row) const { return Position(seen[row % tokens]); }
+  int64_t First(int64_t row) const { return first == nullptr ? 0 : Position(first[row % tokens]); }
+  int64_t Position(int64_t n) const { return n < 0 ? 0 : n < positions ? n : positions; }
 };
 
 // What was found of rows in a run of positions: the largest score of each, the sum of the weights relative to it, and the sum of

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from ...errors import QuantError
+from .errors import QuantError
 
 
 def checked_merge(pair: Sequence[str], vocab: Mapping[str, int], where: str) -> tuple[str, str]:

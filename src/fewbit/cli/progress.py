@@ -1,0 +1,82 @@
+"""Progress bars on stderr."""
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+from .._table import FILE_WIDTH
+
+
+def _console() -> Console:
+    """stderr without markup; in a file or a pipe, wide enough for tables."""
+    result = Console(stderr=True, markup=False, highlight=False, emoji=False, soft_wrap=False)
+    if not result.is_terminal:
+        result = Console(stderr=True, markup=False, highlight=False, emoji=False, width=FILE_WIDTH)
+    return result
+
+
+class _PeakMemory(ProgressColumn):
+    """The peak memory of the process."""
+
+    def render(self, task: Task) -> Text:
+        """The column's text."""
+        from .memory import peak_memory
+
+        peak = peak_memory()
+        return Text("" if peak is None else f"peak {peak / 1e9:.2f} GB")
+
+
+@dataclasses.dataclass(frozen=True)
+class Bar:
+    """A progress bar.
+
+    Attributes:
+        advance: sets the amount done, of the bar's total, and the text at the bar's end.
+        log: prints a line above the bar.
+    """
+
+    advance: Callable[[float, str], None]
+    log: Callable[[str], None]
+
+    def windows(self, done: int, total: int) -> None:
+        """Shows the number of windows done, on a bar of total 1."""
+        self.advance(done / total, f"{done}/{total} windows")
+
+    def examples(self, done: int, total: int) -> None:
+        """Shows the number of examples done, on a bar of total 1."""
+        self.advance(done / total, f"{done}/{total} examples")
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, total: float) -> Iterator[Bar]:
+    """A progress bar on stderr with remaining time and peak memory; log lines only if stderr is no terminal.
+
+    Args:
+        title: the task.
+        total: the amount of work, in any unit.
+    """
+    err = _console()
+    title_column, detail_column = TextColumn("{task.description}"), TextColumn("{task.fields[detail]}")
+    columns = (title_column, BarColumn(), detail_column, TimeRemainingColumn(), _PeakMemory())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as progress:
+        task = progress.add_task(title, total=total, detail="")
+
+        def advance(done: float, detail: str) -> None:
+            progress.update(task, completed=done, detail=detail)
+
+        yield Bar(advance, lambda line: progress.console.print(line, soft_wrap=True))
+
+
+@contextlib.contextmanager
+def log_lines(file: pathlib.Path | None, bar: Bar) -> Iterator[Callable[[str], None]]:
+    """A function that writes a log line: to the file if given, else to stderr above the bar."""
+    if file is None:
+        yield bar.log
+        return
+    with file.open("w", encoding="utf-8") as stream:
+        yield lambda line: print(line, file=stream, flush=True)
