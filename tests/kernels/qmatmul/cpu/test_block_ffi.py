@@ -86,6 +86,8 @@ def test_the_bits_of_the_reference(case):
             assert np.all(np.abs(y[isa] - expected) <= 2.0**-20 * size), isa
         few = jax.tree.map(lambda leaf: leaf if leaf is None or leaf.shape[1] == 1 else leaf[:, :3], x)
         np.testing.assert_array_equal(native_blocks(few, q, dtype=jnp.float32), y[HERE[-1]][:, :3])
+        many = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf, leaf], axis=1), x)  # so many take panels
+        np.testing.assert_array_equal(native_blocks(many, q, dtype=jnp.float32), np.tile(y[HERE[-1]], (1, 3, 1)))
 
 
 @pytest.mark.parametrize("case", ["int4_g64", pytest.param("uint4_g64", marks=pytest.mark.slow), "q8_0"])

@@ -19,7 +19,8 @@
 // row for [N, K].
 //
 // GEMV (up to 4 rows of x) does not pack: whole rows of w are multiplied in place (gemv_rows.h), memory bound; [K, N] interleaves
-// rows of w in registers (gemv_columns.h). Weights with block scales and any table of int8 numbers: blocks.h.
+// rows of w in registers (gemv_columns.h). Weights with block scales and any table of int8 numbers: blocks.h; of more than 12 rows of
+// x, 64 rows of such a weight at a time are decoded to bytes, and packed and multiplied like the others.
 //
 // Bound of the GEMM: vpdpbusd's own rate. Measurements, and what did not pay: docs/design/kernels-cpu.md.
 #define FEWBIT_UNITS 3  // the handler with plain C++, AVX2, AVX-512
@@ -192,6 +193,48 @@ static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, D
   return checks.Equal("tiles of the zero points", zero[2], tiles);
 }
 
+constexpr int64_t kWorthThreads = 1 << 18;  // multiply-adds of blocks that take longer than waking a thread
+
+// One matrix, in place.
+static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJob& job, const int8_t* rows) {
+  const int64_t row = (kernels.block_row_bytes(job) + 3) / 4 * 4;
+  const CallMemory memory(job.M * (row + job.tiles() * 4));
+  int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
+  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
+  job.x = laid, job.x_sums = sums;
+  const auto lay = [&](int64_t m) { kernels.lay_blocks(job, rows, m, laid, sums); };
+  if (job.M < 8) for (int64_t m = 0; m < job.M; ++m) lay(m);
+  else ParallelFor(pool, job.M, lay);
+  const auto run = [&](int64_t chunk) { kernels.run_blocks(job, chunk); };
+  const int64_t chunks = kernels.block_chunks(job);
+  if (job.M * job.N * job.K >= kWorthThreads) ParallelFor(pool, chunks, run);
+  else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+}
+
+// One matrix by panels, as `Integers` does.
+static void MultiplyPanels(ffi::ThreadPool pool, const Kernels& kernels, const BlockJob& job, const int8_t* rows) {
+  IntegerJob panels = PanelsOf(job);
+  const std::vector<Segment> segments = SegmentsOf(panels);
+  const bool is_ordered = job.order == nullptr && job.w.cols == job.K;
+  const int64_t row = kernels.row_bytes(panels, segments), ordered = is_ordered ? 0 : (panels.K + 3) / 4 * 4;
+  const CallMemory memory(job.M * (row + ordered + panels.tiles() * 4));
+  int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
+  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
+  panels.x = laid, panels.x_sums = sums;
+  if (!is_ordered) {
+    int8_t* copied = reinterpret_cast<int8_t*>(sums + job.M * panels.tiles());
+    for (int64_t m = 0; m < job.M; ++m) OrderRow(job, rows + m * job.K, copied + m * panels.K);
+    rows = copied;
+  }
+  const int64_t block = kernels.rows;
+  const auto prepare = [&](int64_t i) { kernels.prepare(panels, segments, rows, i * block, laid, sums); };
+  ParallelFor(pool, (job.M + block - 1) / block, prepare);
+  const auto run = [&](int64_t chunk) { kernels.run(panels, segments, chunk); };
+  const int64_t chunks = kernels.chunks(panels);
+  if (job.M * job.N * job.K >= kWorthThreads) ParallelFor(pool, chunks, run);
+  else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+}
+
 static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale, ffi::BufferR3<ffi::U8> codes,
                          ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero,
                          ffi::BufferR1<ffi::F32> zero_table, ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::S8> numbers,
@@ -243,11 +286,6 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   job.w.rows = job.N, job.w.cols = cols, job.w.row_stride = shape[2], job.w.packed_cols = true, job.w.tiles_per_row = scale_shape[2];
   const Kernels kernels = KernelsFor(ByteDotIsaOf(level));
   const auto x_scales = StackedOf<float>(x_scale, true, 1);
-  const int64_t row = (kernels.block_row_bytes(job) + 3) / 4 * 4;
-  const CallMemory memory(job.M * (row + job.tiles() * 4));
-  int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
-  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
-  job.x = laid, job.x_sums = sums;
   const Weight first = job.w;
   const int64_t scales = scale_shape[0] == 1 ? 0 : scale_shape[1] * scale_shape[2];
   const int64_t zeros = role == 0 || zero_shape[0] == 1 ? 0 : zero_shape[1] * zero_shape[2];
@@ -256,20 +294,14 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   for (int64_t b = 0; b < batch; ++b) {
     const int64_t matrix = first_matrix + (stacked == 1 ? 0 : b);
     const int8_t* rows = x.typed_data() + b * job.M * job.K;
-    const auto lay = [&](int64_t m) { kernels.lay_blocks(job, rows, m, laid, sums); };
-    if (job.M < 8) for (int64_t m = 0; m < job.M; ++m) lay(m);
-    else ParallelFor(pool, job.M, lay);
     job.w.codes = codes.typed_data() + matrix * shape[1] * shape[2];
     job.w.scale.data = static_cast<const char*>(first.scale.data) + matrix * scales * SizeOf(first.scale.type);
     job.w.zero.data = static_cast<const char*>(first.zero.data) + matrix * zeros * SizeOf(first.zero.type);
     job.w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : matrix];
     job.x_scale = x_scales.At(b);
     job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * SizeOf(job.y_kind);
-    const auto run = [&](int64_t chunk) { kernels.run_blocks(job, chunk); };
-    constexpr int64_t kWorthThreads = 1 << 18;  // multiply-adds that take longer than waking a thread
-    const int64_t chunks = kernels.block_chunks(job);
-    if (job.M * job.N * job.K >= kWorthThreads) ParallelFor(pool, chunks, run);
-    else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+    if (kernels.takes_panels(job)) MultiplyPanels(pool, kernels, job, rows);
+    else MultiplyBlocks(pool, kernels, job, rows);
   }
   return ffi::Error::Success();
 }

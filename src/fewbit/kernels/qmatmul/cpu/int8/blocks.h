@@ -11,6 +11,7 @@
 
 constexpr int kQuarters = kIntLanes / 4;
 constexpr int64_t kBlockRows = 4;      // of x that share the decoded codes
+constexpr int64_t kFewBlockRows = 12;  // for which a weight is not worth packing
 constexpr int64_t kBlockOutputs = 64;  // of a chunk
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
@@ -70,6 +71,11 @@ static inline Words BlockDot(const Words* w, const int8_t* x) {
   const Words first = Dot4(SameI(0), w[0], LoadI(x));
   if constexpr (kBits == 4) return Dot4(first, w[1], LoadI(x + kIntBytes));
   return first;
+}
+
+// Whether a block job is multiplied by panels of its decoded rows (gemm.h): of many rows of x, where one instruction multiplies bytes.
+static bool TakesPanels(const BlockJob& job) {
+  return (FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_VNNI) && job.M > kFewBlockRows;
 }
 
 // Bytes of a row of x as `LayBlocks` lays it out.
@@ -261,7 +267,7 @@ static void BlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t
     const int64_t rows = job.M - m0 < kBlockRows ? job.M - m0 : kBlockRows;
     for (int64_t q = 0; q < kQuarters; ++q) {
       for (int64_t i = 4 * q; kBits == kDecoded && m0 == 0 && i < 4 * q + 4 && n0 + i < job.N; ++i) {
-        DecodeBytes(job, n0 + i, decoded + i * bytes.stride);
+        DecodeBytes(job, n0 + i, kSignedBytes, decoded + i * bytes.stride);
       }
       FourRows<kBits, kPieces>(job, bytes, n0 + 4 * q, m0, rows, sums + q * ld, kQuarters * ld);
     }

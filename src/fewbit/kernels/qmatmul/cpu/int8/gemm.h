@@ -1,10 +1,11 @@
 // The product of integers by panels. Included in the namespace of an instruction set.
 
 // What one tile makes of the sums of a block, where v[m][n] = sum - x_sum[m] * w_zero[n] - x_zero[m] * ones[n]: the first one
-// c[m][n] = v * x_scale[m] * w_scale[n], each other one adds its own to that. Without zero points of w, w_zero is null; without
-// those of x, ones is; x_scale is where the rows of x have one scale for all tiles, with which the caller multiplies at last.
+// c[m][n] = v * x_scale[m] * w_scale[n] + x_offset[m] * w_offset[n], each other one adds its own to that. Without zero points of w,
+// w_zero is null; without those of x, ones is; without offsets, w_offset is; x_scale is where the rows of x have one scale for all
+// tiles, with which the caller multiplies at last.
 struct Tile {
-  const float *x_scale, *w_scale;
+  const float *x_scale, *w_scale, *x_offset, *w_offset;
   const int32_t *x_sum, *x_zero, *w_zero, *ones;
   bool adds;
   float* c;
@@ -31,7 +32,8 @@ static inline void EndTile(const Tile& tile, Words (&sum)[kRowsHere][kIntAcross]
       if (kScalesRows) v = Mul(v, Same(tile.x_scale[m]));
       const V scale = Load(tile.w_scale + at);
       float* c = tile.c + m * tile.ldc + at;
-      Store(c, tile.adds ? MulAdd(v, scale, Load(c)) : Mul(v, scale));
+      v = tile.adds ? MulAdd(v, scale, Load(c)) : Mul(v, scale);
+      Store(c, tile.w_offset == nullptr ? v : MulAdd(Load(tile.w_offset + at), Same(tile.x_offset[m]), v));
     }
   }
 }
@@ -108,18 +110,23 @@ struct IntegerScratch {
   int32_t* sums;      // [rows, width]
   float* c;           // [rows, width]; where there is one tile, the memory of the sums
   float* scale;       // [tiles of a segment, width], and likewise
+  float* offset;
   int32_t *zero, *ones;
   int8_t* every;      // a row of x that is one at each place of a segment
+  uint8_t* decoded;   // the rows of blocks
   IntegerScratch(const IntegerJob& job, int64_t tiles, int64_t strips, int64_t rows, int64_t width) {
     const int64_t size = strips * kSegment * kIntWide / 4, block = rows * width;
-    float* memory = Workspace(size + 2 * block + 3 * tiles * width + kSegment / 4);
+    const int64_t row = job.blocks == nullptr ? 0 : DecodedStride(*job.blocks) / 4 + 1;
+    float* memory = Workspace(size + 2 * block + 4 * tiles * width + kSegment / 4 + row * width);
     panel = reinterpret_cast<uint8_t*>(memory);
     sums = reinterpret_cast<int32_t*>(memory + size);
     c = memory + size + (job.tiles() == 1 ? 0 : block);
     scale = memory + size + 2 * block;
     zero = reinterpret_cast<int32_t*>(scale + tiles * width);
     ones = zero + tiles * width;
-    every = reinterpret_cast<int8_t*>(ones + tiles * width);
+    offset = scale + 3 * tiles * width;
+    every = reinterpret_cast<int8_t*>(offset + tiles * width);
+    decoded = reinterpret_cast<uint8_t*>(every + kSegment);
   }
 };
 
@@ -166,7 +173,7 @@ static void LoadTiles(const PerTile<Number>& from, const Segment& segment, int64
 
 // What tile t of a segment makes of the sums of one strip with a block of rows of x, from row m of x and of the chunk's `row` on.
 struct BlockTile : Tile {
-  float scales[kIntRows];
+  float scales[kIntRows], offsets[kIntRows];
   int32_t zeros[kIntRows];
   BlockTile(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t t, int64_t strip, int64_t m,
             int64_t block, int64_t row, int64_t width) {
@@ -177,6 +184,12 @@ struct BlockTile : Tile {
     for (int64_t i = 0; job.x_zero.data != nullptr && i < block; ++i) zeros[i] = job.x_zero.At(m + i, at);
     w_zero = job.w_zero.data == nullptr ? nullptr : s.zero + t * width + n;
     ones = job.x_zero.data == nullptr ? nullptr : s.ones + t * width + n;
+    x_offset = offsets, w_offset = nullptr;
+    if (job.blocks != nullptr && job.blocks->w.role == Zero::kWhole) w_zero = s.zero + t * width + n;
+    if (job.blocks != nullptr && job.blocks->w.role == Zero::kOffset) {
+      w_offset = s.offset + t * width + n;
+      for (int64_t i = 0; i < block; ++i) offsets[i] = (x_scale == nullptr ? 1.0f : scales[i]) * static_cast<float>(x_sum[i]);
+    }
     adds = at > 0, c = s.c + row * width + n, ldc = width;
   }
 };
@@ -197,15 +210,51 @@ static void RunBlock(const IntegerJob& job, const Segment& segment, const Intege
 
 #include "gemv_columns.h"
 
+// The strip of panels from output n0 on, of rows that are decoded first, and in memory as they are if codes have 8 bits.
+static void PackBlocks(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t count, const IntegerScratch& s) {
+  IntegerJob rows = job;
+  rows.N = count, rows.row_stride = job.blocks->w.row_stride, rows.w = job.blocks->w.codes + n0 * rows.row_stride;
+  if (job.blocks->w.bits < 8) {
+    rows.w = s.decoded, rows.row_stride = DecodedStride(*job.blocks);
+    rows.offset -= AddedTo(job);  // is in the bytes
+  }
+  Pack(rows, segment, 0, 1, s.panel);
+}
+
+// The stored scales and zero points of a segment's tiles.
+static void LoadBlockTiles(const BlockJob& job, const Segment& segment, int64_t n0, int64_t count, int64_t width,
+                           const IntegerScratch& s) {
+  float numbers[kSegment / 16];
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t from = (n0 + i) / job.w.row_tile * job.tiles() + segment.tile;
+    LoadScales(job.w.scale, from, segment.tiles, job.w.unit, numbers);
+    for (int64_t t = 0; t < segment.tiles; ++t) s.scale[t * width + i] = numbers[t];
+    if (job.w.role == Zero::kNone) continue;
+    LoadScales(job.w.zero, from, segment.tiles, 1.0f, numbers);
+    for (int64_t t = 0; t < segment.tiles; ++t) {
+      s.offset[t * width + i] = numbers[t];
+      if (job.w.role == Zero::kWhole) s.zero[t * width + i] = static_cast<int32_t>(numbers[t]);
+    }
+  }
+}
+
 static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segments, int64_t chunk) {
   if (IsFew(job)) return RunFew(job, chunk);
   const int64_t width = IntegerWidth(job), down = (job.M + kIntTall - 1) / kIntTall;
   const int64_t n0 = chunk / down * width, m0 = chunk % down * kIntTall, rows = job.M - m0 < kIntTall ? job.M - m0 : kIntTall;
   const int64_t count = job.N - n0 < width ? job.N - n0 : width, strips = (count + kIntWide - 1) / kIntWide;
   const IntegerScratch s(job, segments.empty() ? 0 : segments[0].tiles, strips, rows, width);
+  for (int64_t i = 0; job.blocks != nullptr && job.blocks->w.bits < 8 && i < count; ++i) {
+    DecodeBytes(*job.blocks, n0 + i, FEWBIT_ARM64, s.decoded + i * DecodedStride(*job.blocks));
+  }
   for (const Segment& segment : segments) {
-    if (!IsAcross(job)) Pack(job, segment, n0, strips, s.panel);
-    if (segment.last) LoadTiles(job.w_scale, segment, n0, count, width, s.scale);
+    if (job.blocks != nullptr) {
+      PackBlocks(job, segment, n0, count, s);
+      if (segment.last) LoadBlockTiles(*job.blocks, segment, n0, count, width, s);
+    } else if (!IsAcross(job)) {
+      Pack(job, segment, n0, strips, s.panel);
+    }
+    if (segment.last && job.blocks == nullptr) LoadTiles(job.w_scale, segment, n0, count, width, s.scale);
     if (segment.last && job.w_zero.data != nullptr) LoadTiles(job.w_zero, segment, n0, count, width, s.zero);
     if (job.x_zero.data != nullptr) AddOnes(job, segment, count, width, s);
     if (IsAcross(job)) {

@@ -6,10 +6,11 @@
 #include "int8_simd.h"
 #include "gemv_rows.h"
 #include "pack.h"
-#include "gemm.h"
 #include "decode_bytes.h"
+#include "gemm.h"
 #include "blocks.h"
 
 Kernels GetKernels() {
-  return {kIntRows, IntegerChunks, IntegerRowBytes, Prepare, RunIntegers, BlockRowBytes, BlockChunks, LayBlocks, RunBlocks};
+  return {kIntRows,      IntegerChunks, IntegerRowBytes, Prepare,   RunIntegers,
+          BlockRowBytes, BlockChunks,   LayBlocks,       RunBlocks, TakesPanels};
 }

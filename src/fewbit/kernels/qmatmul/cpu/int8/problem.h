@@ -22,6 +22,8 @@ struct PerTile {
   Number At(int64_t row, int64_t t) const { return data[(tile == 1 ? row : row / tile) * by_row + t * by_tile]; }
 };
 
+struct BlockJob;
+
 struct IntegerJob {
   int64_t M, N, K;
   int64_t tile;             // contracted places that share scales
@@ -32,6 +34,7 @@ struct IntegerJob {
   int64_t row_stride, byte_rows, byte_cols;  // of w in memory
   PerTile<float> w_scale, x_scale;
   PerTile<int32_t> w_zero, x_zero;
+  const BlockJob* blocks;   // whose weight it is, with the scales and zero points as they are stored; null: none
   const int8_t* x;          // as `Prepare` lays it out: for each segment, block after block of kIntRows rows
   const int32_t* x_sums;    // [tiles, M]
   void* y;                  // [M, N]
