@@ -67,7 +67,7 @@ struct Cache {
     Weight& w = of_head.codes;
     w = Weight{};
     checks.Within("bits of a code", bits, 1, 8);
-    checks.Within("kind of the codes", codes, 0, 4);
+    checks.Within("kind of the codes", codes, 0, 6);
     checks.Equal("length of the table of numbers", static_cast<int64_t>(values.element_count()), 256);
     checks.That(StoredScalesOf(scale, table, &w.scale), "scales must be floats, or bytes with a table of 256 numbers");
     if (!checks.Equal("axes of the scales", static_cast<int64_t>(scales.size()), 5)) return;

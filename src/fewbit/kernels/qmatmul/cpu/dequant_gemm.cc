@@ -193,7 +193,7 @@ static ffi::Error Qmatmul(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::BufferR3<
   const Stack stack{codes.dimensions(), scale_shape, zero.dimensions(), rows, cols, bits, row_tile, col_tile, packed_cols, role != 0};
   if (checks.failed() || !stack.Fits(checks)) return checks.error();
   CheckOrder(order, bits, packed_cols ? cols : rows, checks);
-  checks.Within("kind of the codes", code_kind, 0, 4);
+  checks.Within("kind of the codes", code_kind, 0, 6);
   checks.Within("level", level, -1, 2);
   CheckRows(x_shape, y_shape, contracts_cols ? cols : rows, contracts_cols ? rows : cols, order, packed_cols == contracts_cols, checks);
   CheckMatrices(x_shape, codes.dimensions()[0], picked, sizes, static_cast<int64_t>(tensor_scale.element_count()), checks);

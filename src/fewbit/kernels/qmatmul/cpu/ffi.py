@@ -15,7 +15,10 @@ from ..matrix_view import contracted_axis
 
 TARGET = "fewbit_qmatmul"
 
-_TABLE, _SIGNED, _UNSIGNED, _E4M3, _E5M2 = range(5)
+_TABLE, _SIGNED, _UNSIGNED = range(3)
+_FLOATS = {"e4m3fn": (3, 2.0**8), "e5m2": (4, 1.0), "e2m3": (5, 2.0**14), "e3m2": (6, 2.0**12)}
+"""The kind of a float format's codes, and how many times too small the kernels decode them."""
+
 _NO_ZERO, _WHOLE, _OFFSET = range(3)
 LEVELS = ("portable", "avx2", "avx512")
 INTEGER_LEVELS = ("portable", "avx2", "avxvnni", "avx512")
@@ -95,8 +98,8 @@ def code_values(scheme: Scheme) -> tuple[int, np.ndarray, float]:
     fmt = scheme.format
     if isinstance(fmt, Integer) and fmt.bits >= 4 and (fmt.step == 1 or scheme.zero_point is None):
         return (_SIGNED if fmt.signed else _UNSIGNED), _table(fmt) / np.float32(fmt.step), fmt.step
-    if fmt.name in ("e4m3fn", "e5m2") and scheme.zero_point is None:
-        kind, factor = {"e4m3fn": (_E4M3, 2.0**8), "e5m2": (_E5M2, 1.0)}[fmt.name]
+    if fmt.name in _FLOATS and scheme.zero_point is None:
+        kind, factor = _FLOATS[fmt.name]
         return kind, _table(fmt) / np.float32(factor), factor
     return _TABLE, _table(fmt), 1.0
 

@@ -111,6 +111,28 @@ struct Float8 {
 #endif
 };
 
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+
+// e2m3 and e3m2 by way of float16, where a table takes 8 permutations and 7 choices: kDown is how many more bits of exponent float16
+// has.
+template <int kDown>
+struct Float6 {
+  static Float6 Of(const Weight&) { return {}; }
+  V16 At(const W16& raw, int shift) const {
+    const __m256i code = _mm256_set1_epi32(63), kept = _mm256_set1_epi16(static_cast<int16_t>(kDown == 3 ? 0x8F80 : 0x9F00));
+    const __m256i low = _mm256_and_si256((__m256i)(raw.u[0] >> shift), code);
+    const __m256i high = _mm256_and_si256((__m256i)(raw.u[1] >> shift), code);
+    const __m256i codes = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
+    const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 10), kDown), kept);
+    V16 r;
+    r.v[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
+    r.v[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+    return r;
+  }
+};
+
+#endif
+
 // Codes of 3, 5, 6 and 7 bits along a row. A lane takes the four bytes that contain its four codes and shifts the first one to the
 // lowest bit; NEON, which shifts each byte by an amount of its own, gives each code its byte.
 template <int kBits, class Meaning = Numbers<kBits>>

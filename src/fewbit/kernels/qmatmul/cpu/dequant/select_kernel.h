@@ -127,6 +127,10 @@ static Choice ChoiceOf(const Job& job) {
   if (job.w.bits == 6 && IsInteger(job.w)) return With<WideRow<6, Whole<6>>, WideColumn<6, Whole<6>>>(job);
   if (job.w.bits == 7 && IsInteger(job.w)) return With<WideRow<7, Whole<7>>, WideColumn<7, Whole<7>>>(job);
   if (job.w.bits == 8 && IsInteger(job.w)) return With<Narrow<8, Whole<8>>>(job);
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+  if (job.w.kind == Codes::kE2M3) return With<WideRow<6, Float6<3>>, WideColumn<6, Float6<3>>>(job);
+  if (job.w.kind == Codes::kE3M2) return With<WideRow<6, Float6<2>>, WideColumn<6, Float6<2>>>(job);
+#endif
   if (job.w.bits == 6) return With<WideRow<6>, WideColumn<6>>(job);
   if (job.w.kind == Codes::kE4M3) return With<Float8<true>>(job);
   if (job.w.kind == Codes::kE5M2) return With<Float8<false>>(job);

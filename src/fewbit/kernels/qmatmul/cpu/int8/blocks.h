@@ -73,7 +73,8 @@ static inline Words BlockDot(const Words* w, const int8_t* x) {
   return first;
 }
 
-// Whether a block job is multiplied by panels of its decoded rows (gemm.h): of many rows of x, where one instruction multiplies bytes.
+// Whether a block job is multiplied by panels of its decoded rows (gemm.h): of many rows of x, where one instruction
+// multiplies bytes.
 static bool TakesPanels(const BlockJob& job) {
   return (FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_VNNI) && job.M > kFewBlockRows;
 }

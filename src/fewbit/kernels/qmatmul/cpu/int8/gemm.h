@@ -41,8 +41,8 @@ static inline void EndTile(const Tile& tile, Words (&sum)[kRowsHere][kIntAcross]
 // The sums over groups of x[m] * w[n], for kRowsHere rows of x and one strip of w: begun at -added * x_sum[m], or where x_sum is
 // null at what `sums` holds; left there, or where a tile ends with them, scaled.
 template <int kRowsHere>
-static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, const int32_t* x_sum, int32_t added, int32_t* sums,
-                         int64_t ld_sums, const Tile* tile) {
+static void IntegerBlock(const int8_t* x, const uint8_t* w, int64_t groups, const int32_t* x_sum, int32_t added,
+                         int32_t* sums, int64_t ld_sums, const Tile* tile) {
   Words sum[kRowsHere][kIntAcross];
 #pragma GCC unroll 8
   for (int m = 0; m < kRowsHere; ++m) {
@@ -92,8 +92,12 @@ static IntegerStep IntegerBlockOf(int64_t rows) {
 
 constexpr int64_t kIntTall = 384;  // rows of x that share one panel
 
-// Outputs of a chunk. Where they are columns, a row of w is another page for each, so more of it is read at a time.
-static int64_t IntegerWidth(const IntegerJob& job) { return job.contracts_cols || job.N < 2048 ? kIntWide : 256; }
+// Outputs of a chunk. Where they are columns, a row of w is another page for each, so more of it is read at a time. Small tiles take
+// longer for a block of few sums: rows of blocks are 64 at a time.
+static int64_t IntegerWidth(const IntegerJob& job) {
+  if (job.blocks != nullptr) return kIntWide < 64 ? 64 : kIntWide;
+  return job.contracts_cols || job.N < 2048 ? kIntWide : 256;
+}
 
 static int64_t IntegerChunks(const IntegerJob& job) {
   if (IsFew(job)) return (job.N + kFewWide - 1) / kFewWide;
@@ -171,46 +175,51 @@ static void LoadTiles(const PerTile<Number>& from, const Segment& segment, int64
   }
 }
 
-// What tile t of a segment makes of the sums of one strip with a block of rows of x, from row m of x and of the chunk's `row` on.
+// What tile t of a segment makes of the sums of a block of rows of x, from row m of x and of the chunk's `row` on: what all strips
+// share, and then one strip.
 struct BlockTile : Tile {
   float scales[kIntRows], offsets[kIntRows];
   int32_t zeros[kIntRows];
-  BlockTile(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t t, int64_t strip, int64_t m,
-            int64_t block, int64_t row, int64_t width) {
-    const int64_t n = strip * kIntWide, at = segment.tile + t;
-    x_scale = ScalesLast(job) ? nullptr : scales, w_scale = s.scale + t * width + n;
+  BlockTile(const IntegerJob& job, const Segment& segment, int64_t t, int64_t m, int64_t block) {
+    const int64_t at = segment.tile + t;
+    x_scale = ScalesLast(job) ? nullptr : scales, x_zero = zeros, x_sum = job.x_sums + at * job.M + m, x_offset = offsets;
     for (int64_t i = 0; x_scale != nullptr && i < block; ++i) scales[i] = job.x_scale.At(m + i, at);
-    x_zero = zeros, x_sum = job.x_sums + at * job.M + m;
     for (int64_t i = 0; job.x_zero.data != nullptr && i < block; ++i) zeros[i] = job.x_zero.At(m + i, at);
-    w_zero = job.w_zero.data == nullptr ? nullptr : s.zero + t * width + n;
-    ones = job.x_zero.data == nullptr ? nullptr : s.ones + t * width + n;
-    x_offset = offsets, w_offset = nullptr;
-    if (job.blocks != nullptr && job.blocks->w.role == Zero::kWhole) w_zero = s.zero + t * width + n;
-    if (job.blocks != nullptr && job.blocks->w.role == Zero::kOffset) {
-      w_offset = s.offset + t * width + n;
-      for (int64_t i = 0; i < block; ++i) offsets[i] = (x_scale == nullptr ? 1.0f : scales[i]) * static_cast<float>(x_sum[i]);
+    for (int64_t i = 0; HasOffset(job) && i < block; ++i) {
+      offsets[i] = (x_scale == nullptr ? 1.0f : scales[i]) * static_cast<float>(x_sum[i]);
     }
-    adds = at > 0, c = s.c + row * width + n, ldc = width;
+    adds = at > 0;
+  }
+  static bool HasOffset(const IntegerJob& job) { return job.blocks != nullptr && job.blocks->w.role == Zero::kOffset; }
+
+  void SetStrip(const IntegerJob& job, const IntegerScratch& s, int64_t t, int64_t strip, int64_t row, int64_t width) {
+    const int64_t n = strip * kIntWide, at = t * width + n;
+    const bool has_zero = job.blocks == nullptr ? job.w_zero.data != nullptr : job.blocks->w.role == Zero::kWhole;
+    w_scale = s.scale + at, w_offset = HasOffset(job) ? s.offset + at : nullptr, w_zero = has_zero ? s.zero + at : nullptr;
+    ones = job.x_zero.data == nullptr ? nullptr : s.ones + at;
+    c = s.c + row * width + n, ldc = width;
   }
 };
 
-// A block of rows of x from m on, of a segment, times one strip: tile by tile.
-static void RunBlock(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t strip, int64_t m, int64_t block,
-                     int64_t row, int64_t width) {
+// A block of rows of x from m on, of a segment, times strips [from, end): tile by tile.
+static void RunBlock(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t from, int64_t end, int64_t m,
+                     int64_t block, int64_t row, int64_t width) {
   const int8_t* x = job.x + 4 * (segment.at * job.M + m * segment.groups);
-  const uint8_t* w = s.panel + strip * kSegment * kIntWide;
   const IntegerStep step = IntegerBlockOf(block);
   for (int64_t t = 0; t < segment.tiles; ++t) {
-    const BlockTile tile(job, segment, s, t, strip, m, block, row, width);
+    BlockTile tile(job, segment, t, m, block);
     const int64_t g = GroupsBefore(job, segment, t), groups = GroupsBefore(job, segment, t + 1) - g;
-    step(x + 4 * g * block, w + 4 * g * kIntWide, groups, segment.first ? tile.x_sum : nullptr, static_cast<int32_t>(AddedTo(job)),
-         s.sums + row * width + strip * kIntWide, width, segment.last ? &tile : nullptr);
+    for (int64_t strip = from; strip < end; ++strip) {
+      tile.SetStrip(job, s, t, strip, row, width);
+      step(x + 4 * g * block, s.panel + (strip * kSegment + 4 * g) * kIntWide, groups, segment.first ? tile.x_sum : nullptr,
+           static_cast<int32_t>(AddedTo(job)), s.sums + row * width + strip * kIntWide, width, segment.last ? &tile : nullptr);
+    }
   }
 }
 
 #include "gemv_columns.h"
 
-// The strip of panels from output n0 on, of rows that are decoded first, and in memory as they are if codes have 8 bits.
+// The strips of panels from output n0 on, of rows that are decoded first, and in memory as they are if codes have 8 bits.
 static void PackBlocks(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t count, const IntegerScratch& s) {
   IntegerJob rows = job;
   rows.N = count, rows.row_stride = job.blocks->w.row_stride, rows.w = job.blocks->w.codes + n0 * rows.row_stride;
@@ -218,7 +227,7 @@ static void PackBlocks(const IntegerJob& job, const Segment& segment, int64_t n0
     rows.w = s.decoded, rows.row_stride = DecodedStride(*job.blocks);
     rows.offset -= AddedTo(job);  // is in the bytes
   }
-  Pack(rows, segment, 0, 1, s.panel);
+  Pack(rows, segment, 0, (count + kIntWide - 1) / kIntWide, s.panel);
 }
 
 // The stored scales and zero points of a segment's tiles.
@@ -261,9 +270,10 @@ static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segme
       RunAcross(job, segment, s, n0, strips, width);
       continue;
     }
-    for (int64_t j = 0; j < strips; ++j) {
+    const int64_t together = job.blocks == nullptr ? 1 : strips;  // whose panels stay in the first cache
+    for (int64_t j = 0; j < strips; j += together) {
       for (int64_t m = 0; m < rows; m += kIntRows) {
-        RunBlock(job, segment, s, j, m0 + m, rows - m < kIntRows ? rows - m : kIntRows, m, width);
+        RunBlock(job, segment, s, j, j + together, m0 + m, rows - m < kIntRows ? rows - m : kIntRows, m, width);
       }
     }
   }

@@ -84,8 +84,10 @@ static void AcrossTiles(const IntegerJob& job, const Segment& segment, const Int
                              segment.first && b == first ? x_sum : nullptr, s.sums + i * kIntWide, width);
       }
     }
+    BlockTile tile(job, segment, t, 0, kM);
     for (int64_t i = 0; segment.last && i < strips; ++i) {
-      EndAcross<kM>(BlockTile(job, segment, s, t, i, 0, kM, 0, width), s.sums + i * kIntWide, width);
+      tile.SetStrip(job, s, t, i, 0, width);
+      EndAcross<kM>(tile, s.sums + i * kIntWide, width);
     }
   }
 }
