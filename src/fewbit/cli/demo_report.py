@@ -9,8 +9,7 @@ from ..evaluate.chart import check_chart_path, save_chart
 from ..workflows.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, steps
 from ..workflows.plan import plan_model
 from .console import emit_json, plain, say
-from .memory import peak_memory
-from .progress import progress_bar
+from .progress import peak_memory, progress_bar
 from .render import (
     candidate_record,
     chart_points,

@@ -1,8 +1,9 @@
-"""Progress bars on stderr."""
+"""Progress bars on stderr, with the peak memory."""
 
 import contextlib
 import dataclasses
 import pathlib
+import sys
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
@@ -25,8 +26,6 @@ class _PeakMemory(ProgressColumn):
 
     def render(self, task: Task) -> Text:
         """The column's text."""
-        from .memory import peak_memory
-
         peak = peak_memory()
         return Text("" if peak is None else f"peak {peak / 1e9:.2f} GB")
 
@@ -80,3 +79,15 @@ def log_lines(file: pathlib.Path | None, bar: Bar) -> Iterator[Callable[[str], N
         return
     with file.open("w", encoding="utf-8") as stream:
         yield lambda line: print(line, file=stream, flush=True)
+
+
+def peak_memory() -> int | None:
+    """The peak resident set size in bytes; None where the system does not report it (Windows)."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if sys.platform != "darwin":  # macOS counts bytes, all others KiB
+        peak *= 1024
+    return peak

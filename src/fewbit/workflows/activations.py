@@ -17,6 +17,7 @@ from ..kernels.qmatmul.blocks import block_numbers, block_refusal
 from ..kernels.qmatmul.integer_codes import is_whole
 from ..kernels.qmatmul.paired import pair_refusal
 from ..kernels.qmatmul.problem import Operand, Problem
+from ..kvcache.policy import KVPolicy, kv_policy
 from ..ops.policy import Policy
 
 ACTIVATIONS = ("int8",)
@@ -57,6 +58,20 @@ def activation_kind(text: str | None) -> bool:
     if text not in ACTIVATIONS:
         raise QuantError(f"activations {text!r} are unknown; {near_names(text, ACTIVATIONS)}")
     return True
+
+
+def cache_policy(kv: str | None, per: str | None) -> KVPolicy | None:
+    """The policy of a KV cache, from the text of two options: schemes as in "int8" or "int8,int4", and what shares a scale.
+
+    Raises:
+        QuantError: for a scheme that a KV cache does not take, or a second text without the first.
+    """
+    if kv is None and per is not None:
+        raise QuantError(f"--kv-scale {per} is about a quantized KV cache; it needs --kv, such as --kv int8")
+    if kv is None:
+        return None
+    schemes = [scheme.strip() for scheme in kv.split(",", 1)]
+    return kv_policy(*schemes, per=per or "head")
 
 
 def with_int8_activations(params: PyTree) -> tuple[PyTree, Activations]:

@@ -71,8 +71,7 @@ def evaluate(
     Encoders, encoder-decoders, speech and vision models run through transformers (pip install fewbit[transformers]). Their
     outputs are compared with the reference's: cosine similarity, relative error.
     """
-    from ...workflows.activations import activation_kind
-    from ..cache_policy import cache_policy
+    from ...workflows.activations import activation_kind, cache_policy
     from ..run_report import show_evaluation
 
     show_evaluation(
@@ -153,10 +152,9 @@ def generate(
     Quantized weights stay packed if compiled kernels read them, on one CPU device. Elsewhere they are dequantized once,
     before the first token, except weights whose recipe quantizes activations too, since that would change the result.
     """
-    from ...workflows.activations import activation_kind
+    from ...workflows.activations import activation_kind, cache_policy
     from ...workflows.generate import generate_text
     from ...workflows.load import load
-    from ..cache_policy import cache_policy
     from ..console import emit_json, note, say, say_part
 
     policy, int8_activations = cache_policy(kv, kv_scale), activation_kind(activations)

@@ -184,8 +184,9 @@ def _weight(w: jax.Array, name: str, axis: int, grid: Grid) -> QArray:
     q = quantized(w, name, axis)
     if not grid.int8_activations:
         return q
-    with_policy = with_int8_policy(q, axis)
-    return q if with_policy is None else with_policy
+    if (with_policy := with_int8_policy(q, axis)) is not None:
+        return with_policy
+    return q
 
 
 def with_int8_policy(q: QArray, axis: int) -> QArray | None:

@@ -13,7 +13,7 @@ from ....array.qarray import QArray
 from ...backend import AbstractBackend
 from ...extension import device_refusal, extension
 from ...lowering import on_platform
-from ...qmatmul.cpu.ffi import LEVELS, code_values, scale_buffers
+from ...qmatmul.cpu.ffi import LEVELS, code_values, flat, scale_buffers
 from ...qmatmul.problem import Operand
 from ..problem import AttentionProblem, Block, KVValues
 from ..reference import attended
@@ -83,8 +83,7 @@ def _native(
     key_buffers, key_words = _buffers("key", keys)
     value_buffers, value_words = _buffers("value", values)
     call = jax.ffi.ffi_call("fewbit_attention", jax.ShapeDtypeStruct(q.shape, q.dtype), vmap_method="sequential")
-    first = jnp.zeros(0, jnp.int32) if first is None else first
-    sinks = jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32)
+    first, sinks = flat(first, jnp.int32), flat(sinks, jnp.float32).astype(jnp.float32)
     words = {"soft_cap": np.float32(soft_cap), "level": np.int64(LEVELS.index(backend.isa) if backend.isa else -1)}
     return call(q, *key_buffers, *value_buffers, first, seen, sinks, layer.reshape(1), **words, **key_words, **value_words)
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from fewbit.cli.memory import peak_memory
+from fewbit.cli.progress import peak_memory
 
 
 def test_the_peak_grows_with_what_is_held():
