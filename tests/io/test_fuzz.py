@@ -18,7 +18,7 @@ import pytest
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError, io, models, workflows
 from fewbit._json import canonical, dumped, parsed_object
-from fewbit.cli.memory import peak_memory
+from fewbit.cli.progress import peak_memory
 from fewbit.io.gguf.blocks import LAYOUTS
 from fewbit.io.gguf.fields import encoded
 from fewbit.io.gguf.metadata import architecture_fields, architecture_of, extra_tensors

@@ -17,7 +17,7 @@ import numpy as np
 import fewbit as fb
 from fewbit import QuantError, UnsupportedError
 from fewbit.array.packing import packed_length
-from fewbit.cli.memory import peak_memory
+from fewbit.cli.progress import peak_memory
 from fewbit.formats import AbstractFormat
 from fewbit.io.checkpoint import TensorInfo, Tensors
 from fewbit.io.containers.container import AbstractContainer, Weight
