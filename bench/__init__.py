@@ -4,6 +4,7 @@
 before they are imported, so it is read here.
 """
 
+import argparse
 import os
 import sys
 
@@ -20,13 +21,15 @@ LIMITS = {
 
 def limit(arguments: list[str]) -> str | None:
     """Sets the environment by `--isa NAME` among the arguments of a command; returns the name."""
-    if "--isa" not in arguments[:-1]:
-        return None
-    isa = arguments[arguments.index("--isa") + 1]
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--isa")
+    isa = parser.parse_known_args(arguments)[0].isa
     for name, value in LIMITS.get(isa, {}).items():
+        if name == "XLA_FLAGS":
+            value = f"{os.environ.get(name, '')} {value}"
         os.environ[name] = value
     return isa
 
 
-ISA = limit(sys.argv)
+ISA = limit(sys.argv[1:])
 """The instruction set that this run is limited to, or None."""

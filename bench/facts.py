@@ -24,7 +24,9 @@ def save(name: str, packages: Sequence[str], **facts: Any) -> None:
         packages: whose versions are told, beside those of JAX and numpy.
         facts: the rest, the rows among them.
     """
-    path = pathlib.Path(__file__).parent / "results" / f"{name if ISA is None else f'{name}-{ISA}'}.json"
+    if ISA is not None:
+        name = f"{name}-{ISA}"
+    path = pathlib.Path(__file__).parent / "results" / f"{name}.json"
     path.write_text(json.dumps(circumstances(packages) | facts, indent=1) + "\n")
 
 

@@ -88,7 +88,7 @@ def attention(scheme: str | None) -> None:
     shape = (2, 2, 3, 7, 8)
     held = [normal(*shape) if scheme is None else stack(scheme, shape) for _ in range(2)]
     seen = jnp.array([4, 5, 6, 7], jnp.int32)
-    attention_cpu._native(attention_cpu.Cpu(), 2.0, normal(2, 6, 4, 8), *held, seen, seen - 3, normal(6), jnp.int32(1))
+    attention_cpu._native(attention_cpu.Cpu(), 2.0, normal(2, 6, 4, 8), normal(6), *held, seen, jnp.int32(1), seen - 3)
 
 
 def quantized(scheme: str) -> None:

@@ -25,8 +25,8 @@ EXTENSIONS = (
 )
 """Every compiled module."""
 
-ISAS = ("portable", "avx2", "avxvnni", "avx512", "neon", "dotprod")
-"""What FEWBIT_ISA may name. On arm64 it changes nothing."""
+ISAS = ("portable", "avx2", "avxvnni", "avx512")
+"""What FEWBIT_ISA may name. On arm64 portable means NEON without sdot, and the others are no limit."""
 
 
 @dataclasses.dataclass(frozen=True)

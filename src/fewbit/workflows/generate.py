@@ -99,8 +99,8 @@ def generate_text(
         chat: whether to format the prompt by the chat template; None: if the tokenizer has one.
         kv: how the KV cache is quantized; None keeps it in float32.
         int8_activations: whether the activations of quantized weights are quantized, too.
-        on_text: called with the prompt, unless a chat template formats it, and with each piece of the text as soon as it is
-            generated.
+        on_text: called with each piece of text as soon as it is generated, and before with the prompt, unless a chat template
+            formats it.
 
     Returns:
         The text with its timings.
@@ -192,24 +192,24 @@ class _TokenLoop:
             self.steps += 1
 
     def _compiled(
-        self, fn: Callable[..., GenerationState], given: PyTree, *arrays: jax.Array | None, is_donated: bool = False
+        self, fn: Callable[..., GenerationState], x: PyTree, *arrays: jax.Array | None, is_donated: bool = False
     ) -> Callable[..., tuple[GenerationState, jax.Array]]:
-        """A method of the generator, compiled, which returns the state and its last token.
+        """Compiles a method of the generator; the program returns the state and its last token.
 
-        It takes the leaves of the parameters, the leaves of what is given, and arrays. A state is donated: the next one is in
-        its memory, so that the KV cache is not copied at each step.
+        It takes the leaves of the parameters, the leaves of `x`, a prompt or a state, and the other arguments. A state is
+        donated: the next one is in its memory, so that the KV cache is not copied at each step.
         """
-        held, structure = jax.tree.flatten(given)
+        x_leaves, x_structure = jax.tree.flatten(x)
 
         def of_leaves(
-            leaves: list[jax.Array], held: list[jax.Array], *arrays: jax.Array | None
+            leaves: list[jax.Array], x_leaves: list[jax.Array], *arrays: jax.Array | None
         ) -> tuple[GenerationState, jax.Array]:
-            params, given = jax.tree.unflatten(self._structure, leaves), jax.tree.unflatten(structure, held)
-            state = transparent(fn)(params, given, *arrays)
+            params, x = jax.tree.unflatten(self._structure, leaves), jax.tree.unflatten(x_structure, x_leaves)
+            state = transparent(fn)(params, x, *arrays)
             return state, jnp.where(state.has_stopped[0], _STOPPED, state.tokens[0, state.step - 1])
 
         program = jax.jit(of_leaves, donate_argnums=1 if is_donated else ())
-        return program.lower(self._leaves, held, *arrays).compile()
+        return program.lower(self._leaves, x_leaves, *arrays).compile()
 
 
 _STOPPED = -1

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from ..._json import Count, converted, parsed
-from ..._merges import merges_by_score
+from ..._merges import checked_merge, merges_by_score
 from ..._pretokenizers import SPLITS
 from ...errors import QuantError, UnsupportedError
 from .fields import Field
@@ -204,9 +204,8 @@ def _is_byte(token: str) -> bool:
 
 def _merges(model: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The merges of a BPE, in order."""
-    merges = model.get("merges") or []
-    pairs = (merge if isinstance(merge, list) else str(merge).split(" ", 1) for merge in merges)
-    return [(pair[0], pair[-1]) for pair in pairs]
+    pairs = (merge if isinstance(merge, list) else str(merge).split(" ", 1) for merge in model.get("merges") or [])
+    return [checked_merge(pair, model["vocab"], f"tokenizer.json: merges[{i}]") for i, pair in enumerate(pairs)]
 
 
 def _check_merges(merges: Sequence[tuple[str, str]], normal: Collection[str]) -> None:
@@ -219,7 +218,7 @@ def _check_merges(merges: Sequence[tuple[str, str]], normal: Collection[str]) ->
     missing = next((pair for pair in merges_by_score(dict.fromkeys(normal, 0.0)) if pair not in known), None)
     if missing is None and len(set(groups)) == len(groups):
         return
-    reason = "orders the merges of one token apart"
+    reason = "has other merges between those of one token"
     if missing is not None:
         reason = f"does not merge {missing[0]!r:.40} and {missing[1]!r:.40}, though {''.join(missing)!r:.40} is a token"
     raise UnsupportedError(

@@ -84,9 +84,9 @@ inline bool HasAvxVnni() {
 // Whether an arm64 has sdot.
 inline bool HasDotprod() {
 #if FEWBIT_ARM64 && defined(__linux__)
-  return getauxval(AT_HWCAP) & (1ul << 20);  // HWCAP_ASIMDDP
+  return !IsLimitedTo("portable") && (getauxval(AT_HWCAP) & (1ul << 20));  // HWCAP_ASIMDDP
 #elif FEWBIT_ARM64 && defined(__APPLE__)
-  return true;  // every Mac with arm64
+  return !IsLimitedTo("portable");  // every Mac with arm64 has it
 #else
   return false;
 #endif

@@ -28,8 +28,7 @@ enum class ScaleType { kF32 = 0, kBF16 = 1, kF16 = 2, kTable = 3 };
 enum class Zero { kNone = 0, kWhole = 1, kOffset = 2 };
 
 // How a code becomes a number: by the table of the format's values, as an integer of `bits` bits, or as a float of 8 or 6 bits.
-// Those of e4m3fn, e2m3 and e3m2 are decoded 2**8, 2**14 and 2**12 times too small, as float16 with the same bits of exponent;
-// `unit` makes up for it.
+// Those of e4m3fn are decoded 2**8 times too small; `unit` makes up for it.
 enum class Codes { kTable = 0, kSigned = 1, kUnsigned = 2, kE4M3 = 3, kE5M2 = 4, kE2M3 = 5, kE3M2 = 6 };
 
 struct StoredScales {

@@ -11,7 +11,7 @@ def text_pieces(tokenizer: Tokenizer, tokens: Iterable[int], *, before: Sequence
     """Decodes tokens as they come.
 
     What a token adds to a text depends on the tokens before it (a space, a part of a character), so each is decoded with some
-    of them. Text that ends within a character is held back until the character is complete or the tokens end.
+    of them. Incomplete UTF-8 is buffered until the character is complete, or the tokens end.
 
     Args:
         tokenizer: the tokenizer.
@@ -22,10 +22,7 @@ def text_pieces(tokenizer: Tokenizer, tokens: Iterable[int], *, before: Sequence
         Pieces of text, none empty.
     """
     ids = [int(i) for i in before]
-    context, done = (
-        0,
-        len(ids),
-    )  # tokens from `context` to `done` have been decoded, and are decoded again with the next ones
+    context, done = 0, len(ids)  # ids[context:done] are decoded again, as the context of new tokens
 
     def new_text() -> str:
         return tokenizer.decode(ids[context:])[len(tokenizer.decode(ids[context:done])) :]

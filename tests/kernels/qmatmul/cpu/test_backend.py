@@ -101,7 +101,7 @@ def test_every_scheme_along_both_axes(name):
 
 @pytest.mark.parametrize("isa", HERE)
 @pytest.mark.parametrize(
-    "name", ["nf4", "uint4", "q4_1", "int8", "fp8", "int3", "int5", "int7", "mxfp6", "ternary", "binary"]
+    "name", ["nf4", "uint4", "q4_1", "int8", "fp8", "int3", "int5", "int7", "mxfp6", "mxfp6_e3m2", "ternary", "binary"]
 )
 def test_every_instruction_set(name, isa):
     q = weight(name, -1)
@@ -109,6 +109,17 @@ def test_every_instruction_set(name, isa):
     assert beyond_rounding(product(x, q, 1, isa), x, q, 1) < 1
     g = activation(2, ROWS)
     assert beyond_rounding(product(g, q, 0, isa), g, q, 0) < 1
+
+
+@pytest.mark.parametrize("isa", HERE)
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp6", "mxfp6_e3m2", "mxfp8", "mxint8", "nf4", "int8", "fp8"])
+def test_the_largest_scales(name, isa):
+    """Weights near the largest float32, whose scales leave no room for a factor that a decoder might fold into them."""
+    w = 2.0**127 * jnp.clip(activation(ROWS, COLS), -1.5, 1.5)
+    q = fb.quantize(w, name)
+    for axis in (0, 1):
+        x = 2.0**-30 * activation(2, q.shape[axis])
+        assert beyond_rounding(product(x, q, axis, isa), x, q, axis) < 1
 
 
 @pytest.mark.parametrize("rows", [1, 17, 64])

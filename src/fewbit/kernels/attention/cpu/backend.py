@@ -51,31 +51,23 @@ class Cpu(AbstractBackend[AttentionProblem]):
         q, (block,), sinks = operands
         layer = None if block.layer is None else jnp.int32(block.layer)
 
-        def reference(
-            q: jax.Array,
-            keys: KVValues,
-            values: KVValues,
-            seen: jax.Array,
-            first: jax.Array | None,
-            sinks: jax.Array | None,
-            layer: jax.Array | None,
-        ) -> jax.Array:
-            return attended(q, [Block(keys, values, seen, layer, first)], sinks, soft_cap=problem.soft_cap)
+        def reference(q: jax.Array, sinks: jax.Array | None, *parts: PyTree) -> jax.Array:
+            return attended(q, [Block(*parts)], sinks, soft_cap=problem.soft_cap)
 
         native = functools.partial(_native, self, problem.soft_cap)
-        return on_platform("cpu", native, reference)(q, block.keys, block.values, block.seen, block.first, sinks, layer)
+        return on_platform("cpu", native, reference)(q, sinks, block.keys, block.values, block.seen, layer, block.first)
 
 
 def _native(
     backend: Cpu,
     soft_cap: float,
     q: jax.Array,
+    sinks: jax.Array | None,
     keys: KVValues,
     values: KVValues,
     seen: jax.Array,
-    first: jax.Array | None,
-    sinks: jax.Array | None,
     layer: jax.Array | None,
+    first: jax.Array | None,
 ) -> jax.Array:
     if layer is None:
         keys, values = jax.tree.map(lambda a: a[None], (keys, values))  # [1, B, K, S, h]

@@ -16,7 +16,7 @@ from ..matrix_view import contracted_axis
 TARGET = "fewbit_qmatmul"
 
 _TABLE, _SIGNED, _UNSIGNED = range(3)
-_FLOATS = {"e4m3fn": (3, 2.0**8), "e5m2": (4, 1.0), "e2m3": (5, 2.0**14), "e3m2": (6, 2.0**12)}
+_FLOATS = {"e4m3fn": (3, 2.0**8), "e5m2": (4, 1.0), "e2m3": (5, 1.0), "e3m2": (6, 1.0)}
 """The kind of a float format's codes, and how many times too small the kernels decode them."""
 
 _NO_ZERO, _WHOLE, _OFFSET = range(3)

@@ -86,6 +86,23 @@ class CallMemory {
   char* data_;
 };
 
+// All chunks, by several threads where they take longer than waking one: `least` multiply-adds.
+template <class Run>
+static void RunChunks(ffi::ThreadPool pool, int64_t chunks, int64_t multiplications, int64_t least, const Run& run) {
+  if (multiplications >= least) ParallelFor(pool, chunks, run);
+  else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+}
+
+// One matrix, after its rows of x are laid out.
+static void Multiply(ffi::ThreadPool pool, const Kernels& kernels, const IntegerJob& job, const std::vector<Segment>& segments,
+                     const int8_t* rows, int8_t* laid, int32_t* sums) {
+  const int64_t block = kernels.rows;
+  const auto prepare = [&](int64_t i) { kernels.prepare(job, segments, rows, i * block, laid, sums); };
+  ParallelFor(pool, (job.M + block - 1) / block, prepare);
+  const auto run = [&](int64_t chunk) { kernels.run(job, segments, chunk); };
+  RunChunks(pool, kernels.chunks(job), job.M * job.N * job.K, 1 << 19, run);
+}
+
 static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale,
                            ffi::BufferR3<ffi::S32> x_zero, ffi::BufferR3<ffi::U8> w, ffi::BufferR3<ffi::F32> w_scale,
                            ffi::BufferR3<ffi::S32> w_zero, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t bits,
@@ -141,17 +158,10 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::
   job.x = laid, job.x_sums = sums;
   for (int64_t b = 0; b < batch; ++b) {
     const int8_t* rows = x.typed_data() + b * job.M * job.K;
-    const int64_t block = kernels.rows;
-    const auto prepare = [&](int64_t i) { kernels.prepare(job, segments, rows, i * block, laid, sums); };
-    ParallelFor(pool, (job.M + block - 1) / block, prepare);
     job.w = w.typed_data() + (w_shape[0] == 1 ? 0 : b * w_shape[1] * w_shape[2]);
     job.x_scale = x_scales.At(b), job.x_zero = x_zeros.At(b), job.w_scale = w_scales.At(b), job.w_zero = w_zeros.At(b);
     job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * (job.y_kind == Float::kF32 ? 4 : 2);
-    const auto run = [&](int64_t chunk) { kernels.run(job, segments, chunk); };
-    constexpr int64_t kWorthThreads = 1 << 19;  // multiply-adds that take longer, about 10 us, than waking a thread
-    const int64_t chunks = kernels.chunks(job);
-    if (job.M * job.N * job.K >= kWorthThreads) ParallelFor(pool, chunks, run);
-    else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+    Multiply(pool, kernels, job, segments, rows, laid, sums);
   }
   return ffi::Error::Success();
 }
@@ -193,8 +203,6 @@ static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, D
   return checks.Equal("tiles of the zero points", zero[2], tiles);
 }
 
-constexpr int64_t kWorthThreads = 1 << 18;  // multiply-adds of blocks that take longer than waking a thread
-
 // One matrix, in place.
 static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJob& job, const int8_t* rows) {
   const int64_t row = (kernels.block_row_bytes(job) + 3) / 4 * 4;
@@ -206,33 +214,25 @@ static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJo
   if (job.M < 8) for (int64_t m = 0; m < job.M; ++m) lay(m);
   else ParallelFor(pool, job.M, lay);
   const auto run = [&](int64_t chunk) { kernels.run_blocks(job, chunk); };
-  const int64_t chunks = kernels.block_chunks(job);
-  if (job.M * job.N * job.K >= kWorthThreads) ParallelFor(pool, chunks, run);
-  else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+  RunChunks(pool, kernels.block_chunks(job), job.M * job.N * job.K, 1 << 18, run);
 }
 
-// One matrix by panels, as `Integers` does.
+// One matrix, by panels of its decoded rows.
 static void MultiplyPanels(ffi::ThreadPool pool, const Kernels& kernels, const BlockJob& job, const int8_t* rows) {
   IntegerJob panels = PanelsOf(job);
   const std::vector<Segment> segments = SegmentsOf(panels);
-  const bool is_ordered = job.order == nullptr && job.w.cols == job.K;
-  const int64_t row = kernels.row_bytes(panels, segments), ordered = is_ordered ? 0 : (panels.K + 3) / 4 * 4;
+  const bool is_in_order = job.order == nullptr && job.w.cols == job.K;
+  const int64_t row = kernels.row_bytes(panels, segments), ordered = is_in_order ? 0 : (panels.K + 3) / 4 * 4;
   const CallMemory memory(job.M * (row + ordered + panels.tiles() * 4));
   int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
   int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
   panels.x = laid, panels.x_sums = sums;
-  if (!is_ordered) {
+  if (!is_in_order) {
     int8_t* copied = reinterpret_cast<int8_t*>(sums + job.M * panels.tiles());
-    for (int64_t m = 0; m < job.M; ++m) OrderRow(job, rows + m * job.K, copied + m * panels.K);
+    ParallelFor(pool, job.M, [&](int64_t m) { OrderRow(job, rows + m * job.K, copied + m * panels.K); });
     rows = copied;
   }
-  const int64_t block = kernels.rows;
-  const auto prepare = [&](int64_t i) { kernels.prepare(panels, segments, rows, i * block, laid, sums); };
-  ParallelFor(pool, (job.M + block - 1) / block, prepare);
-  const auto run = [&](int64_t chunk) { kernels.run(panels, segments, chunk); };
-  const int64_t chunks = kernels.chunks(panels);
-  if (job.M * job.N * job.K >= kWorthThreads) ParallelFor(pool, chunks, run);
-  else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
+  Multiply(pool, kernels, panels, segments, rows, laid, sums);
 }
 
 static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale, ffi::BufferR3<ffi::U8> codes,

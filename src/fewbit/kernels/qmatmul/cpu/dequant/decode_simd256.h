@@ -114,7 +114,7 @@ struct Float8 {
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
 
 // e2m3 and e3m2 by way of float16, where a table takes 8 permutations and 7 choices: kDown is how many more bits of exponent float16
-// has.
+// has. Its bias is larger, so that its numbers are 2**14 or 2**12 times too small; a product with that is exact.
 template <int kDown>
 struct Float6 {
   static Float6 Of(const Weight&) { return {}; }
@@ -124,9 +124,10 @@ struct Float6 {
     const __m256i high = _mm256_and_si256((__m256i)(raw.u[1] >> shift), code);
     const __m256i codes = _mm256_permute4x64_epi64(_mm256_packus_epi32(low, high), 0xD8);
     const __m256i halves = _mm256_and_si256(_mm256_srai_epi16(_mm256_slli_epi16(codes, 10), kDown), kept);
+    const V factor = Same(kDown == 3 ? 0x1p14f : 0x1p12f);
     V16 r;
-    r.v[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(halves));
-    r.v[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
+    r.v[0] = Mul(_mm256_cvtph_ps(_mm256_castsi256_si128(halves)), factor);
+    r.v[1] = Mul(_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1)), factor);
     return r;
   }
 };

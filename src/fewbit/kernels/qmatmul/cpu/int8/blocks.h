@@ -268,7 +268,7 @@ static void BlockOutputs(const BlockJob& job, const BlockScales& scales, int64_t
     const int64_t rows = job.M - m0 < kBlockRows ? job.M - m0 : kBlockRows;
     for (int64_t q = 0; q < kQuarters; ++q) {
       for (int64_t i = 4 * q; kBits == kDecoded && m0 == 0 && i < 4 * q + 4 && n0 + i < job.N; ++i) {
-        DecodeBytes(job, n0 + i, kSignedBytes, decoded + i * bytes.stride);
+        DecodeBytes<kSignedBytes>(job, n0 + i, decoded + i * bytes.stride);
       }
       FourRows<kBits, kPieces>(job, bytes, n0 + 4 * q, m0, rows, sums + q * ld, kQuarters * ld);
     }

@@ -22,10 +22,12 @@ static inline int64_t DecodedStride(const BlockJob& job) { return DecodedBytes(j
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 
-// The numbers of row n plus the job's offset; where `is_signed`, without it.
+// The numbers of row n plus the job's offset; where kIsSigned, without it.
 //
 // 64 codes at a time: each group of 8, `bits` bytes, goes to the start of 8 bytes, where one instruction cuts 8 fields.
-static void DecodeBytes(const BlockJob& job, int64_t n, bool, uint8_t* out) {
+template <bool kIsSigned>
+static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
+  static_assert(!kIsSigned, "bytes of w are unsigned here");
   const int bits = job.w.bits;
   alignas(64) uint8_t spread[64], field[64];
   for (int i = 0; i < 64; ++i) {
@@ -92,11 +94,12 @@ static inline Words NumbersOf(const BlockJob& job, Words codes) {
   return numbers;
 }
 
-static void DecodeBytes(const BlockJob& job, int64_t n, bool is_signed, uint8_t* out) {
+template <bool kIsSigned>
+static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
   const Unpacking unpacking(job.w.bits);
   const uint8_t *p = job.w.codes + n * job.w.row_stride, *end = p + job.w.row_stride;
   const int64_t distance = PrefetchDistance(job.w.row_stride);
-  const Words offset = _mm256_set1_epi8(static_cast<char>(is_signed ? job.offset : 0));
+  const Words offset = _mm256_set1_epi8(static_cast<char>(kIsSigned ? job.offset : 0));
   for (int64_t i = 0; i < job.w.cols; i += 32, p += 4 * job.w.bits) {
     uint8_t last[32];
     const bool is_last = end - p < 32;
@@ -109,9 +112,10 @@ static void DecodeBytes(const BlockJob& job, int64_t n, bool is_signed, uint8_t*
 
 #else
 
-static void DecodeBytes(const BlockJob& job, int64_t n, bool is_signed, uint8_t* out) {
+template <bool kIsSigned>
+static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
   CodesOfRow(job.w, n, 0, job.w.cols, out);
-  const uint8_t offset = static_cast<uint8_t>(is_signed ? job.offset : 0);
+  const uint8_t offset = static_cast<uint8_t>(kIsSigned ? job.offset : 0);
   for (int64_t i = 0; i < job.w.cols; ++i) out[i] = static_cast<uint8_t>(job.numbers[out[i]] - offset);
   std::memset(out + job.w.cols, 0, DecodedBytes(job) - job.w.cols);
 }

@@ -254,7 +254,7 @@ static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segme
   const int64_t count = job.N - n0 < width ? job.N - n0 : width, strips = (count + kIntWide - 1) / kIntWide;
   const IntegerScratch s(job, segments.empty() ? 0 : segments[0].tiles, strips, rows, width);
   for (int64_t i = 0; job.blocks != nullptr && job.blocks->w.bits < 8 && i < count; ++i) {
-    DecodeBytes(*job.blocks, n0 + i, FEWBIT_ARM64, s.decoded + i * DecodedStride(*job.blocks));
+    DecodeBytes<FEWBIT_ARM64>(*job.blocks, n0 + i, s.decoded + i * DecodedStride(*job.blocks));
   }
   for (const Segment& segment : segments) {
     if (job.blocks != nullptr) {

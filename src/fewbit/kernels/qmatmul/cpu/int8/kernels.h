@@ -45,9 +45,16 @@ inline IntegerJob PanelsOf(const BlockJob& job) {
 
 // A row of x in the order of w's columns, zeros beyond K.
 inline void OrderRow(const BlockJob& job, const int8_t* from, int8_t* to) {
-  for (int64_t k = 0; k < job.w.cols; ++k) {
-    const int64_t at = job.order == nullptr ? k : k / job.group * job.group + job.order[k % job.group];
-    to[k] = at < job.K ? from[at] : int8_t{0};
+  if (job.order == nullptr) {
+    std::memcpy(to, from, job.K);
+    std::memset(to + job.K, 0, job.w.cols - job.K);
+    return;
+  }
+  for (int64_t group = 0; group < job.w.cols; group += job.group) {
+    for (int64_t place = 0; place < job.group; ++place) {
+      const int64_t k = group + job.order[place];
+      to[group + place] = k < job.K ? from[k] : int8_t{0};
+    }
   }
 }
 
