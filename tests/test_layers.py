@@ -36,7 +36,7 @@ LAYERS = (
 RANK = {part: rank for rank, row in enumerate(LAYERS) for part in row}
 
 # What `pip install fewbit` brings; everything else is an extra.
-HARD = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "msgspec", "numpy", "regex", "rich", "typer"}
+HARD = {"jax", "jaxlib", "jaxtyping", "ml_dtypes", "msgspec", "numpy", "regex", "rich", "scipy", "typer"}
 # What the extras bring, as import names.
 OPTIONAL = {
     "flax",

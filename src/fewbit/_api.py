@@ -3,6 +3,7 @@
 from . import array as array
 from . import calibration as calibration
 from . import formats as formats
+from . import methods as methods
 from . import training as training
 from .array import SCHEMES as SCHEMES
 from .array import Packing as Packing

@@ -99,6 +99,31 @@ def test_calls_loops_and_branches():
     np.testing.assert_allclose(stats["v"].range.high, amax(inputs[3]), rtol=1e-6)
 
 
+def test_hessians_of_the_groups_of_a_ragged_product():
+    x, sizes = normal(9, 4), jnp.array([4, 0, 3], jnp.int32)  # two rows belong to no group
+
+    def routed(w, x):
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    recipe = fb.Recipe((fb.Rule(".*", "int8"),))
+    stats = fb.observe(routed, normal(3, 4, 5, seed=1), [x, x], recipe, collect=("hessian",))
+    (seen,) = stats.observations.values()
+    parts = [np.asarray(x[:4]), np.zeros((0, 4)), np.asarray(x[4:7])]
+    np.testing.assert_allclose(seen.hessian, [2 * part.T @ part for part in parts], rtol=1e-5, atol=1e-6)
+    assert seen.count.tolist() == [8, 0, 6]
+
+
+def test_hessians_follow_the_order_of_the_weights_axes():
+    """However the dimension numbers list them."""
+    x, w = normal(5, 3, 2), {"w": normal(2, 3, 4, seed=1)}
+    recipe, flat = fb.Recipe((fb.Rule("w", "int8"),)), np.asarray(x).transpose(0, 2, 1).reshape(5, 6)
+    for pairs in (((2, 1), (0, 1)), ((1, 2), (1, 0))):
+        stats = fb.observe(
+            lambda w, x, pairs=pairs: jax.lax.dot_general(x, w["w"], (pairs, ((), ()))), w, [x], recipe, collect=("hessian",)
+        )
+        np.testing.assert_allclose(stats["w"].hessian, flat.T @ flat, rtol=1e-5, atol=1e-5)
+
+
 def test_hessians_and_channels():
     def experts(params, x):
         return jnp.einsum("etk,ekn->etn", x, params["e"]), jnp.einsum("eab,abn->en", x[:, :2, :4], params["m"])

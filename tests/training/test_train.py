@@ -286,6 +286,34 @@ def test_keys():
     assert np.array_equal(one, gradient(X, jax.random.key(0)))
 
 
+def test_errors_of_gradients_name_the_parameter():
+    policy = fb.Policy("int8", drhs=fb.Arm("int4", operand="int4", hadamard=16))
+    fn = fb.train(lambda w, x: jnp.sum(jnp.sin(layer(w, x))), recipe(policy))
+    with pytest.raises(fb.QuantError, match=r"^out: hadamard=16 must divide the contraction axis of the gradient"):
+        jax.grad(lambda w: fn(w, X[:3], key=jax.random.key(0)))(PARAMS)
+    with pytest.raises(fb.QuantError, match=r"^out: the gradient is rounded or rotated at random"):
+        jax.grad(lambda w: fn(w, X[:3]))(PARAMS)
+
+
+def test_layers_of_equal_shapes_share_compiled_functions():
+    """Their latents differ in the label only."""
+    block, traces = jax.jit(lambda w, x: (traces.append(1), x @ w)[1]), []
+    weights = {name: normal(16, 16, seed=i) for i, name in enumerate("abc")}
+
+    def fn(weights, x):
+        for w in weights.values():
+            x = block(w, x)
+        return x
+
+    trained = fb.train(fn, fb.Recipe((fb.Rule(".*", fb.Policy("int8", "int8")),)))
+    jaxpr = jax.make_jaxpr(trained)(weights, normal(4, 16))
+    assert len(traces) == 1
+    inner = {
+        id(e.params["jaxpr"].jaxpr) for e in jaxpr.eqns if "jaxpr" in e.params and "lambda" in str(e.params.get("name"))
+    }
+    assert len(inner) == 1
+
+
 def test_what_reads_a_parameter_as_floats_is_reported():
     found = []
     fb.train(lambda w, x: layer(w, x) * w["in"].sum(), recipe(INT8), report=found.append)(PARAMS, X)

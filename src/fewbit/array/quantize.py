@@ -421,6 +421,15 @@ def expanded_zero_point(q: QArray, *, but: int | None = None) -> Int32[Array, "*
     return _expanded(q, q.scheme.zero_point.decode(q.zero_point).astype(jnp.int32), but)
 
 
+def expanded_offset(q: QArray) -> Float[Array, "*t"] | None:
+    """The value of code 0 of each element, float32, broadcastable to the shape of `q`; None for a symmetric scheme."""
+    if q.zero_point is None:
+        return None
+    if isinstance(q.scheme.zero_point, AbstractFormat):
+        return -expanded_zero_point(q).astype(jnp.float32) * expanded_scale(q)
+    return _expanded(q, q.zero_point.astype(jnp.float32), None)
+
+
 def scale_factors(q: QArray) -> tuple[Array, ...]:
     """Float32 arrays whose product is the scale: two for E8M0, whose 2**-127 float32 may flush to zero."""
     holder = q.scheme.scale

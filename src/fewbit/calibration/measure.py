@@ -23,13 +23,15 @@ class Observation:
     """The statistics of the other operand in the products of one parameter.
 
     Statistics that were not collected are None; stacked layers add a leading axis. With the vectors `x` that the product
-    contracts, `K` elements each:
+    contracts, `K` elements each, in the order of the weight's axes:
 
     Attributes:
         range: the range of all elements.
         absmax: `[K]`, the amax of each element (channel).
-        hessian: `[*B, K, K]`, the sum of `x x^T`, float32, with an axis for each batch axis of the product.
-        count: the number of vectors for each element of these axes, float32; None without `hessian`.
+        hessian: `[*B, K, K]`, the sum of `x x^T`, float32, with an axis for each batch axis of the product, and for the groups
+            (experts) of a ragged product.
+        count: the number of vectors for each element of these axes, float32: one number, or `[G]` for groups; None without
+            `hessian`.
     """
 
     # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
@@ -81,9 +83,7 @@ class Measure(AbstractMeasure):
             vectors = _vectors(operand, x, "absmax")
             found["absmax"] = jnp.max(jnp.abs(vectors), axis=tuple(range(vectors.ndim - 1)))  # [K]
         if "hessian" in self.collect:
-            vectors = _vectors(operand, x, "hessian")
-            found["hessian"] = jnp.einsum("...tk,...tl->...kl", vectors, vectors, precision="highest")  # [*B, K, K]
-            found["count"] = jnp.float32(vectors.shape[-2])
+            found["hessian"], found["count"] = _second_moments(_vectors(operand, x, "hessian"), operand.group_sizes)
         return Observation(**found)
 
     def of_both(self, left: jax.Array, right: jax.Array) -> ProductObservation:
@@ -100,14 +100,27 @@ class Measure(AbstractMeasure):
         )
 
 
+def _second_moments(vectors: jax.Array, group_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The sum of `x x^T` over the vectors of each group, and their number."""
+    if group_sizes is None:
+        return jnp.einsum("...tk,...tl->...kl", vectors, vectors, precision="highest"), jnp.float32(vectors.shape[-2])
+    if vectors.ndim != 2 or group_sizes.ndim != 1:
+        raise UnsupportedError("hessian is not collected for a ragged product with batch axes; remove it from collect")
+    sums = jax.lax.ragged_dot_general(vectors, vectors, group_sizes, _BY_GROUP, precision=jax.lax.Precision.HIGHEST)
+    return sums, group_sizes.astype(jnp.float32)
+
+
+_BY_GROUP = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=())
+"""The contraction of the rows of each group: `[T, K]` and `[T, K]` to `[G, K, K]`."""
+
+
 def _vectors(operand: ProductOperand, x: jax.Array, statistic: Statistic) -> jax.Array:
     """The vectors that the product contracts."""
-    if operand.contracted is None or (operand.batch is None and statistic == "hessian"):
-        kinds = {"absmax": "a convolution", "hessian": "a convolution or a ragged product"}
+    if operand.contracted is None:
         raise UnsupportedError(
-            f"{statistic} is not collected for {kinds[statistic]}; remove it from collect, or exclude the parameter"
+            f"{statistic} is not collected for a convolution; remove it from collect, or exclude the parameter"
         )
-    batch = operand.batch or ()
+    batch = operand.batch
     others = [axis for axis in range(x.ndim) if axis not in (*batch, *operand.contracted)]
     lengths = [x.shape[axis] for axis in batch]
     size = math.prod(x.shape[axis] for axis in operand.contracted)

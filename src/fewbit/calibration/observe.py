@@ -78,15 +78,11 @@ def observe(
     @functools.partial(jax.jit, static_argnums=0)
     def measured(others: _Static, arrays: list[Any]) -> dict[str, Any]:
         params, inputs = others.merged(arrays)
-        notes = Measurements(measure)
-        chosen = {p.name: Observed(None, _label(p.name), notes, is_parameter=False) for p in products}
 
         def called(params: PyTree, *inputs: PyTree) -> PyTree:
             return fn(params, *inputs, **kwargs)
 
-        run = evaluated(called, "dequantize", decoded.append, lambda _: chosen, calibration_rules(notes))
-        run(_observed(params, paths, notes), *inputs)
-        return notes.found
+        return measurements(called, params, paths, inputs, measure, [p.name for p in products], decoded.append)[1]
 
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
@@ -106,6 +102,36 @@ def observe(
     pairs = {product.name: found[_label(product.name)] for product in products}
     own = tuple(plan.parameters[path].role for path, _ in ops)
     return Stats({path: found[path] for path, _ in ops}, ops, own, pairs, tuple((p.name, p.op) for p in products))
+
+
+def measurements(
+    fn: Callable[..., Any],
+    params: PyTree,
+    paths: Sequence[str],
+    inputs: Sequence[PyTree],
+    measure: Measure,
+    products: Sequence[str] = (),
+    report: Callable[[Decoded], None] | None = None,
+) -> tuple[Any, dict[str, Any]]:
+    """The output of `fn(params, *inputs)` and the measurements of its products, traced.
+
+    Args:
+        fn: the function.
+        params: the tree of parameters.
+        paths: the parameters whose products are measured.
+        inputs: the other arguments.
+        measure: what is measured.
+        products: the names of products without a parameter to measure.
+        report: called for each array that no product could be followed from.
+
+    Returns:
+        The output, and an `Observation` by path, a `ProductObservation` by the product's name after "product ".
+    """
+    notes = Measurements(measure)
+    chosen = {name: Observed(None, _label(name), notes, is_parameter=False) for name in products}
+    run = evaluated(fn, "dequantize", report, lambda _: chosen, calibration_rules(notes))
+    output = run(_observed(params, paths, notes), *inputs)
+    return output, notes.found
 
 
 def _label(name: str) -> str:

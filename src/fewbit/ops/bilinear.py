@@ -175,8 +175,8 @@ def quantized_product(
     def backward(saved: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
         (left, right), (lhs, rhs), key, extra, scales, seen = saved
         scale = getattr(scales, "gradient", None)
-        to_left = _operand_gradient(bilinear, rules.arm(True), gradient, True, left, right, extra, key, scale)
-        to_right = _operand_gradient(bilinear, rules.arm(False), gradient, False, right, left, extra, key, scale)
+        to_left = _operand_gradient(bilinear, rules, gradient, True, left, right, extra, key, scale)
+        to_right = _operand_gradient(bilinear, rules, gradient, False, right, left, extra, key, scale)
         if scale is not None:
             seen = dataclasses.replace(seen, gradient=amax_cotangent(largest_magnitude(gradient), scale))
         return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None, seen, None
@@ -236,7 +236,7 @@ def _form(x: ArrayOrQArray) -> jax.ShapeDtypeStruct:
 
 def _operand_gradient(
     bilinear: AbstractBilinear,
-    arm: Arm,
+    rules: ProductConfig,
     g: jax.Array,
     is_left: bool,
     own: Residual,
@@ -249,6 +249,9 @@ def _operand_gradient(
 
     `scale` is the delayed scale of the incoming gradient, or None.
     """
+    arm, where = rules.arm(is_left), ""
+    if rules.label.path:
+        where = f"{rules.label}: "
     if arm.gradient is None:
         operand = other.original
         if arm.operand == "forward":
@@ -258,10 +261,10 @@ def _operand_gradient(
         if arm.needs_key:
             if key is None:
                 raise QuantError(
-                    f"the gradient is rounded or rotated at random (as {arm.gradient.name}); pass key=, one a step"
+                    f"{where}the gradient is rounded or rotated at random (as {arm.gradient.name}); pass key=, one a step"
                 )
             key = _own_key(key, is_left, g)
-        result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, key, scale)
+        result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, key, scale, where)
     result = result.astype(own.like.dtype)
     if own.passes is None:
         return result
@@ -278,8 +281,9 @@ def _quantized_gradient(
     extra: Extra,
     key: jax.Array | None,
     scale: jax.Array | None,
+    where: str,
 ) -> jax.Array:
-    """The gradient of one operand from the quantized incoming gradient."""
+    """The gradient of one operand from the quantized incoming gradient; `where` begins the messages of errors."""
     axes, other_axes = bilinear.contracted_backward(is_left)
     if arm.tiled_axis == "first":
         axes, other_axes = axes[::-1], other_axes[::-1]
@@ -293,10 +297,16 @@ def _quantized_gradient(
         operand = floating(operand)
         if arm.hadamard is not None:
             assert key is not None
+            operands = f"the product of the incoming gradient {g.shape} and the other operand {operand.shape}"
             if not axes:
                 raise QuantError(
-                    f"hadamard={arm.hadamard} rotates along the contraction axis of the gradient, and the product of the incoming "
-                    f"gradient {g.shape} and the other operand {operand.shape} has none; set hadamard to null"
+                    f"{where}hadamard={arm.hadamard} rotates along the contraction axis of the gradient, and {operands} has none; "
+                    "set hadamard to null"
+                )
+            if g.shape[axes[-1]] % arm.hadamard:
+                raise QuantError(
+                    f"{where}hadamard={arm.hadamard} must divide the contraction axis of the gradient, and "
+                    f"{g.shape[axes[-1]]} elements are summed, in {operands}; pad the batch, or set hadamard to null"
                 )
             g, operand = rotated(g, operand, axes[-1], other_axes[-1], arm.hadamard, jax.random.fold_in(key, 1))
         operand = quantize(operand, arm.operand, axis=_some(other_axes))

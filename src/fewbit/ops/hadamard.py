@@ -5,8 +5,6 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Key
 
-from ..errors import QuantError
-
 
 def hadamard(rows: int) -> np.ndarray:
     """The orthogonal float32 Hadamard matrix of `rows` (a power of two); Sylvester's construction, divided by sqrt(rows)."""
@@ -35,17 +33,9 @@ def rotated(
     Returns:
         Both, in float32.
 
-    Raises:
-        QuantError: when `rows` does not divide the axes.
-
     Reference: Tseng et al., QuIP#, arXiv 2402.04396; NVIDIA, arXiv 2509.25149 (NVFP4 training), which takes 16 rows.
     """
     length = a.shape[a_axis]
-    if length % rows:
-        raise QuantError(
-            f"hadamard={rows} must divide the contraction axis of the gradient, and {length} elements are summed, in the "
-            f"product of the incoming gradient {a.shape} and the other operand {b.shape}; pad the batch, or set hadamard to null"
-        )
     signs = jax.random.rademacher(key, (rows,), jnp.float32)
     rotation = signs[:, None] * hadamard(rows)
 

@@ -13,7 +13,7 @@ from ..array.validity import refuse_invalid
 from ..errors import QuantError, UnsupportedError
 from .policy import FLOAT, Arm, Policy
 from .qat.delayed_scales import StepScales, widest
-from .qat.latent import Latent, is_latent, plain
+from .qat.latent import Label, Latent, is_latent, plain
 from .qat.serving_tiles import ServingTiles
 
 
@@ -27,6 +27,7 @@ class ProductConfig:
         scales: the scales from earlier steps, for a policy with delayed scaling; else None.
         served: the weight's tiles at serving time; None: those of its scheme along the contraction axes.
         prequantized: the weight quantized as at serving time, where tiles cannot describe it; else None.
+        label: the weight's path in the parameters; empty where it has none.
     """
 
     policy: Policy
@@ -34,6 +35,7 @@ class ProductConfig:
     scales: StepScales | None = None
     served: ServingTiles | None = None
     prequantized: Any = None
+    label: Label = Label()
 
     def scheme(self, is_left: bool) -> Scheme | None:
         """The scheme of an operand."""
@@ -86,9 +88,9 @@ def resolved(
     left, right = operand(plain(lhs), "lhs"), operand(plain(rhs), "rhs")
     if policy is None or not _is_needed(policy, left, right):
         return left, right, None, key
-    scales = served = prequantized = None
+    scales, served, prequantized, label = None, None, None, Label()
     if is_latent(weight):
-        prequantized = weight.prequantized
+        prequantized, label = weight.prequantized, weight.label
         if weight.served is not None:
             served = weight.served.on_last(weight.ndim)
         if policy.delayed is not None and weight.scales is not None:
@@ -96,7 +98,7 @@ def resolved(
     if policy.delayed is not None and scales is None:
         reason = "its scales come from earlier steps; fb.train carries them, given delayed="
         raise UnsupportedError("a product cannot follow delayed scaling on its own", {str(policy): reason})
-    return left, right, ProductConfig(policy, weight_is_left, scales, served, prequantized), key
+    return left, right, ProductConfig(policy, weight_is_left, scales, served, prequantized, label), key
 
 
 def operand(x: ArrayLike | QArray, what: str) -> jax.Array | QArray:

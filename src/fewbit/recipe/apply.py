@@ -6,13 +6,20 @@ from jaxtyping import PyTree
 from ..array.qarray import is_qarray
 from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.parameter_uses import array_paths, parameter_paths
+from .method import NEAREST, AbstractMethod
 from .plan import Plan
 from .plan import plan as make_plan
-from .quantize_row import check_row, quantize_row
+from .quantize_row import SupportsObservations, check_row, observation_of, quantize_row
 from .recipe import RecipeLike
 
 
-def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
+def quantize_params(
+    params: PyTree,
+    plan: Plan | RecipeLike,
+    *,
+    method: AbstractMethod = NEAREST,
+    stats: SupportsObservations | None = None,
+) -> PyTree:
     """Quantizes and prunes the parameters that a plan names.
 
     A sparse parameter keeps its largest weights as they are now, whatever the schedule of its training; one that is masked
@@ -26,6 +33,9 @@ def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
         params: the tree of arrays; other leaves are left as they are.
         plan: a Plan; or a recipe, or anything that `fb.recipe` takes, which is resolved without code: what its rules give a
             path and an axis is quantized. Presets need roles, which `fb.plan` finds in the model's function.
+        method: how scales and codes are chosen: `fb.methods.RTN()` rounds to nearest, `fb.methods.GPTQ()` minimizes the error
+            of each product. Tables that are only looked up are rounded to nearest.
+        stats: what `fb.observe` collected with `collect=method.collect`; only for a method that needs it.
 
     Returns:
         A tree of the same structure, with QArrays for the quantized leaves and all others unchanged.
@@ -33,6 +43,7 @@ def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
     Raises:
         QuantError: when the plan and the tree do not have the same parameters and shapes, or a parameter that the plan
             quantizes is a QArray already or, not traced, contains NaN or infinity; it names the parameter and counts them.
+            When statistics are missing, or given to a method that uses none.
         UnsupportedError: for a policy with delayed scaling, whose scales come from training, and for a plan that gives
             products without a parameter a policy, which no parameter can carry.
 
@@ -43,6 +54,10 @@ def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
     """
     if not isinstance(plan, Plan):
         plan = make_plan(None, params, recipe=plan)
+    if stats is not None and not method.collect:
+        raise QuantError(
+            f"stats is given, and method {method.name} uses none; leave it out, or pass method=fb.methods.GPTQ()"
+        )
     leaves = array_paths(params)
     check_storable(plan)
     rows = {row.path: row for row in plan}
@@ -53,7 +68,10 @@ def quantize_params(params: PyTree, plan: Plan | RecipeLike) -> PyTree:
             "make a plan of this tree"
         )
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    every = parameter_paths(params) | {path: quantize_row(leaves[path], row) for path, row in rows.items()}
+    seen = {path: observation_of(row, method, stats) for path, row in rows.items()}
+    every = parameter_paths(params) | {
+        path: quantize_row(leaves[path], row, method, seen[path]) for path, row in rows.items()
+    }
     return jax.tree.unflatten(treedef, list(every.values()))
 
 

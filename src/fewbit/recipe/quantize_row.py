@@ -2,11 +2,13 @@
 
 import dataclasses
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
+from jaxtyping import PyTree
 
 from ..array.qarray import QArray
 from ..array.scheme import Scheme
@@ -15,7 +17,19 @@ from ..kernels.quantize.dispatch import quantize
 from ..ops.qat.serving_quantize import for_each
 from ..ops.qat.serving_tiles import axis_within, cast
 from .matching import Leaf
+from .method import NEAREST, AbstractMethod
 from .rows import PlanRow
+from .rule import PRODUCT_OPS
+
+
+@runtime_checkable
+class SupportsObservations(Protocol):
+    """Statistics by parameter, such as `fewbit.calibration.Stats`."""
+
+    @property
+    def observations(self) -> Mapping[str, Any]:
+        """The statistics of each parameter's products, by its path."""
+        ...
 
 
 def check_row(row: PlanRow) -> None:
@@ -27,19 +41,21 @@ def check_row(row: PlanRow) -> None:
         )
 
 
-def quantize_row(leaf: Leaf, row: PlanRow) -> Any:
+def quantize_row(leaf: Leaf, row: PlanRow, method: AbstractMethod = NEAREST, observation: PyTree = None) -> Any:
     """Quantizes and prunes one parameter as its row of a plan says.
 
     Args:
         leaf: the parameter; it must be finite where it is quantized or pruned.
         row: its row of a plan.
+        method: how scales and codes are chosen.
+        observation: the statistics of the parameter's products, see `observation_of`.
 
     Returns:
         A QArray, a pruned array where the row has a sparsity only, or `leaf` where it has neither.
 
     Raises:
         QuantError: for another shape than the plan's, a QArray, or values that are not finite, unless they are traced.
-        UnsupportedError: for a policy with delayed scaling.
+        UnsupportedError: for a policy with delayed scaling, and where the method cannot quantize the parameter.
     """
     if row.policy is None and row.sparsity is None:
         return leaf
@@ -57,21 +73,82 @@ def quantize_row(leaf: Leaf, row: PlanRow) -> Any:
             f"{row.path} holds {bad} values that are NaN or infinite, of {x.size}; a tile with one decodes to NaN. "
             f"Repair the checkpoint, or exclude the parameter by a rule with policy null"
         )
-    return quantize_finite(x, row)
+    return quantize_finite(x, row, method, observation)
 
 
-def quantize_finite(x: jax.Array, row: PlanRow) -> jax.Array | QArray:
+def quantize_finite(
+    x: jax.Array,
+    row: PlanRow,
+    method: AbstractMethod = NEAREST,
+    observation: PyTree = None,
+) -> jax.Array | QArray:
     """Quantizes and prunes a parameter that was checked already, compiled once for identical layers.
 
     Args:
         x: the finite parameter.
         row: its row of a plan, of the same shape.
+        method: as in `quantize_row`.
+        observation: as in `quantize_row`.
+
+    Raises:
+        UnsupportedError: where the method cannot quantize the parameter.
     """
+    if observation is not None and row.sparsity is not None:
+        raise UnsupportedError(
+            f"{row.path}: {method.name} would move pruned weights away from zero; prune without a method, or quantize a "
+            "model that is pruned already"
+        )
     alike = dataclasses.replace(row, path=re.sub(r"\d+", "*", row.path), reason="", sites=())
-    return jax.jit(quantized_leaf, static_argnums=1)(x, alike)
+    try:
+        return jax.jit(quantized_leaf, static_argnums=(1, 2))(x, alike, method, observation)
+    except QuantError as error:
+        if row.path in str(error):
+            raise
+        raise type(error)(f"{row.path}: {error}") from error
 
 
-def quantized_leaf(x: jax.Array, row: PlanRow) -> jax.Array | QArray:
+def observation_of(row: PlanRow, method: AbstractMethod, stats: SupportsObservations | None) -> PyTree:
+    """The statistics with which a method quantizes a parameter.
+
+    Args:
+        row: the parameter's row of a plan.
+        method: the method.
+        stats: the statistics that `fb.observe` collected; None: none.
+
+    Returns:
+        The parameter's observation; None where nothing is to be quantized, the method needs none, or the parameter is a table
+        that is only looked up, which is rounded to nearest.
+
+    Raises:
+        QuantError: where the parameter has no statistics.
+    """
+    if row.policy is None or not method.collect:
+        return None
+    if stats is not None and row.path in stats.observations:
+        found = stats.observations[row.path]
+        missing = [name for name in method.collect if getattr(found, name) is None]
+        if missing:
+            raise QuantError(
+                f"{method.name} needs {', '.join(missing)} of {row.path}; observe with collect={method.collect}"
+            )
+        layers = tuple(row.shape[a] for a in row.stacked)
+        if any(leaf.shape[: len(layers)] != layers for leaf in jax.tree.leaves(found)):
+            raise QuantError(f"{row.path} has {layers} layers, and its statistics are not; observe the function of the plan")
+        return found
+    if row.ops and not set(row.ops) & set(PRODUCT_OPS):
+        return None
+    raise QuantError(
+        f"{method.name} needs statistics of {row.path}, and there are none; pass stats=fb.observe(fn, params, batches, recipe, "
+        f"collect={method.collect})"
+    )
+
+
+def quantized_leaf(
+    x: jax.Array,
+    row: PlanRow,
+    method: AbstractMethod = NEAREST,
+    observation: PyTree = None,
+) -> jax.Array | QArray:
     """Prunes, casts and quantizes a parameter, each element of its stacked axes on its own."""
     if row.sparsity is not None:
         x = row.sparsity.pruned(x)
@@ -79,7 +156,11 @@ def quantized_leaf(x: jax.Array, row: PlanRow) -> jax.Array | QArray:
         return x
     scheme: Scheme = row.policy.weight
     axis = axis_within(row.axis, row.stacked, len(row.shape))
-    q = for_each(row.stacked, lambda x: quantize(x, scheme, axis=axis), cast(x, row.casts)).astype(x.dtype)
+    if observation is None:
+        q = for_each(row.stacked, lambda x: quantize(x, scheme, axis=axis), cast(x, row.casts))
+    else:
+        q = for_each(row.stacked, lambda x, seen: method.quantized(x, scheme, axis, seen), cast(x, row.casts), observation)
+    q = q.astype(x.dtype)
     if row.policy.is_weight_only:
         return q
     return dataclasses.replace(q, policy=row.policy)

@@ -11,7 +11,7 @@ from ..array.qarray import is_qarray
 from ..ops.interpret.parameter_uses import parameter_paths
 from ..ops.interpret.transparent import Decoded, evaluated
 from ..ops.qat.delayed_scales import StepScales
-from ..ops.qat.latent import Latent
+from ..ops.qat.latent import Label, Latent
 from ..recipe.recipe import RecipeLike
 from ..recipe.recipe import recipe as as_recipe
 from ..recipe.resolution import Resolution
@@ -82,7 +82,7 @@ def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded
         if found.product_policies:
             product_key = None if key is None else jax.random.fold_in(key, 1)
             chosen = {
-                name: Latent(None, product_key, policy, product_scales.get(name))
+                name: Latent(None, product_key, policy, product_scales.get(name), label=Label(name))
                 for name, policy in found.product_policies.items()
             }
             run = evaluated(fn, "dequantize", report, lambda _: chosen)
@@ -102,6 +102,6 @@ def _latents(params: PyTree, found: Resolution, key: Key[Array, ""] | None, scal
     leaves = parameter_paths(params)
     for path, policy in policies.items():
         served = found.parameters[path].served
-        leaves[path] = Latent(jnp.asarray(leaves[path]), keys.get(path), policy, scales.get(path), None, served)
+        leaves[path] = Latent(jnp.asarray(leaves[path]), keys.get(path), policy, scales.get(path), None, served, Label(path))
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
     return jax.tree.unflatten(treedef, list(leaves.values()))

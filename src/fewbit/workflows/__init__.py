@@ -1,5 +1,8 @@
 """The pipelines behind the commands of `fewbit`."""
 
+from .calibrated import CalibrationData as CalibrationData
+from .calibrated import calibrated_weights as calibrated_weights
+from .calibrated import calibration_data as calibration_data
 from .compare import Baseline as Baseline
 from .compare import Candidate as Candidate
 from .compare import baseline as baseline

@@ -3,13 +3,17 @@
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..array.qarray import QArray
+from ..errors import QuantError
 from ..io.files import file_sha256
 from ..io.orbax import TREE
+from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
+from .calibrated import CalibrationData, calibrated_weights
 from .convert.fused import fused_rows
 from .convert.targets import Job, check_target, fused_modules, prepared, representable, write_tensors
 from .model import Model, Value
@@ -57,6 +61,9 @@ def quantize(
     *,
     to: str = "fewbit",
     overwrite: bool = False,
+    method: AbstractMethod = NEAREST,
+    calibration: CalibrationData | None = None,
+    on_layer: Callable[[int, int], None] | None = None,
     on_tensor: Callable[[TensorResult], None] | None = None,
     on_verify: Callable[[str, int], None] | None = None,
 ) -> Outcome:
@@ -70,6 +77,9 @@ def quantize(
         out: the output directory, or the file of GGUF.
         to: the layout of the files: "fewbit", "hf" (dequantized to bfloat16), "gguf", "orbax", or the name of a container.
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
+        method: how scales and codes are chosen. With a method that needs statistics, all quantized weights are in memory.
+        calibration: what such a method learns from; see `calibration_data`.
+        on_layer: called with the number of layers that it has quantized, and of all layers.
         on_tensor: called after each tensor.
         on_verify: called with the name and the bytes of each stored array that was read back.
 
@@ -78,10 +88,15 @@ def quantize(
 
     Raises:
         QuantError: when `io.check_output` refuses the directory, a parameter has NaN or infinity, or writing fails.
-        UnsupportedError: when the layout cannot store a planned weight exactly; before any work.
+        UnsupportedError: when the layout cannot store a planned weight exactly, or fewbit's decoder cannot run a model for
+            whose method it must; before any work.
     """
     model = prepared(to, model)
     check_target(to, model, plan)
+    if method.collect and calibration is None:
+        raise QuantError(f"method {method.name} needs calibration data; pass calibration=calibration_data(model)")
+    if calibration is not None and not method.collect:
+        raise QuantError(f"method {method.name} uses no calibration data; leave calibration out")
 
     def progress(stage: str, name: str, nbytes: int) -> None:
         if stage == "verify" and on_verify is not None:
@@ -89,14 +104,20 @@ def quantize(
 
     start, results = time.perf_counter(), []
 
+    fused, facts = fused_rows(model, plan, fused_modules(to)), _facts(model, plan)
+    calibrated: Mapping[str, QArray] = {}
+    if calibration is not None:
+        calibrated = calibrated_weights(model, plan, method, calibration, fused=fused, progress=on_layer)
+        facts["method"] = {"name": method.name, **dataclasses.asdict(method), "calibration": calibration.facts}
+
     def tensors() -> Iterator[tuple[str, Value]]:
-        for value, result in quantized_tensors(model, plan, fused_rows(model, plan, fused_modules(to))):
+        for value, result in quantized_tensors(model, plan, fused, calibrated, method.name):
             yield result.path, representable(to, value) if result.is_quantized else value
             results.append(result)
             if on_tensor is not None:
                 on_tensor(result)
 
-    job = Job(model, plan, out, _config(model), _facts(model, plan), overwrite, progress)
+    job = Job(model, plan, out, _config(model), facts, overwrite, progress)
     written = write_tensors(to, job, tensors())
     files = [file for file in (written, *written.rglob("*")) if file.is_file()]
     size = sum(file.stat().st_size for file in files)

@@ -35,6 +35,7 @@ class TensorResult:
         bytes_before: its bytes in the file.
         bytes_after: its new bytes.
         seconds: how long it took.
+        method: the name of the method that chose its codes, if it was quantized.
     """
 
     path: str
@@ -45,12 +46,14 @@ class TensorResult:
     bytes_before: int
     bytes_after: int
     seconds: float
+    method: str = "rtn"
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         quality = "unchanged" if self.sqnr_db is None else f"{self.sqnr_db:.2f} dB"
         sizes = f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
-        return f"{self.path}  {shape}  {self.scheme}  {quality}  {sizes}  {self.seconds:.2f} s"
+        scheme = self.scheme if self.method == "rtn" else f"{self.scheme} by {self.method}"
+        return f"{self.path}  {shape}  {scheme}  {quality}  {sizes}  {self.seconds:.2f} s"
 
 
 def worst(tensors: Iterable[TensorResult], count: int = 5) -> list[TensorResult]:
@@ -68,7 +71,11 @@ def worst(tensors: Iterable[TensorResult], count: int = 5) -> list[TensorResult]
 
 
 def quantized_tensors(
-    model: Model, plan: Plan, fused: Mapping[str, tuple[PlanRow, ...]] = types.MappingProxyType({})
+    model: Model,
+    plan: Plan,
+    fused: Mapping[str, tuple[PlanRow, ...]] = types.MappingProxyType({}),
+    calibrated: Mapping[str, QArray] = types.MappingProxyType({}),
+    method: str = "rtn",
 ) -> Iterator[tuple[Value, TensorResult]]:
     """Quantizes the parameters of a model, in the order of the plan.
 
@@ -76,6 +83,8 @@ def quantized_tensors(
         model: the model.
         plan: its plan; see `plan_model`.
         fused: the rows that share a tensor scale, by the path of each; see `fused_rows`.
+        calibrated: weights that are quantized already, see `calibrated_weights`.
+        method: the name of the method that quantized them.
 
     Returns:
         An iterator of the values and their results.
@@ -85,7 +94,7 @@ def quantized_tensors(
         UnsupportedError: for a plan that stored parameters cannot express.
     """
     check_storable(plan)
-    rows, ready = iter(plan), {}
+    rows, ready = iter(plan), dict(calibrated)
     for row in rows:
         start = time.perf_counter()
         stored = model.load(row.path)
@@ -102,7 +111,9 @@ def quantized_tensors(
         seconds = time.perf_counter() - start
         scheme = value.scheme.name if isinstance(value, QArray) else np.dtype(value.dtype).name
         before = model.info[row.path].nbytes
-        yield value, TensorResult(row.path, row.shape, scheme, sqnr is not None, sqnr, before, int(value.nbytes), seconds)
+        chosen_by = method if row.path in calibrated else "rtn"
+        nbytes = int(value.nbytes)
+        yield value, TensorResult(row.path, row.shape, scheme, sqnr is not None, sqnr, before, nbytes, seconds, chosen_by)
 
 
 def _float_values(stored: Value, row: PlanRow) -> np.ndarray | jax.Array:

@@ -7,7 +7,25 @@ import typer
 
 from ...errors import QuantError
 from ..app import FOUND, app
-from ..options import Full, Json, ModelPath, RecipeName, Rotate, Seed, Strict, To, path_argument, path_option, rotation_seed
+from ..options import (
+    Bits,
+    CalibrationText,
+    CalibrationWindow,
+    CalibrationWindows,
+    Candidates,
+    Full,
+    Json,
+    Method,
+    ModelPath,
+    RecipeName,
+    Rotate,
+    Seed,
+    Strict,
+    To,
+    path_argument,
+    path_option,
+    rotation_seed,
+)
 
 
 @app.command()
@@ -17,20 +35,35 @@ def plan(
     save: Annotated[
         Path | None, path_option("--save", help="Write the plan here as JSON, to edit and pass to quantize --plan.")
     ] = None,
+    bits: Bits = None,
+    candidates: Candidates = None,
+    method: Method = "rtn",
+    calibration_text: CalibrationText = None,
+    calibration_windows: CalibrationWindows = None,
+    calibration_window: CalibrationWindow = None,
     strict: Strict = False,
     full: Full = False,
     json: Json = False,
 ) -> None:
-    """Shows what a recipe does to every parameter of a model, without quantizing anything."""
+    """Shows what a recipe does to every parameter of a model, or chooses schemes for a number of bits; quantizes nothing."""
     from ...workflows.load import load
     from ...workflows.plan import plan_model, unknown_roles
     from ..console import emit_json, say
+    from ..quantize_report import candidate_names, chosen_method, with_bits
     from ..render import plan_lines, plan_totals
 
-    if recipe is None:
+    names = candidate_names(bits, candidates)
+    if recipe is None and not names:
         raise QuantError("a recipe is missing: pass --recipe NAME; `fewbit recipes` lists them")
+    if bits is None and method != "rtn":
+        raise QuantError(
+            "--method of a plan is for --bits, which measures what each scheme costs; pass it to `fewbit quantize`"
+        )
     opened = load(model)
-    made = plan_model(opened, recipe=recipe)
+    chosen = chosen_method(method, opened, calibration_text, calibration_windows, calibration_window)
+    made = plan_model(opened, recipe=recipe or names[0])
+    if bits is not None:
+        made = with_bits(opened, made, bits, names, chosen)
     if strict and (message := unknown_roles(made)) is not None:
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(FOUND)
@@ -59,6 +92,10 @@ def quantize(
         typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote all its files; the old one is kept until the end."),
     ] = False,
     to: To = "fewbit",
+    method: Method = "rtn",
+    calibration_text: CalibrationText = None,
+    calibration_windows: CalibrationWindows = None,
+    calibration_window: CalibrationWindow = None,
     rotate: Rotate = False,
     seed: Seed = None,
     check: Annotated[
@@ -75,7 +112,7 @@ def quantize(
     from ...workflows.convert.targets import check_path, check_target, fitted, prepared
     from ...workflows.load import load
     from ..console import emit_json, say
-    from ..quantize_report import can_evaluate, evaluated, outcome_record, planned, why_no_check, written
+    from ..quantize_report import can_evaluate, chosen_method, evaluated, outcome_record, planned, why_no_check, written
     from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
 
     rotation = rotation_seed(rotate, seed)
@@ -87,6 +124,7 @@ def quantize(
     source = prepared(to, source)
     made = fitted(to, source, made)
     check_target(to, source, made)
+    chosen = chosen_method(method, source, calibration_text, calibration_windows, calibration_window)
     if not json:
         say("\n".join(plan_lines(source, made, full=full)))
     if dry_run and json:
@@ -96,7 +134,7 @@ def quantize(
     if dry_run:
         return
     skipped = why_no_check(opened, check, text)
-    outcome = written(source, made, output, to=to, overwrite=overwrite, log=log)
+    outcome = written(source, made, output, to=to, overwrite=overwrite, log=log, chosen=chosen)
     quality, lines = None, [f"quality check skipped: {skipped}"]
     if skipped is None:
         quality = evaluated(outcome.path, source, text)

@@ -16,6 +16,7 @@ import numpy as np
 from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
+from ..._tiles import contraction_order
 from ...errors import UnsupportedError
 from ..qat.latent import MOVES, PRODUCTS
 from .evaluator import Evaluator, Rule, bound
@@ -34,12 +35,14 @@ class ProductOperand:
     Attributes:
         x: the operand.
         contracted: its contraction axes; None for a convolution, which sums over windows.
-        batch: its batch axes, such as experts; None for a ragged product.
+        batch: its batch axes, such as experts.
+        group_sizes: of a ragged product, how many of its rows are multiplied by each group of the weight; else None.
     """
 
     x: jax.Array
     contracted: tuple[int, ...] | None
-    batch: tuple[int, ...] | None
+    batch: tuple[int, ...] = ()
+    group_sizes: jax.Array | None = None
 
 
 class AbstractMeasure(abc.ABC):
@@ -147,16 +150,19 @@ def _notes(values: list[Any]) -> Measurements:
 def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """The unchanged product; measures the operand that is not the weight (of two parameters, the right one is the weight)."""
     side = int(not isinstance(values[1], Observed))
-    x, contracted, batch = _array(values[side]), None, None
+    x, contracted, batch, group_sizes = _array(values[side]), None, (), None
     if eqn.primitive.name == "dot_general":
-        contracted, batch = (numbers[side] for numbers in eqn.params["dimension_numbers"])
+        numbers, batches = eqn.params["dimension_numbers"]
+        contracted, batch = contraction_order(numbers[side], numbers[1 - side])[0], batches[side]
     elif eqn.primitive.name == "ragged_dot_general":
-        contracted = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers[0][side]
+        numbers, batches = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+        contracted, batch = contraction_order(numbers[side], numbers[1 - side])[0], batches[side]
+        group_sizes = values[2]
     if isinstance(values[0], Observed) or isinstance(values[1], Observed):
         weight = values[1 - side]
         measure = weight.notes.measure
         if weight.is_parameter:
-            weight.notes.add(weight.path, measure.of(ProductOperand(x, contracted, batch)))
+            weight.notes.add(weight.path, measure.of(ProductOperand(x, contracted, batch, group_sizes)))
         else:
             weight.notes.add(weight.path, measure.of_both(x, weight.value))
     return bound(eqn, list(map(_array, values)))

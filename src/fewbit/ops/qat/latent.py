@@ -26,6 +26,22 @@ PARAMETER_RULES: dict[str, Any] = {}
 """The rule of each primitive with a Latent operand, by name; `fewbit.ops.qat.rules` fills it at import."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Label:
+    """A parameter's path, for messages. All labels are equal, so that layers of equal shapes share compiled functions."""
+
+    path: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Label)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        return self.path
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)
 class Latent(ArrayProxy):
@@ -41,6 +57,7 @@ class Latent(ArrayProxy):
         prequantized: the quantized array, once slicing or sharding removed elements that share scales with the remaining ones;
             else None.
         served: its tiles at serving time; None: those that each product asks for.
+        label: the parameter's path; empty where it has none.
     """
 
     rules: ClassVar[Mapping[str, Any]] = PARAMETER_RULES
@@ -51,6 +68,7 @@ class Latent(ArrayProxy):
     scales: Any = None
     prequantized: Any = None
     served: ServingTiles | None = dataclasses.field(default=None, metadata={"static": True})
+    label: Label = dataclasses.field(default=Label(), metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 from jax.sharding import PartitionSpec
+from jaxtyping import PyTree
 
 from ...array.qarray import QArray
 from ...array.scheme import Scheme, laid_along
@@ -82,11 +83,18 @@ def _is_along(tiles: ServingTiles, scheme: Scheme, axis: tuple[int, ...], shape:
     return all(normalized(own, n) == normalized(other, n) for own, other, n in pairs)
 
 
-def for_each(stacked: tuple[int, ...], one: Callable[[jax.Array], QArray], x: jax.Array) -> QArray:
-    """Maps a function over the stacked axes (negative), which keep their places."""
+def for_each(stacked: tuple[int, ...], one: Callable[..., QArray], x: jax.Array, *others: PyTree) -> QArray:
+    """Maps a function over the stacked axes (negative) of `x`, which keep their places.
+
+    The leaves of `others` have these axes first. With others, one element is computed after another, to save memory.
+    """
     order = [a % x.ndim for a in (*stacked, *(a for a in range(-x.ndim, 0) if a not in stacked))]
     for _ in stacked:
-        one = jax.vmap(one)
+        one = _one_by_one(one) if others else jax.vmap(one)
     if order == sorted(order):
-        return one(x)
-    return one(x.transpose(order)).transpose(*map(order.index, range(x.ndim)))
+        return one(x, *others)
+    return one(x.transpose(order), *others).transpose(*map(order.index, range(x.ndim)))
+
+
+def _one_by_one(one: Callable[..., QArray]) -> Callable[..., QArray]:
+    return lambda *args: jax.lax.map(lambda args: one(*args), args)

@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...array.qarray import QArray
+from ...calibration.measure import Observation
+from ...recipe.method import NEAREST, AbstractMethod
 from ...recipe.plan import Plan
 from ...recipe.quantize_row import quantize_finite
 from ...recipe.rows import PlanRow
@@ -44,15 +46,22 @@ def _has_tensor_scale(model: Model, row: PlanRow) -> bool:
     return len(row.shape) == 2 and row.axis == (-1,) and bool(row.policy.weight.tensor_scale)
 
 
-def quantized_together(weights: Mapping[str, np.ndarray | jax.Array], row: PlanRow) -> dict[str, QArray]:
+def quantized_together(
+    weights: Mapping[str, np.ndarray | jax.Array],
+    row: PlanRow,
+    method: AbstractMethod = NEAREST,
+    observation: Observation | None = None,
+) -> dict[str, QArray]:
     """Quantizes matrices with one tensor scale, as the rows of one matrix.
 
     Args:
         weights: the matrices `[out, in]` by path, all with the same number of columns.
         row: the plan's row of one of them.
+        method: how scales and codes are chosen.
+        observation: the statistics of their inputs, which are the same.
     """
     whole = jnp.concatenate([jnp.asarray(x) for x in weights.values()])
-    q = quantize_finite(whole, dataclasses.replace(row, shape=whole.shape))
+    q = quantize_finite(whole, dataclasses.replace(row, shape=whole.shape), method, observation)
     assert isinstance(q, QArray)
     found, start = {}, 0
     for path, x in weights.items():

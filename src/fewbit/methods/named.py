@@ -1,0 +1,29 @@
+"""Methods by name."""
+
+from .._registry import near_names
+from ..errors import QuantError
+from ..recipe.method import RTN, AbstractMethod
+from .gptq import GPTQ
+
+METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ)}
+"""Every method by its name."""
+
+
+def method(name: str) -> AbstractMethod:
+    """A method with its default settings.
+
+    Args:
+        name: "rtn" or "gptq".
+
+    Returns:
+        The method.
+
+    Raises:
+        QuantError: for an unknown name.
+
+    >>> method("gptq")
+    GPTQ(damping=0.01, act_order=True)
+    """
+    if name not in METHODS:
+        raise QuantError(f"unknown method {name!r}; {near_names(name, tuple(METHODS))}")
+    return METHODS[name]()

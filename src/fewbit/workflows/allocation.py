@@ -1,0 +1,222 @@
+"""Plans with the scheme of each weight chosen for a budget of bits.
+
+The loss of quantizing a weight is estimated by a second-order expansion: for parameters `W + E` the KL divergence of a model from
+itself is `E^T F E / 2`, with the Fisher information `F`, the mean of `g g^T` over texts that the model itself continues, where `g`
+is the gradient of their log-likelihood. So one gradient for each window serves every weight and every scheme.
+"""
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Key
+
+from ..array.scheme import scheme as as_scheme
+from ..errors import QuantError
+from ..methods.allocation import Choice, allocate
+from ..models.config import DecoderConfig
+from ..models.decoder import forward, stack_layers
+from ..models.joined import stack_experts
+from ..models.names import params_from_paths
+from ..ops.policy import Policy
+from ..recipe.method import NEAREST, AbstractMethod
+from ..recipe.plan import Plan, recounted
+from ..recipe.quantize_row import quantize_finite
+from ..recipe.rows import PlanRow
+from .calibrated import CalibrationData, calibrated_weights
+from .model import Model, decoded
+
+WINDOWS = 64
+WINDOW = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity:
+    """What each scheme costs weights that get the same one.
+
+    Attributes:
+        paths: the weights: q, k and v of a layer, its gate and up, the same weight of all experts, or a single one.
+        losses: the estimated KL divergence by scheme, in nats a token.
+        nbytes: their bytes by scheme.
+    """
+
+    paths: tuple[str, ...]
+    losses: dict[str, float]
+    nbytes: dict[str, int]
+
+
+def sensitivities(
+    model: Model,
+    plan: Plan,
+    candidates: Sequence[str],
+    windows: Int[np.ndarray, "N T"],
+    *,
+    method: AbstractMethod = NEAREST,
+    calibration: CalibrationData | None = None,
+    seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[Sensitivity, ...]:
+    """Estimates what each scheme would cost the weights that a plan quantizes.
+
+    The float parameters, their gradient, and the errors of all candidates in bfloat16 are in memory.
+
+    Args:
+        model: a model that can be run.
+        plan: its plan; what it leaves in float, or the file stores quantized, has no sensitivity.
+        candidates: the names of schemes.
+        windows: token ids; a gradient is computed for each window.
+        method: how codes are chosen.
+        calibration: what a method with statistics learns from.
+        seed: of the labels, which are drawn from the model's own predictions.
+        progress: called with the number of windows done and of all windows.
+
+    Returns:
+        The sensitivities, in the order of the plan. A scheme that does not fit the weights is not among their losses.
+
+    Raises:
+        QuantError: when no candidate fits a weight.
+        UnsupportedError: when the model cannot be run.
+    """
+    config, groups = model.runnable_config(), tied(row for row in plan if row.policy is not None)
+    plans = {name: _with_scheme(plan, name) for name in candidates}
+    errors = {name: _errors(model, one, method, calibration) for name, one in plans.items()}
+    sums = {name: np.zeros(len(groups)) for name in candidates}
+    params = {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
+    members = tuple(groups)
+    for i, window in enumerate(windows):
+        key = jax.random.fold_in(jax.random.key(seed), i)
+        scores = _scores(params, errors, jnp.asarray(window[None]), key, config=config, groups=members)
+        for name, found in scores.items():
+            sums[name] += np.square(np.asarray(found, np.float64))
+        if progress is not None:
+            progress(i + 1, len(windows))
+    found = []
+    for index, paths in enumerate(groups):
+        fitting = [name for name in candidates if all(plans[name][path].policy is not None for path in paths)]
+        if not fitting:
+            raise QuantError(
+                f"none of {', '.join(candidates)} fits {paths[0]} {plan[paths[0]].shape}; add a candidate that does"
+            )
+        losses = {name: float(sums[name][index] / (2 * windows.size)) for name in fitting}
+        nbytes = {name: sum(plans[name][path].bytes_after for path in paths) for name in fitting}
+        found.append(Sensitivity(paths, losses, nbytes))
+    return tuple(found)
+
+
+def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
+    """The plan with the best scheme for each weight under a budget.
+
+    Args:
+        plan: the plan whose weights were measured.
+        found: their sensitivities.
+        bits: how many bits an element of the model may take on average, all parameters and their scales counted.
+
+    Returns:
+        The plan; its rows say what their scheme is estimated to cost.
+
+    Raises:
+        QuantError: when the smallest schemes take more.
+    """
+    size, items = sum(row.size for row in plan), {}
+    chosen_paths = {path for one in found for path in one.paths}
+    fixed = sum(row.bytes_after for row in plan if row.path not in chosen_paths)
+    for one in found:
+        items[one.paths[0]] = [Choice(name, one.nbytes[name], loss) for name, loss in one.losses.items()]
+    smallest = fixed + sum(min(choice.nbytes for choice in choices) for choices in items.values())
+    if 8 * smallest > bits * size:
+        raise QuantError(f"{bits} bits per weight cannot be reached: the smallest candidates take {8 * smallest / size:.3f}")
+    taken = allocate(items, int(bits * size / 8) - fixed)
+    by_path = {path: taken[one.paths[0]] for one in found for path in one.paths}
+    rows = []
+    for row in plan:
+        if (choice := by_path.get(row.path)) is not None:
+            row = dataclasses.replace(_row_with_scheme(row, choice.name), reason=f"estimated KL {choice.loss:.2g}")
+        rows.append(row)
+    names = dict.fromkeys(name for one in found for name in one.losses)
+    total = sum(choice.loss for choice in taken.values())
+    note = f"the estimated KL divergence of all weights is {total:.3g} nats a token, the sum of those of the rows"
+    return dataclasses.replace(
+        plan, rows=tuple(rows), recipe=f"{bits:g} bits of {', '.join(names)}", notes=(*plan.notes, note)
+    )
+
+
+def tied(rows: Iterable[PlanRow]) -> tuple[tuple[str, ...], ...]:
+    """The weights that must have one scheme, because they are multiplied at once: q, k and v; gate and up; all experts.
+
+    >>> from types import SimpleNamespace as Row
+    >>> tied([Row(path=f"layers/0/attn/{name}") for name in "qkvo"])
+    (('layers/0/attn/q', 'layers/0/attn/k', 'layers/0/attn/v'), ('layers/0/attn/o',))
+    """
+    groups: dict[str, list[str]] = {}
+    for row in rows:
+        name = re.sub(r"/experts/\d+/", "/experts/", row.path)
+        name = re.sub(r"/attn/[qkv]$", "/attn/qkv", re.sub(r"/(gate|up)$", "/gate+up", name))
+        groups.setdefault(name, []).append(row.path)
+    return tuple(map(tuple, groups.values()))
+
+
+def _with_scheme(plan: Plan, name: str) -> Plan:
+    """The plan with one scheme for all quantized weights; a row that it does not fit is not quantized."""
+    rows = []
+    for row in plan:
+        if row.policy is not None:
+            try:
+                row = _row_with_scheme(row, name)
+            except QuantError:
+                row = dataclasses.replace(row, policy=None, axis=(), bytes_after=row.bytes_before)
+        rows.append(row)
+    return dataclasses.replace(plan, rows=tuple(rows))
+
+
+def _row_with_scheme(row: PlanRow, name: str) -> PlanRow:
+    """The row with another weight scheme."""
+    assert row.policy is not None
+    policy: Policy = dataclasses.replace(row.policy, weight=as_scheme(name))
+    return recounted(dataclasses.replace(row, policy=policy))
+
+
+def _errors(model: Model, plan: Plan, method: AbstractMethod, calibration: CalibrationData | None) -> dict[str, Array]:
+    """The error of each weight under a plan, in bfloat16."""
+    values, errors = {}, {}
+    if method.collect:
+        assert calibration is not None
+        values = calibrated_weights(model, plan, method, calibration, fused={})
+    for row in plan:
+        if row.policy is not None:
+            x = jnp.asarray(decoded(model.load(row.path)), jnp.float32)
+            q = values.get(row.path)
+            if q is None:
+                q = quantize_finite(x, row)
+            errors[row.path] = jax.block_until_ready((decoded(q) - x).astype(jnp.bfloat16))
+    return errors
+
+
+@functools.partial(jax.jit, static_argnames=("config", "groups"))
+def _scores(
+    params: Mapping[str, Array],
+    errors: Mapping[str, Mapping[str, Array]],
+    tokens: Int[Array, "1 T"],
+    key: Key[Array, ""],
+    *,
+    config: DecoderConfig,
+    groups: tuple[tuple[str, ...], ...],
+) -> dict[str, Float[Array, " groups"]]:
+    """`g^T E` of each group of weights, by scheme: `g` is the gradient of the log-likelihood of drawn labels."""
+
+    def log_likelihood(params: Mapping[str, Array]) -> Array:
+        tree = stack_layers(stack_experts(params_from_paths(dict(params), config)))
+        logits = forward(tree, tokens, config)
+        labels = jax.random.categorical(key, jax.lax.stop_gradient(logits))
+        chosen = jnp.take_along_axis(jax.nn.log_softmax(logits), labels[..., None], axis=-1)
+        return jnp.sum(chosen)
+
+    gradient = jax.grad(log_likelihood)(params)
+    scores = {}
+    for name, by_path in errors.items():
+        dots = {path: jnp.vdot(gradient[path], error.astype(jnp.float32)) for path, error in by_path.items()}
+        scores[name] = jnp.stack([sum((dots[path] for path in paths if path in dots), jnp.float32(0)) for paths in groups])
+    return scores

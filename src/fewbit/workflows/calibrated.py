@@ -1,0 +1,264 @@
+"""Quantizes a decoder's weights by a method, layer by layer.
+
+A calibration text runs through the layers one at a time. The inputs of a layer are the outputs of the quantized layers before
+it, so that its weights are chosen for the inputs that they will multiply. The residual streams of the whole text and the
+statistics of one layer are in memory.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, PyTree
+
+from ..array.qarray import QArray, is_qarray
+from ..calibration.measure import Measure, Observation
+from ..calibration.observe import measurements
+from ..calibration.range_rules import AbsMaxRange
+from ..errors import QuantError
+from ..models.config import DecoderConfig
+from ..models.decoder import embedded, layer_output, output_logits
+from ..models.installed import calibration_text
+from ..models.joined import stack_experts
+from ..models.names import params_from_paths
+from ..ops.interpret.parameter_uses import parameter_paths
+from ..ops.interpret.transparent import transparent
+from ..recipe.method import AbstractMethod
+from ..recipe.plan import Plan
+from ..recipe.quantize_row import quantize_finite
+from ..recipe.rows import PlanRow
+from .convert.fused import quantized_together
+from .model import Model, decoded, is_kept
+
+WINDOWS = 128
+WINDOW = 256
+_BATCH_TOKENS = 4096
+
+Progress = Callable[[int, int], None]
+"""Called with the number of layers done and of all layers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CalibrationData:
+    """The tokens from which a method learns.
+
+    Attributes:
+        text: the name of the text.
+        windows: token ids `[windows, tokens]`.
+    """
+
+    text: str
+    windows: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.windows.ndim != 2 or not self.windows.size or not np.issubdtype(self.windows.dtype, np.integer):
+            raise QuantError(
+                f"the calibration windows are {self.windows.dtype.name}{self.windows.shape}, expected token ids [windows, tokens]"
+            )
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The provenance recorded in a directory."""
+        digest = hashlib.sha256(np.ascontiguousarray(self.windows, np.int32).tobytes()).hexdigest()
+        return {"text": self.text, "windows": list(self.windows.shape), "sha256": digest}
+
+
+def calibration_data(
+    model: Model, text: str | None = None, *, windows: int = WINDOWS, window: int | None = None
+) -> CalibrationData:
+    """Cuts windows of tokens out of a text, spread evenly over it.
+
+    Args:
+        model: a model that can be run, with a tokenizer.
+        text: as for `models.find_text`; None takes `models.calibration_text`, which the default evaluation does not read.
+        windows: how many windows; fewer if the text is shorter.
+        window: the tokens of a window; None takes 256, or the model's context if that is shorter.
+
+    Raises:
+        QuantError: when the text is shorter than one window, or a window longer than the model's context.
+        UnsupportedError: when the model cannot be run, or has no tokenizer.
+    """
+    config, tokenizer, found = model.runnable_config(), model.readable_tokenizer(), calibration_text(text)
+    if window is None:
+        window = min(WINDOW, config.context)
+    if not 0 < window <= config.context or windows < 1:
+        raise QuantError(
+            f"{windows} calibration windows of {window} tokens: there must be one or more, each of 1 to {config.context} tokens, "
+            f"the context of {model.name}"
+        )
+    ids = tokenizer.encode(found.content)
+    count = len(ids) // window
+    if count == 0:
+        raise QuantError(f"the calibration text {found.name} has {len(ids)} tokens, and a window takes {window}")
+    chosen = np.linspace(0, count - 1, min(windows, count)).astype(int)
+    rows = ids[: count * window].reshape(count, window)[chosen]
+    rows[:, : len(tokenizer.start_ids)] = tokenizer.start_ids
+    return CalibrationData(found.name, rows)
+
+
+def calibrated_weights(
+    model: Model,
+    plan: Plan,
+    method: AbstractMethod,
+    data: CalibrationData,
+    *,
+    fused: Mapping[str, tuple[PlanRow, ...]],
+    progress: Progress | None = None,
+) -> dict[str, QArray]:
+    """The quantized weights of a decoder's products, by a method with calibration data.
+
+    Args:
+        model: a model that can be run.
+        plan: its plan.
+        method: the method.
+        data: the calibration data.
+        fused: the rows that share a tensor scale, by the path of each; see `fused_rows`.
+        progress: called after each layer.
+
+    Returns:
+        The QArrays by path. Tables that are only looked up, experts to which no token was routed, and weights that the file
+        stores in the planned scheme already are not among them.
+
+    Raises:
+        QuantError: when a token has no embedding, or a statistic is missing.
+        UnsupportedError: when the model cannot be run, or the method cannot quantize a weight.
+    """
+    config, rows = model.runnable_config(), {row.path: row for row in plan}
+    if int(data.windows.max()) >= config.vocab:
+        raise QuantError(f"the calibration data has token {data.windows.max()}, and {model.name} has {config.vocab} tokens")
+    chosen = {path for path, row in rows.items() if row.policy is not None and not is_kept(row, model.info[path])}
+    params = params_from_paths({path: model.load(path) for path in model.info}, config)
+    measure, found = Measure(AbsMaxRange(), method.collect), {}  # type: ignore[arg-type]
+    size = max(_BATCH_TOKENS // data.windows.shape[1], 1)
+    x = [
+        _embedded(params["embed"], jnp.asarray(data.windows[i : i + size]), config=config)
+        for i in range(0, len(data.windows), size)
+    ]
+    for index, layer in enumerate(params["layers"]):
+        prefix = f"layers/{index}/"
+        paths = [prefix + path for path in parameter_paths(layer) if prefix + path in chosen]
+        observed = _layer_observations(layer, x, jnp.int32(index), config, [p.removeprefix(prefix) for p in paths], measure)
+        stats = {prefix + path: one for path, one in observed.items()}
+        found |= _quantized(layer, prefix, paths, rows, method, stats, fused)
+        leaves = {path: found.get(prefix + path, leaf) for path, leaf in parameter_paths(layer).items()}
+        layer = jax.tree.unflatten(jax.tree.structure(layer, is_leaf=is_qarray), list(leaves.values()))
+        x = [_layer_outputs(_with_stacked_experts(layer), part, jnp.int32(index), config=config) for part in x]
+        if progress is not None:
+            progress(index + 1, config.layers)
+    head = "embed" if config.tied else "head"
+    if head in chosen:
+        ends = {name: params[name] for name in {"norm", head}}
+        stats = _joined(measure, (_head_statistics(_floats(ends), part, config=config, measure=measure) for part in x))
+        found |= _quantized(ends, "", [head], rows, method, stats, fused)
+    return found
+
+
+def _quantized(
+    params: PyTree,
+    prefix: str,
+    paths: Iterable[str],
+    rows: Mapping[str, PlanRow],
+    method: AbstractMethod,
+    observed: Mapping[str, Observation],
+    fused: Mapping[str, tuple[PlanRow, ...]],
+) -> dict[str, QArray]:
+    """The quantized weights of `paths` that have statistics."""
+    leaves = {prefix + path: leaf for path, leaf in parameter_paths(params).items()}
+    found: dict[str, QArray] = {}
+    for path in paths:
+        if path in found or path not in observed:
+            continue
+        row, x = rows[path], jnp.asarray(decoded(leaves[path]))
+        if path in fused:
+            weights = {one.path: decoded(leaves[one.path]) for one in fused[path]}
+            found |= quantized_together(weights, row, method, observed[path])
+        else:
+            found[path] = jax.block_until_ready(quantize_finite(x, row, method, observed[path]))  # type: ignore[assignment]
+    return found
+
+
+def _layer_observations(
+    layer: PyTree, x: Sequence[Array], index: Array, config: DecoderConfig, paths: Iterable[str], measure: Measure
+) -> dict[str, Observation]:
+    """The statistics of one layer's products, by path; of an expert only where a token was routed to it."""
+    layer = _with_stacked_experts(_floats(layer))
+    inside = parameter_paths(layer)
+    stacked = {path: path if path in inside else _EXPERT.sub("experts/", path) for path in paths}
+    chosen = tuple(dict.fromkeys(stacked.values()))
+    measured = functools.partial(_layer_statistics, config=config, paths=chosen, measure=measure)
+    stats, found = _joined(measure, (measured(layer, part, index) for part in x)), {}
+    for path, name in stacked.items():
+        one = stats.get(name)
+        if one is not None and (expert := _EXPERT.search(path)) and name != path:
+            one = jax.tree.map(operator.itemgetter(int(expert[1])), one)
+        if one is not None and (one.count is None or np.any(one.count)):
+            found[path] = one
+    return found
+
+
+_EXPERT = re.compile(r"experts/(\d+)/")
+"""The part of a path that names one expert."""
+
+
+def _with_stacked_experts(layer: PyTree) -> PyTree:
+    """The layer with its experts stacked where they are alike, so that a token passes its own experts only."""
+    return stack_experts({"layers": [layer]})["layers"][0]
+
+
+def _joined(measure: Measure, batches: Iterable[dict[str, Observation]]) -> dict[str, Observation]:
+    """The statistics of all batches."""
+    total: dict[str, Any] = {}
+    for batch in batches:
+        total = {path: measure.joined(total[path], one) if total else one for path, one in batch.items()}
+    return total
+
+
+def _floats(params: PyTree) -> PyTree:
+    """The parameters dequantized."""
+    return jax.tree.map(lambda leaf: jnp.asarray(decoded(leaf)), params, is_leaf=is_qarray)
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _embedded(
+    embed: Float[Array, "V D"] | QArray, tokens: Int[Array, "B T"], *, config: DecoderConfig
+) -> Float[Array, "B T D"]:
+    return transparent(lambda embed: embedded({"embed": embed}, tokens, config))(embed)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "paths", "measure"))
+def _layer_statistics(
+    layer: PyTree,
+    x: Float[Array, "B T D"],
+    index: Int[Array, ""],
+    *,
+    config: DecoderConfig,
+    paths: tuple[str, ...],
+    measure: Measure,
+) -> dict[str, Any]:
+    """The statistics of the products of one layer."""
+
+    def run(layer: PyTree, x: Array) -> Array:
+        return layer_output(layer, x, config, index)
+
+    return measurements(run, layer, paths, (x,), measure)[1]
+
+
+@functools.partial(jax.jit, static_argnames="config")
+def _layer_outputs(
+    layer: PyTree, x: Float[Array, "B T D"], index: Int[Array, ""], *, config: DecoderConfig
+) -> Float[Array, "B T D"]:
+    return transparent(lambda layer, x: layer_output(layer, x, config, index))(layer, x)
+
+
+@functools.partial(jax.jit, static_argnames=("config", "measure"))
+def _head_statistics(params: PyTree, x: Float[Array, "B T D"], *, config: DecoderConfig, measure: Measure) -> dict[str, Any]:
+    """The statistics of the product with the head."""
+    head = "embed" if config.tied else "head"
+    return measurements(lambda params, x: output_logits(params, x, config), params, (head,), (x,), measure)[1]

@@ -1,0 +1,103 @@
+"""Bits where they matter: estimated losses beside measured ones, and plans within a budget."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import workflows
+from fewbit.methods import GPTQ
+from fewbit.models import forward, params_from_paths
+from fewbit.workflows.allocation import allocated, sensitivities, tied
+from tests.nets.random_decoder import FEATURES, SMALL, UNTIED, random_tokens
+from tests.workflows.test_calibrated import data_of, model_of
+
+CANDIDATES = ["int8", "int4_g8", "int2_g8"]
+
+
+def measured(model, plan, found, name) -> list[float]:
+    """The KL divergence of the model with one group of weights quantized, in nats a token."""
+    tokens, config = random_tokens(model.config, 16, 16, seed=9), model.config
+    params = {path: jnp.asarray(model.load(path)) for path in model.info}
+
+    @jax.jit
+    def log_probabilities(params):
+        return jax.nn.log_softmax(forward(params_from_paths(params, config), tokens, config))
+
+    exact, losses = log_probabilities(params), []
+    for one in found:
+        scheme = fb.scheme(name)
+        changed = {path: fb.dequantize(fb.quantize(params[path], scheme, axis=plan[path].axis)) for path in one.paths}
+        difference = exact - log_probabilities(params | changed)
+        losses.append(float(jnp.mean(jnp.sum(jnp.exp(exact) * difference, axis=-1))))
+    return losses
+
+
+@pytest.mark.parametrize("config", [UNTIED, pytest.param(FEATURES, marks=pytest.mark.slow)], ids=["llama", "features"])
+def test_estimates_follow_measured_divergences(config, tmp_path):
+    model = model_of(config, tmp_path)
+    plan = workflows.plan_model(model, recipe="int8")
+    windows = np.asarray(random_tokens(config, 96, 16))
+    found = sensitivities(model, plan, CANDIDATES, windows)
+    exact = np.array(measured(model, plan, found, "int4_g8"))
+    estimated = np.array([one.losses["int4_g8"] for one in found])
+    ranks = [np.argsort(np.argsort(x)) for x in (exact, estimated)]
+    assert np.corrcoef(*ranks)[0, 1] > 0.8
+    assert 0.5 < estimated.sum() / exact.sum() < 2
+    for one in found:
+        assert one.losses["int8"] < one.losses["int4_g8"] < one.losses["int2_g8"]
+        assert one.nbytes["int8"] > one.nbytes["int4_g8"] > one.nbytes["int2_g8"]
+
+
+def test_a_plan_within_the_budget_beats_a_uniform_one(tmp_path):
+    model = model_of(SMALL, tmp_path)
+    plan = workflows.plan_model(model, recipe="int8")
+    found = sensitivities(model, plan, CANDIDATES, np.asarray(random_tokens(SMALL, 24, 16)))
+    uniform = sum(row.bytes_after for row in plan) - sum(one.nbytes["int8"] - one.nbytes["int4_g8"] for one in found)
+    bits = 8 * uniform / model.size
+    made = allocated(plan, found, bits)
+    assert made.bits_per_weight <= bits and made.bytes_after == sum(row.bytes_after for row in made)
+    schemes = {row.path: row.policy.weight.name for row in made if row.policy is not None}
+    assert len(set(schemes.values())) > 1
+    losses = [sum(one.losses[name] for one in found) for name in ("int4_g8",)]
+    assert sum(one.losses[schemes[one.paths[0]]] for one in found) < losses[0]
+    for one in found:
+        assert len({schemes[path] for path in one.paths}) == 1
+    assert made == allocated(plan, sensitivities(model, plan, CANDIDATES, np.asarray(random_tokens(SMALL, 24, 16))), bits)
+    assert "estimated KL" in str(made) and made.recipe.endswith("bits of int8, int4_g8, int2_g8")
+    path = tmp_path / "plan.json"
+    made.save(path)
+    assert workflows.plan_model(model, plan=path).bytes_after == made.bytes_after
+    with pytest.raises(fb.QuantError, match=r"1.0 bits per weight cannot be reached: the smallest candidates take [0-9.]+"):
+        allocated(plan, found, 1.0)
+
+
+@pytest.mark.slow
+def test_the_errors_are_those_of_the_method(tmp_path):
+    model = model_of(SMALL, tmp_path)
+    plan, windows = workflows.plan_model(model, recipe="int8"), np.asarray(random_tokens(SMALL, 24, 16))
+    rounded = sensitivities(model, plan, ["int4_g8"], windows)
+    better = sensitivities(model, plan, ["int4_g8"], windows, method=GPTQ(), calibration=data_of(SMALL))
+    assert sum(one.losses["int4_g8"] for one in better) < 0.8 * sum(one.losses["int4_g8"] for one in rounded)
+
+
+def test_what_is_multiplied_at_once_is_tied(tmp_path):
+    plan = workflows.plan_model(model_of(FEATURES, tmp_path), recipe="int8")
+    groups = tied(row for row in plan if row.policy is not None)
+    assert ("layers/0/attn/q", "layers/0/attn/k", "layers/0/attn/v") in groups
+    (experts,) = (group for group in groups if "layers/2/mlp/experts/0/down" in group)
+    assert len(experts) == FEATURES.experts.count
+    assert sorted(path for group in groups for path in group) == sorted(row.path for row in plan if row.policy is not None)
+
+
+def test_schemes_that_do_not_fit(tmp_path):
+    model = model_of(SMALL, tmp_path)
+    plan = workflows.plan_model(model, recipe="int8")
+    windows = np.asarray(random_tokens(SMALL, 1, 4))
+    found = sensitivities(model, plan, ["q4_0", "int8"], windows)  # blocks of 32, and rows of 24 and 48
+    assert any("q4_0" not in one.losses for one in found) or all("q4_0" in one.losses for one in found)
+    one = dataclasses.replace(plan.rows[0])
+    assert one.path in plan.rows[0].path

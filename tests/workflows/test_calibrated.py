@@ -1,0 +1,129 @@
+"""Methods on whole decoders, layer by layer: against `fb.observe`, with experts, and on the disk."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import io, workflows
+from fewbit.io.checkpoint import TensorInfo
+from fewbit.methods import GPTQ
+from fewbit.models import forward, params_from_paths, paths_of_params
+from fewbit.workflows.calibrated import CalibrationData, calibrated_weights, calibration_data
+from fewbit.workflows.model import Model
+from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, UNTIED, random_params, random_tokens
+from tests.workflows.checkpoints import TEXT, llama_directory, needs_tokenizers, text_file
+
+CONFIGS = {"small": SMALL, "untied": UNTIED, "features": FEATURES, "others": OTHERS, "latent": LATENT}
+
+
+def model_of(config, tmp_path) -> Model:
+    """A model in memory."""
+    arrays = {path: np.asarray(x) for path, x in paths_of_params(random_params(config), config).items()}
+    info = {path: TensorInfo(a.shape, "float32", "F32", a.nbytes) for path, a in arrays.items()}
+    return Model(tmp_path, "npz", config, "", info, arrays.__getitem__)
+
+
+def data_of(config, count=16) -> CalibrationData:
+    return CalibrationData("random", np.asarray(random_tokens(config, count, config.context)))
+
+
+def errors(model, plan, values, tokens) -> float:
+    """The relative error of the logits with some parameters replaced."""
+    config = model.config
+    exact = forward(jax.tree.map(jnp.asarray, model.params()), tokens, config)
+    params = params_from_paths({path: values.get(path, model.load(path)) for path in model.info}, config)
+    logits = fb.transparent(lambda params: forward(params, tokens, config))(jax.tree.map(jnp.asarray, params))
+    return float(jnp.linalg.norm(logits - exact) / jnp.linalg.norm(exact))
+
+
+@pytest.mark.parametrize(
+    "name", ["small", "features", *(pytest.param(n, marks=pytest.mark.slow) for n in ("untied", "others", "latent"))]
+)
+def test_logits_are_nearer_than_with_rounded_weights(name, tmp_path):
+    config = CONFIGS[name]
+    model = model_of(config, tmp_path)
+    plan, data = workflows.plan_model(model, recipe="int4"), data_of(config)
+    values = calibrated_weights(model, plan, GPTQ(), data, fused={})
+    planned = {row.path for row in plan if row.policy is not None}
+    assert set(values) <= planned
+    assert all("/experts/" in path or path == "embed" for path in planned - set(values)), "what no token multiplies"
+    nearest = {path: fb.quantize(model.load(path), plan[path].policy.weight, axis=plan[path].axis) for path in planned}
+    assert jax.tree.structure(values) == jax.tree.structure({path: nearest[path] for path in values})
+    tokens = jnp.asarray(data.windows)
+    assert errors(model, plan, nearest | values, tokens) < 0.85 * errors(model, plan, nearest, tokens)
+
+
+def test_the_first_layer_is_that_of_observe(tmp_path):
+    """Its inputs are those of the float model; later layers see quantized ones."""
+    model, data = model_of(SMALL, tmp_path), data_of(SMALL, 4)
+    plan = workflows.plan_model(model, recipe="int4")
+    values = calibrated_weights(model, plan, GPTQ(), data, fused={})
+    recipe = fb.Recipe((fb.Rule(r"layers/0/.*/(q|up)", "int4"),))
+    tokens = jnp.asarray(data.windows)
+    stats = fb.observe(
+        lambda params, tokens: forward(params, tokens, SMALL), model.params(), [tokens], recipe, collect=("hessian",)
+    )
+    for path in ("layers/0/attn/q",):
+        alone = GPTQ().quantized(jnp.asarray(model.load(path)), fb.scheme("int4"), (-1,), stats[path])
+        assert np.mean(np.asarray(alone.codes == values[path].codes)) > 0.98
+
+
+def test_experts_without_tokens_are_left_out(tmp_path):
+    config = dataclasses.replace(FEATURES, experts=dataclasses.replace(FEATURES.experts, count=8))
+    model = model_of(config, tmp_path)
+    plan = workflows.plan_model(model, recipe="int4")
+    values = calibrated_weights(model, plan, GPTQ(), CalibrationData("one token", np.zeros((1, 1), np.int32)), fused={})
+    experts = {path.split("/")[4] for path in values if "/experts/" in path}
+    assert len(experts) == config.experts.active
+
+
+@needs_tokenizers
+def test_a_directory_says_how_it_was_made(tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    plan = workflows.plan_model(model, recipe="int4")
+    data, layers, results = calibration_data(model, str(text_file(tmp_path)), windows=8), [], []
+    assert data.windows.shape == (8, SMALL.context)
+    for name in ("a", "b"):
+        workflows.quantize(
+            model,
+            plan,
+            tmp_path / name,
+            method=GPTQ(damping=0.05),
+            calibration=data,
+            on_layer=lambda *done: layers.append(done),
+            on_tensor=results.append,
+        )
+    assert layers[:3] == [(1, 3), (2, 3), (3, 3)]
+    assert {r.method for r in results if "attn/q" in r.path} == {"gptq"} and any(" by gptq  " in str(r) for r in results)
+    facts = json.loads((tmp_path / "a" / "manifest.json").read_text())["facts"]["method"]
+    assert facts == {"name": "gptq", "damping": 0.05, "act_order": True, "calibration": data.facts}
+    assert (tmp_path / "a" / "fewbit.safetensors").read_bytes() == (tmp_path / "b" / "fewbit.safetensors").read_bytes()
+    stored = io.read(tmp_path / "a").tensors
+    nearest = workflows.quantize(model, plan, tmp_path / "rtn").tensors
+    lower = [t.sqnr_db > r.sqnr_db for t, r in zip(nearest, results, strict=False) if t.is_quantized]
+    assert np.mean(lower) > 0.8, "the weights themselves are further away"
+    assert len(stored) == len(plan.rows)
+
+
+@needs_tokenizers
+def test_what_is_refused(tmp_path):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    plan, text = workflows.plan_model(model, recipe="int4"), text_file(tmp_path)
+    with pytest.raises(fb.QuantError, match="method gptq needs calibration data"):
+        workflows.quantize(model, plan, tmp_path / "q", method=GPTQ())
+    with pytest.raises(fb.QuantError, match="method rtn uses no calibration data"):
+        workflows.quantize(model, plan, tmp_path / "q", calibration=calibration_data(model, str(text)))
+    with pytest.raises(fb.QuantError, match=r"each of 1 to 32 tokens, the context of hf"):
+        calibration_data(model, str(text), window=33)
+    (tmp_path / "short").write_text(TEXT[:20])
+    with pytest.raises(fb.QuantError, match=r"short has 20 tokens, and a window takes 32"):
+        calibration_data(model, str(tmp_path / "short"))
+    with pytest.raises(fb.QuantError, match=r"calibration windows are float64\(2, 3\), expected token ids"):
+        CalibrationData("x", np.zeros((2, 3)))
+    with pytest.raises(fb.QuantError, match="the calibration data has token 67"):
+        calibrated_weights(model, plan, GPTQ(), CalibrationData("x", np.full((1, 4), 67)), fused={})
