@@ -1,7 +1,10 @@
 """Methods on whole decoders, layer by layer: against `fb.observe`, with experts, and on the disk."""
 
 import dataclasses
+import functools
 import json
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ from fewbit import io, workflows
 from fewbit.io.checkpoint import TensorInfo
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths, paths_of_params
+from fewbit.workflows import calibrated
 from fewbit.workflows.calibrated import CalibrationData, calibrated_weights, calibration_data
 from fewbit.workflows.model import Model
 from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, UNTIED, random_params, random_tokens
@@ -127,3 +131,60 @@ def test_what_is_refused(tmp_path):
         CalibrationData("x", np.zeros((2, 3)))
     with pytest.raises(fb.QuantError, match="the calibration data has token 67"):
         calibrated_weights(model, plan, GPTQ(), CalibrationData("x", np.full((1, 4), 67)), fused={})
+
+
+quantized = calibrated._quantized
+
+
+def _files(directory):
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@needs_tokenizers
+def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(tmp_path, monkeypatch):
+    model = workflows.load(llama_directory(tmp_path / "hf"))
+    plan, data = workflows.plan_model(model, recipe="int4"), calibration_data(model, str(text_file(tmp_path)), windows=4)
+    quantize = functools.partial(workflows.quantize, model, plan, method=GPTQ(), calibration=data)
+    quantize(tmp_path / "whole")
+    done = []
+
+    def stop(layer, layers):
+        if layer == 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        quantize(tmp_path / "resumed", on_layer=stop)
+    work = tmp_path / ".resumed.fewbit-work"
+    assert sorted(part.name for part in work.iterdir()) == ["layer-0", "layer-1"]
+    monkeypatch.setattr(
+        calibrated, "_quantized", lambda layer, prefix, *rest: done.append(prefix) or quantized(layer, prefix, *rest)
+    )
+    quantize(tmp_path / "resumed")
+    assert done == ["layers/2/", ""], "layers 0 and 1 are not quantized again"
+    assert _files(tmp_path / "resumed") == _files(tmp_path / "whole")
+    assert not work.exists()
+
+
+@pytest.mark.slow
+@needs_tokenizers
+def test_a_killed_process_loses_one_layer_at_most(tmp_path):
+    """SIGKILL at random times, until a run comes to its end."""
+    source, text = llama_directory(tmp_path / "hf"), text_file(tmp_path)
+    command = [sys.executable, "-m", "fewbit", "quantize", source, "--recipe", "int4", "--method", "gptq", "--no-check"]
+    command += ["--calibration-text", text, "--calibration-windows", "4", "-o"]
+    subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
+    rng, kept = np.random.default_rng(0), 0
+    for wait in (*rng.uniform(4, 12, 5), None):
+        process = subprocess.Popen([*command, tmp_path / "killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            assert process.wait(wait) == 0
+            break
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        work = tmp_path / ".killed.fewbit-work"
+        parts = len(list(work.glob("layer-*")))
+        assert parts >= kept, "no finished layer is lost"
+        kept = parts
+    assert _files(tmp_path / "killed") == _files(tmp_path / "whole")
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "text.txt", "whole", "killed"}

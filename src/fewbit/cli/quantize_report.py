@@ -132,6 +132,9 @@ def written(
         def on_layer(done: int, layers: int) -> None:
             bar.advance(calibration * done / layers, f"{chosen.method.name}: {done}/{layers} layers")
 
+        again = "Run the same command to start again"
+        if chosen.calibration is not None:
+            again = "Run the same command to go on: finished layers are kept beside it"
         try:
             return quantize(
                 source,
@@ -146,8 +149,7 @@ def written(
             )
         except KeyboardInterrupt as error:
             raise type(error)(
-                str(error)
-                or f"interrupted after {written} of {count} tensors; {output} is unchanged. Run the same command to start again"
+                str(error) or f"interrupted after {written} of {count} tensors; {output} is unchanged. {again}"
             ) from None
 
 

@@ -75,10 +75,10 @@ def sensitivities(
         progress: called with the number of windows done and of all windows.
 
     Returns:
-        The sensitivities, in the order of the plan. A scheme that does not fit the weights is not among their losses.
+        The sensitivities, in the order of the plan.
 
     Raises:
-        QuantError: when no candidate fits a weight.
+        QuantError: for an unknown scheme, and one that does not fit a weight.
         UnsupportedError: when the model cannot be run.
     """
     config, groups = model.runnable_config(), tied(row for row in plan if row.policy is not None)
@@ -96,13 +96,8 @@ def sensitivities(
             progress(i + 1, len(windows))
     found = []
     for index, paths in enumerate(groups):
-        fitting = [name for name in candidates if all(plans[name][path].policy is not None for path in paths)]
-        if not fitting:
-            raise QuantError(
-                f"none of {', '.join(candidates)} fits {paths[0]} {plan[paths[0]].shape}; add a candidate that does"
-            )
-        losses = {name: float(sums[name][index] / (2 * windows.size)) for name in fitting}
-        nbytes = {name: sum(plans[name][path].bytes_after for path in paths) for name in fitting}
+        losses = {name: float(sums[name][index] / (2 * windows.size)) for name in candidates}
+        nbytes = {name: sum(one[path].bytes_after for path in paths) for name, one in plans.items()}
         found.append(Sensitivity(paths, losses, nbytes))
     return tuple(found)
 
@@ -130,15 +125,19 @@ def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
     if 8 * smallest > bits * size:
         raise QuantError(f"{bits} bits per weight cannot be reached: the smallest candidates take {8 * smallest / size:.3f}")
     taken = allocate(items, int(bits * size / 8) - fixed)
-    by_path = {path: taken[one.paths[0]] for one in found for path in one.paths}
+    by_path = {path: one for one in found for path in one.paths}
     rows = []
     for row in plan:
-        if (choice := by_path.get(row.path)) is not None:
-            row = dataclasses.replace(_row_with_scheme(row, choice.name), reason=f"estimated KL {choice.loss:.2g}")
+        if (group := by_path.get(row.path)) is not None:
+            choice = taken[group.paths[0]]
+            reason = f"estimated KL {choice.loss:.2g}"
+            if len(group.paths) > 1:
+                reason += f" of {len(group.paths)} weights together"
+            row = dataclasses.replace(_row_with_scheme(row, choice.name), reason=reason)
         rows.append(row)
     names = dict.fromkeys(name for one in found for name in one.losses)
     total = sum(choice.loss for choice in taken.values())
-    note = f"the estimated KL divergence of all weights is {total:.3g} nats a token, the sum of those of the rows"
+    note = f"the estimated KL divergence of all weights together is {total:.3g} nats a token"
     return dataclasses.replace(
         plan, rows=tuple(rows), recipe=f"{bits:g} bits of {', '.join(names)}", notes=(*plan.notes, note)
     )
@@ -160,16 +159,9 @@ def tied(rows: Iterable[PlanRow]) -> tuple[tuple[str, ...], ...]:
 
 
 def _with_scheme(plan: Plan, name: str) -> Plan:
-    """The plan with one scheme for all quantized weights; a row that it does not fit is not quantized."""
-    rows = []
-    for row in plan:
-        if row.policy is not None:
-            try:
-                row = _row_with_scheme(row, name)
-            except QuantError:
-                row = dataclasses.replace(row, policy=None, axis=(), bytes_after=row.bytes_before)
-        rows.append(row)
-    return dataclasses.replace(plan, rows=tuple(rows))
+    """The plan with one scheme for all quantized weights."""
+    rows = tuple(row if row.policy is None else _row_with_scheme(row, name) for row in plan)
+    return dataclasses.replace(plan, rows=rows)
 
 
 def _row_with_scheme(row: PlanRow, name: str) -> PlanRow:

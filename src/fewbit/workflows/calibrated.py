@@ -10,6 +10,7 @@ import functools
 import hashlib
 import operator
 import re
+import types
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from ..calibration.measure import Measure, Observation
 from ..calibration.observe import measurements
 from ..calibration.range_rules import AbsMaxRange
 from ..errors import QuantError
+from ..io.parts import FinishedParts
 from ..models.config import DecoderConfig
 from ..models.decoder import embedded, layer_output, output_logits
 from ..models.installed import calibration_text
@@ -109,7 +111,8 @@ def calibrated_weights(
     method: AbstractMethod,
     data: CalibrationData,
     *,
-    fused: Mapping[str, tuple[PlanRow, ...]],
+    fused: Mapping[str, tuple[PlanRow, ...]] = types.MappingProxyType({}),
+    parts: FinishedParts | None = None,
     progress: Progress | None = None,
 ) -> dict[str, QArray]:
     """The quantized weights of a decoder's products, by a method with calibration data.
@@ -120,6 +123,7 @@ def calibrated_weights(
         method: the method.
         data: the calibration data.
         fused: the rows that share a tensor scale, by the path of each; see `fused_rows`.
+        parts: where finished layers are kept for a run that resumes this one; those of an earlier run are not computed again.
         progress: called after each layer.
 
     Returns:
@@ -144,9 +148,18 @@ def calibrated_weights(
     for index, layer in enumerate(params["layers"]):
         prefix = f"layers/{index}/"
         paths = [prefix + path for path in parameter_paths(layer) if prefix + path in chosen]
-        observed = _layer_observations(layer, x, jnp.int32(index), config, [p.removeprefix(prefix) for p in paths], measure)
-        stats = {prefix + path: one for path, one in observed.items()}
-        found |= _quantized(layer, prefix, paths, rows, method, stats, fused)
+        values = None
+        if parts is not None:
+            values = parts.load(f"layer-{index}")
+        if values is None:
+            observed = _layer_observations(
+                layer, x, jnp.int32(index), config, [p.removeprefix(prefix) for p in paths], measure
+            )
+            stats = {prefix + path: one for path, one in observed.items()}
+            values = _quantized(layer, prefix, paths, rows, method, stats, fused)
+            if parts is not None and values:
+                parts.save(f"layer-{index}", values)
+        found |= values
         leaves = {path: found.get(prefix + path, leaf) for path, leaf in parameter_paths(layer).items()}
         layer = jax.tree.unflatten(jax.tree.structure(layer, is_leaf=is_qarray), list(leaves.values()))
         x = [_layer_outputs(_with_stacked_experts(layer), part, jnp.int32(index), config=config) for part in x]

@@ -1,6 +1,7 @@
 """Quantizes a checkpoint into a directory, tensor by tensor."""
 
 import dataclasses
+import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +12,7 @@ from ..array.qarray import QArray
 from ..errors import QuantError
 from ..io.files import file_sha256
 from ..io.orbax import TREE
+from ..io.parts import FinishedParts
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from .calibrated import CalibrationData, calibrated_weights
@@ -69,7 +71,9 @@ def quantize(
 ) -> Outcome:
     """Writes the quantized model; the directory appears complete or not at all.
 
-    One tensor is loaded at a time; quantized tensors are buffered up to one file of 1 GiB. The output is deterministic.
+    One tensor is loaded at a time; quantized tensors are buffered up to one file of 1 GiB. The output is deterministic. A method
+    with calibration data keeps finished layers in `.<name>.fewbit-work` beside the output until that is complete: the same call
+    after an interruption goes on there, and gives the same bytes.
 
     Args:
         model: the model.
@@ -106,9 +110,13 @@ def quantize(
 
     fused, facts = fused_rows(model, plan, fused_modules(to)), _facts(model, plan)
     calibrated: Mapping[str, QArray] = {}
+    parts = None
     if calibration is not None:
-        calibrated = calibrated_weights(model, plan, method, calibration, fused=fused, progress=on_layer)
         facts["method"] = {"name": method.name, **dataclasses.asdict(method), "calibration": calibration.facts}
+        identity = {**facts, "plan": plan.to_json(), "to": to, "version": importlib.metadata.version("fewbit")}
+        parts = FinishedParts(out, identity)
+        with parts:
+            calibrated = calibrated_weights(model, plan, method, calibration, fused=fused, parts=parts, progress=on_layer)
 
     def tensors() -> Iterator[tuple[str, Value]]:
         for value, result in quantized_tensors(model, plan, fused, calibrated, method.name):
@@ -119,6 +127,8 @@ def quantize(
 
     job = Job(model, plan, out, _config(model), facts, overwrite, progress)
     written = write_tensors(to, job, tensors())
+    if parts is not None:
+        parts.remove()
     files = [file for file in (written, *written.rglob("*")) if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     in_tensors = sum(file.stat().st_size for file in files if _has_tensors(file.relative_to(written)))
