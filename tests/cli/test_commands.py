@@ -123,6 +123,36 @@ def test_quantize_as_json(model, tmp_path):
     assert any("fewbit generate" in line for line in form["commands"])
 
 
+@needs_tokenizers
+def test_quantize_by_a_method(model, tmp_path):
+    calibration = ["--calibration-text", text_file(tmp_path), "--calibration-windows", 4, "--calibration-window", 16]
+    result = run("quantize", model, "-o", tmp_path / "q", "-r", "int4", "--method", "gptq", *calibration, "--no-check")
+    assert "int4" in result.stdout and " by gptq  " in result.stderr
+    facts = io.read(tmp_path / "q").facts["method"]
+    assert facts["name"] == "gptq" and facts["calibration"]["windows"] == [4, 16]
+    refused = run("quantize", model, "-o", tmp_path / "x", "-r", "int4", *calibration, status=2)
+    assert "--calibration-text is for a method that learns from a text, and rtn does not" in refused.stderr
+    assert (
+        "did you mean 'gptq'"
+        in run("quantize", model, "-o", tmp_path / "x", "-r", "int4", "--method", "gptw", status=2).stderr
+    )
+
+
+@needs_tokenizers
+def test_a_plan_for_a_number_of_bits(model, tmp_path, monkeypatch):
+    monkeypatch.setattr("fewbit.cli.quantize_report.SENSITIVITY_WINDOW", 16)
+    monkeypatch.setattr("fewbit.cli.quantize_report.SENSITIVITY_WINDOWS", 8)
+    saved, budget = tmp_path / "plan.json", ["--bits", 7, "--candidates", "int8,int4"]
+    found = run_json("plan", model, *budget, "--save", saved)
+    assert 6 < found["bits_per_weight"] <= 7
+    run("quantize", model, "-o", tmp_path / "q", "--plan", saved, "--no-check")
+    assert {info.stored for info in io.read(tmp_path / "q").tensors.info.values()} >= {"int8", "int4"}
+    for some in (["--bits", 7], ["--candidates", "int8"]):
+        assert "pass --bits and --candidates together" in run("plan", model, *some, status=2).stderr
+    assert "--method of a plan is for --bits" in run("plan", model, "-r", "int8", "--method", "gptq", status=2).stderr
+    assert "cannot be reached: the smallest candidates take" in run("plan", model, "--bits", 3, *budget[2:], status=2).stderr
+
+
 @pytest.mark.slow
 @needs_tokenizers
 def test_a_log_file_takes_the_lines(model, tmp_path):

@@ -8,9 +8,10 @@ from safetensors.numpy import load_file, save_file
 
 import fewbit as fb
 from fewbit import io, workflows
+from fewbit.methods import GPTQ
 from fewbit.workflows.convert import targets
 from fewbit.workflows.convert.fused import fused_rows, quantized_together
-from tests.workflows.checkpoints import family_directory, needs_tokenizers
+from tests.workflows.checkpoints import family_directory, needs_tokenizers, text_file
 
 pytestmark = needs_tokenizers
 
@@ -43,6 +44,22 @@ def source(directory, changed=None):
 def quantized(model, directory, to, recipe="nvfp4"):
     plan = workflows.plan_model(model, recipe=recipe)
     return io.read(workflows.quantize(model, targets.fitted(to, model, plan), directory / to, to=to).path).tensors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors"])
+def test_a_method_for_a_layout(to, tmp_path):
+    """The tensors of other programs are those of the method, with a tensor scale for what is multiplied at once."""
+    model = source(tmp_path / "hf")
+    plan = targets.fitted(to, model, workflows.plan_model(model, recipe="nvfp4"))
+    data = workflows.calibration_data(model, str(text_file(tmp_path)), windows=8)
+    path, rounded = tmp_path / "better", quantized(model, tmp_path, to)
+    stored = io.read(workflows.quantize(model, plan, path, to=to, method=GPTQ(), calibration=data).path).tensors
+    assert {name: stored.info[name].scheme for name in stored} == {name: rounded.info[name].scheme for name in rounded}
+    loaded = [workflows.load(p) for p in (path, tmp_path / to)]
+    divergences = [workflows.evaluate(m, against=model, text=str(text_file(tmp_path))).against.kl.mean.value for m in loaded]
+    assert divergences[0] < 0.7 * divergences[1]
+    assert len({float(stored[name].tensor_scale.reshape(())) for name in QKV}) == 1
 
 
 def test_matrices_are_quantized_together(tmp_path):

@@ -1,0 +1,106 @@
+"""Bit allocation on SmolLM2: estimated losses beside measured ones, and its plans beside uniform schemes.
+
+    python -m bench.allocation [--bits 4.5,5.2] [--save]
+
+The model is that of `bench.methods`. The rank correlation (Spearman) compares the estimated loss of each group of weights in NVFP4
+with the KL divergence of the model with that group alone quantized.
+"""
+
+import argparse
+import dataclasses
+import sys
+import time
+from typing import Any
+
+import jax
+from scipy.stats import spearmanr
+
+from fewbit import methods
+from fewbit.recipe.plan import Plan
+from fewbit.recipe.quantize_row import quantize_finite
+from fewbit.workflows import calibrated_weights, calibration_data, evaluate, load, plan_model, quantized_tensors, rotated
+from fewbit.workflows.allocation import WINDOW, WINDOWS, Sensitivity, allocated, sensitivities
+from fewbit.workflows.model import Model
+
+from .facts import headline, save
+from .methods import PACKAGES
+
+CANDIDATES = ("mxfp4", "nvfp4", "int3_g64", "int8")
+
+
+def main() -> int:
+    """Runs the comparison."""
+    parser = argparse.ArgumentParser(prog="python -m bench.allocation", description="bit allocation beside uniform schemes")
+    parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--bits", default="4.5,5.2")
+    parser.add_argument("--every", type=int, default=4, help="which groups are measured alone")
+    parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
+    parser.add_argument("--save", action="store_true", help="write bench/results/allocation.json")
+    options = parser.parse_args()
+    print(headline(PACKAGES))
+    model = rotated(load(options.model))
+    base, start = plan_model(model, recipe="nvfp4"), time.perf_counter()
+    windows = calibration_data(model, windows=WINDOWS, window=WINDOW).windows
+    found = sensitivities(model, base, CANDIDATES, windows)
+    seconds = time.perf_counter() - start
+    print(f"sensitivities of {len(found)} groups and {len(CANDIDATES)} schemes in {seconds:.0f} s", flush=True)
+    sample = found[:: options.every]
+    measured = [measured_loss(model, base, one) for one in sample]
+    correlation = float(spearmanr([one.losses["nvfp4"] for one in sample], measured).statistic)
+    print(f"rank correlation of estimated and measured losses of {len(sample)} groups: {correlation:.3f}", flush=True)
+    rows = [
+        quality(model, allocated(base, found, float(bits)), name, options.tokens)
+        for bits in options.bits.split(",")
+        for name in methods.METHODS
+    ]
+    if options.save:
+        facts = {
+            "model": options.model,
+            "tokens": options.tokens,
+            "candidates": CANDIDATES,
+            "groups": len(found),
+            "measured": len(sample),
+        }
+        save("allocation", PACKAGES, **facts, seconds=seconds, rank_correlation=correlation, rows=rows)
+    return 0
+
+
+def measured_loss(model: Model, plan: Plan, group: Sensitivity) -> float:
+    """The KL divergence of the model with one group of weights in NVFP4, on 512 tokens."""
+    values = {path: quantize_finite(jax.numpy.asarray(model.load(path)), plan[path]) for path in group.paths}
+    changed = dataclasses.replace(model, load=lambda path: values[path] if path in values else model.load(path))
+    result = evaluate(changed, against=model, tokens=512)
+    assert result.against is not None
+    return result.against.kl.mean.value
+
+
+def quality(model: Model, plan: Plan, name: str, tokens: int) -> dict[str, Any]:
+    """The quality of a plan by one method."""
+    method, found = methods.method(name), {}
+    if method.collect:
+        found = calibrated_weights(model, plan, method, calibration_data(model))
+    values = {result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found)}
+    result = evaluate(dataclasses.replace(model, load=values.__getitem__), against=model, tokens=tokens)
+    assert result.against is not None
+    counts: dict[str, int] = {}
+    for row in plan:
+        if row.policy is not None:
+            counts[row.policy.weight.name] = counts.get(row.policy.weight.name, 0) + 1
+    row = {
+        "method": name,
+        "bits": plan.bits_per_weight,
+        "weights": counts,
+        "estimated": plan.notes[-1],
+        "perplexity": result.perplexity.value,
+        "kl": result.against.kl.mean.value,
+        "kl_error": result.against.kl.mean.error,
+        "top1": result.against.top1.value,
+    }
+    print(
+        f"{row['bits']:.3f} bits  {name:5} perplexity {row['perplexity']:.3f}  KL {row['kl']:.4f} ± {row['kl_error']:.4f}  {counts}"
+    )
+    return row
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,80 @@
+"""The tables of docs/methods.md show the numbers of bench/results."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+PAGE = (ROOT / "docs" / "methods.md").read_text()
+RESULTS = ROOT / "bench" / "results"
+
+
+def saved(name: str) -> dict[str, Any]:
+    """A file of bench/results."""
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def line(cells: list[str]) -> str:
+    """A row of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def by_scheme() -> Iterator[str]:
+    rows = {(r["scheme"], r["method"]): r for r in saved("methods")["rows"]}
+    yield "| scheme | bits per weight | perplexity, rounded | GPTQ | KL divergence, rounded | GPTQ | of rounding's |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for scheme in dict.fromkeys(scheme for scheme, _ in rows):
+        nearest, gptq = rows[scheme, "rtn"], rows[scheme, "gptq"]
+        cells = [scheme, f"{nearest['bits']:.2f}"]
+        cells += [f"{r['perplexity']:.2f}" if r["perplexity"] < 1e4 else "over 10,000" for r in (nearest, gptq)]
+        cells += [f"{r['kl']:.4f} ± {r['kl_error']:.4f}" for r in (nearest, gptq)]
+        yield line([*cells, f"{gptq['kl'] / nearest['kl']:.2f}"])
+
+
+def by_budget() -> Iterator[str]:
+    uniform = {r["method"]: r for r in saved("methods")["rows"] if r["scheme"] == "nvfp4"}
+    yield "| plan | bits per weight | rounded, KL divergence | GPTQ, KL divergence | GPTQ, perplexity |"
+    yield "| --- | ---: | ---: | ---: | ---: |"
+    rows = [("nvfp4, the recipe", uniform)]
+    for bits in dict.fromkeys(round(r["bits"], 1) for r in saved("allocation")["rows"]):
+        rows.append(
+            (f"`--bits {bits}`", {r["method"]: r for r in saved("allocation")["rows"] if round(r["bits"], 1) == bits})
+        )
+    for name, found in rows:
+        cells = [name, f"{found['rtn']['bits']:.2f}"]
+        cells += [f"{found[method]['kl']:.4f} ± {found[method]['kl_error']:.4f}" for method in ("rtn", "gptq")]
+        yield line([*cells, f"{found['gptq']['perplexity']:.2f}"])
+
+
+TABLES = {"methods": by_scheme, "allocation": by_budget}
+
+
+def block(name: str) -> str:
+    """What the page has between the two marks of a table."""
+    return PAGE.split(f"<!-- {name} -->\n")[1].split(f"\n<!-- end {name} -->")[0]
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_the_table_is_that_of_its_file(name):
+    assert block(name).splitlines() == list(TABLES[name]())
+
+
+def test_the_sentences_too():
+    methods, allocation = saved("methods"), saved("allocation")
+    reference = methods["rows"][0]["reference"]
+    assert f"of perplexity {reference:.2f}" in PAGE and f"{methods['tokens']:,} tokens" in PAGE
+    assert f"rank correlation of {allocation['rank_correlation']:.2f}" in PAGE
+    assert f"{allocation['measured']} of the {allocation['groups']} groups" in PAGE
+
+
+if __name__ == "__main__":  # writes the tables into the page
+    text = PAGE
+    for key, rows in TABLES.items():
+        before, rest = text.split(f"<!-- {key} -->\n")
+        text = (
+            f"{before}<!-- {key} -->\n" + "\n".join(rows()) + f"\n<!-- end {key} -->" + rest.split(f"<!-- end {key} -->")[1]
+        )
+    (ROOT / "docs" / "methods.md").write_text(text)
