@@ -91,10 +91,7 @@ def test_what_is_multiplied_at_once_is_tied(tmp_path):
     assert sorted(path for group in groups for path in group) == sorted(row.path for row in plan if row.policy is not None)
 
 
-def test_schemes_that_do_not_fit(tmp_path):
+def test_an_unknown_candidate(tmp_path):
     model = model_of(SMALL, tmp_path)
-    plan, windows = workflows.plan_model(model, recipe="int8"), np.asarray(random_tokens(SMALL, 1, 4))
-    found = {one.paths[0]: one for one in sensitivities(model, plan, ["q4_0", "int8"], windows)}
-    assert list(found["layers/0/attn/q"].losses) == ["int8"], "its rows of 24 have no blocks of 32"
-    with pytest.raises(fb.QuantError, match=r"none of q4_0 fits embed \(67, 24\); add a candidate that does"):
-        sensitivities(model, plan, ["q4_0"], windows)
+    with pytest.raises(fb.QuantError, match="unknown scheme 'int5_x'"):
+        sensitivities(model, workflows.plan_model(model, recipe="int8"), ["int5_x"], np.zeros((1, 4), np.int32))
