@@ -20,6 +20,7 @@ SUITES = {
     "cli": "cli/test_commands.py",
     "cli/commands": "cli/test_commands.py",
     "evaluate/engine": "workflows/test_engine.py",
+    "evaluate/report": "evaluate/test_report_page.py",
     "evaluate/transformers_engine": "workflows/test_engine.py",
     "evaluate/transformers_tokenizer": "workflows/test_engine.py",
     "frameworks/_flax": "frameworks/test_linen.py",

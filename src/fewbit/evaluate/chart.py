@@ -50,7 +50,7 @@ def save_chart(path: str | os.PathLike[str], points: Sequence[Point], *, referen
     check_chart_path(path)
     if not points:
         raise QuantError("a chart needs at least one point")
-    matplotlib = _matplotlib()
+    matplotlib = load_matplotlib()
     # Text stays text in the SVG, and its ids are reproducible.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "fewbit"}):
         figure = _figure(points, reference, title)
@@ -70,7 +70,7 @@ def check_chart_path(path: str | os.PathLike[str]) -> None:
         raise QuantError(f"chart {path} must end in {' or '.join(_METADATA)}")
     if not path.absolute().parent.is_dir():
         raise QuantError(f"chart {path} cannot be written: the directory {path.parent} does not exist")
-    _matplotlib()
+    load_matplotlib()
 
 
 def _figure(points: Sequence[Point], reference: float, title: str):  # noqa: ANN202 - a matplotlib Figure, which is an extra
@@ -82,8 +82,8 @@ def _figure(points: Sequence[Point], reference: float, title: str):  # noqa: ANN
     sizes = [point.nbytes / 1e6 for point in points]
     values, errors = [point.perplexity for point in points], [point.error for point in points]
     axes.errorbar(sizes, values, yerr=errors, fmt="o", color="C0", capsize=3)
-    for point, lower in zip(points, _lowered(points, reference), strict=True):
-        place = (point.nbytes / 1e6, point.perplexity)
+    places = [(point.nbytes / 1e6, point.perplexity) for point in points]
+    for point, place, lower in zip(points, places, label_lines(places, also=[reference]), strict=True):
         axes.annotate(point.name, place, xytext=(6, 6 - 14 * lower), textcoords="offset points")
     axes.set_xlabel("size of all parameters, MB")
     axes.set_ylabel("perplexity (lower is better)")
@@ -94,21 +94,33 @@ def _figure(points: Sequence[Point], reference: float, title: str):  # noqa: ANN
     return figure
 
 
-def _lowered(points: Sequence[Point], reference: float) -> list[int]:
-    """The number of lines to lower each label by, so that it does not overlap earlier ones."""
-    width = max(p.nbytes for p in points) - min(p.nbytes for p in points)
-    shown = [reference, *(p.perplexity for p in points)]
-    height = max(shown) - min(shown)
+def label_lines(places: Sequence[tuple[float, float]], *, also: Sequence[float] = ()) -> list[int]:
+    """The number of lines to lower the label of each point by, so that it does not overlap earlier ones.
 
-    def is_near(a: Point, b: Point) -> bool:
-        return abs(a.nbytes - b.nbytes) <= 0.1 * width and abs(a.perplexity - b.perplexity) <= 0.04 * height
+    Args:
+        places: the points.
+        also: other heights in the chart.
 
-    return [sum(is_near(point, earlier) for earlier in points[:i]) for i, point in enumerate(points)]
+    Returns:
+        A number of lines for each point.
+    """
+    xs, ys = [x for x, _ in places], [*also, *(y for _, y in places)]
+    width, height = max(xs) - min(xs), max(ys) - min(ys)
+
+    def is_near(a: tuple[float, float], b: tuple[float, float]) -> bool:
+        return abs(a[0] - b[0]) <= 0.1 * width and abs(a[1] - b[1]) <= 0.04 * height
+
+    return [sum(is_near(place, earlier) for earlier in places[:i]) for i, place in enumerate(places)]
 
 
-def _matplotlib() -> ModuleType:
+def load_matplotlib() -> ModuleType:
+    """Imports matplotlib.
+
+    Raises:
+        UnsupportedError: when it is not installed.
+    """
     try:
         import matplotlib
     except ImportError as error:
-        raise UnsupportedError("matplotlib is not installed; pip install fewbit[plot] brings it") from error
+        raise UnsupportedError('matplotlib is not installed; pip install "fewbit[plot]" brings it') from error
     return matplotlib

@@ -32,6 +32,7 @@ from .plan import folded as folded
 from .plan import plan_model as plan_model
 from .quantize import Outcome as Outcome
 from .quantize import quantize as quantize
+from .report import report as report
 from .rotate import rotated as rotated
 from .tensors import TensorResult as TensorResult
 from .tensors import quantized_tensors as quantized_tensors

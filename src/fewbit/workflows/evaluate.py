@@ -230,7 +230,7 @@ def check_language_model(engine: Engine) -> None:
     if isinstance(engine, TransformersEngine) and not engine.is_language_model:
         raise UnsupportedError(
             f"{engine.source} is a {engine.cls.__name__}, no causal language model, so it has no perplexity; compare its "
-            "outputs with those of the float model: --against"
+            "outputs with those of the float model: `fewbit eval MODEL --against SOURCE`"
         )
 
 

@@ -93,13 +93,13 @@ def folded(rows: Iterable[PlanRow]) -> list[tuple[str, int, PlanRow]]:
     """
     groups: dict[Any, list[PlanRow]] = {}
     for row in rows:
-        groups.setdefault((*_split_numbers(row.path)[0], dataclasses.replace(row, path="", sites=())), []).append(row)
+        groups.setdefault((*split_numbers(row.path)[0], dataclasses.replace(row, path="", sites=())), []).append(row)
     complete = [part for group in groups.values() for part in _complete_groups(group)]
     order = {row.path: i for i, row in enumerate(rows)}
     return [(_group_name(group), len(group), group[0]) for group in sorted(complete, key=lambda group: order[group[0].path])]
 
 
-def _split_numbers(path: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
+def split_numbers(path: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """The text around the numbers of a path, and the numbers."""
     parts = re.split(r"(?<=[/.])(\d+)(?=[/.])", path)
     return tuple(parts[::2]), tuple(map(int, parts[1::2]))
@@ -107,7 +107,7 @@ def _split_numbers(path: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 def _complete_groups(group: list[PlanRow]) -> Iterator[list[PlanRow]]:
     """Splits the group until each part has every combination of the numbers in its paths."""
-    numbers = [_split_numbers(row.path)[1] for row in group]
+    numbers = [split_numbers(row.path)[1] for row in group]
     places = [set(column) for column in zip(*numbers, strict=True)]
     if math.prod(map(len, places)) == len(group):
         yield group
@@ -118,8 +118,8 @@ def _complete_groups(group: list[PlanRow]) -> Iterator[list[PlanRow]]:
 
 
 def _group_name(group: list[PlanRow]) -> str:
-    texts, _ = _split_numbers(group[0].path)
-    columns = zip(*(_split_numbers(row.path)[1] for row in group), strict=True)
+    texts, _ = split_numbers(group[0].path)
+    columns = zip(*(split_numbers(row.path)[1] for row in group), strict=True)
     ranges = [",".join(_ranges(sorted(set(column)))) for column in columns]
     return "".join(part for pair in itertools.zip_longest(texts, ranges, fillvalue="") for part in pair)
 

@@ -6,3 +6,4 @@ from . import bench as bench
 from . import catalogue as catalogue
 from . import checkpoint as checkpoint
 from . import evaluate as evaluate
+from . import report as report

@@ -1,0 +1,433 @@
+"""Writes a report as one HTML page that loads nothing."""
+
+import math
+import os
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from ...errors import QuantError
+from ...recipe.table import shape_text
+from ..chart import load_matplotlib
+from ..metrics import Estimate
+from ..perplexity import Perplexity
+from .charts import ErrorMap, QualityPoint, error_map_chart, histogram_chart, quality_chart
+from .facts import Histogram, MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
+from .template import MARKER, framed
+
+_SECTIONS = {
+    "summary": "Summary",
+    "quality": "Quality against size",
+    "errors": "Error of each weight",
+    "histograms": "Weights and grids",
+    "skipped": "What was skipped, and why",
+    "tensors": "Every tensor",
+}
+
+
+def check_page_path(
+    path: str | os.PathLike[str], *, overwrite: bool = False, sources: Iterable[str | os.PathLike[str]] = ()
+) -> Path:
+    """Checks early where a report is to be written.
+
+    Args:
+        path: the file.
+        overwrite: whether a file that is no report may be replaced.
+        sources: the files and directories of the models, which are never replaced.
+
+    Returns:
+        The path.
+
+    Raises:
+        QuantError: when it is a directory, lies in one that does not exist, is a file of a model, or exists and is no report
+            (without `overwrite`).
+        UnsupportedError: when matplotlib is not installed.
+    """
+    path = Path(path)
+    if path.is_dir():
+        raise QuantError(f"report {path} is a directory; pass the name of a file, such as {path / 'report.html'}")
+    if not path.absolute().parent.is_dir():
+        raise QuantError(f"report {path} cannot be written: the directory {path.parent} does not exist")
+    if path.exists():
+        if not path.is_file():
+            raise QuantError(f"report {path} is no regular file; pass the name of a file, such as report.html")
+        target = path.resolve()
+        own = [source for source in map(Path, sources) if source.resolve() in (target, *target.parents)]
+        with path.open("rb") as file:
+            is_report = file.read(len(MARKER.encode())) == MARKER.encode()
+        if own and not is_report:
+            raise QuantError(f"report {path} is a file of the model {own[0]}; choose another name")
+        if not (is_report or overwrite):
+            raise QuantError(f"{path} exists and is no report of fewbit; choose another name, or pass --overwrite")
+    load_matplotlib()
+    return path
+
+
+def save_page(
+    path: str | os.PathLike[str],
+    report: Report,
+    *,
+    overwrite: bool = False,
+    sources: Iterable[str | os.PathLike[str]] = (),
+) -> Path:
+    """Writes the page of a report; the file appears whole or not at all.
+
+    Args:
+        path: the file to write.
+        report: the facts.
+        overwrite: as in `check_page_path`.
+        sources: as in `check_page_path`.
+
+    Returns:
+        The path.
+
+    Raises:
+        QuantError: when `check_page_path` refuses the path.
+        UnsupportedError: when matplotlib is not installed.
+    """
+    path = check_page_path(path, overwrite=overwrite, sources=sources)
+    text = report_page(report)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8", errors="backslashreplace", newline="\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
+
+
+def report_page(report: Report) -> str:
+    """The page of a report.
+
+    Args:
+        report: the facts.
+
+    Returns:
+        HTML with its styles, its charts and its script; the same facts give the same text.
+
+    Raises:
+        UnsupportedError: when matplotlib is not installed.
+    """
+    names = _labels([model.stored for model in report.models])
+    title = f"{', '.join(names)}: a report"
+    parts = {
+        "summary": _summary(report, names),
+        "quality": _quality(report, names),
+        "errors": _errors(report.models, names),
+        "histograms": _histograms(report.models, names),
+        "skipped": _skipped(report.models, names),
+        "tensors": _tensors(report.models, names),
+    }
+    links = "".join(f'<li><a href="#{key}">{_SECTIONS[key]}</a></li>' for key in parts)
+    sections = [
+        f'<section aria-labelledby="{key}">\n<h2 id="{key}">{_SECTIONS[key]}</h2>\n{content}</section>\n'
+        for key, content in parts.items()
+    ]
+    count = f"{len(names)} quantized model{'s' * (len(names) > 1)}"
+    header = (
+        f"<header>\n<h1>{count} of {escape(report.source.name)}</h1>\n"
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav>\n</header>'
+    )
+    return framed(escape(title), f"{header}\n<main>\n{''.join(sections)}</main>")
+
+
+# --- the sections ---
+
+
+def _summary(report: Report, names: Sequence[str]) -> str:
+    """A row for the source and for each model."""
+    headings = ["model", "#bits/weight", "#perplexity", "#KL, nats", "#same top-1", "#arrays, MB", "#disk, MB"]
+    headings += ["container", "recipe", "method", "made from"]
+    measured = [model.quality for model in report.models if model.quality is not None]
+    quality = [_number("")] * 3
+    if measured:
+        quality = [_number(text) for text in (_perplexity(measured[0].comparison.reference), "0", "100 %")]
+    rows = [_summary_row("source", report.source, quality, [_cell("")] * 3)]
+    for name, model in zip(names, report.models, strict=True):
+        quality = [_number("not measured")] * 3
+        if model.quality is not None:
+            both = model.quality.comparison
+            quality = [_number(text) for text in (_perplexity(both.candidate), str(both.kl.mean), _percent(both.top1))]
+        origin = [_cell(text or "not recorded") for text in (model.recipe, model.method, model.source)]
+        if model.source == report.source.name:
+            origin[-1] = _cell("the source")
+        rows.append(_summary_row(name, model.stored, quality, origin))
+    text = _table("Sizes and quality", headings, rows)
+    for said in dict.fromkeys(map(_measurement, measured)):
+        text += (
+            f'<p class="dim">{escape(said)}; ± is one standard error. KL divergence and top-1 agreement are against the source, '
+            "the first row. Bits per weight are those of the arrays, scales included.</p>\n"
+        )
+    remarks = []
+    for name, model in zip(names, report.models, strict=True):
+        if model.quality is None:
+            remarks.append(f"{name}: quality was not measured: {model.why_no_quality}")
+        remarks += [f"{name}: {note}" for note in model.notes]
+    return text + _list(remarks)
+
+
+def _quality(report: Report, names: Sequence[str]) -> str:
+    """The chart of KL divergence over bits per weight, where it was measured."""
+    points = []
+    for name, model in zip(names, report.models, strict=True):
+        if model.quality is not None and math.isfinite(model.quality.comparison.kl.mean.value):
+            kl = model.quality.comparison.kl.mean
+            points.append(QualityPoint(name, model.stored.bits_per_weight, kl.value, kl.error))
+    if not points:
+        return "<p>No chart: the quality of no model was measured, or none is finite. The summary says why.</p>\n"
+    title = "KL divergence over bits per weight: " + ", ".join(
+        f"{point.name} {point.kl:.4g} nats at {point.bits_per_weight:.3f} bits" for point in points
+    )
+    chart = quality_chart(points, prefix="quality-chart", title=title)
+    text = _box(chart, "Quality against size", "chart")
+    if left := len(names) - len(points):
+        text += f"<p>Not in the chart, since without a finite KL divergence: {left} of {len(names)} models.</p>\n"
+    return text + '<p class="dim">Bars are one standard error over tokens. The source has KL divergence 0.</p>\n'
+
+
+def _errors(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
+    """A map of SQNR by kind and layer for each model."""
+    maps = [_error_map(model.tensors) for model in models]
+    text = (
+        '<p class="dim">SQNR is the signal-to-quantization-noise ratio of a weight against the source, in decibels: higher is '
+        "better, 6 dB are one bit. = is a weight that lost nothing. Where a layer has several weights of a kind, such as those of "
+        "experts, the lowest counts. Each map has its own colours, over 6 dB or more.</p>\n"
+    )
+    for i, (name, model, errors) in enumerate(zip(names, models, maps, strict=True)):
+        text += f"<h3>{escape(name)}</h3>\n"
+        if errors.finite:
+            title = f"SQNR in dB of each kind of weight (rows) in each layer (columns) of {name}; the table below has the numbers"
+            chart = error_map_chart(errors, prefix=f"errors-{i}", title=title)
+            text += _box(chart, f"Error map of {name}", "chart") + _error_table(errors, name)
+        elif any(value not in (None, math.inf) for row in errors.sqnr_db for value in row):
+            text += "<p>No SQNR is finite.</p>\n" + _error_table(errors, name)
+        elif errors.kinds:
+            text += "<p>Every weight of its layers is equal to the source's.</p>\n"
+        else:
+            text += "<p>No SQNR was measured for weights of numbered layers.</p>\n"
+        outside = [t for t in model.tensors if t.layer is None and t.sqnr_db is not None]
+        text += _list(f"Outside of the layers: {tensor.path}, {_in_words(tensor.sqnr_db)}" for tensor in outside)
+    return text
+
+
+def _error_table(errors: ErrorMap, name: str) -> str:
+    """The numbers of an error map."""
+    headings = ["layer", *(f"#{kind}" for kind in errors.kinds)]
+    rows = [
+        _row([f'<th scope="row">{layer}</th>', *(_number(_decibels(row[j])) for row in errors.sqnr_db)])
+        for j, layer in enumerate(errors.layers)
+    ]
+    table = _table(f"SQNR by layer, {name}", headings, rows, kind="tall")
+    return f"<details><summary>The numbers, in dB</summary>\n{table}</details>\n"
+
+
+def _histograms(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
+    """The histograms of each model."""
+    text = (
+        '<p class="dim">The quantized weights of lowest SQNR. Each source weight is divided by the scale of its block; the lines '
+        "are the numbers of the format, to which weights are rounded. Clipped are weights more than half a step beyond the last "
+        "line.</p>\n"
+    )
+    for i, (name, model) in enumerate(zip(names, models, strict=True)):
+        text += f"<h3>{escape(name)}</h3>\n"
+        if not model.histograms:
+            text += "<p>No quantized weight lost anything that was measured.</p>\n"
+            continue
+        figures = [_histogram(one, f"histogram-{i}-{j}") for j, one in enumerate(model.histograms)]
+        text += f'<div class="histograms">\n{"".join(figures)}</div>\n'
+    return text
+
+
+def _histogram(histogram: Histogram, prefix: str) -> str:
+    """A figure with its caption."""
+    clipped = f"{100 * histogram.clipped:.2g} % clipped"
+    caption = (
+        f"{histogram.stored}, {histogram.sqnr_db:.2f} dB, {len(histogram.numbers)} numbers of {histogram.format}, {clipped}"
+    )
+    title = f"Histogram of {histogram.path} in units of its block scale: {caption}"
+    chart = _box(histogram_chart(histogram, prefix=prefix, title=title), f"Histogram of {histogram.path}", "chart")
+    return f"<figure><h4>{escape(histogram.path)}</h4>\n{chart}<figcaption>{escape(caption)}</figcaption></figure>\n"
+
+
+def _skipped(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
+    """The counts of tensors in float, by reason."""
+    text = ""
+    for name, model in zip(names, models, strict=True):
+        text += f"<h3>{escape(name)}</h3>\n"
+        rows = []
+        for group in model.left_in_float:
+            share = f"{100 * group.nbytes / max(model.stored.array_bytes, 1):.2g} %"
+            numbers = [_number(text) for text in (f"{group.count:,}", f"{group.nbytes:,}", share)]
+            rows.append(_row([_cell(_role(group.role)), _cell(group.reason, "why"), *numbers, _cell(group.example, "path")]))
+        if rows:
+            text += _table(
+                f"Left in float, {name}", ["role", "why", "#tensors", "#bytes", "#of all arrays", "the first"], rows
+            )
+        else:
+            text += "<p>Nothing: every tensor is quantized.</p>\n"
+    return text
+
+
+def _tensors(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
+    """The table of every tensor of each model, below one search box."""
+    total = sum(len(model.tensors) for model in models)
+    text = (
+        '<div class="find">\n'
+        '<label for="search">Search: words of a path, scheme, role or reason<input id="search" type="search"></label>\n'
+        '<label for="filter">Show<select id="filter"><option value="all">all</option>'
+        '<option value="quantized">quantized</option><option value="float">left in float</option></select></label>\n'
+        f'</div>\n<p class="dim" id="shown" role="status">{total} of {total} tensors</p>\n'
+    )
+    headings = [
+        "tensor",
+        "#shape",
+        "stored as",
+        "role",
+        "#bytes before",
+        "#bytes after",
+        "#bits/weight",
+        "#SQNR, dB",
+        "why",
+    ]
+    for name, model in zip(names, models, strict=True):
+        rows = [_tensor_row(tensor) for tensor in model.tensors]
+        text += f"<h3>{escape(name)}</h3>\n" + _table(f"Tensors of {name}", headings, rows, kind="tall")
+    return text
+
+
+def _tensor_row(tensor: TensorFacts) -> str:
+    state, why = "quantized", tensor.reason
+    if not tensor.is_quantized:
+        state, why = "float", tensor.reason or "not recorded"
+    before = ""
+    if tensor.bytes_before is not None:
+        before = f"{tensor.bytes_before:,}"
+    cells = [
+        f'<th scope="row" class="path">{escape(tensor.path)}</th>',
+        _number(shape_text(tensor.shape)),
+        _cell(tensor.stored),
+        _cell(_role(tensor.role)),
+        _number(before),
+        _number(f"{tensor.bytes_after:,}"),
+        _number(f"{tensor.bits_per_weight:.3f}"),
+        _number(_decibels(tensor.sqnr_db)),
+        _cell(why, "why"),
+    ]
+    return f'<tr data-state="{state}">{"".join(cells)}</tr>'
+
+
+# --- facts as text ---
+
+
+def _labels(models: Sequence[StoredModel]) -> list[str]:
+    """The name of each model, or its path where two have one name."""
+    names = [model.name for model in models]
+    return [model.name if names.count(model.name) == 1 else model.path for model in models]
+
+
+def _error_map(tensors: Sequence[TensorFacts]) -> ErrorMap:
+    """The lowest SQNR of each kind and layer; kinds without what they all begin with."""
+    lowest: dict[tuple[str, int], float] = {}
+    for tensor in tensors:
+        if tensor.layer is not None and tensor.sqnr_db is not None:
+            key = tensor.kind, tensor.layer
+            lowest[key] = min(lowest.get(key, math.inf), tensor.sqnr_db, key=_nan_first)
+    kinds = tuple(dict.fromkeys(kind for kind, _ in lowest))
+    layers = tuple(sorted({layer for _, layer in lowest}))
+    grid = tuple(tuple(lowest.get((kind, layer)) for layer in layers) for kind in kinds)
+    heads = {kind.split("*", 1)[0] for kind in kinds}
+    if len(heads) == 1:
+        kinds = tuple(kind.split("*", 1)[1].lstrip("/.") for kind in kinds)
+    return ErrorMap(kinds, layers, grid)
+
+
+def _nan_first(value: float) -> float:
+    """The key that sorts NaN below every number."""
+    if math.isnan(value):
+        return -math.inf
+    return value
+
+
+def _decibels(value: float | None) -> str:
+    """An SQNR; `=` for equal weights, nothing where it was not measured; NaN and minus infinity as they are."""
+    if value is None:
+        return ""
+    if value == math.inf:
+        return "="
+    return f"{value:.2f}"
+
+
+def _role(name: str) -> str:
+    return name.replace("_", " ")
+
+
+def _in_words(value: float | None) -> str:
+    """An SQNR in a sentence."""
+    if value == math.inf:
+        return "equal to the source's"
+    return f"{_decibels(value)} dB"
+
+
+def _measurement(quality: MeasuredQuality) -> str:
+    """On which text the quality was measured, and by which program."""
+    tokens = f"{quality.comparison.candidate.tokens:,} tokens of {quality.text}, windows of {quality.window}"
+    return f"Quality on {tokens}, computed by {quality.engine}"
+
+
+def _perplexity(found: Perplexity) -> str:
+    return f"{found.value:,.2f} ± {found.error:,.2f}"
+
+
+def _percent(agreement: Estimate) -> str:
+    return f"{100 * agreement.value:.2f} ± {100 * agreement.error:.2f} %"
+
+
+def _summary_row(name: str, model: StoredModel, quality: Sequence[str], origin: Sequence[str]) -> str:
+    """A row of the summary, with the cells of its quality, and those of its recipe, method and source."""
+    sizes = [_number(f"{nbytes / 1e6:,.2f}") for nbytes in (model.array_bytes, model.file_bytes)]
+    head = f'<th scope="row" class="model">{escape(name)}<br><span class="dim">{escape(model.path)}</span></th>'
+    cells = [head, _number(f"{model.bits_per_weight:.3f}"), *quality, *sizes, _cell(model.container), *origin]
+    return _row(cells)
+
+
+# --- pieces of HTML ---
+
+
+def _cell(text: str, kind: str = "") -> str:
+    if kind:
+        return f'<td class="{kind}">{escape(text)}</td>'
+    return f"<td>{escape(text)}</td>"
+
+
+def _number(text: str) -> str:
+    return _cell(text, "number")
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"<tr>{''.join(cells)}</tr>"
+
+
+def _table(name: str, headings: Sequence[str], rows: Sequence[str], *, kind: str = "") -> str:
+    """A table in a box of its own that scrolls, by keyboard too; `#` begins the heading of a column of numbers."""
+    head = "".join(map(_heading, headings))
+    body = "\n".join(rows)
+    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+    return _box(table, name, kind)
+
+
+def _heading(text: str) -> str:
+    if text.startswith("#"):
+        return f'<th scope="col" class="number">{escape(text[1:])}</th>'
+    return f'<th scope="col">{escape(text)}</th>'
+
+
+def _box(content: str, name: str, kind: str) -> str:
+    classes = f"box {kind}".strip()
+    return f'<div class="{classes}" role="region" aria-label="{escape(name)}" tabindex="0">\n{content}\n</div>\n'
+
+
+def _list(sentences: Iterable[str]) -> str:
+    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
+    if not items:
+        return ""
+    return f"<ul>{items}</ul>\n"

@@ -1,0 +1,119 @@
+"""The frame of a report's page: its styles and its script."""
+
+import base64
+import hashlib
+from string import Template
+
+MARKER = "<!doctype html>\n<!-- A report of fewbit. -->\n"
+"""What every report begins with; a file that does not is never replaced unasked."""
+
+_STYLE = """
+:root { color-scheme: light; --back: #ffffff; --text: #1b1f24; --dim: #57606a; --line: #d0d7de; --box: #f6f8fa; --link: #0757ba }
+@media screen and (prefers-color-scheme: dark) {
+  :root { color-scheme: dark; --back: #14171b; --text: #e4e7eb; --dim: #a3adb8; --line: #3a424c; --box: #1d2228; --link: #7cb7ff }
+}
+* { box-sizing: border-box }
+body { margin: 0; background: var(--back); color: var(--text); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
+header, main { max-width: 76rem; margin: 0 auto; padding: 0 1rem }
+h1 { font-size: 1.6rem; line-height: 1.25; margin: 1.5rem 0 .5rem }
+h2 { font-size: 1.25rem; margin: 2.5rem 0 .5rem; padding-top: .75rem; border-top: 1px solid var(--line) }
+h3 { font-size: 1rem; margin: 1.5rem 0 .5rem }
+h4 { font-size: .9rem; margin: 0; overflow-wrap: anywhere }
+p, ul { margin: .5rem 0; max-width: 50rem }
+nav ul { list-style: none; padding: 0; display: flex; flex-wrap: wrap; gap: .25rem 1.25rem; max-width: none }
+a { color: var(--link) }
+code { font: .9em ui-monospace, monospace }
+.dim { color: var(--dim); font-size: .875rem }
+.box { overflow-x: auto; max-width: 100%; border: 1px solid var(--line); border-radius: 6px; margin: .5rem 0 }
+.tall { max-height: 36rem; overflow-y: auto }
+.box:focus-visible, a:focus-visible, summary:focus-visible, input:focus-visible, select:focus-visible {
+  outline: 2px solid var(--link); outline-offset: 1px }
+.chart { padding: .5rem; width: fit-content }
+svg { display: block }
+svg * { stroke-linejoin: round; stroke-linecap: butt }
+svg text { font-family: system-ui, sans-serif !important }
+table { border-collapse: collapse; font-size: .875rem; min-width: 100% }
+th, td { padding: .3rem .6rem; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); overflow-wrap: normal }
+thead th { background: var(--box); position: sticky; top: 0; vertical-align: bottom; min-width: 4.75rem }
+tbody tr:last-child > * { border-bottom: 0 }
+tbody th { font-weight: normal }
+.number { text-align: right; font-variant-numeric: tabular-nums }
+td.number { white-space: nowrap }
+.path { font-family: ui-monospace, monospace; font-size: .8125rem; white-space: nowrap }
+.model { min-width: clamp(9rem, 18vw, 14rem); overflow-wrap: anywhere }
+.why { min-width: 12rem }
+.histograms { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 23rem), 1fr)); gap: .75rem; margin: .5rem 0 }
+figure { margin: 0; padding: .75rem; border: 1px solid var(--line); border-radius: 6px; min-width: 0 }
+figcaption { font-size: .8125rem; color: var(--dim) }
+figure svg { max-width: 100%; height: auto }
+.histograms figure .box { border: 0; margin: 0; padding: 0 }
+.find { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: end }
+.find label { display: grid; gap: .15rem; font-size: .875rem }
+input, select { font: inherit; color: inherit; background: var(--back); border: 1px solid var(--dim); border-radius: 4px;
+  padding: .3rem .5rem; min-width: 0; width: 16rem; max-width: 100% }
+summary { cursor: pointer; padding: .25rem 0 }
+@media print {
+  .box { overflow: visible; border: 0 } .tall { max-height: none } thead th { position: static } nav, .find { display: none }
+  svg { max-width: 100%; height: auto } figure, tr { break-inside: avoid } .path { white-space: normal }
+  table, table .dim { font-size: .65rem } th, td { padding: .15rem .3rem; min-width: 0 !important } h2, h3 { break-after: avoid }
+}
+"""
+
+_SCRIPT = """
+const search = document.getElementById("search"), filter = document.getElementById("filter");
+const shown = document.getElementById("shown");
+const rows = Array.from(document.querySelectorAll("tr[data-state]"), row =>
+  [row, Array.from(row.cells, cell => cell.textContent).join(" ").toLowerCase()]);
+function show() {
+  const words = search.value.toLowerCase().split(" ").filter(word => word);
+  let count = 0;
+  for (const [row, text] of rows) {
+    const fits = (filter.value === "all" || filter.value === row.dataset.state) && words.every(word => text.includes(word));
+    row.hidden = !fits;
+    count += fits;
+  }
+  shown.textContent = `${count} of ${rows.length} tensors`;
+}
+function readHash() {
+  const given = new URLSearchParams(location.hash.slice(1));
+  if (given.has("q")) search.value = given.get("q");
+  if (given.has("show")) filter.value = given.get("show");
+  show();
+}
+search.addEventListener("input", show);
+filter.addEventListener("change", show);
+addEventListener("hashchange", readHash);
+readHash();
+"""
+
+_PAGE = Template("""\
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="$policy">
+<title>$title</title>
+<link rel="icon" href="data:,">
+<style>$style</style>
+</head>
+<body>
+$body
+<script>$script</script>
+</body>
+</html>
+""")
+
+
+def framed(title: str, body: str) -> str:
+    """The page of a body: with its styles, and with the search of its rows.
+
+    Args:
+        title: the title, escaped.
+        body: the body, as HTML.
+
+    Returns:
+        The page, which begins with `MARKER`. Browsers run no script but its own, and load nothing.
+    """
+    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
+    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    return MARKER + _PAGE.substitute(policy=policy, title=title, style=_STYLE, body=body, script=_SCRIPT)

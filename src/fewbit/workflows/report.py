@@ -1,0 +1,275 @@
+"""Gathers the facts of a report on quantized models."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..array.qarray import QArray
+from ..array.quantize import expanded_offset, expanded_scale
+from ..errors import QuantError, UnsupportedError
+from ..evaluate.report.facts import Histogram, MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
+from ..io.checkpoint import TensorInfo
+from ..models.installed import default_text_name, find_text
+from ..recipe.plan import Plan
+from ..recipe.role import QUANTIZED_ROLES, Role
+from ..recipe.rows import PlanRow
+from .evaluate import Quality, evaluate, weight_sqnr
+from .inspect import file_bytes
+from .model import Model, decoded
+from .plan import KEEP, RecipeSpec, plan_model, split_numbers
+
+HISTOGRAMS = 5
+"""The number of weights whose histogram is drawn."""
+_BINS = 96
+_NOTHING = {"rules": [{"path": ".*", "policy": None}]}
+"""A recipe that quantizes nothing: its plan still has the role of each parameter."""
+
+
+def report(
+    models: Sequence[Model],
+    source: Model,
+    *,
+    text: str | None = None,
+    quality: bool = True,
+    progress: Callable[[float, str], None] | None = None,
+) -> Report:
+    """Compares quantized models with their source: sizes, quality, the error of each weight.
+
+    Weights are loaded one at a time; the quality of each model is measured as `evaluate` does.
+
+    Args:
+        models: the quantized models.
+        source: the model that they were quantized from.
+        text: the text of the quality, as for `models.find_text`; None takes the default text.
+        quality: whether to measure perplexity and KL divergence.
+        progress: called with the fraction that is done, and a text.
+
+    Returns:
+        The facts. A model that cannot be run has none of its quality, but the reason.
+
+    Raises:
+        QuantError: when there is no model, or one has other parameters than the source and is not rotated; or there is no such
+            text, or it is too short.
+    """
+    if not models:
+        raise QuantError("a report needs at least one model; pass the quantized models and their source")
+    for model in models:
+        _check_same_parameters(model, source)
+    if quality:
+        find_text(text or default_text_name())
+    found = []
+    for i, model in enumerate(models):
+
+        def advance(part: float, detail: str, done: int = i, name: str = model.name) -> None:
+            if progress is not None:
+                progress((done + part) / len(models), f"{name}: {detail}")
+
+        found.append(_model_facts(model, source, text, quality, advance))
+    return Report(_stored_model(source), tuple(found))
+
+
+def _model_facts(
+    model: Model, source: Model, text: str | None, quality: bool, advance: Callable[[float, str], None]
+) -> ModelFacts:
+    """Everything about one model."""
+    measured, why_not = None, "not asked for (--no-quality)"
+    if quality:
+        measured, why_not = _quality(model, source, text, lambda done, total: advance(0.5 * done / total, "quality"))
+    advance(0.5, "weights")
+    if measured is not None and measured.sqnr_db.keys() <= model.info.keys():
+        sqnr, notes = measured.sqnr_db, measured.notes
+    else:  # not measured, or by names in the files
+        sqnr, notes = weight_sqnr(model, source)
+    facts = _origin(model.facts)
+    named = _text(facts, "source", "name")
+    if named and named != source.name:
+        notes = (*notes, f"its manifest says that it was made from {named}, not from {source.name}")
+    recipe, method = _text(facts, "recipe"), ""
+    if recipe:
+        method = _text(facts, "method", "name") or "rtn"
+    tensors = _tensors(model, source, recipe, sqnr)
+    advance(0.8, "histograms")
+    lossy = [
+        t for t in tensors if t.sqnr_db is not None and math.isfinite(t.sqnr_db) and model.info[t.path].scheme is not None
+    ]
+    worst = sorted(lossy, key=lambda tensor: tensor.sqnr_db or 0.0)[:HISTOGRAMS]
+    return ModelFacts(
+        stored=_stored_model(model),
+        source=named,
+        recipe=recipe,
+        method=method,
+        quality=measured and _measured_quality(measured),
+        why_no_quality=why_not,
+        tensors=tensors,
+        histograms=tuple(_histogram(model, source, tensor) for tensor in worst),
+        notes=(*model.notes, *notes),
+    )
+
+
+def _check_same_parameters(model: Model, source: Model) -> None:
+    """Refuses a source whose parameters have other names or shapes than the model's; rotating may add some."""
+    if model.facts.get("rotation_seed") != source.facts.get("rotation_seed"):
+        return
+    advice = "pass the model that it was quantized from as the source (--against)"
+    for path, info in model.info.items():
+        if path not in source.info:
+            raise QuantError(f"{model.path} has {path}, which {source.path} lacks; {advice}")
+        if source.info[path].shape != info.shape:
+            raise QuantError(
+                f"{path} has shape {info.shape} in {model.path} and {source.info[path].shape} in {source.path}; {advice}"
+            )
+    if missing := [path for path in source.info if path not in model.info]:
+        raise QuantError(
+            f"{model.path} lacks {', '.join(missing[:5])} of {source.path} ({len(missing)} parameters); {advice}"
+        )
+
+
+def _quality(
+    model: Model, source: Model, text: str | None, progress: Callable[[int, int], None]
+) -> tuple[Quality | None, str]:
+    """The quality of a model, or why it cannot be measured. A text that the user chose must fit."""
+    try:
+        return evaluate(model, against=source, text=text, progress=progress), ""
+    except UnsupportedError as error:
+        return None, str(error)
+    except QuantError as error:
+        if text is not None:
+            raise
+        return None, str(error)
+
+
+def _measured_quality(quality: Quality) -> MeasuredQuality:
+    assert quality.against is not None  # a source was given
+    return MeasuredQuality(quality.text, quality.window, quality.engine, quality.against)
+
+
+def _stored_model(model: Model) -> StoredModel:
+    return StoredModel(model.name, str(model.path), model.kind, model.size, file_bytes(model.path), model.nbytes)
+
+
+def _origin(facts: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The facts of the model that was quantized, where it was only copied since."""
+    source = facts.get("source")
+    while facts.get("recipe") == KEEP and isinstance(source, Mapping) and isinstance(source.get("facts"), Mapping):
+        facts = source["facts"]
+        source = facts.get("source")
+    return facts
+
+
+def _text(facts: Mapping[str, Any], *keys: str) -> str:
+    """The text under these keys of a manifest, which may be anyone's; empty if there is none."""
+    value: Any = facts
+    for key in keys:
+        if not isinstance(value, Mapping):
+            return ""
+        value = value.get(key)
+    if isinstance(value, str):
+        return value
+    return ""
+
+
+def _tensors(model: Model, source: Model, recipe: str, sqnr: Mapping[str, float]) -> tuple[TensorFacts, ...]:
+    """A row for each tensor, with the reasons of the recipe's plan if it is known."""
+    made = None
+    if recipe and not recipe.endswith(".json"):  # a manifest names no file that we would read
+        made = _plan(source, recipe)
+    roles = made or _plan(source, _NOTHING)
+    rows: dict[str, PlanRow] = {}
+    if roles is not None:
+        rows = {row.path: row for row in roles}
+    found = []
+    for path, info in model.info.items():
+        texts, numbers = split_numbers(path)
+        role, is_quantized = Role.UNKNOWN, _is_quantized(info)
+        if path in rows:
+            role = rows[path].role
+        reason, bytes_before = _role_reason(role, is_quantized), None
+        if path in source.info:
+            bytes_before = source.info[path].nbytes
+        if made is not None and path in rows:
+            reason = _planned_reason(made.recipe, rows[path], is_quantized)
+        found.append(
+            TensorFacts(
+                path=path,
+                kind="*".join(texts),
+                layer=next(iter(numbers), None),
+                shape=info.shape,
+                stored=info.stored,
+                is_quantized=is_quantized,
+                role=str(role),
+                reason=reason,
+                bytes_before=bytes_before,
+                bytes_after=info.nbytes,
+                sqnr_db=sqnr.get(path),
+            )
+        )
+    return tuple(found)
+
+
+def _plan(source: Model, recipe: RecipeSpec) -> Plan | None:
+    """The plan of a recipe for the source; None if there is no such recipe, or it does not fit."""
+    try:
+        return plan_model(source, recipe=recipe)
+    except (QuantError, UnsupportedError):
+        return None
+
+
+def _planned_reason(recipe: str, row: PlanRow, is_quantized: bool) -> str:
+    """Why the recipe leaves a tensor as it is, or a note about it."""
+    is_planned = row.policy is not None
+    if is_planned == is_quantized or is_quantized:
+        return row.reason
+    return f"recipe {recipe} quantizes it, but the file has it in float"
+
+
+def _role_reason(role: Role, is_quantized: bool) -> str:
+    """Why a tensor of this role is usually left in float."""
+    if is_quantized or role == Role.UNKNOWN or role in QUANTIZED_ROLES:
+        return ""
+    return f"rules leave {role.words} in float by default"
+
+
+def _is_quantized(info: TensorInfo) -> bool:
+    """Whether the file stores a tensor as a QArray, or in fewer bits than it decodes to."""
+    return info.scheme is not None or info.nbytes < math.prod(info.shape) * jnp.dtype(info.dtype).itemsize
+
+
+def _histogram(model: Model, source: Model, tensor: TensorFacts) -> Histogram:
+    """The float weights over their blocks' scales, and the numbers of the format."""
+    q, x = model.load(tensor.path), np.asarray(decoded(source.load(tensor.path)), np.float32)
+    assert isinstance(q, QArray)
+    units = _in_units(x, q)
+    numbers = np.unique(q.scheme.format.values())
+    numbers = numbers[np.isfinite(numbers)]
+    smallest, largest = float(numbers[0]), float(numbers[-1])
+    reach = largest - smallest
+    low = max(smallest - reach, min(smallest - 0.05 * reach, float(units.min(initial=smallest))))
+    high = min(largest + reach, max(largest + 0.05 * reach, float(units.max(initial=largest))))
+    counts, _ = np.histogram(np.clip(units, low, high), bins=_BINS, range=(low, high))
+    # A scale that was rounded down leaves the largest element a little beyond the largest number.
+    below, above = smallest - (numbers[1] - numbers[0]) / 2, largest + (numbers[-1] - numbers[-2]) / 2
+    outside = np.count_nonzero((units < below) | (units > above))
+    return Histogram(
+        path=tensor.path,
+        stored=tensor.stored,
+        format=q.scheme.format.name,
+        sqnr_db=float(tensor.sqnr_db or 0.0),
+        low=low,
+        high=high,
+        counts=tuple(counts.tolist()),
+        numbers=tuple(numbers.tolist()),
+        clipped=float(outside / max(units.size, 1)),
+    )
+
+
+def _in_units(x: np.ndarray, q: QArray) -> np.ndarray:
+    """`(x - offset) / scale` of each element, flat; blocks of scale zero and what is not finite are left out."""
+    scale, offset = np.asarray(expanded_scale(q)), expanded_offset(q)
+    if offset is not None:
+        x = x - np.asarray(offset)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        units = np.ravel(x / scale)
+    return units[np.isfinite(units)]

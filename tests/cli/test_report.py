@@ -1,0 +1,67 @@
+"""fewbit report: the page, its JSON, its messages."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from fewbit.cli.commands import app
+from fewbit.evaluate.report.template import MARKER
+from fewbit.models import is_installed
+from fewbit.workflows import load, plan_model, quantize
+from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
+
+pytestmark = [needs_tokenizers, pytest.mark.skipif(not is_installed("matplotlib"), reason="needs pip install fewbit[plot]")]
+
+
+def run(*arguments, status=0):
+    result = CliRunner().invoke(app, ["report", *map(str, arguments)])
+    assert result.exit_code == status, result.output
+    return result
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A source and a model that was quantized from it."""
+    directory = tmp_path_factory.mktemp("models")
+    source = load(llama_directory(directory / "hf"))
+    quantize(source, plan_model(source, recipe="nf4"), directory / "nf4")
+    return directory / "nf4", directory / "hf"
+
+
+def test_a_page_of_two_models_with_their_quality(models, tmp_path):
+    model, source = models
+    out = tmp_path / "r.html"
+    done = run(model, model, "--against", source, "-o", out, "--text", text_file(tmp_path))
+    assert done.stdout == f"wrote {out}: 2 models, {out.stat().st_size:,} bytes\n"
+    page = out.read_text()
+    assert page.startswith(MARKER) and page.count("<h3>") >= 6
+    assert page.count("layers/1/mlp/down</th>") == 2 and 'id="quality-chart-title"' in page
+
+
+def test_the_same_facts_as_json_and_the_same_bytes_again(models, tmp_path):
+    model, source = models
+    pages = [tmp_path / name for name in ("a.html", "b.html")]
+    first, second = (
+        json.loads(run(model, "--against", source, "-o", page, "--no-quality", "--json").stdout) for page in pages
+    )
+    assert first.pop("output") == str(pages[0]) and second.pop("output") == str(pages[1])
+    assert first == second and pages[0].read_bytes() == pages[1].read_bytes()
+    one = first["models"][0]
+    assert (one["recipe"], one["quality"], one["why_no_quality"]) == ("nf4", None, "not asked for (--no-quality)")
+    assert one["tensors"][0]["bits_per_weight"] > 0 and len(one["histograms"]) == 5
+    assert one["left_in_float"][0]["count"] == sum(not tensor["is_quantized"] for tensor in one["tensors"])
+
+
+def test_messages(models, tmp_path):
+    model, source = models
+    assert "drop one of the two" in run(model, "--against", source, "--no-quality", "--text", "pydoc", status=2).stderr
+    assert "is a directory; pass the name of a file" in run(model, "--against", source, "-o", tmp_path, status=2).stderr
+    (tmp_path / "mine.html").write_text("mine")
+    message = run(model, "--against", source, "-o", tmp_path / "mine.html", status=2).stderr
+    assert "is no report of fewbit" in message and message.count("error:") == 1
+    weights = source / "model.safetensors"
+    message = run(model, "--against", source, "-o", weights, "--overwrite", "--no-quality", status=2).stderr
+    assert f"report {weights} is a file of the model {source}; choose another name" in message
+    assert "nothing.gguf does not exist" in run(model, "--against", tmp_path / "nothing.gguf", status=2).stderr
+    assert (tmp_path / "mine.html").read_text() == "mine"
