@@ -83,6 +83,9 @@ def calibration_data(
         windows: how many windows; fewer if the text is shorter.
         window: the tokens of a window; None takes 256, or the model's context if that is shorter.
 
+    Returns:
+        The windows, with the tokens that begin a text in front of each.
+
     Raises:
         QuantError: when the text is shorter than one window, or a window longer than the model's context.
         UnsupportedError: when the model cannot be run, or has no tokenizer.
