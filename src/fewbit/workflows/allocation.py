@@ -144,12 +144,7 @@ def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
 
 
 def tied(rows: Iterable[PlanRow]) -> tuple[tuple[str, ...], ...]:
-    """The weights that must have one scheme, because they are multiplied at once: q, k and v; gate and up; all experts.
-
-    >>> from types import SimpleNamespace as Row
-    >>> tied([Row(path=f"layers/0/attn/{name}") for name in "qkvo"])
-    (('layers/0/attn/q', 'layers/0/attn/k', 'layers/0/attn/v'), ('layers/0/attn/o',))
-    """
+    """The weights that must have one scheme, because they are multiplied at once: q, k and v; gate and up; all experts."""
     groups: dict[str, list[str]] = {}
     for row in rows:
         name = re.sub(r"/experts/\d+/", "/experts/", row.path)
