@@ -5,6 +5,7 @@ import functools
 import json
 import subprocess
 import sys
+import time
 
 import jax
 import jax.numpy as jnp
@@ -168,23 +169,31 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(tmp_path, monkeypat
 @pytest.mark.slow
 @needs_tokenizers
 def test_a_killed_process_loses_one_layer_at_most(tmp_path):
-    """SIGKILL at random times, until a run comes to its end."""
+    """SIGKILL as soon as a layer is finished, twice; then a run to the end."""
     source, text = llama_directory(tmp_path / "hf"), text_file(tmp_path)
-    command = [sys.executable, "-m", "fewbit", "quantize", source, "--recipe", "int4", "--method", "gptq", "--no-check"]
+    command = [
+        sys.executable,
+        "-c",
+        "from fewbit.cli import main; main()",
+        "quantize",
+        source,
+        "--recipe",
+        "int4",
+        "--method",
+        "gptq",
+        "--no-check",
+    ]
     command += ["--calibration-text", text, "--calibration-windows", "4", "-o"]
     subprocess.run([*command, tmp_path / "whole"], check=True, capture_output=True)
-    rng, kept = np.random.default_rng(0), 0
-    for wait in (*rng.uniform(4, 12, 5), None):
+    work = tmp_path / ".killed.fewbit-work"
+    for layer in range(2):
         process = subprocess.Popen([*command, tmp_path / "killed"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        try:
-            assert process.wait(wait) == 0
-            break
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        work = tmp_path / ".killed.fewbit-work"
-        parts = len(list(work.glob("layer-*")))
-        assert parts >= kept, "no finished layer is lost"
-        kept = parts
+        while process.poll() is None and not (work / f"layer-{layer}").exists():
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+        assert {f"layer-{i}" for i in range(layer + 1)} <= {part.name for part in work.iterdir()}
+        assert not (tmp_path / "killed").exists()
+    subprocess.run([*command, tmp_path / "killed"], check=True, capture_output=True)
     assert _files(tmp_path / "killed") == _files(tmp_path / "whole")
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "text.txt", "whole", "killed"}
