@@ -19,7 +19,7 @@ from fewbit import methods
 from fewbit.recipe.plan import Plan
 from fewbit.recipe.quantize_row import quantize_finite
 from fewbit.workflows import calibrated_weights, calibration_data, evaluate, load, plan_model, quantized_tensors, rotated
-from fewbit.workflows.allocation import WINDOW, WINDOWS, Sensitivity, allocated, sensitivities
+from fewbit.workflows.methods.allocation import WINDOW, WINDOWS, Sensitivity, allocated, sensitivities
 from fewbit.workflows.model import Model
 
 from .facts import headline, save

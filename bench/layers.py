@@ -16,7 +16,7 @@ import fewbit as fb
 from fewbit import models
 from fewbit.array.scales import MX, NVFP4, AbsMax
 from fewbit.workflows import evaluation_windows, load
-from fewbit.workflows.rotate import rotated
+from fewbit.workflows.methods.rotate import rotated
 
 from .whisper import SPEECH, whisper_layers
 

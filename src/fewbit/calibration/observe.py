@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 
 from ..array.qarray import is_qarray
 from ..errors import QuantError, UnsupportedError
-from ..ops.interpret.observe import Measurements, Observed, calibration_rules
-from ..ops.interpret.parameter_uses import Product, Use, parameter_paths
+from ..ops.interpret.observe import Measurements, Observed, calibration_rules, observed
+from ..ops.interpret.parameter_uses import Product, Use
 from ..ops.interpret.transparent import Decoded, evaluated
 from ..recipe import recipe as as_recipe
 from ..recipe.recipe import RecipeLike
@@ -82,7 +82,11 @@ def observe(
         def called(params: PyTree, *inputs: PyTree) -> PyTree:
             return fn(params, *inputs, **kwargs)
 
-        return measurements(called, params, paths, inputs, measure, [p.name for p in products], decoded.append)[1]
+        notes = Measurements(measure)
+        chosen = {p.name: Observed(None, _label(p.name), notes, is_parameter=False) for p in products}
+        run = evaluated(called, "dequantize", decoded.append, lambda _: chosen, calibration_rules(notes))
+        run(observed(params, paths, notes), *inputs)
+        return notes.found
 
     for batch in batches:
         inputs = batch if isinstance(batch, tuple) else (batch,)
@@ -102,36 +106,6 @@ def observe(
     pairs = {product.name: found[_label(product.name)] for product in products}
     own = tuple(plan.parameters[path].role for path, _ in ops)
     return Stats({path: found[path] for path, _ in ops}, ops, own, pairs, tuple((p.name, p.op) for p in products))
-
-
-def measurements(
-    fn: Callable[..., Any],
-    params: PyTree,
-    paths: Sequence[str],
-    inputs: Sequence[PyTree],
-    measure: Measure,
-    products: Sequence[str] = (),
-    report: Callable[[Decoded], None] | None = None,
-) -> tuple[Any, dict[str, Any]]:
-    """The output of `fn(params, *inputs)` and the measurements of its products, traced.
-
-    Args:
-        fn: the function.
-        params: the tree of parameters.
-        paths: the parameters whose products are measured.
-        inputs: the other arguments.
-        measure: what is measured.
-        products: the names of products without a parameter to measure.
-        report: called for each array that no product could be followed from.
-
-    Returns:
-        The output, and an `Observation` by path, a `ProductObservation` by the product's name after "product ".
-    """
-    notes = Measurements(measure)
-    chosen = {name: Observed(None, _label(name), notes, is_parameter=False) for name in products}
-    run = evaluated(fn, "dequantize", report, lambda _: chosen, calibration_rules(notes))
-    output = run(_observed(params, paths, notes), *inputs)
-    return output, notes.found
 
 
 def _label(name: str) -> str:
@@ -169,14 +143,6 @@ def _split(tree: PyTree) -> tuple[_Static, list[Any]]:
         else:
             static.append((place, leaf))
     return _Static(treedef, tuple(static)), arrays
-
-
-def _observed(params: PyTree, paths: Sequence[str], notes: Measurements) -> PyTree:
-    """The tree with each parameter of `paths` as an Observed."""
-    treedef = jax.tree.structure(params, is_leaf=is_qarray)
-    leaves = parameter_paths(params)
-    leaves |= {path: Observed(leaves[path], path, notes) for path in paths}
-    return jax.tree.unflatten(treedef, list(leaves.values()))
 
 
 def _refuse_missing(paths: set[str], products: set[str], decoded: Sequence[Decoded]) -> None:

@@ -9,18 +9,18 @@ from ..errors import QuantError, UnsupportedError
 from ..methods import method
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
-from ..workflows.allocation import WINDOW as SENSITIVITY_WINDOW
-from ..workflows.allocation import WINDOWS as SENSITIVITY_WINDOWS
-from ..workflows.allocation import allocated, sensitivities
-from ..workflows.calibrated import WINDOWS, CalibrationData, calibration_data
 from ..workflows.engine import choose_engine
 from ..workflows.evaluate import Quality, evaluate
 from ..workflows.load import load
+from ..workflows.methods.allocation import WINDOW as SENSITIVITY_WINDOW
+from ..workflows.methods.allocation import WINDOWS as SENSITIVITY_WINDOWS
+from ..workflows.methods.allocation import allocated, sensitivities
+from ..workflows.methods.calibrated import WINDOWS, CalibrationData, calibration_data
+from ..workflows.methods.rotate import rotated
 from ..workflows.model import Model
 from ..workflows.plan import KEEP, plan_model
-from ..workflows.quantize import Outcome, quantize
-from ..workflows.rotate import rotated
-from ..workflows.tensors import TensorResult
+from ..workflows.quantize import quantize
+from ..workflows.tensors import Outcome, TensorResult
 from .progress import log_lines, progress_bar
 
 

@@ -18,8 +18,7 @@ from ..workflows.evaluate import Quality
 from ..workflows.inspect import Inspection, file_bytes
 from ..workflows.model import Model
 from ..workflows.plan import folded
-from ..workflows.quantize import Outcome
-from ..workflows.tensors import TensorResult, worst
+from ..workflows.tensors import Outcome, TensorResult, worst
 from .error_lines import block_lines, worst_weight_lines
 
 

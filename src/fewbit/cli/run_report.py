@@ -13,10 +13,10 @@ from ..workflows.compare import baseline, compare, released
 from ..workflows.engine import as_stored, choose_engine, transformers_of
 from ..workflows.evaluate import engine_of, evaluate, evaluation_windows
 from ..workflows.load import load
+from ..workflows.methods.rotate import rotated
 from ..workflows.model import Model
 from ..workflows.outputs import compare_outputs, evaluate_outputs, model_inputs, output_baseline
 from ..workflows.plan import plan_model
-from ..workflows.rotate import rotated
 from .console import emit_json, say
 from .progress import progress_bar
 from .render import activation_lines, candidate_record, chart_points, comparison_table, quality_lines, source_notes

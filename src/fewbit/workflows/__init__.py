@@ -1,8 +1,5 @@
 """The pipelines behind the commands of `fewbit`."""
 
-from .calibrated import CalibrationData as CalibrationData
-from .calibrated import calibrated_weights as calibrated_weights
-from .calibrated import calibration_data as calibration_data
 from .compare import Baseline as Baseline
 from .compare import Candidate as Candidate
 from .compare import baseline as baseline
@@ -22,6 +19,10 @@ from .generate import generate_text as generate_text
 from .inspect import Inspection as Inspection
 from .inspect import inspect as inspect
 from .load import load as load
+from .methods.calibrated import CalibrationData as CalibrationData
+from .methods.calibrated import calibrated_weights as calibrated_weights
+from .methods.calibrated import calibration_data as calibration_data
+from .methods.rotate import rotated as rotated
 from .model import Model as Model
 from .outputs import OutputCandidate as OutputCandidate
 from .outputs import compare_outputs as compare_outputs
@@ -30,10 +31,9 @@ from .outputs import model_inputs as model_inputs
 from .outputs import output_baseline as output_baseline
 from .plan import folded as folded
 from .plan import plan_model as plan_model
-from .quantize import Outcome as Outcome
 from .quantize import quantize as quantize
 from .report import report as report
-from .rotate import rotated as rotated
+from .tensors import Outcome as Outcome
 from .tensors import TensorResult as TensorResult
 from .tensors import quantized_tensors as quantized_tensors
 from .tensors import worst as worst

@@ -14,9 +14,10 @@ from .compare import Baseline, Candidate, baseline, compare, measured, released
 from .evaluate import evaluation_windows
 from .generate import Sample, generate_text
 from .load import load
+from .methods.rotate import rotated
 from .plan import plan_model
-from .quantize import Outcome, quantize
-from .rotate import rotated
+from .quantize import quantize
+from .tensors import Outcome
 
 RECIPES = ("int8", "nf4", "mxfp4", "nvfp4", "mixed")
 WRITTEN = "nf4"

@@ -15,45 +15,12 @@ from ..io.orbax import TREE
 from ..io.parts import FinishedParts
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
-from .calibrated import CalibrationData, calibrated_weights
 from .convert.fused import fused_rows
 from .convert.targets import Job, check_target, fused_modules, prepared, representable, write_tensors
+from .methods.calibrated import CalibrationData, calibrated_weights
 from .model import Model, Value
 from .plan import KEEP
-from .tensors import TensorResult, quantized_tensors
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """The result of quantizing a checkpoint.
-
-    Attributes:
-        path: the directory.
-        tensors: the result of each tensor.
-        size: the number of elements of all parameters.
-        file_bytes: the bytes of all files of the directory.
-        tensor_file_bytes: the bytes of its safetensors files.
-        array_bytes: the bytes of the arrays.
-        seconds: how long it took, reading back included.
-    """
-
-    path: Path
-    tensors: tuple[TensorResult, ...]
-    size: int
-    file_bytes: int
-    tensor_file_bytes: int
-    array_bytes: int
-    seconds: float
-
-    @property
-    def file_bits_per_weight(self) -> float:
-        """`8 * tensor_file_bytes / size`."""
-        return 8 * self.tensor_file_bytes / self.size
-
-    @property
-    def array_bits_per_weight(self) -> float:
-        """`8 * array_bytes / size`."""
-        return 8 * self.array_bytes / self.size
+from .tensors import Outcome, TensorResult, quantized_tensors
 
 
 def quantize(

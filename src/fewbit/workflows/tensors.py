@@ -5,6 +5,7 @@ import math
 import time
 import types
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -54,6 +55,39 @@ class TensorResult:
         sizes = f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
         scheme = self.scheme if self.method == "rtn" else f"{self.scheme} by {self.method}"
         return f"{self.path}  {shape}  {scheme}  {quality}  {sizes}  {self.seconds:.2f} s"
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """The result of quantizing a checkpoint.
+
+    Attributes:
+        path: the directory.
+        tensors: the result of each tensor.
+        size: the number of elements of all parameters.
+        file_bytes: the bytes of all files of the directory.
+        tensor_file_bytes: the bytes of its safetensors files.
+        array_bytes: the bytes of the arrays.
+        seconds: how long it took, reading back included.
+    """
+
+    path: Path
+    tensors: tuple[TensorResult, ...]
+    size: int
+    file_bytes: int
+    tensor_file_bytes: int
+    array_bytes: int
+    seconds: float
+
+    @property
+    def file_bits_per_weight(self) -> float:
+        """`8 * tensor_file_bytes / size`."""
+        return 8 * self.tensor_file_bytes / self.size
+
+    @property
+    def array_bits_per_weight(self) -> float:
+        """`8 * array_bytes / size`."""
+        return 8 * self.array_bytes / self.size
 
 
 def worst(tensors: Iterable[TensorResult], count: int = 5) -> list[TensorResult]:

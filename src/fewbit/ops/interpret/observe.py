@@ -7,7 +7,7 @@ in a loop or branch are extra results of it, so the code may be jitted.
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -17,11 +17,13 @@ from jax.extend import core as jex_core
 from jaxtyping import PyTree
 
 from ..._tiles import contraction_order
+from ...array.qarray import is_qarray
 from ...errors import UnsupportedError
 from ..qat.latent import MOVES, PRODUCTS
 from .evaluator import Evaluator, Rule, bound
 from .indices import scan_operands
 from .lookup import Lookup
+from .parameter_uses import parameter_paths
 from .proxy import ArrayProxy, NoRuleError
 from .rules.control_flow import inlined
 
@@ -128,6 +130,14 @@ class Observed(ArrayProxy):
 
     def stacked(self) -> "Observed":
         return self
+
+
+def observed(params: PyTree, paths: Sequence[str], notes: Measurements) -> PyTree:
+    """The tree of parameters with each of `paths` as an Observed."""
+    treedef = jax.tree.structure(params, is_leaf=is_qarray)
+    leaves = parameter_paths(params)
+    leaves |= {path: Observed(leaves[path], path, notes) for path in paths}
+    return jax.tree.unflatten(treedef, list(leaves.values()))
 
 
 def _array(x: PyTree) -> PyTree:

@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ...array.qarray import QArray
-from ...calibration.measure import Observation
 from ...recipe.method import NEAREST, AbstractMethod
 from ...recipe.plan import Plan
 from ...recipe.quantize_row import quantize_finite
@@ -50,7 +50,7 @@ def quantized_together(
     weights: Mapping[str, np.ndarray | jax.Array],
     row: PlanRow,
     method: AbstractMethod = NEAREST,
-    observation: Observation | None = None,
+    observation: PyTree = None,
 ) -> dict[str, QArray]:
     """Quantizes matrices with one tensor scale, as the rows of one matrix.
 

@@ -5,11 +5,11 @@ import types
 
 import jax
 
-from ..io.checkpoint import TensorInfo
-from ..models.families.table import family_of
-from ..models.names import paths_of_params
-from ..models.rotate import rotate_residual
-from .model import Model
+from ...io.checkpoint import TensorInfo
+from ...models.families.table import family_of
+from ...models.names import paths_of_params
+from ...models.rotate import rotate_residual
+from ..model import Model
 
 
 def rotated(model: Model, *, seed: int = 0) -> Model:

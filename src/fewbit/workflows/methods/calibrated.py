@@ -19,25 +19,25 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
-from ..array.qarray import QArray, is_qarray
-from ..calibration.measure import Measure, Observation
-from ..calibration.observe import measurements
-from ..calibration.range_rules import AbsMaxRange
-from ..errors import QuantError
-from ..io.parts import FinishedParts
-from ..models.config import DecoderConfig
-from ..models.decoder import embedded, layer_output, output_logits
-from ..models.installed import calibration_text
-from ..models.joined import stack_experts
-from ..models.names import params_from_paths
-from ..ops.interpret.parameter_uses import parameter_paths
-from ..ops.interpret.transparent import transparent
-from ..recipe.method import AbstractMethod
-from ..recipe.plan import Plan
-from ..recipe.quantize_row import quantize_finite
-from ..recipe.rows import PlanRow
-from .convert.fused import quantized_together
-from .model import Model, decoded, is_kept
+from ...array.qarray import QArray, is_qarray
+from ...calibration.measure import Measure, Observation
+from ...calibration.range_rules import AbsMaxRange
+from ...errors import QuantError
+from ...io.parts import FinishedParts
+from ...models.config import DecoderConfig
+from ...models.decoder import embedded, layer_output, output_logits
+from ...models.installed import calibration_text
+from ...models.joined import stack_experts
+from ...models.names import params_from_paths
+from ...ops.interpret.observe import Measurements, calibration_rules, observed
+from ...ops.interpret.parameter_uses import parameter_paths
+from ...ops.interpret.transparent import evaluated, transparent
+from ...recipe.method import AbstractMethod
+from ...recipe.plan import Plan
+from ...recipe.quantize_row import quantize_finite
+from ...recipe.rows import PlanRow
+from ..convert.fused import quantized_together
+from ..model import Model, decoded, is_kept
 
 WINDOWS = 128
 WINDOW = 256
@@ -263,7 +263,7 @@ def _layer_statistics(
     def run(layer: PyTree, x: Array) -> Array:
         return layer_output(layer, x, config, index)
 
-    return measurements(run, layer, paths, (x,), measure)[1]
+    return _measured(run, layer, paths, x, measure)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -277,4 +277,13 @@ def _layer_outputs(
 def _head_statistics(params: PyTree, x: Float[Array, "B T D"], *, config: DecoderConfig, measure: Measure) -> dict[str, Any]:
     """The statistics of the product with the head."""
     head = "embed" if config.tied else "head"
-    return measurements(lambda params, x: output_logits(params, x, config), params, (head,), (x,), measure)[1]
+    return _measured(lambda params, x: output_logits(params, x, config), params, (head,), x, measure)
+
+
+def _measured(
+    fn: Callable[[PyTree, Array], Array], params: PyTree, paths: tuple[str, ...], x: Array, measure: Measure
+) -> dict[str, Any]:
+    """The statistics of the products of some parameters in `fn(params, x)`."""
+    notes = Measurements(measure)
+    evaluated(fn, "dequantize", None, None, calibration_rules(notes))(observed(params, paths, notes), x)
+    return notes.found

@@ -9,9 +9,9 @@ import fewbit as fb
 from fewbit import workflows
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
-from fewbit.workflows.allocation import allocated, sensitivities, tied
+from fewbit.workflows.methods.allocation import allocated, sensitivities, tied
 from tests.nets.random_decoder import FEATURES, SMALL, UNTIED, random_tokens
-from tests.workflows.test_calibrated import data_of, model_of
+from tests.workflows.methods.test_calibrated import data_of, model_of
 
 CANDIDATES = ["int8", "int4_g8", "int2_g8"]
 

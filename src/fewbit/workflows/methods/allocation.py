@@ -15,20 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Key
 
-from ..array.scheme import scheme as as_scheme
-from ..errors import QuantError
-from ..methods.allocation import Choice, allocate
-from ..models.config import DecoderConfig
-from ..models.decoder import forward, stack_layers
-from ..models.joined import stack_experts
-from ..models.names import params_from_paths
-from ..ops.policy import Policy
-from ..recipe.method import NEAREST, AbstractMethod
-from ..recipe.plan import Plan, recounted
-from ..recipe.quantize_row import quantize_finite
-from ..recipe.rows import PlanRow
+from ...array.scheme import scheme as as_scheme
+from ...errors import QuantError
+from ...methods.allocation import Choice, allocate
+from ...models.config import DecoderConfig
+from ...models.decoder import forward, stack_layers
+from ...models.joined import stack_experts
+from ...models.names import params_from_paths
+from ...ops.policy import Policy
+from ...recipe.method import NEAREST, AbstractMethod
+from ...recipe.plan import Plan, recounted
+from ...recipe.quantize_row import quantize_finite
+from ...recipe.rows import PlanRow
+from ..model import Model, decoded
 from .calibrated import CalibrationData, calibrated_weights
-from .model import Model, decoded
 
 WINDOWS = 64
 WINDOW = 64

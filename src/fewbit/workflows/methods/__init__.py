@@ -1,0 +1,1 @@
+"""Better codes for a checkpoint: methods with calibration data, bit allocation, rotation."""
