@@ -60,7 +60,6 @@ SUITES = {
     "training/lora": "training/test_lora.py",
     "workflows": "workflows/test_quantize.py",
     "workflows/bench": "workflows/bench/test_products.py",
-    "workflows/methods": "workflows/methods/test_calibrated.py",
     "workflows/methods/rotate": "cli/test_commands.py",
 }
 """The suite of a module, or of the modules of a folder that have no test file of their own."""
