@@ -140,9 +140,10 @@ def test_quantize_by_a_method(model, tmp_path):
 
 @needs_tokenizers
 def test_a_plan_for_a_number_of_bits(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("fewbit.cli.quantize_report.SENSITIVITY_WINDOW", 16)
     monkeypatch.setattr("fewbit.cli.quantize_report.SENSITIVITY_WINDOWS", 8)
     saved, budget = tmp_path / "plan.json", ["--bits", 7, "--candidates", "int8,int4"]
+    text = ["--calibration-text", text_file(tmp_path)]
+    assert run_json("plan", model, *budget, *text)["plan"] != run_json("plan", model, *budget)["plan"], "another text"
     found = run_json("plan", model, *budget, "--save", saved)
     assert 6 < found["bits_per_weight"] <= 7
     run("quantize", model, "-o", tmp_path / "q", "--plan", saved, "--no-check")

@@ -143,12 +143,13 @@ def test_a_singular_hessian_is_damped_more():
 
 
 def test_factors():
-    h = moments(inputs())[None]
+    h = moments(inputs())
     upper, diagonal = map(np.asarray, factored(h, 0.0))
-    np.testing.assert_array_equal(np.tril(upper[0], -1), 0)
-    np.testing.assert_allclose(np.diag(upper[0]), 1, rtol=1e-6)
-    product = upper[0] * diagonal[0] @ upper[0].T
-    np.testing.assert_allclose(product, h[0] / jnp.trace(h[0]) * K, atol=1e-4 * np.abs(product).max())
+    np.testing.assert_array_equal(np.tril(upper, -1), 0)
+    np.testing.assert_allclose(np.diag(upper), 1, rtol=1e-6)
+    product = upper * diagonal @ upper.T
+    # K products of float32 numbers are summed, each rounded by half a step.
+    np.testing.assert_allclose(product, h / jnp.trace(h) * K, atol=K * 2.0**-24 * np.abs(product).max())
 
 
 def test_columns_of_a_tile_stay_together():
@@ -172,6 +173,9 @@ def test_what_it_refuses():
         gptq(w, fb.scheme("int4"), h[1:, 1:])
     with pytest.raises(fb.UnsupportedError, match="which are no tiles of a matrix"):
         gptq(weight(4, 10, K), fb.scheme("int4").with_tiles((2, 5, 32), -1), h)
+    shared = fb.Scheme(fb.FORMATS["int4"], {-1: 32})  # one scale for a column of tiles, of all experts
+    with pytest.raises(fb.UnsupportedError, match="has scales that several matrices share"):
+        gptq(weight(3, N, K), shared, jnp.stack([h] * 3))
     with pytest.raises(fb.QuantError, match="damping is -1"):
         GPTQ(damping=-1)
     with pytest.raises(fb.QuantError, match="gptq needs the second moments"):

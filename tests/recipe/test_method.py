@@ -71,6 +71,12 @@ def test_what_is_refused():
     ranges = fb.observe(network, PARAMS, BATCHES, RECIPE)
     with pytest.raises(fb.QuantError, match=r"gptq needs hessian of layers; observe with collect=\('hessian',\)"):
         fb.quantize_params(PARAMS, PLAN, method=GPTQ(), stats=ranges)
+    overflowing = jax.tree.map(lambda leaf: leaf.at[..., 0].set(jnp.inf), STATS["layers"])
+    broken = dataclasses.replace(STATS, observations={**STATS.observations, "layers": overflowing})
+    with pytest.raises(
+        fb.QuantError, match="the statistics of layers have NaN or infinite values: the activations overflow"
+    ):
+        fb.quantize_params(PARAMS, PLAN, method=GPTQ(), stats=broken)
     sparse = fb.Recipe((fb.Rule("layers", "int4_g32", sparsity=fb.Sparsity(2, 4)),))
     plan = fb.plan(network, PARAMS, BATCHES[0], recipe=sparse)
     with pytest.raises(fb.UnsupportedError, match="layers: gptq would move pruned weights away from zero"):

@@ -91,18 +91,18 @@ def candidate_names(bits: float | None, candidates: str | None) -> list[str]:
     return list(dict.fromkeys(scheme(name.strip()).name for name in candidates.split(",")))
 
 
-def with_bits(model: Model, made: Plan, bits: float, candidates: list[str], chosen: ChosenMethod) -> Plan:
-    """The plan with the best scheme for each weight at so many bits, measured with progress."""
-    data = calibration_data(model, windows=SENSITIVITY_WINDOWS, window=SENSITIVITY_WINDOW)
+def with_bits(model: Model, made: Plan, bits: float, candidates: list[str], chosen: ChosenMethod, text: str | None) -> Plan:
+    """The plan with the best scheme for each weight at so many bits, measured on a text, with progress."""
+    window = min(SENSITIVITY_WINDOW, model.runnable_config().context)
+    data = calibration_data(model, text, windows=SENSITIVITY_WINDOWS, window=window)
     with progress_bar("measuring", 1) as bar:
+
+        def progress(done: int, steps: int) -> None:
+            bar.advance(done / steps, f"{done}/{steps} steps")
+
+        method, calibration = chosen.method, chosen.calibration
         found = sensitivities(
-            model,
-            made,
-            candidates,
-            data.windows,
-            method=chosen.method,
-            calibration=chosen.calibration,
-            progress=bar.windows,
+            model, made, candidates, data.windows, method=method, calibration=calibration, progress=progress
         )
     return allocated(made, found, bits)
 
@@ -134,7 +134,7 @@ def written(
 
         again = "Run the same command to start again"
         if chosen.calibration is not None:
-            again = "Run the same command to go on: finished layers are kept beside it"
+            again = "Run the same command to resume: finished layers are stored next to it"
         try:
             return quantize(
                 source,

@@ -1,4 +1,4 @@
-"""GPTQ: rounds columns one after another, and corrects the next ones for the error so far.
+"""GPTQ: rounds columns in turn, and corrects the next ones.
 
 For a weight `W` `[N, K]` and the Hessian `H = X^T X` of its inputs, the output error of codes `Q` is `tr(E H E^T)` with
 `E = W - Q`. With `H = U D U^T`, `U` unit upper triangular, it is the sum over the columns of `D_k |w_k + E_<k U_<k,k - q_k|**2`: each
@@ -105,7 +105,7 @@ def quantize_columns(
         order = column_order(jnp.diagonal(hessian, axis1=1, axis2=2), width)
         w, fixed, hessian = jax.tree.map(lambda leaf: _taken(leaf, order, 1), (w, fixed, hessian))
         hessian = _taken(hessian, order, 2)
-    upper, diagonal = factored(hessian, damping)
+    upper, diagonal = jax.vmap(lambda one: factored(one, damping))(hessian)
     found = _Columns(w, upper, diagonal, fixed, view).quantized()  # type: ignore[arg-type]
     if order is not None:
         found = dataclasses.replace(found, codes=_taken(found.codes, jnp.argsort(order, axis=1), 1))
@@ -132,15 +132,13 @@ def column_order(second_moments: Float[Array, "G K"], tile: int) -> Int[Array, "
     return jnp.lexsort((-second_moments, places, by_tile))
 
 
-def factored(hessian: Float[Array, "G K K"], damping: float) -> tuple[Float[Array, "G K K"], Float[Array, "G K"]]:
+def factored(hessian: Float[Array, "K K"], damping: float) -> tuple[Float[Array, "K K"], Float[Array, " K"]]:
     """`U` and `D` of `H = U D U^T` after damping: `U` is unit upper triangular, `D` diagonal.
 
     A column whose inputs were always zero has `U = 0` beyond its diagonal, so that it is rounded to nearest.
     """
-    length = hessian.shape[-1]
-    mean = jnp.trace(hessian, axis1=1, axis2=2)[:, None, None] / length
-    identity = jnp.eye(length, dtype=jnp.float32)[None]
-    normal = jnp.where(mean > 0, hessian / jnp.where(mean > 0, mean, 1.0), identity)[:, ::-1, ::-1]
+    mean, identity = jnp.trace(hessian) / len(hessian), jnp.eye(len(hessian), dtype=jnp.float32)
+    normal = jnp.where(mean > 0, hessian / jnp.where(mean > 0, mean, 1.0), identity)[::-1, ::-1]
 
     def cholesky(damping: jax.Array) -> jax.Array:
         return lax.linalg.cholesky(normal + damping * identity)
@@ -153,9 +151,8 @@ def factored(hessian: Float[Array, "G K K"], damping: float) -> tuple[Float[Arra
         return ~jnp.isfinite(state[1]).all() & (state[0] < 1e6)
 
     first = jnp.float32(damping)
-    root = lax.while_loop(has_failed, retried, (first, cholesky(first)))[1][:, ::-1, ::-1]
-    roots = jnp.diagonal(root, axis1=1, axis2=2)
-    return root / roots[:, None, :], jnp.square(roots)
+    root = lax.while_loop(has_failed, retried, (first, cholesky(first)))[1][::-1, ::-1]
+    return root / jnp.diagonal(root)[None], jnp.square(jnp.diagonal(root))
 
 
 @jax.tree_util.register_dataclass
@@ -197,8 +194,9 @@ class _Columns:
     @property
     def tile(self) -> int:
         """How many columns are rounded one by one before a GEMM."""
-        if self.fixed is not None or self.view.tile is None:
+        if self.fixed is not None:
             return _FIXED_TILE
+        assert self.view.tile is not None
         return self.view.tile
 
     def quantized(self) -> _Found:
@@ -283,7 +281,7 @@ def _corrections(upper: Float[Array, "G J C"], errors: Float[Array, "G J N"]) ->
 
 
 def _rounded(fmt: AbstractFormat, w: jax.Array, scale: jax.Array, offset: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The nearest codes and their values. A scale of 0, of a tile without a number to keep, gives the code of 0."""
+    """The nearest codes and their values, as `quantize` computes them: a stored scale of 0 divides by 1, and decodes to 0."""
     codes = fmt.encode(in_units(w, jnp.where(scale == 0, 1.0, scale), offset))
     values = settled(fmt.decode(codes) * scale)
     if offset is not None:

@@ -58,6 +58,11 @@ class MatrixView:
                 f"{(*(shape[a] for a in groups), length, length)}; observe the function that uses it"
             )
         tile, row_tile = _joined(q, contracted), _joined(q, (*groups, *others))
+        if groups and tile is not None and row_tile is None and math.prod(shape[a] for a in groups) > 1:
+            raise UnsupportedError(
+                f"{q.scheme.name} of shape {shape} has scales that several matrices share, and each has a Hessian of its own; "
+                "take a scheme with scales for each row"
+            )
         plain = dataclasses.replace(q.scheme.with_tiles((row_tile, tile), -1), tensor_scale=False)
         return cls(shape, tile_counts(shape, q.tiles), groups, contracted, others, tile, plain)
 
@@ -85,11 +90,11 @@ class MatrixView:
 
 def _joined(q: QArray, axes: tuple[int, ...]) -> Tile:
     """The tile of several axes as one."""
-    tiles = [(n, None if t is None or t >= n else t) for a in axes if (n := q.shape[a]) > 1 for t in (q.tiles[a],)]
-    if all(tile is None for _, tile in tiles):
+    sizes = [(q.shape[a], q.tiles[a] or q.shape[a]) for a in axes if q.shape[a] > 1]
+    if all(tile >= length for length, tile in sizes):
         return None
-    *outer, (length, tile) = tiles
-    tile = tile or length
+    *outer, (length, tile) = sizes
+    tile = min(tile, length)
     if any(t != 1 for _, t in outer) or (outer and length % tile):
         raise UnsupportedError(f"{q.scheme.name} of shape {q.shape} has tiles {q.tiles}, which are no tiles of a matrix")
     return tile

@@ -91,8 +91,15 @@ def quantize_finite(
         observation: as in `quantize_row`.
 
     Raises:
+        QuantError: for statistics that are not finite, unless they are traced.
         UnsupportedError: where the method cannot quantize the parameter.
     """
+    for leaf in jax.tree.leaves(observation):
+        if not isinstance(leaf, Tracer) and not jnp.isfinite(leaf).all():
+            raise QuantError(
+                f"the statistics of {row.path} have NaN or infinite values: the activations overflow on the calibration data; "
+                "check the batches and the model"
+            )
     if observation is not None and row.sparsity is not None:
         raise UnsupportedError(
             f"{row.path}: {method.name} would move pruned weights away from zero; prune without a method, or quantize a "

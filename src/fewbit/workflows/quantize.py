@@ -16,7 +16,7 @@ from ..io.parts import FinishedParts
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from .convert.fused import fused_rows
-from .convert.targets import Job, check_target, fused_modules, prepared, representable, write_tensors
+from .convert.targets import Job, check_path, check_target, fused_modules, prepared, representable, write_tensors
 from .methods.calibrated import CalibrationData, calibrated_weights
 from .model import Model, Value
 from .plan import KEEP
@@ -64,6 +64,7 @@ def quantize(
     """
     model = prepared(to, model)
     check_target(to, model, plan)
+    check_path(to, Path(out), model, overwrite=overwrite)
     if method.collect and calibration is None:
         raise QuantError(f"method {method.name} needs calibration data; pass calibration=calibration_data(model)")
     if calibration is not None and not method.collect:
@@ -74,28 +75,28 @@ def quantize(
             on_verify(name, nbytes)
 
     start, results = time.perf_counter(), []
-
     fused, facts = fused_rows(model, plan, fused_modules(to)), _facts(model, plan)
-    calibrated: Mapping[str, QArray] = {}
-    parts = None
-    if calibration is not None:
+
+    def write(calibrated: Mapping[str, QArray]) -> Path:
+        def tensors() -> Iterator[tuple[str, Value]]:
+            for value, result in quantized_tensors(model, plan, fused, calibrated, method.name):
+                yield result.path, representable(to, value) if result.is_quantized else value
+                results.append(result)
+                if on_tensor is not None:
+                    on_tensor(result)
+
+        return write_tensors(to, Job(model, plan, out, _config(model), facts, overwrite, progress), tensors())
+
+    if calibration is None:
+        written = write({})
+    else:
         facts["method"] = {"name": method.name, **dataclasses.asdict(method), "calibration": calibration.facts}
         identity = {**facts, "plan": plan.to_json(), "to": to, "version": importlib.metadata.version("fewbit")}
-        parts = FinishedParts(out, identity)
-        with parts:
-            calibrated = calibrated_weights(model, plan, method, calibration, fused=fused, parts=parts, progress=on_layer)
-
-    def tensors() -> Iterator[tuple[str, Value]]:
-        for value, result in quantized_tensors(model, plan, fused, calibrated, method.name):
-            yield result.path, representable(to, value) if result.is_quantized else value
-            results.append(result)
-            if on_tensor is not None:
-                on_tensor(result)
-
-    job = Job(model, plan, out, _config(model), facts, overwrite, progress)
-    written = write_tensors(to, job, tensors())
-    if parts is not None:
-        parts.remove()
+        with FinishedParts(out, identity) as parts:
+            written = write(
+                calibrated_weights(model, plan, method, calibration, fused=fused, parts=parts, progress=on_layer)
+            )
+            parts.remove()
     files = [file for file in (written, *written.rglob("*")) if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     in_tensors = sum(file.stat().st_size for file in files if _has_tensors(file.relative_to(written)))

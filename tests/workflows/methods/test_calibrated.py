@@ -123,6 +123,18 @@ def test_what_is_refused(tmp_path):
         workflows.quantize(model, plan, tmp_path / "q", method=GPTQ())
     with pytest.raises(fb.QuantError, match="method rtn uses no calibration data"):
         workflows.quantize(model, plan, tmp_path / "q", calibration=calibration_data(model, str(text)))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("not ours")
+    with pytest.raises(fb.QuantError, match="other"):
+        workflows.quantize(
+            model,
+            plan,
+            tmp_path / "other",
+            method=GPTQ(),
+            calibration=calibration_data(model, str(text)),
+            overwrite=True,
+            on_layer=lambda *_: pytest.fail("an output that is refused comes before any work"),
+        )
     with pytest.raises(fb.QuantError, match=r"each of 1 to 32 tokens, the context of hf"):
         calibration_data(model, str(text), window=33)
     (tmp_path / "short").write_text(TEXT[:20])

@@ -60,10 +60,11 @@ def plan(
             "--method of a plan is for --bits, which measures what each scheme costs; pass it to `fewbit quantize`"
         )
     opened = load(model)
-    chosen = chosen_method(method, opened, calibration_text, calibration_windows, calibration_window)
+    own_text = None if bits is not None and method == "rtn" else calibration_text  # --bits itself reads a text
+    chosen = chosen_method(method, opened, own_text, calibration_windows, calibration_window)
     made = plan_model(opened, recipe=recipe or names[0])
     if bits is not None:
-        made = with_bits(opened, made, bits, names, chosen)
+        made = with_bits(opened, made, bits, names, chosen, calibration_text)
     if strict and (message := unknown_roles(made)) is not None:
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(FOUND)

@@ -66,13 +66,14 @@ def sensitivities(
 
     Args:
         model: a model that can be run.
-        plan: its plan; what it leaves in float, or the file stores quantized, has no sensitivity.
+        plan: its plan; what it leaves in float has no sensitivity.
         candidates: the names of schemes.
         windows: token ids; a gradient is computed for each window.
         method: how codes are chosen.
         calibration: what a method with statistics learns from.
         seed: of the labels, which are drawn from the model's own predictions.
-        progress: called with the number of windows done and of all windows.
+        progress: called with the number of steps done and of all steps: a window is one, a layer by a method with calibration
+            data for each candidate another.
 
     Returns:
         The sensitivities, in the order of the plan.
@@ -83,7 +84,18 @@ def sensitivities(
     """
     config, groups = model.runnable_config(), tied(row for row in plan if row.policy is not None)
     plans = {name: _with_scheme(plan, name) for name in candidates}
-    errors = {name: _errors(model, one, method, calibration) for name, one in plans.items()}
+    before = 0
+    if method.collect:
+        before = config.layers * len(candidates)
+
+    def report(done: int) -> None:
+        if progress is not None:
+            progress(done, before + len(windows))
+
+    errors = {}
+    for i, (name, one) in enumerate(plans.items()):
+        start = i * config.layers
+        errors[name] = _errors(model, one, method, calibration, lambda done, _, start=start: report(start + done))
     sums = {name: np.zeros(len(groups)) for name in candidates}
     params = {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
     members = tuple(groups)
@@ -92,8 +104,7 @@ def sensitivities(
         scores = _scores(params, errors, jnp.asarray(window[None]), key, config=config, groups=members)
         for name, found in scores.items():
             sums[name] += np.square(np.asarray(found, np.float64))
-        if progress is not None:
-            progress(i + 1, len(windows))
+        report(before + i + 1)
     found = []
     for index, paths in enumerate(groups):
         losses = {name: float(sums[name][index] / (2 * windows.size)) for name in candidates}
@@ -166,12 +177,18 @@ def _row_with_scheme(row: PlanRow, name: str) -> PlanRow:
     return recounted(dataclasses.replace(row, policy=policy))
 
 
-def _errors(model: Model, plan: Plan, method: AbstractMethod, calibration: CalibrationData | None) -> dict[str, Array]:
+def _errors(
+    model: Model,
+    plan: Plan,
+    method: AbstractMethod,
+    calibration: CalibrationData | None,
+    progress: Callable[[int, int], None],
+) -> dict[str, Array]:
     """The error of each weight under a plan, in bfloat16."""
     values, errors = {}, {}
     if method.collect:
         assert calibration is not None
-        values = calibrated_weights(model, plan, method, calibration, fused={})
+        values = calibrated_weights(model, plan, method, calibration, progress=progress)
     for row in plan:
         if row.policy is not None:
             x = jnp.asarray(decoded(model.load(row.path)), jnp.float32)

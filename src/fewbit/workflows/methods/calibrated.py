@@ -34,7 +34,7 @@ from ...ops.interpret.parameter_uses import parameter_paths
 from ...ops.interpret.transparent import evaluated, transparent
 from ...recipe.method import AbstractMethod
 from ...recipe.plan import Plan
-from ...recipe.quantize_row import quantize_finite
+from ...recipe.quantize_row import quantize_row
 from ...recipe.rows import PlanRow
 from ..convert.fused import quantized_together
 from ..model import Model, decoded, is_kept
@@ -134,7 +134,7 @@ def calibrated_weights(
         stores in the planned scheme already are not among them.
 
     Raises:
-        QuantError: when a token has no embedding, or a statistic is missing.
+        QuantError: when a token has no embedding, a weight or a statistic is not finite, or another process writes the parts.
         UnsupportedError: when the model cannot be run, or the method cannot quantize a weight.
     """
     config, rows = model.runnable_config(), {row.path: row for row in plan}
@@ -170,8 +170,8 @@ def calibrated_weights(
             progress(index + 1, config.layers)
     head = "embed" if config.tied else "head"
     if head in chosen:
-        ends = {name: params[name] for name in {"norm", head}}
-        stats = _joined(measure, (_head_statistics(_floats(ends), part, config=config, measure=measure) for part in x))
+        ends = _floats({name: params[name] for name in ("norm", head)})
+        stats = _joined(measure, (_head_statistics(ends, part, config=config, measure=measure) for part in x))
         found |= _quantized(ends, "", [head], rows, method, stats, fused)
     return found
 
@@ -191,12 +191,12 @@ def _quantized(
     for path in paths:
         if path in found or path not in observed:
             continue
-        row, x = rows[path], jnp.asarray(decoded(leaves[path]))
+        row = rows[path]
         if path in fused:
             weights = {one.path: decoded(leaves[one.path]) for one in fused[path]}
             found |= quantized_together(weights, row, method, observed[path])
         else:
-            found[path] = jax.block_until_ready(quantize_finite(x, row, method, observed[path]))  # type: ignore[assignment]
+            found[path] = jax.block_until_ready(quantize_row(decoded(leaves[path]), row, method, observed[path]))
     return found
 
 
