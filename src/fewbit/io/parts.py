@@ -20,7 +20,7 @@ _JOB = "job"
 
 
 class FinishedParts:
-    """The finished parts of a job that writes `output`, in the directory `.<name>.fewbit-work` beside it.
+    """The finished parts of a job that writes `output`, in the directory `.<name>.fewbit-work` next to it.
 
     Each part is a fewbit directory: it exists whole or not at all, and its hashes are checked when it is loaded. Parts of another
     job, and damaged ones, are removed. A context manager, during which no other process can work on the same output; an

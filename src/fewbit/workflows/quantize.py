@@ -39,8 +39,8 @@ def quantize(
     """Writes the quantized model; the directory appears complete or not at all.
 
     One tensor is loaded at a time; quantized tensors are buffered up to one file of 1 GiB. The output is deterministic. A method
-    with calibration data keeps finished layers in `.<name>.fewbit-work` beside the output until that is complete: the same call
-    after an interruption goes on there, and gives the same bytes.
+    with calibration data stores finished layers in `.<name>.fewbit-work` next to the output until that is complete: the same
+    call after an interruption resumes from them, and gives the same bytes.
 
     Args:
         model: the model.
@@ -48,7 +48,8 @@ def quantize(
         out: the output directory, or the file of GGUF.
         to: the layout of the files: "fewbit", "hf" (dequantized to bfloat16), "gguf", "orbax", or the name of a container.
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
-        method: how scales and codes are chosen. With a method that needs statistics, all quantized weights are in memory.
+        method: how scales and codes are chosen. With a method that needs statistics, the source's and all quantized weights are in
+            memory.
         calibration: what such a method learns from; see `calibration_data`.
         on_layer: called with the number of layers that it has quantized, and of all layers.
         on_tensor: called after each tensor.

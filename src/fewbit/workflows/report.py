@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..array.qarray import QArray
-from ..array.quantize import expanded_offset, expanded_scale
+from ..array.quantize import expanded_offset, expanded_scale, in_units
 from ..errors import QuantError, UnsupportedError
 from ..evaluate.report.facts import Histogram, MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
 from ..io.checkpoint import TensorInfo
@@ -218,7 +218,7 @@ def _plan(source: Model, recipe: RecipeSpec) -> Plan | None:
 
 
 def _planned_reason(recipe: str, row: PlanRow, is_quantized: bool) -> str:
-    """Why the recipe leaves a tensor as it is, or a note about it."""
+    """Why the recipe does not quantize a tensor, or a note about it."""
     is_planned = row.policy is not None
     if is_planned == is_quantized or is_quantized:
         return row.reason
@@ -267,9 +267,5 @@ def _histogram(model: Model, source: Model, tensor: TensorFacts) -> Histogram:
 
 def _in_units(x: np.ndarray, q: QArray) -> np.ndarray:
     """`(x - offset) / scale` of each element, flat; blocks of scale zero and what is not finite are left out."""
-    scale, offset = np.asarray(expanded_scale(q)), expanded_offset(q)
-    if offset is not None:
-        x = x - np.asarray(offset)
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        units = np.ravel(x / scale)
+    units = np.ravel(in_units(jnp.asarray(x), expanded_scale(q), expanded_offset(q)))
     return units[np.isfinite(units)]

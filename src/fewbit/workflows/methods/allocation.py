@@ -98,10 +98,9 @@ def sensitivities(
         errors[name] = _errors(model, one, method, calibration, lambda done, _, start=start: report(start + done))
     sums = {name: np.zeros(len(groups)) for name in candidates}
     params = {path: jnp.asarray(decoded(model.load(path)), jnp.float32) for path in model.info}
-    members = tuple(groups)
     for i, window in enumerate(windows):
         key = jax.random.fold_in(jax.random.key(seed), i)
-        scores = _scores(params, errors, jnp.asarray(window[None]), key, config=config, groups=members)
+        scores = _scores(params, errors, jnp.asarray(window[None]), key, config=config, groups=groups)
         for name, found in scores.items():
             sums[name] += np.square(np.asarray(found, np.float64))
         report(before + i + 1)
