@@ -23,6 +23,17 @@ def test_files_of_hugging_face():
     assert tokenizer_from_files(generation).stop_ids == (1, 0)
 
 
+@pytest.mark.finding(18)
+@pytest.mark.parametrize("index", [10**9, 2**31])
+def test_an_id_without_end_is_refused(index: int):
+    """tokenizers writes its vocabulary by counting up to the largest id: 10**9 took 13 s, and 2**31 is no int32."""
+    files = tokenizer_from_gguf(gguf_fields()).files()
+    form = json.loads(files["tokenizer.json"])
+    form["model"]["vocab"]["h"] = index
+    with pytest.raises(QuantError, match=rf"gives token 'h' the id {index}, more than 16,777,216"):
+        tokenizer_from_files({"tokenizer.json": json.dumps(form).encode()})
+
+
 def with_template(*steps: str, **config: Any) -> dict[str, bytes]:
     """The files of a tokenizer whose post-processor has these steps."""
     from tokenizers.processors import TemplateProcessing

@@ -10,6 +10,9 @@ from ..._json import converted, parsed
 from ...errors import QuantError
 from .tokenizer import Tokenizer, tokenizers_package, without_panics
 
+# More than any embedding has rows. `tokenizers` counts up to the largest id when it writes its vocabulary.
+_LARGEST_ID = 1 << 24
+
 
 def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
     """Reads `tokenizer.json`, `tokenizer_config.json` and `generation_config.json`.
@@ -37,6 +40,11 @@ def tokenizer_from_files(files: Mapping[str, bytes]) -> Tokenizer:
         jinja = files.get("chat_template.jinja", b"").decode("utf-8")
     except ValueError as error:
         raise QuantError(f"the tokenizer's files cannot be read: {error}") from error
+    largest = max(backend.get_vocab().items(), key=lambda item: item[1], default=("", 0))
+    if largest[1] > _LARGEST_ID:
+        raise QuantError(
+            f"tokenizer.json gives token {largest[0]!r:.60} the id {largest[1]}, more than {_LARGEST_ID:,}; it is damaged"
+        )
     backend.no_padding()
     backend.no_truncation()
     stops = _texts(config.eos_token)
