@@ -5,6 +5,11 @@ _WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _REST_SLASH = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CHINESE_JAPANESE = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+_DEEPSEEK_WORDS = (
+    r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"""
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 def _cased(ending: str) -> str:
@@ -19,5 +24,6 @@ SPLITS = {
     (f"{_CONTRACTIONS}|{_WORDS}|\\p{{N}}{_REST}",): "qwen2",
     (f"{_cased('')}|\\p{{N}}{_REST_SLASH}",): "tekken",
     (f"{_cased(_CONTRACTIONS + '?')}|\\p{{N}}{{1,3}}{_REST_SLASH}",): "gpt-4o",
+    (r"\p{N}{1,3}", _CHINESE_JAPANESE, _DEEPSEEK_WORDS): "deepseek-v3",
 }
-"""llama.cpp's name of each rule of splitting: the regular expressions in order; GPT-2's own is "bytes"."""
+"""llama.cpp's name of each rule of splitting: the regular expressions in order, ends of lines escaped; GPT-2's own is "bytes"."""

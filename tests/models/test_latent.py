@@ -1,5 +1,6 @@
 """Latent attention caches one vector of each token, and computes from it what the heads' own keys and values give."""
 
+import dataclasses
 import functools
 
 import jax
@@ -40,6 +41,23 @@ def test_a_cache_has_the_latent_and_the_rotary_key_of_a_token():
 def test_what_is_cached_gives_the_logits_of_the_heads():
     expected = np.asarray(run(params(), TOKENS, LATENT)[:, -1])
     np.testing.assert_allclose(in_two_parts(params()), expected, atol=2e-6 * np.abs(expected).max(), rtol=0)
+
+
+@pytest.mark.slow
+def test_a_projection_in_two_parts_gives_the_logits_of_the_whole():
+    latent, plain = LATENT.latent, LATENT.head_dim - LATENT.rotary_dim
+    assert latent is not None
+    split = dataclasses.replace(LATENT, latent=dataclasses.replace(latent, split=True))
+    tree = random_params(LATENT)
+    for layer in tree["layers"]:
+        by_head = layer["attn"].pop("kv_b").reshape(LATENT.heads, -1, latent.rank)
+        layer["attn"] |= {"k_b": by_head[:, :plain].swapaxes(1, 2), "v_b": by_head[:, plain:]}
+    tree = stack_layers(stack_experts(tree))
+    expected = np.asarray(run(params(), TOKENS, LATENT))
+    tolerance = 2e-6 * np.abs(expected).max()
+    np.testing.assert_allclose(run(tree, TOKENS, split), expected, atol=tolerance, rtol=0)
+    cached, _ = prefill(tree, TOKENS, empty_cache(split, batch=2, room=14), split)
+    np.testing.assert_allclose(cached, expected[:, -1], atol=tolerance, rtol=0)
 
 
 @pytest.mark.slow

@@ -111,6 +111,8 @@ class LatentAttention:
         value_dim: width of a head's value, at most `head_dim`.
         query_rank: width of the latent of queries; 0: they are projected from the token itself.
         norm_eps: `norm_eps` of the RMSNorms of the latents.
+        split: whether the projection of the latent is stored in two parts, as in GGUF files: leaves `k_b [H, rank, n]` and
+            `v_b [H, v, rank]` in place of `kv_b [H (n + v), rank]`.
 
     Raises:
         QuantError: for numbers that do not fit.
@@ -120,6 +122,7 @@ class LatentAttention:
     value_dim: int
     query_rank: int = 0
     norm_eps: float = 1e-6
+    split: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rank", "value_dim"):
@@ -127,6 +130,8 @@ class LatentAttention:
         if self.query_rank:
             _check_size("latent.query_rank", self.query_rank)
         _check_positive("latent.norm_eps", self.norm_eps)
+        if not isinstance(self.split, bool):
+            raise QuantError(f"latent.split is {self.split!r}, must be true or false")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -230,11 +230,12 @@ def _block(
         rotations = LayerRotations(config, 0, T, T)
     else:
         rotations = LayerRotations(config, cache.length, T, max(cache.room, T), length)
-    windows, is_cached = _Windows(config), cache is not None or kv is not None
+    windows = _Windows(config)
+    is_absorbed = config.latent is not None and (config.latent.split or cache is not None or kv is not None)
 
     def block(x: Array, cache: AnyCache | None, layer: Params, index: Array | int) -> tuple[Array, AnyCache | None]:
         attn, window = layer["attn"], windows.of_layer(index)
-        q, k, v = _heads(_before(x, attn, config), attn, rotations.of_layer(index), config, is_cached)
+        q, k, v = _heads(_before(x, attn, config), attn, rotations.of_layer(index), config, is_absorbed)
         if cache is not None:
             cache = cache.written(index, k, v)
             blocks = cache.blocks(index, k, v, window)
@@ -244,7 +245,7 @@ def _block(
                 k, v = quantize(k, kv.keys), quantize(v, kv.values)
             blocks = (Block(k, v, seen, first=window_start(seen, window)),)
         mixed = attention(q, blocks, sinks=attn.get("sinks"), soft_cap=config.attention_cap)
-        mixed = _values(mixed, attn, config, is_cached).swapaxes(1, 2).reshape(*x.shape[:2], -1)
+        mixed = _values(mixed, attn, config, is_absorbed).swapaxes(1, 2).reshape(*x.shape[:2], -1)
         x = x + _after(plus_bias(linear(mixed, attn["o"]), attn, "o"), attn, config)
         mlp = layer["mlp"]
         y = _before(x, mlp, config)
@@ -258,22 +259,22 @@ def _block(
 
 
 def _heads(
-    y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, is_cached: bool
+    y: Array, attn: Params, rotations: tuple[Any, Any], config: DecoderConfig, is_absorbed: bool
 ) -> tuple[Array, Array, Array]:
     """The queries, keys and values of normed tokens; keys and values as a KV cache has them, or of every head."""
     if config.latent is None:
         return queries_keys_values(y, attn, rotations, config)
-    if not is_cached:
+    if not is_absorbed:
         return expanded_heads(y, attn, rotations, config, config.latent)
     q, cached = absorbed_heads(y, attn, rotations, config, config.latent)
     return q, cached, cached
 
 
-def _values(mixed: Array, attn: Params, config: DecoderConfig, is_cached: bool) -> Array:
+def _values(mixed: Array, attn: Params, config: DecoderConfig, is_absorbed: bool) -> Array:
     """The values of every head from the result of attention."""
     if config.latent is None:
         return mixed
-    if not is_cached:
+    if not is_absorbed:
         return mixed[..., : config.latent.value_dim]
     return absorbed_values(mixed, attn, config, config.latent)
 

@@ -6,8 +6,9 @@ head for all, since
 
     q . A_i c + s . r = [A_i^T q, s] . [c, r]        weights . (B_i c) = B_i (weights . c)
 
-so that `absorbed` attention multiplies queries by `A_i^T` and the mixed latents by `B_i`, and never the cache. Dimension
-letters as in `decoder`; R is the width of `[c, r]`.
+so that `absorbed` attention multiplies queries by `A_i^T` and the mixed latents by `B_i`, and never the cache. GGUF files have
+the stacks `k_b` of `A_i^T` and `v_b` of `B_i`, with the axis that these products contract last; so attention is always absorbed
+for them. Dimension letters as in `decoder`; R is the width of `[c, r]`.
 """
 
 from typing import Any
@@ -43,8 +44,11 @@ def absorbed_heads(
     Attention divides by `sqrt(R)`; queries are multiplied by what the scale differs from that.
     """
     q, s = _queries(y, attn, rotations, config, latent)
-    by_head = _by_head(attn, y.dtype, config, latent)[:, : q.shape[-1]]  # [H, n, rank]
-    queries = jnp.concatenate([_per_head(q, by_head, over=1), s], axis=-1)
+    if latent.split:
+        q = _per_head(q, attn["k_b"].astype(y.dtype), over=2)
+    else:
+        q = _per_head(q, _by_head(attn, y.dtype, config, latent)[:, : q.shape[-1]], over=1)
+    queries = jnp.concatenate([q, s], axis=-1)
     cached = jnp.concatenate(_latent_and_rotary_key(y, attn, rotations, config, latent), axis=-1)[:, None]
     scale = config.attention_scale or config.head_dim**-0.5
     return scaled(queries, scale * cached.shape[-1] ** 0.5), cached
@@ -54,7 +58,10 @@ def absorbed_values(
     mixed: Float[Array, "B H T R"], attn: Params, config: DecoderConfig, latent: LatentAttention
 ) -> Float[Array, "B H T v"]:
     """The values of every head from the mixed latents."""
-    by_head = _by_head(attn, mixed.dtype, config, latent)[:, -latent.value_dim :]  # [H, v, rank]
+    if latent.split:
+        by_head = attn["v_b"].astype(mixed.dtype)
+    else:
+        by_head = _by_head(attn, mixed.dtype, config, latent)[:, -latent.value_dim :]  # [H, v, rank]
     return _per_head(mixed[..., : latent.rank], by_head, over=2)
 
 

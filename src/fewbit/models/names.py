@@ -125,7 +125,10 @@ def _latent_shapes(config: DecoderConfig, latent: LatentAttention) -> Shapes:
     else:
         yield "attn/q", (H * h, D)
     yield from (("attn/kv_a", (latent.rank + rotated, D)), ("attn/kv_a_norm", (latent.rank,)))
-    yield "attn/kv_b", (H * (h - rotated + latent.value_dim), latent.rank)
+    if latent.split:
+        yield from (("attn/k_b", (H, latent.rank, h - rotated)), ("attn/v_b", (H, latent.value_dim, latent.rank)))
+    else:
+        yield "attn/kv_b", (H * (h - rotated + latent.value_dim), latent.rank)
     if config.qkv_bias:
         if latent.query_rank:
             yield "attn/q_a_bias", (latent.query_rank,)

@@ -40,6 +40,22 @@ _GEMMA3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
 }
 
+_DEEPSEEK: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "routed_scaling_factor": 2.0,
+    "rms_norm_eps": 1e-6,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"attention_bias": True}),
     "llama-3.1": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}),
@@ -93,6 +109,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
         },
     ),
+    "deepseek-v2": (
+        "deepseek_v2",
+        {
+            **_DEEPSEEK,
+            "n_routed_experts": 4,
+            "q_lora_rank": None,
+            "topk_method": "greedy",
+            "n_group": 1,
+            "topk_group": 1,
+            "norm_topk_prob": False,
+        }
+        | {"rope_parameters": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707}},
+    ),
+    "deepseek-v3": ("deepseek_v3", {**_DEEPSEEK, "q_lora_rank": 64, "n_group": 4, "topk_group": 2}),
+    "deepseek-v3-yarn": (
+        "deepseek_v3",
+        {**_DEEPSEEK, "q_lora_rank": None, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}
+        | {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 16.0}},
+    ),
 }
 """The `model_type` of each case, and what differs from `COMMON`."""
 
@@ -145,7 +180,7 @@ def save_family(name: str, directory: Path) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
-        for path, parameter in model.named_parameters():
+        for path, parameter in [*model.named_parameters(), *model.named_buffers()]:
             if "norm" in path or "bias" in path or "sinks" in path:
                 parameter.add_(0.3 * torch.randn_like(parameter))
     model.save_pretrained(directory)

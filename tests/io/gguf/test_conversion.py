@@ -105,6 +105,25 @@ def test_gains_of_gemma_include_their_offset():
     np.testing.assert_array_equal(other["output_norm.weight"].values(), gains["model.norm.weight"].astype(np.float32))
 
 
+@pytest.mark.parametrize("form", ["float", "Q4_0"])
+def test_the_projection_of_latents_has_two_parts(form):
+    """That of values keeps its blocks; that of keys is transposed, so it is decoded. Neither number changes."""
+    name = f"{LAYER}self_attn.kv_b_proj.weight"
+    weight = normal(4 * 40, 32) if form == "float" else quantized(form, 4 * 40, 32)
+    found = converted("deepseek-v3", {name: weight})
+    keys, values_ = found["blk.1.attn_k_b.weight"], found["blk.1.attn_v_b.weight"]
+    assert (keys.type_name, values_.type_name) == ("F32", "F32" if form == "float" else form)
+    numbers = weight if isinstance(weight, np.ndarray) else np.asarray(fb.dequantize(weight, jnp.float32))
+    by_head = numbers.reshape(4, 40, 32)
+    np.testing.assert_array_equal(keys.values(), by_head[:, :16].swapaxes(1, 2))
+    np.testing.assert_array_equal(values(values_), by_head[:, 16:])
+
+
+def test_corrections_of_routers_have_their_name():
+    found = converted("deepseek-v3", {f"{LAYER}mlp.gate.e_score_correction_bias": normal(8)})
+    assert list(found) == ["blk.1.exp_probs_b.bias"]
+
+
 def expert_names(block: str, parts: tuple[str, str, str]) -> list[tuple[str, int, str]]:
     return [(f"{LAYER}{block}.experts.{e}.{part}.weight", e, part) for part in parts for e in (2, 0, 3, 1)]
 
@@ -115,6 +134,7 @@ def expert_names(block: str, parts: tuple[str, str, str]) -> list[tuple[str, int
     [
         ("mixtral", "block_sparse_moe", ("w1", "w2", "w3")),
         ("qwen3-moe", "mlp", ("gate_proj", "down_proj", "up_proj")),
+        ("deepseek-v2", "mlp", ("gate_proj", "down_proj", "up_proj")),
     ],
 )
 def test_experts_are_stacked_by_their_numbers(family, block, parts, scheme):

@@ -51,6 +51,7 @@ def test_our_reader_gives_the_fields_and_their_bytes_back():
     ("value", "message"),
     [
         (2**32, "outside 0 .. 4294967295"),
+        (1e308, r"is 1e\+308, more than a float32 holds"),
         (-1, "outside"),
         ([2**31], "outside -2147483648"),
         ([], "an array of 0 types"),

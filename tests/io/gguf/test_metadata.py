@@ -56,6 +56,46 @@ def test_fields_of_other_families():
     assert architecture_fields(architecture_of(old), old) == found["gemma3"]
 
 
+def test_the_fields_of_deepseek():
+    config = config_of("deepseek-v3")
+    found = architecture_fields(architecture_of(config), config)
+    assert {key.removeprefix("deepseek2."): value for key, value in found.items()} == {
+        "general.architecture": "deepseek2",
+        "vocab_size": 300,
+        "block_count": 3,
+        "context_length": 256,
+        "embedding_length": 64,
+        "feed_forward_length": 96,
+        "attention.head_count": 4,
+        "attention.head_count_kv": 1,
+        "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.q_lora_rank": 64,
+        "attention.kv_lora_rank": 32,
+        "attention.key_length": 40,
+        "attention.value_length": 32,
+        "attention.key_length_mla": 24,
+        "attention.value_length_mla": 24,
+        "leading_dense_block_count": 1,
+        "expert_count": 8,
+        "expert_used_count": 3,
+        "expert_feed_forward_length": 32,
+        "expert_shared_count": 2,
+        "expert_weights_scale": 2.0,
+        "expert_weights_norm": True,
+        "expert_gating_func": 2,
+        "expert_group_count": 4,
+        "expert_group_used_count": 2,
+        "rope.dimension_count": 8,
+        "rope.freq_base": 10000.0,
+    }
+    older = config_of("deepseek-v2")
+    fields = architecture_fields(architecture_of(older), older)
+    assert fields["deepseek2.rope.scaling.yarn_log_multiplier"] == pytest.approx(0.0707)
+    assert fields["deepseek2.expert_gating_func"] == 1
+    assert fields["deepseek2.attention.q_lora_rank"] == 0  # llama.cpp needs the field
+    assert "deepseek2.expert_group_count" not in fields
+
+
 def test_the_factors_of_llama_3():
     config = config_of("llama-3.1")
     factors = extra_tensors(architecture_of(config), config)["rope_freqs.weight"].values()
@@ -91,6 +131,23 @@ def test_the_factors_of_llama_3():
         ("gemma2", {"final_logit_softcapping": None}, "always caps the logits of gemma2"),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1, 1]}, "rotates all but every fourth layer"),
         ("gpt-oss", {"swiglu_limit": 5.0}, "only with swiglu_limit 7.0"),
+        (
+            "llama",
+            {"rope_parameters": {**YARN, "mscale": 0.5, "mscale_all_dim": 1.0}},
+            "computes the attention factor of yarn as 1.138629; config.json has 0.939",
+        ),
+        ("deepseek-v3", {"rope_interleave": False}, "only with rope_interleave True"),
+        ("deepseek-v3", {"rms_norm_eps": 1e-5}, "only with rms_norm_eps 1e-06"),
+        ("deepseek-v3", {"num_hidden_layers": 27}, "takes DeepSeek with 27 layers for one without q_lora_rank"),
+        ("deepseek-v3", {"n_shared_experts": None}, "only with routed and shared experts in some layer"),
+        ("deepseek-v3", {"first_k_dense_replace": 3}, "only with routed and shared experts in some layer"),
+        ("deepseek-v2", {"topk_method": "group_limited_greedy", "n_group": 4}, "by the sum of its two best"),
+        ("deepseek-v2", {"rope_parameters": YARN}, "only with mscale_all_dim"),
+        (
+            "deepseek-v2",
+            {"rope_parameters": {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}},
+            "computes the attention factor of yarn as 1.000000; config.json has 1.06",
+        ),
     ],
 )
 def test_what_llama_cpp_cannot_run_is_refused(name, changed, message):

@@ -84,6 +84,14 @@ def test_the_rules_are_those_of_llama_cpp():
     )
 
 
+def test_ends_of_lines_in_rules_may_be_escaped_or_not():
+    """tokenizer.json of DeepSeek-V3 has the characters themselves."""
+    rules = next(rules for rules, name in SPLITS.items() if name == "deepseek-v3")
+    written = tuple(rule.replace(r"\r\n", "\r\n") for rule in rules)
+    assert written != rules
+    assert fields(byte_level(written))["tokenizer.ggml.pre"] == "deepseek-v3"
+
+
 def test_scores_follow_the_merges_without_tokenizer_model():
     found = fields(sentencepiece_json())
     assert found["tokenizer.ggml.model"] == "llama"

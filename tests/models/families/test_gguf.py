@@ -20,6 +20,7 @@ from fewbit.models import (
     paths_of_params,
     shapes,
 )
+from fewbit.models.rope_scaling import Yarn
 from tests.nets.families import CASES
 from tests.nets.random_decoder import random_params, random_tokens
 
@@ -137,11 +138,18 @@ CHANGED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"query_pre_attn_scalar": 16, "layer_types": None, "rope_parameters": None, "rope_theta": 300.0},
     "smollm3": {"no_rope_layer_interval": 4, "num_hidden_layers": 4},
     "gpt_oss": {"swiglu_limit": 7.0},
+    "deepseek_v2": {"rms_norm_eps": 1e-6},
+    "deepseek_v3": {"rms_norm_eps": 1e-6, "attention_bias": False, "num_nextn_predict_layers": 0},
 }
 
 
-def as_gguf(params: dict[str, Any], config: DecoderConfig, family: Family) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The metadata and the arrays of a GGUF file, as llama.cpp's converter makes them of a Hugging Face checkpoint."""
+def as_gguf(
+    params: dict[str, Any], config: DecoderConfig, family: Family, *, split: bool = True
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The metadata and the arrays of a GGUF file, as llama.cpp's converter makes them of a Hugging Face checkpoint.
+
+    `split` is whether the projection of DeepSeek's latents has two parts, as in files since April 2025.
+    """
     arrays: dict[str, Any] = {}
     for path, array in paths_of_params(params, config).items():
         part = path.split("/", 2)[-1]
@@ -153,6 +161,8 @@ def as_gguf(params: dict[str, Any], config: DecoderConfig, family: Family) -> tu
         arrays[path] = array
     if config.experts is not None:
         arrays = with_stacks(arrays, config)
+    if config.latent is not None and split:
+        arrays = with_parts(arrays, config)
     named = {family.gguf_table.name(path): array for path, array in arrays.items()}
     fields = {"general.architecture": family.gguf, **{f"{family.gguf}.{k}": getattr(config, v) for k, v in KEYS.items()}}
     fields[f"{family.gguf}.rope.dimension_count"] = config.rotated
@@ -161,11 +171,53 @@ def as_gguf(params: dict[str, Any], config: DecoderConfig, family: Family) -> tu
         of_experts = {"count": "expert_count", "active": "expert_used_count", "hidden": "expert_feed_forward_length"}
         for name, key in {**of_experts, "shared_hidden": "expert_shared_feed_forward_length"}.items():
             fields[f"{family.gguf}.{key}"] = getattr(config.experts, name)
+    if config.latent is not None:
+        fields |= {f"deepseek2.{key}": value for key, value in latent_fields(config, split=split).items()}
     if config.rope_scaling is not None:
         fields[f"{family.gguf}.rope.scaling.type"] = "yarn"
         fields[f"{family.gguf}.rope.scaling.factor"] = config.rope_scaling.factor
         fields[f"{family.gguf}.rope.scaling.original_context_length"] = config.rope_scaling.original_context
     return fields, named
+
+
+def latent_fields(config: DecoderConfig, *, split: bool) -> dict[str, Any]:
+    """The fields of DeepSeek."""
+    latent, experts = config.latent, config.experts
+    assert latent is not None and experts is not None
+    fields = {
+        "attention.kv_lora_rank": latent.rank,
+        "attention.q_lora_rank": latent.query_rank,
+        "attention.key_length": config.head_dim,
+        "attention.value_length": latent.value_dim,
+        "expert_shared_count": experts.shared_hidden // experts.hidden,
+        "expert_weights_scale": experts.scale,
+        "expert_weights_norm": experts.normalized,
+        "expert_gating_func": 1 + (experts.scores == "sigmoid"),
+        "expert_group_count": experts.groups,
+        "expert_group_used_count": experts.active_groups,
+    }
+    if not split:
+        return fields
+    return fields | {
+        "attention.head_count_kv": 1,
+        "attention.key_length": latent.rank + config.rotary_dim,
+        "attention.value_length": latent.rank,
+        "attention.key_length_mla": config.head_dim,
+        "attention.value_length_mla": latent.value_dim,
+    }
+
+
+def with_parts(arrays: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
+    """The arrays with the projection of the latents in two parts, that of keys transposed."""
+    found: dict[str, Any] = {}
+    for path, array in arrays.items():
+        if not path.endswith("attn/kv_b"):
+            found[path] = array
+            continue
+        by_head = array.reshape(config.heads, -1, array.shape[-1])
+        found[path.replace("kv_b", "k_b")] = by_head[:, : config.head_dim - config.rotary_dim].swapaxes(1, 2)
+        found[path.replace("kv_b", "v_b")] = by_head[:, config.head_dim - config.rotary_dim :]
+    return found
 
 
 def with_stacks(arrays: dict[str, Any], config: DecoderConfig) -> dict[str, Any]:
@@ -186,12 +238,12 @@ def with_stacks(arrays: dict[str, Any], config: DecoderConfig) -> dict[str, Any]
     return {path: jnp.stack(array) if isinstance(array, list) else array for path, array in found.items()}
 
 
-def converted(model_type: str) -> tuple[DecoderConfig, dict[str, Any], DecoderConfig, dict[str, Any]]:
+def converted(model_type: str, *, split: bool = True) -> tuple[DecoderConfig, dict[str, Any], DecoderConfig, dict[str, Any]]:
     """Configuration and parameters of a Hugging Face checkpoint, and of the GGUF file made of it."""
     settings = {**CASES[model_type][1], **CHANGED.get(model_type, {}), "model_type": model_type}
     config, family = config_from_hf(settings), FAMILIES[model_type]
     params = random_params(config)
-    fields, arrays = as_gguf(params, config, family)
+    fields, arrays = as_gguf(params, config, family, split=split)
     found = config_from_gguf(fields, arrays)
     return config, params, found, params_from_named(arrays, family.gguf_table, found)
 
@@ -199,7 +251,13 @@ def converted(model_type: str) -> tuple[DecoderConfig, dict[str, Any], DecoderCo
 @pytest.mark.parametrize("model_type", IN_GGUF)
 def test_a_gguf_file_has_the_configuration_of_the_hugging_face_checkpoint(model_type: str):
     config, _, found, _ = converted(model_type)
-    same = {"rope": config.rope, "norm_offset": config.norm_offset, "experts": config.experts}
+    same: dict[str, Any] = {"rope": config.rope, "norm_offset": config.norm_offset}
+    if config.experts is not None:
+        assert dataclasses.replace(found.experts, layout=config.experts.layout) == config.experts
+        same["experts"] = config.experts
+    if config.latent is not None:
+        assert found.latent == dataclasses.replace(config.latent, split=True)
+        same["latent"] = config.latent
     assert dataclasses.replace(found, **same) == config
 
 
@@ -212,12 +270,61 @@ def test_a_gguf_file_computes_what_the_hugging_face_checkpoint_does(model_type: 
     np.testing.assert_allclose(run(again, tokens, found), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
 
 
+@pytest.mark.slow
+def test_older_files_of_deepseek_compute_the_same():
+    config, params, found, again = converted("deepseek_v3", split=False)
+    assert found.latent == config.latent
+    tokens = random_tokens(config, 1, 9)
+    expected = np.asarray(run(params, tokens, config))
+    np.testing.assert_allclose(run(again, tokens, found), expected, atol=1e-5 * np.abs(expected).max(), rtol=0)
+
+
+DEEPSEEK = {
+    **{key.replace("llama", "deepseek2"): value for key, value in GGUF_FIELDS.items()},
+    "general.architecture": "deepseek2",
+    "deepseek2.attention.kv_lora_rank": 8,
+    "deepseek2.attention.key_length_mla": 12,
+    "deepseek2.attention.value_length_mla": 6,
+}
+
+
+def test_yarn_of_deepseek_scales_attention_by_its_multiplier():
+    fields = {"scaling.type": "yarn", "scaling.factor": 4.0, "scaling.yarn_log_multiplier": 0.0707}
+    fields |= {"scaling.yarn_beta_fast": 16.0, "scaling.yarn_beta_slow": 2.0}
+    config = config_from_gguf(DEEPSEEK | {f"deepseek2.rope.{key}": value for key, value in fields.items()}, [])
+    assert config.rope_scaling == Yarn(4.0, 64, 16.0, 2.0, attention_factor=1.0)
+    assert config.attention_scale == pytest.approx(12**-0.5 * (0.0707 * np.log(4) + 1) ** 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0},
+            UnsupportedError,
+            "'yarn', but no 'yarn_log_multiplier'",
+        ),
+        ({"attention.temperature_scale": 0.1}, UnsupportedError, r"temperature_scale = 0\.1; supported is 0\.0"),
+        ({"attention.kv_lora_rank": None}, QuantError, r"lacks the field 'deepseek2\.attention\.kv_lora_rank'"),
+        ({"rope.dimension_count": None}, QuantError, r"lacks the field 'deepseek2\.rope\.dimension_count'"),
+        ({"attention.value_length_mla": None}, QuantError, "lacks the lengths of keys or values"),
+        ({"expert_gating_func": 3}, UnsupportedError, "expert_gating_func = 3; supported is 0 or 1 or 2"),
+    ],
+)
+def test_what_deepseek_lacks_is_named(change: dict[str, Any], error: type[Exception], message: str):
+    experts = {"deepseek2.expert_count": 4, "deepseek2.expert_used_count": 2}
+    fields = DEEPSEEK | experts | {f"deepseek2.{key}": value for key, value in change.items()}
+    fields = {key: value for key, value in fields.items() if value is not None}
+    with pytest.raises(error, match=message):
+        config_from_gguf(fields, ["blk.0.ffn_down_exps.weight"])
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize("model_type", IN_GGUF)
 def test_names_are_those_of_the_gguf_package(model_type: str):
     gguf = pytest.importorskip("gguf")
     settings = {**CASES[model_type][1], "model_type": model_type, "mlp_only_layers": None}  # which llama.cpp lacks
-    config, family = config_from_hf(settings), FAMILIES[model_type]
+    config, family = config_from_hf({**settings, **CHANGED.get(model_type, {})}), FAMILIES[model_type]
     number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == family.gguf)
     names = gguf.get_tensor_name_map(number, config.layers)
     for path in shapes(config):
@@ -228,7 +335,12 @@ def test_names_are_those_of_the_gguf_package(model_type: str):
         elif "/experts/" in path:
             continue  # the converter splits gate and up by hand
         else:
-            theirs = names.get_name(family.table.name(path), try_suffixes=(".weight", ".bias"))
+            source = family.table.name(path).replace("correction_bias", "correction.bias")  # as the converter does
+            theirs = names.get_name(source, try_suffixes=(".weight", ".bias"))
             ours = family.gguf_table.name(path)
         assert theirs is not None, path
         assert ours.removesuffix(".weight") == theirs.removesuffix(".weight"), path
+        if path.endswith("kv_b"):
+            for part in ("k_b", "v_b"):
+                ours = family.gguf_table.name(path.replace("kv_b", part))
+                assert ours == names.get_name(source.replace("kv_b", part), try_suffixes=(".weight",))

@@ -207,6 +207,8 @@ KINDS = {
     "smollm3": [("gpt2", "smaug-bpe")],
     "granite": [("gpt2", "refact"), ("gpt2", "dbrx")],
     "gpt_oss": [("gpt2", "gpt-4o")],
+    "deepseek_v2": [("gpt2", "deepseek-v3")],
+    "deepseek_v3": [("gpt2", "deepseek-v3")],
 }
 """The `tokenizer.ggml.model` and `tokenizer.ggml.pre` of each family's GGUF files."""
 
@@ -248,7 +250,7 @@ def test_refuses():
     with pytest.raises(UnsupportedError, match="tokenizer is of kind 'bert'; supported are"):
         tokenizer_from_gguf({**gguf_fields(), "tokenizer.ggml.model": "bert"})
     with pytest.raises(
-        UnsupportedError, match="pre-tokenizer is 'falcon'; supported are dbrx, deepseek-r1-qwen, default, gpt-2"
+        UnsupportedError, match="pre-tokenizer is 'falcon'; supported are dbrx, deepseek-r1-qwen, deepseek-v3, default"
     ):
         tokenizer_from_gguf(gguf_fields("falcon"))
     with pytest.raises(QuantError, match=r"the GGUF metadata lacks the field 'tokenizer\.ggml\.merges'"):

@@ -25,7 +25,7 @@ COMMON: tuple[FieldRow, ...] = (
 
 _HEAD = (("attention.key_length", int, ("head_dim",)), ("attention.value_length", int, ("head_dim",)))
 _EXPERTS = (
-    ("expert_count", int, ("num_local_experts", "num_experts")),
+    ("expert_count", int, ("num_local_experts", "num_experts", "n_routed_experts")),
     ("expert_used_count", int, ("num_experts_per_tok",)),
 )
 _EXPERT_WIDTH = ("expert_feed_forward_length", int, ("moe_intermediate_size",))
@@ -71,6 +71,20 @@ _GELU = {"hidden_activation": ("gelu_pytorch_tanh",), "attention_bias": (False,)
 _NO_WINDOW = {"use_sliding_window": (False,)}
 _EVERY_LAYER = {"decoder_sparse_step": (1,), "mlp_only_layers": ([], None)}
 _TIED = {"tie_word_embeddings": True}
+
+_DEEPSEEK = Architecture(
+    "deepseek2",
+    (
+        *_EXPERTS,
+        _EXPERT_WIDTH,
+        ("leading_dense_block_count", int, ("first_k_dense_replace",)),
+        ("expert_shared_count", int, ("n_shared_experts",)),
+        ("expert_weights_scale", float, ("routed_scaling_factor",)),
+        ("attention.kv_lora_rank", int, ("kv_lora_rank",)),
+    ),
+    # The norms of the latents have this epsilon in transformers, and that of all norms in llama.cpp.
+    assumed={**_SILU, "rms_norm_eps": (1e-6,), "attention_bias": (False,), "moe_layer_freq": (1, None)},
+)
 
 _LLAMA = Architecture(
     "llama",
@@ -172,6 +186,33 @@ ARCHITECTURES = {
         window_pattern=2,
         defaults={"head_dim": 64, "sliding_window": 128},
         assumed={"swiglu_limit": (7.0,), "swiglu_alpha": (1.702,)},
+    ),
+    "deepseek_v2": dataclasses.replace(
+        _DEEPSEEK,
+        defaults={"rms_norm_eps": 1e-6, "first_k_dense_replace": 0, "scoring_func": "softmax", "routed_scaling_factor": 1.0},
+        assumed={
+            **_DEEPSEEK.assumed,
+            "scoring_func": ("softmax",),
+            "topk_method": ("greedy", "group_limited_greedy", None),
+            "norm_topk_prob": (False,),
+        },
+    ),
+    "deepseek_v3": dataclasses.replace(
+        _DEEPSEEK,
+        defaults={
+            "rms_norm_eps": 1e-6,
+            "first_k_dense_replace": 3,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+            "routed_scaling_factor": 2.5,
+            "norm_topk_prob": True,
+        },
+        assumed={
+            **_DEEPSEEK.assumed,
+            "scoring_func": ("sigmoid",),
+            "topk_method": ("noaux_tc",),
+            "rope_interleave": (True,),
+        },
     ),
 }
 """The architectures by `model_type` in config.json."""

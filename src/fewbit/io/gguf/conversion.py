@@ -16,6 +16,7 @@ import numpy as np
 
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
+from ...kernels.quantize.dispatch import dequantize
 from .architectures import Architecture
 from .stored import Stored, stacked, stored
 
@@ -24,6 +25,7 @@ _EXPERTS = re.compile(r"model\.layers\.(\d+)\.mlp\.experts\.(gate_up_proj|down_p
 _PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "down_proj": "down", "up_proj": "up"}
 _DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
 _HEAD = "lm_head.weight"
+_LATENT = ".self_attn.kv_b_proj.weight"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Conversion:
                 f"config.json has {self.config['num_hidden_layers']} layers, the checkpoint {len(names)} tensors"
             )
         for name in names:
-            if not self._is_dropped(name) and not _EXPERT.fullmatch(name) and not _EXPERTS.fullmatch(name):
+            is_expert = _EXPERT.fullmatch(name) or _EXPERTS.fullmatch(name)
+            if not self._is_dropped(name) and not is_expert and not name.endswith(_LATENT):
                 self._name(name)
 
     def tensors(self, values: Iterable[tuple[str, np.ndarray | jax.Array | QArray]]) -> Iterator[tuple[str, Stored]]:
@@ -89,6 +92,8 @@ class Conversion:
             elif found := _EXPERTS.fullmatch(name):
                 for target, tensor in self._fused_experts(name, value, *found.groups()):
                     yield target, self._checked(target, tensor)
+            elif name.endswith(_LATENT):
+                yield from self._latent_parts(name, value)
             else:
                 target = self._name(name)
                 yield target, self._checked(target, self._converted(target, stored(value, f"tensor {name!r}", self.ternary)))
@@ -104,7 +109,8 @@ class Conversion:
 
     @property
     def _expert_count(self) -> int:
-        return int(self.config.get("num_local_experts") or self.config.get("num_experts") or 0)
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        return int(next((self.config[name] for name in names if self.config.get(name)), 0))
 
     def _is_dropped(self, name: str) -> bool:
         """Whether llama.cpp computes the tensor, or a tied head repeats the embedding."""
@@ -115,6 +121,7 @@ class Conversion:
         """The GGUF name of a tensor."""
         if name.endswith(".sinks"):
             name += ".weight"
+        name = name.replace("e_score_correction_bias", "e_score_correction.bias")
         target = self._names.get_name(name, try_suffixes=(".weight", ".bias"))
         if target is None:
             raise UnsupportedError(f"tensor {name!r} has no GGUF name in architecture {self.architecture.name}")
@@ -143,6 +150,21 @@ class Conversion:
         if re.fullmatch(r"blk\.\d+\.attn_k\.(weight|bias)", name):
             return int(self.config.get("num_key_value_heads") or heads)
         return 0
+
+    def _latent_parts(self, name: str, value: np.ndarray | jax.Array | QArray) -> Iterator[tuple[str, Stored]]:
+        """DeepSeek's `kv_b [H (n + v), rank]` as `k_b [H, rank, n]` and `v_b [H, v, rank]`.
+
+        The blocks of a quantized array lie along `rank`, so `k_b`, its transposed part, is stored as decoded float32 numbers.
+        """
+        heads, plain = int(self.config["num_attention_heads"]), int(self.config["qk_nope_head_dim"])
+        keys, values = (self._name(name.replace("kv_b_proj", f"{part}_b_proj")) for part in "kv")
+        tensor = stored(value, f"tensor {name!r}", self.ternary)
+        rows = tensor.data.reshape(heads, -1, tensor.data.shape[-1])  # [H, n + v, bytes]
+        yield values, self._checked(values, tensor.with_rows(rows[:, plain:]))
+        if isinstance(value, QArray):
+            value = dequantize(value, np.float32)
+        by_head = np.asarray(value).reshape(heads, -1, value.shape[-1])  # [H, n + v, rank]
+        yield keys, stored(by_head[:, :plain].swapaxes(1, 2), f"tensor {name!r}")
 
     def _fused_experts(
         self, name: str, value: np.ndarray | jax.Array | QArray, layer: str, part: str, suffix: str | None

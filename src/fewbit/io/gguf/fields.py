@@ -3,6 +3,7 @@
 Reference: GGUF specification (ggml, docs/gguf.md).
 """
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
@@ -17,6 +18,7 @@ Field: TypeAlias = bool | int | float | str | bytes | np.generic | Sequence[int]
 
 _TYPES = {"u1": 0, "i1": 1, "u2": 2, "i2": 3, "u4": 4, "i4": 5, "f4": 6, "b1": 7, "u8": 10, "i8": 11, "f8": 12}
 _STRING, _ARRAY = 8, 9
+_LARGEST = float(np.finfo(np.float32).max)
 
 
 def encoded(value: Field, key: str) -> bytes:
@@ -72,6 +74,8 @@ def _scalar(value: object, integer: str, key: str) -> tuple[int, bytes]:
             raise QuantError(f"the metadata field {key!r} is {value}, outside {limits.min} .. {limits.max}")
         array = np.asarray(value, integer)
     elif isinstance(value, float):
+        if math.isfinite(value) and abs(value) > _LARGEST:
+            raise QuantError(f"the metadata field {key!r} is {value}, more than a float32 holds")
         array = np.asarray(value, "<f4")
     else:
         raise QuantError(f"the metadata field {key!r} has a {type(value).__name__}, which GGUF has no type for")

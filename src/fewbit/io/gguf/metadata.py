@@ -60,6 +60,9 @@ def architecture_fields(architecture: Architecture, config: Mapping[str, Any]) -
     for row in architecture.fields:
         if any(said.get(name) is not None for name in row[2]):
             fields[f"{architecture.name}.{row[0]}"] = _field(row, said)
+    if architecture.name == "deepseek2":
+        said["head_dim"] = _size(said, "qk_rope_head_dim")
+        fields |= {f"deepseek2.{key}": value for key, value in _deepseek_fields(said).items()}
     for key, value in _rope_fields(architecture, said).items():
         fields[f"{architecture.name}.rope.{key}"] = value
     if architecture.name == "phi3":
@@ -106,10 +109,57 @@ def _field(row: FieldRow, config: Mapping[str, Any]) -> Field:
     raise QuantError(f"config.json has {names[0]} {value!r:.60}; expected a {kind.__name__} for the GGUF field {key!r}")
 
 
+def _size(config: Mapping[str, Any], name: str) -> int:
+    """A positive size that config.json must have."""
+    if not config.get(name):
+        raise QuantError(f"config.json lacks {name!r}, which GGUF files of {config['model_type']} need")
+    return config[name]
+
+
+def _deepseek_fields(config: Mapping[str, Any]) -> dict[str, Field]:
+    """The fields of latent attention, whose cache has one head, and of experts chosen by groups."""
+    rank, rotary = _size(config, "kv_lora_rank"), _size(config, "qk_rope_head_dim")
+    fields: dict[str, Field] = {
+        "attention.head_count_kv": 1,
+        "attention.q_lora_rank": config.get("q_lora_rank") or 0,
+        "attention.key_length": rank + rotary,
+        "attention.value_length": rank,
+        "attention.key_length_mla": _size(config, "qk_nope_head_dim") + rotary,
+        "attention.value_length_mla": _size(config, "v_head_dim"),
+        "expert_weights_norm": bool(config.get("norm_topk_prob")),
+        "expert_gating_func": {"softmax": 1, "sigmoid": 2}[config["scoring_func"]],
+    }
+    if _is_by_groups(config):
+        fields |= {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
+    return fields
+
+
+def _is_by_groups(config: Mapping[str, Any]) -> bool:
+    """Whether experts are chosen from some of their groups."""
+    groups = config.get("n_group") or 1
+    return groups > (config.get("topk_group") or groups) and config.get("topk_method") != "greedy"
+
+
+def _check_deepseek(config: Mapping[str, Any]) -> None:
+    """Refuses what llama.cpp computes in another way."""
+    layers = config.get("num_hidden_layers") or 0
+    if config.get("q_lora_rank") and (layers in (26, 27) or (layers == 48 and config.get("vocab_size") == 128256)):
+        raise UnsupportedError(f"llama.cpp takes DeepSeek with {layers} layers for one without q_lora_rank")
+    if _is_by_groups(config) and config["scoring_func"] == "softmax":
+        raise UnsupportedError(
+            "llama.cpp scores a group of experts by the sum of its two best; config.json has topk_method "
+            "'group_limited_greedy', which takes the best"
+        )
+    if (config["first_k_dense_replace"] or 0) >= layers or not config.get("n_shared_experts"):
+        raise UnsupportedError("llama.cpp runs DeepSeek only with routed and shared experts in some layer")
+
+
 def _check_layers(architecture: Architecture, config: Mapping[str, Any]) -> None:
     """Refuses layers that differ from those that llama.cpp has built in."""
     layers = config.get("num_hidden_layers") or 0
     name, step = architecture.name, architecture.window_pattern
+    if name == "deepseek2":
+        _check_deepseek(config)
     if kinds := config.get("layer_types"):
         full = [kind == "full_attention" for kind in kinds]
         expected = [step == 0 or (i + 1) % step == 0 for i in range(len(full))]
@@ -186,19 +236,29 @@ def _rope_fields(architecture: Architecture, config: Mapping[str, Any]) -> dict[
             fields["scaling.type"] = "longrope"
             fields["scaling.attn_factor"] = _longrope_factor(config["max_position_embeddings"] / original, original)
     if kind == "yarn":
-        _check_yarn(rope)
+        fields |= _yarn_fields(architecture, rope)
         for key in ("beta_fast", "beta_slow"):
             if rope.get(key) is not None:
                 fields[f"scaling.yarn_{key}"] = float(rope[key])
     return fields
 
 
-def _check_yarn(rope: Mapping[str, Any]) -> None:
-    """Refuses an attention factor that differs from llama.cpp's own."""
-    own = 0.1 * math.log(float(rope["factor"])) + 1
-    given = rope.get("attention_factor")
+def _yarn_fields(architecture: Architecture, rope: Mapping[str, Any]) -> dict[str, Field]:
+    """The field of what scales DeepSeek's attention. Refuses an attention factor that differs from llama.cpp's own."""
+    logarithm = math.log(max(float(rope["factor"]), 1.0))
+    part, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    own, given = 0.1 * logarithm + 1, rope.get("attention_factor")
+    if given is None and part and all_dims:
+        given = (0.1 * part * logarithm + 1) / (0.1 * all_dims * logarithm + 1)
+    fields: dict[str, Field] = {}
+    if architecture.name == "deepseek2":
+        if not all_dims:
+            raise UnsupportedError("llama.cpp runs yarn of DeepSeek only with mscale_all_dim; config.json has none")
+        own, fields = 1.0, {"scaling.yarn_log_multiplier": 0.1 * all_dims}
+        given = 0.1 * logarithm + 1 if given is None else given
     if given is not None and abs(float(given) - own) > 1e-6:
-        raise UnsupportedError(f"llama.cpp computes the attention factor of yarn as {own:.6f}; config.json has {given}")
+        raise UnsupportedError(f"llama.cpp computes the attention factor of yarn as {own:.6f}; config.json has {given:.6f}")
+    return fields
 
 
 def _longrope_factor(scale: float, original: int) -> float:
@@ -242,6 +302,18 @@ class _Config(msgspec.Struct):
     num_hidden_layers: Positive | None = None
     num_local_experts: Count | None = None
     num_experts: Count | None = None
+    n_routed_experts: Count | None = None
+    n_shared_experts: Count | None = None
+    first_k_dense_replace: Count | None = None
+    n_group: Count | None = None
+    topk_group: Count | None = None
+    q_lora_rank: Count | None = None
+    kv_lora_rank: Positive | None = None
+    qk_nope_head_dim: Positive | None = None
+    qk_rope_head_dim: Positive | None = None
+    v_head_dim: Positive | None = None
+    norm_topk_prob: bool | None = None
+    vocab_size: Count | None = None
     head_dim: Positive | None = None
     max_position_embeddings: Positive | None = None
     original_max_position_embeddings: Positive | None = None
@@ -267,6 +339,8 @@ class _Rope(msgspec.Struct):
     original_max_position_embeddings: Positive | None = None
     partial_rotary_factor: float | None = None
     attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
     beta_fast: float | None = None
     beta_slow: float | None = None
     long_factor: list[float] | None = None

@@ -21,6 +21,7 @@ from .sentencepiece import pieces
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_BAR = "\N{FULLWIDTH VERTICAL LINE}"
 
 _WITHOUT_MERGES = {"dbrx": "llama-bpe"}
 """The name of the same rule for a tokenizer that looks up whole words before it merges."""
@@ -106,7 +107,8 @@ def _tokens(tokenizer: Mapping[str, Any], vocab: int) -> tuple[list[str], list[i
 
 def _looks_special(token: str) -> bool:
     """Whether llama.cpp's converter takes an added token for a control token though it is not marked as one."""
-    is_marked = (token.startswith("<|") and token.endswith("|>")) or (token.startswith("<unused") and token.endswith(">"))
+    ends = {"<|": "|>", f"<{_BAR}": f"{_BAR}>", "<unused": ">"}
+    is_marked = any(token.startswith(start) and token.endswith(end) for start, end in ends.items())
     return is_marked or token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 
 
@@ -125,7 +127,8 @@ def _rules(rule: Any) -> Iterator[str]:
             yield from _rules(part)
     elif kind == "Split":
         pattern = rule.get("pattern")
-        yield str(pattern.get("Regex", pattern.get("String")) if isinstance(pattern, dict) else pattern)
+        text = str(pattern.get("Regex", pattern.get("String")) if isinstance(pattern, dict) else pattern)
+        yield text.replace("\r", r"\r").replace("\n", r"\n")
     elif kind == "Digits" and rule.get("individual_digits"):
         yield "digits"
     elif kind == "ByteLevel":

@@ -9,7 +9,7 @@ import msgspec
 from ..._json import Count, Positive
 from ..config import DecoderConfig, Experts, LatentAttention
 from ..rope_scaling import Yarn, yarn_gain
-from .family import Common, Family, Number, decoder_config, hf_table, read_config, refuse_unless
+from .family import Common, Family, Number, decoder_config, gguf_table, hf_table, read_config, refuse_unless
 from .llama import expert_layout, expert_names
 
 
@@ -125,7 +125,15 @@ _NAMES = {
     **expert_names("shared_experts"),
 }
 
+_GGUF = gguf_table(
+    {
+        "attn/kv_a": "attn_kv_a_mqa.weight",
+        **{f"attn/{name}": f"attn_{name}.weight" for name in ("q_a", "q_a_norm", "q_b", "kv_a_norm", "kv_b", "k_b", "v_b")},
+        "mlp/router_correction_bias": "exp_probs_b.bias",
+    }
+)
+
 FAMILIES = (
-    Family("deepseek_v2", "DeepSeek-V2", _deepseek_v2, hf_table(_NAMES)),
-    Family("deepseek_v3", "DeepSeek-V3", _deepseek_v3, hf_table(_NAMES)),
+    Family("deepseek_v2", "DeepSeek-V2", _deepseek_v2, hf_table(_NAMES), "deepseek2", _GGUF),
+    Family("deepseek_v3", "DeepSeek-V3", _deepseek_v3, hf_table(_NAMES), "deepseek2", _GGUF),
 )

@@ -12,9 +12,9 @@ from ..._registry import near_names
 from ...array.qarray import QArray
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize
-from ..config import DecoderConfig, Experts
+from ..config import DecoderConfig, Experts, LatentAttention
 from ..names import NameTable, check_layer_count
-from ..rope_scaling import Linear, LongRope, RopeScaling, Yarn
+from ..rope_scaling import Linear, LongRope, RopeScaling, Yarn, yarn_gain
 from .family import GGUF, MANY, Number, refuse_unless
 from .table import FAMILIES
 
@@ -44,7 +44,8 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
     found = _Gguf(**msgspec.structs.asdict(converted(fields, _schema(architecture), _WHERE)))
     check_layer_count(found.layers, len(names), MANY)
     head_dim = found.head_dim or found.width // found.heads
-    refuse_unless(found.value_length or head_dim, (head_dim,), f"{architecture}.attention.value_length", _WHERE)
+    if architecture != "deepseek2":
+        refuse_unless(found.value_length or head_dim, (head_dim,), f"{architecture}.attention.value_length", _WHERE)
     vocab = len(found.tokens) or found.vocab
     if vocab is None:
         raise QuantError(f"{_WHERE} has neither 'tokenizer.ggml.tokens' nor '{architecture}.vocab_size'")
@@ -53,6 +54,8 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
         raise QuantError(f"{_WHERE} lacks the field '{architecture}.feed_forward_length'")
     rotary_dim = found.rotary_dim or head_dim
     settings: dict[str, Any] = {
+        "kv_heads": found.kv_heads or found.heads,
+        "head_dim": head_dim,
         "rope": "half",
         "qkv_bias": "blk.0.attn_q.bias" in names,
         "o_bias": "blk.0.attn_output.bias" in names,
@@ -67,8 +70,6 @@ def config_from_gguf(fields: Fields, names: Tensors) -> DecoderConfig:
         layers=found.layers,
         width=found.width,
         heads=found.heads,
-        kv_heads=found.kv_heads or found.heads,
-        head_dim=head_dim,
         hidden=hidden,
         norm_eps=found.norm_eps,
         rope_theta=found.rope_theta,
@@ -121,12 +122,26 @@ class _Gguf(msgspec.Struct):
     scaling_factor: Number | None = None
     original_context: Positive | None = None
     attention_factor: Number | None = None
+    beta_fast: Number = 32.0
+    beta_slow: Number = 1.0
+    yarn_log_multiplier: float = 0.0
     vocab: Positive | None = None
     tokens: list[str] = []
     experts: Count = 0
     active: Positive | None = None
     expert_hidden: Positive | None = None
     shared_hidden: Count = 0
+    shared: Count = 0
+    expert_scale: Number = 1.0
+    normalized: bool = False
+    scores: Count = 0
+    groups: Count = 0
+    active_groups: Count = 0
+    rank: Positive | None = None
+    query_rank: Count = 0
+    split_key_length: Positive | None = None
+    split_value_length: Positive | None = None
+    temperature_scale: float = 0.0
     window: Count = 0
     attention_cap: float = 0.0
     logit_cap: float = 0.0
@@ -135,6 +150,8 @@ class _Gguf(msgspec.Struct):
     residual_scale: Number = 1.0
     logit_divisor: Number = 1.0
 
+
+_SIGMOID = 2  # expert_gating_func: 1 is softmax
 
 _KEYS = {
     "width": "embedding_length",
@@ -152,11 +169,25 @@ _KEYS = {
     "scaling_factor": "rope.scaling.factor",
     "original_context": "rope.scaling.original_context_length",
     "attention_factor": "rope.scaling.attn_factor",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+    "yarn_log_multiplier": "rope.scaling.yarn_log_multiplier",
     "vocab": "vocab_size",
     "experts": "expert_count",
     "active": "expert_used_count",
     "expert_hidden": "expert_feed_forward_length",
     "shared_hidden": "expert_shared_feed_forward_length",
+    "shared": "expert_shared_count",
+    "expert_scale": "expert_weights_scale",
+    "normalized": "expert_weights_norm",
+    "scores": "expert_gating_func",
+    "groups": "expert_group_count",
+    "active_groups": "expert_group_used_count",
+    "rank": "attention.kv_lora_rank",
+    "query_rank": "attention.q_lora_rank",
+    "split_key_length": "attention.key_length_mla",
+    "split_value_length": "attention.value_length_mla",
+    "temperature_scale": "attention.temperature_scale",
     "window": "attention.sliding_window",
     "attention_cap": "attn_logit_softcapping",
     "logit_cap": "final_logit_softcapping",
@@ -196,8 +227,9 @@ def _scaling(architecture: str, found: _Gguf, names: Tensors) -> RopeScaling | N
         raise QuantError(f"{_WHERE} has {key} = {found.scaling!r}, but no '{architecture}.rope.scaling.factor'")
     if found.scaling == "linear":
         return Linear(found.scaling_factor)
-    # gpt-oss was trained without rounding the ends of the ramp.
-    return Yarn(found.scaling_factor, original, truncate=architecture != "gpt-oss")
+    truncate = architecture != "gpt-oss"  # which was trained without rounding the ends of the ramp
+    gain = 1.0 if found.yarn_log_multiplier else 0.0
+    return Yarn(found.scaling_factor, original, found.beta_fast, found.beta_slow, truncate, gain)
 
 
 def _factors(names: Tensors, name: str) -> tuple[float, ...]:
@@ -221,16 +253,32 @@ def _experts(architecture: str, found: _Gguf, names: Tensors) -> Experts | None:
         raise UnsupportedError(f"{_WHERE} has experts, but the file has no 'blk.0.ffn_down_exps.weight'")
     hidden = found.expert_hidden or found.hidden
     assert hidden is not None
+    settings: dict[str, Any] = {"normalized": architecture != "qwen2moe", "shared_hidden": found.shared_hidden}
+    if architecture == "deepseek2":
+        settings = _deepseek_experts(found, hidden)
     return Experts(
         found.experts,
         found.active,
         hidden,
-        normalized=architecture != "qwen2moe",
         layers=layers if len(layers) < found.layers else (),
-        shared_hidden=found.shared_hidden,
         bias="blk.0.ffn_gate_inp.bias" in names,
         layout="stacked",
+        **settings,
     )
+
+
+def _deepseek_experts(found: _Gguf, hidden: int) -> dict[str, Any]:
+    """The fields of DeepSeek's experts; files of DeepSeek-V2 may not say that scores are softmax probabilities."""
+    refuse_unless(found.scores, (0, 1, 2), "deepseek2.expert_gating_func", _WHERE)
+    return {
+        "normalized": found.normalized,
+        "scores": "sigmoid" if found.scores == _SIGMOID else "softmax",
+        "groups": found.groups or 1,
+        "active_groups": found.active_groups or 1,
+        "scale": found.expert_scale,
+        "shared_hidden": found.shared * hidden,
+        "shared_gate": False,
+    }
 
 
 def _llama(found: _Gguf) -> dict[str, Any]:
@@ -295,6 +343,34 @@ def _gpt_oss(found: _Gguf) -> dict[str, Any]:
     return {"sinks": True, "activation": "clamped_swiglu", **_windows(found, 2)}
 
 
+def _deepseek2(found: _Gguf) -> dict[str, Any]:
+    """Latent attention. Files since April 2025 have `kv_b` in two parts, and the sizes of heads in keys of their own."""
+    if found.rank is None or found.rotary_dim is None:
+        missing = "attention.kv_lora_rank" if found.rank is None else "rope.dimension_count"
+        raise QuantError(f"{_WHERE} lacks the field 'deepseek2.{missing}'")
+    refuse_unless(found.temperature_scale, (0.0,), "deepseek2.attention.temperature_scale", _WHERE)
+    split = found.split_key_length is not None
+    head_dim, value_dim = found.split_key_length or found.head_dim, found.split_value_length or found.value_length
+    if head_dim is None or value_dim is None:
+        raise QuantError(
+            f"{_WHERE} lacks the lengths of keys or values, 'deepseek2.attention.key_length' and 'value_length'"
+        )
+    fields = {
+        "kv_heads": found.heads,
+        "head_dim": head_dim,
+        "rotary_dim": found.rotary_dim,
+        "rope": "interleaved",
+        "latent": LatentAttention(found.rank, value_dim, found.query_rank, found.norm_eps, split),
+    }
+    if found.scaling != "yarn":
+        return fields
+    # As llama.cpp reads it: 0.1 times YaRN's mscale_all_dim.
+    all_dims = round(found.yarn_log_multiplier / 0.1, 6)
+    if not all_dims:
+        raise UnsupportedError(f"{_WHERE} has deepseek2.rope.scaling.type = 'yarn', but no 'yarn_log_multiplier'")
+    return fields | {"attention_scale": head_dim**-0.5 * yarn_gain(found.scaling_factor or 1.0, all_dims) ** 2}
+
+
 def _windows(found: _Gguf, period: int) -> dict[str, Any]:
     """All layers but each `period`-th have the sliding window."""
     if not found.window:
@@ -316,5 +392,6 @@ ARCHITECTURES: dict[str, Callable[[_Gguf], dict[str, Any]]] = {
     "smollm3": _smollm3,
     "granite": _granite,
     "gpt-oss": _gpt_oss,
+    "deepseek2": _deepseek2,
 }
 """For each architecture the fields that differ from Llama's."""

@@ -36,6 +36,7 @@ def as_hugging_face(model: Model) -> Model:
             f"become a Hugging Face checkpoint: {model.why_not_run}"
         )
     config = model.config
+    metadata = {**llama_json(config), **_special_ids(model.metadata)}
 
     def load(path: str) -> Value:
         value = model.load(path)
@@ -44,13 +45,12 @@ def as_hugging_face(model: Model) -> Model:
             return _with_rows(value, _half_order(heads, config.head_dim))
         return value
 
-    ids = _special_ids(model.metadata)
     return dataclasses.replace(
         model,
         config=dataclasses.replace(config, rope="half"),
         load=load,
         names={path: HUGGING_FACE.name(path) for path in model.info},
-        metadata={**llama_json(config), **ids},
+        metadata=metadata,
         files={**model.files, **_tokenizer_config(model)},
     )
 
