@@ -2,6 +2,7 @@
 // builds and runs it. Every instruction set must give the same bits as plain loops.
 #include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <random>
 
 #include "qmatmul/cpu/int8/kernels.h"
@@ -86,15 +87,19 @@ static int BlockFailures(int number) {
   const bool is_byte = bits == 8, is_signed = Any(0, 1), is_tiled = Any(0, 1), is_ggml = !is_byte && Any(0, 2) == 0;
   const bool is_wide = Any(0, 1), is_ordered = Any(0, 1);  // the table
   const int64_t tile = Any(0, 9) == 0 ? 704 : is_ggml ? 32 * Any(1, 3) : 16 * Any(1, 6);
-  job.M = Any(0, 1) ? Any(1, 3) : Any(1, 20), job.N = number % 20 == 0 ? Any(100, 140) : Any(1, 40), job.K = Any(1, 700);
-  const int64_t cols = is_ggml ? (job.K + 31) / 32 * 32 : job.K, tiles = (cols - 1) / tile + 1, bytes = (cols * bits + 7) / 8;
+  job.M = Any(0, 1) ? Any(1, 3) : Any(1, 20), job.K = Any(1, 700);
+  const bool contracts_cols = Any(0, 1);
+  job.N = number % 20 != 0 ? Any(1, 40) : contracts_cols ? Any(100, 140) : Any(2040, 2060);
+  const int64_t depth = is_ggml ? (job.K + 31) / 32 * 32 : job.K, tiles = (depth - 1) / tile + 1, bytes = (depth * bits + 7) / 8;
   std::vector<int32_t> order(32);
   for (int i = 0; i < 32; ++i) order[i] = i / 2 + i % 2 * 16;
   if (is_ggml) job.order = order.data(), job.group = 32;
-  job.w.rows = job.N, job.w.cols = cols, job.w.row_stride = bytes, job.w.bits = bits, job.w.packed_cols = true;
-  job.w.row_tile = Any(1, 3), job.w.col_tile = tile, job.w.tiles_per_row = tiles, job.w.unit = 0.5f;
+  const int64_t n_tile = Any(1, 3), n_tiles = (job.N - 1) / n_tile + 1;
+  job.contracts_cols = contracts_cols, job.w.packed_cols = contracts_cols, job.w.bits = bits, job.w.unit = 0.5f;
+  job.w.rows = contracts_cols ? job.N : depth, job.w.cols = contracts_cols ? depth : job.N;
+  job.w.row_stride = contracts_cols ? bytes : job.N, job.w.tiles_per_row = contracts_cols ? tiles : n_tiles;
+  job.w.row_tile = contracts_cols ? n_tile : tile, job.w.col_tile = contracts_cols ? tile : n_tile;
   job.w.role = static_cast<Zero>(Any(0, 2));
-  const int64_t row_tiles = (job.N - 1) / job.w.row_tile + 1;
   std::vector<uint8_t> codes(bytes * job.N);
   for (uint8_t& byte : codes) byte = static_cast<uint8_t>(Any(0, 255));
   std::vector<int8_t> x(job.M * job.K), of_codes(1 << bits);
@@ -102,7 +107,7 @@ static int BlockFailures(int number) {
   for (int8_t& value : of_codes) value = static_cast<int8_t>(is_wide ? Any(-127, 127) : Any(-31, 32));
   const int half = is_signed ? 1 << (bits - 1) : 0;  // numbers in the order of two's complement, or of the codes
   for (int i = 0; is_ordered && !is_byte && i < 1 << bits; ++i) of_codes[i] = static_cast<int8_t>((i ^ half) - half);
-  std::vector<float> w_scale(row_tiles * tiles), w_zero(w_scale.size()), x_scale(job.M * (is_tiled ? tiles : 1));
+  std::vector<float> w_scale(n_tiles * tiles), w_zero(w_scale.size()), x_scale(job.M * (is_tiled ? tiles : 1));
   for (float& scale : w_scale) scale = static_cast<float>(Any(1, 100)) / 64;
   for (float& scale : x_scale) scale = static_cast<float>(Any(1, 100)) / 37;
   for (float& zero : w_zero) zero = static_cast<float>(Any(-9, 9));
@@ -111,12 +116,13 @@ static int BlockFailures(int number) {
   job.x_scale = {x_scale.data(), 1, is_tiled ? tiles : 1, is_tiled};
   if (is_byte) SetNumbers(is_signed, &job);
   else SetNumbers(of_codes.data(), &job);
+  const auto byte_at = [&](int64_t n, int64_t k) { return contracts_cols ? codes[n * bytes + k] : codes[k * job.N + n]; };
   const auto number_at = [&](int64_t n, int64_t stream) {
-    if (is_byte) return is_signed ? static_cast<int8_t>(codes[n * bytes + stream]) : static_cast<int>(codes[n * bytes + stream]);
+    if (is_byte) return is_signed ? static_cast<int8_t>(byte_at(n, stream)) : static_cast<int>(byte_at(n, stream));
     int code = 0;
     for (int b = 0; b < bits; ++b) {
       const int64_t at = stream * bits + b;
-      code |= (codes[n * bytes + at / 8] >> at % 8 & 1) << b;
+      code |= (byte_at(n, at / 8) >> at % 8 & 1) << b;
     }
     return static_cast<int>(of_codes[code]);
   };
@@ -129,14 +135,16 @@ static int BlockFailures(int number) {
     std::vector<int32_t> sums(job.M * tiles);
     job.y = y.data();
     if (by_panels) {
-      IntegerJob panels = PanelsOf(job);
+      IntegerJob panels = kernels.panels_of(job);
       const std::vector<Segment> segments = SegmentsOf(panels);
-      std::vector<int8_t> laid(job.M * kernels.row_bytes(panels, segments)), rows(job.M * cols);
-      for (int64_t m = 0; m < job.M; ++m) OrderRow(job, x.data() + m * job.K, rows.data() + m * cols);
+      std::vector<int8_t> laid(job.M * kernels.row_bytes(panels, segments)), rows(job.M * depth);
+      for (int64_t m = 0; m < job.M; ++m) OrderRow(job, x.data() + m * job.K, rows.data() + m * depth);
       for (int64_t m = 0; m < job.M; m += kernels.rows) kernels.prepare(panels, segments, rows.data(), m, laid.data(), sums.data());
       panels.x = laid.data(), panels.x_sums = sums.data();
-      if (job.M > 4) for (int64_t chunk = 0; chunk < kernels.chunks(panels); ++chunk) kernels.run(panels, segments, chunk);
+      if (job.M > 4 || !contracts_cols) for (int64_t chunk = 0; chunk < kernels.chunks(panels); ++chunk) kernels.run(panels, segments, chunk);
       else continue;  // whole rows, which the handler never asks for
+    } else if (!contracts_cols) {
+      continue;
     } else {
       std::vector<int8_t> laid(job.M * kernels.block_row_bytes(job));
       for (int64_t m = 0; m < job.M; ++m) kernels.lay_blocks(job, x.data(), m, laid.data(), sums.data());
@@ -151,8 +159,9 @@ static int BlockFailures(int number) {
         float total = 0;
         for (int64_t t = 0; t < tiles; ++t) {
           int32_t sum = 0, x_sum = 0;
-          const float zero = w_zero[n / job.w.row_tile * tiles + t], scale = w_scale[n / job.w.row_tile * tiles + t] * 0.5f;
-          for (int64_t place = t * tile; place < cols && place < (t + 1) * tile; ++place) {
+          const int64_t at = contracts_cols ? n / n_tile * tiles + t : t * n_tiles + n / n_tile;
+          const float zero = w_zero[at], scale = w_scale[at] * 0.5f;
+          for (int64_t place = t * tile; place < depth && place < (t + 1) * tile; ++place) {
             const int64_t k = is_ggml ? place / 32 * 32 + order[place % 32] : place;
             if (k >= job.K) continue;
             const int less = job.w.role == Zero::kWhole ? static_cast<int>(zero) : 0;
@@ -168,8 +177,8 @@ static int BlockFailures(int number) {
       }
     }
     if (failures) {
-      std::printf("blocks %d, %s%s: %d wrong of %ld; bits %d role %d ggml %d tiled %d M %ld N %ld K %ld tile %ld\n", number, NameOf(isa),
-                  by_panels ? " by panels" : "", failures, static_cast<long>(job.M * job.N), bits, static_cast<int>(job.w.role), is_ggml, is_tiled,
+      std::printf("blocks %d, %s%s: %d wrong of %ld; bits %d contracts_cols %d role %d ggml %d tiled %d M %ld N %ld K %ld tile %ld\n", number, NameOf(isa),
+                  by_panels ? " by panels" : "", failures, static_cast<long>(job.M * job.N), bits, contracts_cols, static_cast<int>(job.w.role), is_ggml, is_tiled,
                   static_cast<long>(job.M), static_cast<long>(job.N), static_cast<long>(job.K), static_cast<long>(tile));
       return 1;
     }
@@ -177,7 +186,8 @@ static int BlockFailures(int number) {
   return 0;
 }
 
-int main() {
+int main(int count, char** seed) {
+  if (count > 1) engine.seed(static_cast<uint32_t>(std::atoll(seed[1])));
   int failures = 0;
   for (int number = 0; number < 120; ++number) failures += Failures(number) + BlockFailures(number);
   std::printf("240 products of integers, %d of them wrong\n", failures);

@@ -77,10 +77,11 @@ def pairs(axis: int) -> None:
     native_integers(x, q, contracts_cols=axis == -1, dtype=jnp.float32)
 
 
-def blocks(scheme: str, picked: Any = None) -> None:
+def blocks(scheme: str, axis: int = -1, picked: Any = None) -> None:
     """Products of integers with a weight in blocks of 32."""
-    q = stack(scheme, (3, 9, 96))
-    native_blocks(stack("int8_g32", (3 if picked is None else 1, 5, 96)), q, picked, dtype=jnp.float32)
+    q = stack(scheme, (3, 9, 96) if axis == -1 else (3, 96, 9), axis)
+    x = stack("int8_g32", (3 if picked is None else 1, 5, 96))
+    native_blocks(x, q, picked, contracts_cols=axis == -1, dtype=jnp.float32)
 
 
 def attention(scheme: str | None) -> None:
@@ -117,7 +118,8 @@ CALLS = {
     "pairs, [K, N]": lambda: pairs(-2),
     "blocks, q4_1": lambda: blocks("q4_1"),
     "blocks, uint8": lambda: blocks("uint8_g32"),
-    "blocks, one of a stack": lambda: blocks("q4_1", jnp.array([1], jnp.int32)),
+    "blocks, q5_1, [K, N]": lambda: blocks("q5_1", -2),
+    "blocks, one of a stack": lambda: blocks("q4_1", picked=jnp.array([1], jnp.int32)),
     "attention": lambda: attention(None),
     "attention, int4": lambda: attention("int4"),
     "quantize, uint3": lambda: quantized("uint3_g32"),

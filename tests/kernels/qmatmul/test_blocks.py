@@ -62,7 +62,10 @@ def test_refusals():
 
     assert refusal("q4_1") is None
     assert refusal("q4_1", x_tile=None) is None
-    assert refusal("q4_1", contracts_cols=False).startswith("its rows are contracted")
+    assert refusal("q4_1", contracts_cols=False) == (
+        "its codes are packed along its outputs; they must be packed along the contraction"
+    )
+    assert refused_weight(fb.scheme("q4_1").along(-2, 3), 256, 32, 32, contracts_cols=False) is None
     assert refusal("nf4") == "the numbers of nf4 are not small integers times one step"
     assert refusal("q4_0", length=32, tile=32) == "its scales do not vary along the contraction"
     assert refusal("q4_0", x_tile=16) == "the block sizes along the contraction are 16 and 32; they must be equal"

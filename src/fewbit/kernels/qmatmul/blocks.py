@@ -21,6 +21,7 @@ from ...errors import QuantError
 from ...formats.format import AbstractFormat
 from ...formats.integer import Integer
 from .integer_codes import is_whole
+from .matrix_view import contracted_axis
 from .problem import Problem, refused_precision
 
 LARGEST_NUMBER = 127
@@ -65,8 +66,8 @@ def refused_weight(scheme: Scheme, length: int, tile: int | None, x_tile: int | 
         contracts_cols: whether C is contracted.
     """
     bits = scheme.format.bits
-    if not contracts_cols or (bits < 8 and scheme.pack_axis != -1):
-        return "its rows are contracted, or its codes are packed along them; blocks are along packed columns"
+    if bits < 8 and scheme.pack_axis + 3 != contracted_axis(contracts_cols):
+        return "its codes are packed along its outputs; they must be packed along the contraction"
     numbers = block_numbers(scheme.format)
     if numbers is None:
         return f"the numbers of {scheme.format.name} are not small integers times one step"
@@ -118,20 +119,22 @@ def block_numbers(fmt: AbstractFormat) -> tuple[np.ndarray, float] | None:
     return None
 
 
-def block_product(x: QArray, q: QArray) -> jax.Array:
+def block_product(x: QArray, q: QArray, *, contracts_cols: bool = True) -> jax.Array:
     """The product `[B, M, N]`, float32, in plain JAX.
 
     Inside jit XLA may round a product and a sum at once (a fused multiply-add), as kernels do where the processor can.
 
     Args:
         x: `[B, M, K]`, one int8 code per byte.
-        q: `[B or 1, N, K]`, of a scheme that `refused_weight` accepts.
+        q: `[B or 1, N, K]`, or `[B or 1, K, N]`, of a scheme that `refused_weight` accepts.
+        contracts_cols: whether `q` is `[B or 1, N, K]`.
     """
-    length, fmt = q.shape[2], q.scheme.format
-    tile = q.tiles[2] or length
+    at = contracted_axis(contracts_cols)
+    length, fmt = q.shape[at], q.scheme.format
+    tile = q.tiles[at] or length
     numbers = block_numbers(fmt)
     assert numbers is not None
-    codes = unpack(q.codes, fmt.bits, length, q.scheme.packing, axis=-1)
+    codes = jnp.moveaxis(unpack(q.codes, fmt.bits, length, q.scheme.packing, axis=at), at, 2)  # [B, N, K]
     d = jnp.asarray(numbers[0])[codes.astype(jnp.int32)]
     c = jax.lax.bitcast_convert_type(x.codes, jnp.int8).astype(jnp.int32)
     c, d = (jnp.pad(a, ((0, 0), (0, 0), (0, -length % tile))) for a in (c, d))
@@ -140,11 +143,11 @@ def block_product(x: QArray, q: QArray) -> jax.Array:
     of_x = jnp.sum(c, axis=-1)[:, :, None]  # [B, M, 1, t]
     count = sums.shape[-1]
     s_x = jnp.broadcast_to(scale_values(x), (*x.scale.shape[:2], count))[:, :, None]
-    s_w = _rows_of(scale_values(q) * np.float32(numbers[1]), q)[:, None]
+    s_w = _of_outputs(scale_values(q) * np.float32(numbers[1]), q, at)[:, None]
     zero = q.zero_point
     if isinstance(q.scheme.zero_point, AbstractFormat):
         assert zero is not None
-        sums = sums - _rows_of(q.scheme.zero_point.decode(zero), q)[:, None].astype(jnp.int32) * of_x
+        sums = sums - _of_outputs(q.scheme.zero_point.decode(zero), q, at)[:, None].astype(jnp.int32) * of_x
         zero = None
     is_one_scale = x.scale.shape[2] == 1 and count > 1
     wide, of_x = sums.astype(jnp.float32), of_x.astype(jnp.float32)
@@ -155,14 +158,14 @@ def block_product(x: QArray, q: QArray) -> jax.Array:
         if t > 0:
             total = total + wide[..., t] * s_w[..., t]
         if zero is not None:
-            total = total + _rows_of(zero.astype(jnp.float32), q)[:, None, :, t] * of_x[..., t]
+            total = total + _of_outputs(zero.astype(jnp.float32), q, at)[:, None, :, t] * of_x[..., t]
     if is_one_scale:
         total = total * s_x[..., 0]
     return total
 
 
-def _rows_of(values: jax.Array, q: QArray) -> jax.Array:
-    """Scales or zero points `[B, N, t]`, one for each row."""
-    rows = q.shape[1]
-    wide = jnp.repeat(values, q.tiles[1] or rows, axis=1)[:, :rows]
-    return jnp.broadcast_to(wide, (*wide.shape[:2], q.scale.shape[2]))
+def _of_outputs(values: jax.Array, q: QArray, at: int) -> jax.Array:
+    """Scales or zero points `[B, N, t]`, one for each output; `at` is the contracted axis."""
+    outputs = q.shape[3 - at]
+    wide = jnp.repeat(jnp.moveaxis(values, at, 2), q.tiles[3 - at] or outputs, axis=1)[:, :outputs]
+    return jnp.broadcast_to(wide, (*wide.shape[:2], q.scale.shape[at]))

@@ -52,13 +52,14 @@ CASES = {
 }
 
 
-def weight(name: str, rows: int, length: int, packing: Packing | None) -> fb.QArray:
-    """A stack of one matrix with random codes, every code among them."""
-    scheme = fb.scheme(name).along(-1, 3)
+def weight(name: str, rows: int, length: int, packing: Packing | None, axis: int = -1) -> fb.QArray:
+    """A stack of one matrix, [N, K] or for axis -2 [K, N], with random codes, every code among them."""
+    scheme = fb.scheme(name)
     if packing is not None:
         scheme = dataclasses.replace(scheme, packing=packing)
     rng = np.random.default_rng(rows)
-    q = fb.quantize(jnp.asarray(rng.normal(0.1, 1, (1, rows, length)), jnp.float32), scheme, backend="reference")
+    shape = (1, rows, length) if axis == -1 else (1, length, rows)
+    q = fb.quantize(jnp.asarray(rng.normal(0.1, 1, shape), jnp.float32), scheme, axis=axis, backend="reference")
     if q.slack or name in ("q8_0", "ternary", "tq2_0"):  # whose formats have fewer numbers than codes
         return q
     return dataclasses.replace(q, codes=jnp.asarray(rng.integers(0, 256, q.codes.shape, np.uint8)))
@@ -69,51 +70,81 @@ def activation(rows: int, length: int, tile: int | None) -> fb.QArray:
     return fb.quantize(jnp.asarray(x, jnp.float32), "int8" if tile is None else f"int8_g{tile}", backend="reference")
 
 
+LAYOUTS = pytest.mark.parametrize("axis", [-1, -2], ids=["[N, K]", "[K, N]"])
+
+
+@LAYOUTS
 @pytest.mark.parametrize("case", [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in CASES])
-def test_the_bits_of_the_reference(case):
-    q = weight(*CASES[case])
-    for tile in (q.tiles[2], None):
-        x = activation(11, q.shape[2], tile)  # more than are decoded for at once
-        expected = unfused(block_product)(x, q)
-        y = {isa: np.asarray(native_blocks(x, q, dtype=jnp.float32, isa=isa)) for isa in HERE}
+def test_the_bits_of_the_reference(case: str, axis: int):
+    q, contracts_cols = weight(*CASES[case], axis), axis == -1
+    for tile in (q.tiles[axis], None):
+        x = activation(11, q.shape[axis], tile)  # more than are decoded for at once
+        expected = unfused(lambda x, q: block_product(x, q, contracts_cols=contracts_cols))(x, q)
+        y = {isa: np.asarray(native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa)) for isa in HERE}
         if BUILT.isa in LEVELS:
             np.testing.assert_array_equal(y["portable"], expected)
         for isa in FUSED:
             np.testing.assert_array_equal(y[isa], y[FUSED[0]], isa)
         # One rounding less for each block.
-        size = np.abs(laws.numpy_dequantize(x)) @ np.abs(laws.numpy_dequantize(q)).swapaxes(1, 2)
+        values = laws.numpy_dequantize(q)
+        size = np.abs(laws.numpy_dequantize(x)) @ np.abs(values.swapaxes(1, 2) if axis == -1 else values)
         for isa in HERE:
             assert np.all(np.abs(y[isa] - expected) <= 2.0**-20 * size), isa
         few = jax.tree.map(lambda leaf: leaf if leaf is None or leaf.shape[1] == 1 else leaf[:, :3], x)
-        np.testing.assert_array_equal(native_blocks(few, q, dtype=jnp.float32), y[HERE[-1]][:, :3])
+        for isa in HERE:
+            np.testing.assert_array_equal(
+                native_blocks(few, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa), y[isa][:, :3]
+            )
         many = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf, leaf], axis=1), x)  # so many take panels
-        np.testing.assert_array_equal(native_blocks(many, q, dtype=jnp.float32), np.tile(y[HERE[-1]], (1, 3, 1)))
+        np.testing.assert_array_equal(
+            native_blocks(many, q, contracts_cols=contracts_cols, dtype=jnp.float32), np.tile(y[HERE[-1]], (1, 3, 1))
+        )
 
 
+@pytest.mark.parametrize("name", ["q4_1", pytest.param("q5_1", marks=pytest.mark.slow)])
+def test_both_layouts_have_the_same_bits(name: str):
+    w = jnp.asarray(np.random.default_rng(4).normal(size=(2100, 96)), jnp.float32)  # wide enough for the widest chunks
+    rows, columns = fb.quantize(w, name), fb.quantize(w.T, name, axis=-2)
+    for count in (1, 30):
+        x = activation(count, 96, 32)
+        for isa in HERE:
+            y = [
+                native_blocks(x, q[None], contracts_cols=is_rows, dtype=jnp.float32, isa=isa)
+                for q, is_rows in ((rows, True), (columns, False))
+            ]
+            np.testing.assert_array_equal(*y, isa)
+
+
+@LAYOUTS
 @pytest.mark.parametrize("case", ["int4_g64", pytest.param("uint4_g64", marks=pytest.mark.slow), "q8_0"])
-def test_the_bits_of_panels(case):
-    q = weight(*CASES[case])
-    for tile in (q.tiles[2], None):
-        x = activation(7, q.shape[2], tile)
+def test_the_bits_of_panels(case: str, axis: int):
+    q, contracts_cols = weight(*CASES[case], axis), axis == -1
+    for tile in (q.tiles[axis], None):
+        x = activation(7, q.shape[axis], tile)
         for isa in HERE:
-            panels = native_integers(x, q, contracts_cols=True, dtype=jnp.float32, isa=isa)
-            np.testing.assert_array_equal(native_blocks(x, q, dtype=jnp.float32, isa=isa), panels, isa)
+            panels = native_integers(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa)
+            np.testing.assert_array_equal(
+                native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa), panels, isa
+            )
 
 
-def test_extreme_codes_and_results_of_16_bits():
+@LAYOUTS
+def test_extreme_codes_and_results_of_16_bits(axis: int):
     """-128 times the largest integers of every format: nothing saturates on the way."""
+    contracts_cols = axis == -1
     for case in ("int4_g64", "mxfp4", "uint8_g32"):
-        q = weight(*CASES[case])
+        q = weight(*CASES[case], axis)
         q = dataclasses.replace(q, codes=jnp.full_like(q.codes, {"mxfp4": 0x77, "int4_g64": 0x88}.get(case, 0xFF)))
-        x = activation(2, q.shape[2], q.tiles[2])
+        x = activation(2, q.shape[axis], q.tiles[axis])
         x = dataclasses.replace(x, codes=jnp.full_like(x.codes, 0x80))
-        expected = unfused(block_product)(x, q)
+        expected = unfused(lambda x, q: block_product(x, q, contracts_cols=contracts_cols))(x, q)
         for isa in HERE:
-            y = native_blocks(x, q, dtype=jnp.float32, isa=isa)
+            y = native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32, isa=isa)
             np.testing.assert_allclose(y, expected, rtol=2.0**-20, atol=2.0**-20 * np.abs(expected).max())
         for dtype in (jnp.bfloat16, jnp.float16):
             np.testing.assert_array_equal(
-                native_blocks(x, q, dtype=dtype), native_blocks(x, q, dtype=jnp.float32).astype(dtype)
+                native_blocks(x, q, contracts_cols=contracts_cols, dtype=dtype),
+                native_blocks(x, q, contracts_cols=contracts_cols, dtype=jnp.float32).astype(dtype),
             )
 
 
@@ -124,13 +155,16 @@ def test_extreme_codes_and_results_of_16_bits():
         *(pytest.param(*p, marks=pytest.mark.slow) for p in (("nvfp4", "int8_g16"), ("int4_g64", "int8"))),
     ],
 )
-def test_a_policy_takes_the_kernel(name: str, activations: str):
+@LAYOUTS
+def test_a_policy_takes_the_kernel(name: str, activations: str, axis: int):
     rng = np.random.default_rng(0)
     x, w = (jnp.asarray(rng.normal(size=(n, 128)), jnp.float32) for n in (2, 24))
-    policy = fb.Policy(name, activations)
-    product = jax.jit(lambda x, w: fb.dot_general(x, w, LAST, policy=policy, backend="cpu"))
+    numbers, policy = LAST, fb.Policy(name, activations)
+    if axis == -2:
+        w, numbers = w.T, (((1,), (0,)), ((), ()))
+    product = jax.jit(lambda x, w: fb.dot_general(x, w, numbers, policy=policy, backend="cpu"))
     assert "fewbit_integer_blocks" in product.lower(x, w).as_text()
-    expected = fb.dot_general(x, w, LAST, policy=policy, backend="reference")
+    expected = fb.dot_general(x, w, numbers, policy=policy, backend="reference")
     np.testing.assert_allclose(product(x, w), expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
 
 

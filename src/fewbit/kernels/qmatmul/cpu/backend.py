@@ -18,7 +18,7 @@ from ...extension import device_refusal, extension
 from ..blocks import block_refusal, refused_weight
 from ..integer_codes import is_whole
 from ..kernel import AbstractKernel
-from ..matrix_view import MatrixView
+from ..matrix_view import MatrixView, contracted_axis
 from ..paired import pair_refusal
 from ..problem import Problem, refused_precision
 from .block_ffi import native_blocks
@@ -84,18 +84,19 @@ class Cpu(AbstractKernel):
 
     def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
         if _is_by_blocks(x, q, contracts_cols):
-            return native_blocks(x, q, dtype=dtype, isa=self.isa)
+            return native_blocks(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
         return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
     def picked_pair(self, x: QArray, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
         if _is_by_blocks(x, q, contracts_cols):
-            return native_blocks(x, q, index, dtype=dtype, isa=self.isa)
+            return native_blocks(x, q, index, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
         return super().picked_pair(x, q, index, contracts_cols=contracts_cols, dtype=dtype)
 
 
 def _is_by_blocks(x: QArray, q: QArray, contracts_cols: bool) -> bool:
     """Whether a weight is read in place, block by block, and not packed in panels."""
-    refusal = refused_weight(q.scheme, q.shape[2], q.tiles[2], x.tiles[2], contracts_cols=contracts_cols)
+    at = contracted_axis(contracts_cols)
+    refusal = refused_weight(q.scheme, q.shape[at], q.tiles[at], x.tiles[2], contracts_cols=contracts_cols)
     if refusal is not None or x.zero_point is not None:
         return False
     return not is_whole(q.scheme) or x.shape[1] <= BLOCK_ROWS

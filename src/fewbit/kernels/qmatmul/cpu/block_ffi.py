@@ -9,37 +9,46 @@ from ....array.qarray import QArray
 from ....array.quantize import scale_values
 from ....formats.integer import Integer
 from ..blocks import block_numbers
+from ..matrix_view import contracted_axis
 from .ffi import INTEGER_LEVELS, flat, scale_buffers, stored_zeros, stream_order
 
 TARGET = "fewbit_integer_blocks"
 
 
 def native_blocks(
-    x: QArray, q: QArray, picked: jax.Array | None = None, *, dtype: DTypeLike, isa: str | None = None
+    x: QArray,
+    q: QArray,
+    picked: jax.Array | None = None,
+    *,
+    contracts_cols: bool = True,
+    dtype: DTypeLike,
+    isa: str | None = None,
 ) -> jax.Array:
     """`blocks.block_product`, with an instruction set (None: the best), in a result's dtype.
 
     Args:
         x: `[B, M, K]`.
-        q: `[B or 1, N, K]`; with `picked` a stack of any length.
+        q: `[B or 1, N, K]` or `[B or 1, K, N]`; with `picked` a stack of any length.
         picked: the index of the one matrix of `q` to multiply with (B of `x` is 1).
+        contracts_cols: whether `q` is `[B or 1, N, K]`.
         dtype: that of the result.
         isa: the instruction set to use, if the machine has it; None: the best.
     """
-    scheme, cols = q.scheme, q.shape[2]
+    at = contracted_axis(contracts_cols)
+    scheme, depth = q.scheme, q.shape[at]
     order = stream_order(scheme)
     if order.size:
-        cols = -(-cols // order.size) * order.size
-    tile = q.tiles[2]
-    if tile is None or tile >= cols:  # one block, of whole vectors
-        tile = -(-cols // 32) * 32
+        depth = -(-depth // order.size) * order.size
+    tiles = [tile or length for tile, length in zip(q.tiles[1:], q.shape[1:], strict=True)]
+    if tiles[at - 1] >= depth:  # one block, of whole vectors
+        tiles[at - 1] = -(-depth // 32) * 32
     found = block_numbers(scheme.format)
     assert found is not None
     numbers, step = found
     is_byte = scheme.format.bits == 8
     scale, scale_table = scale_buffers(q)
     role, zero, zero_table = stored_zeros(q)
-    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[1]), dtype)
+    result = jax.ShapeDtypeStruct((x.shape[0], x.shape[1], q.shape[3 - at]), dtype)
     return jax.ffi.ffi_call(TARGET, result)(
         jax.lax.bitcast_convert_type(x.codes, jnp.int8),
         scale_values(x),
@@ -51,10 +60,11 @@ def native_blocks(
         flat(q.tensor_scale, jnp.float32),
         jnp.asarray(numbers[:0] if is_byte else numbers, jnp.int8),
         flat(picked, jnp.int32),
-        cols=np.int64(cols),
+        contracts_cols=contracts_cols,
+        depth=np.int64(depth),
         bits=np.int64(scheme.format.bits),
-        row_tile=np.int64(q.tiles[1] or q.shape[1]),
-        col_tile=np.int64(tile),
+        row_tile=np.int64(tiles[0]),
+        col_tile=np.int64(tiles[1]),
         role=np.int64(role),
         unit=np.float32(step),
         is_signed=isinstance(scheme.format, Integer) and scheme.format.signed,

@@ -19,8 +19,8 @@
 // row for [N, K].
 //
 // GEMV (up to 4 rows of x) does not pack: whole rows of w are multiplied in place (gemv_rows.h), memory bound; [K, N] interleaves
-// rows of w in registers (gemv_columns.h). Weights with block scales and any table of int8 numbers: blocks.h; of more than 12 rows of
-// x, 64 rows of such a weight at a time are decoded to bytes, and packed and multiplied like the others.
+// rows of w in registers (gemv_columns.h). Weights with block scales and any table of int8 numbers: [N, K] in blocks.h; for more than
+// 12 rows of x, and of [K, N], pieces of such a weight are decoded to bytes, and packed and multiplied like the others.
 //
 // Bound of the GEMM: vpdpbusd's own rate. Measurements, and what did not pay: docs/design/kernels-cpu.md.
 #define FEWBIT_UNITS 3  // the handler with plain C++, AVX2, AVX-512
@@ -183,24 +183,24 @@ XLA_FFI_DEFINE_HANDLER(integers, Integers,
                            .Attr<int64_t>("output_tile")
                            .Attr<int64_t>("level"));
 
-// The shapes of a stack of codes [`stacked`, N, bytes of K], of its scales and of its zero points.
-static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, Dimensions scale, Dimensions zero, int64_t cols,
-                       Checks& checks) {
+// The shapes of a stack of codes [`stacked`, N, bytes of K] or [`stacked`, bytes of K, N], of its scales and of its zero points.
+static bool FitsBlocks(const BlockJob& job, int64_t stacked, Dimensions codes, Dimensions scale, Dimensions zero, Checks& checks) {
   checks.Within("bits of a code", job.w.bits, 1, 8);
   checks.AtLeast("rows of a tile", job.w.row_tile, 1);
-  checks.AtLeast("tile", job.w.col_tile, 1);
-  if (!checks.Within("columns of the codes", cols, job.K, job.K + (job.group == 0 ? 0 : job.group - 1))) return false;
-  checks.Equal("rows of the codes", codes[1], job.N);
-  checks.Equal("bytes of a row of codes", codes[2], BytesOf(cols, job.w.bits));
-  checks.That(job.w.col_tile % 16 == 0 || job.w.col_tile >= cols, "tiles must be whole groups of 16 codes");
-  const int64_t rows = TilesOf(job.N, job.w.row_tile), tiles = TilesOf(cols, job.w.col_tile);
+  checks.AtLeast("columns of a tile", job.w.col_tile, 1);
+  if (!checks.Within("depth of the codes", job.depth(), job.K, job.K + (job.group == 0 ? 0 : job.group - 1))) return false;
+  const int64_t n = job.contracts_cols ? 1 : 2, k = 3 - n;  // the axes of outputs and of the contraction
+  checks.Equal("outputs of the codes", codes[n], job.N);
+  checks.Equal("contracted bytes of the codes", codes[k], BytesOf(job.depth(), job.w.bits));
+  checks.That(job.tile() % 16 == 0 || job.tile() >= job.depth(), "tiles must be whole groups of 16 codes");
+  const int64_t rows = TilesOf(job.w.rows, job.w.row_tile), cols = TilesOf(job.w.cols, job.w.col_tile);
   checks.OneOf("matrices of the scales", scale[0], {1, stacked});
   checks.Equal("rows of the scales", scale[1], rows);
-  checks.Equal("tiles of the scales", scale[2], tiles);
+  checks.Equal("columns of the scales", scale[2], cols);
   if (job.w.role == Zero::kNone) return !checks.failed();
   checks.OneOf("matrices of the zero points", zero[0], {1, stacked});
   checks.Equal("rows of the zero points", zero[1], rows);
-  return checks.Equal("tiles of the zero points", zero[2], tiles);
+  return checks.Equal("columns of the zero points", zero[2], cols);
 }
 
 // One matrix, in place.
@@ -217,11 +217,11 @@ static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJo
   RunChunks(pool, kernels.block_chunks(job), job.M * job.N * job.K, 1 << 18, run);
 }
 
-// One matrix, by panels of its decoded rows.
+// One matrix, as an IntegerJob.
 static void MultiplyPanels(ffi::ThreadPool pool, const Kernels& kernels, const BlockJob& job, const int8_t* rows) {
-  IntegerJob panels = PanelsOf(job);
+  IntegerJob panels = kernels.panels_of(job);
   const std::vector<Segment> segments = SegmentsOf(panels);
-  const bool is_in_order = job.order == nullptr && job.w.cols == job.K;
+  const bool is_in_order = job.order == nullptr && job.depth() == job.K;
   const int64_t row = kernels.row_bytes(panels, segments), ordered = is_in_order ? 0 : (panels.K + 3) / 4 * 4;
   const CallMemory memory(job.M * (row + ordered + panels.tiles() * 4));
   int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
@@ -238,8 +238,8 @@ static void MultiplyPanels(ffi::ThreadPool pool, const Kernels& kernels, const B
 static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale, ffi::BufferR3<ffi::U8> codes,
                          ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero,
                          ffi::BufferR1<ffi::F32> zero_table, ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::S8> numbers,
-                         ffi::BufferR1<ffi::S32> picked, ffi::Result<ffi::AnyBuffer> y, int64_t cols, int64_t bits, int64_t row_tile, int64_t col_tile, int64_t role,
-                         float unit, bool is_signed, int64_t level, ffi::Span<const int32_t> order) {
+                         ffi::BufferR1<ffi::S32> picked, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t depth, int64_t bits,
+                         int64_t row_tile, int64_t col_tile, int64_t role, float unit, bool is_signed, int64_t level, ffi::Span<const int32_t> order) {
   BlockJob job{};
   Checks checks("blocks of integers");
   const auto x_shape = x.dimensions(), y_shape = y->dimensions(), shape = codes.dimensions();
@@ -256,19 +256,20 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   const int64_t batch = x_shape[0], stacked = shape[0], picks = static_cast<int64_t>(picked.element_count());
   job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2];
   job.w.bits = static_cast<int>(bits), job.w.row_tile = row_tile, job.w.col_tile = col_tile;
-  job.w.role = static_cast<Zero>(role), job.group = static_cast<int64_t>(order.size());
+  job.w.role = static_cast<Zero>(role), job.group = static_cast<int64_t>(order.size()), job.contracts_cols = contracts_cols;
+  job.w.rows = contracts_cols ? job.N : depth, job.w.cols = contracts_cols ? depth : job.N;
   checks.Equal("batch of the result", y_shape[0], batch);
   checks.Equal("rows of the result", y_shape[1], job.M);
   checks.Within("number of picked matrices", picks, 0, 1);
   if (picks == 0) checks.OneOf("matrices of the codes", stacked, {1, batch});
   else checks.Equal("batch of x", batch, 1);
-  if (!FitsBlocks(job, stacked, shape, scale_shape, zero_shape, cols, checks)) return checks.error();
+  if (!FitsBlocks(job, stacked, shape, scale_shape, zero_shape, checks)) return checks.error();
   if (job.group != 0) {
-    checks.Equal("columns beyond whole groups of the order", cols % job.group, 0);
-    checks.That(col_tile % job.group == 0 || col_tile >= cols, "tiles must be whole groups of the order");
+    checks.Equal("codes beyond whole groups of the order", depth % job.group, 0);
+    checks.That(job.tile() % job.group == 0 || job.tile() >= depth, "tiles must be whole groups of the order");
     for (const int32_t place : order) checks.Within("a place of the order", place, 0, job.group - 1);
   }
-  CheckPerTile("scales of x", x_scale.dimensions(), batch, job.M, scale_shape[2], true, checks);
+  CheckPerTile("scales of x", x_scale.dimensions(), batch, job.M, scale_shape[contracts_cols ? 2 : 1], true, checks);
   const int64_t tensor_scales = static_cast<int64_t>(tensor_scale.element_count());
   checks.OneOf("tensor scales", tensor_scales, {0, 1, stacked});
   const int64_t count = static_cast<int64_t>(numbers.element_count());
@@ -283,7 +284,7 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   if (bits != 8) SetNumbers(numbers.typed_data(), &job);
   else SetNumbers(is_signed, &job);
   job.order = job.group == 0 ? nullptr : order.begin();
-  job.w.rows = job.N, job.w.cols = cols, job.w.row_stride = shape[2], job.w.packed_cols = true, job.w.tiles_per_row = scale_shape[2];
+  job.w.row_stride = shape[2], job.w.packed_cols = contracts_cols, job.w.tiles_per_row = scale_shape[2];
   const Kernels kernels = KernelsFor(ByteDotIsaOf(level));
   const auto x_scales = StackedOf<float>(x_scale, true, 1);
   const Weight first = job.w;
@@ -311,7 +312,7 @@ XLA_FFI_DEFINE_HANDLER(blocks, Blocks,
                            .Ctx<ffi::ThreadPool>()
                            .Arg<ffi::BufferR3<ffi::S8>>()   // x [B, M, K]
                            .Arg<ffi::BufferR3<ffi::F32>>()  // its scales [B or 1, M or 1, tiles or 1]
-                           .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, N, bytes]; of a stack that one is picked of, any number
+                           .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, N, bytes of K] or [B or 1, bytes of K, N]; of a stack that one is picked of, any number
                            .Arg<ffi::AnyBuffer>()           // scales [stack or 1, tiles of rows, tiles], as they are stored
                            .Arg<ffi::BufferR1<ffi::F32>>()  // the numbers of stored scales, if they are bytes
                            .Arg<ffi::AnyBuffer>()           // zero points, like scales
@@ -320,7 +321,8 @@ XLA_FFI_DEFINE_HANDLER(blocks, Blocks,
                            .Arg<ffi::BufferR1<ffi::S8>>()   // the integer of each code of fewer than 8 bits
                            .Arg<ffi::BufferR1<ffi::S32>>()  // the matrix of the stack; empty: b for b
                            .Ret<ffi::AnyBuffer>()           // y [B, M, N]
-                           .Attr<int64_t>("cols")
+                           .Attr<bool>("contracts_cols")
+                           .Attr<int64_t>("depth")
                            .Attr<int64_t>("bits")
                            .Attr<int64_t>("row_tile")
                            .Attr<int64_t>("col_tile")

@@ -27,12 +27,7 @@ static inline Words OddI(Words a, Words b) {
   return _mm512_castps_si512(_mm512_shuffle_ps(_mm512_castsi512_ps(a), _mm512_castsi512_ps(b), 0xDD));
 }
 // Quarter i of vector j becomes quarter j of vector i.
-static inline void TransposeQuarters(Words (&v)[4]) {
-  const Words a = _mm512_shuffle_i32x4(v[0], v[1], 0x88), b = _mm512_shuffle_i32x4(v[0], v[1], 0xDD);
-  const Words c = _mm512_shuffle_i32x4(v[2], v[3], 0x88), d = _mm512_shuffle_i32x4(v[2], v[3], 0xDD);
-  v[0] = _mm512_shuffle_i32x4(a, c, 0x88), v[2] = _mm512_shuffle_i32x4(a, c, 0xDD);
-  v[1] = _mm512_shuffle_i32x4(b, d, 0x88), v[3] = _mm512_shuffle_i32x4(b, d, 0xDD);
-}
+static inline void TransposeQuarters(Words (&v)[4]) { PartsInOrder(v); }
 #elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
 static inline Words AddI(Words a, Words b) { return _mm256_add_epi32(a, b); }
 static inline Words EvenI(Words a, Words b) {
@@ -54,29 +49,22 @@ static inline Words PairsI(Words a, Words b) { return EvenI(a, b) + OddI(a, b); 
 static inline void TransposeQuarters(Words (&)[1]) {}
 #endif
 
-// The products of one vector of w's bytes with x, added in each lane. AVX2's instruction for bytes saturates beyond 16 bits. Numbers of
-// 4 bits are small enough for it (wide ones are decoded); decoded ones, from -127 to 127, are if x is the unsigned side.
-template <int kBits>
-static inline Words BlockDot(const Words* w, const int8_t* x) {
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
-  if constexpr (kBits == 4) {
-    const Words low = _mm256_maddubs_epi16(w[0], LoadI(x)), high = _mm256_maddubs_epi16(w[1], LoadI(x + kIntBytes));
-    return _mm256_madd_epi16(_mm256_add_epi16(low, high), _mm256_set1_epi16(1));
-  }
-  if constexpr (kBits == kDecoded) {
-    const Words pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(LoadI(x)), _mm256_sign_epi8(w[0], LoadI(x)));
-    return _mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
-  }
-#endif
-  const Words first = Dot4(SameI(0), w[0], LoadI(x));
-  if constexpr (kBits == 4) return Dot4(first, w[1], LoadI(x + kIntBytes));
-  return first;
+// Whether a block job is multiplied as an IntegerJob (gemm.h): [K, N]; and of many rows of x, where one instruction multiplies bytes.
+static bool TakesPanels(const BlockJob& job) {
+  return !job.contracts_cols || ((FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_VNNI) && job.M > kFewBlockRows);
 }
 
-// Whether a block job is multiplied by panels of its decoded rows (gemm.h): of many rows of x, where one instruction
-// multiplies bytes.
-static bool TakesPanels(const BlockJob& job) {
-  return (FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_VNNI) && job.M > kFewBlockRows;
+// The IntegerJob whose weight are the numbers of a block job. They have 8 bits, but for a few rows of x, which read codes of 4 in place.
+static IntegerJob PanelsOf(const BlockJob& job) {
+  IntegerJob panels{};
+  panels.M = job.M, panels.N = job.N, panels.K = job.depth(), panels.tile = job.tile(), panels.contracts_cols = job.contracts_cols;
+  panels.x_scale = job.x_scale, panels.blocks = &job, panels.y = job.y, panels.y_kind = job.y_kind;
+  panels.bits = 8, panels.offset = job.offset;
+  const bool is_across = IsAcross(panels), is_byte = job.w.bits == 8;
+  if (is_across && job.w.bits == 4 && !IsDecoded(job)) panels.bits = 4;
+  else if (FEWBIT_ARM64) panels.offset = 128 + (is_byte ? job.offset : 0);  // its bytes are signed
+  else if (is_across && kSignedBytes && !is_byte) panels.offset = 0;
+  return panels;
 }
 
 // Bytes of a row of x as `LayBlocks` lays it out.
@@ -219,7 +207,9 @@ static void FourRows(const BlockJob& job, const BlockBytes& bytes, int64_t n, in
     }
     for (int64_t m = 0; m < rows; ++m) {
       Words v[4];
-      UNROLL for (int j = 0; j < 4; ++j) v[j] = BlockDot<kBits>(w[j], x + m * ldx);
+      Words of_x[kVectors];
+      UNROLL for (int i = 0; i < kVectors; ++i) of_x[i] = LoadI(x + m * ldx + i * kIntBytes);
+      UNROLL for (int j = 0; j < 4; ++j) v[j] = AddProducts<kBits>(SameI(0), w[j], of_x);
       const Words a = PairsI(v[0], v[1]), b = PairsI(v[2], v[3]);
       if constexpr (kPieces == 1) sums[m * ld] = PairsI(a, b);
       else sums[m * ld] = EvenI(a, b), sums[m * ld + 1] = OddI(a, b);

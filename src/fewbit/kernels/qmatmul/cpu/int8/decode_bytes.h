@@ -9,8 +9,6 @@ constexpr bool kSignedBytes = true;
 constexpr bool kSignedBytes = false;
 #endif
 
-constexpr int kDecoded = 7;  // the kBits of kernels whose codes DecodeBytes unpacks first
-
 // Codes of 8 bits, and those of 4 whose unsigned numbers fit the instruction, are multiplied without this.
 static inline bool IsDecoded(const BlockJob& job) {
   return job.w.bits != 8 && (job.w.bits != 4 || (job.is_wide && kSignedBytes));
@@ -21,6 +19,12 @@ static inline int64_t DecodedBytes(const BlockJob& job) { return (job.w.cols + k
 static inline int64_t DecodedStride(const BlockJob& job) { return DecodedBytes(job) + 64; }
 
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+
+// The numbers of 64 codes plus the job's offset.
+static inline Words NumbersOf(const BlockJob& job, Words codes) {
+  const __m512i low = _mm512_loadu_si512(job.numbers);
+  return job.w.bits < 7 ? _mm512_permutexvar_epi8(codes, low) : _mm512_permutex2var_epi8(low, codes, _mm512_loadu_si512(job.numbers + 64));
+}
 
 // The numbers of row n plus the job's offset; where kIsSigned, without it.
 //
@@ -35,7 +39,6 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
     field[i] = static_cast<uint8_t>(i % 8 * bits);
   }
   const __m512i to = _mm512_load_si512(spread), at = _mm512_load_si512(field), mask = _mm512_set1_epi8(static_cast<char>((1 << bits) - 1));
-  const __m512i low = _mm512_loadu_si512(job.numbers), high = _mm512_loadu_si512(job.numbers + 64);
   const uint8_t *p = job.w.codes + n * job.w.row_stride, *end = p + job.w.row_stride;
   const int64_t distance = PrefetchDistance(job.w.row_stride);
   for (int64_t i = 0; i < job.w.cols; i += 64, p += 8 * bits) {
@@ -43,8 +46,7 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
     __builtin_prefetch(p + distance, 0, 2);
     const __m512i packed = _mm512_permutexvar_epi8(to, _mm512_maskz_loadu_epi8(there, p));
     const __m512i codes = _mm512_and_si512(_mm512_multishift_epi64_epi8(at, packed), mask);
-    const __m512i numbers = bits < 7 ? _mm512_permutexvar_epi8(codes, low) : _mm512_permutex2var_epi8(low, codes, high);
-    _mm512_storeu_si512(out + i, numbers);
+    _mm512_storeu_si512(out + i, NumbersOf(job, codes));
   }
 }
 
@@ -112,6 +114,14 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
 
 #else
 
+// The numbers of 16 codes plus the job's offset.
+static inline Words NumbersOf(const BlockJob& job, Words codes) {
+  uint8_t number[kIntBytes];
+  StoreI(number, codes);
+  for (int i = 0; i < kIntBytes; ++i) number[i] = job.numbers[number[i]];
+  return LoadI(number);
+}
+
 template <bool kIsSigned>
 static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
   CodesOfRow(job.w, n, 0, job.w.cols, out);
@@ -121,3 +131,23 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
 }
 
 #endif
+
+// Rows [k, k + count) of a weight [K, N], outputs [n0, n0 + outputs): the numbers plus the job's offset less `offset`, rows of `width`
+// bytes, whole vectors of them.
+static void DecodeRows(const BlockJob& job, int64_t k, int64_t count, int64_t n0, int64_t outputs, int64_t width, int32_t offset,
+                       uint8_t* out) {
+  const auto bytes_of = [](int byte) { return SameI(static_cast<int32_t>(static_cast<uint8_t>(byte) * 0x01010101u)); };
+  const int bits = job.w.bits, mask = (1 << bits) - 1;
+  const Words less = bytes_of(offset);
+  for (const int64_t end = k + count; k < end; ++k, out += width) {
+    const uint8_t* row = job.w.codes + k * bits / 8 * job.w.row_stride + n0;
+    const int shift = static_cast<int>(k * bits % 8), rest = 8 - shift;
+    const Words first = bytes_of(rest < bits ? (1 << rest) - 1 : mask), second = bytes_of(mask >> rest << rest);
+    for (int64_t n = 0; n < outputs; n += kIntBytes) {
+      __builtin_prefetch(row + n + 16 * job.w.row_stride);
+      Words codes = AndI(RightI(LoadSome(row + n, outputs - n), shift), first);
+      if (rest < bits) codes = OrI(codes, AndI(LeftI(LoadSome(row + n + job.w.row_stride, outputs - n), rest), second));
+      StoreI(out + n, LessBytes(NumbersOf(job, codes), less));
+    }
+  }
+}

@@ -95,8 +95,9 @@ constexpr int64_t kIntTall = 384;  // rows of x that share one panel
 // Outputs of a chunk. Where they are columns, a row of w is another page for each, so more of it is read at a time. Small tiles take
 // longer for a block of few sums: rows of blocks are 64 at a time.
 static int64_t IntegerWidth(const IntegerJob& job) {
-  if (job.blocks != nullptr) return kIntWide < 64 ? 64 : kIntWide;
-  return job.contracts_cols || job.N < 2048 ? kIntWide : 256;
+  if (!job.contracts_cols) return job.N < 2048 ? 64 : 256;
+  if (job.blocks != nullptr) return 64;
+  return kIntWide;
 }
 
 static int64_t IntegerChunks(const IntegerJob& job) {
@@ -120,7 +121,8 @@ struct IntegerScratch {
   uint8_t* decoded;   // the rows of blocks
   IntegerScratch(const IntegerJob& job, int64_t tiles, int64_t strips, int64_t rows, int64_t width) {
     const int64_t size = strips * kSegment * kIntWide / 4, block = rows * width;
-    const int64_t row = job.blocks == nullptr ? 0 : DecodedStride(*job.blocks) / 4 + 1;
+    int64_t row = 0;  // floats of decoded codes for one output
+    if (job.blocks != nullptr) row = job.contracts_cols ? DecodedStride(*job.blocks) / 4 + 1 : kSegment / 4;
     float* memory = Workspace(size + 2 * block + 4 * tiles * width + kSegment / 4 + row * width);
     panel = reinterpret_cast<uint8_t*>(memory);
     sums = reinterpret_cast<int32_t*>(memory + size);
@@ -219,22 +221,47 @@ static void RunBlock(const IntegerJob& job, const Segment& segment, const Intege
 
 #include "gemv_columns.h"
 
-// The strips of panels from output n0 on, of rows that are decoded first, and in memory as they are if codes have 8 bits.
-static void PackBlocks(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t count, const IntegerScratch& s) {
+// The strips of panels from output n0 on: of [N, K] of rows that are decoded first, and in memory as they are if codes have 8 bits.
+static void PackBlocks(const IntegerJob& job, Segment segment, int64_t n0, int64_t count, int64_t strips, const IntegerScratch& s) {
+  const BlockJob& blocks = *job.blocks;
   IntegerJob rows = job;
-  rows.N = count, rows.row_stride = job.blocks->w.row_stride, rows.w = job.blocks->w.codes + n0 * rows.row_stride;
-  if (job.blocks->w.bits < 8) {
-    rows.w = s.decoded, rows.row_stride = DecodedStride(*job.blocks);
+  rows.N = count, rows.row_stride = blocks.w.row_stride;
+  rows.w = blocks.w.codes + n0 * (job.contracts_cols ? rows.row_stride : 1);
+  if (blocks.w.bits < 8) {
+    rows.w = s.decoded, rows.row_stride = DecodedStride(blocks);
     rows.offset -= AddedTo(job);  // is in the bytes
+    if (!job.contracts_cols) {
+      rows.N = rows.row_stride = strips * kIntWide;
+      DecodeRows(blocks, segment.from, segment.count, n0, count, rows.N, blocks.offset - AddedTo(job), s.decoded);
+      segment.from = 0;
+    }
   }
-  Pack(rows, segment, 0, (count + kIntWide - 1) / kIntWide, s.panel);
+  Pack(rows, segment, 0, strips, s.panel);
+}
+
+// Stored numbers of `count` outputs from n0 on, of the row of tiles `t` of a weight [K, N].
+static void LoadTileRow(const Weight& w, const StoredScales& stored, float unit, int64_t t, int64_t n0, int64_t count, float* out) {
+  const int64_t from = t * w.tiles_per_row;
+  if (w.col_tile == 1) return LoadScales(stored, from + n0, count, unit, out);
+  for (int64_t i = 0; i < count;) {
+    const int64_t tile = (n0 + i) / w.col_tile, end = (tile + 1) * w.col_tile - n0;
+    float number;
+    for (LoadScales(stored, from + tile, 1, unit, &number); i < count && i < end; ++i) out[i] = number;
+  }
 }
 
 // The stored scales and zero points of a segment's tiles.
 static void LoadBlockTiles(const BlockJob& job, const Segment& segment, int64_t n0, int64_t count, int64_t width,
                            const IntegerScratch& s) {
   float numbers[kSegment / 16];
-  for (int64_t i = 0; i < count; ++i) {
+  for (int64_t t = 0; !job.contracts_cols && t < segment.tiles; ++t) {
+    float* offset = s.offset + t * width;
+    LoadTileRow(job.w, job.w.scale, job.w.unit, segment.tile + t, n0, count, s.scale + t * width);
+    if (job.w.role == Zero::kNone) continue;
+    LoadTileRow(job.w, job.w.zero, 1.0f, segment.tile + t, n0, count, offset);
+    for (int64_t i = 0; job.w.role == Zero::kWhole && i < count; ++i) s.zero[t * width + i] = static_cast<int32_t>(offset[i]);
+  }
+  for (int64_t i = 0; job.contracts_cols && i < count; ++i) {
     const int64_t from = (n0 + i) / job.w.row_tile * job.tiles() + segment.tile;
     LoadScales(job.w.scale, from, segment.tiles, job.w.unit, numbers);
     for (int64_t t = 0; t < segment.tiles; ++t) s.scale[t * width + i] = numbers[t];
@@ -251,26 +278,24 @@ static void RunIntegers(const IntegerJob& job, const std::vector<Segment>& segme
   if (IsFew(job)) return RunFew(job, chunk);
   const int64_t width = IntegerWidth(job), down = (job.M + kIntTall - 1) / kIntTall;
   const int64_t n0 = chunk / down * width, m0 = chunk % down * kIntTall, rows = job.M - m0 < kIntTall ? job.M - m0 : kIntTall;
-  const int64_t count = job.N - n0 < width ? job.N - n0 : width, strips = (count + kIntWide - 1) / kIntWide;
+  const int64_t count = job.N - n0 < width ? job.N - n0 : width, unit = job.contracts_cols ? kIntWide : kIntBytes;
+  const int64_t strips = (count + unit - 1) / unit * unit / kIntWide;
   const IntegerScratch s(job, segments.empty() ? 0 : segments[0].tiles, strips, rows, width);
-  for (int64_t i = 0; job.blocks != nullptr && job.blocks->w.bits < 8 && i < count; ++i) {
+  for (int64_t i = 0; job.contracts_cols && job.blocks != nullptr && job.blocks->w.bits < 8 && i < count; ++i) {
     DecodeBytes<FEWBIT_ARM64>(*job.blocks, n0 + i, s.decoded + i * DecodedStride(*job.blocks));
   }
   for (const Segment& segment : segments) {
-    if (job.blocks != nullptr) {
-      PackBlocks(job, segment, n0, count, s);
-      if (segment.last) LoadBlockTiles(*job.blocks, segment, n0, count, width, s);
-    } else if (!IsAcross(job)) {
-      Pack(job, segment, n0, strips, s.panel);
-    }
+    if (job.blocks != nullptr && segment.last) LoadBlockTiles(*job.blocks, segment, n0, count, width, s);
+    if (job.blocks != nullptr && !IsAcross(job)) PackBlocks(job, segment, n0, count, strips, s);
+    else if (!IsAcross(job)) Pack(job, segment, n0, strips, s.panel);
     if (segment.last && job.blocks == nullptr) LoadTiles(job.w_scale, segment, n0, count, width, s.scale);
     if (segment.last && job.w_zero.data != nullptr) LoadTiles(job.w_zero, segment, n0, count, width, s.zero);
     if (job.x_zero.data != nullptr) AddOnes(job, segment, count, width, s);
     if (IsAcross(job)) {
-      RunAcross(job, segment, s, n0, strips, width);
+      RunAcross(job, segment, s, n0, count, width, IntegerRowBytes(job, segments));
       continue;
     }
-    const int64_t together = job.blocks == nullptr ? 1 : strips;  // whose panels stay in the first cache
+    const int64_t together = job.blocks == nullptr || !job.contracts_cols ? 1 : strips;  // whose panels stay in the first cache
     for (int64_t j = 0; j < strips; j += together) {
       for (int64_t m = 0; m < rows; m += kIntRows) {
         RunBlock(job, segment, s, j, j + together, m0 + m, rows - m < kIntRows ? rows - m : kIntRows, m, width);

@@ -3,106 +3,142 @@
 //
 // It is the product by panels without the panel, which would go out to the second cache and come back: of a strip, the sums of
 // few rows take little memory, so 16 rows of w are added to them before the next strip's. Sums are in the order that putting rows
-// side by side makes of outputs, until a tile ends.
+// side by side makes of outputs, until a tile ends. Codes of blocks are looked up in a register if they have 4 bits; other widths,
+// 16 rows at a time, are decoded to bytes first.
 
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-
-constexpr int64_t kAcrossRows = 4;  // of x
-
-static bool IsAcross(const IntegerJob& job) {
-  return !job.contracts_cols && job.M <= kAcrossRows && job.x_zero.data == nullptr;
-}
-
-// Groups of four rows [from, end) of w, for one strip.
-template <int kBits, int kM>
-static void AddAcross(const IntegerJob& job, const Stretch& bytes, int64_t from, int64_t end, int64_t n0, const int8_t* x,
-                      const int32_t* x_sum, int32_t* sums, int64_t ld_sums) {
-  const Words flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u)), low = SameI(0x0F0F0F0F);
-  const Words added = SameI(static_cast<int32_t>(-AddedTo(job)));
-  Words sum[kM][4];
-#pragma GCC unroll 4
-  for (int m = 0; m < kM; ++m) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) sum[m][j] = x_sum == nullptr ? LoadI(sums + m * ld_sums + 16 * j) : MulI(SameI(x_sum[m]), added);
-  }
-  x += from * 4 * kM * (8 / kBits);
-  for (int64_t b = from; b < end; ++b, x += 4 * kM * (8 / kBits)) {
-    Words fours[4];
-    LoadFours<false>(job, bytes, b, n0, fours);
-#pragma GCC unroll 4
-    for (int m = 0; m < kM; ++m) {
-      int32_t four, next;
-      std::memcpy(&four, x + 4 * m, 4);
-      if (kBits == 4) std::memcpy(&next, x + 4 * (kM + m), 4);
-#pragma GCC unroll 4
-      for (int j = 0; j < 4; ++j) {
-        if (kBits == 8) {
-          sum[m][j] = Dot4(sum[m][j], XorI(fours[j], flip), SameI(four));
-        } else {
-          sum[m][j] = Dot4(sum[m][j], XorI(AndI(fours[j], low), flip), SameI(four));
-          sum[m][j] = Dot4(sum[m][j], XorI(AndI(HighI(fours[j]), low), flip), SameI(next));
-        }
-      }
-    }
-  }
-#pragma GCC unroll 4
-  for (int m = 0; m < kM; ++m) {
-#pragma GCC unroll 4
-    for (int j = 0; j < 4; ++j) StoreI(sums + m * ld_sums + 16 * j, sum[m][j]);
-  }
-}
-
-// The sums of one strip as scaled floats, its outputs in order.
-template <int kM>
-static void EndAcross(const Tile& tile, const int32_t* sums, int64_t ld_sums) {
-  Words sum[kM][kIntAcross];
-#pragma GCC unroll 4
-  for (int m = 0; m < kM; ++m) {
-    const int32_t* p = sums + m * ld_sums;
-    const Words a = LoadI(p), b = LoadI(p + 16), c = LoadI(p + 32), d = LoadI(p + 48);
-    const Words even = _mm512_shuffle_i32x4(a, b, 0x88), odd = _mm512_shuffle_i32x4(a, b, 0xDD);
-    const Words even2 = _mm512_shuffle_i32x4(c, d, 0x88), odd2 = _mm512_shuffle_i32x4(c, d, 0xDD);
-    sum[m][0] = _mm512_shuffle_i32x4(even, even2, 0x88), sum[m][2] = _mm512_shuffle_i32x4(even, even2, 0xDD);
-    sum[m][1] = _mm512_shuffle_i32x4(odd, odd2, 0x88), sum[m][3] = _mm512_shuffle_i32x4(odd, odd2, 0xDD);
-  }
-  if (tile.w_zero != nullptr) LessProducts<kM>(tile.x_sum, tile.w_zero, sum);
-  if (tile.x_scale == nullptr) EndTile<kM, false>(tile, sum);
-  else EndTile<kM, true>(tile, sum);
-}
-
-template <int kBits, int kM>
-static void AcrossTiles(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t n0, int64_t strips,
-                        int64_t width) {
-  const Stretch bytes(job, segment);
-  const int8_t* x = job.x + 4 * segment.at * kM;
-  for (int64_t t = 0; t < segment.tiles; ++t) {
-    const int32_t* x_sum = job.x_sums + (segment.tile + t) * kM;
-    const int64_t first = GroupsBefore(job, segment, t) * kBits / 8, end = GroupsBefore(job, segment, t + 1) * kBits / 8;
-    for (int64_t b = first; b < end; b += kDeep) {
-      for (int64_t i = 0; i < strips; ++i) {
-        AddAcross<kBits, kM>(job, bytes, b, b + kDeep < end ? b + kDeep : end, n0 + i * kIntWide, x,
-                             segment.first && b == first ? x_sum : nullptr, s.sums + i * kIntWide, width);
-      }
-    }
-    BlockTile tile(job, segment, t, 0, kM);
-    for (int64_t i = 0; segment.last && i < strips; ++i) {
-      tile.SetStrip(job, s, t, i, 0, width);
-      EndAcross<kM>(tile, s.sums + i * kIntWide, width);
-    }
-  }
-}
-
-static void RunAcross(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t n0, int64_t strips,
-                      int64_t width) {
-  typedef void (*Across)(const IntegerJob&, const Segment&, const IntegerScratch&, int64_t, int64_t, int64_t);
-  static const Across bytes[] = {AcrossTiles<8, 1>, AcrossTiles<8, 2>, AcrossTiles<8, 3>, AcrossTiles<8, 4>};
-  static const Across halves[] = {AcrossTiles<4, 1>, AcrossTiles<4, 2>, AcrossTiles<4, 3>, AcrossTiles<4, 4>};
-  (job.bits == 8 ? bytes : halves)[job.M - 1](job, segment, s, n0, strips, width);
-}
-
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_ARM64
+constexpr int kAcrossAtOnce = 4;  // rows of x whose sums have room in registers
 #else
-
-static constexpr bool IsAcross(const IntegerJob&) { return false; }
-static void RunAcross(const IntegerJob&, const Segment&, const IntegerScratch&, int64_t, int64_t, int64_t) {}
-
+constexpr int kAcrossAtOnce = FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 ? 2 : 1;
 #endif
+
+// What the steps of one product share.
+struct Across {
+  Words table, flip;  // of codes of 4 bits, and of 8
+  int64_t row;        // bytes of a row of x
+  int32_t added;      // to the numbers of w
+
+  Across(const IntegerJob& job, const BlockJob* blocks) : flip(SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u))) {
+    alignas(16) uint8_t numbers[16];
+    for (int i = 0; i < 16; ++i) numbers[i] = blocks == nullptr ? static_cast<uint8_t>(i ^ Flipped(job)) : blocks->numbers[i];
+    table = TableI(numbers), added = static_cast<int32_t>(AddedTo(job));
+  }
+};
+
+// Groups of four rows [from, end) of w, for one vector of outputs from n on.
+template <int kBits, int kM>
+static void AddAcross(const Across& across, const ByteRows& w, int64_t from, int64_t end, int64_t n, const int8_t* x,
+                      const int32_t* x_sum, int32_t* sums, int64_t ld_sums) {
+  constexpr int kParts = kBits == 4 ? 2 : 1;
+  const Words low = SameI(0x0F0F0F0F);
+  Words sum[kM][4];
+  UNROLL for (int m = 0; m < kM; ++m) {
+    UNROLL for (int j = 0; j < 4; ++j) {
+      sum[m][j] = x_sum == nullptr ? LoadI(sums + m * ld_sums + j * kIntLanes) : MulI(SameI(x_sum[m]), SameI(-across.added));
+    }
+  }
+  for (int64_t b = from; b < end; ++b, x += 4 * kParts) {
+    Words fours[4];
+    LoadFours<false>(w, b, n, fours);
+    UNROLL for (int j = 0; j < 4; ++j) {
+      Words bytes[kParts];
+      if constexpr (kBits == 4) {
+        bytes[0] = Looked(across.table, AndI(fours[j], low)), bytes[1] = Looked(across.table, AndI(HighI(fours[j]), low));
+      } else {
+        bytes[0] = kBits == kDecoded ? fours[j] : XorI(fours[j], across.flip);
+      }
+      UNROLL for (int m = 0; m < kM; ++m) {
+        Words of_x[kParts];
+        UNROLL for (int i = 0; i < kParts; ++i) {
+          int32_t four;
+          __builtin_memcpy(&four, x + m * across.row + 4 * i, 4);
+          of_x[i] = SameI(four);
+        }
+        sum[m][j] = AddProducts<kBits>(sum[m][j], bytes, of_x);
+      }
+    }
+  }
+  UNROLL for (int m = 0; m < kM; ++m) {
+    UNROLL for (int j = 0; j < 4; ++j) StoreI(sums + m * ld_sums + j * kIntLanes, sum[m][j]);
+  }
+}
+
+// The sums of one vector of outputs as scaled floats, its outputs in order.
+template <int kM>
+static void EndAcross(const IntegerJob& job, const IntegerScratch& s, BlockTile& tile, int64_t t, int64_t n, int64_t row, int64_t width) {
+  Words v[kM][4];
+  UNROLL for (int m = 0; m < kM; ++m) {
+    UNROLL for (int j = 0; j < 4; ++j) v[m][j] = LoadI(s.sums + (row + m) * width + n + j * kIntLanes);
+    PartsInOrder(v[m]);
+  }
+  UNROLL for (int part = 0; part < 4 / kIntAcross; ++part) {
+    Words sum[kM][kIntAcross];
+    UNROLL for (int m = 0; m < kM; ++m) {
+      UNROLL for (int j = 0; j < kIntAcross; ++j) sum[m][j] = v[m][part * kIntAcross + j];
+    }
+    tile.SetStrip(job, s, t, n / kIntWide + part, row, width);
+    if (tile.w_zero != nullptr) LessProducts<kM>(tile.x_sum, tile.w_zero, sum);
+    if (tile.x_scale == nullptr) EndTile<kM, false>(tile, sum);
+    else EndTile<kM, true>(tile, sum);
+  }
+}
+
+// Rows of x from `row` on, and `count` outputs of w from n0 on.
+template <int kBits, int kM>
+static void AcrossTiles(const IntegerJob& job, const Across& across, const Segment& segment, const IntegerScratch& s, int64_t n0,
+                        int64_t count, int64_t row, int64_t width) {
+  const Stretch bytes(job, segment);
+  const BlockJob* blocks = job.blocks;
+  const uint8_t* w = blocks == nullptr ? job.w : blocks->w.codes;
+  const int64_t stride = blocks == nullptr ? job.row_stride : blocks->w.row_stride;
+  const bool is_decoded = blocks != nullptr && job.bits != blocks->w.bits;
+  constexpr int kGroups = kBits == 4 ? 2 : 1;  // of x, for four rows of bytes
+  ByteRows rows{w + bytes.from * stride + n0, stride, bytes.count, count};
+  if (is_decoded) rows = {s.decoded, width, 4 * kDeep, width};
+  for (int64_t t = 0; t < segment.tiles; ++t) {
+    const int32_t* x_sum = job.x_sums + (segment.tile + t) * job.M + row;
+    const int64_t first = GroupsBefore(job, segment, t) / kGroups, end = GroupsBefore(job, segment, t + 1) / kGroups;
+    for (int64_t b = first; b < end; b += kDeep) {
+      const int64_t stop = b + kDeep < end ? b + kDeep : end, base = is_decoded ? b : 0;
+      if (is_decoded) {
+        rows.count = 4 * stop < segment.count ? 4 * (stop - b) : segment.count - 4 * b;
+        DecodeRows(*blocks, segment.from + 4 * b, rows.count, n0, count, width, blocks->offset - across.added, s.decoded);
+      }
+      const int8_t* x = job.x + row * across.row + 4 * (segment.at + b * kGroups);
+      for (int64_t n = 0; n < count; n += kIntBytes) {
+        AddAcross<kBits, kM>(across, rows, b - base, stop - base, n, x, segment.first && b == first ? x_sum : nullptr,
+                             s.sums + row * width + n, width);
+      }
+    }
+    BlockTile tile(job, segment, t, row, kM);
+    for (int64_t n = 0; segment.last && n < count; n += kIntBytes) EndAcross<kM>(job, s, tile, t, n, row, width);
+  }
+}
+
+static void RunAcross(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t n0, int64_t count,
+                      int64_t width, int64_t x_row) {
+  typedef void (*Run)(const IntegerJob&, const Across&, const Segment&, const IntegerScratch&, int64_t, int64_t, int64_t, int64_t);
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_ARM64
+  static const Run bytes[] = {AcrossTiles<8, 1>, AcrossTiles<8, 2>, AcrossTiles<8, 3>, AcrossTiles<8, 4>};
+  static const Run halves[] = {AcrossTiles<4, 1>, AcrossTiles<4, 2>, AcrossTiles<4, 3>, AcrossTiles<4, 4>};
+  const Run* decoded = bytes;
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+  static const Run bytes[] = {AcrossTiles<8, 1>, AcrossTiles<8, 2>}, halves[] = {AcrossTiles<4, 1>, AcrossTiles<4, 2>};
+#if FEWBIT_VNNI
+  const Run* decoded = bytes;
+#else
+  static const Run decoded[] = {AcrossTiles<kDecoded, 1>, AcrossTiles<kDecoded, 2>};
+#endif
+#else
+  static const Run bytes[] = {AcrossTiles<8, 1>}, halves[] = {AcrossTiles<4, 1>};
+  const Run* decoded = bytes;
+#endif
+  Across across(job, job.blocks);
+  across.row = x_row;
+  const bool is_decoded = job.blocks != nullptr && job.bits != job.blocks->w.bits;
+  if (is_decoded) across.flip = SameI(0);
+  const Run* run = is_decoded ? decoded : job.bits == 8 ? bytes : halves;
+  for (int64_t m = 0; m < job.M; m += kAcrossAtOnce) {
+    run[(job.M - m < kAcrossAtOnce ? job.M - m : kAcrossAtOnce) - 1](job, across, segment, s, n0, count, m, width);
+  }
+}

@@ -5,14 +5,13 @@
 // the low halves and the odd ones in the high halves, and x comes in the same order. Four outputs are taken together, so that x is
 // loaded once for them and the memory of four rows is asked for at once; each lane keeps its own sum until a row ends.
 
-constexpr int64_t kFewIntRows = 4;            // of x
+constexpr int64_t kFewIntRows = 4;  // of x
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_ARM64
 constexpr int kIntRowsAtOnce = 4;  // of x: those whose sums have room in registers
 #else
 constexpr int kIntRowsAtOnce = FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 ? 2 : 1;
 #endif
-constexpr int64_t kFewWide = 64;              // outputs of a chunk
-constexpr int64_t kIntBytes = 4 * kIntLanes;  // of a vector
+constexpr int64_t kFewWide = 64;  // outputs of a chunk
 
 // Zero points of x would need the sums of w's codes, which only panels make.
 static bool IsFew(const IntegerJob& job) {

@@ -30,27 +30,18 @@ struct Kernels {
   int64_t (*block_chunks)(const BlockJob& job);
   void (*lay_blocks)(const BlockJob& job, const int8_t* rows, int64_t m, int8_t* out, int32_t* sums);
   void (*run_blocks)(const BlockJob& job, int64_t chunk);
-  bool (*takes_panels)(const BlockJob& job);  // whether a block job runs as the IntegerJob that `PanelsOf` makes
+  bool (*takes_panels)(const BlockJob& job);       // whether a block job runs as the IntegerJob that `panels_of` makes
+  IntegerJob (*panels_of)(const BlockJob& job);
 };
 
-// The job whose weight are the numbers of a block job.
-inline IntegerJob PanelsOf(const BlockJob& job) {
-  IntegerJob panels{};
-  panels.M = job.M, panels.N = job.N, panels.K = job.w.cols, panels.tile = job.w.col_tile;
-  panels.contracts_cols = true, panels.bits = 8, panels.offset = job.offset;
-  if (FEWBIT_ARM64) panels.offset = 128 + (job.w.bits == 8 ? job.offset : 0);  // its bytes are signed
-  panels.x_scale = job.x_scale, panels.blocks = &job, panels.y = job.y, panels.y_kind = job.y_kind;
-  return panels;
-}
-
-// A row of x in the order of w's columns, zeros beyond K.
+// A row of x in the order of w's codes, zeros beyond K.
 inline void OrderRow(const BlockJob& job, const int8_t* from, int8_t* to) {
   if (job.order == nullptr) {
     std::memcpy(to, from, job.K);
-    std::memset(to + job.K, 0, job.w.cols - job.K);
+    std::memset(to + job.K, 0, job.depth() - job.K);
     return;
   }
-  for (int64_t group = 0; group < job.w.cols; group += job.group) {
+  for (int64_t group = 0; group < job.depth(); group += job.group) {
     for (int64_t place = 0; place < job.group; ++place) {
       const int64_t k = group + job.order[place];
       to[group + place] = k < job.K ? from[k] : int8_t{0};

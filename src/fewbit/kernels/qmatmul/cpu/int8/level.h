@@ -5,12 +5,12 @@
 #include "cpp/transpose.h"
 #include "int8_simd.h"
 #include "gemv_rows.h"
-#include "pack.h"
 #include "decode_bytes.h"
+#include "pack.h"
 #include "gemm.h"
 #include "blocks.h"
 
 Kernels GetKernels() {
   return {kIntRows,      IntegerChunks, IntegerRowBytes, Prepare,   RunIntegers,
-          BlockRowBytes, BlockChunks,   LayBlocks,       RunBlocks, TakesPanels};
+          BlockRowBytes, BlockChunks,   LayBlocks,       RunBlocks, TakesPanels, PanelsOf};
 }

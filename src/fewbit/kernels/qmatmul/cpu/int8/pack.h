@@ -25,6 +25,10 @@ static int64_t IntegerRowBytes(const IntegerJob& job, const std::vector<Segment>
   return segments.empty() ? 0 : 4 * (segments.back().at + segments.back().groups);
 }
 
+// A few rows of x, and w in rows of outputs: gemv_columns.h, which takes the groups of one row after another.
+constexpr int64_t kAcrossRows = 4;
+static bool IsAcross(const IntegerJob& job) { return !job.contracts_cols && job.M <= kAcrossRows && job.x_zero.data == nullptr; }
+
 // A block of rows of x from row m on, the first group of each row, then the second ones; zeros where a segment fills no group.
 // And the sums of each row by tiles. `rows` are all rows of x, `out` its place for all of them.
 static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments, const int8_t* rows, int64_t m, int8_t* out,
@@ -34,6 +38,7 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
     for (int64_t i = 0; i < block; ++i) PrepareFew(job, rows, m + i, out, sums);
     return;
   }
+  const int64_t row = IntegerRowBytes(job, segments);
   alignas(64) int8_t laid[kSegment];
   for (const Segment& segment : segments) {
     int8_t* to = out + 4 * (segment.at * job.M + m * segment.groups);
@@ -45,6 +50,10 @@ static void Prepare(const IntegerJob& job, const std::vector<Segment>& segments,
         for (; k < end; ++k) sum += from[k];
         int32_t* of_tile = sums + (segment.tile + t) * job.M + m + i;
         *of_tile = segment.first ? sum : *of_tile + sum;
+      }
+      if (IsAcross(job)) {
+        Lay(job.bits, segment, from, out + (m + i) * row + 4 * segment.at);
+        continue;
       }
       Lay(job.bits, segment, from, laid);
       for (int64_t g = 0; g < segment.groups; ++g) std::memcpy(to + 4 * g * block, laid + 4 * g, 4);
@@ -59,17 +68,54 @@ struct Stretch {
       : from(segment.from * job.bits / 8), count((segment.count * job.bits + 7) / 8), fours((count + 3) / 4) {}
 };
 
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
-
-static inline __mmask64 FirstBytes(int64_t count) { return count >= 64 ? ~0ull : count <= 0 ? 0 : (1ull << count) - 1; }
-
-// Four bytes of 16 outputs as unsigned numbers: one group of 8 bits, or two of 4.
+// Four bytes of each output of a vector as unsigned numbers: one group of 8 bits, or two of 4.
 static inline void StoreFours(int bits, Words fours, Words flip, uint8_t* out) {
-  if (bits == 8) return StoreI(out, _mm512_xor_si512(fours, flip));
-  const Words low = _mm512_set1_epi8(15);
-  StoreI(out, _mm512_xor_si512(_mm512_and_si512(fours, low), flip));
-  StoreI(out + 4 * kIntWide, _mm512_xor_si512(_mm512_and_si512(_mm512_srli_epi16(fours, 4), low), flip));
+  if (bits == 8) return StoreI(out, XorI(fours, flip));
+  const Words low = SameI(0x0F0F0F0F);
+  StoreI(out, XorI(AndI(fours, low), flip));
+  StoreI(out + 4 * kIntWide, XorI(AndI(HighI(fours), low), flip));
 }
+
+// Rows of bytes of w [K, N], from one output on: `count` rows, and `outputs` bytes of each.
+struct ByteRows {
+  const uint8_t* first;
+  int64_t stride, count, outputs;
+};
+
+// Bytes of the rows 4 * b to 4 * b + 3 side by side, for a vector of outputs from n on; in order, or as `PartsInOrder` expects them.
+// Rows beyond the last are any, since x is zero there.
+template <bool kInOrder>
+static inline void LoadFours(const ByteRows& rows, int64_t b, int64_t n, Words (&fours)[4]) {
+  UNROLL for (int i = 0; i < 4; ++i) {
+    const uint8_t* p = rows.first + (4 * b + i < rows.count ? 4 * b + i : 0) * rows.stride + n;
+    __builtin_prefetch(p + 16 * rows.stride);
+    fours[i] = LoadSome(p, rows.outputs - n);
+    if (kInOrder) fours[i] = Spread(fours[i]);
+  }
+  SideBySide(fours);
+}
+
+constexpr int64_t kDeep = 4;  // groups of four rows of [K, N] that are read over all strips before the next ones
+
+// A segment of the strips of w [K, N]. 16 rows are read over all strips before the next ones: 256 lines of the cache below each other,
+// each in a page of its own, take twice as long as 16 x 4, which the processor foresees.
+static void PackRows(int bits, const ByteRows& rows, Words flip, int64_t strips, uint8_t* out) {
+  const int64_t step = 4 * kIntWide * (8 / bits), fours_count = (rows.count + 3) / 4;  // bytes of a panel for four of w
+  for (int64_t from = 0; from < fours_count; from += kDeep) {
+    for (int64_t n0 = 0; n0 < strips * kIntWide; n0 += kIntBytes) {
+      for (int64_t b = from; b < fours_count && b < from + kDeep; ++b) {
+        Words fours[4];
+        LoadFours<true>(rows, b, n0, fours);
+        UNROLL for (int j = 0; j < 4; ++j) {
+          const int64_t n = n0 + j * kIntLanes;
+          StoreFours(bits, fours[j], flip, out + n / kIntWide * kSegment * kIntWide + b * step + n % kIntWide * 4);
+        }
+      }
+    }
+  }
+}
+
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
 
 // 16 outputs from n0 on, from [N, K].
 static void PackOutputs(const IntegerJob& job, const Stretch& bytes, int64_t n0, uint8_t* out) {
@@ -88,70 +134,39 @@ static void PackOutputs(const IntegerJob& job, const Stretch& bytes, int64_t n0,
   }
 }
 
-// Bytes of four rows of [K, N] side by side, for 64 outputs from n0 on: those of outputs 16 * i + 4 * j and three more in part i of
-// the j-th vector, or where they come in order, those of 16 * j and 15 more in the j-th one.
-template <bool kInOrder>
-static inline void LoadFours(const IntegerJob& job, const Stretch& bytes, int64_t b, int64_t n0, Words (&fours)[4]) {
-  const Words order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __mmask64 there = FirstBytes(job.N - n0);
-  Words row[4];
-  UNROLL for (int i = 0; i < 4; ++i) {
-    const bool within = 4 * b + i < bytes.count;
-    const uint8_t* p = job.w + (bytes.from + (within ? 4 * b + i : 0)) * job.row_stride + n0;
-    _mm_prefetch(reinterpret_cast<const char*>(p + 16 * job.row_stride), _MM_HINT_T0);
-    row[i] = _mm512_maskz_loadu_epi8(there, p);
-    if (kInOrder) row[i] = _mm512_permutexvar_epi32(order, row[i]);
-  }
-  const Words low01 = _mm512_unpacklo_epi8(row[0], row[1]), high01 = _mm512_unpackhi_epi8(row[0], row[1]);
-  const Words low23 = _mm512_unpacklo_epi8(row[2], row[3]), high23 = _mm512_unpackhi_epi8(row[2], row[3]);
-  fours[0] = _mm512_unpacklo_epi16(low01, low23), fours[1] = _mm512_unpackhi_epi16(low01, low23);
-  fours[2] = _mm512_unpacklo_epi16(high01, high23), fours[3] = _mm512_unpackhi_epi16(high01, high23);
-}
-
-constexpr int64_t kDeep = 4;  // groups of four rows of [K, N] that are read over all strips before the next ones
-
-// A segment of the strips from n0 on. Of [K, N], 16 rows are read over all strips before the next ones: 256 lines of the cache
-// below each other, each in a page of its own, take twice as long as 16 x 4, which the processor foresees.
-static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t strips, uint8_t* out) {
-  const Stretch bytes(job, segment);
-  if (job.contracts_cols) {
-    for (int64_t n = 0; n < strips * kIntWide; n += 16) {
-      PackOutputs(job, bytes, n0 + n, out + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
-    }
-    return;
-  }
-  const Words flip = SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u));
-  const int64_t step = 4 * kIntWide * (8 / job.bits);
-  for (int64_t from = 0; from < bytes.fours; from += kDeep) {
-    for (int64_t i = 0; i < strips; ++i) {
-      for (int64_t b = from; b < bytes.fours && b < from + kDeep; ++b) {
-        Words fours[4];
-        LoadFours<true>(job, bytes, b, n0 + i * kIntWide, fours);
-        UNROLL for (int j = 0; j < 4; ++j) StoreFours(job.bits, fours[j], flip, out + i * kSegment * kIntWide + b * step + 64 * j);
-      }
-    }
-  }
-}
-
 #else
 
-static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t strips, uint8_t* panel) {
-  const Stretch bytes(job, segment);
+// An output from [N, K].
+static void PackOutput(const IntegerJob& job, const Stretch& bytes, int64_t n, uint8_t* out) {
   const uint32_t flip = Flipped(job) * 0x01010101u;
   const int64_t step = 4 * kIntWide * (8 / job.bits);
-  const int64_t by_output = job.contracts_cols ? job.row_stride : 1, along = job.contracts_cols ? 1 : job.row_stride;
-  for (int64_t n = n0; n < n0 + strips * kIntWide; ++n) {
-    uint8_t* out = panel + (n - n0) / kIntWide * kSegment * kIntWide + (n - n0) % kIntWide * 4;
-    const uint8_t* p = job.w + (n < job.N ? n : 0) * by_output + bytes.from * along;
-    for (int64_t b = 0; b < bytes.fours; ++b) {
-      uint32_t fours = 0;
-      for (int64_t i = 0; i < 4 && 4 * b + i < bytes.count; ++i) fours |= static_cast<uint32_t>(p[(4 * b + i) * along]) << 8 * i;
-      const uint32_t low = job.bits == 8 ? fours : fours & 0x0F0F0F0Fu, high = fours >> 4 & 0x0F0F0F0Fu;
-      const uint32_t first = low ^ flip, second = high ^ flip;
-      std::memcpy(out + b * step, &first, 4);
-      if (job.bits == 4) std::memcpy(out + b * step + 4 * kIntWide, &second, 4);
-    }
+  const uint8_t* p = job.w + (n < job.N ? n : 0) * job.row_stride + bytes.from;
+  for (int64_t b = 0; b < bytes.fours; ++b) {
+    uint32_t fours = 0;
+    for (int64_t i = 0; i < 4 && 4 * b + i < bytes.count; ++i) fours |= static_cast<uint32_t>(p[4 * b + i]) << 8 * i;
+    const uint32_t low = job.bits == 8 ? fours : fours & 0x0F0F0F0Fu, high = fours >> 4 & 0x0F0F0F0Fu;
+    const uint32_t first = low ^ flip, second = high ^ flip;
+    std::memcpy(out + b * step, &first, 4);
+    if (job.bits == 4) std::memcpy(out + b * step + 4 * kIntWide, &second, 4);
   }
 }
 
 #endif
+
+// A segment of the strips from n0 on.
+static void Pack(const IntegerJob& job, const Segment& segment, int64_t n0, int64_t strips, uint8_t* panel) {
+  const Stretch bytes(job, segment);
+  if (!job.contracts_cols) {
+    const ByteRows rows{job.w + bytes.from * job.row_stride + n0, job.row_stride, bytes.count, job.N - n0};
+    return PackRows(job.bits, rows, SameI(static_cast<int32_t>(Flipped(job) * 0x01010101u)), strips, panel);
+  }
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
+  for (int64_t n = 0; n < strips * kIntWide; n += 16) {
+    PackOutputs(job, bytes, n0 + n, panel + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
+  }
+#else
+  for (int64_t n = 0; n < strips * kIntWide; ++n) {
+    PackOutput(job, bytes, n0 + n, panel + n / kIntWide * kSegment * kIntWide + n % kIntWide * 4);
+  }
+#endif
+}

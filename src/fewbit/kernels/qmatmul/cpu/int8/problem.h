@@ -71,17 +71,18 @@ inline std::vector<Segment> SegmentsOf(const IntegerJob& job) {
   return segments;
 }
 
-// The same product where w has blocks of whole groups of 16 codes along its rows: codes of 1 to 7 bits that a table makes integers
-// from -127 to 127, or of 8, and scales and zero points as they are stored.
+// The same product where w has blocks of whole groups of 16 codes along the contraction: codes of 1 to 7 bits that a table makes
+// integers from -127 to 127, or of 8, and scales and zero points as they are stored.
 struct BlockJob {
-  Weight w;              // [N, K]; the columns packed
+  Weight w;              // [N, K], or [K, N]; packed along K
+  bool contracts_cols;   // whether it is [N, K]
   uint8_t numbers[128];  // of codes of 1 to 7 bits: their integers plus `offset`
   int32_t offset;
   bool is_wide;          // whether one of `numbers` is above 63
   bool is_flipped;       // whether a code with the bits of `flip` flipped is its number
   uint8_t flip;          // of codes of 8 bits: likewise
   int64_t M, N, K;
-  const int32_t* order;  // the code at each place of a group of w's columns in memory; null: in order
+  const int32_t* order;  // the code at each place of a group along K in memory; null: in order
   int64_t group;
   PerTile<float> x_scale;
   const int8_t* x;       // as `LayBlocks` lays it out
@@ -89,7 +90,9 @@ struct BlockJob {
   void* y;               // [M, N]
   Float y_kind;
 
-  int64_t tiles() const { return w.tiles_per_row; }
+  int64_t depth() const { return contracts_cols ? w.cols : w.rows; }  // K in codes of the stream
+  int64_t tile() const { return contracts_cols ? w.col_tile : w.row_tile; }
+  int64_t tiles() const { return (depth() + tile() - 1) / tile(); }
 };
 
 }  // namespace fewbit
