@@ -1,6 +1,7 @@
 """The steps of `fewbit quantize`, with progress and messages on interruption."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -132,9 +133,12 @@ def written(
         def on_layer(done: int, layers: int) -> None:
             bar.advance(calibration * done / layers, f"{chosen.method.name}: {done}/{layers} layers")
 
-        again = "Run the same command to start again"
-        if chosen.calibration is not None:
-            again = "Run the same command to resume: finished layers are stored next to it"
+        def on_resume(finished: Sequence[TensorResult]) -> None:
+            nonlocal written, read
+            written, read = len(finished), sum(result.bytes_before for result in finished)
+            bar.log(f"resuming: {written} of {count} tensors, {read / 1e6:,.0f} MB, were finished by an earlier run")
+            bar.advance(calibration + read, f"{written}/{count} tensors, {read / 1e6:,.0f} MB")
+
         try:
             return quantize(
                 source,
@@ -146,10 +150,13 @@ def written(
                 calibration=chosen.calibration,
                 on_layer=on_layer,
                 on_tensor=on_tensor,
+                on_resume=on_resume,
             )
         except KeyboardInterrupt as error:
             raise type(error)(
-                str(error) or f"interrupted after {written} of {count} tensors; {output} is unchanged. {again}"
+                str(error)
+                or f"interrupted after {written} of {count} tensors; {output} is unchanged. "
+                "Run the same command to resume: what is finished is kept next to it"
             ) from None
 
 

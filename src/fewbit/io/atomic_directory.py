@@ -1,7 +1,7 @@
 """Atomic writing of a directory.
 
 The directory is staged in the target's parent, flushed to disk, and renamed at the end. An interrupted process leaves an existing
-target unchanged; the next run removes the temporary files.
+target unchanged; the next run removes the temporary files, or goes on from them.
 """
 
 import ctypes
@@ -33,30 +33,37 @@ class StagedDirectory:
         target: the directory to create.
         overwrite: whether `commit` may replace a directory at the target.
         check: refuses a target that may not be replaced; called under the lock, and again right before the rename.
+        resume: whether the temporary files of an interrupted writer are kept. Those of this one are then kept, too, if
+            `is_kept` is set and it does not commit.
 
     Raises:
         QuantError: when the parent directory cannot be written, or another process is writing the same target.
     """
 
     def __init__(
-        self, target: pathlib.Path, *, overwrite: bool, check: Callable[[pathlib.Path], object] = lambda target: None
+        self,
+        target: pathlib.Path,
+        *,
+        overwrite: bool,
+        check: Callable[[pathlib.Path], object] = lambda target: None,
+        resume: bool = False,
     ):
         self.target, self.overwrite, self._check = target, overwrite, check
         self.path = target.with_name(f".{target.name}.fewbit-partial")
         self._created: list[pathlib.Path] = []
         self._lock: OutputLock | None = None
-        self.is_committed = False
+        self.is_committed = self.is_kept = False
         try:
             self._lock = self._locked()
             _recover(target)
             check(target)
-            if self.path.exists():
+            if self.path.exists() and not resume:
                 shutil.rmtree(self.path)
-            self.path.mkdir()
+            self.path.mkdir(exist_ok=resume)
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise _write_error(self.target, 0, error) from error
+                raise self._write_error(0, error) from error
             raise
 
     def _locked(self) -> OutputLock:
@@ -84,12 +91,37 @@ class StagedDirectory:
             descriptor = os.open(self.path / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
             try:
                 for part in parts:
-                    _write_all(descriptor, memoryview(part))
+                    write_all(descriptor, memoryview(part))
                 os.fsync(descriptor)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise _write_error(self.target, nbytes, error) from error
+            raise self._write_error(nbytes, error) from error
+
+    def write_at(self, name: str, offset: int, parts: Iterable[bytes | memoryview], nbytes: int) -> None:
+        """Writes to a file from a byte on, which cuts off what follows; `flush` puts it on the disk."""
+        try:
+            descriptor = os.open(self.path / name, os.O_CREAT | os.O_WRONLY, 0o666)
+            try:
+                os.ftruncate(descriptor, offset)
+                os.lseek(descriptor, offset, os.SEEK_SET)
+                for part in parts:
+                    write_all(descriptor, memoryview(part))
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise self._write_error(nbytes, error) from error
+
+    def flush(self, name: str) -> None:
+        """Flushes a file to disk."""
+        try:
+            descriptor = os.open(self.path / name, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            raise self._write_error(0, error) from error
 
     def write_verified(self, name: str, content: bytes) -> None:
         """Writes a small file, reads it back, and refuses any difference."""
@@ -97,7 +129,7 @@ class StagedDirectory:
         try:
             is_same = (self.path / name).read_bytes() == content
         except OSError as error:
-            raise _write_error(self.target, len(content), error) from error
+            raise self._write_error(len(content), error) from error
         if not is_same:
             raise QuantError(f"{self.target}: {name} reads back differently from what was written; the disk may be failing")
 
@@ -158,13 +190,27 @@ class StagedDirectory:
     def _commit_error(self, error: OSError) -> QuantError:
         if self.is_committed:
             return QuantError(f"{self.target} was written completely, but cleaning up failed: {error.strerror or error}")
-        return _write_error(self.target, 0, error)
+        return self._write_error(0, error)
+
+    def _write_error(self, nbytes: int, error: OSError) -> QuantError:
+        """The error for a failed write."""
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            return QuantError(f"{self.target} cannot be written: {error.strerror or error}")
+        existing = next(parent for parent in self.target.absolute().parents if parent.exists())
+        advice = "Free some space, or choose another output"
+        if self.is_kept:
+            advice = f"Free some space and run it again: what is finished is kept in {self.path}"
+        return QuantError(
+            f"no space left for {self.target}: the file being written needs {nbytes:,} bytes, "
+            f"{shutil.disk_usage(existing).free:,} are free now; nothing was changed. {advice}"
+        )
 
     def close(self) -> None:
-        """Removes temporary files and releases the lock; a second call does nothing."""
+        """Removes temporary files that are not kept, and releases the lock; a second call does nothing."""
         lock, self._lock = self._lock, None
         try:
-            if lock is not None:  # without the lock the temporary directory may be another writer's
+            # Without the lock the temporary directory may be another writer's.
+            if lock is not None and (self.is_committed or not self.is_kept):
                 shutil.rmtree(self.path, ignore_errors=True)
         finally:
             if lock is not None:
@@ -248,7 +294,8 @@ def _remove_empty(created: list[pathlib.Path]) -> None:
         pass  # no longer empty
 
 
-def _write_all(descriptor: int, data: memoryview) -> None:
+def write_all(descriptor: int, data: memoryview) -> None:
+    """Writes all bytes, in as many calls as it takes."""
     written = 0
     while written < len(data):
         written += os.write(descriptor, data[written : written + (1 << 28)])
@@ -261,15 +308,3 @@ def _flush_directory(path: pathlib.Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _write_error(target: pathlib.Path, nbytes: int, error: OSError) -> QuantError:
-    """The error for a failed write."""
-    if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-        return QuantError(f"{target} cannot be written: {error.strerror or error}")
-    existing = next(parent for parent in target.absolute().parents if parent.exists())
-    free = shutil.disk_usage(existing).free
-    return QuantError(
-        f"no space left for {target}: the file being written needs {nbytes:,} bytes, {free:,} are free now; "
-        "nothing was changed. Free some space, or choose another output"
-    )

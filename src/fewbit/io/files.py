@@ -3,12 +3,14 @@
 import hashlib
 import os
 import pathlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
 from ..errors import QuantError
 from .atomic_directory import old_name
+
+_CHUNK = 1 << 24
 
 
 def checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
@@ -33,18 +35,25 @@ def checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
     return path
 
 
-def mapped(path: pathlib.Path) -> np.ndarray:
-    """Memory-maps a file as a read-only uint8 array.
+def mapped(path: pathlib.Path, begin: int = 0, nbytes: int | None = None) -> np.ndarray:
+    """Memory-maps a file, or a part of it, as a read-only uint8 array.
 
     Raises:
-        QuantError: when the file is missing, empty or not readable.
+        QuantError: when the file is missing, empty, shorter than the part or not readable.
     """
     try:
         if not checked_path(path).is_file():
             raise QuantError(f"{path} is a directory; pass a file")
-        if path.stat().st_size == 0:
+        size = path.stat().st_size
+        if size == 0:
             raise QuantError(f"{path} is empty (0 bytes); fetch or write it again")
-        return np.asarray(np.memmap(path, np.uint8, "r"))
+        if nbytes is None:
+            nbytes = size - begin
+        if begin + nbytes > size:
+            raise QuantError(f"{path} is cut off: it has {size} bytes, expected {begin + nbytes}; fetch or write it again")
+        if nbytes == 0:  # which cannot be mapped
+            return np.empty(0, np.uint8)
+        return np.asarray(np.memmap(path, np.uint8, "r", begin, (nbytes,)))
     except OSError as error:
         raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
 
@@ -72,6 +81,32 @@ def file_sha256(path: pathlib.Path) -> str:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def file_chunks(path: pathlib.Path, begin: int, nbytes: int) -> Iterator[bytes]:
+    """The bytes of a part of a file, a piece at a time; fewer if the file is shorter, none if it is missing.
+
+    Raises:
+        QuantError: when the file is not readable.
+    """
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            while nbytes > 0 and (chunk := file.read(min(nbytes, _CHUNK))):
+                yield chunk
+                nbytes -= len(chunk)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def range_sha256(path: pathlib.Path, begin: int, nbytes: int) -> str:
+    """The SHA-256 of a part of a file, as far as it exists, in hexadecimal."""
+    digest = hashlib.sha256()
+    for chunk in file_chunks(path, begin, nbytes):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def check_spans(spans: Iterable[tuple[str, int, int]], total: int, where: str, *, alignment: int = 1) -> None:

@@ -21,16 +21,18 @@ from ..array.qarray import QArray
 from ..errors import QuantError
 from .checkpoint import Checkpoint, Tensor, TensorInfo, Tensors
 from .files import content, file_sha256
+from .journal import Journal, Spool
 from .native.manifest import CONFIG, is_plain_name
-from .native.records import Table, checked_record, leaf_names, leaves, qarray, record, weight_info
+from .native.records import Records, checked_record, leaf_names, leaves, qarray, weight_info
 from .native.writer import storable
 from .output import check_output
-from .shards import Progress, host_copy
+from .shards import Progress, host_array
 from .staged_writer import AbstractWriter
 
 TREE = "params"
 RECORDS = "fewbit.json"
 _FORMAT = "fewbit orbax"
+_ALIGNMENT = 16
 _MARKS = ("_CHECKPOINT_METADATA", "_METADATA")
 
 
@@ -49,7 +51,7 @@ class _Records(msgspec.Struct):
 class OrbaxWriter(AbstractWriter):
     """Writes a directory that Orbax restores, atomically. A context manager like `DirectoryWriter`.
 
-    All tensors stay in memory until the end, because Orbax writes a whole tree.
+    Orbax writes a whole tree: until the end the tensors are in temporary files, from which it then copies them.
 
     Args:
         path: the directory to create; missing parents are created.
@@ -59,6 +61,7 @@ class OrbaxWriter(AbstractWriter):
         overwrite: whether a directory that this class wrote, with only its files, may be replaced at the end.
         sources: files and directories that the tensors are read from.
         progress: called with ("write" or "verify", name of the tensor, its size).
+        journal: the journal of a job that can be resumed, as for `DirectoryWriter`; Orbax's own part of the work starts again.
 
     Raises:
         QuantError: when `check_output` refuses the path, orbax-checkpoint is not installed, or writing fails.
@@ -74,10 +77,11 @@ class OrbaxWriter(AbstractWriter):
         overwrite: bool = False,
         sources: Iterable[str | os.PathLike[str]] = (),
         progress: Progress | None = None,
+        journal: Journal | None = None,
     ):
         _package(pathlib.Path(path))
         check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources), foreign=_foreign_files)
-        super().__init__(path, check, overwrite=overwrite, progress=progress)
+        super().__init__(path, check, overwrite=overwrite, progress=progress, journal=journal)
         self._small = {CONFIG: dumped(dict(config or {}), CONFIG), **(files or {})}
         for name in self._small:
             if not is_plain_name(name) or name in (TREE, RECORDS):
@@ -85,46 +89,60 @@ class OrbaxWriter(AbstractWriter):
                     f"a file cannot be called {name!r}: a plain name that the directory does not use is expected"
                 )
         self._facts = dict(facts or {})
-        self._schemes, self._policies = Table(), Table()
-        self._weights: dict[str, Any] = {}
-        self._arrays: dict[str, np.ndarray] = {}
+        self._records = Records()
+        self._names: set[str] = set()
+
+    @functools.cached_property
+    def _spool(self) -> Spool:
+        """The tensors, until all are there."""
+        return Spool(self._staged, self._journal, _ALIGNMENT)
 
     def add(self, name: str, value: Tensor) -> None:
         """Adds one tensor; QuantError for a name that is taken."""
         self._check_open()
         value = storable(value, name)
-        arrays: Mapping[str, Any] = {name: value}
+        arrays = leaves(name, value) if isinstance(value, QArray) else {name: value}
+        if taken := self._names & set(arrays):
+            raise QuantError(f"tensor name {min(taken)!r} is taken already; choose another")
+        stored = {leaf: host_array(array, leaf) for leaf, array in arrays.items()}
+        entry: dict[str, Any] = {"name": name}
         if isinstance(value, QArray):
-            self._weights[name] = record(value, self._schemes, self._policies, name)
-            arrays = leaves(name, value)
-        for leaf, array in arrays.items():
-            if leaf in self._arrays:
-                raise QuantError(f"tensor name {leaf!r} is taken already; choose another")
-            self._arrays[leaf] = host_copy(array, leaf)
-        self._progress("write", name, sum(self._arrays[leaf].nbytes for leaf in arrays))
+            entry["quantized"] = self._records.add(name, value)
+        self._names |= set(stored)
+        self._spool.add(entry, stored)
+        self._progress("write", name, sum(array.nbytes for array in stored.values()))
+
+    def _restore(self) -> list[str]:
+        """Reads what an earlier writer of the job added."""
+        found = {added.entry["name"]: added for added in self._spool.restored()[-1].added}
+        for name, added in found.items():
+            self._names |= set(added.arrays)
+            if "quantized" in added.entry:
+                self._records.restore(name, added.entry["quantized"])
+        return list(found)
 
     def _finish(self) -> None:
         """Writes the tree, reads it back, and commits."""
-        staged = self._staged
-        names = {_joined(leaf): leaf for leaf in self._arrays}
-        if len(names) < len(self._arrays) or not names:
+        staged, spooled = self._staged, self._spool.batch.arrays
+        names = {_joined(leaf): leaf for leaf in spooled}
+        if len(names) < len(spooled) or not names:
             raise QuantError(f"{self.path} would have no tensors, or two whose names differ only in separators")
         checkpointer = _package(self.path).StandardCheckpointer()
         with checkpointer:
-            checkpointer.save(staged.path / TREE, _nested(self._arrays))
+            checkpointer.save(staged.path / TREE, _nested({leaf: self._spool.array(leaf) for leaf in spooled}))
         stored = _leaves_by_path(_restored(staged.path / TREE))
         for key, leaf in names.items():
-            if key not in stored or not np.array_equal(_bytes(stored[key]), _bytes(self._arrays[leaf])):
+            if key not in stored or not np.array_equal(_bytes(stored[key]), _bytes(self._spool.array(leaf))):
                 raise QuantError(f"{self.path}: tensor {leaf!r} reads back differently from what was written")
-            self._progress("verify", leaf, self._arrays[leaf].nbytes)
+            self._progress("verify", leaf, spooled[leaf].nbytes)
         for name, text in self._small.items():
             staged.write_verified(name, text)
+        self._spool.remove()
         form = {
             "format": _FORMAT,
             "facts": self._facts,
-            "schemes": self._schemes.values,
-            "policies": self._policies.values,
-            "weights": self._weights,
+            **self._records.tables,
+            "weights": self._records.by_name,
             "names": names,
             "files": {name: file_sha256(staged.path / name) for name in _all_files(staged.path)},
         }

@@ -2,22 +2,23 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
 
 from ..errors import QuantError
 from .atomic_directory import StagedDirectory
-from .files import mapped
-from .native.manifest import FileRecord, TensorRecord, sha256
-from .safetensors.file import array_bytes, dtype_name, file_header, ordered, read_file
+from .journal import Added, Batch, Journal, Moved, Spool
+from .native.manifest import FileRecord, TensorRecord
+from .safetensors.file import DTYPES, dtype_name, file_header, ordered
 
 Progress = Callable[[str, str, int], None]
 """Called with "write" or "verify", the name of a tensor, and its size in the file."""
 
 
 class ShardWriter:
-    """Collects arrays until they fill a file, writes it, and reads it back.
+    """Collects arrays in a spool file until they fill a file, writes it, and reads it back.
 
     Args:
         staged: the directory that is being written.
@@ -25,28 +26,46 @@ class ShardWriter:
         metadata: the `__metadata__` of each file.
         max_bytes: the maximum size of a file; a larger array gets its own.
         progress: what reports each array.
+        journal: the journal of a job that can be resumed.
     """
 
     def __init__(
-        self, staged: StagedDirectory, stem: str, metadata: Mapping[str, str], max_bytes: int, progress: Progress
+        self,
+        staged: StagedDirectory,
+        stem: str,
+        metadata: Mapping[str, str],
+        max_bytes: int,
+        progress: Progress,
+        journal: Journal | None = None,
     ) -> None:
         self._staged, self._stem, self._metadata = staged, stem, dict(metadata)
         self._limit, self._progress = max_bytes, progress
-        self._pending: dict[str, np.ndarray] = {}
-        self._pending_bytes = 0
+        self._spool = Spool(staged, journal)
         self._files: list[tuple[FileRecord, dict[str, TensorRecord]]] = []
 
-    def add(self, arrays: Mapping[str, np.ndarray]) -> None:
-        """Adds arrays that belong in the same file; they are copies that nobody changes."""
+    def restored(self) -> list[Added]:
+        """What an earlier writer of the job added."""
+        for file in self._staged.path.glob(f"{self._stem}*.safetensors"):  # it may have died while it numbered the files
+            index = 0
+            if file.name != self._name(0, 1):
+                index = int(file.name.removeprefix(f"{self._stem}-")[:5]) - 1
+            self._staged.rename(file.name, self._temporary_name(index))
+        batches = self._spool.restored()
+        for batch in batches:
+            if batch.moved is not None:
+                self._keep(batch, batch.moved)
+        return [added for batch in batches for added in batch.added]
+
+    def add(self, arrays: Mapping[str, np.ndarray], entry: Mapping[str, Any]) -> None:
+        """Adds arrays that belong in the same file; `entry` is what the writer needs to know about them when it resumes."""
         nbytes = sum(array.nbytes for array in arrays.values())
-        if self._pending and self._pending_bytes + nbytes > self._limit:
+        if self._spool.batch.added and self._spool.batch.size + nbytes > self._limit:
             self._flush()
-        self._pending |= arrays
-        self._pending_bytes += nbytes
+        self._spool.add(entry, arrays)
 
     def finish(self) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
         """Writes the last file, and numbers all; returns the records of files and of tensors."""
-        if self._pending:
+        if self._spool.batch.added:
             self._flush()
         files: dict[str, FileRecord] = {}
         tensors: dict[str, TensorRecord] = {}
@@ -58,32 +77,21 @@ class ShardWriter:
         return files, tensors
 
     def _flush(self) -> None:
-        """Writes the pending arrays as one file, and reads it back."""
-        arrays = ordered(self._pending)
+        """Writes the arrays of the spool file as one file, and reads it back."""
+        batch, stored = self._spool.batch, self._spool.batch.arrays
+        # Dtypes and shapes, without memory.
+        arrays = {name: np.broadcast_to(np.zeros((), DTYPES[one.dtype]), one.shape) for name, one in stored.items()}
+        arrays = ordered(arrays)
         header = file_header(arrays, self._metadata)
-        name = self._temporary_name(len(self._files))
-        parts = [header, *map(array_bytes, arrays.values())]
-        size = sum(len(part) for part in parts)
-        self._staged.write(name, parts, size)
-        data = mapped(self._staged.path / name)
-        if data[: len(header)].tobytes() != header:
-            raise self._changed(f"the header of {name}")
-        stored, _ = read_file(self._staged.path / name, data)
-        for leaf, array in arrays.items():
-            if not np.array_equal(stored[leaf].data, array_bytes(array)):
-                raise self._changed(f"tensor {leaf!r}")
-            self._progress("verify", leaf, array.nbytes)
-        tensors = {
-            leaf: TensorRecord(name, dtype_name(array.dtype, leaf), array.shape, sha256(array_bytes(array)))
-            for leaf, array in self._pending.items()
-        }
-        self._files.append((FileRecord(size, sha256(data.data)), tensors))
-        self._pending, self._pending_bytes = {}, 0
+        moved = self._spool.move(self._temporary_name(len(self._files)), 0, header, arrays)
+        for name, one in stored.items():
+            self._progress("verify", name, one.nbytes)
+        self._keep(batch, moved)
 
-    def _changed(self, what: str) -> QuantError:
-        return QuantError(
-            f"{self._staged.target}: {what} reads back differently from what was written; the disk may be failing"
-        )
+    def _keep(self, batch: Batch, moved: Moved) -> None:
+        """Records a file that is complete."""
+        tensors = {name: TensorRecord(moved.file, one.dtype, one.shape, one.sha256) for name, one in batch.arrays.items()}
+        self._files.append((FileRecord(moved.end, moved.sha256), tensors))
 
     def _temporary_name(self, index: int) -> str:
         """The name of a file while their number is unknown."""
@@ -95,8 +103,8 @@ class ShardWriter:
         return f"{self._stem}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
-def host_copy(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
-    """A little-endian, contiguous copy of an array in host memory.
+def host_array(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
+    """A little-endian, contiguous array in host memory.
 
     Raises:
         QuantError: for anything but an array, or a dtype that safetensors files lack.
@@ -107,4 +115,4 @@ def host_copy(array: np.ndarray | jax.Array, name: str) -> np.ndarray:
         )
     dtype = array.dtype.newbyteorder("<") if array.dtype.byteorder == ">" else array.dtype
     dtype_name(dtype, f"tensor {name!r}")
-    return np.array(array, dtype, order="C")
+    return np.asarray(array, dtype, order="C")

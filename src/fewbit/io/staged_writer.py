@@ -4,12 +4,13 @@ import abc
 import functools
 import os
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Self
 
 from ..errors import QuantError
 from .atomic_directory import StagedDirectory
+from .journal import Journal
 from .shards import Progress
 
 
@@ -17,7 +18,8 @@ class AbstractWriter(abc.ABC):
     """A context manager that writes one output atomically.
 
     Leaving the block renames what was staged to `path`; leaving it by an exception (also Ctrl-C) removes it, and an existing
-    `path` stays unchanged. Subclasses add tensors to `_staged` and commit it in `_finish`.
+    `path` stays unchanged. With a journal it is not removed, and the next writer of the same job goes on from it. Subclasses add
+    tensors to `_staged`, read in `_restore` what an earlier writer added, and commit in `_finish`.
 
     Args:
         path: the output.
@@ -25,6 +27,10 @@ class AbstractWriter(abc.ABC):
             the output's lock, and right before the rename.
         overwrite: whether an existing output may be replaced.
         progress: called with ("write" or "verify", name of a tensor, its size in the file).
+        journal: the journal of a job that can be resumed.
+
+    Attributes:
+        finished: the names of the tensors that an earlier writer of the job added; they are not added again.
 
     Raises:
         QuantError: as `check`, and when another process is writing the output.
@@ -37,14 +43,24 @@ class AbstractWriter(abc.ABC):
         *,
         overwrite: bool,
         progress: Progress | None,
+        journal: Journal | None,
     ):
         self.path = check(path)
-        self._stage = functools.partial(StagedDirectory, self.path, overwrite=overwrite, check=check)
+        self.finished: frozenset[str] = frozenset()
+        self._journal = journal
+        self._stage = functools.partial(
+            StagedDirectory, self.path, overwrite=overwrite, check=check, resume=journal is not None
+        )
         self._progress: Progress = progress or (lambda stage, name, nbytes: None)
         self._staging: StagedDirectory | None = None
 
     def __enter__(self) -> Self:
         self._staging = self._stage()
+        try:
+            self.finished = frozenset(self._restore())
+        except BaseException:
+            self._staging.close()
+            raise
         return self
 
     def __exit__(
@@ -72,6 +88,10 @@ class AbstractWriter(abc.ABC):
         if self._staging is None:
             name = type(self).__name__
             raise QuantError(f"tensors are added within the block: with {name}(...) as writer: writer.add(...)")
+
+    @abc.abstractmethod
+    def _restore(self) -> Iterable[str]:
+        """Reads what an earlier writer of the job added; returns the names of its tensors."""
 
     @abc.abstractmethod
     def _finish(self) -> None:

@@ -1,16 +1,21 @@
 """Quantizes a checkpoint into a directory, tensor by tensor."""
 
 import dataclasses
+import hashlib
 import importlib.metadata
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
+import numpy as np
 
 from ..array.qarray import QArray
 from ..errors import QuantError
 from ..io.files import file_sha256
+from ..io.journal import Journal
 from ..io.orbax import TREE
 from ..io.parts import FinishedParts
 from ..recipe.method import NEAREST, AbstractMethod
@@ -35,12 +40,13 @@ def quantize(
     on_layer: Callable[[int, int], None] | None = None,
     on_tensor: Callable[[TensorResult], None] | None = None,
     on_verify: Callable[[str, int], None] | None = None,
+    on_resume: Callable[[Sequence[TensorResult]], None] | None = None,
 ) -> Outcome:
     """Writes the quantized model; the directory appears complete or not at all.
 
-    One tensor is loaded at a time; quantized tensors are buffered up to one file of 1 GiB. The output is deterministic. A method
-    with calibration data stores finished layers in `.<name>.fewbit-work` next to the output until that is complete: the same
-    call after an interruption resumes from them, and gives the same bytes.
+    One tensor is loaded, quantized and written at a time. The output is deterministic. What is finished is kept in
+    `.<name>.fewbit-work` and `.<name>.fewbit-partial` next to the output until that is complete: the same call after an
+    interruption, a crash or an error resumes, and gives the same bytes.
 
     Args:
         model: the model.
@@ -54,6 +60,7 @@ def quantize(
         on_layer: called with the number of layers that it has quantized, and of all layers.
         on_tensor: called after each tensor.
         on_verify: called with the name and the bytes of each stored array that was read back.
+        on_resume: called with the results of the tensors that an earlier call finished, if there are any.
 
     Returns:
         The directory and its sizes.
@@ -75,35 +82,76 @@ def quantize(
         if stage == "verify" and on_verify is not None:
             on_verify(name, nbytes)
 
-    start, results = time.perf_counter(), []
-    fused, facts = fused_rows(model, plan, fused_modules(to)), _facts(model, plan)
+    start, results = time.perf_counter(), {}
+    sources: dict[str, str] = {}
 
-    def write(calibrated: Mapping[str, QArray]) -> Path:
-        def tensors() -> Iterator[tuple[str, Value]]:
-            for value, result in quantized_tensors(model, plan, fused, calibrated, method.name):
+    def load(path: str) -> Value:
+        value = model.load(path)
+        sources[path] = _value_sha256(value)
+        return value
+
+    source, fused = dataclasses.replace(model, load=load), fused_rows(model, plan, fused_modules(to))
+    facts = _facts(model, plan)
+    versions = [importlib.metadata.version("fewbit"), jax.__version__]
+    identity = {**facts, "plan": plan.to_json(), "to": to, "versions": versions}
+    if calibration is None:
+        identity["source"] = model.name  # each tensor has a hash in the journal, so that one can be repaired
+    else:
+        facts["method"] = {"name": method.name, **dataclasses.asdict(method), "calibration": calibration.facts}
+        identity |= facts
+    with Journal(out, identity) as journal:
+        calibrated: Mapping[str, QArray] = {}
+        if calibration is not None:
+            parts = FinishedParts(journal)
+            calibrated = calibrated_weights(model, plan, method, calibration, fused=fused, parts=parts, progress=on_layer)
+        earlier = _earlier_results(journal, load, sources)
+
+        def tensors(finished: frozenset[str]) -> Iterator[tuple[str, Value]]:
+            results.update({path: result for path, result in earlier.items() if path in finished})
+            if results and on_resume is not None:
+                on_resume(tuple(results.values()))
+            for value, result in quantized_tensors(source, plan, fused, calibrated, method.name, finished):
+                needed = {result.path, *(row.path for row in fused.get(result.path, ()))} & set(sources)
+                journal.note({"row": result.to_json(), "sources": {path: sources[path] for path in needed}})
                 yield result.path, representable(to, value) if result.is_quantized else value
-                results.append(result)
+                results[result.path] = result
                 if on_tensor is not None:
                     on_tensor(result)
 
-        return write_tensors(to, Job(model, plan, out, _config(model), facts, overwrite, progress), tensors())
-
-    if calibration is None:
-        written = write({})
-    else:
-        facts["method"] = {"name": method.name, **dataclasses.asdict(method), "calibration": calibration.facts}
-        identity = {**facts, "plan": plan.to_json(), "to": to, "version": importlib.metadata.version("fewbit")}
-        with FinishedParts(out, identity) as parts:
-            written = write(
-                calibrated_weights(model, plan, method, calibration, fused=fused, parts=parts, progress=on_layer)
-            )
-            parts.remove()
+        job = Job(model, plan, out, _config(model), facts, overwrite, progress, journal)
+        written = write_tensors(to, job, tensors)
+        journal.remove()
     files = [file for file in (written, *written.rglob("*")) if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     in_tensors = sum(file.stat().st_size for file in files if _has_tensors(file.relative_to(written)))
-    arrays = sum(result.bytes_after for result in results)
-    seconds = time.perf_counter() - start
-    return Outcome(written, tuple(results), model.size, size, in_tensors, arrays, seconds)
+    ordered = tuple(results[row.path] for row in plan if row.path in results)
+    arrays = sum(result.bytes_after for result in ordered)
+    return Outcome(written, ordered, model.size, size, in_tensors, arrays, time.perf_counter() - start)
+
+
+def _earlier_results(journal: Journal, load: Callable[[str], Value], sources: Mapping[str, str]) -> dict[str, TensorResult]:
+    """The results of the tensors that earlier runs computed; the journal ends where the source has changed since."""
+    found = {}
+    for index, line in enumerate(journal.lines):
+        if "row" not in line:
+            continue
+        for path, expected in line["sources"].items():
+            if path not in sources:
+                load(path)
+            if sources[path] != expected:
+                journal.cut(journal.lines[:index])
+                return found
+        result = TensorResult.from_json(line["row"])
+        found[result.path] = result
+    return found
+
+
+def _value_sha256(value: Value) -> str:
+    """The SHA-256 of a parameter: its scheme or dtype, its shape and its bytes."""
+    digest = hashlib.sha256(f"{value.dtype} {value.shape} {getattr(value, 'scheme', None)}".encode())
+    for leaf in jax.tree.leaves(value):
+        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _has_tensors(file: Path) -> bool:

@@ -4,8 +4,9 @@ import dataclasses
 import math
 import time
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,16 @@ class TensorResult:
         sizes = f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
         scheme = self.scheme if self.method == "rtn" else f"{self.scheme} by {self.method}"
         return f"{self.path}  {shape}  {scheme}  {quality}  {sizes}  {self.seconds:.2f} s"
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form; an infinite SQNR, which JSON lacks, is text."""
+        return {**dataclasses.asdict(self), "sqnr_db": str(self.sqnr_db)}
+
+    @classmethod
+    def from_json(cls, form: Mapping[str, Any]) -> "TensorResult":
+        """Reads the JSON form."""
+        sqnr = None if form["sqnr_db"] == "None" else float(form["sqnr_db"])
+        return cls(**{**form, "shape": tuple(form["shape"]), "sqnr_db": sqnr})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +121,7 @@ def quantized_tensors(
     fused: Mapping[str, tuple[PlanRow, ...]] = types.MappingProxyType({}),
     calibrated: Mapping[str, QArray] = types.MappingProxyType({}),
     method: str = "rtn",
+    finished: Collection[str] = frozenset(),
 ) -> Iterator[tuple[Value, TensorResult]]:
     """Quantizes the parameters of a model, in the order of the plan.
 
@@ -119,6 +131,7 @@ def quantized_tensors(
         fused: the rows that share a tensor scale, by the path of each; see `fused_rows`.
         calibrated: weights that are quantized already, see `calibrated_weights`.
         method: the name of the method that quantized them.
+        finished: the paths of parameters that are left out.
 
     Returns:
         An iterator of the values and their results.
@@ -130,13 +143,16 @@ def quantized_tensors(
     check_storable(plan)
     rows, ready = iter(plan), dict(calibrated)
     for row in rows:
+        if row.path in finished:
+            continue
         start = time.perf_counter()
         stored = model.load(row.path)
         x = _float_values(stored, row)
         if bad := _non_finite(x):
             raise QuantError(_non_finite_message(model, {row.path: bad} | _more_non_finite(model, rows)))
         if row.path in fused and row.path not in ready:
-            ready |= quantized_together({r.path: _float_values(model.load(r.path), r) for r in fused[row.path]}, row)
+            together = quantized_together({r.path: _float_values(model.load(r.path), r) for r in fused[row.path]}, row)
+            ready |= {path: q for path, q in together.items() if path not in finished}
         if row.path in ready:
             value = jax.block_until_ready(ready.pop(row.path))
             sqnr = sqnr_db(jnp.asarray(x), value)

@@ -168,7 +168,7 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         quantize(tmp_path / "resumed", on_layer=stop)
     work = tmp_path / ".resumed.fewbit-work"
-    assert sorted(part.name for part in work.iterdir()) == ["layer-0", "layer-1"]
+    assert sorted(part.name for part in work.iterdir()) == ["journal", "layer-0", "layer-1"]
     monkeypatch.setattr(
         calibrated, "_quantized", lambda layer, prefix, *rest: done.append(prefix) or quantized(layer, prefix, *rest)
     )

@@ -12,10 +12,11 @@ from ...array.qarray import QArray
 from ...errors import QuantError
 from ...kernels.quantize.dispatch import dequantize
 from ..checkpoint import Tensor, TensorInfo, Tensors
+from ..journal import Journal
 from ..native.manifest import CONFIG, MANIFEST, FileRecord, Manifest, is_plain_name, sha256
 from ..output import check_output
 from ..safetensors.reader import INDEX, SINGLE, read_safetensors_directory
-from ..shards import Progress, ShardWriter, host_copy
+from ..shards import Progress, ShardWriter, host_array
 from ..staged_writer import AbstractWriter
 from .container import AbstractContainer, Weight
 from .reader import with_weights
@@ -40,6 +41,7 @@ class ContainerWriter(AbstractWriter):
         overwrite: whether a directory that fewbit wrote, with only the files of its manifest, may be replaced at the end.
         sources: files and directories that the tensors are read from.
         progress: called with ("write" or "verify", name of the tensor, its size in the file).
+        journal: the journal of a job that can be resumed, as for `DirectoryWriter`.
 
     Raises:
         QuantError: when `check_output` refuses the path, another process is writing it, or the disk is full.
@@ -60,10 +62,11 @@ class ContainerWriter(AbstractWriter):
         overwrite: bool = False,
         sources: Iterable[str | os.PathLike[str]] = (),
         progress: Progress | None = None,
+        journal: Journal | None = None,
     ):
         container.check(weights)
         check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources))
-        super().__init__(path, check, overwrite=overwrite, progress=progress)
+        super().__init__(path, check, overwrite=overwrite, progress=progress, journal=journal)
         self._container, self._facts = container, dict(facts or {})
         self._weights = {weight.name: weight for weight in weights}
         self._added = container.files(weights, kept, config or {})
@@ -79,7 +82,7 @@ class ContainerWriter(AbstractWriter):
     @functools.cached_property
     def _shards(self) -> ShardWriter:
         """The writer of the tensor files."""
-        return ShardWriter(self._staged, "model", self._added.metadata, self._limit, self._progress)
+        return ShardWriter(self._staged, "model", self._added.metadata, self._limit, self._progress, self._journal)
 
     def add(self, name: str, value: Tensor) -> None:
         """Adds one tensor: a QArray for a weight that was announced, else an array.
@@ -95,15 +98,26 @@ class ContainerWriter(AbstractWriter):
             raise QuantError(f"tensor {name!r} is an array, but a weight in {self._weights[name].scheme.name} was announced")
         else:
             arrays = {name: value}
-        copies = {leaf: host_copy(array, leaf) for leaf, array in arrays.items()}
-        if taken := self._names & set(copies):
+        stored = {leaf: host_array(array, leaf) for leaf, array in arrays.items()}
+        if taken := self._names & set(stored):
             raise QuantError(f"tensor name {min(taken)!r} is taken already; choose another")
-        self._names |= set(copies)
-        self._missing.discard(name)
-        self._shards.add(copies)
-        nbytes = sum(array.nbytes for array in copies.values())
-        self._nbytes += nbytes
+        nbytes = sum(array.nbytes for array in stored.values())
+        self._shards.add(stored, {"name": name})
+        self._record(name, stored, nbytes)
         self._progress("write", name, nbytes)
+
+    def _record(self, name: str, leaf_names: Iterable[str], nbytes: int) -> None:
+        """Records that a tensor was added."""
+        self._names |= set(leaf_names)
+        self._missing.discard(name)
+        self._nbytes += nbytes
+
+    def _restore(self) -> list[str]:
+        """Reads what an earlier writer of the job added."""
+        found = {added.entry["name"]: added.arrays for added in self._shards.restored()}
+        for name, arrays in found.items():
+            self._record(name, arrays, sum(one.nbytes for one in arrays.values()))
+        return list(found)
 
     def _encoded(self, name: str, q: QArray) -> Mapping[str, np.ndarray]:
         """The arrays of a weight, decoded again and compared."""

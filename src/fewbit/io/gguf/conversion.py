@@ -62,6 +62,18 @@ class Conversion:
             if not self._is_dropped(name) and not is_expert and not name.endswith(_LATENT):
                 self._name(name)
 
+    def targets(self, name: str) -> tuple[str, ...]:
+        """The GGUF names of the tensors that have a part of this tensor of the checkpoint; none if it is dropped."""
+        if self._is_dropped(name):
+            return ()
+        if found := _EXPERT.fullmatch(name):
+            return (self._expert_target(name, *found.groups()),)
+        if found := _EXPERTS.fullmatch(name):
+            layer, part, suffix = found.groups()
+            kinds = ("down",) if part == "down_proj" else ("gate", "up")
+            return tuple(f"blk.{layer}.ffn_{kind}_exps.{'bias' if suffix == '_bias' else 'weight'}" for kind in kinds)
+        return (self._name(name),)
+
     def tensors(self, values: Iterable[tuple[str, np.ndarray | jax.Array | QArray]]) -> Iterator[tuple[str, Stored]]:
         """Converts the tensors of a checkpoint, in any order.
 
@@ -80,12 +92,9 @@ class Conversion:
             if self._is_dropped(name):
                 continue
             if found := _EXPERT.fullmatch(name):
-                layer, index, part = found.groups()
-                if part not in _PARTS:
-                    raise UnsupportedError(f"tensor {name!r} has no GGUF name")
-                target = f"blk.{layer}.ffn_{_PARTS[part]}_exps.weight"
+                target = self._expert_target(name, *found.groups())
                 experts = waiting.setdefault(target, {})
-                experts[int(index)] = stored(value, f"tensor {name!r}", self.ternary)
+                experts[int(found[2])] = stored(value, f"tensor {name!r}", self.ternary)
                 if len(experts) == self._expert_count:
                     parts = waiting.pop(target)
                     yield target, self._checked(target, stacked([parts[i] for i in sorted(parts)], f"tensor {target!r}"))
@@ -116,6 +125,12 @@ class Conversion:
         """Whether llama.cpp computes the tensor, or a tied head repeats the embedding."""
         is_tied = {**self.architecture.defaults, **self.config}.get("tie_word_embeddings", False)
         return _DERIVED.fullmatch(name) is not None or (name == _HEAD and bool(is_tied))
+
+    def _expert_target(self, name: str, layer: str, index: str, part: str) -> str:
+        """The GGUF name of the tensor with all experts of a layer."""
+        if part not in _PARTS:
+            raise UnsupportedError(f"tensor {name!r} has no GGUF name")
+        return f"blk.{layer}.ffn_{_PARTS[part]}_exps.weight"
 
     def _name(self, name: str) -> str:
         """The GGUF name of a tensor."""

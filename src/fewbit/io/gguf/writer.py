@@ -4,17 +4,17 @@ Tensors are added one at a time; the file is written to a temporary directory, r
 """
 
 import functools
-import hashlib
 import importlib.metadata
-import itertools
 import os
 import pathlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
 from ...errors import QuantError
 from ..files import mapped
+from ..journal import Journal, Spool
 from ..native.writer import storable
 from ..output import checked_target
 from ..shards import Progress
@@ -35,9 +35,9 @@ class GGUFWriter(AbstractWriter):
     """Writes a GGUF file atomically, tensor by tensor.
 
     A context manager: leaving the block renames the file to `path`; leaving it by an exception (also Ctrl-C) removes it, and
-    an existing `path` stays unchanged. Tensors stay in memory until they fill a temporary file. The same calls give the same
-    bytes. QArrays are stored without loss in the type of their scheme: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, NVFP4, TQ2_0
-    or TQ1_0; arrays as F32, F16, BF16, F64 or integers.
+    an existing `path` stays unchanged. No tensor stays in memory; they are in a temporary file until all are known, because
+    their names and types come first. The same calls give the same bytes. QArrays are stored without loss in the type of their
+    scheme: Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, NVFP4, TQ2_0 or TQ1_0; arrays as F32, F16, BF16, F64 or integers.
 
     The fields `general.quantization_version`, `general.file_type` and `fewbit.version` are set by the writer.
 
@@ -45,10 +45,10 @@ class GGUFWriter(AbstractWriter):
         path: the file to create; missing parents are created.
         fields: the metadata; see `Field`. `general.architecture` is required.
         alignment: the power of two that tensor offsets are multiples of.
-        max_buffer_bytes: the bytes of tensors that are kept in memory.
         overwrite: whether a GGUF file that fewbit wrote may be replaced at the end.
         sources: files and directories that the tensors are read from, which the output must not be or be inside of.
         progress: called with ("write" or "verify", name of the tensor, its size in the file).
+        journal: the journal of a job that can be resumed, as for `DirectoryWriter`.
 
     Raises:
         QuantError: for a path that may not be written, when another process is writing it or the disk is full, and for a metadata
@@ -68,34 +68,36 @@ class GGUFWriter(AbstractWriter):
         fields: Mapping[str, Field],
         *,
         alignment: int = 32,
-        max_buffer_bytes: int = 2**30,
         overwrite: bool = False,
         sources: Iterable[str | os.PathLike[str]] = (),
         progress: Progress | None = None,
+        journal: Journal | None = None,
     ):
         check = functools.partial(check_gguf_output, overwrite=overwrite, sources=tuple(sources))
-        super().__init__(path, check, overwrite=overwrite, progress=progress)
+        super().__init__(path, check, overwrite=overwrite, progress=progress, journal=journal)
         self._package = gguf_package(f"writing {self.path}")
         if "general.architecture" not in fields:
             raise QuantError("the metadata lacks 'general.architecture'; name the architecture, such as 'llama'")
         self._fields = {key: encoded(value, key) for key, value in fields.items()}
         if alignment != 32:
             self._fields["general.alignment"] = encoded(alignment, "general.alignment")
-        self._alignment, self._limit = alignment, max_buffer_bytes
+        self._alignment = alignment
         self._entries: dict[str, TensorEntry] = {}
-        self._hashes: dict[str, str] = {}
-        self._sizes: dict[str, int] = {}
-        self._pending: list[np.ndarray] = []
-        self._pending_bytes = 0
-        self._parts: list[str] = []
+        self._nbytes: dict[str, int] = {}
         self._offset = 0
+        self._is_moved = False
+
+    @functools.cached_property
+    def _spool(self) -> Spool:
+        """The tensors, until all are known: the file begins with their names and types."""
+        return Spool(self._staged, self._journal, self._alignment)
 
     def add(self, name: str, value: object, *, ternary: str = "TQ2_0") -> None:
         """Adds one tensor.
 
         Args:
             name: its name, unique.
-            value: a QArray or an array, copied now; with `fewbit.torch` imported also a tensor; or a `Stored`. The tensor scale
+            value: a QArray or an array, written now; with `fewbit.torch` imported also a tensor; or a `Stored`. The tensor scale
                 of NVFP4 becomes a tensor of its own, `.scale` instead of `.weight`.
             ternary: the type of a ternary QArray: "TQ2_0", two bits, or "TQ1_0", 1.6 bits.
 
@@ -106,38 +108,54 @@ class GGUFWriter(AbstractWriter):
         self._check_open()
         if not isinstance(value, Stored):
             value = stored(storable(value, name), f"tensor {name!r}", ternary)
-        if not name or name in self._entries:
-            raise QuantError(f"tensor name {name!r} is taken already, or empty; choose another")
-        kind = self._package.GGMLQuantizationType[value.type_name]
-        self._entries[name] = TensorEntry(name, value.shape, int(kind), self._offset)
-        data = np.array(value.data, order="C").reshape(-1)
-        self._hashes[name], self._sizes[name] = hashlib.sha256(data.data).hexdigest(), data.size
-        padding = -data.size % self._alignment
-        if self._pending and self._pending_bytes + data.size > self._limit:
-            self._flush()
-        self._pending += [data, np.zeros(padding, np.uint8)]
-        self._pending_bytes += data.size + padding
-        self._offset += data.size + padding
-        self._progress("write", name, data.size)
+        tensors = {name: value}
         if value.tensor_scale is not None:
-            self.add(scale_name(name), value.tensor_scale)
+            tensors[scale_name(name)] = stored(value.tensor_scale, f"tensor {scale_name(name)!r}")
+        for one in tensors:
+            if not one or one in self._entries:
+                raise QuantError(f"tensor name {one!r} is taken already, or empty; choose another")
+        kinds = self._package.GGMLQuantizationType
+        forms = {one: {"shape": list(t.shape), "kind": int(kinds[t.type_name])} for one, t in tensors.items()}
+        data = {one: np.ascontiguousarray(tensor.data).reshape(-1) for one, tensor in tensors.items()}
+        self._spool.add({"name": name, "tensors": forms}, data)
+        for one, array in data.items():
+            self._record(one, forms[one], array.nbytes)
+            self._progress("write", one, array.nbytes)
 
-    def _flush(self) -> None:
-        """Writes the pending tensors to a temporary file."""
-        name = f"part-{len(self._parts)}"
-        self._staged.write(name, [part.data for part in self._pending], self._pending_bytes)
-        self._parts.append(name)
-        self._pending, self._pending_bytes = [], 0
+    def _record(self, name: str, form: Mapping[str, Any], nbytes: int) -> None:
+        """Records that a tensor was added."""
+        self._entries[name] = TensorEntry(name, tuple(form["shape"]), form["kind"], self._offset)
+        self._nbytes[name] = nbytes
+        self._offset += nbytes + -nbytes % self._alignment
+
+    def _restore(self) -> list[str]:
+        """Reads what an earlier writer of the job added."""
+        batch = self._spool.restored()[0]
+        self._is_moved = batch.moved is not None
+        for added in batch.added:
+            for name, one in added.arrays.items():
+                self._record(name, added.entry["tensors"][name], one.nbytes)
+        return [added.entry["name"] for added in batch.added]
 
     def _finish(self) -> None:
         """Writes the file, checks it, and commits."""
         if not self._entries:
             raise QuantError(f"{self.path} would have no tensors; add some before the end of the block")
-        fields = self._fields | self._own_fields()
-        header = file_header(fields, list(self._entries.values()), self._alignment)
-        parts = itertools.chain([memoryview(header)], self._written_parts(), [part.data for part in self._pending])
-        self._staged.write(_FILE, parts, len(header) + self._offset)
-        self._verify(fields)
+        fields, entries = self._fields | self._own_fields(), list(self._entries.values())
+        header = file_header(fields, entries, self._alignment)
+        if not self._is_moved:
+            self._spool.move(_FILE, 0, header, self._entries)
+        self._staged.write_at(_FILE, len(header) + self._offset, [], 0)  # the padding of the last tensor
+        self._staged.flush(_FILE)
+        data = mapped(self._staged.path / _FILE)
+        found = read_header(data, str(self.path))
+        if found.encoded != fields or found.entries != tuple(entries):
+            raise QuantError(
+                f"{self.path}: the header reads back differently from what was written; the disk may be failing"
+            )
+        read_gguf(self.path, data)
+        for name, nbytes in self._nbytes.items():
+            self._progress("verify", name, nbytes)
         self._staged.commit_file(_FILE)
 
     def _own_fields(self) -> dict[str, Field]:
@@ -154,30 +172,6 @@ class GGUFWriter(AbstractWriter):
             own["general.file_type"] = int(self._package.LlamaFileType[found[0]])
         own[VERSION_FIELD] = importlib.metadata.version("fewbit")
         return {key: encoded(value, key) for key, value in own.items()}
-
-    def _written_parts(self) -> Iterator[memoryview]:
-        """The bytes of the temporary files, each removed once it was copied."""
-        for name in self._parts:
-            part = self._staged.path / name
-            yield mapped(part).data
-            part.unlink()
-
-    def _verify(self, fields: Mapping[str, Field]) -> None:
-        """Reads the file back and compares every field and tensor."""
-        file = self._staged.path / _FILE
-        data = mapped(file)
-        header = read_header(data, str(self.path))
-        if header.encoded != fields or header.entries != tuple(self._entries.values()):
-            raise self._changed("the header")
-        read_gguf(self.path, data)
-        for name, entry in self._entries.items():
-            start = header.data_start + entry.offset
-            if hashlib.sha256(data[start : start + self._sizes[name]].data).hexdigest() != self._hashes[name]:
-                raise self._changed(f"tensor {name!r}")
-            self._progress("verify", name, self._sizes[name])
-
-    def _changed(self, what: str) -> QuantError:
-        return QuantError(f"{self.path}: {what} reads back differently from what was written; the disk may be failing")
 
 
 def check_gguf_output(

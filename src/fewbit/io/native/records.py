@@ -49,6 +49,37 @@ class Table:
         return self._places[key]
 
 
+class Records:
+    """The JSON records of the QArrays of one output, by name, and the schemes and policies that they refer to."""
+
+    def __init__(self) -> None:
+        self.schemes, self.policies = Table(), Table()
+        self.by_name: dict[str, Any] = {}
+
+    @property
+    def tables(self) -> dict[str, Any]:
+        """The JSON of schemes and policies."""
+        return {"schemes": self.schemes.values, "policies": self.policies.values}
+
+    def add(self, name: str, q: QArray) -> dict[str, Any]:
+        """Adds the record of a QArray; returns what `restore` takes: the record, and the schemes and policies that are new.
+
+        Raises:
+            QuantError: as `record`.
+        """
+        schemes, policies = len(self.schemes.values), len(self.policies.values)
+        self.by_name[name] = record(q, self.schemes, self.policies, name)
+        new = {"schemes": self.schemes.values[schemes:], "policies": self.policies.values[policies:]}
+        return {"record": self.by_name[name], **new}
+
+    def restore(self, name: str, added: Mapping[str, Any]) -> None:
+        """Adds a record again."""
+        for table, values in ((self.schemes, added["schemes"]), (self.policies, added["policies"])):
+            for value in values:
+                table.place(value)
+        self.by_name[name] = added["record"]
+
+
 def leaves(name: str, q: QArray) -> dict[str, jax.Array]:
     """The component arrays by their names in files: `<name>.codes`, `<name>.scale`, ..."""
     result: dict[str, jax.Array] = {}

@@ -16,12 +16,13 @@ from ..._json import dumped, parsed_object
 from ...array.qarray import QArray
 from ...errors import QuantError
 from ..checkpoint import Tensor
+from ..journal import Journal
 from ..output import check_output
-from ..shards import Progress, ShardWriter, host_copy
+from ..shards import Progress, ShardWriter, host_array
 from ..staged_writer import AbstractWriter
 from .manifest import CONFIG, FORMAT, MANIFEST, VERSION, FileRecord, Manifest, is_plain_name, sha256
 from .reader import QUANT_METHOD, SECTION, read_directory
-from .records import Table, leaves, record
+from .records import Records, leaves
 
 _METADATA = {"format": FORMAT}
 # Not "model": transformers would load model.safetensors, find none of its tensors, and return a random model.
@@ -32,7 +33,7 @@ class DirectoryWriter(AbstractWriter):
     """Writes a model directory atomically, tensor by tensor.
 
     A context manager: leaving the block renames the directory to `path`; leaving it by an exception (also Ctrl-C) removes it,
-    and an existing `path` stays unchanged. Tensors stay in memory until they fill a file. The same calls give the same bytes.
+    and an existing `path` stays unchanged. No tensor stays in memory. The same calls give the same bytes.
 
     Args:
         path: the directory to create; missing parents are created.
@@ -43,6 +44,8 @@ class DirectoryWriter(AbstractWriter):
         overwrite: whether a directory that fewbit wrote, with only the files of its manifest, may be replaced at the end.
         sources: files and directories that the tensors are read from, which the output must not be, contain or be inside of.
         progress: called with ("write" or "verify", name of the tensor, its size in the file).
+        journal: the journal of a job that can be resumed: an exception leaves the finished tensors for the next writer, whose
+            `finished` names them.
 
     Raises:
         QuantError: when `check_output` refuses the path, another process is writing it, or the disk is full; for a config that
@@ -67,30 +70,30 @@ class DirectoryWriter(AbstractWriter):
         overwrite: bool = False,
         sources: Iterable[str | os.PathLike[str]] = (),
         progress: Progress | None = None,
+        journal: Journal | None = None,
     ):
         check = functools.partial(check_output, overwrite=overwrite, sources=tuple(sources))
-        super().__init__(path, check, overwrite=overwrite, progress=progress)
+        super().__init__(path, check, overwrite=overwrite, progress=progress, journal=journal)
         self._config, self._files, self._facts = dict(config or {}), dict(files or {}), dict(facts or {})
         _check_config(self._config, self._files)
         dumped(self._facts, "facts")
         if max_shard_bytes < 1:
             raise QuantError(f"max_shard_bytes is {max_shard_bytes}, must be at least 1")
         self._limit = max_shard_bytes
-        self._schemes, self._policies = Table(), Table()
-        self._records: dict[str, Any] = {}
+        self._records = Records()
         self._names: set[str] = set()
 
     @functools.cached_property
     def _shards(self) -> ShardWriter:
         """The writer of the tensor files."""
-        return ShardWriter(self._staged, STEM, _METADATA, self._limit, self._progress)
+        return ShardWriter(self._staged, STEM, _METADATA, self._limit, self._progress, self._journal)
 
     def add(self, name: str, value: object) -> None:
         """Adds one tensor.
 
         Args:
             name: its name, unique.
-            value: a QArray or an array, copied now. With `fewbit.torch` imported also a tensor.
+            value: a QArray or an array, written now. With `fewbit.torch` imported also a tensor.
 
         Raises:
             QuantError: for a duplicate name, a dtype that safetensors lacks, or an inconsistent QArray.
@@ -101,12 +104,22 @@ class DirectoryWriter(AbstractWriter):
         for leaf in (name, *arrays):
             if not leaf or leaf == "__metadata__" or leaf in self._names:
                 raise QuantError(f"tensor name {leaf!r} is taken already, or reserved; choose another")
+        stored = {leaf: host_array(array, leaf) for leaf, array in arrays.items()}
+        entry: dict[str, Any] = {"name": name}
         if isinstance(value, QArray):
-            self._records[name] = record(value, self._schemes, self._policies, name)
-        copies = {leaf: host_copy(array, leaf) for leaf, array in arrays.items()}
-        self._names |= {name, *copies}
-        self._shards.add(copies)
-        self._progress("write", name, sum(array.nbytes for array in copies.values()))
+            entry["quantized"] = self._records.add(name, value)
+        self._names |= {name, *stored}
+        self._shards.add(stored, entry)
+        self._progress("write", name, sum(array.nbytes for array in stored.values()))
+
+    def _restore(self) -> list[str]:
+        """Reads what an earlier writer of the job added."""
+        found = {added.entry["name"]: added for added in self._shards.restored()}
+        for name, added in found.items():
+            self._names |= {name, *added.arrays}
+            if "quantized" in added.entry:
+                self._records.restore(name, added.entry["quantized"])
+        return list(found)
 
     def _finish(self) -> None:
         """Writes the last tensors, the config and the manifest, checks them all, and commits."""
@@ -114,8 +127,8 @@ class DirectoryWriter(AbstractWriter):
             raise QuantError(f"{self.path} would have no tensors; add some before the end of the block")
         staged = self._staged
         written, tensors = self._shards.finish()
-        tables = {"schemes": self._schemes.values, "policies": self._policies.values}
-        section = {"quant_method": QUANT_METHOD, "version": VERSION, **tables, "tensors": self._records}
+        records = self._records
+        section = {"quant_method": QUANT_METHOD, "version": VERSION, **records.tables, "tensors": records.by_name}
         small = {CONFIG: dumped(self._config | {SECTION: section}, CONFIG), **self._files}
         files = written | {name: FileRecord(len(text), sha256(text)) for name, text in small.items()}
         small[MANIFEST] = Manifest(files, tensors, self._facts).text()

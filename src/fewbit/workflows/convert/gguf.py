@@ -17,6 +17,7 @@ from ...io.gguf.reader import gguf_package
 from ...io.gguf.stored import Stored, stored
 from ...io.gguf.vocabulary import tokenizer_fields
 from ...io.gguf.writer import GGUFWriter
+from ...io.journal import Journal
 from ...models.families.family import HUGGING_FACE
 from ...models.families.gguf import gguf_table_of
 from ..model import Model, Value
@@ -55,13 +56,51 @@ def write_gguf(
         QuantError: for a scheme that GGUF cannot store without loss, and as `GGUFWriter`.
         UnsupportedError: for an architecture or tokenizer that llama.cpp lacks.
     """
+    return write_unfinished(
+        model, lambda finished: tensors, out, overwrite=overwrite, ternary=ternary, progress=progress, journal=None
+    )
+
+
+def write_unfinished(
+    model: Model,
+    tensors: Callable[[frozenset[str]], Iterable[tuple[str, Value]]],
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool,
+    progress: Callable[[str, str, int], None] | None,
+    journal: Journal | None,
+    ternary: str = "TQ2_0",
+) -> Path:
+    """Writes what an earlier run of the job did not finish; see `write_gguf`.
+
+    Args:
+        model: the model.
+        tensors: gives the tensors, without those whose paths it gets.
+        out: as for `write_gguf`.
+        overwrite: as for `write_gguf`.
+        progress: as for `write_gguf`.
+        journal: the job's journal.
+        ternary: as for `write_gguf`.
+
+    Returns:
+        The file.
+    """
     source = _source(model, ternary)
     writer = GGUFWriter(
-        out, source.fields, alignment=source.alignment, overwrite=overwrite, sources=[model.path], progress=progress
+        out,
+        source.fields,
+        alignment=source.alignment,
+        overwrite=overwrite,
+        sources=[model.path],
+        progress=progress,
+        journal=journal,
     )
     with writer:
-        for name, tensor in source.converted(tensors):
-            writer.add(name, tensor)
+        targets = {path: source.targets(path) for path in model.info}
+        finished = frozenset(path for path, names in targets.items() if names and writer.finished.issuperset(names))
+        for name, tensor in source.converted(tensors(finished)):
+            if name not in writer.finished:
+                writer.add(name, tensor)
     return writer.path
 
 
@@ -87,11 +126,13 @@ class _Source:
 
     Attributes:
         fields: the metadata.
+        targets: gives the names in the file of the tensors that have a part of the tensor of a path.
         converted: gives the tensors of the file from those of the model.
         alignment: of the tensors in the file.
     """
 
     fields: Mapping[str, Field]
+    targets: Callable[[str], tuple[str, ...]]
     converted: Callable[[Iterable[tuple[str, Value]]], Iterator[tuple[str, Stored]]]
     alignment: int = 32
 
@@ -118,12 +159,14 @@ def _from_gguf(model: Model, ternary: str) -> _Source:
     if model.config is not None:
         table = gguf_table_of(model.metadata)
 
+    def name(path: str) -> str:
+        return path if path in names or table is None else table.name(path)
+
     def converted(tensors: Iterable[tuple[str, Value]]) -> Iterator[tuple[str, Stored]]:
         for path, value in tensors:
-            name = path if path in names or table is None else table.name(path)
-            yield name, stored(value, f"tensor {name!r}", ternary)
+            yield name(path), stored(value, f"tensor {name(path)!r}", ternary)
 
-    return _Source(header.encoded, converted, header.alignment)
+    return _Source(header.encoded, lambda path: (name(path),), converted, header.alignment)
 
 
 def _from_hugging_face(
@@ -146,4 +189,4 @@ def _from_hugging_face(
         yield from extra_tensors(architecture, config).items()
         yield from conversion.tensors((names.get(path, path), value) for path, value in tensors)
 
-    return _Source(fields, converted)
+    return _Source(fields, lambda path: conversion.targets(names.get(path, path)), converted)

@@ -21,6 +21,7 @@ from ...io.containers.registry import CONTAINERS, container
 from ...io.containers.writer import ContainerWriter
 from ...io.gguf.blocks import why_not as why_not_type
 from ...io.gguf.writer import check_gguf_output
+from ...io.journal import Journal
 from ...io.native.writer import DirectoryWriter
 from ...io.orbax import OrbaxWriter
 from ...io.output import check_output
@@ -30,7 +31,7 @@ from ...recipe.quantize_row import quantized_leaf
 from ...recipe.role import Role
 from ...recipe.rows import PlanRow
 from ..model import Model, Value, decoded, is_kept
-from .gguf import why_not_model, write_gguf
+from .gguf import why_not_model, write_unfinished
 from .hugging_face import as_hugging_face
 
 Values = Iterable[tuple[str, Value]]
@@ -50,6 +51,7 @@ class Job:
         facts: JSON for the manifest.
         overwrite: whether what fewbit wrote at the path may be replaced.
         progress: called with ("write" or "verify", name of the tensor, its size in the file).
+        journal: what earlier runs of the job finished.
     """
 
     model: Model
@@ -59,6 +61,7 @@ class Job:
     facts: Mapping[str, Any]
     overwrite: bool
     progress: Progress
+    journal: Journal
 
     @property
     def options(self) -> dict[str, Any]:
@@ -70,6 +73,7 @@ class Job:
             "overwrite": self.overwrite,
             "sources": [self.model.path],
             "progress": self.progress,
+            "journal": self.journal,
         }
 
 
@@ -120,13 +124,15 @@ def check_path(to: str, path: Path, model: Model, *, overwrite: bool) -> None:
         check_output(path, overwrite=overwrite, sources=[model.path])
 
 
-def write_tensors(to: str, job: Job, tensors: Values) -> Path:
+def write_tensors(to: str, job: Job, tensors: Callable[[frozenset[str]], Values]) -> Path:
     """Writes the tensors of a model in a target's layout; the directory appears complete or not at all.
+
+    An exception leaves what is finished for the next run of the job.
 
     Args:
         to: the name of a target that passed `check_target`.
         job: what is written, and where.
-        tensors: the tensors, in the order of the plan.
+        tensors: gives the tensors in the order of the plan, without those whose paths it gets: they are finished.
 
     Returns:
         The path.
@@ -135,11 +141,13 @@ def write_tensors(to: str, job: Job, tensors: Values) -> Path:
         QuantError: when the output is refused, or writing fails.
     """
     if to == "gguf":
-        return write_gguf(job.model, tensors, job.out, overwrite=job.overwrite, progress=job.progress)
-    writer = _writer(to, job)
+        return write_unfinished(
+            job.model, tensors, job.out, overwrite=job.overwrite, progress=job.progress, journal=job.journal
+        )
+    writer, names = _writer(to, job), {path: job.model.names.get(path, path) for path in job.model.info}
     with writer:
-        for path, value in tensors:
-            name = job.model.names.get(path, path)
+        for path, value in tensors(frozenset(path for path, name in names.items() if name in writer.finished)):
+            name = names[path]
             if to == "hf" and isinstance(value, QArray):
                 writer.add(name, np.asarray(decoded(value)).astype(ml_dtypes.bfloat16))
             else:
