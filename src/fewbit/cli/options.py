@@ -85,6 +85,22 @@ Bits = Annotated[
 Candidates = Annotated[
     str | None, typer.Option("--candidates", metavar="SCHEMES", help="Schemes to choose from, as in mxfp4,nvfp4,int8.")
 ]
+Distributed = Annotated[
+    bool,
+    typer.Option(
+        "--distributed",
+        help="Divide the tensors over the processes of a cluster that JAX detects: SLURM, Open MPI, Kubernetes, TPU. "
+        "Every process runs the same command.",
+    ),
+]
+Coordinator = Annotated[
+    str | None,
+    typer.Option("--coordinator", metavar="HOST:PORT", help="Where JAX detects no cluster: the address of process 0."),
+]
+Processes = Annotated[
+    int | None, typer.Option("--processes", min=1, help="With --coordinator: how many processes there are.")
+]
+ProcessId = Annotated[int | None, typer.Option("--process-id", min=0, help="With --coordinator: which one this is, from 0.")]
 Full = Annotated[bool, typer.Option("--full", help="Show every parameter instead of one row for identical layers.")]
 Strict = Annotated[
     bool, typer.Option("--strict", help="Fail if the role of a tensor is unknown, instead of not quantizing it.")

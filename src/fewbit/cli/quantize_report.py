@@ -1,15 +1,20 @@
 """The steps of `fewbit quantize`, with progress and messages on interruption."""
 
 import dataclasses
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import jax
 
 from ..array import scheme
 from ..errors import QuantError, UnsupportedError
 from ..methods import method
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
+from ..workflows.distributed.processes import gathered
+from ..workflows.distributed.quantize import quantize_distributed
 from ..workflows.engine import choose_engine
 from ..workflows.evaluate import Quality, evaluate
 from ..workflows.load import load
@@ -158,6 +163,59 @@ def written(
                 or f"interrupted after {written} of {count} tensors; {output} is unchanged. "
                 "Run the same command to resume: what is finished is kept next to it"
             ) from None
+
+
+def refuse_undivided(*, to: str, method: str, **others: object) -> None:
+    """Refuses options whose work cannot be divided over processes.
+
+    Args:
+        to: the layout; "fewbit" can be.
+        method: the method; "rtn" can be.
+        others: options that cannot be, by name; None and False where they were not given.
+    """
+    if (to, method) != ("fewbit", "rtn"):
+        raise QuantError(
+            f"--distributed writes the layout fewbit by the method rtn, but --to is {to} and --method is {method}; "
+            "`fewbit convert` writes the result in another layout"
+        )
+    if given := [name for name, value in others.items() if value]:
+        raise QuantError(f"--distributed cannot divide the work of --{given[0].replace('_', '-')}; drop one of the two")
+
+
+def join_cluster(coordinator: str | None, processes: int | None, process_id: int | None) -> bool:
+    """Joins a cluster, by `jax.distributed.initialize` with these arguments; True in process 0."""
+    try:
+        jax.distributed.initialize(coordinator, processes, process_id)
+    except (ValueError, RuntimeError) as error:
+        raise QuantError(
+            f"this process cannot join a JAX cluster: {str(error).splitlines()[0]:.200} Start the command by a launcher that JAX "
+            "detects, such as srun or mpirun, or pass --coordinator, --processes and --process-id in every process"
+        ) from error
+    # gloo, which connects CPUs, reports it on stdout, where only results belong.
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        gathered("connected")
+    finally:
+        os.dup2(stdout, 1)
+        os.close(stdout)
+    return jax.process_index() == 0
+
+
+def written_distributed(source: Model, made: Plan, output: Path, *, overwrite: bool) -> Outcome:
+    """Writes the directory with the other processes, with progress and a log line per tensor of this one."""
+    total = sum(row.bytes_before for row in made)
+    title = f"quantizing, process {jax.process_index()} of {jax.process_count()}"
+    with progress_bar(title, total / jax.process_count()) as bar, log_lines(None, bar) as log_line:
+        read = 0
+
+        def on_tensor(result: TensorResult) -> None:
+            nonlocal read
+            read += result.bytes_before
+            log_line(str(result))
+            bar.advance(read, f"{read / 1e6:,.0f} MB read")
+
+        return quantize_distributed(source, made, output, overwrite=overwrite, on_tensor=on_tensor)
 
 
 def evaluated(path: Path, reference: Model, text: str | None) -> Quality:

@@ -133,6 +133,17 @@ class StagedDirectory:
         if not is_same:
             raise QuantError(f"{self.target}: {name} reads back differently from what was written; the disk may be failing")
 
+    def link(self, file: pathlib.Path, name: str) -> None:
+        """Adds a flushed file that nobody changes: by a second name, or a copy where the file system has no hard links."""
+        try:
+            try:
+                os.link(file, self.path / name)
+            except OSError:
+                shutil.copyfile(file, self.path / name)
+                _flush(self.path / name)
+        except OSError as error:
+            raise self._write_error(file.stat().st_size, error) from error
+
     def rename(self, name: str, new_name: str) -> None:
         """Renames a file of the directory."""
         os.rename(self.path / name, self.path / new_name)
@@ -147,7 +158,7 @@ class StagedDirectory:
         """
         is_replaced = self._check_before_rename()
         try:
-            _flush_directory(self.path)
+            _flush(self.path)
             if is_replaced:
                 exchange(self.path, self.target)
             else:
@@ -185,7 +196,7 @@ class StagedDirectory:
         """Records the rename, and flushes it to disk."""
         self.is_committed = True
         for parent in dict.fromkeys([self.target.parent, *(made.parent for made in self._created)]):
-            _flush_directory(parent)
+            _flush(parent)
 
     def _commit_error(self, error: OSError) -> QuantError:
         if self.is_committed:
@@ -301,8 +312,8 @@ def write_all(descriptor: int, data: memoryview) -> None:
         written += os.write(descriptor, data[written : written + (1 << 28)])
 
 
-def _flush_directory(path: pathlib.Path) -> None:
-    """Flushes the file names of a directory to disk."""
+def _flush(path: pathlib.Path) -> None:
+    """Flushes a file, or the file names of a directory, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,6 +1,7 @@
 """Writes arrays into safetensors files of bounded size."""
 
 import dataclasses
+import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -62,6 +63,13 @@ class ShardWriter:
         if self._spool.batch.added and self._spool.batch.size + nbytes > self._limit:
             self._flush()
         self._spool.add(entry, arrays)
+
+    def add_file(self, file: pathlib.Path, entry: FileRecord, tensors: Mapping[str, TensorRecord]) -> None:
+        """Adds a file of the same kind that was written and read back elsewhere; it is linked, not copied."""
+        if self._spool.batch.added:
+            self._flush()
+        self._staged.link(file, self._temporary_name(len(self._files)))
+        self._files.append((entry, dict(tensors)))
 
     def finish(self) -> tuple[dict[str, FileRecord], dict[str, TensorRecord]]:
         """Writes the last file, and numbers all; returns the records of files and of tensors."""

@@ -8,6 +8,7 @@ from .compare import released as released
 from .convert.gguf import write_gguf as write_gguf
 from .demo import Demo as Demo
 from .demo import demo as demo
+from .distributed.quantize import quantize_distributed as quantize_distributed
 from .engine import as_stored as as_stored
 from .engine import choose_engine as choose_engine
 from .evaluate import Quality as Quality

@@ -87,11 +87,11 @@ def quantize(
 
     def load(path: str) -> Value:
         value = model.load(path)
-        sources[path] = _value_sha256(value)
+        sources[path] = value_sha256(value)
         return value
 
     source, fused = dataclasses.replace(model, load=load), fused_rows(model, plan, fused_modules(to))
-    facts = _facts(model, plan)
+    facts = provenance(model, plan, {"sha256": _file_hashes(model)})
     versions = [importlib.metadata.version("fewbit"), jax.__version__]
     identity = {**facts, "plan": plan.to_json(), "to": to, "versions": versions}
     if calibration is None:
@@ -118,15 +118,27 @@ def quantize(
                 if on_tensor is not None:
                     on_tensor(result)
 
-        job = Job(model, plan, out, _config(model), facts, overwrite, progress, journal)
+        job = Job(model, plan, out, stored_config(model), facts, overwrite, progress, journal)
         written = write_tensors(to, job, tensors)
         journal.remove()
+    ordered = tuple(results[row.path] for row in plan if row.path in results)
+    return outcome(model, written, ordered, time.perf_counter() - start)
+
+
+def outcome(model: Model, written: Path, results: Sequence[TensorResult], seconds: float) -> Outcome:
+    """The sizes of what was written.
+
+    Args:
+        model: the source.
+        written: the directory or file.
+        results: the result of each tensor.
+        seconds: how long it took.
+    """
     files = [file for file in (written, *written.rglob("*")) if file.is_file()]
     size = sum(file.stat().st_size for file in files)
     in_tensors = sum(file.stat().st_size for file in files if _has_tensors(file.relative_to(written)))
-    ordered = tuple(results[row.path] for row in plan if row.path in results)
-    arrays = sum(result.bytes_after for result in ordered)
-    return Outcome(written, ordered, model.size, size, in_tensors, arrays, time.perf_counter() - start)
+    arrays = sum(result.bytes_after for result in results)
+    return Outcome(written, tuple(results), model.size, size, in_tensors, arrays, seconds)
 
 
 def _earlier_results(journal: Journal, load: Callable[[str], Value], sources: Mapping[str, str]) -> dict[str, TensorResult]:
@@ -146,7 +158,7 @@ def _earlier_results(journal: Journal, load: Callable[[str], Value], sources: Ma
     return found
 
 
-def _value_sha256(value: Value) -> str:
+def value_sha256(value: Value) -> str:
     """The SHA-256 of a parameter: its scheme or dtype, its shape and its bytes."""
     digest = hashlib.sha256(f"{value.dtype} {value.shape} {getattr(value, 'scheme', None)}".encode())
     for leaf in jax.tree.leaves(value):
@@ -159,7 +171,7 @@ def _has_tensors(file: Path) -> bool:
     return not file.name or file.suffix == ".safetensors" or file.parts[0] == TREE
 
 
-def _config(model: Model) -> dict[str, Any]:
+def stored_config(model: Model) -> dict[str, Any]:
     """The `config.json` of the directory: a Hugging Face checkpoint's own; else ours, for a model that can be run."""
     if "model_type" in model.metadata:
         return dict(model.metadata)
@@ -170,14 +182,24 @@ def _config(model: Model) -> dict[str, Any]:
     return {key: value for key, value in model.metadata.items() if key not in vast and not isinstance(value, bytes)}
 
 
-def _facts(model: Model, plan: Plan) -> dict[str, Any]:
-    """The provenance recorded in the directory."""
-    files = sorted(model.path.glob("*.safetensors")) if model.path.is_dir() else [model.path]
-    hashes = {file.name: file_sha256(file) for file in files}
-    facts: dict[str, Any] = {
-        "recipe": plan.recipe,
-        "source": {"name": model.name, "kind": model.kind, "sha256": hashes},
-    }
+def source_files(model: Model) -> list[Path]:
+    """The files that the tensors of a model are read from."""
+    return sorted(model.path.glob("*.safetensors")) if model.path.is_dir() else [model.path]
+
+
+def _file_hashes(model: Model) -> dict[str, str]:
+    return {file.name: file_sha256(file) for file in source_files(model)}
+
+
+def provenance(model: Model, plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance recorded in the directory.
+
+    Args:
+        model: the source.
+        plan: its plan.
+        source: what identifies the source's bytes.
+    """
+    facts: dict[str, Any] = {"recipe": plan.recipe, "source": {"name": model.name, "kind": model.kind, **source}}
     if "rotation_seed" in model.facts:
         facts["rotation_seed"] = model.facts["rotation_seed"]
     if plan.recipe == KEEP and model.facts:

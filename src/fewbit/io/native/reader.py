@@ -148,6 +148,13 @@ def stored_tensors(path: pathlib.Path, manifest: Manifest) -> dict[str, StoredTe
     return {name: found[name] for name in manifest.tensors}
 
 
+def stored_records(path: pathlib.Path) -> tuple[dict[str, Any], tuple[list[Any], list[Any]]]:
+    """The records of a directory's quantized tensors as stored, with its tables of schemes and of policies."""
+    config = parsed_object(content(path / CONFIG), str(path / CONFIG))
+    found = converted(config.get(SECTION), _Section, f"{path / CONFIG}, section {SECTION!r}")
+    return found.tensors, (found.schemes, found.policies)
+
+
 def _records(section: object, path: pathlib.Path) -> dict[str, dict[str, Any]]:
     """The records of the quantized tensors, by name."""
     where = f"{path / CONFIG}, section {SECTION!r}"

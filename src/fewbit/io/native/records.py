@@ -118,6 +118,16 @@ def record(q: QArray, schemes: Table, policies: Table, name: str) -> dict[str, A
     return result
 
 
+def moved_record(form: Mapping[str, Any], tables: tuple[list[Any], list[Any]], into: tuple[Table, Table]) -> dict[str, Any]:
+    """A record of one file as another file writes it: schemes and policies are entries of the other's tables."""
+    result = dict(form) | {"scheme": into[0].place(tables[0][form["scheme"]])}
+    if "policy" in form:
+        result["policy"] = into[1].place(tables[1][form["policy"]])
+    if "scale" in form:
+        result["scale"] = moved_record(form["scale"], tables, into)
+    return result
+
+
 def leaf_names(name: str, form: Mapping[str, Any]) -> tuple[str, ...]:
     """The names of the component arrays of a record."""
     scale = leaf_names(f"{name}.scale", form["scale"]) if "scale" in form else (f"{name}.scale",)

@@ -20,9 +20,9 @@ from ..journal import Journal
 from ..output import check_output
 from ..shards import Progress, ShardWriter, host_array
 from ..staged_writer import AbstractWriter
-from .manifest import CONFIG, FORMAT, MANIFEST, VERSION, FileRecord, Manifest, is_plain_name, sha256
-from .reader import QUANT_METHOD, SECTION, read_directory
-from .records import Records, leaves
+from .manifest import CONFIG, FORMAT, MANIFEST, VERSION, FileRecord, Manifest, is_plain_name, read_manifest, sha256
+from .reader import QUANT_METHOD, SECTION, read_directory, stored_records
+from .records import Records, leaves, moved_record
 
 _METADATA = {"format": FORMAT}
 # Not "model": transformers would load model.safetensors, find none of its tensors, and return a random model.
@@ -120,6 +120,27 @@ class DirectoryWriter(AbstractWriter):
             if "quantized" in added.entry:
                 self._records.restore(name, added.entry["quantized"])
         return list(found)
+
+    def add_directory(self, directory: pathlib.Path) -> None:
+        """Adds the tensors of another fewbit directory; its tensor files are linked, and must not change.
+
+        Args:
+            directory: the directory, whose hashes were checked.
+
+        Raises:
+            QuantError: for a duplicate name, or a directory that is damaged.
+        """
+        self._check_open()
+        manifest, (forms, tables) = read_manifest(directory), stored_records(directory)
+        for name in (*forms, *manifest.tensors):
+            if name in self._names:
+                raise QuantError(f"tensor name {name!r} of {directory} is taken already")
+        self._names |= {*forms, *manifest.tensors}
+        into = self._records.schemes, self._records.policies
+        self._records.by_name |= {name: moved_record(form, tables, into) for name, form in forms.items()}
+        for file in dict.fromkeys(entry.file for entry in manifest.tensors.values()):
+            tensors = {name: entry for name, entry in manifest.tensors.items() if entry.file == file}
+            self._shards.add_file(directory / file, manifest.files[file], tensors)
 
     def _finish(self) -> None:
         """Writes the last tensors, the config and the manifest, checks them all, and commits."""

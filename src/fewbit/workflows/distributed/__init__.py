@@ -1,0 +1,1 @@
+"""Work divided over the processes of a JAX cluster."""

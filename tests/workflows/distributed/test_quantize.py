@@ -1,0 +1,248 @@
+"""Quantizing in several processes: the bytes of one process, each process its part, resumable."""
+
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fewbit as fb
+from fewbit import io, workflows
+from fewbit.errors import QuantError
+from fewbit.io.safetensors.file import array_bytes, file_header
+from fewbit.workflows.distributed import quantize as module
+from fewbit.workflows.distributed.quantize import output_files, quantize_distributed, shares
+from tests import cluster
+
+SMALL, LARGE = (128, 512), (2048, 1024)
+"""The shape of each weight; the large ones are 4 MiB of bfloat16."""
+FOLIO = 2**21
+"""The largest run of pages that Linux maps at once."""
+RULES = {
+    "rules": [
+        {"path": "block.[0-3].*", "policy": "nvfp4", "axis": -1},
+        {"path": "block.[4-6].*", "policy": "int4_g32", "axis": -1},
+        {"path": "block.7.*", "policy": "nf4_dq", "axis": -1},
+    ]
+}
+
+
+def file_bytes(shape: tuple[int, int]) -> int:
+    """The limit of a tensor file: two weights of 4 bits."""
+    return math.prod(shape) * 5 // 4
+
+
+def write_checkpoint(path: Path, shape: tuple[int, int] = SMALL) -> Path:
+    """A safetensors file of eight bfloat16 weights and their norms, and the rules next to it."""
+    random = np.random.default_rng(0)
+    tensors = {}
+    for i in range(8):
+        tensors[f"block.{i}.weight"] = random.standard_normal(shape).astype(ml_dtypes.bfloat16)
+        tensors[f"norm.{i}"] = random.standard_normal(shape[1]).astype(ml_dtypes.bfloat16)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(b"".join([file_header(tensors, {}), *map(array_bytes, tensors.values())]))
+    (path.parent / "rules.json").write_text(json.dumps(RULES))
+    return path
+
+
+def opened(path: Path) -> tuple[workflows.Model, fb.Plan]:
+    model = workflows.load(path)
+    return model, workflows.plan_model(model, recipe=str(path.parent / "rules.json"))
+
+
+def quantized(source: str, out: str, max_file_bytes: int, dies_at: int = -1) -> dict[str, object]:
+    """One process: what it did, and how much of the checkpoint the kernel has mapped for it.
+
+    Args:
+        source: the checkpoint; `{}` stands for the index of the process.
+        out: the output.
+        max_file_bytes: the limit of a tensor file.
+        dies_at: the number of the tensor after which process 1 dies.
+    """
+    index, done = jax.process_index(), []
+    path = Path(source.format(index))
+
+    def on_tensor(result: workflows.TensorResult) -> None:
+        done.append(result.path)
+        if index == 1 and len(done) == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    model, plan = opened(path)
+    outcome = quantize_distributed(model, plan, out, max_file_bytes=max_file_bytes, overwrite=True, on_tensor=on_tensor)
+    return {"done": done, "resident": resident(path), "tensors": len(outcome.tensors), "bytes": outcome.file_bytes}
+
+
+def resident(path: Path) -> int:
+    """The bytes of a file's pages that this process has touched through its memory map, by the kernel's account."""
+    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
+    sizes = [re.search(r"^Rss: +(\d+) kB", part, re.M) for part in maps if part.splitlines()[:1] and str(path) in part]
+    return 1024 * sum(int(size[1]) for size in sizes if size is not None)
+
+
+def hashes(directory: Path) -> dict[str, str]:
+    return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()}
+
+
+def by_one_process(source: Path, out: Path, shape: tuple[int, int] = SMALL) -> dict[str, str]:
+    """The hashes of what one process writes, with the same limit for a file."""
+    model, plan = opened(source)
+    with io.DirectoryWriter(out, max_shard_bytes=file_bytes(shape)) as writer:
+        for value, result in workflows.quantized_tensors(model, plan):
+            writer.add(result.path, value)
+    return hashes(out)
+
+
+def assert_same_bytes(found: dict[str, str], expected: dict[str, str]) -> None:
+    """The same tensor files and config.json; the manifests name the source in different ways."""
+    assert {name for name in found if name.endswith(".safetensors")} == {n for n in expected if n.endswith(".safetensors")}
+    assert len(found) > 4, "several files"
+    assert {**found, "manifest.json": ""} == {**expected, "manifest.json": ""}
+
+
+def test_a_cluster_of_one(tmp_path):
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors")
+    model, plan = opened(source)
+    outcome = quantize_distributed(model, plan, tmp_path / "out", max_file_bytes=file_bytes(SMALL))
+    assert_same_bytes(hashes(tmp_path / "out"), by_one_process(source, tmp_path / "expected"))
+    assert io.verify(tmp_path / "out") == []
+    assert [result.path for result in outcome.tensors] == list(model.info)
+    expected = workflows.quantize(model, plan, tmp_path / "single")
+    assert [r.sqnr_db for r in outcome.tensors] == [r.sqnr_db for r in expected.tensors]
+    assert {path.name for path in tmp_path.iterdir()} == {"in", "out", "expected", "single"}, "nothing is left over"
+
+
+def test_the_planned_files_are_those_of_the_bytes_written(tmp_path):
+    """What is planned per row is what its arrays take, so files end where those of one process end."""
+    model, plan = opened(write_checkpoint(tmp_path / "in" / "a.safetensors"))
+    for row, (value, _) in zip(plan, workflows.quantized_tensors(model, plan), strict=True):
+        assert row.bytes_after == sum(leaf.nbytes for leaf in jax.tree.leaves(value))
+    files = output_files(plan, file_bytes(SMALL))
+    assert [row for part in files for row in part] == list(plan.rows)
+    assert all(sum(row.bytes_after for row in part) <= file_bytes(SMALL) for part in files)
+
+
+def test_shares_are_even_and_complete(tmp_path):
+    _, plan = opened(write_checkpoint(tmp_path / "in" / "a.safetensors"))
+    parts = dict(enumerate((row,) for row in plan if row.policy is not None))
+    for count in (1, 2, 3, 8, 20):
+        found = shares(parts, count)
+        assert sorted(i for share in found for i in share) == list(parts)
+        assert max(map(len, found)) == -(-len(parts) // count)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [2, 4])
+def test_processes_write_the_bytes_of_one_and_read_their_part(tmp_path, count):
+    """Each process has a copy of the checkpoint in which the tensors of the others are NaN, which quantize refuses."""
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors", LARGE)
+    expected = by_one_process(source, tmp_path / "expected", LARGE)
+    model, plan = opened(source)
+    parts = output_files(plan, file_bytes(LARGE))
+    each = shares(dict(enumerate(parts)), count)
+    owned = [[row.path for i in share for row in parts[i]] for share in each]
+    for index, own in enumerate(owned):
+        copy = tmp_path / f"copy-{index}" / "a.safetensors"
+        shutil.copytree(source.parent, copy.parent)
+        others = [path for path in model.info if path not in own]
+        damage(copy, others)
+    found = cluster.run(
+        quantized, count, str(tmp_path / "copy-{}" / "a.safetensors"), str(tmp_path / "out"), file_bytes(LARGE)
+    )
+    assert_same_bytes(hashes(tmp_path / "out"), expected)
+    assert io.verify(tmp_path / "out") == []
+    assert {process["tensors"] for process in found} == {len(plan.rows)}
+    for share, own, process in zip(each, owned, found, strict=True):
+        assert sorted(process["done"]) == sorted(own)
+        read = sum(model.info[path].nbytes for path in own)
+        # The header, and at both ends of each part a folio of the page cache, which Linux maps as a whole.
+        assert read <= process["resident"] <= read + 2 * FOLIO * len(share) + FOLIO
+    assert not list(tmp_path.glob(".*")), "nothing is left over"
+
+
+def damage(path: Path, names: list[str]) -> None:
+    """Overwrites tensors of a safetensors file with NaN."""
+    content = np.fromfile(path, np.uint8)
+    start = 8 + int.from_bytes(content[:8].tobytes(), "little")
+    header = json.loads(content[8:start].tobytes())
+    for name in names:
+        begin, end = (start + offset for offset in header[name]["data_offsets"])
+        content[begin:end] = 0xFF
+    content.tofile(path)
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_the_output_and_another_number_resumes(tmp_path):
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors")
+    expected = by_one_process(source, tmp_path / "expected")
+    io.write(tmp_path / "out", {"old": np.ones(3, np.float32)})
+    killed = cluster.outcomes(quantized, 2, str(source), str(tmp_path / "out"), file_bytes(SMALL), 6, seconds=200)
+    assert killed[1].status == -signal.SIGKILL
+    assert killed[0].status not in (0, -signal.SIGKILL), "JAX ended it, because the other one was gone"
+    assert list(io.read(tmp_path / "out").tensors) == ["old"]
+    finished = list((tmp_path / ".out.fewbit-work").glob("file-*"))
+    assert len(finished) >= 2
+    found = cluster.run(quantized, 4, str(source), str(tmp_path / "out"), file_bytes(SMALL))
+    assert_same_bytes(hashes(tmp_path / "out"), expected)
+    assert sum(len(process["done"]) for process in found) < 16, "finished files were not made again"
+    assert not list(tmp_path.glob(".*")), "nothing is left over"
+
+
+def stop_before_the_end(model: workflows.Model, plan: fb.Plan, out: Path, patch: pytest.MonkeyPatch) -> None:
+    """Quantizes all parts, and fails when they are joined."""
+
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise QuantError("stopped before the end")
+
+    with patch.context() as within:
+        within.setattr(module, "_join", refuse)
+        with pytest.raises(QuantError, match="stopped before the end"):
+            quantize_distributed(model, plan, out, max_file_bytes=file_bytes(SMALL))
+    assert not out.exists()
+
+
+def tensors_made(model: workflows.Model, plan: fb.Plan, out: Path) -> list[str]:
+    """Quantizes, and gives the tensors that were not there yet."""
+    done = []
+    quantize_distributed(
+        model, plan, out, max_file_bytes=file_bytes(SMALL), on_tensor=lambda result: done.append(result.path)
+    )
+    return done
+
+
+@pytest.mark.slow
+def test_a_damaged_part_is_made_again(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors")
+    model, plan = opened(source)
+    stop_before_the_end(model, plan, tmp_path / "out", monkeypatch)
+    file = tmp_path / ".out.fewbit-work" / "file-00002" / "fewbit.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-9] ^= 1
+    file.write_bytes(content)
+    assert tensors_made(model, plan, tmp_path / "out") == [row.path for row in output_files(plan, file_bytes(SMALL))[1]]
+    assert_same_bytes(hashes(tmp_path / "out"), by_one_process(source, tmp_path / "expected"))
+
+
+@pytest.mark.slow
+def test_a_source_that_changed_is_read_again(tmp_path, monkeypatch):
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors")
+    model, plan = opened(source)
+    stop_before_the_end(model, plan, tmp_path / "out", monkeypatch)
+    os.utime(source, ns=(0, 0))
+    assert sorted(tensors_made(model, plan, tmp_path / "out")) == sorted(model.info)
+
+
+def test_nan_is_refused_and_nothing_is_written(tmp_path):
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors")
+    damage(source, ["block.5.weight"])
+    model, plan = opened(source)
+    with pytest.raises(QuantError, match=r"NaN or infinite values in block.5.weight"):
+        quantize_distributed(model, plan, tmp_path / "out", max_file_bytes=file_bytes(SMALL))
+    assert not (tmp_path / "out").exists()
