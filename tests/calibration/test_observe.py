@@ -106,10 +106,11 @@ def test_hessians_of_the_groups_of_a_ragged_product():
         return jax.lax.ragged_dot(x, w, sizes)
 
     recipe = fb.Recipe((fb.Rule(".*", "int8"),))
-    stats = fb.observe(routed, normal(3, 4, 5, seed=1), [x, x], recipe, collect=("hessian",))
+    stats = fb.observe(routed, normal(3, 4, 5, seed=1), [x, x], recipe, collect=("hessian", "squares"))
     (seen,) = stats.observations.values()
     parts = [np.asarray(x[:4]), np.zeros((0, 4)), np.asarray(x[4:7])]
     np.testing.assert_allclose(seen.hessian, [2 * part.T @ part for part in parts], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(seen.squares, [2 * np.square(part).sum(0) for part in parts], rtol=1e-5, atol=1e-6)
     assert seen.count.tolist() == [8, 0, 6]
 
 
@@ -129,7 +130,10 @@ def test_hessians_and_channels():
         return jnp.einsum("etk,ekn->etn", x, params["e"]), jnp.einsum("eab,abn->en", x[:, :2, :4], params["m"])
 
     w, x = {"e": normal(2, 8, 4), "m": normal(2, 4, 3)}, normal(2, 6, 8, seed=1)
-    stats = fb.observe(experts, w, [x, x], RECIPE, collect=("hessian", "absmax"))
+    stats = fb.observe(experts, w, [x, x], RECIPE, collect=("hessian", "squares", "absmax"))
+    for name in w:
+        diagonal = np.diagonal(stats[name].hessian, axis1=-2, axis2=-1)
+        np.testing.assert_allclose(stats[name].squares, diagonal, rtol=1e-5)
     np.testing.assert_allclose(stats["e"].hessian, 2 * np.einsum("etk,etl->ekl", x, x), rtol=1e-5, atol=1e-5)
     np.testing.assert_array_equal(stats["e"].absmax, amax(x, (0, 1)))
     flat = np.asarray(x[:, :2, :4]).reshape(2, 8)

@@ -139,6 +139,26 @@ def test_quantize_by_a_method(model, tmp_path):
 
 
 @needs_tokenizers
+def test_an_importance_matrix(model, tmp_path):
+    """Written, and used; what goes with it is refused."""
+    calibration = ["--calibration-text", text_file(tmp_path), "--calibration-windows", 4, "--calibration-window", 16]
+    file = tmp_path / "imatrix.gguf"
+    assert (
+        f"wrote {file}: 22 tensors, 4 chunks of 16 tokens of {text_file(tmp_path)}"
+        in run("imatrix", model, "-o", file, *calibration).stdout
+    )
+    assert "exists; choose another output" in run("imatrix", model, "-o", file, *calibration, status=2).stderr
+    quantize = ["quantize", model, "-o", tmp_path / "q", "-r", "int4_g32", "--no-check", "--imatrix", file, "--method"]
+    assert " by imatrix  " in run(*quantize, "imatrix").stderr
+    facts = io.read(tmp_path / "q").facts["method"]
+    assert facts["name"] == "imatrix" and facts["calibration"]["imatrix"] == "imatrix.gguf"
+    assert "--imatrix is for --method imatrix, not gptq" in run(*quantize, "gptq", "--overwrite", status=2).stderr
+    both = run(*quantize, "imatrix", "--overwrite", *calibration, status=2).stderr
+    assert "--imatrix takes the place of the calibration text" in both
+    assert "--rotate changes the inputs of its weights" in run(*quantize, "imatrix", "--rotate", status=2).stderr
+
+
+@needs_tokenizers
 def test_a_plan_for_a_number_of_bits(model, tmp_path, monkeypatch):
     monkeypatch.setattr("fewbit.cli.quantize_report.SENSITIVITY_WINDOWS", 8)
     saved, budget = tmp_path / "plan.json", ["--bits", 7, "--candidates", "int8,int4"]

@@ -263,6 +263,18 @@ def to_gguf(name, mutated=mutated_json):
     return subject
 
 
+def imatrix(name):
+    def subject(directory):
+        entries = {
+            "blk.0.attn_q.weight": io.Importance(np.ones((1, 8), np.float32), np.full(1, 5, np.float32)),
+            "blk.0.ffn_up_exps.weight": io.Importance(np.ones((2, 8), np.float32), np.array([3, 0], np.float32)),
+        }
+        path = io.write_imatrix(directory / name, io.ImportanceMatrix(entries, ("text",), 2, 4))
+        return Subject(path, mutated_bytes, lambda: io.read_imatrix(path))
+
+    return subject
+
+
 def npz(directory):
     """Half of the mutations are of the configuration's JSON, within a sound archive."""
     config = {
@@ -334,6 +346,8 @@ SUBJECTS = {
     "to gguf: tokenizer": to_gguf("tokenizer.json"),
     "to gguf: tokenizer_config": to_gguf("tokenizer_config.json"),
     "to gguf: tokenizer.model": to_gguf("tokenizer.model", mutated_bytes),
+    "imatrix": imatrix("imatrix.gguf"),
+    "imatrix: older layout": imatrix("imatrix.dat"),
     "npz": npz,
     "glassllm tokenizer": glassllm_tokenizer,
     "peft config": peft("adapter_config.json"),

@@ -1,4 +1,4 @@
-"""Statistics of activations: range, channel amax, second moments."""
+"""Statistics of activations: range, channel amax and squares, second moments."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.observe import AbstractMeasure, ProductOperand
 from .ranges import AbstractRange, RangeState
 
-Statistic = Literal["range", "absmax", "hessian"]
-STATISTICS = ("range", "absmax", "hessian")
+Statistic = Literal["range", "absmax", "squares", "hessian"]
+STATISTICS = ("range", "absmax", "squares", "hessian")
 
 
 @jax.tree_util.register_dataclass
@@ -28,17 +28,19 @@ class Observation:
     Attributes:
         range: the range of all elements.
         absmax: `[K]`, the amax of each element (channel).
+        squares: `[*B, K]`, the sum of `x**2`, float32: the diagonal of the Hessian.
         hessian: `[*B, K, K]`, the sum of `x x^T`, float32, with an axis for each batch axis of the product, and for the groups
             (experts) of a ragged product.
         count: the number of vectors for each element of these axes, float32: one number, or `[G]` for groups; None without
-            `hessian`.
+            `squares` and `hessian`.
     """
 
     # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
-    range: Any
-    absmax: Any
-    hessian: Any
-    count: Any
+    range: Any = None
+    absmax: Any = None
+    squares: Any = None
+    hessian: Any = None
+    count: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -76,12 +78,15 @@ class Measure(AbstractMeasure):
 
     def of(self, operand: ProductOperand) -> Observation:
         x = jax.lax.stop_gradient(operand.x).astype(jnp.float32)
-        found: dict[str, Any] = {"range": None, "absmax": None, "hessian": None, "count": None}
+        found: dict[str, Any] = {}
         if "range" in self.collect:
             found["range"] = self.rule.init(x.shape).update(x)
         if "absmax" in self.collect:
             vectors = _vectors(operand, x, "absmax")
             found["absmax"] = jnp.max(jnp.abs(vectors), axis=tuple(range(vectors.ndim - 1)))  # [K]
+        if "squares" in self.collect:
+            vectors = _vectors(operand, x, "squares")
+            found["squares"], found["count"] = _sums_of_squares(vectors, operand.group_sizes)
         if "hessian" in self.collect:
             found["hessian"], found["count"] = _second_moments(_vectors(operand, x, "hessian"), operand.group_sizes)
         return Observation(**found)
@@ -93,21 +98,38 @@ class Measure(AbstractMeasure):
         self, earlier: Observation | ProductObservation, later: Observation | ProductObservation
     ) -> Observation | ProductObservation:
         joins: dict[str, Callable[..., object]] = dict.fromkeys(("range", "left", "right"), RangeState.merge)
-        joins |= {"absmax": jnp.maximum, "hessian": jnp.add, "count": jnp.add}
+        joins |= {"absmax": jnp.maximum, "squares": jnp.add, "hessian": jnp.add, "count": jnp.add}
         states = vars(earlier).items()
         return dataclasses.replace(
             earlier, **{name: joins[name](x, getattr(later, name)) for name, x in states if x is not None}
         )
 
 
+def _sums_of_squares(vectors: jax.Array, group_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+    """The sum of `x**2` over the vectors of each group, and their number."""
+    squares = jnp.square(vectors)
+    if group_sizes is None:
+        return jnp.sum(squares, axis=-2), jnp.float32(vectors.shape[-2])
+    _check_groups(vectors, group_sizes, "squares")
+    sums = jax.lax.ragged_dot_general(
+        squares, jnp.ones((len(squares), 1), jnp.float32), group_sizes, _BY_GROUP, precision=jax.lax.Precision.HIGHEST
+    )
+    return sums[..., 0], group_sizes.astype(jnp.float32)
+
+
 def _second_moments(vectors: jax.Array, group_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The sum of `x x^T` over the vectors of each group, and their number."""
     if group_sizes is None:
         return jnp.einsum("...tk,...tl->...kl", vectors, vectors, precision="highest"), jnp.float32(vectors.shape[-2])
-    if vectors.ndim != 2 or group_sizes.ndim != 1:
-        raise UnsupportedError("hessian is not collected for a ragged product with batch axes; remove it from collect")
+    _check_groups(vectors, group_sizes, "hessian")
     sums = jax.lax.ragged_dot_general(vectors, vectors, group_sizes, _BY_GROUP, precision=jax.lax.Precision.HIGHEST)
     return sums, group_sizes.astype(jnp.float32)
+
+
+def _check_groups(vectors: jax.Array, group_sizes: jax.Array, statistic: Statistic) -> None:
+    """Refuses a ragged product with batch axes."""
+    if vectors.ndim != 2 or group_sizes.ndim != 1:
+        raise UnsupportedError(f"{statistic} is not collected for a ragged product with batch axes; remove it from collect")
 
 
 _BY_GROUP = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=())

@@ -58,7 +58,8 @@ Method = Annotated[
     str,
     typer.Option(
         "--method",
-        help="How codes are chosen: rtn rounds to nearest; gptq minimizes each layer's output error on a calibration text.",
+        help="How codes are chosen: rtn rounds to nearest; gptq minimizes each layer's output error on a calibration text; "
+        "imatrix weighs errors by the inputs' mean squares.",
     ),
 ]
 CalibrationText = Annotated[
@@ -73,6 +74,12 @@ CalibrationWindows = Annotated[
 ]
 CalibrationWindow = Annotated[
     int | None, typer.Option("--calibration-window", min=1, help="The tokens of a window; default 256.")
+]
+ImportancePath = Annotated[
+    Path | None,
+    path_option(
+        "--imatrix", help="The importance matrix of --method imatrix, of llama.cpp or `fewbit imatrix`, instead of a text."
+    ),
 ]
 Bits = Annotated[
     float | None,

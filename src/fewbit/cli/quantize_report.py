@@ -10,7 +10,7 @@ import jax
 
 from ..array import scheme
 from ..errors import QuantError, UnsupportedError
-from ..methods import method
+from ..methods import IMatrix, method
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from ..workflows.distributed.processes import gathered
@@ -22,6 +22,7 @@ from ..workflows.methods.allocation import WINDOW as SENSITIVITY_WINDOW
 from ..workflows.methods.allocation import WINDOWS as SENSITIVITY_WINDOWS
 from ..workflows.methods.allocation import allocated, sensitivities
 from ..workflows.methods.calibrated import WINDOWS, CalibrationData, calibration_data
+from ..workflows.methods.importance_file import ImportanceFile
 from ..workflows.methods.rotate import rotated
 from ..workflows.model import Model
 from ..workflows.plan import KEEP, plan_model
@@ -71,15 +72,23 @@ def can_evaluate(model: Model) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ChosenMethod:
-    """A method, and its calibration data if it needs any."""
+    """A method, and what it learns from, if it needs anything."""
 
     method: AbstractMethod = NEAREST
-    calibration: CalibrationData | None = None
+    calibration: CalibrationData | ImportanceFile | None = None
 
 
-def chosen_method(name: str, model: Model, text: str | None, windows: int | None, window: int | None) -> ChosenMethod:
-    """The method of that name, with calibration data for a method that learns from a text."""
+def chosen_method(
+    name: str, model: Model, text: str | None, windows: int | None, window: int | None, imatrix: Path | None = None
+) -> ChosenMethod:
+    """The method of that name, with what it learns from: an importance matrix, or a text."""
     chosen = method(name)
+    if imatrix is not None:
+        if chosen.collect != IMatrix.collect:
+            raise QuantError(f"--imatrix is for --method imatrix, not {name}; change one of the two")
+        if (text, windows, window) != (None, None, None):
+            raise QuantError("--imatrix takes the place of the calibration text; drop it or the options --calibration-*")
+        return ChosenMethod(chosen, ImportanceFile.read(imatrix))
     if chosen.collect:
         return ChosenMethod(chosen, calibration_data(model, text, windows=windows or WINDOWS, window=window))
     given = {"--calibration-text": text, "--calibration-windows": windows, "--calibration-window": window}
@@ -107,6 +116,7 @@ def with_bits(model: Model, made: Plan, bits: float, candidates: list[str], chos
             bar.advance(done / steps, f"{done}/{steps} steps")
 
         method, calibration = chosen.method, chosen.calibration
+        assert not isinstance(calibration, ImportanceFile)
         found = sensitivities(
             model, made, candidates, data.windows, method=method, calibration=calibration, progress=progress
         )
@@ -125,7 +135,8 @@ def written(
 ) -> Outcome:
     """Writes the directory, with progress and a log line per tensor."""
     total = sum(row.bytes_before for row in made)
-    calibration = total if chosen.calibration is not None else 0  # the first half of the bar
+    is_layered = isinstance(chosen.calibration, CalibrationData)
+    calibration = total if is_layered else 0  # the first half of the bar
     with progress_bar("quantizing", calibration + total) as bar, log_lines(log, bar) as log_line:
         written, read, count = 0, 0, len(made.rows)
 

@@ -3,6 +3,10 @@
 from .checkpoint import Checkpoint as Checkpoint
 from .checkpoint import TensorInfo as TensorInfo
 from .checkpoint import Tensors as Tensors
+from .gguf.imatrix import Importance as Importance
+from .gguf.imatrix import ImportanceMatrix as ImportanceMatrix
+from .gguf.imatrix import read_imatrix as read_imatrix
+from .gguf.imatrix import write_imatrix as write_imatrix
 from .native.reader import is_fewbit_directory as is_fewbit_directory
 from .native.tree import load as load
 from .native.tree import save as save

@@ -4,8 +4,9 @@ from .._registry import near_names
 from ..errors import QuantError
 from ..recipe.method import RTN, AbstractMethod
 from .gptq import GPTQ
+from .imatrix import IMatrix
 
-METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ)}
+METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ, IMatrix)}
 """Every method by its name."""
 
 
@@ -13,7 +14,7 @@ def method(name: str) -> AbstractMethod:
     """A method with its default settings.
 
     Args:
-        name: "rtn" or "gptq".
+        name: "rtn", "gptq" or "imatrix".
 
     Returns:
         The method.

@@ -13,7 +13,6 @@ from jaxtyping import PyTree
 from ..array.qarray import QArray
 from ..array.scheme import Scheme
 from ..errors import QuantError, UnsupportedError
-from ..kernels.quantize.dispatch import quantize
 from ..ops.qat.serving_quantize import for_each
 from ..ops.qat.serving_tiles import axis_within, cast
 from .matching import Leaf
@@ -164,7 +163,8 @@ def quantized_leaf(
     scheme: Scheme = row.policy.weight
     axis = axis_within(row.axis, row.stacked, len(row.shape))
     if observation is None:
-        q = for_each(row.stacked, lambda x: quantize(x, scheme, axis=axis), cast(x, row.casts))
+        chosen = NEAREST if method.collect else method
+        q = for_each(row.stacked, lambda x: chosen.quantized(x, scheme, axis, None), cast(x, row.casts))
     else:
         q = for_each(row.stacked, lambda x, seen: method.quantized(x, scheme, axis, seen), cast(x, row.casts), observation)
     q = q.astype(x.dtype)

@@ -23,6 +23,8 @@ from .load import load as load
 from .methods.calibrated import CalibrationData as CalibrationData
 from .methods.calibrated import calibrated_weights as calibrated_weights
 from .methods.calibrated import calibration_data as calibration_data
+from .methods.importance import importance_matrix as importance_matrix
+from .methods.importance_file import ImportanceFile as ImportanceFile
 from .methods.rotate import rotated as rotated
 from .model import Model as Model
 from .outputs import OutputCandidate as OutputCandidate

@@ -13,16 +13,19 @@ import jax
 import numpy as np
 
 from ..array.qarray import QArray
+from ..calibration.measure import Observation
 from ..errors import QuantError
 from ..io.files import file_sha256
 from ..io.journal import Journal
 from ..io.orbax import TREE
 from ..io.parts import FinishedParts
+from ..methods.imatrix import IMatrix
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from .convert.fused import fused_rows
 from .convert.targets import Job, check_path, check_target, fused_modules, prepared, representable, write_tensors
 from .methods.calibrated import CalibrationData, calibrated_weights
+from .methods.importance_file import ImportanceFile
 from .model import Model, Value
 from .plan import KEEP
 from .tensors import Outcome, TensorResult, quantized_tensors
@@ -36,7 +39,7 @@ def quantize(
     to: str = "fewbit",
     overwrite: bool = False,
     method: AbstractMethod = NEAREST,
-    calibration: CalibrationData | None = None,
+    calibration: CalibrationData | ImportanceFile | None = None,
     on_layer: Callable[[int, int], None] | None = None,
     on_tensor: Callable[[TensorResult], None] | None = None,
     on_verify: Callable[[str, int], None] | None = None,
@@ -55,8 +58,8 @@ def quantize(
         to: the layout of the files: "fewbit", "hf" (dequantized to bfloat16), "gguf", "orbax", or the name of a container.
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
         method: how scales and codes are chosen. With a method that needs statistics, the source's and all quantized weights are in
-            memory.
-        calibration: what such a method learns from; see `calibration_data`.
+            memory, unless an importance file has them.
+        calibration: what such a method learns from: a text, see `calibration_data`; or, for the method imatrix, an importance file.
         on_layer: called with the number of layers that it has quantized, and of all layers.
         on_tensor: called after each tensor.
         on_verify: called with the name and the bytes of each stored array that was read back.
@@ -77,6 +80,13 @@ def quantize(
         raise QuantError(f"method {method.name} needs calibration data; pass calibration=calibration_data(model)")
     if calibration is not None and not method.collect:
         raise QuantError(f"method {method.name} uses no calibration data; leave calibration out")
+    observed: Mapping[str, Observation] = {}
+    if isinstance(calibration, ImportanceFile):
+        if method.collect != IMatrix.collect:
+            raise QuantError(
+                f"method {method.name} needs {', '.join(method.collect)}, and an importance matrix has squares only"
+            )
+        observed = calibration.observations(model, plan)
 
     def progress(stage: str, name: str, nbytes: int) -> None:
         if stage == "verify" and on_verify is not None:
@@ -92,16 +102,17 @@ def quantize(
 
     source, fused = dataclasses.replace(model, load=load), fused_rows(model, plan, fused_modules(to))
     facts = provenance(model, plan, {"sha256": _file_hashes(model)})
+    if method != NEAREST:
+        facts["method"] = {"name": method.name, **dataclasses.asdict(method)}
+    if calibration is not None:
+        facts["method"]["calibration"] = calibration.facts
     versions = [importlib.metadata.version("fewbit"), jax.__version__]
     identity = {**facts, "plan": plan.to_json(), "to": to, "versions": versions}
-    if calibration is None:
+    if not isinstance(calibration, CalibrationData):
         identity["source"] = model.name  # each tensor has a hash in the journal, so that one can be repaired
-    else:
-        facts["method"] = {"name": method.name, **dataclasses.asdict(method), "calibration": calibration.facts}
-        identity |= facts
     with Journal(out, identity) as journal:
         calibrated: Mapping[str, QArray] = {}
-        if calibration is not None:
+        if isinstance(calibration, CalibrationData):
             parts = FinishedParts(journal)
             calibrated = calibrated_weights(model, plan, method, calibration, fused=fused, parts=parts, progress=on_layer)
         earlier = _earlier_results(journal, load, sources)
@@ -110,7 +121,7 @@ def quantize(
             results.update({path: result for path, result in earlier.items() if path in finished})
             if results and on_resume is not None:
                 on_resume(tuple(results.values()))
-            for value, result in quantized_tensors(source, plan, fused, calibrated, method.name, finished):
+            for value, result in quantized_tensors(source, plan, fused, calibrated, method, observed, finished):
                 needed = {result.path, *(row.path for row in fused.get(result.path, ()))} & set(sources)
                 journal.note({"row": result.to_json(), "sources": {path: sources[path] for path in needed}})
                 yield result.path, representable(to, value) if result.is_quantized else value

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from ..array.qarray import QArray
+from ..calibration.measure import Observation
 from ..errors import QuantError
 from ..evaluate.metrics import sqnr_db
 from ..io.checkpoint import TensorInfo
 from ..recipe.apply import check_storable
+from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from ..recipe.quantize_row import quantize_finite
 from ..recipe.rows import PlanRow
@@ -120,7 +122,8 @@ def quantized_tensors(
     plan: Plan,
     fused: Mapping[str, tuple[PlanRow, ...]] = types.MappingProxyType({}),
     calibrated: Mapping[str, QArray] = types.MappingProxyType({}),
-    method: str = "rtn",
+    method: AbstractMethod = NEAREST,
+    observed: Mapping[str, Observation] = types.MappingProxyType({}),
     finished: Collection[str] = frozenset(),
 ) -> Iterator[tuple[Value, TensorResult]]:
     """Quantizes the parameters of a model, in the order of the plan.
@@ -130,7 +133,8 @@ def quantized_tensors(
         plan: its plan; see `plan_model`.
         fused: the rows that share a tensor scale, by the path of each; see `fused_rows`.
         calibrated: weights that are quantized already, see `calibrated_weights`.
-        method: the name of the method that quantized them.
+        method: the method that quantized them, and quantizes the other weights that it can.
+        observed: the statistics of other weights, for a method that needs some.
         finished: the paths of parameters that are left out.
 
     Returns:
@@ -151,17 +155,19 @@ def quantized_tensors(
         if bad := _non_finite(x):
             raise QuantError(_non_finite_message(model, {row.path: bad} | _more_non_finite(model, rows)))
         if row.path in fused and row.path not in ready:
-            together = quantized_together({r.path: _float_values(model.load(r.path), r) for r in fused[row.path]}, row)
+            parts = {r.path: _float_values(model.load(r.path), r) for r in fused[row.path]}
+            together = quantized_together(parts, row, method, observed.get(row.path))
             ready |= {path: q for path, q in together.items() if path not in finished}
         if row.path in ready:
             value = jax.block_until_ready(ready.pop(row.path))
             sqnr = sqnr_db(jnp.asarray(x), value)
         else:
-            value, sqnr = _converted(stored, x, row, model.info[row.path])
+            value, sqnr = _converted(stored, x, row, model.info[row.path], method, observed.get(row.path))
         seconds = time.perf_counter() - start
         scheme = value.scheme.name if isinstance(value, QArray) else np.dtype(value.dtype).name
         before = model.info[row.path].nbytes
-        chosen_by = method if row.path in calibrated else "rtn"
+        is_chosen = row.path in calibrated or row.path in observed or not method.collect
+        chosen_by = method.name if is_chosen else NEAREST.name
         nbytes = int(value.nbytes)
         yield value, TensorResult(row.path, row.shape, scheme, sqnr is not None, sqnr, before, nbytes, seconds, chosen_by)
 
@@ -175,7 +181,14 @@ def _float_values(stored: Value, row: PlanRow) -> np.ndarray | jax.Array:
         return np.asarray(x, np.float32)
 
 
-def _converted(stored: Value, x: np.ndarray | jax.Array, row: PlanRow, info: TensorInfo) -> tuple[Value, float | None]:
+def _converted(
+    stored: Value,
+    x: np.ndarray | jax.Array,
+    row: PlanRow,
+    info: TensorInfo,
+    method: AbstractMethod,
+    observation: Observation | None,
+) -> tuple[Value, float | None]:
     """One parameter as its row says, and its SQNR if it was quantized or pruned."""
     if row.policy is None and row.sparsity is None:
         return stored, None
@@ -184,7 +197,7 @@ def _converted(stored: Value, x: np.ndarray | jax.Array, row: PlanRow, info: Ten
     if x.shape != row.shape:
         raise QuantError(f"{row.path} has shape {x.shape}, but the plan was made for {row.shape}")
     x = jnp.asarray(x)
-    q = jax.block_until_ready(quantize_finite(x, row))
+    q = jax.block_until_ready(quantize_finite(x, row, method, observation))
     return q, sqnr_db(x, q)
 
 

@@ -16,6 +16,7 @@ from ..options import (
     Coordinator,
     Distributed,
     Full,
+    ImportancePath,
     Json,
     Method,
     ModelPath,
@@ -101,6 +102,7 @@ def quantize(
     calibration_text: CalibrationText = None,
     calibration_windows: CalibrationWindows = None,
     calibration_window: CalibrationWindow = None,
+    imatrix: ImportancePath = None,
     rotate: Rotate = False,
     seed: Seed = None,
     check: Annotated[
@@ -136,6 +138,10 @@ def quantize(
     from ..render import command_lines, plan_lines, plan_totals, quality_lines, size_lines, source_notes
 
     rotation = rotation_seed(rotate, seed)
+    if imatrix is not None and rotate:
+        raise QuantError(
+            "--imatrix is of the model as it is, and --rotate changes the inputs of its weights; drop one of the two"
+        )
     if text is not None and not check:
         raise QuantError("--text is the text of the quality check, but --no-check skips it; drop one of the two")
     distributed = distributed or (coordinator, processes, process_id) != (None, None, None)
@@ -149,7 +155,7 @@ def quantize(
     source = prepared(to, source)
     made = fitted(to, source, made)
     check_target(to, source, made)
-    chosen = chosen_method(method, source, calibration_text, calibration_windows, calibration_window)
+    chosen = chosen_method(method, source, calibration_text, calibration_windows, calibration_window, imatrix)
     if not json and is_first:
         say("\n".join(plan_lines(source, made, full=full)))
     if dry_run and json:
@@ -181,6 +187,40 @@ def quantize(
     for line in [*size_lines(outcome, opened), *lines]:
         say(line, wrap=True)
     say("\n".join(commands))
+
+
+@app.command()
+def imatrix(
+    model: ModelPath,
+    output: Annotated[
+        Path, path_option("--output", "-o", help="The file to write: .gguf, or .dat for llama.cpp's older layout.")
+    ] = Path("imatrix.gguf"),
+    calibration_text: CalibrationText = None,
+    calibration_windows: CalibrationWindows = None,
+    calibration_window: CalibrationWindow = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUTPUT if it is an importance matrix.")] = False,
+    json: Json = False,
+) -> None:
+    """Writes the importance matrix of a model on a text, for --imatrix here and in llama.cpp's llama-quantize."""
+    from ...io.gguf.imatrix import check_imatrix_output, write_imatrix
+    from ...workflows.load import load
+    from ...workflows.methods.calibrated import WINDOWS, calibration_data
+    from ...workflows.methods.importance import importance_matrix
+    from ..console import emit_json, say
+    from ..progress import progress_bar
+
+    opened = load(model)
+    check_imatrix_output(output, overwrite=overwrite, sources=[opened.path])
+    data = calibration_data(opened, calibration_text, windows=calibration_windows or WINDOWS, window=calibration_window)
+    with progress_bar("measuring", 1) as bar:
+        found = importance_matrix(opened, data, lambda done, layers: bar.advance(done / layers, f"{done}/{layers} layers"))
+    written = write_imatrix(output, found, overwrite=overwrite, sources=[opened.path])
+    if json:
+        emit_json({"model": str(model), "output": str(written), "tensors": len(found.entries), "calibration": data.facts})
+        return
+    say(
+        f"wrote {written}: {len(found.entries)} tensors, {found.chunk_count} chunks of {found.chunk_size} tokens of {data.text}"
+    )
 
 
 @app.command()

@@ -11,7 +11,7 @@ import hashlib
 import operator
 import re
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...array.qarray import QArray, is_qarray
-from ...calibration.measure import Measure, Observation
+from ...calibration.measure import Measure, Observation, Statistic
 from ...calibration.range_rules import AbsMaxRange
 from ...errors import QuantError
 from ...io.parts import FinishedParts
@@ -137,17 +137,11 @@ def calibrated_weights(
         QuantError: when a token has no embedding, a weight or a statistic is not finite, or another process writes the parts.
         UnsupportedError: when the model cannot be run, or the method cannot quantize a weight.
     """
-    config, rows = model.runnable_config(), {row.path: row for row in plan}
-    if int(data.windows.max()) >= config.vocab:
-        raise QuantError(f"the calibration data has token {data.windows.max()}, and {model.name} has {config.vocab} tokens")
+    config, rows = _checked_config(model, data), {row.path: row for row in plan}
     chosen = {path for path, row in rows.items() if row.policy is not None and not is_kept(row, model.info[path])}
     params = params_from_paths({path: model.load(path) for path in model.info}, config)
     measure, found = Measure(AbsMaxRange(), method.collect), {}  # type: ignore[arg-type]
-    size = max(_BATCH_TOKENS // data.windows.shape[1], 1)
-    x = [
-        _embedded(params["embed"], jnp.asarray(data.windows[i : i + size]), config=config)
-        for i in range(0, len(data.windows), size)
-    ]
+    x = _embeddings(params, data, config)
     for index, layer in enumerate(params["layers"]):
         prefix = f"layers/{index}/"
         paths = [prefix + path for path in parameter_paths(layer) if prefix + path in chosen]
@@ -168,12 +162,72 @@ def calibrated_weights(
         x = [_layer_outputs(_with_stacked_experts(layer), part, jnp.int32(index), config=config) for part in x]
         if progress is not None:
             progress(index + 1, config.layers)
+    stats = _head_observations(params, x, config, chosen, measure)
+    return found | _quantized({name: params[name] for name in stats}, "", stats, rows, method, stats, fused)
+
+
+def decoder_statistics(
+    model: Model,
+    paths: Collection[str],
+    collect: tuple[Statistic, ...],
+    data: CalibrationData,
+    progress: Progress | None = None,
+) -> dict[str, Observation]:
+    """The statistics of the inputs of a decoder's products, in the float model.
+
+    Args:
+        model: a model that can be run.
+        paths: the weights.
+        collect: the statistics, as for `fb.observe`.
+        data: the calibration data.
+        progress: called after each layer.
+
+    Returns:
+        The statistics by path, without tables that are only looked up and experts to which no token was routed.
+
+    Raises:
+        QuantError: when a token has no embedding.
+        UnsupportedError: when the model cannot be run.
+    """
+    config, measure, found = _checked_config(model, data), Measure(AbsMaxRange(), collect), {}
+    params = params_from_paths({path: model.load(path) for path in model.info}, config)
+    x = _embeddings(params, data, config)
+    for index, layer in enumerate(params["layers"]):
+        prefix = f"layers/{index}/"
+        inside = [path for path in parameter_paths(layer) if prefix + path in paths]
+        observed = _layer_observations(layer, x, jnp.int32(index), config, inside, measure)
+        found |= {prefix + path: one for path, one in observed.items()}
+        layer = _with_stacked_experts(layer)
+        x = [_layer_outputs(layer, part, jnp.int32(index), config=config) for part in x]
+        if progress is not None:
+            progress(index + 1, config.layers)
+    return found | _head_observations(params, x, config, paths, measure)
+
+
+def _checked_config(model: Model, data: CalibrationData) -> DecoderConfig:
+    """The configuration of a model that has embeddings of all tokens."""
+    config = model.runnable_config()
+    if int(data.windows.max()) >= config.vocab:
+        raise QuantError(f"the calibration data has token {data.windows.max()}, and {model.name} has {config.vocab} tokens")
+    return config
+
+
+def _embeddings(params: PyTree, data: CalibrationData, config: DecoderConfig) -> list[Array]:
+    """The embedded windows, in batches."""
+    size = max(_BATCH_TOKENS // data.windows.shape[1], 1)
+    batches = (jnp.asarray(data.windows[i : i + size]) for i in range(0, len(data.windows), size))
+    return [_embedded(params["embed"], tokens, config=config) for tokens in batches]
+
+
+def _head_observations(
+    params: PyTree, x: Sequence[Array], config: DecoderConfig, paths: Collection[str], measure: Measure
+) -> dict[str, Observation]:
+    """The statistics of the product with the head, if that is among the paths."""
     head = "embed" if config.tied else "head"
-    if head in chosen:
-        ends = _floats({name: params[name] for name in ("norm", head)})
-        stats = _joined(measure, (_head_statistics(ends, part, config=config, measure=measure) for part in x))
-        found |= _quantized(ends, "", [head], rows, method, stats, fused)
-    return found
+    if head not in paths:
+        return {}
+    ends = _floats({name: params[name] for name in ("norm", head)})
+    return _joined(measure, (_head_statistics(ends, part, config=config, measure=measure) for part in x))
 
 
 def _quantized(

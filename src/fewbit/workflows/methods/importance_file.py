@@ -1,0 +1,135 @@
+"""Importance matrices in files, and the weights of a model that they describe."""
+
+import dataclasses
+import math
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ...calibration.measure import Observation
+from ...errors import QuantError
+from ...io.files import file_sha256
+from ...io.gguf.imatrix import ImportanceMatrix, read_imatrix
+from ...models.families.family import GGUF
+from ...models.families.gguf import gguf_table_of
+from ...models.families.table import family_of
+from ...recipe.plan import Plan
+from ...recipe.rows import PlanRow
+from ..model import Model
+
+EXPERT = re.compile(r"/experts/(\d+)/")
+"""The part of a path that names one expert."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ImportanceFile:
+    """An importance matrix and the file that it was read from.
+
+    Attributes:
+        path: the file.
+        matrix: its content.
+    """
+
+    path: Path
+    matrix: ImportanceMatrix
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> "ImportanceFile":
+        """Reads a file of llama.cpp or fewbit.
+
+        Args:
+            path: the file, in either layout.
+
+        Returns:
+            The matrix.
+
+        Raises:
+            QuantError: as `read_imatrix`.
+        """
+        return cls(Path(path), read_imatrix(path))
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The provenance recorded in a directory."""
+        datasets = list(self.matrix.datasets)
+        return {"imatrix": self.path.name, "datasets": datasets, "sha256": file_sha256(self.path)}
+
+    def observations(self, model: Model, plan: Plan) -> dict[str, Observation]:
+        """The squares of the inputs of a plan's weights.
+
+        Args:
+            model: the model.
+            plan: its plan.
+
+        Returns:
+            The statistics by path, without weights that the file has no tensor for, and experts without a token.
+
+        Raises:
+            QuantError: for a tensor of another shape, and when the file has none of the plan's weights.
+        """
+        rows = [row for row in plan if row.policy is not None]
+        found = {row.path: one for row in rows if (one := self._observation(model, row)) is not None}
+        if rows and not found:
+            raise QuantError(
+                f"{self.path} has no tensor of {model.name}: it has {next(iter(self.matrix.entries))}, the model has "
+                f"{tensor_names(model, rows[0].path)[0]}; take the importance matrix of this model"
+            )
+        return found
+
+    def _observation(self, model: Model, row: PlanRow) -> Observation | None:
+        name = tensor_names(model, row.path)[0]
+        one, expert = self.matrix.entries.get(name), EXPERT.search(row.path)
+        if one is None:
+            return None
+        length = math.prod(row.shape[a] for a in row.axis)
+        matrices = row.shape[0] if len(row.shape) - len(row.axis) == 2 else 1  # experts in one tensor
+        if expert is not None:
+            experts = model.runnable_config().experts
+            assert experts is not None
+            matrices = experts.count
+        if one.squares.size != matrices * length:
+            raise QuantError(
+                f"{self.path}: {name} has {one.squares.size} values, and {row.path} {row.shape} of {model.name} needs "
+                f"{matrices * length}; take the importance matrix of this model"
+            )
+        squares = one.squares.reshape(matrices, length)
+        counts = np.repeat(one.counts, matrices // len(one.counts))
+        if expert is not None:
+            index = int(expert[1])
+            squares, counts = squares[index], counts[index]
+        elif matrices == 1:
+            squares, counts = squares[0], counts[0]
+        if not np.any(counts):
+            return None
+        return Observation(squares=jnp.asarray(squares), count=jnp.asarray(counts))
+
+
+def tensor_names(model: Model, path: str) -> tuple[str, ...]:
+    """The names of a weight in a GGUF file; of fused experts those of both parts.
+
+    Args:
+        model: the model.
+        path: the weight's path.
+
+    Returns:
+        The names; the path itself, if it has no other.
+    """
+    if model.config is None:
+        return (path,)
+    table = GGUF
+    if model.kind == "gguf":
+        table = gguf_table_of(model.metadata)
+    elif "model_type" in model.metadata:
+        table = family_of(model.metadata).gguf_table
+    stacked = EXPERT.sub("/experts/", path)
+    parts = (stacked,)
+    if stacked.endswith("/experts/gate+up"):
+        parts = tuple(stacked.replace("gate+up", part) for part in ("gate", "up"))
+    try:
+        return tuple(table.name(part) for part in parts)
+    except QuantError:  # llama.cpp has no such tensor
+        return (path,)
