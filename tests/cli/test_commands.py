@@ -130,6 +130,8 @@ def test_quantize_by_a_method(model, tmp_path):
     assert "int4" in result.stdout and " by gptq  " in result.stderr
     facts = io.read(tmp_path / "q").facts["method"]
     assert facts["name"] == "gptq" and facts["calibration"]["windows"] == [4, 16]
+    free = run("quantize", model, "-o", tmp_path / "h", "-r", "int4", "--method", "hqq", "--no-check")
+    assert " by hqq  " in free.stderr and io.read(tmp_path / "h").facts["method"]["power"] == 0.7
     refused = run("quantize", model, "-o", tmp_path / "x", "-r", "int4", *calibration, status=2)
     assert "--calibration-text is for a method that learns from a text, and rtn does not" in refused.stderr
     assert (

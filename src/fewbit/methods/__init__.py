@@ -5,6 +5,7 @@ from ..recipe.method import AbstractMethod as AbstractMethod
 from .allocation import Choice as Choice
 from .allocation import allocate as allocate
 from .gptq import GPTQ as GPTQ
+from .hqq import HQQ as HQQ
 from .imatrix import IMatrix as IMatrix
 from .named import METHODS as METHODS
 from .named import method as method

@@ -4,9 +4,10 @@ from .._registry import near_names
 from ..errors import QuantError
 from ..recipe.method import RTN, AbstractMethod
 from .gptq import GPTQ
+from .hqq import HQQ
 from .imatrix import IMatrix
 
-METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ, IMatrix)}
+METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ, IMatrix, HQQ)}
 """Every method by its name."""
 
 
@@ -14,7 +15,7 @@ def method(name: str) -> AbstractMethod:
     """A method with its default settings.
 
     Args:
-        name: "rtn", "gptq" or "imatrix".
+        name: "rtn", "gptq", "imatrix" or "hqq".
 
     Returns:
         The method.

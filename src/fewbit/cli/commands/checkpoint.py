@@ -51,6 +51,7 @@ def plan(
     json: Json = False,
 ) -> None:
     """Shows what a recipe does to every parameter of a model, or chooses schemes for a number of bits; quantizes nothing."""
+    from ...methods import METHODS
     from ...workflows.load import load
     from ...workflows.plan import plan_model, unknown_roles
     from ..console import emit_json, say
@@ -65,7 +66,8 @@ def plan(
             "--method of a plan is for --bits, which measures what each scheme costs; pass it to `fewbit quantize`"
         )
     opened = load(model)
-    own_text = None if bits is not None and method == "rtn" else calibration_text  # --bits itself reads a text
+    reads_text = method not in METHODS or bool(METHODS[method].collect)
+    own_text = calibration_text if bits is None or reads_text else None  # --bits itself reads a text
     chosen = chosen_method(method, opened, own_text, calibration_windows, calibration_window)
     made = plan_model(opened, recipe=recipe or names[0])
     if bits is not None:

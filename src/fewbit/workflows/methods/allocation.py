@@ -193,7 +193,7 @@ def _errors(
             x = jnp.asarray(decoded(model.load(row.path)), jnp.float32)
             q = values.get(row.path)
             if q is None:
-                q = quantize_finite(x, row)
+                q = quantize_finite(x, row, method)
             errors[row.path] = jax.block_until_ready((decoded(q) - x).astype(jnp.bfloat16))
     return errors
 
