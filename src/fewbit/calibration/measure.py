@@ -13,7 +13,7 @@ from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.observe import AbstractMeasure, ProductOperand
 from .ranges import AbstractRange, RangeState
 
-Statistic = Literal["range", "absmax", "squares", "hessian"]
+Statistic = Literal["range", "absmax", "squares", "hessian", "cross"]
 STATISTICS = ("range", "absmax", "squares", "hessian")
 
 
@@ -31,6 +31,8 @@ class Observation:
         squares: `[*B, K]`, the sum of `x**2`, float32: the diagonal of the Hessian.
         hessian: `[*B, K, K]`, the sum of `x x^T`, float32, with an axis for each batch axis of the product, and for the groups
             (experts) of a ragged product.
+        cross: `[*B, K, K]`, the sum of `f x^T` with the same inputs `f` of the float model, where `x` are those of a quantized
+            one: what `workflows.calibrated_weights` collects for QEP. None for ragged products.
         count: the number of vectors for each element of these axes, float32: one number, or `[G]` for groups; None without
             `squares` and `hessian`.
     """
@@ -40,6 +42,7 @@ class Observation:
     absmax: Any = None
     squares: Any = None
     hessian: Any = None
+    cross: Any = None
     count: Any = None
 
 
@@ -70,6 +73,10 @@ class Measure(AbstractMeasure):
     collect: tuple[Statistic, ...]
 
     def __post_init__(self) -> None:
+        if "cross" in self.collect:
+            raise QuantError(
+                "cross needs the inputs of two models: `fewbit quantize --method qep` collects it layer by layer"
+            )
         for word in self.collect:
             if word not in STATISTICS:
                 raise QuantError(f"collect has {word!r}; {near_names(str(word), STATISTICS)}")
@@ -98,11 +105,39 @@ class Measure(AbstractMeasure):
         self, earlier: Observation | ProductObservation, later: Observation | ProductObservation
     ) -> Observation | ProductObservation:
         joins: dict[str, Callable[..., object]] = dict.fromkeys(("range", "left", "right"), RangeState.merge)
-        joins |= {"absmax": jnp.maximum, "squares": jnp.add, "hessian": jnp.add, "count": jnp.add}
+        joins |= {"absmax": jnp.maximum, "squares": jnp.add, "hessian": jnp.add, "cross": jnp.add, "count": jnp.add}
         states = vars(earlier).items()
         return dataclasses.replace(
             earlier, **{name: joins[name](x, getattr(later, name)) for name, x in states if x is not None}
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs(AbstractMeasure):
+    """The vectors that each product contracts, `[*B, T, K]`; None for a ragged product."""
+
+    def of(self, operand: ProductOperand) -> jax.Array | None:
+        if operand.group_sizes is not None:
+            return None
+        return _vectors(operand, jax.lax.stop_gradient(operand.x).astype(jnp.float32), "hessian")
+
+    def of_both(self, left: jax.Array, right: jax.Array) -> None:
+        return None
+
+    def joined(self, earlier: jax.Array, later: jax.Array) -> jax.Array:
+        return jnp.concatenate([earlier, later], axis=-2)
+
+
+def cross_moments(inputs: jax.Array | None, quantized: jax.Array | None) -> jax.Array | None:
+    """The sum of `f x^T` over the inputs `f` of the float model and `x` of a quantized one.
+
+    Args:
+        inputs: `[*B, T, K]`, or None.
+        quantized: likewise.
+    """
+    if inputs is None or quantized is None:
+        return None
+    return jnp.einsum("...tk,...tl->...kl", inputs, quantized, precision="highest")
 
 
 def _sums_of_squares(vectors: jax.Array, group_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:

@@ -9,3 +9,4 @@ from .hqq import HQQ as HQQ
 from .imatrix import IMatrix as IMatrix
 from .named import METHODS as METHODS
 from .named import method as method
+from .qep import QEP as QEP

@@ -6,8 +6,9 @@ from ..recipe.method import RTN, AbstractMethod
 from .gptq import GPTQ
 from .hqq import HQQ
 from .imatrix import IMatrix
+from .qep import QEP
 
-METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ, IMatrix, HQQ)}
+METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ, IMatrix, HQQ, QEP)}
 """Every method by its name."""
 
 
@@ -15,7 +16,7 @@ def method(name: str) -> AbstractMethod:
     """A method with its default settings.
 
     Args:
-        name: "rtn", "gptq", "imatrix" or "hqq".
+        name: "rtn", "gptq", "imatrix", "hqq" or "qep".
 
     Returns:
         The method.

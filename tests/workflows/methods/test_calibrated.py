@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import re
 import subprocess
 import sys
 import time
@@ -15,7 +16,7 @@ import pytest
 import fewbit as fb
 from fewbit import io, workflows
 from fewbit.io.checkpoint import TensorInfo
-from fewbit.methods import GPTQ
+from fewbit.methods import GPTQ, QEP
 from fewbit.models import forward, params_from_paths, paths_of_params
 from fewbit.workflows.methods import calibrated
 from fewbit.workflows.methods.calibrated import CalibrationData, calibrated_weights, calibration_data
@@ -61,6 +62,19 @@ def test_logits_are_nearer_than_with_rounded_weights(name, tmp_path):
     assert jax.tree.structure(values) == jax.tree.structure({path: nearest[path] for path in values})
     tokens = jnp.asarray(data.windows)
     assert errors(model, plan, nearest | values, tokens) < 0.85 * errors(model, plan, nearest, tokens)
+
+
+@pytest.mark.slow
+def test_later_layers_are_corrected_for_the_errors_before_them(tmp_path):
+    """QEP: the first layer has exact inputs, so there it is GPTQ; after it logits come nearer."""
+    model, data = model_of(SMALL, tmp_path), data_of(SMALL)
+    plan, tokens = workflows.plan_model(model, recipe="int3"), jnp.asarray(data.windows)
+    gptq, qep = (calibrated_weights(model, plan, method, data) for method in (GPTQ(), QEP()))
+    assert jax.tree.structure(qep) == jax.tree.structure(gptq)
+    for path in gptq:
+        is_first = re.match(r"layers/0/attn/[qkv]", path) is not None
+        assert np.array_equal(qep[path].codes, gptq[path].codes) == is_first or "layers/0" in path
+    assert errors(model, plan, qep, tokens) < errors(model, plan, gptq, tokens)
 
 
 def test_the_first_layer_is_that_of_observe(tmp_path):

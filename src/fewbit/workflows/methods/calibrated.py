@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...array.qarray import QArray, is_qarray
-from ...calibration.measure import Measure, Observation, Statistic
+from ...calibration.measure import Inputs, Measure, Observation, Statistic, cross_moments
 from ...calibration.range_rules import AbsMaxRange
 from ...errors import QuantError
 from ...io.parts import FinishedParts
@@ -29,7 +29,7 @@ from ...models.decoder import embedded, layer_output, output_logits
 from ...models.installed import calibration_text
 from ...models.joined import stack_experts
 from ...models.names import params_from_paths
-from ...ops.interpret.observe import Measurements, calibration_rules, observed
+from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, observed
 from ...ops.interpret.parameter_uses import parameter_paths
 from ...ops.interpret.transparent import evaluated, transparent
 from ...recipe.method import AbstractMethod
@@ -140,8 +140,10 @@ def calibrated_weights(
     config, rows = _checked_config(model, data), {row.path: row for row in plan}
     chosen = {path for path, row in rows.items() if row.policy is not None and not is_kept(row, model.info[path])}
     params = params_from_paths({path: model.load(path) for path in model.info}, config)
-    measure, found = Measure(AbsMaxRange(), method.collect), {}  # type: ignore[arg-type]
+    collect = tuple(name for name in method.collect if name != "cross")
+    measure, found = Measure(AbsMaxRange(), collect), {}  # type: ignore[arg-type]
     x = _embeddings(params, data, config)
+    exact = x if "cross" in method.collect else None  # the residual streams of the float model
     for index, layer in enumerate(params["layers"]):
         prefix = f"layers/{index}/"
         paths = [prefix + path for path in parameter_paths(layer) if prefix + path in chosen]
@@ -149,20 +151,21 @@ def calibrated_weights(
         if parts is not None:
             values = parts.load(f"layer-{index}")
         if values is None:
-            observed = _layer_observations(
-                layer, x, jnp.int32(index), config, [p.removeprefix(prefix) for p in paths], measure
-            )
+            inside = [path.removeprefix(prefix) for path in paths]
+            observed = _layer_observations(layer, x, jnp.int32(index), config, inside, measure, exact)
             stats = {prefix + path: one for path, one in observed.items()}
             values = _quantized(layer, prefix, paths, rows, method, stats, fused)
             if parts is not None and values:
                 parts.save(f"layer-{index}", values)
         found |= values
+        if exact is not None:
+            exact = [_layer_outputs(_with_stacked_experts(layer), part, jnp.int32(index), config=config) for part in exact]
         leaves = {path: found.get(prefix + path, leaf) for path, leaf in parameter_paths(layer).items()}
         layer = jax.tree.unflatten(jax.tree.structure(layer, is_leaf=is_qarray), list(leaves.values()))
         x = [_layer_outputs(_with_stacked_experts(layer), part, jnp.int32(index), config=config) for part in x]
         if progress is not None:
             progress(index + 1, config.layers)
-    stats = _head_observations(params, x, config, chosen, measure)
+    stats = _head_observations(params, x, config, chosen, measure, exact)
     return found | _quantized({name: params[name] for name in stats}, "", stats, rows, method, stats, fused)
 
 
@@ -220,14 +223,20 @@ def _embeddings(params: PyTree, data: CalibrationData, config: DecoderConfig) ->
 
 
 def _head_observations(
-    params: PyTree, x: Sequence[Array], config: DecoderConfig, paths: Collection[str], measure: Measure
+    params: PyTree,
+    x: Sequence[Array],
+    config: DecoderConfig,
+    paths: Collection[str],
+    measure: Measure,
+    exact: Sequence[Array] | None = None,
 ) -> dict[str, Observation]:
     """The statistics of the product with the head, if that is among the paths."""
     head = "embed" if config.tied else "head"
     if head not in paths:
         return {}
     ends = _floats({name: params[name] for name in ("norm", head)})
-    return _joined(measure, (_head_statistics(ends, part, config=config, measure=measure) for part in x))
+    measured = functools.partial(_head_statistics, config=config, measure=measure)
+    return _joined(measure, (measured(ends, *parts) for parts in zip(x, exact or [None] * len(x), strict=True)))
 
 
 def _quantized(
@@ -255,15 +264,25 @@ def _quantized(
 
 
 def _layer_observations(
-    layer: PyTree, x: Sequence[Array], index: Array, config: DecoderConfig, paths: Iterable[str], measure: Measure
+    layer: PyTree,
+    x: Sequence[Array],
+    index: Array,
+    config: DecoderConfig,
+    paths: Iterable[str],
+    measure: Measure,
+    exact: Sequence[Array] | None = None,
 ) -> dict[str, Observation]:
-    """The statistics of one layer's products, by path; of an expert only where a token was routed to it."""
+    """The statistics of one layer's products, by path; of an expert only where a token was routed to it.
+
+    With the residual streams of the float model in `exact`, cross moments are among them.
+    """
     layer = _with_stacked_experts(_floats(layer))
     inside = parameter_paths(layer)
     stacked = {path: path if path in inside else _EXPERT.sub("experts/", path) for path in paths}
     chosen = tuple(dict.fromkeys(stacked.values()))
     measured = functools.partial(_layer_statistics, config=config, paths=chosen, measure=measure)
-    stats, found = _joined(measure, (measured(layer, part, index) for part in x)), {}
+    pairs = zip(x, exact or [None] * len(x), strict=True)
+    stats, found = _joined(measure, (measured(layer, part, index, one) for part, one in pairs)), {}
     for path, name in stacked.items():
         one = stats.get(name)
         if one is not None and (expert := _EXPERT.search(path)) and name != path:
@@ -307,6 +326,7 @@ def _layer_statistics(
     layer: PyTree,
     x: Float[Array, "B T D"],
     index: Int[Array, ""],
+    exact: Float[Array, "B T D"] | None,
     *,
     config: DecoderConfig,
     paths: tuple[str, ...],
@@ -317,7 +337,7 @@ def _layer_statistics(
     def run(layer: PyTree, x: Array) -> Array:
         return layer_output(layer, x, config, index)
 
-    return _measured(run, layer, paths, x, measure)
+    return _measured(run, layer, paths, x, measure, exact)
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -328,16 +348,33 @@ def _layer_outputs(
 
 
 @functools.partial(jax.jit, static_argnames=("config", "measure"))
-def _head_statistics(params: PyTree, x: Float[Array, "B T D"], *, config: DecoderConfig, measure: Measure) -> dict[str, Any]:
+def _head_statistics(
+    params: PyTree, x: Float[Array, "B T D"], exact: Float[Array, "B T D"] | None, *, config: DecoderConfig, measure: Measure
+) -> dict[str, Any]:
     """The statistics of the product with the head."""
     head = "embed" if config.tied else "head"
-    return _measured(lambda params, x: output_logits(params, x, config), params, (head,), x, measure)
+    return _measured(lambda params, x: output_logits(params, x, config), params, (head,), x, measure, exact)
 
 
 def _measured(
-    fn: Callable[[PyTree, Array], Array], params: PyTree, paths: tuple[str, ...], x: Array, measure: Measure
+    fn: Callable[[PyTree, Array], Array],
+    params: PyTree,
+    paths: tuple[str, ...],
+    x: Array,
+    measure: Measure,
+    exact: Array | None,
 ) -> dict[str, Any]:
     """The statistics of the products of some parameters in `fn(params, x)`."""
-    notes = Measurements(measure)
-    evaluated(fn, "dequantize", None, None, calibration_rules(notes))(observed(params, paths, notes), x)
-    return notes.found
+
+    def run(x: Array, measure: AbstractMeasure) -> dict[str, Any]:
+        notes = Measurements(measure)
+        evaluated(fn, "dequantize", None, None, calibration_rules(notes))(observed(params, paths, notes), x)
+        return notes.found
+
+    found = run(x, measure)
+    if exact is None:
+        return found
+    inputs, quantized = run(exact, Inputs()), run(x, Inputs())
+    return {
+        path: dataclasses.replace(one, cross=cross_moments(inputs[path], quantized[path])) for path, one in found.items()
+    }
