@@ -13,7 +13,8 @@ from typing import Any
 from fewbit.evaluate.perplexity import Comparison
 from fewbit.models.installed import default_text_name, find_text
 from fewbit.workflows import baseline, evaluation_windows, load, plan_model
-from fewbit.workflows.compare import Baseline, measured
+from fewbit.workflows.compare import measured
+from fewbit.workflows.evaluate import Baseline
 from fewbit.workflows.tensors import quantized_tensors
 
 from .facts import headline, save

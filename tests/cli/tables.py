@@ -17,8 +17,7 @@ from fewbit.models import HUGGING_FACE, DecoderConfig, shapes
 from fewbit.ops import Policy
 from fewbit.recipe import Plan, PlanRow
 from fewbit.workflows import Candidate, Inspection, Model, TensorResult
-from fewbit.workflows.compare import Baseline
-from fewbit.workflows.evaluate import DecoderEngine
+from fewbit.workflows.evaluate import Baseline, DecoderEngine
 from fewbit.workflows.inspect import TensorEntry
 
 FOLDER = Path(__file__).parent / "tables"

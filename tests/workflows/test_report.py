@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import sys
 
 import jax.numpy as jnp
 import numpy as np
@@ -15,6 +16,7 @@ from fewbit.errors import QuantError
 from fewbit.evaluate.report.facts import Report
 from fewbit.workflows import load, plan_model, quantize, weight_sqnr
 from fewbit.workflows.convert.targets import fitted
+from fewbit.workflows.evaluate import baseline, evaluate
 from fewbit.workflows.inspect import file_bytes
 from fewbit.workflows.report import HISTOGRAMS, _histogram, _in_units, report
 from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers, text_file
@@ -98,11 +100,19 @@ def test_clipped_weights_are_counted(model, source):
 
 
 @pytest.mark.slow
-def test_quality_and_its_progress(model, source, tmp_path):
-    seen = []
+def test_quality_and_its_progress(model, source, tmp_path, monkeypatch):
+    seen, evaluated = [], []
+    monkeypatch.setattr(
+        sys.modules["fewbit.workflows.report"],
+        "baseline",
+        lambda one, *rest, **named: evaluated.append(one) or baseline(one, *rest, **named),
+    )
     text = str(text_file(tmp_path))
     facts = report([model, model], source, text=text, progress=lambda part, detail: seen.append((part, detail)))
     one, two = facts.models
+    assert evaluated == [source], "the source is evaluated once for both"
+    alone = evaluate(model, against=source, text=text)
+    assert one.quality is not None and one.quality.comparison == alone.against
     assert one == two and one.quality is not None and one.why_no_quality == ""
     assert one.quality.comparison.kl.mean.value > 0 and one.quality.engine == "fewbit"
     parts = [part for part, _ in seen]

@@ -13,8 +13,8 @@ from ..evaluate.metrics import Estimate
 from ..evaluate.perplexity import Comparison
 from ..recipe.plan import Plan
 from ..recipe.table import plan_text, shape_text
-from ..workflows.compare import Baseline, Candidate
-from ..workflows.evaluate import Quality
+from ..workflows.compare import Candidate
+from ..workflows.evaluate import Baseline, Quality
 from ..workflows.inspect import Inspection, file_bytes
 from ..workflows.model import Model
 from ..workflows.plan import folded

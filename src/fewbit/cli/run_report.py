@@ -9,9 +9,9 @@ from ..evaluate.chart import check_chart_path, save_chart
 from ..kvcache.policy import KVPolicy
 from ..models.installed import default_text_name, find_text
 from ..recipe.plan import Plan
-from ..workflows.compare import baseline, compare, released
+from ..workflows.compare import compare, released
 from ..workflows.engine import as_stored, choose_engine, transformers_of
-from ..workflows.evaluate import engine_of, evaluate, evaluation_windows
+from ..workflows.evaluate import baseline, engine_of, evaluate, evaluation_windows
 from ..workflows.load import load
 from ..workflows.methods.rotate import rotated
 from ..workflows.model import Model

@@ -1,8 +1,6 @@
 """The pipelines behind the commands of `fewbit`."""
 
-from .compare import Baseline as Baseline
 from .compare import Candidate as Candidate
-from .compare import baseline as baseline
 from .compare import compare as compare
 from .compare import released as released
 from .convert.gguf import write_gguf as write_gguf
@@ -11,7 +9,9 @@ from .demo import demo as demo
 from .distributed.quantize import quantize_distributed as quantize_distributed
 from .engine import as_stored as as_stored
 from .engine import choose_engine as choose_engine
+from .evaluate import Baseline as Baseline
 from .evaluate import Quality as Quality
+from .evaluate import baseline as baseline
 from .evaluate import evaluate as evaluate
 from .evaluate import evaluation_windows as evaluation_windows
 from .evaluate import weight_sqnr as weight_sqnr

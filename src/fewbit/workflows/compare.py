@@ -5,26 +5,13 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import numpy as np
-
-from ..evaluate.engine import Engine
-from ..evaluate.outputs import Outputs, relative_errors
-from ..evaluate.perplexity import Comparison, LogitsFn, Perplexity, compare_models
+from ..evaluate.outputs import relative_errors
+from ..evaluate.perplexity import Comparison, compare_models
 from ..models.names import params_from_paths
 from ..recipe.plan import Plan
 from .activations import Activations
-from .evaluate import (
-    DecoderEngine,
-    Progress,
-    batch_size,
-    block_outputs,
-    check_language_model,
-    checked_network,
-    engine_of,
-    quantized_activations,
-    recorded,
-)
-from .model import Model, Value, decoded
+from .evaluate import Baseline, DecoderEngine, batch_size, block_outputs, quantized_activations
+from .model import Value
 from .tensors import TensorResult, quantized_tensors, worst
 
 
@@ -62,61 +49,6 @@ class Candidate:
     def worst(self) -> list[TensorResult]:
         """The five tensors of lowest SQNR."""
         return worst(self.tensors)
-
-
-@dataclasses.dataclass(frozen=True)
-class Baseline:
-    """The float model, evaluated on a text.
-
-    Attributes:
-        model: the model.
-        engine: the program that runs it.
-        windows: the windows of the text.
-        perplexity: its perplexity.
-        logits: its logits for a batch of tokens.
-        blocks: the output of each block for the first window, if transformers runs it.
-    """
-
-    model: Model
-    engine: Engine
-    windows: np.ndarray
-    perplexity: Perplexity
-    logits: LogitsFn
-    blocks: Outputs
-
-
-def baseline(
-    model: Model,
-    windows: np.ndarray,
-    *,
-    engine: str = "fewbit",
-    int8_activations: bool = False,
-    progress: Progress | None = None,
-) -> Baseline:
-    """Evaluates the float model on the windows.
-
-    Its logits are kept if they take less than 1 GiB, and then its parameters are not; else they are recomputed for each
-    candidate.
-
-    Args:
-        model: a model that the engine can run; for transformers as `as_stored` gives it.
-        windows: the windows of a text, from `evaluation_windows`.
-        engine: the result of `choose_engine`.
-        int8_activations: whether candidates quantize the activations of their quantized weights.
-        progress: called with the number of windows done and of all windows.
-
-    Returns:
-        The reference that `compare` takes.
-
-    Raises:
-        UnsupportedError: when the engine cannot run the model, or it is no causal language model.
-    """
-    runs = engine_of(model, engine, int8_activations=int8_activations)
-    check_language_model(runs)
-    network = checked_network(runs, model.info, lambda path: decoded(model.load(path)))
-    blocks = block_outputs(network, windows)
-    logits, result = recorded(network, windows, vocab=runs.vocab, progress=progress)
-    return Baseline(model, runs, windows, result, logits, blocks)
 
 
 def compare(base: Baseline, plan: Plan, *, on_tensor: Callable[[TensorResult], None] | None = None) -> Candidate:

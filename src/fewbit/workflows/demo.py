@@ -10,8 +10,8 @@ from jaxtyping import PyTree
 from ..errors import QuantError
 from ..io.output import check_output
 from ..models.installed import default_text_name, find_text
-from .compare import Baseline, Candidate, baseline, compare, measured, released
-from .evaluate import evaluation_windows
+from .compare import Candidate, compare, measured, released
+from .evaluate import Baseline, baseline, evaluation_windows
 from .generate import Sample, generate_text
 from .load import load
 from .methods.rotate import rotated

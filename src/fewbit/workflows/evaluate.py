@@ -107,6 +107,61 @@ class DecoderNetwork:
         return _logits(self.params, tokens, config=self.config, kv=self.kv)
 
 
+@dataclasses.dataclass(frozen=True)
+class Baseline:
+    """The float model, evaluated on a text.
+
+    Attributes:
+        model: the model.
+        engine: the program that runs it.
+        windows: the windows of the text.
+        perplexity: its perplexity.
+        logits: its logits for a batch of tokens.
+        blocks: the output of each block for the first window, if transformers runs it.
+    """
+
+    model: Model
+    engine: Engine
+    windows: np.ndarray
+    perplexity: Perplexity
+    logits: LogitsFn
+    blocks: Outputs
+
+
+def baseline(
+    model: Model,
+    windows: np.ndarray,
+    *,
+    engine: str = "fewbit",
+    int8_activations: bool = False,
+    progress: Progress | None = None,
+) -> Baseline:
+    """Evaluates the model on the windows that others are compared with.
+
+    Its logits are kept if they take less than 1 GiB, and then its parameters are not; else they are recomputed for each
+    candidate.
+
+    Args:
+        model: a model that the engine can run; for transformers as `as_stored` gives it.
+        windows: the windows of a text, from `evaluation_windows`.
+        engine: the result of `choose_engine`.
+        int8_activations: whether candidates quantize the activations of their quantized weights; the model itself does not.
+        progress: called with the number of windows done and of all windows.
+
+    Returns:
+        The reference that `compare` takes.
+
+    Raises:
+        UnsupportedError: when the engine cannot run the model, or it is no causal language model.
+    """
+    runs = engine_of(model, engine, int8_activations=int8_activations)
+    check_language_model(runs)
+    network = checked_network(engine_of(model, engine), model.info, model.load)
+    blocks = block_outputs(network, windows)
+    logits, result = recorded(network, windows, vocab=runs.vocab, progress=progress)
+    return Baseline(model, runs, windows, result, logits, blocks)
+
+
 def engine_of(model: Model, name: str, kv: KVPolicy | None = None, *, int8_activations: bool = False) -> Engine:
     """The engine of that name for a model.
 
@@ -179,39 +234,74 @@ def evaluate(
     check_language_model(runs)
     found = find_text(text or default_text_name())
     windows = evaluation_windows(model, found.content, tokens=tokens, window=window, engine=runs)
-    batch = batch_size(runs.vocab, windows)
-    kv_text = None if kv is None else str(kv)
     if against is None:
         network = checked_network(runs, model.info, model.load)
+        batch = batch_size(runs.vocab, windows)
         result = perplexity(network, windows, batch_size=batch, progress=progress)
         own = quantized_activations(network)
-        return Quality(found.name, windows.shape[1] - 1, result, kv=kv_text, activations=own, engine=runs.title)
-    other = engine_of(against, name)
+        return Quality(found.name, windows.shape[1] - 1, result, kv=_kv_text(kv), activations=own, engine=runs.title)
+    _check_same_vocabulary(model, runs, against, engine_of(against, name))
+    base = baseline(against, windows, engine=name, progress=part_of(progress, 0))
+    return compared(model, base, text=found.name, kv=kv, int8_activations=int8_activations, progress=part_of(progress, 1))
+
+
+def compared(
+    model: Model,
+    base: Baseline,
+    *,
+    text: str,
+    kv: KVPolicy | None = None,
+    int8_activations: bool = False,
+    progress: Progress | None = None,
+) -> Quality:
+    """Measures a stored model against a reference that was evaluated already.
+
+    Args:
+        model: a model that the reference's engine can run; for transformers as `as_stored` gives it.
+        base: the reference, with the same vocabulary.
+        text: the name of the text of its windows.
+        kv: as in `evaluate`.
+        int8_activations: as in `evaluate`.
+        progress: called with the number of windows done and of all windows.
+
+    Returns:
+        The quality.
+
+    Raises:
+        UnsupportedError: when the engine cannot run the model, or it is no causal language model.
+        QuantError: when the vocabularies differ.
+    """
+    name = "fewbit" if isinstance(base.engine, DecoderEngine) else "transformers"
+    runs = engine_of(model, name, kv, int8_activations=int8_activations)
+    _check_same_vocabulary(model, runs, base.model, base.engine)
+    network = checked_network(runs, model.info, model.load)
+    batch = batch_size(runs.vocab, base.windows)
+    both = compare_models(base.logits, network, base.windows, batch_size=batch, progress=progress)
+    sqnr, notes = weight_sqnr(model, base.model)
+    return Quality(
+        text=text,
+        window=base.windows.shape[1] - 1,
+        perplexity=both.candidate,
+        against=both,
+        sqnr_db=sqnr,
+        notes=notes,
+        kv=_kv_text(kv),
+        activations=quantized_activations(network),
+        engine=runs.title,
+        blocks=relative_errors(base.blocks, block_outputs(network, base.windows)),
+    )
+
+
+def _check_same_vocabulary(model: Model, runs: Engine, against: Model, other: Engine) -> None:
     if other.vocab != runs.vocab:
         raise QuantError(
             f"{model.name} has a vocabulary of {runs.vocab} tokens and {against.name} of {other.vocab}; "
             "compare models of the same vocabulary"
         )
-    network = checked_network(other, against.info, against.load)
-    expected = block_outputs(network, windows)
-    reference, _ = recorded(network, windows, vocab=other.vocab, progress=part_of(progress, 0))
-    del network
-    candidate = checked_network(runs, model.info, model.load)
-    both = compare_models(reference, candidate, windows, batch_size=batch, progress=part_of(progress, 1))
-    blocks = relative_errors(expected, block_outputs(candidate, windows))
-    sqnr, notes = weight_sqnr(model, against)
-    return Quality(
-        text=found.name,
-        window=windows.shape[1] - 1,
-        perplexity=both.candidate,
-        against=both,
-        sqnr_db=sqnr,
-        notes=notes,
-        kv=kv_text,
-        activations=quantized_activations(candidate),
-        engine=runs.title,
-        blocks=blocks,
-    )
+
+
+def _kv_text(kv: KVPolicy | None) -> str | None:
+    return None if kv is None else str(kv)
 
 
 def part_of(progress: Progress | None, part: int) -> Progress | None:

@@ -16,7 +16,18 @@ from ..models.installed import default_text_name, find_text
 from ..recipe.plan import Plan
 from ..recipe.role import QUANTIZED_ROLES, Role
 from ..recipe.rows import PlanRow
-from .evaluate import Quality, evaluate, weight_sqnr
+from .engine import as_stored, choose_engine
+from .evaluate import (
+    Baseline,
+    Progress,
+    Quality,
+    baseline,
+    compared,
+    engine_of,
+    evaluation_windows,
+    part_of,
+    weight_sqnr,
+)
 from .inspect import file_bytes
 from .model import Model, decoded
 from .plan import KEEP, RecipeSpec, plan_model, split_numbers
@@ -38,7 +49,8 @@ def report(
 ) -> Report:
     """Compares quantized models with their source: sizes, quality, the error of each weight.
 
-    Weights are loaded one at a time; the quality of each model is measured as `evaluate` does.
+    Weights are loaded one at a time; the quality of each model is measured as `evaluate` does. The source is evaluated once for all
+    models that one engine runs on the same tokens.
 
     Args:
         models: the quantized models.
@@ -60,24 +72,24 @@ def report(
         _check_same_parameters(model, source)
     if quality:
         find_text(text or default_text_name())
-    found = []
+    found, measure = [], _QualityMeasurement(source, text)
     for i, model in enumerate(models):
 
         def advance(part: float, detail: str, done: int = i, name: str = model.name) -> None:
             if progress is not None:
                 progress((done + part) / len(models), f"{name}: {detail}")
 
-        found.append(_model_facts(model, source, text, quality, advance))
+        found.append(_model_facts(model, source, measure if quality else None, advance))
     return Report(_stored_model(source), tuple(found))
 
 
 def _model_facts(
-    model: Model, source: Model, text: str | None, quality: bool, advance: Callable[[float, str], None]
+    model: Model, source: Model, quality: "_QualityMeasurement | None", advance: Callable[[float, str], None]
 ) -> ModelFacts:
     """Everything about one model."""
     measured, why_not = None, "not asked for (--no-quality)"
-    if quality:
-        measured, why_not = _quality(model, source, text, lambda done, total: advance(0.5 * done / total, "quality"))
+    if quality is not None:
+        measured, why_not = quality.of(model, lambda done, total: advance(0.5 * done / total, "quality"))
     advance(0.5, "weights")
     if measured is not None and measured.sqnr_db.keys() <= model.info.keys():
         sqnr, notes = measured.sqnr_db, measured.notes
@@ -127,18 +139,39 @@ def _check_same_parameters(model: Model, source: Model) -> None:
         )
 
 
-def _quality(
-    model: Model, source: Model, text: str | None, progress: Callable[[int, int], None]
-) -> tuple[Quality | None, str]:
-    """The quality of a model, or why it cannot be measured. A text that the user chose must fit."""
-    try:
-        return evaluate(model, against=source, text=text, progress=progress), ""
-    except UnsupportedError as error:
-        return None, str(error)
-    except QuantError as error:
-        if text is not None:
-            raise
-        return None, str(error)
+class _QualityMeasurement:
+    """Measures models against a source, which is evaluated once for those of one engine and tokenizer.
+
+    Args:
+        source: the model that they were quantized from.
+        text: the text, as for `models.find_text`; None takes the default text.
+    """
+
+    def __init__(self, source: Model, text: str | None):
+        self._source, self._text = source, text
+        self._base: tuple[str, Baseline] | None = None  # its logits take up to 1 GiB, so only the last one is kept
+
+    def of(self, model: Model, progress: Progress) -> tuple[Quality | None, str]:
+        """The quality of a model, or why it cannot be measured. A text that the user chose must fit."""
+        try:
+            return self._compared(model, progress), ""
+        except UnsupportedError as error:
+            return None, str(error)
+        except QuantError as error:
+            if self._text is not None:
+                raise
+            return None, str(error)
+
+    def _compared(self, model: Model, progress: Progress) -> Quality:
+        name, source = choose_engine("auto", model, self._source), self._source
+        if name == "transformers":
+            model, source = as_stored(model), as_stored(source)
+        found = find_text(self._text or default_text_name())
+        windows = evaluation_windows(model, found.content, engine=engine_of(model, name))
+        if self._base is None or self._base[0] != name or not np.array_equal(self._base[1].windows, windows):
+            self._base = None
+            self._base = name, baseline(source, windows, engine=name, progress=part_of(progress, 0))
+        return compared(model, self._base[1], text=found.name, progress=part_of(progress, 1))
 
 
 def _measured_quality(quality: Quality) -> MeasuredQuality:
