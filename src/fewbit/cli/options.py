@@ -82,6 +82,14 @@ ImportancePath = Annotated[
         "--imatrix", help="The importance matrix of --method imatrix, of llama.cpp or `fewbit imatrix`, instead of a text."
     ),
 ]
+UnseenExperts = Annotated[
+    str | None,
+    typer.Option(
+        "--unseen-experts",
+        help="Experts to which the calibration routes no token: nearest (the default) rounds them, share takes the statistics of "
+        "the layer's other experts, error refuses.",
+    ),
+]
 Bits = Annotated[
     float | None,
     typer.Option(

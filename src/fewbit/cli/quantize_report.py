@@ -23,6 +23,7 @@ from ..workflows.methods.allocation import WINDOWS as SENSITIVITY_WINDOWS
 from ..workflows.methods.allocation import allocated, sensitivities
 from ..workflows.methods.calibrated import WINDOWS, CalibrationData, calibration_data
 from ..workflows.methods.importance_file import ImportanceFile
+from ..workflows.methods.inputs import measured_inputs, with_expert_tokens
 from ..workflows.methods.rotate import rotated
 from ..workflows.model import Model
 from ..workflows.plan import KEEP, plan_model
@@ -79,7 +80,14 @@ class ChosenMethod:
 
 
 def chosen_method(
-    name: str, model: Model, text: str | None, windows: int | None, window: int | None, imatrix: Path | None = None
+    name: str,
+    model: Model,
+    text: str | None,
+    windows: int | None,
+    window: int | None,
+    *,
+    imatrix: Path | None = None,
+    unseen: str | None = None,
 ) -> ChosenMethod:
     """The method of that name, with what it learns from: an importance matrix, or a text."""
     chosen = method(name)
@@ -90,8 +98,11 @@ def chosen_method(
             raise QuantError("--imatrix takes the place of the calibration text; drop it or the options --calibration-*")
         return ChosenMethod(chosen, ImportanceFile.read(imatrix))
     if chosen.collect:
-        return ChosenMethod(chosen, calibration_data(model, text, windows=windows or WINDOWS, window=window))
+        return ChosenMethod(
+            chosen, calibration_data(model, text, windows=windows or WINDOWS, window=window, unseen_experts=unseen)
+        )
     given = {"--calibration-text": text, "--calibration-windows": windows, "--calibration-window": window}
+    given["--unseen-experts"] = unseen
     if named := [option for option, value in given.items() if value is not None]:
         raise QuantError(f"{named[0]} is for a method that learns from a text, and {name} does not; add --method gptq")
     return ChosenMethod(chosen)
@@ -121,6 +132,16 @@ def with_bits(model: Model, made: Plan, bits: float, candidates: list[str], chos
             model, made, candidates, data.windows, method=method, calibration=calibration, progress=progress
         )
     return allocated(made, found, bits)
+
+
+def with_counted_experts(model: Model, made: Plan, chosen: ChosenMethod) -> Plan:
+    """The plan with the tokens that the calibration data routes to each expert, with progress."""
+    assert chosen.calibration is not None
+    with progress_bar("counting the tokens of experts", 1) as bar:
+        inputs = measured_inputs(
+            model, chosen.calibration, progress=lambda done, layers: bar.advance(done / layers, f"{done}/{layers} layers")
+        )
+    return with_expert_tokens(made, inputs, chosen.calibration.unseen_experts)
 
 
 def written(

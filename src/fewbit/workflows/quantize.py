@@ -25,6 +25,7 @@ from ..recipe.plan import Plan
 from .convert.fused import fused_rows
 from .convert.targets import Job, check_path, check_target, fused_modules, prepared, representable, write_tensors
 from .methods.calibrated import CalibrationData, calibrated_weights
+from .methods.experts import ExpertTokens
 from .methods.importance_file import ImportanceFile
 from .model import Model, Value
 from .plan import KEEP
@@ -92,7 +93,7 @@ def quantize(
         if stage == "verify" and on_verify is not None:
             on_verify(name, nbytes)
 
-    start, results = time.perf_counter(), {}
+    start, results, tokens = time.perf_counter(), {}, list[ExpertTokens]()
     sources: dict[str, str] = {}
 
     def load(path: str) -> Value:
@@ -114,14 +115,18 @@ def quantize(
         calibrated: Mapping[str, QArray] = {}
         if isinstance(calibration, CalibrationData):
             parts = FinishedParts(journal)
-            calibrated = calibrated_weights(model, plan, method, calibration, fused=fused, parts=parts, progress=on_layer)
+            calibrated = calibrated_weights(
+                model, plan, method, calibration, fused=fused, parts=parts, progress=on_layer, on_experts=tokens.append
+            )
+        if tokens:
+            facts["method"]["expert_tokens"] = {layer.path: list(layer.counts) for layer in tokens}
         earlier = _earlier_results(journal, load, sources)
 
         def tensors(finished: frozenset[str]) -> Iterator[tuple[str, Value]]:
             results.update({path: result for path, result in earlier.items() if path in finished})
             if results and on_resume is not None:
                 on_resume(tuple(results.values()))
-            for value, result in quantized_tensors(source, plan, fused, calibrated, method, observed, finished):
+            for value, result in quantized_tensors(source, plan, fused, calibrated, method, observed, finished, tokens):
                 needed = {result.path, *(row.path for row in fused.get(result.path, ()))} & set(sources)
                 journal.note({"row": result.to_json(), "sources": {path: sources[path] for path in needed}})
                 yield result.path, representable(to, value) if result.is_quantized else value

@@ -23,6 +23,7 @@ from ..recipe.plan import Plan
 from ..recipe.quantize_row import quantize_finite
 from ..recipe.rows import PlanRow
 from .convert.fused import quantized_together
+from .methods.experts import ExpertTokens
 from .model import Model, Value, decoded, is_kept
 
 
@@ -40,6 +41,7 @@ class TensorResult:
         bytes_after: its new bytes.
         seconds: how long it took.
         method: the name of the method that chose its codes, if it was quantized.
+        tokens: the tokens of the calibration data that its expert got, or each of its experts; empty for other weights.
     """
 
     path: str
@@ -51,13 +53,17 @@ class TensorResult:
     bytes_after: int
     seconds: float
     method: str = "rtn"
+    tokens: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
         quality = "unchanged" if self.sqnr_db is None else f"{self.sqnr_db:.2f} dB"
         sizes = f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
         scheme = self.scheme if self.method == "rtn" else f"{self.scheme} by {self.method}"
-        return f"{self.path}  {shape}  {scheme}  {quality}  {sizes}  {self.seconds:.2f} s"
+        tokens = ""
+        if self.tokens:
+            tokens = "  " + " to ".join(f"{count:,}" for count in sorted({min(self.tokens), max(self.tokens)})) + " tokens"
+        return f"{self.path}  {shape}  {scheme}  {quality}  {sizes}  {self.seconds:.2f} s{tokens}"
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form; an infinite SQNR, which JSON lacks, is text."""
@@ -67,7 +73,7 @@ class TensorResult:
     def from_json(cls, form: Mapping[str, Any]) -> "TensorResult":
         """Reads the JSON form."""
         sqnr = None if form["sqnr_db"] == "None" else float(form["sqnr_db"])
-        return cls(**{**form, "shape": tuple(form["shape"]), "sqnr_db": sqnr})
+        return cls(**{**form, "shape": tuple(form["shape"]), "sqnr_db": sqnr, "tokens": tuple(form["tokens"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,6 +131,7 @@ def quantized_tensors(
     method: AbstractMethod = NEAREST,
     observed: Mapping[str, Observation] = types.MappingProxyType({}),
     finished: Collection[str] = frozenset(),
+    tokens: Iterable[ExpertTokens] = (),
 ) -> Iterator[tuple[Value, TensorResult]]:
     """Quantizes the parameters of a model, in the order of the plan.
 
@@ -136,6 +143,7 @@ def quantized_tensors(
         method: the method that quantized them, and quantizes the other weights that it can.
         observed: the statistics of other weights, for a method that needs some.
         finished: the paths of parameters that are left out.
+        tokens: the tokens of the experts of each layer in its calibration data.
 
     Returns:
         An iterator of the values and their results.
@@ -145,7 +153,7 @@ def quantized_tensors(
         UnsupportedError: for a plan that stored parameters cannot express.
     """
     check_storable(plan)
-    rows, ready = iter(plan), dict(calibrated)
+    rows, ready, layers = iter(plan), dict(calibrated), tuple(tokens)
     for row in rows:
         if row.path in finished:
             continue
@@ -168,8 +176,9 @@ def quantized_tensors(
         before = model.info[row.path].nbytes
         is_chosen = row.path in calibrated or row.path in observed or not method.collect
         chosen_by = method.name if is_chosen else NEAREST.name
-        nbytes = int(value.nbytes)
-        yield value, TensorResult(row.path, row.shape, scheme, sqnr is not None, sqnr, before, nbytes, seconds, chosen_by)
+        seen = tuple(count for layer in layers for count in layer.of(row.path))
+        measured = (sqnr is not None, sqnr, before, int(value.nbytes), seconds)
+        yield value, TensorResult(row.path, row.shape, scheme, *measured, chosen_by, seen)
 
 
 def _float_values(stored: Value, row: PlanRow) -> np.ndarray | jax.Array:

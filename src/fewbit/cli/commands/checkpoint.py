@@ -27,6 +27,7 @@ from ..options import (
     Seed,
     Strict,
     To,
+    UnseenExperts,
     path_argument,
     path_option,
     rotation_seed,
@@ -46,6 +47,7 @@ def plan(
     calibration_text: CalibrationText = None,
     calibration_windows: CalibrationWindows = None,
     calibration_window: CalibrationWindow = None,
+    unseen_experts: UnseenExperts = None,
     strict: Strict = False,
     full: Full = False,
     json: Json = False,
@@ -55,23 +57,27 @@ def plan(
     from ...workflows.load import load
     from ...workflows.plan import plan_model, unknown_roles
     from ..console import emit_json, say
-    from ..quantize_report import candidate_names, chosen_method, with_bits
+    from ..quantize_report import candidate_names, chosen_method, with_bits, with_counted_experts
     from ..render import plan_lines, plan_totals
 
     names = candidate_names(bits, candidates)
     if recipe is None and not names:
         raise QuantError("a recipe is missing: pass --recipe NAME; `fewbit recipes` lists them")
-    if bits is None and method != "rtn":
-        raise QuantError(
-            "--method of a plan is for --bits, which measures what each scheme costs; pass it to `fewbit quantize`"
-        )
     opened = load(model)
+    has_experts = opened.config is not None and opened.config.experts is not None
+    if bits is None and method != "rtn" and not has_experts:
+        raise QuantError(
+            "--method of a plan is for --bits, which measures what each scheme costs, and for mixtures of experts, whose tokens "
+            "it counts; pass it to `fewbit quantize`"
+        )
     reads_text = method not in METHODS or bool(METHODS[method].collect)
     own_text = calibration_text if bits is None or reads_text else None  # --bits itself reads a text
-    chosen = chosen_method(method, opened, own_text, calibration_windows, calibration_window)
+    chosen = chosen_method(method, opened, own_text, calibration_windows, calibration_window, unseen=unseen_experts)
     made = plan_model(opened, recipe=recipe or names[0])
     if bits is not None:
         made = with_bits(opened, made, bits, names, chosen, calibration_text)
+    if has_experts and chosen.calibration is not None:
+        made = with_counted_experts(opened, made, chosen)
     if strict and (message := unknown_roles(made)) is not None:
         typer.echo(f"error: {message}", err=True)
         raise typer.Exit(FOUND)
@@ -105,6 +111,7 @@ def quantize(
     calibration_windows: CalibrationWindows = None,
     calibration_window: CalibrationWindow = None,
     imatrix: ImportancePath = None,
+    unseen_experts: UnseenExperts = None,
     rotate: Rotate = False,
     seed: Seed = None,
     check: Annotated[
@@ -157,7 +164,9 @@ def quantize(
     source = prepared(to, source)
     made = fitted(to, source, made)
     check_target(to, source, made)
-    chosen = chosen_method(method, source, calibration_text, calibration_windows, calibration_window, imatrix)
+    chosen = chosen_method(
+        method, source, calibration_text, calibration_windows, calibration_window, imatrix=imatrix, unseen=unseen_experts
+    )
     if not json and is_first:
         say("\n".join(plan_lines(source, made, full=full)))
     if dry_run and json:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 from ..perplexity import Comparison
@@ -92,15 +93,64 @@ class MeasuredQuality:
 
 
 @dataclasses.dataclass(frozen=True)
+class InputFacts:
+    """The inputs of one product of the source, or of several with the same inputs.
+
+    Attributes:
+        path: the path of its weight; those of experts as one, `layers/3/mlp/experts/down`.
+        layer: the number of its layer.
+        channels: the number of channels, its contraction.
+        amax: the largest magnitude.
+        rms: the root mean square of all elements.
+        channel: the channel of the largest magnitude.
+        channel_ratio: the largest RMS of a channel over that of the median channel.
+    """
+
+    path: str
+    layer: int
+    channels: int
+    amax: float
+    rms: float
+    channel: int
+    channel_ratio: float
+
+    @property
+    def peak(self) -> float:
+        """`amax / rms`: 4 to 5 for normal numbers; large where few channels or tokens stand out."""
+        return self.amax / self.rms if self.rms > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """The JSON form."""
+        return {**vars(self), "peak": self.peak}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasuredInputs:
+    """What the products of the source read on a text.
+
+    Attributes:
+        text: the name of the text.
+        tokens: the number of tokens.
+        products: the inputs of each product, in the order of the layers.
+        expert_tokens: the tokens routed to each expert, by the path of a layer's experts.
+    """
+
+    text: str
+    tokens: int
+    products: tuple[InputFacts, ...]
+    expert_tokens: Mapping[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
 class StoredModel:
-    """A model on the disk.
+    """A model on the disk, or one that was quantized in memory.
 
     Attributes:
         name: the last component of its path.
         path: its path.
         container: the layout of its files.
         size: the number of elements of all parameters.
-        file_bytes: the bytes of its file, or of all files of its directory.
+        file_bytes: the bytes of its file, or of all files of its directory; None for a model in memory.
         array_bytes: the bytes of its parameters.
     """
 
@@ -108,7 +158,7 @@ class StoredModel:
     path: str
     container: str
     size: int
-    file_bytes: int
+    file_bytes: int | None
     array_bytes: int
 
     @property
@@ -190,7 +240,11 @@ class Report:
     Attributes:
         source: the model that the others were quantized from.
         models: the quantized models.
+        inputs: what the source's products read; None if it was not measured.
+        why_no_inputs: why it was not measured; empty if it was.
     """
 
     source: StoredModel
     models: tuple[ModelFacts, ...]
+    inputs: MeasuredInputs | None = None
+    why_no_inputs: str = ""

@@ -11,7 +11,7 @@ import hashlib
 import operator
 import re
 import types
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -38,6 +38,7 @@ from ...recipe.quantize_row import quantize_row
 from ...recipe.rows import PlanRow
 from ..convert.fused import quantized_together
 from ..model import Model, decoded, is_kept
+from .experts import ExpertTokens, check_unseen, with_unseen_experts
 
 WINDOWS = 128
 WINDOW = 256
@@ -54,10 +55,12 @@ class CalibrationData:
     Attributes:
         text: the name of the text.
         windows: token ids `[windows, tokens]`.
+        unseen_experts: what happens to experts to which none of them is routed, see `experts.UNSEEN`.
     """
 
     text: str
     windows: np.ndarray
+    unseen_experts: str = "nearest"
 
     def __post_init__(self) -> None:
         if self.windows.ndim != 2 or not self.windows.size or not np.issubdtype(self.windows.dtype, np.integer):
@@ -65,15 +68,23 @@ class CalibrationData:
                 f"the calibration windows are {self.windows.dtype.name}{self.windows.shape}, expected token ids [windows, tokens]"
             )
 
+        check_unseen(self.unseen_experts)
+
     @property
     def facts(self) -> dict[str, Any]:
         """The provenance recorded in a directory."""
         digest = hashlib.sha256(np.ascontiguousarray(self.windows, np.int32).tobytes()).hexdigest()
-        return {"text": self.text, "windows": list(self.windows.shape), "sha256": digest}
+        windows = list(self.windows.shape)
+        return {"text": self.text, "windows": windows, "sha256": digest, "unseen_experts": self.unseen_experts}
 
 
 def calibration_data(
-    model: Model, text: str | None = None, *, windows: int = WINDOWS, window: int | None = None
+    model: Model,
+    text: str | None = None,
+    *,
+    windows: int = WINDOWS,
+    window: int | None = None,
+    unseen_experts: str | None = None,
 ) -> CalibrationData:
     """Cuts windows of tokens out of a text, spread evenly over it.
 
@@ -82,15 +93,19 @@ def calibration_data(
         text: as for `models.find_text`; None takes `models.calibration_text`, which the default evaluation does not read.
         windows: how many windows; fewer if the text is shorter.
         window: the tokens of a window; None takes 256, or the model's context if that is shorter.
+        unseen_experts: as in `CalibrationData`; None takes "nearest".
 
     Returns:
         The windows, with the tokens that begin a text in front of each.
 
     Raises:
-        QuantError: when the text is shorter than one window, or a window longer than the model's context.
+        QuantError: when the text is shorter than one window, a window longer than the model's context, or there is a choice for
+            experts and the model has none.
         UnsupportedError: when the model cannot be run, or has no tokenizer.
     """
     config, tokenizer, found = model.runnable_config(), model.readable_tokenizer(), calibration_text(text)
+    if unseen_experts is not None and config.experts is None:
+        raise QuantError(f"{model.name} has no experts; leave out --unseen-experts {unseen_experts}")
     if window is None:
         window = min(WINDOW, config.context)
     if not 0 < window <= config.context or windows < 1:
@@ -105,7 +120,7 @@ def calibration_data(
     chosen = np.linspace(0, count - 1, min(windows, count)).astype(int)
     rows = ids[: count * window].reshape(count, window)[chosen]
     rows[:, : len(tokenizer.start_ids)] = tokenizer.start_ids
-    return CalibrationData(found.name, rows)
+    return CalibrationData(found.name, rows, unseen_experts or "nearest")
 
 
 def calibrated_weights(
@@ -117,6 +132,7 @@ def calibrated_weights(
     fused: Mapping[str, tuple[PlanRow, ...]] = types.MappingProxyType({}),
     parts: FinishedParts | None = None,
     progress: Progress | None = None,
+    on_experts: Callable[[ExpertTokens], None] | None = None,
 ) -> dict[str, QArray]:
     """The quantized weights of a decoder's products, by a method with calibration data.
 
@@ -128,13 +144,15 @@ def calibrated_weights(
         fused: the rows that share a tensor scale, by the path of each; see `fused_rows`.
         parts: where finished layers are kept for a run that resumes this one; those of an earlier run are not computed again.
         progress: called after each layer.
+        on_experts: called with the tokens of a layer's experts.
 
     Returns:
-        The QArrays by path. Tables that are only looked up, experts to which no token was routed, and weights that the file
-        stores in the planned scheme already are not among them.
+        The QArrays by path. Tables that are only looked up, experts that are rounded to nearest because no token was routed to
+        them, and weights that the file stores in the planned scheme already are not among them.
 
     Raises:
-        QuantError: when a token has no embedding, a weight or a statistic is not finite, or another process writes the parts.
+        QuantError: when a token has no embedding, a weight or a statistic is not finite, another process writes the parts, or an
+            expert has no token and `data.unseen_experts` is "error".
         UnsupportedError: when the model cannot be run, or the method cannot quantize a weight.
     """
     config, rows = _checked_config(model, data), {row.path: row for row in plan}
@@ -142,21 +160,28 @@ def calibrated_weights(
     params = params_from_paths({path: model.load(path) for path in model.info}, config)
     collect = tuple(name for name in method.collect if name != "cross")
     measure, found = Measure(AbsMaxRange(), collect), {}  # type: ignore[arg-type]
-    x = _embeddings(params, data, config)
+    x = _residual_streams(params, data, config)
     exact = x if "cross" in method.collect else None  # the residual streams of the float model
     for index, layer in enumerate(params["layers"]):
         prefix = f"layers/{index}/"
         paths = [prefix + path for path in parameter_paths(layer) if prefix + path in chosen]
-        values = None
+        values: dict[str, Any] | None = None
         if parts is not None:
             values = parts.load(f"layer-{index}")
         if values is None:
             inside = [path.removeprefix(prefix) for path in paths]
-            observed = _layer_observations(layer, x, jnp.int32(index), config, inside, measure, exact)
+            observed, tokens = _layer_observations(
+                layer, x, jnp.int32(index), config, inside, measure, data.unseen_experts, exact
+            )
             stats = {prefix + path: one for path, one in observed.items()}
             values = _quantized(layer, prefix, paths, rows, method, stats, fused)
+            if tokens is not None:
+                values[_TOKENS] = tokens
             if parts is not None and values:
                 parts.save(f"layer-{index}", values)
+        tokens = values.pop(_TOKENS, None)
+        if tokens is not None and on_experts is not None:
+            on_experts(ExpertTokens(f"{prefix}mlp/experts", tuple(np.asarray(tokens).tolist())))
         found |= values
         if exact is not None:
             exact = [_layer_outputs(_with_stacked_experts(layer), part, jnp.int32(index), config=config) for part in exact]
@@ -194,11 +219,11 @@ def decoder_statistics(
     """
     config, measure, found = _checked_config(model, data), Measure(AbsMaxRange(), collect), {}
     params = params_from_paths({path: model.load(path) for path in model.info}, config)
-    x = _embeddings(params, data, config)
+    x = _residual_streams(params, data, config)
     for index, layer in enumerate(params["layers"]):
         prefix = f"layers/{index}/"
         inside = [path for path in parameter_paths(layer) if prefix + path in paths]
-        observed = _layer_observations(layer, x, jnp.int32(index), config, inside, measure)
+        observed, _ = _layer_observations(layer, x, jnp.int32(index), config, inside, measure, data.unseen_experts)
         found |= {prefix + path: one for path, one in observed.items()}
         layer = _with_stacked_experts(layer)
         x = [_layer_outputs(layer, part, jnp.int32(index), config=config) for part in x]
@@ -213,13 +238,6 @@ def _checked_config(model: Model, data: CalibrationData) -> DecoderConfig:
     if int(data.windows.max()) >= config.vocab:
         raise QuantError(f"the calibration data has token {data.windows.max()}, and {model.name} has {config.vocab} tokens")
     return config
-
-
-def _embeddings(params: PyTree, data: CalibrationData, config: DecoderConfig) -> list[Array]:
-    """The embedded windows, in batches."""
-    size = max(_BATCH_TOKENS // data.windows.shape[1], 1)
-    batches = (jnp.asarray(data.windows[i : i + size]) for i in range(0, len(data.windows), size))
-    return [_embedded(params["embed"], tokens, config=config) for tokens in batches]
 
 
 def _head_observations(
@@ -263,6 +281,38 @@ def _quantized(
     return found
 
 
+def _residual_streams(params: PyTree, data: CalibrationData, config: DecoderConfig) -> list[Array]:
+    """The inputs of the first layer, in batches."""
+    size = max(_BATCH_TOKENS // data.windows.shape[1], 1)
+    batches = (jnp.asarray(data.windows[i : i + size]) for i in range(0, len(data.windows), size))
+    return [_embedded(params["embed"], tokens, config=config) for tokens in batches]
+
+
+def float_statistics(
+    model: Model, data: CalibrationData, measure: Measure, chosen: Callable[[str], bool]
+) -> Iterator[tuple[int, dict[str, Observation]]]:
+    """The statistics of a float decoder's products, layer by layer.
+
+    Args:
+        model: a model that can be run.
+        data: the calibration data.
+        measure: what is collected.
+        chosen: which parameters, by their path in a layer, such as `attn/q` or, of all experts, `mlp/experts/gate`.
+
+    Returns:
+        The number of each layer, and its statistics by path; those of experts with a leading axis.
+    """
+    config = model.runnable_config()
+    params = params_from_paths({path: model.load(path) for path in model.info}, config)
+    x = _residual_streams(params, data, config)
+    for index, layer in enumerate(params["layers"]):
+        layer, number = _with_stacked_experts(_floats(layer)), jnp.int32(index)
+        names = tuple(filter(chosen, parameter_paths(layer)))
+        measured = functools.partial(_layer_statistics, config=config, paths=names, measure=measure)
+        yield index, _joined(measure, (measured(layer, part, number, None) for part in x))
+        x = [_layer_outputs(layer, part, number, config=config) for part in x]
+
+
 def _layer_observations(
     layer: PyTree,
     x: Sequence[Array],
@@ -270,9 +320,10 @@ def _layer_observations(
     config: DecoderConfig,
     paths: Iterable[str],
     measure: Measure,
+    unseen: str,
     exact: Sequence[Array] | None = None,
-) -> dict[str, Observation]:
-    """The statistics of one layer's products, by path; of an expert only where a token was routed to it.
+) -> tuple[dict[str, Observation], np.ndarray | None]:
+    """The statistics of one layer's products by path, and the tokens of its experts.
 
     With the residual streams of the float model in `exact`, cross moments are among them.
     """
@@ -283,17 +334,20 @@ def _layer_observations(
     measured = functools.partial(_layer_statistics, config=config, paths=chosen, measure=measure)
     pairs = zip(x, exact or [None] * len(x), strict=True)
     stats, found = _joined(measure, (measured(layer, part, index, one) for part, one in pairs)), {}
+    stats, tokens = with_unseen_experts(stats, measure, unseen, f"layers/{index}")
     for path, name in stacked.items():
         one = stats.get(name)
         if one is not None and (expert := _EXPERT.search(path)) and name != path:
             one = jax.tree.map(operator.itemgetter(int(expert[1])), one)
         if one is not None and (one.count is None or np.any(one.count)):
             found[path] = one
-    return found
+    return found, tokens
 
 
 _EXPERT = re.compile(r"experts/(\d+)/")
 """The part of a path that names one expert."""
+_TOKENS = "expert_tokens"
+"""The name of the tokens of a layer's experts among its finished parts."""
 
 
 def _with_stacked_experts(layer: PyTree) -> PyTree:
