@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 
 from fewbit import FORMATS, RECIPES, SCHEMES, Recipe, io, recipe
 from fewbit.cli.commands import app
+from fewbit.evaluate.report.template import MARKER
 from fewbit.models import is_installed
 from tests.nets.checkpoints import needs_glassllm
 from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
@@ -246,6 +247,9 @@ def test_the_demo_on_a_small_model(tmp_path):
     assert all(r["sample"] and r["kl"] >= 0 for r in report["recipes"])
     assert [r["recipe"] for r in report["recipes"] if r["written"]] == ["nf4"]
     assert (out / "quality.svg").stat().st_size > 1000
+    page = (out / "report.html").read_text()
+    assert page.startswith(MARKER) and "nats at" in page
+    assert page.count("<svg ") == 1 + 5 + 5 * 5 + 1  # quality; of each recipe a map and histograms; inputs
     assert "0 errors, 0 warnings" in run("verify", out / "model-nf4").stdout
 
 

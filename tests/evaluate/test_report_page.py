@@ -16,8 +16,17 @@ from fewbit.errors import QuantError, UnsupportedError
 from fewbit.evaluate.metrics import Divergence, Estimate
 from fewbit.evaluate.perplexity import Comparison, Perplexity
 from fewbit.evaluate.report import check_page_path, report_page, save_page
-from fewbit.evaluate.report.charts import ErrorMap, error_map_chart, ink_on
-from fewbit.evaluate.report.facts import Histogram, MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
+from fewbit.evaluate.report.charts import LayerMap, ink_on, layer_map_chart
+from fewbit.evaluate.report.facts import (
+    Histogram,
+    InputFacts,
+    MeasuredInputs,
+    MeasuredQuality,
+    ModelFacts,
+    Report,
+    StoredModel,
+    TensorFacts,
+)
 from fewbit.evaluate.report.template import _STYLE, MARKER
 from fewbit.models import is_installed
 
@@ -59,7 +68,10 @@ def facts():
     )
     one = ModelFacts(stored("a"), "hf", "nf4", "rtn", quality(0.2), "", tensors, histograms, (EVIL,))
     two = ModelFacts(stored("b"), "", "", "", None, f"no tokenizer {EVIL}", tensors[:2], (), ())
-    return Report(stored(EVIL), (one, two))
+    outlier = InputFacts(f"layers/0/{EVIL}", 0, 64, 120.0, 0.5, 7, 31.5)
+    calm = InputFacts("layers/1/attn/q,k,v", 1, 64, 5.0, 1.0, 3, 1.25)
+    experts = {"layers/1/mlp/experts": (0, 40, 300, 0), f"layers/0/{EVIL}": (9,)}
+    return Report(stored(EVIL), (one, two), MeasuredInputs(EVIL, 2048, (outlier, calm), experts))
 
 
 class Page(html.parser.HTMLParser):
@@ -160,7 +172,7 @@ def test_the_summary_and_the_charts_say_what_was_measured(page, text):
         assert said in words
     assert "KL divergence over bits per weight: a 0.2 nats at 4.297 bits" in words
     assert words.count("not measured") >= 3
-    assert len(page.all("svg")) == 1 + 2 + 2  # quality, two maps, two histograms
+    assert len(page.all("svg")) == 1 + 2 + 2 + 1  # quality, two maps, two histograms, inputs
     assert "currentColor" in text and "#0a0b0c" not in text
 
 
@@ -170,6 +182,26 @@ def test_tensors_in_float_are_counted_by_reason(facts, page):
         ("unknown", "not recorded", 1),
     ]
     assert any("Nothing: every tensor is quantized." in data for _, data in page.texts)
+
+
+def test_outliers_and_experts(facts, page):
+    cells = [data for tag, data in page.texts if tag in ("td", "th", "text")]
+    for value in ("240.0", "120", "31.5", "layers/1/attn/q,k,v", "240", "5.0"):
+        assert value in cells
+    at = cells.index("layers/1/mlp/experts")
+    assert cells[at + 1 : at + 7] == ["4", "0", "20", "300", "2", "0, 3"]
+    without = dataclasses.replace(facts, inputs=None, why_no_inputs=f"no tokenizer {EVIL}")
+    words = " ".join(data for _, data in Page(report_page(without)).texts)
+    assert f"Not measured: no tokenizer {EVIL}." in words and "Tokens of experts" not in words and "#experts" not in words
+    zero = MeasuredInputs("x", 1, (InputFacts("layers/0/up", 0, 4, 0.0, 0.0, 0, 0.0),), {})
+    text = report_page(dataclasses.replace(facts, inputs=zero))
+    assert "All inputs are zero." in text and 'href="#inputs"' in text and 'href="#experts"' not in text
+
+
+def test_a_model_in_memory_has_no_bytes_on_the_disk(facts):
+    one = dataclasses.replace(facts.models[0], stored=dataclasses.replace(facts.models[0].stored, file_bytes=None))
+    cells = [data for tag, data in Page(report_page(dataclasses.replace(facts, models=(one,)))).texts if tag == "td"]
+    assert cells.count("not written") == 1
 
 
 def test_a_tensor_that_the_source_lacks(facts):
@@ -237,9 +269,16 @@ def test_the_numbers_of_a_map_can_be_read_on_their_colours():
 
 
 def test_a_map_has_a_number_for_each_weight():
-    svg = error_map_chart(ErrorMap(("up", "down"), (0, 3), ((20.31, None), (math.inf, 18.0))), prefix="p", title="a & b")
+    found = LayerMap.of({("up", 0): 20.31, ("down", 0): math.inf, ("down", 3): 18.0})
+    assert found.values == ((20.31, None), (math.inf, 18.0))
+    svg = layer_map_chart(found, prefix="p", title="a & b", label="SQNR, dB")
     texts = re.findall(r"<text[^>]*>([^<]*)</text>", svg)
     assert texts.count("20.3") == texts.count("18.0") == texts.count("=") == 1
+    assert LayerMap.of({("x/*/up", 0): 1.0, ("x/*/down", 1): 2.0}).kinds == ("up", "down")
+    large = layer_map_chart(
+        LayerMap.of({("up", 0): 3.0, ("up", 1): 1234.4}), prefix="p", title="", label="", is_logarithmic=True
+    )
+    assert {"3.0", "1234"} <= set(re.findall(r"<text[^>]*>([^<]*)</text>", large))
     assert '<title id="p-title">a &amp; b</title>' in svg and {"up", "down", "layer"} <= set(texts)
 
 

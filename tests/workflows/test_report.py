@@ -14,11 +14,12 @@ from fewbit.array.quantize import dequantize
 from fewbit.array.quantize import quantize as quantize_array
 from fewbit.errors import QuantError
 from fewbit.evaluate.report.facts import Report
-from fewbit.workflows import load, plan_model, quantize, weight_sqnr
+from fewbit.models import find_text
+from fewbit.workflows import compare, evaluation_windows, load, plan_model, quantize, weight_sqnr
 from fewbit.workflows.convert.targets import fitted
 from fewbit.workflows.evaluate import baseline, evaluate
 from fewbit.workflows.inspect import file_bytes
-from fewbit.workflows.report import HISTOGRAMS, _histogram, _in_units, report
+from fewbit.workflows.report import HISTOGRAMS, _histogram, _in_units, candidate_facts, report
 from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers, text_file
 
 pytestmark = needs_tokenizers
@@ -113,6 +114,8 @@ def test_quality_and_its_progress(model, source, tmp_path, monkeypatch):
     assert evaluated == [source], "the source is evaluated once for both"
     alone = evaluate(model, against=source, text=text)
     assert one.quality is not None and one.quality.comparison == alone.against
+    assert facts.why_no_inputs == "" and facts.inputs is not None and facts.inputs.expert_tokens == {}
+    assert {product.path for product in facts.inputs.products} >= {"layers/0/attn/q,k,v", "layers/2/mlp/down"}
     assert one == two and one.quality is not None and one.why_no_quality == ""
     assert one.quality.comparison.kl.mean.value > 0 and one.quality.engine == "fewbit"
     parts = [part for part, _ in seen]
@@ -124,6 +127,22 @@ def test_a_model_that_cannot_be_run_says_why(model, source):
     one = report([dataclasses.replace(model, tokenizer=None, why_no_tokenizer="none was given")], without).models[0]
     assert one.quality is None and one.why_no_quality.endswith("has no tokenizer: none was given")
     assert len(one.histograms) == HISTOGRAMS
+
+
+@pytest.mark.slow
+def test_a_candidate_in_memory_has_the_facts_of_the_written_model(model, source, tmp_path):
+    text = find_text(str(text_file(tmp_path)))
+    base = baseline(source, evaluation_windows(source, text.content))
+    found = candidate_facts(compare(base, plan_model(source, recipe="nf4")), base, text.name, None)
+    expected = report([model], source, text=text.name).models[0]
+    assert found.stored.file_bytes is None and found.stored.array_bytes == expected.stored.array_bytes
+    assert found.histograms == expected.histograms and found.left_in_float == expected.left_in_float
+    assert (found.recipe, found.source, found.method) == ("nf4", "hf", "rtn")
+    assert found.quality is not None and found.quality.comparison.kl.mean.value == pytest.approx(
+        expected.quality.comparison.kl.mean.value, rel=1e-4
+    )
+    for one, other in zip(found.tensors, expected.tensors, strict=True):
+        assert dataclasses.replace(one, stored=other.stored) == other
 
 
 def test_a_text_that_is_missing_or_too_short(model, source, tmp_path):

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..evaluate.chart import check_chart_path, save_chart
-from ..workflows.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, steps
+from ..evaluate.report.page import check_page_path, save_page
+from ..workflows.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, demo_report, steps
 from ..workflows.plan import plan_model
 from .console import emit_json, plain, say
 from .progress import peak_memory, progress_bar
@@ -23,7 +24,7 @@ from .render import (
     worst_lines,
 )
 
-CHART, REPORT = "quality.svg", "report.json"
+CHART, REPORT, PAGE = "quality.svg", "report.json", "report.html"
 
 
 def show_demo(
@@ -36,6 +37,7 @@ def show_demo(
     with progress_bar("float model", len(RECIPES) + 1) as bar:
         started = demo(path, output, text=text, tokens=tokens, rotation_seed=rotation_seed)
         check_chart_path(output / CHART)
+        check_page_path(output / PAGE)
         if not json:
             _show_start(started, full=full)
         done: list[DemoStep] = []
@@ -48,6 +50,7 @@ def show_demo(
     candidates = [step.candidate for step in done]
     reference = started.base.perplexity
     title = f"{started.base.model.name} on {reference.tokens:,} tokens of {started.text}"
+    save_page(output / PAGE, demo_report(started, done))
     save_chart(output / CHART, chart_points(candidates), reference=reference.value, title=title)
     form = plain(report(started, done))
     form_text = jsonlib.dumps(form, ensure_ascii=False, indent=1, allow_nan=False)
@@ -109,7 +112,7 @@ def _show_end(started: Demo, done: list[DemoStep], output: Path, seconds: float)
     for line in command_lines(output / f"model-{WRITTEN}", started.source, can_run=True, can_evaluate=True):
         say(line)
     say(f"chart:     {output / CHART}")
-    say(f"report:    {output / REPORT}")
+    say(f"report:    {output / PAGE}; the numbers as JSON: {output / REPORT}")
     peak = peak_memory()
     say(f"{seconds:.0f} seconds" + ("" if peak is None else f", peak memory {peak / 1e9:.2f} GB"))
 

@@ -2,12 +2,13 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from jaxtyping import PyTree
 
 from ..errors import QuantError
+from ..evaluate.report.facts import ModelFacts, Report
 from ..io.output import check_output
 from ..models.installed import default_text_name, find_text
 from .compare import Candidate, compare, measured, released
@@ -17,6 +18,7 @@ from .load import load
 from .methods.rotate import rotated
 from .plan import plan_model
 from .quantize import quantize
+from .report import candidate_facts, source_report
 from .tensors import Outcome
 
 RECIPES = ("int8", "nf4", "mxfp4", "nvfp4", "mixed")
@@ -25,6 +27,8 @@ WRITTEN = "nf4"
 CHAT_PROMPT = "Write two sentences about the ocean."
 PLAIN_PROMPT = "The Queen said"
 SAMPLE_TOKENS = 24
+INPUT_WINDOWS = 2
+"""The windows of the calibration text on which the inputs of products are measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +57,7 @@ class DemoStep:
     candidate: Candidate
     sample: Sample
     outcome: Outcome | None
+    facts: ModelFacts
 
 
 def demo(
@@ -107,7 +112,13 @@ def steps(started: Demo) -> Iterator[DemoStep]:
         else:
             candidate = compare(started.base, plan)
         sample = _sample(started.base, candidate.params)
-        yield DemoStep(released(candidate), sample, outcome)
+        facts = candidate_facts(candidate, started.base, started.text, outcome)
+        yield DemoStep(released(candidate), sample, outcome, facts)
+
+
+def demo_report(started: Demo, done: Sequence[DemoStep]) -> Report:
+    """The facts of the demo's page; only the inputs of the source's products are measured now."""
+    return source_report(started.base.model, [step.facts for step in done], windows=INPUT_WINDOWS)
 
 
 def _sample(base: Baseline, params: PyTree) -> Sample:

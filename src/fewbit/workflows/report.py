@@ -1,7 +1,10 @@
 """Gathers the facts of a report on quantized models."""
 
+import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,9 +16,11 @@ from ..errors import QuantError, UnsupportedError
 from ..evaluate.report.facts import Histogram, MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
 from ..io.checkpoint import TensorInfo
 from ..models.installed import default_text_name, find_text
+from ..models.names import paths_of_params
 from ..recipe.plan import Plan
 from ..recipe.role import QUANTIZED_ROLES, Role
 from ..recipe.rows import PlanRow
+from .compare import Candidate
 from .engine import as_stored, choose_engine
 from .evaluate import (
     Baseline,
@@ -29,11 +34,16 @@ from .evaluate import (
     weight_sqnr,
 )
 from .inspect import file_bytes
-from .model import Model, decoded
+from .methods.calibrated import calibration_data
+from .methods.inputs import measured_inputs
+from .model import Model, Value, decoded
 from .plan import KEEP, RecipeSpec, plan_model, split_numbers
+from .tensors import Outcome
 
 HISTOGRAMS = 5
 """The number of weights whose histogram is drawn."""
+INPUT_WINDOWS = 8
+"""The windows of the calibration text on which the inputs of products are measured."""
 _BINS = 96
 _NOTHING = {"rules": [{"path": ".*", "policy": None}]}
 """A recipe that quantizes nothing: its plan still has the role of each parameter."""
@@ -56,7 +66,7 @@ def report(
         models: the quantized models.
         source: the model that they were quantized from.
         text: the text of the quality, as for `models.find_text`; None takes the default text.
-        quality: whether to measure perplexity and KL divergence.
+        quality: whether to run the models: perplexity, KL divergence, outliers of the source's activations.
         progress: called with the fraction that is done, and a text.
 
     Returns:
@@ -72,15 +82,55 @@ def report(
         _check_same_parameters(model, source)
     if quality:
         find_text(text or default_text_name())
-    found, measure = [], _QualityMeasurement(source, text)
-    for i, model in enumerate(models):
+    measure, steps = None, len(models) + quality
+    if quality:
+        measure = _QualityMeasurement(source, text)
 
-        def advance(part: float, detail: str, done: int = i, name: str = model.name) -> None:
-            if progress is not None:
-                progress((done + part) / len(models), f"{name}: {detail}")
+    def advance(done: int, name: str, part: float, detail: str) -> None:
+        if progress is not None:
+            progress((done + part) / steps, f"{name}: {detail}")
 
-        found.append(_model_facts(model, source, measure if quality else None, advance))
-    return Report(_stored_model(source), tuple(found))
+    found = [
+        _model_facts(model, source, measure, functools.partial(advance, i, model.name)) for i, model in enumerate(models)
+    ]
+    if not quality:
+        return Report(_stored_source(source), tuple(found), None, "not asked for (--no-quality)")
+    return source_report(source, found, progress=functools.partial(advance, len(models), source.name))
+
+
+def source_report(
+    source: Model,
+    models: Sequence[ModelFacts],
+    *,
+    windows: int = INPUT_WINDOWS,
+    progress: Callable[[float, str], None] | None = None,
+) -> Report:
+    """The report of models whose facts are known: measures the inputs of the source's products on the calibration text.
+
+    Args:
+        source: the model that they were quantized from.
+        models: their facts.
+        windows: how many windows of the text.
+        progress: called with the fraction that is done, and a text.
+
+    Returns:
+        The facts; a source that cannot be run has no inputs, but the reason.
+    """
+
+    def advance(done: int, layers: int) -> None:
+        if progress is not None:
+            progress(0.99 * done / layers, "activations")
+
+    inputs, why_not = None, ""
+    try:
+        inputs = measured_inputs(source, calibration_data(source, windows=windows), progress=advance)
+    except (QuantError, UnsupportedError) as error:
+        why_not = str(error)
+    return Report(_stored_source(source), tuple(models), inputs, why_not)
+
+
+def _stored_source(source: Model) -> StoredModel:
+    return _stored_model(source, file_bytes(source.path))
 
 
 def _model_facts(
@@ -102,23 +152,67 @@ def _model_facts(
     recipe, method = _text(facts, "recipe"), ""
     if recipe:
         method = _text(facts, "method", "name") or "rtn"
-    tensors = _tensors(model, source, recipe, sqnr)
+    made = None
+    if recipe and not recipe.endswith(".json"):  # a manifest names no file that we would read
+        made = _plan(source, recipe)
     advance(0.8, "histograms")
-    lossy = [
-        t for t in tensors if t.sqnr_db is not None and math.isfinite(t.sqnr_db) and model.info[t.path].scheme is not None
-    ]
-    worst = sorted(lossy, key=lambda tensor: tensor.sqnr_db or 0.0)[:HISTOGRAMS]
-    return ModelFacts(
-        stored=_stored_model(model),
+    stored = _stored_model(model, file_bytes(model.path))
+    found = _facts(model, source, stored, made, sqnr)
+    return dataclasses.replace(
+        found,
         source=named,
         recipe=recipe,
         method=method,
         quality=measured and _measured_quality(measured),
         why_no_quality=why_not,
-        tensors=tensors,
-        histograms=tuple(_histogram(model, source, tensor) for tensor in worst),
         notes=(*model.notes, *notes),
     )
+
+
+def candidate_facts(candidate: Candidate, base: Baseline, text: str, outcome: Outcome | None) -> ModelFacts:
+    """The facts of a model that was quantized in memory and compared with its source.
+
+    Args:
+        candidate: the model, with its parameters.
+        base: the source, run by fewbit's decoder.
+        text: the name of the text of its windows.
+        outcome: where it was written, if it was.
+
+    Returns:
+        The facts; nothing is evaluated again.
+    """
+    source, plan = base.model, candidate.plan
+    values = paths_of_params(candidate.params, source.runnable_config())
+    info = {path: _info(value, source.info[path].dtype) for path, value in values.items()}
+    facts = {"recipe": plan.recipe, "source": {"name": source.name}}
+    path, kind, on_disk = Path(candidate.recipe), "in memory", None
+    if outcome is not None:
+        path, kind, on_disk = outcome.path, "fewbit", outcome.file_bytes
+    model = dataclasses.replace(source, path=path, kind=kind, info=info, load=values.__getitem__, facts=facts)
+    sqnr = {
+        one.path: one.sqnr_db if one.sqnr_db is not None else math.inf for one in candidate.tensors if len(one.shape) > 1
+    }
+    found = _facts(model, source, _stored_model(model, on_disk), plan, sqnr)
+    quality = MeasuredQuality(text, base.windows.shape[1] - 1, base.engine.title, candidate.quality)
+    return dataclasses.replace(found, source=source.name, recipe=plan.recipe, method="rtn", quality=quality)
+
+
+def _info(value: Value, dtype: str) -> TensorInfo:
+    """The description of a parameter in memory."""
+    if isinstance(value, QArray):
+        return TensorInfo(value.shape, dtype, value.scheme.name, int(value.nbytes), value.scheme)
+    return TensorInfo(value.shape, np.dtype(value.dtype).name, np.dtype(value.dtype).name, int(value.nbytes))
+
+
+def _facts(model: Model, source: Model, stored: StoredModel, made: Plan | None, sqnr: Mapping[str, float]) -> ModelFacts:
+    """What the weights of a model say: its tensors, and the histograms of the worst."""
+    tensors = _tensors(model, source, made, sqnr)
+    lossy = [
+        t for t in tensors if t.sqnr_db is not None and math.isfinite(t.sqnr_db) and model.info[t.path].scheme is not None
+    ]
+    worst = sorted(lossy, key=lambda tensor: tensor.sqnr_db or 0.0)[:HISTOGRAMS]
+    histograms = tuple(_histogram(model, source, tensor) for tensor in worst)
+    return ModelFacts(stored, "", "", "", None, "", tensors, histograms, ())
 
 
 def _check_same_parameters(model: Model, source: Model) -> None:
@@ -179,8 +273,8 @@ def _measured_quality(quality: Quality) -> MeasuredQuality:
     return MeasuredQuality(quality.text, quality.window, quality.engine, quality.against)
 
 
-def _stored_model(model: Model) -> StoredModel:
-    return StoredModel(model.name, str(model.path), model.kind, model.size, file_bytes(model.path), model.nbytes)
+def _stored_model(model: Model, on_disk: int | None) -> StoredModel:
+    return StoredModel(model.name, str(model.path), model.kind, model.size, on_disk, model.nbytes)
 
 
 def _origin(facts: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -204,11 +298,8 @@ def _text(facts: Mapping[str, Any], *keys: str) -> str:
     return ""
 
 
-def _tensors(model: Model, source: Model, recipe: str, sqnr: Mapping[str, float]) -> tuple[TensorFacts, ...]:
-    """A row for each tensor, with the reasons of the recipe's plan if it is known."""
-    made = None
-    if recipe and not recipe.endswith(".json"):  # a manifest names no file that we would read
-        made = _plan(source, recipe)
+def _tensors(model: Model, source: Model, made: Plan | None, sqnr: Mapping[str, float]) -> tuple[TensorFacts, ...]:
+    """A row for each tensor, with the reasons of the plan if it is known."""
     roles = made or _plan(source, _NOTHING)
     rows: dict[str, PlanRow] = {}
     if roles is not None:

@@ -21,7 +21,8 @@ def report(
     output: Annotated[Path, path_option("--output", "-o", help="The page to write.")] = Path("report.html"),
     text: TextName = None,
     quality: Annotated[
-        bool, typer.Option("--quality/--no-quality", help="Measure perplexity and KL divergence of models that can be run.")
+        bool,
+        typer.Option("--quality/--no-quality", help="Run the models: perplexity, KL divergence, outliers of activations."),
     ] = True,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUTPUT even if it is no report of fewbit.")

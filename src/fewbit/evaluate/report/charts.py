@@ -6,9 +6,9 @@ import html
 import io
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
@@ -50,23 +50,34 @@ class QualityPoint:
 
 
 @dataclasses.dataclass(frozen=True)
-class ErrorMap:
-    """The SQNR of the weights of a model, by kind and layer.
+class LayerMap:
+    """A number for each kind of weight and each layer.
 
     Attributes:
         kinds: the kinds of weights, a row each.
         layers: the numbers of the layers, a column each.
-        sqnr_db: the lowest SQNR of each kind and layer, infinite where the weights are equal; None where there is none.
+        values: the number of each kind and layer; None where there is none.
     """
 
     kinds: tuple[str, ...]
     layers: tuple[int, ...]
-    sqnr_db: tuple[tuple[float | None, ...], ...]
+    values: tuple[tuple[float | None, ...], ...]
+
+    @classmethod
+    def of(cls, values: Mapping[tuple[str, int], float]) -> Self:
+        """The map of numbers by kind and layer; kinds without what they all begin with."""
+        kinds = tuple(dict.fromkeys(kind for kind, _ in values))
+        layers = tuple(sorted({layer for _, layer in values}))
+        grid = tuple(tuple(values.get((kind, layer)) for layer in layers) for kind in kinds)
+        parts = [kind.partition("*") for kind in kinds]
+        if all(star for _, star, _ in parts) and len({head for head, _, _ in parts}) == 1:
+            kinds = tuple(rest.lstrip("/.") for _, _, rest in parts)
+        return cls(kinds, layers, grid)
 
     @property
     def finite(self) -> list[float]:
-        """The SQNRs of the weights that lost something."""
-        return [value for row in self.sqnr_db for value in row if value is not None and math.isfinite(value)]
+        """The finite numbers."""
+        return [value for row in self.values for value in row if value is not None and math.isfinite(value)]
 
 
 def quality_chart(points: Sequence[QualityPoint], *, prefix: str, title: str) -> str:
@@ -99,31 +110,37 @@ def quality_chart(points: Sequence[QualityPoint], *, prefix: str, title: str) ->
         return _svg(figure, prefix, title)
 
 
-def error_map_chart(errors: ErrorMap, *, prefix: str, title: str) -> str:
-    """The SQNR of each weight by kind and layer, as colours and numbers.
+def layer_map_chart(found: LayerMap, *, prefix: str, title: str, label: str, is_logarithmic: bool = False) -> str:
+    """The numbers of a map as colours and text.
 
     Args:
-        errors: the SQNRs, some of them finite.
+        found: the map; some of its numbers are finite.
         prefix: what the SVG's ids begin with, unique in the page.
         title: the text alternative.
+        label: what the numbers are, beside the colours.
+        is_logarithmic: whether the colours are on a logarithmic scale; then all numbers are positive.
 
     Returns:
-        An `<svg>` element; the same SQNRs give the same text.
+        An `<svg>` element; the same map gives the same text.
     """
     with _style() as matplotlib:
+        from matplotlib.colors import LogNorm, Normalize
         from matplotlib.figure import Figure
 
-        rows, columns = len(errors.kinds), len(errors.layers)
+        rows, columns = len(found.kinds), len(found.layers)
         figure = Figure(figsize=(2.9 + 0.29 * columns, 0.95 + 0.29 * rows), layout="constrained")
         axes = figure.add_subplot()
         colours = matplotlib.colormaps["viridis"].resampled(_LEVELS)
-        low, high = min(errors.finite), max(errors.finite)
-        spare = max(_SPAN - (high - low), 0.0) / 2
-        low, high = low - spare, high + spare
-        values = np.array(errors.sqnr_db, np.float64)  # None becomes NaN
-        mesh = axes.pcolormesh(np.where(np.isfinite(values), values, math.nan), cmap=colours, vmin=low, vmax=high)
+        low, high = min(found.finite), max(found.finite)
+        if is_logarithmic:
+            norm = LogNorm(low, max(high, 2 * low))
+        else:
+            spare = max(_SPAN - (high - low), 0.0) / 2
+            norm = Normalize(low - spare, high + spare)
+        values = np.array(found.values, np.float64)  # None becomes NaN
+        mesh = axes.pcolormesh(np.where(np.isfinite(values), values, math.nan), cmap=colours, norm=norm)
         fills = mesh.to_rgba(values)
-        for i, row in enumerate(errors.sqnr_db):
+        for i, row in enumerate(found.values):
             for j, value in enumerate(row):
                 if value is None:
                     continue
@@ -132,14 +149,15 @@ def error_map_chart(errors: ErrorMap, *, prefix: str, title: str) -> str:
                     text = "="
                 elif math.isfinite(value):
                     ink = ink_on(fills[i, j, :3])
+                    text = f"{value:.{int(value < 100)}f}"
                 axes.text(j + 0.5, i + 0.5, text, color=ink, fontsize=7, ha="center", va="center")
         axes.invert_yaxis()
-        axes.set_yticks([i + 0.5 for i in range(rows)], [_label(kind) for kind in errors.kinds], parse_math=False)
-        axes.set_xticks([j + 0.5 for j in range(columns)], [str(layer) for layer in errors.layers])
+        axes.set_yticks([i + 0.5 for i in range(rows)], [_label(kind) for kind in found.kinds], parse_math=False)
+        axes.set_xticks([j + 0.5 for j in range(columns)], [str(layer) for layer in found.layers])
         axes.tick_params(length=0, labelsize=8)
         axes.set_xlabel("layer")
         axes.spines[:].set_visible(False)
-        figure.colorbar(mesh, ax=axes, label="SQNR, dB", pad=0.02, fraction=0.5 / (2.9 + 0.29 * columns))
+        figure.colorbar(mesh, ax=axes, label=label, pad=0.02, fraction=0.5 / (2.9 + 0.29 * columns))
         return _svg(figure, prefix, title)
 
 

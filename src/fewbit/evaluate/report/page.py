@@ -11,8 +11,10 @@ from ...recipe.table import shape_text
 from ..chart import load_matplotlib
 from ..metrics import Estimate
 from ..perplexity import Perplexity
-from .charts import ErrorMap, QualityPoint, error_map_chart, histogram_chart, quality_chart
+from .charts import LayerMap, QualityPoint, histogram_chart, layer_map_chart, quality_chart
 from .facts import Histogram, MeasuredQuality, ModelFacts, Report, StoredModel, TensorFacts
+from .inputs import expert_section, input_section
+from .markup import box, bullets, cell, number, row, table
 from .template import MARKER, framed
 
 _SECTIONS = {
@@ -20,8 +22,10 @@ _SECTIONS = {
     "quality": "Quality against size",
     "errors": "Error of each weight",
     "histograms": "Weights and grids",
+    "inputs": "Activation outliers",
+    "experts": "Experts",
     "skipped": "What was skipped, and why",
-    "tensors": "Every tensor",
+    "tensors": "The plan, tensor by tensor",
 }
 
 
@@ -115,9 +119,12 @@ def report_page(report: Report) -> str:
         "quality": _quality(report, names),
         "errors": _errors(report.models, names),
         "histograms": _histograms(report.models, names),
+        "inputs": input_section(report),
+        "experts": expert_section(report),
         "skipped": _skipped(report.models, names),
         "tensors": _tensors(report.models, names),
     }
+    parts = {key: content for key, content in parts.items() if content}
     links = "".join(f'<li><a href="#{key}">{_SECTIONS[key]}</a></li>' for key in parts)
     sections = [
         f'<section aria-labelledby="{key}">\n<h2 id="{key}">{_SECTIONS[key]}</h2>\n{content}</section>\n'
@@ -139,20 +146,20 @@ def _summary(report: Report, names: Sequence[str]) -> str:
     headings = ["model", "#bits/weight", "#perplexity", "#KL, nats", "#same top-1", "#arrays, MB", "#disk, MB"]
     headings += ["container", "recipe", "method", "made from"]
     measured = [model.quality for model in report.models if model.quality is not None]
-    quality = [_number("")] * 3
+    quality = [number("")] * 3
     if measured:
-        quality = [_number(text) for text in (_perplexity(measured[0].comparison.reference), "0", "100 %")]
-    rows = [_summary_row("source", report.source, quality, [_cell("")] * 3)]
+        quality = [number(text) for text in (_perplexity(measured[0].comparison.reference), "0", "100 %")]
+    rows = [_summary_row("source", report.source, quality, [cell("")] * 3)]
     for name, model in zip(names, report.models, strict=True):
-        quality = [_number("not measured")] * 3
+        quality = [number("not measured")] * 3
         if model.quality is not None:
             both = model.quality.comparison
-            quality = [_number(text) for text in (_perplexity(both.candidate), str(both.kl.mean), _percent(both.top1))]
-        origin = [_cell(text or "not recorded") for text in (model.recipe, model.method, model.source)]
+            quality = [number(text) for text in (_perplexity(both.candidate), str(both.kl.mean), _percent(both.top1))]
+        origin = [cell(text or "not recorded") for text in (model.recipe, model.method, model.source)]
         if model.source == report.source.name:
-            origin[-1] = _cell("the source")
+            origin[-1] = cell("the source")
         rows.append(_summary_row(name, model.stored, quality, origin))
-    text = _table("Sizes and quality", headings, rows)
+    text = table("Sizes and quality", headings, rows)
     for said in dict.fromkeys(map(_measurement, measured)):
         text += (
             f'<p class="dim">{escape(said)}; ± is one standard error. KL divergence and top-1 agreement are against the source, '
@@ -163,7 +170,7 @@ def _summary(report: Report, names: Sequence[str]) -> str:
         if model.quality is None:
             remarks.append(f"{name}: quality was not measured: {model.why_no_quality}")
         remarks += [f"{name}: {note}" for note in model.notes]
-    return text + _list(remarks)
+    return text + bullets(remarks)
 
 
 def _quality(report: Report, names: Sequence[str]) -> str:
@@ -179,7 +186,7 @@ def _quality(report: Report, names: Sequence[str]) -> str:
         f"{point.name} {point.kl:.4g} nats at {point.bits_per_weight:.3f} bits" for point in points
     )
     chart = quality_chart(points, prefix="quality-chart", title=title)
-    text = _box(chart, "Quality against size", "chart")
+    text = box(chart, "Quality against size", "chart fitted")
     if left := len(names) - len(points):
         text += f"<p>Not in the chart, since without a finite KL divergence: {left} of {len(names)} models.</p>\n"
     return text + '<p class="dim">Bars are one standard error over tokens. The source has KL divergence 0.</p>\n'
@@ -197,28 +204,28 @@ def _errors(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
         text += f"<h3>{escape(name)}</h3>\n"
         if errors.finite:
             title = f"SQNR in dB of each kind of weight (rows) in each layer (columns) of {name}; the table below has the numbers"
-            chart = error_map_chart(errors, prefix=f"errors-{i}", title=title)
-            text += _box(chart, f"Error map of {name}", "chart") + _error_table(errors, name)
-        elif any(value not in (None, math.inf) for row in errors.sqnr_db for value in row):
+            chart = layer_map_chart(errors, prefix=f"errors-{i}", title=title, label="SQNR, dB")
+            text += box(chart, f"Error map of {name}", "chart") + _error_table(errors, name)
+        elif any(value not in (None, math.inf) for some in errors.values for value in some):
             text += "<p>No SQNR is finite.</p>\n" + _error_table(errors, name)
         elif errors.kinds:
             text += "<p>Every weight of its layers is equal to the source's.</p>\n"
         else:
             text += "<p>No SQNR was measured for weights of numbered layers.</p>\n"
         outside = [t for t in model.tensors if t.layer is None and t.sqnr_db is not None]
-        text += _list(f"Outside of the layers: {tensor.path}, {_in_words(tensor.sqnr_db)}" for tensor in outside)
+        text += bullets(f"Outside of the layers: {tensor.path}, {_in_words(tensor.sqnr_db)}" for tensor in outside)
     return text
 
 
-def _error_table(errors: ErrorMap, name: str) -> str:
+def _error_table(errors: LayerMap, name: str) -> str:
     """The numbers of an error map."""
     headings = ["layer", *(f"#{kind}" for kind in errors.kinds)]
     rows = [
-        _row([f'<th scope="row">{layer}</th>', *(_number(_decibels(row[j])) for row in errors.sqnr_db)])
+        row([f'<th scope="row">{layer}</th>', *(number(_decibels(some[j])) for some in errors.values)])
         for j, layer in enumerate(errors.layers)
     ]
-    table = _table(f"SQNR by layer, {name}", headings, rows, kind="tall")
-    return f"<details><summary>The numbers, in dB</summary>\n{table}</details>\n"
+    numbers = table(f"SQNR by layer, {name}", headings, rows, kind="tall")
+    return f"<details><summary>The numbers, in dB</summary>\n{numbers}</details>\n"
 
 
 def _histograms(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
@@ -245,7 +252,7 @@ def _histogram(histogram: Histogram, prefix: str) -> str:
         f"{histogram.stored}, {histogram.sqnr_db:.2f} dB, {len(histogram.numbers)} numbers of {histogram.format}, {clipped}"
     )
     title = f"Histogram of {histogram.path} in units of its block scale: {caption}"
-    chart = _box(histogram_chart(histogram, prefix=prefix, title=title), f"Histogram of {histogram.path}", "chart")
+    chart = box(histogram_chart(histogram, prefix=prefix, title=title), f"Histogram of {histogram.path}", "chart")
     return f"<figure><h4>{escape(histogram.path)}</h4>\n{chart}<figcaption>{escape(caption)}</figcaption></figure>\n"
 
 
@@ -257,10 +264,10 @@ def _skipped(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
         rows = []
         for group in model.left_in_float:
             share = f"{100 * group.nbytes / max(model.stored.array_bytes, 1):.2g} %"
-            numbers = [_number(text) for text in (f"{group.count:,}", f"{group.nbytes:,}", share)]
-            rows.append(_row([_cell(_role(group.role)), _cell(group.reason, "why"), *numbers, _cell(group.example, "path")]))
+            numbers = [number(text) for text in (f"{group.count:,}", f"{group.nbytes:,}", share)]
+            rows.append(row([cell(_role(group.role)), cell(group.reason, "why"), *numbers, cell(group.example, "path")]))
         if rows:
-            text += _table(
+            text += table(
                 f"Left in float, {name}", ["role", "why", "#tensors", "#bytes", "#of all arrays", "the first"], rows
             )
         else:
@@ -272,7 +279,7 @@ def _tensors(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
     """The table of every tensor of each model, below one search box."""
     total = sum(len(model.tensors) for model in models)
     text = (
-        '<div class="find">\n'
+        '<p class="dim">What the recipe made of each tensor, and why.</p>\n<div class="find">\n'
         '<label for="search">Search: words of a path, scheme, role or reason<input id="search" type="search"></label>\n'
         '<label for="filter">Show<select id="filter"><option value="all">all</option>'
         '<option value="quantized">quantized</option><option value="float">left in float</option></select></label>\n'
@@ -291,7 +298,7 @@ def _tensors(models: Sequence[ModelFacts], names: Sequence[str]) -> str:
     ]
     for name, model in zip(names, models, strict=True):
         rows = [_tensor_row(tensor) for tensor in model.tensors]
-        text += f"<h3>{escape(name)}</h3>\n" + _table(f"Tensors of {name}", headings, rows, kind="tall")
+        text += f"<h3>{escape(name)}</h3>\n" + table(f"Tensors of {name}", headings, rows, kind="tall")
     return text
 
 
@@ -304,14 +311,14 @@ def _tensor_row(tensor: TensorFacts) -> str:
         before = f"{tensor.bytes_before:,}"
     cells = [
         f'<th scope="row" class="path">{escape(tensor.path)}</th>',
-        _number(shape_text(tensor.shape)),
-        _cell(tensor.stored),
-        _cell(_role(tensor.role)),
-        _number(before),
-        _number(f"{tensor.bytes_after:,}"),
-        _number(f"{tensor.bits_per_weight:.3f}"),
-        _number(_decibels(tensor.sqnr_db)),
-        _cell(why, "why"),
+        number(shape_text(tensor.shape)),
+        cell(tensor.stored),
+        cell(_role(tensor.role)),
+        number(before),
+        number(f"{tensor.bytes_after:,}"),
+        number(f"{tensor.bits_per_weight:.3f}"),
+        number(_decibels(tensor.sqnr_db)),
+        cell(why, "why"),
     ]
     return f'<tr data-state="{state}">{"".join(cells)}</tr>'
 
@@ -325,20 +332,14 @@ def _labels(models: Sequence[StoredModel]) -> list[str]:
     return [model.name if names.count(model.name) == 1 else model.path for model in models]
 
 
-def _error_map(tensors: Sequence[TensorFacts]) -> ErrorMap:
-    """The lowest SQNR of each kind and layer; kinds without what they all begin with."""
+def _error_map(tensors: Sequence[TensorFacts]) -> LayerMap:
+    """The lowest SQNR of each kind and layer."""
     lowest: dict[tuple[str, int], float] = {}
     for tensor in tensors:
         if tensor.layer is not None and tensor.sqnr_db is not None:
             key = tensor.kind, tensor.layer
             lowest[key] = min(lowest.get(key, math.inf), tensor.sqnr_db, key=_nan_first)
-    kinds = tuple(dict.fromkeys(kind for kind, _ in lowest))
-    layers = tuple(sorted({layer for _, layer in lowest}))
-    grid = tuple(tuple(lowest.get((kind, layer)) for layer in layers) for kind in kinds)
-    heads = {kind.split("*", 1)[0] for kind in kinds}
-    if len(heads) == 1:
-        kinds = tuple(kind.split("*", 1)[1].lstrip("/.") for kind in kinds)
-    return ErrorMap(kinds, layers, grid)
+    return LayerMap.of(lowest)
 
 
 def _nan_first(value: float) -> float:
@@ -384,50 +385,11 @@ def _percent(agreement: Estimate) -> str:
 
 def _summary_row(name: str, model: StoredModel, quality: Sequence[str], origin: Sequence[str]) -> str:
     """A row of the summary, with the cells of its quality, and those of its recipe, method and source."""
-    sizes = [_number(f"{nbytes / 1e6:,.2f}") for nbytes in (model.array_bytes, model.file_bytes)]
-    head = f'<th scope="row" class="model">{escape(name)}<br><span class="dim">{escape(model.path)}</span></th>'
-    cells = [head, _number(f"{model.bits_per_weight:.3f}"), *quality, *sizes, _cell(model.container), *origin]
-    return _row(cells)
-
-
-# --- pieces of HTML ---
-
-
-def _cell(text: str, kind: str = "") -> str:
-    if kind:
-        return f'<td class="{kind}">{escape(text)}</td>'
-    return f"<td>{escape(text)}</td>"
-
-
-def _number(text: str) -> str:
-    return _cell(text, "number")
-
-
-def _row(cells: Iterable[str]) -> str:
-    return f"<tr>{''.join(cells)}</tr>"
-
-
-def _table(name: str, headings: Sequence[str], rows: Sequence[str], *, kind: str = "") -> str:
-    """A table in a box of its own that scrolls, by keyboard too; `#` begins the heading of a column of numbers."""
-    head = "".join(map(_heading, headings))
-    body = "\n".join(rows)
-    table = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
-    return _box(table, name, kind)
-
-
-def _heading(text: str) -> str:
-    if text.startswith("#"):
-        return f'<th scope="col" class="number">{escape(text[1:])}</th>'
-    return f'<th scope="col">{escape(text)}</th>'
-
-
-def _box(content: str, name: str, kind: str) -> str:
-    classes = f"box {kind}".strip()
-    return f'<div class="{classes}" role="region" aria-label="{escape(name)}" tabindex="0">\n{content}\n</div>\n'
-
-
-def _list(sentences: Iterable[str]) -> str:
-    items = "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences)
-    if not items:
-        return ""
-    return f"<ul>{items}</ul>\n"
+    sizes = [number(f"{model.array_bytes / 1e6:,.2f}"), number("not written")]
+    if model.file_bytes is not None:
+        sizes[-1] = number(f"{model.file_bytes / 1e6:,.2f}")
+    head = f'<th scope="row" class="model">{escape(name)}</th>'
+    if model.path != name:
+        head = f'<th scope="row" class="model">{escape(name)}<br><span class="dim">{escape(model.path)}</span></th>'
+    cells = [head, number(f"{model.bits_per_weight:.3f}"), *quality, *sizes, cell(model.container), *origin]
+    return row(cells)

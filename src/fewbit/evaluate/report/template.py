@@ -45,7 +45,7 @@ td.number { white-space: nowrap }
 .histograms { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 23rem), 1fr)); gap: .75rem; margin: .5rem 0 }
 figure { margin: 0; padding: .75rem; border: 1px solid var(--line); border-radius: 6px; min-width: 0 }
 figcaption { font-size: .8125rem; color: var(--dim) }
-figure svg { max-width: 100%; height: auto }
+figure svg, .fitted svg { max-width: 100%; height: auto }
 .histograms figure .box { border: 0; margin: 0; padding: 0 }
 .find { display: flex; flex-wrap: wrap; gap: .5rem 1rem; align-items: end }
 .find label { display: grid; gap: .15rem; font-size: .875rem }

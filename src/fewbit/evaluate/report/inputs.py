@@ -1,0 +1,70 @@
+"""The sections about activations: outliers, tokens of experts."""
+
+import re
+from html import escape
+
+import numpy as np
+
+from .charts import LayerMap, layer_map_chart
+from .facts import InputFacts, Report
+from .markup import box, cell, number, row, table
+
+_WORST = 10
+"""The number of products in the table of outliers."""
+_UNSEEN = 16
+"""The number of experts without tokens that are named in a layer."""
+
+
+def input_section(report: Report) -> str:
+    """A map of the outliers by layer and product, and the worst of them; empty if it was left out with the quality.
+
+    Args:
+        report: the facts.
+    """
+    found = report.inputs
+    if found is None:
+        return f"<p>Not measured: {escape(report.why_no_inputs)}.</p>\n"
+    text = (
+        f'<p class="dim">The inputs of the source\'s products on {found.tokens:,} tokens of {escape(found.text)}. Each number is the '
+        "largest magnitude over the root mean square of all inputs: 4 to 6 for normal numbers. Where it is large, few channels "
+        "or tokens decide the scale of a quantized activation, and errors of their weights count most.</p>\n"
+    )
+    values = {(re.sub(r"(?<=/)\d+(?=/)", "*", one.path), one.layer): one.peak for one in found.products if one.peak > 0}
+    if not values:
+        return text + "<p>All inputs are zero.</p>\n"
+    title = "Largest magnitude over root mean square of the inputs of each product (rows) in each layer (columns)"
+    label = "amax / RMS"
+    chart = layer_map_chart(LayerMap.of(values), prefix="inputs-chart", title=title, label=label, is_logarithmic=True)
+    worst = sorted(found.products, key=lambda one: -one.peak)[:_WORST]
+    headings = ["inputs of", "#amax / RMS", "#amax", "#RMS", "#channel", "#of", "#largest / median channel"]
+    rows = [_input_row(one) for one in worst]
+    return text + box(chart, "Map of activation outliers", "chart") + table("Largest activation outliers", headings, rows)
+
+
+def _input_row(one: InputFacts) -> str:
+    numbers = (f"{one.peak:.1f}", f"{one.amax:.4g}", f"{one.rms:.4g}", str(one.channel), f"{one.channels:,}")
+    head = f'<th scope="row" class="path">{escape(one.path)}</th>'
+    return row([head, *map(number, numbers), number(f"{one.channel_ratio:.4g}")])
+
+
+def expert_section(report: Report) -> str:
+    """The tokens that the experts of each layer get; empty for a model without experts.
+
+    Args:
+        report: the facts.
+    """
+    if report.inputs is None or not report.inputs.expert_tokens:
+        return ""
+    rows = []
+    for path, counts in report.inputs.expert_tokens.items():
+        unseen = [str(i) for i, count in enumerate(counts) if count == 0]
+        listed = ", ".join(unseen[:_UNSEEN]) + ", ..." * (len(unseen) > _UNSEEN)
+        numbers = (len(counts), min(counts), round(float(np.median(counts))), max(counts), len(unseen))
+        head = f'<th scope="row" class="path">{escape(path)}</th>'
+        rows.append(row([head, *(number(f"{n:,}") for n in numbers), cell(listed)]))
+    headings = ["experts of", "#experts", "#fewest tokens", "#median", "#most", "#without any", "these"]
+    return (
+        f'<p class="dim">To how many of {report.inputs.tokens:,} tokens of {escape(report.inputs.text)} the source\'s router sends each '
+        "expert. A method that learns from activations knows nothing of an expert without tokens, and little of one with few: "
+        "--unseen-experts says what it does.</p>\n" + table("Tokens of experts", headings, rows)
+    )
