@@ -59,7 +59,7 @@ Method = Annotated[
     typer.Option(
         "--method",
         help="How codes are chosen: rtn rounds to nearest; gptq minimizes each layer's output error on a calibration text; "
-        "qep first corrects weights for the errors of their inputs; "
+        "qep first corrects weights for the errors of their inputs; rounding learns which way each weight is rounded; "
         "imatrix weighs errors by the inputs' mean squares; hqq needs no text.",
     ),
 ]

@@ -10,3 +10,4 @@ from .imatrix import IMatrix as IMatrix
 from .named import METHODS as METHODS
 from .named import method as method
 from .qep import QEP as QEP
+from .rounding import LearnedRounding as LearnedRounding

@@ -7,8 +7,9 @@ from .gptq import GPTQ
 from .hqq import HQQ
 from .imatrix import IMatrix
 from .qep import QEP
+from .rounding import LearnedRounding
 
-METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ, IMatrix, HQQ, QEP)}
+METHODS: dict[str, type[AbstractMethod]] = {one.name: one for one in (RTN, GPTQ, IMatrix, HQQ, QEP, LearnedRounding)}
 """Every method by its name."""
 
 
@@ -16,7 +17,7 @@ def method(name: str) -> AbstractMethod:
     """A method with its default settings.
 
     Args:
-        name: "rtn", "gptq", "imatrix", "hqq" or "qep".
+        name: "rtn", "gptq", "imatrix", "hqq", "qep" or "rounding".
 
     Returns:
         The method.
