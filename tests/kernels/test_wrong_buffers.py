@@ -69,19 +69,20 @@ def product(scheme: str, axis: int = -1, picked: Any = None, sizes: Any = None) 
     native_product(x, q, picked, contracts_cols=axis == -1, dtype=jnp.float32, sizes=sizes)
 
 
-def pairs(axis: int) -> None:
-    """Products of integers with zero points on both sides and tiles of 8 along the contraction."""
-    x, q = stack("int8", (3, 5, 32)), stack("uint8_g8", (3, 9, 32) if axis == -1 else (3, 32, 9), axis)
-    zero = jnp.ones((3, 5, 1), jnp.uint8)
+def pairs(axis: int, sizes: Any = None) -> None:
+    """Products of integers with zero points on both sides and tiles of 8 along the contraction, or of groups of rows."""
+    count = 3 if sizes is None else 1
+    x, q = stack("int8", (count, 5, 32)), stack("uint8_g8", (3, 9, 32) if axis == -1 else (3, 32, 9), axis)
+    zero = jnp.ones((count, 5, 1), jnp.uint8)
     x = dataclasses.replace(x, zero_point=zero, scheme=dataclasses.replace(x.scheme, zero_point=fb.FORMATS["int8"]))
-    native_integers(x, q, contracts_cols=axis == -1, dtype=jnp.float32)
+    native_integers(x, q, contracts_cols=axis == -1, dtype=jnp.float32, sizes=sizes)
 
 
-def blocks(scheme: str, axis: int = -1, picked: Any = None) -> None:
-    """Products of integers with a weight in blocks of 32."""
+def blocks(scheme: str, axis: int = -1, picked: Any = None, sizes: Any = None) -> None:
+    """Products of integers with a weight in blocks of 32, or of groups of rows."""
     q = stack(scheme, (3, 9, 96) if axis == -1 else (3, 96, 9), axis)
-    x = stack("int8_g32", (3 if picked is None else 1, 5, 96))
-    native_blocks(x, q, picked, contracts_cols=axis == -1, dtype=jnp.float32)
+    x = stack("int8_g32", (3 if picked is None and sizes is None else 1, 5, 96))
+    native_blocks(x, q, picked, contracts_cols=axis == -1, dtype=jnp.float32, sizes=sizes)
 
 
 def attention(scheme: str | None) -> None:
@@ -116,9 +117,11 @@ CALLS = {
     "groups": lambda: product("mxfp8", -2, sizes=jnp.array([1, 0, 4], jnp.int32)),
     "pairs": lambda: pairs(-1),
     "pairs, [K, N]": lambda: pairs(-2),
+    "pairs in groups": lambda: pairs(-2, jnp.array([1, 0, 4], jnp.int32)),
     "blocks, q4_1": lambda: blocks("q4_1"),
     "blocks, uint8": lambda: blocks("uint8_g32"),
     "blocks, q5_1, [K, N]": lambda: blocks("q5_1", -2),
+    "blocks in groups": lambda: blocks("q4_1", -2, sizes=jnp.array([1, 0, 4], jnp.int32)),
     "blocks, one of a stack": lambda: blocks("q4_1", picked=jnp.array([1], jnp.int32)),
     "attention": lambda: attention(None),
     "attention, int4": lambda: attention("int4"),
@@ -211,6 +214,8 @@ def test_a_cut_buffer_is_refused(call: Call):
         ("nvfp4", 6, lambda a: a[:2], "qmatmul: there must be no tensor scale, one, or one for each matrix"),
         ("groups", 9, lambda a: a - 1, "qmatmul: size of a group is -1, expected at least 0"),
         ("groups", 9, lambda a: a[:2], "qmatmul: number of groups is 2, expected 3"),
+        ("pairs in groups", 6, lambda a: a - 1, "integers: size of a group is -1, expected at least 0"),
+        ("blocks in groups", 10, lambda a: a[:2], "blocks of integers: number of groups is 2, expected 3"),
         ("pairs", 4, lambda a: a[:, :, :3], "integers: tiles of the scales of the codes is 3, expected 1 or 4"),
         ("attention, int4", 2, lambda a: a[:, :, :, :3], "attention: positions of the scales is 3, expected 7"),
         ("attention", 10, lambda a: a[:3], "attention: length of what each token sees is 3, expected 4"),

@@ -15,6 +15,7 @@ from ..kernels.backend import AbstractBackend
 from ..kernels.qmatmul.code_product import CodeProduct, refuse_accumulator
 from ..kernels.qmatmul.dispatch import product as selected_product
 from ..kernels.qmatmul.problem import Operand, Problem
+from ..kernels.qmatmul.reference import scale_of_rows
 from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, coded_product, floating, quantized_product, weight_only
 from .policy import Policy
 from .qat.latent import Latent
@@ -161,48 +162,37 @@ class RaggedDot(AbstractBilinear):
     def forward(
         self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra = None, accumulator: str | None = None
     ) -> jax.Array:
-        has_kernels = self._has_kernels(lhs, rhs, extra)
+        if self._has_kernels(rhs, extra):
+            sides, over_columns = (Operand.of(lhs), Operand.of(rhs)), self.numbers == _OVER_COLUMNS
+            problem = Problem.ragged(*sides, over_columns, self.precision, self.preferred, accumulator)
+            backend = self.backend
+            if backend is None and accumulator not in (None, "int32"):
+                backend = "reference"
+            return selected_product(problem, lhs, rhs, extra[0], backend=backend)
+        refuse_accumulator(accumulator)
         if is_qarray(lhs) and is_qarray(rhs):
             dtype = self.preferred or jnp.promote_types(lhs.dtype, rhs.dtype)
-            return coded_product(self._code_product(extra), lhs, rhs, accumulator).astype(dtype)
-        refuse_accumulator(accumulator)
-        if has_kernels and isinstance(rhs, QArray) and not isinstance(lhs, QArray):
-            over_columns = self.numbers == _OVER_COLUMNS
-            problem = Problem.ragged(Operand.of(lhs), Operand.of(rhs), over_columns, self.precision, self.preferred)
-            return selected_product(problem, lhs, rhs, extra[0], backend=self.backend)
+            left, right = (floating(x).astype(jnp.float32) for x in (lhs, rhs))
+            return self._product(left, right, extra, jnp.float32).astype(dtype)
         if is_qarray(lhs) or is_qarray(rhs):
             return weight_only(self, lhs, rhs, extra)
         return self.values(lhs, rhs, extra)
 
-    def _has_kernels(self, lhs: ArrayOrQArray, rhs: ArrayOrQArray, extra: Extra) -> bool:
-        """Whether kernels may compute it: an array's rows in groups, and quantized matrices.
+    def _has_kernels(self, rhs: ArrayOrQArray, extra: Extra) -> bool:
+        """Whether kernels may compute it: rows in groups, and quantized matrices.
 
         Raises:
             UnsupportedError: where not, and a backend is named.
         """
         is_rows = self.numbers in (_hashable(PLAIN), _OVER_COLUMNS) and extra[1] is None
-        if is_rows and is_qarray(rhs) and not is_qarray(lhs):
+        if is_rows and is_qarray(rhs):
             return True
         if self.backend not in (None, "reference"):
-            reason = "it takes the rows of an array in groups, and quantized matrices [G, K, N] or [G, N, K]"
+            reason = "it takes rows in groups, and quantized matrices [G, K, N] or [G, N, K]"
             raise UnsupportedError(
                 "ragged_dot cannot run on this backend", {getattr(self.backend, "name", str(self.backend)): reason}
             )
         return False
-
-    def _code_product(self, extra: Extra) -> CodeProduct:
-        """The product, described for products of codes."""
-        is_plain = self.numbers == _hashable(PLAIN)
-
-        def product(rows: jax.Array, experts: jax.Array, dtype: DTypeLike) -> jax.Array:
-            return self._product(rows, experts, extra, dtype)
-
-        def placed(x: jax.Array, is_left: bool) -> jax.Array | None:
-            if not is_plain or x.shape[1] != 1:
-                return None
-            return x if is_left else self._of_rows(x[:, 0], extra)
-
-        return CodeProduct(product, placed, self.contracted, ((), (2,)))
 
     def backward(
         self,
@@ -221,7 +211,7 @@ class RaggedDot(AbstractBilinear):
         def of_rows(x: jax.Array, is_gradient: bool) -> jax.Array | None:
             if x.shape[-1] != 1:
                 return None
-            return x if is_gradient else self._of_rows(x[:, :, 0], extra)
+            return x if is_gradient else scale_of_rows(x[:, :, 0], extra[0], self.rows)
 
         def of_experts(x: jax.Array, is_gradient: bool) -> jax.Array | None:
             if x.shape[0] != 1:
@@ -249,15 +239,9 @@ class RaggedDot(AbstractBilinear):
         return (0,), (0,)
 
     def scale_for_gradient(self, is_left: bool, scale: jax.Array, extra: Extra) -> jax.Array | None:
-        return self._code_product(extra).placed(scale, not is_left)
-
-    def _of_rows(self, scale: jax.Array, extra: Extra) -> jax.Array:
-        """Gathers each row's scales from its group's, `[G or 1, N or 1]`; rows beyond all groups get the last group's."""
-        if scale.shape[0] == 1:
-            return scale
-        ends = jnp.cumsum(extra[0])
-        group = jnp.searchsorted(ends, jnp.arange(self.rows, dtype=ends.dtype), side="right")
-        return scale.at[group].get(mode="clip")
+        if self.numbers != _hashable(PLAIN) or scale.shape[1] != 1:
+            return None
+        return scale_of_rows(scale[:, 0], extra[0], self.rows) if is_left else scale
 
     def _product(
         self,

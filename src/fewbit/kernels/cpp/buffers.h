@@ -1,5 +1,8 @@
-// XLA's buffers of floats and of scales, as the kernels take them.
+// XLA's buffers of floats, of scales and of group sizes, as the kernels take them.
 #pragma once
+
+#include <cstdint>
+#include <vector>
 
 #include "weight.h"
 #include "xla/ffi/api/ffi.h"
@@ -27,5 +30,25 @@ inline bool StoredScalesOf(const xla::ffi::AnyBuffer& data, const xla::ffi::Buff
 
 inline int64_t SizeOf(Float kind) { return kind == Float::kF32 ? 4 : 2; }
 inline int64_t SizeOf(ScaleType type) { return type == ScaleType::kF32 ? 4 : type == ScaleType::kTable ? 1 : 2; }
+
+// Contiguous rows of x and y that are multiplied by one matrix of the weight.
+struct Group {
+  int64_t m0, rows, matrix;
+};
+
+// The groups of rows: of given sizes with a matrix each, or `batch` of equal size with the matrices from
+// `first` on. Groups without rows are left out.
+inline std::vector<Group> GroupsOf(const xla::ffi::BufferR1<xla::ffi::S32>& sizes, int64_t batch, int64_t rows, int64_t first) {
+  std::vector<Group> groups;
+  const int64_t count = static_cast<int64_t>(sizes.element_count()), all = batch * rows;
+  int64_t m0 = 0;
+  for (int64_t g = 0; g < (count != 0 ? count : batch) && m0 < all; ++g) {
+    const int64_t asked = count != 0 ? sizes.typed_data()[g] : rows, left = all - m0;
+    const int64_t here = asked < 0 ? 0 : asked < left ? asked : left;
+    if (here > 0) groups.push_back({m0, here, first + g});
+    m0 += here;
+  }
+  return groups;
+}
 
 }  // namespace fewbit

@@ -22,8 +22,12 @@ class AbstractKernel(AbstractBackend[Problem]):
     """
 
     platform: ClassVar[str]
+    groups_pairs: ClassVar[bool] = False
+    """Whether `grouped_pair` is there: a ragged_dot of two quantized operands."""
 
     def unsupported(self, problem: Problem) -> str | None:
+        if problem.is_paired and problem.is_ragged and not self.groups_pairs:
+            return "both operands of a ragged_dot are quantized; it supports one"
         if problem.is_paired:
             return self.refused_pair(problem)
         if problem.accumulator is not None:
@@ -66,6 +70,10 @@ class AbstractKernel(AbstractBackend[Problem]):
     def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
         """`stacked` for two quantized stacks, the first with one code per byte."""
         raise UnsupportedError("a product of two quantized operands", {self.name: "it supports one"})
+
+    def grouped_pair(self, x: QArray, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
+        """`grouped` for two quantized operands: `[1, M, N]` from `x`, `[1, M, K]` with one code per byte."""
+        raise UnsupportedError("a ragged_dot of two quantized operands", {self.name: "it supports one"})
 
     def picked_pair(self, x: QArray, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
         """`paired` with the matrix at `index` of `q`, for an `x` whose B is 1."""

@@ -2,7 +2,7 @@
 
 Its operands are the leaves of `(x, q, index)`, its settings `form`, their tree structure, and
 
-- `x`: a float array, or a QArray with one code per byte; `[B, M, K]`, for ragged_dot `[M, K]`.
+- `x`: a float array, or a QArray with one code per byte; `[B, M, K]`, for ragged_dot `[M, K]`, of a QArray `[1, M, K]`.
 - `q`: the weights, `[B, R, C]`; `contracts_cols` says whether K is C, or R.
 - `index`: None; or the matrix of `q` to multiply with, for an `x` whose B is 1; for ragged_dot the group sizes.
 - `kernels`: at most one per platform. The lowering takes that of the platform that the program is compiled for, else the
@@ -66,6 +66,9 @@ def bound(
         "is_named": is_named,
         "is_ragged": problem.is_ragged,
     }
+    if problem.is_ragged and isinstance(x, QArray):
+        rows = code_rows(x, ((), (0,), (1,)))
+        return _bind((rows, view.of(q), operands[2].astype(jnp.int32)), settings)[0]
     if problem.is_ragged:
         return _bind((x, view.of(q), operands[2].astype(jnp.int32)), settings)
     groups = view.groups_of(problem.dimension_numbers, 1 - at, x.ndim)
@@ -108,6 +111,9 @@ def _by_kernel(
     precision: object,
     **settings: Any,
 ) -> jax.Array:
+    if isinstance(x, QArray) and is_ragged:
+        assert index is not None
+        return kernel.grouped_pair(x, q, index, **settings)
     if isinstance(x, QArray) and index is not None:
         return kernel.picked_pair(x, q, index, **settings)
     if isinstance(x, QArray):
@@ -122,6 +128,10 @@ def _by_kernel(
 def _by_reference(
     x: Any, q: QArray, index: jax.Array | None, *, contracts_cols: bool, dtype: DTypeLike, precision: object, is_ragged: bool
 ) -> jax.Array:
+    if is_ragged and isinstance(x, QArray):
+        x = jax.tree.map(lambda leaf: leaf[0], x)
+        problem = Problem.ragged(Operand.of(x), Operand.of(q), contracts_cols, precision, dtype)
+        return Reference().run(problem, x, q, index)[None]
     left, right = Operand.of(x), Operand.of(q)
     if is_ragged:
         return Reference().run(Problem.ragged(left, right, contracts_cols, precision, dtype), x, q, index)
@@ -217,6 +227,16 @@ def _mapped(leaves: Leaves, axes: Sequence[int | None], *, form: Any, **settings
 
 def _with_more_rows(x: Any, q: QArray, index: jax.Array | None, count: int, settings: dict[str, Any]) -> jax.Array:
     """The product with an `x` whose first axis is mapped; the result has it as axis 1."""
+    if settings["is_ragged"] and isinstance(x, QArray):
+        assert index is not None
+        rows = x.shape[2]
+
+        def among(a: jax.Array) -> jax.Array:  # each row's copies follow one another, so that groups stay together
+            a = jnp.broadcast_to(a, (count, 1, rows, a.shape[3])).transpose(1, 2, 0, 3)
+            return a.reshape(1, rows * count, a.shape[3])
+
+        y = _bind((refolded(x, among), q, index * count), settings)
+        return y.reshape(1, rows, count, y.shape[2]).swapaxes(1, 2)
     if settings["is_ragged"]:
         assert index is not None
         y = _bind((x.swapaxes(0, 1).reshape(-1, x.shape[2]), q, index * count), settings)

@@ -49,9 +49,10 @@ class Problem:
         contracts_cols: bool = False,
         precision: object = None,
         preferred: DTypeLike | None = None,
+        accumulator: str | None = None,
     ) -> "Problem":
         """A ragged_dot that contracts the last axis of the matrices, or the one before it."""
-        return cls(lhs, rhs, (((1,), (1 + contracts_cols,)), ((), (0,))), precision, preferred, is_ragged=True)
+        return cls(lhs, rhs, (((1,), (1 + contracts_cols,)), ((), (0,))), precision, preferred, accumulator, is_ragged=True)
 
     def __str__(self) -> str:
         (left, right), (left_batch, right_batch) = self.dimension_numbers
@@ -76,13 +77,14 @@ class Problem:
     def weight(self) -> tuple[int, MatrixView]:
         """The quantized operand that a kernel reads in place, 1 for the right one, and its view as matrices.
 
-        Of two quantized operands it is the right one, unless only the left one can be viewed so.
+        Of two quantized operands it is the right one, unless only the left one can be viewed so. Of a ragged product it is the
+        right one.
 
         Raises:
             QuantError: if no quantized operand can be viewed as a stack of matrices.
         """
         refusals = []
-        for at in (1, 0):
+        for at in (1,) if self.is_ragged else (1, 0):
             operand = (self.lhs, self.rhs)[at]
             if operand.scheme is None:
                 continue

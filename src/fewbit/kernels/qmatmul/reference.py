@@ -7,7 +7,8 @@
 - The same with scales in blocks of at least `LEAST_TILE` along one contracted axis: the code products of each block are scaled
   and accumulated in float32. No float array of an operand's size is made.
 - Any other two quantized operands, and the last case with both an `out_sharding` and zero points: both are dequantized to float32.
-- A ragged product: `lax.ragged_dot_general` with dequantized matrices.
+- A ragged product: `lax.ragged_dot_general` with dequantized matrices. Of two quantized operands with scales constant along the
+  contraction, that of the codes.
 """
 
 import dataclasses
@@ -79,17 +80,40 @@ def _decoded_product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | ja
 
 
 @functools.partial(jax.jit, static_argnames="problem", inline=True)
-def _ragged_product(problem: Problem, x: jax.Array, q: QArray, sizes: jax.Array) -> jax.Array:
+def _ragged_product(problem: Problem, x: jax.Array | QArray, q: QArray, sizes: jax.Array) -> jax.Array:
     """`lax.ragged_dot_general` with dequantized matrices; the backward pass dequantizes again."""
     contracted = (problem.dimension_numbers[0], ((), ()))
     numbers = RaggedDotDimensionNumbers(contracted, lhs_ragged_dimensions=(0,), rhs_group_dimensions=(0,))
-    settings = {"precision": problem.precision, "preferred_element_type": problem.preferred_element_type}
 
-    @jax.checkpoint
-    def product(x: jax.Array, q: QArray, sizes: jax.Array) -> jax.Array:
-        return jax.lax.ragged_dot_general(x, dequantize(q), sizes, numbers, **settings)
+    def product(x: jax.Array, w: jax.Array, preferred: DTypeLike | None) -> jax.Array:
+        settings = {"precision": problem.precision, "preferred_element_type": preferred}
+        return jax.lax.ragged_dot_general(x, w, sizes, numbers, **settings)
 
-    return product(x, q, sizes)
+    if not isinstance(x, QArray):
+        refuse_accumulator(problem.accumulator)
+        return jax.checkpoint(lambda x, q: product(x, dequantize(q), problem.preferred_element_type))(x, q)
+    at = problem.dimension_numbers[0][1][0]
+
+    def placed(scale: jax.Array, is_left: bool) -> jax.Array | None:
+        if scale.shape[1 if is_left else at] != 1:
+            return None
+        return scale if is_left else scale_of_rows(scale.squeeze(at), sizes, problem.lhs.shape[0])
+
+    described = CodeProduct(product, placed, problem.dimension_numbers[0], ((), (3 - at,)))
+    result = code_product(described, x, q, problem.accumulator)
+    if result is None:
+        refuse_accumulator(problem.accumulator)
+        result = product(dequantize(x, jnp.float32), dequantize(q, jnp.float32), jnp.float32)
+    return result.astype(problem.result_dtype)
+
+
+def scale_of_rows(scale: jax.Array, sizes: jax.Array, rows: int) -> jax.Array:
+    """Gathers each row's scales from its group's, `[G or 1, N or 1]`; rows beyond all groups get the last group's."""
+    if scale.shape[0] == 1:
+        return scale
+    ends = jnp.cumsum(sizes)
+    group = jnp.searchsorted(ends, jnp.arange(rows, dtype=ends.dtype), side="right")
+    return scale.at[group].get(mode="clip")
 
 
 def _code_product(problem: Problem) -> CodeProduct:

@@ -8,10 +8,16 @@ import pytest
 import fewbit as fb
 from fewbit.kernels.extension import extension
 from fewbit.kernels.qmatmul import BACKENDS, Cpu, Problem
+from fewbit.kernels.qmatmul.blocks import block_product
+from fewbit.kernels.qmatmul.cpu.ffi import INTEGER_LEVELS
 from fewbit.kernels.qmatmul.problem import Operand
+from tests.kernels.unfused import unfused
 
 BUILT = extension("fewbit.kernels.qmatmul.cpu._dequant_gemm")
 pytestmark = pytest.mark.skipif(BUILT.missing is not None, reason=str(BUILT.missing))
+
+ISA = extension("fewbit.kernels.qmatmul.cpu._int8_gemm").isa
+LEVELS = INTEGER_LEVELS[: INTEGER_LEVELS.index(ISA) + 1] if ISA in INTEGER_LEVELS else INTEGER_LEVELS[:1]
 
 GROUPS = ([1, 0, 4, 19], [0, 0, 24, 0], [2, 3, 0, 4], [0, 0, 0, 0], [30, 0, 2, 9])
 """Sizes of four groups of 24 rows: one row, none, few, many, too few in all, and too many."""
@@ -83,3 +89,80 @@ def test_reasons():
     assert BACKENDS["cpu"].unsupported(problem) is None
     with pytest.raises(fb.UnsupportedError, match=r"cpu: it multiplies float32 into int32; both must be one of float32"):
         fb.ragged_dot(x, q, jnp.array([4, 0, 1]), preferred_element_type=jnp.int32, backend="cpu")
+
+
+# --- rows in int8, too ---
+
+
+@pytest.mark.parametrize("name", ["int8", pytest.param("uint4", marks=pytest.mark.slow)])
+def test_whole_rows_of_integers_have_the_bits_of_the_reference(name: str):
+    x, q = fb.quantize(jnp.asarray(random(24, 70)), "int8"), fb.quantize(jnp.asarray(random(4, 70, 37)), name, axis=-2)
+    for experts, contracts_cols in ((q, False), (q.swapaxes(1, 2), True)):
+        problem = Problem.ragged(Operand.of(x), Operand.of(experts), contracts_cols)
+        reference = jax.jit(lambda *operands, problem=problem: BACKENDS["reference"].run(problem, *operands))
+        product = {
+            isa: jax.jit(lambda *operands, problem=problem, isa=isa: Cpu(isa).run(problem, *operands)) for isa in LEVELS
+        }
+        for sizes in GROUPS:
+            expected = reference(x, experts, jnp.array(sizes))
+            for isa in LEVELS:
+                np.testing.assert_array_equal(product[isa](x, experts, jnp.array(sizes)), expected, isa)
+
+
+@pytest.mark.parametrize(
+    "name", ["q4_1", pytest.param("nvfp4", marks=pytest.mark.slow), pytest.param("int3_g32", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("axis", [1, 2])
+def test_blocks_of_integers_have_the_bits_of_the_reference(name: str, axis: int):
+    shape = (4, 96, 21) if axis == 1 else (4, 21, 96)
+    q = fb.quantize(jnp.asarray(random(*shape)), name, axis=axis)
+    contracts_cols, tile = axis == 2, q.tiles[axis]
+    for kind in (f"int8_g{tile}", "int8"):
+        x = fb.quantize(jnp.asarray(random(24, 96)), kind)
+        problem = Problem.ragged(Operand.of(x), Operand.of(q), contracts_cols)
+        assert Cpu().unsupported(problem) is None
+        product = {isa: jax.jit(lambda *operands, isa=isa: Cpu(isa).run(problem, *operands)) for isa in LEVELS}  # noqa: B023
+        rows = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf[None], (4, *leaf.shape)), x)
+        every = unfused(lambda x, q: block_product(x, q, contracts_cols=contracts_cols))(rows, q)  # each row by each expert
+        for sizes in GROUPS:
+            group = np.repeat(np.arange(4), sizes)[:24]
+            wanted = np.zeros((24, 21), np.float32)
+            wanted[: len(group)] = every[group, np.arange(len(group))]
+            y = {isa: np.asarray(product[isa](x, q, jnp.array(sizes))) for isa in LEVELS}
+            if ISA in INTEGER_LEVELS:
+                np.testing.assert_array_equal(y["portable"], wanted)
+            for isa in LEVELS[1:]:  # a product and a sum are rounded at once, for each of the blocks
+                np.testing.assert_array_equal(y[isa], y[LEVELS[1]], isa)
+                np.testing.assert_allclose(y[isa], wanted, rtol=2.0**-20, atol=2.0**-20 * np.abs(wanted).max())
+
+
+def test_a_policy_with_int8_rows_takes_the_kernel():
+    experts, sizes, x = jnp.asarray(random(4, 64, 32)), jnp.array([2, 0, 5, 3]), jnp.asarray(random(2, 12, 64))
+    policy = fb.Policy("q4_1", "int8_g32")
+
+    def product(x: jax.Array, experts: jax.Array, backend: str) -> jax.Array:
+        return fb.ragged_dot(x, experts, sizes, policy=policy, backend=backend)
+
+    def loss(x: jax.Array, experts: jax.Array, backend: str) -> jax.Array:
+        return jnp.sum(product(x, experts, backend) ** 2)
+
+    gradients = jax.jit(jax.value_and_grad(loss, (0, 1)), static_argnums=2)
+    assert "fewbit_integer_blocks" in gradients.lower(x[0], experts, "cpu").as_text()
+    for y, wanted in zip(*(jax.tree.leaves(gradients(x[0], experts, b)) for b in ("cpu", "reference")), strict=True):
+        np.testing.assert_allclose(y, wanted, rtol=1e-4, atol=1e-4 * np.abs(wanted).max())
+    mapped = jax.vmap(product, (0, None, None))(x, experts, "cpu")
+    for i in range(2):
+        np.testing.assert_array_equal(mapped[i], product(x[i], experts, "cpu"))
+
+
+def test_gradients_of_scales_and_a_mapped_stack():
+    x, sizes = fb.quantize(jnp.asarray(random(12, 64)), "int8"), jnp.array([2, 0, 5, 3])
+    q = fb.quantize(jnp.asarray(random(4, 64, 32)), "int8", axis=-2)
+
+    def product(q: fb.QArray, backend: str = "cpu") -> jax.Array:
+        return fb.ragged_dot(x, q, sizes, backend=backend)
+
+    slopes = [jax.grad(lambda q, b=b: product(q, b).sum(), allow_int=True)(q).scale for b in ("cpu", "reference")]
+    np.testing.assert_allclose(*slopes, rtol=1e-6)
+    pair = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1]]), q)
+    np.testing.assert_array_equal(jax.vmap(product)(pair)[1], product(jax.tree.map(lambda leaf: leaf[1], pair)))

@@ -172,9 +172,10 @@ def test_reasons():
         fb.UnsupportedError, match="cannot be viewed as a stack of matrices: its codes share bytes along a batch axis"
     ):
         fb.ragged_dot(x, packed, sizes, backend="pallas_tpu")
-    for both in ((fb.quantize(x, "int8"), q), (x, fb.dequantize(q))):
-        with pytest.raises(fb.UnsupportedError, match="it takes the rows of an array in groups, and quantized matrices"):
-            fb.ragged_dot(*both, sizes, backend="pallas_tpu")
+    with pytest.raises(fb.UnsupportedError, match="both operands of a ragged_dot are quantized; it supports one"):
+        fb.ragged_dot(fb.quantize(x, "int8"), q, sizes, backend="pallas_tpu")
+    with pytest.raises(fb.UnsupportedError, match="it takes rows in groups, and quantized matrices"):
+        fb.ragged_dot(x, fb.dequantize(q), sizes, backend="pallas_tpu")
 
 
 # --- what a TPU would run ---

@@ -41,6 +41,7 @@ class Cpu(AbstractKernel):
 
     name: ClassVar[str] = "cpu"
     platform: ClassVar[str] = "cpu"
+    groups_pairs: ClassVar[bool] = True
     isa: str | None = None
 
     def unsupported(self, problem: Problem) -> str | None:
@@ -83,23 +84,30 @@ class Cpu(AbstractKernel):
         return native_product(x[None], q, None, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa, sizes=sizes)[0]
 
     def paired(self, x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
-        if _is_by_blocks(x, q, contracts_cols):
+        if _reads_blocks(x, q, contracts_cols):
             return native_blocks(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
         return native_integers(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
 
+    def grouped_pair(self, x: QArray, q: QArray, sizes: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
+        native = native_blocks if _has_blocks(x, q, contracts_cols) else native_integers
+        return native(x, q, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa, sizes=sizes)
+
     def picked_pair(self, x: QArray, q: QArray, index: jax.Array, *, contracts_cols: bool, dtype: DTypeLike) -> jax.Array:
-        if _is_by_blocks(x, q, contracts_cols):
+        if _reads_blocks(x, q, contracts_cols):
             return native_blocks(x, q, index, contracts_cols=contracts_cols, dtype=dtype, isa=self.isa)
         return super().picked_pair(x, q, index, contracts_cols=contracts_cols, dtype=dtype)
 
 
-def _is_by_blocks(x: QArray, q: QArray, contracts_cols: bool) -> bool:
+def _reads_blocks(x: QArray, q: QArray, contracts_cols: bool) -> bool:
     """Whether a weight is read in place, block by block, and not packed in panels."""
+    return _has_blocks(x, q, contracts_cols) and (not is_whole(q.scheme) or x.shape[1] <= BLOCK_ROWS)
+
+
+def _has_blocks(x: QArray, q: QArray, contracts_cols: bool) -> bool:
+    """Whether two operands can be multiplied by blocks."""
     at = contracted_axis(contracts_cols)
     refusal = refused_weight(q.scheme, q.shape[at], q.tiles[at], x.tiles[2], contracts_cols=contracts_cols)
-    if refusal is not None or x.zero_point is not None:
-        return False
-    return not is_whole(q.scheme) or x.shape[1] <= BLOCK_ROWS
+    return refusal is None and x.zero_point is None
 
 
 def _refused_dtypes(x: str, result: str) -> str | None:

@@ -23,6 +23,7 @@ def native_blocks(
     contracts_cols: bool = True,
     dtype: DTypeLike,
     isa: str | None = None,
+    sizes: jax.Array | None = None,
 ) -> jax.Array:
     """`blocks.block_product`, with an instruction set (None: the best), in a result's dtype.
 
@@ -33,6 +34,7 @@ def native_blocks(
         contracts_cols: whether `q` is `[B or 1, N, K]`.
         dtype: that of the result.
         isa: the instruction set to use, if the machine has it; None: the best.
+        sizes: rows of `x` (whose B is 1) per matrix of `q`, int32; rows beyond their sum give zeros.
     """
     at = contracted_axis(contracts_cols)
     scheme, depth = q.scheme, q.shape[at]
@@ -60,6 +62,7 @@ def native_blocks(
         flat(q.tensor_scale, jnp.float32),
         jnp.asarray(numbers[:0] if is_byte else numbers, jnp.int8),
         flat(picked, jnp.int32),
+        flat(sizes, jnp.int32),
         contracts_cols=contracts_cols,
         depth=np.int64(depth),
         bits=np.int64(scheme.format.bits),

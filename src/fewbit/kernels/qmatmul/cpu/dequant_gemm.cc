@@ -72,26 +72,6 @@ static void PackRow(const void* x, Float kind, int64_t k, const int32_t* order, 
   }
 }
 
-// Contiguous rows of x and y that are multiplied by one matrix of the weight.
-struct Group {
-  int64_t m0, rows, matrix;
-};
-
-// The groups of rows: of given sizes with a matrix each, or `batch` of equal size with the matrices from
-// `first` on. Groups without rows are left out.
-static std::vector<Group> GroupsOf(const ffi::BufferR1<ffi::S32>& sizes, int64_t batch, int64_t rows, int64_t first) {
-  std::vector<Group> groups;
-  const int64_t count = static_cast<int64_t>(sizes.element_count()), all = batch * rows;
-  int64_t m0 = 0;
-  for (int64_t g = 0; g < (count != 0 ? count : batch) && m0 < all; ++g) {
-    const int64_t asked = count != 0 ? sizes.typed_data()[g] : rows, left = all - m0;
-    const int64_t here = asked < 0 ? 0 : asked < left ? asked : left;
-    if (here > 0) groups.push_back({m0, here, first + g});
-    m0 += here;
-  }
-  return groups;
-}
-
 // The matrices of a stack: where each begins.
 struct Matrices {
   StoredScales scale, zero;

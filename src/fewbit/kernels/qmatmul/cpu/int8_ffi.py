@@ -13,13 +13,15 @@ from ....formats.integer import Integer
 from ..code_product import code_values
 from ..integer_codes import shift
 from ..matrix_view import contracted_axis
-from .ffi import INTEGER_LEVELS
+from .ffi import INTEGER_LEVELS, flat
 
 TARGET = "fewbit_integers"
 
 
-def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, isa: str | None = None) -> jax.Array:
-    """`AbstractStackKernel.paired` for integers, with an instruction set (None: the best).
+def native_integers(
+    x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeLike, isa: str | None = None, sizes: jax.Array | None = None
+) -> jax.Array:
+    """`AbstractKernel.paired` for integers, with an instruction set (None: the best); with `sizes`, `grouped_pair`.
 
     x `[B, M, K]` has one code per byte and blocks along K only; if scales vary along K on both sides, block sizes are equal.
     Sums are exact within a block; blocks are added in float32.
@@ -34,6 +36,7 @@ def native_integers(x: QArray, q: QArray, *, contracts_cols: bool, dtype: DTypeL
         codes,
         scale_values(q),
         zeros,
+        flat(sizes, jnp.int32),
         contracts_cols=contracts_cols,
         bits=np.int64(bits),
         offset=np.int64(offset),

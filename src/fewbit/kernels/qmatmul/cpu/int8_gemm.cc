@@ -46,7 +46,12 @@ template <class Number>
 struct Stacked {
   PerTile<Number> first;
   int64_t step;  // to those of the next matrix
-  PerTile<Number> At(int64_t b) const { return {first.data == nullptr ? nullptr : first.data + b * step, first.tile, first.by_row, first.by_tile}; }
+  // Of matrix b, from a row on that begins a tile.
+  PerTile<Number> At(int64_t b, int64_t row = 0) const {
+    PerTile<Number> at = first;
+    if (at.data != nullptr) at.data += b * step + row / at.tile * at.by_row;
+    return at;
+  }
 };
 
 // `rows_first`: whether the axis of rows (or outputs) comes before that of the contraction.
@@ -66,6 +71,22 @@ static void CheckPerTile(const char* what, Dimensions shape, int64_t batch, int6
   checks.OneOf(("matrices of the " + name).c_str(), shape[0], {1, batch});
   checks.OneOf(("rows of the " + name).c_str(), shape[rows_first ? 1 : 2], {1, rows});
   checks.OneOf(("tiles of the " + name).c_str(), shape[rows_first ? 2 : 1], {1, tiles});
+}
+
+// The matrices that groups of rows are multiplied with: one for each group.
+static void CheckGroups(const ffi::BufferR1<ffi::S32>& sizes, int64_t batch, int64_t stacked, Checks& checks) {
+  const int64_t count = static_cast<int64_t>(sizes.element_count());
+  if (count == 0) return;
+  checks.Equal("batch of x", batch, 1);
+  checks.Equal("number of groups", count, stacked);
+  for (int64_t g = 0; g < count && !checks.failed(); ++g) checks.AtLeast("size of a group", sizes.typed_data()[g], 0);
+}
+
+// Zeros in the rows after the last group.
+static void ClearRest(const std::vector<Group>& groups, ffi::Result<ffi::AnyBuffer>& y) {
+  const int64_t rows = y->dimensions()[0] * y->dimensions()[1], row = static_cast<int64_t>(y->size_bytes()) / rows;
+  const int64_t done = groups.empty() ? 0 : groups.back().m0 + groups.back().rows;
+  std::memset(static_cast<char*>(y->untyped_data()) + done * row, 0, (rows - done) * row);
 }
 
 // The memory of a call that begins on this thread. The thread keeps it for the next one while it is small: the system takes
@@ -93,10 +114,21 @@ static void RunChunks(ffi::ThreadPool pool, int64_t chunks, int64_t multiplicati
   else for (int64_t chunk = 0; chunk < chunks; ++chunk) run(chunk);
 }
 
-// One matrix, after its rows of x are laid out.
-static void Multiply(ffi::ThreadPool pool, const Kernels& kernels, const IntegerJob& job, const std::vector<Segment>& segments,
-                     const int8_t* rows, int8_t* laid, int32_t* sums) {
-  const int64_t block = kernels.rows;
+// One matrix, after its rows of x are laid out. Those of `blocks` that come in another order are put in that of w before.
+static void Multiply(ffi::ThreadPool pool, const Kernels& kernels, IntegerJob& job, const int8_t* rows) {
+  const std::vector<Segment> segments = SegmentsOf(job);
+  const BlockJob* blocks = job.blocks;
+  const bool is_in_order = blocks == nullptr || (blocks->order == nullptr && blocks->K == job.K);
+  const int64_t row = kernels.row_bytes(job, segments), ordered = is_in_order ? 0 : (job.K + 3) / 4 * 4, block = kernels.rows;
+  const CallMemory memory(job.M * (row + ordered + job.tiles() * 4));  // rows are whole groups of four bytes: the sums are aligned
+  int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
+  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
+  job.x = laid, job.x_sums = sums;
+  if (!is_in_order) {
+    int8_t* copied = reinterpret_cast<int8_t*>(sums + job.M * job.tiles());
+    ParallelFor(pool, job.M, [&](int64_t m) { OrderRow(*blocks, rows + m * blocks->K, copied + m * job.K); });
+    rows = copied;
+  }
   const auto prepare = [&](int64_t i) { kernels.prepare(job, segments, rows, i * block, laid, sums); };
   ParallelFor(pool, (job.M + block - 1) / block, prepare);
   const auto run = [&](int64_t chunk) { kernels.run(job, segments, chunk); };
@@ -105,7 +137,8 @@ static void Multiply(ffi::ThreadPool pool, const Kernels& kernels, const Integer
 
 static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale,
                            ffi::BufferR3<ffi::S32> x_zero, ffi::BufferR3<ffi::U8> w, ffi::BufferR3<ffi::F32> w_scale,
-                           ffi::BufferR3<ffi::S32> w_zero, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t bits,
+                           ffi::BufferR3<ffi::S32> w_zero, ffi::BufferR1<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y,
+                           bool contracts_cols, int64_t bits,
                            int64_t offset, int64_t tile, int64_t output_tile, int64_t level) {
   IntegerJob job{};
   const auto x_shape = x.dimensions(), w_shape = w.dimensions(), y_shape = y->dimensions();
@@ -121,18 +154,20 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::
   if (checks.failed()) return checks.error();
   checks.Equal("batch of the result", y_shape[0], x_shape[0]);
   checks.Equal("rows of the result", y_shape[1], x_shape[1]);
-  checks.OneOf("matrices of the codes", w_shape[0], {1, x_shape[0]});
+  const int64_t matrices = sizes.element_count() == 0 ? x_shape[0] : w_shape[0];
+  if (sizes.element_count() == 0) checks.OneOf("matrices of the codes", w_shape[0], {1, x_shape[0]});
+  CheckGroups(sizes, x_shape[0], w_shape[0], checks);
   checks.Equal("outputs of the codes", w_shape[contracts_cols ? 1 : 2], y_shape[2]);
   checks.Equal("contracted bytes of the codes", w_shape[contracts_cols ? 2 : 1], BytesOf(x_shape[2], bits));
   checks.That(bits == 8 || tile % 2 == 0 || tile >= x_shape[2], "tiles must not cut bytes of two codes");
   const int64_t row_count[] = {x_shape[1], TilesOf(y_shape[2], output_tile)}, tile_count = TilesOf(x_shape[2], tile);
   CheckPerTile("scales of x", x_scale.dimensions(), x_shape[0], row_count[0], tile_count, true, checks);
-  CheckPerTile("scales of the codes", w_scale.dimensions(), x_shape[0], row_count[1], tile_count, contracts_cols, checks);
+  CheckPerTile("scales of the codes", w_scale.dimensions(), matrices, row_count[1], tile_count, contracts_cols, checks);
   if (x_zero.element_count() != 0) {
     CheckPerTile("zero points of x", x_zero.dimensions(), x_shape[0], row_count[0], tile_count, true, checks);
   }
   if (w_zero.element_count() != 0) {
-    CheckPerTile("zero points of the codes", w_zero.dimensions(), x_shape[0], row_count[1], tile_count, contracts_cols, checks);
+    CheckPerTile("zero points of the codes", w_zero.dimensions(), matrices, row_count[1], tile_count, contracts_cols, checks);
   }
   if (checks.failed()) return checks.error();
   if (y->element_count() == 0) return ffi::Error::Success();
@@ -141,27 +176,23 @@ static ffi::Error Integers(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::
     return ffi::Error::Success();
   }
   job.y_kind = kind == ffi::F32 ? Float::kF32 : kind == ffi::BF16 ? Float::kBF16 : Float::kF16;
-  job.M = x_shape[1], job.K = x_shape[2], job.N = y_shape[2], job.tile = tile;
+  job.K = x_shape[2], job.N = y_shape[2], job.tile = tile;
   job.contracts_cols = contracts_cols, job.bits = static_cast<int>(bits), job.offset = offset, job.row_stride = w_shape[2];
   const auto x_scales = StackedOf<float>(x_scale, true, 1);
   const auto x_zeros = StackedOf<int32_t>(x_zero, true, 1);
   const auto w_scales = StackedOf<float>(w_scale, contracts_cols, output_tile);
   const auto w_zeros = StackedOf<int32_t>(w_zero, contracts_cols, output_tile);
-  const std::vector<Segment> segments = SegmentsOf(job);
-  const int64_t batch = x_shape[0], tiles = job.tiles();
   const Kernels kernels = KernelsFor(ByteDotIsaOf(level));
-  job.x_zero = x_zeros.At(0);
-  const int64_t row = kernels.row_bytes(job, segments);
-  const CallMemory memory(job.M * (row + tiles * 4));  // rows are whole groups of four bytes, so that the sums are aligned
-  int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
-  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
-  job.x = laid, job.x_sums = sums;
-  for (int64_t b = 0; b < batch; ++b) {
-    const int8_t* rows = x.typed_data() + b * job.M * job.K;
-    job.w = w.typed_data() + (w_shape[0] == 1 ? 0 : b * w_shape[1] * w_shape[2]);
-    job.x_scale = x_scales.At(b), job.x_zero = x_zeros.At(b), job.w_scale = w_scales.At(b), job.w_zero = w_zeros.At(b);
-    job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * (job.y_kind == Float::kF32 ? 4 : 2);
-    Multiply(pool, kernels, job, segments, rows, laid, sums);
+  const std::vector<Group> groups = GroupsOf(sizes, x_shape[0], x_shape[1], 0);
+  ClearRest(groups, y);
+  for (const Group& one : groups) {
+    const int64_t b = one.m0 / x_shape[1], row = one.m0 % x_shape[1];
+    job.M = one.rows;
+    job.w = w.typed_data() + (w_shape[0] == 1 ? 0 : one.matrix * w_shape[1] * w_shape[2]);
+    job.x_scale = x_scales.At(b, row), job.x_zero = x_zeros.At(b, row);
+    job.w_scale = w_scales.At(one.matrix), job.w_zero = w_zeros.At(one.matrix);
+    job.y = static_cast<char*>(y->untyped_data()) + one.m0 * job.N * SizeOf(job.y_kind);
+    Multiply(pool, kernels, job, x.typed_data() + one.m0 * job.K);
   }
   return ffi::Error::Success();
 }
@@ -175,6 +206,7 @@ XLA_FFI_DEFINE_HANDLER(integers, Integers,
                            .Arg<ffi::BufferR3<ffi::U8>>()   // codes [B or 1, rows, cols], the contracted axis in bytes
                            .Arg<ffi::BufferR3<ffi::F32>>()  // their scales, by tiles of rows and columns
                            .Arg<ffi::BufferR3<ffi::S32>>()  // their zero points, likewise; empty: none
+                           .Arg<ffi::BufferR1<ffi::S32>>()  // rows of x for each matrix, whose B is 1; empty: b for b
                            .Ret<ffi::AnyBuffer>()           // y [B, M, N]
                            .Attr<bool>("contracts_cols")
                            .Attr<int64_t>("bits")
@@ -217,28 +249,10 @@ static void MultiplyBlocks(ffi::ThreadPool pool, const Kernels& kernels, BlockJo
   RunChunks(pool, kernels.block_chunks(job), job.M * job.N * job.K, 1 << 18, run);
 }
 
-// One matrix, as an IntegerJob.
-static void MultiplyPanels(ffi::ThreadPool pool, const Kernels& kernels, const BlockJob& job, const int8_t* rows) {
-  IntegerJob panels = kernels.panels_of(job);
-  const std::vector<Segment> segments = SegmentsOf(panels);
-  const bool is_in_order = job.order == nullptr && job.depth() == job.K;
-  const int64_t row = kernels.row_bytes(panels, segments), ordered = is_in_order ? 0 : (panels.K + 3) / 4 * 4;
-  const CallMemory memory(job.M * (row + ordered + panels.tiles() * 4));
-  int8_t* laid = reinterpret_cast<int8_t*>(memory.data());
-  int32_t* sums = reinterpret_cast<int32_t*>(memory.data() + job.M * row);
-  panels.x = laid, panels.x_sums = sums;
-  if (!is_in_order) {
-    int8_t* copied = reinterpret_cast<int8_t*>(sums + job.M * panels.tiles());
-    ParallelFor(pool, job.M, [&](int64_t m) { OrderRow(job, rows + m * job.K, copied + m * panels.K); });
-    rows = copied;
-  }
-  Multiply(pool, kernels, panels, segments, rows, laid, sums);
-}
-
 static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::BufferR3<ffi::F32> x_scale, ffi::BufferR3<ffi::U8> codes,
                          ffi::AnyBuffer scale, ffi::BufferR1<ffi::F32> scale_table, ffi::AnyBuffer zero,
                          ffi::BufferR1<ffi::F32> zero_table, ffi::BufferR1<ffi::F32> tensor_scale, ffi::BufferR1<ffi::S8> numbers,
-                         ffi::BufferR1<ffi::S32> picked, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t depth, int64_t bits,
+                         ffi::BufferR1<ffi::S32> picked, ffi::BufferR1<ffi::S32> sizes, ffi::Result<ffi::AnyBuffer> y, bool contracts_cols, int64_t depth, int64_t bits,
                          int64_t row_tile, int64_t col_tile, int64_t role, float unit, bool is_signed, int64_t level, ffi::Span<const int32_t> order) {
   BlockJob job{};
   Checks checks("blocks of integers");
@@ -261,8 +275,10 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   checks.Equal("batch of the result", y_shape[0], batch);
   checks.Equal("rows of the result", y_shape[1], job.M);
   checks.Within("number of picked matrices", picks, 0, 1);
-  if (picks == 0) checks.OneOf("matrices of the codes", stacked, {1, batch});
-  else checks.Equal("batch of x", batch, 1);
+  checks.That(picks == 0 || sizes.element_count() == 0, "a matrix is picked, and rows have groups; one of the two is expected");
+  CheckGroups(sizes, batch, stacked, checks);
+  if (picks != 0) checks.Equal("batch of x", batch, 1);
+  else if (sizes.element_count() == 0) checks.OneOf("matrices of the codes", stacked, {1, batch});
   if (!FitsBlocks(job, stacked, shape, scale_shape, zero_shape, checks)) return checks.error();
   if (job.group != 0) {
     checks.Equal("codes beyond whole groups of the order", depth % job.group, 0);
@@ -292,17 +308,24 @@ static ffi::Error Blocks(ffi::ThreadPool pool, ffi::BufferR3<ffi::S8> x, ffi::Bu
   const int64_t zeros = role == 0 || zero_shape[0] == 1 ? 0 : zero_shape[1] * zero_shape[2];
   const int64_t asked = picks == 0 ? 0 : picked.typed_data()[0];
   const int64_t first_matrix = asked < 0 ? 0 : asked < stacked ? asked : stacked - 1;
-  for (int64_t b = 0; b < batch; ++b) {
-    const int64_t matrix = first_matrix + (stacked == 1 ? 0 : b);
-    const int8_t* rows = x.typed_data() + b * job.M * job.K;
+  const std::vector<Group> groups = GroupsOf(sizes, batch, x_shape[1], first_matrix);
+  ClearRest(groups, y);
+  for (const Group& one : groups) {
+    const int64_t matrix = stacked == 1 ? 0 : one.matrix;
+    const int8_t* rows = x.typed_data() + one.m0 * job.K;
+    job.M = one.rows;
     job.w.codes = codes.typed_data() + matrix * shape[1] * shape[2];
     job.w.scale.data = static_cast<const char*>(first.scale.data) + matrix * scales * SizeOf(first.scale.type);
     job.w.zero.data = static_cast<const char*>(first.zero.data) + matrix * zeros * SizeOf(first.zero.type);
     job.w.unit = tensor_scales == 0 ? unit : unit * tensor_scale.typed_data()[tensor_scales == 1 ? 0 : matrix];
-    job.x_scale = x_scales.At(b);
-    job.y = static_cast<char*>(y->untyped_data()) + b * job.M * job.N * SizeOf(job.y_kind);
-    if (kernels.takes_panels(job)) MultiplyPanels(pool, kernels, job, rows);
-    else MultiplyBlocks(pool, kernels, job, rows);
+    job.x_scale = x_scales.At(one.m0 / x_shape[1], one.m0 % x_shape[1]);
+    job.y = static_cast<char*>(y->untyped_data()) + one.m0 * job.N * SizeOf(job.y_kind);
+    if (kernels.takes_panels(job)) {
+      IntegerJob panels = kernels.panels_of(job);
+      Multiply(pool, kernels, panels, rows);
+    } else {
+      MultiplyBlocks(pool, kernels, job, rows);
+    }
   }
   return ffi::Error::Success();
 }
@@ -320,6 +343,7 @@ XLA_FFI_DEFINE_HANDLER(blocks, Blocks,
                            .Arg<ffi::BufferR1<ffi::F32>>()  // tensor scales, none or one or one a matrix
                            .Arg<ffi::BufferR1<ffi::S8>>()   // the integer of each code of fewer than 8 bits
                            .Arg<ffi::BufferR1<ffi::S32>>()  // the matrix of the stack; empty: b for b
+                           .Arg<ffi::BufferR1<ffi::S32>>()  // rows of x for each matrix, whose B is 1; empty: none
                            .Ret<ffi::AnyBuffer>()           // y [B, M, N]
                            .Attr<bool>("contracts_cols")
                            .Attr<int64_t>("depth")
