@@ -56,7 +56,7 @@ newest-environment:
 	if [ -z "$$python" ]; then echo "No Python 3.13 or 3.12 here: the run on the newest JAX is left out."; exit 0; fi; \
 	$(MAKE) --no-print-directory --jobs=2 $(NEWEST)/.ready NEWEST_PYTHON="$$python"
 
-test-long: ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale, and what `make test` leaves out; half an hour
+test-long: ready-fast ## the scale searches against brute force over 100,000 blocks for every pair of a format and a scale, 100,000 mutations of every kind of file, and what `make test` leaves out; about an hour
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m long
 	@$(BIN)/python -m pytest -n $(JOBS) --dist worksteal --blocks 25000 tests/array/scales/search/test_stored.py tests/array/scales/search/test_exact.py tests/array/test_hessian.py
 

@@ -45,7 +45,7 @@ SECONDS = 2.0
 GROWTH = 1.5
 """How much the memory of a run may grow after its first tenth."""
 ROUNDS = pytest.mark.parametrize(
-    "rounds", [pytest.param(30, id="few"), pytest.param(7_000, id="many", marks=pytest.mark.long)]
+    "rounds", [pytest.param(30, id="few"), pytest.param(100_000, id="many", marks=pytest.mark.long)]
 )
 
 
@@ -236,14 +236,14 @@ def gguf_blocks(directory):
     return Subject(path, mutated_bytes, lambda: content(io.read(path)))
 
 
-def to_gguf(name, mutated=mutated_json):
+def to_gguf(name, mutated=mutated_json, family="llama-3.1"):
     """The metadata of a GGUF file, from the small files of a checkpoint."""
 
     def subject(directory):
         save_tokenizer(directory)
         (directory / "tokenizer.model").write_bytes(sentencepiece_model())
-        kind, changed = FAMILIES["llama-3.1"]
-        config = {**COMMON, "model_type": kind, "vocab_size": 300, "rms_norm_eps": 1e-5, **changed}
+        kind, changed = FAMILIES[family]
+        config = {**COMMON, "model_type": kind, "vocab_size": 300, "rms_norm_eps": 1e-6, **changed}
         (directory / "config.json").write_text(json.dumps(config))
         if name == "tokenizer.model":
             tokenizer = sentencepiece_json()
@@ -343,6 +343,8 @@ SUBJECTS = {
     "gguf: sentencepiece": gguf(sentencepiece_fields()),
     "gguf blocks": gguf_blocks,
     "to gguf: config": to_gguf("config.json"),
+    "to gguf: config of Phi-3": to_gguf("config.json", family="phi3-long"),
+    "to gguf: config of DeepSeek": to_gguf("config.json", family="deepseek-v3-yarn"),
     "to gguf: tokenizer": to_gguf("tokenizer.json"),
     "to gguf: tokenizer_config": to_gguf("tokenizer_config.json"),
     "to gguf: tokenizer.model": to_gguf("tokenizer.model", mutated_bytes),

@@ -55,6 +55,7 @@ def test_json_has_a_closed_schema():
         ({"nope_layers": (3,)}, r"nope_layers is \(3,\), must be layers from 0 to 2"),
         ({"rotary_dim": 10}, "rotary_dim is 10, must be even and no larger than the head"),
         ({"fused": True, "mlp_bias": True}, "fused and mlp_bias are true"),
+        ({"rope_scaling": Yarn(2.0, 8), "rope_theta": 1.0}, "rope_theta is 1, whose logarithm YaRN divides by"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -104,9 +105,12 @@ def test_refuses_groups_of_experts_that_do_not_fit(change: dict, message: str):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
+@pytest.mark.usefixtures("unchecked")
 def test_refuses_latent_attention_that_does_not_fit(change: dict, message: str):
     with pytest.raises(QuantError, match=message):
         dataclasses.replace(LATENT, **change)
+    with pytest.raises(QuantError, match=r"latent\.split is 1, must be true or false"):
+        LatentAttention(12, 8, split=1)
     with pytest.raises(QuantError, match=r"latent\.rank is 0, must be a positive whole number"):
         LatentAttention(0, 4)
     with pytest.raises(QuantError, match=r"latent\.norm_eps is 0\.0, must be a positive number"):

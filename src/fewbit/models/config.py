@@ -6,7 +6,7 @@ from typing import Any, Literal, get_args
 
 from .._json import Positive, checked, form_of
 from ..errors import QuantError
-from .rope_scaling import RopeScaling, scaling_from_json, scaling_to_json
+from .rope_scaling import RopeScaling, Yarn, scaling_from_json, scaling_to_json
 
 RopeLayout = Literal["interleaved", "half"]
 """The pairs of coordinates that rotate: `2i` and `2i + 1` (GGUF), or `i` and `i + rotary_dim / 2` (Hugging Face)."""
@@ -250,6 +250,8 @@ class DecoderConfig:
             )
         if self.fused and self.mlp_bias:
             raise QuantError("fused and mlp_bias are true: biases of fused gate and up projections are not supported")
+        if isinstance(self.rope_scaling, Yarn) and self.rope_theta == 1:
+            raise QuantError("rope_theta is 1, whose logarithm YaRN divides by; expected another base")
         if self.latent is not None:
             self._check_latent(self.latent)
         if self.window_layers and not self.window:

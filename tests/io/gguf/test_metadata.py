@@ -9,6 +9,7 @@ from fewbit import QuantError, UnsupportedError
 from fewbit.io.gguf.architectures import ARCHITECTURES
 from fewbit.io.gguf.metadata import architecture_fields, architecture_of, extra_tensors
 from tests.io.gguf.families import COMMON, FAMILIES, LLAMA3_ROPE, YARN
+from tests.models.families.test_family import DEEPSEEK_V3
 
 CONFIG = {**COMMON, "vocab_size": 300, "rms_norm_eps": 1e-5, "hidden_act": "silu"}
 
@@ -88,6 +89,7 @@ def test_the_fields_of_deepseek():
         "rope.dimension_count": 8,
         "rope.freq_base": 10000.0,
     }
+    assert architecture_of(DEEPSEEK_V3).name == "deepseek2"  # the published config.json
     older = config_of("deepseek-v2")
     fields = architecture_fields(architecture_of(older), older)
     assert fields["deepseek2.rope.scaling.yarn_log_multiplier"] == pytest.approx(0.0707)
@@ -177,6 +179,17 @@ def test_impossible_rope_factors_are_refused():
     config = config_of("llama-3.1", rope_parameters={**LLAMA3_ROPE, "rope_theta": -1.0})
     with pytest.raises(QuantError, match="factors that are not finite"):
         extra_tensors(architecture_of(config), config)
+    config = config_of("llama-3.1", rope_parameters={**LLAMA3_ROPE, "factor": 1e308})
+    with pytest.raises(QuantError, match="factors that are not finite"):
+        extra_tensors(architecture_of(config), config)
+    rope = {**FAMILIES["phi3-long"][1]["rope_parameters"], "long_factor": [1e308] * 8}
+    config = config_of("phi3-long", rope_parameters=rope)
+    with pytest.raises(QuantError, match="long_factor with a number that float32 does not hold"):
+        extra_tensors(architecture_of(config), config)
+    rope = {**rope, "original_max_position_embeddings": 1}
+    config = config_of("phi3-long", rope_parameters=rope, original_max_position_embeddings=1)
+    with pytest.raises(QuantError, match="an original_max_position_embeddings of 1"):
+        architecture_fields(architecture_of(config), config)
 
 
 def test_factors_of_another_length_are_refused():

@@ -100,6 +100,13 @@ def test_experts():
     assert stacked.experts == Experts(4, 2, 24, layout="joined")
 
 
+def test_an_original_context_of_one_token_is_refused():
+    settings = CASES["phi3-longrope"][1]
+    rope = {**settings["rope_parameters"], "original_max_position_embeddings": 1}
+    with pytest.raises(QuantError, match="an original context of 1 token, whose logarithm is no divisor"):
+        config_from_hf({**settings, "model_type": "phi3", "original_max_position_embeddings": 1, "rope_parameters": rope})
+
+
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "vocab_size": 129280,

@@ -264,6 +264,8 @@ def _yarn_fields(architecture: Architecture, rope: Mapping[str, Any]) -> dict[st
 def _longrope_factor(scale: float, original: int) -> float:
     if scale <= 1:
         return 1.0
+    if original == 1:
+        raise QuantError("config.json has an original_max_position_embeddings of 1, whose logarithm is no divisor")
     return math.sqrt(1 + math.log(scale) / math.log(original))
 
 
@@ -277,10 +279,11 @@ def _llama3_factors(rope: Mapping[str, Any], config: Mapping[str, Any]) -> np.nd
         smooth = (original / wavelength - low) / (high - low)
         between = 1 / ((1 - smooth) / factor + smooth)
         short, long = wavelength < original / high, wavelength > original / low
-    factors = np.select([short, long], [np.ones_like(between), np.full_like(between, factor)], between)
+        factors = np.select([short, long], [np.ones_like(between), np.full_like(between, factor)], between)
+        factors = factors.astype(np.float32)
     if not np.isfinite(factors).all():
         raise QuantError("the rope parameters of config.json give factors that are not finite; check rope_scaling")
-    return factors.astype(np.float32)
+    return factors
 
 
 def _factors(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> np.ndarray:
@@ -289,7 +292,11 @@ def _factors(rope: Mapping[str, Any], key: str, config: Mapping[str, Any]) -> np
     values = rope.get(key)
     if not isinstance(values, list) or len(values) != expected:
         raise QuantError(f"config.json has {key} {values!r:.60}; expected {expected} numbers")
-    return np.asarray(values, np.float32)
+    with np.errstate(all="ignore"):
+        factors = np.asarray(values, np.float64).astype(np.float32)
+    if not np.isfinite(factors).all():
+        raise QuantError(f"config.json has {key} with a number that float32 does not hold")
+    return factors
 
 
 class _Config(msgspec.Struct):

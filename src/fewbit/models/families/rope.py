@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ..._json import Positive, converted
-from ...errors import UnsupportedError
+from ...errors import QuantError, UnsupportedError
 from ..rope_scaling import Dynamic, Linear, Llama3, LongRope, RopeScaling, Yarn, yarn_gain
 
 _Number = Annotated[float, msgspec.Meta(gt=0, lt=1e30)]
@@ -104,6 +104,10 @@ def _scaling(found: _Plain, context: int, original: int) -> tuple[RopeScaling | 
         case _LongRope():
             factor = found.factor or context / original
             gain = found.attention_factor
+            if gain is None and original == 1:
+                raise QuantError(
+                    f"{_WHERE} has an original context of 1 token, whose logarithm is no divisor; it is damaged"
+                )
             if gain is None:
                 gain = math.sqrt(1 + math.log(max(factor, 1)) / math.log(original))
             return LongRope(tuple(found.short_factor), tuple(found.long_factor), original, gain), context
