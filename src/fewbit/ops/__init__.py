@@ -10,6 +10,7 @@ from .interpret.evaluator import Decoded as Decoded
 from .interpret.transparent import transparent as transparent
 from .policy import Arm as Arm
 from .policy import Policy as Policy
+from .psum_scatter import psum_scatter as psum_scatter
 from .ragged import ragged_dot as ragged_dot
 from .ragged import ragged_dot_general as ragged_dot_general
 from .take import take as take

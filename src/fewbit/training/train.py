@@ -7,9 +7,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Key, PyTree
 
+from ..array import scheme
 from ..array.qarray import is_qarray
+from ..array.scheme import Scheme
 from ..ops.interpret.parameter_uses import parameter_paths
 from ..ops.interpret.transparent import Decoded, evaluated
+from ..ops.policy import SchemeSpec
 from ..ops.qat.delayed_scales import StepScales
 from ..ops.qat.latent import Label, Latent
 from ..recipe.recipe import RecipeLike
@@ -21,7 +24,13 @@ from .model_sparsity import ModelSparsity, masked
 R = TypeVar("R")
 
 
-def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded], None] | None = None) -> Callable[..., R]:
+def train(
+    fn: Callable[..., R],
+    recipe: RecipeLike,
+    *,
+    report: Callable[[Decoded], None] | None = None,
+    reduction: SchemeSpec | None = None,
+) -> Callable[..., R]:
     """Trains a function of float parameters under a recipe, forward and backward.
 
     The parameters stay float arrays in a tree of the same structure, so optimizers, checkpoints and shardings are those of
@@ -41,6 +50,8 @@ def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded
         recipe: a Recipe, or anything that `fb.recipe` takes. Rules are matched by parameter path and by use.
         report: called while tracing for each use of a matched parameter as a float array, in a primitive that is no product,
             and for each QArray that is decoded.
+        reduction: the scheme in which devices exchange the gradient of a matched parameter that the function gathers by
+            `jax.lax.all_gather` within `jax.shard_map`, see `fb.ops.psum_scatter`; None: in its own dtype.
 
     Returns:
         `fn` with three more arguments. `key=`: a JAX random key, required when a policy rounds stochastically or rotates;
@@ -63,7 +74,9 @@ def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded
     >>> jax.grad(fb.train(loss, recipe))(params, jnp.ones((2, 4)))["w"].shape
     (4, 4)
     """
-    resolved = as_recipe(recipe)
+    resolved, exchanged = as_recipe(recipe), None
+    if reduction is not None:
+        exchanged = scheme(reduction)
     kept = evaluated(fn, "dequantize", report, None)
 
     def trained(
@@ -86,14 +99,20 @@ def train(fn: Callable[..., R], recipe: RecipeLike, *, report: Callable[[Decoded
                 for name, policy in found.product_policies.items()
             }
             run = evaluated(fn, "dequantize", report, lambda _: chosen)
-        return run(_latents(params, found, key, scales), *args, **kwargs)
+        return run(_latents(params, found, key, scales, exchanged), *args, **kwargs)
 
     trained.__name__ = getattr(fn, "__name__", "trained")
     trained.__doc__ = fn.__doc__
     return trained
 
 
-def _latents(params: PyTree, found: Resolution, key: Key[Array, ""] | None, scales: Mapping[str, StepScales]) -> PyTree:
+def _latents(
+    params: PyTree,
+    found: Resolution,
+    key: Key[Array, ""] | None,
+    scales: Mapping[str, StepScales],
+    reduction: Scheme | None,
+) -> PyTree:
     """The tree with a Latent for each parameter that has a policy."""
     policies, keys = found.policies, {}
     random = [path for path, policy in policies.items() if policy.needs_key]
@@ -102,6 +121,7 @@ def _latents(params: PyTree, found: Resolution, key: Key[Array, ""] | None, scal
     leaves = parameter_paths(params)
     for path, policy in policies.items():
         served = found.parameters[path].served
-        leaves[path] = Latent(jnp.asarray(leaves[path]), keys.get(path), policy, scales.get(path), None, served, Label(path))
+        value, label = jnp.asarray(leaves[path]), Label(path)
+        leaves[path] = Latent(value, keys.get(path), policy, scales.get(path), None, served, label, reduction)
     treedef = jax.tree.structure(params, is_leaf=is_qarray)
     return jax.tree.unflatten(treedef, list(leaves.values()))

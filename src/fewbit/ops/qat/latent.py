@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import PyTree
 
 from ...array.axis_move import LAYOUT_PRIMITIVES
+from ...array.scheme import Scheme
 from ...array.sharding import axis_names, spec_entries
 from ..interpret.proxy import ArrayProxy
 from ..policy import Policy
@@ -58,6 +59,7 @@ class Latent(ArrayProxy):
             else None.
         served: its tiles at serving time; None: those that each product asks for.
         label: the parameter's path; empty where it has none.
+        reduction: the scheme in which devices exchange its gradient after `all_gather`; None: as it is.
     """
 
     rules: ClassVar[Mapping[str, Any]] = PARAMETER_RULES
@@ -69,6 +71,7 @@ class Latent(ArrayProxy):
     prequantized: Any = None
     served: ServingTiles | None = dataclasses.field(default=None, metadata={"static": True})
     label: Label = dataclasses.field(default=Label(), metadata={"static": True})
+    reduction: Scheme | None = dataclasses.field(default=None, metadata={"static": True})
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,7 +129,13 @@ class Latent(ArrayProxy):
         if scales is not None:
             scales = copies(scales, math.prod(mesh[name] for name in others))
         specs = Latent(
-            spec, PartitionSpec(tuple(mesh)), self.policy, PartitionSpec(others or None, *along), spec, self.served
+            spec,
+            PartitionSpec(tuple(mesh)),
+            self.policy,
+            PartitionSpec(others or None, *along),
+            spec,
+            self.served,
+            reduction=self.reduction,
         )
         return dataclasses.replace(self, key=key, scales=scales, prequantized=cut_latent(self, spec, mesh)), specs
 

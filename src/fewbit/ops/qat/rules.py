@@ -10,6 +10,7 @@ from jax.extend import core as jex_core
 from ...array.axis_move import axis_moves
 from ...array.covered import is_covered
 from ...array.qarray import is_qarray
+from ...array.scheme import Scheme
 from ...array.straight_through import passed_through
 from ...errors import QuantError, UnsupportedError
 from ...kernels.quantize.dispatch import dequantize, quantize
@@ -18,6 +19,7 @@ from ..interpret.lookup import Lookup
 from ..interpret.rules.custom_derivatives import DERIVATIVES
 from ..interpret.rules.products import PRODUCT
 from ..interpret.rules.sharding import SHARDING
+from ..psum_scatter import psum_scatter
 from .delayed_scales import StepScales, noted, widest
 from .latent import MOVES, PARAMETER_RULES, PRODUCTS, Latent, is_latent, plain
 from .serving_quantize import quantized_latent
@@ -25,11 +27,17 @@ from .serving_tiles import ServingTiles
 
 _ON_LEADING_AXES = ("slice", "dynamic_slice", "squeeze")
 """The layout primitives that delayed scales of leading axes follow."""
+_BETWEEN_DEVICES = ("all_gather", "sharding_constraint", "reshard")
+"""The layout primitives that move a parameter between devices, which codes are cheaper for."""
 
 
 def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[Any]:
     """A layout operation; its results are still the parameter, with its serving tiles or as it is quantized by then."""
-    outputs, (latent, *others) = bound(eqn, list(map(plain, values))), values
+    latent, *others = values
+    if eqn.primitive.name == "all_gather" and is_latent(latent) and latent.reduction is not None:
+        outputs = [_gathered(eqn, latent.value, latent.reduction)]
+    else:
+        outputs = bound(eqn, list(map(plain, values)))
     if eqn.primitive.name == "optimization_barrier":
         pairs = zip(values, outputs, strict=True)
         return [dataclasses.replace(value, value=out) if is_latent(value) else out for value, out in pairs]
@@ -38,7 +46,8 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
     served: list[ServingTiles | None] = [None] * len(outputs)
     prequantized: list[Any] = [None] * len(outputs)
     try:
-        if latent.served is not None and latent.prequantized is None:
+        moves_codes = eqn.primitive.name in _BETWEEN_DEVICES and latent.scales is None
+        if latent.served is not None and latent.prequantized is None and not moves_codes:
             served[:] = latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)
     except QuantError:
         pass
@@ -53,6 +62,24 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
         else:  # it had to be decoded: the values it had, straight-through
             results.append(passed_through(out, q, jnp.ones(q.shape, jnp.bool_)))
     return results
+
+
+def _gathered(eqn: jex_core.JaxprEqn, value: jax.Array, reduction: Scheme) -> jax.Array:
+    """`all_gather`, whose transpose exchanges the gradient in few bits."""
+    params = eqn.params
+    if params["axis_index_groups"] is not None:
+        raise UnsupportedError("reduction= does not support axis_index_groups; gather over a mesh axis of its own")
+
+    @jax.custom_vjp
+    def gather(x: jax.Array) -> jax.Array:
+        return bound(eqn, [x])[0]
+
+    def backward(_: None, gradient: jax.Array) -> tuple[jax.Array]:
+        axis, name = params["all_gather_dimension"], params["axis_name"]
+        return (psum_scatter(gradient, name, scheme=reduction, scatter_dimension=axis, tiled=params["tiled"]),)
+
+    gather.defvjp(lambda x: (gather(x), None), backward)
+    return gather(value)
 
 
 def _scales_after(eqn: jex_core.JaxprEqn, latent: Latent, values: list[Any]) -> StepScales | None:

@@ -1,0 +1,103 @@
+"""The reduce-scatter in few bits: the sum of the devices' quantized chunks, bit for bit, and bytes on the wire."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import P
+from jax.sharding import AxisType
+
+import fewbit as fb
+from fewbit.ops import psum_scatter
+from tests.collectives import collective_bytes
+
+DEVICES, ROWS, COLUMNS = 4, 8, 64
+each_scheme = pytest.mark.parametrize("scheme", ["int8", "mxfp8", "fp8_tensor", "nvfp4", "nf4_dq", "uint4"])
+
+
+@functools.cache
+def mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Auto,), devices=jax.devices()[:DEVICES])
+
+
+def every() -> jax.Array:
+    """What each device has: [DEVICES, DEVICES * ROWS, COLUMNS]."""
+    return jax.random.normal(jax.random.key(0), (DEVICES, DEVICES * ROWS, COLUMNS))
+
+
+def scattered(x: jax.Array, **options: Any) -> jax.Array:
+    """The sum over the devices, of which each has its part."""
+    add = jax.shard_map(lambda x: psum_scatter(x[0], "d", **options)[None], mesh=mesh(), in_specs=P("d"), out_specs=P("d"))
+    return jax.jit(add)(x)
+
+
+def expected(chunks: list[list[jax.Array]], scheme: str) -> np.ndarray:
+    """The sums of quantized chunks, `[of device][for device]`, in float32 and in the order of the devices."""
+    quantized = jax.jit(lambda x: fb.dequantize(fb.quantize(x, scheme)))
+    decoded = [[np.asarray(quantized(chunk)) for chunk in row] for row in chunks]
+    return np.stack([functools.reduce(np.add, column) for column in zip(*decoded, strict=True)])
+
+
+@pytest.mark.slow
+@each_scheme
+def test_it_adds_the_quantized_chunks(scheme):
+    x = every()
+    chunks = [list(jnp.split(row, DEVICES)) for row in x]
+    np.testing.assert_array_equal(scattered(x, scheme=scheme, tiled=True), expected(chunks, scheme))
+
+
+def test_along_another_axis_and_untiled():
+    x = every()
+    chunks = [list(jnp.split(row, DEVICES, axis=1)) for row in x]
+    along = scattered(x, scheme="int8", scatter_dimension=1, tiled=True)
+    np.testing.assert_array_equal(along, expected(chunks, "int8"))
+    x = x[:, :DEVICES]
+    untiled = scattered(x, scheme="int8")
+    np.testing.assert_array_equal(untiled, expected([list(row) for row in x], "int8"))
+
+
+def test_the_result_has_the_dtype_of_the_array():
+    """float32 sums, rounded once: bfloat16 sums of 256 + 1 + 1 + 1 would stay 256."""
+    x = jnp.stack([jnp.full((DEVICES, 32), 256.0), *[jnp.ones((DEVICES, 32))] * (DEVICES - 1)]).astype(jnp.bfloat16)
+    result = scattered(x, scheme="mxfp8")
+    assert result.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(result, jnp.full((DEVICES, 32), 260.0, jnp.bfloat16))  # 259 rounds to 260
+
+
+def test_stochastic_rounding_is_unbiased():
+    x = jnp.zeros((DEVICES, DEVICES, 4096)).at[..., 0].set(127.0).at[..., 1:].set(0.25)  # a step of 1
+    keys = jax.random.split(jax.random.key(1), DEVICES)
+    add = jax.shard_map(
+        lambda x, key: psum_scatter(x[0], "d", scheme="int8", key=key[0])[None],
+        mesh=mesh(),
+        in_specs=P("d"),
+        out_specs=P("d"),
+    )
+    result = np.asarray(jax.jit(add)(x, keys))[:, 1:]
+    # Each device adds 1 with probability 1/4: the mean of n sums has the variance DEVICES * 3/16 / n. Five deviations.
+    assert abs(result.mean() - DEVICES / 4) < 5 * np.sqrt(DEVICES * 3 / 16 / result.size)
+    assert set(np.unique(result)) <= set(range(DEVICES + 1))
+
+
+def test_nan_stays_in_its_tile():
+    x = every().at[1, 3, 5].set(jnp.nan)
+    result = np.asarray(scattered(x, scheme="mxfp8", tiled=True))
+    is_nan = np.zeros(result.shape, bool)
+    is_nan[0, 3, :32] = True
+    np.testing.assert_array_equal(np.isnan(result), is_nan)
+
+
+def test_axes_that_do_not_divide():
+    with pytest.raises(fb.QuantError, match=r"axis 0 of \(30, 64\) does not divide into chunks for 4 devices"):
+        scattered(every()[:, :30], scheme="int8", tiled=True)
+    with pytest.raises(fb.QuantError, match="does not divide"):
+        scattered(every(), scheme="int8")
+
+
+def test_only_codes_and_scales_are_exchanged():
+    found = collective_bytes(functools.partial(scattered, scheme="mxfp8", tiled=True), every())
+    size = DEVICES * ROWS * COLUMNS
+    assert found == {("all-to-all", "u8"): size + size // 32}
