@@ -9,8 +9,8 @@ import fewbit as fb
 from fewbit import io
 from fewbit.errors import QuantError
 from fewbit.io.orbax import OrbaxWriter
-
-from .examples import X, quantized
+from tests import cluster
+from tests.io.examples import X, quantized
 
 orbax = pytest.importorskip("orbax.checkpoint")
 
@@ -34,6 +34,45 @@ def test_a_tree_is_restored_into_an_abstract_tree_on_another_mesh(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, found, tree)
     assert found["w"].codes.sharding == NamedSharding(new, specs["w"]) == found["w"].scale.sharding
     assert found["b"].sharding == NamedSharding(new, specs["b"])
+
+
+def restart_tree() -> tuple[dict[str, object], dict[str, PartitionSpec | None]]:
+    """A tree, and how it is sharded over the axis "d"."""
+    tree = {"w": quantized("int8_g32"), "nested": quantized("nf4_dq"), "b": np.arange(8.0, dtype=np.float32)}
+    return tree, {"w": PartitionSpec("d", None), "nested": None, "b": PartitionSpec("d")}
+
+
+def save_in_a_cluster(path: str) -> None:
+    """Each process makes and saves its shards."""
+    tree, specs = restart_tree()
+    shardings = fb.shardings_of(tree, Mesh(np.array(jax.devices()), ("d",)), specs)
+
+    def placed(leaf: jax.Array, sharding: NamedSharding) -> jax.Array:
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: np.asarray(leaf)[index])
+
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, jax.tree.map(placed, tree, shardings))
+
+
+def restore_in_a_cluster(path: str) -> int:
+    """Compares this process's shards with the tree; the number of shards."""
+    tree, specs = restart_tree()
+    shardings = fb.shardings_of(tree, Mesh(np.array(jax.devices()), ("d",)), specs)
+    like = jax.tree.map(lambda leaf, s: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=s), tree, shardings)
+    with orbax.StandardCheckpointer() as checkpointer:
+        found = checkpointer.restore(path, like)
+    assert jax.tree.structure(found) == jax.tree.structure(tree)
+    for leaf, expected in zip(jax.tree.leaves(found), jax.tree.leaves(tree), strict=True):
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(shard.data, np.asarray(expected)[shard.index])
+    return len(found["w"].codes.sharding.device_set)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("saving", "restoring"), [(2, 4), (4, 1)])
+def test_another_number_of_processes_restores(tmp_path, saving, restoring):
+    cluster.run(save_in_a_cluster, saving, str(tmp_path / "step"))
+    assert cluster.run(restore_in_a_cluster, restoring, str(tmp_path / "step")) == [restoring] * restoring
 
 
 TENSORS = {"layers/0/up": quantized("nvfp4"), "model.norm.weight": X, "model.down.weight": quantized("nf4_dq")}

@@ -123,6 +123,19 @@ def test_a_step_on_a_mesh_is_that_of_one_device(layout):
     assert_same_step(*jax.device_get(jax.jit(run)(*arguments)))
 
 
+@pytest.mark.slow
+def test_a_constraint_that_cuts_tiles_moves_floats():
+    """Eight devices with 16 rows each of tiles of 32: the codes cannot be moved, and the product is still that of the policy."""
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(AxisType.Auto,))
+
+    def constrained(params: Params, x: jax.Array, y: jax.Array) -> jax.Array:
+        rows = NamedSharding(mesh, P("d"))
+        return loss({name: jax.lax.with_sharding_constraint(w, rows) for name, w in params.items()}, x, y)
+
+    weights, x, y = data()
+    assert_same_step(*jax.device_get(jax.jit(step(constrained))(weights, x, y)))
+
+
 def codes_and_scales(weights: int) -> int:
     """The bytes of mxfp8: a byte for each element, and one for each 32."""
     return weights * (WEIGHT + WEIGHT // 32)

@@ -9,7 +9,7 @@ from jax.extend import core as jex_core
 
 from ...array.axis_move import axis_moves
 from ...array.covered import is_covered
-from ...array.qarray import is_qarray
+from ...array.qarray import QArray, is_qarray
 from ...array.scheme import Scheme
 from ...array.straight_through import passed_through
 from ...errors import QuantError, UnsupportedError
@@ -45,14 +45,16 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
         return outputs
     served: list[ServingTiles | None] = [None] * len(outputs)
     prequantized: list[Any] = [None] * len(outputs)
-    try:
-        moves_codes = eqn.primitive.name in _BETWEEN_DEVICES and latent.scales is None
-        if latent.served is not None and latent.prequantized is None and not moves_codes:
-            served[:] = latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)
-    except QuantError:
-        pass
-    if served[0] is None and (q := quantized_latent(latent)) is not None:
-        prequantized = evaluator.equation(eqn, [q, *map(plain, others)])
+    if (codes := _codes_on_other_devices(evaluator, eqn, latent)) is not None:
+        prequantized = [codes]
+    else:
+        try:
+            if latent.served is not None and latent.prequantized is None:
+                served[:] = latent.served.on_last(latent.ndim).after(eqn, latent.policy.weight)
+        except QuantError:
+            pass
+        if served[0] is None and (q := quantized_latent(latent)) is not None:
+            prequantized = evaluator.equation(eqn, [q, *map(plain, others)])
     results = []
     for out, tiles, q in zip(outputs, served, prequantized, strict=True):
         one, latent = latent.forked()
@@ -62,6 +64,19 @@ def _moved(evaluator: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> l
         else:  # it had to be decoded: the values it had, straight-through
             results.append(passed_through(out, q, jnp.ones(q.shape, jnp.bool_)))
     return results
+
+
+def _codes_on_other_devices(evaluator: Evaluator, eqn: jex_core.JaxprEqn, latent: Latent) -> QArray | None:
+    """The quantized parameter after a move between devices; None for other primitives, and where floats must be moved."""
+    if eqn.primitive.name not in _BETWEEN_DEVICES or latent.scales is not None:
+        return None
+    q = quantized_latent(latent)
+    if q is None:
+        return None
+    try:
+        return SHARDING[eqn.primitive.name](evaluator, eqn, [q])[0]
+    except NoRuleError:  # shards would cut tiles or bytes
+        return None
 
 
 def _gathered(eqn: jex_core.JaxprEqn, value: jax.Array, reduction: Scheme) -> jax.Array:
