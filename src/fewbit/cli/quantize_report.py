@@ -1,7 +1,9 @@
 """The steps of `fewbit quantize`, with progress and messages on interruption."""
 
 import dataclasses
+import functools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +12,11 @@ import jax
 
 from ..array import scheme
 from ..errors import QuantError, UnsupportedError
+from ..evaluate.report.page import save_page
 from ..methods import IMatrix, method
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
+from ..workflows.convert.targets import default_candidates, refusals
 from ..workflows.distributed.processes import gathered
 from ..workflows.distributed.quantize import quantize_distributed
 from ..workflows.engine import choose_engine
@@ -20,7 +24,7 @@ from ..workflows.evaluate import Quality, evaluate
 from ..workflows.load import load
 from ..workflows.methods.allocation import WINDOW as SENSITIVITY_WINDOW
 from ..workflows.methods.allocation import WINDOWS as SENSITIVITY_WINDOWS
-from ..workflows.methods.allocation import allocated, sensitivities
+from ..workflows.methods.allocation import allocated, fitting, sensitivities
 from ..workflows.methods.calibrated import WINDOWS, CalibrationData, calibration_data
 from ..workflows.methods.importance_file import ImportanceFile
 from ..workflows.methods.inputs import measured_inputs, with_expert_tokens
@@ -28,16 +32,21 @@ from ..workflows.methods.rotate import rotated
 from ..workflows.model import Model
 from ..workflows.plan import KEEP, plan_model
 from ..workflows.quantize import quantize
+from ..workflows.report import quantized_report
 from ..workflows.tensors import Outcome, TensorResult
 from .progress import log_lines, progress_bar
 
 
 def planned(
-    opened: Model, recipe: str | None, plan: Path | None, *, keep: bool, rotation_seed: int | None
+    opened: Model, recipe: str | None, plan: Path | None, *, keep: bool, rotation_seed: int | None, names: Sequence[str] = ()
 ) -> tuple[Model, Plan]:
-    """The (perhaps rotated) source model, and its plan."""
+    """The (perhaps rotated) source model, and its plan; with candidates (`names`) that of the recipe, or of the first one."""
+    if names and (plan is not None or keep):
+        raise QuantError("--bits makes the plan itself; leave out --plan and --keep")
+    if names:
+        recipe = recipe or names[0]
     if sum((recipe is not None, plan is not None, keep)) != 1:
-        raise QuantError("pass exactly one of --recipe, --plan and --keep; `fewbit recipes` lists the recipes")
+        raise QuantError("pass exactly one of --recipe, --plan, --keep and --bits; `fewbit recipes` lists the recipes")
     if keep:
         recipe = KEEP
     if rotation_seed is not None:
@@ -86,11 +95,14 @@ def chosen_method(
     windows: int | None,
     window: int | None,
     *,
+    bits: float | None = None,
     imatrix: Path | None = None,
     unseen: str | None = None,
 ) -> ChosenMethod:
-    """The method of that name, with what it learns from: an importance matrix, or a text."""
+    """The method of that name, with what it learns from: an importance matrix, or a text (which `--bits` reads, too)."""
     chosen = method(name)
+    if bits is not None and not chosen.collect:
+        text = None
     if imatrix is not None:
         if chosen.collect != IMatrix.collect:
             raise QuantError(f"--imatrix is for --method imatrix, not {name}; change one of the two")
@@ -108,17 +120,59 @@ def chosen_method(
     return ChosenMethod(chosen)
 
 
-def candidate_names(bits: float | None, candidates: str | None) -> list[str]:
-    """The schemes to choose from, checked; none without --bits."""
-    if (bits is None) != (candidates is None):
-        raise QuantError("pass --bits and --candidates together, as in --bits 4.5 --candidates mxfp4,nvfp4,int8")
-    if candidates is None:
+def candidate_names(bits: float | None, candidates: str | None, to: str = "fewbit") -> list[str]:
+    """The schemes to choose from, checked: by default some that the layout stores; none without --bits."""
+    if bits is None and candidates is not None:
+        raise QuantError(f"--candidates {candidates} are the schemes of --bits; pass both, as in --bits 4.5")
+    if bits is None:
         return []
-    return list(dict.fromkeys(scheme(name.strip()).name for name in candidates.split(",")))
+    given = default_candidates(to)
+    if candidates is not None:
+        given = tuple(name.strip() for name in candidates.split(","))
+    return list(dict.fromkeys(scheme(name).name for name in given))
 
 
-def with_bits(model: Model, made: Plan, bits: float, candidates: list[str], chosen: ChosenMethod, text: str | None) -> Plan:
+def default_output(model: Path, recipe: str | None, plan: Path | None, bits: float | None, method: str, to: str) -> Path:
+    """The output in the working directory that is named by the model and by what is done to it."""
+    name = re.sub(r"\.(gguf|safetensors|npz)$", "", model.name)
+    done = Path(recipe or plan or "keep").stem
+    if bits is not None:
+        done = f"{bits:g}bit"
+    parts = [name, done]
+    if method != "rtn":
+        parts.append(method)
+    return Path("-".join(parts) + ".gguf" * (to == "gguf"))
+
+
+def page_path(output: Path) -> Path:
+    """Where `--report` writes the page about an output."""
+    return output.with_name(f"{output.name}.report.html")
+
+
+def save_report(
+    output: Path, source: Model, made: Plan, quality: Quality | None, *, method: str, skipped: str | None, overwrite: bool
+) -> Path:
+    """Writes the page about a model that was just quantized, with progress."""
+    with progress_bar("reporting", 1) as bar:
+        facts = quantized_report(
+            load(output), source, made, quality, method=method, why_no_quality=skipped or "", progress=bar.advance
+        )
+    return save_page(page_path(output), facts, overwrite=overwrite, sources=[source.path])
+
+
+def with_bits(
+    model: Model,
+    made: Plan,
+    bits: float,
+    candidates: str | None,
+    chosen: ChosenMethod,
+    text: str | None,
+    to: str = "fewbit",
+) -> Plan:
     """The plan with the best scheme for each weight at so many bits, measured on a text, with progress."""
+    names, refused = candidate_names(bits, candidates, to), functools.partial(refusals, to, model)
+    if candidates is None:
+        names = fitting(made, names, refused)
     window = min(SENSITIVITY_WINDOW, model.runnable_config().context)
     data = calibration_data(model, text, windows=SENSITIVITY_WINDOWS, window=window)
     with progress_bar("measuring", 1) as bar:
@@ -128,8 +182,17 @@ def with_bits(model: Model, made: Plan, bits: float, candidates: list[str], chos
 
         method, calibration = chosen.method, chosen.calibration
         assert not isinstance(calibration, ImportanceFile)
+        if calibration is not None:  # an estimate needs fewer tokens than the weights that are kept
+            calibration = dataclasses.replace(calibration, windows=calibration.windows[::4], unseen_experts="nearest")
         found = sensitivities(
-            model, made, candidates, data.windows, method=method, calibration=calibration, progress=progress
+            model,
+            made,
+            names,
+            data.windows,
+            method=method,
+            calibration=calibration,
+            refusals=refused,
+            progress=progress,
         )
     return allocated(made, found, bits)
 

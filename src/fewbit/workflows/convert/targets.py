@@ -116,6 +116,32 @@ def _check_container(found: AbstractContainer, weights: Sequence[Weight], model:
         raise UnsupportedError(f"{error}. {stored[0]} is quantized in {model.name} already; {way}") from error
 
 
+def refusals(to: str, model: Model, plan: Plan) -> dict[str, str]:
+    """Why a target cannot store planned weights exactly, by path.
+
+    Args:
+        to: the name of a target.
+        model: the source, as `prepared` gives it.
+        plan: its plan.
+    """
+    found, paths = {}, {model.names.get(path, path): path for path in model.info}
+    if to not in ("gguf", *(one.name for one in CONTAINERS)):
+        return {}
+    for weight in planned_weights(model, plan)[0]:
+        reason = why_not_type(weight.scheme, weight.shape) if to == "gguf" else container(to).refusal(weight)
+        if reason is not None:
+            found[paths[weight.name]] = reason
+    return found
+
+
+def default_candidates(to: str) -> tuple[str, ...]:
+    """Schemes of 2 to 8 bits among which a number of bits is spent by default, for a target."""
+    return _CANDIDATES.get(to, ("int3_g64", "mxfp4", "nvfp4", "int8"))
+
+
+_CANDIDATES = {"gguf": ("tq2_0", "mxfp4", "iq4_nl", "q8_0")}
+
+
 def check_path(to: str, path: Path, model: Model, *, overwrite: bool) -> None:
     """Refuses an output path that may not be written, before any work."""
     if to == "gguf":

@@ -58,6 +58,7 @@ def sensitivities(
     method: AbstractMethod = NEAREST,
     calibration: CalibrationData | None = None,
     seed: int = 0,
+    refusals: Callable[[Plan], Mapping[str, str]] = lambda plan: {},
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[Sensitivity, ...]:
     """Estimates what each scheme would cost the weights that a plan quantizes.
@@ -72,6 +73,7 @@ def sensitivities(
         method: how codes are chosen.
         calibration: what a method with statistics learns from.
         seed: of the labels, which are drawn from the model's own predictions.
+        refusals: why weights of a plan cannot be stored, by path; such a candidate is not considered for these weights.
         progress: called with the number of steps done and of all steps: a window is one, a layer by a method with calibration
             data for each candidate another.
 
@@ -79,11 +81,15 @@ def sensitivities(
         The sensitivities, in the order of the plan.
 
     Raises:
-        QuantError: for an unknown scheme, and one that does not fit a weight.
+        QuantError: for an unknown scheme, one that fits no weight, and a weight that none fits.
         UnsupportedError: when the model cannot be run.
     """
     config, groups = model.runnable_config(), tied(row for row in plan if row.policy is not None)
-    plans = {name: _with_scheme(plan, name) for name in candidates}
+    plans = {name: _storable(_with_scheme(plan, name), name, refusals) for name in candidates}
+    for paths in groups:
+        if not any(_has_all(one, paths) for one in plans.values()):
+            reason = refusals(_with_scheme(plan, candidates[0])).get(paths[0], "")
+            raise QuantError(f"none of {', '.join(candidates)} can store {paths[0]}: {reason}")
     before = 0
     if method.collect:
         before = config.layers * len(candidates)
@@ -106,10 +112,17 @@ def sensitivities(
         report(before + i + 1)
     found = []
     for index, paths in enumerate(groups):
-        losses = {name: float(sums[name][index] / (2 * windows.size)) for name in candidates}
-        nbytes = {name: sum(one[path].bytes_after for path in paths) for name, one in plans.items()}
+        fitting = {name: one for name, one in plans.items() if _has_all(one, paths)}
+        losses = {name: float(sums[name][index] / (2 * windows.size)) for name in fitting}
+        nbytes = {name: sum(one[path].bytes_after for path in paths) for name, one in fitting.items()}
         found.append(Sensitivity(paths, losses, nbytes))
     return tuple(found)
+
+
+def fitting(plan: Plan, candidates: Iterable[str], refusals: Callable[[Plan], Mapping[str, str]]) -> list[str]:
+    """The candidates that can store one of a plan's weights or more; `refusals` as for `sensitivities`."""
+    weights = [row.path for row in plan if row.policy is not None]
+    return [name for name in candidates if len(refusals(_with_scheme(plan, name))) < len(weights)]
 
 
 def allocated(plan: Plan, found: Sequence[Sensitivity], bits: float) -> Plan:
@@ -167,6 +180,20 @@ def _with_scheme(plan: Plan, name: str) -> Plan:
     """The plan with one scheme for all quantized weights."""
     rows = tuple(row if row.policy is None else _row_with_scheme(row, name) for row in plan)
     return dataclasses.replace(plan, rows=rows)
+
+
+def _storable(plan: Plan, name: str, refusals: Callable[[Plan], Mapping[str, str]]) -> Plan:
+    """The plan without the weights that cannot be stored; a scheme that fits none of them is an error."""
+    refused = refusals(plan)
+    rows = tuple(dataclasses.replace(row, policy=None) if row.path in refused else row for row in plan)
+    if refused and all(row.policy is None for row in rows):
+        raise QuantError(f"candidate {name} fits no weight: {next(iter(refused.values()))}")
+    return dataclasses.replace(plan, rows=rows)
+
+
+def _has_all(plan: Plan, paths: Sequence[str]) -> bool:
+    """Whether a plan quantizes all of these weights."""
+    return all(plan[path].policy is not None for path in paths)
 
 
 def _row_with_scheme(row: PlanRow, name: str) -> PlanRow:
