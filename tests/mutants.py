@@ -4,7 +4,8 @@
 
 Each mutant changes one operator, comparison or number of one function, in a copy of the checkout, and runs the tests of
 `make test` that mirror the module's package, its doctests, and the conformance suites. A mutant that no test notices is
-printed as SURVIVED; some of them change nothing that can be observed (a bound that is never met, a faster path).
+printed as SURVIVED; some of them change nothing that can be observed (a bound that is never met, a faster path). The tests of
+each package run without a change first, and must pass: else every mutant would count as noticed.
 """
 
 import argparse
@@ -99,12 +100,12 @@ def chosen(count: int, seed: int) -> list[Mutant]:
     return picked
 
 
-def tests_of(path: Path) -> list[str]:
-    """What of `make test` may notice a change of a module: its own tests first, then those of its package."""
+def tests_of(path: Path) -> list[list[str]]:
+    """What of `make test` may notice a change of a module: its doctests and its own tests, then those of its package."""
     package = path.parts[2]
     own = Path("tests", *path.parts[2:-1], f"test_{path.name}")
     found = [str(own)] if (ROOT / own).is_file() else []
-    return [*found, str(path), f"tests/{package}", *(f"tests/{suite}" for suite in SUITES.get(package, ()))]
+    return [[*found, str(path)], [f"tests/{package}", *(f"tests/{suite}" for suite in SUITES.get(package, ()))]]
 
 
 def outcome(mutant: Mutant, cache: str) -> str:
@@ -125,25 +126,17 @@ def outcome(mutant: Mutant, cache: str) -> str:
         lines = path.read_text().splitlines(keepends=True)
         lines[mutant.line - 1] = mutant.after + "\n"
         path.write_text("".join(lines))
-        marks = "not (slow or long or oracle)"
-        command = [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-x",
-            "-q",
-            "-o",
-            f"cache_dir={cache}",
-            "-m",
-            marks,
-            *tests_of(mutant.path),
-        ]
         variables = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        try:
-            code = subprocess.run(command, cwd=folder, env=variables, capture_output=True, timeout=3600).returncode
-        except subprocess.TimeoutExpired:
-            return "TIMEOUT"
-        return "noticed" if code else "SURVIVED"
+        for tests in tests_of(mutant.path):
+            marks = ["-m", "not (slow or long or oracle)"]
+            command = [sys.executable, "-m", "pytest", "-x", "-q", "-o", f"cache_dir={cache}", *marks, *tests]
+            try:
+                code = subprocess.run(command, cwd=folder, env=variables, capture_output=True, timeout=3600).returncode
+            except subprocess.TimeoutExpired:
+                return "TIMEOUT"
+            if code not in (0, 5):  # 5: the module has no test of its own
+                return "noticed"
+        return "SURVIVED"
 
 
 def main() -> None:
@@ -156,6 +149,12 @@ def main() -> None:
     mutants = chosen(options.count, options.seed)
     noticed = 0
     with tempfile.TemporaryDirectory() as cache, concurrent.futures.ThreadPoolExecutor(options.jobs) as pool:
+        unchanged = [
+            dataclasses.replace(mutant, after=mutant.before) for mutant in mutants[:: options.count // len(PACKAGES)]
+        ]
+        for mutant, found in zip(unchanged, pool.map(lambda mutant: outcome(mutant, cache), unchanged), strict=True):
+            if found != "SURVIVED":
+                sys.exit(f"the tests of {mutant.path} fail without a change: {tests_of(mutant.path)}")
         for mutant, found in zip(mutants, pool.map(lambda mutant: outcome(mutant, cache), mutants), strict=True):
             noticed += found == "noticed"
             print(found, mutant, flush=True)  # noqa: T201 - a script
