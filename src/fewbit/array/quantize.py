@@ -434,15 +434,22 @@ def scale_factors(q: QArray) -> tuple[Array, ...]:
     """Float32 arrays whose product is the scale: two for E8M0, whose 2**-127 float32 may flush to zero."""
     holder = q.scheme.scale
     if isinstance(holder, Scheme):
-        factors = (dequantize(q.scale),)
-    elif isinstance(holder, E8M0):
-        code = q.scale.astype(jnp.int32)
-        half = (code - 127) // 2
-        low = jnp.where(code == 255, jnp.full(code.shape, jnp.nan, jnp.float32), power_of_two(half))
-        factors = (low, power_of_two(code - 127 - half))
-    else:
-        factors = (ScaleStore(holder).loaded(q.scale),)  # type: ignore[arg-type]
+        return with_tensor_scale((dequantize(q.scale),), q)
+    return with_tensor_scale(stored_factors(holder, q.scale), q)
+
+
+def stored_factors(holder: AbstractFormat | np.dtype, stored: Array) -> tuple[Array, ...]:
+    """The factors of stored scales, without a tensor scale."""
+    if not isinstance(holder, E8M0):
+        return (ScaleStore(holder).loaded(stored),)
+    code = stored.astype(jnp.int32)
+    half = (code - 127) // 2
+    low = jnp.where(code == 255, jnp.full(code.shape, jnp.nan, jnp.float32), power_of_two(half))
+    return low, power_of_two(code - 127 - half)
+
+
+def with_tensor_scale(factors: tuple[Array, ...], q: QArray) -> tuple[Array, ...]:
+    """The factors of a scale, the last one times the tensor scale: rounded once, as when the codes were chosen."""
     if q.tensor_scale is None:
         return factors
-    # The product of both levels is rounded once, as when the codes were chosen.
     return (*factors[:-1], factors[-1] * q.tensor_scale)

@@ -111,9 +111,12 @@ def _quantize(
 ) -> QArray:
     x, bound = checked(x, scheme, axis, error_weights, scale, offset)
     given = (error_weights, key, scale, offset)
-    is_weighted, is_stochastic, is_given, _ = (g is not None for g in given)
+    key_impl = None
+    if key is not None:
+        key_impl = jax.random.key_impl(key)
+    is_weighted, is_given = error_weights is not None, scale is not None
     problem = Quantization(
-        x.shape, x.dtype.name, bound, is_stochastic, is_given, is_weighted, shared_axes(shared_noise, x.ndim, key)
+        x.shape, x.dtype.name, bound, key_impl, is_given, is_weighted, shared_axes(shared_noise, x.ndim, key)
     )
     chosen = select(QUANTIZERS, problem, backend).backend
     if not x.size:  # nothing to compute

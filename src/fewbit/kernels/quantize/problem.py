@@ -1,6 +1,7 @@
 """Problems of quantize and dequantize, for backends."""
 
 import dataclasses
+from collections.abc import Hashable
 
 from ..._tiles import Tile
 from ...array.scheme import Scheme
@@ -14,7 +15,7 @@ class Quantization:
         shape: its shape.
         dtype: the name of its dtype.
         scheme: the scheme, with its tiles on the axes of the array.
-        is_stochastic: whether codes are rounded stochastically.
+        key_impl: the implementation of the random key that rounds codes stochastically; None: to nearest.
         is_given: whether the scales are arguments.
         is_weighted: whether the errors of elements are weighted.
         shared_noise: the axes along which elements share a random number, non-negative and ascending.
@@ -23,10 +24,15 @@ class Quantization:
     shape: tuple[int, ...]
     dtype: str
     scheme: Scheme
-    is_stochastic: bool = False
+    key_impl: Hashable | None = None
     is_given: bool = False
     is_weighted: bool = False
     shared_noise: tuple[int, ...] = ()
+
+    @property
+    def is_stochastic(self) -> bool:
+        """Whether codes are rounded stochastically."""
+        return self.key_impl is not None
 
     def __str__(self) -> str:
         how = " with stochastic rounding" if self.is_stochastic else ""

@@ -1,12 +1,14 @@
 """quantize and dequantize in C++ give the bytes that the reference gives, for every scheme, dtype, axis and odd number."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fewbit as fb
-from fewbit.array.scales import AbsMean
+from fewbit.array.scales import AbsMax, AbsMean
 from fewbit.kernels.backend import select
 from fewbit.kernels.extension import HOW_TO_BUILD, Extension, extension
 from fewbit.kernels.quantize import QUANTIZERS, CpuDequantizer, CpuQuantizer, Decoding, Quantization, dequantize, quantize
@@ -272,6 +274,55 @@ def test_vmap_gives_each_matrix_its_own_tensor_scale():
     np.testing.assert_array_equal(decoded[1], dequantize(quantize(x[1], "nvfp4")))
 
 
+# Each kind of format and of stored scale; scales from the kernel, and scales from JAX (zero points, given, clipped on purpose).
+@pytest.mark.parametrize(
+    ("scheme", "axis"),
+    [
+        *(("int8", -1), ("nvfp4", -2), ("mxfp4", -1), ("uint4", -2), ("nf4", -1)),
+        *(
+            pytest.param(scheme, axis, marks=pytest.mark.slow)
+            for scheme, axis in TURNED
+            if scheme not in ("nf4_dq", "int8", "mxfp4", "uint4", "nf4", "nvfp4", "nvfp4_16x16", "fp8_block128")
+        ),
+    ],
+)
+def test_stochastic_rounding_draws_the_random_numbers_of_the_reference(scheme, axis):
+    x = hard((36, 101) if axis == -1 else (101, 36), axis)
+    assert_same_bytes(jnp.asarray(np.where(np.isfinite(x), x, 0)), scheme, axis, key=jax.random.key(3))
+
+
+@pytest.mark.slow
+def test_stochastic_rounding_of_non_finite_tiles_and_given_scales():
+    x, key = jnp.asarray(hard((36, 96), -1)), jax.random.key(5)
+    for scheme in ("int4_g32", "nvfp4_absmax", "mxfp8"):
+        assert_same_bytes(x, scheme, key=key)
+    assert_same_bytes(jnp.where(jnp.isfinite(x), x, 0), "int8", key=key, scale=0.25)
+    assert_same_bytes(x.astype(jnp.bfloat16), dataclasses.replace(fb.scheme("int4_g32"), calibration=AbsMax(0.9)), key=key)
+    square = jnp.asarray(np.random.default_rng(1).normal(size=(32, 48)), jnp.float32)
+    assert_same_bytes(square, "nvfp4_16x16", key=key)
+
+
+def test_stochastic_rounding_under_vmap():
+    x = jnp.asarray(np.random.default_rng(2).normal(size=(3, 4, 32)), jnp.float32)
+    keys = jax.random.split(jax.random.key(1), 3)
+    for in_axes, given in (((0, None), keys[0]), ((None, 0), keys), ((0, 0), keys)):
+        arrays = x if in_axes[0] == 0 else x[0]
+        native, reference = (
+            jax.vmap(lambda x, key, name=name: quantize(x, "int4_g16", key=key, backend=name), in_axes)(arrays, given)
+            for name in ("cpu", "reference")
+        )
+        for one, two in zip(jax.tree.leaves(native), jax.tree.leaves(reference), strict=True):
+            np.testing.assert_array_equal(one, two)
+
+
+def test_stochastic_rounding_at_every_level():
+    """Counters are those of the whole array, so an array is rounded alike at any width of the vectors."""
+    x, key = jnp.asarray(np.random.default_rng(3).normal(size=(5, 77)), jnp.float32), jax.random.key(9)
+    expected = quantize(x, "int8", key=key, backend="reference")
+    for isa in ("portable", "avx2", "avx512", None):
+        np.testing.assert_array_equal(quantize(x, "int8", key=key, backend=CpuQuantizer(isa)).codes, expected.codes)
+
+
 def test_derivatives_are_the_references():
     x = jnp.asarray(np.random.default_rng(6).normal(size=(4, 32)), jnp.float32)
 
@@ -286,8 +337,12 @@ def test_derivatives_are_the_references():
 
 def test_what_it_cannot_do_is_said():
     x = jnp.ones((4, 32))
-    with pytest.raises(fb.UnsupportedError, match="stochastic rounding: use backend='reference'"):
-        quantize(x, "int8", key=jax.random.key(0), backend="cpu")
+    with pytest.raises(fb.UnsupportedError, match="the random key is rbg; the kernel draws the numbers of threefry2x32"):
+        quantize(x, "int8", key=jax.random.key(0, impl="rbg"), backend="cpu")
+    with pytest.raises(fb.UnsupportedError, match="elements share random numbers"):
+        quantize(x, "int8", key=jax.random.key(0), shared_noise=(0,), backend="cpu")
+    with pytest.raises(fb.UnsupportedError, match="where a short last tile is one of several axes"):
+        quantize(jnp.ones((20, 32)), "nvfp4_16x16", key=jax.random.key(0), backend="cpu")
     with pytest.raises(fb.UnsupportedError, match="cannot encode dynamic8"):
         quantize(x, {"format": "dynamic8"}, backend="cpu")
     interleaved = fb.scheme({"format": "int4", "packing": {"interleave": [0, 2, 1, 3]}})

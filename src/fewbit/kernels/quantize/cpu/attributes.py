@@ -24,7 +24,7 @@ from ....formats.ternary import Binary, Ternary
 _INTEGER, _MINIFLOAT, _CODEBOOK, _FLOAT32, _BFLOAT16, _FLOAT16, _E8M0 = range(7)
 _ABSENT = -1
 _FLOATS = {"float32": _FLOAT32, "bfloat16": _BFLOAT16, "float16": _FLOAT16}
-_ABSMAX, _MINMAX, _SIGNED_MAX, _FLOOR, _EVEN, _CEILING, _BEST_POWER, _BEST_CODE = range(1, 9)
+_ABSMAX, _MINMAX, _SIGNED_MAX, _COVERING, _FLOOR, _EVEN, _CEILING, _BEST_POWER, _BEST_CODE = range(1, 10)
 _LARGEST_CODEBOOK = 16
 _SMALLEST_FACTOR = 2.0**-20
 _LARGEST_SEARCHED_TILE = 256
@@ -54,19 +54,19 @@ def format_words(fmt: AbstractFormat) -> Words | None:
     if type(fmt) is Ternary:
         return Words((_INTEGER, 2, 1, 1), (1.0, -1.0, 1.0))
     if type(fmt) is Binary:
-        return Words((_CODEBOOK, 1, 1, -1, -1, 0, 1), (-_TINY,))
+        return Words((_CODEBOOK, 1, 1, -1, -1, 0, 1), (-_TINY, -1.0, 1.0))
     if type(fmt) is Minifloat:
         is_fnuz = fmt.specials == "fnuz"
         whole = (_MINIFLOAT, fmt.bits, fmt.nan_code or 0, fmt.mantissa, fmt.bias, fmt.max_code, fmt.signed, is_fnuz)
         return Words(whole, (fmt.max,))
     if type(fmt) is not Codebook or len(fmt.table) > _LARGEST_CODEBOOK:
         return None
-    _, codes, thresholds = fmt.sorted_numbers
+    numbers, codes, thresholds = fmt.sorted_numbers
     if fmt.zero_codes:
         nan_code, zeros = fmt.zero_codes[0], fmt.zero_codes
     else:
         nan_code, zeros = int(codes[(thresholds < 0).sum()]), (-1, -1)
-    return Words((_CODEBOOK, fmt.bits, nan_code, *zeros, *map(int, codes)), tuple(map(float, thresholds)))
+    return Words((_CODEBOOK, fmt.bits, nan_code, *zeros, *map(int, codes)), tuple(map(float, (*thresholds, *numbers))))
 
 
 def holder_words(holder: ScaleHolder) -> Words | None:
@@ -80,14 +80,19 @@ def holder_words(holder: ScaleHolder) -> Words | None:
     return Words((_FLOATS[np.dtype(holder).name], 0, 0), (0.0,))  # type: ignore[arg-type]
 
 
-def rule_words(scheme: Scheme, tile_lengths: tuple[int, ...]) -> Words | None:
+def rule_words(scheme: Scheme, tile_lengths: tuple[int, ...], *, is_stochastic: bool = False) -> Words | None:
     """The rule of a calibration; None if the kernels do not support it.
 
     Args:
         scheme: the scheme.
         tile_lengths: the length of a tile along each axis over which it extends.
+        is_stochastic: whether codes are rounded stochastically, for which no element may saturate.
     """
-    fmt, rule = scheme.format, _rule(scheme, math.prod(tile_lengths))
+    fmt = scheme.format
+    if is_stochastic:
+        rule, unit_bound = _covering_rule(scheme), fmt.max
+    else:
+        rule, unit_bound = _rule(scheme, math.prod(tile_lengths)), fmt.bound
     if rule is None or isinstance(scheme.scale, Scheme):
         return None
     kind, bound, factor, halvings, is_windowed = rule
@@ -99,7 +104,7 @@ def rule_words(scheme: Scheme, tile_lengths: tuple[int, ...]) -> Words | None:
     end = LARGEST if isinstance(scheme.zero_point, AbstractFormat | None) else OFFSET_END
     unit_end = largest_unit(fmt, store.largest) if scheme.tensor_scale else LARGEST
     no_scale = float(0.0 in fmt.values())
-    limits = (fmt.max - fmt.min, no_scale, end, largest_step(fmt), unit_end)
+    limits = (fmt.max - fmt.min, no_scale, end, largest_step(fmt), unit_end, unit_bound, fmt.max, fmt.min)
     return Words(whole, (factor, bound, store.smallest, store.largest, *limits))
 
 
@@ -129,6 +134,19 @@ def _rule(scheme: Scheme, tile_size: int) -> tuple[int, float, float, int, bool]
         return None
     is_windowed = fmt.name == "e2m1" and scheme.scale.name in ("e4m3fn", "ue4m3") and tile_size <= 32
     return _BEST_CODE, fmt.bound, 1.0, 0, is_windowed
+
+
+def _covering_rule(scheme: Scheme) -> tuple[int, float, float, int, bool] | None:
+    """The rule of `scales.unsaturated`: searches are not run, and the amax's own scale may be larger."""
+    if scheme.zero_point is not None or isinstance(scheme.scale, Scheme):
+        return None
+    if scheme.tensor_scale and scheme.calibration.largest_stored(scheme.scale) is not None:  # type: ignore[arg-type]
+        return None
+    if scheme.calibration.uses_error_weights:
+        return _COVERING, math.inf, 1.0, 0, False
+    if isinstance(scheme.calibration, AbsMax) and scheme.calibration.factor == 1:
+        return _COVERING, scheme.format.bound, 1.0, 0, False
+    return None
 
 
 def _is_simple_range(scheme: Scheme) -> bool:

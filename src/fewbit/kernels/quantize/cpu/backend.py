@@ -13,7 +13,16 @@ from jaxtyping import PyTree
 
 from ...._tiles import Tile, tile_counts
 from ....array.qarray import QArray
-from ....array.quantize import assembled, chosen_scales, dequantized, quantized, scale_factors, tensor_scale_of
+from ....array.quantize import (
+    assembled,
+    chosen_scales,
+    dequantized,
+    quantized,
+    scale_factors,
+    stored_factors,
+    tensor_scale_of,
+    with_tensor_scale,
+)
 from ....array.scheme import ScaleHolder, Scheme
 from ....formats.format import AbstractFormat
 from ....formats.integer import Integer
@@ -36,7 +45,7 @@ class CpuQuantizer(AbstractBackend[Quantization]):
     """C++ for the CPU; gives the same bytes as the reference.
 
     Scales that the kernels cannot compute (grid searches, percentiles, given scales) are computed in JAX; the C++ kernel
-    then only encodes.
+    then only encodes. Stochastic rounding draws JAX's random numbers.
 
     Attributes:
         isa: the instruction set to use, if the machine has it: avx512, avx2, portable; None: the best.
@@ -48,13 +57,12 @@ class CpuQuantizer(AbstractBackend[Quantization]):
 
     def unsupported(self, problem: Quantization) -> str | None:
         scheme = problem.scheme
-        if problem.is_stochastic:
-            return "stochastic rounding: use backend='reference', which draws JAX's random numbers"
         if format_words(scheme.format) is None:
             return (
                 f"it cannot encode {scheme.format.name}; it encodes integers, minifloats and codebooks of up to 16 numbers"
             )
-        return _refusal(problem.shape, problem.dtype, scheme, scheme.tiles(len(problem.shape)))
+        tiles = scheme.tiles(len(problem.shape))
+        return _refusal(problem.shape, problem.dtype, scheme, tiles) or _noise_refusal(problem, tiles)
 
     def not_chosen(self, problem: Quantization) -> str | None:
         return device_refusal()
@@ -98,6 +106,41 @@ def _refusal(shape: tuple[int, ...], dtype: str, scheme: Scheme, tiles: Sequence
     return None
 
 
+def _noise_refusal(problem: Quantization, tiles: Sequence[Tile]) -> str | None:
+    """Why the kernels cannot draw the random numbers of the reference, or None."""
+    if problem.key_impl is None:
+        return None
+    if problem.shared_noise:
+        return "elements share random numbers, and the kernel draws one for each"
+    if problem.key_impl != "threefry2x32" or not getattr(jax.config, "jax_threefry_partitionable", True):
+        return f"the random key is {problem.key_impl}; the kernel draws the numbers of threefry2x32, partitionable (JAX's default)"
+    cut = _geometry(problem.shape, tiles, problem.scheme)
+    if cut is None or _noise_shape(problem.shape, tiles, cut) is None:
+        return "it does not round stochastically where a short last tile is one of several axes"
+    return None
+
+
+def _noise_shape(shape: Sequence[int], tiles: Sequence[Tile], cut: Geometry) -> tuple[int, int] | None:
+    """The rows and columns for which the reference draws random numbers: those of whole tiles.
+
+    None where a short last tile lies on one of several tiled axes, or on an axis of one element.
+    """
+    whole = [n + -n % t for n, t in zip(shape, tiles, strict=True) if t is not None and n % t]
+    if not whole:
+        return cut.rows, cut.columns
+    if sum(t != 1 for t in tiles) > 1 or cut.tile_rows == cut.tile_columns == 1:
+        return None
+    return (cut.rows, whole[0]) if cut.tile_columns > 1 else (whole[0], cut.columns)
+
+
+def _noise(problem: Quantization, key: Given, cut: Geometry) -> tuple[jax.Array, np.ndarray]:
+    """The words of the key, none without one, and the shape of the random numbers."""
+    shape = _noise_shape(problem.shape, problem.scheme.tiles(len(problem.shape)), cut)
+    if key is None:
+        return jnp.zeros(0, jnp.uint32), np.zeros(2, np.int64)
+    return jax.random.key_data(key), np.asarray(shape, np.int64)
+
+
 def _geometry(shape: tuple[int, ...], tiles: Sequence[Tile], scheme: Scheme) -> Geometry | None:
     packed_axis = len(shape) + scheme.pack_axis
     return geometry(shape, tiles, packed_axis if scheme.format.bits < 8 else None)
@@ -113,10 +156,10 @@ def _quantized(backend: CpuQuantizer, problem: Quantization, *operands: jax.Arra
     def reference(x: jax.Array, weights: Given, key: Given, scale: Given, offset: Given) -> QArray:
         return quantized(x, problem.scheme, weights, key, scale, offset)
 
-    def native(x: jax.Array, weights: Given, _: Given, scale: Given, offset: Given) -> QArray:
+    def native(x: jax.Array, weights: Given, key: Given, scale: Given, offset: Given) -> QArray:
         if not (problem.is_given or problem.is_weighted) and (words := _words(problem)):
-            return _in_one_call(backend, problem, words, x)
-        return _with_chosen_scales(backend, problem, x, weights, scale, offset)
+            return _in_one_call(backend, problem, words, x, key)
+        return _with_chosen_scales(backend, problem, x, weights, key, scale, offset)
 
     return on_platform("cpu", native, reference)(*operands)
 
@@ -126,7 +169,11 @@ def _words(problem: Quantization) -> dict[str, np.ndarray] | None:
     scheme, zero_words = problem.scheme, NOTHING
     tiles = scheme.tiles(len(problem.shape))
     lengths = tuple(t or n for n, t in zip(problem.shape, tiles, strict=True) if t != 1)
-    fmt, holder, rule = format_words(scheme.format), holder_words(scheme.scale), rule_words(scheme, lengths)
+    fmt, holder, rule = (
+        format_words(scheme.format),
+        holder_words(scheme.scale),
+        rule_words(scheme, lengths, is_stochastic=problem.is_stochastic),
+    )
     if isinstance(zero := scheme.zero_holder, AbstractFormat):
         zero_words = format_words(zero)
     elif zero is not None:
@@ -141,7 +188,9 @@ def _words(problem: Quantization) -> dict[str, np.ndarray] | None:
     }
 
 
-def _in_one_call(backend: CpuQuantizer, problem: Quantization, words: dict[str, np.ndarray], x: jax.Array) -> QArray:
+def _in_one_call(
+    backend: CpuQuantizer, problem: Quantization, words: dict[str, np.ndarray], x: jax.Array, key: Given
+) -> QArray:
     """Scales and codes from one kernel."""
     scheme = problem.scheme
     tiles = scheme.tiles(x.ndim)
@@ -154,11 +203,12 @@ def _in_one_call(backend: CpuQuantizer, problem: Quantization, words: dict[str, 
     results = (codes_result, _shaped(cut.counts, scheme.scale), zero_result, unit_result)
     call = jax.ffi.ffi_call("fewbit_quantize", results, vmap_method="broadcast_all")
     given = jnp.zeros(none, jnp.float32)
-    if scheme.calibration.searches_tensor_scale and (unit := tensor_scale_of(x, scheme)) is not None:
+    is_searched = scheme.calibration.searches_tensor_scale and key is None
+    if is_searched and (unit := tensor_scale_of(x, scheme)) is not None:
         given = unit.reshape(1, 1, 1)
-    codes, scale, zero_point, unit = call(
-        x.reshape(cut.shape), given, tiles=_tile_words(cut), level=np.int64(_LEVELS[backend.isa]), **words
-    )
+    keys, noise = _noise(problem, key, cut)
+    attributes = {"tiles": _tile_words(cut), "noise": noise, "level": np.int64(_LEVELS[backend.isa]), **words}
+    codes, scale, zero_point, unit = call(x.reshape(cut.shape), given, keys, **attributes)
     counts = tile_counts(x.shape, tiles)
     stored_zero = zero_point.reshape(counts) if zero is not None else None
     unit = unit.reshape((1,) * x.ndim) if scheme.tensor_scale else None
@@ -166,7 +216,7 @@ def _in_one_call(backend: CpuQuantizer, problem: Quantization, words: dict[str, 
 
 
 def _with_chosen_scales(
-    backend: CpuQuantizer, problem: Quantization, x: jax.Array, weights: Given, scale: Given, offset: Given
+    backend: CpuQuantizer, problem: Quantization, x: jax.Array, weights: Given, key: Given, scale: Given, offset: Given
 ) -> QArray:
     """Scales from JAX, codes from a kernel."""
     scheme = problem.scheme
@@ -174,14 +224,13 @@ def _with_chosen_scales(
     words = format_words(scheme.format)
     assert cut is not None
     assert words is not None
-    chosen = chosen_scales(x, scheme, weights, scale, offset)
+    chosen = chosen_scales(x, scheme, weights, scale, offset, is_stochastic=problem.is_stochastic)
     result = _shaped(cut.packed(scheme.format.bits), jnp.uint8)
     call = jax.ffi.ffi_call("fewbit_encode", result, vmap_method="broadcast_all")
     divisor, shift = (_by_tile(v, cut) for v in (chosen.divisor, chosen.offset))
-    attributes = words.attributes("format", "numbers")
-    codes = call(
-        x.reshape(cut.shape), divisor, shift, tiles=_tile_words(cut), level=np.int64(_LEVELS[backend.isa]), **attributes
-    )
+    keys, noise = _noise(problem, key, cut)
+    attributes = {"tiles": _tile_words(cut), "noise": noise, "level": np.int64(_LEVELS[backend.isa])}
+    codes = call(x.reshape(cut.shape), divisor, shift, keys, **attributes, **words.attributes("format", "numbers"))
     return assembled(x, scheme, _packed(codes, x.shape, scheme), chosen.stored, chosen.zero_point, chosen.tensor_scale)
 
 
@@ -209,7 +258,7 @@ def _native_decoded(backend: CpuDequantizer, problem: Decoding, q: QArray) -> ja
     scheme, shape = problem.scheme, problem.shape
     cut = _geometry(shape, problem.tiles, scheme)
     assert cut is not None
-    scale, *more = scale_factors(q)
+    scale, *more = _scale_factors(q)
     second_scale = more[0] if more else None
     zero_point, offset = None, q.zero_point
     if isinstance(scheme.zero_point, AbstractFormat) and offset is not None:
@@ -228,6 +277,21 @@ def _whole_shift(fmt: AbstractFormat) -> int:
     if not isinstance(fmt, Integer):
         return -1
     return 32 - fmt.bits if fmt.signed else 0
+
+
+def _scale_factors(q: QArray) -> tuple[jax.Array, ...]:
+    """`scale_factors`; codes are looked up, which XLA compiles in a fraction of the time of their decoding."""
+    holder = q.scheme.scale
+    if not isinstance(holder, AbstractFormat):
+        return scale_factors(q)
+    return with_tensor_scale(tuple(jnp.take(table, q.scale, mode="clip") for table in _factor_tables(holder)), q)
+
+
+@functools.cache
+def _factor_tables(holder: AbstractFormat) -> tuple[np.ndarray, ...]:
+    """The factors of the scale that each code is, see `stored_factors`."""
+    with jax.ensure_compile_time_eval():
+        return tuple(np.asarray(table) for table in stored_factors(holder, jnp.arange(2**holder.bits, dtype=jnp.uint8)))
 
 
 @functools.cache

@@ -4,6 +4,13 @@
 constexpr float kRounder = 12582912.0f;
 constexpr int32_t kRounderBits = 0x4B400000;
 
+// floor(x), and 1 more where `noise` is below what floor cuts off; |x| is small.
+INLINE V StochasticallyRounded(V x, V noise) {
+  const V whole = __builtin_convertvector(__builtin_convertvector(x, I), V);
+  const V floor = (whole > x) ? whole - 1.0f : whole;
+  return (noise < x - floor) ? floor + 1.0f : floor;
+}
+
 // A whole number of the scale's steps, clipped.
 struct IntegerCoder {
   V inverse_step, low, high;
@@ -13,6 +20,10 @@ struct IntegerCoder {
         add(Same(f.add - kRounderBits)), mask(Same((1 << f.bits) - 1)) {}
   INLINE_MEMBER I operator()(V q, V) const {
     return ((I)(Min(Max(q * inverse_step, low), high) + Same(kRounder)) + add) & mask;
+  }
+  INLINE_MEMBER I Stochastic(V q, V, V noise) const {
+    const V rounded = StochasticallyRounded(Min(Max(q * inverse_step, low), high), noise);
+    return ((I)(rounded + Same(kRounder)) + add) & mask;
   }
 };
 
@@ -31,7 +42,17 @@ struct MinifloatCoder {
     const I exponent = Max((I)magnitude & 0x7F800000, lowest);
     const I shifter = exponent + shift_bits;  // its last place is the step
     const I steps = (I)(magnitude + (V)shifter) - shifter;
-    const I code = ((exponent - lowest) >> code_shift) + steps;
+    return WithSign(((exponent - lowest) >> code_shift) + steps, sign);
+  }
+  INLINE_MEMBER I Stochastic(V q, V sign, V noise) const {
+    const V magnitude = Min(Abs(q), max);
+    const I exponent = Max((I)magnitude & 0x7F800000, lowest);
+    // Divided by the step, 2**(exponent - mantissa): a power of two whose exponent field is the difference.
+    const V inverse_step = (V)((Same((int32_t)(254 << 23)) - exponent) + (Same((int32_t)(23 << 23)) - shift_bits));
+    const I steps = __builtin_convertvector(StochasticallyRounded(magnitude * inverse_step, noise), I);
+    return WithSign(((exponent - lowest) >> code_shift) + steps, sign);
+  }
+  INLINE_MEMBER I WithSign(I code, V sign) const {
     const I negative = (I)sign >> 31;
     if (!is_signed) return code & ~negative;
     const I bit = (I)((U)SignBit(sign) >> (U)sign_shift);
@@ -42,13 +63,14 @@ struct MinifloatCoder {
 // How many thresholds are below: with AVX-512 by halving, where a table of 16 is one register; else added up one by one, in
 // steps of the code.
 struct CodebookCoder {
+  const Format& format;
 #if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512
   V middle, after4, after2, after1;  // the threshold that is asked next, by what is known of the place
   I codes;
   I plus, minus;
   bool is_sorted, has_two_zeros;
   explicit CodebookCoder(const Format& f)
-      : plus(Same((int32_t)f.plus_zero)), minus(Same((int32_t)f.minus_zero)), is_sorted(true), has_two_zeros(f.plus_zero >= 0) {
+      : format(f), plus(Same((int32_t)f.plus_zero)), minus(Same((int32_t)f.minus_zero)), is_sorted(true), has_two_zeros(f.plus_zero >= 0) {
     float all[32];
     for (int i = 0; i < 32; ++i) all[i] = i + 1 < f.count ? f.thresholds[i] : __builtin_inff();
     middle = Same(all[7]), after4 = Load(all + 3), after2 = Load(all + 1), after1 = Load(all);
@@ -73,7 +95,7 @@ struct CodebookCoder {
   I first, plus, minus;
   bool has_two_zeros;
   explicit CodebookCoder(const Format& f)
-      : count(f.count), first(Same((int32_t)f.codes[0])), plus(Same((int32_t)f.plus_zero)), minus(Same((int32_t)f.minus_zero)),
+      : format(f), count(f.count), first(Same((int32_t)f.codes[0])), plus(Same((int32_t)f.plus_zero)), minus(Same((int32_t)f.minus_zero)),
         has_two_zeros(f.plus_zero >= 0) {
     for (int i = 0; i + 1 < count; ++i) {
       thresholds[i] = Same(f.thresholds[i]);
@@ -84,6 +106,21 @@ struct CodebookCoder {
     I code = first;
     for (int i = 0; i + 1 < count; ++i) code += (I)(q > thresholds[i]) & steps[i];
 #endif
+    return WithZero(code, sign);
+  }
+  // The number below or above, which is one table look-up a lane: the numbers of a codebook lie at no regular distance.
+  INLINE_MEMBER I Stochastic(V q, V sign, V noise) const {
+    const V inside = Min(Max(q, Same(format.numbers[0])), Same(format.numbers[format.count - 1]));
+    I place = Same((int32_t)0);
+    for (int i = 1; i + 1 < format.count; ++i) place -= inside >= Same(format.numbers[i]);
+    I code;
+    for (int i = 0; i < kLanes; ++i) {
+      const float low = format.numbers[place[i]], high = format.numbers[place[i] + 1];
+      code[i] = format.codes[place[i] + (noise[i] * (high - low) < inside[i] - low)];
+    }
+    return WithZero(code, sign);
+  }
+  INLINE_MEMBER I WithZero(I code, V sign) const {
     if (!has_two_zeros) return code;
     const I zero = ((I)sign < 0) ? minus : plus;
     return ((code == plus) | (code == minus)) ? zero : code;
@@ -256,6 +293,39 @@ NO_INLINE void EncodeColumns(const Job& job, const Coder& coder, const Elements&
   else EncodeEach<Way::kDivide>(x, c1 - c0, coder, scales, reciprocals, shifts, nan_code, job.ahead, out);
 }
 
+// Rounds columns `c0 .. c1` of row `r` stochastically, each to the number below or above. One loop serves tiles of any shape:
+// the random numbers take most of the time.
+template <typename Coder>
+NO_INLINE void EncodeStochastically(const Job& job, const Coder& coder, const Elements& row, const float* scales, const float* offsets,
+                                    int64_t b, int64_t r, int64_t c0, int64_t c1, uint8_t* out) {
+  const Threefry random(job.keys + b / job.batch_per_key * 2);
+  const uint64_t first = (uint64_t)((b % job.batch_per_key * job.noise_rows + r) * job.noise_columns);
+  float rest[kLanes] = {}, by[kLanes], shift[kLanes] = {};
+  int64_t tile = c0 / job.tile_columns, end = (tile + 1) * job.tile_columns;
+  for (int64_t c = c0; c < c1; c += kLanes) {
+    const int64_t some = c1 - c < kLanes ? c1 - c : kLanes;
+    for (int i = 0; i < kLanes; ++i) {
+      by[i] = scales[tile];
+      if (offsets != nullptr) shift[i] = offsets[tile];
+      if (i + 1 < some && c + i + 1 == end) ++tile, end += job.tile_columns;
+    }
+    if (c + some == end) ++tile, end += job.tile_columns;
+    Elements x = row.From(c);
+    if (some < kLanes) {
+      __builtin_memcpy(rest, x.data, some * x.size());
+      x.data = (char*)rest;
+    }
+    const V scale = Load(by), offset = Load(shift);
+    V v = Load(x), factor = Same(1.0f);
+    if (offsets != nullptr) {
+      const I is_far = Abs(offset) >= Same(kFar);
+      v = is_far ? v * 0.5f - offset * 0.5f : v - offset, factor = is_far ? Same(2.0f) : factor;
+    }
+    const I code = coder.Stochastic(v / scale * factor, (V)((I)v ^ SignBit(scale)), random.Uniform(first + (uint64_t)c));
+    StoreSome(out + (c - c0), ToBytes((scale != scale) ? Same((int32_t)job.format.nan_code) : code), some);
+  }
+}
+
 // Codes that follow one another, packed: eight of them fill `bits` bytes.
 INLINE void PackRun(const uint8_t* codes, int64_t count, int bits, uint8_t* out) {
   if (bits == 4) {
@@ -307,6 +377,10 @@ static void EncodeBlock(const Job& job, int64_t b, int64_t r0, int64_t r1, int64
   auto encode = [&](int64_t r, uint8_t* out) {
     const int64_t tile = (b * job.row_tiles + r / job.tile_rows) * job.column_tiles;
     const float *scales = job.divisors + tile, *offsets = job.has_zero ? job.offsets + tile : nullptr;
+    if (job.keys != nullptr) {
+      EncodeStochastically(job, coder, x.From(r * job.columns), scales, offsets, b, r, c0, c1, out);
+      return;
+    }
     if (job.tile_columns > 1) {
       EncodeRow(job, coder, x.From(r * job.columns), scales, offsets, c0, c1, out);
       return;

@@ -117,7 +117,7 @@ class Walk {
     for (int64_t u = 0; u < count; ++u) {
       int32_t bits = 0;
       for (int64_t i = 0; i < chunks; ++i) bits = Most(bits, largest[u * chunks + i]);
-      const float unit = FloatOfBits((uint32_t)bits) / (job_.bound * job_.largest_scale);
+      const float unit = FloatOfBits((uint32_t)bits) / (job_.unit_bound * job_.largest_scale);
       const_cast<float*>(job_.units)[u] = unit < 1.17549435e-38f ? 1.0f : unit < job_.largest_unit ? unit : job_.largest_unit;
     }
   }
@@ -166,7 +166,7 @@ class Walk {
         const std::lock_guard<std::mutex> lock(mutex);
         for (int64_t i = 0; i < count; ++i) {
           total.magnitude[at + i] = (int32_t)Most(total.magnitude[at + i], ranges.magnitude[i]);
-          if (job_.calibration != Calibration::kMinMax) continue;
+          if (!NeedsEnds(job_)) continue;
           if (ranges.low[i] < total.low[at + i]) total.low[at + i] = ranges.low[i];
           if (ranges.high[i] > total.high[at + i]) total.high[at + i] = ranges.high[i];
         }

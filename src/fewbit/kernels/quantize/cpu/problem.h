@@ -13,11 +13,12 @@ enum class Calibration : int {
   kAbsMax = 1,
   kMinMax = 2,
   kSignedMax = 3,
-  kFloor = 4,       // the powers of two of the MX rules, from here on
-  kEven = 5,
-  kCeiling = 6,
-  kBestPower = 7,   // the search among the ceiling's power and its halvings
-  kBestCode = 8,    // the search among the codes of a minifloat that holds the scales
+  kCovering = 4,    // no element saturates, for stochastic rounding; stored scales are rounded up
+  kFloor = 5,       // the powers of two of the MX rules, from here on
+  kEven = 6,
+  kCeiling = 7,
+  kBestPower = 8,   // the search among the ceiling's power and its halvings
+  kBestCode = 9,    // the search among the codes of a minifloat that holds the scales
 };
 
 constexpr int kMaxCodes = 16;  // of a codebook
@@ -33,10 +34,10 @@ struct Format {
   // Minifloat.
   int mantissa, bias, is_signed, is_fnuz;
   float max;
-  float values[256];  // by code
-  // Codebook: the thresholds between the numbers in ascending order, and the code of each.
+  // Codebook: the numbers in ascending order, the thresholds between them, and the code of each.
   int count;
   float thresholds[kMaxCodes];
+  float numbers[kMaxCodes];
   int codes[kMaxCodes];
   int plus_zero, minus_zero;  // -1: no two zeros
 };
@@ -57,6 +58,8 @@ struct Job {
   // So that every finite array decodes to finite numbers: the largest end of a range, the largest scale under which the whole range
   // of codes is finite, the largest tensor scale.
   float largest_end, largest_finite_step, largest_unit;
+  // The tensor scale maps the largest magnitude to `unit_bound` times the largest scale; the ends of the format's numbers.
+  float unit_bound, most, least;
   bool contains_zero;
   // Searches and MX rules.
   int mantissa_bits, top_exponent, top_mantissa, halvings, is_windowed;
@@ -68,7 +71,15 @@ struct Job {
   int64_t batch_per_unit;
   float* divisors;  // by tile: what elements are divided by, NaN for tiles that are not finite
   float* offsets;   // by tile, where there are zero points
+
+  // Stochastic rounding: two words of a Threefry key for every `batch_per_key` matrices, null without; the random numbers are
+  // those of an array [batch, noise_rows, noise_columns], in which short last tiles are whole.
+  const uint32_t* keys;
+  int64_t batch_per_key, noise_rows, noise_columns;
 };
+
+// Whether the scales follow from the ends of a tile's range, not from its largest magnitude alone.
+inline bool NeedsEnds(const Job& job) { return job.calibration == Calibration::kMinMax || job.calibration == Calibration::kCovering; }
 
 // The scratch bytes that a task needs to encode `width` columns: a reciprocal for each, and codes of eight rows.
 inline int64_t ScratchBytes(int64_t width) { return (4 + 8) * width + 64; }

@@ -62,7 +62,7 @@ void CheckFormat(const char* what, ffi::Span<const int32_t> ints, ffi::Span<cons
     checks.AtLeast(("numbers of the minifloat " + name).c_str(), numbers, 1);
   } else if (kind == Kind::kCodebook) {
     checks.Within(("codes of the " + name).c_str(), whole - 5, 1, kMaxCodes);
-    checks.AtLeast(("thresholds of the " + name).c_str(), numbers, whole - 6);
+    checks.AtLeast(("thresholds and numbers of the " + name).c_str(), numbers, 2 * (whole - 5) - 1);
   }
 }
 
@@ -81,6 +81,7 @@ Format FormatOf(ffi::Span<const int32_t> ints, ffi::Span<const float> floats) {
     f.plus_zero = ints[3], f.minus_zero = ints[4], f.count = (int)ints.size() - 5;
     for (int i = 0; i < f.count; ++i) f.codes[i] = ints[5 + i];
     for (int i = 0; i + 1 < f.count; ++i) f.thresholds[i] = floats[i];
+    for (int i = 0; i < f.count; ++i) f.numbers[i] = floats[f.count - 1 + i];
   }
   return f;
 }
@@ -131,12 +132,29 @@ void CheckByTile(const char* what, const ffi::AnyBuffer& numbers, int64_t tiles,
   if (!may_be_absent || count != 0) checks.Equal(what, count, tiles);
 }
 
-ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer given_units, ffi::Result<ffi::AnyBuffer> codes,
+// The random numbers: no key, or two words of one for each of equal parts of the batch.
+void CheckNoise(const ffi::AnyBuffer& keys, ffi::Span<const int64_t> noise, const Job& job, Checks& checks) {
+  const int64_t words = static_cast<int64_t>(keys.element_count());
+  checks.That(keys.element_type() == ffi::U32, "a key must be uint32");
+  if (!checks.Equal("numbers that say the random numbers' shape", static_cast<int64_t>(noise.size()), 2) || words == 0) return;
+  checks.That(words % 2 == 0 && job.batch % (words / 2) == 0, "keys must be pairs of words and divide the batch");
+  checks.AtLeast("rows of random numbers", noise[0], job.rows);
+  checks.AtLeast("columns of random numbers", noise[1], job.columns);
+}
+
+void SetNoise(Job& job, const ffi::AnyBuffer& keys, ffi::Span<const int64_t> noise) {
+  if (keys.element_count() == 0) return;
+  job.keys = static_cast<const uint32_t*>(keys.untyped_data());
+  job.batch_per_key = job.batch / (static_cast<int64_t>(keys.element_count()) / 2);
+  job.noise_rows = noise[0], job.noise_columns = noise[1];
+}
+
+ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer given_units, ffi::AnyBuffer keys, ffi::Result<ffi::AnyBuffer> codes,
                     ffi::Result<ffi::AnyBuffer> scale, ffi::Result<ffi::AnyBuffer> zero, ffi::Result<ffi::AnyBuffer> units, ffi::Span<const int64_t> tiles,
                     ffi::Span<const int32_t> format, ffi::Span<const float> numbers, ffi::Span<const int32_t> scale_format,
                     ffi::Span<const float> scale_numbers, ffi::Span<const int32_t> zero_format,
                     ffi::Span<const float> zero_numbers, ffi::Span<const int32_t> rule, ffi::Span<const float> rule_numbers,
-                    int64_t level) {
+                    ffi::Span<const int64_t> noise, int64_t level) {
   Checks checks("quantize");
   checks.That(IsFloat(x.element_type()), "x must be float32, bfloat16 or float16");
   checks.That(codes->element_type() == ffi::U8, "codes must be bytes");
@@ -144,12 +162,12 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer given
   CheckFormat("format of the scales", scale_format, scale_numbers, false, checks);
   CheckFormat("format of the zero points", zero_format, zero_numbers, true, checks);
   checks.Equal("whole numbers of the rule", static_cast<int64_t>(rule.size()), 7);
-  checks.Equal("floats of the rule", static_cast<int64_t>(rule_numbers.size()), 9);
+  checks.Equal("floats of the rule", static_cast<int64_t>(rule_numbers.size()), 12);
   checks.Within("level", level, 0, 2);
   if (checks.failed()) return checks.error();
   CheckGeometry(x.dimensions(), codes->dimensions(), tiles, format[1], checks);
   checks.Within("kind of the format", format[0], 0, 2);
-  checks.Within("rule", rule[0], 1, 8);
+  checks.Within("rule", rule[0], 1, 9);
   checks.That(scale_format[0] != (int)Kind::kInteger && scale_format[0] != (int)Kind::kCodebook, "scales must be floats, E8M0 or minifloats");
   checks.That(rule[0] != (int)Calibration::kBestCode || scale_format[0] == (int)Kind::kMinifloat, "only codes of minifloats are searched");
   if (checks.failed()) return checks.error();
@@ -168,6 +186,7 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer given
   checks.That(given_units.element_type() == ffi::F32, "given tensor scales must be float32");
   const int64_t given = static_cast<int64_t>(given_units.element_count());
   if (given != 0) checks.Equal("number of given tensor scales", given, scales);
+  CheckNoise(keys, noise, job, checks);
   if (checks.failed()) return checks.error();
   if (x.element_count() == 0) return ffi::Error::Success();  // and so has every result but a tensor scale, which Python makes
   job.format = FormatOf(format, numbers);
@@ -182,6 +201,8 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer given
   job.factor = rule_numbers[0], job.bound = rule_numbers[1], job.smallest_scale = rule_numbers[2];
   job.largest_scale = rule_numbers[3], job.range = rule_numbers[4], job.no_scale = rule_numbers[5];
   job.largest_end = rule_numbers[6], job.largest_finite_step = rule_numbers[7], job.largest_unit = rule_numbers[8];
+  job.unit_bound = rule_numbers[9], job.most = rule_numbers[10], job.least = rule_numbers[11];
+  SetNoise(job, keys, noise);
   job.codes = (uint8_t*)codes->untyped_data();
   job.stored_scale = scale->untyped_data();
   job.stored_zero = zero->untyped_data();
@@ -195,9 +216,9 @@ ffi::Error Quantize(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer given
   return ffi::Error::Success();
 }
 
-ffi::Error Encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisors, ffi::AnyBuffer offsets,
+ffi::Error Encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisors, ffi::AnyBuffer offsets, ffi::AnyBuffer keys,
                   ffi::Result<ffi::AnyBuffer> codes, ffi::Span<const int64_t> tiles, ffi::Span<const int32_t> format,
-                  ffi::Span<const float> numbers, int64_t level) {
+                  ffi::Span<const float> numbers, ffi::Span<const int64_t> noise, int64_t level) {
   Checks checks("encode");
   checks.That(IsFloat(x.element_type()), "x must be float32, bfloat16 or float16");
   checks.That(codes->element_type() == ffi::U8, "codes must be bytes");
@@ -213,11 +234,13 @@ ffi::Error Encode(ffi::ThreadPool pool, ffi::AnyBuffer x, ffi::AnyBuffer divisor
   SetGeometry(job, x.dimensions(), codes->dimensions(), tiles);
   CheckByTile("number of scales", divisors, TileCount(job), false, checks);
   CheckByTile("number of offsets", offsets, TileCount(job), true, checks);
+  CheckNoise(keys, noise, job, checks);
   if (checks.failed()) return checks.error();
   if (x.element_count() == 0) return ffi::Error::Success();
   job.format = FormatOf(format, numbers);
   job.has_zero = offsets.element_count() > 0;
   job.calibration = Calibration::kGiven;
+  SetNoise(job, keys, noise);
   job.codes = (uint8_t*)codes->untyped_data();
   job.divisors = (float*)divisors.untyped_data();
   job.offsets = (float*)offsets.untyped_data();
@@ -279,6 +302,7 @@ XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
                            .Ctx<ffi::ThreadPool>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
@@ -292,6 +316,7 @@ XLA_FFI_DEFINE_HANDLER(kQuantize, Quantize,
                            .Attr<ffi::Span<const float>>("zero_numbers")
                            .Attr<ffi::Span<const int32_t>>("rule")
                            .Attr<ffi::Span<const float>>("rule_numbers")
+                           .Attr<ffi::Span<const int64_t>>("noise")
                            .Attr<int64_t>("level"));
 
 XLA_FFI_DEFINE_HANDLER(kEncode, Encode,
@@ -300,10 +325,12 @@ XLA_FFI_DEFINE_HANDLER(kEncode, Encode,
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
                            .Arg<ffi::AnyBuffer>()
+                           .Arg<ffi::AnyBuffer>()
                            .Ret<ffi::AnyBuffer>()
                            .Attr<ffi::Span<const int64_t>>("tiles")
                            .Attr<ffi::Span<const int32_t>>("format")
                            .Attr<ffi::Span<const float>>("numbers")
+                           .Attr<ffi::Span<const int64_t>>("noise")
                            .Attr<int64_t>("level"));
 
 XLA_FFI_DEFINE_HANDLER(kDequantize, Dequantize,

@@ -15,7 +15,7 @@ template <typename T>
 INLINE void RangeOfRun(const Job& job, const T* x, int64_t count, int64_t at, const Ranges& ranges) {
   I magnitude = Same((int32_t)0);
   V low = Same(__builtin_inff()), high = Same(-__builtin_inff());
-  if (job.calibration == Calibration::kMinMax) {
+  if (NeedsEnds(job)) {
     for (int64_t i = 0; i < count; i += kLanes) {
       const V v = LoadSome(x + i, count - i);
       magnitude = Max(magnitude, (I)Abs(v));
@@ -50,7 +50,7 @@ INLINE void RangeOfRun(const Job& job, const T* x, int64_t count, int64_t at, co
 }
 
 INLINE bool NeedsOnlyMagnitudes(const Job& job) {
-  return job.calibration != Calibration::kMinMax && job.calibration != Calibration::kSignedMax;
+  return !NeedsEnds(job) && job.calibration != Calibration::kSignedMax;
 }
 
 // The magnitudes of kLanes tiles of `width` columns, a multiple of kLanes: each tile's in a vector, and these compared together.
@@ -84,7 +84,7 @@ INLINE void RangeOfEach(const Job& job, const T* x, int64_t count, const Ranges&
   for (int64_t i = 0; i < count; i += kLanes) {
     const V v = LoadSome(x + i, count - i);
     const I bits = (I)Abs(v), before = LoadInts(ranges.magnitude + i);
-    if (job.calibration == Calibration::kMinMax) {
+    if (NeedsEnds(job)) {
       StoreSome(ranges.low + i, Min(v, Load(ranges.low + i)), kLanes);
       StoreSome(ranges.high + i, Max(v, Load(ranges.high + i)), kLanes);
     } else if (job.calibration == Calibration::kSignedMax) {
@@ -115,7 +115,7 @@ static void RangesOf(const Job& job, int64_t b, int64_t r0, int64_t r1, int64_t 
   const int64_t first = c0 / job.tile_columns, count = (c1 - 1) / job.tile_columns + 1 - first;
   for (int64_t i = 0; i < count + kLanes; ++i) {
     ranges.magnitude[i] = 0;
-    if (job.calibration == Calibration::kMinMax) ranges.low[i] = __builtin_inff(), ranges.high[i] = -__builtin_inff();
+    if (NeedsEnds(job)) ranges.low[i] = __builtin_inff(), ranges.high[i] = -__builtin_inff();
     if (job.calibration == Calibration::kSignedMax) ranges.first[i] = 0.0f;
   }
   for (int64_t r = r0; r < r1; ++r) {

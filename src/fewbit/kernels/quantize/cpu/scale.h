@@ -31,19 +31,25 @@ INLINE V MinifloatValue(const Format& f, I code) {
   return f.is_signed ? (V)((I)value | ((code & sign_bit) ? Same((int32_t)0x80000000) : Same((int32_t)0))) : value;
 }
 
+// The number of a stored scale, without the tensor scale.
+INLINE V LoadedScale(const Job& job, I stored) {
+  if (job.scale.kind == Kind::kBfloat16) return (V)(stored << 16);
+  if (job.scale.kind == Kind::kFloat16) return FromHalf(ToShorts(stored));
+  if (job.scale.kind == Kind::kE8M0) return (V)((stored == 0) ? Same((int32_t)(1 << 22)) : stored << 23);
+  if (job.scale.kind == Kind::kMinifloat) return MinifloatValue(job.scale, stored);
+  return (V)stored;
+}
+
 INLINE RoundedScale RoundScale(const Job& job, V scale, V unit) {
+  const V ideal = scale;
   if (job.has_unit) scale = scale / unit;
   const V magnitude = Min(Max(Abs(scale), Same(job.smallest_scale)), Same(job.largest_scale));
   const V clipped = (scale == 0.0f) ? Same(0.0f) : (V)((I)magnitude | SignBit(scale));
   RoundedScale result{(I)clipped, clipped};
   if (job.scale.kind == Kind::kBfloat16) {
-    const H brain = ToBrain(clipped);
-    result.stored = (I)__builtin_convertvector(brain, U);
-    result.loaded = (V)(result.stored << 16);
+    result.stored = (I)__builtin_convertvector(ToBrain(clipped), U);
   } else if (job.scale.kind == Kind::kFloat16) {
-    const H half = ToHalf(clipped);
-    result.stored = (I)__builtin_convertvector(half, U);
-    result.loaded = FromHalf(half);
+    result.stored = (I)__builtin_convertvector(ToHalf(clipped), U);
   } else if (job.scale.kind == Kind::kE8M0) {
     const V positive = Min(Max(clipped, Same(kTiny)), Same(0x1p127f));
     const I code = ((I)positive >> 23) & 0xFF;
@@ -51,10 +57,16 @@ INLINE RoundedScale RoundScale(const Job& job, V scale, V unit) {
     const I up = (mantissa > (1 << 22)) | ((mantissa == (1 << 22)) & ((code & 1) != 0));
     const I rounded = Min(code - up, Same((int32_t)254));
     result.stored = (clipped < kTiny) ? Same((int32_t)0) : rounded;
-    result.loaded = (V)((result.stored == 0) ? Same((int32_t)(1 << 22)) : result.stored << 23);
   } else if (job.scale.kind == Kind::kMinifloat) {
     result.stored = MinifloatCode(job.scale, clipped);
-    result.loaded = MinifloatValue(job.scale, result.stored);
+  }
+  result.loaded = LoadedScale(job, result.stored);
+  if (job.calibration == Calibration::kCovering) {  // up: the next larger number of each kind has the next code
+    const V value = job.has_unit ? result.loaded * unit : result.loaded;
+    I is_below = (value < ideal) & (result.loaded < job.largest_scale);
+    if (job.scale.kind == Kind::kMinifloat) is_below &= result.stored != 0;  // scales too small for the format stay zero
+    result.stored += is_below & 1;
+    result.loaded = LoadedScale(job, result.stored);
   }
   if (job.has_unit) result.loaded = result.loaded * unit;
   return result;
@@ -136,7 +148,7 @@ static void Scales(const Job& job, const Ranges& ranges, float unit, int64_t at,
     const I bits = LoadInts(ranges.magnitude + i);
     const V magnitude = MagnitudeOf(bits);
     V low = Same(0.0f), high = low;
-    if (job.calibration == Calibration::kMinMax) {
+    if (NeedsEnds(job)) {
       low = Load(ranges.low + i), high = Load(ranges.high + i);
       if (job.contains_zero) low = Min(low, Same(0.0f)), high = Max(high, Same(0.0f));
       low = low * Same(job.factor), high = high * Same(job.factor);
@@ -148,6 +160,9 @@ static void Scales(const Job& job, const Ranges& ranges, float unit, int64_t at,
     V ideal;
     if (job.calibration == Calibration::kSignedMax) {
       ideal = Load(ranges.first + i) / Same(job.bound);
+    } else if (job.calibration == Calibration::kCovering) {
+      ideal = Max(magnitude / Same(job.bound), Max(high, Same(0.0f)) / Same(job.most));
+      if (job.least < 0.0f) ideal = Max(ideal, Min(low, Same(0.0f)) / Same(job.least));
     } else if (job.calibration >= Calibration::kFloor) {
       ideal = (magnitude > 0.0f) ? ClippedPower(RuledExponent(job, magnitude)) : Same(0.0f);
     } else if (job.has_zero) {
