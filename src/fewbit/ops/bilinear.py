@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, NamedSharding
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree, UInt32
 
 from ..array.covered import is_covered
 from ..array.qarray import QArray, is_qarray
@@ -124,6 +124,19 @@ class Residual:
     like: Any = dataclasses.field(metadata={"static": True})
 
 
+@dataclasses.dataclass(frozen=True)
+class Random:
+    """The random numbers of one operand's gradient.
+
+    Attributes:
+        key: for stochastic rounding.
+        signs: words whose bits are the signs of the Hadamard rotation.
+    """
+
+    key: jax.Array
+    signs: jax.Array
+
+
 def quantized_product(
     bilinear: AbstractBilinear,
     rules: ProductConfig,
@@ -175,8 +188,9 @@ def quantized_product(
     def backward(saved: tuple[Any, ...], gradient: jax.Array) -> tuple[Any, ...]:
         (left, right), (lhs, rhs), key, extra, scales, seen = saved
         scale = getattr(scales, "gradient", None)
-        to_left = _operand_gradient(bilinear, rules, gradient, True, left, right, extra, key, scale)
-        to_right = _operand_gradient(bilinear, rules, gradient, False, right, left, extra, key, scale)
+        random_left, random_right = _own_random(rules, key, gradient)
+        to_left = _operand_gradient(bilinear, rules, gradient, True, left, right, extra, random_left, scale)
+        to_right = _operand_gradient(bilinear, rules, gradient, False, right, left, extra, random_right, scale)
         if scale is not None:
             seen = dataclasses.replace(seen, gradient=amax_cotangent(largest_magnitude(gradient), scale))
         return _cotangent(lhs, to_left), _cotangent(rhs, to_right), None, None, seen, None
@@ -242,7 +256,7 @@ def _operand_gradient(
     own: Residual,
     other: Residual,
     extra: Extra,
-    key: jax.Array | None,
+    random: Random | None,
     scale: jax.Array | None,
 ) -> jax.Array:
     """The gradient of one operand in its dtype, zero where the mask stops it.
@@ -258,13 +272,11 @@ def _operand_gradient(
             operand = other.forward
         result = bilinear.transposed(is_left, g, operand, own.like, extra)
     else:
-        if arm.needs_key:
-            if key is None:
-                raise QuantError(
-                    f"{where}the gradient is rounded or rotated at random (as {arm.gradient.name}); pass key=, one a step"
-                )
-            key = _own_key(key, is_left, g)
-        result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, key, scale, where)
+        if arm.needs_key and random is None:
+            raise QuantError(
+                f"{where}the gradient is rounded or rotated at random (as {arm.gradient.name}); pass key=, one a step"
+            )
+        result = _quantized_gradient(bilinear, arm, g, is_left, own.like, other, extra, random, scale, where)
     result = result.astype(own.like.dtype)
     if own.passes is None:
         return result
@@ -279,7 +291,7 @@ def _quantized_gradient(
     like: jax.ShapeDtypeStruct,
     other: Residual,
     extra: Extra,
-    key: jax.Array | None,
+    random: Random | None,
     scale: jax.Array | None,
     where: str,
 ) -> jax.Array:
@@ -296,7 +308,7 @@ def _quantized_gradient(
     elif isinstance(arm.operand, Scheme):
         operand = floating(operand)
         if arm.hadamard is not None:
-            assert key is not None
+            assert random is not None
             operands = f"the product of the incoming gradient {g.shape} and the other operand {operand.shape}"
             if not axes:
                 raise QuantError(
@@ -308,11 +320,11 @@ def _quantized_gradient(
                     f"{where}hadamard={arm.hadamard} must divide the contraction axis of the gradient, and "
                     f"{g.shape[axes[-1]]} elements are summed, in {operands}; pad the batch, or set hadamard to null"
                 )
-            g, operand = rotated(g, operand, axes[-1], other_axes[-1], arm.hadamard, jax.random.fold_in(key, 1))
+            g, operand = rotated(g, operand, axes[-1], other_axes[-1], arm.hadamard, random.signs)
         operand = quantize(operand, arm.operand, axis=_some(other_axes))
     if arm.rounding == "stochastic":
-        assert key is not None
-        noise = jax.random.fold_in(key, 2)
+        assert random is not None
+        noise = random.key
     shared = {"element": (), "row": axes, "tensor": tuple(range(g.ndim))}[arm.noise]
     codes = quantize(g, arm.gradient, axis=_some(axes), key=noise, scale=scale, shared_noise=shared)
     result = bilinear.backward(is_left, codes, operand, like, extra, arm.accumulator)
@@ -370,10 +382,32 @@ def weight_only(bilinear: AbstractBilinear, lhs: ArrayOrQArray, rhs: ArrayOrQArr
     return jax.checkpoint(bilinear.values)(lhs, rhs, extra)
 
 
-def _own_key(key: jax.Array, is_left: bool, g: jax.Array) -> jax.Array:
-    """Folds the operand side and the gradient's sum into the key, so that each product draws its own noise."""
-    bits = jax.lax.bitcast_convert_type(jnp.sum(g.astype(jnp.float32)), jnp.uint32)
-    return jax.random.fold_in(jax.random.fold_in(key, int(is_left)), bits)
+def _own_random(rules: ProductConfig, key: jax.Array | None, g: jax.Array) -> tuple[Random | None, Random | None]:
+    """The random numbers of the gradients of both operands; None without a key, or where none are drawn.
+
+    Keys that differ in a bit give unrelated numbers, so the gradient's sum and the side are xored into the words of the key:
+    each product draws numbers of its own. `jax.random.fold_in` would do, but XLA compiles its 20 rounds anew for each product.
+    """
+    arms = rules.arm(True), rules.arm(False)
+    if key is None or not any(arm.needs_key for arm in arms):
+        return None, None
+    total = jax.lax.bitcast_convert_type(jnp.sum(g.astype(jnp.float32)), jnp.uint32)
+    words = jax.random.key_data(key)
+    own = words.at[0].set(words[0] ^ total)
+    impl, found = jax.random.key_impl(key), []
+    for arm, constant in zip(arms, (0x9E3779B9, 0x85EBCA77), strict=True):
+        of_side = own.at[-1].set(own[-1] ^ jnp.uint32(constant))
+        places = jnp.arange(-(-(arm.hadamard or 0) // 32), dtype=jnp.uint32)
+        signs = _mixed(_mixed(of_side[0] ^ places) ^ of_side[-1])
+        found.append(Random(jax.random.wrap_key_data(of_side, impl=impl), signs))
+    return found[0], found[1]
+
+
+def _mixed(words: UInt32[Array, "*s"]) -> UInt32[Array, "*s"]:
+    """Words in which each bit depends on all bits (the last step of MurmurHash3)."""
+    words = (words ^ (words >> 16)) * jnp.uint32(0x85EBCA6B)
+    words = (words ^ (words >> 13)) * jnp.uint32(0xC2B2AE35)
+    return words ^ (words >> 16)
 
 
 def _cotangent(x: QArray | None, gradient: jax.Array) -> PyTree:

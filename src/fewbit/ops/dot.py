@@ -18,9 +18,10 @@ from ..errors import QuantError
 from ..kernels.backend import AbstractBackend
 from ..kernels.lowering import are_split
 from ..kernels.qmatmul.code_product import refuse_accumulator
-from ..kernels.qmatmul.dispatch import picked_product, product
+from ..kernels.qmatmul.dispatch import picked_product, product, with_decoded_lhs
 from ..kernels.qmatmul.kernel import element
 from ..kernels.qmatmul.problem import DimensionNumbers, Operand, Problem
+from ..kernels.quantize.dispatch import dequantize
 from .all_gather import with_gathered_codes
 from .bilinear import AbstractBilinear, ArrayOrQArray, Axes, Extra, floating, quantized_product
 from .policy import Policy
@@ -195,6 +196,8 @@ class Dot(AbstractBilinear):
         backend = self.backend
         if backend is None and (accumulator not in (None, "int32") or out_sharding is not None):
             backend = "reference"
+        if backend is None and (decoded := with_decoded_lhs(problem)) is not None:
+            return product(decoded, dequantize(lhs, jnp.float32), rhs)
         return product(problem, lhs, rhs, backend=backend)
 
     def _numbers_backward(self, is_left: bool) -> DimensionNumbers:

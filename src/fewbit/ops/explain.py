@@ -11,7 +11,7 @@ from ..array.qarray import QArray, is_qarray
 from ..array.scheme import laid_along
 from ..errors import QuantError
 from ..kernels.backend import select
-from ..kernels.qmatmul.dispatch import BACKENDS
+from ..kernels.qmatmul.dispatch import BACKENDS, with_decoded_lhs
 from ..kernels.qmatmul.problem import Operand, Problem
 from .dot import matmul_numbers, untransposed
 from .resolve_policy import ProductConfig, resolved
@@ -53,8 +53,13 @@ def explain(lhs: ArrayLike | QArray, rhs: ArrayLike | QArray, *, backend: str | 
     left, right, numbers = untransposed(left, right, numbers)
     entering = (_entering(Operand.of(x), rules, i == 0, numbers[0][i]) for i, x in enumerate((left, right)))
     problem = Problem(*entering, dimension_numbers=numbers)
-    choice = select(BACKENDS, problem, backend)
+    decoded = None
+    if backend is None:
+        decoded = with_decoded_lhs(problem)
+    choice = select(BACKENDS, decoded or problem, backend)
     lines = [f"{shown}: {choice.backend.name} ({choice.backend.about()})", reads]
+    if decoded is not None:
+        lines.append("  the left operand is dequantized first: no kernel multiplies these codes")
     marks = {backend.name: " (experimental)" for backend in BACKENDS if backend.experimental}
     lines += [f"  {name}{marks.get(name, '')}: {reason}" for name, reason in choice.reasons.items()]
     return "\n".join(lines)

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Key
+from jaxtyping import Array, Float, UInt32
 
 
 def hadamard(rows: int) -> np.ndarray:
@@ -15,7 +15,7 @@ def hadamard(rows: int) -> np.ndarray:
 
 
 def rotated(
-    a: Float[Array, "..."], b: Float[Array, "..."], a_axis: int, b_axis: int, rows: int, key: Key[Array, ""]
+    a: Float[Array, "..."], b: Float[Array, "..."], a_axis: int, b_axis: int, rows: int, words: UInt32[Array, " w"]
 ) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
     """Rotates both arrays in blocks of `rows` elements along their axes.
 
@@ -28,7 +28,7 @@ def rotated(
         a_axis: the axis of `a`.
         b_axis: the axis of `b`.
         rows: the block length, a power of two that divides the axes.
-        key: a JAX random key for the signs.
+        words: random words, whose bits are the signs: `rows / 32` or more.
 
     Returns:
         Both, in float32.
@@ -36,7 +36,9 @@ def rotated(
     Reference: Tseng et al., QuIP#, arXiv 2402.04396; NVIDIA, arXiv 2509.25149 (NVFP4 training), which takes 16 rows.
     """
     length = a.shape[a_axis]
-    signs = jax.random.rademacher(key, (rows,), jnp.float32)
+    place = np.arange(rows)
+    bits = (words[place // 32] >> (place % 32).astype(np.uint32)) & 1
+    signs = 1 - 2 * bits.astype(jnp.float32)
     rotation = signs[:, None] * hadamard(rows)
 
     def rotate(x: jax.Array, axis: int) -> jax.Array:

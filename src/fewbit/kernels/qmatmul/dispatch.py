@@ -1,5 +1,7 @@
 """Matmul with quantized operands: selects the kernels."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -11,11 +13,22 @@ from .gpu.backend import TritonGPU
 from .kernel import AbstractKernel
 from .primitive import bound
 from .problem import DimensionNumbers, Operand, Problem
-from .reference import Reference
+from .reference import Reference, decodes_both
 from .tpu.backend import PallasTPU
 
 BACKENDS = Backends("qmatmul", PallasTPU(), TritonGPU(), Cpu(), Reference())
 """The backends of matmuls, in the order in which they are asked."""
+
+
+def with_decoded_lhs(problem: Problem) -> Problem | None:
+    """The product with the left operand dequantized to float32, so that kernels read the codes of the right one in place.
+
+    None unless both operands are quantized, no kernel multiplies their codes, and the reference would dequantize both.
+    """
+    if not problem.is_paired or not decodes_both(problem) or select(BACKENDS, problem).kernels:
+        return None
+    lhs = Operand(problem.lhs.shape, "float32", None)
+    return dataclasses.replace(problem, lhs=lhs, preferred_element_type=problem.result_dtype)
 
 
 def product(

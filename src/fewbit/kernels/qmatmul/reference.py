@@ -68,6 +68,19 @@ def _product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | jax.Array)
     return result.astype(problem.result_dtype)
 
 
+def decodes_both(problem: Problem) -> bool:
+    """Whether two quantized operands are dequantized, because their scales vary within `LEAST_TILE` of the contraction."""
+    if problem.out_sharding is not None or problem.accumulator not in (None, "float32"):
+        return False
+    for operand, contracted in zip((problem.lhs, problem.rhs), problem.dimension_numbers[0], strict=True):
+        if operand.scheme is None or operand.scheme.zero_point is not None:
+            return False
+        tiles = operand.scheme.tiles(len(operand.shape))
+        if any((tile := tiles[axis]) is not None and tile < min(LEAST_TILE, operand.shape[axis]) for axis in contracted):
+            return True
+    return False
+
+
 def _decoded_product(problem: Problem, lhs: QArray | jax.Array, rhs: QArray | jax.Array) -> jax.Array:
     """The product of dequantized operands; the backward pass dequantizes again."""
 
