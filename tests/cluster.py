@@ -38,10 +38,10 @@ class Ended:
 @contextlib.contextmanager
 def reserved_port() -> Iterator[int]:
     """A TCP port that nobody but a gRPC server, which shares its ports, can bind until the end of the block."""
-    with socket.socket() as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.bind(("127.0.0.1", 0))
-        yield held.getsockname()[1]
+    with socket.socket() as bound:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        bound.bind(("127.0.0.1", 0))
+        yield bound.getsockname()[1]
 
 
 def run(function: Callable[..., Any], count: int, *args: Any, devices: int = 1, seconds: float = 240) -> list[Any]:

@@ -62,7 +62,7 @@ def quantized(source: str, out: str, max_file_bytes: int, dies_at: int = -1) -> 
     """One process: what it did, and how much of the checkpoint the kernel has mapped for it.
 
     Args:
-        source: the checkpoint; `{}` stands for the index of the process.
+        source: the checkpoint; with the index of the process in place of `{}`.
         out: the output.
         max_file_bytes: the limit of a tensor file.
         dies_at: the number of the tensor after which process 1 dies.
@@ -237,6 +237,23 @@ def test_a_source_that_changed_is_read_again(tmp_path, monkeypatch):
     stop_before_the_end(model, plan, tmp_path / "out", monkeypatch)
     os.utime(source, ns=(0, 0))
     assert sorted(tensors_made(model, plan, tmp_path / "out")) == sorted(model.info)
+
+
+def failing(source: str, out: str) -> str:
+    """One process's error: process 1 does not see the working directory of process 0."""
+    model, plan = opened(Path(source))
+    path = Path(out) / str(jax.process_index()) / "model"
+    with pytest.raises(QuantError) as refusal:
+        quantize_distributed(model, plan, path)
+    return str(refusal.value)
+
+
+@pytest.mark.slow
+def test_an_output_that_is_not_shared(tmp_path):
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors")
+    zero, one = cluster.run(failing, 2, str(source), str(tmp_path))
+    assert zero.startswith("process 1 of 2 failed: QuantError: ") and one in zero
+    assert "which process 0 made, is not there; write to a file system that all share" in one
 
 
 def test_nan_is_refused_and_nothing_is_written(tmp_path):

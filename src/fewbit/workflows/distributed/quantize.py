@@ -81,7 +81,9 @@ def quantize_distributed(
         with all_or_none():
             if not folder.path.is_dir():
                 raise QuantError(f"{folder.path}, which process 0 made, is not there; write to a file system that all share")
-            for i in _missing_parts(folder.path, parts, job):
+        missing = _missing_parts(folder.path, parts, job)
+        with all_or_none():
+            for i in missing:
                 _write_part(_part_path(folder.path, i), parts[i], model, plan, job, on_tensor)
         with all_or_none():
             facts = [read_manifest(_part_path(folder.path, i)).facts for i in range(len(parts))]
