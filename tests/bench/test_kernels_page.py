@@ -133,6 +133,19 @@ def tpu_ragged() -> Iterator[Row]:
         yield str(m), str(old["experts"]), *map(str, (*of_v5e, pro["memory_us"], new["memory_us"], new["dense_memory_us"]))
 
 
+def blocks() -> Iterator[Row]:
+    levels = saved("blocks-avx2"), saved("blocks")
+    for name in dict.fromkeys(r["scheme"] for r in levels[0]):
+        cells = [one(rows, what=f"{name} [K, N]", m=m) for rows in levels for m in (1, 4, 64)]
+        cells += [one(rows, what=f"{name}, 8 experts, 16 rows each") for rows in levels]
+        yield name, *(f"{r['of_float32']:.2f}" for r in cells)
+
+
+def encoder_activations() -> Iterator[Row]:
+    for r in saved("encoder_activations"):
+        yield r["recipe"], *(f"{r[f'{which}_{kind}']:.4f}" for which in ("mean", "least") for kind in ("float32", "int8"))
+
+
 def activations() -> Iterator[Row]:
     for r in saved("activations"):
         cells = [f"{r[f'perplexity_{kind}']:.2f}" for kind in ("float32", "int8")]
@@ -186,7 +199,9 @@ FILES: dict[str, tuple[str, Callable[[], Iterator[Row]]]] = {
     "layouts": ("weight, tiles along the outputs", layouts),
     "experts": ("8 experts of 1024 x 1024, rows", experts),
     "integers": ("weight | 16 rows, of XLA's int8", integers),
+    "blocks": ("int8 `x`, blocks, `x @ w`", blocks),
     "activations": ("recipe | perplexity, float32", activations),
+    "encoder_activations": ("MiniLM, recipe", encoder_activations),
     "attention": ("one layer", attention),
     "generation": ("work | fewbit, tokens/s", generation),
     "goals": ("work | AVX2 | AVX-512", goals),
