@@ -1,6 +1,6 @@
 """What each method costs SmolLM2 in quality, scheme by scheme, against the float model.
 
-    python -m bench.methods [--model smollm2] [--schemes int4_g64,nf4] [--methods rtn,gptq] [--save]
+    python -m bench.methods [--model smollm2] [--schemes int4_g64,nf4] [--methods rtn,gptq,awq,awq+gptq] [--save methods]
 
 The weights of SmolLM2 are Q4_1 in its package, so its residual stream is rotated first (`fewbit quantize --rotate`): that is the
 same network, and its weights lie on no grid. Perplexity and KL divergence are those of `fewbit eval` on a text that no method
@@ -19,8 +19,17 @@ import jax
 from fewbit import methods
 from fewbit.array.qarray import QArray
 from fewbit.cli.progress import peak_memory
-from fewbit.recipe.method import AbstractMethod
-from fewbit.workflows import calibrated_weights, calibration_data, evaluate, load, plan_model, quantized_tensors, rotated
+from fewbit.workflows import (
+    calibrated_scales,
+    calibrated_weights,
+    calibration_data,
+    evaluate,
+    load,
+    plan_model,
+    quantized_tensors,
+    rotated,
+    scaled_model,
+)
 from fewbit.workflows.model import Model
 
 from .facts import headline, save
@@ -34,35 +43,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.methods", description="quality by method and scheme")
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--schemes", default=",".join(SCHEMES))
-    parser.add_argument("--methods", default=",".join(methods.METHODS))
+    parser.add_argument("--methods", default="rtn,gptq,awq,awq+gptq")
     parser.add_argument("--tokens", type=int, default=8192, help="of the text that is evaluated")
-    parser.add_argument("--save", action="store_true", help="write bench/results/methods.json")
+    parser.add_argument("--save", metavar="NAME", help="write bench/results/NAME.json")
     options = parser.parse_args()
     print(headline(PACKAGES))
     model, rows = rotated(load(options.model)), []
     for scheme in options.schemes.split(","):
         for name in options.methods.split(","):
-            rows.append(measured(model, scheme, methods.method(name), options.tokens))
+            rows.append(measured(model, scheme, name, options.tokens))
             print(rows[-1]["text"], flush=True)
     if options.save:
-        save("methods", PACKAGES, model=options.model, tokens=options.tokens, rows=rows)
+        save(options.save, PACKAGES, model=options.model, tokens=options.tokens, rows=rows)
     return 0
 
 
-def measured(model: Model, scheme: str, method: AbstractMethod, tokens: int) -> dict[str, Any]:
+def measured(reference: Model, scheme: str, name: str, tokens: int) -> dict[str, Any]:
     """The quality of one scheme by one method."""
-    plan, start = plan_model(model, recipe=scheme), time.perf_counter()
+    plan, start = plan_model(reference, recipe=scheme), time.perf_counter()
+    (scaling, method), model = methods.scaled_method(name), reference
     found: Mapping[str, QArray] = {}
+    if scaling is not None:
+        model = scaled_model(model, plan, calibrated_scales(model, plan, scaling, calibration_data(model)))
     if method.collect:
         found = calibrated_weights(model, plan, method, calibration_data(model), fused={})
     values = {result.path: jax.block_until_ready(value) for value, result in quantized_tensors(model, plan, {}, found)}
     seconds = time.perf_counter() - start
-    quality = evaluate(dataclasses.replace(model, load=values.__getitem__), against=model, tokens=tokens)
+    quality = evaluate(dataclasses.replace(model, load=values.__getitem__), against=reference, tokens=tokens)
     assert quality.against is not None
     divergence, peak = quality.against.kl, peak_memory()
     row = {
         "scheme": scheme,
-        "method": method.name,
+        "method": name,
         "bits": plan.bits_per_weight,
         "perplexity": quality.perplexity.value,
         "reference": quality.against.reference.value,
@@ -72,9 +84,7 @@ def measured(model: Model, scheme: str, method: AbstractMethod, tokens: int) -> 
         "seconds": seconds,
         "peak_bytes": peak,
     }
-    text = (
-        f"{scheme:9} {method.name:5} {row['bits']:.3f} bits  perplexity {row['perplexity']:8.3f} of {row['reference']:.3f}  "
-    )
+    text = f"{scheme:9} {name:8} {row['bits']:.3f} bits  perplexity {row['perplexity']:8.3f} of {row['reference']:.3f}  "
     text += f"KL {row['kl']:.4f} ± {row['kl_error']:.4f}  top-1 {100 * row['top1']:.2f} %  {seconds:.0f} s"
     return row | {"text": text}
 

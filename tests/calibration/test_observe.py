@@ -7,6 +7,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.calibration import EMARange, MinMaxRange, PercentileRange
+from fewbit.calibration.measure import STATISTICS
 
 RECIPE = fb.Recipe((fb.Rule(".*", fb.Policy("int8", "int8")),))
 
@@ -99,18 +100,20 @@ def test_calls_loops_and_branches():
     np.testing.assert_allclose(stats["v"].range.high, amax(inputs[3]), rtol=1e-6)
 
 
-def test_hessians_of_the_groups_of_a_ragged_product():
+def test_statistics_of_the_groups_of_a_ragged_product():
     x, sizes = normal(9, 4), jnp.array([4, 0, 3], jnp.int32)  # two rows belong to no group
 
     def routed(w, x):
         return jax.lax.ragged_dot(x, w, sizes)
 
     recipe = fb.Recipe((fb.Rule(".*", "int8"),))
-    stats = fb.observe(routed, normal(3, 4, 5, seed=1), [x, x], recipe, collect=("hessian", "squares"))
+    stats = fb.observe(routed, normal(3, 4, 5, seed=1), [x, x], recipe, collect=STATISTICS[1:])
     (seen,) = stats.observations.values()
     parts = [np.asarray(x[:4]), np.zeros((0, 4)), np.asarray(x[4:7])]
     np.testing.assert_allclose(seen.hessian, [2 * part.T @ part for part in parts], rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(seen.squares, [2 * np.square(part).sum(0) for part in parts], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(seen.abssum, [2 * np.abs(part).sum(0) for part in parts], rtol=1e-5)
+    np.testing.assert_array_equal(seen.absmax, [np.abs(part).max(0, initial=0) for part in parts])
     assert seen.count.tolist() == [8, 0, 6]
 
 
@@ -130,12 +133,13 @@ def test_hessians_and_channels():
         return jnp.einsum("etk,ekn->etn", x, params["e"]), jnp.einsum("eab,abn->en", x[:, :2, :4], params["m"])
 
     w, x = {"e": normal(2, 8, 4), "m": normal(2, 4, 3)}, normal(2, 6, 8, seed=1)
-    stats = fb.observe(experts, w, [x, x], RECIPE, collect=("hessian", "squares", "absmax"))
+    stats = fb.observe(experts, w, [x, x], RECIPE, collect=STATISTICS[1:])
     for name in w:
         diagonal = np.diagonal(stats[name].hessian, axis1=-2, axis2=-1)
         np.testing.assert_allclose(stats[name].squares, diagonal, rtol=1e-5)
     np.testing.assert_allclose(stats["e"].hessian, 2 * np.einsum("etk,etl->ekl", x, x), rtol=1e-5, atol=1e-5)
-    np.testing.assert_array_equal(stats["e"].absmax, amax(x, (0, 1)))
+    np.testing.assert_array_equal(stats["e"].absmax, amax(x, 1))
+    np.testing.assert_allclose(stats["e"].abssum, 2 * np.abs(x).sum(1), rtol=1e-5)
     flat = np.asarray(x[:, :2, :4]).reshape(2, 8)
     np.testing.assert_allclose(stats["m"].hessian, 2 * flat.T @ flat, rtol=1e-5, atol=1e-5)
     assert stats["e"].range is None and stats["e"].count == 12

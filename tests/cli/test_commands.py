@@ -162,6 +162,20 @@ def test_an_importance_matrix(model, tmp_path):
 
 
 @needs_tokenizers
+def test_quantize_with_scaled_inputs(model, tmp_path):
+    calibration = ["--calibration-text", text_file(tmp_path), "--calibration-windows", 2, "--calibration-window", 8]
+    result = run(
+        "quantize", model, "-o", tmp_path / "q", "-r", "w8a8", "--method", "smoothquant", *calibration, "--no-check"
+    )
+    assert "note: smoothquant scales the inputs of 21 of 21 quantized weights" in result.stdout
+    assert "divided by the smoothquant scales of q, k, v" in result.stderr
+    facts = io.read(tmp_path / "q").facts
+    assert facts["scaling"]["name"] == "smoothquant" and "method" not in facts
+    refused = run("plan", model, "--bits", 5, "--candidates", "int4,int8", "--method", "awq", status=2).stderr
+    assert "awq changes the weights; plan with --method rtn or gptq" in refused
+
+
+@needs_tokenizers
 def test_a_plan_for_a_number_of_bits(model, tmp_path, monkeypatch):
     monkeypatch.setattr("fewbit.cli.quantize_report.SENSITIVITY_WINDOWS", 8)
     saved, budget = tmp_path / "plan.json", ["--bits", 7, "--candidates", "int8,int4"]

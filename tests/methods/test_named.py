@@ -3,7 +3,7 @@
 import pytest
 
 import fewbit as fb
-from fewbit.methods import METHODS, method
+from fewbit.methods import METHODS, SCALINGS, method, scaled_method
 
 
 def test_every_method_has_its_name():
@@ -11,3 +11,17 @@ def test_every_method_has_its_name():
     assert method("rtn") == fb.methods.RTN()
     with pytest.raises(fb.QuantError, match="unknown method 'gptw'; did you mean 'gptq'"):
         method("gptw")
+
+
+def test_a_scaling_goes_with_any_method():
+    assert scaled_method("gptq") == (None, fb.methods.GPTQ())
+    assert scaled_method("awq") == (fb.methods.AWQScaling(), fb.methods.AWQ())
+    for name in SCALINGS:
+        scaling, _ = scaled_method(name)
+        assert scaling is not None and scaling.name == name
+        for codes in METHODS:
+            assert scaled_method(f"{name}+{codes}") == (scaling, method(codes))
+    with pytest.raises(fb.QuantError, match="unknown method 'smothquant'; did you mean 'smoothquant'"):
+        scaled_method("smothquant")
+    with pytest.raises(fb.QuantError, match=r"unknown method 'gptw'"):
+        scaled_method("awq+gptw")

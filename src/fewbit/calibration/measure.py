@@ -1,4 +1,4 @@
-"""Statistics of activations: range, channel amax and squares, second moments."""
+"""Statistics of activations: range, magnitudes and squares of channels, second moments."""
 
 import dataclasses
 import math
@@ -13,8 +13,8 @@ from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.observe import AbstractMeasure, ProductOperand
 from .ranges import AbstractRange, RangeState
 
-Statistic = Literal["range", "absmax", "squares", "hessian", "cross"]
-STATISTICS = ("range", "absmax", "squares", "hessian")
+Statistic = Literal["range", "absmax", "abssum", "squares", "hessian", "cross"]
+STATISTICS = ("range", "absmax", "abssum", "squares", "hessian")
 
 
 @jax.tree_util.register_dataclass
@@ -23,23 +23,25 @@ class Observation:
     """The statistics of the other operand in the products of one parameter.
 
     Statistics that were not collected are None; stacked layers add a leading axis. With the vectors `x` that the product
-    contracts, `K` elements each, in the order of the weight's axes:
+    contracts, `K` elements (channels) each, in the order of the weight's axes, and an axis `B` for each batch axis of the product
+    and for the groups (experts) of a ragged product:
 
     Attributes:
         range: the range of all elements.
-        absmax: `[K]`, the amax of each element (channel).
+        absmax: `[*B, K]`, the amax of each channel.
+        abssum: `[*B, K]`, the sum of `|x|`, float32.
         squares: `[*B, K]`, the sum of `x**2`, float32: the diagonal of the Hessian.
-        hessian: `[*B, K, K]`, the sum of `x x^T`, float32, with an axis for each batch axis of the product, and for the groups
-            (experts) of a ragged product.
+        hessian: `[*B, K, K]`, the sum of `x x^T`, float32.
         cross: `[*B, K, K]`, the sum of `f x^T` with the same inputs `f` of the float model, where `x` are those of a quantized
             one: what `workflows.calibrated_weights` collects for QEP. None for ragged products.
-        count: the number of vectors for each element of these axes, float32: one number, or `[G]` for groups; None without
-            `squares` and `hessian`.
+        count: the number of vectors for each element of these axes, float32: one number, or `[G]` for groups; None with a
+            range alone.
     """
 
     # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
     range: Any = None
     absmax: Any = None
+    abssum: Any = None
     squares: Any = None
     hessian: Any = None
     cross: Any = None
@@ -88,14 +90,10 @@ class Measure(AbstractMeasure):
         found: dict[str, Any] = {}
         if "range" in self.collect:
             found["range"] = self.rule.init(x.shape).update(x)
-        if "absmax" in self.collect:
-            vectors = _vectors(operand, x, "absmax")
-            found["absmax"] = jnp.max(jnp.abs(vectors), axis=tuple(range(vectors.ndim - 1)))  # [K]
-        if "squares" in self.collect:
-            vectors = _vectors(operand, x, "squares")
-            found["squares"], found["count"] = _sums_of_squares(vectors, operand.group_sizes)
-        if "hessian" in self.collect:
-            found["hessian"], found["count"] = _second_moments(_vectors(operand, x, "hessian"), operand.group_sizes)
+        for name, statistic in _OF_VECTORS.items():
+            if name in self.collect:
+                vectors, sizes = _vectors(operand, x, name), operand.group_sizes
+                found[name], found["count"] = statistic(vectors, sizes), _count(vectors, sizes)
         return Observation(**found)
 
     def of_both(self, left: jax.Array, right: jax.Array) -> ProductObservation:
@@ -105,7 +103,7 @@ class Measure(AbstractMeasure):
         self, earlier: Observation | ProductObservation, later: Observation | ProductObservation
     ) -> Observation | ProductObservation:
         joins: dict[str, Callable[..., object]] = dict.fromkeys(("range", "left", "right"), RangeState.merge)
-        joins |= {"absmax": jnp.maximum, "squares": jnp.add, "hessian": jnp.add, "cross": jnp.add, "count": jnp.add}
+        joins |= {"absmax": jnp.maximum, **dict.fromkeys(("abssum", "squares", "hessian", "cross", "count"), jnp.add)}
         states = vars(earlier).items()
         return dataclasses.replace(
             earlier, **{name: joins[name](x, getattr(later, name)) for name, x in states if x is not None}
@@ -140,31 +138,47 @@ def cross_moments(inputs: jax.Array | None, quantized: jax.Array | None) -> jax.
     return jnp.einsum("...tk,...tl->...kl", inputs, quantized, precision="highest")
 
 
-def _sums_of_squares(vectors: jax.Array, group_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The sum of `x**2` over the vectors of each group, and their number."""
-    squares = jnp.square(vectors)
+def _amax(vectors: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
+    """The largest magnitude of each channel; 0 for a group without vectors."""
     if group_sizes is None:
-        return jnp.sum(squares, axis=-2), jnp.float32(vectors.shape[-2])
-    _check_groups(vectors, group_sizes, "squares")
-    sums = jax.lax.ragged_dot_general(
-        squares, jnp.ones((len(squares), 1), jnp.float32), group_sizes, _BY_GROUP, precision=jax.lax.Precision.HIGHEST
-    )
-    return sums[..., 0], group_sizes.astype(jnp.float32)
+        return jnp.max(jnp.abs(vectors), axis=-2)
+    largest = jax.ops.segment_max(jnp.abs(vectors), _group_of_each(vectors, group_sizes), len(group_sizes))
+    return jnp.maximum(largest, 0)
 
 
-def _second_moments(vectors: jax.Array, group_sizes: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """The sum of `x x^T` over the vectors of each group, and their number."""
+def _sum(x: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
+    """The sum over the vectors of each group."""
     if group_sizes is None:
-        return jnp.einsum("...tk,...tl->...kl", vectors, vectors, precision="highest"), jnp.float32(vectors.shape[-2])
-    _check_groups(vectors, group_sizes, "hessian")
-    sums = jax.lax.ragged_dot_general(vectors, vectors, group_sizes, _BY_GROUP, precision=jax.lax.Precision.HIGHEST)
-    return sums, group_sizes.astype(jnp.float32)
+        return jnp.sum(x, axis=-2)
+    return jax.ops.segment_sum(x, _group_of_each(x, group_sizes), len(group_sizes))
 
 
-def _check_groups(vectors: jax.Array, group_sizes: jax.Array, statistic: Statistic) -> None:
-    """Refuses a ragged product with batch axes."""
-    if vectors.ndim != 2 or group_sizes.ndim != 1:
-        raise UnsupportedError(f"{statistic} is not collected for a ragged product with batch axes; remove it from collect")
+def _second_moments(vectors: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
+    """The sum of `x x^T` over the vectors of each group."""
+    if group_sizes is None:
+        return jnp.einsum("...tk,...tl->...kl", vectors, vectors, precision="highest")
+    return jax.lax.ragged_dot_general(vectors, vectors, group_sizes, _BY_GROUP, precision=jax.lax.Precision.HIGHEST)
+
+
+def _count(vectors: jax.Array, group_sizes: jax.Array | None) -> jax.Array:
+    """The number of vectors of each group."""
+    if group_sizes is None:
+        return jnp.float32(vectors.shape[-2])
+    return group_sizes.astype(jnp.float32)
+
+
+def _group_of_each(vectors: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """The group of each vector; the number of groups for those after the last one."""
+    return jnp.searchsorted(jnp.cumsum(group_sizes), jnp.arange(len(vectors)), side="right")
+
+
+_OF_VECTORS: dict[Statistic, Callable[[jax.Array, jax.Array | None], jax.Array]] = {
+    "absmax": _amax,
+    "abssum": lambda vectors, sizes: _sum(jnp.abs(vectors), sizes),
+    "squares": lambda vectors, sizes: _sum(jnp.square(vectors), sizes),
+    "hessian": _second_moments,
+}
+"""The statistics of the vectors that a product contracts."""
 
 
 _BY_GROUP = jax.lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), lhs_ragged_dimensions=(0,), rhs_group_dimensions=())
@@ -177,7 +191,9 @@ def _vectors(operand: ProductOperand, x: jax.Array, statistic: Statistic) -> jax
         raise UnsupportedError(
             f"{statistic} is not collected for a convolution; remove it from collect, or exclude the parameter"
         )
-    batch = operand.batch
+    batch, sizes = operand.batch, operand.group_sizes
+    if sizes is not None and (batch or x.ndim != 2 or sizes.ndim != 1):
+        raise UnsupportedError(f"{statistic} is not collected for a ragged product with batch axes; remove it from collect")
     others = [axis for axis in range(x.ndim) if axis not in (*batch, *operand.contracted)]
     lengths = [x.shape[axis] for axis in batch]
     size = math.prod(x.shape[axis] for axis in operand.contracted)

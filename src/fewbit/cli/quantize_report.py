@@ -13,7 +13,7 @@ import jax
 from ..array import scheme
 from ..errors import QuantError, UnsupportedError
 from ..evaluate.report.page import save_page
-from ..methods import IMatrix, method
+from ..methods import AbstractScaling, IMatrix, scaled_method
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from ..workflows.convert.targets import default_candidates, refusals
@@ -82,10 +82,11 @@ def can_evaluate(model: Model) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class ChosenMethod:
-    """A method, and what it learns from, if it needs anything."""
+    """A method, a scaling of inputs that is folded first, and what they learn from, if they need anything."""
 
     method: AbstractMethod = NEAREST
     calibration: CalibrationData | ImportanceFile | None = None
+    scaling: AbstractScaling | None = None
 
 
 def chosen_method(
@@ -99,24 +100,30 @@ def chosen_method(
     imatrix: Path | None = None,
     unseen: str | None = None,
 ) -> ChosenMethod:
-    """The method of that name, with what it learns from: an importance matrix, or a text (which `--bits` reads, too)."""
-    chosen = method(name)
+    """The method and the scaling of that name, with what they learn from: an importance matrix, or a text (of `--bits`, too)."""
+    scaling, chosen = scaled_method(name)
+    if bits is not None and scaling is not None:
+        raise QuantError(
+            f"--bits estimates what errors of the weights cost, and {name} changes the weights; plan with --method rtn or gptq, "
+            f"then fewbit quantize --plan PLAN --method {name}"
+        )
     if bits is not None and not chosen.collect:
         text = None
     if imatrix is not None:
-        if chosen.collect != IMatrix.collect:
+        if scaling is not None or chosen.collect != IMatrix.collect:
             raise QuantError(f"--imatrix is for --method imatrix, not {name}; change one of the two")
         if (text, windows, window) != (None, None, None):
             raise QuantError("--imatrix takes the place of the calibration text; drop it or the options --calibration-*")
         return ChosenMethod(chosen, ImportanceFile.read(imatrix))
-    if chosen.collect:
-        return ChosenMethod(
-            chosen, calibration_data(model, text, windows=windows or WINDOWS, window=window, unseen_experts=unseen)
-        )
+    if chosen.collect or scaling is not None:
+        data = calibration_data(model, text, windows=windows or WINDOWS, window=window, unseen_experts=unseen)
+        return ChosenMethod(chosen, data, scaling)
     given = {"--calibration-text": text, "--calibration-windows": windows, "--calibration-window": window}
     given["--unseen-experts"] = unseen
     if named := [option for option, value in given.items() if value is not None]:
-        raise QuantError(f"{named[0]} is for a method that learns from a text, and {name} does not; add --method gptq")
+        raise QuantError(
+            f"{named[0]} is for a method that learns from a text, and {name} does not; add --method gptq or awq"
+        )
     return ChosenMethod(chosen)
 
 
@@ -199,12 +206,13 @@ def with_bits(
 
 def with_counted_experts(model: Model, made: Plan, chosen: ChosenMethod) -> Plan:
     """The plan with the tokens that the calibration data routes to each expert, with progress."""
-    assert chosen.calibration is not None
+    data = chosen.calibration
+    assert isinstance(data, CalibrationData)
     with progress_bar("counting the tokens of experts", 1) as bar:
         inputs = measured_inputs(
-            model, chosen.calibration, progress=lambda done, layers: bar.advance(done / layers, f"{done}/{layers} layers")
+            model, data, progress=lambda done, layers: bar.advance(done / layers, f"{done}/{layers} layers")
         )
-    return with_expert_tokens(made, inputs, chosen.calibration.unseen_experts)
+    return with_expert_tokens(made, inputs, data.unseen_experts)
 
 
 def written(
@@ -218,7 +226,7 @@ def written(
     chosen: ChosenMethod = ChosenMethod(),
 ) -> Outcome:
     """Writes the directory, with progress and a log line per tensor."""
-    total = sum(row.bytes_before for row in made)
+    total, name = sum(row.bytes_before for row in made), (chosen.scaling or chosen.method).name
     is_layered = isinstance(chosen.calibration, CalibrationData)
     calibration = total if is_layered else 0  # the first half of the bar
     with progress_bar("quantizing", calibration + total) as bar, log_lines(log, bar) as log_line:
@@ -231,7 +239,7 @@ def written(
             bar.advance(calibration + read, f"{written}/{count} tensors, {read / 1e6:,.0f} MB")
 
         def on_layer(done: int, layers: int) -> None:
-            bar.advance(calibration * done / layers, f"{chosen.method.name}: {done}/{layers} layers")
+            bar.advance(calibration * done / layers, f"{name}: {done}/{layers} layers")
 
         def on_resume(finished: Sequence[TensorResult]) -> None:
             nonlocal written, read
@@ -247,6 +255,7 @@ def written(
                 to=to,
                 overwrite=overwrite,
                 method=chosen.method,
+                scaling=chosen.scaling,
                 calibration=chosen.calibration,
                 on_layer=on_layer,
                 on_tensor=on_tensor,

@@ -263,7 +263,7 @@ class _Columns:
                 return lax.dynamic_slice_in_dim(x, i, 1, axis=1)
 
             corrected = at(w) + _corrections(lax.dynamic_slice_in_dim(upper, i, 1, axis=2), errors)
-            code, value = _rounded(fmt, corrected, *jax.tree.map(at, (scale, offset)))
+            code, value = rounded(fmt, corrected, *jax.tree.map(at, (scale, offset)))
             codes = lax.dynamic_update_slice_in_dim(codes, code, i, axis=1)
             return codes, lax.dynamic_update_slice_in_dim(errors, at(original) - value, i, axis=1)
 
@@ -280,7 +280,7 @@ def _corrections(upper: Float[Array, "G J C"], errors: Float[Array, "G J N"]) ->
     return jnp.einsum("gjc,gjn->gcn", upper, errors, precision=lax.Precision.HIGHEST)
 
 
-def _rounded(fmt: AbstractFormat, w: jax.Array, scale: jax.Array, offset: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def rounded(fmt: AbstractFormat, w: jax.Array, scale: jax.Array, offset: jax.Array | None) -> tuple[jax.Array, jax.Array]:
     """The nearest codes and their values, as `quantize` computes them: a stored scale of 0 divides by 1, and decodes to 0."""
     codes = fmt.encode(in_units(w, jnp.where(scale == 0, 1.0, scale), offset))
     values = settled(fmt.decode(codes) * scale)

@@ -1,6 +1,7 @@
 """Quantizes a checkpoint into a directory, tensor by tensor."""
 
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import os
@@ -20,12 +21,14 @@ from ..io.journal import Journal
 from ..io.orbax import TREE
 from ..io.parts import FinishedParts
 from ..methods.imatrix import IMatrix
+from ..methods.scaling import AbstractScaling
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from .convert.fused import fused_rows
 from .convert.targets import Job, check_path, check_target, fused_modules, prepared, representable, write_tensors
-from .methods.calibrated import CalibrationData, calibrated_weights
+from .methods.calibrated import CalibrationData, calibrated_scales, calibrated_weights
 from .methods.experts import ExpertTokens
+from .methods.folding import scaled_model, scaled_paths
 from .methods.importance_file import ImportanceFile
 from .model import Model, Value
 from .plan import KEEP
@@ -40,6 +43,7 @@ def quantize(
     to: str = "fewbit",
     overwrite: bool = False,
     method: AbstractMethod = NEAREST,
+    scaling: AbstractScaling | None = None,
     calibration: CalibrationData | ImportanceFile | None = None,
     on_layer: Callable[[int, int], None] | None = None,
     on_tensor: Callable[[TensorResult], None] | None = None,
@@ -60,8 +64,12 @@ def quantize(
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
         method: how scales and codes are chosen. With a method that needs statistics, the source's and all quantized weights are in
             memory, unless an importance file has them.
-        calibration: what such a method learns from: a text, see `calibration_data`; or, for the method imatrix, an importance file.
-        on_layer: called with the number of layers that it has quantized, and of all layers.
+        scaling: how inputs of products are scaled first, which is folded into the model's parameters; None: they are not. The
+            losses of tensors are relative to the scaled ones.
+        calibration: what such a method and a scaling learn from: a text, see `calibration_data`; or, for the method imatrix alone,
+            an importance file.
+        on_layer: called with the number of layers that are done, and of all layers; a scaling and a method that learn from a text
+            pass them once each.
         on_tensor: called after each tensor.
         on_verify: called with the name and the bytes of each stored array that was read back.
         on_resume: called with the results of the tensors that an earlier call finished, if there are any.
@@ -77,12 +85,18 @@ def quantize(
     model = prepared(to, model)
     check_target(to, model, plan)
     check_path(to, Path(out), model, overwrite=overwrite)
-    if method.collect and calibration is None:
-        raise QuantError(f"method {method.name} needs calibration data; pass calibration=calibration_data(model)")
-    if calibration is not None and not method.collect:
+    learning = [one for one in (scaling, method) if one is not None and one.collect]
+    if learning and calibration is None:
+        raise QuantError(f"method {learning[0].name} needs calibration data; pass calibration=calibration_data(model)")
+    if calibration is not None and not learning:
         raise QuantError(f"method {method.name} uses no calibration data; leave calibration out")
     observed: Mapping[str, Observation] = {}
     if isinstance(calibration, ImportanceFile):
+        if scaling is not None:
+            raise QuantError(
+                f"{scaling.name} changes the inputs of weights, and an importance matrix is of the model as it is; pass "
+                "calibration=calibration_data(model)"
+            )
         if method.collect != IMatrix.collect:
             raise QuantError(
                 f"method {method.name} needs {', '.join(method.collect)}, and an importance matrix has squares only"
@@ -94,39 +108,52 @@ def quantize(
             on_verify(name, nbytes)
 
     start, results, tokens = time.perf_counter(), {}, list[ExpertTokens]()
-    sources: dict[str, str] = {}
-
-    def load(path: str) -> Value:
-        value = model.load(path)
-        sources[path] = value_sha256(value)
-        return value
-
-    source, fused = dataclasses.replace(model, load=load), fused_rows(model, plan, fused_modules(to))
-    facts = provenance(model, plan, {"sha256": _file_hashes(model)})
-    if method != NEAREST:
-        facts["method"] = {"name": method.name, **dataclasses.asdict(method)}
-    if calibration is not None:
-        facts["method"]["calibration"] = calibration.facts
+    fused, facts = fused_rows(model, plan, fused_modules(to)), provenance(model, plan, {"sha256": _file_hashes(model)})
+    for kind, one in (("scaling", scaling), ("method", method)):
+        if one is not None and one != NEAREST:
+            facts[kind] = {"name": one.name, **dataclasses.asdict(one)}
+            if calibration is not None and one.collect:
+                facts[kind]["calibration"] = calibration.facts
     versions = [importlib.metadata.version("fewbit"), jax.__version__]
     identity = {**facts, "plan": plan.to_json(), "to": to, "versions": versions}
     if not isinstance(calibration, CalibrationData):
         identity["source"] = model.name  # each tensor has a hash in the journal, so that one can be repaired
     with Journal(out, identity) as journal:
-        calibrated: Mapping[str, QArray] = {}
+        scaled, calibrated = dict[str, str](), dict[str, QArray]()
         if isinstance(calibration, CalibrationData):
-            parts = FinishedParts(journal)
-            calibrated = calibrated_weights(
-                model, plan, method, calibration, fused=fused, parts=parts, progress=on_layer, on_experts=tokens.append
-            )
+            passes, parts = iter(_passes(len(learning), on_layer)), FinishedParts(journal)
+            if scaling is not None:
+                scales = calibrated_scales(model, plan, scaling, calibration, parts=parts, progress=next(passes))
+                model, scaled = scaled_model(model, plan, scales), scaled_paths(model, plan, scaling, scales)
+            if method.collect:
+                calibrated = calibrated_weights(
+                    model,
+                    plan,
+                    method,
+                    calibration,
+                    fused=fused,
+                    parts=parts,
+                    progress=next(passes),
+                    on_experts=tokens.append,
+                )
         if tokens:
             facts["method"]["expert_tokens"] = {layer.path: list(layer.counts) for layer in tokens}
-        earlier = _earlier_results(journal, load, sources)
+        sources: dict[str, str] = {}
+
+        def load(path: str) -> Value:
+            value = model.load(path)
+            sources[path] = value_sha256(value)
+            return value
+
+        source, earlier = dataclasses.replace(model, load=load), _earlier_results(journal, load, sources)
 
         def tensors(finished: frozenset[str]) -> Iterator[tuple[str, Value]]:
             results.update({path: result for path, result in earlier.items() if path in finished})
             if results and on_resume is not None:
                 on_resume(tuple(results.values()))
-            for value, result in quantized_tensors(source, plan, fused, calibrated, method, observed, finished, tokens):
+            for value, result in quantized_tensors(
+                source, plan, fused, calibrated, method, observed=observed, finished=finished, tokens=tokens, scaled=scaled
+            ):
                 needed = {result.path, *(row.path for row in fused.get(result.path, ()))} & set(sources)
                 journal.note({"row": result.to_json(), "sources": {path: sources[path] for path in needed}})
                 yield result.path, representable(to, value) if result.is_quantized else value
@@ -139,6 +166,16 @@ def quantize(
         journal.remove()
     ordered = tuple(results[row.path] for row in plan if row.path in results)
     return outcome(model, written, ordered, time.perf_counter() - start)
+
+
+def _passes(count: int, on_layer: Callable[[int, int], None] | None) -> list[Callable[[int, int], None]]:
+    """The progress of each of several passes over the layers, as that of one."""
+
+    def progress(index: int, done: int, layers: int) -> None:
+        if on_layer is not None:
+            on_layer(index * layers + done, count * layers)
+
+    return [functools.partial(progress, index) for index in range(count)]
 
 
 def outcome(model: Model, written: Path, results: Sequence[TensorResult], seconds: float) -> Outcome:

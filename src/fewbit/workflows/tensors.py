@@ -42,6 +42,7 @@ class TensorResult:
         seconds: how long it took.
         method: the name of the method that chose its codes, if it was quantized.
         tokens: the tokens of the calibration data that its expert got, or each of its experts; empty for other weights.
+        scaled: what scales that were folded did to it; empty: nothing.
     """
 
     path: str
@@ -54,16 +55,19 @@ class TensorResult:
     seconds: float
     method: str = "rtn"
     tokens: tuple[int, ...] = ()
+    scaled: str = ""
 
     def __str__(self) -> str:
         shape = "x".join(map(str, self.shape)) or "scalar"
-        quality = "unchanged" if self.sqnr_db is None else f"{self.sqnr_db:.2f} dB"
+        quality = f"{self.sqnr_db:.2f} dB" if self.sqnr_db is not None else "unchanged"
+        if self.sqnr_db is None and self.scaled:
+            quality = "float"
         sizes = f"{self.bytes_before:,} -> {self.bytes_after:,} bytes"
         scheme = self.scheme if self.method == "rtn" else f"{self.scheme} by {self.method}"
-        tokens = ""
+        words = [self.path, shape, scheme, quality, *filter(None, [self.scaled]), sizes, f"{self.seconds:.2f} s"]
         if self.tokens:
-            tokens = "  " + " to ".join(f"{count:,}" for count in sorted({min(self.tokens), max(self.tokens)})) + " tokens"
-        return f"{self.path}  {shape}  {scheme}  {quality}  {sizes}  {self.seconds:.2f} s{tokens}"
+            words.append(" to ".join(f"{count:,}" for count in sorted({min(self.tokens), max(self.tokens)})) + " tokens")
+        return "  ".join(words)
 
     def to_json(self) -> dict[str, Any]:
         """The JSON form; an infinite SQNR, which JSON lacks, is text."""
@@ -132,6 +136,7 @@ def quantized_tensors(
     observed: Mapping[str, Observation] = types.MappingProxyType({}),
     finished: Collection[str] = frozenset(),
     tokens: Iterable[ExpertTokens] = (),
+    scaled: Mapping[str, str] = types.MappingProxyType({}),
 ) -> Iterator[tuple[Value, TensorResult]]:
     """Quantizes the parameters of a model, in the order of the plan.
 
@@ -144,6 +149,7 @@ def quantized_tensors(
         observed: the statistics of other weights, for a method that needs some.
         finished: the paths of parameters that are left out.
         tokens: the tokens of the experts of each layer in its calibration data.
+        scaled: what scales that were folded into the model did to its parameters, by path.
 
     Returns:
         An iterator of the values and their results.
@@ -171,6 +177,8 @@ def quantized_tensors(
             sqnr = sqnr_db(jnp.asarray(x), value)
         else:
             value, sqnr = _converted(stored, x, row, model.info[row.path], method, observed.get(row.path))
+        if row.path in scaled and isinstance(value, QArray):
+            value = value.astype(row.dtype.replace("float64", "float32"))  # it was scaled in float32
         seconds = time.perf_counter() - start
         scheme = value.scheme.name if isinstance(value, QArray) else np.dtype(value.dtype).name
         before = model.info[row.path].nbytes
@@ -178,7 +186,7 @@ def quantized_tensors(
         chosen_by = method.name if is_chosen else NEAREST.name
         seen = tuple(count for layer in layers for count in layer.of(row.path))
         measured = (sqnr is not None, sqnr, before, int(value.nbytes), seconds)
-        yield value, TensorResult(row.path, row.shape, scheme, *measured, chosen_by, seen)
+        yield value, TensorResult(row.path, row.shape, scheme, *measured, chosen_by, seen, scaled.get(row.path, ""))
 
 
 def _float_values(stored: Value, row: PlanRow) -> np.ndarray | jax.Array:

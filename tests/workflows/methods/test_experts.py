@@ -15,7 +15,7 @@ from fewbit.calibration.range_rules import AbsMaxRange
 from fewbit.io.checkpoint import TensorInfo
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
-from fewbit.workflows.methods.calibrated import CalibrationData, calibrated_weights, calibration_data, float_statistics
+from fewbit.workflows.methods.calibrated import CalibrationData, calibrated_weights, calibration_data, float_layers
 from fewbit.workflows.methods.experts import ExpertTokens, with_unseen_experts
 from fewbit.workflows.model import Model
 from tests.nets.random_decoder import FEATURES, OTHERS
@@ -143,10 +143,11 @@ def test_policies_on_a_trained_mixture(tmp_path):
     model = trained_model(tmp_path)
     rows = quantized_rows(workflows.plan_model(model, recipe="int3_g32"))
     data, losses = CalibrationData("pydoc", character_windows(32, seed=5)), {"nearest": 0.0, "share": 0.0, "its own": 0.0}
-    for index, stats in float_statistics(model, data, MEASURE, lambda path: path.startswith("mlp/experts/")):
+    for layer in float_layers(model, data):
+        stats = layer.statistics(MEASURE, [path for path in layer.paths if "/mlp/experts/" in path])
         for number in range(MIXTURE.experts.count):
             for name, own in ((path.split("/")[-1], one) for path, one in stats.items()):
-                row = rows[f"layers/{index}/mlp/experts/{number}/{name}"]
+                row = rows[f"{layer.prefix}mlp/experts/{number}/{name}"]
                 without = dataclasses.replace(own, hessian=own.hessian.at[number].set(0), count=own.count.at[number].set(0))
                 shared = with_unseen_experts({"x": without}, MEASURE, "share", "")[0]["x"]
                 for policy, seen in (("nearest", None), ("share", shared), ("its own", own)):

@@ -138,6 +138,7 @@ def quantize(
     from ...evaluate.report.page import check_page_path
     from ...workflows.convert.targets import check_path, check_target, fitted, prepared
     from ...workflows.load import load
+    from ...workflows.methods.folding import with_scaling
     from ..console import emit_json, say
     from ..quantize_report import (
         can_evaluate,
@@ -188,6 +189,8 @@ def quantize(
     if bits is not None:
         made = with_bits(source, made, bits, candidates, chosen, calibration_text, to)
         check_target(to, source, made)
+    if chosen.scaling is not None:
+        made = with_scaling(made, source, chosen.scaling)
     if not json and is_first:
         say("\n".join(plan_lines(source, made, full=full)))
     if dry_run and json:

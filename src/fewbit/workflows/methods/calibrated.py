@@ -24,11 +24,11 @@ from ...calibration.measure import Inputs, Measure, Observation, Statistic, cros
 from ...calibration.range_rules import AbsMaxRange
 from ...errors import QuantError
 from ...io.parts import FinishedParts
+from ...methods.scaling import AbstractScaling, ScaledProduct
 from ...models.config import DecoderConfig
 from ...models.decoder import embedded, layer_output, output_logits
 from ...models.installed import calibration_text
 from ...models.joined import stack_experts
-from ...models.names import params_from_paths
 from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, observed
 from ...ops.interpret.parameter_uses import parameter_paths
 from ...ops.interpret.transparent import evaluated, transparent
@@ -37,8 +37,9 @@ from ...recipe.plan import Plan
 from ...recipe.quantize_row import quantize_row
 from ...recipe.rows import PlanRow
 from ..convert.fused import quantized_together
-from ..model import Model, decoded, is_kept
+from ..model import Model, Value, decoded, is_kept
 from .experts import ExpertTokens, check_unseen, with_unseen_experts
+from .folding import scaled_inputs
 
 WINDOWS = 128
 WINDOW = 256
@@ -123,6 +124,60 @@ def calibration_data(
     return CalibrationData(found.name, rows, unseen_experts or "nearest")
 
 
+def calibrated_scales(
+    model: Model,
+    plan: Plan,
+    scaling: AbstractScaling,
+    data: CalibrationData,
+    *,
+    parts: FinishedParts | None = None,
+    progress: Progress | None = None,
+) -> dict[str, np.ndarray]:
+    """The scales of the inputs of a decoder's products, for `scaled_model`.
+
+    The inputs are those of the float model, as in the AWQ and SmoothQuant papers, so that the scales of a layer do not depend on how
+    others are quantized.
+
+    Args:
+        model: a model that can be run.
+        plan: its plan.
+        scaling: the scaling.
+        data: the calibration data.
+        parts: as in `calibrated_weights`.
+        progress: likewise.
+
+    Returns:
+        The scales by the name of the input; none for experts that are rounded to nearest because no token was routed to them.
+
+    Raises:
+        QuantError: as in `calibrated_weights`.
+        UnsupportedError: when the model cannot be run.
+    """
+    inputs, policies = scaled_inputs(model, plan), {row.path: row.policy for row in plan if row.policy is not None}
+    readers = {part.path for one in inputs for part in one.readers if part.path in policies}
+    measure, found = Measure(AbsMaxRange(), scaling.collect), {}  # type: ignore[arg-type]
+    for layer in float_layers(model, data, progress):
+        values: dict[str, Any] | None = None
+        if parts is not None:
+            values = parts.load(f"scales-{layer.index}")
+        if values is None:
+            values, observed = {}, layer.statistics(measure, readers, data.unseen_experts)
+            for one in inputs:
+                products = [
+                    ScaledProduct(_float(model.load(part.path)), policies[part.path].weight, part.axis, observed[part.path])
+                    for part in one.readers
+                    if part.path in observed
+                ]
+                if products:
+                    _check_finite(one.name, products)
+                    channels = jnp.asarray(one.channels, jnp.int32)
+                    values[one.name] = scaling.scales(products, channels, one.size, by_expert=bool(one.groups))
+            if parts is not None and values:
+                parts.save(f"scales-{layer.index}", values)
+        found |= {name: np.asarray(scales) for name, scales in values.items()}
+    return found
+
+
 def calibrated_weights(
     model: Model,
     plan: Plan,
@@ -157,7 +212,7 @@ def calibrated_weights(
     """
     config, rows = _checked_config(model, data), {row.path: row for row in plan}
     chosen = {path for path, row in rows.items() if row.policy is not None and not is_kept(row, model.info[path])}
-    params = params_from_paths({path: model.load(path) for path in model.info}, config)
+    params = model.params()
     collect = tuple(name for name in method.collect if name != "cross")
     measure, found = Measure(AbsMaxRange(), collect), {}  # type: ignore[arg-type]
     x = _residual_streams(params, data, config)
@@ -217,19 +272,82 @@ def decoder_statistics(
         QuantError: when a token has no embedding.
         UnsupportedError: when the model cannot be run.
     """
-    config, measure, found = _checked_config(model, data), Measure(AbsMaxRange(), collect), {}
-    params = params_from_paths({path: model.load(path) for path in model.info}, config)
+    measure, found = Measure(AbsMaxRange(), collect), {}
+    for layer in float_layers(model, data, progress):
+        found |= layer.statistics(measure, paths, data.unseen_experts)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatLayer:
+    """A layer of the float model on the calibration data; after the last layer the final norm and the head.
+
+    Attributes:
+        index: the number of the layer.
+        params: its parameters; experts are stacked where they are alike.
+        x: the residual streams before it, in batches.
+        config: the decoder's configuration.
+    """
+
+    index: int
+    params: PyTree
+    x: Sequence[Array]
+    config: DecoderConfig
+
+    @property
+    def prefix(self) -> str:
+        """What the paths of its parameters begin with: "layers/3/"; "" for the norm and the head."""
+        return f"layers/{self.index}/" if self.index < self.config.layers else ""
+
+    @property
+    def paths(self) -> list[str]:
+        """The paths of its parameters, such as `layers/3/attn/q` and, of all experts, `layers/3/mlp/experts/gate`."""
+        return [self.prefix + path for path in parameter_paths(self.params)]
+
+    def statistics(self, measure: Measure, paths: Collection[str], unseen: str = "nearest") -> dict[str, Observation]:
+        """The statistics of the inputs of its products.
+
+        Args:
+            measure: what is collected.
+            paths: the weights, of any layer; those of experts that are stacked here may have a path each.
+            unseen: what happens to experts without tokens, see `experts.UNSEEN`.
+
+        Returns:
+            The statistics by path, without tables that are only looked up and experts to which no token was routed.
+        """
+        if not self.prefix:
+            return _head_observations(self.params, self.x, self.config, paths, measure)
+        inside = [path.removeprefix(self.prefix) for path in paths if path.startswith(self.prefix)]
+        index = jnp.int32(self.index)
+        found, _ = _layer_observations(self.params, self.x, index, self.config, inside, measure, unseen)
+        return {self.prefix + path: one for path, one in found.items()}
+
+
+def float_layers(model: Model, data: CalibrationData, progress: Progress | None = None) -> Iterator[FloatLayer]:
+    """Runs a text through a float decoder, layer by layer.
+
+    Args:
+        model: a model that can be run.
+        data: the calibration data.
+        progress: called after each layer.
+
+    Returns:
+        Each layer with its inputs, and the final norm with the head.
+
+    Raises:
+        QuantError: when a token has no embedding.
+        UnsupportedError: when the model cannot be run.
+    """
+    config, params = _checked_config(model, data), model.params()
     x = _residual_streams(params, data, config)
-    for index, layer in enumerate(params["layers"]):
-        prefix = f"layers/{index}/"
-        inside = [path for path in parameter_paths(layer) if prefix + path in paths]
-        observed, _ = _layer_observations(layer, x, jnp.int32(index), config, inside, measure, data.unseen_experts)
-        found |= {prefix + path: one for path, one in observed.items()}
-        layer = _with_stacked_experts(layer)
-        x = [_layer_outputs(layer, part, jnp.int32(index), config=config) for part in x]
+    for number, stored in enumerate(params["layers"]):
+        layer, index = _with_stacked_experts(_floats(stored)), jnp.int32(number)
+        yield FloatLayer(number, layer, x, config)
+        x = [_layer_outputs(layer, part, index, config=config) for part in x]
         if progress is not None:
-            progress(index + 1, config.layers)
-    return found | _head_observations(params, x, config, paths, measure)
+            progress(number + 1, config.layers)
+    head = "embed" if config.tied else "head"
+    yield FloatLayer(config.layers, _floats({name: params[name] for name in ("norm", head)}), x, config)
 
 
 def _checked_config(model: Model, data: CalibrationData) -> DecoderConfig:
@@ -288,29 +406,13 @@ def _residual_streams(params: PyTree, data: CalibrationData, config: DecoderConf
     return [_embedded(params["embed"], tokens, config=config) for tokens in batches]
 
 
-def float_statistics(
-    model: Model, data: CalibrationData, measure: Measure, chosen: Callable[[str], bool]
-) -> Iterator[tuple[int, dict[str, Observation]]]:
-    """The statistics of a float decoder's products, layer by layer.
-
-    Args:
-        model: a model that can be run.
-        data: the calibration data.
-        measure: what is collected.
-        chosen: which parameters, by their path in a layer, such as `attn/q` or, of all experts, `mlp/experts/gate`.
-
-    Returns:
-        The number of each layer, and its statistics by path; those of experts with a leading axis.
-    """
-    config = model.runnable_config()
-    params = params_from_paths({path: model.load(path) for path in model.info}, config)
-    x = _residual_streams(params, data, config)
-    for index, layer in enumerate(params["layers"]):
-        layer, number = _with_stacked_experts(_floats(layer)), jnp.int32(index)
-        names = tuple(filter(chosen, parameter_paths(layer)))
-        measured = functools.partial(_layer_statistics, config=config, paths=names, measure=measure)
-        yield index, _joined(measure, (measured(layer, part, number, None) for part in x))
-        x = [_layer_outputs(layer, part, number, config=config) for part in x]
+def _check_finite(name: str, products: Iterable[ScaledProduct]) -> None:
+    """Refuses statistics and weights with NaN or infinity."""
+    for product in products:
+        if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((product.weight, product.observation))):
+            raise QuantError(
+                f"the input scaled at {name} has statistics or weights that are NaN or infinite; check the model and the calibration text"
+            )
 
 
 def _layer_observations(
@@ -363,9 +465,14 @@ def _joined(measure: Measure, batches: Iterable[dict[str, Observation]]) -> dict
     return total
 
 
+def _float(value: Value) -> Array:
+    """One parameter, dequantized."""
+    return jnp.asarray(decoded(value))
+
+
 def _floats(params: PyTree) -> PyTree:
     """The parameters dequantized."""
-    return jax.tree.map(lambda leaf: jnp.asarray(decoded(leaf)), params, is_leaf=is_qarray)
+    return jax.tree.map(_float, params, is_leaf=is_qarray)
 
 
 @functools.partial(jax.jit, static_argnames="config")

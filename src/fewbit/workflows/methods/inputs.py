@@ -11,12 +11,12 @@ from ...evaluate.report.facts import InputFacts, MeasuredInputs
 from ...models.joined import JOINED
 from ...recipe.plan import Plan
 from ..model import Model
-from .calibrated import CalibrationData, float_statistics
+from .calibrated import CalibrationData, float_layers
 from .experts import ExpertTokens, check_unseen
 
 _MEASURE = Measure(AbsMaxRange(), ("absmax", "hessian"))
 _SAME_INPUT = {f"/{name}": "/" + ",".join(names) for names in JOINED.values() for name in names[:1]}
-_LEFT_OUT = ("router", "shared_expert_gate", *(name for names in JOINED.values() for name in names[1:]))
+_LEFT_OUT = ("router", "shared_expert_gate", "embed", "head", *(name for names in JOINED.values() for name in names[1:]))
 
 
 def measured_inputs(
@@ -35,15 +35,13 @@ def measured_inputs(
     Raises:
         UnsupportedError: when the model cannot be run.
     """
-    layers, found, experts = model.runnable_config().layers, [], {}
-    for index, stats in float_statistics(model, data, _MEASURE, _is_measured):
-        for path, one in stats.items():
-            found.append(_facts(f"layers/{index}/{path}", index, one))
+    found, experts = [], {}
+    for layer in float_layers(model, data, progress):
+        for path, one in layer.statistics(_MEASURE, list(filter(_is_measured, layer.paths))).items():
+            found.append(_facts(path, layer.index, one))
             if np.ndim(one.count) == 1:
-                path = f"layers/{index}/mlp/experts"
+                path = f"{layer.prefix}mlp/experts"
                 experts[path] = ExpertTokens(path, tuple(np.asarray(one.count).astype(int).tolist()))
-        if progress is not None:
-            progress(index + 1, layers)
     return MeasuredInputs(data.text, data.windows.size, tuple(found), {path: one.counts for path, one in experts.items()})
 
 
@@ -72,7 +70,7 @@ def with_expert_tokens(plan: Plan, inputs: MeasuredInputs, unseen: str) -> Plan:
 
 
 def _is_measured(path: str) -> bool:
-    """Whether a parameter of a layer may be a product's weight; one of those with the same input."""
+    """Whether a parameter may be the weight of a product inside a layer; one of those with the same input."""
     return path.split("/")[-1] not in _LEFT_OUT and "norm" not in path and not path.endswith("bias")
 
 

@@ -1,0 +1,283 @@
+"""Folds scales of products' inputs into the parameters before them.
+
+`W x = (W diag(s)) (x / s)`: the columns of every weight that reads an input are multiplied by `s`, and what produces the input is
+divided by it, so that the function does not change. In a decoder these can be divided:
+
+    input of                         divided by s
+    q, k, v; gate, up, router; head  the gain of the norm before them
+    q_b; kv_b                        the gain of the latent's norm
+    o                                rows of v (of kv_b in latent attention); heads that share a value share its scales
+    down                             rows of up, where the activation is linear in them
+
+The input of a tied head cannot be scaled, since the table is also looked up; nor that of a block without a norm before it.
+Dimension letters as in `decoder`; K elements of an input come from S channels of what produces it.
+"""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
+from jaxtyping import Float
+
+from .config import DecoderConfig
+from .names import shapes
+
+_AFTER_NORM = {
+    "attn": ("q", "k", "v", "q+k+v", "q_a", "kv_a"),
+    "mlp": ("gate", "up", "gate+up", "router", "shared_expert_gate"),
+}
+_IN_BLOCK = ("gate", "up", "gate+up")
+
+
+@dataclasses.dataclass(frozen=True)
+class Channels:
+    """Channels of a parameter, along one axis.
+
+    Attributes:
+        path: the parameter.
+        axis: the axis, negative.
+        places: their places, of consecutive channels of the input.
+    """
+
+    path: str
+    axis: int
+    places: range | tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalableInput:
+    """An input of products whose scales what produces it can absorb.
+
+    Attributes:
+        readers: every weight that reads it, with its contraction axis, negative.
+        sources: what produces it: the channels of a norm's gain, or of weights and biases. The first one names the input.
+        channels: the channel of the sources that each of the input's elements comes from.
+        is_norm: whether the source is a norm.
+        groups: the number of experts in one stack, each of which has its own input and scales; 0: one input.
+    """
+
+    readers: tuple[Channels, ...]
+    sources: tuple[Channels, ...]
+    channels: tuple[int, ...]
+    is_norm: bool
+    groups: int = 0
+
+    @property
+    def name(self) -> str:
+        """The path of the first source."""
+        return self.sources[0].path
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """Every parameter that its scales change."""
+        return tuple(part.path for part in (*self.sources, *self.readers))
+
+    @property
+    def size(self) -> int:
+        """How many scales there are (S), for each expert."""
+        return len(self.sources[0].places)
+
+
+def scalable_inputs(config: DecoderConfig) -> tuple[ScalableInput, ...]:
+    """The inputs of a decoder's products whose scales can be folded.
+
+    Args:
+        config: the configuration.
+
+    Returns:
+        The inputs, layer by layer; every weight reads one at most.
+
+    >>> config = DecoderConfig(vocab=64, layers=1, width=16, heads=4, kv_heads=2, head_dim=4, hidden=24)
+    >>> [(one.name, [part.path.rsplit("/", 1)[1] for part in one.readers]) for one in scalable_inputs(config)]
+    [('layers/0/attn/norm', ['q', 'k', 'v']), ('layers/0/attn/v', ['o']), ('layers/0/mlp/norm', ['gate', 'up']), ('layers/0/mlp/up', ['down'])]
+    """
+    found = _Inputs(config, shapes(config))
+    every = [
+        one for i in range(config.layers) for one in (*found.attention(f"layers/{i}/attn"), *found.mlp(f"layers/{i}/mlp"))
+    ]
+    if not config.tied:
+        every += found.after_norm("norm", ["head"])
+    return tuple(every)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Inputs:
+    """The parameters of a decoder, and the inputs of its products."""
+
+    config: DecoderConfig
+    shapes: Mapping[str, tuple[int, ...]]
+
+    def after_norm(self, norm: str, readers: Iterable[str]) -> Iterator[ScalableInput]:
+        """The output of a norm, if there is one."""
+        if norm in self.shapes:
+            width = range(self.shapes[norm][0])
+            found = tuple(self.reader(path) for path in readers if path in self.shapes)
+            yield ScalableInput(found, (Channels(norm, -1, width),), tuple(width), is_norm=True)
+
+    def reader(self, path: str) -> Channels:
+        """All columns of a weight."""
+        axis = self.contraction_axis(path)
+        return Channels(path, axis, range(self.shapes[path][axis]))
+
+    def contraction_axis(self, path: str) -> int:
+        """-1 of `[out, in]`, -2 of the interleaved experts' `[E, in, out]`."""
+        experts = self.config.experts
+        return -2 if experts is not None and experts.layout == "interleaved" and "/experts/" in path else -1
+
+    def attention(self, at: str) -> Iterator[ScalableInput]:
+        """The inputs of attention."""
+        config, latent = self.config, self.config.latent
+        yield from self.after_norm(f"{at}/norm", [f"{at}/{name}" for name in _AFTER_NORM["attn"]])
+        if latent is not None:
+            yield from self.after_norm(f"{at}/q_a_norm", [f"{at}/q_b"])
+            yield from self.after_norm(f"{at}/kv_a_norm", [f"{at}/kv_b"])
+            rows, keys = self.shapes[f"{at}/kv_b"][0] // config.heads, config.head_dim - config.rotary_dim
+            values = tuple(head * rows + keys + i for head in range(config.heads) for i in range(latent.value_dim))
+            yield self.before_product(f"{at}/o", [Channels(f"{at}/kv_b", -2, values)], tuple(range(len(values))))
+            return
+        width, h = config.kv_heads * config.head_dim, config.head_dim
+        first = 0 if f"{at}/v" in self.shapes else config.heads * h + width
+        name = "v" if f"{at}/v" in self.shapes else "q+k+v"
+        sources = [Channels(f"{at}/{name}", -2, range(first, first + width)), Channels(f"{at}/v_bias", -1, range(width))]
+        channels = tuple((head // config.group) * h + i for head in range(config.heads) for i in range(h))
+        yield self.before_product(f"{at}/o", sources, channels)
+
+    def mlp(self, at: str) -> Iterator[ScalableInput]:
+        """The inputs of a feed-forward block or a mixture of experts."""
+        experts = [
+            path.rsplit("/", 1)[0] for path in self.shapes if path.startswith(f"{at}/experts/") and path.endswith("/down")
+        ]
+        blocks = [block for block in (at, f"{at}/shared") if f"{block}/down" in self.shapes]
+        inner = [f"{block}/{name}" for block in (f"{at}/shared", *experts) for name in _IN_BLOCK]
+        yield from self.after_norm(f"{at}/norm", [*(f"{at}/{name}" for name in _AFTER_NORM["mlp"]), *inner])
+        if self.config.activation != "clamped_swiglu":  # it adds 1 to up, and clips it
+            yield from map(self.hidden, (*blocks, *experts))
+
+    def hidden(self, at: str) -> ScalableInput:
+        """The input of down, whose rows of up are divided."""
+        name = "up" if f"{at}/up" in self.shapes else "gate+up"
+        axis = -3 - self.contraction_axis(f"{at}/{name}")
+        places = range(self.shapes[f"{at}/{name}"][axis])
+        if name == "gate+up":
+            places = places[1::2] if axis == -1 else places[len(places) // 2 :]
+        sources = [Channels(f"{at}/{name}", axis, places), Channels(f"{at}/{name}_bias", -1, places)]
+        groups = self.shapes[f"{at}/down"][0] if len(self.shapes[f"{at}/down"]) == 3 else 0
+        return self.before_product(f"{at}/down", sources, tuple(range(len(places))), groups)
+
+    def before_product(
+        self, reader: str, sources: Iterable[Channels], channels: tuple[int, ...], groups: int = 0
+    ) -> ScalableInput:
+        """The input of one weight, produced by other weights and their biases."""
+        found = tuple(part for part in sources if part.path in self.shapes)
+        return ScalableInput((self.reader(reader),), found, channels, is_norm=False, groups=groups)
+
+
+def why_not_scaled(path: str, config: DecoderConfig) -> str:
+    """Why nothing can absorb the scales of a weight's input, where `scalable_inputs` has none.
+
+    Args:
+        path: the weight.
+        config: the configuration.
+    """
+    if path == "embed":
+        return "the table of tokens is also looked up"
+    if path.endswith("/down"):
+        return f"the activation {config.activation} is not linear in up"
+    return "no norm comes before it"
+
+
+Scales = Float[np.ndarray, "*E S"]
+
+
+@dataclasses.dataclass(frozen=True)
+class FoldedScales:
+    """The changes of a decoder's parameters that fold scales.
+
+    Attributes:
+        gains: the new gains of norms, by path.
+        factors: what else is multiplied, by path: the axis, and the factor of each of its elements.
+    """
+
+    gains: Mapping[str, np.ndarray]
+    factors: Mapping[str, tuple[tuple[int, Scales], ...]]
+
+    @classmethod
+    def of(
+        cls,
+        inputs: Iterable[ScalableInput],
+        scales: Mapping[str, Scales],
+        config: DecoderConfig,
+        load: Callable[[str], np.ndarray],
+    ) -> "FoldedScales":
+        """The changes for the scales of some inputs.
+
+        A norm's new gain is rounded to its dtype first, and the weights are multiplied by the ratio of the old gain and the new
+        one, so that the rounding costs nothing. With an offset `o` (Gemma) the gain becomes `(gain + o) / s - o`.
+
+        Args:
+            inputs: inputs of `scalable_inputs`.
+            scales: the scales by the name of the input; an input that has none stays as it is.
+            config: the configuration.
+            load: gives a norm's gain by its path.
+
+        Returns:
+            The changes.
+        """
+        gains: dict[str, np.ndarray] = {}
+        factors: dict[str, list[tuple[int, Scales]]] = {}
+        all_shapes = shapes(config)
+        for one in inputs:
+            if one.name not in scales:
+                continue
+            s = np.asarray(scales[one.name], np.float64)
+            if one.is_norm:
+                gains[one.name], s = _divided_gain(load(one.name), s, config.norm_offset)
+            else:
+                for part in one.sources:
+                    divisor = np.ones((*s.shape[:-1], all_shapes[part.path][part.axis]))
+                    divisor[..., list(part.places)] = s
+                    factors.setdefault(part.path, []).append((part.axis, 1 / divisor))
+            for part in one.readers:
+                factors.setdefault(part.path, []).append((part.axis, s[..., list(one.channels)]))
+        return cls(gains, {path: tuple(every) for path, every in factors.items()})
+
+    @property
+    def paths(self) -> set[str]:
+        """The parameters that change."""
+        return {*self.gains, *self.factors}
+
+    def applied(self, path: str, x: np.ndarray) -> np.ndarray:
+        """A parameter with the scales folded.
+
+        Args:
+            path: its path.
+            x: the parameter.
+
+        Returns:
+            A norm's new gain, in its dtype; another parameter in float64, since several scales may change it; `x` itself where
+            none does.
+        """
+        if path in self.gains:
+            return self.gains[path]
+        for axis, factor in self.factors.get(path, ()):
+            x = x.astype(np.float64) * _along(factor, axis, x.ndim)
+        return x
+
+
+def _divided_gain(gain: np.ndarray, s: Float[np.ndarray, " S"], offset: float) -> tuple[np.ndarray, Float[np.ndarray, " S"]]:
+    """The gain divided by the scales and rounded to its dtype, and the ratio of the old gain and the new one."""
+    old = gain.astype(np.float64) + offset
+    new = (old / s - offset).astype(gain.dtype)
+    rounded = new.astype(np.float64) + offset
+    is_kept = (rounded == 0) | (old == 0) | ~np.isfinite(rounded)  # such as a gain that vanishes when it is rounded
+    new = np.where(is_kept, gain, new)
+    return new, np.where(is_kept, 1.0, old / np.where(is_kept, 1.0, rounded))
+
+
+def _along(factor: Scales, axis: int, ndim: int) -> np.ndarray:
+    """The factors `[*E, n]`, broadcast to an array `[*E, ..]` of which `axis` has the n elements."""
+    shape = [1] * ndim
+    shape[axis] = factor.shape[-1]
+    if factor.ndim == 2:
+        shape[0] = factor.shape[0]
+    return factor.reshape(shape)
