@@ -175,6 +175,7 @@ def test_a_source_with_other_parameters(model, source):
         ({}, ("", "", "")),
         ({"recipe": 3, "source": "x", "method": []}, ("", "", "")),
         ({"recipe": "nf4", "method": {"name": "gptq"}, "source": {"name": "hf"}}, ("nf4", "gptq", "hf")),
+        ({"recipe": "int8", "scaling": {"name": "smoothquant"}}, ("int8", "smoothquant+rtn", "")),
         (
             {"recipe": "keep", "source": {"name": "b", "facts": {"recipe": "int8", "source": {"name": "hf"}}}},
             ("int8", "rtn", "hf"),
@@ -182,7 +183,7 @@ def test_a_source_with_other_parameters(model, source):
         ({"recipe": "../mine.json"}, ("../mine.json", "rtn", "")),
         ({"recipe": "no_such_recipe"}, ("no_such_recipe", "rtn", "")),
     ],
-    ids=["none", "wrong types", "method", "copied", "file", "unknown"],
+    ids=["none", "wrong types", "method", "scaling", "copied", "file", "unknown"],
 )
 def test_what_a_manifest_says(recorded, expected, model, source):
     one = report([dataclasses.replace(model, facts=recorded)], source, quality=False).models[0]

@@ -450,6 +450,8 @@ def weight_sqnr(model: Model, against: Model) -> tuple[dict[str, float], tuple[s
     """
     if model.facts.get("rotation_seed") != against.facts.get("rotation_seed"):
         return {}, ("no SQNR of the weights: one model's residual stream is rotated and the other's is not",)
+    if model.facts.get("scaling") != against.facts.get("scaling"):
+        return {}, ("no SQNR of the weights: scales of inputs are folded into one model and not into the other",)
     if {p: i.shape for p, i in model.info.items()} != {p: i.shape for p, i in against.info.items()}:
         return {}, ("no SQNR of the weights: the models have different parameters",)
     if model.config != against.config:

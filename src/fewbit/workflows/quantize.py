@@ -253,8 +253,7 @@ def provenance(model: Model, plan: Plan, source: Mapping[str, Any]) -> dict[str,
         source: what identifies the source's bytes.
     """
     facts: dict[str, Any] = {"recipe": plan.recipe, "source": {"name": model.name, "kind": model.kind, **source}}
-    if "rotation_seed" in model.facts:
-        facts["rotation_seed"] = model.facts["rotation_seed"]
+    facts |= {name: model.facts[name] for name in ("rotation_seed", "scaling") if name in model.facts}
     if plan.recipe == KEEP and model.facts:
         facts["source"]["facts"] = dict(model.facts)
     return facts

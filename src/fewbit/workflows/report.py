@@ -151,7 +151,8 @@ def _model_facts(
         notes = (*notes, f"its manifest says that it was made from {named}, not from {source.name}")
     recipe, method = _text(facts, "recipe"), ""
     if recipe:
-        method = _text(facts, "method", "name") or "rtn"
+        names = _text(facts, "scaling", "name"), _text(facts, "method", "name") or "rtn"
+        method = "+".join(dict.fromkeys(filter(None, names)))
     made = None
     if recipe and not recipe.endswith(".json"):  # a manifest names no file that we would read
         made = _plan(source, recipe)

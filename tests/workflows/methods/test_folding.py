@@ -66,7 +66,8 @@ def test_the_float_function_stays(name, scaling, tmp_path):
     plan, data = workflows.plan_model(model, recipe="int4"), data_of(CONFIGS[name], 4)
     scales = calibrated_scales(model, plan, scaling, data)
     inputs = scaled_inputs(model, plan)
-    assert set(scales) <= {one.name for one in inputs} and len(scales) > 0.8 * len(inputs), "but for unseen experts"
+    names = {one.name for one in inputs}
+    assert names >= set(scales) >= {name for name in names if "/experts/" not in name}, "but for unseen experts"
     assert any(np.ptp(s) > 0.1 for s in scales.values())
     new, exact = scaled_model(model, plan, scales), logits(model, data.windows)
     assert float(jnp.abs(logits(new, data.windows) - exact).max()) < 2.0**-17 * float(jnp.abs(exact).max())
@@ -192,6 +193,8 @@ def test_a_directory_is_an_ordinary_model_and_says_how_it_was_made(tmp_path):
     assert stored.config == model.config and set(stored.info) == set(model.info)
     assert not np.allclose(stored.load("layers/0/attn/norm"), model.load("layers/0/attn/norm"))
     np.testing.assert_array_equal(stored.load("norm"), model.load("norm"))
+    sqnr, (note,) = workflows.weight_sqnr(stored, model)
+    assert not sqnr and "scales of inputs are folded into one model and not into the other" in note
     tokens = jnp.asarray(data.windows)
     values = {path: stored.load(path) for path in stored.info}
     assert errors(model, plan, values, tokens) < errors(model, plan, rounded(model, plan), tokens)
@@ -215,12 +218,12 @@ def test_a_scaling_without_calibration_is_refused(tmp_path):
 
 @pytest.mark.slow
 @needs_tokenizers
-@pytest.mark.parametrize("to", ["gguf", "compressed-tensors", "hf"])
+@pytest.mark.parametrize("to", ["compressed-tensors", "hf"])
 def test_every_layout_of_files_has_the_scales(to, tmp_path):
     model = workflows.load(llama_directory(tmp_path / "hf"))
-    recipes = {"gguf": "int8", "compressed-tensors": "w8a8", "hf": "int4"}
+    recipes = {"compressed-tensors": "w8a8", "hf": "int4"}
     plan = workflows.plan_model(model, recipe=recipes[to])
-    data, out = calibration_data(model, str(text_file(tmp_path)), windows=4), tmp_path / ("q.gguf" if to == "gguf" else "q")
+    data, out = calibration_data(model, str(text_file(tmp_path)), windows=4), tmp_path / "q"
     workflows.quantize(model, plan, out, to=to, scaling=SmoothQuant(), calibration=data)
     stored = workflows.load(out)
     scales = calibrated_scales(model, plan, SmoothQuant(), data)
