@@ -1,6 +1,7 @@
 """Experts without tokens: each policy, on observations, on random decoders, and on a mixture that was trained."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -15,6 +16,7 @@ from fewbit.calibration.range_rules import AbsMaxRange
 from fewbit.io.checkpoint import TensorInfo
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
+from fewbit.ops.interpret.observe import folded
 from fewbit.workflows.methods.calibrated import CalibrationData, calibrated_weights, calibration_data, float_layers
 from fewbit.workflows.methods.experts import ExpertTokens, with_unseen_experts
 from fewbit.workflows.model import Model
@@ -24,6 +26,7 @@ from tests.workflows.checkpoints import family_directory, needs_tokenizers, text
 from tests.workflows.methods.test_calibrated import model_of
 
 MEASURE = Measure(AbsMaxRange(), ("hessian",))
+SUMMED = functools.partial(folded, MEASURE)
 ONE_TOKEN = np.zeros((1, 1), np.int32)
 
 
@@ -37,20 +40,20 @@ def observed(counts):
 
 def test_unseen_experts_take_the_sum_over_the_others():
     stats = observed([3, 0, 4])
-    found, counts = with_unseen_experts(stats, MEASURE, "share", "layers/1")
+    found, counts = with_unseen_experts(stats, SUMMED, "share", "layers/1")
     assert counts.tolist() == [3, 0, 4] and found["attn/q"] is stats["attn/q"]
     one = found["mlp/experts/up"]
     assert one.hessian[:, 0, 0].tolist() == [1, 4, 3] and one.count.tolist() == [3, 7, 4]
     for policy, counts in (("nearest", [3, 0, 4]), ("share", [3, 1, 4]), ("error", [3, 1, 4])):
         stats = observed(counts)
-        found, _ = with_unseen_experts(stats, MEASURE, policy, "layers/1")
+        found, _ = with_unseen_experts(stats, SUMMED, policy, "layers/1")
         assert all(found[path] is one for path, one in stats.items())
-    assert with_unseen_experts({"attn/q": stats["attn/q"]}, MEASURE, "error", "layers/1")[1] is None
+    assert with_unseen_experts({"attn/q": stats["attn/q"]}, SUMMED, "error", "layers/1")[1] is None
 
 
 def test_an_error_names_the_experts():
     with pytest.raises(fb.QuantError, match=r"no token .* is routed to layers/1/mlp/experts 0, 2; take more .* or share"):
-        with_unseen_experts(observed([0, 1, 0]), MEASURE, "error", "layers/1")
+        with_unseen_experts(observed([0, 1, 0]), SUMMED, "error", "layers/1")
     with pytest.raises(fb.QuantError, match=r"unknown policy 'shared' for experts without tokens; .*share"):
         CalibrationData("x", ONE_TOKEN, "shared")
 
@@ -149,7 +152,7 @@ def test_policies_on_a_trained_mixture(tmp_path):
             for name, own in ((path.split("/")[-1], one) for path, one in stats.items()):
                 row = rows[f"{layer.prefix}mlp/experts/{number}/{name}"]
                 without = dataclasses.replace(own, hessian=own.hessian.at[number].set(0), count=own.count.at[number].set(0))
-                shared = with_unseen_experts({"x": without}, MEASURE, "share", "")[0]["x"]
+                shared = with_unseen_experts({"x": without}, SUMMED, "share", "")[0]["x"]
                 for policy, seen in (("nearest", None), ("share", shared), ("its own", own)):
                     q = nearest_weight(model, row)
                     if seen is not None:

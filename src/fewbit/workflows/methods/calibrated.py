@@ -29,7 +29,7 @@ from ...models.config import DecoderConfig
 from ...models.decoder import embedded, layer_output, output_logits
 from ...models.installed import calibration_text
 from ...models.joined import stack_experts
-from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, observed
+from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, folded, observed
 from ...ops.interpret.parameter_uses import parameter_paths
 from ...ops.interpret.transparent import evaluated, transparent
 from ...recipe.method import AbstractMethod
@@ -436,7 +436,7 @@ def _layer_observations(
     measured = functools.partial(_layer_statistics, config=config, paths=chosen, measure=measure)
     pairs = zip(x, exact or [None] * len(x), strict=True)
     stats, found = _joined(measure, (measured(layer, part, index, one) for part, one in pairs)), {}
-    stats, tokens = with_unseen_experts(stats, measure, unseen, f"layers/{index}")
+    stats, tokens = with_unseen_experts(stats, functools.partial(folded, measure), unseen, f"layers/{index}")
     for path, name in stacked.items():
         one = stats.get(name)
         if one is not None and (expert := _EXPERT.search(path)) and name != path:

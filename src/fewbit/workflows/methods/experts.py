@@ -1,16 +1,15 @@
 """Experts to which the calibration data routes few tokens, or none."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import PyTree
 
 from ..._registry import near_names
-from ...calibration.measure import Measure, Observation
 from ...errors import QuantError
-from ...ops.interpret.observe import folded
 
 UNSEEN = ("nearest", "share", "error")
 """What can happen to an expert without tokens: it is rounded to nearest; it takes the statistics of all tokens of the layer's
@@ -60,13 +59,13 @@ def check_unseen(policy: str) -> None:
 
 
 def with_unseen_experts(
-    stats: Mapping[str, Observation], measure: Measure, policy: str, layer: str
-) -> tuple[dict[str, Observation], np.ndarray | None]:
+    stats: Mapping[str, PyTree], summed: Callable[[PyTree], PyTree], policy: str, layer: str
+) -> tuple[dict[str, PyTree], np.ndarray | None]:
     """The statistics of a layer with the policy for experts without tokens applied.
 
     Args:
-        stats: the statistics by path; those of experts have a leading axis, and a count for each.
-        measure: what was collected.
+        stats: the `Observation`s by path; those of experts have a leading axis, and a count for each.
+        summed: joins the statistics of all experts.
         policy: one of `UNSEEN`.
         layer: the path of the layer, for messages.
 
@@ -88,12 +87,11 @@ def with_unseen_experts(
             f"no token of the calibration data is routed to {tokens.path} {', '.join(map(str, tokens.unseen))}; take more or "
             "other text (--calibration-windows, --calibration-text), or --unseen-experts nearest or share"
         )
-    return {**stats, **{path: _shared(one, measure) for path, one in grouped.items()}}, counts
+    return {**stats, **{path: _shared(one, summed(one)) for path, one in grouped.items()}}, counts
 
 
-def _shared(one: Observation, measure: Measure) -> Observation:
-    """The statistics of experts, where those without tokens have the sum over all others."""
-    whole = folded(measure, one)
+def _shared(one: PyTree, whole: PyTree) -> PyTree:
+    """The statistics of experts, where those without tokens have those of all others together."""
 
     def chosen(each: jax.Array, total: jax.Array) -> jax.Array:
         is_seen = jnp.expand_dims(one.count > 0, tuple(range(1, each.ndim)))
