@@ -6,11 +6,12 @@
 // side by side makes of outputs, until a tile ends. Codes of blocks are looked up in a register if they have 4 bits; other widths,
 // 16 rows at a time, are decoded to bytes first.
 
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_ARM64
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || (FEWBIT_ARM64 && FEWBIT_VNNI)
 constexpr int kAcrossAtOnce = 4;  // rows of x whose sums have room in registers
 #else
-constexpr int kAcrossAtOnce = FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 ? 2 : 1;
+constexpr int kAcrossAtOnce = FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 || FEWBIT_ARM64 ? 2 : 1;
 #endif
+static_assert(kAcrossAtOnce <= kIntRows, "a BlockTile has the numbers of kIntRows rows");
 
 // What the steps of one product share.
 struct Across {
@@ -118,19 +119,17 @@ static void AcrossTiles(const IntegerJob& job, const Across& across, const Segme
 static void RunAcross(const IntegerJob& job, const Segment& segment, const IntegerScratch& s, int64_t n0, int64_t count,
                       int64_t width, int64_t x_row) {
   typedef void (*Run)(const IntegerJob&, const Across&, const Segment&, const IntegerScratch&, int64_t, int64_t, int64_t, int64_t);
-#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || FEWBIT_ARM64
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX512 || (FEWBIT_ARM64 && FEWBIT_VNNI)
   static const Run bytes[] = {AcrossTiles<8, 1>, AcrossTiles<8, 2>, AcrossTiles<8, 3>, AcrossTiles<8, 4>};
   static const Run halves[] = {AcrossTiles<4, 1>, AcrossTiles<4, 2>, AcrossTiles<4, 3>, AcrossTiles<4, 4>};
-  const Run* decoded = bytes;
-#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2
+#elif FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 || FEWBIT_ARM64
   static const Run bytes[] = {AcrossTiles<8, 1>, AcrossTiles<8, 2>}, halves[] = {AcrossTiles<4, 1>, AcrossTiles<4, 2>};
-#if FEWBIT_VNNI
-  const Run* decoded = bytes;
-#else
-  static const Run decoded[] = {AcrossTiles<kDecoded, 1>, AcrossTiles<kDecoded, 2>};
-#endif
 #else
   static const Run bytes[] = {AcrossTiles<8, 1>}, halves[] = {AcrossTiles<4, 1>};
+#endif
+#if FEWBIT_LEVEL == FEWBIT_LEVEL_AVX2 && !FEWBIT_VNNI
+  static const Run decoded[] = {AcrossTiles<kDecoded, 1>, AcrossTiles<kDecoded, 2>};
+#else
   const Run* decoded = bytes;
 #endif
   Across across(job, job.blocks);
