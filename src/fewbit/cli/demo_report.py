@@ -1,14 +1,18 @@
 """Runs `fewbit demo`; prints results, writes the report and the chart."""
 
+import dataclasses
 import json as jsonlib
 import time
 from pathlib import Path
 from typing import Any
 
 from ..evaluate.chart import check_chart_path, save_chart
+from ..evaluate.report.facts import ModelFacts
 from ..evaluate.report.page import check_page_path, save_page
-from ..workflows.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, demo_report, steps
+from ..workflows.compare import released
+from ..workflows.demo import RECIPES, SAMPLE_TOKENS, WRITTEN, Demo, DemoStep, demo, steps
 from ..workflows.plan import plan_model
+from ..workflows.report import candidate_facts, source_report
 from .console import emit_json, plain, say
 from .progress import peak_memory, progress_bar
 from .render import (
@@ -25,6 +29,8 @@ from .render import (
 )
 
 CHART, REPORT, PAGE = "quality.svg", "report.json", "report.html"
+INPUT_WINDOWS = 2
+"""The windows of the calibration text on which the page's outliers of inputs are measured."""
 
 
 def show_demo(
@@ -41,8 +47,11 @@ def show_demo(
         if not json:
             _show_start(started, full=full)
         done: list[DemoStep] = []
+        facts: list[ModelFacts] = []
         bar.advance(1, RECIPES[0])
         for step in steps(started):
+            facts.append(candidate_facts(step.candidate, started.base, started.text, step.outcome))
+            step = dataclasses.replace(step, candidate=released(step.candidate))
             done.append(step)
             bar.advance(1 + len(done), (*RECIPES, "")[len(done)])
             if not json:
@@ -50,7 +59,7 @@ def show_demo(
     candidates = [step.candidate for step in done]
     reference = started.base.perplexity
     title = f"{started.base.model.name} on {reference.tokens:,} tokens of {started.text}"
-    save_page(output / PAGE, demo_report(started, done))
+    save_page(output / PAGE, source_report(started.base.model, facts, windows=INPUT_WINDOWS))
     save_chart(output / CHART, chart_points(candidates), reference=reference.value, title=title)
     form = plain(report(started, done))
     form_text = jsonlib.dumps(form, ensure_ascii=False, indent=1, allow_nan=False)

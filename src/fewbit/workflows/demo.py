@@ -2,23 +2,21 @@
 
 import dataclasses
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 from jaxtyping import PyTree
 
 from ..errors import QuantError
-from ..evaluate.report.facts import ModelFacts, Report
 from ..io.output import check_output
 from ..models.installed import default_text_name, find_text
-from .compare import Candidate, compare, measured, released
+from .compare import Candidate, compare, measured
 from .evaluate import Baseline, baseline, evaluation_windows
 from .generate import Sample, generate_text
 from .load import load
 from .methods.rotate import rotated
 from .plan import plan_model
 from .quantize import quantize
-from .report import candidate_facts, source_report
 from .tensors import Outcome
 
 RECIPES = ("int8", "nf4", "mxfp4", "nvfp4", "mixed")
@@ -27,8 +25,6 @@ WRITTEN = "nf4"
 CHAT_PROMPT = "Write two sentences about the ocean."
 PLAIN_PROMPT = "The Queen said"
 SAMPLE_TOKENS = 24
-INPUT_WINDOWS = 2
-"""The windows of the calibration text on which the inputs of products are measured."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +48,11 @@ class Demo:
 
 @dataclasses.dataclass(frozen=True)
 class DemoStep:
-    """One recipe's result; `outcome` is the directory that was written, for the recipe `WRITTEN` only."""
+    """One recipe's result, with its parameters; `outcome` is the directory that was written, for the recipe `WRITTEN` only."""
 
     candidate: Candidate
     sample: Sample
     outcome: Outcome | None
-    facts: ModelFacts
 
 
 def demo(
@@ -100,7 +95,7 @@ def demo(
 
 
 def steps(started: Demo) -> Iterator[DemoStep]:
-    """Runs the recipes one after another, and releases the parameters of each."""
+    """Runs the recipes one after another."""
     for recipe in RECIPES:
         plan = plan_model(started.base.model, recipe=recipe)
         outcome = None
@@ -111,14 +106,7 @@ def steps(started: Demo) -> Iterator[DemoStep]:
             candidate = measured(started.base, plan, values, outcome.tensors, outcome.seconds)
         else:
             candidate = compare(started.base, plan)
-        sample = _sample(started.base, candidate.params)
-        facts = candidate_facts(candidate, started.base, started.text, outcome)
-        yield DemoStep(released(candidate), sample, outcome, facts)
-
-
-def demo_report(started: Demo, done: Sequence[DemoStep]) -> Report:
-    """The facts of the demo's page; only the inputs of the source's products are measured now."""
-    return source_report(started.base.model, [step.facts for step in done], windows=INPUT_WINDOWS)
+        yield DemoStep(candidate, _sample(started.base, candidate.params), outcome)
 
 
 def _sample(base: Baseline, params: PyTree) -> Sample:

@@ -3,7 +3,6 @@
 #include "cpp/simd.h"
 #include "cpp/transpose.h"
 #include "elements.h"
-#include "noise.h"
 #include "encode.h"
 #include "scale.h"
 #include "ranges.h"

@@ -19,6 +19,9 @@
 // Elements are divided by a corrected reciprocal; codebooks are searched by four permutations. The next row is prefetched while
 // one is encoded; results get pages of 2 MiB.
 //
+// Stochastic rounding (`EncodeStochastically`) draws JAX's random numbers by the place of each element; scales are rounded up, so
+// that no element saturates (`kCovering`).
+//
 // Bound: memory, 4 bytes read and 1/2 or 1 written for an element, except the searches, which try 3 (MXFP4) or 12 (NVFP4)
 // scales for each tile. Measurements, and what did not pay: docs/design/kernels-cpu.md; `python -m bench.quantize` measures.
 #define FEWBIT_UNITS 3  // the handlers with plain C++, AVX2, AVX-512
