@@ -1,4 +1,4 @@
-"""HQQ: scales and zero points of least error in a norm that outliers hardly count in.
+"""HQQ: scales and zero points by half-quadratic splitting, without data.
 
 Half-quadratic splitting (Badri and Shaji, https://mobiusml.github.io/hqq_blog): the sum of `|e|**p`, p < 1, over the errors
 `e = w - decoded` of a tile is lowered in turns. Shrinkage gives the part of the errors that is explained as outliers,

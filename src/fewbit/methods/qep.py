@@ -1,4 +1,4 @@
-"""QEP: weights corrected for the errors that quantized layers before them left in their inputs.
+"""QEP: corrects weights for the quantization errors in their inputs.
 
 With inputs `X` in the float model and `Y` in the quantized one, tokens in rows, the weight `V` of least `|X W^T - Y V^T|**2` is
 `V = W + W (X^T Y - Y^T Y) (Y^T Y)^-1`. A part of that step is taken, then another method rounds the result for the inputs `Y`.

@@ -1,4 +1,4 @@
-"""Learned rounding: whether each weight is rounded up or down, and where tiles clip, by gradient descent.
+"""Learned rounding: rounding directions and clips by gradient descent.
 
 The codes are those of the scheme for `w + v g` and the scales `c s`, with the scheme's own scales `s`, the gap `g` between the two
 numbers around a weight, offsets `v` in -1/2 .. 1/2 and a clip `c` of each tile. Both descend the output error `tr(E H E^T)`, with the

@@ -117,7 +117,7 @@ def layer_map_chart(found: LayerMap, *, prefix: str, title: str, label: str, is_
         found: the map; some of its numbers are finite.
         prefix: what the SVG's ids begin with, unique in the page.
         title: the text alternative.
-        label: what the numbers are, beside the colours.
+        label: what the numbers are, next to the colours.
         is_logarithmic: whether the colours are on a logarithmic scale; then all numbers are positive.
 
     Returns:

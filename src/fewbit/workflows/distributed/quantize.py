@@ -1,8 +1,9 @@
-"""Quantizes a checkpoint in several processes, each of which reads and writes a part of the tensors.
+"""Quantizes a checkpoint in the processes of a JAX cluster.
 
-The unit of work is a tensor file of the output. The files follow from the plan, not from the number of processes, so they are
-those that one process writes, and an interrupted run resumes with more processes or fewer. Each process writes its files as
-fewbit directories next to the output; process 0 links them into one directory with one manifest.
+Each process reads and writes a part of the tensors. The unit of work is a tensor file of the output. The files follow from the
+plan, not from the number of processes, so they are those that one process writes, and an interrupted run resumes with more
+processes or fewer. Each process writes its files as fewbit directories next to the output; process 0 links them into one directory
+with one manifest.
 """
 
 import contextlib
