@@ -14,7 +14,7 @@ from ..model import Model
 from .calibrated import CalibrationData, float_layers
 from .experts import ExpertTokens, check_unseen
 
-_MEASURE = Measure(AbsMaxRange(), ("absmax", "hessian"))
+_MEASURE = Measure(AbsMaxRange(), ("absmax", "squares"))
 _SAME_INPUT = {f"/{name}": "/" + ",".join(names) for names in JOINED.values() for name in names[:1]}
 _LEFT_OUT = ("router", "shared_expert_gate", "embed", "head", *(name for names in JOINED.values() for name in names[1:]))
 
@@ -77,7 +77,7 @@ def _is_measured(path: str) -> bool:
 def _facts(path: str, layer: int, one: Observation) -> InputFacts:
     """The facts of one product."""
     count = float(np.sum(one.count))
-    squares = np.diagonal(np.asarray(one.hessian, np.float64), axis1=-2, axis2=-1)  # [*B, K]
+    squares = np.asarray(one.squares, np.float64)  # [*B, K]
     squares = squares.reshape(-1, squares.shape[-1]).sum(0)
     rms = np.sqrt(squares / max(count, 1))
     middle, amax = float(np.median(rms)), np.asarray(one.absmax, np.float64).reshape(-1, len(rms)).max(0)
