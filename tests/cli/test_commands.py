@@ -155,7 +155,8 @@ def test_an_importance_matrix(model, tmp_path):
     assert " by imatrix  " in run(*quantize, "imatrix").stderr
     facts = io.read(tmp_path / "q").facts["method"]
     assert facts["name"] == "imatrix" and facts["calibration"]["imatrix"] == "imatrix.gguf"
-    assert "--imatrix is for --method imatrix, not gptq" in run(*quantize, "gptq", "--overwrite", status=2).stderr
+    for name in ("gptq", "awq+imatrix"):
+        assert f"--imatrix is for --method imatrix, not {name}" in run(*quantize, name, "--overwrite", status=2).stderr
     both = run(*quantize, "imatrix", "--overwrite", *calibration, status=2).stderr
     assert "--imatrix takes the place of the calibration text" in both
     assert "--rotate changes the inputs of its weights" in run(*quantize, "imatrix", "--rotate", status=2).stderr

@@ -21,7 +21,7 @@ clipped = functools.partial(quantize_clipped, axis=(-1,), ratios=RATIOS)
 def observation(x: np.ndarray) -> Observation:
     """The statistics of inputs `[*E, T, K]`."""
     hessian, sums = jnp.einsum("...tk,...tl->...kl", x, x, precision="highest"), jnp.sum(jnp.abs(x), -2)
-    return Observation(None, None, sums, hessian, jnp.full(x.shape[:-2], float(x.shape[-2])))
+    return Observation(abssum=sums, hessian=hessian, count=jnp.full(x.shape[:-2], float(x.shape[-2])))
 
 
 def rounded(w: np.ndarray, amax: np.ndarray) -> np.ndarray:

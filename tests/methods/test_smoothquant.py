@@ -12,7 +12,7 @@ ALL = jnp.arange(6)
 
 
 def product(weight: np.ndarray, absmax: np.ndarray, axis: int = -1) -> ScaledProduct:
-    seen = Observation(range=None, absmax=jnp.asarray(absmax), abssum=None, hessian=None, count=None)
+    seen = Observation(absmax=jnp.asarray(absmax))
     return ScaledProduct(jnp.asarray(weight), fb.scheme("int8"), axis, seen)
 
 

@@ -13,9 +13,10 @@ import fewbit as fb
 from fewbit import workflows
 from fewbit.array.qarray import QArray
 from fewbit.io.checkpoint import TensorInfo
-from fewbit.methods import AWQ, GPTQ, AWQScaling, SmoothQuant
+from fewbit.io.gguf.imatrix import ImportanceMatrix
+from fewbit.methods import AWQ, GPTQ, AWQScaling, IMatrix, SmoothQuant
 from fewbit.models import Experts, forward, params_from_paths
-from fewbit.workflows.methods.calibrated import calibrated_scales, calibrated_weights, calibration_data
+from fewbit.workflows.methods.calibrated import CalibrationData, calibrated_scales, calibrated_weights, calibration_data
 from fewbit.workflows.methods.folding import scaled_inputs, scaled_model, with_scaling
 from fewbit.workflows.model import Model
 from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, UNTIED
@@ -214,6 +215,25 @@ def test_a_scaling_without_calibration_is_refused(tmp_path):
     plan = workflows.plan_model(model, recipe="w8a8")
     with pytest.raises(fb.QuantError, match="method smoothquant needs calibration data"):
         workflows.quantize(model, plan, tmp_path / "q", scaling=SmoothQuant())
+    file = workflows.ImportanceFile(tmp_path / "imatrix.gguf", ImportanceMatrix({}))
+    with pytest.raises(
+        fb.QuantError, match=r"smoothquant changes the inputs .*, and an importance matrix is of the model as it is"
+    ):
+        workflows.quantize(model, plan, tmp_path / "q", method=IMatrix(), scaling=SmoothQuant(), calibration=file)
+
+
+def test_experts_without_tokens_have_no_scales(tmp_path):
+    """Unless they take the statistics of the others."""
+    model = model_of(CONFIGS["experts"], tmp_path)
+    plan = workflows.plan_model(model, recipe="int4")
+
+    def scaled_experts(policy: str) -> set[str]:
+        data = CalibrationData("one token", np.zeros((1, 1), np.int32), policy)
+        return {name for name in calibrated_scales(model, plan, SmoothQuant(), data) if "/experts/" in name}
+
+    assert len(scaled_experts("nearest")) == 2 and len(scaled_experts("share")) == 4
+    with pytest.raises(fb.QuantError, match="no token of the calibration data is routed to layers/0/mlp/experts"):
+        scaled_experts("error")
 
 
 @pytest.mark.slow

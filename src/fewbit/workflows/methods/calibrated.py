@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int, PyTree
 
 from ...array.qarray import QArray, is_qarray
-from ...calibration.measure import Inputs, Measure, Observation, Statistic, cross_moments
+from ...calibration.measure import Inputs, Measure, Observation, cross_moments
 from ...calibration.range_rules import AbsMaxRange
 from ...errors import QuantError
 from ...io.parts import FinishedParts
@@ -247,35 +247,6 @@ def calibrated_weights(
             progress(index + 1, config.layers)
     stats = _head_observations(params, x, config, chosen, measure, exact)
     return found | _quantized({name: params[name] for name in stats}, "", stats, rows, method, stats, fused)
-
-
-def decoder_statistics(
-    model: Model,
-    paths: Collection[str],
-    collect: tuple[Statistic, ...],
-    data: CalibrationData,
-    progress: Progress | None = None,
-) -> dict[str, Observation]:
-    """The statistics of the inputs of a decoder's products, in the float model.
-
-    Args:
-        model: a model that can be run.
-        paths: the weights.
-        collect: the statistics, as for `fb.observe`.
-        data: the calibration data.
-        progress: called after each layer.
-
-    Returns:
-        The statistics by path, without tables that are only looked up and experts to which no token was routed.
-
-    Raises:
-        QuantError: when a token has no embedding.
-        UnsupportedError: when the model cannot be run.
-    """
-    measure, found = Measure(AbsMaxRange(), collect), {}
-    for layer in float_layers(model, data, progress):
-        found |= layer.statistics(measure, paths, data.unseen_experts)
-    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 import numpy as np
 
+from ...calibration.measure import Measure
+from ...calibration.range_rules import AbsMaxRange
 from ...errors import QuantError
 from ...io.gguf.imatrix import Importance, ImportanceMatrix
 from ..model import Model
 from ..plan import plan_model
-from .calibrated import CalibrationData, Progress, decoder_statistics
+from .calibrated import CalibrationData, Progress, float_layers
 from .importance_file import EXPERT, tensor_names
 
 
@@ -26,7 +28,9 @@ def importance_matrix(model: Model, data: CalibrationData, progress: Progress | 
         UnsupportedError: when the model cannot be run.
     """
     paths = {row.path for row in plan_model(model, recipe="int8") if row.policy is not None}
-    found = decoder_statistics(model, paths, ("squares",), data, progress)
+    measure, found = Measure(AbsMaxRange(), ("squares",)), {}
+    for layer in float_layers(model, data, progress):
+        found |= layer.statistics(measure, paths, data.unseen_experts)
     sums: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}
     for path, one in found.items():
