@@ -8,12 +8,14 @@ from typer.testing import CliRunner
 
 from fewbit import io
 from fewbit.cli.commands import app
-from fewbit.cli.quantize_report import candidate_names, default_output, page_path
+from fewbit.cli.quantize_report import candidate_names, default_output, page_path, written
 from fewbit.errors import QuantError
 from fewbit.evaluate.report.template import MARKER
 from fewbit.models import is_installed
+from fewbit.workflows import Outcome, plan_model
 from tests.io.gguf.families import COMMON, save_tokenizer
-from tests.workflows.checkpoints import llama_directory, needs_tokenizers, text_file
+from tests.workflows.checkpoints import last_axis, llama_directory, needs_tokenizers, text_file
+from tests.workflows.resuming import npz_model
 
 needs_matplotlib = pytest.mark.skipif(not is_installed("matplotlib"), reason="needs pip install fewbit[plot]")
 
@@ -99,3 +101,27 @@ def test_names_of_outputs_and_candidates(tmp_path):
     assert candidate_names(4.5, "int8, nf4,int8") == ["int8", "nf4"]
     with pytest.raises(QuantError, match="unknown scheme 'int5_x'"):
         candidate_names(4.5, "int5_x")
+
+
+@pytest.mark.parametrize(
+    ("reached", "said"),
+    [
+        ([0, 1, 2, 3, 4], ""),
+        ([3, 4], "resuming: 3 of 4 layers were finished by an earlier run\n"),
+        ([0, 1, 2, 2, 3, 4], ""),
+        ([0, 1, 2, 4], "resuming: 2 of 4 layers were finished by an earlier run\n"),
+    ],
+    ids=["new", "resumed", "new with a scaling", "resumed with a scaling"],
+)
+def test_layers_of_an_earlier_run_are_said(reached, said, tmp_path, monkeypatch, capsys):
+    model = npz_model(tmp_path / "a.npz")
+    plan = plan_model(model, recipe=last_axis("int8"))
+
+    def quantize(*_, on_layer, **options):
+        for done in reached:
+            on_layer(done, reached[-1])
+        return Outcome(tmp_path / "m", (), 0, 0, 0, 0, 0.0)
+
+    monkeypatch.setattr("fewbit.cli.quantize_report.quantize", quantize)
+    written(model, plan, tmp_path / "m", to="fewbit", overwrite=False, log=None)
+    assert capsys.readouterr().err == said

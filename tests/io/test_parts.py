@@ -20,7 +20,7 @@ def test_parts_come_back_as_they_were(tmp_path):
     out = tmp_path / "new" / "model"
     with Journal(out, JOB) as journal:
         assert FinishedParts(journal).load("layer-0") is None
-        FinishedParts(journal).save("layer-0", tensors())
+        FinishedParts(journal).save("layer-0", tensors().items())
     with Journal(out, dict(reversed(JOB.items()))) as journal:
         found = FinishedParts(journal).load("layer-0")
         assert found is not None and list(found) == ["q", "norm"]
@@ -31,7 +31,7 @@ def test_parts_come_back_as_they_were(tmp_path):
 
 def test_parts_of_another_job_are_removed(tmp_path):
     with Journal(tmp_path / "model", JOB) as journal:
-        FinishedParts(journal).save("layer-0", tensors())
+        FinishedParts(journal).save("layer-0", tensors().items())
     with Journal(tmp_path / "model", {**JOB, "recipe": "int4"}) as journal:
         assert FinishedParts(journal).load("layer-0") is None
         assert not (journal.path / "layer-0").exists()
@@ -41,7 +41,7 @@ def test_parts_of_another_job_are_removed(tmp_path):
 def test_a_damaged_part_is_removed(file, tmp_path):
     with Journal(tmp_path / "model", JOB) as journal:
         parts = FinishedParts(journal)
-        parts.save("layer-0", tensors())
+        parts.save("layer-0", tensors().items())
         path = journal.path / "layer-0" / file
         content = bytearray(path.read_bytes())
         content[-20] ^= 1

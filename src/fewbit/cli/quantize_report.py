@@ -230,7 +230,7 @@ def written(
     is_layered = isinstance(chosen.calibration, CalibrationData)
     calibration = total if is_layered else 0  # the first half of the bar
     with progress_bar("quantizing", calibration + total) as bar, log_lines(log, bar) as log_line:
-        written, read, count = 0, 0, len(made.rows)
+        written, read, count, reached = 0, 0, len(made.rows), -1
 
         def on_tensor(result: TensorResult) -> None:
             nonlocal written, read
@@ -239,6 +239,11 @@ def written(
             bar.advance(calibration + read, f"{written}/{count} tensors, {read / 1e6:,.0f} MB")
 
         def on_layer(done: int, layers: int) -> None:
+            nonlocal reached
+            if done > reached + 1:
+                finished = done - max(reached, 0)
+                bar.log(f"resuming: {finished} of {layers} layers were finished by an earlier run")
+            reached = done
             bar.advance(calibration * done / layers, f"{name}: {done}/{layers} layers")
 
         def on_resume(finished: Sequence[TensorResult]) -> None:

@@ -1,5 +1,6 @@
 """Checked paths, memory-mapped files, their hashes and layout."""
 
+import dataclasses
 import hashlib
 import os
 import pathlib
@@ -35,27 +36,53 @@ def checked_path(path: str | os.PathLike[str]) -> pathlib.Path:
     return path
 
 
+def file_size(path: pathlib.Path) -> int:
+    """The bytes of a file.
+
+    Raises:
+        QuantError: when it is missing, empty, or a directory.
+    """
+    try:
+        if not checked_path(path).is_file():
+            raise QuantError(f"{path} is a directory; pass a file")
+        size = path.stat().st_size
+    except OSError as error:
+        raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+    if size == 0:
+        raise QuantError(f"{path} is empty (0 bytes); fetch or write it again")
+    return size
+
+
 def mapped(path: pathlib.Path, begin: int = 0, nbytes: int | None = None) -> np.ndarray:
     """Memory-maps a file, or a part of it, as a read-only uint8 array.
 
     Raises:
         QuantError: when the file is missing, empty, shorter than the part or not readable.
     """
+    size = file_size(path)
+    if nbytes is None:
+        nbytes = size - begin
+    if begin + nbytes > size:
+        raise QuantError(f"{path} is cut off: it has {size} bytes, expected {begin + nbytes}; fetch or write it again")
+    if nbytes == 0:  # which cannot be mapped
+        return np.empty(0, np.uint8)
     try:
-        if not checked_path(path).is_file():
-            raise QuantError(f"{path} is a directory; pass a file")
-        size = path.stat().st_size
-        if size == 0:
-            raise QuantError(f"{path} is empty (0 bytes); fetch or write it again")
-        if nbytes is None:
-            nbytes = size - begin
-        if begin + nbytes > size:
-            raise QuantError(f"{path} is cut off: it has {size} bytes, expected {begin + nbytes}; fetch or write it again")
-        if nbytes == 0:  # which cannot be mapped
-            return np.empty(0, np.uint8)
         return np.asarray(np.memmap(path, np.uint8, "r", begin, (nbytes,)))
     except OSError as error:
         raise QuantError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+@dataclasses.dataclass(frozen=True)
+class FilePart:
+    """A part of a file. It is mapped when it is read, so neither memory nor address space grows with the file."""
+
+    path: pathlib.Path
+    begin: int
+    nbytes: int
+
+    def read(self) -> np.ndarray:
+        """The bytes, mapped from the file."""
+        return mapped(self.path, self.begin, self.nbytes)
 
 
 def content(path: pathlib.Path) -> bytes:

@@ -17,6 +17,7 @@ import numpy as np
 from .._json import parsed_object
 from ..errors import QuantError
 from .checkpoint import Checkpoint, TensorInfo, Tensors
+from .files import file_size, mapped
 
 _CONFIG = "__config__"
 _SUFFIX = ".npy"
@@ -26,13 +27,13 @@ _MAX_DEFLATE_RATIO = 1032
 _ZIP_ERRORS = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, RuntimeError, ValueError)
 
 
-def read_npz(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
+def read_npz(path: pathlib.Path) -> Checkpoint:
     """Reads an `.npz` file at once and checks the archive's checksums.
 
     Raises:
         QuantError: when the archive is damaged, names an array twice, or contains anything but plain arrays.
     """
-    arrays = {name: _array(member, name, path) for name, member in _members(path, data).items()}
+    arrays = {name: _array(member, name, path) for name, member in _members(path).items()}
     config = arrays.pop(_CONFIG, None)
     metadata = {} if config is None else _metadata(config, path)
     for name, array in arrays.items():
@@ -42,12 +43,12 @@ def read_npz(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
     return Checkpoint(path, "npz", Tensors(info, arrays.__getitem__), metadata)
 
 
-def _members(path: pathlib.Path, data: np.ndarray) -> dict[str, bytes]:
+def _members(path: pathlib.Path) -> dict[str, bytes]:
     """The content of every member, by the name without its suffix."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-            _check_count(len(entries), len(archive.comment), path, data)
+            _check_count(len(entries), len(archive.comment), path)
             for entry in entries:
                 _check_entry(entry, path)
             names = [entry.filename.removesuffix(_SUFFIX) for entry in entries]
@@ -67,9 +68,9 @@ def _members(path: pathlib.Path, data: np.ndarray) -> dict[str, bytes]:
     return members
 
 
-def _check_count(found: int, comment: int, path: pathlib.Path, data: np.ndarray) -> None:
+def _check_count(found: int, comment: int, path: pathlib.Path) -> None:
     """Checks the number of members in the archive's last record; zipfile does not."""
-    mark, announced = struct.unpack_from("<4s6xH", data.data, data.size - 22 - comment)
+    mark, announced = struct.unpack("<4s6xH10x", mapped(path, file_size(path) - 22 - comment, 22).tobytes())
     if mark != b"PK\x05\x06" or announced != min(found, 0xFFFF):
         raise QuantError(f"{path} is a damaged .npz file: {found} members are found, {announced} are announced")
 

@@ -1,20 +1,19 @@
 """Finished parts of a job on the disk, so that it can be resumed."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable
 
 from ..errors import QuantError
-from .checkpoint import Tensor
+from .checkpoint import Tensor, Tensors
 from .journal import Journal
 from .native.reader import read_directory
-from .native.writer import write
+from .native.writer import DirectoryWriter
 
 
 class FinishedParts:
-    """Results that later steps of a job need, in the directory of its journal.
+    """Results that later steps of a job need, in the directory of its journal rather than in memory.
 
-    Each part is a fewbit directory: it exists whole or not at all, and its hashes are checked when it is loaded. Damaged ones are
-    removed.
+    Each part is a fewbit directory: it exists whole or not at all, and the hash of a tensor is checked when it is loaded.
 
     Args:
         journal: the journal of the job.
@@ -23,22 +22,28 @@ class FinishedParts:
     def __init__(self, journal: Journal):
         self._path = journal.path
 
-    def load(self, name: str) -> dict[str, Tensor] | None:
-        """The tensors of a finished part; None if it is not finished."""
-        path = self._path / name
-        if not path.is_dir():
-            return None
+    def load(self, name: str) -> Tensors | None:
+        """The tensors of a finished part, each loaded when it is asked for; None if the part is not finished, or damaged."""
         try:
-            found = read_directory(path)
-            return {tensor: found.tensors[tensor] for tensor in found.tensors}
+            found = read_directory(self._path / name).tensors
+            for tensor in found:
+                found[tensor]
+            return found
         except QuantError:
-            shutil.rmtree(path)
+            self.remove(name)
             return None
 
-    def save(self, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Writes a finished part.
+    def save(self, name: str, tensors: Iterable[tuple[str, Tensor]]) -> Tensors:
+        """Writes a finished part, tensor by tensor, and opens it.
 
         Raises:
             QuantError: when the disk is full, or the directory cannot be written.
         """
-        write(self._path / name, tensors, overwrite=True)
+        with DirectoryWriter(self._path / name, overwrite=True) as writer:
+            for tensor, value in tensors:
+                writer.add(tensor, value)
+        return read_directory(writer.path).tensors
+
+    def remove(self, name: str) -> None:
+        """Removes a part that is not needed any more."""
+        shutil.rmtree(self._path / name, ignore_errors=True)

@@ -6,7 +6,7 @@ import pathlib
 from ..errors import QuantError
 from .checkpoint import Checkpoint
 from .containers.reader import with_weights
-from .files import checked_path, mapped
+from .files import checked_path, file_size, mapped
 from .gguf.reader import read_gguf
 from .native.reader import is_fewbit_directory, read_directory
 from .npz import read_npz
@@ -42,8 +42,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
     path = checked_path(path)
     if path.is_dir():
         return _read_directory(path)
-    data = mapped(path)
-    start = bytes(data[:9])
+    start = mapped(path, 0, min(9, file_size(path))).tobytes()
     reader = _MAGICS.get(start[:4]) or _SUFFIXES.get(path.suffix)
     if reader is None and start[8:9] == b"{":
         reader = read_safetensors_file
@@ -52,7 +51,7 @@ def read(path: str | os.PathLike[str]) -> Checkpoint:
             f"{path} is not a model that fewbit reads: it begins with {start[:4]!r}. Expected a GGUF, safetensors or "
             ".npz file; pickles (.pt, .bin) are never read, save the weights as safetensors"
         )
-    return reader(path, data)
+    return reader(path)
 
 
 def _read_directory(path: pathlib.Path) -> Checkpoint:

@@ -306,12 +306,24 @@ def params_from_paths(flat: Mapping[str, Any], config: DecoderConfig) -> Params:
     Returns:
         The pytree.
     """
+    return tree_from_paths({path: flat[path] for path in shapes(config)})
+
+
+def tree_from_paths(flat: Mapping[str, Any]) -> Params:
+    """The pytree of arrays given by path, such as those of one layer, `attn/q`.
+
+    Args:
+        flat: the arrays by path.
+
+    Returns:
+        The pytree.
+    """
     tree: Params = {}
-    for path in shapes(config):
+    for path, leaf in flat.items():
         node, steps = tree, path.split("/")
         for step in steps[:-1]:
             node = node.setdefault(step, {})
-        node[steps[-1]] = flat[path]
+        node[steps[-1]] = leaf
     return _with_lists(tree)
 
 

@@ -62,14 +62,14 @@ def quantize(
         out: the output directory, or the file of GGUF.
         to: the layout of the files: "fewbit", "hf" (dequantized to bfloat16), "gguf", "orbax", or the name of a container.
         overwrite: whether a directory that fewbit wrote earlier may be replaced.
-        method: how scales and codes are chosen. With a method that needs statistics, the source's and all quantized weights are in
-            memory, unless an importance file has them.
+        method: how scales and codes are chosen. With a method or a scaling that learns from a text, one layer is in memory at a
+            time; with a scaling, the residual stream of the text too.
         scaling: how inputs of products are scaled first, which is folded into the model's parameters; None: they are not. The
             losses of tensors are relative to the scaled ones.
         calibration: what such a method and a scaling learn from: a text, see `calibration_data`; or, for the method imatrix alone,
             an importance file.
-        on_layer: called with the number of layers that are done, and of all layers; a scaling and a method that learn from a text
-            pass them once each.
+        on_layer: called with the number of layers that are done, and of all layers, before the first layer and after each; a
+            scaling and a method that learn from a text pass them once each.
         on_tensor: called after each tensor.
         on_verify: called with the name and the bytes of each stored array that was read back.
         on_resume: called with the results of the tensors that an earlier call finished, if there are any.
@@ -119,7 +119,8 @@ def quantize(
     if not isinstance(calibration, CalibrationData):
         identity["source"] = model.name  # each tensor has a hash in the journal, so that one can be repaired
     with Journal(out, identity) as journal:
-        scaled, calibrated = dict[str, str](), dict[str, QArray]()
+        scaled: Mapping[str, str] = {}
+        calibrated: Mapping[str, QArray] = {}
         if isinstance(calibration, CalibrationData):
             passes, parts = iter(_passes(len(learning), on_layer)), FinishedParts(journal)
             if scaling is not None:

@@ -159,7 +159,7 @@ def quantized_tensors(
         UnsupportedError: for a plan that stored parameters cannot express.
     """
     check_storable(plan)
-    rows, ready, layers = iter(plan), dict(calibrated), tuple(tokens)
+    rows, together, layers = iter(plan), dict[str, QArray](), tuple(tokens)
     for row in rows:
         if row.path in finished:
             continue
@@ -168,12 +168,13 @@ def quantized_tensors(
         x = _float_values(stored, row)
         if bad := _non_finite(x):
             raise QuantError(_non_finite_message(model, {row.path: bad} | _more_non_finite(model, rows)))
-        if row.path in fused and row.path not in ready:
+        if row.path in fused and row.path not in calibrated and row.path not in together:
             parts = {r.path: _float_values(model.load(r.path), r) for r in fused[row.path]}
-            together = quantized_together(parts, row, method, observed.get(row.path))
-            ready |= {path: q for path, q in together.items() if path not in finished}
-        if row.path in ready:
-            value = jax.block_until_ready(ready.pop(row.path))
+            joint = quantized_together(parts, row, method, observed.get(row.path))
+            together |= {path: q for path, q in joint.items() if path not in finished}
+        if row.path in calibrated or row.path in together:
+            q = calibrated[row.path] if row.path in calibrated else together.pop(row.path)
+            value = jax.block_until_ready(q)
             sqnr = sqnr_db(jnp.asarray(x), value)
         else:
             value, sqnr = _converted(stored, x, row, model.info[row.path], method, observed.get(row.path))

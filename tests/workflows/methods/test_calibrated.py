@@ -117,7 +117,7 @@ def test_a_directory_says_how_it_was_made(tmp_path):
             on_layer=lambda *done: layers.append(done),
             on_tensor=results.append,
         )
-    assert layers[:3] == [(1, 3), (2, 3), (3, 3)]
+    assert layers[:4] == [(0, 3), (1, 3), (2, 3), (3, 3)]
     assert {r.method for r in results if "attn/q" in r.path} == {"gptq"} and any(" by gptq  " in str(r) for r in results)
     facts = json.loads((tmp_path / "a" / "manifest.json").read_text())["facts"]["method"]
     assert facts == {"name": "gptq", "damping": 0.05, "act_order": True, "calibration": data.facts}
@@ -168,10 +168,12 @@ def _files(directory):
 
 
 @needs_tokenizers
-def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(tmp_path, monkeypatch):
+@pytest.mark.parametrize("method", [GPTQ(), QEP()], ids=["gptq", "qep"])
+def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(method, tmp_path, monkeypatch):
+    """QEP has two residual streams, and both are on the disk."""
     model = workflows.load(llama_directory(tmp_path / "hf"))
     plan, data = workflows.plan_model(model, recipe="int4"), calibration_data(model, str(text_file(tmp_path)), windows=4)
-    quantize = functools.partial(workflows.quantize, model, plan, method=GPTQ(), calibration=data)
+    quantize = functools.partial(workflows.quantize, model, plan, method=method, calibration=data)
     quantize(tmp_path / "whole")
     done = []
 
@@ -182,7 +184,10 @@ def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(tmp_path, monkeypat
     with pytest.raises(KeyboardInterrupt):
         quantize(tmp_path / "resumed", on_layer=stop)
     work = tmp_path / ".resumed.fewbit-work"
-    assert sorted(part.name for part in work.iterdir()) == ["journal", "layer-0", "layer-1"]
+    assert sorted(part.name for part in work.iterdir()) == ["journal", "layer-0", "layer-1", "stream-2"]
+    streams = io.read(work / "stream-2").tensors["0"]
+    assert streams.shape == (1 + isinstance(method, QEP), *data.windows.shape, model.config.width)
+    assert isinstance(method, GPTQ) or not np.array_equal(*streams), "quantized and float"
     monkeypatch.setattr(
         calibrated, "_quantized", lambda layer, prefix, *rest: done.append(prefix) or quantized(layer, prefix, *rest)
     )

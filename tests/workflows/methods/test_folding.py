@@ -182,7 +182,7 @@ def test_a_directory_is_an_ordinary_model_and_says_how_it_was_made(tmp_path):
         )
 
     run("a")
-    assert layers == [(i, 6) for i in range(1, 7)]
+    assert layers == [(i, 6) for i in (0, 1, 2, 3, 3, 4, 5, 6)]
     found = {result.path: result for result in results}
     assert " int4_g32 by awq " in str(found["layers/0/attn/q"])
     assert "  awq scales of its input, folded into norm  " in str(found["layers/0/attn/q"])
@@ -203,7 +203,7 @@ def test_a_directory_is_an_ordinary_model_and_says_how_it_was_made(tmp_path):
         with pytest.raises(KeyboardInterrupt):
             run("b", stop)
     parts = {part.name for part in (tmp_path / ".b.fewbit-work").iterdir()}
-    assert parts == {"journal", "scales-0", "scales-1", "scales-2", "layer-0"}
+    assert parts == {"journal", "scales-0", "scales-1", "scales-2", "layer-0", "stream-1"}
     run("b")
     files = [{file.name: file.read_bytes() for file in (tmp_path / name).iterdir()} for name in "ab"]
     assert files[0] == files[1] and not (tmp_path / ".b.fewbit-work").exists()

@@ -19,7 +19,7 @@ def test_inputs_are_those_of_observe(tmp_path):
     model, data, steps = model_of(SMALL, tmp_path), data_of(SMALL, 4), []
     found = measured_inputs(model, data, progress=lambda *done: steps.append(done))
     assert (found.text, found.tokens, found.expert_tokens) == ("random", data.windows.size, {})
-    assert steps == [(1, 3), (2, 3), (3, 3)]
+    assert steps == [(0, 3), (1, 3), (2, 3), (3, 3)]
     names = ["attn/q,k,v", "attn/o", "mlp/gate,up", "mlp/down"]
     assert {one.path for one in found.products} == {f"layers/{i}/{name}" for i in range(3) for name in names}
     recipe = fb.Recipe((fb.Rule(r"layers/.*/(q|o|gate|down)", "int4"),))

@@ -15,13 +15,13 @@ from ...array.qarray import QArray
 from ...array.scheme import SCHEMES
 from ...errors import QuantError, UnsupportedError
 from ..checkpoint import Checkpoint, TensorInfo, Tensors
-from ..files import check_spans
+from ..files import FilePart, check_spans, file_size, mapped
 from .blocks import LAYOUTS, is_lossless, qarray_from_blocks
 from .header import TensorEntry, read_header
 from .stored import PLAIN
 
 
-def read_gguf(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
+def read_gguf(path: pathlib.Path) -> Checkpoint:
     """Opens a GGUF file (version 2 or 3, little-endian, not split).
 
     Tensors of the types of `LAYOUTS` (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, IQ4_NL, MXFP4, NVFP4, TQ1_0, TQ2_0) load as QArrays with the
@@ -31,7 +31,6 @@ def read_gguf(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
 
     Args:
         path: the file.
-        data: its bytes, mapped.
 
     Raises:
         QuantError: when the file is damaged, or the gguf package is not installed.
@@ -40,24 +39,25 @@ def read_gguf(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
     Reference: GGUF specification (ggml, docs/gguf.md).
     """
     package = gguf_package(f"reading {path}")
-    header = read_header(data, str(path))
+    header = read_header(mapped(path), str(path))
     kinds = {entry.name: _kind(entry, package, path) for entry in header.entries}
     sizes = {entry.name: _byte_count(entry, kinds[entry.name], package, path) for entry in header.entries}
     spans = ((e.name, e.offset, e.offset + sizes[e.name]) for e in header.entries)
-    check_spans(spans, data.size - header.data_start, str(path), alignment=header.alignment)
+    check_spans(spans, file_size(path) - header.data_start, str(path), alignment=header.alignment)
     parts = header.metadata.get("split.count", 1)
     if parts not in (0, 1):
         raise QuantError(f"{path} is one of {parts} parts of a split GGUF file; merge them first (llama-gguf-split --merge)")
-    stored = {e.name: data[header.data_start + e.offset :][: sizes[e.name]] for e in header.entries}
+    stored = {e.name: FilePart(path, header.data_start + e.offset, sizes[e.name]) for e in header.entries}
     info = {e.name: _info(stored[e.name], kinds[e.name].name, e.shape) for e in header.entries}
     _check_decodable(kinds, package, path)
-    scales = {name: stored[scale].view(np.float32) for name, scale in _tensor_scales(info).items()}
+    scales = _tensor_scales(info)
     for name in scales:
         scale = info.pop(scale_name(name))
         info[name] = dataclasses.replace(info[name], nbytes=info[name].nbytes + scale.nbytes)
 
     def load(name: str) -> np.ndarray | QArray:
-        return _loaded(stored[name], kinds[name], info[name], package, scales.get(name))
+        scale = stored[scales[name]].read().view(np.float32) if name in scales else None
+        return _loaded(stored[name].read(), kinds[name], info[name], package, scale)
 
     return Checkpoint(path, "gguf", Tensors(info, load), header.metadata, notes=_notes(info))
 
@@ -118,10 +118,10 @@ def _check_decodable(kinds: dict[str, enum.IntEnum], package: ModuleType, path: 
             raise UnsupportedError(f"{path}: tensor {name!r} has type {kind.name}", {"gguf": str(error)}) from error
 
 
-def _info(data: np.ndarray, type_name: str, shape: tuple[int, ...]) -> TensorInfo:
-    if type_name in LAYOUTS and shape and is_lossless(data, type_name):
-        return TensorInfo(shape, "float32", type_name, data.size, SCHEMES[LAYOUTS[type_name].scheme])
-    return TensorInfo(shape, np.dtype(PLAIN.get(type_name, np.float32)).name, type_name, data.size)
+def _info(part: FilePart, type_name: str, shape: tuple[int, ...]) -> TensorInfo:
+    if type_name in LAYOUTS and shape and is_lossless(part.read(), type_name):
+        return TensorInfo(shape, "float32", type_name, part.nbytes, SCHEMES[LAYOUTS[type_name].scheme])
+    return TensorInfo(shape, np.dtype(PLAIN.get(type_name, np.float32)).name, type_name, part.nbytes)
 
 
 def _tensor_scales(info: dict[str, TensorInfo]) -> dict[str, str]:

@@ -147,13 +147,13 @@ class GGUFWriter(AbstractWriter):
             self._spool.move(_FILE, 0, header, self._entries)
         self._staged.write_at(_FILE, len(header) + self._offset, [], 0)  # the padding of the last tensor
         self._staged.flush(_FILE)
-        data = mapped(self._staged.path / _FILE)
-        found = read_header(data, str(self.path))
+        file = self._staged.path / _FILE
+        found = read_header(mapped(file), str(self.path))
         if found.encoded != fields or found.entries != tuple(entries):
             raise QuantError(
                 f"{self.path}: the header reads back differently from what was written; the disk may be failing"
             )
-        read_gguf(self.path, data)
+        read_gguf(file)
         for name, nbytes in self._nbytes.items():
             self._progress("verify", name, nbytes)
         self._staged.commit_file(_FILE)

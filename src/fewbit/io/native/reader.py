@@ -13,7 +13,7 @@ from ...array.qarray import QArray
 from ...errors import QuantError
 from ..checkpoint import Checkpoint, Tensors
 from ..files import content
-from ..safetensors.file import StoredTensor, read_file
+from ..safetensors.file import StoredTensor, array_bytes, read_file
 from ..safetensors.reader import tensors_of
 from .manifest import CONFIG, FORMAT, MANIFEST, Manifest, read_manifest, sha256
 from .records import checked_record, leaf_names, qarray, weight_info
@@ -108,10 +108,11 @@ def _is_ours(path: pathlib.Path) -> bool:
 
 def checked_array(path: pathlib.Path, manifest: Manifest, name: str, entry: StoredTensor) -> np.ndarray:
     """A stored array, its bytes compared with the hash of the manifest."""
-    if sha256(entry.data.data) != manifest.tensors[name].sha256:
+    array = entry.array()
+    if sha256(array_bytes(array)) != manifest.tensors[name].sha256:
         file = path / manifest.tensors[name].file
         raise QuantError(f"{file}: the bytes of tensor {name!r} were changed since they were written; copy the file again")
-    return entry.array()
+    return array
 
 
 def checked_files(path: pathlib.Path, manifest: Manifest) -> dict[str, bytes]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..._json import Count, converted, parsed_object
 from ...errors import QuantError
-from ..files import check_spans, mapped
+from ..files import FilePart, check_spans, file_size, mapped
 
 _MAX_HEADER = 100_000_000
 _ALIGNMENT = 8
@@ -69,16 +69,16 @@ class StoredTensor:
     Attributes:
         dtype: the format's name of the dtype.
         shape: the shape.
-        data: the bytes, mapped from the file.
+        part: where its bytes are.
     """
 
     dtype: str
     shape: tuple[int, ...]
-    data: np.ndarray
+    part: FilePart
 
     def array(self) -> np.ndarray:
         """The array, a read-only view of the file."""
-        return self.data.view(DTYPES[self.dtype]).reshape(self.shape)
+        return self.part.read().view(DTYPES[self.dtype]).reshape(self.shape)
 
 
 def dtype_name(dtype: np.dtype, where: str) -> str:
@@ -92,22 +92,23 @@ def dtype_name(dtype: np.dtype, where: str) -> str:
     return _NAMES[dtype]
 
 
-def read_file(path: pathlib.Path, data: np.ndarray | None = None) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Memory-maps the tensors of a safetensors file, unless `data` is its map; also returns its `__metadata__`.
+def read_file(path: pathlib.Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The tensors of a safetensors file, which are not read yet, and its `__metadata__`.
 
     Raises:
         QuantError: for a header that is truncated, not JSON, names a tensor twice, or leaves gaps or overlaps between tensors;
             and for a dtype that numpy does not have.
     """
-    if data is None:
-        data = mapped(path)
-    header, start = _header(data, path)
+    size = file_size(path)
+    header, start = _header(path, size)
     metadata = converted(header.pop("__metadata__", {}), dict[str, str], f"{path}: __metadata__ of the header")
     places = {name: _place(name, form, path) for name, form in header.items()}
     spans = sorted(((name, begin, end) for name, (_, _, begin, end) in places.items()), key=lambda span: span[1:])
-    check_spans(spans, data.size - start, str(path))
-    body = data[start:]
-    return {name: StoredTensor(d, shape, body[begin:end]) for name, (d, shape, begin, end) in places.items()}, metadata
+    check_spans(spans, size - start, str(path))
+    tensors = {}
+    for name, (dtype, shape, begin, end) in places.items():
+        tensors[name] = StoredTensor(dtype, shape, FilePart(path, start + begin, end - begin))
+    return tensors, metadata
 
 
 def file_header(tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
@@ -138,17 +139,17 @@ def ordered(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     return dict(sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize))
 
 
-def _header(data: np.ndarray, path: pathlib.Path) -> tuple[dict[str, Any], int]:
-    """The JSON of the header, and the offset of the data."""
-    if data.size < 8:
-        raise QuantError(f"{path} is not a safetensors file: it has {data.size} bytes, and the header length alone takes 8")
-    (length,) = struct.unpack("<Q", data[:8].tobytes())
-    if length > _MAX_HEADER or length > data.size - 8:
+def _header(path: pathlib.Path, size: int) -> tuple[dict[str, Any], int]:
+    """The JSON of the header of a file of `size` bytes, and the offset of the data."""
+    if size < 8:
+        raise QuantError(f"{path} is not a safetensors file: it has {size} bytes, and the header length alone takes 8")
+    (length,) = struct.unpack("<Q", mapped(path, 0, 8).tobytes())
+    if length > _MAX_HEADER or length > size - 8:
         raise QuantError(
             f"{path} is not a safetensors file, or is cut off: its first 8 bytes announce a header of {length} bytes, "
-            f"and {data.size - 8} follow"
+            f"and {size - 8} follow"
         )
-    return parsed_object(data[8 : 8 + length].tobytes(), f"the header of {path}"), 8 + length
+    return parsed_object(mapped(path, 8, length).tobytes(), f"the header of {path}"), 8 + length
 
 
 def _place(name: str, form: object, path: pathlib.Path) -> tuple[str, tuple[int, ...], int, int]:

@@ -46,13 +46,13 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-def read_safetensors_file(path: pathlib.Path, data: np.ndarray) -> Checkpoint:
+def read_safetensors_file(path: pathlib.Path) -> Checkpoint:
     """Opens one safetensors file; its metadata is the `__metadata__` of its header.
 
     Raises:
         QuantError: when the file is damaged, or is one file of a fewbit directory.
     """
-    tensors, metadata = read_file(path, data)
+    tensors, metadata = read_file(path)
     if metadata.get("format") == FORMAT:
         raise QuantError(f"{path} is part of a directory that fewbit wrote; pass the directory {path.parent}")
     return Checkpoint(path, "safetensors", tensors_of(tensors, metadata), dict(metadata))
@@ -85,7 +85,7 @@ def read_safetensors_directory(path: pathlib.Path) -> Checkpoint:
 
 def tensors_of(stored: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> Tensors:
     """The stored arrays, read when they are indexed; `metadata` is that of their files."""
-    info = {name: TensorInfo(t.shape, DTYPES[t.dtype].name, t.dtype, t.data.size) for name, t in stored.items()}
+    info = {name: TensorInfo(t.shape, DTYPES[t.dtype].name, t.dtype, t.part.nbytes) for name, t in stored.items()}
 
     def load(name: str) -> np.ndarray:
         return stored[name].array()

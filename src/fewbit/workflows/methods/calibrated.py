@@ -1,8 +1,8 @@
 """Quantizes a decoder's weights by a method, layer by layer.
 
 A calibration text runs through the layers one at a time. The inputs of a layer are the outputs of the quantized layers before
-it, so that its weights are chosen for the inputs that they will multiply. The residual streams of the whole text and the
-statistics of one layer are in memory.
+it, so that its weights are chosen for the inputs that they will multiply. One layer is in memory: its weights, its statistics and
+a batch of the text. A run with finished parts has the residual streams of the whole text, and the quantized layers, on the disk.
 """
 
 import dataclasses
@@ -23,12 +23,14 @@ from ...array.qarray import QArray, is_qarray
 from ...calibration.measure import Inputs, Measure, Observation, cross_moments
 from ...calibration.range_rules import AbsMaxRange
 from ...errors import QuantError
+from ...io.checkpoint import Tensors
 from ...io.parts import FinishedParts
 from ...methods.scaling import AbstractScaling, ScaledProduct
 from ...models.config import DecoderConfig
 from ...models.decoder import embedded, layer_output, output_logits
 from ...models.installed import calibration_text
 from ...models.joined import stack_experts
+from ...models.names import shapes, tree_from_paths
 from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, folded, observed
 from ...ops.interpret.parameter_uses import parameter_paths
 from ...ops.interpret.transparent import evaluated, transparent
@@ -143,8 +145,9 @@ def calibrated_scales(
         plan: its plan.
         scaling: the scaling.
         data: the calibration data.
-        parts: as in `calibrated_weights`.
-        progress: likewise.
+        parts: where the scales of finished layers are kept, for a run that resumes this one. The residual stream is in memory, and
+            computed again.
+        progress: called before the first layer and after each.
 
     Returns:
         The scales by the name of the input; none for experts that are rounded to nearest because no token was routed to them.
@@ -157,11 +160,9 @@ def calibrated_scales(
     readers = {part.path for one in inputs for part in one.readers if part.path in policies}
     measure, found = Measure(AbsMaxRange(), scaling.collect), {}  # type: ignore[arg-type]
     for layer in float_layers(model, data, progress):
-        values: dict[str, Any] | None = None
-        if parts is not None:
-            values = parts.load(f"scales-{layer.index}")
+        values: Mapping[str, Any] | None = _finished(parts, f"scales-{layer.index}")
         if values is None:
-            values, observed = {}, layer.statistics(measure, readers, data.unseen_experts)
+            new, observed = dict[str, Any](), layer.statistics(measure, readers, data.unseen_experts)
             for one in inputs:
                 products = [
                     ScaledProduct(_float(model.load(part.path)), policies[part.path].weight, part.axis, observed[part.path])
@@ -171,9 +172,8 @@ def calibrated_scales(
                 if products:
                     _check_finite(one.name, products)
                     channels = jnp.asarray(one.channels, jnp.int32)
-                    values[one.name] = scaling.scales(products, channels, one.size, by_expert=bool(one.groups))
-            if parts is not None and values:
-                parts.save(f"scales-{layer.index}", values)
+                    new[one.name] = scaling.scales(products, channels, one.size, by_expert=bool(one.groups))
+            values = _kept(parts, f"scales-{layer.index}", new)
         found |= {name: np.asarray(scales) for name, scales in values.items()}
     return found
 
@@ -188,7 +188,7 @@ def calibrated_weights(
     parts: FinishedParts | None = None,
     progress: Progress | None = None,
     on_experts: Callable[[ExpertTokens], None] | None = None,
-) -> dict[str, QArray]:
+) -> Mapping[str, QArray]:
     """The quantized weights of a decoder's products, by a method with calibration data.
 
     Args:
@@ -197,13 +197,15 @@ def calibrated_weights(
         method: the method.
         data: the calibration data.
         fused: the rows that share a tensor scale, by the path of each; see `fused_rows`.
-        parts: where finished layers are kept for a run that resumes this one; those of an earlier run are not computed again.
-        progress: called after each layer.
+        parts: where finished layers and the residual streams are kept, for a run that resumes this one and to save memory; layers
+            of an earlier run are not computed again. None: in memory.
+        progress: called before the first layer with the number that an earlier run finished, and after each layer.
         on_experts: called with the tokens of a layer's experts.
 
     Returns:
-        The QArrays by path. Tables that are only looked up, experts that are rounded to nearest because no token was routed to
-        them, and weights that the file stores in the planned scheme already are not among them.
+        The QArrays by path, those of finished parts loaded when they are asked for. Tables that are only looked up, experts that
+        are rounded to nearest because no token was routed to them, and weights that the file stores in the planned scheme already
+        are not among them.
 
     Raises:
         QuantError: when a token has no embedding, a weight or a statistic is not finite, another process writes the parts, or an
@@ -212,41 +214,132 @@ def calibrated_weights(
     """
     config, rows = _checked_config(model, data), {row.path: row for row in plan}
     chosen = {path for path, row in rows.items() if row.policy is not None and not is_kept(row, model.info[path])}
-    params = model.params()
     collect = tuple(name for name in method.collect if name != "cross")
-    measure, found = Measure(AbsMaxRange(), collect), {}  # type: ignore[arg-type]
-    x = _residual_streams(params, data, config)
-    exact = x if "cross" in method.collect else None  # the residual streams of the float model
-    for index, layer in enumerate(params["layers"]):
-        prefix = f"layers/{index}/"
-        paths = [prefix + path for path in parameter_paths(layer) if prefix + path in chosen]
-        values: dict[str, Any] | None = None
-        if parts is not None:
-            values = parts.load(f"layer-{index}")
-        if values is None:
-            inside = [path.removeprefix(prefix) for path in paths]
-            observed, tokens = _layer_observations(
-                layer, x, jnp.int32(index), config, inside, measure, data.unseen_experts, exact
-            )
+    measure = Measure(AbsMaxRange(), collect)  # type: ignore[arg-type]
+    count = 2 if "cross" in method.collect else 1  # the second residual stream is that of the float model
+    found: dict[str, Mapping[str, Any]] = {}
+
+    def take(values: Mapping[str, Any], prefix: str) -> None:
+        found.update({path: values for path in values if path != _TOKENS})
+        if _TOKENS in values and on_experts is not None:
+            on_experts(ExpertTokens(f"{prefix}mlp/experts", tuple(np.asarray(values[_TOKENS]).tolist())))
+
+    start, streams = _last_streams(parts, config.layers)
+    for index in range(config.layers):
+        if (finished := _finished(parts, f"layer-{index}")) is not None:
+            take(finished, f"layers/{index}/")
+        elif index < start and any(path.startswith(f"layers/{index}/") for path in chosen):
+            start = 0
+    if start == 0:
+        streams = _kept_streams(parts, 0, _first_streams(model, data, count))
+    if progress is not None:
+        progress(start, config.layers)
+    for index in range(start, config.layers):
+        prefix, layer, number = f"layers/{index}/", _stored_layer(model, index), jnp.int32(index)
+        inside = [path for path in parameter_paths(layer) if prefix + path in chosen]
+        if not any(prefix + path in found for path in inside):
+            observed, tokens = _layer_observations(layer, streams, number, config, inside, measure, data.unseen_experts)
             stats = {prefix + path: one for path, one in observed.items()}
-            values = _quantized(layer, prefix, paths, rows, method, stats, fused)
+            values: dict[str, Any] = dict(_quantized(layer, prefix, list(stats), rows, method, stats, fused))
             if tokens is not None:
                 values[_TOKENS] = tokens
-            if parts is not None and values:
-                parts.save(f"layer-{index}", values)
-        tokens = values.pop(_TOKENS, None)
-        if tokens is not None and on_experts is not None:
-            on_experts(ExpertTokens(f"{prefix}mlp/experts", tuple(np.asarray(tokens).tolist())))
-        found |= values
-        if exact is not None:
-            exact = [_layer_outputs(_with_stacked_experts(layer), part, jnp.int32(index), config=config) for part in exact]
-        leaves = {path: found.get(prefix + path, leaf) for path, leaf in parameter_paths(layer).items()}
-        layer = jax.tree.unflatten(jax.tree.structure(layer, is_leaf=is_qarray), list(leaves.values()))
-        x = [_layer_outputs(_with_stacked_experts(layer), part, jnp.int32(index), config=config) for part in x]
+            take(_kept(parts, f"layer-{index}", values), prefix)
+        leaves = parameter_paths(layer)
+        leaves |= {path: found[prefix + path][prefix + path] for path in leaves if prefix + path in found}
+        quantized = jax.tree.unflatten(jax.tree.structure(layer, is_leaf=is_qarray), list(leaves.values()))
+        forms = tuple(map(_with_stacked_experts, (quantized, layer)[:count]))
+        streams = _kept_streams(parts, index + 1, _next_streams(forms, streams, number, config))
         if progress is not None:
             progress(index + 1, config.layers)
-    stats = _head_observations(params, x, config, chosen, measure, exact)
-    return found | _quantized({name: params[name] for name in stats}, "", stats, rows, method, stats, fused)
+    if (head := _head_path(config)) in chosen:
+        ends = _stored_ends(model)
+        stats = _head_observations(ends, streams, config, chosen, measure)
+        take(_kept(parts, "head", _quantized(ends, "", [head], rows, method, stats, fused)), "")
+    weights = _Found(found)
+    return dict(weights) if parts is None else weights
+
+
+class _Found(Mapping):
+    """QArrays by path, each from the part that has it."""
+
+    def __init__(self, parts: Mapping[str, Mapping[str, QArray]]):
+        self._parts = parts
+
+    def __getitem__(self, path: str) -> QArray:
+        return self._parts[path][path]
+
+    def __contains__(self, path: object) -> bool:
+        return path in self._parts
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parts)
+
+    def __len__(self) -> int:
+        return len(self._parts)
+
+
+def _finished(parts: FinishedParts | None, name: str) -> Tensors | None:
+    """A finished part."""
+    if parts is None:
+        return None
+    return parts.load(name)
+
+
+def _kept(parts: FinishedParts | None, name: str, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The values themselves, or a finished part that has them."""
+    if parts is None or not values:
+        return values
+    return parts.save(name, values.items())
+
+
+def _kept_streams(parts: FinishedParts | None, index: int, batches: Iterable[Array]) -> Collection[Any]:
+    """The residual streams in front of a layer, in batches: in memory, or in a part that replaces that of the layer before."""
+    if parts is None:
+        return list(batches)
+    streams = parts.save(f"stream-{index}", ((str(i), batch) for i, batch in enumerate(batches)))
+    parts.remove(f"stream-{index - 1}")
+    return streams.values()
+
+
+def _last_streams(parts: FinishedParts | None, layers: int) -> tuple[int, Collection[Any]]:
+    """The number of layers that an earlier run finished, and the residual streams after them."""
+    for index in range(layers, 0, -1):
+        if (streams := _finished(parts, f"stream-{index}")) is not None:
+            return index, streams.values()
+    return 0, ()
+
+
+def _first_streams(model: Model, data: CalibrationData, count: int = 1) -> Iterator[Float[Array, "S B T D"]]:
+    """The inputs of the first layer in batches, the same for each of `count` residual streams."""
+    embed, config = model.load("embed"), model.runnable_config()
+    size = max(_BATCH_TOKENS // data.windows.shape[1], 1)
+    for i in range(0, len(data.windows), size):
+        x = _embedded(embed, jnp.asarray(data.windows[i : i + size]), config=config)
+        yield jnp.stack([x] * count)
+
+
+def _next_streams(
+    forms: tuple[PyTree, ...], streams: Iterable[Any], index: Array, config: DecoderConfig
+) -> Iterator[Float[Array, "S B T D"]]:
+    """The outputs of the forms of a layer, quantized or float, each for a residual stream of its own; in batches."""
+    return (_layer_outputs(forms, batch, index, config=config) for batch in map(jnp.asarray, streams))
+
+
+def _stored_layer(model: Model, index: int) -> PyTree:
+    """The parameters of one layer as stored; no others are loaded."""
+    prefix = f"layers/{index}/"
+    paths = [path for path in shapes(model.runnable_config()) if path.startswith(prefix)]
+    return tree_from_paths({path.removeprefix(prefix): model.load(path) for path in paths})
+
+
+def _stored_ends(model: Model) -> PyTree:
+    """The final norm and the head as stored."""
+    return {name: model.load(name) for name in ("norm", _head_path(model.runnable_config()))}
+
+
+def _head_path(config: DecoderConfig) -> str:
+    """The path of the weight that gives the logits."""
+    return "embed" if config.tied else "head"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,13 +349,13 @@ class FloatLayer:
     Attributes:
         index: the number of the layer.
         params: its parameters; experts are stacked where they are alike.
-        x: the residual streams before it, in batches.
+        streams: the residual stream before it, in batches `[1, B, T, D]`.
         config: the decoder's configuration.
     """
 
     index: int
     params: PyTree
-    x: Sequence[Array]
+    streams: Sequence[Array]
     config: DecoderConfig
 
     @property
@@ -287,20 +380,22 @@ class FloatLayer:
             The statistics by path, without tables that are only looked up and experts to which no token was routed.
         """
         if not self.prefix:
-            return _head_observations(self.params, self.x, self.config, paths, measure)
+            return _head_observations(self.params, self.streams, self.config, paths, measure)
         inside = [path.removeprefix(self.prefix) for path in paths if path.startswith(self.prefix)]
         index = jnp.int32(self.index)
-        found, _ = _layer_observations(self.params, self.x, index, self.config, inside, measure, unseen)
+        found, _ = _layer_observations(self.params, self.streams, index, self.config, inside, measure, unseen)
         return {self.prefix + path: one for path, one in found.items()}
 
 
 def float_layers(model: Model, data: CalibrationData, progress: Progress | None = None) -> Iterator[FloatLayer]:
     """Runs a text through a float decoder, layer by layer.
 
+    One layer's weights are in memory at a time, and the residual stream of the whole text.
+
     Args:
         model: a model that can be run.
         data: the calibration data.
-        progress: called after each layer.
+        progress: called before the first layer and after each.
 
     Returns:
         Each layer with its inputs, and the final norm with the head.
@@ -309,16 +404,17 @@ def float_layers(model: Model, data: CalibrationData, progress: Progress | None 
         QuantError: when a token has no embedding.
         UnsupportedError: when the model cannot be run.
     """
-    config, params = _checked_config(model, data), model.params()
-    x = _residual_streams(params, data, config)
-    for number, stored in enumerate(params["layers"]):
-        layer, index = _with_stacked_experts(_floats(stored)), jnp.int32(number)
-        yield FloatLayer(number, layer, x, config)
-        x = [_layer_outputs(layer, part, index, config=config) for part in x]
+    config = _checked_config(model, data)
+    streams = list(_first_streams(model, data))
+    if progress is not None:
+        progress(0, config.layers)
+    for index in range(config.layers):
+        layer = _with_stacked_experts(_floats(_stored_layer(model, index)))
+        yield FloatLayer(index, layer, streams, config)
+        streams = list(_next_streams((layer,), streams, jnp.int32(index), config))
         if progress is not None:
-            progress(number + 1, config.layers)
-    head = "embed" if config.tied else "head"
-    yield FloatLayer(config.layers, _floats({name: params[name] for name in ("norm", head)}), x, config)
+            progress(index + 1, config.layers)
+    yield FloatLayer(config.layers, _floats(_stored_ends(model)), streams, config)
 
 
 def _checked_config(model: Model, data: CalibrationData) -> DecoderConfig:
@@ -330,20 +426,13 @@ def _checked_config(model: Model, data: CalibrationData) -> DecoderConfig:
 
 
 def _head_observations(
-    params: PyTree,
-    x: Sequence[Array],
-    config: DecoderConfig,
-    paths: Collection[str],
-    measure: Measure,
-    exact: Sequence[Array] | None = None,
+    params: PyTree, streams: Iterable[Any], config: DecoderConfig, paths: Collection[str], measure: Measure
 ) -> dict[str, Observation]:
     """The statistics of the product with the head, if that is among the paths."""
-    head = "embed" if config.tied else "head"
-    if head not in paths:
+    if _head_path(config) not in paths:
         return {}
-    ends = _floats({name: params[name] for name in ("norm", head)})
-    measured = functools.partial(_head_statistics, config=config, measure=measure)
-    return _joined(measure, (measured(ends, *parts) for parts in zip(x, exact or [None] * len(x), strict=True)))
+    ends, measured = _floats(params), functools.partial(_head_statistics, config=config, measure=measure)
+    return _joined(measure, (measured(ends, batch) for batch in map(jnp.asarray, streams)))
 
 
 def _quantized(
@@ -370,13 +459,6 @@ def _quantized(
     return found
 
 
-def _residual_streams(params: PyTree, data: CalibrationData, config: DecoderConfig) -> list[Array]:
-    """The inputs of the first layer, in batches."""
-    size = max(_BATCH_TOKENS // data.windows.shape[1], 1)
-    batches = (jnp.asarray(data.windows[i : i + size]) for i in range(0, len(data.windows), size))
-    return [_embedded(params["embed"], tokens, config=config) for tokens in batches]
-
-
 def _check_finite(name: str, products: Iterable[ScaledProduct]) -> None:
     """Refuses statistics and weights with NaN or infinity."""
     for product in products:
@@ -388,25 +470,23 @@ def _check_finite(name: str, products: Iterable[ScaledProduct]) -> None:
 
 def _layer_observations(
     layer: PyTree,
-    x: Sequence[Array],
+    streams: Iterable[Any],
     index: Array,
     config: DecoderConfig,
     paths: Iterable[str],
     measure: Measure,
     unseen: str,
-    exact: Sequence[Array] | None = None,
 ) -> tuple[dict[str, Observation], np.ndarray | None]:
     """The statistics of one layer's products by path, and the tokens of its experts.
 
-    With the residual streams of the float model in `exact`, cross moments are among them.
+    With the float model's residual stream as a second one, cross moments are among them.
     """
     layer = _with_stacked_experts(_floats(layer))
     inside = parameter_paths(layer)
     stacked = {path: path if path in inside else _EXPERT.sub("experts/", path) for path in paths}
     chosen = tuple(dict.fromkeys(stacked.values()))
     measured = functools.partial(_layer_statistics, config=config, paths=chosen, measure=measure)
-    pairs = zip(x, exact or [None] * len(x), strict=True)
-    stats, found = _joined(measure, (measured(layer, part, index, one) for part, one in pairs)), {}
+    stats, found = _joined(measure, (measured(layer, batch, index) for batch in map(jnp.asarray, streams))), {}
     stats, tokens = with_unseen_experts(stats, functools.partial(folded, measure), unseen, f"layers/{index}")
     for path, name in stacked.items():
         one = stats.get(name)
@@ -456,9 +536,8 @@ def _embedded(
 @functools.partial(jax.jit, static_argnames=("config", "paths", "measure"))
 def _layer_statistics(
     layer: PyTree,
-    x: Float[Array, "B T D"],
+    streams: Float[Array, "S B T D"],
     index: Int[Array, ""],
-    exact: Float[Array, "B T D"] | None,
     *,
     config: DecoderConfig,
     paths: tuple[str, ...],
@@ -469,34 +548,37 @@ def _layer_statistics(
     def run(layer: PyTree, x: Array) -> Array:
         return layer_output(layer, x, config, index)
 
-    return _measured(run, layer, paths, x, measure, exact)
+    return _measured(run, layer, paths, streams, measure)
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def _layer_outputs(
-    layer: PyTree, x: Float[Array, "B T D"], index: Int[Array, ""], *, config: DecoderConfig
-) -> Float[Array, "B T D"]:
-    return transparent(lambda layer, x: layer_output(layer, x, config, index))(layer, x)
+    forms: tuple[PyTree, ...], streams: Float[Array, "S B T D"], index: Int[Array, ""], *, config: DecoderConfig
+) -> Float[Array, "S B T D"]:
+    run = transparent(lambda layer, x: layer_output(layer, x, config, index))
+    return jnp.stack([run(layer, x) for layer, x in zip(forms, streams, strict=True)])
 
 
 @functools.partial(jax.jit, static_argnames=("config", "measure"))
 def _head_statistics(
-    params: PyTree, x: Float[Array, "B T D"], exact: Float[Array, "B T D"] | None, *, config: DecoderConfig, measure: Measure
+    params: PyTree, streams: Float[Array, "S B T D"], *, config: DecoderConfig, measure: Measure
 ) -> dict[str, Any]:
     """The statistics of the product with the head."""
-    head = "embed" if config.tied else "head"
-    return _measured(lambda params, x: output_logits(params, x, config), params, (head,), x, measure, exact)
+    return _measured(lambda params, x: output_logits(params, x, config), params, (_head_path(config),), streams, measure)
 
 
 def _measured(
     fn: Callable[[PyTree, Array], Array],
     params: PyTree,
     paths: tuple[str, ...],
-    x: Array,
+    streams: Float[Array, "S B T D"],
     measure: Measure,
-    exact: Array | None,
 ) -> dict[str, Any]:
-    """The statistics of the products of some parameters in `fn(params, x)`."""
+    """The statistics of the products of some parameters in `fn(params, x)`, for the first stream as `x`.
+
+    A second stream is the float model's, for cross moments.
+    """
+    x, *exact = streams
 
     def run(x: Array, measure: AbstractMeasure) -> dict[str, Any]:
         notes = Measurements(measure)
@@ -504,9 +586,9 @@ def _measured(
         return notes.found
 
     found = run(x, measure)
-    if exact is None:
+    if not exact:
         return found
-    inputs, quantized = run(exact, Inputs()), run(x, Inputs())
+    inputs, quantized = run(exact[0], Inputs()), run(x, Inputs())
     return {
         path: dataclasses.replace(one, cross=cross_moments(inputs[path], quantized[path])) for path, one in found.items()
     }
