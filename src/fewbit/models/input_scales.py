@@ -186,7 +186,7 @@ def why_not_scaled(path: str, config: DecoderConfig) -> str:
     return "no norm comes before it"
 
 
-Scales = Float[np.ndarray, "*E S"]
+Scales = Float[np.ndarray, "... _"]
 
 
 @dataclasses.dataclass(frozen=True)
