@@ -10,9 +10,11 @@ import pytest
 
 import fewbit as fb
 from fewbit import QuantError, io
+from fewbit.io.atomic_directory import StagedDirectory
 from fewbit.io.gguf.blocks import LAYOUTS, qarray_from_blocks
 from fewbit.io.gguf.stored import PLAIN, stacked, stored
 from fewbit.io.gguf.writer import GGUFWriter, check_gguf_output
+from fewbit.io.journal import Journal
 from tests.io.gguf.test_blocks import random_blocks
 
 FIELDS = {"general.architecture": "llama", "llama.block_count": 2}
@@ -200,3 +202,29 @@ def test_stacks_need_one_type():
     parts = [stored(normal(2, 32), "a"), stored(normal(2, 32).astype(np.float16), "b")]
     with pytest.raises(QuantError, match=r"x stacks tensors of different types or shapes \(F32 \(2, 32\), F16 \(2, 32\)\)"):
         stacked(parts, "x")
+
+
+@pytest.mark.parametrize("end", ["before the file", "before the rename"])
+def test_an_interrupted_file_is_finished_with_the_same_bytes(tmp_path, tensors, monkeypatch, end):
+    whole, names = write(tmp_path / "whole.gguf", tensors).read_bytes(), list(tensors)
+    out = tmp_path / "m.gguf"
+
+    def run(added) -> frozenset[str]:
+        with Journal(out, {}) as journal, GGUFWriter(out, FIELDS, journal=journal) as writer:
+            for name in added:
+                if name not in writer.finished:
+                    writer.add(name, tensors[name])
+            if len(added) < len(names):
+                raise KeyboardInterrupt
+        return writer.finished
+
+    def stopped(self, name):
+        raise KeyboardInterrupt
+
+    first = names[:2] if end == "before the file" else names
+    with monkeypatch.context() as patch:
+        patch.setattr(StagedDirectory, "commit_file", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            run(first)
+    assert run(names) == set(first)
+    assert out.read_bytes() == whole
