@@ -98,9 +98,9 @@ def quantized(scheme: str) -> None:
     problem = Quantization(x.shape, "float32", fb.scheme(scheme).along(-1, 2))
     words = quantize_cpu._words(problem)
     if words is None:
-        quantize_cpu._with_chosen_scales(CpuQuantizer(), problem, x, None, None, None)
+        quantize_cpu._with_chosen_scales(CpuQuantizer(), problem, x, None, None, None, None)
     else:
-        quantize_cpu._in_one_call(CpuQuantizer(), problem, words, x)
+        quantize_cpu._in_one_call(CpuQuantizer(), problem, words, x, None)
 
 
 def decoded(scheme: str) -> None:

@@ -70,6 +70,11 @@ def _codes_on_other_devices(evaluator: Evaluator, eqn: jex_core.JaxprEqn, latent
     """The quantized parameter after a move between devices; None for other primitives, and where floats must be moved."""
     if eqn.primitive.name not in _BETWEEN_DEVICES or latent.scales is not None:
         return None
+    mesh, here = jax.typeof(latent.value).sharding.mesh, jax.sharding.get_abstract_mesh()
+    if (
+        not mesh.empty and mesh.axis_types != here.axis_types
+    ):  # on its way into `jax.sharding.auto_axes`, where nothing else takes it
+        return None
     q = quantized_latent(latent)
     if q is None:
         return None

@@ -113,7 +113,7 @@ def test_reasons():
     assert str(backend.not_chosen(problem)).startswith("there are several devices")
     for changed, reason in (
         ({"dtype": "float16"}, "the array is float16, must be float32 or bfloat16"),
-        ({"is_stochastic": True}, "stochastic rounding, given scales"),
+        ({"key_impl": "threefry2x32"}, "stochastic rounding, given scales"),
         ({"shape": (4, 8192), "scheme": fb.scheme("int8").along(-1, 2)}, "tiles of 8192; up to 4096 fit in VMEM"),
         ({"scheme": fb.scheme("int3_g20").along(-1, 2)}, "tiles of 20 on axis -1; the length must be a multiple of 8"),
         ({"scheme": fb.scheme("q4_1").along(-1, 2)}, "scales or offsets are stored as float16"),
