@@ -153,7 +153,7 @@ def llama(tmp_path_factory):
 
 
 @needs_tokenizers
-@pytest.mark.parametrize(("to", "recipe"), [("hf", "keep"), ("orbax", "keep")])
+@pytest.mark.parametrize(("to", "recipe"), [("hf", "keep"), pytest.param("orbax", "keep", marks=pytest.mark.slow)])
 def test_every_layout_resumes(to, recipe, llama, tmp_path):
     if to == "orbax":
         pytest.importorskip("orbax.checkpoint")

@@ -168,7 +168,7 @@ def _files(directory):
 
 
 @needs_tokenizers
-@pytest.mark.parametrize("method", [GPTQ(), QEP()], ids=["gptq", "qep"])
+@pytest.mark.parametrize("method", [pytest.param(GPTQ(), id="gptq"), pytest.param(QEP(), id="qep", marks=pytest.mark.slow)])
 def test_an_interrupted_run_goes_on_and_gives_the_same_bytes(method, tmp_path, monkeypatch):
     """QEP has two residual streams, and both are on the disk."""
     model = workflows.load(llama_directory(tmp_path / "hf"))
