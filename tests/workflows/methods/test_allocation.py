@@ -119,11 +119,11 @@ def test_a_candidate_that_fits_some_weights_is_chosen_for_these_only(tmp_path):
     model = model_of(SMALL, tmp_path)
     plan = workflows.plan_model(model, recipe="int8")
     found = sensitivities(model, plan, ["int8", "int4_g8"], np.asarray(random_tokens(SMALL, 2, 8)), refusals=short_rows)
-    assert {one.paths for one in found if "int4_g8" in one.losses} == {
-        (f"layers/{i}/mlp/down",) for i in range(SMALL.layers)
-    }
-    smallest = plan.bytes_after - sum(one.nbytes["int8"] - one.nbytes["int4_g8"] for one in found if "int4_g8" in one.losses)
+    long = {f"layers/{i}/{name}" for i in range(SMALL.layers) for name in ("attn/o", "mlp/down")}
+    assert {path for one in found if "int4_g8" in one.losses for path in one.paths} == long
+    measured = {path for one in found for path in one.paths}
+    smallest = sum(row.bytes_after for row in plan if row.path not in measured) + sum(
+        min(one.nbytes.values()) for one in found
+    )
     made = allocated(plan, found, 8 * smallest / model.size)
-    assert {row.path for row in made if row.policy is not None and row.policy.weight.name == "int4_g8"} == {
-        f"layers/{i}/mlp/down" for i in range(SMALL.layers)
-    }
+    assert {row.path for row in made if row.policy is not None and row.policy.weight.name == "int4_g8"} == long
