@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core as jex_core
+from jax.sharding import AxisType
 
 from ...array.axis_move import axis_moves
 from ...array.covered import is_covered
@@ -71,9 +72,8 @@ def _codes_on_other_devices(evaluator: Evaluator, eqn: jex_core.JaxprEqn, latent
     if eqn.primitive.name not in _BETWEEN_DEVICES or latent.scales is not None:
         return None
     mesh, here = jax.typeof(latent.value).sharding.mesh, jax.sharding.get_abstract_mesh()
-    if (
-        not mesh.empty and mesh.axis_types != here.axis_types
-    ):  # on its way into `jax.sharding.auto_axes`, where nothing else takes it
+    is_explicit = AxisType.Explicit in mesh.axis_types
+    if is_explicit and not here.empty and AxisType.Explicit not in here.axis_types:  # it enters `jax.sharding.auto_axes`
         return None
     q = quantized_latent(latent)
     if q is None:
