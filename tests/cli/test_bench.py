@@ -37,17 +37,17 @@ def test_what_is_measured_is_printed(quick):
 
 @pytest.mark.slow
 def test_activations_are_quantized_where_it_is_asked_for(quick):
-    arguments = ("--schemes", "int8,nf4", *quick[2:], "--activations", "int8")
+    arguments = ("--schemes", "nf4,fp8", *quick[2:], "--activations", "int8")
     form = json.loads(run(*arguments, "--json").stdout)
     found = {(row["weight"], row["layout"], row["activation"]) for row in form["rows"] if row["backend"] != "dense"}
     assert found == {
-        ("int8", "[N, K]", "int8"),
-        ("int8", "[K, N]", "int8"),
         ("nf4", "[N, K]", "int8"),
-        ("nf4", "[K, N]", None),
+        ("nf4", "[K, N]", "int8"),
+        ("fp8", "[N, K]", None),
+        ("fp8", "[K, N]", None),
     }
-    assert list(form["float_activations"]) == ["nf4 [K, N]"]
-    assert "in float32 for nf4 [K, N]: " in run(*arguments).stdout
+    assert list(form["float_activations"]) == ["fp8 [N, K]", "fp8 [K, N]"]
+    assert "in float32 for fp8 [N, K]: the codes of e4m3fn are not integers; fp8 [K, N]: " in run(*arguments).stdout
 
 
 @pytest.mark.parametrize(

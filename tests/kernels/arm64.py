@@ -22,7 +22,17 @@ KERNELS = ROOT / "src/fewbit/kernels"
 REPLAY = Path(__file__).parent / "replay"
 
 # XLA's numbers of element types (xla/ffi/api/c_api.h).
-_TYPES = {"bool": 1, "int8": 2, "int32": 4, "int64": 5, "uint8": 6, "float16": 10, "float32": 11, "bfloat16": 16}
+_TYPES = {
+    "bool": 1,
+    "int8": 2,
+    "int32": 4,
+    "int64": 5,
+    "uint8": 6,
+    "uint32": 8,
+    "float16": 10,
+    "float32": 11,
+    "bfloat16": 16,
+}
 
 
 def compiler() -> list[str] | None:

@@ -1,4 +1,4 @@
-"""The reduce-scatter in few bits: the sum of the devices' quantized chunks, bit for bit, and bytes on the wire."""
+"""The reduce-scatter in few bits: the sum of the devices' quantized chunks, and bytes on the wire."""
 
 import functools
 from typing import Any
@@ -34,11 +34,15 @@ def scattered(x: jax.Array, **options: Any) -> jax.Array:
     return jax.jit(add)(x)
 
 
-def expected(chunks: list[list[jax.Array]], scheme: str) -> np.ndarray:
-    """The sums of quantized chunks, `[of device][for device]`, in float32 and in the order of the devices."""
+def assert_sums(found: jax.Array, chunks: list[list[jax.Array]], scheme: str) -> None:
+    """Compares with the sums of quantized chunks, `[of device][for device]`, in float64.
+
+    Each device's term rounds twice, when its scale is applied and when it is added; XLA may join both in one instruction.
+    """
     quantized = jax.jit(lambda x: fb.dequantize(fb.quantize(x, scheme)))
-    decoded = [[np.asarray(quantized(chunk)) for chunk in row] for row in chunks]
-    return np.stack([functools.reduce(np.add, column) for column in zip(*decoded, strict=True)])
+    decoded = np.array([[quantized(chunk) for chunk in row] for row in chunks], np.float64)
+    bound = 2.0**-24 * (len(chunks) + 1) * np.abs(decoded).sum(0)
+    assert np.all(np.abs(np.asarray(found, np.float64) - decoded.sum(0)) <= bound)
 
 
 @pytest.mark.slow
@@ -46,17 +50,17 @@ def expected(chunks: list[list[jax.Array]], scheme: str) -> np.ndarray:
 def test_it_adds_the_quantized_chunks(scheme):
     x = every()
     chunks = [list(jnp.split(row, DEVICES)) for row in x]
-    np.testing.assert_array_equal(scattered(x, scheme=scheme, tiled=True), expected(chunks, scheme))
+    assert_sums(scattered(x, scheme=scheme, tiled=True), chunks, scheme)
 
 
 def test_along_another_axis_and_untiled():
     x = every()
     chunks = [list(jnp.split(row, DEVICES, axis=1)) for row in x]
     along = scattered(x, scheme="int8", scatter_dimension=1, tiled=True)
-    np.testing.assert_array_equal(along, expected(chunks, "int8"))
+    assert_sums(along, chunks, "int8")
     x = x[:, :DEVICES]
     untiled = scattered(x, scheme="int8")
-    np.testing.assert_array_equal(untiled, expected([list(row) for row in x], "int8"))
+    assert_sums(untiled, [list(row) for row in x], "int8")
 
 
 def test_the_result_has_the_dtype_of_the_array():

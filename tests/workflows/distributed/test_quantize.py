@@ -1,12 +1,13 @@
 """Quantizing in several processes: the bytes of one process, each process its part, resumable."""
 
+import contextlib
 import hashlib
 import json
 import math
 import os
-import re
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import jax
@@ -22,10 +23,10 @@ from fewbit.workflows.distributed import quantize as module
 from fewbit.workflows.distributed.quantize import output_files, quantize_distributed, shares
 from tests import cluster
 
-SMALL, LARGE = (128, 512), (2048, 1024)
-"""The shape of each weight; the large ones are 4 MiB of bfloat16."""
-FOLIO = 2**21
-"""The largest run of pages that Linux maps at once."""
+SHAPE = (128, 512)
+"""Of each weight."""
+FILE_BYTES = math.prod(SHAPE) * 5 // 4
+"""The limit of a tensor file: two weights of 4 bits."""
 RULES = {
     "rules": [
         {"path": "block.[0-3].*", "policy": "nvfp4", "axis": -1},
@@ -35,18 +36,13 @@ RULES = {
 }
 
 
-def file_bytes(shape: tuple[int, int]) -> int:
-    """The limit of a tensor file: two weights of 4 bits."""
-    return math.prod(shape) * 5 // 4
-
-
-def write_checkpoint(path: Path, shape: tuple[int, int] = SMALL) -> Path:
+def write_checkpoint(path: Path) -> Path:
     """A safetensors file of eight bfloat16 weights and their norms, and the rules next to it."""
     random = np.random.default_rng(0)
     tensors = {}
     for i in range(8):
-        tensors[f"block.{i}.weight"] = random.standard_normal(shape).astype(ml_dtypes.bfloat16)
-        tensors[f"norm.{i}"] = random.standard_normal(shape[1]).astype(ml_dtypes.bfloat16)
+        tensors[f"block.{i}.weight"] = random.standard_normal(SHAPE).astype(ml_dtypes.bfloat16)
+        tensors[f"norm.{i}"] = random.standard_normal(SHAPE[1]).astype(ml_dtypes.bfloat16)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(b"".join([file_header(tensors, {}), *map(array_bytes, tensors.values())]))
     (path.parent / "rules.json").write_text(json.dumps(RULES))
@@ -59,7 +55,7 @@ def opened(path: Path) -> tuple[workflows.Model, fb.Plan]:
 
 
 def quantized(source: str, out: str, max_file_bytes: int, dies_at: int = -1) -> dict[str, object]:
-    """One process: what it did, and how much of the checkpoint the kernel has mapped for it.
+    """One process: what it did, and the bytes of the checkpoint's tensors that it read.
 
     Args:
         source: the checkpoint; with the index of the process in place of `{}`.
@@ -75,26 +71,40 @@ def quantized(source: str, out: str, max_file_bytes: int, dies_at: int = -1) -> 
         if index == 1 and len(done) == dies_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    model, plan = opened(path)
-    outcome = quantize_distributed(model, plan, out, max_file_bytes=max_file_bytes, overwrite=True, on_tensor=on_tensor)
-    return {"done": done, "resident": resident(path), "tensors": len(outcome.tensors), "bytes": outcome.file_bytes}
+    with parts_read(path) as parts:
+        model, plan = opened(path)
+        outcome = quantize_distributed(model, plan, out, max_file_bytes=max_file_bytes, overwrite=True, on_tensor=on_tensor)
+    return {
+        "done": done,
+        "read": sum(nbytes for begin, nbytes in parts.items() if begin > 8),
+        "tensors": len(outcome.tensors),
+        "bytes": outcome.file_bytes,
+    }
 
 
-def resident(path: Path) -> int:
-    """The bytes of a file's pages that this process has touched through its memory map, by the kernel's account."""
-    maps = re.split(r"^(?=[0-9a-f]+-[0-9a-f]+ )", Path("/proc/self/smaps").read_text(), flags=re.M)
-    sizes = [re.search(r"^Rss: +(\d+) kB", part, re.M) for part in maps if part.splitlines()[:1] and str(path) in part]
-    return 1024 * sum(int(size[1]) for size in sizes if size is not None)
+@contextlib.contextmanager
+def parts_read(path: Path) -> Iterator[dict[int, int]]:
+    """Within it, what is mapped of a file: the bytes of each part by where it begins; up to 8 it is the header."""
+    parts, real = {}, np.memmap
+
+    def memmap(file: os.PathLike[str], dtype: type, mode: str, begin: int, shape: tuple[int]) -> np.memmap:
+        if Path(file) == path:
+            parts[begin] = shape[0]
+        return real(file, dtype, mode, begin, shape)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(np, "memmap", memmap)
+        yield parts
 
 
 def hashes(directory: Path) -> dict[str, str]:
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in directory.iterdir()}
 
 
-def by_one_process(source: Path, out: Path, shape: tuple[int, int] = SMALL) -> dict[str, str]:
+def by_one_process(source: Path, out: Path) -> dict[str, str]:
     """The hashes of what one process writes, with the same limit for a file."""
     model, plan = opened(source)
-    with io.DirectoryWriter(out, max_shard_bytes=file_bytes(shape)) as writer:
+    with io.DirectoryWriter(out, max_shard_bytes=FILE_BYTES) as writer:
         for value, result in workflows.quantized_tensors(model, plan):
             writer.add(result.path, value)
     return hashes(out)
@@ -110,7 +120,7 @@ def assert_same_bytes(found: dict[str, str], expected: dict[str, str]) -> None:
 def test_a_cluster_of_one(tmp_path):
     source = write_checkpoint(tmp_path / "in" / "a.safetensors")
     model, plan = opened(source)
-    outcome = quantize_distributed(model, plan, tmp_path / "out", max_file_bytes=file_bytes(SMALL))
+    outcome = quantize_distributed(model, plan, tmp_path / "out", max_file_bytes=FILE_BYTES)
     assert_same_bytes(hashes(tmp_path / "out"), by_one_process(source, tmp_path / "expected"))
     assert io.verify(tmp_path / "out") == []
     assert [result.path for result in outcome.tensors] == list(model.info)
@@ -124,9 +134,9 @@ def test_the_planned_files_are_those_of_the_bytes_written(tmp_path):
     model, plan = opened(write_checkpoint(tmp_path / "in" / "a.safetensors"))
     for row, (value, _) in zip(plan, workflows.quantized_tensors(model, plan), strict=True):
         assert row.bytes_after == sum(leaf.nbytes for leaf in jax.tree.leaves(value))
-    files = output_files(plan, file_bytes(SMALL))
+    files = output_files(plan, FILE_BYTES)
     assert [row for part in files for row in part] == list(plan.rows)
-    assert all(sum(row.bytes_after for row in part) <= file_bytes(SMALL) for part in files)
+    assert all(sum(row.bytes_after for row in part) <= FILE_BYTES for part in files)
 
 
 def test_shares_are_even_and_complete(tmp_path):
@@ -142,10 +152,10 @@ def test_shares_are_even_and_complete(tmp_path):
 @pytest.mark.parametrize("count", [2, 4])
 def test_processes_write_the_bytes_of_one_and_read_their_part(tmp_path, count):
     """Each process has a copy of the checkpoint in which the tensors of the others are NaN, which quantize refuses."""
-    source = write_checkpoint(tmp_path / "in" / "a.safetensors", LARGE)
-    expected = by_one_process(source, tmp_path / "expected", LARGE)
+    source = write_checkpoint(tmp_path / "in" / "a.safetensors")
+    expected = by_one_process(source, tmp_path / "expected")
     model, plan = opened(source)
-    parts = output_files(plan, file_bytes(LARGE))
+    parts = output_files(plan, FILE_BYTES)
     each = shares(dict(enumerate(parts)), count)
     owned = [[row.path for i in share for row in parts[i]] for share in each]
     for index, own in enumerate(owned):
@@ -153,17 +163,13 @@ def test_processes_write_the_bytes_of_one_and_read_their_part(tmp_path, count):
         shutil.copytree(source.parent, copy.parent)
         others = [path for path in model.info if path not in own]
         damage(copy, others)
-    found = cluster.run(
-        quantized, count, str(tmp_path / "copy-{}" / "a.safetensors"), str(tmp_path / "out"), file_bytes(LARGE)
-    )
+    found = cluster.run(quantized, count, str(tmp_path / "copy-{}" / "a.safetensors"), str(tmp_path / "out"), FILE_BYTES)
     assert_same_bytes(hashes(tmp_path / "out"), expected)
     assert io.verify(tmp_path / "out") == []
     assert {process["tensors"] for process in found} == {len(plan.rows)}
-    for share, own, process in zip(each, owned, found, strict=True):
+    for own, process in zip(owned, found, strict=True):
         assert sorted(process["done"]) == sorted(own)
-        read = sum(model.info[path].nbytes for path in own)
-        # The header, and at both ends of each part a folio of the page cache, which Linux maps as a whole.
-        assert read <= process["resident"] <= read + 2 * FOLIO * len(share) + FOLIO
+        assert process["read"] == sum(model.info[path].nbytes for path in own)
     assert not list(tmp_path.glob(".*")), "nothing is left over"
 
 
@@ -183,13 +189,13 @@ def test_a_killed_process_leaves_the_output_and_another_number_resumes(tmp_path)
     source = write_checkpoint(tmp_path / "in" / "a.safetensors")
     expected = by_one_process(source, tmp_path / "expected")
     io.write(tmp_path / "out", {"old": np.ones(3, np.float32)})
-    killed = cluster.outcomes(quantized, 2, str(source), str(tmp_path / "out"), file_bytes(SMALL), 6, seconds=200)
+    killed = cluster.outcomes(quantized, 2, str(source), str(tmp_path / "out"), FILE_BYTES, 6, seconds=200)
     assert killed[1].status == -signal.SIGKILL
     assert killed[0].status not in (0, -signal.SIGKILL), "JAX ended it, because the other one was gone"
     assert list(io.read(tmp_path / "out").tensors) == ["old"]
     finished = list((tmp_path / ".out.fewbit-work").glob("file-*"))
     assert len(finished) >= 2
-    found = cluster.run(quantized, 4, str(source), str(tmp_path / "out"), file_bytes(SMALL))
+    found = cluster.run(quantized, 4, str(source), str(tmp_path / "out"), FILE_BYTES)
     assert_same_bytes(hashes(tmp_path / "out"), expected)
     assert sum(len(process["done"]) for process in found) < 16, "finished files were not made again"
     assert not list(tmp_path.glob(".*")), "nothing is left over"
@@ -204,16 +210,14 @@ def stop_before_the_end(model: workflows.Model, plan: fb.Plan, out: Path, patch:
     with patch.context() as within:
         within.setattr(module, "_join", refuse)
         with pytest.raises(QuantError, match="stopped before the end"):
-            quantize_distributed(model, plan, out, max_file_bytes=file_bytes(SMALL))
+            quantize_distributed(model, plan, out, max_file_bytes=FILE_BYTES)
     assert not out.exists()
 
 
 def tensors_made(model: workflows.Model, plan: fb.Plan, out: Path) -> list[str]:
     """Quantizes, and gives the tensors that were not there yet."""
     done = []
-    quantize_distributed(
-        model, plan, out, max_file_bytes=file_bytes(SMALL), on_tensor=lambda result: done.append(result.path)
-    )
+    quantize_distributed(model, plan, out, max_file_bytes=FILE_BYTES, on_tensor=lambda result: done.append(result.path))
     return done
 
 
@@ -226,7 +230,7 @@ def test_a_damaged_part_is_made_again(tmp_path, monkeypatch):
     content = bytearray(file.read_bytes())
     content[-9] ^= 1
     file.write_bytes(content)
-    assert tensors_made(model, plan, tmp_path / "out") == [row.path for row in output_files(plan, file_bytes(SMALL))[1]]
+    assert tensors_made(model, plan, tmp_path / "out") == [row.path for row in output_files(plan, FILE_BYTES)[1]]
     assert_same_bytes(hashes(tmp_path / "out"), by_one_process(source, tmp_path / "expected"))
 
 
@@ -261,5 +265,5 @@ def test_nan_is_refused_and_nothing_is_written(tmp_path):
     damage(source, ["block.5.weight"])
     model, plan = opened(source)
     with pytest.raises(QuantError, match=r"NaN or infinite values in block.5.weight"):
-        quantize_distributed(model, plan, tmp_path / "out", max_file_bytes=file_bytes(SMALL))
+        quantize_distributed(model, plan, tmp_path / "out", max_file_bytes=FILE_BYTES)
     assert not (tmp_path / "out").exists()

@@ -71,7 +71,7 @@ namespace portable {
 #undef FEWBIT_VNNI
 #if FEWBIT_ARM64 && FEWBIT_BYTE_DOT && FEWBIT_IN_UNIT(0)
 #define FEWBIT_VNNI 1
-FEWBIT_BEGIN("+dotprod")
+FEWBIT_BEGIN("arch=armv8.2-a+dotprod")
 namespace dotprod {
 #include FEWBIT_KERNELS
 }

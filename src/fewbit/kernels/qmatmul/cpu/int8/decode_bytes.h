@@ -132,17 +132,18 @@ static void DecodeBytes(const BlockJob& job, int64_t n, uint8_t* out) {
 
 #endif
 
+static inline Words SameBytes(int byte) { return SameI(static_cast<int32_t>(static_cast<uint8_t>(byte) * 0x01010101u)); }
+
 // Rows [k, k + count) of a weight [K, N], outputs [n0, n0 + outputs): the numbers plus the job's offset less `offset`, rows of `width`
 // bytes, whole vectors of them.
 static void DecodeRows(const BlockJob& job, int64_t k, int64_t count, int64_t n0, int64_t outputs, int64_t width, int32_t offset,
                        uint8_t* out) {
-  const auto bytes_of = [](int byte) { return SameI(static_cast<int32_t>(static_cast<uint8_t>(byte) * 0x01010101u)); };
   const int bits = job.w.bits, mask = (1 << bits) - 1;
-  const Words less = bytes_of(offset);
+  const Words less = SameBytes(offset);
   for (const int64_t end = k + count; k < end; ++k, out += width) {
     const uint8_t* row = job.w.codes + k * bits / 8 * job.w.row_stride + n0;
     const int shift = static_cast<int>(k * bits % 8), rest = 8 - shift;
-    const Words first = bytes_of(rest < bits ? (1 << rest) - 1 : mask), second = bytes_of(mask >> rest << rest);
+    const Words first = SameBytes(rest < bits ? (1 << rest) - 1 : mask), second = SameBytes(mask >> rest << rest);
     for (int64_t n = 0; n < outputs; n += kIntBytes) {
       __builtin_prefetch(row + n + 16 * job.w.row_stride);
       Words codes = AndI(RightI(LoadSome(row + n, outputs - n), shift), first);
