@@ -13,8 +13,8 @@ from ..errors import QuantError, UnsupportedError
 from ..ops.interpret.observe import AbstractMeasure, ProductOperand
 from .ranges import AbstractRange, RangeState
 
-Statistic = Literal["range", "absmax", "abssum", "squares", "hessian", "cross"]
-STATISTICS = ("range", "absmax", "abssum", "squares", "hessian")
+Statistic = Literal["range", "absmax", "sum", "abssum", "squares", "hessian", "cross"]
+STATISTICS = ("range", "absmax", "sum", "abssum", "squares", "hessian")
 
 
 @jax.tree_util.register_dataclass
@@ -29,6 +29,7 @@ class Observation:
     Attributes:
         range: the range of all elements.
         absmax: `[*B, K]`, the amax of each channel.
+        sum: `[*B, K]`, the sum of `x`, float32.
         abssum: `[*B, K]`, the sum of `|x|`, float32.
         squares: `[*B, K]`, the sum of `x**2`, float32: the diagonal of the Hessian.
         hessian: `[*B, K, K]`, the sum of `x x^T`, float32.
@@ -41,6 +42,7 @@ class Observation:
     # Any: JAX puts specs, shardings and the like in the place of a pytree's leaves.
     range: Any = None
     absmax: Any = None
+    sum: Any = None
     abssum: Any = None
     squares: Any = None
     hessian: Any = None
@@ -103,7 +105,7 @@ class Measure(AbstractMeasure):
         self, earlier: Observation | ProductObservation, later: Observation | ProductObservation
     ) -> Observation | ProductObservation:
         joins: dict[str, Callable[..., object]] = dict.fromkeys(("range", "left", "right"), RangeState.merge)
-        joins |= {"absmax": jnp.maximum, **dict.fromkeys(("abssum", "squares", "hessian", "cross", "count"), jnp.add)}
+        joins |= {"absmax": jnp.maximum, **dict.fromkeys(("sum", "abssum", "squares", "hessian", "cross", "count"), jnp.add)}
         states = vars(earlier).items()
         return dataclasses.replace(
             earlier, **{name: joins[name](x, getattr(later, name)) for name, x in states if x is not None}
@@ -174,6 +176,7 @@ def _group_of_each(vectors: jax.Array, group_sizes: jax.Array) -> jax.Array:
 
 _OF_VECTORS: dict[Statistic, Callable[[jax.Array, jax.Array | None], jax.Array]] = {
     "absmax": _amax,
+    "sum": _sum,
     "abssum": lambda vectors, sizes: _sum(jnp.abs(vectors), sizes),
     "squares": lambda vectors, sizes: _sum(jnp.square(vectors), sizes),
     "hessian": _second_moments,

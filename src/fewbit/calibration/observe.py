@@ -48,9 +48,9 @@ def observe(
             must be hashable. At least one batch.
         recipe: a Recipe, or anything that `fb.recipe` takes; it selects the parameters and the products.
         rule: how ranges are estimated; the default is the amax of all batches.
-        collect: "range"; "absmax", the amax of each channel, for SmoothQuant; "abssum", the sum of magnitudes of each channel,
-            for AWQ; "squares", the sum of `x**2` of each channel, for imatrix; "hessian", the sum of `x x^T` over all vectors
-            that a product contracts, for GPTQ and AWQ.
+        collect: "range"; "absmax", the amax of each channel, for SmoothQuant; "sum", the sum of each channel, for bias
+            correction; "abssum", the sum of magnitudes of each channel, for AWQ; "squares", the sum of `x**2` of each channel,
+            for imatrix; "hessian", the sum of `x x^T` over all vectors that a product contracts, for GPTQ and AWQ.
         kwargs: keyword arguments of `fn`.
 
     Returns:

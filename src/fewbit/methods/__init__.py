@@ -6,6 +6,7 @@ from .allocation import Choice as Choice
 from .allocation import allocate as allocate
 from .awq import AWQ as AWQ
 from .awq import AWQScaling as AWQScaling
+from .bias_correction import correct_biases as correct_biases
 from .gptq import GPTQ as GPTQ
 from .hqq import HQQ as HQQ
 from .imatrix import IMatrix as IMatrix

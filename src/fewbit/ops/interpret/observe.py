@@ -167,7 +167,7 @@ def _product(_: Evaluator, eqn: jex_core.JaxprEqn, values: list[Any]) -> list[An
     elif eqn.primitive.name == "ragged_dot_general":
         numbers, batches = eqn.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
         contracted, batch = contraction_order(numbers[side], numbers[1 - side])[0], batches[side]
-        group_sizes = values[2]
+        group_sizes = jnp.asarray(values[2])  # which may be a constant
     if isinstance(values[0], Observed) or isinstance(values[1], Observed):
         weight = values[1 - side]
         measure = weight.notes.measure
