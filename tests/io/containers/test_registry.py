@@ -16,3 +16,9 @@ def test_names_are_unique_and_found():
 def test_each_names_schemes_that_exist():
     for one in CONTAINERS:
         assert [fb.scheme(name) for name in one.schemes]
+
+
+@pytest.mark.parametrize("found", CONTAINERS, ids=lambda one: one.name)
+def test_a_model_without_quantized_weights_is_refused(found):
+    with pytest.raises(fb.UnsupportedError, match=f"no weight is quantized, and {found.name} is for quantized models"):
+        found.check(())

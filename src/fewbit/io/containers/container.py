@@ -128,7 +128,9 @@ class AbstractContainer(abc.ABC):
         return self.why_not(weight)
 
     def check(self, weights: Sequence[Weight]) -> None:
-        """Refuses weights that the container cannot store exactly, with the nearest schemes that fit."""
+        """Refuses weights that the container cannot store exactly, with the nearest schemes that fit, and none at all."""
+        if self.schemes and not weights:
+            raise UnsupportedError(f"no weight is quantized, and {self.name} is for quantized models; hf stores float ones")
         reasons: dict[str, list[Weight]] = {}
         for weight in weights:
             if reason := self.refusal(weight):
