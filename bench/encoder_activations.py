@@ -8,8 +8,10 @@ here in plain JAX.
 """
 
 import argparse
+import functools
 import importlib.util
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,25 @@ def _rowwise(x: jax.Array, scale: jax.Array) -> jax.Array:
     return x * scale[None, None]
 
 
+def minilm(pieces: int) -> tuple[dict[str, Any], Callable[[dict[str, Any], jax.Array], jax.Array], jax.Array, str]:
+    """The installed MiniLM: its parameters, the function of parameters and tokens, pieces of a text `[pieces, 128]`, and its name."""
+    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
+    if spec is None or spec.origin is None:
+        raise SystemExit(f"{PACKAGE} is not installed: pip install {PACKAGE}")
+    folder = Path(spec.origin).parent / "model"
+    config = json.loads((folder / "config.json").read_text())
+    params = {
+        name: jnp.asarray(x, jnp.float32)
+        for name, x in load_file(folder / "model.safetensors").items()
+        if x.dtype != np.int64
+    }
+    text = find_text(default_text_name())
+    ids = AutoTokenizer.from_pretrained(folder)(text.content, add_special_tokens=False, verbose=False)["input_ids"]
+    tokens = jnp.asarray(np.array(ids[: pieces * LENGTH]).reshape(-1, LENGTH))
+    heads, eps = config["num_attention_heads"], config["layer_norm_eps"]
+    return params, functools.partial(encoded, heads=heads, eps=eps), tokens, text.name
+
+
 def cosines(ours: np.ndarray, reference: np.ndarray) -> dict[str, float]:
     """Mean and least cosine of the rows of two arrays."""
     lengths = np.linalg.norm(ours, axis=1) * np.linalg.norm(reference, axis=1)
@@ -76,22 +97,10 @@ def main() -> None:
     parser.add_argument("--pieces", type=int, default=64)
     parser.add_argument("--save", action="store_true", help="write bench/results/encoder_activations.json")
     options = parser.parse_args()
-    spec = importlib.util.find_spec(PACKAGE.replace("-", "_"))
-    if spec is None or spec.origin is None:
-        raise SystemExit(f"{PACKAGE} is not installed: pip install {PACKAGE}")
-    folder = Path(spec.origin).parent / "model"
-    config = json.loads((folder / "config.json").read_text())
-    params = {
-        name: jnp.asarray(x, jnp.float32)
-        for name, x in load_file(folder / "model.safetensors").items()
-        if x.dtype != np.int64
-    }
-    text = find_text(default_text_name())
-    ids = AutoTokenizer.from_pretrained(folder)(text.content, add_special_tokens=False, verbose=False)["input_ids"]
-    pieces = jnp.asarray(np.array(ids[: options.pieces * LENGTH]).reshape(-1, LENGTH))
-    run = jax.jit(lambda params: encoded(params, pieces, heads=config["num_attention_heads"], eps=config["layer_norm_eps"]))
+    params, encode, pieces, text = minilm(options.pieces)
+    run = jax.jit(lambda params: encode(params, pieces))
     reference, rows = np.asarray(run(params)), []
-    print(f"{headline(PACKAGES)}; {text.name}, {len(pieces)} pieces", flush=True)
+    print(f"{headline(PACKAGES)}; {text}, {len(pieces)} pieces", flush=True)
     for recipe in RECIPES:
         quantized = {
             name: fb.quantize(x, recipe) if name.startswith("encoder.") and x.ndim == 2 else x for name, x in params.items()
@@ -104,7 +113,7 @@ def main() -> None:
         rows.append(row)
         print(row, flush=True)
     if options.save:
-        save("encoder_activations", PACKAGES, text=text.name, pieces=len(pieces), length=LENGTH, rows=rows)
+        save("encoder_activations", PACKAGES, text=text, pieces=len(pieces), length=LENGTH, rows=rows)
 
 
 if __name__ == "__main__":

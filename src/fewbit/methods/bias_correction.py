@@ -88,14 +88,17 @@ def correct_biases(
 
 
 def bias_of(path: str, paths: Container[str]) -> str | None:
-    """The bias that belongs to a weight by its name, if there is one.
+    """The bias that belongs to a weight by its name, if there is one; "/" and "." separate the parts of a path.
 
     >>> bias_of("mlp/dense/kernel", {"mlp/dense/bias"}), bias_of("attn/q", {"attn/q_bias"}), bias_of("attn/q", {"attn/bias"})
     ('mlp/dense/bias', 'attn/q_bias', None)
+    >>> bias_of("encoder.0.weight", {"encoder.0.bias"})
+    'encoder.0.bias'
     """
-    *parents, name = path.split("/")
+    start = max(path.rfind("/"), path.rfind(".")) + 1
+    parent, name = path[:start], path[start:]
     names = BIAS_NAMES if name in WEIGHT_NAMES else (f"{name}_bias",)
-    return next((found for one in names if (found := "/".join((*parents, one))) in paths), None)
+    return next((parent + one for one in names if parent + one in paths), None)
 
 
 def _mean_error(x: Array, q: QArray, row: PlanRow, stats: SupportsObservations) -> Float[Array, "..."]:

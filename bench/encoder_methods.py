@@ -1,0 +1,61 @@
+"""What each method costs a sentence encoder, scheme by scheme, with and without bias correction.
+
+    python -m bench.encoder_methods [--pieces 32] [--schemes int4_g64,nf4] [--methods rtn,gptq] [--save]
+
+MiniLM (6 layers of width 384, float32 as it was released) over pieces of 128 tokens of one text: the methods learn from the first
+pieces, and the embeddings of as many others are compared with those of the float model: the relative error
+`|Q - F| / |F|` of all, and the mean of their cosines. Only the weights of the layers are quantized.
+"""
+
+import argparse
+import resource
+import time
+from typing import Any
+
+import jax
+import numpy as np
+
+import fewbit as fb
+
+from .encoder_activations import PACKAGES, cosines, minilm
+from .facts import headline, save
+
+SCHEMES = ("int4_g64", "nf4", "mxfp4", "nvfp4", "int3_g64", "int2_g32")
+METHODS = ("rtn", "hqq", "imatrix", "awq", "rounding", "gptq")
+
+
+def main() -> None:
+    """Prints the table, and writes it."""
+    parser = argparse.ArgumentParser(prog="python -m bench.encoder_methods", description="an encoder by method and scheme")
+    parser.add_argument("--pieces", type=int, default=32, help="to learn from, and as many to compare")
+    parser.add_argument("--schemes", default=",".join(SCHEMES))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--save", action="store_true", help="write bench/results/encoder_methods.json")
+    options = parser.parse_args()
+    params, encode, pieces, text = minilm(2 * options.pieces)
+    learned, compared = pieces[: options.pieces], pieces[options.pieces :]
+    print(f"{headline(PACKAGES)}; {text}, {options.pieces} pieces", flush=True)
+    reference, rows = np.asarray(encode(params, compared)), []
+    for scheme in options.schemes.split(","):
+        recipe = fb.Recipe((fb.Rule(r"encoder\..*\.weight", scheme, roles=("matmul",)),))
+        plan = fb.plan(encode, params, learned, recipe=recipe)
+        for name in options.methods.split(","):
+            method, start = fb.methods.method(name), time.perf_counter()
+            stats = fb.observe(encode, params, [learned], recipe, collect=("sum", *method.collect))
+            found = jax.block_until_ready(
+                fb.quantize_params(params, plan, method=method, stats=stats if method.collect else None)
+            )
+            row: dict[str, Any] = {"scheme": scheme, "method": name, "seconds": time.perf_counter() - start}
+            for kind, tree in (("plain", found), ("biases", fb.methods.correct_biases(params, found, plan, stats))):
+                ours = np.asarray(fb.transparent(encode)(tree, compared))
+                row[f"{kind}_error"] = round(float(np.linalg.norm(ours - reference) / np.linalg.norm(reference)), 6)
+                row[f"{kind}_cosine"] = cosines(ours, reference)["mean"]
+            row["peak_bytes"] = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            rows.append(row)
+            print(row, flush=True)
+    if options.save:
+        save("encoder_methods", PACKAGES, text=text, pieces=options.pieces, rows=rows)
+
+
+if __name__ == "__main__":
+    main()
