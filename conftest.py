@@ -3,6 +3,7 @@
 import gc
 import importlib.util
 import os
+import re
 from collections.abc import Iterator
 
 import beartype.typing  # noqa: F401 - the text of CHECKER names it
@@ -39,6 +40,11 @@ CHECKER = """beartype.beartype(conf=beartype.BeartypeConf(
 install_import_hook("fewbit", CHECKER)
 
 
+# The tests of files, plans and commands compile without LLVM's optimizations, whose numbers other tests are for; the processes
+# that they start are optimized, as a user's are. Programs that run for long need optimizations.
+QUICKLY_COMPILED = re.compile(r"tests/(cli|io|methods|models(?!/test_smollm2)|recipe|workflows(?!/test_real_models))/")
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     """The size of the brute force, which `make test-long` raises a hundredfold."""
     parser.addoption("--blocks", type=int, default=250, help="how many blocks of each kind a scale search is tried on")
@@ -69,8 +75,10 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def compiled_code_is_dropped() -> Iterator[None]:
-    """Frees what a module's tests compiled: kept for the whole run it takes gigabytes."""
+def compiled_code(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Chooses how a module's tests are compiled, and frees that code after them: kept for the whole run it takes gigabytes."""
+    quickly = "JAX_DISABLE_MOST_OPTIMIZATIONS" in os.environ or QUICKLY_COMPILED.match(request.node.nodeid) is not None
+    jax.config.update("jax_disable_most_optimizations", quickly)
     yield
     jax.clear_caches()
 

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 
 import fewbit as fb
+from tests.each_scheme import each_scheme
 
 N, K = 64, 64  # tiles of 32 and blocks of 16 x 16 fit, a tile of 128 is a short one
 ROWS, GROUPS = jnp.array([3, 60]), jnp.array([3, 1], jnp.int32)
@@ -30,13 +30,7 @@ class Plain:
     conv_general_dilated, ragged_dot = jax.lax.conv_general_dilated, jax.lax.ragged_dot
 
 
-QUICK = ("int8", "nf4", "nvfp4")
-# Narrow integers and AQT's differ in the codes that are chosen, which a product does not see.
-ALL = [name for name in fb.SCHEMES.names() if not name.endswith(("_narrow", "_aqt"))]
-EACH = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in ALL]
-
-
-@pytest.mark.parametrize("name", EACH)
+@each_scheme(("int8", "nf4", "nvfp4"))
 def test_products_are_those_of_the_decoded_array(name):
     random = np.random.default_rng(0)
     x, w = (jnp.asarray(random.normal(size=size), jnp.float32) for size in ((4, K), (N, K)))

@@ -69,7 +69,7 @@ def restore_in_a_cluster(path: str) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("saving", "restoring"), [(2, 4), (4, 1)])
+@pytest.mark.parametrize(("saving", "restoring"), [(2, 4), pytest.param(4, 1, marks=pytest.mark.long)])
 def test_another_number_of_processes_restores(tmp_path, saving, restoring):
     cluster.run(save_in_a_cluster, saving, str(tmp_path / "step"))
     assert cluster.run(restore_in_a_cluster, restoring, str(tmp_path / "step")) == [restoring] * restoring

@@ -117,6 +117,7 @@ def test_attention(monkeypatch, tmp_path):
         assert np.all(np.abs(got - expected) <= bound)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["dequant_gemm_memory", "int8_gemm_memory"])
 def test_random_products(name, tmp_path):
     """Beside plain loops in C++, which run on arm64, too."""

@@ -11,6 +11,7 @@ import fewbit as fb
 from fewbit.calibration import Observation
 from fewbit.methods import AWQ, AWQScaling, ScaledProduct
 from fewbit.methods.awq import quantize_clipped
+from tests.each_scheme import each_scheme
 from tests.methods.test_gptq import K, N, inputs, moments, output_error, weight
 
 GROUP = 32
@@ -101,9 +102,7 @@ def test_the_clipping_is_that_of_the_published_search():
 FAST = ("int4_g64", "q4_1")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in fb.SCHEMES.names()]
-)
+@each_scheme(FAST)
 def test_no_more_error_than_rounding_for_every_scheme(name):
     w, x, scheme = weight(N, K), inputs(), fb.scheme(name)
     q, start = clipped(w, scheme, moments(x)), fb.quantize(w, scheme)

@@ -11,6 +11,7 @@ import fewbit as fb
 from fewbit.array.qarray import QArray
 from fewbit.methods import GPTQ
 from fewbit.methods.gptq import column_order, factored, quantize_columns
+from tests.each_scheme import each_scheme
 
 K, N = 96, 40
 
@@ -67,9 +68,7 @@ def test_codes_are_those_of_the_published_algorithm(act_order):
 FAST = ("int4_g64", "nf4", "nvfp4", "q4_1", "ternary", "nf4_dq", "fp8_tensor")
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in fb.SCHEMES.names()]
-)
+@each_scheme(FAST)
 def test_less_error_than_rounding_for_every_scheme(name):
     w, x = weight(N, K), inputs()
     scheme = fb.scheme(name)

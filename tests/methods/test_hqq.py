@@ -8,6 +8,7 @@ import pytest
 import fewbit as fb
 from fewbit.array.scales.minmax import MinMax
 from fewbit.methods import HQQ
+from tests.each_scheme import each_scheme
 
 K, N, TILE = 96, 40, 32
 FAST = ("int4_g64", "q4_1")
@@ -52,9 +53,7 @@ def test_offsets_are_those_of_the_published_algorithm():
     assert near.mean() > 0.97
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in fb.SCHEMES.names()]
-)
+@each_scheme(FAST)
 def test_no_more_error_than_rounding_for_every_scheme(name):
     """In the norm that it minimizes; 2**-10 is for scales that are quantized themselves."""
     w, scheme = heavy(N, K), fb.scheme(name)

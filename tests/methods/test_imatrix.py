@@ -12,6 +12,7 @@ from fewbit.array.scales.search.candidates import stored_scales
 from fewbit.calibration import Observation
 from fewbit.methods import IMatrix
 from fewbit.methods.imatrix import channel_weights
+from tests.each_scheme import each_scheme
 from tests.methods.test_gptq import inputs, output_error, weight
 
 K, N = 96, 40
@@ -28,9 +29,7 @@ def weighted_error(q, w, squares) -> float:
     return float((np.square(error) * np.asarray(squares, np.float64)).sum())
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in fb.SCHEMES.names()]
-)
+@each_scheme(FAST)
 def test_no_more_weighted_error_than_rounding_for_every_scheme(name):
     """Each tile keeps its own scale where that is better; 2**-10 is for scales that are quantized themselves."""
     w, x, scheme = weight(N, K), inputs(), fb.scheme(name)

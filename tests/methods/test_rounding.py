@@ -10,6 +10,7 @@ import pytest
 import fewbit as fb
 from fewbit.calibration import Observation
 from fewbit.methods import LearnedRounding
+from tests.each_scheme import each_scheme
 from tests.methods.test_gptq import inputs, moments, output_error, weight
 
 K, N = 96, 40
@@ -20,9 +21,7 @@ def seen(x: np.ndarray) -> Observation:
     return Observation(hessian=moments(x), count=jnp.float32(len(x)))
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in fb.SCHEMES.names()]
-)
+@each_scheme(FAST)
 def test_less_error_than_rounding_for_every_scheme(name):
     w, x, scheme = weight(N, K), inputs(), fb.scheme(name)
     q, start = LearnedRounding(rounds=60).quantized(w, scheme, (-1,), seen(x)), fb.quantize(w, scheme)

@@ -109,8 +109,11 @@ DYNAMIC = dataclasses.replace(SMALL, rope_scaling=Dynamic(2.0, 4))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("config", [SMALL, FEATURES, LATENT, DYNAMIC], ids=["plain", "features", "latent", "dynamic"])
-@pytest.mark.parametrize("kv", [None, kv_policy("int8")], ids=["float", "int8"])
+@pytest.mark.parametrize(
+    ("config", "kv"),
+    [(SMALL, None), (FEATURES, kv_policy("int8")), (LATENT, None), (DYNAMIC, None), (LATENT, kv_policy("int8"))],
+    ids=["plain", "features, int8", "latent", "dynamic", "latent, int8"],
+)
 def test_padding_after_a_prompt_changes_nothing(config: DecoderConfig, kv: KVPolicy | None):
     params, tokens = random_params(config), random_tokens(config, 2, 12)
     exact, cache = prefill(params, tokens[:, :6], empty_cache(config, batch=2, room=16, kv=kv), config)

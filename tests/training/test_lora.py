@@ -182,7 +182,7 @@ SLOW = {
     "nf4": tuple(set(PIECES) - {"plain", "heads", "scan", "indexed stack", "layers", "remat", "tied embedding"}),
     "int8": tuple(PIECES),
 }
-# What an operation makes of a quantized leaf is asked of each piece with nf4; with int8, whose rows have one scale, of each kind.
+# What an operation makes of a quantized leaf is asked of each piece with nf4; of each kind in float32, and with int8, whose rows have one scale.
 INT8 = (
     "plain",
     "left",
@@ -198,7 +198,7 @@ INT8 = (
 
 
 def marks(piece, held):
-    if held == "int8" and piece not in INT8:
+    if held != "nf4" and piece not in INT8:
         return [pytest.mark.slow, pytest.mark.long]
     return [pytest.mark.slow] if piece in SLOW[held] else []
 

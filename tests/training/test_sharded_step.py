@@ -225,7 +225,7 @@ def train_and_serve(path: str) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "devices"), [(2, 2), (4, 1)])
+@pytest.mark.parametrize(("processes", "devices"), [pytest.param(2, 2, marks=pytest.mark.long), (4, 1)])
 def test_processes_compute_what_one_device_does(tmp_path: Path, processes, devices):
     path = tmp_path / "results.npz"
     found = cluster.run(train_and_serve, processes, str(path), devices=devices, seconds=500)

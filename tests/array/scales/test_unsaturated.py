@@ -9,6 +9,7 @@ import pytest
 
 import fewbit as fb
 from fewbit.array.scales import MSE, Fixed, parse_calibration
+from tests.each_scheme import each_scheme
 
 TRIALS = 2000
 
@@ -39,8 +40,7 @@ def biases(x: np.ndarray, scheme: fb.Scheme, **arguments) -> tuple[np.ndarray, n
 
 
 @pytest.mark.finding(9)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", fb.SCHEMES.names())
+@each_scheme(())
 def test_every_element_of_every_scheme_is_right_on_average(name: str):
     if isinstance(fb.scheme(name).scale, fb.Scheme):
         with pytest.raises(fb.UnsupportedError, match=f"stochastic rounding in {name} would be biased"):

@@ -40,7 +40,9 @@ def compiled(kernel: str, sm: int) -> dict[str, Any]:
 
 
 def marks(row: dict[str, Any]) -> tuple[pytest.MarkDecorator, ...]:
-    return () if (row["kernel"], row["sm"]) == FIRST else (pytest.mark.slow,)
+    if (row["kernel"], row["sm"]) == FIRST:
+        return ()
+    return (pytest.mark.slow,) if row["sm"] == 90 else (pytest.mark.slow, pytest.mark.long)
 
 
 @pytest.mark.parametrize(

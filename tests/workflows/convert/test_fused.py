@@ -47,7 +47,7 @@ def quantized(model, directory, to, recipe="nvfp4"):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("to", ["modelopt", "compressed-tensors"])
+@pytest.mark.parametrize("to", ["modelopt", pytest.param("compressed-tensors", marks=pytest.mark.long)])
 def test_a_method_for_a_layout(to, tmp_path):
     """The tensors of other programs are those of the method, with a tensor scale for what is multiplied at once."""
     model = source(tmp_path / "hf")

@@ -48,7 +48,13 @@ def errors(model, plan, values, tokens) -> float:
 
 
 @pytest.mark.parametrize(
-    "name", ["small", "features", *(pytest.param(n, marks=pytest.mark.slow) for n in ("untied", "others", "latent"))]
+    "name",
+    [
+        "small",
+        "features",
+        pytest.param("latent", marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.long) for n in ("untied", "others")),
+    ],
 )
 def test_logits_are_nearer_than_with_rounded_weights(name, tmp_path):
     config = CONFIGS[name]

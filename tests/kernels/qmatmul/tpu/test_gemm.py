@@ -20,6 +20,7 @@ from fewbit.kernels.qmatmul.problem import Operand
 from fewbit.kernels.qmatmul.tpu.blocks import Block, Config, Cut, bytes_moved, fitting
 from fewbit.kernels.qmatmul.tpu.gemm import blocks_of, stacked_product
 from fewbit.kernels.qmatmul.tpu.problem import Form, refusal
+from tests.each_scheme import KINDS
 
 SMALL = Config(m=8, codes=256, columns=128)  # several blocks along each axis of what follows
 # Codes that straddle bytes differ from each other in nothing but how a number is made of a code, which is tested by itself.
@@ -54,9 +55,9 @@ def assert_is_product(y: jax.Array, x: jax.Array, q: fb.QArray, contracts_last: 
 
 
 def cases() -> list[Any]:
-    """Every scheme; slow but for a few."""
-    every = FAST + [case for case in ALL if case not in FAST]
-    return [pytest.param(*case, marks=[] if case in FAST else [pytest.mark.slow]) for case in every]
+    """Every scheme, but for one of each kind in `make test-long` only."""
+    others = [case for case in ALL if case not in FAST]
+    return FAST + [pytest.param(*case, marks=[] if case[0] in KINDS else [pytest.mark.long]) for case in others]
 
 
 @pytest.mark.slow

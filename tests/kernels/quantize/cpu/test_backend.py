@@ -116,7 +116,10 @@ def assert_same_numbers(one, two):
 
 # The reference takes most of the time, to compile: each kind on one axis here, on the other in the whole suite.
 TURNED = [(scheme, -1 - place % 2) for place, scheme in enumerate(KINDS)]
-OTHER_AXES = [(scheme, -3 - axis) for scheme, axis in TURNED] + [(scheme, axis) for scheme in OTHERS for axis in (-1, -2)]
+OTHER_AXES = [
+    *((scheme, -3 - axis) for scheme, axis in TURNED),
+    *(pytest.param(scheme, axis, marks=pytest.mark.long) for scheme in OTHERS for axis in (-1, -2)),
+]
 
 
 def assert_near(x, q, y):
