@@ -16,7 +16,7 @@ import numpy as np
 
 from fewbit import workflows
 from fewbit.methods import method
-from fewbit.workflows.methods.calibrated import CalibrationData
+from fewbit.workflows.methods.calibration_data import CalibrationData
 from tests.workflows.checkpoints import last_axis
 
 

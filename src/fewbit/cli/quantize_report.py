@@ -25,7 +25,7 @@ from ..workflows.load import load
 from ..workflows.methods.allocation import WINDOW as SENSITIVITY_WINDOW
 from ..workflows.methods.allocation import WINDOWS as SENSITIVITY_WINDOWS
 from ..workflows.methods.allocation import allocated, fitting, sensitivities
-from ..workflows.methods.calibrated import WINDOWS, CalibrationData, calibration_data
+from ..workflows.methods.calibration_data import WINDOWS, CalibrationData, calibration_data
 from ..workflows.methods.importance_file import ImportanceFile
 from ..workflows.methods.inputs import measured_inputs, with_expert_tokens
 from ..workflows.methods.rotate import rotated

@@ -20,10 +20,10 @@ from .generate import generate_text as generate_text
 from .inspect import Inspection as Inspection
 from .inspect import inspect as inspect
 from .load import load as load
-from .methods.calibrated import CalibrationData as CalibrationData
 from .methods.calibrated import calibrated_scales as calibrated_scales
 from .methods.calibrated import calibrated_weights as calibrated_weights
-from .methods.calibrated import calibration_data as calibration_data
+from .methods.calibration_data import CalibrationData as CalibrationData
+from .methods.calibration_data import calibration_data as calibration_data
 from .methods.folding import scaled_model as scaled_model
 from .methods.folding import with_scaling as with_scaling
 from .methods.importance import importance_matrix as importance_matrix

@@ -2,36 +2,32 @@
 
 import dataclasses
 import functools
-import hashlib
 import importlib.metadata
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-import numpy as np
 
 from ..array.qarray import QArray
 from ..calibration.measure import Observation
 from ..errors import QuantError
-from ..io.files import file_sha256
 from ..io.journal import Journal
-from ..io.orbax import TREE
 from ..io.parts import FinishedParts
 from ..methods.imatrix import IMatrix
 from ..methods.scaling import AbstractScaling
 from ..recipe.method import NEAREST, AbstractMethod
 from ..recipe.plan import Plan
 from .convert.fused import fused_rows
+from .convert.provenance import file_hashes, outcome, provenance, stored_config, value_sha256
 from .convert.targets import Job, check_path, check_target, fused_modules, prepared, representable, write_tensors
-from .methods.calibrated import CalibrationData, calibrated_scales, calibrated_weights
+from .methods.calibrated import calibrated_scales, calibrated_weights
+from .methods.calibration_data import CalibrationData
 from .methods.experts import ExpertTokens
 from .methods.folding import scaled_model, scaled_paths
 from .methods.importance_file import ImportanceFile
 from .model import Model, Value
-from .plan import KEEP
 from .tensors import Outcome, TensorResult, quantized_tensors
 
 
@@ -108,7 +104,7 @@ def quantize(
             on_verify(name, nbytes)
 
     start, results, tokens = time.perf_counter(), {}, list[ExpertTokens]()
-    fused, facts = fused_rows(model, plan, fused_modules(to)), provenance(model, plan, {"sha256": _file_hashes(model)})
+    fused, facts = fused_rows(model, plan, fused_modules(to)), provenance(model, plan, {"sha256": file_hashes(model)})
     for kind, one in (("scaling", scaling), ("method", method)):
         if one is not None and one != NEAREST:
             facts[kind] = {"name": one.name, **dataclasses.asdict(one)}
@@ -179,22 +175,6 @@ def _passes(count: int, on_layer: Callable[[int, int], None] | None) -> list[Cal
     return [functools.partial(progress, index) for index in range(count)]
 
 
-def outcome(model: Model, written: Path, results: Sequence[TensorResult], seconds: float) -> Outcome:
-    """The sizes of what was written.
-
-    Args:
-        model: the source.
-        written: the directory or file.
-        results: the result of each tensor.
-        seconds: how long it took.
-    """
-    files = [file for file in (written, *written.rglob("*")) if file.is_file()]
-    size = sum(file.stat().st_size for file in files)
-    in_tensors = sum(file.stat().st_size for file in files if _has_tensors(file.relative_to(written)))
-    arrays = sum(result.bytes_after for result in results)
-    return Outcome(written, tuple(results), model.size, size, in_tensors, arrays, seconds)
-
-
 def _earlier_results(journal: Journal, load: Callable[[str], Value], sources: Mapping[str, str]) -> dict[str, TensorResult]:
     """The results of the tensors that earlier runs computed; the journal ends where the source has changed since."""
     found = {}
@@ -210,51 +190,3 @@ def _earlier_results(journal: Journal, load: Callable[[str], Value], sources: Ma
         result = TensorResult.from_json(line["row"])
         found[result.path] = result
     return found
-
-
-def value_sha256(value: Value) -> str:
-    """The SHA-256 of a parameter: its scheme or dtype, its shape and its bytes."""
-    digest = hashlib.sha256(f"{value.dtype} {value.shape} {getattr(value, 'scheme', None)}".encode())
-    for leaf in jax.tree.leaves(value):
-        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
-    return digest.hexdigest()
-
-
-def _has_tensors(file: Path) -> bool:
-    """Whether a file of the output has tensors: a GGUF file itself, safetensors, or a part of Orbax's tree."""
-    return not file.name or file.suffix == ".safetensors" or file.parts[0] == TREE
-
-
-def stored_config(model: Model) -> dict[str, Any]:
-    """The `config.json` of the directory: a Hugging Face checkpoint's own; else ours, for a model that can be run."""
-    if "model_type" in model.metadata:
-        return dict(model.metadata)
-    if model.config is not None:
-        return {"architecture": "decoder", "decoder": model.config.to_json()}
-    # Not bytes, nor a vocabulary, which GGUF stores in the metadata too.
-    vast = {key for key, value in model.metadata.items() if isinstance(value, list) and len(value) > 1000}
-    return {key: value for key, value in model.metadata.items() if key not in vast and not isinstance(value, bytes)}
-
-
-def source_files(model: Model) -> list[Path]:
-    """The files that the tensors of a model are read from."""
-    return sorted(model.path.glob("*.safetensors")) if model.path.is_dir() else [model.path]
-
-
-def _file_hashes(model: Model) -> dict[str, str]:
-    return {file.name: file_sha256(file) for file in source_files(model)}
-
-
-def provenance(model: Model, plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
-    """The provenance recorded in the directory.
-
-    Args:
-        model: the source.
-        plan: its plan.
-        source: what identifies the source's bytes.
-    """
-    facts: dict[str, Any] = {"recipe": plan.recipe, "source": {"name": model.name, "kind": model.kind, **source}}
-    facts |= {name: model.facts[name] for name in ("rotation_seed", "scaling") if name in model.facts}
-    if plan.recipe == KEEP and model.facts:
-        facts["source"]["facts"] = dict(model.facts)
-    return facts

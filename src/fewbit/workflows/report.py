@@ -34,7 +34,7 @@ from .evaluate import (
     weight_sqnr,
 )
 from .inspect import file_bytes
-from .methods.calibrated import calibration_data
+from .methods.calibration_data import calibration_data
 from .methods.inputs import measured_inputs
 from .model import Model, Value, decoded
 from .plan import KEEP, RecipeSpec, plan_model, split_numbers

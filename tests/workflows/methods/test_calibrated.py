@@ -19,7 +19,8 @@ from fewbit.io.checkpoint import TensorInfo
 from fewbit.methods import GPTQ, QEP
 from fewbit.models import forward, params_from_paths, paths_of_params
 from fewbit.workflows.methods import calibrated
-from fewbit.workflows.methods.calibrated import CalibrationData, calibrated_weights, calibration_data
+from fewbit.workflows.methods.calibrated import calibrated_weights
+from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.model import Model
 from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, UNTIED, random_params, random_tokens
 from tests.workflows.checkpoints import TEXT, llama_directory, needs_tokenizers, text_file

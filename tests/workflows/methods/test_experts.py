@@ -17,7 +17,8 @@ from fewbit.io.checkpoint import TensorInfo
 from fewbit.methods import GPTQ
 from fewbit.models import forward, params_from_paths
 from fewbit.ops.interpret.observe import folded
-from fewbit.workflows.methods.calibrated import CalibrationData, calibrated_weights, calibration_data, float_layers
+from fewbit.workflows.methods.calibrated import calibrated_weights, float_layers
+from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.methods.experts import ExpertTokens, with_unseen_experts
 from fewbit.workflows.model import Model
 from tests.nets.random_decoder import FEATURES, OTHERS
@@ -149,7 +150,7 @@ def test_policies_on_a_trained_mixture(tmp_path):
     model = trained_model(tmp_path)
     rows = quantized_rows(workflows.plan_model(model, recipe="int3_g32"))
     data, losses = CalibrationData("pydoc", character_windows(32, seed=5)), {"nearest": 0.0, "share": 0.0, "its own": 0.0}
-    for layer in float_layers(model, data):
+    for layer in float_layers(model, data.windows):
         stats = layer.statistics(MEASURE, [path for path in layer.paths if "/mlp/experts/" in path])
         for number in range(MIXTURE.experts.count):
             for name, own in ((path.split("/")[-1], one) for path, one in stats.items()):

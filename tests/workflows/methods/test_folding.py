@@ -16,7 +16,8 @@ from fewbit.io.checkpoint import TensorInfo
 from fewbit.io.gguf.imatrix import ImportanceMatrix
 from fewbit.methods import AWQ, GPTQ, AWQScaling, IMatrix, SmoothQuant
 from fewbit.models import Experts, forward, params_from_paths
-from fewbit.workflows.methods.calibrated import CalibrationData, calibrated_scales, calibrated_weights, calibration_data
+from fewbit.workflows.methods.calibrated import calibrated_scales, calibrated_weights
+from fewbit.workflows.methods.calibration_data import CalibrationData, calibration_data
 from fewbit.workflows.methods.folding import scaled_inputs, scaled_model, with_scaling
 from fewbit.workflows.model import Model
 from tests.nets.random_decoder import FEATURES, LATENT, OTHERS, SMALL, UNTIED

@@ -244,7 +244,7 @@ def imatrix(
     """Writes the importance matrix of a model on a text, for --imatrix here and in llama.cpp's llama-quantize."""
     from ...io.gguf.imatrix import check_imatrix_output, write_imatrix
     from ...workflows.load import load
-    from ...workflows.methods.calibrated import WINDOWS, calibration_data
+    from ...workflows.methods.calibration_data import WINDOWS, calibration_data
     from ...workflows.methods.importance import importance_matrix
     from ..console import emit_json, say
     from ..progress import progress_bar

@@ -28,9 +28,9 @@ from ...io.native.manifest import read_manifest
 from ...io.native.writer import DirectoryWriter, write
 from ...recipe.plan import Plan
 from ...recipe.rows import PlanRow
+from ..convert.provenance import outcome, provenance, source_files, stored_config, value_sha256
 from ..convert.targets import check_path
 from ..model import Model, Value
-from ..quantize import outcome, provenance, source_files, stored_config, value_sha256
 from ..tensors import Outcome, TensorResult, quantized_tensors
 from .processes import all_or_none, gathered
 

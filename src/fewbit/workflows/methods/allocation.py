@@ -28,7 +28,8 @@ from ...recipe.plan import Plan, recounted
 from ...recipe.quantize_row import quantize_finite
 from ...recipe.rows import PlanRow
 from ..model import Model, decoded
-from .calibrated import CalibrationData, calibrated_weights
+from .calibrated import calibrated_weights
+from .calibration_data import CalibrationData
 
 WINDOWS = 64
 WINDOW = 64

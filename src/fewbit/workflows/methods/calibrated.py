@@ -1,15 +1,13 @@
 """Quantizes a decoder's weights by a method, layer by layer.
 
 A calibration text runs through the layers one at a time. The inputs of a layer are the outputs of the quantized layers before
-it, so that its weights are chosen for the inputs that they will multiply. One layer is in memory: its weights, its statistics and
-a batch of the text. A run with finished parts has the residual streams of the whole text, and the quantized layers, on the disk.
+it, so that its weights are chosen for the inputs that they will multiply. A run with finished parts has the residual streams of
+the whole text, and the quantized layers, on the disk.
 """
 
 import dataclasses
 import functools
-import hashlib
 import operator
-import re
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -28,7 +26,6 @@ from ...io.parts import FinishedParts
 from ...methods.scaling import AbstractScaling, ScaledProduct
 from ...models.config import DecoderConfig
 from ...models.decoder import embedded, layer_output, output_logits
-from ...models.installed import calibration_text
 from ...models.joined import stack_experts
 from ...models.names import shapes, tree_from_paths
 from ...ops.interpret.observe import AbstractMeasure, Measurements, calibration_rules, folded, observed
@@ -39,91 +36,17 @@ from ...recipe.plan import Plan
 from ...recipe.quantize_row import quantize_row
 from ...recipe.rows import PlanRow
 from ..convert.fused import quantized_together
-from ..model import Model, Value, decoded, is_kept
-from .experts import ExpertTokens, check_unseen, with_unseen_experts
+from ..model import Model, decoded, is_kept
+from .calibration_data import CalibrationData
+from .experts import EXPERT, ExpertTokens, with_unseen_experts
 from .folding import scaled_inputs
 
-WINDOWS = 128
-WINDOW = 256
 _BATCH_TOKENS = 4096
+_TOKENS = "expert_tokens"
+"""The name of the tokens of a layer's experts among its finished parts."""
 
 Progress = Callable[[int, int], None]
 """Called with the number of layers done and of all layers."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CalibrationData:
-    """The tokens from which a method learns.
-
-    Attributes:
-        text: the name of the text.
-        windows: token ids `[windows, tokens]`.
-        unseen_experts: what happens to experts to which none of them is routed, see `experts.UNSEEN`.
-    """
-
-    text: str
-    windows: np.ndarray
-    unseen_experts: str = "nearest"
-
-    def __post_init__(self) -> None:
-        if self.windows.ndim != 2 or not self.windows.size or not np.issubdtype(self.windows.dtype, np.integer):
-            raise QuantError(
-                f"the calibration windows are {self.windows.dtype.name}{self.windows.shape}, expected token ids [windows, tokens]"
-            )
-
-        check_unseen(self.unseen_experts)
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """The provenance recorded in a directory."""
-        digest = hashlib.sha256(np.ascontiguousarray(self.windows, np.int32).tobytes()).hexdigest()
-        windows = list(self.windows.shape)
-        return {"text": self.text, "windows": windows, "sha256": digest, "unseen_experts": self.unseen_experts}
-
-
-def calibration_data(
-    model: Model,
-    text: str | None = None,
-    *,
-    windows: int = WINDOWS,
-    window: int | None = None,
-    unseen_experts: str | None = None,
-) -> CalibrationData:
-    """Cuts windows of tokens out of a text, spread evenly over it.
-
-    Args:
-        model: a model that can be run, with a tokenizer.
-        text: as for `models.find_text`; None takes `models.calibration_text`, which the default evaluation does not read.
-        windows: how many windows; fewer if the text is shorter.
-        window: the tokens of a window; None takes 256, or the model's context if that is shorter.
-        unseen_experts: as in `CalibrationData`; None takes "nearest".
-
-    Returns:
-        The windows, with the tokens that begin a text in front of each.
-
-    Raises:
-        QuantError: when the text is shorter than one window, a window longer than the model's context, or there is a choice for
-            experts and the model has none.
-        UnsupportedError: when the model cannot be run, or has no tokenizer.
-    """
-    config, tokenizer, found = model.runnable_config(), model.readable_tokenizer(), calibration_text(text)
-    if unseen_experts is not None and config.experts is None:
-        raise QuantError(f"{model.name} has no experts; leave out --unseen-experts {unseen_experts}")
-    if window is None:
-        window = min(WINDOW, config.context)
-    if not 0 < window <= config.context or windows < 1:
-        raise QuantError(
-            f"{windows} calibration windows of {window} tokens: there must be one or more, each of 1 to {config.context} tokens, "
-            f"the context of {model.name}"
-        )
-    ids = tokenizer.encode(found.content)
-    count = len(ids) // window
-    if count == 0:
-        raise QuantError(f"the calibration text {found.name} has {len(ids)} tokens, and a window takes {window}")
-    chosen = np.linspace(0, count - 1, min(windows, count)).astype(int)
-    rows = ids[: count * window].reshape(count, window)[chosen]
-    rows[:, : len(tokenizer.start_ids)] = tokenizer.start_ids
-    return CalibrationData(found.name, rows, unseen_experts or "nearest")
 
 
 def calibrated_scales(
@@ -159,13 +82,18 @@ def calibrated_scales(
     inputs, policies = scaled_inputs(model, plan), {row.path: row.policy for row in plan if row.policy is not None}
     readers = {part.path for one in inputs for part in one.readers if part.path in policies}
     measure, found = Measure(AbsMaxRange(), scaling.collect), {}  # type: ignore[arg-type]
-    for layer in float_layers(model, data, progress):
+    for layer in float_layers(model, data.windows, progress):
         values: Mapping[str, Any] | None = _finished(parts, f"scales-{layer.index}")
         if values is None:
             new, observed = dict[str, Any](), layer.statistics(measure, readers, data.unseen_experts)
             for one in inputs:
                 products = [
-                    ScaledProduct(_float(model.load(part.path)), policies[part.path].weight, part.axis, observed[part.path])
+                    ScaledProduct(
+                        jnp.asarray(decoded(model.load(part.path))),
+                        policies[part.path].weight,
+                        part.axis,
+                        observed[part.path],
+                    )
                     for part in one.readers
                     if part.path in observed
                 ]
@@ -212,7 +140,7 @@ def calibrated_weights(
             expert has no token and `data.unseen_experts` is "error".
         UnsupportedError: when the model cannot be run, or the method cannot quantize a weight.
     """
-    config, rows = _checked_config(model, data), {row.path: row for row in plan}
+    config, rows = _checked_config(model, data.windows), {row.path: row for row in plan}
     chosen = {path for path, row in rows.items() if row.policy is not None and not is_kept(row, model.info[path])}
     collect = tuple(name for name in method.collect if name != "cross")
     measure = Measure(AbsMaxRange(), collect)  # type: ignore[arg-type]
@@ -231,7 +159,7 @@ def calibrated_weights(
         elif index < start and any(path.startswith(f"layers/{index}/") for path in chosen):
             start = 0
     if start == 0:
-        streams = _kept_streams(parts, 0, _first_streams(model, data, count))
+        streams = _kept_streams(parts, 0, _first_streams(model, data.windows, count))
     if progress is not None:
         progress(start, config.layers)
     for index in range(start, config.layers):
@@ -309,37 +237,37 @@ def _last_streams(parts: FinishedParts | None, layers: int) -> tuple[int, Collec
     return 0, ()
 
 
-def _first_streams(model: Model, data: CalibrationData, count: int = 1) -> Iterator[Float[Array, "S B T D"]]:
-    """The inputs of the first layer in batches, the same for each of `count` residual streams."""
-    embed, config = model.load("embed"), model.runnable_config()
-    size = max(_BATCH_TOKENS // data.windows.shape[1], 1)
-    for i in range(0, len(data.windows), size):
-        x = _embedded(embed, jnp.asarray(data.windows[i : i + size]), config=config)
-        yield jnp.stack([x] * count)
+def _quantized(
+    params: PyTree,
+    prefix: str,
+    paths: Iterable[str],
+    rows: Mapping[str, PlanRow],
+    method: AbstractMethod,
+    observed: Mapping[str, Observation],
+    fused: Mapping[str, tuple[PlanRow, ...]],
+) -> dict[str, QArray]:
+    """The quantized weights of `paths` that have statistics."""
+    leaves = {prefix + path: leaf for path, leaf in parameter_paths(params).items()}
+    found: dict[str, QArray] = {}
+    for path in paths:
+        if path in found or path not in observed:
+            continue
+        row = rows[path]
+        if path in fused:
+            weights = {one.path: decoded(leaves[one.path]) for one in fused[path]}
+            found |= quantized_together(weights, row, method, observed[path])
+        else:
+            found[path] = jax.block_until_ready(quantize_row(decoded(leaves[path]), row, method, observed[path]))
+    return found
 
 
-def _next_streams(
-    forms: tuple[PyTree, ...], streams: Iterable[Any], index: Array, config: DecoderConfig
-) -> Iterator[Float[Array, "S B T D"]]:
-    """The outputs of the forms of a layer, quantized or float, each for a residual stream of its own; in batches."""
-    return (_layer_outputs(forms, batch, index, config=config) for batch in map(jnp.asarray, streams))
-
-
-def _stored_layer(model: Model, index: int) -> PyTree:
-    """The parameters of one layer as stored; no others are loaded."""
-    prefix = f"layers/{index}/"
-    paths = [path for path in shapes(model.runnable_config()) if path.startswith(prefix)]
-    return tree_from_paths({path.removeprefix(prefix): model.load(path) for path in paths})
-
-
-def _stored_ends(model: Model) -> PyTree:
-    """The final norm and the head as stored."""
-    return {name: model.load(name) for name in ("norm", _head_path(model.runnable_config()))}
-
-
-def _head_path(config: DecoderConfig) -> str:
-    """The path of the weight that gives the logits."""
-    return "embed" if config.tied else "head"
+def _check_finite(name: str, products: Iterable[ScaledProduct]) -> None:
+    """Refuses statistics and weights with NaN or infinity."""
+    for product in products:
+        if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((product.weight, product.observation))):
+            raise QuantError(
+                f"the input scaled at {name} has statistics or weights that are NaN or infinite; check the model and the calibration text"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -387,14 +315,14 @@ class FloatLayer:
         return {self.prefix + path: one for path, one in found.items()}
 
 
-def float_layers(model: Model, data: CalibrationData, progress: Progress | None = None) -> Iterator[FloatLayer]:
+def float_layers(model: Model, windows: Int[np.ndarray, "W T"], progress: Progress | None = None) -> Iterator[FloatLayer]:
     """Runs a text through a float decoder, layer by layer.
 
     One layer's weights are in memory at a time, and the residual stream of the whole text.
 
     Args:
         model: a model that can be run.
-        data: the calibration data.
+        windows: token ids.
         progress: called before the first layer and after each.
 
     Returns:
@@ -404,8 +332,8 @@ def float_layers(model: Model, data: CalibrationData, progress: Progress | None 
         QuantError: when a token has no embedding.
         UnsupportedError: when the model cannot be run.
     """
-    config = _checked_config(model, data)
-    streams = list(_first_streams(model, data))
+    config = _checked_config(model, windows)
+    streams = list(_first_streams(model, windows))
     if progress is not None:
         progress(0, config.layers)
     for index in range(config.layers):
@@ -417,12 +345,45 @@ def float_layers(model: Model, data: CalibrationData, progress: Progress | None 
     yield FloatLayer(config.layers, _floats(_stored_ends(model)), streams, config)
 
 
-def _checked_config(model: Model, data: CalibrationData) -> DecoderConfig:
+def _checked_config(model: Model, windows: Int[np.ndarray, "W T"]) -> DecoderConfig:
     """The configuration of a model that has embeddings of all tokens."""
     config = model.runnable_config()
-    if int(data.windows.max()) >= config.vocab:
-        raise QuantError(f"the calibration data has token {data.windows.max()}, and {model.name} has {config.vocab} tokens")
+    if int(windows.max()) >= config.vocab:
+        raise QuantError(f"the calibration data has token {windows.max()}, and {model.name} has {config.vocab} tokens")
     return config
+
+
+def _stored_layer(model: Model, index: int) -> PyTree:
+    """The parameters of one layer as stored; no others are loaded."""
+    prefix = f"layers/{index}/"
+    paths = [path for path in shapes(model.runnable_config()) if path.startswith(prefix)]
+    return tree_from_paths({path.removeprefix(prefix): model.load(path) for path in paths})
+
+
+def _stored_ends(model: Model) -> PyTree:
+    """The final norm and the head as stored."""
+    return {name: model.load(name) for name in ("norm", _head_path(model.runnable_config()))}
+
+
+def _head_path(config: DecoderConfig) -> str:
+    """The path of the weight that gives the logits."""
+    return "embed" if config.tied else "head"
+
+
+def _first_streams(model: Model, windows: Int[np.ndarray, "W T"], count: int = 1) -> Iterator[Float[Array, "S B T D"]]:
+    """The inputs of the first layer in batches, the same for each of `count` residual streams."""
+    embed, config = model.load("embed"), model.runnable_config()
+    size = max(_BATCH_TOKENS // windows.shape[1], 1)
+    for i in range(0, len(windows), size):
+        x = _embedded(embed, jnp.asarray(windows[i : i + size]), config=config)
+        yield jnp.stack([x] * count)
+
+
+def _next_streams(
+    forms: tuple[PyTree, ...], streams: Iterable[Any], index: Array, config: DecoderConfig
+) -> Iterator[Float[Array, "S B T D"]]:
+    """The outputs of the forms of a layer, quantized or float, each for a residual stream of its own; in batches."""
+    return (_layer_outputs(forms, batch, index, config=config) for batch in map(jnp.asarray, streams))
 
 
 def _head_observations(
@@ -433,39 +394,6 @@ def _head_observations(
         return {}
     ends, measured = _floats(params), functools.partial(_head_statistics, config=config, measure=measure)
     return _joined(measure, (measured(ends, batch) for batch in map(jnp.asarray, streams)))
-
-
-def _quantized(
-    params: PyTree,
-    prefix: str,
-    paths: Iterable[str],
-    rows: Mapping[str, PlanRow],
-    method: AbstractMethod,
-    observed: Mapping[str, Observation],
-    fused: Mapping[str, tuple[PlanRow, ...]],
-) -> dict[str, QArray]:
-    """The quantized weights of `paths` that have statistics."""
-    leaves = {prefix + path: leaf for path, leaf in parameter_paths(params).items()}
-    found: dict[str, QArray] = {}
-    for path in paths:
-        if path in found or path not in observed:
-            continue
-        row = rows[path]
-        if path in fused:
-            weights = {one.path: decoded(leaves[one.path]) for one in fused[path]}
-            found |= quantized_together(weights, row, method, observed[path])
-        else:
-            found[path] = jax.block_until_ready(quantize_row(decoded(leaves[path]), row, method, observed[path]))
-    return found
-
-
-def _check_finite(name: str, products: Iterable[ScaledProduct]) -> None:
-    """Refuses statistics and weights with NaN or infinity."""
-    for product in products:
-        if not all(bool(jnp.isfinite(leaf).all()) for leaf in jax.tree.leaves((product.weight, product.observation))):
-            raise QuantError(
-                f"the input scaled at {name} has statistics or weights that are NaN or infinite; check the model and the calibration text"
-            )
 
 
 def _layer_observations(
@@ -483,24 +411,18 @@ def _layer_observations(
     """
     layer = _with_stacked_experts(_floats(layer))
     inside = parameter_paths(layer)
-    stacked = {path: path if path in inside else _EXPERT.sub("experts/", path) for path in paths}
+    stacked = {path: path if path in inside else EXPERT.sub("experts/", path) for path in paths}
     chosen = tuple(dict.fromkeys(stacked.values()))
     measured = functools.partial(_layer_statistics, config=config, paths=chosen, measure=measure)
     stats, found = _joined(measure, (measured(layer, batch, index) for batch in map(jnp.asarray, streams))), {}
     stats, tokens = with_unseen_experts(stats, functools.partial(folded, measure), unseen, f"layers/{index}")
     for path, name in stacked.items():
         one = stats.get(name)
-        if one is not None and (expert := _EXPERT.search(path)) and name != path:
+        if one is not None and (expert := EXPERT.search(path)) and name != path:
             one = jax.tree.map(operator.itemgetter(int(expert[1])), one)
         if one is not None and (one.count is None or np.any(one.count)):
             found[path] = one
     return found, tokens
-
-
-_EXPERT = re.compile(r"experts/(\d+)/")
-"""The part of a path that names one expert."""
-_TOKENS = "expert_tokens"
-"""The name of the tokens of a layer's experts among its finished parts."""
 
 
 def _with_stacked_experts(layer: PyTree) -> PyTree:
@@ -516,14 +438,9 @@ def _joined(measure: Measure, batches: Iterable[dict[str, Observation]]) -> dict
     return total
 
 
-def _float(value: Value) -> Array:
-    """One parameter, dequantized."""
-    return jnp.asarray(decoded(value))
-
-
 def _floats(params: PyTree) -> PyTree:
     """The parameters dequantized."""
-    return jax.tree.map(_float, params, is_leaf=is_qarray)
+    return jax.tree.map(lambda value: jnp.asarray(decoded(value)), params, is_leaf=is_qarray)
 
 
 @functools.partial(jax.jit, static_argnames="config")

@@ -1,6 +1,7 @@
 """Experts to which the calibration data routes few tokens, or none."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Mapping
 
 import jax
@@ -10,6 +11,9 @@ from jaxtyping import PyTree
 
 from ..._registry import near_names
 from ...errors import QuantError
+
+EXPERT = re.compile(r"experts/(\d+)/")
+"""The part of a path that names one expert."""
 
 UNSEEN = ("nearest", "share", "error")
 """What can happen to an expert without tokens: it is rounded to nearest; it takes the statistics of all tokens of the layer's

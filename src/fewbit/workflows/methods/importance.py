@@ -8,8 +8,10 @@ from ...errors import QuantError
 from ...io.gguf.imatrix import Importance, ImportanceMatrix
 from ..model import Model
 from ..plan import plan_model
-from .calibrated import CalibrationData, Progress, float_layers
-from .importance_file import EXPERT, tensor_names
+from .calibrated import Progress, float_layers
+from .calibration_data import CalibrationData
+from .experts import EXPERT
+from .importance_file import tensor_names
 
 
 def importance_matrix(model: Model, data: CalibrationData, progress: Progress | None = None) -> ImportanceMatrix:
@@ -29,7 +31,7 @@ def importance_matrix(model: Model, data: CalibrationData, progress: Progress | 
     """
     paths = {row.path for row in plan_model(model, recipe="int8") if row.policy is not None}
     measure, found = Measure(AbsMaxRange(), ("squares",)), {}
-    for layer in float_layers(model, data, progress):
+    for layer in float_layers(model, data.windows, progress):
         found |= layer.statistics(measure, paths, data.unseen_experts)
     sums: dict[str, np.ndarray] = {}
     counts: dict[str, np.ndarray] = {}

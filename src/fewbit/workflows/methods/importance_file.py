@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ from ...models.families.table import family_of
 from ...recipe.plan import Plan
 from ...recipe.rows import PlanRow
 from ..model import Model
-
-EXPERT = re.compile(r"/experts/(\d+)/")
-"""The part of a path that names one expert."""
+from .experts import EXPERT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +122,7 @@ def tensor_names(model: Model, path: str) -> tuple[str, ...]:
         table = gguf_table_of(model.metadata)
     elif "model_type" in model.metadata:
         table = family_of(model.metadata).gguf_table
-    stacked = EXPERT.sub("/experts/", path)
+    stacked = EXPERT.sub("experts/", path)
     parts = (stacked,)
     if stacked.endswith("/experts/gate+up"):
         parts = tuple(stacked.replace("gate+up", part) for part in ("gate", "up"))

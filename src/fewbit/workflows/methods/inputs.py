@@ -11,7 +11,8 @@ from ...evaluate.report.facts import InputFacts, MeasuredInputs
 from ...models.joined import JOINED
 from ...recipe.plan import Plan
 from ..model import Model
-from .calibrated import CalibrationData, float_layers
+from .calibrated import float_layers
+from .calibration_data import CalibrationData
 from .experts import ExpertTokens, check_unseen
 
 _MEASURE = Measure(AbsMaxRange(), ("absmax", "squares"))
@@ -36,7 +37,7 @@ def measured_inputs(
         UnsupportedError: when the model cannot be run.
     """
     found, experts = [], {}
-    for layer in float_layers(model, data, progress):
+    for layer in float_layers(model, data.windows, progress):
         for path, one in layer.statistics(_MEASURE, list(filter(_is_measured, layer.paths))).items():
             found.append(_facts(path, layer.index, one))
             if np.ndim(one.count) == 1:

@@ -1,0 +1,81 @@
+"""What a written directory says of its source, and its sizes."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from ...io.files import file_sha256
+from ...io.orbax import TREE
+from ...recipe.plan import Plan
+from ..model import Model, Value
+from ..plan import KEEP
+from ..tensors import Outcome, TensorResult
+
+
+def outcome(model: Model, written: Path, results: Sequence[TensorResult], seconds: float) -> Outcome:
+    """The sizes of what was written.
+
+    Args:
+        model: the source.
+        written: the directory or file.
+        results: the result of each tensor.
+        seconds: how long it took.
+    """
+    files = [file for file in (written, *written.rglob("*")) if file.is_file()]
+    size = sum(file.stat().st_size for file in files)
+    in_tensors = sum(file.stat().st_size for file in files if _has_tensors(file.relative_to(written)))
+    arrays = sum(result.bytes_after for result in results)
+    return Outcome(written, tuple(results), model.size, size, in_tensors, arrays, seconds)
+
+
+def _has_tensors(file: Path) -> bool:
+    """Whether a file of the output has tensors: a GGUF file itself, safetensors, or a part of Orbax's tree."""
+    return not file.name or file.suffix == ".safetensors" or file.parts[0] == TREE
+
+
+def stored_config(model: Model) -> dict[str, Any]:
+    """The `config.json` of the directory: a Hugging Face checkpoint's own; else ours, for a model that can be run."""
+    if "model_type" in model.metadata:
+        return dict(model.metadata)
+    if model.config is not None:
+        return {"architecture": "decoder", "decoder": model.config.to_json()}
+    # Not bytes, nor a vocabulary, which GGUF stores in the metadata too.
+    vast = {key for key, value in model.metadata.items() if isinstance(value, list) and len(value) > 1000}
+    return {key: value for key, value in model.metadata.items() if key not in vast and not isinstance(value, bytes)}
+
+
+def provenance(model: Model, plan: Plan, source: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance recorded in the directory.
+
+    Args:
+        model: the source.
+        plan: its plan.
+        source: what identifies the source's bytes.
+    """
+    facts: dict[str, Any] = {"recipe": plan.recipe, "source": {"name": model.name, "kind": model.kind, **source}}
+    facts |= {name: model.facts[name] for name in ("rotation_seed", "scaling") if name in model.facts}
+    if plan.recipe == KEEP and model.facts:
+        facts["source"]["facts"] = dict(model.facts)
+    return facts
+
+
+def source_files(model: Model) -> list[Path]:
+    """The files that the tensors of a model are read from."""
+    return sorted(model.path.glob("*.safetensors")) if model.path.is_dir() else [model.path]
+
+
+def file_hashes(model: Model) -> dict[str, str]:
+    """The SHA-256 of each of these files, by name."""
+    return {file.name: file_sha256(file) for file in source_files(model)}
+
+
+def value_sha256(value: Value) -> str:
+    """The SHA-256 of a parameter: its scheme or dtype, its shape and its bytes."""
+    digest = hashlib.sha256(f"{value.dtype} {value.shape} {getattr(value, 'scheme', None)}".encode())
+    for leaf in jax.tree.leaves(value):
+        digest.update(np.ascontiguousarray(leaf).reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
